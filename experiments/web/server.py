@@ -44,21 +44,22 @@ def serve(config: WebConfig) -> None:
     folder = Path(config.folder).resolve()
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(f"folder={config.folder}: is no folder that can be written to. Fix: make it.")
-    try:
-        import uvicorn
-        from fastapi import FastAPI
-        from nicegui import ui
-
-        from experiments.web.page import build_page
-    except ImportError as error:
-        fix = "pip install 'fnshard[web]'"
-        raise MissingExtraError(f"{error.name} is not installed. Fix: {fix}.") from error
     with ExitStack() as stack:
         if not stack.enter_context(locked(folder, LOCK)):
             raise ConfigError(
                 f"another page is at work on {folder}. Fix: open its address, or end it; or another folder=."
             )
         listening = stack.enter_context(listen(config.port))
+        try:
+            import uvicorn
+            from fastapi import FastAPI
+            from nicegui import ui
+
+            from experiments.web.page import build_page
+        except ImportError as error:
+            fix = "pip install 'fnshard[web]'"
+            raise MissingExtraError(f"{error.name} is not installed. Fix: {fix}.") from error
+
         os.chdir(folder)  # paths of a configuration mean what they mean to its command
         port, token = listening.getsockname()[1], secrets.token_urlsafe(24)
         runs, predictor = Runs(folder), Predictor(config.patience_s)
