@@ -198,7 +198,7 @@ class DraftPanel:
             problems = form.problems
         except ConfigError as error:
             form, problems = None, (str(error),)
-        if changes != self.changes:  # while it was composed
+        if changes != self.changes:  # meanwhile
             return
         self.composed, self.is_right = changes, not problems
         self.problems.set_text("\n".join(problems))
@@ -214,10 +214,12 @@ class DraftPanel:
         """Predict the draft, if it is right and has changed since; the page calls it again and again."""
         if self.composed != self.changes or self.predicted == self.changes or not self.is_right:
             return
-        self.predicted, draft = self.changes, self.draft
+        self.predicted = self.changes
         self.spinner.set_visibility(True)
-        found = await asyncio.to_thread(self.predictor.ask, draft, self.machine)
+        self.prediction.classes("old")
+        found = await asyncio.to_thread(self.predictor.ask, self.draft, self.machine)
         self.spinner.set_visibility(False)
+        self.prediction.classes(remove="old")
         self._show_prediction(found)
 
     def _show_command(self) -> None:
@@ -239,8 +241,8 @@ class DraftPanel:
                 ui.label(text).classes("fits" if found.fits else "wrong").props("data-testid=verdict")
                 ui.echart(peak_chart(found.peak)).classes("bars")
                 hours = f"{found.hours:.2g} hours" if found.hours >= 1 else f"{60 * found.hours:.2g} minutes"
-                ui.label(f"{time_text(found.step_seconds)} a step; {found.steps:,} steps take {hours}").mark(
-                    "time"
+                ui.label(f"{time_text(found.step_seconds)} a step; {found.steps:,} steps take {hours}").props(
+                    "data-testid=time"
                 )
                 for name, text in found.summary.items():
                     ui.label(f"{name}: {text}").classes("quiet")

@@ -17,6 +17,7 @@ STYLE = """
 .wide { width: 100% } .grow { flex-grow: 1 } .half { width: 50% } .top { align-items: flex-start }
 .form { width: 58%; min-width: 24rem } .side { width: 42%; position: sticky; top: 1rem }
 .fields { gap: .5rem; width: 100% } .field { width: 11rem }
+.old { opacity: .4 }
 .quiet { color: #6b7280; font-size: .8rem } .prewrap, .wrong { white-space: pre-wrap }
 .wrong { color: #b91c1c; white-space: pre-wrap } .fits { color: #047857 }
 .printed { white-space: pre-wrap; font-family: monospace; font-size: .75rem }

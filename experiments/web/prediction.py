@@ -8,7 +8,7 @@ import multiprocessing
 import signal
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -16,6 +16,7 @@ import fnshard as fs
 from experiments.explain import config as explain_config
 from experiments.explain import words
 from experiments.explain.paper import explain
+from experiments.lib.checks import targets_in
 from experiments.lib.compose import compose, is_mistake, is_outside, text_of
 from experiments.lib.config import AUTO
 from experiments.lib.launch import find_accelerators, fit_to_machine
@@ -26,6 +27,7 @@ NOT_FOR_TUNING = (
     "experiments.explain knows the models of experiments.train. A run of finetune says in its first lines "
     "what a step takes, before it makes one; it is shown with the run."
 )
+ASK_IT = "Fix: the command below predicts it."
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,11 @@ def predict(draft: Draft, hardware: str) -> Prediction:
             return Prediction(error="\n".join(form.problems))
         arguments = explain_arguments(draft, form.config, precision_of(form), hardware)
         command = command_line("explain", arguments)
+        if own := [each for each in targets_in(asdict(form.config)) if "_target_=fnshard." not in each]:
+            # The settings may be those of somebody else's run: their code runs when a person starts it.
+            return Prediction(
+                command, f"{' '.join(own)}: code of one's own runs when it is started. {ASK_IT}"
+            )
         paper = explain(compose(explain_config.COMMAND, arguments).config)
     except Exception as error:
         known = is_mistake(error) or is_outside(error)

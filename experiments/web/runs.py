@@ -43,14 +43,16 @@ class RunView:
         name: its folder below the page's.
         job: the command; empty where nobody knows it.
         status: one of `AT_WORK`; or "killed", or as of `Outcome`.
+        arguments: of the command.
         steps: that it is to make; 0: not known.
-        outcome: None where it has written nothing yet.
+        outcome: None where it has written nothing.
     """
 
     folder: Path
     name: str
     job: str
     status: str
+    arguments: tuple[str, ...] = ()
     steps: int = 0
     outcome: Outcome | None = None
 
@@ -60,16 +62,11 @@ class RunView:
 
     @property
     def can_resume(self) -> bool:
-        return self.status in ("stopped", "failed", KILLED) and bool(self.job)
+        return self.status in ("stopped", "failed", KILLED) and bool(self.job and self.outcome)
 
     @property
     def step(self) -> int:
-        rows = self.outcome.rows if self.outcome else ()
-        return rows[-1]["step"] if rows else 0
-
-    @property
-    def arguments(self) -> list[str]:
-        return list(self.outcome.overrides) if self.outcome else []
+        return self.outcome.rows[-1]["step"] if self.outcome and self.outcome.rows else 0
 
 
 @dataclass
@@ -80,6 +77,15 @@ class Seen:
     outcome: Outcome
     at: float
     took: float
+
+
+@dataclass(frozen=True)
+class Started:
+    """A command that this page has started."""
+
+    job: str
+    arguments: tuple[str, ...]
+    process: subprocess.Popen[bytes]
 
 
 @dataclass
@@ -94,8 +100,7 @@ class Runs:
     """
 
     root: Path
-    processes: dict[Path, subprocess.Popen[bytes]] = field(default_factory=dict)
-    jobs: dict[Path, str] = field(default_factory=dict)
+    started: dict[Path, Started] = field(default_factory=dict)
     asked: set[Path] = field(default_factory=set)
     seen: dict[Path, Seen] = field(default_factory=dict)
 
@@ -124,7 +129,7 @@ class Runs:
                 f"{name!r} is no name of a run. Fix: letters, digits, - _ . and / between them."
             )
         folder = self.inside(OUTPUTS / name)
-        if folder.exists() or folder in self.processes:
+        if folder.exists() or folder in self.started:
             raise ConfigError(f"{name}: there is such a run. Fix: resume it, or another name.")
         return folder
 
@@ -147,9 +152,9 @@ class Runs:
         Raises:
             ConfigError: it is not at work, or on another machine.
         """
-        process = self.processes.get(view.folder)
-        if process is not None and process.poll() is None:
-            process.terminate()
+        started = self.started.get(view.folder)
+        if started is not None and started.process.poll() is None:
+            started.process.terminate()
         elif (pid := self._holders().get(inode_of(view.folder))) and is_command(pid):
             os.kill(pid, signal.SIGTERM)
         else:
@@ -169,12 +174,12 @@ class Runs:
         with log.open("ab") as file:
             file.write(f"$ {command_line(job, every)}\n".encode())
             file.flush()
-            self.processes[folder] = subprocess.Popen(
+            process = subprocess.Popen(
                 [sys.executable, "-u", "-m", f"experiments.{job}", *every],
                 cwd=self.root, env={**os.environ, "PYTHONPATH": python_path()}, stdin=subprocess.DEVNULL,
                 stdout=file, stderr=file, start_new_session=True,  # it outlives the page
             )  # fmt: skip
-        self.jobs[folder] = job
+        self.started[folder] = Started(job, tuple(arguments), process)
         self.asked.discard(folder)
 
     def inside(self, path: Path) -> Path:
@@ -193,7 +198,7 @@ class Runs:
     def views(self) -> list[RunView]:
         """Return all runs, the newest first."""
         holders = self._holders()
-        folders = dict.fromkeys([*self.processes, *find_runs(self.root)])
+        folders = dict.fromkeys([*self.started, *find_runs(self.root)])
         views = [self.view(folder, holders) for folder in folders]
         return sorted(views, key=lambda view: (began(view.folder), view.name), reverse=True)
 
@@ -204,18 +209,20 @@ class Runs:
             holders: processes by the inode of the lock that they hold; None: look.
         """
         holders = self._holders() if holders is None else holders
-        name, process = str(folder.relative_to(self.root)), self.processes.get(folder)
-        outcome = self._outcome(folder, name) if folder.is_dir() else None
-        record = read_json(folder / RUN)
-        job = self.jobs.get(folder) or job_of(record.get("command", ""))
+        name, started = str(folder.relative_to(self.root)), self.started.get(folder)
+        outcome = None
+        with suppress(OSError):  # a command that is refused removes its folder
+            outcome = self._outcome(folder, name) if folder.is_dir() else None
+        job = started.job if started else job_of(read_json(folder / RUN).get("command", ""))
+        arguments = outcome.overrides if outcome else started.arguments if started else ()
         status = outcome.status if outcome else "failed"
-        if (process is not None and process.poll() is None) or holders.get(inode_of(folder)):
+        if (started is not None and started.process.poll() is None) or holders.get(inode_of(folder)):
             rows = outcome.rows if outcome else ()
             status = STOPPING if folder in self.asked else RUNNING if rows else STARTING
         elif status in (UNFINISHED, "no result"):
             status = KILLED
         steps = read_json(folder / IDENTITY).get("run", {}).get("steps", 0)
-        return RunView(folder, name, job, status, steps, outcome)
+        return RunView(folder, name, job, status, arguments, steps, outcome)
 
     def _outcome(self, folder: Path, name: str) -> Outcome:
         """Read a run again where its files have changed. Reading a long one takes a share of the time."""

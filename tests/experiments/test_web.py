@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import hydra
 import pytest
 from runs import compose, leave_run
 
@@ -19,7 +20,7 @@ from experiments import finetune, train
 from experiments.compare.outcome import outcome_of
 from experiments.explain import config as explain_config
 from experiments.lib.checks import ConfigError, flat
-from experiments.lib.compose import defaults
+from experiments.lib.compose import defaults, open_hydra
 from experiments.lib.files import LOCK, locked, write_json
 from experiments.web import charts, prediction, server
 from experiments.web.config import WebConfig
@@ -68,20 +69,26 @@ def test_a_draft_is_the_configuration_that_its_command_line_means():
     }
 
 
-@pytest.mark.parametrize("text", ["", "def ", "null", "7", "a b", "it's", "\\", "a\\'", "[x]", "{a: b}", "ü"])
-def test_text_that_is_typed_arrives_as_it_is(text):
+def test_text_that_is_typed_arrives_as_it_is():
     (prompt,) = (each for g in read_form(Draft()).groups for each in g.fields if each.key == "run.prompt")
-    typed = prompt.as_hydra(text) if text not in ("", "null") else quote(text)
-    assert typed == hydra_text(text) and compose_prompt(typed) == text
-
-
-def compose_prompt(typed: str) -> str:
-    from experiments.lib.compose import compose_values, open_hydra, plain_values
-
+    texts = [
+        "",
+        "def ",
+        "null",
+        "7",
+        "a b",
+        "it's",
+        "\\",
+        "a\\'",
+        "[x]",
+        "{a: b}",
+        "\u00fc",
+    ]
     with open_hydra(train.COMMAND):
-        return plain_values(train.COMMAND, compose_values(train.COMMAND, [f"run.prompt={typed}"]))["run"][
-            "prompt"
-        ]
+        for text in texts:
+            typed = prompt.as_hydra(text) if text not in ("", "null") else quote(text)
+            composed = hydra.compose("train", [f"run.prompt={typed}"])
+            assert typed == hydra_text(text) and composed.run.prompt == text
 
 
 def test_all_that_is_wrong_is_said_at_once():
@@ -156,6 +163,13 @@ def test_what_cannot_be_predicted_says_why():
     assert "run.steps=0" in wrong.error
     pipeline = prediction.predict(Draft("train", {}, {"mesh.pipeline": "2"}), "auto")
     assert "mesh.pipeline" in pipeline.error and "experiments.explain" in pipeline.command
+
+
+def test_code_of_ones_own_does_not_run_before_it_is_started():
+    """The settings may come from the folder of somebody else's run."""
+    found = prediction.predict(Draft(more="optimizer._target_=os.system optimizer.command=false"), "cpu")
+    assert "optimizer._target_=os.system" in found.error and "Fix: the command below" in found.error
+    assert "experiments.explain" in found.command
 
 
 def answer_in_time(draft: Draft, _: str) -> Prediction:
@@ -308,7 +322,9 @@ def test_what_is_started_is_the_command_that_was_shown(runs, commands):
     assert started.signals == 1 and [each.status for each in runs.views()] == ["stopping"]
     started.code = 143
     (view,) = runs.views()
-    assert view.status == "failed" and "hydra.run.dir=outputs/mine" in log_of(folder).read_text()
+    assert view.status == "failed" and not view.can_resume  # it was refused
+    assert view.arguments == ("run.steps=3", "run.prompt='a b'")
+    assert "hydra.run.dir=outputs/mine" in log_of(folder).read_text()
 
     # A run that a command has stopped goes on by the same command, in its own folder.
     leave_run(folder, "run.steps=3", status="stopped")
