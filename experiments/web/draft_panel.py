@@ -62,28 +62,20 @@ class DraftPanel:
                     self.job = ui.toggle(list(JOBS), value=self.draft.job, on_change=self._change_job)
                     ui.label("what is empty is as the grey text says").classes("quiet")
                 self.keys = ui.column().classes("wide")
-                self.more = (
-                    ui.textarea(
-                        "more arguments, as in a shell", value="", on_change=lambda e: self._say_more(e.value)
-                    )
-                    .props(f"{DEBOUNCE} autogrow")
-                    .classes("wide")
-                    .props("data-testid=more")
+                self.more = ui.textarea(
+                    "more arguments, as in a shell", value="", on_change=lambda e: self._say_more(e.value)
                 )
+                self.more.props(f"{DEBOUNCE} autogrow data-testid=more").classes("wide")
             with ui.column().classes("side"):
                 with ui.card().classes("wide"):
                     self.name = ui.input(
                         "name of the run, below outputs/", on_change=lambda _: self._show_command()
                     )
-                    self.name.props("dense outlined").classes("wide").props("data-testid=name")
+                    self.name.props("dense outlined data-testid=name").classes("wide")
                     self.command = ui.code("", language="bash").classes("wide command")
                     self.problems = ui.label("").classes("wrong")
-                    self.button = (
-                        ui.button("start", on_click=self._start)
-                        .props("unelevated")
-                        .props("data-testid=start")
-                    )
-                    self.button.disable()
+                    self.button = ui.button("start", on_click=self._start)
+                    self.button.props("unelevated data-testid=start").disable()
                 with ui.card().classes("wide"):
                     with ui.row().classes("wide items-center no-wrap"):
                         ui.label("before it runs").classes("text-subtitle1")

@@ -13,8 +13,8 @@ from nicegui import ui
 from experiments.compare.table import as_text, ranked
 from experiments.lib.checks import ConfigError
 from experiments.lib.files import read_json
-from experiments.lib.record import RUN
-from experiments.web.charts import curve_chart, memory_chart, speed_chart
+from experiments.lib.record import PARTS, RUN
+from experiments.web.charts import MEMORY, curve_chart, memory_chart, speed_chart
 from experiments.web.form import Draft, command_line, draft_of
 from experiments.web.runs import SAMPLES, Runs, RunView, log_of, tail
 from fnshard.plot.scales import byte_text, time_text
@@ -168,7 +168,7 @@ class RunPanel:
         ui.echart(curve_chart(outcomes)).classes("chart tall").props("data-testid=comparison")
         ui.label(as_text(ranked(outcomes))).classes("printed").props("data-testid=ranking")
         places = [str(view.folder.relative_to(self.runs.root)) for view in chosen]
-        ui.code(f"python -m experiments.compare {' '.join(places)}", language="bash").classes("wide command")
+        ui.code(command_line("compare", places), language="bash").classes("wide command")
 
     # -------------------------------------------------------------- what a person does
 
@@ -199,7 +199,10 @@ def numbers_of(view: RunView, record: dict[str, Any]) -> str:
     if "measured_s" in predicted:
         before = predicted.get("predicted_s", {}).get("", 0.0)
         found.append(f"a step: {time_text(predicted['measured_s'])}, predicted {time_text(before)}")
+    charted = {*MEMORY, *(f"{part}_s" for part in PARTS)}  # and what `experiments.explain run=` is about
     for name, value in (view.outcome.numbers if view.outcome else {}).items():
+        if name in charted:
+            continue
         shown = byte_text(value) if name.endswith("_bytes") else f"{value:.4g}"
         found.append(f"{name.replace('_', ' ')}: {shown}")
     return "\n".join(found)
