@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import os
 import signal
 import threading
 from collections.abc import Mapping
@@ -22,6 +23,7 @@ from experiments.lib.config import AUTO
 from experiments.lib.launch import find_accelerators, fit_to_machine
 from experiments.lib.plan import hardware_of
 from experiments.web.form import Draft, command_line, read_form
+from fnshard.launcher.rank import end_with_parent
 
 NOT_FOR_TUNING = (
     "experiments.explain knows the models of experiments.train. A run of finetune says in its first lines "
@@ -184,8 +186,10 @@ class Predictor:
 
 
 def answer_questions(pipe: Connection) -> None:
-    """Answer questions until the page's process has ended."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the page, which ends this process
+    """Answer questions until the page's process has ended, however it does: the server that has forked this
+    one ends with it."""
+    end_with_parent(signal.SIGKILL, os.getppid())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the page
     logging.getLogger("fnshard").setLevel(logging.WARNING)
     while True:
         try:

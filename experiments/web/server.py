@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Mapping
@@ -76,6 +77,8 @@ def serve(config: WebConfig) -> None:
         settings = uvicorn.Config(
             Guard(app, token, port), log_level="warning", lifespan="on", timeout_graceful_shutdown=1
         )
+        # Uvicorn ends well when it is told to, and then sends itself the signal once more.
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         try:
             uvicorn.Server(settings).run(sockets=[listening])
         finally:
