@@ -84,7 +84,7 @@ class DraftPanel:
                             MACHINES | names, value=AUTO, label="on",
                             on_change=lambda e: self._change_machine(e.value),
                         ).props("dense outlined data-testid=machine").classes("grow")  # fmt: skip
-                        self.spinner = ui.spinner(size="1.2em")
+                        self.waiting = ui.label("predicting ...").classes("quiet")
                     self.prediction = ui.column().classes("wide")
         self._name_anew()
 
@@ -207,10 +207,10 @@ class DraftPanel:
         if self.composed != self.changes or self.predicted == self.changes or not self.is_right:
             return
         self.predicted = self.changes
-        self.spinner.set_visibility(True)
+        self.waiting.set_visibility(True)
         self.prediction.classes("old")
         found = await asyncio.to_thread(self.predictor.ask, self.draft, self.machine)
-        self.spinner.set_visibility(False)
+        self.waiting.set_visibility(False)
         self.prediction.classes(remove="old")
         self._show_prediction(found)
 
