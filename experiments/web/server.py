@@ -7,6 +7,7 @@ import secrets
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -65,7 +66,7 @@ def serve(config: WebConfig) -> None:
         port, token = listening.getsockname()[1], secrets.token_urlsafe(24)
         runs, predictor = Runs(folder), Predictor(config.patience_s)
         stack.callback(predictor.close)
-        predictor.prepare()
+        threading.Thread(target=predictor.prepare, daemon=True).start()  # the page need not wait for it
 
         app = FastAPI(openapi_url=None)
         build_page(runs, predictor, config.refresh_s)

@@ -24,6 +24,7 @@ from commands import ROOT
 from runs import SMALL, leave_run
 
 from experiments import python_path
+from experiments.web.runs import Runs
 
 pytest.importorskip("nicegui")
 playwright = pytest.importorskip("playwright.sync_api")
@@ -38,11 +39,15 @@ TINY = " ".join([*SMALL, "mesh.shard=1", "run.save_every=0", "run.held_out_every
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder(tmp_path_factory) -> Iterator[Path]:
     """The page's folder, with a run that has ended."""
     folder = tmp_path_factory.mktemp("page").resolve()
     leave_run(folder / "outputs" / "before", "run.seed=1", held_out_loss=2.5, loss=4.6)
-    return folder
+    yield folder
+    runs = Runs(folder)
+    for view in runs.views():  # of a test that failed
+        if view.is_at_work:
+            runs.stop(view)
 
 
 @pytest.fixture(scope="module")
