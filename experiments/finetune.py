@@ -31,6 +31,7 @@ from experiments.evaluate.scorer import Scorer
 from experiments.evaluate.tasks import Task, check_tasks, tasks_of
 from experiments.lib.checks import ConfigError, attempt
 from experiments.lib.compose import CONF, Command
+from experiments.lib.config import AUTO
 from experiments.lib.decoder import Sampler, last_logits
 from experiments.lib.files import DamagedError, read_record, write_record, write_text
 from experiments.lib.folder import RunFolder
@@ -38,8 +39,16 @@ from experiments.lib.launch import Job, main
 from experiments.lib.metrics import HELD_OUT, METRICS, Goal, draw_run
 from experiments.lib.plan import forward_options
 from experiments.lib.run import Run, mean_over
+from experiments.tuning.budget import budget_bytes, most_tokens
 from experiments.tuning.config import FinetuneConfig
-from experiments.tuning.dataset import FinetuneData, Shown, open_data, prepare_data, window_of
+from experiments.tuning.dataset import (
+    FinetuneData,
+    Shown,
+    open_data,
+    prepare_data,
+    token_limits,
+    window_of,
+)
 from experiments.tuning.lm import LanguageModel, from_directory
 from experiments.tuning.method import MethodPlan, first_state, plan_method, tuning_of
 from experiments.tuning.model_directory import BASES, directory_of, export, keep_base
@@ -214,8 +223,7 @@ class Parts:
         """The tokens of one step, of all ranks."""
         if self.rewarded is not None:
             return self.rewarded.of.answers * self.rewarded.of.ranks * self.rewarded.of.width
-        sides = 2 if self.data.train.kind == "pairs" else 1
-        return self.config.data.rows * self.data.rows.width * sides
+        return self.make_loader().rows * self.data.rows.positions
 
     @property
     def goal(self) -> Goal:
@@ -241,9 +249,13 @@ class Parts:
             more = self.rewarded.mean_rewards(params)
             value = more.pop(self.goal.name)
         else:
-            rows = self.config.data.rows // self.planned.plan.accumulate  # as a training step holds at once
-            place = place_of(self.mesh)
-            batches = self.data.measured.once(rows, self.config.data.held_out_rows, **place)
+            measured, rows = self.data.measured, self.config.data.rows // self.planned.plan.accumulate
+            if self.config.data.tokens is not None:
+                rows = measured.at_once * self.mesh.data_size
+            # A forward holds as many rows at once as a training step.
+            batches = measured.once(
+                rows, measured.rows_for(self.config.data.held_out_rows), **place_of(self.mesh)
+            )
             value, more = mean_over(self.held_out, params, zip(batches), self.mesh.device)
         for task in self.tasks:
             results = [result for _, result in self.scorer.results(params, task)]
@@ -269,26 +281,38 @@ def build(config: FinetuneConfig, only_prompt: bool = False) -> Parts:
     # The model of the directory as pure functions; values come with the first state.
     lm = replace(from_directory(config.model), fp32_head=config.objective.fp32_head)
 
-    # The data, and one batch: where answers are rewarded, a blank one of the shape of all.
-    data = open_data(config, lm.vision)
-    if config.objective.kind.data == "prompts":
-        multiple = math.lcm(WIDTHS, config.mesh.context)
-        prompts = RewardedData(config, data, mesh.data_size, multiple, mesh.device)
-        prompts.check(lm)
-        batch = prompts.blank()
-    else:
-        prompts, (batch,) = None, next(data.loader(config, mesh))
-
-    # The method (what trains), its loss, the plan (how each leaf is stored, gathered and reduced), the peak
-    # rate.
+    # The method (what trains) and its loss; the data, and one batch: where answers are rewarded, a blank one
+    # of the shape of all; the plan (how each leaf is stored, gathered and reduced), the peak rate; the step.
     tuning, objective = tuning_of(config, lm), OBJECTIVES[config.objective.name]
     loss = objective(tuning, config.objective, training=True)
-    planned = plan_method(config, tuning, loss, mesh, batch)
+
+    def make(config: FinetuneConfig) -> tuple[Any, ...]:
+        data = open_data(config, lm.vision)
+        if config.objective.kind.data == "prompts":
+            multiple = math.lcm(WIDTHS, config.mesh.context)
+            prompts = RewardedData(config, data, mesh.data_size, multiple, mesh.device)
+            prompts.check(lm)
+            batch, micro_rows = prompts.blank(), prompts.micro_rows
+        else:
+            prompts, (batch,) = None, next(data.loader(config, mesh))
+            micro_rows = None if config.data.tokens is None else data.rows.at_once
+        planned = plan_method(config, tuning, loss, mesh, batch, micro_rows)
+        specs, options = planned.plan.specs, planned.plan.options
+        step = fs.shard_step(loss, specs, mesh=mesh, optimizer=planned.optimizer, **options)
+        return data, prompts, batch, planned, step
+
+    def peak_of(tokens: int) -> int:
+        *_, batch, _, step = make(replace(config, data=replace(config.data, tokens=tokens)))
+        return step.lower(tuning.params, batch).memory_analysis().peak_bytes
+
+    if config.data.tokens == AUTO:
+        tokens = most_tokens(peak_of, budget_bytes(config, mesh), *token_limits(config))
+        config = replace(config, data=replace(config.data, tokens=tokens))
+    data, prompts, batch, planned, step = make(config)
     specs = planned.plan.specs
     config = replace(config, optimizer=replace(config.optimizer, lr=planned.rate))
 
-    # The step, and forwards of the same leaves: the objective on held-out data, and answers that are shown.
-    step = fs.shard_step(loss, specs, mesh=mesh, optimizer=planned.optimizer, **planned.plan.options)
+    # Forwards of the same leaves: the objective on held-out data, and answers that are shown.
     how = forward_options(config, mesh)
     held_out = fs.shard_forward(objective(tuning, config.objective, training=False), specs, **how)
     examples = data.examples(run, lm.context)[-1 if only_prompt else 0 :]
@@ -321,6 +345,8 @@ def introduce(parts: Parts, state: fs.TrainState) -> None:
     """Print, on rank 0, what trains, and on what."""
     shown = parts.data.shown(colour=sys.stdout.isatty())
     drawn = "" if parts.rewarded is None else f"{parts.rewarded}\n"
+    if parts.config.data.tokens is not None:
+        drawn += f"data.tokens={parts.config.data.tokens}: {parts.data.budget}\n"
     print(
         f"{parts.planned.why}\n{parts.planned.tuning.codes(state.params)}{drawn}data: {parts.data.train}\n"
         f"the first of them; what is learned stands between « and »:\n{shown}\n",

@@ -160,6 +160,9 @@ class RecordPolicy:
         too_long: "refuse", "skip", or "truncate" what has more positions than the context; a sample with
             images, or that has nothing left to learn then, is left out; so is a prompt.
         needs: what a prompt's own answer has to hold, by name in `records.NEEDS`.
+        tokens: the most positions of a whole record, of a pair those of both sides: the budget of a
+            micro-batch.
+        answer: the most tokens of a prompt's answer, which the budget holds too.
     """
 
     kind: str
@@ -167,6 +170,8 @@ class RecordPolicy:
     broken: str = "refuse"
     too_long: str = "refuse"
     needs: tuple[str, ...] = ()
+    tokens: int | None = None
+    answer: int = 0
 
 
 def prepare(
@@ -337,6 +342,13 @@ def _encoded(
         why = f"takes {longest} positions, the context has {policy.context}"
     if not is_prompt:
         samples = [tuple(part[: policy.context + 1] for part in each) for each in samples]
+    whole = longest + policy.answer if is_prompt else sum(len(tokens) - 1 for tokens, _ in samples)
+    if not why and policy.tokens is not None and whole > policy.tokens:
+        with_answer = f" with an answer of {policy.answer}" if is_prompt else ""
+        long, why = (
+            True,
+            f"takes {whole} positions{with_answer}, the budget of data.tokens is {policy.tokens}",
+        )
     # The first token is never a target: nothing stands before it.
     if not why and not is_prompt and not all(learned[1:].any() for _, learned in samples):
         why = "no token is left to learn"
@@ -361,7 +373,7 @@ def _kept(path: Path, encoded: Dataset, policy: RecordPolicy) -> tuple[Dataset, 
         ways = {
             BROKEN: "mend the lines, or leave such out with data.broken=skip",
             TOO_LONG: "leave long records out with data.too_long=skip, cut them with data.too_long=truncate, "
-            "or take a larger data.context",
+            "or take a larger data.context or data.tokens",
         }
         several = "1 line" if len(wrong) == 1 else f"{len(wrong)} lines"
         fix = "; ".join(ways[name] for name in refused)

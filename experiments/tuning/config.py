@@ -124,12 +124,18 @@ class FinetuneDataConfig:
     `held_out: null` with a `train` of your own: one in 20 of its records. `rows` of the global batch,
     `context` tokens each; `pack`: several samples to a row. `too_long`, `broken`: what is done about samples
     that are longer than the context, and about records that cannot be used.
+
+    `tokens`: a rank's micro-batch has so many, padding too, whatever the lengths; records share its rows
+    (`pack`), or each has a padded one. "auto" is the most that fits into `run.device_gb`, or into nine tenths
+    of a GPU. `rows` are then the micro-batches of a step, of all ranks together; or the prompts of a step,
+    whose answers take as many micro-batches as they need.
     """
 
     train: str | None = None
     held_out: str | None = None
     context: Annotated[int, Field(ge=8)] = 256
     rows: PositiveInt = 8
+    tokens: Annotated[int, Field(ge=MULTIPLE, multiple_of=MULTIPLE)] | Literal["auto"] | None = None
     held_out_rows: PositiveInt = 32
     pack: bool = True
     too_long: Literal["refuse", "skip", "truncate"] = "refuse"
@@ -172,7 +178,9 @@ class FinetuneConfig:
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
 
     def __post_init__(self) -> None:
-        wrong = misfits(self.strategy, self.run) + refuse_pipeline(self.mesh, "fine-tuning")
+        fits = self.data.tokens == AUTO
+        wrong = misfits(self.strategy, self.run, fits) + refuse_pipeline(self.mesh, "fine-tuning")
+        wrong += self._unbudgeted()
         most = math.gcd(self.data.context, MULTIPLE, self.mesh.context)
         if most < self.mesh.context:
             wrong.append(
@@ -198,3 +206,25 @@ class FinetuneConfig:
             wrong.append("data.pack=false: pairs are never packed; leave the default.")
         if wrong:
             raise ValueError("\n  ".join(wrong))
+
+    def _unbudgeted(self) -> list[str]:
+        """Return what is wrong with a budget of tokens."""
+        tokens, wrong = self.data.tokens, []
+        if tokens is None:
+            return wrong
+        if self.strategy.name == AUTO:
+            wrong.append(
+                f"data.tokens={tokens}: strategy=auto chooses the micro-batches. Fix: data.tokens=null, or "
+                "a strategy, and data.tokens=auto for the most that fits."
+            )
+        if self.run.accumulate != 1:
+            wrong.append(
+                f"run.accumulate={self.run.accumulate}: with data.tokens a step has as many micro-batches as "
+                "it takes; leave 1."
+            )
+        if self.objective.kind.values:
+            wrong.append(
+                f"data.tokens={tokens}: objective={self.objective.name} says values of padded rows. "
+                "Fix: data.tokens=null, or objective=grpo."
+            )
+        return wrong

@@ -275,11 +275,14 @@ class MethodPlan:
     rate: float
 
 
-def plan_method(config: FinetuneConfig, tuning: Tuning, loss: Fn, mesh: fs.Mesh, batch: Any) -> MethodPlan:
+def plan_method(
+    config: FinetuneConfig, tuning: Tuning, loss: Fn, mesh: fs.Mesh, batch: Any, micro_rows: int | None = None
+) -> MethodPlan:
     """Plan a method's step by the configuration's strategy; the same on every rank.
 
     Args:
         loss: of the objective, as a function of the tuning's tree and a batch.
+        micro_rows: of a micro-batch, where there is a budget of tokens.
 
     Raises:
         BudgetError: nothing fits into `run.device_gb`.
@@ -288,7 +291,8 @@ def plan_method(config: FinetuneConfig, tuning: Tuning, loss: Fn, mesh: fs.Mesh,
     specs = partial(tuning.specs, mesh, config.precision)
     plan = plan_step(
         config.strategy, config.run, loss, tuning.params, mesh, optimizer,
-        batch=(batch,), specs=specs, hardware=config.hardware.name, along=config.mesh.options,
+        batch=(batch,), specs=specs, hardware=config.hardware.name,
+        along={**config.mesh.options, "micro_rows": micro_rows},
     )  # fmt: skip
     why = f"method={tuning.method.name}: {_counts(tuning)}\n{_rate_in_words(config, tuning)}"
     return MethodPlan(tuning, optimizer, plan, why, rate_of(config, tuning))

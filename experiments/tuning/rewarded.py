@@ -19,7 +19,7 @@ from experiments.data.loader import order
 from experiments.data.tokenizer import DirectoryTokenizer
 from experiments.lib.checks import ConfigError
 from experiments.tuning.config import FinetuneConfig
-from experiments.tuning.dataset import Example, FinetuneData
+from experiments.tuning.dataset import DOCUMENTS, Example, FinetuneData, pack
 from experiments.tuning.lm import LanguageModel
 from experiments.tuning.method import Tuning
 from experiments.tuning.objectives import values_of
@@ -82,8 +82,55 @@ class RewardedData:
                 f"{lm.context} is what the model was made for. Fix: fewer tokens, or leave such prompts out."
             )
 
+    @property
+    def micro_rows(self) -> int | None:
+        """Return the rows of a micro-batch, where there is a budget of tokens."""
+        return None if self.config.data.tokens is None else 1
+
     def blank(self) -> Mapping[str, Tensor]:
-        """A batch of nothing, of the shape of all."""
+        """A batch of nothing, of the shape of all; or, of packed answers, one of two micro-batches."""
+        return self.padded() if self.micro_rows is None else self.packed(self.padded(), [], [[], []])
+
+    def rows_of(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Return which answers share a row of the budget, by how many positions each takes."""
+        return pack(np.array(lengths, np.int64), self.config.data.tokens)
+
+    def packed(
+        self, batch: Mapping[str, Any], lengths: Sequence[int], rows: Sequence[Sequence[int]]
+    ) -> Mapping[str, Any]:
+        """Pack a padded batch of answers as `objectives.policy_gradient` takes them.
+
+        Args:
+            lengths: positions of each answer, with its prompt.
+            rows: of `rows_of`, perhaps with some of nothing.
+        """
+        shape, most = (len(rows), self.config.data.tokens), min(self.answers, DOCUMENTS)
+        names = ("tokens", "targets", "sampler", "entropy", "advantages", "positions", "documents")
+        floats = ("sampler", "entropy", "advantages")
+        made = {n: torch.zeros(shape, dtype=torch.float32 if n in floats else torch.int64) for n in names}
+        made["targets"].fill_(IGNORE)
+        of_answers = {"rewards": batch["rewards"], "answers": torch.ones(self.answers, dtype=torch.bool)}
+        each = {name: torch.zeros(len(rows), most) for name in batch["each"]}
+        kept = {name: torch.zeros(len(rows), most, dtype=of_answers[name].dtype) for name in of_answers}
+        for row, numbers in enumerate(rows):
+            start = 0
+            for place, number in enumerate(numbers):
+                here, length = slice(start, start + lengths[number]), lengths[number]
+                for name in ("tokens", "targets", "sampler", "entropy"):
+                    made[name][row, here] = batch[name][number, :length]
+                made["advantages"][row, here] = batch["advantages"][number]
+                made["positions"][row, here] = torch.arange(length)
+                made["documents"][row, here] = place + 1
+                for name, values in of_answers.items():
+                    kept[name][row, place] = values[number]
+                for name, values in batch["each"].items():
+                    each[name][row, place] = values[number]
+                start += length
+            made["positions"][row, start:] = torch.arange(shape[1] - start)
+        return {**made, **kept, "each": each}
+
+    def padded(self) -> Mapping[str, Tensor]:
+        """A batch of nothing, a row for each answer."""
         shape, values = (self.answers, self.width), self.config.objective.kind.values
         floats = ["sampler", "entropy", *(["values", "returns"] if values else [])]
         return {
@@ -142,7 +189,15 @@ class RewardedBatches:
         if self.values is not None:
             return {**batch, **self._estimates(state.params, batch)}
         advantages = group_advantages(rewards, group, scale=config.objective.name != "dr_grpo")
-        return {**batch, "advantages": advantages[:, None]}
+        batch = {**batch, "advantages": advantages[:, None]}
+        if self.of.micro_rows is None:
+            return batch
+        # As many micro-batches as the rank that needs most of them.
+        both = zip(examples, answers.lengths.tolist(), strict=True)
+        lengths = [len(example.prompt) + drawn - 1 for example, drawn in both]
+        rows = self.of.rows_of(lengths)
+        most = max(map(int, self.exchange(str(len(rows)))))
+        return self.of.packed(batch, lengths, [*rows, *[[]] * (most - len(rows))])
 
     def _estimates(self, params: Any, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Values before the step, and what generalised advantage estimation makes of them."""
@@ -204,7 +259,7 @@ class RewardedBatches:
         return {own.name: run_reward(own.reward, prompts, texts[own.control], rows) for own in self.rewards}
 
     def _rows(self, examples: Sequence[Example], answers: Answers) -> Mapping[str, Tensor]:
-        batch = self.of.blank()
+        batch = self.of.padded()
         batch["targets"].fill_(IGNORE)
         for row, (example, tokens) in enumerate(zip(examples, answers.texts(), strict=True)):
             whole, first = torch.tensor([*example.prompt, *tokens]), len(example.prompt) - 1
