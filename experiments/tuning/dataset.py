@@ -116,8 +116,8 @@ class Samples:
 
     A batch of pairs is `{"chosen": {tokens, targets}, "rejected": {tokens, targets}}`, int64 [B, T] each,
     padded on the right to the one width of all batches. Rows of one sample each have no `documents`:
-    attention keeps its causal kernel without. With `tokens` pairs are packed, too: pair n of a row is its documents
-    2n - 1, the chosen one, and 2n, and `pairs`, bool [B, N], is True for those that are no padding.
+    attention keeps its causal kernel without. With `tokens` pairs are packed, too: pair n of a row is its
+    documents 2n - 1, the chosen one, and 2n, and `pairs`, bool [B, N], is True for those that are no padding.
 
     Args:
         pack: several samples a row, of the context's width; else one, of `width_of(prepared)`. Which samples
