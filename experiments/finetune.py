@@ -39,6 +39,7 @@ from experiments.lib.launch import Job, main
 from experiments.lib.metrics import HELD_OUT, METRICS, Goal, draw_run
 from experiments.lib.plan import forward_options
 from experiments.lib.run import Run, mean_over
+from experiments.lib.task import make_target
 from experiments.tuning.budget import budget_bytes, most_tokens
 from experiments.tuning.config import FinetuneConfig
 from experiments.tuning.dataset import (
@@ -51,10 +52,17 @@ from experiments.tuning.dataset import (
 )
 from experiments.tuning.lm import LanguageModel, from_directory
 from experiments.tuning.method import MethodPlan, first_state, plan_method, tuning_of
-from experiments.tuning.model_directory import BASES, directory_of, export, keep_base
-from experiments.tuning.objectives import OBJECTIVES
+from experiments.tuning.model_directory import (
+    BASES,
+    check_teacher,
+    directory_of,
+    export,
+    find_directory,
+    keep_base,
+)
 from experiments.tuning.rewarded import RewardedBatches, RewardedData, make_rewarded_batches
 from experiments.tuning.rewards import rewards_of
+from experiments.tuning.table import OBJECTIVES
 from fnshard.launcher.rank import Stop
 
 BEFORE, SAMPLES = "before.json", "samples.txt"
@@ -94,21 +102,31 @@ def prepare(config: FinetuneConfig) -> FinetuneConfig:
         wrong += [f"run.evaluate: {each}" for each in of_tasks]
     is_base = config.model in BASES
     model = None if is_base else attempt(lambda: directory_of(config), wrong)
-    reward = config.objective.reward or ("exact" if data.train else "solved")
-    attempt(lambda: rewards_of(reward), wrong)  # a mistake is refused before anything runs
+    reward, environment = config.objective.reward, config.objective.environment
+    if environment is not None:
+        attempt(lambda: make_target("objective.environment", environment, partly=True), wrong)
+    else:
+        reward = reward or ("exact" if data.train else "solved")
+        attempt(lambda: rewards_of(reward), wrong)  # a mistake is refused before anything runs
+    teacher = config.objective.teacher
+    if teacher is not None and teacher not in BASES:
+        teacher = str(attempt(lambda: find_directory(teacher).resolve(), wrong))
     if wrong:
         raise ConfigError("\n".join(wrong))
 
     # A base is kept; another command makes it, once. Built-in prompts need one that was trained on such.
+    how = (f"run.backend={run.backend}", f"run.device={run.device}")
     if is_base:
         of_tasks = config.objective.kind.data == "prompts" and data.train is None and config.model == "stdlib"
         name = "tasks" if of_tasks else config.model
         if name in ("stdlib", "tasks"):  # what does not fit the model shows before it is trained
             directory_of(replace(config, model=keep_base("tiny")))
-        base = keep_base(name, f"run.backend={run.backend}", f"run.device={run.device}")
-        model = directory_of(replace(config, model=base))
+        model = directory_of(replace(config, model=keep_base(name, *how)))
+    if teacher is not None:
+        teacher = keep_base(teacher, *how) if teacher in BASES else teacher
+        check_teacher(model, teacher, data.context)
     tokens = config.objective.tokens or (128 if data.train else 4)
-    objective = replace(config.objective, reward=reward, tokens=tokens)
+    objective = replace(config.objective, reward=reward, tokens=tokens, teacher=teacher)
     return prepare_data(replace(config, model=model, objective=objective))
 
 
@@ -228,10 +246,10 @@ class Parts:
     @property
     def goal(self) -> Goal:
         """The loss of samples is in nats per token; losses of pairs and rewards have no unit of their own."""
-        kind = self.config.objective.kind.data
-        if kind == "prompts":
+        kind = self.config.objective.kind
+        if kind.data == "prompts" and not kind.teacher:
             return Goal("reward", is_maximised=True)
-        return Goal(unit="nats per token" if kind == "samples" else "")
+        return Goal(unit="nats per token" if kind.data == "samples" or kind.teacher else "")
 
     def make_loader(self) -> Loader:
         """Make this rank's batches, from the first step on."""
@@ -240,14 +258,18 @@ class Parts:
     def make_state(self) -> fs.TrainState:
         """Make the state before the first step: the base from its directory, adapters from the seed."""
         model, seed, planned = self.config.model, self.config.run.seed, self.planned
-        return first_state(planned.tuning, self.step, planned.plan.specs, self.mesh, model, seed)
+        specs, teacher = planned.plan.specs, self.config.objective.teacher
+        return first_state(planned.tuning, self.step, specs, self.mesh, model, seed, teacher)
 
     def evaluate(self, params: Any) -> tuple[float, dict[str, float]]:
         """Return the goal's number on held-out data: the objective's mean, or the mean reward; and more
         numbers by name, those of tasks as `{task/metric: mean}`. All ranks call it together."""
-        if self.rewarded is not None:
+        if self.goal.name == "reward":
             more = self.rewarded.mean_rewards(params)
             value = more.pop(self.goal.name)
+        elif self.rewarded is not None:
+            drawn = self.rewarded.held_out(params)
+            value, more = mean_over(self.held_out, params, zip(drawn), self.mesh.device)
         else:
             measured, rows = self.data.measured, self.config.data.rows // self.planned.plan.accumulate
             if self.config.data.tokens is not None:
@@ -316,6 +338,7 @@ def build(config: FinetuneConfig, only_prompt: bool = False) -> Parts:
     how = forward_options(config, mesh)
     held_out = fs.shard_forward(objective(tuning, config.objective, training=False), specs, **how)
     examples = data.examples(run, lm.context)[-1 if only_prompt else 0 :]
+    examples = [] if config.objective.kind.exported else examples  # a tuned model that writes nothing
     hidden = lm.hidden if not data.measured.images else partial(_hidden_of_images, lm)
     answer = fs.shard_forward(tuning.policy(last_logits(hidden, lm.unembed)), specs, **how)
     window = window_of(examples, run.sampled, lm.context)

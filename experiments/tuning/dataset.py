@@ -27,10 +27,25 @@ import torch
 from torch import Tensor
 
 import fnshard as fs
-from experiments.data.builtin import image_files, pair_files, sft_files, task_files
+from experiments.data.builtin import (
+    image_files,
+    label_files,
+    pair_files,
+    sft_files,
+    task_files,
+    twin_files,
+    word_files,
+)
 from experiments.data.chat import encode_rendered, is_rendered, opening
 from experiments.data.loader import Loader, order, place_of
-from experiments.data.prepared import Prepared, RecordPolicy, open_prepared, prepare
+from experiments.data.prepared import (
+    SIDES,
+    Prepared,
+    RecordPolicy,
+    find_classes,
+    open_prepared,
+    prepare,
+)
 from experiments.data.tokenizer import DirectoryTokenizer, Tokenizer, open_directory
 from experiments.lib.checks import ConfigError, attempt
 from experiments.lib.config import AUTO, MULTIPLE, RunConfig
@@ -46,7 +61,8 @@ MOST_SHOWN = 600  # characters of one stretch of a sample that is shown
 OPENING = 32  # tokens of plain text that are shown as a prompt
 SHOWN = 4  # held-out prompts
 BUILT_IN: dict[str, Callable[[Path], tuple[Path, Path]]] = {
-    "samples": sft_files, "pairs": pair_files, "prompts": task_files,
+    "samples": sft_files, "pairs": pair_files, "prompts": task_files, "labels": label_files,
+    "twins": twin_files,
 }  # fmt: skip
 
 DOCUMENTS = 250  # that share a row, at most: CUDA's kernel takes 256
@@ -90,8 +106,26 @@ def width_of(prepared: Prepared) -> int:
     return min(-(-prepared.longest // MULTIPLE) * MULTIPLE, prepared.context)
 
 
-def fill(prepared: Prepared, rows: Sequence[Sequence[int]], width: int) -> Batch:
-    """Rows of samples as a packed batch; int64 [rows, width] each."""
+def next_tokens(ids: np.ndarray, learned: np.ndarray) -> np.ndarray:
+    """Return targets of a sample's positions: the token after each, where that is learned."""
+    return np.where(learned[1:], ids[1:].astype(np.int64), IGNORE)
+
+
+def classes_here(ids: np.ndarray, learned: np.ndarray) -> np.ndarray:
+    """Return targets of a sample's positions: the class of what ends at each, as `data.labelled` has it."""
+    return np.where(learned[:-1], learned[:-1].astype(np.int64) - 1, IGNORE)
+
+
+def last_position(ids: np.ndarray, learned: np.ndarray) -> np.ndarray:
+    """Return targets of a sample's positions: 0 at the last one."""
+    return np.where(np.arange(len(ids) - 1) == len(ids) - 2, 0, IGNORE)
+
+
+TARGETS = {"next": next_tokens, "classes": classes_here, "ends": last_position}
+
+
+def fill(prepared: Prepared, rows: Sequence[Sequence[int]], width: int, kind: str = "next") -> Batch:
+    """Rows of samples as a packed batch; int64 [rows, width] each. `kind`: of `TARGETS`."""
     tokens = np.full((len(rows), width), prepared.pad, np.int64)
     targets = np.full_like(tokens, IGNORE)
     documents = np.zeros_like(tokens)
@@ -102,7 +136,7 @@ def fill(prepared: Prepared, rows: Sequence[Sequence[int]], width: int) -> Batch
             ids, learned = prepared.sample(sample)
             start, end = end, end + len(ids) - 1
             tokens[row, start:end] = ids[:-1]
-            targets[row, start:end] = np.where(learned[1:], ids[1:].astype(np.int64), IGNORE)
+            targets[row, start:end] = TARGETS[kind](ids, learned)
             documents[row, start:end] = document
             positions[row, start:end] = np.arange(end - start)
         positions[row, end:] = np.arange(width - end)
@@ -125,12 +159,14 @@ class Samples:
         images: `fn(paths of each row's images, tokens)`: what a batch has as `images`. Its rows have one
             sample each.
         tokens: of a micro-batch, whose rows are `at_once`.
+        targets: of `TARGETS`.
     """
 
     prepared: Prepared
     pack: bool = True
     images: Callable[[list[list[str]], Tensor], Batch] | None = None
     tokens: int | None = None
+    targets: str = "next"
 
     @property
     def packed(self) -> bool:
@@ -138,7 +174,7 @@ class Samples:
 
     @property
     def _pairs(self) -> bool:
-        return self.prepared.kind == "pairs"
+        return self.prepared.kind in SIDES
 
     @cached_property
     def at_once(self) -> int:
@@ -171,18 +207,28 @@ class Samples:
     def batch(self, numbers: np.ndarray) -> tuple[Any]:
         """Rows by number; a negative one is padding."""
         if self._pairs and not self.packed:
-            sides = {"chosen": 0, "rejected": 1}
-            return ({name: self._side(numbers, side) for name, side in sides.items()},)
+            sides = {name: self._side(numbers, side) for side, name in enumerate(SIDES[self.prepared.kind])}
+            own = {"numbers": torch.from_numpy(numbers.astype(np.int64))} if self._numbered else {}
+            return ({**sides, **own},)
         if self.packed:
             rows = [self._rows[n] if n >= 0 else [] for n in numbers.tolist()]
             if not self._pairs:
-                return (fill(self.prepared, rows, self.width),)
+                return (fill(self.prepared, rows, self.width, self.targets),)
             batch = fill(
-                self.prepared, [[2 * n + side for n in row for side in (0, 1)] for row in rows], self.width
+                self.prepared,
+                [[2 * n + side for n in row for side in (0, 1)] for row in rows],
+                self.width,
+                self.targets,
             )
             there = torch.tensor([len(row) for row in rows])[:, None]
-            return ({**batch, "pairs": torch.arange(max(map(len, self._rows))) < there},)
-        batch = fill(self.prepared, [[n] if n >= 0 else [] for n in numbers.tolist()], self.width)
+            most = max(map(len, self._rows))
+            batch["pairs"] = torch.arange(most) < there
+            if self._numbered:
+                batch["numbers"] = torch.tensor([[*row, *[-1] * (most - len(row))] for row in rows])
+            return (batch,)
+        batch = fill(
+            self.prepared, [[n] if n >= 0 else [] for n in numbers.tolist()], self.width, self.targets
+        )
         batch = {name: part for name, part in batch.items() if name != "documents"}
         if self.images is not None:
             paths = [self.prepared.images_of(n) if n >= 0 else [] for n in numbers.tolist()]
@@ -212,8 +258,18 @@ class Samples:
             mine = numbers[low : low + rows][rank * part : (rank + 1) * part]
             yield self.batch(np.pad(mine, (0, part - len(mine)), constant_values=-1))[0]
 
+    @property
+    def _numbered(self) -> bool:
+        """Whether a batch has the numbers of its records: equal ones are no negatives of each other."""
+        return self.prepared.kind == "twins"
+
     def _side(self, pairs: np.ndarray, side: int) -> Batch:
-        batch = fill(self.prepared, [[2 * n + side] if n >= 0 else [] for n in pairs.tolist()], self.width)
+        batch = fill(
+            self.prepared,
+            [[2 * n + side] if n >= 0 else [] for n in pairs.tolist()],
+            self.width,
+            self.targets,
+        )
         return {name: batch[name] for name in ("tokens", "targets")}
 
     @cached_property
@@ -283,7 +339,8 @@ class FinetuneData:
         """Make batches of rows; of prompts their numbers."""
         is_budget = isinstance(self.rows, Samples) and self.rows.tokens is not None
         rows = config.data.rows * (self.rows.at_once if is_budget else 1)
-        return Loader(self.rows, rows, config.run.seed, **place_of(mesh))
+        place, repeat = place_of(mesh), config.objective.updates
+        return Loader(self.rows, rows, config.run.seed, **place, repeat=repeat)
 
     @property
     def budget(self) -> str:
@@ -305,7 +362,7 @@ class FinetuneData:
         """
         if not run.sampled:
             return []
-        step = 2 if self.held_out.kind == "pairs" else 1
+        step = 2 if self.held_out.kind in SIDES else 1
         there = self.held_out.records
         numbers = np.unique(np.linspace(0, there - 1, min(SHOWN, there)).astype(int)) * step
         found = [self.example(self.held_out, int(n)) for n in numbers]
@@ -329,7 +386,7 @@ class FinetuneData:
     def shown(self, colour: bool = False) -> str:
         """Return the first sample of the training data as the model sees it, of pairs both; see
         `mark_learned`."""
-        numbers = range(2 if self.train.kind == "pairs" else 1)
+        numbers = range(2 if self.train.kind in SIDES else 1)
         return "\n".join(mark_learned(self.tokenizer, *self.train.sample(n), colour=colour) for n in numbers)
 
     def _encode_asked(self, prompt: str) -> list[int]:
@@ -404,13 +461,30 @@ def prepare_data(config: FinetuneConfig) -> FinetuneConfig:
     if data.train is None:
         sees = tokenizer.images and kind.data == "samples"
         make, of = (image_files, "images") if sees else (BUILT_IN[kind.data], "stdlib")
+        make = word_files if config.objective.level == "token" else make
         files = list(map(str, make((DATA / of).resolve())))
+    classes = config.objective.classes
+    if kind.data == "labels":
+        classes = classes or find_classes(files[0])
+        policy = replace(policy, classes=classes, words=config.objective.level == "token")
+    policy = replace(policy, whole=kind.score and kind.data == "pairs")
     split, folders, wrong = files[1] is None, [], []
     for path in files[:1] if split else files:
         found = attempt(partial(prepare, path, tokenizer, policy, cache=cache, split=split), wrong)
         folders += [str(each.folder) for each in found or ()]
     if wrong:
         raise ConfigError("\n".join(wrong))
+    if kind.data == "labels":
+        counts = open_prepared(folders[0]).classes()[: len(classes)]
+        if missing := [name for name, count in zip(classes, counts, strict=True) if not count]:
+            raise ConfigError(
+                report(
+                    "objective.classes: classes that do not occur in what is trained on:",
+                    missing,
+                    "leave them out of objective.classes, or add records of them to data.train.",
+                )
+            )
+        config = replace(config, objective=replace(config.objective, classes=tuple(classes)))
     return replace(config, data=replace(data, train=folders[0], held_out=folders[1]))
 
 
@@ -423,7 +497,7 @@ def open_data(config: FinetuneConfig, vision: Vision | None = None) -> FinetuneD
     train, held_out = open_prepared(config.data.train), open_prepared(config.data.held_out)
     tokenizer, of = open_directory(config.model), config.objective.kind.data
     tokens = config.data.tokens
-    packs, images = config.data.pack and (of == "samples" or tokens is not None), None
+    packs, images = config.data.pack and (of not in SIDES or tokens is not None), None
     if train.images or held_out.images:
         wrong = {
             f"model={config.model} does not see": vision is None,
@@ -438,8 +512,9 @@ def open_data(config: FinetuneConfig, vision: Vision | None = None) -> FinetuneD
         images = partial(vision.rows, tokenizer.images)
     if of == "prompts":
         return FinetuneData(tokenizer, train, held_out, Prompts(train), Samples(held_out))
-    rows, measured_packs = Samples(train, packs, images, tokens), packs or tokens is None
-    return FinetuneData(tokenizer, train, held_out, rows, Samples(held_out, measured_packs, images, tokens))
+    how = {"images": images, "tokens": tokens, "targets": config.objective.kind.targets}
+    measured = Samples(held_out, packs or tokens is None, **how)
+    return FinetuneData(tokenizer, train, held_out, Samples(train, packs, **how), measured)
 
 
 def token_limits(config: FinetuneConfig) -> tuple[int, int]:

@@ -1,4 +1,5 @@
-"""Objectives: the loss of a batch, as a pure function of a `Tuning`'s tree."""
+"""Losses of language models that are tuned, each of a batch, as a pure function of a `Tuning`'s tree;
+`table.OBJECTIVES` has all objectives."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor
 
 import fnshard as fs
-from experiments.tuning.config import OBJECTIVE_KINDS, ObjectiveConfig
+from experiments.data.prepared import SIDES
+from experiments.tuning.config import ObjectiveConfig
 from experiments.tuning.lm import LanguageModel
 from experiments.tuning.method import Tuning
 from fnshard.losses import IGNORE, Mean
@@ -150,15 +152,17 @@ def sides_of(batch: Batch) -> tuple[Batch, Tensor]:
     padding neither side has a token."""
     if "pairs" in batch:
         return batch, batch["pairs"].flatten()
-    both = {n: torch.cat([batch["chosen"][n], batch["rejected"][n]]) for n in ("tokens", "targets")}
-    learned = [(batch[name]["targets"] != IGNORE).any(1) for name in ("chosen", "rejected")]
+    sides = next(names for names in SIDES.values() if names[0] in batch)
+    both = {n: torch.cat([batch[side][n] for side in sides]) for n in ("tokens", "targets")}
+    learned = [(batch[side]["targets"] != IGNORE).any(1) for side in sides]
     return both, learned[0] & learned[1]
 
 
 def split_sides(numbers: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return the numbers of chosen and of rejected documents, [N] each, of those of a batch of `sides_of`."""
+    """Return the numbers of both sides' documents, [N, ...] each, of those of a batch of `sides_of`:
+    [B, ...], or [B, 2 N, ...] of packed pairs."""
     if "pairs" in batch:
-        return numbers.unflatten(-1, (-1, 2)).flatten(0, 1).unbind(-1)
+        return numbers.unflatten(1, (-1, 2)).flatten(0, 1).unbind(1)
     return numbers.chunk(2)
 
 
@@ -182,7 +186,3 @@ def members(documents: Tensor, count: int, dtype: torch.dtype) -> Tensor:
     """Return which of `count` documents, from 1, each position is of: [B, T, count] of 0 and 1."""
     numbers = torch.arange(1, count + 1, device=documents.device)
     return (documents[..., None] == numbers).to(dtype)
-
-
-BY_DATA: Mapping[str, Callable[..., Loss]] = {"samples": sft, "pairs": preference, "prompts": policy_gradient}
-OBJECTIVES = {name: BY_DATA[kind.data] for name, kind in OBJECTIVE_KINDS.items()}
