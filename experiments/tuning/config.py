@@ -113,8 +113,8 @@ class ObjectiveConfig:
     `environment`: a mapping with _target_, of a function (prompt, ask) -> (messages, reward) that talks with
     the model for at most `turns` answers, in the place of a reward. `fp32_head`: logits in fp32 whatever the
     rest is. `gather_once`: ranks hold the whole model while they draw a step's answers, and not a layer at a
-    time for each token; null: where it takes a quarter of a device's memory at most. `balance` weighs the load balance
-    of a mixture of experts (sft; Switch Transformer: 0.01).
+    time for each token; null: where it takes a quarter of a device's memory at most. `balance` weighs the
+    load balance of a mixture of experts (sft; Switch Transformer: 0.01).
 
     `distill`: the reverse KL to a `teacher`, a model directory; `on_policy`: on the student's own answers to
     prompts. `reward`: a reward model, of pairs. `classify`: texts, or with `level=token` their words;

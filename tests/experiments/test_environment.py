@@ -26,7 +26,7 @@ def asking_twice(prompt: Any, ask: Any) -> Any:
     """Two answers, or one where the first begins with a sign below "A"; the reward is their length."""
     messages = [*prompt["messages"], ask(prompt["messages"])]
     if messages[-1]["content"][:1] >= "A":
-        messages.append({"role": "tool", "content": "again"})
+        messages.append({"role": "user", "content": "again"})
         messages.append(ask(messages))
     return messages, float(sum(len(each["content"]) for each in messages if each["role"] == "assistant"))
 
