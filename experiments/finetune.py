@@ -9,8 +9,8 @@ data; the ranks are started. Each of them calls `finetune`, which makes the part
 goes on from its newest checkpoint, if it has one, to the last step.
 
 Where to look: what a run is besides its steps (folder, rows, trackers, checkpoints, SIGTERM, NaN) is in
-`lib.run`, as for `experiments.train`; what trains, and the peak rate, in `tuning.method`; losses in
-`tuning.objectives`; answers that are drawn and rewarded in `tuning.rewarded`.
+`lib.run`, as for `experiments.train`; what trains, and the peak rate, in `tuning.method`; the loss of each
+objective, from `tuning.table`; answers that are drawn and rewarded in `tuning.rewarded`.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ COMMAND = Command(
     "finetune",
     FinetuneConfig,
     "Fine-tune a causal language model, whole or by adapters, on JSONL files of prompts and responses (or of "
-    "pairs, objective=dpo; or of prompts whose answers are rewarded, objective=grpo). "
+    "pairs, objective=dpo; or of prompts whose answers are rewarded, objective=grpo; to a teacher, "
+    "objective=distill; as a reward model, a classifier or an embedding, objective=reward, classify, embed). "
     "With nothing said: a tiny base and docstrings of Python's own library.",
     {
         "python -m experiments.finetune experiment=sft_lora run.steps=50": (

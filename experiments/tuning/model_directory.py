@@ -196,7 +196,8 @@ def export(
     tuning, mesh = planned.tuning, step.mesh
     kinds = config.export
     if kinds == AUTO:
-        kinds = "merged" if tuning.lora is None or tuning.stacked else "adapters"
+        whole = tuning.lora is None or tuning.stacked or config.objective.kind.exported is not None
+        kinds = "merged" if whole else "adapters"
     lines = []
     if kinds in ("adapters", "both") and tuning.lora is not None:
         fs.adapters.save(state, folder / ADAPTERS, tuning.lora, base=config.model)
@@ -251,7 +252,7 @@ def save_as_class(
         model = auto.from_config(values, attn_implementation=attention_of(values), trust_remote_code=False)
     trunk = f"{lm.model.base_model_prefix}."
     tree, layouts, zeros = {}, {}, {}
-    for name, leaf in model.named_parameters():
+    for name, leaf in fs.make_functional(model)[1].items():
         source = name if name in blocks else trunk + name
         if source in blocks:
             tree[name], layouts[name] = blocks[source], specs[source]

@@ -184,6 +184,8 @@ class ProgramCache:
             stages, options, compiled, self.optimizer, bytes_of_batch(batch),
             stats=self.stats, first=not len(self.programs),
         )  # fmt: skip
+        if compiled is None and known is not None and stages.program is known[1].program:
+            lowered.ahead = known[1].ahead  # a thread compiles them
         if self.options.micro_rows is not None:
             self._cut = batch_key(micro), lowered
         return lowered
