@@ -14,8 +14,10 @@ from tuning import SMALL, config_of, tuned
 
 import fnshard as fs
 from experiments import finetune
+from experiments.data.tokenizer import open_directory
 from experiments.lib.checks import ConfigError
 from experiments.lib.folder import read_result
+from experiments.tuning.environment import Play
 from experiments.tuning.rewarded import RewardedBatches
 
 QUICK = ("objective=grpo", "objective.group=2", "objective.tokens=3", "optimizer.lr=0.02",
@@ -66,7 +68,7 @@ def growing(prompt: Any, ask: Any) -> Any:
     ask([{"role": "user", "content": "a" * 60}])
 
 
-def of(name: str) -> tuple[str, ...]:
+def of(name: str = "asking_twice") -> tuple[str, ...]:
     return (f"objective.environment._target_={__name__}.{name}", "data.tokens=96")
 
 
@@ -119,21 +121,23 @@ def test_a_run_plays_resumes_and_is_the_same_on_two_ranks(ranks, model, data, tm
 
 
 @pytest.mark.parametrize(
-    ("name", "more", "said"),
+    ("environment", "said"),
     [
-        ("raising", (), r"ValueError: no such tool.*test_environment"),
-        ("endless", ("objective.turns=3",), r"asks for more than objective.turns=3 answers. Fix: end sooner"),
-        ("stubborn", ("objective.turns=3",), r"asks for more than objective.turns=3 answers"),
-        ("silent", ("run.timeout_s=1",), r"after turn 1 it has neither asked nor ended for 1 s"),
-        ("wordless", (), r"it has ended without an answer of the model"),
-        ("half", (), r"expected \(messages, reward\), got \{'role'"),
-        ("growing", (), r"turn 1 takes \d+ positions, .*the context has 48. Fix: a larger data.context"),
+        (raising, r"ValueError: no such tool.*test_environment"),
+        (endless, r"asks for more than objective.turns=3 answers. Fix: end sooner"),
+        (stubborn, r"asks for more than objective.turns=3 answers"),
+        (silent, r"after turn 1 it has neither asked nor ended for 1 s"),
+        (wordless, r"it has ended without an answer of the model"),
+        (half, r"expected \(messages, reward\), got \{'role'"),
+        (growing, r"turn 1 takes \d+ positions, .*the context has 48. Fix: a larger data.context"),
     ],
 )
-def test_an_environment_that_goes_wrong_is_one_error(model, data, tmp_path, name, more, said):
-    _, rewarded, state = playing(model, data, tmp_path, name, *more)
-    with pytest.raises(ConfigError, match=rf"(?s)objective.environment: the rollout of .*{said}"):
-        rewarded.batch(state, torch.tensor([0, 1]))
+def test_an_environment_that_goes_wrong_is_one_error(model, environment, said):
+    play = Play(environment, open_directory(model), 3, 48, 3, 1.0)
+    prompts = [{"prompt": "1+1=", "messages": [{"role": "user", "content": "1+1="}]}] * 2
+    draw = lambda turns: [([65, 66], torch.zeros(2), torch.zeros(2))] * len(turns)  # noqa: E731
+    with pytest.raises(ConfigError, match=rf"(?s)objective.environment: the rollout of '1\+1='.*{said}"):
+        play(prompts, draw, bool)
 
 
 @pytest.mark.parametrize(
