@@ -104,6 +104,7 @@ def test_what_is_learned_is_what_was_drawn_after_what_was_shown(model, data, tmp
     assert found <= {round(float(g), 4) for g in gains}
 
 
+@pytest.mark.long
 def test_a_run_plays_resumes_and_is_the_same_on_two_ranks(ranks, model, data, tmp_path, monkeypatch):
     config = config_of(model, data, tmp_path, *QUICK, *of("asking_twice"), "run.steps=4", *DOUBLE)
     one, two, broken = tmp_path / "one", tmp_path / "two", tmp_path / "broken"
@@ -175,7 +176,7 @@ def test_answers_are_drawn_once_for_several_updates(model, data, tmp_path, monke
     rows = [row for row in rows_of(one) if "loss" in row]
     assert [row["reward"] for row in rows][::2] == [row["reward"] for row in rows][1::2]
     # The second update of a batch moves away from what sampled it; the first does not.
-    assert all(rows[n]["loss"] == pytest.approx(0, abs=1e-12) for n in (0, 2))
+    assert all(rows[n]["loss"] == pytest.approx(0, abs=1e-5) for n in (0, 2))
     with monkeypatch.context() as patch, pytest.raises(KilledError):
         killed_at(patch, 4)  # between two updates: the run goes on from step 2
         tuned(0, config, broken)

@@ -165,6 +165,7 @@ def test_a_reward_model_is_tuned_opened_and_rewards(model, files, tmp_path, monk
     assert math.isfinite(read_result(tmp_path / "judged")["held_out_reward"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("level", "method"), [("sequence", "full"), ("token", "lora")])
 def test_a_classifier_is_tuned_and_opened(model, files, tmp_path, level, method):
     mine = {**files, "labels": files["words"] if level == "token" else files["labels"]}
@@ -183,6 +184,7 @@ def test_a_classifier_is_tuned_and_opened(model, files, tmp_path, level, method)
         assert out.logits[0, -1].argmax() == 1  # the end of a word
 
 
+@pytest.mark.long
 def test_embeddings_are_tuned_and_opened(model, files, tmp_path):
     config = config_of(model, files, tmp_path, "objective=embed", "method=full", "objective.dims=[8,16]",
                        "run.steps=20", "data.rows=16", *QUICK)  # fmt: skip
@@ -198,10 +200,11 @@ def test_embeddings_are_tuned_and_opened(model, files, tmp_path):
     ("objective", "more"),
     [
         ("embed", ("method=full", "data.rows=8")),  # whose loss is of all ranks' rows
-        pytest.param("classify", (), marks=pytest.mark.long),
-        pytest.param("reward", ("data.tokens=96", "data.rows=2"), marks=pytest.mark.long),
+        ("classify", ()),
+        ("reward", ("data.tokens=96", "data.rows=2")),
     ],
 )
+@pytest.mark.long
 def test_on_two_ranks_it_is_the_same(ranks, model, files, tmp_path, objective, more):
     config = config_of(model, files, tmp_path, f"objective={objective}", "export=none", "run.steps=2", *more,
                        *QUICK, *DOUBLE)  # fmt: skip

@@ -91,7 +91,7 @@ def test_packed_answers_have_the_loss_of_padded_ones(model, data, tmp_path, name
     [
         ("sft", ("data.tokens=64", "data.rows=4")),
         pytest.param("dpo", ("data.tokens=64", "data.rows=2"), marks=pytest.mark.long),
-        ("grpo", ("data.tokens=32", *REWARDED)),
+        pytest.param("grpo", ("data.tokens=32", *REWARDED), marks=pytest.mark.long),
     ],
 )
 def test_it_resumes_bit_for_bit_and_is_the_same_on_two_ranks(
