@@ -214,9 +214,10 @@ def test_on_two_ranks_it_is_the_same(ranks, model, files, tmp_path, objective, m
     assert [pytest.approx(row, rel=1e-6, abs=1e-9) for row in timeless(two)] == timeless(one)
 
 
-@pytest.mark.parametrize(
-    "more", [(), ("objective.on_policy=true", "objective.tokens=3", "objective.group=2")]
-)
+ON_POLICY = ("objective.on_policy=true", "objective.tokens=3", "objective.group=2")
+
+
+@pytest.mark.parametrize("more", [(), pytest.param(ON_POLICY, marks=pytest.mark.long)])
 def test_a_student_comes_nearer_to_its_teacher(model, files, teacher, tmp_path, more):
     config = config_of(model, files, tmp_path, "objective=distill", f"objective.teacher={teacher}",
                        "method=full", *QUICK, *more)  # fmt: skip
