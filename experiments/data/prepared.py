@@ -226,7 +226,8 @@ def prepare(
     """
     path = readable(path)
     root = path.resolve().parent  # of its images
-    facts = [FORMAT, vars(policy), split, tokenizer.key, tokenizer.pad, str(root) if tokenizer.images else ""]
+    chosen = {name: value for name, value in vars(policy).items() if value or name == "needs"}
+    facts = [FORMAT, chosen, split, tokenizer.key, tokenizer.pad, str(root) if tokenizer.images else ""]
     digest = hashlib.sha256(json.dumps(facts).encode())
     for each in sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]:
         with each.open("rb") as file:
