@@ -2,7 +2,7 @@
 
 Each ATen op that takes or makes ragged dims has a rule: a function that computes the same values and
     gradients
-on known sizes. Rules are found by the op's name, whatever its overload; an op without one is make_error.
+on known sizes. Rules are found by the op's name, whatever its overload; an op without one is refused.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def run(module: fx.GraphModule, shape_env: Any, inputs: Sequence[Tensor]) -> lis
     """Run a graph with symbolic lengths on tensors of known sizes."""
     ragged, feed = Ragged(shape_env), iter(inputs)
     # A rule may return a copy where the symbolic trace has a view. A write to either would not reach the
-    # other, and is make_error. This is the memory of the symbolic trace of which there are such copies.
+    # other, and is refused. This is the memory of the symbolic trace of which there are such copies.
     copied: set[int] = set()
     eliminate_dead_code(module.graph)
     with fx_traceback.preserve_node_meta():
