@@ -205,7 +205,7 @@ MISTAKES: dict[str, tuple[Optimizer, str]] = {  # and what the error names besid
     ),
     "slots of another kind": (
         own(lambda g, s, p, step: (-g, {"key": s["key"] * 0.5}), **KEY),
-        "slot 'key' is torch.float32, and not torch.int64",
+        "slot 'key' is torch.float32, not torch.int64",
     ),
     "slots that no tensors are": (own(lambda g, s, p, step: (-g, {"mean": 1}), **MEAN), "slot 'mean' is int"),
     "slots that init does not make": (own(lambda g, s, p, step: (-g, {"nu": g})), "slot 'nu' is none"),
