@@ -30,7 +30,7 @@ __all__ = ["lora"]
 
 @dataclass(frozen=True)
 class Lora:
-    """How adapters are made and applied.
+    """The settings by which adapters are made and applied.
 
     Args:
         rank: the rank of A and B.

@@ -36,7 +36,7 @@ TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, tor
 
 @dataclass(frozen=True)
 class GradientError:
-    """How far one leaf's gradient (or the loss) is from the unsharded function's, on the worst rank.
+    """The error of one leaf's gradient (or of the loss) against the unsharded function, on the worst rank.
 
     `relative` is `absolute` divided by the largest number of the leaf.
     """
