@@ -191,8 +191,7 @@ class NonFiniteTracker:
     ill: bool = False
 
     def watch(self, number: int, line: Instruction, action: Action) -> Action:
-        """Return what the replay runs in an instruction's place: the instruction, and a
-        look at its writes."""
+        """Return what the replay runs in an instruction's place: the same, and a look at what it wrote."""
 
         def run(env: Env) -> None:
             if number == 0:
@@ -392,8 +391,7 @@ def _line(node: fx.Node) -> str:
 
 
 def tensors(value: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a value by leaf, slot or field, or "" for a tensor itself;
-    none of one in flight."""
+    """Yield a value's tensors by leaf, slot or field, or "" for a tensor itself; none of one in flight."""
     if isinstance(value, Tensor):
         yield "", value
     elif isinstance(value, Reduced):

@@ -167,8 +167,7 @@ def _steps(spans: Sequence[Event]) -> list[list[Event]]:
 
 
 def _find_launched(events: Sequence[Event], hosts: Sequence[Event]) -> dict[int, list[Event]] | None:
-    """Return what the device did for each span of the host, by the span's `id`; None if
-    there is no device."""
+    """Return what the device did for each span of the host, by the span's `id`; None without a device."""
     worked = [e for e in events if e.get("cat") in DEVICE]
     if not worked:
         return None

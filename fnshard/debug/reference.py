@@ -1,5 +1,6 @@
-"""Reference: compare a sharded step with the unsharded function that it was made from, in one process; and
-the program that a step keeps with what that function does now.
+"""Reference: compare a sharded step with the unsharded function that it was made from, in one process.
+
+The program that a step keeps is compared, too, with what that function does now.
 """
 
 from __future__ import annotations
@@ -54,8 +55,7 @@ class GradientError:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """The answer of `fs.debug.check`: true where all leaves are within the
-    tolerance; `leaves`, worst first."""
+    """The answer of `fs.debug.check`: true where all `leaves`, worst first, are within the tolerance."""
 
     mesh: Mesh = field(repr=False)
     loss: GradientError

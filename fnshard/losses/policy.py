@@ -35,8 +35,9 @@ MOST_GAP = 20.0  # for larger differences of log-probabilities the exponential, 
 
 @dataclass(frozen=True)
 class PolicyInputs:
-    """The inputs of every loss of rewards, token by token; float tensors [B, T] unless another shape is
-    named.
+    """The inputs of every loss of rewards, token by token.
+
+    Float tensors are [B, T] unless another shape is named.
 
     Args:
         logprobs: log-probabilities of the sampled tokens by the policy that trains.
@@ -129,8 +130,7 @@ def grpo(
     inputs: PolicyInputs, *, clip: float = 0.2, clip_high: float | None = None, beta: float = 0.0,
     correction: Correction | None = None,
 ) -> Loss:  # fmt: skip
-    """Optimise a policy relative to its group (GRPO, Shao et al. 2024): the mean over sequences of token
-    means.
+    """Optimise a policy by its group (GRPO, Shao et al. 2024): the mean over sequences of token means.
 
     A token's loss is -min(r A, clip(r, 1 - clip, 1 + clip_high) A) + beta * KL, with r = exp(logprobs - old),
     and KL = exp(d) - d - 1 with d = reference - logprobs.
@@ -164,8 +164,7 @@ def gspo(
     inputs: PolicyInputs, *, clip: float = 3e-4, clip_high: float | None = 4e-4, beta: float = 0.0,
     correction: Correction | None = None,
 ) -> Loss:  # fmt: skip
-    """Optimise by group and sequence (GSPO, Zheng et al. 2025): `grpo` with the geometric mean of r by
-    sequence.
+    """Optimise by group and sequence (GSPO, Zheng et al. 2025): `grpo` with r's geometric mean by sequence.
 
     Arguments and results are those of `grpo`.
     """
@@ -305,8 +304,7 @@ def _finite(logprobs: Tensor, counted: Tensor | None) -> Tensor:
 
 
 def _exp(gap: Tensor) -> Tensor:
-    """Return exp(gap), and from `MOST_GAP` on its tangent, so that large gaps have a
-    finite value and a slope."""
+    """Return exp(gap), and from `MOST_GAP` on its tangent: large gaps have a finite value and a slope."""
     near = gap.clamp(max=MOST_GAP)
     return near.exp() * (1 + (gap - near))
 
@@ -417,8 +415,9 @@ def ipo(
 
 
 def orpo(chosen: Tensor, rejected: Tensor, *, beta: float = 0.1, counted: Tensor | None = None) -> Loss:
-    """Optimise for preferences by the odds ratio (ORPO, Hong et al. 2024): -chosen - beta log s(log odds
-    ratio).
+    """Optimise for preferences by the odds ratio (ORPO, Hong et al. 2024).
+
+    A pair's loss is -chosen - beta log s(log odds ratio).
 
     The arguments are mean log-probabilities of a response's tokens [B]; there is no reference. The first term
     is each response's mean, as in the paper; TRL's is the mean over the batch's tokens.

@@ -58,8 +58,7 @@ def ranks_text(ranks: Collection[int]) -> str:
 
 
 def caller() -> tuple[str, str]:
-    """Return the library's function that this thread is in, as its user calls it, and the
-    line of the call."""
+    """Return the library's function that this thread is in, as its user calls it, and the call's line."""
     frame, call = sys._getframe(1), ""
     while frame is not None:
         module = frame.f_globals.get("__name__", "")

@@ -28,8 +28,9 @@ def adamw_8bit(
     betas: tuple[float, float] | None = None,
     block: int = 64,
 ) -> Optimizer:
-    """Make `adamw` with moments in eight bits, a quarter of fp32's memory (Dettmers et al. 2022; as in
-    bitsandbytes and torchao).
+    """Make `adamw` with moments in eight bits, a quarter of fp32's memory (Dettmers et al. 2022).
+
+    The scheme is that of bitsandbytes and torchao.
 
     Each run of `block` numbers along a leaf's last dim has one scale, in fp32, and codes of a dynamic map of
     seven decades. No code of a second moment is 0: one below all decades counts as 1e-7 of its run's largest,

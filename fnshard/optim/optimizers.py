@@ -81,8 +81,10 @@ def lars(
     trust: float = 1e-3,
     eps: float = 1e-8,
 ) -> Optimizer:
-    """Make `sgd` for large batches: the gradient plus `weight_decay * param` is scaled by `trust * |param| /
-    (|grad| + weight_decay * |param| + eps)`, norms of whole leaves (You, Gitman and Ginsburg 2017; apex).
+    """Make `sgd` for large batches (You, Gitman and Ginsburg 2017; apex).
+
+    The gradient plus `weight_decay * param` is scaled by `trust * |param| / (|grad| + weight_decay * |param|
+    + eps)`, with norms of whole leaves.
 
     Leaves of one dim, and those that are zero or get no gradient, are not scaled. `weight_decay` and
     `lr_scale` take a number, or `(glob, number)` rules on paths, first match wins.
@@ -228,8 +230,7 @@ def schedule_free_adamw(
     lock = threading.Lock()  # simulated ranks, and the host's worker, are threads
 
     def share(count: Tensor) -> float:
-        """Return the newest point's weight in the average, in which points
-        weigh as the largest rate squared."""
+        """Return the newest point's weight in the average; points weigh as the largest rate squared."""
         with lock:
             while len(sums) < int(count) + 2:
                 most = max(sums[-1][0], float(rate(torch.tensor(len(sums) - 1))))

@@ -80,8 +80,7 @@ def constant(value: float) -> RateSchedule:
 
 
 def warmup_cosine(peak: float, warmup: int, total: int, floor: float = 0.0) -> RateSchedule:
-    """Make a schedule that rises from 0 to `peak` in `warmup` updates, then falls by half a cosine to
-    `floor`.
+    """Make a schedule that rises from 0 to `peak` in `warmup` updates, and falls to `floor` by half a cosine.
 
     As in Optax and Hugging Face, the first update has rate 0 (if `warmup` > 0), and update number `warmup` is
     the first at `peak`. `floor` is a rate, not a fraction; it is reached at update `total`, and holds after
@@ -132,8 +131,7 @@ def register(name: str, make: Callable[..., Rate]) -> None:
 
 
 def as_schedule(rate: Rate) -> RateSchedule:
-    """Return a float, or any `step -> number or 0-d tensor`, as a
-    `RateSchedule` with the argument's own text."""
+    """Return a float, or any `step -> number or 0-d tensor`, as a `RateSchedule` with the same text."""
     if isinstance(rate, RateSchedule):
         return rate
     if callable(rate):
@@ -161,8 +159,7 @@ def counterpart(value: object) -> str:
 
 
 def rate_first(make: Callable[Arguments, Made]) -> Callable[Arguments, Made]:
-    """Decorate an optimizer's constructor: a call in torch's order, with parameters
-    first, gets a clear error."""
+    """Decorate an optimizer's constructor: a call in torch's order, parameters first, gets a clear error."""
 
     @functools.wraps(make)
     def check_and_make(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Made:

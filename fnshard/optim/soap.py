@@ -74,8 +74,7 @@ def soap(
     average = 1 - (b2 if shampoo_beta is None else shampoo_beta)
 
     def correct_bias(count: Tensor) -> float:
-        """Return Adam's factor of an update whose moments have seen one gradient less
-        than there were steps."""
+        """Return Adam's factor of an update whose moments have seen one gradient less than the steps."""
         n = int(count)
         return (1 - b2**n) ** 0.5 / (1 - b1**n) if n else 0.0
 

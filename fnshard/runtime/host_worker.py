@@ -14,8 +14,7 @@ PENDING = 2  # heavy calls under way: enough that the thread never idles, few en
 
 
 class Worker:
-    """A thread that makes calls in their order. After a failed one it makes none until `wait` raises the
-    error.
+    """A thread that makes calls in their order; after one that failed it makes none until `wait` raises.
 
     Args:
         device: the current device of its calls, if it is a GPU.

@@ -108,8 +108,7 @@ class Packer:
         self._pack(full_leaves, out, [None, out] if self._here == 0 else [out, None])
 
     def add_to_own(self, full_leaves: Mapping[str, Tensor], got: Tensor, out: Tensor) -> None:
-        """Add a peer's row [numel] to this rank's blocks of full gradients, into `out`,
-        which may be that row."""
+        """Add a peer's row [numel] to this rank's blocks of full gradients, into `out`, perhaps that row."""
         if out is not got:  # the peer's row is zero already where no block lies
             self._clear(out, [out], everywhere=not self._unpadded)
         for piece, window in zip(self.bucket.pieces, self._windows, strict=True):

@@ -88,8 +88,7 @@ class Registered(mmap.mmap):
 
 
 def allocate_pinned(nbytes: int, device: torch.device) -> Tensor:
-    """Allocate an uninitialised pinned uint8[nbytes], `nbytes` above 0; by torch if CUDA cannot register
-    memory.
+    """Allocate an uninitialised pinned uint8[nbytes], nbytes > 0; by torch if CUDA cannot register memory.
 
     Nothing records which copies are under way: hold the tensor until they are done.
 
@@ -339,8 +338,7 @@ class Transfer:
 
 
 def each(value: Any, make: Callable[[Tensor], Tensor]) -> Any:
-    """Apply `make` to a value's tensors: a tensor, a dict of them (slots), or an object
-    with its own `each`."""
+    """Apply `make` to a value's tensors: a tensor, a dict of them (slots), or an object with `each`."""
     if isinstance(value, Tensor):
         return make(value)
     if isinstance(value, dict):

@@ -116,8 +116,7 @@ def recipe_of(leaf: Any) -> LeafRecipe | None:
 
 
 def on_meta(leaf: Tensor) -> Tensor:
-    """Return a leaf of a deferred module as a parameter tree holds it: on the meta
-    device, with its recipe."""
+    """Return a leaf of a deferred module as a parameter tree holds it: on meta, with its recipe."""
     recipe = recipe_of(leaf)
     alias = recipe.alias
     plain = torch.empty_strided(alias.shape, alias.stride(), dtype=alias.dtype, device=META)
@@ -238,8 +237,7 @@ _READS = frozenset(["item", "tolist", "numpy", "__array__", "__bool__", "__float
 
 
 class _Placeholder(Tensor):
-    """A tensor of a deferred module after the block, which has a shape, and refuses calls
-    that would be lost."""
+    """A tensor of a deferred module after the block: it has a shape, and refuses calls that would be lost."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -213,8 +213,7 @@ def _written_tensors(op: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 class Functions(TorchFunctionMode):
-    """A mode in which recorded tensors say that they are on the CPU, and give Python
-    values if they have any."""
+    """A mode in which recorded tensors say that they are on the CPU, and give Python values if known."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()

@@ -1,5 +1,6 @@
-"""Exchanges of `fn` with other ranks, `psum` and `all_gather`, one op of a program each; and `constrain`, by
-which `fn` says that a value is split.
+"""Exchanges: `psum` and `all_gather`, by which `fn` exchanges values with other ranks; and `constrain`.
+
+Each exchange is one op of a program. By `constrain`, `fn` says that a value is split.
 
 No kernel runs an exchange, and autograd never sees one: `kernels.split` cuts the program where it stands, the
 schedule has a line `Exchange` in its place, and in the backward the line of its dual.

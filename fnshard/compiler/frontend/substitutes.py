@@ -56,8 +56,7 @@ GROUP_BLOCK, BLOCKS_AT_ONCE = 128, 16  # rows of a block; blocks that are multip
 
 
 def grouped_by_blocks(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    """Compute `grouped_mm` by blocks of rows of one group each, so that the host reads no value and never
-    waits.
+    """Compute `grouped_mm` by blocks of rows of one group each; the host reads no value, and never waits.
 
     Groups are padded to whole blocks, whose greatest number is known without the groups' sizes.
     """

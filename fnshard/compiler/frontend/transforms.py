@@ -64,8 +64,10 @@ def while_tracing(run: Callable[..., Any]) -> Patch:
 
 
 def is_inside() -> bool:
-    """Whether this thread traces a transform by itself; no patch interferes
-    with what functorch calls then."""
+    """Return whether this thread traces a transform by itself.
+
+    No patch interferes with what functorch calls then.
+    """
     return getattr(_state, "inside", False)
 
 
@@ -101,8 +103,7 @@ def _replay(original: Transform, *args: Any, **kwargs: Any) -> Any:
 
 
 class Retrace(BaseException):
-    """A signal that `fn` differentiates what it has computed so far, and has to be traced as
-    `Differentiable`.
+    """A signal that `fn` differentiates what it has computed so far: trace it again, as `Differentiable`.
 
     It is no Exception, so that no `except Exception` in `fn` stops it.
     """
@@ -168,8 +169,7 @@ def _apply_operator(original: Any, here: Callable[[], bool]) -> classmethod:
 
 @dataclass(frozen=True)
 class Differentiable:
-    """A form of `run`, from tensors to tensors, on a level of functorch where autograd records what it
-    computes.
+    """A form of `run`, from tensors to tensors, on a level of functorch where autograd records what it does.
 
     Plain autograd would not do: it detaches the values that it saves, and a second derivative would end
         there.

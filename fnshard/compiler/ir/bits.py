@@ -1,5 +1,4 @@
-"""SplitMix64 (Steele, Lea & Flood 2014) on tensors of int64, whose arithmetic
-wraps as the generator's does."""
+"""SplitMix64 (Steele, Lea & Flood 2014) on tensors of int64, whose arithmetic wraps as the generator's."""
 
 from __future__ import annotations
 

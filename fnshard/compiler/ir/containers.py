@@ -142,8 +142,7 @@ def is_plain(value: Any) -> bool:
 
 
 class Contents:
-    """All `containers` and `tensors` that can be reached from some roots,
-    except through functions and classes."""
+    """All `containers` and `tensors` that some roots reach, except through functions and classes."""
 
     def __init__(self, *roots: Any):
         self.containers: list[Container] = []
@@ -190,8 +189,10 @@ _here = threading.local()  # `containers`: those of modules in this thread's run
 
 @contextmanager
 def one_run(containers: Iterable[Container] = ()) -> Iterator[None]:
-    """Run `fn` in the block: what modules write stays until its end, where these containers and
-    theirs are put back."""
+    """Run `fn` in the block: what modules write stays until its end, and is put back then.
+
+    These containers are put back, and those of modules that `fn` calls.
+    """
     outer = getattr(_here, "containers", None)
     _here.containers = {id(c.owner): c for c in containers}
     try:
@@ -203,8 +204,7 @@ def one_run(containers: Iterable[Container] = ()) -> Iterator[None]:
 
 
 def put_back(containers: Iterable[Container], leaves: Mapping[int, Any]) -> None:
-    """Undo what a module wrote; in a run of `fn` only the places of its leaves, and the
-    rest when that ends."""
+    """Undo what a module wrote; in a run of `fn` only the places of its leaves, and the rest at its end."""
     run = getattr(_here, "containers", None)
     for container in containers:
         container.put_back(None if run is None else lambda before, _: holds(before, leaves))

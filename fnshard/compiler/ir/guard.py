@@ -263,8 +263,10 @@ def written(before: Reachable, now: Reachable) -> Iterator[str]:
 
 
 def _is_alike(then: Any, now: Any) -> bool:
-    """Whether two values are the same, or small containers of one type: their members
-    have their own entries."""
+    """Return whether two values are the same, or small containers of one type.
+
+    The members of containers have entries of their own.
+    """
     small = type(then) is type(now) and is_a(then, CONTAINERS) and len(then) <= MEMBERS >= len(now)
     return small or is_same(then, now)
 

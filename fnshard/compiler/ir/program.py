@@ -28,8 +28,7 @@ WRITES = re.compile(  # names of torch functions that change their first tensor
 
 @dataclass(frozen=True)
 class Input:
-    """A placeholder: a "leaf" (name = path), "batch" leaf, "constant", random "key", or
-    index on an "axis"."""
+    """A placeholder: a "leaf" (name = path), "batch" leaf, "constant", random "key", or "axis" index."""
 
     kind: str
     name: str
@@ -90,8 +89,7 @@ class Outputs:
 
     @property
     def returned(self) -> list[int]:
-        """Return the indices of a rank's own results: tensors of aux; without a loss also
-        all that is summed."""
+        """Return the indices of a rank's own results: tensors of aux; without a loss, all that is summed."""
         kinds = ("tensor",) if self.loss is not None else ("tensor", "mean")
         aux = [i for kind, *rest in self.aux if kind in kinds for i in rest]
         return aux if self.loss is not None else [*aux, *(limit.result for limit in self.limits)]

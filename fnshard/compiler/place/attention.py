@@ -95,8 +95,10 @@ def _rows_of_documents(call: Call, index: Tensor, *tensors: Tensor) -> Any:
 
 
 def _take_heads(call: Call, split: Split) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """Return a function that takes the heads of keys or values which a rank's queries
-    share; None if uneven."""
+    """Return a function that takes the heads of keys or values which a rank's queries share.
+
+    None if the heads cannot be split evenly.
+    """
     dim, outer = split.dim, split.outer
     heads, shared = call.tensors[0].shape[dim], call.tensors[1].shape[dim]
     here, group = heads // outer // call.ranks, heads // shared

@@ -135,8 +135,7 @@ class Record:
                     yield f"{node}: {placement} of {full_shape} is {list(expected)}, not {found}"
 
     def _results(self, outputs: Sequence[fx.Node]) -> Iterator[str]:
-        """Yield results that are neither whole, nor parts times the number of ranks, nor
-        placed as their leaf."""
+        """Yield results that are not whole, not parts times the number of ranks, and not as their leaf."""
         for (summed, source, result, due), returned in zip(self.results, outputs, strict=True):
             placement = self.values[source][0]
             if result is not returned:

@@ -37,8 +37,10 @@ _CASTS = {aten.to.dtype, aten._to_copy.default, aten.to.dtype_layout, aten.to.de
 
 
 def elementwise(call: Call) -> Iterator[OpStrategy]:
-    """Split tensors like the result, unless they are broadcast along the dim; linear ops
-    pass parts of sums."""
+    """Split tensors like the result, unless they are broadcast along the dim.
+
+    Linear ops pass parts of sums.
+    """
     for split in call.splits(call.shape):
         yield OpStrategy(tuple(broadcast(t.shape, call.shape, split) for t in call.tensors), split)
     patterns = _LINEAR.get(call.target, ())

@@ -100,8 +100,10 @@ def _conv(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None = None, *mo
 # ------------------------------------------------------------------ parts
 @expansion(aten.split_with_sizes.default, aten.split.sizes)
 def _pieces(call: Call, x: Tensor, sizes: Sequence[int], dim: int = 0) -> list[Tensor]:
-    """Split matrices that lie side by side, of which a piece may hold several, as
-    queries, then keys and values."""
+    """Split matrices that lie side by side.
+
+    A piece may hold several matrices: one the queries, and another keys and values.
+    """
     ends = list(itertools.accumulate(sizes))
     return [aten.slice(x, dim, end - size, end) for size, end in zip(sizes, ends, strict=True)]
 

@@ -136,8 +136,7 @@ class _Route:
 
 @dataclass(frozen=True)
 class _Placed:
-    """A value's node; `stack` says that it has a rank's experts alone, `route` that its
-    rows are at theirs."""
+    """A value's node: `stack`, that it has a rank's experts alone; `route`, that its rows are at theirs."""
 
     node: fx.Node
     stack: bool = False
@@ -305,8 +304,7 @@ class _Experts:
         return self.take(self.swap(self.take(rows, route.sent)), route.order)
 
     def whole(self, node: fx.Node) -> fx.Node:
-        """Return a value as the traced program has it: rows in this rank's order, and all
-        experts of a stack."""
+        """Return a value as the traced program has it: rows in this rank's order, and all experts."""
         value = self.values[node]
         if not value.stack and value.route is None:
             return value.node

@@ -87,8 +87,10 @@ def _index_select(call: Call) -> Iterator[OpStrategy]:
 
 @rule(aten.index.Tensor)
 def _index(call: Call) -> Iterator[OpStrategy]:
-    """Split along dims that no index names, along an index, or along a named dim: each
-    rank finds its rows."""
+    """Split along dims that no index names, along an index, or along a named dim.
+
+    Along a named dim, each rank finds its own rows.
+    """
     value, indices = call["self"], call["indices"]
     named = [d for d, i in enumerate(indices) if i is not None]
     if any(i.dtype in (torch.bool, torch.uint8) for i in indices if i is not None):

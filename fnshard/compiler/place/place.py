@@ -1,9 +1,9 @@
 """Turn a Program of whole values into the one that each rank along a mesh axis runs, exchanges included.
 
 One walk over the program, forward: each value has a placement, and each op takes the cheapest of its
-    strategies
-(`rules`). A value that the op needs in another placement is converted, by an exchange that is one line of the
-schedule. Several axes are placed in turn; to each the exchanges of those before are ops like others.
+strategies (`rules`). A value that the op needs in another placement is converted, by an exchange that is one
+line of the schedule. Several axes are placed in turn; to each the exchanges of those before are ops like
+others.
 """
 
 from __future__ import annotations
@@ -63,8 +63,7 @@ def place_axes(
     sequences: Mapping[str, int],
     attention: ContextAttention = "auto",
 ) -> Program:
-    """Return the program of each rank, placed over the context axis and all axes that a spec's `compute`
-    names.
+    """Return each rank's program, placed over the context axis and all axes that a spec's `compute` names.
 
     Data axes among these are left out; `place.experts` handles them.
 
@@ -273,8 +272,7 @@ class Placer:
         return self.add_value(self.call(node.target, args, kwargs), REPLICATED, node.meta["val"])
 
     def elsewhere(self, node: fx.Node, sources: Sequence[Value]) -> Value:
-        """Place a call that another rank runs on whole values, which are sent as they
-        lie; parts are summed."""
+        """Place a call that another rank runs on whole values, sent as they lie; parts are summed."""
         reads = [self.convert(s, REPLICATED) if isinstance(s.placement, Partial) else s.node for s in sources]
         to = [each.get(self.axis.name, REPLICATED) for each in node.target.results]
         pairs = zip(node.target.values, to, strict=True)
@@ -287,8 +285,7 @@ class Placer:
         return Value(tuple(results), REPLICATED, node.target.values)
 
     def on_the_first(self, node: fx.Node, sources: Sequence[Value]) -> Value:
-        """Place values with a gradient of `fn`'s own, which need not be linear in the gradient that it is
-        given.
+        """Place values with a gradient of `fn`'s own, which need not be linear in the gradient that it gets.
 
         The results become a sum to which only the first rank contributes. So that rank is given their whole
         gradient, and makes the whole gradient of the inputs of it.

@@ -26,8 +26,9 @@ class Replicated:
 
 @dataclass(frozen=True)
 class Split:
-    """A value of which each rank has its part along `dim`: the dim, seen as [outer, ranks, rest], is cut in
-    the middle.
+    """A value of which each rank has its part along `dim`.
+
+    The dim, seen as [outer, ranks, rest], is cut in the middle.
 
     `outer` is 1 if the parts are contiguous. Otherwise dims were merged (a batch and a sequence that is
     split), or matrices lie side by side, each of them split (a fused query, key, value). Uneven parts are

@@ -112,8 +112,7 @@ class Writer:
         return self.call(aten.reshape.default, (node, shape))
 
     def along(self, node: fx.Node, shape: Sequence[int], now: Placement, to: Placement) -> fx.Node:
-        """Gather along the dim that is split, and scatter along the one of
-        `to`; uneven parts travel padded."""
+        """Gather along the dim that is split, and scatter along that of `to`; uneven parts travel padded."""
         ranks = self.ranks
         splits = [p for p in (to, now) if isinstance(p, Split)]
         kind = "all_to_all" if len(splits) == 2 else "all_gather" if splits[0] is now else "reduce_scatter"
@@ -133,8 +132,7 @@ class Writer:
         return self.call(aten.reshape.default, (node, list(local_shape(shape, to, ranks))))
 
     def pad(self, node: fx.Node, sizes: Sequence[int], dim: int) -> fx.Node:
-        """Pad with the last number, without a gradient, so that no op makes an infinity
-        of the padding alone."""
+        """Pad with the last number, without a gradient: no op makes an infinity of the padding alone."""
         count = -sizes[dim] % self.ranks
         last = self.call(aten.slice.Tensor, (node, dim, sizes[dim] - 1, sizes[dim]))
         shape = [*sizes[:dim], count, *sizes[dim + 1 :]]

@@ -55,8 +55,10 @@ def has_products(device: torch.device, rowwise: bool = False) -> bool:
 
 
 def product(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
-    """Multiply rounded numbers [M, K] and [K, N], with inverse scales 0-d or [M, 1] and
-    [1, N]; sum in fp32."""
+    """Multiply rounded numbers [M, K] and [K, N], and sum in fp32.
+
+    The inverse scales are 0-d, or [M, 1] and [1, N].
+    """
     (left, of_left), (right, of_right) = a, b
     if has_products(left.device, bool(of_left.dim())) and not any(
         size % MULTIPLE for size in (*left.shape, *right.shape)
@@ -101,8 +103,7 @@ def _(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("fnshard::fp8_linear_to_input", mutates_args=())
 def fp8_linear_to_input(grad: Tensor, weight: Tensor) -> Tensor:
-    """Return the input's gradient, made of the output's times the scales of the leaf's
-    rows, rounded to e5m2."""
+    """Return the input's gradient, from the output's times the scales of the leaf's rows, rounded to e5m2."""
     narrow, scales = rounded(weight, E4M3, rowwise=True)
     flat = rounded(grad.reshape(-1, grad.shape[-1]) * scales.t().to(grad.dtype), E5M2, rowwise=True)
     made = product(flat, (narrow, scales.new_ones(1, weight.shape[1])), grad.dtype)

@@ -486,8 +486,10 @@ def _is_row_major(node: fx.Node) -> bool:
 
 
 def lay_out_by_rows(x: Tensor) -> Tensor:
-    """Copy a tensor before a write: a pure op on `x` itself may return other
-    strides, and later views fail."""
+    """Copy a tensor before a write.
+
+    A pure op on `x` itself may return other strides, on which later views would fail.
+    """
     return x.clone(memory_format=torch.contiguous_format)
 
 

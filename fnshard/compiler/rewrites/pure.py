@@ -385,8 +385,7 @@ def _put_back(
 
 
 def _scatter(op: Any, x: Tensor, new: Tensor, *where: Any, **named: Any) -> Tensor:
-    """Run an op that puts numbers into a copy; complex ones in halves, since
-    its gradient takes only reals."""
+    """Run an op that puts numbers into a copy; complex ones in halves, as its gradient takes only reals."""
     if not x.is_complex():
         return op(x, new, *where, **named)
     halves = (op(a, b, *where, **named) for a, b in ((x.real, new.real), (x.imag, new.imag)))

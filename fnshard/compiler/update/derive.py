@@ -1,8 +1,7 @@
 """Derive the steps that each rank runs on its block from the traced update of one whole leaf.
 
 `place` types every value over the axes that split the leaf: elementwise ops stay local, and sums and maxima
-    over
-split dims become reductions. Ops that need whole matrices run on one rank for each leaf, between two
+over split dims become reductions. Ops that need whole matrices run on one rank for each leaf, between two
 exchanges of stacks (`whole`), wherever that is cheaper than the plan of `place` alone.
 """
 

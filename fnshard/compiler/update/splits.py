@@ -50,8 +50,7 @@ class Splits:
 
 
 def find_axes(shapes: Mapping[str, tuple[int, ...]], layouts: Mapping[str, P], mesh: Mesh) -> Splits:
-    """Find the axes to place over. Axes that split the same dim become one,
-    unless a slot is split otherwise."""
+    """Find the axes to place over: those that split one dim become one, unless slots are split otherwise."""
     leaf, elementary = layouts[PARAM], []
     for dim in range(len(leaf.parts)):
         axes = [a for a in leaf.of(dim) if mesh.axis_size(a) > 1]

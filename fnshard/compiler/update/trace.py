@@ -424,8 +424,7 @@ def _lift_constants(module: fx.GraphModule, inputs: list[str]) -> dict[str, Tens
 def _cut_prologue(
     graph: fx.Graph, inputs: list[str], functions: Sequence[Callable[[Tensor], Any]]
 ) -> Prologue:
-    """Cut off the nodes that depend on the step's numbers alone; results that
-    the graph reads become inputs."""
+    """Cut off the nodes that depend on the step's numbers alone; results that are read become inputs."""
     named = dict(zip(inputs, graph.find_nodes(op="placeholder"), strict=True))
     count, norm = named["count"], named["norm"]
     alone = {count: None, norm: None}

@@ -63,16 +63,17 @@ class Handle(Protocol[T_co]):
     """A collective in flight."""
 
     def wait(self) -> T_co:
-        """Block (on CUDA: let the current stream wait) until the result is there, and
-        return it; once only."""
+        """Wait (on CUDA: let the current stream wait) until the result is there, and return it; once only."""
 
     def release(self) -> None:
         """Say that the result of a gather has been copied out; its rows must not be read again."""
 
 
 class Collectives(Protocol):
-    """The interface of a backend for the executor. Sums are exact to the wire's dtype,
-    and equal on all ranks."""
+    """The interface of a backend for the executor.
+
+    Sums are exact to the wire's dtype, and equal on all ranks.
+    """
 
     @property
     def mesh(self) -> Mesh:

@@ -267,8 +267,7 @@ class Slots:
 # ------------------------------------------------------------------ channels and messages
 @dataclass(eq=False)
 class Channel:
-    """The messages between the ranks of a group, as this rank sees them; the k-th is the
-    k-th of all ranks."""
+    """The messages between a group's ranks, as this rank sees them; the k-th is the k-th of all ranks."""
 
     name: str  # the same on all its ranks
     axes: tuple[str, ...]

@@ -80,8 +80,10 @@ LEADER = 0  # the leader's place in the group
 
 
 def group_names(mesh: Mesh) -> list[tuple[str, ...]]:
-    """Return all ordered groups of the mesh's axes; every rank has a group's words at its
-    place in this list."""
+    """Return all ordered groups of the mesh's axes.
+
+    At every rank, a group's words have the place that the group has in this list.
+    """
     axes = mesh.ordered(mesh.names)
     return [names for count in range(1, len(axes) + 1) for names in permutations(axes, count)]
 
@@ -101,8 +103,7 @@ def head_bytes(groups: int) -> int:
 
 
 def header_bytes(mesh: Mesh) -> int:
-    """Return the bytes at the start of a slot of leaves, which hold each rank's
-    signature; a multiple of 64."""
+    """Return the bytes at the start of a slot of leaves that hold each rank's signature: a multiple of 64."""
     return -(-mesh.size // 8) * 64
 
 
@@ -334,8 +335,7 @@ class Shared:
         return head + own + sum(units.bytes_used() for units in self.units.values())
 
     def close(self) -> None:
-        """Show the peers that this rank leaves, and release all memory, which is unmapped
-        with its last view."""
+        """Show the peers that this rank leaves, and release all memory; its last view unmaps it."""
         disconnect(self)
         if self.host.memories:
             self.own.words(WAITS, 1)[0] = -1 - self.host.rank

@@ -95,7 +95,6 @@ def _where(line: Instruction, number: int) -> str:
 
 
 def cut_batch(values: Mapping[str, Tensor], uncut: set[str], parts: int) -> list[dict[str, Tensor]]:
-    """Cut a batch into micro-batches: views of each leaf's parts along dim 0;
-    leaves in `uncut` stay whole."""
+    """Cut a batch into micro-batches: views of leaves' parts along dim 0; leaves in `uncut` stay whole."""
     cut = {n: [v] * parts if n in uncut or parts == 1 else v.chunk(parts) for n, v in values.items()}
     return [{n: each[micro] for n, each in cut.items()} for micro in range(parts)]

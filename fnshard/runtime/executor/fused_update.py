@@ -113,8 +113,7 @@ def _graph_of_rest(
     update: fx.Graph, fused: fx.Node, change: fx.Node, names: Mapping[fx.Node, str],
     results: Mapping[str, fx.Node], overwritten: set[str],
 ) -> tuple[fx.GraphModule | None, tuple[str, ...], tuple[str, ...]] | None:  # fmt: skip
-    """Return the graph of further results, from the new parameter ("new") and other inputs, its reads and
-    writes.
+    """Return the graph of further results, from the new parameter ("new") and others, its reads and writes.
 
     Return None if they read something that is overwritten by then.
     """

@@ -84,8 +84,7 @@ class Scalars:
     flags: tuple[str, ...] = ()
 
     def squares(self, bucket: Bucket, blocks: Mapping[str, Tensor], replicas: int) -> Tensor:
-        """Return a bucket's squared norm divided by its replicas, 0-d in fp64: the sum
-        over ranks is exact."""
+        """Return a bucket's squared norm over its replicas, 0-d in fp64: the sum over ranks is exact."""
         return sum_squares([blocks[p] for p in bucket.paths]) / replicas
 
     @property

@@ -302,8 +302,7 @@ class Updater:
         return {n: v.to(device, described[n][1] if n in described else v.dtype) for n, v in made.items()}
 
     def _read_number(self, path: str, name: str, control: StepControl) -> Tensor:
-        """Return an input of an update that is no tensor of its leaf: a number, a
-        constant or a rank's index."""
+        """Return an input of an update that is not a leaf's tensor: a number, a constant, a rank's index."""
         family, device = self.families[path], self.device(path)
         kind, _, rest = name.partition(".")
         if kind == "number":

@@ -1,8 +1,8 @@
 """Capture `fn` with symbols for lengths that depend on data; run its graph on tensors of known sizes.
 
 Each ATen op that takes or makes ragged dims has a rule: a function that computes the same values and
-    gradients
-on known sizes. Rules are found by the op's name, whatever its overload; an op without one is refused.
+gradients on known sizes. Rules are found by the op's name, whatever its overload; an op without one is
+refused.
 """
 
 from __future__ import annotations
@@ -436,8 +436,7 @@ def _rows(c: RaggedOp) -> Any:
 
 
 def _view(c: RaggedOp) -> Any:
-    """View in another shape, where a ragged dim stays the outermost of the dims it is
-    merged with or cut into."""
+    """View in another shape; a ragged dim stays the outermost of those it is merged with or cut into."""
     before, after = c.raw["self"].meta["val"], c.node.meta["val"]
 
     def outer(value: Tensor) -> list[int]:
