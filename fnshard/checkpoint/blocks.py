@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fnshard.checkpoint.coordination import all_ranks
 from fnshard.checkpoint.manifest_file import Chunk, DataFile, Manifest, SavedLeaf, merged
 from fnshard.checkpoint.state_leaves import LocalLeaf, RestoreTarget, some_of
 from fnshard.layout.partition import P
 from fnshard.mesh import PIPELINE, Mesh
+from fnshard.runtime.coordination import all_ranks
 from fnshard.runtime.files.folder import AtomicDirectory, data_file
 from fnshard.runtime.files.tensorfile import (
     BLOCK_BYTES,

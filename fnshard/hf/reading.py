@@ -5,9 +5,10 @@ from __future__ import annotations
 import fnmatch
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from fnshard.errors import StateError
+from fnshard.errors import StateError, nearest
 from fnshard.hf.names import (
     Family,
     Names,
@@ -255,7 +256,7 @@ def match_tensors(
     sources: dict[str, LeafSource] = {}
     values: dict[str, Tensor] = {}
     absent: list[str] = []
-    lacking: list[str] = []
+    lacking: dict[str, str] = {}
     for path, spec in specs.items():
         named = given_name(path, names)
         if named is None and model is not None and not family.saves(path) and path not in missing:
@@ -268,21 +269,33 @@ def match_tensors(
         elif path in missing:
             values[path] = missing[path]
         else:
-            lacking.append(f"params[{path!r}] {list(spec.shape)}: no tensor {' or '.join(map(repr, tried))}")
+            lacking[path] = f"params[{path!r}] {list(spec.shape)}: no tensor {' or '.join(map(repr, tried))}"
     made, unmade = computed_buffers(model, absent) if model is not None else ({}, [])
     surplus, untied = _surplus(sources, tensors, family, ignore)
     there = {p: f"the files have it, as {source.name!r}" for p, source in sources.items()}
     unused = [f"missing[{p!r}]: {there.get(p, 'no such leaf')}" for p in missing if p not in values]
     unused += [f"ignore={g!r} matches no tensor" for g in ignore if not fnmatch.filter(tensors, g)]
+    free = [name for name in tensors if name not in {source.name for source in sources.values()}]
+    shown = [f"{text}{nearest(path, free)}" for path, text in islice(lacking.items(), SHOWN)]
+    lines = [*shown, *islice(lacking.values(), SHOWN, None)]
+    if (start := _common_prefix(lacking, free)) is not None:
+        lines = [f"all of them are there as {start!r} + path: names=lambda path: {start!r} + path", *lines]
     _refuse(
         {
-            "lacking": lacking + unmade,
+            "lacking": lines + unmade,
             "surplus": surplus,
             "unfit": [*_unfit(specs, sources), *_unfit_values(specs, values | made), *untied],
             "unused": unused,
         }
     )
     return sources, values | made
+
+
+def _common_prefix(paths: Collection[str], names: Collection[str]) -> str | None:
+    """Return what stands before each of these paths in the names; None where nothing does."""
+    first = next(iter(paths), "")
+    starts = [name.removesuffix(first) for name in names if first and name.endswith(f".{first}")]
+    return next((start for start in starts if all(start + path in names for path in paths)), None)
 
 
 CODES: Mapping[str, tuple[str, ...]] = {  # what stands beside the codes of a matrix, by who writes them

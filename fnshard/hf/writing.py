@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fnshard.checkpoint.coordination import all_or_none
 from fnshard.errors import AgreementError, StateError, leaves
 from fnshard.hf.names import Family, Names, Transposed, check_names, config_of_tensors, given_name
 from fnshard.hf.reading import INDEX, SINGLE, read_config
@@ -26,6 +25,7 @@ from fnshard.layout.partition import boxes
 from fnshard.layout.spec import LayoutSpec, is_here, stage_of
 from fnshard.mesh import Mesh
 from fnshard.runtime.collectives.base import Collectives
+from fnshard.runtime.coordination import all_or_none
 from fnshard.runtime.files.folder import flush_directory, flush_file
 from fnshard.runtime.files.tensorfile import NAMES, TensorToWrite, bytes_of, file_layout
 
