@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -278,24 +278,29 @@ def match_tensors(
     free = [name for name in tensors if name not in {source.name for source in sources.values()}]
     shown = [f"{text}{nearest(path, free)}" for path, text in islice(lacking.items(), SHOWN)]
     lines = [*shown, *islice(lacking.values(), SHOWN, None)]
-    if (start := _common_prefix(lacking, free)) is not None:
-        lines = [f"all of them are there as {start!r} + path: names=lambda path: {start!r} + path", *lines]
     _refuse(
         {
             "lacking": lines + unmade,
             "surplus": surplus,
             "unfit": [*_unfit(specs, sources), *_unfit_values(specs, values | made), *untied],
             "unused": unused,
-        }
+        },
+        _find_prefix({p: specs[p].shape for p in lacking}, {n: tensors[n].shape for n in free}),
     )
     return sources, values | made
 
 
-def _common_prefix(paths: Collection[str], names: Collection[str]) -> str | None:
-    """Return what stands before each of these paths in the names; None where nothing does."""
+def _find_prefix(paths: Mapping[str, tuple[int, ...]], names: Mapping[str, tuple[int, ...]]) -> str:
+    """Return the `names=` that finds tensors of these shapes for all these paths, by a prefix more or less;
+    empty where there is none."""
     first = next(iter(paths), "")
-    starts = [name.removesuffix(first) for name in names if first and name.endswith(f".{first}")]
-    return next((start for start in starts if all(start + path in names for path in paths)), None)
+    for start in dict.fromkeys(name.removesuffix(first) for name in names if name.endswith(f".{first}")):
+        if first and all(names.get(start + path) == shape for path, shape in paths.items()):
+            return f"names=lambda path: {start!r} + path"
+    start = f"{first.partition('.')[0]}."
+    if first and all(names.get(path.removeprefix(start)) == shape for path, shape in paths.items()):
+        return f"names=lambda path: path.removeprefix({start!r})"
+    return ""
 
 
 CODES: Mapping[str, tuple[str, ...]] = {  # what stands beside the codes of a matrix, by who writes them
@@ -326,7 +331,7 @@ _FIXES = {
 }
 
 
-def _refuse(kinds: Mapping[str, list[str]]) -> None:
+def _refuse(kinds: Mapping[str, list[str]], names: str = "") -> None:
     count = sum(map(len, kinds.values()))
     if not count:
         return
@@ -334,6 +339,7 @@ def _refuse(kinds: Mapping[str, list[str]]) -> None:
     for found in kinds.values():
         lines += found[:SHOWN] + [f"... and {len(found) - SHOWN} more"] * (len(found) > SHOWN)
     fixes = "\n     ".join(_FIXES[kind] for kind, found in kinds.items() if found)
+    fixes = f"{names} finds all that are lacking.\n     {fixes}" if names else fixes
     what = "1 problem" if count == 1 else f"{count} problems"
     raise StateError(f"files and specs do not fit each other, {what}:", lines, fixes)
 

@@ -146,7 +146,7 @@ def write_leaves(
                 comm.flush()
             elif home and first:
                 (full,) = comm.recv([(tuple(full.shape), full.dtype)], home, f"leaf {leaf.path}").wait()
-            all_ranks(partial(_put, put, leaf, full) if first else None)
+            all_ranks(partial(put_leaf, put, leaf, full) if first else None)
         all_ranks(partial(files.__exit__, None, None, None) if first else None)
     except BaseException as error:
         if put is not None:
@@ -154,7 +154,7 @@ def write_leaves(
         raise
 
 
-def _put(put: Put, leaf: LeafToWrite, full: Tensor) -> None:
+def put_leaf(put: Put, leaf: LeafToWrite, full: Tensor) -> None:
     if not leaf.experts:
         put(leaf.name, full.t() if leaf.transposed else full)
         return

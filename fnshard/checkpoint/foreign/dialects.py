@@ -111,16 +111,11 @@ def recognise(tree: Tree, kind: str) -> SavedState:
             f"{steps[odd]}), and a state here counts the updates of all"
         )
     numbered = slots and all(name.isdecimal() for name in slots)
-    # An optimizer that was given names has written them beside the numbers.
     numbers = {key: each for key, each in groups.items() if key.endswith("params")}
-    given = {
-        number: name
-        for key, each in numbers.items()
-        for number, name in zip(
-            each, groups.get(key.removesuffix("params") + "param_names", []), strict=False
-        )
-    }
-    if numbered and set(slots) <= set(given):
+    given: dict[str, str] = {}  # the names that an optimizer was given, which it writes beside the numbers
+    for key, each in numbers.items():
+        given |= dict(zip(each, groups.get(f"{key.removesuffix('params')}param_names", []), strict=False))
+    if numbered and slots.keys() <= given.keys():
         slots, numbered = {unwrapped(given[number]): own for number, own in slots.items()}, False
     by_group = [each for _, each in sorted(numbers.items())] if numbered else []
     return SavedState(kind, params, slots, counts[0] if counts else 0, by_group)
