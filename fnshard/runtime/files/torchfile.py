@@ -119,6 +119,7 @@ def _read_box(fd: int, at: int, stride: Sequence[int], out: Tensor) -> None:
 
 # ------------------------------------------------------------------ pickles
 
+_PYTHON_2 = {"__builtin__": "builtins", "copy_reg": "copyreg"}  # how protocol 2 calls modules
 Known = Callable[[str, str], Any]  # what a module's name stands for; None: nothing that may be used
 
 _CONTAINERS: Mapping[str, Any] = {
@@ -149,6 +150,7 @@ def unpickle(stream: io.BufferedIOBase, known: Known, storage: Callable[[Any], A
 
     class Reader(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> Any:
+            module = _PYTHON_2.get(module, module)
             found = _CONTAINERS.get(f"{module}.{name}") or known(module, name)
             if found is None and module == "torch" and "." not in name:
                 dtype = getattr(torch, name, None)
