@@ -276,7 +276,8 @@ def match_tensors(
     unused = [f"missing[{p!r}]: {there.get(p, 'no such leaf')}" for p in missing if p not in values]
     unused += [f"ignore={g!r} matches no tensor" for g in ignore if not fnmatch.filter(tensors, g)]
     free = [name for name in tensors if name not in {source.name for source in sources.values()}]
-    shown = [f"{text}{nearest(path, free)}" for path, text in islice(lacking.items(), SHOWN)]
+    alike = {p: [n for n in free if tensors[n].shape == specs[p].shape] or free for p in lacking}
+    shown = [f"{text}{nearest(path, alike[path])}" for path, text in islice(lacking.items(), SHOWN)]
     lines = [*shown, *islice(lacking.values(), SHOWN, None)]
     _refuse(
         {
