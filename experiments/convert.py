@@ -28,6 +28,7 @@ from experiments.tuning.lm import from_config
 from experiments.tuning.model_directory import find_directory
 from fnshard.checkpoint.foreign.dcp_writing import LAYOUTS
 from fnshard.checkpoint.foreign.formats import FORMATS, name_by_model, recognise_format
+from fnshard.checkpoint.foreign.placing import read_saved
 from fnshard.checkpoint.foreign.torch_files import SUFFIXES
 from fnshard.errors import CheckpointError, report
 from fnshard.runtime.files.tensorfile import Corrupt
@@ -103,7 +104,7 @@ def convert(config: ConvertConfig) -> None:
 
     with ExitStack() as files:
         try:
-            saved = FORMATS[known].read(source, files)
+            saved = read_saved(FORMATS[known].read, source, files)
             if model is not None:
                 saved = name_by_model(saved, model)
             dropped = bool(saved.slots) and not FORMATS[to].keeps_optimizer

@@ -13,6 +13,7 @@ from fnshard.checkpoint.blocks import load_blocks
 from fnshard.checkpoint.loader_state import decode
 from fnshard.checkpoint.manifest_file import Manifest
 from fnshard.checkpoint.state_leaves import (
+    RESTORE,
     RestoreTarget,
     check_codecs_alike,
     resolved_as_saved,
@@ -43,11 +44,11 @@ def specs_and_mesh(step_or_specs: Any, mesh: Mesh | None) -> tuple[ResolvedSpecs
 
 
 def state_maker(
-    step_or_specs: Any, mesh: Mesh | None, disk_dir: str | None = None
+    step_or_specs: Any, mesh: Mesh | None, disk_dir: str | None = None, fix: str = RESTORE
 ) -> tuple[Mesh, Callable[[Manifest], tuple[TrainState, Targets]]]:
     """Return the mesh, and what makes a state of zeros of a manifest, with the leaves that fill it.
 
-    See `fnshard.checkpoint.restore`.
+    See `fnshard.checkpoint.restore`. `fix`: the way out that the error of a state that does not fit names.
     """
     resolved, on = specs_and_mesh(step_or_specs, mesh)
 
@@ -76,7 +77,7 @@ def state_maker(
         foreign = specs.stored.keys() - specs_here(specs.stored, on).keys()
         state.step.fill_(found.step)
         state.seed.fill_(found.seed)
-        return state, restore_targets(leaves, found.leaves, set(specs.trainable), foreign)
+        return state, restore_targets(leaves, found.leaves, set(specs.trainable), foreign, fix)
 
     return on, make
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import io
+import enum
 import os
 import pickle
 import shutil
+import sys
+import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -223,7 +225,7 @@ def test_accelerate_has_two_folders(tmp_path: Path) -> None:
     weights, moments = get_state_dict(model, optimizer)
     dcp.save({"model": weights}, checkpoint_id=tmp_path / "pytorch_model_fsdp_0", no_dist=True)
     step = step_here(fs.make_mesh(shard=1))
-    with pytest.raises(CheckpointError, match=r"no optimizer state(.|\n)*step.adopt"):
+    with pytest.raises(CheckpointError, match=r"0.weight/mu .* is not in the checkpoint(.|\n)*step.adopt"):
         fs.checkpoint.load_dcp(tmp_path, step)
     alone = fs.checkpoint.load_dcp(tmp_path, step.specs, step.mesh)
     assert int(step.adopt(alone.params).step) == 0 and alone.opt_state["0.weight"] == {}
@@ -304,6 +306,33 @@ def test_zero(stage: int, count: int, tmp_path: Path) -> None:
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")  # what zero_to_fp32.py makes
     whole = fs.checkpoint.load_torch(tmp_path, step.specs, step.mesh)
     assert all(torch.equal(whole.params[n], v) for n, v in model.state_dict().items())
+
+
+def test_zero_files_hold_objects_of_deepspeed(tmp_path: Path, monkeypatch: Any) -> None:
+    """These are not made, and not needed; the stage is one of them. Others are refused."""
+    config = types.ModuleType("deepspeed.runtime.zero.config")
+    config.ZeroStageEnum = enum.IntEnum("ZeroStageEnum", {"gradients": 2}, module=config.__name__)
+    config.LossScaler = type("LossScaler", (), {"__module__": config.__name__, "scale": 1.0})
+    for name in ("deepspeed", "deepspeed.runtime", "deepspeed.runtime.zero"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, config.__name__, config)
+    params = {"w": torch.randn(5, 3)}
+    moments = {"w": {"exp_avg": torch.randn(5, 3), "exp_avg_sq": torch.rand(5, 3)}}
+    extra = {"zero_stage": config.ZeroStageEnum.gradients, "loss_scaler": config.LossScaler()}
+    write_zero(tmp_path / "z", 2, 2, [params], moments, 4, extra=extra)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "deepspeed"]:
+        monkeypatch.delitem(sys.modules, name)
+    mesh = fs.make_mesh(shard=1)
+    specs = fs.presets.full_shard(params, mesh)
+    state = fs.checkpoint.load_deepspeed(tmp_path / "z", specs, mesh)
+    assert torch.equal(state.params["w"], params["w"])
+    write_zero(tmp_path / "odd", 2, 2, [params], moments, 4, extra={"rates": Namesake(), "more": Namesake()})
+    with pytest.raises(CheckpointError, match=r"would run or make test_foreign.Namesake\."):
+        fs.checkpoint.load_deepspeed(tmp_path / "odd", specs, mesh)
+
+
+class Namesake:
+    """An object of a stranger's."""
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -486,11 +515,13 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     shutil.copy(rank, rank.with_name("zero_pp_rank_0_mp_rank_01_optim_states.pt"))
     with pytest.raises(CheckpointError, match="tensor or pipeline axis"):
         fs.checkpoint.load_deepspeed(made["zero"], step)
-    stream = io.BytesIO()
-    torch.save([1, 2], stream)
-    (tmp_path / "list.pt").write_bytes(stream.getvalue())
+    torch.save([1, 2], tmp_path / "list.pt")
     with pytest.raises(CheckpointError, match="holds a list"):
         fs.checkpoint.load_torch(tmp_path / "list.pt", step)
+    torch.save({"optimizer_state_dict": {"partition_count": 2}}, rank)
+    rank.with_name("zero_pp_rank_0_mp_rank_01_optim_states.pt").unlink()
+    with pytest.raises(CheckpointError, match="laid out in another way"):
+        fs.checkpoint.load_deepspeed(made["zero"], step)
 
 
 def test_moments_without_a_step_are_refused(tmp_path: Path) -> None:

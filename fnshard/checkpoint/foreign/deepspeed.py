@@ -86,8 +86,9 @@ def read_deepspeed(path: Path) -> SavedState:
     params = cut_vectors(groups, [list(part[VECTORS[stage]]) for part in parts], stage)
     slots: dict[str, dict[str, FileTensor]] = {}
     states = [_states_of(part) for part in parts]
-    steps = {int(s["step"][...] if isinstance(s["step"], PlacedTensor) else s["step"])
-             for of_rank in states for s in of_rank if "step" in s}  # fmt: skip
+    counts = [state["step"] for of_rank in states for state in of_rank if "step" in state]
+    counts += [part["base_optimizer_state_step"] for part in parts if "base_optimizer_state_step" in part]
+    steps = {int(count[...] if isinstance(count, PlacedTensor) else count) for count in counts}
     for slot in states[0][0] if states[0] else ():
         if isinstance(states[0][0][slot], PlacedTensor) and states[0][0][slot].shape:
             moments = cut_vectors(groups, [[state[slot] for state in of_rank] for of_rank in states], stage)
@@ -130,6 +131,9 @@ def cut_vectors(
             for name, shape in group.items():
                 cuts.append((name, shape, find_run(of_group, start, math.prod(shape))))
                 start += math.prod(shape)
+            held, unit = sum(vector.shape[0] for vector in of_group), 2 * len(vectors)
+            if -(-held // unit) != -(-start // unit):  # the end may be filled up to a multiple of this
+                raise Corrupt(f"has vectors of {held} numbers, and parameters of {start}")
     else:
         start = 0
         for name, shape in itertools.chain(*(group.items() for group in groups)):
@@ -139,6 +143,8 @@ def cut_vectors(
             runs = [find_run(of_rank, start, length) for of_rank, length in zip(vectors, own, strict=True)]
             cuts.append((name, shape, itertools.chain(*runs)))
             start += size
+        if odd := {sum(v.shape[0] for v in of_rank) for of_rank in vectors} - {start}:
+            raise Corrupt(f"has vectors of {odd.pop()} numbers on a rank, and parameters of {start}")
     return {name: tensor_of_runs(name, shape, list(runs)) for name, shape, runs in cuts}
 
 

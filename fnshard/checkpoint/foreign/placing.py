@@ -13,7 +13,7 @@ from fnshard import tree
 from fnshard.checkpoint.foreign.dialects import SavedState, name_numbers
 from fnshard.checkpoint.manifest_file import Manifest, SavedLeaf
 from fnshard.checkpoint.restoring import specs_and_mesh, state_maker
-from fnshard.errors import CheckpointError
+from fnshard.errors import CheckpointError, FnshardError
 from fnshard.hf import check_resolved
 from fnshard.hf.names import Names, check_names, family_of, possible_names
 from fnshard.hf.reading import FileTensor, LeafSource, match_tensors, stacked
@@ -23,8 +23,11 @@ from fnshard.mesh import Mesh
 from fnshard.runtime.coordination import agreed, group_of
 from fnshard.runtime.files.tensorfile import STATE_NAMES, Corrupt
 from fnshard.step.state import TrainState
-from fnshard.step.step import Step
 
+ANEW = (
+    "a step with the optimizer that it was saved with; or begin anew with the parameters: step.adopt("
+    "fs.checkpoint.load_dcp(path, step.specs, step.mesh).params), and so for load_deepspeed and load_torch."
+)
 Source = LeafSource | Tensor  # what fills a leaf: a tensor of the files, or a full value
 
 
@@ -48,14 +51,9 @@ def load_state(
 
     def load() -> TrainState:
         try:
-            saved = read(path)
+            saved = read_saved(read, path)
             leaves = match_state(saved, resolved, model, names, missing or {}, globs)
-            if isinstance(step_or_specs, Step) and step_or_specs.optimizer is not None and not saved.slots:
-                raise CheckpointError(
-                    f"{str(path)!r} ({saved.kind}) has parameters, and no optimizer state.",
-                    fix="step.adopt(fs.checkpoint.load_...(path, step.specs, step.mesh).params) begins anew.",
-                )
-            _, make = state_maker(step_or_specs, on, disk_dir)
+            _, make = state_maker(step_or_specs, on, disk_dir, ANEW)
             state, targets = make(_manifest_of(saved, leaves))
             with torch.no_grad():
                 for target in targets.values():
@@ -68,6 +66,25 @@ def load_state(
     if on.kind == "abstract":  # no other rank is there
         return load()
     return agreed(group_of(on, timeout), f"loading {str(path)!r}", load)
+
+
+def read_saved(read: Callable[..., SavedState], path: Path, *others: Any) -> SavedState:
+    """Return what a reader makes of a path.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or laid out in another way.
+    """
+    try:
+        return read(path, *others)
+    except FnshardError:
+        raise
+    except Corrupt as error:
+        raise CheckpointError(f"cannot load {str(path)!r}: it {error}.") from error
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise CheckpointError(
+            f"cannot load {str(path)!r}: it is laid out in another way ({what})."
+        ) from error
 
 
 def match_state(

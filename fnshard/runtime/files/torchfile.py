@@ -95,10 +95,16 @@ class PlacedTensor:
         return out
 
     def part(self, first: int, shape: Sequence[int]) -> PlacedTensor:
-        """Return the tensor of this shape that begins at one element of a vector."""
-        steps = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        """Return the tensor of this shape that begins at one element, in the order of memory."""
+        if self.stride != contiguous(self.shape):
+            raise Corrupt(f"{self.path.name}: holds a tensor whose elements do not lie in order")
         at = self.at + first * self.dtype.itemsize
-        return replace(self, at=at, shape=tuple(shape), stride=tuple(steps))
+        return replace(self, at=at, shape=tuple(shape), stride=contiguous(shape))
+
+
+def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the steps between elements of a tensor in order."""
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def _read_box(fd: int, at: int, stride: Sequence[int], out: Tensor) -> None:
