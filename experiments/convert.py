@@ -20,7 +20,6 @@ from pathlib import Path
 
 import torch
 
-import fnshard as fs
 from experiments.data.model_files import read_model_config
 from experiments.lib.checks import ConfigError, configuration
 from experiments.lib.compose import build, exit_with
@@ -98,9 +97,8 @@ def convert(config: ConvertConfig) -> None:
     to = config.to or ("torch" if target.suffix in SUFFIXES else "dcp" if known == "fnshard" else "fnshard")
     folder = None if config.model is None else find_directory(config.model)
     model = None
-    if folder is not None:
-        with fs.deferred():
-            model = from_config(read_model_config(folder), torch.float32).model
+    if folder is not None:  # built without memory: it says what leaves are called
+        model = from_config(read_model_config(folder), torch.float32).model
 
     with ExitStack() as files:
         try:
@@ -118,7 +116,9 @@ def convert(config: ConvertConfig) -> None:
     tensors = [*saved.params.values(), *(t for own in saved.slots.values() for t in own.values())]
     size = sum(torch.Size(t.shape).numel() * t.dtype.itemsize for t in tensors) / 1e9
     state = (
-        "moments are left out, " if dropped else f"optimizer state of step {saved.step}, " * bool(saved.slots)
+        "optimizer state is left out, "
+        if dropped
+        else f"optimizer state of step {saved.step}, " * bool(saved.slots)
     )
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     print(

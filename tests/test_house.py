@@ -128,6 +128,8 @@ PRIVATE = {
         "torch._subclasses",
     },
     "fnshard.runtime.executor.fused_update": {"torch._foreach_copy_"},
+    "fnshard.checkpoint.foreign.dcp_writing": {"torch.distributed.checkpoint.filesystem._StorageInfo"},
+    "fnshard.checkpoint.foreign.formats": {"torch._subclasses"},
     "fnshard.analysis.footprint": {"torch._subclasses"},
     "fnshard.analysis.updates": {"torch._subclasses"},
     "fnshard.analysis.storages": {"torch.utils._python_dispatch"},

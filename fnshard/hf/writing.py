@@ -155,6 +155,7 @@ def write_leaves(
 
 
 def put_leaf(put: Put, leaf: LeafToWrite, full: Tensor) -> None:
+    """Write a whole leaf, as the tensors that files have of it."""
     if not leaf.experts:
         put(leaf.name, full.t() if leaf.transposed else full)
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -111,14 +112,15 @@ def test_one_tensor_at_a_time_is_in_memory(tmp_path: Path, monkeypatch: Any) -> 
     many = {f"layers.{n}.w": torch.randn(64, 64) for n in range(8)}
     alive, most, read = [0], [0], Pieces.__getitem__
 
-    class Counted(Tensor):
-        def __del__(self) -> None:
-            alive[0] -= 1
+    def drop() -> None:
+        alive[0] -= 1
 
     def counting(self: Any, slices: Any) -> Tensor:
         alive[0] += 1
         most[0] = max(most[0], alive[0])
-        return read(self, slices).as_subclass(Counted)
+        tensor = read(self, slices)
+        weakref.finalize(tensor, drop)
+        return tensor
 
     zero = {n: {"exp_avg": t, "exp_avg_sq": t} for n, t in many.items()}
     write_zero(tmp_path / "zero", 2, 2, [many], zero, STEP)
