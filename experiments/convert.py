@@ -115,11 +115,8 @@ def convert(config: ConvertConfig) -> None:
 
     tensors = [*saved.params.values(), *(t for own in saved.slots.values() for t in own.values())]
     size = sum(torch.Size(t.shape).numel() * t.dtype.itemsize for t in tensors) / 1e9
-    state = (
-        "optimizer state is left out, "
-        if dropped
-        else f"optimizer state of step {saved.step}, " * bool(saved.slots)
-    )
+    state = f"optimizer state of step {saved.step}, " if saved.slots else ""
+    state = "optimizer state is left out, " if dropped else state
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     print(
         f"{FORMATS[known].title} {source} -> {FORMATS[to].title} {target}: {len(saved.params)} parameters, "
