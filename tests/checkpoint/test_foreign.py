@@ -1,4 +1,4 @@
-"""Checkpoints of others: real runs of FSDP2 and DDP go on here and back; dialects; ZeRO; what is refused."""
+"""Checkpoints of others: dialects, ZeRO, which bytes are read, what is refused."""
 
 from __future__ import annotations
 
@@ -14,15 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from corrupt import payloads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from trained import LR, STEPS, assert_same, loss_of, make_model, rows_of, step_here, trained
 from zero_folders import write_zero
 
 import fnshard as fs
@@ -33,152 +31,9 @@ from fnshard.checkpoint.foreign.dcp_writing import Item, write_items, write_meta
 from fnshard.errors import CheckpointError, StateError
 from fnshard.runtime.files.torchfile import PlacedTensor, read_torch_file
 
-STEPS, LR = 3, 1e-2
 LOAD: Mapping[str, Callable[..., Any]] = {
     "dcp": fs.checkpoint.load_dcp, "zero": fs.checkpoint.load_deepspeed, "torch": fs.checkpoint.load_torch,
 }  # fmt: skip
-
-
-def make_model() -> nn.Module:
-    """Make a module with shapes that nothing divides, and a buffer that is saved."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.BatchNorm1d(9).eval(), nn.Linear(9, 5))
-
-
-def rows_of(step: int, rank: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randn(4, 6, generator=generator), torch.randn(4, 5, generator=generator)
-
-
-def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
-    return (outputs - targets).square().mean()
-
-
-def train_theirs(model: nn.Module, optimizer: Any, rank: int, first: int) -> list[float]:
-    """Train some steps of the rank's own rows; the losses are means over all ranks."""
-    losses = []
-    for step in range(first, first + STEPS):
-        x, y = rows_of(step, rank)
-        optimizer.zero_grad()
-        loss = loss_of(model(x), y)
-        loss.backward()
-        optimizer.step()
-        mean = loss.detach().clone()
-        dist.all_reduce(mean)
-        losses.append(float(mean) / dist.get_world_size())
-    return losses
-
-
-def step_here(mesh: fs.Mesh, preset: str = "full_shard") -> Any:
-    apply, params = fs.make_functional(make_model())
-    specs = getattr(fs.presets, preset)(params, mesh)
-    fn = lambda p, x, y: loss_of(apply(p, x), y)  # noqa: E731
-    return fs.shard_step(fn, specs, mesh=mesh, optimizer=fs.optim.adamw(LR), backend="eager")
-
-
-def train_here(step: Any, state: Any, rank: int, first: int) -> tuple[Any, list[float]]:
-    losses = []
-    for number in range(first, first + STEPS):
-        state, metrics = step(state, *rows_of(number, rank))
-        losses.append(metrics.numbers()["loss"])
-    return state, losses
-
-
-def save_theirs(path: str, model: nn.Module, optimizer: Any) -> None:
-    weights, moments = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optim": moments}, checkpoint_id=path)
-
-
-def load_theirs(path: str, model: nn.Module, optimizer: Any) -> None:
-    weights, moments = get_state_dict(model, optimizer)
-    tree = {"model": weights, "optim": moments}
-    dcp.load(tree, checkpoint_id=path)
-    set_state_dict(model, optimizer, model_state_dict=tree["model"], optim_state_dict=tree["optim"])
-
-
-def sharded_by_torch() -> tuple[nn.Module, Any]:
-    model = make_model()
-    fully_shard(model)
-    return model, torch.optim.AdamW(model.parameters(), lr=LR)
-
-
-# ------------------------------------------------------------------ real runs
-
-
-def go_on_from_fsdp2(rank: int, folder: str) -> dict[str, Any]:
-    """Three steps of FSDP2, three more of it and of every layout here; and three more of both from here."""
-    model, optimizer = sharded_by_torch()
-    train_theirs(model, optimizer, rank, 0)
-    save_theirs(f"{folder}/theirs", model, optimizer)
-    out: dict[str, Any] = {"theirs": train_theirs(model, optimizer, rank, 3), "here": {}}
-    for preset, axis in {"full_shard": "shard", "zero1": "shard", "no_shard": "replicate"}.items():
-        step = step_here(fs.make_mesh(**{axis: 2}, device="cpu"), preset)
-        state = fs.checkpoint.load_dcp(f"{folder}/theirs", step)
-        assert int(state.step) == 3
-        state, out["here"][preset] = train_here(step, state, rank, 3)
-        hyper = {"lr": LR} if preset == "full_shard" else None
-        fs.checkpoint.save_dcp(f"{folder}/{preset}", state, optimizer=hyper)
-    _, out["here again"] = train_here(step, state, rank, 6)
-    fresh, anew = sharded_by_torch()
-    anew.param_groups[0]["lr"] = 7.0  # the saved one comes in its place
-    load_theirs(f"{folder}/full_shard", fresh, anew)
-    out["back"] = train_theirs(fresh, anew, rank, 6)
-    return out
-
-
-def test_a_run_of_fsdp2_goes_on_here_and_back(ranks: Any, tmp_path: Path) -> None:
-    for found in ranks(2).run(go_on_from_fsdp2, str(tmp_path)):
-        for losses in found["here"].values():
-            assert losses == pytest.approx(found["theirs"], abs=1e-6)
-        assert found["back"] == pytest.approx(found["here again"], abs=1e-6)
-    # Two ranks' folders of both kinds in a process of one.
-    alone = step_here(fs.make_mesh(shard=1))
-    first = fs.checkpoint.load_dcp(tmp_path / "full_shard", alone)
-    second = fs.checkpoint.load_dcp(tmp_path / "no_shard", alone)
-    assert int(first.step) == 6 and first.params["0.weight"].abs().sum() > 0
-    for path, leaf in first.params.items():
-        torch.testing.assert_close(leaf, second.params[path], rtol=0, atol=1e-6)
-
-
-def go_on_from_ddp(rank: int, folder: str) -> tuple[list[float], list[float]]:
-    """Three steps of DDP, saved as people do it, and three more of it and here."""
-    model = DistributedDataParallel(make_model())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
-    train_theirs(model, optimizer, rank, 0)
-    if rank == 0:
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, f"{folder}/ddp.pt")
-    dist.barrier()
-    theirs = train_theirs(model, optimizer, rank, 3)
-    step = step_here(fs.make_mesh(shard=2, device="cpu"))
-    return theirs, train_here(step, fs.checkpoint.load_torch(f"{folder}/ddp.pt", step), rank, 3)[1]
-
-
-def test_a_run_of_ddp_goes_on_here(ranks: Any, tmp_path: Path) -> None:
-    for theirs, here in ranks(2).run(go_on_from_ddp, str(tmp_path)):
-        assert here == pytest.approx(theirs, abs=1e-6)
-
-
-def trained() -> tuple[nn.Module, Any]:
-    """A module and its optimizer after some steps of one process."""
-    model = make_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
-    for step in range(STEPS):
-        x, y = rows_of(step, 0)
-        optimizer.zero_grad()
-        loss_of(model(x), y).backward()
-        optimizer.step()
-    return model, optimizer
-
-
-def assert_same(state: Any, model: nn.Module, optimizer: Any) -> None:
-    """A state of a mesh of one has a module's leaves and AdamW's moments, bit for bit."""
-    assert int(state.step) == STEPS
-    for name, value in model.state_dict().items():
-        assert torch.equal(state.params[name], value), name
-    for name, param in model.named_parameters():
-        own = optimizer.state[param]
-        assert torch.equal(state.opt_state[name]["mu"], own["exp_avg"]), name
-        assert torch.equal(state.opt_state[name]["nu"], own["exp_avg_sq"]), name
 
 
 # ------------------------------------------------------------------ dialects
