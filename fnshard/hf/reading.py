@@ -174,10 +174,10 @@ def _nothing(path: Path, why: str) -> StateError:
     others = [name for name in there if name.endswith(".safetensors")]
     if pickles and not others:
         return StateError(
-            f"{str(path)!r} holds pickled weights alone, and reading a pickle runs what is in it:",
+            f"{str(path)!r} holds pickled weights alone, which are not read here:",
             pickles,
-            "have the model's own library write safetensors once, where you trust the files: "
-            "AutoModelForCausalLM.from_pretrained(path).save_pretrained(other).",
+            "fs.checkpoint.load_torch(path, specs, mesh, model=model).params reads their tensors and runs "
+            "nothing; `python -m experiments.convert PATH OTHER to=hf` writes safetensors.",
         )
     return StateError(
         f"no weights in {str(path)!r}: {why}.",

@@ -139,6 +139,26 @@ def test_layouts_that_are_written(tmp_path: Path) -> None:
         fs.checkpoint.save_dcp(tmp_path / "fsdp", state)
 
 
+def test_masters_and_complex_leaves_there_and_back(tmp_path: Path) -> None:
+    """A leaf in bf16 is written from its master copy, a complex one as complex numbers."""
+    params = {"w": nn.Parameter(torch.randn(4, 3)), "c": nn.Parameter(torch.randn(3, dtype=torch.complex64))}
+    narrow = LayoutSpec(storage_dtype=torch.bfloat16, optimizer_dtype=torch.float32)
+    specs = fs.match_specs(params, [("w", narrow), ("*", LayoutSpec())])
+    fn = lambda p, x: (p["w"].float().square().sum() + p["c"].abs().square().sum()) * x.mean()  # noqa: E731
+    adamw, mesh = fs.optim.adamw(0.1), fs.make_mesh(shard=1)
+    step = fs.shard_step(fn, specs, mesh=mesh, optimizer=adamw, backend="eager")
+    state, _ = step(step.init(params), torch.ones(2))
+    folder = fs.checkpoint.save_dcp(tmp_path / "x", state)
+    found = read_dcp(folder)
+    assert torch.equal(found.params["w"].data[...], state.opt_state["w"]["master"])
+    assert torch.equal(found.params["c"].data[...], state.params["c"])
+    assert found.slots["c"]["mu"].dtype == torch.complex64 and "master" not in found.slots["w"]
+    again = fs.checkpoint.load_dcp(folder, step)
+    assert all(torch.equal(again.params[p], leaf) for p, leaf in state.params.items())
+    for path, slots in state.opt_state.items():
+        assert all(torch.equal(again.opt_state[path][n], slot) for n, slot in slots.items()), path
+
+
 def read_keys(folder: Path) -> set[str]:
     return set(dcp.FileSystemReader(folder).read_metadata().state_dict_metadata)
 

@@ -80,7 +80,7 @@ def read_saved(read: Callable[..., SavedState], path: Path, *others: Any) -> Sav
         raise
     except Corrupt as error:
         raise CheckpointError(f"cannot load {str(path)!r}: it {error}.") from error
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError) as error:
         what = f"{type(error).__name__}: {error}"
         raise CheckpointError(
             f"cannot load {str(path)!r}: it is laid out in another way ({what})."

@@ -179,7 +179,9 @@ def unpickle(stream: io.BufferedIOBase, known: Known, storage: Callable[[Any], A
     except Exception as error:  # whatever a broken or a planted pickle asks of these few types
         failure = error
     if refused:
-        raise Refused(f"is a pickle that would run or make {', '.join(refused)}")
+        part = any("DTensor" in name for name in refused)
+        hint = "; DTensors are one rank's part of a state: save it by torch.distributed.checkpoint" * part
+        raise Refused(f"is a pickle that would run or make {', '.join(refused)}{hint}")
     if failure is not None:
         raise Corrupt(f"holds no readable pickle ({type(failure).__name__}: {failure})") from failure
     return value
