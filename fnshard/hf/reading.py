@@ -275,7 +275,8 @@ def match_tensors(
     there = {p: f"the files have it, as {source.name!r}" for p, source in sources.items()}
     unused = [f"missing[{p!r}]: {there.get(p, 'no such leaf')}" for p in missing if p not in values]
     unused += [f"ignore={g!r} matches no tensor" for g in ignore if not fnmatch.filter(tensors, g)]
-    free = [name for name in tensors if name not in {source.name for source in sources.values()}]
+    taken = {source.name for source in sources.values()}
+    free = [n for n in tensors if n not in taken and not any(fnmatch.fnmatchcase(n, g) for g in ignore)]
     alike = {p: [n for n in free if tensors[n].shape == specs[p].shape] or free for p in lacking}
     shown = [f"{text}{nearest(path, alike[path])}" for path, text in islice(lacking.items(), SHOWN)]
     lines = [*shown, *islice(lacking.values(), SHOWN, None)]
