@@ -26,6 +26,7 @@ MEMORY, SHARED_MEMORY, MEMORY_PREFIX = "FNSHARD_MEMORY", "/dev/shm", "fnshard-me
 OWNER = "owner"  # a file in a directory in memory: the process that would start its users anew
 KEPT = ".kept"  # a file in a temporary directory that is the user's
 OURS = re.compile(rf"{DATA.pattern}|manifest\.json(\.sha256)?")
+DCP = re.compile(r"__\d+_\d+\.distcp|\.metadata")  # what is left of a `save_dcp` that was killed
 
 
 def as_path(path: Any, call: str) -> Path:
@@ -97,11 +98,11 @@ def remove_directory(folder: Path) -> None:
     shutil.rmtree(gone, ignore_errors=True)
 
 
-def is_checkpoint_directory(folder: Path) -> bool:
+def is_checkpoint_directory(folder: Path, names: re.Pattern[str] = OURS) -> bool:
     """A directory in which there is nothing but what a save leaves there."""
     if folder.is_symlink() or not folder.is_dir():
         return False
-    return all(OURS.fullmatch(name) for name in os.listdir(folder))
+    return all(names.fullmatch(name) for name in os.listdir(folder))
 
 
 @contextmanager
@@ -243,7 +244,8 @@ def flush_file(path: Path) -> None:
 
 def _clean(root: Path) -> None:
     for left in [path for end in ("saving", "old", "gone") for path in sorted(root.glob(f".*.{end}"))]:
-        if not is_checkpoint_directory(left) or _is_held(left):
+        unfinished = left.suffix == ".saving" and is_checkpoint_directory(left, DCP)
+        if not (unfinished or is_checkpoint_directory(left)) or _is_held(left):
             continue
         final = left.with_name(left.stem[1:])
         if left.suffix == ".old" and not final.exists():
