@@ -269,7 +269,7 @@ class RunConfig:
     steps: PositiveInt = 600
     accumulate: PositiveInt = 1
     accumulate_mode: Literal["reduce", "local"] = "reduce"
-    micro_order: Literal["depth", "breadth"] = "depth"
+    micro_order: Literal["depth", "breadth", "zero_bubble"] = "depth"
     seed: NonNegativeInt = 0
     backend: Literal["inductor", "eager"] = "inductor"
     device: str = AUTO

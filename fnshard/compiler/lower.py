@@ -117,9 +117,12 @@ def schedule_for(
     kept = policies(segments, options.remat, options.save, (s.unit for s in specs.values()))
     with TRACING, torch.inference_mode(False), torch.enable_grad():
         kernels = differentiate_all(
-            segments, kept, trainable=plan.differentiate, known=known, target=mesh.device_type
-        )
-    each = [kernels[kernel_key(s.source, p)] for s, p in zip(segments.segments, kept, strict=True)]
+            segments, kept,
+            trainable=plan.differentiate, known=known, target=mesh.device_type, apart=plan.apart,
+        )  # fmt: skip
+    each = [
+        kernels[kernel_key(s.source, p, plan.apart)] for s, p in zip(segments.segments, kept, strict=True)
+    ]
     offloaded = frozenset(s.index for s, p in zip(segments.segments, kept, strict=True) if p.offload)
     recomputed = frozenset(s.index for s, p in zip(segments.segments, kept, strict=True) if p.budget == 0)
     active = find_active(segments, each, program.outputs) if plan.differentiate else set()

@@ -18,6 +18,7 @@ from fnshard.compiler.ir.arguments import Arguments, arguments_for
 from fnshard.compiler.ir.program import describe, replay
 from fnshard.compiler.ir.values import CONTROL, LOSS_TANGENT, SCALARS, Kind, ValueName
 from fnshard.compiler.kernels.differentiate import Kernel
+from fnshard.compiler.kernels.segments import Way
 from fnshard.compiler.schedule.instructions import Action, Env, Instruction, Reduced, Run
 from fnshard.compiler.schedule.ir import Schedule
 from fnshard.errors import DebugError, FnshardError, StateError
@@ -242,12 +243,10 @@ class NonFiniteTracker:
         arose = NonFinite(kind, number, text, describe_value(name, part), count_nonfinite(tensor), self.rank)
         if args is not None:
             kernel = self.schedule.kernels[line.kernel]
-            origin = first_nonfinite_op(kernel, args, line.backward)
-            if origin is None and kind == "inf" and (self.eager or gives_inf(kernel, args, line.backward)):
+            origin = first_nonfinite_op(kernel, args, line.way)
+            if origin is None and kind == "inf" and (self.eager or gives_inf(kernel, args, line.way)):
                 return  # an infinity that the program wrote on purpose
-            arose = replace(
-                arose, **(origin or {}), kernel=f"{line.kernel}.{'bwd' if line.backward else 'fwd'}"
-            )
+            arose = replace(arose, **(origin or {}), kernel=f"{line.kernel}.{line.way}")
         self.first = arose
 
 
@@ -257,7 +256,7 @@ def _counts(name: ValueName) -> bool:
     return plain == SCALARS or plain.is_state or plain.kind in (Kind.REDUCED, Kind.ACCUMULATED)
 
 
-def first_nonfinite_op(kernel: Kernel, args: Sequence[Tensor], backward: bool) -> dict[str, str] | None:
+def first_nonfinite_op(kernel: Kernel, args: Sequence[Tensor], way: Way) -> dict[str, str] | None:
     """Where what a kernel returns for `args` began not to be finite; None where no op of it is to blame.
 
     An infinity among an op's own constants (a mask) is none; one that an input holds is none either, but the
@@ -269,8 +268,9 @@ def first_nonfinite_op(kernel: Kernel, args: Sequence[Tensor], backward: bool) -
         `source`, its line in the user's code, "" if that is not known.
     """
     with torch.no_grad():
-        if backward:
-            found = _trouble(kernel.backward.graph, partial(_interpret, kernel.backward, args))
+        if way is not Way.FORWARD:
+            module = kernel.modules[way]
+            found = _trouble(module.graph, partial(_interpret, module, args))
             of, source = _forward_of(kernel, found["node"]) if found else ("", "")
         else:
             found = _trouble(kernel.source.graph, partial(replay, kernel.source.graph, args))
@@ -282,10 +282,10 @@ def first_nonfinite_op(kernel: Kernel, args: Sequence[Tensor], backward: bool) -
     return {**found, "op": _op(found["node"]), "node": found["node"].name, "of": of, "source": source}
 
 
-def gives_inf(kernel: Kernel, args: Sequence[Tensor], backward: bool) -> bool:
+def gives_inf(kernel: Kernel, args: Sequence[Tensor], way: Way) -> bool:
     """Whether a kernel's ops, run one by one, give infinities for `args`."""
     with torch.no_grad():
-        results = fx.Interpreter(kernel.backward if backward else kernel.forward).run(*args)
+        results = fx.Interpreter(kernel.modules[way]).run(*args)
     return any(health(t) == "inf" for _, t in tensors(results))
 
 

@@ -11,7 +11,6 @@ from typing import Any, get_args
 
 import torch
 
-from fnshard.analysis.footprint import Compiled
 from fnshard.analysis.hardware import Hardware
 from fnshard.analysis.memory import Ledger, MemoryAnalysis, MemoryTimeline, made_of, measure
 from fnshard.analysis.tables import megabytes
@@ -23,7 +22,7 @@ from fnshard.compiler.frontend.indices import Indices
 from fnshard.compiler.ir.program import Program
 from fnshard.compiler.ir.values import ValueName
 from fnshard.compiler.kernels.attention import backends
-from fnshard.compiler.kernels.inductor import Boxed, Graphs, compile_graphs, graphs_of, share_of
+from fnshard.compiler.kernels.inductor import Compiled, Graphs, compile_graphs, graphs_of, share_of
 from fnshard.compiler.kernels.segments import Segments
 from fnshard.compiler.lower import Stages
 from fnshard.compiler.options import StepOptions
@@ -34,8 +33,6 @@ from fnshard.errors import BudgetError, SpecError, is_number
 from fnshard.mesh.process_group import place_on_host
 from fnshard.optim.optimizer import Optimizer
 from fnshard.runtime.executor.compiled_update import is_compiled
-
-KnownKernels = dict[tuple[str, bool], Boxed]  # by name, and whether it is the backward
 
 
 @dataclass(eq=False)
@@ -71,7 +68,7 @@ class Lowered:
     stats: CompileStats = field(default_factory=CompileStats)
     first: bool = True
     ledgers: dict[Any, Ledger] = field(default_factory=dict, init=False, repr=False)
-    ahead: Future[KnownKernels] | None = field(default=None, init=False, repr=False)
+    ahead: Future[Compiled] | None = field(default=None, init=False, repr=False)
 
     @property
     def program(self) -> Program:
@@ -257,7 +254,7 @@ class Lowered:
         kernels = self.kernels.values()
         done = {} if self.ahead is None else dict(self.ahead.result())
         done |= self.compile_graphs({k: g for k, g in graphs_of(kernels).items() if k not in done})
-        self.compiled = {k.name: (done[k.name, False], done.get((k.name, True))) for k in kernels}
+        self.compiled = done
         return self
 
     def compile_async(self) -> Lowered:
@@ -282,7 +279,7 @@ class Lowered:
         if self.compiled is None:
             self.compile_async().ahead.result()
 
-    def compile_graphs(self, graphs: Graphs) -> KnownKernels:
+    def compile_graphs(self, graphs: Graphs) -> Compiled:
         """Some of its graphs, compiled and counted."""
         options = self.options
         with deterministic(options.deterministic):

@@ -16,7 +16,7 @@ def minimum_cut(
     Args:
         outermost: whose side has the more, of cuts that cost the same.
     """
-    import networkx  # comes with torch; most updates need no cut
+    import networkx  # comes with torch; most steps need no cut
 
     graph, forward = networkx.DiGraph(), outermost == "source"
     graph.add_nodes_from([source, sink])
