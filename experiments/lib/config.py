@@ -250,8 +250,9 @@ class RunConfig:
     """The length of a run, its device, its checkpoints, its reports.
 
     `device_gb`: what `strategy=auto` may take of one rank's device, in 1e9 bytes; `disk_dir`: for what rests
-    on disk. `micro_order`: each of the `accumulate` micro-batches by itself, or all of them unit by unit, see
-    `fnshard.StepOptions`. `deterministic`: the same bits again on the same GPUs, slower; CPUs do so anyway.
+    on disk. `micro_order`: each of the `accumulate` micro-batches by itself, all of them unit by unit, or, in a
+    pipeline, with the gradients of leaves apart, see `fnshard.StepOptions`. `deterministic`: the same bits again
+    on the same GPUs, slower; CPUs do so anyway.
 
     Checkpoints: one every `save_every` steps (0: only at the end and on SIGTERM), in the background with
     `async_save`; the last `keep` stay, those of every `keep_every` steps, the `keep_best` by held-out loss.

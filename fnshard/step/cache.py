@@ -36,7 +36,7 @@ from fnshard.step.batches import (
     split_batch,
 )
 from fnshard.step.lowered import CompileStats, Lowered
-from fnshard.step.plan import FORWARD, fill_depths, plan_of
+from fnshard.step.plan import FORWARD, check_order, fill_depths, plan_of
 from fnshard.step.programs import Programs, announce, fits
 
 LENGTHS = 64  # programs of a step with `shapes` that are kept, at least: sequences may differ in length
@@ -70,6 +70,7 @@ class ProgramCache:
             raise TraceError(f"`fn` is a function of (params, *batch), not {type(fn).__name__}.")
         check_mesh(mesh)
         self.fn, self.mesh, self.trains = fn, mesh, trains
+        check_order(options, mesh)
         self.options = fill_depths(options, mesh)
         self._signature = signature_of(fn)
         context = mesh.axis_size("context") if "context" in mesh.names else 1
