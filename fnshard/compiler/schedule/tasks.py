@@ -24,6 +24,7 @@ from typing import Literal
 from fnshard.compiler.kernels.segments import Segment
 
 MicroOrder = Literal["depth", "breadth"]
+Costs = Callable[[int, bool], float]  # seconds, or any unit, of a chunk forward or backward
 
 
 @dataclass(frozen=True)
@@ -106,14 +107,16 @@ def make_chunks(segments: Sequence[Segment], written: Iterable[tuple[str, int]])
 def order_pipeline(
     chunks: Sequence[tuple[int, Sequence[Segment]]],
     accumulate: int,
-    order: MicroOrder = "depth",
-    differentiate: bool = True,
+    order: MicroOrder,
+    differentiate: bool,
+    costs: Costs,
 ) -> list[Task]:
     """Return the tasks of all stages of a pipeline, in one order.
 
     Args:
         chunks: consecutive segments, with the stage that runs them.
         order: "depth" limits the micro-batches that are under way, "breadth" does not.
+        costs: by number of the chunk, and whether it is its backward.
     """
     stage_of = [stage for stage, _ in chunks]
     room = usual_room(max(stage_of) + 1, len(chunks)) if order == "depth" else None
@@ -125,7 +128,7 @@ def order_pipeline(
             slot.micro == accumulate - 1,
             stage_of[slot.chunk],
         )
-        for slot in order_stages(stage_of, accumulate, room, differentiate=differentiate)
+        for slot in order_stages(stage_of, accumulate, room, costs, differentiate)
     ]
 
 
@@ -144,7 +147,7 @@ def order_stages(
     stage_of: Sequence[int],
     micros: int,
     room: Sequence[int] | None,
-    costs: Callable[[int, bool], float] = lambda chunk, backward: 2.0 if backward else 1.0,
+    costs: Costs = lambda chunk, backward: 2.0 if backward else 1.0,
     differentiate: bool = True,
 ) -> list[Slot]:
     """Return the tasks of all stages, in the order in which they would be done.
