@@ -85,10 +85,10 @@ class BenchConfig:
             the first compiles. A GPU takes several steps, so that they are launched without a pause.
         contenders: of peers.
         losses: how many steps of peers are compared with the fp64 reference; 0 skips it.
-        memory: how often bytes of peers, memory, predict and bubble are followed (what one pass gets wrong makes
-            numbers larger only, so the smallest counts); 0 skips it.
-        plans: of memory, predict and bubble, those that take part, each named by `plans.WORDS` that hyphens join;
-            none: the case's own, of predict for so many ranks.
+        memory: how often bytes of peers, memory, predict and bubble are followed (what one pass gets wrong
+            makes numbers larger only, so the smallest counts); 0 skips it.
+        plans: of memory, predict and bubble, those that take part, each named by `plans.WORDS` that hyphens
+            join; none: the case's own, of predict for so many ranks.
         clock: of predict: "wall", or "cpu", which leaves out what other processes took.
         every: of checkpoint, steps from one save to the next.
         checkout: of starts, another checkout that takes turns with this one.

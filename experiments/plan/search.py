@@ -1,9 +1,9 @@
 """Search: the plans of a configuration on so many devices, which `fnshard.search.walk` walks through.
 
 A plan's step is lowered at two small depths, with two and three micro-batches, and carried on from there:
-layers are alike, so time and memory are affine in both. Of a pipeline it is lowered with few stages, few layers
-in each chunk and few micro-batches: the time of a step is affine in each of these, too, while micro-batches come
-in groups as large as the pipeline. The plan that is chosen is lowered in full.
+layers are alike, so time and memory are affine in both. Of a pipeline it is lowered with few stages, few
+layers in each chunk and few micro-batches: the time of a step is affine in each of these, too, while
+micro-batches come in groups as large as the pipeline. The plan that is chosen is lowered in full.
 
 How much is recomputed is the dial of a plan, in 200ths of what a backward reads. `remat="offload"` is not
 tried.
@@ -530,8 +530,8 @@ def _layer_of(name: str) -> int | None:
 
 
 def _with_chunks(specs: Mapping[str, fs.LayoutSpec], by_chunk: Sequence[int]) -> dict[str, fs.LayoutSpec]:
-    """Return specs of a decoder with so many layers in each chunk; what is no layer is of the first chunk where
-    it stands before all layers, else of the last."""
+    """Return specs of a decoder with so many layers in each chunk; what stands before all layers is of the
+    first chunk, what stands behind them of the last."""
     chunk_of = [chunk for chunk, count in enumerate(by_chunk) for _ in range(count)]
     numbers = {path: _layer_of(path) for path in specs}
     first = next(place for place, number in enumerate(numbers.values()) if number is not None)

@@ -170,7 +170,7 @@ class FunctionSpace:
         return known and is_cut and choice.chunks in plans.chunks
 
     def moves(self) -> dict[str, list[Move]]:
-        """Return the moves by decision: more or fewer micro-batches, their order, chunks of a stage, what rests
+        """Return the moves by decision: more or fewer micro-batches, their order, chunks of a stage, what is
         on the host, how far ahead units are gathered, a factor from one axis of the mesh to another."""
 
         def set_field(name: str, value: Any) -> Move:
