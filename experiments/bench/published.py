@@ -174,7 +174,7 @@ def run(config: BenchConfig, folder: Path) -> Result:
 
 
 def halves(rows: Sequence[PublishedRow]) -> tuple[list[str], list[str]]:
-    """Sources that constants are fitted on, and those they are tried on: every other, by number of rows; those
+    """Sources that constants are fitted on, and those they are tried on: every other, by number of rows. Rows
     with a pipeline are held out."""
     counts = Counter(row.source for row in rows if "pipeline" not in row.axes)
     piped = dict.fromkeys(row.source for row in rows if "pipeline" in row.axes and row.source not in counts)

@@ -241,23 +241,28 @@ class Planner:
         yield from self.pipelines()
 
     def pipelines(self) -> Iterator[Knobs]:
-        """Yield plans with a pipeline for each number of ranks that share a matrix: with so many stages that
-        twice as many are slower, rows one by one, and leaves that stay gathered."""
-        near = self.hardware.ranks_per_node
-        for tensor in (d for d in _divisors(self.devices) if d <= near):
+        """Yield a plan with a pipeline for each number of ranks that share a matrix, while more are faster: of
+        so many stages that twice as many are slower, in as many chunks as there may be, rows one by one, leaves
+        gathered once."""
+        found: list[Candidate] = []
+        for tensor in (d for d in _divisors(self.devices) if d <= self.hardware.ranks_per_node):
             best: Candidate | None = None
             for pipeline in _divisors(self.devices // tensor)[1:]:
-                knobs = Knobs(
-                    1, self.devices // tensor // pipeline, tensor, pipeline=pipeline, keep=True, remat="unit"
-                )
+                chunks = 2 ** min(MOST_CHUNKS, max(self.config.layers // pipeline, 1)).bit_length() // 2
+                shard = self.devices // tensor // pipeline
+                knobs = Knobs(1, shard, tensor, keep=True, remat="unit", pipeline=pipeline, chunks=chunks)
                 if not self.is_valid(knobs):
                     continue
-                found = self.walk.look(knobs)
-                if best is not None and self.walk.cost(found) >= self.walk.cost(best):
+                next_one = self.walk.look(knobs)
+                if best is not None and self.walk.cost(next_one) >= self.walk.cost(best):
                     break
-                best = found
-            if best is not None:
-                yield replace(best.choice, remat="none")
+                best = next_one
+            if best is None:
+                continue
+            if found and self.walk.cost(best) >= self.walk.cost(found[-1]):
+                break
+            found.append(best)
+            yield replace(best.choice, remat="none")
 
     def frugal(self) -> list[Knobs]:
         """Return the plans of each split that recompute all and rest the optimizer on the host."""
@@ -415,8 +420,8 @@ class Planner:
     def measured_stages(
         self, knobs: Knobs, layers: Sequence[int], stages: int, micro: int
     ) -> dict[Any, float]:
-        """Return the price of a step of fewer stages, whose chunks have so many layers; by stage, counted from
-        the first and from the last, its peak."""
+        """Return the price of a step of fewer stages, whose chunks have so many layers; and by stage, counted
+        from the first and from the last, its peak."""
         lowered = self.lowered(replace(knobs, pipeline=stages), sum(layers), micro, layers)
         found = price(knobs, lowered.memory_analysis(), lowered.timeline(self.hardware))
         peaks = [lowered.memory_analysis(stage=stage).peak_bytes for stage in range(stages)]
