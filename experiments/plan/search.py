@@ -241,9 +241,11 @@ class Planner:
         yield from self.pipelines()
 
     def pipelines(self) -> Iterator[Knobs]:
-        """Yield a plan with a pipeline for each number of ranks that share a matrix, while more are faster: of
-        so many stages that twice as many are slower, in as many chunks as there may be, rows one by one, leaves
-        gathered once."""
+        """Yield a plan with a pipeline for each number of ranks that share a matrix, while more are faster.
+
+        It has so many stages that more are slower, as many chunks as there may be, rows one by one, and leaves
+        that stay gathered.
+        """
         found: list[Candidate] = []
         for tensor in (d for d in _divisors(self.devices) if d <= self.hardware.ranks_per_node):
             best: Candidate | None = None
