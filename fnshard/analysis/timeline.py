@@ -60,7 +60,7 @@ from fnshard.compiler.schedule.instructions import (
 )
 from fnshard.compiler.schedule.instructions.messages import pair_of
 from fnshard.compiler.schedule.ir import Price, Schedule
-from fnshard.compiler.schedule.together import together
+from fnshard.compiler.schedule.together import Place
 from fnshard.compiler.update.steps import flow_of
 from fnshard.compiler.update.trace import GRAD, UPDATE, Branch
 from fnshard.layout.partition import block_shape
@@ -352,7 +352,9 @@ def simulate(pricer: HardwarePricer, tokens: int | None) -> Timeline:
     return _timeline(pricer, clock, clock.end(), tokens)
 
 
-def simulate_stages(pricers: Sequence[HardwarePricer], tokens: int | None) -> Timeline:
+def simulate_stages(
+    pricers: Sequence[HardwarePricer], order: Sequence[Place], tokens: int | None
+) -> Timeline:
     """Simulate the stages of a pipeline side by side, a rank of each.
 
     What a stage receives is there when the other has sent it and it has travelled; a collective over the
@@ -360,6 +362,7 @@ def simulate_stages(pricers: Sequence[HardwarePricer], tokens: int | None) -> Ti
 
     Args:
         pricers: of the stages' schedules.
+        order: of their lines, as `together` merges them.
         tokens: of one step, all ranks together, if known.
     """
     schedules = [pricer.schedule for pricer in pricers]
@@ -367,7 +370,7 @@ def simulate_stages(pricers: Sequence[HardwarePricer], tokens: int | None) -> Ti
     numbers: dict[tuple[Any, ...], int] = {}  # by kind of meeting and stage, how many there were
     landed: dict[tuple[Any, ...], float] = {}  # by meeting, when it is over
     due: dict[tuple[int, str], tuple[Any, ...]] = {}  # by stage and flight, the meeting that it is a part of
-    for stage, index in together(schedules):
+    for stage, index in order:
         line, clock = schedules[stage].instructions[index], clocks[stage]
         if isinstance(line, Wait) and (stage, line.reads[0]) in due:
             clock.hold(line.reads[0], landed[due[stage, line.reads[0]]])

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fnshard import tree
+from fnshard.analysis.flops import kernel_flops
 from fnshard.compiler.frontend.contexts import check_autocast, deterministic
 from fnshard.compiler.frontend.indices import Indices, explain, ranges
 from fnshard.compiler.frontend.trace import flatten_batch
@@ -151,7 +152,7 @@ class ProgramCache:
         self.stats.traces += 1
         if self.mesh.kind != "abstract":
             warm_up(self.mesh.device_type, self.options.backend)
-        stages = lower(self.fn, self.specs, micro, self.mesh, self._plan, self.options)
+        stages = lower(self.fn, self.specs, micro, self.mesh, self._plan, self.options, kernel_flops)
         return Lowered(
             stages, self.options, None, self.optimizer, bytes_of_batch(batch),
             stats=self.stats, first=not len(self.programs),

@@ -28,7 +28,7 @@ from fnshard.compiler.lower import Stages
 from fnshard.compiler.options import StepOptions
 from fnshard.compiler.schedule.instructions import COMMUNICATION, TRANSFER, Run
 from fnshard.compiler.schedule.ir import Schedule
-from fnshard.compiler.schedule.together import together
+from fnshard.compiler.schedule.together import Place, together
 from fnshard.errors import BudgetError, SpecError, is_number
 from fnshard.mesh.process_group import place_on_host
 from fnshard.optim.optimizer import Optimizer
@@ -106,13 +106,18 @@ class Lowered:
         """The schedules of all stages; one without a pipeline."""
         return self.stages.schedules
 
+    @cached_property
+    def merged(self) -> list[Place]:
+        """The lines of all stages, as (stage, line), in an order in which they can be done."""
+        return together(self.schedules)
+
     def communication(self) -> list[str]:
         """Return the sequence of collectives and messages, shapes too, as every rank must hold it: of all
-        stages, in an order in which they can be done (`together`)."""
+        stages, as they are `merged`."""
         if len(self.schedules) == 1:
             return list(self.schedule.communication(shapes=True))
         lines = [schedule.instructions for schedule in self.schedules]
-        places = [(s, n) for s, n in together(self.schedules) if lines[s][n].lane == COMMUNICATION]
+        places = [(s, n) for s, n in self.merged if lines[s][n].lane == COMMUNICATION]
         feeds = [iter(schedule.communication(shapes=True)) for schedule in self.schedules]
         return [f"stage {stage}: {next(feeds[stage])}" for stage, _ in places]
 
@@ -229,7 +234,7 @@ class Lowered:
         ]
         if len(pricers) == 1:
             return simulate(pricers[0], self._tokens())
-        return simulate_stages(pricers, self._tokens())
+        return simulate_stages(pricers, self.merged, self._tokens())
 
     @property
     def _compiled_update(self) -> bool:

@@ -57,7 +57,7 @@ from fnshard.compiler.schedule.instructions.exchange import exchange
 from fnshard.compiler.schedule.instructions.kernels import added
 from fnshard.compiler.schedule.ir import Schedule, with_wait
 from fnshard.compiler.schedule.stages import Crossing, StagePlan, one_stage
-from fnshard.compiler.schedule.tasks import MicroOrder, Round, Task, order_pipeline, order_tasks
+from fnshard.compiler.schedule.tasks import MicroOrder, Round, Task, order_tasks
 from fnshard.compiler.update.derive import Compute, Reduce, Stack
 from fnshard.compiler.update.family import Family
 from fnshard.compiler.update.steps import flow_of, form_of, stacks_of
@@ -130,6 +130,7 @@ def build(
     plan: Plan,
     stages: StagePlan | None = None,
     stage: int = 0,
+    tasks: Sequence[Task] = (),
 ) -> Schedule:
     """Return the plain schedule of one step, of one stage of it in a pipeline.
 
@@ -137,16 +138,17 @@ def build(
         kernels: of each segment.
         stages: how stages share the program, see `plan_stages`; None where one runs all of it.
         stage: which one's schedule.
+        tasks: of all stages of a pipeline, in the order in which they run.
     """
     stages = stages or one_stage(segments)
     if stages.stages > 1:
         # Ranks of all stages meet in the sums of scalars: they stand at the end, in one order, as do updates
         # that read them.
         plan = replace(plan, barrier=plan.barrier or plan.counted, counted=False)
-    b = _Builder(segments, kernels, outputs, specs, mesh, plan, stages, stage)
-    for tasks in b.rounds:
-        b.held = {} if len(tasks) > 1 else None
-        for task in tasks:
+    b = _Builder(segments, kernels, outputs, specs, mesh, plan, stages, stage, tasks)
+    for each in b.rounds:
+        b.held = {} if len(each) > 1 else None
+        for task in each:
             b.write(task)
     b.receive_results()
     if plan.differentiate:
@@ -184,6 +186,7 @@ class _Builder:
     plan: Plan
     stages: StagePlan
     stage: int
+    tasks: Sequence[Task] = ()
     lines: list[Instruction] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -251,12 +254,7 @@ class _Builder:
     def _rounds(self) -> list[Round]:
         """Return the tasks of the step, of all stages."""
         if self.piped:
-            return [
-                (task,)
-                for task in order_pipeline(
-                    self.stages.chunks, self.plan.accumulate, self.plan.micro_order, self.plan.differentiate
-                )
-            ]
+            return [(task,) for task in self.tasks]
         plan, made = self.plan, {n: s.index for s in self.segments.segments for n in s.outputs}
         made |= {e.received: e.after for e in self.segments.exchanges}
         written = [(path, made[name]) for name, path in self.written.items() if name in made]

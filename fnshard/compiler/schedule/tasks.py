@@ -25,6 +25,7 @@ from typing import Literal
 from fnshard.compiler.kernels.segments import Segment, Way
 
 MicroOrder = Literal["depth", "breadth", "zero_bubble"]
+Costs = Callable[[int, Way], float]  # seconds, or any unit, of a chunk one way
 
 
 @dataclass(frozen=True)
@@ -112,8 +113,9 @@ def make_chunks(segments: Sequence[Segment], written: Iterable[tuple[str, int]])
 def order_pipeline(
     chunks: Sequence[tuple[int, Sequence[Segment]]],
     accumulate: int,
-    order: MicroOrder = "depth",
-    differentiate: bool = True,
+    order: MicroOrder,
+    differentiate: bool,
+    costs: Costs,
 ) -> list[Task]:
     """Return the tasks of all stages of a pipeline, in one order.
 
@@ -121,6 +123,7 @@ def order_pipeline(
         chunks: consecutive segments, with the stage that runs them.
         order: "depth" limits the micro-batches that are under way, "breadth" does not; "zero_bubble" limits
             them, and has the gradients of leaves apart.
+        costs: by number of the chunk and way.
     """
     stage_of = [stage for stage, _ in chunks]
     room = usual_room(max(stage_of) + 1, len(chunks)) if order != "breadth" else None
@@ -133,7 +136,7 @@ def order_pipeline(
             slot.micro == accumulate - 1,
             stage_of[slot.chunk],
         )
-        for slot in order_stages(stage_of, accumulate, room, ways=ways if differentiate else ways[:1])
+        for slot in order_stages(stage_of, accumulate, room, costs, ways if differentiate else ways[:1])
     ]
 
 
@@ -152,7 +155,7 @@ def order_stages(
     stage_of: Sequence[int],
     micros: int,
     room: Sequence[int] | None,
-    costs: Callable[[int, Way], float] | None = None,
+    costs: Costs | None = None,
     ways: Sequence[Way] = (Way.FORWARD, Way.BACKWARD),
 ) -> list[Slot]:
     """Return the tasks of all stages, in the order in which they would be done.
