@@ -201,7 +201,7 @@ class Planner:
         """Return whether there are layers for all chunks, and micro-batches in groups as large as the
         pipeline."""
         if knobs.pipeline == 1:
-            return knobs.chunks == 1
+            return knobs.chunks == 1 and knobs.order != "zero_bubble"
         micro = self.config.batch_rows // (knobs.data_ranks * knobs.micro_rows)
         return (
             micro > 0 and micro % knobs.pipeline == 0 and knobs.order == "depth"

@@ -87,8 +87,8 @@ class Choice:
         ]
         where = optimizer + (["parameters"] if self.parameters_on_host else [])
         without_limit = ", any number under way" if self.mesh.stages > 1 else " breadth-first"
-        together = without_limit if self.order == "breadth" else ""
-        parts = [f"{self.accumulate} micro-batch{'es' if self.accumulate > 1 else ''}{together}"]
+        order = {"depth": "", "breadth": without_limit, "zero_bubble": ", weight gradients apart"}[self.order]
+        parts = [f"{self.accumulate} micro-batch{'es' if self.accumulate > 1 else ''}{order}"]
         parts.append(f"{self.recomputed} units remat={self.remat!r}" if self.recomputed else "no remat")
         parts.append(f"{self.kept} units kept gathered" if self.kept else "all resharded")
         parts += [f"{' and '.join(where)} on the host"] if where else []
@@ -163,9 +163,11 @@ class FunctionSpace:
                 yield Choice(mesh, plans.fewest)
 
     def is_valid(self, choice: Choice) -> bool:
-        """Return whether the batch can be cut so; one micro-batch has no order but "depth"."""
+        """Return whether the batch can be cut so; one micro-batch has no order but "depth", and without
+        stages nothing is idle that "zero_bubble" could fill."""
         plans = self.on(choice.mesh)
         is_cut = choice.accumulate > 1 or choice.order == "depth"
+        is_cut = is_cut and (choice.order != "zero_bubble" or choice.mesh.stages > 1)
         known = plans is not None and choice.accumulate in plans.divisors
         return known and is_cut and choice.chunks in plans.chunks
 
