@@ -327,7 +327,7 @@ def find(lines: Lines, kind: type, number: int = 0, **values: Any) -> int:
 
 def drop_a_weight_gradient(lines: Lines) -> None:
     """With all that reads what it makes, so that nothing else misses it."""
-    at = find(lines, Run, 1, way=Way.WEIGHTS)
+    at = find(lines, Run, 2, way=Way.WEIGHTS)
     made = lines.pop(at).writes
     reader = next(n for n, i in enumerate(lines) if isinstance(i, Accumulate) and set(made) & set(i.reads))
     old, new = (n for n in lines[reader].reads if n not in made), lines[reader].writes[0]
