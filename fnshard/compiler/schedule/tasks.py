@@ -150,6 +150,11 @@ class Slot:
     start: float
     end: float
 
+    @property
+    def backward(self) -> bool:
+        """Whether it makes cotangents of values."""
+        return self.way is Way.BACKWARD
+
 
 def order_stages(
     stage_of: Sequence[int],
