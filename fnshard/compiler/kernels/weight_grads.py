@@ -16,6 +16,8 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -154,7 +156,8 @@ def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def _cut(graph: fx.Graph, second: Set[fx.Node], leaves: Set[fx.Node], on_hand: Set[fx.Node]) -> list[fx.Node]:
-    """Return what the second half reads: the fewest bytes from which it can be made by cheap ops."""
+    """Return what the second half reads: the fewest bytes from which it can be made by cheap ops, of as many
+    bytes those from which the fewest of these are run again, and no views of what is there."""
     on_leaves = _rest_on(graph, leaves)
     edges: list[Edge] = []
     seen, stack = set[fx.Node](), []
@@ -180,14 +183,17 @@ def _cut(graph: fx.Graph, second: Set[fx.Node], leaves: Set[fx.Node], on_hand: S
             edges.append(("first", node, None))
     if not edges:
         return []
-    near = minimum_cut(edges, "first", "second", outermost="second")
+    near = minimum_cut(edges, "first", "second", outermost="source")
     return [n for n in graph.nodes if n in near and n in seen and (n, "made") not in near]
 
 
 def _bytes(node: fx.Node) -> float | None:
     """Return how many bytes a node's value has; None: several values, which do not cross."""
     value = node.meta.get("val")
-    return value.numel() * value.element_size() + _ON_HAND if isinstance(value, Tensor) else None
+    if not isinstance(value, Tensor):
+        return None
+    is_view = getattr(node.target, "is_view", False)
+    return value.numel() * value.element_size() + (2 * _ON_HAND if is_view else _ON_HAND)
 
 
 def _is_product(node: fx.Node) -> bool:
@@ -198,11 +204,17 @@ def _is_product(node: fx.Node) -> bool:
     return packet in _PRODUCTS or node.target.namespace not in ("aten", "prims", "fnshard")
 
 
-def _is_cheap(node: fx.Node) -> bool:
-    """Say whether an op may run a second time: a view, or an elementwise op that grows nothing smaller."""
+@cache
+def _known_ops() -> Any:
+    """Return what torch's own partitioner holds for views, and for ops that may run a second time."""
     from torch._functorch.partitioners import get_default_op_list
 
-    known = get_default_op_list()
+    return get_default_op_list()
+
+
+def _is_cheap(node: fx.Node) -> bool:
+    """Say whether an op may run a second time: a view, or one by elements, which sums nothing up."""
+    known = _known_ops()
     if node.op != "call_function" or not (known.is_recomputable(node) or known.is_view(node)):
         return False
     sizes = [v.numel() for n in node.all_input_nodes if isinstance(v := n.meta.get("val"), Tensor)]
