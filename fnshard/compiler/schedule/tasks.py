@@ -168,8 +168,8 @@ def order_stages(
     Time goes on from task to task: of the stages, the one whose next task can begin first takes it. Of two
     that could begin, a forward goes first while the stage has room for one more micro-batch: so the stages
     behind it have work sooner. Without room it waits for a backward. Gradients of leaves that are apart come
-    when nothing else can, or when a stage keeps as much for them as the first one keeps for backwards: so no
-    stage keeps more than that one does without.
+    when nothing else can, or when a stage keeps each of its chunks for as many micro-batches as there are
+    stages: that is what the first stage keeps in 1F1B.
 
     Args:
         stage_of: by chunk, the stage that runs it.
@@ -202,9 +202,9 @@ def order_stages(
 
     def has_room(chunk: int, way: Way) -> bool:
         stage = stage_of[chunk]
-        return (
-            way is not Way.FORWARD or room is None or (held[stage] < room[stage] and kept[stage] < max(room))
-        )
+        if way is not Way.FORWARD or room is None:
+            return True
+        return held[stage] < room[stage] and (kept[stage] < chunks or not apart)
 
     able = {task: at for task in following if (at := ready(*task)) is not None}
     while able:
