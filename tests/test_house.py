@@ -122,6 +122,9 @@ PRIVATE = {
         "torch.ops.aten._assert_tensor_metadata",  # an op of every cast beneath autograd
         "torch.ops.aten._efficientzerotensor",
     },
+    "fnshard.compiler.kernels.weight_grads": {
+        "torch._functorch"
+    },  # which ops its partitioner holds for cheap
     "fnshard.compiler.kernels.inductor": {"torch._guards", "torch._inductor"},
     "fnshard.runtime.executor.compiled_update": {
         "torch._inductor",  # its decompositions

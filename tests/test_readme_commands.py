@@ -193,6 +193,7 @@ TABLE = {
     "python -m experiments.explain model=70b strategy=full_shard mesh.shard=1024 hardware=h100": PAPER,
     "python -m experiments.explain model=70b mesh.shard=32 mesh.context=4 mesh.tensor=8 strategy=full_shard_remat": PAPER,
     "python -m experiments.explain model=7b strategy=auto mesh.shard=8 data.rows=32 run.device_gb=24 hardware=a100": PAPER,
+    "python -m experiments.explain model=70b mesh.pipeline=8 mesh.tensor=8 mesh.shard=1 strategy=shard_grad_op strategy.chunks=2 run.accumulate=16": PAPER,
     "python -m experiments.explain run=outputs/2030-01-31/12-00-00": Row(quick=True),
     "python -m experiments.explain hardware=measured:outputs/2030-01-31": PAPER,
     "python -m experiments.plan model=70b devices=64": (
