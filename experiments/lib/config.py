@@ -351,7 +351,7 @@ class TrainConfig:
         wrong += unnamed
         if isinstance(self.model, DecoderConfig):
             wrong += uneven_splits(self.model, self.mesh)
-        wrong += unpiped(self.mesh, self.strategy, self.model)
+        wrong += unpiped(self.mesh, self.strategy)
         if not isinstance(self.optimizer, dict) and self.optimizer.lr is None:
             wrong.append("optimizer.lr=null: only fine-tuning has defaults. Fix: optimizer.lr=4e-3.")
         if isinstance(self.data, DataConfig) and not unnamed and self.vocab < 256:
@@ -417,21 +417,10 @@ def misfits(strategy: StrategyConfig, run: RunConfig) -> list[str]:
     return wrong
 
 
-def unpiped(mesh: MeshConfig, strategy: StrategyConfig, model: Any) -> list[str]:
-    """Return what a pipeline has no way for: a search, and a table that two stages read."""
-    if mesh.pipeline == 1:
-        return []
-    wrong = []
-    if strategy.name == AUTO:
-        wrong.append(
-            f"mesh.pipeline={mesh.pipeline}: strategy=auto looks at no pipelines. Fix: strategy=full_shard."
-        )
-    if isinstance(model, DecoderConfig) and model.tied:
-        wrong.append(
-            f"mesh.pipeline={mesh.pipeline}: the first stage and the last read a tied embedding. "
-            "Fix: model.tied=false."
-        )
-    return wrong
+def unpiped(mesh: MeshConfig, strategy: StrategyConfig) -> list[str]:
+    """Return what is wrong with a search on a mesh that has a pipeline."""
+    wrong = f"mesh.pipeline={mesh.pipeline}: strategy=auto looks at no pipelines. Fix: strategy=full_shard."
+    return [wrong] * (mesh.pipeline > 1 and strategy.name == AUTO)
 
 
 def refuse_pipeline(mesh: MeshConfig, job: str) -> list[str]:

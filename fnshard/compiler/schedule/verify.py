@@ -167,20 +167,24 @@ def _copied(issue: Instruction, name: ValueName) -> bool:
 def _sums(schedule: Schedule) -> list[str]:
     """Buckets whose gradients are summed over too many axes or too few."""
     found: dict[tuple[str, str], list[str]] = {}
+    zeros: set[str] = set()  # buckets that this stage has no gradients for
     for line in schedule.instructions:
         of_gradients = line.lane == COMMUNICATION and not isinstance(line, ReduceUpdate)
         if of_gradients and getattr(line, "bucket", "") in schedule.reduced:
             found.setdefault((line.bucket, line.phase), []).extend(line.axes_of(schedule))
+            zeros |= set() if line.reads else {line.bucket}
     problems = []
     for name in schedule.reduced:
         shared = schedule.mesh.stages > 1 and schedule.specs[schedule.buckets[name].paths[0]].chunk == "all"
         if shared and name not in {bucket for bucket, _ in found}:  # a tie that nothing sums
             found[name, "backward"] = []
     for (name, phase), axes in found.items():
-        expected = sorted(gradient_axes(schedule.buckets[name], schedule.specs, schedule.summed_axes))
+        bucket = schedule.buckets[name]
+        due = gradient_axes(bucket, schedule.specs, schedule.summed_axes)
+        expected = sorted(axis for axis in due if name not in zeros or axis not in bucket.axes)
         if sorted(axes) != expected:
-            over, due = (", ".join(each) or "no axis" for each in (axes, expected))
-            problems.append(f"{phase}: {name} is summed over {over}, where {due} is due")
+            over, wanted = (", ".join(each) or "no axis" for each in (axes, expected))
+            problems.append(f"{phase}: {name} is summed over {over}, where {wanted} is due")
     return problems
 
 
