@@ -220,7 +220,7 @@ def whole_parts(state: fs.TrainState) -> dict[str, Tensor]:
 
 
 def put_together(parts: Sequence[Mapping[str, Tensor]]) -> Result:
-    """Return whole leaves of what ranks have of them, some in a pipeline; where two have some, these agree."""
+    """Return whole leaves of what ranks have of them; where two have some, these agree."""
     out = Result({}, {})
     for name in dict.fromkeys(name for part in parts for name in part):
         whole, *others = [part[name] for part in parts if name in part]

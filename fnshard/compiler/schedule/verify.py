@@ -62,9 +62,10 @@ def verify(schedule: Schedule) -> Schedule:
       changes, or reads what was taken over;
     - no buffer of the host's pool is read, or given back again, by way of a view once it was given back;
     - whatever is alive at the end is an output;
-    - a gradient is summed over each axis once that does not split its leaf, and over no other; a norm counts
-      every element once; where the result of an exchange has a cotangent, what was sent has one, and where a
-      value of another stage has one, it is sent back; no leaf of another stage is read.
+    - a gradient is summed over each axis once that does not split its leaf, and over no other, and none is
+      left out; a norm counts every element once; where the result of an exchange has a cotangent, what was
+      sent has one, and where a value of another stage has one, it is sent back; no leaf of another stage is
+      read.
 
     Raises:
         ScheduleError: a bug in a pass.
@@ -84,7 +85,7 @@ def verify(schedule: Schedule) -> Schedule:
     ]  # fmt: skip
     state.problems += _too_many_units(schedule) + _double_gathers(schedule)
     state.problems += _sums(schedule) + _counts(schedule) + _missing_duals(schedule)
-    state.problems += _unanswered(schedule)
+    state.problems += _unanswered(schedule) + _lost_gradients(schedule)
     if not state.problems:  # it takes every kernel to read what it should
         state.problems += _kept_leaves(schedule)
     if state.problems:
@@ -233,6 +234,17 @@ def _unanswered(schedule: Schedule) -> list[str]:
         and like.requires_grad
         and (name.path, name.micro) in tangents
         and (name.path, name.micro, line.stage) not in back
+    ]
+
+
+def _lost_gradients(schedule: Schedule) -> list[str]:
+    """Full gradients and their sums over micro-batches that nothing reads: a reduction stands before them."""
+    read = {name for line in schedule.instructions for name in line.reads}
+    return [
+        f"{number}: {name} is in no sum"
+        for number, line in enumerate(schedule.instructions)
+        for name in line.writes
+        if name.kind in (Kind.GRADIENT, Kind.ACCUMULATED) and name not in read
     ]
 
 
