@@ -15,6 +15,7 @@ import sharded
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import WIDTH as WIDE
 from models import model_of
 from torch import Tensor, nn
 from toys import WIDTH, chain, lower, run_chain
@@ -398,15 +399,15 @@ def test_a_unit_of_two_stages_is_named_with_its_leaves() -> None:
     assert "LayoutSpec(unit=...)" in text and "layers.1" not in text
 
 
-def test_a_shape_that_depends_on_data_crosses_no_cut() -> None:
-    """It is refused where `fn` is traced, as on any mesh: with the line, and the way out."""
+def test_a_length_that_a_call_on_the_host_decides_is_refused_with_its_line() -> None:
+    """Where `fn` is traced, as on any mesh: no shape that depends on data comes to a cut."""
 
     def some_rows(p: Any, x: Any) -> Any:
-        first, second, third, fourth = p.values()
-        kept = (x @ first)[x.sum(1) > 0]
-        return torch.tanh(torch.tanh(kept @ second) @ third @ fourth).sum()
+        first, *rest = p.values()
+        kept = (x @ first)[: int((x > 0).sum())]
+        return run_chain(dict(enumerate(rest)), kept).sum()
 
-    with pytest.raises(TraceError, match=r"(?s)x\.sum\(1\) > 0.*Fix: .*where"):
+    with pytest.raises(TraceError, match=r"(?s)int\(\(x > 0\)\.sum\(\)\).*Fix: "):
         lower(some_rows, chain(4), torch.zeros(4, WIDTH), ranks={"pipeline": 2, "shard": 1})
 
 
@@ -500,6 +501,25 @@ def test_training_equals_the_naive_loop(
     for got in ranks:
         sharded.assert_same(got, expected)
         sharded.assert_floats(got.norms, expected.norms)
+
+
+def test_rows_that_data_select_cross_a_cut() -> None:
+    """They are as many as there can be at most, and those that are not there count nothing."""
+    base = model_of("dense_skips")
+
+    def loss(p: Any, x: Tensor, y: Tensor) -> fs.Mean:
+        first, *rest = (w[:WIDE] for w in p.values())
+        chosen = x.sum(1) > 0
+        x = torch.tanh(x @ first)[chosen]
+        for w in rest:
+            x = torch.tanh(x @ w)
+        return fs.Mean((x - y[chosen]).square().sum(), chosen.sum())
+
+    model = replace(base, loss=loss)
+    expected = reference.train(loss, model.params, sharded.by_steps(model), reference.sgd(0.1))
+    axes = {"pipeline": 2, "shard": 2}
+    for got in sharded.simulate(model, "full_shard", axes, fs.optim.sgd(0.1), accumulate=3):
+        sharded.assert_same(got, expected)
 
 
 @pytest.mark.parametrize("adversary", ["early", "late"])
