@@ -24,22 +24,28 @@ AXES = {"pipeline": 2, "shard": 2}
 
 
 # ------------------------------------------------------------------ optimizers
-ROWS = [  # optimizer, preset, tier, leaves, a batch whose gradients are not finite
+Tried = tuple[str, str, str, str, bool]
+SHORT: list[Tried] = [  # optimizer, preset, tier, leaves, whether the gradients of a batch are not finite
     ("muon", "full_shard", "device", "stacked", False),
+    ("clip_adamw_ema", "shard_grad_op", "all_host", "wide", True),
+]
+LONG: list[Tried] = [
     ("clip_muon_ema", "zero1", "streamed", "wide", True),
     ("adafactor", "zero2", "host", "stacked", False),
-    ("clip_adamw_ema", "shard_grad_op", "all_host", "stacked", True),
     ("adamw_8bit", "full_shard", "device", "wide", False),
     ("rank_signs", "no_shard", "device", "stacked", False),
     *(
-        pytest.param(name, "full_shard", "device", leaves, skips, marks=pytest.mark.long)
-        for name in ("soap", "lars", "schedule_free", "lion", "clip_soap_ema", "muon", "rules_of_optimizers")
+        (name, "full_shard", "device", leaves, skips)
+        for name in ("soap", "lars", "schedule_free", "lion", "clip_soap_ema", "rules_of_optimizers")
         for leaves, skips in (("stacked", False), ("wide", True))
     ),
 ]
 
 
-@pytest.mark.parametrize(("name", "preset", "tier", "leaves", "skips"), ROWS)
+@pytest.mark.parametrize(
+    ("name", "preset", "tier", "leaves", "skips"),
+    [*SHORT, *(pytest.param(*row, marks=pytest.mark.long) for row in LONG)],
+)
 def test_optimizers_train_as_on_one_device(
     name: str, preset: str, tier: str, leaves: str, skips: bool
 ) -> None:
@@ -106,8 +112,14 @@ def objective(p: Mapping[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(x, y)
 
 
-@pytest.mark.parametrize("codec", [None, "int8", "nf4"])
-@pytest.mark.parametrize("axes", [{"pipeline": 2}, AXES], ids=str)
+@pytest.mark.parametrize(
+    ("codec", "axes"),
+    [
+        ("nf4", {"pipeline": 2}),
+        *(pytest.param(c, a, marks=pytest.mark.long)
+          for c, a in ((None, {"pipeline": 2}), (None, AXES), ("int8", AXES), ("nf4", AXES))),
+    ],
+)  # fmt: skip
 def test_adapters_train_beside_frozen_and_coded_leaves(codec: str | None, axes: Mapping[str, int]) -> None:
     """As the adapters of whole leaves do, decoded once; they are of the stage of the leaf they belong to."""
     fn, tree = fs.lora(objective, blocks_of(), rank=3, alpha=6, targets="*.q_proj|*.down")
@@ -200,7 +212,7 @@ def test_leaves_that_are_not_resharded_are_gathered_once_a_step() -> None:
     ("preset", "chunks", "options"),
     [
         ("full_shard", 2, {"remat": "unit+offload", "prefetch": 2}),
-        ("shard_grad_op", 1, {"micro_order": "breadth"}),
+        pytest.param("shard_grad_op", 1, {"micro_order": "breadth"}, marks=pytest.mark.long),
     ],
 )
 def test_ranks_that_read_early_or_late_do_the_same_bitwise(
@@ -219,6 +231,7 @@ def test_ranks_that_read_early_or_late_do_the_same_bitwise(
 
 
 # ------------------------------------------------------------------ random ops and statistics
+@pytest.mark.long
 def test_dropout_draws_on_stages_what_it_draws_on_one() -> None:
     model, adamw = gpt(layers=2, dropout=0.2), fs.optim.adamw(3e-3)
     (one, *_), (two, *_) = (
@@ -243,6 +256,7 @@ class Normed(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.long
 def test_batch_norm_of_all_rows_is_of_a_stages_ranks() -> None:
     """Losses, leaves and statistics are those of one process with all rows."""
     torch.manual_seed(0)
