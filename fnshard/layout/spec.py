@@ -75,7 +75,8 @@ class LayoutSpec:
         codec: how a frozen leaf is coded, "int8", "nf4" or one of your own; see `fnshard.codecs`.
         trainable: None means: an `nn.Parameter`'s `requires_grad`; other float tensors are.
         unit: leaves gathered, freed and reduced together; None lets the unit policy say.
-        reshard: free the gathered leaf after forward and gather it again for backward.
+        reshard: free the gathered leaf after forward and gather it again for backward. False keeps it
+            between, in a pipeline for the whole step.
         buffers: (in a rule) the rule takes buffers and non-float leaves too.
         aggregation: what becomes of a leaf that `fn` writes to (a running average, a queue, a counter), whose
             new values differ by rank: the "mean" over ranks, by their rows; "sum" adds all ranks' changes;

@@ -63,8 +63,8 @@ def axes_of(beside: str) -> list[str]:
 
 
 FEW: Mapping[str, tuple[Any, ...]] = {
-    **FACTORS, "stages": (2,), "chunks": (1, 2), "accumulate": (4,), "beside": ("", "shard", "expert", "context"),
-    "memory": ("device",),
+    **FACTORS, "stages": (2,), "chunks": (1, 2), "accumulate": (4,), "memory": ("device",),
+    "beside": ("", "shard", "expert", "context"),
 }  # fmt: skip
 SHORT = list({row["beside"]: row for row in cover_pairs(FEW, allows)}.values())  # each of the axes once
 LONG = cover_pairs(FACTORS, allows)
