@@ -150,6 +150,7 @@ class Planner:
     seen: dict[Knobs, Candidate] = field(default_factory=dict)
     _families: dict[Any, Family] = field(default_factory=dict)
     _optimizers: dict[Any, fs.optim.Optimizer] = field(default_factory=dict)
+    _cuts: dict[tuple[int, int], list[int]] = field(default_factory=dict)  # by stages and chunks
 
     @property
     def budget(self) -> int:
@@ -381,6 +382,9 @@ class Planner:
 
     def layers_by_chunk(self, knobs: Knobs) -> list[int]:
         """Return how many layers each chunk has, as presets cut them."""
+        key = knobs.pipeline, knobs.chunks
+        if key in self._cuts:
+            return self._cuts[key]
         subject = self.config.subject(self.config.layers)
         units, mesh = fs.units.numeric(subject.params), self.mesh(knobs)
         chunk_of = fs.presets.cut_chunks(subject.params, units, mesh, knobs.chunks)
@@ -388,7 +392,8 @@ class Planner:
             units[path]: chunk for path, chunk in chunk_of.items() if _layer_of(units[path]) is not None
         }
         found = Counter(layers.values())
-        return [found[chunk] for chunk in range(knobs.pipeline * knobs.chunks)]
+        self._cuts[key] = [found[chunk] for chunk in range(knobs.pipeline * knobs.chunks)]
+        return self._cuts[key]
 
     def _predicted(self, knobs: Knobs, depths: tuple[int, ...]) -> Candidate:
         """Return a plan's bytes and time, carried on from steps of so many layers; which of a step's moments
