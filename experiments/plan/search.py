@@ -242,7 +242,7 @@ class Planner:
         yield from self.pipelines()
 
     def pipelines(self) -> Iterator[Knobs]:
-        """Yield a plan with a pipeline for each number of ranks that share a matrix, while more are faster.
+        """Yield a plan with a pipeline for each number of ranks that share a matrix, while more pay.
 
         It has so many stages that more are slower, as many chunks as there may be, rows one by one, and leaves
         that stay gathered.
