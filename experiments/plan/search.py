@@ -244,8 +244,8 @@ class Planner:
     def pipelines(self) -> Iterator[Knobs]:
         """Yield a plan with a pipeline for each number of ranks that share a matrix, while more pay.
 
-        It has so many stages that more are slower, as many chunks as there may be, rows one by one, and leaves
-        that stay gathered.
+        It has so many stages that more are slower, as many chunks as there may be, rows one by one, and
+        leaves that stay gathered.
         """
         found: list[Candidate] = []
         for tensor in (d for d in _divisors(self.devices) if d <= self.hardware.ranks_per_node):
