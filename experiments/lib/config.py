@@ -352,7 +352,7 @@ class TrainConfig:
         wrong += unnamed
         if isinstance(self.model, DecoderConfig):
             wrong += uneven_splits(self.model, self.mesh)
-        wrong += unpiped(self.mesh, self.model) + idle_chunks(self.mesh, self.strategy, self.specs)
+        wrong += idle_chunks(self.mesh, self.strategy, self.specs)
         if not isinstance(self.optimizer, dict) and self.optimizer.lr is None:
             wrong.append("optimizer.lr=null: only fine-tuning has defaults. Fix: optimizer.lr=4e-3.")
         if isinstance(self.data, DataConfig) and not unnamed and self.vocab < 256:
@@ -416,13 +416,6 @@ def misfits(strategy: StrategyConfig, run: RunConfig) -> list[str]:
     if "disk" not in tiers and run.disk_dir is not None:
         wrong.append(f"run.disk_dir={run.disk_dir!r}: nothing rests on disk (strategy.optimizer_memory).")
     return wrong
-
-
-def unpiped(mesh: MeshConfig, model: Any) -> list[str]:
-    """Return what is wrong with a pipeline for a model: the first stage and the last read a table."""
-    tied = f"mesh.pipeline={mesh.pipeline}: the first stage and the last read a tied embedding. "
-    is_tied = isinstance(model, DecoderConfig) and model.tied
-    return [f"{tied}Fix: model.tied=false."] * (mesh.pipeline > 1 and is_tied)
 
 
 def idle_chunks(mesh: MeshConfig, strategy: StrategyConfig, specs: Any) -> list[str]:
