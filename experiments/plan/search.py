@@ -44,6 +44,7 @@ DEPTHS = (4, 5)  # numbers of layers that are lowered; more where kernels furthe
 STAGES = (3, 4)  # of a pipeline, that are lowered in the place of more
 GROUPS = (2, 3)  # of micro-batches, likewise, each as many as there are stages
 MOST_CHUNKS = 8  # of a stage
+ENDS = 2  # of a decoder, besides its layers, that may be a chunk each: the embedding and the head
 FAMILIES = 6  # of plans, whose traces are kept
 AXES = ("replicate", "shard", "tensor", "context", "pipeline")
 SHARES = 200  # what a segment keeps for its backward is chosen in so many parts of what the backward reads
@@ -206,7 +207,7 @@ class Planner:
         micro = self.config.batch_rows // (knobs.data_ranks * knobs.micro_rows)
         return (
             micro > 0 and micro % knobs.pipeline == 0 and knobs.order == "depth"
-            and self.config.is_decoder and knobs.pipeline * knobs.chunks <= self.config.layers
+            and self.config.is_decoder and knobs.pipeline * knobs.chunks <= self.config.layers + ENDS
         )  # fmt: skip
 
     def splits(self) -> Iterator[Knobs]:
@@ -251,7 +252,9 @@ class Planner:
         for tensor in (d for d in _divisors(self.devices) if d <= self.hardware.ranks_per_node):
             best: Candidate | None = None
             for pipeline in _divisors(self.devices // tensor)[1:]:
-                chunks = 2 ** min(MOST_CHUNKS, max(self.config.layers // pipeline, 1)).bit_length() // 2
+                chunks = (
+                    2 ** min(MOST_CHUNKS, max((self.config.layers + ENDS) // pipeline, 1)).bit_length() // 2
+                )
                 shard = self.devices // tensor // pipeline
                 knobs = Knobs(1, shard, tensor, keep=True, remat="unit", pipeline=pipeline, chunks=chunks)
                 if not self.is_valid(knobs):
