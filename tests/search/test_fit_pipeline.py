@@ -67,6 +67,7 @@ def test_chunks_are_recut_and_the_best_number_is_found() -> None:
     assert best.seconds <= min(each.seconds for each in prices)
 
 
+@pytest.mark.long
 def test_less_memory_is_a_smaller_peak_of_the_fullest_stage() -> None:
     space = space_of(2)
     free = find(space, space.hardware.memory_bytes)
