@@ -23,13 +23,13 @@ from torch import Tensor
 
 from fnshard import tree
 from fnshard.adapters.lora import Lora, row_scale
-from fnshard.checkpoint.coordination import all_or_none
 from fnshard.errors import StateError, leaves
 from fnshard.layout.codecs import block_of, is_coded
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.layout.spec import is_here
 from fnshard.mesh import Mesh
 from fnshard.runtime.collectives.connect import connection
+from fnshard.runtime.coordination import all_or_none
 from fnshard.runtime.files.folder import flush_directory, flush_file
 from fnshard.runtime.packing import local_block
 from fnshard.step.runner import laid_out

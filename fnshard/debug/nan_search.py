@@ -18,6 +18,7 @@ from fnshard.compiler.ir.arguments import Arguments, arguments_for
 from fnshard.compiler.ir.program import describe, replay
 from fnshard.compiler.ir.values import CONTROL, LOSS_TANGENT, SCALARS, Kind, ValueName
 from fnshard.compiler.kernels.differentiate import Kernel
+from fnshard.compiler.kernels.segments import Way
 from fnshard.compiler.schedule.instructions import Action, Env, Instruction, Reduced, Run
 from fnshard.compiler.schedule.ir import Schedule
 from fnshard.errors import DebugError, FnshardError, StateError
@@ -254,12 +255,10 @@ class NonFiniteTracker:
         arose = NonFinite(kind, number, text, describe_value(name, part), count_nonfinite(tensor), self.rank)
         if args is not None:
             kernel = self.schedule.kernels[line.kernel]
-            origin = first_nonfinite_op(kernel, args, line.backward)
-            if origin is None and kind == "inf" and (self.eager or gives_inf(kernel, args, line.backward)):
+            origin = first_nonfinite_op(kernel, args, line.way)
+            if origin is None and kind == "inf" and (self.eager or gives_inf(kernel, args, line.way)):
                 return  # an infinity that the program wrote on purpose
-            arose = replace(
-                arose, **(origin or {}), kernel=f"{line.kernel}.{'bwd' if line.backward else 'fwd'}"
-            )
+            arose = replace(arose, **(origin or {}), kernel=f"{line.kernel}.{line.way}")
         self.first = arose
 
 
@@ -269,7 +268,7 @@ def _counts(name: ValueName) -> bool:
     return plain == SCALARS or plain.is_state or plain.kind in (Kind.REDUCED, Kind.ACCUMULATED)
 
 
-def first_nonfinite_op(kernel: Kernel, args: Sequence[Tensor], backward: bool) -> dict[str, str] | None:
+def first_nonfinite_op(kernel: Kernel, args: Sequence[Tensor], way: Way) -> dict[str, str] | None:
     """Return the op at which a kernel's results for `args` began not to be finite, or None.
 
     An infinity among an op's own constants (a mask) does not count, nor does one that an input holds; the NaN
@@ -280,8 +279,9 @@ def first_nonfinite_op(kernel: Kernel, args: Sequence[Tensor], backward: bool) -
         `source`, which is "" if it is not known. None where no op is to blame.
     """
     with torch.no_grad():
-        if backward:
-            found = _find_culprit(kernel.backward.graph, partial(_interpret, kernel.backward, args))
+        if way is not Way.FORWARD:
+            module = kernel.modules[way]
+            found = _find_culprit(module.graph, partial(_interpret, module, args))
             of, source = _forward_of(kernel, found["node"]) if found else ("", "")
         else:
             found = _find_culprit(kernel.source.graph, partial(replay, kernel.source.graph, args))
@@ -293,10 +293,10 @@ def first_nonfinite_op(kernel: Kernel, args: Sequence[Tensor], backward: bool) -
     return {**found, "op": _op(found["node"]), "node": found["node"].name, "of": of, "source": source}
 
 
-def gives_inf(kernel: Kernel, args: Sequence[Tensor], backward: bool) -> bool:
+def gives_inf(kernel: Kernel, args: Sequence[Tensor], way: Way) -> bool:
     """Return whether a kernel's ops, run one by one, give infinities for `args`."""
     with torch.no_grad():
-        results = fx.Interpreter(kernel.backward if backward else kernel.forward).run(*args)
+        results = fx.Interpreter(kernel.modules[way]).run(*args)
     return any(health(t) == "inf" for _, t in tensors(results))
 
 

@@ -4,6 +4,6 @@ Pictures need matplotlib, the extra `plot`, which is imported when one is drawn;
 """
 
 from fnshard.plot import text
-from fnshard.plot.pictures import memory, timeline
+from fnshard.plot.pictures import memory, stages, timeline
 
-__all__ = ["memory", "text", "timeline"]
+__all__ = ["memory", "stages", "text", "timeline"]

@@ -151,6 +151,67 @@ def timeline(timeline: Timeline, path: str | Path, *, measured: Timeline | None 
     return save(figure, path)
 
 
+def stages(timeline: Timeline, path: str | Path) -> Path:
+    """Draw the stages of a pipeline, a lane each: which micro-batch runs when, forward and backward, what is
+    sent below it, and which share of the step a stage waits for others.
+
+    Args:
+        timeline: of `lowered.timeline(hardware)`, of a step on a mesh with a pipeline.
+        path: of the picture, .png or .svg; its folder is made.
+
+    Raises:
+        SpecError: something else, or a step of one stage.
+    """
+    shown = stages_of(timeline)
+    scale, unit = time_unit(timeline.step_seconds)
+    figure, [[axes]] = figure_of(11, 1.2 + 0.7 * len(shown))
+    from matplotlib.patches import Patch
+
+    thin = timeline.step_seconds / 60  # a number would not fit
+    colours = PHASES | {"send": COLOURS[7]}
+    for place, stage in enumerate(shown):
+        for phase, micro, start, end in tasks_of(stage):
+            bar = [(start * scale, (end - start) * scale)]
+            axes.broken_barh(bar, (place - 0.4, 0.6), facecolors=colours[phase], edgecolors="white")
+            if end - start > thin and micro:
+                middle = (start + end) / 2 * scale
+                axes.text(middle, place - 0.1, micro, ha="center", va="center", color="white", fontsize=7)
+        sent = [(s.start * scale, (s.end - s.start) * scale) for s in stage.spans if s.verb == "send"]
+        axes.broken_barh(sent, (place + 0.24, 0.14), facecolors=colours["send"])
+    axes.set_yticks(range(len(shown)), [f"stage {n}\n{each.bubble:.1%} idle" for n, each in enumerate(shown)])
+    axes.set_ylim(len(shown) - 0.5, -0.5)
+    axes.set_xlim(0, timeline.step_seconds * scale or 1)
+    axes.set_xlabel(f"{unit} since the step began")
+    axes.set_title(f"{headline(timeline)}, bubble {timeline.bubble:.1%}", fontsize=11, loc="left")
+    handles = [Patch(color=colour, label=name) for name, colour in colours.items()]
+    axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.005, 1), frameon=False)
+    return save(figure, path)
+
+
+def stages_of(timeline: Any) -> tuple[Timeline, ...]:
+    """Return the timelines of a pipeline's stages; refuse what has none."""
+    if not check(timeline).stages:
+        raise SpecError(
+            "this step has one stage: its mesh has no pipeline.",
+            fix="fs.plot.timeline draws it; fs.make_mesh(pipeline=2, ...) makes stages.",
+        )
+    return timeline.stages
+
+
+def tasks_of(timeline: Timeline) -> list[tuple[str, str, float, float]]:
+    """Return what a stage runs one after another: phase, number of the micro-batch, start and end."""
+    tasks: list[tuple[str, str, float, float]] = []
+    for span in timeline.spans:
+        phase, _, micro = span.phase.partition(".")
+        if span.verb not in ("run", "update"):
+            continue
+        if tasks and tasks[-1][:2] == (phase, micro):
+            tasks[-1] = phase, micro, tasks[-1][2], span.end
+        else:
+            tasks.append((phase, micro, span.start, span.end))
+    return tasks
+
+
 def check(timeline: Any) -> Timeline:
     """Return the argument, if it is a Timeline.
 

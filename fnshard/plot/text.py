@@ -32,11 +32,12 @@ from fnshard.plot.pictures import (
     phase_runs,
     span_name,
     spans_by_lane,
+    stages_of,
     totals_of,
 )
 from fnshard.plot.scales import byte_text, byte_unit, digits, ranks_text, time_unit
 
-__all__ = ["leaf", "memory", "timeline", "tree"]
+__all__ = ["leaf", "memory", "stages", "timeline", "tree"]
 
 FIELDS = ("storage", "gradient", "optimizer")
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a part of a path that is a number
@@ -46,7 +47,7 @@ MOST_ROWS = 16  # so many blocks are shown; of more, those in the middle are lef
 LETTERS = {
     "forward": "F", "backward": "B", "update": "U", "packing and the rest": "P", "gather": "G",
     "reduce scatter": "R", "all reduce": "A", "publish": "W", "reduce scalars": "S", "to device": "I",
-    "to host": "O", "exchange": "X", "aggregate buffers": "M", "overlapped update": "U",
+    "to host": "O", "exchange": "X", "send": ">", "aggregate buffers": "M", "overlapped update": "U",
 }  # fmt: skip
 
 
@@ -180,6 +181,30 @@ def timeline(timeline: Any, *, width: int = 72) -> str:
     out.append(f"{' ' * left}  0{f'{digits(seconds * scale)} {unit}'.rjust(width - 1)}")
     letters = ", ".join(f"{_letter(name)} {name}" for name in used)
     return "\n".join([*out, f"{letters}; small: less than half of the time, ·: nothing"])
+
+
+def stages(timeline: Any, *, width: int = 72) -> str:
+    """Show the stages of a pipeline, a row each: forward and backward, and below it what is sent.
+
+    Args:
+        timeline: of `lowered.timeline(hardware)`, of a step on a mesh with a pipeline.
+        width: in characters.
+
+    Raises:
+        SpecError: something else, or a step of one stage.
+    """
+    shown, seconds = stages_of(timeline), timeline.step_seconds
+    left = len(f"stage {len(shown) - 1}")
+    out = [f"{len(shown)} stages, bubble {timeline.bubble:.1%}: the share of the step in which they wait"]
+    for number, stage in enumerate(shown):
+        works = [span for span in stage.spans if span.verb in ("run", "update")]
+        sent = [span for span in stage.spans if span.verb == "send"]
+        name = f"stage {number}".ljust(left)
+        out.append(f"{name} |{_lane(works, seconds, width)}| {stage.bubble:.1%} idle")
+        out.append(f"{'sends'.rjust(left)} |{_lane(sent, seconds, width)}|")
+    scale, unit = time_unit(seconds)
+    out.append(f"{' ' * left}  0{f'{digits(seconds * scale)} {unit}'.rjust(width - 1)}")
+    return "\n".join([*out, "F forward, B backward, U update, > sent; small: less than half of the time"])
 
 
 def _lane(spans: Iterable[Any], longest: float, width: int) -> str:

@@ -15,9 +15,9 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
+from fnshard.compiler.ir.cuts import Edge, minimum_cut
 from fnshard.compiler.ir.program import OpOverload
 from fnshard.compiler.place.strategies import Elsewhere
-from fnshard.compiler.update.cuts import Edge, minimum_cut
 from fnshard.compiler.update.reductions import How, Placed, place_update, reduced
 from fnshard.compiler.update.splits import Splits, bytes_of, find_axes
 from fnshard.compiler.update.trace import PARAM, UPDATE, Traced

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, fx
 
 from fnshard.compiler.frontend.exchange import EXCHANGE
+from fnshard.compiler.ir.cuts import Edge, minimum_cut
 from fnshard.compiler.ir.program import ANY_STRIDES, tensors_in
 from fnshard.compiler.place.elementwise import elementwise
 from fnshard.compiler.place.placement import Placement, Split
 from fnshard.compiler.place.rules import rule_of
 from fnshard.compiler.place.strategies import Elsewhere
-from fnshard.compiler.update.cuts import Edge, minimum_cut
 from fnshard.compiler.update.reductions import Placed, is_maximum
 from fnshard.compiler.update.splits import Splits, bytes_of, name_of, split_over
 from fnshard.compiler.update.trace import Traced

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fnshard.compiler.ir.values import CONTROL, CONTROL_ON_STREAM
-from fnshard.compiler.kernels.inductor import Boxed
+from fnshard.compiler.kernels.inductor import Compiled
 from fnshard.compiler.schedule.instructions import (
     Accumulate,
     Action,
@@ -52,7 +52,7 @@ class ExecutorContext:
     """
 
     schedule: Schedule
-    kernels: Mapping[str, tuple[Boxed, Boxed | None]]
+    kernels: Compiled
     comm: Collectives
     rank: int
     scalars: Scalars | None = None

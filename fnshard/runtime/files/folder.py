@@ -26,6 +26,7 @@ MEMORY, SHARED_MEMORY, MEMORY_PREFIX = "FNSHARD_MEMORY", "/dev/shm", "fnshard-me
 OWNER = "owner"  # a file in a directory in memory: the process that would start its users anew
 KEPT = ".kept"  # a file that marks a temporary directory as left to the user
 OURS = re.compile(rf"{DATA.pattern}|manifest\.json(\.sha256)?")
+DCP = re.compile(r"__\d+_\d+\.distcp|\.metadata")  # what is left of a `save_dcp` that was killed
 
 
 def as_path(path: Any, call: str) -> Path:
@@ -98,11 +99,11 @@ def remove_directory(folder: Path) -> None:
     shutil.rmtree(gone, ignore_errors=True)
 
 
-def is_checkpoint_directory(folder: Path) -> bool:
-    """Whether a folder is a directory that contains nothing but the files of a save."""
+def is_checkpoint_directory(folder: Path, names: re.Pattern[str] = OURS) -> bool:
+    """Whether a folder is a directory with nothing in it but the files of a save, which `names` matches."""
     if folder.is_symlink() or not folder.is_dir():
         return False
-    return all(OURS.fullmatch(name) for name in os.listdir(folder))
+    return all(names.fullmatch(name) for name in os.listdir(folder))
 
 
 @contextmanager
@@ -245,7 +246,8 @@ def flush_file(path: Path) -> None:
 def _clean(root: Path) -> None:
     """Remove the leftovers of killed processes, and give a replaced checkpoint its name back."""
     for left in [path for end in ("saving", "old", "gone") for path in sorted(root.glob(f".*.{end}"))]:
-        if not is_checkpoint_directory(left) or _is_held(left):
+        unfinished = left.suffix == ".saving" and is_checkpoint_directory(left, DCP)
+        if not (unfinished or is_checkpoint_directory(left)) or _is_held(left):
             continue
         final = left.with_name(left.stem[1:])
         if left.suffix == ".old" and not final.exists():

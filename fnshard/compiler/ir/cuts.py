@@ -16,7 +16,7 @@ def minimum_cut(
     Args:
         outermost: the end whose side is the larger, among cuts of the same price.
     """
-    import networkx  # comes with torch; most updates need no cut
+    import networkx  # comes with torch; most steps need no cut
 
     graph, forward = networkx.DiGraph(), outermost == "source"
     graph.add_nodes_from([source, sink])
