@@ -50,7 +50,7 @@ class PostMortem:
 
     @property
     def may_restart(self) -> bool:
-        """Whether a rank was lost, and its program is not at fault."""
+        """Return whether a rank was lost, and its program is not at fault."""
         cause = self.failures[self.cause]
         return bool(self.stopped) or cause.exitcode < 0 or echo_level(cause) > 1
 

@@ -51,7 +51,7 @@ class Sequence:
 
     @property
     def fits(self) -> bool:
-        """Whether the value is a tensor that has these dims."""
+        """Return whether the value is a tensor that has these dims."""
         value = self.value
         return isinstance(value, Tensor) and all(
             isinstance(d, int) and -value.dim() <= d < value.dim() for d in self.dims

@@ -32,7 +32,7 @@ def chunk_of(tokens: int, vocabulary: int, chunk: int, dtype: torch.dtype, devic
 
 
 def sums_wide(dtype: torch.dtype, device: str) -> bool:
-    """Whether a product of half-precision matrices can be returned, and accumulated, in fp32 (cuBLAS)."""
+    """Return whether cuBLAS can accumulate and return a product of half-precision matrices in fp32."""
     return device == "cuda" and dtype in (torch.bfloat16, torch.float16)
 
 

@@ -142,8 +142,7 @@ def grpo(
 
     Returns:
         The loss, and metrics: `kl` to the reference, `clip_fraction` (of tokens whose r is clipped),
-            `entropy`,
-        and `mismatch` (the KL from the sampler to `old`, by the same estimate).
+        `entropy`, and `mismatch` (the KL from the sampler to `old`, by the same estimate).
 
     Raises:
         ValueError: there is a `beta`, but no reference.

@@ -36,7 +36,7 @@ OTHER_LAUNCHERS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpir
 
 
 def under_launcher() -> bool:
-    """Whether this process is a rank of a launcher, which sets these variables."""
+    """Return whether this process is a rank of a launcher, which sets these variables."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 

@@ -365,7 +365,7 @@ class Wait:
             raise CollectiveError(lost(self.what or self.place, cause))
 
     def _busy(self, rank: int) -> bool:
-        """Whether a process has computed, or waited for a disk, since the last look.
+        """Return whether a process has computed, or waited for a disk, since the last look.
 
         A process of another host counts as busy if this one began to wait after it was asked to end.
         """

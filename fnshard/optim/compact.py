@@ -83,9 +83,8 @@ def make_levels(signed: bool) -> tuple[tuple[float, ...], tuple[float, ...], int
     """Return the dynamic map.
 
     A second moment is never coded as 0, however small it is next to the largest of its run: an update divides
-        by
-    its root, and would divide by this step's gradient alone (Li, Chen and Zhu 2023). So the least value takes
-    the place of 0, and a moment gets the code whose root's reciprocal is nearest.
+    by its root, and would divide by this step's gradient alone (Li, Chen and Zhu 2023). So the least value
+    takes the place of 0, and a moment gets the code whose root's reciprocal is nearest.
 
     Returns:
         The 256 values, ascending, in (0, 1], or in [-1, 1] if signed; the bounds between numbers that are

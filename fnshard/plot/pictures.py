@@ -152,15 +152,17 @@ def timeline(timeline: Timeline, path: str | Path, *, measured: Timeline | None 
 
 
 def stages(timeline: Timeline, path: str | Path) -> Path:
-    """Draw the stages of a pipeline, a lane each: which micro-batch runs when, forward and backward, what is
-    sent below it, and which share of the step a stage waits for others.
+    """Draw the stages of a pipeline, a lane each.
+
+    A lane shows which micro-batch runs when, forward and backward, and below that what the stage sends. Its
+    name says for which share of the step the stage waits for others.
 
     Args:
-        timeline: of `lowered.timeline(hardware)`, of a step on a mesh with a pipeline.
-        path: of the picture, .png or .svg; its folder is made.
+        timeline: what `lowered.timeline(hardware)` returns for a step on a mesh with a pipeline.
+        path: the file of the picture, .png or .svg; its folder is made.
 
     Raises:
-        SpecError: something else, or a step of one stage.
+        SpecError: the argument is not a `Timeline`, or the step has one stage.
     """
     shown = stages_of(timeline)
     scale, unit = time_unit(timeline.step_seconds)

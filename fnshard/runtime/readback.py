@@ -54,7 +54,7 @@ class Reading:
 
     @property
     def ready(self) -> bool:
-        """Whether `numbers` would not wait."""
+        """Return whether `numbers` would not wait."""
         return self.event is None or self.event.query()
 
     def numbers(self) -> dict[Hashable, float | int]:

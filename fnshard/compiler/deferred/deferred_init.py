@@ -184,7 +184,7 @@ class Values:
         return self._run(path, Memories())
 
     def can_be_cut(self, path: str) -> bool:
-        """Whether a part of a leaf can be made without the rest."""
+        """Return whether a part of a leaf can be made without the rest."""
         return path in self._recipes and can_be_cut(self._recipes[path].alias, self._calls(path))
 
     def part(self, path: str, box: Sequence[slice]) -> Tensor:

@@ -53,7 +53,7 @@ class Window(Memories):
 
 
 def can_be_cut(leaf: Tensor, calls: Sequence[RecordedCall]) -> bool:
-    """Whether windows of a leaf can be made, given the calls that make it."""
+    """Return whether windows of a leaf can be made, given the calls that make it."""
     widths: dict[int, int] = {}
     for alias in [leaf, *(a for call in calls for a in call.aliases)]:  # no memory may be seen in two types
         width = widths.setdefault(storage_id(alias), alias.element_size())
@@ -63,7 +63,7 @@ def can_be_cut(leaf: Tensor, calls: Sequence[RecordedCall]) -> bool:
 
 
 def _is_by_elements(call: RecordedCall, first: int, last: int) -> bool:
-    """Whether a call makes each element of a run without reading other places."""
+    """Return whether a call makes each element of a run without reading other places."""
     large = [a for a in call.aliases if not _is_number(a)]
     if call.random:
         return bool(large) and call.draw() is not None
@@ -86,7 +86,7 @@ def _constant(call: RecordedCall) -> Any:
 
 
 def _is_number(alias: Tensor) -> bool:
-    """Whether an alias is a single number, and all of its memory."""
+    """Return whether an alias is a single number, and all of its memory."""
     return alias.numel() == 1 and alias.untyped_storage().nbytes() == alias.element_size()
 
 

@@ -133,5 +133,5 @@ class Surroundings:
 
 
 def is_fake(value: Tensor) -> bool:
-    """Whether a tensor belongs to a trace, and has no numbers."""
+    """Return whether a tensor belongs to a trace, and has no numbers."""
     return isinstance(value, FakeTensor) or is_of_a_level(value)

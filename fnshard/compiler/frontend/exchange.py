@@ -152,7 +152,7 @@ DIFFERENTIABLE = {EXCHANGE: _OnPaper.apply}
 
 
 def permutes(node: fx.Node) -> bool:
-    """Whether a node is an exchange of one block, which is issued where it stands."""
+    """Return whether a node is an exchange of one block, which is issued where it stands."""
     return node.target is EXCHANGE and KINDS[node.args[1]].permutes
 
 

@@ -173,7 +173,7 @@ def _record(original: Callable[..., Any], rule: CustomGradient, *args: Tensor) -
 
 
 def in_a_backward() -> bool:
-    """Whether the backward of a function is traced."""
+    """Return whether the backward of a function is traced."""
     return bool(_state.gradients)
 
 
@@ -363,7 +363,10 @@ def _attach_backward(
 
 
 def _needs_gradient(value: Any) -> bool:
-    """Whether a value needs a gradient. Beneath a transform any float does: its caller may differentiate."""
+    """Return whether a value needs a gradient.
+
+    Beneath a transform any float does: its caller may differentiate.
+    """
     return isinstance(value, Tensor) and (value.requires_grad or (is_inside() and _is_smooth(value)))
 
 

@@ -42,7 +42,7 @@ class Lookup:
     ignored: int | None = None
 
     def is_outside(self, values: Tensor) -> bool:
-        """Whether any of these indices is outside."""
+        """Return whether any of these indices is outside."""
         found = values.numpy()  # NumPy uses one thread; torch's threads wait for each other on a busy machine
         if self.ignored is not None:
             found = found[found != self.ignored]

@@ -119,7 +119,7 @@ class Limits:
 
 
 def is_promised(length: torch.SymInt) -> bool:
-    """Whether `fn` has called `bounded` for a length.
+    """Return whether `fn` has called `bounded` for a length.
 
     Its excess is reported even where this batch cannot exceed it, so that programs of all batch shapes have
     the same results.

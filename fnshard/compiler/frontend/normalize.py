@@ -216,7 +216,7 @@ def _is_random(node: fx.Node) -> bool:
 
 
 def _is_inert(node: fx.Node) -> bool:
-    """Whether it is dropout in eval mode."""
+    """Return whether it is dropout in eval mode."""
     return node.target in _INERT and not _argument(node, "train")
 
 

@@ -72,12 +72,12 @@ def is_inside() -> bool:
 
 
 def is_nested() -> bool:
-    """Whether this thread traces a transform that `fn` calls, and not `fn` as a whole (`Differentiable`)."""
+    """Return whether this thread traces a transform that `fn` calls, not all of `fn` (`Differentiable`)."""
     return is_inside() and torch._C._functorch.maybe_current_level() != getattr(_state, "level", None)
 
 
 def is_of_a_level(value: Tensor) -> bool:
-    """Whether a tensor is a wrapper of functorch, which outlives its level where a module keeps it."""
+    """Return whether a tensor is a wrapper of functorch, which outlives its level where a module keeps it."""
     return eager_transforms.is_functorch_wrapped_tensor(value)
 
 
@@ -172,7 +172,7 @@ class Differentiable:
     """A form of `run`, from tensors to tensors, on a level of functorch where autograd records what it does.
 
     Plain autograd would not do: it detaches the values that it saves, and a second derivative would end
-        there.
+    there.
     """
 
     run: Callable[..., list[Tensor]]

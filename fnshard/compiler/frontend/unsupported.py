@@ -247,7 +247,7 @@ def _refuse(message: str, name: str, when: Callable[..., bool] = lambda *_, **__
 
 
 def _is_users_hook(context: Any) -> bool:
-    """Whether hooks on saved tensors may change values; torch's own (checkpoint, save_on_cpu) do not."""
+    """Return whether hooks on saved tensors may change values; torch's (checkpoint, save_on_cpu) do not."""
     return type(context) is saved_tensors_hooks or not type(context).__module__.startswith("torch.")
 
 

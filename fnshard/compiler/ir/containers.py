@@ -92,12 +92,12 @@ def raw_getattr(owner: Any, name: str, default: Any = None) -> Any:
 
 
 def is_a(value: Any, kinds: Any) -> bool:
-    """Whether a value's true type is one of these; a class may override what `isinstance` reads."""
+    """Return whether a value's true type is one of these; a class may override what `isinstance` reads."""
     return issubclass(type(value), kinds)
 
 
 def holds(value: Any, others: Mapping[int, Any]) -> bool:
-    """Whether a value has one of these ids, or is a tuple that holds such a value."""
+    """Return whether a value has one of these ids, or is a tuple that holds such a value."""
     return id(value) in others or (type(value) is tuple and any(id(v) in others for v in value))
 
 
@@ -131,12 +131,12 @@ def slots(kind: type) -> tuple[str, ...]:
 
 
 def is_library(module: Any) -> bool:
-    """Whether a module of this name is Python's, torch's, NumPy's or ours."""
+    """Return whether a module of this name is Python's, torch's, NumPy's or ours."""
     return str(module).partition(".")[0] in _LIBRARIES
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is a dense tensor of torch's own type, which counts writes to it."""
+    """Return whether a value is a dense tensor of torch's own type, which counts writes to it."""
     own = type(value) in (Tensor, nn.Parameter)
     return own and value.layout is torch.strided and not value.is_inference()
 

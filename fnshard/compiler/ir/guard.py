@@ -183,7 +183,7 @@ class Guard:
         self._keep(reached)
 
     def holds(self) -> bool:
-        """Whether all values are what they were.
+        """Return whether all values are what they were.
 
         That costs a lookup and an `is` for each value. If a value was replaced by another that may be equal,
         everything is walked again, and from then on the new objects are looked up.
@@ -280,7 +280,7 @@ def _names_in(code: CodeType) -> tuple[set[str], set[str]]:
     """Return all `co_names` of code and of functions defined in it, and those that are read as globals.
 
     The two differ: `output.loss` does not read a script's global `loss`, which is another tensor at each
-        step.
+    step.
     """
     reads = {each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"}
     found = [(set(code.co_names), reads), *(_names_in(c) for c in code.co_consts if isinstance(c, CodeType))]

@@ -87,7 +87,7 @@ def user_traceback(error: BaseException) -> TracebackType | None:
 
 
 def is_users(file: str, name: str = "") -> bool:
-    """Whether code is neither torch's, nor fnshard's, nor Python's own, nor generated, nor Cython's."""
+    """Return whether code is the user's: not torch's, fnshard's, Python's or Cython's, and not generated."""
     return (
         not file.startswith((*_GENERATED, *_LIBRARIES))
         and (file, name) != ("<string>", "<lambda>")  # of make_fx, around what it traces

@@ -79,12 +79,12 @@ class ValueName(str):
 
     @property
     def is_state(self) -> bool:
-        """Whether it is a stored shard or optimizer state, and no copy of it."""
+        """Return whether it is a stored shard or optimizer state, and no copy of it."""
         return self.kind in (Kind.STORED, Kind.SLOTS)
 
     @property
     def is_pooled(self) -> bool:
-        """Whether it lies in a buffer of the host's pool, which the next transfer fills once it is freed.
+        """Return whether it lies in a buffer of the host's pool, which transfers fill again when it is free.
 
         All copies on the host do, except master parameters, which are the slot's own memory.
         """
@@ -107,7 +107,7 @@ class ValueName(str):
         return ValueName(Kind.LOADED, self.path, f"#{number}", source=self.original)
 
     def is_copy(self, kind: Kind, *of: Kind) -> bool:
-        """Whether it is a HOST or LOADED copy of one of the kinds."""
+        """Return whether it is a HOST or LOADED copy of one of the kinds."""
         return self.kind is kind and self.source.kind in of
 
 

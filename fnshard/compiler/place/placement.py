@@ -58,7 +58,7 @@ REPLICATED, PARTIAL = Replicated(), Partial()
 
 
 def fits(shape: Sequence[int], split: Split, ranks: int, empty: bool = False) -> bool:
-    """Whether a tensor can be split so that each rank has some of it, or with `empty` padding alone."""
+    """Return whether a tensor can be split so that each rank has some of it, or if `empty` padding alone."""
     if split.dim >= len(shape) or shape[split.dim] % split.outer or math.prod(shape) == 0:
         return False
     size = shape[split.dim] // split.outer
@@ -66,7 +66,7 @@ def fits(shape: Sequence[int], split: Split, ranks: int, empty: bool = False) ->
 
 
 def divides(shape: Sequence[int], split: Split, ranks: int) -> bool:
-    """Whether a tensor can be split in this way into equal parts."""
+    """Return whether a tensor can be split in this way into equal parts."""
     return fits(shape, split, ranks) and shape[split.dim] % (split.outer * ranks) == 0
 
 

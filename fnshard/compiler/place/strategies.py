@@ -169,7 +169,7 @@ class Call:
 
 
 def is_list(value: Any) -> bool:
-    """Whether an argument is a list of values."""
+    """Return whether an argument is a list of values."""
     return isinstance(value, list | tuple)
 
 

@@ -49,7 +49,10 @@ def rounded(x: Tensor, dtype: torch.dtype, rowwise: bool = False) -> tuple[Tenso
 
 
 def has_products(device: torch.device, rowwise: bool = False) -> bool:
-    """Whether a device multiplies in eight bits: NVIDIA's from Ada on, with a scale a row from Hopper on."""
+    """Return whether a device multiplies in eight bits.
+
+    NVIDIA's do from Ada on, and with a scale for each row from Hopper on.
+    """
     least = (9, 0) if rowwise else (8, 9)
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= least
 

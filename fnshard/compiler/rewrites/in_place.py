@@ -121,7 +121,7 @@ def _before_expand(node: fx.Node, target: fx.Node) -> tuple[fx.Node, bool]:
 
 
 def _is_its_source(node: fx.Node) -> bool:
-    """Whether a node is a `detach` that cannot be told from its input, as after `torch.tensor(...)`."""
+    """Return whether a node is a `detach` that cannot be told from its input, as of `torch.tensor(...)`."""
     if node.target is not aten.detach.default:
         return False
     source = node.args[0]
@@ -176,12 +176,12 @@ class Trial:
             self.histories[memory] = self.bases.setdefault(memory, tensor).grad_fn
 
     def is_recorded(self, node: fx.Node, target: fx.Node) -> bool:
-        """Whether the write of `node` to `target` changes the gradient of what `target` shows."""
+        """Return whether the write of `node` to `target` changes the gradient of what `target` shows."""
         return (node, target) in self.recorded
 
 
 def _is_detached(node: fx.Node) -> bool:
-    """Whether a tensor is a view through `detach`, as under `no_grad` and by `.data`."""
+    """Return whether a tensor is a view through `detach`, as under `no_grad` and by `.data`."""
     while node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node):
         if node.target is aten.detach.default:
             return True
@@ -242,7 +242,7 @@ def check_backward(
 
 
 def _overlaps(value: Tensor) -> bool:
-    """Whether two elements of a tensor may lie in the same place."""
+    """Return whether two elements of a tensor may lie in the same place."""
     end = 0  # how far the dims so far reach
     for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
         if size > 1 and stride <= end:

@@ -136,7 +136,7 @@ def _on_the_way(graph: fx.Graph, decisions: set[fx.Node]) -> list[fx.Node]:
 
 
 def _has_ties(node: fx.Node) -> bool:
-    """Whether the gradient of an operation compares its input with its result."""
+    """Return whether the gradient of an operation compares its input with its result."""
     infinite = any(isinstance(a, float) and math.isinf(a) for a in node.args)
     return _name(node) in _EXTREMES or (
         infinite and _name(node) in ("aten::linalg_vector_norm", "aten::norm")
@@ -167,7 +167,7 @@ def _is_in_memory(node: fx.Node) -> bool:
 
 
 def _computes(node: fx.Node) -> bool:
-    """Whether a node computes numbers of a half type, which a compiler may hold in a wider one."""
+    """Return whether a node computes numbers of a half type, which a compiler may hold in a wider one."""
     if node.op != "call_function" or not isinstance(node.meta.get("val"), Tensor):
         return False
     half = node.meta["val"].dtype in (torch.float16, torch.bfloat16)
@@ -250,7 +250,7 @@ def _insert(graph: fx.Graph, value: fx.Node, readers: list[fx.Node]) -> None:
 
 
 def _rounds(node: fx.Node) -> bool:
-    """Whether a node is a cast that loses digits or range."""
+    """Return whether a node is a cast that loses digits or range."""
     if not _is_cast(node) or node.meta["val"].dtype not in BITS:
         return False
     before, after = (torch.finfo(n.meta["val"].dtype) for n in (node.args[0], node))

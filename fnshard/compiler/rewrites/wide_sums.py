@@ -57,5 +57,5 @@ def widen_sums(graph: fx.Graph) -> None:
 
 
 def _adds_nothing(order: float = 2) -> bool:
-    """Whether a norm of this order is the largest number, the smallest, or a count."""
+    """Return whether a norm of this order is the largest number, the smallest, or a count."""
     return order == 0 or math.isinf(order)

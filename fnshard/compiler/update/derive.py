@@ -176,7 +176,7 @@ class Order:
         return max([0, *self.results, *self.depth.values()])
 
     def is_local(self, node: fx.Node) -> bool:
-        """Whether ranks compute a node on their blocks."""
+        """Return whether ranks compute a node on their blocks."""
         exchanged = node.target is reduced or node is self.elsewhere or node in self.returned
         return node.op == "call_function" and not exchanged
 

@@ -42,7 +42,7 @@ class Family:
 
     @property
     def needs_norm(self) -> bool:
-        """Whether the update reads the norm of all gradients."""
+        """Return whether the update reads the norm of all gradients."""
         return self.traced is not None and self.traced.prologue.norm
 
     def described(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:

@@ -123,7 +123,7 @@ def place_update(traced: Traced, graph: fx.Graph, splits: Splits) -> Placed:
 
 
 def is_maximum(exchange: fx.Node) -> bool:
-    """Whether an exchange gathers parts of a maximum, which its only reader takes."""
+    """Return whether an exchange gathers parts of a maximum, which its only reader takes."""
     sent, kind, *_ = exchange.args
     users = list(exchange.users)
     of_all = [u.target for u in users] == [aten.amax.default] and users[0].args[1] == [0]

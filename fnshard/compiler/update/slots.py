@@ -154,7 +154,7 @@ def _fill_of(node: fx.Node) -> float | None:
 
 
 def _reads_values(node: fx.Node, param: fx.Node) -> bool:
-    """Whether a value depends on the numbers of the parameter, and not on its shape alone."""
+    """Return whether a value depends on the numbers of the parameter, and not on its shape alone."""
     if node is param:
         return True
     read = [] if node.target in _SHAPED else node.all_input_nodes

@@ -50,7 +50,7 @@ def flow_of(derived: Derived, number: int) -> Flow:
 
 
 def is_state(name: str) -> bool:
-    """Whether a value is the parameter, or a slot of it."""
+    """Return whether a value is the parameter, or a slot of it."""
     return name == PARAM or name.startswith("slots.")
 
 

@@ -93,7 +93,7 @@ class Traced:
 
     @cached_property
     def is_elementwise(self) -> bool:
-        """Whether each element of its results depends on numbers, and on inputs at the same place alone."""
+        """Return whether each element of its results depends on numbers and on inputs at its place alone."""
         shapes = {(), tuple(self.placeholders[PARAM].meta["val"].shape)}
         return all(
             {tuple(v.shape) for v in tensors_of(node)} <= shapes

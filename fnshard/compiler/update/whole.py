@@ -265,7 +265,7 @@ class Prices:
         return share * bytes_of(value) / parts
 
     def is_split(self, node: fx.Node) -> bool:
-        """Whether ranks have parts of a value."""
+        """Return whether ranks have parts of a value."""
         split = any(isinstance(p, Split) for p in self.placed.where[node].values())
         return split or self.name_of(node) in self.splits.apart
 

@@ -363,7 +363,7 @@ class Group:
         return self._issue("reduce_leaves", axes, out, start)
 
     def _in_place(self, axes: Axes) -> bool:
-        """Whether torch's own collectives serve a group: its ranks must be in ascending order on the axes."""
+        """Return whether torch's own collectives serve a group: its ranks must ascend along the axes."""
         ranks = self.mesh.group_ranks(axes)
         return len(ranks) > 1 and not self.peer_to_peer and list(ranks) == sorted(ranks)
 

@@ -34,7 +34,7 @@ class Letter:
     finished: bool = False  # a sender never waits for a receiver, but takes more memory
 
     def free(self) -> bool:
-        """Whether no rank will read the slot any more."""
+        """Return whether no rank will read the slot any more."""
         return self.taken()
 
 

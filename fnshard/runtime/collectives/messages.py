@@ -95,7 +95,7 @@ class Memory:
         return offset if 0 <= offset < len(self.file) else None
 
     def left(self) -> bool:
-        """Whether its process has closed it, has given up waiting, has ended, or is a zombie."""
+        """Return whether its process has closed it, has given up waiting, has ended, or is a zombie."""
         return self.words(WAITS, 1)[0] < 0 or process_stat(self.pid)[0] in "ZX"
 
 
@@ -181,11 +181,11 @@ class Use:
 
     @property
     def finished(self) -> bool:
-        """Whether this rank will not read the slot any more."""
+        """Return whether this rank will not read the slot any more."""
         return bool(self.over(self.message.channel.here))
 
     def free(self) -> bool:
-        """Whether no rank will read the slot any more."""
+        """Return whether no rank will read the slot any more."""
         return all(map(self.over, range(len(self.message.channel.memories))))
 
 
@@ -209,8 +209,7 @@ class Slots:
         """Take a slot of at least `nbytes`; wait for slots that only peers hold rather than use more memory.
 
         That cannot deadlock: all ranks run one program, so that peers finish without this rank whatever it
-            has
-        finished itself.
+        has finished itself.
         """
         while (slot := self.fit(nbytes)) is None:
             use = self._find_owed()[0]

@@ -347,7 +347,7 @@ class Shared:
         self.base.close()
 
     def shares_memory(self, axes: Axes) -> bool:
-        """Whether each group over these axes consists of several ranks of one host."""
+        """Return whether each group over these axes consists of several ranks of one host."""
         axes = tuple(axes)
         if axes not in self.together:
             groups = {self.mesh.group_ranks(axes, rank) for rank in range(self.mesh.size)}

@@ -100,7 +100,7 @@ def remove_directory(folder: Path) -> None:
 
 
 def is_checkpoint_directory(folder: Path, names: re.Pattern[str] = OURS) -> bool:
-    """Whether a folder is a directory with nothing in it but the files of a save, which `names` matches."""
+    """Return whether a folder is a directory that holds only files of a save, which `names` matches."""
     if folder.is_symlink() or not folder.is_dir():
         return False
     return all(names.fullmatch(name) for name in os.listdir(folder))
@@ -181,7 +181,7 @@ def clear_memory(owner: int | None = None) -> None:
 
 
 def in_memory(name: str) -> bool:
-    """Whether processes of that name have left a directory in this machine's memory."""
+    """Return whether processes of that name have left a directory in this machine's memory."""
     return (memory_root() / f"{MEMORY_PREFIX}{name}").is_dir()
 
 

@@ -40,8 +40,7 @@ def from_json(kind: type[T], value: Any) -> T:
 def reader(kind: Any) -> Read:
     """Return the function that reads a type.
 
-    It is made once a type, since that evaluates annotations: a manifest of a million chunks is then read
-        fast.
+    It is made once a type, since that evaluates annotations; so a manifest of a million chunks is read fast.
     """
     origin, args = get_origin(kind), get_args(kind)
     if kind is Any:
