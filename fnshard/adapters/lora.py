@@ -122,7 +122,7 @@ def settings_of(
     No adapter is made.
 
     Raises:
-        SpecError: as `lora`.
+        SpecError: as in `lora`.
     """
     if wrong := misfits({"rank": rank, "alpha": alpha, "dropout": dropout}, _EXPECTED):
         raise SpecError("no such adapters:", wrong)

@@ -515,8 +515,8 @@ def by_path(*rules: tuple[str, Optimizer]) -> Optimizer:
     What goes around all of them, clipping first and `ema` last, is a `chain` with this in it.
 
     Raises:
-        OptimizerError: no rules, or something else than pairs of a glob and an optimizer; and with all
-            leaves: some that no glob matches, or a glob that is first for none.
+        OptimizerError: there are no rules, or one is not a pair of a glob and an optimizer; and, once all
+            leaves are known, no glob matches some of them, or one is first for none.
 
     >>> optimizer = by_path(("*bias", sgd(0.1)), ("*", adamw(3e-4)))
     >>> {path: list(optimizer.init(path, torch.zeros(2))) for path in ("bias", "w")}

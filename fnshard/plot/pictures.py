@@ -191,7 +191,11 @@ def stages(timeline: Timeline, path: str | Path) -> Path:
 
 
 def stages_of(timeline: Any) -> tuple[Timeline, ...]:
-    """Return the timelines of a pipeline's stages; refuse what has none."""
+    """Return the timelines of a pipeline's stages.
+
+    Raises:
+        SpecError: the argument is not a `Timeline`, or the step has one stage.
+    """
     if not check(timeline).stages:
         raise SpecError(
             "this step has one stage: its mesh has no pipeline.",

@@ -187,11 +187,11 @@ def stages(timeline: Any, *, width: int = 72) -> str:
     """Show the stages of a pipeline, a row each: forward and backward, and below it what is sent.
 
     Args:
-        timeline: of `lowered.timeline(hardware)`, of a step on a mesh with a pipeline.
-        width: in characters.
+        timeline: what `lowered.timeline(hardware)` returns for a step on a mesh with a pipeline.
+        width: the width in characters.
 
     Raises:
-        SpecError: something else, or a step of one stage.
+        SpecError: the argument is not a `Timeline`, or the step has one stage.
     """
     shown, seconds = stages_of(timeline), timeline.step_seconds
     left = len(f"stage {len(shown) - 1}")

@@ -82,7 +82,7 @@ def all_or_none(gather: Callable[[str], list[str]], what: str, work: Callable[[]
 
 
 def agreed(group: Exchange | None, what: str, work: Callable[[], T]) -> T:
-    """`all_or_none` over a group."""
+    """Do the same work on all ranks of a group, or fail on all of them: see `all_or_none`."""
     return all_or_none(functools.partial(texts, group), what, work)
 
 
@@ -92,8 +92,8 @@ def all_ranks(
     """Run `local` on every rank, then `on_first` of what they all return on rank 0. A collective.
 
     Raises:
-        Failed: on all ranks, if one of these failed on any.
-        What is no `Exception` (Ctrl-C) where it was raised; the other ranks get `Failed`.
+        Failed: `local` or `on_first` failed on some rank; all ranks raise it.
+        BaseException: what is not an `Exception` (Ctrl-C), where it was raised; the other ranks get `Failed`.
         CollectiveError: a peer died, or did not answer in time.
     """
     value, error = _attempt(local)
