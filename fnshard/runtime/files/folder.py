@@ -100,7 +100,7 @@ def remove_directory(folder: Path) -> None:
 
 
 def is_checkpoint_directory(folder: Path, names: re.Pattern[str] = OURS) -> bool:
-    """Whether a folder is a directory that contains nothing but the files of a save, which `names` matches."""
+    """Whether a folder is a directory with nothing but the files of a save, which `names` matches."""
     if folder.is_symlink() or not folder.is_dir():
         return False
     return all(names.fullmatch(name) for name in os.listdir(folder))
