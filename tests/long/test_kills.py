@@ -35,10 +35,6 @@ from experiments.lib.folder import CHECKPOINTS, write_result
 from experiments.lib.metrics import METRICS
 
 KILLS, SEED = int(os.environ.get("KILLS", "3")), int(os.environ.get("SEED", "1"))
-SCORES = """
-def digits(prompts, answers, rows):
-    return [sum(letter.isdigit() for letter in answer) / 3 for answer in answers]
-"""
 REPLICAS = ("run.replicas=1", "run.max_restarts=1000")
 # By name: the command, more options of it, its ranks, the steps of each of its runs.
 CAMPAIGNS = {
@@ -66,7 +62,6 @@ def test_nothing_is_lost(name: str, model: Path, data: dict[str, Path], tmp_path
     unbroken one, bit for bit."""
     variant, more, ranks, steps = CAMPAIGNS[name]
     shutil.copytree(ROOT / "experiments", tmp_path / "text", ignore=shutil.ignore_patterns("__pycache__"))
-    (tmp_path / "scores.py").write_text(SCORES)
     options = [f"mesh.shard={ranks}", f"run.steps={steps}", *more, *given(variant, tmp_path, model, data)]
     both = ranks if variant is not SIDE_BY_SIDE else 2  # a rank of each of two runs
     campaign = Campaign(tmp_path, variant, options, draw(SEED, both), KILLS)
