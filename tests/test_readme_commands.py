@@ -199,6 +199,7 @@ TABLE = {
     "python -m experiments.plan model=8b days=30 tokens=1e12": SEARCH,
     # -- measuring
     "python -m experiments.bench": SAMPLE,
+    "python -m experiments.bench case=parity": Row(),
     "python -m experiments.bench size=85m dtype=bf16 rounds=20": SAMPLE,
     "python -m experiments.bench device=cuda": Row("device=cpu", needs="a GPU"),
     "python -m experiments.bench case=predict ranks=4 "

@@ -57,6 +57,7 @@ CASES = {
     "predict": Case("plans:run", {"rows": 4, "rounds": 7, "memory": 1}, on_ranks=True),
     "checkpoint": Case("checkpoint:run", {"rows": 2, "rounds": 9, "steps": 8}, on_ranks=True),
     "executor": Case("micro:executor", {"rounds": 200}),
+    "parity": Case("parity:run", on_ranks=True),
     "published": Case("published:run"),
     "starts": Case("micro:starts", {"rounds": 5}),
     "gpu": Case("gpu:run", TINY),

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from experiments import python_path
 from experiments.bench.config import BenchConfig, read
-from experiments.bench.measure import show
+from experiments.bench.measure import barrier, show
 from fnshard.compiler.frontend.contexts import CUBLAS
 from fnshard.launcher.local import launch, run_rank
 from fnshard.mesh.process_group import make_group
@@ -47,9 +47,12 @@ def join(config: BenchConfig, group: bool = True) -> None:
 
 
 def main(folder: Path, config: BenchConfig) -> None:
-    """Be a rank: join the others, and show what the case found."""
+    """Be a rank: join the others, and show what the case found; one that failed ends with status 1."""
     join(config)
-    show(config, folder)
+    result = show(config, folder)
+    barrier()  # the first rank has shown it
+    if result.failed:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,491 @@
+"""The case `parity`: every layout that there is, next to plain PyTorch, in fp64.
+
+The worst errors of a sharded training are silent: a mean over ranks that counts rows wrongly, a gradient
+that one rank forgot, a norm that counts a leaf twice. Here each layout trains the same small model on the
+same rows, each with its own number of labels. Its losses and gradients stand next to those of one process.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fnshard as fs
+from experiments.bench.config import BenchConfig
+from experiments.bench.measure import Result, rank, say, shared_folder
+from experiments.lib.decoder import Decoder, DecoderConfig
+from fnshard import tree
+
+STEPS, SAVED_AT = 5, 3
+ROWS, LENGTH, VOCAB = 16, 16, 64
+LR, DECAY, CLIP, BETA = 1e-2, 0.1, 0.5, 0.9  # of AdamW; BETA is that of its mean of gradients
+TOLERANCE = 1e-10  # beyond which a layout of fnshard has failed
+IGNORED = -100  # a label that does not count
+DECODER = DecoderConfig(width=32, layers=4, heads=4, kv_heads=2, context=LENGTH, vocab=VOCAB, mlp=64)
+EXPERTS, CHOSEN = 8, 2
+
+Batch = tuple[Tensor, Tensor]  # tokens and labels, int64 [ROWS, LENGTH]
+Params = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way in which fnshard trains.
+
+    Args:
+        name: of its row.
+        axes: of the mesh.
+        model: a name of `MODELS`.
+        specs: keywords of the preset.
+        options: keywords of `shard_step`.
+        then: the layout in which the training goes on after `SAVED_AT` steps, by way of a checkpoint.
+    """
+
+    name: str
+    axes: Mapping[str, int]
+    preset: str = "full_shard"
+    model: str = "decoder"
+    specs: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    then: Layout | None = None
+
+
+SHARD4, SHARD2, HYBRID = {"shard": 4}, {"shard": 2}, {"replicate": 2, "shard": 2}
+TENSOR, EXPERT = {"tensor": "tensor"}, {"expert": "expert"}
+HOST_OPTIMIZER = {"optimizer_memory": "host", "update_on": "host"}
+FROZEN, ADAPTERS = fs.LayoutSpec(fs.P("shard"), trainable=False), fs.LayoutSpec(fs.P("shard"))
+PIPED = {"pipeline": 2, "shard": 2}
+FOUR = {"accumulate": 4}
+LAYOUTS = (
+    # what is kept where
+    *(Layout(name, SHARD4, name) for name in ("no_shard", "zero1", "zero2", "zero3", "shard_grad_op")),
+    Layout("full_shard", SHARD4),
+    Layout("hybrid_shard", HYBRID, "hybrid_shard"),
+    Layout("optimizer on the host", SHARD4, specs=HOST_OPTIMIZER),
+    Layout("all on the host", SHARD4, specs={"memory": "host", **HOST_OPTIMIZER}),
+    # axes of the mesh, and pairs of them
+    Layout("tensor", {"tensor": 4}, specs=TENSOR),
+    Layout("tensor, shard", {**SHARD2, "tensor": 2}, specs=TENSOR),
+    Layout("tensor, residual whole", {**SHARD2, "tensor": 2}, specs=TENSOR, options={"residual": "whole"}),
+    Layout("context, Ulysses", {**SHARD2, "context": 2}, options={"context_attention": "ulysses"}),
+    Layout("context, gather", {**SHARD2, "context": 2}, options={"context_attention": "gather"}),
+    Layout("context, ring", {"context": 4}, options={"context_attention": "ring"}),
+    Layout("context, tensor", {"context": 2, "tensor": 2}, specs=TENSOR),
+    Layout("replicate, tensor", {"replicate": 2, "tensor": 2}, "hybrid_shard", specs=TENSOR),
+    Layout("expert", {"expert": 4}, model="experts", specs=EXPERT),
+    Layout("expert, shard", {**SHARD2, "expert": 2}, model="experts", specs=EXPERT),
+    Layout("expert, tensor", {"expert": 2, "tensor": 2}, model="experts", specs={**EXPERT, **TENSOR}),
+    Layout("pipeline", {"pipeline": 4}, options=FOUR),
+    Layout("pipeline, shard", PIPED, options=FOUR),
+    Layout("pipeline, two chunks a stage", {"pipeline": 2}, specs={"chunks": 2}, options=FOUR),
+    Layout("pipeline, tensor", {"pipeline": 2, "tensor": 2}, specs=TENSOR, options=FOUR),
+    # micro-batches and what the backward keeps
+    Layout("accumulate", SHARD4, options={"accumulate": 4}),
+    Layout("accumulate, summed locally", SHARD4, options={"accumulate": 4, "accumulate_mode": "local"}),
+    Layout("accumulate, breadth first", SHARD4, options={"accumulate": 4, "micro_order": "breadth"}),
+    Layout("pipeline, GPipe", PIPED, options={**FOUR, "micro_order": "breadth"}),
+    Layout("remat", SHARD4, options={"remat": "unit"}),
+    Layout("remat of a half", SHARD4, options={"remat": 0.5}),
+    Layout("remat, inputs on the host", SHARD4, options={"remat": "unit+offload"}),
+    Layout("prefetch and overlap", SHARD4, options={"prefetch": 2, "overlap": 2}),
+    # frozen codes
+    *(Layout(f"LoRA on {codec}", SHARD4, model="lora", specs={"rules": [
+        ("adapters.*", ADAPTERS), ("base.*norm.*", FROZEN),
+        ("base.layers.*", replace(FROZEN, codec=codec)), ("base.*", FROZEN),
+    ]}) for codec in ("nf4", "int8")),
+)  # fmt: skip
+# Two processes run these: simulated ranks write no checkpoints.
+RESUMED = (
+    Layout("resumed", SHARD2, then=Layout("", SHARD2)),
+    Layout("resumed over tensor", SHARD2, then=Layout("", {"tensor": 2}, specs=TENSOR)),
+    Layout("resumed as a pipeline", SHARD2, then=Layout("", {"pipeline": 2}, options=FOUR)),
+    Layout("resumed from a pipeline", {"pipeline": 2}, options=FOUR, then=Layout("", SHARD2)),
+)
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a training has shown.
+
+    Args:
+        start: the whole parameters before its first step, by path.
+        losses: of each step, before its update.
+        moments: of each step, behind its update, AdamW's running mean of gradients by path.
+    """
+
+    start: Mapping[str, Tensor]
+    losses: list[float]
+    moments: list[Mapping[str, Tensor]]
+
+    def gradients(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Compute the gradients of the first and of the last step, which the running means give."""
+        first, before, last = self.moments[0], self.moments[-2], self.moments[-1]
+        return (
+            {path: value / (1 - BETA) for path, value in first.items()},
+            {path: (value - BETA * before[path]) / (1 - BETA) for path, value in last.items()},
+        )
+
+
+@dataclass(frozen=True)
+class Errors:
+    """How far a training is from the truth: relative errors of the loss, and of the gradient of the worst
+    leaf by its largest number, after the first step and after the last."""
+
+    loss: float
+    gradient: float
+    last_loss: float
+    last_gradient: float
+
+    @classmethod
+    def between(cls, found: Training, truth: Training) -> Errors:
+        losses = [abs(a - b) / abs(b) for a, b in zip(found.losses, truth.losses, strict=True)]
+        first, last = (
+            max(((ours[p] - value).abs().max() / value.abs().max()).item() for p, value in theirs.items())
+            for ours, theirs in zip(found.gradients(), truth.gradients(), strict=True)
+        )
+        return cls(losses[0], first, losses[-1], last)
+
+    @property
+    def worst(self) -> float:
+        return max(vars(self).values())
+
+
+def run(config: BenchConfig, folder: Path) -> Result:
+    """Does every layout train as one process of plain PyTorch does, and do DDP and FSDP2?
+
+    Each of two processes simulates the ranks of every other layout. Then they are the ranks of layouts that
+    restore a checkpoint, and of DDP and FSDP2, whose losses are written as their users write them: the mean
+    over the tokens of a rank's micro-batch.
+    """
+    torch.set_default_dtype(torch.float64)
+    try:
+        shares: list[Any] = [None] * config.ranks
+        dist.all_gather_object(shares, [_attempt(each) for each in LAYOUTS[rank() :: config.ranks]])
+        found = {layout.name: shares[i % config.ranks][i // config.ranks] for i, layout in enumerate(LAYOUTS)}
+        found |= {layout.name: _attempt(layout) for layout in RESUMED}
+        peers = dict(_train_peers())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    wrong = [n for n, e in found.items() if isinstance(e, str) or not e.worst <= TOLERANCE]
+    notes = (
+        "",
+        f"relative errors next to plain PyTorch in fp64, in the first step and in step {STEPS}; gradient: of",
+        'the worst leaf, by its largest number. Rows have unequal numbers of labels, but for "equal counts".',
+        f"beyond {TOLERANCE:g}: {', '.join(wrong) or 'no layout of fnshard'}",
+    )
+    values = {n: e if isinstance(e, str) else vars(e) for n, e in {**found, **peers}.items()}
+    if rank() == 0:
+        draw({**found, **peers}, len(found), folder / "parity.png")
+    return Result(_table(found, peers), notes, {"errors": values}, failed=bool(wrong))
+
+
+def _attempt(layout: Layout) -> Errors | str:
+    """The errors of a layout, or why it does not train."""
+    try:
+        errors = compare(layout)
+    except Exception as error:  # one layout that fails leaves the others their rows
+        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    say(f"{layout.name}: {errors.worst:.1e}")
+    return errors
+
+
+# ------------------------------------------------------------------ the task
+
+
+@dataclass(frozen=True)
+class Model:
+    """A function of (params, tokens, labels) that gives an `fs.Mean`, and its parameters.
+
+    `plain`: the same function in operations that plain PyTorch has in fp64.
+    """
+
+    params: Any
+    loss: Callable[..., fs.Mean]
+    plain: Callable[..., fs.Mean]
+
+
+class ExpertBlock(nn.Module):
+    """x + what each position's two best experts make of it, weighted by the router."""
+
+    def __init__(self, width: int = DECODER.width, hidden: int = DECODER.mlp):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.router = nn.Linear(width, EXPERTS, bias=False)
+        self.experts = nn.ParameterDict(
+            {
+                "up": torch.randn(EXPERTS, width, hidden) / width**0.5,
+                "down": torch.randn(EXPERTS, hidden, width) / hidden**0.5,
+            }
+        )
+        self.dense = False
+
+    def forward(self, x: Tensor) -> Tensor:  # [B, T, D]
+        rows = self.norm(x).flatten(0, 1)
+        weights, chosen = self.router(rows).softmax(-1).topk(CHOSEN)  # [B T, CHOSEN]
+        up, down = self.experts["up"], self.experts["down"]
+        if self.dense:  # every expert sees every row
+            share = torch.zeros(len(rows), EXPERTS).scatter(1, chosen, weights)
+            hidden = F.silu(torch.einsum("nd,edm->nem", rows, up))
+            out = (torch.einsum("nem,emd->ned", hidden, down) * share[..., None]).sum(1)
+        else:  # rows in the order of their experts
+            order = chosen.flatten().argsort(stable=True)
+            ends = F.one_hot(chosen.flatten(), EXPERTS).sum(0).cumsum(0).to(torch.int32)
+            hidden = F.silu(F.grouped_mm(rows[order // CHOSEN], up, offs=ends))
+            made = F.grouped_mm(hidden, down, offs=ends) * weights.flatten()[order][:, None]
+            out = torch.zeros_like(made).index_copy(0, order, made).view(-1, CHOSEN, rows.shape[-1]).sum(1)
+        return x + out.view_as(x)
+
+
+class ExpertDecoder(nn.Module):
+    """Two blocks of experts between an embedding and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, DECODER.width)
+        self.layers = nn.ModuleList(ExpertBlock() for _ in range(2))
+        self.head = nn.Linear(DECODER.width, VOCAB, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def _module(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return make().double()
+
+
+def _mean_loss(logits: Tensor, labels: Tensor) -> fs.Mean:
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    return fs.Mean(losses, (labels != IGNORED).sum())
+
+
+def _loss_of(module: nn.Module) -> tuple[Callable[..., fs.Mean], Params]:
+    apply, params = fs.make_functional(module)
+    return lambda p, tokens, labels: _mean_loss(apply(p, tokens), labels), params
+
+
+def _decoder() -> Model:
+    loss, params = _loss_of(_module(lambda: Decoder(DECODER)))
+    return Model(params, loss, loss)
+
+
+def _experts() -> Model:
+    module = _module(ExpertDecoder)
+    loss, params = _loss_of(module)
+    dense = copy.deepcopy(module)
+    for block in dense.layers:
+        block.dense = True
+    return Model(params, loss, _loss_of(dense)[0])
+
+
+def _lora() -> Model:
+    loss, params = _loss_of(_module(lambda: Decoder(DECODER)))
+    tuned, both = fs.lora(loss, params, rank=4, targets="*.wq|*.wv|*.up")
+    draw = torch.Generator().manual_seed(1)
+    for pair in both["adapters"].values():  # B starts as zeros, behind which A has no gradient
+        pair["b"] = torch.randn(pair["b"].shape, generator=draw) * 0.02
+    both = tree.map(lambda leaf: leaf.detach().double(), both)
+    return Model(both, tuned, tuned)
+
+
+MODELS: dict[str, Callable[[], Model]] = {
+    "decoder": cache(_decoder), "experts": cache(_experts), "lora": cache(_lora),
+}  # fmt: skip
+
+
+def batches(equal_counts: bool = False) -> Iterator[Batch]:
+    """Yield rows of noisy counting; the first labels of each do not count, unless counts are equal."""
+    for step in range(STEPS):
+        draw = torch.Generator().manual_seed(step)
+        start = torch.randint(VOCAB, (ROWS, 1), generator=draw)
+        noise = torch.randint(3, (ROWS, LENGTH + 1), generator=draw)
+        text = (start + torch.arange(LENGTH + 1) + noise) % VOCAB
+        tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
+        ignored = torch.randint(LENGTH - 2, (ROWS, 1), generator=draw)
+        if not equal_counts:
+            labels = labels.masked_fill(torch.arange(LENGTH) < ignored, IGNORED)
+        yield tokens, labels
+
+
+# ------------------------------------------------------------------ who trains
+
+
+def train_plainly(
+    model: Model, start: Mapping[str, Tensor], frozen: Collection[str] = (), **batch: Any
+) -> Training:
+    """Train in one process: whole tensors, whole batches, autograd and `torch.optim.AdamW`.
+
+    Args:
+        start: parameters by path.
+        batch: keywords of `batches`.
+    """
+    structure = tree.flatten_with_paths(model.params)[1]
+    leaves = {
+        path: value.detach().clone().requires_grad_(path not in frozen) for path, value in start.items()
+    }
+    trained = {path: leaf for path, leaf in leaves.items() if leaf.requires_grad}
+    optimizer = torch.optim.AdamW(trained.values(), lr=LR, weight_decay=DECAY)
+    losses, moments = [], []
+    for tokens, labels in batches(**batch):
+        mean = model.plain(tree.unflatten(list(leaves.values()), structure), tokens, labels)
+        value = mean.total / mean.count
+        optimizer.zero_grad()
+        value.backward()
+        torch.nn.utils.clip_grad_norm_(trained.values(), CLIP)
+        optimizer.step()
+        losses.append(value.item())
+        moments.append({path: optimizer.state[leaf]["exp_avg"].clone() for path, leaf in trained.items()})
+    return Training(start, losses, moments)
+
+
+def compare(layout: Layout) -> Errors:
+    """Train in a layout on simulated ranks, and plainly from the same parameters."""
+    model = MODELS[layout.model]()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of leaves and operations that an axis does not split
+        if layout.then:
+            with shared_folder() as folder:
+                first = train_in(layout, model, range(SAVED_AT), save=folder / "middle")
+                rest = train_in(layout.then, model, range(SAVED_AT, STEPS), restore=folder / "middle")
+            losses, moments = first.losses + rest.losses, first.moments + rest.moments
+            found = replace(first, losses=losses, moments=moments)
+        else:
+            found = train_in(layout, model, range(STEPS))
+    frozen = found.start.keys() - found.moments[0].keys()
+    return Errors.between(found, train_plainly(model, found.start, frozen))
+
+
+def train_in(
+    layout: Layout, model: Model, numbers: range, save: Path | None = None, restore: Path | None = None
+) -> Training:
+    """Train for the steps of some numbers; on simulated ranks, unless there is a checkpoint to write or read.
+
+    The parameters that it starts from are those that `fn` sees, so codes are decoded.
+    """
+    mesh = fs.make_mesh(**layout.axes, simulated=not (save or restore))
+    specs = fs.presets.PRESETS[layout.preset](model.params, mesh, **layout.specs)
+    optimizer = fs.optim.chain(fs.optim.clip_by_global_norm(CLIP), fs.optim.adamw(LR, weight_decay=DECAY))
+    options = {"optimizer": optimizer, "backend": "eager", **layout.options}
+    step = fs.shard_step(model.loss, specs, mesh=mesh, **options)
+
+    def work(rank: int) -> Training:
+        state = fs.checkpoint.restore(restore, step) if restore else step.init(model.params)
+        start = tree.flatten_with_paths(fs.unshard(state.params, step.specs, mesh))[0]
+        losses, moments = [], []
+        for batch in itertools.islice(batches(), numbers.start, numbers.stop):
+            rows = len(batch[0]) // mesh.data_size
+            state, metrics = step(state, *(x[rows * mesh.data_rank :][:rows] for x in batch))
+            means = {path: slots["mu"] for path, slots in state.opt_state.items()}
+            whole, _ = tree.flatten_with_paths(fs.unshard(means, step.specs, mesh, layout="optimizer"))
+            losses.append(metrics["loss"].item())
+            moments.append({path: leaf for path, leaf in whole.items() if leaf is not None})
+        if save:
+            fs.checkpoint.save(save, state)
+        return Training(start, losses, moments)
+
+    return work(mesh.rank) if save or restore else fs.simulate(mesh, work)[0]
+
+
+# ------------------------------------------------------------------ torch's own
+
+PEERS = {
+    "DDP": ("ddp", 1), "DDP, accumulate": ("ddp", 4),
+    "FSDP2": ("fsdp2", 1), "FSDP2, accumulate": ("fsdp2", 4),
+}  # fmt: skip
+
+
+def _train_peers() -> Iterator[tuple[str, Errors]]:
+    model = MODELS["decoder"]()
+    for equal, words in ((True, "equal counts"), (False, "unequal counts")):
+        truth = train_plainly(model, model.params, equal_counts=equal)
+        for name, (kind, parts) in PEERS.items():
+            yield f"{name}, {words}", Errors.between(train_with_torch(kind, parts, equal), truth)
+
+
+def train_with_torch(kind: str, parts: int, equal_counts: bool) -> Training:
+    """Train with DDP or FSDP2 on these processes; micro-batches as their documents show them."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    model = _module(lambda: Decoder(DECODER))
+    whole = dict(model.named_parameters())
+    if kind == "ddp":
+        trained: nn.Module = DistributedDataParallel(model)
+    else:
+        for block in model.layers:
+            fully_shard(block)
+        trained = fully_shard(model)
+        whole = dict(trained.named_parameters())
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=LR, weight_decay=DECAY)
+    losses, moments = [], []
+    for batch in batches(equal_counts):
+        tokens, labels = (x.chunk(dist.get_world_size())[dist.get_rank()] for x in batch)
+        optimizer.zero_grad()
+        total = torch.zeros(())
+        for number, micro_batch in enumerate(zip(tokens.chunk(parts), labels.chunk(parts), strict=True), 1):
+            with trained.no_sync() if kind == "ddp" and number < parts else nullcontext():
+                mean = _mean_loss(trained(micro_batch[0]), micro_batch[1])
+                loss = mean.total / mean.count / parts
+                loss.backward()
+            total += loss.detach()
+        dist.all_reduce(total)
+        torch.nn.utils.clip_grad_norm_(trained.parameters(), CLIP)
+        optimizer.step()
+        losses.append(total.item() / dist.get_world_size())
+        means = {path: optimizer.state[leaf]["exp_avg"] for path, leaf in whole.items()}
+        moments.append(
+            {p: (v.full_tensor() if isinstance(v, DTensor) else v).clone() for p, v in means.items()}
+        )
+    return Training(whole, losses, moments)
+
+
+# ------------------------------------------------------------------ how it looks
+
+
+def _table(found: Mapping[str, Errors | str], peers: Mapping[str, Errors]) -> list[list[str]]:
+    table = [["", "loss 1", "gradient 1", f"loss {STEPS}", f"gradient {STEPS}"]]
+    for name, errors in {**found, **peers}.items():
+        if isinstance(errors, str):
+            table.append([name, errors, "", "", ""])
+        else:
+            table.append([name, *(f"{error:.0e}" for error in vars(errors).values())])
+    return table
+
+
+def draw(found: Mapping[str, Errors | str], own: int, path: Path) -> None:
+    """Draw the worst error of each row as a bar, the first `own` of them as fnshard's."""
+    from fnshard.plot.pictures import figure_of, save
+
+    shown = {name: errors.worst for name, errors in found.items() if isinstance(errors, Errors)}
+    figure, [[axes]] = figure_of(9, 0.22 * len(shown) + 1)
+    ours = set(list(found)[:own])
+    axes.barh(
+        list(shown), [max(error, 1e-17) for error in shown.values()], left=1e-17,
+        color=["#0072B2" if name in ours else "#D55E00" for name in shown],
+    )  # fmt: skip
+    axes.axvline(TOLERANCE, color="black", linewidth=0.8, linestyle="--")
+    axes.set_xscale("log")
+    axes.set_xlim(1e-17, 10)
+    axes.invert_yaxis()
+    axes.tick_params(labelsize=7)
+    axes.set_xlabel(f"worst relative error of losses and gradients over {STEPS} steps, fp64")
+    axes.set_title(
+        "fnshard (blue), DDP and FSDP2 (red), next to one process of plain PyTorch", fontsize=10, loc="left"
+    )
+    save(figure, path)
