@@ -64,7 +64,7 @@ def test_nothing_is_lost(name: str, model: Path, data: dict[str, Path], tmp_path
     shutil.copytree(ROOT / "experiments", tmp_path / "text", ignore=shutil.ignore_patterns("__pycache__"))
     options = [f"mesh.shard={ranks}", f"run.steps={steps}", *more, *given(variant, tmp_path, model, data)]
     both = ranks if variant is not SIDE_BY_SIDE else 2  # a rank of each of two runs
-    campaign = Campaign(tmp_path, variant, options, draw(SEED, both), KILLS)
+    campaign = Campaign(tmp_path, variant, options, draw(f"{SEED} {name}", both), KILLS)
     campaign.run()
     print(f"{name}: {campaign}")
     assert campaign.problems == []

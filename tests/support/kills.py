@@ -101,7 +101,7 @@ class Kill:
     within: float  # how far into it, 0 to 1
 
 
-def draw(seed: int, ranks: int) -> Iterator[Kill]:
+def draw(seed: int | str, ranks: int) -> Iterator[Kill]:
     """Kills without end; the same for the same seed."""
     chance = random.Random(seed)
     while True:
