@@ -185,6 +185,25 @@ TABLE = {
     "python -m experiments.finetune model=tiny-qwen2.5-vl method=full": SEES,
     "python -m experiments.finetune model=/models/qwen2.5-vl data.train=images.jsonl "
     "method.targets='all-linear|vision-linear'": SEES,
+    "python -m experiments.finetune data.train=mine.jsonl model=/models/llama data.tokens=16384": (
+        replace(TUNE, short=f"{TUNE.short} data.tokens=512")
+    ),
+    "python -m experiments.finetune objective=grpo data.train=mine.jsonl model=/models/llama data.tokens=4096 "
+    "objective.environment._target_=my_package.rollout": (
+        replace(TUNE, short=f"{TUNE.short} objective.group=2", needs="a package of one's own")
+    ),
+    "python -m experiments.finetune objective=distill objective.teacher=stdlib model=tiny": (
+        replace(TINY, bases=("stdlib", "tiny"))
+    ),
+    "python -m experiments.finetune objective=distill objective.teacher=/models/large model=/models/llama "
+    "data.train=mine.jsonl objective.on_policy=true": (
+        replace(TUNE, short=f"{TUNE.short} objective.teacher=/models/llama objective.group=2 objective.tokens=4")
+    ),
+    "python -m experiments.finetune objective=reward data.train=pairs.jsonl model=/models/llama": TUNE,
+    "python -m experiments.finetune objective=classify": TINY,
+    "python -m experiments.finetune objective=embed objective.dims=[16,32]": (
+        replace(TINY, short=f"{TINY.short} objective.dims=[8,16]")
+    ),
     # -- data
     "python -m experiments.tokenize out=shards": Row("files=/text", quick=True),
     "python -m experiments.tokenize out=shards files=[/text,'/more/*.jsonl'] tokenizer=/models/llama": Row(),

@@ -400,15 +400,19 @@ def rows_of(data: Any) -> dict[str, int]:
     return {n: data.get(n, least) if own else getattr(data, n) for n, least in TARGET_ROWS.items()}
 
 
-def misfits(strategy: StrategyConfig, run: RunConfig) -> list[str]:
-    """Return what is wrong with options of `run`: the strategy has no use for them, or lacks them."""
+def misfits(strategy: StrategyConfig, run: RunConfig, fits: bool = False) -> list[str]:
+    """Return what is wrong with options of `run`: the strategy has no use for them, or lacks them.
+
+    Args:
+        fits: something else is as large as fits into the device, too.
+    """
     wrong = []
     auto, tiers = strategy.name == AUTO, (strategy.memory, strategy.optimizer_memory)
     if auto and run.device_gb is None:
         wrong.append("strategy=auto: needs a budget. Fix: run.device_gb=24.")
     if auto and run.accumulate != 1:
         wrong.append(f"run.accumulate={run.accumulate}: strategy=auto chooses the micro-batches; leave 1.")
-    if not auto and run.device_gb is not None:
+    if not (auto or fits) and run.device_gb is not None:
         wrong.append(f"run.device_gb={run.device_gb:g}: a budget is for strategy=auto.")
     if run.replica_every != 1 and not run.replicas:
         wrong.append(f"run.replica_every={run.replica_every}: nothing is copied. Fix: run.replicas=1.")
