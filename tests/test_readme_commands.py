@@ -32,6 +32,7 @@ from experiments.explain import config as explain
 from experiments.plan import config as plan
 from experiments.tokenize import config as tokenize
 from experiments.tuning.model_directory import KEPT
+from experiments.web import config as web
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ SPECS = {
     "experiments.bench": bench.COMMAND,
     "experiments.evaluate": evaluate.COMMAND,
     "experiments.tokenize": tokenize.COMMAND,
+    "experiments.web": web.COMMAND,
 }
 SMALL = "model.width=16 model.layers=1 model.context=16 data.held_out_rows=4 run.backend=eager"
 BRIEF = f"{SMALL} data.rows=4 run.steps=2 run.sample_tokens=1"
@@ -145,6 +147,9 @@ TABLE = {
     "python -m experiments.generate run=RUN_DIR 'prompt=class '": Row("tokens=4", quick=True),
     "python -m experiments.compare multirun/2030-01-31/12-00-00 'outputs/2030-01-31/*' --metric tokens_per_s "
     "--out there": Row(quick=True),
+    # -- the page
+    "python -m experiments.web": Row(needs="a browser, and test_web_browser.py"),
+    "python -m experiments.web folder=FOLDER port=0": Row(needs="a browser, and test_web_browser.py"),
     # -- nodes
     "torchrun --nproc-per-node 2 -m experiments.train": TRAIN,
     "python -m experiments.train --multirun run.seed=1,2,3 launcher=slurm hydra.launcher.nodes=2 "
