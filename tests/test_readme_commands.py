@@ -18,6 +18,7 @@ from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
+import torch
 from commands import ROOT, commands, documents, run_command
 from runs import validate
 
@@ -127,6 +128,8 @@ TABLE = {
     "python -m experiments.evaluate model=FOLDER 'tasks=[lm-eval:arc_easy]'": (
         Row(needs="a network, and test_evaluate.py")
     ),
+    # -- checkpoints of others
+    "python -m experiments.convert FROM TO": Row(quick=True),
     # -- sweeps
     "python -m experiments.train --multirun strategy=full_shard,zero2,no_shard optimizer.lr=2e-3,4e-3": TRAIN,
     "python -m experiments.train --multirun optimizer.lr=1e-3,3e-3,1e-2 launcher=joblib hydra.launcher.n_jobs=3": TRAIN,
@@ -190,6 +193,7 @@ TABLE = {
     "python -m experiments.explain model=70b strategy=full_shard mesh.shard=1024 hardware=h100": PAPER,
     "python -m experiments.explain model=70b mesh.shard=32 mesh.context=4 mesh.tensor=8 strategy=full_shard_remat": PAPER,
     "python -m experiments.explain model=7b strategy=auto mesh.shard=8 data.rows=32 run.device_gb=24 hardware=a100": PAPER,
+    "python -m experiments.explain model=70b mesh.pipeline=8 mesh.tensor=8 mesh.shard=1 strategy=shard_grad_op strategy.chunks=2 run.accumulate=16": PAPER,
     "python -m experiments.explain run=outputs/2030-01-31/12-00-00": Row(quick=True),
     "python -m experiments.explain hardware=measured:outputs/2030-01-31": PAPER,
     "python -m experiments.plan model=70b devices=64": (
@@ -248,13 +252,14 @@ def things(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     write_model("tiny-qwen2.5-vl", home / "qwen2.5-vl")
     images = image_files(home)[0]
     _run(f"experiments.tokenize out=shards files={home}/text", home)
+    torch.save({"w": torch.ones(2)}, home / "weights.pt")
     run = "outputs/2030-01-31/12-00-00"
     _run(f"experiments.train {BRIEF} mesh.shard=1 data.root={home}/text hydra.run.dir={run}", home)
     (home / "multirun").symlink_to(home / "outputs")
     return {
         "/models/llama": f"{home}/llama", "/text": f"{home}/text", "/more/": f"{home}/more/",
         "/models/qwen2.5-vl": f"{home}/qwen2.5-vl", "images.jsonl": str(images), "/fast/disk": f"{home}/disk", "mine.jsonl": str(mine), "pairs.jsonl": str(pairs),
-        "data.root=shards": f"data.root={home}/shards", "RUN_DIR...": f"{home}/{run}", "run=RUN_DIR": f"run={home}/{run}",
+        "convert FROM": f"convert {home}/weights.pt", "data.root=shards": f"data.root={home}/shards", "RUN_DIR...": f"{home}/{run}", "run=RUN_DIR": f"run={home}/{run}",
         "multirun/2030": f"{home}/multirun/2030", "outputs/2030": f"{home}/outputs/2030",
     }  # fmt: skip
 

@@ -249,12 +249,12 @@ def _cut_evenly(sizes: Sequence[int], count: int) -> list[int]:
     for run in range(1, count + 1):
         following: list[tuple[float, list[int]] | None] = [None] * (len(sizes) + 1)
         for end in range(run, len(sizes) + 1):
-            options = [
-                (best[start][0] + float(sums[end] - sums[start]) ** 2, [*best[start][1], start])
+            total, begun, start = min(
+                (best[start][0] + float(sums[end] - sums[start]) ** 2, best[start][1], start)
                 for start in range(run - 1, end)
                 if best[start] is not None
-            ]
-            following[end] = min(options)
+            )
+            following[end] = total, [*begun, start]
         best = following
     return best[-1][1][1:]
 

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fnshard import tree
+from fnshard.analysis.flops import kernel_flops
 from fnshard.compiler.frontend.contexts import check_autocast, deterministic
 from fnshard.compiler.frontend.indices import Indices, explain, ranges
 from fnshard.compiler.frontend.trace import flatten_batch
@@ -36,7 +37,7 @@ from fnshard.step.batches import (
     split_batch,
 )
 from fnshard.step.lowered import CompileStats, Lowered
-from fnshard.step.plan import FORWARD, fill_depths, plan_of
+from fnshard.step.plan import FORWARD, check_order, fill_depths, plan_of
 from fnshard.step.programs import Programs, announce, fits
 
 LENGTHS = 64  # programs of a step with `shapes` that are kept, at least: sequences may differ in length
@@ -70,6 +71,7 @@ class ProgramCache:
             raise TraceError(f"`fn` is a function of (params, *batch), not {type(fn).__name__}.")
         check_mesh(mesh)
         self.fn, self.mesh, self.trains = fn, mesh, trains
+        check_order(options, mesh)
         self.options = fill_depths(options, mesh)
         self._signature = signature_of(fn)
         context = mesh.axis_size("context") if "context" in mesh.names else 1
@@ -150,7 +152,7 @@ class ProgramCache:
         self.stats.traces += 1
         if self.mesh.kind != "abstract":
             warm_up(self.mesh.device_type, self.options.backend)
-        stages = lower(self.fn, self.specs, micro, self.mesh, self._plan, self.options)
+        stages = lower(self.fn, self.specs, micro, self.mesh, self._plan, self.options, kernel_flops)
         return Lowered(
             stages, self.options, None, self.optimizer, bytes_of_batch(batch),
             stats=self.stats, first=not len(self.programs),

@@ -23,6 +23,7 @@ from toys import WIDTH, chain, lower, run_chain
 import fnshard as fs
 from fnshard import LayoutSpec, P, ScheduleError, SpecError, TraceError
 from fnshard.compiler.ir.values import Kind, stored
+from fnshard.compiler.kernels.segments import Way
 from fnshard.compiler.schedule.instructions import (
     AllReduce,
     Gather,
@@ -58,7 +59,7 @@ def test_every_task_runs_once_behind_what_it_reads(
 ) -> None:
     stage_of = [c % stages for c in range(stages * each)]
     room = usual_room(stages, len(stage_of)) if limited else None
-    slots = order_stages(stage_of, micros, room, lambda chunk, back: backward if back else 1.0)
+    slots = order_stages(stage_of, micros, room, lambda chunk, way: backward if way is Way.BACKWARD else 1.0)
     place = {(s.chunk, s.micro, s.backward): n for n, s in enumerate(slots)}
     assert len(place) == len(slots) == 2 * micros * len(stage_of)
     for (chunk, micro, back), number in place.items():

@@ -208,6 +208,7 @@ RUN = " ".join(
         ("checkpoint", [*TINY, "steps=2"]),
         *(pytest.param(case, overrides, marks=pytest.mark.long) for case, overrides in (
             ("memory", [*TINY, "memory=1", "plans=[full_shard,ddp,remat-bf16-host]"]),
+            ("bubble", [*TINY, "memory=0", "plans=[pipeline2-accumulate2-2x16]"]),
             ("predict", ["ranks=1", "rounds=1", "backend=eager", "plans=[5m-full_shard]"]),
             ("starts", ["rounds=1", f"overrides='{RUN}'"]),  # whole runs
         )),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -62,6 +63,7 @@ def verify(schedule: Schedule) -> Schedule:
       changes, or reads what was taken over;
     - no buffer of the host's pool is read, or given back again, by way of a view once it was given back;
     - whatever is alive at the end is an output;
+    - each backward, or both halves of one, run once for a micro-batch;
     - a gradient is summed over each axis once that does not split its leaf, and over no other, and none is
       left out; a norm counts every element once; where the result of an exchange has a cotangent, what was
       sent has one, and where a value of another stage has one, it is sent back; no leaf of another stage is
@@ -85,7 +87,7 @@ def verify(schedule: Schedule) -> Schedule:
     ]  # fmt: skip
     state.problems += _too_many_units(schedule) + _double_gathers(schedule)
     state.problems += _sums(schedule) + _counts(schedule) + _missing_duals(schedule)
-    state.problems += _unanswered(schedule) + _lost_gradients(schedule)
+    state.problems += _unanswered(schedule) + _missing_backwards(schedule) + _lost_gradients(schedule)
     if not state.problems:  # it takes every kernel to read what it should
         state.problems += _kept_leaves(schedule)
     if state.problems:
@@ -218,6 +220,18 @@ def _missing_duals(schedule: Schedule) -> list[str]:
         if key in tangents and (*key, line.of_kind.dual, line.axes) not in back:
             problems.append(f"{line.detail}: the cotangent of {received} is not exchanged back")
     return problems
+
+
+def _missing_backwards(schedule: Schedule) -> list[str]:
+    """Backward kernels, or halves of them, that run for a micro-batch more or less often than once."""
+    runs = [line for line in schedule.instructions if isinstance(line, Run) and line.backward]
+    found = Counter((run.segment, run.way, run.phase) for run in runs)
+    micros = [f".{m}" for m in range(schedule.accumulate)] if schedule.accumulate > 1 else [""]
+    due = {
+        (run.segment, way, f"backward{micro}"): f"{run.kernel}.{way} of segment {run.segment}"
+        for run in runs for way in schedule.kernels[run.kernel].halves for micro in micros
+    }  # fmt: skip
+    return [f"{key[2]}: {what} runs {found[key]} times" for key, what in due.items() if found[key] != 1]
 
 
 def _unanswered(schedule: Schedule) -> list[str]:
