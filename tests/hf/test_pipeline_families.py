@@ -66,7 +66,7 @@ def test_files_of_two_stages_are_those_of_one_device(codec: str | None, tmp_path
         fs.simulate(mesh, run)
 
     write({"shard": 1}, tmp_path / "one")
-    write({"pipeline": 2}, tmp_path / "two")
+    write({"pipeline": 2, "shard": 1}, tmp_path / "two")
     pairs = [
         (
             load_file(tmp_path / way / "adapters" / "adapter_model.safetensors"),
