@@ -46,7 +46,10 @@ class StepOptions(Mapping[str, Any]):
             for all of them: with `remat="unit"` the units' inputs, with "unit+offload" on the host. On a mesh
             with an axis "pipeline" each stage runs the micro-batches that have come to it, and sums their
             gradients before ranks do: "depth" limits how many are under way (1F1B, interleaved where a stage
-            has several chunks), "breadth" does not (GPipe).
+            has several chunks), "breadth" does not (GPipe). "zero_bubble" limits them as "depth" does, and
+            divides each backward in two: the cotangents that other stages wait for come first, the gradients
+            of leaves when a stage would be idle (ZB-H1 of Qi et al. 2023). Every stage then keeps as many
+            micro-batches as the first one does.
         prefetch: how many kernels ahead gathers are issued, (forward, backward); 0 is none. All kernels of a
             unit count as one where micro-batches run breadth-first, here and for `overlap`. None is 1, and 0
             for CPU ranks that share memory, whose collectives run on the thread that computes.

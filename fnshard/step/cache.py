@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fnshard import losses, tree
+from fnshard.analysis.flops import kernel_flops
 from fnshard.compiler.frontend.contexts import check_autocast, deterministic
 from fnshard.compiler.frontend.indices import Indices, explain, ranges
 from fnshard.compiler.frontend.trace import flatten_batch
@@ -37,7 +38,7 @@ from fnshard.step.batches import (
     split_batch,
 )
 from fnshard.step.lowered import CompileStats, Lowered
-from fnshard.step.plan import FORWARD, fill_depths, plan_of
+from fnshard.step.plan import FORWARD, check_order, fill_depths, plan_of
 from fnshard.step.programs import Programs, announce, fits
 
 LENGTHS = 64  # programs of a step with `shapes` that are kept, at least: sequences may differ in length
@@ -71,6 +72,7 @@ class ProgramCache:
             raise TraceError(f"`fn` is a function of (params, *batch), not {type(fn).__name__}.")
         check_mesh(mesh)
         self.fn, self.mesh, self.trains = fn, mesh, trains
+        check_order(options, mesh)
         self.options = fill_depths(options, mesh)
         self._signature = signature_of(fn)
         context = mesh.axis_size("context") if "context" in mesh.names else 1
@@ -176,10 +178,12 @@ class ProgramCache:
             # Another number of the same micro-batches: one more schedule of the kernels that there are.
             stages, compiled = known[1].stages, known[1].compiled
             front = Front(stages.program, stages.segments, plan.for_program(stages.program))
-            stages = schedule_for(front, self.specs.stored, self.mesh, options, known=dict(stages.kernels))
+            stages = schedule_for(
+                front, self.specs.stored, self.mesh, options, dict(stages.kernels), cost_of=kernel_flops
+            )
         else:
             self.stats.traces += 1
-            stages = lower(self.fn, self.specs, micro, self.mesh, plan, options)
+            stages = lower(self.fn, self.specs, micro, self.mesh, plan, options, kernel_flops)
         lowered = Lowered(
             stages, options, compiled, self.optimizer, bytes_of_batch(batch),
             stats=self.stats, first=not len(self.programs),
