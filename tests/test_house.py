@@ -44,8 +44,8 @@ FLOORS = [
     "analysis",
     "step",
     "search",
-    "checkpoint",
     "hf",
+    "checkpoint",
     "adapters",
     "debug",
     "plot",
@@ -122,12 +122,17 @@ PRIVATE = {
         "torch.ops.aten._assert_tensor_metadata",  # an op of every cast beneath autograd
         "torch.ops.aten._efficientzerotensor",
     },
+    "fnshard.compiler.kernels.weight_grads": {
+        "torch._functorch"
+    },  # which ops its partitioner holds for cheap
     "fnshard.compiler.kernels.inductor": {"torch._guards", "torch._inductor"},
     "fnshard.runtime.executor.compiled_update": {
         "torch._inductor",  # its decompositions
         "torch._subclasses",
     },
     "fnshard.runtime.executor.fused_update": {"torch._foreach_copy_"},
+    "fnshard.checkpoint.foreign.dcp_writing": {"torch.distributed.checkpoint.filesystem._StorageInfo"},
+    "fnshard.checkpoint.foreign.formats": {"torch._subclasses"},
     "fnshard.analysis.footprint": {"torch._subclasses"},
     "fnshard.analysis.updates": {"torch._subclasses"},
     "fnshard.analysis.storages": {"torch.utils._python_dispatch"},

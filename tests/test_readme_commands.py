@@ -18,6 +18,7 @@ from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
+import torch
 from commands import ROOT, commands, documents, run_command
 from runs import validate
 
@@ -129,6 +130,8 @@ TABLE = {
     "python -m experiments.evaluate model=FOLDER 'tasks=[lm-eval:arc_easy]'": (
         Row(needs="a network, and test_evaluate.py")
     ),
+    # -- checkpoints of others
+    "python -m experiments.convert FROM TO": Row(quick=True),
     # -- sweeps
     "python -m experiments.train --multirun strategy=full_shard,zero2,no_shard optimizer.lr=2e-3,4e-3": TRAIN,
     "python -m experiments.train --multirun optimizer.lr=1e-3,3e-3,1e-2 launcher=joblib hydra.launcher.n_jobs=3": TRAIN,
@@ -187,6 +190,25 @@ TABLE = {
     "python -m experiments.finetune model=tiny-qwen2.5-vl method=full": SEES,
     "python -m experiments.finetune model=/models/qwen2.5-vl data.train=images.jsonl "
     "method.targets='all-linear|vision-linear'": SEES,
+    "python -m experiments.finetune data.train=mine.jsonl model=/models/llama data.tokens=16384": (
+        replace(TUNE, short=f"{TUNE.short} data.tokens=512")
+    ),
+    "python -m experiments.finetune objective=grpo data.train=mine.jsonl model=/models/llama data.tokens=4096 "
+    "objective.environment._target_=my_package.rollout": (
+        replace(TUNE, short=f"{TUNE.short} objective.group=2", needs="a package of one's own")
+    ),
+    "python -m experiments.finetune objective=distill objective.teacher=stdlib model=tiny": (
+        replace(TINY, bases=("stdlib", "tiny"))
+    ),
+    "python -m experiments.finetune objective=distill objective.teacher=/models/large model=/models/llama "
+    "data.train=mine.jsonl objective.on_policy=true": (
+        replace(TUNE, short=f"{TUNE.short} objective.teacher=/models/llama objective.group=2 objective.tokens=4")
+    ),
+    "python -m experiments.finetune objective=reward data.train=pairs.jsonl model=/models/llama": TUNE,
+    "python -m experiments.finetune objective=classify": TINY,
+    "python -m experiments.finetune objective=embed objective.dims=[16,32]": (
+        replace(TINY, short=f"{TINY.short} objective.dims=[8,16]")
+    ),
     # -- data
     "python -m experiments.tokenize out=shards": Row("files=/text", quick=True),
     "python -m experiments.tokenize out=shards files=[/text,'/more/*.jsonl'] tokenizer=/models/llama": Row(),
@@ -195,6 +217,7 @@ TABLE = {
     "python -m experiments.explain model=70b strategy=full_shard mesh.shard=1024 hardware=h100": PAPER,
     "python -m experiments.explain model=70b mesh.shard=32 mesh.context=4 mesh.tensor=8 strategy=full_shard_remat": PAPER,
     "python -m experiments.explain model=7b strategy=auto mesh.shard=8 data.rows=32 run.device_gb=24 hardware=a100": PAPER,
+    "python -m experiments.explain model=70b mesh.pipeline=8 mesh.tensor=8 mesh.shard=1 strategy=shard_grad_op strategy.chunks=2 run.accumulate=16": PAPER,
     "python -m experiments.explain run=outputs/2030-01-31/12-00-00": Row(quick=True),
     "python -m experiments.explain hardware=measured:outputs/2030-01-31": PAPER,
     "python -m experiments.plan model=70b devices=64": (
@@ -253,13 +276,14 @@ def things(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     write_model("tiny-qwen2.5-vl", home / "qwen2.5-vl")
     images = image_files(home)[0]
     _run(f"experiments.tokenize out=shards files={home}/text", home)
+    torch.save({"w": torch.ones(2)}, home / "weights.pt")
     run = "outputs/2030-01-31/12-00-00"
     _run(f"experiments.train {BRIEF} mesh.shard=1 data.root={home}/text hydra.run.dir={run}", home)
     (home / "multirun").symlink_to(home / "outputs")
     return {
         "/models/llama": f"{home}/llama", "/text": f"{home}/text", "/more/": f"{home}/more/",
         "/models/qwen2.5-vl": f"{home}/qwen2.5-vl", "images.jsonl": str(images), "/fast/disk": f"{home}/disk", "mine.jsonl": str(mine), "pairs.jsonl": str(pairs),
-        "data.root=shards": f"data.root={home}/shards", "RUN_DIR...": f"{home}/{run}", "run=RUN_DIR": f"run={home}/{run}",
+        "convert FROM": f"convert {home}/weights.pt", "data.root=shards": f"data.root={home}/shards", "RUN_DIR...": f"{home}/{run}", "run=RUN_DIR": f"run={home}/{run}",
         "multirun/2030": f"{home}/multirun/2030", "outputs/2030": f"{home}/outputs/2030",
     }  # fmt: skip
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -55,6 +56,7 @@ CASES = {
     "peers": Case("peers:run", on_ranks=True),
     "memory": Case("plans:run", {"rows": 4, "rounds": 3}, on_ranks=True),
     "predict": Case("plans:run", {"rows": 4, "rounds": 7, "memory": 1}, on_ranks=True),
+    "bubble": Case("bubble:run", {"size": "5m", "rounds": 5, "memory": 0}, on_ranks=True),
     "checkpoint": Case("checkpoint:run", {"rows": 2, "rounds": 9, "steps": 8}, on_ranks=True),
     "executor": Case("micro:executor", {"rounds": 200}),
     "parity": Case("parity:run", on_ranks=True),
@@ -75,7 +77,7 @@ class BenchConfig:
         size: a file of `conf/model`.
         dtype: of compute; parameters are updated in fp32.
         reduce: dtype of gradients on the wire; None is `dtype`.
-        tensor, context: axes of fnshard's mesh, next to "shard".
+        tensor, context, pipeline: axes of fnshard's mesh, next to "shard".
         backend: of fnshard, and of the loss of torch's contenders.
         rows, length: of one rank's batch of tokens.
         accumulate: of peers, micro-batches that a rank's rows are cut into. DDP sums them up locally, FSDP2
@@ -84,10 +86,10 @@ class BenchConfig:
             the first compiles. A GPU takes several steps, so that they are launched without a pause.
         contenders: of peers.
         losses: how many steps of peers are compared with the fp64 reference; 0 skips it.
-        memory: how often bytes of peers, memory and predict are followed (what one pass gets wrong makes
-            numbers larger only, so the smallest counts); 0 skips it.
-        plans: of memory and predict, those that take part, each named by `plans.WORDS` that hyphens join;
-            none: the case's own, of predict for so many ranks.
+        memory: how often bytes of peers, memory, predict and bubble are followed (what one pass gets wrong
+            makes numbers larger only, so the smallest counts); 0 skips it.
+        plans: of memory, predict and bubble, those that take part, each named by `plans.WORDS` that hyphens
+            join; none: the case's own, of predict for so many ranks.
         clock: of predict: "wall", or "cpu", which leaves out what other processes took.
         every: of checkpoint, steps from one save to the next.
         checkout: of starts, another checkout that takes turns with this one.
@@ -106,6 +108,7 @@ class BenchConfig:
     reduce: str | None = None
     tensor: int = 1
     context: int = 1
+    pipeline: int = 1
     backend: str = "inductor"
     rows: int | None = None
     length: int | None = None
@@ -148,8 +151,9 @@ class BenchConfig:
     def axes(self) -> dict[str, int]:
         """Return the axes of fnshard's mesh."""
         split = {"context": self.context, "tensor": self.tensor}
-        shard = self.ranks // self.context // self.tensor
-        return {"shard": shard, **{name: size for name, size in split.items() if size > 1}}
+        stages = {"pipeline": self.pipeline} if self.pipeline > 1 else {}
+        shard = self.ranks // self.context // self.tensor // self.pipeline
+        return {**stages, "shard": shard, **{name: size for name, size in split.items() if size > 1}}
 
     @property
     def tokens(self) -> int:
@@ -191,7 +195,7 @@ def complete(config: BenchConfig) -> BenchConfig:
         "backend": ("inductor", "eager"), "clock": ("wall", "cpu"),
     }  # fmt: skip
     counts = ("ranks", "rounds", "steps", "warmup", "rows", "length", "every", "tensor", "context",
-              "accumulate")  # fmt: skip
+              "pipeline", "accumulate")  # fmt: skip
     least = dict.fromkeys(counts, 1) | {"losses": 0, "memory": 0}
     problems = []
     for name, value in vars(config).items():
@@ -202,8 +206,9 @@ def complete(config: BenchConfig) -> BenchConfig:
             problems += [f"{name}: at least one of {', '.join(known)}."] if value == () else []
         elif name in least:
             problems += [f"{name}={v}: must be {least[name]} or more." for v in values if v < least[name]]
-    if not problems and config.ranks % (config.tensor * config.context):
-        split = f"tensor={config.tensor} times context={config.context}"
+    splits = {name: getattr(config, name) for name in ("tensor", "context", "pipeline")}
+    if not problems and config.ranks % math.prod(splits.values()):
+        split = " times ".join(f"{name}={size}" for name, size in splits.items() if size > 1)
         problems.append(f"ranks={config.ranks}: {split} does not divide them.")
     if not problems and config.rows % config.accumulate:
         problems.append(f"accumulate={config.accumulate}: does not divide rows={config.rows}.")

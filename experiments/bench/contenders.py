@@ -200,6 +200,7 @@ class Plan:
         clip: the bound of the gradients' global norm, for which all of them wait.
         dropout: of the logits.
         one_unit: the whole model is one unit, not each block one.
+        chunks: of each stage of a pipeline.
         tiers: `memory=` and `optimizer_memory=` of a preset.
         options: of `shard_step`.
     """
@@ -209,6 +210,7 @@ class Plan:
     clip: float | None = None
     dropout: float = 0.0
     one_unit: bool = False
+    chunks: int = 1
     tiers: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -229,7 +231,7 @@ class Training:
 
         specs = fs.presets.PRESETS[plan.preset](
             self._params, mesh, units=(lambda p: dict.fromkeys(p, "model")) if plan.one_unit else None,
-            tensor="tensor" if config.tensor > 1 else None,
+            tensor="tensor" if config.tensor > 1 else None, chunks=plan.chunks,
             compute_dtype=config.compute_dtype, reduce_dtype=config.reduce_dtype,
             storage_dtype=config.store_dtype, optimizer_dtype=torch.float32, **plan.tiers,
         )  # fmt: skip

@@ -24,6 +24,7 @@ from experiments.bench.measure import Result, interleaved, say
 from experiments.lib.decoder import Decoder, DecoderConfig, loss_function
 from experiments.lib.metrics import METRICS, read_rows
 from fnshard.compiler.ir.values import CONTROL, LOSS_TANGENT
+from fnshard.compiler.kernels.inductor import graphs_of
 from fnshard.compiler.schedule.instructions import Run
 from fnshard.runtime.collectives.base import Done
 from fnshard.runtime.executor.context import ExecutorContext
@@ -75,7 +76,7 @@ def schedule_alone(preset: str) -> tuple[Callable[[], None], int]:
         outs = [torch.zeros(node.meta["val"].shape) for node in graph.graph.output_node().args[0]]
         return lambda args: outs
 
-    kernels = {k.name: (nothing(k.forward), nothing(k.backward)) for k in lowered.kernels.values()}
+    kernels = {key: nothing(module) for key, module in graphs_of(lowered.kernels.values()).items()}
     scalars = scalars_of(lowered.program, lowered.segments, None, step.resolved, mesh, step.options)
     done = SimpleNamespace(
         mesh=mesh,

@@ -35,7 +35,8 @@ WORDS: dict[str, Callable[..., tuple[str, dict[str, Any]]]] = {
     rf"({'|'.join(names())})": lambda size: ("changes", {"size": size}),
     rf"({'|'.join(fs.presets.PRESETS)})": lambda preset: ("plan", {"preset": preset}),
     r"bf16": lambda: ("changes", {"dtype": "bf16", "reduce": "fp32"}),
-    r"(tensor|context)(\d+)": lambda axis, size: ("changes", {axis: int(size)}),
+    r"(tensor|context|pipeline)(\d+)": lambda axis, size: ("changes", {axis: int(size)}),
+    r"chunks(\d+)": lambda count: ("plan", {"chunks": int(count)}),
     r"(\d+)x(\d+)": lambda rows, length: ("changes", {"rows": int(rows), "length": int(length)}),
     r"clip": lambda: ("plan", {"clip": 1.0}),
     r"one_unit": lambda: ("plan", {"one_unit": True}),
@@ -46,6 +47,10 @@ WORDS: dict[str, Callable[..., tuple[str, dict[str, Any]]]] = {
 MEMORY = (  # clipped where gradients would never wait for each other
     "full_shard", "ddp", "no_shard-clip", "zero1-clip", "zero2-clip", "zero3-clip", "one_unit", "remat",
     "remat-bf16", "remat-bf16-host", "optimizer_host",
+)  # fmt: skip
+BUBBLE = (
+    "pipeline2-accumulate2-4x256", "pipeline2-accumulate4-8x256", "pipeline2-accumulate8-8x256",
+    "pipeline2-chunks2-accumulate4-4x256",
 )  # fmt: skip
 PREDICT = {  # by ranks; a name says all, see `variant`
     2: (
@@ -94,7 +99,7 @@ def run(config: BenchConfig, folder: Path) -> Result:
 
 def chosen(config: BenchConfig) -> dict[str, Variant]:
     """The plans that take part."""
-    own = MEMORY if config.case == "memory" else PREDICT.get(config.ranks, ())
+    own = {"memory": MEMORY, "bubble": BUBBLE}.get(config.case, PREDICT.get(config.ranks, ()))
     if not (config.plans or own):
         raise ConfigError(f"ranks={config.ranks}: plans=[...] names which; 2 and 4 ranks have their own.")
     found = {name: variant(name) for name in config.plans or own}

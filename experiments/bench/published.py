@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import itertools
+import math
 import statistics
 from bisect import bisect_left
 from collections import Counter
@@ -28,7 +29,7 @@ from fnshard.analysis.hardware import Hardware
 ROWS = Path(__file__).with_name("published_rows.csv")
 MOST_MICRO_BATCHES = 4  # of a step that is lowered; more repeat them
 SIZES = ("width", "layers", "heads", "kv_heads", "mlp", "vocab", "context")
-AXES = ("replicate", "shard", "tensor", "context")
+AXES = ("pipeline", "replicate", "shard", "tensor", "context")
 GENERATION = {"h200": "h100"}  # a chip that shares constants with another
 RECOMPUTE = {  # what `shard_step` takes
     "none": {}, "unit": {"remat": "unit"}, "selective": {"remat": "unit", "save": ("matmul", "attention")},
@@ -38,7 +39,8 @@ CONSTANTS = ("matmul", "attention", "memory", "wire")  # that are fitted
 
 @dataclass(frozen=True)
 class PublishedRow:
-    """A measurement that somebody has published: `rate` in tokens a second and device; `axes` of the mesh."""
+    """A measurement that somebody has published: `rate` in tokens a second and device; `axes` of the mesh;
+    `chunks` of each stage of a pipeline, whose leaves stay gathered."""
 
     source: str
     name: str
@@ -51,6 +53,14 @@ class PublishedRow:
     compute_dtype: str
     reduce_dtype: str
     rate: float
+    chunks: int = 1
+
+    @property
+    def preset(self) -> str:
+        """Return the name of one in `fnshard.presets`."""
+        if "pipeline" in self.axes:
+            return "shard_grad_op"
+        return "hybrid_shard" if "replicate" in self.axes else "full_shard"
 
 
 def published() -> tuple[list[PublishedRow], Counter[str]]:
@@ -71,6 +81,7 @@ def _row(row: Mapping[str, str]) -> PublishedRow:
         axes={name: int(size) for name in AXES if (size := row[f"{name}_axis"])},
         rows=int(row["rows"]), micro_batches=int(row["micro_batches"]), recompute=row["remat"],
         compute_dtype=row["compute"], reduce_dtype=row["reduce"], rate=float(row["rate"]),
+        chunks=int(row["chunks"] or 1),
     )  # fmt: skip
 
 
@@ -102,14 +113,15 @@ class Comparison:
 
 def compared(row: PublishedRow) -> Comparison:
     """Lower a row's step and price it."""
-    micro = min(row.micro_batches, MOST_MICRO_BATCHES)
+    # How long stages of a pipeline wait for one another depends on how many micro-batches there are.
+    micro = row.micro_batches if "pipeline" in row.axes else min(row.micro_batches, MOST_MICRO_BATCHES)
     mesh = fs.make_mesh(**row.axes, device="cpu", abstract=True)
     with torch.device("meta"):
         tokens = torch.empty(row.rows * micro, row.model.context, dtype=torch.int64)
         loss, params = loss_function(Decoder(row.model))
     tensor = {"tensor": "tensor"} if "tensor" in row.axes else {}
-    specs = fs.presets.PRESETS["hybrid_shard" if "replicate" in row.axes else "full_shard"](
-        params, mesh, **tensor, storage_dtype=torch.float32, optimizer_dtype=torch.float32,
+    specs = fs.presets.PRESETS[row.preset](
+        params, mesh, **tensor, chunks=row.chunks, storage_dtype=torch.float32, optimizer_dtype=torch.float32,
         compute_dtype=getattr(torch, row.compute_dtype), reduce_dtype=getattr(torch, row.reduce_dtype),
     )  # fmt: skip
     step = fs.shard_step(
@@ -117,7 +129,7 @@ def compared(row: PublishedRow) -> Comparison:
         **RECOMPUTE[row.recompute],
     )  # fmt: skip
     lowered = step.lower(params, tokens, tokens)
-    count = tokens.numel() / row.axes.get("tensor", 1) / row.axes.get("context", 1)
+    count = tokens.numel() / math.prod(row.axes.get(n, 1) for n in ("pipeline", "tensor", "context"))
     ways = changed(Hardware.named(row.hardware), CONSTANTS)
     seconds = {name: lowered.timeline(each).step_seconds for name, each in ways.items()}
     return Comparison(row, Observation(seconds, count / row.rate), count)
@@ -162,10 +174,12 @@ def run(config: BenchConfig, folder: Path) -> Result:
 
 
 def halves(rows: Sequence[PublishedRow]) -> tuple[list[str], list[str]]:
-    """Sources that constants are fitted on, and those they are tried on: every other, by number of rows."""
-    counts = Counter(row.source for row in rows)
+    """Sources that constants are fitted on, and those they are tried on: every other, by number of rows. Rows
+    with a pipeline are held out."""
+    counts = Counter(row.source for row in rows if "pipeline" not in row.axes)
+    piped = dict.fromkeys(row.source for row in rows if "pipeline" in row.axes and row.source not in counts)
     ordered = sorted(counts, key=lambda source: (-counts[source], source))
-    return ordered[::2], ordered[1::2]
+    return ordered[::2], [*ordered[1::2], *piped]
 
 
 def _fit(generation: str, all_rows: Sequence[Comparison], sources: Sequence[str]) -> dict[str, float]:

@@ -17,7 +17,7 @@ from fnshard import plot
 
 
 def write(config: ExplainConfig, folder: Path) -> None:
-    """Print what is known of a configuration, and leave it in a folder with the schedule and two pictures."""
+    """Print what is known of a configuration, and leave it in a folder with the schedule and pictures."""
     paper = explain(config)
     text = words.as_text(paper)
     print(text, flush=True)
@@ -25,6 +25,8 @@ def write(config: ExplainConfig, folder: Path) -> None:
     write_text(folder / "schedule.txt", paper.lowered.as_text() + "\n")
     plot.memory(paper.over, folder / "memory.svg", limit=paper.device_bytes)
     plot.timeline(paper.timeline, folder / "timeline.png")
+    if paper.timeline.stages:
+        plot.stages(paper.timeline, folder / "stages.png")
     if paper.found is not None:
         write_text(folder / "search.txt", f"{paper.found}\n")
     print(f"\nresults: {folder}", flush=True)

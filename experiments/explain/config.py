@@ -25,8 +25,8 @@ from experiments.lib.config import (
     StrategyConfig,
     Target,
     TrackerConfig,
+    idle_chunks,
     nameless_sizes,
-    refuse_pipeline,
     specs_twice,
     uneven_splits,
 )
@@ -106,11 +106,12 @@ class ExplainConfig:
     tokens: PositiveFloat | None = None
 
     def __post_init__(self) -> None:
-        wrong = not_on_paper(self.hardware, self.optimizer) + refuse_pipeline(self.mesh, "this page")
+        wrong = not_on_paper(self.hardware, self.optimizer)
         if self.strategy.name == AUTO and self.run.accumulate != 1:
             key = f"run.accumulate={self.run.accumulate}"
             wrong.append(f"{key}: strategy=auto chooses the micro-batches; leave 1, and say data.rows.")
         wrong += specs_twice(self.strategy, self.specs)
+        wrong += idle_chunks(self.mesh, self.strategy, self.specs)
         if isinstance(self.model, DecoderConfig):
             wrong += uneven_splits(self.model, self.mesh)
         wrong += nameless_sizes(self.model, self.data, self.objective)

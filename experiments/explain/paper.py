@@ -98,7 +98,7 @@ def explain(config: ExplainConfig) -> Paper:
     else:
         tiers = {name: getattr(strategy, name) for name in ("memory", "optimizer_memory", "update_on")}
         if config.specs is None:
-            specs = fs.presets.PRESETS[strategy.name](params, mesh, **how, **tiers)
+            specs = fs.presets.PRESETS[strategy.name](params, mesh, chunks=strategy.chunks, **how, **tiers)
         else:
             specs = specs_of(config.specs, params, dtypes_of(config.precision) | tiers)
         options = replace(

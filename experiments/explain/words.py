@@ -41,6 +41,8 @@ def as_text(paper: Paper) -> str:
         "traffic": "\n".join(columns(traffic_table(paper))),
         "time": plot.text.timeline(paper.timeline),
     }
+    if paper.timeline.stages:
+        parts["stages"] = plot.text.stages(paper.timeline)
     return "\n\n".join(f"{name}:\n{text}" for name, text in parts.items())
 
 
@@ -74,6 +76,7 @@ def summary(paper: Paper) -> dict[str, str]:
         "batch": f"{config.rows * config.mesh.data_ranks:,} rows{tokens}; "
         f"{counted(config.rows, 'row')} a rank{micro}",
         "plan": plan_line(paper),
+        **({"pipeline": pipeline_line(paper)} if time.stages else {}),
         "peak memory": fits_line(paper),
         "between steps": ", ".join([f"{byte_text(memory.resident_bytes)} on the device", *_listed(resting)]),
         "sent": f"{byte_text(paper.traffic.sent_bytes)} by each rank in a step"
@@ -134,6 +137,16 @@ def plan_line(paper: Paper) -> str:
         *([] if strategy.overlap is None else [f"reductions {strategy.overlap} kernels later"]),
         f"{dtypes.storage} stored, {dtypes.compute} computed, {dtypes.reduce} reduced",
     ])  # fmt: skip
+
+
+def pipeline_line(paper: Paper) -> str:
+    """Say how many stages there are, and how long they wait for one another."""
+    chunks = paper.config.strategy.chunks if paper.found is None else paper.found.chosen.choice.chunks or 1
+    return (
+        f"{counted(paper.mesh.stages, 'stage')} of {counted(chunks, 'chunk')}, "
+        f"{paper.options.accumulate} micro-batches: stages wait for one another "
+        f"{paper.timeline.bubble:.1%} of a step; bytes and waits are those of the fullest and slowest stage"
+    )
 
 
 def fits_line(paper: Paper) -> str:

@@ -106,7 +106,7 @@ class StrategyConfig:
 
     `overlap`: how many kernels later reductions are waited for; null is what `shard_step` chooses. `remat`,
     `memory`, `optimizer_memory`, `update_on`: as `shard_step` and `LayoutSpec` take them. `auto` is no
-    preset: all of these are found by `fnshard.fit`.
+    preset: all of these are found by `fnshard.fit`. `chunks`: how many each stage of a pipeline has.
     """
 
     name: Literal[STRATEGIES] = "full_shard"
@@ -117,6 +117,7 @@ class StrategyConfig:
     memory: Tier = "device"
     optimizer_memory: Tier = "device"
     update_on: Literal["device", "host"] | None = None
+    chunks: PositiveInt = 1
 
     def __post_init__(self) -> None:
         if wrong := check(self.remat, ()):
@@ -250,8 +251,9 @@ class RunConfig:
     """The length of a run, its device, its checkpoints, its reports.
 
     `device_gb`: what `strategy=auto` may take of one rank's device, in 1e9 bytes; `disk_dir`: for what rests
-    on disk. `micro_order`: each of the `accumulate` micro-batches by itself, or all of them unit by unit, see
-    `fnshard.StepOptions`. `deterministic`: the same bits again on the same GPUs, slower; CPUs do so anyway.
+    on disk. `micro_order`: each of the `accumulate` micro-batches by itself, all of them unit by unit, or, in
+    a pipeline, with gradients of leaves apart, see `fnshard.StepOptions`. `deterministic`: the same bits
+    again on the same GPUs, slower; CPUs do so anyway.
 
     Checkpoints: one every `save_every` steps (0: only at the end and on SIGTERM), in the background with
     `async_save`; the last `keep` stay, those of every `keep_every` steps, the `keep_best` by held-out loss.
@@ -269,7 +271,7 @@ class RunConfig:
     steps: PositiveInt = 600
     accumulate: PositiveInt = 1
     accumulate_mode: Literal["reduce", "local"] = "reduce"
-    micro_order: Literal["depth", "breadth"] = "depth"
+    micro_order: Literal["depth", "breadth", "zero_bubble"] = "depth"
     seed: NonNegativeInt = 0
     backend: Literal["inductor", "eager"] = "inductor"
     device: str = AUTO
@@ -351,7 +353,7 @@ class TrainConfig:
         wrong += unnamed
         if isinstance(self.model, DecoderConfig):
             wrong += uneven_splits(self.model, self.mesh)
-        wrong += unpiped(self.mesh, self.strategy, self.model)
+        wrong += idle_chunks(self.mesh, self.strategy, self.specs)
         if not isinstance(self.optimizer, dict) and self.optimizer.lr is None:
             wrong.append("optimizer.lr=null: only fine-tuning has defaults. Fix: optimizer.lr=4e-3.")
         if isinstance(self.data, DataConfig) and not unnamed and self.vocab < 256:
@@ -398,15 +400,19 @@ def rows_of(data: Any) -> dict[str, int]:
     return {n: data.get(n, least) if own else getattr(data, n) for n, least in TARGET_ROWS.items()}
 
 
-def misfits(strategy: StrategyConfig, run: RunConfig) -> list[str]:
-    """Return what is wrong with options of `run`: the strategy has no use for them, or lacks them."""
+def misfits(strategy: StrategyConfig, run: RunConfig, fits: bool = False) -> list[str]:
+    """Return what is wrong with options of `run`: the strategy has no use for them, or lacks them.
+
+    Args:
+        fits: something else is as large as fits into the device, too.
+    """
     wrong = []
     auto, tiers = strategy.name == AUTO, (strategy.memory, strategy.optimizer_memory)
     if auto and run.device_gb is None:
         wrong.append("strategy=auto: needs a budget. Fix: run.device_gb=24.")
     if auto and run.accumulate != 1:
         wrong.append(f"run.accumulate={run.accumulate}: strategy=auto chooses the micro-batches; leave 1.")
-    if not auto and run.device_gb is not None:
+    if not (auto or fits) and run.device_gb is not None:
         wrong.append(f"run.device_gb={run.device_gb:g}: a budget is for strategy=auto.")
     if run.replica_every != 1 and not run.replicas:
         wrong.append(f"run.replica_every={run.replica_every}: nothing is copied. Fix: run.replicas=1.")
@@ -417,20 +423,15 @@ def misfits(strategy: StrategyConfig, run: RunConfig) -> list[str]:
     return wrong
 
 
-def unpiped(mesh: MeshConfig, strategy: StrategyConfig, model: Any) -> list[str]:
-    """Return what a pipeline has no way for: a search, and a table that two stages read."""
-    if mesh.pipeline == 1:
+def idle_chunks(mesh: MeshConfig, strategy: StrategyConfig, specs: Any) -> list[str]:
+    """Return what is wrong with several chunks a stage: there are no stages, or rules say the chunks."""
+    if strategy.chunks == 1:
         return []
-    wrong = []
-    if strategy.name == AUTO:
-        wrong.append(
-            f"mesh.pipeline={mesh.pipeline}: strategy=auto looks at no pipelines. Fix: strategy=full_shard."
-        )
-    if isinstance(model, DecoderConfig) and model.tied:
-        wrong.append(
-            f"mesh.pipeline={mesh.pipeline}: the first stage and the last read a tied embedding. "
-            "Fix: model.tied=false."
-        )
+    key, wrong = f"strategy.chunks={strategy.chunks}", []
+    if mesh.pipeline == 1:
+        wrong.append(f"{key}: chunks are of the stages of a pipeline. Fix: mesh.pipeline=2.")
+    if specs is not None:
+        wrong.append(f"{key}: specs say which chunk has a leaf (chunk: 0). Fix: strategy.chunks=1.")
     return wrong
 
 

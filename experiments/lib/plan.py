@@ -68,7 +68,7 @@ def plan_step(
 
     Args:
         batch: this rank's of one step; may be meta.
-        specs: from a preset, and fields of `LayoutSpec` for all leaves that train.
+        specs: from a preset, and options of it: fields of `LayoutSpec` for all leaves that train, `chunks`.
         hardware: whose speed `strategy=auto` plans for, see `hardware_of`.
         along: options of the step by `MeshConfig.options`.
 
@@ -88,14 +88,15 @@ def plan_step(
         )  # fmt: skip
         options = replace(found.options, deterministic=run.deterministic)
         return Plan(found.specs, options, found, planned_for)
-    tiers = {name: getattr(strategy, name) for name in ("memory", "optimizer_memory", "update_on")}
+    how = {name: getattr(strategy, name) for name in ("memory", "optimizer_memory", "update_on")}
+    how |= {"chunks": strategy.chunks} if strategy.chunks > 1 else {}
     options = replace(
         options, accumulate=run.accumulate, micro_order=run.micro_order, remat=strategy.remat,
         disk_dir=run.disk_dir, prefetch=(strategy.prefetch_forward, strategy.prefetch_backward),
         overlap=strategy.overlap,
         deterministic=run.deterministic,
     )  # fmt: skip
-    return Plan(specs(fs.presets.PRESETS[strategy.name], **tiers), options)
+    return Plan(specs(fs.presets.PRESETS[strategy.name], **how), options)
 
 
 def forward_options(config: Any, mesh: fs.Mesh) -> dict[str, Any]:

@@ -25,7 +25,6 @@ from experiments.lib.config import (
     Target,
     TrackerConfig,
     nameless_sizes,
-    refuse_pipeline,
     rows_of,
     uneven_splits,
 )
@@ -75,7 +74,7 @@ class PlanConfig:
     device_gb: PositiveFloat | None = None
 
     def __post_init__(self) -> None:
-        wrong = not_on_paper(self.hardware, self.optimizer) + refuse_pipeline(self.mesh, "the search")
+        wrong = not_on_paper(self.hardware, self.optimizer)
         wrong += nameless_sizes(self.model, self.data, self.objective)
         if self.days is not None and self.tokens is None and self.unit == "row":
             wrong.append(f"days={self.days:g}: of data of one's own, say how many rows are read: tokens=1e9.")
@@ -137,7 +136,11 @@ class PlanConfig:
 
     def is_split(self, mesh: MeshConfig) -> bool:
         """Whether axes can split the model so: of one's own model nobody knows what divides it."""
-        return not uneven_splits(self.model, mesh) if self.is_decoder else mesh.tensor * mesh.context == 1
+        return (
+            not uneven_splits(self.model, mesh)
+            if self.is_decoder
+            else mesh.tensor * mesh.context * mesh.pipeline == 1
+        )
 
 
 COMMAND = Command(

@@ -210,7 +210,7 @@ def as_text(planner: Planner, best: Candidate, given: str = "") -> str:
         "step time": f"{between(best.seconds, duration_text)}, {utilisation}: {', '.join(parts)}",
         "speed": f"{big(rough(tokens / best.seconds / planner.devices))} {unit}s a second on each device",
         **training,
-        "not in it": "restarts, saves, evaluation, loading of data; plans with a pipeline or with experts",
+        "not in it": "restarts, saves, evaluation, loading of data; plans with experts",
         "run": run_line(best.choice, config, given),
     }  # fmt: skip
     wide = max(map(len, rows)) + 2

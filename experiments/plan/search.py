@@ -1,7 +1,9 @@
 """Search: the plans of a configuration on so many devices, which `fnshard.search.walk` walks through.
 
 A plan's step is lowered at two small depths, with two and three micro-batches, and carried on from there:
-layers are alike, so time and memory are affine in both. The plan that is chosen is lowered in full.
+layers are alike, so time and memory are affine in both. Of a pipeline it is lowered with few stages, few
+layers in each chunk and few micro-batches: the time of a step is affine in each of these, too, while
+micro-batches come in groups as large as the pipeline. The plan that is chosen is lowered in full.
 
 How much is recomputed is the dial of a plan, in 200ths of what a backward reads. `remat="offload"` is not
 tried.
@@ -12,7 +14,8 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
@@ -22,6 +25,7 @@ from experiments.lib.config import MeshConfig, ScheduleConfig
 from experiments.lib.plan import axis_of, dtypes_of
 from experiments.lib.task import make_optimizer
 from experiments.plan.config import DEVICE_SHARE, PlanConfig
+from fnshard.analysis.flops import kernel_flops
 from fnshard.analysis.memory import MemoryTimeline
 from fnshard.compiler.ir.arguments import Arguments
 from fnshard.compiler.kernels.differentiate import Kernel
@@ -37,8 +41,12 @@ from fnshard.step.lowered import Lowered
 from fnshard.step.plan import plan_of
 
 DEPTHS = (4, 5)  # numbers of layers that are lowered; more where kernels further ahead count
+STAGES = (3, 4)  # of a pipeline, that are lowered in the place of more
+GROUPS = (2, 3)  # of micro-batches, likewise, each as many as there are stages
+MOST_CHUNKS = 8  # of a stage
+ENDS = 2  # of a decoder, besides its layers, that may be a chunk each: the embedding and the head
 FAMILIES = 6  # of plans, whose traces are kept
-AXES = ("replicate", "shard", "tensor", "context")
+AXES = ("replicate", "shard", "tensor", "context", "pipeline")
 SHARES = 200  # what a segment keeps for its backward is chosen in so many parts of what the backward reads
 TIERS = {  # of the optimizer's state
     "device": {},
@@ -57,6 +65,7 @@ class Knobs:
         keep: leaves stay gathered until their backward.
         optimizer_dtype: None is the precision's.
         prefetch, overlap: how many kernels ahead gathers are issued, and later reductions waited for.
+        chunks: of each stage of a pipeline.
     """
 
     replicate: int = 1
@@ -71,6 +80,8 @@ class Knobs:
     optimizer_dtype: str | None = None
     prefetch: int = 1
     overlap: int = 1
+    pipeline: int = 1
+    chunks: int = 1
 
     @property
     def data_ranks(self) -> int:
@@ -78,7 +89,7 @@ class Knobs:
 
     @property
     def mesh(self) -> MeshConfig:
-        return MeshConfig(**{n: getattr(self, n) for n in ("replicate", "shard", "tensor", "context")})
+        return MeshConfig(**{n: getattr(self, n) for n in AXES})
 
     @property
     def effort(self) -> tuple[float, ...]:
@@ -105,7 +116,8 @@ class Knobs:
         accumulate = rows // self.data_ranks // self.micro_rows
         words = {
             "strategy": self.preset, "mesh.shard": self.shard, "data.rows": rows,
-            **{f"mesh.{n}": v for n in ("replicate", "tensor", "context") if (v := getattr(self, n)) > 1},
+            **{f"mesh.{n}": v for n in AXES if n != "shard" and (v := getattr(self, n)) > 1},
+            **({"strategy.chunks": self.chunks} if self.chunks > 1 else {}),
             **({"strategy.remat": self.remat} if self.remat != "none" else {}),
             **{f"strategy.{name}": value for name, value in self.tiers.items()},
             **({f"strategy.prefetch_{way}": self.prefetch for way in ("forward", "backward")}
@@ -139,6 +151,7 @@ class Planner:
     seen: dict[Knobs, Candidate] = field(default_factory=dict)
     _families: dict[Any, Family] = field(default_factory=dict)
     _optimizers: dict[Any, fs.optim.Optimizer] = field(default_factory=dict)
+    _cuts: dict[tuple[int, int], list[int]] = field(default_factory=dict)  # by stages and chunks
 
     @property
     def budget(self) -> int:
@@ -176,14 +189,25 @@ class Planner:
     # -------------------------------------------------------------- which plans there are
     def is_valid(self, knobs: Knobs) -> bool:
         """Return whether the axes divide what they split, and all rows are taken."""
-        axes = knobs.replicate * knobs.shard * knobs.tensor * knobs.context
+        axes = math.prod(getattr(knobs, axis) for axis in AXES)
         rows, own = self.config.batch_rows, knobs.data_ranks * knobs.micro_rows
         return (
-            axes == self.devices and rows % own == 0
+            axes == self.devices and rows % own == 0 and self.is_piped(knobs)
             and knobs.tensor <= self.hardware.ranks_per_node
             and not (knobs.keep and knobs.replicate > 1)
             and (knobs.order == "depth" or rows > own)
             and self.config.is_split(knobs.mesh)
+        )  # fmt: skip
+
+    def is_piped(self, knobs: Knobs) -> bool:
+        """Return whether there are layers for all chunks, and micro-batches in groups as large as the
+        pipeline."""
+        if knobs.pipeline == 1:
+            return knobs.chunks == 1 and knobs.order != "zero_bubble"
+        micro = self.config.batch_rows // (knobs.data_ranks * knobs.micro_rows)
+        return (
+            micro > 0 and micro % knobs.pipeline == 0 and knobs.order == "depth"
+            and self.config.is_decoder and knobs.pipeline * knobs.chunks <= self.config.layers + ENDS
         )  # fmt: skip
 
     def splits(self) -> Iterator[Knobs]:
@@ -216,6 +240,35 @@ class Planner:
                     break
             if slow[0]:
                 break
+        yield from self.pipelines()
+
+    def pipelines(self) -> Iterator[Knobs]:
+        """Yield a plan with a pipeline for each number of ranks that share a matrix, while more pay.
+
+        It has so many stages that more are slower, as many chunks as there may be, rows one by one, and
+        leaves that stay gathered.
+        """
+        found: list[Candidate] = []
+        for tensor in (d for d in _divisors(self.devices) if d <= self.hardware.ranks_per_node):
+            best: Candidate | None = None
+            for pipeline in _divisors(self.devices // tensor)[1:]:
+                chunks = (
+                    2 ** min(MOST_CHUNKS, max((self.config.layers + ENDS) // pipeline, 1)).bit_length() // 2
+                )
+                shard = self.devices // tensor // pipeline
+                knobs = Knobs(1, shard, tensor, keep=True, remat="unit", pipeline=pipeline, chunks=chunks)
+                if not self.is_valid(knobs):
+                    continue
+                next_one = self.walk.look(knobs)
+                if best is not None and self.walk.cost(next_one) >= self.walk.cost(best):
+                    break
+                best = next_one
+            if best is None:
+                continue
+            if found and self.walk.cost(best) >= self.walk.cost(found[-1]):
+                break
+            found.append(best)
+            yield replace(best.choice, remat="none")
 
     def frugal(self) -> list[Knobs]:
         """Return the plans of each split that recompute all and rest the optimizer on the host."""
@@ -280,6 +333,7 @@ class Planner:
             "order": [set_knob("order", order) for order in get_args(MicroOrder)],
             "optimizer": [set_knob("optimizer", tier) for tier in TIERS],
             "keep": [set_knob("keep", keep) for keep in (False, True)],
+            "chunks": [set_knob("chunks", 2**n) for n in range(MOST_CHUNKS.bit_length())],
             "ahead": [go_ahead(name, by) for name in ("prefetch", "overlap") for by in (1, -1)],
             "dtype": [set_knob("optimizer_dtype", d) for d in (None, *self.config.optimizer_dtypes)],
             "axes": [
@@ -291,13 +345,58 @@ class Planner:
 
     # -------------------------------------------------------------- what is predicted of one
     def price(self, knobs: Knobs) -> Candidate:
-        """Return a plan's bytes and time, carried on from few layers and micro-batches."""
+        """Return a plan's bytes and time, carried on from few layers, micro-batches and stages."""
+        if knobs.pipeline > 1:
+            return self._of_pipeline(knobs)
         layers, depths = self.config.layers, tuple(depth + 2 * (knobs.reach - 2) for depth in DEPTHS)
         return self._predicted(knobs, depths if layers > depths[-1] else (layers,))
 
     def exact(self, knobs: Knobs) -> Candidate:
         """Return a plan's bytes and time, of all layers."""
+        if knobs.pipeline > 1:
+            lowered = self.lowered(knobs, self.config.layers, self.micro_batches(knobs))
+            return price(knobs, lowered.memory_analysis(), lowered.timeline(self.hardware))
         return self._predicted(knobs, (self.config.layers,))
+
+    def _of_pipeline(self, knobs: Knobs) -> Candidate:
+        """Return the bytes and time of a plan with a pipeline, carried on along stages, groups of
+        micro-batches and layers of a chunk, one after another; the fullest of the first two stages and the
+        last two holds most."""
+        counts = self.layers_by_chunk(knobs)
+        most, groups = max(counts), self.micro_batches(knobs) // knobs.pipeline
+        least = max(knobs.reach, most - min(counts))
+        by_depth = {}
+        for depth in (least, least + 1) if most > least + 1 else (most,):
+            fewer = [max(count - most + depth, 0) for count in (counts[0], most, counts[-1])]
+            by_group = {}
+            for group in GROUPS if groups > GROUPS[-1] else (groups,):
+                by_stages = {}
+                for stages in STAGES if knobs.pipeline > STAGES[-1] else (knobs.pipeline,):
+                    ends = [fewer[1]] * (stages * knobs.chunks - 2)
+                    layers = (fewer[0], *ends, fewer[2])
+                    by_stages[stages] = self.measured_stages(knobs, layers, stages, group * stages)
+                by_group[group] = _line(by_stages, knobs.pipeline)
+            by_depth[depth] = _line(by_group, groups)
+        found = _line(by_depth, most)
+        peak = max(value for name, value in found.items() if isinstance(name, int))
+        parts = {name: found[name] for name in PARTS}
+        totals = peak, found["seconds"], found["host_bytes"]
+        return Candidate(knobs, *totals, parts, found["flops"], found["peak_flops"])
+
+    def layers_by_chunk(self, knobs: Knobs) -> list[int]:
+        """Return how many layers each chunk has, as presets cut them."""
+        key = knobs.pipeline, knobs.chunks
+        if key in self._cuts:
+            return self._cuts[key]
+        subject = self.config.subject(self.config.layers)
+        units, mesh = fs.units.numeric(subject.params), self.mesh(knobs)
+        chunk_of = fs.presets.cut_chunks(subject.params, units, mesh, knobs.chunks)
+        layers = {
+            units[path]: chunk for path, chunk in chunk_of.items() if _layer_of(units[path]) is not None
+        }
+        found = Counter(layers.values())
+        self._cuts[key] = [found[chunk] for chunk in range(knobs.pipeline * knobs.chunks)]
+        return self._cuts[key]
 
     def _predicted(self, knobs: Knobs, depths: tuple[int, ...]) -> Candidate:
         """Return a plan's bytes and time, carried on from steps of so many layers; which of a step's moments
@@ -328,21 +427,43 @@ class Planner:
             "flops": found.flops, "peak_flops": found.peak_flops,
         }  # fmt: skip
 
+    def measured_stages(
+        self, knobs: Knobs, layers: Sequence[int], stages: int, micro: int
+    ) -> dict[Any, float]:
+        """Return the price of a step of fewer stages, whose chunks have so many layers; and by stage, counted
+        from the first and from the last, its peak."""
+        lowered = self.lowered(replace(knobs, pipeline=stages), sum(layers), micro, layers)
+        found = price(knobs, lowered.memory_analysis(), lowered.timeline(self.hardware))
+        peaks = [lowered.memory_analysis(stage=stage).peak_bytes for stage in range(stages)]
+        ends = {0: peaks[0], 1: peaks[1], -2: peaks[-2], -1: peaks[-1]}
+        return {stage: float(peak) for stage, peak in ends.items()} | found.parts | {
+            "seconds": found.seconds, "host_bytes": found.host_bytes,
+            "flops": found.flops, "peak_flops": found.peak_flops,
+        }  # fmt: skip
+
     def mesh(self, knobs: Knobs) -> fs.Mesh:
         """Make the plan's mesh: axes that split nothing are left out; those that exchange most lie in one
         node, as the last."""
         axes = {n: s for n, s in knobs.mesh.axes.items() if s > 1 or n == "shard"}
         return fs.make_mesh(**axes, device="cuda" if self.hardware.overlap else "cpu", abstract=True)
 
-    def lowered(self, knobs: Knobs, layers: int, micro: int) -> Lowered:
-        """Lower the step of so many layers and micro-batches; plans that trace alike share traces."""
+    def lowered(
+        self, knobs: Knobs, layers: int, micro: int, by_chunk: Sequence[int] | None = None
+    ) -> Lowered:
+        """Lower the step of so many layers and micro-batches; plans that trace alike share traces.
+
+        Args:
+            by_chunk: of a pipeline, how many layers each chunk has; None is what the preset makes of it.
+        """
         mesh = self.mesh(knobs)
         subject = self.config.subject(layers)
         loss, params, batch = subject.loss, subject.params, subject.batch(knobs.micro_rows * micro)
         precision = self.config.precision
         precision = replace(precision, optimizer=knobs.optimizer_dtype or precision.optimizer)
         how = {"tensor": axis_of("tensor", mesh), **dtypes_of(precision), **knobs.tiers}
-        specs = fs.presets.PRESETS[knobs.preset](params, mesh, **how)
+        specs = fs.presets.PRESETS[knobs.preset](params, mesh, chunks=knobs.chunks, **how)
+        if by_chunk is not None:
+            specs = _with_chunks(specs, by_chunk)
         optimizer = self._optimizer(subject.undecayed)
         micro_batches = {"accumulate": micro, "micro_order": knobs.order}
         step = fs.shard_step(loss, specs, mesh=mesh, optimizer=optimizer, grad_norm=True, **micro_batches)
@@ -356,7 +477,7 @@ class Planner:
         front = family.fronts[traced]
         front = replace(front, plan=plan_of(optimizer, resolved, mesh, options).for_program(front.program))
         options = replace(options, remat=knobs.remat, prefetch=(knobs.prefetch,) * 2, overlap=knobs.overlap)
-        stages = schedule_for(front, resolved.stored, mesh, options, family.kernels, False)
+        stages = schedule_for(front, resolved.stored, mesh, options, family.kernels, False, kernel_flops)
         sizes = bytes_of_batch(Arguments(batch, {}))
         return Lowered(stages, options, optimizer=optimizer, batch_bytes=sizes)
 
@@ -411,11 +532,29 @@ def _moments(timeline: MemoryTimeline, layers: int, reach: int) -> dict[Any, flo
 def _numbered(unit: str, layers: int, reach: int) -> list[Any]:
     """Return the names of a unit: its own; of a layer how far it is from the first and from the last, where
     it is near."""
-    found = re.fullmatch(r"layers\.(\d+)", unit)
-    if found is None:
+    number = _layer_of(unit)
+    if number is None:
         return [unit]
-    number = int(found[1])
     return [n for n in (number, number - layers) if -reach <= n < reach]
+
+
+def _layer_of(name: str) -> int | None:
+    """Return the number of the layer that a unit, or a leaf, is of; None of the ends of a decoder."""
+    found = re.match(r"layers\.(\d+)(\.|$)", name)
+    return None if found is None else int(found[1])
+
+
+def _with_chunks(specs: Mapping[str, fs.LayoutSpec], by_chunk: Sequence[int]) -> dict[str, fs.LayoutSpec]:
+    """Return specs of a decoder with so many layers in each chunk; what stands before all layers is of the
+    first chunk, what stands behind them of the last."""
+    chunk_of = [chunk for chunk, count in enumerate(by_chunk) for _ in range(count)]
+    numbers = {path: _layer_of(path) for path in specs}
+    first = next(place for place, number in enumerate(numbers.values()) if number is not None)
+    ends = {path: 0 if place < first else len(by_chunk) - 1 for place, path in enumerate(numbers)}
+    return {
+        path: replace(spec, chunk=ends[path] if numbers[path] is None else chunk_of[numbers[path]])
+        for path, spec in specs.items()
+    }
 
 
 def _line(points: Mapping[int, Mapping[Any, float]], at: int) -> dict[Any, float]:

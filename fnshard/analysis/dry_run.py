@@ -20,6 +20,7 @@ from fnshard.analysis.storages import UNCOUNTED, Storage, StorageTracker, catego
 from fnshard.analysis.transport import Counting
 from fnshard.analysis.updates import UpdateMemory
 from fnshard.compiler.ir.values import CONTROL, SCALARS, ValueName
+from fnshard.compiler.kernels.segments import Way
 from fnshard.compiler.schedule.buckets import Bucket, Piece, row_of_rank
 from fnshard.compiler.schedule.instructions import (
     Action,
@@ -46,14 +47,14 @@ from fnshard.runtime.tiers import Transfer, each
 
 # Lines whose bindings make no tensors themselves, and those of their Waits: a mode would only cost time.
 QUIET = (Run, Free, Gather, Update, OverlappedUpdate)
-FootprintOf = Callable[[str, bool, Sequence[CallArgument]], Footprint]
+FootprintOf = Callable[[str, Way, Sequence[CallArgument]], Footprint]
 
 
 @dataclass
 class DryContext:
     """A context that lines are bound to without devices; see `compiler.schedule.ir.Context`.
 
-    `footprint`: of a kernel (by name, backward or not). `updates`: what updates take besides what they
+    `footprint`: of a kernel, by name and way. `updates`: what updates take besides what they
     change. `sizes`: bytes of all values that there were, by name.
     """
 
@@ -70,8 +71,9 @@ class DryContext:
 
     def __post_init__(self) -> None:
         self.kernels = {
-            name: (DryKernel(self, name, False), DryKernel(self, name, True))
-            for name in self.schedule.kernels
+            (name, way): DryKernel(self, name, way)
+            for name, kernel in self.schedule.kernels.items()
+            for way in kernel.modules
         }
         self.scalars = self.updater = DryUpdater(self)
         self.transfers = DryTransfers(self.tracker)
@@ -125,7 +127,7 @@ class DryKernel:
 
     context: DryContext
     name: str
-    backward: bool
+    way: Way
 
     def __call__(self, args: list[Tensor]) -> list[Tensor]:
         tracker = self.context.tracker
@@ -138,7 +140,7 @@ class DryKernel:
             number = numbers.setdefault(id(record), len(numbers))
             dropped = record.reference() is None
             entries.append(CallArgument(number, dropped, record.bytes if dropped else 0))
-        footprint = self.context.footprint(self.name, self.backward, tuple(entries))
+        footprint = self.context.footprint(self.name, self.way, tuple(entries))
         arguments = {numbers[id(r)]: r for r in records}
         unborn = [Storage(n, "", "device") for n in footprint.new_bytes]
         for name, each_output in zip(tracker.line.writes, footprint.outputs, strict=True):

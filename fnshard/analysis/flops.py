@@ -19,6 +19,8 @@ from torch import Tensor, fx
 from fnshard.analysis.hardware import Hardware
 from fnshard.analysis.storages import tensors_of
 from fnshard.compiler.ir.program import OpOverload, short_dtype
+from fnshard.compiler.kernels.differentiate import Kernel
+from fnshard.compiler.kernels.segments import Way
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,12 @@ def graph_cost(graph: fx.GraphModule | None, *, fused: bool) -> GraphCost:
             tuple(_Counter(graph.graph).fused() if fused else _Counter(graph.graph).eager())
         )
     return known[fused]
+
+
+def kernel_flops(kernel: Kernel, way: Way) -> float:
+    """Count the FLOPs of a kernel one way: by these the tasks of a pipeline are put in order."""
+    module = kernel.modules.get(way)
+    return 0.0 if module is None else graph_cost(module, fused=True).flops
 
 
 def _named(node: fx.Node, name: str, default: Any) -> Any:

@@ -21,9 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fnshard.analysis.storages import INPUTS, Storage, StorageTracker
 from fnshard.analysis.workspace import workspace_bytes
 from fnshard.compiler.kernels.differentiate import Kernel
-from fnshard.compiler.kernels.inductor import Boxed, compile_graph
-
-Compiled = Mapping[str, tuple[Boxed, Boxed | None]]
+from fnshard.compiler.kernels.inductor import Boxed, Compiled, compile_graph
+from fnshard.compiler.kernels.segments import Way
 
 
 @dataclass(frozen=True)
@@ -81,14 +80,14 @@ _KNOWN: weakref.WeakKeyDictionary[fx.GraphModule, dict[Any, tuple[Footprint, Any
 
 
 def footprint_of(
-    kernel: Kernel, backward: bool, entries: Sequence[CallArgument], compiled: Compiled | None, device: str
+    kernel: Kernel, way: Way, entries: Sequence[CallArgument], compiled: Compiled | None, device: str
 ) -> Footprint:
     """Return the footprint of one kernel's call on a type of device; each is worked out once.
 
     Of Inductor's code for it, but where that is no Python wrapper (C++ wrappers, CUDA graphs).
     """
-    module = kernel.backward if backward else kernel.forward
-    generated = None if compiled is None else compiled[kernel.name][int(backward)]
+    module = kernel.modules[way]
+    generated = None if compiled is None else compiled[kernel.name, way]
     known = _KNOWN.setdefault(module, {})
     key = tuple(entries), device, id(generated)
     if key not in known:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fnshard.analysis.dry_run import DryContext
-from fnshard.analysis.footprint import Compiled, constant_bytes, footprint_of
+from fnshard.analysis.footprint import constant_bytes, footprint_of
 from fnshard.analysis.storages import (
     ACTIVATIONS,
     BUFFERS,
@@ -39,6 +39,7 @@ from fnshard.analysis.transport import Counting, TransportKind
 from fnshard.analysis.updates import UpdateMemory, size_of
 from fnshard.compiler.ir.program import Program
 from fnshard.compiler.ir.values import LOSS_TANGENT, MASTER, Kind, ValueName
+from fnshard.compiler.kernels.inductor import Compiled
 from fnshard.compiler.schedule.instructions import Env
 from fnshard.compiler.schedule.ir import Schedule
 from fnshard.compiler.update.family import Family
@@ -187,8 +188,8 @@ def measure(
         schedule,
         tracker,
         comm,
-        footprint=lambda name, backward, entries: footprint_of(
-            schedule.kernels[name], backward, entries, compiled, mesh.device_type
+        footprint=lambda name, way, entries: footprint_of(
+            schedule.kernels[name], way, entries, compiled, mesh.device_type
         ),
         updates=UpdateMemory(schedule, slots, compiled_update),
         rank=mesh.rank,
@@ -203,7 +204,7 @@ def measure(
     # After the last line the state is all that is left.
     resident = {c: tracker.categories[c] for c in (PARAMETERS, OPTIMIZER)}
     resident |= {BUFFERS: transport_bytes, INPUTS: constants}
-    eager = all(f is None or isinstance(f, FunctionType) for pair in (compiled or {}).values() for f in pair)
+    eager = all(isinstance(run, FunctionType) for run in (compiled or {}).values())
     analysis = MemoryAnalysis(
         peak_bytes=worst.bytes,
         at=worst.index,
@@ -261,7 +262,7 @@ def _inputs(
             home = whole[base] if base in whole else new((size,), torch.uint8, INPUTS)
             empty = torch.empty(0, dtype=value.dtype, device="meta")
             env[base.of(micro)] = empty.set_(home.untyped_storage(), 0, value.shape, value.stride())
-    kept = sum(constant_bytes(m) for k in schedule.kernels.values() for m in (k.forward, k.backward) if m)
+    kept = sum(constant_bytes(m) for k in schedule.kernels.values() for m in k.modules.values())
     env[LOSS_TANGENT] = new((), torch.float32, INPUTS)
     env["kernels' constants"] = new((kept,), torch.uint8, INPUTS)
     for name in schedule.inputs:

@@ -36,6 +36,7 @@ from torch import fx
 from fnshard.analysis.flops import GraphCost, graph_cost
 from fnshard.analysis.hardware import Hardware, Link, mfu
 from fnshard.compiler.ir.values import SCALARS, Kind, ValueName, slots
+from fnshard.compiler.kernels.segments import Way
 from fnshard.compiler.schedule.buckets import Bucket, end_to_end
 from fnshard.compiler.schedule.instructions import (
     COMMUNICATION,
@@ -59,7 +60,7 @@ from fnshard.compiler.schedule.instructions import (
 )
 from fnshard.compiler.schedule.instructions.messages import pair_of
 from fnshard.compiler.schedule.ir import Price, Schedule
-from fnshard.compiler.schedule.together import together
+from fnshard.compiler.schedule.together import Place
 from fnshard.compiler.update.steps import flow_of
 from fnshard.compiler.update.trace import GRAD, UPDATE, Branch
 from fnshard.layout.partition import block_shape
@@ -91,16 +92,15 @@ class HardwarePricer:
 
     def __post_init__(self) -> None:
         self._links: dict[tuple[str, tuple[str, ...]], tuple[Link, int, float]] = {}
-        self._kernels: dict[tuple[str, bool], Price] = {}
+        self._kernels: dict[tuple[str, Way], Price] = {}
 
     def counted(self, line: Run) -> GraphCost:
         """The work of a kernel, one way."""
-        kernel = self.schedule.kernels[line.kernel]
-        return graph_cost(kernel.backward if line.backward else kernel.forward, fused=self.fused)
+        return graph_cost(self.schedule.kernels[line.kernel].modules[line.way], fused=self.fused)
 
     def kernel(self, line: Run) -> Price:
         """Device and host seconds of a kernel, once per kernel and way."""
-        key = (line.kernel, line.backward)
+        key = (line.kernel, line.way)
         if key not in self._kernels:
             cost, h = self.counted(line), self.hardware
             host = h.instruction_seconds + cost.host_seconds(h)
@@ -352,7 +352,9 @@ def simulate(pricer: HardwarePricer, tokens: int | None) -> Timeline:
     return _timeline(pricer, clock, clock.end(), tokens)
 
 
-def simulate_stages(pricers: Sequence[HardwarePricer], tokens: int | None) -> Timeline:
+def simulate_stages(
+    pricers: Sequence[HardwarePricer], order: Sequence[Place], tokens: int | None
+) -> Timeline:
     """Simulate the stages of a pipeline side by side, a rank of each.
 
     What a stage receives is there when the other has sent it and it has travelled; a collective over the
@@ -360,6 +362,7 @@ def simulate_stages(pricers: Sequence[HardwarePricer], tokens: int | None) -> Ti
 
     Args:
         pricers: of the stages' schedules.
+        order: of their lines, as `together` merges them.
         tokens: of one step, all ranks together, if known.
     """
     schedules = [pricer.schedule for pricer in pricers]
@@ -367,7 +370,7 @@ def simulate_stages(pricers: Sequence[HardwarePricer], tokens: int | None) -> Ti
     numbers: dict[tuple[Any, ...], int] = {}  # by kind of meeting and stage, how many there were
     landed: dict[tuple[Any, ...], float] = {}  # by meeting, when it is over
     due: dict[tuple[int, str], tuple[Any, ...]] = {}  # by stage and flight, the meeting that it is a part of
-    for stage, index in together(schedules):
+    for stage, index in order:
         line, clock = schedules[stage].instructions[index], clocks[stage]
         if isinstance(line, Wait) and (stage, line.reads[0]) in due:
             clock.hold(line.reads[0], landed[due[stage, line.reads[0]]])
@@ -431,10 +434,14 @@ def _flops(pricer: HardwarePricer) -> tuple[float, float, str]:
     """Model FLOPs, hardware FLOPs, and the dtype most of them are in.
 
     A backward without recomputation costs twice its forward, or less where leaves are frozen: the lesser
-    of that and what the kernel does.
+    of that and what its kernels do.
     """
     runs = [line for line in pricer.schedule.instructions if isinstance(line, Run)]
-    back = {(r.segment, r.phase.rpartition(".")[2]): r for r in runs if r.backward}
+    back: dict[tuple[int, str], float] = {}  # by segment and micro-batch
+    for run in runs:
+        if run.backward:
+            key = run.segment, run.phase.rpartition(".")[2]
+            back[key] = back.get(key, 0.0) + pricer.counted(run).model_flops
     model = spent = 0.0
     dtypes: dict[str, float] = {}
     for line in runs:
@@ -444,9 +451,8 @@ def _flops(pricer: HardwarePricer) -> tuple[float, float, str]:
             dtypes[dtype] = dtypes.get(dtype, 0.0) + flops
         if not line.backward:
             micro = line.phase.rpartition(".")[2]
-            other = back.get((line.segment, micro if "." in line.phase else "backward"))
-            forward = cost.model_flops
-            model += forward + (min(2 * forward, pricer.counted(other).model_flops) if other else 0.0)
+            behind = back.get((line.segment, micro if "." in line.phase else "backward"), 0.0)
+            model += cost.model_flops + min(2 * cost.model_flops, behind)
     return model, spent, max(dtypes, key=dtypes.__getitem__, default="f32")
 
 

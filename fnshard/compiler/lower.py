@@ -16,7 +16,7 @@ from fnshard.compiler.ir.program import Program
 from fnshard.compiler.kernels.differentiate import Kernel, differentiate_all, kernel_key
 from fnshard.compiler.kernels.inductor import TRACING
 from fnshard.compiler.kernels.remat import policies
-from fnshard.compiler.kernels.segments import Segments
+from fnshard.compiler.kernels.segments import Segments, Way
 from fnshard.compiler.kernels.split import split
 from fnshard.compiler.options import StepOptions
 from fnshard.compiler.place.experts import place_experts
@@ -25,13 +25,22 @@ from fnshard.compiler.rewrites.fp8 import fp8_products
 from fnshard.compiler.schedule.build import Plan, build, find_active
 from fnshard.compiler.schedule.ir import Schedule
 from fnshard.compiler.schedule.passes import Pass, default, insert_frees
-from fnshard.compiler.schedule.stages import assign_chunks, plan_stages
+from fnshard.compiler.schedule.stages import StagePlan, assign_chunks, plan_stages
+from fnshard.compiler.schedule.tasks import Task, order_pipeline
 from fnshard.compiler.schedule.together import together
 from fnshard.compiler.schedule.verify import verify
 from fnshard.errors import FnshardError, ScheduleError, SpecError, TraceError, report
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh
+
+CostOf = Callable[[Kernel, Way], float]  # what a kernel takes one way, in seconds or any unit
+
+
+def equal_costs(kernel: Kernel, way: Way) -> float:
+    """Return what a kernel takes where all are alike: a backward twice as long as a forward, a half of it as
+    long."""
+    return 2.0 if way is Way.BACKWARD and kernel.weights is None else 1.0
 
 
 @dataclass(frozen=True)
@@ -106,27 +115,33 @@ def schedule_for(
     options: StepOptions,
     known: MutableMapping[str, Kernel] | None = None,
     verified: bool = True,
+    cost_of: CostOf = equal_costs,
 ) -> Stages:
     """The stages that look at specs and remat.
 
     Args:
         known: kernels made before, see `differentiate_all`.
+        cost_of: by which the tasks of a pipeline are put in order.
         verified: False leaves `verify` out: a search verifies what it chooses.
     """
     program, segments, plan = front.program, front.segments, front.plan
     kept = policies(segments, options.remat, options.save, (s.unit for s in specs.values()))
     with TRACING, torch.inference_mode(False), torch.enable_grad():
         kernels = differentiate_all(
-            segments, kept, trainable=plan.differentiate, known=known, target=mesh.device_type
-        )
-    each = [kernels[kernel_key(s.source, p)] for s, p in zip(segments.segments, kept, strict=True)]
+            segments, kept,
+            trainable=plan.differentiate, known=known, target=mesh.device_type, apart=plan.apart,
+        )  # fmt: skip
+    each = [
+        kernels[kernel_key(s.source, p, plan.apart)] for s, p in zip(segments.segments, kept, strict=True)
+    ]
     offloaded = frozenset(s.index for s, p in zip(segments.segments, kept, strict=True) if p.offload)
     recomputed = frozenset(s.index for s, p in zip(segments.segments, kept, strict=True) if p.budget == 0)
     active = find_active(segments, each, program.outputs) if plan.differentiate else set()
     stages = plan_stages(segments, each, active, program.outputs, specs, mesh)
+    tasks = _order_tasks(stages, each, plan, cost_of) if mesh.stages > 1 else ()
     schedules = []
     for stage in range(mesh.stages):
-        schedule = build(segments, each, program.outputs, specs, mesh, plan, stages, stage)
+        schedule = build(segments, each, program.outputs, specs, mesh, plan, stages, stage, tasks)
         schedule = replace(schedule, offloaded=offloaded, recomputed=recomputed)
         if options.passes is None:
             schedule = run_passes(schedule, default(options.prefetch, options.overlap))
@@ -138,6 +153,19 @@ def schedule_for(
     return Stages(program, segments, kernels, tuple(schedules))
 
 
+def _order_tasks(stages: StagePlan, kernels: Sequence[Kernel], plan: Plan, cost_of: CostOf) -> list[Task]:
+    """Return the tasks of a pipeline, by what the kernels of its chunks take."""
+    costs = {
+        (chunk, way): max(1.0, sum(cost_of(kernels[s.index], way) for s in segments))
+        for chunk, (_, segments) in enumerate(stages.chunks)
+        for way in Way
+    }
+    return order_pipeline(
+        stages.chunks, plan.accumulate, plan.micro_order, plan.differentiate,
+        lambda chunk, way: costs[chunk, way],
+    )  # fmt: skip
+
+
 def lower(
     fn: Callable[..., Any],
     specs: ResolvedSpecs,
@@ -145,6 +173,7 @@ def lower(
     mesh: Mesh,
     plan: Plan,
     options: StepOptions,
+    cost_of: CostOf = equal_costs,
 ) -> Stages:
     """All stages for one batch shape; needs no device and no process group.
 
@@ -162,7 +191,7 @@ def lower(
         except SpecError:  # it is raised below, with lines
             front = trace_and_split(fn, specs, batch, mesh, plan, replace(options, sources=True))
         _warn_of_bubble(plan, mesh)
-    return schedule_for(front, specs.stored, mesh, options)
+    return schedule_for(front, specs.stored, mesh, options, cost_of=cost_of)
 
 
 def _warn_of_bubble(plan: Plan, mesh: Mesh) -> None:

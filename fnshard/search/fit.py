@@ -138,8 +138,8 @@ def fit(
         fn, params: as `shard_step` and `Step.lower` take them; `params` may be meta.
         mesh: may be abstract.
         batch: this rank's batch of one step, all micro-batches; may be meta. With `ranks` that of all ranks.
-        ranks: in place of a mesh: all ways to split so many ranks into `replicate`, `shard` and, within a
-            node, `tensor` are looked at.
+        ranks: in place of a mesh: all ways to split so many ranks into `pipeline`, `replicate`, `shard` and,
+            within a node, `tensor` are looked at.
         keywords: of the batch, what `fn` takes by name.
         device_bytes: of one rank's device; default all that `hardware` has.
         hardware: what the time is predicted for; a `Hardware` or the name of one.
@@ -201,8 +201,6 @@ def make_space(
         wrong.append("params is a module: apply, params = fs.make_functional(module)")
     if ranks is None and not isinstance(mesh, Mesh):
         wrong.append(f"mesh={mesh!r}: make one with fs.make_mesh(shard=8, abstract=True)")
-    if isinstance(mesh, Mesh) and mesh.stages > 1:
-        wrong.append(f"mesh={mesh}: fit looks at no pipelines; lower(...).timeline(...) prices one")
     if not isinstance(batch, tuple | list):
         wrong.append(
             f"batch is {type(batch).__name__}: a tuple of the arguments of `fn` after the parameters"

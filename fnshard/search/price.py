@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ PARTS = {  # of a step, in seconds: what a plan may lose by
     "compute": "computing",
     "communication": "waiting for collectives",
     "transfer": "waiting for the host link",
+    "pipeline": "waiting for other stages",
     "host": "waiting for the host",  # its updates and launches: what is left
 }
 
@@ -74,10 +75,16 @@ def price(choice: Any, memory: MemoryAnalysis, timeline: Timeline) -> Candidate:
 
 
 def parts_of(timeline: Timeline) -> dict[str, float]:
-    """Return what the seconds of a step go to, by the names of `PARTS`."""
+    """Return what the seconds of a step go to, by the names of `PARTS`; in a pipeline the mean of stages."""
+    stages = timeline.stages or (timeline,)
+
+    def mean(seconds: Iterable[float]) -> float:
+        return sum(seconds) / len(stages)
+
     known = {
-        "compute": timeline.busy_seconds.get("compute", 0.0),
-        "communication": timeline.exposed_communication_seconds,
-        "transfer": timeline.exposed_transfer_seconds,
+        "compute": mean(each.busy_seconds.get("compute", 0.0) for each in stages),
+        "communication": mean(each.exposed_communication_seconds for each in stages),
+        "transfer": mean(each.exposed_transfer_seconds for each in stages),
+        "pipeline": mean(each.bubble_seconds for each in stages),
     }
     return known | {"host": max(0.0, timeline.step_seconds - sum(known.values()))}

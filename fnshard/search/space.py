@@ -1,7 +1,8 @@
 """Space: the plans of a function, its parameters and a batch, on one mesh or on all meshes of so many ranks.
 
 A plan says for each unit whether it is recomputed and whether it stays gathered, what rests on the host, how
-many micro-batches a step has and how many kernels ahead leaves are gathered. Each one that is looked at is
+many micro-batches a step has, how many chunks a stage of a pipeline, and how many kernels ahead leaves are
+gathered. Each one that is looked at is
 lowered in full.
 """
 
@@ -11,18 +12,21 @@ import glob
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
+import torch
 from torch import Tensor
 
 from fnshard import tree
+from fnshard.analysis.flops import kernel_flops
 from fnshard.analysis.hardware import Hardware
 from fnshard.compiler.ir.arguments import Arguments
 from fnshard.compiler.kernels.differentiate import Kernel
 from fnshard.compiler.lower import Front, schedule_for
 from fnshard.compiler.options import StepOptions
+from fnshard.compiler.schedule.stages import assign_chunks
 from fnshard.compiler.schedule.tasks import MicroOrder
 from fnshard.errors import OptimizerError, SpecError, StateError
 from fnshard.layout import presets
@@ -38,7 +42,8 @@ from fnshard.step.step import Step
 
 OPTIMIZER = ("device", "streamed", "host")
 RECOMPUTE = (0.5, "unit", "unit+offload")  # what a recomputed unit does, from most memory to most time
-AXES = ("replicate", "shard", "tensor")
+AXES = ("replicate", "shard", "tensor", "pipeline")
+MOST_CHUNKS = 8  # of a stage of a pipeline
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,7 @@ class Choice:
             host and is updated on the device.
         parameters_on_host: whether stored shards rest there.
         ahead: how many kernels ahead gathers are issued, and later reductions waited for.
+        chunks: of each stage of a pipeline; None: as the specs to start from say.
     """
 
     mesh: Mesh
@@ -67,23 +73,26 @@ class Choice:
     optimizer: str = "device"
     parameters_on_host: bool = False
     ahead: int = 1
+    chunks: int | None = None
 
     @property
     def effort(self) -> tuple[int, ...]:
         """Return what is done to save memory, as numbers: of plans that are as fast the least is chosen."""
-        moved = (self.optimizer != "device") + self.parameters_on_host
-        return moved, self.accumulate, self.order != "depth", self.recomputed, -self.kept
+        moved, chunks = (self.optimizer != "device") + self.parameters_on_host, self.chunks or 0
+        return moved, self.accumulate, self.order != "depth", self.recomputed, -self.kept, chunks
 
     def __str__(self) -> str:
         optimizer = {"device": [], "host": ["optimizer"], "streamed": ["optimizer (streamed)"]}[
             self.optimizer
         ]
         where = optimizer + (["parameters"] if self.parameters_on_host else [])
-        together = " breadth-first" if self.order == "breadth" else ""
-        parts = [f"{self.accumulate} micro-batch{'es' if self.accumulate > 1 else ''}{together}"]
+        without_limit = ", any number under way" if self.mesh.stages > 1 else " breadth-first"
+        order = {"depth": "", "breadth": without_limit, "zero_bubble": ", weight gradients apart"}[self.order]
+        parts = [f"{self.accumulate} micro-batch{'es' if self.accumulate > 1 else ''}{order}"]
         parts.append(f"{self.recomputed} units remat={self.remat!r}" if self.recomputed else "no remat")
         parts.append(f"{self.kept} units kept gathered" if self.kept else "all resharded")
         parts += [f"{' and '.join(where)} on the host"] if where else []
+        parts += [] if self.chunks is None else [f"{self.chunks} chunk{'s' * (self.chunks > 1)} a stage"]
         ahead = {0: ["no prefetch"], 1: []}.get(self.ahead, [f"{self.ahead} kernels ahead"])
         return ", ".join(parts + ahead)
 
@@ -137,25 +146,34 @@ class FunctionSpace:
             base = self.specs(mesh)
         step = Step(self.fn, base, mesh, self.optimizer, self.options)
         step.resolve(self.params)
-        return MeshPlans(step, part, self.work, self._kernels)
+        plans = MeshPlans(step, part, self.work, self._kernels)
+        if mesh.stages > 1 and len(self.meshes) > 1:
+            # What a pipeline has no way for, it says when it is lowered.
+            if plans.divisors[-1] < mesh.stages:
+                raise SpecError(f"{mesh.stages} stages, and rows for {plans.divisors[-1]} micro-batches")
+            plans.lower(Choice(mesh, plans.fewest), verified=False)
+        return plans
 
     # -------------------------------------------------------------- what a walk asks for
     def starts(self) -> Iterator[Choice]:
         """Yield the plan of each mesh that saves nothing."""
         for number, mesh in enumerate(self.meshes, 1):
             self.work.murmur(f"mesh {number} of {len(self.meshes)}, {mesh}")
-            if self.on(mesh) is not None:
-                yield Choice(mesh)
+            if (plans := self.on(mesh)) is not None:
+                yield Choice(mesh, plans.fewest)
 
     def is_valid(self, choice: Choice) -> bool:
-        """Return whether the batch can be cut so; one micro-batch has no order but "depth"."""
+        """Return whether the batch can be cut so; one micro-batch has no order but "depth", and without
+        stages nothing is idle that "zero_bubble" could fill."""
         plans = self.on(choice.mesh)
         is_cut = choice.accumulate > 1 or choice.order == "depth"
-        return plans is not None and choice.accumulate in plans.divisors and is_cut
+        is_cut = is_cut and (choice.order != "zero_bubble" or choice.mesh.stages > 1)
+        known = plans is not None and choice.accumulate in plans.divisors
+        return known and is_cut and choice.chunks in plans.chunks
 
     def moves(self) -> dict[str, list[Move]]:
-        """Return the moves by decision: more or fewer micro-batches, their order, what rests on the host, how
-        far ahead units are gathered, a factor from one axis of the mesh to another."""
+        """Return the moves by decision: more or fewer micro-batches, their order, chunks of a stage, what is
+        on the host, how far ahead units are gathered, a factor from one axis of the mesh to another."""
 
         def set_field(name: str, value: Any) -> Move:
             return lambda choice: replace(choice, **{name: value}) if self.on(choice.mesh).has(name) else None
@@ -165,6 +183,14 @@ class FunctionSpace:
                 divisors = self.on(choice.mesh).divisors
                 at = divisors.index(choice.accumulate) + by if choice.accumulate in divisors else -1
                 return replace(choice, accumulate=divisors[at]) if 0 <= at < len(divisors) else None
+
+            return move
+
+        def chunk(by: int) -> Move:
+            def move(choice: Choice) -> Choice | None:
+                counts = self.on(choice.mesh).chunks
+                at = counts.index(choice.chunks) + by if choice.chunks in counts else -1
+                return replace(choice, chunks=counts[at]) if 0 <= at < len(counts) else None
 
             return move
 
@@ -180,6 +206,7 @@ class FunctionSpace:
         return {
             "micro-batches": [cut(1), cut(-1)],
             "order": [lambda c, order=order: replace(c, order=order) for order in get_args(MicroOrder)],
+            "chunks": [chunk(1), chunk(-1)],
             "optimizer": [set_field("optimizer", each) for each in OPTIMIZER],
             "parameters": [set_field("parameters_on_host", each) for each in (False, True)],
             "ahead": [go_ahead(1), go_ahead(-1)],
@@ -200,7 +227,9 @@ class FunctionSpace:
                 sizes[source] //= prime
                 sizes[target] *= prime
                 mesh = by_sizes.get(tuple(sizes.values()))
-                return None if mesh is None or self.on(mesh) is None else replace(choice, mesh=mesh)
+                if mesh is None or self.on(mesh) is None:
+                    return None
+                return replace(choice, mesh=mesh, chunks=choice.chunks if mesh.stages > 1 else None)
 
             return move
 
@@ -237,7 +266,7 @@ class FunctionSpace:
         """Return the plans on the same mesh that differ in one decision."""
         plans = self.on(choice.mesh)
         count, moves = len(plans.units), self.moves()
-        out = [move(choice) for name in ("micro-batches", "order") for move in moves[name]]
+        out = [move(choice) for name in ("micro-batches", "order", "chunks") for move in moves[name]]
         out += [replace(choice, recomputed=n) for n in (choice.recomputed - 1, choice.recomputed + 1)
                 if 0 <= n <= count]  # fmt: skip
         out += [replace(choice, kept=n) for n in (choice.kept - 1, choice.kept + 1)
@@ -261,7 +290,7 @@ class FunctionSpace:
         """Lower a plan and return its predicted bytes and seconds."""
         self.work.murmur(f"{choice} on {choice.mesh}")
         lowered = self.lower(choice, verified=False)
-        self.work.count(len(lowered.schedule.instructions))
+        self.work.count(sum(len(schedule.instructions) for schedule in lowered.schedules))
         found = price(choice, lowered.memory_analysis(), lowered.timeline(self.hardware))
         if self.hardware.overlap and found.waits_for_collectives():
             self._waiting.add(choice)
@@ -276,7 +305,8 @@ class MeshPlans:
     """A mesh's plans share this: layouts to start from, units, traces.
 
     `base`: the specs to start from. `divisors`: how many equal micro-batches the batch can be cut into.
-    `units`: those that may be recomputed or kept, in order.
+    `units`: those that may be recomputed or kept, in order. `chunks`: how many a stage may have; None, as the
+    specs say, is one of them.
     """
 
     def __init__(self, step: Step, batch: Arguments, work: Work, kernels: dict[str, Kernel]):
@@ -294,6 +324,7 @@ class MeshPlans:
         found = dict.fromkeys(u for s in segments for u in s.units)
         self.units = tuple(u for u in found if u not in last)
         specs = tree.flatten(self.base, is_spec)[0]
+        self.chunks = self._chunks(specs)
         self.gathers = any(step.mesh.ordered(s.storage.axes) for s in specs)
         trained = [s for s in specs if s.trainable]
         self._movable = {
@@ -301,6 +332,38 @@ class MeshPlans:
             "parameters_on_host": any(s.memory == "device" for s in trained),
             "ahead": step.options.passes is None,  # passes of one's own have a depth of their own
         }
+
+    @property
+    def fewest(self) -> int:
+        """Return the fewest micro-batches to begin with: 1, or as many as stages of a pipeline can share."""
+        stages = self._step.mesh.stages
+        enough = [d for d in self.divisors if d >= stages]
+        return next((d for d in enough if d % stages == 0), next(iter(enough), self.divisors[-1]))
+
+    def _chunks(self, specs: Sequence[LayoutSpec]) -> tuple[int | None, ...]:
+        """Return how many chunks a stage may have: so many that `fn` reads their leaves in order."""
+        mesh, counts = self._step.mesh, [None]
+        if mesh.stages == 1:
+            return (None,)
+        segments = self._front(1).segments
+        for count in (2**n for n in range(1, MOST_CHUNKS.bit_length())):
+            try:
+                stored = ResolvedSpecs.of(self._cut(self.base, count)).stored
+                assign_chunks(segments, stored, mesh)
+            except SpecError:
+                break
+            counts.append(count)
+        return tuple(counts)
+
+    def _cut(self, specs: Any, chunks: int) -> Any:
+        """Return a spec tree with so many chunks a stage; what all stages hold stays with all."""
+        named, structure = tree.flatten_with_paths(specs, is_spec)
+        cut = {path: spec for path, spec in named.items() if spec.chunk != "all"}
+        leaves = {path: torch.empty(s.shape, dtype=s.storage_dtype, device="meta") for path, s in cut.items()}
+        units = {path: spec.unit for path, spec in cut.items()}
+        chunk_of = presets.cut_chunks(leaves, units, self._step.mesh, chunks)
+        new = {path: replace(spec, chunk=chunk_of.get(path, spec.chunk)) for path, spec in named.items()}
+        return tree.unflatten(list(new.values()), structure)
 
     def has(self, name: str) -> bool:
         """Return whether plans may differ in such a field of `Choice`."""
@@ -330,7 +393,8 @@ class MeshPlans:
                 changes["memory"] = "host"
             return replace(spec, **changes)
 
-        return tree.map(chosen, self.base, is_leaf=is_spec)
+        specs = tree.map(chosen, self.base, is_leaf=is_spec)
+        return specs if choice.chunks is None else self._cut(specs, choice.chunks)
 
     def options_of(self, choice: Choice) -> StepOptions:
         """Return the options of a plan."""
@@ -344,20 +408,22 @@ class MeshPlans:
         front, options = self._front(choice.accumulate), self.options_of(choice)
         front = replace(front, plan=replace(front.plan, micro_order=choice.order))
         specs, mesh = ResolvedSpecs.of(self.specs_of(choice)).stored, self._step.mesh
-        stages = schedule_for(front, specs, mesh, options, self._kernels, verified)
+        stages = schedule_for(front, specs, mesh, options, self._kernels, verified, kernel_flops)
         sizes = bytes_of_batch(self._batch)
         return Lowered(stages, options, optimizer=self._step.optimizer, batch_bytes=sizes)
 
 
 def meshes_of(ranks: int, near: int) -> Iterator[Mesh]:
-    """Yield the meshes of so many ranks, those that shard most first; the ranks of a tensor group are
-    neighbours in a node of `near`."""
-    divisors = [d for d in range(1, ranks + 1) if ranks % d == 0]
-    for tensor in (d for d in divisors if d <= near):
-        for shard in reversed([d for d in divisors if ranks // tensor % d == 0]):
-            axes = {"replicate": ranks // tensor // shard, "shard": shard, "tensor": tensor}
-            axes = {n: size for n, size in axes.items() if size > 1 or n == "shard"}
-            yield make_mesh(**axes, abstract=True, device="cpu")
+    """Yield the meshes of so many ranks: those with fewer stages of a pipeline first, of these those that
+    shard most. The ranks of a tensor group are neighbours in a node of `near`."""
+    for pipeline in _divisors_of(ranks):
+        rest = ranks // pipeline
+        for tensor in (d for d in _divisors_of(rest) if d <= near):
+            for shard in reversed(_divisors_of(rest // tensor)):
+                axes = {"pipeline": pipeline, "replicate": rest // tensor // shard, "shard": shard}
+                axes["tensor"] = tensor
+                axes = {n: size for n, size in axes.items() if size > 1 or n == "shard"}
+                yield make_mesh(**axes, abstract=True, device="cpu")
 
 
 def preset_for(params: Any, mesh: Mesh) -> Any:
@@ -375,5 +441,8 @@ def _divisors(batch: Arguments) -> list[int]:
     named = tree.flatten_with_paths(batch)[0]
     rows = [v.shape[0] for v in named.values() if isinstance(v, Tensor) and v.dim()]
     scalars = any(isinstance(v, Tensor) and not v.dim() for v in named.values())
-    most = math.gcd(*rows) if rows and not scalars else 1
-    return [d for d in range(1, most + 1) if most % d == 0]
+    return _divisors_of(math.gcd(*rows) if rows and not scalars else 1)
+
+
+def _divisors_of(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]

@@ -11,7 +11,6 @@ from typing import Any, get_args
 
 import torch
 
-from fnshard.analysis.footprint import Compiled
 from fnshard.analysis.hardware import Hardware
 from fnshard.analysis.memory import Ledger, MemoryAnalysis, MemoryTimeline, made_of, measure
 from fnshard.analysis.tables import megabytes
@@ -23,19 +22,17 @@ from fnshard.compiler.frontend.indices import Indices
 from fnshard.compiler.ir.program import Program
 from fnshard.compiler.ir.values import ValueName
 from fnshard.compiler.kernels.attention import backends
-from fnshard.compiler.kernels.inductor import Boxed, Graphs, compile_graphs, graphs_of, share_of
+from fnshard.compiler.kernels.inductor import Compiled, Graphs, compile_graphs, graphs_of, share_of
 from fnshard.compiler.kernels.segments import Segments
 from fnshard.compiler.lower import Stages
 from fnshard.compiler.options import StepOptions
 from fnshard.compiler.schedule.instructions import COMMUNICATION, TRANSFER, Run
 from fnshard.compiler.schedule.ir import Schedule
-from fnshard.compiler.schedule.together import together
+from fnshard.compiler.schedule.together import Place, together
 from fnshard.errors import BudgetError, SpecError, is_number
 from fnshard.mesh.process_group import place_on_host
 from fnshard.optim.optimizer import Optimizer
 from fnshard.runtime.executor.compiled_update import is_compiled
-
-KnownKernels = dict[tuple[str, bool], Boxed]  # by name, and whether it is the backward
 
 
 @dataclass(eq=False)
@@ -71,7 +68,7 @@ class Lowered:
     stats: CompileStats = field(default_factory=CompileStats)
     first: bool = True
     ledgers: dict[Any, Ledger] = field(default_factory=dict, init=False, repr=False)
-    ahead: Future[KnownKernels] | None = field(default=None, init=False, repr=False)
+    ahead: Future[Compiled] | None = field(default=None, init=False, repr=False)
 
     @property
     def program(self) -> Program:
@@ -109,13 +106,18 @@ class Lowered:
         """The schedules of all stages; one without a pipeline."""
         return self.stages.schedules
 
+    @cached_property
+    def merged(self) -> list[Place]:
+        """The lines of all stages, as (stage, line), in an order in which they can be done."""
+        return together(self.schedules)
+
     def communication(self) -> list[str]:
         """Return the sequence of collectives and messages, shapes too, as every rank must hold it: of all
-        stages, in an order in which they can be done (`together`)."""
+        stages, as they are `merged`."""
         if len(self.schedules) == 1:
             return list(self.schedule.communication(shapes=True))
         lines = [schedule.instructions for schedule in self.schedules]
-        places = [(s, n) for s, n in together(self.schedules) if lines[s][n].lane == COMMUNICATION]
+        places = [(s, n) for s, n in self.merged if lines[s][n].lane == COMMUNICATION]
         feeds = [iter(schedule.communication(shapes=True)) for schedule in self.schedules]
         return [f"stage {stage}: {next(feeds[stage])}" for stage, _ in places]
 
@@ -232,7 +234,7 @@ class Lowered:
         ]
         if len(pricers) == 1:
             return simulate(pricers[0], self._tokens())
-        return simulate_stages(pricers, self._tokens())
+        return simulate_stages(pricers, self.merged, self._tokens())
 
     @property
     def _compiled_update(self) -> bool:
@@ -257,7 +259,7 @@ class Lowered:
         kernels = self.kernels.values()
         done = {} if self.ahead is None else dict(self.ahead.result())
         done |= self.compile_graphs({k: g for k, g in graphs_of(kernels).items() if k not in done})
-        self.compiled = {k.name: (done[k.name, False], done.get((k.name, True))) for k in kernels}
+        self.compiled = done
         return self
 
     def compile_async(self) -> Lowered:
@@ -282,7 +284,7 @@ class Lowered:
         if self.compiled is None:
             self.compile_async().ahead.result()
 
-    def compile_graphs(self, graphs: Graphs) -> KnownKernels:
+    def compile_graphs(self, graphs: Graphs) -> Compiled:
         """Some of its graphs, compiled and counted."""
         options = self.options
         with deterministic(options.deterministic):

@@ -12,6 +12,7 @@ from fnshard.compiler.kernels.segments import Segments
 from fnshard.compiler.options import StepOptions
 from fnshard.compiler.schedule.build import Plan
 from fnshard.compiler.update.family import families_of
+from fnshard.errors import SpecError
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.mesh import Mesh
 from fnshard.optim.loss_scale import LossScale
@@ -35,6 +36,20 @@ def fill_depths(options: StepOptions, mesh: Mesh) -> StepOptions:
     depth = 0 if kind_of(mesh) == "shared" else 1
     prefetch = depth if options.prefetch is None else options.prefetch
     return replace(options, prefetch=prefetch, overlap=depth if options.overlap is None else options.overlap)
+
+
+def check_order(options: StepOptions, mesh: Mesh) -> None:
+    """Refuse an order of micro-batches that fills the idle time of stages, where there are none.
+
+    Raises:
+        SpecError: see there.
+    """
+    if options.micro_order == "zero_bubble" and mesh.stages == 1:
+        raise SpecError(
+            'micro_order="zero_bubble" fills the time in which stages of a pipeline wait for others; the '
+            f"mesh {mesh} has no stages.",
+            fix='make_mesh(pipeline=4, ...), or micro_order="depth" or "breadth".',
+        )
 
 
 def loss_scale_of(optimizer: Optimizer | None, specs: ResolvedSpecs, options: StepOptions) -> LossScale:

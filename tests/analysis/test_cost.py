@@ -45,7 +45,7 @@ H100 = Hardware.named("h100")
 def graphs(fn: Any, params: Any, *batch: Any) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
     """Forward and backward of a program of one segment."""
     (kernel,) = lower(fn, params, *batch, ranks=1, policy={"unit": "all"}).kernels.values()
-    return kernel.forward, kernel.backward
+    return kernel.forward, kernel.backward.module
 
 
 # ------------------------------------------------------------------ FLOPs

@@ -24,6 +24,7 @@ from torch import Tensor
 import fnshard as fs
 from fnshard.compiler import lower as lower_module
 from fnshard.compiler.ir.values import Kind, ValueName
+from fnshard.compiler.kernels.segments import Way
 from fnshard.compiler.schedule.instructions import (
     AllReduce,
     Free,
@@ -251,7 +252,7 @@ def update_with_what_an_all_reduce_may_overwrite(lines: list[Instruction]) -> No
 
 
 def saved_value_freed_before_the_backward(lines: list[Instruction]) -> None:
-    run = first(lines, Run, backward=True)
+    run = first(lines, Run, way=Way.BACKWARD)
     value = next(n for n in lines[run].drops if n.startswith("x"))
     lines[run] = replace(lines[run], drops=tuple(n for n in lines[run].drops if n != value))
     lines.insert(run, Free("-", "backward", drops=(value,)))

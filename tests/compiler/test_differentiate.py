@@ -53,7 +53,7 @@ def test_forward_and_backward_are_those_of_the_source() -> None:
         torch.testing.assert_close(list(inputs), [o.detach() for o in outputs])
         kept = {"input": plain, "output": inputs, "saved": saved}
         kept["tangent"] = dict(zip(kernel.tangents, tangents, strict=True))
-        grads = kernel.backward(*[kept[r.kind][r.index] for r in kernel.backward_inputs])
+        grads = kernel.backward.module(*[kept[r.kind][r.index] for r in kernel.backward.inputs])
         torch.testing.assert_close(list(grads), list(expected))
 
 
@@ -77,7 +77,7 @@ def test_leaves_are_named_not_saved() -> None:
         leaves = {a.shape for a in kernel.source.inputs if a.kind == "leaf" and len(a.shape) == 2}
         transposed = {s[::-1] for s in leaves}
         assert not (leaves | transposed) & {a.shape for a in kernel.saved}
-        read = [kernel.source.inputs[r.index].kind for r in kernel.backward_inputs if r.kind == "input"]
+        read = [kernel.source.inputs[r.index].kind for r in kernel.backward.inputs if r.kind == "input"]
         if "embedding" not in kernel.source.code:
             assert "leaf" in read
 
@@ -99,7 +99,7 @@ def test_gradients_that_may_be_one_tensor_are_marked() -> None:
 
     params = {"a.w": torch.ones(ROWS, WIDTH), "a.v": torch.ones(ROWS, WIDTH)}
     (kernel,) = kernels(alone, params, rows())[1]
-    assert kernel.shared == (0, 1)
+    assert kernel.backward.shared == (0, 1)
     assert_same_grads(alone, params, rows())
     assert_same_grads(fn, params, rows())
 

@@ -99,7 +99,7 @@ def test_a_unit_keeps_its_inputs_alone() -> None:
     for line in unit.schedule.instructions:
         if isinstance(line, Run) and line.backward and line.unit.startswith("layers."):
             kernel = unit.schedule.kernels[line.kernel]
-            kinds = [kernel.source.inputs[r.index].kind for r in kernel.backward_inputs if r.kind == "input"]
+            kinds = [kernel.source.inputs[r.index].kind for r in kernel.backward.inputs if r.kind == "input"]
             assert kinds.count("value") == 1, "one boundary tensor, not two"
 
 

@@ -26,6 +26,7 @@ from toys import rows, run_chain, step_of
 
 import fnshard as fs
 from fnshard.compiler.kernels.inductor import compile_graphs
+from fnshard.compiler.kernels.segments import Way
 from fnshard.compiler.schedule.instructions import Cast, Run, Wait
 from fnshard.debug.nan_search import tensors
 from fnshard.errors import DebugError, StateError
@@ -302,7 +303,7 @@ def test_nan_hunt_names_the_kernel_where_only_the_compiled_one_fails(
         if backend == "eager":
             return right
         wrong = {key: lambda args, run=run: [g * NAN for g in run(args)] for key, run in right.items()}
-        return {key: wrong[key] if key == ("k1", True) else run for key, run in right.items()}
+        return {key: wrong[key] if key == ("k1", Way.BACKWARD) else run for key, run in right.items()}
 
     monkeypatch.setattr(lowered, "compile_graphs", compile_wrong)
     mesh = fs.make_mesh(shard=1)

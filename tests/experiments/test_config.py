@@ -87,9 +87,8 @@ WRONG_TRAIN = {
         r"run\.accumulate=2: strategy=auto chooses the micro-batches",
         r"to divide model\.heads=4 and model\.kv_heads=2.*\. Fix: mesh\.tensor=2\.",
     ),
-    "strategy=auto run.device_gb=1 mesh.pipeline=2 model.tied=true": (
-        r"mesh\.pipeline=2: strategy=auto looks at no pipelines\. Fix: strategy=full_shard",
-        r"mesh\.pipeline=2: .* read a tied embedding\. Fix: model\.tied=false",
+    "strategy.chunks=2": (
+        r"strategy\.chunks=2: chunks are of the stages of a pipeline\. Fix: mesh\.pipeline=2",
     ),
     "run.steps=5,10 run.seed=range(3)": (
         r"run\.steps=5,10: several values are a sweep\. Fix: --multirun; or quotes for text, \[a,b\] for",

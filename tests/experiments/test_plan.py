@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import shlex
 import sys
@@ -91,6 +92,36 @@ def test_more_micro_batches_are_so_many_more() -> None:
     assert planner.walk.look(knobs).peak_bytes == whole["peak"]
 
 
+PIPELINES = [
+    Knobs(1, 2, pipeline=2), Knobs(1, 1, pipeline=8, keep=True), Knobs(1, 1, 2, pipeline=4, chunks=2),
+    Knobs(2, 1, pipeline=4, remat="unit", optimizer="host"), Knobs(1, 1, pipeline=6, micro_rows=2, remat=0.5),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [pytest.param(k, marks=[] if n == 1 else pytest.mark.long) for n, k in enumerate(PIPELINES)],
+    ids=str,
+)
+def test_few_stages_layers_and_micro_batches_say_what_a_pipeline_needs(knobs: Knobs) -> None:
+    devices = math.prod(getattr(knobs, axis) for axis in search.AXES)
+    planner = planner_of(devices, f"rows={knobs.pipeline * 8}", "model.layers=24")
+    near, exact = planner.walk.look(knobs), planner.exact(knobs)
+    assert near.seconds == pytest.approx(exact.seconds, rel=0.05)
+    assert near.peak_bytes == pytest.approx(exact.peak_bytes, rel=0.05)
+    assert near.flops == pytest.approx(exact.flops, rel=0.05)
+
+
+def test_a_pipeline_takes_micro_batches_in_groups_as_large_as_it_is() -> None:
+    planner = planner_of(4, "rows=16")
+    assert planner.is_valid(Knobs(1, 1, pipeline=4)) and planner.is_valid(Knobs(1, 2, pipeline=2, chunks=3))
+    for wrong in (
+        Knobs(1, 1, pipeline=4, micro_rows=8), Knobs(1, 4, chunks=2), Knobs(1, 2, pipeline=2, chunks=5),
+        Knobs(1, 1, pipeline=4, order="breadth"),
+    ):  # fmt: skip
+        assert not planner.is_valid(wrong), wrong
+
+
 def test_the_line_that_is_printed_is_the_plan() -> None:
     """`explain` predicts for it what the search did."""
     planner = planner_of(8, "rows=16", two := "model.layers=2")
@@ -98,6 +129,7 @@ def test_the_line_that_is_printed_is_the_plan() -> None:
         Knobs(2, 4, optimizer="host", remat=0.5),
         Knobs(1, 4, 2, micro_rows=2, remat="unit", keep=True, optimizer_dtype="bfloat16"),
         Knobs(1, 8, order="breadth", remat="unit"),
+        Knobs(1, 4, pipeline=2, remat="unit", keep=True),
     ):
         found = explain(config_of(two, *knobs.overrides(16).split(), spec=EXPLAIN))
         exact = planner.exact(knobs)

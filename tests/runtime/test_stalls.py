@@ -147,7 +147,7 @@ class Trained:
         self.step = fs.shard_step(loss, specs, mesh=MESH, **how)
         lowered = self.step.lower(params, torch.ones(4, 8), torch.ones(4, 8))
         for kernel in lowered.kernels.values():
-            for module in filter(None, (kernel.forward, kernel.backward)):
+            for module in kernel.modules.values():
                 for node in module.graph.nodes:
                     if "device" in node.kwargs:
                         node.kwargs = {**node.kwargs, "device": MESH.device}

@@ -18,7 +18,7 @@ from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fnshard.compiler.kernels.inductor import compile_graph
+from fnshard.compiler.kernels.inductor import compile_graph, graphs_of
 from fnshard.mesh import Mesh
 from fnshard.runtime import tiers
 from fnshard.runtime.tiers import send
@@ -165,9 +165,7 @@ def on_gpu(waits: Waits) -> Iterator[None]:
 def put_on_gpu(lowered: Lowered) -> None:
     """Its kernels, traced on the CPU, make what they make on the device."""
 
-    def there(module: fx.GraphModule | None) -> Any:
-        if module is None:
-            return None
+    def there(module: fx.GraphModule) -> Any:
         graph = fx.Graph()
         graph.output(graph.graph_copy(module.graph, {}))
         for node in graph.nodes:
@@ -176,4 +174,4 @@ def put_on_gpu(lowered: Lowered) -> None:
             )
         return compile_graph(fx.GraphModule(module, graph), backend="eager", options={}, is_backward=False)
 
-    lowered.compiled = {k.name: (there(k.forward), there(k.backward)) for k in lowered.kernels.values()}
+    lowered.compiled = {key: there(module) for key, module in graphs_of(lowered.kernels.values()).items()}

@@ -28,6 +28,7 @@ from torch import Tensor, fx, nn
 import fnshard as fs
 from fnshard.compiler.kernels import attention
 from fnshard.compiler.kernels.inductor import compile_graph
+from fnshard.compiler.kernels.segments import Way
 from fnshard.compiler.schedule.instructions import Update
 from fnshard.compiler.schedule.ir import Schedule
 from fnshard.layout.partition import block_shape
@@ -238,9 +239,8 @@ def graphs(dtype: torch.dtype) -> Iterator[tuple[str, bool, Callable[[], fx.Grap
     with mock.patch.object(attention, "chosen", lambda *_: "math"):  # flash attention is a library's
         found = step.lower(params, tokens, tokens)
     for kernel in found.schedule.kernels.values():
-        yield f"{kernel.name} forwards", False, kernel.forward
-        if kernel.backward is not None:
-            yield f"{kernel.name} backwards", True, kernel.backward
+        for way, module in kernel.modules.items():
+            yield f"{kernel.name} {way}", way is not Way.FORWARD, module
     for leaves, paths in updates(found.schedule).items():
         yield f"update of {paths}", False, update_graph(leaves, torch.device("cpu"))
 

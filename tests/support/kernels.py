@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fnshard.compiler import lower
 from fnshard.compiler.frontend.trace import flatten_batch
 from fnshard.compiler.kernels import differentiate as module
+from fnshard.compiler.kernels.segments import Way
 
 FOLDER = "FNSHARD_TESTS_KERNELS"  # of the variable that names it
 MOST_TRACES = 64
@@ -71,7 +72,10 @@ def _from_file(key: tuple[Any, ...], source: Any, make: Callable[[], Any]) -> An
     with path.open("ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if written := path.read_bytes():
-            return _unpacked(pickle.loads(written), source)
+            # A command's `__main__` has torch, so that pickle may find torch's constants there.
+            with suppress(AttributeError):
+                return _unpacked(pickle.loads(written), source)
+            return make()
         kernel = make()
         with suppress(Unpicklable):
             lock.write(pickle.dumps(_packed(kernel)))
@@ -110,8 +114,10 @@ class Fake:
 
 
 def _packed(kernel: Any) -> tuple[Any, ...]:
-    graphs = [module and _packed_graph(module.graph) for module in (kernel.forward, kernel.backward)]
-    return replace(kernel, source=None, forward=None, backward=None), *graphs
+    """The kernel without graphs, and each half of its backward without its own; all graphs by way."""
+    halves = {way: replace(half, module=None) for way, half in kernel.halves.items()}
+    graphs = {way: _packed_graph(module.graph) for way, module in kernel.modules.items()}
+    return replace(kernel, source=None, forward=None, backward=None, weights=None), halves, graphs
 
 
 def _packed_graph(graph: fx.Graph) -> list[tuple[Any, ...]]:
@@ -142,10 +148,14 @@ def _packed_value(value: Any) -> Any:
 
 
 def _unpacked(packed: tuple[Any, ...], source: Any) -> Any:
-    kernel, *graphs = packed
+    kernel, halves, graphs = packed
     with FakeTensorMode():
-        forward, backward = (rows and _unpacked_graph(rows) for rows in graphs)
-    return replace(kernel, source=source, forward=forward, backward=backward)
+        modules = {way: _unpacked_graph(rows) for way, rows in graphs.items()}
+    both = {way: replace(half, module=modules[way]) for way, half in halves.items()}
+    return replace(
+        kernel, source=source, forward=modules[Way.FORWARD], backward=both.get(Way.BACKWARD),
+        weights=both.get(Way.WEIGHTS),
+    )  # fmt: skip
 
 
 def _unpacked_graph(rows: list[tuple[Any, ...]]) -> fx.GraphModule:

@@ -30,62 +30,101 @@ from fnshard.compiler.kernels.attention import choosing
 from fnshard.compiler.kernels.canonical import Argument, Source
 from fnshard.compiler.kernels.derived import derived
 from fnshard.compiler.kernels.remat import Policy, is_saved
-from fnshard.compiler.kernels.segments import Segments
+from fnshard.compiler.kernels.segments import Segments, Way
+from fnshard.compiler.kernels.weight_grads import split_backward
 from fnshard.compiler.rewrites.rounding import hide_rounding, round_decisions, show_rounding
 from fnshard.errors import SpecError, TraceError
 
 
 @dataclass(frozen=True)
 class Ref:
-    """A reference to what a backward kernel reads: ("input" | "output" | "saved" | "tangent", index)."""
+    """A reference to what a backward kernel reads: ("input" | "output" | "saved" | "tangent" | "between",
+    index)."""
 
     kind: str
     index: int
+
+
+Refs = tuple[Ref, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Backward:
+    """A backward kernel, or a half of one: `module(*inputs) -> (*gradients, *between)`.
+
+    Args:
+        inputs: what it reads.
+        grads: of each gradient, the source's input that it is of.
+        shared: gradients (positions in `grads`) that may be one tensor with another result or with an input,
+            so that nobody may write to them.
+    """
+
+    module: fx.GraphModule
+    inputs: Refs
+    grads: tuple[int, ...]
+    shared: tuple[int, ...] = ()
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self.module.graph
+
+    @property
+    def tangent_strides(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """For each tangent that it reads: its place, and the strides it was traced with."""
+        nodes = self.graph.find_nodes(op="placeholder")
+        return tuple(
+            (i, tuple(node.meta["val"].stride()))
+            for i, (ref, node) in enumerate(zip(self.inputs, nodes, strict=True))
+            if ref.kind == "tangent"
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
     """A distinct segment's forward and backward, as graphs of core ATen ops.
 
-    `forward(*inputs) -> (*outputs, *saved)`; `backward(*backward_inputs) -> grads`, one for each
-    entry of `grads` (an index into the source's inputs). `saved` describes what is kept for the
-    backward besides inputs and outputs; `shared` are the gradients (positions in `grads`) that may be
-    one tensor with another one or with an input, so that nobody may write to them. `kept`: the ops of the
-    remat policy's `save` that it has.
+    `forward(*inputs) -> (*outputs, *saved)`. `saved` describes what is kept for the backward besides inputs
+    and outputs. Where the gradients of leaves are apart, `weights` makes those that take products, and
+    `backward` the cotangents and what else there is; either is None where it has nothing to make. `between`
+    describes what `backward` then hands on to `weights`. `kept`: the ops of the remat policy's `save` that
+    it has.
     """
 
     name: str
     source: Source
     forward: fx.GraphModule
-    backward: fx.GraphModule | None
-    saved: tuple[Argument, ...]
-    backward_inputs: tuple[Ref, ...]
-    grads: tuple[int, ...]
-    shared: tuple[int, ...] = ()
+    backward: Backward | None
+    saved: tuple[Argument, ...] = ()
+    weights: Backward | None = None
+    between: tuple[Argument, ...] = ()
     kept: tuple[str, ...] = ()
+
+    @property
+    def halves(self) -> dict[Way, Backward]:
+        """The backward kernels that there are."""
+        both = {Way.BACKWARD: self.backward, Way.WEIGHTS: self.weights}
+        return {way: half for way, half in both.items() if half is not None}
+
+    @property
+    def modules(self) -> dict[Way, fx.GraphModule]:
+        """The graphs that there are."""
+        return {Way.FORWARD: self.forward, **{way: half.module for way, half in self.halves.items()}}
+
+    @property
+    def grads(self) -> tuple[int, ...]:
+        """Indices of the inputs that get a gradient."""
+        return tuple(index for half in self.halves.values() for index in half.grads)
 
     @property
     def tangents(self) -> tuple[int, ...]:
         """Indices of the outputs that take a tangent."""
         return tuple(i for i, a in enumerate(self.source.outputs) if a.requires_grad)
 
-    @property
-    def tangent_strides(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """For each tangent that the backward reads: its place, and the strides it was traced with."""
-        nodes = self.backward.graph.find_nodes(op="placeholder")
-        return tuple(
-            (i, tuple(node.meta["val"].stride()))
-            for i, (ref, node) in enumerate(zip(self.backward_inputs, nodes, strict=True))
-            if ref.kind == "tangent"
-        )
-
     def as_text(self) -> str:
-        """Signature, what is saved, and both graphs."""
+        """Signature, what is saved, and all graphs."""
         saved = ", ".join(map(str, self.saved))
-        lines = [f"{self.name}: saves [{saved}]", self.forward.code.strip()]
-        if self.backward is not None:
-            lines.append(self.backward.code.strip())
-        return "\n".join(lines)
+        codes = [module.code.strip() for module in self.modules.values()]
+        return "\n".join([f"{self.name}: saves [{saved}]", *codes])
 
     __str__ = as_text
 
@@ -102,7 +141,9 @@ class Joint:
     is_differentiable: bool
 
 
-def differentiate(source: Source, policy: Policy, *, trainable: bool, target: str) -> Kernel:
+def differentiate(
+    source: Source, policy: Policy, *, trainable: bool, target: str, apart: bool = False
+) -> Kernel:
     """Forward and backward of one source, without a name.
 
     Args:
@@ -110,6 +151,7 @@ def differentiate(source: Source, policy: Policy, *, trainable: bool, target: st
             draws the same numbers.)
         trainable: False traces the forward alone.
         target: the type of device that it will run on; it may be traced elsewhere.
+        apart: the gradients of leaves are made by a kernel of their own.
     """
     # Imported here: they bring Dynamo and Inductor, which take seconds; `import fnshard` should not.
     import torch._functorch.config as functorch_config
@@ -124,7 +166,7 @@ def differentiate(source: Source, policy: Policy, *, trainable: bool, target: st
         joint = _make_graph_module(traced.module, copy.deepcopy(traced.module.graph))  # it is rewritten here
         if not traced.is_differentiable:
             _flatten_signature(joint)
-            return Kernel("", source, joint, None, (), (), ())
+            return Kernel("", source, joint, None)
         kept = _must_save(joint, source, policy.save) if policy.save else ()
         _must_recompute(joint, source)
         rounds = hide_rounding(joint.graph)
@@ -143,7 +185,34 @@ def differentiate(source: Source, policy: Policy, *, trainable: bool, target: st
     for node in [*forward.graph.nodes, *backward.graph.nodes]:
         if isinstance(node.target, _Unseeded):
             node.target = node.target.op
-    return replace(_kernel(source, forward, backward), kept=kept)
+    kernel = replace(_kernel(source, forward, backward), kept=kept)
+    return _put_apart(kernel) if apart else kernel
+
+
+def _put_apart(kernel: Kernel) -> Kernel:
+    """Return the kernel whose gradients of leaves are made apart, as far as they take products."""
+    whole, inputs = kernel.backward, kernel.source.inputs
+    kinds = [inputs[ref.index].kind if ref.kind == "input" else ref.kind for ref in whole.inputs]
+    halves = split_backward(
+        whole.module,
+        [inputs[index].kind == "leaf" for index in whole.grads],
+        leaves={i for i, kind in enumerate(kinds) if kind == "leaf"},
+        on_hand={i for i, kind in enumerate(kinds) if kind in ("batch", "constant", "axis", "key")},
+    )
+
+    def half(module: fx.GraphModule | None, read: Refs, grads: Iterable[int]) -> Backward | None:
+        return module and Backward(module, read, tuple(whole.grads[n] for n in grads), _shared(module))
+
+    first, second = (
+        tuple(whole.inputs[n] for n in read) for read in (halves.first_inputs, halves.second_inputs)
+    )
+    between = tuple(Ref("between", number) for number in range(len(halves.between)))
+    return replace(
+        kernel,
+        backward=half(halves.first, first, halves.first_grads),
+        weights=half(halves.second, (*second, *between), halves.second_grads),
+        between=tuple(Argument.of(_value(n), "value") for n in halves.between),
+    )
 
 
 @lru_cache(maxsize=16)  # a search makes kernels of a few sources by many policies
@@ -186,10 +255,10 @@ def trace_joint(source: Source, trainable: bool, target: str) -> Joint:
     return Joint(joint, mode, differentiable)
 
 
-def kernel_key(source: str, policy: Policy) -> str:
+def kernel_key(source: str, policy: Policy, apart: bool = False) -> str:
     """Return what segments that share a kernel have in common; a source's own key where it keeps
-    everything."""
-    return f"{source} {policy.key}".strip()
+    everything, and makes all gradients in one backward."""
+    return " ".join([source, *filter(None, [policy.key, "apart" * apart])])
 
 
 def differentiate_all(
@@ -199,6 +268,7 @@ def differentiate_all(
     trainable: bool,
     known: MutableMapping[str, Kernel] | None,
     target: str,
+    apart: bool = False,
 ) -> dict[str, Kernel]:
     """One kernel per distinct source and policy, by `kernel_key`, named k0, k1, ... in order of first use.
 
@@ -206,6 +276,7 @@ def differentiate_all(
         policies: of each segment.
         known: kernels made before, by key; taken from it and added to it.
         target: the type of device that they will run on.
+        apart: the gradients of leaves are made by kernels of their own.
 
     Raises:
         SpecError: a policy saves an op that none of its segments has.
@@ -213,16 +284,17 @@ def differentiate_all(
     known = {} if known is None else known
     out: dict[str, Kernel] = {}
     for segment, policy in zip(segments.segments, policies, strict=True):
-        key = kernel_key(segment.source, policy)
+        key = kernel_key(segment.source, policy, apart)
         if key not in known:
             source = segments.sources[segment.source]
-            known[key] = differentiate(source, policy, trainable=trainable, target=target)
+            known[key] = differentiate(source, policy, trainable=trainable, target=target, apart=apart)
         if key not in out:
             out[key] = replace(known[key], name=f"k{len(out)}")
     wanted_tags = {s for p in policies for s in p.save}
     missing = sorted(wanted_tags - {s for kernel in out.values() for s in kernel.kept})
     if trainable and missing:
-        keys = {kernel_key(s.source, p) for s, p in zip(segments.segments, policies, strict=True) if p.save}
+        saving = [(s, p) for s, p in zip(segments.segments, policies, strict=True) if p.save]
+        keys = {kernel_key(s.source, p, apart) for s, p in saving}
         nodes = [n for k in keys for n in out[k].forward.graph.nodes if isinstance(n.target, OpOverload)]
         ops = {n.target._schema.name.replace("::", ".") for n in nodes}
         raise SpecError(
@@ -399,7 +471,7 @@ def _kernel(source: Source, forward: fx.GraphModule, backward: fx.GraphModule) -
     refs |= {f"tangents_{number}": Ref("tangent", i) for number, i in enumerate(taking, 1)}
     read = tuple(refs[n.name] for n in backward.graph.find_nodes(op="placeholder"))
     descriptions = tuple(Argument.of(_value(n), "value") for n in saved_nodes)
-    return Kernel("", source, forward, backward, descriptions, read, grads, _shared(backward))
+    return Kernel("", source, forward, Backward(backward, read, grads, _shared(backward)), descriptions)
 
 
 def _prune_backward(backward: fx.GraphModule) -> tuple[int, ...]:
@@ -415,6 +487,8 @@ def _prune_backward(backward: fx.GraphModule) -> tuple[int, ...]:
 
 
 def _shared(backward: fx.GraphModule) -> tuple[int, ...]:
+    """Return which results may share memory with another one or with an input."""
+
     def base(node: fx.Node) -> fx.Node:
         while node.op == "call_function" and _views(node):
             node = node.args[0]

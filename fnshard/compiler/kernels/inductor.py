@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, fx
 
 from fnshard.compiler.kernels.differentiate import Kernel
+from fnshard.compiler.kernels.segments import Way
 from fnshard.compiler.rewrites.rounding import BITS, drop_rounding
 from fnshard.compiler.rewrites.wide_sums import widen_sums
 from fnshard.errors import MissingExtraError, SpecError
@@ -178,13 +179,13 @@ def warm_up(device_type: str, backend: str) -> None:
         async_compile.maybe_warm_pool()
 
 
-Graphs = dict[tuple[str, bool], fx.GraphModule]  # by kernel, and whether it is its backward
+Graphs = dict[tuple[str, Way], fx.GraphModule]  # by kernel and way
+Compiled = dict[tuple[str, Way], Boxed]  # the same graphs, compiled
 
 
 def graphs_of(kernels: Iterable[Kernel]) -> Graphs:
     """All that is to be compiled."""
-    named = {(k.name, back): g for k in kernels for back, g in ((False, k.forward), (True, k.backward))}
-    return {key: graph for key, graph in named.items() if graph is not None}
+    return {(kernel.name, way): module for kernel in kernels for way, module in kernel.modules.items()}
 
 
 def share_of(graphs: Graphs, place: int, parts: int) -> Graphs:
@@ -197,19 +198,17 @@ def share_of(graphs: Graphs, place: int, parts: int) -> Graphs:
     return shares[place]
 
 
-def compile_graphs(
-    graphs: Graphs, *, backend: str, options: Mapping[str, Any]
-) -> dict[tuple[str, bool], Boxed]:
+def compile_graphs(graphs: Graphs, *, backend: str, options: Mapping[str, Any]) -> Compiled:
     """Each as a boxed callable; the logger "fnshard" says how far it is (INFO)."""
     if backend == "eager":
         return {key: _eager(graph) for key, graph in graphs.items()}
     if not graphs:
         return {}
-    done: dict[tuple[str, bool], tuple[Boxed, Callable[[], None]]] = {}
+    done: dict[tuple[str, Way], tuple[Boxed, Callable[[], None]]] = {}
     with TRACING:
-        for number, ((name, is_backward), graph) in enumerate(graphs.items(), 1):
+        for number, ((name, way), graph) in enumerate(graphs.items(), 1):
             _say(f"compiling kernel {number} of {len(graphs)}")
-            done[name, is_backward] = _generated(graph, options, is_backward)
+            done[name, way] = _generated(graph, options, way is not Way.FORWARD)
         for _, load in done.values():
             load()
     _say(f"compiled {len(graphs)} kernel{'s' if len(graphs) > 1 else ''}", end="\n")

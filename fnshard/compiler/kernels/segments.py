@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from torch import Tensor
 
@@ -11,6 +12,18 @@ from fnshard.compiler.frontend.exchange import KINDS
 from fnshard.compiler.ir.program import describe
 from fnshard.compiler.ir.values import Kind, ValueName
 from fnshard.compiler.kernels.canonical import Argument, Source
+
+
+class Way(StrEnum):
+    """A way through a segment; the enum's value is how a schedule prints it.
+
+    BACKWARD makes all gradients, or, where those of leaves are apart, the cotangents that others wait for;
+    WEIGHTS then makes what is left of the gradients of leaves.
+    """
+
+    FORWARD = "fwd"
+    BACKWARD = "bwd"
+    WEIGHTS = "wgrad"
 
 
 @dataclass(frozen=True)

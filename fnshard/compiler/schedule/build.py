@@ -20,7 +20,7 @@ from fnshard.compiler.ir.program import Outputs, Program
 from fnshard.compiler.ir.values import LOSS_TANGENT, SCALARS, SCALES, Kind, ValueName, slots, stored
 from fnshard.compiler.kernels.canonical import Argument
 from fnshard.compiler.kernels.differentiate import Kernel
-from fnshard.compiler.kernels.segments import Exchanged, Segment, Segments, last_first
+from fnshard.compiler.kernels.segments import Exchanged, Segment, Segments, Way, last_first
 from fnshard.compiler.schedule.aggregate import aggregate
 from fnshard.compiler.schedule.buckets import (
     Bucket,
@@ -57,7 +57,7 @@ from fnshard.compiler.schedule.instructions.exchange import exchange
 from fnshard.compiler.schedule.instructions.kernels import added
 from fnshard.compiler.schedule.ir import Schedule, with_wait
 from fnshard.compiler.schedule.stages import Crossing, StagePlan, one_stage
-from fnshard.compiler.schedule.tasks import MicroOrder, Round, Task, order_pipeline, order_tasks
+from fnshard.compiler.schedule.tasks import MicroOrder, Round, Task, order_tasks
 from fnshard.compiler.update.derive import Compute, Reduce, Stack
 from fnshard.compiler.update.family import Family
 from fnshard.compiler.update.steps import flow_of, form_of, stacks_of
@@ -80,7 +80,8 @@ class Plan:
         accumulate: micro-batches in one step.
         accumulate_mode: "reduce" each micro-batch's gradients into the sharded accumulator, or
             accumulate "local" full gradients and reduce once.
-        micro_order: "depth", or "breadth", which accumulates locally whatever `accumulate_mode` says.
+        micro_order: "depth", or "breadth", which accumulates locally whatever `accumulate_mode` says, or, in
+            a pipeline, "zero_bubble".
         update: run the optimizer (else return the gradients).
         norms: reduce squared norms with the scalars.
         scalars: how many numbers ride on ReduceScalars besides what `fn` returns.
@@ -104,6 +105,11 @@ class Plan:
     differentiate: bool = True
     rows: int = 1
 
+    @property
+    def apart(self) -> bool:
+        """Whether gradients of leaves are made by kernels of their own."""
+        return self.differentiate and self.micro_order == "zero_bubble"
+
     def for_program(self, program: Program) -> Plan:
         """The same, completed by what `fn` returns."""
         counted = self.update and program.outputs.count is not None
@@ -124,6 +130,7 @@ def build(
     plan: Plan,
     stages: StagePlan | None = None,
     stage: int = 0,
+    tasks: Sequence[Task] = (),
 ) -> Schedule:
     """Return the plain schedule of one step, of one stage of it in a pipeline.
 
@@ -131,16 +138,17 @@ def build(
         kernels: of each segment.
         stages: how stages share the program, see `plan_stages`; None where one runs all of it.
         stage: which one's schedule.
+        tasks: of all stages of a pipeline, in the order in which they run.
     """
     stages = stages or one_stage(segments)
     if stages.stages > 1:
         # Ranks of all stages meet in the sums of scalars: they stand at the end, in one order, as do updates
         # that read them.
         plan = replace(plan, barrier=plan.barrier or plan.counted, counted=False)
-    b = _Builder(segments, kernels, outputs, specs, mesh, plan, stages, stage)
-    for tasks in b.rounds:
-        b.held = {} if len(tasks) > 1 else None
-        for task in tasks:
+    b = _Builder(segments, kernels, outputs, specs, mesh, plan, stages, stage, tasks)
+    for each in b.rounds:
+        b.held = {} if len(each) > 1 else None
+        for task in each:
             b.write(task)
     b.receive_results()
     if plan.differentiate:
@@ -155,7 +163,7 @@ def find_active(segments: Segments, kernels: Sequence[Kernel], outputs: Outputs)
     for segment in reversed(segments.segments):
         kernel = kernels[segment.index]
         reached.update(e.sent for e in last_first(exchanges[segment.index]) if e.received in reached)
-        if kernel.backward is None or not kernel.grads:
+        if not kernel.grads:
             continue
         if any(segment.outputs[i] in reached for i in kernel.tangents):
             active.add(segment.index)
@@ -178,6 +186,7 @@ class _Builder:
     plan: Plan
     stages: StagePlan
     stage: int
+    tasks: Sequence[Task] = ()
     lines: list[Instruction] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -245,12 +254,7 @@ class _Builder:
     def _rounds(self) -> list[Round]:
         """Return the tasks of the step, of all stages."""
         if self.piped:
-            return [
-                (task,)
-                for task in order_pipeline(
-                    self.stages.chunks, self.plan.accumulate, self.plan.micro_order, self.plan.differentiate
-                )
-            ]
+            return [(task,) for task in self.tasks]
         plan, made = self.plan, {n: s.index for s in self.segments.segments for n in s.outputs}
         made |= {e.received: e.after for e in self.segments.exchanges}
         written = [(path, made[name]) for name, path in self.written.items() if name in made]
@@ -360,7 +364,7 @@ class _Builder:
             return
         # What the task before has sent is on its way for a task by now.
         sent, self.sending = self.sending, []
-        self.backward(task) if task.backward else self.forward(task)
+        self.forward(task) if task.way is Way.FORWARD else self.backward(task)
         self.lines += sent
 
     def send(self, segment: Segment, task: Task, phase: str) -> None:
@@ -378,6 +382,8 @@ class _Builder:
 
     def receive(self, task: Task) -> None:
         """Make room for what a task of another stage sends here."""
+        if task.way is Way.WEIGHTS:  # it sends nothing
+            return
         micro = task.micro
         phase = self.phase("backward" if task.backward else "forward", micro)
         for segment in reversed(task.segments) if task.backward else task.segments:
@@ -486,27 +492,31 @@ class _Builder:
         seeded = {loss: LOSS_TANGENT} if self.stages.home.get(loss, self.stage) == self.stage else {}
         tangents = self.tangents.setdefault(micro, seeded)
         grads = self.gradients.setdefault(micro, {})
+        makes_last = task.way is (Way.WEIGHTS if self.plan.apart else Way.BACKWARD)
         for segment in reversed(task.segments):
-            for each in last_first(self.exchanges[segment.index]):
+            for each in last_first(self.exchanges[segment.index]) if task.backward else ():
                 self.settle(each.received, micro, self.unit(segment), phase)
                 self.exchange_back(each, self.unit(segment), phase, micro, tangents)
-            if segment.index in self.active:
-                self.backward_of(segment, micro, phase, tangents, grads)
-            self.send(segment, task, phase)
+            if segment.index in self.active and task.way in self.kernels[segment.index].halves:
+                self.run_back(segment, task.way, micro, phase, tangents, grads)
+            if task.backward:
+                self.send(segment, task, phase)
             done = [
-                b for b in self.reduces if self.complete[b.name] == segment.index and not self.is_shared(b)
-            ]
+                b for b in self.reduces
+                if makes_last and self.complete[b.name] == segment.index and not self.is_shared(b)
+            ]  # fmt: skip
             for bucket in done:
                 self.reduce(bucket, task, phase, grads)
             if done and self.plan.counted and task.is_last:
                 self.scalars_wait()
-        # Other chunks will add to what is left: sum now, so that one full gradient lives, not one for each
-        # micro-batch.
+        # Other chunks, or this one's weight gradients, will add to what is left: sum now, so that one full
+        # gradient lives, not one for each micro-batch.
         if self.held is not None or self.accumulates:
+            version = f"@{task.segments[0].index}" + ("" if makes_last else f".{task.way}")
             for bucket in self.reduces:
                 if not grads.keys().isdisjoint(bucket.paths):
-                    self.accumulate(bucket, micro, phase, grads, f"@{task.segments[0].index}")
-        if task.is_last and task.segments[0] is self.own[0]:
+                    self.accumulate(bucket, micro, phase, grads, version)
+        if makes_last and task.is_last and task.segments[0] is self.own[0]:
             for bucket in [
                 b for b in self.reduces if self.complete[b.name] is None and not self.is_shared(b)
             ]:
@@ -514,39 +524,47 @@ class _Builder:
                 self.lines.append(Local(bucket.unit, phase, (), (name,), bucket=bucket.name))
                 self.reduced[bucket.name] = name
 
-    def backward_of(
-        self, segment: Segment, micro: int, phase: str, tangents: dict[ValueName, ValueName],
+    def run_back(
+        self, segment: Segment, way: Way, micro: int, phase: str, tangents: dict[ValueName, ValueName],
         grads: dict[str, ValueName],
     ) -> None:  # fmt: skip
+        """Write out the backward of a segment, or a half of it."""
         kernel = self.kernels[segment.index]
-        unit = self.unit(segment)
+        half = kernel.halves[way]
+        unit, index = self.unit(segment), self.index(micro)
         saved = self.saved(segment, micro)
-        read = [segment.inputs[r.index] for r in kernel.backward_inputs if r.kind == "input"]
+        between = [
+            ValueName(Kind.VALUE, f"w{segment.index}.{number}", micro=index)
+            for number in range(len(kernel.between))
+        ]
+        read = [segment.inputs[r.index] for r in half.inputs if r.kind == "input"]
         paths = [n.path for n in read if n.kind is Kind.LEAF]
         names = self.fetch(segment, paths, phase, micro)
         reads = []
-        for ref in kernel.backward_inputs:
+        for ref in half.inputs:
             if ref.kind == "input":
                 reads.append(self.read(segment.inputs[ref.index], names, micro))
             elif ref.kind == "output":
                 reads.append(self.value(segment.outputs[ref.index], micro))
             elif ref.kind == "saved":
                 reads.append(saved[ref.index])
+            elif ref.kind == "between":
+                reads.append(between[ref.index])
             else:
                 reads.append(self.tangent(segment, ref.index, unit, phase, micro, tangents))
         writes, adds = [], []
-        for index in kernel.grads:
-            name = segment.inputs[index]
+        for name in [segment.inputs[number] for number in half.grads]:
             of_leaf = name.kind is Kind.LEAF
             known, key = (grads, name.path) if of_leaf else (tangents, name)
             kind = Kind.GRADIENT if of_leaf else Kind.TANGENT
-            fresh = ValueName(kind, name.path, f"@{segment.index}", micro=self.index(micro))
+            fresh = ValueName(kind, name.path, f"@{segment.index}", micro=index)
             writes.append(fresh)
             adds += added(known, key, fresh, unit, phase)
+        writes += between if way is Way.BACKWARD else ()
         self.lines.append(
             Run(
                 unit, phase, tuple(reads), tuple(writes),
-                kernel=kernel.name, backward=True, segment=segment.index, units=segment.units,
+                kernel=kernel.name, way=way, segment=segment.index, units=segment.units,
             )
         )  # fmt: skip
         self.lines.extend(adds)
@@ -600,7 +618,8 @@ class _Builder:
         micro, accumulated = task.micro, self.plan.accumulate > 1
         is_local = accumulated and (self.held is not None or self.accumulates)
         if is_local:
-            self.accumulate(bucket, micro, phase, grads)
+            if not grads.keys().isdisjoint(bucket.paths):
+                self.accumulate(bucket, micro, phase, grads)
             if not task.is_last:
                 return
         if bucket.name in self.local:
@@ -639,14 +658,17 @@ class _Builder:
     def sum_over_ranks(
         self, bucket: Bucket, phase: str, reads: Names, paths: tuple[str, ...], micro: int
     ) -> ValueName:
-        """ReduceScatter over the gradient's own axes, AllReduce over others that do not split the leaf."""
+        """ReduceScatter over the gradient's own axes, AllReduce over others that do not split the leaf.
+
+        All ranks of a stage that reads no leaf of the bucket have zeros, for which other stages alone wait.
+        """
         rest = summed_whole(bucket, self.specs, self.summed)
         name = ValueName(Kind.REDUCED, bucket.name, micro=micro)
         flight = ValueName(Kind.FLIGHT, bucket.name, micro=micro)
         if not bucket.axes and not rest:
             self.lines.append(Local(bucket.unit, phase, reads, (name,), bucket=bucket.name, paths=paths))
             return name
-        if bucket.axes:
+        if bucket.axes and reads:
             part = name.of(micro, ".") if rest else name  # summed over a part of the ranks
             scatter = ReduceScatter(bucket.unit, phase, reads, (flight,), bucket=bucket.name, paths=paths)
             self.lines += with_wait(scatter, part)

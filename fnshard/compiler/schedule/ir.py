@@ -23,6 +23,7 @@ import torch
 from fnshard.compiler.ir.program import short_dtype
 from fnshard.compiler.ir.values import Kind, ValueName
 from fnshard.compiler.kernels.differentiate import Kernel
+from fnshard.compiler.kernels.segments import Way
 from fnshard.compiler.schedule.buckets import Bucket
 from fnshard.compiler.update.family import Family
 from fnshard.errors import ScheduleError
@@ -41,12 +42,13 @@ class Context(Protocol):
     """What `Instruction.bind` binds a line to: `runtime.executor.context` has the one that runs a step,
     `analysis.dry_run` the one that counts its memory.
 
-    `comm`: collectives. `scalars`, `updater`, `transfers`: None where no line of the schedule needs them.
-    `freed`: called with each value that dies. `worker`: the thread of what is `on_host`, if there is one.
+    `kernels`: by name and way. `comm`: collectives. `scalars`, `updater`, `transfers`: None where no line of
+    the schedule needs them. `freed`: called with each value that dies. `worker`: the thread of what is
+    `on_host`, if there is one.
     """
 
     schedule: Schedule
-    kernels: Mapping[str, tuple[Callable[..., Any], Callable[..., Any] | None]]
+    kernels: Mapping[tuple[str, Way], Callable[..., Any]]
     comm: Any
     rank: int
     scalars: Any

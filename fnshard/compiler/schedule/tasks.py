@@ -11,7 +11,8 @@ In a pipeline the tasks of all stages are one list: each stage runs its own of i
 sent behind a task is received by others at the same place of the list. A list scheduler makes it
 (`order_stages`): it gives 1F1B (Narayanan et al. 2019), GPipe (Huang et al. 2019) where nothing limits how
 many micro-batches are under way, and interleaved stages (Narayanan et al. 2021) where a stage has several
-chunks.
+chunks. Where a backward is in two, the half that makes gradients of leaves fills what would be idle time:
+that is ZB-H1 (Qi et al. 2023, "Zero Bubble Pipeline Parallelism").
 """
 
 from __future__ import annotations
@@ -21,14 +22,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from fnshard.compiler.kernels.segments import Segment
+from fnshard.compiler.kernels.segments import Segment, Way
 
-MicroOrder = Literal["depth", "breadth"]
+MicroOrder = Literal["depth", "breadth", "zero_bubble"]
+Costs = Callable[[int, Way], float]  # seconds, or any unit, of a chunk one way
 
 
 @dataclass(frozen=True)
 class Task:
-    """A stretch of the program that runs for one micro-batch, forward or backward.
+    """A stretch of the program that runs for one micro-batch, one way.
 
     Args:
         segments: the stretch; a backward runs through it from its end.
@@ -39,9 +41,14 @@ class Task:
 
     segments: Sequence[Segment]
     micro: int
-    backward: bool
+    way: Way
     is_last: bool
     stage: int = 0
+
+    @property
+    def backward(self) -> bool:
+        """Whether it makes cotangents of values."""
+        return self.way is Way.BACKWARD
 
 
 Round = tuple[Task, ...]  # tasks that run one after another and share what they gather
@@ -61,20 +68,20 @@ def order_tasks(
         accumulate: how many micro-batches there are.
         differentiate: False leaves the backward out.
     """
-    micros, directions = range(accumulate), (False, True) if differentiate else (False,)
+    micros, ways = range(accumulate), (Way.FORWARD, Way.BACKWARD) if differentiate else (Way.FORWARD,)
     if order == "depth" or accumulate == 1:
         last = accumulate - 1
-        return [(Task(segments, m, backward, m == last),) for m in micros for backward in directions]
+        return [(Task(segments, m, way, m == last),) for m in micros for way in ways]
 
-    def run(chunk: Sequence[Segment], micro: int, backward: bool) -> Task:
-        return Task(chunk, micro, backward, micro == accumulate - 1)
+    def run(chunk: Sequence[Segment], micro: int, way: Way) -> Task:
+        return Task(chunk, micro, way, micro == accumulate - 1)
 
     *chunks, end = make_chunks(segments, written)
-    forward = [tuple(run(chunk, m, False) for m in micros) for chunk in chunks]
-    backward = [tuple(run(chunk, m, True) for m in micros) for chunk in reversed(chunks)]
+    forward = [tuple(run(chunk, m, Way.FORWARD) for m in micros) for chunk in chunks]
+    backward = [tuple(run(chunk, m, Way.BACKWARD) for m in micros) for chunk in reversed(chunks)]
     # The backward of the last chunk needs nothing but its forward, so that the logits of one micro-batch live
     # at a time.
-    last_round = tuple(run(end, m, backward) for m in micros for backward in directions)
+    last_round = tuple(run(end, m, way) for m in micros for way in ways)
     return [*forward, last_round, *(backward if differentiate else ())]
 
 
@@ -106,26 +113,30 @@ def make_chunks(segments: Sequence[Segment], written: Iterable[tuple[str, int]])
 def order_pipeline(
     chunks: Sequence[tuple[int, Sequence[Segment]]],
     accumulate: int,
-    order: MicroOrder = "depth",
-    differentiate: bool = True,
+    order: MicroOrder,
+    differentiate: bool,
+    costs: Costs,
 ) -> list[Task]:
     """Return the tasks of all stages of a pipeline, in one order.
 
     Args:
         chunks: consecutive segments, with the stage that runs them.
-        order: "depth" limits the micro-batches that are under way, "breadth" does not.
+        order: "depth" limits the micro-batches that are under way, "breadth" does not; "zero_bubble" limits
+            them, and has the gradients of leaves apart.
+        costs: by number of the chunk and way.
     """
     stage_of = [stage for stage, _ in chunks]
-    room = usual_room(max(stage_of) + 1, len(chunks)) if order == "depth" else None
+    room = usual_room(max(stage_of) + 1, len(chunks)) if order != "breadth" else None
+    ways = (Way.FORWARD, Way.BACKWARD, *([Way.WEIGHTS] if order == "zero_bubble" else []))
     return [
         Task(
             chunks[slot.chunk][1],
             slot.micro,
-            slot.backward,
+            slot.way,
             slot.micro == accumulate - 1,
             stage_of[slot.chunk],
         )
-        for slot in order_stages(stage_of, accumulate, room, differentiate=differentiate)
+        for slot in order_stages(stage_of, accumulate, room, costs, ways if differentiate else ways[:1])
     ]
 
 
@@ -135,66 +146,89 @@ class Slot:
 
     chunk: int
     micro: int
-    backward: bool
+    way: Way
     start: float
     end: float
+
+    @property
+    def backward(self) -> bool:
+        """Whether it makes cotangents of values."""
+        return self.way is Way.BACKWARD
 
 
 def order_stages(
     stage_of: Sequence[int],
     micros: int,
     room: Sequence[int] | None,
-    costs: Callable[[int, bool], float] = lambda chunk, backward: 2.0 if backward else 1.0,
-    differentiate: bool = True,
+    costs: Costs | None = None,
+    ways: Sequence[Way] = (Way.FORWARD, Way.BACKWARD),
 ) -> list[Slot]:
     """Return the tasks of all stages, in the order in which they would be done.
 
     Time goes on from task to task: of the stages, the one whose next task can begin first takes it. Of two
     that could begin, a forward goes first while the stage has room for one more micro-batch: so the stages
-    behind it have work sooner. Without room it waits for a backward.
+    behind it have work sooner. Without room it waits for a backward. Gradients of leaves that are apart come
+    when nothing else can, or when a stage keeps each of its chunks for as many micro-batches as there are
+    stages: that is what the first stage keeps in 1F1B.
 
     Args:
         stage_of: by chunk, the stage that runs it.
         room: by stage, how many forwards it may have run whose backward it has not; None: any number.
-        costs: seconds of a chunk, or any unit, one way.
-        differentiate: False leaves the backward out.
+        costs: seconds of a chunk, or any unit, one way; None: a backward in one takes twice as long as a
+            forward, and each half of one as long.
+        ways: the tasks of each chunk.
     """
     chunks, stages = len(stage_of), max(stage_of) + 1
-    ways = (False, True) if differentiate else (False,)
-    following = {(c, b): 0 for c in range(chunks) for b in ways}  # by chunk and way, the next micro-batch
-    done: dict[tuple[int, int, bool], float] = {}  # by task, when it ends
-    free, held = [0.0] * stages, [0] * stages
+    apart = Way.WEIGHTS in ways
+    costs = costs or (lambda chunk, way: 2.0 if way is Way.BACKWARD and not apart else 1.0)
+    following = {(c, way): 0 for c in range(chunks) for way in ways}  # by chunk and way, the next micro-batch
+    done: dict[tuple[int, int, Way], float] = {}  # by task, when it ends
+    free = [0.0] * stages
+    # By stage, how many micro-batches wait for their backward, and for the last task that reads what is kept.
+    held, kept = [0] * stages, [0] * stages
+    last = ways[-1]
     out: list[Slot] = []
 
-    def ready(chunk: int, backward: bool) -> float | None:
+    def ready(chunk: int, way: Way) -> float | None:
         """Return when all is done that the next task of a chunk needs; None: that is not planned yet."""
-        micro, neighbour = following[chunk, backward], chunk + 1 if backward else chunk - 1
-        before = [(chunk, micro, False)] if backward else []
-        before += [(neighbour, micro, backward)] if 0 <= neighbour < chunks else []
+        micro = following[chunk, way]
+        before = {
+            Way.FORWARD: [(chunk - 1, micro, way)],
+            Way.BACKWARD: [(chunk, micro, Way.FORWARD), (chunk + 1, micro, way)],
+            Way.WEIGHTS: [(chunk, micro, Way.BACKWARD)],
+        }[way]
+        before = [task for task in before if 0 <= task[0] < chunks]
         return max((done[b] for b in before), default=0.0) if all(b in done for b in before) else None
+
+    def has_room(chunk: int, way: Way) -> bool:
+        stage = stage_of[chunk]
+        if way is not Way.FORWARD or room is None:
+            return True
+        return held[stage] < room[stage] and (kept[stage] < chunks or not apart)
 
     able = {task: at for task in following if (at := ready(*task)) is not None}
     while able:
-        begins = {(c, b): max(at, free[stage_of[c]]) for (c, b), at in able.items()}
-        with_room = [(c, b) for c, b in able if b or room is None or held[stage_of[c]] < room[stage_of[c]]]
+        begins = {(c, way): max(at, free[stage_of[c]]) for (c, way), at in able.items()}
         # First what begins first; of a stage's chunks the one that a group of micro-batches as large as the
         # pipeline has to go through next.
-        chunk, backward = min(
-            with_room or able,
+        chunk, way = min(
+            [task for task in able if has_room(*task)] or able,
             key=lambda t: (
-                begins[t], t[1], following[t] // stages, -t[0] if t[1] else t[0], following[t]
+                begins[t], ways.index(t[1]), following[t] // stages,
+                t[0] if t[1] is Way.FORWARD else -t[0], following[t],
             ),
         )  # fmt: skip
-        micro, stage, start = following[chunk, backward], stage_of[chunk], begins[chunk, backward]
-        end = start + costs(chunk, backward)
-        out.append(Slot(chunk, micro, backward, start, end))
-        done[chunk, micro, backward] = free[stage] = end
-        held[stage] += -1 if backward else 1
-        following[chunk, backward] += 1
+        micro, stage, start = following[chunk, way], stage_of[chunk], begins[chunk, way]
+        end = start + costs(chunk, way)
+        out.append(Slot(chunk, micro, way, start, end))
+        done[chunk, micro, way] = free[stage] = end
+        held[stage] += {Way.FORWARD: 1, Way.BACKWARD: -1, Way.WEIGHTS: 0}[way]
+        kept[stage] += (way is Way.FORWARD) - (way is last)
+        following[chunk, way] += 1
         if micro == micros - 1:
-            del following[chunk, backward]
-        neighbour = chunk - 1 if backward else chunk + 1
-        for task in ((chunk, backward), (neighbour, backward), (chunk, True)):
+            del following[chunk, way]
+        neighbour = chunk + 1 if way is Way.FORWARD else chunk - 1
+        for task in ((chunk, way), (neighbour, way), *((chunk, other) for other in ways)):
             able.pop(task, None)
             if task in following and (at := ready(*task)) is not None:
                 able[task] = at

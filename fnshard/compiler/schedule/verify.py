@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -62,9 +63,11 @@ def verify(schedule: Schedule) -> Schedule:
       changes, or reads what was taken over;
     - no buffer of the host's pool is read, or given back again, by way of a view once it was given back;
     - whatever is alive at the end is an output;
-    - a gradient is summed over each axis once that does not split its leaf, and over no other; a norm counts
-      every element once; where the result of an exchange has a cotangent, what was sent has one, and where a
-      value of another stage has one, it is sent back; no leaf of another stage is read.
+    - each backward, or both halves of one, run once for a micro-batch;
+    - a gradient is summed over each axis once that does not split its leaf, and over no other, and none is
+      left out; a norm counts every element once; where the result of an exchange has a cotangent, what was
+      sent has one, and where a value of another stage has one, it is sent back; no leaf of another stage is
+      read.
 
     Raises:
         ScheduleError: a bug in a pass.
@@ -84,7 +87,7 @@ def verify(schedule: Schedule) -> Schedule:
     ]  # fmt: skip
     state.problems += _too_many_units(schedule) + _double_gathers(schedule)
     state.problems += _sums(schedule) + _counts(schedule) + _missing_duals(schedule)
-    state.problems += _unanswered(schedule)
+    state.problems += _unanswered(schedule) + _missing_backwards(schedule) + _lost_gradients(schedule)
     if not state.problems:  # it takes every kernel to read what it should
         state.problems += _kept_leaves(schedule)
     if state.problems:
@@ -167,20 +170,24 @@ def _copied(issue: Instruction, name: ValueName) -> bool:
 def _sums(schedule: Schedule) -> list[str]:
     """Buckets whose gradients are summed over too many axes or too few."""
     found: dict[tuple[str, str], list[str]] = {}
+    zeros: set[str] = set()  # buckets that this stage has no gradients for
     for line in schedule.instructions:
         of_gradients = line.lane == COMMUNICATION and not isinstance(line, ReduceUpdate)
         if of_gradients and getattr(line, "bucket", "") in schedule.reduced:
             found.setdefault((line.bucket, line.phase), []).extend(line.axes_of(schedule))
+            zeros |= set() if line.reads else {line.bucket}
     problems = []
     for name in schedule.reduced:
         shared = schedule.mesh.stages > 1 and schedule.specs[schedule.buckets[name].paths[0]].chunk == "all"
         if shared and name not in {bucket for bucket, _ in found}:  # a tie that nothing sums
             found[name, "backward"] = []
     for (name, phase), axes in found.items():
-        expected = sorted(gradient_axes(schedule.buckets[name], schedule.specs, schedule.summed_axes))
+        bucket = schedule.buckets[name]
+        due = gradient_axes(bucket, schedule.specs, schedule.summed_axes)
+        expected = sorted(axis for axis in due if name not in zeros or axis not in bucket.axes)
         if sorted(axes) != expected:
-            over, due = (", ".join(each) or "no axis" for each in (axes, expected))
-            problems.append(f"{phase}: {name} is summed over {over}, where {due} is due")
+            over, wanted = (", ".join(each) or "no axis" for each in (axes, expected))
+            problems.append(f"{phase}: {name} is summed over {over}, where {wanted} is due")
     return problems
 
 
@@ -215,6 +222,18 @@ def _missing_duals(schedule: Schedule) -> list[str]:
     return problems
 
 
+def _missing_backwards(schedule: Schedule) -> list[str]:
+    """Backward kernels, or halves of them, that run for a micro-batch more or less often than once."""
+    runs = [line for line in schedule.instructions if isinstance(line, Run) and line.backward]
+    found = Counter((run.segment, run.way, run.phase) for run in runs)
+    micros = [f".{m}" for m in range(schedule.accumulate)] if schedule.accumulate > 1 else [""]
+    due = {
+        (run.segment, way, f"backward{micro}"): f"{run.kernel}.{way} of segment {run.segment}"
+        for run in runs for way in schedule.kernels[run.kernel].halves for micro in micros
+    }  # fmt: skip
+    return [f"{key[2]}: {what} runs {found[key]} times" for key, what in due.items() if found[key] != 1]
+
+
 def _unanswered(schedule: Schedule) -> list[str]:
     """Values of other stages whose cotangents are not sent back."""
     lines = schedule.instructions
@@ -229,6 +248,17 @@ def _unanswered(schedule: Schedule) -> list[str]:
         and like.requires_grad
         and (name.path, name.micro) in tangents
         and (name.path, name.micro, line.stage) not in back
+    ]
+
+
+def _lost_gradients(schedule: Schedule) -> list[str]:
+    """Full gradients and their sums over micro-batches that nothing reads: a reduction stands before them."""
+    read = {name for line in schedule.instructions for name in line.reads}
+    return [
+        f"{number}: {name} is in no sum"
+        for number, line in enumerate(schedule.instructions)
+        for name in line.writes
+        if name.kind in (Kind.GRADIENT, Kind.ACCUMULATED) and name not in read
     ]
 
 

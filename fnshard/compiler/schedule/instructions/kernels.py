@@ -11,17 +11,23 @@ import torch
 
 from fnshard.compiler.ir.values import Kind, ValueName
 from fnshard.compiler.kernels.canonical import Argument
+from fnshard.compiler.kernels.segments import Way
 from fnshard.compiler.schedule.ir import Action, Context, Env, Instruction, Names, Price, Pricer, Schedule
 
 
 @dataclass(frozen=True)
 class Run(Instruction):
-    """A kernel. `segment`: its place in the program."""
+    """A kernel, one way. `segment`: its place in the program."""
 
     kernel: str = ""
-    backward: bool = False
+    way: Way = Way.FORWARD
     segment: int = 0
     units: tuple[str, ...] = ()
+
+    @property
+    def backward(self) -> bool:
+        """Whether it makes gradients."""
+        return self.way is not Way.FORWARD
 
     @property
     def detail(self) -> str:
@@ -31,15 +37,16 @@ class Run(Instruction):
             kinds = sorted({n.kind for n in leaves})
             return ", ".join(rest + [f"{sum(n.kind is k for n in leaves)} {k}" for k in kinds])
 
-        way = "bwd" if self.backward else "fwd"
-        return f"{self.kernel}.{way}({shown(self.reads)}) -> {shown(self.writes)}"
+        return f"{self.kernel}.{self.way}({shown(self.reads)}) -> {shown(self.writes)}"
 
     def bind(self, context: Context) -> Action:
-        forward, backward = context.kernels[self.kernel]
-        kernel, fn = context.schedule.kernels[self.kernel], backward if self.backward else forward
+        fn, half = (
+            context.kernels[self.kernel, self.way],
+            context.schedule.kernels[self.kernel].halves.get(self.way),
+        )
         reads, writes, drops, freed = self.reads, self.writes, self.drops, context.freed
-        strides = kernel.tangent_strides if self.backward else ()
-        copied = [i for i in kernel.shared if writes[i].kind is Kind.GRADIENT] if self.backward else []
+        strides = half.tangent_strides if half else ()
+        copied = [i for i in half.shared if writes[i].kind is Kind.GRADIENT] if half else []
 
         def run(env: Env) -> None:
             args = [env[n] for n in reads]

@@ -1,0 +1,252 @@
+"""Weight gradients: the graph of a backward in two, so that the gradients of leaves may be made later.
+
+The first half makes the cotangents of the values that a segment reads: the segment before it waits for them,
+in a pipeline another stage. The second makes the gradients of leaves, for which nobody waits but the update
+(Qi et al. 2023, "Zero Bubble Pipeline Parallelism"). Every product is in one of the halves. What the second
+reads of the first, or of what the forward has saved, is the cheapest cut between the two in bytes: views and
+elementwise ops may be made again on the other side of it.
+
+The second half reads no leaf, so that nobody gathers for it: what reads one is in the first half, and so are
+gradients that take no product (those of norms and biases), as the first half has read all that they are made
+of.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fnshard.compiler.ir.cuts import Edge, minimum_cut
+
+aten = torch.ops.aten
+_PRODUCTS = {
+    aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.addbmm, aten.mv, aten.dot, aten.convolution,
+    aten.convolution_backward, aten._grouped_mm, aten._scaled_mm, aten._scaled_grouped_mm,
+}  # fmt: skip
+_ON_HAND = 1 / 1024  # the price in bytes of what is there anyway: a batch, a constant, a key
+
+
+@dataclass(frozen=True, eq=False)
+class Halves:
+    """A backward in two.
+
+    Args:
+        first: `(*inputs) -> (*gradients, *between)`; None where it has nothing to do.
+        first_inputs: which inputs of the whole backward it reads.
+        first_grads: which results of the whole backward it gives.
+        between: what it hands on to the second half, as nodes of its graph.
+        second: `(*inputs, *between) -> gradients`; None where the first half gives all.
+    """
+
+    first: fx.GraphModule | None
+    first_inputs: tuple[int, ...]
+    first_grads: tuple[int, ...]
+    between: tuple[fx.Node, ...]
+    second: fx.GraphModule | None
+    second_inputs: tuple[int, ...]
+    second_grads: tuple[int, ...]
+
+
+def split_backward(
+    backward: fx.GraphModule, of_leaves: Sequence[bool], leaves: Set[int], on_hand: Set[int]
+) -> Halves:
+    """Divide the graph of a backward.
+
+    Args:
+        of_leaves: of each result, whether it is the gradient of a leaf.
+        leaves, on_hand: the inputs that are leaves, and those that are there whatever reads them.
+    """
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(backward.graph, {}))
+    _divide_convolutions(graph)
+    inputs, results = graph.find_nodes(op="placeholder"), graph.output_node().args[0]
+    first = _find_first(graph, of_leaves, {inputs[i] for i in leaves})
+    late = [n for n, (result, leaf) in enumerate(zip(results, of_leaves, strict=True))
+            if leaf and result not in first and result.op != "placeholder"]  # fmt: skip
+    early = [n for n in range(len(results)) if n not in late]
+    second = _ancestors([results[n] for n in late]) - first - set(inputs)
+    crossing = _cut(graph, second, {inputs[i] for i in leaves}, {inputs[i] for i in on_hand})
+    between = [n for n in crossing if n.op != "placeholder"]
+
+    made = [results[n] for n in early] + between
+    module, read, copies = _extract(backward, graph, made, ())
+    other, read_later, _ = _extract(backward, graph, [results[n] for n in late], crossing)
+    place = {node: number for number, node in enumerate(inputs)}
+    return Halves(
+        module if made else None,
+        tuple(place[n] for n in read),
+        tuple(early),
+        tuple(copies[n] for n in between),
+        other if late else None,
+        tuple(place[n] for n in read_later if n in place),
+        tuple(late),
+    )
+
+
+def _divide_convolutions(graph: fx.Graph) -> None:
+    """Make two ops of each convolution's backward: the input's gradient, and those of weight and bias.
+
+    The second asks the weight for nothing but its shape.
+    """
+    for node in graph.find_nodes(op="call_function", target=aten.convolution_backward.default):
+        grad, x, weight, *rest, mask = node.args
+        if not (mask[1] or mask[2]):
+            continue
+        like = weight.meta["val"]
+        with graph.inserting_before(node):
+            kind = {"dtype": like.dtype, "device": like.device}
+            shape = tuple(like.shape), tuple(like.stride())
+            alike = graph.call_function(aten.empty_strided.default, shape, kind)
+            alike.meta["val"] = like
+            masks = [[mask[0], False, False], [False, mask[1], mask[2]]]
+            halves = [
+                graph.call_function(node.target, (grad, x, w, *rest, m))
+                for w, m in zip((weight, alike), masks, strict=True)
+            ]
+        for half, own in zip(halves, masks, strict=True):
+            made = zip(node.meta["val"], own, strict=True)
+            half.meta = {**node.meta, "val": tuple(value if m else None for value, m in made)}
+        for item in list(node.users):
+            item.replace_input_with(node, halves[item.args[1] > 0])
+        graph.erase_node(node)
+        if not mask[0]:
+            graph.erase_node(halves[0])
+
+
+def _find_first(graph: fx.Graph, of_leaves: Sequence[bool], leaves: Set[fx.Node]) -> set[fx.Node]:
+    """Return what the first half is made of: what cotangents rest on, what reads a leaf, and gradients that
+    take no product beyond these."""
+    results = graph.output_node().args[0]
+    first = _ancestors(r for r, leaf in zip(results, of_leaves, strict=True) if not leaf)
+    on_leaves = _rest_on(graph, leaves)
+    readers = [n for n in graph.nodes if n.op == "call_function" and n not in on_leaves]
+    first |= _ancestors(n for n in readers if not on_leaves.isdisjoint(n.all_input_nodes))
+    for result, leaf in zip(results, of_leaves, strict=True):
+        if leaf and result not in first:
+            own = _ancestors([result]) - first
+            first |= own if result in on_leaves or not any(map(_is_product, own)) else set()
+    # One op of several results stays whole: what crosses is a tensor.
+    return first | {n for n in graph.nodes if n.target is operator.getitem and n.args[0] in first}
+
+
+def _rest_on(graph: fx.Graph, leaves: Set[fx.Node]) -> set[fx.Node]:
+    """Return the leaves, and what rests on them alone."""
+    found = set(leaves)
+    for node in graph.nodes:
+        if node.op == "call_function" and node.all_input_nodes and found.issuperset(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Return nodes with all that they rest on."""
+    found, stack = set[fx.Node](), list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack += node.all_input_nodes
+    return found
+
+
+def _cut(graph: fx.Graph, second: Set[fx.Node], leaves: Set[fx.Node], on_hand: Set[fx.Node]) -> list[fx.Node]:
+    """Return what the second half reads: the fewest bytes from which it can be made by cheap ops, of as many
+    bytes those from which the fewest of these are run again, and no views of what is there."""
+    on_leaves = _rest_on(graph, leaves)
+    edges: list[Edge] = []
+    seen, stack = set[fx.Node](), []
+
+    def read(node: fx.Node, reader: object) -> None:
+        edges.append(((node, "made"), reader, None))
+        if node not in seen:
+            seen.add(node)
+            stack.append(node)
+
+    for node in [n for n in graph.nodes if n in second]:
+        for source in node.all_input_nodes:
+            if source not in second:
+                read(source, "second")
+    while stack:
+        node = stack.pop()
+        price = _bytes(node)
+        edges.append((node, (node, "made"), _ON_HAND if node in on_hand else price))
+        if _is_cheap(node) and on_leaves.isdisjoint(node.all_input_nodes):
+            for source in node.all_input_nodes:
+                read(source, node)
+        else:
+            edges.append(("first", node, None))
+    if not edges:
+        return []
+    near = minimum_cut(edges, "first", "second", outermost="source")
+    return [n for n in graph.nodes if n in near and n in seen and (n, "made") not in near]
+
+
+def _bytes(node: fx.Node) -> float | None:
+    """Return how many bytes a node's value has; None: several values, which do not cross."""
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor):
+        return None
+    is_view = getattr(node.target, "is_view", False)
+    return value.numel() * value.element_size() + (2 * _ON_HAND if is_view else _ON_HAND)
+
+
+def _is_product(node: fx.Node) -> bool:
+    """Say whether an op takes the time of a product: it is one, or somebody's own op."""
+    packet = getattr(node.target, "overloadpacket", None)
+    if packet is None:
+        return False
+    return packet in _PRODUCTS or node.target.namespace not in ("aten", "prims", "fnshard")
+
+
+@cache
+def _known_ops() -> Any:
+    """Return what torch's own partitioner holds for views, and for ops that may run a second time."""
+    from torch._functorch.partitioners import get_default_op_list
+
+    return get_default_op_list()
+
+
+def _is_cheap(node: fx.Node) -> bool:
+    """Say whether an op may run a second time: a view, or one by elements, which sums nothing up."""
+    known = _known_ops()
+    if node.op != "call_function" or not (known.is_recomputable(node) or known.is_view(node)):
+        return False
+    sizes = [v.numel() for n in node.all_input_nodes if isinstance(v := n.meta.get("val"), Tensor)]
+    value = node.meta.get("val")
+    is_sum = isinstance(value, Tensor) and value.numel() < max(sizes, default=0)
+    return known.is_view(node) or not is_sum
+
+
+def _extract(
+    root: fx.GraphModule, graph: fx.Graph, results: Sequence[fx.Node], given: Sequence[fx.Node]
+) -> tuple[fx.GraphModule, list[fx.Node], dict[fx.Node, fx.Node]]:
+    """Return the graph that makes `results`, the nodes that it takes as inputs, and its copies of nodes.
+
+    Args:
+        given: nodes besides placeholders that are inputs; these come last.
+    """
+    made = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    stops = set(given)
+    needed, stack = set[fx.Node](), list(results)
+    while stack:
+        node = stack.pop()
+        if node not in needed:
+            needed.add(node)
+            stack += [] if node in stops else node.all_input_nodes
+    read = [n for n in graph.nodes if n.op == "placeholder" and n in needed]
+    read += [n for n in graph.nodes if n.op != "placeholder" and n in needed and n in stops]
+    for node in read:
+        copies[node] = made.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+    for node in graph.nodes:
+        if node in needed and node not in copies:
+            copies[node] = made.node_copy(node, copies.__getitem__)
+    made.output(tuple(copies[n] for n in results))
+    return fx.GraphModule(root, made), read, copies

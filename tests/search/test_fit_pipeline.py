@@ -1,0 +1,119 @@
+"""Fit on meshes with a pipeline: prices are those of the whole step, stages and bubble counted."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from toys import WIDTH, chain, lower
+
+import fnshard as fs
+from fnshard.analysis.flops import kernel_flops
+from fnshard.errors import BudgetError, SpecError
+from fnshard.plot import text
+from fnshard.plot.pictures import tasks_of
+from fnshard.search.fit import find, make_space
+from fnshard.search.price import PARTS
+from fnshard.search.space import Choice
+
+WIDE = {f"layers.{i}.w": torch.empty(4096, 4096, device="meta") for i in range(8)}  # as a GPU likes them
+
+
+def loss(params: Any, x: Any) -> Any:
+    for weight in params.values():
+        x = torch.tanh(x @ weight)
+    return x.square().mean()
+
+
+@cache
+def space_of(stages: int) -> Any:
+    """The plans of eight units."""
+    mesh = fs.make_mesh(pipeline=stages, shard=2, abstract=True, device="cpu")
+    return make_space(loss, WIDE, mesh, batch=(rows(8),))
+
+
+def rows(count: int) -> Any:
+    return torch.empty(count, 1024, 4096, device="meta")
+
+
+def test_a_plan_of_a_pipeline_is_priced_as_its_step_is() -> None:
+    space = space_of(2)
+    found = find(space, space.hardware.memory_bytes)
+    lowered, line = found.lowered, found.timeline
+    assert len(lowered.schedules) == 2 and found.chosen.choice.accumulate >= 2
+    assert found.seconds == line.step_seconds > 0 and line.bubble > 0
+    peaks = [lowered.memory_analysis(stage=stage).peak_bytes for stage in range(2)]
+    assert found.peak_bytes == max(peaks)
+    parts = found.chosen.parts
+    assert parts["pipeline"] == pytest.approx(line.bubble_seconds) and set(parts) == set(PARTS)
+    assert sum(parts.values()) == pytest.approx(line.step_seconds)
+
+
+def test_chunks_are_recut_and_the_best_number_is_found() -> None:
+    """Four chunks a stage are all that eight units have room for; each plan is what its preset would be."""
+    space = space_of(2)
+    mesh = space.meshes[0]
+    plans = space.on(mesh)
+    assert plans.chunks == (None, 2, 4)
+    for count in (2, 4):
+        specs = plans.specs_of(Choice(mesh, 4, chunks=count))
+        own = fs.presets.full_shard(WIDE, mesh, chunks=count)
+        assert {p: s.chunk for p, s in specs.items()} == {p: s.chunk for p, s in own.items()}
+    prices = [space.price(Choice(mesh, 4, chunks=count)) for count in plans.chunks]
+    assert prices[1].parts["pipeline"] < prices[0].parts["pipeline"]
+    best = find(space, space.hardware.memory_bytes).chosen
+    assert best.seconds <= min(each.seconds for each in prices)
+
+
+@pytest.mark.long
+def test_less_memory_is_a_smaller_peak_of_the_fullest_stage() -> None:
+    space = space_of(2)
+    free = find(space, space.hardware.memory_bytes)
+    tight = find(space, int(0.8 * free.peak_bytes))
+    assert tight.peak_bytes <= 0.8 * free.peak_bytes
+    with pytest.raises(BudgetError, match="nothing fits"):
+        find(space, 1000)
+
+
+def test_meshes_with_a_pipeline_are_among_all_meshes() -> None:
+    found = fs.fit(loss, WIDE, ranks=4, batch=(rows(16),))
+    assert {str(m) for m, _ in found.meshes} | {str(found.mesh)} >= {
+        "(pipeline=2, shard=2)", "(pipeline=4, shard=1)", "(pipeline=2, shard=1, tensor=2)", "(shard=4)",
+    }  # fmt: skip
+    few = fs.fit(loss, WIDE, ranks=4, batch=(rows(2),))
+    why = {str(mesh): reason for mesh, reason in few.meshes}
+    assert why["(pipeline=2, shard=2)"].startswith("2 stages, and rows for 1 micro-batch")
+
+
+def test_tasks_are_put_in_order_by_the_flops_of_their_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[float] = []
+
+    def count(kernel: Any, backward: bool) -> float:
+        counted.append(kernel_flops(kernel, backward))
+        return counted[-1]
+
+    monkeypatch.setattr("fnshard.step.cache.kernel_flops", count)
+    lower(loss, chain(4), torch.ones(8, WIDTH), ranks=4, accumulate=4)
+    assert not counted  # one stage has one order
+    lower(loss, chain(4), torch.ones(8, WIDTH), ranks={"pipeline": 2, "shard": 2}, accumulate=4)
+    assert len(counted) == 8 and min(counted) > 0 and max(counted) >= 2 * min(counted)
+
+
+# ------------------------------------------------------------------ pictures
+
+
+def test_stages_are_drawn_a_lane_each(tmp_path: Any) -> None:
+    lowered = lower(loss, chain(4), torch.ones(8, WIDTH), ranks={"pipeline": 2, "shard": 2}, accumulate=4)
+    line = lowered.timeline("h100")
+    shown = text.stages(line, width=60)
+    assert shown.count("stage ") == 2 and f"bubble {line.bubble:.1%}" in shown
+    for number, stage in enumerate(line.stages):
+        tasks = [(phase, micro) for phase, micro, _, _ in tasks_of(stage) if phase != "update"]
+        assert len(tasks) == 8 and len(set(tasks)) == 8
+        assert f"{stage.bubble:.1%} idle" in shown.splitlines()[1 + 2 * number]
+    assert fs.plot.stages(line, tmp_path / "stages.svg").stat().st_size > 1000
+    alone = lower(loss, chain(4), torch.ones(8, WIDTH), ranks=2).timeline("h100")
+    with pytest.raises(SpecError, match="has no pipeline"):
+        text.stages(alone)
