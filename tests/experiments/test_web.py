@@ -161,8 +161,8 @@ def test_what_cannot_be_predicted_says_why():
     assert "experiments.train" in prediction.predict(Draft("finetune"), "auto").error
     wrong = prediction.predict(Draft("train", {}, {"run.steps": "0"}), "auto")
     assert "run.steps=0" in wrong.error
-    pipeline = prediction.predict(Draft("train", {}, {"mesh.pipeline": "2"}), "auto")
-    assert "mesh.pipeline" in pipeline.error and "experiments.explain" in pipeline.command
+    uneven = prediction.predict(Draft("train", {}, {"data.rows": "3", "mesh.shard": "2"}), "h100")
+    assert "Fix: data.rows=4" in uneven.error and "experiments.explain" in uneven.command
 
 
 def test_code_of_ones_own_does_not_run_before_it_is_started():
