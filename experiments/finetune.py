@@ -9,8 +9,8 @@ data; the ranks are started. Each of them calls `finetune`, which makes the part
 goes on from its newest checkpoint, if it has one, to the last step.
 
 Where to look: what a run is besides its steps (folder, rows, trackers, checkpoints, SIGTERM, NaN) is in
-`lib.run`, as for `experiments.train`; what trains, and the peak rate, in `tuning.method`; losses in
-`tuning.objectives`; answers that are drawn and rewarded in `tuning.rewarded`.
+`lib.run`, as for `experiments.train`; what trains, and the peak rate, in `tuning.method`; the loss of each
+objective, from `tuning.table`; answers that are drawn and rewarded in `tuning.rewarded`.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from experiments.evaluate.scorer import Scorer
 from experiments.evaluate.tasks import Task, check_tasks, tasks_of
 from experiments.lib.checks import ConfigError, attempt
 from experiments.lib.compose import CONF, Command
+from experiments.lib.config import AUTO
 from experiments.lib.decoder import Sampler, last_logits
 from experiments.lib.files import DamagedError, read_record, write_record, write_text
 from experiments.lib.folder import RunFolder
@@ -38,14 +39,30 @@ from experiments.lib.launch import Job, main
 from experiments.lib.metrics import HELD_OUT, METRICS, Goal, draw_run
 from experiments.lib.plan import forward_options
 from experiments.lib.run import Run, mean_over
+from experiments.lib.task import make_target
+from experiments.tuning.budget import budget_bytes, most_tokens
 from experiments.tuning.config import FinetuneConfig
-from experiments.tuning.dataset import FinetuneData, Shown, open_data, prepare_data, window_of
+from experiments.tuning.dataset import (
+    FinetuneData,
+    Shown,
+    open_data,
+    prepare_data,
+    token_limits,
+    window_of,
+)
 from experiments.tuning.lm import LanguageModel, from_directory
 from experiments.tuning.method import MethodPlan, first_state, plan_method, tuning_of
-from experiments.tuning.model_directory import BASES, directory_of, export, keep_base
-from experiments.tuning.objectives import OBJECTIVES
+from experiments.tuning.model_directory import (
+    BASES,
+    check_teacher,
+    directory_of,
+    export,
+    find_directory,
+    keep_base,
+)
 from experiments.tuning.rewarded import RewardedBatches, RewardedData, make_rewarded_batches
 from experiments.tuning.rewards import rewards_of
+from experiments.tuning.table import OBJECTIVES
 from fnshard.launcher.rank import Stop
 
 BEFORE, SAMPLES = "before.json", "samples.txt"
@@ -56,7 +73,8 @@ COMMAND = Command(
     "finetune",
     FinetuneConfig,
     "Fine-tune a causal language model, whole or by adapters, on JSONL files of prompts and responses (or of "
-    "pairs, objective=dpo; or of prompts whose answers are rewarded, objective=grpo). "
+    "pairs, objective=dpo; or of prompts whose answers are rewarded, objective=grpo; to a teacher, "
+    "objective=distill; as a reward model, a classifier or an embedding, objective=reward, classify, embed). "
     "With nothing said: a tiny base and docstrings of Python's own library.",
     {
         "python -m experiments.finetune experiment=sft_lora run.steps=50": (
@@ -85,21 +103,31 @@ def prepare(config: FinetuneConfig) -> FinetuneConfig:
         wrong += [f"run.evaluate: {each}" for each in of_tasks]
     is_base = config.model in BASES
     model = None if is_base else attempt(lambda: directory_of(config), wrong)
-    reward = config.objective.reward or ("exact" if data.train else "solved")
-    attempt(lambda: rewards_of(reward), wrong)  # a mistake is refused before anything runs
+    reward, environment = config.objective.reward, config.objective.environment
+    if environment is not None:
+        attempt(lambda: make_target("objective.environment", environment, partly=True), wrong)
+    else:
+        reward = reward or ("exact" if data.train else "solved")
+        attempt(lambda: rewards_of(reward), wrong)  # a mistake is refused before anything runs
+    teacher = config.objective.teacher
+    if teacher is not None and teacher not in BASES:
+        teacher = str(attempt(lambda: find_directory(teacher).resolve(), wrong))
     if wrong:
         raise ConfigError("\n".join(wrong))
 
     # A base is kept; another command makes it, once. Built-in prompts need one that was trained on such.
+    how = (f"run.backend={run.backend}", f"run.device={run.device}")
     if is_base:
         of_tasks = config.objective.kind.data == "prompts" and data.train is None and config.model == "stdlib"
         name = "tasks" if of_tasks else config.model
         if name in ("stdlib", "tasks"):  # what does not fit the model shows before it is trained
             directory_of(replace(config, model=keep_base("tiny")))
-        base = keep_base(name, f"run.backend={run.backend}", f"run.device={run.device}")
-        model = directory_of(replace(config, model=base))
+        model = directory_of(replace(config, model=keep_base(name, *how)))
+    if teacher is not None:
+        teacher = keep_base(teacher, *how) if teacher in BASES else teacher
+        check_teacher(model, teacher, data.context)
     tokens = config.objective.tokens or (128 if data.train else 4)
-    objective = replace(config.objective, reward=reward, tokens=tokens)
+    objective = replace(config.objective, reward=reward, tokens=tokens, teacher=teacher)
     return prepare_data(replace(config, model=model, objective=objective))
 
 
@@ -214,16 +242,15 @@ class Parts:
         """The tokens of one step, of all ranks."""
         if self.rewarded is not None:
             return self.rewarded.of.answers * self.rewarded.of.ranks * self.rewarded.of.width
-        sides = 2 if self.data.train.kind == "pairs" else 1
-        return self.config.data.rows * self.data.rows.width * sides
+        return self.make_loader().rows * self.data.rows.positions
 
     @property
     def goal(self) -> Goal:
         """The loss of samples is in nats per token; losses of pairs and rewards have no unit of their own."""
-        kind = self.config.objective.kind.data
-        if kind == "prompts":
+        kind = self.config.objective.kind
+        if kind.data == "prompts" and not kind.teacher:
             return Goal("reward", is_maximised=True)
-        return Goal(unit="nats per token" if kind == "samples" else "")
+        return Goal(unit="nats per token" if kind.data == "samples" or kind.teacher else "")
 
     def make_loader(self) -> Loader:
         """Make this rank's batches, from the first step on."""
@@ -232,18 +259,26 @@ class Parts:
     def make_state(self) -> fs.TrainState:
         """Make the state before the first step: the base from its directory, adapters from the seed."""
         model, seed, planned = self.config.model, self.config.run.seed, self.planned
-        return first_state(planned.tuning, self.step, planned.plan.specs, self.mesh, model, seed)
+        specs, teacher = planned.plan.specs, self.config.objective.teacher
+        return first_state(planned.tuning, self.step, specs, self.mesh, model, seed, teacher)
 
     def evaluate(self, params: Any) -> tuple[float, dict[str, float]]:
         """Return the goal's number on held-out data: the objective's mean, or the mean reward; and more
         numbers by name, those of tasks as `{task/metric: mean}`. All ranks call it together."""
-        if self.rewarded is not None:
+        if self.goal.name == "reward":
             more = self.rewarded.mean_rewards(params)
             value = more.pop(self.goal.name)
+        elif self.rewarded is not None:
+            drawn = self.rewarded.held_out(params)
+            value, more = mean_over(self.held_out, params, zip(drawn), self.mesh.device)
         else:
-            rows = self.config.data.rows // self.planned.plan.accumulate  # as a training step holds at once
-            place = place_of(self.mesh)
-            batches = self.data.measured.once(rows, self.config.data.held_out_rows, **place)
+            measured, rows = self.data.measured, self.config.data.rows // self.planned.plan.accumulate
+            if self.config.data.tokens is not None:
+                rows = measured.at_once * self.mesh.data_size
+            # A forward holds as many rows at once as a training step.
+            batches = measured.once(
+                rows, measured.rows_for(self.config.data.held_out_rows), **place_of(self.mesh)
+            )
             value, more = mean_over(self.held_out, params, zip(batches), self.mesh.device)
         for task in self.tasks:
             results = [result for _, result in self.scorer.results(params, task)]
@@ -269,29 +304,42 @@ def build(config: FinetuneConfig, only_prompt: bool = False) -> Parts:
     # The model of the directory as pure functions; values come with the first state.
     lm = replace(from_directory(config.model), fp32_head=config.objective.fp32_head)
 
-    # The data, and one batch: where answers are rewarded, a blank one of the shape of all.
-    data = open_data(config, lm.vision)
-    if config.objective.kind.data == "prompts":
-        multiple = math.lcm(WIDTHS, config.mesh.context)
-        prompts = RewardedData(config, data, mesh.data_size, multiple, mesh.device)
-        prompts.check(lm)
-        batch = prompts.blank()
-    else:
-        prompts, (batch,) = None, next(data.loader(config, mesh))
-
-    # The method (what trains), its loss, the plan (how each leaf is stored, gathered and reduced), the peak
-    # rate.
+    # The method (what trains) and its loss; the data, and one batch: where answers are rewarded, a blank one
+    # of the shape of all; the plan (how each leaf is stored, gathered and reduced), the peak rate; the step.
     tuning, objective = tuning_of(config, lm), OBJECTIVES[config.objective.name]
     loss = objective(tuning, config.objective, training=True)
-    planned = plan_method(config, tuning, loss, mesh, batch)
+
+    def make(config: FinetuneConfig) -> tuple[Any, ...]:
+        data = open_data(config, lm.vision)
+        if config.objective.kind.data == "prompts":
+            multiple = math.lcm(WIDTHS, config.mesh.context)
+            prompts = RewardedData(config, data, mesh.data_size, multiple, mesh.device)
+            prompts.check(lm)
+            batch, micro_rows = prompts.blank(), prompts.micro_rows
+        else:
+            prompts, (batch,) = None, next(data.loader(config, mesh))
+            micro_rows = None if config.data.tokens is None else data.rows.at_once
+        planned = plan_method(config, tuning, loss, mesh, batch, micro_rows)
+        specs, options = planned.plan.specs, planned.plan.options
+        step = fs.shard_step(loss, specs, mesh=mesh, optimizer=planned.optimizer, **options)
+        return data, prompts, batch, planned, step
+
+    def peak_of(tokens: int) -> int:
+        *_, batch, _, step = make(replace(config, data=replace(config.data, tokens=tokens)))
+        return step.lower(tuning.params, batch).memory_analysis().peak_bytes
+
+    if config.data.tokens == AUTO:
+        tokens = most_tokens(peak_of, budget_bytes(config, mesh), *token_limits(config))
+        config = replace(config, data=replace(config.data, tokens=tokens))
+    data, prompts, batch, planned, step = make(config)
     specs = planned.plan.specs
     config = replace(config, optimizer=replace(config.optimizer, lr=planned.rate))
 
-    # The step, and forwards of the same leaves: the objective on held-out data, and answers that are shown.
-    step = fs.shard_step(loss, specs, mesh=mesh, optimizer=planned.optimizer, **planned.plan.options)
+    # Forwards of the same leaves: the objective on held-out data, and answers that are shown.
     how = forward_options(config, mesh)
     held_out = fs.shard_forward(objective(tuning, config.objective, training=False), specs, **how)
     examples = data.examples(run, lm.context)[-1 if only_prompt else 0 :]
+    examples = [] if config.objective.kind.exported else examples  # a tuned model that writes nothing
     hidden = lm.hidden if not data.measured.images else partial(_hidden_of_images, lm)
     answer = fs.shard_forward(tuning.policy(last_logits(hidden, lm.unembed)), specs, **how)
     window = window_of(examples, run.sampled, lm.context)
@@ -321,6 +369,8 @@ def introduce(parts: Parts, state: fs.TrainState) -> None:
     """Print, on rank 0, what trains, and on what."""
     shown = parts.data.shown(colour=sys.stdout.isatty())
     drawn = "" if parts.rewarded is None else f"{parts.rewarded}\n"
+    if parts.config.data.tokens is not None:
+        drawn += f"data.tokens={parts.config.data.tokens}: {parts.data.budget}\n"
     print(
         f"{parts.planned.why}\n{parts.planned.tuning.codes(state.params)}{drawn}data: {parts.data.train}\n"
         f"the first of them; what is learned stands between « and »:\n{shown}\n",

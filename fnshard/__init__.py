@@ -30,7 +30,8 @@ A folder imports only from those above it (`tests/test_house.py` holds it).
 - `analysis/`: memory, time, traffic and FLOPs of a step before it runs.
 - `step/`: `shard_step` and `Step`, whose module follows a call to the wire; states, lengths. `search/`:
   one walk through plans by their price, which `fit` and `experiments.plan` take.
-- `checkpoint/`, `hf/`, `adapters/`: saving and restoring onto any mesh; Hugging Face's format; LoRA.
+- `hf/`, `checkpoint/`, `adapters/`: Hugging Face's format; saving and restoring onto any mesh, and the
+  checkpoints of others; LoRA.
 - `debug/`, `plot/`, `launcher/`: comparing with plain autograd, hunting NaN, profiling; pictures; ranks
   of one machine.
 

@@ -3,6 +3,7 @@
 import gc
 import os
 import tempfile
+from collections import Counter
 
 import pytest
 import torch
@@ -51,9 +52,31 @@ class Failures:
             terminal.flush()
 
 
+class Seconds:
+    """Shows, behind the slowest tests, the files that take the most time."""
+
+    MOST = 25
+
+    def __init__(self) -> None:
+        self.files: Counter[str] = Counter()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Count what a test, its setup or its teardown took towards its file."""
+        self.files[report.nodeid.partition("::")[0]] += report.duration
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Print the files above a second, the longest first, and the sum of all."""
+        terminalreporter.write_sep("=", f"{sum(self.files.values()):.0f} s of tests, by file")
+        for name, seconds in self.files.most_common(self.MOST):
+            if seconds >= 1:
+                terminalreporter.write_line(f"{seconds:8.1f}s {name}")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Add what this suite shows besides pytest's own lines."""
     config.pluginmanager.register(Failures(config))
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Seconds())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import re
 import shlex
 import tomllib
@@ -150,16 +151,21 @@ def test_the_extras_that_it_installs_exist() -> None:
 # ------------------------------------------------------------------ the guide
 
 
-@pytest.fixture(scope="module")
-def first_script(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The names that the first page leaves, in a folder that the others may write to."""
-    patch = pytest.MonkeyPatch()
-    patch.chdir(tmp_path_factory.mktemp("guide"))
+def run_first(folder: str | Path, patch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Return the names that the first page leaves, in a folder that the others may write to."""
+    patch.chdir(folder)
     for name in ("shard_step", "shard_forward"):  # a compilation takes 10 s; other tests compile
         patch.setattr(fs, name, partial(getattr(fs, name), backend="eager"))
     namespace: dict[str, Any] = {}
     run(GUIDE / "first-script.md", namespace)
-    yield namespace
+    return namespace
+
+
+@pytest.fixture(scope="module")
+def first_script(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The names that the first page leaves."""
+    patch = pytest.MonkeyPatch()
+    yield run_first(tmp_path_factory.mktemp("guide"), patch)
     patch.undo()
 
 
@@ -179,6 +185,23 @@ def test_a_page_is_short_and_its_blocks_run(page: Path, first_script: Any) -> No
     for registry, known in zip(registries, before, strict=True):  # what a page registers is its own
         registry.clear()
         registry.update(known)
+
+
+TOGETHER = ("layouts", "data", "checkpoints", "evaluation", "adapters", "hugging-face")
+
+
+def run_together(rank: int, folder: str) -> None:
+    """Run the pages on this rank in which ranks do more together than a step."""
+    with pytest.MonkeyPatch.context() as patch:
+        # A rank of a pool may not start processes, as the DataLoader of a page does.
+        patch.setitem(multiprocessing.current_process()._config, "daemon", False)
+        namespace = run_first(folder, patch)
+        for page in TOGETHER:
+            run(GUIDE / f"{page}.md", fresh(namespace))
+
+
+def test_pages_run_on_two_ranks_of_one_folder(ranks: Any, tmp_path: Path) -> None:
+    ranks(2).run(run_together, str(tmp_path))
 
 
 def test_the_schedule_that_is_explained_is_what_is_printed(first_script: Any) -> None:

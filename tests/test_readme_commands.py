@@ -18,6 +18,7 @@ from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
+import torch
 from commands import ROOT, commands, documents, run_command
 from runs import validate
 
@@ -31,6 +32,7 @@ from experiments.explain import config as explain
 from experiments.plan import config as plan
 from experiments.tokenize import config as tokenize
 from experiments.tuning.model_directory import KEPT
+from experiments.web import config as web
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ SPECS = {
     "experiments.bench": bench.COMMAND,
     "experiments.evaluate": evaluate.COMMAND,
     "experiments.tokenize": tokenize.COMMAND,
+    "experiments.web": web.COMMAND,
 }
 SMALL = "model.width=16 model.layers=1 model.context=16 data.held_out_rows=4 run.backend=eager"
 BRIEF = f"{SMALL} data.rows=4 run.steps=2 run.sample_tokens=1"
@@ -127,6 +130,8 @@ TABLE = {
     "python -m experiments.evaluate model=FOLDER 'tasks=[lm-eval:arc_easy]'": (
         Row(needs="a network, and test_evaluate.py")
     ),
+    # -- checkpoints of others
+    "python -m experiments.convert FROM TO": Row(quick=True),
     # -- sweeps
     "python -m experiments.train --multirun strategy=full_shard,zero2,no_shard optimizer.lr=2e-3,4e-3": TRAIN,
     "python -m experiments.train --multirun optimizer.lr=1e-3,3e-3,1e-2 launcher=joblib hydra.launcher.n_jobs=3": TRAIN,
@@ -142,6 +147,9 @@ TABLE = {
     "python -m experiments.generate run=RUN_DIR 'prompt=class '": Row("tokens=4", quick=True),
     "python -m experiments.compare multirun/2030-01-31/12-00-00 'outputs/2030-01-31/*' --metric tokens_per_s "
     "--out there": Row(quick=True),
+    # -- the page
+    "python -m experiments.web": Row(needs="a browser, and test_web_browser.py"),
+    "python -m experiments.web folder=FOLDER port=0": Row(needs="a browser, and test_web_browser.py"),
     # -- nodes
     "torchrun --nproc-per-node 2 -m experiments.train": TRAIN,
     "python -m experiments.train --multirun run.seed=1,2,3 launcher=slurm hydra.launcher.nodes=2 "
@@ -182,6 +190,25 @@ TABLE = {
     "python -m experiments.finetune model=tiny-qwen2.5-vl method=full": SEES,
     "python -m experiments.finetune model=/models/qwen2.5-vl data.train=images.jsonl "
     "method.targets='all-linear|vision-linear'": SEES,
+    "python -m experiments.finetune data.train=mine.jsonl model=/models/llama data.tokens=16384": (
+        replace(TUNE, short=f"{TUNE.short} data.tokens=512")
+    ),
+    "python -m experiments.finetune objective=grpo data.train=mine.jsonl model=/models/llama data.tokens=4096 "
+    "objective.environment._target_=my_package.rollout": (
+        replace(TUNE, short=f"{TUNE.short} objective.group=2", needs="a package of one's own")
+    ),
+    "python -m experiments.finetune objective=distill objective.teacher=stdlib model=tiny": (
+        replace(TINY, bases=("stdlib", "tiny"))
+    ),
+    "python -m experiments.finetune objective=distill objective.teacher=/models/large model=/models/llama "
+    "data.train=mine.jsonl objective.on_policy=true": (
+        replace(TUNE, short=f"{TUNE.short} objective.teacher=/models/llama objective.group=2 objective.tokens=4")
+    ),
+    "python -m experiments.finetune objective=reward data.train=pairs.jsonl model=/models/llama": TUNE,
+    "python -m experiments.finetune objective=classify": TINY,
+    "python -m experiments.finetune objective=embed objective.dims=[16,32]": (
+        replace(TINY, short=f"{TINY.short} objective.dims=[8,16]")
+    ),
     # -- data
     "python -m experiments.tokenize out=shards": Row("files=/text", quick=True),
     "python -m experiments.tokenize out=shards files=[/text,'/more/*.jsonl'] tokenizer=/models/llama": Row(),
@@ -249,13 +276,14 @@ def things(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     write_model("tiny-qwen2.5-vl", home / "qwen2.5-vl")
     images = image_files(home)[0]
     _run(f"experiments.tokenize out=shards files={home}/text", home)
+    torch.save({"w": torch.ones(2)}, home / "weights.pt")
     run = "outputs/2030-01-31/12-00-00"
     _run(f"experiments.train {BRIEF} mesh.shard=1 data.root={home}/text hydra.run.dir={run}", home)
     (home / "multirun").symlink_to(home / "outputs")
     return {
         "/models/llama": f"{home}/llama", "/text": f"{home}/text", "/more/": f"{home}/more/",
         "/models/qwen2.5-vl": f"{home}/qwen2.5-vl", "images.jsonl": str(images), "/fast/disk": f"{home}/disk", "mine.jsonl": str(mine), "pairs.jsonl": str(pairs),
-        "data.root=shards": f"data.root={home}/shards", "RUN_DIR...": f"{home}/{run}", "run=RUN_DIR": f"run={home}/{run}",
+        "convert FROM": f"convert {home}/weights.pt", "data.root=shards": f"data.root={home}/shards", "RUN_DIR...": f"{home}/{run}", "run=RUN_DIR": f"run={home}/{run}",
         "multirun/2030": f"{home}/multirun/2030", "outputs/2030": f"{home}/outputs/2030",
     }  # fmt: skip
 

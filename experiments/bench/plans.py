@@ -48,10 +48,9 @@ MEMORY = (  # clipped where gradients would never wait for each other
     "full_shard", "ddp", "no_shard-clip", "zero1-clip", "zero2-clip", "zero3-clip", "one_unit", "remat",
     "remat-bf16", "remat-bf16-host", "optimizer_host",
 )  # fmt: skip
-BUBBLE = (  # of stages; one row of a micro-batch
-    "pipeline2-accumulate2-2x256", "pipeline2-accumulate4-4x256", "pipeline2-accumulate8-8x256",
-    "pipeline2-chunks2-accumulate4-4x256", "pipeline2-chunks2-accumulate8-8x256",
-    "pipeline2-chunks4-accumulate8-8x256", "pipeline2-remat-accumulate4-4x256",
+BUBBLE = (
+    "pipeline2-accumulate2-4x256", "pipeline2-accumulate4-8x256", "pipeline2-accumulate8-8x256",
+    "pipeline2-chunks2-accumulate4-4x256",
 )  # fmt: skip
 PREDICT = {  # by ranks; a name says all, see `variant`
     2: (

@@ -7,6 +7,7 @@ For fine-tuning, samples:
 | `tokenizer`, `chat` | the built-in byte tokenizer, those of model directories; conversations as tokens |
 | `rows` | files as rows of `datasets` |
 | `fields`, `records` | what records call their parts; the samples, pairs and prompts that they describe |
+| `labelled` | texts and words with classes, and texts that belong together |
 | `prepared` | records tokenised once into a folder that all ranks map; all their mistakes |
 | `batches` | samples in rows, and rows as tensors |
 | `builtin` | real examples every machine has: functions of the standard library |

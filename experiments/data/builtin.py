@@ -72,6 +72,49 @@ def pair_files(folder: str | Path) -> tuple[Path, Path]:
     )
 
 
+def label_files(folder: str | Path) -> tuple[Path, Path]:
+    """Write `train_labels.jsonl` and `held_out_labels.jsonl`: whether a text is a docstring's summary, a line
+    of code or a signature."""
+    sides = (
+        [
+            {"text": text.strip(), "label": label}
+            for f in _functions(side)
+            for label, text in (
+                ("summary", f.summary),
+                ("code", f.code),
+                ("signature", f.prompt.split("\n")[0]),
+            )
+            if text.strip()
+        ]
+        for side in SIDES
+    )
+    names = ("train_labels.jsonl", "held_out_labels.jsonl")
+    return tuple(write_lines(Path(folder, name), lines) for name, lines in zip(names, sides, strict=True))
+
+
+def word_files(folder: str | Path) -> tuple[Path, Path]:
+    """Write `train_words.jsonl` and `held_out_words.jsonl`: which words of a summary are long."""
+    sides = []
+    for side in SIDES:
+        lines = []
+        for f in _functions(side):
+            words = f.summary.split()
+            lines.append({"tokens": words, "tags": ["long" if len(word) > 4 else "short" for word in words]})
+        sides.append(lines)
+    names = ("train_words.jsonl", "held_out_words.jsonl")
+    return tuple(write_lines(Path(folder, name), lines) for name, lines in zip(names, sides, strict=True))
+
+
+def twin_files(folder: str | Path) -> tuple[Path, Path]:
+    """Write `train_twins.jsonl` and `held_out_twins.jsonl`: a summary, and the signature that it is of."""
+    sides = (
+        [{"query": f.summary, "positive": f.prompt.split("\n")[0]} for f in _functions(side)]
+        for side in SIDES
+    )
+    names = ("train_twins.jsonl", "held_out_twins.jsonl")
+    return tuple(write_lines(Path(folder, name), lines) for name, lines in zip(names, sides, strict=True))
+
+
 def text_files(folder: Path) -> tuple[Path, Path]:
     """Write `text.jsonl` and `held_out_text.jsonl`: functions without docstrings, so that tuning shows."""
     train, held_out = (({"text": t} for t in islice(_texts(side), n)) for side, n in MOST_TEXTS.items())

@@ -39,6 +39,7 @@ class Loader:
         rows: of the *global* batch; a multiple of `ranks`.
         seed: of the orders.
         rank, ranks: which part of the rows this loader yields: the place along the mesh's data axes.
+        repeat: so many steps get the same batch.
         step: the next step to yield; read only.
 
     Raises:
@@ -50,6 +51,7 @@ class Loader:
     seed: int = 0
     rank: int = 0
     ranks: int = 1
+    repeat: int = 1
     step: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -61,7 +63,7 @@ class Loader:
 
     def __next__(self) -> tuple[Any, ...]:
         part = self.rows // self.ranks
-        first = self.step * self.rows + self.rank * part
+        first = self.step // self.repeat * self.rows + self.rank * part
         batch = self.source.batch(order(self.source.count, self.seed, first, first + part))
         self.step += 1
         return batch
@@ -69,7 +71,8 @@ class Loader:
     def state_dict(self) -> dict[str, Any]:
         """Return where the loader stands, in JSON's values; independent of the mesh, so another one can
         resume."""
-        return {**self.source.key, "seed": self.seed, "rows": self.rows, "step": self.step}
+        repeat = {"repeat": self.repeat} if self.repeat > 1 else {}
+        return {**self.source.key, "seed": self.seed, "rows": self.rows, **repeat, "step": self.step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken.

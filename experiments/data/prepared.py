@@ -7,18 +7,26 @@ import json
 import shutil
 import sys
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any
 
 import numpy as np
 
 from experiments.data.chat import Sample, hidden_fields, is_rendered
-from experiments.data.fields import has_nulls, has_objects, kinds_of, read
+from experiments.data.fields import Exchange, has_nulls, has_objects, kinds_of, read
+from experiments.data.labelled import (
+    KNOWN,
+    MOST_CLASSES,
+    classes_in,
+    encode_labels,
+    encode_twins,
+    kinds_of_labels,
+)
 from experiments.data.records import NEEDS, encode, images_in, row_of, with_images
 from experiments.data.rows import (
     Dataset,
@@ -50,11 +58,17 @@ HELD_OUT_EVERY = 20  # of a file that is split, one record in so many
 BROKEN, TOO_LONG = "broken", "too_long"
 NULLS = "null in tools and calls (write arguments as JSON in a text to keep it)"
 ORDER = "order and types in tools and calls (the table's; write arguments as JSON in a text to keep them)"
+SIDES = {
+    "pairs": ("chosen", "rejected"),
+    "twins": ("query", "positive"),
+}  # kinds whose records are two samples
 OBJECTIVES = {  # what records of a kind are, and what learns from them
     "samples": ("conversations, or prompts with a response", "objective=sft"),
     "pairs": ("pairs (prompt, chosen, rejected)", "objective=dpo"),
     "prompts": ("prompts without a response", "objective=grpo"),
     "answers": ("answers that are wanted or not (KTO)", "no objective here"),
+    "labels": ("texts with a label, or words with tags", "objective=classify"),
+    "twins": ("two texts that belong together (query, positive)", "objective=embed"),
 }
 SHOWN, LONGEST_WHY = 50, 400  # lines in an error, characters of each
 FEATURES = {"line": "int64", "tokens": [["uint32"]], "learned": [["uint8"]], "reason": "string",
@@ -69,7 +83,7 @@ class Prepared:
     Args:
         folder: with the arrays.
         key: equal for equal files, tokenizer and settings.
-        kind: "samples", "pairs" or "prompts".
+        kind: "samples", "pairs", "prompts", "labels" or "twins".
         context: the most positions of a sample. One of n tokens has n - 1: the last is only a target.
         pad: the tokenizer's.
         samples: how many; a pair is two.
@@ -100,7 +114,7 @@ class Prepared:
 
     @property
     def records(self) -> int:
-        return self.samples // 2 if self.kind == "pairs" else self.samples
+        return self.samples // 2 if self.kind in SIDES else self.samples
 
     def __str__(self) -> str:
         learned = "" if self.kind == "prompts" else f", {self.learned} of them learned"
@@ -129,6 +143,10 @@ class Prepared:
     def row_of(self, number: int) -> dict[str, Any]:
         """Return the record of a prompt, as rewards are given it (`records.row_of`)."""
         return json.loads(self._rows[number]["row"]) if self.kind == "prompts" else {}
+
+    def classes(self) -> np.ndarray:
+        """Return how often each of 256 classes occurs, of "labels"; int64."""
+        return np.bincount(self._arrays["learned"], minlength=MOST_CLASSES + 1)[1:]
 
     def first_learned(self) -> np.ndarray:
         """Return where in each sample the first learned token is, or its end if none is; int64 [samples]."""
@@ -160,6 +178,11 @@ class RecordPolicy:
         too_long: "refuse", "skip", or "truncate" what has more positions than the context; a sample with
             images, or that has nothing left to learn then, is left out; so is a prompt.
         needs: what a prompt's own answer has to hold, by name in `records.NEEDS`.
+        tokens: the most positions of a whole record, of a pair those of both sides: the budget of a
+            micro-batch.
+        answer: the most tokens of a prompt's answer, which the budget holds too.
+        classes: of "labels"; `words`: each word has one.
+        whole: the last token of a conversation is no target, but is seen, as a classifier sees it.
     """
 
     kind: str
@@ -167,6 +190,11 @@ class RecordPolicy:
     broken: str = "refuse"
     too_long: str = "refuse"
     needs: tuple[str, ...] = ()
+    tokens: int | None = None
+    answer: int = 0
+    classes: tuple[str, ...] = ()
+    words: bool = False
+    whole: bool = False
 
 
 def prepare(
@@ -225,6 +253,31 @@ def prepare(
     if any(found[0].left_out.values()) or found[0].unread:
         print(f"{path}: {found[0]}", file=sys.stderr, flush=True)
     return found
+
+
+def find_classes(path: str | Path) -> tuple[str, ...]:
+    """Return the classes that the records of a file name, in order; of a broken record none.
+
+    Raises:
+        ConfigError: the file cannot be read, or names none, or more than a byte can tell apart.
+    """
+    path = readable(path)
+    with TemporaryDirectory() as work:
+        rows = rows_of(path, Path(work))
+        found = classes_in(_records(rows))
+    if not 2 <= len(found) <= MOST_CLASSES:
+        said = f"{len(found)} classes{': ' if found else ''}{', '.join(found[:8])}"
+        raise ConfigError(
+            f"{path}: its records name {said}. Fix: records of {KNOWN['labels']} that name 2 to "
+            f"{MOST_CLASSES} classes."
+        )
+    return tuple(found)
+
+
+def _records(rows: Dataset) -> Iterator[Mapping[str, Any]]:
+    for row in rows:
+        with suppress(LineError):  # which `prepare` names
+            yield record_of(row)
 
 
 def open_prepared(folder: str | Path, *, read_all: bool = False) -> Prepared:
@@ -299,13 +352,19 @@ def _encoded(
              "rendered": False, "row": "", "unread": [], "kinds": []}  # fmt: skip
     try:
         record = record_of(row)
-        found["kinds"] = list(kinds_of(record))
-        said = read(record, policy.kind)
+        found["kinds"] = [*kinds_of(record), *kinds_of_labels(record)]
+        if policy.kind == "labels":
+            said, samples = Exchange(), encode_labels(record, tokenizer, policy.classes, policy.words)
+        elif policy.kind == "twins":
+            said, samples = Exchange(), encode_twins(record, tokenizer)
+        else:
+            said = read(record, policy.kind)
         if policy.kind == "samples":
             said, found["images"] = with_images(said, root)
         elif policy.kind == "prompts":  # which no objective draws answers to: it says so itself
             found["images"] = images_in(said)
-        samples = encode(said, policy.kind, tokenizer)
+        if policy.kind not in ("labels", "twins"):
+            samples = encode(said, policy.kind, tokenizer)
         turns = [turn for part in (said.prompt, *said.answers) if isinstance(part, list) for turn in part]
         found["unread"] = [
             *said.unread,
@@ -325,6 +384,10 @@ def _encoded(
     else:  # whose objects have the fields of all, in one order and of one type
         found["unread"] += [ORDER] if has_objects(record) else []
     texts = [said.prompt, *said.answers, *(text for text, _ in said.segments)]
+    if policy.whole and (said.is_chat or is_rendered(tokenizer, *texts)):
+        samples = [
+            (np.append(ids, np.uint32(tokenizer.eos)), np.append(m, np.uint8(0))) for ids, m in samples
+        ]
     found["chat"], found["rendered"] = said.is_chat, not said.is_chat and is_rendered(tokenizer, *texts)
     is_prompt = policy.kind == "prompts"
     longest = max(len(tokens) for tokens, _ in samples) - 1
@@ -337,8 +400,16 @@ def _encoded(
         why = f"takes {longest} positions, the context has {policy.context}"
     if not is_prompt:
         samples = [tuple(part[: policy.context + 1] for part in each) for each in samples]
+    whole = longest + policy.answer if is_prompt else sum(len(tokens) - 1 for tokens, _ in samples)
+    if not why and policy.tokens is not None and whole > policy.tokens:
+        with_answer = f" with an answer of {policy.answer}" if is_prompt else ""
+        long, why = (
+            True,
+            f"takes {whole} positions{with_answer}, the budget of data.tokens is {policy.tokens}",
+        )
     # The first token is never a target: nothing stands before it.
-    if not why and not is_prompt and not all(learned[1:].any() for _, learned in samples):
+    learns_first = policy.kind in ("labels", "twins")  # whose targets stand at the tokens themselves
+    if not why and not is_prompt and not all(m[0 if learns_first else 1 :].any() for _, m in samples):
         why = "no token is left to learn"
     if not why and policy.kind == "pairs" and np.array_equal(samples[0][0], samples[1][0]):
         why = "chosen and rejected differ only after the context"
@@ -361,7 +432,7 @@ def _kept(path: Path, encoded: Dataset, policy: RecordPolicy) -> tuple[Dataset, 
         ways = {
             BROKEN: "mend the lines, or leave such out with data.broken=skip",
             TOO_LONG: "leave long records out with data.too_long=skip, cut them with data.too_long=truncate, "
-            "or take a larger data.context",
+            "or take a larger data.context or data.tokens",
         }
         several = "1 line" if len(wrong) == 1 else f"{len(wrong)} lines"
         fix = "; ".join(ways[name] for name in refused)
@@ -399,7 +470,7 @@ def _write(folder: Path, part: Dataset, facts: Mapping[str, Any]) -> None:
             tokens.flatten().to_numpy().tofile(tokens_file)
             mask.tofile(mask_file)
             firsts = np.cumsum(lengths) - lengths
-            learned += int(mask.sum()) - int(mask[firsts].sum())
+            learned += int((mask != 0).sum()) - int((mask[firsts] != 0).sum())
             chats |= any(block["chat"].to_pylist())
             rendered += sum(block["rendered"].to_pylist())
             sizes.append(lengths)

@@ -29,7 +29,6 @@ from experiments.lib.config import (
     nameless_sizes,
     specs_twice,
     uneven_splits,
-    unpiped,
 )
 from experiments.lib.decoder import DecoderConfig
 
@@ -112,7 +111,7 @@ class ExplainConfig:
             key = f"run.accumulate={self.run.accumulate}"
             wrong.append(f"{key}: strategy=auto chooses the micro-batches; leave 1, and say data.rows.")
         wrong += specs_twice(self.strategy, self.specs)
-        wrong += unpiped(self.mesh, self.model) + idle_chunks(self.mesh, self.strategy, self.specs)
+        wrong += idle_chunks(self.mesh, self.strategy, self.specs)
         if isinstance(self.model, DecoderConfig):
             wrong += uneven_splits(self.model, self.mesh)
         wrong += nameless_sizes(self.model, self.data, self.objective)

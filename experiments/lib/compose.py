@@ -593,11 +593,16 @@ def _chosen(kind: type, group: str, value: Any) -> type | None:
     return next((each for each in kinds if getattr(each, "name", None) == values.get("name")), kinds[0])
 
 
+def kinds_of(kind: type, values: Mapping[str, Any]) -> dict[str, type | None]:
+    """Return the dataclass of each group, of alternatives the one that `values` choose; None where the group
+    is a `_target_`."""
+    return {group: _chosen(kind, group, values.get(group)) for group in _groups_of(kind)}
+
+
 def _known(kind: type, values: Mapping[str, Any]) -> list[str]:
     """Return the dotted keys that there are; of alternatives, those of the dataclass that `values` choose."""
     known = defaults(kind)
-    chosen = {group: _chosen(kind, group, values.get(group)) for group in _groups_of(kind)}
-    known |= {group: defaults(each) for group, each in chosen.items() if each is not None}
+    known |= {group: defaults(each) for group, each in kinds_of(kind, values).items() if each is not None}
     return [key for key, _ in flat(known)]
 
 

@@ -353,7 +353,7 @@ class TrainConfig:
         wrong += unnamed
         if isinstance(self.model, DecoderConfig):
             wrong += uneven_splits(self.model, self.mesh)
-        wrong += unpiped(self.mesh, self.model) + idle_chunks(self.mesh, self.strategy, self.specs)
+        wrong += idle_chunks(self.mesh, self.strategy, self.specs)
         if not isinstance(self.optimizer, dict) and self.optimizer.lr is None:
             wrong.append("optimizer.lr=null: only fine-tuning has defaults. Fix: optimizer.lr=4e-3.")
         if isinstance(self.data, DataConfig) and not unnamed and self.vocab < 256:
@@ -400,15 +400,19 @@ def rows_of(data: Any) -> dict[str, int]:
     return {n: data.get(n, least) if own else getattr(data, n) for n, least in TARGET_ROWS.items()}
 
 
-def misfits(strategy: StrategyConfig, run: RunConfig) -> list[str]:
-    """Return what is wrong with options of `run`: the strategy has no use for them, or lacks them."""
+def misfits(strategy: StrategyConfig, run: RunConfig, fits: bool = False) -> list[str]:
+    """Return what is wrong with options of `run`: the strategy has no use for them, or lacks them.
+
+    Args:
+        fits: something else is as large as fits into the device, too.
+    """
     wrong = []
     auto, tiers = strategy.name == AUTO, (strategy.memory, strategy.optimizer_memory)
     if auto and run.device_gb is None:
         wrong.append("strategy=auto: needs a budget. Fix: run.device_gb=24.")
     if auto and run.accumulate != 1:
         wrong.append(f"run.accumulate={run.accumulate}: strategy=auto chooses the micro-batches; leave 1.")
-    if not auto and run.device_gb is not None:
+    if not (auto or fits) and run.device_gb is not None:
         wrong.append(f"run.device_gb={run.device_gb:g}: a budget is for strategy=auto.")
     if run.replica_every != 1 and not run.replicas:
         wrong.append(f"run.replica_every={run.replica_every}: nothing is copied. Fix: run.replicas=1.")
@@ -417,13 +421,6 @@ def misfits(strategy: StrategyConfig, run: RunConfig) -> list[str]:
     if "disk" not in tiers and run.disk_dir is not None:
         wrong.append(f"run.disk_dir={run.disk_dir!r}: nothing rests on disk (strategy.optimizer_memory).")
     return wrong
-
-
-def unpiped(mesh: MeshConfig, model: Any) -> list[str]:
-    """Return what is wrong with a pipeline for a model: the first stage and the last read a table."""
-    tied = f"mesh.pipeline={mesh.pipeline}: the first stage and the last read a tied embedding. "
-    is_tied = isinstance(model, DecoderConfig) and model.tied
-    return [f"{tied}Fix: model.tied=false."] * (mesh.pipeline > 1 and is_tied)
 
 
 def idle_chunks(mesh: MeshConfig, strategy: StrategyConfig, specs: Any) -> list[str]:

@@ -219,10 +219,14 @@ def commit_folder(aside: Path, final: Path) -> None:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[bool]:
+def locked(folder: Path, name: str = LOCK) -> Iterator[bool]:
     """Hold a folder as long as the block runs, and say whether this process does: another may hold it. A
-    process that is killed gives it back."""
-    with (folder / LOCK).open("a") as file:
+    process that is killed gives it back.
+
+    Args:
+        name: of the file that stands for it.
+    """
+    with (folder / name).open("a") as file:
         free = True
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -3,6 +3,7 @@ result.
 
 A run's folder says in `identity.json` what its results depend on. Where the command names no folder, the
 newest one below `outputs/` of the same identity that holds a checkpoint is resumed, unless it is finished.
+`experiments.train` has its folders in `outputs/DATE/TIME`, other jobs have them in `outputs/JOB/DATE/TIME`.
 Whoever works in a folder holds a lock on it, which a killed process gives back.
 """
 
@@ -220,8 +221,8 @@ def find_unfinished(identity: Mapping[str, Any], stack: ExitStack) -> Path | Non
     """Return the newest folder below `outputs/` of this identity that holds a checkpoint, locked until the
     stack unwinds; none where a newer one is finished.
     """
-    found = []
-    for path in OUTPUTS.resolve().glob(f"*/*/{IDENTITY}"):
+    found, root = [], OUTPUTS.resolve()
+    for path in (*root.glob(f"*/*/{IDENTITY}"), *root.glob(f"*/*/*/{IDENTITY}")):
         try:
             if read_record(path) == identity:
                 found.append(path)

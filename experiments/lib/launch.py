@@ -351,6 +351,7 @@ def fit_to_machine(
         raise ConfigError(report("the batch cannot be cut:", wrong, " ".join(fixes)))
 
     sums = ranks > 1 or config.run.accumulate > 1 or config.strategy.name == AUTO
+    sums = sums or getattr(config.data, "tokens", None) is not None  # as many micro-batches as it takes
     return replace(
         config,
         mesh=mesh,

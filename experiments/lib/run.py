@@ -151,7 +151,7 @@ class Run:
         if self.mesh.rank == 0 and self._found:
             print(f"resume: step {int(state.step)} of {self._found}", flush=True)
         elif self.mesh.rank == 0 and run.resume == AUTO:
-            print("resume: nothing to go on from, a new run", flush=True)
+            print(f"resume: nothing to go on from, a new run in {self.folder}", flush=True)
         return state, loader
 
     def begin(self, state: fs.TrainState, plan: Plan, goal: Goal, tokens: int, unit: str) -> None:

@@ -44,6 +44,7 @@ DEPTHS = (4, 5)  # numbers of layers that are lowered; more where kernels furthe
 STAGES = (3, 4)  # of a pipeline, that are lowered in the place of more
 GROUPS = (2, 3)  # of micro-batches, likewise, each as many as there are stages
 MOST_CHUNKS = 8  # of a stage
+ENDS = 2  # of a decoder, besides its layers, that may be a chunk each: the embedding and the head
 FAMILIES = 6  # of plans, whose traces are kept
 AXES = ("replicate", "shard", "tensor", "context", "pipeline")
 SHARES = 200  # what a segment keeps for its backward is chosen in so many parts of what the backward reads
@@ -150,6 +151,7 @@ class Planner:
     seen: dict[Knobs, Candidate] = field(default_factory=dict)
     _families: dict[Any, Family] = field(default_factory=dict)
     _optimizers: dict[Any, fs.optim.Optimizer] = field(default_factory=dict)
+    _cuts: dict[tuple[int, int], list[int]] = field(default_factory=dict)  # by stages and chunks
 
     @property
     def budget(self) -> int:
@@ -205,7 +207,7 @@ class Planner:
         micro = self.config.batch_rows // (knobs.data_ranks * knobs.micro_rows)
         return (
             micro > 0 and micro % knobs.pipeline == 0 and knobs.order == "depth"
-            and self.config.is_decoder and knobs.pipeline * knobs.chunks <= self.config.layers
+            and self.config.is_decoder and knobs.pipeline * knobs.chunks <= self.config.layers + ENDS
         )  # fmt: skip
 
     def splits(self) -> Iterator[Knobs]:
@@ -241,16 +243,18 @@ class Planner:
         yield from self.pipelines()
 
     def pipelines(self) -> Iterator[Knobs]:
-        """Yield a plan with a pipeline for each number of ranks that share a matrix, while more are faster.
+        """Yield a plan with a pipeline for each number of ranks that share a matrix, while more pay.
 
-        It has so many stages that more are slower, as many chunks as there may be, rows one by one, and leaves
-        that stay gathered.
+        It has so many stages that more are slower, as many chunks as there may be, rows one by one, and
+        leaves that stay gathered.
         """
         found: list[Candidate] = []
         for tensor in (d for d in _divisors(self.devices) if d <= self.hardware.ranks_per_node):
             best: Candidate | None = None
             for pipeline in _divisors(self.devices // tensor)[1:]:
-                chunks = 2 ** min(MOST_CHUNKS, max(self.config.layers // pipeline, 1)).bit_length() // 2
+                chunks = (
+                    2 ** min(MOST_CHUNKS, max((self.config.layers + ENDS) // pipeline, 1)).bit_length() // 2
+                )
                 shard = self.devices // tensor // pipeline
                 knobs = Knobs(1, shard, tensor, keep=True, remat="unit", pipeline=pipeline, chunks=chunks)
                 if not self.is_valid(knobs):
@@ -381,6 +385,9 @@ class Planner:
 
     def layers_by_chunk(self, knobs: Knobs) -> list[int]:
         """Return how many layers each chunk has, as presets cut them."""
+        key = knobs.pipeline, knobs.chunks
+        if key in self._cuts:
+            return self._cuts[key]
         subject = self.config.subject(self.config.layers)
         units, mesh = fs.units.numeric(subject.params), self.mesh(knobs)
         chunk_of = fs.presets.cut_chunks(subject.params, units, mesh, knobs.chunks)
@@ -388,7 +395,8 @@ class Planner:
             units[path]: chunk for path, chunk in chunk_of.items() if _layer_of(units[path]) is not None
         }
         found = Counter(layers.values())
-        return [found[chunk] for chunk in range(knobs.pipeline * knobs.chunks)]
+        self._cuts[key] = [found[chunk] for chunk in range(knobs.pipeline * knobs.chunks)]
+        return self._cuts[key]
 
     def _predicted(self, knobs: Knobs, depths: tuple[int, ...]) -> Candidate:
         """Return a plan's bytes and time, carried on from steps of so many layers; which of a step's moments

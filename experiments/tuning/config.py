@@ -56,19 +56,29 @@ class MethodConfig:
 
 @dataclass(frozen=True)
 class ObjectiveKind:
-    """A kind of objectives, by what it needs: `data` of "samples", "pairs" or "prompts", whose answers are
-    drawn and rewarded; perhaps the `reference`, the model as it was; `values`, a value head. `beta`: its
-    default."""
+    """A kind of objectives, by what it needs.
+
+    `data`: "samples"; "pairs"; "prompts", whose answers are drawn and rewarded; "labels" or "twins", of
+    `data.labelled`. Perhaps the `reference`, the model as it was; `values`, a value head; a `teacher`; a
+    `score` of hidden states. `targets`: what a batch's are, of `dataset.TARGETS`. `exported`: the end of the
+    name of transformers' class that opens the tuned model, where it is no language model any more. `beta`:
+    its default. `rates`: of `method.DEFAULT_RATES`; null: those of its data.
+    """
 
     data: str
     reference: bool = False
     beta: float = 0.1
     values: bool = False
+    teacher: bool = False
+    score: bool = False
+    targets: str = "next"
+    exported: str | None = None
+    rates: str | None = None
 
     @property
     def records(self) -> str:
         """Return what its files hold."""
-        return "pairs" if self.data == "pairs" else "samples"
+        return self.data if self.data in ("pairs", "labels", "twins") else "samples"
 
 
 REWARDED = ObjectiveKind("prompts", beta=0.0)
@@ -80,6 +90,14 @@ OBJECTIVE_KINDS = {
     "simpo": ObjectiveKind("pairs", beta=2.0),
     **dict.fromkeys(("grpo", "dr_grpo", "bnpo", "dapo", "gspo"), REWARDED),
     "ppo": replace(REWARDED, values=True),
+    "distill": ObjectiveKind("samples", teacher=True),
+    "reward": ObjectiveKind(
+        "pairs", score=True, targets="ends", exported="ForSequenceClassification", rates="heads"
+    ),
+    "classify": ObjectiveKind(
+        "labels", score=True, targets="classes", exported="ForSequenceClassification", rates="heads"
+    ),
+    "embed": ObjectiveKind("twins", targets="ends", exported="Model", rates="heads"),
 }
 
 
@@ -91,10 +109,17 @@ class ObjectiveConfig:
     `margin` of simpo. Of rewards: `group` answers to each prompt, of at most `tokens` tokens (null: 128, of
     the built-in tasks 4), are drawn at `temperature` and `top_p`. `reward`: a name, a mapping with _target_,
     a reward model's directory, or a list of these, whose sum counts (null: exact). `beta` weighs the KL to
-    the model as it was, `lam` is of ppo's advantages. `fp32_head`: logits in fp32 whatever the rest is.
-    `gather_once`: ranks hold the whole model while they draw a step's answers, and not a layer at a time for
-    each token; null: where it takes a quarter of a device's memory at most. `balance` weighs the load balance
-    of a mixture of experts (sft; Switch Transformer: 0.01).
+    the model as it was, `lam` is of ppo's advantages; `updates`: steps that learn from the same answers.
+    `environment`: a mapping with _target_, of a function (prompt, ask) -> (messages, reward) that talks with
+    the model for at most `turns` answers, in the place of a reward. `fp32_head`: logits in fp32 whatever the
+    rest is. `gather_once`: ranks hold the whole model while they draw a step's answers, and not a layer at a
+    time for each token; null: where it takes a quarter of a device's memory at most. `balance` weighs the
+    load balance of a mixture of experts (sft; Switch Transformer: 0.01).
+
+    `distill`: the reverse KL to a `teacher`, a model directory; `on_policy`: on the student's own answers to
+    prompts. `reward`: a reward model, of pairs. `classify`: texts, or with `level=token` their words;
+    `classes` by name (null: those that occur). `embed`: texts that belong together, by InfoNCE of cosines
+    times `scale`; `dims`: the first so many dims of a hidden state, each an embedding (Matryoshka).
     """
 
     name: Literal[tuple(OBJECTIVE_KINDS)] = "sft"
@@ -105,15 +130,43 @@ class ObjectiveConfig:
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     reward: str | dict[str, Any] | list[str | dict[str, Any]] | None = None
     lam: Annotated[float, Field(ge=0, le=1)] = 0.95
+    updates: PositiveInt = 1
+    environment: dict[str, Any] | None = None
+    turns: PositiveInt = 8
     fp32_head: bool = False
     gather_once: bool | None = None
     balance: NonNegativeFloat = 0.0
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     margin: NonNegativeFloat = 1.0
+    teacher: str | None = None
+    on_policy: bool = False
+    level: Literal["sequence", "token"] = "sequence"
+    classes: tuple[str, ...] | None = None
+    dims: tuple[PositiveInt, ...] = ()
+    scale: PositiveFloat = 20.0
+
+    def __post_init__(self) -> None:
+        if self.name == "distill" and self.teacher is None:
+            raise ValueError("objective=distill: needs a teacher. Fix: objective.teacher=FOLDER.")
+        idle = {
+            "teacher": ("distill", self.teacher), "on_policy": ("distill", self.on_policy),
+            "level": ("classify", self.level != "sequence"), "classes": ("classify", self.classes),
+            "dims": ("embed", self.dims),
+        }  # fmt: skip
+        if wrong := [
+            f"objective.{n}: is of objective={of}" for n, (of, v) in idle.items() if v and self.name != of
+        ]:
+            raise ValueError(f"{'; '.join(wrong)}; leave the default.")
+        if list(self.dims) != sorted(set(self.dims)):
+            raise ValueError(f"objective.dims={list(self.dims)}: expected each once, the smallest first.")
 
     @property
     def kind(self) -> ObjectiveKind:
         kind = OBJECTIVE_KINDS[self.name]
+        if self.on_policy:
+            return replace(kind, data="prompts")
+        if self.level == "token":
+            return replace(kind, exported="ForTokenClassification")
         return replace(kind, reference=True) if kind.data == "prompts" and self.beta else kind
 
 
@@ -124,12 +177,18 @@ class FinetuneDataConfig:
     `held_out: null` with a `train` of your own: one in 20 of its records. `rows` of the global batch,
     `context` tokens each; `pack`: several samples to a row. `too_long`, `broken`: what is done about samples
     that are longer than the context, and about records that cannot be used.
+
+    `tokens`: a rank's micro-batch has so many, padding too, whatever the lengths; records share its rows
+    (`pack`), or each has a padded one. "auto" is the most that fits into `run.device_gb`, or into nine tenths
+    of a GPU. `rows` are then the micro-batches of a step, of all ranks together; or the prompts of a step,
+    whose answers take as many micro-batches as they need.
     """
 
     train: str | None = None
     held_out: str | None = None
     context: Annotated[int, Field(ge=8)] = 256
     rows: PositiveInt = 8
+    tokens: Annotated[int, Field(ge=MULTIPLE, multiple_of=MULTIPLE)] | Literal["auto"] | None = None
     held_out_rows: PositiveInt = 32
     pack: bool = True
     too_long: Literal["refuse", "skip", "truncate"] = "refuse"
@@ -172,7 +231,19 @@ class FinetuneConfig:
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
 
     def __post_init__(self) -> None:
-        wrong = misfits(self.strategy, self.run) + refuse_pipeline(self.mesh, "fine-tuning")
+        fits = self.data.tokens == AUTO
+        wrong = misfits(self.strategy, self.run, fits) + refuse_pipeline(self.mesh, "fine-tuning")
+        wrong += self._unbudgeted() + self._unplayed()
+        updates = self.objective.updates
+        if updates > 1 and self.objective.kind.data != "prompts":
+            wrong.append(f"objective.updates={updates}: is of objectives that draw answers; leave 1.")
+        else:
+            odd = {n: getattr(self.run, n) for n in ("steps", "save_every") if getattr(self.run, n) % updates}
+            wrong += [
+                f"run.{name}={number}: has to be a multiple of objective.updates={updates}, so that no "
+                f"answers are drawn twice. Fix: run.{name}={-(-number // updates) * updates}."
+                for name, number in odd.items()
+            ]
         most = math.gcd(self.data.context, MULTIPLE, self.mesh.context)
         if most < self.mesh.context:
             wrong.append(
@@ -190,11 +261,59 @@ class FinetuneConfig:
             )
         if isinstance(self.optimizer, SGDConfig) and self.method.b_rate != 1:
             wrong.append("method.b_rate: is of AdamW's rates. Fix: optimizer=adamw.")
+        if self.objective.kind.exported and self.export in ("adapters", "both"):
+            wrong.append(
+                f"export={self.export}: adapters alone are no model of objective={self.objective.name}. "
+                "Fix: export=merged."
+            )
         if self.method.name == "full" and self.export in ("adapters", "both"):
             wrong.append(f"export={self.export}: method=full has no adapters. Fix: export=merged.")
         if isinstance(self.optimizer, SGDConfig) and self.optimizer.lr is None:
             wrong.append("optimizer.lr=null: the defaults are AdamW's. Fix: optimizer.lr=0.1.")
-        if not self.data.pack and self.objective.kind.data == "pairs":
+        if not self.data.pack and self.objective.kind.data in ("pairs", "twins"):
             wrong.append("data.pack=false: pairs are never packed; leave the default.")
         if wrong:
             raise ValueError("\n  ".join(wrong))
+
+    def _unplayed(self) -> list[str]:
+        """Return what is wrong with an environment."""
+        chosen, tokens = self.objective, self.data.tokens
+        if chosen.environment is None:
+            return []
+        wrong = []
+        if chosen.kind.data != "prompts" or chosen.kind.values or chosen.kind.teacher:
+            wrong.append(
+                f"objective.environment: is of answers to prompts, not of objective={chosen.name}. "
+                "Fix: objective=grpo."
+            )
+        if chosen.reward is not None:
+            wrong.append("objective.reward: the environment says what an answer is worth; leave null.")
+        if tokens is None or (tokens != AUTO and tokens < self.data.context):
+            least = -(-self.data.context // MULTIPLE) * MULTIPLE
+            wrong.append(
+                f"data.tokens={tokens}: turns are of many lengths, and a micro-batch holds the longest. "
+                f"Fix: data.tokens={4 * least}."
+            )
+        return wrong
+
+    def _unbudgeted(self) -> list[str]:
+        """Return what is wrong with a budget of tokens."""
+        tokens, wrong = self.data.tokens, []
+        if tokens is None:
+            return wrong
+        if self.strategy.name == AUTO:
+            wrong.append(
+                f"data.tokens={tokens}: strategy=auto chooses the micro-batches. Fix: data.tokens=null, or "
+                "a strategy, and data.tokens=auto for the most that fits."
+            )
+        if self.run.accumulate != 1:
+            wrong.append(
+                f"run.accumulate={self.run.accumulate}: with data.tokens a step has as many micro-batches as "
+                "it takes; leave 1."
+            )
+        if self.objective.kind.values:
+            wrong.append(
+                f"data.tokens={tokens}: objective={self.objective.name} says values of padded rows. "
+                "Fix: data.tokens=null, or objective=grpo."
+            )
+        return wrong

@@ -4,10 +4,14 @@ A packed batch, many samples of many lengths in rows of one length, is a dict of
 `targets`, already shifted (the token after each, or IGNORE at prompts, padding and the end of a sample);
 `positions`, from 0 in every sample; and `documents`, which of its row's samples a position belongs to, from
 1, with 0 for padding. A position may attend to earlier ones of its own document.
+
+A budget of tokens (`data.tokens`) fixes a micro-batch's positions in the place of a batch's rows: packed rows
+are as wide as it, or as a part of it, and of padded ones as many as it holds share it.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,13 +27,28 @@ import torch
 from torch import Tensor
 
 import fnshard as fs
-from experiments.data.builtin import image_files, pair_files, sft_files, task_files
+from experiments.data.builtin import (
+    image_files,
+    label_files,
+    pair_files,
+    sft_files,
+    task_files,
+    twin_files,
+    word_files,
+)
 from experiments.data.chat import encode_rendered, is_rendered, opening
 from experiments.data.loader import Loader, order, place_of
-from experiments.data.prepared import Prepared, RecordPolicy, open_prepared, prepare
+from experiments.data.prepared import (
+    SIDES,
+    Prepared,
+    RecordPolicy,
+    find_classes,
+    open_prepared,
+    prepare,
+)
 from experiments.data.tokenizer import DirectoryTokenizer, Tokenizer, open_directory
 from experiments.lib.checks import ConfigError, attempt
-from experiments.lib.config import MULTIPLE, RunConfig
+from experiments.lib.config import AUTO, MULTIPLE, RunConfig
 from experiments.lib.decoder import Sampler, safe
 from experiments.tuning.config import FinetuneConfig
 from experiments.tuning.rewards import needs_of
@@ -42,16 +61,21 @@ MOST_SHOWN = 600  # characters of one stretch of a sample that is shown
 OPENING = 32  # tokens of plain text that are shown as a prompt
 SHOWN = 4  # held-out prompts
 BUILT_IN: dict[str, Callable[[Path], tuple[Path, Path]]] = {
-    "samples": sft_files, "pairs": pair_files, "prompts": task_files,
+    "samples": sft_files, "pairs": pair_files, "prompts": task_files, "labels": label_files,
+    "twins": twin_files,
 }  # fmt: skip
+
+DOCUMENTS = 250  # that share a row, at most: CUDA's kernel takes 256
+USUAL_DOCUMENTS = 200  # of a row of a budget, which is cut into several rows where it would hold more
 
 Batch = dict[str, Tensor]
 
 # ------------------------------------------------------------------ batches
 
 
-def pack(lengths: np.ndarray, context: int) -> list[list[int]]:
-    """Rows of sample numbers, each sample once, no row over `context`: best fit, longest samples first.
+def pack(lengths: np.ndarray, context: int, most: int = DOCUMENTS) -> list[list[int]]:
+    """Rows of sample numbers, each sample once, no row over `context` or of more than `most` samples: best
+    fit, longest samples first.
 
     >>> pack(np.array([3, 9, 6, 1, 4, 6]), context=10)
     [[1], [2, 0, 3], [5, 4]]
@@ -70,7 +94,7 @@ def pack(lengths: np.ndarray, context: int) -> list[list[int]]:
             room, row = context, len(rows)
             rows.append([])
         rows[row].append(sample)
-        if room > length:
+        if room > length and len(rows[row]) < most:
             by_room[room - length].append(row)
             some |= 1 << (room - length)
     return rows
@@ -82,8 +106,26 @@ def width_of(prepared: Prepared) -> int:
     return min(-(-prepared.longest // MULTIPLE) * MULTIPLE, prepared.context)
 
 
-def fill(prepared: Prepared, rows: Sequence[Sequence[int]], width: int) -> Batch:
-    """Rows of samples as a packed batch; int64 [rows, width] each."""
+def next_tokens(ids: np.ndarray, learned: np.ndarray) -> np.ndarray:
+    """Return targets of a sample's positions: the token after each, where that is learned."""
+    return np.where(learned[1:], ids[1:].astype(np.int64), IGNORE)
+
+
+def classes_here(ids: np.ndarray, learned: np.ndarray) -> np.ndarray:
+    """Return targets of a sample's positions: the class of what ends at each, as `data.labelled` has it."""
+    return np.where(learned[:-1], learned[:-1].astype(np.int64) - 1, IGNORE)
+
+
+def last_position(ids: np.ndarray, learned: np.ndarray) -> np.ndarray:
+    """Return targets of a sample's positions: 0 at the last one."""
+    return np.where(np.arange(len(ids) - 1) == len(ids) - 2, 0, IGNORE)
+
+
+TARGETS = {"next": next_tokens, "classes": classes_here, "ends": last_position}
+
+
+def fill(prepared: Prepared, rows: Sequence[Sequence[int]], width: int, kind: str = "next") -> Batch:
+    """Rows of samples as a packed batch; int64 [rows, width] each. `kind`: of `TARGETS`."""
     tokens = np.full((len(rows), width), prepared.pad, np.int64)
     targets = np.full_like(tokens, IGNORE)
     documents = np.zeros_like(tokens)
@@ -94,7 +136,7 @@ def fill(prepared: Prepared, rows: Sequence[Sequence[int]], width: int) -> Batch
             ids, learned = prepared.sample(sample)
             start, end = end, end + len(ids) - 1
             tokens[row, start:end] = ids[:-1]
-            targets[row, start:end] = np.where(learned[1:], ids[1:].astype(np.int64), IGNORE)
+            targets[row, start:end] = TARGETS[kind](ids, learned)
             documents[row, start:end] = document
             positions[row, start:end] = np.arange(end - start)
         positions[row, end:] = np.arange(width - end)
@@ -107,27 +149,51 @@ class Samples:
     """The rows of prepared data, for a `Loader`.
 
     A batch of pairs is `{"chosen": {tokens, targets}, "rejected": {tokens, targets}}`, int64 [B, T] each,
-    padded on the right to the one width of all batches; it is never packed. Rows of one sample each have no
-    `documents`: attention keeps its causal kernel without.
+    padded on the right to the one width of all batches. Rows of one sample each have no `documents`:
+    attention keeps its causal kernel without. With `tokens` pairs are packed, too: pair n of a row is its
+    documents 2n - 1, the chosen one, and 2n, and `pairs`, bool [B, N], is True for those that are no padding.
 
     Args:
         pack: several samples a row, of the context's width; else one, of `width_of(prepared)`. Which samples
             share a row is the same in every epoch.
         images: `fn(paths of each row's images, tokens)`: what a batch has as `images`. Its rows have one
             sample each.
+        tokens: of a micro-batch, whose rows are `at_once`.
+        targets: of `TARGETS`.
     """
 
     prepared: Prepared
     pack: bool = True
     images: Callable[[list[list[str]], Tensor], Batch] | None = None
+    tokens: int | None = None
+    targets: str = "next"
 
     @property
     def packed(self) -> bool:
-        return self.pack and self.prepared.kind != "pairs" and self.images is None
+        return self.pack and self.images is None and (self.tokens is not None or not self._pairs)
+
+    @property
+    def _pairs(self) -> bool:
+        return self.prepared.kind in SIDES
+
+    @cached_property
+    def at_once(self) -> int:
+        """Rows of a micro-batch, where there is a budget of tokens.
+
+        Of packed ones it is one, unless it would have too many documents.
+        """
+        if not self.packed:
+            return self.tokens // width_of(self.prepared)
+        usual = self.tokens * self.prepared.samples / self.prepared.tokens / USUAL_DOCUMENTS
+        return max(1, min(math.ceil(usual), self.tokens // (self._longest + MULTIPLE)))
 
     @property
     def width(self) -> int:
-        return self.prepared.context if self.packed else width_of(self.prepared)
+        if not self.packed:
+            return width_of(self.prepared)
+        if self.tokens is None:
+            return self.prepared.context
+        return self.tokens // self.at_once // MULTIPLE * MULTIPLE
 
     @property
     def count(self) -> int:
@@ -135,22 +201,52 @@ class Samples:
 
     @property
     def key(self) -> Mapping[str, Any]:
-        return {"data": self.prepared.key, "context": self.prepared.context, "pack": self.pack}
+        budget = {} if self.tokens is None else {"tokens": self.tokens}
+        return {"data": self.prepared.key, "context": self.prepared.context, "pack": self.pack, **budget}
 
     def batch(self, numbers: np.ndarray) -> tuple[Any]:
         """Rows by number; a negative one is padding."""
-        if self.prepared.kind == "pairs":
-            sides = {"chosen": 0, "rejected": 1}
-            return ({name: self._side(numbers, side) for name, side in sides.items()},)
+        if self._pairs and not self.packed:
+            sides = {name: self._side(numbers, side) for side, name in enumerate(SIDES[self.prepared.kind])}
+            own = {"numbers": torch.from_numpy(numbers.astype(np.int64))} if self._numbered else {}
+            return ({**sides, **own},)
         if self.packed:
             rows = [self._rows[n] if n >= 0 else [] for n in numbers.tolist()]
-            return (fill(self.prepared, rows, self.width),)
-        batch = fill(self.prepared, [[n] if n >= 0 else [] for n in numbers.tolist()], self.width)
+            if not self._pairs:
+                return (fill(self.prepared, rows, self.width, self.targets),)
+            batch = fill(
+                self.prepared,
+                [[2 * n + side for n in row for side in (0, 1)] for row in rows],
+                self.width,
+                self.targets,
+            )
+            there = torch.tensor([len(row) for row in rows])[:, None]
+            most = max(map(len, self._rows))
+            batch["pairs"] = torch.arange(most) < there
+            if self._numbered:
+                batch["numbers"] = torch.tensor([[*row, *[-1] * (most - len(row))] for row in rows])
+            return (batch,)
+        batch = fill(
+            self.prepared, [[n] if n >= 0 else [] for n in numbers.tolist()], self.width, self.targets
+        )
         batch = {name: part for name, part in batch.items() if name != "documents"}
         if self.images is not None:
             paths = [self.prepared.images_of(n) if n >= 0 else [] for n in numbers.tolist()]
             batch["images"] = self.images(paths, batch["tokens"])
         return (batch,)
+
+    @property
+    def positions(self) -> int:
+        """Positions of a row, padding too; a padded pair has two sides."""
+        return self.width * (2 if self._pairs and not self.packed else 1)
+
+    def rows_for(self, rows: int) -> int:
+        """Return how many rows hold what `rows` do where there is no budget of tokens."""
+        if self.tokens is None or not self.packed:
+            return rows
+        if self._pairs:
+            return math.ceil(rows * self.count / self.prepared.records)
+        return math.ceil(rows * self.prepared.context / self.width)
 
     def once(self, rows: int, most: int, *, rank: int = 0, ranks: int = 1) -> Iterator[Any]:
         """At most `most` rows, each once, for a held-out loss: batches of `rows`, equally many on every rank.
@@ -162,13 +258,33 @@ class Samples:
             mine = numbers[low : low + rows][rank * part : (rank + 1) * part]
             yield self.batch(np.pad(mine, (0, part - len(mine)), constant_values=-1))[0]
 
+    @property
+    def _numbered(self) -> bool:
+        """Whether a batch has the numbers of its records: equal ones are no negatives of each other."""
+        return self.prepared.kind == "twins"
+
     def _side(self, pairs: np.ndarray, side: int) -> Batch:
-        batch = fill(self.prepared, [[2 * n + side] if n >= 0 else [] for n in pairs.tolist()], self.width)
+        batch = fill(
+            self.prepared,
+            [[2 * n + side] if n >= 0 else [] for n in pairs.tolist()],
+            self.width,
+            self.targets,
+        )
         return {name: batch[name] for name in ("tokens", "targets")}
 
     @cached_property
+    def record_lengths(self) -> np.ndarray:
+        """Positions of each record, of a pair those of both sides."""
+        lengths = self.prepared.lengths(np.arange(self.prepared.samples))
+        return lengths.reshape(-1, 2).sum(1) if self._pairs else lengths
+
+    @property
+    def _longest(self) -> int:
+        return int(self.record_lengths.max())
+
+    @cached_property
     def _rows(self) -> list[list[int]]:
-        return pack(self.prepared.lengths(np.arange(self.prepared.samples)), self.prepared.context)
+        return pack(self.record_lengths, self.width, DOCUMENTS // 2 if self._pairs else DOCUMENTS)
 
 
 # ------------------------------------------------------------------ the data of a run
@@ -221,7 +337,20 @@ class FinetuneData:
 
     def loader(self, config: FinetuneConfig, mesh: fs.Mesh) -> Loader:
         """Make batches of rows; of prompts their numbers."""
-        return Loader(self.rows, config.data.rows, config.run.seed, **place_of(mesh))
+        is_budget = isinstance(self.rows, Samples) and self.rows.tokens is not None
+        rows = config.data.rows * (self.rows.at_once if is_budget else 1)
+        place, repeat = place_of(mesh), config.objective.updates
+        return Loader(self.rows, rows, config.run.seed, **place, repeat=repeat)
+
+    @property
+    def budget(self) -> str:
+        """Return what the rows of a budget of tokens hold, in words."""
+        rows = self.rows
+        if not isinstance(rows, Samples):
+            return "as many micro-batches as a step's answers take"
+        real = int(rows.record_lengths.sum())
+        empty = 1 - real / (rows.count * rows.positions)
+        return f"{rows.at_once} x {rows.width} positions a micro-batch, {empty:.1%} of all are padding"
 
     def examples(self, run: RunConfig, limit: int | None) -> list[Example]:
         """Prompts from all over the held-out data, of pairs with the chosen answer, and after them the one
@@ -233,7 +362,7 @@ class FinetuneData:
         """
         if not run.sampled:
             return []
-        step = 2 if self.held_out.kind == "pairs" else 1
+        step = 2 if self.held_out.kind in SIDES else 1
         there = self.held_out.records
         numbers = np.unique(np.linspace(0, there - 1, min(SHOWN, there)).astype(int)) * step
         found = [self.example(self.held_out, int(n)) for n in numbers]
@@ -257,7 +386,7 @@ class FinetuneData:
     def shown(self, colour: bool = False) -> str:
         """Return the first sample of the training data as the model sees it, of pairs both; see
         `mark_learned`."""
-        numbers = range(2 if self.train.kind == "pairs" else 1)
+        numbers = range(2 if self.train.kind in SIDES else 1)
         return "\n".join(mark_learned(self.tokenizer, *self.train.sample(n), colour=colour) for n in numbers)
 
     def _encode_asked(self, prompt: str) -> list[int]:
@@ -323,18 +452,39 @@ def prepare_data(config: FinetuneConfig) -> FinetuneConfig:
     tokenizer, data = open_directory(config.model), config.data
     kind, cache = config.objective.kind, (DATA / "prepared").resolve()
     needs = needs_of(config.objective.reward) if kind.data == "prompts" else ()
-    policy = RecordPolicy(kind.data, data.context, data.broken, data.too_long, needs)
+    tokens, answer = data.tokens if data.tokens != AUTO else None, config.objective.tokens
+    policy = RecordPolicy(
+        kind.data, data.context, data.broken, data.too_long, needs, tokens,
+        answer=(answer or 0) if kind.data == "prompts" and tokens is not None else 0,
+    )  # fmt: skip
     files = [data.train, data.held_out]
     if data.train is None:
         sees = tokenizer.images and kind.data == "samples"
         make, of = (image_files, "images") if sees else (BUILT_IN[kind.data], "stdlib")
+        make = word_files if config.objective.level == "token" else make
         files = list(map(str, make((DATA / of).resolve())))
+    classes = config.objective.classes
+    if kind.data == "labels":
+        classes = classes or find_classes(files[0])
+        policy = replace(policy, classes=classes, words=config.objective.level == "token")
+    policy = replace(policy, whole=kind.score and kind.data == "pairs")
     split, folders, wrong = files[1] is None, [], []
     for path in files[:1] if split else files:
         found = attempt(partial(prepare, path, tokenizer, policy, cache=cache, split=split), wrong)
         folders += [str(each.folder) for each in found or ()]
     if wrong:
         raise ConfigError("\n".join(wrong))
+    if kind.data == "labels":
+        counts = open_prepared(folders[0]).classes()[: len(classes)]
+        if missing := [name for name, count in zip(classes, counts, strict=True) if not count]:
+            raise ConfigError(
+                report(
+                    "objective.classes: classes that do not occur in what is trained on:",
+                    missing,
+                    "leave them out of objective.classes, or add records of them to data.train.",
+                )
+            )
+        config = replace(config, objective=replace(config.objective, classes=tuple(classes)))
     return replace(config, data=replace(data, train=folders[0], held_out=folders[1]))
 
 
@@ -346,7 +496,8 @@ def open_data(config: FinetuneConfig, vision: Vision | None = None) -> FinetuneD
     """
     train, held_out = open_prepared(config.data.train), open_prepared(config.data.held_out)
     tokenizer, of = open_directory(config.model), config.objective.kind.data
-    packs, images = config.data.pack and of == "samples", None
+    tokens = config.data.tokens
+    packs, images = config.data.pack and (of not in SIDES or tokens is not None), None
     if train.images or held_out.images:
         wrong = {
             f"model={config.model} does not see": vision is None,
@@ -359,8 +510,22 @@ def open_data(config: FinetuneConfig, vision: Vision | None = None) -> FinetuneD
                 report("the data have images:", [w for w, is_so in wrong.items() if is_so], ways)
             )
         images = partial(vision.rows, tokenizer.images)
-    rows = Prompts(train) if of == "prompts" else Samples(train, packs, images)
-    return FinetuneData(tokenizer, train, held_out, rows, Samples(held_out, images=images))
+    if of == "prompts":
+        return FinetuneData(tokenizer, train, held_out, Prompts(train), Samples(held_out))
+    how = {"images": images, "tokens": tokens, "targets": config.objective.kind.targets}
+    measured = Samples(held_out, packs or tokens is None, **how)
+    return FinetuneData(tokenizer, train, held_out, Samples(train, packs, **how), measured)
+
+
+def token_limits(config: FinetuneConfig) -> tuple[int, int]:
+    """Return what a budget of tokens holds at least, the longest record, and at most, a step's share of all
+    of them."""
+    every = [open_prepared(folder) for folder in (config.data.train, config.data.held_out)]
+    train, prompts = every[0], config.objective.kind.data == "prompts"
+    answer = config.objective.tokens if prompts else 0
+    longest = max(int(Samples(each, tokens=MULTIPLE).record_lengths.max()) for each in every)
+    group = config.objective.group if prompts else 1
+    return longest + answer, (train.tokens + train.records * answer) * group
 
 
 # ------------------------------------------------------------------ answers

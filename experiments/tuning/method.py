@@ -26,7 +26,7 @@ from experiments.tuning.config import (
     FinetuneConfig,
     MethodConfig,
 )
-from experiments.tuning.lm import LanguageModel
+from experiments.tuning.lm import LanguageModel, from_directory
 from fnshard import tree
 from fnshard.adapters.lora import Lora, matched_leaves, settings_of, with_adapters
 from fnshard.errors import CheckpointError, SpecError, StateError, report
@@ -43,8 +43,10 @@ class Tuning:
     Args:
         params: the tree that the step is of: the model's leaves; or `{"base", "adapters"}`; or, where the
             whole model is tuned against its former self or beside a value head, `{"policy"}` with
-            `"reference"`. `"value"`, of any but the first, is the value head's leaf. On meta, but adapters.
+            `"reference"`. `"value"` and `"score"`, of any but the first, are leaves of heads. On meta, but
+            adapters and heads.
         lora: of the adapters, if there are any.
+        teacher: whose frozen leaves are `"teacher"`, where a student learns from one.
         coded: paths, in the tree, of leaves that are kept as codes.
     """
 
@@ -53,6 +55,7 @@ class Tuning:
     params: Any
     lora: Lora | None = None
     coded: tuple[str, ...] = ()
+    teacher: LanguageModel | None = None
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -140,17 +143,22 @@ def tuning_of(config: FinetuneConfig, lm: LanguageModel) -> Tuning:
     """
     chosen, kind = config.method, config.objective.kind
     check_method(config, lm)
-    value = {"value": _value_head(lm)} if kind.values else {}
+    beside: dict[str, Any] = {}
+    if kind.values:
+        beside["value"] = _head(lm)
+    if kind.score:
+        beside["score"] = _head(lm, len(config.objective.classes or ("score",)))
+    teacher = from_directory(config.objective.teacher) if kind.teacher else None
+    if teacher is not None:
+        beside["teacher"] = {p: _frozen(leaf) for p, leaf in teacher.params.items()}
     if chosen.name == "full":
         params = _partly_frozen(lm.params, chosen.freeze)
-        if not (kind.reference or value):
-            return Tuning(lm, chosen, params)
-        frozen = {p: _frozen(leaf) for p, leaf in lm.params.items()} if kind.reference else None
-        reference = {"reference": frozen} if frozen else {}
-        return Tuning(lm, chosen, {"policy": params, **reference, **value})
+        if kind.reference:
+            beside["reference"] = {p: _frozen(leaf) for p, leaf in lm.params.items()}
+        return Tuning(lm, chosen, {"policy": params, **beside} if beside else params, teacher=teacher)
     fn, params = fs.lora(lm.logits, lm.params, **_adapters(chosen, lm), seed=config.run.seed)
     coded = tuple(f"base.{p}" for p in (*lm.matrices(), *lm.experts())) if chosen.name in CODECS else ()
-    return Tuning(lm, chosen, {**params, **value}, fn.lora, coded)
+    return Tuning(lm, chosen, {**params, **beside}, fn.lora, coded, teacher)
 
 
 def check_method(config: FinetuneConfig, lm: LanguageModel) -> None:
@@ -198,10 +206,11 @@ def _partly_frozen(params: dict[str, torch.Tensor], globs: str | None) -> dict[s
     return {path: _frozen(leaf) if path in frozen else leaf for path, leaf in params.items()}
 
 
-def _value_head(lm: LanguageModel) -> dict[str, torch.Tensor]:
-    """Make a row that makes a token's value of its hidden state; at first 0, on every rank."""
+def _head(lm: LanguageModel, rows: int | None = None) -> dict[str, torch.Tensor]:
+    """Make what makes a number, or `rows` of them, of a token's hidden state; at first 0, on every rank."""
     head = lm.head(lm.params)
-    return {"weight": torch.nn.Parameter(torch.zeros(head.shape[1], dtype=head.dtype))}
+    shape = head.shape[1:] if rows is None else (rows, head.shape[1])
+    return {"weight": torch.nn.Parameter(torch.zeros(shape, dtype=head.dtype))}
 
 
 def _frozen(leaf: torch.Tensor) -> torch.Tensor:
@@ -213,17 +222,23 @@ def _frozen(leaf: torch.Tensor) -> torch.Tensor:
     return made
 
 
-def first_state(tuning: Tuning, step: Any, specs: Any, mesh: fs.Mesh, path: str, seed: int) -> fs.TrainState:
-    """Make the state before the first step: the model from its directory, each rank its own shards alone."""
+def first_state(
+    tuning: Tuning, step: Any, specs: Any, mesh: fs.Mesh, path: str, seed: int, teacher: str | None = None
+) -> fs.TrainState:
+    """Make the state before the first step: the model from its directory, and the teacher from its own, each
+    rank its own shards alone."""
     blocks: Any = {}
     try:
         for place in tuning.models:
             part = specs[place] if place else specs
             loaded = fs.hf.load(path, part, mesh, model=tuning.lm.model)
             blocks = {**blocks, place: loaded} if place else loaded
+        if tuning.teacher is not None:
+            path = teacher
+            blocks["teacher"] = fs.hf.load(teacher, specs["teacher"], mesh, model=tuning.teacher.model)
     except (StateError, CheckpointError) as error:  # the latter where another rank has found it
         raise ConfigError(report(f"model={path}:", [str(error)])) from None
-    for place in ("adapters", "value"):
+    for place in ("adapters", "value", "score"):
         if place in tuning.params:
             blocks[place] = fs.shard(tuning.params[place], specs[place], mesh)
     return step.adopt(blocks, seed=seed)
@@ -242,6 +257,8 @@ DEFAULT_RATES: Mapping[tuple[str, str], Sequence[tuple[float, float]]] = {
     ("prompts", "full"): ((TINY, 3e-4), (math.inf, 1e-6)),
     ("prompts", "adapters"): ((TINY, 1e-3), (math.inf, 1e-5)),
     ("pairs", "adapters"): ((TINY, 5e-4), (math.inf, 5e-6)),
+    ("heads", "full"): ((TINY, 1e-3), (math.inf, 1e-5)),
+    ("heads", "adapters"): ((TINY, 5e-3), (math.inf, 1e-4)),
 }
 
 
@@ -256,7 +273,8 @@ def default_rate(objective: str, method: str, parameters: int) -> float:
     >>> default_rate("sft", "qlora4", 8_000_000_000), default_rate("dpo", "full", 8_000_000_000)
     (0.0002, 5e-07)
     """
-    rows = DEFAULT_RATES[OBJECTIVE_KINDS[objective].data, "full" if method == "full" else "adapters"]
+    kind = OBJECTIVE_KINDS[objective]
+    rows = DEFAULT_RATES[kind.rates or kind.data, "full" if method == "full" else "adapters"]
     return next(rate for below, rate in rows if parameters < below)
 
 
@@ -275,11 +293,14 @@ class MethodPlan:
     rate: float
 
 
-def plan_method(config: FinetuneConfig, tuning: Tuning, loss: Fn, mesh: fs.Mesh, batch: Any) -> MethodPlan:
+def plan_method(
+    config: FinetuneConfig, tuning: Tuning, loss: Fn, mesh: fs.Mesh, batch: Any, micro_rows: int | None = None
+) -> MethodPlan:
     """Plan a method's step by the configuration's strategy; the same on every rank.
 
     Args:
         loss: of the objective, as a function of the tuning's tree and a batch.
+        micro_rows: of a micro-batch, where there is a budget of tokens.
 
     Raises:
         BudgetError: nothing fits into `run.device_gb`.
@@ -288,7 +309,8 @@ def plan_method(config: FinetuneConfig, tuning: Tuning, loss: Fn, mesh: fs.Mesh,
     specs = partial(tuning.specs, mesh, config.precision)
     plan = plan_step(
         config.strategy, config.run, loss, tuning.params, mesh, optimizer,
-        batch=(batch,), specs=specs, hardware=config.hardware.name, along=config.mesh.options,
+        batch=(batch,), specs=specs, hardware=config.hardware.name,
+        along={**config.mesh.options, "micro_rows": micro_rows},
     )  # fmt: skip
     why = f"method={tuning.method.name}: {_counts(tuning)}\n{_rate_in_words(config, tuning)}"
     return MethodPlan(tuning, optimizer, plan, why, rate_of(config, tuning))

@@ -19,10 +19,13 @@ import torch
 
 import fnshard as fs
 from experiments import python_path
-from experiments.data.model_files import read_model_config
-from experiments.data.tokenizer import DirectoryTokenizer, open_directory
+from experiments.data.model_files import attention_of, read_model_config
+from experiments.data.prepared import open_prepared
+from experiments.data.tokenizer import CONFIG as TOKENIZER_CONFIG
+from experiments.data.tokenizer import TEMPLATE_FILE, DirectoryTokenizer, open_directory
 from experiments.lib.checks import ConfigError, attempt
 from experiments.lib.config import AUTO
+from experiments.lib.files import read_json, write_json
 from experiments.tuning.config import FinetuneConfig
 from experiments.tuning.lm import LanguageModel, check_weights, from_directory
 from experiments.tuning.method import MethodPlan, check_method
@@ -56,6 +59,33 @@ def directory_of(config: FinetuneConfig) -> str:
             f"positions. Fix: data.context={lm.context}."
         )
     return str(path.resolve())
+
+
+def check_teacher(model: str, teacher: str, context: int) -> None:
+    """Refuse a teacher that speaks of other tokens than its student.
+
+    Raises:
+        ConfigError: no model that can be used; another vocabulary; a shorter context.
+    """
+    lm, theirs = open_model(teacher)
+    ours = open_directory(model)
+    own, other = ours.hf.get_vocab(), theirs.hf.get_vocab()
+    if own != other:
+        differ = [f"{word!r:.40}" for word in sorted(own.keys() ^ other.keys())[:5]]
+        differ = differ or [f"{word!r:.40}" for word, number in own.items() if other[word] != number][:5]
+        raise ConfigError(
+            report(
+                f"objective.teacher={teacher}: its vocabulary is another one than that of model={model} "
+                f"({len(other)} and {len(own)} tokens), so that its probabilities are of other tokens:",
+                differ,
+                "a teacher with the model's tokenizer; or objective=sft on texts that the teacher wrote.",
+            )
+        )
+    if lm.context is not None and context > lm.context:
+        raise ConfigError(
+            f"objective.teacher={teacher}: data.context={context}, and it was made for {lm.context} "
+            f"positions. Fix: data.context={lm.context}."
+        )
 
 
 def keep_base(name: str, *settings: str) -> str:
@@ -166,7 +196,8 @@ def export(
     tuning, mesh = planned.tuning, step.mesh
     kinds = config.export
     if kinds == AUTO:
-        kinds = "merged" if tuning.lora is None or tuning.stacked else "adapters"
+        whole = tuning.lora is None or tuning.stacked or config.objective.kind.exported is not None
+        kinds = "merged" if whole else "adapters"
     lines = []
     if kinds in ("adapters", "both") and tuning.lora is not None:
         fs.adapters.save(state, folder / ADAPTERS, tuning.lora, base=config.model)
@@ -181,12 +212,67 @@ def export(
             shutil.rmtree(aside, ignore_errors=True)
         step.gather_strings("")  # no rank writes before it is gone
         dtype = stored_dtype(config.model)
-        fs.hf.save(blocks, aside, specs, mesh, model=tuning.lm.model, config=config.model, dtype=dtype)
+        if config.objective.kind.exported is None:
+            fs.hf.save(blocks, aside, specs, mesh, model=tuning.lm.model, config=config.model, dtype=dtype)
+        else:
+            has_score = config.objective.kind.score
+            score = (
+                [tree["score"]["weight"] for tree in (state.params, planned.plan.specs)]
+                if has_score
+                else None
+            )
+            save_as_class(config, tuning.lm, blocks, specs, score, aside, mesh, dtype)
         if mesh.rank == 0:
             tokenizer.save(aside)  # with the chat template that was learned by
+            if config.objective.name == "reward" and not open_prepared(config.data.train).chats:
+                write_joined_template(aside, tokenizer)
             _take_place(aside, final)
         lines.append(f"the tuned model, as transformers reads it: {final}")
     return lines
+
+
+def save_as_class(
+    config: FinetuneConfig, lm: LanguageModel, blocks: Any, specs: Any, score: list[Any] | None,
+    folder: Path, mesh: fs.Mesh, dtype: torch.dtype | None,
+) -> None:  # fmt: skip
+    """Write a tuned trunk, and the head beside it, as another class of transformers than it was made as.
+
+    Raises:
+        ConfigError: transformers has no such class of this architecture.
+    """
+    import transformers
+
+    kind, classes = config.objective.kind.exported, config.objective.classes
+    auto = getattr(transformers, f"Auto{'' if kind == 'Model' else 'Model'}{kind}")
+    values = read_model_config(Path(config.model))
+    if score is not None:
+        names = list(classes or ("score",))
+        values.id2label, values.label2id = dict(enumerate(names)), {n: i for i, n in enumerate(names)}
+    with fs.deferred():
+        model = auto.from_config(values, attn_implementation=attention_of(values), trust_remote_code=False)
+    trunk = f"{lm.model.base_model_prefix}."
+    tree, layouts, zeros = {}, {}, {}
+    for name, leaf in fs.make_functional(model)[1].items():
+        source = name if name in blocks else trunk + name
+        if source in blocks:
+            tree[name], layouts[name] = blocks[source], specs[source]
+        elif score is not None and name.endswith(".weight"):
+            tree[name], layouts[name] = score
+        else:  # a bias, which the head here has not
+            zeros[name] = torch.zeros(leaf.shape)
+    layouts |= fs.match_specs(zeros, [("*", fs.LayoutSpec())]) if zeros else {}
+    tree |= {name: zero.to(mesh.device) for name, zero in zeros.items()}
+    written = {**values.to_dict(), "architectures": [type(model).__name__]}
+    fs.hf.save(tree, folder, layouts, mesh, model=model, config=written, dtype=dtype)
+
+
+def write_joined_template(folder: Path, tokenizer: DirectoryTokenizer) -> None:
+    """Write a chat template that joins texts as they are: what a reward model of texts has learned from."""
+    joined = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    text = ("{{ bos_token }}" if tokenizer.begin else "") + joined
+    (folder / TEMPLATE_FILE).write_text(text, encoding="utf-8")
+    values = read_json(folder / TOKENIZER_CONFIG)
+    write_json(folder / TOKENIZER_CONFIG, {n: v for n, v in values.items() if n != "chat_template"})
 
 
 def _take_place(made: Path, final: Path) -> None:

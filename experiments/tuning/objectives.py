@@ -1,4 +1,5 @@
-"""Objectives: the loss of a batch, as a pure function of a `Tuning`'s tree."""
+"""Losses of language models that are tuned, each of a batch, as a pure function of a `Tuning`'s tree;
+`table.OBJECTIVES` has all objectives."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor
 
 import fnshard as fs
-from experiments.tuning.config import OBJECTIVE_KINDS, ObjectiveConfig
+from experiments.data.prepared import SIDES
+from experiments.tuning.config import ObjectiveConfig
 from experiments.tuning.lm import LanguageModel
 from experiments.tuning.method import Tuning
 from fnshard.losses import IGNORE, Mean
@@ -60,27 +62,26 @@ def sft(tuning: Tuning, config: ObjectiveConfig, *, training: bool) -> Loss:
 def preference(tuning: Tuning, config: ObjectiveConfig, *, training: bool) -> Loss:
     """A loss of pairs, of `fs.losses.policy`; the reference is the same base without its adapters.
 
-    Of the others than dpo a row's log-probability is the mean of its tokens'.
+    Of the others than dpo an answer's log-probability is the mean of its tokens'.
 
-    The batch: `chosen` and `rejected`, each int64 [B, T] `tokens` and `targets`.
+    The batch: `chosen` and `rejected`, each int64 [B, T] `tokens` and `targets`; or packed pairs, int64
+    [B, T] `tokens`, `targets`, `positions` and `documents`, with `pairs`, as `dataset.Samples` has them.
     """
 
     def logprobs(params: Any, batch: Batch) -> Tensor:
-        sums = row_logprobs(tuning.lm, params, batch)
-        return sums if config.name == "dpo" else sums / (batch["targets"] != IGNORE).sum(1).clamp(min=1)
+        sums, lengths = document_logprobs(tuning.lm, params, batch)
+        return sums if config.name == "dpo" else sums / lengths.clamp(min=1)
 
     policy, reference = tuning.policy(logprobs, training=training), tuning.reference(logprobs)
     of_name = {"dpo": {"label_smoothing": config.label_smoothing}, "simpo": {"margin": config.margin}}
     how = {"beta": config.beta or config.kind.beta, **of_name.get(config.name, {})}
 
     def loss(params: Any, batch: Batch) -> tuple[Mean, dict[str, Mean]]:
-        both = {n: torch.cat([batch["chosen"][n], batch["rejected"][n]]) for n in ("tokens", "targets")}
-        numbers = policy(params, both).chunk(2)
+        both, counted = sides_of(batch)
+        numbers = split_sides(policy(params, both), both)
         if config.kind.reference:
             with torch.no_grad():
-                numbers += reference(params, both).chunk(2)
-        learned = [(batch[name]["targets"] != IGNORE).any(1) for name in ("chosen", "rejected")]
-        counted = learned[0] & learned[1]  # of a pair that is padding neither response has a token
+                numbers += split_sides(reference(params, both), both)
         return getattr(fs.losses.policy, config.name)(*numbers, counted=counted, **how)
 
     return loss
@@ -91,12 +92,13 @@ def policy_gradient(tuning: Tuning, config: ObjectiveConfig, *, training: bool) 
 
     The batch: `tokens` and `targets`, int64 [N, T]; `sampler` and `entropy`, fp32 [N, T]; `advantages`, fp32
     [N, 1]; `rewards`, fp32 [N], and `each` of them by name. Of ppo `advantages`, `values` and `returns` are
-    fp32 [N, T].
+    fp32 [N, T]. Of packed answers `advantages` are [B, T], `positions` and `documents` int64 [B, T], and
+    `rewards` [B, S] are of documents 1 to S, of which bool `answers` [B, S] are some.
     """
     lm, hot = tuning.lm, config.temperature
 
     def both(params: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-        hidden = lm.hidden(params, batch["tokens"])
+        hidden = lm.hidden(params, batch["tokens"], batch.get("positions"), batch.get("documents"))
         return hidden, -lm.losses(params, hidden, batch["targets"], temperature=hot)
 
     policy, reference = tuning.policy(both, training=training), tuning.reference(both)
@@ -108,12 +110,15 @@ def policy_gradient(tuning: Tuning, config: ObjectiveConfig, *, training: bool) 
             logprobs, batch["sampler"], batch["advantages"], batch["targets"] != IGNORE,
             entropy=batch["entropy"],
         )  # fmt: skip
+        rows = float(len(batch["rewards"]))
+        if "answers" in batch:
+            count, rows = batch["answers"].shape[1], batch["answers"].sum()
+            inputs = replace(inputs, sequences=batch["documents"] - 1, max_sequences=count)
         if config.kind.reference:
             with torch.no_grad():
                 inputs = replace(inputs, reference=reference(params, batch)[1])
         values = (value_of(params, hidden), batch["values"], batch["returns"]) if config.kind.values else ()
         loss, aux = getattr(fs.losses.policy, config.name)(inputs, *values, beta=config.beta or 0.0, **how)
-        rows = float(len(batch["rewards"]))
         return loss, {
             **aux, "reward": Mean(batch["rewards"].sum(), rows),
             **{name: Mean(each.sum(), rows) for name, each in batch["each"].items()},
@@ -142,5 +147,42 @@ def row_logprobs(lm: LanguageModel, params: Any, batch: Batch) -> Tensor:
     return -lm.losses(params, lm.hidden(params, tokens, positions), batch["targets"]).sum(-1)
 
 
-BY_DATA: Mapping[str, Callable[..., Loss]] = {"samples": sft, "pairs": preference, "prompts": policy_gradient}
-OBJECTIVES = {name: BY_DATA[kind.data] for name, kind in OBJECTIVE_KINDS.items()}
+def sides_of(batch: Batch) -> tuple[Batch, Tensor]:
+    """Return a batch of pairs as one of documents, and which of its pairs count, bool [N]: of a pair that is
+    padding neither side has a token."""
+    if "pairs" in batch:
+        return batch, batch["pairs"].flatten()
+    sides = next(names for names in SIDES.values() if names[0] in batch)
+    both = {n: torch.cat([batch[side][n] for side in sides]) for n in ("tokens", "targets")}
+    learned = [(batch[side]["targets"] != IGNORE).any(1) for side in sides]
+    return both, learned[0] & learned[1]
+
+
+def split_sides(numbers: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Return the numbers of both sides' documents, [N, ...] each, of those of a batch of `sides_of`:
+    [B, ...], or [B, 2 N, ...] of packed pairs."""
+    if "pairs" in batch:
+        return numbers.unflatten(1, (-1, 2)).flatten(0, 1).unbind(1)
+    return numbers.chunk(2)
+
+
+def document_logprobs(lm: LanguageModel, params: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Return log p of each document's learned tokens, fp32, and how many these are.
+
+    [B]: a row is a document, which is padded at the end; or, of packed pairs, [B, 2 N].
+    """
+    counted = batch["targets"] != IGNORE
+    if "pairs" not in batch:
+        return row_logprobs(lm, params, batch), counted.sum(1)
+    hidden = lm.hidden(params, batch["tokens"], batch["positions"], batch["documents"])
+    each = -lm.losses(params, hidden, batch["targets"])
+    member = members(batch["documents"], 2 * batch["pairs"].shape[1], each.dtype)
+    return torch.einsum("bt,bts->bs", each, member), torch.einsum(
+        "bt,bts->bs", counted.to(each.dtype), member
+    )
+
+
+def members(documents: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    """Return which of `count` documents, from 1, each position is of: [B, T, count] of 0 and 1."""
+    numbers = torch.arange(1, count + 1, device=documents.device)
+    return (documents[..., None] == numbers).to(dtype)

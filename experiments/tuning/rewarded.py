@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -16,10 +16,13 @@ from torch import Tensor
 
 import fnshard as fs
 from experiments.data.loader import order
+from experiments.data.prepared import Prepared
 from experiments.data.tokenizer import DirectoryTokenizer
 from experiments.lib.checks import ConfigError
+from experiments.lib.task import make_target
 from experiments.tuning.config import FinetuneConfig
-from experiments.tuning.dataset import Example, FinetuneData
+from experiments.tuning.dataset import DOCUMENTS, Example, FinetuneData, pack
+from experiments.tuning.environment import Answer, Environment, Play, Turn
 from experiments.tuning.lm import LanguageModel
 from experiments.tuning.method import Tuning
 from experiments.tuning.objectives import values_of
@@ -59,12 +62,23 @@ class RewardedData:
 
     @cached_property
     def rewards(self) -> tuple[Weighted, ...]:
-        """Return the rewards of the configuration."""
+        """Return the rewards of the configuration; none where a teacher or an environment says what is
+        better."""
+        if self.config.objective.kind.teacher or self.environment is not None:
+            return ()
         return rewards_of(self.config.objective.reward, self.device)
 
     @cached_property
+    def environment(self) -> Environment | None:
+        """Return the function that talks with the model, if there is one."""
+        chosen = self.config.objective.environment
+        return None if chosen is None else make_target("objective.environment", chosen, partly=True)
+
+    @cached_property
     def longest(self) -> int:
-        """Tokens of a prompt."""
+        """Tokens of a prompt; of a talk, what an answer leaves of the context."""
+        if self.environment is not None:
+            return self.config.data.context + 1 - self.config.objective.tokens
         return max(map(self.data.longest_prompt, (self.data.train, self.data.held_out)))
 
     @property
@@ -82,8 +96,62 @@ class RewardedData:
                 f"{lm.context} is what the model was made for. Fix: fewer tokens, or leave such prompts out."
             )
 
+    @property
+    def micro_rows(self) -> int | None:
+        """Return the rows of a micro-batch, where there is a budget of tokens."""
+        return None if self.config.data.tokens is None else 1
+
     def blank(self) -> Mapping[str, Tensor]:
-        """A batch of nothing, of the shape of all."""
+        """A batch of nothing, of the shape of all; or, of packed answers, one of two micro-batches."""
+        return self.padded() if self.micro_rows is None else self.packed(self.padded(), [], [[], []])
+
+    def rows_of(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Return which answers share a row of the budget, by how many positions each takes."""
+        return pack(np.array(lengths, np.int64), self.config.data.tokens, self.most)
+
+    @property
+    def most(self) -> int:
+        """Return how many answers, or turns, may share a row of the budget."""
+        return min(self.answers * (1 if self.environment is None else self.config.objective.turns), DOCUMENTS)
+
+    def packed(
+        self, batch: Mapping[str, Any], lengths: Sequence[int], rows: Sequence[Sequence[int]]
+    ) -> Mapping[str, Any]:
+        """Pack a padded batch of answers as `objectives.policy_gradient` takes them.
+
+        Args:
+            lengths: positions of each answer, with its prompt.
+            rows: of `rows_of`, perhaps with some of nothing. `answers` of the batch: those that count in the
+                means of rewards and lengths; default all.
+        """
+        shape, most = (len(rows), self.config.data.tokens), self.most
+        names = ("tokens", "targets", "sampler", "entropy", "advantages", "positions", "documents")
+        floats = ("sampler", "entropy", "advantages")
+        made = {n: torch.zeros(shape, dtype=torch.float32 if n in floats else torch.int64) for n in names}
+        made["targets"].fill_(IGNORE)
+        every = torch.ones(len(batch["rewards"]), dtype=torch.bool)
+        of_answers = {"rewards": batch["rewards"], "answers": batch.get("answers", every)}
+        each = {name: torch.zeros(len(rows), most) for name in batch["each"]}
+        kept = {name: torch.zeros(len(rows), most, dtype=of_answers[name].dtype) for name in of_answers}
+        for row, numbers in enumerate(rows):
+            start = 0
+            for place, number in enumerate(numbers):
+                here, length = slice(start, start + lengths[number]), lengths[number]
+                for name in ("tokens", "targets", "sampler", "entropy"):
+                    made[name][row, here] = batch[name][number, :length]
+                made["advantages"][row, here] = batch["advantages"][number]
+                made["positions"][row, here] = torch.arange(length)
+                made["documents"][row, here] = place + 1
+                for name, values in of_answers.items():
+                    kept[name][row, place] = values[number]
+                for name, values in batch["each"].items():
+                    each[name][row, place] = values[number]
+                start += length
+            made["positions"][row, start:] = torch.arange(shape[1] - start)
+        return {**made, **kept, "each": each}
+
+    def padded(self) -> Mapping[str, Tensor]:
+        """A batch of nothing, a row for each answer."""
         shape, values = (self.answers, self.width), self.config.objective.kind.values
         floats = ["sampler", "entropy", *(["values", "returns"] if values else [])]
         return {
@@ -104,6 +172,7 @@ class RewardedBatches:
         gather: makes of the leaves of a step those that answers are drawn from.
         gathered: bytes that a rank has of them, all at once; None: a layer at a time.
         values: of the tokens of a batch, where the objective has a value head.
+        kept: the batch that was drawn last, and the step that it was drawn for.
     """
 
     of: RewardedData
@@ -114,6 +183,7 @@ class RewardedBatches:
     gather: Callable[[Any], Any]
     gathered: int | None = None
     values: Any = None
+    kept: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         how = "gathering the model a layer at a time"
@@ -125,24 +195,115 @@ class RewardedBatches:
         """Draw answers to prompts, reward them, and lay them out as `objectives.policy_gradient` takes
         them.
 
+        So many steps as `objective.updates` says learn from the same answers. A run that was stopped between
+        two of these draws the rest of them anew, by what it has learned.
+        """
+        updates, step = self.of.config.objective.updates, int(state.step)
+        first = step - step % updates
+        if updates == 1 or self.kept.get("step") != first:
+            self.kept.update(step=first, batch=self._draw(state.params, first, numbers, self.of.data.train))
+        return self.kept["batch"]
+
+    def held_out(self, params: Any) -> Iterator[Mapping[str, Tensor]]:
+        """Yield batches of answers to held-out prompts, equally many on every rank."""
+        data, rows = self.of.config.data, self.of.config.data.rows
+        held_out, part = self.of.data.held_out, rows // self.mesh.data_size
+        for low in range(0, max(1, min(data.held_out_rows, held_out.records) // rows) * rows, rows):
+            start = low + self.mesh.data_rank * part
+            mine = order(held_out.records, 0, start, start + part)
+            yield self._draw(params, 0, torch.from_numpy(mine), held_out)
+
+    def _draw(self, params: Any, step: int, numbers: Tensor, prompts: Prepared) -> Mapping[str, Tensor]:
+        """Make a batch of answers to the prompts of these numbers.
+
         What is drawn depends on the run's seed, the step and the prompt: the same on any mesh, and after a
         restart.
         """
-        config, data = self.of.config, self.of.data
-        group, step = config.objective.group, int(state.step)
-        examples = [data.example(data.train, n) for n in numbers.tolist() for _ in range(group)]
+        config, data, blocks = self.of.config, self.of.data, params
+        group = config.objective.group
+        if self.of.environment is not None:
+            return self._of_turns(*self._play(self.gather(blocks), step, numbers.tolist(), group, prompts))
+        examples = [data.example(prompts, n) for n in numbers.tolist() for _ in range(group)]
         drawn = [self._numbers(step, n, group) for n in numbers.tolist()]
-        params = self.gather(state.params)
+        params = self.gather(blocks)
         answers = self.rollouts(params, [e.prompt for e in examples], torch.cat(drawn))
         del params
         each = self._rewards(examples, answers, [example.row for example in examples])
-        rewards = sum(torch.tensor(each[own.name]) * own.weight for own in self.rewards)
+        rewards = torch.zeros(len(examples))
+        for own in self.rewards:
+            rewards = rewards + torch.tensor(each[own.name]) * own.weight
         shown = {f"reward_{name}": torch.tensor(values) for name, values in each.items()}
         batch = {**self._rows(examples, answers), "rewards": rewards, "each": shown if len(each) > 1 else {}}
         if self.values is not None:
-            return {**batch, **self._estimates(state.params, batch)}
+            return {**batch, **self._estimates(blocks, batch)}
         advantages = group_advantages(rewards, group, scale=config.objective.name != "dr_grpo")
-        return {**batch, "advantages": advantages[:, None]}
+        batch = {**batch, "advantages": advantages[:, None]}
+        if self.of.micro_rows is None:
+            return batch
+        both = zip(examples, answers.lengths.tolist(), strict=True)
+        return self._packed(batch, [len(example.prompt) + drawn - 1 for example, drawn in both])
+
+    def _packed(self, batch: Mapping[str, Any], lengths: Sequence[int]) -> Mapping[str, Any]:
+        """Pack answers into as many micro-batches as the rank that needs most of them."""
+        rows = self.of.rows_of(lengths)
+        most = max(map(int, self.exchange(str(len(rows)))))
+        return self.of.packed(batch, lengths, [*rows, *[[]] * (most - len(rows))])
+
+    def _play(
+        self, params: Any, step: int, numbers: Sequence[int], group: int, prompts: Prepared
+    ) -> tuple[list[Turn], list[float]]:
+        """Play `group` rollouts of each prompt; all ranks together."""
+        config, data = self.of.config, self.of.data
+        draws = {n: self._numbers(step, n, group) for n in numbers}
+
+        def draw(turns: Sequence[Turn]) -> list[Answer]:
+            given = torch.zeros(len(turns), self.rollouts.length, dtype=torch.float64)
+            for row, turn in enumerate(turns):
+                n, place = numbers[turn.rollout // group], turn.rollout % group
+                own = draws[n] if turn.number == 0 else self._numbers(step, n, group, turn.number)
+                given[row] = own[place]
+            found = self.rollouts(params, [turn.prompt for turn in turns], given)
+            texts = found.texts()
+            return [
+                (ids, found.logprobs[row, : len(ids)], found.entropy[row, : len(ids)])
+                for row, ids in enumerate(texts)
+            ]
+
+        play = Play(
+            self.of.environment, data.tokenizer, config.objective.turns, config.data.context,
+            config.objective.tokens, config.run.timeout_s,
+        )  # fmt: skip
+        examples = [data.example(prompts, n) for n in numbers for _ in range(group)]
+        rows = [{**each.row, "prompt": _prompt_text(data.tokenizer, each.prompt)[0]} for each in examples]
+        return play(rows, draw, lambda waits: "1" in self.exchange(str(int(waits))))
+
+    def _of_turns(self, turns: Sequence[Turn], rewards: Sequence[float]) -> Mapping[str, Any]:
+        """Lay turns out as answers, each after what the model was shown; all of a rollout have its
+        advantage, and its last one has its reward."""
+        config, ends = self.of.config.objective, {turn.rollout: n for n, turn in enumerate(turns)}
+        scale, each = config.name != "dr_grpo", torch.tensor(rewards, dtype=torch.float32)
+        gains = group_advantages(each, config.group, scale=scale)
+        shape = (len(turns), self.of.config.data.context)
+        batch = {name: torch.zeros(shape, dtype=torch.int64) for name in ("tokens", "targets")}
+        batch["targets"].fill_(IGNORE)
+        batch |= {name: torch.zeros(shape) for name in ("sampler", "entropy")}
+        lengths = []
+        for row, turn in enumerate(turns):
+            ids, *floats = turn.answer
+            whole, first = torch.tensor([*turn.prompt, *ids]), len(turn.prompt) - 1
+            here = slice(first, len(whole) - 1)
+            batch["tokens"][row, : len(whole) - 1] = whole[:-1]
+            batch["targets"][row, here] = whole[first + 1 :]
+            for name, values in zip(("sampler", "entropy"), floats, strict=True):
+                batch[name][row, here] = values
+            lengths.append(len(whole) - 1)
+        of = torch.tensor([turn.rollout for turn in turns])
+        last = torch.tensor([ends[turn.rollout] == n for n, turn in enumerate(turns)])
+        batch |= {
+            "advantages": gains[of][:, None], "rewards": torch.where(last, each[of], 0.0), "answers": last,
+            "each": {},
+        }  # fmt: skip
+        return self._packed(batch, lengths)
 
     def _estimates(self, params: Any, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Values before the step, and what generalised advantage estimation makes of them."""
@@ -158,6 +319,10 @@ class RewardedBatches:
         data, most = self.of.data, self.of.config.data.held_out_rows
         numbers = order(data.held_out.records, 0, 0, min(most, data.held_out.records))
         mine = numbers[self.mesh.data_rank :: self.mesh.data_size]
+        if self.of.environment is not None:
+            _, rewards = self._play(self.gather(params), 0, mine.tolist(), 1, data.held_out)
+            every = list(map(float, self.exchange(str(math.fsum(rewards)))))
+            return {"reward": math.fsum(every) * self.mesh.data_size / self.mesh.size / len(numbers)}
         examples = [data.example(data.held_out, int(n)) for n in mine]
         drawn = torch.cat([self._numbers(0, int(n), 1) for n in mine]) if len(mine) else torch.zeros(0, 0)
         answers = self.rollouts(self.gather(params), [e.prompt for e in examples], drawn)
@@ -170,8 +335,8 @@ class RewardedBatches:
         parts = {f"reward_{name}": value for name, value in means.items()} if len(means) > 1 else {}
         return {"reward": whole, **parts}
 
-    def _numbers(self, step: int, prompt: int, group: int) -> Tensor:
-        draw = np.random.default_rng([self.of.config.run.seed, step, prompt])
+    def _numbers(self, step: int, prompt: int, group: int, turn: int = 0) -> Tensor:
+        draw = np.random.default_rng([self.of.config.run.seed, step, prompt, *([turn] if turn else [])])
         return torch.from_numpy(draw.random((group, self.rollouts.length)))
 
     def _rewards(
@@ -204,7 +369,7 @@ class RewardedBatches:
         return {own.name: run_reward(own.reward, prompts, texts[own.control], rows) for own in self.rewards}
 
     def _rows(self, examples: Sequence[Example], answers: Answers) -> Mapping[str, Tensor]:
-        batch = self.of.blank()
+        batch = self.of.padded()
         batch["targets"].fill_(IGNORE)
         for row, (example, tokens) in enumerate(zip(examples, answers.texts(), strict=True)):
             whole, first = torch.tensor([*example.prompt, *tokens]), len(example.prompt) - 1

@@ -1,8 +1,8 @@
 """LoRA: low-rank adapters for frozen weights, as a rewrite of what `fn` computes (Hu et al. 2021).
 
-Wherever `fn` multiplies by a targeted leaf W, x Wᵀ becomes x Wᵀ + s (x Aᵀ) Bᵀ. That is done to the operator,
-not to modules: any pure function will do, the merged weight is never formed, and W, which is frozen, has no
-gradient. W may be coded (`LayoutSpec(codec="nf4")`: QLoRA, Dettmers et al. 2023).
+Wherever `fn` multiplies by a targeted leaf W, x Wᵀ becomes x Wᵀ + s (x Aᵀ) Bᵀ. The operator is changed, not a
+module: any pure function will do, the merged weight is never formed, and W, which is frozen, has no gradient.
+W may be coded (`LayoutSpec(codec="nf4")`: QLoRA, Dettmers et al. 2023).
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ __all__ = ["lora"]
 
 @dataclass(frozen=True)
 class Lora:
-    """The settings of adapters.
+    """The settings by which adapters are made and applied.
 
     Args:
-        rank: of A and B.
-        alpha: the update counts alpha / rank, or alpha / sqrt(rank) where `rank_stabilised` (rsLoRA,
-            Kalajdzievski 2023).
-        targets: paths of the leaves that have one.
-        transposed: those that `fn` multiplies by as they are, [in, out], as GPT-2 does.
-        dropout: of what goes into the adapters.
-        dora: each row of W + s B A has the norm that the row had in W, times a number that trains, at first 1
-            (DoRA, Liu et al. 2024; there the product of the two trains).
+        rank: the rank of A and B.
+        alpha: the update is multiplied by alpha / rank, or by alpha / sqrt(rank) where `rank_stabilised`
+            (rsLoRA, Kalajdzievski 2023).
+        targets: the paths of the leaves that have an adapter.
+        transposed: those of them that `fn` multiplies by as they are, [in, out], as GPT-2 does.
+        dropout: the share of the adapters' input that is dropped.
+        dora: scale each row of W + s B A to the norm that the row had in W, times a number that trains and
+            starts at 1 (DoRA, Liu et al. 2024; there the product of the two trains).
     """
 
     rank: int
@@ -53,12 +53,12 @@ class Lora:
 
     @property
     def scale(self) -> float:
-        """Return what the update counts."""
+        """Return s, by which the update is multiplied."""
         return self.alpha / (math.sqrt(self.rank) if self.rank_stabilised else self.rank)
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Return what PEFT's files have of each target."""
+        """Return the names of the tensors that PEFT's files have for each target."""
         return ("a", "b", "magnitude") if self.dora else ("a", "b")
 
 
@@ -76,23 +76,25 @@ def lora(
     train: str = "",
     seed: int = 0,
 ) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """`fn` with adapters, and its tree `{"base": params, frozen, "adapters": {path: {"a", "b"}}}`, or
-    `{"a", "b", "g"}` where `dora`.
+    """Add adapters to `fn`: return the new function and the tree of parameters that it takes.
+
+    The tree is `{"base": params, "adapters": {path: {"a", "b"}}}`, with `{"a", "b", "g"}` where `dora`. The
+    base is frozen.
 
     Args:
         fn: a pure function of (params, *batch).
-        params: its tree; full leaves, which may be on meta. Adapters are real: A uniform, B zero, so that the
-            function is at first what it was.
+        params: its tree of full leaves, which may be on meta. The adapters are real tensors: A is uniform and
+            B zero, so that the new function computes at first what `fn` does.
         rank, alpha, dropout, rank_stabilised, dora: see `Lora`; the returned function has it as `.lora`.
         targets: globs of leaves, with or without ".weight", joined by "|", or a list of them.
         transposed: globs of those among them that are [in, out].
         train: globs of base leaves that train all the same ("*norm*|lm_head*").
-        seed: of the adapters.
+        seed: seeds A.
 
     Raises:
-        SpecError: numbers that are out of range, globs that match nothing, leaves that are no matrices (nor
-            stacks of such, one for each expert) or smaller than the rank.
-        TraceError: (of the new function) a target that `fn` does not multiply by.
+        SpecError: a number is out of range, a glob matches nothing, or a leaf is not a matrix (or a stack of
+            matrices, one for each expert) or is smaller than the rank.
+        TraceError: (when the new function is called) `fn` does not multiply by a target.
 
     >>> fn = lambda p, x: F.linear(x, p["w"]).sum()
     >>> tuned, params = lora(fn, {"w": torch.ones(4, 3)}, rank=2, targets="w")
@@ -106,7 +108,7 @@ def lora(
         named, rank=rank, alpha=alpha, targets=targets, transposed=transposed, dropout=dropout,
         rank_stabilised=rank_stabilised, dora=dora, trained=trained,
     )  # fmt: skip
-    base = [_frozen(leaf, path in trained) for path, leaf in named.items()]
+    base = [_mark_frozen(leaf, path in trained) for path, leaf in named.items()]
     tuned = with_adapters(fn, settings)
     return tuned, {"base": tree.unflatten(base, structure), "adapters": init_adapters(settings, named, seed)}
 
@@ -115,11 +117,12 @@ def settings_of(
     named: Mapping[str, Tensor], *, rank: int, alpha: float, targets: str | Sequence[str], transposed: str,
     dropout: float, rank_stabilised: bool, dora: bool, trained: Sequence[str] = (),
 ) -> Lora:  # fmt: skip
-    """Return the settings that arguments as of `lora` mean for leaves by path, which may be on meta. No
-    adapter is made.
+    """Return the settings that the arguments of `lora` mean for leaves by path, which may be on meta.
+
+    No adapter is made.
 
     Raises:
-        SpecError: as `lora`.
+        SpecError: as in `lora`.
     """
     if wrong := misfits({"rank": rank, "alpha": alpha, "dropout": dropout}, _EXPECTED):
         raise SpecError("no such adapters:", wrong)
@@ -140,7 +143,7 @@ _EXPECTED = {
 
 
 def _misfits(path: str, leaf: Tensor, rank: int, trains: bool, dora: bool) -> list[str]:
-    """Why a leaf cannot have an adapter, if it cannot."""
+    """Return why a leaf cannot have an adapter: no line if it can, one if it cannot."""
     of = f"params[{path!r}] {list(leaf.shape)}"
     if trains:
         return [f"{of} trains and has an adapter"]
@@ -155,10 +158,13 @@ def _misfits(path: str, leaf: Tensor, rank: int, trains: bool, dora: bool) -> li
 def matched_leaves(
     what: str, globs: str | Sequence[str], paths: Mapping[str, Any] | Sequence[str]
 ) -> list[str]:
-    """Paths that one of the globs matches, with or without ".weight".
+    """Return the paths that one of the globs matches, with or without ".weight".
+
+    Args:
+        what: the argument that the globs came from, for the error.
 
     Raises:
-        SpecError: a glob that matches nothing, or no globs at all.
+        SpecError: a glob matches nothing, or `globs` is not globs.
     """
     if isinstance(globs, list | tuple) and all(isinstance(each, str) for each in globs):
         globs = "|".join(globs)
@@ -169,6 +175,7 @@ def matched_leaves(
         for pattern, found in hits.items():
             if any(fnmatch.fnmatchcase(n, pattern) for n in (path, path.removesuffix(".weight"))):
                 found.append(path)
+
     unused = [f"{g!r}{nearest(g, paths)}" for g, found in hits.items() if not found]
     if unused:
         raise SpecError(f"{what}={globs!r} matches no leaf by:", unused, "globs of the leaves' paths.")
@@ -178,7 +185,7 @@ def matched_leaves(
 def init_adapters(
     settings: Lora, shapes: Mapping[str, Tensor], seed: int = 0
 ) -> dict[str, dict[str, Tensor]]:
-    """A as `nn.Linear` would have it, B zero; the same on every rank."""
+    """Return new adapters: A as `nn.Linear` would initialise it, B zero; the same on every rank."""
     out = {}
     for number, path in enumerate(settings.targets):
         *experts, rows, columns = shapes[path].mT.shape if path in settings.transposed else shapes[path].shape
@@ -196,18 +203,21 @@ def init_adapters(
     return out
 
 
-def _frozen(leaf: Tensor, trains: bool) -> Tensor:
-    """Return the same leaf, marked as one that does not train (or does)."""
+def _mark_frozen(leaf: Tensor, trains: bool) -> Tensor:
+    """Return a leaf as a parameter that does not train (or does); a buffer as it is."""
     if is_buffer(leaf) or not leaf.is_floating_point():
         return leaf
-    made = nn.Parameter(leaf.detach(), requires_grad=trains)
+    parameter = nn.Parameter(leaf.detach(), requires_grad=trains)
     if hasattr(leaf, "tied_names"):
-        made.tied_names = tuple(f"base.{name}" for name in leaf.tied_names)
-    return made
+        parameter.tied_names = tuple(f"base.{name}" for name in leaf.tied_names)
+    return parameter
 
 
 def with_adapters(fn: Callable[..., Any], settings: Lora) -> Callable[..., Any]:
-    """`fn` of `{"base": ..., "adapters": ...}`; `.lora` holds the settings, `.eval` is without dropout."""
+    """Return `fn` as a function of `{"base": ..., "adapters": ...}`.
+
+    Its `.lora` holds the settings; its `.eval` is the same function without dropout.
+    """
 
     @functools.wraps(fn)
     def tuned(params: Any, *batch: Any, **keywords: Any) -> Any:
@@ -220,13 +230,12 @@ def with_adapters(fn: Callable[..., Any], settings: Lora) -> Callable[..., Any]:
         return result
 
     tuned.lora = settings
-    # To evaluate: the same without dropout.
     tuned.eval = with_adapters(fn, replace(settings, dropout=0.0)) if settings.dropout else tuned
     return tuned
 
 
 def _check_uses(settings: Lora, mode: _Adapted) -> None:
-    """Refuse targets that `fn` uses in other ways: what is merged would be another function."""
+    """Refuse targets that `fn` also uses in other ways: merged, they would make it another function."""
     wrong = [f"params[{p!r}]: `fn` multiplies by it nowhere" for p in settings.targets if p not in mode.used]
     wrong += [f"params[{p!r}]: `fn` also gives it to {', '.join(n)}" for p, n in mode.others.items()]
     if wrong:
@@ -241,12 +250,15 @@ def _check_uses(settings: Lora, mode: _Adapted) -> None:
 
 
 class _Adapted(TorchFunctionMode):
-    """Adds to what is multiplied by a target."""
+    """Adds an adapter's update to each product with a target.
+
+    A target is known by its `id`, and so is a transpose of it that `fn` makes.
+    """
 
     def __init__(self, settings: Lora, adapters: Mapping[str, Any], targets: Mapping[int, str]):
         super().__init__()
         self.settings, self.adapters, self.targets = settings, adapters, dict(targets)
-        # Of targets, and kept: an id is never used twice.
+        # Transposes of targets by id. They are kept alive, so that no other tensor gets the same id.
         self.transposes: dict[int, Tensor] = {}
         self.used: set[str] = set()
         self.others: dict[str, dict[str, None]] = {}
@@ -258,10 +270,12 @@ class _Adapted(TorchFunctionMode):
         out = func(*args, **kwargs)
         if not any(isinstance(o, Tensor) for o in tree.flatten(out)[0]):  # a shape, a dtype
             return out
+
         names, turned = _PLACES.get(func, ((), False))
         if func in _TRANSPOSES and id(args[0]) in self.targets and {*args[1:]} in ({-2, -1}, {1, 2}, set()):
             self.transposes[id(out)], self.targets[id(out)] = out, self.targets[id(args[0])]
             return out
+
         given = dict(zip(names, args, strict=False)) | kwargs
         path = self.targets.get(id(given[names[-1]])) if names and names[-1] in given else None
         turned = turned and not (path is not None and id(given[names[-1]]) in self.transposes)
@@ -272,6 +286,7 @@ class _Adapted(TorchFunctionMode):
         ):  # fmt: skip
             self._note(func, (args, kwargs))
             return out
+
         self._note(func, {k: v for k, v in given.items() if k != names[-1]})
         self.used.add(path)
         update = self._update(given[names[-2]], self.adapters[path], given.get("offs")).to(out.dtype)
@@ -282,12 +297,12 @@ class _Adapted(TorchFunctionMode):
         return (out + update) * scale if bias is None else (out - bias + update) * scale + bias
 
     def _note(self, func: Any, given: Any) -> None:
-        """Targets that go elsewhere, in whatever they lie."""
+        """Note the targets among what a function is given, in whatever containers, as used in another way."""
         for path in {self.targets.get(id(leaf)) for leaf in tree.flatten(given)[0]} - {None}:
             self.others.setdefault(path, {})[getattr(func, "__name__", str(func))] = None
 
     def _update(self, x: Tensor, adapter: Mapping[str, Tensor], ends: Tensor | None) -> Tensor:
-        """`ends`: of the rows of each expert, where there are several."""
+        """Return s (x Aᵀ) Bᵀ; `ends` says where the rows of each expert end, where there are several."""
         a, b = adapter["a"].to(x.dtype), adapter["b"].to(x.dtype)
         if self.settings.dropout:
             x = F.dropout(x, self.settings.dropout, training=True)
@@ -298,11 +313,12 @@ class _Adapted(TorchFunctionMode):
 
 
 def row_scale(weight: Tensor, adapter: Mapping[str, Tensor], settings: Lora, transposed: bool) -> Tensor:
-    """Return what DoRA multiplies each row of W + s B A by, [rows]; its norms have no gradient, as in the
-    paper.
+    """Return what DoRA multiplies each row of W + s B A by, [rows].
+
+    The norms have no gradient, as in the paper.
 
     Args:
-        weight: W, or its transpose.
+        weight: W, or Wᵀ where `transposed`.
     """
     with torch.no_grad():
         wide = torch.promote_types(weight.dtype, torch.float32)
@@ -313,7 +329,7 @@ def row_scale(weight: Tensor, adapter: Mapping[str, Tensor], settings: Lora, tra
     return adapter["g"].to(wide) * norms
 
 
-# By function: the names of its arguments up to the matrix, and whether that is [in, out] there.
+# By function: the names of its arguments up to the matrix, and whether it takes the matrix as [in, out].
 _PLACES: Mapping[Any, tuple[tuple[str, ...], bool]] = {
     F.linear: (("input", "weight"), False),
     torch.ops.aten.linear: (("input", "weight"), False),
@@ -326,4 +342,4 @@ _PLACES: Mapping[Any, tuple[tuple[str, ...], bool]] = {
     **dict.fromkeys(GROUPED, (("mat_a", "mat_b"), True)),
 }
 _TRANSPOSES = (Tensor.transpose, torch.transpose, Tensor.mT.__get__)
-_UNLIKE = {"alpha", "beta", "out"}  # what makes more of a product than the update would know of
+_UNLIKE = {"alpha", "beta", "out"}  # arguments that change a product in ways that the update would not follow

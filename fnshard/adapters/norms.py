@@ -1,4 +1,4 @@
-"""Norms: modules whose batch norm is of all ranks' rows."""
+"""Norms: convert a model's batch norms, so that they normalise by the rows of all ranks."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 
 def sync_batch_norm(model: AnyModule) -> AnyModule:
-    """Make every BatchNorm of a model normalise by the whole batch; in place, and returned.
+    """Make every BatchNorm of a model normalise by the whole batch; change it in place and return it.
 
-    As `torch.nn.SyncBatchNorm.convert_sync_batchnorm`, whose modules do the same in a step. They stay the
+    The modules of `torch.nn.SyncBatchNorm.convert_sync_batchnorm` do the same in a step. Here they stay the
     modules that they are (a norm with an activation in it keeps that, which torch's loses), with the same
     parameters and buffers; in eval mode they compute as before. The gradient and the running statistics are
     those of one process with all rows. A model that was converted cannot be pickled whole.
@@ -30,12 +30,13 @@ def sync_batch_norm(model: AnyModule) -> AnyModule:
     """
     for module in model.modules():
         if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
-            module.__class__ = _synchronised(type(module))
+            module.__class__ = _synchronise(type(module))
     return model
 
 
 @cache
-def _synchronised(kind: type[nn.Module]) -> type[nn.Module]:
+def _synchronise(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return a subclass whose forward normalises by the whole batch; one for each class."""
     if hasattr(kind, "synchronised"):
         return kind
 

@@ -1,8 +1,9 @@
-"""Adapters: merged into their weights, and in and out of PEFT's files.
+"""Adapters: merge them into their weights, save them as PEFT's files and load them from such.
 
-A directory of PEFT's has `adapter_model.safetensors` and `adapter_config.json`; what is written here is read
-by `peft.PeftModel.from_pretrained` on the same base model, and the other way round. PEFT's own `LoraConfig`
-is not used: it checks no types, so that the checks below would stay, and PEFT may be absent.
+A directory of PEFT's has `adapter_model.safetensors` and `adapter_config.json`.
+`peft.PeftModel.from_pretrained` reads what is written here, on the same base model, and what PEFT writes is
+read here. PEFT's own `LoraConfig` is not used: it checks no types, so that the checks below would stay, and
+PEFT may be absent.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from torch import Tensor
 
 from fnshard import tree
 from fnshard.adapters.lora import Lora, row_scale
-from fnshard.checkpoint.coordination import all_or_none
 from fnshard.errors import StateError, leaves
 from fnshard.layout.codecs import block_of, is_coded
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.layout.spec import is_here
 from fnshard.mesh import Mesh
 from fnshard.runtime.collectives.connect import connection
+from fnshard.runtime.coordination import all_or_none
 from fnshard.runtime.files.folder import flush_directory, flush_file
 from fnshard.runtime.packing import local_block
 from fnshard.step.runner import laid_out
@@ -40,12 +41,12 @@ WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
 def merge(params: Any, settings: Lora, specs: Any = None, mesh: Mesh | None = None) -> tuple[Any, Any]:
-    """The base with its adapters written into it: W + s B A, of DoRA with its rows scaled. A collective.
+    """Add the adapters to the weights of the base: W + s B A, with its rows scaled for DoRA. A collective.
 
     Args:
         params: `{"base", "adapters"}` of stored blocks, or a state of them.
         settings: the `.lora` of the function that was tuned.
-        specs, mesh: their layout; a state knows it.
+        specs, mesh: the blocks' layout; a state knows it.
 
     Returns:
         The base's blocks, coded leaves decoded, and their specs: what `fs.hf.save` takes.
@@ -60,10 +61,11 @@ def merge(params: Any, settings: Lora, specs: Any = None, mesh: Mesh | None = No
     tensor([[6., 6., 6.],
             [6., 6., 6.]])
     """
-    blocks, specs, mesh = _laid_out(params, specs, mesh)
+    blocks, specs, mesh = _with_layout(params, specs, mesh)
     base = ResolvedSpecs.of(specs["base"])
     stored = tree.flatten_with_paths(blocks["base"])[0]
     adapters = unshard(blocks["adapters"], specs["adapters"], mesh)
+
     out = []
     with torch.no_grad():
         for path, spec in base.leaves.items():
@@ -82,18 +84,20 @@ def merge(params: Any, settings: Lora, specs: Any = None, mesh: Mesh | None = No
                     block = block * local_block(scale.to(block.device).expand_as(full), spec.storage, mesh)
                 block = block.to(spec.storage_dtype)
             out.append(block)
+
     plain = base.with_leaves(replace(s, codec=None) if is_coded(s) else s for s in base.leaves.values())
     return tree.unflatten(out, base.leaf_structure), plain.tree
 
 
 def _update(adapter: Mapping[str, Tensor], settings: Lora, path: str) -> Tensor:
+    """Return s B A, in the shape of the leaf."""
     wide = torch.promote_types(adapter["b"].dtype, torch.float32)
     update = settings.scale * (adapter["b"].to(wide) @ adapter["a"].to(wide))
     return update.mT if path in settings.transposed else update
 
 
 def _scale(whole: Tensor, adapter: Mapping[str, Tensor], settings: Lora, turned: bool) -> Tensor:
-    """Return what DoRA multiplies a leaf's rows by, as the leaf lies."""
+    """Return what DoRA multiplies a leaf's rows by, in a shape that broadcasts with the leaf."""
     adapter = {name: value.to(whole.device) for name, value in adapter.items()}
     scale = row_scale(whole, adapter, settings, turned)
     return scale if turned else scale[:, None]
@@ -112,13 +116,13 @@ def save(
 
     Args:
         params, settings, specs, mesh: as for `merge`.
-        path: of a directory; what is there of a former save is replaced.
-        base: what the files are to call the model that they were tuned for.
+        path: the directory; files of a former save are replaced.
+        base: what the files call the model that the adapters were tuned for.
 
     Raises:
-        CheckpointError: it could not be written.
+        CheckpointError: a file could not be written.
     """
-    blocks, specs, mesh = _laid_out(params, specs, mesh)
+    blocks, specs, mesh = _with_layout(params, specs, mesh)
     resolved = ResolvedSpecs.of(specs["base"])
     stacks = [f"params['base'][{p!r}]" for p in settings.targets if len(resolved.leaves[p].shape) > 2]
     if stacks:
@@ -130,10 +134,11 @@ def save(
         fix = "merge them, fs.adapters.merge, and save the whole by fs.hf.save; or a checkpoint."
         what = "train with the adapters" if trained else "are transposed while others are not"
         raise StateError(f"PEFT's files have no place for leaves that {what}:", lines, fix)
+
     adapters = unshard(blocks["adapters"], specs["adapters"], mesh)
     magnitudes = _magnitudes(blocks["base"], specs["base"], adapters, settings, mesh)
 
-    def written() -> None:
+    def write() -> None:
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {_peft_name(leaf, n): parts[n] for leaf, parts in adapters.items() for n in "ab"}
@@ -148,24 +153,27 @@ def save(
         os.replace(config, folder / CONFIG)
         flush_directory(folder)
 
-    work = written if mesh.rank == 0 else None
+    work = write if mesh.rank == 0 else None
     all_or_none(connection(mesh).gather_object, f"saving adapters to {str(path)!r}", work)
 
 
 def load(
     path: str | Path, shapes: Mapping[str, Tensor], specs: Any = None, mesh: Mesh | None = None
 ) -> tuple[Lora, dict[str, dict[str, Tensor]]]:
-    """Adapters from PEFT's files: their settings, and their full values by leaf, as `fs.lora` has them.
+    """Read adapters from PEFT's files: return their settings, and their full values by leaf.
+
+    The values are as `fs.lora` returns them under "adapters".
 
     Args:
-        path: of the directory.
+        path: the directory.
         shapes: the base's leaves by path, on any device; or, with `specs`, this rank's stored blocks of them.
             DoRA's files hold norms of rows, which are compared with those of the base: its leaves need
             values, and where they are blocks this is a collective.
         specs, mesh: the layout of the blocks.
 
     Raises:
-        StateError: files that are missing or broken; adapters of other leaves or shapes, or of another kind.
+        StateError: a file is missing or broken, or the adapters are of other leaves or shapes, or of another
+            kind.
     """
     folder = Path(path)
     config, values = _read(folder)
@@ -174,14 +182,17 @@ def load(
     full = {leaf: tuple(v.shape) for leaf, v in shapes.items()}
     if resolved is not None:
         full = {leaf: tuple(spec.shape) for leaf, spec in resolved.leaves.items()}
+
     adapters: dict[str, dict[str, Tensor]] = {}
     known = {_peft_name(leaf, part): (leaf, part) for leaf in full for part in settings.parts}
     wrong = [f"{n!r} {list(v.shape)}: {_foreign(n)}" for n, v in values.items() if n not in known]
     for name in values.keys() & known.keys():
         leaf, part = known[name]
         adapters.setdefault(leaf, {})[part] = values[name]
+
     targets = tuple(leaf for leaf in full if leaf in adapters)
-    # PEFT says it of all, or of none: where some are [in, out] and others are not, their shapes tell.
+    # PEFT says of all leaves together whether they are [in, out]: where some are and others are
+    # not, their shapes tell.
     said = bool(settings.transposed)
     in_out = tuple(p for p in targets if _fits(adapters[p], full[p], settings, said))
     settings = replace(settings, targets=targets, transposed=in_out)
@@ -191,6 +202,7 @@ def load(
         raise StateError(f"adapters of another model, {leaves(len(wrong))}:", wrong, fix)
     if not targets:
         raise StateError(f"{str(folder / WEIGHTS)!r} holds no tensors.")
+
     if settings.dora:
         for leaf in targets:
             adapters[leaf]["g"] = _share(
@@ -201,7 +213,7 @@ def load(
 
 
 def _read(folder: Path) -> tuple[Any, dict[str, Tensor]]:
-    """The configuration and the tensors of a directory."""
+    """Return the configuration and the tensors of a directory."""
     try:
         return json.loads((folder / CONFIG).read_text()), load_file(folder / WEIGHTS)
     except (OSError, ValueError, RecursionError, SafetensorError) as error:
@@ -223,7 +235,7 @@ def _share(
     specs: ResolvedSpecs | None,
     mesh: Any,
 ) -> Tensor:
-    """DoRA's norms of a leaf's rows, by those that the rows of the base have."""
+    """Return the norms of DoRA's rows over those of the base's rows: the share that trains here."""
     whole = base[leaf] if specs is None else _whole(base, specs, leaf, mesh)
     if whole.is_meta:
         raise StateError(
@@ -243,7 +255,7 @@ def _share(
     return torch.where(there == 0, 1.0, norms.to(wide) / there.to(wide))
 
 
-# PEFT's configuration, by what becomes of an option. What is read, and the values that it may have:
+# The options of PEFT's configuration that are read, with a test of their value and what it wants.
 _READ: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "r": (lambda v: type(v) is int and v > 0, "a whole number from 1"),
     "lora_alpha": (lambda v: type(v) in (int, float) and 0 < v < math.inf, "a number above 0"),
@@ -256,14 +268,14 @@ _READ: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 }
 _BEGINNINGS = (None, True, False, "gaussian", "orthogonal", "eva")
 _DEFAULTS = {"lora_dropout": 0.0, "use_rslora": False, "use_dora": False, "fan_in_fan_out": False}
-# What says nothing of the function that the tensors are of.
+# Options that say nothing of the function that is computed.
 _SILENT = frozenset({
     "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
     "inference_mode", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern",
     "loftq_config", "eva_config", "corda_config", "lora_ga_config", "megatron_core", "runtime_config",
     "ensure_weight_tying",
 })  # fmt: skip
-# What makes it another function, and what it is; so does any switch of later versions.
+# Options that make it another function, and how; any other switch, of later versions, is taken for one too.
 _OTHERS: Mapping[str, str] = {
     "rank_pattern": "ranks of some leaves",
     "alpha_pattern": "alphas of some leaves",
@@ -281,17 +293,17 @@ _MERGE = "merge such adapters with PEFT, merge_and_unload, and load the whole by
 
 
 def _settings(config: Any, name: str) -> Lora:
-    """The settings of a configuration, without the targets; `transposed` is what it says of all of them.
+    """Return the settings of a configuration, without its targets; `transposed` is what it says of them all.
 
     Raises:
-        StateError: names all that is missing, of a wrong type, or cannot be done here.
+        StateError: an option is missing, has a wrong type, or cannot be done here; names all of these.
     """
     kind = config.get("peft_type") if isinstance(config, Mapping) else type(config).__name__
     if kind != "LORA":
         raise StateError(f"{name} holds {kind!r} adapters; only LoRA is known.")
     given = {**_DEFAULTS, **config}
     wrong = [
-        f"{key} is {_shown(given[key]) if key in given else 'missing'}, wanted is {wanted}"
+        f"{key} is {_show(given[key]) if key in given else 'missing'}, wanted is {wanted}"
         for key, (fits, wanted) in _READ.items()
         if (key in given or key in ("r", "lora_alpha")) and not fits(given.get(key))
     ]
@@ -304,7 +316,7 @@ def _settings(config: Any, name: str) -> Lora:
             and (key in _OTHERS or isinstance(given[key], bool | Mapping | list))
         ):
             what = _OTHERS.get(key, "another kind of adapters")
-            wrong.append(f"{key} is {_shown(given[key])}: {what}, which is not known here")
+            wrong.append(f"{key} is {_show(given[key])}: {what}, which is not known here")
     if wrong:
         raise StateError(f"{name} is not one that can be read here:", wrong, f"{_MERGE}.")
     return Lora(
@@ -313,13 +325,14 @@ def _settings(config: Any, name: str) -> Lora:
     )  # fmt: skip
 
 
-def _shown(value: Any) -> str:
+def _show(value: Any) -> str:
+    """Return a value as JSON, cut to one line."""
     text = json.dumps(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _foreign(name: str) -> str:
-    """Return what a tensor is that no leaf takes."""
+    """Return, in words, what a tensor that no leaf takes seems to be."""
     kinds = {
         "lora_embedding_": "an adapter of an embedding",
         "lora_magnitude_vector": "DoRA's, and use_dora is false; or no such leaf",
@@ -331,13 +344,13 @@ def _foreign(name: str) -> str:
 
 
 def _fits(parts: Mapping[str, Tensor], shape: tuple[int, ...], settings: Lora, turned: bool) -> bool:
-    """Whether a leaf is [in, out]: as its adapter says, or else (of a square one) as the files say of all."""
-    straight, other = (_shapes(shape, settings, way) == _found(parts) for way in (False, True))
-    return turned if straight == other else other
+    """Return whether a leaf is [in, out]: by its adapter's shapes, or, if it is square, as the files say."""
+    straight, transposed = (_shapes(shape, settings, way) == _shapes_of(parts) for way in (False, True))
+    return turned if straight == transposed else transposed
 
 
 def _shapes(shape: tuple[int, ...], settings: Lora, turned: bool) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of A, B and DoRA's norms, if it is a matrix."""
+    """Return the shapes that A, B and DoRA's norms have for a matrix; nothing for a leaf that is none."""
     if len(shape) != 2:
         return {}
     rows, columns = shape[::-1] if turned else shape
@@ -345,12 +358,13 @@ def _shapes(shape: tuple[int, ...], settings: Lora, turned: bool) -> dict[str, t
     return {part: every[part] for part in settings.parts}
 
 
-def _found(parts: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+def _shapes_of(parts: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     return {part: tuple(parts[part].shape) for part in ("a", "b", "magnitude") if part in parts}
 
 
 def _misfits(leaf: str, parts: Mapping[str, Tensor], shape: tuple[int, ...], settings: Lora) -> list[str]:
-    found, wanted = _found(parts), _shapes(shape, settings, leaf in settings.transposed)
+    """Return why an adapter does not fit its leaf: no line if it does, one if it does not."""
+    found, wanted = _shapes_of(parts), _shapes(shape, settings, leaf in settings.transposed)
     of = f"params[{leaf!r}] {list(shape)}"
     if found != wanted:
         return [f"{of}: {', '.join(settings.parts)} are {found}, not {wanted or 'of a matrix'}"]
@@ -361,7 +375,7 @@ def _misfits(leaf: str, parts: Mapping[str, Tensor], shape: tuple[int, ...], set
 def _magnitudes(
     blocks: Any, specs: Any, adapters: Mapping[str, Any], settings: Lora, mesh: Mesh
 ) -> dict[str, Tensor]:
-    """DoRA's norms of rows, which train there as they are."""
+    """Return the norms of rows that PEFT's files hold for DoRA; there they are what trains."""
     out: dict[str, Tensor] = {}
     if settings.dora:
         base, stored = ResolvedSpecs.of(specs), tree.flatten_with_paths(blocks)[0]
@@ -377,7 +391,7 @@ def _row_norms(whole: Tensor, turned: bool) -> Tensor:
 
 
 def _whole(stored: Any, base: ResolvedSpecs, path: str, mesh: Mesh | None) -> Tensor:
-    """A leaf of the base, decoded. A collective."""
+    """Return a whole leaf of the base, decoded. A collective."""
     spec = base.leaves[path]
     plain = replace(spec, codec=None)
     here = mesh is None or is_here(spec, mesh)
@@ -386,6 +400,7 @@ def _whole(stored: Any, base: ResolvedSpecs, path: str, mesh: Mesh | None) -> Te
 
 
 def _peft_name(leaf: str, part: str) -> str:
+    """Return the name that PEFT's files have for a part of a leaf's adapter."""
     of = f"base_model.model.{leaf.removesuffix('.weight')}.lora_"
     return f"{of}magnitude_vector" if part == "magnitude" else f"{of}{part.upper()}.weight"
 
@@ -401,7 +416,12 @@ def _peft_config(settings: Lora, base: str | None) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _laid_out(params: Any, specs: Any, mesh: Mesh | None) -> tuple[Any, Any, Mesh]:
+def _with_layout(params: Any, specs: Any, mesh: Mesh | None) -> tuple[Any, Any, Mesh]:
+    """Return the blocks, specs and mesh of a tuned step's params or state.
+
+    Raises:
+        StateError: they are not the base and adapters of `fs.lora`, or the specs are missing.
+    """
     blocks, specs, mesh = laid_out(params, specs, mesh)
     if specs is None or not isinstance(blocks, Mapping) or not {"base", "adapters"} <= set(blocks):
         raise StateError(

@@ -2,6 +2,7 @@
 
 A checkpoint is a directory: one safetensors file a rank, and a manifest with a checksum for every byte of
 them. A root is a directory of checkpoints that are named by their steps. Nothing in them is ever unpickled.
+`load_dcp`, `load_deepspeed`, `load_torch` and `save_dcp` are for checkpoints of others.
 Checksums guard against corruption, not against an attacker who writes new ones: he can give wrong numbers.
 """
 
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fnshard.checkpoint.blocks import all_chunks, load_blocks, problems
-from fnshard.checkpoint.coordination import Failed, agreed, group_of, texts
+from fnshard.checkpoint.foreign import load_dcp, load_deepspeed, load_torch, save_dcp
 from fnshard.checkpoint.manifest_file import Manifest
 from fnshard.checkpoint.replicas import Replicas
 from fnshard.checkpoint.restoring import specs_and_mesh, state_filler
@@ -32,14 +33,15 @@ from fnshard.checkpoint.state_leaves import (
 from fnshard.errors import CheckpointError, CheckpointWarning, nearest
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.mesh import Mesh
+from fnshard.runtime.coordination import Failed, agreed, group_of, texts
 from fnshard.runtime.files.folder import as_path
 from fnshard.runtime.files.tensorfile import Corrupt
 from fnshard.step.shards import blank_params
 from fnshard.step.state import TrainState
 
 __all__ = [
-    "Keep", "Manifest", "Replicas", "Saving", "all_steps", "latest", "manifest", "restore",
-    "restore_params", "save", "save_async", "verify", "wait",
+    "Keep", "Manifest", "Replicas", "Saving", "all_steps", "latest", "load_dcp", "load_deepspeed",
+    "load_torch", "manifest", "restore", "restore_params", "save", "save_async", "save_dcp", "verify", "wait",
 ]  # fmt: skip
 
 

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fnshard.checkpoint.coordination import all_ranks
 from fnshard.checkpoint.manifest_file import Chunk, DataFile, Manifest, SavedLeaf, merged
 from fnshard.checkpoint.state_leaves import LocalLeaf, RestoreTarget, some_of
 from fnshard.layout.partition import P
 from fnshard.mesh import PIPELINE, Mesh
+from fnshard.runtime.coordination import all_ranks
 from fnshard.runtime.files.folder import AtomicDirectory, data_file
 from fnshard.runtime.files.tensorfile import (
     BLOCK_BYTES,
@@ -216,7 +216,7 @@ def problems(folder: Path, manifest: Manifest, reads: Iterable[ChunkRead]) -> li
 def _problem_of(fd: int, read: ChunkRead) -> str:
     """Fill one target; empty, or what is wrong with the bytes."""
     try:
-        _fill(fd, read)
+        fill_chunk(fd, read)
     except (Corrupt, OSError) as error:
         if isinstance(error, OSError) and error.errno in PASSING:
             raise
@@ -224,7 +224,7 @@ def _problem_of(fd: int, read: ChunkRead) -> str:
     return ""
 
 
-def _fill(fd: int, read: ChunkRead) -> None:
+def fill_chunk(fd: int, read: ChunkRead) -> None:
     """Read the rows of a chunk that a box touches, and copy the box out of them."""
     chunk, target, dtype = read.chunk, read.target, read.dtype
     first, rows, row = 0, (), 1

@@ -30,7 +30,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fnshard.checkpoint.blocks import assigned, chunk_reads, write_blocks
-from fnshard.checkpoint.coordination import Failed, agreed, group_of, texts
 from fnshard.checkpoint.loader_state import encode
 from fnshard.checkpoint.manifest_file import Manifest, merged
 from fnshard.checkpoint.restoring import Targets, state_filler
@@ -42,6 +41,7 @@ from fnshard.mesh import Mesh
 from fnshard.mesh.host import control_groups
 from fnshard.mesh.process_group import attempt, launcher
 from fnshard.runtime.collectives.base import failing
+from fnshard.runtime.coordination import Failed, agreed, group_of, texts
 from fnshard.runtime.files.folder import data_file, memory_directory
 from fnshard.runtime.files.json_reader import from_json
 from fnshard.step.state import TrainState

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from fnshard import tree
-from fnshard.checkpoint.coordination import all_or_none
 from fnshard.checkpoint.manifest_file import SavedLeaf
 from fnshard.checkpoint.state_leaves import (
     LocalLeaf,
@@ -33,6 +32,7 @@ from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh, make_mesh
 from fnshard.optim.optimizers import ema_params
 from fnshard.runtime.collectives.connect import connection
+from fnshard.runtime.coordination import all_or_none
 from fnshard.runtime.files.tensorfile import STATE_DTYPES
 from fnshard.runtime.packing import local_block
 from fnshard.step.shards import blank_params, blank_slots, foreign_block, gather_full, stored_at_rest

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from fnshard.checkpoint.blocks import load_blocks
-from fnshard.checkpoint.coordination import agreed
 from fnshard.checkpoint.loader_state import decode
 from fnshard.checkpoint.manifest_file import Manifest
 from fnshard.checkpoint.state_leaves import (
+    RESTORE,
     RestoreTarget,
     check_codecs_alike,
     resolved_as_saved,
@@ -26,6 +26,7 @@ from fnshard.checkpoint.state_leaves import (
 from fnshard.errors import CheckpointWarning
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.mesh import Mesh, check_mesh, make_mesh
+from fnshard.runtime.coordination import agreed
 from fnshard.runtime.files.tensorfile import STATE_DTYPES
 from fnshard.step.shards import blank_params, blank_slots
 from fnshard.step.state import TrainState
@@ -42,12 +43,12 @@ def specs_and_mesh(step_or_specs: Any, mesh: Mesh | None) -> tuple[ResolvedSpecs
     return ResolvedSpecs.of(step_or_specs), on
 
 
-def state_filler(
-    step_or_specs: Any, mesh: Mesh | None, disk_dir: str | None = None
-) -> tuple[Mesh, Callable[..., TrainState]]:
-    """The mesh, and what makes a state of it from (folder, manifest, group, fetch): a collective.
+def state_maker(
+    step_or_specs: Any, mesh: Mesh | None, disk_dir: str | None = None, fix: str = RESTORE
+) -> tuple[Mesh, Callable[[Manifest], tuple[TrainState, Targets]]]:
+    """Return the mesh, and what makes a state of zeros of a manifest, with the leaves that fill it.
 
-    `fetch(targets)`, if any, is called before files are opened. See `fnshard.checkpoint.restore`.
+    See `fnshard.checkpoint.restore`. `fix`: the way out that the error of a state that does not fit names.
     """
     resolved, on = specs_and_mesh(step_or_specs, mesh)
 
@@ -65,7 +66,7 @@ def state_filler(
         where = (specs.tree, on)
         return TrainState(zero, params, slots, loss_scale, zero.clone(), where=where, slot_shapes=shapes)
 
-    def made(found: Manifest) -> tuple[TrainState, Targets]:
+    def make(found: Manifest) -> tuple[TrainState, Targets]:
         check_codecs_alike(resolved.leaves, found.leaves)
         state = blank(found)
         specs = ResolvedSpecs.of(state.where[0])
@@ -74,17 +75,29 @@ def state_filler(
         scaled = any(n.startswith("loss_scale/") for n in found.leaves)
         leaves = {n: h for n, h in leaves.items() if scaled or not n.startswith("loss_scale/")}
         foreign = specs.stored.keys() - specs_here(specs.stored, on).keys()
-        return state, restore_targets(leaves, found.leaves, set(specs.trainable), foreign)
+        state.step.fill_(found.step)
+        state.seed.fill_(found.seed)
+        return state, restore_targets(leaves, found.leaves, set(specs.trainable), foreign, fix)
+
+    return on, make
+
+
+def state_filler(
+    step_or_specs: Any, mesh: Mesh | None, disk_dir: str | None = None
+) -> tuple[Mesh, Callable[..., TrainState]]:
+    """Return the mesh, and what makes a state of it from (folder, manifest, group, fetch): a collective.
+
+    `fetch(targets)`, if any, is called before files are opened. See `fnshard.checkpoint.restore`.
+    """
+    on, make = state_maker(step_or_specs, mesh, disk_dir)
 
     def fill(
         folder: Path, found: Manifest, group: Any, fetch: Callable[[Targets], None] | None = None
     ) -> TrainState:
-        state, targets = agreed(group, f"restoring {folder}", lambda: made(found))
+        state, targets = agreed(group, f"restoring {folder}", lambda: make(found))
         if fetch is not None:
             fetch(targets)
         load_blocks(folder, found, targets, on, group)
-        state.step.fill_(found.step)
-        state.seed.fill_(found.seed)
         state.data = _position(found, on)
         return state
 

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from fnshard.checkpoint.blocks import save_blocks
-from fnshard.checkpoint.coordination import Failed, agreed, group_of, texts
 from fnshard.checkpoint.loader_state import encode
 from fnshard.checkpoint.retention import Keep, prune
 from fnshard.checkpoint.state_leaves import LocalLeaf, checked_param_leaves, host_copies, state_leaves
 from fnshard.errors import CheckpointError, CheckpointWarning
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.mesh import Mesh
+from fnshard.runtime.coordination import Failed, agreed, group_of, texts
 from fnshard.runtime.files.folder import AtomicDirectory, as_path
 from fnshard.step.runner import laid_out
 from fnshard.step.state import TrainState

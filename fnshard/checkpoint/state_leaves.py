@@ -28,6 +28,10 @@ from fnshard.step.state import TrainState
 
 Specs = Mapping[str, LayoutSpec]
 SlotShapes = Mapping[str, Mapping[str, tuple[int, ...]]]
+RESTORE = (
+    "restore it with the model and optimizer it was saved with; or take its parameters alone: "
+    "fs.checkpoint.restore_params(path, step, only=...)."
+)
 
 
 @dataclass(frozen=True)
@@ -173,6 +177,7 @@ def restore_targets(
     saved: Mapping[str, SavedLeaf],
     trained: set[str],
     foreign: Collection[str] = (),
+    fix: str = RESTORE,
 ) -> dict[str, RestoreTarget]:
     """From which saved leaf each is to be filled.
 
@@ -182,6 +187,7 @@ def restore_targets(
     Args:
         trained: paths of the leaves whose state would be missed.
         foreign: paths of the leaves that other stages have.
+        fix: the way out that an error names.
     """
     wrong, out = [], {}
     for name, leaf in leaves_here.items():
@@ -201,8 +207,7 @@ def restore_targets(
         raise CheckpointError(
             f"the checkpoint is of another model or another optimizer, {leaves(len(wrong))}:",
             some_of(wrong),
-            "restore it with the model and optimizer it was saved with; or take its parameters alone: "
-            "fs.checkpoint.restore_params(path, step, only=...).",
+            fix,
         )
     return out
 

@@ -36,6 +36,8 @@ class StepOptions(Mapping[str, Any]):
 
     Args:
         accumulate: micro-batches per step; batch leaves are cut along dim 0, unless `Whole`.
+        micro_rows: in the place of `accumulate`, the rows of a micro-batch: a batch is cut into as many as it
+            takes, on all ranks as many. Each number of them is scheduled once, with the same kernels.
         accumulate_mode: "reduce" every micro-batch, or accumulate "local" full gradients and reduce once.
         micro_order: "depth": each micro-batch runs forward and backward before the next. "breadth": all run
             through one unit before the next unit, so that a unit's leaves are gathered once forward and once
@@ -99,6 +101,7 @@ class StepOptions(Mapping[str, Any]):
     """
 
     accumulate: int = 1
+    micro_rows: int | None = None
     accumulate_mode: AccumulateMode = "reduce"
     micro_order: MicroOrder = "depth"
     prefetch: int | tuple[int, int] | None = None
@@ -128,6 +131,8 @@ class StepOptions(Mapping[str, Any]):
         if self.passes is not None and (self.prefetch, self.overlap) != (None, None):
             wrong.append("passes= takes the place of prefetch= and overlap=, and both are given")
             fix = "passes=fs.passes.default(prefetch=(2, 2), overlap=1) + [mine]."
+        if self.micro_rows is not None and self.accumulate != 1:
+            wrong.append("micro_rows= takes the place of accumulate=, and both are given")
         if wrong:
             raise SpecError("invalid options of a step:", wrong, fix)
         LossScale.choose(self.loss_scale, fp16=False)
@@ -158,6 +163,7 @@ class StepOptions(Mapping[str, Any]):
 
 _EXPECTED = {
     "accumulate": counts(1, "a whole number of micro-batches"),
+    "micro_rows": (lambda v: v is None or counts(1)[0](v), "a whole number of rows, or None"),
     "accumulate_mode": one_of(*get_args(AccumulateMode)), "micro_order": one_of(*get_args(MicroOrder)),
     "backend": one_of(*get_args(Backend)),
     "update": one_of(*get_args(UpdateMode)), "residual": one_of(*get_args(Residual)),

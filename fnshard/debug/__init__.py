@@ -1,11 +1,12 @@
-"""`fs.debug`: what only pure functions allow: a step replayed, and a step against `fn`.
+"""`fs.debug`: what only pure functions allow: replay a step, and compare a step with `fn`.
 
-    check(fn, params, batch, specs)             every gradient against the unsharded function
-    nan_hunt(step, state, batch)                the first instruction, leaf and op that gave NaN or inf
-    check_stale(step, state, batch)             the program of a step against what `fn` does now, traced again
+    check(fn, params, batch, specs)             compare every gradient with the unsharded function's
+    nan_hunt(step, state, batch)                find the first instruction, leaf and op that gave NaN or inf
+    check_stale(step, state, batch)             compare a step's program with `fn` as it is now, traced again
 
-`check` runs a schedule on the eager backend. `nan_hunt` runs that of the step, and where it fails again on
-the eager backend, with a `Watch` on the executor (`runtime.executor.context`), which a step lacks otherwise.
+`check` runs a schedule on the eager backend. `nan_hunt` runs the step's own schedule, and if NaN or inf
+arose, once more on the eager backend; it puts a `Watch` on the executor (`runtime.executor.context`), which a
+step has not otherwise.
 """
 
 from __future__ import annotations

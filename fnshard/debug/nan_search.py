@@ -1,4 +1,4 @@
-"""NaN search: a step replayed from its state and batch, pure values, to where NaN or inf arose."""
+"""NaN search: replay a step from its state and batch, pure values, and find where NaN or inf arose."""
 
 from __future__ import annotations
 
@@ -26,17 +26,24 @@ from fnshard.step.state import TrainState
 from fnshard.step.step import Step
 
 Health = Literal["", "inf", "nan"]  # the worst that a value holds; "" is finite
-ORDER: tuple[Health, ...] = ("", "inf", "nan")
+HEALTH_ORDER: tuple[Health, ...] = ("", "inf", "nan")
 
 
 @dataclass(frozen=True)
 class NonFinite:
-    """NaN or inf that nothing before brought in.
+    """The place where NaN or inf arose: nothing that ran before held it.
 
-    `number`: the line of the schedule, -1 for what was there before the step. `what`: the first leaf or value
-    that holds it, `count` how much of it. `op`, `node`: of the kernel; `of`: the forward's op, where `op` is
-    part of a derivative; `gives` its result's dtype and shape; `source`: the line of the user's code.
-    `kernel`: the kernel that ran; `only`: the backend that compiled it, where the step is finite without it.
+    Args:
+        number: the line of the schedule, -1 for what was there before the step.
+        instruction: that line as text.
+        what: the first leaf or value that holds NaN or inf, and `count`, how much of it.
+        op, node: the op that made it, and its node in the kernel's graph.
+        of: the forward's op, where `op` is part of a derivative.
+        inputs: whether the op's inputs are finite.
+        gives: the dtype and shape of its result.
+        source: the line of the user's code.
+        only: the backend that compiled the kernel, where the step is finite without it.
+        kernel: the kernel that ran.
     """
 
     kind: Health
@@ -73,7 +80,7 @@ class NonFinite:
 
 @dataclass(frozen=True)
 class NanReport:
-    """The finding of `fs.debug.nan_hunt`, the first place in the schedule; false where all is finite."""
+    """The answer of `fs.debug.nan_hunt`: the first place in the schedule, or false where all is finite."""
 
     first: NonFinite | None
     step: int
@@ -101,11 +108,11 @@ def nan_hunt(
     line in the user's code; where that one is finite, the fault is a compiled kernel's, which is named.
 
     On several ranks all call it together, each with its state and its slice of the batch, as they call the
-    step; all get the same answer. The state is copied (it takes twice the memory meanwhile); keep one from
+    step; all get the same answer. The state is copied, and takes twice the memory meanwhile; keep one from
     before the step that went wrong: `kept = state.copy()`, or a checkpoint.
 
-    -inf in a batch leaf or a constant, and infinities among an op's own constants (masks), are no finding.
-    Where loss, gradients and the updated state are finite, nothing is.
+    -inf in a batch leaf or a constant, and infinities among an op's own constants, are masks and are not
+    reported. Nothing is reported where loss, gradients and the updated state are finite.
 
     Args:
         step: what `shard_step` made; it is not changed, its flags stay as they are.
@@ -115,8 +122,8 @@ def nan_hunt(
         rng: without an optimizer, as for the step.
 
     Raises:
-        StateError: a consumed state; no state or batch of this step's.
-        DebugError: the replay itself broke off, and at which line.
+        StateError: the state was consumed, or state or batch are not this step's.
+        DebugError: the replay itself broke off; says at which line.
 
     >>> import torch
     >>> from fnshard import LayoutSpec, match_specs, shard_step
@@ -147,7 +154,7 @@ def nan_hunt(
 def _replay(
     again: Step, state: Any, batch: Arguments, rng: tuple[int, int]
 ) -> tuple[NonFinite | None, float]:
-    """Where all ranks together first see NaN or inf in a replay, and its loss."""
+    """Replay a step: return where all ranks together first see NaN or inf, and the loss."""
     training = isinstance(state, TrainState)
     schedule = batch.call(again.lower, state).schedule
     tracker = NonFiniteTracker(schedule, again.mesh.rank, again.options.backend == "eager")
@@ -155,34 +162,39 @@ def _replay(
     with again.watching(tracker.watch):
         result = batch.call(again if training else partial(again, rng=rng), copy)
     loss = result[1]["loss"] if training else result[0][0] if isinstance(result[0], tuple) else result[0]
+
     first = None
     if any(json.loads(text) for text in again.gather_strings(json.dumps(tracker.ill))):
         own = json.dumps(tracker.first and asdict(tracker.first))
         found = [json.loads(text) for text in again.gather_strings(own)]
-        # The schedule's order is that of causes on all ranks: who receives NaN waits on a later line than who
-        # sent it.
+        # Of all ranks the earliest line is the cause: a rank that receives NaN waits for it on a later line
+        # than the one on which another sent it.
         first = min((NonFinite(**f) for f in found if f), key=lambda f: (f.number, f.rank), default=None)
     return first, float(loss)
 
 
 @dataclass
 class NonFiniteTracker:
-    """One rank's view of a replay: how well each value is, and where one first got worse.
+    """Follows a replay on one rank: whether each value is finite, and where one first got worse.
 
-    `ill`: whether the loss, a gradient or the state is not finite in the end, or was not to begin with.
+    Args:
+        eager: kernels run op by op; otherwise they are compiled, and may give what their ops do not.
+        first: where NaN or inf first arose, once that is known.
+        kinds: the health of every value so far.
+        ill: whether the loss, a gradient or the state became not finite, or the state was not to begin with.
     """
 
     schedule: Schedule
     rank: int
-    eager: bool  # kernels run op by op; else they are compiled, and may give what their ops do not
+    eager: bool
     first: NonFinite | None = None
     kinds: dict[str, Health] = field(default_factory=dict)
     ill: bool = False
 
     def watch(self, number: int, line: Instruction, action: Action) -> Action:
-        """Return what the replay runs in an instruction's place."""
+        """Return what the replay runs in an instruction's place: the same, and a look at what it wrote."""
 
-        def watched(env: Env) -> None:
+        def run(env: Env) -> None:
             if number == 0:
                 self.begin(env)
             try:
@@ -197,14 +209,14 @@ class NonFiniteTracker:
                 ) from error
             self.look(number, line, args, env)
 
-        return watched
+        return run
 
     def begin(self, env: Env) -> None:
-        """Look at what was there before the step. A float batch may hold -inf: that is a mask."""
+        """Look at what was there before the step; -inf alone is a mask, except in the state."""
         for name, value in env.items():
             if name == CONTROL:
                 continue
-            for part, tensor, kind in self._unwell(name, value):
+            for part, tensor, kind in self._find_nonfinite(name, value):
                 is_mask = kind == "inf" and not bool((tensor == float("inf")).any())
                 if name.is_state or not is_mask:
                     what = describe_value(name, part), count_nonfinite(tensor)
@@ -217,27 +229,27 @@ class NonFiniteTracker:
         news = []
         for name in line.writes:
             value = env.get(name)
-            if value is None or name.kind is Kind.FLIGHT:  # in flight: as what was sent
+            if value is None or name.kind is Kind.FLIGHT:  # not yet there: as healthy as what was sent
                 self.kinds[name] = before
                 continue
-            # An infinity from a kernel that reads one may be the same one, a mask's: its ops say.
+            parts = self._find_nonfinite(name, value)
+            # A kernel that reads an infinity and writes one may have passed on a mask's: `note` asks its ops.
             suspect = args is not None and before == "inf"
-            parts = self._unwell(name, value)
-            # NaN of a value without NaN, or inf of a finite one, is the instruction's.
+            # NaN where nothing read was NaN, or inf where all was finite, is the instruction's doing.
             worse = {"nan": before != "nan", "inf": not before}
             news += [(name, p, t, k) for p, t, k in parts if suspect or worse[k]]
             self.ill |= bool(parts) and _counts(name)
         if news and self.first is None:
             self.note(number, line, args, news)
 
-    def _unwell(self, name: ValueName, value: Any) -> list[tuple[str, Tensor, Health]]:
-        """The parts of a value that are not finite."""
+    def _find_nonfinite(self, name: ValueName, value: Any) -> list[tuple[str, Tensor, Health]]:
+        """Record how healthy a value is, and return its parts that are not finite."""
         parts = [(part, tensor, health(tensor)) for part, tensor in tensors(value)]
         self.kinds[name] = worst_health([kind for _, _, kind in parts])
         return [each for each in parts if each[2]]
 
     def note(self, number: int, line: Instruction, args: list[Tensor] | None, news: list[Any]) -> None:
-        """The value that got worse; of a kernel, the op."""
+        """Record the value that got worse, NaN before inf, and, of a kernel, the op that made it so."""
         name, part, tensor, kind = max(news, key=lambda n: n[3] == "nan")
         text = describe_line(line)
         arose = NonFinite(kind, number, text, describe_value(name, part), count_nonfinite(tensor), self.rank)
@@ -251,39 +263,38 @@ class NonFiniteTracker:
 
 
 def _counts(name: ValueName) -> bool:
-    """Whether a value is of what the step is for: the loss and norms, gradients, the state."""
+    """Return whether a value is one that a step is for: the loss and norms, a gradient, or the state."""
     plain = name.original
     return plain == SCALARS or plain.is_state or plain.kind in (Kind.REDUCED, Kind.ACCUMULATED)
 
 
 def first_nonfinite_op(kernel: Kernel, args: Sequence[Tensor], way: Way) -> dict[str, str] | None:
-    """Where what a kernel returns for `args` began not to be finite; None where no op of it is to blame.
+    """Return the op at which a kernel's results for `args` began not to be finite, or None.
 
-    An infinity among an op's own constants (a mask) is none; one that an input holds is none either, but the
-    NaN that an op makes of it.
+    An infinity among an op's own constants (a mask) does not count, nor does one that an input holds; the NaN
+    that an op makes of it does.
 
     Returns:
-        `kind`; `op` and `node` in the graph that ran; `inputs`, whether they are finite; `gives`, its
-        result's dtype and shape; `of`, for an op of a backward, the forward's op that it belongs to;
-        `source`, its line in the user's code, "" if that is not known.
+        Fields of a `NonFinite`: `kind`, `op` and `node` in the graph that ran, `inputs`, `gives`, `of` and
+        `source`, which is "" if it is not known. None where no op is to blame.
     """
     with torch.no_grad():
         if way is not Way.FORWARD:
             module = kernel.modules[way]
-            found = _trouble(module.graph, partial(_interpret, module, args))
+            found = _find_culprit(module.graph, partial(_interpret, module, args))
             of, source = _forward_of(kernel, found["node"]) if found else ("", "")
         else:
-            found = _trouble(kernel.source.graph, partial(replay, kernel.source.graph, args))
+            found = _find_culprit(kernel.source.graph, partial(replay, kernel.source.graph, args))
             of, source = "", _line(found["node"]) if found else ""
-            # As it is compiled, some of its ops may have another range.
-            found = found or _trouble(kernel.forward.graph, partial(_interpret, kernel.forward, args))
+            # The graph that is compiled decomposes some ops, and its ops may leave another range.
+            found = found or _find_culprit(kernel.forward.graph, partial(_interpret, kernel.forward, args))
     if not found:
         return None
     return {**found, "op": _op(found["node"]), "node": found["node"].name, "of": of, "source": source}
 
 
 def gives_inf(kernel: Kernel, args: Sequence[Tensor], way: Way) -> bool:
-    """Whether a kernel's ops, run one by one, give infinities for `args`."""
+    """Return whether a kernel's ops, run one by one, give infinities for `args`."""
     with torch.no_grad():
         results = fx.Interpreter(kernel.modules[way]).run(*args)
     return any(health(t) == "inf" for _, t in tensors(results))
@@ -293,6 +304,8 @@ Seen = Callable[[fx.Node, Any], None]
 
 
 def _interpret(module: fx.GraphModule, args: Sequence[Any], seen: Seen) -> None:
+    """Run a graph, and call `seen` with each node and its value."""
+
     class Watched(fx.Interpreter):
         def run_node(self, n: fx.Node) -> Any:
             value = super().run_node(n)
@@ -302,38 +315,44 @@ def _interpret(module: fx.GraphModule, args: Sequence[Any], seen: Seen) -> None:
     Watched(module).run(*args)
 
 
-def _trouble(graph: fx.Graph, run: Callable[[Seen], Any]) -> dict[str, Any]:
-    """The first op to blame: its node, and how it is; empty where there is none."""
+def _find_culprit(graph: fx.Graph, run: Callable[[Seen], Any]) -> dict[str, Any]:
+    """Run a graph, and return the first op to blame: its node, kind and inputs; nothing where there is none.
+
+    An op is to blame that makes NaN or inf of finite inputs, or, if there is none, NaN of infinite ones.
+    """
     kinds: dict[fx.Node, Health] = {}
 
-    def seen(node: fx.Node, value: Any) -> None:
+    def look(node: fx.Node, value: Any) -> None:
         if node.op != "output":
             kinds[node] = worst_health([health(t) for _, t in tensors(value)])
 
-    run(seen)
+    run(look)
+    # Only what leads to a result counts: an infinity that was masked away again does no harm.
     ill = set()
     stack = [n for n in graph.output_node().all_input_nodes if kinds[n]]
-    while stack:  # only what leads to a result: an infinity that was masked away again is no trouble
+    while stack:
         node = stack.pop()
         if node not in ill:
             ill.add(node)
             stack += [n for n in node.all_input_nodes if kinds[n]]
+
     ops = [n for n in graph.nodes if n in ill and n.op != "placeholder"]
-    born = [n for n in ops if not _inputs(n, kinds) and (kinds[n] == "nan" or not _deliberate(n))]
-    turned = [n for n in ops if kinds[n] == "nan" and _inputs(n, kinds) == "inf"]
-    for node in (*born, *turned):
-        inputs = "finite inputs" if not _inputs(node, kinds) else "an input that holds inf"
-        gives = describe(node.meta.get("val"))
-        return {"node": node, "kind": kinds[node], "inputs": inputs, "gives": gives}
-    return {}
+    made = [n for n in ops if not _inputs(n, kinds) and (kinds[n] == "nan" or not _has_infinity(n))]
+    worsened = [n for n in ops if kinds[n] == "nan" and _inputs(n, kinds) == "inf"]
+    node = next(iter([*made, *worsened]), None)
+    if node is None:
+        return {}
+    inputs = "an input that holds inf" if _inputs(node, kinds) else "finite inputs"
+    return {"node": node, "kind": kinds[node], "inputs": inputs, "gives": describe(node.meta.get("val"))}
 
 
 def _inputs(node: fx.Node, kinds: Mapping[fx.Node, Health]) -> Health:
+    """Return the worst health of a node's inputs."""
     return worst_health([kinds[n] for n in node.all_input_nodes])
 
 
-def _deliberate(node: fx.Node) -> bool:
-    """Whether an infinity is among the op's own constants."""
+def _has_infinity(node: fx.Node) -> bool:
+    """Return whether an infinity is among an op's own constants, as a mask's is."""
     constants: list[Any] = []
     fx.node.map_aggregate((node.args, node.kwargs), constants.append)
     return any(isinstance(v, float) and math.isinf(v) for v in constants)
@@ -344,15 +363,16 @@ def _op(node: fx.Node) -> str:
 
 
 def _forward_of(kernel: Kernel, node: fx.Node) -> tuple[str, str]:
-    """The forward's op whose derivative (or recomputation) a backward's node is part of, and its source line.
+    """Return the forward's op whose derivative or recomputation a backward's node is part of, and its line.
 
-    Autograd numbers its functions, and the export keeps the number on the nodes of both ways; what is
-    recomputed keeps its name.
+    Autograd numbers its functions, and the export keeps the number on the nodes of forward and backward; a
+    node that is recomputed keeps its name.
     """
     number = node.meta.get("seq_nr")
     ahead = [n for n in kernel.forward.graph.nodes if n.op == "call_function"]
     again = [n for n in ahead if n.name == node.name and n.target == node.target]  # recomputed
     own = again or [n for n in ahead if number is not None and n.meta.get("seq_nr") == number]
+
     sources = [n for n in kernel.source.graph.nodes if n.op == "call_function"]
     # The export may fold or split ops of the source, so the two are aligned.
     targets = [[str(n.target) for n in nodes] for nodes in (ahead, sources)]
@@ -371,7 +391,7 @@ def _line(node: fx.Node) -> str:
 
 
 def tensors(value: Any) -> Iterator[tuple[str, Tensor]]:
-    """Return what a value holds, by leaf, slot or field; a tensor is itself, under "". In flight: nothing."""
+    """Yield a value's tensors by leaf, slot or field, or "" for a tensor itself; none of one in flight."""
     if isinstance(value, Tensor):
         yield "", value
     elif isinstance(value, Reduced):
@@ -387,7 +407,7 @@ def tensors(value: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def health(tensor: Tensor) -> Health:
-    """Whether a tensor holds NaN, or infinities, or neither."""
+    """Return "nan" or "inf" if a tensor holds such, and "" if it is finite."""
     if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.numel() == 0:
         return ""
     tensor = widen_float8(tensor)
@@ -397,17 +417,17 @@ def health(tensor: Tensor) -> Health:
 
 
 def widen_float8(tensor: Tensor) -> Tensor:
-    """8-bit floats in fp32: they have next to no ops of their own."""
+    """Return 8-bit floats in fp32, as they have next to no ops of their own; other tensors as they are."""
     return tensor.float() if tensor.is_floating_point() and tensor.element_size() == 1 else tensor
 
 
 def worst_health(kinds: Iterable[Health]) -> Health:
-    """NaN before inf before finite."""
-    return max(kinds, key=ORDER.index, default="")
+    """Return the worst of several: NaN before inf before finite."""
+    return max(kinds, key=HEALTH_ORDER.index, default="")
 
 
 def count_nonfinite(tensor: Tensor) -> str:
-    """`3 of 64 NaN, 1 inf`."""
+    """Return how many of a tensor's numbers are not finite, as text: `3 NaN and 1 inf of 64`."""
     tensor = widen_float8(tensor)
     nan, inf = int(torch.isnan(tensor).sum()), int(torch.isinf(tensor).sum())
     parts = [f"{n} {word}" for n, word in ((nan, "NaN"), (inf, "inf")) if n]
@@ -415,7 +435,7 @@ def count_nonfinite(tensor: Tensor) -> str:
 
 
 def describe_value(name: ValueName, part: str = "") -> str:
-    """`gathered 'layers.0.w'`, for a value's name and which part of it."""
+    """Return a value's name, and which part of it, as text: `gathered 'layers.0.w'`."""
     plain = name.original
     if plain in (SCALARS, LOSS_TANGENT):
         return f"the step's {part}" if plain == SCALARS else "the loss scale"
@@ -424,5 +444,5 @@ def describe_value(name: ValueName, part: str = "") -> str:
 
 
 def describe_line(line: Instruction) -> str:
-    """`forward layers.0 run k0.fwd(...)`."""
+    """Return an instruction as text: `forward layers.0 run k0.fwd(...)`."""
     return f"{line.phase} {line.unit} {line.verb} {line.detail}"

@@ -1,4 +1,4 @@
-"""Profile: the instructions of a step as spans of a `torch.profiler` trace, and read back as a `Timeline`.
+"""Profile: trace a step's instructions as spans with `torch.profiler`, and read them back as a `Timeline`.
 
     with fs.profile.traced(step, "trace.json"):      # a few steps, after the first, which compiles
         for batch in batches:
@@ -7,7 +7,7 @@
     measured = fs.profile.measured("trace.json", lowered)
     print(fs.profile.table(lowered, lowered.timeline("h100"), measured))
 
-A step is bound a second time for this, with every instruction watched; outside, it runs as it did before.
+A step is bound a second time for this, with every instruction watched; outside of `traced` it runs as before.
 """
 
 from __future__ import annotations
@@ -48,18 +48,19 @@ from fnshard.step.step import Step
 __all__ = ["by_kind", "exposed", "kind_of", "measured", "table", "traced"]
 
 PREFIX = "fnshard"
-LAUNCHES = ("cuda_runtime", "cuda_driver")  # categories of a trace: what the host asked for
-DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # and what the device did of it
+LAUNCHES = ("cuda_runtime", "cuda_driver")  # categories of events in a trace: what the host asked for
+DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # and what the device did
 MICRO = 1e-6  # the unit of a trace
 Event = Mapping[str, Any]
 
 
 def span_name(number: int, line: Instruction) -> str:
-    """Return what an instruction is called in a trace: its line of the schedule, phase, unit and verb."""
+    """Return an instruction's name in a trace: its line of the schedule, phase, unit and verb."""
     return f"{PREFIX} {number} {line.phase} {line.unit} {line.verb}"
 
 
-def _named(number: int, line: Instruction, action: Action) -> Action:
+def _record(number: int, line: Instruction, action: Action) -> Action:
+    """Return an action that runs the given one in a span of the trace."""
     name = span_name(number, line)
 
     def run(env: Env) -> None:
@@ -73,19 +74,19 @@ def _named(number: int, line: Instruction, action: Action) -> Action:
 def traced(step: Step, path: str | Path) -> Iterator[None]:
     """Write a Chrome trace of the steps made in here, with a span for each instruction of the schedule.
 
-    On several ranks each may trace its own, or one alone. Look at it in https://ui.perfetto.dev, or read it
-    with `measured`.
+    On several ranks each may trace its own, or one alone. Look at the trace in https://ui.perfetto.dev, or
+    read it with `measured`.
 
     Args:
-        step: it has run before, or compiling is in the trace.
-        path: of the trace, JSON; its folder is made.
+        step: one that has run before, or compiling would be in the trace.
+        path: the file of the trace, JSON; its folder is made.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     on_gpu = step.mesh.device_type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with torch.profiler.profile(activities=activities) as profiler:
-        with step.watching(_named):
+        with step.watching(_record):
             yield
         if on_gpu:
             torch.cuda.synchronize()
@@ -93,24 +94,25 @@ def traced(step: Step, path: str | Path) -> Iterator[None]:
 
 
 def measured(trace: str | Path | Mapping[str, Any], lowered: Lowered, hardware: Any = None) -> Timeline:
-    """A step as it ran: by instruction the median start and length over the traced steps.
+    """Read a step as it ran: by instruction the median start and length over the traced steps.
 
-    On a CPU every instruction is a stretch of the one thread, on the lane of its kind. On CUDA the kernels
-    and copies that an instruction has launched are what counts, and what the host updates.
+    On a CPU every instruction is a stretch of the one thread, on the lane of its kind. On CUDA what counts
+    are the kernels and copies that an instruction launched, and the updates that the host makes.
 
     Args:
         trace: what `traced` wrote, or the same as a dict.
         lowered: the step that was traced.
-        hardware: whose peak the MFU is a share of (`hardware.mfu`), as `lowered.timeline` takes it; None: it
-            is NaN.
+        hardware: the hardware whose peak the MFU is a share of (`hardware.mfu`), as `lowered.timeline` takes
+            it; without it the MFU is NaN.
 
     Raises:
-        SpecError: no instruction is in the trace, or those of another schedule are.
+        SpecError: the trace holds no instruction, or those of another schedule.
     """
     values = trace if isinstance(trace, Mapping) else json.loads(Path(trace).read_text(encoding="utf-8"))
     events = [e for e in values.get("traceEvents", ()) if e.get("ph") == "X"]
     hosts = _spans(events, lowered.schedule)
-    launched = _launched(events, hosts)
+    launched = _find_launched(events, hosts)
+
     stretches: dict[tuple[int, str], list[tuple[float, float]]] = {}
     seconds = []
     for spans in _steps(hosts):
@@ -126,7 +128,7 @@ def measured(trace: str | Path | Mapping[str, Any], lowered: Lowered, hardware: 
 
 
 def _spans(events: Iterable[Event], schedule: Schedule) -> list[Event]:
-    """The host's spans of instructions, in order of time."""
+    """Return the host's spans of instructions, in order of time; refuse those of another schedule."""
     named = [e for e in events if e["name"].startswith(f"{PREFIX} ") and e.get("cat") not in
              (*DEVICE, "gpu_user_annotation")]  # fmt: skip
     if not named:
@@ -154,7 +156,7 @@ def _end(event: Event) -> float:
 
 
 def _steps(spans: Sequence[Event]) -> list[list[Event]]:
-    """Cut where the schedule begins anew; a step that is not whole (it failed) is left out."""
+    """Cut spans into steps, where the schedule begins anew; leave out a step that failed before its end."""
     out: list[list[Event]] = []
     for span in spans:
         if not out or _number(span) <= _number(out[-1][-1]):
@@ -164,9 +166,8 @@ def _steps(spans: Sequence[Event]) -> list[list[Event]]:
     return [each for each in out if len(each) == longest]
 
 
-def _launched(events: Sequence[Event], hosts: Sequence[Event]) -> dict[int, list[Event]] | None:
-    """Return, by the identity of a span, what its launches did on the device; None where the trace has no
-    device."""
+def _find_launched(events: Sequence[Event], hosts: Sequence[Event]) -> dict[int, list[Event]] | None:
+    """Return what the device did for each span of the host, by the span's `id`; None without a device."""
     worked = [e for e in events if e.get("cat") in DEVICE]
     if not worked:
         return None
@@ -176,7 +177,7 @@ def _launched(events: Sequence[Event], hosts: Sequence[Event]) -> dict[int, list
     for event in worked:
         call = calls.get(event.get("args", {}).get("correlation"))
         place = bisect_right(starts, call["ts"]) - 1 if call else -1
-        # Not what is launched between instructions, or by another thread, such as a loader's.
+        # What is launched between instructions, or by another thread, such as a loader's, is no span's.
         if place >= 0 and call["ts"] <= _end(hosts[place]) and call.get("tid") == hosts[place].get("tid"):
             out.setdefault(id(hosts[place]), []).append(event)
     return out
@@ -185,7 +186,7 @@ def _launched(events: Sequence[Event], hosts: Sequence[Event]) -> dict[int, list
 def _lanes(
     span: Event, line: Instruction, launched: Mapping[int, list[Event]] | None
 ) -> list[tuple[str, float, float]]:
-    """When an instruction was at work, lane by lane: (lane, start, end)."""
+    """Return when an instruction was at work, lane by lane: (lane, start, end)."""
     host = span["ts"], _end(span)
     if launched is None:  # a machine that does one thing at a time: waiting is communication
         return [(line.of.lane if isinstance(line, Wait) else line.lane, *host)]
@@ -206,7 +207,7 @@ def _timeline(
     lowered: Lowered,
     hardware: Any,
 ) -> Timeline:
-    """Medians over the steps."""
+    """Return a timeline of the medians over the steps."""
     paper = lowered.timeline(Hardware.of(hardware or "cpu"))  # FLOPs are the same on any
     communicators = {(s.index, s.lane): s.communicator for s in paper.spans}
     spans = []
@@ -235,9 +236,9 @@ def _timeline(
 
 
 def table(lowered: Lowered, predicted: Timeline, measured: Timeline) -> str:
-    """Predicted and measured seconds, by kind of instruction: a Wait counts as what it waits for.
+    """Return a table of predicted and measured milliseconds by kind of instruction, as text.
 
-    Kinds without predicted and measured time are left out.
+    A Wait counts as what it waits for. A kind that has neither time is left out.
     """
     lines = lowered.schedule.instructions
     both = [by_kind(t, lines) for t in (predicted, measured)]
@@ -254,7 +255,7 @@ def table(lowered: Lowered, predicted: Timeline, measured: Timeline) -> str:
 
 
 def by_kind(timeline: Timeline, lines: Sequence[Instruction]) -> dict[str, float]:
-    """Seconds of a timeline by `kind_of` the lines of its schedule."""
+    """Return the seconds of a timeline by the kind of its instructions, as `kind_of` names it."""
     out: dict[str, float] = {}
     for span in timeline.spans:
         kind = kind_of(lines[span.index])
@@ -263,8 +264,7 @@ def by_kind(timeline: Timeline, lines: Sequence[Instruction]) -> dict[str, float
 
 
 def exposed(timeline: Timeline) -> dict[int, float]:
-    """Return, by line of the schedule, the seconds of its collectives and transfers in which nothing is
-    computed."""
+    """Return the seconds of each collective and transfer in which nothing is computed, by its line."""
     busy = [s for s in timeline.spans if s.lane in (COMPUTE, HOST)]
     out: dict[int, float] = {}
     for span in timeline.spans:
@@ -274,7 +274,7 @@ def exposed(timeline: Timeline) -> dict[int, float]:
 
 
 def kind_of(line: Instruction) -> str:
-    """Return what a line does: its verb, or that of what it waits for; of a kernel which way it runs."""
+    """Return what an instruction does: its verb, or that of what it waits for; a kernel's direction."""
     if isinstance(line, Run):
         return f"run {'backward' if line.backward else 'forward'}"
     return (line.of if isinstance(line, Wait) else line).verb

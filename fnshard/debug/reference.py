@@ -1,5 +1,6 @@
-"""Reference: a sharded step against the unsharded function it was made from, in one process; and the program
-that a step keeps against what that function does now.
+"""Reference: compare a sharded step with the unsharded function that it was made from, in one process.
+
+The program that a step keeps is compared, too, with what that function does now.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, tor
 
 @dataclass(frozen=True)
 class GradientError:
-    """How far one leaf's gradient (or the loss) is from the unsharded function's, on the worst rank.
+    """The error of one leaf's gradient (or of the loss) against the unsharded function, on the worst rank.
 
-    `relative`: `absolute`, by the largest number of the leaf.
+    `relative` is `absolute` divided by the largest number of the leaf.
     """
 
     leaf: str
@@ -54,7 +55,7 @@ class GradientError:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """The findings of `fs.debug.check`. `leaves`: worst first; true where all are within the tolerance."""
+    """The answer of `fs.debug.check`: true where all `leaves`, worst first, are within the tolerance."""
 
     mesh: Mesh = field(repr=False)
     loss: GradientError
@@ -63,7 +64,7 @@ class CheckReport:
 
     @property
     def failed(self) -> tuple[GradientError, ...]:
-        """The leaves beyond the tolerance, worst first; the loss before them."""
+        """Return the leaves beyond the tolerance, worst first; the loss before them."""
         return tuple(a for a in (self.loss, *self.leaves) if not a.within)
 
     def __bool__(self) -> bool:
@@ -109,16 +110,17 @@ def check(
         params: the full tree.
         batch: the global batch: a tuple of what `fn` takes after `params` (or the one argument); it is
             cut along dim 0 over the data axes.
-        mesh: simulated; default two ranks along each axis that the specs name.
-        keywords: of the batch, what `fn` takes by name.
-        rtol: how far a gradient may be off, by the largest number of its leaf; default by dtype.
-        atol: differences below are none; default 1e-3 of rtol, by the largest gradient of all.
-        strict: raise where they differ; else the report says so.
-        options: of `shard_step` (remat, accumulate, ...).
+        mesh: a simulated mesh; by default two ranks along each axis that the specs name.
+        keywords: the part of the batch that `fn` takes by name.
+        rtol: how far a gradient may be off, as a share of the largest number of its leaf; by default one for
+            the leaf's dtypes.
+        atol: differences below this are ignored; by default 1e-3 of rtol times the largest gradient of all.
+        strict: raise where they differ; otherwise the report says so.
+        options: options of `shard_step` (remat, accumulate, ...).
 
     Raises:
-        DebugError: they differ; `.report` holds what is returned otherwise.
-        StateError: the batch cannot be cut; `fn` draws random numbers.
+        DebugError: they differ; its `.report` is what would be returned otherwise.
+        StateError: the batch cannot be cut, or `fn` draws random numbers.
 
     >>> from fnshard import LayoutSpec, P, match_specs
     >>> params = {"w": torch.ones(4, 4)}
@@ -127,7 +129,7 @@ def check(
     True
     """
     resolved = ResolvedSpecs.of(specs).resolve(params)
-    mesh, named = _simulated(mesh, resolved.leaves.values()), resolved.leaves
+    mesh, named = _simulated_mesh(mesh, resolved.leaves.values()), resolved.leaves
     params, batch = on_device(mesh, params), on_device(mesh, arguments_for(fn, batch, keywords))
     check_leaves(batch)
     parts = list(split_batch(batch, mesh.data_size, "parts, one a rank,"))
@@ -138,19 +140,19 @@ def check(
             "`fn` draws random numbers, other ones on each rank: there is no one truth to compare with.",
             fix="model.eval() before make_functional, or dropout=0.",
         )
-    losses, grads, leaves = _sharded(step, params, parts)
+    losses, grads, leaves = _run_sharded(step, params, parts)
     if rtol is None:
         dtypes = [d for s in named.values() for d in _dtypes(s)] or [torch.float32]
         rtol = max(TOLERANCES.get(d, 0.2) for d in dtypes)
-    loss, expected = _unsharded(fn, leaves, named, tree.map(unwrapped, batch, constants=True))
+    loss, expected = _run_unsharded(fn, leaves, named, tree.map(unwrapped, batch, constants=True))
     found = _compare(mesh, losses, grads, loss, expected, named, rtol, atol)
     if not found and strict:
         raise DebugError(str(found), report=found)
     return found
 
 
-def _simulated(mesh: Mesh | None, specs: Iterable[LayoutSpec]) -> Mesh:
-    """The mesh as it is, if it is simulated; by default two ranks along every axis that specs name."""
+def _simulated_mesh(mesh: Mesh | None, specs: Iterable[LayoutSpec]) -> Mesh:
+    """Return the mesh, which must be simulated; without one, two ranks along every axis that specs name."""
     if mesh is None:
         named = [a for s in specs for p in (s.storage, s.gradient, s.optimizer) for a in p.axes]
         return make_mesh(**dict.fromkeys(named or ["shard"], 2), simulated=True)
@@ -164,26 +166,27 @@ def _simulated(mesh: Mesh | None, specs: Iterable[LayoutSpec]) -> Mesh:
 
 
 def on_device(mesh: Mesh, values: Any) -> Any:
-    """The tree's tensors where the mesh's are: what is compared is computed on one device."""
+    """Move a tree's tensors to the mesh's device: both sides of the comparison are computed on one."""
 
-    def moved(value: Any) -> Any:
+    def move(value: Any) -> Any:
         if isinstance(value, Whole | Sequence):
-            return replace(value, value=moved(value.value))
+            return replace(value, value=move(value.value))
         return value.to(mesh.device) if isinstance(value, Tensor) else value
 
-    return tree.map(moved, values)
+    return tree.map(move, values)
 
 
 def _dtypes(spec: LayoutSpec) -> list[torch.dtype]:
+    """Return the dtypes that round a leaf's values or its gradient."""
     if not spec.trainable:
         return [spec.compute_dtype] if spec.compute_dtype.is_floating_point else []
     return [spec.storage_dtype, spec.wire_dtype or spec.compute_dtype, spec.compute_dtype, spec.reduce_dtype]
 
 
-def _sharded(
+def _run_sharded(
     step: Step, params: Any, parts: list[Arguments]
 ) -> tuple[list[Tensor], list[dict[str, Tensor]], Any]:
-    """Loss and gradient blocks of every rank; and the tree that `fn` sees, coded leaves decoded."""
+    """Return every rank's loss and blocks of gradients; and the tree that `fn` sees, coded leaves decoded."""
     mesh = step.mesh
 
     def run(rank: int) -> tuple[Any, dict[str, Tensor], Any]:
@@ -198,10 +201,10 @@ def _sharded(
     return list(losses), list(grads), whole[0]
 
 
-def _unsharded(
+def _run_unsharded(
     fn: Callable[..., Any], params: Any, specs: Mapping[str, LayoutSpec], batch: Arguments
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and gradients by torch's own autograd, of the whole batch."""
+    """Return the loss and gradients of the whole batch, by torch's own autograd."""
     given, structure = tree.flatten_with_paths(params)
     with torch.inference_mode(False), torch.enable_grad(), one_run():
         stored = {
@@ -234,10 +237,11 @@ def _compare(
     rtol: float,
     atol: float | None,
 ) -> CheckReport:
+    """Return how far the ranks' losses and gradients are from the expected ones."""
     floor = 1e-3 * rtol * max(map(_largest, expected.values()), default=0.0) if atol is None else atol
 
     def worst(name: str, gaps: list[float], whole: Tensor) -> GradientError:
-        """The rank that is farthest from the unsharded tensor."""
+        """Return the error of the rank that is farthest from the unsharded tensor."""
         rank, scale = max(range(len(gaps)), key=gaps.__getitem__), _largest(whole)
         gap = gaps[rank]
         relative = gap / scale if scale else float("inf") if gap else 0.0
@@ -256,14 +260,14 @@ def _compare(
 
 
 def _largest(tensor: Tensor) -> float:
-    """The largest finite number of a tensor."""
+    """Return the largest finite number of a tensor."""
     numbers = as_pairs(tensor)
     finite = numbers.double()[numbers.isfinite()]
     return float(finite.abs().max()) if finite.numel() else 0.0
 
 
 def _gap(a: Tensor, b: Tensor) -> float:
-    """The largest difference. NaN or inf at the same places is none; at others it is an infinite one."""
+    """Return the largest difference: 0 for NaN or inf at the same places, infinite for one at others."""
     if a.numel() == 0:
         return 0.0
     x, y = (as_pairs(each).double() for each in (a, b))
@@ -274,16 +278,16 @@ def _gap(a: Tensor, b: Tensor) -> float:
 def check_stale(step: Step, state: Any, /, *batch: Any, **keywords: Any) -> None:
     """Trace `fn` again, and compare what it does now with the program that the step runs for this batch.
 
-    A step compares, before it runs, much of what `fn` reads besides its arguments, but not all of it
+    Before it runs, a step compares much of what `fn` reads besides its arguments, but not all of it
     (`experiments/guide/limits.md`). This compares everything, files and environment included, as only a trace
     can. It needs no device.
 
     Args:
-        state: as the step takes it.
-        batch, keywords: this rank's slice, passed as `fn` takes it.
+        state: the state, as the step takes it.
+        batch, keywords: this rank's slice of the batch, passed as `fn` takes it.
 
     Raises:
-        DebugError: the programs differ, line by line, or the tensors that `fn` closes over.
+        DebugError: the programs differ, or the tensors that `fn` closes over; shows the lines that do.
 
     >>> import os
     >>> import torch
@@ -317,7 +321,7 @@ def check_stale(step: Step, state: Any, /, *batch: Any, **keywords: Any) -> None
 
 
 def _lines(program: Program) -> list[str]:
-    """A program as text, with the modes that its nodes run in and the numbers that it closes over."""
+    """Return a program as lines of text, with its autocast modes and checksums of its constants."""
     nodes = [n for n in program.graph.nodes if n.meta.get("autocast")]
     modes = [f"{n.name} under autocast {n.meta['autocast']}" for n in nodes]
     constants = [f"{name} with the numbers {checksum(v):08x}" for name, v in program.constants.items()]

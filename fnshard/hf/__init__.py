@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 
 from fnshard import tree
-from fnshard.checkpoint.coordination import all_or_none
 from fnshard.errors import StateError, leaves
 from fnshard.hf.attention import register_attention
 from fnshard.hf.names import FAMILIES, Family, Names, Transposed, check_config, check_names, family_of
@@ -36,6 +35,7 @@ from fnshard.layout.resolved import ResolvedSpecs, compare_paths
 from fnshard.layout.spec import check_specs
 from fnshard.mesh import Mesh, make_mesh
 from fnshard.runtime.collectives.connect import connection
+from fnshard.runtime.coordination import all_or_none
 from fnshard.runtime.files.folder import as_path
 from fnshard.runtime.tiers import check_directory
 from fnshard.step.runner import laid_out
@@ -92,7 +92,7 @@ def load(
     globs, model = [ignore] if isinstance(ignore, str) else list(ignore), tree.unwrapped(model)
 
     def read() -> Any:
-        resolved = _resolved(specs, mesh)
+        resolved = check_resolved(specs, mesh)
         named = resolved.leaves
         check_names(names, named)
         family = family_of(read_config(path), model, named)
@@ -158,7 +158,7 @@ def save(
     def planned() -> tuple[list[LeafToWrite], AbstractContextManager[Put]]:
         source = _config(config, model)
         known = read_config(source) if isinstance(source, Path) else source
-        resolved = _resolved(specs, mesh)
+        resolved = check_resolved(specs, mesh)
         own = resolved.blocks_of(stored)
         compare_paths(resolved.stored, own)
         check_blocks(resolved.stored, own, mesh)
@@ -177,7 +177,8 @@ def save(
     write_leaves(f"saving to {str(final)!r}", planned, mesh, connection(mesh))
 
 
-def _resolved(specs: Any, mesh: Mesh) -> ResolvedSpecs:
+def check_resolved(specs: Any, mesh: Mesh) -> ResolvedSpecs:
+    """Return specs by path; refuse such as do not know their leaves' shapes or do not fit the mesh."""
     resolved = ResolvedSpecs.of(specs)
     if not resolved.complete:
         bare = resolved.incomplete

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from fnshard.errors import StateError
+from fnshard.errors import StateError, nearest
 from fnshard.hf.names import (
     Family,
     Names,
@@ -173,10 +174,10 @@ def _nothing(path: Path, why: str) -> StateError:
     others = [name for name in there if name.endswith(".safetensors")]
     if pickles and not others:
         return StateError(
-            f"{str(path)!r} holds pickled weights alone, and reading a pickle runs what is in it:",
+            f"{str(path)!r} holds pickled weights alone, which are not read here:",
             pickles,
-            "have the model's own library write safetensors once, where you trust the files: "
-            "AutoModelForCausalLM.from_pretrained(path).save_pretrained(other).",
+            "fs.checkpoint.load_torch(path, specs, mesh, model=model).params reads their tensors and runs "
+            "nothing; `python -m experiments.convert PATH OTHER to=hf` writes safetensors.",
         )
     return StateError(
         f"no weights in {str(path)!r}: {why}.",
@@ -255,7 +256,7 @@ def match_tensors(
     sources: dict[str, LeafSource] = {}
     values: dict[str, Tensor] = {}
     absent: list[str] = []
-    lacking: list[str] = []
+    lacking: dict[str, str] = {}
     for path, spec in specs.items():
         named = given_name(path, names)
         if named is None and model is not None and not family.saves(path) and path not in missing:
@@ -268,21 +269,40 @@ def match_tensors(
         elif path in missing:
             values[path] = missing[path]
         else:
-            lacking.append(f"params[{path!r}] {list(spec.shape)}: no tensor {' or '.join(map(repr, tried))}")
+            lacking[path] = f"params[{path!r}] {list(spec.shape)}: no tensor {' or '.join(map(repr, tried))}"
     made, unmade = computed_buffers(model, absent) if model is not None else ({}, [])
     surplus, untied = _surplus(sources, tensors, family, ignore)
     there = {p: f"the files have it, as {source.name!r}" for p, source in sources.items()}
     unused = [f"missing[{p!r}]: {there.get(p, 'no such leaf')}" for p in missing if p not in values]
     unused += [f"ignore={g!r} matches no tensor" for g in ignore if not fnmatch.filter(tensors, g)]
+    taken = {source.name for source in sources.values()}
+    free = [n for n in tensors if n not in taken and not any(fnmatch.fnmatchcase(n, g) for g in ignore)]
+    alike = {p: [n for n in free if tensors[n].shape == specs[p].shape] or free for p in lacking}
+    shown = [f"{text}{nearest(path, alike[path])}" for path, text in islice(lacking.items(), SHOWN)]
+    lines = [*shown, *islice(lacking.values(), SHOWN, None)]
     _refuse(
         {
-            "lacking": lacking + unmade,
+            "lacking": lines + unmade,
             "surplus": surplus,
             "unfit": [*_unfit(specs, sources), *_unfit_values(specs, values | made), *untied],
             "unused": unused,
-        }
+        },
+        _find_prefix({p: specs[p].shape for p in lacking}, {n: tensors[n].shape for n in free}),
     )
     return sources, values | made
+
+
+def _find_prefix(paths: Mapping[str, tuple[int, ...]], names: Mapping[str, tuple[int, ...]]) -> str:
+    """Return the `names=` that finds tensors of these shapes for all these paths, by a prefix more or less;
+    empty where there is none."""
+    first = next(iter(paths), "")
+    for start in dict.fromkeys(name.removesuffix(first) for name in names if name.endswith(f".{first}")):
+        if first and all(names.get(start + path) == shape for path, shape in paths.items()):
+            return f"names=lambda path: {start!r} + path"
+    start = f"{first.partition('.')[0]}."
+    if first and all(names.get(path.removeprefix(start)) == shape for path, shape in paths.items()):
+        return f"names=lambda path: path.removeprefix({start!r})"
+    return ""
 
 
 CODES: Mapping[str, tuple[str, ...]] = {  # what stands beside the codes of a matrix, by who writes them
@@ -313,7 +333,7 @@ _FIXES = {
 }
 
 
-def _refuse(kinds: Mapping[str, list[str]]) -> None:
+def _refuse(kinds: Mapping[str, list[str]], names: str = "") -> None:
     count = sum(map(len, kinds.values()))
     if not count:
         return
@@ -321,6 +341,7 @@ def _refuse(kinds: Mapping[str, list[str]]) -> None:
     for found in kinds.values():
         lines += found[:SHOWN] + [f"... and {len(found) - SHOWN} more"] * (len(found) > SHOWN)
     fixes = "\n     ".join(_FIXES[kind] for kind, found in kinds.items() if found)
+    fixes = f"{names} finds all that are lacking.\n     {fixes}" if names else fixes
     what = "1 problem" if count == 1 else f"{count} problems"
     raise StateError(f"files and specs do not fit each other, {what}:", lines, fixes)
 

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fnshard.checkpoint.coordination import all_or_none
 from fnshard.errors import AgreementError, StateError, leaves
 from fnshard.hf.names import Family, Names, Transposed, check_names, config_of_tensors, given_name
 from fnshard.hf.reading import INDEX, SINGLE, read_config
@@ -26,6 +25,7 @@ from fnshard.layout.partition import boxes
 from fnshard.layout.spec import LayoutSpec, is_here, stage_of
 from fnshard.mesh import Mesh
 from fnshard.runtime.collectives.base import Collectives
+from fnshard.runtime.coordination import all_or_none
 from fnshard.runtime.files.folder import flush_directory, flush_file
 from fnshard.runtime.files.tensorfile import NAMES, TensorToWrite, bytes_of, file_layout
 
@@ -146,7 +146,7 @@ def write_leaves(
                 comm.flush()
             elif home and first:
                 (full,) = comm.recv([(tuple(full.shape), full.dtype)], home, f"leaf {leaf.path}").wait()
-            all_ranks(partial(_put, put, leaf, full) if first else None)
+            all_ranks(partial(put_leaf, put, leaf, full) if first else None)
         all_ranks(partial(files.__exit__, None, None, None) if first else None)
     except BaseException as error:
         if put is not None:
@@ -154,7 +154,8 @@ def write_leaves(
         raise
 
 
-def _put(put: Put, leaf: LeafToWrite, full: Tensor) -> None:
+def put_leaf(put: Put, leaf: LeafToWrite, full: Tensor) -> None:
+    """Write a whole leaf, as the tensors that files have of it."""
     if not leaf.experts:
         put(leaf.name, full.t() if leaf.transposed else full)
         return

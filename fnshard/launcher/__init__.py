@@ -1,1 +1,1 @@
-"""Launcher: ranks of one machine: started, watched, ended, and why they died."""
+"""Start, watch and end the ranks of one machine, and say why they died."""

@@ -1,7 +1,7 @@
-"""Launch: start the ranks of one machine, say which one failed and why, start them again, end them cleanly.
+"""Start the ranks of one machine, say which one failed and why, start them again, and end them cleanly.
 
-`launch(main, ranks=n)` runs in the process that a person started, `run_rank(main)` in each rank
-(`fnshard.launcher.rank`). Several machines are torchrun's: a program that calls `launch` or `run_rank` runs
+`launch(main, ranks=n)` runs in the process that a person started, and `run_rank(main)` in each rank
+(`fnshard.launcher.rank`). For several machines use torchrun: a program that calls `launch` or `run_rank` runs
 under it unchanged.
 """
 
@@ -35,10 +35,14 @@ Process = subprocess.Popen[bytes]
 
 LOOPBACK = "lo" if sys.platform.startswith("linux") else "lo0"
 POLL_S = 0.05
-LAST_WORDS_S = 1.0  # what the other ranks get to report their own errors after one has failed
+LAST_WORDS_S = 1.0  # the time for other ranks to report their own errors after one has failed
 KILLED_S = 30.0  # how long to wait for a killed process
-GRACE_S = 600.0  # that ranks have to end once they were asked; a last save may take long
-SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # each asks; a second one ends everything
+GRACE_S = 600.0  # how long ranks may take to end once they were asked; a last save may take long
+SIGNALS = (
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+)  # each asks ranks to end; a second one ends everything
 
 
 def launch(
@@ -53,8 +57,8 @@ def launch(
     """Run a function, or a command, in `ranks` processes on this machine and wait until all have ended well.
 
     Rank 0 keeps this process's console; the others write to `logs/rank<i>.log` alone. SIGTERM is passed on to
-    the ranks: those that take note of it (`run_rank(stop=)`) may finish and then end well, and so does this
-    function; a second SIGTERM kills them. SIGHUP and SIGQUIT do the same.
+    the ranks: those that take note of it (`run_rank(stop=)`) may finish and end well, and then this function
+    does too. A second SIGTERM kills them. SIGHUP and SIGQUIT do the same.
 
         def main(config):
             mesh = fs.make_mesh(shard=-1)
@@ -65,19 +69,19 @@ def launch(
 
     Args:
         program: a function; each rank imports the script or module that defines it, with the same `sys.argv`.
-            Or program and arguments, `[sys.executable, "-u", "-m", "package.module", "job.json"]`; each
-            process is to call `run_rank`. In a process that is a rank already (under `torchrun`) a function
-            runs as that rank instead, among as many as there are.
-        ranks: how many; each finds RANK, LOCAL_RANK and WORLD_SIZE set.
-        args: what the function is called with: anything that can be pickled.
-        logs: folder, made if need be; default a temporary one, which is kept if a rank fails.
+            Or a program and its arguments, `[sys.executable, "-u", "-m", "package.module", "job.json"]`, of
+            which each process must call `run_rank`. In a process that is a rank already (under `torchrun`) a
+            function runs as that rank instead, among as many as there are.
+        ranks: the number of ranks; each finds RANK, LOCAL_RANK and WORLD_SIZE set.
+        args: arguments of the function: anything that can be pickled.
+        logs: a folder, which is made if necessary; by default a temporary one, which stays if a rank fails.
         max_restarts: how often all ranks start anew after one of them was killed by a signal or stopped
             answering. An exception, or an exit code, is the program's own and ends the job.
         env: more environment variables for the ranks; under `torchrun` a function finds them set.
 
     Raises:
-        LaunchError: the rank that failed first, its traceback or last line, and where its log is; a
-            function that other processes cannot import; a command that is a string; no ranks.
+        LaunchError: a rank failed (the error has the first one, its traceback or last line, and its log),
+            other processes cannot import the function, the command is a string, or there are no ranks.
         KeyboardInterrupt, SystemExit: a signal ended this process; the ranks were ended first.
     """
     words = isinstance(program, list | tuple) and not args
@@ -107,7 +111,7 @@ def launch(
         try:
             _run(command, ranks, folder, meeting, max_restarts, env)
         except LaunchError as error:
-            raise error.with_traceback(None) from None  # how it came here says nothing of the program
+            raise error.with_traceback(None) from None  # the launcher's own frames say nothing of the program
         finally:
             clear_memory(os.getpid())
 
@@ -115,7 +119,7 @@ def launch(
 def _run(
     command: list[str], ranks: int, logs: Path, meeting: Path, max_restarts: int, env: Mapping[str, str]
 ) -> None:
-    """Attempts, until one ends well or none is left.
+    """Run attempts until one ends well or none is left.
 
     Args:
         meeting: a folder for the ranks' files.
@@ -127,7 +131,7 @@ def _run(
         LAUNCHER: str(os.getpid()),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, cpus // ranks)),
         "PYTHONIOENCODING": os.environ.get("PYTHONIOENCODING") or ":backslashreplace",
-        # Nothing listens on a network.
+        # Ranks meet in a file and talk over loopback, so that nothing listens on a network.
         RENDEZVOUS: str(meeting), "GLOO_SOCKET_IFNAME": LOOPBACK, "NCCL_SOCKET_IFNAME": LOOPBACK,
         "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "GROUP_RANK": "0",
         **env,
@@ -135,12 +139,12 @@ def _run(
     asked: list[float] = []  # when the first signal came
 
     def ask(number: int, _: Any) -> None:
-        """The first signal is passed on to the ranks, see `_attempt`; a second one ends everything."""
+        """Note the first signal, which `_attempt` passes on to the ranks; a second one ends everything."""
         if asked:
             raise SystemExit(128 + number)
         asked.append(time.monotonic())
 
-    # SIGINT stays what it is, KeyboardInterrupt.
+    # SIGINT stays KeyboardInterrupt.
     is_main = threading.current_thread() is threading.main_thread()
     before = {number: signal.signal(number, ask) for number in SIGNALS} if is_main else {}
     try:
@@ -149,7 +153,7 @@ def _run(
             if not ended.failures:
                 return
             if asked and {failure.exitcode for failure in ended.failures.values()} == {-signal.SIGTERM}:
-                raise SystemExit(128 + signal.SIGTERM)  # ranks that simply died of it are no failure
+                raise SystemExit(128 + signal.SIGTERM)  # ranks that simply died of the signal are no failure
             message = ended.describe(ranks, logs)
             if asked or not ended.may_restart or number == max_restarts:
                 raise LaunchError(message)
@@ -167,7 +171,7 @@ def _attempt(
     """Start all ranks and wait until all have ended well, or one has not.
 
     Args:
-        asked: gets the time at which the ranks are to be asked to end; they are killed GRACE_S later.
+        asked: will hold the time at which the ranks are asked to end; they are killed GRACE_S later.
     """
     errors = [meeting / f"error-{number}-{rank}.json" for rank in range(ranks)]
     processes: list[Process] = []
@@ -185,7 +189,7 @@ def _attempt(
             raise SystemExit(128 + signal.SIGTERM)
         time.sleep(POLL_S)
 
-    # SIGTERM is held back in each rank until it is ready (`run_rank`).
+    # Ranks inherit the mask: SIGTERM is held back in each until it can handle it (`run_rank`).
     unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         for rank, error in enumerate(errors):
@@ -196,6 +200,7 @@ def _attempt(
                 process = subprocess.Popen(command, env=every, start_new_session=True, **streams)
             processes.append(process)
         signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+        # Wait until all have ended, or one has failed; then let the others report their own errors.
         while any(p.poll() is None for p in processes) and not any(p.poll() for p in processes):
             pause()
         until = time.monotonic() + LAST_WORDS_S
@@ -209,14 +214,14 @@ def _attempt(
         signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
         for process in processes:
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)  # and what it has started itself
+                os.killpg(process.pid, signal.SIGKILL)  # with all processes that it has started itself
         for process in processes:
-            with suppress(subprocess.TimeoutExpired):  # a process that sleeps in the kernel is left
+            with suppress(subprocess.TimeoutExpired):  # a process that sleeps in the kernel is left behind
                 process.wait(KILLED_S)
 
 
 def _failure(rank: int, process: Process, error: Path) -> ProcessFailure:
     try:
         return ProcessFailure(rank, process.pid, process.returncode, str(error))
-    except Exception:  # it died while it wrote the file
+    except Exception:  # the rank died while it wrote the file
         return ProcessFailure(rank, process.pid, process.returncode, "")

@@ -1,4 +1,4 @@
-"""Post-mortem: which rank caused a failure and why, by what ranks leave: exit codes, errors, logs."""
+"""Find the rank that caused a failure, and why, from the exit codes, errors and logs that ranks leave."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-ERRORS = "TORCHELASTIC_ERROR_FILE"  # where a rank leaves why it failed
-# What a rank raises when *another* one died: never the cause of a failure, always its echo.
+ERRORS = "TORCHELASTIC_ERROR_FILE"  # the file in which a rank leaves its error
+# Words of errors that a rank raises when *another* one died: never the cause of a failure, but its echo.
 ECHOES = (
     "CollectiveError",
     "Connection closed by peer",
@@ -31,9 +31,12 @@ ECHOES = (
 
 @dataclass
 class PostMortem:
-    """How the ranks ended: those that failed by themselves, and those that had to be killed afterwards.
+    """A record of how the ranks ended.
 
-    `stopped`: the killed ranks that did not run (SIGSTOP).
+    Args:
+        failures: the ranks that failed by themselves.
+        killed: those that had to be killed afterwards.
+        stopped: those of the killed that did not run (SIGSTOP).
     """
 
     failures: Mapping[int, ProcessFailure]
@@ -42,19 +45,21 @@ class PostMortem:
 
     @property
     def cause(self) -> int:
-        """The rank that is to blame: one whose peer died, or that was asked to end, is an echo."""
+        """The rank that is to blame: one whose peer died, or that was asked to end, is only an echo."""
         return min(self.failures, key=lambda r: (echo_level(self.failures[r]), self.failures[r].timestamp))
 
     @property
     def may_restart(self) -> bool:
-        """Whether a rank was lost, rather than its program wrong."""
+        """Return whether a rank was lost, and its program is not at fault."""
         cause = self.failures[self.cause]
         return bool(self.stopped) or cause.exitcode < 0 or echo_level(cause) > 1
 
     def describe(self, ranks: int, logs: Path) -> str:
-        """The message for a person: the rank that caused the failure, its traceback, its log; and the ranks
-        without a failure that the others waited for."""
-        message = self._of_cause(ranks, logs)
+        """Return a message for a person: the rank that caused the failure, its traceback and its log.
+
+        It also names ranks without a failure that the others waited for.
+        """
+        message = self._describe_cause(ranks, logs)
         if self.stopped:
             named = ", ".join(map(str, self.stopped))
             return f"rank {named} of {ranks} stood still (SIGSTOP) and was killed; {message}"
@@ -63,7 +68,7 @@ class PostMortem:
             return f"{message}\nStill at work, and killed: rank {named} (log: {log})"
         return message
 
-    def _of_cause(self, ranks: int, logs: Path) -> str:
+    def _describe_cause(self, ranks: int, logs: Path) -> str:
         rank = self.cause
         failure, log = self.failures[rank], logs / f"rank{rank}.log"
         text = _traceback_of(failure)
@@ -83,7 +88,7 @@ class PostMortem:
 
 
 def echo_level(failure: ProcessFailure) -> int:
-    """The higher, the less a rank's end is the cause of the others'."""
+    """Return a number that is the higher, the less likely a rank's end is the cause of the others'."""
     text = _traceback_of(failure)
     if text:
         return 3 if any(sign in line for sign in ECHOES for line in _exception_lines(text)) else 0
@@ -93,7 +98,7 @@ def echo_level(failure: ProcessFailure) -> int:
 
 
 def write_message(message: str) -> None:
-    """In a rank: report why it ends, as an exception's traceback would."""
+    """Report from a rank why it ends, as the traceback of an exception would be reported."""
     if ERRORS in os.environ:
         values = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
         with suppress(OSError):
@@ -101,7 +106,7 @@ def write_message(message: str) -> None:
 
 
 def _traceback_of(failure: ProcessFailure) -> str:
-    """A rank's traceback, or its message alone."""
+    """Return a rank's traceback, or its message alone."""
     message = failure.error_file_data.get("message")
     if isinstance(message, dict):
         return message.get("extraInfo", {}).get("py_callstack") or message.get("message", "")
@@ -113,10 +118,10 @@ STARTERS = (os.path.join(LIBRARY, "launcher"), os.path.join("torch", "distribute
 
 
 def drop_internal_frames(text: str) -> str:
-    """Return a traceback of the program's own frames, and of what it calls; the rank's log has them all.
+    """Return a traceback with the program's own frames, and those of its calls; the rank's log has all.
 
-    What starts a rank goes; the library's frames do, too, but where the library itself fails by another
-    exception than its own.
+    Frames that start a rank are left out. The library's frames are left out too, unless the library itself
+    fails by an exception that is not its own.
     """
     kept: list[str] = []
     for head, frames, message in _tracebacks(text):
@@ -131,7 +136,7 @@ def drop_internal_frames(text: str) -> str:
     return "".join(kept)
 
 
-_HEAD = re.compile(  # of a traceback that stands first, or behind the one that led to it
+_HEAD = re.compile(  # the head of a traceback that stands first, or after the one that led to it
     r"(?:^|(?<=another exception occurred:\n\n)|(?<=direct cause of the following exception:\n\n))"
     r"Traceback \(most recent call last\):\n"
 )
@@ -139,12 +144,14 @@ _FRAME = re.compile(r'  File "(.*?)".*(?:\n(?:    |  \[).*)*(?:\n|$)')
 
 
 def _tracebacks(text: str) -> Iterator[tuple[str, list[re.Match[str]], str]]:
-    """Yield the head, the frames and the rest of each traceback in a text, the exception's own words, which
-    may have lines like frames in them. Together these are the text."""
+    """Yield the head, the frames and the rest of each traceback in a text; together these are the text.
+
+    The rest is the exception's own words, in which lines may look like frames.
+    """
     heads = list(_HEAD.finditer(text))
     starts = [*(h.start() for h in heads), len(text)]
     if starts[0]:
-        yield "", [], text[: starts[0]]  # a message that no traceback comes with
+        yield "", [], text[: starts[0]]  # a message without a traceback
     for head, end in zip(heads, starts[1:], strict=True):
         frames, at = [], head.end()
         while frame := _FRAME.match(text, at, end):
@@ -154,7 +161,7 @@ def _tracebacks(text: str) -> Iterator[tuple[str, list[re.Match[str]], str]]:
 
 
 def _exception_lines(text: str) -> list[str]:
-    """Return what the last exception says: its type and message, which may be of several lines."""
+    """Return the lines of the last exception's type and message."""
     *_, (_, _, message) = _tracebacks(text.rstrip())
     return [line for line in message.splitlines() if not line.startswith("    ")] or [text.splitlines()[-1]]
 

@@ -1,7 +1,7 @@
-"""Rank: one process of many: it joins the others, does its work, leaves with them, and ends.
+"""Run one rank of many: it joins the others, does its work, leaves with them, and ends.
 
-`run_rank(main)` is what a program that `fs.launch` or `torchrun` starts calls; without a launcher it is the
-only rank.
+A program that `fs.launch` or `torchrun` starts calls `run_rank(main)`; without a launcher it is the only
+rank.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from fnshard.mesh.process_group import join_group, launcher, leave_group, sign_o
 
 __all__ = ["Stop", "run_rank"]
 
-LOGS = "FNSHARD_LOGS"  # folder of rank0.log, rank1.log, ...
+LOGS = "FNSHARD_LOGS"  # the folder of rank0.log, rank1.log, ...
 
 
 @dataclass
 class Stop:
-    """Whether this process was asked to end (SIGTERM): `main` does so when it is ready to.
+    """A note that this process was asked to end (SIGTERM); `main` reads it, and ends when it is ready.
 
     Asking again changes nothing: a cluster may signal a rank and its launcher, which passes the signal on.
     """
@@ -44,7 +44,7 @@ class Stop:
     asked: bool = False
 
     def ask(self, *_: Any) -> None:
-        """A signal handler: it only takes note."""
+        """Take note of a signal, as its handler."""
         self.asked = True
 
 
@@ -55,21 +55,21 @@ def run_rank(
     timeout_s: float = 600.0,
     stop: Stop | None = None,
 ) -> NoReturn:
-    """Be one rank: join the others, run `main`, leave together, end this process.
+    """Be one rank: join the others, run `main`, leave together, and end this process.
 
-    Ends with exit code 0 after `main` returned on all ranks; with 1 after an exception, whose
-    traceback is printed and reported to the launcher, or after `sys.exit(message)`, of which the launcher
-    gets the message alone. A world of one, or no launcher at all, joins nothing.
+    The exit code is 0 after `main` returned on all ranks. It is 1 after an exception, whose traceback is
+    printed and reported to the launcher, or after `sys.exit(message)`, of which the launcher gets the message
+    alone. A world of one, or no launcher at all, joins nothing.
 
     Args:
-        main: called with the process group ready and the device set.
-        device_type: "cpu", "cuda", ...; default the accelerator if there is one. CPU tensors can be
+        main: is called with the process group ready and the device set.
+        device_type: "cpu", "cuda", ...; by default the accelerator if there is one. CPU tensors can be
             communicated on any.
         timeout_s: how long a collective waits for a silent peer.
-        stop: what SIGTERM is to be noted in; None: SIGTERM ends this process at once.
+        stop: notes a SIGTERM; with None a SIGTERM ends this process at once.
     """
     if under_launcher():
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # the launcher answers Ctrl-C, ranks just end
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # the launcher reports Ctrl-C; ranks just end
         end_with_parent(signal.SIGKILL, launcher())
     signal.signal(signal.SIGTERM, signal.SIG_DFL if stop is None else stop.ask)
     log = None
@@ -77,25 +77,25 @@ def run_rank(
         path = Path(os.environ[LOGS], "rank0.log")
         log = open(path, "a", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115  (to the end)
     sys.stdout, sys.stderr = (s and Console(s, log) for s in (sys.stdout, sys.stderr))
-    # From here on a SIGTERM is handled, one that the launcher held back during the imports, too.
+    # From here on a SIGTERM is handled, also one that was held back during the imports.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
-    def joined() -> None:
+    def run_joined() -> None:
         join_group(device_type, timeout_s, lambda: stop is not None and stop.asked)
         try:
             main()
         except SystemExit as ended:
-            if dist.is_initialized() or world_size() == 1:  # else they have left already
+            if dist.is_initialized() or world_size() == 1:  # otherwise the ranks have left already
                 unsaved = wait_for_save()
                 if unsaved is not None and not ended.code:
                     raise unsaved from None
             raise
-        checkpoint.wait()  # nothing that is being written is lost; a failed save is an error
+        checkpoint.wait()  # a save that is still being written must not be lost, nor its failure
         leave_group()
 
     code, raised = 1, None
     try:
-        record(joined)()
+        record(run_joined)()
         code = 0
     except SystemExit as stopped:
         code = stopped.code or 0
@@ -109,7 +109,8 @@ def run_rank(
         with suppress(OSError):  # the disk of the logs may be full
             traceback.print_exc(file=log)  # the launcher shows it on the console
     sign_off(raised)
-    # An ended gloo rank can abort while the interpreter tears its threads down: do not let it.
+    # A gloo rank can abort while the interpreter tears its threads down, so that this
+    # process ends without it.
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr, log):
         if stream is not None:
@@ -122,11 +123,11 @@ RUN_FUNCTION = "import sys; from fnshard.launcher.rank import run_function; run_
 
 
 def function_command(function: Callable[..., Any], args: Sequence[Any], folder: Path) -> list[str]:
-    """The command that runs a function as a rank of another process, imported as `multiprocessing` does.
+    """Return the command that runs a function in another process, which imports it as `multiprocessing` does.
 
     Raises:
-        LaunchError: other processes cannot import it: a lambda, a function inside of another, one of a
-            notebook; or the arguments cannot be pickled.
+        LaunchError: other processes cannot import the function (a lambda, a function inside another, one of a
+            notebook), or the arguments cannot be pickled.
     """
     main = spawn.get_preparation_data("rank")
     main.pop("authkey", None)
@@ -144,13 +145,13 @@ def function_command(function: Callable[..., Any], args: Sequence[Any], folder: 
 
 
 def run_function(path: str) -> NoReturn:
-    """In a rank: run what `function_command` wrote."""
+    """Run, as a rank, the function that `function_command` wrote to a file."""
 
     def main() -> None:
         with open(path, "rb") as file:
             spawn.prepare(pickle.load(file))  # imports the script, which is not `__main__` here
             function, args = pickle.load(file)
-        if function.__module__ == "__mp_main__":  # hydra.main would take it for a package's, not for a file's
+        if function.__module__ == "__mp_main__":  # hydra.main would take it for a module of a package
             os.environ.setdefault("HYDRA_MAIN_MODULE", "__main__")
         function(*args)
 
@@ -158,13 +159,15 @@ def run_function(path: str) -> NoReturn:
 
 
 class Console:
-    """A stream that ends no program: where a disk is full or nobody listens, nothing is written. Lines go to
-    a file as well, but for those that are drawn over."""
+    """A stream that never ends a program: if a disk is full or nobody listens, it writes nothing.
+
+    Lines go to a file as well, except those that are drawn over.
+    """
 
     def __init__(self, console: TextIO, file: TextIO | None = None):
         if isinstance(console, io.TextIOWrapper):
-            with suppress(OSError):  # it writes what is left
-                console.reconfigure(errors="backslashreplace")  # what its encoding lacks
+            with suppress(OSError):  # this flushes the stream, which may fail
+                console.reconfigure(errors="backslashreplace")  # for characters that its encoding lacks
         self._console, self._file = console, file
 
     def write(self, text: str) -> int:
@@ -176,17 +179,17 @@ class Console:
         return len(text)
 
     def flush(self) -> None:
-        """Each write does."""
+        """Do nothing: each write flushes."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._console, name)
 
 
 def end_with_parent(number: int, parent: int) -> None:
-    """Ask Linux to send this process a signal when the one that started it dies; nothing elsewhere.
+    """Ask Linux to send this process a signal when its parent dies; do nothing on other systems.
 
     Args:
-        parent: the process that started this one. Where it has died already, this process ends at once.
+        parent: the process that started this one. If it has died already, this process ends at once.
     """
     if not sys.platform.startswith("linux"):
         return

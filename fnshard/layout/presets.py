@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fnshard import tree
 from fnshard.errors import SpecError, leaves, report
 from fnshard.layout.partition import P, block_shape
-from fnshard.layout.rules import Rule, check_params, find_units, match_specs
+from fnshard.layout.rules import Rule, apply_rules, check_params, check_rules, find_rule, find_units
 from fnshard.layout.spec import FP8, LayoutSpec, check_fields, fits_fp8, is_buffer
 from fnshard.layout.tensor import tensor_layouts
 from fnshard.layout.units import numeric
@@ -46,12 +46,17 @@ def _preset(layouts: Layouts, axes: Callable[[Mesh], tuple[str, ...]], doc: str)
         check_mesh(mesh)
         check_params(named)
         check_fields("a preset", policy, ("rules", "units", "tensor", "expert", "chunks"))
-        own: list[Rule] = []
-        free = {p: v for p, v in named.items() if not any(fnmatch.fnmatchcase(p, glob) for glob, _ in rules)}
+        rules = check_rules(rules)
+        said = {p: rules[i][1] for p in named if (i := find_rule(p, rules)) is not None}
+        free = {path: leaf for path, leaf in named.items() if path not in said}
         coded = bool(policy.get("codec"))
         narrow = policy.get("compute_dtype") == FP8 and policy.get("trainable") is not False
         computes = {**_computes(named, free, tensor, mesh, coded), **_stacks(free, expert, mesh, policy)}
-        chunk_of = cut_chunks(free, find_units(units or numeric, params, named), mesh, chunks)
+        unit_of = find_units(units or numeric, params, named)
+        unit_of = {**unit_of, **{path: spec.unit for path, spec in said.items() if spec.unit}}
+        uncut = {p: leaf for p, leaf in named.items() if p in free or said[p].chunk is None}
+        chunk_of = cut_chunks(uncut, unit_of, mesh, chunks)
+        own: list[Rule] = []
         stay: list[str] = []
         for path, leaf in free.items():
             compute = computes.get(path, P())
@@ -61,7 +66,7 @@ def _preset(layouts: Layouts, axes: Callable[[Mesh], tuple[str, ...]], doc: str)
             else:
                 split = leaf.shape[:1] if coded else leaf.shape  # rows are coded one by one
                 layout = best_split(split, over, mesh, compute)
-            fields = {"compute": compute, **layouts(layout), "chunk": chunk_of.get(path, "all"), **policy}
+            fields = {"compute": compute, **layouts(layout), **policy}
             if narrow and not _in_fp8(path, leaf, compute):
                 fields["compute_dtype"] = torch.bfloat16
                 stay += [f"params[{path!r}] {list(leaf.shape)}"] * (leaf.dim() == 2)
@@ -70,7 +75,7 @@ def _preset(layouts: Layouts, axes: Callable[[Mesh], tuple[str, ...]], doc: str)
             shown = [*stay[:8], *["..."] * (len(stay) > 8)]
             message = report(f"{leaves(len(stay))} of two dims stay in bf16, not fp8:", shown)
             warnings.warn(message, stacklevel=2)
-        return match_specs(params, [*rules, *own], units=units)
+        return apply_rules(params, [*rules, *own], unit_of, chunk_of)
 
     preset.__doc__ = doc + (
         "\n\n    Args:\n        params: full shapes; real, meta or fake.\n        mesh: axes and sizes.\n"
@@ -82,8 +87,9 @@ def _preset(layouts: Layouts, axes: Callable[[Mesh], tuple[str, ...]], doc: str)
         '        expert: a data axis that splits stacks of experts, leaves [E, M, N] with "experts" in\n'
         "            their path, while they compute (expert parallelism): see `LayoutSpec.compute`.\n"
         "        chunks: how many chunks each stage of a pipeline runs: units in the order of the tree, of\n"
-        "            about as many bytes each. A leaf that several stages read (a tied embedding) takes a\n"
-        '            rule with LayoutSpec(chunk="all").\n'
+        "            about as many bytes each, also of leaves whose rule names no chunk. A tied leaf is of\n"
+        "            all stages; another leaf that several stages read takes a rule with\n"
+        '            LayoutSpec(chunk="all").\n'
         "        policy: further LayoutSpec fields for all leaves, such as compute_dtype. Of float8_e4m3fn\n"
         "            embeddings, heads, and what is no matrix of multiples of 16 or does not train, stay in\n"
         "            bf16.\n"
@@ -191,14 +197,15 @@ def _stacks(
 
 
 def cut_chunks(
-    free: Mapping[str, Tensor], unit_of: Mapping[str, str], mesh: Mesh, chunks: int
+    named: Mapping[str, Tensor], unit_of: Mapping[str, str], mesh: Mesh, chunks: int
 ) -> dict[str, int]:
     """Return the chunk of each leaf in a pipeline: units in the order of the tree, evenly by their bytes.
 
-    Leaves that are missing are of all stages: the tables of units that hold buffers alone.
+    Leaves that are missing are of all stages: tied ones, which are read at several places, and tables of
+    units that hold buffers alone.
 
     Args:
-        free: the leaves that no rule takes.
+        named: the leaves for which no rule names a chunk.
         chunks: of each stage.
 
     Raises:
@@ -215,6 +222,7 @@ def cut_chunks(
     if mesh.stages == 1:
         return {}
     count = mesh.stages * chunks
+    free = {path: leaf for path, leaf in named.items() if not getattr(leaf, "tied_names", ())}
     sizes: dict[str, int] = {}
     for path, leaf in free.items():
         if not is_buffer(leaf) and (leaf.dtype.is_floating_point or leaf.dtype.is_complex):

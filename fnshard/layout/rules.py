@@ -45,21 +45,34 @@ def match_specs(
     >>> specs["w"].storage, specs["w"].shape
     (P('shard'), (4, 2))
     """
-    named, structure = tree.flatten_with_paths(params)
+    named, _ = tree.flatten_with_paths(params)
     check_params(named)
-    rules = _checked(rules)
-    unit_of = find_units(units or numeric, params, named)
+    return apply_rules(params, check_rules(rules), find_units(units or numeric, params, named))
+
+
+def apply_rules(
+    params: Any, rules: Sequence[Rule], unit_of: Mapping[str, str], chunk_of: Mapping[str, int] = {}
+) -> Any:
+    """`match_specs`, of parameters and rules that were checked.
+
+    Args:
+        unit_of: by path.
+        chunk_of: by path, the chunk of a leaf whose rule names none; leaves that are missing are of all
+            stages.
+    """
+    named, structure = tree.flatten_with_paths(params)
     tied = tied_names(named)
     used = _tied_hits(tied, rules)
     uncovered: list[str] = []
     specs: list[LayoutSpec] = []
     for path, leaf in named.items():
-        hit = _first(path, rules)
+        hit = find_rule(path, rules)
         if hit is None:
             uncovered.append(f"params[{path!r}] {list(leaf.shape)} {leaf.dtype}")
             continue
         used.add(hit)
-        specs.append(_apply_rule(rules[hit][1], leaf).resolve(leaf, unit_of[path]))
+        spec = _apply_rule(rules[hit][1], leaf)
+        specs.append(spec.resolve(leaf, unit_of[path], chunk_of.get(path, "all")))
     unused = [_unused(i, rules, named, tied) for i in range(len(rules)) if i not in used]
     if uncovered:
         raise SpecError(
@@ -117,8 +130,12 @@ def check_tree(named: Mapping[str, Any]) -> None:
         )
 
 
-def _checked(rules: Any) -> list[Rule]:
-    """The rules, of which plain data (lists and dicts of a configuration) may be made."""
+def check_rules(rules: Any) -> list[Rule]:
+    """Return the rules, which may be given as plain data (lists and dicts of a configuration).
+
+    Raises:
+        SpecError: something that is no list of such pairs.
+    """
     listed = isinstance(rules, Sequence) and not isinstance(rules, str)
     pairs = [r for r in rules if isinstance(r, Sequence) and len(r) == 2] if listed else []
     out = [(glob, from_plain(spec)) for glob, spec in pairs]
@@ -136,14 +153,14 @@ def tied_names(named: Mapping[str, Tensor]) -> dict[str, str]:
     return {other: path for path, leaf in named.items() for other in getattr(leaf, "tied_names", ())}
 
 
-def _first(path: str, rules: Sequence[Rule]) -> int | None:
-    """The rule that a path takes."""
+def find_rule(path: str, rules: Sequence[Rule]) -> int | None:
+    """Return the number of the rule that a path takes; None: it takes none."""
     return next((i for i, (glob, _) in enumerate(rules) if fnmatch.fnmatchcase(path, glob)), None)
 
 
 def _tied_hits(tied: Mapping[str, str], rules: Sequence[Rule]) -> set[int]:
     """Rules that a tied weight takes by another of its names; they must say what its path's rule says."""
-    hits = {name: i for name in (*tied, *tied.values()) if (i := _first(name, rules)) is not None}
+    hits = {name: i for name in (*tied, *tied.values()) if (i := find_rule(name, rules)) is not None}
     shown = {name: f"rule {rules[i][0]!r}" for name, i in hits.items()}
     differ = [
         f"params[{path!r}] takes {shown.get(path, 'no rule')}, its other name {other!r} takes {shown[other]}"
@@ -164,7 +181,7 @@ def _unused(index: int, rules: Sequence[Rule], named: Mapping[str, Any], tied: M
     glob = rules[index][0]
     path = next((p for p in named if fnmatch.fnmatchcase(p, glob)), None)
     if path is not None:
-        earlier = rules[_first(path, rules)][0]
+        earlier = rules[find_rule(path, rules)][0]
         return f"rule {glob!r}: rule {earlier!r} before it takes {path!r}"
     other = next((o for o in tied if fnmatch.fnmatchcase(o, glob)), None)
     if other is not None:

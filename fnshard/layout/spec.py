@@ -75,7 +75,8 @@ class LayoutSpec:
         codec: how a frozen leaf is coded, "int8", "nf4" or one of your own; see `fnshard.codecs`.
         trainable: None means: an `nn.Parameter`'s `requires_grad`; other float tensors are.
         unit: leaves gathered, freed and reduced together; None lets the unit policy say.
-        reshard: free the gathered leaf after forward and gather it again for backward.
+        reshard: free the gathered leaf after forward and gather it again for backward. False keeps it
+            between, in a pipeline for the whole step.
         buffers: (in a rule) the rule takes buffers and non-float leaves too.
         aggregation: what becomes of a leaf that `fn` writes to (a running average, a queue, a counter), whose
             new values differ by rank: the "mean" over ranks, by their rows; "sum" adds all ranks' changes;
@@ -83,7 +84,8 @@ class LayoutSpec:
             first rank's. None is "mean" for floats and "rank0" for others. After tf.VariableAggregation.
         chunk: which chunk of a pipelined program has the leaf, counted in the program's order: stage
             `chunk % mesh.stages` alone stores it. "all": every stage does, and its gradient is summed over
-            them. No layout names the axis "pipeline".
+            them. None: in a preset the chunk of the leaf's unit, else "all". No layout names the axis
+            "pipeline".
         shape: the full shape, filled in by `resolve`.
 
     >>> LayoutSpec(P("shard"), compute_dtype=torch.bfloat16).storage
@@ -109,7 +111,7 @@ class LayoutSpec:
     reshard: bool = True
     buffers: bool = False
     aggregation: Aggregation | None = None
-    chunk: int | Literal["all"] = "all"
+    chunk: int | Literal["all"] | None = None
     shape: tuple[int, ...] | None = None
 
     def __new__(cls, *args: Any, **fields: Any) -> Self:
@@ -134,7 +136,7 @@ class LayoutSpec:
     @property
     def resolved(self) -> bool:
         """Whether every default has been filled in from a leaf."""
-        return self.shape is not None and self.unit is not None and self.trainable is not None
+        return None not in (self.shape, self.unit, self.trainable, self.chunk)
 
     @property
     def aggregated(self) -> Aggregation:
@@ -157,8 +159,9 @@ class LayoutSpec:
         elsewhere = self.updated_on == "host" and self.memory == "device"
         return bool(self.trainable) and (elsewhere or self.optimizer_dtype != self.storage_dtype)
 
-    def resolve(self, leaf: Tensor, unit: str) -> LayoutSpec:
-        """All defaults filled in from `leaf` (its full shape and dtype) and the unit policy."""
+    def resolve(self, leaf: Tensor, unit: str, chunk: int | Literal["all"] = "all") -> LayoutSpec:
+        """All defaults filled in from `leaf` (its full shape and dtype), the unit policy, and the chunk that
+        a preset gives the unit."""
         storage_dtype = self.storage_dtype or leaf.dtype
         compute_dtype, wire_dtype = self.compute_dtype or storage_dtype, self.wire_dtype
         trainable = _trainable(leaf) if self.trainable is None else self.trainable
@@ -181,6 +184,7 @@ class LayoutSpec:
             wire_dtype=wire_dtype,
             trainable=trainable,
             unit=self.unit or unit,
+            chunk=chunk if self.chunk is None else self.chunk,
             shape=tuple(leaf.shape),
         )
 
@@ -207,7 +211,7 @@ _EXPECTED = {
     "scaling": one_of(*get_args(Scaling)),
     "memory": one_of(*get_args(Memory)), "optimizer_memory": one_of(*get_args(Memory)),
     "aggregation": one_of(*get_args(Aggregation), None), "update_on": one_of("host", "device", None),
-    "chunk": (lambda v: v == "all" or (type(v) is int and v >= 0), 'a chunk from 0 on, or "all"'),
+    "chunk": (lambda v: v in (None, "all") or (type(v) is int and v >= 0), 'a chunk from 0 on, or "all"'),
 }  # fmt: skip
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
@@ -291,7 +295,7 @@ def stage_of(spec: LayoutSpec, mesh: Mesh) -> int | None:
     >>> stage_of(LayoutSpec(chunk=3), make_mesh(pipeline=2, abstract=True))
     1
     """
-    return None if spec.chunk == "all" else spec.chunk % mesh.stages
+    return None if spec.chunk in (None, "all") else spec.chunk % mesh.stages
 
 
 def is_here(spec: LayoutSpec, mesh: Mesh, rank: int | None = None) -> bool:
@@ -330,7 +334,7 @@ def check_specs(specs: Mapping[str, LayoutSpec], mesh: Mesh) -> None:
     Raises:
         SpecError: an unknown axis or "pipeline", a `P` longer than the tensor, a `compute` that is not major
             in storage or does not divide, layouts of storage, gradient and optimizer that no collective
-            joins, an untrainable dtype.
+            joins, an untrainable dtype, a unit whose leaves are of several stages.
     """
     check_mesh(mesh)
     if not specs:
@@ -348,6 +352,23 @@ def check_specs(specs: Mapping[str, LayoutSpec], mesh: Mesh) -> None:
             f"{leaves(count)} cannot take {'its' if count == 1 else 'their'} spec on mesh {mesh}:",
             wrong,
             " ".join(fixes),
+        )
+    _check_units(specs, mesh)
+
+
+def _check_units(specs: Mapping[str, LayoutSpec], mesh: Mesh) -> None:
+    """Refuse units whose leaves are of several stages: one kernel may read all of a unit."""
+    homes: dict[str, dict[int, str]] = {}  # by unit and stage, a leaf
+    for path, spec in specs.items():
+        if (stage := stage_of(spec, mesh)) is not None:
+            homes.setdefault(spec.unit, {}).setdefault(stage, f"params[{path!r}] of chunk {spec.chunk}")
+    apart = {unit: own for unit, own in homes.items() if len(own) > 1}
+    if apart:
+        raise SpecError(
+            f"{len(apart)} of {len(homes)} units have leaves of several stages:",
+            [f"unit {unit!r}: {', '.join(own.values())}" for unit, own in apart.items()],
+            'give a unit\'s leaves one chunk, rules=[("layers.3.*", LayoutSpec(chunk=1))], or some of them '
+            "another unit: LayoutSpec(unit=...).",
         )
 
 

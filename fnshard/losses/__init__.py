@@ -1,5 +1,7 @@
-"""Losses: what `fn` may return besides a plain scalar, what a batch may hold besides plain tensors, and those
-of language models, which never hold the logits of a whole batch."""
+"""Losses of language models, and the types that `fn` may return, or a batch may hold, besides plain tensors.
+
+The losses never hold the logits of a whole batch.
+"""
 
 from __future__ import annotations
 
@@ -26,16 +28,16 @@ IGNORE = -100  # the target of a token that is not counted
 
 @dataclass(frozen=True)
 class Whole:
-    """A batch leaf that micro-batching does not cut along dim 0, and the context axis along no dim."""
+    """A batch leaf that is whole in every micro-batch, and that the context axis does not split."""
 
     value: Any
 
 
 @dataclass(frozen=True)
 class Sequence:
-    """A batch leaf whose sequence is `dim`, which the context axis of a mesh splits; None: it has none.
+    """A batch leaf whose sequence is `dim`, which the context axis of a mesh splits; None if it has none.
 
-    Of other tensors it is the second dim, if they have two. A mask [B, T, T] has several, `(1, 2)`:
+    The sequence of any other tensor is its second dim, if it has two. A mask [B, T, T] has several, `(1, 2)`:
     `fs.Buckets` pads them all, and the context axis splits the first.
     """
 
@@ -44,12 +46,12 @@ class Sequence:
 
     @property
     def dims(self) -> tuple[int, ...]:
-        """All of them, as they were named."""
+        """All sequence dims, as they were named."""
         return () if self.dim is None else self.dim if isinstance(self.dim, tuple) else (self.dim,)
 
     @property
     def fits(self) -> bool:
-        """Whether it is a tensor that has the dims."""
+        """Return whether the value is a tensor that has these dims."""
         value = self.value
         return isinstance(value, Tensor) and all(
             isinstance(d, int) and -value.dim() <= d < value.dim() for d in self.dims
@@ -57,32 +59,32 @@ class Sequence:
 
 
 def rows_of(leaf: Any, start: int, count: int) -> Any:
-    """A batch leaf with these rows alone."""
+    """Return a batch leaf with these rows alone."""
     rows = unwrapped(leaf).narrow(0, start, count)
     return replace(leaf, value=rows) if isinstance(leaf, Sequence) else rows
 
 
 def unwrapped(leaf: Any) -> Any:
-    """A batch leaf as `fn` sees it."""
+    """Return a batch leaf as `fn` sees it."""
     return leaf.value if isinstance(leaf, Whole | Sequence) else leaf
 
 
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, ignore: int = IGNORE, chunk: int = 0
 ) -> Mean:
-    """Cross-entropy after a linear layer, exactly averaged over all counted tokens of all ranks.
+    """Compute the cross-entropy after a linear layer, as an exact mean over all counted tokens of all ranks.
 
-    At most `chunk` tokens' logits are there at once, in the forward and in the backward.
+    The logits of at most `chunk` tokens exist at once, in the forward and in the backward.
 
     Args:
         hidden: [..., D], in any float dtype; logits are normalised in fp32.
-        weight: [V, D]: the head, which may be the tied embedding.
-        targets: int64 [...]; tokens whose target is `ignore` do not count; another that is no word makes the
-            loss infinite.
-        chunk: tokens at once; 0 takes as many as 128 MiB of logits are.
+        weight: [V, D], the head, which may be the tied embedding.
+        targets: int64 [...]. Tokens whose target is `ignore` do not count; another target that is no word
+            makes the loss infinite.
+        chunk: the tokens at once; 0 takes as many as have 128 MiB of logits (1 GiB on a GPU).
 
     Raises:
-        ValueError: shapes that do not fit each other.
+        ValueError: the shapes do not fit each other.
 
     >>> import torch
     >>> hidden, weight = torch.randn(2, 3, 4), torch.randn(7, 4)
@@ -97,15 +99,17 @@ def linear_cross_entropy(
 def linear_token_losses(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, ignore: int = IGNORE, chunk: int = 0
 ) -> Tensor:
-    """-log p of every target after a linear layer, fp32 [...], 0 where it is `ignore`, infinite where it
-    is no word; as above."""
+    """Return -log p of every target after a linear layer, fp32 [...]; arguments as in `linear_cross_entropy`.
+
+    It is 0 for the target `ignore`, and infinite for one that is no word.
+    """
     if hidden.shape[:-1] != targets.shape or weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
         raise ValueError(
             f"hidden {list(hidden.shape)}, weight {list(weight.shape)}, targets {list(targets.shape)}: "
             "expected are [..., D], [V, D] and [...]."
         )
     counted = targets != ignore
-    hidden = torch.where(counted.unsqueeze(-1), hidden, 0.0)  # else NaN of padding is 0 * NaN in gradients
+    hidden = torch.where(counted.unsqueeze(-1), hidden, 0.0)  # NaN of padding would give 0 * NaN in gradients
     sums, chosen = token_parts(hidden.reshape(-1, hidden.shape[-1]), weight, targets.reshape(-1), chunk, 1)
     is_word = (targets >= 0) & (targets < weight.shape[0])
     losses = torch.where(is_word, (sums - chosen).view(targets.shape), torch.inf)
@@ -113,11 +117,11 @@ def linear_token_losses(
 
 
 def next_token(logits: Tensor, tokens: Tensor, *, ignore: int = IGNORE) -> Mean:
-    """Cross-entropy of each token given those before it, for models that give logits.
+    """Compute the cross-entropy of each token given those before it, for models that return logits.
 
     Args:
         logits: [B, T, V].
-        tokens: int64 [B, T]: the inputs, or labels where some are `ignore`.
+        tokens: int64 [B, T], the inputs, or labels of which some are `ignore`.
     """
     targets = tokens[:, 1:]
     counted = targets != ignore
@@ -129,7 +133,10 @@ def next_token(logits: Tensor, tokens: Tensor, *, ignore: int = IGNORE) -> Mean:
 def sequence_logprobs(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, ignore: int = IGNORE, chunk: int = 0
 ) -> Tensor:
-    """log p of each sequence's counted targets after a linear layer, fp32 [B]; shapes as above, [B, T]."""
+    """Return log p of each sequence's counted targets after a linear layer, fp32 [B].
+
+    Arguments are those of `linear_cross_entropy`, with targets [B, T].
+    """
     return -linear_token_losses(hidden, weight, targets, ignore=ignore, chunk=chunk).sum(-1)
 
 
@@ -137,24 +144,23 @@ def load_balance(
     router_logits: Iterable[Tensor], top_k: int, counted: Tensor | None = None,
     psum: Callable[[Tensor], Tensor] = lambda x: x,
 ) -> Mean:  # fmt: skip
-    """Load balance, the auxiliary loss of a mixture's routers (Fedus et al. 2022, Switch Transformer, eq. 4):
-    E times the sum over experts of the share of tokens that went there times the mean probability of it.
+    """Compute the load balance, the auxiliary loss of a mixture's routers (Fedus et al. 2022, equation 4).
 
-    Both are of all layers, and of all rows. It is at least `top_k`, and equals transformers'
-    `load_balancing_loss_func`.
+    It is E times the sum over experts of the share of tokens that go there times its mean probability, both
+    over all layers and all rows. It is at least `top_k`, and equals transformers' `load_balancing_loss_func`.
 
     Args:
-        router_logits: of each layer, [N, E].
-        top_k: experts that a token goes to.
-        counted: whether each of the N tokens counts; default all.
-        psum: inside a sharded function `fs.psum`: the rows are those of all ranks then.
+        router_logits: the router's logits of each layer, [N, E].
+        top_k: the number of experts that a token goes to.
+        counted: whether each of the N tokens counts; by default all do.
+        psum: inside a sharded function `fs.psum`, so that the rows are those of all ranks.
 
     >>> import torch
     >>> load_balance([torch.zeros(6, 4)], top_k=2).total / 6
     tensor(2.)
     """
     logits = torch.stack(list(router_logits)).float()  # [layers, N, E]
-    if counted is not None:  # the routers of padding may say NaN
+    if counted is not None:  # the logits of padding may be NaN
         logits = torch.where(counted[:, None] != 0, logits, 0.0)
     probs = logits.softmax(-1)
     layers, tokens, experts = probs.shape

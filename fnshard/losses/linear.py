@@ -1,9 +1,9 @@
 """Fused linear cross-entropy: a linear layer and its cross-entropy as one operator, in chunks of tokens.
 
 Logits over a vocabulary of 128k are by far the largest tensor of a language model, and are needed for one
-number a token. Here at most `chunk` tokens' logits exist at once; the backward computes them again from what
-the forward kept, a log-sum-exp a token (Liger kernels, Hsu et al. 2024; Wijmans et al. 2024). It is a custom
-operator: taken apart, a compiler would see all chunks at once.
+number a token. Here the logits of at most `chunk` tokens exist at once. The backward computes them again from
+the log-sum-exp of each token, which the forward keeps (Liger kernels, Hsu et al. 2024; Wijmans et al. 2024).
+It is a custom operator, since a compiler that takes it apart would hold all chunks at once.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-# Of logits at once, if nobody says: as they come, and in fp32. A GPU wants products of thousands of rows.
+# The default bytes of logits at once, in the product's dtype and fp32. A GPU needs products of
+# thousands of rows.
 CHUNK_BYTES = {"cpu": 1 << 27, "cuda": 1 << 30}
-RUN_numbers = 1 << 22  # of a half type's gradient at once, where it is added by runs of rows
+RUN_numbers = 1 << 22  # the numbers of a half type's gradient at once, if it is added by runs of rows
 
 
 def chunk_of(tokens: int, vocabulary: int, chunk: int, dtype: torch.dtype, device: str) -> int:
-    """The number of tokens at once: `chunk`, or as many as have `CHUNK_BYTES` of logits.
+    """Return the number of tokens at once: `chunk`, or as many as have `CHUNK_BYTES` of logits.
 
     >>> [chunk_of(8192, 32_768, 0, torch.bfloat16, device) for device in ("cpu", "cuda")]
     [682, 5461]
@@ -31,22 +32,22 @@ def chunk_of(tokens: int, vocabulary: int, chunk: int, dtype: torch.dtype, devic
 
 
 def sums_wide(dtype: torch.dtype, device: str) -> bool:
-    """Whether a product of half-precision matrices can be returned, and accumulated, in fp32 (cuBLAS)."""
+    """Return whether cuBLAS can accumulate and return a product of half-precision matrices in fp32."""
     return device == "cuda" and dtype in (torch.bfloat16, torch.float16)
 
 
 def logit_bytes(dtype: torch.dtype) -> int:
-    """Bytes of one logit: in the dtype of the softmax, and in that of the product where it differs."""
+    """Return the bytes of one logit, in the dtype of the softmax and, if that differs, of the product."""
     return wide(dtype).itemsize + (dtype.itemsize if dtype != wide(dtype) else 0)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the softmax: fp32, or fp64 for fp64."""
+    """Return the dtype of the softmax: fp32, or fp64 for fp64."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """The logits of a chunk, in fp32 or fp64."""
+    """Compute the logits of a chunk, in fp32 or fp64."""
     if sums_wide(hidden.dtype, hidden.device.type):
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     return (hidden @ weight.t()).to(wide(hidden.dtype))
@@ -56,10 +57,10 @@ def _slopes(
     of_sums: Tensor, of_chosen: Tensor, sums: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor,
     counted: Tensor,
 ) -> Tensor:  # fmt: skip
-    """The gradient of a chunk's logits, in the dtype of the product.
+    """Return the gradient of a chunk's logits, in the dtype of the product.
 
     Args:
-        of_sums, of_chosen: gradients of the log-sum-exp, and of the target's logit where it is `counted`.
+        of_sums, of_chosen: gradients of the log-sum-exp, and of the target's logit if it is `counted`.
     """
     logits = _logits(hidden, weight)
     logits.sub_(sums.unsqueeze(1)).exp_().mul_(of_sums.unsqueeze(1))
@@ -69,15 +70,14 @@ def _slopes(
 
 
 def _add_products(total: Tensor, one: Tensor, other: Tensor) -> None:
-    """total += one @ other, without another tensor of its size: in place, or on a CPU half types by runs of
-    rows."""
+    """Add one @ other to total without another tensor of its size: in place, or by runs of rows."""
     if total.dtype == other.dtype:
         total.addmm_(one, other)
         return
     if sums_wide(other.dtype, other.device.type):
         torch.addmm(total, one, other, out_dtype=total.dtype, out=total)
         return
-    rows = max(1, RUN_numbers // max(other.shape[1], 1))  # of a half-precision gradient at once
+    rows = max(1, RUN_numbers // max(other.shape[1], 1))
     for low in range(0, total.shape[0], rows):
         total[low : low + rows].add_(one[low : low + rows] @ other)
 
@@ -86,21 +86,21 @@ def _add_products(total: Tensor, one: Tensor, other: Tensor) -> None:
 def token_parts(
     hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, parts: int
 ) -> tuple[Tensor, Tensor]:
-    """Return, of each token and part of the vocabulary, the log-sum-exp of its logits, and the target's
-    logit.
+    """Return the log-sum-exp of logits, and the target's logit, for each token and part of the vocabulary.
 
     Args:
         hidden: [N, D].
         weight: [V, D]; parts are equal runs of its rows.
         targets: int64 [N]; the logit is 0 in parts that do not have the target.
-        chunk: tokens at once; 0 chooses.
+        chunk: the tokens at once; 0 chooses.
+        parts: the number of parts.
 
     Returns:
-        both fp32 [parts, N] (fp64 of fp64).
+        Both are fp32 [parts, N] (fp64 for fp64).
     """
     sums = hidden.new_empty((parts, hidden.shape[0]), dtype=wide(hidden.dtype))
     chosen = torch.empty_like(sums)
-    for p, rows, part in _of_parts(hidden, weight, chunk, parts):
+    for p, rows, part in _each_part(hidden, weight, chunk, parts):
         here, inside = _within(targets[part], p, rows)
         logits = _logits(hidden[part], rows)
         sums[p, part] = torch.logsumexp(logits, 1)
@@ -109,8 +109,8 @@ def token_parts(
     return sums, chosen
 
 
-def _of_parts(hidden: Tensor, weight: Tensor, chunk: int, parts: int) -> Iterator[tuple[int, Tensor, slice]]:
-    """Each part's number and rows with each chunk of tokens."""
+def _each_part(hidden: Tensor, weight: Tensor, chunk: int, parts: int) -> Iterator[tuple[int, Tensor, slice]]:
+    """Yield each part's number and rows, with each chunk of tokens."""
     for p, rows in enumerate(weight.chunk(parts)):
         count = chunk_of(hidden.shape[0], rows.shape[0], chunk, hidden.dtype, hidden.device.type)
         for low in range(0, hidden.shape[0], count):
@@ -118,7 +118,7 @@ def _of_parts(hidden: Tensor, weight: Tensor, chunk: int, parts: int) -> Iterato
 
 
 def _within(targets: Tensor, part: int, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Targets as rows of a part, 0 where it does not have them; and which it has."""
+    """Return targets as rows of a part, 0 for those that it does not have, and which it has."""
     here = targets - part * rows.shape[0]
     inside = (here >= 0) & (here < rows.shape[0])
     return torch.where(inside, here, 0), inside
@@ -135,16 +135,16 @@ def token_parts_backward(
     of_sums: Tensor, of_chosen: Tensor, sums: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor,
     chunk: int, of_weight: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Gradients of `hidden` and of `weight`; the latter empty where it is not needed.
+    """Return the gradients of `hidden` and of `weight`; the latter is empty if it is not needed.
 
     Args:
-        of_sums, of_chosen: gradients of what the forward gave.
-        sums: what it kept.
+        of_sums, of_chosen: gradients of the forward's results.
+        sums: the log-sum-exp that the forward kept.
     """
     to_hidden = torch.empty_like(hidden, dtype=sums.dtype if sums.shape[0] > 1 else hidden.dtype)
     to_weight = torch.zeros(weight.shape if of_weight else (0,), dtype=sums.dtype, device=weight.device)
     count = weight.shape[0] // sums.shape[0]
-    for p, rows, part in _of_parts(hidden, weight, chunk, sums.shape[0]):
+    for p, rows, part in _each_part(hidden, weight, chunk, sums.shape[0]):
         here, inside = _within(targets[part], p, rows)
         slope = of_sums[p, part], of_chosen[p, part]
         slopes = _slopes(*slope, sums[p, part], hidden[part], rows, here, inside)

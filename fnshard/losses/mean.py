@@ -1,4 +1,4 @@
-"""Mean: a loss as a sum and a count."""
+"""A loss as a sum and a count."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Mean:
-    """`total / count` over *all* counted items of all ranks and micro-batches, exactly.
+    """A mean `total / count` over *all* counted items of all ranks and micro-batches, exactly.
 
     Args:
         total: 0-d, the sum of the items' losses on this rank.
-        count: 0-d, how many items that were (a padding mask's sum). A global count of zero gives
-            zero gradients.
-        bound: the most items that a micro-batch of this rank can count, where that is known. Gradients
-            are divided by it before they are summed; without it by the size of the batch leaves.
+        count: 0-d, the number of items (a padding mask's sum). A global count of zero gives zero gradients.
+        bound: the most items that a micro-batch of this rank can count, if that is known. Gradients are
+            divided by it before they are summed; without it, by the size of the batch leaves.
 
     >>> import torch
     >>> Mean(torch.tensor(6.0), torch.tensor(3)).total

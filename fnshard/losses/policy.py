@@ -1,11 +1,10 @@
-"""Policy: losses of language models that learn from rewards and preferences, as pure functions of
-log-probabilities.
+"""Losses of language models that learn from rewards and preferences, as pure functions of log-probabilities.
 
-Those of rewards take one `PolicyInputs`. Each returns the loss and metrics, as `fn` of a step may. A mean is
-exact over ranks, micro-batches, tensor and context axes: a mean of means would weigh tokens unequally.
+Losses of rewards take one `PolicyInputs`. Each returns the loss and metrics, as `fn` of a step may. A mean is
+exact over ranks, micro-batches, tensor and context axes; a mean of means would weigh tokens unequally.
 
-What is not counted (padding, prompts) may hold anything, NaN and infinity too: it is replaced before any
-function sees it, as a weight of 0 behind a function would leave 0 * NaN, in the loss or in gradients. A
+Tokens that do not count (padding, prompts) may hold anything, NaN and infinity too. They are replaced before
+any function sees them: a weight of 0 after a function would leave 0 * NaN in the loss or in gradients. A
 probability of 0 or of 1 gives finite losses and gradients.
 """
 
@@ -30,25 +29,28 @@ __all__ = [
 
 Loss = tuple[Mean, dict[str, Mean]]
 
-LEAST_LOGPROB = -1e6  # It stands for the logarithm of 0; 90,000 tokens at 11 nats each are above it.
-MOST_GAP = 20.0  # Of larger differences of log-probabilities the exponential, 5e8, goes on as a line.
+LEAST_LOGPROB = -1e6  # it stands for the logarithm of 0; 90,000 tokens at 11 nats each are above it
+MOST_GAP = 20.0  # for larger differences of log-probabilities the exponential, 5e8, continues as a line
 
 
 @dataclass(frozen=True)
 class PolicyInputs:
-    """The inputs of every loss of rewards, token by token; float tensors [B, T] where no other shape is
-    named.
+    """The inputs of every loss of rewards, token by token.
+
+    Float tensors are [B, T] unless another shape is named.
 
     Args:
         logprobs: log-probabilities of the sampled tokens by the policy that trains.
-        sampler: the same by whatever sampled them. A token for which it is not finite counts nowhere.
+        sampler: their log-probabilities by the model that sampled them. A token for which it is not finite
+            does not count.
         advantages: [B, T], or [B, 1] for whole rows.
-        mask: bool; the tokens that were sampled, not prompts and padding.
-        old: log-probabilities by the policy before the updates on these samples; default `sampler`.
+        mask: bool, true for sampled tokens, false for prompts and padding.
+        old: log-probabilities by the policy before the updates on these samples; by default `sampler`.
         reference: log-probabilities by the model to stay close to.
-        sequences: int64, the sequence of each token among its row's; default: a row is one.
-        max_sequences: of a row.
-        entropy: of the policy at each token; a metric alone.
+        sequences: int64, the number of each token's sequence within its row; by default a row is one
+            sequence.
+        max_sequences: the most sequences in a row.
+        entropy: the policy's entropy at each token, which is only a metric.
     """
 
     logprobs: Tensor
@@ -63,8 +65,10 @@ class PolicyInputs:
 
     @property
     def counted(self) -> PolicyInputs:
-        """Return a copy without the tokens that do not count, or that the sampler has no finite number for: 0
-        is in their places, in all fields."""
+        """A copy in which tokens that do not count are 0 in all fields, and masked.
+
+        Those are masked tokens, and tokens for which the sampler has no finite number.
+        """
         mask = self.mask & self.sampler.isfinite()
         named = {n: getattr(self, n) for n in ("logprobs", "sampler", "old", "reference")}
         shown = {n: _finite(v, mask) for n, v in named.items() if v is not None}
@@ -73,14 +77,14 @@ class PolicyInputs:
         return replace(self, mask=mask, advantages=advantages, entropy=entropy, **shown)
 
     def sums(self, values: Tensor) -> Tensor:
-        """[B, S]: sums of [B, T] over the counted tokens of each sequence."""
+        """Sum [B, T] over the counted tokens of each sequence, into [B, S]."""
         values = torch.where(self.mask, values, 0.0)
         if self.sequences is None:
             return values.sum(1, keepdim=True)
         return torch.einsum("bt,bts->bs", values, self._member.to(values.dtype))
 
     def spread(self, values: Tensor) -> Tensor:
-        """[B, T]: each token's entry of [B, S]."""
+        """Return each token's entry of [B, S], as [B, T]."""
         if self.sequences is None:
             return values.expand_as(self.logprobs)
         return torch.einsum("bs,bts->bt", values, self._member.to(values.dtype))
@@ -90,18 +94,19 @@ class PolicyInputs:
         return self.sequences[..., None] == torch.arange(self.max_sequences, device=self.sequences.device)
 
     def lengths(self) -> Tensor:
-        """[B, S]: counted tokens of each sequence."""
+        """Return the number of counted tokens of each sequence, [B, S]."""
         return self.sums(torch.ones_like(self.logprobs))
 
 
 @dataclass(frozen=True)
 class Correction:
-    """Importance sampling between the sampler and `old`, where numerics or weights make them differ.
+    """A correction by importance sampling, for a sampler whose numerics or weights differ from `old`.
 
     Args:
-        how: "truncate": weights exp(old - sampler), at most `high` (Yao et al. 2025, TIS); "mask": those
-            outside of [`low`, `high`] count as 0 (IcePop, Ling team 2025).
-        level: of tokens, or of the product over a sequence.
+        how: "truncate" uses weights exp(old - sampler), at most `high` (Yao et al. 2025, TIS); "mask" counts
+            those outside of [`low`, `high`] as 0 (IcePop, Ling team 2025).
+        level: whether weights belong to tokens, or are the product over a sequence.
+        high, low: the bounds of weights.
     """
 
     how: Literal["truncate", "mask"] = "truncate"
@@ -110,7 +115,7 @@ class Correction:
     low: float = 0.0
 
     def weights(self, inputs: PolicyInputs) -> Tensor:
-        """[B, T], with no gradient."""
+        """Return the weights of tokens, [B, T], without gradient."""
         gap = (_old(inputs) - inputs.sampler).detach()
         weights = _exp(inputs.spread(inputs.sums(gap)) if self.level == "sequence" else gap)
         if self.how == "truncate":
@@ -125,22 +130,22 @@ def grpo(
     inputs: PolicyInputs, *, clip: float = 0.2, clip_high: float | None = None, beta: float = 0.0,
     correction: Correction | None = None,
 ) -> Loss:  # fmt: skip
-    """Group relative policy optimisation (Shao et al. 2024): the mean over sequences of their tokens' mean.
+    """Optimise a policy by its group (GRPO, Shao et al. 2024): the mean over sequences of token means.
 
-    A token's loss is -min(r A, clip(r, 1 - clip, 1 + clip_high) A) + beta * KL, r = exp(logprobs - old),
-    KL = exp(d) - d - 1 with d = reference - logprobs.
+    A token's loss is -min(r A, clip(r, 1 - clip, 1 + clip_high) A) + beta * KL, with r = exp(logprobs - old),
+    and KL = exp(d) - d - 1 with d = reference - logprobs.
 
     Args:
-        clip, clip_high: how far r counts below and above 1; default the same.
-        beta: of the KL to the reference.
-        correction: of what the sampler and `old` differ by.
+        clip, clip_high: how far r counts below and above 1; `clip_high` is `clip` by default.
+        beta: the weight of the KL to the reference.
+        correction: corrects for a sampler that differs from `old`.
 
     Returns:
-        The loss, and metrics: `kl` to the reference, `clip_fraction` (of the tokens whose r counts no more),
+        The loss, and metrics: `kl` to the reference, `clip_fraction` (of tokens whose r is clipped),
         `entropy`, and `mismatch` (the KL from the sampler to `old`, by the same estimate).
 
     Raises:
-        ValueError: `beta`, and no reference.
+        ValueError: there is a `beta`, but no reference.
 
     >>> import torch
     >>> logprobs = torch.tensor([[-1.0, -2.0, -0.5]], requires_grad=True)
@@ -150,34 +155,38 @@ def grpo(
     (-2.0, 0.0)
     """
     inputs = inputs.counted
-    each, aux = _tokens(inputs, _ratios(inputs), clip, clip_high, beta, correction)
-    return _over_sequences(inputs, each), aux
+    each, aux = _token_losses(inputs, _ratios(inputs), clip, clip_high, beta, correction)
+    return _average_sequences(inputs, each), aux
 
 
 def gspo(
     inputs: PolicyInputs, *, clip: float = 3e-4, clip_high: float | None = 4e-4, beta: float = 0.0,
     correction: Correction | None = None,
 ) -> Loss:  # fmt: skip
-    """Group sequence policy optimisation (Zheng et al. 2025): `grpo` with r the geometric mean of its
-    sequence's. Arguments and results as there."""
+    """Optimise by group and sequence (GSPO, Zheng et al. 2025): `grpo` with r's geometric mean by sequence.
+
+    Arguments and results are those of `grpo`.
+    """
     inputs = inputs.counted
     means = inputs.sums(inputs.logprobs - _old(inputs)) / inputs.lengths().clamp(min=1)
-    each, aux = _tokens(inputs, _exp(inputs.spread(means)), clip, clip_high, beta, correction)
-    return _over_sequences(inputs, each), aux
+    each, aux = _token_losses(inputs, _exp(inputs.spread(means)), clip, clip_high, beta, correction)
+    return _average_sequences(inputs, each), aux
 
 
 def dr_grpo(
     inputs: PolicyInputs, *, max_length: int, clip: float = 0.2, clip_high: float | None = None,
     beta: float = 0.0, correction: Correction | None = None,
 ) -> Loss:  # fmt: skip
-    """Dr. GRPO (Liu et al. 2025): the mean over sequences of their tokens' sum, by the constant `max_length`,
-    so that no length counts more; advantages are not divided by a deviation. The rest as `grpo`.
+    """Optimise by Dr. GRPO (Liu et al. 2025): the mean over sequences of token sums, divided by `max_length`.
+
+    So no length counts more than another. Its advantages are not divided by a deviation. The other arguments
+    and the results are those of `grpo`.
 
     Args:
         max_length: the most tokens that a sequence may have.
     """
     inputs = inputs.counted
-    each, aux = _tokens(inputs, _ratios(inputs), clip, clip_high, beta, correction)
+    each, aux = _token_losses(inputs, _ratios(inputs), clip, clip_high, beta, correction)
     there = inputs.lengths() > 0
     total = torch.where(inputs.mask, each, 0.0).sum() / max_length
     return Mean(total, there.sum(), bound=float(there.numel())), aux
@@ -187,17 +196,20 @@ def bnpo(
     inputs: PolicyInputs, *, clip: float = 0.2, clip_high: float | None = None, beta: float = 0.0,
     correction: Correction | None = None,
 ) -> Loss:  # fmt: skip
-    """The mean over all tokens of all ranks, as TRL's `loss_type="bnpo"`. The rest as `grpo`."""
+    """Take the mean over all tokens of all ranks, as TRL's `loss_type="bnpo"`; the rest is as in `grpo`."""
     inputs = inputs.counted
-    each, aux = _tokens(inputs, _ratios(inputs), clip, clip_high, beta, correction)
-    return _over_tokens(inputs, each), aux
+    each, aux = _token_losses(inputs, _ratios(inputs), clip, clip_high, beta, correction)
+    return _average_tokens(inputs, each), aux
 
 
 def dapo(
     inputs: PolicyInputs, *, clip: float = 0.2, clip_high: float | None = 0.28, beta: float = 0.0,
     correction: Correction | None = None,
 ) -> Loss:  # fmt: skip
-    """DAPO (Yu et al. 2025): `bnpo`, clipped higher above than below. Its other parts are of the loop."""
+    """Optimise by DAPO (Yu et al. 2025): `bnpo`, clipped higher above than below.
+
+    Its other parts belong into the training loop.
+    """
     return bnpo(inputs, clip=clip, clip_high=clip_high, beta=beta, correction=correction)
 
 
@@ -206,31 +218,31 @@ def ppo(
     clip_values: float = 0.2, value_weight: float = 0.1, beta: float = 0.0,
     correction: Correction | None = None,
 ) -> Loss:  # fmt: skip
-    """Proximal policy optimisation (Schulman et al. 2017): `bnpo`, and a value head's clipped squared error.
+    """Optimise a policy (PPO, Schulman et al. 2017): `bnpo`, and a value head's clipped squared error.
 
     Args:
-        values, old_values: [B, T], what the value head says, and said when the tokens were sampled.
-        returns: [B, T], with the advantages by `gae`.
+        values, old_values: [B, T], the value head's values, now and when the tokens were sampled.
+        returns: [B, T], which `gae` computes with the advantages.
         clip_values: how far values may move from the old ones.
-        value_weight: of the value loss, which is half of max((values - returns)^2, (clipped - returns)^2).
+        value_weight: the weight of the value loss, half of max((values - returns)^2, (clipped - returns)^2).
 
     Returns:
-        As `grpo`, with `value_loss`.
+        The results of `grpo`, and the metric `value_loss`.
     """
     inputs = inputs.counted
     values, old_values, returns = (torch.where(inputs.mask, v, 0.0) for v in (values, old_values, returns))
-    each, aux = _tokens(inputs, _ratios(inputs), clip, None, beta, correction)
+    each, aux = _token_losses(inputs, _ratios(inputs), clip, None, beta, correction)
     near = old_values + (values - old_values).clamp(-clip_values, clip_values)
     errors = 0.5 * torch.maximum((values - returns).square(), (near - returns).square())
     aux["value_loss"] = _metric(inputs, errors)
-    return _over_tokens(inputs, each + value_weight * errors), aux
+    return _average_tokens(inputs, each + value_weight * errors), aux
 
 
 def group_advantages(rewards: Tensor, size: int, *, scale: bool = True, eps: float = 1e-4) -> Tensor:
-    """[N]: rewards less their group's mean, by its deviation; groups are `size` neighbours (one prompt's
-    samples).
+    """Return rewards [N] less their group's mean, divided by its deviation.
 
     Args:
+        size: the size of a group, which is so many neighbours (one prompt's samples).
         scale: False leaves the deviation out, as Dr. GRPO does.
         eps: is added to the deviation. A group of one, or of equal rewards, has advantage 0.
 
@@ -257,12 +269,12 @@ def group_advantages(rewards: Tensor, size: int, *, scale: bool = True, eps: flo
 def gae(
     rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float = 1.0, lam: float = 0.95
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (Schulman et al. 2016): advantages and returns [B, T], for a loop.
+    """Estimate advantages and returns [B, T] (GAE, Schulman et al. 2016), for use in a loop.
 
     Args:
         rewards, values: [B, T]; a sequence's reward stands at its last token.
-        mask: bool [B, T]; tokens that were sampled, in one run in each row.
-        gamma, lam: the discount, and the decay of what later tokens' errors count.
+        mask: bool [B, T], true for sampled tokens, which are one run in each row.
+        gamma, lam: the discount, and the decay with which errors of later tokens count.
     """
     following = torch.zeros_like(values[:, 0])
     after = torch.zeros_like(values[:, 0])
@@ -285,23 +297,22 @@ def _ratios(inputs: PolicyInputs) -> Tensor:
 
 
 def _finite(logprobs: Tensor, counted: Tensor | None) -> Tensor:
-    """Return log-probabilities with 0 in the places of those that do not count, and none that is infinite."""
+    """Return finite log-probabilities, with 0 in place of those that do not count."""
     shown = logprobs if counted is None else torch.where(counted != 0, logprobs, 0.0)
     return shown.clamp(min=max(LEAST_LOGPROB, torch.finfo(shown.dtype).min / 4))
 
 
 def _exp(gap: Tensor) -> Tensor:
-    """Return exp(gap), from `MOST_GAP` on its tangent: a gap that would overflow keeps a finite value and a
-    slope."""
+    """Return exp(gap), and from `MOST_GAP` on its tangent: large gaps have a finite value and a slope."""
     near = gap.clamp(max=MOST_GAP)
     return near.exp() * (1 + (gap - near))
 
 
-def _tokens(
+def _token_losses(
     inputs: PolicyInputs, ratios: Tensor, clip: float, clip_high: float | None, beta: float,
     correction: Correction | None,
 ) -> tuple[Tensor, dict[str, Mean]]:  # fmt: skip
-    """The loss of each token [B, T], and the metrics."""
+    """Return the loss of each token [B, T], and the metrics."""
     if beta and inputs.reference is None:
         raise ValueError(f"beta={beta}: inputs.reference is None, and a KL is to something.")
     high = clip if clip_high is None else clip_high
@@ -325,7 +336,7 @@ def _tokens(
 
 
 def _divergence(ours: Tensor, theirs: Tensor) -> Tensor:
-    """An unbiased estimate of KL(ours | theirs) that is never negative (Schulman 2020, "k3")."""
+    """Return an unbiased estimate of KL(ours | theirs) that is never negative (Schulman 2020, "k3")."""
     gap = theirs - ours
     return _exp(gap) - gap - 1
 
@@ -334,12 +345,12 @@ def _metric(inputs: PolicyInputs, values: Tensor) -> Mean:
     return Mean(torch.where(inputs.mask, values, 0.0).detach().sum(), inputs.mask.sum())
 
 
-def _over_tokens(inputs: PolicyInputs, each: Tensor) -> Mean:
+def _average_tokens(inputs: PolicyInputs, each: Tensor) -> Mean:
     total = torch.where(inputs.mask, each, 0.0).sum()
     return Mean(total, inputs.mask.sum(), bound=float(inputs.mask.numel()))
 
 
-def _over_sequences(inputs: PolicyInputs, each: Tensor) -> Mean:
+def _average_sequences(inputs: PolicyInputs, each: Tensor) -> Mean:
     """Return the mean over the sequences that have a token."""
     lengths = inputs.lengths()
     means = inputs.sums(each) / lengths.clamp(min=1)
@@ -359,19 +370,19 @@ def dpo(
     label_smoothing: float = 0.0,
     counted: Tensor | None = None,
 ) -> Loss:
-    """Direct preference optimisation (Rafailov et al. 2023), averaged over all pairs of all ranks.
+    """Optimise for preferences (DPO, Rafailov et al. 2023), averaged over all pairs of all ranks.
 
     The reference is the same frozen base without its adapters (`tuned.__wrapped__` of `fs.lora`), under
-    `torch.no_grad()`: there is no second model.
+    `torch.no_grad()`, so that there is no second model.
 
     Args:
         chosen, rejected, reference_chosen, reference_rejected: log-probabilities [B], `sequence_logprobs`.
-        beta: how dear it is to leave the reference.
+        beta: how expensive it is to leave the reference.
         label_smoothing: the share of pairs that may be the wrong way round (Mitchell 2023).
-        counted: bool [B]: which pairs are some, where others are padding; default all.
+        counted: bool [B], false for pairs that are padding; by default all count.
 
     Returns:
-        The loss, and what people watch: rewards, their margin, how often the chosen one is ahead.
+        The loss, and metrics: rewards, their margin, and how often the chosen one is ahead.
 
     >>> import torch
     >>> loss, aux = dpo(*torch.tensor([[-1.0], [-2.0], [-1.5], [-1.5]]))
@@ -384,61 +395,67 @@ def dpo(
     gains, losses = beta * (chosen - reference_chosen), beta * (rejected - reference_rejected)
     margin = gains - losses
     each = -F.logsigmoid(margin) * (1 - label_smoothing) - F.logsigmoid(-margin) * label_smoothing
-    return _pairs(each, gains, losses, counted)
+    return _pair_losses(each, gains, losses, counted)
 
 
 def ipo(
     chosen: Tensor, rejected: Tensor, reference_chosen: Tensor, reference_rejected: Tensor, *,
     beta: float = 0.1, counted: Tensor | None = None,
 ) -> Loss:  # fmt: skip
-    """Identity preference optimisation (Azar et al. 2023): (margin - 1 / (2 beta))^2, of the mean
-    log-probabilities of a response's tokens [B]. Results as `dpo`."""
+    """Optimise for preferences (IPO, Azar et al. 2023): (margin - 1 / (2 beta))^2.
+
+    The arguments are mean log-probabilities of a response's tokens [B]. The results are those of `dpo`.
+    """
     chosen, rejected, reference_chosen, reference_rejected = (
         _finite(each, counted) for each in (chosen, rejected, reference_chosen, reference_rejected)
     )
     gains, losses = chosen - reference_chosen, rejected - reference_rejected
-    return _pairs((gains - losses - 1 / (2 * beta)).square(), beta * gains, beta * losses, counted)
+    return _pair_losses((gains - losses - 1 / (2 * beta)).square(), beta * gains, beta * losses, counted)
 
 
 def orpo(chosen: Tensor, rejected: Tensor, *, beta: float = 0.1, counted: Tensor | None = None) -> Loss:
-    """Odds ratio preference optimisation (Hong et al. 2024): -chosen - beta log s(log odds ratio), of the
-    mean log-probabilities of a response's tokens [B]; no reference.
+    """Optimise for preferences by the odds ratio (ORPO, Hong et al. 2024).
 
-    The first term is each response's mean, as in the paper; TRL's is the mean over the batch's tokens.
+    A pair's loss is -chosen - beta log s(log odds ratio).
+
+    The arguments are mean log-probabilities of a response's tokens [B]; there is no reference. The first term
+    is each response's mean, as in the paper; TRL's is the mean over the batch's tokens.
     """
     chosen, rejected = _finite(chosen, counted), _finite(rejected, counted)
-    # The odds of a probability of 1 are infinite: it is taken for one that is a rounding below.
+    # The odds of a probability of 1 are infinite, so that it counts as one rounding less.
     near = [p.clamp(max=-torch.finfo(p.dtype).eps) for p in (chosen, rejected)]
     odds = [p - torch.log(-torch.expm1(p)) for p in near]
     each = -chosen - beta * F.logsigmoid(odds[0] - odds[1])
-    return _pairs(each, beta * chosen, beta * rejected, counted)
+    return _pair_losses(each, beta * chosen, beta * rejected, counted)
 
 
 def simpo(
     chosen: Tensor, rejected: Tensor, *, beta: float = 2.0, margin: float = 1.0,
     counted: Tensor | None = None,
 ) -> Loss:  # fmt: skip
-    """Simple preference optimisation (Meng et al. 2024): -log s(beta (chosen - rejected) - margin), of the
-    mean log-probabilities of a response's tokens [B]; no reference."""
+    """Optimise for preferences (SimPO, Meng et al. 2024): -log s(beta (chosen - rejected) - margin).
+
+    The arguments are mean log-probabilities of a response's tokens [B]; there is no reference.
+    """
     gains, losses = beta * _finite(chosen, counted), beta * _finite(rejected, counted)
-    return _pairs(-F.logsigmoid(gains - losses - margin), gains, losses, counted)
+    return _pair_losses(-F.logsigmoid(gains - losses - margin), gains, losses, counted)
 
 
 def kto(
     logprobs: Tensor, reference: Tensor, desirable: Tensor, divergence: Tensor, *, beta: float = 0.1,
     weights: tuple[float, float] = (1.0, 1.0), counted: Tensor | None = None,
 ) -> Loss:  # fmt: skip
-    """Kahneman-Tversky optimisation (Ethayarajh et al. 2024), of single responses that are good or bad.
+    """Optimise by single responses that are good or bad (KTO, Ethayarajh et al. 2024).
 
-    1 - s(beta (logprobs - reference) - z) for those that are desirable, 1 - s(z - ...) for others.
+    The loss is 1 - s(beta (logprobs - reference) - z) for desirable responses, and 1 - s(z - ...) for others.
 
     Args:
         logprobs, reference: log-probabilities [B] of responses.
         desirable: bool [B].
-        divergence: 0-d, the KL to the reference, estimated on prompts with another's response; z is beta
-            times it, not below 0, and has no gradient.
-        weights: of desirable and other responses.
-        counted: as `dpo`.
+        divergence: 0-d, the KL to the reference, estimated on prompts with another prompt's response. z is
+            beta times it, at least 0, and has no gradient.
+        weights: the weights of desirable and of other responses.
+        counted: as in `dpo`.
 
     Returns:
         The loss, and the mean `reward`.
@@ -447,20 +464,20 @@ def kto(
     z = beta * divergence.detach().clamp(min=0)
     good = desirable.to(rewards.dtype)
     each = (good * weights[0] + (1 - good) * weights[1]) * torch.sigmoid((1 - 2 * good) * (rewards - z))
-    mean = _counting(rewards, counted)
+    mean = _make_mean(rewards, counted)
     return mean(each, float(each.numel())), {"reward": mean(rewards.detach())}
 
 
-def _counting(like: Tensor, counted: Tensor | None) -> Callable[..., Mean]:
+def _make_mean(like: Tensor, counted: Tensor | None) -> Callable[..., Mean]:
     if counted is None:
         return lambda value, bound=None: Mean(value.sum(), float(like.numel()), bound)
     count, shares = counted.sum(), counted.to(like.dtype)
     return lambda value, bound=None: Mean(torch.where(counted != 0, value * shares, 0.0).sum(), count, bound)
 
 
-def _pairs(each: Tensor, gains: Tensor, losses: Tensor, counted: Tensor | None) -> Loss:
-    """A loss of pairs, by the rewards of the chosen and the rejected."""
-    mean, margin = _counting(each, counted), (gains - losses).detach()
+def _pair_losses(each: Tensor, gains: Tensor, losses: Tensor, counted: Tensor | None) -> Loss:
+    """Return a loss of pairs, and metrics of the rewards of chosen and rejected responses."""
+    mean, margin = _make_mean(each, counted), (gains - losses).detach()
     return mean(each, float(each.numel())), {
         "chosen_reward": mean(gains.detach()),
         "rejected_reward": mean(losses.detach()),

@@ -1,4 +1,4 @@
-"""A mesh: ranks on named axes. Over torch's `DeviceMesh`, or one rank, or simulated, or abstract."""
+"""A mesh: ranks on named axes, over torch's `DeviceMesh`, as one rank, simulated, or abstract."""
 
 from __future__ import annotations
 
@@ -32,9 +32,14 @@ _simulated = threading.local()
 class Mesh:
     """Named axes over ranks, row-major: the last axis varies fastest.
 
-    `kind`: "local" (one rank, no process group), "group" (a `torch.distributed` process group),
-    "simulated" (threads of one process, see `fnshard.simulate`, of `fnshard.runtime.collectives.simulated`),
-    "abstract" (no ranks at all: for lowering).
+    Args:
+        names, sizes: the axes.
+        data_axes: the axes whose ranks take different rows of the batch.
+        device_type: "cpu", "cuda", ...
+        kind: "local" (one rank, no process group), "group" (a `torch.distributed` process group), "simulated"
+            (threads of one process, see `fnshard.simulate`) or "abstract" (no ranks at all, for lowering).
+        device_mesh: torch's own mesh of a group.
+        connections: collectives that steps on this mesh share, by timeout.
     """
 
     names: tuple[str, ...]
@@ -47,17 +52,17 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """Ranks in the mesh."""
+        """The number of ranks in the mesh."""
         return math.prod(self.sizes)
 
     @property
     def data_size(self) -> int:
-        """Ranks that see different slices of the batch."""
+        """The number of ranks that take different slices of the batch."""
         return self.axes_size(self.data_axes)
 
     @property
     def rank(self) -> int:
-        """This rank; 0 on a local or abstract mesh."""
+        """The number of this rank; 0 on a local or abstract mesh."""
         if self.kind == "group":
             return dist.get_rank()
         if self.kind == "simulated":
@@ -66,17 +71,17 @@ class Mesh:
 
     @property
     def data_rank(self) -> int:
-        """Which slice of the batch this rank takes, of `data_size`."""
+        """The number of the slice of the batch that this rank takes, of `data_size`."""
         return self.group_ranks(self.data_axes).index(self.rank)
 
     @property
     def stages(self) -> int:
-        """Ranks along the axis "pipeline", each of which runs some chunks of the program; 1 without it."""
+        """The number of ranks along the axis "pipeline", each of which runs some chunks; 1 without it."""
         return self.axis_size(PIPELINE) if PIPELINE in self.names else 1
 
     @property
     def stage(self) -> int:
-        """Which stage this rank runs, of `stages`."""
+        """The number of the stage that this rank runs, of `stages`."""
         return self.stage_of(self.rank)
 
     def stage_of(self, rank: int) -> int:
@@ -99,7 +104,7 @@ class Mesh:
 
     @property
     def device(self) -> torch.device:
-        """Where this rank's tensors live."""
+        """The device of this rank's tensors."""
         if self.device_type == "cpu":
             return torch.device("cpu")
         if self.kind == "abstract":
@@ -107,17 +112,17 @@ class Mesh:
         return torch.device(self.device_type, torch.accelerator.current_device_index())
 
     def axis_size(self, name: str) -> int:
-        """Ranks along one axis."""
+        """Return the number of ranks along one axis."""
         if name not in self.names:
             raise SpecError(f"the mesh has no axis {name!r} (it has: {', '.join(self.names)}).")
         return self.sizes[self.names.index(name)]
 
     def axes_size(self, axes: Sequence[str]) -> int:
-        """Ranks in a group that spans `axes`; 1 for none."""
+        """Return the number of ranks in a group that spans `axes`; 1 for none."""
         return math.prod(self.axis_size(a) for a in axes)
 
     def coordinate(self, rank: int | None = None) -> dict[str, int]:
-        """`{axis: index}` of a rank (default: this one)."""
+        """Return `{axis: index}` of a rank (default: this one)."""
         rank = self.rank if rank is None else rank
         out: dict[str, int] = {}
         for name, size in zip(reversed(self.names), reversed(self.sizes), strict=True):
@@ -126,14 +131,14 @@ class Mesh:
         return {name: out[name] for name in self.names}
 
     def rank_of(self, coordinate: Mapping[str, int]) -> int:
-        """The inverse of `coordinate`."""
+        """Return the rank at a coordinate; the inverse of `coordinate`."""
         rank = 0
         for name, size in zip(self.names, self.sizes, strict=True):
             rank = rank * size + coordinate[name]
         return rank
 
     def group_ranks(self, axes: Sequence[str], rank: int | None = None) -> tuple[int, ...]:
-        """The ranks that differ from `rank` along `axes` only, row-major in the order of `axes`."""
+        """Return the ranks that differ from `rank` along `axes` only, row-major in the order of `axes`."""
         here = self.coordinate(rank)
         spans = [range(self.axis_size(a)) for a in axes]
         return tuple(
@@ -141,7 +146,7 @@ class Mesh:
         )
 
     def ordered(self, axes: Sequence[str]) -> tuple[str, ...]:
-        """`axes` in the mesh's own order, those of size one left out."""
+        """Return `axes` in the mesh's own order, without those of size one."""
         return tuple(n for n in self.names if n in axes and self.axis_size(n) > 1)
 
     def __str__(self) -> str:
@@ -158,23 +163,23 @@ def make_mesh(
 ) -> Mesh:
     """Make a mesh with named axes, `make_mesh(replicate=2, shard=4)`.
 
-    Where a launcher (`torchrun`, `fs.launch`) started several ranks and there is no process group yet, it is
-    made, and taken down when the process ends: gloo for CPU tensors and, on an accelerator, its own backend
-    for the others; `LOCAL_RANK` says which device is this rank's.
+    If a launcher (`torchrun`, `fs.launch`) has started several ranks and there is no process group yet, this
+    makes one, which is taken down when the process ends: gloo for CPU tensors and, on an accelerator, its own
+    backend for the others. `LOCAL_RANK` says which device is this rank's.
 
     Args:
-        data_axes: the axes (or the one axis) whose ranks take other rows of the batch; default all but
-            "tensor" and "context", which split what is computed of the same rows (`LayoutSpec.compute`), and
+        data_axes: the axes (or the one axis) whose ranks take different rows of the batch. By default all but
+            "tensor" and "context", which split the computation on the same rows (`LayoutSpec.compute`), and
             "pipeline", which splits the program by depth (`LayoutSpec.chunk`).
-        device: "cpu", "cuda", ...; default the accelerator if there is one, else, and if simulated, "cpu".
-        abstract: no process group and no devices, any size: for `lower` alone.
-        simulated: the ranks are threads of this process (tests, debugging).
-        axes: sizes by name; at most one may be -1: what is left of the world. None is `shard=-1`, all ranks
-            there are; one where these are not real.
+        device: "cpu", "cuda", ...; by default the accelerator if there is one, and "cpu" if simulated.
+        abstract: make a mesh of any size without process group and devices, for `lower` alone.
+        simulated: make the ranks threads of this process (tests, debugging).
+        axes: sizes by name; one may be -1, which is the rest of the world. Without axes it is `shard=-1`, all
+            ranks there are, or a single rank if abstract or simulated.
 
     Raises:
-        SpecError: the axes' product is not the number of ranks there are; a size, device or data axis that
-            is none; abstract and simulated at once; ranks that cannot meet.
+        SpecError: the product of the sizes is not the number of ranks, a size, device or data axis is
+            invalid, the mesh is both abstract and simulated, or the ranks cannot meet.
 
     >>> make_mesh(replicate=2, shard=4, abstract=True).group_ranks(["shard"], rank=5)
     (4, 5, 6, 7)
@@ -241,7 +246,7 @@ def _device_type(device: str, abstract: bool) -> str:
         found = torch.device(device).type
     except (RuntimeError, TypeError) as error:
         raise SpecError(
-            f"device={device!r} is no kind of device.", fix='"cpu", "cuda" or another torch knows.'
+            f"device={device!r} is no kind of device.", fix='"cpu", "cuda" or another that torch knows.'
         ) from error
     if found not in ("cpu", accelerator()) and not abstract:
         raise SpecError(
@@ -252,10 +257,10 @@ def _device_type(device: str, abstract: bool) -> str:
 
 
 def check_mesh(mesh: Any) -> None:
-    """Refuse what is no mesh.
+    """Refuse a value that is no mesh.
 
     Raises:
-        SpecError: says what makes one.
+        SpecError: it says how to make one.
     """
     if not isinstance(mesh, Mesh):
         raise SpecError(f"mesh={reprlib.repr(mesh)} is no mesh: make one with fs.make_mesh(shard=8).")
@@ -263,7 +268,7 @@ def check_mesh(mesh: Any) -> None:
 
 @contextmanager
 def simulated_rank(rank: int) -> Iterator[None]:
-    """Make this thread that rank of every simulated mesh."""
+    """Make this thread the given rank of every simulated mesh in the block."""
     before = getattr(_simulated, "rank", 0)
     _simulated.rank = rank
     try:

@@ -1,4 +1,4 @@
-"""Host: the memory that this process may have."""
+"""The memory that this process may use."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from pathlib import Path
 
 
 def control_groups(root: Path = Path("/")) -> list[tuple[int, int]]:
-    """Return (limit, used) bytes of this process's control groups and those around them (cgroups 2 and 1),
-    where they have a limit."""
+    """Return (limit, used) bytes of all control groups around this process that have a limit.
+
+    Both versions of cgroups are read, 2 and 1.
+    """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:

@@ -1,11 +1,11 @@
-"""Waits: what ranks wait for, as each shows it to the others in the store they met at.
+"""Notice ranks that wait in vain: each shows the others what it waits for, in the store they met at.
 
-Whatever ranks exchange on their hosts goes through that store (`Peers.exchange`): nothing is issued that some
-rank may never come to. A rank that has waited for LOOK_S shows there in which call, and how many messages of
-each channel it has come to; one that ends signs off. So a rank that waits for one that has ended, or that
-waits for it in turn, learns it at its next look and says which ranks called what. That is exact: what a rank
-shows is true until it has what it waits for. A rank that shows nothing is at work, and is waited for until
-the timeout.
+Whatever ranks exchange on their hosts goes through that store (`Peers.exchange`), so that nothing is issued
+to which some rank may never come. A rank that has waited for LOOK_S shows there in which call, and how many
+messages of each channel it has come to; one that ends signs off. So a rank that waits for one that has ended,
+or that waits for it in turn, learns it at its next look and says which ranks called what. That is exact: what
+a rank shows is true until it has what it waits for. A rank that shows nothing is at work, and is waited for
+until the timeout.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from torch.distributed.distributed_c10d import _get_default_store
 from fnshard.errors import CollectiveError, report
 
 DEFAULT_TIMEOUT = 600.0  # seconds: a peer may be compiling its first step
-LOOK_S = 1.0  # how often a rank that waits looks at what the others do
-ROLL_S = 2.0  # all who wait for one silent rank run out of time at about the same moment
-STOP_S = 5.0  # that a rank which was asked to end waits for peers that are idle
-PIECE = 4 << 20  # bytes: a TCPStore hangs up on who sends it 8 MiB at once
-BUSY = 0.05  # of a CPU: a process that takes more is at work
+LOOK_S = 1.0  # how often a rank that waits looks at the others
+ROLL_S = 2.0  # ranks that wait for the same silent rank time out within this interval
+STOP_S = 5.0  # how long a rank that was asked to end waits for peers that are idle
+PIECE = 4 << 20  # bytes of a piece of a message: a TCPStore hangs up on 8 MiB at once
+BUSY = 0.05  # a process that uses more of a CPU than this is at work
 LEAVE = "the end of its program"
 DUTY = "all ranks make the same calls in the same order: none of them below `if rank == 0:`."
 LOCKSTEP = "Where batches ran out on some ranks: `for batch in fs.lockstep(loader, step)`."
@@ -44,7 +44,7 @@ _made = itertools.count()
 
 
 def lost(what: object, cause: str) -> str:
-    """The text of a `CollectiveError`."""
+    """Return the text of a `CollectiveError`."""
     return report(
         f"{what}: a peer died, left, or did not answer in time.",
         [cause],
@@ -53,24 +53,24 @@ def lost(what: object, cause: str) -> str:
 
 
 def ranks_text(ranks: Collection[int]) -> str:
-    """`rank 1, 3`."""
+    """Return `rank 1, 3`, say."""
     return f"rank {', '.join(map(str, sorted(ranks)))}"
 
 
 def caller() -> tuple[str, str]:
-    """The function of the library that this thread is in, as its user calls it, and the line that does so."""
+    """Return the library's function that this thread is in, as its user calls it, and the call's line."""
     frame, call = sys._getframe(1), ""
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
         if module.startswith("fnshard.") and module != __name__:
-            call = _public(module.split(".")[1], frame.f_code.co_qualname.partition(".<locals>")[0])
+            call = _public_name(module.split(".")[1], frame.f_code.co_qualname.partition(".<locals>")[0])
         elif call and module.partition(".")[0] not in {*NOT_USERS, "fnshard"}:
             return call, f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
         frame = frame.f_back
     return call, ""
 
 
-def _public(package: str, name: str) -> str:
+def _public_name(package: str, name: str) -> str:
     name = name.replace("Step.__call__", "step").replace("Forward.__call__", "shard_forward")
     is_method = name[:1].isupper() or name in ("step", "shard_forward")
     named = f"fs.{name}" if name in sys.modules["fnshard"].__all__ else f"{package}.{name}"
@@ -78,13 +78,13 @@ def _public(package: str, name: str) -> str:
 
 
 def host() -> str:
-    """Equal for processes that see each other's `/proc`: same boot, same process namespace."""
+    """Return a text that is equal for processes that see each other's `/proc`: same boot, same namespace."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         return f"{socket.gethostname()} {file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
 def process_stat(pid: int) -> list[str]:
-    """Of a process of this host as Linux has it, from its state on, a letter: X where there is none."""
+    """Return Linux's fields of a process of this host, from its state on, a letter; X if there is none."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()
@@ -94,12 +94,13 @@ def process_stat(pid: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank is: it waits in a call, or has ended.
+    """A description of where a rank is: it waits in a call, or has ended.
 
     Args:
-        call, line: of the program; "has ended", and what it raised.
-        channel, number: of the message that it waits in, and `ranks`: that have to come to it.
+        call, line: the call and line of the program; or "has ended", and its exception.
+        channel, number, ranks: the message that it waits in, and the ranks that have to come to it.
         come: how many messages of each channel it has come to.
+        ended: whether it has ended.
     """
 
     call: str
@@ -115,7 +116,7 @@ class Place:
 
 
 def stuck(places: Mapping[int, Place | None]) -> set[int]:
-    """Ranks that have ended, and those that wait for one that will never come; None is at work.
+    """Return ranks that have ended, and those that wait for one that will never come; None is at work.
 
     >>> save, ended = Place("save", "", "a", 0, (0, 1), {"a": 1}), Place("has ended", ended=True)
     >>> stuck({0: save, 1: None}), stuck({0: save, 1: ended})
@@ -133,7 +134,7 @@ def stuck(places: Mapping[int, Place | None]) -> set[int]:
 
 
 def explain(rank: int, places: Mapping[int, Place]) -> CollectiveError:
-    """Why a rank that is stuck would wait in vain: which ranks called what."""
+    """Make the error for a rank that would wait in vain, which says what each rank called."""
     failed = [f"rank {r} {p}" for r, p in places.items() if p.ended and p.line]
     if failed:
         return CollectiveError(lost(places[rank], "; ".join(failed)))
@@ -151,9 +152,13 @@ class Peers:
     """The ranks of the default process group, as this one sees them.
 
     Args:
-        come: messages that this rank has come to, by channel.
-        pieces: beyond the first, of its last message of each channel.
-        asked: whether this process was asked to end; `abandoned`: whether a wait outside of Python goes on.
+        store: the store that ranks met at.
+        rank, world: this rank, and how many there are.
+        come: how many messages of each channel this rank has come to.
+        pieces: how many pieces beyond the first its last message of each channel had.
+        asked: says whether this process was asked to end.
+        timeout: the timeout of exchanges without one of their own.
+        abandoned: whether a wait outside of Python still goes on.
     """
 
     store: dist.Store
@@ -166,18 +171,20 @@ class Peers:
     abandoned: bool = False
 
     def __post_init__(self) -> None:
-        with suppress(OSError, RuntimeError):  # no Linux; no store
+        with suppress(OSError, RuntimeError):  # this is no Linux, or the store is gone
             self.store.set(f"process/{self.rank}", json.dumps([host(), os.getpid()]))
 
     def exchange(
         self, channel: str, data: bytes, timeout: float, of: Iterable[int] | None = None, call: str = ""
     ) -> list[bytes]:
-        """What every rank gives, by rank, once all have come.
+        """Give data to all ranks, and return that of every rank, by rank, once all have come.
 
         Args:
-            channel: of which this is each rank's next message.
-            of: ranks whose data is read; default all.
-            call: what to name it by; default the library's function that the program called.
+            channel: the channel of which this is each rank's next message.
+            data: this rank's data.
+            timeout: seconds to wait for silent ranks.
+            of: the ranks whose data is read; by default all.
+            call: the name of the call in errors; by default the library's function that the program called.
 
         Raises:
             CollectiveError: ranks call different functions, wait for each other, have ended or stay silent.
@@ -199,15 +206,15 @@ class Peers:
             first = self.store.multi_get([keys[r] for r in chosen]) if chosen else []
             found = [self._read(keys[r], value) for r, value in zip(chosen, first, strict=True)]
             calls = {r: Place(call or "gave up") for r, (call, _) in zip(chosen, found, strict=True)}
-            if b"" in first:  # and so does this one: what it has written is for no later try of theirs
+            if b"" in first:  # a rank gave up, and so does this one: its data must not answer a later try
                 raise explain(self.rank, {self.rank: place, **calls})
-            if number:  # whoever has come to this message has read the one before
+            if number:  # all ranks have come to this message, and so have read the one before
                 old = f"data/{channel}/{number - 1}/{self.rank}"
                 for key in (old, *(f"{old}/{at}" for at in range(before))):
                     self.store.delete_key(key)
         except BaseException as error:
             self.come[channel] = number
-            with suppress(RuntimeError):  # who comes later is not to take it for an answer
+            with suppress(RuntimeError):  # a rank that comes later must not take the data for an answer
                 self.store.set(keys[self.rank], b"")
             if isinstance(error, RuntimeError) and not isinstance(error, CollectiveError):
                 raise CollectiveError(lost(place, "the store that ranks met at is gone")) from error
@@ -217,7 +224,10 @@ class Peers:
         return [data for _, data in found]
 
     def _write(self, key: str, call: str, data: bytes) -> int:
-        """Write a message in pieces, the first one last: who finds it finds all; how many there are more."""
+        """Write a message in pieces, and return how many there are beyond the first.
+
+        The first piece is written last, so that a reader who finds it finds all.
+        """
         first, *more = [data[at : at + PIECE] for at in range(0, len(data) or 1, PIECE)]
         for at, piece in enumerate(more):
             self.store.set(f"{key}/{at}", piece)
@@ -225,14 +235,14 @@ class Peers:
         return len(more)
 
     def _read(self, key: str, value: bytes) -> tuple[str, bytes]:
-        """The call and the data of a message by its first piece; empty where its rank gave up."""
+        """Return the call and the data of a message, given its first piece; empty if its rank gave up."""
         call, _, rest = value.partition(b"\n")
         more, _, first = rest.partition(b"\n")
         pieces = [self.store.get(f"{key}/{at}") for at in range(int(more or 0))]
         return call.decode(), b"".join((first, *pieces))
 
     def show(self, stream: str, place: Place | None) -> None:
-        """Show the others where this rank is; None is at work, the stream "ended" for good."""
+        """Show the others where this rank is; None is at work. The stream "ended" is never overwritten."""
         values = place and asdict(replace(place, come=dict(self.come), ranks=[*place.ranks]))
         with suppress(RuntimeError):  # the store may be gone
             self.store.set(f"at/{stream}/{self.rank}", json.dumps(values))
@@ -242,12 +252,12 @@ class Peers:
             return json.loads(self.store.get(key)) if self.store.check([key]) else None
 
     def place_of(self, rank: int, stream: str) -> Place | None:
-        """Where another rank is, or was when it gave up to wait."""
+        """Return where another rank is, or was when it gave up waiting; None if it is at work."""
         values = self._get(f"at/{stream}/{rank}") or self._get(f"at/ended/{rank}")
         return values and Place(**values)
 
     def places(self, mine: Place, of: Iterable[int], stream: str) -> dict[int, Place | None]:
-        """This rank's, those of others, and of those that these wait for."""
+        """Return the places of this rank, of others, and of all ranks that these wait for."""
         found, ahead = dict[int, Place | None]({self.rank: mine}), [*of]
         while ahead:
             if (rank := ahead.pop()) not in found:
@@ -256,16 +266,16 @@ class Peers:
         return found
 
     def stat_of(self, rank: int) -> tuple[int, list[str]]:
-        """Process and `process_stat` of a rank of this host; "?" elsewhere."""
+        """Return the process of a rank and its `process_stat`; "?" for another host."""
         there, pid = self._get(f"process/{rank}") or ("", 0)
         return pid, process_stat(pid) if there and there == host() else ["?"]
 
     def gone(self, ranks: Iterable[int]) -> set[int]:
-        """Those whose process, on this host, is no more."""
+        """Return the ranks whose process, on this host, has ended."""
         return {r for r in ranks if self.stat_of(r)[1][0] in "ZX"}
 
     def run(self, work: Callable[[], Any], place: Place, timeout: float, what: Callable[[], str]) -> None:
-        """Do what waits for peers outside of Python, in a thread, and look meanwhile."""
+        """Run work that waits for peers outside of Python in a thread, and look at the peers meanwhile."""
         errors: list[BaseException] = []
 
         def done() -> None:
@@ -280,14 +290,18 @@ class Peers:
             self.abandoned = True
             while thread.is_alive():
                 thread.join(0.1)
-                wait.give_up(lambda: [*place.ranks], lambda _: set())  # torch sees who is gone
+                wait.give_up(lambda: [*place.ranks], lambda _: set())  # torch itself sees ranks that are gone
             self.abandoned = False
         if errors:
             raise errors[0]
 
 
 class Wait:
-    """One wait for peers, in which to `look` again and again; `what`: for a message, default the place."""
+    """A wait for peers, in which to `look` again and again.
+
+    Args:
+        what: describes the wait in errors; by default the place.
+    """
 
     def __init__(self, peers: Peers, place: Place, timeout: float, what: str = ""):
         self.peers, self.place, self.timeout, self.what = peers, place, timeout, what
@@ -303,16 +317,16 @@ class Wait:
     def __exit__(self, kind: type | None, *_: Any) -> None:
         if self.shown and kind is None:
             self.peers.show(self.stream, None)
-        elif self.shown:  # the others look at who gave up, too, before it is forgotten
+        elif self.shown:  # the others have to see that this rank gave up, before it is forgotten
             timer = threading.Timer(3 * LOOK_S, self.peers.show, [self.stream, None])
             timer.daemon = True
             timer.start()
 
     def look(self, missing: Missing, now: bool = False) -> list[int]:
-        """Look at the peers, if it is time to; gives whom it looked at.
+        """Look at the missing peers if it is time to, and return them.
 
         Raises:
-            CollectiveError: they will never come; this process was asked to end.
+            CollectiveError: they will never come, or this process was asked to end.
         """
         time_s, peers = time.monotonic(), self.peers
         if time_s < self.next and not now:
@@ -338,10 +352,10 @@ class Wait:
         return absent
 
     def give_up(self, missing: Missing, gone: Callable[[Iterable[int]], set[int]]) -> None:
-        """`look`, and be over when a process is `gone` or time has run out.
+        """Look at the peers, and end the wait when a process is `gone` or time has run out.
 
         Raises:
-            CollectiveError: as `look` does; a peer has left, or stayed silent.
+            CollectiveError: a peer has left, stayed silent, or will never come.
         """
         late = time.monotonic() - self.began > self.timeout
         absent = self.look(missing, now=late)
@@ -351,8 +365,10 @@ class Wait:
             raise CollectiveError(lost(self.what or self.place, cause))
 
     def _busy(self, rank: int) -> bool:
-        """Whether a process has computed, or waited for a disk, since the last look. One of another host is
-        taken to be busy where this one began to wait after it was asked to end."""
+        """Return whether a process has computed, or waited for a disk, since the last look.
+
+        A process of another host counts as busy if this one began to wait after it was asked to end.
+        """
         _, (state, *rest) = self.peers.stat_of(rank)
         ticks = sum(map(int, rest[10:12]))
         before, self.ticks[rank] = self.ticks.get(rank, ticks), ticks
@@ -360,7 +376,7 @@ class Wait:
         return is_far or state == "D" or ticks - before > BUSY * LOOK_S * os.sysconf("SC_CLK_TCK")
 
     def _silent(self, absent: list[int]) -> str:
-        """Who did not come in time: who shows that it waits for the same did."""
+        """Return the text of ranks that did not come in time, without those that wait for the same."""
         time.sleep(ROLL_S)
         shown = {r: self.peers.place_of(r, self.stream) for r in absent}
         came = {r for r, p in shown.items() if p and p.come.get(self.place.channel, 0) > self.place.number}
@@ -371,12 +387,12 @@ class Wait:
 
 
 def peers() -> Peers:
-    """Those of the default process group."""
+    """Return the peers of the default process group."""
     return _peers(dist.group.WORLD)
 
 
 @functools.lru_cache(maxsize=1)
 def _peers(world: Any) -> Peers:
-    # A store may have served a group that this process has left; what lies there is nobody's.
+    # The store may have served a group that this process has left, whose keys must not be read.
     store = dist.PrefixStore(f"fnshard/{next(_made)}", _get_default_store())
     return Peers(store, dist.get_rank(), dist.get_world_size())

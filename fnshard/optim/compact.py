@@ -1,4 +1,4 @@
-"""Compact: optimizers whose state is smaller than their parameters: 8-bit AdamW, Adafactor."""
+"""Optimizers whose state is smaller than their parameters: 8-bit AdamW and Adafactor."""
 
 from __future__ import annotations
 
@@ -28,17 +28,18 @@ def adamw_8bit(
     betas: tuple[float, float] | None = None,
     block: int = 64,
 ) -> Optimizer:
-    """Make `adamw` with moments in eight bits, a quarter of fp32's memory (Dettmers et al. 2022; as in
-    bitsandbytes and torchao).
+    """Make `adamw` with moments in eight bits, a quarter of fp32's memory (Dettmers et al. 2022).
 
-    Each run of `block` numbers along a leaf's last dim has one scale, in fp32, and codes of a dynamic map:
-    seven decades, 0.1 of each precise. No code of a second moment is 0: what is below all decades is 1e-7 of
-    its run's largest, so that its weight moves slowly, where 0 would let it jump. Leaves of one dim, and
-    those whose last dim is no multiple of `block`, keep moments in their own dtype. Embeddings are often left
-    out, too: `by_path(("*embed*", adamw(3e-4)), ("*", adamw_8bit(3e-4)))`.
+    The scheme is that of bitsandbytes and torchao.
+
+    Each run of `block` numbers along a leaf's last dim has one scale, in fp32, and codes of a dynamic map of
+    seven decades. No code of a second moment is 0: one below all decades counts as 1e-7 of its run's largest,
+    so that its weight moves slowly, where 0 would let it jump. Leaves of one dim, and those whose last dim is
+    no multiple of `block`, keep moments in their own dtype. Embeddings are often left out too:
+    `by_path(("*embed*", adamw(3e-4)), ("*", adamw_8bit(3e-4)))`.
 
     Raises:
-        OptimizerError: numbers out of range; a layout that cuts a run in two (at `step.init`).
+        OptimizerError: numbers are out of range, or a layout cuts a run in two (at `step.init`).
 
     >>> slots = adamw_8bit(3e-4).init("w", torch.ones(2, 128))
     >>> {name: (tuple(slot.shape), slot.dtype) for name, slot in slots.items() if "mu" in name}
@@ -74,21 +75,24 @@ def adamw_8bit(
     return Optimizer(name, init, update, rules=wide.rules, values=wide.values)
 
 
-LEAST_MOMENT = 1e-7  # of its run's largest, what the code 0 of a second moment stands for
+LEAST_MOMENT = 1e-7  # the code 0 of a second moment stands for this part of its run's largest
 
 
 @cache
 def make_levels(signed: bool) -> tuple[tuple[float, ...], tuple[float, ...], int]:
-    """Return the 256 values of the dynamic map, ascending, in (0, 1] or in [-1, 1]; the bounds between what
-    is coded as one of them and as the next; and which of the values has the code 0.
+    """Return the dynamic map.
 
-    A second moment is no 0, whatever it is next to the largest of its run: an update divides by its root, and
-    would divide by this step's gradient alone (Li, Chen and Zhu 2023). So the least value stands in the place
-    of 0, and a moment gets the code whose root's reciprocal is nearest.
+    A second moment is never coded as 0, however small it is next to the largest of its run: an update divides
+    by its root, and would divide by this step's gradient alone (Li, Chen and Zhu 2023). So the least value
+    takes the place of 0, and a moment gets the code whose root's reciprocal is nearest.
+
+    Returns:
+        The 256 values, ascending, in (0, 1], or in [-1, 1] if signed; the bounds between numbers that are
+        coded as neighbouring values; and the index of the value that has the code 0.
     """
     out = [0.0 if signed else LEAST_MOMENT, 1.0]
     for decade in range(7):
-        count = 2 ** (decade + (not signed))  # of equal parts of the decade; a level is in the middle of each
+        count = 2 ** (decade + (not signed))  # equal parts of the decade, with a level in the middle of each
         values = [10.0 ** (decade - 6) * (0.1 + 0.9 * (n + 0.5) / count) for n in range(count)]
         out += values + [-value for value in values] * signed
     out.sort()
@@ -107,7 +111,7 @@ def decode(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
 
 
 def encode(values: Tensor, block: int, signed: bool) -> tuple[Tensor, Tensor]:
-    """Return codes of the nearest levels, and scales."""
+    """Return the codes of the nearest levels, and the scales of runs."""
     runs = values.unflatten(-1, (-1, block))
     scales = runs.abs().amax(-1)
     unit = runs / torch.where(scales > 0, scales, 1.0).unsqueeze(-1)
@@ -117,7 +121,7 @@ def encode(values: Tensor, block: int, signed: bool) -> tuple[Tensor, Tensor]:
     return codes.remainder(256).to(torch.uint8).flatten(-2), scales
 
 
-EXPECTED = {  # what numbers Adafactor takes
+EXPECTED = {  # the numbers that Adafactor takes
     "beta2_decay": (lambda v: is_number(v) and v <= 0, "at most 0"),
     "eps": (
         lambda v: isinstance(v, tuple | list) and len(v) == 2 and (v[0] is None or v[0] > 0) and v[1] > 0,
@@ -136,16 +140,18 @@ def adafactor(
     weight_decay: ByPath = 0.0,
     lr_scale: ByPath = 1.0,
 ) -> Optimizer:
-    """Make `torch.optim.Adafactor` (Shazeer and Stern 2018), its numerics and its defaults: of a matrix's
-    second moments it keeps the means of rows and columns alone, so that its state is nearly nothing.
+    """Make `torch.optim.Adafactor` (Shazeer and Stern 2018), with its numerics and its defaults.
 
-    The last two dims of a leaf are matrices. Ranks exchange sums of some numbers a row and a column.
+    It keeps only the means of rows and columns of a matrix's second moments, so that its state is nearly
+    nothing. The last two dims of a leaf are matrices. Ranks exchange sums of a few numbers for each row and
+    column.
 
     Args:
-        lr: the largest rate; it is at most 1 / sqrt(step), and times the root mean square of the parameter.
+        lr: the largest rate. It is at most 1 / sqrt(step), and is multiplied by the parameter's root mean
+            square.
         beta2_decay: a new gradient has the weight `step ** beta2_decay`.
-        eps: the least second moment (None: that of the dtype), and the least root mean square of a parameter.
-        d: updates of a larger root mean square are scaled down to it.
+        eps: the least second moment (None is the dtype's), and the least root mean square of a parameter.
+        d: the largest root mean square of an update; larger ones are scaled down to it.
         weight_decay, lr_scale: a number, or `(glob, number)` rules on paths; the decay is
             `lr * weight_decay * param`.
 

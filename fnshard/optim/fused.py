@@ -1,8 +1,8 @@
-"""Fused: AdamW and SGD as one operator each, with torch's fused kernels as their in-place form.
+"""AdamW and SGD as one operator each, with torch's fused kernels as their in-place form.
 
-`fnshard::adamw`, `fnshard::sgd` and `fnshard::sgd_momentum` are what a traced update shows. A compiler takes
-them apart by `DECOMPOSITIONS`; who runs them as they are, on stored leaves, takes `IN_PLACE`, where many
-leaves are one call and nothing is allocated.
+A traced update contains `fnshard::adamw`, `fnshard::sgd` and `fnshard::sgd_momentum`. A compiler takes them
+apart by `DECOMPOSITIONS`. An executor that runs them on stored leaves uses `IN_PLACE`, where many leaves are
+one call and nothing is allocated.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def decompose_adamw(
     """Return the update of `torch.optim.AdamW`, and the new moments.
 
     Args:
-        param, grad, mu, nu: of one dtype, and of the leaf's shape.
+        param, grad, mu, nu: tensors of one dtype, and of the leaf's shape.
         lr: the rate.
-        count: how many updates were made before. The formula has no use for it, the fused kernel has.
+        count: how many updates were made before. Only the fused kernel needs it, not the formula.
         bias1, bias2: 1 - b1 ** (count + 1), and the square root of 1 - b2 ** (count + 1).
-        decay: the update takes away lr * decay * param.
+        decay: the update also subtracts lr * decay * param.
     """
     lr, bias1, bias2 = (number.to(param.dtype) for number in (lr, bias1, bias2))
     mu = mu.lerp(grad, 1 - b1)
@@ -54,7 +54,7 @@ def adamw_(
     def update_fused(params: list[Tensor], grads: list[Tensor], mu: list[Tensor], nu: list[Tensor]) -> None:
         # The kernel wants one fp32 count per leaf, on its device, and only reads it: all leaves share one.
         made = torch.full((), count + 1, dtype=torch.float32, device=params[0].device)
-        # A rate that is a tensor would be read through an fp32 pointer; a number is exact.
+        # The kernel would read a tensor as rate through an fp32 pointer; a Python number is exact.
         torch._fused_adamw_(
             params, grads, mu, nu, [], [made] * len(params), lr=lr, beta1=b1, beta2=b2, weight_decay=decay,
             eps=eps, amsgrad=False, maximize=False,
@@ -77,7 +77,7 @@ LIBRARY.define(
 
 
 def decompose_sgd(param: Tensor, grad: Tensor, lr: Tensor, decay: float) -> Tensor:
-    """Return the update of `torch.optim.SGD`; `decay * param` is added to the gradient."""
+    """Return the update of `torch.optim.SGD`, which adds `decay * param` to the gradient."""
     step = grad + decay * param if decay else grad
     return step * -lr.to(param.dtype)
 
@@ -127,27 +127,27 @@ def sgd_momentum_(
 
 
 def _fused_sgd_is_right(param: Tensor) -> bool:
-    # On CPU, up to torch 2.13 at least, the fused sgd kernel skips whole vectors of fp16 and bf16
-    # parameters and spoils their momentum, in silence (pytorch issue 191763).
+    # On a CPU, up to torch 2.13 at least, the fused kernel silently skips whole vectors of fp16 and bf16
+    # parameters and spoils their momentum (pytorch issue 191763).
     return not param.is_cpu or param.dtype in (torch.float32, torch.float64)
 
 
-# ------------------------------------------------------------------ what both share
+# ------------------------------------------------------------------ the operators
 
 ADAMW = torch.ops.fnshard.adamw.default
 SGD = torch.ops.fnshard.sgd.default
 SGD_MOMENTUM = torch.ops.fnshard.sgd_momentum.default
 
-# What each operator computes, in plain ops.
+# Each operator in plain ops.
 DECOMPOSITIONS: dict[Any, Callable[..., Tensor | tuple[Tensor, ...]]] = {
     ADAMW: decompose_adamw,
     SGD: decompose_sgd,
     SGD_MOMENTUM: decompose_sgd_momentum,
 }
 
-# A function of the operator's arguments in its order, where a list of tensors, one for each leaf, stands for
-# a leaf's tensor, and a Python number for a 0-d tensor. Parameters get their updates added, and slots their
-# new values; gradients may be spoiled. All leaves are on one device and of one dtype.
+# Each operator in place on many leaves of one device and dtype. The functions take the operator's arguments
+# in order, with a list of tensors, one for each leaf, for a leaf's tensor, and a Python number for a 0-d
+# tensor. They add updates to parameters, write new values to slots, and may overwrite gradients.
 IN_PLACE: dict[Any, Callable[..., None]] = {
     ADAMW: adamw_,
     SGD: sgd_,
@@ -161,10 +161,11 @@ def _update_in_place(
     update_plain: Callable[..., tuple[Tensor, ...]],
     is_right: Callable[[Tensor], bool],
 ) -> None:
-    """Update leaves by the fused kernel where it is right, and by the formula where it is not.
+    """Update leaves by the fused kernel, or by the formula where the kernel would be wrong.
 
     Args:
-        leaves: parameters, gradients and slots.
+        leaves: lists of parameters, gradients and slots.
+        is_right: says whether the kernel is right for a parameter.
     """
     fused = []
     for param, grad, *slots in zip(*leaves, strict=True):
@@ -173,7 +174,7 @@ def _update_in_place(
         if is_right(param) and is_fusable(param, slots):
             fused.append((param, grad, *slots))
             continue
-        # Short dtypes are computed in fp32, as everywhere.
+        # Short dtypes are computed in fp32, as in all updates.
         wide = [t.to(torch.promote_types(param.dtype, torch.float32)) for t in (param, grad, *slots)]
         update, *new = update_plain(*wide)
         param.add_(update.to(param.dtype))
@@ -185,20 +186,20 @@ def _update_in_place(
 
 
 def is_fusable(param: Tensor, slots: Sequence[Tensor]) -> bool:
-    """Return whether torch's fused kernels, which walk memory and never look at strides, take a leaf."""
+    """Return whether torch's fused kernels, which ignore strides, can update a leaf."""
     if not ((param.is_cpu or param.is_cuda) and param.is_contiguous()):
         return False
     return all(slot.dtype == param.dtype and slot.is_contiguous() for slot in slots)
 
 
 def prepare_gradients(grads: list[Tensor], params: list[Tensor], scale: Tensor | None = None) -> list[Tensor]:
-    """Return gradients in the parameters' dtype, contiguous and scaled; in place where that is possible.
+    """Return gradients in the parameters' dtype, contiguous and scaled, in place if possible.
 
     The kernels' own `grad_scale` is not used: it divides, is read as fp32, and writes the quotient back, so
-    it costs the same traffic as one foreach multiplication and loses digits in fp64.
+    that it costs the same traffic as one foreach multiplication and loses digits in fp64.
     """
     if scale is not None and grads and grads[0].dtype.itemsize > params[0].dtype.itemsize:
-        # A short dtype would overflow before a loss scale is divided out.
+        # Scale before the cast: a short dtype would overflow while the loss scale is still in the gradients.
         torch._foreach_mul_(grads, scale.to(grads[0].dtype))
         scale = None
     out = [

@@ -18,15 +18,16 @@ GROWTH_INTERVAL = 2000  # good steps
 
 @dataclass(frozen=True)
 class LossScale:
-    """The policy; its state (`TrainState.loss_scale`) holds scale, good_steps and skipped_steps.
+    """A policy of loss scaling; its state (`TrainState.loss_scale`) has scale, good_steps and skipped_steps.
 
-    A skipped step is no update: neither bias corrections (as with torch's GradScaler) nor the rate's
-    schedule move on (as in DeepSpeed, Megatron and Accelerate; torch leaves the schedule to the loop).
-    `TrainState.step` counts it: its batch is used up.
+    A skipped step is no update: bias corrections do not advance (as with torch's GradScaler), nor does the
+    rate's schedule (as in DeepSpeed, Megatron and Accelerate; torch leaves the schedule to the loop).
+    `TrainState.step` counts it, since its batch is used up.
 
     Args:
         initial: the first scale, or the constant one.
-        dynamic: halve on overflow and skip the update; double after `GROWTH_INTERVAL` good steps.
+        dynamic: whether to halve the scale on overflow and skip the update, and to double it after
+            `GROWTH_INTERVAL` good steps.
     """
 
     initial: float = 1.0
@@ -34,10 +35,12 @@ class LossScale:
 
     @staticmethod
     def choose(given: float | Literal["dynamic"] | None, fp16: bool, has_optimizer: bool = True) -> LossScale:
-        """From `shard_step(loss_scale=)`; None is dynamic where a leaf trains in fp16 and a state keeps it.
+        """Return the policy for `shard_step(loss_scale=)`; None is dynamic if a leaf trains in fp16.
+
+        Without an optimizer no state could keep a dynamic scale, and None is a scale of 1.
 
         Raises:
-            SpecError: no positive finite number; "dynamic" without an optimizer.
+            SpecError: it is no positive finite number, or "dynamic" without an optimizer.
         """
         if given is None:
             return LossScale(2.0**16, dynamic=True) if fp16 and has_optimizer else LossScale()
@@ -53,7 +56,7 @@ class LossScale:
         return LossScale(float(given))
 
     def init(self) -> dict[str, Tensor]:
-        """State before the first step; empty unless dynamic."""
+        """Return the state before the first step, which is empty unless dynamic."""
         if not self.dynamic:
             return {}
         return {
@@ -63,14 +66,14 @@ class LossScale:
         }
 
     def scale(self, state: State) -> Tensor:
-        """0-d fp32, what the loss is multiplied by."""
+        """Return the factor of the loss, 0-d fp32."""
         return state["scale"] if self.dynamic else torch.tensor(self.initial, dtype=torch.float32)
 
     def check(self, state: State) -> None:
         """Refuse a `TrainState.loss_scale` that another policy made.
 
         Raises:
-            StateError: no dynamic scale where the step needs one, or one that it would not use.
+            StateError: the step needs a dynamic scale and the state has none, or the other way round.
         """
         expected = set(self.init())
         if set(state) == expected:
@@ -84,11 +87,11 @@ class LossScale:
         )
 
     def updates(self, step: int, state: State) -> int:
-        """The number of updates among `step` steps."""
+        """Return the number of updates among `step` steps."""
         return step - int(state["skipped_steps"]) if self.dynamic else step
 
     def after(self, state: State, skipped: bool) -> dict[str, Tensor]:
-        """The scale's state after a step."""
+        """Return the scale's state after a step."""
         if not self.dynamic:
             return dict(state)
         if skipped:
@@ -103,16 +106,16 @@ class LossScale:
         return {"scale": scale, "good_steps": good, "skipped_steps": state["skipped_steps"]}
 
     def metrics(self, state: State) -> dict[str, Tensor]:
-        """The scale's entries of a step's metrics."""
+        """Return the scale's entries of a step's metrics."""
         if not self.dynamic:
             return {}
         return {"loss_scale": state["scale"], "skipped_steps": state["skipped_steps"]}
 
 
 def exact_seed(value: float, dtype: torch.dtype) -> tuple[float, float]:
-    """`(seed, rest)` of product `value`: what a backward starts from in the loss's dtype, and what is left.
+    """Return `(seed, rest)`, whose product is `value`: a backward starts from `seed` in the loss's dtype.
 
-    A short dtype would round the value, and all gradients with it: there the seed is a power of two.
+    A short dtype would round the value, and all gradients with it, so that its seed is a power of two.
 
     >>> exact_seed(1 / 3, torch.bfloat16)
     (0.25, 1.3333333333333333)

@@ -1,4 +1,4 @@
-"""Muon: the momentum of each matrix, made orthogonal (Jordan et al. 2024)."""
+"""Muon: update each matrix by its orthogonalised momentum (Jordan et al. 2024)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["muon", "orthogonalized"]
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan's, for Newton-Schulz: steep at 0, near 1 elsewhere
 SCALES = {
     "original": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
-    # AdamW's updates have this root mean square (Liu et al. 2025, Moonlight): rates may be AdamW's.
+    # AdamW's updates have this root mean square (Liu et al. 2025, Moonlight), so that its rates can be used.
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
 }
 
@@ -43,8 +43,8 @@ def muon(
 ) -> Optimizer:
     """Make `torch.optim.Muon` for matrices, and for stacks of them ("experts"); AdamW for all other leaves.
 
-    Ranks that have shards of equal matrices exchange these in `dtype`, so that each makes its share of whole
-    matrices orthogonal, and sends shards back, as in torchtitan's and Moonlight's distributed forms. A stack
+    Ranks that have shards of equal matrices exchange them in `dtype`, so that each orthogonalises its share
+    of whole matrices, and sends shards back, as in torchtitan's and Moonlight's distributed forms. A stack
     that is split between its matrices is not sent. Momentum is laid out as AdamW's.
 
     Args:
@@ -53,9 +53,9 @@ def muon(
         ns_steps: steps of Newton-Schulz.
         scale: the factor of updates: "match_rms_adamw", 0.2 sqrt(max(rows, columns)); or "original",
             sqrt(max(1, rows / columns)).
-        others: globs, joined by "|", of matrices that AdamW has: embeddings and heads.
-        adamw: the optimizer of all other leaves; default `adamw(lr, weight_decay=weight_decay)`.
-        dtype: the one that Newton-Schulz is computed in; None: the update's own.
+        others: globs, joined by "|", of matrices that AdamW updates: embeddings and heads.
+        adamw: the optimizer of all other leaves; by default `adamw(lr, weight_decay=weight_decay)`.
+        dtype: the dtype that Newton-Schulz is computed in; None is the update's own.
 
     Raises:
         OptimizerError: numbers that are out of range.
@@ -101,7 +101,11 @@ def muon(
 def for_matrices(
     matrices: Optimizer, lr: Rate, weight_decay: float, others: str, adamw: Optimizer | None
 ) -> Optimizer:
-    """Return an optimizer of matrices and of stacks of experts', with AdamW for `others` and other leaves."""
+    """Return an optimizer of matrices and stacks of experts' matrices, with AdamW for all other leaves.
+
+    Args:
+        others: globs of matrices that AdamW updates too.
+    """
     check_kind(adamw)
     globs = others.split("|")
 
@@ -116,7 +120,7 @@ def for_matrices(
 
 
 def orthogonalized(matrix: Tensor, steps: int = 5) -> Tensor:
-    """Return nearly U Vᵀ of matrices U S Vᵀ, [..., M, N], by Newton-Schulz, and zero of zero.
+    """Return nearly U Vᵀ for matrices U S Vᵀ, [..., M, N], by Newton-Schulz, and zero for zero.
 
     >>> torch.linalg.svdvals(orthogonalized(torch.diag(torch.tensor([1.0, 0.1])))).round(decimals=1)
     tensor([0.7000, 0.7000])

@@ -1,4 +1,4 @@
-"""Optimizer: the update of one whole leaf, in plain torch. How it is sharded is derived (`compiler.update`).
+"""An optimizer is the update of one whole leaf, in plain torch; `compiler.update` derives how it is sharded.
 
     def sign_sgd(lr):
         def update(path, grad, slots, param, step):
@@ -8,7 +8,7 @@
         init = lambda path, param: {"mean": torch.zeros_like(param)}
         return fs.optim.Optimizer("sign_sgd", init, update, rules=())
 
-Sums, norms, products and decompositions of matrices are those of the whole leaf, on every mesh.
+Sums, norms, products and decompositions of matrices are those of the whole leaf on every mesh.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Step:
     """The numbers of one step that an update may read: 0-d tensors.
 
     Args:
-        count: int64, how many updates were made before this one. A step that loss scaling skips is none.
-        norm: L2 norm of all gradients of all ranks; read it as `global_norm`.
+        count: int64, how many updates were made before this one, without steps that loss scaling skipped.
+        norm: the L2 norm of all gradients of all ranks; read it as `global_norm`.
         evaluate: calls a function of `count`; see `host`.
 
     >>> step = Step(torch.tensor(3))
@@ -53,7 +53,7 @@ class Step:
         """The norm of all gradients, before anything has changed them.
 
         Raises:
-            OptimizerError: behind a transform that has changed the gradients, in a `chain`.
+            OptimizerError: a transform earlier in the `chain` has changed the gradients.
         """
         if self.norm is None:
             raise OptimizerError(
@@ -66,9 +66,9 @@ class Step:
     def host(self, function: Callable[[Tensor], Any] | float) -> Tensor:
         """Return `function(count)`, computed on the host once a step, or a number, as a 0-d fp64 tensor.
 
-        The function may branch on the count and convert it, which code that is traced cannot: rates by
-        schedule are such functions. Cast the result, `.to(param.dtype)`, where an operator wants operands of
-        one dtype; arithmetic next to the leaf takes it as it comes.
+        The function may branch on the count and convert it, which traced code cannot; a rate's schedule is
+        such a function. Cast the result, `.to(param.dtype)`, for an operator that wants operands of one
+        dtype; arithmetic with the leaf needs no cast.
         """
         if not callable(function):
             return as_number(function)
@@ -84,22 +84,23 @@ def as_number(value: Any) -> Tensor:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Optimizer:
-    """An optimizer of one device and whole leaves; `name` is the call that makes it.
+    """An optimizer, written for one device and whole leaves.
 
     Args:
+        name: the text of the call that makes it.
         init: `(path, param) -> {name: tensor}`, the state of a leaf. Slots of the leaf's shape (or of size 1
-            along some dims, or shorter by a whole factor) are split as the leaf is, square ones of a matrix's
-            sides by their rows; others are whole on every rank. It may copy the parameter, and read nothing
-            else of its values.
+            along some dims, or shorter by a whole factor) are split as the leaf is, and square ones of a
+            matrix's sides by their rows; others are whole on every rank. It may copy the parameter, but must
+            not compute with its values.
         update: `(path, grad, slots, param, step) -> (update, slots)`, pure; `param + update` is the new
-            parameter. Slots that it does not return stay. It sees fp32 (fp64 where the leaf is of that), and
-            gradients that the loss scale is divided out of. Whatever of the step it reads is a 0-d tensor of
-            `Step`; a branch is `torch.where`, or `torch.cond` where one side is dear.
-        rules: all that `init` and `update` take from the path: leaves for which these say the same numbers
-            share a trace. `()` where they do not read it. None: nothing is promised, and each leaf is traced
-            by itself, which is slow for many.
+            parameter. Slots that it does not return stay. It sees fp32 (fp64 if the leaf has that), and
+            gradients without the loss scale. All that it reads of the step is a 0-d tensor of `Step`. A
+            branch is `torch.where`, or `torch.cond` if one side is expensive.
+        rules: all that `init` and `update` take from the path: leaves with the same numbers by these rules
+            share a trace. `()` says that they do not read the path, and None says nothing: then each leaf is
+            traced by itself, which is slow for many.
         values: 0-d tensors for the step's metrics, such as `lr`, which progress lines show.
-        choose: `(path, shape) -> Optimizer`, of an optimizer that leaves each leaf to another one.
+        choose: `(path, shape) -> Optimizer`, if it leaves each leaf to another optimizer.
 
     >>> def update(path, grad, slots, param, step):
     ...     return -0.1 * grad / grad.norm(), {}
@@ -121,22 +122,22 @@ class Optimizer:
 
     @cached_property
     def traces(self) -> dict[Hashable, Any]:
-        """Keep what a compiler has found out about it, by leaf; it goes when the optimizer does."""
+        """The traces that a compiler has made of it; they live as long as the optimizer."""
         return {}
 
     def of(self, path: str, shape: Sequence[int]) -> Optimizer:
-        """Return the optimizer that a leaf of this path and shape has."""
+        """Return the optimizer of a leaf of this path and shape."""
         return self if self.choose is None else self.choose(path, shape).of(path, shape)
 
     def settings(self, path: str) -> Any:
-        """Return what tells leaves of one shape apart: the numbers of the rules, or the path itself."""
+        """Return a key that tells leaves of one shape apart: the numbers of the rules, or the path itself."""
         return path if self.rules is None else tuple(rule(path) for rule in self.rules)
 
     def check(self, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Check the rules by path against the shapes of all leaves that are trained.
+        """Check the rules by path against the shapes of all trained leaves.
 
         Raises:
-            OptimizerError: a rule that decides for no leaf, or a leaf without one.
+            OptimizerError: a rule decides for no leaf, or a leaf has no rule.
         """
         for rule in self.rules or ():
             rule.check(shapes)
@@ -153,7 +154,7 @@ def init_slots(optimizer: Optimizer, params: Mapping[str, Tensor]) -> dict[str, 
     """Return the state of whole leaves, by path.
 
     Raises:
-        OptimizerError: a rule by path that decides for no leaf, or a leaf without one.
+        OptimizerError: a rule by path decides for no leaf, or a leaf has no rule.
     """
     optimizer.check({path: param.shape for path, param in params.items()})
     return {path: optimizer.of(path, param.shape).init(path, param) for path, param in params.items()}
@@ -171,7 +172,7 @@ def apply_updates(
     """Return new parameters and new slots of whole leaves on one device.
 
     Args:
-        scale: gradients are multiplied by it first, and so is their norm.
+        scale: a factor by which gradients and their norm are multiplied first.
     """
     if scale is not None and step.norm is not None:
         step = replace(step, norm=step.norm * scale)
@@ -206,8 +207,10 @@ def update_leaf(
 
 
 def narrow_numbers(step: Step, dtype: torch.dtype) -> Step:
-    """Return a step whose numbers are of a dtype. Next to a leaf that is one number, those in fp64 would make
-    fp64 of what is computed; next to larger tensors a 0-d number does not change the dtype."""
+    """Return a step whose numbers have this dtype, for a leaf that is a single number.
+
+    Together with it, fp64 numbers would make results fp64; with larger tensors a 0-d number does not.
+    """
     return replace(
         step,
         norm=None if step.norm is None else step.norm.to(dtype),
@@ -219,7 +222,7 @@ def check_update(optimizer: Optimizer, path: str, made: Any, param: Tensor, slot
     """Check that an update has returned an update of the leaf and slots of it.
 
     Raises:
-        OptimizerError: says what is of another type, name, shape or kind of numbers. Floats may be wider.
+        OptimizerError: something has another type, name, shape or kind of numbers. Floats may be wider.
     """
     leaf = f"params[{path!r}] {list(param.shape)}"
     fix = (
@@ -235,10 +238,10 @@ def check_update(optimizer: Optimizer, path: str, made: Any, param: Tensor, slot
     pairs |= {f"slot {name!r}": (value, slots[name]) for name, value in new.items() if name in slots}
     for what, (value, like) in pairs.items():
         if not isinstance(value, Tensor):
-            wrong.append(f"{what} is {type(value).__name__}, and no tensor")
+            wrong.append(f"{what} is {type(value).__name__}, not a tensor")
         elif value.shape != like.shape:
-            wrong.append(f"{what} is {list(value.shape)}, and not {list(like.shape)}")
+            wrong.append(f"{what} is {list(value.shape)}, not {list(like.shape)}")
         elif value.dtype != like.dtype and not (value.is_floating_point() and like.is_floating_point()):
-            wrong.append(f"{what} is {value.dtype}, and not {like.dtype}")
+            wrong.append(f"{what} is {value.dtype}, not {like.dtype}")
     if wrong:
         raise OptimizerError(f"{optimizer} returns what is no update of {leaf}:", wrong, fix)

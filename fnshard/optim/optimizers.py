@@ -1,4 +1,4 @@
-"""Optimizers: `sgd`, `adamw` and others, clipping, averages, chains and choices by path.
+"""The optimizers `sgd`, `adamw` and others, clipping, averages, chains and choices by path.
 
 Each is a function of one whole leaf in plain torch; the contract is `fnshard.optim.optimizer`.
 """
@@ -81,8 +81,10 @@ def lars(
     trust: float = 1e-3,
     eps: float = 1e-8,
 ) -> Optimizer:
-    """Make `sgd` for large batches: the gradient plus `weight_decay * param` is scaled by `trust * |param| /
-    (|grad| + weight_decay * |param| + eps)`, norms of whole leaves (You, Gitman and Ginsburg 2017; apex).
+    """Make `sgd` for large batches (You, Gitman and Ginsburg 2017; apex).
+
+    The gradient plus `weight_decay * param` is scaled by `trust * |param| / (|grad| + weight_decay * |param|
+    + eps)`, with norms of whole leaves.
 
     Leaves of one dim, and those that are zero or get no gradient, are not scaled. `weight_decay` and
     `lr_scale` take a number, or `(glob, number)` rules on paths, first match wins.
@@ -228,7 +230,7 @@ def schedule_free_adamw(
     lock = threading.Lock()  # simulated ranks, and the host's worker, are threads
 
     def share(count: Tensor) -> float:
-        """Return the newest point's weight in the average: points weigh as the square of the largest rate."""
+        """Return the newest point's weight in the average; points weigh as the largest rate squared."""
         with lock:
             while len(sums) < int(count) + 2:
                 most = max(sums[-1][0], float(rate(torch.tensor(len(sums) - 1))))
@@ -261,7 +263,7 @@ class Clip:
     max_norm: float
 
     def factor(self, step: Step) -> Tensor:
-        """Return what gradients are multiplied by."""
+        """Return the factor of gradients."""
         return torch.clamp(self.max_norm / (step.global_norm + 1e-6), max=1.0)
 
     def __call__(self, path: str, grad: Tensor, slots: Slots, param: Tensor, step: Step) -> Update:
@@ -271,7 +273,7 @@ class Clip:
 def clip_by_global_norm(max_norm: float) -> Optimizer:
     """Make `torch.nn.utils.clip_grad_norm_`: all gradients times `min(1, max_norm / (norm + 1e-6))`.
 
-    It goes before the optimizer in a `chain`. Metric `grad_norm`: the norm before clipping.
+    It goes before the optimizer in a `chain`. The metric `grad_norm` is the norm before clipping.
     """
     name = call_text("clip_by_global_norm", max_norm=max_norm)
     if not is_number(max_norm) or not max_norm > 0:
@@ -287,7 +289,7 @@ def clip_by_global_norm(max_norm: float) -> Optimizer:
 
 @dataclass(frozen=True, eq=False)
 class Average:
-    """The update of `ema`: it hands the update on as it came, and averages the new parameters."""
+    """The update of `ema`, which passes the update on unchanged, and averages the new parameters."""
 
     decay: RateSchedule
 
@@ -299,8 +301,8 @@ class Average:
 def ema(decay: Rate) -> Optimizer:
     """Keep `decay * average + (1 - decay) * new parameters`, from the initial ones on.
 
-    Goes last in a `chain`; `fs.averaged(state)` is what to evaluate, save or export. The average has the
-    optimizer's dtype: in bf16 it would stand still at a decay of 0.999.
+    It goes last in a `chain`; evaluate, save or export `fs.averaged(state)`. The average has the optimizer's
+    dtype: in bf16 it would stand still at a decay of 0.999.
 
     Args:
         decay: at least 0 and below 1, or a function of how many updates were made before, which warms it up
@@ -317,7 +319,7 @@ def ema(decay: Rate) -> Optimizer:
 
 
 def ema_params(slots: Mapping[str, Slots], name: str = "ema") -> dict[str, Tensor]:
-    """Return the averaged parameters out of an optimizer's state, in its layout; see `fs.averaged`."""
+    """Return the averaged parameters from an optimizer's state, in its layout; see `fs.averaged`."""
     bare = [
         f"params[{path!r}] has {', '.join(own_slots) or 'none'}"
         for path, own_slots in slots.items()
@@ -335,7 +337,7 @@ def ema_params(slots: Mapping[str, Slots], name: str = "ema") -> dict[str, Tenso
 
 @dataclass(frozen=True, eq=False)
 class Chain:
-    """The update of `chain`: each member takes the update of the one before as its gradient."""
+    """The update of `chain`, in which each member takes the update of the one before as its gradient."""
 
     members: tuple[Optimizer, ...]
 
@@ -348,7 +350,7 @@ class Chain:
         }
 
     def name_slots(self, own: Sequence[Sequence[str]]) -> list[dict[str, str]]:
-        """Return, for each member, what the chain calls its slots: a name that is taken gets a number."""
+        """Return, for each member, the chain's names of its slots: a name that is taken gets a number."""
         counts: dict[str, int] = {}
         out = []
         for names in own:
@@ -367,7 +369,7 @@ class Chain:
             state = {name: slots[own] for name, own in outer.items()}
             grad, changed = member.update(path, grad.to(param.dtype), state, param, step)
             new.update({outer[name]: value for name, value in changed.items()})
-            # The norm that the next member sees is that of what it gets, or none.
+            # The next member sees the norm of the gradients that it gets, if that is known.
             if isinstance(member.update, Clip):
                 step = replace(step, norm=step.global_norm * member.update.factor(step))
             elif not isinstance(member.update, Average):
@@ -381,8 +383,8 @@ def chain(*transforms: Optimizer) -> Optimizer:
     A slot name that is taken gets a number: the second `ema` keeps "ema_2".
 
     Raises:
-        OptimizerError: clipping that is not first, or an `ema` that is not last. A member that reads
-            `step.global_norm` behind one that has changed the gradients raises it when it is used.
+        OptimizerError: clipping is not first, or an `ema` is not last. A member that reads `step.global_norm`
+            after one that has changed the gradients raises it when it is used.
 
     >>> chain(clip_by_global_norm(1.0), adamw(3e-4), ema(0.999)).init("w", torch.zeros(2)).keys()
     dict_keys(['mu', 'nu', 'ema'])
@@ -415,7 +417,7 @@ def chain(*transforms: Optimizer) -> Optimizer:
     name = f"chain({', '.join(member.name for member in members)})"
     values = lambda step: {k: v for m in members for k, v in m.values(step).items()}  # noqa: E731
 
-    # Around one that leaves leaves to others, there is a chain around each of these.
+    # If a member leaves each leaf to one of several optimizers, there is a chain around each of these.
     at = next((at for at, member in enumerate(members) if member.choose is not None), None)
     if at is not None:
         around = cache(lambda part: chain(*members[:at], part, *members[at + 1 :]))
@@ -432,8 +434,8 @@ def check_kind(optimizer: object) -> None:
     """Check that `optimizer` is None or an `Optimizer` that has an update rule.
 
     Raises:
-        OptimizerError: says what it is, and what takes its place. Clipping or an average alone would add the
-            gradients to the parameters.
+        OptimizerError: it is something else; the error says what to use. Clipping or an average alone would
+            add the gradients to the parameters.
     """
     if optimizer is None:
         return
@@ -471,12 +473,12 @@ class Choice:
         return self.parts[self.which(path, shape)]
 
     def values(self, step: Step) -> dict[str, Tensor]:
-        """Return the metrics of all parts; of one name, those of the first."""
+        """Return the metrics of all parts; for the same name, those of the first part."""
         return {key: v for part in reversed(self.parts) for key, v in part.values(step).items()}
 
 
 def choosing(name: str, choose: Callable[[str, Sequence[int]], Optimizer]) -> Optimizer:
-    """Return an optimizer that leaves each leaf to the one that `choose` gives."""
+    """Return an optimizer that leaves each leaf to the one that `choose` returns."""
     return Optimizer(
         name,
         lambda path, param: choose(path, param.shape).init(path, param),
@@ -489,12 +491,12 @@ def choosing(name: str, choose: Callable[[str, Sequence[int]], Optimizer]) -> Op
 
 @dataclass(frozen=True)
 class PartRules(PathRules):
-    """The rules of `by_path`, whose numbers say which of its parts has a leaf."""
+    """The rules of `by_path`, whose numbers say which of its parts updates a leaf."""
 
     parts: tuple[Optimizer, ...] = ()
 
     def check(self, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Check the globs, and that no part which is for matrices gets leaves that are none alone."""
+        """Check the globs, and that a part for matrices gets at least one matrix."""
         super().check(shapes)
         for index, part in enumerate(self.parts):
             own = {path: shape for path, shape in shapes.items() if int(self(path)) == index}
@@ -513,8 +515,8 @@ def by_path(*rules: tuple[str, Optimizer]) -> Optimizer:
     What goes around all of them, clipping first and `ema` last, is a `chain` with this in it.
 
     Raises:
-        OptimizerError: no rules, or something else than pairs of a glob and an optimizer; and with all
-            leaves: some that no glob matches, or a glob that is first for none.
+        OptimizerError: there are no rules, or one is not a pair of a glob and an optimizer; and, once all
+            leaves are known, no glob matches some of them, or one is first for none.
 
     >>> optimizer = by_path(("*bias", sgd(0.1)), ("*", adamw(3e-4)))
     >>> {path: list(optimizer.init(path, torch.zeros(2))) for path in ("bias", "w")}

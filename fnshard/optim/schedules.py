@@ -24,7 +24,7 @@ ByPath = float | Sequence[tuple[str, float]]
 
 
 def call_text(name: str, **arguments: object) -> str:
-    """The text of a call, which evaluates to the same object.
+    """Return the text of a call, which evaluates to the same object.
 
     >>> call_text("constant", value=0.1)
     'constant(value=0.1)'
@@ -36,8 +36,13 @@ def call_text(name: str, **arguments: object) -> str:
 class RateSchedule:
     """A pure function from the step (0-d int64, 0 at the first update) to a 0-d fp64 tensor.
 
-    The step counts updates; one that dynamic loss scaling skips is none. It is on the host, and so is the
-    value. A function of one's own may return a Python number. `most` is the largest value, where it is known.
+    The step counts updates, without those that dynamic loss scaling skipped. It is on the host, and so is the
+    value. A user's own function may return a Python number.
+
+    Args:
+        text: the text of the call that makes it.
+        function: the function.
+        most: the largest value, if it is known.
 
     >>> warmup_cosine(peak=1.0, warmup=10, total=100)(torch.tensor(5)).item()
     0.5
@@ -75,33 +80,34 @@ def constant(value: float) -> RateSchedule:
 
 
 def warmup_cosine(peak: float, warmup: int, total: int, floor: float = 0.0) -> RateSchedule:
-    """From 0 to `peak` in `warmup` updates, then half a cosine to `floor` at update `total`.
+    """Make a schedule that rises from 0 to `peak` in `warmup` updates, and falls to `floor` by half a cosine.
 
-    As in Optax and Hugging Face the first update has rate 0 (where `warmup` > 0) and update number
-    `warmup` is the first at `peak`. `floor` is a rate, not a fraction; it holds after `total`.
+    As in Optax and Hugging Face, the first update has rate 0 (if `warmup` > 0), and update number `warmup` is
+    the first at `peak`. `floor` is a rate, not a fraction; it is reached at update `total`, and holds after
+    it.
     """
     text = call_text("warmup_cosine", peak=peak, warmup=warmup, total=total, floor=floor)
     _check_phases(text, warmup, total)
     return RateSchedule(
         text,
-        _warmed(peak, warmup, total, floor, lambda x: 0.5 * (1 + torch.cos(math.pi * x))),
+        _ramp(peak, warmup, total, floor, lambda x: 0.5 * (1 + torch.cos(math.pi * x))),
         most=max(peak, floor),
     )
 
 
 def linear(peak: float, warmup: int, total: int, floor: float = 0.0) -> RateSchedule:
-    """From 0 to `peak` in `warmup` updates, then straight to `floor` at update `total`."""
+    """Make a schedule from 0 to `peak` in `warmup` updates, then straight to `floor` at update `total`."""
     text = call_text("linear", peak=peak, warmup=warmup, total=total, floor=floor)
     _check_phases(text, warmup, total)
-    return RateSchedule(text, _warmed(peak, warmup, total, floor, lambda x: 1 - x), most=max(peak, floor))
+    return RateSchedule(text, _ramp(peak, warmup, total, floor, lambda x: 1 - x), most=max(peak, floor))
 
 
 def wsd(peak: float, warmup: int, total: int, decay: int, floor: float = 0.0) -> RateSchedule:
-    """Warmup, stable, decay: 0 to `peak`, held, and straight to `floor` in the last `decay` updates."""
+    """Make a warmup-stable-decay schedule: 0 to `peak`, held, and to `floor` in the last `decay` updates."""
     text = call_text("wsd", peak=peak, warmup=warmup, total=total, decay=decay, floor=floor)
     _check_phases(text, warmup, total, decay)
-    fall = _warmed(peak, total - decay, total, floor, lambda x: 1 - x)
-    rise = _warmed(peak, warmup, total, peak, lambda x: 1 - x)
+    fall = _ramp(peak, total - decay, total, floor, lambda x: 1 - x)
+    rise = _ramp(peak, warmup, total, peak, lambda x: 1 - x)
     function = lambda step: torch.where(step < total - decay, rise(step), fall(step))  # noqa: E731
     return RateSchedule(text, function, most=max(peak, floor))
 
@@ -125,7 +131,7 @@ def register(name: str, make: Callable[..., Rate]) -> None:
 
 
 def as_schedule(rate: Rate) -> RateSchedule:
-    """A float or any `step -> number or 0-d tensor` as a `RateSchedule` whose text is the argument's own."""
+    """Return a float, or any `step -> number or 0-d tensor`, as a `RateSchedule` with the same text."""
     if isinstance(rate, RateSchedule):
         return rate
     if callable(rate):
@@ -139,7 +145,7 @@ def as_schedule(rate: Rate) -> RateSchedule:
 
 
 def counterpart(value: object) -> str:
-    """The fix for an object of torch's that has a counterpart here, or for one of a wrong kind."""
+    """Return the fix for an object of torch's that has a counterpart here, or for one of a wrong kind."""
     if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
         return (
             "a rate is a function of the step: fs.optim.adamw(fs.schedules.warmup_cosine(3e-4, warmup=100, "
@@ -153,21 +159,25 @@ def counterpart(value: object) -> str:
 
 
 def rate_first(make: Callable[Arguments, Made]) -> Callable[Arguments, Made]:
-    """Decorator: an error with the fix for a call in torch's order, with parameters first."""
+    """Decorate an optimizer's constructor: a call in torch's order, parameters first, gets a clear error."""
 
     @functools.wraps(make)
-    def made(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Made:
+    def check_and_make(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Made:
         if args:
             as_schedule(args[0])
         return make(*args, **kwargs)
 
-    return made
+    return check_and_make
 
 
-def _warmed(
+def _ramp(
     peak: float, warmup: int, total: int, floor: float, shape: Callable[[Tensor], Tensor]
 ) -> Callable[[Tensor], Tensor]:
-    """Rise to `peak`, then `shape` (1 to 0 as its argument goes 0 to 1) between `peak` and `floor`."""
+    """Return a function that rises to `peak`, and then falls to `floor`.
+
+    Args:
+        shape: the form of the fall: it goes from 1 to 0 as its argument goes from 0 to 1.
+    """
 
     def function(step: Tensor) -> Tensor:
         at = step.to(torch.float64)
@@ -187,7 +197,7 @@ def _check_phases(text: str, warmup: int, total: int, decay: int = 0) -> None:
 
 @dataclass(frozen=True)
 class PathRules:
-    """One number per leaf: of `(glob, value)` rules the first whose glob matches the path.
+    """A number for each leaf: that of the first `(glob, value)` rule whose glob matches the path.
 
     >>> PathRules.of("weight_decay", [("*norm*", 0.0), ("*", 0.1)])("layers.0.norm.weight")
     0.0
@@ -199,10 +209,10 @@ class PathRules:
 
     @staticmethod
     def of(name: str, value: ByPath) -> PathRules:
-        """Rules from a number (for all leaves) or from pairs.
+        """Make rules from a number (for all leaves) or from pairs.
 
         Raises:
-            OptimizerError: a value that is negative or no number.
+            OptimizerError: a value is negative or no number.
         """
         number = isinstance(value, int | float)
         rules = () if number else tuple((glob, float(x)) for glob, x in value)
@@ -213,17 +223,20 @@ class PathRules:
         return PathRules(name, rules, rest)
 
     def __call__(self, path: str) -> float:
-        """The leaf's number; `check` says beforehand where there is none."""
+        """Return the leaf's number; `check` reports leaves without one beforehand."""
         value = self._find(path)[1]
         if value is None:
             self.check([path])
         return value
 
     def check(self, paths: Iterable[str]) -> None:
-        """Check that every rule matches a leaf and every leaf a rule. `paths`: *all* trained leaves.
+        """Check that every rule matches a leaf and every leaf a rule.
+
+        Args:
+            paths: the paths of *all* trained leaves.
 
         Raises:
-            OptimizerError: a rule that decides for no leaf, or a leaf without a rule.
+            OptimizerError: a rule decides for no leaf, or a leaf has no rule.
         """
         paths = list(paths)
         found = {path: self._find(path) for path in paths}

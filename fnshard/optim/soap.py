@@ -15,7 +15,7 @@ from fnshard.optim.schedules import Rate, as_schedule, call_text, rate_first
 
 __all__ = ["soap"]
 
-SIDES = {"left": -2, "right": -1}  # and the dim of a matrix that each is of
+SIDES = {"left": -2, "right": -1}  # the sides of a matrix, with their dims
 
 
 @rate_first
@@ -32,26 +32,27 @@ def soap(
     others: str = EMBEDDINGS,
     adamw: Optimizer | None = None,
 ) -> Optimizer:
-    """Make SOAP, its authors' numerics, for matrices and for stacks of them ("experts"), and AdamW for other
-    leaves.
+    """Make SOAP, with its authors' numerics, for matrices and stacks of them ("experts").
 
-    The state is averages of G Gᵀ and Gᵀ G, their bases, and Adam's moments in these bases. Where ranks have
-    shards of a matrix, all of it travels to the rank that computes, and back: of a square matrix seven
+    AdamW updates all other leaves.
+
+    The state is averages of G Gᵀ and Gᵀ G, their bases, and Adam's moments in these bases. If ranks have
+    shards of a matrix, all its state travels to the rank that computes, and back: for a square matrix seven
     tensors of its size in fp32, 14 times the bytes of `muon`. The first step makes bases and changes no
     matrix.
 
-    A gradient of less rank than its sides leaves a part of the basis open, which rounding then decides: runs
-    on other meshes may differ by more than rounding.
+    A gradient of lower rank than its sides leaves a part of the basis undetermined, which rounding then
+    decides: runs on other meshes may differ by more than rounding.
 
     Args:
         lr: a rate, or a schedule.
-        b1, b2, eps: Adam's.
-        weight_decay: the update then takes away `lr * weight_decay * param`.
-        shampoo_beta: the decay of the averages; None: `b2`.
-        precondition_frequency: bases are made anew, by one power iteration and a QR, every so many steps.
-        max_precond_dim: sides longer than it are left as they are.
-        others: globs, joined by "|", of matrices that AdamW has: embeddings and heads.
-        adamw: the optimizer of all other leaves; default `adamw(lr, weight_decay=weight_decay)`.
+        b1, b2, eps: Adam's numbers.
+        weight_decay: the update then subtracts `lr * weight_decay * param`.
+        shampoo_beta: the decay of the averages; None is `b2`.
+        precondition_frequency: after how many steps bases are made anew, by one power iteration and a QR.
+        max_precond_dim: the longest side that gets a basis.
+        others: globs, joined by "|", of matrices that AdamW updates: embeddings and heads.
+        adamw: the optimizer of all other leaves; by default `adamw(lr, weight_decay=weight_decay)`.
 
     Raises:
         OptimizerError: numbers that are out of range.
@@ -73,7 +74,7 @@ def soap(
     average = 1 - (b2 if shampoo_beta is None else shampoo_beta)
 
     def correct_bias(count: Tensor) -> float:
-        """Return Adam's factor of an update, which has seen one gradient less than there were steps."""
+        """Return Adam's factor of an update whose moments have seen one gradient less than the steps."""
         n = int(count)
         return (1 - b2**n) ** 0.5 / (1 - b1**n) if n else 0.0
 
@@ -91,7 +92,7 @@ def soap(
         grams = {side: slots[side].lerp(gram(grad, dim), average) for side, dim in sides.items()}
         bases = {side: slots[f"{side}_basis"] for side in sides}
 
-        # Adam in the bases of the steps before.
+        # Run Adam in the bases of the step before.
         rotated = rotate(grad, bases)
         mu = slots["mu"].lerp(rotated, 1 - b1)
         nu = slots["nu"].lerp(rotated.square(), 1 - b2)
@@ -103,7 +104,7 @@ def soap(
             return slots["mu"].clone(), slots["nu"].clone(), *new
 
         def refresh() -> tuple[Tensor, ...]:
-            """Return new bases, and the moments in these."""
+            """Return new bases, and the moments in them."""
             new, turned = {}, nu
             for side, dim in sides.items():
                 new[side], turned = refresh_basis(grams[side], bases[side], turned, dim)
@@ -157,8 +158,10 @@ def rotate(values: Tensor, bases: Mapping[str, Tensor], back: bool = False) -> T
 
 
 def find_eigenbasis(grams: Tensor) -> Tensor:
-    """Return eigenvectors, those of large values first. What is not finite (of a step that will be skipped)
-    has any."""
+    """Return eigenvectors, those of large values first.
+
+    Numbers that are not finite, which only a step that will be skipped has, give arbitrary vectors.
+    """
     grams = torch.nan_to_num(grams)
     scale = grams.abs().amax((-2, -1), keepdim=True)
     return torch.linalg.eigh(grams / torch.where(scale > 0, scale, 1.0)).eigenvectors.flip(-1).contiguous()

@@ -1,7 +1,8 @@
-"""Sums over whole leaves, which one fp32 number does not hold.
+"""Sums over whole leaves, for which one fp32 number is not enough.
 
-torch's norms on a CPU add all squares of a leaf to one fp32 number a lane: at 6e7 numbers the norm is off by
-0.3%, at another place on another mesh (pytorch issues 68326, 151761). Its `sum` adds by halves, and is right.
+torch's norms on a CPU add all squares of a leaf to one fp32 number a lane. For 6e7 numbers the norm is off by
+0.3%, and by another amount on another mesh (pytorch issues 68326, 151761). Its `sum` adds in pairs, and is
+right.
 """
 
 from __future__ import annotations
@@ -11,15 +12,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-PIECE = 512  # numbers whose squares are added in fp32: of equal ones, each addition may round the same way
-CAST = 1 << 18  # numbers that are copied at a time, where they are widened, or lie with gaps
+PIECE = (
+    512  # numbers whose squares are added in fp32; if they are equal, each addition may round the same way
+)
+CAST = 1 << 18  # numbers that are copied at a time, if they are widened or have gaps
 
 
 def sum_squares(tensors: Sequence[Tensor]) -> Tensor:
     """Return the sum of the squares of all numbers of the tensors, 0-d in fp64, to within 1e-6.
 
-    Pieces are summed in fp32 (in fp64 where a tensor has that), and these sums added in fp64. At most a small
-    part of a tensor is copied at a time.
+    Pieces are summed in fp32 (in fp64 if a tensor has that), and their sums are added in fp64. At most a
+    small part of a tensor is copied at a time.
 
     >>> sum_squares([torch.ones(4), torch.full((2, 2), 2.0)])
     tensor(20., dtype=torch.float64)
@@ -27,7 +30,7 @@ def sum_squares(tensors: Sequence[Tensor]) -> Tensor:
     tensors = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in tensors]
     wide = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
     most = min(CAST, max((t.numel() for t in tensors if t.is_cpu), default=0))
-    norms: list[Tensor] = []  # of pieces, each [n]
+    norms: list[Tensor] = []  # the norms of pieces, each [n]
     rest: list[Tensor] = []
     buffer: Tensor | None = None
     for tensor in tensors:
@@ -45,7 +48,7 @@ def sum_squares(tensors: Sequence[Tensor]) -> Tensor:
             pieces, tail = flat.split_with_sizes((even, part.numel() - even))
             norms.append(torch.linalg.vector_norm(pieces.view(-1, PIECE), dim=1))
             if even < len(flat):
-                rest.append(tail.clone() if copied else tail)  # the next part comes to where it lies
+                rest.append(tail.clone() if copied else tail)  # the next part overwrites the buffer
     if rest:
         norms.append(torch.stack(torch._foreach_norm(rest, 2, dtype=wide)))
     if not norms:
@@ -54,8 +57,10 @@ def sum_squares(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _parts(tensor: Tensor, copied: bool) -> Sequence[Tensor]:
-    """Views of a tensor that have all its numbers, in any order: the whole, flat, where it lies without gaps
-    and is not `copied`; else slices of about `CAST` numbers."""
+    """Return views of a tensor that together have all its numbers, in any order.
+
+    A tensor without gaps that is not `copied` is one flat view; others are slices of about `CAST` numbers.
+    """
     if not tensor.is_contiguous():
         tensor = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
     if tensor.is_contiguous():

@@ -1,4 +1,4 @@
-"""Plot: a schedule's memory and its timeline as .png or .svg; `text` draws them, and layouts, in characters.
+"""Plot: draw a schedule's memory and timeline as .png or .svg; `text` draws them, and layouts, as text.
 
 Pictures need matplotlib, the extra `plot`, which is imported when one is drawn; no display is needed.
 """

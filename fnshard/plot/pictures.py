@@ -1,4 +1,4 @@
-"""Pictures: a schedule's memory over its instructions, and what runs when, as .png or .svg."""
+"""Pictures: draw a schedule's memory over its instructions, and what runs when, as .png or .svg."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fnshard.compiler.schedule.instructions import LANES
 from fnshard.errors import MissingExtraError, SpecError
 from fnshard.plot.scales import byte_text, byte_unit, time_text, time_unit
 
-# Okabe and Ito's palette: apart for every kind of colour vision.
+# Okabe and Ito's palette, whose colours every kind of colour vision tells apart.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#F0E442", "#999999", "#000000")
 PHASES = {"forward": "#0072B2", "backward": "#D55E00", "update": "#009E73"}
 REST = "packing and the rest"
@@ -20,7 +20,7 @@ LANE_VERBS = {
     "reduce_scalars": "#CC79A7", "exchange": "#009E73", "to_device": "#56B4E9", "to_host": "#E69F00",
     "aggregate_buffers": "#CC79A7", "overlapped_update": "#009E73",
 }  # fmt: skip
-TIERS = ("host", "disk")  # whose bytes are not on the device
+TIERS = ("host", "disk")  # categories whose bytes are not on the device
 
 
 def memory(memory: Any, path: str | Path, *, limit: float | None = None) -> Path:
@@ -29,16 +29,15 @@ def memory(memory: Any, path: str | Path, *, limit: float | None = None) -> Path
     Args:
         memory: a `Lowered`, its `memory_timeline()`, or that as a dict: bytes at each instruction by
             category, and under "lines" the text of each instruction.
-        path: of the picture, .png or .svg; its folder is made.
-        limit: bytes of the device; drawn as a dashed line.
+        path: the file of the picture, .png or .svg; its folder is made.
+        limit: the device's memory in bytes, drawn as a dashed line.
     """
     lines, series = memory_series(memory)
     totals = totals_of(series)
     count = len(totals)
     scale, unit = byte_unit(max(totals, default=0))
-    colours = {
-        name: COLOURS[i % len(COLOURS)] for i, name in enumerate(series)
-    }  # of a category, always the same
+    # A category has the same colour in every picture, also where another one is empty.
+    colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(series)}
     shown = {name: values for name, values in series.items() if any(values)}
     figure, [[axes]] = figure_of(11, 5)
     axes.stackplot(
@@ -49,6 +48,7 @@ def memory(memory: Any, path: str | Path, *, limit: float | None = None) -> Path
         step="post",
         linewidth=0,
     )
+
     peak = max(range(count), key=totals.__getitem__, default=0)
     if count:
         axes.plot([peak], [totals[peak] * scale], "v", color="black", clip_on=False)
@@ -60,9 +60,10 @@ def memory(memory: Any, path: str | Path, *, limit: float | None = None) -> Path
             ha="right" if peak > count / 2 else "left",
         )
     top = max(totals, default=0)
-    if limit is not None and limit < 3 * top:  # far above, it would flatten all else
+    if limit is not None and limit < 3 * top:  # a limit far above would flatten all else
         axes.axhline(limit * scale, color="black", linewidth=1.2, linestyle="--")
         top = max(top, limit)
+
     axes.set_ylim(0, 1.2 * top * scale or 1)
     axes.set_xlim(0, max(count - 1, 1))
     _mark_phases(axes, lines)
@@ -74,7 +75,7 @@ def memory(memory: Any, path: str | Path, *, limit: float | None = None) -> Path
 
 
 def memory_series(memory: Any) -> tuple[Sequence[str], Mapping[str, Sequence[float]]]:
-    """The instructions in words, and the bytes of each category by instruction."""
+    """Return the text of each instruction, and the bytes on the device at each, by category."""
     if hasattr(memory, "memory_timeline"):
         memory = memory.memory_timeline()
     values = memory.as_dict() if hasattr(memory, "as_dict") else dict(memory)
@@ -83,12 +84,15 @@ def memory_series(memory: Any) -> tuple[Sequence[str], Mapping[str, Sequence[flo
 
 
 def totals_of(series: Mapping[str, Sequence[float]]) -> list[float]:
-    """Bytes of all categories by instruction."""
+    """Return the bytes of all categories at each instruction."""
     return [sum(values) for values in zip(*series.values(), strict=True)]
 
 
 def phase_runs(lines: Sequence[str]) -> list[tuple[str, int, int]]:
-    """Phase, first instruction, and the one after its last; updates within a phase belong to it."""
+    """Return each phase with its first instruction and the one after its last.
+
+    Updates in the midst of a phase belong to it.
+    """
     plain = [line.split(" ", 1)[0].replace(".", " ") for line in lines]
     last_of = {p: i for i, p in enumerate(plain)}
     runs: list[tuple[str, int, int]] = []
@@ -105,7 +109,7 @@ def phase_runs(lines: Sequence[str]) -> list[tuple[str, int, int]]:
 def _mark_phases(axes: Any, lines: Sequence[str]) -> None:
     """Draw a line and a name where a phase of the schedule begins."""
     for name, start, end in phase_runs(lines):
-        if end - start >= max(3, len(lines) / 30):  # or its name would not fit
+        if end - start >= max(3, len(lines) / 30):  # the name of a shorter phase would not fit
             axes.text(
                 (start + end) / 2, 0.99, name, transform=axes.get_xaxis_transform(), ha="center", va="top"
             )
@@ -117,12 +121,12 @@ def timeline(timeline: Timeline, path: str | Path, *, measured: Timeline | None 
     """Draw a step's lanes as a Gantt chart: what runs when, and where compute waits.
 
     Args:
-        timeline: of `lowered.timeline(hardware)`.
-        path: of the picture, .png or .svg; its folder is made.
-        measured: the same step as it ran; drawn below, on the same axis of time.
+        timeline: what `lowered.timeline(hardware)` returns.
+        path: the file of the picture, .png or .svg; its folder is made.
+        measured: the same step as it ran, drawn below on the same axis of time.
 
     Raises:
-        SpecError: something else, such as a `Lowered`, which knows no hardware.
+        SpecError: an argument is not a `Timeline`, but a `Lowered`, say, which knows no hardware.
     """
     shown = {"": check(timeline)} if measured is None else {"predicted": check(timeline)}
     shown |= {} if measured is None else {"measured": check(measured)}
@@ -148,15 +152,17 @@ def timeline(timeline: Timeline, path: str | Path, *, measured: Timeline | None 
 
 
 def stages(timeline: Timeline, path: str | Path) -> Path:
-    """Draw the stages of a pipeline, a lane each: which micro-batch runs when, forward and backward, what is
-    sent below it, and which share of the step a stage waits for others.
+    """Draw the stages of a pipeline, a lane each.
+
+    A lane shows which micro-batch runs when, forward and backward, and below that what the stage sends. Its
+    name says for which share of the step the stage waits for others.
 
     Args:
-        timeline: of `lowered.timeline(hardware)`, of a step on a mesh with a pipeline.
-        path: of the picture, .png or .svg; its folder is made.
+        timeline: what `lowered.timeline(hardware)` returns for a step on a mesh with a pipeline.
+        path: the file of the picture, .png or .svg; its folder is made.
 
     Raises:
-        SpecError: something else, or a step of one stage.
+        SpecError: the argument is not a `Timeline`, or the step has one stage.
     """
     shown = stages_of(timeline)
     scale, unit = time_unit(timeline.step_seconds)
@@ -185,7 +191,11 @@ def stages(timeline: Timeline, path: str | Path) -> Path:
 
 
 def stages_of(timeline: Any) -> tuple[Timeline, ...]:
-    """Return the timelines of a pipeline's stages; refuse what has none."""
+    """Return the timelines of a pipeline's stages.
+
+    Raises:
+        SpecError: the argument is not a `Timeline`, or the step has one stage.
+    """
     if not check(timeline).stages:
         raise SpecError(
             "this step has one stage: its mesh has no pipeline.",
@@ -209,7 +219,11 @@ def tasks_of(timeline: Timeline) -> list[tuple[str, str, float, float]]:
 
 
 def check(timeline: Any) -> Timeline:
-    """The argument, refused if it is no Timeline."""
+    """Return the argument, if it is a Timeline.
+
+    Raises:
+        SpecError: it is not.
+    """
     if not hasattr(timeline, "spans"):
         raise SpecError(
             f"fs.plot.timeline draws a Timeline, not {type(timeline).__name__}.",
@@ -219,7 +233,7 @@ def check(timeline: Any) -> Timeline:
 
 
 def spans_by_lane(timeline: Timeline) -> dict[str, list[Span]]:
-    """Return the spans of the lanes that have any, by a lane's name; each communicator is a lane."""
+    """Return the spans of each lane that has any, by the lane's name; each communicator is a lane."""
     lanes: dict[str, list[Span]] = {}
     for span in sorted(timeline.spans, key=lambda s: LANES.index(s.lane)):
         lanes.setdefault(span.communicator or span.lane, []).append(span)
@@ -227,7 +241,7 @@ def spans_by_lane(timeline: Timeline) -> dict[str, list[Span]]:
 
 
 def headline(timeline: Timeline) -> str:
-    """Ranks, hardware, step time, MFU and waiting time in one line."""
+    """Return ranks, hardware, step time, MFU and waiting time as one line of text."""
     text = f"{timeline.ranks} × {timeline.hardware}, {time_text(timeline.step_seconds)} a step"
     if timeline.mfu:
         text += f", MFU {timeline.mfu:.0%}"
@@ -240,7 +254,7 @@ def headline(timeline: Timeline) -> str:
 
 
 def span_name(span: Span) -> str:
-    """The name of a span in legends: its verb, or the phase of a kernel."""
+    """Return a span's name in legends: its verb, or the phase of a kernel."""
     if span.lane != "compute":
         return span.verb.replace("_", " ")
     phase = span.phase.split(".")[0]
@@ -260,7 +274,7 @@ def _draw_lanes(
         else:
             faces = [LANE_VERBS.get(s.verb, COLOURS[8]) for s in spans]
         colours |= zip(map(span_name, spans), faces, strict=True)
-        # White edges tell bars apart, and would hide thin ones, which need an edge to be seen at all.
+        # White edges tell bars apart, but would hide thin bars, which an edge of their own colour widens.
         edges = ["white" if width > thin else face for (_, width), face in zip(bars, faces, strict=True)]
         edge = {"edgecolors": edges, "linewidth": 0.4}
         axes.broken_barh(bars, (place - 0.36, 0.72), facecolors=faces, **edge)

@@ -1,22 +1,22 @@
-"""Scales: units for bytes and seconds, and ranks in few characters."""
+"""Scales: write bytes, seconds, numbers and ranks as short text."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
-SECONDS = ((10.0, 1.0, "s"), (1e-3, 1e3, "ms"), (0.0, 1e6, "µs"))  # from, times, unit
-RUNS = 3  # of ranks that are named before the rest is left out
+SECONDS = ((10.0, 1.0, "s"), (1e-3, 1e3, "ms"), (0.0, 1e6, "µs"))  # from so many seconds on, factor, unit
+RUNS = 3  # so many runs of ranks are written out; of more, the middle is left out
 
 
 def byte_unit(size: float) -> tuple[float, str]:
-    """The factor from bytes to a unit, and the unit's name, for sizes up to `size`."""
+    """Return the factor from bytes to a unit, and the unit's name, for sizes up to `size`."""
     least, unit = next((row for row in BYTES if size >= row[0]), BYTES[-1])
     return 1 / least, unit
 
 
 def byte_text(size: float) -> str:
-    """A size as text, in a unit that leaves few digits.
+    """Return a size as text, in a unit that leaves few digits.
 
     >>> byte_text(69_851_020_000), byte_text(512), byte_text(0)
     ('69.85 GB', '512 B', '0 B')
@@ -26,12 +26,12 @@ def byte_text(size: float) -> str:
 
 
 def time_unit(seconds: float) -> tuple[float, str]:
-    """The factor from seconds to a unit, and the unit's name, for times up to `seconds`."""
+    """Return the factor from seconds to a unit, and the unit's name, for times up to `seconds`."""
     return next((times, unit) for least, times, unit in SECONDS if seconds >= least)
 
 
 def time_text(seconds: float) -> str:
-    """A time as text, in a unit that leaves few digits.
+    """Return a time as text, in a unit that leaves few digits.
 
     >>> time_text(3.095), time_text(42), time_text(0.00002)
     ('3,095 ms', '42 s', '20 µs')
@@ -41,7 +41,7 @@ def time_text(seconds: float) -> str:
 
 
 def digits(value: float) -> str:
-    """A number as text with four significant digits, without an exponent.
+    """Return a number as text with four significant digits, without an exponent.
 
     >>> digits(0.0321), digits(3.14159), digits(123456.7), digits(0)
     ('0.0321', '3.142', '123,457', '0')
@@ -50,7 +50,7 @@ def digits(value: float) -> str:
 
 
 def rough(value: float) -> float:
-    """Round to two significant digits, for what is known no better.
+    """Round to two significant digits: for numbers that are known no better.
 
     >>> time_text(rough(59.3527)), digits(rough(12_345))
     ('59 s', '12,000')
@@ -59,7 +59,7 @@ def rough(value: float) -> float:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Ascending ranks as text: consecutive ranks are joined, long lists are shortened.
+    """Return ascending ranks as text: consecutive ranks are joined, long lists are shortened.
 
     >>> ranks_text([0, 1, 2, 3]), ranks_text([5]), ranks_text([0, 4])
     ('0-3', '5', '0, 4')

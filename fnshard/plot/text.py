@@ -1,4 +1,4 @@
-"""Text: the pictures of `fnshard.plot` in characters, for a terminal; each function returns a string.
+"""Text: draw the pictures of `fnshard.plot` in characters, for a terminal; each function returns a string.
 
 >>> import torch, fnshard as fs
 >>> mesh = fs.make_mesh(shard=4, abstract=True)
@@ -40,10 +40,10 @@ from fnshard.plot.scales import byte_text, byte_unit, digits, ranks_text, time_u
 __all__ = ["leaf", "memory", "stages", "timeline", "tree"]
 
 FIELDS = ("storage", "gradient", "optimizer")
-NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a part of a path
+NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a part of a path that is a number
 EIGHTHS = " ▁▂▃▄▅▆▇█"
 PARTS = " ▏▎▍▌▋▊▉█"
-MOST_ROWS = 16  # of blocks; the rest, between the first and the last, is left out
+MOST_ROWS = 16  # so many blocks are shown; of more, those in the middle are left out
 LETTERS = {
     "forward": "F", "backward": "B", "update": "U", "packing and the rest": "P", "gather": "G",
     "reduce scatter": "R", "all reduce": "A", "publish": "W", "reduce scalars": "S", "to device": "I",
@@ -52,7 +52,7 @@ LETTERS = {
 
 
 def leaf(spec: LayoutSpec | P, mesh: Mesh, *, shape: Sequence[int] | None = None) -> str:
-    """Show which ranks hold which block of a leaf: of its storage, gradient, optimizer state, and computed.
+    """Show which ranks hold which block of a leaf, in its storage, gradient, optimizer and compute layouts.
 
     >>> from fnshard import P, make_mesh
     >>> from fnshard.plot import text
@@ -65,7 +65,7 @@ def leaf(spec: LayoutSpec | P, mesh: Mesh, *, shape: Sequence[int] | None = None
       padding     ranks 3, 7
 
     Raises:
-        SpecError: no layout, no shape, or they do not fit each other and the mesh.
+        SpecError: `spec` is not a layout, no shape is known, or they do not fit each other and the mesh.
     """
     layouts, full = layouts_of(spec, shape)
     lines = [f"{list(full)} on {mesh}"]
@@ -85,26 +85,27 @@ def tree(specs: Any, mesh: Mesh, *, params: Any = None, width: int = 32) -> str:
 
     Args:
         specs: a tree of LayoutSpecs.
-        mesh: may be abstract.
-        params: for specs that were written by hand, and know no shapes yet.
-        width: of the longest bar.
+        mesh: the mesh, which may be abstract.
+        params: the tree of parameters, for specs that were written by hand and know no shapes yet.
+        width: the width of the longest bar, in characters.
 
     Raises:
-        SpecError: specs without shapes, or that do not fit the mesh.
+        SpecError: specs know no shapes, or do not fit the mesh.
     """
     leaves = leaves_of(specs, mesh, params)
     full, one = sum(x.bytes for x in leaves), sum(x.mine for x in leaves)
     rows = together(leaves)
-    most, wide = max((x.bytes for x in rows), default=0), len(f"{max((x.count for x in rows), default=1)} × ")
+    most = max((x.bytes for x in rows), default=0)
+    counts = [f"{x.count} × " if x.count > 1 else "" for x in rows]
+    wide = max(map(len, counts), default=0)
     cells = [
         (
-            (f"{x.count} × " if x.count > 1 else "").rjust(wide if any(r.count > 1 for r in rows) else 0)
-            + f"{x.path} {list(x.shape)}",
+            f"{count.rjust(wide)}{x.path} {list(x.shape)}",
             x.label,
             byte_text(x.bytes),
             _bar(x.bytes / most if most else 0.0, width),
         )
-        for x in rows
+        for x, count in zip(rows, counts, strict=True)
     ]
     title = f"{count_of(len(leaves))}, {byte_text(full)} stored; {byte_text(one)} on one rank of {mesh}"
     return "\n".join([title, *_columns(cells, (str.ljust, str.ljust, str.rjust, str.ljust))])
@@ -115,7 +116,7 @@ def memory(memory: Any, *, width: int = 72, height: int = 8) -> str:
 
     Args:
         memory: a `Lowered`, its `memory_timeline()`, or that as a dict, as `fs.plot.memory` takes it.
-        width, height: in characters.
+        width, height: the size in characters.
 
     >>> from fnshard.plot import text
     >>> steps = {"lines": ["forward a", "forward b", "backward c", "update d"], "weights": [1, 2, 4, 1]}
@@ -130,6 +131,7 @@ def memory(memory: Any, *, width: int = 72, height: int = 8) -> str:
     totals = totals_of(series)
     if not totals:
         return "nothing runs"
+
     peak = max(range(len(totals)), key=totals.__getitem__)
     top, width = totals[peak] or 1, min(width, len(totals))
     columns = [
@@ -138,6 +140,7 @@ def memory(memory: Any, *, width: int = 72, height: int = 8) -> str:
     scale, unit = byte_unit(top)
     high, low = f"{digits(top * scale)} {unit}", f"0 {unit}"
     left = max(len(high), len(low))
+
     out = []
     for row in range(height, 0, -1):
         cells = "".join(EIGHTHS[min(max(round(8 * (c / top * height - (row - 1))), 0), 8)] for c in columns)
@@ -149,7 +152,7 @@ def memory(memory: Any, *, width: int = 72, height: int = 8) -> str:
 
 
 def _phase_line(lines: Sequence[str], count: int, width: int) -> str:
-    """The names of phases at the columns where they begin, shortened to fit."""
+    """Return the names of phases at the columns where they begin, shortened to fit."""
     out = ""
     for name, start, end in phase_runs(lines):
         at, until = width * start // count, width * end // count
@@ -162,11 +165,11 @@ def timeline(timeline: Any, *, width: int = 72) -> str:
     """Show a step's lanes as rows of letters, one per equal part of the step.
 
     Args:
-        timeline: of `lowered.timeline(hardware)`.
-        width: in characters.
+        timeline: what `lowered.timeline(hardware)` returns.
+        width: the width in characters.
 
     Raises:
-        SpecError: something else.
+        SpecError: the argument is not a `Timeline`.
     """
     lanes, seconds = spans_by_lane(check(timeline)), timeline.step_seconds
     left = max(map(len, lanes), default=0)
@@ -184,11 +187,11 @@ def stages(timeline: Any, *, width: int = 72) -> str:
     """Show the stages of a pipeline, a row each: forward and backward, and below it what is sent.
 
     Args:
-        timeline: of `lowered.timeline(hardware)`, of a step on a mesh with a pipeline.
-        width: in characters.
+        timeline: what `lowered.timeline(hardware)` returns for a step on a mesh with a pipeline.
+        width: the width in characters.
 
     Raises:
-        SpecError: something else, or a step of one stage.
+        SpecError: the argument is not a `Timeline`, or the step has one stage.
     """
     shown, seconds = stages_of(timeline), timeline.step_seconds
     left = len(f"stage {len(shown) - 1}")
@@ -205,7 +208,7 @@ def stages(timeline: Any, *, width: int = 72) -> str:
 
 
 def _lane(spans: Iterable[Any], longest: float, width: int) -> str:
-    """One letter per part of a lane: the work that takes most of that part."""
+    """Return one letter per part of a lane: that of the work that takes most of the part."""
     parts: list[dict[str, float]] = [{} for _ in range(width)]
     each = longest / width or 1.0
     for span in spans:
@@ -216,7 +219,7 @@ def _lane(spans: Iterable[Any], longest: float, width: int) -> str:
     out = ""
     for part in parts:
         busy = sum(part.values())
-        # Where one part ends and the next begins is rounded.
+        # A span that ends with a part may, by rounding, reach a little into the next one.
         letter = _letter(max(part, key=part.__getitem__)) if busy > 1e-6 * each else "·"
         out += letter if busy >= each / 2 else letter.lower()
     return out
@@ -227,21 +230,21 @@ def _letter(name: str) -> str:
 
 
 def _bar(share: float, width: int) -> str:
-    """A bar of that share of a width, to an eighth of a character."""
+    """Return a bar of that share of a width, to an eighth of a character; a share above 0 is always seen."""
     full, rest = divmod(round(share * width * 8), 8)
     bar = PARTS[8] * full + (PARTS[rest] if rest else "")
     return bar or (PARTS[1] if share else "")
 
 
 def _columns(rows: Sequence[Sequence[str]], how: Sequence[Any]) -> list[str]:
-    """Cells side by side, each column aligned one way."""
+    """Return each row's cells side by side; `how` aligns each column, such as by `str.ljust`."""
     wide = [max(len(row[i]) for row in rows) for i in range(len(how))] if rows else []
     return ["  ".join(f(c, w) for f, c, w in zip(how, row, wide, strict=True)).rstrip() for row in rows]
 
 
 # ------------------------------------------------------------------ layouts
 def blocks_of(layout: P, shape: Sequence[int], mesh: Mesh) -> dict[str, list[int]]:
-    """The ranks that hold each block of a leaf, by the text of its slices; or "padding".
+    """Return the ranks that hold each block of a leaf, by the text of the block's slices, or "padding".
 
     >>> from fnshard.mesh import make_mesh
     >>> blocks_of(P("shard"), (3,), make_mesh(replicate=2, shard=2, abstract=True))
@@ -262,7 +265,11 @@ def blocks_of(layout: P, shape: Sequence[int], mesh: Mesh) -> dict[str, list[int
 
 
 def layouts_of(spec: LayoutSpec | P, shape: Sequence[int] | None) -> tuple[dict[P, str], tuple[int, ...]]:
-    """The layouts of a spec with the names of the fields that have each, and the leaf's shape."""
+    """Return a spec's layouts, with the names of the fields that have each, and the leaf's shape.
+
+    Raises:
+        SpecError: `spec` is not a layout, or no shape is known.
+    """
     if not isinstance(spec, LayoutSpec | P):
         raise SpecError(
             f"a leaf's layout is a LayoutSpec or a P, not {type(spec).__name__}.",
@@ -289,7 +296,10 @@ def layouts_of(spec: LayoutSpec | P, shape: Sequence[int] | None) -> tuple[dict[
 class LeafBytes:
     """One leaf, or `count` leaves whose paths differ in numbers alone.
 
-    `label`: its spec in a few words; `bytes`: stored by the whole, `mine`: by one rank, padding counted.
+    Args:
+        label: the spec in a few words.
+        bytes: what the whole leaf takes.
+        mine: what one rank stores of it, padding included.
     """
 
     path: str
@@ -301,7 +311,11 @@ class LeafBytes:
 
 
 def leaves_of(specs: Any, mesh: Mesh, params: Any = None) -> list[LeafBytes]:
-    """All stored leaves of a spec tree; a coded leaf is replaced by its parts. Arguments: as for `tree`."""
+    """Return all stored leaves of a spec tree, with a coded leaf's parts in its place.
+
+    Args:
+        specs, mesh, params: as for `tree`.
+    """
     resolved = ResolvedSpecs.of(specs)
     resolved = resolved if params is None else resolved.resolve(params)
     if not resolved.complete:
@@ -322,7 +336,7 @@ def leaves_of(specs: Any, mesh: Mesh, params: Any = None) -> list[LeafBytes]:
 
 
 def label_of(spec: LayoutSpec) -> str:
-    """A spec in a few words, without fields that have their defaults.
+    """Return a spec in a few words, without fields that have their defaults.
 
     >>> from fnshard.layout.spec import P
     >>> import torch
@@ -351,7 +365,7 @@ def label_of(spec: LayoutSpec) -> str:
 
 
 def together(leaves: Sequence[LeafBytes]) -> list[LeafBytes]:
-    """Leaves whose paths differ in numbers alone, with equal shapes and specs, as one; largest first."""
+    """Join leaves whose paths differ in numbers alone and whose shapes and specs are equal; largest first."""
     found: dict[tuple[str, tuple[int, ...], str], LeafBytes] = {}
     for leaf in leaves:
         path = NUMBER.sub("*", leaf.path)

@@ -1,4 +1,4 @@
-"""Host worker: a thread of its own for what the host computes, while another one launches kernels."""
+"""A thread that computes on the host, while another one launches kernels."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-PENDING = 2  # heavy calls under way: the thread never idles, and what they read does not pile up
+PENDING = 2  # heavy calls under way: enough that the thread never idles, few enough to hold little memory
 
 
 class Worker:
-    """Makes calls in their order. After one that failed none is made until `wait` has raised its error.
+    """A thread that makes calls in their order; after one that failed it makes none until `wait` raises.
 
     Args:
-        device: what its calls find as the current one, if it is a GPU.
+        device: the current device of its calls, if it is a GPU.
     """
 
     def __init__(self, device: torch.device):
@@ -28,7 +28,7 @@ class Worker:
         self._error: BaseException | None = None
 
     def submit(self, call: Callable[[], Any], *, heavy: bool = False) -> None:
-        """Make a call after all earlier ones; waits while `PENDING` heavy ones are not done."""
+        """Make a call after all earlier ones; wait while `PENDING` heavy ones are not done."""
         while heavy and len(self._heavy) >= PENDING:
             self._heavy.popleft().result()
         self._last = self._thread.submit(self._make, call)
@@ -45,7 +45,7 @@ class Worker:
     def wait(self) -> None:
         """Return when all calls are done.
 
-        Raises: what the first of them raised that failed.
+        Raises: the error of the first call that failed.
         """
         if self._last is not None:
             self._last.result()

@@ -1,4 +1,4 @@
-"""Packing: the leaves of a bucket in and out of flat rows."""
+"""Pack the leaves of a bucket into flat rows, and unpack them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from fnshard.compiler.schedule.instructions import Parts
 from fnshard.layout.partition import P, block_shape, block_slices, side_by_side
 from fnshard.mesh import Mesh
 
-MOST_GAPS = 16  # that are cleared one by one: each is a launch
+MOST_GAPS = 16  # gaps that are cleared one by one, each by a launch of its own
 
 
 class Packer:
-    """Moves one bucket's leaves in and out of flat rows; what it needs of the mesh is worked out once.
+    """A mover of a bucket's leaves into flat rows and out of them; sizes and places are computed once.
 
-    A leaf split along dim 0 alone is, rank by rank, a run of its elements; such runs are cut out of
-    rows and leaves by one `split_with_sizes` each and copied by one `_foreach_copy_` (FSDP2's copy-in
-    and copy-out do likewise). Leaves split along other dims are copied through strided views.
+    A leaf that is split along dim 0 alone is, rank by rank, a run of its elements. Such runs are cut out of
+    rows and leaves by one `split_with_sizes` each, and copied by one `_foreach_copy_`, as in FSDP2's copy-in
+    and copy-out. Leaves that are split along other dims are copied through strided views.
     """
 
     def __init__(self, bucket: Bucket, mesh: Mesh, rank: int):
@@ -40,7 +40,7 @@ class Packer:
         extents = [  # [rank][leaf]: elements that are not padding
             [math.prod(s.stop - s.start for s in leaf) for leaf in row] for row in slices
         ]
-        runs = [  # what several ranks have the same part of is no row of runs
+        runs = [  # a leaf of which several ranks have the same part consists of no such runs
             all(not p.layout.of(d) for d in range(1, len(p.shape))) and sum(have) == math.prod(p.shape)
             for p, have in zip(bucket.pieces, zip(*extents, strict=True), strict=True)
         ]
@@ -61,18 +61,18 @@ class Packer:
         self._unpadded = self.rows * filled == sum(map(sum, extents))
 
     def blocks(self, flat: Tensor) -> dict[str, Tensor]:
-        """Views of a row [numel], one padded block per leaf."""
+        """Return views of a row [numel], one padded block per leaf."""
         parts = self._blocks.of_flat(flat)
         return {p.key: part.view(p.block) for p, part in zip(self.bucket.pieces, parts, strict=True)}
 
     def pack_blocks(self, blocks: Mapping[str, Tensor], out: Tensor) -> None:
-        """This rank's stored blocks -> a row [numel], cast to the wire dtype."""
+        """Copy this rank's stored blocks into a row [numel], cast to the wire dtype."""
         self._clear(out, [out])
         sources = [blocks[p.key].reshape(-1) for p in self.bucket.pieces]
         torch._foreach_copy_(self._blocks.of_flat(out), sources)
 
     def write_blocks(self, blocks: Mapping[str, Tensor], leaves: Sequence[Tensor]) -> None:
-        """This rank's stored blocks -> their places in flat full leaves, cast to the leaves' dtype."""
+        """Copy this rank's stored blocks to their places in flat full leaves, cast to the leaves' dtype."""
         own = [blocks[p.key].contiguous() for p in self.bucket.pieces]
         torch._foreach_copy_(
             [w.of_full(leaf) for w, leaf in zip(self._windows, leaves, strict=True)],
@@ -80,10 +80,10 @@ class Packer:
         )
 
     def unpack_rows(self, rows: Sequence[Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-        """One row per rank -> full leaves in `dtype`, padding cut off.
+        """Make full leaves in `dtype` from one row per rank, padding cut off.
 
-        Each is a tensor of its own: a backward kernel lets go of one leaf while it makes the
-        gradient of the next.
+        Each is a tensor of its own, so that a backward kernel can free one leaf while it makes the gradient
+        of the next.
         """
         device = rows[0].device
         leaves = {p.key: torch.empty(p.shape, dtype=dtype, device=device) for p in self.bucket.pieces}
@@ -91,7 +91,7 @@ class Packer:
         return leaves
 
     def unpack_into(self, rows: Sequence[Tensor], full_leaves: Mapping[str, Tensor]) -> None:
-        """One row per rank -> written into existing, contiguous full leaves."""
+        """Copy one row per rank into existing, contiguous full leaves."""
         pieces = self.bucket.pieces
         to, out_of = self._runs_of([full_leaves[p.key] for p in pieces], rows)
         for i, windows in self._strided:
@@ -100,22 +100,22 @@ class Packer:
         torch._foreach_copy_(to, out_of)
 
     def pack_full(self, full_leaves: Mapping[str, Tensor], out: Tensor) -> None:
-        """Full gradients -> rows [n * numel], one row per rank; a missing leaf is zero."""
+        """Copy full gradients into rows [n * numel], one per rank; a missing leaf is zero."""
         self._pack(full_leaves, out, out.view(self.rows, -1).unbind(0))
 
     def pack_for_peer(self, full_leaves: Mapping[str, Tensor], out: Tensor) -> None:
-        """Full gradients of a group of two -> the other rank's row [numel]."""
+        """Copy the other rank's part of full gradients, in a group of two, into a row [numel]."""
         self._pack(full_leaves, out, [None, out] if self._here == 0 else [out, None])
 
     def add_to_own(self, full_leaves: Mapping[str, Tensor], got: Tensor, out: Tensor) -> None:
-        """This rank's blocks of full gradients plus a peer's row [numel] -> a row [numel], or that one."""
-        if out is not got:  # which is zero where no block lies
+        """Add a peer's row [numel] to this rank's blocks of full gradients, into `out`, perhaps that row."""
+        if out is not got:  # the peer's row is zero already where no block lies
             self._clear(out, [out], everywhere=not self._unpadded)
         for piece, window in zip(self.bucket.pieces, self._windows, strict=True):
             torch.add(window.of_full(full_leaves[piece.key]), window.of_row(got), out=window.of_row(out))
 
     def _pack(self, full_leaves: Mapping[str, Tensor], out: Tensor, rows: Sequence[Tensor | None]) -> None:
-        """Full gradients -> rows by rank, which make up `out`; None: not wanted."""
+        """Copy full gradients into the ranks' rows that make up `out`; those that are None are left out."""
         pieces = self.bucket.pieces
         sent = [row for row in rows if row is not None]
         self._clear(out, sent, everywhere=not self._unpadded or len(full_leaves) != len(pieces))
@@ -129,7 +129,7 @@ class Packer:
         torch._foreach_copy_(to, out_of)
 
     def _clear(self, out: Tensor, rows: Sequence[Tensor], everywhere: bool = False) -> None:
-        """Zeros where no block lies, after the last one for most; or everywhere."""
+        """Write zeros where no block lies, which for most buckets is after the last one; or everywhere."""
         gaps = [] if everywhere else [gap for row in rows for gap in self._blocks.gaps_of(row)]
         for part in [out] if everywhere or len(gaps) > MOST_GAPS else gaps:
             part.zero_()
@@ -137,7 +137,7 @@ class Packer:
     def _runs_of(
         self, full_leaves: Sequence[Tensor | None], rows: Sequence[Tensor | None]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Matching 1-d views of leaves and of rows, for the leaves split along dim 0."""
+        """Return matching 1-d views of leaves and of rows, for leaves that are split along dim 0."""
         of_rows = [row if row is None else cuts.of_flat(row)
                    for cuts, row in zip(self._row_runs, rows, strict=True)]  # fmt: skip
         left: list[Tensor] = []
@@ -152,15 +152,17 @@ class Packer:
         return left, right
 
     def cut(self, full_leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's blocks of full leaves: views where nothing is padded, else padded copies."""
+        """Return this rank's blocks of full leaves: views, or copies where they are padded."""
         return {
             path: padded(full_leaves[path][slices], block) for path, (slices, block) in self._mine.items()
         }
 
 
 class Stacks:
-    """A mover of leaves that single ranks compute whole: a row [numel / n] for each of them, of one rank's
-    blocks of its leaves; all by path and name."""
+    """A mover of leaves that single ranks compute whole: each gets a row [numel / n] from every rank.
+
+    Tensors are named by path and name.
+    """
 
     def __init__(self, bucket: Bucket, mesh: Mesh, rank: int):
         self.bucket = bucket
@@ -174,28 +176,28 @@ class Stacks:
         return parts_of(self.bucket, views)
 
     def pack_blocks(self, blocks: Parts, out: Tensor) -> None:
-        """This rank's padded blocks of all leaves -> rows, cast to the wire dtype."""
+        """Copy this rank's padded blocks of all leaves into rows, cast to the wire dtype."""
         views, pieces = self.blocks(out), self.bucket.pieces
         torch._foreach_copy_(
             [views[p.path][p.slot] for p in pieces], [blocks[p.path][p.slot] for p in pieces]
         )
 
     def wholes(self, rows: Tensor) -> Parts:
-        """Every rank's row of what this rank computes -> whole leaves."""
+        """Make the whole leaves that this rank computes from every rank's row of them."""
         if not self._mine.pieces:
             return {}
         leaves = self._packer.unpack_rows(rows.view(self._ranks, -1).unbind(0), rows.dtype)
         return parts_of(self._mine, leaves)
 
     def pack_wholes(self, leaves: Parts, out: Tensor) -> None:
-        """The inverse."""
+        """Copy whole leaves that this rank has computed into a row for every rank."""
         if self._mine.pieces:
             flat = {p.key: leaves[p.path][p.slot] for p in self._mine.pieces}
             self._packer.pack_full(flat, out)
 
 
 def parts_of(bucket: Bucket, tensors: Mapping[Any, Tensor]) -> Parts:
-    """Return tensors of pieces by path and name."""
+    """Sort the tensors of pieces by path and name."""
     out: Parts = {path: {} for path in bucket.paths}
     for piece in bucket.pieces:
         out[piece.path][piece.slot] = tensors[piece.key]
@@ -204,7 +206,12 @@ def parts_of(bucket: Bucket, tensors: Mapping[Any, Tensor]) -> Parts:
 
 @dataclass(frozen=True)
 class _Cuts:
-    """Runs of a flat tensor, cut out by one call: sizes with the gaps between, and which is which."""
+    """Runs of a flat tensor, cut out by one call.
+
+    Args:
+        sizes: the sizes of all runs and gaps, in order.
+        data, gaps: which of them are runs, and which gaps.
+    """
 
     sizes: tuple[int, ...]
     data: tuple[int, ...]
@@ -212,7 +219,7 @@ class _Cuts:
 
     @staticmethod
     def of(runs: Sequence[tuple[int, int]], total: int) -> _Cuts:
-        """From (start, length) of each run, in order."""
+        """Make cuts from (start, length) of each run, in order."""
         sizes, data, at = [], [], 0
         for start, length in runs:
             if start > at:
@@ -235,7 +242,7 @@ class _Cuts:
 
 @dataclass(frozen=True)
 class _Window:
-    """One rank's unpadded block of a leaf, as strided views of the full leaf and of that rank's row."""
+    """A rank's unpadded block of a leaf, as strided views of the full leaf and of that rank's row."""
 
     size: tuple[int, ...]
     full_stride: tuple[int, ...]
@@ -245,7 +252,7 @@ class _Window:
 
     @staticmethod
     def of(piece: Piece, slices: Sequence[slice]) -> _Window:
-        """Of a piece and where a rank's block lies in the full leaf."""
+        """Make a window from a piece, and from where a rank's block lies in the full leaf."""
         strides = contiguous_strides(piece.shape)
         offset = sum(s.start * stride for s, stride in zip(slices, strides, strict=True))
         size = tuple(s.stop - s.start for s in slices)
@@ -266,7 +273,7 @@ def _first(slices: Sequence[slice]) -> int:
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Of a dense tensor in order."""
+    """Return the strides of a dense tensor in row-major order."""
     out, step = [], 1
     for size in reversed(shape):
         out.append(step)
@@ -275,7 +282,7 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def padded(block: Tensor, shape: Sequence[int]) -> Tensor:
-    """`block` itself, or a zero-padded copy of the given shape."""
+    """Return `block` itself, or a zero-padded copy of the given shape."""
     if tuple(block.shape) == tuple(shape):
         return block
     out = block.new_zeros(tuple(shape))
@@ -284,7 +291,7 @@ def padded(block: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def local_block(full: Tensor, layout: P, mesh: Mesh, rank: int | None = None) -> Tensor:
-    """A rank's padded block of a full leaf, as a tensor of its own."""
+    """Return a rank's padded block of a full leaf, as a tensor of its own."""
     full = side_by_side(full, layout, mesh)
     slices = block_slices(full.shape, layout.contiguous, mesh, mesh.coordinate(rank))
     block = padded(full[slices], block_shape(full.shape, layout, mesh))

@@ -1,8 +1,8 @@
-"""Readback: a step's numbers on their way from the device to the host.
+"""Read a step's numbers back from the device to the host.
 
-Loss, norms and flags lie on the device when a step returns, which may still be at work on it. One copy after
-the step's last kernel brings them all to pinned memory, and whoever reads them waits for that copy alone: a
-loop that reads a step's numbers after it has launched the next step leaves the device no gap.
+Loss, norms and flags lie on the device when a step returns, and the device may still be computing them. One
+copy after the step's last kernel brings them all to pinned memory, and a reader waits for that copy alone. So
+a loop that reads a step's numbers after it has launched the next step leaves the device no gap.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Reading:
-    """0-d tensors under way.
+    """A copy of 0-d tensors that is under way.
 
     Args:
-        names: of all of them, in their order.
-        known: numbers of those that were on the host already.
-        sent: names of the others, and whether each is an integer.
-        values: their numbers, float64[len(sent)] on the host, which are there after `event`.
+        names: the names of all tensors, in order.
+        known: the numbers of those that were on the host already.
+        sent: the names of the others, and whether each is an integer.
+        values: the others' numbers, float64[len(sent)] on the host, which are there after `event`.
+        event: the end of the copy; None on a CPU.
     """
 
     names: tuple[Hashable, ...] = ()
@@ -34,7 +35,7 @@ class Reading:
 
     @staticmethod
     def of(scalars: Mapping[Hashable, Tensor], device: torch.device) -> Reading:
-        """Begin to copy. The tensors may change afterwards; integers beyond 2**53 are rounded."""
+        """Begin to copy tensors, which may change afterwards; integers beyond 2**53 are rounded."""
         on_host = {n: v for n, v in scalars.items() if device.type != "cpu" and v.device.type == "cpu"}
         under_way = {n: v for n, v in scalars.items() if n not in on_host}
         known = {n: v.item() for n, v in on_host.items()}
@@ -53,11 +54,11 @@ class Reading:
 
     @property
     def ready(self) -> bool:
-        """Whether `numbers` would not wait."""
+        """Return whether `numbers` would not wait."""
         return self.event is None or self.event.query()
 
     def numbers(self) -> dict[Hashable, float | int]:
-        """The numbers by name; waits for the copy, and for nothing that was launched after it."""
+        """Return the numbers by name; wait for the copy, but for nothing that was launched after it."""
         if self.event is not None:
             self.event.synchronize()
         arrived = self.values.tolist() if self.values is not None else []
@@ -66,5 +67,5 @@ class Reading:
         return {n: found[n] for n in self.names}
 
     def without(self, name: Hashable) -> Reading:
-        """The same, without one number."""
+        """Return a reading without one number."""
         return replace(self, names=tuple(n for n in self.names if n != name))

@@ -1,14 +1,15 @@
-"""Tiers: memory below the device, and transfers between them.
+"""Tiers of memory below the device, and transfers between them.
 
-"host" is pinned memory where there is an accelerator: anonymous mappings that are registered with CUDA, as
-torch's own allocator rounds every block up to a power of two, so that 1.1 GB of state would lock 2 GB. Else
-they are mappings apart from torch's allocator, so that on a CPU too what a device would hold and what the
-host holds are counted apart. "disk" is mapped files in a directory that the user names (DeepSpeed's NVMe
-tier; Rajbhandari et al. 2021): reserved in full when they are made, unlinked at once, so that nothing stays
-however the process ends.
+With an accelerator, "host" is pinned memory: anonymous mappings that are registered with CUDA. (torch's own
+allocator rounds every block up to a power of two, so that 1.1 GB of state would lock 2 GB.) On a CPU it is
+mappings apart from torch's allocator, so that the memory of the device and that of the host are counted apart
+there too. "disk" is mapped files in a directory that the user names (DeepSpeed's NVMe tier; Rajbhandari et
+al. 2021). They are reserved in full when they are made, and unlinked at once, so that nothing stays however
+the process ends.
 
-Where memory is scarce, set `MALLOC_MMAP_THRESHOLD_=4194304` in the environment: else glibc's heap keeps freed
-pieces of up to 32 MB that aligned requests do not fit again, and may grow to a multiple of what is in use.
+Where memory is scarce, set `MALLOC_MMAP_THRESHOLD_=4194304` in the environment: otherwise glibc's heap keeps
+freed pieces of up to 32 MB that aligned requests do not fit again, and may grow to a multiple of the memory
+in use.
 """
 
 from __future__ import annotations
@@ -31,24 +32,24 @@ from torch import Tensor
 from fnshard.errors import StateError
 from fnshard.runtime.host_worker import Worker
 
-KEPT_steps = 16  # a host buffer that nobody took for so long goes back to the system
+KEPT_steps = 16  # a host buffer that was not taken for so many steps goes back to the system
 
 
 def rest(value: Tensor, tier: str, device: torch.device, disk_dir: str | None = None) -> Tensor:
-    """`value` where a tier keeps it: itself, if it is there already.
+    """Return `value` where a tier keeps it, which is itself if it is there already.
 
     Args:
         tier: "device", "host" or "disk".
-        device: the mesh's.
-        disk_dir: for "disk".
+        device: the mesh's device.
+        disk_dir: the directory for "disk".
 
     Raises:
-        StateError: a directory that is missing, read-only or full.
+        StateError: the directory is missing, read-only or full.
     """
     if tier == "device":
         return value.to(device)
     on_host = tier == "host" and value.device.type == "cpu"
-    if on_host and device.type != "cpu" and value.is_pinned():  # it rests there; on a CPU nobody knows
+    if on_host and device.type != "cpu" and value.is_pinned():  # it rests there; on a CPU that cannot be told
         return value
     out = allocate(value.shape, value.dtype, tier, device, disk_dir)
     return out.copy_(value)
@@ -57,29 +58,29 @@ def rest(value: Tensor, tier: str, device: torch.device, disk_dir: str | None = 
 def allocate(
     shape: Sequence[int], dtype: torch.dtype, tier: str, device: torch.device, disk_dir: str | None = None
 ) -> Tensor:
-    """An uninitialised tensor of the host or disk tier.
+    """Allocate an uninitialised tensor of the host or disk tier.
 
     Raises:
-        StateError: a directory that is missing, read-only or full.
+        StateError: the directory is missing, read-only or full.
     """
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes == 0:
         return torch.empty(tuple(shape), dtype=dtype)
     if tier == "disk":
-        return torch.frombuffer(_mapped_file(disk_dir, nbytes), dtype=dtype).view(tuple(shape))
+        return torch.frombuffer(_map_file(disk_dir, nbytes), dtype=dtype).view(tuple(shape))
     if device.type != "cpu":
         return allocate_pinned(nbytes, device).view(dtype).view(tuple(shape))
     return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=dtype).view(tuple(shape))
 
 
 class Registered(mmap.mmap):
-    """A mapping that is unregistered before it is unmapped, which is when no tensor holds it any more.
+    """A mapping that is unregistered before it is unmapped, once no tensor holds it any more.
 
     A weak reference's callback would come too late: a mapping is unmapped before its references are cleared.
     """
 
     unregister: Callable[[], Any] | None = None
-    ending = staticmethod(sys.is_finalizing)  # at the process's end the driver does it, and torch is gone
+    ending = staticmethod(sys.is_finalizing)  # at the process's end torch is gone, and the driver unregisters
 
     def __del__(self) -> None:
         if self.unregister is not None and not self.ending():
@@ -87,12 +88,12 @@ class Registered(mmap.mmap):
 
 
 def allocate_pinned(nbytes: int, device: torch.device) -> Tensor:
-    """An uninitialised pinned uint8[nbytes], `nbytes` above 0; torch's own where there is no registering.
+    """Allocate an uninitialised pinned uint8[nbytes], nbytes > 0; by torch if CUDA cannot register memory.
 
     Nothing records which copies are under way: hold the tensor until they are done.
 
     Raises:
-        StateError: CUDA does not lock so much; with its own words.
+        StateError: CUDA does not lock so much memory; its own words are quoted.
     """
     cudart: Any = torch.cuda.cudart() if device.type == "cuda" else None
     if not hasattr(cudart, "cudaHostRegister"):
@@ -100,11 +101,11 @@ def allocate_pinned(nbytes: int, device: torch.device) -> Tensor:
     pages = Registered(-1, nbytes)
     flat = torch.frombuffer(pages, dtype=torch.uint8)
     address, process = flat.data_ptr(), os.getpid()
-    with torch.cuda.device(device):  # else a thread that is new makes a context on the first GPU
+    with torch.cuda.device(device):  # otherwise a new thread makes a context on the first GPU
         code = cudart.cudaHostRegister(address, nbytes, 0)
     if int(code):
         raise StateError(
-            f"CUDA locks no {nbytes} bytes of host memory: {cudart.cudaGetErrorString(code)} "
+            f"CUDA cannot lock {nbytes} bytes of host memory: {cudart.cudaGetErrorString(code)} "
             f"(cudaHostRegister, error {int(code)}).",
             fix="keep less on the host (lowered.memory_analysis() says how much a rank keeps there, and "
             "all ranks of a machine share its memory), raise `ulimit -l`, or memory='disk'.",
@@ -120,13 +121,13 @@ def allocate_pinned(nbytes: int, device: torch.device) -> Tensor:
 
 
 def check_directory(disk_dir: str | None, paths: Sequence[str]) -> None:
-    """Refuse, before anything is made, a directory that cannot hold what rests on disk.
+    """Refuse a directory that cannot hold the leaves on disk, before anything is made.
 
     Args:
-        paths: of the leaves that do.
+        paths: the paths of these leaves.
 
     Raises:
-        StateError: none was named, or it is missing or read-only.
+        StateError: no directory was named, or it is missing or read-only.
     """
     if not paths:
         return
@@ -138,7 +139,7 @@ def check_directory(disk_dir: str | None, paths: Sequence[str]) -> None:
         problem = f"disk_dir={disk_dir!r} is no directory"
     else:
         try:
-            os.close(_unnamed_file(disk_dir))
+            os.close(_make_unnamed_file(disk_dir))
         except OSError as error:
             problem = f"disk_dir={disk_dir!r} cannot be written to ({error.strerror})"
     if problem:
@@ -149,17 +150,17 @@ def check_directory(disk_dir: str | None, paths: Sequence[str]) -> None:
         )
 
 
-def _unnamed_file(disk_dir: str) -> int:
+def _make_unnamed_file(disk_dir: str) -> int:
     fd, name = tempfile.mkstemp(prefix="fnshard-", dir=disk_dir)
     os.unlink(name)
     return fd
 
 
-def _mapped_file(disk_dir: str | None, nbytes: int) -> mmap.mmap:
+def _map_file(disk_dir: str | None, nbytes: int) -> mmap.mmap:
     try:
-        fd = _unnamed_file(disk_dir or "")
+        fd = _make_unnamed_file(disk_dir or "")
         try:
-            # Blocks are reserved now: a full disk is an error here, not a SIGBUS at some later write.
+            # Reserve the blocks now: a full disk is an error here, and no SIGBUS at some later write.
             os.posix_fallocate(fd, 0, nbytes)
             return mmap.mmap(fd, nbytes)
         finally:
@@ -168,39 +169,39 @@ def _mapped_file(disk_dir: str | None, nbytes: int) -> mmap.mmap:
         why = "is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else f"failed ({error.strerror})"
         raise StateError(
             f"disk_dir={disk_dir!r} {why}, with {nbytes} more bytes to be placed there.",
-            fix="name a directory with room for what rests on disk (lowered.memory_analysis() says how "
+            fix="name a directory with room for all leaves on disk (lowered.memory_analysis() says how "
             "much), or keep less there.",
         ) from error
 
 
 def send(value: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device, issued without a wait: for it is pinned first, and
-    contiguous, where it is not."""
+    """Copy a tensor to the device without waiting; one on the host is made contiguous and pinned first."""
     if device.type != "cpu" and value.device.type == "cpu":
-        value = value.contiguous()  # what is strided would be copied to pageable memory once more
+        value = value.contiguous()  # a strided tensor would be copied to pageable memory once more
         value = value if value.is_pinned() else value.pin_memory()
     return value.to(device, non_blocking=True)
 
 
 @dataclass
 class Transfers:
-    """Copies between the device and the host, on a stream of its own for each direction where there are any.
+    """Copies between the device and the host, with a stream for each direction.
 
     On a CPU a transfer is a copy, done when it is issued. Buffers on the host that a step takes and gives
-    back are used again, and let go when `KEPT_steps` steps did without: a copy into one is issued after the
-    wait for its last reader, and `_copy` lets its stream wait for what the compute stream has waited for.
+    back are used again, and freed when `KEPT_steps` steps did without. That is safe: a copy into one is
+    issued after the wait for its last reader, and `_copy` lets its stream wait for all that the compute
+    stream has waited for.
     """
 
     device: torch.device
     upward: Any = None  # the stream of copies to the device
     downward: Any = None
     updates: Any = None  # the stream of updates next to kernels
-    issued: bool = False  # whether anything was, in this step
+    issued: bool = False  # whether this step has issued a copy
     free: dict[int, list[Tensor]] = field(default_factory=dict)
     last_used: dict[int, int] = field(default_factory=dict)  # by size, the step that last took a buffer
     steps: int = 0
-    worker: Worker | None = None  # what updates on the host while a device computes
-    lock: Any = field(default_factory=threading.Lock)  # the worker takes buffers, too
+    worker: Worker | None = None  # the thread that updates on the host while a device computes
+    lock: Any = field(default_factory=threading.Lock)  # the worker takes buffers too
 
     def __post_init__(self) -> None:
         if self.device.type == "cuda":
@@ -210,10 +211,10 @@ class Transfers:
     def to_device(
         self, values: Sequence[Any], into: Sequence[Any] | None = None, after: Any = None
     ) -> Transfer:
-        """Copies of host values on the device, or written into `into`; see `each` for what a value is.
+        """Copy host values to the device, or into `into`; see `each` for what a value is.
 
         Args:
-            after: a `mark` after which it may begin; None is now.
+            after: a `mark` after which the copy may begin; None is now.
         """
         targets = into or [
             each(v, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=self.device))
@@ -222,11 +223,11 @@ class Transfers:
         return self._copy(values, targets, self.upward, after)
 
     def to_host(self, values: Sequence[Any], into: Sequence[Any] | None = None) -> Transfer:
-        """Copies of device values on the host, or written into `into`."""
+        """Copy device values to the host, or into `into`."""
         return self._copy(values, into or [each(v, self.take) for v in values], self.downward)
 
     def mark(self) -> Any:
-        """Where the compute stream is; None on a CPU."""
+        """Return an event at the current end of the compute stream; None on a CPU."""
         if self.upward is None:
             return None
         event = torch.cuda.Event()
@@ -234,9 +235,9 @@ class Transfers:
         return event
 
     def join(self) -> None:
-        """Wait for the worker; the compute stream waits for what it has sent.
+        """Wait for the worker, and let the compute stream wait for its copies.
 
-        Raises: what failed there.
+        Raises: the worker's error, if one of its calls failed.
         """
         if self.worker is not None:
             self.worker.wait()
@@ -244,11 +245,11 @@ class Transfers:
             torch.cuda.current_stream(self.device).wait_stream(self.upward)
 
     def take(self, like: Tensor, dtype: torch.dtype | None = None, *, for_host: bool = False) -> Tensor:
-        """A host buffer of a tensor's shape, dtype and, where these leave no gaps or overlaps, strides.
+        """Return a host buffer of a tensor's shape and dtype, and of its strides if these leave no gaps.
 
         Args:
-            dtype: another one than the tensor's.
-            for_host: the host itself writes to it, and no stream: it waits for what is still read.
+            dtype: a dtype in place of the tensor's.
+            for_host: whether the host itself writes to it, and no stream. It waits then for readers.
         """
         dtype = dtype or like.dtype
         stride = torch.empty_like(like, device="meta").stride()
@@ -265,7 +266,7 @@ class Transfers:
         return flat.view(dtype).as_strided(like.shape, stride)
 
     def give(self, value: Any) -> None:
-        """Take back what `take` gave; its reader has been waited for."""
+        """Take back a buffer of `take`, whose reader has been waited for."""
         each(value, self._give)
 
     def _give(self, tensor: Tensor) -> Tensor:
@@ -277,15 +278,15 @@ class Transfers:
         return tensor
 
     def finish(self) -> None:
-        """At the end of a step: return when all that was issued is done, so that state may be read.
+        """Wait at the end of a step until all copies are done, so that state may be read.
 
-        A step that moves nothing between device and host waits for nothing. What the compute stream does next
-        comes after the updates, which a step that has failed may not have waited for.
+        A step that moves nothing between device and host waits for nothing. The compute stream goes on after
+        the updates, for which a step that has failed may not have waited.
         """
         if self.updates is not None:
             torch.cuda.current_stream(self.device).wait_stream(self.updates)
         if self.worker is not None:
-            with suppress(Exception):  # reported before, or another failure is
+            with suppress(Exception):  # it was reported before, or another failure is being reported
                 self.worker.wait()
         if self.issued and self.upward is not None:
             self.upward.synchronize()
@@ -304,8 +305,8 @@ class Transfers:
             if pairs:
                 torch._foreach_copy_([t for _, t in pairs], [s for s, _ in pairs])
             return Transfer(targets, self.device)
-        # The stream waits for what made the sources, for the last reader of the memory that the new targets
-        # were cut from, and for copies of the other direction that the compute stream has waited for.
+        # The stream waits for the kernels that made the sources, for the last reader of the memory that new
+        # targets were cut from, and for copies of the other direction that the compute stream has waited for.
         if after is None:
             stream.wait_stream(torch.cuda.current_stream(self.device))
         else:
@@ -320,14 +321,14 @@ class Transfers:
 
 @dataclass(frozen=True)
 class Transfer:
-    """A transfer in flight. Sources must stay as they are until it was waited for."""
+    """A transfer in flight. Its sources must not change until it has been waited for."""
 
     targets: Sequence[Any]
     device: torch.device
     event: Any = None
 
     def wait(self, *, on_host: bool = False) -> Sequence[Any]:
-        """The targets; from here on the compute stream (with `on_host` the host itself) sees them."""
+        """Return the targets, which the compute stream (with `on_host` the host itself) sees from here on."""
         if self.event is not None:
             if on_host:
                 self.event.synchronize()
@@ -337,7 +338,7 @@ class Transfer:
 
 
 def each(value: Any, make: Callable[[Tensor], Tensor]) -> Any:
-    """`make` of a value's tensors: a tensor, a dict of them (slots), or what has an `each` of its own."""
+    """Apply `make` to a value's tensors: a tensor, a dict of them (slots), or an object with `each`."""
     if isinstance(value, Tensor):
         return make(value)
     if isinstance(value, dict):

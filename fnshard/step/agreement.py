@@ -72,6 +72,22 @@ def check_agreement(
     return Agreement(max(counts), all(ready))
 
 
+def compare_micros(comm: Collectives, count: int) -> None:
+    """Refuse a step of which ranks have different numbers of micro-batches: their collectives would not meet.
+    A collective.
+
+    Raises:
+        AgreementError: on every rank.
+    """
+    every = comm.gather_object(str(count))
+    if len(set(every)) > 1:
+        raise AgreementError(
+            "ranks have different numbers of micro-batches in a step:",
+            [f"rank {rank}: {own}" for rank, own in enumerate(every)],
+            "add micro-batches that count for nothing, up to the most that any rank has.",
+        )
+
+
 _PROBED = (0, 1, 10, 100, 1000, 10_000, 100_000)  # numbers of updates made before
 
 

@@ -10,19 +10,20 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fnshard import tree
+from fnshard import losses, tree
 from fnshard.analysis.flops import kernel_flops
 from fnshard.compiler.frontend.contexts import check_autocast, deterministic
 from fnshard.compiler.frontend.indices import Indices, explain, ranges
 from fnshard.compiler.frontend.trace import flatten_batch
 from fnshard.compiler.ir.arguments import Arguments, signature_of
 from fnshard.compiler.kernels.inductor import warm_up
-from fnshard.compiler.lower import Front, lower, trace_and_split
+from fnshard.compiler.lower import Front, lower, schedule_for, trace_and_split
 from fnshard.compiler.options import StepOptions
 from fnshard.compiler.schedule.build import Plan
 from fnshard.errors import StateError, TraceError
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.layout.spec import check_specs
+from fnshard.losses import unwrapped
 from fnshard.mesh import Mesh, check_mesh
 from fnshard.optim.optimizer import Optimizer
 from fnshard.runtime.executor.execute import cut_batch
@@ -78,10 +79,10 @@ class ProgramCache:
         self.shapes = options.shapes and options.shapes.of_function(self._signature, context)
         self.optimizer = optimizer
         self._take(ResolvedSpecs.of(specs))
-        self.programs = (
-            Programs(max(options.cache, LENGTHS), True) if options.shapes else Programs(options.cache)
-        )
+        many = options.shapes is not None or options.micro_rows is not None  # of batches, on purpose
+        self.programs = Programs(max(options.cache, LENGTHS), True) if many else Programs(options.cache)
         self.on_paper: tuple[BatchKey, Lowered] | None = None
+        self._cut: tuple[BatchKey, Lowered] | None = None  # by one micro-batch, where their number varies
         self.lock = threading.RLock()
         self.stats = CompileStats()
 
@@ -133,46 +134,80 @@ class ProgramCache:
             check_specs(specs.seen, self.mesh)
         self.specs = specs
 
+    def options_of(self, batch: Batch) -> StepOptions:
+        """Return the options of this batch's program: `micro_rows` says how many micro-batches it has.
+
+        Raises:
+            StateError: its leaves have several numbers of rows, or one that is no multiple of `micro_rows`.
+        """
+        size = self.options.micro_rows
+        if size is None:
+            return self.options
+        leaves = Arguments.of(batch).leaves[0]
+        cut = {n: unwrapped(v) for n, v in leaves.items() if isinstance(v, Tensor | losses.Sequence)}
+        rows = {n: v.shape[0] if v.dim() else 0 for n, v in cut.items()}
+        if len(counts := set(rows.values())) != 1 or not (count := counts.pop()) or count % size:
+            raise StateError(
+                f"micro_rows={size}: a batch has as many rows in each of its leaves, a multiple of {size}:",
+                [f"batch[{n!r}] {list(v.shape)}" for n, v in cut.items()],
+                "add rows that count for nothing, or wrap what must not be cut in fs.Whole(...).",
+            )
+        return replace(self.options, accumulate=count // size, micro_rows=None)
+
     def lower(self, batch: Batch) -> Lowered:
         """All stages for this rank's batch; the last one lowered is kept for the step that may follow."""
         check_arguments(self.fn, batch)
         check_leaves(batch)
-        key, micro = batch_key(batch), next(split_batch(batch, self.options.accumulate))
+        options = self.options_of(batch)
+        key, micro = batch_key(batch), next(split_batch(batch, options.accumulate))
         check_autocast()
         with self.lock, deterministic(self.options.deterministic):
             known = self.programs.get(key)
             if known is not None:
                 return known
             if self.on_paper is None or not fits(self.on_paper, key):
-                self.on_paper = key, self._traced(key, batch, micro)
+                self.on_paper = key, self._traced(key, batch, micro, options)
             return self.on_paper[1]
 
-    def _traced(self, key: BatchKey, batch: Batch, micro: Arguments) -> Lowered:
+    def _traced(self, key: BatchKey, batch: Batch, micro: Arguments, options: StepOptions) -> Lowered:
         announce(self.fn, self.programs, key)
-        self.stats.traces += 1
         if self.mesh.kind != "abstract":
-            warm_up(self.mesh.device_type, self.options.backend)
-        stages = lower(self.fn, self.specs, micro, self.mesh, self._plan, self.options, kernel_flops)
-        return Lowered(
-            stages, self.options, None, self.optimizer, bytes_of_batch(batch),
+            warm_up(self.mesh.device_type, options.backend)
+        plan, known, compiled = self._plan_of(options), self._cut, None
+        if known is not None and fits(known, batch_key(micro)):
+            # Another number of the same micro-batches: one more schedule of the kernels that there are.
+            stages, compiled = known[1].stages, known[1].compiled
+            front = Front(stages.program, stages.segments, plan.for_program(stages.program))
+            stages = schedule_for(
+                front, self.specs.stored, self.mesh, options, dict(stages.kernels), cost_of=kernel_flops
+            )
+        else:
+            self.stats.traces += 1
+            stages = lower(self.fn, self.specs, micro, self.mesh, plan, options, kernel_flops)
+        lowered = Lowered(
+            stages, options, compiled, self.optimizer, bytes_of_batch(batch),
             stats=self.stats, first=not len(self.programs),
         )  # fmt: skip
+        if compiled is None and known is not None and stages.program is known[1].program:
+            lowered.ahead = known[1].ahead  # a thread compiles them
+        if self.options.micro_rows is not None:
+            self._cut = batch_key(micro), lowered
+        return lowered
 
-    @property
-    def _plan(self) -> Plan:
-        return plan_of(self.optimizer, self.specs, self.mesh, self.options) if self.trains else FORWARD
+    def _plan_of(self, options: StepOptions) -> Plan:
+        return plan_of(self.optimizer, self.specs, self.mesh, options) if self.trains else FORWARD
 
     def front(self, batch: Batch, **changes: Any) -> Front:
         """The stages that look at `fn` alone, for this rank's batch; nothing of it is kept."""
-        micro = next(split_batch(batch, self.options.accumulate))
-        options = replace(self.options, **changes)
+        options = replace(self.options_of(batch), **changes)
+        micro = next(split_batch(batch, options.accumulate))
         with self.lock:
-            return trace_and_split(self.fn, self.specs, micro, self.mesh, self._plan, options)
+            return trace_and_split(self.fn, self.specs, micro, self.mesh, self._plan_of(options), options)
 
     def tensors(self, lowered: Lowered, batch: Batch) -> tuple[dict[str, Tensor], set[str]]:
         """What `batch_tensors` gives of a batch, whose numbers are in what they are looked up in."""
         tensors, whole = batch_tensors(batch, lowered.names["batch"])
-        for values in cut_batch(tensors, whole, self.options.accumulate):
+        for values in cut_batch(tensors, whole, lowered.options.accumulate):
             if not lowered.indices.outside(values, lowered.program.constants):
                 continue
             program = self.front(batch, sources=True).program  # once more, for the lines of code

@@ -71,7 +71,9 @@ class Programs:
             StateError: other collectives than before. They are compared here, not over the wire.
         """
         changed, baked = self.changes(key)
-        if _over_rows(lowered.schedule) != _over_rows(self.entries[-1][1].schedule):
+        last = self.entries[-1][1]
+        is_alike = lowered.options.accumulate == last.options.accumulate  # else each has its collectives
+        if is_alike and _over_rows(lowered.schedule) != _over_rows(last.schedule):
             raise StateError(
                 f"{'a value that `fn` reads' if baked else 'this batch'} makes `fn` a program with other "
                 "collectives than the batches before:",

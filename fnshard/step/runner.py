@@ -33,7 +33,14 @@ from fnshard.runtime.executor.scalars import Scalars
 from fnshard.runtime.executor.update import Updater
 from fnshard.runtime.readback import Reading
 from fnshard.runtime.tiers import Transfers, send
-from fnshard.step.agreement import Agreement, check_agreement, checksum, compare_rows, compare_values
+from fnshard.step.agreement import (
+    Agreement,
+    check_agreement,
+    checksum,
+    compare_micros,
+    compare_rows,
+    compare_values,
+)
 from fnshard.step.batches import check_leaves, texts_of
 from fnshard.step.cache import ProgramCache
 from fnshard.step.lowered import Lowered
@@ -155,6 +162,8 @@ class Runner:
         if self._parts:
             self._compare_rows(batch)
         lowered, rank = self.cache.get(batch), self.rank
+        if self.options.micro_rows is not None and self.mesh.size > 1:
+            compare_micros(rank.comm, lowered.options.accumulate)
         blocks = self._blocks(params)
         tensors, whole = self.cache.tensors(lowered, batch)
         counts = {v.shape[0] for n, v in tensors.items() if n not in whole and v.dim()}
@@ -242,10 +251,12 @@ class Runner:
 
     def _bind(self, lowered: Lowered) -> Bound:
         """Bind a compiled step to this rank; bindings of programs that are no longer kept go."""
-        mesh, rank, specs, options = self.mesh, self.rank, self.cache.specs, self.options
+        mesh, rank, specs = self.mesh, self.rank, self.cache.specs
         scalars = updater = None
         if self.cache.trains:
-            scalars = scalars_of(lowered.program, lowered.segments, self.optimizer, specs, mesh, options)
+            scalars = scalars_of(
+                lowered.program, lowered.segments, self.optimizer, specs, mesh, lowered.options
+            )
         if self.optimizer is not None:
             updater = Updater(lowered.schedule.families, specs.stored, mesh, mesh.rank, self._compiled)
         context = ExecutorContext(

@@ -363,7 +363,7 @@ class Step(Compiled):
         """What gradients are divided by on the way: the number of parts, or a Mean's count or item bound."""
         if bound.lowered.program.outputs.count is None:
             ranks = self.mesh.axes_size(averaged_axes(self.resolved.stored.values(), self.mesh))
-            return float(ranks * self.options.accumulate)
+            return float(ranks * bound.lowered.options.accumulate)
         return self._runner.count(bound, env) or float(self._runner.rank.agreement.items)
 
     def _check_optimizer(self) -> None:
@@ -560,7 +560,7 @@ class Forward(Compiled):
 
 
 OF_TRAINING = (
-    "accumulate", "accumulate_mode", "micro_order", "overlap",
+    "accumulate", "micro_rows", "accumulate_mode", "micro_order", "overlap",
     "loss_scale", "grad_norm", "remat", "save", "disk_dir",
     "update",
 )  # fmt: skip

@@ -51,7 +51,7 @@ def trained(rank: int, preset: str, units: int, optimizer: str, options: dict[st
     ("preset", "units", "optimizer", "options"),
     [
         ("full_shard", DEEP, "sgd", AT_ONCE),
-        ("full_shard", DEEP, "sgd", {"accumulate": 2, **ONE_BY_ONE}),
+        pytest.param("full_shard", DEEP, "sgd", {"accumulate": 2, **ONE_BY_ONE}, marks=pytest.mark.long),
         ("no_shard", DEEP, "sgd", {}),
         ("full_shard", 1, "function", {}),
         ("zero1", 1, "function", {}),

@@ -15,13 +15,14 @@ import sharded
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import WIDTH as WIDE
 from models import model_of
 from torch import Tensor, nn
 from toys import WIDTH, chain, lower, run_chain
 
 import fnshard as fs
-from fnshard import LayoutSpec, P, ScheduleError, SpecError
-from fnshard.compiler.ir.values import stored
+from fnshard import LayoutSpec, P, ScheduleError, SpecError, TraceError
+from fnshard.compiler.ir.values import Kind, stored
 from fnshard.compiler.kernels.segments import Way
 from fnshard.compiler.schedule.instructions import (
     AllReduce,
@@ -43,7 +44,6 @@ from fnshard.compiler.schedule.verify import verify
 pytestmark = pytest.mark.filterwarnings("ignore:accumulate=")  # few micro-batches, on purpose
 LR, DECAY = 3e-3, 0.1
 ADAMW = fs.optim.adamw(LR, weight_decay=DECAY)
-TIED = [("embed.weight", LayoutSpec(P("shard"), chunk="all"))]
 
 
 # ------------------------------------------------------------------ the order of tasks
@@ -294,6 +294,39 @@ def test_a_foreign_leaf_that_is_read_is_found() -> None:
         verify(schedule.with_instructions(lines))
 
 
+def test_a_collective_of_another_stages_leaves_is_found() -> None:
+    first, last = stages()
+    at = find(first.instructions, Gather)
+    lines = [*first.instructions[at : at + 2], *last.instructions]
+    with pytest.raises(ScheduleError, match=r"s:layers\.0\.w, a leaf of another stage"):
+        verify(last.with_instructions(lines))
+
+
+def test_a_reduction_before_the_last_backward_is_found() -> None:
+    """It sums all micro-batches but the last."""
+    schedule = stages()[0]
+    lines = list(schedule.instructions)
+    at = find(lines, ReduceScatter)
+    before = max(n for n, i in enumerate(lines[:at]) if set(i.writes) & set(lines[at].reads))
+    earlier = next(n for n in lines[before].reads if n.kind is Kind.ACCUMULATED)
+    reduction, wait = lines[at], find(lines, Wait, reads=lines[at].writes)
+    moved = [replace(reduction, reads=(earlier,)), lines[wait]]
+    lines = [i for i in lines if i not in (reduction, lines[wait])]
+    lines[before:before] = moved
+    with pytest.raises(ScheduleError, match="is in no sum"):
+        verify(schedule.with_instructions(lines))
+
+
+@pytest.mark.parametrize(("copies", "said"), [(0, "which is not alive"), (2, "again")])
+def test_a_backward_that_is_dropped_or_doubled_is_found(copies: int, said: str) -> None:
+    schedule = stages()[1]
+    lines = list(schedule.instructions)
+    at = find(lines, Run, 3, backward=True)
+    lines[at : at + 1] = [lines[at]] * copies
+    with pytest.raises(ScheduleError, match=said):
+        verify(schedule.with_instructions(lines))
+
+
 def test_a_tie_that_is_not_summed_over_stages_is_found() -> None:
     schedule = stages(tied, grad_norm=True)[1]
     lines = list(schedule.instructions)
@@ -343,6 +376,42 @@ def test_a_leaf_that_two_stages_read_is_named_with_its_line_and_the_way_out() ->
     text = str(error.value)
     assert "params['layers.0.w'] of chunk 0" in text and "after params['layers.3.w'] of chunk 1" in text
     assert "return (run_chain(p, x) @ first.T)" in text and 'chunk="all"' in text
+
+
+def test_a_program_that_reads_its_units_backwards_is_refused_with_all_leaves() -> None:
+    def backwards(p: Any, x: Any) -> Any:
+        return run_chain(dict(reversed(p.items())), x).sum()
+
+    with pytest.raises(SpecError) as error:
+        lower(backwards, chain(4), torch.zeros(4, WIDTH), ranks={"pipeline": 2, "shard": 1})
+    text = str(error.value)
+    for number in (0, 1):
+        assert f"params['layers.{number}.w'] of chunk 0 is read at " in text
+    assert (
+        "after params['layers.2.w'] of chunk 1" in text and "torch.tanh(" in text and "number chunks" in text
+    )
+
+
+def test_a_unit_of_two_stages_is_named_with_its_leaves() -> None:
+    params = {f"layers.{i}.{n}": torch.zeros(4, 4) for i in range(2) for n in "ab"}
+    rules = [("layers.0.b", LayoutSpec(chunk=1))]
+    with pytest.raises(SpecError) as error:
+        lower(loss, params, torch.zeros(4, 4), ranks={"pipeline": 2, "shard": 1}, policy={"rules": rules})
+    text = str(error.value)
+    assert "unit 'layers.0': params['layers.0.a'] of chunk 0, params['layers.0.b'] of chunk 1" in text
+    assert "LayoutSpec(unit=...)" in text and "layers.1" not in text
+
+
+def test_a_length_that_a_call_on_the_host_decides_is_refused_with_its_line() -> None:
+    """Where `fn` is traced, as on any mesh: no shape that depends on data comes to a cut."""
+
+    def some_rows(p: Any, x: Any) -> Any:
+        first, *rest = p.values()
+        kept = (x @ first)[: int((x > 0).sum())]
+        return run_chain(dict(enumerate(rest)), kept).sum()
+
+    with pytest.raises(TraceError, match=r"(?s)int\(\(x > 0\)\.sum\(\)\).*Fix: "):
+        lower(some_rows, chain(4), torch.zeros(4, WIDTH), ranks={"pipeline": 2, "shard": 1})
 
 
 def test_leaves_of_two_chunks_that_one_segment_reads_are_named() -> None:
@@ -411,7 +480,7 @@ CASES: list[tuple[str, str, dict[str, int], int, dict[str, Any]]] = [
     ("gpt", "full_shard", {"pipeline": 2, "shard": 2, "tensor": 2}, 3, {"tensor": "tensor"}),
     ("gpt", "full_shard", {"pipeline": 2, "shard": 2}, 3,
      {"memory": "host", "optimizer_memory": "host", "remat": "unit+offload"}),
-    ("tied", "full_shard", {"pipeline": 2, "shard": 2}, 3, {"rules": TIED}),
+    ("tied", "full_shard", {"pipeline": 2, "shard": 2}, 3, {}),
     ("dense_skips", "zero2", {"pipeline": 4}, 3, {}),  # every stage reads of every other
     ("unet", "no_shard", {"pipeline": 2, "shard": 2}, 3, {}),
     ("masked_mean", "full_shard", {"pipeline": 2, "shard": 2}, 3, {}),
@@ -437,6 +506,25 @@ def test_training_equals_the_naive_loop(
         sharded.assert_floats(got.norms, expected.norms)
 
 
+def test_rows_that_data_select_cross_a_cut() -> None:
+    """They are as many as there can be at most, and those that are not there count nothing."""
+    base = model_of("dense_skips")
+
+    def loss(p: Any, x: Tensor, y: Tensor) -> fs.Mean:
+        first, *rest = (w[:WIDE] for w in p.values())
+        chosen = x.sum(1) > 0
+        x = torch.tanh(x @ first)[chosen]
+        for w in rest:
+            x = torch.tanh(x @ w)
+        return fs.Mean((x - y[chosen]).square().sum(), chosen.sum())
+
+    model = replace(base, loss=loss)
+    expected = reference.train(loss, model.params, sharded.by_steps(model), reference.sgd(0.1))
+    axes = {"pipeline": 2, "shard": 2}
+    for got in sharded.simulate(model, "full_shard", axes, fs.optim.sgd(0.1), accumulate=3):
+        sharded.assert_same(got, expected)
+
+
 @pytest.mark.parametrize("adversary", ["early", "late"])
 def test_clipping_counts_a_tied_leaf_once(adversary: Any) -> None:
     """On ranks that read early or late, bitwise alike."""
@@ -446,7 +534,6 @@ def test_clipping_counts_a_tied_leaf_once(adversary: Any) -> None:
         "full_shard",
         axes,
         CLIPPED,
-        policy={"rules": TIED},
         accumulate=3,
         adversary=adversary,
     )

@@ -204,9 +204,9 @@ RUN = " ".join(
 @pytest.mark.parametrize(
     ("case", "overrides"),
     [
-        ("executor", ["rounds=2"]),
         ("checkpoint", [*TINY, "steps=2"]),
         *(pytest.param(case, overrides, marks=pytest.mark.long) for case, overrides in (
+            ("executor", ["rounds=2"]),
             ("memory", [*TINY, "memory=1", "plans=[full_shard,ddp,remat-bf16-host]"]),
             ("bubble", [*TINY, "memory=0", "plans=[pipeline2-accumulate2-2x16]"]),
             ("predict", ["ranks=1", "rounds=1", "backend=eager", "plans=[5m-full_shard]"]),

@@ -90,9 +90,6 @@ WRONG_TRAIN = {
     "strategy.chunks=2": (
         r"strategy\.chunks=2: chunks are of the stages of a pipeline\. Fix: mesh\.pipeline=2",
     ),
-    "strategy=auto run.device_gb=1 mesh.pipeline=2 model.tied=true": (
-        r"mesh\.pipeline=2: .* read a tied embedding\. Fix: model\.tied=false",
-    ),
     "run.steps=5,10 run.seed=range(3)": (
         r"run\.steps=5,10: several values are a sweep\. Fix: --multirun; or quotes for text, \[a,b\] for",
     ),

@@ -28,7 +28,7 @@ from fnshard.launcher.rank import Stop
 
 SPECS = (TRAIN, FINETUNE, BENCH, TOKENIZE)
 SMALL = (
-    "model.width=16", "model.layers=2", "model.heads=2", "model.kv_heads=1", "model.context=32",
+    "model.width=16", "model.layers=1", "model.heads=2", "model.kv_heads=1", "model.context=32",
     "data.rows=4", "data.held_out_rows=4", "run.steps=2",
     "run.held_out_every=2", "run.sample_tokens=1", "run.backend=eager",
     "run.device=cpu", "mesh.shard=1", "mesh.replicate=1", "run.save_every=0",
@@ -112,7 +112,6 @@ def test_other_flags_of_hydra_work(tmp_path, monkeypatch, capfd):
     for arguments, said in {
         ("-h",): help_of(TRAIN) + "\n",
         ("--cfg", "job", "run.steps=7"): "steps: 7",
-        ("-c", "job", "run.steps=8"): "steps: 8",
         ("--hydra-help",): "Hydra",
     }.items():
         monkeypatch.setattr(sys, "argv", ["train", *arguments])

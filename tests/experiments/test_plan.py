@@ -116,7 +116,7 @@ def test_a_pipeline_takes_micro_batches_in_groups_as_large_as_it_is() -> None:
     planner = planner_of(4, "rows=16")
     assert planner.is_valid(Knobs(1, 1, pipeline=4)) and planner.is_valid(Knobs(1, 2, pipeline=2, chunks=3))
     for wrong in (
-        Knobs(1, 1, pipeline=4, micro_rows=8), Knobs(1, 4, chunks=2), Knobs(1, 2, pipeline=2, chunks=4),
+        Knobs(1, 1, pipeline=4, micro_rows=8), Knobs(1, 4, chunks=2), Knobs(1, 2, pipeline=2, chunks=5),
         Knobs(1, 1, pipeline=4, order="breadth"),
     ):  # fmt: skip
         assert not planner.is_valid(wrong), wrong

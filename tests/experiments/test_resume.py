@@ -76,7 +76,7 @@ def test_killed_and_started_again(unbroken, tmp_path, monkeypatch, capfd, how, a
     train.train(config, run_in(tmp_path), [], Stop())
     said = capfd.readouterr().out
     assert (f"resume: step {goes_on} of {tmp_path / CHECKPOINTS}" in said) == bool(goes_on)
-    assert ("resume: nothing to go on from" in said) != bool(goes_on)
+    assert (f"resume: nothing to go on from, a new run in {tmp_path}\n" in said) != bool(goes_on)
     assert differences(unbroken, tmp_path) == []
 
 

@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 from runs import config_of, leave_checkpoint
 
+from experiments import finetune
 from experiments.lib.checks import ConfigError
+from experiments.lib.compose import compose
 from experiments.lib.files import write_record
 from experiments.lib.folder import (
     CHECKPOINTS,
@@ -165,6 +167,17 @@ def test_the_same_configuration_goes_on_in_its_folder(cwd, day):
         write_result(Path(run.folder), status="ok", overrides=[])
     with claim(asked, day / "fourth", chosen=False) as run:
         assert run.folder == str(day / "fourth")
+
+
+def test_a_fine_tuning_run_goes_on_in_its_folder(cwd):
+    """Its default folder lies one deeper than that of the main job."""
+    composed = compose(finetune.COMMAND, [])
+    fresh = composed.folder
+    with claim(composed.config, fresh, chosen=False) as run:
+        assert run.folder == str(fresh)
+        leave_checkpoint(fresh)
+    with claim(composed.config, fresh.with_name("later"), chosen=False) as run:
+        assert run.folder == str(fresh)
 
 
 def test_never_begins_anew_and_is_gone_on_with_itself(cwd, day):

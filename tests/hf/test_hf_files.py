@@ -20,9 +20,9 @@ from weights import MESHES, PARAMS, same, sharded, tensors_of, tree_of
 
 import fnshard as fs
 from fnshard import LayoutSpec, P
-from fnshard.checkpoint import coordination
 from fnshard.errors import CheckpointError, StateError
 from fnshard.hf import reading, writing
+from fnshard.runtime import coordination
 from fnshard.runtime.collectives.connect import connection
 from fnshard.runtime.collectives.simulated import Simulated
 

@@ -337,7 +337,7 @@ def test_a_chunk_is_of_one_stage_and_all_of_every() -> None:
     assert is_here(LayoutSpec(chunk=3), MESH, 5) and is_here(LayoutSpec(), mesh, 3)
 
 
-@pytest.mark.parametrize("chunk", [-1, True, 1.0, "first", None])
+@pytest.mark.parametrize("chunk", [-1, True, 1.0, "first"])
 def test_what_is_no_chunk_is_refused(chunk: Any) -> None:
     with pytest.raises(SpecError, match=r'chunk=.*: a chunk from 0 on, or "all"'):
         LayoutSpec(chunk=chunk)

@@ -1,6 +1,6 @@
 """Kill campaigns: whatever is killed at whatever moment, nothing is lost.
 
-`KILLS=60 python -m pytest -n 0 -m long tests/long/test_kills.py` makes sixty kills in each variant.
+`KILLS=60 python -m pytest -n 0 -m long tests/long/test_kills.py` makes sixty kills of each command.
 """
 
 from __future__ import annotations
@@ -14,7 +14,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from kills import CODES, MOMENTS, Campaign, draw
+from kills import (
+    CODES,
+    FINETUNE,
+    MOMENTS,
+    REWARDS,
+    SIDE_BY_SIDE,
+    SWEEP,
+    TORCHRUN,
+    TRAIN,
+    Campaign,
+    Variant,
+    draw,
+)
 from runs import differences
 
 import fnshard as fs
@@ -22,27 +34,50 @@ from experiments import ROOT
 from experiments.lib.folder import CHECKPOINTS, write_result
 from experiments.lib.metrics import METRICS
 
-KILLS, STEPS = int(os.environ.get("KILLS", "3")), os.environ.get("STEPS", "60")
+KILLS, SEED = int(os.environ.get("KILLS", "3")), int(os.environ.get("SEED", "1"))
+REPLICAS = ("run.replicas=1", "run.max_restarts=1000")
+# By name: the command, more options of it, its ranks, the steps of each of its runs.
+CAMPAIGNS = {
+    "sync": (TRAIN, ("run.async_save=false",), 1, 60),
+    "sync-2": (TRAIN, ("run.async_save=false",), 2, 60),
+    "async": (TRAIN, ("run.async_save=true",), 1, 60),
+    "async-2": (TRAIN, ("run.async_save=true",), 2, 60),
+    "replicas": (TRAIN, REPLICAS, 1, 60),
+    "replicas-2": (TRAIN, REPLICAS, 2, 60),
+    "finetune": (FINETUNE, (), 1, 40),
+    "finetune-2": (FINETUNE, (), 2, 40),
+    "rewards": (REWARDS, (), 1, 30),
+    "rewards-2": (REWARDS, (), 2, 30),
+    "sweep": (SWEEP, (), 1, 25),
+    "joblib": (SIDE_BY_SIDE, (), 1, 25),
+    "torchrun": (TORCHRUN, (), 2, 60),
+}
 
 
 @pytest.mark.long
-@pytest.mark.timeout(60 * KILLS + 300)
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize(
-    "options",
-    [["run.async_save=false"], ["run.async_save=true"], ["run.replicas=1", "run.max_restarts=1000"]],
-    ids=["sync", "async", "replicas"],
-)
-def test_nothing_is_lost(options: list[str], ranks: int, tmp_path: Path) -> None:
-    """Checkpoints are whole, no committed step is lost, and runs end as the unbroken one, bit for bit."""
+@pytest.mark.timeout(100 * KILLS + 600)
+@pytest.mark.parametrize("name", CAMPAIGNS)
+def test_nothing_is_lost(name: str, model: Path, data: dict[str, Path], tmp_path: Path) -> None:
+    """Checkpoints are whole, no committed step is lost, what is finished is left alone, and runs end as the
+    unbroken one, bit for bit."""
+    variant, more, ranks, steps = CAMPAIGNS[name]
     shutil.copytree(ROOT / "experiments", tmp_path / "text", ignore=shutil.ignore_patterns("__pycache__"))
-    own = [f"data.root={tmp_path / 'text'}", f"mesh.shard={ranks}", f"run.steps={STEPS}", *options]
-    campaign = Campaign(tmp_path, own, draw(int(os.environ.get("SEED", "1")), ranks), KILLS)
+    options = [f"mesh.shard={ranks}", f"run.steps={steps}", *more, *given(variant, tmp_path, model, data)]
+    both = ranks if variant is not SIDE_BY_SIDE else 2  # a rank of each of two runs
+    campaign = Campaign(tmp_path, variant, options, draw(f"{SEED} {name}", both), KILLS)
     campaign.run()
+    print(f"{name}: {campaign}")
     assert campaign.problems == []
-    assert campaign.done == KILLS
-    if "run.replicas=1" in options:
+    assert len(campaign.done) == KILLS
+    if more is REPLICAS:
         assert max(campaign.made_again, default=0) <= 1
+
+
+def given(variant: Variant, folder: Path, model: Path, data: dict[str, Path]) -> list[str]:
+    """What a command reads."""
+    if variant in (FINETUNE, REWARDS):
+        return [f"model={model}", f"data.train={data['samples']}"]
+    return [f"data.root={folder / 'text'}"]
 
 
 def test_kills_are_drawn_from_the_seed() -> None:

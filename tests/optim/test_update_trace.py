@@ -195,17 +195,17 @@ def own(update: Any, **slots: Any) -> Optimizer:
 MEAN = {"mean": torch.zeros_like}
 KEY = {"key": lambda param: torch.zeros(1, 1, dtype=torch.int64)}
 MISTAKES: dict[str, tuple[Optimizer, str]] = {  # and what the error names beside the leaf
-    "another shape": (own(lambda g, s, p, step: (g.sum(0), {})), r"the update is \[3\], and not \[4, 3\]"),
+    "another shape": (own(lambda g, s, p, step: (g.sum(0), {})), r"the update is \[3\], not \[4, 3\]"),
     "no tensor": (own(lambda g, s, p, step: (0.5, {})), "the update is float"),
     "another kind": (own(lambda g, s, p, step: ((g > 0).int(), {})), "the update is torch.int32"),
     "complex": (own(lambda g, s, p, step: (torch.fft.fft(g), {})), "the update is torch.complex64"),
     "no pair": (own(lambda g, s, p, step: -g), r"returns one tensor.*returns \(update, slots\)"),
     "slots of another shape": (
-        own(lambda g, s, p, step: (-g, {"mean": g.mean(0)}), **MEAN), r"slot 'mean' is \[3\], and not \[4",
+        own(lambda g, s, p, step: (-g, {"mean": g.mean(0)}), **MEAN), r"slot 'mean' is \[3\], not \[4",
     ),
     "slots of another kind": (
         own(lambda g, s, p, step: (-g, {"key": s["key"] * 0.5}), **KEY),
-        "slot 'key' is torch.float32, and not torch.int64",
+        "slot 'key' is torch.float32, not torch.int64",
     ),
     "slots that no tensors are": (own(lambda g, s, p, step: (-g, {"mean": 1}), **MEAN), "slot 'mean' is int"),
     "slots that init does not make": (own(lambda g, s, p, step: (-g, {"nu": g})), "slot 'nu' is none"),

@@ -351,7 +351,7 @@ DIFFERENT = """all_reduce over (shard) of ranks 0, 1, on rank {}: ranks issued d
   rank 0: all_reduce of [4] torch.float32
   rank 1: all_reduce of [5] torch.float32
 Fix: all ranks make the same calls in the same order: none of them below `if rank == 0:`. \
-Their programs and specs are alike, too."""
+Their programs and specs must be alike too."""
 
 
 def test_ranks_that_issue_different_sizes_are_an_error(ranks, pair):
@@ -477,7 +477,7 @@ def test_slots_are_used_again_when_all_are_done():
     slots = messages.Slots(start=messages.PAGE)
     first, second = slots.take(5000), slots.take(100)
     assert (first.start, first.end, second.start) == (4096, 12288, 12288)
-    assert slots.packed_at(first.start, 5000) is first and slots.packed_at(first.start + 8, 10) is None
+    assert slots.find_packed(first.start, 5000) is first and slots.find_packed(first.start + 8, 10) is None
     done = {first: False, second: False}
     for slot in done:
         slot.use = SimpleNamespace(free=lambda s=slot: done[s], finished=False)

@@ -73,7 +73,9 @@ def test_buffers_are_pinned_once_and_used_again(runtime: Runtime, monkeypatch: p
 
 def test_a_refusal_names_its_code_and_leaves_nothing(runtime: Runtime) -> None:
     runtime.code = 2
-    with pytest.raises(StateError, match=r"locks no 12 bytes of host memory: out of memory \(.* error 2\)"):
+    with pytest.raises(
+        StateError, match=r"cannot lock 12 bytes of host memory: out of memory \(.* error 2\)"
+    ):
         tiers.allocate((3,), torch.float32, "host", CUDA)
     runtime.sizes.clear()
     gc.collect()  # what was not registered is not unregistered

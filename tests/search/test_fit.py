@@ -225,11 +225,11 @@ def over(ranks: int, **options: Any) -> Any:
 def test_of_all_meshes_the_fastest_that_fits() -> None:
     """With room none is sharded; with less one is, and each other mesh has a reason."""
     free = over(2)
-    assert str(free.mesh) == "(replicate=2, shard=1)" and len(free.meshes) == 2
+    assert str(free.mesh) == "(replicate=2, shard=1)" and len(free.meshes) == 3
     tight = over(2, device_bytes=int(0.4 * free.peak_bytes))
     assert tight.peak_bytes <= 0.4 * free.peak_bytes and tight.seconds > free.seconds
     assert {str(mesh) for mesh, _ in tight.meshes} | {str(tight.mesh)} == {
-        "(replicate=2, shard=1)", "(shard=2)", "(shard=1, tensor=2)",
+        "(replicate=2, shard=1)", "(shard=2)", "(shard=1, tensor=2)", "(pipeline=2, shard=1)",
     }  # fmt: skip
     assert all("slower" in why or "nothing fits" in why for _, why in tight.meshes)
     alone = []
@@ -263,10 +263,10 @@ def test_a_search_over_meshes_ends_and_says_what_it_is_at(
     monkeypatch.setattr(fit_module, "LIMIT_LINES", 0)
     monkeypatch.setattr(fit_module, "QUIET_s", 0.0)
     plan = over(2)
-    assert plan.looked_at == 1 and len(plan.meshes) == 2
+    assert plan.looked_at == 1 and len(plan.meshes) == 3
     assert all("cut short" in why for _, why in plan.meshes) and plan.cut_short
     assert "cut short" in str(plan).splitlines()[0] and plan.as_dict()["cut_short"]
-    assert f"mesh 1 of 3, {plan.mesh}" in capsys.readouterr().err
+    assert f"mesh 1 of 4, {plan.mesh}" in capsys.readouterr().err
     tight = over(2, device_bytes=int(0.9 * plan.peak_bytes))  # no plan yet: it goes on until one fits
     assert tight.peak_bytes <= 0.9 * plan.peak_bytes
 

@@ -52,11 +52,12 @@ def test_real_stages_train_what_one_process_does(ranks, world, options, transpor
         sharded.assert_floats(found.norms, expected.norms)
 
 
-def test_compiled_stages_train_what_one_process_does(ranks):
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_compiled_stages_train_what_one_process_does(ranks, world):
     steps, rule = sharded.by_steps(model()), reference.sgd(0.1, 0.9)
     expected = reference.train(model().loss, model().params, steps, rule, clip=0.1, frozen=model().frozen)
     options = {"accumulate": 2, "backend": "inductor"}
-    for found in ranks(2).run(train_on, AXES[2], "auto", options, timeout=300.0):
+    for found in ranks(world).run(train_on, AXES[world], "auto", options, timeout=300.0):
         sharded.assert_same(found, expected)
 
 

@@ -114,15 +114,16 @@ def run_command(arguments: Sequence[str], cwd: Path, *, timeout: float = 280, **
 
 def start_command(
     arguments: Sequence[str], cwd: Path, *, env: Mapping[str, str] | None = None,
-    patches: Mapping[str, Any] | None = None,
+    patches: Mapping[str, Any] | None = None, output: Path | None = None,
 ) -> Forked:  # fmt: skip
     """`python ARGUMENTS` without waiting; what it prints is in the files `OUTPUT` of `cwd`.
 
     Args:
         env: variables besides those of this process.
         patches: values for constants of modules, by dotted name.
+        output: one file for all that is printed, in the place of the two.
     """
-    streams = [cwd / name for name in OUTPUT.values()]
+    streams = [cwd / name for name in OUTPUT.values()] if output is None else [output] * 2
     for file in streams:
         file.write_bytes(b"")
     env = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}

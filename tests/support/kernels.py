@@ -72,7 +72,10 @@ def _from_file(key: tuple[Any, ...], source: Any, make: Callable[[], Any]) -> An
     with path.open("ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if written := path.read_bytes():
-            return _unpacked(pickle.loads(written), source)
+            # A command's `__main__` has torch, so that pickle may find torch's constants there.
+            with suppress(AttributeError):
+                return _unpacked(pickle.loads(written), source)
+            return make()
         kernel = make()
         with suppress(Unpicklable):
             lock.write(pickle.dumps(_packed(kernel)))

@@ -87,14 +87,29 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
+def children_of(process: int) -> list[int]:
+    """Processes that one has started, and that have not been waited for, in order."""
+    found = []
+    for children in Path(f"/proc/{process}/task").glob("*/children"):
+        with suppress(OSError):
+            found += map(int, children.read_text().split())
+    return sorted(found)
+
+
+def ranks_below(process: int) -> list[tuple[int, int]]:
+    """(rank, process) of all ranks that a process has started, itself or by others; in order of ranks. They
+    are known by the environment that they were executed with."""
+    found = []
+    for pid in children_of(process):
+        with suppress(OSError):
+            rank = re.search(rb"(?:^|\0)RANK=(\d+)\0", Path(f"/proc/{pid}/environ").read_bytes())
+            found += [(int(rank[1]), pid)] if rank else ranks_below(pid)
+    return sorted(found)
+
+
 def ranks_of(launcher: int) -> dict[int, int]:
     """Processes by rank; nothing of a launcher that has ended."""
-    found = {}
-    with suppress(OSError):
-        for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
-            rank = re.search(rb"(?:^|\0)RANK=(\d+)\0", Path(f"/proc/{pid}/environ").read_bytes())
-            found |= {int(rank[1]): int(pid)} if rank else {}
-    return found
+    return dict(ranks_below(launcher))
 
 
 def lines_of(path: Path, count: int, process: subprocess.Popen) -> list:

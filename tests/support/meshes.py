@@ -79,6 +79,7 @@ MESHES: Mapping[str, tuple[Mapping[str, int], Mapping[str, Any]]] = {
     ),
     "experts": ({"shard": 2, "expert": 2}, {"expert": "expert"}),
     "context": ({"shard": 2, "context": 2}, {}),
+    "stages": ({"pipeline": 2, "shard": 2}, {}),
 }  # fmt: skip
 # Presets: those whose names are not here are of `fs.presets`. With replicas, `full_shard` lies over two
 # axes on one dim, and of `hybrid_shard` over one.
@@ -221,10 +222,9 @@ def whole_parts(state: fs.TrainState) -> dict[str, Tensor]:
 def put_together(parts: Sequence[Mapping[str, Tensor]]) -> Result:
     """Return whole leaves of what ranks have of them; where two have some, these agree."""
     out = Result({}, {})
-    for name in parts[0]:
-        whole = parts[0][name]
-        for part in parts[1:]:
-            own = part[name]
+    for name in dict.fromkeys(name for part in parts for name in part):
+        whole, *others = [part[name] for part in parts if name in part]
+        for own in others:
             both = ~whole.isnan() & ~own.isnan()
             assert torch.equal(whole[both], own[both]), f"{name}: ranks have other values"
             whole = torch.where(whole.isnan(), own, whole)

@@ -41,6 +41,11 @@ def squares(model: Any, x: Tensor, y: Tensor) -> Any:
     return fs.Mean(errors.sum(), float(errors.numel())), {"worst": errors.amax()}
 
 
+def digits(prompts: list[str], answers: list[str], rows: list[Any]) -> list[float]:
+    """Reward answers by their share of digits."""
+    return [sum(map(str.isdigit, answer)) / max(1, len(answer)) for answer in answers]
+
+
 class Deep(nn.Module):
     """Many layers of one width, each kept for the backward."""
 

@@ -1,1 +1,1 @@
-"""Modules built without their memory, to be filled leaf by leaf."""
+"""Build modules without their memory, and fill them leaf by leaf."""

@@ -1,7 +1,7 @@
 """`deferred`: build a module without its memory; `step.init` makes its values, leaf by leaf.
 
-The idea is torchdistX's `deferred_init`. A `Recorder` notes what the constructors do; after the block the
-leaves of their modules are placeholders that carry their recipes.
+The idea is that of `deferred_init` in torchdistX. A `Recorder` notes what the constructors do. After the
+block the leaves of their modules are placeholders that carry their recipes.
 """
 
 from __future__ import annotations
@@ -31,32 +31,33 @@ from fnshard.errors import StateError, leaves
 __all__ = ["deferred"]
 
 _generator_lock = threading.Lock()  # torch's default generator belongs to all threads, simulated ranks too
-_here = threading.local()  # `recorder`: the one of the block that this thread is in
+_here = threading.local()  # `recorder`: that of the block that this thread is in
 
 
 @contextmanager
 def deferred() -> Iterator[None]:
-    """Modules built in this block take no memory, and `step.init(model, seed=s)` fills them in.
+    """Build modules in this block without memory; `step.init(model, seed=s)` fills them in.
 
-    What the constructors do to parameters and buffers is recorded and done at `step.init` (or `fs.shard`),
-    one leaf at a time. A random operator draws from the seed, the path of the leaf that it is for, and its
-    number among those of that leaf: the values have the distribution that the constructors say, are the same
-    on every mesh, and depend on no other leaf. Copies of a leaf that the constructors make are equal. The
-    numbers of `torch.manual_seed(s)` and the same constructors are others: build the module with values to
-    have those.
+    The operators that the constructors run on parameters and buffers are recorded. `step.init` (or
+    `fs.shard`) runs them, one leaf at a time. A random operator draws from the seed, the path of the leaf
+    that it is for, and its number among those of that leaf: the values have the distribution that the
+    constructors ask for, are the same on every mesh, and depend on no other leaf. Copies of a leaf that the
+    constructors make are equal. The numbers differ from those of `torch.manual_seed(s)` and the same
+    constructors: to have these, build the module with values.
 
-    A rank makes only its own block of a leaf that normal, uniform or constant fills (`torch.nn.init.normal_`,
-    `trunc_normal_`, `kaiming_uniform_`, ...) and elementwise operators make, of which parts may be set. Of
-    others (`orthogonal_`, `sparse_`) it makes the whole, one at a time, and keeps its block.
+    A rank makes only its own block of a leaf that is made by normal, uniform or constant fills
+    (`torch.nn.init.normal_`, `trunc_normal_`, `kaiming_uniform_`, ...), also of parts of it, and by
+    elementwise operators. It makes other leaves (`orthogonal_`, `sparse_`) whole, one at a time, and keeps
+    its block.
 
-    All that is to be done to the module belongs into the block, `model.apply(init)` and `model.to(dtype)`
+    Everything that happens to the module belongs into the block, `model.apply(init)` and `model.to(dtype)`
     too; after it a write to a leaf is refused. Blocks nest. An operator whose result depends on the number of
     threads (QR) needs the same number.
 
     Raises:
-        StateError: in the block, what cannot be recorded: to read a value that depends on random numbers, to
-            seed or restore a generator or draw from one's own, another device than the CPU, an operator
-            without a shape rule for meta tensors.
+        StateError: the block does something that cannot be recorded: it reads a value that depends on random
+            numbers, seeds or restores a generator, draws from one of its own, uses another device than the
+            CPU, or calls an operator without a shape rule for meta tensors.
 
     >>> import fnshard as fs
     >>> with fs.deferred():
@@ -73,7 +74,7 @@ def deferred() -> Iterator[None]:
         yield
         return
     recorder = Recorder()
-    # A block marks the default generator, which belongs to all threads.
+    # The default generator belongs to all threads, so that only one block at a time may mark it.
     with _generator_lock, mock.patch.object(_here, "recorder", recorder, create=True):
         with ExitStack() as stack:
             for register in _REGISTRATIONS:
@@ -96,7 +97,7 @@ _REGISTRATIONS = (
 
 @dataclass(frozen=True, eq=False)
 class LeafRecipe:
-    """How to make a leaf: the log, and what the leaf shows of its memory."""
+    """A recipe for a leaf: the log, and an alias that says which part of its memory the leaf shows."""
 
     tape: Tape
     alias: Tensor
@@ -110,12 +111,12 @@ class LeafRecipe:
 
 
 def recipe_of(leaf: Any) -> LeafRecipe | None:
-    """The recipe that a leaf of a deferred module, or of its parameter tree, carries."""
+    """Return the recipe that a leaf of a deferred module or of its parameter tree carries, or None."""
     return vars(leaf).get("recipe") if isinstance(leaf, Tensor) else None
 
 
 def on_meta(leaf: Tensor) -> Tensor:
-    """A leaf of a deferred module as a parameter tree holds it: on meta, marked, with its recipe."""
+    """Return a leaf of a deferred module as a parameter tree holds it: on meta, with its recipe."""
     recipe = recipe_of(leaf)
     alias = recipe.alias
     plain = torch.empty_strided(alias.shape, alias.stride(), dtype=alias.dtype, device=META)
@@ -131,8 +132,7 @@ class Values:
     """The values of a tree's leaves: their own, or those of their recipes under a seed.
 
     Raises:
-        StateError: leaves on the meta device that carry no recipe; leaves that their module's constructor
-            leaves unset.
+        StateError: leaves on the meta device carry no recipe, or their constructor leaves them unset.
     """
 
     def __init__(self, named: Mapping[str, Tensor], seed: int):
@@ -158,8 +158,11 @@ class Values:
         self._keys = self._derive_keys(seed)
 
     def _derive_keys(self, seed: int) -> dict[int, dict[int, int]]:
-        """Return, by tape, the keys of its random calls: each is of the leaf that it draws, or else of the
-        first that depends on it, and has a number among those."""
+        """Return the keys of random calls, by tape and call.
+
+        A call belongs to the leaf that it draws, or else to the first leaf that depends on it. Its key
+        follows from the leaf's path and from its number among the calls of that leaf.
+        """
         owners: dict[tuple[int, int], str] = {}
         for draws_itself in (True, False):
             for path, recipe in self._recipes.items():
@@ -175,21 +178,21 @@ class Values:
         return keys
 
     def of(self, path: str) -> Tensor:
-        """A whole leaf."""
+        """Make a whole leaf."""
         if path not in self._recipes:
             return self._named[path].detach()
         return self._run(path, Memories())
 
     def can_be_cut(self, path: str) -> bool:
-        """Whether a part of the leaf can be made without the rest."""
+        """Return whether a part of a leaf can be made without the rest."""
         return path in self._recipes and can_be_cut(self._recipes[path].alias, self._calls(path))
 
     def part(self, path: str, box: Sequence[slice]) -> Tensor:
-        """A part of a leaf that can be cut."""
+        """Make a part of a leaf that can be cut."""
         return cut(self._recipes[path].alias, box, lambda window: self._run(path, window))
 
     def checksum(self, path: str) -> int:
-        """Return the checksum of how a leaf that can be cut is made."""
+        """Return a checksum of the calls that make a leaf which can be cut."""
         keys = [self._keys[id(self._recipes[path].tape)].get(n) for n in self._slices[path]]
         return zlib.crc32(str([keys, *map(describe, self._calls(path))]).encode())
 
@@ -206,7 +209,7 @@ def check_closed() -> None:
     """Refuse to make values inside the block.
 
     Raises:
-        StateError: this thread is in one.
+        StateError: this thread is in a block.
     """
     if getattr(_here, "recorder", None) is not None:
         raise StateError("values are read inside fs.deferred(), which records.", fix="leave the block first.")
@@ -234,7 +237,7 @@ _READS = frozenset(["item", "tolist", "numpy", "__array__", "__bool__", "__float
 
 
 class _Placeholder(Tensor):
-    """A tensor of a deferred module after the block: its shape, and errors for what would be lost."""
+    """A tensor of a deferred module after the block: it has a shape, and refuses calls that would be lost."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -265,7 +268,7 @@ class _Placeholder(Tensor):
 
 
 def _make_placeholder(value: Tensor, recipe: LeafRecipe | None) -> Tensor:
-    """Make a placeholder of a tensor, in place: whoever refers to it refers to that."""
+    """Turn a tensor into a placeholder in place, so that all references to it see that."""
     if isinstance(value, nn.Parameter):
         value._is_param = True
     value.recipe = recipe

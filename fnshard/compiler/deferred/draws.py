@@ -1,7 +1,7 @@
-"""Draws: random numbers of a leaf as functions of a key and of each element's place in memory alone.
+"""Draw random numbers of a leaf as functions of a key and of each element's place in memory alone.
 
-So any part of a leaf is drawn by itself, and is what it is in the whole. An operator that is not among these
-draws its tensor whole, from a generator that the key seeds.
+So any part of a leaf can be drawn by itself, and is the same as in the whole. An operator that is not among
+these draws its tensor whole, from a generator that the key seeds.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from torch import Tensor
 
 from fnshard.compiler.ir.bits import GOLDEN, mix, shift, signed
 
-Draw = Callable[[Tensor, torch.dtype], Tensor]  # of random bits, in fp32 or fp64
-_RUN = 1 << 15  # elements that are drawn at once: what they take stays in cache
+Draw = Callable[[Tensor, torch.dtype], Tensor]  # from random bits to numbers, in fp32 or fp64
+_RUN = 1 << 15  # elements that are drawn at once: few enough to stay in cache
 
 
 def key_of(seed: int, path: str, number: int) -> int:
-    """The key of a leaf's random operator."""
+    """Return the key of a leaf's random operator."""
     digest = hashlib.blake2b(f"{seed} {number} {path}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 
 def fill(out: Tensor, start: int, key: int, draw: Draw) -> None:
-    """Draw a tensor whose first element is at `start` of its memory, or the run of one that begins there."""
+    """Draw a tensor, or a run of one, whose first element is at place `start` of its memory."""
     flat = out.view(-1) if out.is_contiguous() else torch.empty(out.numel(), dtype=out.dtype)
     states = torch.arange(min(_RUN, flat.numel())) * GOLDEN
     for at in range(0, flat.numel(), _RUN):
@@ -39,13 +39,13 @@ def fill(out: Tensor, start: int, key: int, draw: Draw) -> None:
 
 
 def _unit(bits: Tensor, dtype: torch.dtype) -> Tensor:
-    """Multiples of 2^-24, or 2^-53, in [0, 1)."""
+    """Return multiples of 2^-24, or of 2^-53 in fp64, in [0, 1)."""
     digits = 53 if dtype == torch.float64 else 24
     return shift(bits, 64 - digits).to(dtype) * 2.0**-digits
 
 
 def normal(mean: float = 0.0, std: float = 1.0) -> Draw:
-    """A normal distribution, by the transform of Box and Muller (1958)."""
+    """Return the draw of a normal distribution, by the transform of Box and Muller (1958)."""
 
     def draw(bits: Tensor, dtype: torch.dtype) -> Tensor:
         if dtype == torch.float64:
@@ -58,7 +58,7 @@ def normal(mean: float = 0.0, std: float = 1.0) -> Draw:
 
 
 def uniform(low: float = 0.0, high: float = 1.0) -> Draw:
-    """All numbers of a range equally often."""
+    """Return the draw of a uniform distribution."""
 
     def draw(bits: Tensor, dtype: torch.dtype) -> Tensor:
         return _unit(bits, dtype).mul_(high - low).add_(low)
@@ -67,8 +67,8 @@ def uniform(low: float = 0.0, high: float = 1.0) -> Draw:
 
 
 def truncated(mean: float, std: float, low: float, high: float) -> Draw:
-    """A normal distribution between two bounds, by the inverse of its distribution function."""
-    # What lies above the mean alone is drawn below it: there the function has its digits.
+    """Return the draw of a normal distribution between two bounds, by inverting its distribution function."""
+    # A range above the mean is mirrored below it, where the function is near 0 and has all its digits.
     sign = -1.0 if low > mean else 1.0
     first, last = sorted(sign * (bound - mean) / std for bound in (low, high))
     below, share = (0.5 * math.erfc(-z / 2**0.5) for z in (first, last))
@@ -90,7 +90,7 @@ _DRAWS: dict[str, tuple[Callable[..., Draw], tuple[str, ...]]] = {
 
 
 def draw_of(name: str, given: Mapping[str, Any], dtype: torch.dtype) -> Draw | None:
-    """How a random operator draws its elements, given its arguments; None: not one without the others."""
+    """Return the draw of a random operator, given its arguments; None if it draws tensors whole."""
     if name not in _DRAWS or not dtype.is_floating_point:
         return None
     kind, arguments = _DRAWS[name]

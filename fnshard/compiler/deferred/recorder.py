@@ -1,7 +1,7 @@
-"""Recorder: inside a `deferred` block, operators run on meta tensors and are written down.
+"""Run operators inside a `deferred` block on meta tensors, and write them down.
 
-A recorded tensor says that it is on the CPU, as the constructor would have it. Python gets the values that no
-random number changes; who reads another is refused.
+A recorded tensor says that it is on the CPU, as constructors expect. Python can read values that depend on no
+random number; reading another is refused.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ _UNKNOWN_SHAPE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shap
 
 
 class Recorder(TorchDispatchMode):
-    """A recorder of operators, and what is known in the block: the memories there are, the modules, the
-    log."""
+    """A mode that records operators, and knows the modules of the block and the log."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,23 +48,23 @@ class Recorder(TorchDispatchMode):
         self.draws = 0
 
     def meet(self, module: nn.Module, name: str, value: Any) -> None:
-        """Note a module, which registers something."""
+        """Note a module that registers something."""
         self.modules[id(module)] = module
 
     def knows(self, value: Tensor) -> bool:
         return value.layout == torch.strided and storage_id(value) in self.tape.writers
 
     def value(self, value: Tensor) -> Tensor | None:
-        """The values of a recorded tensor, as they are now; None if they depend on random numbers."""
+        """Return the current values of a recorded tensor; None if they depend on random numbers."""
         with self.pause():
             return self.tape.value(value.detach())
 
     def pause(self) -> AbstractContextManager[Any]:
-        """Operators are run as they are."""
+        """Run operators in a block without recording them."""
         return mock.patch.object(self, "paused", True)
 
     def constant(self, value: Tensor) -> Tensor:
-        """A recorded tensor with these values."""
+        """Return a recorded tensor with these values."""
         kept = value.detach().clone()
         made = torch.empty_strided(kept.shape, kept.stride(), dtype=kept.dtype, device=META)
         memory = storage_id(made)
@@ -74,7 +73,7 @@ class Recorder(TorchDispatchMode):
         return made
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator on meta tensors and record it; one that has to do with none, as it is."""
+        """Run an operator on meta tensors and record it, or as it is if it concerns no recorded tensor."""
         kwargs = kwargs or {}
         inputs = leaves_of((args, kwargs), Tensor)
         known = [v for v in inputs if self.knows(v)]
@@ -91,10 +90,10 @@ class Recorder(TorchDispatchMode):
             raise self.refusal(
                 f"{op} on {device}", "build on the CPU: step.init puts the values where they go."
             )
-        self._check(op, inputs, _written(op, args, kwargs))
+        self._check(op, inputs, _written_tensors(op, args, kwargs))
         args, kwargs = map_leaves((args, kwargs), Tensor, lambda v: v if self.knows(v) else self.constant(v))
         if any(tag in op.tags for tag in _UNKNOWN_SHAPE):
-            return self._at_once(op, args, kwargs, random)
+            return self._run_at_once(op, args, kwargs, random)
         if kwargs.get("generator") is not None:
             raise self.refusal(f"{op} draws from a generator of its own", _SEEDED, inputs)
         if random:
@@ -111,7 +110,7 @@ class Recorder(TorchDispatchMode):
         return self._record(op, args, on_meta, result, random)
 
     def one_truncation(self) -> AbstractContextManager[Any]:
-        """`torch.nn.init.trunc_normal_` becomes one operator: it draws until its values are in range."""
+        """Record `torch.nn.init.trunc_normal_` as one operator; torch's own draws until all are in range."""
         original = torch.nn.init._no_grad_trunc_normal_
         return mock.patch.object(torch.nn.init, original.__name__, partial(self._trunc_normal_, original))
 
@@ -140,22 +139,22 @@ class Recorder(TorchDispatchMode):
             fix = "make that tensor inside the block, as torch.tensor(array) does, or write to a clone."
             raise self.refusal(f"{op} writes to a tensor with values, made outside or by numpy,", fix, inputs)
 
-    def _at_once(self, op: Any, args: Any, kwargs: Any, random: bool) -> Any:
-        """The results of an operator that must be run to know their shapes or what Python is to do."""
+    def _run_at_once(self, op: Any, args: Any, kwargs: Any, random: bool) -> Any:
+        """Run an operator at once, since its result's shape, or a choice of Python, depends on values."""
         tensors = leaves_of((args, kwargs), Tensor)
         values = {id(v): self.value(v) for v in tensors}
-        if random or any(v is None for v in values.values()) or _written(op, args, kwargs):
+        if random or any(v is None for v in values.values()) or _written_tensors(op, args, kwargs):
             raise self.refusal(f"{op} reads a value that depends on random numbers", _DECIDE, tensors)
         args, kwargs = map_leaves((args, kwargs), Tensor, lambda v: values[id(v)])
         return map_leaves(op(*args, **kwargs), Tensor, self.constant)
 
     def _record(self, op: Any, args: Any, kwargs: Any, result: Any, random: bool) -> Any:
-        """Note what an operator has made and written to; gives its result."""
+        """Note the memories that an operator has made and written to, and return its result."""
         inputs, results = leaves_of((args, kwargs), Tensor), leaves_of(result, Tensor)
-        written = _written(op, args, kwargs)
+        written = _written_tensors(op, args, kwargs)
         made = {i: v.detach() for i, v in enumerate(results) if not self.knows(v)}
         if torch.Tag.inplace_view in op.tags or not (written or made):
-            return result  # what a tensor shows is noted where it is used
+            return result  # an alias is noted where it is used
         name = op._schema.name.removeprefix("aten::")
         outs = [kwargs.get(a.name) for a in op._schema.arguments if a.is_out]
         filled = [v for v in written if name in _FILLS or any(v is out for out in outs)]
@@ -177,14 +176,14 @@ class Recorder(TorchDispatchMode):
         return result
 
     def refusal(self, headline: str, fix: str, tensors: Sequence[Tensor] = ()) -> StateError:
-        """Make the error, with the line of the constructor, and the leaves that tensors depend on."""
+        """Make an error with the line of the constructor, and the leaves that depend on these tensors."""
         ours = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
         frames = [f for f in traceback.extract_stack() if not f.filename.startswith(ours)]
         lines = [f"{frames[-1].filename}:{frames[-1].lineno}  {frames[-1].line}"]
         memories = {storage_id(t) for t in tensors if self.knows(t)}
         calls = [self.tape.calls[n] for memory in memories for n in self.tape.slice(memory)]
         memories = memories.union(*(call.memories for call in calls))
-        paths: dict[int, str] = {}  # the module's that was begun last has the longest
+        paths: dict[int, str] = {}  # the longest path of a leaf is that in the outermost module
         for module in self.modules.values():
             for path, leaf in (*module.named_parameters(), *module.named_buffers()):
                 if not nn.parameter.is_lazy(leaf) and self.knows(leaf) and storage_id(leaf) in memories:
@@ -193,7 +192,10 @@ class Recorder(TorchDispatchMode):
         return StateError(f"{headline}, which fs.deferred() cannot record:", lines, f"{fix} {_WAY_OUT}")
 
     def _check_seed(self, op: Any, tensors: Sequence[Tensor]) -> None:
-        """Refuse to draw from a state that the constructor sets: each draw leaves a mark for the next one."""
+        """Refuse to draw from a state that the constructor has set.
+
+        Each draw leaves a mark in the generator, by which the next one sees that nobody has seeded it since.
+        """
         if torch.default_generator.initial_seed() != MARK + self.draws:
             raise self.refusal(f"a constructor sets torch's random state, and {op} draws", _SEEDED, tensors)
         self.draws += 1
@@ -204,14 +206,14 @@ def _is_whole(value: Tensor) -> bool:
     return value.storage_offset() == 0 and value.nbytes == value.untyped_storage().nbytes()
 
 
-def _written(op: Any, args: Any, kwargs: Any) -> list[Tensor]:
+def _written_tensors(op: Any, args: Any, kwargs: Any) -> list[Tensor]:
     given = arguments_of(op, args, kwargs)
     writes = [a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     return leaves_of([given[name] for name in writes], Tensor)
 
 
 class Functions(TorchFunctionMode):
-    """Recorded tensors say that they are on the CPU, and hand their values to Python where they have any."""
+    """A mode in which recorded tensors say that they are on the CPU, and give Python values if known."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -219,7 +221,7 @@ class Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if str(kwargs.get("device")) == "meta":  # the constructor's own wish
+        if str(kwargs.get("device")) == "meta":  # the constructor itself asks for it
             with self.recorder.pause():
                 return func(*args, **kwargs)
         rule = _RULES.get(func)
@@ -228,7 +230,7 @@ class Functions(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _with_values(recorder: Recorder, func: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _call_with_values(recorder: Recorder, func: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     value = recorder.value(tensor)
     if value is None:
         raise recorder.refusal(
@@ -238,7 +240,7 @@ def _with_values(recorder: Recorder, func: Any, tensor: Tensor, *args: Any, **kw
 
 
 def _to(recorder: Recorder, func: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """`.to` the CPU is to where the tensor is: the same tensor, if that is all."""
+    """Run `.to`, for which a recorded tensor is on the CPU already."""
     on_cpu = META if recorder.knows(tensor) else CPU
 
     def place(value: Any) -> Any:
@@ -252,7 +254,7 @@ def _to(recorder: Recorder, func: Any, tensor: Tensor, *args: Any, **kwargs: Any
 
 
 def _set_item(recorder: Recorder, func: Any, tensor: Tensor, index: Any, value: Any) -> None:
-    """A number becomes a recorded tensor; torch would put it on the meta device, where it is lost."""
+    """Set an item to a recorded tensor; torch would put a number on the meta device, where it is lost."""
     func(tensor, index, value if isinstance(value, Tensor) else torch.tensor(value, dtype=tensor.dtype))
 
 
@@ -265,7 +267,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
         (Tensor.cpu, Tensor.share_memory_, Tensor.pin_memory), lambda recorder, func, tensor, *_, **__: tensor
     ),
     **dict.fromkeys((Tensor.to, Tensor.type_as), _to),
-    **dict.fromkeys((Tensor.numpy, Tensor.__array__, Tensor.tolist, Tensor.__format__), _with_values),
+    **dict.fromkeys((Tensor.numpy, Tensor.__array__, Tensor.tolist, Tensor.__format__), _call_with_values),
     Tensor.new_tensor: lambda _, func, x, *args, **k: torch.tensor(*args, **{"dtype": x.dtype, **k}),
     Tensor.__setitem__: _set_item,
 }

@@ -1,8 +1,8 @@
-"""Tape: the operators that build a module, as a log in program order, and what a leaf needs of it.
+"""A log of the operators that build a module, in program order, of which each leaf needs a slice.
 
-Every tensor of the log is an alias on the meta device, so views need no entry: only what makes or writes a
-memory is a `RecordedCall`. The value of a leaf is a slice of the log, run in program order. A random
-operator draws from a key that it is given, so it depends on no other.
+Every tensor of the log is an alias on the meta device, so that views need no entry: only a call that makes or
+writes a memory is a `RecordedCall`. The value of a leaf is a slice of the log, run in program order. A random
+operator draws from a key of its own, and depends on no other.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ CPU = torch.device("cpu")
 
 
 def map_leaves(value: Any, kind: type, fn: Callable[[Any], Any]) -> Any:
-    """The arguments or results of an operator, with `fn` applied to those of a type."""
+    """Apply `fn` to those arguments or results of an operator that have a type."""
     return fx.node.map_aggregate(value, lambda v: fn(v) if isinstance(v, kind) else v)
 
 
 def leaves_of(value: Any, kind: type) -> list[Any]:
-    """Those among the arguments or results of an operator that are of a type, in order."""
+    """Return the arguments or results of an operator that have a type, in order."""
     found: list[Any] = []
     map_leaves(value, kind, found.append)
     return found
@@ -38,14 +38,15 @@ class RecordedCall:
     """An operator of the log.
 
     Args:
-        args, kwargs: as it was called, with an alias of each tensor: what this shows may be changed later.
+        op: the operator.
+        args, kwargs: its arguments, with an alias in place of each tensor, which may be resized later.
         reads: memories whose contents it depends on.
         overwrites: memories that it makes, or fills without reading.
-        makes: its results that have a memory of their own, by their place among the results.
-        random: it draws random numbers.
-        blank: it makes a memory without setting it.
-        constant: it makes a memory with these values.
-        default_dtype: torch's default at the call.
+        makes: results that have a memory of their own, by their place among the results.
+        random: whether it draws random numbers.
+        blank: whether it makes a memory without setting it.
+        constant: values with which it makes a memory.
+        default_dtype: torch's default dtype at the call.
     """
 
     op: Callable[..., Any]
@@ -61,7 +62,7 @@ class RecordedCall:
 
     @property
     def aliases(self) -> list[Tensor]:
-        """All tensors that it takes or makes."""
+        """All tensors that the call takes or makes."""
         return [*leaves_of((self.args, self.kwargs), Tensor), *self.makes.values()]
 
     @property
@@ -70,7 +71,7 @@ class RecordedCall:
 
     @property
     def name(self) -> str:
-        """Return the name of the operator, without its overload."""
+        """The name of the operator, without its overload."""
         schema = getattr(self.op, "_schema", None)
         return schema.name.partition("::")[2] if schema else self.op.__name__
 
@@ -82,7 +83,7 @@ class RecordedCall:
         return arguments_of(self.op, self.args, self.kwargs)
 
     def draw(self) -> tuple[Tensor, Any] | None:
-        """The tensor that a random operator draws, and how it draws an element; None: it is drawn whole."""
+        """Return the tensor that a random operator draws, and its draw; None if that is drawn whole."""
         target = self.makes.get(0) if self.makes else self.args[0]
         how = draw_of(self.name, self.given, target.dtype) if isinstance(target, Tensor) else None
         return None if how is None else (target, how)
@@ -90,10 +91,11 @@ class RecordedCall:
 
 @dataclass(slots=True)
 class Tape:
-    """The log.
+    """A log of calls.
 
     Args:
-        writers: of each memory, the numbers of the calls that make or write it.
+        calls: the calls in program order.
+        writers: for each memory, the numbers of the calls that make or write it.
     """
 
     calls: list[RecordedCall] = field(default_factory=list)
@@ -106,7 +108,7 @@ class Tape:
         self.calls.append(call)
 
     def slice(self, needed: int) -> list[int]:
-        """The calls that the contents of a memory depend on, in program order."""
+        """Return the calls that the contents of a memory depend on, in program order."""
         found: set[int] = set()
         visited: set[tuple[int, int]] = set()
         todo = [(needed, len(self.calls))]
@@ -126,17 +128,19 @@ class Tape:
         return sorted(found)
 
     def value(self, alias: Tensor) -> Tensor | None:
-        """The tensor as it is now, or None if it depends on random numbers."""
+        """Return the current value of a tensor, or None if it depends on random numbers."""
         numbers = self.slice(storage_id(alias))
         if any(self.calls[n].random for n in numbers):
             return None
         return self.run(alias, numbers, Memories(), {})
 
     def run(self, alias: Tensor, numbers: Sequence[int], space: Memories, keys: Mapping[int, int]) -> Tensor:
-        """Return what calls make of a tensor; of other memories no more is kept than the calls to come use.
+        """Run calls and return a tensor; every other memory is freed after its last use.
 
         Args:
-            keys: of the random calls, by number.
+            numbers: the calls to run.
+            space: where memories are held.
+            keys: keys of the random calls, by number.
         """
         last = {memory: n for n in numbers for memory in self.calls[n].memories}
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
@@ -148,13 +152,13 @@ class Tape:
 
 
 class Memories:
-    """Memories as the constructor has them, whole."""
+    """Whole memories, as the constructor has them."""
 
     def __init__(self) -> None:
         self.held: dict[int, Any] = {}
 
     def show(self, alias: Tensor) -> Tensor:
-        """Return what a tensor on the meta device shows, of a real memory."""
+        """Return the real tensor that an alias on the meta device stands for."""
         if storage_id(alias) not in self.held:
             self.held[storage_id(alias)] = torch.UntypedStorage(alias.untyped_storage().nbytes())
         value = torch.empty(0, dtype=alias.dtype, device=CPU)
@@ -162,6 +166,7 @@ class Memories:
         return value.conj() if alias.is_conj() else value
 
     def execute(self, call: RecordedCall, key: int | None) -> None:
+        """Run a call on real memories."""
         if call.random and (draw := call.draw()) is not None:
             alias, how = draw
             fill(self.show(alias), alias.storage_offset(), key, how)
@@ -187,7 +192,7 @@ class Memories:
 
 
 def run_call(call: RecordedCall, args: Any, kwargs: Any) -> Any:
-    """A call's operator, of other tensors than it was recorded with."""
+    """Run a call's operator on other tensors than it was recorded with."""
     if call.constant is not None:
         return call.constant.clone()
     before = torch.get_default_dtype()

@@ -1,7 +1,8 @@
-"""Window: a run of a leaf's elements, made without the rest of them.
+"""Make a window of a leaf, a run of its elements, without the rest of them.
 
-It is made where the leaf lies in one piece, and every call that it depends on is elementwise, over one run of
-memory each (a padding row that is set to zero). The same element of another memory is at the same place.
+That is possible if the leaf lies in one piece, and every call that it depends on is elementwise, over one run
+of memory each (such as a padding row that is set to zero). The same element of another memory is then at the
+same place.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from fnshard.compiler.deferred.draws import fill
 from fnshard.compiler.deferred.tape import Memories, RecordedCall, map_leaves, run_call
 from fnshard.compiler.ir.program import storage_id
 
-_CONSTANTS = {"empty": 0, "zeros": 0, "ones": 1, "full": None}  # None: an argument says it
+_CONSTANTS = {"empty": 0, "zeros": 0, "ones": 1, "full": None}  # `full` has its number as an argument
 _ELEMENTWISE = {"copy_", "_to_copy", "fill_", "zero_", "masked_fill_", "masked_fill"}
-_SHORT = 1 << 12  # runs of fewer elements are made together with what lies between them
+_SHORT = 1 << 12  # runs of fewer elements are made together with the elements between them
 
 
 class Window(Memories):
-    """A window on memories, from element `first` to `last`; on whole ones, of a single number."""
+    """A window on memories, from element `first` to `last`; a memory of a single number is held whole."""
 
     def __init__(self, first: int, last: int):
         super().__init__()
@@ -52,9 +53,9 @@ class Window(Memories):
 
 
 def can_be_cut(leaf: Tensor, calls: Sequence[RecordedCall]) -> bool:
-    """Whether windows of a leaf can be made, which these calls make."""
+    """Return whether windows of a leaf can be made, given the calls that make it."""
     widths: dict[int, int] = {}
-    for alias in [leaf, *(a for call in calls for a in call.aliases)]:  # none is seen in two types
+    for alias in [leaf, *(a for call in calls for a in call.aliases)]:  # no memory may be seen in two types
         width = widths.setdefault(storage_id(alias), alias.element_size())
         if alias.is_complex() or alias.element_size() != width or not alias.is_contiguous():
             return False
@@ -62,7 +63,7 @@ def can_be_cut(leaf: Tensor, calls: Sequence[RecordedCall]) -> bool:
 
 
 def _is_by_elements(call: RecordedCall, first: int, last: int) -> bool:
-    """Whether a call makes each element of a run without the others."""
+    """Return whether a call makes each element of a run without reading other places."""
     large = [a for a in call.aliases if not _is_number(a)]
     if call.random:
         return bool(large) and call.draw() is not None
@@ -76,7 +77,7 @@ def _is_by_elements(call: RecordedCall, first: int, last: int) -> bool:
 
 
 def _constant(call: RecordedCall) -> Any:
-    """Return what each element of a new memory is; None: a call makes it of others."""
+    """Return the number that fills a new memory; None if the call does something else."""
     if not call.makes:
         return None
     name = call.name.removeprefix("new_").removesuffix("_like")
@@ -85,7 +86,7 @@ def _constant(call: RecordedCall) -> Any:
 
 
 def _is_number(alias: Tensor) -> bool:
-    """It is all of its memory, and a single number."""
+    """Return whether an alias is a single number, and all of its memory."""
     return alias.numel() == 1 and alias.untyped_storage().nbytes() == alias.element_size()
 
 
@@ -94,13 +95,17 @@ def _place(alias: Tensor) -> tuple[int, int]:
 
 
 def describe(call: RecordedCall) -> str:
-    """A call of a leaf that can be cut, as text that other processes have too."""
+    """Return a call of a leaf that can be cut as text, which is equal in all processes."""
     args, kwargs = map_leaves((call.args, call.kwargs), Tensor, _place)
     return f"{call.name} {args} {kwargs} {None if call.constant is None else call.constant.tolist()}"
 
 
 def cut(leaf: Tensor, box: Sequence[slice], make: Callable[[Window], Tensor]) -> Tensor:
-    """A box of a leaf, of runs that `make` makes: as few as may be, and of little else."""
+    """Make a box of a leaf from as few runs as possible, which contain little else.
+
+    Args:
+        make: makes the elements of a window.
+    """
     ranges = [range(*s.indices(size)) for s, size in zip(box, leaf.shape, strict=True)]
     if not all(ranges):
         return torch.empty([len(r) for r in ranges], dtype=leaf.dtype)

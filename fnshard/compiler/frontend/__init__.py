@@ -1,1 +1,1 @@
-"""Frontend: `fn` on fake tensors to a pure Program; what cannot be traced is refused by name."""
+"""Trace `fn` on fake tensors into a pure Program; what cannot be traced is refused by name."""

@@ -1,4 +1,4 @@
-"""Contexts: what is switched while `fn` is traced, and is afterwards as it was."""
+"""Contexts that switch torch's state while `fn` is traced, and put it back afterwards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fnshard.compiler.ir.guard import CACHE, Reachable, written
 from fnshard.errors import StateError, TraceError
 
 CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # else torch refuses cuBLAS in a deterministic run
-CLOSURE_LIMIT_bytes = 1 << 20  # of a tensor that `fn` closes over
+CLOSURE_LIMIT_bytes = 1 << 20  # the largest tensor that `fn` may close over
 LOCK = threading.RLock()  # the tracer patches torch's globals: one trace at a time
 _AUTOCAST_DEVICES = [d for d in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(d)]
 
@@ -28,7 +28,7 @@ def check_autocast() -> None:
     """Refuse torch.autocast around a step, which would not reach its kernels.
 
     Raises:
-        TraceError: it is on.
+        TraceError: autocast is on.
     """
     on = [d for d in _AUTOCAST_DEVICES if torch.is_autocast_enabled(d)]
     if on:
@@ -38,19 +38,20 @@ def check_autocast() -> None:
         )
 
 
-_exact: list[tuple[bool, bool]] = []  # of who is within `deterministic`: what was the process's own choice
+_exact: list[tuple[bool, bool]] = []  # the process's own choice, once for each thread within `deterministic`
 _exact_lock = threading.Lock()
 
 
 @contextmanager
 def deterministic(on: bool) -> Iterator[None]:
-    """Where `on`, torch's deterministic algorithms and Inductor's.
+    """Use deterministic algorithms of torch and Inductor in the block, if `on`.
 
-    The switch is the process's, and ranks may be threads: the last to leave puts it back. The environment's
-    CUBLAS_WORKSPACE_CONFIG stays set: torch reads it once, at the process's first product on a GPU.
+    The switch belongs to the process, and ranks may be threads: the last to leave puts it back. The
+    environment's CUBLAS_WORKSPACE_CONFIG stays set: torch reads it once, at the process's first product on a
+    GPU.
 
     Raises:
-        StateError: that product was made without it.
+        StateError: the process has multiplied on a GPU before, without that variable.
     """
     if not on:
         yield
@@ -91,9 +92,9 @@ def _check_products() -> None:
 
 
 class Surroundings:
-    """The surroundings of `fn`: what it can reach besides its arguments, and what it writes there.
+    """A record of what `fn` can reach besides its arguments, and of what it writes there.
 
-    A context: where the block fails, tensors that were written to in it have their numbers back.
+    It is a context: if the block fails, tensors that were written to in it get their numbers back.
     """
 
     def __init__(self, fn: Callable[..., Any]):
@@ -114,8 +115,11 @@ class Surroundings:
 
     @contextmanager
     def one_run(self) -> Iterator[None]:
-        """A run of `fn` on fakes: modules are afterwards what they were, and no fake stays anywhere else."""
-        made = {id(cache): cache.cache_info().misses for cache in self.reached.of_type(CACHE)}
+        """Run `fn` on fakes in the block: afterwards modules are as before, and no fake stays anywhere.
+
+        A fake that stayed in a module, a list or a `functools.cache` would end up in the next trace.
+        """
+        misses = {id(cache): cache.cache_info().misses for cache in self.reached.of_type(CACHE)}
         with one_run(self._modules):
             try:
                 yield
@@ -124,10 +128,10 @@ class Surroundings:
                 for container, _ in self.reached.containers.values():
                     container.put_back(lambda _, now: any(map(is_fake, Contents(now).tensors)))
                 for cache in self.reached.of_type(CACHE):
-                    if cache.cache_info().misses != made[id(cache)]:
+                    if cache.cache_info().misses != misses[id(cache)]:
                         cache.cache_clear()
 
 
 def is_fake(value: Tensor) -> bool:
-    """Whether it is of a trace, and has no numbers."""
+    """Return whether a tensor belongs to a trace, and has no numbers."""
     return isinstance(value, FakeTensor) or is_of_a_level(value)

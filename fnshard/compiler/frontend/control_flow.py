@@ -1,7 +1,7 @@
 """Control flow: `torch.cond` and `flex_attention` inside `fn`, as plain operators.
 
-Both branches of a `cond` are computed, and a `torch.where` chooses; what the branch that is not taken makes
-of its inputs, NaN among it, reaches neither results nor gradients.
+Both branches of a `cond` are computed, and a `torch.where` chooses. What the other branch makes of its
+inputs, NaN for instance, reaches neither results nor gradients.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ Function = Callable[..., Any]
 
 
 def patches() -> Iterator[tuple[Any, str, Patch]]:
-    """Yield what is patched while a trace runs: these operators are traced as they stand, without Dynamo."""
+    """Yield the patches by which these operators are traced as they stand, without Dynamo."""
     yield dynamo_patch()
     import torch.nn.attention.flex_attention as flex_attention  # here: 15 ms that few need
 
-    # torch differentiates it on a GPU alone; plain operators are differentiated anywhere.
+    # torch differentiates flex_attention on a GPU alone; plain operators are differentiated anywhere.
     yield flex_attention, "_validate_device", while_tracing(lambda *_: None)
     yield flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", lambda *_: True
 
@@ -42,8 +42,8 @@ def dynamo_patch() -> tuple[Any, str, Patch]:
     No mode of a thread sees such a call before Dynamo is asked to compile it.
     """
     if hasattr(utils, "_hop_compile_and_call"):
-        return utils, "_hop_compile_and_call", _called
-    return torch, "compile", _uncompiled  # before torch 2.12
+        return utils, "_hop_compile_and_call", _call_directly
+    return torch, "compile", _skip_compile  # before torch 2.12
 
 
 @contextmanager
@@ -56,30 +56,34 @@ def without_dynamo() -> Iterator[None]:
 
 
 @while_tracing
-def _called(_: Function, fn: Function, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> Any:
+def _call_directly(
+    _: Function, fn: Function, args: Sequence[Any], kwargs: dict[str, Any] | None = None
+) -> Any:
     return fn(*args, **(kwargs or {}))
 
 
 @while_tracing
-def _uncompiled(original: Function, fn: Any = None, *args: Any, **kwargs: Any) -> Any:
+def _skip_compile(original: Function, fn: Any = None, *args: Any, **kwargs: Any) -> Any:
     own = getattr(fn, "__module__", "").startswith("torch._higher_order_ops")
     return fn if own else original(fn, *args, **kwargs)
 
 
 class _Branch(TorchFunctionMode):
-    """Calls in here read tensors from outside through a gate, which lets a gradient pass if `taken` is true.
+    """A mode in which calls read outside tensors through a gate, which passes a gradient if `taken` is true.
 
-    A gradient of 0 that meets an infinite derivative is NaN; the gate makes it 0 again.
+    The branch that is not taken gets gradients of 0. Where such a 0 meets an infinite derivative it becomes
+    NaN, and the gate makes it 0 again.
     """
 
     def __init__(self, taken: Tensor):
         super().__init__()
         self.taken = taken
-        self.own: dict[int, Tensor] = {}  # made in here, or gated; kept, so that no other has the same id
+        # Tensors that were made in here, or gated. They are kept alive, so that no other gets the same id.
+        self.own: dict[int, Tensor] = {}
         self.gates: dict[int, tuple[Tensor, Tensor]] = {}
 
     def gate(self, value: Any) -> Any:
-        """Return the same numbers, after the gate."""
+        """Return a value behind the gate, or as it is if the branch has made it or it has no gradient."""
         if not isinstance(value, Tensor) or id(value) in self.own or not value.requires_grad:
             return value
         if id(value) not in self.gates:
@@ -127,14 +131,14 @@ def _cond(pred: Any, true_fn: Function, false_fn: Function, operands: Sequence[A
     return tree.unflatten(chosen, structure)
 
 
-FLEX_SCORES = 1 << 20  # of a head, the most that `flex_attention` may make
+FLEX_SCORES = 1 << 20  # the most scores of one head that `flex_attention` may make
 
 
 def _flex_attention(query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Attend as torch itself does without a compiler: with all scores of a head in memory.
 
     Raises:
-        TraceError: there are so many that nobody wants them in memory.
+        TraceError: a head has more than `FLEX_SCORES` scores.
     """
     from torch._higher_order_ops.flex_attention import math_attention
 

@@ -1,5 +1,6 @@
-"""Exchange: what `fn` computes together with other ranks, `psum` and `all_gather`, one op of a program each,
-and how `fn` says that a value is split, `constrain`.
+"""Exchanges: `psum` and `all_gather`, by which `fn` exchanges values with other ranks; and `constrain`.
+
+Each exchange is one op of a program. By `constrain`, `fn` says that a value is split.
 
 No kernel runs an exchange, and autograd never sees one: `kernels.split` cuts the program where it stands, the
 schedule has a line `Exchange` in its place, and in the backward the line of its dual.
@@ -32,14 +33,14 @@ class ExchangeKind:
     """A kind of exchange: what ranks make of a value that each of them has.
 
     Args:
-        collective: of `Collectives`, which carries it.
-        rate: of a `Link`, at which that goes.
-        dual: what the backward does with the cotangent: each rank's loss is its own, and their sum is
-            minimised.
-        splits: each rank receives its row of what is sent, of as many along a dim as there are ranks; else
-            all receive the same.
-        joins: the rows that are received lie one after another along a dim; else they are summed.
-        permutes: each rank receives what one other sent, the one that lies `dim` places before it.
+        collective: the method of `Collectives` that carries it.
+        rate: the field of a `Link` that says how fast it goes.
+        dual: the kind by which the backward exchanges the cotangent. Each rank has a loss of its own, and
+            their sum is minimised.
+        splits: whether a dim is cut into as many rows as there are ranks, and each receives its own row;
+            otherwise all ranks receive the same.
+        joins: whether received rows lie one after another along a dim; otherwise they are summed.
+        permutes: whether each rank receives what one other has sent, the one `dim` places before it.
     """
 
     collective: str
@@ -54,37 +55,37 @@ class ExchangeKind:
         return not self.splits and not self.permutes
 
     def sent_share(self, ranks: int) -> Fraction:
-        """How many times the largest buffer a rank sends."""
+        """Return how many bytes a rank sends, as a multiple of the exchange's largest buffer."""
         if self.permutes:
             return Fraction(1)
         return Fraction((ranks - 1) * (1 if self.splits or self.joins else 2), ranks)
 
     def full_share(self, ranks: int) -> int:
-        """How many times what is sent the largest buffer is."""
+        """Return the size of the largest buffer as a multiple of what is sent."""
         return ranks if self.joins and not self.splits else 1
 
     def dims(self, dim: int, to: int) -> tuple[int | None, int | None]:
-        """Along which it splits, and along which it joins."""
+        """Return the dim that it splits and the dim that it joins, None where it does not."""
         return (dim if self.splits else None, (to if self.splits else dim) if self.joins else None)
 
     def dual_dims(self, dim: int, to: int) -> tuple[int, int]:
-        """Return the dims of its dual, where they are `dim` and `to` here."""
+        """Return `dim` and `to` of its dual."""
         if self.permutes:
             return -dim, to
         return (to, dim) if self.splits and self.joins else (dim, to)
 
     def dims_text(self, dim: int, to: int) -> str:
-        """Where there are two, both; of a permutation, how far it goes."""
+        """Return the text of its dims in a schedule: both where it has two, the distance of a permutation."""
         if self.permutes:
             return f" by {dim}"
         return f" dim {dim} to {to}" if self.splits and self.joins else ""
 
     def row(self, shape: Sequence[int], dim: int, ranks: int) -> tuple[int, ...]:
-        """The shape of one row of what is sent."""
+        """Return the shape of one row of what is sent."""
         return tuple(s // ranks if self.splits and d == dim else s for d, s in enumerate(shape))
 
     def received(self, shape: Sequence[int], dim: int, to: int, ranks: int) -> tuple[int, ...]:
-        """Return what each rank then has.
+        """Return the shape of what each rank receives.
 
         >>> KINDS["all_to_all"].received((4, 6, 8), dim=2, to=1, ranks=2)
         (4, 12, 4)
@@ -102,14 +103,14 @@ KINDS = {
 }
 
 _LIB = torch.library.Library("fnshard", "FRAGMENT")
-# What is sent lies in memory of its own, and is an activation.
+# `outgoing` copies what is sent: the message lies in memory of its own, and counts as an activation.
 _LIB.define("outgoing(Tensor x) -> Tensor")
 _LIB.impl("outgoing", lambda x: x.clone(memory_format=torch.contiguous_format), "CompositeImplicitAutograd")
 
 
 @torch.library.custom_op("fnshard::exchange", mutates_args=())
 def _exchange(x: Tensor, kind: str, axes: str, dim: int, ranks: int, to: int = 0) -> Tensor:
-    # It is traced, and never run; a constant tensor alone is computed while `fn` is traced.
+    # No kernel runs this op of a program. The tracer alone does, where the tensor is a constant.
     raise TraceError(
         f"`fn` calls fs.{kind} of a tensor {list(x.shape)} that does not depend on its arguments.",
         fix="pass the number itself, fs.psum(y.numel()), or compute the tensor of the batch, (y >= 0).sum().",
@@ -133,7 +134,7 @@ EXCHANGE, OUTGOING = torch.ops.fnshard.exchange.default, torch.ops.fnshard.outgo
 
 
 class _OnPaper(torch.autograd.Function):
-    """An exchange of fakes that autograd passes through. It keeps nothing for its backward."""
+    """An exchange of fake tensors that autograd passes through, and that keeps nothing for its backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *how: Any) -> Tensor:
@@ -146,16 +147,17 @@ class _OnPaper(torch.autograd.Function):
         return grad.new_empty(shape), *[None] * len(how)
 
 
-DIFFERENTIABLE = {EXCHANGE: _OnPaper.apply}  # for a backward that is tried, and not of an inner derivative
+# Replacements under which a backward of the loss can be tried; inner derivatives of an exchange stay refused.
+DIFFERENTIABLE = {EXCHANGE: _OnPaper.apply}
 
 
 def permutes(node: fx.Node) -> bool:
-    """Whether it is an exchange of one block, that stands where it is to be issued."""
+    """Return whether a node is an exchange of one block, which is issued where it stands."""
     return node.target is EXCHANGE and KINDS[node.args[1]].permutes
 
 
 def copy_outgoing(graph: fx.Graph) -> None:
-    """What an exchange sends is made for it, in one segment."""
+    """Insert a copy before each exchange, so that one segment makes the message that it sends."""
     for node in graph.find_nodes(op="call_function", target=EXCHANGE):
         sent = node.args[0]
         with graph.inserting_before(node):
@@ -171,7 +173,7 @@ _state = threading.local()
 
 
 def tracing_on(mesh: Mesh) -> AbstractContextManager[Any]:
-    """While `fn` is traced on this thread: the mesh whose axes its exchanges name."""
+    """Set the mesh whose axes the exchanges of `fn` name, while this thread traces it."""
     return mock.patch.object(_state, "mesh", mesh, create=True)
 
 
@@ -180,22 +182,22 @@ Axes = str | Sequence[str] | None
 
 
 def psum(x: Summed, axes: Axes = None) -> Summed:
-    """The sum of `x` over the ranks that hold other rows of the batch, inside a function that is sharded.
+    """Sum `x` over the ranks that hold other rows of the batch, inside a function that is sharded.
 
     Outside of a step there is one process, with all rows, and the sum is `x` itself. So `fn` is the same
     function of the whole batch in both: `psum(x.sum(0)) / psum(len(x))` is the mean over all rows.
 
     The gradient is that of the function of the whole batch: the cotangent of `x` is the sum of all ranks'
     cotangents. Under `accumulate`, ranks exchange what they have of one micro-batch. The result is kept for
-    the backward, under `remat` too. As `jax.lax.psum`.
+    the backward, under `remat` too. It works as `jax.lax.psum` does.
 
     Args:
-        x: a tensor of the same shape on every rank, or a number, which is multiplied by how many ranks there
-            are. Half precision is summed as the wire sums gradients.
-        axes: data axes of the mesh, a name or several; default all of them.
+        x: a tensor of the same shape on every rank, or a number, which is multiplied by the number of ranks.
+            Half precision is summed as the wire sums gradients.
+        axes: data axes of the mesh, one name or several; by default all of them.
 
     Raises:
-        TraceError: an axis that the mesh lacks; a boolean; inside of a torch.func transform.
+        TraceError: the mesh lacks an axis, `x` is boolean, or the call is inside a torch.func transform.
 
     >>> import fnshard as fs
     >>> def fn(params, x):
@@ -208,29 +210,30 @@ def psum(x: Summed, axes: Axes = None) -> Summed:
     """
     if isinstance(x, int | float) and not isinstance(x, bool):
         return x * _group("psum", axes)[1]
-    return _exchanged("psum", x, axes, 0)
+    return _trace_exchange("psum", x, axes, 0)
 
 
 def all_gather(x: Tensor, dim: int = 0, axes: Axes = None) -> Tensor:
-    """The `x` of all ranks that hold other rows of the batch, one after another along `dim`.
+    """Join the `x` of all ranks that hold other rows of the batch, one after another along `dim`.
 
-    In the order of the batch's rows, so that outside of a step, in one process with all rows, it is `x`
-    itself. For losses that compare with every row of the batch (SimCLR, CLIP). In the backward each rank
-    gets the sum of all ranks' cotangents of its own rows, by a reduce-scatter. As
-    `jax.lax.all_gather(tiled=True)`.
+    They lie in the order of the batch's rows, so that outside of a step, in one process with all rows, the
+    result is `x` itself. Losses that compare with every row of the batch need it (SimCLR, CLIP). In the
+    backward each rank gets the sum of all ranks' cotangents of its own rows, by a reduce-scatter. It works as
+    `jax.lax.all_gather(tiled=True)` does.
 
     Args:
         x: [..., n, ...] -> [..., n * ranks, ...]; of the same shape on every rank, not 0-d.
-        dim: along which.
-        axes: as `psum`'s.
+        dim: the dim along which they are joined.
+        axes: as in `psum`.
 
     Raises:
-        TraceError: as `psum`; a dim that `x` has not.
+        TraceError: as in `psum`, or `x` has no such dim.
     """
-    return _exchanged("all_gather", x, axes, dim)
+    return _trace_exchange("all_gather", x, axes, dim)
 
 
-def _exchanged(kind: str, x: Any, axes: Axes, dim: int) -> Tensor:
+def _trace_exchange(kind: str, x: Any, axes: Axes, dim: int) -> Tensor:
+    """Check the call of an exchange by `fn`, and write it into the trace."""
     if not isinstance(x, Tensor):
         fix = "fs.tree.map for a tree; of a length that depends on data its count, as in fs.psum(mask.sum())."
         raise TraceError(f"`fn` calls fs.{kind} of {type(x).__name__}; it takes a tensor.", fix=fix)
@@ -255,12 +258,14 @@ def _exchanged(kind: str, x: Any, axes: Axes, dim: int) -> Tensor:
     if x.dtype == torch.bool and kind == "psum":
         raise TraceError("`fn` calls fs.psum of booleans.", fix="x.int() to count them.")
     if x.is_complex():
-        return torch.view_as_complex(_exchanged(kind, torch.view_as_real(x), names, dim % max(x.dim(), 1)))
+        return torch.view_as_complex(
+            _trace_exchange(kind, torch.view_as_real(x), names, dim % max(x.dim(), 1))
+        )
     return EXCHANGE(x, kind, ",".join(names), dim % max(x.dim(), 1), ranks)
 
 
 def _group(kind: str, axes: Axes) -> tuple[tuple[str, ...], int]:
-    """The axes of an exchange, those of size one left out, and how many ranks they span."""
+    """Return the axes of an exchange, those of size one left out, and how many ranks they span."""
     mesh: Mesh | None = getattr(_state, "mesh", None)
     if mesh is None:
         return (), 1
@@ -289,18 +294,20 @@ CONSTRAIN = torch.ops.fnshard.constrain.default
 
 
 def constrain(x: Tensor, layout: P, axes: str | Sequence[str] | None = None) -> Tensor:
-    """`x`, split over the tensor and context axes as `layout` says, where `fn` is sharded.
+    """Split `x` over the tensor and context axes as `layout` says, where `fn` is sharded.
 
-    What is computed stays the same; where it is otherwise split, an exchange brings it there, and in the
-    backward its dual. Outside of a step it is `x` itself. As `jax.lax.with_sharding_constraint`.
+    The values stay the same. Where `x` is split in another way, an exchange brings it there, and the
+    exchange's dual in the backward. Outside of a step the result is `x` itself. It works as
+    `jax.lax.with_sharding_constraint` does.
 
     Args:
         x: [...].
         layout: the axes by dim of `x`; over one of `axes` that it does not name, `x` is whole on every rank.
-        axes: which axes are spoken of; default those that `layout` names, and all where it names none.
+        axes: the axes that this says something of; by default those that `layout` names, or all if it names
+            none.
 
     Raises:
-        TraceError: an axis that the mesh lacks, or that splits rows; more dims than `x` has.
+        TraceError: the mesh lacks an axis, an axis splits rows, or `layout` has more dims than `x`.
 
     >>> import fnshard as fs
     >>> x = torch.ones(2, 4)

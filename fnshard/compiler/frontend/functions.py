@@ -1,8 +1,9 @@
 """Functions: `torch.autograd.Function`, checkpoints and gradient hooks of tensors inside `fn`.
 
-A forward runs where `fn` calls it, so that its ops are ops of the program: cut, gathered for, keyed where
-random, made pure where they write. A backward is traced by itself, and becomes the derivative of one node, a
-`CustomGradient`. A hook is such a node whose values are its inputs; a checkpoint is the function it calls.
+A forward runs where `fn` calls it, so that its ops are ops of the program: they are cut and gathered for, get
+keys where they are random, and are made pure where they write. A backward is traced by itself, and becomes
+the derivative of one node, a `CustomGradient`. A hook is such a node whose values are its inputs. A
+checkpoint is traced as the function that it calls.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from torch.utils.hooks import RemovableHandle
 from fnshard.compiler.frontend.normalize import normalize
 from fnshard.compiler.frontend.transforms import (
     Patch,
-    apart,
+    hide_from_trace,
     is_inside,
     note_grad_mode,
-    untraced,
+    trace_apart,
     while_tracing,
 )
 from fnshard.compiler.ir.custom_gradient import Attach, CustomGradient
@@ -65,11 +66,12 @@ Here = Callable[[], bool]
 
 
 class _State(threading.local):
-    """The state of `apply`s that run: which was called last, in which grad mode, and which has returned."""
+    """A record of the `Function.apply` calls that run on this thread."""
 
-    gradients: Sequence[Tensor] = ()  # of the backward that is traced
-    called: Any = None
-    enabled = True
+    gradients: Sequence[Tensor] = ()  # arguments of the backward that is traced now
+    called: Any = None  # the class whose `apply` was called last
+    enabled = True  # the grad mode of its caller, which `apply` turns off
+    # The class whose forward has run, and the inputs that it wrote to.
     returned: tuple[Any, Sequence[Tensor]] | None = None
     no_gradient = False
 
@@ -79,20 +81,25 @@ _WRAPPED_ONCE = once_differentiable(lambda: None).__code__
 
 
 def patches(hooks: OrderedDict[int, Tensor]) -> Iterator[tuple[Any, str, Patch]]:
-    """Yield what is patched while a trace runs.
+    """Yield the patches by which functions, checkpoints and hooks become nodes of the trace.
 
     Args:
-        hooks: takes the value of every hook; to be outputs of the trace, for `rewrites.hooks`.
+        hooks: takes the value of every hook. They are to be outputs of the trace, for `rewrites.hooks`.
     """
     yield FunctionMeta, "setup_context", _setup_context
     yield FunctionMeta, "forward", _forward
     yield torch, "equal", _equal
-    yield CustomGradient, "__call__", _recorded
+    yield CustomGradient, "__call__", _record
     yield torch.Tensor, "register_hook", while_tracing(partial(_register_hook, hooks))
 
 
 def attach(values: Sequence[Tensor], inputs: Sequence[Tensor], backward: Backward, name: str) -> list[Tensor]:
-    """`values` with the derivative `backward(*gradients of values) -> gradients of inputs`, each or None."""
+    """Return `values` with a derivative of their own with respect to `inputs`.
+
+    Args:
+        backward: `backward(*gradients of values) -> gradients of inputs`, None where there is none.
+        name: names the function in errors.
+    """
     if any(isinstance(size, torch.SymInt) for v in (*values, *inputs) for size in v.shape):
         raise TraceError(_RAGGED.format(name=name))
     receivers: list[Tensor] = []
@@ -104,25 +111,30 @@ def attach(values: Sequence[Tensor], inputs: Sequence[Tensor], backward: Backwar
         receivers[:] = [x for x, g in found if g is not None]
         return [g for _, g in found if g is not None]
 
-    with untraced():
+    with hide_from_trace():
         gradients = [torch.empty_like(v, memory_format=torch.contiguous_format) for v in values]
-        module = apart(flat, gradients)
+        module = trace_apart(flat, gradients)
         if receivers:
-            graph, captured, keys = _pure(module, gradients, values)
-    if not receivers:  # no input gets a gradient: out here, where the trace sees it
+            graph, captured, keys = _make_pure(module, gradients, values)
+    if not receivers:  # no input gets a gradient; out here the detach is traced
         return [v.detach() for v in values]
+    # Keys of the backward's random ops are drawn here, so that they become inputs of the program.
     lowest, highest = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
     drawn = [torch.randint(lowest, highest, (), device=values[0].device) for _ in range(keys)]
-    captured = [c.detach() if c._is_view() and c._version else c for c in captured]  # one that was written to
+    captured = [c.detach() if c._is_view() and c._version else c for c in captured]  # a view written to
     made = CustomGradient(name, graph, len(values), len(receivers))(*values, *receivers, *captured, *drawn)
     return [made] if isinstance(made, Tensor) else list(made)
 
 
-def _pure(
+def _make_pure(
     module: fx.GraphModule, gradients: Sequence[Tensor], values: Sequence[Tensor]
 ) -> tuple[fx.Graph, list[Tensor], int]:
-    """A traced backward as a `CustomGradient.graph`, what it captures, and how many keys it draws with."""
+    """Return a traced backward as a `CustomGradient.graph`, what it captures, and its number of keys.
+
+    The inputs of the graph are the gradients, then the forward's values, then what it captures, then keys.
+    """
     graph, keys, constants = normalize(module, len(gradients))
+    # A tensor that the backward closes over is either one of the forward's values, or a captured one.
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     with graph.inserting_after(placeholders[len(gradients) - 1]):
         given = [graph.placeholder(f"value{i}") for i in reversed(range(len(values)))][::-1]
@@ -134,6 +146,7 @@ def _pure(
         else:
             node.replace_all_uses_with(given[place])
             graph.erase_node(node)
+    # Make it pure; no op in it may depend on strides, since gradients arrive with any.
     key = torch.empty((), dtype=torch.int64, device=values[0].device)
     examples = [v.detach() for v in (*gradients, *values, *captured)] + [key] * len(keys)
     with torch.no_grad():
@@ -147,32 +160,35 @@ def _pure(
 
 
 @while_tracing
-def _recorded(original: Callable[..., Any], rule: CustomGradient, *args: Tensor) -> Any:
-    """A call is one node of the trace that runs."""
+def _record(original: Callable[..., Any], rule: CustomGradient, *args: Tensor) -> Any:
+    """Record a call of a `CustomGradient` as one node of the trace that runs."""
     if get_proxy_mode() is None:
         return original(rule, *args)
     tracer = get_proxy_mode().tracer
     note_grad_mode()
-    with untraced():
+    with hide_from_trace():
         made = original(rule, *args)
     proxy = tracer.create_proxy("call_function", rule, tuple(map(tracer.unwrap_proxy, args)), {})
     return track_tensor_tree(made, proxy, constant=None, tracer=tracer)
 
 
 def in_a_backward() -> bool:
-    """Whether the backward of a function is traced."""
+    """Return whether the backward of a function is traced."""
     return bool(_state.gradients)
 
 
 @while_tracing
 def _equal(original: Callable[..., bool], a: Tensor, b: Tensor) -> bool:
-    """A gradient equals no constant: what a backward does for any gradient is right for 1 too, say."""
+    """Say that a gradient equals nothing, so that no shortcut of a backward (for ones, say) is traced.
+
+    What a backward does for any gradient is right for a special one too.
+    """
     compared = any(g is v for g in _state.gradients for v in (a, b))
     return not compared and original(a, b)
 
 
 class _Context(FunctionCtx):
-    """The `ctx` of a Function; tensors it keeps are those of the trace."""
+    """A `ctx` for the forward of a Function; the tensors that it saves are those of the trace."""
 
     to_save = non_differentiable = dirty_tensors = ()
     materialize_grads = True
@@ -185,20 +201,20 @@ class _Context(FunctionCtx):
         return self.to_save
 
 
-# `swish = Swish.apply` may be older than the trace, and is C in PyTorch 2.14. Whatever its name, it reads
-# `cls.setup_context` in the grad mode of its caller and calls `cls.forward` with gradients off: properties of
-# the metaclass come before attributes of the class.
+# A user may have bound `swish = Swish.apply` before the trace, and `apply` is C in PyTorch 2.14, so `apply`
+# itself cannot be patched. But it always reads `cls.setup_context` in the grad mode of its caller, and then
+# calls `cls.forward` with gradients off; and properties of the metaclass come before attributes of the class.
 
 
 def _setup_context(_: None, here: Here) -> property:
     def setup_context(cls: Any) -> Any:
-        found = _inherited(cls, "setup_context")
+        found = _find_inherited(cls, "setup_context")
         if not here() or cls in (torch.autograd.Function, _SingleLevelFunction):
             return found
         if _state.returned is not None and _state.returned[0] is cls:
             (_, dirty), _state.returned = _state.returned, None
             return lambda ctx, inputs, output: _mark(ctx, output, dirty)
-        users = issubclass(cls, torch.autograd.Function)  # else by functorch, for one of its levels
+        users = issubclass(cls, torch.autograd.Function)  # otherwise functorch calls it for one of its levels
         if users and not _has_setup_context(cls) and torch._C._are_functorch_transforms_active():
             raise TraceError(_OLD_STYLE)
         _state.called, _state.enabled = cls, torch.is_grad_enabled()
@@ -209,32 +225,31 @@ def _setup_context(_: None, here: Here) -> property:
 
 def _forward(_: None, here: Here) -> property:
     def forward(cls: Any) -> Any:
-        original = _inherited(cls, "forward")
+        original = _find_inherited(cls, "forward")
 
         @wraps(original)
         def call(*args: Any) -> Any:
-            if _state.called is not cls:  # not by `apply`: as functorch does for a vmap
+            if _state.called is not cls:  # the caller is not `apply`, but functorch, for a vmap
                 return original(*args)
             _state.called = None
-            return _applied(cls, original, args, _state.enabled)
+            return _run_forward(cls, original, args, _state.enabled)
 
         return call if here() else original
 
     return property(forward)
 
 
-def _inherited(cls: Any, name: str) -> Any:
+def _find_inherited(cls: Any, name: str) -> Any:
     return next(c.__dict__[name] for c in cls.__mro__ if name in c.__dict__).__get__(None, cls)
 
 
 def _has_setup_context(cls: Any) -> bool:
-    return _inherited(cls, "setup_context") is not _inherited(_SingleLevelFunction, "setup_context")
+    return _find_inherited(cls, "setup_context") is not _find_inherited(_SingleLevelFunction, "setup_context")
 
 
-def _applied(cls: Any, forward: Callable[..., Any], args: tuple[Any, ...], enabled: bool) -> Any:
-    """Return what `cls.apply` calls as `forward`, of a context or not, where the caller's grad mode is
-    `enabled`."""
-    if not issubclass(cls, torch.autograd.Function):  # by functorch, for one of its levels
+def _run_forward(cls: Any, forward: Callable[..., Any], args: tuple[Any, ...], enabled: bool) -> Any:
+    """Run `cls.forward` in the place of `cls.apply`, whose caller's grad mode is `enabled`."""
+    if not issubclass(cls, torch.autograd.Function):  # functorch calls it for one of its levels
         # functorch turns gradients on again for the levels beneath its own.
         with mock.patch.object(_state, "no_gradient", _state.no_gradient or not enabled):
             return forward(*args)
@@ -263,7 +278,7 @@ def _mark(ctx: Any, output: Any, dirty: Sequence[Tensor]) -> None:
 
 @contextmanager
 def _grad_mode(enabled: bool) -> Iterator[None]:
-    """The grad mode that `apply` has turned off, unseen by the trace as that was."""
+    """Restore the grad mode that `apply` has turned off; the trace sees neither of the two."""
     before = torch.is_grad_enabled()
     with torch._C.DisableTorchFunction():
         torch._C._set_grad_enabled(enabled)
@@ -275,7 +290,7 @@ def _grad_mode(enabled: bool) -> Iterator[None]:
 
 
 def _checkpoint(cls: Any, args: tuple[Any, ...]) -> tuple[Any, Sequence[Tensor]]:
-    """Reentrant checkpointing: without an input that requires grad, torch warns and gives no gradients."""
+    """Call the function of a reentrant checkpoint, without gradients if no input requires grad, as torch."""
     function, _, *args = args
     check_backward_validity(args)
     needs = any(isinstance(a, Tensor) and a.requires_grad for a in args)
@@ -284,23 +299,25 @@ def _checkpoint(cls: Any, args: tuple[Any, ...]) -> tuple[Any, Sequence[Tensor]]
 
 
 def _call(cls: Any, args: tuple[Any, ...]) -> tuple[Any, Sequence[Tensor]]:
-    """`cls.apply(*args)`, and the inputs that it wrote to."""
+    """Return what `cls.apply(*args)` does, and the inputs that it wrote to."""
     once = getattr(cls.backward, "__code__", None) is _WRAPPED_ONCE
     if once and is_inside() and not in_a_backward():
         raise TraceError(_ONCE.format(name=cls.__name__))
-    ctx, forward = _Context(tuple(_needs_gradient(a) for a in args)), _inherited(cls, "forward")
+    ctx, forward = _Context(tuple(_needs_gradient(a) for a in args)), _find_inherited(cls, "forward")
     with torch.no_grad():
         if _has_setup_context(cls):
             output = forward(*args)
-            _inherited(cls, "setup_context")(ctx, args, output)
+            _find_inherited(cls, "setup_context")(ctx, args, output)
         else:
             output = forward(ctx, *args)
+    # The forward's ops ran under no_grad. Outputs that have a gradient get the traced backward as derivative.
     outputs = output if isinstance(output, tuple) else (output,)
     results = [o.detach() if isinstance(o, Tensor) and o.requires_grad else o for o in outputs]
     enabled = torch.is_grad_enabled() and not _state.no_gradient
     if enabled and any(ctx.needs_input_grad):
-        for place, made in _differentiable(cls, ctx, args, outputs).items():
+        for place, made in _attach_backward(cls, ctx, args, outputs).items():
             results[place] = made
+    # An output that is an input which was written to stays that tensor, so that other readers see it.
     for place, value in enumerate(outputs):
         if any(value is dirty for dirty in ctx.dirty_tensors):
             results[place] = value.copy_(results[place]) if results[place] is not value else value
@@ -309,15 +326,15 @@ def _call(cls: Any, args: tuple[Any, ...]) -> tuple[Any, Sequence[Tensor]]:
 
 _OF_CHECKPOINTS: dict[tuple[str, str], Callable[..., tuple[Any, Sequence[Tensor]]]] = {
     ("torch.utils.checkpoint", "CheckpointFunction"): _checkpoint,
-    # PyTorch 2.11 marks the inputs of a checkpoint, which without gradients calls its function and no more.
+    # PyTorch 2.11 marks the inputs of a checkpoint by this function. Nothing remains of it in a trace.
     ("torch.utils.checkpoint", "_NoopSaveInputs"): lambda cls, args: (args[0].detach(), ()),
 }
 
 
-def _differentiable(
+def _attach_backward(
     cls: Any, ctx: _Context, args: Sequence[Any], outputs: Sequence[Any]
 ) -> dict[int, Tensor]:
-    """The outputs that have a gradient, by their place."""
+    """Return the outputs that have a gradient, by their place, with `cls.backward` as their derivative."""
 
     def has_gradient(value: Any) -> bool:
         blocked = any(value is each for each in ctx.non_differentiable)
@@ -336,7 +353,7 @@ def _differentiable(
         for place, gradient in zip(places, gradients, strict=True):
             every[place] = gradient
         run = cls.backward if cls.vjp is torch.autograd.Function.vjp else cls.vjp
-        found = _checked(cls.__name__, run(ctx, *every), args)
+        found = _check_gradients(cls.__name__, run(ctx, *every), args)
         return [found[i] for i in takes]
 
     if not places:
@@ -346,7 +363,10 @@ def _differentiable(
 
 
 def _needs_gradient(value: Any) -> bool:
-    """Beneath a transform whatever may have one does: who differentiates it is above."""
+    """Return whether a value needs a gradient.
+
+    Beneath a transform any float does: its caller may differentiate.
+    """
     return isinstance(value, Tensor) and (value.requires_grad or (is_inside() and _is_smooth(value)))
 
 
@@ -354,11 +374,11 @@ def _is_smooth(value: Tensor) -> bool:
     return value.is_floating_point() or value.is_complex()
 
 
-def _checked(name: str, found: Any, args: Sequence[Any]) -> list[Tensor | None]:
-    """Return what a backward returned, one for each argument of the forward.
+def _check_gradients(name: str, found: Any, args: Sequence[Any]) -> list[Tensor | None]:
+    """Return the gradients that a backward returned, one for each argument of the forward.
 
     Raises:
-        TraceError: too few or too many, no tensors, or of other shapes.
+        TraceError: there are too few or too many, or one is no tensor of its argument's shape.
     """
     found = list(found) if isinstance(found, tuple | list) else [found]
     while len(found) > len(args) and found[-1] is None:
@@ -378,7 +398,7 @@ def _checked(name: str, found: Any, args: Sequence[Any]) -> list[Tensor | None]:
     ]
     if wrong:
         raise TraceError(
-            f"the backward of {name} returns what is no gradient of its argument:", wrong,
+            f"the backward of {name} returns values that cannot be gradients of their arguments:", wrong,
             "a gradient has its argument's shape.",
         )  # fmt: skip
     return found
@@ -405,6 +425,6 @@ def _register_hook(
         return [changed]
 
     handle = RemovableHandle(hooks)
-    with torch.enable_grad():  # under no_grad too it is of the tensor, which is read elsewhere
+    with torch.enable_grad():  # under no_grad too a hook counts, since the tensor is read elsewhere
         (hooks[handle.id],) = attach([value], [value], backward, "hook")
     return handle

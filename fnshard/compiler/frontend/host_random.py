@@ -1,4 +1,4 @@
-"""Random numbers of Python and NumPy, which a trace would keep as constants: whether they were drawn."""
+"""Notice draws from random generators of Python and NumPy, whose numbers a trace would keep as constants."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any
 import numpy as np
 
 GENERATORS = (random.Random, np.random.RandomState, np.random.Generator, np.random.BitGenerator)
-# The generators that the modules' functions share.
+# The generators behind the functions of the modules, such as random.random().
 _SHARED = (("Python's random", random.random.__self__), ("numpy.random", np.random.random.__self__))
 
 
 @contextmanager
-def undrawn(error: Callable[[str], Exception], own: Sequence[Any] = ()) -> Iterator[None]:
-    """Refuse a block in which numbers were drawn from generators that all share, or from `own`.
+def refuse_draws(error: Callable[[str], Exception], own: Sequence[Any] = ()) -> Iterator[None]:
+    """Refuse a block that draws numbers from the generators of Python and NumPy, or from `own`.
 
     A generator that the block makes for itself is not seen; neither is `os.urandom`.
 
     Args:
-        error: made of the generator's name.
-        own: of the types in `GENERATORS`.
+        error: makes the error that is raised, given the generator's name.
+        own: further generators, of the types in `GENERATORS`.
     """
     named = [*_SHARED, *((f"a {type(g).__name__} that it closes over", g) for g in own)]
     known = [(name, g, _state(g)) for name, g in named]

@@ -1,9 +1,9 @@
-"""Indices: what a program looks up by integers of the batch, checked on the CPU before the step runs.
+"""Indices by which a program looks up rows of a table, checked on the CPU before the step runs.
 
 A kernel that meets an index outside of its table names nothing, ends the process (a loop of Inductor's on
-several threads) or spoils the device. Indices that are made of the batch's integers alone, by torch's own
-operations, are made beforehand too, as long as these are few. Those that come of floats, of parameters, of a
-custom operation, or of what lies on a device are left to the kernel.
+several threads) or spoils the device. So indices that torch's own operations make of the batch's integers
+alone are computed beforehand too, as long as there are few numbers. Those that depend on floats, parameters,
+a custom operation, or tensors on a device are left to the kernel.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from torch import Tensor, fx
 from fnshard.compiler.deferred.tape import CPU, map_leaves
 from fnshard.compiler.ir.program import Program, arguments_of, describe
 
-FEW = 1 << 16  # numbers that a result on the way to an index may have; or four for each integer of the batch
+# The most numbers that a result on the way to an index may have; or four for each integer of the batch.
+FEW = 1 << 16
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-_TABLES = {"embedding": "weight", "embedding_bag": "weight"}  # what is looked up in, where it is not `self`
+_TABLES = {"embedding": "weight", "embedding_bag": "weight"}  # the argument that is the table, if not `self`
 _INDICES = {
     "embedding": "indices", "embedding_bag": "indices", "gather": "index", "take": "index",
     "index": "indices", "index_put": "indices", "index_select": "index", "index_add": "index",
@@ -31,7 +32,7 @@ _INDICES = {
 
 @dataclass(frozen=True)
 class Lookup:
-    """`index` is to be in `range(lowest, size)`, or to be `ignored`."""
+    """A lookup whose `index` has to be in `range(lowest, size)`, or to be `ignored`."""
 
     node: fx.Node
     table: fx.Node
@@ -41,8 +42,8 @@ class Lookup:
     ignored: int | None = None
 
     def is_outside(self, values: Tensor) -> bool:
-        """Whether any is."""
-        found = values.numpy()  # its loops run on one thread: torch's wait for each other on a busy machine
+        """Return whether any of these indices is outside."""
+        found = values.numpy()  # NumPy uses one thread; torch's threads wait for each other on a busy machine
         if self.ignored is not None:
             found = found[found != self.ignored]
         return bool(found.size) and not (self.lowest <= found.min() and found.max() < self.size)
@@ -50,7 +51,7 @@ class Lookup:
 
 @dataclass(frozen=True)
 class Indices:
-    """All lookups of a program, and the part of it that computes their indices: `names` of what it reads."""
+    """A program's lookups that can be checked; `compute` makes their indices of the inputs `names`."""
 
     lookups: tuple[Lookup, ...]
     names: tuple[tuple[str, str], ...]
@@ -58,11 +59,13 @@ class Indices:
 
     @staticmethod
     def of(program: Program) -> Indices:
-        """Those whose indices rest on integers of the batch, and on constants that lie on the CPU.
+        """Find the lookups whose indices depend on integers of the batch and constants on the CPU alone.
 
-        Of the program of whole values: in a part of a table, what is outside of it is another rank's.
+        They are those of the program of whole values: an index outside of a part of a table may be another
+        rank's.
         """
         program = program.traced or program
+        # Go forwards: which nodes can be computed on the CPU?
         known = dict(zip(program.placeholders, program.inputs, strict=True))
         integer_inputs = {n: i for n, i in known.items() if n.meta["val"].dtype in _INTEGERS}
         found = {n for n, i in integer_inputs.items() if i.kind == "batch"}
@@ -75,6 +78,7 @@ class Indices:
             if of_torch and isinstance(value, Tensor) and value.dtype in _INTEGERS and value.numel() <= most:
                 found |= {node} if found.issuperset(node.all_input_nodes) else set()
         lookups = tuple(k for n in program.graph.nodes for k in _lookups(n) if k.index in found)
+        # Go backwards: which of them do the indices need? These are copied into a graph of their own.
         needed = {k.index for k in lookups}
         for node in reversed(program.graph.nodes):
             needed.update(node.all_input_nodes if node in needed else ())
@@ -92,11 +96,12 @@ class Indices:
     def outside(
         self, values: Mapping[str, Any], constants: Mapping[str, Tensor]
     ) -> list[tuple[Lookup, Tensor]]:
-        """The lookups that would fail, with their indices; none where the batch is not on the CPU: to see it
-        would stop the device.
+        """Return the lookups that would fail, with their indices.
+
+        A batch on a device is not looked at, which would stop the device: the list is empty.
 
         Args:
-            values: the batch's, of one micro-batch.
+            values: the values of one micro-batch, by name.
         """
         read = [(values if kind == "batch" else constants)[name] for kind, name in self.names]
         if not self.lookups or any(not v.is_cpu for v in read):
@@ -106,7 +111,7 @@ class Indices:
 
 
 def explain(program: Program, outside: Sequence[tuple[Lookup, Tensor]]) -> list[str]:
-    """A line for each: what is looked up where, and by which numbers."""
+    """Return a line for each lookup: its table, where `fn` calls it, and the numbers that it gets."""
     known = dict(zip(program.placeholders, program.inputs, strict=True))
     lines = []
     for lookup, values in outside:
@@ -122,7 +127,7 @@ def explain(program: Program, outside: Sequence[tuple[Lookup, Tensor]]) -> list[
 
 
 def ranges(named: Mapping[str, Any]) -> list[str]:
-    """The integer leaves of a batch, each with its least and its greatest number."""
+    """Describe the integer leaves of a batch, each with its least and its greatest number."""
     return [
         f"batch[{n!r}] {describe(v)}: {_range(v)}"
         for n, v in named.items()
@@ -152,7 +157,7 @@ def _lookups(node: fx.Node) -> Iterator[Lookup]:
     if name in ("index", "index_put"):
         used = [(d, i) for d, i in enumerate(index) if i is not None]
         if any(i.meta["val"].dtype in (torch.bool, torch.uint8) for _, i in used):
-            return  # a mask takes as many dims as it has
+            return  # a mask indexes as many dims as it has, and is never outside
         places = [(shape[d], i, -shape[d]) for d, i in used]
     elif name == "take":
         places = [(shape.numel(), index, -shape.numel())]

@@ -1,7 +1,7 @@
-"""Limits: what `fn` needs at most of something whose size is fixed, reported with the step.
+"""Limits: bounds that `fn` promises for sizes which depend on data, and by how much a step exceeds them.
 
 A trace collects them, `compiler.ir.program.Outputs` says which of the program's results they are, and they
-travel with the step's scalars: nothing waits for a device.
+travel with the step's scalars, so that nothing waits for a device.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ _state = threading.local()
 
 
 def bounded(x: Tensor, size: int, dim: int = 0) -> Tensor:
-    """`x`, with the promise that a length that depends on data is at most `size`.
+    """Return `x`, and promise that a length of it that depends on data is at most `size`.
 
     `x[mask]`, `torch.nonzero`, `torch.where(mask)`, `torch.masked_select`, `torch.unique` and
     `torch.repeat_interleave` have such a length. A step computes with as many entries as there can be at
-    most: all of a mask's, and with a bound only `size` of them, which is less work; of `repeat_interleave`
-    nothing else is known. Results are those of plain torch on the true length. In JAX it
-    is the argument `size` of `jnp.nonzero`, where the caller masks what is past the count.
+    most: all of a mask's, or with a bound only `size` of them, which is less work. `repeat_interleave` has no
+    such maximum, and needs a bound. Results are those of plain torch on the true length. In JAX it is the
+    argument `size` of `jnp.nonzero`, where the caller masks entries past the count.
 
     Args:
-        x: with that length along `dim`.
+        x: a tensor with that length along `dim`.
         size: a number known before the step, such as the capacity of an expert.
 
     Raises:
-        TraceError: a size that is no integer, a dim that `x` has not.
+        TraceError: `size` is no integer, or `x` has no such dim.
         StateError: `x` is longer. A step raises it when its numbers are there: on a GPU with the next step,
             or with `metrics.numbers()`.
 
@@ -49,7 +49,7 @@ def bounded(x: Tensor, size: int, dim: int = 0) -> Tensor:
     """
     if not isinstance(size, Integral):
         raise TraceError(
-            f"fs.bounded takes an integer as `size`, and no {type(size).__name__}.",
+            f"fs.bounded takes an integer as `size`, not {type(size).__name__}.",
             fix="a size that is known before the step: a plain Python number.",
         )
     if not -x.dim() <= dim < x.dim():
@@ -74,7 +74,7 @@ def check_limits(numbers: Mapping[Any, float]) -> None:
     """Refuse a step that has exceeded a limit.
 
     Args:
-        numbers: of a step, by name; excesses by their limit.
+        numbers: the numbers of a step by name; by how much limits are exceeded, by `Limit`.
     """
     exceeded = {n: int(v) for n, v in numbers.items() if isinstance(n, Limit) and v > 0}
     if exceeded:
@@ -111,7 +111,7 @@ class Limits:
         self.promised.clear()
 
     def append(self, outputs: Outputs, values: list[Tensor]) -> tuple[Outputs, list[Tensor]]:
-        """Outputs and values with what has been collected after them; it starts again with none."""
+        """Append the limits and excesses collected so far to outputs and values, and begin anew."""
         found = tuple(replace(n, result=len(values) + i) for i, (n, _) in enumerate(self.found))
         values = values + [excess for _, excess in self.found]
         self.found.clear()
@@ -119,20 +119,24 @@ class Limits:
 
 
 def is_promised(length: torch.SymInt) -> bool:
-    """Whether `bounded` has met a length, be its bound as it may: programs of all batch shapes report it."""
+    """Return whether `fn` has called `bounded` for a length.
+
+    Its excess is reported even where this batch cannot exceed it, so that programs of all batch shapes have
+    the same results.
+    """
     return length.node.expr in {length.node.shape_env.replace(e) for e in _state.limits.promised}
 
 
 def require(excess: Tensor, size: int, op: str, place: str = "") -> None:
-    """Report the step as failed where an excess is positive.
+    """Have the step report its failure where an excess is positive.
 
     Args:
-        excess: 0-d integers, by how much more is needed than there is.
-        size: how much there is.
-        op, place: who needs it, and in which line of the user's code.
+        excess: a 0-d integer tensor: by how much more is needed than `size`.
+        size: the bound.
+        op, place: the op that needs it, and the line of the user's code that calls it.
 
     Raises:
-        TraceError: inside `torch.func`, from where nothing is reported.
+        TraceError: the call is inside `torch.func`, from where no value can be reported.
     """
     if transforms.is_nested():
         raise TraceError(

@@ -2,9 +2,9 @@
 
 - Nodes under `no_grad` read `aten.detach` of their inputs, so that no grad mode is left to lose when
   the program is cut.
-- Nodes under autocast carry the mode in `meta["autocast"]`; whoever rebuilds them re-enters it.
+- Nodes under autocast carry the mode in `meta["autocast"]`; a pass that rebuilds them re-enters it.
 - Random ops become counter-based ones (`compiler.frontend.random`) that read a key input.
-- Constants become inputs; so does a batch leaf's private copy where it is written to.
+- Constants become inputs.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from fnshard.errors import TraceError, report
 
 aten = torch.ops.aten
 
-# What reads the shape or dtype of its second tensor alone, as the op that takes these in its place: read as a
-# tensor it would be kept for another kernel, which owes it a gradient.
+# Ops that read nothing but the shape or dtype of their second tensor, each with the op that takes these
+# instead. Read as a tensor, it would be kept for another kernel, which would owe it a gradient.
 _LIKE: dict[Any, tuple[Any, Callable[[Tensor], Any]]] = {
     aten.expand_as.default: (aten.expand.default, lambda v: list(v.shape)),
     aten.view_as.default: (aten.view.default, lambda v: list(v.shape)),
@@ -45,9 +45,9 @@ _LIKE: dict[Any, tuple[Any, Callable[[Tensor], Any]]] = {
 
 
 def normalize(module: fx.GraphModule, inputs: int) -> tuple[fx.Graph, list[str], dict[str, Tensor]]:
-    """A new graph, the names of its key inputs, and its constants by name.
+    """Return a normalised graph, the names of its key inputs, and its constants by name.
 
-    Placeholders of the result: those of `module` (`inputs` of them), constants, keys.
+    Its placeholders are those of `module` (`inputs` of them), then constants, then keys.
     """
     graph = fx.Graph()
     env: dict[fx.Node, Any] = {}
@@ -56,14 +56,16 @@ def normalize(module: fx.GraphModule, inputs: int) -> tuple[fx.Graph, list[str],
         raise AssertionError(f"traced {len(olds)} inputs, expected {inputs}")
     for i, old in enumerate(olds):
         env[old] = graph.placeholder(f"in{i}")
+    # A collective that `fn` calls itself would have no line in the schedule, which orders and checks them.
     named = ((n, str(n.target)) for n in module.graph.nodes)
     exchanges = [(n, name) for n, name in named if re.match(r"_?c10d|_dtensor", name)]
     if exchanges:
         raise refused_at(f"{COMMUNICATES}:", exchanges, ONE_DEVICE)
     for old in reversed(module.graph.nodes):
-        # Autograd makes views anew of what was written to, of a base without a name; nobody reads them.
+        # After a write autograd makes views of the base anew, where the base has no name; nobody reads them.
         if not old.users and (old.op == "get_attr" or getattr(old.target, "is_view", False)):
             module.graph.erase_node(old)
+    # Tensors that `fn` closes over become inputs, one for each, however often it is read.
     constants: dict[str, Tensor] = {}
     read: dict[str, fx.Node] = {}
     for old in [n for n in module.graph.nodes if n.op == "get_attr"]:
@@ -83,6 +85,7 @@ def normalize(module: fx.GraphModule, inputs: int) -> tuple[fx.Graph, list[str],
 
 
 def _copy_body(module: fx.GraphModule, graph: fx.Graph, env: dict, keys: dict) -> None:
+    """Copy all nodes but inputs; grad modes become detaches, autocast modes become `meta["autocast"]`."""
     grad = True
     autocast: dict[fx.Node, tuple[Any, ...]] = {}
     detached: dict[fx.Node, fx.Node] = {}
@@ -115,7 +118,7 @@ def _copy_body(module: fx.GraphModule, graph: fx.Graph, env: dict, keys: dict) -
         if not known and getattr(old.target, "__module__", "") != "_operator":
             raise higher_order(str(old.target))
         if torch.Tag.inplace_view in getattr(old.target, "tags", ()):
-            # The tensor gets another shape, its memory nothing: from here on the name means a view.
+            # The tensor gets another shape, and its memory stays: from here on its name means a view of it.
             args, kwargs = fx.map_arg((old.args, old.kwargs), env.__getitem__)
             env[old] = env[old.args[0]] = graph.call_function(_view_form(old.target), args, kwargs)
             continue
@@ -123,7 +126,7 @@ def _copy_body(module: fx.GraphModule, graph: fx.Graph, env: dict, keys: dict) -
         if _is_inert(old):
             env[old] = env[old.args[0]]
             continue
-        if not grad and (same := _same(old)) is not None:
+        if not grad and (same := _find_same(old)) is not None:
             env[old] = env[same]
             continue
         args, kwargs = fx.map_arg((old.args, old.kwargs), env.__getitem__ if grad else detach)
@@ -139,10 +142,11 @@ def _copy_body(module: fx.GraphModule, graph: fx.Graph, env: dict, keys: dict) -
                 node.meta["autocast"] = tuple(autocast.values())
 
 
-def _same(node: fx.Node) -> fx.Node | None:
-    """The input that a node's value is, if it is one, as of a cast to its own dtype.
+def _find_same(node: fx.Node) -> fx.Node | None:
+    """Return the input that a node returns as it is, if it does, as a cast to its own dtype does.
 
-    Under no_grad it keeps its gradient, as nothing else does, and the tracer takes it for what was made last.
+    Under no_grad such a value keeps its gradient, and no other does. The tracer names it after the op that
+    returned it last, so that a detach would wrongly cut the gradient off.
     """
     source, place = (node.args[0], node.args[1]) if node.target is operator.getitem else (node, None)
     if not isinstance(source.target, OpOverload) or source.target._schema.is_mutable:
@@ -159,7 +163,11 @@ def _same(node: fx.Node) -> fx.Node | None:
 
 
 def _view_form(target: OpOverload) -> OpOverload:
-    """`aten.transpose` of `aten.transpose_`; others (resize_, set_) change the memory itself."""
+    """Return `aten.transpose` for `aten.transpose_`, say.
+
+    Raises:
+        TraceError: there is none: the op (resize_, set_) changes the memory itself.
+    """
     packet = getattr(aten, target._schema.name.removeprefix("aten::").removesuffix("_"))
     types = [str(a.type) for a in target._schema.arguments]
     for name in packet.overloads():
@@ -173,7 +181,7 @@ def _view_form(target: OpOverload) -> OpOverload:
 
 
 def _check_out(old: fx.Node) -> None:
-    """Refuse `out=` of another shape than the result's: the tensor would be given other memory."""
+    """Refuse `out=` of another shape than the result's: torch would give that tensor other memory."""
     if not isinstance(old.target, OpOverload) or not old.target._schema.is_mutable:
         return
     if not any(a.is_out for a in old.target._schema.arguments):
@@ -208,7 +216,7 @@ def _is_random(node: fx.Node) -> bool:
 
 
 def _is_inert(node: fx.Node) -> bool:
-    """Whether it is dropout in eval mode."""
+    """Return whether it is dropout in eval mode."""
     return node.target in _INERT and not _argument(node, "train")
 
 
@@ -217,8 +225,9 @@ def _argument(node: fx.Node, name: str) -> Any:
 
 
 def _emit(graph: fx.Graph, old: fx.Node, args: tuple, kwargs: dict, key: fx.Node | None) -> Any:
+    """Write a node into `graph`, with given arguments; a random one in the form that reads `key`."""
     if key is None:
-        if old.target in _SPARSE_GRADIENT:  # a matter of layout: gradients are dense here
+        if old.target in _SPARSE_GRADIENT:  # gradients are dense here
             named = zip(old.target._schema.arguments, args, strict=False)
             args = tuple(given if a.name != "sparse" else False for a, given in named)
             kwargs = {k: v for k, v in kwargs.items() if k != "sparse"}
@@ -248,9 +257,9 @@ def _emit(graph: fx.Graph, old: fx.Node, args: tuple, kwargs: dict, key: fx.Node
 
 
 def _check_draw(old: fx.Node) -> None:
-    """Let torch judge the arguments, on tensors without elements: on those without values it takes any."""
+    """Let torch check the arguments, on tensors without elements: on fake tensors it accepts any."""
     if len(old.all_input_nodes) > 1:
-        return  # attention, or probabilities that are a tensor
+        return  # attention, or probabilities that are a tensor, cannot be checked without values
 
     def empty(node: fx.Node) -> Tensor:
         return torch.empty((0,) * max(1, node.meta["val"].dim()), dtype=node.meta["val"].dtype)
@@ -269,39 +278,39 @@ def _check_draw(old: fx.Node) -> None:
 Draw = Callable[[dict[str, Any], fx.Node, Tensor], tuple[Any, tuple[Any, ...]]]
 
 
-def _shaped(target: Any, *names: str) -> Draw:
-    """An op that takes shape, dtype and the arguments of these names."""
+def _draw_shape(target: Any, *names: str) -> Draw:
+    """Return the rule of an op that takes shape, dtype and the arguments of these names."""
     return lambda b, key, val: (target, (key, list(val.shape), val.dtype, *(b[n] for n in names)))
 
 
-def _integers(b: dict[str, Any], key: fx.Node, val: Tensor) -> tuple[Any, tuple[Any, ...]]:
+def _draw_integers(b: dict[str, Any], key: fx.Node, val: Tensor) -> tuple[Any, tuple[Any, ...]]:
     return ops.integers.default, (key, b.get("low", 0), b["high"], list(val.shape), val.dtype)
 
 
-def _masked(target: Any, *more: Any) -> Draw:
+def _draw_mask(target: Any, *more: Any) -> Draw:
     return lambda b, key, val: (target, (b["input"] if "input" in b else b["self"], key, b["p"], *more))
 
 
-def _below(target: Any, name: str = "p") -> Draw:
-    """Ones where a uniform number is below the argument of this name, in the dtype of the result."""
+def _draw_below(target: Any, name: str = "p") -> Draw:
+    """Return the rule of an op that gives 1 where a uniform number is below the argument of this name."""
     return lambda b, key, val: (target, (b[name], key, list(val.shape), val.dtype))
 
 
 _RANDOM: dict[Any, Draw] = {
-    aten.bernoulli.default: _below(ops.bernoulli.default, "self"),
-    aten.bernoulli_.Tensor: _below(ops.bernoulli.default),
-    **dict.fromkeys((aten.bernoulli.p, aten.bernoulli_.float), _below(ops.bernoulli_below.default)),
+    aten.bernoulli.default: _draw_below(ops.bernoulli.default, "self"),
+    aten.bernoulli_.Tensor: _draw_below(ops.bernoulli.default),
+    **dict.fromkeys((aten.bernoulli.p, aten.bernoulli_.float), _draw_below(ops.bernoulli_below.default)),
     **dict.fromkeys(
-        (aten.rand.default, aten.rand.generator, aten.rand_like.default), _shaped(ops.uniform.default)),
-    aten.uniform_.default: _shaped(ops.uniform.default, "from", "to"),
+        (aten.rand.default, aten.rand.generator, aten.rand_like.default), _draw_shape(ops.uniform.default)),
+    aten.uniform_.default: _draw_shape(ops.uniform.default, "from", "to"),
     **dict.fromkeys(
-        (aten.randn.default, aten.randn.generator, aten.randn_like.default), _shaped(ops.normal.default)),
+        (aten.randn.default, aten.randn.generator, aten.randn_like.default), _draw_shape(ops.normal.default)),
     **dict.fromkeys(
-        (aten.normal_.default, aten.normal.float_float), _shaped(ops.normal.default, "mean", "std")),
-    aten.exponential_.default: _shaped(ops.exponential.default, "lambd"),
+        (aten.normal_.default, aten.normal.float_float), _draw_shape(ops.normal.default, "mean", "std")),
+    aten.exponential_.default: _draw_shape(ops.exponential.default, "lambd"),
     **dict.fromkeys(
         (aten.randint.default, aten.randint.low, aten.randint.generator, aten.randint.low_generator,
-         aten.randint_like.default, aten.randint_like.low_dtype), _integers),
+         aten.randint_like.default, aten.randint_like.low_dtype), _draw_integers),
     aten.scaled_dot_product_attention.default: lambda b, key, val: (
         ops.attention.default,
         (b["query"], b["key"], b["value"], b["attn_mask"], key, b["dropout_p"], b["is_causal"], b["scale"],
@@ -309,10 +318,10 @@ _RANDOM: dict[Any, Draw] = {
 }  # fmt: skip
 for _end in ("", "_"):
     _RANDOM |= {
-        getattr(aten, f"dropout{_end}").default: _masked(ops.dropout.default),
-        getattr(aten, f"feature_dropout{_end}").default: _masked(ops.feature_dropout.default),
-        getattr(aten, f"alpha_dropout{_end}").default: _masked(ops.alpha_dropout.default, False),
-        getattr(aten, f"feature_alpha_dropout{_end}").default: _masked(ops.alpha_dropout.default, True),
+        getattr(aten, f"dropout{_end}").default: _draw_mask(ops.dropout.default),
+        getattr(aten, f"feature_dropout{_end}").default: _draw_mask(ops.feature_dropout.default),
+        getattr(aten, f"alpha_dropout{_end}").default: _draw_mask(ops.alpha_dropout.default, False),
+        getattr(aten, f"feature_alpha_dropout{_end}").default: _draw_mask(ops.alpha_dropout.default, True),
     }
 _INERT = {
     getattr(aten, f"{name}{inplace}").default

@@ -1,9 +1,9 @@
 """Counter-based random ops: a value is a hash of (key, element index), never of hidden state.
 
-So a mask drawn again under recompute is the same mask, on any backend, and equal blocks stay equal
-code: the key is an input. The hash is splitmix64's finaliser (Steele, Lea & Flood 2014). The ops
-are composite: autograd and Inductor see plain integer arithmetic, which fuses into its consumer.
-Ops whose `strides` are given draw a part of a larger tensor, of which they are the strides (`key_at`).
+So a mask drawn again under recompute is the same mask, on any backend, and equal blocks stay equal code: the
+key is an input. The hash is splitmix64's finaliser (Steele, Lea & Flood 2014). The ops are composite:
+autograd and Inductor see plain integer arithmetic, which fuses into its consumer. An op that is given
+`strides` draws a part of a larger tensor, which has these strides (`key_at`).
 """
 
 from __future__ import annotations
@@ -21,18 +21,15 @@ from fnshard.losses.linear import wide
 
 _LIB = torch.library.Library("fnshard", "DEF")
 
-
 Strides = list[int] | None  # how far apart elements are in the whole draw that they are a part of
-_DIGITS = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 53}
-
-
-_STREAMS = 2
+_DIGITS = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 53}  # of a significand
+_STREAMS = 2  # independent hashes for each element: a normal number takes two
 
 
 def key_at(key: Tensor, element: Tensor | int) -> Tensor:
-    """The key under which element 0 of a draw is what this element of it is under `key`.
+    """Return the key under which a draw begins with the element that `key` draws at `element`.
 
-    With the whole draw's strides, a part of it is drawn by itself (not of integers).
+    With it and the whole draw's strides, a part is drawn by itself. Integers cannot be drawn so.
     """
     return key + element * _STREAMS
 
@@ -40,6 +37,7 @@ def key_at(key: Tensor, element: Tensor | int) -> Tensor:
 def _bits(
     key: Tensor, shape: list[int], stream: int, streams: int = _STREAMS, strides: Strides = None
 ) -> Tensor:
+    """Return 64 random bits for each element, as int64; `stream` is one of `streams` independent hashes."""
     if strides is None:
         index = torch.arange(math.prod(shape), dtype=torch.int64, device=key.device).reshape(shape)
     else:
@@ -56,20 +54,20 @@ def _unit(
     key: Tensor, shape: list[int], stream: int = 0, dtype: torch.dtype = torch.float32,
     strides: Strides = None,
 ) -> Tensor:  # fmt: skip
-    """Multiples of 2^-digits in [0, 1), exact in `dtype`, which computes in fp32 if it is a half type."""
+    """Draw multiples of 2^-digits in [0, 1), exact in `dtype`; half types are returned in fp32."""
     digits = _DIGITS[dtype]
     wide = torch.promote_types(dtype, torch.float32)
     return shift(_bits(key, shape, stream, strides=strides), 64 - digits).to(wide) * 2.0**-digits
 
 
-def _by_parts(draw: Callable[..., Tensor], key: Tensor, shape: list[int], dtype: torch.dtype) -> Tensor:
-    """Complex numbers whose real and imaginary parts are drawn."""
+def _draw_parts(draw: Callable[..., Tensor], key: Tensor, shape: list[int], dtype: torch.dtype) -> Tensor:
+    """Draw complex numbers whose real and imaginary parts come from `draw`."""
     return torch.view_as_complex(draw(key, [*shape, 2], dtype.to_real()))
 
 
 def _uniform(key: Tensor, shape: list[int], dtype: torch.dtype, low: float = 0.0, high: float = 1.0):
     if dtype.is_complex:
-        return _by_parts(lambda *a: _uniform(*a, low, high), key, shape, dtype)
+        return _draw_parts(lambda *a: _uniform(*a, low, high), key, shape, dtype)
     value = _unit(key, shape, 0, dtype)
     if (low, high) == (0.0, 1.0):
         return value.to(dtype)
@@ -79,11 +77,11 @@ def _uniform(key: Tensor, shape: list[int], dtype: torch.dtype, low: float = 0.0
 
 def _normal(key: Tensor, shape: list[int], dtype: torch.dtype, mean: float = 0.0, std: float = 1.0):
     if dtype.is_complex:
-        return _by_parts(_normal, key, shape, dtype) * (std * 0.5**0.5) + mean
+        return _draw_parts(_normal, key, shape, dtype) * (std * 0.5**0.5) + mean
     wide = torch.promote_types(dtype, torch.float32)
     u1 = 1.0 - _unit(key, shape, 0, wide)  # in (0, 1]: its log is finite
     u2 = _unit(key, shape, 1, wide)
-    value = torch.sqrt(-2.0 * torch.log(u1)) * torch.cos(2.0 * math.pi * u2)
+    value = torch.sqrt(-2.0 * torch.log(u1)) * torch.cos(2.0 * math.pi * u2)  # Box & Muller 1958
     return (value if (mean, std) == (0.0, 1.0) else value * std + mean).to(dtype)
 
 
@@ -91,15 +89,16 @@ def _exponential(key: Tensor, shape: list[int], dtype: torch.dtype, rate: float)
     wide = torch.promote_types(dtype, torch.float32)
     value = -torch.log(1.0 - _unit(key, shape, 0, wide))
     value = value.clamp(min=0.5 ** (_DIGITS[wide] + 1)) / rate
-    return value.clamp(min=torch.finfo(dtype).tiny).to(dtype)  # never zero, as in torch: its log is taken
+    return value.clamp(min=torch.finfo(dtype).tiny).to(dtype)  # never zero, as in torch: users take its log
 
 
 def _integers(key: Tensor, low: int, high: int, shape: list[int], dtype: torch.dtype) -> Tensor:
-    """Each of low, ..., high - 1 equally often, to within one part in 2^32."""
+    """Draw each of low, ..., high - 1 equally often, to within one part in 2^32."""
     if dtype.is_floating_point:
         low, high = -_floor(-low, dtype), _floor(high - 1, dtype) + 1
     span, half = high - low, 1 << 63
-    # Below `even` all remainders are equally frequent; wider spans are hit or missed by 64 bits as they are.
+    # Rejection sampling with a fixed number of draws: the first hit counts. Bits below `even` hit, and give
+    # all remainders equally often. A span of more than 63 bits is hit by bits that lie in it as they are.
     even = half - half % span if span < half else 0
     missed = 1 - (even / half if even else span / (2 * half))
     draws = math.ceil(32 / -math.log2(missed)) if missed > 0 else 1
@@ -115,7 +114,7 @@ def _integers(key: Tensor, low: int, high: int, shape: list[int], dtype: torch.d
 
 
 def _floor(value: int, dtype: torch.dtype) -> int:
-    """The largest number of a float type that is at most `value`."""
+    """Return the largest number of a float type that is at most `value`."""
     drop = max(0, abs(value).bit_length() - _DIGITS[dtype])
     return value >> drop << drop
 
@@ -130,7 +129,7 @@ def _dropout(
 
 
 def dropout_factors(x: Tensor, key: Tensor, p: float, strides: Strides = None) -> Tensor:
-    """Return what dropout multiplies `x` by."""
+    """Return the factors by which dropout multiplies `x`: 0 or 1 / (1 - p)."""
     return _dropout(torch.ones_like(x), key, p, strides)
 
 
@@ -143,8 +142,7 @@ def _features(x: Tensor) -> list[int]:
 
 
 def _alpha_dropout(x: Tensor, key: Tensor, p: float, features: bool, strides: Strides = None) -> Tensor:
-    """Drop as in Klambauer et al. 2017: what is dropped takes SELU's lower limit, mean and variance are
-    kept."""
+    """Drop as in Klambauer et al. 2017: dropped elements take SELU's lower limit; mean and variance stay."""
     if p >= 1.0:
         return x * 0
     keep = _unit(key, _features(x) if features else list(x.shape), strides=strides) >= p
@@ -164,20 +162,20 @@ def _bernoulli(
 
 # ------------------------------------------------------------------ attention
 # Flash kernels draw their masks from hidden state. A mask here is a hash of a key and an element's place, so
-# that any block of it can be made by itself, and drawn again in the backward: nothing is [T, S].
+# that any block of it can be made by itself, and drawn again in the backward: no tensor is [T, S].
 
-BLOCK_BYTES = 1 << 24  # of scores at once; random bits of them take several times as many
-LONG = 1 << 20  # scores of a row and head, from which on they are made block by block
+BLOCK_BYTES = 1 << 24  # the scores of one block; their random bits take several times as many
+LONG = 1 << 20  # scores of a row and head, from which on attention works block by block
 
 
 def attention_like(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    """Memory for [..., T, V], and for the log-sum-exp of each query's scores [..., T] in fp32 or fp64."""
+    """Allocate attention's output [..., T, V], and the log-sum-exp of scores [..., T] in fp32 or fp64."""
     out = query.new_empty((*query.shape[:-1], value.shape[-1]))
     return out, query.new_empty(query.shape[:-1], dtype=wide(query.dtype))
 
 
 def gradients_like(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    """Memory for the gradients of query, key and value."""
+    """Allocate the gradients of query, key and value."""
     return tuple(t.new_empty(t.shape) for t in (query, key, value))
 
 
@@ -186,12 +184,12 @@ def dropout_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, draw: Tensor, p: float, is_causal: bool,
     scale: float, strides: list[int],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attend as `attention_like` says.
+    """Attend with dropout, block by block; return the output and the log-sum-exp of each query's scores.
 
     Args:
         query, key, value: [..., T, D], [..., S, D], [..., S, V].
-        mask: what is added to the scores, or bool; with no gradient.
-        draw: the key of the random numbers, of scores with these `strides`.
+        mask: bool, or numbers to add to the scores; it gets no gradient.
+        draw: the key of the random numbers, which are those of scores with these `strides`.
     """
     out, lse = attention_like(query, key, value)
     for rows in _blocks(query, key):
@@ -199,7 +197,9 @@ def dropout_attention(
         top = scores.logsumexp(-1)
         lse[..., rows] = top
         shares = _shares(scores, top)
-        out[..., rows, :] = (shares * _kept(shares, draw, p, strides, rows)).to(value.dtype) @ value
+        out[..., rows, :] = (shares * _factors_of_rows(shares, draw, p, strides, rows)).to(
+            value.dtype
+        ) @ value
     return out, lse
 
 
@@ -208,12 +208,12 @@ def dropout_attention_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, lse: Tensor, mask: Tensor | None, draw: Tensor,
     p: float, is_causal: bool, scale: float, strides: list[int],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of query, key and value."""
+    """Return the gradients of query, key and value; scores and masks are computed again, block by block."""
     to_query = query.new_empty(query.shape)
     to_key, to_value = (t.new_zeros(t.shape, dtype=wide(t.dtype)) for t in (key, value))
     for rows in _blocks(query, key):
         shares = _shares(_scores(query, key, mask, is_causal, scale, rows), lse[..., rows])
-        kept = _kept(shares, draw, p, strides, rows)
+        kept = _factors_of_rows(shares, draw, p, strides, rows)
         g = grad[..., rows, :]
         to_value += (shares * kept).to(g.dtype).mT @ g
         slope = (g @ value.mT) * kept
@@ -276,11 +276,11 @@ def _scores(
 
 
 def _shares(scores: Tensor, lse: Tensor) -> Tensor:
-    """Zero for a query that sees nothing, as in torch."""
+    """Return the softmax of scores, given their log-sum-exp; 0 for a query that sees nothing, as in torch."""
     return (scores - lse.masked_fill(lse == -math.inf, 0.0)[..., None]).exp()
 
 
-def _kept(shares: Tensor, draw: Tensor, p: float, strides: list[int], rows: slice) -> Tensor:
+def _factors_of_rows(shares: Tensor, draw: Tensor, p: float, strides: list[int], rows: slice) -> Tensor:
     return dropout_factors(shares, key_at(draw, rows.start * strides[-2]), p, strides)
 
 
@@ -288,7 +288,7 @@ def _kept(shares: Tensor, draw: Tensor, p: float, strides: list[int], rows: slic
 
 
 def _attention(q, k, v, mask, key, p, is_causal, scale, enable_gqa, strides=None):
-    """SDPA with dropout: spelled out where it is short, or where a mask has a gradient."""
+    """Attend with dropout: in plain ops where scores are few or the mask has a gradient, else in blocks."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if enable_gqa:
         k = k.repeat_interleave(q.shape[-3] // k.shape[-3], -3)
@@ -332,7 +332,7 @@ ops = torch.ops.fnshard
 
 
 def derive_keys(seed: int, step: int, rank: int, micro: int, count: int) -> Tensor:
-    """int64[count] on the host: one key per random op of a program, a function of the arguments alone."""
+    """Return int64[count] on the host: a key for each random op, a function of the arguments alone."""
     state = torch.tensor([seed, step, rank, micro], dtype=torch.int64)
     key = torch.tensor(0, dtype=torch.int64)
     for part in state:

@@ -1,4 +1,4 @@
-"""Refusals: what `fn` must not do, seen in its program; what torch functions refuse is in `unsupported`."""
+"""Refuse what `fn` must not do, as seen in its program; `unsupported` refuses calls of torch functions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fnshard.layout.spec import LayoutSpec
 
 
 def check_requires_grad(paths: Iterable[str], before: Sequence[bool], leaf_values: Sequence[Tensor]) -> None:
-    """Refuse a `fn` that changes which leaves require grad; `before` is what they did."""
+    """Refuse a `fn` that changes which leaves require grad; `before` says which did when it was called."""
     changed = [p for p, b, v in zip(paths, before, leaf_values, strict=True) if v.requires_grad != b]
     if changed:
         raise TraceError(
@@ -58,7 +58,7 @@ def check_constants(constants: Mapping[str, Tensor]) -> None:
 
 
 def check_program(program: Program, specs: Mapping[str, LayoutSpec], differentiate: bool) -> None:
-    """Refuse what cannot be cut, differentiated or stored."""
+    """Refuse a program that cannot be cut, differentiated or stored."""
     values = ((n, n.meta.get("val")) for n in program.graph.nodes)
     odd = [
         (n, f"{n.target}, {tree.unusual(v)}") for n, v in values if isinstance(v, Tensor) and tree.unusual(v)
@@ -78,8 +78,8 @@ def check_program(program: Program, specs: Mapping[str, LayoutSpec], differentia
 def _check_written_constants(program: Program) -> None:
     """Refuse writes to tensors that `fn` closes over.
 
-    The tracer has by then run the write on the tensor itself, and what `fn` leaves there for the next step (a
-    counter, an average) would be lost.
+    The tracer has run the write by then, once and on the tensor itself. A value that `fn` leaves there for
+    the next step (a counter, an average) would be lost.
     """
     if constants := [describe(program.constants[name]) for name in written_inputs(program, "constant")]:
         raise TraceError(
@@ -91,7 +91,7 @@ def _check_written_constants(program: Program) -> None:
 
 
 def written_inputs(program: Program, kind: str) -> dict[str, fx.Node]:
-    """The inputs of a kind that `fn` writes to, each with the first node that does; in their order."""
+    """Return the inputs of a kind that `fn` writes to, in their order, each with the first node that does."""
     first: dict[int, fx.Node] = {}
     for node in program.graph.nodes:
         for arg in mutated_args(node):
@@ -102,7 +102,7 @@ def written_inputs(program: Program, kind: str) -> dict[str, fx.Node]:
 
 
 def _check_written(program: Program, specs: Mapping[str, LayoutSpec], differentiate: bool) -> None:
-    """Refuse writes to leaves that train or are rounded, and in a forward to any."""
+    """Refuse writes to leaves that train, or that `fn` sees rounded; a forward may write to none."""
     wrong, narrow = [], []
     for path, node in written_inputs(program, "leaf").items():
         spec, name = specs[path], f"params[{path!r}] by {str(node.target).removesuffix('.default')}"

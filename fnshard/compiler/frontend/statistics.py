@@ -1,4 +1,4 @@
-"""Statistics: batch norm by the mean and variance of all ranks' rows, by one exchange a layer."""
+"""Batch norm with the mean and variance of all ranks' rows, by one exchange a layer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def batch_norm(
     eps: float = 1e-5,
     axes: Axes = None,
 ) -> Tensor:
-    """`F.batch_norm` with the statistics of all ranks' rows, and running ones that are alike on all of them.
+    """Normalise as `F.batch_norm` does, with statistics of all ranks' rows; running ones are equal too.
 
     Each rank sends its mean, its centred sum of squares and its count, in fp32 at least, and merges all of
     them (Chan, Golub & LeVeque 1983), as `torch.nn.SyncBatchNorm` does. In eval mode, on one rank and outside
@@ -34,7 +34,7 @@ def batch_norm(
     Args:
         x: [B, C, ...]; ranks may have different numbers of rows.
         running_mean, running_var: [C], written where `training`; or None.
-        axes: as `fs.psum`'s.
+        axes: as in `fs.psum`.
 
     >>> batch_norm(torch.tensor([[1.0], [3.0]]), None, None, training=True).round()
     tensor([[-1.],
@@ -64,15 +64,15 @@ def batch_norm(
 
 
 class WholeBatch(TorchFunctionMode):
-    """`F.batch_norm` is this module's."""
+    """A mode in which `F.batch_norm` is this module's."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return (batch_norm if func is F.batch_norm else func)(*args, **(kwargs or {}))
 
 
 @while_tracing
-def exchanging(_: Any, norm: nn.SyncBatchNorm, input: Tensor) -> Tensor:
-    """`nn.SyncBatchNorm.forward`, on any device and mesh, communicates by exchanges."""
+def forward_with_exchanges(_: Any, norm: nn.SyncBatchNorm, input: Tensor) -> Tensor:
+    """Run `nn.SyncBatchNorm.forward` on any device and mesh, with exchanges in place of collectives."""
     if norm.process_group not in (None, torch.distributed.group.WORLD):
         raise TraceError(
             "`fn` has an nn.SyncBatchNorm with a process group of its own, which no mesh knows.",

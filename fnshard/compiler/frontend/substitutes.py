@@ -1,9 +1,9 @@
-"""Substitutes: torch functions that a trace cannot keep, each as one that it can, with the same result.
+"""Substitutes for torch functions that a trace cannot keep, each with the same result.
 
-While `fn` is traced, `compiler.frontend.unsupported` calls what `SUBSTITUTES` has in the place of torch's
+While `fn` is traced, `compiler.frontend.unsupported` calls the entry of `SUBSTITUTES` in place of torch's
 function, and `unchecked` keeps linear algebra from looking at values where composite operators are taken
-apart. Draws are made of `torch.rand` and its like, which
-`compiler.frontend.random` makes functions of a key.
+apart. Draws are written with `torch.rand` and the like, which `compiler.frontend.random` makes functions of a
+key.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from fnshard.compiler.ir.source_lines import user_line
 # ------------------------------------------------------------------ products of groups
 @torch.library.custom_op("fnshard::grouped_mm", mutates_args=())
 def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    """One product a group, in any dtype and on any device; what lies after the last group is 0.
+    """Multiply group by group, in any dtype and on any device; rows after the last group are 0.
 
     Args:
         a: [M, K], or [G, M, K] where the groups are columns of `b`.
         b: [K, N], or [G, K, N] where the groups are rows of `a`; if both are flat, groups are parts of K.
-        ends: int32 [G], where each group ends.
+        ends: int32 [G], the end of each group.
 
     Returns:
-        [M, N], or [G, M, N] of two flat ones.
+        [M, N], or [G, M, N] if both are flat.
     """
     if a.device.type != "cpu":
         return grouped_by_blocks(a, b, ends)
@@ -52,18 +52,19 @@ def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
-GROUP_BLOCK, BLOCKS_AT_ONCE = 128, 16
+GROUP_BLOCK, BLOCKS_AT_ONCE = 128, 16  # rows of a block; blocks that are multiplied at once
 
 
 def grouped_by_blocks(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    """`grouped_mm` of blocks of rows, each of one group: no value is read, so that the host does not wait.
+    """Compute `grouped_mm` by blocks of rows of one group each; the host reads no value, and never waits.
 
-    Groups are padded to whole blocks. How many there are at most is known without their sizes.
+    Groups are padded to whole blocks, whose greatest number is known without the groups' sizes.
     """
     if a.dim() == 3:
         return grouped_by_blocks(b.mT, a.mT, ends).mT.contiguous()
     flat = a.dim() == b.dim()
     rows = a.mT if flat else a
+    # Number the blocks, find the group of each, and the rows that it takes.
     counts = ends - torch.cat([ends.new_zeros(1), ends[:-1]])
     blocks = (counts + GROUP_BLOCK - 1) // GROUP_BLOCK
     last = blocks.cumsum(0)
@@ -71,12 +72,14 @@ def grouped_by_blocks(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     group = torch.searchsorted(last, number, right=True).clamp(max=len(ends) - 1)
     first = (ends - counts)[group] + (number - (last - blocks)[group]) * GROUP_BLOCK
     index = first[:, None] + torch.arange(GROUP_BLOCK, device=a.device)
-    index = torch.where(index < ends[group, None], index, len(rows))  # what pads is a row of zeros at the end
+    index = torch.where(
+        index < ends[group, None], index, len(rows)
+    )  # padding reads a row of zeros at the end
     rows, other = (F.pad(t, (0, 0, 0, 1)) for t in (rows, b if flat else rows))
     out = a.new_zeros(len(ends), a.shape[0], b.shape[1]) if flat else a.new_zeros(len(rows), b.shape[2])
     groups = torch.arange(len(ends), device=a.device)
     for some, where in zip(group.split(BLOCKS_AT_ONCE), index.split(BLOCKS_AT_ONCE), strict=True):
-        if flat:  # sums in one order, which atomic additions have not
+        if flat:  # by a product, which sums in one order; atomic additions do not
             of_group = (groups[:, None] == some).to(a.dtype)
             out += torch.tensordot(of_group, rows[where].mT @ other[where], 1)
         else:
@@ -116,7 +119,7 @@ def _grouped_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`torch.nn.functional.grouped_mm`, whose form without values takes bfloat16 alone."""
+    """Stand in for `torch.nn.functional.grouped_mm`, which on fake tensors takes bfloat16 alone."""
     if a.device.type == "cuda" and a.dtype == b.dtype == torch.bfloat16:
         return torch._grouped_mm(a, b, offs=offs, bias=bias, out_dtype=out_dtype)
     product = torch.matmul(a, b) if offs is None else grouped_mm(a, b, offs)
@@ -124,7 +127,7 @@ def _grouped_mm(
     return product if out_dtype is None else product.to(out_dtype)
 
 
-GROUPED = (F.grouped_mm, torch._grouped_mm)  # the first is seen as the second
+GROUPED = (F.grouped_mm, torch._grouped_mm)  # a function mode sees a call of the first as the second
 
 
 # ------------------------------------------------------------------ losses
@@ -132,11 +135,11 @@ GROUPED = (F.grouped_mm, torch._grouped_mm)  # the first is seen as the second
 def ctc_losses(
     log_probs: Tensor, targets: Tensor, lengths: Tensor, target_lengths: Tensor, blank: int, zero: bool
 ) -> Tensor:
-    """-log p of each target by connectionist temporal classification (Graves et al., ICML 2006), [B].
+    """Return -log p of each target by connectionist temporal classification (Graves et al., ICML 2006), [B].
 
     Args:
         log_probs: [T, B, C].
-        targets: int64 [B, S], or one after the other.
+        targets: int64 [B, S], or flat, one target after the other.
         lengths, target_lengths: integers [B].
         zero: whether the gradients of infinite losses are zero.
     """
@@ -164,7 +167,7 @@ def ctc_losses_backward(
     blank: int,
     zero: bool,
 ) -> Tensor:
-    """The gradient of `log_probs`; what the forward summed up is summed up again."""
+    """Return the gradient of `log_probs`; the sums of the forward are computed again."""
     made = _ctc(log_probs, targets, lengths, target_lengths, blank, zero)
     counts = lengths.tolist(), target_lengths.tolist()
     return torch.ops.aten._ctc_loss_backward(grad, log_probs, targets, *counts, *made, blank, zero)
@@ -196,7 +199,7 @@ def _ctc_loss(
     reduction: str = "mean",
     zero_infinity: bool = False,
 ) -> Tensor:
-    """`F.ctc_loss`, which reads lengths while it is called."""
+    """Stand in for `F.ctc_loss`, which reads lengths from tensors when it is called."""
     device, batched = log_probs.device, log_probs.dim() == 3
     lengths, target_lengths = (
         torch.as_tensor(n).to(device).reshape(-1) for n in (input_lengths, target_lengths)
@@ -207,10 +210,10 @@ def _ctc_loss(
         losses = torch.where(losses == math.inf, 0.0, losses)
     if reduction == "mean":
         losses = losses / target_lengths.to(losses.dtype).clamp(min=1)
-    return _reduced(losses if batched else losses.squeeze(0), reduction)
+    return _reduce(losses if batched else losses.squeeze(0), reduction)
 
 
-def _reduced(losses: Tensor, reduction: str) -> Tensor:
+def _reduce(losses: Tensor, reduction: str) -> Tensor:
     reduce = {"none": lambda x: x, "mean": torch.mean, "sum": torch.sum}
     if reduction not in reduce:
         raise ValueError(f"{reduction} is not a valid value for reduction")
@@ -225,7 +228,7 @@ def _gaussian_nll_loss(
     eps: float = 1e-6,
     reduction: str = "mean",
 ) -> Tensor:
-    """`F.gaussian_nll_loss`, which asks whether a variance is negative; here it is one of `eps`."""
+    """Stand in for `F.gaussian_nll_loss`, which raises for a negative variance; here it counts as `eps`."""
     if not isinstance(var, Tensor):
         return F.gaussian_nll_loss(input, target, var, full, eps, reduction)
     if var.shape != input.shape:
@@ -236,11 +239,11 @@ def _gaussian_nll_loss(
             raise ValueError("var is of incorrect size")
     var = var.detach().clamp(min=eps) + (var - var.detach())  # its gradient passes, as in torch
     losses = 0.5 * (var.log() + (input - target) ** 2 / var)
-    return _reduced(losses + 0.5 * math.log(2 * math.pi) if full else losses, reduction)
+    return _reduce(losses + 0.5 * math.log(2 * math.pi) if full else losses, reduction)
 
 
 def _bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
-    """`torch.bincount` of numbers below `minlength`, as a step reports it where some are not."""
+    """Stand in for `torch.bincount` of numbers below `minlength`; a step reports larger ones."""
     if not minlength:
         return torch.bincount(input, weights, minlength)
     index = input.long()
@@ -252,7 +255,7 @@ def _bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) 
 
 
 # ------------------------------------------------------------------ draws
-def _written(value: Tensor, out: Tensor | None) -> Tensor:
+def _write_out(value: Tensor, out: Tensor | None) -> Tensor:
     return value if out is None else out.copy_(value)
 
 
@@ -265,52 +268,53 @@ def _randperm(
     device: Any = None,
     **_: Any,
 ) -> Tensor:
-    """`torch.randperm`: the order of n numbers, no two of which are equal (but once in 2^53 / n^2)."""
+    """Stand in for `torch.randperm`: sort n random numbers, of which two are equal once in 2^53 / n^2."""
     numbers = torch.rand(n, generator=generator, dtype=torch.float64, device=device)
-    return _written(numbers.argsort().to(dtype), out)
+    return _write_out(numbers.argsort().to(dtype), out)
 
 
 def _multinomial(
     input: Tensor, num_samples: int, replacement: bool = False, *,
     generator: Any = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """`torch.multinomial`; without replacement the shortest waiting times (Efraimidis & Spirakis 2006)."""
+    """Stand in for `torch.multinomial`; without replacement by Efraimidis & Spirakis 2006."""
     weights = input.detach().double()
     shape = weights.shape if not replacement else (*weights.shape[:-1], num_samples)
     shares = torch.rand(shape, generator=generator, dtype=weights.dtype, device=weights.device)
     if not replacement:
-        times = -torch.log1p(-shares)
+        times = -torch.log1p(-shares)  # waiting times; the shortest, weighted, are taken
         scores = weights / times.clamp(min=torch.finfo(times.dtype).tiny)
-        return _written(scores.topk(num_samples).indices, out)
+        return _write_out(scores.topk(num_samples).indices, out)
     sums = weights.cumsum(-1)
     drawn = torch.searchsorted(sums, shares * sums[..., -1:], right=True)
-    return _written(drawn.clamp(max=weights.shape[-1] - 1), out)
+    return _write_out(drawn.clamp(max=weights.shape[-1] - 1), out)
 
 
 def _normal(
     mean: Tensor | float, std: Tensor | float = 1.0, *size: Any, generator: Any = None, **options: Any
 ) -> Tensor:
-    """`torch.normal`, of tensors too; their gradients are zero, as in torch."""
+    """Stand in for `torch.normal`, of tensors too; their gradients are zero, as in torch."""
     tensors = [v.detach() for v in (mean, std) if isinstance(v, Tensor)]
     if not tensors:
         return torch.normal(mean, std, *size, generator=generator, **options)
     shape, like = torch.broadcast_shapes(*(v.shape for v in tensors)), tensors[0]
     drawn = torch.randn(shape, generator=generator, dtype=like.dtype, device=like.device)
     mean, std = (v.detach() if isinstance(v, Tensor) else v for v in (mean, std))
-    return _written((drawn * std + mean).to(like.dtype), options.get("out"))
+    return _write_out((drawn * std + mean).to(like.dtype), options.get("out"))
 
 
 # ------------------------------------------------------------------ factors and inverses
 _CHECK = torch.ops.aten._linalg_check_errors.default
-_lock = threading.RLock()  # one replaces torch's function, and puts it back, at a time
-LEFT_OUT = {_CHECK: lambda *_, **__: None}  # decompositions
+_lock = threading.RLock()  # one thread at a time replaces torch's function, and puts it back
+LEFT_OUT = {_CHECK: lambda *_, **__: None}  # a decomposition to nothing
 
 
 @contextmanager
 def unchecked() -> Iterator[None]:
-    """Factors and inverses as their _ex forms: of a singular matrix not finite, where torch raises.
+    """Leave out torch's checks of factors and inverses: of a singular matrix they are not finite then.
 
-    The check is control flow on values. While it has an effect, torch does not decompose it.
+    Such a check is control flow on values, which no kernel has. torch decomposes it to nothing only while the
+    check counts as an op without effects.
     """
     import torch._higher_order_ops.effects as effects  # here: it brings Dynamo, which takes seconds
 
@@ -326,14 +330,14 @@ def unchecked() -> Iterator[None]:
 
 
 def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
-    """`F.one_hot` by comparison: on a functorch level torch's own form looks for the least value."""
+    """Stand in for `F.one_hot`, which on a functorch level reads the least value."""
     if num_classes < 0 or tensor.dtype != torch.int64:
         return F.one_hot(tensor, num_classes)
     return (tensor.unsqueeze(-1) == torch.arange(num_classes, device=tensor.device)).long()
 
 
-def _each(name: str) -> Callable[..., Any]:
-    """`torch._foreach_mul_` and its like as one write after another: two of them may go to one memory."""
+def _write_each(name: str) -> Callable[..., Any]:
+    """Return `torch._foreach_mul_`, say, as one write after another: two may go to the same memory."""
 
     def write(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> list[Tensor]:
         at = lambda v, i: v[i] if isinstance(v, list | tuple) else v  # noqa: E731
@@ -361,7 +365,7 @@ SUBSTITUTES: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.normal: _normal,
     F.one_hot: _one_hot,
     **{
-        getattr(torch, name): _each(name.removeprefix("_foreach_"))
+        getattr(torch, name): _write_each(name.removeprefix("_foreach_"))
         for name in dir(torch)
         if name.startswith("_foreach_") and name.endswith("_")
     },
@@ -370,12 +374,12 @@ SUBSTITUTES: dict[Callable[..., Any], Callable[..., Any]] = {
 
 # ------------------------------------------------------------------ masks of Python bools in an index
 def mask_positions(index: Any, shape: Sequence[int]) -> Any:
-    """An index of a tensor of this shape, in which lists of bools are lists of integers.
+    """Return an index of a tensor of this shape with lists of integers in place of lists of bools.
 
     A mask of Python values is known while tracing; a tensor made of it would not be.
 
     Raises:
-        IndexError: a mask that is not as long as its dim.
+        IndexError: a mask is not as long as its dim.
 
     >>> mask_positions((slice(None), [True, False, True]), (2, 3))
     (slice(None, None, None), [0, 2])
@@ -384,13 +388,13 @@ def mask_positions(index: Any, shape: Sequence[int]) -> Any:
     """
     parts = index if isinstance(index, tuple) else (index,)
     found = tuple(
-        [i for i, v in enumerate(part) if v] if _masks(part, _dim(parts, k, len(shape)), shape) else part
+        [i for i, v in enumerate(part) if v] if _is_mask(part, _dim(parts, k, len(shape)), shape) else part
         for k, part in enumerate(parts)
     )
     return found if isinstance(index, tuple) else found[0]
 
 
-def _masks(part: Any, dim: int, shape: Sequence[int]) -> bool:
+def _is_mask(part: Any, dim: int, shape: Sequence[int]) -> bool:
     if not isinstance(part, list) or not part or not all(isinstance(v, bool) for v in part):
         return False
     if dim >= len(shape) or len(part) != shape[dim]:
@@ -399,7 +403,7 @@ def _masks(part: Any, dim: int, shape: Sequence[int]) -> bool:
 
 
 def _dim(parts: Sequence[Any], place: int, dims: int) -> int:
-    """Which dim the part at a place indexes, where every part but None and ... indexes one."""
+    """Return the dim that the part at a place indexes; every part but None and ... indexes one."""
     before, rest = parts[:place], parts[place:]
     if any(p is ... for p in before):
         return dims - sum(p is not None for p in rest)

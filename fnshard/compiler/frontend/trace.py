@@ -1,6 +1,6 @@
-"""Trace: `fn` on fake leaves -> Program, as a list of stages.
+"""Trace `fn` on fake leaves into a Program, as a list of stages.
 
-The only module that uses torch's proxy tracer before autograd dispatch, and that makes fake tensors.
+This is the only module that uses torch's proxy tracer before autograd dispatch, and that makes fake tensors.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fnshard import tree
 from fnshard.compiler.frontend.contexts import LOCK, Surroundings, check_autocast
 from fnshard.compiler.frontend.exchange import DIFFERENTIABLE, copy_outgoing, tracing_on
 from fnshard.compiler.frontend.functions import HOOK
-from fnshard.compiler.frontend.host_random import GENERATORS, undrawn
+from fnshard.compiler.frontend.host_random import GENERATORS, refuse_draws
 from fnshard.compiler.frontend.limits import Limits
 from fnshard.compiler.frontend.normalize import normalize
 from fnshard.compiler.frontend.ragged import run as ragged_run
@@ -75,20 +75,20 @@ def trace(
 ) -> Program:
     """Capture `fn(params, *batch)`.
 
-    Autocast counts where `fn` itself enters it. The mode that the caller happens to be in does not:
-    what is traced once must not depend on where it was called from first.
+    Autocast counts where `fn` itself enters it. The mode that the caller happens to be in is ignored: a
+    program that is traced once must not depend on where it was called from first.
 
     Args:
         shapes: `{path: (full shape, compute dtype)}`.
-        structure: the parameter tree's, in the order of `shapes`.
-        specs: resolved; trainable leaves require grad while tracing.
+        structure: the parameter tree's structure, in the order of `shapes`.
+        specs: resolved specs; trainable leaves require grad while tracing.
         batch: this rank's micro-batch: tensors (real, meta or fake) and constants.
-        mesh: whose axes its exchanges name.
-        differentiate: `fn` is a loss; else any outputs, traced under no_grad.
+        mesh: the mesh whose axes the exchanges of `fn` name.
+        differentiate: whether `fn` is a loss; otherwise it may return anything, and is traced under no_grad.
         sources: keep where each node comes from (`compiler.ir.source_lines`), which is slow.
 
     Raises:
-        TraceError: `fn` does what cannot be captured; the message shows the way out.
+        TraceError: `fn` does something that cannot be captured; the message shows the way out.
     """
     source = Source(fn, shapes, structure, specs, Arguments.of(batch), device, differentiate, sources)
     check_autocast()
@@ -96,9 +96,13 @@ def trace(
         tracing_on(mesh),
         LOCK,
         Surroundings(source.runs) as surroundings,
-        undrawn(lambda name: TraceError(DRAWS.format(name=name)), surroundings.reached.of_type(GENERATORS)),
+        refuse_draws(
+            lambda name: TraceError(DRAWS.format(name=name)), surroundings.reached.of_type(GENERATORS)
+        ),
         Limits() as limits,
     ):
+        # A `fn` that differentiates values it has already computed stops the first trace, and is traced again
+        # on a level of functorch, where autograd records all that it computes.
         try:
             captured = capture(source, surroundings, limits, lambda run: run)
         except Retrace:
@@ -107,6 +111,7 @@ def trace(
         check_program(traced.program, source.specs, source.differentiate)
         for stage in (return_writes, remove_writes, rewrite):
             traced = stage(source, traced)
+        # Before each later step the guard looks whether something that `fn` read has changed since.
         tensors = traced.closed_over, traced.copied
         guard = Guard(source.runs, surroundings.reached, surroundings.written, *tensors)
         return replace(traced.program, guard=guard, rows=_rows(source.batch))
@@ -114,7 +119,7 @@ def trace(
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A function to be traced, and how; see `trace`."""
+    """A function and how to trace it; the fields are the arguments of `trace`."""
 
     fn: Callable[..., Any]
     shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -127,14 +132,14 @@ class Source:
 
     @property
     def runs(self) -> Callable[..., Any]:
-        """Return what can run: `fn`, and the functions in its parameter tree."""
+        """Return a callable that reaches all that can run: `fn`, and functions in its parameter tree."""
         functions = [v for _, v in self.structure.constants if callable(v)]
         return partial(self.fn, *functions) if functions else self.fn
 
 
 @dataclass(frozen=True, eq=False)
 class Fakes:
-    """Tensors without values: the leaves, and the tensors of a batch, which has constants too; by path."""
+    """Tensors without values, by path: leaves, and the tensors of a batch, which has constants too."""
 
     mode: FakeTensorMode
     leaves: Mapping[str, Tensor]
@@ -164,8 +169,7 @@ class Fakes:
 
 @dataclass(frozen=True, eq=False)
 class Captured:
-    """A graph that the tracer has recorded, and how many of its results, the last ones, are gradient
-    hooks."""
+    """A graph that the tracer has recorded; the last `hooks` of its results are values of gradient hooks."""
 
     graph_module: fx.GraphModule
     hooks: int
@@ -175,13 +179,13 @@ class Captured:
 
 @dataclass(frozen=True, eq=False)
 class Traced:
-    """A program on its way.
+    """A program between two stages of the trace.
 
     Args:
-        values: a fake for each of its inputs.
-        hooks: how many of its results, the last ones, are gradient hooks.
-        closed_over, copied: the tensors that `fn` closes over: those that it reads where they are, and those
-            of which the program has copies on another device.
+        values: a fake tensor for each of its inputs.
+        hooks: how many of its results, the last ones, are values of gradient hooks.
+        closed_over: tensors that `fn` closes over, and that the program reads where they are.
+        copied: tensors that `fn` closes over, and of which the program has copies on another device.
     """
 
     program: Program
@@ -191,13 +195,16 @@ class Traced:
     copied: Sequence[Tensor]
 
     def examples(self) -> list[Tensor]:
-        """Return what a graph is run on: a write would make a batch leaf's own fake require grad."""
+        """Return the values to run the graph on.
+
+        Batch leaves are detached: a write in place would make the fake tensor itself require grad.
+        """
         return [v if i.kind == "leaf" else v.detach() for i, v in self.values.items()]
 
 
 @dataclass(eq=False)
 class _Flat:
-    """`fn` as a function of flat tensors; it notes their names and what `fn` returned."""
+    """A form of `fn` that takes and returns flat tensors; it notes their names and how `fn`'s outputs lie."""
 
     source: Source
     fakes: Fakes
@@ -221,8 +228,8 @@ class _Flat:
             self.outputs, values = self.limits.append(outputs, values)
         return values
 
-    def padded(self, run: Callable[..., list[Tensor]], *values: list[Tensor]) -> list[Tensor]:
-        """Return what takes its place where lengths depend on data."""
+    def run_padded(self, run: Callable[..., list[Tensor]], *values: list[Tensor]) -> list[Tensor]:
+        """Run `run`, which computes what `fn` does on padded tensors, where lengths depend on data."""
         self.outputs, results = self.limits.append(self.outputs, run(*values))
         return results
 
@@ -231,17 +238,20 @@ def capture(
     source: Source,
     surroundings: Surroundings,
     limits: Limits,
-    prepared: Callable[[Callable[..., list[Tensor]]], Callable[..., list[Tensor]]],
+    prepare: Callable[[Callable[..., list[Tensor]]], Callable[..., list[Tensor]]],
 ) -> Captured:
-    """The graph that `make_fx` records.
+    """Record `fn` with `make_fx`.
 
     Args:
-        prepared: makes of the flat function what is recorded.
+        prepare: turns the flat form of `fn` into the function that is recorded.
+
+    Raises:
+        TraceError: `fn` failed; torch's own error is explained in terms of `fn`'s code.
     """
     fakes = Fakes.of(source)
     flat = _Flat(source, fakes, surroundings, limits)
     inputs = [*fakes.leaves.values()], [*fakes.tensors.values()]
-    run, traced = prepared(flat), partial(make_fx, tracing_mode="fake", pre_dispatch=True)
+    run, traced = prepare(flat), partial(make_fx, tracing_mode="fake", pre_dispatch=True)
     with refusals(source.device) as calls, torch.set_grad_enabled(source.differentiate):
         try:
             try:
@@ -249,8 +259,9 @@ def capture(
                     made = traced(lambda leaves, batch: [*run(leaves, batch), *calls.hooks.values()])(*inputs)
                 return Captured(made, len(calls.hooks), flat.outputs, fakes)
             except (DynamicOutputShapeException, DataDependentOutputException):
+                # A length depends on data: trace with symbols, then run that graph on padded tensors.
                 calls.hooks.clear()
-                padded = partial(flat.padded, ragged_run.capture(run, *inputs))
+                padded = partial(flat.run_padded, ragged_run.capture(run, *inputs))
                 if calls.hooks:
                     raise TraceError(HOOK.format(name="where lengths depend on data")) from None
                 return Captured(traced(padded)(*inputs), 0, flat.outputs, fakes)
@@ -260,19 +271,19 @@ def capture(
             batch = {**fakes.batch, **fakes.tensors}
             found = explain(error, calls.failed, flat.names, source.fn, batch)
             trail = None if getattr(found, "placed", False) else user_traceback(error)
-    raise found.with_traceback(trail)  # out here, so that torch's own is not chained to it
+    raise found.with_traceback(trail)  # out here, so that torch's own error is not chained to it
 
 
 def flatten_batch(batch: Arguments | Sequence[Any]) -> tuple[dict[str, Any], tree.TreeDef]:
-    """`{path: leaf}` of a batch, `Whole` and `Sequence` taken off, and its structure."""
+    """Return `{path: leaf}` of a batch, `Whole` and `Sequence` taken off, and its structure."""
     named, structure = Arguments.of(batch).leaves
     return {n: unwrapped(v) for n, v in named.items()}, structure
 
 
 def name_inputs(source: Source, captured: Captured) -> Traced:
-    """Composite ATen ops alone, with named inputs: tensors that `fn` closes over and keys are some.
+    """Make a program of composite ATen ops with named inputs, and give every node its fake value.
 
-    Each node has its value.
+    Tensors that `fn` closes over, and keys of random numbers, become inputs beside leaves and batch.
     """
     fakes, device = captured.fakes, source.device
     values = {Input("leaf", p): v for p, v in fakes.leaves.items()}
@@ -293,7 +304,7 @@ def name_inputs(source: Source, captured: Captured) -> Traced:
 
 
 def return_writes(source: Source, traced: Traced) -> Traced:
-    """The new values of leaves that `fn` writes to are further results, before hooks."""
+    """Append the new values of leaves that `fn` writes to, such as buffers, to the results, before hooks."""
     program = traced.program
     written, end = written_inputs(program, "leaf"), len(program.results) - traced.hooks
     results, last = program.results[:end], program.results[end:]
@@ -305,7 +316,7 @@ def return_writes(source: Source, traced: Traced) -> Traced:
 
 
 def remove_writes(source: Source, traced: Traced) -> Traced:
-    """Every write in place is a new value."""
+    """Replace every write in place by a new value, so that the program is pure."""
     with traced.program.fake_mode, torch.set_grad_enabled(source.differentiate):
         if source.differentiate:
             program = traced.program
@@ -319,7 +330,7 @@ def remove_writes(source: Source, traced: Traced) -> Traced:
 
 
 def rewrite(source: Source, traced: Traced) -> Traced:
-    """Hooks stand at their tensors; masks, casts and exchanges are what later stages know."""
+    """Apply hooks at their tensors, and write masks, casts and exchanges as later stages know them."""
     graph = traced.program.graph
     apply_hooks(graph, traced.hooks)
     for each in (recognise_causal, keep_rounding, round_for_decisions, copy_outgoing):
@@ -328,7 +339,7 @@ def rewrite(source: Source, traced: Traced) -> Traced:
 
 
 def _rows(batch: Arguments) -> int:
-    """The rows of a rank's batch: of the first of its leaves that is cut."""
+    """Return how many rows a rank's batch has, which is the first dim of its first tensor that has one."""
     values = batch.leaves[0].values()
     return next((v.shape[0] for v in values if isinstance(v, Tensor) and v.dim()), 1)
 
@@ -337,13 +348,13 @@ def _rows(batch: Arguments) -> int:
 
 
 def _read_outputs(result: Any, loss: bool) -> tuple[Outputs, list[Tensor]]:
-    """Return what `fn` returned as flat tensors, and how they lie in it.
+    """Return the result of `fn` as flat tensors, and a description of how they lie in it.
 
     Args:
-        loss: it is a loss, or `(loss, aux)`; else any tree.
+        loss: whether the result is a loss, or `(loss, aux)`; otherwise it is any tree.
 
     Raises:
-        TraceError: no loss, or a Mean that is none.
+        TraceError: the loss is no 0-d float tensor, or a Mean is not made of sums.
     """
     values: list[Tensor] = []
 
@@ -369,7 +380,8 @@ def _read_outputs(result: Any, loss: bool) -> tuple[Outputs, list[Tensor]]:
     if isinstance(head, Mean):
         _check_mean(head, "the loss")
         if isinstance(head.count, Tensor) and head.count.requires_grad:
-            # Gradients are summed before the count is known.
+            # Gradients are summed over micro-batches and ranks before the whole count is known, and divided
+            # by it at the end. So the count cannot have a gradient of its own.
             raise TraceError(
                 "the count of the loss's Mean depends on leaves that train, and has no gradient.",
                 fix="count.detach() where it is a mere number; else return total / count, the mean of one "
@@ -392,7 +404,7 @@ def _read_outputs(result: Any, loss: bool) -> tuple[Outputs, list[Tensor]]:
 
 
 def _check_leaves(flat: list[Any], result: Any, place: str) -> None:
-    """Refuse objects: a tensor inside would be the tracer's, without numbers."""
+    """Refuse objects that are no tree: a tensor inside would be the tracer's, without numbers."""
     wrong = [i for i, v in enumerate(flat) if not isinstance(v, Tensor | Mean) and not tree.is_constant(v)]
     if wrong:
         paths = list(tree.flatten_with_paths(result, constants=True)[0]) if flat[0] is not result else []

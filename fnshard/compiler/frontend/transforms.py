@@ -6,9 +6,9 @@ by itself, on the same fake tensors and beneath the levels, and its ops are repl
 They are then ops like any others: cut, gathered for and differentiated once more. Tensors that the function
 closes over are replayed as themselves, so that their gradients are not lost.
 
-What differentiates values that are already there (`torch.autograd.grad`, a pullback of `vjp`, dual numbers)
-stops the trace by `Retrace`: `fn` as a whole is then traced so, on a level of its own (`Differentiable`),
-on which autograd records all that `fn` computes.
+A call that differentiates values which are already there (`torch.autograd.grad`, a pullback of `vjp`, dual
+numbers) stops the trace by `Retrace`. Then `fn` as a whole is traced in this way, on a level of its own
+(`Differentiable`), on which autograd records all that `fn` computes.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _set(**state: Any) -> AbstractContextManager[Any]:
 
 
 def while_tracing(run: Callable[..., Any]) -> Patch:
-    """A patch of a function: what the tracer calls is `run(original, *args)`."""
+    """Return a patch of a function by which the tracing thread calls `run(original, *args)` instead."""
 
     def patch(original: Any, here: Callable[[], bool]) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -64,54 +64,60 @@ def while_tracing(run: Callable[..., Any]) -> Patch:
 
 
 def is_inside() -> bool:
-    """Whether this thread traces a transform by itself: what functorch calls within is its own affair."""
+    """Return whether this thread traces a transform by itself.
+
+    No patch interferes with what functorch calls then.
+    """
     return getattr(_state, "inside", False)
 
 
 def is_nested() -> bool:
-    """Whether this thread traces a transform that `fn` calls, and not `fn` as a whole (`Differentiable`)."""
+    """Return whether this thread traces a transform that `fn` calls, not all of `fn` (`Differentiable`)."""
     return is_inside() and torch._C._functorch.maybe_current_level() != getattr(_state, "level", None)
 
 
 def is_of_a_level(value: Tensor) -> bool:
-    """Whether it is one of functorch's wrappers, which outlive their level where a module keeps them."""
+    """Return whether a tensor is a wrapper of functorch, which outlives its level where a module keeps it."""
     return eager_transforms.is_functorch_wrapped_tensor(value)
 
 
 def patches() -> Iterator[tuple[Any, str, Patch]]:
-    """Yield what is patched while a trace runs: functorch's entries beneath the public names."""
-    yield apis, "vmap_impl", _replayed
-    yield eager_transforms, "grad_impl", _replayed
-    yield eager_transforms, "grad_and_value_impl", _replayed
-    yield eager_transforms, "_jvp_with_argnums", _replayed
-    yield eager_transforms, "_vjp_with_argnums", _retraced
-    yield eager_transforms, "lazy_dynamo_disallow", _folded
-    yield torch.autograd, "_engine_run_backward", _retraced
-    yield forward_ad.dual_level, "__enter__", _retraced
+    """Yield the patches of functorch's entries, which lie beneath the public names."""
+    yield apis, "vmap_impl", _replay
+    yield eager_transforms, "grad_impl", _replay
+    yield eager_transforms, "grad_and_value_impl", _replay
+    yield eager_transforms, "_jvp_with_argnums", _replay
+    yield eager_transforms, "_vjp_with_argnums", _retrace
+    yield eager_transforms, "lazy_dynamo_disallow", _refuse_linearize
+    yield torch.autograd, "_engine_run_backward", _retrace
+    yield forward_ad.dual_level, "__enter__", _retrace
     for suffix in ("", "_impl"):  # before PyTorch 2.14, and since
-        yield checkpoint, f"_checkpoint_without_reentrant_generator{suffix}", _stored
-    yield torch.autograd.Function, "apply", _operator
-    yield torch.Tensor, "requires_grad_", _requires_grad
+        yield checkpoint, f"_checkpoint_without_reentrant_generator{suffix}", _skip_checkpoint
+    yield torch.autograd.Function, "apply", _apply_operator
+    yield torch.Tensor, "requires_grad_", _require_grad
 
 
 @while_tracing
-def _replayed(original: Transform, *args: Any, **kwargs: Any) -> Any:
-    return original(*args, **kwargs) if is_inside() else inlined(original, args, kwargs)
+def _replay(original: Transform, *args: Any, **kwargs: Any) -> Any:
+    return original(*args, **kwargs) if is_inside() else inline(original, args, kwargs)
 
 
 class Retrace(BaseException):
-    """`fn` differentiates what it has computed so far: it is to be traced as `Differentiable`."""
+    """A signal that `fn` differentiates what it has computed so far: trace it again, as `Differentiable`.
+
+    It is no Exception, so that no `except Exception` in `fn` stops it.
+    """
 
 
 @while_tracing
-def _retraced(original: Transform, *args: Any, **kwargs: Any) -> Any:
+def _retrace(original: Transform, *args: Any, **kwargs: Any) -> Any:
     if not is_inside():
         raise Retrace
     return original(*args, **kwargs)
 
 
 @while_tracing
-def _folded(original: Transform, function: Transform) -> Transform:
+def _refuse_linearize(original: Transform, function: Transform) -> Transform:
     raise TraceError(
         "`fn` calls torch.func.linearize, which makes constants of what its tangent map closes over.",
         fix="torch.func.jvp, whose gradients are those of the leaves too.",
@@ -119,8 +125,8 @@ def _folded(original: Transform, function: Transform) -> Transform:
 
 
 @while_tracing
-def _stored(original: Transform, *args: Any, **kwargs: Any) -> Iterator[None]:
-    """A checkpointed region within what is differentiated: what is recomputed is the compiler's affair."""
+def _skip_checkpoint(original: Transform, *args: Any, **kwargs: Any) -> Iterator[None]:
+    """Let a checkpoint inside a differentiated region do nothing: the compiler decides what is recomputed."""
     if is_inside():
         yield
     else:
@@ -128,26 +134,33 @@ def _stored(original: Transform, *args: Any, **kwargs: Any) -> Iterator[None]:
 
 
 @while_tracing
-def _requires_grad(original: Transform, *args: Any, **kwargs: Any) -> Tensor:
-    """Allowed where autograd records `fn` as a whole; every backward has functorch forget that it is."""
-    recorded = is_inside() and not is_nested()
-    with eager_transforms.enable_inplace_requires_grad(True) if recorded else nullcontext():
+def _require_grad(original: Transform, *args: Any, **kwargs: Any) -> Tensor:
+    """Allow `requires_grad_` where autograd records `fn` as a whole.
+
+    It is allowed anew at each call, since every backward makes functorch forget that it is.
+    """
+    is_whole = is_inside() and not is_nested()
+    with eager_transforms.enable_inplace_requires_grad(True) if is_whole else nullcontext():
         return original(*args, **kwargs)
 
 
-def _operator(original: Any, here: Callable[[], bool]) -> classmethod:
-    """A custom_op's own autograd, level by level as that of torch's ops: functorch takes it for a user's."""
+def _apply_operator(original: Any, here: Callable[[], bool]) -> classmethod:
+    """Differentiate a custom_op level by level, as torch's ops are.
+
+    functorch would take its autograd for that of a user's Function.
+    """
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if not (here() and is_inside() and cls.__module__ == "torch._library.autograd"):
             return original.__get__(None, cls)(*args, **kwargs)
         forward, enabled = cls.forward, torch.is_grad_enabled()
 
-        def recorded(*args: Any) -> Any:  # apply turns gradients off, and with them those of levels beneath
+        # `apply` turns gradients off, and with them those of the levels beneath.
+        def run_forward(*args: Any) -> Any:
             with torch.set_grad_enabled(enabled):
                 return forward(*args)
 
-        methods = {"forward": staticmethod(recorded), "backward": staticmethod(cls.backward)}
+        methods = {"forward": staticmethod(run_forward), "backward": staticmethod(cls.backward)}
         with enable_single_level_autograd_function():
             return type(cls.__name__, (_SingleLevelFunction,), methods).apply(*args, **kwargs)
 
@@ -156,18 +169,19 @@ def _operator(original: Any, here: Callable[[], bool]) -> classmethod:
 
 @dataclass(frozen=True)
 class Differentiable:
-    """`run`, of tensors and to tensors, on a functorch level, where autograd records what it computes.
+    """A form of `run`, from tensors to tensors, on a level of functorch where autograd records what it does.
 
-    Not by plain autograd: that detaches what it saves, and a second derivative would end there.
+    Plain autograd would not do: it detaches the values that it saves, and a second derivative would end
+    there.
     """
 
     run: Callable[..., list[Tensor]]
 
     def __call__(self, *args: Any) -> list[Tensor]:
-        return inlined(self._on_a_level(args), args, {})
+        return inline(self._on_a_level(args), args, {})
 
     def capture(self, *args: Any) -> fx.GraphModule:
-        """Its ops alone."""
+        """Return the ops of `run` alone."""
         return _capture(self._on_a_level(args), args, {})[0]
 
     def _on_a_level(self, inputs: Any) -> Callable[..., list[Tensor]]:
@@ -186,7 +200,7 @@ class Differentiable:
         return run
 
 
-def inlined(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def inline(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Trace `run(*args, **kwargs)` by itself, beneath autograd, and run its ops where the caller stands."""
     graph, inputs, (values, structure) = _capture(run, args, kwargs)
     with torch.set_grad_enabled(torch.is_grad_enabled()):
@@ -197,7 +211,7 @@ def inlined(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
 def _capture(
     run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[fx.GraphModule, list[Tensor], Sequence[Any]]:
-    """The ops of `run`, the tensors that they take, and what it returned, flat and its structure."""
+    """Return the ops of `run`, the tensors that they take, and its result as flat values and structure."""
     leaves, structure = tree.flatten((args, kwargs), constants=True)
     inputs = [v for v in leaves if isinstance(v, Tensor)]
     made: list[Any] = []
@@ -206,56 +220,56 @@ def _capture(
         rest = iter(tensors)
         filled = [next(rest) if isinstance(v, Tensor) else v for v in leaves]
         run_args, run_kwargs = tree.unflatten(filled, structure)
-        # Fused attention has no second derivative.
+        # Fused attention has no second derivative, so that attention in here is plain ops.
         with plain_attention(), _GradModes() as modes, _set(grad_modes=modes):
             made[:] = tree.flatten(run(*run_args, **run_kwargs), constants=True)
         return [v for v in made[0] if isinstance(v, Tensor)]
 
-    return apart(flat, inputs), inputs, made
+    return trace_apart(flat, inputs), inputs, made
 
 
-def apart(run: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> fx.GraphModule:
-    """The ops of `run(*inputs)` alone, beneath autograd; tensors that it closes over are attributes."""
-    with _set(inside=True), untraced(), _uncached(inputs):
-        # A table, or a detach becomes an alias (PyTorch 2.14), which has a gradient.
+def trace_apart(run: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> fx.GraphModule:
+    """Trace `run(*inputs)` by itself, beneath autograd; tensors that it closes over are attributes."""
+    with _set(inside=True), hide_from_trace(), _without_cache(inputs):
+        # Without a table, PyTorch 2.14 turns a detach into an alias, which has a gradient.
         trace = make_fx(lambda values: run(*values), decomposition_table={}, _allow_fake_constant=True)
         return trace([v.detach() for v in inputs])
 
 
 def attention_kernels() -> list[bool]:
-    """Which kernels torch may choose for attention."""
+    """Return which kernels torch may choose for attention, as a flag for each kind."""
     kinds = ("flash", "mem_efficient", "math", "cudnn")
     return [getattr(torch.backends.cuda, f"{kind}_sdp_enabled")() for kind in kinds]
 
 
-def chosen_kernels() -> list[bool] | None:
-    """Those that the compiler itself has chosen, in `plain_attention`."""
+def get_chosen_kernels() -> list[bool] | None:
+    """Return the flags that the compiler itself has set, in `plain_attention`."""
     return getattr(_state, "kernels", None)
 
 
 @contextmanager
 def plain_attention() -> Iterator[None]:
-    """Attention in here is plain ops."""
+    """Have attention in the block computed by plain ops."""
     with sdpa_kernel(SDPBackend.MATH), _set(kernels=attention_kernels()):
         yield
 
 
 @contextmanager
-def untraced() -> Iterator[None]:
-    """No op and no grad mode in here is a node of the trace that runs."""
+def hide_from_trace() -> Iterator[None]:
+    """Hide the ops and grad modes of the block from the trace that runs."""
     with disable_proxy_modes_tracing(), _temp_remove_pre_dispatch_torch_function_mode():
         yield
 
 
 def note_grad_mode() -> None:
-    """What is recorded next, by hand, is so in the grad mode that is on."""
+    """Note the current grad mode in the graph, before a node that is recorded by hand."""
     modes = getattr(_state, "grad_modes", None)
     if modes is not None:
         modes.note()
 
 
 class _GradModes(TorchDispatchMode):
-    """Notes in the graph, as a trace before autograd does, where ops run in another grad mode."""
+    """A mode that notes changes of the grad mode in the graph, as a trace before autograd does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -263,7 +277,7 @@ class _GradModes(TorchDispatchMode):
 
     def note(self) -> None:
         proxies = get_proxy_mode()
-        if proxies is None or proxies.tracer is not self.tracer:  # another trace, by itself
+        if proxies is None or proxies.tracer is not self.tracer:  # the op belongs to another, inner trace
             return
         if torch.is_grad_enabled() != self.enabled:
             self.enabled = torch.is_grad_enabled()
@@ -276,7 +290,7 @@ class _GradModes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _uncached(inputs: Sequence[Tensor]) -> AbstractContextManager[Any]:
-    """Fake tensors without their cache: a view that comes from it has no place in forward-mode AD."""
+def _without_cache(inputs: Sequence[Tensor]) -> AbstractContextManager[Any]:
+    """Turn off the cache of fake tensors: a view that comes from it has no place in forward-mode AD."""
     mode = detect_fake_mode(inputs)
     return nullcontext() if mode is None else mock.patch.object(mode, "cache_enabled", False)

@@ -1,7 +1,7 @@
-"""Unsupported: what the tracer would lose in silence raises here instead, with the way out.
+"""Refuse calls that the tracer would lose in silence, each with the way out.
 
-Patches a few of torch's entry points while a trace runs, and for the tracing thread alone: a loader
-or a checkpoint writer on another thread is left in peace.
+A few of torch's entry points are patched while a trace runs, for the tracing thread alone: a loader or a
+checkpoint writer on another thread is not affected.
 """
 
 from __future__ import annotations
@@ -75,11 +75,11 @@ _DEVICE = report(
     fix="take the device of a tensor there is: torch.zeros(n, device=x.device), x.new_zeros(n).",
 )
 
-_NEWEST = (2, 15)  # tried by tests/versions.py
+_NEWEST = (2, 15)  # the newest that tests/versions.py has tried
 
 
 def check_version(version: str) -> None:
-    """Warn of a torch that is newer than any that was tried: what is patched here may be called otherwise."""
+    """Warn of a torch that is newer than any that was tried: names that are patched here may have changed."""
     if tuple(map(int, version.split(".")[:2])) > _NEWEST:
         newest = ".".join(map(str, _NEWEST))
         warnings.warn(f"fnshard was tried with torch 2.11 to {newest}, and this is {version}.", stacklevel=2)
@@ -87,22 +87,24 @@ def check_version(version: str) -> None:
 
 check_version(torch.__version__)
 
-_LOG = logging.getLogger("torch._subclasses.fake_tensor")  # of tracebacks of torch's insides
+_LOG = logging.getLogger("torch._subclasses.fake_tensor")  # it logs tracebacks of torch's insides
 
 
 @contextmanager
 def refusals(device: torch.device) -> Iterator[Calls]:
-    """While tracing on this thread, calls that would be lost in silence raise a TraceError.
+    """Have calls of this thread raise a TraceError if a trace would lose them in silence.
 
-    `device`: the trace's own. Any other but the host is refused: torch may know it by name alone, and
-    aborts the process where such a fake tensor meets autograd.
+    Args:
+        device: the trace's own device. Any other but the host is refused: torch may know it by name alone,
+            and aborts the process where such a fake tensor meets autograd.
     """
     tracer: int | None = threading.get_ident()
 
     def here() -> bool:
         return threading.get_ident() == tracer
 
-    def end() -> None:  # what was imported by its name while tracing stays patched, and must do no harm
+    # A function that somebody imported by name while tracing stays patched, and must do no harm afterwards.
+    def end() -> None:
         nonlocal tracer
         tracer = None
 
@@ -121,9 +123,14 @@ def refusals(device: torch.device) -> Iterator[Calls]:
 
 
 class Calls(TorchFunctionMode):
-    """Sees every torch function that `fn` calls.
+    """A mode that sees every torch function which `fn` calls: it refuses, substitutes or runs it.
 
-    `failed`: the one that failed last. `hooks`: values of gradient hooks, see `functions.patches`.
+    Args:
+        device: the trace's device.
+
+    Attributes:
+        failed: the call that failed last.
+        hooks: values of gradient hooks, see `functions.patches`.
     """
 
     def __init__(self, device: torch.device):
@@ -138,6 +145,7 @@ class Calls(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        # Refuse other devices and other choices of attention kernels than those around the step.
         requested = kwargs.get("device")
         if func is torch.Tensor.to and len(args) > 1 and isinstance(args[1], str | torch.device):
             requested = args[1]
@@ -147,13 +155,13 @@ class Calls(TorchFunctionMode):
             kind = torch.device(requested).type
             if kind not in (self.device.type, "cpu", "meta"):
                 raise TraceError(_DEVICE.format(requested=kind, name=name, device=self.device.type))
-        kernels = transforms.chosen_kernels() or self.kernels
+        kernels = transforms.get_chosen_kernels() or self.kernels
         if "attention" in name and transforms.attention_kernels() != kernels:
             raise TraceError(_KERNELS)
         if self.device.type != "cpu":
-            args, kwargs = self._there(name, args, kwargs)
+            args, kwargs = self._move_to_device(name, args, kwargs)
         if name in _READS:
-            args = (args[0].detach(), *args[1:])  # else torch warns of a gradient that nobody asks for
+            args = (args[0].detach(), *args[1:])  # otherwise torch warns of a gradient that nobody asks for
         try:
             if name in _MEMORY:
                 raise RuntimeError(f".{name}() is not supported on tensors without values.")
@@ -164,19 +172,22 @@ class Calls(TorchFunctionMode):
             self.failed = Call(error, func, (*args, *kwargs.values()))
             raise
 
-    def _there(self, name: str, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Return what `fn` closes over, or makes without a word on where, where its arguments are: a tensor
-        on the host would keep the host waiting for it in every step."""
+    def _move_to_device(self, name: str, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Move arguments on the host to the trace's device, and make new tensors there.
+
+        A tensor that `fn` closes over, or makes without naming a device, would be copied from the host in
+        every step.
+        """
         if name in _MADE and "device" not in kwargs:
             return args, kwargs | {"device": self.device}
         kinds = {t.device.type for t in leaves_of((args, kwargs), torch.Tensor)}
         if name == "copy_" or not kinds >= {"cpu", self.device.type}:
             return args, kwargs
 
-        def moved(value: torch.Tensor) -> torch.Tensor:
+        def move(value: torch.Tensor) -> torch.Tensor:
             return value.to(self.device) if value.device.type == "cpu" and value.dim() else value
 
-        return map_leaves((args, kwargs), torch.Tensor, moved)
+        return map_leaves((args, kwargs), torch.Tensor, move)
 
 
 _MADE = {
@@ -197,6 +208,7 @@ _READS = {"item", "tolist", "__float__", "__int__", "__index__", "__complex__"}
 
 
 def _patches(hooks: OrderedDict[int, torch.Tensor]) -> Iterator[tuple[Any, str, Patch]]:
+    """Yield (owner, name of an attribute, patch) for all that is replaced while a trace runs."""
     yield from functions.patches(hooks)
     name = "register_post_accumulate_grad_hook"
     yield torch.Tensor, name, _refuse(functions.HOOK, name)
@@ -213,17 +225,19 @@ def _patches(hooks: OrderedDict[int, torch.Tensor]) -> Iterator[tuple[Any, str, 
     yield saved_tensors_hooks, "__enter__", _refuse(_SAVED, "saved_tensors_hooks", _is_users_hook)
     for compiled in (torch.jit.ScriptFunction, torch._C.ScriptMethod):
         yield compiled, "__call__", _refuse(_SCRIPT, compiled.__name__)
-    yield HigherOrderOperator, "__call__", _higher_order_call
-    # Whether arguments lie in their supports is control flow on values.
+    yield HigherOrderOperator, "__call__", _call_higher_order
+    # A distribution's check of its arguments is control flow on values.
     yield Distribution, "_validate_args", lambda original, here: False
-    yield torch.nn.SyncBatchNorm, "forward", statistics.exchanging
+    yield torch.nn.SyncBatchNorm, "forward", statistics.forward_with_exchanges
     if (triton := sys.modules.get("triton.runtime.jit")) is not None:  # nobody else launches its kernels
         yield triton.KernelInterface, "__getitem__", _refuse(_LAUNCH, "")
-    yield torch.Tensor, "data", _data
-    yield torch.Tensor, "grad_fn", _grad_fn
+    yield torch.Tensor, "data", _make_data
+    yield torch.Tensor, "grad_fn", _make_grad_fn
 
 
 def _refuse(message: str, name: str, when: Callable[..., bool] = lambda *_, **__: True) -> Patch:
+    """Return a patch that raises `message` of a call for whose arguments `when` is true."""
+
     def run(original: Any, *args: Any, **kwargs: Any) -> Any:
         if when(*args, **kwargs):
             raise TraceError(message.format(name=name))
@@ -233,12 +247,12 @@ def _refuse(message: str, name: str, when: Callable[..., bool] = lambda *_, **__
 
 
 def _is_users_hook(context: Any) -> bool:
-    """torch's own (non-reentrant checkpoint, save_on_cpu) keep values as they are; others may not."""
+    """Return whether hooks on saved tensors may change values; torch's (checkpoint, save_on_cpu) do not."""
     return type(context) is saved_tensors_hooks or not type(context).__module__.startswith("torch.")
 
 
 @while_tracing
-def _higher_order_call(original: Any, op: HigherOrderOperator, *args: Any, **kwargs: Any) -> Any:
+def _call_higher_order(original: Any, op: HigherOrderOperator, *args: Any, **kwargs: Any) -> Any:
     name = op.name()
     if name in control_flow.OPERATORS:
         return control_flow.OPERATORS[name](*args, **kwargs)
@@ -249,8 +263,8 @@ def _higher_order_call(original: Any, op: HigherOrderOperator, *args: Any, **kwa
     raise TraceError(_LAUNCH) if is_launch else higher_order(name)
 
 
-def _data(original: Any, here: Callable[[], bool]) -> property:
-    """`.data` is `.detach()` to the tracer; assigning to it is refused."""
+def _make_data(original: Any, here: Callable[[], bool]) -> property:
+    """Let `.data` be `.detach()` for the tracer, and refuse to assign to it."""
 
     def read(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach() if here() else original.__get__(tensor)
@@ -275,7 +289,7 @@ class _Node:
         return getattr(self._node, name)
 
 
-def _grad_fn(original: Any, here: Callable[[], bool]) -> property:
+def _make_grad_fn(original: Any, here: Callable[[], bool]) -> property:
     def read(tensor: torch.Tensor) -> Any:
         node = original.__get__(tensor)
         return _Node(node) if here() and node is not None else node

@@ -1,1 +1,1 @@
-"""The program and what is known of it: inputs, source lines, failures, what `fn` reads."""
+"""The program and what is known about it: inputs, source lines, failures, and what `fn` reads."""

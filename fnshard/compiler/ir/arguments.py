@@ -1,4 +1,4 @@
-"""Arguments: a batch as it was passed, by position and by keyword, as one tree of named leaves."""
+"""A batch as it was passed, by position and by keyword, as one tree of named leaves."""
 
 from __future__ import annotations
 
@@ -31,22 +31,21 @@ class Arguments:
 
     @staticmethod
     def of(batch: Arguments | Sequence[Any]) -> Arguments:
-        """A batch that is a sequence has no keywords."""
+        """Return a batch as Arguments; a sequence is passed by position."""
         return batch if isinstance(batch, Arguments) else Arguments(tuple(batch))
 
     @cached_property
     def leaves(self) -> tuple[dict[str, Any], tree.TreeDef]:
-        """`{path: leaf}`, constants too, and the structure; of a batch as it was when it was asked first."""
+        """Return `{path: leaf}`, constants too, and the structure, as they were at the first call."""
         return tree.flatten_with_paths(self, constants=True)
 
     def in_order_of(self, signature: inspect.Signature | None) -> Arguments:
-        """Return the same arguments by position where a signature has a place for them, else by keyword, in
-        its order."""
+        """Return the same arguments in a signature's order, by position wherever it has one for them."""
         if not self.keywords or signature is None:
             return self
         try:
             bound = self.call(signature.bind, None)
-        except TypeError:  # it does not fit, which is said elsewhere
+        except TypeError:  # the arguments do not fit; the call of `fn` itself reports it
             return self
         return Arguments(bound.args[1:], bound.kwargs)
 
@@ -55,14 +54,14 @@ class Arguments:
 
 
 class NumberList(tuple[Any, ...]):
-    """The plain numbers of one list in a batch."""
+    """A list of plain numbers in a batch."""
 
     def __str__(self) -> str:
         return f"a list of {len(self)} numbers"
 
 
 def fold_lists(named: Mapping[str, Any], is_number: Callable[[Any], bool]) -> dict[str, Any]:
-    """Leaves by path, in which the plain numbers of a list, or of lists in it, are one.
+    """Return leaves by path with the plain numbers of a list, or of lists in it, as one leaf.
 
     >>> fold_lists({"0": 1, "1.0": 2, "1.1": 3}, lambda leaf: True)
     {'0': 1, '1': (2, 3)}
@@ -72,7 +71,7 @@ def fold_lists(named: Mapping[str, Any], is_number: Callable[[Any], bool]) -> di
     for path, leaf in named.items():
         top = re.sub(r"(\.\d+)+$", "", path)
         if top != path and is_number(leaf):
-            found[top] = None  # its place
+            found[top] = None  # keeps the place of the list
             lists.setdefault(top, []).append(leaf)
         else:
             found[path] = leaf
@@ -80,7 +79,7 @@ def fold_lists(named: Mapping[str, Any], is_number: Callable[[Any], bool]) -> di
 
 
 def signature_of(fn: Callable[..., Any]) -> inspect.Signature | None:
-    """Return what `fn` itself takes, not what it wraps; None where nobody knows."""
+    """Return the signature of `fn` itself, not of a function that it wraps; None if it has none."""
     try:
         return inspect.signature(fn, follow_wrapped=False)
     except (TypeError, ValueError):
@@ -88,7 +87,7 @@ def signature_of(fn: Callable[..., Any]) -> inspect.Signature | None:
 
 
 def arguments_for(fn: Callable[..., Any], batch: Any, keywords: Mapping[str, Any] | None) -> Arguments:
-    """A batch as `fn` takes it; one that is no tuple is one argument."""
+    """Return a batch as the arguments of `fn`; one that is no tuple is a single argument."""
     passed = Arguments(batch if isinstance(batch, tuple) else (batch,), keywords or {})
     return passed.in_order_of(signature_of(fn))
 
@@ -102,7 +101,7 @@ tree.register(Arguments, lambda batch: {**dict(enumerate(batch.positional)), **b
 
 
 def sequence_dims(batch: Arguments | Sequence[Any]) -> dict[str, tuple[int, ...]]:
-    """The dims that are sequences, of each leaf of a batch that has one: the second, if none is named."""
+    """Return the sequence dims of each leaf of a batch that has some: the named ones, or else the second."""
     dims = {}
     for name, leaf in Arguments.of(batch).leaves[0].items():
         if isinstance(leaf, losses.Sequence) and leaf.dims:

@@ -1,4 +1,4 @@
-"""Bits: SplitMix64 (Steele, Lea & Flood 2014) in tensors of int64, which wrap as its numbers do."""
+"""SplitMix64 (Steele, Lea & Flood 2014) on tensors of int64, whose arithmetic wraps as the generator's."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from torch import Tensor
 
 
 def signed(value: int) -> int:
-    """An integer's low 64 bits, as int64 has them."""
+    """Return an integer's low 64 bits as an int64."""
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-GOLDEN = signed(0x9E3779B97F4A7C15)  # how far apart the generator's states are
+GOLDEN = signed(0x9E3779B97F4A7C15)  # the distance between two states of the generator
 _MIX1 = signed(0xBF58476D1CE4E5B9)
 _MIX2 = signed(0x94D049BB133111EB)
 
 
 def shift(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift of int64."""
+    """Shift int64 right, filling with zeros; `>>` alone would repeat the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def mix(x: Tensor) -> Tensor:
-    """Return what the generator gives in a state, elementwise."""
+    """Return the number that the generator gives in a state, elementwise."""
     x = (x ^ shift(x, 30)) * _MIX1
     x = (x ^ shift(x, 27)) * _MIX2
     return x ^ shift(x, 31)

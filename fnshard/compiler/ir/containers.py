@@ -1,4 +1,4 @@
-"""Containers: what holds values and can be changed, and how it becomes again what it was.
+"""Containers: objects that hold values and can be changed, and how to undo changes.
 
 `make_functional` and a trace put back what a module's forward writes to its attributes, containers and
 tensors. While a trace runs, a module keeps what it wrote until `fn` has returned.
@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 ABSENT = object()
 CONTAINERS = (dict, list, tuple, set, frozenset, deque)
-LONG = 10_000  # a container with more is data: it is put back, and not entered
+LONG = 10_000  # a container with more values is data: its changes are undone, and it is not entered
 # An assert that pytest has rewritten names a module of pytest's, from where everything can be reached.
 _LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "optree", "fnshard", "_pytest"} - {
-    "types", "argparse", "collections",  # their classes hold what users put there
+    "types", "argparse", "collections",  # instances of their classes hold what users put there
 }  # fmt: skip
 
 
@@ -40,7 +40,7 @@ class Container:
         self.before = read(self.owner)
 
     def replace(self, others: Mapping[int, Any]) -> None:
-        """Put other values in the place of those with these ids."""
+        """Replace the values with these ids by others."""
         for key, value in self.before.items():
             if id(value) in others:
                 self._write(key, others[id(value)])
@@ -48,7 +48,7 @@ class Container:
                 self._write(key, tuple(others.get(id(v), v) for v in value))
 
     def put_back(self, only: Callable[[Any, Any], bool] | None = None) -> None:
-        """Undo all changes, or those of values for which `only(before, now)`."""
+        """Undo all changes, or those of values for which `only(before, now)` is true."""
         now, before = read(self.owner), self.before
         same_keys = len(now) == len(before) and all(map(is_, now, before))
         if same_keys and all(map(is_, now.values(), before.values())):
@@ -62,14 +62,14 @@ class Container:
         for key in keys:
             self._write(key, before.get(key, ABSENT))
         if only is None and is_a(self.owner, dict) and list(self.owner) != list(before):
-            for key, value in before.items():  # in the order that it had
+            for key, value in before.items():  # written anew, the keys get their former order
                 self._write(key, ABSENT)
                 self._write(key, value)
 
     def _write(self, key: Any, value: Any) -> None:
         owner = self.owner
-        if is_a(owner, dict):  # past what a subclass makes of it
-            kind = OrderedDict if is_a(owner, OrderedDict) else dict  # which keeps its order in a list
+        if is_a(owner, dict):  # dict's own methods, not those of a subclass
+            kind = OrderedDict if is_a(owner, OrderedDict) else dict  # an OrderedDict keeps its order apart
             if value is not ABSENT:
                 kind.__setitem__(owner, key, value)
             elif key in owner:
@@ -84,26 +84,26 @@ class Container:
 
 
 def raw_getattr(owner: Any, name: str, default: Any = None) -> Any:
-    """An attribute, past what its owner's class makes of reading it: code that may raise, or load modules."""
+    """Return an attribute without running the owner's `__getattr__`, which may raise or load modules."""
     try:
         return (type if is_a(owner, type) else object).__getattribute__(owner, name)
-    except Exception:  # a property's
+    except Exception:  # a property raises
         return default
 
 
 def is_a(value: Any, kinds: Any) -> bool:
-    """`isinstance`, past what a class makes of reading `__class__`."""
+    """Return whether a value's true type is one of these; a class may override what `isinstance` reads."""
     return issubclass(type(value), kinds)
 
 
 def holds(value: Any, others: Mapping[int, Any]) -> bool:
-    """Whether it has one of these ids, or is a tuple of what has."""
+    """Return whether a value has one of these ids, or is a tuple that holds such a value."""
     return id(value) in others or (type(value) is tuple and any(id(v) in others for v in value))
 
 
 def read(owner: Any) -> dict[Any, Any]:
-    """Return what a container holds, by key."""
-    if is_a(owner, dict):  # past what a subclass makes of it: some load modules when they are read
+    """Return the values that a container holds, by key."""
+    if is_a(owner, dict):  # dict's own method: some subclasses load modules when they are read
         return dict(dict.items(owner))
     if is_a(owner, (set, frozenset)):
         return {value: value for value in owner}
@@ -122,7 +122,7 @@ def read(owner: Any) -> dict[Any, Any]:
 
 @lru_cache(maxsize=1024)
 def slots(kind: type) -> tuple[str, ...]:
-    """The names in the `__slots__` of a class."""
+    """Return the names in the `__slots__` of a class and its bases."""
     if issubclass(kind, nn.Module):
         return ()
     found = [vars(k).get("__slots__", ()) for k in kind.__mro__]
@@ -131,23 +131,23 @@ def slots(kind: type) -> tuple[str, ...]:
 
 
 def is_library(module: Any) -> bool:
-    """Whether a module of this name is Python's, torch's, NumPy's or ours."""
+    """Return whether a module of this name is Python's, torch's, NumPy's or ours."""
     return str(module).partition(".")[0] in _LIBRARIES
 
 
 def is_plain(value: Any) -> bool:
-    """Whether it is torch's own dense tensor, with numbers, that notes when it is written to."""
+    """Return whether a value is a dense tensor of torch's own type, which counts writes to it."""
     own = type(value) in (Tensor, nn.Parameter)
     return own and value.layout is torch.strided and not value.is_inference()
 
 
 class Contents:
-    """All data that some roots hold, functions and classes apart: `containers` and `tensors`."""
+    """All `containers` and `tensors` that some roots reach, except through functions and classes."""
 
     def __init__(self, *roots: Any):
         self.containers: list[Container] = []
         self.tensors: list[Tensor] = []
-        seen: dict[int, Any] = {}  # kept alive: an id is that of one object
+        seen: dict[int, Any] = {}  # objects are kept alive, so that their ids stay their own
         todo = list(roots)
         while todo:
             each = todo.pop()
@@ -158,9 +158,8 @@ class Contents:
                 self.tensors.append(each)
             elif is_a(each, CONTAINERS):
                 todo += self._enter(each)
-            elif is_a(each, nn.Module) or not (
-                is_a(each, type) or is_library(type(each).__module__)
-            ):  # torch's and Python's own objects hold what is theirs
+            # Other objects of torch and Python hold nothing of the user's.
+            elif is_a(each, nn.Module) or not (is_a(each, type) or is_library(type(each).__module__)):
                 todo += [attributes] if is_a(attributes := raw_getattr(each, "__dict__"), dict) else []
                 todo += self._enter(each) if slots(type(each)) else ()
 
@@ -171,13 +170,13 @@ class Contents:
 
 
 class TensorSnapshot:
-    """Copies of tensors, and which of the tensors were written to since."""
+    """Copies of tensors, which are put back into those that were written to since."""
 
     def __init__(self, tensors: Iterable[Tensor]):
         self.known = [(t, t.detach().clone(), t._version) for t in tensors if is_plain(t)]
 
     def put_back(self) -> list[Tensor]:
-        """Give those that were written to the numbers they had, and return them."""
+        """Put the copies back into tensors that were written to, and return these tensors."""
         written = [(t, copy) for t, copy, version in self.known if t._version != version]
         with torch.no_grad():
             for tensor, copy in written:
@@ -185,12 +184,15 @@ class TensorSnapshot:
         return [t for t, _ in written]
 
 
-_here = threading.local()  # `containers`: of modules, by the id of their owner, in the run of this thread
+_here = threading.local()  # `containers`: those of modules in this thread's run of `fn`, by id of their owner
 
 
 @contextmanager
 def one_run(containers: Iterable[Container] = ()) -> Iterator[None]:
-    """One run of `fn`: what modules write stays until it ends, and then these and theirs are as they were."""
+    """Run `fn` in the block: what modules write stays until its end, and is put back then.
+
+    These containers are put back, and those of modules that `fn` calls.
+    """
     outer = getattr(_here, "containers", None)
     _here.containers = {id(c.owner): c for c in containers}
     try:
@@ -202,7 +204,7 @@ def one_run(containers: Iterable[Container] = ()) -> Iterator[None]:
 
 
 def put_back(containers: Iterable[Container], leaves: Mapping[int, Any]) -> None:
-    """Undo what a module wrote: in a run of `fn` the places of its leaves alone, the rest when that ends."""
+    """Undo what a module wrote; in a run of `fn` only the places of its leaves, and the rest at its end."""
     run = getattr(_here, "containers", None)
     for container in containers:
         container.put_back(None if run is None else lambda before, _: holds(before, leaves))

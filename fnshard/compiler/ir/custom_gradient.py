@@ -1,7 +1,7 @@
-"""Custom gradient: values whose derivative is a graph of its own, as one node of a program.
+"""Custom gradients: values whose derivative is a graph of its own, as one node of a program.
 
-What `jax.custom_vjp` is to JAX. The node's operator is the graph; where a segment is differentiated it
-becomes plain ATen ops, so that compilers, remat and dead code elimination see no boundary.
+It is what `jax.custom_vjp` is in JAX. The node's operator holds the graph. Where a segment is differentiated,
+the graph becomes plain ATen ops, so that compilers, remat and dead code elimination see no boundary.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from fnshard.compiler.ir.program import Program, eliminate_dead_code, replay
 
 @dataclass(frozen=True, eq=False)
 class CustomGradient:
-    """`(*values, *inputs, *captured) -> values`, with gradients for `inputs` alone.
+    """An operator `(*values, *inputs, *captured) -> values`, with gradients for `inputs` alone.
 
     Args:
-        name: of the function or hook whose backward it is.
+        name: the name of the function or hook whose backward it is.
         graph: `(*gradients of values, *values, *captured) -> gradients of inputs`, without side effects.
-        values: how many; floating point or complex.
-        inputs: how many.
+        values: the number of values, which are floating point or complex.
+        inputs: the number of inputs.
 
     >>> graph = fx.Graph()
     >>> grad, value = graph.placeholder("grad"), graph.placeholder("value")
@@ -41,7 +41,7 @@ class CustomGradient:
     inputs: int
 
     def __call__(self, *args: Tensor) -> Any:
-        """The values in memory of their own; a tuple where they are several."""
+        """Return the values, in memory of their own; a tuple if there are several."""
         made = Attach.apply(self, *args)
         return made[0] if self.values == 1 else made
 
@@ -65,10 +65,11 @@ class CustomGradient:
 
 
 def counting(program: Program) -> fx.Graph | None:
-    """Return what a Mean counts, of the program's inputs, where a `CustomGradient` has to be given the mean's
-    own.
+    """Return a graph from a program's inputs to the count of its Mean, if a `CustomGradient` needs that.
 
-    None where there is no such, or where the count depends on more than the batch.
+    A custom backward need not be linear in its gradients. So it has to get those of the mean itself, and not
+    those of the sum, which is divided by the count later on. Return None if the program has no such node, or
+    if the count depends on more than the batch.
     """
     program = program.traced or program
     custom = any(isinstance(node.target, CustomGradient) for node in program.graph.nodes)
@@ -85,7 +86,7 @@ def counting(program: Program) -> fx.Graph | None:
 
 
 class Attach(torch.autograd.Function):
-    """A function of autograd in the place of a `CustomGradient`."""
+    """A function of autograd that carries out a `CustomGradient`."""
 
     generate_vmap_rule = True
 

@@ -1,7 +1,7 @@
-"""Failures: what goes wrong while `fn` runs on tensors without values, for whoever wrote `fn`.
+"""Explain failures of `fn` on tensors without values to the person who wrote `fn`.
 
 A torch function that fails becomes one TraceError: the function, its operands by leaf and batch argument, the
-line of the user's code, and the way out. What the user's own code raises stays what it is.
+line of the user's code, and the way out. An error that the user's own code raises stays as it is.
 """
 
 from __future__ import annotations
@@ -59,10 +59,12 @@ ONE_DEVICE = (
     "write `fn` for one device and full shapes: what ranks exchange follows from the specs. What else it "
     "needs of all ranks is fs.psum(x) and fs.all_gather(x)."
 )
+# A failure inside one of torch's packages: (package, headline, way out).
 _INTO = (
     ("distributed", COMMUNICATES, ONE_DEVICE),
     ("nested", "`fn` makes a nested tensor, which cannot be cut and differentiated", DENSE),
 )
+# The way out by the name of the function that failed, and then by words of torch's message; the first fits.
 _BY_FUNCTION = {
     **dict.fromkeys(("item", "tolist", "numpy", "__array__", "__dlpack__", "__reduce_ex__"), _READ),
     **dict.fromkeys(("__float__", "__int__", "__complex__"), _READ),
@@ -116,14 +118,14 @@ _SHAPES = (
 
 
 def higher_order(name: str) -> TraceError:
-    """The error for an operator that takes graphs, or is no ATen operator at all."""
+    """Make the error for an operator that takes graphs, or is no ATen operator at all."""
     return TraceError(_HIGHER_ORDER.format(name=name))
 
 
 def refused_at(headline: str, found: Sequence[tuple[fx.Node, str]], fix: str) -> TraceError:
-    """The error for nodes of a program, each with what is wrong with it and its line of the user's code.
+    """Make an error that names nodes of a program, what is wrong with each, and its line of the user's code.
 
-    Its `placed` says whether the program was traced with these lines.
+    Its attribute `placed` says whether the program was traced with these lines.
     """
     places = [node.meta.get("stack_trace", "") for node, _ in found]
     lines = [f"{text}{place and f', at {place}'}" for (_, text), place in zip(found, places, strict=True)]
@@ -133,13 +135,13 @@ def refused_at(headline: str, found: Sequence[tuple[fx.Node, str]], fix: str) ->
 
 
 def way_out(name: str, otherwise: str = _VALUE) -> str:
-    """Return what to do instead of a torch function that needs values."""
+    """Return the way out for a torch function that needs values."""
     return _BY_FUNCTION.get(name, otherwise)
 
 
 @dataclass(frozen=True)
 class Call:
-    """A torch function that failed, and what it was called with."""
+    """A call of a torch function that failed."""
 
     error: Exception
     function: Callable[..., Any]
@@ -160,22 +162,23 @@ def explain(
     fn: Callable[..., Any],
     batch: Mapping[str, Any],
 ) -> Exception:
-    """An error that left `fn`, as it is to be raised; what the user's own code raised is itself.
+    """Turn an error that left `fn` into the one to raise; an error of the user's own code stays itself.
 
     Args:
         failed: the torch function that failed last, if any did.
-        names: of leaves and of the batch's tensors, by their `id`.
-        batch: its leaves by path.
+        names: the names of leaves and of the batch's tensors, by their `id`.
+        batch: the batch's leaves by path.
     """
     place, message = place_of(error), (str(error).splitlines() or [""])[0].replace("FakeTensor", "Tensor")
     call = failed if failed is not None and failed.error is error else None
-    shown = f"{call.name}({', '.join(_shown(a, names) for a in call.arguments)})" if call else ""
+    shown = f"{call.name}({', '.join(_show(a, names) for a in call.arguments)})" if call else ""
+    # From the most specific cause to the least: each case knows its headline and its way out.
     for package, headline, fix in _INTO:
         if name := call_into(package, error):
             return _failure(f"{headline} ({name}).", place, [], fix)
     if isinstance(error, FnshardError):
         placed = not isinstance(error, TraceError) or getattr(error, "placed", False)
-        return error if placed else TraceError(_placed(str(error), place))
+        return error if placed else TraceError(_add_place(str(error), place))
     if _depends_on_values(error):
         symbolic = r".*data-dependent expression (.*?) \(unhinted.*|(\S+) \(<class 'torch.SymInt'>.*"
         message = re.sub(symbolic, r"\1\2, of lengths of data", message)
@@ -200,8 +203,8 @@ def _failure(headline: str, place: str, lines: list[str], fix: str) -> TraceErro
     return TraceError(headline, [*([f"at {place}"] if place else []), *filter(None, lines)], fix)
 
 
-def _placed(text: str, place: str) -> str:
-    """A report with the user's line in it, if it has none."""
+def _add_place(text: str, place: str) -> str:
+    """Add the user's line to a report that has none."""
     if not place or f"at {place}" in text:
         return text
     head, fix, rest = text.partition("\nFix: ")
@@ -237,17 +240,17 @@ def _fix(call: Call | None, message: str) -> str:
     return next((fix for words, fix in _BY_MESSAGE.items() if re.search(words, message)), otherwise)
 
 
-def _shown(value: Any, names: Mapping[int, str]) -> str:
+def _show(value: Any, names: Mapping[int, str]) -> str:
     if isinstance(value, Tensor):
         return f"{names.get(id(value), '')} {describe(value)}".strip()
     if isinstance(value, list | tuple) and any(isinstance(v, Tensor) for v in value):
-        return f"[{', '.join(_shown(v, names) for v in value[:4])}{', ...' * (len(value) > 4)}]"
+        return f"[{', '.join(_show(v, names) for v in value[:4])}{', ...' * (len(value) > 4)}]"
     text = str(value) if isinstance(value, NumberList) else repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 def _batch_line(fn: Callable[..., Any], batch: Mapping[str, Any]) -> str:
-    """`with x = batch['0'] f32[4, 8], y = batch['1'] i64[4]`: what `fn` was called with."""
+    """Describe the call of `fn`: `called with x = batch['0'] f32[4, 8], y = batch['1'] i64[4]`."""
     try:
         arguments = list(inspect.signature(fn).parameters.values())[1:]
     except (TypeError, ValueError):
@@ -260,5 +263,5 @@ def _batch_line(fn: Callable[..., Any], batch: Mapping[str, Any]) -> str:
         return f"{named[int(first)]} = " if known else ""
 
     folded = fold_lists(batch, lambda leaf: isinstance(leaf, int | float))
-    shown = [f"{name(p)}batch[{p!r}] {_shown(v, {})}" for p, v in list(folded.items())[:8]]
+    shown = [f"{name(p)}batch[{p!r}] {_show(v, {})}" for p, v in list(folded.items())[:8]]
     return f"called with {', '.join(shown)}{', ...' * (len(folded) > 8)}" if shown else ""

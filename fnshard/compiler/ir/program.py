@@ -1,8 +1,8 @@
-"""Program: the forward of `fn` as a flat graph of composite ATen ops, with what is known of each node.
+"""The program: the forward of `fn` as a flat graph of composite ATen ops, with metadata of each node.
 
-The framework's jaxpr. Nodes are `torch.fx` nodes; `meta` of each holds `val` (its fake tensor) and
-`autocast` (the mode it ran in, or None). Grad modes have become `aten.detach`, random ops have
-become counter-based ones that read a key input, constants have become inputs.
+It is what a jaxpr is in JAX. Nodes are `torch.fx` nodes; `meta` of each holds `val` (its fake tensor) and
+`autocast` (the mode it ran in, or None). Grad modes have become `aten.detach`, random ops have become
+counter-based ones that read a key input, constants have become inputs.
 """
 
 from __future__ import annotations
@@ -28,22 +28,25 @@ WRITES = re.compile(  # names of torch functions that change their first tensor
 
 @dataclass(frozen=True)
 class Input:
-    """One placeholder: a "leaf" (name = path), "batch" leaf, "constant", random "key", index on an "axis"."""
+    """A placeholder: a "leaf" (name = path), "batch" leaf, "constant", random "key", or "axis" index."""
 
     kind: str
     name: str
 
     @property
     def value_name(self) -> ValueName:
-        """Return what segments and schedules call it."""
+        """Return its name in segments and schedules."""
         return ValueName(Kind(f"{self.kind}:"), self.name)
 
 
 @dataclass(frozen=True)
 class Limit:
-    """A limit of what `fn` has a fixed number of: by how much more it needs is a result, 0 if that is enough.
+    """A fixed size that the data may exceed; by how much it does is one of the program's results, else 0.
 
-    `result`: its index. `op`, `place`: who needs it, and in which line of the user's code.
+    Args:
+        result: the index of that result.
+        size: the fixed size.
+        op, place: the op that needs it, and its line of the user's code.
     """
 
     result: int
@@ -54,13 +57,19 @@ class Limit:
 
 @dataclass(frozen=True)
 class Outputs:
-    """How `fn`'s outputs lie in the program's flat ones.
+    """A description of how `fn`'s outputs lie in the program's flat results.
 
-    `loss`: index of the loss (or of the Mean's total); `count`: index of the Mean's count, or None.
-    `aux`: structure and one entry per aux leaf: ("scalar", i), ("complex", i, j), ("mean", i, j),
-    ("tensor", i) or ("python", value). `bound`: the Mean's own. `writes`: by path, the index of a written
-    leaf's new value. `limits`: what must not be exceeded. A forward-only program has no loss and only
-    "tensor" entries.
+    A forward-only program has no loss, and no "scalar" entries.
+
+    Args:
+        loss: the index of the loss, or of the Mean's total.
+        count: the index of the Mean's count, or None.
+        aux_structure: the structure of the aux tree.
+        aux: one entry per leaf of aux: ("scalar", i), ("complex", i, j), ("mean", i, j), ("tensor", i) or
+            ("python", value).
+        bound: the Mean's bound.
+        writes: by path, the index of the new value of a leaf that `fn` writes to.
+        limits: limits that must not be exceeded.
     """
 
     loss: int | None
@@ -73,14 +82,14 @@ class Outputs:
 
     @property
     def summed(self) -> list[int]:
-        """Indices of what ranks sum with the loss: it, a Mean's count, scalars and Means of aux, limits."""
+        """Return the indices that ranks sum: the loss, a Mean's count, scalars and Means of aux, limits."""
         count = [] if self.count is None else [self.count]
         aux = [i for kind, *rest in self.aux if kind in ("scalar", "complex", "mean") for i in rest]
         return [self.loss, *count, *aux, *(limit.result for limit in self.limits)]
 
     @property
     def returned(self) -> list[int]:
-        """Indices of a rank's own results: tensors of aux, and what nobody sums where there is no loss."""
+        """Return the indices of a rank's own results: tensors of aux; without a loss, all that is summed."""
         kinds = ("tensor",) if self.loss is not None else ("tensor", "mean")
         aux = [i for kind, *rest in self.aux if kind in kinds for i in rest]
         return aux if self.loss is not None else [*aux, *(limit.result for limit in self.limits)]
@@ -88,10 +97,17 @@ class Outputs:
 
 @dataclass(frozen=True)
 class Program:
-    """The captured forward.
+    """A captured forward.
 
-    `inputs` name the graph's placeholders in order. `rows`: of one rank's micro-batch. It holds while `guard`
-    does. `traced`: of a program that is placed over axes, the one of whole values.
+    Args:
+        graph: the graph of composite ATen ops.
+        inputs: names of the graph's placeholders, in order.
+        constants: the tensors that `fn` closes over, by name.
+        outputs: how `fn`'s outputs lie in the results.
+        fake_mode: the mode of the nodes' fake tensors.
+        guard: the program is valid as long as it holds.
+        rows: the rows of one rank's micro-batch.
+        traced: for a program that is placed over axes, the one of whole values; otherwise None.
     """
 
     graph: fx.Graph
@@ -105,7 +121,7 @@ class Program:
 
     @property
     def placeholders(self) -> list[fx.Node]:
-        """One node per entry of `inputs`."""
+        """Return one node per entry of `inputs`."""
         return [n for n in self.graph.nodes if n.op == "placeholder"]
 
     @property
@@ -113,7 +129,7 @@ class Program:
         return list(self.graph.output_node().args[0])
 
     def as_text(self) -> str:
-        """One line per node: name, op, arguments, shape and dtype."""
+        """Return one line per node: name, op, arguments, shape and dtype."""
         lines = []
         names = dict(zip(self.placeholders, self.inputs, strict=True))
         for node in self.graph.nodes:
@@ -132,7 +148,8 @@ class Program:
     __str__ = as_text
 
 
-# Decomposed ops may have other strides than the ops of the program, whose views may not fit them.
+# Results of decomposed ops may have other strides than those of the program's ops, and `view` may
+# not fit them.
 ANY_STRIDES = {
     torch.ops.aten.view.default: torch.ops.aten.reshape.default,
     torch.ops.aten._unsafe_view.default: torch.ops.aten.reshape.default,
@@ -146,12 +163,12 @@ _SHORT = {
 
 
 def short_dtype(dtype: torch.dtype) -> str:
-    """`f32`, `bf16`, ...: the notation of schedules and programs."""
+    """Return `f32`, `bf16`, ...: a dtype as schedules and programs write it."""
     return _SHORT.get(dtype, str(dtype).removeprefix("torch."))
 
 
 def describe(value: Any) -> str:
-    """`f32[2, 8]` for a tensor, a tuple of these for several."""
+    """Return `f32[2, 8]` for a tensor, and a tuple of these for several."""
     if isinstance(value, Tensor):
         return f"{short_dtype(value.dtype)}[{', '.join(map(str, value.shape))}]"
     if isinstance(value, list | tuple):
@@ -163,11 +180,11 @@ def replay(
     graph: fx.Graph, inputs: Sequence[Any], seen: Callable[[fx.Node, Any], None] | None = None,
     instead: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Run a composite graph, each node in the autocast mode it was traced in; returns its outputs.
+    """Run a composite graph, each node in the autocast mode it was traced in, and return its outputs.
 
     Args:
         seen: called with each node and its value.
-        instead: what runs in the place of an operator.
+        instead: functions that run in the place of operators.
     """
     env: dict[fx.Node, Any] = {}
     feed = iter(inputs)
@@ -201,38 +218,39 @@ def propagate(graph: fx.Graph, inputs: Sequence[Tensor]) -> None:
 
 
 def storage_id(value: Tensor) -> int:
-    """Identity of a (fake) tensor's storage: two values with the same one alias each other."""
+    """Return the identity of a (fake) tensor's storage: two values with the same one alias each other."""
     return value.untyped_storage()._cdata
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """A value that is a tensor, or the tensors in a list of several."""
+    """Return the tensors in a value: itself, or those in a list or tuple."""
     return [v for v in (value if isinstance(value, list | tuple) else [value]) if isinstance(v, Tensor)]
 
 
 def tensors_of(node: fx.Node) -> list[Tensor]:
-    """A node's value, or the tensors in it."""
+    """Return the tensors in a node's value."""
     return tensors_in(node.meta.get("val"))
 
 
 def nodes_in(arguments: Any) -> list[fx.Node]:
-    """All nodes in the arguments of a call, in order."""
+    """Return all nodes in the arguments of a call, in order."""
     found: list[fx.Node] = []
     fx.map_arg(arguments, found.append)
     return found
 
 
 def arguments_of(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name, defaults too."""
+    """Return the arguments of a call by name, defaults too."""
     schema = op._schema.arguments
     given = dict(zip([a.name for a in schema], args, strict=False)) | dict(kwargs)
     return {a.name: given.get(a.name, a.default_value) for a in schema}
 
 
 def mutated_args(node: fx.Node) -> list[fx.Node]:
-    """The tensor arguments that this node's op writes to.
+    """Return the tensor arguments that this node's op writes to.
 
-    Of a batch or instance norm in train mode its running statistics too, though its schema does not say so.
+    A batch or instance norm in train mode writes to its running statistics, though its schema does not say
+    so.
     """
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return []
@@ -251,5 +269,5 @@ _RUNNING = ("running_mean", "running_var")
 
 
 def eliminate_dead_code(graph: fx.Graph) -> None:
-    """`graph.eliminate_dead_code()`, that keeps a norm for its running statistics alone."""
+    """Run `graph.eliminate_dead_code()`, but keep a norm that is there for its running statistics alone."""
     graph.eliminate_dead_code(lambda node: node.is_impure() or bool(mutated_args(node)))

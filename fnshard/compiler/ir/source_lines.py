@@ -1,4 +1,4 @@
-"""Source lines: which line of the user's code a node was traced at, or an error left."""
+"""Find the line of the user's code at which a node was traced, or which an error left."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ _PYTHON, _INSTALLED = sysconfig.get_paths()["stdlib"] + os.sep, f"{os.sep}site-p
 
 
 class _Stacks(TorchFunctionMode):
-    """Notes the caller of every torch function. (The tracer's own stacks are of functions named forward.)"""
+    """A mode that notes the user's line of every torch function; the tracer itself notes forwards alone."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "from_node" not in fx_traceback.get_current_meta():  # else a node is run again, with its own line
+        if "from_node" not in fx_traceback.get_current_meta():  # a node that is run again keeps its own line
             fx_traceback.set_stack_trace([user_line()])
         return func(*args, **(kwargs or {}))
 
 
 @contextmanager
 def kept() -> Iterator[None]:
-    """Traces in here note `file:line  code` as their nodes' `meta["stack_trace"]`."""
+    """Have traces in the block note `file:line  code` as `meta["stack_trace"]` of their nodes."""
     with fx_traceback.preserve_node_meta(), _Stacks():
         yield
 
 
 def user_line() -> str:
-    """The innermost line on the stack that is neither torch's nor ours."""
+    """Return the innermost line on the stack that is neither torch's nor fnshard's; "" if there is none."""
     stack = ((frame.f_code.co_filename, number) for frame, number in traceback.walk_stack(sys._getframe(1)))
     return next((_line(file, number) for file, number in stack if is_users(file)), "")
 
 
 def place_of(error: BaseException) -> str:
-    """The innermost line of the user's code that an error came through; "" where there is none.
+    """Return the innermost line of the user's code that an error came through; "" if there is none.
 
-    Where that line is of an installed package, also the innermost one that is not.
+    If an installed package has that line, add the innermost one outside of installed packages.
     """
     frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename, f.name)]
     own = [f for f in frames if _INSTALLED not in f.filename]
@@ -64,7 +64,7 @@ def place_of(error: BaseException) -> str:
 
 
 def call_into(package: str, error: BaseException) -> str:
-    """The function of a package of torch's that the user's code called where an error arose; "" if none."""
+    """Return the function of a package of torch from which an error reached the user's code; "" if none."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [number for number, f in enumerate(frames, 1) if is_users(f.filename, f.name)]
     inside = [
@@ -74,7 +74,7 @@ def call_into(package: str, error: BaseException) -> str:
 
 
 def user_traceback(error: BaseException) -> TracebackType | None:
-    """An error's traceback through the user's code alone; the whole of another's that came through none."""
+    """Return an error's traceback through the user's code alone; the whole if it came through none."""
     found, at = [], error.__traceback__
     while at is not None:
         if is_users(at.tb_frame.f_code.co_filename, at.tb_frame.f_code.co_name):
@@ -87,7 +87,7 @@ def user_traceback(error: BaseException) -> TracebackType | None:
 
 
 def is_users(file: str, name: str = "") -> bool:
-    """Whether code is neither torch's, nor ours, nor Python's own, nor generated, nor Cython's."""
+    """Return whether code is the user's: not torch's, fnshard's, Python's or Cython's, and not generated."""
     return (
         not file.startswith((*_GENERATED, *_LIBRARIES))
         and (file, name) != ("<string>", "<lambda>")  # of make_fx, around what it traces

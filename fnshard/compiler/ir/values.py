@@ -1,9 +1,9 @@
-"""Values: the names of what a program's segments and a schedule's instructions read and write.
+"""Names of the values that a program's segments and a schedule's instructions read and write.
 
-A name is a `str`, so that it prints, hashes and is looked up as one, and knows its parts. A schedule prints
-`s:path` for a stored shard, `r:bucket#0` for the reduced gradients of micro-batch 0, `h:s:path` for a copy of
-the former on the host: only this module puts such texts together or takes them apart. It stands beneath
-`schedule` as segments name their inputs by it, too.
+A name is a `str`, so that it prints, hashes and is looked up as one, and it knows its parts. A schedule
+prints `s:path` for a stored shard, `r:bucket#0` for the reduced gradients of micro-batch 0, `h:s:path` for a
+copy of the shard on the host. Only this module puts such texts together or takes them apart. It stands
+beneath `schedule`, since segments name their inputs by it too.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class ValueName(str):
     """A value's name.
 
     Args:
-        kind: what it stands for.
-        path: the leaf's or bucket's, or the value's own name.
-        version: what tells this value from others of the path and micro-batch, as it is printed.
-        micro: the micro-batch that it belongs to; None where there is one, or where it belongs to all.
-        source: of a copy, the name it is a copy of; `path` and `version` are then the source's.
+        kind: the kind of value that it stands for.
+        path: the path of a leaf or bucket, or the value's own name.
+        version: a suffix that tells this value from others of the path and micro-batch.
+        micro: the micro-batch that it belongs to; None if there is only one, or if it belongs to all.
+        source: for a copy, the name of the original; `path` is then the original's.
 
     >>> ValueName(Kind.GRADIENT, "w", "@3", micro=1)
     'g:w#1@3'
@@ -74,38 +74,40 @@ class ValueName(str):
 
     @property
     def original(self) -> ValueName:
-        """Return what this is a copy of, or the name itself."""
+        """Return the name of the original that this is a copy of, or the name itself."""
         return self if self.source is None else self.source
 
     @property
     def is_state(self) -> bool:
-        """Whether it is a stored shard or optimizer state, where that rests."""
+        """Return whether it is a stored shard or optimizer state, and no copy of it."""
         return self.kind in (Kind.STORED, Kind.SLOTS)
 
     @property
     def is_pooled(self) -> bool:
-        """Whether it lies in a buffer of the host's pool, which the next transfer fills once it is freed: all
-        copies on the host but master parameters, which are the slot's own memory."""
+        """Return whether it lies in a buffer of the host's pool, which transfers fill again when it is free.
+
+        All copies on the host do, except master parameters, which are the slot's own memory.
+        """
         return self.kind is Kind.HOST and self.source.kind is not Kind.STORED
 
     @property
     def leaf(self) -> str:
-        """The path of the leaf that this is a shard, the slots, a whole value or a gradient of, or ""."""
+        """The path of the leaf whose shard, slots, whole value or gradient this is, or ""."""
         return self.path if self.original.kind in _OF_LEAVES else ""
 
     def of(self, micro: int | None, version: str = "") -> ValueName:
-        """The name of the same thing in a micro-batch, or in another version."""
+        """Return the name of the same thing in a micro-batch, or in another version."""
         return ValueName(self.kind, self.path, version, micro=micro)
 
     def on_host(self) -> ValueName:
         return ValueName(Kind.HOST, self.path, source=self)
 
     def loaded(self, number: int) -> ValueName:
-        """A copy of it, or of what it is itself a copy of, on the device."""
+        """Return the name of a copy on the device, of this or of the original that it is a copy of."""
         return ValueName(Kind.LOADED, self.path, f"#{number}", source=self.original)
 
     def is_copy(self, kind: Kind, *of: Kind) -> bool:
-        """Whether it is a HOST or LOADED copy of one of the kinds."""
+        """Return whether it is a HOST or LOADED copy of one of the kinds."""
         return self.kind is kind and self.source.kind in of
 
 
@@ -120,10 +122,10 @@ CONTROL_ON_STREAM = CONTROL.of(None, " on a stream")  # next to the control that
 
 
 def stored(paths: Iterable[str]) -> tuple[ValueName, ...]:
-    """The stored shards of leaves."""
+    """Return the names of the stored shards of leaves."""
     return tuple([ValueName(Kind.STORED, p) for p in paths])
 
 
 def slots(paths: Iterable[str]) -> tuple[ValueName, ...]:
-    """The optimizer state of leaves."""
+    """Return the names of the optimizer state of leaves."""
     return tuple([ValueName(Kind.SLOTS, p) for p in paths])

@@ -1,12 +1,12 @@
 """Rules of attention: along rows and heads, and over a sequence that is split.
 
 Ring attention (Liu, Zaharia & Abbeel 2023): blocks of keys and values go round the ranks. Each rank keeps its
-queries; in each turn it has one other rank's keys and values and sends its own to another: one `permute` a
-turn, issued before the product of the turn before. Of keys and values only a rank's own are kept for the
-backward, where they go round again (`schedule.passes.regather`); the gradients of a block go back to its rank
-by the permutes' duals. Masks are whole along the keys. With a causal mask the blocks after a rank's own are
-computed and count for nothing, on every rank alike: the last rank needs all of them, so that it takes no
-longer; a zigzag order of the sequence would halve it.
+queries. In each turn it has one other rank's keys and values and sends its own to another: one `permute` a
+turn, issued before the product of the turn before. For the backward a rank keeps only its own keys and
+values, which go round again then (`schedule.passes.regather`); the gradients of a block go back to its rank
+by the permutes' duals. Masks are whole along the keys. With a causal mask, blocks after a rank's own are
+computed and count for nothing, on every rank alike. That takes no longer, since the last rank needs all
+blocks; a zigzag order of the sequence would halve the time.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ aten, own = torch.ops.aten, torch.ops.fnshard
 
 @rule(aten.scaled_dot_product_attention.default, own.attention.default)
 def _attention(call: Call) -> Iterator[OpStrategy]:
-    """Along the batch and the heads; of keys and values that are fewer, each rank takes those it needs.
+    """Split along batch and heads; of fewer heads of keys and values each rank takes those that it needs.
 
-    Without a causal mask along the queries too. Over a sequence that is split, as the step says.
+    Without a causal mask queries may be split too. Over a split sequence it runs as `context_attention` says.
     """
     at = call.current[0]
     if call.axis.attention == "auto" or not isinstance(at, Split) or at.dim != call.tensors[0].dim() - 2:
         yield from _any_attention(call)
     else:
-        yield from {"ulysses": _ulysses, "gather": _gathered, "ring": _ring}[call.axis.attention](call)
+        yield from {"ulysses": _ulysses, "gather": _gather, "ring": _ring}[call.axis.attention](call)
 
 
 def _any_attention(call: Call) -> Iterator[OpStrategy]:
@@ -48,9 +48,8 @@ def _any_attention(call: Call) -> Iterator[OpStrategy]:
     scores, rank = (*query.shape[:-1], key.shape[-2]), query.dim()
     draws = call.target is own.attention.default
     splits = call.splits(query.shape, range(rank - 1), more=() if draws else (call.axis.later,))
-    for split in sorted(
-        splits, key=lambda split: split.dim != rank - 3
-    ):  # heads first, as products have them
+    # Heads come first, as the products before have them.
+    for split in sorted(splits, key=lambda split: split.dim != rank - 3):
         if draws and split.outer > 1:
             continue
         rest = tuple(broadcast(t.shape, scores, split) for t in call.tensors[3:])
@@ -60,7 +59,7 @@ def _any_attention(call: Call) -> Iterator[OpStrategy]:
                 yield OpStrategy((split, REPLICATED, REPLICATED, *rest), split, run=here)
         elif divides(key.shape, split, call.ranks) or query.shape[split.dim] == key.shape[split.dim]:
             yield OpStrategy((split, split, split, *rest), split, run=here)
-        elif split.dim == rank - 3 and (take := _heads_taken(call, split)):
+        elif split.dim == rank - 3 and (take := _take_heads(call, split)):
             yield OpStrategy(
                 (split, REPLICATED, REPLICATED, *rest),
                 split,
@@ -70,12 +69,12 @@ def _any_attention(call: Call) -> Iterator[OpStrategy]:
 
 @rule(own.document_attention.default)
 def _documents(call: Call) -> Iterator[OpStrategy]:
-    """Along the rows and heads; along the queries, too, where their sequence is split, of whole keys."""
+    """Split along rows and heads, or queries of a split sequence, with whole keys."""
     query, key = call.tensors[:2]
     at, whole = call.current[0], (REPLICATED,) * (len(call.tensors) - 4)
     along, how = isinstance(at, Split) and at.dim == 2, call.axis.attention
     if along and how == "ring":
-        raise _refused(call, "it is of documents or a window", "'auto', 'ulysses' or 'gather'.")
+        raise _make_error(call, "it is of documents or a window", "'auto', 'ulysses' or 'gather'.")
     for split in call.splits(query.shape, (2,), even=True) if along and how != "ulysses" else ():
         if split.outer == 1:
             yield OpStrategy((split, *[REPLICATED] * 3, *whole), split, run=partial(_rows_of_documents, call))
@@ -83,11 +82,11 @@ def _documents(call: Call) -> Iterator[OpStrategy]:
         documents = split if split.dim == 0 else REPLICATED
         if divides(key.shape, split, call.ranks) or query.shape[split.dim] == key.shape[split.dim]:
             yield OpStrategy((split, split, split, documents, *whole), split)
-        elif split.dim == 1 and (take := _heads_taken(call, split)):
+        elif split.dim == 1 and (take := _take_heads(call, split)):
             inputs = (split, REPLICATED, REPLICATED, documents, *whole)
             yield OpStrategy(inputs, split, run=partial(_shared_attention, call, take, None))
     if along and how == "ulysses" and query.shape[1] % call.ranks:
-        raise _refused(call, f"its {query.shape[1]} heads cannot be split", "'gather' or 'auto'.")
+        raise _make_error(call, f"its {query.shape[1]} heads cannot be split", "'gather' or 'auto'.")
 
 
 def _rows_of_documents(call: Call, index: Tensor, *tensors: Tensor) -> Any:
@@ -95,8 +94,11 @@ def _rows_of_documents(call: Call, index: Tensor, *tensors: Tensor) -> Any:
     return call.on(tensors[:4], offset=offset if call["offset"] is None else tensors[4] + offset)
 
 
-def _heads_taken(call: Call, split: Split) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """The heads of keys or values that a rank's queries share."""
+def _take_heads(call: Call, split: Split) -> Callable[[Tensor, Tensor], Tensor] | None:
+    """Return a function that takes the heads of keys or values which a rank's queries share.
+
+    None if the heads cannot be split evenly.
+    """
     dim, outer = split.dim, split.outer
     heads, shared = call.tensors[0].shape[dim], call.tensors[1].shape[dim]
     here, group = heads // outer // call.ranks, heads // shared
@@ -118,7 +120,7 @@ def _shared_attention(
 
 
 def _drawn_attention(call: Call, split: Split, index: Tensor, *tensors: Tensor, **changes: Any) -> Tensor:
-    """Attend with the dropout of whole scores."""
+    """Attend with the dropout that whole scores would have."""
     *tensors, key = tensors
     scores = (*call.tensors[0].shape[:-1], call.tensors[1].shape[-2])
     key = key_at(key, first_drawn(call, index, split, scores))
@@ -126,15 +128,17 @@ def _drawn_attention(call: Call, split: Split, index: Tensor, *tensors: Tensor, 
 
 
 def _ulysses(call: Call) -> Iterator[OpStrategy]:
-    """Along the heads."""
+    """Split along the heads (DeepSpeed Ulysses, Jacobs et al. 2023)."""
     heads = call.tensors[0].dim() - 3
     strategies = [strategy for strategy in _any_attention(call) if strategy.output.dim == heads]
     if not strategies:
-        raise _refused(call, f"its {call.shape[heads]} heads cannot be split", "'ring', 'gather' or 'auto'.")
+        raise _make_error(
+            call, f"its {call.shape[heads]} heads cannot be split", "'ring', 'gather' or 'auto'."
+        )
     yield from strategies
 
 
-def _refused(call: Call, why: str, fix: str) -> TraceError:
+def _make_error(call: Call, why: str, fix: str) -> TraceError:
     how = f"context_attention={call.axis.attention!r} over {call.axis.name!r}, {call.ranks} ranks"
     error = TraceError(
         f"{how}: an attention cannot run so.", [why + (call.place and f", at {call.place}")], fix
@@ -144,14 +148,14 @@ def _refused(call: Call, why: str, fix: str) -> TraceError:
 
 
 def _along_queries(call: Call) -> tuple[Split, list[Any]]:
-    """A split of the queries' sequence, and what masks (and keys of random numbers) then are."""
+    """Return a split of the queries' sequence, and the placements of masks and random keys under it."""
     query, key = call.tensors[:2]
     split, scores = Split(query.dim() - 2), (*query.shape[:-1], key.shape[-2])
     return split, [broadcast(t.shape, scores, split) for t in call.tensors[3:]]
 
 
-def _gathered(call: Call) -> Iterator[OpStrategy]:
-    """Along the queries; keys and values are whole."""
+def _gather(call: Call) -> Iterator[OpStrategy]:
+    """Split along the queries; keys and values are whole."""
     split, rest = _along_queries(call)
     draws = call.target is own.attention.default
     here = partial(_drawn_attention, call, split) if draws else None
@@ -160,7 +164,7 @@ def _gathered(call: Call) -> Iterator[OpStrategy]:
 
 
 def _causal_rows(call: Call, split: Split, index: Tensor, *tensors: Tensor) -> Tensor:
-    """The rows of a causal mask that are a rank's."""
+    """Attend with a rank's rows of the causal mask."""
     rows, columns = call.part(call.tensors[0].shape, split), call.tensors[1].shape[-2]
     at = torch.arange(rows, device=index.device) + index * rows
     seen = at.unsqueeze(1) >= torch.arange(columns, device=index.device)
@@ -170,16 +174,16 @@ def _causal_rows(call: Call, split: Split, index: Tensor, *tensors: Tensor) -> T
 
 
 def _ring(call: Call) -> Iterator[OpStrategy]:
-    """Along the queries, and the keys."""
+    """Split along the queries and the keys."""
     if why := problem(call):
-        raise _refused(call, why, "'auto', 'ulysses' or 'gather'.")
+        raise _make_error(call, why, "'auto', 'ulysses' or 'gather'.")
     split, rest = _along_queries(call)
     yield OpStrategy((split, split, split, *rest), split, run=partial(ring, call))
 
 
 @rule(own.attention_turn.default)
 def _attention_turn(call: Call) -> Iterator[OpStrategy]:
-    """Along the batch and the heads, as attention."""
+    """Split along batch and heads, as attention is."""
     query, block = call.tensors[:2]
     scores, rank = (*query.shape[:-1], block.shape[-2]), query.dim()
     for split in call.splits(query.shape, range(rank - 2), even=True):
@@ -188,7 +192,7 @@ def _attention_turn(call: Call) -> Iterator[OpStrategy]:
         more = (*carry, REPLICATED, *mask)
         if divides(block.shape, split, call.ranks):
             yield OpStrategy((split, split, *more), split)
-        elif split.dim == rank - 3 and (take := _heads_taken(call, split)):
+        elif split.dim == rank - 3 and (take := _take_heads(call, split)):
             yield OpStrategy((split, REPLICATED, *more), split, run=partial(_shared_block, call, take))
 
 
@@ -197,13 +201,13 @@ def _shared_block(call: Call, take: Any, index: Tensor, query: Tensor, block: Te
 
 
 @rule(own.attention_merged.default)
-def _attention_merged(call: Call) -> Iterator[OpStrategy]:
+def _merge_attention(call: Call) -> Iterator[OpStrategy]:
     for split in call.splits(call.shape, range(len(call.shape) - 1)):
         yield OpStrategy((split, split), split)
 
 
 def ring(call: Call, index: Tensor, query: Tensor, key: Tensor, value: Tensor, *mask: Tensor) -> Tensor:
-    """This rank's part of an attention, of its queries, keys and values."""
+    """Compute this rank's part of an attention from its queries, keys and values."""
     dtype, ranks, carry = call.value.dtype, call.ranks, []
     query, key, value = (t.to(dtype) for t in (query, key, value))
     scale = query.shape[-1] ** -0.5 if call["scale"] is None else call["scale"]
@@ -212,15 +216,15 @@ def ring(call: Call, index: Tensor, query: Tensor, key: Tensor, value: Tensor, *
     for turn in range(1, ranks + 1):
         following = EXCHANGE(sent, "permute", call.axis.name, turn, ranks) if turn < ranks else None
         carry = own.attention_turn(query, block, carry, source, seen, ranks, call["is_causal"], scale)
-        # Handed on as a value, so that the turns are one kernel.
+        # The source is handed on as a value, so that all turns are one kernel.
         block, source = following, OUTGOING(source - 1)
     return own.attention_merged(carry[0], carry[1], dtype)
 
 
 def _over_blocks(call: Call, mask: Tensor | None) -> Tensor | None:
-    """A mask over the keys of all blocks; those that pad the last ones are not seen.
+    """Return a mask over the keys of all blocks, which hides the padding of the last ones.
 
-    With a causal mask they come after all queries.
+    A causal mask hides it already: it comes after all queries.
     """
     key = call.tensors[1]
     keys, part = key.shape[-2], call.part(key.shape, Split(key.dim() - 2))
@@ -234,7 +238,7 @@ def _over_blocks(call: Call, mask: Tensor | None) -> Tensor | None:
 
 
 def problem(call: Call) -> str:
-    """Why a call cannot go round; "" if it can."""
+    """Return why a call cannot run as a ring; "" if it can."""
     query, key, *rest = call.tensors
     split = Split(query.dim() - 2)
     if call.target is not aten.scaled_dot_product_attention.default or call["dropout_p"]:

@@ -1,8 +1,8 @@
-"""Check: a placed program against its types. What is found here would train, and train wrong.
+"""Check a placed program against its types. A fault that is found here would train, and train wrong.
 
-The walk of `place` writes down what each value is and how each op runs; this reads the graph that came of it,
-and derives the types again: which strategy of its rule an op has taken, what it reads, which
-exchange stands between two placements, and how large each rank's part is.
+The walk of `place` writes down the placement of each value and the strategy of each op. This module reads the
+graph that came of it, and derives the types again: whether an op's rule has its strategy, what the op reads,
+which exchange stands between two placements, and how large each rank's part is.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fnshard.compiler.place.rules import rule_of
 from fnshard.compiler.place.strategies import Call, OpStrategy
 from fnshard.errors import ScheduleError
 
-# The exchange from one placement to another; None: each rank slices what it has.
+# The exchange from one placement to another; None where each rank slices what it has.
 EXCHANGES: dict[tuple[type, type], str | None] = {
     (Replicated, Split): None,
     (Split, Replicated): "all_gather",
@@ -40,11 +40,15 @@ EXCHANGES: dict[tuple[type, type], str | None] = {
 
 @dataclass(frozen=True)
 class Record:
-    """A record of what a walk did along an axis of `ranks`, of which `index` is this rank's.
+    """A record of what a walk did along an axis.
 
-    `values`: of each node its placement and the whole (fake) value. `calls`: each op with its strategy, what
-    it reads and its node. `conversions`: node, result, and both placements. `results`: of each output whether
-    ranks sum it, its value's node, the node that is returned and what that is to be.
+    Args:
+        axis, ranks: the name of the axis, and how many ranks it has.
+        index: the node of this rank's index along it.
+        values: the placement and the whole (fake) value of each node.
+        calls: each op with its strategy, the nodes that it reads and its own node.
+        conversions: node, result, and both placements.
+        results: for each output whether ranks sum it, its value's node, the returned node and its placement.
     """
 
     axis: str
@@ -56,17 +60,17 @@ class Record:
     results: list[tuple[bool, fx.Node, fx.Node, Placement]] = field(default_factory=list)
 
     def check(self, graph: fx.Graph, run: Callable[[], None]) -> None:
-        """Raise with everything that does not fit.
+        """Raise one error with everything that does not fit.
 
         Args:
             run: propagates the graph's (fake) values.
 
         Raises:
-            ScheduleError: a bug in a rule, in the walk, or in a rewrite after it.
+            ScheduleError: there is a bug in a rule, in the walk, or in a rewrite after it.
         """
         here = set(graph.nodes)
         returned = list(graph.output_node().args[0])
-        problems = [*self._reads(here), *self._exchanges(here), *self._returned(returned)]
+        problems = [*self._reads(here), *self._exchanges(here), *self._results(returned)]
         if not problems:
             try:
                 run()
@@ -80,7 +84,7 @@ class Record:
             )
 
     def _reads(self, here: set[fx.Node]) -> Iterator[str]:
-        """An op reads what its strategy says, and its rule has that strategy."""
+        """Yield ops that read something else than their strategy says, or whose rule lacks that strategy."""
         for call, strategy, reads, node in self.calls:
             if node not in here:
                 continue
@@ -105,7 +109,7 @@ class Record:
         )
 
     def _exchanges(self, here: set[fx.Node]) -> Iterator[str]:
-        """Between two placements stands their exchange, over this axis, and no other."""
+        """Yield conversions without their one exchange over this axis, or with another."""
         for source, result, now, to in self.conversions:
             if result not in here:
                 continue
@@ -120,7 +124,7 @@ class Record:
                 yield f"{result}: every rank takes the same part of {source}"
 
     def _shapes(self, here: set[fx.Node]) -> Iterator[str]:
-        """Each rank's part is as large as its placement says."""
+        """Yield nodes whose parts are not as large as their placement says."""
         for node, (placement, whole) in self.values.items():
             if node not in here:
                 continue
@@ -130,8 +134,8 @@ class Record:
                     found, full_shape = list(value.shape), list(full.shape)
                     yield f"{node}: {placement} of {full_shape} is {list(expected)}, not {found}"
 
-    def _returned(self, outputs: Sequence[fx.Node]) -> Iterator[str]:
-        """Results are whole, or parts that count for as many as there are ranks; or as a leaf is."""
+    def _results(self, outputs: Sequence[fx.Node]) -> Iterator[str]:
+        """Yield results that are not whole, not parts times the number of ranks, and not as their leaf."""
         for (summed, source, result, due), returned in zip(self.results, outputs, strict=True):
             placement = self.values[source][0]
             if result is not returned:
@@ -144,7 +148,7 @@ class Record:
 
 
 def _behind(source: fx.Node, result: fx.Node) -> list[fx.Node]:
-    """Return what lies between a value and what was made of it, and what else that reads."""
+    """Return the nodes between a value and a result that was made of it, and all else that these read."""
     seen, stack, found = {source}, [result], []
     while stack:
         node = stack.pop()

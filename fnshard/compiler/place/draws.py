@@ -1,4 +1,4 @@
-"""Rules of random ops: a rank draws for each element what one device draws for it, whatever the mesh."""
+"""Rules of random ops: a rank draws the same number for an element as a single device does, on any mesh."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ own = torch.ops.fnshard
 
 
 def strides_of(call: Call, shape: Sequence[int]) -> list[int]:
-    """How far apart the elements of a drawn tensor are in the one that is drawn on one device."""
+    """Return how far apart elements are in the tensor that a single device draws."""
     return call["strides"] or [math.prod(shape[d + 1 :]) for d in range(len(shape))]
 
 
 def first_drawn(call: Call, index: Tensor, split: Split, shape: Sequence[int]) -> Tensor:
-    """The number of a rank's first element, of a drawn tensor of this shape."""
+    """Return the number of a rank's first element in a drawn tensor of this shape."""
     return index * (call.part(shape, split) * strides_of(call, shape)[split.dim])
 
 
 @rule(own.dropout.default)
 def _dropout(call: Call) -> Iterator[OpStrategy]:
-    """Blocks that are not contiguous are drawn as one dim more."""
+    """Split along any dim; blocks that are not contiguous are drawn with one more dim."""
     shape = call.shape
     strides = strides_of(call, shape)
     for split in call.splits(shape):
@@ -44,7 +44,7 @@ def _dropout(call: Call) -> Iterator[OpStrategy]:
 
 @rule(own.feature_dropout.default, own.alpha_dropout.default)
 def _features(call: Call) -> Iterator[OpStrategy]:
-    """One number a feature, or an element: along dims that share it the same on all ranks."""
+    """Split ops that draw a number for each feature, or element; dims that share it see it on all ranks."""
     features = call.arguments.get("features", True)
     drawn = [*call.shape[:2], *[1] * (len(call.shape) - 2)] if features else call.shape
     for split in call.splits(call.shape):

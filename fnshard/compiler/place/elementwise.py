@@ -1,4 +1,4 @@
-"""Rules of ops of each element by itself, and of those that only ask for a shape."""
+"""Rules of ops that work element by element, and of those that only read a shape."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from fnshard.optim.fused import DECOMPOSITIONS
 
 aten, own = torch.ops.aten, torch.ops.fnshard
 
-# Which of its tensors are parts of a sum (x) where the result is: the op is linear in these together.
+# For each op the tensors that may be parts of a sum (x), so that the result is one: it is
+# linear in them together.
 _LINEAR = {
     **dict.fromkeys(
         (
@@ -36,7 +37,10 @@ _CASTS = {aten.to.dtype, aten._to_copy.default, aten.to.dtype_layout, aten.to.de
 
 
 def elementwise(call: Call) -> Iterator[OpStrategy]:
-    """Split like the result, where a tensor is not broadcast along the dim; sums pass what is linear."""
+    """Split tensors like the result, unless they are broadcast along the dim.
+
+    Linear ops pass parts of sums.
+    """
     for split in call.splits(call.shape):
         yield OpStrategy(tuple(broadcast(t.shape, call.shape, split) for t in call.tensors), split)
     patterns = _LINEAR.get(call.target, ())
@@ -46,11 +50,11 @@ def elementwise(call: Call) -> Iterator[OpStrategy]:
         if len(pattern) == len(call.tensors) and call.value.dtype != torch.bool:
             yield OpStrategy(tuple(PARTIAL if c == "x" else REPLICATED for c in pattern), PARTIAL)
     if "xx" in patterns and len(call.tensors) == 2:
-        yield from _bias_added(call)
+        yield from _add_bias(call)
 
 
-def _bias_added(call: Call) -> Iterator[OpStrategy]:
-    """What is broadcast to parts of a sum, as a bias is, is added to the first rank's part."""
+def _add_bias(call: Call) -> Iterator[OpStrategy]:
+    """Add a tensor that is broadcast to parts of a sum, as a bias is, to the first rank's part alone."""
     for number, bias in enumerate(call.tensors):
         if bias.numel() < call.value.numel() and call.tensors[1 - number].shape == call.value.shape:
             inputs = [PARTIAL, PARTIAL]
@@ -78,8 +82,8 @@ rule(
 @rule(
     aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default,
 )  # fmt: skip
-def _filled_like(call: Call) -> Iterator[OpStrategy]:
-    """The shape alone is looked at: of a split tensor the result is split."""
+def _fill_like(call: Call) -> Iterator[OpStrategy]:
+    """Split the result like the tensor, of which only the shape is read."""
     now = call.current[0]
     yield OpStrategy((now,), now if isinstance(now, Split) else REPLICATED)
 
@@ -87,14 +91,14 @@ def _filled_like(call: Call) -> Iterator[OpStrategy]:
 @rule(
     aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default,
 )  # fmt: skip
-def _filled(call: Call) -> Iterator[OpStrategy]:
-    """Nothing but the dtype is looked at."""
+def _fill(call: Call) -> Iterator[OpStrategy]:
+    """Take a tensor of any placement, of which only the dtype is read."""
     yield OpStrategy(call.current, REPLICATED)
 
 
 @rule(aten.bucketize.Tensor, aten.searchsorted.Tensor)
 def _bucketize(call: Call) -> Iterator[OpStrategy]:
-    """Along the numbers that are looked up, where all have the same boundaries."""
+    """Split along the numbers that are looked up, if all have the same boundaries."""
     names = [n for n, v in call.arguments.items() if isinstance(v, torch.Tensor)]
     values = names.index("self") if call["self"].shape == call.shape else None
     if values is None or any(t.dim() > 1 for n, t in zip(names, call.tensors, strict=True) if n != "self"):

@@ -1,8 +1,8 @@
-"""Expand: ops whose split arguments no rule takes, by their definitions in smaller ops, which rules do take.
+"""Expand ops whose split arguments no rule takes into smaller ops, which have rules.
 
-So a softmax or a norm over a split dim, and a cross-entropy over a split vocabulary, become a few
-reductions whose parts are summed: what Megatron-LM writes by hand (Shoeybi et al. 2019). A composite op
-without a rule is expanded by torch's own definition.
+So a softmax or a norm over a split dim, and a cross-entropy over a split vocabulary, become a few reductions
+whose parts are summed, as Megatron-LM writes them by hand (Shoeybi et al. 2019). A composite op without a
+rule is expanded by torch's own definition.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ EXPANSIONS: dict[Any, Callable[..., Any]] = {}
 
 
 def expansion(*targets: Any) -> Callable[[Callable], Callable]:
-    """The definition of these ops: it takes the call and what the op takes; None where it does not hold."""
+    """Register a function as the definition of these ops.
+
+    It takes the call and the op's arguments, and returns None if it does not hold for them.
+    """
 
     def add(definition: Callable[..., Any]) -> Callable[..., Any]:
         EXPANSIONS.update(dict.fromkeys(targets, definition))
@@ -38,18 +41,18 @@ def expansion(*targets: Any) -> Callable[[Callable], Callable]:
     return add
 
 
-def expanded(call: Call, autocast: bool) -> fx.Graph | None:
-    """Return what a call of an op does, in smaller ops, as a graph of its tensors; None where that is not
-    known.
+def expand_call(call: Call, autocast: bool) -> fx.Graph | None:
+    """Return a call in smaller ops, as a graph of its tensors; None if there is no definition.
 
     Args:
-        autocast: the call's mode is not the graph's, whose tensors are cast to the dtype of the result.
+        autocast: whether the call runs under autocast. The graph does not, and casts its tensors to the dtype
+            of the result instead.
     """
     known = call.target in EXPANSIONS
     if not known and call.target in RULES:
         return None
     definition = partial(EXPANSIONS[call.target], call) if known else call.target.decompose
-    args, kwargs = call.rebuilt({})
+    args, kwargs = call.rebuild({})
     if definition(*args, **kwargs) in (None, NotImplemented):
         return None
     results = call.value if is_list(call.value) else [call.value]
@@ -60,19 +63,11 @@ def expanded(call: Call, autocast: bool) -> fx.Graph | None:
         take = lambda value: next(feed) if isinstance(value, Tensor) else value  # noqa: E731
         return definition(*map_aggregate(args, take), **map_aggregate(kwargs, take))
 
-    # Composite ops are seen before dispatch, and taken apart after it.
-    graph = make_fx(of_tensors, {}, tracing_mode="fake", pre_dispatch=known)(*_apart(call.tensors)).graph
-    return _if_pure(graph)
-
-
-def _apart(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors of their own: make_fx takes one that comes twice for one input, and calls that share a graph
-    give one and the same."""
-    return [t.detach().requires_grad_(t.requires_grad) for t in tensors]
-
-
-def _if_pure(graph: fx.Graph) -> fx.Graph | None:
-    """The graph, if all of it are ops of tensors, that give some, and write to none."""
+    # make_fx takes a tensor that comes twice for one input, so that each gets a tensor of its own.
+    inputs = [t.detach().requires_grad_(t.requires_grad) for t in call.tensors]
+    # A trace before dispatch sees composite ops as they are, and one after it takes them apart.
+    graph = make_fx(of_tensors, {}, tracing_mode="fake", pre_dispatch=known)(*inputs).graph
+    # The walk can place nothing but ops from tensors to tensors that write to none.
     graph.eliminate_dead_code()
     for node in graph.nodes:
         lost = node.op == "call_function" and node.meta.get("val") is None
@@ -88,7 +83,9 @@ def _linear(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None = None) -
 
 
 @expansion(aten.addmm.default, aten.baddbmm.default, aten.addmv.default)
-def _added(call: Call, bias: Tensor, one: Tensor, other: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
+def _add_product(
+    call: Call, bias: Tensor, one: Tensor, other: Tensor, *, beta: Any = 1, alpha: Any = 1
+) -> Tensor:
     product = one @ other
     return (bias if beta == 1 else beta * bias) + (product if alpha == 1 else alpha * product)
 
@@ -103,7 +100,10 @@ def _conv(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None = None, *mo
 # ------------------------------------------------------------------ parts
 @expansion(aten.split_with_sizes.default, aten.split.sizes)
 def _pieces(call: Call, x: Tensor, sizes: Sequence[int], dim: int = 0) -> list[Tensor]:
-    """Split matrices that lie side by side, several in one piece, as queries and then keys and values."""
+    """Split matrices that lie side by side.
+
+    A piece may hold several matrices: one the queries, and another keys and values.
+    """
     ends = list(itertools.accumulate(sizes))
     return [aten.slice(x, dim, end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
@@ -123,7 +123,7 @@ def _amax(call: Call | None, x: Tensor, dim: Any = None, keepdim: bool = False) 
 
 
 def _largest(x: Tensor, dims: Sequence[int], keepdim: bool) -> Tensor:
-    """Equal maxima share the gradient equally, on whichever rank they are."""
+    """Return the maximum; equal ones share its gradient equally, on whichever rank they are."""
     if not x.requires_grad:
         return x.amax(dims, keepdim)
     equal = x.detach() == x.detach().amax(dims, keepdim=True)
@@ -143,7 +143,7 @@ def _all(call: Call, x: Tensor, dim: Any = None, keepdim: bool = False) -> Tenso
 
 @expansion(aten.argmax.default, aten.argmin.default)
 def _argmax(call: Call | None, x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
-    """The first of equal ones."""
+    """Return the index of the largest number, of the first if several are equal."""
     least = call is not None and call.target is aten.argmin.default
     flat, at = (x.detach().reshape(-1), 0) if dim is None else (x.detach(), dim)
     flat = -flat if least else flat
@@ -174,7 +174,7 @@ def _var(call: Call, x: Tensor, dim: Any = None, *more: Any, **named: Any) -> Te
 def _vector_norm(
     call: Call, x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Tensor | None:
-    """The gradient at zero is zero."""
+    """Return a vector norm, whose gradient at zero is zero."""
     if ord not in (1, 2, float("inf")):
         return None
     dims = dims_of(dim, x.dim())
@@ -200,7 +200,7 @@ def _cumsum(call: Call, x: Tensor, dim: int, *, dtype: Any = None) -> Tensor | N
 
 # ------------------------------------------------------------------ softmax and norms
 def _wide(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """In fp32 at least."""
+    """Cast to `dtype`, and to fp32 if it is narrower."""
     x = x if dtype is None else x.to(dtype)
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
@@ -258,19 +258,19 @@ def _cross_entropy(
         return None
     wide, dim = _wide(x), min(x.dim() - 1, 1)
     sums = _logsumexp(None, wide, dim)
-    losses = sums - _chosen(wide, target, ignore_index)
+    losses = sums - _choose_targets(wide, target, ignore_index)
     if label_smoothing:
         losses = (1 - label_smoothing) * losses + label_smoothing * (sums - wide.mean(dim))
-    return _counted(losses, target != ignore_index, reduction).to(x.dtype)
+    return _reduce_counted(losses, target != ignore_index, reduction).to(x.dtype)
 
 
-def _chosen(x: Tensor, target: Tensor, ignore: int) -> Tensor:
-    """The target's number of each row; of one that is ignored, any."""
+def _choose_targets(x: Tensor, target: Tensor, ignore: int) -> Tensor:
+    """Return the number of each row's target, and any number for an ignored one."""
     dim = min(x.dim() - 1, 1)
     return x.gather(dim, torch.where(target != ignore, target, 0).unsqueeze(dim)).squeeze(dim)
 
 
-def _counted(losses: Tensor, counted: Tensor, reduction: int) -> Tensor:
+def _reduce_counted(losses: Tensor, counted: Tensor, reduction: int) -> Tensor:
     losses = torch.where(counted, losses, 0.0)
     if reduction == 0:
         return losses
@@ -284,14 +284,14 @@ def _nll_loss(
 ) -> Tensor | None:  # fmt: skip
     if weight is not None:
         return None
-    return _counted(-_chosen(x, target, ignore_index), target != ignore_index, reduction)
+    return _reduce_counted(-_choose_targets(x, target, ignore_index), target != ignore_index, reduction)
 
 
 @expansion(own.token_parts.default)
 def _token_parts(
     call: Call, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, parts: int
 ) -> tuple[Tensor, Tensor] | None:
-    """Make of one part what each rank's part of it has, without all logits at once where these are even."""
+    """Compute one part from the ranks' parts of it, without all logits at once if these are even."""
     if parts != 1:
         return None
     if weight.shape[0] % call.ranks:

@@ -1,10 +1,10 @@
 """Experts: stacks of leaves that a data axis splits while they compute, and the rows that go to them.
 
 Over such an axis ranks have rows of their own, and each has whole experts: `LayoutSpec(compute=P("expert"))`.
-`fn` multiplies rows that are sorted by expert with the stack (`F.grouped_mm`); here each product's rows go to
-the ranks of their experts and back, by all-to-alls of a fixed size (GShard, Lepikhin et al. 2020). What is
-computed of rows alone between two products (a gate, an activation) is computed where they are. Any other use
-of a stack gathers it whole. It runs before `place`, to which the exchanges are ops like others.
+`fn` multiplies rows that are sorted by expert with the stack (`F.grouped_mm`). Here each product's rows go to
+the ranks of their experts and back, by all-to-alls of a fixed size (GShard, Lepikhin et al. 2020). Ops
+between two products that work row by row (a gate, an activation) run where the rows are. Any other use of a
+stack gathers it whole. This rewrite runs before `place`, to which the exchanges are ops like others.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ COPIES = (
 def place_experts(
     program: Program, specs: Mapping[str, LayoutSpec], mesh: Mesh, capacity: float | None
 ) -> Program:
-    """The program of each rank, along every data axis that a spec's `compute` names.
+    """Return the program of each rank, along every data axis that a spec's `compute` names.
 
     Args:
-        capacity: how many rows a rank has room for from each other, as a multiple of an even share; None: of
-            all.
+        capacity: how many rows a rank has room for from each other, as a multiple of an even share; None is
+            room for all.
 
     Raises:
         TraceError: `fn` writes to a stack.
@@ -60,20 +60,22 @@ def place_experts(
             with program.fake_mode, torch.enable_grad():
                 program = _Experts(
                     remove_writes(program), axis, mesh.axis_size(axis), stacks, capacity
-                ).placed()
+                ).place()
     return program
 
 
 # ------------------------------------------------------------------ where rows go
 def departures(ends: Tensor, rows: int, experts: int, ranks: int, room: int) -> tuple[Tensor, ...]:
-    """Return, of rows that are sorted by expert, which fill the room for each rank, how many each expert
-    gets, where each row comes back to, and how many have no room.
+    """Plan where rows go that are sorted by expert.
 
     Args:
-        ends: [experts], where each expert's rows end.
+        ends: [experts], the end of each expert's rows.
+        room: how many rows may go to each rank.
 
     Returns:
-        int64 [ranks * room], [experts], [rows] and 0-d; an index past the end stands for no row.
+        int64 [ranks * room], the row that each place of the message holds; [experts], how many rows each
+        expert gets; [rows], the place that each row comes back from; and 0-d, how many rows have no room. An
+        index past the end stands for no row.
     """
     ends = ends.to(torch.int64)
     starts = torch.cat([ends.new_zeros(1), ends[:-1]])
@@ -91,14 +93,15 @@ def departures(ends: Tensor, rows: int, experts: int, ranks: int, room: int) -> 
 
 
 def arrivals(counts: Tensor, ranks: int, room: int) -> tuple[Tensor, ...]:
-    """Return, of rows as they came, each rank's sorted by expert, their order by expert, back from there, and
-    where each expert's rows end.
+    """Plan how to sort rows that have come, each rank's sorted by expert.
 
     Args:
-        counts: int64 [ranks * experts of this rank], how many came of each rank for each.
+        counts: int64 [ranks * experts of this rank], how many came from each rank for each expert.
+        room: how many rows each rank may send.
 
     Returns:
-        int64 [ranks * room] twice, and [experts of this rank].
+        int64 [ranks * room], the order by expert; [ranks * room], the way back; and [experts of this rank],
+        the end of each expert's rows.
     """
     counts = counts.view(ranks, -1)
     upto, experts, total = counts.cumsum(1), counts.shape[1], ranks * room
@@ -120,7 +123,7 @@ def arrivals(counts: Tensor, ranks: int, room: int) -> tuple[Tensor, ...]:
 # ------------------------------------------------------------------ the program
 @dataclass(frozen=True)
 class _Route:
-    """Where rows go that are sorted by expert: nodes of what `departures` and `arrivals` give."""
+    """A route of rows to their experts and back: nodes with the results of `departures` and `arrivals`."""
 
     rows: int
     room: int
@@ -133,7 +136,7 @@ class _Route:
 
 @dataclass(frozen=True)
 class _Placed:
-    """A value's node. `stack`: it is a rank's experts of the whole stack; `route`: rows where experts are."""
+    """A value's node: `stack`, that it has a rank's experts alone; `route`, that its rows are at theirs."""
 
     node: fx.Node
     stack: bool = False
@@ -158,8 +161,8 @@ class _Experts:
         self.write = Writer(self.axis, self.ranks, device)
         self.graph, self.call = self.write.graph, self.write.call
 
-    def placed(self) -> Program:
-        """Walk over the program, forward."""
+    def place(self) -> Program:
+        """Walk over the program, forward, and return the new one."""
         for node, each in zip(self.program.placeholders, self.program.inputs, strict=True):
             stack = each.kind == "leaf" and each.name in self.stacks
             self.values[node] = _Placed(self.graph.placeholder(node.name), stack)
@@ -176,7 +179,7 @@ class _Experts:
         return replace(self.program, graph=self.graph, outputs=outputs, traced=self.program)
 
     def outputs(self) -> Any:
-        """Results are whole; a new value of a stack is no result that a rank could have."""
+        """Write the outputs. Results are whole, so that no new value of a stack can be among them."""
         old, written = self.program.outputs, self.stacks & self.program.outputs.writes.keys()
         if written:
             raise TraceError(
@@ -219,7 +222,7 @@ class _Experts:
         return _Placed(self.call(node.target, args, kwargs))
 
     def product(self, node: fx.Node, sources: Sequence[_Placed]) -> _Placed | None:
-        """Rows times a stack, where the stack is."""
+        """Multiply rows by a stack, on the ranks of its experts."""
         if node.target not in GROUPED or len(sources) != 3:
             return None
         (a, b, ends), (of_a, of_b, of_ends) = operands_of(node), sources
@@ -233,7 +236,7 @@ class _Experts:
         return _Placed(self.call(node.target, args, kwargs), route=route)
 
     def of_stacks(self, node: fx.Node, sources: Sequence[_Placed]) -> _Placed | None:
-        """Return what is computed of each expert alone: as of a leaf that is split along its first dim."""
+        """Place an op that works expert by expert, as for a leaf that is split along its first dim."""
         if not all(s.stack for s in sources) or not isinstance(node.target, OpOverload):
             return None
         find = rule_of(node.target)
@@ -247,7 +250,7 @@ class _Experts:
         return None
 
     def of_rows(self, node: fx.Node, sources: Sequence[_Placed]) -> _Placed | None:
-        """Return what is computed of each row alone, where the rows are."""
+        """Place an op that works row by row, where the rows are."""
         routes = {s.route for s in sources}
         if len(routes) > 1 or not isinstance(node.target, OpOverload):
             return None
@@ -276,7 +279,7 @@ class _Experts:
 
     # -------------------------------------------------------------- exchanges
     def route(self, ends: fx.Node, rows: int, experts: int, node: fx.Node) -> _Route:
-        """Made once for all products of the same rows."""
+        """Return the route of these rows, which is written once for all products of them."""
         if (ends, rows) not in self.routes:
             ranks, share = self.ranks, -(-rows // self.ranks)
             room = rows if self.capacity is None else min(rows, int(-(-share * self.capacity // 1)))
@@ -285,7 +288,7 @@ class _Experts:
                 ("departures", *shape), lambda e: departures(e, rows, experts, ranks, room),
                 [ends.meta["val"]], [self.whole(ends)],
             )  # fmt: skip
-            come = self.swapped(counts)
+            come = self.swap(counts)
             order, restored, local_ends = self.write.inline(
                 ("arrivals", *shape), lambda c: arrivals(c, ranks, room),
                 [ends.meta["val"].new_empty(experts, dtype=torch.int64)], [come],
@@ -298,28 +301,28 @@ class _Experts:
         return self.routes[ends, rows]
 
     def to_experts(self, rows: fx.Node, route: _Route) -> fx.Node:
-        return self.taken(self.swapped(self.taken(rows, route.sent)), route.order)
+        return self.take(self.swap(self.take(rows, route.sent)), route.order)
 
     def whole(self, node: fx.Node) -> fx.Node:
-        """A value as the traced program has it: rows in this rank's order; of a stack all experts."""
+        """Return a value as the traced program has it: rows in this rank's order, and all experts."""
         value = self.values[node]
         if not value.stack and value.route is None:
             return value.node
         if node not in self.wholes:
             if value.route is not None:
                 dims, route = node.meta["val"].dim(), value.route
-                there = self.taken(value.node, route.restored, dims)
-                made = self.taken(self.swapped(there), route.back, dims)
+                there = self.take(value.node, route.restored, dims)
+                made = self.take(self.swap(there), route.back, dims)
             else:
                 made = self.write.exchange(value.node, "all_gather", 0)
             self.wholes[node] = made
         return self.wholes[node]
 
-    def swapped(self, node: fx.Node) -> fx.Node:
-        """Each rank's share of every rank's rows."""
+    def swap(self, node: fx.Node) -> fx.Node:
+        """Exchange rows: each rank gets its share of every rank's."""
         return self.write.exchange(node, "all_to_all", 0, 0)
 
-    def taken(self, rows: fx.Node, index: fx.Node, dims: int = 2) -> fx.Node:
-        """Rows by their index; zeros for one past the end."""
+    def take(self, rows: fx.Node, index: fx.Node, dims: int = 2) -> fx.Node:
+        """Take rows by their index; one past the end is zeros."""
         more = self.call(aten.constant_pad_nd.default, (rows, [0, 0] * (dims - 1) + [0, 1]))
         return self.call(aten.index_select.default, (more, 0, index))

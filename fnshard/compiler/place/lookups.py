@@ -1,4 +1,4 @@
-"""Rules of what is read or written at indices."""
+"""Rules of ops that read or write at indices."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 from fnshard.compiler.place.placement import PARTIAL, REPLICATED, Split
-from fnshard.compiler.place.strategies import Call, OpStrategy, broadcast, moved, rule
+from fnshard.compiler.place.strategies import Call, OpStrategy, broadcast, move_dims, rule
 
 aten = torch.ops.aten
 
 
 def _of_own_rows(call: Call, dims: Sequence[int], more: int = 0, **changes: Any) -> Iterator[OpStrategy]:
-    """Look up in a dim that is split: each rank finds what it has, and the sum has all.
+    """Look up in a dim that is split: each rank finds entries that it has, and the sum has all.
 
     Args:
-        dims: of the first tensor, each looked up by one of the tensors after it.
-        more: dims of what is found after those of the index.
+        dims: dims of the first tensor, each looked up by one of the tensors after it.
+        more: the number of dims of the result after those of the index.
         changes: arguments of the local call that differ.
     """
     value, others = call.tensors[0], (REPLICATED,) * (len(call.tensors) - 1)
@@ -43,7 +43,7 @@ def _of_own_rows(call: Call, dims: Sequence[int], more: int = 0, **changes: Any)
 
 @rule(aten.embedding.default)
 def _embedding(call: Call) -> Iterator[OpStrategy]:
-    """Split a table by rows: each rank looks up what it has, and the sum has all."""
+    """Split indices, columns, or rows of the table: each rank looks up its rows, and the sum has all."""
     table, indices = call.tensors
     if not call["scale_grad_by_freq"]:
         for split in call.splits(indices.shape):
@@ -78,7 +78,7 @@ def _gather(call: Call) -> Iterator[OpStrategy]:
 def _index_select(call: Call) -> Iterator[OpStrategy]:
     value, index = call.tensors
     dim = call["dim"] % max(value.dim(), 1)
-    yield from moved(call, [None if d == dim else d for d in range(value.dim())], linear=False)
+    yield from move_dims(call, [None if d == dim else d for d in range(value.dim())], linear=False)
     for split in call.splits(index.shape):
         yield OpStrategy((REPLICATED, split), Split(dim, split.outer))
     if index.dim():
@@ -87,7 +87,10 @@ def _index_select(call: Call) -> Iterator[OpStrategy]:
 
 @rule(aten.index.Tensor)
 def _index(call: Call) -> Iterator[OpStrategy]:
-    """Along dims that no index names, and of an index; of a dim that one index names, each rank its rows."""
+    """Split along dims that no index names, along an index, or along a named dim.
+
+    Along a named dim, each rank finds its own rows.
+    """
     value, indices = call["self"], call["indices"]
     named = [d for d, i in enumerate(indices) if i is not None]
     if any(i.dtype in (torch.bool, torch.uint8) for i in indices if i is not None):
@@ -118,7 +121,7 @@ def _index(call: Call) -> Iterator[OpStrategy]:
     aten.scatter.reduce, aten.scatter.value_reduce,
 )  # fmt: skip
 def _scatter(call: Call) -> Iterator[OpStrategy]:
-    """Along dims in which all are of one length."""
+    """Split along dims in which all tensors have the same length."""
     value = call.tensors[0]
     dim = call["dim"] % max(value.dim(), 1)
     same = [d for d in range(value.dim()) if d != dim and len({t.shape[d] for t in call.tensors}) == 1]
@@ -138,7 +141,7 @@ def _index_write(call: Call) -> Iterator[OpStrategy]:
 
 @rule(aten.index_put.default)
 def _index_put(call: Call) -> Iterator[OpStrategy]:
-    """Along the dims after the indices; along those of a mask, too, where one value is written."""
+    """Split along the dims after the indices, or along those of a mask if it writes a single value."""
     value, indices, values = call["self"], call["indices"], call["values"]
     named = [d for d, i in enumerate(indices) if i is not None]
     if named != list(range(len(named))):

@@ -1,8 +1,9 @@
-"""Place: a Program of whole values -> the one that each rank along a mesh axis runs, exchanges included.
+"""Turn a Program of whole values into the one that each rank along a mesh axis runs, exchanges included.
 
-One walk over the program, forward: each value has a placement, each op takes the cheapest of its strategies
-(`rules`), and what it reads is converted where it is otherwise, by an exchange that is one line of the
-schedule. Several axes are placed in turn; to each the exchanges of those before are ops like others.
+One walk over the program, forward: each value has a placement, and each op takes the cheapest of its
+strategies (`rules`). A value that the op needs in another placement is converted, by an exchange that is one
+line of the schedule. Several axes are placed in turn; to each the exchanges of those before are ops like
+others.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from fnshard.compiler.frontend.exchange import CONSTRAIN, EXCHANGE, OUTGOING
 from fnshard.compiler.ir.custom_gradient import CustomGradient
 from fnshard.compiler.ir.program import Input, OpOverload, Program, eliminate_dead_code, propagate
 from fnshard.compiler.place.check import Record
-from fnshard.compiler.place.expand import expanded
+from fnshard.compiler.place.expand import expand_call
 from fnshard.compiler.place.placement import (
     PARTIAL,
     REPLICATED,
@@ -50,7 +51,8 @@ from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh
 
 aten = torch.ops.aten
-NEVER, OF_LEAVES = math.inf, 1e6  # bytes: what cannot be; how much dearer what specs have split is
+NEVER = math.inf  # the bytes of a conversion that is impossible
+OF_LEAVES = 1e6  # the factor by which it is dearer to gather a value that specs have split
 
 
 def place_axes(
@@ -61,8 +63,9 @@ def place_axes(
     sequences: Mapping[str, int],
     attention: ContextAttention = "auto",
 ) -> Program:
-    """The program of each rank, placed over the context axis and every axis that a spec's `compute` names but
-    data axes (`place.experts`).
+    """Return each rank's program, placed over the context axis and all axes that a spec's `compute` names.
+
+    Data axes among these are left out; `place.experts` handles them.
 
     Args:
         sequences: the dim of each batch leaf that the context axis splits.
@@ -89,16 +92,19 @@ def place_axes(
 
 
 def place(program: Program, axis: Axis) -> Program:
-    """The program of each rank along `axis`."""
-    return Placer.of(remove_writes(program), axis).placed()
+    """Return the program of each rank along `axis`."""
+    return Placer.of(remove_writes(program), axis).finish()
 
 
 @dataclass(frozen=True)
 class Value:
-    """A value that is placed: its node, what it is, and the whole (fake) value.
+    """A placed value.
 
-    `node`: a tuple of values where an op's several results are placed each by itself. `of_leaf`: it is made
-    of leaves that specs have split.
+    Args:
+        node: its node in the new graph, or a tuple of values if an op has several results.
+        placement: what each rank has of it.
+        whole: the whole (fake) value.
+        of_leaf: whether it is made of nothing but leaves that specs have split.
     """
 
     node: Any
@@ -109,7 +115,13 @@ class Value:
 
 @dataclass
 class Placer:
-    """The walk over a program without writes: what each of its values is, and the graph that comes of it."""
+    """The walk over a program without writes: the placement of each value, and the graph that it writes.
+
+    Args:
+        values: the placed value of each node of the program.
+        converted: conversions so far; each is made once.
+        gathered: texts of ops that have no rule and take whole values, for one warning.
+    """
 
     program: Program
     axis: Axis
@@ -132,6 +144,7 @@ class Placer:
         return placer
 
     def walk(self) -> None:
+        # Inputs come first: leaves as specs split them, everything else whole.
         inputs = [self.graph.placeholder(node.name) for node in self.program.placeholders]
         self.index = self.write.index = self.graph.placeholder(f"index_{self.axis.name}")
         self.record = Record(self.axis.name, self.axis.ranks, self.index)
@@ -140,6 +153,7 @@ class Placer:
             split = each.kind == "leaf" and isinstance(placement, Split)
             self.values[node] = Value(new, placement, node.meta["val"], split)
             self.record.values[new] = placement, node.meta["val"]
+        # Of a batch that the context axis splits, each rank takes its part of the sequence.
         for node, each in zip(self.program.placeholders, self.program.inputs, strict=True):
             value, to = self.values[node], self.axis.sliced.get(each)
             if to is not None and fits(value.whole.shape, to, self.axis.ranks):
@@ -159,7 +173,7 @@ class Placer:
                 self.values[node] = source.node[number]
             else:
                 new = self.call(operator.getitem, (source.node, number))
-                self.values[node] = self.recorded(new, source.placement, node.meta["val"], source.of_leaf)
+                self.values[node] = self.add_value(new, source.placement, node.meta["val"], source.of_leaf)
         else:
             self.values[node] = self.run(node)
 
@@ -167,7 +181,7 @@ class Placer:
     def run(self, node: fx.Node) -> Value:
         sources = [self.values[n] for n in operands_of(node)]
         is_op = isinstance(node.target, OpOverload)
-        default = Placer.op if is_op and sources else Placer.replicated
+        default = Placer.op if is_op and sources else Placer.take_whole
         return _SPECIAL.get(node.target if is_op else type(node.target), default)(self, node, sources)
 
     def op(self, node: fx.Node, sources: Sequence[Value]) -> Value:
@@ -180,13 +194,14 @@ class Placer:
         strategies = [OpStrategy((REPLICATED,) * len(sources), REPLICATED), *(find(call) if find else ())]
         strategy = min(strategies, key=lambda strategy: self.preference(sources, strategy, value))
         cost = self.wire_bytes(sources, strategy)
-        # What every strategy pays: parts of a sum have to be summed for an op that is not linear.
+        # Every strategy pays for parts of a sum, which have to be summed for an op that is not linear. Where
+        # the best one pays more than that, the op's definition in smaller ops may do with less.
         needed = sum(map(self.least, sources)) if cost >= 1 else 0.0
         if cost > needed:
             cast = "autocast" in self.write.meta
-            body = self.write.once((call.key, cast), lambda: expanded(call, cast))
+            body = self.write.once((call.key, cast), lambda: expand_call(call, cast))
             if body is not None:
-                return self.inlined(node, body)
+                return self.inline(node, body)
         if cost > needed and find is None:
             self.gathered.append(f"{node.target}: {cost / 1e6:.3f} MB")
         reads = [self.convert(s, to) for s, to in zip(sources, strategy.inputs, strict=True)]
@@ -196,16 +211,16 @@ class Placer:
             reads = [r if r.target is OUTGOING else self.call(OUTGOING, (r,)) for r in reads]
             (read,), (source,), (to,) = reads, sources, strategy.inputs
             self.record.values[read] = to, source.whole
-        new = self.called(node, call, strategy, reads)
+        new = self.write_op(node, call, strategy, reads)
         of_leaf = isinstance(strategy.output, Split) and all(s.of_leaf for s in sources)
         if not isinstance(new, list | tuple):
             self.record.calls.append((call, strategy, tuple(reads), new))
-            return self.recorded(new, strategy.output, value, of_leaf)
-        results = [self.recorded(n, strategy.output, v, of_leaf) for n, v in zip(new, value, strict=True)]
+            return self.add_value(new, strategy.output, value, of_leaf)
+        results = [self.add_value(n, strategy.output, v, of_leaf) for n, v in zip(new, value, strict=True)]
         return Value(tuple(results), strategy.output, value, of_leaf)
 
-    def called(self, node: fx.Node, call: Call, strategy: OpStrategy, reads: Sequence[fx.Node]) -> Any:
-        """The op on this rank's parts, or what the strategy runs in its place."""
+    def write_op(self, node: fx.Node, call: Call, strategy: OpStrategy, reads: Sequence[fx.Node]) -> Any:
+        """Write the op on this rank's parts, or the function that the strategy runs in its place."""
         if strategy.run is None:
             return self.call(node.target, *local_arguments(node, call, strategy, reads))
         whole = zip(call.tensors, strategy.inputs, strict=True)
@@ -213,21 +228,21 @@ class Placer:
         key = call.key, strategy.inputs, strategy.output
         return self.write.inline(key, strategy.run, [self.local_index(), *fakes], [self.index, *reads])
 
-    def recorded(self, new: fx.Node, placement: Placement, whole: Any, of_leaf: bool = False) -> Value:
-        """A new value, which `check` will see."""
+    def add_value(self, new: fx.Node, placement: Placement, whole: Any, of_leaf: bool = False) -> Value:
+        """Return a new value, and note it for `check`."""
         self.record.values[new] = placement, whole
         return Value(new, placement, whole, of_leaf)
 
     # -------------------------------------------------------------- special targets
     def outgoing(self, node: fx.Node, sources: Sequence[Value]) -> Value:
-        """For one exchange alone it comes right before it, after what that converts."""
+        """Place the copy of a message: one for a single exchange is written anew, right before that."""
         (value,) = sources
         if [user.target for user in node.users] == [EXCHANGE]:
             return value
-        return self.recorded(self.call(OUTGOING, (value.node,)), value.placement, value.whole, value.of_leaf)
+        return self.add_value(self.call(OUTGOING, (value.node,)), value.placement, value.whole, value.of_leaf)
 
-    def constrained(self, node: fx.Node, sources: Sequence[Value]) -> Value:
-        """Place a value as `fn` says of this axis; leave it as it is where `fn` says nothing.
+    def constrain(self, node: fx.Node, sources: Sequence[Value]) -> Value:
+        """Place a value as `fn` says for this axis, or leave it as it is if `fn` says nothing.
 
         Raises:
             TraceError: the dim cannot be split over the axis.
@@ -236,44 +251,44 @@ class Placer:
         dim = dict(zip(axes, dims, strict=True)).get(self.axis.name)
         if dim is None:
             new = self.call(CONSTRAIN, (value.node, list(axes), list(dims)))
-            return self.recorded(new, value.placement, value.whole, value.of_leaf)
+            return self.add_value(new, value.placement, value.whole, value.of_leaf)
         to = Split(dim) if dim >= 0 else REPLICATED
         shape, axis = value.whole.shape, self.axis
         if isinstance(to, Split) and not fits(shape, to, axis.ranks):
             raise TraceError(
                 f"fs.constrain splits dim {dim} of {list(shape)} over {axis.name!r}, {axis.ranks} ranks.",
-                fix="a dim that has something for every rank.",
+                fix="split a dim of which every rank gets something.",
             )
         new = self.call(CONSTRAIN, (self.convert(value, to), list(axes), list(dims)))  # for the other axes
-        return self.recorded(new, to, value.whole, value.of_leaf)
+        return self.add_value(new, to, value.whole, value.of_leaf)
 
-    def replicated(self, node: fx.Node, sources: Sequence[Value]) -> Value:
-        """An op that takes whole values, or a write that no op without one replaces."""
+    def take_whole(self, node: fx.Node, sources: Sequence[Value]) -> Value:
+        """Place an op that takes whole values, or a write that could not be replaced by an op without one."""
         cost = sum(self.cost(s, REPLICATED) for s in sources)
         if cost > sum(map(self.least, sources)):
             self.gathered.append(f"{node.target}: {cost / 1e6:.3f} MB")
         reads = iter([self.convert(s, REPLICATED) for s in sources])
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: next(reads))
-        return self.recorded(self.call(node.target, args, kwargs), REPLICATED, node.meta["val"])
+        return self.add_value(self.call(node.target, args, kwargs), REPLICATED, node.meta["val"])
 
     def elsewhere(self, node: fx.Node, sources: Sequence[Value]) -> Value:
-        """On whole values, each of which is sent as it lies. Parts of a sum are summed first."""
+        """Place a call that another rank runs on whole values, sent as they lie; parts are summed."""
         reads = [self.convert(s, REPLICATED) if isinstance(s.placement, Partial) else s.node for s in sources]
         to = [each.get(self.axis.name, REPLICATED) for each in node.target.results]
         pairs = zip(node.target.values, to, strict=True)
         target = replace(node.target, values=tuple(local_value(v, p, self.axis.ranks) for v, p in pairs))
         new = self.call(target, tuple(reads))
         results = [
-            self.recorded(self.call(operator.getitem, (new, i)), placement, whole)
+            self.add_value(self.call(operator.getitem, (new, i)), placement, whole)
             for i, (placement, whole) in enumerate(zip(to, node.target.values, strict=True))
         ]
         return Value(tuple(results), REPLICATED, node.target.values)
 
     def on_the_first(self, node: fx.Node, sources: Sequence[Value]) -> Value:
-        """A gradient that `fn` computes by itself, which need not be linear in the one that it is given.
+        """Place values with a gradient of `fn`'s own, which need not be linear in the gradient that it gets.
 
-        The results are a sum of which the first rank alone has a part: it is given their whole gradient, and
-        makes of it the whole gradient of the inputs.
+        The results become a sum to which only the first rank contributes. So that rank is given their whole
+        gradient, and makes the whole gradient of the inputs of it.
         """
         first = self.call(aten.eq.Scalar, (self.index, 0))
         reads = [self.convert(s, REPLICATED) for s in sources]
@@ -286,11 +301,11 @@ class Placer:
         for i, whole in enumerate(node.meta["val"] if many else [node.meta["val"]]):
             value = self.call(operator.getitem, (made, i)) if many else made
             part = self.call(aten.where.ScalarOther, (first, value, 0))
-            results.append(self.recorded(part, PARTIAL, whole))
+            results.append(self.add_value(part, PARTIAL, whole))
         return Value(tuple(results), PARTIAL, node.meta["val"]) if many else results[0]
 
-    def inlined(self, node: fx.Node, body: fx.Graph) -> Value:
-        """Return what an op does in smaller ops, placed in its stead."""
+    def inline(self, node: fx.Node, body: fx.Graph) -> Value:
+        """Place the smaller ops that an op is made of in its stead."""
         outside = dict(zip(body.find_nodes(op="placeholder"), operands_of(node), strict=True))
         self.values |= {inner: self.values[n] for inner, n in outside.items()}
         meta = {k: v for k, v in self.write.meta.items() if k != "autocast"}
@@ -306,8 +321,10 @@ class Placer:
 
     # -------------------------------------------------------------- conversions
     def preference(self, sources: Sequence[Value], strategy: OpStrategy, value: Any) -> tuple[float, int]:
-        """Return what a strategy costs, parts that are then to be summed among it; of equal ones the one that
-        takes what is split as it is."""
+        """Return the order of strategies: bytes on the wire first, then how many split values they convert.
+
+        The bytes include those of the sum that a strategy leaves to its readers.
+        """
         changed = [s.placement for s, to in zip(sources, strategy.inputs, strict=True) if s.placement != to]
         summed = strategy.output == PARTIAL and PARTIAL not in strategy.inputs and isinstance(value, Tensor)
         later = value.numel() * value.element_size() if summed else 0
@@ -317,7 +334,7 @@ class Placer:
         return sum(map(self.cost, sources, strategy.inputs))
 
     def cost(self, value: Value, to: Placement) -> float:
-        """Bytes on the wire, of all ranks' parts."""
+        """Return the bytes on the wire, of all ranks' parts, that a conversion takes."""
         now = value.placement
         scale = OF_LEAVES if value.of_leaf and not self.axis.update else 1.0
         if now == to or (value.node, to) in self.converted:
@@ -332,35 +349,36 @@ class Placer:
                 return 2.0 * size
             return size if self.axis.residual == "split" and now == PARTIAL else NEVER
         if not isinstance(now, Split):
-            return 0.0  # a slice
+            return 0.0  # each rank slices what it has
         if isinstance(to, Split) and now.dim != to.dim and not self.axis.update:
             return size / self.axis.ranks
         return size
 
     def least(self, value: Value) -> float:
-        """Bytes on the wire of a sum's parts, however it is summed."""
+        """Return the bytes on the wire that parts of a sum take at least, however they are summed."""
         if not isinstance(value.placement, Partial):
             return 0.0
         shape = value.whole.shape
         return min(self.cost(value, to) for to in (REPLICATED, *(Split(d) for d in range(len(shape)))))
 
     def keep_sum(self, node: fx.Node, to: Placement) -> None:
-        """What has been summed is a sum to all that read it from here on."""
+        """Keep a sum that an op needs summed: its later readers get the sum, not the parts."""
         value = self.values[node]
         if isinstance(value.placement, Partial) and not isinstance(to, Partial):
             to = REPLICATED if self.axis.update else to
             self.values[node] = replace(value, node=self.convert(value, to), placement=to)
 
     def convert(self, value: Value, to: Placement) -> fx.Node:
-        """The value as `to`, made once."""
+        """Return the value in another placement; the conversion is written once."""
         if value.placement == to:
             return value.node
         key = value.node, to
         if key not in self.converted:
-            self.converted[key] = self.conversion(value, to)
+            self.converted[key] = self.write_conversion(value, to)
         return self.converted[key]
 
-    def conversion(self, value: Value, to: Placement) -> fx.Node:
+    def write_conversion(self, value: Value, to: Placement) -> fx.Node:
+        """Write a conversion; a move within a dim, and an update's, goes through the whole value."""
         now, write = value.placement, self.write
         same_dim = isinstance(now, Split) and isinstance(to, Split) and now.dim == to.dim
         if same_dim or (self.axis.update and isinstance(to, Split) and now != REPLICATED):
@@ -375,10 +393,10 @@ class Placer:
 
     # -------------------------------------------------------------- the end
     def results(self) -> list[fx.Node]:
-        """Return what the program returns: sums of all ranks' parts, and whole values; as the leaf itself
-        what is written to one.
+        """Return the program's results: parts of sums, whole values, and new values of leaves split as these.
 
-        Ranks' losses and scalars are averaged, so that a part counts for as many as there are ranks.
+        Losses and scalars of ranks are averaged later on, so that a part is multiplied by the number of
+        ranks.
         """
         written = {index: Input("leaf", path) for path, index in self.program.outputs.writes.items()}
         summed = set(self.program.outputs.summed) if self.program.outputs.loss is not None else set()
@@ -386,9 +404,7 @@ class Placer:
         for number, node in enumerate(self.program.results):
             value, due = self.values[node], REPLICATED
             if self.axis.update:
-                self.write.follow(
-                    node
-                )  # what is gathered for a result is gathered for the node that makes it
+                self.write.follow(node)  # a gather for a result belongs to the node that makes it
             if number in summed and value.placement == PARTIAL:
                 out.append(self.call(aten.mul.Tensor, (value.node, self.axis.ranks)))
             else:
@@ -397,8 +413,8 @@ class Placer:
             self.record.results.append((number in summed, value.node, out[-1], due))
         return out
 
-    def placed(self) -> Program:
-        """The new program, its values propagated."""
+    def finish(self) -> Program:
+        """Return the new program, checked, with the fake value of each node."""
         if self.gathered and not self.axis.update:
             warnings.warn(
                 report(
@@ -423,7 +439,7 @@ class Placer:
         eliminate_dead_code(self.graph)
         for node in self.graph.find_nodes(op="call_function", target=OUTGOING):
             (sent,) = node.all_input_nodes
-            if sent.target is EXCHANGE and len(sent.users) == 1:  # nobody else reads what that has made
+            if sent.target is EXCHANGE and len(sent.users) == 1:  # the received message itself can be sent on
                 node.replace_all_uses_with(sent)
                 self.graph.erase_node(node)
         with self.program.fake_mode, torch.enable_grad():
@@ -434,10 +450,10 @@ class Placer:
         return torch.empty((), dtype=torch.int64, device=self.write.device)
 
 
-# What is no op with strategies of its own: by its target, or the type of that.
+# Targets that are no ops with strategies of their own, by the target or its type.
 _SPECIAL: dict[Any, Callable[[Placer, fx.Node, Sequence[Value]], Value]] = {
     OUTGOING: Placer.outgoing,
-    CONSTRAIN: Placer.constrained,
+    CONSTRAIN: Placer.constrain,
     CustomGradient: Placer.on_the_first,
     Elsewhere: Placer.elsewhere,
 }

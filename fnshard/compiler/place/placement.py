@@ -1,9 +1,9 @@
-"""Placement: what one value of a program is over one mesh axis. A type: nothing of it is there at run time.
+"""Placements: what each rank along a mesh axis has of a value. They are types, and do not exist at run time.
 
-Three placements, after JAX's explicit sharding and torch's DTensor: the same on all ranks, split along a dim,
+There are three, after JAX's explicit sharding and torch's DTensor: the same on all ranks, split along a dim,
 or a part of a sum. There is one rule for gradients: each rank's loss is its own, and the mean of all ranks'
-losses is minimised. So the cotangent of a replicated value is a part on each rank, and of a split value it is
-split like it; a leaf's gradient is summed over every axis along which the leaf is not split.
+losses is minimised. So the cotangent of a replicated value is a part of a sum on each rank, and that of a
+split value is split like it. A leaf's gradient is summed over every axis along which the leaf is not split.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ class Replicated:
 
 @dataclass(frozen=True)
 class Split:
-    """Each rank has its part along `dim`, which is seen as [outer, ranks, rest] of which the middle is cut.
+    """A value of which each rank has its part along `dim`.
 
-    `outer` is 1 where the parts are contiguous. Where they are not, dims were merged (a batch and a
-    sequence that is split), or matrices lie side by side, each of them split (a fused query, key, value).
-    Where the parts are not even, the last ranks' are padded by numbers that count for nothing: what is summed
-    or contracted along the dim masks them.
+    The dim, seen as [outer, ranks, rest], is cut in the middle.
+
+    `outer` is 1 if the parts are contiguous. Otherwise dims were merged (a batch and a sequence that is
+    split), or matrices lie side by side, each of them split (a fused query, key, value). Uneven parts are
+    padded on the last ranks by numbers that count for nothing: ops that sum or contract along the dim mask
+    them.
     """
 
     dim: int
@@ -43,7 +45,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Partial:
-    """Each rank has a part: the value is the sum of all, or their maximum."""
+    """A value of which each rank has a part: it is the sum of all parts, or their maximum."""
 
     how: Literal["sum", "max"] = "sum"
 
@@ -56,7 +58,7 @@ REPLICATED, PARTIAL = Replicated(), Partial()
 
 
 def fits(shape: Sequence[int], split: Split, ranks: int, empty: bool = False) -> bool:
-    """Whether a tensor can be split so, each rank with some of it (`empty`: or with padding alone)."""
+    """Return whether a tensor can be split so that each rank has some of it, or if `empty` padding alone."""
     if split.dim >= len(shape) or shape[split.dim] % split.outer or math.prod(shape) == 0:
         return False
     size = shape[split.dim] // split.outer
@@ -64,12 +66,12 @@ def fits(shape: Sequence[int], split: Split, ranks: int, empty: bool = False) ->
 
 
 def divides(shape: Sequence[int], split: Split, ranks: int) -> bool:
-    """Whether a tensor can be split so, in equal parts."""
+    """Return whether a tensor can be split in this way into equal parts."""
     return fits(shape, split, ranks) and shape[split.dim] % (split.outer * ranks) == 0
 
 
 def local_shape(shape: Sequence[int], placement: Placement, ranks: int) -> tuple[int, ...]:
-    """The shape of what each rank has of a tensor, padded where the parts are not even.
+    """Return the shape of each rank's part of a tensor, padded where the parts are not even.
 
     >>> local_shape((4, 6), Split(1), 2), local_shape((4, 6), PARTIAL, 2)
     ((4, 3), (4, 6))
@@ -82,17 +84,17 @@ def local_shape(shape: Sequence[int], placement: Placement, ranks: int) -> tuple
 
 
 def local_value(whole: Tensor, placement: Placement, ranks: int) -> Tensor:
-    """A fake of what each rank has of a fake tensor."""
+    """Make a fake tensor of the size of each rank's part of another."""
     return whole.new_empty(local_shape(whole.shape, placement, ranks)).requires_grad_(whole.requires_grad)
 
 
 def through_view(
     split: Split, before: Sequence[int], after: Sequence[int], ranks: int, empty: bool = False
 ) -> Split | None:
-    """Where a split dim is after a `view` to another shape; None where no dim holds it.
+    """Return the split after a `view` to another shape, or None if no dim of that can hold it.
 
     Args:
-        empty: as of `fits`.
+        empty: as in `fits`.
 
     >>> through_view(Split(1), (4, 6), (24,), 2), through_view(Split(0, outer=4), (24,), (4, 6), 2)
     (Split(dim=0, outer=4), Split(dim=1, outer=1))
@@ -120,7 +122,7 @@ def through_view(
 
 
 def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[int, int, list[int]]]:
-    """Runs of dims of equal product: the first and last (exclusive) dim before, and the dims after."""
+    """Return runs of dims of equal product: first and last (exclusive) dim before, and the dims after."""
     out, i, j = [], 0, 0
     while i < len(before) and j < len(after):
         first, start, left, right = i, j, before[i], after[j]

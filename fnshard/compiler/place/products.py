@@ -19,10 +19,10 @@ def contraction(
 ) -> Iterator[OpStrategy]:
     """Split operands whose dims have labels: along one of the result's, or into parts of a sum over another.
 
-    Labels in capitals are of a tensor that is added (a bias). A dim of size 1 is broadcast.
+    Labels in capitals belong to a tensor that is added (a bias). A dim of size 1 is broadcast.
 
     Args:
-        along: the labels that may be split; all where it is None.
+        along: the labels that may be split; None is all.
     """
     sizes: dict[str, int] = {}
     for labels, t in zip(operands, call.tensors, strict=True):
@@ -34,7 +34,7 @@ def contraction(
         dim = labels.lower().find(label)
         return REPLICATED if dim < 0 or t.shape[dim] == 1 else Split(dim, outer)
 
-    longest = sorted(sizes, key=lambda label: -sizes[label])  # a sequence rather than rows, if both are free
+    longest = sorted(sizes, key=lambda label: -sizes[label])  # prefers a sequence to rows, if both are free
     for label in longest if along is None else along:
         for outer in call.outers:
             kept, size = label in result, (sizes[label],)
@@ -59,7 +59,7 @@ def _linear(call: Call) -> Iterator[OpStrategy]:
 
 @rule(fp8.LINEAR)
 def _fp8_linear(call: Call) -> Iterator[OpStrategy]:
-    """Along rows: a rank rounds those that it has, as where batches are split."""
+    """Split along rows: a rank rounds those that it has, as it does where batches are split."""
     rows = _LETTERS[: call.tensors[0].dim() - 1]
     yield from contraction(call, [rows + "k", "nk"], rows + "n", along=rows)
 
@@ -76,7 +76,7 @@ def _matmul(call: Call) -> Iterator[OpStrategy]:
 
 @rule(own.grouped_mm.default)
 def _grouped_mm(call: Call) -> Iterator[OpStrategy]:
-    """Along what the groups are not parts of."""
+    """Split along the dims that the groups do not cut."""
     forms = {
         (2, 3): ("mk", "gkn", "mn", "kn"),
         (3, 2): ("gmk", "kn", "mn", "mk"),
@@ -93,7 +93,7 @@ def _outer(call: Call) -> Iterator[OpStrategy]:
 
 
 @rule(aten.addmm.default, aten.baddbmm.default)
-def _added(call: Call) -> Iterator[OpStrategy]:
+def _add_product(call: Call) -> Iterator[OpStrategy]:
     result = "amn"[3 - call.value.dim() :]
     batch, bias = result[:-2], result[len(result) - call.tensors[0].dim() :].upper()
     yield from contraction(call, [bias, f"{batch}mk", f"{batch}kn"], result)

@@ -1,4 +1,4 @@
-"""Rules of reductions, and of what works along a dim."""
+"""Rules of reductions, and of ops that work along a dim."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 
 from fnshard.compiler.place.elementwise import elementwise
 from fnshard.compiler.place.placement import PARTIAL, REPLICATED, Partial, Split, divides
-from fnshard.compiler.place.strategies import Call, OpStrategy, dims_of, moved, rule
+from fnshard.compiler.place.strategies import Call, OpStrategy, dims_of, move_dims, rule
 
 aten, own = torch.ops.aten, torch.ops.fnshard
 
 
-def _reduced(call: Call, over: Partial | None = None) -> Iterator[OpStrategy]:
-    """Along the dims that stay; `over`: what ranks have of the result where a dim is split that does not."""
+def _reduce(call: Call, over: Partial | None = None) -> Iterator[OpStrategy]:
+    """Split along dims that stay, and with `over` along others: the result is then of that placement."""
     rank, keep = call.tensors[0].dim(), bool(call.arguments.get("keepdim", False))
     dims = dims_of(call.arguments.get("dim"), rank)
     for split in call.splits(call.tensors[0].shape):
@@ -29,7 +29,7 @@ def _reduced(call: Call, over: Partial | None = None) -> Iterator[OpStrategy]:
 
 
 def _without_padding(call: Call, split: Split, over: Partial) -> Callable[..., Tensor]:
-    """The op of a rank's part whose padding is neutral to it."""
+    """Return the op with a number that is neutral to it in the place of padding."""
     value, size = call.tensors[0], call.tensors[0].shape[split.dim] // split.outer
     part, trailing = call.part(value.shape, split), [1] * (value.dim() - split.dim - 1)
     neutral = 0 if over == PARTIAL or value.dtype == torch.bool else _least(value.dtype)
@@ -48,7 +48,7 @@ def _least(dtype: torch.dtype) -> float:
 
 @rule(aten.sum.default, aten.sum.dim_IntList)
 def _sum(call: Call) -> Iterator[OpStrategy]:
-    yield from _reduced(call, PARTIAL)
+    yield from _reduce(call, PARTIAL)
     if call["dtype"] is None:
         yield OpStrategy((PARTIAL,), PARTIAL)
 
@@ -56,7 +56,7 @@ def _sum(call: Call) -> Iterator[OpStrategy]:
 @rule(aten.mean.default, aten.mean.dim)
 def _mean(call: Call) -> Iterator[OpStrategy]:
     """Weigh each part's mean by its share of a split dim."""
-    for strategy in _reduced(call, PARTIAL):
+    for strategy in _reduce(call, PARTIAL):
         yield (
             replace(strategy, run=_share_of_mean(call, strategy)) if strategy.output == PARTIAL else strategy
         )
@@ -73,8 +73,8 @@ def _share_of_mean(call: Call, strategy: OpStrategy) -> Callable[..., Tensor]:
 
 @rule(aten.amax.default, aten.max.default, aten.any.default, aten.any.dim)
 def _amax(call: Call) -> Iterator[OpStrategy]:
-    """Where equal maxima share a gradient, all of them have to be known: by its expansion."""
-    yield from _reduced(call, None if call.value.requires_grad else Partial("max"))
+    """Split a maximum. With a gradient, which equal maxima share, all have to be known: it is expanded."""
+    yield from _reduce(call, None if call.value.requires_grad else Partial("max"))
 
 
 @rule(
@@ -84,7 +84,7 @@ def _amax(call: Call) -> Iterator[OpStrategy]:
     aten.linalg_vector_norm.default, aten.count_nonzero.dim_IntList, aten.median.dim,
 )  # fmt: skip
 def _other_reductions(call: Call) -> Iterator[OpStrategy]:
-    yield from _reduced(call)
+    yield from _reduce(call)
 
 
 _SUMS_ALONG = {aten.cumsum.default, aten.flip.default, aten.roll.default}
@@ -97,14 +97,14 @@ _SUMS_ALONG = {aten.cumsum.default, aten.flip.default, aten.roll.default}
     aten.glu.default, aten.kthvalue.default,
 )  # fmt: skip
 def _along(call: Call) -> Iterator[OpStrategy]:
-    """Along dims that the op does not work along."""
+    """Split along dims that the op does not work along."""
     rank, named = call.tensors[0].dim(), call.arguments
     works = dims_of(named["dims"] if "dims" in named else named["dim"], rank)
     order = [None if d in works else d for d in range(rank)]
     if len(call.shape) < rank:
         order = [d for d in order if d is not None]
     linear = call.target in _SUMS_ALONG and named.get("dtype") is None
-    yield from moved(call, order, linear)
+    yield from move_dims(call, order, linear)
 
 
 LOSSES = (
@@ -116,16 +116,16 @@ LOSSES = (
 
 @rule(*LOSSES)
 def _loss(call: Call) -> Iterator[OpStrategy]:
-    """Place the loss of each element, where nothing is reduced; else its expansion is placed."""
+    """Split the loss of each element; one that is reduced is expanded."""
     if call["reduction"] == 0:
         yield from elementwise(call)
 
 
 @rule(aten.cross_entropy_loss.default, aten.nll_loss.default, aten.nll_loss_nd.default)
 def _of_targets(call: Call) -> Iterator[OpStrategy]:
-    """Place the loss of each row, where nothing is reduced; else its expansion is placed."""
+    """Split the loss of each row; one that is reduced is expanded."""
     value, target = call.tensors[:2]
-    classes = target.shape == value.shape  # of probabilities
+    classes = target.shape == value.shape  # targets are probabilities
     if call["reduction"] == 0 and call["weight"] is None and value.dim() > 1:
         for split in call.splits(value.shape, [d for d in range(value.dim()) if d != 1]):
             rows = Split(split.dim - (split.dim > 1), split.outer)
@@ -134,7 +134,7 @@ def _of_targets(call: Call) -> Iterator[OpStrategy]:
 
 @rule(own.token_parts.default)
 def _token_parts(call: Call) -> Iterator[OpStrategy]:
-    """Along the tokens, and parts of the vocabulary; of one part that is split by its expansion."""
+    """Split along tokens, or along parts of the vocabulary; a single part is expanded."""
     hidden, weight, parts = call["hidden"], call["weight"], call["parts"]
     for split in call.splits(hidden.shape, [0]):
         yield OpStrategy((split, REPLICATED, split), Split(1, split.outer))

@@ -1,9 +1,10 @@
-"""Rules: how an op can run over a mesh axis, given what its arguments can be split along.
+"""Rules: how an op can run over a mesh axis, given the dims that its arguments can be split along.
 
-A rule is of one op, or of a family of them, and yields an `OpStrategy` for each way; that of whole values on
-all ranks is always there. A strategy whose local form is the op itself names other arguments (sizes) at most;
-else it has a `run`. What no strategy fits without a gather may have an expansion (`expand`): its definition
-by smaller ops. Each rule is tested by force, `tests/compiler/test_place_rules.py`.
+A rule belongs to one op, or to a family of them, and yields an `OpStrategy` for each way to run it. The way
+with whole values on all ranks is always there. A strategy that runs the op itself on parts changes some
+arguments (sizes) at most; any other has a `run`. An op that would need a gather under all its strategies may
+have an expansion (`expand`), its definition in smaller ops. Each rule is tested by brute force,
+`tests/compiler/test_place_rules.py`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from fnshard.compiler.place.strategies import RULES, Call, OpStrategy, Rule, rul
 
 
 def rule_of(target: Any) -> Rule | None:
-    """The rule of an op; None where it has none, and takes whole values."""
+    """Return the rule of an op, or None if it has none and takes whole values."""
     if target in RULES:
         return RULES[target]
     pointwise = isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags
@@ -39,7 +40,7 @@ def rule_of(target: Any) -> Rule | None:
 
 @rule(torch.ops.fnshard.exchange.default)
 def _exchange(call: Call) -> Iterator[OpStrategy]:
-    """What comes from others, or goes to them, lies in as many blocks as there are of them."""
+    """Split a message; a dim that is scattered or joined has as many blocks as the exchange has ranks."""
     others = call["ranks"]
     scattered, joined = KINDS[call["kind"]].dims(call["dim"], call["to"])
     for split in call.splits(call.tensors[0].shape):

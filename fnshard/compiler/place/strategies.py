@@ -1,4 +1,4 @@
-"""Strategies: how a call of an op can run over a mesh axis, and the registry of the rules that give them."""
+"""Strategies: ways to run a call of an op over a mesh axis, and the registry of the rules that yield them."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ class Axis:
     """A mesh axis to place a program over.
 
     Args:
-        inputs: what placeholders are; those not named are replicated.
-        later: ranks along the axes that are placed after this one: heads that are cut in so many runs can be
-            split over these, too.
-        sliced: inputs that every rank has whole, of which it takes its part: a batch along its sequence.
-        residual: "split": where parts are summed, the sum may be split along another dim (sequence
-            parallelism, Korthikanti et al. 2022); "whole": it is on all ranks.
-        attention: how it runs over a sequence that this axis splits.
-        update: the program is an optimizer's: ranks may have nothing of a leaf, padding may hold anything,
-            and what is split costs its bytes where all of it is needed. Ranks sum and gather, and each takes
-            its part of what all have; nothing is scattered.
+        name, ranks: its name, and how many ranks it has.
+        inputs: placements of placeholders; those not named are replicated.
+        residual: "split" lets a sum be split along another dim where its parts are summed (sequence
+            parallelism, Korthikanti et al. 2022); "whole" keeps it on all ranks.
+        sliced: inputs that every rank has whole, and takes its part of: a batch along its sequence.
+        later: ranks along the axes that are placed after this one. Heads that are cut in so many runs can be
+            split over these too.
+        attention: how attention runs over a sequence that this axis splits.
+        update: whether the program is an optimizer's. Then ranks may have nothing of a leaf, and padding may
+            hold anything. Ranks sum and gather, and each takes its part of what all have; nothing is
+            scattered, so that a split value costs all its bytes wherever the whole is needed.
     """
 
     name: str
@@ -47,13 +48,13 @@ class Axis:
 
 @dataclass(frozen=True, eq=False)
 class Elsewhere:
-    """A call that another rank runs for all of them, on whole values: the target of a node.
+    """The target of a node that one rank runs for all, on whole values.
 
-    It reads values as they are split, and its results are split as it says.
+    It reads values as they are split.
 
     Args:
-        results: of each result the placement by axis.
-        values: a fake of each result, as large as it is after the axes that were placed.
+        results: the placement of each result, by axis.
+        values: a fake tensor for each result, as large as its part over the axes that were placed.
     """
 
     results: tuple[Mapping[str, Placement], ...]
@@ -68,8 +69,12 @@ class Elsewhere:
 class Call:
     """A call of an op, on whole (fake) values.
 
-    `current`: the placements that its tensors have now. `place`: its line of the user's code, where that is
-    known.
+    Args:
+        target, args, kwargs: the op and its arguments.
+        value: its result.
+        current: the placements that its tensors have now.
+        axis: the axis to place it over.
+        place: its line of the user's code, if that is known.
     """
 
     target: Any
@@ -86,62 +91,63 @@ class Call:
 
     @cached_property
     def arguments(self) -> dict[str, Any]:
-        """All of them by name, defaults filled in."""
+        """Return all arguments by name, defaults filled in."""
         return arguments_of(self.target, self.args, self.kwargs)
 
     @cached_property
     def tensors(self) -> list[Tensor]:
-        """Its tensor arguments, in the order of the schema, lists taken apart."""
+        """Return its tensor arguments in the order of the schema, lists taken apart."""
         return [t for argument in self.arguments.values() for t in tensors_in(argument)]
 
     @cached_property
     def outers(self) -> tuple[int, ...]:
-        """How the dims of its tensors are cut, contiguous parts first."""
+        """Return the `outer` of all splits that its tensors have, and 1, which stands first."""
         return tuple(sorted({1} | {p.outer for p in self.current if isinstance(p, Split)}))
 
     @cached_property
     def key(self) -> tuple[Any, ...]:
-        """Equal of calls that are alike, whatever their tensors' values and placements."""
+        """Return a key that is equal for calls which differ in values and placements alone."""
 
-        def described(value: Any) -> Any:
+        def describe(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
             return tuple(value.shape), value.stride(), value.dtype, value.requires_grad
 
-        return self.target, repr(map_aggregate((self.args, dict(self.kwargs)), described))
+        return self.target, repr(map_aggregate((self.args, dict(self.kwargs)), describe))
 
     @cached_property
     def shape(self) -> Sequence[int]:
-        """The shape of its (first) result."""
+        """Return the shape of its (first) result."""
         return (self.value if isinstance(self.value, Tensor) else self.value[0]).shape
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]
 
-    def rebuilt(self, changes: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments and keywords of a call with some arguments changed."""
+    def rebuild(self, changes: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return arguments and keywords of the call with some arguments changed."""
         named = self.arguments | dict(changes)
         schema = self.target._schema.arguments
         args = tuple(named[a.name] for a in schema if not a.kwarg_only)
         return args, {a.name: named[a.name] for a in schema if a.kwarg_only}
 
     def on(self, tensors: Sequence[Tensor], **changes: Any) -> Any:
-        """The op of other tensors in the places of its own, and with other arguments."""
+        """Call the op on other tensors in the places of its own, and with some arguments changed."""
         feed = iter(tensors)
         take = lambda value: next(feed) if isinstance(value, Tensor) else value  # noqa: E731
         named = {n: [take(v) for v in a] if is_list(a) else take(a) for n, a in self.arguments.items()}
-        args, kwargs = self.rebuilt(named | changes)
+        args, kwargs = self.rebuild(named | changes)
         return self.target(*args, **kwargs)
 
     def splits(
         self, shape: Sequence[int], dims: Sequence[int] | None = None, even: bool = False,
         more: Sequence[int] = (),
     ) -> Iterator[Split]:  # fmt: skip
-        """The splits of a tensor of this shape, the best for a sum first.
+        """Yield the splits of a tensor of this shape, the best for a sum first.
 
         Args:
-            even: those without padding.
-            more: numbers of runs to be cut besides those of the call's tensors, first.
+            dims: the dims to split; None is all.
+            even: yield only those without padding.
+            more: values of `outer` to try before those of the call's tensors.
         """
         outers = dict.fromkeys([*more, *self.outers])
         # A sum is best scattered along a long dim, not the last, which norms reduce.
@@ -154,21 +160,21 @@ class Call:
                     yield split
 
     def part(self, shape: Sequence[int], split: Split) -> int:
-        """The length of each of a rank's blocks along a split dim."""
+        """Return the length of each of a rank's blocks along a split dim."""
         return local_shape(shape, split, self.ranks)[split.dim] // split.outer
 
     def local(self, placement: Placement, shape: Sequence[int] | None = None) -> list[int]:
-        """The shape of what a rank has of the (first) result, or of a tensor of another shape."""
+        """Return the shape of a rank's part of the (first) result, or of a tensor of another shape."""
         return list(local_shape(self.shape if shape is None else shape, placement, self.ranks))
 
 
 def is_list(value: Any) -> bool:
-    """Whether an argument is a list of values."""
+    """Return whether an argument is a list of values."""
     return isinstance(value, list | tuple)
 
 
 def dims_of(value: Any, rank: int) -> list[int]:
-    """The dims that an argument names; all where it is None or empty."""
+    """Return the dims that an argument names; all if it is None or empty."""
     if value is None or (is_list(value) and not value):
         return list(range(rank))
     return [d % max(rank, 1) for d in (value if is_list(value) else [value])]
@@ -176,13 +182,14 @@ def dims_of(value: Any, rank: int) -> list[int]:
 
 @dataclass(frozen=True)
 class OpStrategy:
-    """One way to run a call over the axis.
+    """A way to run a call over the axis.
 
     Args:
-        inputs: what its tensors must be, in order.
-        output: what its results then are; one placement for all of several.
+        inputs: the placements that its tensors must have, in order.
+        output: the placement that its results then have, one for all of them.
         changes: arguments of the local call that differ, by name.
-        run: what runs instead of the op, `run(index, *tensors)`; `index`: this rank's on the axis, int64 0-d.
+        run: a function that runs instead of the op, `run(index, *tensors)`; `index` is this rank's on the
+            axis, int64 0-d.
     """
 
     inputs: tuple[Placement, ...]
@@ -196,7 +203,7 @@ RULES: dict[Any, Rule] = {}
 
 
 def rule(*targets: Any) -> Callable[[Rule], Rule]:
-    """The rule of these ops."""
+    """Register a function as the rule of these ops."""
 
     def add(of: Rule) -> Rule:
         RULES.update(dict.fromkeys(targets, of))
@@ -205,13 +212,13 @@ def rule(*targets: Any) -> Callable[[Rule], Rule]:
     return add
 
 
-def moved(call: Call, order: Sequence[int | None], linear: bool = True) -> Iterator[OpStrategy]:
+def move_dims(call: Call, order: Sequence[int | None], linear: bool = True) -> Iterator[OpStrategy]:
     """Yield strategies of an op that only moves dims of its first tensor, or works along some of them.
 
     Args:
-        order: for each dim of the result the one of the tensor, or None. A dim that is in no place must be
+        order: for each dim of the result the one of the tensor, or None. A dim that is not in it must be
             whole. Other tensors are replicated.
-        linear: it passes parts of a sum.
+        linear: whether the op passes parts of a sum.
     """
     others = (REPLICATED,) * (len(call.tensors) - 1)
     for split in call.splits(call.tensors[0].shape, [d for d in order if d is not None]):
@@ -221,13 +228,13 @@ def moved(call: Call, order: Sequence[int | None], linear: bool = True) -> Itera
 
 
 def broadcast(shape: Sequence[int], to: Sequence[int], split: Split) -> Placement:
-    """Return what an operand is where the result is split, and it is broadcast to it."""
+    """Return the placement of an operand that is broadcast to a result which is split."""
     dim = split.dim - (len(to) - len(shape))
     return Split(dim, split.outer) if dim >= 0 and shape[dim] != 1 else REPLICATED
 
 
 def operands_of(node: fx.Node) -> list[fx.Node]:
-    """The tensor arguments of a call in the order of its schema, lists taken apart."""
+    """Return the tensor arguments of a call in the order of its schema, lists taken apart."""
     if not isinstance(node.target, OpOverload):
         return nodes_in((node.args, node.kwargs))
     return nodes_in(arguments_of(node.target, node.args, node.kwargs))
@@ -236,7 +243,7 @@ def operands_of(node: fx.Node) -> list[fx.Node]:
 def local_arguments(
     node: fx.Node, call: Call, strategy: OpStrategy, reads: Sequence[fx.Node]
 ) -> tuple[Any, Any]:
-    """Arguments and keywords of the local call."""
+    """Return arguments and keywords of the local call, with no default that the program does not pass."""
     schema, feed = call.target._schema.arguments, iter(reads)
     positional = [a.name for a in schema if not a.kwarg_only]
     passed = dict(zip(positional, node.args, strict=False)) | dict(node.kwargs)

@@ -1,4 +1,4 @@
-"""Rules of views: reshapes, moved dims, broadcasts, slices and what is put together of several tensors."""
+"""Rules of views: reshapes, moved dims, broadcasts, slices, and tensors that are joined."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fnshard.compiler.place.placement import PARTIAL, REPLICATED, Placement, Split, fits, through_view
-from fnshard.compiler.place.strategies import Call, OpStrategy, broadcast, moved, rule
+from fnshard.compiler.place.strategies import Call, OpStrategy, broadcast, move_dims, rule
 
 aten, own = torch.ops.aten, torch.ops.fnshard
 
@@ -35,41 +35,41 @@ def _transpose(call: Call) -> Iterator[OpStrategy]:
     order = list(range(rank))
     one, other = (v % max(rank, 1) for v in list(call.arguments.values())[1:3])
     order[one], order[other] = other, one
-    yield from moved(call, order)
+    yield from move_dims(call, order)
 
 
 @rule(aten.t.default, aten.numpy_T.default, aten.mT.default, aten.mH.default)
 def _t(call: Call) -> Iterator[OpStrategy]:
     rank = call.value.dim()
     whole = call.target in (aten.t.default, aten.numpy_T.default)
-    yield from moved(call, list(range(rank))[::-1] if whole else [*range(rank - 2), rank - 1, rank - 2])
+    yield from move_dims(call, list(range(rank))[::-1] if whole else [*range(rank - 2), rank - 1, rank - 2])
 
 
 @rule(aten.permute.default)
 def _permute(call: Call) -> Iterator[OpStrategy]:
-    yield from moved(call, [d % call.value.dim() for d in call["dims"]])
+    yield from move_dims(call, [d % call.value.dim() for d in call["dims"]])
 
 
 @rule(aten.view_as_real.default, aten.view_as_complex.default)
 def _last(call: Call) -> Iterator[OpStrategy]:
-    """A last dim more, or less."""
+    """Split an op that adds a last dim, or takes one away."""
     rank = min(call.value.dim(), call.tensors[0].dim())
     more = [None] * (call.value.dim() - rank)
-    yield from moved(call, [*range(rank), *more])
+    yield from move_dims(call, [*range(rank), *more])
 
 
 @rule(aten.diagonal.default)
 def _diagonal(call: Call) -> Iterator[OpStrategy]:
     rank = call.tensors[0].dim()
     gone = {call["dim1"] % rank, call["dim2"] % rank}
-    yield from moved(call, [*(d for d in range(rank) if d not in gone), None])
+    yield from move_dims(call, [*(d for d in range(rank) if d not in gone), None])
 
 
 @rule(aten.unfold.default)
 def _unfold(call: Call) -> Iterator[OpStrategy]:
     rank = call.tensors[0].dim()
     dim = call["dimension"] % rank
-    yield from moved(call, [*(None if d == dim else d for d in range(rank)), None])
+    yield from move_dims(call, [*(None if d == dim else d for d in range(rank)), None])
 
 
 @rule(aten.expand.default, aten.broadcast_to.default)
@@ -101,7 +101,10 @@ def _repeat_interleave(call: Call) -> Iterator[OpStrategy]:
 
 
 def _cut(call: Call, split: Split, dim: int, start: int, end: int) -> tuple[Split, int, int] | None:
-    """Where a range of a dim is, which is a whole number of the blocks that are split each."""
+    """Return the split of a range of a dim, and where the range begins and ends in each rank's part.
+
+    The range has to be a whole number of blocks, or all but a few entries of the last rank. None otherwise.
+    """
     if split.dim != dim:
         return split, start, end
     shape = call.tensors[0].shape
@@ -111,12 +114,12 @@ def _cut(call: Call, split: Split, dim: int, start: int, end: int) -> tuple[Spli
     rest = [end - start if d == dim else size for d, size in enumerate(shape)]
     some = fits(rest, split, call.ranks, call.axis.update)
     if split.outer == 1 and start == 0 and some and call.part(rest, split) == part:
-        return split, 0, part  # all but some of the last rank's
+        return split, 0, part  # only the last rank loses some
     return None
 
 
 def _without_last(dim: int, count: int, ranks: int) -> Callable[..., Tensor]:
-    """A part whose last numbers, of the last rank, are cut off: what pads them is no number that was cut."""
+    """Return a function that cuts off the last numbers of the last rank, by writing padding over them."""
 
     def run(index: Tensor, x: Tensor) -> Tensor:
         kept, cut = x.split([x.shape[dim] - count, count], dim)
@@ -148,10 +151,10 @@ def _slice(call: Call) -> Iterator[OpStrategy]:
 
 @rule(aten.select.int)
 def _select(call: Call) -> Iterator[OpStrategy]:
-    """Select from a split dim: one rank has what is selected."""
+    """Select from a split dim: one rank has the selected entry, and the others add zeros."""
     shape = call.tensors[0].shape
     dim = call["dim"] % len(shape)
-    yield from moved(call, [d for d in range(len(shape)) if d != dim])
+    yield from move_dims(call, [d for d in range(len(shape)) if d != dim])
     if call.value.dtype == torch.bool:
         return
     for split in call.splits(shape, [dim]):
@@ -169,7 +172,7 @@ def _select(call: Call) -> Iterator[OpStrategy]:
     aten.split.Tensor, aten.split_with_sizes.default, aten.split.sizes, aten.chunk.default, aten.unbind.int,
 )  # fmt: skip
 def _split(call: Call) -> Iterator[OpStrategy]:
-    """Along other dims; along its own where equal matrices lie side by side, each of them split."""
+    """Split along other dims, or along its own if equal matrices lie side by side, each of them split."""
     shape, pieces = call.tensors[0].shape, call.value
     dim, gone = call["dim"] % len(shape), call.target is aten.unbind.int
     equal = len({v.shape for v in pieces}) == 1
@@ -185,10 +188,10 @@ def _split(call: Call) -> Iterator[OpStrategy]:
 
 @rule(aten.cat.default, aten.stack.default)
 def _cat(call: Call) -> Iterator[OpStrategy]:
-    """Along other dims; along its own equal tensors, each of them split, side by side."""
+    """Split along other dims, or along its own if the tensors are equal in shape; each is split then."""
     new, rank = call.target is aten.stack.default, call.value.dim()
     dim = call["dim"] % rank
-    # An empty tensor of one dim is left out, whatever the others are.
+    # torch leaves an empty tensor of one dim out, whatever the others are.
     full = [new or t.shape != (0,) for t in call.tensors]
     sizes = [t.shape[dim] for t, counts in zip(call.tensors, full, strict=True) if counts and not new]
 
@@ -207,12 +210,12 @@ def _cat(call: Call) -> Iterator[OpStrategy]:
 def _pad(call: Call) -> Iterator[OpStrategy]:
     rank, pad = call.tensors[0].dim(), call["pad"]
     kept = [d for d in range(rank) if not any(pad[2 * (rank - 1 - d) :][:2])]
-    yield from moved(call, [d if d in kept else None for d in range(rank)], linear=not call["value"])
+    yield from move_dims(call, [d if d in kept else None for d in range(rank)], linear=not call["value"])
 
 
 @rule(aten.slice_scatter.default, aten.select_scatter.default)
-def _scattered(call: Call) -> Iterator[OpStrategy]:
-    """Along the dims that are written as a whole."""
+def _scatter(call: Call) -> Iterator[OpStrategy]:
+    """Split along the dims that are written as a whole."""
     dim = call["dim"] % call.value.dim()
     gone = call.target is aten.select_scatter.default
     for split in call.splits(call.shape, [d for d in range(call.value.dim()) if d != dim]):

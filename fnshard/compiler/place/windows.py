@@ -1,4 +1,4 @@
-"""Rules of convolutions, pools and norms of images, and of what works along the last dims of its tensor."""
+"""Rules of convolutions, pools and norms of images, and of ops that work along the last dims of a tensor."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from fnshard.compiler.place.placement import PARTIAL, REPLICATED, Split, divides
-from fnshard.compiler.place.strategies import Call, OpStrategy, moved, rule
+from fnshard.compiler.place.strategies import Call, OpStrategy, move_dims, rule
 
 aten = torch.ops.aten
 
@@ -21,7 +21,7 @@ CONVOLUTIONS = (
 
 @rule(*CONVOLUTIONS)
 def _conv(call: Call) -> Iterator[OpStrategy]:
-    """Along the batch, the channels that come out, and those that come in; or along groups."""
+    """Split along the batch, output channels or input channels; or along groups."""
     x, weight = call["input"], call["weight"]
     if x.dim() != weight.dim():
         return
@@ -43,7 +43,7 @@ def _conv(call: Call) -> Iterator[OpStrategy]:
 
 @rule(aten.group_norm.default)
 def _group_norm(call: Call) -> Iterator[OpStrategy]:
-    yield from moved(call, [0], linear=False)
+    yield from move_dims(call, [0], linear=False)
     if call["num_groups"] % call.ranks == 0:
         groups = {"num_groups": call["num_groups"] // call.ranks}
         yield OpStrategy((Split(1), *[Split(0)] * (len(call.tensors) - 1)), Split(1), groups)
@@ -51,25 +51,25 @@ def _group_norm(call: Call) -> Iterator[OpStrategy]:
 
 @rule(aten.batch_norm.default)
 def _batch_norm(call: Call) -> Iterator[OpStrategy]:
-    """Split channels; the batch too, where nothing is averaged over it. Running statistics stay whole."""
+    """Split channels, or the batch if nothing is averaged over it. Running statistics stay whole."""
     if call["training"] and call["running_mean"] is not None:
         return
     if not call["training"]:
-        yield from moved(call, [None if d == 1 else d for d in range(len(call.shape))], linear=False)
+        yield from move_dims(call, [None if d == 1 else d for d in range(len(call.shape))], linear=False)
     for split in call.splits(call.shape, [1]):
         yield OpStrategy((split, *[Split(0, split.outer)] * (len(call.tensors) - 1)), split)
 
 
 @rule(aten.layer_norm.default, aten.rms_norm.default, aten.native_layer_norm.default)
 def _norm(call: Call) -> Iterator[OpStrategy]:
-    yield from moved(call, range(call.tensors[0].dim() - len(call["normalized_shape"])), linear=False)
+    yield from move_dims(call, range(call.tensors[0].dim() - len(call["normalized_shape"])), linear=False)
 
 
 def _of_last(count: int, *names: str) -> None:
-    """These ops, in all overloads, work along the last `count` dims of their first tensor."""
+    """Register the rule of ops that work along the last `count` dims of their first tensor, all overloads."""
 
     def along(call: Call) -> Iterator[OpStrategy]:
-        yield from moved(call, range(call.tensors[0].dim() - count), linear=False)
+        yield from move_dims(call, range(call.tensors[0].dim() - count), linear=False)
 
     for name in names:
         packet = getattr(aten, name)
@@ -91,13 +91,13 @@ _of_last(
     aten.linalg_cholesky.default, aten.linalg_inv.default, aten.linalg_qr.default, aten.linalg_eigh.default,
     aten.linalg_svd.default, aten.linalg_slogdet.default, aten.linalg_det.default,
     aten.linalg_matrix_exp.default,
-    # As an update has them, taken apart.
+    # The forms that an update has, whose composite ops are taken apart.
     aten.linalg_cholesky_ex.default, aten.linalg_inv_ex.default, aten._linalg_eigh.default,
     aten._linalg_svd.default, aten._linalg_slogdet.default, aten._linalg_det.default,
 )  # fmt: skip
 def _decomposition(call: Call) -> Iterator[OpStrategy]:
     """Place each matrix of a stack by itself. In an update only even splits: padding may be singular."""
     (matrices,) = call.tensors
-    for way in moved(call, range(matrices.dim() - 2), linear=False):
+    for way in move_dims(call, range(matrices.dim() - 2), linear=False):
         if not call.axis.update or divides(matrices.shape, way.inputs[0], call.ranks):
             yield way

@@ -1,5 +1,4 @@
-"""Writer: the nodes of a rank's program, and how a value of one placement becomes one of another there, by an
-exchange at most."""
+"""Write the nodes of a rank's program, and the conversions between placements, by one exchange at most."""
 
 from __future__ import annotations
 
@@ -28,13 +27,13 @@ aten = torch.ops.aten
 
 @dataclass
 class Writer:
-    """Writes the nodes of a rank's program along an axis.
+    """A writer of the nodes of a rank's program along an axis.
 
     Args:
-        axis, ranks: its name and size.
-        device: of the program's values.
-        index: of this rank along the axis, int64 0-d; for conversions.
-        meta: what the next nodes have.
+        axis, ranks: the axis's name and size.
+        device: the device of the program's values.
+        index: this rank's index along the axis, int64 0-d, which conversions read.
+        meta: the `meta` of the next nodes.
         bodies: graphs of calls; equal blocks have equal calls, which are traced once.
     """
 
@@ -47,7 +46,7 @@ class Writer:
     bodies: dict[Any, fx.Graph | None] = field(default_factory=dict)
 
     def follow(self, node: fx.Node) -> None:
-        """The next nodes are of a node of the program."""
+        """Give the next nodes the `meta` of a node of the program."""
         self.meta = {k: node.meta[k] for k in ("autocast", "stack_trace", "origin") if k in node.meta}
 
     def call(self, target: Any, args: Any, kwargs: Mapping[str, Any] | None = None) -> fx.Node:
@@ -60,7 +59,7 @@ class Writer:
         return self.call(EXCHANGE, (sent, kind, self.axis, dim, self.ranks, *to))
 
     def once(self, key: Any, make: Callable[[], fx.Graph | None]) -> fx.Graph | None:
-        """A graph, made once for all equal keys."""
+        """Return a graph that is made once for all equal keys."""
         if key not in self.bodies:
             self.bodies[key] = make()
         return self.bodies[key]
@@ -68,7 +67,7 @@ class Writer:
     def inline(
         self, key: Any, run: Callable[..., Any], fakes: Sequence[Tensor], reads: Sequence[fx.Node]
     ) -> Any:
-        """The nodes of a function that reads such values."""
+        """Write the nodes of a function, traced on `fakes`, that reads the nodes `reads`."""
         trace = make_fx(lambda *values: run(*values), tracing_mode="fake", pre_dispatch=True)
         body = self.once(key, lambda: trace(*fakes).graph)
         made = dict(zip(body.find_nodes(op="placeholder"), reads, strict=True))
@@ -78,9 +77,9 @@ class Writer:
         return map_aggregate(body.output_node().args[0], lambda n: made[n])
 
     def convert(self, node: fx.Node, shape: Sequence[int], now: Placement, to: Placement) -> fx.Node:
-        """This rank's part of a value of that (whole) shape -> its part by another placement.
+        """Turn this rank's part of a value of that (whole) shape into its part by another placement.
 
-        Not from one split of a dim to another of the same: that is by what all have.
+        A split cannot become another split of the same dim, except through the whole value.
         """
         if now == REPLICATED:
             return self.slice(node, shape, to)
@@ -92,39 +91,39 @@ class Writer:
         return self.along(node, shape, now, to)
 
     def slice(self, node: fx.Node, shape: Sequence[int], to: Split) -> fx.Node:
-        """This rank's part of what all have."""
+        """Cut this rank's part from a value that all ranks have."""
         ranks = self.ranks
         if divides(shape, to, ranks):
-            node = self.seen_as(node, shape, to, [to.outer, ranks, shape[to.dim] // to.outer // ranks])
+            node = self.unflatten(node, shape, to, [to.outer, ranks, shape[to.dim] // to.outer // ranks])
             place = self.call(aten.reshape.default, (self.index, [1]))
-        else:  # padded by its last number, so that nothing is infinite that was not
+        else:  # pad with the last number, so that no op makes an infinity of the padding alone
             size = shape[to.dim] // to.outer
             part = -(-size // ranks)
-            node = self.seen_as(node, shape, to, [to.outer, size])
+            node = self.unflatten(node, shape, to, [to.outer, size])
             first = self.call(aten.mul.Tensor, (self.index, part))
             at = self.call(aten.arange.default, (part,), {"device": self.device})
             place = self.call(aten.clamp.default, (self.call(aten.add.Tensor, (at, first)), None, size - 1))
         mine = self.call(aten.index_select.default, (node, to.dim + 1, place))
         return self.call(aten.reshape.default, (mine, list(local_shape(shape, to, ranks))))
 
-    def seen_as(self, node: fx.Node, shape: Sequence[int], split: Split, dims: list[int]) -> fx.Node:
-        """The split dim as several."""
+    def unflatten(self, node: fx.Node, shape: Sequence[int], split: Split, dims: list[int]) -> fx.Node:
+        """Reshape the split dim into several."""
         shape = [*shape[: split.dim], *dims, *shape[split.dim + 1 :]]
         return self.call(aten.reshape.default, (node, shape))
 
     def along(self, node: fx.Node, shape: Sequence[int], now: Placement, to: Placement) -> fx.Node:
-        """Gathered along the dim that is split, scattered along the one of `to`; padded on the wire."""
+        """Gather along the dim that is split, and scatter along that of `to`; uneven parts travel padded."""
         ranks = self.ranks
         splits = [p for p in (to, now) if isinstance(p, Split)]
         kind = "all_to_all" if len(splits) == 2 else "all_gather" if splits[0] is now else "reduce_scatter"
         sizes: list[int] = []
-        outers = {s.dim: s.outer for s in splits if s.outer != 1}  # each is a dim of its own meanwhile
+        outers = {s.dim: s.outer for s in splits if s.outer != 1}  # each becomes a dim of its own meanwhile
         for dim, size in enumerate(local_shape(shape, now, ranks)):
             sizes += [outers[dim], size // outers[dim]] if dim in outers else [size]
         node = self.call(aten.reshape.default, (node, sizes)) if outers else node
         dims = [s.dim + sum(d <= s.dim for d in outers) for s in splits]
         if isinstance(to, Split) and not divides(shape, to, ranks):
-            node = self.padded(node, sizes, dims[0])
+            node = self.pad(node, sizes, dims[0])
         node = self.exchange(node, kind, *dims)
         if isinstance(now, Split) and not divides(shape, now, ranks):
             node = self.call(aten.slice.Tensor, (node, dims[-1], 0, shape[now.dim] // now.outer))
@@ -132,8 +131,8 @@ class Writer:
             return node
         return self.call(aten.reshape.default, (node, list(local_shape(shape, to, ranks))))
 
-    def padded(self, node: fx.Node, sizes: Sequence[int], dim: int) -> fx.Node:
-        """Pad with the last number again, without a gradient, so that nothing is infinite that was not."""
+    def pad(self, node: fx.Node, sizes: Sequence[int], dim: int) -> fx.Node:
+        """Pad with the last number, without a gradient: no op makes an infinity of the padding alone."""
         count = -sizes[dim] % self.ranks
         last = self.call(aten.slice.Tensor, (node, dim, sizes[dim] - 1, sizes[dim]))
         shape = [*sizes[:dim], count, *sizes[dim + 1 :]]

@@ -1,1 +1,1 @@
-"""Rewrites: functions that change, or check, the graph of a Program."""
+"""Rewrites: functions that change or check the graph of a Program."""

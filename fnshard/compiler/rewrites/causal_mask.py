@@ -1,8 +1,8 @@
 """Recognise an explicit causal mask and hand it to attention as `is_causal`.
 
-Models written to be traced build a [B, 1, T, T] mask from aranges where eager code would pass
-`is_causal=True`; with the mask in its way, flash attention is lost and the T x T matrix is kept. A mask
-that depends on no input is a constant: it is worked out here and compared.
+Models that are written to be traced build a [B, 1, T, T] mask from aranges where eager code would pass
+`is_causal=True`. With such a mask flash attention is lost, and the T x T matrix is kept. A mask that depends
+on no input is a constant: it is computed here and compared.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from fnshard.compiler.deferred.tape import CPU, map_leaves
 from fnshard.compiler.ir.program import arguments_of
 
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
-_LIMIT = 1 << 27  # elements: a mask larger than this stays explicit
+_LIMIT = 1 << 27  # a mask of more elements stays explicit
 
 
 def recognise_causal(graph: fx.Graph) -> int:
-    """Rewrite each attention whose mask is causal (or lets all through); returns how many were."""
+    """Rewrite each attention whose mask is causal or lets all through, and return how many were rewritten."""
     known: dict[tuple[fx.Node, tuple[int, ...]], str | None] = {}
     found = 0
     for node in graph.find_nodes(op="call_function", target=_ATTENTION):
@@ -42,7 +42,7 @@ def recognise_causal(graph: fx.Graph) -> int:
 
 
 def _kind(mask: fx.Node, scores: tuple[int, ...]) -> str | None:
-    """ "causal", "all", or None for any other mask, as it is broadcast to `scores` [..., T, S]."""
+    """Return "causal", "all", or None for any other mask, as it is broadcast to `scores` [..., T, S]."""
     shape = mask.meta["val"].shape
     t, s = scores[-2:]
     if max(shape.numel(), t * s) > _LIMIT or torch.broadcast_shapes(shape, scores) != scores:
@@ -57,13 +57,13 @@ def _kind(mask: fx.Node, scores: tuple[int, ...]) -> str | None:
         value = value == 0
     if bool(value.all()):
         return "all"
-    # From the first query and key on, as torch's is_causal has it where T and S differ.
+    # Where T and S differ, torch's is_causal aligns the first query with the first key, as `tril` does.
     below = torch.ones(t, s, dtype=torch.bool).tril()
     return "causal" if bool((value == below).all()) else None
 
 
 def _constant(mask: fx.Node) -> Tensor | None:
-    """The mask's value if it depends on no input; else None."""
+    """Return the mask's value if it depends on no input, else None."""
     order: list[fx.Node] = []
     seen: set[fx.Node] = set()
 

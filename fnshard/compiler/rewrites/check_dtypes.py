@@ -1,4 +1,4 @@
-"""Check dtypes: tensors of several dtypes where an op takes one, which fakes let pass and kernels do not."""
+"""Refuse mixed dtypes where an op takes one; fake tensors let them pass, and kernels do not."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor, fx
 from fnshard.compiler.ir.failures import MIXED, refused_at
 from fnshard.compiler.ir.program import OpOverload, Program, arguments_of, describe, nodes_in
 
-# Of the ops that `fn` may call, in place or not, those that torch does not check on tensors without values.
+# The ops, in place or not, whose dtypes torch does not check on tensors without values.
 _SAME = frozenset([
     "linear", "matmul", "mm", "mv", "addmm", "addmv", "addbmm", "conv1d", "conv2d", "conv3d", "conv_tbc",
     "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "convolution", "_convolution",
@@ -24,10 +24,10 @@ _INDICES = frozenset(["index", "indices", "offsets", "target"])  # these may be 
 
 
 def check_dtypes(program: Program) -> None:
-    """Refuse what eager torch refuses: say, a product of a float32 batch and a leaf computing in bfloat16.
+    """Refuse dtypes that eager torch refuses: say, a float32 batch times a leaf that computes in bfloat16.
 
     Raises:
-        TraceError: all of them, each operand by the leaf or batch leaf that it comes from.
+        TraceError: lists all such ops, with the leaf or batch leaf that each operand comes from.
     """
     names = dict(zip(program.placeholders, program.inputs, strict=True))
     wrong = []
@@ -41,7 +41,7 @@ def check_dtypes(program: Program) -> None:
         if kind in _NORMS and operands[0].meta["val"].dtype in _HALF:
             dtypes.discard(torch.float32)
         if len(dtypes) > 1:
-            wrong.append((node, f"{name} of " + " and ".join(_named(n, names) for n in operands)))
+            wrong.append((node, f"{name} of " + " and ".join(_describe_source(n, names) for n in operands)))
     if wrong:
         raise refused_at(
             f"`fn` gives tensors of different dtypes {len(wrong)} time(s) to one op:", wrong, MIXED
@@ -49,7 +49,7 @@ def check_dtypes(program: Program) -> None:
 
 
 def _operands(node: fx.Node) -> list[fx.Node]:
-    """The tensors that an op is given, without those that count or choose."""
+    """Return the tensor operands of a node, without integers that count or choose."""
     found = []
     for name, argument in arguments_of(node.target, node.args, node.kwargs).items():
         for each in nodes_in(argument):
@@ -60,8 +60,8 @@ def _operands(node: fx.Node) -> list[fx.Node]:
     return found
 
 
-def _named(node: fx.Node, names: dict[fx.Node, object]) -> str:
-    """Return what it is, and the leaf or batch leaf that it is made of, if of that alone and in its dtype."""
+def _describe_source(node: fx.Node, names: dict[fx.Node, object]) -> str:
+    """Describe a tensor, and name the leaf or batch leaf that it is made of, if that alone in its dtype."""
     text, source = describe(node.meta["val"]), node
     while source not in names and len(source.all_input_nodes) == 1:
         source = source.all_input_nodes[0]

@@ -1,13 +1,13 @@
-"""fp8: products of linear layers in eight bits (Micikevicius et al. 2022), one scale a tensor or a row.
+"""Multiply in linear layers in eight bits (Micikevicius et al. 2022), with one scale a tensor or a row.
 
 A leaf whose `LayoutSpec.wire_dtype` is `float8_e4m3fn` is rounded to it before it is gathered (`Scales`), and
-`fn` has the rounded numbers in bf16. Here a `linear` of such a leaf becomes `fp8_linear`, which rounds its
+`fn` gets the rounded numbers in bf16. Here a `linear` of such a leaf becomes `fp8_linear`, which rounds its
 input (e4m3) and, in the backward, its gradient (e5m2). Scales are powers of two, so bf16 holds every rounded
-number exactly: what is emulated in bf16 and what `torch._scaled_mm` computes are the same products.
+number exactly: the emulation in bf16 and `torch._scaled_mm` compute the same products.
 
-With a scale a row (torchao's "rowwise_with_gw_hp"), the gradient of the input sums over the rows of the leaf,
-whose scales are then the gradient's: it is multiplied by them before it is rounded, row by row. The gradient
-of the leaf is a product in bf16.
+With a scale a row (torchao's "rowwise_with_gw_hp"), the gradient of the input sums over the rows of the leaf.
+So it is multiplied by their scales before it is rounded, row by row. The gradient of the leaf is a product in
+bf16.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from fnshard.errors import leaves, report
 
 aten = torch.ops.aten
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-MULTIPLE = 16  # of which `_scaled_mm` takes dims
+MULTIPLE = 16  # `_scaled_mm` takes dims that are multiples of this
 
 
 def scale_of(largest: Tensor, dtype: torch.dtype) -> Tensor:
-    """The power of two by which numbers of at most this size fit best into a dtype; fp32, 1 of zero.
+    """Return the power of two by which numbers up to `largest` fit best into a dtype, in fp32; 1 for zero.
 
     >>> scale_of(torch.tensor([1.0, 448.0, 0.0]), E4M3)
     tensor([256.,   1.,   1.])
@@ -41,7 +41,7 @@ def scale_of(largest: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def rounded(x: Tensor, dtype: torch.dtype, rowwise: bool = False) -> tuple[Tensor, Tensor]:
-    """x [M, K] times its scale in a dtype of eight bits, and the scale's inverse, 0-d or [M, 1]."""
+    """Return x [M, K] times its scale in a dtype of eight bits, and the scale's inverse, 0-d or [M, 1]."""
     if not x.numel():
         return x.to(dtype), x.new_ones((len(x), 1) if rowwise else (), dtype=torch.float32)
     scale = scale_of(x.abs().amax(1, keepdim=True) if rowwise else x.abs().amax(), dtype)
@@ -49,13 +49,19 @@ def rounded(x: Tensor, dtype: torch.dtype, rowwise: bool = False) -> tuple[Tenso
 
 
 def has_products(device: torch.device, rowwise: bool = False) -> bool:
-    """Whether the device multiplies in eight bits: NVIDIA's from Ada and Hopper on; from Hopper by rows."""
+    """Return whether a device multiplies in eight bits.
+
+    NVIDIA's do from Ada on, and with a scale for each row from Hopper on.
+    """
     least = (9, 0) if rowwise else (8, 9)
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= least
 
 
 def product(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
-    """Rounded numbers [M, K] times [K, N], with inverse scales, 0-d or [M, 1] and [1, N]; summed in fp32."""
+    """Multiply rounded numbers [M, K] and [K, N], and sum in fp32.
+
+    The inverse scales are 0-d, or [M, 1] and [1, N].
+    """
     (left, of_left), (right, of_right) = a, b
     if has_products(left.device, bool(of_left.dim())) and not any(
         size % MULTIPLE for size in (*left.shape, *right.shape)
@@ -69,13 +75,13 @@ def product(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], dtype: torch.dty
 
 @torch.library.custom_op("fnshard::fp8_linear", mutates_args=())
 def fp8_linear(x: Tensor, weight: Tensor, rowwise: bool = False) -> Tensor:
-    """[..., K] and [N, K], whose numbers fit into e4m3 by a scale -> [..., N], x rounded to e4m3."""
+    """Multiply x [..., K], rounded to e4m3, by a weight [N, K] that a scale fits into e4m3; [..., N]."""
     rows, turned = x.reshape(-1, x.shape[-1]), rounded(weight, E4M3, rowwise)
-    made = product(rounded(rows, E4M3, rowwise), _turned(turned), x.dtype)
+    made = product(rounded(rows, E4M3, rowwise), _transpose(turned), x.dtype)
     return made.view(*x.shape[:-1], weight.shape[0])
 
 
-def _turned(of: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def _transpose(of: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return of[0].t(), of[1].t()
 
 
@@ -86,11 +92,11 @@ def _(x: Tensor, weight: Tensor, rowwise: bool = False) -> Tensor:
 
 @torch.library.custom_op("fnshard::fp8_linear_backward", mutates_args=())
 def fp8_linear_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of both, of a gradient that is rounded to e5m2."""
+    """Return the gradients of x and weight, made of the output's gradient rounded to e5m2."""
     flat, rows = (t.reshape(-1, t.shape[-1]) for t in (grad, x))
     of_grad, of_rows = rounded(flat, E5M2), rounded(rows, E4M3)
     to_x = product(of_grad, rounded(weight, E4M3), x.dtype).view(x.shape)
-    return to_x, product(_turned(of_grad), of_rows, weight.dtype)
+    return to_x, product(_transpose(of_grad), of_rows, weight.dtype)
 
 
 @fp8_linear_backward.register_fake
@@ -100,7 +106,7 @@ def _(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("fnshard::fp8_linear_to_input", mutates_args=())
 def fp8_linear_to_input(grad: Tensor, weight: Tensor) -> Tensor:
-    """The input's gradient, of the output's times the scales of the leaf's rows, rounded to e5m2 by rows."""
+    """Return the input's gradient, from the output's times the scales of the leaf's rows, rounded to e5m2."""
     narrow, scales = rounded(weight, E4M3, rowwise=True)
     flat = rounded(grad.reshape(-1, grad.shape[-1]) * scales.t().to(grad.dtype), E5M2, rowwise=True)
     made = product(flat, (narrow, scales.new_ones(1, weight.shape[1])), grad.dtype)
@@ -147,13 +153,12 @@ def _backward_flops(grad: Any, x: Any, weight: Any, out_shape: Any = None, **_: 
 
 
 def fp8_products(program: Program, rowwise: Mapping[str, bool]) -> Program:
-    """The program that multiplies in eight bits by the leaves of these paths, in place of `linear`; a warning
-    lists leaves that no `linear` reads.
+    """Replace `linear` by products in eight bits for some leaves; a warning lists those that none reads.
 
     Args:
-        rowwise: by path, whether each row has a scale.
+        rowwise: the leaves by path, with whether each row has a scale.
     """
-    graph = fx.Graph()  # other specs may have the same trace
+    graph = fx.Graph()  # a copy, since other specs may share the trace
     graph.output(graph.graph_copy(program.graph, {}))
     program = replace(program, graph=graph)
     inputs = zip(program.placeholders, program.inputs, strict=True)

@@ -1,4 +1,4 @@
-"""Hooks: what reads a hooked tensor reads it through its hook, wherever the hook was registered."""
+"""Route all readers of a hooked tensor through its hook, wherever the hook was registered."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ def apply_hooks(graph: fx.Graph, count: int) -> None:
     """Route readers through the hooks of a graph without writes.
 
     Args:
-        count: how many hooks there are: `CustomGradient`s of one value, its last results. In torch the one
-            that was registered first sees a gradient first, so it stands next to the readers.
+        count: the number of hooks, which are `CustomGradient`s of one value and the graph's last results. In
+            torch the hook that was registered first sees a gradient first, so it stands next to the readers.
     """
     output = graph.output_node()
     results = list(output.args[0])
     end = len(results) - count
     output.args = (results[:end],)
     copies: set[fx.Node] = set()
-    waiting = [_place(graph, hook, copies) for hook in results[end:]]
+    waiting = [_move_to_tensor(graph, hook, copies) for hook in results[end:]]
     while waiting:
         hook, raw = waiting[0], copies.union(waiting)
         hook.args[0].replace_all_uses_with(hook, delete_user_cb=lambda user, raw=raw: user not in raw)
         waiting.pop(0)
 
 
-def _place(graph: fx.Graph, hook: fx.Node, copies: set[fx.Node]) -> fx.Node:
-    """The hook right after its tensor, and before it a copy of what it captures that is computed later."""
+def _move_to_tensor(graph: fx.Graph, hook: fx.Node, copies: set[fx.Node]) -> fx.Node:
+    """Move a hook to right after its tensor, behind copies of values that it captures and come later."""
     order = {node: i for i, node in enumerate(graph.nodes)}
     inputs = sum(node.op == "placeholder" for node in graph.nodes)
     end = max(order[hook.args[0]] + 1, inputs)

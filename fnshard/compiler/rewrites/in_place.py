@@ -1,10 +1,10 @@
-"""In place: every write becomes a new value, so that a program is pure and can be cut anywhere.
+"""Turn every write into a new value, so that a program is pure and can be cut anywhere.
 
-A write changes one tensor and all that shares its memory. It becomes one node here: a pure function from the
-memory's first tensor, its base, to a copy in which the op is done through the same views. What reads the base
-or a view of it after the write reads the copy, through views made again. Autograd passes through the copy,
-the views and the op as it does in torch, so that no op needs a rule of its own, and AOTAutograd makes
-functional ops of them within a kernel.
+A write changes one tensor and all that shares its memory. Here it becomes one node: a pure function from the
+memory's first tensor, its base, to a copy on which the op runs through the same views. A later reader of the
+base, or of a view of it, reads the copy instead, through views that are made again. Autograd passes through
+the copy, the views and the op as it does in torch, so that no op needs a rule of its own, and AOTAutograd
+makes functional ops of them within a kernel.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ aten = torch.ops.aten
 
 
 def functionalize(graph: fx.Graph) -> fx.Graph:
-    """Return the same program without writes; `graph` itself where it has none.
+    """Return the same program without writes, or `graph` itself if it has none.
 
     Args:
-        graph: its nodes carry fake values, whose storages say what shares memory. Those of the result are
-            to be made anew.
+        graph: a graph whose nodes carry fake values; their storages say which nodes share memory. The nodes
+            of the result have no values yet.
 
     Raises:
-        TraceError: a write to memory whose copy is laid out otherwise, where that can be seen.
+        TraceError: a write goes to memory whose copy would visibly have other strides, to an expanded tensor,
+            or past `detach` with a gradient.
 
     >>> from fnshard.compiler.ir.program import propagate
     >>> graph = fx.Graph()
@@ -65,6 +66,7 @@ def _check_bases(graph: fx.Graph) -> None:
         views = {n for n in node.all_input_nodes if n in strided and _memories(n) & _memories(node)}
         if node.target is aten.as_strided.default or views:
             strided.add(node)
+    # Gaps show only where `as_strided` looks into the memory.
     looked_into = {memory for node in strided for memory in _memories(node)}
     wrong = {}
     for node in graph.nodes:
@@ -84,7 +86,7 @@ def _check_bases(graph: fx.Graph) -> None:
 
 
 def _check_expanded(graph: fx.Graph) -> None:
-    """Refuse writes through `expand`, as torch does on a tensor with values, and does not on a fake one."""
+    """Refuse writes through `expand`, as torch does on real tensors, but not on fake ones."""
     wrong = [
         (node, f"{describe(value)} with strides {list(value.stride())} by {node.target}")
         for node in graph.nodes
@@ -101,9 +103,10 @@ def _check_expanded(graph: fx.Graph) -> None:
 
 
 def _before_expand(node: fx.Node, target: fx.Node) -> tuple[fx.Node, bool]:
-    """Return what a write of one number everywhere goes to: the tensor that was expanded shows it, too.
+    """Return the tensor to write to: one number everywhere may be written to the tensor before an `expand`.
 
-    Returns the tensor, and whether a `detach` stands between it and the target.
+    Returns:
+        That tensor, and whether a `detach` stands between it and the target.
     """
     detached = False
     while node.target in (aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor):
@@ -118,7 +121,7 @@ def _before_expand(node: fx.Node, target: fx.Node) -> tuple[fx.Node, bool]:
 
 
 def _is_its_source(node: fx.Node) -> bool:
-    """Whether this is a `detach` that nothing tells from its input, as after `torch.tensor(...)`."""
+    """Return whether a node is a `detach` that cannot be told from its input, as of `torch.tensor(...)`."""
     if node.target is not aten.detach.default:
         return False
     source = node.args[0]
@@ -127,7 +130,7 @@ def _is_its_source(node: fx.Node) -> bool:
 
 
 def _check_detached(graph: fx.Graph) -> None:
-    """Refuse gradients that are written through `detach`: what shares the memory has the values alone."""
+    """Refuse gradients that are written through `detach`: other tensors of that memory get values alone."""
     wrong = [
         (node, f"{describe(node.meta['val'])} in the memory of {node.args[0]}")
         for node in graph.nodes
@@ -143,18 +146,24 @@ def _check_detached(graph: fx.Graph) -> None:
 
 @dataclass(frozen=True)
 class Trial:
-    """A graph, run as it stands: its values say what shares memory, and whether autograd sees it change.
+    """A run of a graph as it stands, which shows what shares memory, and which writes autograd sees.
 
-    It does not where the change is made through `detach`, or by an op that it leaves out (`logical_and_`).
+    Autograd does not see a write through `detach`, or by an op that has no derivative (`logical_and_`).
+
+    Args:
+        values: the value of each node.
+        bases: the first tensor in each memory.
+        histories: the `grad_fn` of each base after the last node.
+        recorded: writes that autograd has seen, each as (node, tensor argument).
     """
 
     values: dict[fx.Node, Any] = field(default_factory=dict)
-    bases: dict[int, Tensor] = field(default_factory=dict)  # the first tensor in each memory
-    histories: dict[int, Any] = field(default_factory=dict)  # of these, as they are by now
+    bases: dict[int, Tensor] = field(default_factory=dict)
+    histories: dict[int, Any] = field(default_factory=dict)
     recorded: set[tuple[fx.Node, fx.Node]] = field(default_factory=set)
 
     def see(self, node: fx.Node, value: Any) -> None:
-        """Note a node that has run: of which of its inputs autograd has then another history."""
+        """Note the value of a node that has run, and its inputs whose history has changed."""
         self.values[node] = value
         found = tensors_in(value)
         for read in node.all_input_nodes:
@@ -167,12 +176,12 @@ class Trial:
             self.histories[memory] = self.bases.setdefault(memory, tensor).grad_fn
 
     def is_recorded(self, node: fx.Node, target: fx.Node) -> bool:
-        """Whether the gradient of what `target` shows is changed by what `node` writes there."""
+        """Return whether the write of `node` to `target` changes the gradient of what `target` shows."""
         return (node, target) in self.recorded
 
 
 def _is_detached(node: fx.Node) -> bool:
-    """Whether a tensor is seen through `detach`, as under `no_grad` and by `.data`."""
+    """Return whether a tensor is a view through `detach`, as under `no_grad` and by `.data`."""
     while node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node):
         if node.target is aten.detach.default:
             return True
@@ -185,14 +194,14 @@ def _is_detached(node: fx.Node) -> bool:
 def check_backward(
     graph: fx.Graph, loss: int, inputs: Sequence[Tensor], instead: Mapping[Any, Callable[..., Any]]
 ) -> None:
-    """Refuse a write that autograd does not see to a value that the backward of the loss reads.
+    """Refuse a write that autograd does not see, to a value that the backward of the loss reads.
 
-    Through `.data` it is silent in torch: the derivative is taken at what is written.
+    torch says nothing of one through `.data`, and takes the derivative at the new values.
 
     Args:
-        loss: which result it is.
-        inputs: fakes; those that train require gradients.
-        instead: what runs in the place of operators that have no derivative here.
+        loss: the index of the loss among the results.
+        inputs: fake tensors; those that train require gradients.
+        instead: functions that run in the place of operators without a derivative.
 
     Raises:
         TraceError: there is such a write.
@@ -215,7 +224,7 @@ def check_backward(
         total = replay(graph, inputs, trial.see, instead)[loss]
     if not total.requires_grad:
         return
-    with suppress(RuntimeError):  # of the backward itself, which is found where its kernels are made
+    with suppress(RuntimeError):  # a fault of the backward itself is reported where its kernels are made
         torch.autograd.grad(total, trained, torch.ones_like(total), allow_unused=True)
     wrong = [
         (node, f"{describe(trial.values[target])} by {node.target}")
@@ -233,8 +242,8 @@ def check_backward(
 
 
 def _overlaps(value: Tensor) -> bool:
-    """Whether two of its elements may lie in one place."""
-    end = 0  # of what the dims so far reach
+    """Return whether two elements of a tensor may lie in the same place."""
+    end = 0  # how far the dims so far reach
     for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
         if size > 1 and stride <= end:
             return True
@@ -244,9 +253,9 @@ def _overlaps(value: Tensor) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Write:
-    """One op in place as a pure function: of copies of the bases it writes to, and of what else it reads.
+    """An op in place as a pure function of the bases that it writes to, and of all else that it reads.
 
-    Returns the copies, and after them what else the op returns; one tensor, or several.
+    It returns written copies of the bases, and after them what else the op returns; one tensor, or several.
     """
 
     graph: fx.Graph
@@ -261,7 +270,7 @@ class Write:
         return self.op.target.__name__.split(".")[0]
 
     def __str__(self) -> str:
-        """The op and the views it writes through, of inputs x0, x1, ... : the same for the same code."""
+        """Return the op and the views that it writes through, of inputs x0, x1, ...; equal for equal code."""
         numbers = {n: f"x{i}" for i, n in enumerate(n for n in self.graph.nodes if n.op == "placeholder")}
 
         def text(value: Any) -> str:
@@ -281,15 +290,15 @@ class Write:
 
 
 class _Functional:
-    """One pass over a program: nodes of the old graph are keys, `read` says what they are by now."""
+    """A pass over a program: nodes of the old graph are keys, and `read` gives their current new node."""
 
     def __init__(self) -> None:
         self.graph = fx.Graph()
-        self.writes: Counter[int] = Counter()  # by memory, so far
+        self.writes: Counter[int] = Counter()  # how often each memory was written to so far
         self.current: dict[fx.Node, fx.Node] = {}
-        self.made_at: dict[fx.Node, dict[int, int]] = {}  # the writes that `current` has seen
-        self.same: dict[fx.Node, fx.Node] = {}  # what an op in place returns is what it wrote to
-        self.results: dict[fx.Node, list[fx.Node]] = {}  # of an op in place that returns several
+        self.made_at: dict[fx.Node, dict[int, int]] = {}  # `writes` of its memories when `current` was made
+        self.same: dict[fx.Node, fx.Node] = {}  # a node that is another: the result of an op in place
+        self.results: dict[fx.Node, list[fx.Node]] = {}  # the results of an op in place that has several
 
     def run(self, graph: fx.Graph) -> fx.Graph:
         self.bases = _bases(graph)
@@ -308,7 +317,7 @@ class _Functional:
         return self.graph
 
     def bind(self, node: fx.Node, value: fx.Node) -> None:
-        """From here on `node` is `value`, of the new graph, or whatever `value`, of the old one, is."""
+        """Let `node` be `value` from here on: a node of the new graph, or whatever an old node stands for."""
         if value.graph is self.graph:
             self.current[node] = value
             self.made_at[node] = self._writes(node)
@@ -316,18 +325,18 @@ class _Functional:
             self.same[node] = self.same.get(value, value)
 
     def read(self, node: fx.Node) -> fx.Node:
-        """`node` as it is now: a view of memory that was written to since is made again."""
+        """Return `node` as it is now: a view of memory that was written to since is made again."""
         node = self.same.get(node, node)
         if self.made_at[node] != self._writes(node):
             self.bind(node, self.graph.node_copy(node, self.read))
         return self.current[node]
 
     def write(self, node: fx.Node) -> None:
-        """A `Write` for `node`: its results are the bases by now, and what else `node` returned."""
+        """Write a `Write` for `node`: its results become the bases, and whatever else `node` returned."""
         targets = mutated_args(node)
         memories = list(dict.fromkeys(m for n in targets for m in _memories(n)))
         bases = [self.bases[m] for m in memories]
-        write, inputs = _write(node, bases, set(memories), self.same)
+        write, inputs = _make_write(node, bases, set(memories), self.same)
         made = self.graph.call_function(write, tuple(map(self.read, inputs)))
         made.meta = {k: node.meta[k] for k in _KEPT if k in node.meta}
         returned = [storage_id(v) in memories for v in tensors_of(node)]
@@ -346,16 +355,15 @@ class _Functional:
         return {m: self.writes[m] for m in _memories(node)}
 
 
-def _write(
+def _make_write(
     node: fx.Node, bases: list[fx.Node], memories: set[int], same: dict[fx.Node, fx.Node]
 ) -> tuple[Write, list[fx.Node]]:
-    """`node` as a pure function, and the old nodes that it takes."""
+    """Return `node` as a pure function, and the old nodes that it takes."""
     body = fx.Graph()
     inputs: list[fx.Node] = []
     inside: dict[fx.Node, fx.Node] = {}
-    copies: list[
-        tuple[Any, ...]
-    ] = []  # of views that no write may go through: what writes one back, its inputs
+    # Views that no write can go through are copied; these are the functions that write them back, and inputs.
+    copies: list[tuple[Any, ...]] = []
 
     def enter(old: fx.Node) -> fx.Node:
         inputs.append(old)
@@ -371,7 +379,7 @@ def _write(
         new = body.node_copy(old, place)
         new.meta = {}  # all of it runs in the modes of the whole
         if old.target is aten._unsafe_view.default:
-            new.target = aten.view.default  # through which autograd sees a write
+            new.target = aten.view.default  # autograd sees a write through this one
         if old.target is aten.unfold.default:
             new.target = read_windows
             copies.append((write_windows, new, *new.args))
@@ -382,7 +390,8 @@ def _write(
 
     for base in bases:
         inside[base] = body.call_function(aten.clone.default, (enter(base),))
-    targets: dict[fx.Node, fx.Node] = {}  # what the op is given in the place of what it writes to
+    # The op writes to the copies. One with odd strides is laid out by rows for it, and written back after it.
+    targets: dict[fx.Node, fx.Node] = {}
     laid_out: list[tuple[fx.Node, fx.Node]] = []
     for old in dict.fromkeys(mutated_args(node)):
         before, detached = _before_expand(node, old)
@@ -394,6 +403,7 @@ def _write(
             targets[old] = laid_out[-1][1]
     op = body.node_copy(node, lambda n: targets.get(n) or place(n))
     op.meta, op.target = {}, _TAKEN_APART.get(op.target, op.target)
+    # Undo the copies in reverse order, then return the bases and all results in other memory.
     for target, rows in laid_out:
         body.call_function(aten.copy_.default, (target, rows))
     for back, *values in reversed(copies):
@@ -406,41 +416,43 @@ def _write(
 
 
 def read_windows(x: Tensor, dim: int, size: int, step: int) -> Tensor:
-    """A copy of `x.unfold`: a write through the view itself loses in torch what lies in no window."""
+    """Copy `x.unfold`: a write through the view itself would lose elements in no window, in torch."""
     return x.unfold(dim, size, step).clone()
 
 
 def write_windows(windows: Tensor, x: Tensor, dim: int, size: int, step: int) -> None:
-    """Write back what `read_windows` has copied."""
+    """Write the windows that `read_windows` has copied back."""
     x.copy_(put_windows(windows, x, dim, size, step))
 
 
 def put_windows(windows: Tensor, x: Tensor, dim: int, size: int, step: int) -> Tensor:
-    """Return a copy of x that has the numbers of these windows in their places."""
+    """Return a copy of x with the numbers of these windows in their places."""
     dim %= x.dim()
     starts = torch.arange(windows.shape[dim], device=x.device) * step
     places = (starts[:, None] + torch.arange(size, device=x.device)).flatten()
     return x.index_copy(dim, places, windows.movedim(-1, dim + 1).flatten(dim, dim + 1))
 
 
-_LAZY = {  # each its own inverse; a write through one would leave a lazy base, which `view_as_real` refuses
+# Views that conjugate or negate when they are read, each its own inverse. A write through one would leave a
+# base that does so too, which `view_as_real` refuses.
+_LAZY = {
     aten.conj.default, aten._conj.default, aten._neg_view.default, aten.adjoint.default, aten.mH.default,
     aten.matrix_H.default,
 }  # fmt: skip
 
 
 def resolve(x: Tensor) -> Tensor:
-    """Return the numbers of a lazy view, in memory of their own where it is one."""
+    """Return the numbers of a tensor, in memory of their own if it is a lazy view."""
     return x.resolve_conj().resolve_neg()
 
 
 def write_lazy(written: Tensor, x: Tensor, view: Any) -> None:
-    """Write back what `resolve` has copied of a view of x."""
+    """Write the copy that `resolve` has made of a view of x back."""
     x.copy_(resolve(view(written)))
 
 
 def find_diagonal(x: Tensor, wrap: bool = False) -> Tensor:
-    """Return a mask of what `fill_diagonal_` writes to: equal indices, and again below where it wraps."""
+    """Return a mask of the elements that `fill_diagonal_` writes to: equal indices, repeated if it wraps."""
     rows, *others = (
         torch.arange(size, device=x.device).reshape([-1 if d == dim else 1 for d in range(x.dim())])
         for dim, size in enumerate(x.shape)
@@ -453,16 +465,16 @@ def find_diagonal(x: Tensor, wrap: bool = False) -> Tensor:
 
 
 def fill_diagonal(x: Tensor, value: Any, wrap: bool = False) -> Tensor:
-    """Write as `fill_diagonal_` does, and through no strides."""
+    """Write as `fill_diagonal_` does, but not through strides."""
     return x.masked_fill_(find_diagonal(x, wrap), value)
 
 
 def write_polygamma(x: Tensor, order: int) -> Tensor:
     """Write as `polygamma_` does."""
-    return x.copy_(torch.polygamma(order, x.clone()))  # autograd keeps what it reads
+    return x.copy_(torch.polygamma(order, x.clone()))  # a clone, since autograd keeps the op's input
 
 
-_TAKEN_APART = {  # where autograd's functionalization cannot
+_TAKEN_APART = {  # ops that AOTAutograd cannot make functional
     aten.fill_diagonal_.default: fill_diagonal, aten.polygamma_.default: write_polygamma,
 }  # fmt: skip
 
@@ -474,7 +486,10 @@ def _is_row_major(node: fx.Node) -> bool:
 
 
 def lay_out_by_rows(x: Tensor) -> Tensor:
-    """A copy to write to: what a pure op makes of `x` itself may have other strides, and later views fail."""
+    """Copy a tensor before a write.
+
+    A pure op on `x` itself may return other strides, on which later views would fail.
+    """
     return x.clone(memory_format=torch.contiguous_format)
 
 
@@ -482,7 +497,7 @@ _KEPT = ("autocast", "nn_module_stack", "stack_trace")
 
 
 def _bases(graph: fx.Graph) -> dict[int, fx.Node]:
-    """Return, by memory, the first tensor in it."""
+    """Return the first tensor in each memory."""
     bases: dict[int, fx.Node] = {}
     for node in graph.nodes:
         if isinstance(node.meta.get("val"), Tensor):
@@ -495,13 +510,13 @@ def _memories(node: fx.Node) -> set[int]:
 
 
 def index_strided(graph: fx.Graph) -> bool:
-    """Make `as_strided` an index of the dense tensor whose memory it is; whether there was any.
+    """Turn each `as_strided` into an index of the dense tensor whose memory it reads; return whether any was.
 
-    The op's offset counts from the start of the memory. A program is traced with tensors that have their own;
-    a step's leaves, micro-batches and saved values may be parts of larger ones.
+    The op's offset counts from the start of the memory. A program is traced with tensors that have memory of
+    their own, but a step's leaves, micro-batches and saved values may be parts of larger tensors.
 
     Args:
-        graph: without writes; its new nodes have no values yet.
+        graph: a graph without writes; new nodes get no values.
     """
     bases, changed = _bases(graph), False
     for node in graph.find_nodes(op="call_function", target=aten.as_strided.default):

@@ -1,9 +1,9 @@
-"""Pure: every write of a program by ops that make new tensors, so that each of these can be placed by itself.
+"""Replace every `Write` of a program by ops that make new tensors, each of which can be placed by itself.
 
-A `Write` is one node whose inside changes copies through views. Here its op is the one of the same name that
-returns its result (`mul_` is `mul`), and what the views show is put back into the memory's first tensor, view
-by view. A write through `detach`, as one under `no_grad` is, changes values alone: the gradient passes it, as
-in torch, by `with_values`.
+A `Write` is one node whose inside changes copies through views. Here its op becomes the one of the same name
+that returns its result (`mul_` becomes `mul`), and new values are put back into the memory's first tensor,
+view by view. A write through `detach`, as every write under `no_grad` is, changes values alone: the gradient
+passes it, as in torch, by `with_values`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ WITH_VALUES = torch.ops.fnshard.with_values.default  # the values of one tensor,
 
 
 def remove_writes(program: Program) -> Program:
-    """Return the same program without a `Write`, but for those that no ops that are known here replace."""
+    """Return the same program without `Write`s, except those that no known ops can replace."""
     if not any(isinstance(node.target, Write) for node in program.graph.nodes):
         return program
     graph = fx.Graph()
@@ -69,7 +69,7 @@ def remove_writes(program: Program) -> Program:
                     bodies[key] = pure_graph(node.target, tensors)
                 body = bodies[key]
             if body is not None:
-                # The autocast mode is left behind: an op in place heeds none.
+                # The autocast mode is left out: an op in place does not follow it.
                 meta = {k: v for k, v in node.meta.items() if k in ("nn_module_stack", "stack_trace")}
                 env[node] = _inline(graph, body, [env[n] for n in node.args], meta)
             elif node.target is operator.getitem and isinstance(env[node.args[0]], list | tuple):
@@ -84,7 +84,7 @@ def remove_writes(program: Program) -> Program:
 
 
 def _inline(graph: fx.Graph, body: fx.Graph, reads: Sequence[fx.Node], meta: Mapping[str, Any]) -> Any:
-    """Nodes of the body on what it reads; its result, or results."""
+    """Write the nodes of a body that reads these nodes, and return its result or list of results."""
     env = dict(zip(body.find_nodes(op="placeholder"), reads, strict=True))
     for node in body.nodes:
         if node.op == "call_function":
@@ -97,39 +97,39 @@ def _inline(graph: fx.Graph, body: fx.Graph, reads: Sequence[fx.Node], meta: Map
 
 
 def pure_graph(write: Write, tensors: Sequence[Tensor]) -> fx.Graph | None:
-    """Return a write by ops that make new tensors, as a graph of what it takes; None where that does not run.
+    """Return a write as a graph of ops that make new tensors, or None if there is no such form.
 
     Args:
-        tensors: a fake of each value that it takes.
+        tensors: a fake tensor for each input of the write.
     """
-    # Two inputs may be one tensor: make_fx takes it for one input.
+    # make_fx takes a tensor that comes twice for one input, so that each gets a tensor of its own.
     tensors = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
     trial = Trial()
     replay(write.graph, tensors, trial.see)
     try:
         run = partial(_run, write, trial)
         graph = make_fx(lambda *v: run(v), tracing_mode="fake", pre_dispatch=True)(*tensors).graph
-    except Exception:  # of any op of the program's: it runs as it stands, on whole values
+    except Exception:  # any op of the program may raise; the write then runs as it stands, on whole values
         return None
     graph.eliminate_dead_code()
     return graph
 
 
 class _Unknown(Exception):
-    """A view that nothing puts back, or an op that has no form without a write."""
+    """An error: a view cannot be put back, or an op has no form without a write."""
 
 
 # ------------------------------------------------------------------ the run
 @dataclass
 class _Memory:
-    """A tensor that is written to, as it is by now."""
+    """A memory, which holds the current value of the tensor that is written to."""
 
     value: Tensor
 
 
 @dataclass(frozen=True)
 class _Step:
-    """One view: how it looks at a tensor, and how what it shows is put back there."""
+    """A view: `look` at a tensor through it, and `put` new numbers back there."""
 
     look: Callable[[Tensor], Tensor]
     put: Callable[[Tensor, Tensor], Tensor]
@@ -137,7 +137,7 @@ class _Step:
 
 @dataclass(frozen=True)
 class _Alias:
-    """A memory, through some views."""
+    """A memory seen through some views."""
 
     memory: _Memory
     steps: tuple[_Step, ...] = ()
@@ -149,10 +149,10 @@ class _Alias:
         return value
 
     def write(self, new: Tensor, recorded: bool) -> None:
-        """Replace what is seen here.
+        """Replace the numbers that are seen here.
 
         Args:
-            recorded: the gradient is that of what is written; else that of what was there.
+            recorded: whether the gradient follows the new numbers; otherwise it stays that of the old ones.
         """
         old = self.memory.value
         needed = old.requires_grad and not recorded
@@ -169,10 +169,10 @@ class _Alias:
 
 
 def _run(write: Write, trial: Trial, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The write, as it goes node by node, on memories whose values are replaced.
+    """Run a write node by node on memories, whose values are replaced where it writes.
 
     Args:
-        trial: how it went as it stands.
+        trial: a run of the write as it stands.
     """
     env: dict[fx.Node, Any] = {}
     feed = iter(values)
@@ -191,13 +191,13 @@ def _run(write: Write, trial: Trial, values: Sequence[Tensor]) -> tuple[Tensor, 
             if target is not None:
                 env[node.args[target]].write(new, trial.is_recorded(node, node.args[target]))
         elif mutated_args(node):
-            env[node] = _written(node, trial, env, read)
+            env[node] = _run_write(node, trial, env, read)
         elif node.target is operator.getitem and isinstance(env[node.args[0]], list):
             env[node] = env[node.args[0]][node.args[1]]
         elif node.target is aten.clone.default:
             env[node] = _Alias(_Memory(env[node.args[0]].read()))
-        elif (source := _source(node, trial)) is not None and isinstance(env[source], _Alias):
-            env[node] = _looks(node, source, trial, env[source], read)
+        elif (source := _find_source(node, trial)) is not None and isinstance(env[source], _Alias):
+            env[node] = _look_through(node, source, trial, env[source], read)
         else:
             made = node.target(*read(node.args), **read(dict(node.kwargs)))
             several = isinstance(made, list | tuple)
@@ -205,15 +205,15 @@ def _run(write: Write, trial: Trial, values: Sequence[Tensor]) -> tuple[Tensor, 
     raise AssertionError("a graph without an output")
 
 
-def _source(node: fx.Node, trial: Trial) -> fx.Node | None:
-    """The input whose memory a node's value, or its values, are in."""
+def _find_source(node: fx.Node, trial: Trial) -> fx.Node | None:
+    """Return the input that shares its memory with a node's value or values, or None."""
     memories = {storage_id(v) for v in tensors_in(trial.values[node])}
     inputs = [n for n in node.all_input_nodes if isinstance(trial.values[n], Tensor)]
     return next((n for n in inputs if storage_id(trial.values[n]) in memories), None)
 
 
-def _written(node: fx.Node, trial: Trial, env: Mapping[fx.Node, Any], read: Any) -> Any:
-    """Write what the op without a write returns; what the node is then."""
+def _run_write(node: fx.Node, trial: Trial, env: Mapping[fx.Node, Any], read: Any) -> Any:
+    """Write the result of the op's form without a write, and return what the node stands for then."""
     targets = mutated_args(node)
     args, kwargs = read(node.args), read(dict(node.kwargs))
     if node.target in _NORMS:
@@ -239,7 +239,7 @@ def _written(node: fx.Node, trial: Trial, env: Mapping[fx.Node, Any], read: Any)
 # ------------------------------------------------------------------ ops
 @cache
 def _without_write(target: OpOverload) -> Callable[..., Any]:
-    """The op that returns what this one writes: `aten.mul.Tensor` of `aten.mul_.Tensor` and of `mul.out`.
+    """Return the op whose result this one writes: `aten.mul.Tensor` for `aten.mul_.Tensor` and `mul.out`.
 
     Raises:
         _Unknown: there is none.
@@ -284,7 +284,7 @@ def _batch_norm(
     input: Tensor, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool,
     momentum: float, eps: float, cudnn_enabled: bool,
 ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
-    """The normed input, and the running statistics that there are, as they then are."""
+    """Return the normed input, and the new values of the running statistics that there are."""
     normed = aten.batch_norm(input, weight, bias, None, None, True, momentum, eps, cudnn_enabled)
     dims = [d for d in range(input.dim()) if d != 1]
     return normed, _statistics(input, dims, running_mean, running_var, momentum)
@@ -294,7 +294,7 @@ def _instance_norm(
     input: Tensor, weight: Any, bias: Any, running_mean: Any, running_var: Any, use_input_stats: bool,
     momentum: float, eps: float, cudnn_enabled: bool,
 ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
-    """The normed input, and the running statistics that there are, as they then are."""
+    """Return the normed input, and the new values of the running statistics that there are."""
     normed = aten.instance_norm(input, weight, bias, None, None, True, momentum, eps, cudnn_enabled)
     return normed, _statistics(input, list(range(2, input.dim())), running_mean, running_var, momentum)
 
@@ -313,8 +313,10 @@ _NORMS = {aten.batch_norm.default: _batch_norm, aten.instance_norm.default: _ins
 
 
 # ------------------------------------------------------------------ views
-def _looks(node: fx.Node, source: fx.Node, trial: Trial, alias: _Alias, read: Any) -> _Alias | list[_Alias]:
-    """Return what is seen of an alias through the view that a node is, or through each of its views."""
+def _look_through(
+    node: fx.Node, source: fx.Node, trial: Trial, alias: _Alias, read: Any
+) -> _Alias | list[_Alias]:
+    """Return an alias seen through the view that a node is, or a list of these for each of its views."""
     rest, kwargs = read(node.args), read(dict(node.kwargs))
     if node.args[0] is not source:
         raise _Unknown(node.target)
@@ -338,19 +340,20 @@ def _looks(node: fx.Node, source: fx.Node, trial: Trial, alias: _Alias, read: An
 def _put_back(
     x: Tensor, new: Tensor, look: Callable[[Tensor], Any], number: int | None, whole: Tensor
 ) -> Tensor:
-    """Put back what a view shows, by the strides that it gives a dense tensor.
+    """Put numbers back through a view, by the strides that the view has on a dense tensor.
 
     Args:
-        number: which of several views it is.
-        whole: x where nothing has been replaced, which has the strides of the program.
+        number: the index of the view, if the op returns several.
+        whole: x before anything was replaced, with the strides of the program.
 
     Raises:
-        _Unknown: it shows other numbers than those of x, or one place several times.
+        _Unknown: the view shows other numbers than those of x, or one place several times.
     """
     if x.dtype != new.dtype:
         if x.is_complex() or new.is_complex() or x.element_size() != new.element_size():
             raise _Unknown(look)
         return new.view(x.dtype)
+    # From the cheapest form to the most general: a permutation, a slice, an index of places.
     shape, rank = list(x.shape), x.dim()
     with torch.no_grad():
         view = look(torch.empty(shape, dtype=x.dtype, device=x.device))
@@ -373,7 +376,7 @@ def _put_back(
             raise _Unknown(look)
         reached += (size - 1) * stride
     if not whole.is_contiguous() or whole.storage_offset():
-        raise _Unknown(look)  # as_strided counts in the strides that there are
+        raise _Unknown(look)  # as_strided counts in the actual strides
     places = torch.full([1] * len(sizes), start, device=x.device)
     for dim, (size, stride) in enumerate(zip(sizes, strides, strict=True)):
         row = torch.arange(size, device=x.device) * stride
@@ -382,7 +385,7 @@ def _put_back(
 
 
 def _scatter(op: Any, x: Tensor, new: Tensor, *where: Any, **named: Any) -> Tensor:
-    """Run an op that puts numbers into a copy; its gradient knows no complex ones, so these go by halves."""
+    """Run an op that puts numbers into a copy; complex ones in halves, as its gradient takes only reals."""
     if not x.is_complex():
         return op(x, new, *where, **named)
     halves = (op(a, b, *where, **named) for a, b in ((x.real, new.real), (x.imag, new.imag)))

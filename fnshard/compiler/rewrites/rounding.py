@@ -1,19 +1,20 @@
-"""Rounding: what a program rounds, compiled kernels round too, where it shows.
+"""Make compiled kernels round numbers where the program does, wherever it shows.
 
 Inductor computes half types in fp32 and rounds where a kernel writes to memory. That differs from eager torch
 in two places that no tolerance covers:
 
-- A cast to a narrower float type and back: `x.to(torch.bfloat16).float()` becomes x, and fake quantisation
-  becomes nothing. `keep_rounding` puts `fnshard.rounded` after such casts of a program, so gradients are
-  rounded as well. Casts between which something is computed in the narrow type stay as they are.
+- A cast to a narrower float type and back: Inductor makes `x.to(torch.bfloat16).float()` x, and fake
+  quantisation nothing. `keep_rounding` puts `fnshard.rounded` after such casts of a program, so that
+  gradients are rounded as well. Casts between which something is computed in the narrow type stay as they
+  are.
 - A decision: `x == x.max()` is false everywhere where one side is rounded and the other is not, and the
   gradient of `amax` divides by the number of ties, 0. `fnshard.rounded` stands after every operation in a
   half type that a decision depends on: `round_for_decisions` puts it into a program, op by op as eager torch
   rounds, and `round_decisions` into a kernel's joint graph, where the comparisons of gradients show.
 
-Kernels hold `rounded` as an operation. Inductor lowers it to integer operations on the number's bits (BITS):
-they cost next to nothing, and it moves no wider number through them. The eager backend rounds anyway, so
-`drop_rounding` leaves it out.
+Kernels hold `rounded` as an operation. Inductor lowers it to integer operations on the number's bits (BITS),
+which cost next to nothing, and through which it cannot pass a wider number. The eager backend rounds anyway,
+so `drop_rounding` leaves the operation out there.
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ from torch import Tensor, fx
 
 from fnshard.compiler.ir.program import OpOverload
 
-BITS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}  # fp8 is kept
+# An integer type of the same width. Inductor keeps casts to fp8 by itself.
+BITS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}
 _CASTS = frozenset(["aten::to", "aten::_to_copy", "aten::type_as", "prims::convert_element_type"])
 _MOVERS = frozenset(f"aten::{name}" for name in (
     "clone", "cat", "stack", "index", "index_select", "gather", "where", "masked_fill", "flip", "roll",
     "repeat", "repeat_interleave", "constant_pad_nd", "pad", "embedding",
 ))  # fmt: skip
-# Operations that give one of the numbers that they read, or its negative.
+# Operations that return one of the numbers that they read, or its negative.
 _CHOOSE = frozenset(f"aten::{name}" for name in (
     "neg", "abs", "relu", "amax", "amin", "maximum", "minimum", "max", "min", "cummax", "cummin",
     "sort", "topk",
@@ -43,7 +45,7 @@ _CHOOSE = frozenset(f"aten::{name}" for name in (
 _EXTREMES = frozenset(f"aten::{name}" for name in (
     "amax", "amin", "max", "min", "aminmax", "scatter_reduce", "index_reduce", "segment_reduce",
 ))  # fmt: skip
-# Operations that read from memory and write to it, so nothing before them reaches what comes after unrounded.
+# Operations that read from memory and write to it, so that no unrounded number passes them.
 _PRODUCTS = frozenset(f"aten::{name}" for name in (
     "matmul", "linear", "einsum", "mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot", "inner", "addbmm",
     "chain_matmul", "tensordot", "bilinear", "_scaled_mm", "_grouped_mm", "conv1d", "conv2d", "conv3d",
@@ -51,7 +53,7 @@ _PRODUCTS = frozenset(f"aten::{name}" for name in (
     "convolution_backward", "scaled_dot_product_attention",
 ))  # fmt: skip
 _ORDERS = frozenset(f"aten::{name}" for name in ("sort", "topk", "kthvalue", "median", "nanmedian", "mode"))
-# Operations that jump between floats. What makes no float of floats (eq, argmax, a cast) decides as well.
+# Operations that jump between floats. Those that make no float of floats (eq, argmax, a cast) decide as well.
 _COMPARISONS = frozenset(f"aten::{name}" for name in ("eq", "ne", "lt", "le", "gt", "ge"))
 _STEPS = frozenset(f"aten::{name}" for name in (
     "sign", "sgn", "floor", "ceil", "round", "trunc", "frac", "fmod", "remainder", "floor_divide",
@@ -66,7 +68,7 @@ _NO_VALUES = re.compile(
 
 @torch.library.custom_op("fnshard::rounded", mutates_args=())
 def rounded(x: Tensor) -> Tensor:
-    """x, as its dtype has it."""
+    """Return x rounded to its own dtype."""
     return x.clone()
 
 
@@ -92,7 +94,7 @@ def keep_rounding(graph: fx.Graph) -> None:
             _insert(graph, cast, list(cast.users))
         for widening in back:
             if not alone or widening.args[0].target is not _ROUNDED:
-                # Its gradient is rounded before others are added.
+                # The gradient of each cast is rounded before it is added to others.
                 _insert(graph, widening.args[0], [widening])
 
 
@@ -101,7 +103,7 @@ def round_for_decisions(graph: fx.Graph) -> None:
 
     A decision makes no float of floats (a comparison, an index, a cast to integers), or it jumps (`floor`,
     `sign`), or its gradient compares (`amax`). The walk back from it ends at inputs and products, which are
-    in memory in their own type. What is on no such way stays as it is.
+    in memory in their own type. Values on no such way stay as they are.
     """
     decisions = {node for node in graph.nodes if _decides(node) or _has_ties(node)}
     for node in _on_the_way(graph, decisions):
@@ -110,7 +112,7 @@ def round_for_decisions(graph: fx.Graph) -> None:
 
 
 def round_decisions(graph: fx.Graph) -> None:
-    """Round for the decisions of a joint graph, which are those of gradients too, as for a program's."""
+    """Round for the decisions of a joint graph, which has those of gradients too, as for a program's."""
     decisions = {node for node in graph.nodes if _decides(node)}
     for node in decisions:
         _round_numbers(node)
@@ -119,13 +121,13 @@ def round_decisions(graph: fx.Graph) -> None:
     for node in found:
         readers = [r for r in node.users if r.target is not _ROUNDED]
         if _is_in_memory(node):
-            # Other readers take a product from memory; a compiler may hand it on to these as it is in fp32.
+            # Other readers take a product from memory; these may be fused with it, and get it in fp32.
             readers = [r for r in readers if r in on_the_way and _name(r) not in _ORDERS]
         _insert(graph, node, readers)
 
 
 def _on_the_way(graph: fx.Graph, decisions: set[fx.Node]) -> list[fx.Node]:
-    """The operations in a half type that decisions depend on."""
+    """Return the operations in a half type that decisions depend on."""
     found: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if node in decisions or (node in found and not _is_in_memory(node)):
@@ -134,7 +136,7 @@ def _on_the_way(graph: fx.Graph, decisions: set[fx.Node]) -> list[fx.Node]:
 
 
 def _has_ties(node: fx.Node) -> bool:
-    """Whether the gradient of a program's operation compares what it read with what it gave."""
+    """Return whether the gradient of an operation compares its input with its result."""
     infinite = any(isinstance(a, float) and math.isinf(a) for a in node.args)
     return _name(node) in _EXTREMES or (
         infinite and _name(node) in ("aten::linalg_vector_norm", "aten::norm")
@@ -165,17 +167,17 @@ def _is_in_memory(node: fx.Node) -> bool:
 
 
 def _computes(node: fx.Node) -> bool:
-    """Whether it gives a half type that a compiler may hold in another one."""
+    """Return whether a node computes numbers of a half type, which a compiler may hold in a wider one."""
     if node.op != "call_function" or not isinstance(node.meta.get("val"), Tensor):
         return False
     half = node.meta["val"].dtype in (torch.float16, torch.bfloat16)
-    fills = any(isinstance(a, float) for a in (*node.args, *node.kwargs.values()))  # with a number
+    fills = any(isinstance(a, float) for a in (*node.args, *node.kwargs.values()))
     moves = (_moves(node) and not fills and not _rounds(node)) or _name(node) in _CHOOSE
     return half and not moves and node.target is not _ROUNDED
 
 
 def _round_numbers(node: fx.Node) -> None:
-    """Round the numbers that a half value is compared with, as eager torch rounds them."""
+    """Round Python numbers that a half value is compared with, as eager torch rounds them."""
     types = {v.dtype for n in node.all_input_nodes for v in _floats(n)}
     if len(types) == 1 and types < {torch.float16, torch.bfloat16} and _name(node) in (_COMPARISONS | _STEPS):
         [dtype] = types
@@ -187,8 +189,10 @@ def _round_numbers(node: fx.Node) -> None:
 def hide_rounding(graph: fx.Graph) -> bool:
     """Replace every `rounded` by a cast to its value's own type, which torch's partitioner may recompute.
 
+    `show_rounding` undoes it.
+
     Returns:
-        Whether there is one; `show_rounding` undoes it.
+        Whether there is a `rounded`.
     """
     nodes = graph.find_nodes(op="call_function", target=_ROUNDED)
     for cast in _idle_casts(graph) if nodes else ():
@@ -200,7 +204,7 @@ def hide_rounding(graph: fx.Graph) -> bool:
 
 
 def show_rounding(graph: fx.Graph) -> None:
-    """Make `rounded` of every cast to its value's own type."""
+    """Turn every cast to its value's own type into `rounded`."""
     for node in _idle_casts(graph):
         node.target, node.args = _ROUNDED, (node.args[0],)
 
@@ -220,7 +224,7 @@ def _tensors(node: fx.Node) -> list[Tensor]:
 
 
 def drop_rounding(graph: fx.Graph) -> fx.Graph:
-    """Return a graph without those `rounded` that are mere copies of what nothing else reads."""
+    """Return a graph without those `rounded` that only copy a value which nothing else reads."""
     if not graph.find_nodes(op="call_function", target=_ROUNDED):
         return graph
     graph = copy.deepcopy(graph)
@@ -239,14 +243,14 @@ def _insert(graph: fx.Graph, value: fx.Node, readers: list[fx.Node]) -> None:
     with graph.inserting_after(value):
         node = graph.call_function(_ROUNDED, (value,))
     node.meta = {**value.meta, "val": value.meta["val"].clone()}
-    if takes_all:  # views that are among the readers share the memory of what they read
+    if takes_all:  # views among the readers must keep sharing memory with the value that they read
         node.meta["val"], value.meta["val"] = value.meta["val"], node.meta["val"]
     for reader in readers:
         reader.replace_input_with(value, node)
 
 
 def _rounds(node: fx.Node) -> bool:
-    """Whether it is a cast that loses digits or range."""
+    """Return whether a node is a cast that loses digits or range."""
     if not _is_cast(node) or node.meta["val"].dtype not in BITS:
         return False
     before, after = (torch.finfo(n.meta["val"].dtype) for n in (node.args[0], node))
@@ -261,7 +265,7 @@ def _is_cast(node: fx.Node) -> bool:
 
 
 def _casts_after(cast: fx.Node) -> Iterator[fx.Node]:
-    """Casts to another float type of what is the cast's value but for its place."""
+    """Yield later casts to another float type of the cast's value, which ops may have moved in between."""
     for user in cast.users:
         if _is_cast(user):
             yield user

@@ -1,7 +1,7 @@
-"""Wide sums: where a kernel for the CPU adds up many numbers to each result, it adds in fp64.
+"""Add in fp64 where a kernel for the CPU adds up many numbers to each result.
 
-Inductor adds in fp32, a lane each: the mean of 6e7 equal numbers is off by 9e-5, where torch's own `sum`,
-which adds by halves, is off by 1e-7.
+Inductor adds in fp32, one running sum for each vector lane: the mean of 6e7 equal numbers is off by 9e-5.
+torch's own `sum`, which adds in pairs, is off by 1e-7.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from torch import Tensor, fx
 from fnshard.optim.sums import PIECE
 
 aten = torch.ops.aten
-# All others that sum, such as `logsumexp`, are made of these when they come here.
+# All other sums, such as `logsumexp`, have been decomposed into these by then.
 SUMS = {
     aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim, aten.linalg_vector_norm.default,
     aten.var.correction, aten.var_mean.correction, aten.std.correction, aten.std_mean.correction,
 }  # fmt: skip
-ROWS = 16 * PIECE  # numbers of each of several results: a row of a model's width is added in fp32, by lanes
+ROWS = 16 * PIECE  # from so many numbers for each of several results; a row of a model's width stays in fp32
 NARROW = {torch.float32, torch.bfloat16, torch.float16}
 
 
 def widen_sums(graph: fx.Graph) -> None:
-    """Let sums, means, variances and norms of many numbers be taken in fp64, and rounded to their dtype."""
+    """Take sums, means, variances and norms of many numbers in fp64, and round them to their dtype."""
     convert = torch.ops.prims.convert_element_type.default
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target not in SUMS:
@@ -57,5 +57,5 @@ def widen_sums(graph: fx.Graph) -> None:
 
 
 def _adds_nothing(order: float = 2) -> bool:
-    """Whether a norm of this order is the largest number, the smallest, or a count."""
+    """Return whether a norm of this order is the largest number, the smallest, or a count."""
     return order == 0 or math.isinf(order)

@@ -658,14 +658,17 @@ class _Builder:
     def sum_over_ranks(
         self, bucket: Bucket, phase: str, reads: Names, paths: tuple[str, ...], micro: int
     ) -> ValueName:
-        """ReduceScatter over the gradient's own axes, AllReduce over others that do not split the leaf."""
+        """ReduceScatter over the gradient's own axes, AllReduce over others that do not split the leaf.
+
+        All ranks of a stage that reads no leaf of the bucket have zeros, for which other stages alone wait.
+        """
         rest = summed_whole(bucket, self.specs, self.summed)
         name = ValueName(Kind.REDUCED, bucket.name, micro=micro)
         flight = ValueName(Kind.FLIGHT, bucket.name, micro=micro)
         if not bucket.axes and not rest:
             self.lines.append(Local(bucket.unit, phase, reads, (name,), bucket=bucket.name, paths=paths))
             return name
-        if bucket.axes:
+        if bucket.axes and reads:
             part = name.of(micro, ".") if rest else name  # summed over a part of the ranks
             scatter = ReduceScatter(bucket.unit, phase, reads, (flight,), bucket=bucket.name, paths=paths)
             self.lines += with_wait(scatter, part)

@@ -18,17 +18,14 @@ from fnshard.compiler.schedule.instructions import (
     COMMUNICATION,
     COMPUTE,
     AggregateBuffers,
-    AllReduce,
     Cast,
     Exchange,
     Free,
     Gather,
     Instruction,
-    Local,
     Norms,
     Recv,
     ReduceScalars,
-    ReduceScatter,
     ReduceUpdate,
     Run,
     Send,
@@ -66,11 +63,11 @@ def verify(schedule: Schedule) -> Schedule:
       changes, or reads what was taken over;
     - no buffer of the host's pool is read, or given back again, by way of a view once it was given back;
     - whatever is alive at the end is an output;
-    - each backward, or both halves of one, run once for a micro-batch; a bucket's gradients are reduced when
-      all are made;
-    - a gradient is summed over each axis once that does not split its leaf, and over no other; a norm counts
-      every element once; where the result of an exchange has a cotangent, what was sent has one, and where a
-      value of another stage has one, it is sent back; no leaf of another stage is read.
+    - each backward, or both halves of one, run once for a micro-batch;
+    - a gradient is summed over each axis once that does not split its leaf, and over no other, and none is
+      left out; a norm counts every element once; where the result of an exchange has a cotangent, what was
+      sent has one, and where a value of another stage has one, it is sent back; no leaf of another stage is
+      read.
 
     Raises:
         ScheduleError: a bug in a pass.
@@ -90,7 +87,7 @@ def verify(schedule: Schedule) -> Schedule:
     ]  # fmt: skip
     state.problems += _too_many_units(schedule) + _double_gathers(schedule)
     state.problems += _sums(schedule) + _counts(schedule) + _missing_duals(schedule)
-    state.problems += _unanswered(schedule) + _missing_backwards(schedule) + _late_gradients(schedule)
+    state.problems += _unanswered(schedule) + _missing_backwards(schedule) + _lost_gradients(schedule)
     if not state.problems:  # it takes every kernel to read what it should
         state.problems += _kept_leaves(schedule)
     if state.problems:
@@ -173,20 +170,24 @@ def _copied(issue: Instruction, name: ValueName) -> bool:
 def _sums(schedule: Schedule) -> list[str]:
     """Buckets whose gradients are summed over too many axes or too few."""
     found: dict[tuple[str, str], list[str]] = {}
+    zeros: set[str] = set()  # buckets that this stage has no gradients for
     for line in schedule.instructions:
         of_gradients = line.lane == COMMUNICATION and not isinstance(line, ReduceUpdate)
         if of_gradients and getattr(line, "bucket", "") in schedule.reduced:
             found.setdefault((line.bucket, line.phase), []).extend(line.axes_of(schedule))
+            zeros |= set() if line.reads else {line.bucket}
     problems = []
     for name in schedule.reduced:
         shared = schedule.mesh.stages > 1 and schedule.specs[schedule.buckets[name].paths[0]].chunk == "all"
         if shared and name not in {bucket for bucket, _ in found}:  # a tie that nothing sums
             found[name, "backward"] = []
     for (name, phase), axes in found.items():
-        expected = sorted(gradient_axes(schedule.buckets[name], schedule.specs, schedule.summed_axes))
+        bucket = schedule.buckets[name]
+        due = gradient_axes(bucket, schedule.specs, schedule.summed_axes)
+        expected = sorted(axis for axis in due if name not in zeros or axis not in bucket.axes)
         if sorted(axes) != expected:
-            over, due = (", ".join(each) or "no axis" for each in (axes, expected))
-            problems.append(f"{phase}: {name} is summed over {over}, where {due} is due")
+            over, wanted = (", ".join(each) or "no axis" for each in (axes, expected))
+            problems.append(f"{phase}: {name} is summed over {over}, where {wanted} is due")
     return problems
 
 
@@ -233,28 +234,6 @@ def _missing_backwards(schedule: Schedule) -> list[str]:
     return [f"{key[2]}: {what} runs {found[key]} times" for key, what in due.items() if found[key] != 1]
 
 
-def _late_gradients(schedule: Schedule) -> list[str]:
-    """Gradients that are made, or added to others, when their bucket has been reduced for the last time."""
-    lines = schedule.instructions
-    bucket_of = {p: name for name in schedule.reduced for p in schedule.buckets[name].paths}
-    bucket_of |= {name: name for name in schedule.reduced}
-    reductions = [
-        (number, line.bucket) for number, line in enumerate(lines)
-        if isinstance(line, ReduceScatter | AllReduce | Local)
-    ]  # fmt: skip
-    last = {bucket: number for number, bucket in reductions}
-    made = [
-        (number, name, last.get(bucket_of.get(name.path), number))
-        for number, line in enumerate(lines) for name in line.writes
-        if name.kind in (Kind.GRADIENT, Kind.ACCUMULATED)
-    ]  # fmt: skip
-    return [
-        f"{number}: {name} is made behind line {reduced}, which reduces its bucket"
-        for number, name, reduced in made
-        if number > reduced
-    ]
-
-
 def _unanswered(schedule: Schedule) -> list[str]:
     """Values of other stages whose cotangents are not sent back."""
     lines = schedule.instructions
@@ -269,6 +248,17 @@ def _unanswered(schedule: Schedule) -> list[str]:
         and like.requires_grad
         and (name.path, name.micro) in tangents
         and (name.path, name.micro, line.stage) not in back
+    ]
+
+
+def _lost_gradients(schedule: Schedule) -> list[str]:
+    """Full gradients and their sums over micro-batches that nothing reads: a reduction stands before them."""
+    read = {name for line in schedule.instructions for name in line.reads}
+    return [
+        f"{number}: {name} is in no sum"
+        for number, line in enumerate(schedule.instructions)
+        for name in line.writes
+        if name.kind in (Kind.GRADIENT, Kind.ACCUMULATED) and name not in read
     ]
 
 

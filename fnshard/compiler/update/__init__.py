@@ -1,1 +1,1 @@
-"""Update: an optimizer of whole leaves as programs of each rank's blocks, with the exchanges between them."""
+"""Compile an optimizer of whole leaves into programs of each rank's blocks, with exchanges between them."""

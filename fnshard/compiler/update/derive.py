@@ -1,8 +1,8 @@
-"""Derive: the traced update of one whole leaf -> what each rank runs on its block, with exchanges between.
+"""Derive the steps that each rank runs on its block from the traced update of one whole leaf.
 
-`place` types every value over the axes that split the leaf: what is elementwise stays local, sums and maxima
-over split dims become reductions. What needs whole matrices runs on one rank for each leaf, between two
-exchanges of stacks (`whole`), where that is cheaper than what `place` alone finds.
+`place` types every value over the axes that split the leaf: elementwise ops stay local, and sums and maxima
+over split dims become reductions. Ops that need whole matrices run on one rank for each leaf, between two
+exchanges of stacks (`whole`), wherever that is cheaper than the plan of `place` alone.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from fnshard.mesh import Mesh
 
 @dataclass(frozen=True, eq=False)
 class Compute:
-    """A graph that a rank computes between two exchanges, of its (padded) blocks.
+    """A graph that a rank computes on its (padded) blocks, between two exchanges.
 
     Args:
         graph: takes `reads` in order, and returns a tuple of `writes`.
         reads: the update's inputs, values "v0", "v1", ..., and "index.AXES", this rank's number along these
             axes, int64 0-d.
         writes: values, and results "update", "slots.NAME".
-        whole: it runs once for each leaf, on the rank that has it whole, of what the stack received and of
-            values that all ranks have.
+        whole: whether it runs once for each leaf, on the rank that has the leaf whole. It then reads tensors
+            that the stack received, and values that all ranks have.
     """
 
     graph: fx.Graph
@@ -46,13 +46,13 @@ class Compute:
 
     @cached_property
     def run(self) -> fx.GraphModule:
-        """The graph as a function; on paper nobody needs its code."""
+        """The graph as a function, generated when it is first run: planning needs no code."""
         return fx.GraphModule({}, self.graph)
 
 
 @dataclass(frozen=True)
 class Reduce:
-    """The sum of all ranks' values along axes, or their maximum."""
+    """A sum of all ranks' values along axes, or their maximum."""
 
     how: How
     axes: tuple[str, ...]
@@ -62,12 +62,14 @@ class Reduce:
 
 @dataclass(frozen=True)
 class Stack:
-    """Blocks of a leaf -> whole tensors on the one rank along `axes` that computes them; `back`: the inverse.
+    """An exchange that brings a leaf's blocks to the one rank along `axes` that computes it whole, or back.
 
     Args:
-        sends: values, and inputs of the update; whole values where it goes back.
-        receives: values; of what goes back results too.
-        layouts, shapes, dtypes: of each, how its blocks lie (all have what is `P()`), and the whole shape.
+        sends: values and inputs of the update, or on the way back whole values.
+        receives: values, and on the way back results too.
+        layouts, shapes, dtypes: how each tensor's blocks lie (all ranks have one that is `P()`), its whole
+            shape and its dtype.
+        back: whether whole tensors go back to become blocks.
     """
 
     sends: tuple[str, ...]
@@ -89,10 +91,10 @@ class Derived:
     Args:
         steps: computations and exchanges in turn. A result is written after the last read of the input of its
             name. Exchanges between the same computations stand together.
-        values: shapes and dtypes of values: local ones, and whole ones of what a stack receives and what is
-            computed of it.
-        sent_bytes: that a rank sends for one leaf, on the average over many of them.
-        flops: of products and decompositions that a rank computes for one leaf, likewise.
+        values: shapes and dtypes of values: local ones, but whole ones of values that a stack receives and of
+            those that are computed of them.
+        sent_bytes: the bytes that a rank sends for one leaf, on average over many leaves.
+        flops: the FLOPs of products and decompositions that a rank computes for one leaf, on average too.
     """
 
     steps: tuple[Compute | Reduce | Stack, ...]
@@ -102,19 +104,20 @@ class Derived:
 
     @property
     def price(self) -> float:
-        """Bytes, and FLOPs as bytes."""
+        """The price of an update: its bytes, and its FLOPs as bytes."""
         return self.sent_bytes + self.flops / FLOPS_OF_A_BYTE
 
 
-FLOPS_OF_A_BYTE = 1000.0  # computed while a link sends a byte: 50 TFLOP/s and 50 GB/s, 1 TFLOP/s and 1 GB/s
+# FLOPs that a rank computes while a link sends a byte: 50 TFLOP/s and 50 GB/s, or 1 TFLOP/s and 1 GB/s.
+FLOPS_OF_A_BYTE = 1000.0
 
 
 def derive(traced: Traced, shape: Sequence[int], layouts: Mapping[str, P], mesh: Mesh) -> Derived:
-    """Return what each rank runs for a leaf.
+    """Return the cheapest steps that each rank can run for a leaf.
 
     Args:
-        shape: of the whole leaf.
-        layouts: of "grad", "param", "update" and each "slots.NAME".
+        shape: the shape of the whole leaf.
+        layouts: the layouts of "grad", "param", "update" and each "slots.NAME".
     """
     shapes = {name: tuple(node.meta["val"].shape) for name, node in traced.placeholders.items()}
     shapes[UPDATE] = tuple(shape)
@@ -123,6 +126,7 @@ def derive(traced: Traced, shape: Sequence[int], layouts: Mapping[str, P], mesh:
     marked = find_whole(traced, local, splits, first=True)
     if not marked:
         return write_steps(local, splits)
+    # Each round moves the nodes that still gather to the rank that has the leaf whole, until none does.
     plans = []
     while True:
         region = find_region(traced, local, marked, splits)
@@ -133,7 +137,7 @@ def derive(traced: Traced, shape: Sequence[int], layouts: Mapping[str, P], mesh:
             break
         marked |= more
     best = min(plans, key=lambda plan: plan.price)
-    # What `place` alone finds is written out where it may be cheaper.
+    # The plan of `place` alone is written out only if it may be cheaper.
     if splits.apart or 2 * best.price < local.about_sent:
         return best
     return min(best, write_steps(local, splits), key=lambda plan: plan.price)
@@ -142,14 +146,14 @@ def derive(traced: Traced, shape: Sequence[int], layouts: Mapping[str, P], mesh:
 # ------------------------------------------------------------------ steps
 @dataclass(frozen=True, eq=False)
 class Order:
-    """When the nodes of a placed update are computed.
+    """The order in which the nodes of a placed update are computed.
 
     Args:
         inputs: names of the placeholders.
         elsewhere: the node that is computed on whole values.
         returned: its results, and their numbers.
-        depth: of each node, how many exchanges come before it; two for what is computed elsewhere.
-        results: by depth, what is written there.
+        depth: how many exchanges come before each node; a computation elsewhere counts as two.
+        results: the results that are written at each depth.
         direct: results that come back from elsewhere as they are.
     """
 
@@ -163,16 +167,16 @@ class Order:
 
     @property
     def at(self) -> int | None:
-        """The depth behind which blocks are sent to where they are whole."""
+        """The depth after which blocks are sent to the rank that has the leaf whole, or None."""
         return None if self.elsewhere is None else self.depth[self.elsewhere] - 2
 
     @property
     def last(self) -> int:
-        """The depth behind which nothing is exchanged."""
+        """The depth after which nothing is exchanged."""
         return max([0, *self.results, *self.depth.values()])
 
     def is_local(self, node: fx.Node) -> bool:
-        """Whether ranks compute a node on their blocks."""
+        """Return whether ranks compute a node on their blocks."""
         exchanged = node.target is reduced or node is self.elsewhere or node in self.returned
         return node.op == "call_function" and not exchanged
 
@@ -196,7 +200,7 @@ def sort_by_depth(placed: Placed) -> Order:
     if elsewhere is not None:
         at = depth[elsewhere] - 2
         if not any(n.target is reduced and depth[n] == at + 2 for n in graph.nodes):
-            # Nothing is sent of what could be computed meanwhile: it is computed with what comes back.
+            # No reduction needs the nodes that could run while blocks are away. They run when these are back.
             for node in graph.nodes:
                 if depth[node] == at + 1 and node.target is not reduced and node.op != "output":
                     depth[node] = at + 2
@@ -222,15 +226,16 @@ def sort_by_depth(placed: Placed) -> Order:
 def assign_nodes(order: Order) -> list[tuple[list[fx.Node], list[fx.Node]]]:
     """Return for each depth the nodes that are computed there, and those of them that are kept for later.
 
-    What a later depth reads of an earlier one is kept, or computed anew of the update's inputs: a minimum cut
-    finds what takes the fewest bytes of memory traffic.
+    A value that a later depth reads is kept, or computed anew from the update's inputs: a minimum cut finds
+    the choice with the fewest bytes of memory traffic.
     """
+    # An input can be read until the result of its name is written.
     replaced = {name: when for when, pairs in order.results.items() for name, _ in pairs}
     if UPDATE in replaced:
         replaced[PARAM] = replaced[UPDATE]
     kept: set[fx.Node] = set()
     parts: list[list[fx.Node]] = []
-    for now in range(order.last, -1, -1):
+    for now in range(order.last, -1, -1):  # backwards: later depths say what earlier ones have to keep
         due = {n for _, n in order.results.get(now, ())} | set(order.sends(now))
         due |= {n for n in kept if order.depth[n] == now}
         behind = set(due)
@@ -239,6 +244,7 @@ def assign_nodes(order: Order) -> list[tuple[list[fx.Node], list[fx.Node]]]:
                 behind.update(node.all_input_nodes)
         own = {n for n in behind if order.is_local(n) and order.depth[n] == now}
         read = {n for node in own for n in node.all_input_nodes}
+        # The cut: a kept value is written once and read, an input is read once more or was read anyway.
         earlier = behind - own
         edges: list[Edge] = []
         for node in earlier:
@@ -274,7 +280,7 @@ def assign_nodes(order: Order) -> list[tuple[list[fx.Node], list[fx.Node]]]:
 
 
 def write_steps(placed: Placed, splits: Splits, region: Region | None = None) -> Derived:
-    """Cut a placed update where exchanges stand."""
+    """Write the steps of a placed update, which is cut where exchanges stand."""
     order = sort_by_depth(placed)
     mesh, at, elsewhere = splits.mesh, order.at, order.elsewhere
     names, values = {**order.inputs, **order.direct}, {}
@@ -284,7 +290,7 @@ def write_steps(placed: Placed, splits: Splits, region: Region | None = None) ->
         return f"v{len(values) - 1}"
 
     def name_of(node: fx.Node) -> str:
-        """Return what steps call a value that is not computed where it is read."""
+        """Return the name of a value that is read in another step than it is computed in."""
         if node not in names:
             value, shape = node.meta["val"], node.meta["val"].shape
             if (number := order.returned.get(node)) is not None:
@@ -296,6 +302,7 @@ def write_steps(placed: Placed, splits: Splits, region: Region | None = None) ->
     whole_reads: list[str] = []
     flops = sent = 0.0
     share = (splits.ranks - 1) / splits.ranks
+    # At each depth: whole leaves first, if they have come, then this rank's blocks, then exchanges.
     for now, (nodes, kept) in enumerate(assign_nodes(order)):
         if at is not None and now == at + 1:
             writes = [new(value.shape, value.dtype) for value in region.values]
@@ -319,7 +326,7 @@ def write_steps(placed: Placed, splits: Splits, region: Region | None = None) ->
 
         if at is not None and now == at:
             stacked = []
-            reads = zip(elsewhere.args, region.reads, region.lie(placed, splits), strict=True)
+            reads = zip(elsewhere.args, region.reads, region.find_layouts(placed, splits), strict=True)
             for node, read, layout in reads:
                 whole = read.meta["val"]
                 whole_reads.append(new(whole.shape, whole.dtype) if layout.axes else name_of(node))
@@ -341,7 +348,7 @@ def write_steps(placed: Placed, splits: Splits, region: Region | None = None) ->
 def write_compute(
     nodes: Sequence[fx.Node], writes: Sequence[tuple[str, fx.Node]], name_of: Callable[[fx.Node], str]
 ) -> Compute:
-    """Write the nodes that give `writes`, of inputs and of values that come from elsewhere."""
+    """Write a step with the nodes that `writes` depend on; all other values become its reads."""
     needed = {n for _, n in writes}
     for node in reversed(nodes):
         if node in needed:

@@ -1,4 +1,4 @@
-"""Families: leaves that one optimizer updates alike, with their state and what each rank does of it."""
+"""Families of leaves that one optimizer updates alike, with their state and the steps of each rank."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Family:
     """A family of leaves of one shape, dtype, layout and setting, and what they share.
 
     Args:
-        optimizer: the one that these leaves have.
-        slots: their state by name, master copies apart.
-        layouts, blocks: by slot, how it lies over ranks, and the shape and dtype of a rank's padded block.
-        block, dtype: likewise of the parameter that is updated.
-        traced: the update of a whole leaf; None of a leaf without numbers.
-        derived: what a rank does of it.
+        optimizer: the optimizer of these leaves.
+        slots: their state by name, without master copies.
+        layouts, blocks: by slot its layout over ranks, and the shape and dtype of a rank's padded block.
+        block, dtype: the shape and dtype of a rank's padded block of the parameter.
+        traced: the update of a whole leaf; None for a leaf without elements.
+        derived: the steps of each rank.
     """
 
     optimizer: Optimizer
@@ -42,11 +42,11 @@ class Family:
 
     @property
     def needs_norm(self) -> bool:
-        """Whether the update reads the norm of all gradients."""
+        """Return whether the update reads the norm of all gradients."""
         return self.traced is not None and self.traced.prologue.norm
 
     def described(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
-        """Return the shape and dtype, on a rank, of a value, of state, the gradient or the update."""
+        """Return the shape and dtype that a value, state, the gradient or the update has on a rank."""
         if name in self.derived.values:
             return self.derived.values[name]
         slot = name.removeprefix("slots.")
@@ -56,16 +56,16 @@ class Family:
 
 
 def families_of(optimizer: Optimizer, specs: Mapping[str, LayoutSpec], mesh: Mesh) -> dict[str, Family]:
-    """Return by path the family of each leaf that trains.
+    """Return the family of each leaf that trains, by path.
 
     Args:
-        specs: of stored tensors.
+        specs: the specs of stored tensors.
 
     Raises:
-        OptimizerError: names the leaf that an update or its state is wrong for, and what to write instead.
+        OptimizerError: an update or its state is wrong; it names the leaf, and says what to write instead.
     """
     out = {}
-    with TRACING:  # simulated ranks are threads, and share what was found out
+    with TRACING:  # simulated ranks are threads, and share the families
         for path, spec in specs.items():
             if spec.trainable:
                 out[path] = family_of(optimizer.of(path, spec.shape), path, spec, mesh)
@@ -73,10 +73,10 @@ def families_of(optimizer: Optimizer, specs: Mapping[str, LayoutSpec], mesh: Mes
 
 
 def family_of(rule: Optimizer, path: str, spec: LayoutSpec, mesh: Mesh) -> Family:
-    """Return the family of one leaf, which is made for the first of those that are alike.
+    """Return the family of one leaf, which is derived for the first of equal leaves.
 
     Args:
-        rule: the optimizer that the leaf has.
+        rule: the leaf's optimizer.
     """
     known, shape, dtype = rule.traces, tuple(spec.shape), spec.optimizer_dtype
     key = "family", rule.settings(path), shape, dtype, spec.optimizer, mesh.names, mesh.sizes
@@ -92,8 +92,10 @@ def family_of(rule: Optimizer, path: str, spec: LayoutSpec, mesh: Mesh) -> Famil
 
 
 def trace_of(rule: Optimizer, path: str, spec: LayoutSpec, slots: Mapping[str, Slot]) -> Traced:
-    """Return the update of a whole leaf, traced once for all layouts; if it is elementwise and asks for no
-    shape, once for all shapes too."""
+    """Return the update of a whole leaf, which is traced once for all layouts.
+
+    An elementwise update that asks for no shape is traced once for all shapes too.
+    """
     known, shape, dtype = rule.traces, tuple(spec.shape), spec.optimizer_dtype
     key = "trace", rule.settings(path), shape, dtype
     any_shape = None
@@ -111,13 +113,13 @@ def trace_of(rule: Optimizer, path: str, spec: LayoutSpec, slots: Mapping[str, S
 
 
 def _derive(traced: Traced | None, slot_layouts: Mapping[str, P], spec: LayoutSpec, mesh: Mesh) -> Derived:
-    """Return what a rank does; of a leaf without numbers nothing."""
+    """Return the steps of a rank, which are empty for a leaf without elements."""
     if traced is None:
         return Derived((_nothing(),), {}, 0.0, 0.0)
     layouts = dict.fromkeys((GRAD, PARAM, UPDATE), spec.optimizer)
     layouts |= {slot_name(name): layout for name, layout in slot_layouts.items()}
     derived = derive(traced, tuple(spec.shape), layouts, mesh)
-    # A stretch begins and ends every update, also where all is sent as it comes.
+    # A computation begins and ends every update, if only an empty one: schedules rely on it.
     steps = list(derived.steps)
     steps = steps if isinstance(steps[0], Compute) else [_nothing(), *steps]
     steps = steps if isinstance(steps[-1], Compute) else [*steps, _nothing()]
@@ -125,7 +127,7 @@ def _derive(traced: Traced | None, slot_layouts: Mapping[str, P], spec: LayoutSp
 
 
 def _nothing() -> Compute:
-    """Return a stretch that computes nothing."""
+    """Return a step that computes nothing."""
     graph = fx.Graph()
     graph.output(())
     return Compute(graph, (), ())

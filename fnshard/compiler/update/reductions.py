@@ -1,4 +1,4 @@
-"""Reductions: an update as `place` types it, its exchanges written as sums and maxima over ranks."""
+"""Place an update over the axes that split it, and write its exchanges as sums and maxima over ranks."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ class Placed:
     """An update as each rank runs it.
 
     Args:
+        splits: how its tensors are split.
         outputs: names of the results.
-        where: by node of the update, the placement over each flat axis.
+        where: the placements of each node of the update, by flat axis.
         program: the update, placed over all flat axes but the last.
-        last: the walk over the last flat axis; None where there is none.
+        last: the walk over the last flat axis; None if there is no such axis.
     """
 
     splits: Splits
@@ -42,13 +43,13 @@ class Placed:
 
     @cached_property
     def walked(self) -> list[fx.Node]:
-        """The nodes that ranks run, exchanges among them, as they are before anybody has run them."""
+        """The nodes that ranks run, exchanges included, before their values are propagated."""
         graph = self.program.graph if self.last is None else self.last.graph
         eliminate_dead_code(graph)
         return list(graph.nodes)
 
     def shape_of(self, node: fx.Node) -> tuple[int, ...] | None:
-        """Return the shape of what a rank has of a walked value; None within an exchange."""
+        """Return the shape of a rank's part of a walked value; None within an exchange."""
         if self.last is None:
             return tuple(node.meta["val"].shape)
         placement, whole = self.last.record.values.get(node, (None, None))
@@ -56,8 +57,7 @@ class Placed:
 
     @property
     def about_sent(self) -> float:
-        """Return about what a rank sends along the one flat axis: of several, and where nothing is split,
-        0."""
+        """About how many bytes a rank sends along a single flat axis; 0 for several axes, or none."""
         if self.last is None or len(self.splits.flat) > 1:
             return 0.0
         ranks, record, alive = self.last.axis.ranks, self.last.record, set(self.walked)
@@ -70,9 +70,9 @@ class Placed:
 
     @cached_property
     def _finished(self) -> tuple[fx.Graph, tuple[str, ...]]:
-        program = self.program if self.last is None else self.last.placed()
+        program = self.program if self.last is None else self.last.finish()
         with program.fake_mode, torch.no_grad():
-            return as_reductions(program, self.splits)
+            return write_reductions(program, self.splits)
 
     @property
     def graph(self) -> fx.Graph:
@@ -86,7 +86,7 @@ class Placed:
 
 
 def reduced(x: Tensor, how: How, axes: tuple[str, ...]) -> Tensor:
-    """Stand for a reduction in a graph; no kernel runs it."""
+    """Stand for a reduction in a graph; no kernel runs this function."""
     return x.clone()
 
 
@@ -111,7 +111,7 @@ def place_update(traced: Traced, graph: fx.Graph, splits: Splits) -> Placed:
     where: dict[fx.Node, dict[str, Placement]] = {node: {} for node in env}
     last = None
     for axes in splits.flat:
-        program = program if last is None else last.placed()
+        program = program if last is None else last.finish()
         own = {Input("leaf", n): of[name_of(axes)] for n, of in splits.of.items() if name_of(axes) in of}
         axis = Axis(name_of(axes), splits.mesh.axes_size(axes), own, residual="whole", update=True)
         last = Placer.of(program, axis)
@@ -123,7 +123,7 @@ def place_update(traced: Traced, graph: fx.Graph, splits: Splits) -> Placed:
 
 
 def is_maximum(exchange: fx.Node) -> bool:
-    """Whether an exchange gathers parts of a maximum, which the only reader of it takes."""
+    """Return whether an exchange gathers parts of a maximum, which its only reader takes."""
     sent, kind, *_ = exchange.args
     users = list(exchange.users)
     of_all = [u.target for u in users] == [aten.amax.default] and users[0].args[1] == [0]
@@ -131,15 +131,15 @@ def is_maximum(exchange: fx.Node) -> bool:
     return kind == "all_gather" and of_all and sent.target is aten.unsqueeze.default
 
 
-def as_reductions(program: Program, splits: Splits) -> tuple[fx.Graph, tuple[str, ...]]:
-    """Write every exchange as a reduction; nodes that are equal become one."""
+def write_reductions(program: Program, splits: Splits) -> tuple[fx.Graph, tuple[str, ...]]:
+    """Write every exchange as a reduction, and merge equal nodes."""
     graph, env, known = fx.Graph(), {}, {}
     names = [i.name if i.kind != "axis" else f"index.{i.name}" for i in program.inputs]
     cut_out = any(isinstance(n.target, Elsewhere) for n in program.graph.nodes)
     for name, node in zip(names, program.placeholders, strict=True):
         env[node] = known[name] = graph.placeholder(node.name)
         value = node.meta["val"]
-        if name in splits.apart and cut_out:  # else it is read as if it were whole
+        if name in splits.apart and cut_out:  # otherwise it is read as if it were whole
             value = value.new_empty(block_shape(value.shape, splits.layouts[name], splits.mesh))
         env[node].meta["val"] = value
     for axes in splits.flat:
@@ -150,7 +150,7 @@ def as_reductions(program: Program, splits: Splits) -> tuple[fx.Graph, tuple[str
             names.append(name)
 
     def write(target: Any, args: Any, kwargs: Any, like: fx.Node | None = None) -> fx.Node:
-        """Write a node, once; its value is that of the node `like`."""
+        """Write a node, once for equal ones; its value is that of the node `like`, or else computed."""
         key = target, repr((args, kwargs))
         if key not in known:
             known[key] = node = graph.call_function(target, args, kwargs)
@@ -171,7 +171,7 @@ def as_reductions(program: Program, splits: Splits) -> tuple[fx.Graph, tuple[str
         return call(reduced, x, how, splits.mesh.ordered(over))
 
     def gather(x: fx.Node, local: Tensor, axes: str, dim: int, ranks: int) -> fx.Node:
-        """The sum of what is zero but for each rank's own part."""
+        """Write a gather as a sum: each rank adds its own part, and zeros for the others'."""
         mine = call(
             aten.eq.Tensor, call(aten.arange.default, ranks, device=local.device), known[f"index.{axes}"]
         )

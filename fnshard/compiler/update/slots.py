@@ -1,4 +1,4 @@
-"""Slots: the state that an optimizer keeps of each leaf, found by tracing its `init` on the whole leaf."""
+"""Find the state (slots) that an optimizer keeps of each leaf, by tracing its `init` on the whole leaf."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ Slots = Mapping[str, Mapping[str, tuple[tuple[int, ...], torch.dtype]]]  # shape
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """One tensor of a leaf's state, before any update.
+    """A tensor of a leaf's state, before any update.
 
     Args:
-        shape, dtype: of the whole.
-        fill: every number of it; None where it is none that all share.
-        copied: it is the parameter, in `dtype`.
+        shape, dtype: those of the whole tensor.
+        fill: the number that fills it, or None if there is no such number.
+        copied: whether it is a copy of the parameter, in `dtype`.
     """
 
     shape: tuple[int, ...]
@@ -39,7 +39,7 @@ class Slot:
     copied: bool = False
 
     def layout(self, spec: LayoutSpec, mesh: Mesh) -> P:
-        """Return how it lies over ranks, as state of a leaf of that spec; whole where it has another form."""
+        """Return its layout as state of a leaf of that spec: whole, if it is not shaped like the leaf."""
         return slot_layout(self.shape, spec.shape, spec.optimizer, mesh) or P()
 
     def block(self, spec: LayoutSpec, mesh: Mesh) -> tuple[int, ...]:
@@ -62,7 +62,7 @@ def slot_blocks(optimizer: Optimizer, specs: Mapping[str, LayoutSpec], mesh: Mes
 def slot_shapes(
     optimizer: Optimizer, specs: Mapping[str, LayoutSpec]
 ) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Return by path the whole shapes of slots that are not of their leaf's shape."""
+    """Return the whole shapes of slots that are not of their leaf's shape, by path and name."""
     out = {}
     for path, spec in specs.items():
         if spec.trainable:
@@ -76,7 +76,7 @@ def slots_of_leaf(rule: Optimizer, path: str, shape: Sequence[int], dtype: torch
     """Return the state that an optimizer keeps of a leaf, by name.
 
     Raises:
-        OptimizerError: `init` computes it of the parameter's values, which ranks have parts of.
+        OptimizerError: `init` computes it from the parameter's values, of which ranks have only parts.
     """
     known, shape = rule.traces, tuple(shape)
     key, any_shape = (("slots", rule.settings(path), each, dtype) for each in (shape, None))
@@ -92,7 +92,7 @@ def slots_of_leaf(rule: Optimizer, path: str, shape: Sequence[int], dtype: torch
 def _trace_init(
     rule: Optimizer, path: str, shape: Sequence[int], dtype: torch.dtype
 ) -> tuple[dict[str, Slot], bool]:
-    """Return the state of a leaf, and whether that of a leaf of any other shape is like it."""
+    """Return the state of a leaf, and whether a leaf of any other shape would have the same."""
     names: list[str] = []
     watch = Watch()
 
@@ -108,19 +108,19 @@ def _trace_init(
     (param,) = module.graph.find_nodes(op="placeholder")
     out, wrong, is_like_any = {}, [], not watch.asks
     for name, node in zip(names, module.graph.output_node().args[0], strict=True):
-        value, source, fill = node.meta["val"], _copied_from(node), _fill_of(node)
+        value, source, fill = node.meta["val"], _find_original(node), _fill_of(node)
         out[name] = Slot(tuple(value.shape), value.dtype, fill, source is param and fill is None)
         if fill is None and source is not param and _reads_values(node, param):
             wrong.append(f"params[{path!r}]: slot {name!r}")
         is_like_any &= source is param or (source.target in _LIKE and source.args[0] is param)
     if MASTER in names:
         raise OptimizerError(
-            f"{rule} keeps a slot {MASTER!r} of params[{path!r}], which is what a master copy is called.",
-            fix="another name.",
+            f"{rule} keeps a slot {MASTER!r} of params[{path!r}], which is the name of a master copy.",
+            fix="give it another name.",
         )
     if wrong:
         raise OptimizerError(
-            f"{rule} begins with state that it computes of the parameters' values:",
+            f"{rule} begins with state that it computes from the parameters' values:",
             wrong,
             "let init fill tensors, torch.zeros_like(param), or copy it, param.clone(); compute in update: "
             "there, step.count is 0 at first.",
@@ -138,8 +138,8 @@ _FULLS = {aten.full_like.default, aten.new_full.default, aten.full.default}
 _SHAPED = {*_FILLS, *_FULLS, aten.empty_like.default, aten.new_empty.default}
 
 
-def _copied_from(node: fx.Node) -> fx.Node:
-    """Return what a value is a copy of, or the value itself."""
+def _find_original(node: fx.Node) -> fx.Node:
+    """Return the node that a value is a copy of, or the value itself."""
     while node.op == "call_function" and node.target in _COPIES:
         (node,) = node.all_input_nodes
     return node
@@ -147,14 +147,14 @@ def _copied_from(node: fx.Node) -> fx.Node:
 
 def _fill_of(node: fx.Node) -> float | None:
     """Return the number that a tensor is filled with, or None."""
-    node = _copied_from(node)
+    node = _find_original(node)
     if node.target in _FULLS and isinstance(node.args[-1], int | float):
         return float(node.args[-1])
     return _FILLS.get(node.target)
 
 
 def _reads_values(node: fx.Node, param: fx.Node) -> bool:
-    """Whether a value is computed of the numbers of the parameter, and not of its shape alone."""
+    """Return whether a value depends on the numbers of the parameter, and not on its shape alone."""
     if node is param:
         return True
     read = [] if node.target in _SHAPED else node.all_input_nodes

@@ -1,4 +1,4 @@
-"""Splits: the axes over which an update is placed, and how its tensors are split over these."""
+"""Find the axes over which an update is placed, and how its tensors are split over them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from fnshard.mesh import Mesh
 
 @dataclass(frozen=True, eq=False)
 class Splits:
-    """How the tensors of an update are split.
+    """A description of how the tensors of an update are split.
 
     Args:
-        flat: tuples of mesh axes, each of which is one axis to `place`.
-        of: by tensor and flat axis, the split.
+        shapes, layouts: the whole shape and the layout of each tensor.
+        flat: tuples of mesh axes, each of which is a single axis to `place`.
+        of: the split of each tensor, by flat axis.
         apart: tensors whose blocks are no splits over these axes: only a rank that has the whole leaf can
             read them.
     """
@@ -40,16 +41,16 @@ class Splits:
 
     @property
     def ranks(self) -> int:
-        """How many ranks share a leaf."""
+        """The number of ranks that share a leaf."""
         return self.mesh.axes_size(self.axes)
 
     def size(self, flat: str) -> int:
-        """Ranks along a flat axis."""
+        """Return the number of ranks along a flat axis."""
         return self.mesh.axes_size(flat.split(","))
 
 
 def find_axes(shapes: Mapping[str, tuple[int, ...]], layouts: Mapping[str, P], mesh: Mesh) -> Splits:
-    """Find the axes to place over. Those that split one dim are one, unless a slot is split otherwise."""
+    """Find the axes to place over: those that split one dim become one, unless slots are split otherwise."""
     leaf, elementary = layouts[PARAM], []
     for dim in range(len(leaf.parts)):
         axes = [a for a in leaf.of(dim) if mesh.axis_size(a) > 1]
@@ -90,7 +91,7 @@ def split_over(
 
 
 def name_of(axes: Sequence[str]) -> str:
-    """Return what `place` calls axes that are one."""
+    """Return the name under which `place` knows axes that became one."""
     return ",".join(axes)
 
 

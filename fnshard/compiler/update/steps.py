@@ -1,4 +1,4 @@
-"""Steps: in which order the parts of a derived update run, and what each stretch hands on to later ones."""
+"""Find what each computation of a derived update writes, and which values it hands on to later steps."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from fnshard.compiler.update.trace import GRAD, PARAM, UPDATE
 
 @dataclass(frozen=True)
 class Flow:
-    """A stretch of a leaf's update, and what becomes of its values.
+    """A record of what becomes of the values of a stretch, which is a computation between exchanges.
 
-    Of `-lr * m / m.norm(), {"m": m}` with `m = slots["m"].lerp(grad, 0.1)` the first stretch makes the square
-    of a norm, "v0", which is summed over ranks to "v1". It commits nothing and keeps ("v0", "grad"); the
-    second, of ("grad", "slots.m", "v1"), commits ("update", "slots.m").
+    In `-lr * m / m.norm(), {"m": m}` with `m = slots["m"].lerp(grad, 0.1)` the first stretch makes the square
+    of a norm, "v0", which is summed over ranks to "v1". It commits nothing and keeps ("v0", "grad"). The
+    second reads ("grad", "slots.m", "v1") and commits ("update", "slots.m").
 
     Args:
-        commits: results that are written when the stretch has run: its own, or such as came back right before
-            it from where the leaf is whole.
-        keeps: what later stretches and exchanges read, by name. State is kept as it was before the update.
+        commits: results that are written when the stretch has run: its own, or those that came back right
+            before it from the rank that has the leaf whole.
+        keeps: names of values that later stretches and exchanges read. State is kept as it was before the
+            update.
     """
 
     commits: tuple[str, ...]
@@ -28,7 +29,7 @@ class Flow:
 
 
 def flow_of(derived: Derived, number: int) -> Flow:
-    """Return what is written and kept behind step `number`, a `Compute`."""
+    """Return the values that are written and kept after step `number`, a `Compute`."""
     stretches = [i for i, s in enumerate(derived.steps) if isinstance(s, Compute) and not s.whole]
     commits, keeps = [], dict[str, None]()
     for made, step in enumerate(derived.steps):
@@ -36,8 +37,8 @@ def flow_of(derived: Derived, number: int) -> Flow:
         if number == min((i for i in stretches if i >= made), default=None):
             commits += [n for n in names if n == UPDATE or is_state(n)]
 
-    # The gradient is scaled once, and then handed on; state that is sent, or read where leaves are whole,
-    # goes out from the first stretch.
+    # The gradient is scaled once, and then handed on. State that is sent, or that a rank with the whole leaf
+    # reads, goes out from the first stretch, before anything is written to it.
     first = number == stretches[0]
     here = {*derived.steps[number].writes, *((GRAD,) if first else ())}
     for step in derived.steps[number + 1 :]:
@@ -49,13 +50,15 @@ def flow_of(derived: Derived, number: int) -> Flow:
 
 
 def is_state(name: str) -> bool:
-    """Whether a value is the parameter, or a slot of it."""
+    """Return whether a value is the parameter, or a slot of it."""
     return name == PARAM or name.startswith("slots.")
 
 
 def form_of(derived: Derived) -> Hashable:
-    """Return what leaves have alike whose updates run side by side: the kinds of their steps, and when the
-    parameter and slots are written."""
+    """Return a key that is equal for leaves whose updates can run side by side.
+
+    It says the kinds of their steps, and when the parameter and the slots are written.
+    """
     forms: list[Hashable] = []
     for number, step in enumerate(derived.steps):
         match step:
@@ -72,6 +75,6 @@ def form_of(derived: Derived) -> Hashable:
 
 
 def stacks_of(derived: Derived) -> tuple[Stack, Stack] | tuple[None, None]:
-    """Return the exchanges to and from where a leaf is computed whole, or None twice."""
+    """Return the exchanges to and from the rank that computes a leaf whole, or None twice."""
     stacks = [step for step in derived.steps if isinstance(step, Stack)]
     return (stacks[0], stacks[1]) if stacks else (None, None)

@@ -1,7 +1,7 @@
-"""Trace: an optimizer's update of one whole leaf -> a graph of ATen ops.
+"""Trace an optimizer's update of one whole leaf into a graph of ATen ops.
 
-A family is what leaves of one shape, dtype and setting share: it is traced once. What the update computes of
-the step's numbers alone (rates, bias corrections) is cut off, as a prologue that runs once a step.
+Leaves of one shape, dtype and setting are a family, which is traced once. Numbers that the update computes
+from those of the step alone (rates, bias corrections) are cut off, as a prologue that runs once a step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ GRAD, PARAM, UPDATE = "grad", "param", "update"
 
 
 def slot_name(name: str) -> str:
-    """Return what graphs call a slot."""
+    """Return the name of a slot in graphs."""
     return f"slots.{name}"
 
 
@@ -40,8 +40,8 @@ class Prologue:
     """The part of an update that computes with a step's numbers alone.
 
     Args:
-        graph: from (count, norm, *results of `functions`) to the numbers that the update reads.
-        functions: of the count, run on the host.
+        graph: takes (count, norm, *results of `functions`), and returns the numbers that the update reads.
+        functions: functions of the count that run on the host.
         norm: whether the numbers depend on the norm of all gradients.
     """
 
@@ -51,7 +51,7 @@ class Prologue:
 
     @cached_property
     def run(self) -> fx.GraphModule:
-        """The graph as a function; on paper nobody needs its code."""
+        """The graph as a function, generated when it is first run: planning needs no code."""
         return fx.GraphModule({}, self.graph)
 
     def numbers(self, step: Step) -> tuple[Tensor, ...]:
@@ -69,7 +69,8 @@ class Traced:
         inputs: names of the placeholders: "grad", "param", "slots.NAME", "number.I", "constant.I".
         outputs: names of the results: "update", then "slots.NAME" of those that change.
         constants: tensors of the update's own, by name.
-        asks: the update has looked at more of its tensors than their dtypes, such as their sizes.
+        prologue: the part that runs once a step.
+        asks: whether the update has looked at more of its tensors than their dtypes, such as their sizes.
     """
 
     graph: fx.Graph
@@ -92,7 +93,7 @@ class Traced:
 
     @cached_property
     def is_elementwise(self) -> bool:
-        """Whether all that it computes is computed of each element by itself, and of numbers."""
+        """Return whether each element of its results depends on numbers and on inputs at its place alone."""
         shapes = {(), tuple(self.placeholders[PARAM].meta["val"].shape)}
         return all(
             {tuple(v.shape) for v in tensors_of(node)} <= shapes
@@ -122,14 +123,14 @@ def trace_update(
     """Trace the update of a whole leaf.
 
     Args:
-        optimizer: the one that the leaf has (`Optimizer.of`).
-        dtype: of the parameter that is updated.
-        grad_dtype: of the gradient as it comes.
+        optimizer: the leaf's optimizer (`Optimizer.of`).
+        dtype: the dtype of the parameter that is updated.
+        grad_dtype: the dtype of the gradient as it comes.
         slots: shapes and dtypes of the whole slots.
 
     Raises:
-        OptimizerError: the update writes in place, reads values, draws random numbers, or returns what is no
-            update.
+        OptimizerError: the update writes in place, reads values, draws random numbers, or returns something
+            that is no update.
     """
     names = list(slots)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
@@ -174,7 +175,7 @@ def trace_update(
 
 
 def trace_without_writes(function: Callable[..., Any], *given: Tensor) -> fx.GraphModule:
-    """Trace a function. One that writes to what it has made is traced again, writes taken out."""
+    """Trace a function; one that writes to its own tensors is traced again, and functionalised."""
     module = make_fx(function)(*given)
     if any(mutated_args(node) for node in module.graph.nodes):
         module = make_fx(torch.func.functionalize(function))(*given)
@@ -182,7 +183,7 @@ def trace_without_writes(function: Callable[..., Any], *given: Tensor) -> fx.Gra
 
 
 class Explained:
-    """Says which leaf and what to do, where an update does not run on fakes."""
+    """A context that turns failures on fake tensors into an error with the leaf and the way out."""
 
     def __init__(self, optimizer: Optimizer, path: str):
         self.optimizer, self.path = optimizer, path
@@ -200,23 +201,20 @@ class Explained:
 
 
 def _refuse_impure(optimizer: Optimizer, path: str, graph: fx.Graph, names: Sequence[str]) -> None:
-    """Refuse writes to what the update is given, and random numbers that no key decides."""
-    called = dict(
-        zip(
-            graph.find_nodes(op="placeholder"), [GRAD, PARAM, *(f"slots[{n!r}]" for n in names)], strict=False
-        )
-    )
-    written = [called[n] for node in graph.nodes for n in mutated_args(node) if n in called]
+    """Refuse writes to the update's inputs, and random numbers that no key determines."""
+    texts = [GRAD, PARAM, *(f"slots[{n!r}]" for n in names)]
+    known = dict(zip(graph.find_nodes(op="placeholder"), texts, strict=False))
+    written = [known[n] for node in graph.nodes for n in mutated_args(node) if n in known]
     if written:
         raise OptimizerError(
             f"{optimizer} writes in place to {', '.join(dict.fromkeys(written))} of params[{path!r}].",
-            fix="return new tensors: slots['m'].lerp(grad, 0.1), and not slots['m'].lerp_(grad, 0.1).",
+            fix="return new tensors: slots['m'].lerp(grad, 0.1), not slots['m'].lerp_(grad, 0.1).",
         )
     refuse_random(optimizer, path, graph)
 
 
 def refuse_random(optimizer: Optimizer, path: str, graph: fx.Graph) -> None:
-    """Refuse random numbers that no key decides.
+    """Refuse random numbers that no key determines.
 
     Raises:
         OptimizerError: names the op and the leaf.
@@ -236,21 +234,23 @@ def refuse_random(optimizer: Optimizer, path: str, graph: fx.Graph) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Branch:
-    """One of two graphs of the same tensors, by a 0-d bool: `torch.cond` as the target of one node."""
+    """A `torch.cond` as the target of one node: a 0-d bool chooses one of two graphs of the same tensors."""
 
     true: fx.GraphModule
     false: fx.GraphModule
     __name__ = "branch"  # fx prints targets by their names
 
     def __call__(self, condition: Tensor, *tensors: Tensor) -> list[Tensor]:
-        """Run one of the graphs; without data both, whose memory is to be seen. A condition on a device is
-        waited for."""
+        """Run one of the graphs, or on fake tensors both, so that both count for memory.
+
+        The host waits for a condition that lies on a device.
+        """
         is_true = isinstance(condition, FakeTensor) or bool(condition)
         if isinstance(condition, FakeTensor):
             self.false(*tensors)
         made = (self.true if is_true else self.false)(*tensors)
-        # As the trace says that they lie, and in memory of their own: a side may return what it was given,
-        # which the update then writes to.
+        # Results lie as the trace says, in memory of their own: a side may return one of its inputs, to which
+        # the update writes later.
         given = {value.untyped_storage()._cdata for value in tensors}
         return [
             value.clone(memory_format=torch.contiguous_format)
@@ -262,7 +262,7 @@ class Branch:
 
 LIBRARY = torch.library.Library("fnshard", "FRAGMENT")
 
-# What a trace has of `step.host(function)`, until the prologue is cut off.
+# `on_host` stands for `step.host(function)` in a trace, until the prologue is cut off.
 LIBRARY.define("on_host(Tensor count, int function) -> Tensor")
 LIBRARY.impl(
     "on_host",
@@ -271,7 +271,7 @@ LIBRARY.impl(
 )
 ON_HOST = torch.ops.fnshard.on_host.default
 
-# What a trace has of torch.cond, until its two sides are folded into a Branch.
+# `one_of` stands for `torch.cond` in a trace, until its two sides are folded into a Branch.
 LIBRARY.define("one_of(Tensor condition, Tensor[] true, Tensor[] false) -> Tensor[]")
 LIBRARY.impl(
     "one_of",
@@ -282,9 +282,10 @@ ONE_OF = torch.ops.fnshard.one_of.default
 
 
 class Watch(TorchFunctionMode):
-    """Sees what an optimizer's functions call on this thread, and traces both sides of a `torch.cond`.
+    """A mode that watches what an optimizer's functions call, and traces both sides of a `torch.cond`.
 
-    `asks`: whether they have asked for more of a tensor than a dtype or a device, such as its shape.
+    Attributes:
+        asks: whether they have asked for more of a tensor than a dtype or a device, such as its shape.
     """
 
     def __init__(self) -> None:
@@ -292,7 +293,7 @@ class Watch(TorchFunctionMode):
         self.asks = False
 
     def see(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that is watched."""
+        """Return the function, watched."""
 
         def call(*args: Any) -> Any:
             with self:
@@ -305,13 +306,13 @@ class Watch(TorchFunctionMode):
             with self:
                 return _trace_both(*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
-        made = out if isinstance(out, tuple | list) and len(out) else [out]  # a shape is a tuple, too
+        made = out if isinstance(out, tuple | list) and len(out) else [out]  # an empty shape is a tuple too
         self.asks |= not all(isinstance(value, Tensor | torch.dtype | torch.device) for value in made)
         return out
 
 
 class _Side(TorchFunctionMode):
-    """Refuses what a side of a `torch.cond` would write for the other too."""
+    """A mode that refuses writes of one side of a `torch.cond` to tensors that the other sees too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -331,7 +332,7 @@ class _Side(TorchFunctionMode):
 def _trace_both(
     pred: Tensor, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Sequence[Any] = ()
 ) -> Any:
-    """Let both sides of a `torch.cond` stand in the graph; `_fold_branches` parts them."""
+    """Write both sides of a `torch.cond` into the graph; `_fold_branches` separates them later."""
     with _Side():
         true, structure = tree.flatten(true_fn(*operands))
     with _Side():
@@ -346,7 +347,7 @@ def _trace_both(
 
 
 def _fold_branches(graph: fx.Graph) -> None:
-    """Move what one side of a `torch.cond` reads alone into a graph of its own, which runs if it is taken."""
+    """Move the nodes that only one side of a `torch.cond` reads into a graph that runs if it is chosen."""
     while choices := graph.find_nodes(op="call_function", target=ONE_OF):
         chosen = choices[-1]
         condition, true, false = chosen.args
@@ -384,8 +385,10 @@ def _fold_branches(graph: fx.Graph) -> None:
 
 
 def _copy_aliases(graph: fx.Graph, inputs: Sequence[str], outputs: Sequence[str]) -> None:
-    """Copy results that are memory of another input: a slot that becomes the parameter, or another slot,
-    would be written after that has changed."""
+    """Copy results that share memory with another input.
+
+    A slot that becomes the parameter, or another slot, would otherwise be written after that has changed.
+    """
     owners = {
         storage_id(node.meta["val"]): name
         for node, name in zip(graph.find_nodes(op="placeholder"), inputs, strict=True)
@@ -402,7 +405,7 @@ def _copy_aliases(graph: fx.Graph, inputs: Sequence[str], outputs: Sequence[str]
 
 
 def _lift_constants(module: fx.GraphModule, inputs: list[str]) -> dict[str, Tensor]:
-    """Make tensors that the update holds by itself into inputs."""
+    """Turn tensors that the update closes over into inputs."""
     graph, constants = module.graph, {}
     last = graph.find_nodes(op="placeholder")[-1]
     for node in graph.find_nodes(op="get_attr"):
@@ -421,7 +424,7 @@ def _lift_constants(module: fx.GraphModule, inputs: list[str]) -> dict[str, Tens
 def _cut_prologue(
     graph: fx.Graph, inputs: list[str], functions: Sequence[Callable[[Tensor], Any]]
 ) -> Prologue:
-    """Cut off what depends on the step's numbers alone; the graph takes what it reads of that as inputs."""
+    """Cut off the nodes that depend on the step's numbers alone; results that are read become inputs."""
     named = dict(zip(inputs, graph.find_nodes(op="placeholder"), strict=True))
     count, norm = named["count"], named["norm"]
     alone = {count: None, norm: None}

@@ -1,10 +1,10 @@
-"""Whole: the part of an update that needs whole matrices, on one rank for each leaf.
+"""Find the part of an update that needs whole matrices, and runs on one rank for each leaf.
 
-Products over a split dim, decompositions, sorts and branches are to be computed where a leaf is whole. What
-is computed with them there is chosen by bytes: two minimum cuts find what is sent to that rank and what comes
-back. Of cuts of equal bytes the outermost ones are taken: a norm right before the products, or after them,
-then needs no sum of its own, and as each rank has its share of leaves, work on a whole leaf is no more than
-the same on blocks of all of them.
+Products over a split dim, decompositions, sorts and branches are computed where a leaf is whole. How much
+else is computed there is chosen by bytes: two minimum cuts find the values that are sent to that rank and
+those that come back. Of cuts with equal bytes the outermost are taken: a norm right before the products, or
+after them, then needs no sum of its own. That costs no time, since each rank has its share of leaves: work on
+a whole leaf is no more than the same work on blocks of all leaves.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from fnshard.layout.partition import Fused, P, like_leaf
 
 aten = torch.ops.aten
 
-# Products, and which of their arguments is contracted along its last dim.
+# Products, each with the number of the argument that is contracted along its last dim.
 PRODUCTS = {
     aten.mm.default: 0, aten.bmm.default: 0, aten.matmul.default: 0, aten.mv.default: 0, aten.dot.default: 0,
     aten.vdot.default: 0, aten.addmm.default: 1, aten.baddbmm.default: 1, aten.addmv.default: 1,
@@ -46,10 +46,10 @@ class Region:
     """A region that runs on whole values, and the update without it.
 
     Args:
-        graph: of whole values: takes `reads`, returns a tuple.
+        graph: the region: it takes whole values of `reads`, and returns a tuple.
         reads: nodes of `outside`.
-        layouts, values: how results lie when they are back, and fakes of them.
-        outside: the update, with a node whose target is `Elsewhere`.
+        layouts, values: the layouts of results when they are back, and fake values of them.
+        outside: the update, with a node whose target is `Elsewhere` in place of the region.
         apart: names of those reads that are inputs whose blocks are no splits.
     """
 
@@ -60,11 +60,11 @@ class Region:
     outside: fx.Graph
     apart: Mapping[fx.Node, str]
 
-    def lie(self, placed: Placed, splits: Splits) -> list[P]:
-        """Return how each of `reads` lies, once `outside` is placed.
+    def find_layouts(self, placed: Placed, splits: Splits) -> list[P]:
+        """Return the layout of each of `reads`, once `outside` is placed.
 
         Raises:
-            ScheduleError: as no layout says.
+            ScheduleError: one has a placement that no layout expresses.
         """
         out = []
         for node in self.reads:
@@ -80,12 +80,14 @@ class Region:
 
 # ------------------------------------------------------------------ which nodes
 def find_whole(traced: Traced, placed: Placed, splits: Splits, first: bool = False) -> set[str]:
-    """Find the nodes that `place` has gathered whole values for, those that sum products over a split dim,
-    and what reads or makes tensors whose blocks are no splits; by the names that they have in the trace.
+    """Find the nodes that need whole values, by their names in the trace.
+
+    They are those for which `place` gathers, those that sum products over a split dim, and those that read or
+    make tensors whose blocks are no splits.
 
     Args:
-        first: leave out what is elementwise, if there are others: it needs no whole values, and has gathered
-            some because of the others.
+        first: leave elementwise nodes out, if there are others. They need no whole values by themselves, and
+            gather only because of the others.
     """
     whole = {node.name: node for node in traced.graph.nodes}
     nodes = placed.walked
@@ -109,21 +111,21 @@ def find_whole(traced: Traced, placed: Placed, splits: Splits, first: bool = Fal
 
 
 def summed_argument(product: fx.Node) -> fx.Node:
-    """Return the argument of a product over whose last dim it sums."""
+    """Return the argument of a product whose last dim it sums over."""
     return product.args[PRODUCTS[product.target]]
 
 
 # ------------------------------------------------------------------ the region
 def find_region(traced: Traced, placed: Placed, marked: Collection[str], splits: Splits) -> Region:
-    """Find what is computed on whole values, so that the fewest bytes are sent, and cut it out.
+    """Find the nodes to compute on whole values, so that the fewest bytes are sent, and cut them out.
 
     Args:
-        placed: the update by placement alone, of whose values it says how they lie.
+        placed: the update by placement alone, which says how its values lie.
         marked: names of the nodes that need whole values.
     """
     graph, prices = traced.graph, Prices(traced, placed, splits)
     calls = [node for node in graph.nodes if node.op == "call_function"]
-    before, after = set(), set()  # what marked nodes depend on, and what depends on them
+    before, after = set(), set()  # nodes that marked nodes depend on, and nodes that depend on marked ones
     for node in calls:
         if node.name in marked or any(n in after for n in node.all_input_nodes):
             after.add(node)
@@ -145,8 +147,8 @@ def find_region(traced: Traced, placed: Placed, marked: Collection[str], splits:
     inside = core | {node for node in before if (node, "in") not in outside and node.op == "call_function"}
     read = {n for node in inside for n in node.all_input_nodes if n not in inside}
 
-    # The way out: what follows may be computed before it is sent back, where what it reads beside is cheap.
-    # What all ranks have is free, and a sum of what has come back is not.
+    # The way out: later nodes may be computed before results are sent back, if their other inputs are cheap
+    # to send. Values that all ranks have are free, and a sum over blocks that have come back is not.
     edges = []
     results = set(graph.output_node().args[0])
     for node in core | after:
@@ -176,7 +178,12 @@ def find_region(traced: Traced, placed: Placed, marked: Collection[str], splits:
 
 
 def cut_out(traced: Traced, inside: set[fx.Node], owned: set[fx.Node], prices: Prices) -> Region:
-    """Cut nodes out of an update; `owned`: those of them that nothing outside computes too."""
+    """Cut nodes out of an update.
+
+    Args:
+        inside: the nodes that the region computes.
+        owned: those of them that are not computed outside as well.
+    """
     nodes = [n for n in traced.graph.nodes if n.op != "output"]
     read = (n for node in nodes if node in inside for n in node.all_input_nodes)
     reads = list(dict.fromkeys(n for n in read if n not in inside))
@@ -190,7 +197,8 @@ def cut_out(traced: Traced, inside: set[fx.Node], owned: set[fx.Node], prices: P
             env[node].target = ANY_STRIDES.get(node.target, node.target)
 
     outputs = dict(zip(traced.outputs, traced.graph.output_node().args[0], strict=True))
-    returned: list[tuple[fx.Node, str | None, P]] = []  # by which result it is read, and how it lies
+    # Values that come back, each with the result that it is (None for others) and its layout.
+    returned: list[tuple[fx.Node, str | None, P]] = []
     for node in nodes:
         if node not in owned:
             continue
@@ -201,6 +209,7 @@ def cut_out(traced: Traced, inside: set[fx.Node], owned: set[fx.Node], prices: P
             returned.append((node, None, prices.layout(node)))
     whole.output(tuple(env[n] for n, _, _ in returned))
 
+    # The update outside: nodes that need nothing of the region come before it, all others after it.
     outside, new = fx.Graph(), {}
     splits = prices.splits
     for node in nodes:
@@ -232,7 +241,7 @@ def cut_out(traced: Traced, inside: set[fx.Node], owned: set[fx.Node], prices: P
 # ------------------------------------------------------------------ bytes
 @dataclass(frozen=True, eq=False)
 class Prices:
-    """Return what it costs that a value of an update is sent to the rank that has the leaf, or comes back."""
+    """The prices of sending values of an update to the rank that has the leaf whole, and back."""
 
     traced: Traced
     placed: Placed
@@ -256,12 +265,12 @@ class Prices:
         return share * bytes_of(value) / parts
 
     def is_split(self, node: fx.Node) -> bool:
-        """Whether ranks have parts of a value."""
+        """Return whether ranks have parts of a value."""
         split = any(isinstance(p, Split) for p in self.placed.where[node].values())
         return split or self.name_of(node) in self.splits.apart
 
     def summed(self, node: fx.Node) -> float:
-        """Return the bytes that it takes if a node, of values that came back, is a sum over what is split."""
+        """Return the bytes of a sum over ranks, if a node sums values that have come back as blocks."""
         value = node.meta["val"]
         sizes = [v.numel() for n in node.all_input_nodes for v in tensors_in(n.meta["val"])]
         if not isinstance(value, Tensor) or value.numel() >= max(sizes, default=0):
@@ -270,7 +279,7 @@ class Prices:
 
     @cached_property
     def reductions(self) -> dict[fx.Node, float]:
-        """The bytes of the reductions that values which all ranks have depend on."""
+        """The bytes of the reductions on which each value that all ranks have depends."""
         out, ranks = {}, self.splits.ranks
         split = set(filter(self.is_split, self.placed.where))
         for node in self.traced.graph.nodes:
@@ -288,7 +297,7 @@ class Prices:
         return (ranks - 1) / ranks * bytes_of(value) / (ranks if layout.axes else 1)
 
     def layout(self, node: fx.Node) -> P:
-        """Return how a value lies when it comes back: as the result that it is, or as the leaf."""
+        """Return the layout of a value that comes back: that of the result that it is, or of the leaf."""
         splits, shape = self.splits, tuple(node.meta["val"].shape)
         for name, result in self.traced.results.items():
             if result is node and name not in splits.apart:
@@ -299,12 +308,12 @@ class Prices:
         return found
 
     def name_of(self, node: fx.Node) -> str | None:
-        """Return the name of an input."""
+        """Return the name of a node that is an input, or None."""
         return next((name for name, n in self.traced.placeholders.items() if n is node), None)
 
 
 def layout_of(shape: Sequence[int], lies: Mapping[str, Placement], splits: Splits) -> P | None:
-    """Return the layout of a value by its placements; None where there is none."""
+    """Return the layout that expresses the placements of a value, or None if no layout does."""
     parts: list[list[Any]] = [[] for _ in shape]
     for axes in splits.flat:
         to = lies.get(name_of(axes))

@@ -1,1 +1,1 @@
-"""Collectives: gloo and NCCL, shared memory, simulated ranks, and none at all."""
+"""Collectives over gloo and NCCL, over shared memory, between simulated ranks, and for a single rank."""

@@ -1,4 +1,4 @@
-"""Collectives as an argument of the executor: what a rank can ask of its peers, flat tensors only.
+"""Collectives as an argument of the executor: the ways in which a rank exchanges flat tensors with peers.
 
 `fnshard.runtime.collectives.connect` picks the implementation: `Group` (a `torch.distributed` process group,
 or one rank alone), `Simulated` (ranks are threads, `fnshard.runtime.collectives.simulated`), `Shared` (CPU
@@ -8,11 +8,13 @@ ranks that share hosts, `fnshard.runtime.collectives.shared_memory`). All keep o
   of one needs no transport.
 - Every rank issues the same collectives of its groups in the same order. Any number may be in flight, and
   they may be waited for in any order, the same one on all ranks: they meet at the issue, or at the wait.
-- A tensor handed over must not change until the handle was waited for, and for a gather released
-  (`verify` holds schedules to it, and the adversarial simulation shows who breaks it).
+- A tensor that is handed over must not change until its handle has been waited for, and a gather's until it
+is
+  released (`verify` checks schedules for this, and the adversarial simulation shows which one breaks it).
 - Every handle is waited for, and a gather's is released; every send buffer is sent.
-- A backend whose ranks write to one memory (`Shared`) has `gather_leaves` and `reduce_pair` too, one with
-  torch's own collectives (`Group`) `gather_blocks` and `reduce_leaves`: what they read lives until the wait.
+- A backend whose ranks write to one memory (`Shared`) also has `gather_leaves` and `reduce_pair`, and one
+with
+  torch's own collectives (`Group`) `gather_blocks` and `reduce_leaves`: their inputs live until the wait.
 - Messages from one rank to another of the pipeline (`send`, `recv`) are received in the order in which they
   are sent, whatever else either end does. A send copies, so that nothing ever waits for its receiver.
 - On a pipeline, whose ranks come to their collectives in different orders, `open_groups` comes first.
@@ -44,16 +46,16 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 Axes = Sequence[str]
 
-# Renamed in torch 2.13, where the old names warn.
+# torch 2.13 renamed these, and warns of the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 Transport = Literal["auto", "p2p", "native"]
-Started = tuple[Sequence[Any], Callable[[], Any]]  # torch's `Work`s, and what to make of their outputs
+Started = tuple[Sequence[Any], Callable[[], Any]]  # torch's `Work`s, and a function that returns the result
 
-MESSAGE_TAG = 1  # of gloo: collectives from rank to rank have 0
-SLACK_S = 10.0
-GONE_S = 2.0  # until the process of a peer that closed its connections is gone
+MESSAGE_TAG = 1  # gloo's tag of messages; collectives from rank to rank have 0
+SLACK_S = 10.0  # by how much gloo's own timeout exceeds ours, which names the rank
+GONE_S = 2.0  # how long the process of a peer that closed its connections may take to end
 _made = itertools.count()
 
 
@@ -61,68 +63,75 @@ class Handle(Protocol[T_co]):
     """A collective in flight."""
 
     def wait(self) -> T_co:
-        """Block (on CUDA: let the current stream wait) until the result is there, and give it. Once."""
+        """Wait (on CUDA: let the current stream wait) until the result is there, and return it; once only."""
 
     def release(self) -> None:
-        """The result of a gather has been copied out; its rows must not be read again."""
+        """Say that the result of a gather has been copied out; its rows must not be read again."""
 
 
 class Collectives(Protocol):
-    """What the executor needs of a backend. Sums are exact to the wire's dtype, equal on all ranks."""
+    """The interface of a backend for the executor.
+
+    Sums are exact to the wire's dtype, and equal on all ranks.
+    """
 
     @property
     def mesh(self) -> Mesh:
         """The mesh whose axes name the groups."""
 
     def send_buffer(self, numel: int, dtype: torch.dtype, axes: Axes, rows: int = 1) -> Tensor:
-        """An uninitialised flat [rows * numel] tensor to pack into what is sent next over `axes`.
+        """Return an uninitialised flat [rows * numel] tensor in which to pack the next message over `axes`.
 
-        At most one such buffer is handed out and not yet sent, per `axes`. Using it is not a duty:
-        a collective takes any contiguous flat tensor.
+        At most one such buffer per `axes` may be handed out and not yet sent. It need not be used: a
+        collective takes any contiguous flat tensor.
         """
 
     def all_gather(self, flat: Tensor, axes: Axes) -> Handle[list[Tensor]]:
-        """[k] on each rank -> n tensors [k], read-only, in group order. Any dtype."""
+        """Gather [k] of each rank as n tensors [k], read-only, in group order. Any dtype."""
 
     def reduce_scatter(self, rows: Tensor, axes: Axes) -> Handle[Tensor]:
-        """[n * k] on each rank -> [k], the sum of this rank's row; the caller owns it."""
+        """Sum [n * k] over ranks and return this rank's row [k], which the caller owns."""
 
     def all_to_all(self, rows: Tensor, axes: Axes) -> Handle[Tensor]:
-        """[n * k] on each rank -> [n * k], this rank's row of each rank; the caller owns it. Any dtype."""
+        """Return this rank's row of each rank's [n * k], again [n * k], which the caller owns. Any dtype."""
 
     def permute(self, flat: Tensor, axes: Axes, distance: int) -> Handle[Tensor]:
-        """[k] on each rank -> [k], what the rank sent that lies `distance` places before it in the group; the
-        caller owns it. Any dtype."""
+        """Return the [k] of the rank `distance` places before this one in the group; the caller owns it.
+
+        Any dtype.
+        """
 
     def all_reduce(self, flat: Tensor, axes: Axes) -> Handle[Tensor]:
-        """[k] on each rank -> [k], the sum; may be written into `flat` and be it."""
+        """Sum [k] over ranks; the result may be `flat` itself, in place."""
 
     def send(self, tensors: Sequence[Tensor], rank: int, what: str) -> Handle[None]:
         """Send tensors of any shapes and dtypes to a rank of another stage, which takes them by `recv`.
 
-        `what`: the name of the message, the same at both ends.
+        Args:
+            what: the name of the message, the same at both ends.
         """
 
     def recv(self, likes: Likes, rank: int, what: str) -> Handle[list[Tensor]]:
-        """Receive what a rank of another stage sends: contiguous tensors that the caller owns."""
+        """Receive the next message of a rank of another stage, as contiguous tensors that the caller owns."""
 
     def flush(self) -> None:
-        """Wait until the peers have what was sent; simulated ranks have it."""
+        """Wait until the peers have all messages; simulated ranks have them at once."""
 
     def open_groups(self, groups: Iterable[Axes], pairs: Iterable[tuple[int, int]] = ()) -> None:
-        """Make the groups over these axes, and what carries messages. A collective of the whole mesh.
+        """Make the groups over these axes, and the one for messages. It is a collective of the whole mesh.
 
-        `pairs`: stages of which the first one is to send to the second before they meet otherwise.
+        Args:
+            pairs: stages of which the first sends to the second before they meet otherwise.
         """
 
     def gather_object(self, text: str) -> list[str]:
-        """One small string of every rank of the mesh, by rank, when all have come here."""
+        """Return one small string of every rank of the mesh, by rank, when all have come here."""
 
     def transport_bytes(self) -> int:
-        """Memory that the transport itself holds on this rank (shared slots), in bytes."""
+        """Return the bytes that the transport itself holds on this rank (shared slots)."""
 
     def close(self) -> None:
-        """Give groups and shared memory back. Leaving without it is clean too."""
+        """Release groups and shared memory. A process may also end without it."""
 
 
 @dataclass(frozen=True)
@@ -138,9 +147,12 @@ class Done(Generic[T]):
 
 @dataclass(eq=False)
 class Pending(Generic[T]):
-    """A result that `finish` makes when it is waited for; what that needs is held until then.
+    """A handle whose result `finish` makes when it is waited for.
 
-    `sent`: what is read until then, where somebody looks for it.
+    Args:
+        finish: makes the result; all that it needs lives until then.
+        sent: the tensor that is read until then, for those who look for it.
+        release: called when a gather's rows have been copied out.
     """
 
     finish: Callable[[], T]
@@ -153,7 +165,7 @@ class Pending(Generic[T]):
 
 
 def waited_twice(*_: Any) -> Any:
-    """What stands in a handle's place of a result once it was given."""
+    """Refuse a second wait; it replaces `finish` once a handle has returned its result."""
     raise CollectiveError("a collective was waited for twice; keep the first result.")
 
 
@@ -161,11 +173,11 @@ def waited_twice(*_: Any) -> Any:
 def failing(what: Callable[[], str], blame: Callable[[str], str] | None = None) -> Iterator[None]:
     """Turn a transport's RuntimeError into a `CollectiveError` that says where, keeping the cause.
 
-    What the device itself says (no memory is left, a kernel failed) is this rank's own and stays what it is.
+    An error of the device (no memory is left, a kernel failed) is this rank's own, and stays as it is.
 
     Args:
-        what: the collective.
-        blame: makes of the transport's words a cause that names a rank.
+        what: describes the collective.
+        blame: turns the transport's words into a cause that names a rank.
     """
     try:
         yield
@@ -177,45 +189,45 @@ def failing(what: Callable[[], str], blame: Callable[[str], str] | None = None) 
 
 
 def message_text(likes: Likes, what: str) -> str:
-    """What both ends of a message must agree on."""
+    """Return the text of a message that both ends must agree on."""
     return f"{what}: " + ", ".join(f"{list(shape)} {dtype}" for shape, dtype in likes)
 
 
 def likes_of(tensors: Sequence[Tensor]) -> Likes:
-    """Shapes and dtypes of a message's tensors."""
+    """Return the shapes and dtypes of a message's tensors."""
     return [(tuple(t.shape), t.dtype) for t in tensors]
 
 
 def describe_message(verb: str, what: str, sender: int, receiver: int) -> str:
-    """`recv of micro 1 h from rank 0 to rank 2`."""
+    """Describe a message: `recv of micro 1 h from rank 0 to rank 2`."""
     return f"{verb} of {what} from rank {sender} to rank {receiver}"
 
 
 def kind_text(name: str, count: int, dtype: torch.dtype) -> str:
-    """What all ranks of a group must agree on."""
+    """Return the text of a collective that all ranks of a group must agree on."""
     return f"{name} of [{count}] {dtype}"
 
 
 def check_alike(what: str, kinds: Mapping[int, str]) -> None:
-    """Refuse what is not the same collective on all ranks; `kinds`: by rank."""
+    """Refuse a collective that is not the same on all ranks; `kinds` are their texts by rank."""
     if len(set(kinds.values())) > 1:
         ranks = {kind: [str(r) for r in kinds if kinds[r] == kind] for kind in kinds.values()}
         raise CollectiveError(
             f"{what}: ranks issued different collectives or sizes.",
             [f"rank {', '.join(those)}: {kind}" for kind, those in ranks.items()],
-            f"{DUTY} Their programs and specs are alike, too.",
+            f"{DUTY} Their programs and specs must be alike too.",
         )
 
 
 def disconnect(closed: Collectives) -> None:
-    """The next step on the mesh connects anew."""
+    """Forget a closed connection, so that the next step on the mesh connects anew."""
     known = closed.mesh.connections
     for key in [k for k, v in known.items() if v is closed]:
         del known[key]
 
 
 def describe(name: str, mesh: Mesh, axes: Axes) -> str:
-    """`all_gather over (shard) of ranks 0, 1, on rank 1`."""
+    """Describe a collective: `all_gather over (shard) of ranks 0, 1, on rank 1`."""
     ranks = ", ".join(map(str, mesh.group_ranks(axes)))
     return f"{name} over ({', '.join(axes)}) of ranks {ranks}, on rank {mesh.rank}"
 
@@ -226,12 +238,12 @@ def purpose_of(name: str) -> str:
 
 
 def several(mesh: Mesh, axes: Axes) -> tuple[str, ...]:
-    """Those of the axes along which there is more than one rank."""
+    """Return the axes along which there is more than one rank."""
     return tuple(a for a in axes if mesh.axis_size(a) > 1)
 
 
 def as_bytes(flat: Tensor) -> Tensor:
-    """[k] -> uint8 [k * itemsize], a view: a gather copies, so no backend need know the dtype."""
+    """View [k] as uint8 [k * itemsize]: a gather only copies, so that no backend needs to know the dtype."""
     return flat.view(torch.uint8)
 
 
@@ -239,7 +251,7 @@ SUM_CHUNK = 1 << 16  # elements summed at a time, so that partial sums stay in c
 
 
 def sum_rows(parts: Sequence[Tensor], out: Tensor) -> Tensor:
-    """Sum of at least two flat [k] tensors into `out`, in the order given; half types add in fp32."""
+    """Sum at least two flat [k] tensors into `out`, in the order given; half types are added in fp32."""
     half = out.dtype in (torch.bfloat16, torch.float16) and len(parts) > 2  # one addition rounds once anyway
     for low in range(0, out.numel(), SUM_CHUNK):
         first, second, *others = (part[low : low + SUM_CHUNK] for part in parts)
@@ -253,12 +265,12 @@ def sum_rows(parts: Sequence[Tensor], out: Tensor) -> Tensor:
 
 
 def rows_of_place(parts: Sequence[Tensor], place: int) -> Tensor:
-    """An all-to-all's result at a place of the group, of what each rank sent."""
+    """Return an all-to-all's result at a place of the group, given what each rank sent."""
     return torch.cat(_rows(parts, place))
 
 
 def summed_row(parts: Sequence[Tensor], place: int) -> Tensor:
-    """A reduce-scatter's."""
+    """Return a reduce-scatter's result at a place of the group."""
     rows = _rows(parts, place)
     return sum_rows(rows, torch.empty_like(rows[0]))
 
@@ -269,13 +281,13 @@ def _rows(parts: Sequence[Tensor], place: int) -> list[Tensor]:
 
 
 def from_place(parts: Sequence[Tensor], place: int, distance: int) -> Tensor:
-    """A permute's."""
+    """Return a permute's result at a place of the group."""
     return parts[(place - distance) % len(parts)].clone()
 
 
 @dataclass(frozen=True)
 class Sent:
-    """A message whose copies live until its receiver has them, which gloo tells who waits for it alone."""
+    """A message whose copies live until its receiver has them; gloo says so only to those who wait."""
 
     works: Sequence[Any]
     copies: Sequence[Tensor]
@@ -283,16 +295,16 @@ class Sent:
     receiver: int
 
     def is_over(self) -> bool:
-        """Say, without waiting, whether the copies may go."""
+        """Return, without waiting, whether the copies may be freed."""
         return all(work.is_completed() for work in self.works)
 
 
 @dataclass(frozen=True)
 class Group:
-    """Torch's own collectives, asynchronous, on sub-groups that are made at their first use.
+    """Collectives of torch.distributed, asynchronous, on sub-groups that are made at their first use.
 
-    With `peer_to_peer` gathers and reduce-scatters are sends from rank to rank: gloo's own stage
-    everything in full-size temporaries.
+    With `peer_to_peer`, gathers and reduce-scatters are sends from rank to rank, since gloo's own collectives
+    stage everything in full-size temporaries.
     """
 
     mesh: Mesh
@@ -320,7 +332,10 @@ class Group:
         return self._issue("all_gather", axes, [flat], start)
 
     def gather_blocks(self, blocks: Sequence[Tensor], axes: Axes) -> Handle[list[Tensor]] | None:
-        """Flat blocks [k_i] on each rank -> leaves [n * k_i], in one launch; None: pack them into one."""
+        """Gather flat blocks [k_i] of each rank into leaves [n * k_i], in one launch.
+
+        Return None if that is not possible: pack them into one row then.
+        """
         if not self._in_place(axes):
             return None
         out = [b.new_empty(self.mesh.axes_size(axes) * b.numel()) for b in blocks]
@@ -332,8 +347,10 @@ class Group:
         return self._issue("gather_blocks", axes, out, start)
 
     def reduce_leaves(self, leaves: Sequence[Tensor], axes: Axes) -> Handle[Tensor] | None:
-        """Flat leaves [n * k_i] on each rank -> one row of this rank's blocks of their sums, in one launch;
-        None: pack them into rows."""
+        """Sum flat leaves [n * k_i] into one row of this rank's blocks of the sums, in one launch.
+
+        Return None if that is not possible: pack them into rows then.
+        """
         if not self._in_place(axes):
             return None
         sizes = [leaf.numel() // self.mesh.axes_size(axes) for leaf in leaves]
@@ -346,7 +363,7 @@ class Group:
         return self._issue("reduce_leaves", axes, out, start)
 
     def _in_place(self, axes: Axes) -> bool:
-        """Whether torch's own collectives serve a group, whose ranks lie in it as they do on the axes."""
+        """Return whether torch's own collectives serve a group: its ranks must ascend along the axes."""
         ranks = self.mesh.group_ranks(axes)
         return len(ranks) > 1 and not self.peer_to_peer and list(ranks) == sorted(ranks)
 
@@ -357,7 +374,7 @@ class Group:
             if self.peer_to_peer:
                 works, parts = self._exchange(rows.view(n, -1).unbind(0), axes, group)
                 return works, lambda: sum_rows(parts, torch.empty_like(parts[0]))
-            sent = _permuted(rows, _inverse(order))
+            sent = _permute_rows(rows, _invert(order))
             out = rows.new_empty(rows.numel() // n)
             work = _reduce_scatter(out, sent, group=group, async_op=True)
             return [work], lambda: (sent, out)[1]
@@ -366,9 +383,9 @@ class Group:
 
     def all_to_all(self, rows: Tensor, axes: Axes) -> Handle[Tensor]:
         def start(group: Any, order: Sequence[int]) -> Started:
-            sent, out = _permuted(rows, _inverse(order)), torch.empty_like(rows)
+            sent, out = _permute_rows(rows, _invert(order)), torch.empty_like(rows)
             work = dist.all_to_all_single(as_bytes(out), as_bytes(sent), group=group, async_op=True)
-            return [work], lambda: (sent, _permuted(out, order))[1]
+            return [work], lambda: (sent, _permute_rows(out, order))[1]
 
         return self._issue("all_to_all", axes, rows, start)
 
@@ -394,8 +411,8 @@ class Group:
 
     def send(self, tensors: Sequence[Tensor], rank: int, what: str) -> Handle[None]:
         here = self.mesh.rank
-        # The copies let the sender go on, on a stream too: two stages that send to each other and waited for
-        # their receivers would wait for each other.
+        # The copies let the sender go on, on a stream too. Without them two stages that send to each other
+        # would each wait for the other to receive: a deadlock.
         copies = [t.detach().clone(memory_format=torch.contiguous_format) for t in tensors]
         self.under_way[:] = [sent for sent in self.under_way if not sent.is_over()]
         text = describe_message("send", what, here, rank)
@@ -444,7 +461,8 @@ class Group:
             self.group((PIPELINE,), purpose)
         if self.mesh.device_type == "cpu":
             return
-        # NCCL connects a pair at its first message, for which both ends wait: here, all pairs in one order.
+        # NCCL connects a pair at its first message, for which both ends wait. Connect all pairs here, in one
+        # order, so that no two of them wait for each other.
         for sender, receiver in sorted(pairs):
             word = torch.zeros(1, device=self.mesh.device)
             if self.mesh.stage == sender:
@@ -453,8 +471,11 @@ class Group:
                 self.recv(likes_of([word]), self.mesh.partner(sender), "the first message").wait()
 
     def _direction(self, sender: int, receiver: int) -> Any:
-        """Return the group that carries messages this way. NCCL runs those of a pair one behind the other,
-        so that a send and a receive would wait for each other in one."""
+        """Return the group that carries messages in this direction.
+
+        NCCL runs the messages of a group one after another, so that in a single group a send and a receive of
+        a pair would wait for each other.
+        """
         return self.group((PIPELINE,), "up" if sender < receiver else "down")[0]
 
     def _channel(self, sender: int, receiver: int, what: str) -> str:
@@ -467,7 +488,7 @@ class Group:
         return self._channel(sender, receiver, peer), number - 1
 
     def _waiter(self, works: Sequence[Any], place: Place, what: Callable[[], str]) -> Callable[[], None]:
-        """Return what waits for works: this rank on the CPU, else the device's own stream."""
+        """Return a function that waits for works: this rank does on the CPU, else the device's stream."""
 
         def wait() -> None:
             for work in works:
@@ -478,7 +499,7 @@ class Group:
         return partial(peers().run, wait, place, self.timeout, what)
 
     def _exchange(self, sent: Sequence[Tensor], axes: Axes, group: Any) -> tuple[list[Any], list[Tensor]]:
-        """Send `sent[j]` to the j-th rank of the group; the works, and what each rank sent to this one."""
+        """Send `sent[j]` to the j-th rank of the group; return the works, and what each rank sent here."""
         works, got = [], list(sent)
         for place, peer in enumerate(self.mesh.group_ranks(axes)):
             if peer != self.mesh.rank:
@@ -490,7 +511,7 @@ class Group:
     def _issue(
         self, name: str, axes: Axes, alone: Any, start: Callable[[Any, Sequence[int]], Started]
     ) -> Handle[Any]:
-        """Start a collective on the sub-group of its axes; `alone`: the result of a group of one."""
+        """Start a collective on the sub-group of its axes; `alone` is the result in a group of one."""
         if self.mesh.axes_size(axes) == 1:
             return Done(alone)
         ranks, what = self.mesh.group_ranks(axes), partial(describe, name, self.mesh, axes)
@@ -525,27 +546,28 @@ class Group:
                 dist.destroy_process_group(group)
 
     def group(self, axes: Axes, purpose: str) -> tuple[Any, tuple[int, ...]]:
-        """The sub-group over `axes` and, for each place of `mesh.group_ranks(axes)`, its place there.
+        """Return the sub-group over `axes` and, for each place of `mesh.group_ranks(axes)`, its place there.
 
-        Made at its first use, by all ranks of the mesh at once: a rank makes the groups that it is
-        not in too. Torch sorts the ranks of a group, hence the second value.
+        It is made at its first use, by all ranks of the mesh at once: a rank also makes the groups that it is
+        not in. torch sorts the ranks of a group, hence the second value.
 
         Args:
-            purpose: what `purpose_of` returns, or the direction of messages. NCCL's have a group each, and so
-                a communicator and a stream: a gather does not wait for a reduction. Gloo's share one.
+            purpose: the result of `purpose_of`, or the direction of messages. With NCCL each has a group, and
+                so a communicator and a stream of its own: a gather does not wait for a reduction. With gloo
+                all share one group.
         """
         backend = dist.get_default_backend_for_device(self.mesh.device_type)
         axes = tuple(axes)
         key = (axes, "all" if backend == "gloo" else purpose)
         if key not in self.groups:
             every = sorted({tuple(sorted(self.mesh.group_ranks(axes, r))) for r in range(self.mesh.size)})
-            peers().exchange("groups", b"", self.timeout)  # torch's own meeting names nobody
+            peers().exchange("groups", b"", self.timeout)  # it names a missing rank, which torch does not
             slack = SLACK_S if backend == "gloo" else 0.0  # `Wait` ends before, and says why
             timeout = datetime.timedelta(seconds=self.timeout + slack)
             options = None
-            if backend == "nccl":  # kernels that fill the device must not keep communication waiting
+            if backend == "nccl":  # so that kernels which fill the device do not hold communication up
                 options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-                options._timeout = timeout  # another one than `timeout=` is a warning for each group
+                options._timeout = timeout  # one that differs from `timeout=` makes torch warn for each group
             group, _ = dist.new_subgroups_by_enumeration(
                 [list(ranks) for ranks in every], timeout=timeout, backend=backend, pg_options=options
             )
@@ -555,20 +577,20 @@ class Group:
 
 
 def _blame(ranks: Sequence[int], line: str) -> str:
-    """Torch says that a connection broke, not who broke it."""
+    """Return the cause of a failure with the ranks that are gone; torch says only that a connection broke."""
     until = time.monotonic() + GONE_S
     while not (gone := peers().gone(ranks)) and time.monotonic() < until:
         time.sleep(0.05)
     return f"{ranks_text(gone)} has left" if gone else line
 
 
-def _inverse(order: Sequence[int]) -> list[int]:
-    """Of a permutation."""
+def _invert(order: Sequence[int]) -> list[int]:
+    """Return the inverse of a permutation."""
     return [order.index(place) for place in range(len(order))]
 
 
-def _permuted(rows: Tensor, order: Sequence[int]) -> Tensor:
-    """[n * k] -> [n * k], whose j-th row is row `order[j]`; itself where no row moves."""
+def _permute_rows(rows: Tensor, order: Sequence[int]) -> Tensor:
+    """Return [n * k] whose j-th row is row `order[j]`, which is `rows` itself if no row moves."""
     if list(order) == sorted(order):
         return rows
     return rows.view(len(order), -1)[list(order)].view(-1)

@@ -1,4 +1,4 @@
-"""Connect: which collectives serve a mesh."""
+"""Choose the collectives that serve a mesh."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from fnshard.runtime.collectives.simulated import Simulated
 
 
 def connect(mesh: Mesh, *, timeout: float = DEFAULT_TIMEOUT, transport: Transport = "auto") -> Collectives:
-    """The collectives of `mesh`. On a process group this is itself a collective call.
+    """Return the collectives of `mesh`. On a process group this is itself a collective call.
 
     Args:
         timeout: seconds after which a silent peer is a `CollectiveError`.
-        transport: how CPU ranks move bytes. "auto": shared memory for groups on one host, else
-            "p2p": gathers and reduce-scatters as sends from rank to rank. "native": torch's own
-            collectives throughout (what a CUDA mesh always does).
+        transport: how CPU ranks move bytes. "auto" is shared memory for groups on one host, and otherwise
+            "p2p": gathers and reduce-scatters as sends from rank to rank. "native" is torch's own collectives
+            throughout, which a CUDA mesh always uses.
 
     Raises:
         CollectiveError: the mesh is abstract.
@@ -43,10 +43,12 @@ def connect(mesh: Mesh, *, timeout: float = DEFAULT_TIMEOUT, transport: Transpor
 
 
 def connection(mesh: Mesh, *, timeout: float | None = None) -> Collectives:
-    """The collectives that all steps on this mesh share; connected at the first call, a collective.
+    """Return the collectives that all steps on this mesh share; the first call connects, and is a collective.
 
-    Groups and shared memory are dear: a thread, sockets and address space each. `timeout` is of the
-    connection to be made; None takes any there is.
+    They are shared because groups and shared memory are expensive: a thread, sockets and address space each.
+
+    Args:
+        timeout: the timeout of the connection to be made; None takes any that exists.
     """
     known = mesh.connections
     if timeout is None and known:

@@ -1,8 +1,8 @@
-"""Mail: messages from one rank to another of a host, through memory that both see.
+"""Send messages from one rank to another of a host, through memory that both see.
 
-A sender writes a message into a slot of its own memory, says in a *ring* where it lies, and goes on; the
-receiver copies it out when it waits for it, and counts it. Both count messages of each ordered pair of ranks.
-A ring has so many rows that no pipeline fills it; a slot is used again when its message was taken.
+A sender writes a message into a slot of its own memory, notes in a *ring* where it lies, and goes on. The
+receiver copies it out when it waits for it, and counts it. Both count the messages of each ordered pair of
+ranks. A ring has so many rows that no pipeline fills it; a slot is used again when its message was taken.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from fnshard.mesh.waits import Place
 from fnshard.runtime.collectives.base import Likes, check_alike, describe_message, likes_of, message_text
 from fnshard.runtime.collectives.messages import PAGE, Host, Memory, Slots, Words, fence
 
-TAKEN, SENT = range(2)  # words before a ring's rows: what this rank took from the peer, and sent to it
-OFFSET, KIND = range(2)  # of a row
-RING = 4096  # messages of a pair under way at once
+TAKEN, SENT = range(2)  # words before a ring's rows: how many messages this rank took from the peer, and sent
+OFFSET, KIND = range(2)  # words of a row
+RING = 4096  # the most messages of a pair under way at once
 RING_BYTES = -(-8 * (2 + 2 * RING) // PAGE) * PAGE
-ALIGNED = 64  # bytes: what kernels may take for granted of a tensor
+ALIGNED = 64  # bytes: kernels may rely on tensors to begin at multiples of this
 
 
 @dataclass(frozen=True)
@@ -31,21 +31,23 @@ class Letter:
     """The use of a slot by a message that is under way; `taken` says whether its receiver has it."""
 
     taken: Callable[[], bool]
-    finished: bool = False  # nobody waits for a receiver: a sender takes more memory instead
+    finished: bool = False  # a sender never waits for a receiver, but takes more memory
 
     def free(self) -> bool:
-        """Whether no rank will read it."""
+        """Return whether no rank will read the slot any more."""
         return self.taken()
 
 
 @dataclass(eq=False)
 class Mailbox:
-    """One rank's messages to and from the ranks of its host that it may write to.
+    """The messages between one rank and the other ranks of its host.
 
     Args:
+        host: the ranks of the host, and their memory.
         start: where in each memory the rings begin, one for each rank of the mesh; slots lie behind them.
+        ranks: the number of ranks of the mesh.
         sent, received: how many messages there were so far, by the other rank.
-        awaited: the numbers of those that were not taken yet.
+        awaited: the numbers of messages to receive that were not taken yet, by the other rank.
     """
 
     host: Host
@@ -79,7 +81,7 @@ class Mailbox:
         self.host.peers.come[self._name(self.host.rank, rank)] = number + 1
 
     def recv(self, likes: Likes, rank: int, what: str) -> Callable[[], list[Tensor]]:
-        """Count the next message from a rank; return what waits for it and copies it out."""
+        """Count the next message from a rank, and return a function that waits for it and copies it out."""
         here, sender = self.host.rank, self.host.memories[rank]
         number = self.received.get(rank, 0)
         self.received[rank] = number + 1
@@ -91,7 +93,7 @@ class Mailbox:
         def take() -> list[Tensor]:
             where = Place("", "", self._name(rank, here), number, [rank])
             self.host.meet(lambda: [] if theirs[SENT] > number else [rank], where, lambda: text)
-            fence()  # the row is no older than the count
+            fence()  # the row must not be older than the count
             row = 2 + 2 * (number % RING)
             if theirs[row + KIND] != _kind(likes, what):
                 check_alike(text, {rank: "another message", here: message_text(likes, what)})
@@ -108,7 +110,7 @@ class Mailbox:
         return take
 
     def flush(self) -> None:
-        """Wait until the receivers have taken what was sent."""
+        """Wait until the receivers have taken all messages."""
         here = self.host.rank
         for rank, number in self.sent.items():
             theirs = self._words(self.host.memories[rank], here)
@@ -121,11 +123,11 @@ class Mailbox:
             self.host.meet(missing, where, lambda text=text: text)
 
     def bytes_used(self) -> int:
-        """Memory that was ever touched."""
+        """Return the bytes of memory that were ever touched."""
         return self.slots.top - self.slots.floor + len(self.sent) * RING_BYTES
 
     def _words(self, memory: Memory, peer: int) -> Words:
-        """What a memory's rank says of its messages with a peer."""
+        """Return the words in which a memory's rank counts its messages with a peer."""
         return memory.words(self.start + peer * RING_BYTES, RING_BYTES // 8)
 
     def _name(self, sender: int, receiver: int) -> str:
@@ -133,7 +135,7 @@ class Mailbox:
 
 
 def _places(likes: Likes) -> tuple[list[int], int]:
-    """Where the tensors of a message lie in its slot, and how long it is."""
+    """Return where the tensors of a message lie in its slot, and how long it is."""
     starts, end = [], 0
     for shape, dtype in likes:
         starts.append(end)
@@ -143,5 +145,5 @@ def _places(likes: Likes) -> tuple[list[int], int]:
 
 
 def _kind(likes: Likes, what: str) -> int:
-    """What both ends must agree on, as a number."""
+    """Return a number for the text of a message, on which both ends must agree."""
     return zlib.crc32(message_text(likes, what).encode())

@@ -1,14 +1,14 @@
 """Messages between processes of one host that see each other's memory.
 
 A rank's memory is an anonymous memory file (memfd: sparse, and gone with its last process, so that nothing is
-left even after SIGKILL), mapped by all ranks of the host. It holds *slots* (what the rank sends) and, for
-each group, control words: how many messages the rank has come to, how many are over for it, and two *rows*
-that say what its last two messages are. To meet, a rank names a slot in its row, counts up, and looks until
-all have; then it reads their slots in place. Nobody comes to a message before all have come to the one before
+left even after SIGKILL), mapped by all ranks of the host. It holds *slots* with the rank's data and, for each
+group, control words: how many messages the rank has come to, how many are over for it, and two *rows* that
+describe its last two messages. To meet, a rank names a slot in its row, counts up, and looks until all have
+done so; then it reads their slots in place. No rank comes to a message before all have come to the one before
 it, so that two rows are enough.
 
-A message runs where it is issued, on the caller's thread; all ranks issue their messages in one order, those
-of several groups too. Every control word has one writer.
+A message runs where it is issued, on the caller's thread. All ranks issue their messages in one order, those
+of several groups too. Every control word has a single writer.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from fnshard.runtime.collectives.base import check_alike, describe, kind_text
 Words = MutableSequence[int]  # 64 bits each
 
 PAGE = 4096
-REGION = 1 << 35  # bytes of address space for what is gathered, and for what is reduced
-WAITS = 0  # a memory's own word: 1 + the rank waited for; negative once it gave up, or has closed
+REGION = 1 << 35  # bytes of address space for gathers, and for reductions
+WAITS = 0  # a memory's own word: 1 + the rank it waits for; negative once it gave up, or has closed
 COME, OVER = range(2)  # a group's words: messages that the rank has come to, and those that are over for it
-KIND, OFFSET, REDUCED = range(3)  # of a row, after them
+KIND, OFFSET, REDUCED = range(3)  # words of a row, which come after these
 ROWS, WIDTH = 2, 3
 GROUP_BYTES = 8 * (2 + ROWS * WIDTH)
-SPINS = 200  # looks that only yield the processor; then sleeps, and whether the peer lives
+SPINS = 200  # looks that only yield the processor; later ones sleep, and check whether the peer lives
 
 OPERATIONS = (
     "all_gather", "reduce_scatter", "all_reduce", "gather_leaves", "reduce_pair", "all_to_all", "permute",
@@ -51,10 +51,10 @@ _one, _two = threading.Lock(), threading.Lock()
 
 
 def fence() -> None:
-    """A full memory barrier: one lock is released before another is acquired.
+    """Issue a full memory barrier, by releasing one lock before acquiring another.
 
-    That data come before the word that announces them is the processor's promise on x86 (TSO), and this
-    one's elsewhere.
+    Data must be visible before the word that announces them. On x86 the processor guarantees that (TSO), and
+    elsewhere this barrier does.
     """
     with _one:
         pass
@@ -65,7 +65,7 @@ def fence() -> None:
 # ------------------------------------------------------------------ the ranks of a host
 @dataclass(frozen=True, eq=False)
 class Memory:
-    """One rank's memory as this process maps it."""
+    """A rank's memory as this process maps it."""
 
     rank: int
     pid: int
@@ -74,37 +74,37 @@ class Memory:
 
     @staticmethod
     def of(fd: int, rank: int, pid: int) -> Memory:
-        """Map an open memory file of `rank`, a process `pid`."""
+        """Map the open memory file of `rank`, whose process is `pid`."""
         file = mmap.mmap(fd, os.fstat(fd).st_size)
         return Memory(rank, pid, file, np.frombuffer(file, dtype=np.int8, count=1).ctypes.data)
 
     def words(self, offset: int, count: int) -> Words:
-        """Control words [count], zero at first."""
+        """Return control words [count], which are zero at first."""
         return memoryview(self.file)[offset : offset + 8 * count].cast("q")
 
     def flat(self, offset: int, nbytes: int, dtype: torch.dtype) -> Tensor:
-        """What lies there, in place."""
-        # A storage of just that size: a slice of one large tensor would be pickled with all of it.
+        """Return the numbers at a place of this memory as a flat tensor, without a copy."""
+        # Its storage has just that size: a slice of one large tensor would be pickled with all of it.
         if nbytes == 0:
             return torch.empty(0, dtype=dtype)
         return torch.frombuffer(self.file, dtype=dtype, count=nbytes // dtype.itemsize, offset=offset)
 
     def offset_of(self, flat: Tensor) -> int | None:
-        """Where in this memory a tensor lies."""
+        """Return where in this memory a tensor lies, or None if it lies elsewhere."""
         offset = flat.data_ptr() - self.address
         return offset if 0 <= offset < len(self.file) else None
 
     def left(self) -> bool:
-        """Whether its process has closed it, has given up to wait, has ended, or is a zombie."""
+        """Return whether its process has closed it, has given up waiting, has ended, or is a zombie."""
         return self.words(WAITS, 1)[0] < 0 or process_stat(self.pid)[0] in "ZX"
 
 
 @dataclass(frozen=True, eq=False)
 class Host:
-    """The ranks whose memory this rank sees, and how it waits for them: it looks again and again.
+    """The ranks whose memory this rank sees, and for which it waits by looking again and again.
 
-    A rank's memory says for which rank it waits, and after it has given up, which one failed it. So the rank
-    that is named is the one that died, and not a peer that waits for it. Who has given up is as good as gone.
+    A rank's memory says for which rank it waits, and after it has given up, which one failed it. So an error
+    names the rank that died, and not a peer that waits for it. A rank that has given up counts as gone.
     """
 
     rank: int
@@ -128,7 +128,7 @@ class Host:
                 raise CollectiveError(lost(what(), cause))
 
     def wait(self, missing: Missing, wait: Wait) -> str:
-        """Until nobody is missing, else why somebody will not come."""
+        """Wait until nobody is missing and return "", or return why somebody will not come."""
         waits = self.memories[self.rank].words(WAITS, 1)
         try:
             for looks in itertools.count():
@@ -142,19 +142,21 @@ class Host:
                 if rare:
                     wait.look(missing, now=gone)
                 late = time.monotonic() > wait.began + self.timeout
-                if (gone or late) and peer.rank in missing():  # what it sent and then left is good
+                if (gone or late) and peer.rank in missing():  # a peer may have sent its data and then left
                     return self._cause(peer)
                 time.sleep(1e-4)
         finally:
             waits[0] = -waits[0]
 
     def _cause(self, peer: Memory) -> str:
-        """Who is to blame, and for what: the peer, or whom that one waits for, and so on."""
+        """Return who is to blame, and for what: the peer, or the rank that it waits for, and so on."""
         culprit, seen = peer, {self.rank}
         while culprit.rank not in seen:
             seen.add(culprit.rank)
             waits = culprit.words(WAITS, 1)[0]
-            if waits < 0 or (waits and not culprit.left()):  # who is killed in a wait is to blame itself
+            if waits < 0 or (
+                waits and not culprit.left()
+            ):  # a rank that was killed in a wait is to blame itself
                 culprit = self.memories[abs(waits) - 1]
         culprit = peer if culprit.rank == self.rank else culprit
         if culprit.left():
@@ -166,30 +168,30 @@ class Host:
 
 # ------------------------------------------------------------------ slots
 def whole_pages(nbytes: int) -> int:
-    """Bytes of a slot for so many."""
+    """Return the bytes of a slot that holds `nbytes`."""
     return max(-(-nbytes // PAGE), 1) * PAGE
 
 
 @dataclass(eq=False)
 class Use:
-    """The use of a slot by a message: whether a place of the group is over with it."""
+    """The use of a slot by a message; `over` says whether the rank at a place of the group has finished."""
 
     message: Message
     over: Callable[[int], Any]
 
     @property
     def finished(self) -> bool:
-        """Whether this rank reads the slot no more."""
+        """Return whether this rank will not read the slot any more."""
         return bool(self.over(self.message.channel.here))
 
     def free(self) -> bool:
-        """Whether no rank will read it."""
+        """Return whether no rank will read the slot any more."""
         return all(map(self.over, range(len(self.message.channel.memories))))
 
 
 @dataclass(eq=False)
 class Slot:
-    """A part of this rank's memory: being packed while it has no `use`."""
+    """A part of this rank's memory, which is being packed while it has no `use`."""
 
     start: int
     end: int
@@ -197,30 +199,32 @@ class Slot:
 
 
 class Slots:
-    """Slots of one region, by start. The lowest that fits is taken, so that memory is used again."""
+    """The slots of one region, by start. The lowest gap that fits is taken, so that memory is used again."""
 
     def __init__(self, start: int):
         self.floor = self.top = start  # memory beyond `top` was never used
         self.live: list[Slot] = []
 
     def take(self, nbytes: int) -> Slot:
-        """A slot of at least `nbytes`. Rather than use more memory, waits for slots that only peers hold.
+        """Take a slot of at least `nbytes`; wait for slots that only peers hold rather than use more memory.
 
-        Peers come to the end of what this rank has finished without it (all ranks run one program), so that
-        waiting for them cannot block anybody for good.
+        That cannot deadlock: all ranks run one program, so that peers finish without this rank whatever it
+        has finished itself.
         """
         while (slot := self.fit(nbytes)) is None:
-            use = self._owed()[0]
+            use = self._find_owed()[0]
             use.message.poll(use.over)
         return slot
 
     def fit(self, nbytes: int, grow: bool = False) -> Slot | None:
-        """A slot of at least `nbytes`; None where it takes more memory, unless `grow`, and only peers hold
-        some of what was used."""
+        """Find a slot of at least `nbytes`.
+
+        Return None if it would take more memory while peers alone hold some slots, unless `grow`.
+        """
         self.sweep()
         size = whole_pages(nbytes)
-        place, start = self._gap(size)
-        if start + size > self.top and not grow and self._owed():
+        place, start = self._find_gap(size)
+        if start + size > self.top and not grow and self._find_owed():
             return None
         self.reach(start, nbytes)
         slot = Slot(start, start + size)
@@ -228,29 +232,29 @@ class Slots:
         return slot
 
     def reach(self, start: int, nbytes: int) -> None:
-        """A slot that begins there is used."""
+        """Note that a slot of `nbytes` at `start` is in use."""
         end = start + whole_pages(nbytes)
         if end > self.floor // REGION * REGION + REGION:
             raise CollectiveError(f"more than {REGION >> 30} GiB are in flight between ranks of one host.")
         self.top = max(self.top, end)
 
     def sweep(self) -> None:
-        """Let go of slots that nobody will read any more."""
+        """Free slots that nobody will read any more."""
         self.live = [s for s in self.live if s.use is None or not s.use.free()]
 
-    def packed_at(self, offset: int | None, nbytes: int) -> Slot | None:
-        """The slot handed out at `offset` and not sent yet."""
+    def find_packed(self, offset: int | None, nbytes: int) -> Slot | None:
+        """Return the slot that was handed out at `offset` and not sent yet, or None."""
         for slot in self.live:
             if slot.start == offset and slot.use is None and nbytes <= slot.end - slot.start:
                 return slot
         return None
 
-    def _owed(self) -> list[Use]:
-        """Uses that this rank has finished and a peer has not."""
+    def _find_owed(self) -> list[Use]:
+        """Return the uses that this rank has finished, but some peer has not."""
         return [s.use for s in self.live if s.use is not None and s.use.finished]
 
-    def _gap(self, size: int) -> tuple[int, int]:
-        """Place among the live slots and start of the lowest gap that fits."""
+    def _find_gap(self, size: int) -> tuple[int, int]:
+        """Return the place among the live slots, and the start, of the lowest gap that fits."""
         start = self.floor
         for place, slot in enumerate(self.live):
             if slot.start - start >= size:
@@ -262,7 +266,7 @@ class Slots:
 # ------------------------------------------------------------------ channels and messages
 @dataclass(eq=False)
 class Channel:
-    """The messages between the ranks of one group, as this rank sees them; the k-th is each rank's k-th."""
+    """The messages between a group's ranks, as this rank sees them; the k-th is the k-th of all ranks."""
 
     name: str  # the same on all its ranks
     axes: tuple[str, ...]
@@ -277,9 +281,10 @@ class Channel:
 
 @dataclass(eq=False)
 class Message:
-    """One collective of one group, from this rank's side, which comes to it where it is made.
+    """A collective of one group, from this rank's side; making it announces that the rank has come to it.
 
-    `slot`: of this rank's memory, that is sent; None for leaves that are gathered in place.
+    Args:
+        slot: the slot of this rank's memory that is sent; None for leaves that are gathered in place.
     """
 
     channel: Channel
@@ -301,7 +306,7 @@ class Message:
         words[COME] = channel.host.peers.come[channel.name] = self.number + 1
 
     def release(self) -> None:
-        """This rank reads no slot of the message any more. Again is nothing."""
+        """Say that this rank reads no slot of the message any more; a second call does nothing."""
         channel = self.channel
         if self.number in channel.open:
             channel.open.remove(self.number)
@@ -310,7 +315,7 @@ class Message:
             words[OVER] = min(channel.open, default=words[COME])
 
     def parts(self) -> list[Tensor]:
-        """What each rank sent, in place, in group order, once all have come."""
+        """Wait for all ranks, and return what each has sent, in place, in group order."""
         self.meet()
         return [
             memory.flat(self.reads(place, OFFSET), self.nbytes, self.dtype)
@@ -318,7 +323,7 @@ class Message:
         ]
 
     def meet(self) -> None:
-        """Wait for all ranks, and refuse what is not the same collective on all."""
+        """Wait for all ranks, and refuse a collective that is not the same on all."""
         self.poll(lambda place: self.reads(place, KIND))
         kinds = [self.reads(place, KIND) for place in range(len(self.channel.memories))]
         if len(set(kinds)) > 1:
@@ -327,7 +332,7 @@ class Message:
 
     @property
     def kind(self) -> int:
-        """What all ranks must agree on, never zero: the operation, the dtype, the number of elements."""
+        """The operation, dtype and number of elements as a number, on which ranks must agree; never zero."""
         count = self.nbytes // self.dtype.itemsize
         return 1 + OPERATIONS.index(self.name) << 56 | DTYPES.index(self.dtype) << 48 | count
 
@@ -345,15 +350,15 @@ class Message:
         return describe(self.name, self.channel.mesh, self.channel.axes)
 
     def reads(self, place: int, word: int) -> int:
-        """A word of the message at a place of the group; zero while that rank has not come to it."""
+        """Return a word of the message at a place of the group; zero while that rank has not come to it."""
         words = self.channel.words[place]
         if words[COME] <= self.number:
             return 0
-        fence()  # the word is no older than the count
+        fence()  # the word must not be older than the count
         return words[self._at(word)]
 
     def mark(self, word: int, value: int) -> None:
-        """Show the peers a word; whatever was written before is there for them."""
+        """Show the peers a word; whatever was written before is visible to them then."""
         fence()
         self.channel.words[self.channel.here][self._at(word)] = value
 

@@ -1,20 +1,22 @@
-"""Collectives through shared memory, for CPU ranks of one host: peers read what they need in place.
+"""Collectives through shared memory, for CPU ranks of one host: peers read in place.
 
-A gather of leaves writes them where all ranks read them; any other costs one pack and one unpack, a
-reduction one pass over the peers' rows. All of it runs on the caller's thread, so that nothing overlaps with
-compute; gloo over loopback copies everything through the kernel and stages it in temporaries (figures are in
-`experiments/LOG.md`). `messages` says how ranks read each other's memory.
+A gather of leaves writes them where all ranks read them. Any other gather costs one pack and one unpack, and
+a reduction one pass over the peers' rows. All of it runs on the caller's thread, so that nothing overlaps
+with compute. gloo over loopback, by contrast, copies everything through the kernel and stages it in
+temporaries (figures are in `experiments/LOG.md`). `messages` describes how ranks read each other's memory.
 
 Leaves that are *gathered in place* lie once in memory that all ranks of a group see, whole and contiguous.
 Each rank writes its own blocks to their places, and every rank's leaves are views of that one memory:
 nothing is unpacked, and a host holds a gathered unit once instead of once a rank. The group's first rank,
-its leader, chooses the slot in its memory; a follower waits for that. A slot is used again once no rank holds
-a view of it: each rank signs it when the storages that it made of it have died, and before it comes to a
-gather it signs all that died by then. So where all ranks have come to a gather, a slot that only peers still
-hold is kept for longer (somebody kept a leaf), and the leader takes more memory instead of waiting. Hence no
-rank waits for anything but that its peers come to, and write, the same gather.
+its leader, chooses the slot in its memory, and followers wait for that.
 
-Two ranks that reduce send each other rows the same way: in the backward, a unit's gradients travel in the
+A slot is used again once no rank holds a view of it: each rank signs it when the storages that it made of it
+have died, and before it comes to a gather it signs all slots whose storages died by then. So when all ranks
+have come to a gather, a slot that some peer still holds is one of which it has kept a leaf, and the leader
+takes more memory instead of waiting. Hence a rank waits only until its peers come to the same gather and have
+written their blocks.
+
+Two ranks that reduce send each other rows in the same way: in the backward, a unit's gradients travel in the
 slot that its leaves have just left.
 """
 
@@ -73,29 +75,35 @@ Runs = Sequence[tuple[int, int]]  # start and length of each leaf, in elements
 Write = Callable[[list[Tensor]], None]
 Add = Callable[[Tensor, Tensor], None]
 
-SMALL_BYTES = 64 << 10  # an all-reduce below this is summed whole by every rank: one meeting, not two
-LEADER = 0  # its place in the group
+SMALL_BYTES = 64 << 10  # every rank sums a smaller all-reduce whole, which takes one meeting instead of two
+LEADER = 0  # the leader's place in the group
 
 
 def group_names(mesh: Mesh) -> list[tuple[str, ...]]:
-    """All ordered groups of the mesh's axes: a group's words have their place here, on every rank."""
+    """Return all ordered groups of the mesh's axes.
+
+    At every rank, a group's words have the place that the group has in this list.
+    """
     axes = mesh.ordered(mesh.names)
     return [names for count in range(1, len(axes) + 1) for names in permutations(axes, count)]
 
 
 def address_space(mesh: Mesh) -> int:
-    """Bytes of a memory's address space: control words, what is packed to be gathered and to be reduced, the
-    leaves that each group gathers in place, and messages to other stages."""
+    """Return the bytes of a memory's address space.
+
+    It has regions for control words, for slots of gathers and of reductions, for leaves that each group
+    gathers in place, and for messages to other stages.
+    """
     return (3 + len(group_names(mesh)) + (mesh.stages > 1)) * REGION
 
 
 def head_bytes(groups: int) -> int:
-    """Bytes at the start of a memory for the memory's own words and those of so many groups."""
+    """Return the bytes at the start of a memory, which hold its own words and those of so many groups."""
     return PAGE + groups * GROUP_BYTES
 
 
 def header_bytes(mesh: Mesh) -> int:
-    """Bytes at the start of a slot of leaves, for the signature of each rank; a multiple of 64."""
+    """Return the bytes at the start of a slot of leaves that hold each rank's signature: a multiple of 64."""
     return -(-mesh.size // 8) * 64
 
 
@@ -103,7 +111,11 @@ def header_bytes(mesh: Mesh) -> int:
 class Units:
     """Leaves that the ranks of a group gather in place, as one rank sees them.
 
-    `dead`: numbers of messages whose views have died; `alive`: those whose views live.
+    Args:
+        channel: the group's messages.
+        slots: the slots of the leader's memory.
+        dead: numbers of messages whose views have died, and whose slots are not signed yet.
+        alive: the signatures of messages whose views live, with a reference that notices their death.
     """
 
     channel: Channel
@@ -112,19 +124,19 @@ class Units:
     alive: dict[int, tuple[Words, weakref.ref]] = field(default_factory=dict)
 
     def sweep(self) -> None:
-        """Show the peers whose views have died here."""
+        """Sign the slots whose views have died here, so that peers see it."""
         fence()
         while self.dead:
             self.alive.pop(self.dead.popleft())[0][self.channel.here] = 1
         self.slots.sweep()
 
     def bytes_used(self) -> int:
-        """This rank's part of the memory: it writes as much of each slot."""
+        """Return this rank's share of the memory, which is what it writes of each slot."""
         return -(-(self.slots.top - self.slots.floor) // len(self.channel.memories))
 
     def gather(self, name: str, runs: Runs, total: int, dtype: torch.dtype, write: Write) -> list[Tensor]:
-        """The leaves, once all ranks have written their blocks."""
-        self.sweep()  # before peers see that this rank has come: else slots look as if somebody kept a leaf
+        """Write this rank's blocks, and return the leaves once all ranks have written theirs."""
+        self.sweep()  # before peers see that this rank has come, or slots would look as if it kept a leaf
         message = Message(self.channel, name, total * dtype.itemsize, dtype)
         leaves = self._views(message, runs)
         write(leaves)
@@ -136,7 +148,7 @@ class Units:
         return leaves
 
     def _start_of(self, message: Message) -> int:
-        """Where the message's slot begins. The leader chooses it."""
+        """Return where the message's slot begins, which the leader chooses."""
         nbytes = header_bytes(self.channel.mesh) + message.nbytes
         if self.channel.here != LEADER:
             message.poll(lambda place: place != LEADER or message.reads(place, KIND))
@@ -162,7 +174,7 @@ class Units:
         return slot.start
 
     def _views(self, message: Message, runs: Runs) -> list[Tensor]:
-        """The leaves in the slot. When the last of their storages dies, this rank signs it."""
+        """Return the leaves in the slot. When the last of their storages dies, this rank will sign it."""
         start = self._start_of(message)
         place = start + header_bytes(self.channel.mesh)
         words = self.channel.memories[LEADER].words(place, -(-message.nbytes // 8))
@@ -181,10 +193,11 @@ class Units:
         return self.channel.memories[LEADER].words(start, len(self.channel.memories))
 
 
-def _sent(name: str, make: Callable[..., Any], scattered: bool = False) -> Callable[..., Any]:
-    """A collective whose result `make` makes of what each rank has sent and of this one's place in the group.
+def _make_collective(name: str, make: Callable[..., Any], scattered: bool = False) -> Callable[..., Any]:
+    """Return a collective whose result is `make(what each rank has sent, this one's place in the group)`.
 
-    `scattered`: each rank reads its own row of what is sent.
+    Args:
+        scattered: whether each rank reads only its own row of what is sent.
     """
 
     def collective(shared: Shared, flat: Tensor, axes: Axes, *how: int) -> Handle[Any]:
@@ -200,10 +213,11 @@ def _sent(name: str, make: Callable[..., Any], scattered: bool = False) -> Calla
 
 @dataclass(eq=False)
 class Shared:
-    """Shared memory for groups whose ranks share a host; what spans hosts goes through `base`.
+    """Collectives through shared memory for groups whose ranks share a host; others go through `base`.
 
-    Rows of which each rank reads its own lie apart from what all read: they come and go in another rhythm,
-    and in one heap would leave gaps in each other's way. Memory is sparse, gaps cost nothing.
+    Reductions, of which each rank reads its own row, have slots apart from gathers. They come and go in
+    another rhythm, and in one heap both would leave gaps in each other's way. Memory is sparse, so that gaps
+    between the regions cost nothing.
     """
 
     base: Group
@@ -219,9 +233,9 @@ class Shared:
     def __post_init__(self) -> None:
         self.mail = Mailbox(self.host, (3 + len(group_names(self.mesh))) * REGION, self.mesh.size)
 
-    reduce_scatter = _sent("reduce_scatter", summed_row, scattered=True)
-    all_to_all = _sent("all_to_all", rows_of_place, scattered=True)
-    permute = _sent("permute", from_place)
+    reduce_scatter = _make_collective("reduce_scatter", summed_row, scattered=True)
+    all_to_all = _make_collective("all_to_all", rows_of_place, scattered=True)
+    permute = _make_collective("permute", from_place)
 
     @property
     def mesh(self) -> Mesh:
@@ -247,7 +261,7 @@ class Shared:
     def all_reduce(self, flat: Tensor, axes: Axes) -> Handle[Tensor]:
         if not self.shares_memory(axes):
             return self.base.all_reduce(flat, axes)
-        is_slot = self.packed(flat) is not None  # which is no place for a result
+        is_slot = self.packed(flat) is not None  # a slot is reused, and cannot hold the result
         message = self.issue("all_reduce", flat, axes)
         parts, result = message.parts(), torch.empty_like(flat) if is_slot else flat
         if message.nbytes <= SMALL_BYTES:
@@ -260,11 +274,11 @@ class Shared:
     def gather_leaves(
         self, runs: Runs, total: int, dtype: torch.dtype, write: Write, axes: Axes
     ) -> Handle[list[Tensor]] | None:
-        """Gather leaves in place, see the module; None where the ranks share no memory.
+        """Gather leaves in place, see the module; return None if the ranks share no memory.
 
         Args:
-            total: elements of all leaves together.
-            write: copies this rank's blocks into flat leaves, one a run.
+            total: the elements of all leaves together.
+            write: copies this rank's blocks into flat leaves, one for each run.
         """
         if total == 0 or not self.shares_memory(axes):
             return None
@@ -274,17 +288,17 @@ class Shared:
         self, numel: int, dtype: torch.dtype, pack: Callable[[Tensor], None], add: Add, axes: Axes,
         in_place: bool,
     ) -> Handle[Tensor] | None:  # fmt: skip
-        """A reduce-scatter of two ranks in which each keeps its own row; None where they are not two.
+        """Reduce-scatter between two ranks, each of which keeps its own row; return None if they are not two.
 
         Args:
-            pack: fills a flat [numel], the peer's row.
-            add: the peer's row for this rank, and a flat [numel] for the sum.
-            in_place: the sum is made in the peer's row; it must die before the next collective.
+            pack: fills a flat [numel] with the peer's row.
+            add: `add(row, out)` adds the row that the peer sent to this rank's own, into `out`, both [numel].
+            in_place: whether `out` is the peer's row itself, which must die before the next collective.
         """
         if numel == 0 or self.mesh.axes_size(axes) != 2 or not self.shares_memory(axes):
             return None
         units = self.units_of(axes)
-        runs = [(0, numel), (numel, numel)]  # what the first rank is to read, and the second
+        runs = [(0, numel), (numel, numel)]  # the rows that the first rank reads, and the second
         here, write = units.channel.here, lambda rows: pack(rows[1 - here])
         row = units.gather("reduce_pair", runs, 2 * numel, dtype, write)[here]
         out = row if in_place else torch.empty_like(row)
@@ -315,14 +329,13 @@ class Shared:
         return self.base.gather_object(text)
 
     def transport_bytes(self) -> int:
-        """What was ever touched of this rank's memory, and its part of leaves gathered in place."""
+        """Return the bytes of this rank's memory that were ever touched, and its share of leaves in place."""
         own = sum(s.top - s.floor for s in (self.gathers, self.reductions)) + self.mail.bytes_used()
         head = head_bytes(len(group_names(self.mesh)))
         return head + own + sum(units.bytes_used() for units in self.units.values())
 
     def close(self) -> None:
-        """Show the peers that this rank leaves, and let go of all memory: it is unmapped when the last view
-        of it dies."""
+        """Show the peers that this rank leaves, and release all memory; its last view unmaps it."""
         disconnect(self)
         if self.host.memories:
             self.own.words(WAITS, 1)[0] = -1 - self.host.rank
@@ -334,7 +347,7 @@ class Shared:
         self.base.close()
 
     def shares_memory(self, axes: Axes) -> bool:
-        """Whether groups over these axes are of several ranks of one host."""
+        """Return whether each group over these axes consists of several ranks of one host."""
         axes = tuple(axes)
         if axes not in self.together:
             groups = {self.mesh.group_ranks(axes, rank) for rank in range(self.mesh.size)}
@@ -343,16 +356,16 @@ class Shared:
         return self.together[axes]
 
     def slots(self, scattered: bool) -> Slots:
-        """Those for what is sent. `scattered`: each rank reads its own row of it."""
+        """Return the slots for messages of which each rank reads its own row (`scattered`), or all."""
         return self.reductions if scattered else self.gathers
 
     def packed(self, flat: Tensor) -> Slot | None:
-        """The slot that was handed out as this tensor."""
+        """Return the slot that was handed out as this tensor, or None."""
         start = self.own.offset_of(flat)
-        return self.gathers.packed_at(start, flat.nbytes) or self.reductions.packed_at(start, flat.nbytes)
+        return self.gathers.find_packed(start, flat.nbytes) or self.reductions.find_packed(start, flat.nbytes)
 
     def issue(self, name: str, flat: Tensor, axes: Axes, scattered: bool = False) -> Message:
-        """Issue a message, from where `flat` lies if that is a slot."""
+        """Issue a message; `flat` is copied into a slot unless it is one."""
         slot = self.packed(flat)
         if slot is None:
             slot = self.slots(scattered).take(flat.nbytes)
@@ -360,7 +373,7 @@ class Shared:
         return Message(self.channel(axes), name, flat.nbytes, flat.dtype, slot)
 
     def channel(self, axes: Axes) -> Channel:
-        """That of the ranks along these axes."""
+        """Return the channel of the ranks along these axes."""
         named = several(self.mesh, axes)
         if named not in self.channels:
             ranks = self.mesh.group_ranks(named)
@@ -372,7 +385,7 @@ class Shared:
         return self.channels[named]
 
     def units_of(self, axes: Axes) -> Units:
-        """What the ranks along these axes gather in place."""
+        """Return the leaves that the ranks along these axes gather in place."""
         channel = self.channel(axes)
         if channel.axes not in self.units:
             floor = (3 + group_names(self.mesh).index(channel.axes)) * REGION
@@ -381,7 +394,7 @@ class Shared:
 
 
 def _sum_by_pieces(message: Message, parts: list[Tensor], result: Tensor) -> None:
-    """Each rank sums one piece of all parts and shows it in its own slot; all read the pieces there."""
+    """Sum one piece of all parts, show it in this rank's slot, and read the other ranks' pieces there."""
     here, count = message.channel.here, result.numel()
     step = math.ceil(count / len(parts))
     pieces = [slice(min(j * step, count), min((j + 1) * step, count)) for j in range(len(parts))]
@@ -397,7 +410,7 @@ def _sum_by_pieces(message: Message, parts: list[Tensor], result: Tensor) -> Non
 
 
 def connect_shared(base: Group) -> Shared | None:
-    """Shared memory over the ranks of `base`, or None, on all ranks alike, where it cannot be had.
+    """Connect the ranks of `base` by shared memory, or return None on all ranks if some cannot.
 
     Every rank offers its memory, opens that of its host's ranks, and says whether that worked.
     """
@@ -405,10 +418,10 @@ def connect_shared(base: Group) -> Shared | None:
     fd, offer = -1, ""
     try:
         fd = os.memfd_create("fnshard")
-        os.ftruncate(fd, address_space(mesh))  # memory is used only where something was written
+        os.ftruncate(fd, address_space(mesh))  # the file is sparse: it uses memory where something is written
         own = Memory.of(fd, rank, os.getpid())
         offer = json.dumps({"host": host(), "pid": os.getpid(), "fd": fd})
-    except (OSError, ValueError, AttributeError):  # no Linux, no memfd, a limit on address space
+    except (OSError, ValueError, AttributeError):  # there is no memfd (no Linux), or a limit on address space
         pass
     try:
         texts = base.gather_object(offer)

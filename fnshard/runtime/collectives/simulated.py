@@ -1,15 +1,15 @@
-"""Simulated ranks: N threads of one process, the same user code as on real ones.
+"""Simulated ranks: N threads of one process that run the same user code as real ranks.
 
     mesh = make_mesh(shard=4, simulated=True)
     results = simulate(mesh, lambda rank: ...)        # one result per rank
 
-Ranks take turns: a thread runs until it waits for a peer. So what lies between two collectives is
-never interleaved, and tracing or compiling in a rank is safe. Sums run in rank order (half types
-in fp32), so that results are deterministic and bit-identical on all ranks.
+Ranks take turns: a thread runs until it waits for a peer. So the code between two collectives is never
+interleaved, and tracing or compiling in a rank is safe. Sums run in rank order (half types in fp32), so that
+results are deterministic and bit-identical on all ranks.
 
-`adversary` shows schedules that touch a buffer they should not, which a GPU would show as rare wrong
-numbers. Inputs are read at issue ("early") or when the sender waits ("late"); send buffers, reductions
-in flight and released rows are filled with NaN. A right schedule gives the same bits in all modes.
+`adversary` reveals schedules that touch a buffer when they must not, which on a GPU would give rare wrong
+numbers. Inputs are read at issue ("early") or when the sender waits ("late"); send buffers, reductions in
+flight and released rows are filled with NaN. A right schedule gives the same bits in all modes.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ _thread = threading.local()  # .session: the `simulate` call that this thread is
 def simulate(
     mesh: Mesh, fn: Callable[..., Any], *args: Any, adversary: Adversary = None, timeout: float = 300.0
 ) -> list[Any]:
-    """Run `fn(rank, *args)` on every rank of a simulated mesh; their results, by rank.
+    """Run `fn(rank, *args)` on every rank of a simulated mesh, and return their results by rank.
 
     Args:
         adversary: None, "early" or "late": when inputs are read, see the module.
-        timeout: seconds without any rank coming to a collective or its end before it is an error.
+        timeout: seconds after which it is an error that no rank came to a collective or ended.
 
     Raises:
         The first exception that any rank raised; the others are stopped at their next collective.
@@ -99,8 +99,8 @@ def simulate(
         )
         for rank in range(mesh.size)
     ]
-    # torch 2.11 built for CUDA, where there is none: the device guard that a process's first mode registers
-    # dies with its thread, and the next mode reads it. So the first one is entered in this thread.
+    # In torch 2.11 built for CUDA, on a machine without it, the device guard that a process's first mode
+    # registers dies with its thread, and the next mode reads it. So the first one is entered in this thread.
     with FakeTensorMode():
         pass
     for thread in threads:
@@ -113,15 +113,17 @@ def simulate(
 
 @dataclass
 class _Session:
-    """One `simulate` call: where its ranks meet. The one rank that runs has the `turn`."""
+    """A `simulate` call, in which its ranks meet. The one rank that runs has the `turn`."""
 
     size: int
     adversary: Adversary
     timeout: float
     turn: threading.Condition = field(default_factory=threading.Condition)
-    counts: dict[Hashable, int] = field(default_factory=dict)  # of each rank's exchanges in each group
-    exchanges: dict[Hashable, dict[int, _Post]] = field(default_factory=dict)  # that not all have issued
-    messages: dict[Hashable, _Post] = field(default_factory=dict)  # sent, and not received yet
+    counts: dict[Hashable, int] = field(default_factory=dict)  # how often each rank exchanged in each group
+    exchanges: dict[Hashable, dict[int, _Post]] = field(
+        default_factory=dict
+    )  # those that not all have issued
+    messages: dict[Hashable, _Post] = field(default_factory=dict)  # those that were not received yet
     results: dict[int, Any] = field(default_factory=dict)
     gone: set[int] = field(default_factory=set)
     failure: BaseException | None = None
@@ -129,7 +131,7 @@ class _Session:
 
     @contextmanager
     def running(self, rank: int) -> Iterator[None]:
-        """This thread is `rank` and has its turn, until it waits or ends."""
+        """Run the block as `rank` in this thread, which has its turn until it waits or ends."""
         _thread.session = self
         with self.turn:
             try:
@@ -141,7 +143,7 @@ class _Session:
                 self.announce()
 
     def watch(self, threads: Sequence[threading.Thread]) -> None:
-        """Wait for all ranks; give up on those that neither end nor come to a collective."""
+        """Wait for all ranks, and give up on those that neither end nor come to a collective."""
         while any(thread.is_alive() for thread in threads):
             next(thread for thread in threads if thread.is_alive()).join(0.2)
             if time.monotonic() - self.seen > self.timeout + 1.0:
@@ -159,8 +161,10 @@ class _Session:
         self.turn.notify_all()
 
     def join(self, group: tuple[Any, ...], rank: int, post: _Post) -> dict[int, _Post]:
-        """Add a rank's next post in a group, which ends with its ranks; the posts of that number, by rank,
-        which others add to."""
+        """Add a rank's next post in a group, and return the posts of that number by rank.
+
+        Other ranks add theirs to the same dict. The last entry of `group` is its ranks.
+        """
         number = self.counts[group, rank] = self.counts.get((group, rank), 0) + 1
         posts = self.exchanges.setdefault((group, number), {})
         posts[rank] = post
@@ -183,7 +187,7 @@ class _Session:
 
 @dataclass
 class _Post:
-    """What one rank sends: a copy, once its input was read."""
+    """A message of one rank, with a copy of its input once that was read."""
 
     kind: str
     value: Any = None
@@ -191,7 +195,7 @@ class _Post:
 
 @dataclass(frozen=True)
 class Simulated:
-    """Collectives between the threads of one `simulate`. Has no state: may be shared and reused."""
+    """Collectives between the threads of one `simulate`. They have no state, and may be shared and reused."""
 
     mesh: Mesh
 
@@ -204,7 +208,9 @@ class Simulated:
     def all_gather(self, flat: Tensor, axes: Axes) -> Handle[list[Tensor]]:
         if self.mesh.axes_size(axes) == 1:
             return Done([flat])
-        rows: list[Tensor] = []  # with an adversary of this rank alone, and nobody's once they are released
+        rows: list[
+            Tensor
+        ] = []  # with an adversary: copies of this rank's own, poisoned once they are released
 
         def make(parts: list[Tensor], here: int) -> list[Tensor]:
             rows.extend(part.clone() for part in parts if self._adversary)
@@ -228,7 +234,7 @@ class Simulated:
         return handle
 
     def send(self, tensors: Sequence[Tensor], rank: int, what: str) -> Handle[None]:
-        # An adversary finds nothing here: a send copies, and its sender may wait for an answer at once.
+        # An adversary does nothing here: a send copies its tensors at once.
         session, name = self._session(), self._message("send", self.mesh.rank, rank)
         copies = [t.detach().clone(memory_format=torch.contiguous_format) for t in tensors]
         session.messages[name] = _Post(message_text(likes_of(tensors), what), copies)
@@ -279,7 +285,7 @@ class Simulated:
         self, name: str, sent: Any, axes: Axes, make: Callable[[list[Any], int], Any],
         release: Callable[[], Any] = lambda: None,
     ) -> Handle[Any]:  # fmt: skip
-        """Give what `make` makes of what each rank has sent and of this one's place in the group."""
+        """Return `make(what each rank has sent, this one's place in the group)` when it is waited for."""
         if self.mesh.axes_size(axes) == 1:
             return Done(sent)
         session, named, is_text = self._session(), several(self.mesh, axes), isinstance(sent, str)
@@ -319,7 +325,7 @@ class Simulated:
 
 
 def poison(flat: Tensor) -> None:
-    """NaN, or the largest integer, or True: what nobody should read."""
+    """Fill a tensor with numbers that nobody should read: NaN, the largest integer, or True."""
     if flat.dtype.is_floating_point:
         flat.fill_(float("nan"))
     else:

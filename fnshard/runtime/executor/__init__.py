@@ -1,1 +1,1 @@
-"""Executor: a loop over the instructions of a schedule, each bound once."""
+"""The executor: a loop over the instructions of a schedule, each bound once."""

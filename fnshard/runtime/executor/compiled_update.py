@@ -1,4 +1,4 @@
-"""Compiled update: the updates of a bucket's leaves as one kernel of Inductor's, in place.
+"""Compile the updates of a bucket's leaves into one kernel of Inductor's, which works in place.
 
 The kernel reads the reduced gradients in their dtype on the wire, and writes the parameters (or their master
 copies), the slots and the stored copies. With bf16 gradients and storage next to fp32 state that is 28 bytes
@@ -28,13 +28,15 @@ Form = tuple[tuple[int, ...], torch.dtype, tuple[int, ...]]  # shape, dtype, str
 
 
 def is_compiled(update: str, backend: str, device_type: str) -> bool:
-    """Return whether updates are compiled where a step has the option `update`."""
+    """Return whether a step with the option `update` compiles its updates."""
     return update == "compiled" or (update == "auto" and backend == "inductor" and device_type != "cpu")
 
 
 def is_compilable(family: Family) -> bool:
-    """Return whether an update is one graph that asks nobody: no exchange, no branch, no rank's place; and
-    hands no state on (Inductor drops the copy that keeps a slot from what replaces it)."""
+    """Return whether an update is a single graph, without exchange, branch or a rank's index.
+
+    It must not hand state on either: Inductor drops the copy that protects a slot from its replacement.
+    """
     step, *others = family.derived.steps
     graph = step.graph
     chooses = any(isinstance(node.target, Branch) for node in graph.nodes)
@@ -46,11 +48,12 @@ def is_compilable(family: Family) -> bool:
 
 @dataclass(frozen=True)
 class LeafForm:
-    """One leaf of a bucket as a compiled update sees it; equal leaves are updated by equal code.
+    """A leaf of a bucket as a compiled update sees it; equal leaves are updated by equal code.
 
     Args:
+        family: how the leaf is updated.
         copied: whether the parameter is a master copy, and the stored one is written too.
-        tensors_like: of gradient, parameter, the stored copy and the slots.
+        tensors_like: the forms of gradient, parameter, the stored copy if any, and the slots.
     """
 
     family: Family
@@ -59,7 +62,7 @@ class LeafForm:
 
 
 def form_of(value: Tensor) -> Form:
-    """Return what code is made for."""
+    """Return the properties of a tensor that code is compiled for."""
     return tuple(value.shape), value.dtype, value.stride()
 
 
@@ -70,8 +73,10 @@ def kinds_of(family: Family) -> dict[str, torch.dtype]:
 
 
 def numbers_of(family: Family, control: StepControl, device: torch.device) -> Tensor:
-    """Return a family's numbers of this step, and after them the factor of its gradients: fp64 [n + 1], which
-    holds counts and truth values, too."""
+    """Return a family's numbers of this step and the factor of its gradients, fp64 [n + 1].
+
+    In fp64 counts and truth values are exact too.
+    """
 
     def make() -> Tensor:
         flat = [*family.traced.prologue.numbers(control.step)]
@@ -82,8 +87,10 @@ def numbers_of(family: Family, control: StepControl, device: torch.device) -> Te
 
 
 def update_graph(leaves: Sequence[LeafForm], device: torch.device) -> fx.GraphModule:
-    """Return the update of leaves like these, of a vector of numbers for each family and the tensors of each
-    leaf in the order of `LeafForm.tensors_like`. All but gradients and numbers are written to.
+    """Return the update of leaves of these forms as a graph that writes in place.
+
+    Its inputs are a vector of numbers for each family, then the tensors of each leaf in the order of
+    `LeafForm.tensors_like`. It writes to all but gradients and numbers.
     """
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -133,7 +140,7 @@ def update_graph(leaves: Sequence[LeafForm], device: torch.device) -> fx.GraphMo
 
 
 def _write_back(module: fx.GraphModule, tensors_like: Sequence[Sequence[Form]], firsts: int) -> None:
-    """Let what the graph returns be written to the inputs that it is new values of."""
+    """Write the graph's results to the inputs whose new values they are, and return nothing."""
     inputs = module.graph.find_nodes(op="placeholder")[firsts:]
     targets = []
     for each in tensors_like:
@@ -150,10 +157,11 @@ def _write_back(module: fx.GraphModule, tensors_like: Sequence[Sequence[Form]], 
 
 @dataclass
 class CompiledUpdates:
-    """The compiled updates of one step, by what they were compiled for; simulated ranks share them.
+    """The compiled updates of a step, by the forms of their leaves; simulated ranks share them.
 
     Args:
-        options: of Inductor.
+        options: options of Inductor.
+        made: the kernels so far.
     """
 
     options: Mapping[str, Any]
@@ -161,7 +169,7 @@ class CompiledUpdates:
     _lock: Any = field(default_factory=threading.Lock)
 
     def get(self, leaves: tuple[LeafForm, ...], device: torch.device) -> Boxed:
-        """Return the kernel for leaves like these; it is compiled where there is none."""
+        """Return the kernel for leaves of these forms, which is compiled at the first call."""
         if leaves not in self.made:
             with self._lock:
                 if leaves not in self.made:
@@ -176,7 +184,8 @@ class CompiledUpdates:
         """Update leaves.
 
         Args:
-            tensors: of each leaf, in the order of `LeafForm.tensors_like`.
+            families: how each leaf is updated.
+            tensors: the tensors of each leaf, in the order of `LeafForm.tensors_like`.
             copied: whether each has a master copy and a stored one.
         """
         leaves = tuple(

@@ -1,4 +1,4 @@
-"""ExecutorContext: what a schedule's instructions are bound to."""
+"""The context that a schedule's instructions are bound to."""
 
 from __future__ import annotations
 
@@ -31,15 +31,24 @@ from fnshard.runtime.host_worker import Worker
 from fnshard.runtime.packing import Packer, Stacks
 from fnshard.runtime.tiers import Transfers
 
-Watch = Callable[[int, Instruction, Action], Action]  # (line number, line, what it does) -> what is done
+Watch = Callable[[int, Instruction, Action], Action]  # (line number, line, its action) -> the action to run
 
 
 @dataclass(frozen=True)
 class ExecutorContext:
-    """What instructions are bound to. `freed`: called with each value that dies (tests poison it).
+    """A context that instructions are bound to.
 
-    `transfers`: needed where something rests on the host or on disk. `watch`: wraps every instruction, once,
-    when it is bound (`fs.debug`).
+    Args:
+        schedule: the schedule that runs.
+        kernels: the compiled forward and backward of each segment.
+        comm: the collectives.
+        rank: this rank's number in the mesh.
+        scalars: how the step's scalars are summed.
+        updater: runs the optimizer's updates.
+        freed: is called with each value that dies (tests poison it).
+        transfers: copies between tiers, if something rests on the host or on disk.
+        watch: wraps every instruction, once, when it is bound (`fs.debug`).
+        packers: packers of buckets, made when they are first needed.
     """
 
     schedule: Schedule
@@ -63,20 +72,22 @@ class ExecutorContext:
 
     @cached_property
     def worker(self) -> Worker | None:
-        """Who runs what is `on_host`; nobody where lines are watched, or an update communicates."""
+        """The thread that runs lines `on_host`; None if lines are watched, or an update communicates."""
         exchanged = any(isinstance(line, ReduceUpdate | StackUpdate) for line in self.schedule.instructions)
         alone = self.transfers is None or self.watch is not None or exchanged
         return None if alone else self.transfers.worker
 
     def beside(self, action: Action) -> Callable[[Env], Any]:
-        """Return an action on the stream of updates, which gives the event behind it; the action itself where
-        there is one stream."""
+        """Return an action that runs on the stream of updates and returns the event after it.
+
+        Without such a stream it is the action itself.
+        """
         stream, device = None if self.transfers is None else self.transfers.updates, self.device
         if stream is None:
             return action
 
         def run(env: Env) -> Any:
-            # What is made once a step is made once on each stream.
+            # Values that are made once a step are made once on each stream.
             control, own = env[CONTROL], env.get(CONTROL_ON_STREAM, (None, None))
             if own[0] is not control:
                 own = env[CONTROL_ON_STREAM] = control, control.on_stream()
@@ -95,7 +106,7 @@ class ExecutorContext:
             torch.cuda.current_stream(self.device).wait_event(beside)
 
     def later(self, line: Instruction) -> Callable[[Callable[[], None]], None]:
-        """How a part of a line is run: by the worker where there is one and the line is `on_host`."""
+        """Return a function that runs a part of a line, on the worker if there is one and it is `on_host`."""
         worker, heavy = self.worker, isinstance(line, Update | Norms | Accumulate)
         if worker is None or not (isinstance(line, Free) or line.on_host(self.schedule)):
             return lambda call: call()

@@ -1,4 +1,4 @@
-"""Control: what the scalars and updates of one step read besides tensors of the schedule."""
+"""Numbers of one step that its scalars and updates read besides tensors of the schedule."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from fnshard.runtime.executor.scalars import Summary
 
 @dataclass(frozen=True)
 class StepControl:
-    """One step's own numbers, in its environment under `CONTROL`.
+    """The numbers of one step, which lie in its environment under `CONTROL`.
 
     Args:
-        rescale: from the step's scalars (None before they are known) to what gradients are multiplied by, if
-            by anything.
-        skip_if: whether the scalars say that the step updates nothing; None: it never does.
+        rescale: returns the factor of gradients, if any, given the step's scalars (None before they are
+            known).
+        skip_if: says by the scalars whether the step updates nothing; None if it always does.
         flags: numbers that this rank reports with the step, by name.
-        step: what the optimizer reads; its norm is that of the scaled gradients.
-        scale: what gradients are multiplied by, 0-d; None: by nothing.
+        step: the Step that the optimizer reads; its norm is that of the scaled gradients.
+        scale: the factor of gradients, 0-d; None if there is none.
         skip: whether the step updates nothing.
     """
 
@@ -40,7 +40,7 @@ class StepControl:
         return replace(self, step=Step(count), scale=self.rescale(None), _memo={})
 
     def arrived(self, summary: Summary) -> StepControl:
-        """Return it with what the update reads of the whole step: norms, the factor, whether to skip."""
+        """Return the control with the numbers of the whole step: norm, factor, and whether to skip."""
         scale, norm = self.rescale(summary), summary.norm
         if scale is not None and norm is not None:
             norm = norm * scale
@@ -48,8 +48,10 @@ class StepControl:
         return replace(self, step=Step(self.step.count, norm), scale=scale, skip=skip, _memo={})
 
     def on_host(self) -> StepControl:
-        """Return it with its numbers on their way to the host. Nobody waits: they are there when a GPU has
-        come so far."""
+        """Return the control with its numbers on their way to the host.
+
+        Nobody waits for them here: the caller records an event, after which they are there.
+        """
 
         def move(value: Tensor | None) -> Tensor | None:
             return None if value is None else value.to(torch.device("cpu"), non_blocking=True)
@@ -59,11 +61,11 @@ class StepControl:
         )
 
     def on_stream(self) -> StepControl:
-        """Return it for another stream than the compute stream: what is made once a step is made there."""
+        """Return the control for another stream, on which values that are made once a step are made anew."""
         return replace(self, _memo={})
 
     def once(self, key: Hashable, compute: Callable[[], Any]) -> Any:
-        """Return `compute()`, made once per step however many updates ask."""
+        """Return `compute()`, which runs once a step, however many updates ask for it."""
         if key not in self._memo:
             self._memo[key] = compute()
         return self._memo[key]

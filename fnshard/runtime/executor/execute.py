@@ -1,8 +1,8 @@
-"""Execute: a loop over a schedule's instructions, each bound once to what it needs.
+"""Run a schedule: a loop over its instructions, each of which is bound once to its context.
 
-Collectives are an argument, so the same loop runs on a process group, on simulated ranks, and in
-the adversarial mode of tests. Buffers are allocated and freed on the compute stream and collectives
-are issued from it; a handle's wait makes that stream wait, not the host.
+Collectives are an argument, so that the same loop runs on a process group, on simulated ranks, and in the
+adversarial mode of tests. Buffers are allocated and freed on the compute stream, and collectives are issued
+from it; a handle's wait makes that stream wait, not the host.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from fnshard.runtime.executor.context import ExecutorContext
 def bind(context: ExecutorContext) -> Callable[[Env], Env]:
     """Return a function that runs the schedule on an environment and returns it.
 
-    A collective that fails in it is a `CollectiveError` that begins with the instruction and its unit.
+    If a collective in it fails, the `CollectiveError` begins with the instruction and its unit.
     """
     lines = context.schedule.instructions
     actions: list[Action] = [line.bind(context) for line in lines]
     worker = context.worker
     if worker is not None:
-        waits = _meets_worker(context.schedule)
+        waits = _find_waits(context.schedule)
         actions = [_after_worker(a, context) if w else a for a, w in zip(actions, waits, strict=True)]
     if context.watch is not None:
         actions = [context.watch(n, lines[n], a) for n, a in enumerate(actions)]
-    # A stage that ended before others took its messages would take them along.
+    # A stage that returned before others have taken its messages could free them, or end its process.
     flush = context.comm.flush if context.mesh.stages > 1 else None
     finish = context.transfers.finish if context.transfers else None
 
@@ -49,10 +49,10 @@ def bind(context: ExecutorContext) -> Callable[[Env], Env]:
         except CollectiveError as error:
             raise CollectiveError(f"{_where(lines[number], number)}: {error}") from error
         except torch.OutOfMemoryError as error:
-            if not getattr(error, "__notes__", ()):  # the worker's says where it was
+            if not getattr(error, "__notes__", ()):  # an error of the worker has a note already
                 error.add_note(f"It was in {_where(lines[number], number)}.")
             raise
-        finally:  # after a failure too: what is under way still writes to memory that is about to be freed
+        finally:  # after a failure too: transfers under way still write to memory that is about to be freed
             if finish:
                 finish()
         return env
@@ -68,9 +68,12 @@ def _after_worker(action: Action, context: ExecutorContext) -> Action:
     return run
 
 
-def _meets_worker(schedule: Schedule) -> list[bool]:
-    """By line, whether it reads what the worker may still make, or changes what that may still read."""
-    out, made, read = [], set(), set()
+def _find_waits(schedule: Schedule) -> list[bool]:
+    """Return for each line whether it has to wait for the worker.
+
+    It does if it reads or drops a value that the worker may still make, or writes one that it may still read.
+    """
+    out, made, read = [], set(), set()  # values that the worker may still make, and read
     for line in schedule.instructions:
         arrives = isinstance(line, Wait) and any(n.is_copy(Kind.HOST, Kind.REDUCED) for n in line.writes)
         if not arrives and line.on_host(schedule):
@@ -82,7 +85,7 @@ def _meets_worker(schedule: Schedule) -> list[bool]:
         out.append(bool(made & {*line.reads, *line.writes, *gone} or read & {*line.writes, *gone}))
         if out[-1]:
             made, read = set(), set()
-        if arrives:  # a stream has it, the host may not
+        if arrives:  # the wait is a stream's, so that the host may not have the value yet
             made |= set(line.writes)
     return out
 
@@ -92,6 +95,6 @@ def _where(line: Instruction, number: int) -> str:
 
 
 def cut_batch(values: Mapping[str, Tensor], uncut: set[str], parts: int) -> list[dict[str, Tensor]]:
-    """Micro-batches: views of each leaf's parts along dim 0; whole ones uncut."""
+    """Cut a batch into micro-batches: views of leaves' parts along dim 0; leaves in `uncut` stay whole."""
     cut = {n: [v] * parts if n in uncut or parts == 1 else v.chunk(parts) for n, v in values.items()}
     return [{n: each[micro] for n, each in cut.items()} for micro in range(parts)]

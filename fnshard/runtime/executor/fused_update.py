@@ -1,7 +1,7 @@
-"""Fused update: updates that are one operator with a fused kernel (AdamW, SGD), in place on many leaves.
+"""Run updates that are one operator with a fused kernel (AdamW, SGD) in place on many leaves.
 
-A traced update that scales its gradient, calls such an operator and keeps an average of the new parameters is
-found by its graph. On the eager backend it then runs as torch's own fused optimizers do.
+A traced update that scales its gradient, calls such an operator, and perhaps keeps an average of the new
+parameters is recognised by its graph. It then runs as torch's own fused optimizers do.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class FusedUpdate:
         operator: a key of `IN_PLACE`.
         arguments: its arguments in order: names of the update's inputs, or constants.
         factors: names of numbers that the gradient is multiplied by first.
-        rest: what is computed of the new parameter afterwards, from `reads` to `writes`, slots.
+        rest: a graph from `reads` to slots `writes` that runs after the operator, and may read the new
+            parameter.
     """
 
     operator: Any
@@ -44,16 +45,16 @@ class FusedUpdate:
 
 
 def find_fused(family: Family) -> FusedUpdate | None:
-    """Return how the operator in a family's update runs in place; None where that would be another update."""
+    """Return how the operator in a family's update runs in place; None if that would be another update."""
     if family not in FOUND:
-        FOUND[family] = _find_fused(family)
+        FOUND[family] = _match_fused(family)
     return FOUND[family]
 
 
 FOUND: weakref.WeakKeyDictionary[Family, FusedUpdate | None] = weakref.WeakKeyDictionary()
 
 
-def _find_fused(family: Family) -> FusedUpdate | None:
+def _match_fused(family: Family) -> FusedUpdate | None:
     (step, *others) = family.derived.steps
     nodes = [n for n in step.graph.nodes if n.target in IN_PLACE]
     if others or len(nodes) != 1:
@@ -78,14 +79,15 @@ def _find_fused(family: Family) -> FusedUpdate | None:
     if arguments[:2] != [PARAM, GRAD]:
         return None
 
-    # What it returns takes the place of what it was given.
+    # Its results replace the arguments that they are new values of.
     made = {n.args[1]: n for n in node.users if n.target is operator.getitem} or {0: node}
     written = [UPDATE, *(a for a in arguments[2:] if isinstance(a, str) and a.startswith("slots."))]
     outputs = {name: _cast_of(results[name]) for name in written if name in results}
     if any(outputs.get(name) is not made.get(i) for i, name in enumerate(written)):
         return None
 
-    # The rest may read the new parameter, and nothing that is overwritten: the gradient is spoiled.
+    # The rest may read the new parameter, but nothing else that is overwritten by then,
+    # the gradient included.
     rest = {name: value for name, value in results.items() if name not in written}
     found = _graph_of_rest(graph, node, made[0], names, rest, {PARAM, GRAD, *written})
     return None if found is None else FusedUpdate(node.target, tuple(arguments), tuple(factors), *found)
@@ -97,7 +99,7 @@ def is_number(value: Any, names: Mapping[fx.Node, str]) -> bool:
 
 
 def _cast_of(node: fx.Node) -> fx.Node:
-    """Return what a node is a cast of, or the node; not through a dtype that rounds on the way."""
+    """Return the node that a node casts, or itself; a cast of a rounded value is not looked through."""
     while node.target in _CASTS:
         inner = node.args[0]
         rounded = inner.meta["val"].dtype.itemsize < node.meta["val"].dtype.itemsize
@@ -111,8 +113,10 @@ def _graph_of_rest(
     update: fx.Graph, fused: fx.Node, change: fx.Node, names: Mapping[fx.Node, str],
     results: Mapping[str, fx.Node], overwritten: set[str],
 ) -> tuple[fx.GraphModule | None, tuple[str, ...], tuple[str, ...]] | None:  # fmt: skip
-    """Return the graph of further results, from the new parameter ("new") and other inputs, with what it
-    reads and writes; None where they read what is overwritten by then."""
+    """Return the graph of further results, from the new parameter ("new") and others, its reads and writes.
+
+    Return None if they read something that is overwritten by then.
+    """
     if not results:
         return None, (), ()
 
@@ -147,11 +151,12 @@ def _graph_of_rest(
 
 @dataclass(frozen=True, eq=False)
 class Leaves:
-    """Leaves of one family and device: their tensors without padding.
+    """Tensors without padding of leaves of one family and device.
 
     Args:
-        slots: by name, of each leaf.
-        copies: by the number of a leaf that has a master copy, the stored one.
+        params, grads: the parameter, or its master copy, and the gradient of each leaf.
+        slots: the slots of each leaf, by name.
+        copies: the stored copies of leaves that have a master copy, by their number.
     """
 
     params: list[Tensor]
@@ -163,11 +168,11 @@ class Leaves:
 def run_fused(
     fused: FusedUpdate, leaves: Leaves, numbers: Callable[[str], Tensor], scale: Tensor | None
 ) -> None:
-    """Update leaves in place; gradients are spoiled.
+    """Update leaves in place, and overwrite gradients.
 
     Args:
-        numbers: what the update reads by the name of an input, besides its leaf.
-        scale: what gradients are multiplied by, besides the update's own factors.
+        numbers: returns an input of the update that is no tensor of a leaf, by its name.
+        scale: the factor of gradients besides the update's own.
     """
     for name in fused.factors:
         scale = numbers(name) if scale is None else scale * numbers(name)

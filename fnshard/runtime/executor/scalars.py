@@ -1,7 +1,7 @@
-"""Scalars: what all ranks must know at the end of a step, in one small sum.
+"""Sum all numbers that ranks must know at the end of a step in one small all-reduce.
 
-Losses, counts, aux scalars, squared norms and flags ride on one all-reduce, so that what is agreed
-(an overflow, the end of the data) costs no collective of its own.
+Losses, counts, aux scalars, squared norms and flags ride on it, so that agreeing on something (an overflow,
+the end of the data) costs no collective of its own.
 """
 
 from __future__ import annotations
@@ -25,11 +25,14 @@ from fnshard.runtime.tiers import send
 
 @dataclass(frozen=True)
 class Summary:
-    """The sums over all ranks, read.
+    """The numbers of a step over all ranks.
 
-    `loss`, `aux`: means over ranks and micro-batches. `count`: of the Mean, or None. `norm`: of the
-    summed gradients as they lie (not yet unscaled), or None. `flags`: sums.
-    `excesses`: sums, of the program's limits.
+    Args:
+        loss, aux: means over ranks and micro-batches.
+        count: the count of the loss's Mean, or None.
+        norm: the norm of the summed gradients as they lie, not yet unscaled, or None.
+        flags: sums of the ranks' flags.
+        excesses: by how much each limit of the program is exceeded, summed.
     """
 
     loss: Tensor
@@ -41,12 +44,13 @@ class Summary:
 
 
 def rescale(summary: Summary | None, unscale: float, divisor: float, device: torch.device) -> Tensor | None:
-    """What reduced gradients must be multiplied by before they are used, in fp64, if anything.
+    """Return the factor by which reduced gradients must be multiplied before use, in fp64; None if it is 1.
 
     Args:
-        summary: None while the scalars are still under way.
-        unscale: what is due whatever they say: the loss scale undone, and what the seed left over.
-        divisor: what gradients were divided by on the way; a Mean's count takes its place.
+        summary: the step's numbers, or None while these are still under way.
+        unscale: the part of the factor that is known before: it undoes the loss scale, and completes the
+            seed.
+        divisor: the number by which gradients were divided on the way; a Mean's count takes its place.
     """
     factor = None
     if unscale != 1.0:
@@ -60,9 +64,15 @@ def rescale(summary: Summary | None, unscale: float, divisor: float, device: tor
 
 @dataclass(frozen=True)
 class Scalars:
-    """How the vector is laid out: fixed at lowering, equal on all ranks.
+    """A layout of the vector that ranks sum, fixed at lowering and equal on all ranks.
 
-    `results`: the program's flat result names; `flags`: names of the caller's 0/1 numbers.
+    Args:
+        outputs: how `fn`'s outputs lie in the program's results.
+        results: names of the program's flat results.
+        mesh, specs: the mesh, and the leaves' specs.
+        accumulate: the number of micro-batches.
+        norms: whether squared norms of gradients are summed.
+        flags: names of the caller's 0/1 numbers.
     """
 
     outputs: Outputs
@@ -74,10 +84,7 @@ class Scalars:
     flags: tuple[str, ...] = ()
 
     def squares(self, bucket: Bucket, blocks: Mapping[str, Tensor], replicas: int) -> Tensor:
-        """What a `Norms` instruction makes: a bucket's squared norm by replicas; the sum over ranks is exact.
-
-        0-d, fp64.
-        """
+        """Return a bucket's squared norm over its replicas, 0-d in fp64: the sum over ranks is exact."""
         return sum_squares([blocks[p] for p in bucket.paths]) / replicas
 
     @property
@@ -88,15 +95,15 @@ class Scalars:
         """Return the fp64 vector of this rank's summands.
 
         Args:
-            norms: squared norms of gradients; none on a stage where nothing trains.
-            own: the results that this rank's stage makes; the summands of others are zero here.
+            norms: squared norms of gradients; empty on a stage where nothing trains.
+            own: the results that this rank's stage makes; the others' summands are zero here.
         """
         device = self.mesh.device
         zero = torch.zeros((), dtype=torch.float64, device=device)
         parts = [self._over_micros(env, i, own, zero) for i in self.outputs.summed]
         if self.norms:
             parts.append(torch.stack([send(n, device) for n in norms] or [zero]).sum())
-        # `full` is a kernel; a number copied to an accelerator would make the host wait for it.
+        # `full` is a kernel; copying a number to an accelerator would make the host wait.
         for flag in self.flags:
             value = env[CONTROL].flags.get(flag, 0.0)
             parts.append(torch.full((), value, dtype=torch.float64, device=device))
@@ -131,7 +138,7 @@ class Scalars:
         return Summary(loss, count, tuple(aux), norm, flags, excesses)
 
     def aux_tree(self, summary: Summary, env: Mapping[str, Any]) -> Any:
-        """`fn`'s aux with scalars averaged, Means exact, and tensors of the last micro-batch."""
+        """Return `fn`'s aux with scalars averaged, Means exact, and tensors of the last micro-batch."""
         if self.outputs.aux_structure is None:
             return None
         means = iter(summary.aux)
@@ -146,5 +153,5 @@ class Scalars:
 
 
 def _positive(count: Tensor) -> Tensor:
-    """A count of zero divides a total of zero: the mean of nothing is zero here."""
+    """Return a count as a divisor: a count of zero belongs to a total of zero, whose mean becomes zero."""
     return count.clamp(min=torch.finfo(torch.float64).tiny)

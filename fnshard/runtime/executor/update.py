@@ -1,4 +1,4 @@
-"""Update: the optimizer's programs on one bucket's reduced gradients, in place on stored shards and slots."""
+"""Run the optimizer's programs on a bucket's reduced gradients, in place on stored shards and slots."""
 
 from __future__ import annotations
 
@@ -26,20 +26,21 @@ from fnshard.runtime.packing import padded
 from fnshard.runtime.tiers import send
 
 Tensors = Mapping[str, Tensor]
-# gradients, slots, parameters, what was made before, the step's control -> what later stretches read
+# (gradients, slots, parameters, values of earlier stretches, the step's control) ->
+# values for later stretches
 UpdateOf = Callable[[Tensors, Mapping[str, Tensors], Tensors, Parts, StepControl], Parts]
-Slices = tuple[slice, ...] | None  # None: the whole
+Slices = tuple[slice, ...] | None  # None is the whole
 
 
 @dataclass(frozen=True)
 class Place:
-    """How one leaf's optimizer block lies in its stored and its gradient block.
+    """A description of how a leaf's optimizer block lies in its stored and its gradient block.
 
     Args:
-        block: the shape of the optimizer's block, padded.
-        stored, gradient: slices of the local tensors that it is, padding cut off.
-        valid: the part of the block that is not padding.
-        slots: likewise of the slots that are not of the leaf's shape.
+        block: the padded shape of the optimizer's block.
+        stored, gradient: the slices of the local tensors that it is, without padding.
+        valid: the part of the block that is no padding.
+        slots: the same part for slots that are not of the leaf's shape.
     """
 
     block: tuple[int, ...]
@@ -50,19 +51,19 @@ class Place:
 
 
 def place(spec: LayoutSpec, mesh: Mesh, rank: int, slots: Mapping[str, tuple[tuple[int, ...], P]]) -> Place:
-    """Return where a rank's optimizer block lies in what it stores and reduces.
+    """Return where a rank's optimizer block lies in its stored and its gradient block.
 
     Args:
         slots: whole shapes and layouts of the slots that are not of the leaf's shape.
     """
     here = mesh.coordinate(rank)
     extents = {
-        name: _extent(block_slices(shape, layout.contiguous, mesh, here))
+        name: _find_extent(block_slices(shape, layout.contiguous, mesh, here))
         for name, (shape, layout) in slots.items()
     }
     spec = spec.local(mesh)
     mine = block_slices(spec.shape, spec.optimizer, mesh, here)
-    block, extent = block_shape(spec.shape, spec.optimizer, mesh), _extent(mine)
+    block, extent = block_shape(spec.shape, spec.optimizer, mesh), _find_extent(mine)
     whole = all(s.stop == b for s, b in zip(extent, block, strict=True))
     sliced = None if whole else extent
     return Place(
@@ -74,8 +75,8 @@ def place(spec: LayoutSpec, mesh: Mesh, rank: int, slots: Mapping[str, tuple[tup
     )
 
 
-def _extent(mine: Sequence[slice]) -> tuple[slice, ...]:
-    """Return the part of a rank's block that is not padding, of where that lies in the whole."""
+def _find_extent(mine: Sequence[slice]) -> tuple[slice, ...]:
+    """Return the part of a rank's block that is no padding, given where that lies in the whole."""
     return tuple(slice(0, s.stop - s.start) for s in mine)
 
 
@@ -86,11 +87,12 @@ def cut(tensor: Tensor, slices: Slices) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class LeafStep:
-    """One stretch of one leaf's update.
+    """A stretch of one leaf's update.
 
     Args:
+        path, family: the leaf, and how it is updated.
         place: where the leaf's blocks lie.
-        compute, flow: what is computed, and what becomes of it.
+        compute, flow: the graph of the stretch, and what becomes of its values.
     """
 
     path: str
@@ -102,13 +104,15 @@ class LeafStep:
 
 @dataclass
 class Updater:
-    """Runs the optimizer of one step on whatever leaves the schedule says, in its order.
+    """A runner of a step's optimizer on the leaves that lines of the schedule name.
 
     Args:
-        families: by path, how leaves are updated.
-        specs: of stored tensors.
-        compiled: where updates on the device are compiled.
-        without_data: where all tensors are in a run on fakes, whose memory is counted.
+        families: how leaves are updated, by path.
+        specs: the specs of stored tensors.
+        mesh, rank: the mesh, and this rank.
+        compiled: compiles updates on the device; None if they are not compiled.
+        without_data: the device of all tensors in a run on fakes, which counts their memory.
+        places: where leaves' blocks lie, by path.
     """
 
     families: Mapping[str, Family]
@@ -122,11 +126,13 @@ class Updater:
 
     def bind(self, paths: Sequence[str], number: int) -> UpdateOf:
         """Return a function that runs step `number` of leaves' updates on their blocks, where these lie."""
-        leaves = [self._leaf(path, number) for path in paths]
-        compiled = [leaf for leaf in leaves if self._compiles(leaf)]
+        # Each leaf is updated in one of three ways: by a compiled kernel together with others, by a fused
+        # operator together with its family, or by its own graph.
+        leaves = [self._make_leaf_step(path, number) for path in paths]
+        compiled = [leaf for leaf in leaves if self._is_compiled(leaf)]
         fused: dict[Family, list[LeafStep]] = {}
         for leaf in leaves:
-            if leaf not in compiled and self._fuses(leaf):
+            if leaf not in compiled and find_fused(leaf.family) is not None:
                 fused.setdefault(leaf.family, []).append(leaf)
         leaves = [leaf for leaf in leaves if leaf not in compiled and leaf.family not in fused]
 
@@ -136,13 +142,13 @@ class Updater:
             if control.skip:
                 return {}
             if compiled:
-                self._run_compiled(compiled, blocks, slots, params, control)
+                self._update_compiled(compiled, blocks, slots, params, control)
             for family, some in fused.items():
-                self._run_fused(family, some, blocks, slots, params, control)
+                self._update_fused(family, some, blocks, slots, params, control)
             out = {}
             for leaf in leaves:
                 path = leaf.path
-                out[path] = self._run(
+                out[path] = self._update_leaf(
                     leaf, blocks.get(path), slots[path], params.get(path), made.get(path, {}), control
                 )
             return out
@@ -150,8 +156,11 @@ class Updater:
         return update
 
     def bind_whole(self, bucket: Bucket) -> Callable[[Parts, Parts, StepControl], Parts]:
-        """Return a function that computes the whole leaves that this rank is sent, with values that all ranks
-        have made of them."""
+        """Return a function that computes the whole leaves which this rank receives.
+
+        Its arguments are these leaves, the values that all ranks have made of them, and the step's control;
+        it returns the tensors to send back.
+        """
         work = {}
         for path in bucket.paths:
             derived = self.families[path].derived
@@ -168,7 +177,9 @@ class Updater:
                     part = sent[name].to(self.device(path), dtype)
                     values[to] = side_by_side(part, layout, self.mesh, inverse=True)
                 step = work[path]
-                given = [values[n] if n in values else self._number(path, n, control) for n in step.reads]
+                given = [
+                    values[n] if n in values else self._read_number(path, n, control) for n in step.reads
+                ]
                 values |= zip(step.writes, step.run(*given), strict=True)
                 out[path] = {
                     to: side_by_side(values[name], layout, self.mesh)
@@ -178,17 +189,13 @@ class Updater:
 
         return compute
 
-    def _compiles(self, leaf: LeafStep) -> bool:
-        """Return whether a leaf is updated by a kernel of Inductor's: on the device, and without padding."""
+    def _is_compiled(self, leaf: LeafStep) -> bool:
+        """Return whether a kernel of Inductor's updates a leaf, which is on the device and has no padding."""
         on_device = self.specs[leaf.path].updated_on == "device"
         has_work = bool(leaf.compute.reads) and leaf.place.valid is None
         return self.compiled is not None and on_device and has_work and is_compilable(leaf.family)
 
-    def _fuses(self, leaf: LeafStep) -> bool:
-        """Return whether a leaf is updated by an operator in place, with others of its family."""
-        return find_fused(leaf.family) is not None
-
-    def _run_fused(
+    def _update_fused(
         self, family: Family, leaves: Sequence[LeafStep], blocks: Tensors, slots: Mapping[str, Tensors],
         params: Tensors, control: StepControl,
     ) -> None:  # fmt: skip
@@ -213,9 +220,9 @@ class Updater:
             copies,
         )
         path = leaves[0].path
-        run_fused(find_fused(family), own, lambda name: self._number(path, name, control), control.scale)
+        run_fused(find_fused(family), own, lambda name: self._read_number(path, name, control), control.scale)
 
-    def _run_compiled(
+    def _update_compiled(
         self, leaves: Sequence[LeafStep], blocks: Tensors, slots: Mapping[str, Tensors], params: Tensors,
         control: StepControl,
     ) -> None:  # fmt: skip
@@ -229,15 +236,16 @@ class Updater:
             tensors.append([grad, *both, *(own[name] for name in leaf.family.slots)])
         self.compiled.run([leaf.family for leaf in leaves], tensors, copied, control)
 
-    def _run(
+    def _update_leaf(
         self, leaf: LeafStep, block: Tensor | None, slots: Tensors, stored: Tensor | None, made: Tensors,
         control: StepControl,
     ) -> dict[str, Tensor]:  # fmt: skip
-        """Run one stretch of a leaf's update: write what is final, return what is read later."""
+        """Run a stretch of a leaf's update: write final results, and return values for later stretches."""
         where = leaf.place
         master = slots.get(MASTER)
         target = cut(stored, where.stored) if master is None else cut(master, where.valid)
 
+        # Collect all that the stretch reads or keeps: state, the gradient, numbers and earlier values.
         reads, known, state = leaf.compute.reads, self._as_computed(leaf.path, made), {}
         for name in (*reads, *leaf.flow.keeps):
             if name == PARAM:
@@ -245,20 +253,23 @@ class Updater:
             elif is_state(name):
                 state[name] = slots[name.removeprefix("slots.")]
             elif name == GRAD and GRAD not in known:
-                known[name] = self._gradient(block, where, target.dtype, control, GRAD in leaf.flow.keeps)
+                known[name] = self._scale_gradient(
+                    block, where, target.dtype, control, GRAD in leaf.flow.keeps
+                )
             elif name in reads and name not in known:
-                known[name] = self._number(leaf.path, name, control)
+                known[name] = self._read_number(leaf.path, name, control)
         given = [state[name] if is_state(name) else known[name] for name in reads]
         known |= zip(leaf.compute.writes, leaf.compute.run(*given), strict=True)
 
-        # What is kept must not change with the state, or the bucket, that it is a view of. State itself is
-        # kept as it is: it is sent before it is written.
+        # A kept value must not change with the state, or the bucket, that it is a view of. State itself is
+        # kept without a copy: it is sent before it is written.
         owned = {t.untyped_storage()._cdata for t in (*slots.values(), target, block) if t is not None}
         kept = {name: state[name] if is_state(name) else known[name] for name in leaf.flow.keeps}
         for name, value in kept.items():
             if not is_state(name) and value.untyped_storage()._cdata in owned:
                 kept[name] = value.clone()
 
+        # Write the results that are final, padding cut off.
         for name in leaf.flow.commits:
             if name == UPDATE:
                 target.add_(cut(known[name], where.valid))
@@ -270,30 +281,34 @@ class Updater:
             cut(slots[slot], extent).copy_(cut(known[name], extent))
         return kept
 
-    def _gradient(
+    def _scale_gradient(
         self, block: Tensor, where: Place, dtype: torch.dtype, control: StepControl, is_kept: bool
     ) -> Tensor:
-        """Return the optimizer's block of a gradient, in fp32 at least, scaled in place where that can be.
+        """Return the optimizer's block of a gradient, in fp32 at least, scaled in place if possible.
 
         Args:
-            is_kept: later stretches read it, when the bucket's memory is used again.
+            is_kept: whether later stretches read it, after the bucket's memory is used again.
         """
         own = cut(block, where.gradient)
         grad = padded(own.to(torch.promote_types(dtype, torch.float32), copy=is_kept), where.block)
         return grad if control.scale is None else grad.mul_(send(control.scale, grad.device))
 
     def _as_computed(self, path: str, made: Tensors) -> dict[str, Tensor]:
-        """Return values in the dtypes that they are computed in, and where: some have travelled as others,
-        and all over the device."""
+        """Return values in the dtypes and on the device that they are computed in.
+
+        Some travel in other dtypes, and all travel over the device.
+        """
         described, device = self.families[path].derived.values, self.device(path)
         return {n: v.to(device, described[n][1] if n in described else v.dtype) for n, v in made.items()}
 
-    def _number(self, path: str, name: str, control: StepControl) -> Tensor:
-        """Return what an update reads besides its leaf: a number of the step, a constant, a rank's place."""
+    def _read_number(self, path: str, name: str, control: StepControl) -> Tensor:
+        """Return an input of an update that is not a leaf's tensor: a number, a constant, a rank's index."""
         family, device = self.families[path], self.device(path)
         kind, _, rest = name.partition(".")
         if kind == "number":
-            return control.once((family, device), lambda: self._numbers(family, device, control))[int(rest)]
+            return control.once((family, device), lambda: self._compute_numbers(family, device, control))[
+                int(rest)
+            ]
         if kind == "constant":
             key = family, name, device
             if key not in self._constants:
@@ -307,20 +322,23 @@ class Updater:
             self._constants[axes, device] = torch.tensor(place, device=device)
         return self._constants[axes, device]
 
-    def _numbers(self, family: Family, device: torch.device, control: StepControl) -> list[Tensor]:
-        """Return a family's numbers of this step. A 0-d tensor on the host may meet tensors of any device,
-        and what `torch.cond` looks at stays there."""
+    def _compute_numbers(self, family: Family, device: torch.device, control: StepControl) -> list[Tensor]:
+        """Return a family's numbers of this step.
+
+        Those on the host stay there: 0-d tensors on the host combine with tensors of any device, and
+        `torch.cond` reads them there without waiting.
+        """
         return [n if n.device == device or n.device.type == "cpu" else send(n, device)
                 for n in family.traced.prologue.numbers(control.step)]  # fmt: skip
 
     def device(self, path: str) -> torch.device:
-        """Return where a leaf is updated."""
+        """Return the device on which a leaf is updated."""
         if self.without_data is not None:
             return self.without_data
         on_host = self.specs[path].updated_on == "host"
         return torch.device("cpu") if on_host else self.mesh.device
 
-    def _leaf(self, path: str, number: int) -> LeafStep:
+    def _make_leaf_step(self, path: str, number: int) -> LeafStep:
         family, spec = self.families[path], self.specs[path]
         if path not in self.places:
             odd = {
@@ -333,9 +351,10 @@ class Updater:
         return LeafStep(path, family, self.places[path], step, flow)
 
     def control(self, env: dict[str, Any], bucket: Bucket) -> tuple[StepControl, Any]:
-        """Return what the bucket's update reads of the step, and the event after which it is there, if any.
+        """Return the step's control for a bucket's update, and the event after which its numbers are there.
 
-        For an update on the host it is sent there, once before the scalars are known and once after.
+        For an update on the host the numbers are sent there, once before the scalars are known and once
+        after.
         """
         control = env[CONTROL]
         if self.specs[bucket.paths[0]].updated_on != "host" or self.mesh.device_type == "cpu":

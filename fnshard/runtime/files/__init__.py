@@ -1,1 +1,1 @@
-"""Files: tensors in safetensors files, and folders that are there whole or not at all."""
+"""Tensors in safetensors files, and folders that exist whole or not at all."""

@@ -1,8 +1,8 @@
-"""Folder: a checkpoint's directory, which is there whole or not at all.
+"""A checkpoint's directory, which exists whole or not at all.
 
-It is written as `.name.saving` and renamed when every byte of it is on the disk. One that has the name
-already steps aside as `.name.old` until then. Whoever saves holds a lock on the directory, which a killed
-process gives back: what nobody holds is a leftover, and the next save clears it away.
+It is written as `.name.saving` and renamed when every byte of it is on the disk. A directory that has the
+name already is moved aside as `.name.old` then. A process that saves holds a lock on the directory, which is
+gone when the process is killed: a directory that nobody holds is a leftover, and the next save removes it.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from fnshard.errors import CheckpointError
 DATA = re.compile(r"rank-[0-9]{5,10}\.safetensors")
 MEMORY, SHARED_MEMORY, MEMORY_PREFIX = "FNSHARD_MEMORY", "/dev/shm", "fnshard-memory-"
 OWNER = "owner"  # a file in a directory in memory: the process that would start its users anew
-KEPT = ".kept"  # a file in a temporary directory that is the user's
+KEPT = ".kept"  # a file that marks a temporary directory as left to the user
 OURS = re.compile(rf"{DATA.pattern}|manifest\.json(\.sha256)?")
+DCP = re.compile(r"__\d+_\d+\.distcp|\.metadata")  # what is left of a `save_dcp` that was killed
 
 
 def as_path(path: Any, call: str) -> Path:
-    """An argument of a call, as a path."""
+    """Return an argument of a call as a path."""
     if not isinstance(path, str | os.PathLike):
         name, kind = call.partition("(")[0], type(path).__name__
         raise CheckpointError(f"{name} is given a {kind} for a path.", fix=f"in this order: {call}.")
@@ -37,33 +38,34 @@ def as_path(path: Any, call: str) -> Path:
 
 
 def data_file(rank: int) -> str:
-    """What a rank's file is called."""
+    """Return the name of a rank's file."""
     return f"rank-{rank:05d}.safetensors"
 
 
 @dataclass
 class AtomicDirectory:
-    """Where one checkpoint is to be; rank 0 calls `begin`, `commit` and, however it went, `end`."""
+    """A directory for one checkpoint; rank 0 calls `begin`, `commit` and, in any case, `end`."""
 
     final: Path
     _lock: int | None = None
 
     @property
     def saving(self) -> Path:
-        """Where it is written until it is whole."""
+        """The directory that is written to until it is whole."""
         return self.final.with_name(f".{self.final.name}.saving")
 
     def begin(self) -> None:
-        """Make the directory that is written to, and hold it.
+        """Make the directory that is written to, and hold its lock.
 
         Raises:
-            OSError: it cannot be made, another process is saving there, or something that no save made has
-                the name.
+            OSError: it cannot be made, another process is saving there, or something that is no checkpoint
+                has the name.
         """
         make_directory(self.final.parent)
         if os.path.lexists(self.final) and not is_checkpoint_directory(self.final):
             raise FileExistsError(errno.EEXIST, "there is something else by that name", str(self.final))
-        with _opened(self.final.parent) as parent:  # else somebody might clear it away before it is locked
+        # The parent is locked, so that no other process removes the directory before this one has locked it.
+        with _open_directory(self.final.parent) as parent:
             _lock(parent)
             _clean(self.final.parent)
             if self.saving.exists():
@@ -73,7 +75,7 @@ class AtomicDirectory:
             _lock(self._lock)
 
     def commit(self) -> None:
-        """Give it its name."""
+        """Give the directory its name."""
         aside = self.final.with_name(f".{self.final.name}.old")
         if self.final.exists():
             os.rename(self.final, aside)
@@ -82,7 +84,7 @@ class AtomicDirectory:
         shutil.rmtree(aside, ignore_errors=True)
 
     def end(self) -> None:
-        """Let go; what is not whole by now never will be."""
+        """Release the lock, and remove the directory if it has not been committed."""
         if self._lock is not None:
             shutil.rmtree(self.saving, ignore_errors=True)
             os.close(self._lock)
@@ -90,29 +92,30 @@ class AtomicDirectory:
 
 
 def remove_directory(folder: Path) -> None:
-    """Delete a checkpoint's directory, for its readers in one moment: first it loses its name."""
+    """Delete a checkpoint's directory, which disappears at once for readers: it is renamed first."""
     gone = folder.with_name(f".{folder.name}.gone")
     shutil.rmtree(gone, ignore_errors=True)
     os.rename(folder, gone)
     shutil.rmtree(gone, ignore_errors=True)
 
 
-def is_checkpoint_directory(folder: Path) -> bool:
-    """A directory in which there is nothing but what a save leaves there."""
+def is_checkpoint_directory(folder: Path, names: re.Pattern[str] = OURS) -> bool:
+    """Return whether a folder is a directory that holds only files of a save, which `names` matches."""
     if folder.is_symlink() or not folder.is_dir():
         return False
-    return all(OURS.fullmatch(name) for name in os.listdir(folder))
+    return all(names.fullmatch(name) for name in os.listdir(folder))
 
 
 @contextmanager
 def scratch_directory(prefix: str, keep: tuple[type[BaseException], ...] = ()) -> Iterator[Path]:
-    """A temporary directory, locked by this process and gone after the block; what killed processes left
-    of that prefix is cleared away.
+    """Make a temporary directory that this process has locked, and remove it after the block.
+
+    Directories of that prefix that killed processes have left are removed too.
 
     Args:
-        keep: exceptions that leave it to the user, for good.
+        keep: exceptions after which the directory stays, for the user.
     """
-    while True:  # until a lock is faster than another process, which may take the directory for a leftover
+    while True:  # again, if another process took the directory for a leftover before it was locked
         folder = Path(tempfile.mkdtemp(prefix=prefix))
         try:
             fd = _open(folder)
@@ -136,20 +139,20 @@ def scratch_directory(prefix: str, keep: tuple[type[BaseException], ...] = ()) -
 
 
 def memory_directory(name: str, owner: int) -> Path:
-    """A directory in this machine's memory, for this user alone.
+    """Make, or find, a directory in this machine's memory, for this user alone.
 
-    The processes that use it share a lock, which ends with them. The directory stays: what processes of that
-    name left is in it for those that are started after them. What others left is cleared away when their
-    owner, too, has ended.
+    The processes that use it share a lock, which ends with them. The directory stays, with all that they left
+    in it, for processes of that name which are started after them. Directories of other names are removed
+    when their owner has ended too.
 
     Args:
-        owner: the process that would start them anew.
+        owner: the process that would start the users of the directory anew.
 
     Raises:
         OSError: the machine has no such memory, another user has the name, or another owner the directory.
     """
     folder = memory_root() / f"{MEMORY_PREFIX}{name}"
-    while True:  # until a lock is faster than another process, which may take the directory for a leftover
+    while True:  # again, if another process took the directory for a leftover before it was locked
         with suppress(FileExistsError):
             folder.mkdir(mode=0o700)
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -170,8 +173,7 @@ def memory_directory(name: str, owner: int) -> Path:
 
 
 def clear_memory(owner: int | None = None) -> None:
-    """Remove what ended processes left in this machine's memory: those of an owner that has ended, too, or is
-    this one."""
+    """Remove directories that ended processes left in memory, if their owner has ended too, or is `owner`."""
     for left in sorted(memory_root().glob(f"{MEMORY_PREFIX}*")):
         pid = _owner(left)
         if pid is None or pid == owner or not _lives(pid):
@@ -179,12 +181,12 @@ def clear_memory(owner: int | None = None) -> None:
 
 
 def in_memory(name: str) -> bool:
-    """Whether processes of that name have left such a directory here."""
+    """Return whether processes of that name have left a directory in this machine's memory."""
     return (memory_root() / f"{MEMORY_PREFIX}{name}").is_dir()
 
 
 def memory_root() -> Path:
-    """Where such directories are: `FNSHARD_MEMORY`, by default `/dev/shm`."""
+    """Return the folder of such directories: `FNSHARD_MEMORY`, by default `/dev/shm`."""
     return Path(os.environ.get(MEMORY, SHARED_MEMORY))
 
 
@@ -206,10 +208,10 @@ def _lives(pid: int) -> bool:
 
 
 def _clear(left: Path) -> None:
-    """Remove a directory of this user's that nobody has locked; where there are no locks, nobody can say."""
+    """Remove a directory of this user that nobody has locked; without locks, it stays."""
     try:
         fd = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:  # another user's, or gone
+    except OSError:  # it belongs to another user, or is gone
         return
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -222,7 +224,7 @@ def _clear(left: Path) -> None:
 
 
 def make_directory(folder: Path) -> None:
-    """Make a directory and those above it that are missing; their names outlive a power cut."""
+    """Make a directory and its missing parents, whose names survive a power cut."""
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for each in missing:
@@ -230,20 +232,22 @@ def make_directory(folder: Path) -> None:
 
 
 def flush_directory(folder: Path) -> None:
-    """Make new names in a directory outlive a power cut."""
-    with _opened(folder) as fd:
+    """Make new names in a directory survive a power cut."""
+    with _open_directory(folder) as fd:
         os.fsync(fd)
 
 
 def flush_file(path: Path) -> None:
-    """Make the bytes of a file outlive a power cut."""
+    """Make the bytes of a file survive a power cut."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
 
 def _clean(root: Path) -> None:
+    """Remove the leftovers of killed processes, and give a replaced checkpoint its name back."""
     for left in [path for end in ("saving", "old", "gone") for path in sorted(root.glob(f".*.{end}"))]:
-        if not is_checkpoint_directory(left) or _is_held(left):
+        unfinished = left.suffix == ".saving" and is_checkpoint_directory(left, DCP)
+        if not (unfinished or is_checkpoint_directory(left)) or _is_held(left):
             continue
         final = left.with_name(left.stem[1:])
         if left.suffix == ".old" and not final.exists():
@@ -257,7 +261,7 @@ def _open(folder: Path) -> int:
 
 
 def _lock(fd: int, flags: int = 0) -> bool:
-    """Whether it could be had; where the file system knows no locks, everything can."""
+    """Lock an open directory, and return whether that worked; a file system without locks grants all."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | flags)
     except OSError as error:
@@ -266,12 +270,12 @@ def _lock(fd: int, flags: int = 0) -> bool:
 
 
 def _is_held(folder: Path) -> bool:
-    with _opened(folder) as fd:
+    with _open_directory(folder) as fd:
         return not _lock(fd, fcntl.LOCK_NB)
 
 
 @contextmanager
-def _opened(folder: Path) -> Iterator[int]:
+def _open_directory(folder: Path) -> Iterator[int]:
     fd = _open(folder)
     try:
         yield fd

@@ -1,4 +1,4 @@
-"""JSON values as dataclasses, of which every field has the type that it says."""
+"""Read JSON values as dataclasses whose fields have the types that they declare."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 T = TypeVar("T")
 Read = Callable[[Any], Any]
 
-Count = Annotated[int, range(1 << 63)]  # what sizes and places in files are
+Count = Annotated[int, range(1 << 63)]  # a size, or a place in a file
 
 
 def from_json(kind: type[T], value: Any) -> T:
-    """A value that `json.loads` gave, as a type.
+    """Convert the result of `json.loads` to a type.
 
     Types are dataclasses, `tuple[T, ...]`, `Mapping[str, T]`, `T | None`, `Any`, `str`, `bool`, `int` (no
-    bool), `float` (of an int, too), and `Annotated[int, range(...)]`. Fields that a dataclass does not have
-    are left out; those with a default may be missing.
+    bool), `float` (an int too), and `Annotated[int, range(...)]`. Fields that a dataclass does not have are
+    ignored; those with a default may be missing.
 
     Raises:
         ValueError: names the fields and keys that lead to the first value that is missing or of another type.
@@ -38,9 +38,9 @@ def from_json(kind: type[T], value: Any) -> T:
 
 @cache
 def reader(kind: Any) -> Read:
-    """The function that reads a type.
+    """Return the function that reads a type.
 
-    It is made once, so that a manifest of a million chunks is read fast. Making it evaluates annotations.
+    It is made once a type, since that evaluates annotations; so a manifest of a million chunks is read fast.
     """
     origin, args = get_origin(kind), get_args(kind)
     if kind is Any:
@@ -48,21 +48,21 @@ def reader(kind: Any) -> Read:
     if is_dataclass(kind):
         return _dataclass_reader(kind)
     if origin is Annotated:
-        return lambda value: _checked(value, type(value) is int and value in args[1], f"an int in {args[1]}")
+        return lambda value: _check(value, type(value) is int and value in args[1], f"an int in {args[1]}")
     if origin is types.UnionType:
         some = reader(args[0])
         return lambda value: None if value is None else some(value)
     if origin is tuple:
         item = reader(args[0])
-        return lambda value: tuple(map(item, _checked(value, type(value) is list, "a list")))
+        return lambda value: tuple(map(item, _check(value, type(value) is list, "a list")))
     if origin is Mapping:
         return _mapping_reader(reader(args[1]))
     if kind is float:
-        return lambda value: float(_checked(value, type(value) in (int, float), "a number"))
-    return lambda value: _checked(value, type(value) is kind, f"of type {kind.__name__}")
+        return lambda value: float(_check(value, type(value) in (int, float), "a number"))
+    return lambda value: _check(value, type(value) is kind, f"of type {kind.__name__}")
 
 
-def _checked(value: Any, fits: bool, expected: str) -> Any:
+def _check(value: Any, fits: bool, expected: str) -> Any:
     if not fits:
         raise ValueError(f"{value!r:.80} is not {expected}")
     return value
@@ -71,7 +71,7 @@ def _checked(value: Any, fits: bool, expected: str) -> Any:
 def _mapping_reader(item: Read) -> Read:
     def read_items(value: Any) -> Any:
         found = {}
-        for name, each in _checked(value, type(value) is dict, "an object").items():
+        for name, each in _check(value, type(value) is dict, "an object").items():
             try:
                 found[name] = item(each)
             except ValueError as error:
@@ -89,7 +89,7 @@ def _dataclass_reader(kind: Any) -> Read:
     ]
 
     def read_fields(value: Any) -> Any:
-        given, found = _checked(value, type(value) is dict, "an object"), dict[str, Any]()
+        given, found = _check(value, type(value) is dict, "an object"), dict[str, Any]()
         for name, read, required in readers:
             try:
                 if name in given:

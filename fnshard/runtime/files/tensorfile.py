@@ -1,9 +1,8 @@
-"""Tensorfile: tensors in and out of safetensors files, streamed, with a checksum for every block of bytes.
+"""Read and write tensors in safetensors files, streamed, with a checksum for every block of bytes.
 
-The format is that of https://github.com/huggingface/safetensors: a length, a JSON header, raw bytes. It is
-written here rather than by its library because that wants all tensors of a file in memory at once; files
-written here are read by it. CRC-32 guards against corruption, not against somebody who changes a file and
-its checksum.
+The format is that of https://github.com/huggingface/safetensors: a length, a JSON header, raw bytes. Its own
+library reads these files, but does not write them here: it needs all tensors of a file in memory at once.
+CRC-32 guards against corruption, not against somebody who changes a file and its checksum.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BLOCK_BYTES = 8 << 20  # what one checksum covers: the least that is read to trust any of it
-# What the system may say of a file that is as it was: nothing to take an older one for.
+BLOCK_BYTES = 8 << 20  # the bytes that one checksum covers, and that are read to trust any of them
+# Errors that say nothing against the file itself, so that no older checkpoint is taken because of them.
 PASSING = (
     errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN,
     errno.ESTALE, errno.ETIMEDOUT,
@@ -35,19 +34,23 @@ DTYPES: Mapping[str, torch.dtype] = {
     "C64": torch.complex64, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-# What checkpoints store: complex128, which the format has not, is pairs of F64 in a file.
+# Dtypes of checkpoints. complex128, which the format lacks, is stored as pairs of F64.
 STATE_DTYPES = {**DTYPES, "C128": torch.complex128}
 STATE_NAMES = {dtype: name for name, dtype in STATE_DTYPES.items()}
 
 
 class Corrupt(ValueError):
-    """Bytes that are not what was written; the message says which."""
+    """An error: bytes are not those that were written; the message says which."""
 
 
 @dataclass(frozen=True)
 class TensorToWrite:
-    """A tensor to be written: `make` gives it when its turn comes, on any device; None where the caller
-    writes it himself to the place that `file_layout` names."""
+    """A tensor to be written.
+
+    Args:
+        make: returns the tensor, on any device, when its turn comes; None if the caller writes it himself, to
+            the place that `file_layout` returns.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -56,14 +59,20 @@ class TensorToWrite:
 
     @property
     def bytes(self) -> int:
-        """Of its data."""
+        """The bytes of its data."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """A file that was written: its size, its header's, and CRC-32s: of the header, and by tensor of each
-    `BLOCK_BYTES` of its data. `at`: where each tensor's data begins in the file."""
+    """A record of a written file.
+
+    Args:
+        bytes, header_bytes: the sizes of the file and of its header.
+        header_crc32: the checksum of the header.
+        at: where each tensor's data begins in the file.
+        crc32: the checksums of each `BLOCK_BYTES` of each tensor's data.
+    """
 
     bytes: int
     header_bytes: int
@@ -78,13 +87,13 @@ def write(
     """Write a safetensors file and flush it to the disk; one tensor at a time is in memory.
 
     Args:
-        path: of a file that does not exist yet.
-        entries: of distinct names.
+        path: a file that does not exist yet.
+        entries: tensors with distinct names.
         metadata: strings for the header's `__metadata__`.
 
     Raises:
-        OSError: as the system says it; the file is left as far as it came.
-        ValueError: a dtype that the format has not, or a tensor that is not what its entry says.
+        OSError: the system's own error; an incomplete file stays.
+        ValueError: the format lacks a dtype, or a tensor is not what its entry says.
     """
     head, at = file_layout(entries, metadata)
     named, crcs, place = {e.name: e for e in entries}, {}, len(head)
@@ -111,7 +120,7 @@ def write(
 def file_layout(
     entries: Sequence[TensorToWrite], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, dict[str, int]]:
-    """The head of a file, and where in the file each tensor's data begins, in that order."""
+    """Return the head of a file, and where in the file each tensor's data begins, in that order."""
     # Wide dtypes first, so that every tensor lies at a multiple of its item size.
     ordered = sorted(entries, key=lambda e: (-e.dtype.itemsize, e.name))
     header: dict[str, Any] = {"__metadata__": dict(metadata or {})}
@@ -139,13 +148,13 @@ def _write_all(fd: int, data: memoryview) -> None:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """A tensor's data as bytes, without a copy where it is contiguous and on the host."""
+    """Return a tensor's data as bytes, without a copy if it is contiguous and on the host."""
     flat = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
 
 
 def open_regular(folder: str | Path, name: str, size: int | None = None) -> int:
-    """A file descriptor of a plain file in a folder: no link, no device, no other folder's; else Corrupt."""
+    """Open a plain file in a folder; a link, a device, or a path to another folder is Corrupt."""
     if not name or os.path.basename(name) != name or name in (".", "..") or "\0" in name:
         raise Corrupt(f"{name!r} is no name of a file in this directory")
     path = Path(folder) / name
@@ -169,7 +178,7 @@ def open_regular(folder: str | Path, name: str, size: int | None = None) -> int:
 
 
 def read_exactly(fd: int, at: int, buffer: memoryview) -> None:
-    """Fill a buffer from a place of a file, unless the file ends before: that is Corrupt."""
+    """Fill a buffer from a place of a file; a file that ends before is Corrupt."""
     while len(buffer):
         count = os.preadv(fd, [buffer], at)
         if count == 0:
@@ -182,8 +191,8 @@ def read_checked(fd: int, at: int, size: int, crc32: Sequence[int], start: int, 
 
     Args:
         at: where the tensor's data begins in the file.
-        size: of all of its data, in bytes.
-        crc32: of each of its blocks.
+        size: the bytes of all of its data.
+        crc32: the checksums of its blocks.
     """
     end = start + len(out)
     for index in range(start // BLOCK_BYTES, -(-end // BLOCK_BYTES)):

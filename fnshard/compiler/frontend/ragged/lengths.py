@@ -25,7 +25,7 @@ _ROOTS: dict[Any, Callable[..., Any]] = {
 
 
 class Unbounded(Exception):
-    """A tensor of a length that depends on data is as long as nobody knows."""
+    """An error: nothing says how long a tensor can be whose length depends on data."""
 
 
 @dataclass
@@ -33,7 +33,9 @@ class Ragged:
     """A graph with symbolic lengths while it is run with tensors of known sizes.
 
     Args:
-        sizes, counts: of every symbol that is known; a count is a 0-d int64 tensor, at most the size.
+        values: the value of each node that has run.
+        sizes, counts: the size and the count of every symbol that is known; a count is a 0-d int64 tensor, at
+            most the size.
         met: the symbols that nodes have made so far, before some were found to be equal.
     """
 
@@ -45,14 +47,14 @@ class Ragged:
 
     @cached_property
     def equal(self) -> dict[Any, Any]:
-        """Expressions that `fn` takes for a simpler one, which torch would assert when it runs."""
+        """Return expressions that `fn` takes for a simpler one, which torch would assert when it runs."""
         asserted = [a.expr for each in self.shape_env.deferred_runtime_asserts.values() for a in each]
         pairs = [map(self.shape_env.replace, e.args) for e in asserted if type(e).__name__ == "Equality"]
         ordered = [sorted(p, key=lambda e: (not e.is_Integer, not e.is_Symbol, str(e))) for p in pairs]
         return {other: simple for simple, other in ordered if simple != other}
 
     def expression(self, length: Any) -> Any:
-        """A sympy expression of a SymInt's length, or an int."""
+        """Return the simplest sympy expression of a length that is a SymInt; an int as it is."""
         if not isinstance(length, torch.SymInt):
             return length
         expression = self.shape_env.replace(length.node.expr)
@@ -61,7 +63,7 @@ class Ragged:
         return expression
 
     def size(self, length: Any) -> int:
-        """The size of a dim of this length.
+        """Return the size of a dim of this length.
 
         Raises:
             Unbounded: it is not known.
@@ -70,24 +72,24 @@ class Ragged:
         return expression if isinstance(expression, int) else _most(expression, self.sizes)
 
     def count(self, length: Any) -> Any:
-        """How many entries of a dim of this length are values: an int, or a 0-d int64 tensor."""
+        """Return how many entries of a dim of this length are values: an int, or a 0-d int64 tensor."""
         expression = self.expression(length)
         if isinstance(expression, int) or not expression.free_symbols:
             return int(expression)
-        return _evaluated(expression, self.counts)
+        return _evaluate(expression, self.counts)
 
     def dims(self, value: Any) -> dict[int, Any]:
-        """The ragged dims of a tensor of the symbolic trace, each with its length."""
+        """Return the ragged dims of a tensor of the symbolic trace, each with its length."""
         if not isinstance(value, Tensor):
             return {}
         return {d: n for d, n in enumerate(value.shape) if symbols(self.expression(n))}
 
     def valid(self, value: Tensor, dims: Collection[int] | None = None) -> Tensor | None:
-        """Which entries along ragged dims are values: bool, as broadcasts to the tensor; None if all are.
+        """Return which entries along ragged dims are values, as bools that broadcast; None if all are.
 
         Args:
-            value: of the symbolic trace.
-            dims: those that matter; None is all.
+            value: a tensor of the symbolic trace.
+            dims: the dims to look at; None is all.
         """
         found = []
         for dim, length in self.dims(value).items():
@@ -96,13 +98,13 @@ class Ragged:
                 found.append(known.view(-1, *[1] * (value.dim() - dim - 1)))
         return functools.reduce(operator.and_, found) if found else None
 
-    def filled(self, node: fx.Node, fill: Any, dims: Collection[int] | None = None) -> Tensor:
-        """A node's tensor, with another number where its entries are no values."""
+    def fill(self, node: fx.Node, fill: Any, dims: Collection[int] | None = None) -> Tensor:
+        """Return a node's tensor with the number `fill` where its entries are no values."""
         valid, value = self.valid(node.meta["val"], dims), self.values[node]
         return value if valid is None else value.masked_fill(~valid, fill)
 
     def index(self, node: fx.Node) -> Tensor:
-        """A node's integers, with the first value, or 0 if there is none, where entries are no values."""
+        """Return a node's integers, with the first of them, or 0, where entries are no values."""
         value = self.values[node]
         for dim, length in self.dims(node.meta["val"]).items():
             first = torch.where(self.count(length) > 0, value.narrow(dim, 0, 1), 0)
@@ -110,7 +112,7 @@ class Ragged:
         return value
 
     def number(self, node: fx.Node) -> Any:
-        """The true value of a length, or of what Python's arithmetic made of one: a tensor."""
+        """Return the true value of a length, or of what Python's arithmetic made of one, as a tensor."""
         if not isinstance(node, fx.Node):
             return node
         if isinstance(node.meta["val"], torch.SymInt):
@@ -119,11 +121,14 @@ class Ragged:
         return _ROOTS.get(node.target, node.target)(*values)
 
     def define(self, node: fx.Node, length: Any, needed: Tensor, most: int | None) -> int:
-        """The size of a length that a node makes, whose count is kept.
+        """Record the count of a length that a node makes, and return its size.
 
         Args:
-            needed: 0-d int64, the true length.
-            most: what it is at most without any promise; None if that is not known.
+            needed: the true length, 0-d int64.
+            most: the largest that it can be without any promise; None if that is not known.
+
+        Raises:
+            Unbounded: neither `most` nor a promise bounds it.
         """
         upper = self.shape_env.bound_sympy(length.node.expr).upper  # promised, or what torch knows by itself
         promised = int(upper) if upper.is_Integer and int(upper) < (1 << 62) else None
@@ -142,14 +147,14 @@ class Ragged:
         return size
 
     def check_equal(self) -> None:
-        """Report a step in which lengths differ that `fn` takes for equal."""
+        """Have the step report lengths that differ although `fn` takes them for equal."""
         known = [p for p in self.equal.items() if symbols(p[0]) | symbols(p[1]) <= self.counts.keys()]
-        values = [[_evaluated(e, self.counts) for e in pair] for pair in known]
+        values = [[_evaluate(e, self.counts) for e in pair] for pair in known]
         if values:
             require(sum((a - b).abs() for a, b in values), 0, "a length that `fn` takes for another")
 
     def _count(self, length: Any, count: Tensor, needed: Tensor) -> Tensor | None:
-        """Keep a count; or by how much it is not the length that `fn` combines it with."""
+        """Record a count; or return by how much it differs from the length that `fn` combines it with."""
         own, expression = length.node._expr, self.expression(length)
         is_met, is_known = own in self.met, symbols(expression) <= self.counts.keys()
         self.met.add(own)
@@ -173,31 +178,32 @@ class RaggedOp:
 
     @property
     def name(self) -> str:
-        """The op's, without the underscore of an op in place."""
+        """The op's name, without the underscore of an op in place."""
         return op_name(self.node).rstrip("_")
 
     def dims(self, name: str) -> dict[int, Any]:
         node = self.raw[name]
         return self.ragged.dims(node.meta["val"]) if isinstance(node, fx.Node) else {}
 
-    def filled(self, name: str, fill: Any, dims: Collection[int] | None = None) -> Any:
-        """An argument with a number in the place of what is no value."""
-        return self.ragged.filled(self.raw[name], fill, dims) if self.dims(name) else self[name]
+    def fill(self, name: str, fill: Any, dims: Collection[int] | None = None) -> Any:
+        """Return an argument with the number `fill` where its entries are no values."""
+        return self.ragged.fill(self.raw[name], fill, dims) if self.dims(name) else self[name]
 
     def run(self, /, **changed: Any) -> Any:
+        """Call the op, with some of its arguments changed."""
         given, schema, op = self.arguments | changed, self.node.target._schema.arguments, self.node.target
         if any(isinstance(given[a.name], Tensor) and "number" in str(a.real_type) for a in schema):
             op = op.overloadpacket  # as div.Tensor takes what div.Scalar does not
         args = [given[a.name] for a in schema if not a.kwarg_only]
         return op(*args, **{a.name: given[a.name] for a in schema if a.kwarg_only})
 
-    def refused(self, text: str) -> TraceError:
-        """The error for what has no exact form with known sizes."""
-        return refused(self.node, text)
+    def make_error(self, text: str) -> TraceError:
+        """Make the error for a call that has no exact form on known sizes."""
+        return make_error(self.node, text)
 
 
-def refused(node: fx.Node, text: str) -> TraceError:
-    """The error for a node that lengths which depend on data cannot pass."""
+def make_error(node: fx.Node, text: str) -> TraceError:
+    """Make the error for a node that lengths which depend on data cannot pass."""
     name, place = op_name(node), node.meta.get("stack_trace", "")
     error = TraceError(
         "a shape in `fn` depends on a tensor's value, where known sizes cannot stand for it:",
@@ -213,7 +219,7 @@ def refused(node: fx.Node, text: str) -> TraceError:
 
 
 def op_name(node: fx.Node) -> str:
-    """`index_add_` of `aten.index_add_.default`."""
+    """Return `index_add_` for `aten.index_add_.default`, say."""
     return getattr(getattr(node.target, "overloadpacket", node.target), "__name__", str(node.target))
 
 
@@ -223,9 +229,9 @@ def symbols(expression: Any) -> set[Any]:
 
 
 def _most(expression: Any, sizes: Mapping[Any, int]) -> int:
-    """Return what an expression of lengths, each between 0 and its size, is at most."""
+    """Return the largest value of an expression of lengths, each between 0 and its size."""
     if expression.is_Symbol or expression.is_Integer:
-        return _evaluated(expression, sizes)
+        return _evaluate(expression, sizes)
     operation = _operation(expression)
     if operation == "Mul" and any(e.is_Integer and e < 0 for e in expression.args):
         return 0
@@ -234,15 +240,15 @@ def _most(expression: Any, sizes: Mapping[Any, int]) -> int:
     return functools.reduce(_ARITHMETIC[operation], [_most(e, sizes) for e in expression.args])
 
 
-def _evaluated(expression: Any, counts: Mapping[Any, Any]) -> Any:
-    """A sympy expression of known counts."""
+def _evaluate(expression: Any, counts: Mapping[Any, Any]) -> Any:
+    """Compute a sympy expression of known counts."""
     if expression.is_Symbol:
         if expression not in counts:
             raise Unbounded
         return counts[expression]
     if expression.is_Integer:
         return int(expression)
-    values = [_evaluated(e, counts) for e in expression.args]
+    values = [_evaluate(e, counts) for e in expression.args]
     return functools.reduce(_ARITHMETIC[_operation(expression)], values)
 
 

@@ -1,7 +1,8 @@
 """Capture `fn` with symbols for lengths that depend on data; run its graph on tensors of known sizes.
 
-Each ATen op that ragged dims pass has a rule: one on known sizes with the same values and gradients. It is
-found by the op's name, whatever its overload; an op of an unknown kind is refused.
+Each ATen op that takes or makes ragged dims has a rule: a function that computes the same values and
+gradients on known sizes. Rules are found by the op's name, whatever its overload; an op without one is
+refused.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fnshard.compiler.frontend.ragged.lengths import Ragged, RaggedOp, Unbounded, refused, symbols
+from fnshard.compiler.frontend.ragged.lengths import Ragged, RaggedOp, Unbounded, make_error, symbols
 from fnshard.compiler.frontend.transforms import Differentiable, plain_attention
 from fnshard.compiler.ir import source_lines
 from fnshard.compiler.ir.program import (
@@ -35,7 +36,7 @@ _VALUES = ("Tensor", "number", "Scalar")  # types of arguments that take a lengt
 
 
 def capture(flat: Callable[..., Any], *inputs: Sequence[Tensor]) -> Callable[..., list[Any]]:
-    """`flat` as a function whose tensors have known sizes; it is traced here, with symbolic lengths.
+    """Trace `flat` with symbolic lengths, and return a function that runs its graph on known sizes.
 
     Args:
         inputs: fake tensors by argument.
@@ -45,28 +46,31 @@ def capture(flat: Callable[..., Any], *inputs: Sequence[Tensor]) -> Callable[...
     shape_env = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=True)
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shape_env, static_shapes=True)
 
-    def same(value: Tensor) -> Tensor:
+    def copy_fake(value: Tensor) -> Tensor:
         with mode:
             made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
         return made.requires_grad_(value.requires_grad)
 
-    fakes = [[*map(same, v)] for v in inputs]
-    with source_lines.kept(), plain_attention():  # which asks for no length; the op is the same
-        if isinstance(flat, Differentiable):  # at once: ops that run again have other symbols, without bounds
+    fakes = [[*map(copy_fake, v)] for v in inputs]
+    with source_lines.kept(), plain_attention():  # fused kernels ask for lengths; the op stays the same
+        # Differentiable's ops are captured directly: ops that run again have other symbols, without bounds.
+        if isinstance(flat, Differentiable):
             graph = flat.capture(*fakes)
         else:
             graph = make_fx(flat, tracing_mode="fake", pre_dispatch=True)(*fakes)
 
-    def padded(*inputs: Sequence[Tensor]) -> list[Any]:
+    def run_on_known_sizes(*inputs: Sequence[Tensor]) -> list[Any]:
         return run(graph, shape_env, [v for values in inputs for v in values])
 
-    return padded
+    return run_on_known_sizes
 
 
 def run(module: fx.GraphModule, shape_env: Any, inputs: Sequence[Tensor]) -> list[Any]:
     """Run a graph with symbolic lengths on tensors of known sizes."""
     ragged, feed = Ragged(shape_env), iter(inputs)
-    copied: set[int] = set()  # memory of the symbolic trace of which a view is a copy here
+    # A rule may return a copy where the symbolic trace has a view. A write to either would not reach the
+    # other, and is refused. This is the memory of the symbolic trace of which there are such copies.
+    copied: set[int] = set()
     eliminate_dead_code(module.graph)
     with fx_traceback.preserve_node_meta():
         for node in module.graph.nodes:
@@ -78,23 +82,23 @@ def run(module: fx.GraphModule, shape_env: Any, inputs: Sequence[Tensor]) -> lis
             elif node.op == "output":
                 for result in node.args[0]:
                     if ragged.dims(result.meta["val"]):
-                        raise refused(result, "is returned with a length that depends on data")
+                        raise make_error(result, "is returned with a length that depends on data")
                 ragged.check_equal()
                 return [ragged.values[n] for n in node.args[0]]
             else:
                 if any(storage_id(n.meta["val"]) in copied for n in mutated_args(node)):
-                    raise refused(node, "writes to a tensor of which a view is a copy here")
+                    raise make_error(node, "writes to a tensor of which a view is a copy here")
                 try:
                     ragged.values[node] = _run_node(ragged, node)
                 except Unbounded:
                     text = "makes a length that depends on data, of which no bound is known"
-                    raise refused(node, text) from None
-                copied |= _copied(ragged, node)
+                    raise make_error(node, text) from None
+                copied |= _find_copied(ragged, node)
     raise AssertionError("a graph without an output")
 
 
-def _copied(ragged: Ragged, node: fx.Node) -> set[int]:
-    """The memory that a node shares with its inputs in the symbolic trace, and not on known sizes."""
+def _find_copied(ragged: Ragged, node: fx.Node) -> set[int]:
+    """Return the memory that a node shares with its inputs in the symbolic trace, and not on known sizes."""
     tensors = [n for n in (node, *node.all_input_nodes) if isinstance(n.meta.get("val"), Tensor)]
     if node not in tensors:
         return set()
@@ -104,6 +108,8 @@ def _copied(ragged: Ragged, node: fx.Node) -> set[int]:
 
 
 def _run_node(ragged: Ragged, node: fx.Node) -> Any:
+    """Run a node: by its op's rule where a ragged tensor or a length is involved, else as it is."""
+    # A length as a number is looked up by whoever reads it, through `Ragged.number`.
     value = node.meta.get("val")
     if isinstance(value, torch.SymInt):
         return ragged.size(value) if symbols(ragged.expression(value)) <= ragged.sizes.keys() else None
@@ -120,9 +126,10 @@ def _run_node(ragged: Ragged, node: fx.Node) -> Any:
         for name, given in raw.items()
     }
     call = RaggedOp(ragged, node, arguments, raw)
-    made = _rule_of(call)(call)
+    made = _find_rule(call)(call)
     if isinstance(value, Tensor) and list(made.shape) != [ragged.size(n) for n in value.shape]:
-        raise call.refused("has another shape on known sizes")
+        raise call.make_error("has another shape on known sizes")
+    # Rules return new tensors; an op in place has to write.
     target = arguments[schema[0].name]
     writes = schema[0].alias_info is not None and schema[0].alias_info.is_write
     return target.copy_(made) if writes and made is not target else made
@@ -131,7 +138,8 @@ def _run_node(ragged: Ragged, node: fx.Node) -> Any:
 def _argument(ragged: Ragged, node: fx.Node, as_value: bool, result: Any) -> Any:
     if not as_value or not isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat):
         return ragged.values[node]
-    number = ragged.number(node)  # of a result in float, it is one like Python's: of no dtype of its own
+    # A number of Python has no dtype of its own, and neither may this one, where the result is in float.
+    number = ragged.number(node)
     is_float = isinstance(result, Tensor) and (result.is_floating_point() or result.is_complex())
     return number.to(result.dtype) if is_float and isinstance(number, Tensor) else number
 
@@ -146,8 +154,8 @@ def _is_symbolic(value: Any) -> bool:
 
 
 # ------------------------------------------------------------------ rules
-def _rule_of(call: RaggedOp) -> Rule:
-    """The rule of a call's op.
+def _find_rule(call: RaggedOp) -> Rule:
+    """Return the rule of a call's op.
 
     Raises:
         TraceError: there is none.
@@ -159,11 +167,11 @@ def _rule_of(call: RaggedOp) -> Rule:
     overloads = [getattr(packet, o) for o in packet.overloads()] if packet is not None else []
     if name in _PLAIN or any(torch.Tag.pointwise in o.tags for o in overloads):
         return RaggedOp.run
-    raise call.refused("has no rule for a length that depends on data")
+    raise call.make_error("has no rule for a length that depends on data")
 
 
 def _extreme(value: Tensor, sign: int) -> Any:
-    """The largest, or by -1 the smallest, number of a dtype."""
+    """Return the largest number of a tensor's dtype, or the smallest for a `sign` of -1."""
     if value.dtype == torch.bool:
         return sign > 0
     if value.is_floating_point():
@@ -172,18 +180,18 @@ def _extreme(value: Tensor, sign: int) -> Any:
     return info.max if sign > 0 else info.min
 
 
-# ------------------------------------------------------------------ what makes ragged dims
+# ------------------------------------------------------------------ ops that make ragged dims
 def _positions(mask: Tensor, size: int, needed: Tensor) -> Tensor:
-    """int64 [size]: where a flat mask is True, in order, and then the first of these over again."""
+    """Return int64 [size]: where a flat mask is True, in order, then the first of these over and over."""
     ends = mask.cumsum(0)
     ordinals = torch.arange(1, size + 1, device=mask.device)
     ordinals = torch.where(ordinals <= needed, ordinals, 1)
     return torch.searchsorted(ends, ordinals).clamp(max=mask.numel() - 1)
 
 
-def _selected(c: RaggedOp, mask: fx.Node, length: Any) -> tuple[Tensor, ...]:
-    """The positions where a mask is not 0, one int64 [size] for each of its dims."""
-    true = c.ragged.filled(mask, 0) != 0
+def _select(c: RaggedOp, mask: fx.Node, length: Any) -> tuple[Tensor, ...]:
+    """Return the positions where a mask is not 0, one int64 [size] for each of its dims."""
+    true = c.ragged.fill(mask, 0) != 0
     needed = true.sum()
     size = c.ragged.define(c.node, length, needed, true.numel())
     flat, found = _positions(true.flatten(), size, needed), []
@@ -193,42 +201,44 @@ def _selected(c: RaggedOp, mask: fx.Node, length: Any) -> tuple[Tensor, ...]:
     return tuple(reversed(found))
 
 
-def _gated(c: RaggedOp, value: Tensor, length: Any) -> Tensor:
-    """Return what was selected; 1 where nothing was, so that a logarithm of what is left out spoils no
-    gradient."""
+def _gate(c: RaggedOp, value: Tensor, length: Any) -> Tensor:
+    """Return selected values, or ones if nothing was selected.
+
+    Padding then holds ones, so that a logarithm of it has a finite gradient.
+    """
     count = c.ragged.count(length)
     floats = value.is_floating_point() and isinstance(count, Tensor)
     return torch.where(count > 0, value, 1) if floats else value
 
 
 def _nonzero(c: RaggedOp) -> Any:
-    """Where a tensor is not 0: as columns, or as a list of indices; so is `torch.where` of a mask alone."""
+    """Return where a tensor is not 0, as columns or a list of indices; also `torch.where` of a mask alone."""
     if c.name == "where" and len(c.arguments) > 1:
         return c.run()
     value = c.node.meta["val"]
     one = isinstance(value, Tensor)
-    found = _selected(c, c.raw[next(iter(c.raw))], (value if one else value[0]).shape[0])
+    found = _select(c, c.raw[next(iter(c.raw))], (value if one else value[0]).shape[0])
     return torch.stack(found, 1) if one else list(found)
 
 
 def _masked_select(c: RaggedOp) -> Tensor:
-    """The elements of a tensor where a mask that broadcasts to it is True."""
-    value, mask = torch.broadcast_tensors(c["self"], c.filled("mask", False))
+    """Return the elements of a tensor where a mask that broadcasts to it is True."""
+    value, mask = torch.broadcast_tensors(c["self"], c.fill("mask", False))
     needed, (length,) = mask.sum(), c.node.meta["val"].shape
     size = c.ragged.define(c.node, length, needed, mask.numel())
-    return _gated(c, value.reshape(-1)[_positions(mask.reshape(-1), size, needed)], length)
+    return _gate(c, value.reshape(-1)[_positions(mask.reshape(-1), size, needed)], length)
 
 
 def _unique(c: RaggedOp) -> tuple[Tensor, ...]:
-    """Values in order, their inverse and counts: the first of each run of equal ones in sorted order."""
-    value = c.filled("self", _extreme(c["self"], 1)).detach()
+    """Return distinct values in order, their inverse and counts: the heads of runs of equal sorted values."""
+    value = c.fill("self", _extreme(c["self"], 1)).detach()
     flat = value.reshape(-1)
     valid = c.ragged.valid(c.raw["self"].meta["val"])
     order = flat.argsort(stable=True)
     ranked = flat[order]
     first = torch.cat([torch.ones_like(order[:1], dtype=torch.bool), ranked[1:] != ranked[:-1]])
     counted = torch.ones_like(first)
-    if valid is not None:  # where the largest number of all is a value, what is none may stand before it
+    if valid is not None:  # padding sorts last, but among values that are the dtype's largest number
         counted = valid.expand(value.shape).reshape(-1)[order]
         first = first & (torch.arange(first.numel(), device=flat.device) < counted.sum())
     needed = first.sum()
@@ -241,10 +251,10 @@ def _unique(c: RaggedOp) -> tuple[Tensor, ...]:
 
 
 def _repeat_interleave(c: RaggedOp) -> Tensor:
-    """Rows, or their numbers, each as often as a tensor says."""
+    """Repeat rows, or their numbers, each as often as a tensor says."""
     if not isinstance(c.arguments["repeats"], Tensor):
         return c.run()
-    repeats = c.filled("repeats", 0).long()
+    repeats = c.fill("repeats", 0).long()
     dim = c.arguments.get("dim")
     lengths = [n for n in c.node.meta["val"].shape if isinstance(n, torch.SymInt)]
     length, ends = lengths[0] if dim is None else c.node.meta["val"].shape[dim], repeats.cumsum(0)
@@ -266,10 +276,10 @@ def _is_mask(node: fx.Node) -> bool:
 
 
 def _indices(c: RaggedOp, lengths: Sequence[Any]) -> list[Tensor | None]:
-    """The indices of an `index` or `index_put`, masks as the positions they stand for.
+    """Return the indices of an `index` or `index_put`, with positions in the place of masks.
 
     Args:
-        lengths: of the dims of what is indexed or put, among them the masks'.
+        lengths: the lengths of dims of what is read or put, among them the one that masks make.
     """
     found: list[Tensor | None] = []
     length = next((n for n in lengths if isinstance(n, torch.SymInt)), None)
@@ -277,42 +287,43 @@ def _indices(c: RaggedOp, lengths: Sequence[Any]) -> list[Tensor | None]:
         if node is None or not _is_mask(node):
             found.append(None if node is None else c.ragged.index(node))
         elif length is not None:
-            found += _selected(c, node, length)
+            found += _select(c, node, length)
         else:
-            raise c.refused("takes a mask and values of another length")
+            raise c.make_error("takes a mask and values of another length")
     return found
 
 
 def _index(c: RaggedOp) -> Tensor:
-    """A tensor at indices, among them masks and those of a ragged length."""
+    """Index a tensor, by masks and by indices of a ragged length among others."""
     value = c.node.meta["val"]
     masks = [n for n in c.raw["indices"] if n is not None and _is_mask(n)]
     place = next(i for i, n in enumerate(c.raw["indices"]) if n is not None)
     indices = _indices(c, value.shape[place:])
+    # A negative index counts from the true end of a ragged dim, which the padding does not move.
     for dim, length in c.dims("self").items():
         if not masks and dim < len(indices) and indices[dim] is not None:
             index = indices[dim]
             indices[dim] = torch.where(index < 0, index + c.ragged.count(length), index)
     made = torch.ops.aten.index.Tensor(c["self"], indices)
-    return _gated(c, made, value.shape[place]) if masks else made
+    return _gate(c, made, value.shape[place]) if masks else made
 
 
 def _index_put(c: RaggedOp) -> Tensor:
-    """A tensor into which values are put by a mask or by ragged indices."""
+    """Put values into a tensor by a mask or by ragged indices."""
     values = c.raw["values"].meta["val"]
     given = [n for n in c.raw["indices"] if n is not None]
     ragged, masks = [n for n in given if c.ragged.dims(n.meta["val"])], list(filter(_is_mask, given))
     if not (c.dims("values") if masks else ragged):
         return c.run()
     if masks and len(given) > 1:
-        raise c.refused("takes a mask next to other indices")
+        raise c.make_error("takes a mask next to other indices")
     indices = _indices(c, values.shape)
     place = next(i for i, n in enumerate(indices) if n is not None)
     if masks:
         valid = c.ragged.valid(values, list(c.dims("values"))[:1]).flatten()
     else:
         valid = functools.reduce(operator.and_, (c.ragged.valid(n.meta["val"]) for n in ragged))
-    # The entries that are no values go into a row after the last one.
+    # Entries that are no values go into a row after the last one, which is cut off again.
     table, own, size = c["self"], indices[place], c["self"].shape[place]
     longer = torch.cat([table, torch.zeros_like(table.narrow(place, 0, 1))], place)
     indices[place] = torch.where(valid, torch.where(own < 0, own + size, own), size)
@@ -320,42 +331,42 @@ def _index_put(c: RaggedOp) -> Tensor:
 
 
 def _index_add(c: RaggedOp) -> Tensor:
-    """A tensor to which rows are added, 0 where they are no values."""
+    """Add rows to a tensor; rows that are no values count as 0."""
     if not c.dims("index"):
         return c.run()
-    rows = c.filled("source", 0, [c["dim"] % c["self"].dim()])
+    rows = c.fill("source", 0, [c["dim"] % c["self"].dim()])
     return c.run(index=c.ragged.index(c.raw["index"]), source=rows)
 
 
 # ------------------------------------------------------------------ reductions
-def _reduced(c: RaggedOp) -> list[int]:
-    """The dims that an op reduces, or works along."""
+def _reduced_dims(c: RaggedOp) -> list[int]:
+    """Return the dims that an op reduces, or works along."""
     dim, dims = c.arguments.get("dim", c.arguments.get("dims")), c[next(iter(c.raw))].dim()
     if dim is None or (isinstance(dim, list | tuple) and not dim):
         return list(range(dims))
     return [d % max(dims, 1) for d in ([dim] if isinstance(dim, int) else dim)]
 
 
-def _filling(fill: Callable[[Tensor], Any]) -> Rule:
-    """The op of a tensor in which a neutral number stands for what is no value."""
+def _fill_neutral(fill: Callable[[Tensor], Any]) -> Rule:
+    """Return the rule of a reduction to which entries that are no values are a neutral number."""
 
     def rule(c: RaggedOp) -> Any:
-        along = set(_reduced(c)) & c.dims("self").keys()
-        return c.run(self=c.filled("self", fill(c["self"]), along)) if along else c.run()
+        along = set(_reduced_dims(c)) & c.dims("self").keys()
+        return c.run(self=c.fill("self", fill(c["self"]), along)) if along else c.run()
 
     return rule
 
 
 def _moment(c: RaggedOp) -> Tensor:
-    """The mean, the variance or the standard deviation of what is a value."""
-    dims, shape = _reduced(c), c.raw["self"].meta["val"].shape
+    """Return the mean, the variance or the standard deviation of the values."""
+    dims, shape = _reduced_dims(c), c.raw["self"].meta["val"].shape
     if not set(dims) & c.dims("self").keys():
         return c.run()
     count, keep = math.prod([1, *(c.ragged.count(shape[d]) for d in dims)]), c.arguments.get("keepdim", False)
     if c.name == "mean":
-        return c.filled("self", 0, dims).sum(dims, keep, dtype=c.arguments.get("dtype")) / count
+        return c.fill("self", 0, dims).sum(dims, keep, dtype=c.arguments.get("dtype")) / count
     correction = c.arguments.get("correction", 1 if c.arguments.get("unbiased", True) else 0)
-    mean = c.filled("self", 0, dims).sum(dims, True) / count
+    mean = c.fill("self", 0, dims).sum(dims, True) / count
     valid = c.ragged.valid(c.raw["self"].meta["val"], dims)
     squares = torch.where(valid, (c["self"] - mean).square(), 0).sum(dims, keep)
     found = squares / (count - (1 if correction is None else correction))
@@ -363,14 +374,14 @@ def _moment(c: RaggedOp) -> Tensor:
 
 
 def _loss(c: RaggedOp) -> Tensor:
-    """A loss of pairs of elements: the sum or the mean of those that are values."""
+    """Return a loss of pairs of elements: the sum or the mean over values."""
     if not c.arguments.get("reduction"):
         return c.run()
     each = c.run(reduction=0)
     tensors = [n for n in c.raw.values() if isinstance(n, fx.Node) and isinstance(n.meta["val"], Tensor)]
     shape = max((n.meta["val"] for n in tensors), key=lambda v: v.dim())
     if any(n.meta["val"].dim() not in (0, shape.dim()) for n in tensors):
-        raise c.refused("of tensors of several ranks has no rule")
+        raise c.make_error("of tensors of several ranks has no rule")
     valid = [v for n in tensors if (v := c.ragged.valid(n.meta["val"])) is not None]
     total = (torch.where(functools.reduce(operator.and_, valid), each, 0) if valid else each).sum()
     return total / math.prod(map(c.ragged.count, shape.shape)) if c["reduction"] == 1 else total
@@ -378,54 +389,54 @@ def _loss(c: RaggedOp) -> Tensor:
 
 def _cross_entropy(c: RaggedOp) -> Tensor:
     if c["target"].is_floating_point() and c["reduction"]:
-        raise c.refused("of probabilities has no rule: take reduction='none', and then the mean")
+        raise c.make_error("of probabilities has no rule: take reduction='none', and then the mean")
     valid = None if c["target"].is_floating_point() else c.ragged.valid(c.raw["target"].meta["val"])
     return c.run() if valid is None else c.run(target=torch.where(valid, c["target"], c["ignore_index"]))
 
 
 # ------------------------------------------------------------------ products
 def _product(first: str, second: str, last: bool = False) -> Rule:
-    """Entries along a dim that is summed over count as 0.
+    """Return the rule of a product, to which padding along the dim that is summed over counts as 0.
 
     Args:
-        last: the second factor's is its last one.
+        last: whether that dim is the last one of the second factor too.
     """
 
     def rule(c: RaggedOp) -> Any:
         dims = c[second].dim()
         mine, other = c[first].dim() - 1, dims - 1 if last or dims == 1 else dims - 2
-        return c.run(**{first: c.filled(first, 0, [mine]), second: c.filled(second, 0, [other])})
+        return c.run(**{first: c.fill(first, 0, [mine]), second: c.fill(second, 0, [other])})
 
     return rule
 
 
 # ------------------------------------------------------------------ shapes
-def _beside(c: RaggedOp) -> Any:
-    """An op along a dim of one tensor, which must not be a ragged one, by numbers that are known."""
-    ragged = set(_reduced(c)) & c.dims(next(iter(c.raw))).keys()
+def _along_dense(c: RaggedOp) -> Any:
+    """Run an op that works along a dim of one tensor, which must not be ragged, by known numbers."""
+    ragged = set(_reduced_dims(c)) & c.dims(next(iter(c.raw))).keys()
     if ragged or any(isinstance(n.meta["val"], torch.SymInt) for n in c.node.all_input_nodes):
-        raise c.refused("works along a dim whose length depends on data")
+        raise c.make_error("works along a dim whose length depends on data")
     return c.run()
 
 
-def _part(c: RaggedOp) -> Any:
-    """A slice of a dim that is not ragged, or all of one that is."""
+def _slice(c: RaggedOp) -> Any:
+    """Cut a slice of a dim that is not ragged, or take all of one that is."""
     dim = c["dim"] % c["self"].dim()
     before, after = (c.ragged.expression(n.meta["val"].shape[dim]) for n in (c.raw["self"], c.node))
     if before != after and symbols(before) | symbols(after):
-        raise c.refused("cuts a part whose place or length depends on data")
+        raise c.make_error("cuts a part whose place or length depends on data")
     return c.run()
 
 
 def _rows(c: RaggedOp) -> Any:
-    """An op of a batch of rows, of which the first dim alone may be ragged."""
+    """Run an op of a batch of rows, of which the first dim alone may be ragged."""
     if any(c.dims(name).keys() - {0} for name in c.raw):
-        raise c.refused("has a rule for a first dim of such a length alone")
+        raise c.make_error("has a rule for a first dim of such a length alone")
     return c.run()
 
 
 def _view(c: RaggedOp) -> Any:
-    """Rows of a ragged dim stay the outermost of the dims that they are merged with or cut into."""
+    """View in another shape; a ragged dim stays the outermost of those it is merged with or cut into."""
     before, after = c.raw["self"].meta["val"], c.node.meta["val"]
 
     def outer(value: Tensor) -> list[int]:
@@ -433,17 +444,18 @@ def _view(c: RaggedOp) -> Any:
         return [math.prod(sizes[:d]) for d in c.ragged.dims(value)]
 
     if outer(before) != outer(after):
-        raise c.refused("merges a dim whose length depends on data into one that is before it")
+        raise c.make_error("merges a dim whose length depends on data into one that is before it")
     shape = [c.ragged.size(n) for n in after.shape]
     return c["self"].reshape(shape) if c.name != "view" else c["self"].view(shape)
 
 
-def _looking_up(name: str) -> Rule:
-    """An op of indices that are in range where they are values."""
+def _look_up(name: str) -> Rule:
+    """Return the rule of an op of indices; padding is replaced by indices that are in range."""
     return lambda c: c.run(**{name: c.ragged.index(c.raw[name])}) if c.dims(name) else c.run()
 
 
 def _cat(c: RaggedOp) -> Tensor:
+    """Join tensors; along a ragged dim the values of all come first, and padding after them."""
     parts = [n for n in c.raw["tensors"] if n.meta["val"].dim() != 1 or n.meta["val"].shape[0] != 0]
     values = [n.meta["val"] for n in parts]
     dim = c.arguments.get("dim", 0) % values[0].dim()
@@ -458,13 +470,13 @@ def _cat(c: RaggedOp) -> Tensor:
 
 def _arange(c: RaggedOp) -> Tensor:
     if c.arguments.get("start", 0) != 0 or c.arguments.get("step", 1) != 1:
-        raise c.refused("with a start or a step has no rule")
+        raise c.make_error("with a start or a step has no rule")
     (length,) = c.node.meta["val"].shape
     return c.run(end=c.ragged.size(length)).clamp(max=c.ragged.count(length) - 1).clamp(min=0)
 
 
 def _full(c: RaggedOp) -> Tensor:
-    """An op that fills a tensor with one number, which may be a length."""
+    """Run an op that fills a tensor with one number, which may be a length."""
     name = "s" if c.name == "scalar_tensor" else "fill_value"
     made = c.run(**{name: 0}) + c[name] if isinstance(c[name], Tensor) else c.run()
     return made.to(c.node.meta["val"].dtype)
@@ -478,12 +490,12 @@ _RULES: dict[str, Rule] = {
     "masked_select": _masked_select, "repeat_interleave": _repeat_interleave, "index": _index,
     "index_put": _index_put, "index_add": _index_add,
     **dict.fromkeys(
-        ("sum", "any", "nansum", "count_nonzero", "linalg_vector_norm", "norm"), _filling(lambda _: 0)),
-    **dict.fromkeys(("all", "prod"), _filling(lambda _: 1)),
-    **dict.fromkeys(("max", "amax", "argmax"), _filling(_least)),
-    **dict.fromkeys(("min", "amin", "argmin"), _filling(_most)),
+        ("sum", "any", "nansum", "count_nonzero", "linalg_vector_norm", "norm"), _fill_neutral(lambda _: 0)),
+    **dict.fromkeys(("all", "prod"), _fill_neutral(lambda _: 1)),
+    **dict.fromkeys(("max", "amax", "argmax"), _fill_neutral(_least)),
+    **dict.fromkeys(("min", "amin", "argmin"), _fill_neutral(_most)),
     **dict.fromkeys(
-        ("softmax", "log_softmax", "_softmax", "_log_softmax", "logsumexp"), _filling(_lowest)
+        ("softmax", "log_softmax", "_softmax", "_log_softmax", "logsumexp"), _fill_neutral(_lowest)
     ),
     "mean": _moment, "var": _moment, "std": _moment,
     **dict.fromkeys(
@@ -497,17 +509,18 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(
         ("chunk", "select", "split", "split_with_sizes", "unbind", "glu",
          "flip", "roll", "sort", "argsort", "topk", "cosine_similarity", "diff", "kthvalue", "median",
-         "unfold", "unflatten"), _beside),
-    "slice": _part, "narrow": _part,
+         "unfold", "unflatten"), _along_dense),
+    "slice": _slice, "narrow": _slice,
     "conv1d": _rows, "conv2d": _rows, "group_norm": _rows, "masked_scatter": _rows,
     **dict.fromkeys(("view", "reshape", "flatten", "_unsafe_view", "view_as", "reshape_as"), _view),
-    **dict.fromkeys(("index_select", "gather"), _looking_up("index")),
-    **dict.fromkeys(("embedding", "take_along_dim"), _looking_up("indices")),
+    **dict.fromkeys(("index_select", "gather"), _look_up("index")),
+    **dict.fromkeys(("embedding", "take_along_dim"), _look_up("indices")),
     "cat": _cat, "concat": _cat, "arange": _arange,
     "fill": RaggedOp.run,
     **dict.fromkeys(("full", "full_like", "new_full", "scalar_tensor"), _full),
 }  # fmt: skip
-# Ops whose entries along a ragged dim are made of those of the same place, or of the ones before it.
+# Ops that make each entry along a ragged dim of entries at the same place, or before it:
+# padding stays behind.
 _PLAIN = {
     "_assert_tensor_metadata", "_to_copy", "alias", "alpha_dropout", "broadcast_tensors", "broadcast_to",
     "clone", "contiguous", "copy", "cummax", "cummin", "cumprod", "cumsum", "detach", "dropout", "empty",

@@ -152,7 +152,8 @@ class ReduceScatter(OfBucket):
 
 @dataclass(frozen=True)
 class AllReduce(OfBucket):
-    """Issue: gradients (full, or blocks that a ReduceScatter left) -> their sum over `axes`."""
+    """Issue: gradients (full, blocks that a ReduceScatter left, or none, which are zeros) -> their sum over
+    `axes`."""
 
     lane, trips, outgoing = COMMUNICATION, 2, True
 
@@ -171,15 +172,15 @@ class AllReduce(OfBucket):
     def bind(self, context: Context) -> Action:
         """Pack, or send the row that is there."""
         bucket, packer, comm = bucket_of(self, context), context.packer(self.bucket), context.comm
-        (flight,), axes, blocks = self.writes, self.axes, self.reads[0]
+        (flight,), axes, reads = self.writes, self.axes, self.reads
         full = None if self._of_blocks else _full_gradients(self)
 
         def run(env: Env) -> None:
             if full is None:
-                flat = env[blocks].flat
+                flat = env[reads[0]].flat
             else:
                 flat = comm.send_buffer(bucket.numel, bucket.dtype, axes)
-                packer.pack_full(full(env), flat)
+                packer.pack_full(full(env), flat) if reads else flat.zero_()
             env[flight] = comm.all_reduce(flat, axes)
 
         return run

@@ -16,7 +16,8 @@ def reshard(schedule: Schedule) -> Schedule:
 
     That is where no kernel runs between the last reading of one version and the next gather (the
     last unit, between forward and backward), and, for units with `reshard=False`, between the
-    forward and the backward of one micro-batch.
+    forward and the backward of one micro-batch. In a pipeline these stay for the whole step: some
+    micro-batch is always between its forward and its backward.
     """
     lines = list(schedule.instructions)
     last_run = _last_run_reading(lines)
@@ -49,6 +50,8 @@ def _live_on(schedule: Schedule, line: Gather | Cast, earlier: tuple, runs: int)
     if last == runs:
         return True
     keeps = not all(schedule.specs[p].reshard for p in schedule.buckets[line.bucket].paths)
+    if schedule.mesh.stages > 1:
+        return keeps
     same_micro = phase.replace("forward", "backward") == line.phase
     return keeps and same_micro and phase != line.phase
 

@@ -6,9 +6,20 @@ from collections.abc import Collection, Sequence
 from dataclasses import fields
 
 from fnshard.compiler.ir.values import Kind, ValueName
-from fnshard.compiler.schedule.instructions import Exchange, Instruction, OverlappedUpdate, Run, Update, Wait
+from fnshard.compiler.schedule.instructions import (
+    COMMUNICATION,
+    Exchange,
+    Instruction,
+    OverlappedUpdate,
+    Recv,
+    Run,
+    Send,
+    Update,
+    Wait,
+)
 from fnshard.compiler.schedule.instructions.kernels import end_rounds, of_one_micro_batch
 from fnshard.compiler.schedule.ir import Schedule, with_wait
+from fnshard.mesh import PIPELINE
 
 
 def overlap(schedule: Schedule, depth: int) -> Schedule:
@@ -18,10 +29,10 @@ def overlap(schedule: Schedule, depth: int) -> Schedule:
     So a unit's gradients travel while the next unit's backward computes; at most `depth` + 1
     buckets of full gradients are in flight. The kernels of one round count as one, but for what belongs to
     one micro-batch. A kernel is never moved: what it reads is waited for in time, and no gather overtakes a
-    kernel.
+    kernel. Collectives of all stages keep their order, in which other stages come to them.
     """
     permuted = {i.writes[0] for i in schedule.instructions if isinstance(i, Exchange) and i.of_kind.permutes}
-    queue = _Queue(depth, permuted, end_rounds(schedule))
+    queue = _Queue(depth, permuted, end_rounds(schedule), spans_stages(schedule))
     for line in schedule.instructions:
         queue.feed(line)
     queue.flush()
@@ -100,9 +111,17 @@ def issue_early(schedule: Schedule) -> Schedule:
     return schedule.with_instructions(out)
 
 
+def spans_stages(schedule: Schedule) -> frozenset[ValueName]:
+    """Return the flights of collectives that all stages of a pipeline take part in."""
+    lines = [i for i in schedule.instructions if i.lane == COMMUNICATION and not isinstance(i, Send | Recv)]
+    return frozenset(i.writes[0] for i in lines if PIPELINE in i.axes_of(schedule))
+
+
 class _Queue:
-    def __init__(self, depth: int, also: Collection[ValueName], ends: Collection[Run]):
-        self.depth, self.also, self.ends = depth, also, ends
+    def __init__(
+        self, depth: int, also: Collection[ValueName], ends: Collection[Run], ordered: frozenset[ValueName]
+    ):
+        self.depth, self.also, self.ends, self.ordered = depth, also, ends, ordered
         self.out: list[Instruction] = []
         self.waiting: list[tuple[int, list[Instruction]]] = []  # rounds, or kernels, that are left; lines
 
@@ -122,8 +141,12 @@ class _Queue:
 
     def waited_for_by(self, line: Instruction) -> list[Instruction]:
         """The first of the delayed groups that `line` must stay after, or []."""
-        groups = (group for _, group in self.waiting)
-        return next((group for group in groups if any(_depends(line, other) for other in group)), [])
+        is_ordered = not self.ordered.isdisjoint(line.writes)
+
+        def follows(other: Instruction) -> bool:
+            return _depends(line, other) or (is_ordered and not self.ordered.isdisjoint(other.writes))
+
+        return next((group for _, group in self.waiting if any(map(follows, group))), [])
 
     def tick(self, ends_round: bool) -> None:
         """Count a kernel, of which what belongs to one micro-batch counts each, and all else rounds."""

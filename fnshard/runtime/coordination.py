@@ -21,7 +21,7 @@ Cause = tuple[str, bool]  # why a rank failed, and whether what it read is corru
 
 
 class Failed(Exception):
-    """Return what went wrong, by rank; the same on all ranks."""
+    """The failure of some ranks, with its cause by rank: the same error on all ranks."""
 
     def __init__(self, causes: Mapping[int, Cause]):
         self.causes = causes
@@ -29,17 +29,16 @@ class Failed(Exception):
 
     @property
     def corrupt(self) -> bool:
-        """Whether some rank read what was not written."""
+        """Return whether some rank read other bytes than were written."""
         return any(corrupt for _, corrupt in self.causes.values())
 
     def lines(self) -> list[str]:
-        """One for each rank that failed."""
+        """Return a line for each rank that failed."""
         return [f"rank {rank}: {message}" for rank, (message, _) in self.causes.items()]
 
 
 def group_of(mesh: Mesh, timeout: float | None, purpose: str = "checkpoint") -> Exchange | None:
-    """Return what ranks exchange words through for this purpose, apart from others; None in a process of
-    one."""
+    """Return the exchange by which ranks send each other texts for one purpose; None in a single process."""
     if mesh.kind in ("simulated", "abstract"):
         raise CheckpointError(
             f"mesh {mesh} is {mesh.kind}: its ranks are no processes that could write.",
@@ -52,14 +51,16 @@ def group_of(mesh: Mesh, timeout: float | None, purpose: str = "checkpoint") -> 
 
 
 def texts(group: Exchange | None, text: str) -> list[str]:
-    """Return what every rank says."""
+    """Return the text that every rank says."""
     return [text] if group is None else [t.decode() for t in group(text.encode())]
 
 
 def all_or_none(gather: Callable[[str], list[str]], what: str, work: Callable[[], T] | None) -> T | None:
-    """`work()` on the ranks that have any; if it fails on one of them, it fails on all. A collective.
+    """Do the work of the ranks that have any; if it fails on one of them, it fails on all. A collective.
+
     Raises:
-        What it raised here; CheckpointError: it failed on another rank, or here by an error of the system.
+        Exception: what `work` raised here.
+        CheckpointError: it failed on another rank, or here by an error of the system.
     """
     value, failure = None, None
     try:
@@ -81,7 +82,7 @@ def all_or_none(gather: Callable[[str], list[str]], what: str, work: Callable[[]
 
 
 def agreed(group: Exchange | None, what: str, work: Callable[[], T]) -> T:
-    """`all_or_none` over a group."""
+    """Do the same work on all ranks of a group, or fail on all of them: see `all_or_none`."""
     return all_or_none(functools.partial(texts, group), what, work)
 
 
@@ -91,8 +92,8 @@ def all_ranks(
     """Run `local` on every rank, then `on_first` of what they all return on rank 0. A collective.
 
     Raises:
-        Failed: on all ranks, if one of these failed on any.
-        What is no `Exception` (Ctrl-C) where it was raised; the other ranks get `Failed`.
+        Failed: `local` or `on_first` failed on some rank; all ranks raise it.
+        BaseException: what is not an `Exception` (Ctrl-C), where it was raised; the other ranks get `Failed`.
         CollectiveError: a peer died, or did not answer in time.
     """
     value, error = _attempt(local)

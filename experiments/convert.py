@@ -1,0 +1,128 @@
+"""Convert a training state, or a model's weights, from the format of one library to that of another.
+
+    python -m experiments.convert FROM TO
+    python -m experiments.convert checkpoint/step-300 tuned to=hf model=/models/llama
+
+FROM is recognised by its content: a checkpoint of fnshard (or a folder of some), of
+torch.distributed.checkpoint (FSDP2, torchtitan, Lightning, Accelerate), of DeepSpeed's ZeRO; a .pt or .bin
+file; a Hugging Face folder. One process reads one tensor at a time; nothing in a pickle is run.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from experiments.data.model_files import read_model_config
+from experiments.lib.checks import ConfigError, configuration
+from experiments.lib.compose import build, exit_with
+from experiments.tuning.lm import from_config
+from experiments.tuning.model_directory import find_directory
+from fnshard.checkpoint.foreign.dcp_writing import LAYOUTS
+from fnshard.checkpoint.foreign.formats import FORMATS, name_by_model, recognise_format
+from fnshard.checkpoint.foreign.placing import read_saved
+from fnshard.checkpoint.foreign.torch_files import SUFFIXES
+from fnshard.errors import CheckpointError, report
+from fnshard.runtime.files.tensorfile import Corrupt
+
+WRITTEN = tuple(name for name, each in FORMATS.items() if each.write is not None)
+
+
+@configuration
+class ConvertConfig:
+    """`source`, `target`: FROM and TO. `to`: the format that is written, fnshard, dcp, torch or hf; null: a
+    torch file where TO ends like one, else dcp of a checkpoint of fnshard, and fnshard of any other. `model`:
+    a model directory with a config.json, whose module says what leaves are called; null: they keep their
+    names. `layout`: of a DCP folder, fsdp, accelerate or torchtitan."""
+
+    source: str
+    target: str
+    to: str | None = None
+    model: str | None = None
+    layout: str = "fsdp"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Answer a command line: two paths, and KEY=VALUE."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if {"-h", "--help"} & set(arguments):
+        print(f"{__doc__}\n{ConvertConfig.__doc__}")
+        return
+    exit_with(lambda: convert(parse(arguments)))
+
+
+def parse(arguments: Sequence[str]) -> ConvertConfig:
+    """Return what a command line asks for.
+
+    Raises:
+        ConfigError: not two paths; a key or a value that there is not.
+    """
+    keys = ConvertConfig.__dataclass_fields__
+    settings = dict(a.split("=", 1) for a in arguments if a.partition("=")[0] in keys and "=" in a)
+    paths = [a for a in arguments if a.partition("=")[0] not in keys or "=" not in a]
+    if len(paths) != 2:
+        raise ConfigError(
+            report(
+                f"{len(paths)} paths are given:", paths, "python -m experiments.convert FROM TO [KEY=VALUE]."
+            )
+        )
+    config = build({"source": paths[0], "target": paths[1], **settings}, ConvertConfig)
+    wrong = [] if config.to in (None, *WRITTEN) else [f"to={config.to}: one of {', '.join(WRITTEN)}"]
+    if config.layout not in LAYOUTS:
+        wrong.append(f"layout={config.layout}: one of {', '.join(LAYOUTS)}")
+    if wrong:
+        raise ConfigError(report("no such conversion:", wrong))
+    return config
+
+
+def convert(config: ConvertConfig) -> None:
+    """Read FROM, write TO, and say in one line what was done.
+
+    Raises:
+        ConfigError: there is something at TO.
+        CheckpointError: FROM cannot be read, or TO not be written.
+        StateError: `model` has other leaves than FROM.
+    """
+    begin, source, target = time.perf_counter(), Path(config.source), Path(config.target)
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise ConfigError(f"there is something at {target}. Fix: name another path, or remove it.")
+    known = recognise_format(source)
+    to = config.to or ("torch" if target.suffix in SUFFIXES else "dcp" if known == "fnshard" else "fnshard")
+    folder = None if config.model is None else find_directory(config.model)
+    model = None
+    if folder is not None:  # built without memory: it says what leaves are called
+        model = from_config(read_model_config(folder), torch.float32).model
+
+    with ExitStack() as files:
+        try:
+            saved = read_saved(FORMATS[known].read, source, files)
+            if model is not None:
+                saved = name_by_model(saved, model)
+            dropped = bool(saved.slots) and not FORMATS[to].keeps_optimizer
+            if dropped:
+                saved = replace(saved, slots={})
+            target.parent.mkdir(parents=True, exist_ok=True)
+            FORMATS[to].write(target, saved, model=model, config=folder, layout=config.layout)
+        except Corrupt as error:
+            raise CheckpointError(f"cannot convert {str(source)!r}: it {error}.") from error
+
+    tensors = [*saved.params.values(), *(t for own in saved.slots.values() for t in own.values())]
+    size = sum(torch.Size(t.shape).numel() * t.dtype.itemsize for t in tensors) / 1e9
+    state = f"optimizer state of step {saved.step}, " if saved.slots else ""
+    state = "optimizer state is left out, " if dropped else state
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    print(
+        f"{FORMATS[known].title} {source} -> {FORMATS[to].title} {target}: {len(saved.params)} parameters, "
+        f"{state}{size:.3g} GB in {time.perf_counter() - begin:.0f} s, at most {peak:.2g} GB of memory"
+    )
+
+
+if __name__ == "__main__":
+    main()

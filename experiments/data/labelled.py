@@ -1,0 +1,132 @@
+"""Labelled records: texts with a class, words with a tag each, and two texts that belong together; as samples
+of tokens.
+
+A sample's `learned` is 1 + the class of what ends at a token here, and 0 where nothing does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from experiments.data.chat import Sample
+from experiments.data.fields import Record
+from experiments.data.tokenizer import DirectoryTokenizer
+from experiments.lib.files import LineError
+
+TEXTS = ("text", "sentence", "content")
+LABELS = ("label", "class", "category")
+WORDS = ("tokens", "words")
+TAGS = ("tags", "labels", "ner_tags")
+QUERIES = ("query", "anchor", "question", "sentence1")
+POSITIVES = ("positive", "pos", "document", "passage", "answer", "sentence2")
+MOST_CLASSES = 255
+KNOWN = {
+    "labels": "'text' and 'label', 'tokens' and 'tags'",
+    "twins": "'query' and 'positive', 'anchor' and 'positive', 'question' and 'answer'",
+}
+
+
+def kinds_of_labels(record: Record) -> list[str]:
+    """Return which of the two kinds here a record has the fields of."""
+    has = lambda names: any(record.get(name) is not None for name in names)  # noqa: E731
+    labels = (has(TEXTS) and has(LABELS)) or (has(WORDS) and has(TAGS))
+    return ["labels"] * labels + ["twins"] * (has(QUERIES) and has(POSITIVES))
+
+
+def classes_in(records: Iterator[Record]) -> list[str]:
+    """Return the classes that records name, in the order of their names; broken records name none."""
+    found: set[str] = set()
+    for record in records:
+        try:
+            _, labels = _labelled(record)
+        except LineError:
+            continue
+        found |= set(labels)
+    return sorted(found)
+
+
+def encode_labels(
+    record: Record, tokenizer: DirectoryTokenizer, classes: Sequence[str], by_word: bool
+) -> list[Sample]:
+    """Tokenise a text with a class at its last token, or words with a class at the last token of each.
+
+    Raises:
+        LineError: the record has another form, or a class that is none of `classes`.
+    """
+    words, labels = _labelled(record)
+    if by_word != any(isinstance(record.get(name), list) for name in WORDS):
+        raise LineError(f"is one of objective.level={'sequence' if by_word else 'token'}")
+    if unknown := sorted(set(labels) - set(classes)):
+        raise LineError(
+            f"names the class {', '.join(map(repr, unknown))}, and the classes are {', '.join(classes)}"
+        )
+    text = " ".join(words)
+    encoded = tokenizer.hf(
+        text, add_special_tokens=False, split_special_tokens=True, return_offsets_mapping=True
+    )
+    ids, learned = list(encoded.input_ids), np.zeros(len(encoded.input_ids), np.uint8)
+    ends = [end for _, end in encoded.offset_mapping]
+    stop = 0
+    for word, label in zip(words, labels, strict=True):
+        stop += len(word)
+        # The last token that begins inside the word.
+        at = max((n for n, end in enumerate(ends) if end <= stop), default=0)
+        if at < len(learned):
+            learned[at] = 1 + classes.index(label)
+        stop += 1
+    begin = len(tokenizer.begin)
+    mask = np.concatenate([np.zeros(begin, np.uint8), learned, np.zeros(1, np.uint8)])
+    return [(np.array([*tokenizer.begin, *ids, tokenizer.eos], np.uint32), mask)]
+
+
+def encode_twins(record: Record, tokenizer: DirectoryTokenizer) -> list[Sample]:
+    """Tokenise two texts that belong together, as two samples, whose last tokens are marked."""
+    texts = [_text(record, _name_of(record, names, "twins")) for names in (QUERIES, POSITIVES)]
+    samples = []
+    for text in texts:
+        ids = [*tokenizer.begin, *tokenizer.encode(text), tokenizer.eos]
+        mask = np.zeros(len(ids), np.uint8)
+        mask[-2:] = 1
+        samples.append((np.array(ids, np.uint32), mask))
+    return samples
+
+
+def _labelled(record: Record) -> tuple[list[str], list[str]]:
+    """Return the words of a record and the class of each; a text is one word."""
+    words = next((name for name in WORDS if isinstance(record.get(name), list)), None)
+    if words is None:
+        text, label = _name_of(record, TEXTS, "labels"), _name_of(record, LABELS, "labels")
+        return [_text(record, text)], [_label(record[label], label)]
+    tags = _name_of(record, TAGS, "labels")
+    wrong = [n for n in (words, tags) if not isinstance(record[n], list) or not record[n]]
+    if wrong:
+        raise LineError(f"{wrong[0]}: expected a list of one thing at least")
+    if len(record[words]) != len(record[tags]):
+        raise LineError(f"{words} are {len(record[words])}, and {tags} {len(record[tags])}")
+    if odd := [word for word in record[words] if not isinstance(word, str) or not word.strip()]:
+        raise LineError(f"{words}: expected words, got {odd[0]!r:.60}")
+    return list(record[words]), [_label(tag, tags) for tag in record[tags]]
+
+
+def _name_of(record: Mapping[str, Any], names: Sequence[str], kind: str) -> str:
+    name = next((n for n in names if record.get(n) is not None), None)
+    if name is None:
+        there = ", ".join(map(repr, record)) or "no fields"
+        raise LineError(f"has none of {KNOWN[kind]}; it has {there}")
+    return name
+
+
+def _text(record: Record, name: str) -> str:
+    value = record[name]
+    if not isinstance(value, str) or not value.strip():
+        raise LineError(f"{name}: expected a text, got {value!r:.60}")
+    return value
+
+
+def _label(value: Any, name: str) -> str:
+    if not isinstance(value, str | int) or value == "":
+        raise LineError(f"{name}: expected a name or a whole number, got {value!r:.60}")
+    return str(value)

@@ -1,0 +1,79 @@
+"""Budget: the most tokens of a micro-batch whose step fits into a device, by the ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+import fnshard as fs
+from experiments.lib.checks import ConfigError
+from experiments.lib.config import MULTIPLE
+from experiments.tuning.config import FinetuneConfig
+from fnshard.errors import report
+
+SHARE = 0.9  # of a GPU, where no budget is named
+GUESSES = 8
+
+
+def budget_bytes(config: FinetuneConfig, mesh: fs.Mesh) -> float:
+    """Return what a rank may take of its device; the least of all ranks.
+
+    Raises:
+        ConfigError: nobody says it, and the device is no GPU.
+    """
+    if config.run.device_gb is None and mesh.device_type != "cuda":
+        raise ConfigError(
+            "data.tokens=auto: needs a budget on a CPU. Fix: run.device_gb=4, or data.tokens=N."
+        )
+    own = config.run.device_gb and config.run.device_gb * 1e9
+    own = own or SHARE * torch.cuda.get_device_properties(mesh.device).total_memory
+    every = [own]
+    if dist.is_initialized():
+        every = [0.0] * dist.get_world_size()
+        dist.all_gather_object(every, own)
+    return min(every)
+
+
+def most_tokens(peak_of: Callable[[int], int], budget: float, least: int, most: int) -> int:
+    """Return the most tokens whose step fits, a multiple of `MULTIPLE`.
+
+    The peak of a step is nearly a line in the tokens of a micro-batch: each guess is where the line through
+    the least and the largest that were tried meets the budget.
+
+    Args:
+        peak_of: bytes of a step by the tokens of a micro-batch.
+        budget: bytes.
+        least: tokens of the longest record.
+        most: more are of no use.
+
+    Raises:
+        ConfigError: not even the longest record fits.
+
+    >>> most_tokens(lambda tokens: 1000 + 10 * tokens, 9000, least=20, most=10_000)
+    800
+    """
+    low = -(-least // MULTIPLE) * MULTIPLE
+    most = max(low, most // MULTIPLE * MULTIPLE)
+    known = {low: peak_of(low)}
+    if known[low] > budget:
+        raise ConfigError(
+            report(
+                f"data.tokens=auto: the longest record takes {least} positions, and a step of micro-batches "
+                f"of {low} takes {known[low] / 1e6:.1f} MB; {budget / 1e6:.1f} are there.",
+                fix="strategy.remat=unit, a larger run.device_gb, or data.too_long=skip with a smaller "
+                "data.context.",
+            )
+        )
+    fits, over, guess = low, most + MULTIPLE, min(2 * low, most)
+    for _ in range(GUESSES):
+        if guess <= fits:
+            break
+        known[guess] = peak_of(guess)
+        fits, over = (guess, over) if known[guess] <= budget else (fits, guess)
+        largest = max(known)
+        slope = max((known[largest] - known[low]) / (largest - low), 1.0)
+        meets = low + int((budget - known[low]) / slope)
+        guess = min(meets, over - MULTIPLE) // MULTIPLE * MULTIPLE
+    return fits

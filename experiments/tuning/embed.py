@@ -1,0 +1,61 @@
+"""Embeddings: texts that belong together lie near each other, and far from all others of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fnshard as fs
+from experiments.lib.checks import ConfigError
+from experiments.tuning.config import ObjectiveConfig
+from experiments.tuning.heads import at_ends, hidden_of
+from experiments.tuning.method import Tuning
+from experiments.tuning.objectives import sides_of, split_sides
+from fnshard.losses import Mean
+
+
+def embed(tuning: Tuning, config: ObjectiveConfig, *, training: bool) -> Callable[..., Any]:
+    """Make InfoNCE (van den Oord et al. 2018) of each query among the positives of all ranks' rows, and its
+    mean over `config.dims`, the first dims alone (Kusupati et al. 2022, Matryoshka).
+
+    An embedding is the hidden state of a text's last token. A micro-batch knows no rows of another one.
+
+    The batch: `query` and `positive`, each int64 [B, T] `tokens` and `targets`; or packed pairs; and
+    `numbers`, int64, of the records: equal ones are no negatives of each other.
+    """
+    hidden = hidden_of(tuning, training=training)
+    width = tuning.lm.head(tuning.lm.params).shape[1]
+    dims = config.dims or (width,)
+    if dims[-1] > width:
+        raise ConfigError(
+            f"objective.dims={list(dims)}: a hidden state has {width}. Fix: none above {width}."
+        )
+
+    def loss(params: Any, batch: Any) -> tuple[Mean, dict[str, Mean]]:
+        both, counted = sides_of(batch)
+        queries, positives = split_sides(at_ends(hidden(params, both), both), both)  # [N, D] each
+        numbers = batch["numbers"].flatten()
+        every, known = fs.all_gather(positives), fs.all_gather(numbers)  # of all ranks
+        count = counted.sum()
+        is_mine = numbers[:, None] == known[None, :]  # [N, M]
+        total, right = torch.zeros((), dtype=queries.dtype, device=queries.device), {}
+        for dim in dims:
+            similar = config.scale * unit(queries[:, :dim]) @ unit(every[:, :dim]).T
+            similar = similar.masked_fill(known[None, :] < 0, -1e9)  # padding is nobody's negative
+            own = similar.masked_fill(~is_mine, -1e9).logsumexp(1)
+            losses = similar.logsumexp(1) - own
+            total = total + torch.where(counted, losses, 0.0).sum() / len(dims)
+            nearest = known[similar.argmax(1)] == numbers
+            name = "accuracy" if dim == dims[-1] else f"accuracy_{dim}"
+            right[name] = Mean((nearest & counted).sum().float(), count)
+        return Mean(total, count, bound=float(counted.numel())), right
+
+    return loss
+
+
+def unit(vectors: Tensor) -> Tensor:
+    """Return vectors of length 1; one of nothing stays so, and has a gradient."""
+    return vectors * (vectors.square().sum(-1, keepdim=True) + 1e-12).rsqrt()

@@ -1,0 +1,205 @@
+"""Environments: a function of one's own that talks with the model over several turns, and says what the talk
+was worth.
+
+    def rollout(prompt, ask):
+        messages = [*prompt["messages"]]
+        for _ in range(3):
+            answer = ask(messages)                       # {"role": "assistant", "content": "..."}
+            messages += [answer, {"role": "tool", "content": run(answer["content"])}]
+        return messages, reward
+
+`prompt` is the record, as rewards are given it (`tuning.rewards`). Each rollout has a thread, and
+waits in `ask` until all others wait there too, or have ended: the model answers all of them at once. What is
+learned is each answer, after the very tokens that the model was shown: nothing is tokenised a second time.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from experiments.data.chat import opening
+from experiments.data.tokenizer import DirectoryTokenizer
+from experiments.lib.checks import ConfigError, describe
+from experiments.lib.files import LineError
+
+Environment = Callable[[Mapping[str, Any], Callable[..., Mapping[str, Any]]], tuple[Sequence[Any], float]]
+# The answers to turns: of each its tokens, their log-probabilities and entropies.
+Answer = tuple[list[int], Tensor, Tensor]
+Draw = Callable[[Sequence["Turn"]], Sequence[Answer]]
+
+
+class Limit(Exception):
+    """A rollout asks for more than it may."""
+
+
+@dataclass
+class Turn:
+    """An answer of the model in a rollout.
+
+    Args:
+        rollout: which one, and `number`, from 0, which of its turns.
+        prompt: the tokens that the model was shown.
+        answer: what it answered; None before it has.
+    """
+
+    rollout: int
+    number: int
+    prompt: list[int]
+    answer: Answer | None = None
+
+
+@dataclass(frozen=True)
+class Play:
+    """Plays rollouts.
+
+    Args:
+        environment: the user's.
+        turns: that a rollout may have.
+        context: positions of a prompt with its answer, at most.
+        answer: the most tokens of one.
+        timeout: seconds that a rollout may think between two turns.
+    """
+
+    environment: Environment
+    tokenizer: DirectoryTokenizer
+    turns: int
+    context: int
+    answer: int
+    timeout: float
+
+    def __call__(
+        self, prompts: Sequence[Mapping[str, Any]], draw: Draw, goes_on: Callable[[bool], bool]
+    ) -> tuple[list[Turn], list[float]]:
+        """Play a rollout of each prompt to its end.
+
+        Args:
+            draw: answers to turns; all ranks call it together.
+            goes_on: whether any rank has a turn to answer, of whether this one has.
+
+        Returns:
+            All turns, of one rollout after each other, and each rollout's reward.
+
+        Raises:
+            ConfigError: the environment raises, returns something else, asks for more turns than there may
+                be, thinks for too long, or has said more than the context holds.
+        """
+        talks = [_Talk(self, number, prompt) for number, prompt in enumerate(prompts)]
+        for talk in talks:
+            talk.thread.start()
+        try:
+            while True:
+                waiting = [talk for talk in talks if talk.wait_for_turn()]
+                if wrong := [talk for talk in talks if talk.error]:
+                    raise wrong[0].error
+                if not goes_on(bool(waiting)):
+                    break
+                turns = [talk.asked for talk in waiting]
+                for talk, answer in zip(waiting, draw(turns), strict=True):
+                    talk.answer(answer)
+        finally:
+            for talk in talks:
+                talk.close()
+        return [turn for talk in talks for turn in talk.said], [talk.reward for talk in talks]
+
+
+class _Talk:
+    """A rollout on a thread. Its state: the turns that were said, and the one that it asks for."""
+
+    def __init__(self, play: Play, number: int, prompt: Mapping[str, Any]):
+        self.play, self.number, self.prompt = play, number, prompt
+        self.said: list[Turn] = []
+        self.asked: Turn | None = None
+        self.reward, self.error = math.nan, None
+        self._ready, self._answered = threading.Semaphore(0), threading.Semaphore(0)
+        self._is_over = self._is_closed = False
+        self.thread = threading.Thread(target=self._run, daemon=True, name=f"rollout-{number}")
+
+    def _run(self) -> None:
+        try:
+            found = self.play.environment(dict(self.prompt), self.ask)
+            self.reward = self._reward_of(found)
+        except ConfigError as error:
+            self.error = self.error or error
+        except BaseException as error:  # the user's own code
+            if not self._is_closed:
+                self.error = self.error or self._wrong(describe(error))
+        self._is_over = True
+        self._ready.release()
+
+    def ask(self, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None = None) -> dict[str, Any]:
+        """Return the model's answer to messages, as one of an assistant."""
+        play, number = self.play, len(self.said)
+        if number >= play.turns:
+            self.error = self._wrong(
+                f"it asks for more than objective.turns={play.turns} answers. Fix: end sooner, or a larger "
+                "objective.turns"
+            )
+            self._ready.release()
+            raise Limit
+        try:
+            ids = opening(play.tokenizer, list(messages), tools)
+        except LineError as error:
+            raise self._wrong(str(error)) from error
+        if len(ids) - 1 + play.answer > play.context:
+            raise self._wrong(
+                f"turn {number + 1} takes {len(ids) - 1} positions, and an answer may have {play.answer}; "
+                f"the context has {play.context}. Fix: a larger data.context, or fewer and shorter messages"
+            )
+        self.asked = Turn(self.number, number, ids)
+        self._ready.release()
+        self._answered.acquire()
+        if self._is_closed:
+            raise SystemExit
+        drawn, ends = self.said[-1].answer[0], set(play.tokenizer.stops)
+        text = play.tokenizer.decode([token for token in drawn if token not in ends])
+        return {"role": "assistant", "content": text}
+
+    def wait_for_turn(self) -> bool:
+        """Wait until the rollout asks for an answer, or is over; return whether it asks."""
+        if self._is_over:
+            return False
+        began = time.monotonic()
+        if not self._ready.acquire(timeout=self.play.timeout):
+            self.error = self._wrong(
+                f"after turn {len(self.said)} it has neither asked nor ended for "
+                f"{time.monotonic() - began:.0f} s (run.timeout_s)"
+            )
+        return self.error is None and not self._is_over
+
+    def answer(self, answer: Answer) -> None:
+        """Hand the rollout what the model answers."""
+        self.asked.answer = answer
+        self.said.append(self.asked)
+        self._answered.release()
+
+    def close(self) -> None:
+        """Let a thread that still waits end."""
+        self._is_closed = True
+        self._answered.release()
+
+    def _reward_of(self, found: Any) -> float:
+        try:
+            messages, reward = found
+            number = float(reward)
+        except (TypeError, ValueError):
+            raise self._wrong(f"expected (messages, reward), got {found!r:.80}") from None
+        if not isinstance(messages, list | tuple) or not math.isfinite(number):
+            raise self._wrong(f"expected messages and a finite number, got {found!r:.80}")
+        if not self.said:
+            raise self._wrong("it has ended without an answer of the model")
+        return number
+
+    def _wrong(self, what: str) -> ConfigError:
+        return ConfigError(f"objective.environment: the rollout of {self._name}: {what}.")
+
+    @property
+    def _name(self) -> str:
+        text = repr(self.prompt.get("prompt", ""))
+        return text if len(text) <= 80 else f"{text[:20]}...{text[-57:]}"

@@ -1,0 +1,46 @@
+"""Heads: numbers of hidden states in the place of next tokens: a reward model's score, classes, embeddings.
+
+A batch's `targets` say where these are read: a class, or 0, at the positions that count, IGNORE elsewhere. A
+head is a leaf of the tree beside the model's, `{"score": {"weight": [C, D]}}`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from experiments.tuning.lm import LanguageModel
+from experiments.tuning.method import Tuning
+from experiments.tuning.objectives import Batch, members
+from fnshard.losses import IGNORE
+
+
+def hidden_of(tuning: Tuning, *, training: bool) -> Callable[[Any, Batch], Tensor]:
+    """Make `fn(params, batch)`, the hidden states [B, T, D] in fp32 or wider, 0 where no target is."""
+
+    def hidden(params: Any, batch: Batch) -> Tensor:
+        found = lm.hidden(params, *(batch.get(n) for n in ("tokens", "positions", "documents")))
+        found = torch.where((batch["targets"] != IGNORE).unsqueeze(-1), found, 0.0)  # padding may hold NaN
+        return found.to(torch.promote_types(found.dtype, torch.float32))
+
+    lm: LanguageModel = tuning.lm
+    return tuning.policy(hidden, training=training)
+
+
+def score_of(params: Any, hidden: Tensor) -> Tensor:
+    """Return the head's numbers of hidden states [..., D]: [..., C]."""
+    return hidden @ params["score"]["weight"].to(hidden.dtype).T
+
+
+def at_ends(hidden: Tensor, batch: Batch) -> Tensor:
+    """Return the hidden state at each document's end, where its one target is.
+
+    [B, D]: a row is a document; or, of packed pairs, [B, 2 N, D].
+    """
+    if "pairs" not in batch:
+        return hidden.sum(1)
+    member = members(batch["documents"], 2 * batch["pairs"].shape[1], hidden.dtype)
+    return torch.einsum("bts,btd->bsd", member, hidden)

@@ -1,0 +1,35 @@
+"""Reward models: a score of whole conversations, by which of two answers is the better one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.nn.functional as F
+
+from experiments.tuning.config import ObjectiveConfig
+from experiments.tuning.heads import at_ends, hidden_of, score_of
+from experiments.tuning.method import Tuning
+from experiments.tuning.objectives import sides_of, split_sides
+from fnshard.losses import Mean
+
+
+def reward(tuning: Tuning, config: ObjectiveConfig, *, training: bool) -> Callable[..., Any]:
+    """Make -log s(chosen - rejected) of the scores of a pair (Bradley and Terry 1952; Ouyang et al. 2022),
+    averaged over all pairs of all ranks.
+
+    The batch: as of `objectives.preference`; targets are 0 at the end of each answer.
+    """
+    hidden = hidden_of(tuning, training=training)
+
+    def loss(params: Any, batch: Any) -> tuple[Mean, dict[str, Mean]]:
+        both, counted = sides_of(batch)
+        scores = score_of(params, at_ends(hidden(params, both), both))[..., 0]
+        chosen, rejected = split_sides(scores, both)
+        margin, count, shares = chosen - rejected, counted.sum(), counted.to(scores.dtype)
+        mean = lambda values: Mean((values * shares).sum(), count)  # noqa: E731
+        total = Mean((-F.logsigmoid(margin) * shares).sum(), count, bound=float(counted.numel()))
+        shown = margin.detach()
+        return total, {"margin": mean(shown), "accuracy": mean((shown > 0).to(shown.dtype))}
+
+    return loss

@@ -1,0 +1,20 @@
+"""`python -m experiments.web folder=FOLDER`: prints the address of a page, and serves it until Ctrl-C."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from experiments.lib.compose import answer
+from experiments.web.config import COMMAND, WebConfig
+
+
+def main(config: WebConfig, _: Path) -> None:
+    """Serve the page."""
+    # The process that predicts imports this module anew, and needs no web server.
+    from experiments.web.server import serve
+
+    serve(config)
+
+
+if __name__ == "__main__":
+    answer(COMMAND, main)

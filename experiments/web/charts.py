@@ -1,0 +1,106 @@
+"""Charts: runs as the options of ECharts, which draws them in the browser."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from experiments.compare.outcome import Outcome
+from experiments.compare.table import names_of, points
+from experiments.lib.metrics import smooth
+from fnshard.plot.scales import byte_text
+
+POINTS = 300  # of a curve, at most: each is the mean of the steps around it
+COLOURS = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f")
+SPEED = "_per_s"  # how the name of a run's speed ends
+MEMORY = {
+    "predicted_peak_bytes": "predicted, of a step",
+    "measured_peak_bytes": "measured, of the device",
+    "process_peak_bytes": "measured, of rank 0's process, Python and torch included",
+}
+
+
+def curve_chart(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Return a chart of what runs are judged by: lines in training, marks on held-out data."""
+    names, series = labels(outcomes), []
+    for number, outcome in enumerate(outcomes):
+        goal, colour = outcome.goal, COLOURS[number % len(COLOURS)]
+        name = names[outcome.folder] if len(outcomes) > 1 else "training"
+        held_out = name if len(outcomes) > 1 else "held-out"
+        series.append(line(name, points(outcome, goal.name), colour))
+        marks = points(outcome, goal.held_out)
+        series.append(
+            line(
+                held_out,
+                marks,
+                colour,
+                symbolSize=7,
+                showSymbol=True,
+                lineStyle={"type": "dashed", "width": 1},
+            )
+        )
+    return chart(series, outcomes[0].goal.label if outcomes else "")
+
+
+def speed_chart(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Return a chart of tokens, or rows, a second, by step."""
+    names, series, label = labels(outcomes), [], ""
+    for number, outcome in enumerate(outcomes):
+        key = next((name for row in outcome.rows for name in row if name.endswith(SPEED)), "")
+        name = names[outcome.folder] if len(outcomes) > 1 else key.replace(SPEED, " a second")
+        label = key.replace(SPEED, " a second") or label
+        # The first step of a process compiles.
+        series.append(line(name, points(outcome, key)[1:], COLOURS[number % len(COLOURS)]))
+    return chart(series, label)
+
+
+def memory_chart(totals: Mapping[str, Any]) -> dict[str, Any]:
+    """Return bars of what a rank's memory was predicted to take, and what was measured."""
+    return bars({text: totals[name] for name, text in MEMORY.items() if name in totals})
+
+
+def peak_chart(peak: Mapping[str, int]) -> dict[str, Any]:
+    """Return bars of what the peak of a step is made of, the largest first."""
+    return bars(dict(sorted(((n, v) for n, v in peak.items() if v), key=lambda pair: -pair[1])))
+
+
+def labels(outcomes: Sequence[Outcome]) -> dict[Any, str]:
+    """Return a name for each run, by what distinguishes it."""
+    return {folder: name or folder.name for folder, name in names_of(outcomes).items()}
+
+
+def line(name: str, curve: Sequence[tuple[float, float]], colour: str, **more: Any) -> dict[str, Any]:
+    means = smooth(curve, POINTS)[0] if curve else []
+    data = [[step, float(f"{value:.6g}")] for step, value in means if math.isfinite(value)]
+    return {"name": name, "type": "line", "data": data, "color": colour, "showSymbol": False, **more}
+
+
+def chart(series: Sequence[Mapping[str, Any]], label: str) -> dict[str, Any]:
+    """Return a chart of lines by step."""
+    return {
+        "animation": False,
+        "grid": {"left": 60, "right": 20, "top": 40, "bottom": 40},
+        "legend": {"type": "scroll", "top": 0},
+        "tooltip": {"trigger": "axis"},
+        "xAxis": {"type": "value", "name": "step", "nameLocation": "middle", "nameGap": 24, "minInterval": 1},
+        "yAxis": {"type": "value", "name": label, "scale": True, "nameTextStyle": {"align": "left"}},
+        "series": list(series),
+    }
+
+
+def bars(sizes: Mapping[str, float]) -> dict[str, Any]:
+    """Return a chart of bytes, a bar each, with words beside it."""
+    return {
+        "animation": False,
+        "grid": {"left": 10, "right": 80, "top": 5, "bottom": 5, "containLabel": True},
+        "xAxis": {"type": "value", "show": False},
+        "yAxis": {"type": "category", "inverse": True, "data": list(sizes), "axisTick": {"show": False}},
+        "series": [{
+            "type": "bar", "color": COLOURS[0], "barMaxWidth": 16,
+            "data": [
+                {"value": n, "label": {"show": True, "position": "right", "formatter": byte_text(n)}}
+                for n in sizes.values()
+            ],
+        }],
+    }  # fmt: skip

@@ -1,0 +1,199 @@
+"""Prediction: what `experiments.explain` says of a draft, found in a process of its own, so that the page
+stays alive meanwhile."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+import fnshard as fs
+from experiments.explain import config as explain_config
+from experiments.explain import words
+from experiments.explain.paper import explain
+from experiments.lib.checks import targets_in
+from experiments.lib.compose import compose, is_mistake, is_outside, text_of
+from experiments.lib.config import AUTO
+from experiments.lib.launch import find_accelerators, fit_to_machine
+from experiments.lib.plan import hardware_of
+from experiments.web.form import Draft, command_line, read_form
+from fnshard.launcher.rank import end_with_parent
+
+NOT_FOR_TUNING = (
+    "experiments.explain knows the models of experiments.train. A run of finetune says in its first lines "
+    "what a step takes, before it makes one; it is shown with the run."
+)
+ASK_IT = "Fix: the command below predicts it."
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What is known of a draft before it runs.
+
+    Args:
+        command: the command line that says the same.
+        error: why nothing is known; then all else is empty.
+        summary: of `experiments.explain`.
+        device_bytes: what a step may take of a rank's device.
+        peak: bytes at the peak, by category.
+        steps: of the run.
+    """
+
+    command: str = ""
+    error: str = ""
+    summary: Mapping[str, str] = field(default_factory=dict)
+    device_bytes: int = 0
+    peak: Mapping[str, int] = field(default_factory=dict)
+    step_seconds: float = 0.0
+    steps: int = 0
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(self.peak.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.peak_bytes <= self.device_bytes
+
+    @property
+    def hours(self) -> float:
+        """Return the hours of all steps; not those of the start, evaluation and checkpoints."""
+        return self.steps * self.step_seconds / 3600
+
+
+def predict(draft: Draft, hardware: str) -> Prediction:
+    """Return what `experiments.explain` says of a draft of the training command.
+
+    Args:
+        hardware: as its `hardware=`; "auto" is this machine.
+    """
+    if draft.job != "train":
+        return Prediction(error=NOT_FOR_TUNING)
+    command = ""
+    try:
+        form = read_form(draft)
+        if form.config is None:
+            return Prediction(error="\n".join(form.problems))
+        arguments = explain_arguments(draft, form.config, precision_of(form), hardware)
+        command = command_line("explain", arguments)
+        if own := [each for each in targets_in(asdict(form.config)) if "_target_=fnshard." not in each]:
+            # The settings may be those of somebody else's run: their code runs when a person starts it.
+            return Prediction(
+                command, f"{' '.join(own)}: code of one's own runs when it is started. {ASK_IT}"
+            )
+        paper = explain(compose(explain_config.COMMAND, arguments).config)
+    except Exception as error:
+        known = is_mistake(error) or is_outside(error)
+        return Prediction(command, text_of(error) if known else f"{type(error).__name__}: {error}")
+    return Prediction(
+        command, "", words.summary(paper), paper.device_bytes, dict(paper.memory.peak),
+        paper.timeline.step_seconds, form.config.run.steps,
+    )  # fmt: skip
+
+
+def precision_of(form: Any) -> str:
+    return next(group.chosen for group in form.groups if group.name == "precision")
+
+
+def explain_arguments(draft: Draft, config: Any, precision: str, hardware: str) -> list[str]:
+    """Return the arguments of `experiments.explain` for what a draft trains: its own, and those of which the
+    two commands have other defaults.
+
+    Args:
+        config: what the draft comes to.
+        precision: the file that it chooses.
+    """
+    said = {"precision": precision}
+    rows = config.data.get("rows") if isinstance(config.data, dict) else config.data.rows
+    said |= {"data.rows": rows} if rows else {}
+    if hardware == AUTO:
+        here = fit_to_machine(config, accelerators=find_accelerators())
+        mesh = fs.make_mesh(shard=1, device=here.run.device, abstract=True)
+        hardware = hardware_of(AUTO, mesh).name
+        said["mesh.shard"] = here.mesh.shard
+    own = [each for each in draft.arguments if not each.startswith("hardware")]
+    own = [each for each in own if each.partition("=")[0] not in said]
+    return [*own, *(f"{key}={value}" for key, value in said.items()), f"hardware={hardware}"]
+
+
+# ------------------------------------------------------------------ in a process of its own
+
+
+class Predictor:
+    """A process that answers one question at a time.
+
+    Its state: the process, which starts anew after a question that took too long.
+    """
+
+    def __init__(self, patience_s: float):
+        self.patience_s = patience_s
+        self._lock = threading.Lock()
+        self._process: Any = None
+        self._pipe: Connection | None = None
+
+    def ask(self, draft: Draft, hardware: str) -> Prediction:
+        """Return the prediction; wait for it."""
+        with self._lock:
+            self._start()
+            try:
+                self._pipe.send((draft, hardware))
+                if self._pipe.poll(self.patience_s):
+                    return self._pipe.recv()
+            except (EOFError, OSError):
+                self._end()
+                return Prediction(
+                    error="the process that predicts has ended. Fix: change something, or wait."
+                )
+            self._end()
+            return Prediction(
+                error=f"no answer within {self.patience_s:g} s. Fix: python -m experiments.explain takes its "
+                "time; or patience_s= of this page."
+            )
+
+    def prepare(self) -> None:
+        """Start the process, which takes some seconds to import."""
+        with self._lock:
+            self._start()
+
+    def close(self) -> None:
+        """End the process; a question that it works on gets no answer."""
+        if self._process is not None:
+            self._process.kill()
+
+    def _start(self) -> None:
+        if self._process is not None and self._process.is_alive():
+            return
+        # A server that has imported this module forks the process: it starts at once, after one that was
+        # killed too.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])
+        self._pipe, other = context.Pipe()
+        self._process = context.Process(target=answer_questions, args=(other,), daemon=True)
+        self._process.start()
+        other.close()
+
+    def _end(self) -> None:
+        self._process.kill()
+        self._process.join()
+        self._pipe.close()
+        self._process = None
+
+
+def answer_questions(pipe: Connection) -> None:
+    """Answer questions until the page's process has ended, however it does: the server that has forked this
+    one ends with it."""
+    end_with_parent(signal.SIGKILL, os.getppid())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the page
+    logging.getLogger("fnshard").setLevel(logging.WARNING)
+    while True:
+        try:
+            draft, hardware = pipe.recv()
+            pipe.send(predict(draft, hardware))
+        except (EOFError, OSError):
+            return

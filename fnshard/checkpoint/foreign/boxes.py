@@ -1,0 +1,101 @@
+"""Boxes: a tensor that lies in files in pieces, read a box at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fnshard.runtime.files.tensorfile import Corrupt
+
+# Whatever gives a tensor's values for slices of it: a PlacedTensor, a slice of a safetensors file, a tensor.
+Data = Any
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a tensor: where it begins, its shape, and what opens its data when it is needed."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    open: Callable[[], Data]
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The data of a tensor of which files have boxes; `pieces[slices]` reads those that it touches."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: Sequence[Piece]
+
+    def __getitem__(self, slices: Any) -> Tensor:
+        wanted = tuple(slice(0, size) for size in self.shape) if slices is ... else slices
+        bounds = [s.indices(n)[:2] for s, n in zip(wanted, self.shape, strict=True)]
+        out = torch.empty([max(0, last - first) for first, last in bounds], dtype=self.dtype)
+        left = out.numel()
+        for piece in self.pieces:
+            box = [
+                (max(first, at), min(last, at + size))
+                for (first, last), at, size in zip(bounds, piece.offset, piece.shape, strict=True)
+            ]
+            if any(low >= high for low, high in box):
+                continue
+            data = piece.open()
+            there = tuple(
+                slice(low - at, high - at) for (low, high), at in zip(box, piece.offset, strict=True)
+            )
+            here = tuple(slice(low - b[0], high - b[0]) for (low, high), b in zip(box, bounds, strict=True))
+            out[here] = data[there]
+            left -= math.prod(high - low for low, high in box)
+        if left:
+            raise Corrupt(f"has {out.numel() - left} of the {out.numel()} numbers that are read")
+        return out
+
+
+def check_pieces(name: str, shape: Sequence[int], pieces: Sequence[Piece]) -> None:
+    """Refuse pieces that are not the whole of a tensor, each part once."""
+    inside = all(
+        at >= 0 and at + size <= whole
+        for piece in pieces
+        for at, size, whole in zip(piece.offset, piece.shape, shape, strict=True)
+    )
+    some = [piece for piece in pieces if math.prod(piece.shape)]
+    numbers, places = sum(math.prod(p.shape) for p in some), {p.offset for p in some}
+    if not inside or numbers != math.prod(shape) or len(places) != len(some):
+        raise Corrupt(f"has {numbers} of the {math.prod(shape)} numbers of {name!r} {list(shape)}")
+
+
+def boxes_of_run(
+    shape: Sequence[int], first: int, last: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Split elements `[first, last)` of a tensor, in the order of memory, into boxes: where each begins, and
+    its shape; in that order.
+
+    >>> list(boxes_of_run((3, 4), 2, 9))
+    [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 1))]
+    """
+    if first >= last:
+        return
+    if not shape:
+        yield (), ()
+        return
+    row = math.prod(shape[1:])
+    begin, start = divmod(first, row)
+    end, stop = divmod(last, row)
+    if begin == end:  # within one row
+        for offset, size in boxes_of_run(shape[1:], start, stop):
+            yield (begin, *offset), (1, *size)
+        return
+    if start:
+        for offset, size in boxes_of_run(shape[1:], start, row):
+            yield (begin, *offset), (1, *size)
+        begin += 1
+    if begin < end:
+        yield (begin, *(0 for _ in shape[1:])), (end - begin, *shape[1:])
+    for offset, size in boxes_of_run(shape[1:], 0, stop):
+        yield (end, *offset), (1, *size)

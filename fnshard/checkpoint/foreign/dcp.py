@@ -1,0 +1,133 @@
+"""DCP: folders of `torch.distributed.checkpoint`, as FSDP2, torchtitan, Lightning and Accelerate write them.
+
+A folder has `.metadata`, a pickle of dataclasses that say which file has which box of each tensor, and from
+which byte on; there lies a stream of `torch.save`. Nothing in either is run (`runtime.files.torchfile`). The
+format has no checksums: a flipped bit of a value is not found.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fnshard.checkpoint.foreign.boxes import Piece, Pieces, check_pieces
+from fnshard.checkpoint.foreign.dialects import Leaf, SavedState, recognise
+from fnshard.hf.reading import FileTensor
+from fnshard.runtime.files.tensorfile import Corrupt, open_regular
+from fnshard.runtime.files.torchfile import Inert, PlacedTensor, known_of_torch, read_torch_file, unpickle
+
+METADATA = ".metadata"
+# What `.metadata` is made of; torch has moved them, under the same names.
+RECORDS = frozenset({
+    "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
+    "MetadataIndex", "StorageMeta", "_StorageInfo", "_MEM_FORMAT_ENCODING",
+})  # fmt: skip
+
+
+def find_dcp(path: Path) -> list[Path]:
+    """Return the folders of a checkpoint: itself, or model and optimizer side by side, as Accelerate has
+    them; none where it is no such checkpoint."""
+    if (path / METADATA).is_file():
+        return [path]
+    found = sorted(each.parent for each in path.glob(f"*/{METADATA}")) if path.is_dir() else []
+    names = [each.name.rstrip("0123456789") for each in found]
+    return found if sorted(names) in (["pytorch_model_fsdp_"], ["optimizer_", "pytorch_model_fsdp_"]) else []
+
+
+def read_dcp(path: Path) -> SavedState:
+    """Return what a checkpoint of `torch.distributed.checkpoint` holds; values are read when asked for.
+
+    Raises:
+        Corrupt: no such checkpoint; a file that is missing or too short; a tensor of which parts are missing.
+        Refused: it names what may not run.
+    """
+    folders = find_dcp(path)
+    if not folders:
+        nearby = sorted(each.parent.name for each in path.glob(f"*/{METADATA}")) if path.is_dir() else []
+        inside = f"; there are some in it: {', '.join(nearby[:8])}" if nearby else ""
+        raise Corrupt(f"has no {METADATA}, so it is no checkpoint of torch.distributed.checkpoint{inside}")
+    tree: dict[tuple[str, ...], Leaf] = {}
+    for folder in folders:
+        tree |= _tree_of(folder)
+    return recognise(tree, "DCP")
+
+
+def _tree_of(folder: Path) -> dict[tuple[str, ...], Leaf]:
+    fd = open_regular(folder, METADATA)
+    with open(fd, "rb") as file:
+        found = unpickle(io.BytesIO(file.read()), _known_of_metadata)
+    if not isinstance(found, Inert) or not isinstance(found.state, dict):
+        raise Corrupt(f"{METADATA} holds no metadata")
+    saved, stored = found.state.get("state_dict_metadata") or {}, found.state.get("storage_data") or {}
+    paths = found.state.get("planner_data") or {}
+    # By name and, of tensors, where the box begins.
+    places: dict[tuple[str, tuple[int, ...] | None], Mapping[str, Any]] = {}
+    for index, info in stored.items():
+        at = index.state.get("offset")
+        places[index.state["fqn"], None if at is None else tuple(at)] = info.state
+    missing = sorted(
+        {p["relative_path"] for p in places.values() if not (folder / p["relative_path"]).is_file()}
+    )
+    if missing:
+        raise Corrupt(f"{METADATA} names {len(missing)} files that are not there: {', '.join(missing[:8])}")
+    out: dict[tuple[str, ...], Leaf] = {}
+    for name, entry in saved.items():
+        path = tuple(str(part) for part in paths.get(name, (name,)))
+        if "chunks" not in entry.state:
+            place = places.get((name, None))
+            if place is not None:
+                out[path] = partial(_open_item, folder, name, place)
+            continue
+        shape, dtype = tuple(entry.state["size"]), _dtype_of(entry.state["properties"])
+        pieces = []
+        for chunk in entry.state["chunks"]:
+            offset, size = tuple(chunk.state["offsets"]), tuple(chunk.state["sizes"])
+            place = places.get((name, offset)) or (places.get((name, None)) if not any(offset) else None)
+            if place is None:
+                raise Corrupt(f"{METADATA} does not say where {name!r} from {list(offset)} on lies")
+            pieces.append(Piece(offset, size, partial(_open_box, folder, name, place, size, dtype)))
+        check_pieces(name, shape, pieces)
+        out[path] = FileTensor(folder.name, Pieces(dtype, shape, pieces), dtype, shape)
+    return out
+
+
+def _known_of_metadata(module: str, name: str) -> Any:
+    if module.startswith("torch.distributed.") and name in RECORDS:
+        return Inert
+    return known_of_torch(module, name)
+
+
+def _dtype_of(properties: Inert) -> torch.dtype:
+    """Return the dtype of `TensorProperties`, whose state torch has written as a tuple and as a dict."""
+    state = properties.state
+    return state["dtype"] if isinstance(state, dict) else state[0]
+
+
+def _open_item(folder: Path, name: str, place: Mapping[str, Any]) -> Any:
+    """Read the `torch.save` stream of an item."""
+    if place.get("transform_descriptors"):
+        kind = ", ".join(map(str, place["transform_descriptors"]))
+        raise Corrupt(f"{name!r} is stored through the extension {kind}, which is not read here")
+    try:
+        return read_torch_file(folder / place["relative_path"], place["offset"], place["length"])
+    except Corrupt as error:
+        raise type(error)(f"{place['relative_path']}: {name!r} {error}") from error
+
+
+def _open_box(
+    folder: Path, name: str, place: Mapping[str, Any], shape: tuple[int, ...], dtype: torch.dtype
+) -> PlacedTensor:
+    found = _open_item(folder, name, place)
+    if not isinstance(found, PlacedTensor) or found.shape != shape or found.dtype != dtype:
+        kind = (
+            f"{list(found.shape)} {found.dtype}" if isinstance(found, PlacedTensor) else type(found).__name__
+        )
+        raise Corrupt(
+            f"{place['relative_path']}: {name!r} is {kind}, and {METADATA} says {list(shape)} {dtype}"
+        )
+    return found

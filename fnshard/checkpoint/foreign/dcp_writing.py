@@ -1,0 +1,293 @@
+"""DCP writing: a state as a folder that `torch.distributed.checkpoint.load` reads on any number of ranks.
+
+Each rank writes a file of `torch.save` streams, one for each box that it has to write; rank 0 writes
+`.metadata` when all files are there. Until then the folder has another name.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from fnshard.checkpoint.blocks import assigned
+from fnshard.checkpoint.foreign.dcp import METADATA
+from fnshard.checkpoint.foreign.dialects import SLOTS
+from fnshard.checkpoint.state_leaves import LocalLeaf, checked_param_leaves, state_leaves
+from fnshard.compiler.ir.values import MASTER
+from fnshard.errors import CheckpointError, OptimizerError, leaves
+from fnshard.hf.names import Names, check_names
+from fnshard.layout.codecs import is_coded
+from fnshard.layout.partition import P
+from fnshard.layout.resolved import ResolvedSpecs
+from fnshard.mesh import Mesh
+from fnshard.runtime.coordination import Failed, agreed, all_ranks, group_of
+from fnshard.runtime.files.folder import AtomicDirectory, as_path, flush_directory, flush_file
+from fnshard.step.runner import laid_out
+from fnshard.step.state import TrainState
+
+Path_ = tuple[Any, ...]  # keys of nested dicts and lists
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # where it begins, its shape
+
+# By who reads it: the path of a parameter, of a slot, and of a number of the parameter's group, in the tree
+# that is saved.
+LAYOUTS: Mapping[
+    str, tuple[Callable[[str], Path_], Callable[[str, str], Path_], Callable[[str, str], Path_]]
+] = {
+    "fsdp": (
+        lambda name: ("model", name),
+        lambda name, slot: ("optim", "state", name, slot),
+        lambda name, key: ("optim", "param_groups", 0, key),
+    ),
+    "accelerate": (
+        lambda name: ("model", name),
+        lambda name, slot: ("optimizer", "state", name, slot),
+        lambda name, key: ("optimizer", "param_groups", 0, key),
+    ),
+    "torchtitan": (
+        lambda name: (name,),
+        lambda name, slot: ("optimizer", f"state.{name}.{slot}"),
+        lambda name, key: ("optimizer", f"param_groups.{name}.{key}"),
+    ),
+}
+TORCH_SLOTS = {ours: theirs for theirs, ours in SLOTS.items()}
+
+
+@dataclass(frozen=True)
+class Item:
+    """An entry of a checkpoint: a tensor, by what makes each box that is written here; or a value."""
+
+    path: Path_
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype | None = None
+    boxes: Sequence[tuple[Box, Callable[[], Tensor]]] = ()
+    value: Any = None
+
+    @property
+    def name(self) -> str:
+        """Return the entry's name, as torch joins paths."""
+        return join(self.path)
+
+
+def join(path: Path_) -> str:
+    """Return the name that torch gives an entry of nested dicts and lists."""
+    return ".".join(map(str, path))
+
+
+@dataclass(frozen=True)
+class WrittenItem:
+    """An entry without its data: by box, the file and the bytes where it lies; the box of a value is None."""
+
+    item: Item
+    places: tuple[tuple[Box | None, str, int, int], ...]
+
+
+def save_dcp(
+    path: str | Path,
+    state: Any,
+    *,
+    specs: Any = None,
+    mesh: Mesh | None = None,
+    names: Names = None,
+    layout: str = "fsdp",
+    optimizer: Mapping[str, Any] | None = None,
+    timeout: float | None = None,
+) -> Path:
+    """Write a folder that `torch.distributed.checkpoint.load` reads on any number of ranks. A collective.
+
+    Each rank writes its own blocks; parameters with a master copy are written from that. It is written to a
+    name of its own, flushed, and renamed when it is complete.
+
+    Args:
+        path: of a folder that is not there yet, on a file system that all ranks see.
+        state: a `TrainState`, or a tree of stored blocks.
+        specs, mesh: its layout, if the state does not know it.
+        names: a dict or a function from paths to names of torch's; default the path.
+        layout: of the tree that is saved. "fsdp": `{"model": ..., "optim": ...}`, of
+            `torch.distributed.checkpoint.state_dict.get_state_dict`; "accelerate": `{"model": ...,
+            "optimizer": ...}`; "torchtitan": parameters at the top, and `optimizer` flattened.
+        optimizer: arguments of `torch.optim.AdamW` for the saved groups, `{"lr": 3e-4, "weight_decay": 0.1}`;
+            None: no groups are saved, and a reader keeps its own
+            (`DefaultLoadPlanner(allow_partial_load=True)`).
+        timeout: seconds after which a silent peer is an error; default the mesh's.
+
+    Returns:
+        `path`.
+
+    Raises:
+        CheckpointError: coded leaves; two leaves of one name; it could not be written; there is something by
+            that name.
+
+    >>> import tempfile, torch, fnshard as fs
+    >>> import torch.distributed.checkpoint as dcp
+    >>> params, mesh = {"w": torch.arange(3.0)}, fs.make_mesh(shard=1)
+    >>> specs = fs.presets.full_shard(params, mesh)
+    >>> folder = fs.checkpoint.save_dcp(tempfile.mkdtemp() + "/dcp", params, specs=specs, mesh=mesh)
+    >>> there = {"model": {"w": torch.zeros(3)}}
+    >>> dcp.load(there, checkpoint_id=folder)
+    >>> there
+    {'model': {'w': tensor([0., 1., 2.])}}
+    """
+    final, (_, specs, mesh) = as_path(path, "save_dcp(path, state)").absolute(), laid_out(state, specs, mesh)
+    group = group_of(mesh, timeout)
+
+    def plan() -> tuple[AtomicDirectory, list[Item]]:
+        if specs is None:
+            fix = (
+                "save_dcp(path, state) of a TrainState; of a tree of blocks also specs=step.specs, mesh=mesh."
+            )
+            raise CheckpointError(f"a {type(state).__name__} does not say how it is laid out.", fix=fix)
+        if layout not in LAYOUTS:
+            raise CheckpointError(f"layout={layout!r}: one of {', '.join(map(repr, LAYOUTS))}.")
+        if os.path.lexists(final) and (not final.is_dir() or any(final.iterdir())) and mesh.rank == 0:
+            raise CheckpointError(f"there is something at {str(final)!r}: save elsewhere, or remove it.")
+        resolved = ResolvedSpecs.of(specs)
+        if coded := [f"params[{p!r}]: codec={s.codec!r}" for p, s in resolved.leaves.items() if is_coded(s)]:
+            fix = "fs.reshard(state, specs, specs_without_codec) decodes them."
+            raise CheckpointError(f"torch knows no codec of {leaves(len(coded))}:", coded[:20], fix)
+        return AtomicDirectory(final), list(items_of(state, resolved, mesh, names, layout, optimizer))
+
+    directory, items = agreed(group, f"saving {path}", plan)
+
+    def finish(written: list[list[WrittenItem]]) -> None:
+        write_metadata(directory.saving, [item for of_rank in written for item in of_rank])
+        directory.commit()
+
+    try:
+        all_ranks(group, lambda: None, lambda _: directory.begin())
+        all_ranks(group, lambda: write_items(directory.saving, mesh.rank, items), finish)
+    except Failed as error:
+        raise CheckpointError(
+            f"cannot save {final}:", error.lines(), "make room, or save elsewhere."
+        ) from error
+    finally:
+        directory.end()
+    return final
+
+
+def items_of(
+    state: Any,
+    specs: ResolvedSpecs,
+    mesh: Mesh,
+    names: Names,
+    layout: str,
+    optimizer: Mapping[str, Any] | None,
+) -> Iterator[Item]:
+    """Yield the entries of a state, each with the boxes that this rank writes."""
+    check_names(names, specs.leaves)
+    param_path, slot_path, group_path = LAYOUTS[layout]
+    called = {p: (names(p) if callable(names) else (names or {}).get(p)) or p for p in specs.stored}
+    twice = sorted({name for name in called.values() if list(called.values()).count(name) > 1})
+    if twice:
+        raise CheckpointError(f"names= gives {twice[0]!r} to several leaves.", fix="give each its own name.")
+    training = isinstance(state, TrainState)
+    local = (state_leaves if training else checked_param_leaves)(state, specs, mesh)
+    tensors: dict[Path_, LocalLeaf] = {}
+    pairs: set[Path_] = set()  # entries of complex leaves
+    for path, name in called.items():
+        if f"params/{path}" not in local:  # another stage has it
+            continue
+        param, slots = local[f"params/{path}"], state.opt_state.get(path, {}) if training else {}
+        own = {param_path(name): local[f"optimizer/{path}/{MASTER}"] if MASTER in slots else param}
+        for slot in slots.keys() - {MASTER}:
+            own[slot_path(name, TORCH_SLOTS.get(slot, slot))] = local[f"optimizer/{path}/{slot}"]
+        pairs |= own.keys() if path in specs.complex else set()
+        if slots:
+            count = torch.tensor(float(state.step))
+            own[slot_path(name, "step")] = LocalLeaf((), P(), count, param.on_all_stages)
+        tensors |= own
+
+    mine = assigned({join(key): leaf for key, leaf in tensors.items()}, mesh)
+    for key, leaf in tensors.items():
+        boxes, parts = [], mine[join(key)].parts(mesh) if join(key) in mine else []
+        for start, part in parts:
+            if key in pairs:
+                start, part = start[:-1], torch.view_as_complex(part.contiguous())
+            boxes.append(((start, tuple(part.shape)), lambda part=part: part))
+        if key in pairs:
+            yield Item(key, leaf.shape[:-1], leaf.block.dtype.to_complex(), boxes)
+        else:
+            yield Item(key, leaf.shape, leaf.block.dtype, boxes)
+    if optimizer is not None and mesh.rank == 0:
+        names_there = [called[p] for p in specs.trainable]
+        yield from group_items(group_path, names_there, optimizer)
+
+
+def group_items(
+    group_path: Callable[[str, str], Path_], names: Sequence[str], optimizer: Mapping[str, Any]
+) -> Iterator[Item]:
+    """Yield the entries of AdamW's one group of parameters, with torch's defaults for what is not given."""
+    try:
+        (group,) = torch.optim.AdamW([torch.zeros(1)], **optimizer).param_groups
+    except (TypeError, ValueError) as error:
+        raise OptimizerError(
+            f"optimizer={optimizer!r}: no arguments of torch.optim.AdamW ({error})."
+        ) from error
+    numbers = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    by_name = group_path("", "lr") != group_path("other", "lr")
+    for name in names if by_name else [""]:
+        yield from (Item(group_path(name, key), value=value) for key, value in numbers.items())
+    if not by_name:
+        yield Item(group_path("", "params"), value=list(names))
+
+
+def write_items(folder: Path, rank: int, items: Iterable[Item]) -> list[WrittenItem]:
+    """Write a rank's file, one box at a time, and return what lies where."""
+    file, out = f"__{rank}_0.distcp", []
+    with (folder / file).open("xb") as stream:
+        for item in items:
+            tensor = item.dtype is not None
+            places = []
+            for box, make in item.boxes if tensor else [(None, lambda item=item: item.value)]:
+                value, at = make(), stream.tell()
+                if tensor:  # a view would bring all that it is a view of
+                    value = value.detach().to("cpu").contiguous()
+                    value = value.clone() if value.untyped_storage().nbytes() != value.nbytes else value
+                torch.save(value, stream)
+                places.append((box, file, at, stream.tell() - at))
+            out.append(WrittenItem(replace(item, boxes=(), value=None), tuple(places)))
+        stream.flush()
+        os.fsync(stream.fileno())
+    if not any(item.places for item in out):
+        (folder / file).unlink()
+    return out
+
+
+def write_metadata(folder: Path, written: Iterable[WrittenItem]) -> None:
+    """Write `.metadata` of all ranks' entries, and flush the folder."""
+    entries: dict[str, Any] = {}
+    stored: dict[MetadataIndex, _StorageInfo] = {}
+    paths: dict[str, Path_] = {}
+    for each in written:
+        item, name = each.item, each.item.name
+        paths[name] = item.path
+        if item.dtype is None:
+            entries[name] = BytesStorageMetadata()
+        elif name not in entries:
+            entries[name] = TensorStorageMetadata(
+                TensorProperties(dtype=item.dtype), torch.Size(item.shape), []
+            )
+        for box, file, at, length in each.places:
+            if box is not None:
+                entries[name].chunks.append(ChunkStorageMetadata(torch.Size(box[0]), torch.Size(box[1])))
+            index = MetadataIndex(name, None if box is None else box[0])
+            stored[index] = _StorageInfo(file, at, length)
+    with (folder / METADATA).open("xb") as file:
+        pickle.dump(Metadata(entries, planner_data=paths, storage_data=stored), file)
+    flush_file(folder / METADATA)
+    flush_directory(folder)

@@ -1,0 +1,155 @@
+"""Dialects: where a training state keeps parameters and optimizer state, by who saved it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fnshard.hf.reading import FileTensor
+from fnshard.runtime.files.tensorfile import Corrupt
+
+# Keys under which a saved tree has a module's state dict, and an optimizer's. With them:
+# FSDP2 and DCP's tutorials  model.<name>       optim.state.<name>.exp_avg
+# torchtitan                 <name>             optimizer.state.<name>.exp_avg
+# Accelerate                 model.<name>       optimizer.state.<name>.exp_avg, in a folder of its own
+# Lightning                  state_dict.<name>  optimizer_0.state.<name>..., optimizer_states.0.state.<n>...
+# DDP by hand                model.<name>       optimizer.state.<number>.exp_avg
+MODELS = frozenset({"model", "state_dict", "model_state_dict", "module", "model_state"})
+OPTIMIZERS = re.compile(r"optim|optimizers?(_\d+)?|optim(izer)?_states?|optim(izer)?_state_dict")
+SLOTS = {"exp_avg": "mu", "exp_avg_sq": "nu", "momentum_buffer": "momentum"}  # torch's name: the one here
+# What wrappers add to the names of a module's leaves.
+WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
+
+Leaf = FileTensor | Callable[[], Any]  # a tensor, or what reads a value that is none
+Tree = Mapping[tuple[str, ...], Leaf]
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """A training state in files of others.
+
+    Args:
+        kind: what it is, for messages.
+        params: by name.
+        slots: by the parameter's name and the slot's, as optimizers are called here.
+        step: how many updates were made.
+        groups: of an optimizer that numbers its parameters, the numbers of each group: then these are the
+            names in `slots`.
+    """
+
+    kind: str
+    params: Mapping[str, FileTensor]
+    slots: Mapping[str, Mapping[str, FileTensor]] = field(default_factory=dict)
+    step: int = 0
+    groups: Sequence[Sequence[str]] = ()
+
+
+def walk(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield the leaves of nested dicts, and of lists that hold dicts, by path."""
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from walk(value, (*path, str(key)))
+    elif isinstance(tree, list | tuple) and any(isinstance(each, Mapping) for each in tree):
+        for key, value in enumerate(tree):
+            yield from walk(value, (*path, str(key)))
+    else:
+        yield path, tree
+
+
+def recognise(tree: Tree, kind: str) -> SavedState:
+    """Tell parameters and optimizer state of a saved tree apart.
+
+    Raises:
+        Corrupt: there are no tensors; several optimizers; parameters that have made different numbers of
+            updates.
+    """
+    named: dict[str, FileTensor] = {}
+    bare: dict[str, FileTensor] = {}
+    slots: dict[str, dict[str, FileTensor]] = {}
+    steps: dict[str, int] = {}
+    groups: dict[str, list[str]] = {}
+    optimizers: dict[str, None] = {}
+    for path, leaf in tree.items():
+        parts = path[:-1]
+        where = next((i for i, part in enumerate(parts) if OPTIMIZERS.fullmatch(part)), None)
+        if where is not None:
+            rest = ".".join(path[where + 1 :])
+            if found := re.fullmatch(r"(\d+\.(?=state\.))?state\.(.+)\.(\w+)", rest):
+                number, name, slot = found.groups()
+                optimizers[f"{path[where]}.{number or ''}"] = None
+                name = unwrapped(name)
+                if slot == "step":
+                    steps[name] = int(leaf() if callable(leaf) else leaf.data[...])
+                elif isinstance(leaf, FileTensor):
+                    slots.setdefault(name, {})[SLOTS.get(slot, slot)] = leaf
+            elif found := re.fullmatch(r"(?:\d+\.)?param_groups\.(\d+)\.(params|param_names)", rest):
+                names = [str(each) for each in (leaf() if callable(leaf) else [])]
+                groups.setdefault(found[1] + found[2], names)
+        elif isinstance(leaf, FileTensor):
+            model = max((i for i, part in enumerate(parts) if part in MODELS), default=None)
+            if model is None:
+                bare[unwrapped(".".join(path))] = leaf
+            else:
+                named[unwrapped(".".join(path[model + 1 :]))] = leaf
+    params = named or bare
+    if params and all(name.startswith("module.") for name in params):  # DDP's own, where it was not taken off
+        params = {name.removeprefix("module."): leaf for name, leaf in params.items()}
+        slots = {name.removeprefix("module."): own for name, own in slots.items()}
+    if not params and not slots:
+        raise Corrupt("holds no tensors of a model")
+    if len(optimizers) > 1:
+        raise Corrupt(f"holds the state of {len(optimizers)} optimizers, {', '.join(optimizers)}")
+    if timeless := [name for name, own in slots.items() if "nu" in own and name not in steps]:
+        raise Corrupt(f"has moments of {timeless[0]!r} and does not say after how many steps")
+    counts = sorted(set(steps.values()))
+    if len(counts) > 1:
+        odd = next(name for name, count in steps.items() if count != counts[-1])
+        raise Corrupt(
+            f"has optimizer state after {counts[0]} to {counts[-1]} updates, by parameter ({odd!r} after "
+            f"{steps[odd]}), and a state here counts the updates of all"
+        )
+    numbered = slots and all(name.isdecimal() for name in slots)
+    numbers = {key: each for key, each in groups.items() if key.endswith("params")}
+    given: dict[str, str] = {}  # the names that an optimizer was given, which it writes beside the numbers
+    for key, each in numbers.items():
+        given |= dict(zip(each, groups.get(f"{key.removesuffix('params')}param_names", []), strict=False))
+    if numbered and slots.keys() <= given.keys():
+        slots, numbered = {unwrapped(given[number]): own for number, own in slots.items()}, False
+    by_group = [each for _, each in sorted(numbers.items())] if numbered else []
+    return SavedState(kind, params, slots, counts[0] if counts else 0, by_group)
+
+
+def unwrapped(name: str) -> str:
+    """Return the name of a leaf without the modules that wrappers put around its own.
+
+    >>> unwrapped("layers.0._orig_mod.weight")
+    'layers.0.weight'
+    """
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def name_numbers(saved: SavedState, trained: Sequence[str]) -> Mapping[str, Mapping[str, FileTensor]]:
+    """Return optimizer state by name, where it has numbers: the order of the trained parameters in the file.
+
+    Raises:
+        Corrupt: several groups, whose order is not the module's; another number of parameters, or others.
+    """
+    if not saved.groups:
+        return saved.slots
+    (numbers, *others) = saved.groups
+    if others or len(numbers) != len(trained):
+        raise Corrupt(
+            f"numbers the optimizer state of {sum(map(len, saved.groups))} parameters in {len(saved.groups)} "
+            f"groups, and {len(trained)} train here: which is which it does not say. Save it by name, with "
+            "torch.distributed.checkpoint.state_dict.get_state_dict, or torch.optim.AdamW(named_parameters)"
+        )
+    named = {name: saved.slots.get(number, {}) for number, name in zip(numbers, trained, strict=True)}
+    odd = [n for n, own in named.items() for s in own.values() if s.shape not in ((), saved.params[n].shape)]
+    if odd:
+        raise Corrupt(
+            f"numbers its optimizer state, and that of {odd[0]!r} by its number is of another shape; save it "
+            "by name, with torch.distributed.checkpoint.state_dict.get_state_dict"
+        )
+    return named

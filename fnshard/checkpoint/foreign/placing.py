@@ -1,0 +1,145 @@
+"""Placing: a training state of others, as a state here: leaves matched by name, each rank reading its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fnshard import tree
+from fnshard.checkpoint.foreign.dialects import SavedState, name_numbers
+from fnshard.checkpoint.manifest_file import Manifest, SavedLeaf
+from fnshard.checkpoint.restoring import specs_and_mesh, state_maker
+from fnshard.errors import CheckpointError, FnshardError
+from fnshard.hf import check_resolved
+from fnshard.hf.names import Names, check_names, family_of, possible_names
+from fnshard.hf.reading import FileTensor, LeafSource, match_tensors, stacked
+from fnshard.layout.pairs import as_pairs
+from fnshard.layout.resolved import ResolvedSpecs
+from fnshard.mesh import Mesh
+from fnshard.runtime.coordination import agreed, group_of
+from fnshard.runtime.files.tensorfile import STATE_NAMES, Corrupt
+from fnshard.step.state import TrainState
+
+ANEW = (
+    "a step with the optimizer that it was saved with; or begin anew with the parameters: step.adopt("
+    "fs.checkpoint.load_dcp(path, step.specs, step.mesh).params), and so for load_deepspeed and load_torch."
+)
+Source = LeafSource | Tensor  # what fills a leaf: a tensor of the files, or a full value
+
+
+def load_state(
+    read: Callable[[Path], SavedState],
+    path: Path,
+    step_or_specs: Any,
+    mesh: Mesh | None,
+    *,
+    model: nn.Module | None,
+    names: Names,
+    missing: Mapping[str, Tensor] | None,
+    ignore: str | Sequence[str],
+    disk_dir: str | None,
+    timeout: float | None,
+) -> TrainState:
+    """Return a state that is filled from files of others; see `fnshard.checkpoint.load_dcp`."""
+    resolved, on = specs_and_mesh(step_or_specs, mesh)
+    check_resolved(resolved.tree, on)
+    globs, model = [ignore] if isinstance(ignore, str) else list(ignore), tree.unwrapped(model)
+
+    def load() -> TrainState:
+        try:
+            saved = read_saved(read, path)
+            leaves = match_state(saved, resolved, model, names, missing or {}, globs)
+            _, make = state_maker(step_or_specs, on, disk_dir, ANEW)
+            state, targets = make(_manifest_of(saved, leaves))
+            with torch.no_grad():
+                for target in targets.values():
+                    for offset, part in target.parts(on):
+                        part.copy_(_read_box(leaves[target.source], offset, part.shape))
+            return state
+        except Corrupt as error:
+            raise CheckpointError(f"cannot load {str(path)!r}: it {error}.") from error
+
+    if on.kind == "abstract":  # no other rank is there
+        return load()
+    return agreed(group_of(on, timeout), f"loading {str(path)!r}", load)
+
+
+def read_saved(read: Callable[..., SavedState], path: Path, *others: Any) -> SavedState:
+    """Return what a reader makes of a path.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or laid out in another way.
+    """
+    try:
+        return read(path, *others)
+    except FnshardError:
+        raise
+    except Corrupt as error:
+        raise CheckpointError(f"cannot load {str(path)!r}: it {error}.") from error
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise CheckpointError(
+            f"cannot load {str(path)!r}: it is laid out in another way ({what})."
+        ) from error
+
+
+def match_state(
+    saved: SavedState,
+    resolved: ResolvedSpecs,
+    model: nn.Module | None,
+    names: Names,
+    missing: Mapping[str, Tensor],
+    ignore: Sequence[str],
+) -> dict[str, Source]:
+    """Return what fills each leaf of a state, by the names that checkpoints here have.
+
+    Raises:
+        StateError: names and shapes that do not fit the specs; all of them.
+    """
+    specs = resolved.leaves
+    check_names(names, specs)
+    family = family_of({}, model, specs)
+    sources, values = match_tensors(
+        specs, stacked(saved.params, family), names, family, model, missing, ignore
+    )
+    out: dict[str, Source] = {f"params/{p}": s for p, s in {**sources, **values}.items()}
+    order = {name: number for number, name in enumerate(saved.params)}
+    trained = {source.name: p for p, source in sources.items() if specs[p].trainable and source.name in order}
+    slots = name_numbers(saved, sorted(trained, key=order.__getitem__))
+    by_slot: dict[str, dict[str, FileTensor]] = {}
+    for name, own in slots.items():
+        for slot, tensor in own.items():
+            by_slot.setdefault(slot, {})[name] = tensor
+    for slot, tensors in by_slot.items():
+        tensors = stacked(tensors, family)
+        for path, source in sources.items():
+            called = [source.name, *possible_names(path, family)]
+            name = next((n for n in called if n in tensors), None)
+            if name is not None and specs[path].trainable:
+                out[f"optimizer/{path}/{slot}"] = LeafSource(name, tensors[name], source.transposed)
+    return out
+
+
+def _manifest_of(saved: SavedState, leaves: Mapping[str, Source]) -> Manifest:
+    """Return a manifest of leaves that lie in files of others; it names no chunks."""
+    found = {}
+    for name, source in leaves.items():
+        tensor = source if isinstance(source, Tensor) else source.saved
+        leaf = SavedLeaf(tuple(source.shape), STATE_NAMES[tensor.dtype], "P()", ())
+        found[name] = leaf.in_pairs()
+    complex_ = tuple(
+        n.removeprefix("params/") for n, s in leaves.items()
+        if n.startswith("params/") and (s if isinstance(s, Tensor) else s.saved).dtype.is_complex
+    )  # fmt: skip
+    return Manifest(saved.step, 0, {}, found, {}, {}, (), None, {}, {}, complex_)
+
+
+def _read_box(source: Source, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
+    """Read a box of a leaf; of a complex one, whose last dim is the pair, pairs."""
+    slices = tuple(slice(at, at + size) for at, size in zip(offset, shape, strict=True))
+    slices = slices[: len(source.shape)]
+    return as_pairs(source[slices] if isinstance(source, Tensor) else source.read(slices))

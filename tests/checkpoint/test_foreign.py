@@ -1,0 +1,423 @@
+"""Checkpoints of others: dialects, ZeRO, which bytes are read, what is refused."""
+
+from __future__ import annotations
+
+import enum
+import os
+import pickle
+import shutil
+import sys
+import types
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from corrupt import payloads
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from trained import LR, STEPS, assert_same, loss_of, make_model, rows_of, step_here, trained
+from zero_folders import write_zero
+
+import fnshard as fs
+from fnshard import LayoutSpec, P
+from fnshard.checkpoint.foreign.boxes import boxes_of_run
+from fnshard.checkpoint.foreign.dcp import read_dcp
+from fnshard.checkpoint.foreign.dcp_writing import Item, write_items, write_metadata
+from fnshard.errors import CheckpointError, StateError
+from fnshard.runtime.files.torchfile import PlacedTensor, read_torch_file
+
+LOAD: Mapping[str, Callable[..., Any]] = {
+    "dcp": fs.checkpoint.load_dcp, "zero": fs.checkpoint.load_deepspeed, "torch": fs.checkpoint.load_torch,
+}  # fmt: skip
+
+
+# ------------------------------------------------------------------ dialects
+
+
+class Application:
+    """What DCP's tutorial saves: an object with a state dict of both."""
+
+    def __init__(self, weights: Any, moments: Any):
+        self.both = {"model": weights, "optim": moments}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.both
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+def flat(moments: Any) -> dict[str, Any]:
+    """Optimizer state as torchtitan has it: flattened by name."""
+    return {f"state.{n}.{s}": v for n, own in moments["state"].items() for s, v in own.items()}
+
+
+DIALECTS: Mapping[str, Callable[[Any, Any], Any]] = {
+    "FSDP2": lambda w, m: {"model": w, "optim": m},
+    "DCP's tutorial": lambda w, m: {"app": Application(w, m)},
+    "torchtitan": lambda w, m: {**w, "optimizer": flat(m), "train_state": {"step": 3}},
+    "torchtitan, once": lambda w, m: {"model": w, "optimizer": flat(m), "lr_scheduler": {"last_epoch": 3}},
+    "Lightning": lambda w, m: {"model": w, "optimizer_0": m},
+    "compiled": lambda w, m: {
+        "model": {f"_orig_mod.{n}": v for n, v in w.items()}, "optim": {"state": {
+            f"_orig_mod.{n}": v for n, v in m["state"].items()}}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_dialects_of_dcp(dialect: str, tmp_path: Path) -> None:
+    model, optimizer = trained()
+    dcp.save(DIALECTS[dialect](*get_state_dict(model, optimizer)), checkpoint_id=tmp_path, no_dist=True)
+    assert_same(fs.checkpoint.load_dcp(tmp_path, step_here(fs.make_mesh(shard=1))), model, optimizer)
+
+
+def test_accelerate_has_two_folders(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    weights, moments = get_state_dict(model, optimizer)
+    dcp.save({"model": weights}, checkpoint_id=tmp_path / "pytorch_model_fsdp_0", no_dist=True)
+    step = step_here(fs.make_mesh(shard=1))
+    with pytest.raises(CheckpointError, match=r"0.weight/mu .* is not in the checkpoint(.|\n)*step.adopt"):
+        fs.checkpoint.load_dcp(tmp_path, step)
+    alone = fs.checkpoint.load_dcp(tmp_path, step.specs, step.mesh)
+    assert int(step.adopt(alone.params).step) == 0 and alone.opt_state["0.weight"] == {}
+    dcp.save({"optimizer": moments}, checkpoint_id=tmp_path / "optimizer_0", no_dist=True)
+    assert_same(fs.checkpoint.load_dcp(tmp_path, step), model, optimizer)
+
+
+TORCH_FILES: Mapping[str, Callable[[nn.Module, Any], Any]] = {
+    "numbered": lambda model, o: {"model": model.state_dict(), "optimizer": o.state_dict(), "epoch": 3},
+    "Lightning": lambda model, o: {
+        "state_dict": {f"net.{n}": v for n, v in model.state_dict().items()}, "global_step": 3,
+        "optimizer_states": [o.state_dict()], "hyper_parameters": {"lr": LR},
+    },
+    "named": lambda model, o: dict(zip(("model", "optim"), get_state_dict(model, o), strict=True)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", TORCH_FILES)
+def test_torch_files(kind: str, tmp_path: Path) -> None:
+    model, optimizer = trained()
+    torch.save(TORCH_FILES[kind](model, optimizer), tmp_path / "state.pt")
+    names = (lambda path: f"net.{path}") if kind == "Lightning" else None
+    step = step_here(fs.make_mesh(shard=1))
+    assert_same(fs.checkpoint.load_torch(tmp_path / "state.pt", step, names=names), model, optimizer)
+
+
+def test_numbers_of_an_optimizer_that_has_names_or_several_groups(tmp_path: Path) -> None:
+    """An optimizer whose order is another says so, where it was given names; else it is refused."""
+    model, step = make_model(), step_here(fs.make_mesh(shard=1))
+    named = list(reversed(list(model.named_parameters())))
+    for kind, groups in {"named": named, "groups": [{"params": [p]} for _, p in named]}.items():
+        optimizer = torch.optim.AdamW(groups, lr=LR)
+        loss_of(model(rows_of(0, 0)[0]), rows_of(0, 0)[1]).backward()
+        for _ in range(STEPS):
+            optimizer.step()
+        file = tmp_path / f"{kind}.pt"
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+        if kind == "named":
+            assert_same(fs.checkpoint.load_torch(file, step), model, optimizer)
+        else:
+            with pytest.raises(CheckpointError, match=r"in 6 groups.*by name"):
+                fs.checkpoint.load_torch(file, step)
+
+
+def test_layouts_that_are_written(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    torch.save(TORCH_FILES["named"](model, optimizer), tmp_path / "state.pt")
+    step = step_here(fs.make_mesh(shard=1))
+    state = fs.checkpoint.load_torch(tmp_path / "state.pt", step)
+    for layout in ("fsdp", "accelerate", "torchtitan"):
+        folder = fs.checkpoint.save_dcp(tmp_path / layout, state, layout=layout, optimizer={"lr": LR})
+        assert_same(fs.checkpoint.load_dcp(folder, step), model, optimizer)
+    keys = read_keys(tmp_path / "torchtitan")
+    assert {"0.weight", "optimizer.state.0.weight.exp_avg", "optimizer.param_groups.0.weight.lr"} <= keys
+    with pytest.raises(CheckpointError, match="there is something"):
+        fs.checkpoint.save_dcp(tmp_path / "fsdp", state)
+
+
+def test_masters_and_complex_leaves_there_and_back(tmp_path: Path) -> None:
+    """A leaf in bf16 is written from its master copy, a complex one as complex numbers."""
+    params = {"w": nn.Parameter(torch.randn(4, 3)), "c": nn.Parameter(torch.randn(3, dtype=torch.complex64))}
+    narrow = LayoutSpec(storage_dtype=torch.bfloat16, optimizer_dtype=torch.float32)
+    specs = fs.match_specs(params, [("w", narrow), ("*", LayoutSpec())])
+    fn = lambda p, x: (p["w"].float().square().sum() + p["c"].abs().square().sum()) * x.mean()  # noqa: E731
+    adamw, mesh = fs.optim.adamw(0.1), fs.make_mesh(shard=1)
+    step = fs.shard_step(fn, specs, mesh=mesh, optimizer=adamw, backend="eager")
+    state, _ = step(step.init(params), torch.ones(2))
+    folder = fs.checkpoint.save_dcp(tmp_path / "x", state)
+    found = read_dcp(folder)
+    assert torch.equal(found.params["w"].data[...], state.opt_state["w"]["master"])
+    assert torch.equal(found.params["c"].data[...], state.params["c"])
+    assert found.slots["c"]["mu"].dtype == torch.complex64 and "master" not in found.slots["w"]
+    again = fs.checkpoint.load_dcp(folder, step)
+    assert all(torch.equal(again.params[p], leaf) for p, leaf in state.params.items())
+    for path, slots in state.opt_state.items():
+        assert all(torch.equal(again.opt_state[path][n], slot) for n, slot in slots.items()), path
+
+
+def read_keys(folder: Path) -> set[str]:
+    return set(dcp.FileSystemReader(folder).read_metadata().state_dict_metadata)
+
+
+# ------------------------------------------------------------------ ZeRO
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("count", [1, 3])
+def test_zero(stage: int, count: int, tmp_path: Path) -> None:
+    model, optimizer = trained()
+    params = {n: p.detach() for n, p in model.named_parameters()}
+    moments = {n: optimizer.state[p] for n, p in model.named_parameters()}
+    groups = [{n: p for n, p in params.items() if p.dim() == dim} for dim in (2, 1)]
+    buffers = dict(model.named_buffers())
+    write_zero(tmp_path / "global_step3", stage, count, groups, moments, STEPS, buffers=buffers)
+    (tmp_path / "latest").write_text("global_step3")
+    step = step_here(fs.make_mesh(shard=1))
+    assert_same(fs.checkpoint.load_deepspeed(tmp_path, step), model, optimizer)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")  # what zero_to_fp32.py makes
+    whole = fs.checkpoint.load_torch(tmp_path, step.specs, step.mesh)
+    assert all(torch.equal(whole.params[n], v) for n, v in model.state_dict().items())
+
+
+def test_zero_files_hold_objects_of_deepspeed(tmp_path: Path, monkeypatch: Any) -> None:
+    """These are not made, and not needed; the stage is one of them. Others are refused."""
+    config = types.ModuleType("deepspeed.runtime.zero.config")
+    config.ZeroStageEnum = enum.IntEnum("ZeroStageEnum", {"gradients": 2}, module=config.__name__)
+    config.LossScaler = type("LossScaler", (), {"__module__": config.__name__, "scale": 1.0})
+    for name in ("deepspeed", "deepspeed.runtime", "deepspeed.runtime.zero"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, config.__name__, config)
+    params = {"w": torch.randn(5, 3)}
+    moments = {"w": {"exp_avg": torch.randn(5, 3), "exp_avg_sq": torch.rand(5, 3)}}
+    extra = {"zero_stage": config.ZeroStageEnum.gradients, "loss_scaler": config.LossScaler()}
+    write_zero(tmp_path / "z", 2, 2, [params], moments, 4, extra=extra)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "deepspeed"]:
+        monkeypatch.delitem(sys.modules, name)
+    mesh = fs.make_mesh(shard=1)
+    specs = fs.presets.full_shard(params, mesh)
+    state = fs.checkpoint.load_deepspeed(tmp_path / "z", specs, mesh)
+    assert torch.equal(state.params["w"], params["w"])
+    write_zero(tmp_path / "odd", 2, 2, [params], moments, 4, extra={"rates": Namesake(), "more": Namesake()})
+    with pytest.raises(CheckpointError, match=r"would run or make test_foreign.Namesake\."):
+        fs.checkpoint.load_deepspeed(tmp_path / "odd", specs, mesh)
+
+
+class Namesake:
+    """An object of a stranger's."""
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_zero_has_frozen_parameters(stage: int, tmp_path: Path) -> None:
+    params = {"w": torch.randn(5, 3), "frozen": torch.randn(7, 2)}
+    moments = {"w": {"exp_avg": torch.randn(5, 3), "exp_avg_sq": torch.rand(5, 3)}}
+    frozen = {"frozen": params["frozen"]}
+    write_zero(tmp_path / "z", stage, 2, [{"w": params["w"]}], moments, 4, frozen=frozen)
+    mesh = fs.make_mesh(shard=1)
+    specs = fs.match_specs(params, [("frozen", LayoutSpec(trainable=False)), ("*", LayoutSpec())])
+    state = fs.checkpoint.load_deepspeed(tmp_path / "z", specs, mesh)
+    assert all(torch.equal(state.params[n], v) for n, v in params.items())
+    assert torch.equal(state.opt_state["w"]["nu"], moments["w"]["exp_avg_sq"]) and int(state.step) == 4
+
+
+# ------------------------------------------------------------------ bytes
+
+
+@given(st.data())
+@settings(max_examples=80, deadline=None)
+def test_a_placed_tensor_is_the_tensor(tmp_path_factory: Any, data: Any) -> None:
+    """Any box of any view of a saved tensor."""
+    shape = data.draw(st.lists(st.integers(1, 5), min_size=0, max_size=4))
+    tensor = torch.arange(1.0, 1 + torch.Size(shape).numel()).view(shape)
+    tensor = tensor.permute(data.draw(st.permutations(range(len(shape)))))
+    cuts = [tuple(sorted(data.draw(st.tuples(*[st.integers(0, size)] * 2)))) for size in tensor.shape]
+    half = tuple(slice(size // 2, None) for size in tensor.shape)
+    view = tensor[half] if data.draw(st.booleans()) else tensor
+    path = tmp_path_factory.mktemp("placed") / "x.pt"
+    torch.save({"x": view, "same": [view]}, path)
+    placed = read_torch_file(path)["x"]
+    slices = tuple(slice(*cut) for cut in cuts)
+    assert isinstance(placed, PlacedTensor) and torch.equal(placed[...], view)
+    assert torch.equal(placed[slices], view[slices])
+
+
+@given(st.lists(st.integers(1, 4), min_size=0, max_size=4), st.integers(0, 200), st.integers(0, 200))
+def test_a_run_of_elements_is_boxes(shape: list[int], first: int, last: int) -> None:
+    whole = torch.arange(torch.Size(shape).numel()).view(shape)
+    first, last = sorted((min(first, whole.numel()), min(last, whole.numel())))
+    boxes = list(boxes_of_run(shape, first, last))
+    parts = [whole[tuple(slice(a, a + n) for a, n in zip(*box, strict=True))].flatten() for box in boxes]
+    assert torch.cat([*parts, torch.empty(0)]).tolist() == list(range(first, last))
+    assert len(boxes) <= max(1, 2 * len(shape) - 1)
+
+
+LAYOUTS = {"rows": P("shard"), "columns": P(None, "shard")}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_rank_reads_its_part_alone(layout: str, tmp_path: Path, monkeypatch: Any) -> None:
+    """Of a leaf in two shards a rank of four reads a quarter, and some hundred bytes besides."""
+    full = torch.randn(512, 2**16 // 4)
+    boxes = [((0, 0), (300, 2**14)), ((300, 0), (212, 2**14))]
+    write_shards(tmp_path / "x", {"w": full}, boxes)
+    mesh = fs.make_mesh(shard=4, abstract=True, device="cpu")
+    specs = fs.match_specs({"w": full}, [("*", LayoutSpec(LAYOUTS[layout]))])
+    read, preadv = [0], os.preadv
+
+    def count(fd: int, buffers: Any, at: int) -> int:
+        done = preadv(fd, buffers, at)
+        read[0] += done
+        return done
+
+    monkeypatch.setattr(os, "preadv", count)
+    state = fs.checkpoint.load_dcp(tmp_path / "x", specs, mesh)
+    own = full[:128] if layout == "rows" else full[:, : 2**14 // 4]
+    assert torch.equal(state.params["w"], own)
+    assert own.nbytes <= read[0] < 1.01 * own.nbytes
+
+
+def write_shards(folder: Path, tensors: Mapping[str, Tensor], boxes: Any) -> None:
+    """Write tensors in these boxes, each in a file of its own, as ranks would."""
+    folder.mkdir()
+    written = []
+    for rank, (at, size) in enumerate(boxes):
+        where = tuple(slice(a, a + n) for a, n in zip(at, size, strict=True))
+        items = [
+            Item(("model", n), tuple(t.shape), t.dtype, [((at, size), lambda t=t, w=where: t[w])])
+            for n, t in tensors.items()
+        ]
+        written += write_items(folder, rank, items)
+    write_metadata(folder, written)
+
+
+# ------------------------------------------------------------------ what is refused
+
+
+def folders(tmp_path: Path) -> dict[str, Path]:
+    """A checkpoint of each kind."""
+    model, optimizer = trained()
+    weights, moments = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optim": moments}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    params = {n: p.detach() for n, p in model.named_parameters()}
+    buffers = dict(model.named_buffers())
+    of = {n: optimizer.state[p] for n, p in model.named_parameters()}
+    write_zero(tmp_path / "zero", 2, 2, [params], of, STEPS, buffers=buffers)
+    torch.save({"model": weights, "optim": moments}, tmp_path / "torch.pt")
+    return {"dcp": tmp_path / "dcp", "zero": tmp_path / "zero", "torch": tmp_path / "torch.pt"}
+
+
+def test_a_payload_is_refused_and_does_not_run(tmp_path: Path) -> None:
+    """In the metadata, in the place of a tensor's stream, beside the tensors of a file, in a rank's file."""
+    made, marker, mesh = folders(tmp_path), tmp_path / "marker", fs.make_mesh(shard=1)
+    step = step_here(mesh)
+    (item,) = [file for file in made["dcp"].iterdir() if file.suffix == ".distcp"]
+    rank = made["zero"] / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    for name, target in {"dcp": made["dcp"] / ".metadata", "torch": made["torch"], "zero": rank}.items():
+        before = target.read_bytes()
+        for kind, payload in payloads(marker).items():
+            if (kind == "torch") != (name != "dcp"):
+                continue
+            target.write_bytes(payload)
+            with pytest.raises(CheckpointError, match=r"would run or make \w+\.open"):
+                LOAD[name](made[name], step)
+            assert not marker.exists()
+        target.write_bytes(before)
+        LOAD[name](made[name], step)
+    # Beside tensors; and in the place of one.
+    by_torch = payloads(marker)["torch"]
+    metadata = dcp.FileSystemReader(made["dcp"]).read_metadata()
+    item.write_bytes(item.read_bytes() + by_torch)
+    index = next(i for i in metadata.storage_data if i.fqn == "model.0.weight")
+    metadata.storage_data[index].offset = item.stat().st_size - len(by_torch)
+    metadata.storage_data[index].length = len(by_torch)
+    (made["dcp"] / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"'model\.0\.weight' is a pickle .* make \w+\.open"):
+        fs.checkpoint.load_dcp(made["dcp"], step)
+    assert not marker.exists()
+
+
+def cut_off(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, cut_off])
+@pytest.mark.parametrize("kind", ["dcp", "zero", "torch"])
+def test_a_shard_that_is_missing_or_cut_off(kind: str, damage: Any, tmp_path: Path) -> None:
+    made, step = folders(tmp_path), step_here(fs.make_mesh(shard=1))
+    path = made[kind]
+    files = [path] if kind == "torch" else [f for f in path.iterdir() if f.suffix in (".distcp", ".pt")]
+    file = max(files)
+    damage(file)
+    with pytest.raises(CheckpointError) as caught:
+        LOAD[kind](path, step)
+    assert file.name in str(caught.value) or "missing are the files of 1" in str(caught.value)
+
+
+def test_another_model(tmp_path: Path) -> None:
+    made, mesh = folders(tmp_path), fs.make_mesh(shard=1)
+    theirs = fs.make_functional(make_model())[1]
+    other = {("0.up" if p == "0.weight" else p): v for p, v in theirs.items() if p != "3.bias"}
+    other["3.weight"] = torch.zeros(5, 8)
+    specs = fs.presets.full_shard(other, mesh)
+    for kind, path in made.items():
+        with pytest.raises(StateError) as caught:
+            LOAD[kind](path, specs, mesh)
+        text = str(caught.value)
+        assert "'0.up'" in text and "nearest: '0.weight'" in text  # lacking
+        assert "'3.bias' [5]" in text  # left over
+        assert "params['3.weight'] [5, 8]" in text  # of another shape
+    prefixed = fs.presets.full_shard({f"net.{p}": v for p, v in theirs.items()}, mesh)
+    with pytest.raises(StateError, match=r"path.removeprefix\('net.'\) finds all"):
+        fs.checkpoint.load_torch(made["torch"], prefixed, mesh)
+    fs.checkpoint.load_torch(made["torch"], prefixed, mesh, names=lambda path: path.removeprefix("net."))
+
+
+def test_what_is_no_checkpoint(tmp_path: Path) -> None:
+    made, step = folders(tmp_path), step_here(fs.make_mesh(shard=1))
+    with pytest.raises(CheckpointError, match=r"there are some in it: dcp"):
+        fs.checkpoint.load_dcp(tmp_path, step)
+    for kind, load in LOAD.items():
+        with pytest.raises(CheckpointError):
+            load(made["zero" if kind != "zero" else "dcp"], step)
+    old = tmp_path / "old.bin"
+    torch.save({"w": torch.ones(2)}, old, _use_new_zipfile_serialization=False)
+    with pytest.raises(CheckpointError, match=r"torch before 1\.6"):
+        fs.checkpoint.load_torch(old, step)
+    rank = made["zero"] / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    shutil.copy(rank, rank.with_name("zero_pp_rank_0_mp_rank_01_optim_states.pt"))
+    with pytest.raises(CheckpointError, match="tensor or pipeline axis"):
+        fs.checkpoint.load_deepspeed(made["zero"], step)
+    torch.save([1, 2], tmp_path / "list.pt")
+    with pytest.raises(CheckpointError, match="holds a list"):
+        fs.checkpoint.load_torch(tmp_path / "list.pt", step)
+    torch.save({"optimizer_state_dict": {"partition_count": 2}}, rank)
+    rank.with_name("zero_pp_rank_0_mp_rank_01_optim_states.pt").unlink()
+    with pytest.raises(CheckpointError, match="laid out in another way"):
+        fs.checkpoint.load_deepspeed(made["zero"], step)
+
+
+def test_moments_without_a_step_are_refused(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    weights, moments = get_state_dict(model, optimizer)
+    step = step_here(fs.make_mesh(shard=1))
+    moments["state"]["0.weight"]["step"] = torch.tensor(2.0)
+    torch.save({"model": weights, "optim": moments}, tmp_path / "x.pt")
+    with pytest.raises(CheckpointError, match=r"after 2 to 3 updates, by parameter \('0.weight' after 2\)"):
+        fs.checkpoint.load_torch(tmp_path / "x.pt", step)
+    del moments["state"]["0.weight"]["step"]
+    torch.save({"model": weights, "optim": moments}, tmp_path / "x.pt")
+    with pytest.raises(CheckpointError, match=r"'0\.weight' and does not say after how many"):
+        fs.checkpoint.load_torch(tmp_path / "x.pt", step)
+
+
+def test_a_kept_name_of_the_metadata_is_read_by_torch(tmp_path: Path) -> None:
+    """What is written here is what torch's own reader makes of it, whatever the boxes."""
+    full = torch.randn(7, 5)
+    write_shards(tmp_path / "x", {"w": full}, [((0, 0), (7, 2)), ((0, 2), (3, 3)), ((3, 2), (4, 3))])
+    there = {"model": {"w": torch.zeros(7, 5)}}
+    dcp.load(there, checkpoint_id=tmp_path / "x", no_dist=True)
+    assert torch.equal(there["model"]["w"], full)
+    assert torch.equal(read_dcp(tmp_path / "x").params["w"].data[...], full)

@@ -1,0 +1,185 @@
+"""Rollouts of several turns, by a function of one's own; and several updates by the same answers."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from runs import DOUBLE, KilledError, compose, killed_at, rows_of, timeless
+from tuning import SMALL, config_of, tuned
+
+import fnshard as fs
+from experiments import finetune
+from experiments.data.tokenizer import open_directory
+from experiments.lib.checks import ConfigError
+from experiments.lib.folder import read_result
+from experiments.tuning.environment import Play
+from experiments.tuning.rewarded import RewardedBatches
+
+QUICK = ("objective=grpo", "objective.group=2", "objective.tokens=3", "optimizer.lr=0.02",
+         "run.sample_tokens=0", "data.held_out_rows=4", "data.rows=2", "export=none")  # fmt: skip
+
+
+def asking_twice(prompt: Any, ask: Any) -> Any:
+    """Two answers, or one where the first begins with a sign below "A"; the reward is their length."""
+    messages = [*prompt["messages"], ask(prompt["messages"])]
+    if messages[-1]["content"][:1] >= "A":
+        messages.append({"role": "user", "content": "again"})
+        messages.append(ask(messages))
+    return messages, float(sum(len(each["content"]) for each in messages if each["role"] == "assistant"))
+
+
+def raising(prompt: Any, ask: Any) -> Any:
+    ask(prompt["messages"])
+    raise ValueError("no such tool")
+
+
+def endless(prompt: Any, ask: Any) -> Any:
+    while True:
+        ask(prompt["messages"])
+
+
+def stubborn(prompt: Any, ask: Any) -> Any:
+    while True:
+        try:
+            ask(prompt["messages"])
+        except Exception:
+            return [], 0.0
+
+
+def silent(prompt: Any, ask: Any) -> Any:
+    ask(prompt["messages"])
+    time.sleep(5)
+
+
+def wordless(prompt: Any, ask: Any) -> Any:
+    return [], 1.0
+
+
+def half(prompt: Any, ask: Any) -> Any:
+    return ask(prompt["messages"])
+
+
+def growing(prompt: Any, ask: Any) -> Any:
+    ask([{"role": "user", "content": "a" * 60}])
+
+
+def of(name: str = "asking_twice") -> tuple[str, ...]:
+    return (f"objective.environment._target_={__name__}.{name}", "data.tokens=96")
+
+
+def playing(model: Any, data: Any, where: Any, name: str, *more: str) -> tuple[Any, RewardedBatches, Any]:
+    config = config_of(model, data, where, *QUICK, *of(name), *more)
+    parts = finetune.build(config)
+    return parts, parts.rewarded, parts.make_state()
+
+
+# ------------------------------------------------------------------ turns
+
+
+def test_what_is_learned_is_what_was_drawn_after_what_was_shown(model, data, tmp_path):
+    """By the rows of a batch: the sampler's log-probabilities are those of the model at the same tokens."""
+    parts, rewarded, state = playing(model, data, tmp_path, "asking_twice")
+    turns, rewards = rewarded._play(rewarded.gather(state.params), 0, [3, 5], 2, rewarded.of.data.train)
+    assert len(rewards) == 4 < len(turns)
+    batch = rewarded._of_turns(turns, rewards)
+    assert int(batch["answers"].sum()) == 4 and batch["tokens"].shape[1] == 96
+    lm, params = parts.planned.tuning.lm, state.params["base"]
+    logits = lm.logits(params, *(batch[n] for n in ("tokens", "positions", "documents")))
+    mask = batch["targets"] != -100
+    of_targets = logits.log_softmax(-1).gather(2, batch["targets"].clamp(min=0)[..., None])[..., 0]
+    torch.testing.assert_close(of_targets[mask], batch["sampler"][mask], rtol=0, atol=1e-4)
+    assert int(mask.sum()) == sum(len(turn.answer[0]) for turn in turns)
+    # A second turn was shown the first answer's words and what the tool said.
+    second = next(turn for turn in turns if turn.number == 1)
+    shown = rewarded.of.data.tokenizer.decode(second.prompt, control=True)
+    assert "again" in shown and rewards[second.rollout] > 0
+    # All turns of a rollout have one advantage; the two rollouts of a prompt have opposite ones.
+    gains = fs.losses.policy.group_advantages(torch.tensor(rewards), 2)
+    found = {round(float(g), 4) for g in batch["advantages"].unique() if g}
+    assert found <= {round(float(g), 4) for g in gains}
+
+
+@pytest.mark.long
+def test_a_run_plays_resumes_and_is_the_same_on_two_ranks(ranks, model, data, tmp_path, monkeypatch):
+    config = config_of(model, data, tmp_path, *QUICK, *of("asking_twice"), "run.steps=4", *DOUBLE)
+    one, two, broken = tmp_path / "one", tmp_path / "two", tmp_path / "broken"
+    tuned(0, config, one)
+    rows = [row for row in rows_of(one) if "loss" in row]
+    assert len(rows) == 4 and all(row["mismatch"] < 1e-9 and row["length"] > 0 for row in rows)
+    assert read_result(one)["held_out_reward"] > 0
+    with monkeypatch.context() as patch, pytest.raises(KilledError):
+        killed_at(patch, 3)
+        tuned(0, config, broken)
+    tuned(0, config, broken)
+    assert timeless(broken) == timeless(one)
+    ranks(2).run(tuned, replace(config, mesh=replace(config.mesh, shard=2)), str(two))
+    assert [pytest.approx(row, rel=1e-6, abs=1e-9) for row in timeless(two)] == timeless(one)
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        (raising, r"ValueError: no such tool.*test_environment"),
+        (endless, r"asks for more than objective.turns=3 answers. Fix: end sooner"),
+        (stubborn, r"asks for more than objective.turns=3 answers"),
+        (silent, r"after turn 1 it has neither asked nor ended for 1 s"),
+        (wordless, r"it has ended without an answer of the model"),
+        (half, r"expected \(messages, reward\), got \{'role'"),
+        (growing, r"turn 1 takes \d+ positions, .*the context has 48. Fix: a larger data.context"),
+    ],
+)
+def test_an_environment_that_goes_wrong_is_one_error(model, environment, said):
+    play = Play(environment, open_directory(model), 3, 48, 3, 1.0)
+    prompts = [{"prompt": "1+1=", "messages": [{"role": "user", "content": "1+1="}]}] * 2
+    draw = lambda turns: [([65, 66], torch.zeros(2), torch.zeros(2))] * len(turns)  # noqa: E731
+    with pytest.raises(ConfigError, match=rf"(?s)objective.environment: the rollout of '1\+1='.*{said}"):
+        play(prompts, draw, bool)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (("objective=sft", *of("raising")), "is of answers to prompts, not of objective=sft"),
+        (("objective=grpo", of("raising")[0]), "data.tokens=None: turns are of many lengths"),
+        (("objective=grpo", *of("raising"), "objective.reward=exact"), "says what an answer is worth"),
+        (("objective=sft", "objective.updates=2"), "objective.updates=2: is of objectives that draw answers"),
+        (("objective=grpo", "objective.updates=4"), r"run.steps=6: has to be a multiple.*Fix: run.steps=8"),
+    ],
+)
+def test_what_is_refused(overrides, said):
+    with pytest.raises(ConfigError, match=said):
+        compose(*SMALL, *overrides, spec=finetune.COMMAND)
+
+
+# ------------------------------------------------------------------ several updates
+
+
+def test_answers_are_drawn_once_for_several_updates(model, data, tmp_path, monkeypatch):
+    config = config_of(model, data, tmp_path, *QUICK, "objective.updates=2", "run.steps=4",
+                       "objective.temperature=2.0", *DOUBLE)  # fmt: skip
+    config = replace(config, objective=replace(config.objective, reward={"name": "length", "most": 1}))
+    drawn, real = [], RewardedBatches._draw
+
+    def draw(self: Any, params: Any, step: int, *rest: Any) -> Any:
+        drawn.append(step)
+        return real(self, params, step, *rest)
+
+    monkeypatch.setattr(RewardedBatches, "_draw", draw)
+    one, broken = tmp_path / "one", tmp_path / "broken"
+    tuned(0, config, one)
+    assert drawn == [0, 2]
+    rows = [row for row in rows_of(one) if "loss" in row]
+    assert [row["reward"] for row in rows][::2] == [row["reward"] for row in rows][1::2]
+    # The second update of a batch moves away from what sampled it; the first does not.
+    assert all(rows[n]["loss"] == pytest.approx(0, abs=1e-5) for n in (0, 2))
+    with monkeypatch.context() as patch, pytest.raises(KilledError):
+        killed_at(patch, 4)  # between two updates: the run goes on from step 2
+        tuned(0, config, broken)
+    tuned(0, config, broken)
+    assert timeless(broken) == timeless(one)
+    assert json.loads((one / "result.json").read_text())["status"] == "ok"

@@ -1,0 +1,299 @@
+"""Distillation, reward models, classifiers and embeddings: losses, exports, two ranks, refusals."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from runs import DOUBLE, compose, rows_of, timeless
+from tuning import SMALL, config_of, tuned, write_llama
+
+import fnshard as fs
+from experiments import finetune
+from experiments.data.tokenizer import open_directory
+from experiments.lib.checks import ConfigError
+from experiments.lib.folder import read_result
+from experiments.tuning import dataset
+from experiments.tuning.lm import from_directory
+from experiments.tuning.method import tuning_of
+from experiments.tuning.model_directory import EXPORTED, check_teacher
+from experiments.tuning.rewards import rewards_of
+from experiments.tuning.table import OBJECTIVES
+
+transformers = pytest.importorskip("transformers")
+QUICK = ("optimizer.lr=0.02", "schedule=constant", "schedule.warmup=0", "run.sample_tokens=0",
+         "run.held_out_every=6")  # fmt: skip
+
+
+def write(path: Path, records: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+@pytest.fixture(scope="module")
+def files(data: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Files of all kinds, of digits."""
+    folder, digits = tmp_path_factory.mktemp("files"), range(48)
+    labels = [{"text": f"{n:03d}", "label": "even" if n % 2 == 0 else "odd"} for n in digits]
+    words = [{"tokens": [str(n), "x" * (n % 3 + 1)], "tags": ["number", "word"]} for n in digits]
+    twins = [{"query": f"{n:02d} q", "positive": f"{n:02d} p"} for n in range(96)]
+    return {
+        **data,
+        "labels": write(folder / "labels", labels), "words": write(folder / "words", words),
+        "twins": write(folder / "twins", twins),
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wider model than the student, of the same bytes."""
+    return write_llama(tmp_path_factory.mktemp("teacher"), hidden_size=24, num_attention_heads=3)
+
+
+def loaded(config: Any, **beside: Any) -> tuple[Any, Any, Any]:
+    """The tuning of a configuration, values of its tree, and the first batch of its data."""
+    mesh, lm = fs.make_mesh(shard=1, device="cpu"), from_directory(config.model)
+    tuning = tuning_of(config, lm)
+    values = lambda path, of: fs.hf.load(path, fs.presets.full_shard(of.params, mesh), mesh, model=of.model)  # noqa: E731
+    params = {"policy": values(config.model, lm), **beside}
+    if tuning.teacher is not None:
+        params["teacher"] = values(config.objective.teacher, tuning.teacher)
+    given = dataset.open_data(config)
+    return tuning, params, next(given.loader(config, mesh))[0]
+
+
+# ------------------------------------------------------------------ losses, by hand
+
+
+def test_a_student_is_as_far_from_its_teacher_as_their_tokens_are(model, files, teacher, tmp_path):
+    config = config_of(
+        model, files, tmp_path, "objective=distill", f"objective.teacher={teacher}", "method=full"
+    )
+    tuning, params, batch = loaded(config)
+    loss, aux = OBJECTIVES["distill"](tuning, config.objective, training=True)(params, batch)
+    total, count = 0.0, 0
+    for name, lm in (("policy", tuning.lm), ("teacher", tuning.teacher)):
+        logits = lm.logits(params[name], *(batch[n] for n in ("tokens", "positions", "documents")))
+        if name == "policy":
+            ours = logits.double().log_softmax(-1)
+        else:
+            theirs = logits.double().log_softmax(-1)
+    for row, column in (batch["targets"] != -100).nonzero().tolist():
+        p, q = ours[row, column], theirs[row, column]
+        total, count = total + float((p.exp() * (p - q)).sum()), count + 1
+    assert int(loss.count) == count and float(loss.total) == pytest.approx(total, rel=1e-4) and total > 0
+    assert set(aux) == {"agreement"}
+    own = OBJECTIVES["distill"](
+        replace(tuning, teacher=tuning.lm), config.objective, training=True
+    )({"policy": params["policy"], "teacher": params["policy"]}, batch)  # fmt: skip
+    assert float(own[0].total) == pytest.approx(0, abs=1e-5)
+
+
+@pytest.mark.parametrize("tokens", ["null", "96"])
+def test_a_better_answer_has_a_higher_score(model, files, tmp_path, tokens):
+    config = config_of(model, files, tmp_path, "objective=reward", "method=full", f"data.tokens={tokens}")
+    score = {"weight": torch.linspace(-0.1, 0.1, 16)[None]}
+    tuning, params, batch = loaded(config, score=score)
+    loss, _ = OBJECTIVES["reward"](tuning, config.objective, training=False)(params, batch)
+    given = dataset.open_data(config)
+    rows, total, count = given.rows, 0.0, 0
+    first = dataset.order(rows.count, 0, 0, 4 * (rows.at_once if rows.packed else 1)).tolist()
+    for pair in [pair for row in first for pair in (rows._rows[row] if rows.packed else [row])]:
+        ends = []
+        for side in (0, 1):
+            ids = torch.tensor(given.train.sample(2 * pair + side)[0][:-1].astype("int64"))[None]
+            ends.append(float(tuning.lm.hidden(params["policy"], ids)[0, -1] @ score["weight"][0]))
+        total -= float(F.logsigmoid(torch.tensor(ends[0] - ends[1])))
+        count += 1
+    assert int(loss.count) == count and float(loss.total) == pytest.approx(total, rel=1e-4)
+
+
+def test_an_embedding_is_nearest_to_its_twin_of_all_rows(model, files, tmp_path):
+    config = config_of(model, files, tmp_path, "objective=embed", "method=full", "objective.dims=[8,16]",
+                       "objective.scale=1")  # fmt: skip
+    tuning, params, batch = loaded(config)
+    params = params["policy"]
+    mesh = fs.make_mesh(shard=1, device="cpu")
+    objective = OBJECTIVES["embed"](tuning, config.objective, training=False)
+    specs = fs.presets.full_shard(params, mesh)
+    found, aux = fs.shard_forward(objective, specs, mesh=mesh, backend="eager")(params, batch)
+    sides = []
+    for name in ("query", "positive"):
+        hidden = tuning.lm.hidden(params, batch[name]["tokens"])
+        ends = (batch[name]["targets"] == 0).nonzero()[:, 1]
+        sides.append(hidden[torch.arange(len(ends)), ends])
+    by_dim = []
+    for dim in (8, 16):
+        queries, positives = (F.normalize(side[:, :dim], dim=-1) for side in sides)
+        by_dim.append(F.cross_entropy(queries @ positives.T, torch.arange(len(queries)), reduction="sum"))
+    assert float(found.total) == pytest.approx(float(sum(by_dim)) / 2, rel=1e-4)
+    assert int(found.count) == 4 and set(aux) == {"accuracy_8", "accuracy"}
+
+
+# ------------------------------------------------------------------ runs, and what they leave
+
+
+def last_states(folder: Path, kind: str, text: str) -> tuple[Any, Any]:
+    model = getattr(transformers, kind).from_pretrained(folder).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    return model, model(**{"input_ids": tokenizer(text, return_tensors="pt")["input_ids"]})
+
+
+def test_a_reward_model_is_tuned_opened_and_rewards(model, files, tmp_path, monkeypatch):
+    config = config_of(model, files, tmp_path, "objective=reward", "method=full", "run.steps=12", *QUICK)
+    folder = tmp_path / "run"
+    tuned(0, config, folder)
+    result, before = read_result(folder), json.loads((folder / finetune.BEFORE).read_text())
+    assert result["held_out_loss"] < before["held_out_loss"] and result["held_out_accuracy"] > 0.9
+    (own,) = rewards_of(str(folder / EXPORTED))
+    rows = [{"prompt": "3+4=", "response": ""}] * 2
+    good, bad = own.reward(["3+4="] * 2, ["7", "x"], rows)
+    assert good > bad
+    _, out = last_states(folder / EXPORTED, "AutoModelForSequenceClassification", "3+4=7")
+    assert float(out.logits) == pytest.approx(good, abs=1e-6)
+    # Answers are rewarded by it.
+    more = (f"objective.reward={folder / EXPORTED}", "objective.group=2", "objective.tokens=2", "run.steps=1",
+            "schedule.floor=0")  # fmt: skip
+    judged = config_of(model, files, tmp_path, "objective=grpo", *QUICK, *more, "data.held_out_rows=4")
+    tuned(0, judged, tmp_path / "judged")
+    assert math.isfinite(read_result(tmp_path / "judged")["held_out_reward"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("level", "method"), [("sequence", "full"), ("token", "lora")])
+def test_a_classifier_is_tuned_and_opened(model, files, tmp_path, level, method):
+    mine = {**files, "labels": files["words"] if level == "token" else files["labels"]}
+    config = config_of(model, mine, tmp_path, "objective=classify", f"objective.level={level}",
+                       f"method={method}", "run.steps=20", "data.rows=8", *QUICK,
+                       "optimizer.lr=0.005")  # fmt: skip
+    folder = tmp_path / "run"
+    tuned(0, config, folder)
+    result, before = read_result(folder), json.loads((folder / finetune.BEFORE).read_text())
+    assert result["held_out_loss"] < before["held_out_loss"] and result["held_out_accuracy"] > 0.6
+    kind = "AutoModelForSequenceClassification" if level == "sequence" else "AutoModelForTokenClassification"
+    opened, out = last_states(folder / EXPORTED, kind, "012" if level == "sequence" else "12 xx")
+    names = ["even", "odd"] if level == "sequence" else ["number", "word"]
+    assert opened.config.id2label == dict(enumerate(names))
+    if level == "token":
+        assert out.logits[0, -1].argmax() == 1  # the end of a word
+
+
+@pytest.mark.long
+def test_embeddings_are_tuned_and_opened(model, files, tmp_path):
+    config = config_of(model, files, tmp_path, "objective=embed", "method=full", "objective.dims=[8,16]",
+                       "run.steps=20", "data.rows=16", *QUICK)  # fmt: skip
+    folder = tmp_path / "run"
+    tuned(0, config, folder)
+    result, before = read_result(folder), json.loads((folder / finetune.BEFORE).read_text())
+    assert result["held_out_loss"] < before["held_out_loss"]
+    opened, out = last_states(folder / EXPORTED, "AutoModel", "03 q")
+    assert type(opened).__name__ == "LlamaModel" and out.last_hidden_state.shape[-1] == 16
+
+
+@pytest.mark.parametrize(
+    ("objective", "more"),
+    [
+        ("embed", ("method=full", "data.rows=8")),  # whose loss is of all ranks' rows
+        ("classify", ()),
+        ("reward", ("data.tokens=96", "data.rows=2")),
+    ],
+)
+@pytest.mark.long
+def test_on_two_ranks_it_is_the_same(ranks, model, files, tmp_path, objective, more):
+    config = config_of(model, files, tmp_path, f"objective={objective}", "export=none", "run.steps=2", *more,
+                       *QUICK, *DOUBLE)  # fmt: skip
+    one, two = tmp_path / "one", tmp_path / "two"
+    tuned(0, config, one)
+    ranks(2).run(tuned, replace(config, mesh=replace(config.mesh, shard=2)), str(two))
+    assert [pytest.approx(row, rel=1e-6, abs=1e-9) for row in timeless(two)] == timeless(one)
+
+
+ON_POLICY = ("objective.on_policy=true", "objective.tokens=3", "objective.group=2")
+
+
+@pytest.mark.parametrize("more", [(), pytest.param(ON_POLICY, marks=pytest.mark.long)])
+def test_a_student_comes_nearer_to_its_teacher(model, files, teacher, tmp_path, more):
+    config = config_of(model, files, tmp_path, "objective=distill", f"objective.teacher={teacher}",
+                       "method=full", *QUICK, *more)  # fmt: skip
+    folder = tmp_path / "run"
+    tuned(0, config, folder)
+    result, before = read_result(folder), json.loads((folder / finetune.BEFORE).read_text())
+    assert result["held_out_loss"] < before["held_out_loss"] and not result["goal"]["is_maximised"]
+    assert "reward" not in rows_of(folder)[-1]
+    transformers.AutoModelForCausalLM.from_pretrained(folder / EXPORTED)
+
+
+# ------------------------------------------------------------------ what is refused
+
+
+def test_a_teacher_of_other_tokens_is_one_error(model, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in Path(model).iterdir():
+        (other / file.name).write_bytes(file.read_bytes())
+    values = json.loads((other / "tokenizer.json").read_text())
+    vocab = values["model"]["vocab"]
+    (a, i), (b, j) = list(vocab.items())[10:12]
+    vocab[a], vocab[b] = j, i
+    (other / "tokenizer.json").write_text(json.dumps(values))
+    with pytest.raises(
+        ConfigError, match=r"(?s)its vocabulary is another one.*Fix: a teacher with the model's"
+    ):
+        check_teacher(str(model), str(other), 48)
+    check_teacher(str(model), str(model), 48)
+
+
+def test_classes_that_do_not_occur_are_refused(model, files, tmp_path):
+    how = ("objective=classify",)
+    with pytest.raises(ConfigError, match=r"(?s)do not occur.*prime\n.*Fix: leave them out"):
+        config_of(model, files, tmp_path, *how, "objective.classes=[even,odd,prime]")
+    with pytest.raises(
+        ConfigError, match=r"labels:2: names the class 'odd', and the classes are even, prime"
+    ):
+        config_of(model, files, tmp_path, *how, "objective.classes=[even,prime]")
+    one = {"labels": write(tmp_path / "one", [{"text": "a", "label": "x"}, {"text": "b", "label": "x"}])}
+    with pytest.raises(
+        ConfigError, match=r"its records name 1 classes: x. Fix: records of 'text' and 'label'"
+    ):
+        config_of(model, one, tmp_path, *how)
+    with pytest.raises(ConfigError, match=r"labels:1: is one of objective.level=sequence"):
+        config_of(model, files, tmp_path, *how, "objective.level=token")
+    with pytest.raises(ConfigError, match=r"holds conversations.* objective=classify learns from texts with"):
+        config_of(model, {"labels": files["samples"]}, tmp_path, *how, "objective.classes=[a,b]")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (("objective=distill",), "objective=distill: needs a teacher"),
+        (("objective=sft", "objective.teacher=x"), "objective.teacher: is of objective=distill"),
+        (("objective=sft", "objective.dims=[2]"), "objective.dims: is of objective=embed"),
+        (("objective=embed", "objective.dims=[4,2]"), "expected each once, the smallest first"),
+        (("objective=reward", "export=adapters"), "adapters alone are no model of objective=reward"),
+    ],
+)
+def test_options_of_other_objectives_are_refused(overrides, said):
+    with pytest.raises(ConfigError, match=said.replace("[", r"\[")):
+        compose(*SMALL, *overrides, spec=finetune.COMMAND)
+
+
+def test_more_dims_than_there_are(model, files, tmp_path):
+    config = config_of(model, files, tmp_path, "objective=embed", "objective.dims=[8,64]")
+    with pytest.raises(ConfigError, match=r"objective.dims=\[8, 64\]: a hidden state has 16"):
+        finetune.build(config)
+
+
+def test_tags_stand_at_the_ends_of_words(model):
+    from experiments.data.labelled import encode_labels
+
+    tokenizer = open_directory(model)
+    record = {"tokens": ["ab", "c"], "tags": ["x", "y"]}
+    ((ids, marks),) = encode_labels(record, tokenizer, ["x", "y"], True)
+    assert tokenizer.decode(ids[1:-1].tolist()) == "ab c"
+    assert marks.tolist() == [0, 0, 1, 0, 2, 0]  # begin, a, b, a blank, c, the end

@@ -1,0 +1,416 @@
+"""The page without a browser: its form, its command lines, its runs, what it refuses, who may speak to it."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import hydra
+import pytest
+from runs import compose, leave_run
+
+from experiments import finetune, train
+from experiments.compare.outcome import outcome_of
+from experiments.explain import config as explain_config
+from experiments.lib.checks import ConfigError, flat
+from experiments.lib.compose import defaults, open_hydra
+from experiments.lib.files import LOCK, locked, write_json
+from experiments.web import charts, prediction, server
+from experiments.web.config import WebConfig
+from experiments.web.form import Draft, draft_of, hydra_text, quote, read_form
+from experiments.web.prediction import Prediction, Predictor, explain_arguments, precision_of
+from experiments.web.runs import Runs, find_runs, log_of
+
+COMMANDS = {"train": train.COMMAND, "finetune": finetune.COMMAND}
+
+
+# ------------------------------------------------------------------ the form
+
+
+@pytest.fixture(scope="module", params=COMMANDS)
+def job(request) -> str:
+    return request.param
+
+
+def test_every_key_of_a_command_is_in_its_form(job):
+    """Keys come from the dataclasses, files from the folders of `conf`: neither is written down again."""
+    form = read_form(Draft(job))
+    shown = {each.key for group in form.groups for each in group.fields}
+    every = {key for key, _ in flat(defaults(COMMANDS[job].config))}
+    chosen = {f"{group.name}.name" for group in form.groups if group.choices}
+    assert (form.problems == () and shown == every - chosen - {"model.name"}) or shown ^ (every - chosen)
+    of = {group.name: group for group in form.groups}
+    assert "muon" in of["optimizer"].choices and of["optimizer"].chosen == "adamw"
+    assert "Ranks by axis" in of["mesh"].about
+    watch = next(each for each in of["run"].fields if each.name == "watch")
+    assert watch.choices == ("hunt", "stop", "off") and watch.value == "hunt"
+
+
+def test_a_draft_is_the_configuration_that_its_command_line_means():
+    draft = Draft().choose("model", "5m").choose("optimizer", "muon").put("run.steps", "7")
+    draft = draft.put("run.prompt", quote("it's \\ 'x' = [1]\\"))
+    assert draft.arguments[:3] == ["model=5m", "optimizer=muon", "run.steps=7"]
+    found = read_form(draft)
+    assert found.config == compose(*draft.arguments)
+    assert found.config.run.prompt == "it's \\ 'x' = [1]\\" and found.config.model.width != 128
+    lr = [each for group in found.groups for each in group.fields if each.key == "optimizer.lr"]
+    assert [each.value for each in lr] == ["0.012"]  # of a `_target_`, what it is called with
+    assert draft.choose("optimizer", "").put("run.steps", "").arguments[:1] == ["model=5m"]
+    assert draft.put("optimizer.lr", "1").choose("optimizer", "sgd").values.keys() == {
+        "run.steps",
+        "run.prompt",
+    }
+
+
+def test_text_that_is_typed_arrives_as_it_is():
+    (prompt,) = (each for g in read_form(Draft()).groups for each in g.fields if each.key == "run.prompt")
+    texts = [
+        "",
+        "def ",
+        "null",
+        "7",
+        "a b",
+        "it's",
+        "\\",
+        "a\\'",
+        "[x]",
+        "{a: b}",
+        "\u00fc",
+    ]
+    with open_hydra(train.COMMAND):
+        for text in texts:
+            typed = prompt.as_hydra(text) if text not in ("", "null") else quote(text)
+            composed = hydra.compose("train", [f"run.prompt={typed}"])
+            assert typed == hydra_text(text) and composed.run.prompt == text
+
+
+def test_all_that_is_wrong_is_said_at_once():
+    found = read_form(Draft("train", {}, {"run.steps": "many", "model.heads": "3"}, "run.stpes=3"))
+    assert found.config is None
+    assert {each.partition("=")[0] for each in found.problems} >= {"run.steps", "run.stpes"}
+
+
+@pytest.mark.parametrize(
+    "more", ["hydra.run.dir=/", "--multirun", "-m", "+hydra.x=1", "~hydra", "hydra/launcher=slurm"]
+)
+def test_what_leads_a_run_elsewhere_is_refused(more):
+    with pytest.raises(ConfigError, match="Fix: leave them out"):
+        read_form(Draft(more=more))
+    with pytest.raises(ConfigError, match="Fix: leave them out"):
+        draft_of("train", [more])
+
+
+def test_quotes_without_an_end_are_one_error():
+    with pytest.raises(ConfigError, match="Fix: close the quotes"):
+        read_form(Draft(more="run.prompt='a"))
+
+
+def test_settings_of_a_run_become_a_draft_again():
+    arguments = ["model=5m", "run.steps=7", "specs=[['*', shard]]", "+optimizer.x=1"]
+    draft = draft_of("train", arguments)
+    assert draft.choices == {"model": "5m"} and draft.values.keys() == {"run.steps", "specs"}
+    assert sorted(draft.arguments) == sorted(arguments)
+
+
+# ------------------------------------------------------------------ predictions
+
+
+@pytest.mark.parametrize(
+    ("draft", "hardware"),
+    [
+        (Draft("train", {}, {"run.steps": "50"}), "auto"),
+        (Draft("train", {"experiment": "laptop"}), "auto"),
+        (Draft("train", {"model": "7b", "precision": "bf16"}, {"mesh.shard": "8"}), "h100"),
+        (Draft("train", {"experiment": "zero2_offload"}), "a100"),
+    ],
+)  # fmt: skip
+def test_the_step_that_is_explained_is_the_one_that_would_run(draft, hardware):
+    """The groups of both configurations are equal, but for what a job finds out by itself."""
+    form = read_form(draft)
+    arguments = explain_arguments(draft, form.config, precision_of(form), hardware)
+    found = compose(*arguments, spec=explain_config.COMMAND)
+    for name in ("model", "strategy", "precision", "optimizer", "schedule", "run", "specs"):
+        assert getattr(found, name) == getattr(form.config, name), name
+    assert found.batch_rows == form.config.data.rows and found.hardware.name != "auto"
+    asked = form.config.mesh.shard
+    assert dataclasses.replace(found.mesh, shard=asked) == form.config.mesh
+    assert found.mesh.shard is not None and asked in (None, found.mesh.shard)
+
+
+def test_a_prediction_is_what_explain_says():
+    from experiments.explain.paper import explain
+
+    draft = Draft("train", {}, {"model.layers": "1", "run.steps": "50"})
+    found = prediction.predict(draft, "cpu")
+    arguments = found.command.split()[3:]
+    paper = explain(compose(*arguments, spec=explain_config.COMMAND))
+    assert found.error == "" and found.peak == paper.memory.peak and found.fits == paper.fits
+    assert found.peak_bytes == paper.memory.peak_bytes
+    assert found.hours == pytest.approx(50 * paper.timeline.step_seconds / 3600)
+    assert sum(bar["value"] for bar in charts.peak_chart(found.peak)["series"][0]["data"]) == found.peak_bytes
+
+
+def test_what_cannot_be_predicted_says_why():
+    assert "experiments.train" in prediction.predict(Draft("finetune"), "auto").error
+    wrong = prediction.predict(Draft("train", {}, {"run.steps": "0"}), "auto")
+    assert "run.steps=0" in wrong.error
+    pipeline = prediction.predict(Draft("train", {}, {"mesh.pipeline": "2"}), "auto")
+    assert "mesh.pipeline" in pipeline.error and "experiments.explain" in pipeline.command
+
+
+def test_code_of_ones_own_does_not_run_before_it_is_started():
+    """The settings may come from the folder of somebody else's run."""
+    found = prediction.predict(Draft(more="optimizer._target_=os.system optimizer.command=false"), "cpu")
+    assert "optimizer._target_=os.system" in found.error and "Fix: the command below" in found.error
+    assert "experiments.explain" in found.command
+
+
+def answer_in_time(draft: Draft, _: str) -> Prediction:
+    if draft.more == "ends":
+        sys.exit(1)
+    time.sleep(60 if draft.more == "slow" else 0)
+    return Prediction("answered")
+
+
+def test_a_prediction_that_takes_too_long_is_given_up_and_the_next_is_made(monkeypatch):
+    import multiprocessing
+
+    monkeypatch.setattr(prediction, "predict", answer_in_time)
+    fork = multiprocessing.get_context("fork")
+    monkeypatch.setattr(prediction.multiprocessing, "get_context", lambda _: fork)
+    predictor = Predictor(0.3)
+    try:
+        assert "patience_s=" in predictor.ask(Draft(more="slow"), "auto").error
+        predictor.patience_s = 60
+        assert "has ended" in predictor.ask(Draft(more="ends"), "auto").error
+        assert predictor.ask(Draft(), "auto").command == "answered"
+    finally:
+        predictor.close()
+
+
+# ------------------------------------------------------------------ runs
+
+
+@pytest.fixture
+def runs(tmp_path) -> Runs:
+    return Runs(tmp_path.resolve())
+
+
+@pytest.mark.parametrize("name", ["../x", "a/../../x", "/x", "a//b", ".hidden", "a b", "a=1", "x/"])
+def test_a_name_that_leads_elsewhere_is_refused(runs, name):
+    with pytest.raises(ConfigError, match="Fix: letters"):
+        runs.start("train", [], name)
+    assert list(runs.root.iterdir()) == []
+
+
+def test_links_lead_nowhere(runs, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    leave_run(elsewhere / "run")
+    leave_run(runs.root / "outputs" / "own")
+    (runs.root / "outputs" / "link").symlink_to(elsewhere)
+    assert [view.name for view in runs.views()] == ["outputs/own"]
+    with pytest.raises(ConfigError, match="is not below"):
+        runs.start("train", [], "link/x")
+
+
+def test_a_name_that_is_taken_is_refused(runs):
+    leave_run(runs.root / "outputs" / "own")
+    with pytest.raises(ConfigError, match="Fix: resume it, or another name"):
+        runs.start("train", [], "own")
+
+
+def write_command(folder: Path, command: str = "python -m experiments.train") -> None:
+    write_json(folder / "run.json", {"command": command})
+
+
+def test_every_state_of_a_run_is_told_apart(runs):
+    outputs = runs.root / "outputs"
+    for status in ("ok", "stopped", "failed", "unfinished"):
+        leave_run(outputs / status, "run.seed=1", status=status)
+        write_command(outputs / status)
+    leave_run(outputs / "foreign", status="stopped")
+    write_command(outputs / "foreign", "rm -r outputs")
+    found = {view.folder.name: (view.status, view.can_resume) for view in runs.views()}
+    assert found == {
+        "ok": ("ok", False), "stopped": ("stopped", True), "failed": ("failed", True),
+        "unfinished": ("killed", True), "foreign": ("stopped", False),
+    }  # fmt: skip
+    view = next(each for each in runs.views() if each.status == "ok")
+    for act, fix in ((runs.resume, "Fix: resume one"), (runs.stop, "no process of this machine")):
+        with pytest.raises(ConfigError, match=fix):
+            act(view)
+
+
+HOLD = """
+import fcntl, sys, time
+file = open(sys.argv[1], "a")
+fcntl.flock(file, fcntl.LOCK_EX)
+print("held", flush=True)
+time.sleep(100)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/locks").exists(), reason="a system without /proc/locks")
+@pytest.mark.parametrize("words", [("experiments.train",), ("other",)])
+def test_a_run_of_another_process_is_seen_and_stopped_if_it_is_a_command(runs, words):
+    folder = runs.root / "outputs" / "run"
+    leave_run(folder, "run.seed=1", status="unfinished")
+    write_command(folder)
+    process = subprocess.Popen([sys.executable, "-c", HOLD, folder / LOCK, *words], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout.readline() == b"held\n"
+        (view,) = runs.views()
+        assert view.status == "running" and not view.can_resume
+        if words == ("other",):
+            with pytest.raises(ConfigError, match="no process of this machine"):
+                runs.stop(view)
+            return
+        runs.stop(view)
+        assert process.wait(30) == -signal.SIGTERM
+        (view,) = runs.views()
+        assert view.status == "killed" and view.can_resume
+    finally:
+        process.kill()
+        process.wait()
+
+
+class FakeCommand:
+    """A process that a page has started, and how."""
+
+    def __init__(self, command, how):
+        self.command, self.how, self.code, self.signals = command, how, None, 0
+
+    def poll(self):
+        return self.code
+
+    def terminate(self):
+        self.signals += 1
+
+
+@pytest.fixture
+def commands(monkeypatch) -> list[FakeCommand]:
+    """Those that are started."""
+    found: list[FakeCommand] = []
+
+    def start(command: list[str], **how: Any) -> FakeCommand:
+        found.append(FakeCommand(command, how))
+        return found[-1]
+
+    monkeypatch.setattr("experiments.web.runs.subprocess.Popen", start)
+    return found
+
+
+def test_what_is_started_is_the_command_that_was_shown(runs, commands):
+    folder = runs.start("train", ["run.steps=3", "run.prompt='a b'"], "mine")
+    (started,) = commands
+    shown = runs.command(["run.steps=3", "run.prompt='a b'"], folder)
+    assert started.command[1:] == ["-u", "-m", "experiments.train", *shown]
+    assert shown[-1] == "hydra.run.dir=outputs/mine" and started.how["cwd"] == runs.root
+    assert started.how["start_new_session"]  # it outlives the page
+    (view,) = runs.views()
+    assert view.status == "starting" and view.folder == folder
+    with pytest.raises(ConfigError, match="such a run"):
+        runs.start("train", [], "mine")
+    runs.stop(view)
+    assert started.signals == 1 and [each.status for each in runs.views()] == ["stopping"]
+    started.code = 143
+    (view,) = runs.views()
+    assert view.status == "failed" and not view.can_resume  # it was refused
+    assert view.arguments == ("run.steps=3", "run.prompt='a b'")
+    assert "hydra.run.dir=outputs/mine" in log_of(folder).read_text()
+
+    # A run that a command has stopped goes on by the same command, in its own folder.
+    leave_run(folder, "run.steps=3", status="stopped")
+    write_command(folder)
+    (view,) = runs.views()
+    runs.resume(view)
+    assert commands.pop().command[3:] == ["experiments.train", "run.steps=3", shown[-1]]
+
+
+def test_a_folder_whose_arguments_lead_elsewhere_is_not_resumed(runs, commands):
+    folder = runs.root / "outputs" / "run"
+    leave_run(folder, "hydra.job.env_set.PYTHONPATH=/there", status="stopped")
+    write_command(folder)
+    (view,) = runs.views()
+    with pytest.raises(ConfigError, match="Fix: leave them out"):
+        runs.resume(view)
+    assert commands == []
+
+
+def test_files_of_a_run_are_read_again_when_they_change(runs):
+    folder = runs.root / "outputs" / "run"
+    leave_run(folder, status="unfinished")
+    (first,) = runs.views()
+    (again,) = runs.views()
+    assert again.outcome is first.outcome
+    leave_run(folder, status="ok", loss=1.0)
+    runs.seen[folder].took = 0.0
+    assert [view.status for view in runs.views()] == ["ok"]
+    assert list(find_runs(runs.root)) == [folder]
+
+
+def test_curves_are_those_of_the_rows(tmp_path):
+    for name, seed in (("a", "run.seed=1"), ("b", "run.seed=2")):
+        leave_run(tmp_path / name, seed, status="unfinished")
+    outcomes = [outcome_of(tmp_path / name, name) for name in "ab"]
+    one, two = charts.curve_chart(outcomes[:1]), charts.curve_chart(outcomes)
+    training = one["series"][0]["data"]
+    rows = [[row["step"], row["loss"]] for row in outcomes[0].rows if "loss" in row]
+    assert training == rows and [each["name"] for each in one["series"]] == ["training", "held-out"]
+    assert [each["name"] for each in two["series"]] == ["seed 1", "seed 1", "seed 2", "seed 2"]
+
+
+# ------------------------------------------------------------------ who may speak to it
+
+
+def ask(path: str, *, host: str = "127.0.0.1:5", origin: str | None = None, kind: str = "http") -> Any:
+    """Return what `Guard` answers: its first message."""
+    headers = [(b"host", host.encode())] + ([(b"origin", origin.encode())] if origin else [])
+    answers: list[dict[str, Any]] = []
+
+    async def page(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def send(message):
+        answers.append(message)
+
+    async def receive():
+        return {"type": "websocket.connect"}
+
+    guard = server.Guard(page, "token", 5)
+    asyncio.run(guard({"type": kind, "path": path, "headers": headers}, receive, send))
+    return answers[0]
+
+
+def test_only_who_knows_the_token_and_calls_this_machine_by_name_is_answered():
+    passed = ask("/token/")
+    assert passed["status"] == 200
+    assert dict(passed["headers"])[b"content-security-policy"].startswith(b"default-src 'self'")
+    assert ask("/token/x", host="localhost:5", origin="http://127.0.0.1:5")["status"] == 200
+    for path in ("/", "/toke/", "/token2/", "/x/token/", "//token/", "/t\u00f6ken/"):
+        assert ask(path)["status"] == 404, path
+    assert ask("/token/", host="evil.example:5")["status"] == 404
+    assert ask("/token/", origin="http://evil.example")["status"] == 404
+    assert ask("/", kind="websocket") == {"type": "websocket.close", "code": 1008}
+
+
+def test_a_port_that_is_taken_and_a_second_page_are_one_error_each(tmp_path):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match="Fix: port=0"):
+            server.serve(WebConfig(folder=str(tmp_path), port=port))
+    with locked(tmp_path, server.LOCK), pytest.raises(ConfigError, match="another page is at work"):
+        server.serve(WebConfig(folder=str(tmp_path)))
+    with pytest.raises(ConfigError, match="Fix: make it"):
+        server.serve(WebConfig(folder=str(tmp_path / "none")))
+    with server.listen(0) as found:
+        assert found.getsockname()[0] == "127.0.0.1"

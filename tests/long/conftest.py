@@ -1,0 +1,3 @@
+"""Fixtures of this folder."""
+
+from tuning import data, model  # noqa: F401
