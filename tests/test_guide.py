@@ -200,8 +200,9 @@ def run_together(rank: int, folder: str) -> None:
             run(GUIDE / f"{page}.md", fresh(namespace))
 
 
+@pytest.mark.long
 def test_pages_run_on_two_ranks_of_one_folder(ranks: Any, tmp_path: Path) -> None:
-    ranks(2).run(run_together, str(tmp_path))
+    ranks(2).run(run_together, str(tmp_path), timeout=280.0)
 
 
 def test_the_schedule_that_is_explained_is_what_is_printed(first_script: Any) -> None:
