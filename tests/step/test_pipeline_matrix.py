@@ -39,7 +39,7 @@ FACTORS: Mapping[str, tuple[Any, ...]] = {
     "beside": ("", "shard", "tensor", "expert", "context", "replicate+shard", "shard+tensor"),
     "rule": tuple(RULES),
     "remat": ("none", "unit", "unit+offload"),
-    "micro_order": ("depth", "breadth"),
+    "micro_order": ("depth", "breadth", "zero_bubble"),
     "prefetch": (0, 1, 2),
     "memory": ("device", "host"),
 }  # fmt: skip
@@ -64,7 +64,7 @@ def axes_of(beside: str) -> list[str]:
 
 FEW: Mapping[str, tuple[Any, ...]] = {
     **FACTORS, "stages": (2,), "chunks": (1, 2), "accumulate": (4,), "memory": ("device",),
-    "beside": ("", "shard", "expert", "context"),
+    "beside": ("", "shard", "expert", "context"), "micro_order": ("depth", "breadth"),
 }  # fmt: skip
 SHORT = list({row["beside"]: row for row in cover_pairs(FEW, allows)}.values())  # each of the axes once
 LONG = cover_pairs(FACTORS, allows)
