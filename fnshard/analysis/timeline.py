@@ -10,7 +10,9 @@ serves flights one at a time, in the order of issue, each for as long as its byt
 within a node does not wait for a gather between nodes, and two gathers between nodes do wait for one another.
 A group with several ranks on each of several nodes keeps both links busy, each with its share of the bytes.
 The time in which ranks meet holds no link. (NCCL's flights share a link's rate instead of queueing: the last
-of them lands at the same time, and only a small one behind a large one lands earlier than here.)
+of them lands at the same time, and only a small one behind a large one lands earlier than here.) A message
+between stages of a pipeline is small and urgent, so it does share the rate: it does not queue, takes up to
+twice as long where the link is busy, and holds up by its own bytes what comes behind it.
 
 The host itself stands still for gradients that it sums or updates with, for a copy from or to the disk tier
 (pageable memory; CUDA returns when it is done), and where an update on the host reads numbers of the step
@@ -540,12 +542,16 @@ class _Together(_Clock):
             # What goes out was computed on the compute lane; what comes in gets memory that was freed there.
             queue = price.communicator or price.lane
             start = issued = max(self.host, self.free.get(queue, 0.0), there, self.free[COMPUTE])
+            flight = price.flight_seconds
             for name, seconds in price.link_seconds.items():
                 # A link goes on with the next flight, also where this one still waits for its other link.
                 begins = max(issued, self.free_links.get(name, 0.0))
                 self.free_links[name] = begins + seconds
-                start = max(start, begins)
-            end = self.note(index, line, price.lane, start, price.flight_seconds, price.communicator)
+                if isinstance(line, Send):
+                    flight += min(seconds, begins - issued)
+                else:
+                    start = max(start, begins)
+            end = self.note(index, line, price.lane, start, flight, price.communicator)
             self.free[queue] = end
             self.ready |= dict.fromkeys(line.writes, end)
             self.began |= dict.fromkeys(line.writes, start)

@@ -11,6 +11,10 @@ from toys import WIDTH, chain, lower
 
 import fnshard as fs
 from fnshard.analysis.flops import kernel_flops
+from fnshard.analysis.timeline import _Together
+from fnshard.compiler.ir.values import Kind, ValueName
+from fnshard.compiler.schedule.instructions import COMMUNICATION, Gather, Send
+from fnshard.compiler.schedule.ir import Price
 from fnshard.errors import BudgetError, SpecError
 from fnshard.plot import text
 from fnshard.plot.pictures import tasks_of
@@ -99,6 +103,21 @@ def test_tasks_are_put_in_order_by_the_flops_of_their_kernels(monkeypatch: pytes
     assert not counted  # one stage has one order
     lower(loss, chain(4), torch.ones(8, WIDTH), ranks={"pipeline": 2, "shard": 2}, accumulate=4)
     assert len(counted) == 8 and min(counted) > 0 and max(counted) >= 2 * min(counted)
+
+
+def test_a_message_shares_a_link_with_a_gather_and_does_not_queue_behind_it() -> None:
+    clock = _Together()
+    line = {name: ValueName(Kind.FLIGHT, name) for name in ("leaf", "message", "later")}
+    gather = Gather("u", "forward", (), (line["leaf"],), bucket="b")
+    again = Gather("u", "forward", (), (line["later"],), bucket="b")
+    send = Send("u", "forward", (), (line["message"],), stage=1)
+    flies = {"lane": COMMUNICATION, "link_seconds": {"network": 1.0}, "flight_seconds": 1.0}
+    short = {"lane": COMMUNICATION, "link_seconds": {"network": 0.1}, "flight_seconds": 0.1}
+    clock.step(0, gather, Price(communicator="gathers", **flies))
+    clock.step(1, send, Price(communicator="messages", **short))
+    clock.step(2, again, Price(communicator="gathers", **flies))
+    assert clock.landing(line["leaf"]) == 1.0 and clock.landing(line["message"]) == pytest.approx(0.2)
+    assert clock.landing(line["later"]) == pytest.approx(2.1)  # it waits for the bytes of both
 
 
 # ------------------------------------------------------------------ pictures
