@@ -28,11 +28,15 @@ def overlap(schedule: Schedule, depth: int) -> Schedule:
 
     So a unit's gradients travel while the next unit's backward computes; at most `depth` + 1
     buckets of full gradients are in flight. The kernels of one round count as one, but for what belongs to
-    one micro-batch. A kernel is never moved: what it reads is waited for in time, and no gather overtakes a
-    kernel. Collectives of all stages keep their order, in which other stages come to them.
+    one micro-batch. A stage of a pipeline waits for reductions behind all its kernels: one that stood still
+    for them would hold up the stages that wait for what it makes, each of these the next, and the sums of
+    gradients are in memory for most of the step anyway. A kernel is never moved: what it reads is waited for
+    in time, and no gather overtakes a kernel. Collectives of all stages keep their order, in which other
+    stages come to them.
     """
     permuted = {i.writes[0] for i in schedule.instructions if isinstance(i, Exchange) and i.of_kind.permutes}
-    queue = _Queue(depth, permuted, end_rounds(schedule), spans_stages(schedule))
+    ends = end_rounds(schedule) if schedule.mesh.stages == 1 else ()
+    queue = _Queue(depth, permuted, ends, spans_stages(schedule))
     for line in schedule.instructions:
         queue.feed(line)
     queue.flush()
