@@ -159,6 +159,7 @@ def _order_tasks(stages: StagePlan, kernels: Sequence[Kernel], plan: Plan, cost_
         (chunk, way): max(1.0, sum(cost_of(kernels[s.index], way) for s in segments))
         for chunk, (_, segments) in enumerate(stages.chunks)
         for way in Way
+        if plan.apart or way is not Way.WEIGHTS
     }
     return order_pipeline(
         stages.chunks, plan.accumulate, plan.micro_order, plan.differentiate,
