@@ -384,7 +384,10 @@ def implicit(x: Tensor) -> Tensor:
             between(lambda x: Wrong.apply(x, lambda g: (g[0, :2], None))),
             r"(?s)cannot be gradients.*argument 0: \(2,\) for \(6, 8\)",
         ),
-        (between(lambda x: Wrong.apply(x, lambda g: (1.0, None))), "(?s)cannot be gradients.*argument 0: 1.0"),
+        (
+            between(lambda x: Wrong.apply(x, lambda g: (1.0, None))),
+            "(?s)cannot be gradients.*argument 0: 1.0",
+        ),
         (
             between(lambda x: Wrong.apply(x, lambda g: (g * float(g.sum()), None))),
             "depends on a tensor's value",
