@@ -34,7 +34,8 @@ CONTEXT.set_forkserver_preload(
     ["torch._inductor.compile_fx", "torch.distributed", "fnshard", "hypothesis", "experiments.finetune",
      "transformers.models.llama.modeling_llama", "matplotlib.figure"]
 )  # fmt: skip
-MOST_SERVED = 8  # requests, behind which a pool is not taken over by another module
+# Of a pool that another module may take over: requests that it has served, and threads of a rank.
+MOST_SERVED, MOST_THREADS = 8, 48
 GRACE_S = 5.0  # what the other ranks get to answer once one has failed
 
 
@@ -101,6 +102,11 @@ class Pool:
             pipe.close()
         self._processes, self._pipes, self.served = [], [], 0
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    def threads(self) -> int:
+        """Count the threads of the rank that has most."""
+        folders = (f"/proc/{process.pid}/task" for process in self._processes)
+        return max((len(os.listdir(folder)) for folder in folders if os.path.isdir(folder)), default=0)
 
     def _start(self) -> None:
         self._folder = tempfile.mkdtemp(prefix="ranks-")
@@ -198,9 +204,9 @@ def ranks(pools: dict[int, Pool]) -> Callable[[int], Pool]:
 
 @pytest.fixture(scope="module", autouse=True)
 def renew_pools(pools: dict[int, Pool]) -> Iterator[None]:
-    """End pools that have served many requests with the module: each mesh has left threads of gloo's, which
-    wake a hundred times a second."""
+    """End pools that have served many requests, or made many meshes in few, with the module: each mesh has left
+    threads of gloo's, which wake a hundred times a second."""
     yield
     for each in pools.values():
-        if each.served > MOST_SERVED:
+        if each.served > MOST_SERVED or each.threads() > MOST_THREADS:
             each.close()
