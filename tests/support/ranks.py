@@ -204,8 +204,8 @@ def ranks(pools: dict[int, Pool]) -> Callable[[int], Pool]:
 
 @pytest.fixture(scope="module", autouse=True)
 def renew_pools(pools: dict[int, Pool]) -> Iterator[None]:
-    """End pools that have served many requests, or made many meshes in few, with the module: each mesh has left
-    threads of gloo's, which wake a hundred times a second."""
+    """End pools that have served many requests, or made many meshes in few, with the module: each mesh has
+    left threads of gloo's, which wake a hundred times a second."""
     yield
     for each in pools.values():
         if each.served > MOST_SERVED or each.threads() > MOST_THREADS:
