@@ -324,13 +324,16 @@ def build(config: FinetuneConfig, only_prompt: bool = False) -> Parts:
         step = fs.shard_step(loss, specs, mesh=mesh, optimizer=planned.optimizer, **options)
         return data, prompts, batch, planned, step
 
+    def with_tokens(tokens: int) -> FinetuneConfig:  # for which no budget of bytes is asked any more
+        run = replace(config.run, device_gb=None)
+        return replace(config, data=replace(config.data, tokens=tokens), run=run)
+
     def peak_of(tokens: int) -> int:
-        *_, batch, _, step = make(replace(config, data=replace(config.data, tokens=tokens)))
+        *_, batch, _, step = make(with_tokens(tokens))
         return step.lower(tuning.params, batch).memory_analysis().peak_bytes
 
     if config.data.tokens == AUTO:
-        tokens = most_tokens(peak_of, budget_bytes(config, mesh), *token_limits(config))
-        config = replace(config, data=replace(config.data, tokens=tokens))
+        config = with_tokens(most_tokens(peak_of, budget_bytes(config, mesh), *token_limits(config)))
     data, prompts, batch, planned, step = make(config)
     specs = planned.plan.specs
     config = replace(config, optimizer=replace(config.optimizer, lr=planned.rate))
