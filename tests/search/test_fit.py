@@ -223,9 +223,9 @@ def over(ranks: int, **options: Any) -> Any:
 
 
 def test_of_all_meshes_the_fastest_that_fits() -> None:
-    """With room none is sharded; with less one is, and each other mesh has a reason."""
+    """With room no leaf is split; with less one is, and each other mesh has a reason."""
     free = over(2)
-    assert str(free.mesh) == "(replicate=2, shard=1)" and len(free.meshes) == 3
+    assert str(free.mesh) in ("(replicate=2, shard=1)", "(pipeline=2, shard=1)") and len(free.meshes) == 3
     tight = over(2, device_bytes=int(0.4 * free.peak_bytes))
     assert tight.peak_bytes <= 0.4 * free.peak_bytes and tight.seconds > free.seconds
     assert {str(mesh) for mesh, _ in tight.meshes} | {str(tight.mesh)} == {
