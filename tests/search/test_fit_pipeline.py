@@ -13,7 +13,7 @@ import fnshard as fs
 from fnshard.analysis.flops import kernel_flops
 from fnshard.analysis.timeline import _Together
 from fnshard.compiler.ir.values import Kind, ValueName
-from fnshard.compiler.schedule.instructions import COMMUNICATION, Gather, Send
+from fnshard.compiler.schedule.instructions import COMMUNICATION, Gather, ReduceScatter, Run, Send, Wait
 from fnshard.compiler.schedule.ir import Price
 from fnshard.errors import BudgetError, SpecError
 from fnshard.plot import text
@@ -136,3 +136,14 @@ def test_stages_are_drawn_a_lane_each(tmp_path: Any) -> None:
     alone = lower(loss, chain(4), torch.ones(8, WIDTH), ranks=2).timeline("h100")
     with pytest.raises(SpecError, match="has no pipeline"):
         text.stages(alone)
+
+
+def test_a_stage_stands_still_for_no_reduction_between_its_kernels() -> None:
+    """The stages that wait for what it makes would stand still, too."""
+    axes = {"pipeline": 2, "shard": 2}
+    lowered = lower(loss, chain(4), torch.ones(8, WIDTH), ranks=axes, accumulate=4, overlap=1)
+    for schedule in lowered.schedules:
+        lines = schedule.instructions
+        last = max(number for number, line in enumerate(lines) if isinstance(line, Run))
+        waits = [n for n, line in enumerate(lines) if isinstance(line, Wait) and line.is_for(ReduceScatter)]
+        assert waits and min(waits) > last
