@@ -141,7 +141,7 @@ def test_stages_are_drawn_a_lane_each(tmp_path: Any) -> None:
 def test_a_stage_stands_still_for_no_reduction_between_its_kernels() -> None:
     """The stages that wait for what it makes would stand still, too."""
     axes = {"pipeline": 2, "shard": 2}
-    lowered = lower(loss, chain(4), torch.ones(8, WIDTH), ranks=axes, accumulate=4, overlap=1)
+    lowered = lower(loss, chain(8), torch.ones(8, WIDTH), ranks=axes, accumulate=4, overlap=1)
     for schedule in lowered.schedules:
         lines = schedule.instructions
         last = max(number for number, line in enumerate(lines) if isinstance(line, Run))
