@@ -255,7 +255,7 @@ def hydra_text(value: Any) -> str:
     """Return a value as Hydra reads it.
 
     >>> hydra_text({"a": [1, None, True]}), hydra_text("def "), hydra_text("full_shard"), hydra_text("7")
-    ("{a: [1, null, true]}", "'def '", 'full_shard', "'7'")
+    ('{a: [1, null, true]}', "'def '", 'full_shard', "'7'")
     """
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
