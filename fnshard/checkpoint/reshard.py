@@ -35,7 +35,7 @@ from fnshard.runtime.collectives.connect import connection
 from fnshard.runtime.coordination import all_or_none
 from fnshard.runtime.files.tensorfile import STATE_DTYPES
 from fnshard.runtime.packing import local_block
-from fnshard.step.shards import blank_params, blank_slots, foreign_block, gather_full, stored_at_rest
+from fnshard.step.shards import blank_params, blank_slots, foreign_block, gather_full, put_at_rest
 from fnshard.step.state import TrainState
 
 __all__ = ["averaged", "reshard"]
@@ -143,7 +143,7 @@ def averaged(state: TrainState, name: str = "ema", *, disk_dir: str | None = Non
         for p, s in after.items()
     }  # fmt: skip
     blocks = {p: averages[p] if p in averages else foreign_block(s, mesh) for p, s in before.items()}
-    moved = resolved.shown(reshard(blocks, before, after, mesh, disk_dir=disk_dir))
+    moved = resolved.as_seen(reshard(blocks, before, after, mesh, disk_dir=disk_dir))
     leaves, structure = tree.flatten_with_paths(state.params)
     params = tree.unflatten([moved.get(path, leaf) for path, leaf in leaves.items()], structure)
     return TrainState(state.step.clone(), params, {}, {}, state.seed.clone(), where=state.where)
@@ -286,7 +286,7 @@ def _coded(
     all_or_none(connection(mesh).gather_object, "coding leaves", check)
     with torch.no_grad():
         values = [
-            stored_at_rest(blocks[p], s, mesh, disk_dir) if p in changed else _stored(blocks, p, s)
+            put_at_rest(blocks[p], s, mesh, disk_dir) if p in changed else _stored(blocks, p, s)
             for p, s in after.leaves.items()
         ]
     made = state.replace(params=tree.unflatten(values, after.leaf_structure))

@@ -25,7 +25,7 @@ from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.mesh import Mesh
 from fnshard.runtime.coordination import Failed, agreed, group_of, texts
 from fnshard.runtime.files.folder import AtomicDirectory, as_path
-from fnshard.step.runner import laid_out
+from fnshard.step.runner import find_layout
 from fnshard.step.state import TrainState
 
 PIECE_BYTES = 64 << 20  # that goes through a pinned buffer
@@ -130,7 +130,7 @@ def save_job(
     timeout: float | None = None,
 ) -> SaveJob:  # fmt: skip
     """The save that `fnshard.checkpoint.save` was called for, on all ranks or on none. A collective."""
-    final, (_, specs, mesh) = as_path(path, "save(path, state)").absolute(), laid_out(state, specs, mesh)
+    final, (_, specs, mesh) = as_path(path, "save(path, state)").absolute(), find_layout(state, specs, mesh)
     group = group_of(mesh, timeout)
 
     def job() -> SaveJob:

@@ -38,7 +38,7 @@ from fnshard.runtime.collectives.connect import connection
 from fnshard.runtime.coordination import all_or_none
 from fnshard.runtime.files.folder import as_path
 from fnshard.runtime.tiers import check_directory
-from fnshard.step.runner import laid_out
+from fnshard.step.runner import find_layout
 from fnshard.step.shards import check_blocks
 
 __all__ = ["FAMILIES", "Family", "Transposed", "load", "register_attention", "save"]
@@ -146,7 +146,7 @@ def save(
         CheckpointError: it could not be written (no room, no permission); nothing has the name then.
         AgreementError: ranks called it with different arguments.
     """
-    stored, specs, mesh = laid_out(params, specs, mesh)
+    stored, specs, mesh = find_layout(params, specs, mesh)
     if specs is None:
         raise StateError(
             "the layout of these blocks is not known.",

@@ -31,7 +31,7 @@ from fnshard.layout.partition import Slices, block_shape, boxes
 from fnshard.layout.spec import LayoutSpec, is_here
 from fnshard.mesh import Mesh
 from fnshard.runtime.files.tensorfile import DTYPES
-from fnshard.step.shards import cut_out, foreign_block, stored_at_rest, zeros
+from fnshard.step.shards import cut_out, foreign_block, put_at_rest, zeros
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -432,5 +432,5 @@ def load_block(
         block[own] = source.read(slices)
     if is_coded(spec):
         unfit.look(path, spec, block)
-        return stored_at_rest(block, spec, mesh, disk_dir)
+        return put_at_rest(block, spec, mesh, disk_dir)
     return block

@@ -59,7 +59,7 @@ def check_agreement(
     programs, counts, ready, rows_of = zip(*every, strict=True)
     differing = [rank for rank, each in enumerate(programs) if each != programs[0]]
     if differing:
-        _refuse(comm, text, differing)
+        _explain_difference(comm, text, differing)
     if None not in rows_of and len(set(rows_of)) > 1:
         ranks = {count: [str(r) for r, own in enumerate(rows_of) if own == count] for count in rows_of}
         raise AgreementError(
@@ -200,7 +200,7 @@ def _checksums(blocks: Sequence[Tensor]) -> list[str]:
     return [f"{x:.9e} {y:.9e}" for x, y in zip(sums.tolist(), norms.tolist(), strict=True)]
 
 
-def _refuse(comm: Collectives, program: str, differing: list[int]) -> None:
+def _explain_difference(comm: Collectives, program: str, differing: list[int]) -> None:
     """All ranks know that they differ, so all come here: one more exchange shows where."""
     every = [json.loads(text) for text in comm.gather_object(program)]
     first, rank = every[0], differing[0]

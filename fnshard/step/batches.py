@@ -123,7 +123,7 @@ def check_leaves(batch: Batch, *, values: bool = False) -> None:
         for n, v in strange.items()
     ]
     wrong += [
-        f"batch[{n!r}]: fs.Sequence of {_described(v.value)}, dim {v.dim}"
+        f"batch[{n!r}]: fs.Sequence of {_describe(v.value)}, dim {v.dim}"
         for n, v in named.items()
         if isinstance(v, losses.Sequence) and not v.fits
     ]
@@ -147,7 +147,7 @@ def check_leaves(batch: Batch, *, values: bool = False) -> None:
         )
 
 
-def _described(value: Any) -> str:
+def _describe(value: Any) -> str:
     return str(list(value.shape)) if isinstance(value, Tensor) else type(value).__name__
 
 

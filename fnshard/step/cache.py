@@ -166,10 +166,10 @@ class ProgramCache:
             if known is not None:
                 return known
             if self.on_paper is None or not fits(self.on_paper, key):
-                self.on_paper = key, self._traced(key, batch, micro, options)
+                self.on_paper = key, self._trace(key, batch, micro, options)
             return self.on_paper[1]
 
-    def _traced(self, key: BatchKey, batch: Batch, micro: Arguments, options: StepOptions) -> Lowered:
+    def _trace(self, key: BatchKey, batch: Batch, micro: Arguments, options: StepOptions) -> Lowered:
         announce(self.fn, self.programs, key)
         if self.mesh.kind != "abstract":
             warm_up(self.mesh.device_type, options.backend)

@@ -82,7 +82,7 @@ class Programs:
             )
         # Leaves of the batch that were constants of the program, and are others now.
         if baked or all(isinstance(v, Constant | NumberList) for _, *both in changed for v in both):
-            return self._repeated(changed)
+            return self._explain_repeats(changed)
         other_leaves = not all(isinstance(n, Leaf) and type(b) is type(n) for _, b, n in changed)
         full = len(self) == self.size  # of lengths a warning comes once, where the first is dropped
         if (self.lengths and not full) or (self.warned and not other_leaves):
@@ -104,14 +104,14 @@ class Programs:
             f"{more}. So will each one more, without a word: {way}; shard_step(cache=) keeps more."
         )
 
-    def _repeated(self, changes: list[Change]) -> str | None:
+    def _explain_repeats(self, changes: list[Change]) -> str | None:
         """A warning of constants that change again and again, once for each."""
         many = []
         for name, before, now in changes:
             values = self.seen.setdefault(name, [before])
             if len(values) < MANY and not any(_is_equal(each, now) for each in values):
                 values.append(now)
-                many += [f"{name} was {', '.join(map(shown, values))}"] * (len(values) == MANY)
+                many += [f"{name} was {', '.join(map(describe, values))}"] * (len(values) == MANY)
         if not many:
             return None
         return report(
@@ -139,7 +139,7 @@ def fits(entry: tuple[BatchKey, Any], key: BatchKey) -> bool:
 
 def batch_changes(before: BatchKey, key: BatchKey) -> list[Change]:
     """(name, before, now) of the leaves of two batches that differ."""
-    old, new = folded(before), folded(key)
+    old, new = fold_key(before), fold_key(key)
     changes = [
         (n, old.get(n, ABSENT), new.get(n, ABSENT)) for n in {**old, **new} if old.get(n) != new.get(n)
     ]
@@ -147,17 +147,17 @@ def batch_changes(before: BatchKey, key: BatchKey) -> list[Change]:
     return named or [("the batch's structure", *both) for _, *both in changes]
 
 
-def folded(key: BatchKey) -> dict[str, Any]:
+def fold_key(key: BatchKey) -> dict[str, Any]:
     """A key by name, in which a list of numbers is one leaf."""
     return fold_lists(dict(key), lambda leaf: isinstance(leaf, Constant) and leaf.is_number)
 
 
 def lines(changes: list[Change]) -> list[str]:
     """`batch['0'] from [2, 3] torch.float32 to [5, 3] torch.float32`."""
-    return [f"{name} from {shown(before)} to {shown(now)}" for name, before, now in changes]
+    return [f"{name} from {describe(before)} to {describe(now)}" for name, before, now in changes]
 
 
-def shown(value: Any) -> str:
+def describe(value: Any) -> str:
     """A leaf of a key, or a value that `fn` reads, in a few words."""
     if value is ABSENT:
         return "nothing"

@@ -45,11 +45,11 @@ from fnshard.step.batches import check_leaves, texts_of
 from fnshard.step.cache import ProgramCache
 from fnshard.step.lowered import Lowered
 from fnshard.step.plan import items_of, scalars_of, settings_of
-from fnshard.step.shards import check_blocks, given_to
+from fnshard.step.shards import check_blocks, full_checksums
 from fnshard.step.state import TrainState
 
 
-def laid_out(params: Any, specs: Any = None, mesh: Mesh | None = None) -> tuple[Any, Any, Mesh]:
+def find_layout(params: Any, specs: Any = None, mesh: Mesh | None = None) -> tuple[Any, Any, Mesh]:
     """The parameter tree of a state (or itself), its specs and mesh: as given, or as the state knows them.
 
     The specs are None where nobody knows them.
@@ -111,7 +111,7 @@ class RankState:
         """What the next step tells the other ranks: flags, and rows where there is one count of them."""
         return {**dict.fromkeys(self.raised, 1.0), "rows": _NO_COUNT if self.rows is None else self.rows}
 
-    def finished(
+    def finish_step(
         self, scalars: Mapping[Any, Tensor], flags: Mapping[str, Tensor], excesses: Mapping[Limit, Tensor]
     ) -> Reading:
         """A step has been launched: its scalars, flags and excesses begin to be copied to the host.
@@ -172,7 +172,7 @@ class Runner:
         bound = rank.bound.get((id(lowered), rank.observer))
         if bound is None:
             if rank.agreement is None:
-                self._agree(lowered, blocks, given_to(params), seed, step, rank.rows)
+                self._agree(lowered, blocks, full_checksums(params), seed, step, rank.rows)
             lowered.compile()
             bound = self._bind(lowered)
         return bound, self._inputs(lowered, blocks, tensors, whole, seed, step)

@@ -19,7 +19,7 @@ from fnshard.compiler.schedule.buckets import make_buckets
 from fnshard.compiler.update.slots import Slots
 from fnshard.errors import SpecError, StateError, leaves
 from fnshard.functional import make_functional
-from fnshard.layout.codecs import Unfit, encoded, is_coded, parts_of
+from fnshard.layout.codecs import Unfit, encode, is_coded, parts_of
 from fnshard.layout.partition import boxes, side_by_side
 from fnshard.layout.resolved import PathLeaf, ResolvedSpecs, compare_paths
 from fnshard.layout.rules import check_params
@@ -80,11 +80,11 @@ def check_is_used(seed: int, named: Mapping[str, Tensor]) -> None:
         )
 
 
-def stored_at_rest(block: Tensor, spec: LayoutSpec, mesh: Mesh, disk_dir: str | None) -> Any:
+def put_at_rest(block: Tensor, spec: LayoutSpec, mesh: Mesh, disk_dir: str | None) -> Any:
     """A block in its storage dtype and tier; of a coded leaf, the dict of its parts."""
     if is_coded(spec):
-        parts = encoded(block, spec)
-        return {n: stored_at_rest(parts[n], s, mesh, disk_dir) for n, s in parts_of(spec).items()}
+        parts = encode(block, spec)
+        return {n: put_at_rest(parts[n], s, mesh, disk_dir) for n, s in parts_of(spec).items()}
     if spec.memory == "device":
         return block.to(mesh.device, spec.storage_dtype)
     return rest(block.to(spec.storage_dtype), spec.memory, mesh.device, disk_dir)
@@ -122,7 +122,7 @@ def unshard(
         raise SpecError(f"layout={layout!r}: 'storage', 'gradient' or 'optimizer', a field of LayoutSpec.")
     resolved = ResolvedSpecs.of(specs)
     if layout != "optimizer":
-        shards = _without_gaps(shards, resolved)
+        shards = _fill_gaps(shards, resolved)
         resolved = resolved.align(shards)
     if not resolved.complete:
         raise SpecError(
@@ -134,17 +134,17 @@ def unshard(
     given = {p: None if v is _GAP else v for p, v in resolved.blocks_of(shards).items()}
     if layout == "optimizer":  # by path, of the leaves that train alone
         given = dict.fromkeys((p for p, s in named.items() if not s.trainable), None) | given
-        foreign = {p: _stored_as(s, layout) for p, s in named.items() if s.trainable and not is_here(s, mesh)}
+        foreign = {p: _store_as(s, layout) for p, s in named.items() if s.trainable and not is_here(s, mesh)}
         given = {p: foreign_block(s, mesh) for p, s in foreign.items()} | given
         compare_paths(named, given)
     if layout != "storage":
-        named = {p: _stored_as(s, layout) for p, s in named.items() if given[p] is not None}
+        named = {p: _store_as(s, layout) for p, s in named.items() if given[p] is not None}
     check_blocks(named, given, mesh, fix=_UNSHARD)
     out = gather_full({p: given[p] for p in named}, named, mesh, connection(mesh))
     if layout != "storage":  # a coded leaf, which has no gradient, is one leaf of these
-        full = resolved.shown(out)
+        full = resolved.as_seen(out)
         return tree.unflatten([full.get(p) for p in resolved.leaves], resolved.leaf_structure.of_gradients)
-    return resolved.decoded(out)
+    return resolved.decode_tree(out)
 
 
 def gather_full(
@@ -185,14 +185,14 @@ def gather_full(
 _GAP = PathLeaf("no gradient")
 
 
-def _without_gaps(grads: Any, specs: ResolvedSpecs) -> Any:
+def _fill_gaps(grads: Any, specs: ResolvedSpecs) -> Any:
     """Gradients in which leaves without one are leaves, and constants the specs' own, where None stood."""
     fill = tree.constants_of(specs.tree, is_spec) | dict.fromkeys(specs.stored, _GAP)
     given, form = tree.flatten_with_paths(grads, constants=True)
     return tree.unflatten([fill.get(p) if v is None else v for p, v in given.items()], form)
 
 
-def _stored_as(spec: LayoutSpec, layout: str) -> LayoutSpec:
+def _store_as(spec: LayoutSpec, layout: str) -> LayoutSpec:
     dtype, memory = spec.storage_dtype, "device"
     if layout == "optimizer":
         dtype, memory = spec.optimizer_dtype, spec.optimizer_memory
@@ -244,7 +244,7 @@ def init_params(
         seed: of deferred leaves (`deferred`). Default 0.
         disk_dir: for leaves that rest on disk.
         trains: there is an optimizer: the seed is of the random ops of all steps to come, too, and leaves
-            with a wider master copy come in its dtype, for it to keep (`narrowed`).
+            with a wider master copy come in its dtype, for it to keep (`narrow_to_storage`).
     """
     number = 0 if seed is None else seed
     check_seed(number)
@@ -290,27 +290,27 @@ def _blocks(
         block = torch.zeros(stored_shape(spec, mesh), dtype=named[path].dtype)
         for full, own in boxes(spec.shape, spec.storage, mesh):
             block[own] = values.part(path, full)
-        blocks.append(stored_at_rest(block, spec, mesh, disk_dir))
+        blocks.append(put_at_rest(block, spec, mesh, disk_dir))
         if mesh.kind != "abstract" and mesh.ordered(spec.storage.axes):
             _mark(blocks[-1], values.checksum(path))
     unfit.refuse()
     return blocks
 
 
-def narrowed(shards: Any, resolved: ResolvedSpecs, mesh: Mesh, disk_dir: str | None) -> Any:
+def narrow_to_storage(shards: Any, resolved: ResolvedSpecs, mesh: Mesh, disk_dir: str | None) -> Any:
     """Blocks in the dtype that they are stored in, once the master copies have been taken of them."""
     specs = resolved.stored
 
     def narrow(block: Tensor, spec: LayoutSpec) -> Any:
         if not is_here(spec, mesh):
             return foreign_block(spec, mesh)
-        return stored_at_rest(block, spec, mesh, disk_dir)
+        return put_at_rest(block, spec, mesh, disk_dir)
 
-    stored = resolved.shown({
+    stored = resolved.as_seen({
         p: b if b.dtype == specs[p].storage_dtype else narrow(b, specs[p])
         for p, b in resolved.blocks_of(shards).items()
     })  # fmt: skip
-    for path, given in given_to(shards).items():
+    for path, given in full_checksums(shards).items():
         _mark(stored[path], given)
     return tree.unflatten(stored.values(), tree.flatten(shards)[1])
 
@@ -319,7 +319,7 @@ def cut_out(leaf: Tensor, spec: LayoutSpec, mesh: Mesh, disk_dir: str | None) ->
     """This rank's stored block of a full leaf; it has the leaf's checksum, for ranks to compare at a step."""
     if not is_here(spec, mesh):
         return foreign_block(spec, mesh)
-    block = stored_at_rest(local_block(leaf, spec.storage, mesh), spec, mesh, disk_dir)
+    block = put_at_rest(local_block(leaf, spec.storage, mesh), spec, mesh, disk_dir)
     if mesh.kind != "abstract" and mesh.ordered(spec.storage.axes):
         _mark(block, checksum(leaf))
     return block
@@ -331,7 +331,7 @@ def _mark(block: Any, given: int) -> None:
             part.given = given, part._version
 
 
-def given_to(params: Any) -> dict[str, int]:
+def full_checksums(params: Any) -> dict[str, int]:
     """By path, the checksums of the full leaves that blocks were cut out of, unless written to since."""
     marks = {p: (v, v.given) for p, v in tree.flatten_with_paths(params)[0].items() if hasattr(v, "given")}
     return {p: given for p, (v, (given, version)) in marks.items() if v._version == version}

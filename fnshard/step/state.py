@@ -29,7 +29,7 @@ class Metrics(dict[str, Any]):
 
     __slots__ = ("_sent",)  # of a step: its scalars, and the reading that brings them to the host
 
-    def sent(self, reading: Any) -> Metrics:
+    def with_reading(self, reading: Any) -> Metrics:
         """Itself, whose scalars are under way to the host by a `runtime.readback.Reading`."""
         self._sent = self.scalars(), reading
         return self
@@ -134,11 +134,11 @@ class TrainState:
     def copy(self) -> TrainState:
         """A state with tensors of its own; of what rests on disk too they are in the host's memory."""
 
-        def copied(tensor: Tensor) -> Tensor:
+        def copy_tensor(tensor: Tensor) -> Tensor:
             pinned = tensor.device.type == "cpu" and tensor.is_pinned()
             return torch.empty_like(tensor, pin_memory=pinned).copy_(tensor)
 
-        fields = {k: tree.map(copied, v) for k, v in self.as_dict().items()}
+        fields = {k: tree.map(copy_tensor, v) for k, v in self.as_dict().items()}
         return self.replace(data=self.data, **fields)
 
     def replace(self, **fields: Any) -> TrainState:
@@ -165,7 +165,7 @@ class TrainState:
         return f"TrainState(step={int(self.step)}, {len(self.opt_state)} leaves with optimizer state)"
 
 
-def checked_rng(rng: Any) -> tuple[int, int]:
+def read_rng(rng: Any) -> tuple[int, int]:
     """The (seed, step) that random ops of a step without an optimizer draw from; (0, 0) for None."""
     if rng is None:
         return 0, 0

@@ -50,10 +50,10 @@ from fnshard.step.shards import (
     check_seed,
     foreign_block,
     init_params,
-    narrowed,
+    narrow_to_storage,
 )
 from fnshard.step.slots import check_slots, init_slots
-from fnshard.step.state import Metrics, TrainState, check_state, checked_rng
+from fnshard.step.state import Metrics, TrainState, check_state, read_rng
 
 __all__ = ["Forward", "Step", "lockstep", "shard_forward", "shard_step"]
 
@@ -177,7 +177,7 @@ class Step(Compiled):
         resolved, mesh, disk_dir = self.resolved, self.mesh, self.options.disk_dir
         blocks = resolved.blocks_of(shards)
         slots = init_slots(self.optimizer, blocks, resolved.stored, mesh, mesh.rank, disk_dir)
-        shards = narrowed(shards, resolved, mesh, disk_dir)
+        shards = narrow_to_storage(shards, resolved, mesh, disk_dir)
         step, number = torch.zeros((), dtype=torch.int64), torch.tensor(seed, dtype=torch.int64)
         return self._state(step, shards, slots, number)
 
@@ -239,7 +239,7 @@ class Step(Compiled):
         training = check_state(state, self.optimizer is not None, self._cache.specs.stored)
         params = state.params if training else state
         self._cache.follow(params)
-        seed, number = (int(state.seed), int(state.step)) if training else checked_rng(rng)
+        seed, number = (int(state.seed), int(state.step)) if training else read_rng(rng)
         if training:
             keywords |= {} if rng is None else {"rng": rng}
             self._check_slots(state.opt_state)
@@ -378,7 +378,7 @@ class Step(Compiled):
 
     def _gradients(self, bound: Bound, env: dict[str, Any]) -> Any:
         summary, control = env[SCALARS], env[CONTROL]
-        self._runner.rank.finished({}, summary.flags, summary.excesses)
+        self._runner.rank.finish_step({}, summary.flags, summary.excesses)
         factor = control.rescale(summary)
         blocks: dict[str, Tensor] = {}
         for name in bound.lowered.schedule.reduced.values():
@@ -393,7 +393,7 @@ class Step(Compiled):
         loss = summary.loss.to(env[LOSS_TANGENT].dtype)
         self._say_if_not_finite("without an optimizer", loss, list(grads.items()), "gradients")
         aux = bound.scalars.aux_tree(summary, env)
-        grads, structure = self.resolved.shown(grads), self.resolved.structure.of_gradients
+        grads, structure = self.resolved.as_seen(grads), self.resolved.structure.of_gradients
         ordered = map(grads.get, self.resolved.stored)
         return (loss if aux is None else (loss, aux)), tree.unflatten(ordered, structure)
 
@@ -418,7 +418,7 @@ class Step(Compiled):
             after = self._read_after(stored, whole=number & (number - 1) == 0)
             self._say_if_not_finite(f"step {number}", summary.loss, after, "parameters after its update")
         rank = self._runner.rank
-        metrics.sent(rank.finished(metrics.scalars(), summary.flags, summary.excesses))
+        metrics.with_reading(rank.finish_step(metrics.scalars(), summary.flags, summary.excesses))
         # A skipped step is a step (its batch and its random numbers are used up) and no update.
         return state.replace(step=state.step + 1, loss_scale=loss_scale), metrics
 
@@ -553,7 +553,7 @@ class Forward(Compiled):
         bound, inputs = self._runner.prepare(blocks, self._cache.arguments(batch, keywords), seed, number)
         env, lowered = bound.run(inputs), bound.lowered
         outputs, results = lowered.program.outputs, lowered.segments.results
-        self._runner.rank.finished({}, {}, {limit: env[results[limit.result]] for limit in outputs.limits})
+        self._runner.rank.finish_step({}, {}, {limit: env[results[limit.result]] for limit in outputs.limits})
         made = {"python": lambda value: value, "tensor": lambda i: env[results[i]],
                 "mean": lambda i, j: Mean(env[results[i]], env[results[j]])}  # fmt: skip
         return tree.unflatten([made[kind](*rest) for kind, *rest in outputs.aux], outputs.aux_structure)

@@ -38,7 +38,7 @@ from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.mesh import Mesh
 from fnshard.runtime.coordination import Failed, agreed, all_ranks, group_of
 from fnshard.runtime.files.folder import AtomicDirectory, as_path, flush_directory, flush_file
-from fnshard.step.runner import laid_out
+from fnshard.step.runner import find_layout
 from fnshard.step.state import TrainState
 
 Path_ = tuple[Any, ...]  # keys of nested dicts and lists
@@ -143,7 +143,7 @@ def save_dcp(
     >>> there
     {'model': {'w': tensor([0., 1., 2.])}}
     """
-    final, (_, specs, mesh) = as_path(path, "save_dcp(path, state)").absolute(), laid_out(state, specs, mesh)
+    final, (_, specs, mesh) = as_path(path, "save_dcp(path, state)").absolute(), find_layout(state, specs, mesh)
     group = group_of(mesh, timeout)
 
     def plan() -> tuple[AtomicDirectory, list[Item]]:
