@@ -90,22 +90,22 @@ def make_buckets(
         groups.setdefault(key, []).append(path)
     out: list[Bucket] = []
     for (unit, axes, wire, _), paths in groups.items():
-        pieces, numel = _place({p: specs[p] for p in paths}, mesh, layout, wire)
-        name = _unused(f"{purpose}/{unit}", {b.name for b in out})
+        pieces, numel = _place_leaves({p: specs[p] for p in paths}, mesh, layout, wire)
+        name = _choose_name(f"{purpose}/{unit}", {b.name for b in out})
         out.append(Bucket(name, unit, axes, wire, pieces, numel))
     return tuple(out)
 
 
-def _unused(name: str, taken: set[str]) -> str:
+def _choose_name(name: str, taken: set[str]) -> str:
     """`name`, or the first of `name:1`, `name:2`, ... that no other bucket has."""
     return next(n for n in (name, *(f"{name}:{i}" for i in range(1, len(taken) + 2))) if n not in taken)
 
 
-def _place(
+def _place_leaves(
     specs: Mapping[str, LayoutSpec], mesh: Mesh, layout: Callable[[LayoutSpec], P], dtype: torch.dtype
 ) -> tuple[tuple[Piece, ...], int]:
     blocks = [block_shape(spec.shape, layout(spec), mesh) for spec in specs.values()]
-    starts, total = _aligned([math.prod(b) for b in blocks], dtype)
+    starts, total = _align([math.prod(b) for b in blocks], dtype)
     pieces = tuple(
         Piece(path, spec.shape, layout(spec), block, start)
         for (path, spec), block, start in zip(specs.items(), blocks, starts, strict=True)
@@ -121,7 +121,7 @@ def gradient_axes(bucket: Bucket, specs: Mapping[str, LayoutSpec], axes: Sequenc
     return tuple(a for a in axes if a not in apart)
 
 
-def summed_whole(bucket: Bucket, specs: Mapping[str, LayoutSpec], axes: Sequence[str]) -> tuple[str, ...]:
+def replica_axes(bucket: Bucket, specs: Mapping[str, LayoutSpec], axes: Sequence[str]) -> tuple[str, ...]:
     """Those of `axes`, over which gradients are summed, whose ranks then have the same.
 
     That is no axis of the bucket, and none that splits its leaves while they compute.
@@ -141,11 +141,11 @@ def end_to_end(bucket: Bucket, mesh: Mesh) -> bool:
 def leaf_runs(bucket: Bucket) -> tuple[list[tuple[int, int]], int]:
     """Where its full leaves lie when they share one memory, (start, length) in elements; of how many."""
     sizes = [math.prod(p.shape) for p in bucket.pieces]
-    starts, total = _aligned(sizes, bucket.dtype)
+    starts, total = _align(sizes, bucket.dtype)
     return list(zip(starts, sizes, strict=True)), total
 
 
-def _aligned(sizes: Sequence[int], dtype: torch.dtype) -> tuple[list[int], int]:
+def _align(sizes: Sequence[int], dtype: torch.dtype) -> tuple[list[int], int]:
     """Starts of runs of these sizes, each at a multiple of 128 bytes, and where the next one would start.
 
     What is shorter than 128 bytes ends where it ends: a scalar is no reason to send so many.
@@ -204,23 +204,23 @@ def stack_buckets(
                         row.append((path, form))
             if rows[0]:
                 names = {b.name for some in out.values() for pair in some for b in pair}
-                name = _unused(bucket.name.replace("reduce", "stack", 1), names)
+                name = _choose_name(bucket.name.replace("reduce", "stack", 1), names)
                 pair = [
-                    _stacked(f"{name}{mark}", bucket.unit, over, dtype, rows, mesh, side)
+                    _make_stack(f"{name}{mark}", bucket.unit, over, dtype, rows, mesh, side)
                     for side, (mark, dtype) in enumerate((("", there), (" back", back)))
                 ]
                 out.setdefault(bucket.name, []).append((pair[0], pair[1]))
     return out
 
 
-def _stacked(
+def _make_stack(
     name: str, unit: str, axes: tuple[str, ...], dtype: torch.dtype,
     rows: Sequence[Sequence[tuple[str, Any]]], mesh: Mesh, side: int,
 ) -> Bucket:  # fmt: skip
     """Return the bucket of what goes to each rank's row of leaves (side 0), or comes back (1)."""
     values = [[(path, part) for path, form in row for part in form[side]] for row in rows]
     blocks = [block_shape(shape, layout, mesh) for _, (_, shape, layout) in values[0]]
-    starts, numel = _aligned([math.prod(b) for b in blocks], dtype)
+    starts, numel = _align([math.prod(b) for b in blocks], dtype)
     pieces = tuple(
         Piece(path, shape, layout, block, owner * numel + start, slot)
         for owner, row in enumerate(values)

@@ -26,8 +26,8 @@ from fnshard.compiler.schedule.buckets import (
     Bucket,
     common_dtype,
     make_buckets,
+    replica_axes,
     stack_buckets,
-    summed_whole,
     wire_dtype,
 )
 from fnshard.compiler.schedule.instructions import (
@@ -54,7 +54,7 @@ from fnshard.compiler.schedule.instructions import (
     Zeros,
 )
 from fnshard.compiler.schedule.instructions.exchange import exchange
-from fnshard.compiler.schedule.instructions.kernels import added
+from fnshard.compiler.schedule.instructions.kernels import add_part
 from fnshard.compiler.schedule.ir import Schedule, with_wait
 from fnshard.compiler.schedule.stages import Crossing, StagePlan, one_stage
 from fnshard.compiler.schedule.tasks import MicroOrder, Round, Task, order_tasks
@@ -150,10 +150,10 @@ def build(
         b.held = {} if len(each) > 1 else None
         for task in each:
             b.write(task)
-    b.receive_results()
+    b.wait_for_results()
     if plan.differentiate:
         b.finish()
-    return b.schedule()
+    return b.make_schedule()
 
 
 def find_active(segments: Segments, kernels: Sequence[Kernel], outputs: Outputs) -> set[int]:
@@ -171,7 +171,7 @@ def find_active(segments: Segments, kernels: Sequence[Kernel], outputs: Outputs)
     return active
 
 
-def read_of(made: Made, values: Set[str]) -> Names:
+def find_results(made: Made, values: Set[str]) -> Names:
     """Return the results that hold some of these values."""
     return tuple(name for name, own in made.items() if own & values)
 
@@ -235,9 +235,9 @@ class _Builder:
         self.active = (
             find_active(self.segments, self.kernels, self.outputs) if self.plan.differentiate else set()
         )
-        self.complete = self._completion()
+        self.complete = self._find_completion()
         self.arriving = sorted(self.reduces, key=lambda b: -(self.complete[b.name] or 0))
-        self.stacks = self._stacks()
+        self.stacks = self._make_stacks()
         self.reduced: dict[str, ValueName] = {}
         self.sent: dict[str, Made] = {}  # by path, what is made of a leaf before it is computed whole
         self.local: dict[str, ValueName] = {}
@@ -249,9 +249,9 @@ class _Builder:
         self.coming: dict[ValueName, Wait] = {}  # what was sent here and is not waited for
         # By micro-batch and value, cotangents that other stages have sent.
         self.arriving_tangents: dict[tuple[int, ValueName], list[ValueName]] = {}
-        self.rounds = self._rounds()
+        self.rounds = self._order_rounds()
 
-    def _rounds(self) -> list[Round]:
+    def _order_rounds(self) -> list[Round]:
         """Return the tasks of the step, of all stages."""
         if self.piped:
             return [(task,) for task in self.tasks]
@@ -262,7 +262,7 @@ class _Builder:
             self.segments.segments, written, plan.accumulate, plan.micro_order, plan.differentiate
         )
 
-    def _stacks(self) -> dict[str, list[tuple[Bucket, Bucket]]]:
+    def _make_stacks(self) -> dict[str, list[tuple[Bucket, Bucket]]]:
         """Return what goes to the ranks that compute whole leaves and back, by the last reduced bucket."""
         parts, dtypes, axes = {}, {}, {}
         for path, family in self.families.items():
@@ -298,7 +298,7 @@ class _Builder:
             and spec.compute_dtype == spec.storage_dtype
         )
 
-    def _completion(self) -> dict[str, int | None]:
+    def _find_completion(self) -> dict[str, int | None]:
         """For each reduce bucket the segment whose backward makes its last gradient; None: never used."""
         first: dict[str, int] = {}
         for segment in self.own:
@@ -376,7 +376,7 @@ class _Builder:
                 for n in crossing.values:
                     self.settle(n, micro, self.unit(segment), phase)
                 names = tuple(self.tangents[micro][n] for n in crossing.values)
-            sent = self.end_of(Send, crossing, crossing.target, segment, micro, phase, reads=names)
+            sent = self.make_end(Send, crossing, crossing.target, segment, micro, phase, reads=names)
             self.sending += with_wait(sent)[1:]
             self.lines.append(sent)
 
@@ -398,11 +398,11 @@ class _Builder:
                     )
                     for n, tangent in zip(crossing.values, names, strict=True):
                         self.arriving_tangents.setdefault((micro, n), []).append(tangent)
-                come = self.end_of(Recv, crossing, crossing.source, segment, micro, phase)
+                come = self.make_end(Recv, crossing, crossing.source, segment, micro, phase)
                 self.lines.append(come)
                 self.coming |= dict.fromkeys(names, with_wait(come, *names)[1])
 
-    def end_of(
+    def make_end(
         self, kind: type[Send] | type[Recv], crossing: Crossing, stage: int, segment: Segment, micro: int,
         phase: str, reads: Names = (),
     ) -> Send | Recv:  # fmt: skip
@@ -427,15 +427,15 @@ class _Builder:
         """Add the cotangents that other stages have sent to this stage's own."""
         for tangent in self.arriving_tangents.pop((micro, name), ()):
             self.wait_for([tangent])
-            self.lines += added(self.tangents[micro], name, tangent, unit, phase)
+            self.lines += add_part(self.tangents[micro], name, tangent, unit, phase)
 
-    def receive_results(self) -> None:
+    def wait_for_results(self) -> None:
         """Wait for what `fn` returns and other stages have made; nothing is under way any more."""
         self.lines += self.sending
         self.wait_for(list(self.coming))
 
     # -------------------------------------------------------------- forward
-    def scales(self, phase: str) -> None:
+    def gather_scales(self, phase: str) -> None:
         """Of the leaves that are gathered in eight bits."""
         paths = tuple(p for b in self.gathers for p in b.paths if self.specs[p].wire_dtype is not None)
         axes = self.mesh.ordered({a for p in paths for a in self.whole[p].storage.axes})
@@ -447,15 +447,17 @@ class _Builder:
     def forward(self, task: Task) -> None:
         micro, phase = task.micro, self.phase("forward", task.micro)
         if micro == 0 and task.segments[0] is self.own[0]:
-            self.scales(phase)
+            self.gather_scales(phase)
         for segment in task.segments:
             kernel = self.kernels[segment.index]
             names = self.fetch(segment, segment.leaves, phase, micro)
-            reads = tuple(self.read(n, names, micro) for n in segment.inputs)
+            reads = tuple(self.name_read(n, names, micro) for n in segment.inputs)
             self.wait_for(reads)
-            saved = self.saved(segment, micro) if segment.index in self.active else ()
+            saved = self.name_saved(segment, micro) if segment.index in self.active else ()
             writes = tuple(self.value(n, micro) for n in segment.outputs) + saved
-            unread = (ValueName(Kind.VALUE, f"_{n.path}", micro=n.micro) for n in self.saved(segment, micro))
+            unread = (
+                ValueName(Kind.VALUE, f"_{n.path}", micro=n.micro) for n in self.name_saved(segment, micro)
+            )
             writes += () if saved else tuple(unread)
             self.lines.append(
                 Run(
@@ -471,17 +473,17 @@ class _Builder:
         if task.is_last and task.segments[-1] is self.own[-1]:
             self.lines += self.aggregations
             if self.plan.differentiate and not self.scalars_late:
-                self.scalars_issue()
+                self.issue_scalars()
 
     @property
     def scalars_late(self) -> bool:
         """Whether scalars are summed behind the last backward: they have norms, or stages meet there."""
         return self.plan.barrier or self.plan.norms or self.piped
 
-    def read(self, name: ValueName, leaves: Mapping[str, ValueName], micro: int) -> ValueName:
+    def name_read(self, name: ValueName, leaves: Mapping[str, ValueName], micro: int) -> ValueName:
         return leaves[name.path] if name.kind is Kind.LEAF else self.value(name, micro)
 
-    def saved(self, segment: Segment, micro: int) -> Names:
+    def name_saved(self, segment: Segment, micro: int) -> Names:
         count, index = len(self.kernels[segment.index].saved), self.index(micro)
         return tuple(ValueName(Kind.VALUE, f"x{segment.index}.{i}", micro=index) for i in range(count))
 
@@ -508,7 +510,7 @@ class _Builder:
             for bucket in done:
                 self.reduce(bucket, task, phase, grads)
             if done and self.plan.counted and task.is_last:
-                self.scalars_wait()
+                self.wait_for_scalars()
         # Other chunks, or this one's weight gradients, will add to what is left: sum now, so that one full
         # gradient lives, not one for each micro-batch.
         if self.held is not None or self.accumulates:
@@ -532,7 +534,7 @@ class _Builder:
         kernel = self.kernels[segment.index]
         half = kernel.halves[way]
         unit, index = self.unit(segment), self.index(micro)
-        saved = self.saved(segment, micro)
+        saved = self.name_saved(segment, micro)
         between = [
             ValueName(Kind.VALUE, f"w{segment.index}.{number}", micro=index)
             for number in range(len(kernel.between))
@@ -543,7 +545,7 @@ class _Builder:
         reads = []
         for ref in half.inputs:
             if ref.kind == "input":
-                reads.append(self.read(segment.inputs[ref.index], names, micro))
+                reads.append(self.name_read(segment.inputs[ref.index], names, micro))
             elif ref.kind == "output":
                 reads.append(self.value(segment.outputs[ref.index], micro))
             elif ref.kind == "saved":
@@ -551,7 +553,7 @@ class _Builder:
             elif ref.kind == "between":
                 reads.append(between[ref.index])
             else:
-                reads.append(self.tangent(segment, ref.index, unit, phase, micro, tangents))
+                reads.append(self.find_tangent(segment, ref.index, unit, phase, micro, tangents))
         writes, adds = [], []
         for name in [segment.inputs[number] for number in half.grads]:
             of_leaf = name.kind is Kind.LEAF
@@ -559,7 +561,7 @@ class _Builder:
             kind = Kind.GRADIENT if of_leaf else Kind.TANGENT
             fresh = ValueName(kind, name.path, f"@{segment.index}", micro=index)
             writes.append(fresh)
-            adds += added(known, key, fresh, unit, phase)
+            adds += add_part(known, key, fresh, unit, phase)
         writes += between if way is Way.BACKWARD else ()
         self.lines.append(
             Run(
@@ -576,9 +578,9 @@ class _Builder:
         if each.received in tangents and each.like.requires_grad:
             fresh = ValueName(Kind.TANGENT, each.sent.path, f"@{each.received}", micro=self.index(micro))
             lines = exchange(each, self.mesh, unit, phase, tangents[each.received], fresh, backward=True)
-            self.lines += [*lines, *added(tangents, each.sent, fresh, unit, phase)]
+            self.lines += [*lines, *add_part(tangents, each.sent, fresh, unit, phase)]
 
-    def tangent(
+    def find_tangent(
         self, segment: Segment, index: int, unit: str, phase: str, micro: int,
         tangents: dict[ValueName, ValueName],
     ) -> ValueName:  # fmt: skip
@@ -662,7 +664,7 @@ class _Builder:
 
         All ranks of a stage that reads no leaf of the bucket have zeros, for which other stages alone wait.
         """
-        rest = summed_whole(bucket, self.specs, self.summed)
+        rest = replica_axes(bucket, self.specs, self.summed)
         name = ValueName(Kind.REDUCED, bucket.name, micro=micro)
         flight = ValueName(Kind.FLIGHT, bucket.name, micro=micro)
         if not bucket.axes and not rest:
@@ -680,13 +682,13 @@ class _Builder:
         return name
 
     # -------------------------------------------------------------- the end of the step
-    def scalars_issue(self, norms: Names = ()) -> None:
+    def issue_scalars(self, norms: Names = ()) -> None:
         results = dict.fromkeys(self.segments.results[i] for i in self.outputs.summed)
         names = [n for n in results if self.stages.home.get(n, self.stage) == self.stage]
         reads = [self.value(n, m) for m in range(self.plan.accumulate) for n in names]
         self.lines.append(ReduceScalars("-", "update", (*reads, *norms), (_SCALARS_FLIGHT,)))
 
-    def scalars_wait(self) -> None:
+    def wait_for_scalars(self) -> None:
         """Once: after the first reduction, which leaves before the host blocks."""
         wait = Wait("-", "update", (_SCALARS_FLIGHT,), (SCALARS,), of=ReduceScalars)
         if wait not in self.lines:
@@ -699,42 +701,42 @@ class _Builder:
             norms = []
             for bucket in self.reduces if self.plan.norms else ():
                 reads, name = (self.reduced[bucket.name],), ValueName(Kind.NORMS, bucket.name)
-                same = self.mesh.axes_size(summed_whole(bucket, self.specs, self.summed))
+                same = self.mesh.axes_size(replica_axes(bucket, self.specs, self.summed))
                 self.lines.append(
                     Norms(bucket.unit, "update", reads, (name,), bucket=bucket.name, replicas=same)
                 )
                 norms.append(name)
-            self.scalars_issue(tuple(norms))
+            self.issue_scalars(tuple(norms))
         if self.plan.barrier or self.plan.counted:
-            self.scalars_wait()
+            self.wait_for_scalars()
         if self.plan.update:
-            self.updates()
-        self.scalars_wait()
+            self.write_updates()
+        self.wait_for_scalars()
 
-    def updates(self) -> None:
+    def write_updates(self) -> None:
         """Write out the optimizer: each bucket's leaves, those together whose updates exchange alike."""
         for bucket in self.arriving:
             groups: dict[Any, list[str]] = {}
             for path in bucket.paths:
                 groups.setdefault(form_of(self.plan.families[path].derived), []).append(path)
             for number, paths in enumerate(groups.values()):
-                self.stretches(bucket, tuple(paths), number)
+                self.write_stretch(bucket, tuple(paths), number)
             for there, back in self.stacks.get(bucket.name, ()):
-                self.stack(there, back)
+                self.write_stack(there, back)
         for bucket in self.publishes:
             shards, flight = stored(bucket.paths), ValueName(Kind.FLIGHT, bucket.name)
             publish = Publish(bucket.unit, "update", shards, (flight,), bucket=bucket.name)
             self.lines += with_wait(publish, *shards)
 
-    def stretches(self, bucket: Bucket, paths: tuple[str, ...], group: int) -> None:
+    def write_stretch(self, bucket: Bucket, paths: tuple[str, ...], group: int) -> None:
         """Write out the updates of leaves of one form, up to where they are sent to be computed whole."""
         steps = self.plan.families[paths[0]].derived.steps
         end = next((i for i, step in enumerate(steps) if isinstance(step, Stack)), len(steps))
-        made = self.steps(bucket, paths, range(end), f"{group}", {self.reduced[bucket.name]: {GRAD}})
+        made = self.write_steps(bucket, paths, range(end), f"{group}", {self.reduced[bucket.name]: {GRAD}})
         if end < len(steps):
             self.sent |= dict.fromkeys(paths, made)
 
-    def steps(
+    def write_steps(
         self, bucket: Bucket, paths: tuple[str, ...], numbers: Sequence[int], group: str, made: Made
     ) -> Made:
         """Write out some steps of leaves of one form.
@@ -754,7 +756,7 @@ class _Builder:
             if isinstance(step, Reduce):
                 sent = [derived[p].values[n] for p, each in own.items() for n in each.sends]
                 flight = ValueName(Kind.FLIGHT, bucket.name, f" {group}#{number}")
-                reads = read_of(made, {n for each in own.values() for n in each.sends})
+                reads = find_results(made, {n for each in own.values() for n in each.sends})
                 line = ReduceUpdate(
                     **where, reads=reads, writes=(flight,), axes=step.axes, how=step.how,
                     dtype=common_dtype([dtype for _, dtype in sent]),
@@ -768,7 +770,7 @@ class _Builder:
             flows = [flow_of(each, number) for each in derived.values()]
             commits = {n for flow in flows for n in flow.commits}
             keeps = {n for flow in flows for n in flow.keeps}
-            reads = read_of(made, {n for each in own.values() for n in each.reads} | commits | keeps)
+            reads = find_results(made, {n for each in own.values() for n in each.reads} | commits | keeps)
             writes = stored(paths) if UPDATE in commits else ()
             writes += slots(paths) if commits - {UPDATE} or writes else ()
             writes += (name,) if keeps else ()
@@ -791,15 +793,15 @@ class _Builder:
         params = () if spec.updated_on == "host" and spec.memory == "device" else stored(paths)
         return (*params, *slots(paths), *scalars)
 
-    def stack(self, there: Bucket, back: Bucket) -> None:
+    def write_stack(self, there: Bucket, back: Bucket) -> None:
         """Write out what is computed of whole leaves: to the ranks that do so, back, the rest of updates."""
         derived = {path: self.plan.families[path].derived for path in there.paths}
         work = {p: next(s for s in d.steps if isinstance(s, Compute) and s.whole) for p, d in derived.items()}
         sends = {n for d in derived.values() for n in stacks_of(d)[0].sends}
         receives = {n for d in derived.values() for n in stacks_of(d)[1].receives}
-        parts = tuple(dict.fromkeys(n for path in there.paths for n in read_of(self.sent[path], sends)))
+        parts = tuple(dict.fromkeys(n for path in there.paths for n in find_results(self.sent[path], sends)))
         alike = {n for compute in work.values() for n in compute.reads} - sends
-        known = tuple(dict.fromkeys(n for path in there.paths for n in read_of(self.sent[path], alike)))
+        known = tuple(dict.fromkeys(n for path in there.paths for n in find_results(self.sent[path], alike)))
         sent, whole, received = (
             ValueName(Kind.UPDATED, bucket.name, mark)
             for bucket, mark in ((there, ""), (there, "#whole"), (back, ""))
@@ -820,9 +822,9 @@ class _Builder:
             steps = derived[paths[0]].steps
             start = next(i for i, s in enumerate(steps) if isinstance(s, Stack) and s.back) + 1
             made = {n: own for path in paths for n, own in self.sent[path].items()} | {received: receives}
-            self.steps(back, tuple(paths), range(start, len(steps)), f"{number}", made)
+            self.write_steps(back, tuple(paths), range(start, len(steps)), f"{number}", made)
 
-    def schedule(self) -> Schedule:
+    def make_schedule(self) -> Schedule:
         last = self.plan.accumulate - 1
         outputs = [self.value(self.segments.results[i], last) for i in self.outputs.returned]
         if self.plan.differentiate:

@@ -280,7 +280,7 @@ class Wait(OfBucket):
 
     def on_host(self, schedule: Schedule) -> bool:
         """Whether it waits for stored shards, which an update on the host has made."""
-        return self.of.lane == TRANSFER and not self.of.outgoing and only_stored(self.writes)
+        return self.of.lane == TRANSFER and not self.of.outgoing and are_stored(self.writes)
 
     def bind(self, context: Context) -> Action:
         return self.of.bind_wait(self, context)
@@ -307,7 +307,7 @@ def on_arrival(wait: Wait, take: Callable[[Env, Any], None]) -> Action:
     return run
 
 
-def only_stored(names: Names) -> bool:
+def are_stored(names: Names) -> bool:
     """Whether these are stored shards, and there are any."""
     return bool(names) and all(n.kind is Kind.STORED for n in names)
 

@@ -13,7 +13,7 @@ from fnshard.compiler.ir.values import SCALES, Kind, ValueName
 from fnshard.compiler.kernels.canonical import Source
 from fnshard.compiler.kernels.derived import Derived, derived
 from fnshard.compiler.kernels.differentiate import Kernel
-from fnshard.compiler.schedule.buckets import gradient_axes, summed_whole
+from fnshard.compiler.schedule.buckets import gradient_axes, replica_axes
 from fnshard.compiler.schedule.instructions import (
     COMMUNICATION,
     COMPUTE,
@@ -85,11 +85,13 @@ def verify(schedule: Schedule) -> Schedule:
         f"output {n} is a view of {root}, whose buffer line {state.given_back[root]} frees"
         for n in schedule.outputs for root in state.memory.get(n, ()) if root in state.given_back
     ]  # fmt: skip
-    state.problems += _too_many_units(schedule) + _double_gathers(schedule)
-    state.problems += _sums(schedule) + _counts(schedule) + _missing_duals(schedule)
-    state.problems += _unanswered(schedule) + _missing_backwards(schedule) + _lost_gradients(schedule)
+    state.problems += _find_surplus_units(schedule) + _find_double_gathers(schedule)
+    state.problems += _check_sums(schedule) + _check_norms(schedule) + _find_missing_duals(schedule)
+    state.problems += (
+        _find_unanswered(schedule) + _find_missing_backwards(schedule) + _find_lost_gradients(schedule)
+    )
     if not state.problems:  # it takes every kernel to read what it should
-        state.problems += _kept_leaves(schedule)
+        state.problems += _find_kept_leaves(schedule)
     if state.problems:
         raise ScheduleError(f"{len(state.problems)} faults in the schedule:", state.problems[:20])
     return schedule
@@ -114,7 +116,7 @@ def _check_line(state: _State, number: int, line: Instruction, schedule: Schedul
         if not waited and (torn := {*line.reads, *line.writes} & set(issue.changes)):
             state.problems.append(f"{here}: touches {sorted(torn)} while line {issued} changes it")
         touched = {n for n in issue.reads if n != flight and {n, *state.memory.get(n, ())} & changed}
-        still_read = {n for n in touched if not _copied(issue, n)}
+        still_read = {n for n in touched if not _is_copied(issue, n)}
         if still_read and not waited:
             state.problems.append(f"{here}: changes {sorted(still_read)} while line {issued} reads it")
     if line.lane != COMPUTE:
@@ -155,7 +157,7 @@ def _of_other_leaves(line: Instruction, other: Instruction) -> bool:
     return bool(paths and others) and paths.isdisjoint(others)
 
 
-def _copied(issue: Instruction, name: ValueName) -> bool:
+def _is_copied(issue: Instruction, name: ValueName) -> bool:
     """Whether the issue packs this value into a buffer of its own, so that it may die at once."""
     if issue.reads_until_waited:
         return False
@@ -167,7 +169,7 @@ def _copied(issue: Instruction, name: ValueName) -> bool:
     )
 
 
-def _sums(schedule: Schedule) -> list[str]:
+def _check_sums(schedule: Schedule) -> list[str]:
     """Buckets whose gradients are summed over too many axes or too few."""
     found: dict[tuple[str, str], list[str]] = {}
     zeros: set[str] = set()  # buckets that this stage has no gradients for
@@ -191,19 +193,19 @@ def _sums(schedule: Schedule) -> list[str]:
     return problems
 
 
-def _counts(schedule: Schedule) -> list[str]:
+def _check_norms(schedule: Schedule) -> list[str]:
     """Norms that count an element more than once, or less."""
     mesh, problems = schedule.mesh, []
     for number, line in enumerate(schedule.instructions):
         if isinstance(line, Norms):
             bucket = schedule.buckets[line.bucket]
-            same = mesh.axes_size(summed_whole(bucket, schedule.specs, schedule.summed_axes))
+            same = mesh.axes_size(replica_axes(bucket, schedule.specs, schedule.summed_axes))
             if line.replicas != same:
                 problems.append(f"{number}: norms of {line.bucket} count {line.replicas} replicas of {same}")
     return problems
 
 
-def _missing_duals(schedule: Schedule) -> list[str]:
+def _find_missing_duals(schedule: Schedule) -> list[str]:
     """Exchanges whose cotangents stop where they were received."""
     lines = schedule.instructions
     waits = {w.reads[0]: w.writes[0] for w in lines if isinstance(w, Wait) and w.is_for(Exchange)}
@@ -222,7 +224,7 @@ def _missing_duals(schedule: Schedule) -> list[str]:
     return problems
 
 
-def _missing_backwards(schedule: Schedule) -> list[str]:
+def _find_missing_backwards(schedule: Schedule) -> list[str]:
     """Backward kernels, or halves of them, that run for a micro-batch more or less often than once."""
     runs = [line for line in schedule.instructions if isinstance(line, Run) and line.backward]
     found = Counter((run.segment, run.way, run.phase) for run in runs)
@@ -234,7 +236,7 @@ def _missing_backwards(schedule: Schedule) -> list[str]:
     return [f"{key[2]}: {what} runs {found[key]} times" for key, what in due.items() if found[key] != 1]
 
 
-def _unanswered(schedule: Schedule) -> list[str]:
+def _find_unanswered(schedule: Schedule) -> list[str]:
     """Values of other stages whose cotangents are not sent back."""
     lines = schedule.instructions
     tangents = {(n.path, n.micro) for line in lines for n in line.writes if n.kind is Kind.TANGENT}
@@ -251,7 +253,7 @@ def _unanswered(schedule: Schedule) -> list[str]:
     ]
 
 
-def _lost_gradients(schedule: Schedule) -> list[str]:
+def _find_lost_gradients(schedule: Schedule) -> list[str]:
     """Full gradients and their sums over micro-batches that nothing reads: a reduction stands before them."""
     read = {name for line in schedule.instructions for name in line.reads}
     return [
@@ -262,7 +264,7 @@ def _lost_gradients(schedule: Schedule) -> list[str]:
     ]
 
 
-def _too_many_units(schedule: Schedule) -> list[str]:
+def _find_surplus_units(schedule: Schedule) -> list[str]:
     """A resharded unit alive, from issue to free, that no kernel of the next `planned` rounds reads; where a
     kernel of these is tiny, nor does one of the round after them.
 
@@ -299,7 +301,7 @@ def _too_many_units(schedule: Schedule) -> list[str]:
     return problems
 
 
-def _double_gathers(schedule: Schedule) -> list[str]:
+def _find_double_gathers(schedule: Schedule) -> list[str]:
     """A bucket gathered while an earlier version of it is alive, or gathered and never read."""
     alive: dict[str, str] = {}  # gathered value or flight -> bucket
     unread: dict[str, int] = {}
@@ -322,7 +324,7 @@ def _double_gathers(schedule: Schedule) -> list[str]:
     return problems + [f"{n}: {b} is gathered and never read" for b, n in unread.items()]
 
 
-def _kept_leaves(schedule: Schedule) -> list[str]:
+def _find_kept_leaves(schedule: Schedule) -> list[str]:
     """Values that rest on leaves alone and are saved, or cross a cut and may not."""
     problems = [f"{k.name}: {text} is saved" for k in schedule.kernels.values() for text in _saved_leaves(k)]
     runs = [line for line in schedule.instructions if isinstance(line, Run)]
@@ -338,20 +340,20 @@ def _kept_leaves(schedule: Schedule) -> list[str]:
             continue
         known.add((kernel.name, alike, handed_on))
         outputs = kernel.source.graph.output_node().args[0]
-        rests = _derived(kernel.source.graph, kernel.source, units)
+        rests = _derive(kernel.source.graph, kernel.source, units)
         crossing = [outputs[i] for i in handed_on if not rests.may_cross(outputs[i])]
-        problems += [f"{kernel.name}: {_on_leaves(node)} is handed on" for node in crossing]
+        problems += [f"{kernel.name}: {_describe_node(node)} is handed on" for node in crossing]
     return problems
 
 
 def _saved_leaves(kernel: Kernel) -> list[str]:
     graph = kernel.forward.graph
-    rests = _derived(graph, kernel.source, ["" for a in kernel.source.inputs if a.kind == "leaf"])
+    rests = _derive(graph, kernel.source, ["" for a in kernel.source.inputs if a.kind == "leaf"])
     saved = graph.output_node().args[0][len(kernel.source.outputs) :]
-    return [_on_leaves(node) for node in saved if rests.leaves.get(node)]
+    return [_describe_node(node) for node in saved if rests.leaves.get(node)]
 
 
-def _derived(graph: fx.Graph, source: Source, units: Sequence[str]) -> Derived:
+def _derive(graph: fx.Graph, source: Source, units: Sequence[str]) -> Derived:
     """`units`: of the leaves, in the order of the source's inputs."""
     nodes = [n for n in graph.nodes if n.op == "placeholder"]
     kinds = [a.kind for a in source.inputs]
@@ -360,5 +362,5 @@ def _derived(graph: fx.Graph, source: Source, units: Sequence[str]) -> Derived:
     return derived(graph, dict(zip(leaves, units, strict=True)), constants)
 
 
-def _on_leaves(node: fx.Node) -> str:
+def _describe_node(node: fx.Node) -> str:
     return f"{node} {list(node.meta['val'].shape)} rests on leaves and"

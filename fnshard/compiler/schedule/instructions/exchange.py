@@ -74,7 +74,7 @@ class Exchange(Instruction):
         dims = self.of_kind.dims_text(self.dim, self.to) or f" dim {self.dim}"
         return f"{self.kind} {self.like.dtype}{dims}{shape}"
 
-    def received(self, schedule: Schedule) -> tuple[int, ...]:
+    def received_shape(self, schedule: Schedule) -> tuple[int, ...]:
         """The shape of the result."""
         return self.of_kind.received(self.like.shape, self.dim, self.to, self._ranks(schedule))
 
@@ -86,7 +86,7 @@ class Exchange(Instruction):
         ranks = self._ranks(schedule)
         return ranks if self.of_kind.splits else 1, self.of_kind.row(self.like.shape, self.dim, ranks)
 
-    def _joined(self, schedule: Schedule) -> int | None:
+    def _join_dim(self, schedule: Schedule) -> int | None:
         """The dim along which what is received is put together; None where it lies in order as it comes."""
         _, joined = self.of_kind.dims(self.dim, self.to)
         _, shape = self._rows(schedule)
@@ -116,8 +116,8 @@ class Exchange(Instruction):
     def bind_wait(cls, wait: Wait, context: Context) -> Action:
         """The sum, or the rows of all ranks put together."""
         issue: Exchange = context.schedule.issues[wait.reads[0]]
-        (out,), shape = wait.writes, issue.received(context.schedule)
-        ranks, joined = issue._ranks(context.schedule), issue._joined(context.schedule)
+        (out,), shape = wait.writes, issue.received_shape(context.schedule)
+        ranks, joined = issue._ranks(context.schedule), issue._join_dim(context.schedule)
         _, row_shape = issue._rows(context.schedule)
 
         def take(env: Env, result: Any) -> None:
@@ -137,7 +137,7 @@ class Exchange(Instruction):
 
     @classmethod
     def wait_price(cls, wait: Wait, pricer: Pricer) -> Price:
-        joined = pricer.schedule.issues[wait.reads[0]]._joined(pricer.schedule)
+        joined = pricer.schedule.issues[wait.reads[0]]._join_dim(pricer.schedule)
         return pricer.copy(0.0 if joined is None else 2 * pricer.bytes_of(wait.writes))
 
 

@@ -95,7 +95,7 @@ class ReduceScatter(OfBucket):
         complete = set(self.paths) == set(bucket.paths) and all(n.kind is Kind.GRADIENT for n in self.reads)
         return as_made and complete
 
-    def updated_at_once(self, schedule: Schedule) -> bool:
+    def is_updated_at_once(self, schedule: Schedule) -> bool:
         """Whether one Update alone reads what this reduces, before a kernel or collective after its Wait."""
         lines = schedule.instructions
         wait = next(k for k, i in enumerate(lines) if isinstance(i, Wait) and self.writes[0] in i.reads)
@@ -130,7 +130,7 @@ class ReduceScatter(OfBucket):
         if not self.in_place(context.schedule):
             return lambda grads: None
         if pair is not None:
-            at_once = self.updated_at_once(context.schedule)
+            at_once = self.is_updated_at_once(context.schedule)
 
             def issue(full: Mapping[str, Tensor]) -> Any:
                 grads = {p: g.contiguous() for p, g in full.items()}

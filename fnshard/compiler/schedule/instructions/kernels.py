@@ -31,13 +31,13 @@ class Run(Instruction):
 
     @property
     def detail(self) -> str:
-        def shown(names: Names) -> str:
+        def describe(names: Names) -> str:
             leaves = [n for n in names if n.kind in (Kind.GATHERED, Kind.STORED, Kind.GRADIENT)]
             rest = [n for n in names if n not in leaves]
             kinds = sorted({n.kind for n in leaves})
             return ", ".join(rest + [f"{sum(n.kind is k for n in leaves)} {k}" for k in kinds])
 
-        return f"{self.kernel}.{self.way}({shown(self.reads)}) -> {shown(self.writes)}"
+        return f"{self.kernel}.{self.way}({describe(self.reads)}) -> {describe(self.writes)}"
 
     def bind(self, context: Context) -> Action:
         fn, half = (
@@ -106,7 +106,7 @@ class Free(Instruction):
     def bind(self, context: Context) -> Action:
         freed, transfers, later = context.freed, context.transfers, context.later(self)
         pooled = {n for n in self.drops if n.is_pooled}
-        read_on_host = [n for n in self.drops if dropped_by_worker(n)]
+        read_on_host = [n for n in self.drops if is_dropped_by_worker(n)]
         others = [n for n in self.drops if n not in read_on_host]
 
         def drop(env: Env, names: Sequence[ValueName]) -> None:
@@ -128,7 +128,7 @@ class Free(Instruction):
         return pricer.compute(0.0, 0.0)
 
 
-def dropped_by_worker(name: ValueName) -> bool:
+def is_dropped_by_worker(name: ValueName) -> bool:
     """Whether the host's worker drops the value itself: gradients and masters on the host."""
     return name.is_copy(Kind.HOST, Kind.REDUCED, Kind.STORED)
 
@@ -151,7 +151,7 @@ class Add(Instruction):
         return pricer.copy(3 * pricer.bytes_of(self.reads[:1]))
 
 
-def added(known: dict[Any, ValueName], key: Any, fresh: ValueName, unit: str, phase: str) -> list[Add]:
+def add_part(known: dict[Any, ValueName], key: Any, fresh: ValueName, unit: str, phase: str) -> list[Add]:
     """One more part of the gradient of `key`, and the line that adds it to those before."""
     before = known.get(key)
     known[key] = fresh if before is None else fresh.of(fresh.micro, f"{fresh.version}+")

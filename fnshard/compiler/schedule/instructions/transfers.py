@@ -16,11 +16,11 @@ from fnshard.compiler.schedule.ir import (
     Pricer,
     Schedule,
     Wait,
-    only_stored,
+    are_stored,
 )
 
 
-def _shortened(names: Names) -> str:
+def _shorten(names: Names) -> str:
     return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
 
 
@@ -58,10 +58,10 @@ class ToDevice(OfBucket):
 
     @property
     def detail(self) -> str:
-        return _shortened(self.reads)
+        return _shorten(self.reads)
 
     def on_host(self, schedule: Schedule) -> bool:
-        return only_stored(self.into)
+        return are_stored(self.into)
 
     def bind(self, context: Context) -> Action:
         if self.into:
@@ -105,7 +105,7 @@ class ToHost(OfBucket):
 
     @property
     def detail(self) -> str:
-        return _shortened(self.reads)
+        return _shorten(self.reads)
 
     def bind(self, context: Context) -> Action:
         reads, (flight,), into, transfers = self.reads, self.writes, self.into, context.transfers

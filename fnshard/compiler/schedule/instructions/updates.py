@@ -135,7 +135,7 @@ class Update(OfBucket):
                 out[name] = tuple(n for n in state if n.original.kind is Kind.SLOTS and n.path == name.path)
         return out
 
-    def _named(self, kind: Kind) -> dict[str, ValueName]:
+    def _names_of(self, kind: Kind) -> dict[str, ValueName]:
         return {n.path: n for n in self.reads if n.original.kind is kind}
 
     def bind(self, context: Context) -> Action:
@@ -143,7 +143,7 @@ class Update(OfBucket):
         update = updater.bind(self.paths, self.number)
         gradients = reduced_names(self.reads)
         earlier = [n for n in self.reads if n.kind is Kind.UPDATED]
-        own_slots, params = self._named(Kind.SLOTS), self._named(Kind.STORED)
+        own_slots, params = self._names_of(Kind.SLOTS), self._names_of(Kind.STORED)
         handed_on = next((n for n in self.writes if n.kind is Kind.UPDATED), None)
         commits = self.writes[0].original.kind is Kind.STORED
         masters = dict(zip(self.paths, self.writes, strict=False)) if commits and not params else {}

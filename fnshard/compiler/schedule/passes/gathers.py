@@ -20,7 +20,7 @@ def reshard(schedule: Schedule) -> Schedule:
     micro-batch is always between its forward and its backward.
     """
     lines = list(schedule.instructions)
-    last_run = _last_run_reading(lines)
+    last_run = _find_last_reads(lines)
     results = {line.reads[0]: line.writes for line in lines if isinstance(line, Wait)}
     renamed: dict[str, str] = {}
     latest: dict[str, tuple[int, str, tuple[str, ...]]] = {}  # bucket -> (last run, phase, names)
@@ -31,7 +31,7 @@ def reshard(schedule: Schedule) -> Schedule:
         if isinstance(line, Gather | Cast):
             made = line.writes if isinstance(line, Cast) else results[line.writes[0]]
             earlier = latest.get(line.bucket)
-            if earlier is not None and _live_on(schedule, line, earlier, runs):
+            if earlier is not None and _lives_on(schedule, line, earlier, runs):
                 renamed |= dict(zip(made, earlier[2], strict=True))
                 last = max(last_run.get(made[0], runs), *(last_run.get(n, 0) for n in made))
                 latest[line.bucket] = (last, *earlier[1:])
@@ -45,7 +45,7 @@ def reshard(schedule: Schedule) -> Schedule:
     return schedule.with_instructions(out)
 
 
-def _live_on(schedule: Schedule, line: Gather | Cast, earlier: tuple, runs: int) -> bool:
+def _lives_on(schedule: Schedule, line: Gather | Cast, earlier: tuple, runs: int) -> bool:
     last, phase, _ = earlier
     if last == runs:
         return True
@@ -56,7 +56,7 @@ def _live_on(schedule: Schedule, line: Gather | Cast, earlier: tuple, runs: int)
     return keeps and same_micro and phase != line.phase
 
 
-def _last_run_reading(lines: list[Instruction]) -> dict[str, int]:
+def _find_last_reads(lines: list[Instruction]) -> dict[str, int]:
     """For each value, how many kernels have run when the last of its readers has."""
     out: dict[str, int] = {}
     runs = 0
@@ -80,25 +80,25 @@ def prefetch(schedule: Schedule, forward: int, backward: int) -> Schedule:
     out: list[Instruction] = []
     for line in schedule.instructions:
         depth = forward if line.phase.startswith("forward") else backward
-        moving = _moving(line, sent)
+        moving = _may_move_up(line, sent)
         if moving and depth:
             extra = isinstance(line, ToDevice) and any(n.kind is Kind.STORED for n in line.reads)
             each = None if of_one_micro_batch(line.reads) else ends
-            out.insert(_place(out, line, depth + extra, tiny, each), line)
+            out.insert(_find_place(out, line, depth + extra, tiny, each), line)
         else:
             out.append(line)
     planned = 1 + max(forward, backward)
     return replace(schedule.with_instructions(out), planned=planned)
 
 
-def _moving(line: Instruction, sent: set[str]) -> bool:
+def _may_move_up(line: Instruction, sent: set[str]) -> bool:
     """Gathers, loads of new copies, and the Wait between a load and its gather."""
     if isinstance(line, Wait):
         return line.is_for(ToDevice) and bool(sent.intersection(line.writes))
     return isinstance(line, Gather) or (isinstance(line, ToDevice) and not line.into)
 
 
-def _place(
+def _find_place(
     lines: list[Instruction],
     moved: Instruction,
     depth: int,

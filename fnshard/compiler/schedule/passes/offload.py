@@ -34,7 +34,7 @@ def offload(schedule: Schedule) -> Schedule:
     if tiers == {"device"} and not segments:
         return schedule
     if segments:
-        schedule = _activations(schedule, segments)
+        schedule = _offload_activations(schedule, segments)
     state = _State(schedule)
     for line in schedule.instructions:
         state.add(line)
@@ -162,12 +162,12 @@ def _transfer(
     return with_wait(kind(line.unit, line.phase, tuple(reads), (flight,), **where), *writes)
 
 
-def _activations(schedule: Schedule, segments: frozenset[int]) -> Schedule:
+def _offload_activations(schedule: Schedule, segments: frozenset[int]) -> Schedule:
     """Send what offloaded segments keep to the host after its last reader of the forward, and load it again
     before the backward.
     """
     lines = list(schedule.instructions)
-    known = _described(lines, schedule)
+    known = _describe_values(lines, schedule)
     readers: dict[ValueName, list[int]] = {}
     for index, line in enumerate(lines):
         for name in line.reads:
@@ -179,7 +179,7 @@ def _activations(schedule: Schedule, segments: frozenset[int]) -> Schedule:
         backward = [i for i in readers.get(name, ()) if isinstance(lines[i], Run) and lines[i].backward]
         others = [i for i in readers.get(name, ()) if i not in backward]
         last = max([made[name], *others])
-        if not backward or last > backward[0] or not _dense(argument):
+        if not backward or last > backward[0] or not _is_dense(argument):
             continue
         between = sum(isinstance(line, Run) for line in lines[last + 1 : backward[0]])
         if between < 2 or not all(lines[i].segment in segments for i in backward):
@@ -209,7 +209,7 @@ def _with_transfers(
     return out
 
 
-def _described(lines: Iterable[Instruction], schedule: Schedule) -> dict[ValueName, Argument]:
+def _describe_values(lines: Iterable[Instruction], schedule: Schedule) -> dict[ValueName, Argument]:
     """What forward kernels hand on or save."""
     out: dict[ValueName, Argument] = {}
     for line in lines:
@@ -220,7 +220,7 @@ def _described(lines: Iterable[Instruction], schedule: Schedule) -> dict[ValueNa
     return out
 
 
-def _dense(argument: Argument) -> bool:
+def _is_dense(argument: Argument) -> bool:
     """Whether the strides cover a block of memory without gaps or overlaps."""
     step = 1
     for size, stride in sorted(zip(argument.shape, argument.stride, strict=True), key=lambda p: p[1]):

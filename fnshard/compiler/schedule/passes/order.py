@@ -31,18 +31,18 @@ def update_in_backward(schedule: Schedule) -> Schedule:
     up before them: an optimizer may scale its gradients in place. Where
     something global stands between, the Update reads it and stays where it is.
     """
-    lines = [i for i in schedule.instructions if not _moves(i)]
-    for line in [i for i in schedule.instructions if _moves(i)]:
-        lines.insert(_earliest(lines, line), line)
+    lines = [i for i in schedule.instructions if not _is_of_update(i)]
+    for line in [i for i in schedule.instructions if _is_of_update(i)]:
+        lines.insert(_find_earliest(lines, line), line)
     return schedule.with_instructions(lines)
 
 
-def _moves(line: Instruction) -> bool:
+def _is_of_update(line: Instruction) -> bool:
     waits = isinstance(line, Wait) and line.is_for(Publish, ReduceUpdate, StackUpdate)
     return waits or isinstance(line, Norms | _UPDATES | Publish)
 
 
-def _earliest(lines: list[Instruction], line: Instruction) -> int:
+def _find_earliest(lines: list[Instruction], line: Instruction) -> int:
     """Right after the last line that makes what it reads, or touches state that it changes.
 
     A collective touches what it reads until it has been waited for.

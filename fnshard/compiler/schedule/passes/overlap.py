@@ -57,7 +57,7 @@ def overlap_updates(schedule: Schedule, depth: int) -> Schedule:
         waiting = {
             w: left - (isinstance(line, Run) and line in ends) for w, left in waiting.items() if w not in due
         }
-        if _alone(line, schedule):
+        if _can_overlap(line, schedule):
             same = {f.name: getattr(line, f.name) for f in fields(line)}
             flight = ValueName(Kind.FLIGHT, f"update {line.bucket}")
             issue, wait = with_wait(OverlappedUpdate(**same | {"writes": (flight,)}), *line.writes)
@@ -74,7 +74,7 @@ def _overlaps(wait: Wait, later: Sequence[Instruction]) -> bool:
     return isinstance(first, Run) and not _depends(first, wait)
 
 
-def _alone(line: Instruction, schedule: Schedule) -> bool:
+def _can_overlap(line: Instruction, schedule: Schedule) -> bool:
     """Whether it is a whole Update that reads a bucket's gradients and state alone, all on the device, and is
     limited by memory: products of its own would take their time from kernels'."""
     kinds = (Kind.REDUCED, Kind.SLOTS, Kind.STORED)
@@ -130,9 +130,9 @@ class _Queue:
         self.waiting: list[tuple[int, list[Instruction]]] = []  # rounds, or kernels, that are left; lines
 
     def feed(self, line: Instruction) -> None:
-        while isinstance(line, Run) and self.waited_for_by(line):
+        while isinstance(line, Run) and self.find_group(line):
             self.release()
-        if group := self.waited_for_by(line):
+        if group := self.find_group(line):
             group.append(line)
             return
         outgoing = isinstance(line, Wait) and (line.of.outgoing or line.reads[0] in self.also)
@@ -143,7 +143,7 @@ class _Queue:
         if isinstance(line, Run):
             self.tick(line in self.ends)
 
-    def waited_for_by(self, line: Instruction) -> list[Instruction]:
+    def find_group(self, line: Instruction) -> list[Instruction]:
         """The first of the delayed groups that `line` must stay after, or []."""
         is_ordered = not self.ordered.isdisjoint(line.writes)
 
