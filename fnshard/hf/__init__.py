@@ -28,7 +28,7 @@ from fnshard import tree
 from fnshard.errors import StateError, leaves
 from fnshard.hf.attention import register_attention
 from fnshard.hf.names import FAMILIES, Family, Names, Transposed, check_config, check_names, family_of
-from fnshard.hf.reading import load_block, match_tensors, open_tensors, read_config, stacked
+from fnshard.hf.reading import load_block, match_tensors, open_tensors, read_config, stack_experts
 from fnshard.hf.writing import LeafToWrite, Put, leaves_to_write, model_directory, write_leaves
 from fnshard.layout.codecs import Unfit, check_codecs
 from fnshard.layout.resolved import ResolvedSpecs, compare_paths
@@ -98,7 +98,7 @@ def load(
         family = family_of(read_config(path), model, named)
         check_directory(disk_dir, [p for p, s in named.items() if s.memory == "disk"])
         with open_tensors(path) as files:
-            tensors = stacked(files, family)
+            tensors = stack_experts(files, family)
             sources, values = match_tensors(named, tensors, names, family, model, missing or {}, globs)
             unfit, found = Unfit(), {**sources, **values}
             with torch.no_grad():
@@ -155,7 +155,7 @@ def save(
     blocks = tree.flatten_with_paths(stored)[0]
     final, model = as_path(path, "save(params, path)").absolute(), tree.unwrapped(model)
 
-    def planned() -> tuple[list[LeafToWrite], AbstractContextManager[Put]]:
+    def make_plan() -> tuple[list[LeafToWrite], AbstractContextManager[Put]]:
         source = _config(config, model)
         known = read_config(source) if isinstance(source, Path) else source
         resolved = check_resolved(specs, mesh)
@@ -174,7 +174,7 @@ def save(
             final, [entry for leaf in plan for entry in leaf.entries], max_file_bytes, source
         )
 
-    write_leaves(f"saving to {str(final)!r}", planned, mesh, connection(mesh))
+    write_leaves(f"saving to {str(final)!r}", make_plan, mesh, connection(mesh))
 
 
 def check_resolved(specs: Any, mesh: Mesh) -> ResolvedSpecs:

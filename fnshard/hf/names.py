@@ -232,17 +232,17 @@ def config_of_tensors(values: Mapping[str, Any], entries: Sequence[TensorToWrite
         return out
     name = str(max(floats, key=floats.__getitem__)).removeprefix("torch.")
 
-    def stated(part: dict[str, Any], whole: bool) -> dict[str, Any]:
-        inner = {k: stated(v, False) if isinstance(v, dict) else v for k, v in part.items()}
+    def fill_in(part: dict[str, Any], whole: bool) -> dict[str, Any]:
+        inner = {k: fill_in(v, False) if isinstance(v, dict) else v for k, v in part.items()}
         return inner | {k: name for k in DTYPES & part.keys() if whole or part[k] is not None}
 
-    return stated(out, True)
+    return fill_in(out, True)
 
 
 DTYPES = frozenset({"dtype", "torch_dtype"})  # how transformers 5 and earlier ones call it
 
 
-def given_name(path: str, names: Names) -> Named | None:
+def read_name(path: str, names: Names) -> Named | None:
     """Return what `names=` calls a leaf; None where it does not say."""
     named = names(path) if callable(names) else names.get(path) if names is not None else None
     if named is not None and not isinstance(named, str | Transposed):
@@ -280,7 +280,7 @@ def check_names(names: Names, paths: Iterable[str]) -> None:
         )
 
 
-def computed_buffers(model: nn.Module, paths: Iterable[str]) -> tuple[dict[str, Tensor], list[str]]:
+def compute_buffers(model: nn.Module, paths: Iterable[str]) -> tuple[dict[str, Tensor], list[str]]:
     """Values of a module's buffers by path, and why others could not be had.
 
     Args:

@@ -21,10 +21,10 @@ from fnshard.hf.names import (
     Family,
     Names,
     Transposed,
-    computed_buffers,
+    compute_buffers,
     family_of,
-    given_name,
     possible_names,
+    read_name,
 )
 from fnshard.layout.codecs import Unfit, is_coded
 from fnshard.layout.partition import Slices, block_shape, boxes
@@ -78,7 +78,7 @@ def _rows(parts: list[FileTensor], start: int, stop: int, rest: Sequence[slice])
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
 
 
-def stacked(tensors: Mapping[str, FileTensor], family: Family) -> Mapping[str, FileTensor]:
+def stack_experts(tensors: Mapping[str, FileTensor], family: Family) -> Mapping[str, FileTensor]:
     """Tensors of single experts as those of all experts that leaves are; of others, and of such as are not
     whole, they themselves."""
     found: dict[str, dict[tuple[int, str], str]] = {}
@@ -112,7 +112,7 @@ def open_tensors(path: Path) -> Iterator[dict[str, FileTensor]]:
     elif path.is_file():
         folder, index, files = path.parent, {}, [path.name]
     else:
-        raise _nothing(path, "no such directory, and no file of that name")
+        raise _explain_nothing(path, "no such directory, and no file of that name")
     tensors: dict[str, FileTensor] = {}
     problems: list[str] = []
     with ExitStack() as stack:
@@ -158,7 +158,7 @@ def _index(folder: Path) -> dict[str, str]:
     if (folder / SINGLE).exists():
         return {}
     if not (folder / INDEX).exists():
-        raise _nothing(folder, f"there is neither {SINGLE} nor {INDEX}")
+        raise _explain_nothing(folder, f"there is neither {SINGLE} nor {INDEX}")
     found = read_json(folder / INDEX).get("weight_map")
     if not found or not isinstance(found, dict) or not all(isinstance(f, str) for f in found.values()):
         raise StateError(
@@ -168,7 +168,7 @@ def _index(folder: Path) -> dict[str, str]:
     return found
 
 
-def _nothing(path: Path, why: str) -> StateError:
+def _explain_nothing(path: Path, why: str) -> StateError:
     there = sorted(p.name for p in path.iterdir()) if path.is_dir() else []
     pickles = [name for name in there if name.endswith(PICKLES)]
     others = [name for name in there if name.endswith(".safetensors")]
@@ -215,7 +215,7 @@ def check_directory(path: Path, specs: Mapping[str, LayoutSpec], model: nn.Modul
     """
     family = family_of(read_config(path), model, specs)
     with open_tensors(path) as files:
-        match_tensors(specs, stacked(files, family), None, family, model, {}, ())
+        match_tensors(specs, stack_experts(files, family), None, family, model, {}, ())
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,7 @@ def match_tensors(
     ignore: Sequence[str],
 ) -> tuple[dict[str, LeafSource], dict[str, Tensor]]:
     """Return what fills each leaf: a tensor of the files, or a full value."""
-    if codes := quantised_by(n for n in tensors if not any(fnmatch.fnmatchcase(n, g) for g in ignore)):
+    if codes := find_codes(n for n in tensors if not any(fnmatch.fnmatchcase(n, g) for g in ignore)):
         raise StateError(
             f"the files hold codes of {codes[0]}, as {codes[1]!r}, which are not decoded.",
             fix="name the directory that they were made from, whose weights are numbers.",
@@ -258,7 +258,7 @@ def match_tensors(
     absent: list[str] = []
     lacking: dict[str, str] = {}
     for path, spec in specs.items():
-        named = given_name(path, names)
+        named = read_name(path, names)
         if named is None and model is not None and not family.saves(path) and path not in missing:
             absent.append(path)  # though a file may hold it: rounded, or of another length
             continue
@@ -270,8 +270,8 @@ def match_tensors(
             values[path] = missing[path]
         else:
             lacking[path] = f"params[{path!r}] {list(spec.shape)}: no tensor {' or '.join(map(repr, tried))}"
-    made, unmade = computed_buffers(model, absent) if model is not None else ({}, [])
-    surplus, untied = _surplus(sources, tensors, family, ignore)
+    made, unmade = compute_buffers(model, absent) if model is not None else ({}, [])
+    surplus, untied = _find_surplus(sources, tensors, family, ignore)
     there = {p: f"the files have it, as {source.name!r}" for p, source in sources.items()}
     unused = [f"missing[{p!r}]: {there.get(p, 'no such leaf')}" for p in missing if p not in values]
     unused += [f"ignore={g!r} matches no tensor" for g in ignore if not fnmatch.filter(tensors, g)]
@@ -284,7 +284,7 @@ def match_tensors(
         {
             "lacking": lines + unmade,
             "surplus": surplus,
-            "unfit": [*_unfit(specs, sources), *_unfit_values(specs, values | made), *untied],
+            "unfit": [*_find_unfit(specs, sources), *_find_unfit_values(specs, values | made), *untied],
             "unused": unused,
         },
         _find_prefix({p: specs[p].shape for p in lacking}, {n: tensors[n].shape for n in free}),
@@ -313,7 +313,7 @@ CODES: Mapping[str, tuple[str, ...]] = {  # what stands beside the codes of a ma
 }
 
 
-def quantised_by(names: Iterable[str]) -> tuple[str, str] | None:
+def find_codes(names: Iterable[str]) -> tuple[str, str] | None:
     """Return what has quantised some tensors, and the name that shows it; None of plain ones."""
     for name in names:
         for kind, ends in CODES.items():
@@ -346,7 +346,7 @@ def _refuse(kinds: Mapping[str, list[str]], names: str = "") -> None:
     raise StateError(f"files and specs do not fit each other, {what}:", lines, fixes)
 
 
-def _surplus(
+def _find_surplus(
     sources: Mapping[str, LeafSource],
     tensors: Mapping[str, FileTensor],
     family: Family,
@@ -371,7 +371,7 @@ def _surplus(
     return surplus, untied
 
 
-def _unfit(specs: Mapping[str, LayoutSpec], sources: Mapping[str, LeafSource]) -> list[str]:
+def _find_unfit(specs: Mapping[str, LayoutSpec], sources: Mapping[str, LeafSource]) -> list[str]:
     wrong = []
     for path, source in sources.items():
         spec, saved = specs[path], source.saved
@@ -380,7 +380,7 @@ def _unfit(specs: Mapping[str, LayoutSpec], sources: Mapping[str, LeafSource]) -
         elif source.shape != spec.shape:
             turned = " (its transpose would fit)" if source.shape[::-1] == spec.shape else ""
             wrong.append(f"params[{path!r}] {list(spec.shape)}: {source.name!r} is {saved}{turned}")
-        elif not _castable(saved.dtype, spec.storage_dtype):
+        elif not _can_cast(saved.dtype, spec.storage_dtype):
             wrong.append(
                 f"params[{path!r}] is stored as {spec.storage_dtype}: {source.name!r} is {saved}, which is "
                 "no number of that kind (quantised weights are not decoded)"
@@ -388,7 +388,7 @@ def _unfit(specs: Mapping[str, LayoutSpec], sources: Mapping[str, LeafSource]) -
     return wrong
 
 
-def _unfit_values(specs: Mapping[str, LayoutSpec], values: Mapping[str, Tensor]) -> list[str]:
+def _find_unfit_values(specs: Mapping[str, LayoutSpec], values: Mapping[str, Tensor]) -> list[str]:
     wrong = []
     for path, value in values.items():
         shape = specs[path].shape
@@ -400,7 +400,7 @@ def _unfit_values(specs: Mapping[str, LayoutSpec], values: Mapping[str, Tensor])
     return wrong
 
 
-def _castable(saved: torch.dtype, stored: torch.dtype) -> bool:
+def _can_cast(saved: torch.dtype, stored: torch.dtype) -> bool:
     """Between floats of two bytes or more; one-byte floats are codes that need a scale."""
 
     def kind(dtype: torch.dtype) -> str:

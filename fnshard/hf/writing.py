@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fnshard.errors import AgreementError, StateError, leaves
-from fnshard.hf.names import Family, Names, Transposed, check_names, config_of_tensors, given_name
+from fnshard.hf.names import Family, Names, Transposed, check_names, config_of_tensors, read_name
 from fnshard.hf.reading import INDEX, SINGLE, read_config
 from fnshard.layout.codecs import block_of
 from fnshard.layout.pairs import as_pairs
@@ -84,7 +84,7 @@ def leaves_to_write(
         raise StateError(f"dtype={dtype!r}: a float dtype, such as torch.bfloat16, or None.")
     out, wrong, taken = [], [], {}
     for path, spec in specs.items():
-        named = given_name(path, names)
+        named = read_name(path, names)
         if named is None and not family.saves(path):
             continue
         transposed = isinstance(named, Transposed)
@@ -110,7 +110,7 @@ def leaves_to_write(
 
 def write_leaves(
     what: str,
-    planned: Callable[[], tuple[list[LeafToWrite], AbstractContextManager[Put]]],
+    make_plan: Callable[[], tuple[list[LeafToWrite], AbstractContextManager[Put]]],
     mesh: Mesh,
     comm: Collectives,
 ) -> None:
@@ -118,10 +118,10 @@ def write_leaves(
 
     Args:
         what: for messages.
-        planned: the leaves, the same on all ranks; and the files, which only rank 0 opens.
+        make_plan: the leaves, the same on all ranks; and the files, which only rank 0 opens.
     """
     all_ranks = partial(all_or_none, comm.gather_object, what)
-    plan, files = all_ranks(planned)
+    plan, files = all_ranks(make_plan)
     lines = [(leaf.path, leaf.name, leaf.transposed, leaf.dtype, leaf.spec) for leaf in plan]
     digests = comm.gather_object(hashlib.sha256(repr((what, mesh, lines)).encode()).hexdigest())
     odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]

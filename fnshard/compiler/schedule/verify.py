@@ -11,7 +11,7 @@ from torch import fx
 
 from fnshard.compiler.ir.values import SCALES, Kind, ValueName
 from fnshard.compiler.kernels.canonical import Source
-from fnshard.compiler.kernels.derived import Derived, derived
+from fnshard.compiler.kernels.derived import Derived, find_derived
 from fnshard.compiler.schedule.buckets import gradient_axes, replica_axes
 from fnshard.compiler.schedule.instructions import (
     COMMUNICATION,
@@ -379,7 +379,7 @@ def _derive(graph: fx.Graph, source: Source, units: Sequence[str]) -> Derived:
     kinds = [a.kind for a in source.inputs]
     leaves = [n for n, kind in zip(nodes, kinds, strict=True) if kind == "leaf"]
     constants = [n for n, kind in zip(nodes, kinds, strict=True) if kind in ("constant", "axis")]
-    return derived(graph, dict(zip(leaves, units, strict=True)), constants)
+    return find_derived(graph, dict(zip(leaves, units, strict=True)), constants)
 
 
 def _describe_node(node: fx.Node) -> str:
