@@ -15,9 +15,9 @@ import torch.distributed as dist
 import fnshard as fs
 from experiments.bench.config import BenchConfig
 from experiments.bench.contenders import BenchTask, Training, make_task
-from experiments.bench.measure import Result, interleaved, over_ranks, say
-from experiments.bench.peers import Entry, Found, Maker, memory_of, started
-from experiments.bench.plans import chosen
+from experiments.bench.measure import Result, interleave, over_ranks, say
+from experiments.bench.peers import Entry, Found, Maker, memory_of, start_contenders
+from experiments.bench.plans import choose_plans
 from fnshard.compiler.schedule.instructions import COMMUNICATION, Action, Env, Instruction, Wait
 from fnshard.compiler.schedule.instructions.messages import Send
 from fnshard.compiler.schedule.ir import Schedule
@@ -59,7 +59,7 @@ def run(config: BenchConfig, folder: Path) -> Result:
     """
     makers: dict[str, tuple[BenchTask, Maker]] = {
         name: (make_task(replace(config, **changes)), partial(Training, plan=plan))
-        for name, (plan, changes) in chosen(config).items()
+        for name, (plan, changes) in choose_plans(config).items()
     }
     found = measure(config, makers)
     for name, (task, make) in makers.items() if config.memory else ():
@@ -83,7 +83,7 @@ def row(name: str, found: Found) -> list[str]:
 def measure(config: BenchConfig, makers: dict[str, tuple[BenchTask, Maker]]) -> Found:
     """Return, by plan, seconds of a step and the bubble in it, medians over rounds; and what is predicted."""
     mesh, machines = next(iter(makers.values()))[0].mesh, []
-    with started(makers) as entries:
+    with start_contenders(makers) as entries:
         lowered = {name: entry.contender.lowered(*entry.batches[0]) for name, entry in entries.items()}
         watches = {name: Waiting(each.schedule) for name, each in lowered.items()}
         waited: dict[str, list[float]] = {name: [] for name in entries}
@@ -92,7 +92,7 @@ def measure(config: BenchConfig, makers: dict[str, tuple[BenchTask, Maker]]) -> 
             work()  # it is bound a second time, with its observer
         works["machine"] = lambda: machines.append(fs.Hardware.measure(mesh))
         say(f"{config.rounds} rounds of {', '.join(works)}")
-        seconds = interleaved(works, config.rounds, seed=config.seed)
+        seconds = interleave(works, config.rounds, seed=config.seed)
         found: Found = {}
         for name, each in lowered.items():
             waits = over_ranks(waited[name][1:], dist.ReduceOp.SUM)

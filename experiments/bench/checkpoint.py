@@ -87,7 +87,7 @@ def throughput(config: BenchConfig, training: Training, folder: Path) -> dict[st
         say(f"round {number + 1} of {config.rounds}")
         for kind, each in out.items():
             for name in random.Random(number).sample((OURS, OTHER), 2):
-                got, seconds = synced((saves if kind == "save" else loads)[name], folder / name)
+                got, seconds = time_alone((saves if kind == "save" else loads)[name], folder / name)
                 if number >= 0:
                     each[name] += over_ranks([seconds])
                 elif kind != "save":
@@ -107,7 +107,7 @@ def window(
     fs.checkpoint.wait()
 
 
-def synced(work: Callable[[Path], Any], path: Path) -> tuple[Any, float]:
+def time_alone(work: Callable[[Path], Any], path: Path) -> tuple[Any, float]:
     """From a common start, with nothing left for the disk to do."""
     if rank() == 0:
         os.sync()

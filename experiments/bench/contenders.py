@@ -93,7 +93,7 @@ def ddp(task: BenchTask) -> Contender:
         with contextlib.nullcontext() if is_last else model.no_sync(), autocast():
             yield
 
-    return _trained(task, model, context)
+    return _train_module(task, model, context)
 
 
 def _in_bf16(state, bucket):  # DDP inspects annotations, and takes no strings for them
@@ -122,10 +122,10 @@ def fsdp2(task: BenchTask, compiled: bool = False, local: bool = False) -> Conte
             model.set_requires_gradient_sync(is_last)
         return contextlib.nullcontext()
 
-    return _trained(task, model, context)
+    return _train_module(task, model, context)
 
 
-def _trained(task: BenchTask, model: nn.Module, context: Callable[[bool], Any]) -> Contender:
+def _train_module(task: BenchTask, model: nn.Module, context: Callable[[bool], Any]) -> Contender:
     """Train a module as torch's users do.
 
     Args:

@@ -1,4 +1,4 @@
-"""What all cases share: clocks over ranks, interleaved rounds, live bytes, and how results are kept."""
+"""What all cases share: clocks over ranks, interleave rounds, live bytes, and how results are kept."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def timed(
     return start.elapsed_time(end) / 1e3 / steps
 
 
-def interleaved(
+def interleave(
     works: Mapping[Any, Work], rounds: int, *, seed: int = 0, **how: Any
 ) -> dict[Any, list[float]]:
     """Seconds of each by round: a round makes one sample of each, in a new order; the slowest rank counts.

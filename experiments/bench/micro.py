@@ -20,7 +20,7 @@ from torch import Tensor
 import fnshard as fs
 from experiments import ROOT
 from experiments.bench.config import BenchConfig
-from experiments.bench.measure import Result, interleaved, say
+from experiments.bench.measure import Result, interleave, say
 from experiments.lib.decoder import Decoder, DecoderConfig, loss_function
 from experiments.lib.metrics import METRICS, read_rows
 from fnshard.compiler.ir.values import CONTROL, LOSS_TANGENT
@@ -56,7 +56,7 @@ def executor(config: BenchConfig, folder: Path) -> Result:
     rows = [["", "CPU us"]]
     for name, (work, parts) in (works | {"a step of 200 leaves": (one, 1)}).items():
         work()
-        (seconds,) = interleaved({name: work}, config.rounds, clock=time.thread_time).values()
+        (seconds,) = interleave({name: work}, config.rounds, clock=time.thread_time).values()
         rows.append([name, f"{1e6 * median(seconds) / parts:.0f}"])
     return Result(rows)
 

@@ -29,7 +29,7 @@ from experiments.bench.contenders import (
 from experiments.bench.measure import (
     Result,
     fresh_cache,
-    interleaved,
+    interleave,
     live_bytes,
     over_ranks,
     quartiles,
@@ -78,12 +78,12 @@ def race(task: BenchTask, names: Sequence[str]) -> dict[str, Found]:
     """Interleaved rounds of contenders that are all there. On a GPU bytes are read off the allocator."""
     config, on_gpu = task.config, task.config.device == "cuda"
     before = torch.cuda.memory_allocated() if on_gpu else 0
-    with started({name: (task, CONTENDERS[name]) for name in names}, fresh_cache) as entries:
+    with start_contenders({name: (task, CONTENDERS[name]) for name in names}, fresh_cache) as entries:
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
         say(f"{config.rounds} rounds of {', '.join(names)}")
         how = {"seed": config.seed, "steps": config.steps, "device": config.device}
-        seconds = interleaved({name: each.step for name, each in entries.items()}, config.rounds, **how)
+        seconds = interleave({name: each.step for name, each in entries.items()}, config.rounds, **how)
         found = {}
         for name, each in entries.items():
             losses = [mean(loss) for loss in each.losses] if each.contender.trains else []
@@ -112,7 +112,7 @@ class Entry:
 
 
 @contextmanager
-def started(
+def start_contenders(
     makers: Mapping[str, tuple[BenchTask, Maker]], cache: Callable[[], Any] = nullcontext
 ) -> Iterator[dict[str, Entry]]:
     """Contenders, after their first steps, in here; `cache` is around each one's first step."""

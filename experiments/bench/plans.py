@@ -15,8 +15,8 @@ from typing import Any
 import fnshard as fs
 from experiments.bench.config import BenchConfig, complete
 from experiments.bench.contenders import BenchTask, Plan, Training, ddp, make_task
-from experiments.bench.measure import Result, interleaved, rank_correlation, ratio, say
-from experiments.bench.peers import Found, Maker, memory_of, started
+from experiments.bench.measure import Result, interleave, rank_correlation, ratio, say
+from experiments.bench.peers import Found, Maker, memory_of, start_contenders
 from experiments.bench.sizes import names
 from experiments.lib.checks import ConfigError
 
@@ -77,7 +77,7 @@ def run(config: BenchConfig, folder: Path) -> Result:
     Nothing is fitted to a plan.
     """
     makers: dict[str, tuple[BenchTask, Maker]] = {}
-    for name, (plan, changes) in chosen(config).items():
+    for name, (plan, changes) in choose_plans(config).items():
         make = ddp if plan is None else partial(Training, plan=plan)
         makers[name] = make_task(replace(config, **changes)), make
     seconds, found = times(config, makers)
@@ -97,7 +97,7 @@ def run(config: BenchConfig, folder: Path) -> Result:
     return Result(rows, notes, {"plans": found, "seconds": seconds})
 
 
-def chosen(config: BenchConfig) -> dict[str, Variant]:
+def choose_plans(config: BenchConfig) -> dict[str, Variant]:
     """The plans that take part."""
     own = {"memory": MEMORY, "bubble": BUBBLE}.get(config.case, PREDICT.get(config.ranks, ()))
     if not (config.plans or own):
@@ -131,11 +131,11 @@ def times(config: BenchConfig, makers: Mapping[str, tuple[BenchTask, Maker]]) ->
     """Seconds of steps by round; and of each plan their median, and what is predicted of it."""
     clock = {"wall": time.perf_counter, "cpu": time.thread_time}[config.clock]
     mesh, machines = next(iter(makers.values()))[0].mesh, []
-    with started(makers) as entries:
+    with start_contenders(makers) as entries:
         works = {name: entry.step for name, entry in entries.items()}
         works["machine"] = lambda: machines.append(fs.Hardware.measure(mesh, clock))
         say(f"{config.rounds} rounds of {', '.join(works)}")
-        seconds = interleaved(works, config.rounds, seed=config.seed, clock=clock)
+        seconds = interleave(works, config.rounds, seed=config.seed, clock=clock)
         del seconds["machine"], works
         found = {name: {"seconds": median(each)} for name, each in seconds.items()}
         for name, entry in entries.items():

@@ -63,7 +63,7 @@ class PublishedRow:
         return "hybrid_shard" if "replicate" in self.axes else "full_shard"
 
 
-def published() -> tuple[list[PublishedRow], Counter[str]]:
+def read_published() -> tuple[list[PublishedRow], Counter[str]]:
     """The rows that can be predicted, and how many cannot, by reason.
 
     The first columns of the file are what the source says, those from `left_out` on what it comes to here.
@@ -111,7 +111,7 @@ class Comparison:
         return abs(self.rate(fitted) / self.row.rate - 1)
 
 
-def compared(row: PublishedRow) -> Comparison:
+def compare(row: PublishedRow) -> Comparison:
     """Lower a row's step and price it."""
     # How long stages of a pipeline wait for one another depends on how many micro-batches there are.
     micro = row.micro_batches if "pipeline" in row.axes else min(row.micro_batches, MOST_MICRO_BATCHES)
@@ -142,10 +142,10 @@ def run(config: BenchConfig, folder: Path) -> Result:
     source with the same weight; the interval is that of each of these sources by constants of the others.
     Both are tried on the sources that are held out.
     """
-    rows, reasons = published()
+    rows, reasons = read_published()
     say(f"{len(rows)} rows, {sum(reasons.values())} left out")
     with ProcessPoolExecutor(2) as pool:
-        all_rows = list(pool.map(compared, rows))
+        all_rows = list(pool.map(compare, rows))
     sources = halves(rows)
     fits = {name: _fit(name, all_rows, sources[0]) for name in dict.fromkeys(map(_generation, rows))}
     all_rows = [replace(c, fit=fits[_generation(c.row)]) for c in all_rows]

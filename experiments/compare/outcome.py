@@ -50,7 +50,7 @@ class Outcome:
     goal: Goal = Goal()
 
 
-def found(places: Sequence[str]) -> tuple[list[Outcome], int]:
+def find_outcomes(places: Sequence[str]) -> tuple[list[Outcome], int]:
     """The runs that lie in folders, or below them, and how many of these folders hold none; globs are
     expanded.
 

@@ -68,7 +68,7 @@ class Ranking:
         return sum(outcome.status != OK for outcome in self.outcomes)
 
 
-def ranked(
+def rank_outcomes(
     outcomes: Sequence[Outcome], metric: str | None = None, is_maximised: bool | None = None
 ) -> Ranking:
     """Put runs in order, by a metric, or by what most of them are judged by.
@@ -269,9 +269,9 @@ def write(
     """Write `text` (the table), `STEM.csv` and `STEM.png`; give the text to print, and the order.
 
     Args:
-        metric, is_maximised: as of `ranked`.
+        metric, is_maximised: as of `rank_outcomes`.
     """
-    ranking = ranked(outcomes, metric, is_maximised)
+    ranking = rank_outcomes(outcomes, metric, is_maximised)
     table, picture = as_text(ranking), folder / f"{stem}.png"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / text).write_text(table + "\n", encoding="utf-8")

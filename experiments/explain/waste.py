@@ -195,21 +195,21 @@ def neighbours(config: ExplainConfig) -> Iterator[tuple[str, ExplainConfig]]:
     computes stay what they are, but for rounding (a dtype that no run has measured is not predicted well)."""
     strategy, rows = config.strategy, config.rows
     for name in ("full_shard", "shard_grad_op", "zero2", "no_shard"):
-        yield from _changed(config, "strategy", name=name)
+        yield from _change(config, "strategy", name=name)
     for remat in ("none", 0.5, "unit"):
-        yield from _changed(config, "strategy", remat=remat)
+        yield from _change(config, "strategy", remat=remat)
     if strategy.memory not in (None, "device"):
-        yield from _changed(config, "strategy", memory="device")
+        yield from _change(config, "strategy", memory="device")
     if strategy.optimizer_memory not in (None, "device"):
-        yield from _changed(config, "strategy", optimizer_memory="device", update_on=None)
+        yield from _change(config, "strategy", optimizer_memory="device", update_on=None)
     for key in ("prefetch_forward", "prefetch_backward"):
-        yield from _changed(config, "strategy", **{key: (getattr(strategy, key) or 0) + 1})
+        yield from _change(config, "strategy", **{key: (getattr(strategy, key) or 0) + 1})
     for accumulate in (config.run.accumulate // 2, config.run.accumulate * 2):
         if accumulate and rows % accumulate == 0:
-            yield from _changed(config, "run", accumulate=accumulate)
+            yield from _change(config, "run", accumulate=accumulate)
 
 
-def _changed(config: ExplainConfig, group: str, **values: Any) -> Iterator[tuple[str, ExplainConfig]]:
+def _change(config: ExplainConfig, group: str, **values: Any) -> Iterator[tuple[str, ExplainConfig]]:
     before = getattr(config, group)
     if any(getattr(before, key) != value for key, value in values.items()):
         words = " ".join(f"{group}.{k}={'null' if v is None else v}" for k, v in values.items())

@@ -57,7 +57,9 @@ def summary(paper: Paper) -> dict[str, str]:
     near = paper.hardware.ranks_per_node
     tokens = f", {big(paper.tokens_per_step)} tokens" if subject.unit == "token" else ""
     micro = f" in {paper.options.accumulate} micro-batches" if paper.options.accumulate > 1 else ""
-    over = _listed({"to the device": paper.traffic.to_device_bytes, "from it": paper.traffic.to_host_bytes})
+    over = _list_sizes(
+        {"to the device": paper.traffic.to_device_bytes, "from it": paper.traffic.to_host_bytes}
+    )
     resting = {"on the host": memory.host_resident_bytes, "on the disk": memory.disk_resident_bytes}
     waits = {
         "for collectives": time.exposed_communication_seconds,
@@ -78,7 +80,9 @@ def summary(paper: Paper) -> dict[str, str]:
         "plan": plan_line(paper),
         **({"pipeline": pipeline_line(paper)} if time.stages else {}),
         "peak memory": fits_line(paper),
-        "between steps": ", ".join([f"{byte_text(memory.resident_bytes)} on the device", *_listed(resting)]),
+        "between steps": ", ".join(
+            [f"{byte_text(memory.resident_bytes)} on the device", *_list_sizes(resting)]
+        ),
         "sent": f"{byte_text(paper.traffic.sent_bytes)} by each rank in a step"
         + (f"; over the host link {' and '.join(over)}" if over else ""),
         "step time": f"{time_text(time.step_seconds)}{between}, MFU {time.mfu:.1%}"
@@ -107,7 +111,7 @@ def over_nodes(mesh: fs.Mesh, hardware: fs.Hardware) -> str:
     return ", ".join(f"{name} {where}" for name, where in near.items()) or "one device"
 
 
-def _listed(sizes: Mapping[str, int]) -> list[str]:
+def _list_sizes(sizes: Mapping[str, int]) -> list[str]:
     return [f"{byte_text(size)} {where}" for where, size in sizes.items() if size]
 
 
