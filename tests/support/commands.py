@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import resource_tracker
@@ -212,6 +213,8 @@ def _become(
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
+        # As an interpreter ends: threads first, whose pools (joblib's) are told to end their processes.
+        threading._shutdown()
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
