@@ -187,6 +187,7 @@ def _become(
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background ignores it
         if blocked is not None:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         os.chdir(cwd)
