@@ -88,7 +88,7 @@ def trace_and_split(
     shapes = {p: (tuple(s.shape), s.compute_dtype) for p, s in stored.items()}
     with TRACING, torch.inference_mode(False), torch.enable_grad():  # whatever mode the caller is in
         program = trace(
-            specs.decoding(fn), shapes, specs.structure, stored, batch,
+            specs.decode_before(fn), shapes, specs.structure, stored, batch,
             device=trace_device(mesh), mesh=mesh, differentiate=plan.differentiate,
             sources=options.sources,
         )  # fmt: skip
