@@ -219,7 +219,8 @@ def as_text(planner: Planner, best: Candidate, given: str = "") -> str:
     if idle:
         lines.append(f"chosen by the plan, or without effect on it: {', '.join(idle)}")
     others = rivals(planner, best)
-    lines += ["", f"rivals, of {len(planner.seen)} plans looked at:"]
+    cut_short = " before the search was cut short" * planner.work.is_up()
+    lines += ["", f"rivals, of {len(planner.seen)} plans looked at{cut_short}:"]
     lines += [
         f"  {c.choice.overrides(config.batch_rows)}\n    {why(c, best, planner.budget)}" for c in others
     ]

@@ -48,6 +48,8 @@ ENDS = 2  # of a decoder, besides its layers, that may be a chunk each: the embe
 FAMILIES = 6  # of plans, whose traces are kept
 AXES = ("replicate", "shard", "tensor", "context", "pipeline")
 SHARES = 200  # what a segment keeps for its backward is chosen in so many parts of what the backward reads
+PIPELINE_SHARES = 20  # likewise, in a pipeline
+LIMIT_LINES = 400_000  # of programs and schedules, that a search makes: ten minutes' work or so
 TIERS = {  # of the optimizer's state
     "device": {},
     "streamed": {"optimizer_memory": "host", "update_on": "device"},
@@ -172,7 +174,7 @@ class Planner:
         splits = len(list(self.splits()))
         if not splits:
             raise fs.BudgetError(self.nothing())
-        self.work = Work(say)
+        self.work = Work(say, LIMIT_LINES)
         self.work.tell(f"{counted(splits, 'way')} to split {counted(self.devices, 'device')}")
         walk = self.walk
         best = walk.run()
@@ -206,7 +208,7 @@ class Planner:
             return knobs.chunks == 1 and knobs.order != "zero_bubble"
         micro = self.config.batch_rows // (knobs.data_ranks * knobs.micro_rows)
         return (
-            micro > 0 and micro % knobs.pipeline == 0 and knobs.order == "depth"
+            micro > 0 and micro % knobs.pipeline == 0 and knobs.order != "breadth"
             and self.config.is_decoder and knobs.pipeline * knobs.chunks <= self.config.layers + ENDS
         )  # fmt: skip
 
@@ -221,11 +223,13 @@ class Planner:
                     yield knobs
 
     def starts(self) -> Iterator[Knobs]:
-        """Yield plans for `splits`, with as many rows at a time as fit where all is kept.
+        """Yield plans with a pipeline, then one for each of `splits`, with as many rows at a time as fit where
+        all is kept.
 
         More ranks for a sequence, or for a matrix, are not looked at where fewer are slower than a plan that
-        fits even with room for all: they exchange more.
+        fits even with room for all: they exchange more. Pipelines come first, as they may rule out all these.
         """
+        yield from self.pipelines()
         for _, splits in itertools.groupby(self.splits(), lambda knobs: knobs.tensor):
             slow: list[bool] = []
             for knobs in splits:
@@ -240,7 +244,6 @@ class Planner:
                     break
             if slow[0]:
                 break
-        yield from self.pipelines()
 
     def pipelines(self) -> Iterator[Knobs]:
         """Yield a plan with a pipeline for each number of ranks that share a matrix, while more pay.
@@ -275,13 +278,15 @@ class Planner:
         return [replace(knobs, remat="unit", optimizer="host") for knobs in self.splits()]
 
     def dials(self, knobs: Knobs) -> list[Dial]:
-        """Return the dial that recomputes a larger share of the layers at each level."""
+        """Return the dial that recomputes a larger share of the layers at each level; of a pipeline, whose
+        price takes seconds, in larger parts."""
+        shares = min(SHARES, PIPELINE_SHARES) if knobs.pipeline > 1 else SHARES
 
         def at(level: int) -> Knobs:
-            remat = {0: "none", SHARES: "unit"}.get(level, (SHARES - level) / SHARES)
+            remat = {0: "none", shares: "unit"}.get(level, (shares - level) / shares)
             return replace(knobs, remat=remat)
 
-        return [Dial(SHARES, at)]
+        return [Dial(shares, at)]
 
     def returning_dials(self, knobs: Knobs) -> list[Dial]:
         """Return none: a share of the layers that is recomputed has no second dial."""
@@ -474,10 +479,12 @@ class Planner:
         traced = layers, () if self.config.is_decoder else (mesh.names, mesh.sizes)
         if traced not in family.fronts:
             family.fronts[traced] = step.front(*batch)
+            self.work.made += len(family.fronts[traced].program.graph.nodes)
         front = family.fronts[traced]
         front = replace(front, plan=plan_of(optimizer, resolved, mesh, options).for_program(front.program))
         options = replace(options, remat=knobs.remat, prefetch=(knobs.prefetch,) * 2, overlap=knobs.overlap)
         stages = schedule_for(front, resolved.stored, mesh, options, family.kernels, False, kernel_flops)
+        self.work.count(sum(len(schedule.instructions) for schedule in stages.schedules))
         sizes = bytes_of_batch(Arguments(batch, {}))
         return Lowered(stages, options, optimizer=optimizer, batch_bytes=sizes)
 

@@ -269,14 +269,27 @@ class Walk:
         return [c for c in found if c is not None and c != choice and self.space.is_valid(c)]
 
     def pairs(self, choice: Any, through_valid: bool = True) -> list[Any]:
-        """Return the valid plans that are two moves away.
+        """Return the valid plans that are two moves away, those first whose moves alone lose least time.
 
         Args:
             through_valid: also those of which either move alone is valid.
         """
         moves = [move for each in self.space.moves().values() for move in each]
-        near = {choice, *self.steps(choice, moves)}
-        first = [c for c in dict.fromkeys(move(choice) for move in moves) if c is not None and c != choice]
-        first = [c for c in first if through_valid or c not in near]
-        both = dict.fromkeys(move(c) for c in first for move in moves)
-        return [c for c in both if c is not None and c not in near and self.space.is_valid(c)]
+        alone = {move: c for move in moves if (c := move(choice)) is not None and c != choice}
+        near = {choice, *(c for c in alone.values() if self.space.is_valid(c))}
+        lost = {move: self.seconds_lost(c, choice) for move, c in alone.items()}
+        both: dict[Any, float] = {}
+        for first, between in alone.items():
+            for second in moves if through_valid or between not in near else ():
+                if (pair := second(between)) is not None:
+                    loses = lost[first] + lost.get(second, 0.0)
+                    both[pair] = min(both.get(pair, math.inf), loses)
+        return sorted((c for c in both if c not in near and self.space.is_valid(c)), key=both.__getitem__)
+
+    def seconds_lost(self, choice: Any, other: Any) -> float:
+        """Return how much longer a plan takes than another where both save nothing; 0 where one has no price
+        yet."""
+        if not self.space.is_valid(choice):
+            return 0.0
+        found, known = (self.seen.get(self.space.dials(c)[0].at(0)) for c in (choice, other))
+        return 0.0 if found is None or known is None else found.seconds - known.seconds
