@@ -78,9 +78,12 @@ def run_line(knobs: Knobs, config: PlanConfig, given: str) -> str:
     known = {word.partition("=")[0] for word in words}
     run = {"accumulate": 1, "accumulate_mode": "reduce", "micro_order": "depth", "device_gb": None,
            "disk_dir": None}  # fmt: skip
+    # How rows run along the axes is said, and no part of the plan.
+    along = config.mesh.options
+    words += [f"mesh.{name}={value}" for name, value in along.items() if value != knobs.mesh.options[name]]
     plan = {
         "strategy": vars(StrategyConfig(name=knobs.preset, remat=knobs.remat, **knobs.tiers)),
-        "mesh": vars(knobs.mesh),
+        "mesh": vars(replace(knobs.mesh, **along)),
         "run": run,
     }
     for group, values in plan.items():
@@ -210,7 +213,7 @@ def as_text(planner: Planner, best: Candidate, given: str = "") -> str:
         "step time": f"{between(best.seconds, duration_text)}, {utilisation}: {', '.join(parts)}",
         "speed": f"{big(rough(tokens / best.seconds / planner.devices))} {unit}s a second on each device",
         **training,
-        "not in it": "restarts, saves, evaluation, loading of data; plans with experts",
+        "not in it": "restarts, saves, evaluation, loading of data",
         "run": run_line(best.choice, config, given),
     }  # fmt: skip
     wide = max(map(len, rows)) + 2

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,7 +23,7 @@ from experiments.lib.checks import counted
 from experiments.lib.config import MeshConfig, ScheduleConfig
 from experiments.lib.plan import axis_of, dtypes_of
 from experiments.lib.task import make_optimizer
-from experiments.plan.config import DEVICE_SHARE, PlanConfig
+from experiments.plan.config import DEVICE_SHARE, PlanConfig, layer_of
 from fnshard.analysis.flops import kernel_flops
 from fnshard.analysis.memory import MemoryTimeline
 from fnshard.compiler.ir.arguments import Arguments
@@ -46,7 +45,7 @@ GROUPS = (2, 3)  # of micro-batches, likewise, each as many as there are stages
 MOST_CHUNKS = 8  # of a stage
 ENDS = 2  # of a decoder, besides its layers, that may be a chunk each: the embedding and the head
 FAMILIES = 6  # of plans, whose traces are kept
-AXES = ("replicate", "shard", "tensor", "context", "pipeline")
+AXES = ("replicate", "shard", "tensor", "context", "pipeline", "expert")
 SHARES = 200  # what a segment keeps for its backward is chosen in so many parts of what the backward reads
 PIPELINE_SHARES = 20  # likewise, in a pipeline
 LIMIT_LINES = 400_000  # of programs and schedules, that a search makes: ten minutes' work or so
@@ -84,10 +83,11 @@ class Knobs:
     overlap: int = 1
     pipeline: int = 1
     chunks: int = 1
+    expert: int = 1
 
     @property
     def data_ranks(self) -> int:
-        return self.replicate * self.shard
+        return self.replicate * self.shard * self.expert
 
     @property
     def mesh(self) -> MeshConfig:
@@ -209,22 +209,29 @@ class Planner:
         micro = self.config.batch_rows // (knobs.data_ranks * knobs.micro_rows)
         return (
             micro > 0 and micro % knobs.pipeline == 0 and knobs.order != "breadth"
-            and self.config.is_decoder and knobs.pipeline * knobs.chunks <= self.config.layers + ENDS
+            and self.config.is_layered and knobs.pipeline * knobs.chunks <= self.config.layers + ENDS
         )  # fmt: skip
 
     def splits(self) -> Iterator[Knobs]:
-        """Yield each way to split rows' sequences and matrices, all other ranks a shard; rows one by one."""
+        """Yield each way to split rows' sequences and matrices, all other ranks a shard, or as many as can be
+        an axis of experts; rows one by one."""
         near = self.hardware.ranks_per_node
         least = max(near, self.devices // math.gcd(self.devices, self.config.batch_rows))  # that share a row
         for tensor in _divisors(self.devices):
             for context in _divisors(self.devices // tensor):
-                knobs = Knobs(1, self.devices // tensor // context, tensor, context)
-                if tensor * context <= least and self.is_valid(knobs):
-                    yield knobs
+                shard = self.devices // tensor // context
+                for expert in dict.fromkeys((1, self.most_experts(shard))):
+                    knobs = Knobs(1, shard // expert, tensor, context, expert=expert)
+                    if tensor * context <= least and self.is_valid(knobs):
+                        yield knobs
+
+    def most_experts(self, ranks: int) -> int:
+        """Return how many of some ranks can be an axis of experts."""
+        return math.gcd(self.config.experts, ranks)
 
     def starts(self) -> Iterator[Knobs]:
-        """Yield plans with a pipeline, then one for each of `splits`, with as many rows at a time as fit where
-        all is kept.
+        """Yield plans with a pipeline, then those of `splits`, with as many rows at a time as fit where all
+        is kept.
 
         More ranks for a sequence, or for a matrix, are not looked at where fewer are slower than a plan that
         fits even with room for all: they exchange more. Pipelines come first, as they may rule out all these.
@@ -259,7 +266,11 @@ class Planner:
                     2 ** min(MOST_CHUNKS, max((self.config.layers + ENDS) // pipeline, 1)).bit_length() // 2
                 )
                 shard = self.devices // tensor // pipeline
-                knobs = Knobs(1, shard, tensor, keep=True, remat="unit", pipeline=pipeline, chunks=chunks)
+                expert = self.most_experts(shard)
+                knobs = Knobs(
+                    1, shard // expert, tensor, keep=True, remat="unit", pipeline=pipeline, chunks=chunks,
+                    expert=expert,
+                )  # fmt: skip
                 if not self.is_valid(knobs):
                     continue
                 next_one = self.walk.look(knobs)
@@ -353,7 +364,8 @@ class Planner:
         """Return a plan's bytes and time, carried on from few layers, micro-batches and stages."""
         if knobs.pipeline > 1:
             return self._of_pipeline(knobs)
-        layers, depths = self.config.layers, tuple(depth + 2 * (knobs.reach - 2) for depth in DEPTHS)
+        layers, more = self.config.layers, self.config.odd_layers + 2 * (knobs.reach - 2)
+        depths = tuple(depth + more for depth in DEPTHS)
         return self._predicted(knobs, depths if layers > depths[-1] else (layers,))
 
     def exact(self, knobs: Knobs) -> Candidate:
@@ -368,7 +380,7 @@ class Planner:
         micro-batches and layers of a chunk, one after another; the fullest of the first two stages and the
         last two holds most."""
         counts = self.layers_by_chunk(knobs)
-        most, groups = max(counts), self.micro_batches(knobs) // knobs.pipeline
+        most, groups = max(counts[1:-1] or counts), self.micro_batches(knobs) // knobs.pipeline
         least = max(knobs.reach, most - min(counts))
         by_depth = {}
         for depth in (least, least + 1) if most > least + 1 else (most,):
@@ -396,9 +408,7 @@ class Planner:
         subject = self.config.subject(self.config.layers)
         units, mesh = fs.units.numeric(subject.params), self.mesh(knobs)
         chunk_of = fs.presets.cut_chunks(subject.params, units, mesh, knobs.chunks)
-        layers = {
-            units[path]: chunk for path, chunk in chunk_of.items() if _layer_of(units[path]) is not None
-        }
+        layers = {units[path]: chunk for path, chunk in chunk_of.items() if layer_of(units[path]) is not None}
         found = Counter(layers.values())
         self._cuts[key] = [found[chunk] for chunk in range(knobs.pipeline * knobs.chunks)]
         return self._cuts[key]
@@ -465,18 +475,21 @@ class Planner:
         loss, params, batch = subject.loss, subject.params, subject.batch(knobs.micro_rows * micro)
         precision = self.config.precision
         precision = replace(precision, optimizer=knobs.optimizer_dtype or precision.optimizer)
-        how = {"tensor": axis_of("tensor", mesh), **dtypes_of(precision), **knobs.tiers}
+        how = {axis: axis_of(axis, mesh) for axis in ("tensor", "expert")}
+        how |= {**dtypes_of(precision), **knobs.tiers}
         specs = fs.presets.PRESETS[knobs.preset](params, mesh, chunks=knobs.chunks, **how)
         if by_chunk is not None:
             specs = _with_chunks(specs, by_chunk)
         optimizer = self._optimizer(subject.undecayed)
-        micro_batches = {"accumulate": micro, "micro_order": knobs.order}
-        step = fs.shard_step(loss, specs, mesh=mesh, optimizer=optimizer, grad_norm=True, **micro_batches)
+        options = {
+            "accumulate": micro, "micro_order": knobs.order, "grad_norm": True, **self.config.mesh.options
+        }  # fmt: skip
+        step = fs.shard_step(loss, specs, mesh=mesh, optimizer=optimizer, **options)
         step.resolve(params)
         resolved, options = ResolvedSpecs.of(step.specs), step.options
-        family = self._family(knobs.tensor, knobs.context, knobs.micro_rows)
+        family = self._family(knobs.tensor, knobs.context, knobs.expert, knobs.micro_rows)
         # A function of one's own may look at the axes over which rows are split; the decoder does not.
-        traced = layers, () if self.config.is_decoder else (mesh.names, mesh.sizes)
+        traced = layers, () if self.config.is_decoder else (knobs.replicate, knobs.shard, mesh.stages > 1)
         if traced not in family.fronts:
             family.fronts[traced] = step.front(*batch)
             self.work.made += len(family.fronts[traced].program.graph.nodes)
@@ -539,23 +552,17 @@ def _moments(timeline: MemoryTimeline, layers: int, reach: int) -> dict[Any, flo
 def _numbered(unit: str, layers: int, reach: int) -> list[Any]:
     """Return the names of a unit: its own; of a layer how far it is from the first and from the last, where
     it is near."""
-    number = _layer_of(unit)
+    number = layer_of(unit)
     if number is None:
         return [unit]
     return [n for n in (number, number - layers) if -reach <= n < reach]
-
-
-def _layer_of(name: str) -> int | None:
-    """Return the number of the layer that a unit, or a leaf, is of; None of the ends of a decoder."""
-    found = re.match(r"layers\.(\d+)(\.|$)", name)
-    return None if found is None else int(found[1])
 
 
 def _with_chunks(specs: Mapping[str, fs.LayoutSpec], by_chunk: Sequence[int]) -> dict[str, fs.LayoutSpec]:
     """Return specs of a decoder with so many layers in each chunk; what stands before all layers is of the
     first chunk, what stands behind them of the last."""
     chunk_of = [chunk for chunk, count in enumerate(by_chunk) for _ in range(count)]
-    numbers = {path: _layer_of(path) for path in specs}
+    numbers = {path: layer_of(path) for path in specs}
     first = next(place for place, number in enumerate(numbers.values()) if number is not None)
     ends = {path: 0 if place < first else len(by_chunk) - 1 for place, path in enumerate(numbers)}
     return {

@@ -95,6 +95,7 @@ class HardwarePricer:
     def __post_init__(self) -> None:
         self._links: dict[tuple[str, tuple[str, ...]], tuple[Link, int, float]] = {}
         self._kernels: dict[tuple[str, Way], Price] = {}
+        self._flights: dict[tuple[Any, ...], dict[str, Any]] = {}  # many are alike
 
     def counted(self, line: Run) -> GraphCost:
         """The work of a kernel, one way."""
@@ -162,7 +163,13 @@ class HardwarePricer:
         return Price(max(seconds, floor), h.instruction_seconds + launch, **more)
 
     def collective(self, verb: str, axes: tuple[str, ...], size: float) -> dict[str, Any]:
-        """The flight of `size` bytes, the whole buffer."""
+        """Return the flight of `size` bytes, the whole buffer."""
+        key = verb, axes, size
+        if key not in self._flights:
+            self._flights[key] = self._fly(*key)
+        return self._flights[key]
+
+    def _fly(self, verb: str, axes: tuple[str, ...], size: float) -> dict[str, Any]:
         if (verb, axes) not in self._links:
             ranks, h = self.schedule.mesh.group_ranks(axes, 0), self.hardware
             self._links[verb, axes] = h.link(ranks), len(ranks), h.adapters(verb, ranks)
@@ -186,7 +193,13 @@ class HardwarePricer:
         }  # fmt: skip
 
     def message(self, stage: int, size: float) -> dict[str, Any]:
-        """The flight of `size` bytes to a rank of another stage, in a queue of its own."""
+        """Return the flight of `size` bytes to a rank of another stage, in a queue of its own."""
+        key = stage, size
+        if key not in self._flights:
+            self._flights[key] = self._send(*key)
+        return self._flights[key]
+
+    def _send(self, stage: int, size: float) -> dict[str, Any]:
         mesh, here = self.schedule.mesh, self.schedule.stage
         ranks = mesh.partner(here, 0), mesh.partner(stage, 0)
         link = self.hardware.link(ranks)
