@@ -84,13 +84,13 @@ class PlanConfig:
 
     @property
     def is_decoder(self) -> bool:
-        """Whether the model is the main job's own."""
+        """Return whether the model is the main job's own."""
         return isinstance(self.model, DecoderConfig) and self.objective is None
 
     @cached_property
     def is_layered(self) -> bool:
-        """Whether few layers say what all need: of a decoder, and of a language model of one's own that has a
-        key `layers` and leaves `layers.0`, `layers.1` and so on."""
+        """Return whether few layers say what all need: of a decoder, and of a language model of one's own
+        that has a key `layers` and leaves `layers.0`, `layers.1` and so on."""
         if self.is_decoder:
             return True
         count = self.model.get("layers") if isinstance(self.model, dict) and self.objective is None else None
@@ -179,7 +179,8 @@ class PlanConfig:
         return said or 2 ** max(0, round(math.log2(BATCH_TOKENS / self.row_tokens)))
 
     def is_split(self, mesh: MeshConfig) -> bool:
-        """Whether axes can split the model so: of one's own model nobody knows what divides its matrices."""
+        """Return whether axes can split the model so: of one's own model nobody knows what divides its
+        matrices."""
         if self.is_decoder:
             return not uneven_splits(self.model, mesh)
         is_whole = mesh.tensor * mesh.context == 1 and (mesh.pipeline == 1 or self.is_layered)

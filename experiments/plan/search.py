@@ -58,7 +58,7 @@ TIERS = {  # of the optimizer's state
 
 @dataclass(frozen=True)
 class Knobs:
-    """One plan.
+    """A plan.
 
     Args:
         micro_rows: of a rank's micro-batch.
@@ -134,8 +134,8 @@ class Knobs:
 
 @dataclass
 class Family:
-    """Traces by depth and axes, and kernels, which plans share whose micro-batches are split and shaped
-    alike."""
+    """A store of traces, by depth and axes, and of kernels, which plans share whose micro-batches are split
+    and shaped alike."""
 
     fronts: dict[Any, Front] = field(default_factory=dict)
     kernels: dict[str, Kernel] = field(default_factory=dict)

@@ -58,7 +58,7 @@ class Fit:
 
     @property
     def peak_bytes(self) -> int:
-        """Predicted, on the device."""
+        """Return the bytes on the device at the peak, by prediction."""
         return self.chosen.peak_bytes
 
     @property
@@ -67,7 +67,7 @@ class Fit:
         return self.chosen.seconds
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain numbers and strings."""
+        """Return plain numbers and strings."""
         return {
             "plan": {name: value for name, value in vars(self.chosen.choice).items() if name != "mesh"},
             "peak_bytes": self.peak_bytes,

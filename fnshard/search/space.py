@@ -48,7 +48,7 @@ MOST_CHUNKS = 8  # of a stage of a pipeline
 
 @dataclass(frozen=True)
 class Choice:
-    """One plan of a function.
+    """A plan of a function.
 
     Args:
         mesh: what it runs on.
@@ -214,7 +214,7 @@ class FunctionSpace:
         }
 
     def _hand_overs(self) -> list[Move]:
-        """Moves of a factor from one axis to another, between the meshes that there are."""
+        """Return moves of a factor from one axis to another, between the meshes that there are."""
         by_sizes = (
             {tuple(_sizes(mesh).values()): mesh for mesh in self.meshes} if len(self.meshes) > 1 else {}
         )

@@ -29,7 +29,7 @@ Move = Callable[[Any], Any]  # from a plan to another; None where there is none
 
 @dataclass(frozen=True)
 class Dial:
-    """How much a plan saves: `at(0)` saves nothing, `at(levels)` all that can be, each level more."""
+    """A way to save more and more: `at(0)` saves nothing, `at(levels)` all that can be, each level more."""
 
     levels: int
     at: Callable[[int], Any]
@@ -71,7 +71,7 @@ class Space(Protocol):
 
 @dataclass
 class Work:
-    """How much a search has done, and what it says of that.
+    """The work that a search has done, and what it says of that.
 
     It is counted in lines of programs and schedules, not in seconds: all ranks, and a machine that is busy,
     find the same plan.
@@ -113,7 +113,7 @@ class Work:
 
 @dataclass
 class Walk:
-    """One search for the best plan of a space within a budget.
+    """A search for the best plan of a space within a budget.
 
     Args:
         seen: the plans with their prices; searches for other budgets may share them.
