@@ -24,6 +24,7 @@ from experiments.lib.config import MeshConfig, ScheduleConfig
 from experiments.lib.plan import axis_of, dtypes_of
 from experiments.lib.task import make_optimizer
 from experiments.plan.config import DEVICE_SHARE, PlanConfig, layer_of
+from experiments.plan.unroll import unroll
 from fnshard.analysis.flops import kernel_flops
 from fnshard.analysis.memory import MemoryTimeline
 from fnshard.compiler.ir.arguments import Arguments
@@ -38,7 +39,9 @@ from fnshard.search.walk import Dial, Move, Walk, Work
 from fnshard.step.batches import bytes_of_batch
 from fnshard.step.lowered import Lowered
 from fnshard.step.plan import plan_of
+from fnshard.step.step import Step
 
+TRACED = 4  # layers, in the place of more
 DEPTHS = (4, 5)  # numbers of layers that are lowered; more where kernels further ahead count
 STAGES = (3, 4)  # of a pipeline, that are lowered in the place of more
 GROUPS = (2, 3)  # of micro-batches, likewise, each as many as there are stages
@@ -470,36 +473,57 @@ class Planner:
         Args:
             by_chunk: of a pipeline, how many layers each chunk has; None is what the preset makes of it.
         """
-        mesh = self.mesh(knobs)
-        subject = self.config.subject(layers)
-        loss, params, batch = subject.loss, subject.params, subject.batch(knobs.micro_rows * micro)
-        precision = self.config.precision
-        precision = replace(precision, optimizer=knobs.optimizer_dtype or precision.optimizer)
-        how = {axis: axis_of(axis, mesh) for axis in ("tensor", "expert")}
-        how |= {**dtypes_of(precision), **knobs.tiers}
-        specs = fs.presets.PRESETS[knobs.preset](params, mesh, chunks=knobs.chunks, **how)
-        if by_chunk is not None:
-            specs = _with_chunks(specs, by_chunk)
-        optimizer = self._optimizer(subject.undecayed)
-        options = {
-            "accumulate": micro, "micro_order": knobs.order, "grad_norm": True, **self.config.mesh.options
-        }  # fmt: skip
-        step = fs.shard_step(loss, specs, mesh=mesh, optimizer=optimizer, **options)
-        step.resolve(params)
+        step, batch = self.step(knobs, layers, micro, by_chunk)
+        family, mesh, optimizer = self._family(knobs), step.mesh, step.optimizer
         resolved, options = ResolvedSpecs.of(step.specs), step.options
-        family = self._family(knobs.tensor, knobs.context, knobs.expert, knobs.micro_rows)
-        # A function of one's own may look at the axes over which rows are split; the decoder does not.
-        traced = layers, () if self.config.is_decoder else (knobs.replicate, knobs.shard, mesh.stages > 1)
-        if traced not in family.fronts:
-            family.fronts[traced] = step.front(*batch)
-            self.work.made += len(family.fronts[traced].program.graph.nodes)
-        front = family.fronts[traced]
+        front = self.front(knobs, layers, step, batch)
         front = replace(front, plan=plan_of(optimizer, resolved, mesh, options).for_program(front.program))
         options = replace(options, remat=knobs.remat, prefetch=(knobs.prefetch,) * 2, overlap=knobs.overlap)
         stages = schedule_for(front, resolved.stored, mesh, options, family.kernels, False, kernel_flops)
         self.work.count(sum(len(schedule.instructions) for schedule in stages.schedules))
         sizes = bytes_of_batch(Arguments(batch, {}))
         return Lowered(stages, options, optimizer=optimizer, batch_bytes=sizes)
+
+    def step(
+        self, knobs: Knobs, layers: int, micro: int, by_chunk: Sequence[int] | None = None
+    ) -> tuple[Step, tuple[Any, ...]]:
+        """Make the step of so many layers and micro-batches; return it and a rank's batch."""
+        mesh, subject = self.mesh(knobs), self.config.subject(layers)
+        precision = self.config.precision
+        precision = replace(precision, optimizer=knobs.optimizer_dtype or precision.optimizer)
+        how = {axis: axis_of(axis, mesh) for axis in ("tensor", "expert")}
+        how |= {**dtypes_of(precision), **knobs.tiers}
+        specs = fs.presets.PRESETS[knobs.preset](subject.params, mesh, chunks=knobs.chunks, **how)
+        if by_chunk is not None:
+            specs = _with_chunks(specs, by_chunk)
+        step = fs.shard_step(
+            subject.loss, specs, mesh=mesh, optimizer=self._optimizer(subject.undecayed), grad_norm=True,
+            accumulate=micro, micro_order=knobs.order, **self.config.mesh.options,
+        )  # fmt: skip
+        step.resolve(subject.params)
+        return step, subject.batch(knobs.micro_rows * micro)
+
+    def front(self, knobs: Knobs, layers: int, step: Step, batch: tuple[Any, ...]) -> Front:
+        """Return the trace of a step. Of many layers a few are traced, and stand for the others."""
+        config, fronts = self.config, self._family(knobs).fronts
+        # A function of one's own may look at the axes over which rows are split; the decoder does not.
+        looked_at = () if config.is_decoder else (knobs.replicate, knobs.shard, knobs.pipeline > 1)
+        key = layers, looked_at
+        if key in fronts:
+            return fronts[key]
+        few = config.odd_layers + TRACED
+        # Of stages a buffer is cut out, too.
+        all_train = all(spec.trainable for spec in ResolvedSpecs.of(step.specs).stored.values())
+        if config.is_layered and layers > few and (all_train or knobs.pipeline == 1):
+            alone = replace(knobs, pipeline=1, chunks=1, order="depth")  # stages are cut where units are
+            short = self.front(alone, few, *self.step(alone, few, 1))
+            segments = unroll(short.segments, layers)
+            if segments is not None:
+                fronts[key] = replace(short, segments=segments)
+                return fronts[key]
+        fronts[key] = step.front(*batch)
+        self.work.made += len(fronts[key].program.graph.nodes)
+        return fronts[key]
 
     def _optimizer(self, undecayed: tuple[str, ...]) -> fs.optim.Optimizer:
         """Return the optimizer that all plans share, and with it the traces of its updates."""
@@ -508,8 +532,9 @@ class Planner:
             self._optimizers[undecayed] = make_optimizer(self.config.optimizer, constant, 1, undecayed)
         return self._optimizers[undecayed]
 
-    def _family(self, *key: Any) -> Family:
+    def _family(self, knobs: Knobs) -> Family:
         """Return what such plans share; of a few families alone, as traces take memory."""
+        key = knobs.tensor, knobs.context, knobs.expert, knobs.micro_rows
         self._families[key] = self._families.pop(key, None) or Family()
         for oldest in list(self._families)[:-FAMILIES]:
             del self._families[oldest]
