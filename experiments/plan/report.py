@@ -78,12 +78,12 @@ def run_line(knobs: Knobs, config: PlanConfig, given: str) -> str:
     known = {word.partition("=")[0] for word in words}
     run = {"accumulate": 1, "accumulate_mode": "reduce", "micro_order": "depth", "device_gb": None,
            "disk_dir": None}  # fmt: skip
-    # How rows run along the axes is said, and no part of the plan.
-    along = config.mesh.options
-    words += [f"mesh.{name}={value}" for name, value in along.items() if value != knobs.mesh.options[name]]
+    # How much room experts have is said, and no part of the plan.
+    room = config.mesh.expert_capacity
+    words += [f"mesh.expert_capacity={room}"] if room is not None else []
     plan = {
         "strategy": vars(StrategyConfig(name=knobs.preset, remat=knobs.remat, **knobs.tiers)),
-        "mesh": vars(replace(knobs.mesh, **along)),
+        "mesh": vars(replace(knobs.mesh, expert_capacity=room)),
         "run": run,
     }
     for group, values in plan.items():

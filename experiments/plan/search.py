@@ -498,7 +498,7 @@ class Planner:
             specs = _with_chunks(specs, by_chunk)
         step = fs.shard_step(
             subject.loss, specs, mesh=mesh, optimizer=self._optimizer(subject.undecayed), grad_norm=True,
-            accumulate=micro, micro_order=knobs.order, **self.config.mesh.options,
+            accumulate=micro, micro_order=knobs.order, expert_capacity=self.config.mesh.expert_capacity,
         )  # fmt: skip
         step.resolve(subject.params)
         return step, subject.batch(knobs.micro_rows * micro)
