@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -68,9 +68,9 @@ class Backward:
     def graph(self) -> fx.Graph:
         return self.module.graph
 
-    @property
+    @cached_property
     def tangent_strides(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """For each tangent that it reads: its place, and the strides it was traced with."""
+        """Return for each tangent that it reads its place, and the strides it was traced with."""
         nodes = self.graph.find_nodes(op="placeholder")
         return tuple(
             (i, tuple(node.meta["val"].stride()))
@@ -99,15 +99,15 @@ class Kernel:
     between: tuple[Argument, ...] = ()
     kept: tuple[str, ...] = ()
 
-    @property
-    def halves(self) -> dict[Way, Backward]:
-        """The backward kernels that there are."""
+    @cached_property
+    def halves(self) -> Mapping[Way, Backward]:
+        """Return the backward kernels that there are."""
         both = {Way.BACKWARD: self.backward, Way.WEIGHTS: self.weights}
         return {way: half for way, half in both.items() if half is not None}
 
-    @property
-    def modules(self) -> dict[Way, fx.GraphModule]:
-        """The graphs that there are."""
+    @cached_property
+    def modules(self) -> Mapping[Way, fx.GraphModule]:
+        """Return the graphs that there are."""
         return {Way.FORWARD: self.forward, **{way: half.module for way, half in self.halves.items()}}
 
     @property
