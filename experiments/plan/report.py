@@ -222,7 +222,7 @@ def as_text(planner: Planner, best: Candidate, given: str = "") -> str:
     if idle:
         lines.append(f"chosen by the plan, or without effect on it: {', '.join(idle)}")
     others = rivals(planner, best)
-    cut_short = " before the search was cut short" * planner.work.is_up()
+    cut_short = " before the search was cut short" * planner.work.is_spent()
     lines += ["", f"rivals, of {len(planner.seen)} plans looked at{cut_short}:"]
     lines += [
         f"  {c.choice.overrides(config.batch_rows)}\n    {why(c, best, planner.budget)}" for c in others
@@ -280,7 +280,7 @@ def rivals(planner: Planner, best: Candidate) -> list[Candidate]:
 
 def why(candidate: Candidate, best: Candidate, budget: int) -> str:
     """Say why a plan was not taken."""
-    slower = candidate.slower_than(best)
+    slower = candidate.relative_slowdown(best)
     gaps = {n: candidate.parts[n] - best.parts[n] for n in PARTS}
     most = max(gaps, key=gaps.__getitem__)
     much = f"{digits(rough(abs(100 * slower)))}% {'slower' if slower > 0 else 'faster'}"

@@ -34,8 +34,8 @@ from fnshard.compiler.schedule.instructions import Run
 from fnshard.compiler.schedule.tasks import MicroOrder
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.plot.scales import byte_text, rough, time_text
-from fnshard.search.price import DEEPEST, PARTS, Candidate, price
-from fnshard.search.walk import Dial, Move, Walk, Work
+from fnshard.search.price import MAX_KERNELS_AHEAD, PARTS, Candidate, price
+from fnshard.search.walk import Dial, Move, SearchEffort, Walk
 from fnshard.step.batches import bytes_of_batch
 from fnshard.step.lowered import Lowered
 from fnshard.step.plan import plan_of
@@ -152,7 +152,7 @@ class Planner:
     config: PlanConfig
     devices: int
     hardware: fs.Hardware
-    work: Work = field(default_factory=Work)
+    work: SearchEffort = field(default_factory=SearchEffort)
     seen: dict[Knobs, Candidate] = field(default_factory=dict)
     _families: dict[Any, Family] = field(default_factory=dict)
     _optimizers: dict[Any, fs.optim.Optimizer] = field(default_factory=dict)
@@ -177,7 +177,7 @@ class Planner:
         splits = len(list(self.splits()))
         if not splits:
             raise fs.BudgetError(self.nothing())
-        self.work = Work(say, LIMIT_LINES)
+        self.work = SearchEffort(say, LIMIT_LINES)
         self.work.tell(f"{counted(splits, 'way')} to split {counted(self.devices, 'device')}")
         walk = self.walk
         best = walk.run()
@@ -189,7 +189,7 @@ class Planner:
 
     def is_too_small(self) -> bool:
         """Return whether not even the plans that save most memory fit."""
-        return not any(self.walk.look(knobs).fits(self.budget) for knobs in self.frugal())
+        return not any(self.walk.price_once(knobs).fits(self.budget) for knobs in self.frugal())
 
     # -------------------------------------------------------------- which plans there are
     def is_valid(self, knobs: Knobs) -> bool:
@@ -245,7 +245,7 @@ class Planner:
             for knobs in splits:
                 rows = list(reversed(_divisors(self.config.batch_rows // knobs.data_ranks)))
                 dial = Dial(len(rows) - 1, lambda level, k=knobs, r=rows: replace(k, micro_rows=r[level]))
-                most = self.walk.look(dial.at(0))
+                most = self.walk.price_once(dial.at(0))
                 known = [c.seconds for c in self.seen.values() if c.fits(self.budget) and c is not most]
                 limit = min(known, default=math.inf)
                 slow.append(most.seconds >= limit)
@@ -276,7 +276,7 @@ class Planner:
                 )  # fmt: skip
                 if not self.is_valid(knobs):
                     continue
-                next_one = self.walk.look(knobs)
+                next_one = self.walk.price_once(knobs)
                 if best is not None and self.walk.cost(next_one) >= self.walk.cost(best):
                     break
                 best = next_one
@@ -341,7 +341,7 @@ class Planner:
             def move(knobs: Knobs) -> Knobs | None:
                 depth, found = getattr(knobs, name) + by, self.seen.get(knobs)
                 may_pay = by < 0 or (found is not None and found.waits_for_collectives())
-                is_depth = 1 <= depth <= DEEPEST and self.hardware.overlap
+                is_depth = 1 <= depth <= MAX_KERNELS_AHEAD and self.hardware.overlap
                 return replace(knobs, **{name: depth}) if is_depth and may_pay else None
 
             return move
@@ -480,7 +480,7 @@ class Planner:
         front = replace(front, plan=plan_of(optimizer, resolved, mesh, options).for_program(front.program))
         options = replace(options, remat=knobs.remat, prefetch=(knobs.prefetch,) * 2, overlap=knobs.overlap)
         stages = schedule_for(front, resolved.stored, mesh, options, family.kernels, False, kernel_flops)
-        self.work.count(sum(len(schedule.instructions) for schedule in stages.schedules))
+        self.work.count_schedule(sum(len(schedule.instructions) for schedule in stages.schedules))
         sizes = bytes_of_batch(Arguments(batch, {}))
         return Lowered(stages, options, optimizer=optimizer, batch_bytes=sizes)
 
@@ -522,7 +522,7 @@ class Planner:
                 fronts[key] = replace(short, segments=segments)
                 return fronts[key]
         fronts[key] = step.front(*batch)
-        self.work.made += len(fronts[key].program.graph.nodes)
+        self.work.count_program(len(fronts[key].program.graph.nodes))
         return fronts[key]
 
     def _optimizer(self, undecayed: tuple[str, ...]) -> fs.optim.Optimizer:

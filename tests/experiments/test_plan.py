@@ -73,7 +73,7 @@ def test_few_layers_say_what_all_need(knobs: Knobs) -> None:
     """Time, bytes on the device and on the host, to rounding: six layers and four micro-batches, of four
     and five layers, two and three micro-batches. What is streamed from the host may look larger."""
     planner = planner_of(8, "rows=32")
-    near, exact = planner.walk.look(knobs), planner.exact(knobs)
+    near, exact = planner.walk.price_once(knobs), planner.exact(knobs)
     assert near.seconds == pytest.approx(exact.seconds, rel=1e-9)
     alike = near.peak_bytes == exact.peak_bytes
     assert alike or (knobs.optimizer == "streamed" and near.peak_bytes > exact.peak_bytes)
@@ -83,11 +83,11 @@ def test_few_layers_say_what_all_need(knobs: Knobs) -> None:
 
 def test_plans_that_differ_in_tiers_and_recomputation_share_traces(monkeypatch: pytest.MonkeyPatch) -> None:
     planner, plain = planner_of(2, "rows=2", FEW), Knobs(1, 2)
-    planner.walk.look(plain)
+    planner.walk.price_once(plain)
     for place in ("fnshard.step.cache.trace_and_split", "fnshard.compiler.update.family.trace_update"):
         monkeypatch.setattr(place, None)
     others = Knobs(1, 2, keep=True, optimizer="host"), Knobs(2, 1, remat="unit"), Knobs(1, 2, remat=0.5)
-    assert all(planner.walk.look(each).seconds > 0 for each in others)
+    assert all(planner.walk.price_once(each).seconds > 0 for each in others)
 
 
 def test_more_micro_batches_are_so_many_more() -> None:
@@ -95,8 +95,8 @@ def test_more_micro_batches_are_so_many_more() -> None:
     planner = planner_of(2, "rows=16", "model.layers=4")
     knobs = Knobs(1, 2, remat="unit")
     whole = planner.measured(knobs, 4, 8)
-    assert planner.walk.look(knobs).seconds == pytest.approx(whole["seconds"], rel=1e-9)
-    assert planner.walk.look(knobs).peak_bytes == whole["peak"]
+    assert planner.walk.price_once(knobs).seconds == pytest.approx(whole["seconds"], rel=1e-9)
+    assert planner.walk.price_once(knobs).peak_bytes == whole["peak"]
 
 
 PIPELINES = [
@@ -114,7 +114,7 @@ PIPELINES = [
 def test_few_stages_layers_and_micro_batches_say_what_a_pipeline_needs(knobs: Knobs) -> None:
     devices = math.prod(getattr(knobs, axis) for axis in search.AXES)
     planner = planner_of(devices, f"rows={knobs.pipeline * 8}", "model.layers=24")
-    near, exact = planner.walk.look(knobs), planner.exact(knobs)
+    near, exact = planner.walk.price_once(knobs), planner.exact(knobs)
     assert near.seconds == pytest.approx(exact.seconds, rel=0.05)
     assert near.peak_bytes == pytest.approx(exact.peak_bytes, rel=0.05)
     assert near.flops == pytest.approx(exact.flops, rel=0.05)
@@ -239,10 +239,10 @@ def test_of_many_neighbours_none_is_faster_and_fits(devices: int, budget: float)
 def test_two_moves_of_which_one_alone_is_not_valid_are_a_pair() -> None:
     planner = planner_of(8, "rows=8")
     rows = planner.moves()["rows"]
-    assert planner.walk.steps(Knobs(1, 8), rows) == []  # a rank has one row
-    pairs = planner.walk.pairs(Knobs(1, 8))
+    assert planner.walk.one_move_away(Knobs(1, 8), rows) == []  # a rank has one row
+    pairs = planner.walk.two_moves_away(Knobs(1, 8))
     assert Knobs(1, 4, 2, micro_rows=2) in pairs and Knobs(1, 2, 2, 2) in pairs
-    assert Knobs(2, 4) in planner.walk.pairs(Knobs(1, 8, keep=True))
+    assert Knobs(2, 4) in planner.walk.two_moves_away(Knobs(1, 8, keep=True))
 
 
 def test_a_walk_begins_with_all_rows_and_at_no_split_that_a_lesser_one_rules_out() -> None:
@@ -262,7 +262,7 @@ def test_a_step_goes_further_ahead_only_where_it_waits_for_collectives() -> None
 
     def ahead_of(knobs: Knobs, waiting: float) -> set[tuple[int, int]]:
         planner.seen[knobs] = Candidate(knobs, 1e9, 1.0, parts={"communication": waiting})
-        steps = planner.walk.steps(knobs, planner.moves()["ahead"])
+        steps = planner.walk.one_move_away(knobs, planner.moves()["ahead"])
         return {(k.prefetch, k.overlap) for k in steps}
 
     assert ahead_of(knobs, 0.0) == set() and ahead_of(knobs, 0.5) == {(2, 1), (1, 2)}
@@ -289,7 +289,7 @@ def test_few_layers_say_what_all_need_further_ahead(ahead: tuple[int, int]) -> N
     planner = planner_of(8, "rows=8", "model.layers=12")
     for knobs in (Knobs(1, 8), Knobs(1, 4, 2, remat="unit")):
         knobs = replace(knobs, prefetch=ahead[0], overlap=ahead[1])
-        near, exact = planner.walk.look(knobs), planner.exact(knobs)
+        near, exact = planner.walk.price_once(knobs), planner.exact(knobs)
         assert near.seconds == pytest.approx(exact.seconds, rel=1e-9)
         assert near.peak_bytes == exact.peak_bytes
 
@@ -299,7 +299,7 @@ def test_recomputation_is_as_little_as_fits(monkeypatch: pytest.MonkeyPatch) -> 
     planner = planner_of(1, "rows=64", "model.layers=3")
     knobs = Knobs(1, 1, micro_rows=64)
     shares = [k / EIGHTHS for k in range(EIGHTHS + 1)]
-    tried = [planner.walk.look(replace(knobs, remat=share)) for share in shares]
+    tried = [planner.walk.price_once(replace(knobs, remat=share)) for share in shares]
     assert tried[-1].peak_bytes > tried[0].peak_bytes
     for budget in sorted({c.peak_bytes for c in tried})[:-1]:
         tight = replace(planner.config, device_gb=budget / 1e9 + 1e-9)
@@ -328,7 +328,7 @@ def test_a_narrower_optimizer_is_tried_where_it_is_allowed(monkeypatch: pytest.M
     planner = planner_of(1, "rows=2", "optimizer_dtypes=[bfloat16]", FEW)
     least = Knobs(1, 1, remat="unit")
     wide, narrow = (
-        planner.walk.look(replace(least, optimizer_dtype=d)).peak_bytes for d in (None, "bfloat16")
+        planner.walk.price_once(replace(least, optimizer_dtype=d)).peak_bytes for d in (None, "bfloat16")
     )
     planner.config = replace(planner.config, device_gb=(wide + narrow) / 2e9)
     best = planner.best()
@@ -426,7 +426,8 @@ def test_the_peak_of_a_model_of_ones_own_is_that_of_its_whole_step() -> None:
         Knobs(2, 1, micro_rows=4),
     ):
         whole = planner.lowered(knobs, 1, planner.micro_batches(knobs)).memory_analysis()
-        assert planner.walk.look(knobs).peak_bytes == planner.exact(knobs).peak_bytes == whole.peak_bytes
+        found = planner.walk.price_once(knobs), planner.exact(knobs)
+        assert [each.peak_bytes for each in found] == [whole.peak_bytes] * 2
     assert config.parameters == 8 * 64 * 65 and own_task.Counted.reads == 1
 
 
@@ -512,7 +513,7 @@ def test_a_mixture_is_split_by_experts_and_carried_on_from_few_layers(tmp_path, 
         Knobs(1, 2, 2)
     )
     for knobs in (Knobs(1, 1, expert=4, remat="unit"), Knobs(1, 2, expert=2)):
-        near, exact = planner.walk.look(knobs), planner.exact(knobs)
+        near, exact = planner.walk.price_once(knobs), planner.exact(knobs)
         assert near.seconds == pytest.approx(exact.seconds, rel=1e-6)
         assert near.peak_bytes == pytest.approx(exact.peak_bytes, rel=0.01)
     _, run = printed_run(monkeypatch, tmp_path, Knobs(1, 1, expert=4), *words)
