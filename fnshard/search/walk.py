@@ -133,9 +133,9 @@ class Walk:
     def run(self) -> Candidate | None:
         """Return the fastest plan found that fits.
 
-        No plan one move away is faster and fits; none two moves away, as far as `descend` tries these. A search
-        whose effort is spent returns the best so far. Where nothing fits it is the plan that lacks least; None
-        where there is no plan at all.
+        No plan one move away is faster and fits; none two moves away, as far as `descend` tries these. A
+        search whose effort is spent returns the best so far. Where nothing fits it is the plan that lacks
+        least; None where there is no plan at all.
         """
         # Begin at the best two starts, the second only where it is nearly as good and memory decides.
         begun: list[Candidate] = []
