@@ -56,7 +56,7 @@ def check_fits(tokens: int, peak_bytes: int, budget: float) -> None:
     """
     if peak_bytes > budget:
         raise ConfigError(
-            f"data.tokens=auto: the run goes on with data.tokens={tokens}, so that its batches stay the same, "
+            f"data.tokens=auto: the run goes on with data.tokens={tokens}, so that its batches stay, "
             f"and a step takes {peak_bytes / 1e6:.1f} MB here; {budget / 1e6:.1f} are there. Fix: more "
             "ranks, strategy.remat=unit, a larger run.device_gb, or begin anew with run.resume=never."
         )
