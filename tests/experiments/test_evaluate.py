@@ -622,9 +622,11 @@ def test_numbers_of_questions_with_images_are_those_of_transformers(seeing, pict
     tokenizer, right = open_directory(seeing), []
     images, task = tokenizer.images, task_of(f"mmmu:{pictured}")
     for question in task.questions:
-        text = f"user: {question.prompt}\n\nassistant:".replace("<image>", images.token)
-        shown = [{"role": "user", "content": text.removeprefix("user: ").removesuffix("\n\nassistant:")}]
-        text = tokenizer.hf.apply_chat_template(shown, add_generation_prompt=True, tokenize=False)
+        parts: list[dict[str, str]] = []
+        for number, text in enumerate(question.prompt.split("<image>")):
+            parts += [{"type": "image"}] * (number > 0) + [{"type": "text", "text": text}] * bool(text)
+        said = [{"role": "user", "content": parts}]
+        text = tokenizer.hf.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
         expanded, _ = images.expand(text, [], question.images)
         ids = torch.tensor([tokenizer.hf(expanded, add_special_tokens=False).input_ids])
         pixels = images.hf(images=list(map(open_image, question.images)), return_tensors="pt")
