@@ -40,7 +40,7 @@ from experiments.lib.metrics import HELD_OUT, METRICS, Goal, draw_run
 from experiments.lib.plan import forward_options
 from experiments.lib.run import Run, mean_over
 from experiments.lib.task import make_target
-from experiments.tuning.budget import budget_bytes, most_tokens
+from experiments.tuning.budget import budget_bytes, check_fits, kept_tokens, most_tokens
 from experiments.tuning.config import FinetuneConfig
 from experiments.tuning.dataset import (
     AnswerTable,
@@ -143,7 +143,7 @@ def finetune(config: FinetuneConfig, folder: RunFolder, overrides: list[str], st
     """
     with Run("finetune", config, folder, overrides, stop) as run:
         # Mesh, model, data, plan, step, and what measures. The rate that nobody named is known now.
-        parts = build(config)
+        parts = build(config, tokens=kept_tokens(folder))
         run.config = config = parts.config
         mesh, step, goal = parts.mesh, parts.step, parts.goal
 
@@ -299,9 +299,14 @@ class Parts:
         return self.answers.table({"answer": self.answers.answers(params)})
 
 
-def build(config: FinetuneConfig, only_prompt: bool = False) -> Parts:
-    """Make all that a run consists of but its state. With `only_prompt` no other is shown than
-    `run.prompt`."""
+def build(config: FinetuneConfig, only_prompt: bool = False, tokens: int | None = None) -> Parts:
+    """Make all that a run consists of but its state.
+
+    Args:
+        only_prompt: no other prompt is shown than `run.prompt`.
+        tokens: of a micro-batch in the run that goes on, where `data.tokens=auto`: another number would make
+            other batches.
+    """
     # The mesh: ranks by axes. Those along data axes take other rows.
     run = config.run
     mesh = fs.make_mesh(**config.mesh.axes, device=run.device)
@@ -338,7 +343,12 @@ def build(config: FinetuneConfig, only_prompt: bool = False) -> Parts:
         return step.lower(tuning.params, batch).memory_analysis().peak_bytes
 
     if config.data.tokens == AUTO:
-        config = with_tokens(most_tokens(predict_peak, budget_bytes(config, mesh), *token_limits(config)))
+        budget = budget_bytes(config, mesh)
+        if tokens is None:
+            tokens = most_tokens(predict_peak, budget, *token_limits(config))
+        else:
+            check_fits(tokens, predict_peak(tokens), budget)
+        config = with_tokens(tokens)
     data, prompts, batch, planned, step = build_step(config)
     specs = planned.plan.specs
     config = replace(config, optimizer=replace(config.optimizer, lr=planned.rate))

@@ -127,6 +127,9 @@ TABLE = {
     "python -m experiments.evaluate model=FOLDER 'tasks=[mmlu:anatomy_test.csv:anatomy_dev.csv]' shots=5": (
         Row(needs="files, and test_evaluate.py")
     ),
+    "python -m experiments.evaluate model=FOLDER 'tasks=[mmmu:validation.parquet]'": (
+        Row(needs="files, and test_evaluate.py")
+    ),
     "python -m experiments.evaluate model=FOLDER 'tasks=[lm-eval:arc_easy]'": (
         Row(needs="a network, and test_evaluate.py")
     ),
