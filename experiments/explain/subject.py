@@ -44,7 +44,7 @@ def subject_of(config: Any, layers: int | None = None) -> Subject:
     """Make the subject of a configuration of `explain` or `plan`.
 
     Args:
-        layers: the number of layers in place of the decoder's own.
+        layers: the number of layers in place of the model's own. A model of one's own takes it as `layers`.
 
     Raises:
         ConfigError: a `_target_` does not import, or does not take its keys.
@@ -58,6 +58,8 @@ def subject_of(config: Any, layers: int | None = None) -> Subject:
         words += f"context {sizes.context:,}"
         batch = _texts(sizes.context)
         return Subject(loss, params, batch, UNDECAYED, sizes.parameters, sizes.context, "token", words)
+    if layers is not None:
+        config = replace(config, model={**model, "layers": layers})
     task = make_task(config)
     named, structure = fs.tree.flatten_with_paths(task.params)
     # Leaves of a module that are no parameters are buffers. All leaves of a function are parameters.

@@ -299,7 +299,7 @@ class RunConfig:
     watch: Literal["hunt", "stop", "off"] = "hunt"
 
     @property
-    def sampled(self) -> int:
+    def sample_length(self) -> int:
         """The tokens of a sample. Each takes a forward, and a look at a few steps should not wait for 256."""
         return min(256, 2 * self.steps) if self.sample_tokens is None else self.sample_tokens
 

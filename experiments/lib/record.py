@@ -143,10 +143,10 @@ class TimeSpent:
     made are added to `seconds`.
 
     >>> ticks = iter([0.0, 1.0, 3.0, 6.0, 10.0, 15.0])
-    >>> spent = TimeSpent(clock=lambda: next(ticks))
-    >>> with spent.on("evaluation"), spent.on("samples"):
+    >>> timer = TimeSpent(clock=lambda: next(ticks))
+    >>> with timer.during("evaluation"), timer.during("samples"):
     ...     pass
-    >>> {part: seconds for part, seconds in spent.parts().items() if seconds}
+    >>> {part: seconds for part, seconds in timer.parts().items() if seconds}
     {'evaluation': 6.0, 'samples': 3.0, 'other': 6.0}
     """
 
@@ -157,7 +157,7 @@ class TimeSpent:
         self._since, self._open = self.clock(), ["other"]
 
     @contextmanager
-    def on(self, part: str) -> Iterator[None]:
+    def during(self, part: str) -> Iterator[None]:
         self._turn()
         self._open.append(part)
         try:
@@ -191,9 +191,9 @@ class TimeSpent:
             known = {}
         if any(each.get("began") == began for each in known.get("attempts", [])):
             began = process_began()
-        spent = TimeSpent()
-        spent.seconds["start"] = max(0.0, time.time() - began)
-        return spent, began
+        timer = TimeSpent()
+        timer.seconds["start"] = max(0.0, time.time() - began)
+        return timer, began
 
     def _turn(self) -> None:
         since, self._since = self._since, self.clock()
@@ -278,14 +278,14 @@ class RunRecord:
 
     Args:
         made: the steps that earlier processes made.
-        spent: the clock of this process.
+        timer: the clock of this process.
         began: the time at which the command of this process began, by the clock of the host.
     """
 
     folder: Path
     facts: Mapping[str, Any]
     made: int = 0
-    spent: TimeSpent = field(default_factory=TimeSpent)
+    timer: TimeSpent = field(default_factory=TimeSpent)
     began: float = 0.0
 
     def __post_init__(self) -> None:
@@ -315,7 +315,7 @@ class RunRecord:
         Returns:
             The totals over all processes.
         """
-        parts = self.spent.parts()
+        parts = self.timer.parts()
         attempt = {
             "started": self._started,
             "began": self.began,

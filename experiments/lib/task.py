@@ -115,7 +115,7 @@ class TargetData:
         for first in range(0, count - rows * mesh.data_size + 1, rows * mesh.data_size):
             yield self.measured.batch(first + mesh.data_rank * rows + np.arange(rows))
 
-    def tables(self) -> dict[str, float]:
+    def ngram_losses(self) -> dict[str, float]:
         """Return the losses of n-gram tables, of which such data have none."""
         return {}
 
@@ -201,7 +201,7 @@ class Task:
         init: the argument of `step.init`.
         apply, params: the results of `fs.make_functional`.
         loss: the loss of a step.
-        measured: the same loss in `Mean`s.
+        held_out_loss: the same loss in `Mean`s.
         undecayed: globs of leaves that do not decay.
     """
 
@@ -209,7 +209,7 @@ class Task:
     apply: Callable[..., Any]
     params: Any
     loss: Callable[..., Any]
-    measured: Callable[..., Any]
+    held_out_loss: Callable[..., Any]
     undecayed: tuple[str, ...]
 
 

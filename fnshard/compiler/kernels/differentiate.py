@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -72,7 +72,7 @@ class Backward:
     def graph(self) -> fx.Graph:
         return self.module.graph
 
-    @property
+    @cached_property
     def tangent_strides(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
         """For each tangent that it reads, its place among the inputs and the strides it was traced with."""
         nodes = self.graph.find_nodes(op="placeholder")
@@ -106,14 +106,14 @@ class Kernel:
     between: tuple[Argument, ...] = ()
     kept: tuple[str, ...] = ()
 
-    @property
-    def halves(self) -> dict[Way, Backward]:
+    @cached_property
+    def halves(self) -> Mapping[Way, Backward]:
         """The backward kernels that there are, by way."""
         both = {Way.BACKWARD: self.backward, Way.WEIGHTS: self.weights}
         return {way: half for way, half in both.items() if half is not None}
 
-    @property
-    def modules(self) -> dict[Way, fx.GraphModule]:
+    @cached_property
+    def modules(self) -> Mapping[Way, fx.GraphModule]:
         """The graphs that there are, by way."""
         return {Way.FORWARD: self.forward, **{way: half.module for way, half in self.halves.items()}}
 

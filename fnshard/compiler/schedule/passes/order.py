@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from fnshard.compiler.ir.values import Kind, ValueName
@@ -32,8 +33,9 @@ def update_in_backward(schedule: Schedule) -> Schedule:
     between, the Update reads it and stays where it is.
     """
     lines = [i for i in schedule.instructions if not _is_of_update(i)]
+    sent = {i.writes[0]: i.reads for i in schedule.instructions if i.lane == COMMUNICATION}
     for line in [i for i in schedule.instructions if _is_of_update(i)]:
-        lines.insert(_find_earliest(lines, line), line)
+        lines.insert(_find_earliest(lines, line, sent), line)
     return schedule.with_instructions(lines)
 
 
@@ -44,17 +46,21 @@ def _is_of_update(line: Instruction) -> bool:
     return waits or isinstance(line, Norms | _UPDATES | Publish)
 
 
-def _find_earliest(lines: list[Instruction], line: Instruction) -> int:
-    """Return the place right after the last line that makes what it reads, or touches state that it changes.
+def _find_earliest(
+    lines: Sequence[Instruction], line: Instruction, sent: Mapping[ValueName, tuple[ValueName, ...]]
+) -> int:
+    """Return the place after the last line that makes what `line` reads or touches state that it changes.
 
-    A collective touches what it reads until it is waited for.
+    A collective touches what it sends until it has been waited for.
+
+    Args:
+        sent: by flight, what a collective sends.
     """
     reads = set(line.reads)
     changes = {n for n in (*line.writes, *line.overwrites) if n.kind in (Kind.STORED, Kind.REDUCED)}
-    issued = {i.writes[0]: i.reads for i in lines if i.lane == COMMUNICATION}
     for index in range(len(lines) - 1, -1, -1):
         other = lines[index]
-        under_way = issued.get(other.reads[0], ()) if isinstance(other, Wait) else ()
+        under_way = sent.get(other.reads[0], ()) if isinstance(other, Wait) else ()
         touched = (*other.reads, *other.writes, *under_way)
         if reads.intersection(other.writes) or changes.intersection(touched):
             return index + 1

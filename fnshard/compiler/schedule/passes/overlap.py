@@ -6,7 +6,7 @@ They keep numerics.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 
 from fnshard.compiler.ir.values import Kind, ValueName
 from fnshard.compiler.schedule.instructions import (
@@ -131,6 +131,28 @@ def spans_stages(schedule: Schedule) -> frozenset[ValueName]:
     return frozenset(i.writes[0] for i in lines if PIPELINE in i.axes_of(schedule))
 
 
+@dataclass
+class _Group:
+    """A Wait that is delayed by `left` kernels or rounds, and the lines that must stay behind it."""
+
+    left: int
+    lines: list[Instruction]
+    written: set[ValueName] = field(default_factory=set)
+    touched: set[ValueName] = field(default_factory=set)
+    is_ordered: bool = False
+
+    def add(self, line: Instruction, is_ordered: bool) -> None:
+        self.lines.append(line)
+        self.written.update(line.writes)
+        self.touched.update(line.reads, line.writes)
+        self.is_ordered = self.is_ordered or is_ordered
+
+    def holds_up(self, line: Instruction, is_ordered: bool) -> bool:
+        """Say whether `line` must stay behind a line of the group."""
+        depends = not (self.written.isdisjoint(line.reads) and self.touched.isdisjoint(line.writes))
+        return depends or (is_ordered and self.is_ordered)
+
+
 class _Queue:
     """A queue of Waits that are delayed, each with the lines that rest on it.
 
@@ -146,44 +168,44 @@ class _Queue:
     ):
         self.depth, self.also, self.ends, self.ordered = depth, also, ends, ordered
         self.out: list[Instruction] = []
-        self.waiting: list[tuple[int, list[Instruction]]] = []  # the rounds that are left, and the lines
+        self.waiting: list[_Group] = []
 
     def feed(self, line: Instruction) -> None:
         """Write a line, delay it, or put it into the group of a Wait that it must stay behind."""
-        while isinstance(line, Run) and self.find_group(line):
+        while isinstance(line, Run) and self.find_group(line) is not None:
             self.release()
-        if group := self.find_group(line):
-            group.append(line)
+        is_ordered = self.is_ordered(line)
+        if (group := self.find_group(line)) is not None:
+            group.add(line, is_ordered)
             return
         outgoing = isinstance(line, Wait) and (line.of.outgoing or line.reads[0] in self.also)
         if outgoing and self.depth:
-            self.waiting.append((self.depth, [line]))
+            group = _Group(self.depth, [])
+            group.add(line, is_ordered)
+            self.waiting.append(group)
             return
         self.out.append(line)
         if isinstance(line, Run):
             self.tick(line in self.ends)
 
-    def find_group(self, line: Instruction) -> list[Instruction]:
-        """Return the first of the delayed groups that `line` must stay behind, or []."""
-        is_ordered = not self.ordered.isdisjoint(line.writes)
+    def is_ordered(self, line: Instruction) -> bool:
+        return not self.ordered.isdisjoint(line.writes)
 
-        def follows(other: Instruction) -> bool:
-            return _depends(line, other) or (is_ordered and not self.ordered.isdisjoint(other.writes))
-
-        return next((group for _, group in self.waiting if any(map(follows, group))), [])
+    def find_group(self, line: Instruction) -> _Group | None:
+        """Return the first of the delayed groups that `line` must stay behind."""
+        is_ordered = self.is_ordered(line)
+        return next((group for group in self.waiting if group.holds_up(line, is_ordered)), None)
 
     def tick(self, ends_round: bool) -> None:
         """Count a kernel: Waits for values of one micro-batch count each, all others count rounds."""
-        self.waiting = [
-            (left - (ends_round or of_one_micro_batch(group[0].writes)), group)
-            for left, group in self.waiting
-        ]
-        while due := [number for number, (left, _) in enumerate(self.waiting) if left <= 0]:
+        for group in self.waiting:
+            group.left -= ends_round or of_one_micro_batch(group.lines[0].writes)
+        while due := [number for number, group in enumerate(self.waiting) if group.left <= 0]:
             self.release(due[0])
 
     def release(self, number: int = 0) -> None:
         """Write out a delayed Wait, and feed the lines behind it again: some may rest on another Wait."""
-        _, (first, *rest) = self.waiting.pop(number)
+        first, *rest = self.waiting.pop(number).lines
         self.out.append(first)
         for line in rest:
             self.feed(line)
