@@ -6,14 +6,15 @@ For fine-tuning, samples:
 |---|---|
 | `tokenizer`, `chat` | the built-in byte tokenizer and those of model directories; conversations as tokens |
 | `rows` | files as rows of `datasets` |
-| `fields`, `records` | the names that records give their parts; the samples, pairs and prompts that they
-describe | | `labelled` | texts and words with classes, and texts that belong together | | `prepared` |
-records that are tokenised once into a folder that all ranks map, and all their mistakes | | `batches` |
-samples in rows, and rows as tensors | | `builtin` | real examples that every machine has: functions of the
-standard library |
+| `fields`, `records` | the names of records' parts; the samples, pairs and prompts that they describe |
+| `labelled` | texts and words with classes, and texts that belong together |
+| `prepared` | records that are tokenised once into a folder that all ranks map, and all their mistakes |
+| `builtin` | real examples that every machine has: functions of the standard library |
 
     train, = prepare("mine.jsonl", open_directory(model), RecordPolicy("samples", 256), cache=folder)
     loader = Loader(Samples(open_prepared(train.folder)), rows=8, rank=rank, ranks=ranks)
+
+`Samples`, which makes tensors of rows, is in `experiments.tuning.dataset`.
 
 For pre-training, windows of the bytes of `text`, or of `shards` of tokens, which
 `python -m experiments.tokenize` writes:
