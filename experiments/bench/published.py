@@ -23,7 +23,7 @@ import fnshard as fs
 from experiments.bench.config import BenchConfig
 from experiments.bench.measure import Result, rank_correlation, say
 from experiments.lib.decoder import Decoder, DecoderConfig, loss_function
-from fnshard.analysis.calibrate import Observation, changed, fitted
+from fnshard.analysis.calibrate import Observation, fit_constants, vary
 from fnshard.analysis.hardware import Hardware
 
 ROWS = Path(__file__).with_name("published_rows.csv")
@@ -138,7 +138,7 @@ def compare(row: PublishedRow) -> Comparison:
     )  # fmt: skip
     lowered = step.lower(params, tokens, tokens)
     count = tokens.numel() / math.prod(row.axes.get(n, 1) for n in ("pipeline", "tensor", "context"))
-    ways = changed(Hardware.named(row.hardware), CONSTANTS)
+    ways = vary(Hardware.named(row.hardware), CONSTANTS)
     seconds = {name: lowered.timeline(each).step_seconds for name, each in ways.items()}
     return Comparison(row, Observation(seconds, count / row.rate), count)
 
@@ -195,7 +195,7 @@ def halves(rows: Sequence[PublishedRow]) -> tuple[list[str], list[str]]:
 def _fit(generation: str, all_rows: Sequence[Comparison], sources: Sequence[str]) -> dict[str, float]:
     some = [c for c in all_rows if c.row.source in sources and _generation(c.row) == generation]
     counts = Counter(c.row.source for c in some)
-    return fitted([replace(c.step, weight=1 / counts[c.row.source]) for c in some], CONSTANTS)
+    return fit_constants([replace(c.step, weight=1 / counts[c.row.source]) for c in some], CONSTANTS)
 
 
 def _interval(all_rows: Sequence[Comparison], sources: Sequence[str]) -> tuple[float, float]:

@@ -14,7 +14,7 @@ from experiments.lib.checks import ConfigError
 from experiments.lib.config import MEASURED
 from experiments.lib.files import first_few, read_record, write_record, write_text
 from experiments.lib.record import RUN
-from fnshard.analysis.calibrate import Observation, changed, corrected
+from fnshard.analysis.calibrate import Observation, correct, vary
 from fnshard.analysis.hardware import TABLE
 from fnshard.analysis.timeline import Timeline
 from fnshard.errors import MissingExtraError, report
@@ -52,7 +52,7 @@ def lines_of(lowered: Lowered, hardware: fs.Hardware, measured: Timeline) -> dic
     seconds = [_by_line(lowered.timeline(hardware)), _by_line(measured)]
     kinds = fs.profile.by_kind(measured, lines)
     found: dict[str, dict[str, float]] = {}
-    for constant, each in changed(hardware).items():
+    for constant, each in vary(hardware).items():
         for kind, value in fs.profile.by_kind(lowered.timeline(each), lines).items():
             found.setdefault(kind, {})[constant] = value
     return {
@@ -137,7 +137,7 @@ def measured_hardware(place: str) -> fs.Hardware:
     base = replace(base, memory_bytes=last.machine["gpu_memory_bytes"] or base.memory_bytes)
     alike = [r for r in known if (r.hardware, r.machine) == (last.hardware, last.machine)]
     name = f"{base.name} as {len(alike)} run{'s' if len(alike) > 1 else ''} measured"
-    return corrected(base, [(run.step, *run.kinds) for run in alike], name)
+    return correct(base, [(run.step, *run.kinds) for run in alike], name)
 
 
 # ------------------------------------------------------------------ traces

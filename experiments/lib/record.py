@@ -26,7 +26,7 @@ import torch
 import fnshard as fs
 from experiments.lib.files import DamagedError, read_record, write_record
 from experiments.lib.metrics import METRICS
-from fnshard.analysis.calibrate import changed
+from fnshard.analysis.calibrate import vary
 from fnshard.analysis.hardware import mfu
 from fnshard.step.lowered import Lowered
 
@@ -238,7 +238,7 @@ class StepWork:
 
 def prediction_of(lowered: Lowered, hardware: fs.Hardware) -> dict[str, Any]:
     """Return what `run.json` keeps of a step before it runs."""
-    found = {name: lowered.timeline(each).step_seconds for name, each in changed(hardware).items()}
+    found = {name: lowered.timeline(each).step_seconds for name, each in vary(hardware).items()}
     return {"hardware": hardware.as_dict(), "predicted_s": found}
 
 
