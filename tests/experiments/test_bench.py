@@ -177,7 +177,8 @@ def command(tmp_path: Path) -> Callable[..., dict[str, Any]]:
 TINY = ("size=tiny", "length=16", "rounds=1", "backend=eager")
 
 
-@pytest.mark.parametrize("peers", [["ddp"], pytest.param(["ddp", "fsdp2"], marks=pytest.mark.long)], ids=str)
+@pytest.mark.long
+@pytest.mark.parametrize("peers", [["ddp"], ["ddp", "fsdp2"]], ids=str)
 def test_contenders_are_measured_and_agree_with_the_reference(command, peers):
     few = f"contenders=[{','.join(peers)},full_shard]"
     found = command("peers", *TINY, "rounds=2", "warmup=1", "losses=3", "memory=1", few)
