@@ -451,9 +451,9 @@ class Schedule:
         """The line that has issued each flight, by the flight's name."""
         return {i.writes[0]: i for i in self.instructions if i.lane != COMPUTE}
 
-    @property
+    @cached_property
     def summed_axes(self) -> tuple[str, ...]:
-        """The axes over whose ranks gradients and scalars are summed."""
+        """Return the axes over whose ranks gradients and scalars are summed."""
         return summed_axes(self.specs.values(), self.mesh)
 
     def __str__(self) -> str:
