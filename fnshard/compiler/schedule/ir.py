@@ -379,7 +379,7 @@ class Schedule:
         reduced: by bucket, the value that holds its gradients at the end.
         families: by path, how each leaf that trains is updated.
         offloaded: segments that keep on the host what they keep for their backward.
-        recomputed: segments that keep nothing but their inputs.
+        recomputed: segments that gather sequences again for their backward.
         rounds: by segment and whether it is its backward, the number of the round in which all micro-batches
             run it one after another. It is empty where each runs alone.
         stage: the stage of a pipeline that runs the schedule; `specs`, `kernels`, `buckets` and `families`
