@@ -22,6 +22,7 @@ FNSHARD = ("full_shard", "shard_grad_op", "no_shard")
 MUON = ("muon", "muon_no_shard")  # of fnshard, where all matrices are made orthogonal
 TORCH = ("ddp", "fsdp2", "fsdp2_compiled", "limit")
 MICRO = ("fsdp2_local", "full_shard_breadth")  # that move less where `accumulate` is above 1
+NARROW = ("full_shard_fp8",)  # of fnshard, with products in eight bits
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class BenchConfig:
         dtype: of compute; parameters are updated in fp32.
         reduce: dtype of gradients on the wire; None is `dtype`.
         tensor, context, pipeline: axes of fnshard's mesh, next to "shard".
-        backend: of fnshard, and of the loss of torch's contenders.
+        backend: of fnshard, and of what torch's contenders compile.
         rows, length: of one rank's batch of tokens.
         accumulate: of peers, micro-batches that a rank's rows are cut into. DDP sums them up locally, FSDP2
             only as "fsdp2_local" (`set_requires_gradient_sync`), fnshard only as "full_shard_breadth".
@@ -95,9 +96,9 @@ class BenchConfig:
         checkout: of starts, another checkout that takes turns with this one.
         overrides: of starts, words for `python -m experiments.train`.
         folder: of checkpoint, on the disk to be measured; of gpu, where results lie (outputs/gpu).
-        parts: of gpu, names of `gpu.PARTS`: these alone, once more though they have a result.
-        minutes: of gpu, that one part may take.
-        until: of gpu, seconds from the start after which nothing runs; none: no end.
+        parts: of gpu, stages and parts of `gpu.STAGES`: these alone; what others found in `folder` stays.
+        until: of gpu, seconds from the start after which nothing runs: a stage whose budget is not left does
+            not begin.
     """
 
     case: str = "peers"
@@ -127,8 +128,7 @@ class BenchConfig:
     overrides: str = ""
     folder: str | None = None
     parts: tuple[str, ...] = ()
-    minutes: float = 8.0
-    until: float | None = None
+    until: float = 560.0
 
     @property
     def model(self) -> DecoderConfig:
@@ -168,8 +168,8 @@ class BenchConfig:
 def read(words: Sequence[str]) -> BenchConfig:
     """The configuration of `key=value` words without Hydra.
 
-    >>> read(["case=gpu", "rows=2", "parts=[tiny,saves]"]).parts
-    ('tiny', 'saves')
+    >>> read(["case=gpu", "rows=2", "parts=[works,saves]"]).parts
+    ('works', 'saves')
     """
     values: dict[str, Any] = {}
     for word in words:
@@ -190,8 +190,9 @@ def complete(config: BenchConfig) -> BenchConfig:
         raise ConfigError(f"device={config.device}: one of cpu, cuda.")
     defaults = CUDA if config.device == "cuda" else CPU | CASES[config.case].defaults
     config = replace(config, **{name: v for name, v in defaults.items() if getattr(config, name) is None})
+    contenders = (*TORCH, *FNSHARD, *MUON, *MICRO, *NARROW)
     choices = {
-        "size": names(), "dtype": DTYPES, "reduce": DTYPES, "contenders": (*TORCH, *FNSHARD, *MUON, *MICRO),
+        "size": names(), "dtype": DTYPES, "reduce": DTYPES, "contenders": contenders,
         "backend": ("inductor", "eager"), "clock": ("wall", "cpu"),
     }  # fmt: skip
     counts = ("ranks", "rounds", "steps", "warmup", "rows", "length", "every", "tensor", "context",
