@@ -10,6 +10,7 @@ file; a Hugging Face folder. One process reads one tensor at a time; nothing in 
 
 from __future__ import annotations
 
+import re
 import resource
 import sys
 import time
@@ -19,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from experiments.data.model_files import read_model_config
 from experiments.lib.checks import ConfigError, configuration
@@ -26,12 +28,14 @@ from experiments.lib.compose import build, exit_with
 from experiments.tuning.lm import from_config
 from experiments.tuning.model_directory import find_directory
 from fnshard.checkpoint.foreign.dcp_writing import LAYOUTS
+from fnshard.checkpoint.foreign.dialects import SavedState
 from fnshard.checkpoint.foreign.formats import FORMATS, name_by_model, recognise_format
 from fnshard.checkpoint.foreign.placing import read_saved
 from fnshard.checkpoint.foreign.torch_files import SUFFIXES
-from fnshard.errors import CheckpointError, report
+from fnshard.errors import CheckpointError, StateError, report
 from fnshard.runtime.files.tensorfile import Corrupt
 
+KEY_VALUE = re.compile(r"\w+=")
 WRITTEN = tuple(name for name, each in FORMATS.items() if each.write is not None)
 
 
@@ -65,8 +69,10 @@ def parse(arguments: Sequence[str]) -> ConvertConfig:
         ConfigError: not two paths; a key or a value that there is not.
     """
     keys = ConvertConfig.__dataclass_fields__
-    settings = dict(a.split("=", 1) for a in arguments if a.partition("=")[0] in keys and "=" in a)
-    paths = [a for a in arguments if a.partition("=")[0] not in keys or "=" not in a]
+    given = [a for a in arguments if KEY_VALUE.match(a) and not Path(a).exists()]
+    settings, paths = dict(a.split("=", 1) for a in given), [a for a in arguments if a not in given]
+    if unknown := [a for a in given if a.partition("=")[0] not in keys]:
+        raise ConfigError(report("there are no such keys:", unknown, f"these are known: {', '.join(keys)}."))
     if len(paths) != 2:
         raise ConfigError(
             report(
@@ -104,7 +110,7 @@ def convert(config: ConvertConfig) -> None:
         try:
             saved = read_saved(FORMATS[known].read, source, files)
             if model is not None:
-                saved = name_by_model(saved, model)
+                saved = name_leaves(saved, model, f"model={config.model} is another model than {source}")
             dropped = bool(saved.slots) and not FORMATS[to].keeps_optimizer
             if dropped:
                 saved = replace(saved, slots={})
@@ -122,6 +128,20 @@ def convert(config: ConvertConfig) -> None:
         f"{FORMATS[known].title} {source} -> {FORMATS[to].title} {target}: {len(saved.params)} parameters, "
         f"{state}{size:.3g} GB in {time.perf_counter() - begin:.0f} s, at most {peak:.2g} GB of memory"
     )
+
+
+def name_leaves(saved: SavedState, model: nn.Module, headline: str) -> SavedState:
+    """Return a state whose leaves are called as a module calls them.
+
+    Raises:
+        StateError: the module has other leaves; with the ways out that this command has.
+    """
+    try:
+        return name_by_model(saved, model)
+    except StateError as error:
+        what = str(error).partition("\nFix: ")[0]
+        fix = "name the model that FROM is of; or leave model= out, and leaves keep their names."
+        raise StateError(f"{headline}: {what}", fix=fix) from None
 
 
 if __name__ == "__main__":

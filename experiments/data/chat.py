@@ -51,9 +51,7 @@ def conversation(
     learns = [number >= first and learned_of(message) for number, message in enumerate(messages)]
     if not any(learns):
         raise LineError("no message is learned: their weight, train or loss say so")
-    paths = [part["image"] for m in messages for part in parts(m) if part.get("type") == "image"]
-    if paths and tokenizer.images is None:
-        raise LineError("has images, and the model's directory no image processor that is known here")
+    paths = pictures_in(tokenizer, messages)
     shown, how = _show(tokenizer, messages, tools, options)
     if not MARKED.search(tokenizer.hf.get_chat_template(tools=tools)):
         text = _text(tokenizer, shown, how)
@@ -90,6 +88,18 @@ def conversation(
     return encode_rendered(tokenizer, *tokenizer.images.expand(_text(tokenizer, shown, how), spans, paths))
 
 
+def pictures_in(tokenizer: DirectoryTokenizer, messages: Messages) -> list[Any]:
+    """Return the images of messages, in order.
+
+    Raises:
+        LineError: there are some, and the tokenizer is of a model that does not see.
+    """
+    found = [part.get("image") for m in messages for part in parts(m) if part.get("type") == "image"]
+    if found and tokenizer.images is None:
+        raise LineError("has images, and the model's directory no image processor that is known here")
+    return found
+
+
 def parts(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the parts of a message whose content is a list of them: texts and images."""
     content = message.get("content")
@@ -119,10 +129,23 @@ def opening(
     messages: Messages,
     tools: list[Any] | None = None,
     options: Mapping[str, Any] | None = None,
+    pictures: Sequence[Any] | None = None,
 ) -> list[int]:
-    """Return the tokens of the prompt to which a model answers `messages`."""
+    """Return the tokens of the prompt to which a model answers `messages`.
+
+    Args:
+        pictures: of the parts of the type "image", in order; default: those that the parts name.
+
+    Raises:
+        LineError: as of `conversation`.
+    """
+    named = pictures_in(tokenizer, messages)
     shown, how = _show(tokenizer, messages, tools, options)
-    return _render(tokenizer, shown, how, add_generation_prompt=True, tokenize=True, return_dict=False)
+    if not named:
+        return _render(tokenizer, shown, how, add_generation_prompt=True, tokenize=True, return_dict=False)
+    text = _text(tokenizer, shown, how, ask=True)
+    expanded, _ = tokenizer.images.expand(text, [], named if pictures is None else pictures)
+    return encode_rendered(tokenizer, expanded, [])[0].tolist()
 
 
 def hidden_fields(tokenizer: DirectoryTokenizer, messages: Messages, tools: list[Any] | None) -> set[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ from experiments.data.model_files import LOCAL
 from experiments.lib.checks import ConfigError
 from experiments.lib.files import LineError, read_json
 from fnshard.errors import MissingExtraError
+
+Picture = str | bytes  # the path of an image file, or what is in one
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Images:
     kind: ImageKind
 
     def expand(
-        self, text: str, spans: Sequence[tuple[int, int]], paths: Sequence[str]
+        self, text: str, spans: Sequence[tuple[int, int]], pictures: Sequence[Picture]
     ) -> tuple[str, list[tuple[int, int]]]:
         """Return a text with as many image tokens as its images have features, and the spans in it.
 
@@ -54,15 +57,12 @@ class Images:
             LineError: an image that cannot be opened, a template that does not show all images.
         """
         parts = text.split(self.token)
-        if len(parts) != len(paths) + 1:
-            raise LineError(f"has {len(paths)} images, of which the chat template shows {len(parts) - 1}")
-        out, at, ends = (
-            parts[0],
-            len(parts[0]),
-            [],
-        )  # of each token its end, and how much longer `out` is there
-        for path, part in zip(paths, parts[1:], strict=True):
-            out, at = out + self.kind.text(self, open_image(path)), at + len(self.token)
+        if len(parts) != len(pictures) + 1:
+            raise LineError(f"has {len(pictures)} images, of which the chat template shows {len(parts) - 1}")
+        out, at = parts[0], len(parts[0])
+        ends = []  # of each token its end, and how much longer `out` is there
+        for picture, part in zip(pictures, parts[1:], strict=True):
+            out, at = out + self.kind.text(self, open_image(picture)), at + len(self.token)
             ends.append((at, len(out) - at))
             out, at = out + part, at + len(part)
 
@@ -71,14 +71,14 @@ class Images:
 
         return out, [(moved(start), moved(end)) for start, end in spans]
 
-    def pixels(self, paths: Sequence[str]) -> dict[str, Tensor]:
+    def pixels(self, pictures: Sequence[Picture]) -> dict[str, Tensor]:
         """A row's images, as its model takes them; nothing of none.
 
         Raises:
             ConfigError: an image that cannot be opened.
         """
         try:
-            images = [open_image(path) for path in paths]
+            images = [open_image(picture) for picture in pictures]
         except LineError as error:
             raise ConfigError(f"{error}.") from None
         return self._pixels(images) if images else {}
@@ -129,7 +129,7 @@ class Images:
         return found
 
 
-def open_image(path: str) -> Any:
+def open_image(picture: Picture) -> Any:
     """Open an image, upright and in RGB.
 
     Raises:
@@ -138,12 +138,13 @@ def open_image(path: str) -> Any:
     from PIL import Image, ImageOps
 
     try:
-        with Image.open(path) as image:
+        with Image.open(picture if isinstance(picture, str) else io.BytesIO(picture)) as image:
             return ImageOps.exif_transpose(image).convert("RGB")
     except FileNotFoundError:
-        raise LineError(f"the image {path} is not there") from None
+        raise LineError(f"the image {picture} is not there") from None
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise LineError(f"{path} is no image that can be read ({error})") from None
+        named = picture if isinstance(picture, str) else f"an image of {len(picture)} bytes"
+        raise LineError(f"{named} is no image that can be read ({error})") from None
 
 
 def _of_tiles(images: Images, image: Any) -> str:

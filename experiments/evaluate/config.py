@@ -16,7 +16,7 @@ from experiments.lib.config import AUTO
 class EvaluateConfig:
     """`model`: a directory as of `experiments.finetune`. `tasks`: FORMAT:FILE or FORMAT:FILE:FILE, where the
     second file has the `shots` that each question is asked after, the first of its subject that are not that
-    question itself; or lm-eval:NAME, a task of the package lm-eval.
+    question itself; or lm-eval:NAME, a task of the package lm-eval by its name or its YAML file.
 
     `limit`: questions of a task. `tokens`: the most of a generated answer. `rows`: of text that a rank
     computes at once. `ranks`: processes that share the work and the weights; null: two on a CPU, or as many
@@ -50,6 +50,9 @@ COMMAND = Command(
         "python -m experiments.evaluate model=FOLDER tasks=[arc:test.jsonl,gsm8k:test.jsonl]": "two tasks",
         "python -m experiments.evaluate model=FOLDER tasks=[mmlu:anatomy_test.csv:anatomy_dev.csv] shots=5": (
             "each question after five that are answered"
+        ),
+        "python -m experiments.evaluate model=FOLDER tasks=[mmmu:validation.parquet]": (
+            "questions with images, for a model that sees"
         ),
         "python -m experiments.evaluate model=FOLDER tasks=[lm-eval:arc_easy]": "a task of lm-eval",
     },

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from functools import cache
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from experiments.evaluate.config import EvaluateConfig
@@ -70,6 +71,16 @@ def _until(text: str, how: dict[str, Any]) -> str:
     return text
 
 
+def check_harness() -> None:
+    """Refuse to go on without the package.
+
+    Raises:
+        MissingExtraError: lm-eval is not installed.
+    """
+    if find_spec("lm_eval") is None:
+        raise MissingExtraError("lm-eval is not installed. Fix: pip install 'fnshard[lm-eval]'.")
+
+
 @cache
 def _known_tasks() -> Any:
     """Return the tasks of the harness, whose thousands of files take ten seconds to read."""
@@ -81,17 +92,15 @@ def _known_tasks() -> Any:
 def harness_results(
     task: str, scorer: Scorer, params: Any, config: EvaluateConfig
 ) -> dict[str, dict[str, float]]:
-    """`{task/metric: {value, stderr, questions}}` of a task of the harness, by name or by its YAML file.
+    """Return `{task/metric: {value, stderr, questions}}` of a task of the harness, by name or by its YAML
+    file.
 
     Raises:
         ConfigError: it knows no such task.
-        MissingExtraError: lm-eval is not installed.
     """
-    try:
-        import lm_eval
-        from lm_eval.api.model import LM
-    except ImportError as error:
-        raise MissingExtraError("lm-eval is not installed. Fix: pip install 'fnshard[lm-eval]'.") from error
+    import lm_eval
+    from lm_eval.api.model import LM
+
     model = type("Model", (HarnessModel, LM), {})(scorer, params)
     try:
         found = lm_eval.simple_evaluate(

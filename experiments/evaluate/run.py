@@ -15,9 +15,10 @@ import torch
 
 import fnshard as fs
 from experiments import python_path
-from experiments.data.tokenizer import DirectoryTokenizer, open_directory
+from experiments.data.tokenizer import open_directory
 from experiments.evaluate.config import EvaluateConfig
-from experiments.evaluate.scorer import Scorer
+from experiments.evaluate.harness import check_harness, harness_results
+from experiments.evaluate.scorer import Scorer, misfits_of
 from experiments.evaluate.tasks import HARNESS, Task, tasks_of
 from experiments.lib.checks import ConfigError, attempt
 from experiments.lib.config import AUTO
@@ -34,7 +35,7 @@ from experiments.lib.files import (
     write_text,
 )
 from experiments.lib.launch import CPU_RANKS, device_of, find_accelerators
-from experiments.tuning.lm import LanguageModel, from_directory
+from experiments.tuning.lm import from_directory
 from experiments.tuning.model_directory import find_directory, open_model
 
 RESULTS, OF = "results.json", "of.json"
@@ -46,6 +47,7 @@ def evaluate(config: EvaluateConfig, folder: Path) -> None:
     Raises:
         ConfigError: a device that is not there; a model, or files of tasks, that cannot be read, all of them
             named; a folder with answers of something else.
+        MissingExtraError: a task of lm-eval, which is not installed.
         LaunchError: a rank failed.
     """
     there = find_accelerators()
@@ -59,6 +61,8 @@ def evaluate(config: EvaluateConfig, folder: Path) -> None:
     )  # fmt: skip
     own = [text for text in config.tasks if not text.startswith(f"{HARNESS}:")]
     wrong: list[str] = []
+    if len(own) < len(config.tasks):
+        check_harness()
     tasks = attempt(partial(tasks_of, own, config.shots, config.limit), wrong)
     opened = attempt(partial(open_model, config.model), wrong)
     if not wrong:
@@ -67,7 +71,7 @@ def evaluate(config: EvaluateConfig, folder: Path) -> None:
     if wrong:
         raise ConfigError("\n".join(wrong))
     # What answers depend on: the model, the settings, and the questions as they are asked.
-    asked = [hashlib.sha256(repr(task.questions).encode()).hexdigest() for task in tasks]
+    asked = [task.digest for task in tasks]
     asked += [text for text in config.tasks if text not in own]
     of = {"model": _files_of(config.model), "shots": config.shots, "tokens": config.tokens, "tasks": asked}
     key = hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()[:12]
@@ -90,22 +94,6 @@ def evaluate(config: EvaluateConfig, folder: Path) -> None:
     print(f"\n{read_json(place / RESULTS)['table']}\n\nresults: {place}", flush=True)
 
 
-def misfits_of(task: Task, lm: LanguageModel, tokenizer: DirectoryTokenizer, tokens: int) -> list[str]:
-    """Return why a model cannot answer a task's questions: no room for an answer, or a choice that its
-    tokenizer has no tokens for."""
-    chosen = [choice for question in task.questions for choice in question.choices]
-    if not chosen and lm.context is not None and tokens >= lm.context:
-        return [
-            f"{task.name}: tokens={tokens} leaves no room for a question in the model's {lm.context} "
-            f"positions. Fix: tokens={lm.context // 2}."
-        ]
-    texts = list(dict.fromkeys(chosen))
-    empty = texts and [
-        text for text, ids in zip(texts, tokenizer.encode_many(texts), strict=True) if not len(ids)
-    ]
-    return [f"{task.name}: the tokenizer of the model has no tokens for {text!r:.60}" for text in empty[:5]]
-
-
 def _files_of(model: str) -> list[tuple[str, int, int]]:
     found = [*sorted(Path(model).glob("*.safetensors")), Path(model, "config.json")]
     return [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in found]
@@ -121,8 +109,6 @@ def on_rank(config: EvaluateConfig, folder: str) -> None:
     tasks = dict(zip(own, tasks_of(own, config.shots, config.limit), strict=True))
     for number, text in enumerate(config.tasks):
         if text.startswith(f"{HARNESS}:"):
-            from experiments.evaluate.harness import harness_results
-
             found |= harness_results(text.partition(":")[2], scorer, blocks, config)
             continue
         task = tasks[text]
@@ -131,8 +117,9 @@ def on_rank(config: EvaluateConfig, folder: str) -> None:
         known = answered(answers, task)
         barrier("")  # no rank writes before all have read
         if mesh.rank == 0:
-            before = f", {len(known)} of them answered before" if known else ""
-            print(f"{task.name}: {len(task.questions)} questions{before}", flush=True)
+            more = f", {len(known)} of them answered before" if known else ""
+            more += f"; {task.left_out} open ones are left out" if task.left_out else ""
+            print(f"{task.name}: {len(task.questions)} questions{more}", flush=True)
         mine = answers / f"{mesh.rank}.jsonl"
         append(mine, "\n")  # after a line that a kill has cut short
         for question, result in scorer.results(blocks, task, set(known)):

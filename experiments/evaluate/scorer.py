@@ -12,8 +12,12 @@ import torch
 from torch import Tensor
 
 import fnshard as fs
+from experiments.data.chat import opening
+from experiments.data.images import KINDS, Picture
 from experiments.data.tokenizer import DirectoryTokenizer
-from experiments.evaluate.tasks import STOPS, Question, Task, graded
+from experiments.evaluate.tasks import IMAGE, STOPS, Question, Task, graded
+from experiments.lib.checks import ConfigError
+from experiments.lib.files import LineError
 from experiments.tuning.lm import LanguageModel
 from experiments.tuning.rollout import TOGETHER, Rollouts, first_of, next_of
 from fnshard.losses import IGNORE
@@ -52,14 +56,20 @@ class Scorer:
         yield from self._generated(params, task, [n for n in numbers if not task.questions[n].choices])
 
     def logprobs(
-        self, params: Any, groups: Sequence[Sequence[Pair]]
+        self,
+        params: Any,
+        groups: Sequence[Sequence[Pair]],
+        pictures: Sequence[Sequence[Picture]] | None = None,
     ) -> Iterator[tuple[int, list[tuple[float, bool]]]]:
         """Yield of this rank's groups: number, and of each pair the log-probability of what follows its
-        context and whether that is the likeliest."""
+        context and whether that is the likeliest.
+
+        Args:
+            pictures: of each group, whose contexts have the tokens of their features; None: none has any.
+        """
         rows = max([self.rows, *map(len, groups)])
         lengths = [max(len(a) + len(b) for a, b in group) - 1 for group in groups]
         for width, mine in self._rounds(lengths, [len(group) for group in groups], rows):
-            run = self._program(width, _sums)
             tokens = torch.zeros(rows, width, dtype=torch.int64)
             targets = torch.full_like(tokens, IGNORE)
             for row, (context, after) in enumerate(pair for number in mine for pair in groups[number]):
@@ -68,7 +78,15 @@ class Scorer:
                 first = max(0, last - len(after))
                 tokens[row, :last] = whole[:-1]
                 targets[row, first:last] = whole[first + 1 :]
-            both = iter(zip(*(each.tolist() for each in run(params, tokens, targets)), strict=True))
+            images, size = (), None
+            if pictures is not None:
+                seen = [pictures[number] for number in mine for _ in groups[number]]
+                seen += [()] * (rows - len(seen))
+                images = (self.lm.vision.rows(self.tokenizer.images, seen, tokens),)
+                size = images[0]["pixels"].shape
+            run = self._program((width, size), _sums)
+            found = run(params, tokens, targets, *images)
+            both = iter(zip(*(each.tolist() for each in found), strict=True))
             yield from ((number, list(islice(both, len(groups[number])))) for number in mine)
 
     def answers(self, params: Any, prompts: Sequence[str], tokens: int) -> Iterator[tuple[int, str]]:
@@ -103,9 +121,46 @@ class Scorer:
 
     def _chosen(self, params: Any, task: Task, numbers: Sequence[int]) -> Iterator[tuple[int, dict]]:
         asked = [task.questions[number] for number in numbers]
-        groups = [[self.pair(q.prompt, f" {choice}") for choice in q.choices] for q in asked]
-        for place, found in self.logprobs(params, groups):
+        if any(question.images for question in asked):
+            if wrong := misfits_of(task, self.lm, self.tokenizer, self.tokens):
+                raise ConfigError("\n".join(wrong))
+            pictures = [question.images for question in asked]
+            groups = [
+                self._pairs_of_images(q, f"{task.name}: question {number + 1}")
+                for number, q in zip(numbers, asked, strict=True)
+            ]
+        else:
+            pictures = None
+            groups = [[self.pair(q.prompt, f" {choice}") for choice in q.choices] for q in asked]
+        for place, found in self.logprobs(params, groups, pictures):
             yield numbers[place], _accuracy(asked[place], [logprob for logprob, _ in found])
+
+    def _pairs_of_images(self, question: Question, name: str) -> list[Pair]:
+        """Return the tokens of a question as a user of a chat asks it, with those of its images' features,
+        and of each choice.
+
+        Raises:
+            ConfigError: an image that cannot be opened, a text that the chat template does not show, or more
+                tokens than the model was made for.
+        """
+        first, *texts = question.prompt.split(IMAGE)
+        content = [{"type": "text", "text": first}]
+        for text in texts:
+            content += [{"type": "image"}, {"type": "text", "text": text}]
+        content = [part for part in content if part["type"] == "image" or part["text"]]
+        try:
+            user = {"role": "user", "content": content}
+            context = opening(self.tokenizer, [user], pictures=question.images)
+        except LineError as error:
+            raise ConfigError(f"{name}: {error}.") from None
+        pairs = [(context, self.tokenizer.encode_after(choice)) for choice in question.choices]
+        longest = max(len(context) + len(after) for context, after in pairs) - 1
+        if self.lm.context is not None and longest > self.lm.context:
+            raise ConfigError(
+                f"{name} takes {longest} tokens with its {len(question.images)} images, and the model was "
+                f"made for {self.lm.context}. Fix: leave it out, or make its images smaller."
+            )
+        return pairs
 
     def _generated(self, params: Any, task: Task, numbers: Sequence[int]) -> Iterator[tuple[int, dict]]:
         prompts = [task.questions[number].prompt for number in numbers]
@@ -115,10 +170,10 @@ class Scorer:
             question = task.questions[numbers[place]]
             yield numbers[place], {**graded(question, answer), "answer": answer}
 
-    def _program(self, width: int, make: Callable[..., Callable[..., Any]], *how: float) -> Any:
-        """Return the program of a width, which is compiled once, however often a model is measured. Each
-        width has its own: a program that meets another one warns its user, who can do nothing about it."""
-        key = width, make, how
+    def _program(self, shape: Any, make: Callable[..., Callable[..., Any]], *how: float) -> Any:
+        """Return the program of a shape, which is compiled once, however often a model is measured. Each
+        shape has its own: a program that meets another one warns its user, who can do nothing about it."""
+        key = shape, make, how
         if key not in self._programs:
             self._programs[key] = self.forward(make(self.lm, *how))
         return self._programs[key]
@@ -146,6 +201,27 @@ class Scorer:
         return min(wide, self.lm.context or wide)
 
 
+def misfits_of(task: Task, lm: LanguageModel, tokenizer: DirectoryTokenizer, tokens: int) -> list[str]:
+    """Return why a model cannot answer a task's questions: it does not see their images, has no room for an
+    answer, or its tokenizer has no tokens for a choice."""
+    if (lm.vision is None or tokenizer.images is None) and any(q.images for q in task.questions):
+        kinds = ", ".join(KINDS)
+        return [
+            f"{task.name}: its questions have images, and the model does not see. Fix: a model of {kinds}."
+        ]
+    chosen = [choice for question in task.questions for choice in question.choices]
+    if not chosen and lm.context is not None and tokens >= lm.context:
+        return [
+            f"{task.name}: tokens={tokens} leaves no room for a question in the model's {lm.context} "
+            f"positions. Fix: tokens={lm.context // 2}."
+        ]
+    texts = list(dict.fromkeys(chosen))
+    empty = texts and [
+        text for text, ids in zip(texts, tokenizer.encode_many(texts), strict=True) if not len(ids)
+    ]
+    return [f"{task.name}: the tokenizer of the model has no tokens for {text!r:.60}" for text in empty[:5]]
+
+
 def _accuracy(question: Question, logprobs: Sequence[float]) -> dict[str, float]:
     """Whether the likeliest choice is right, as it is and by its letters."""
     by_letter = [p / len(choice) for p, choice in zip(logprobs, question.choices, strict=True)]
@@ -154,10 +230,11 @@ def _accuracy(question: Question, logprobs: Sequence[float]) -> dict[str, float]
 
 
 def _sums(lm: LanguageModel) -> Callable[..., tuple[Tensor, Tensor]]:
-    """`fn(params, tokens [B, T], targets [B, T]) -> (fp32 [B], bool [B])`."""
+    """`fn(params, tokens [B, T], targets [B, T], images) -> (fp32 [B], bool [B])`; `images`: as of
+    `Vision.rows`, or none."""
 
-    def fn(params: Any, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        hidden = lm.hidden(params, tokens)
+    def fn(params: Any, tokens: Tensor, targets: Tensor, images: Any = None) -> tuple[Tensor, Tensor]:
+        hidden = lm.hidden(params, tokens, images=images)
         likeliest = lm.unembed(params, hidden).argmax(-1) == targets
         return -lm.losses(params, hidden, targets).sum(1), (likeliest | (targets == IGNORE)).all(1)
 

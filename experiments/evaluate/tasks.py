@@ -1,22 +1,25 @@
 """Tasks: files of public benchmarks as questions, in the words in which lm-eval asks them.
 
 MMLU (Hendrycks et al. 2021), ARC (Clark et al. 2018), HellaSwag (Zellers et al. 2019), GSM8K (Cobbe et al.
-2021) and C-Eval (Huang et al. 2023); Gao et al. 2023 (lm-evaluation-harness) for the prompts.
+2021), C-Eval (Huang et al. 2023) and MMMU (Yue et al. 2024), whose questions have images; Gao et al. 2023
+(lm-evaluation-harness) for the prompts.
 """
 
 from __future__ import annotations
 
 import ast
+import hashlib
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from heapq import merge
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+from experiments.data.records import MARK as IMAGE
 from experiments.data.records import last_number
 from experiments.evaluate.records import LETTERS, Record, RecordError, read_records
 from experiments.lib.checks import ConfigError, attempt
@@ -40,6 +43,8 @@ class Question:
         subject: what it is about, where its record says so; its shots are about the same.
         asked: the words of the question and its choices; equal for equal questions, in whatever order their
             choices stand.
+        images: what stands where the prompt says `IMAGE`, in order: an image file's bytes. A question with
+            some is asked as a chat, and each choice follows without a space.
     """
 
     prompt: str
@@ -47,6 +52,7 @@ class Question:
     answer: int | str
     subject: str | None = None
     asked: tuple[str, ...] = ()
+    images: tuple[bytes, ...] = field(default=(), repr=False)
 
     @property
     def solution(self) -> str:
@@ -61,11 +67,21 @@ class Task:
     Args:
         name: of the file; where several tasks have files of one name, their paths, too.
         metrics: of a question's result, the main one first.
+        left_out: records that ask for what is not measured here.
     """
 
     name: str
     questions: tuple[Question, ...]
     metrics: tuple[str, ...]
+    left_out: int = 0
+
+    @property
+    def digest(self) -> str:
+        """Return a digest of all that its questions ask."""
+        found = hashlib.sha256(repr(self.questions).encode())
+        for image in chain.from_iterable(question.images for question in self.questions):
+            found.update(hashlib.sha256(image).digest())
+        return found.hexdigest()
 
 
 def check_tasks(tasks: Sequence[str], shots: int = 0) -> None:
@@ -80,6 +96,8 @@ def check_tasks(tasks: Sequence[str], shots: int = 0) -> None:
         if kind not in (*FORMATS, HARNESS) or not files or not files[0] or len(files) > 2:
             formats = ", ".join((*FORMATS, HARNESS))
             wrong.append(f"tasks={task}: expected FORMAT:FILE, with a format of {formats}.")
+        elif shots and kind == "mmmu":
+            wrong.append(f"shots={shots}: questions with images have none. Fix: shots=0 for {task}.")
         elif shots and kind != HARNESS and len(files) == 1:
             wrong.append(f"shots={shots}: {task} names no file of shots. Fix: {task}:FILE.")
     if wrong:
@@ -123,17 +141,18 @@ def task_of(text: str, shots: int = 0, limit: int | None = None) -> Task:
     every = {path: attempt(partial(read_questions, path, read), wrong) for path in paths}
     if wrong:
         raise ConfigError("\n".join(wrong))
+    (asked, left_out), (known, _) = every[paths[0]], every[paths[-1]]
     # Of each subject the records that name it; a question that names none is asked after any.
     by_subject: dict[str | None, list[int]] = {}
-    for number, known in enumerate(every[paths[-1]]):
-        by_subject.setdefault(known.subject, []).append(number)
-    asked, questions = every[paths[0]][:limit], []
+    for number, shot in enumerate(known):
+        by_subject.setdefault(shot.subject, []).append(number)
+    asked, questions = asked[:limit], []
     for question in asked:
         words = opening(question.subject or re.sub(r"_(test|val|dev)$", "", paths[0].stem))
-        numbers = range(len(every[paths[-1]]))
+        numbers = range(len(known))
         if question.subject is not None:
             numbers = merge(by_subject.get(None, []), by_subject.get(question.subject, []))
-        others = (known for n in numbers if (known := every[paths[-1]][n]).asked != question.asked)
+        others = (known[n] for n in numbers if known[n].asked != question.asked)
         before = list(islice(others, shots))
         if len(before) < shots:
             about = f" about {question.subject!r}" if question.subject else ""
@@ -144,7 +163,7 @@ def task_of(text: str, shots: int = 0, limit: int | None = None) -> Task:
         words += "".join(f"{q.prompt}{q.solution}\n\n" for q in before)
         questions.append(replace(question, prompt=words + question.prompt))
     metrics = ("acc", "acc_norm") if asked[0].choices else ("exact_match", "strict_match")
-    return Task(paths[0].stem, tuple(questions), metrics)
+    return Task(paths[0].stem, tuple(questions), metrics, left_out)
 
 
 def graded(question: Question, generated: str) -> dict[str, float]:
@@ -164,23 +183,29 @@ def _number(text: str) -> str:
     return re.sub(r"[,$]|\.$", "", text.strip()).lower()
 
 
-def read_questions(path: Path, read: Callable[[Record], Question]) -> list[Question]:
-    """Read the questions of a file.
+def read_questions(path: Path, read: Callable[[Record], Question | None]) -> tuple[list[Question], int]:
+    """Read the questions of a file, and count the records that are left out.
 
     Raises:
         ConfigError: there is no such file, nothing is in it, or records are no questions.
     """
-    good, wrong = [], []
+    good, wrong, left_out = [], [], 0
     for place, record in read_records(path):
         try:
             if isinstance(record, RecordError):
                 raise record
-            good.append(read(record))
+            question = read(record)
+            if question is None:
+                left_out += 1
+                continue
+            images = tuple(_read_image(image, path.parent) for image in question.images)
+            good.append(replace(question, images=images))
         except RecordError as error:
             wrong.append(f"{place}: {error}")
     if wrong or not good:
-        raise ConfigError(report(f"{path} cannot be read:", first_few(wrong, SHOWN) or ["nothing is in it"]))
-    return good
+        nothing = f"nothing is in it but {left_out} open questions" if left_out else "nothing is in it"
+        raise ConfigError(report(f"{path} cannot be read:", first_few(wrong, SHOWN) or [nothing]))
+    return good, left_out
 
 
 # ------------------------------------------------------------------ fields of a record
@@ -227,6 +252,21 @@ def _key(question: str, choices: Sequence[str] = ()) -> tuple[str, ...]:
     """`Question.asked`: blanks and capitals make no other question."""
     words = [" ".join(text.casefold().split()) for text in (question, *choices)]
     return (words[0], *sorted(words[1:]))
+
+
+def _read_image(image: Any, root: Path) -> bytes:
+    """Return the bytes of an image: those of a column of Parquet, or of a file that is named."""
+    if isinstance(image, dict):
+        image = image.get("bytes") or image.get("path")
+    if isinstance(image, bytes):
+        return image
+    if not isinstance(image, str) or not image:
+        raise RecordError(f"image: expected the path of a file, got {image!r:.80}")
+    try:
+        return (root / image).read_bytes()
+    except (OSError, ValueError) as error:
+        why = "there is no such file" if isinstance(error, FileNotFoundError) else str(error)
+        raise RecordError(f"image {image!r:.200}: {why}") from None
 
 
 # ------------------------------------------------------------------ formats
@@ -320,6 +360,37 @@ def _gsm8k(record: Record) -> Question:
     return Question(f"Question: {question}\nAnswer:", (), answer, None, _key(question))
 
 
+def _mmmu(record: Record) -> Question | None:
+    """Read `question` and `options`, in which "<image 1>" is `image_1`, or the first of `images`; `answer`, a
+    letter. Images that no text names stand before a text that names none. None of an open question.
+
+    The model of a question with images is asked as a chat, in the words of MMMU's own evaluation.
+    """
+    if record.get("question_type") == "open" or record.get("options") in ("[]", []):
+        return None
+    listed = record.get("images", record.get("image"))
+    listed = listed if isinstance(listed, list) else [listed] if listed else []
+    images = dict(enumerate(listed, 1))
+    for name, value in record.items():
+        if (column := re.fullmatch(r"image_([0-9]+)", name)) and value:
+            images[int(column[1])] = value
+    question = _lettered(record, ask=MMMU_ASKS)
+    shown: list[int] = []
+
+    def show(mark: re.Match[str]) -> str:
+        shown.append(int(mark[1] or len(shown) + 1))
+        return IMAGE
+
+    prompt = re.sub(r"<image(?: ([0-9]+))?>", show, question.prompt)
+    if not shown:
+        shown, prompt = sorted(images), IMAGE * len(images) + prompt
+    if missing := [number for number in shown if number not in images]:
+        raise RecordError(f"image_{missing[0]}: its text names it, and it is not there")
+    if not shown:
+        raise RecordError("has no image (image_1, or images); the format mmlu is for texts alone")
+    return replace(question, prompt=prompt, images=tuple(images[number] for number in shown))
+
+
 def _opening(words: str, names: Mapping[str, str]) -> Callable[[str], str]:
     """Return what makes the words that a question begins with, of its subject."""
     return lambda subject: words.format(names.get(subject, subject.replace("_", " "))) + "\n\n"
@@ -380,13 +451,15 @@ CEVAL_SUBJECTS: Mapping[str, str] = {
     "tax_accountant": "税务师",
     "physician": "医师资格",
 }
-MMLU = "The following are multiple choice questions (with answers) about {}."
-CEVAL = "以下是中国关于{}的单项选择题，请选出其中的正确答案。"
+MMLU_OPENING = "The following are multiple choice questions (with answers) about {}."
+MMMU_ASKS = "Answer with the option letter from the given choices directly."
+CEVAL_OPENING = "以下是中国关于{}的单项选择题，请选出其中的正确答案。"
 # {format: (a record's question, what a question about a subject begins with)}
-FORMATS: Mapping[str, tuple[Callable[[Record], Question], Callable[[str], str]]] = {
-    "mmlu": (partial(_lettered, ask="Answer:"), _opening(MMLU, {})),
-    "ceval": (partial(_lettered, ask="答案："), _opening(CEVAL, CEVAL_SUBJECTS)),
+FORMATS: Mapping[str, tuple[Callable[[Record], Question | None], Callable[[str], str]]] = {
+    "mmlu": (partial(_lettered, ask="Answer:"), _opening(MMLU_OPENING, {})),
+    "ceval": (partial(_lettered, ask="答案："), _opening(CEVAL_OPENING, CEVAL_SUBJECTS)),
     "arc": (_arc, lambda subject: ""),
     "hellaswag": (_hellaswag, lambda subject: ""),
     "gsm8k": (_gsm8k, lambda subject: ""),
+    "mmmu": (_mmmu, lambda subject: ""),
 }

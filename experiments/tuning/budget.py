@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -10,8 +11,9 @@ import torch.distributed as dist
 import fnshard as fs
 from experiments.lib.checks import ConfigError
 from experiments.lib.config import MULTIPLE
+from experiments.lib.folder import RunFolder
 from experiments.tuning.config import FinetuneConfig
-from fnshard.errors import report
+from fnshard.errors import CheckpointError, report
 
 SHARE = 0.9  # of a GPU, where no budget is named
 GUESSES = 8
@@ -34,6 +36,30 @@ def budget_bytes(config: FinetuneConfig, mesh: fs.Mesh) -> float:
         every = [0.0] * dist.get_world_size()
         dist.all_gather_object(every, own)
     return min(every)
+
+
+def kept_tokens(place: RunFolder) -> int | None:
+    """Return the tokens of a micro-batch in the run that goes on, as its newest checkpoint says; None where
+    there is no checkpoint."""
+    for root in filter(None, (place.root, place.source)):
+        with suppress(CheckpointError):
+            config = fs.checkpoint.manifest(root).config or {}
+            return config.get("data", {}).get("tokens")
+    return None
+
+
+def check_fits(tokens: int, peak_bytes: int, budget: float) -> None:
+    """Refuse a run that goes on here with micro-batches that do not fit.
+
+    Raises:
+        ConfigError: how much is missing, and the ways out.
+    """
+    if peak_bytes > budget:
+        raise ConfigError(
+            f"data.tokens=auto: the run goes on with data.tokens={tokens}, so that its batches stay, "
+            f"and a step takes {peak_bytes / 1e6:.1f} MB here; {budget / 1e6:.1f} are there. Fix: more "
+            "ranks, strategy.remat=unit, a larger run.device_gb, or begin anew with run.resume=never."
+        )
 
 
 def most_tokens(peak_of: Callable[[int], int], budget: float, least: int, most: int) -> int:

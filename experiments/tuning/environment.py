@@ -95,9 +95,12 @@ class Play:
             talk.thread.start()
         try:
             while True:
-                waiting = [talk for talk in talks if talk.wait_for_turn()]
-                if wrong := [talk for talk in talks if talk.error]:
-                    raise wrong[0].error
+                waiting = []
+                for talk in talks:
+                    if talk.wait_for_turn():
+                        waiting.append(talk)
+                    if talk.error:  # at once: the others may be silent for as long
+                        raise talk.error
                 if not goes_on(bool(waiting)):
                     break
                 turns = [talk.asked for talk in waiting]
@@ -169,7 +172,7 @@ class _Talk:
         if not self._ready.acquire(timeout=self.play.timeout):
             self.error = self._wrong(
                 f"after turn {len(self.said)} it has neither asked nor ended for "
-                f"{time.monotonic() - began:.0f} s (run.timeout_s)"
+                f"{time.monotonic() - began:.0f} s (half of run.timeout_s)"
             )
         return self.error is None and not self._is_over
 

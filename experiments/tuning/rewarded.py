@@ -271,7 +271,7 @@ class RewardedBatches:
 
         play = Play(
             self.of.environment, data.tokenizer, config.objective.turns, config.data.context,
-            config.objective.tokens, config.run.timeout_s,
+            config.objective.tokens, config.run.timeout_s / 2,  # other ranks wait for this one meanwhile
         )  # fmt: skip
         examples = [data.example(prompts, n) for n in numbers for _ in range(group)]
         rows = [{**each.row, "prompt": _prompt_text(data.tokenizer, each.prompt)[0]} for each in examples]

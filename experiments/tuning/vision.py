@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fnshard as fs
-from experiments.data.images import KINDS, Images
+from experiments.data.images import KINDS, Images, Picture
 from experiments.lib.checks import ConfigError
 
 FLASH = "fnshard_flash"  # to an attention with "flash" in its name towers pass the bounds of images
@@ -43,28 +43,31 @@ class Vision:
         index = index[..., None].expand(-1, -1, features.shape[-1])
         return torch.where(here[..., None], features.gather(1, index), embedded)
 
-    def rows(self, images: Images, paths: list[list[str]], tokens: Tensor) -> dict[str, Tensor]:
+    def rows(
+        self, images: Images, pictures: Sequence[Sequence[Picture]], tokens: Tensor
+    ) -> dict[str, Tensor]:
         """Make the images of rows, as `tower` takes them: padded to a power of two that holds the longest,
         and so in few shapes. A row without images has padding alone.
 
         Args:
-            paths: of each row's images.
+            pictures: of each row.
             tokens: int64 [B, T], for their positions.
 
         Raises:
             ConfigError: an image that is not there, or not what it was when the data were prepared.
         """
-        made = [images.pixels(each) for each in paths]
+        made = [images.pixels(each) for each in pictures]
         sizes = [len(each["pixels"]) for each in made if each]
         size = LEAST[self.layout]
         while size < max(sizes, default=1):
             size *= 2
         blank = images.blank() if not all(made) else {}
-        for row, each, of in zip(tokens, made, paths, strict=True):
+        for row, each, of in zip(tokens, made, pictures, strict=True):
             there, wanted = images.features(each) if each else 0, int((row == self.token).sum())
             if there != wanted:
+                named = ", ".join(f"{each!s:.200}" for each in of)
                 raise ConfigError(
-                    f"{', '.join(of)}: {there} features for {wanted} image tokens. "
+                    f"{named}: {there} features for {wanted} image tokens. "
                     "Fix: the images are not those that the data were prepared of; prepare them anew (remove "
                     "outputs/data/prepared)."
                 )

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from runs import DOUBLE, KilledError, compose, killed_at, rows_of, timeless
-from tuning import SMALL, config_of, tuned
+from runs import DOUBLE, compose, rows_of, timeless
+from tuning import SMALL, assert_same_on_every_mesh, config_of, tuned, tuned_until
 
 import fnshard as fs
 from experiments import finetune
@@ -105,20 +105,12 @@ def test_what_is_learned_is_what_was_drawn_after_what_was_shown(model, data, tmp
 
 
 @pytest.mark.long
-def test_a_run_plays_resumes_and_is_the_same_on_two_ranks(ranks, model, data, tmp_path, monkeypatch):
+def test_a_run_plays_resumes_and_is_the_same_on_every_mesh(ranks, model, data, tmp_path):
     config = config_of(model, data, tmp_path, *QUICK, *of("asking_twice"), "run.steps=4", *DOUBLE)
-    one, two, broken = tmp_path / "one", tmp_path / "two", tmp_path / "broken"
-    tuned(0, config, one)
+    one = assert_same_on_every_mesh(config, tmp_path, ranks)
     rows = [row for row in rows_of(one) if "loss" in row]
     assert len(rows) == 4 and all(row["mismatch"] < 1e-9 and row["length"] > 0 for row in rows)
     assert read_result(one)["held_out_reward"] > 0
-    with monkeypatch.context() as patch, pytest.raises(KilledError):
-        killed_at(patch, 3)
-        tuned(0, config, broken)
-    tuned(0, config, broken)
-    assert timeless(broken) == timeless(one)
-    ranks(2).run(tuned, replace(config, mesh=replace(config.mesh, shard=2)), str(two))
-    assert [pytest.approx(row, rel=1e-6, abs=1e-9) for row in timeless(two)] == timeless(one)
 
 
 @pytest.mark.parametrize(
@@ -135,10 +127,12 @@ def test_a_run_plays_resumes_and_is_the_same_on_two_ranks(ranks, model, data, tm
 )
 def test_an_environment_that_goes_wrong_is_one_error(model, environment, said):
     play = Play(environment, open_directory(model), 3, 48, 3, 1.0)
-    prompts = [{"prompt": "1+1=", "messages": [{"role": "user", "content": "1+1="}]}] * 2
+    prompts = [{"prompt": "1+1=", "messages": [{"role": "user", "content": "1+1="}]}] * 8
     draw = lambda turns: [([65, 66], torch.zeros(2), torch.zeros(2))] * len(turns)  # noqa: E731
+    began = time.monotonic()
     with pytest.raises(ConfigError, match=rf"(?s)objective.environment: the rollout of '1\+1='.*{said}"):
         play(prompts, draw, bool)
+    assert time.monotonic() - began < 5  # the silence of one rollout, not of all
 
 
 @pytest.mark.parametrize(
@@ -177,9 +171,7 @@ def test_answers_are_drawn_once_for_several_updates(model, data, tmp_path, monke
     assert [row["reward"] for row in rows][::2] == [row["reward"] for row in rows][1::2]
     # The second update of a batch moves away from what sampled it; the first does not.
     assert all(rows[n]["loss"] == pytest.approx(0, abs=1e-5) for n in (0, 2))
-    with monkeypatch.context() as patch, pytest.raises(KilledError):
-        killed_at(patch, 4)  # between two updates: the run goes on from step 2
-        tuned(0, config, broken)
+    tuned_until(config, broken, 4)  # between two updates: the run goes on from step 2
     tuned(0, config, broken)
     assert timeless(broken) == timeless(one)
     assert json.loads((one / "result.json").read_text())["status"] == "ok"

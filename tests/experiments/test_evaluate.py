@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,9 +20,10 @@ from commands import run_command
 from runs import rows_of, run_in
 from tuning import config_of, write_llama
 
-from experiments import finetune
+from experiments import bases, finetune
+from experiments.data.images import open_image
 from experiments.data.tokenizer import ByteTokenizer, open_directory
-from experiments.evaluate import run
+from experiments.evaluate import harness, run
 from experiments.evaluate.config import EvaluateConfig
 from experiments.evaluate.scorer import Scorer
 from experiments.evaluate.tasks import (
@@ -35,6 +37,7 @@ from experiments.evaluate.tasks import (
 from experiments.lib.checks import ConfigError
 from experiments.lib.compose import MISTAKES
 from experiments.lib.folder import read_result
+from fnshard.errors import MissingExtraError
 from fnshard.launcher.rank import Stop
 
 transformers = pytest.importorskip("transformers")
@@ -214,6 +217,12 @@ def test_numbers_are_those_of_lm_eval(model, files, tmp_path, ranks):
         assert direct[f"arc/{name}"]["value"] == pytest.approx(value, abs=5e-4)
         assert direct[f"arc/{name}"]["stderr"] == pytest.approx(spread, abs=5e-4)
     assert ours["own_sums/exact_match"]["value"] == theirs["results"]["own_sums"]["exact_match,none"]
+
+
+def test_without_lm_eval_its_tasks_are_one_error_that_names_the_extra(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(harness, "find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match=r"is not installed. Fix: pip install 'fnshard\[lm-eval\]'"):
+        measured(model, tmp_path, "lm-eval:arc_easy")
 
 
 ENDINGS = '"activity_label": "a", "ctx_a": "b", "ctx_b": "c", "endings"'
@@ -543,6 +552,139 @@ def test_texts_of_many_lengths_are_measured_without_a_warning(model, tmp_path, r
     more = leave_records(tmp_path / "y.json", json.dumps(sums))
     measured(model, tmp_path / "out", f"mmlu:{path}", f"gsm8k:{more}", rows=1)
     assert not [str(each.message) for each in recwarn if "compiling" in str(each.message)]
+
+
+# ------------------------------------------------------------------ questions with images
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model that sees, whose weights are large."""
+    pytest.importorskip("transformers.vision_utils")
+    folder = tmp_path_factory.mktemp("seeing")
+    few = {**bases._TEXT, "num_hidden_layers": 2, "initializer_range": 0.3}
+    with torch.random.fork_rng(), mock.patch.object(bases, "_TEXT", few):
+        torch.manual_seed(0)
+        bases.write_model("tiny-qwen2-vl", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pictured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of MMMU's form, with images of noise beside it; one of its questions is open."""
+    Image = pytest.importorskip("PIL.Image")
+    folder, draw = tmp_path_factory.mktemp("pictured"), torch.Generator().manual_seed(0)
+    for name, height, width in (("a", 24, 40), ("b", 56, 24)):
+        noise = torch.randint(0, 255, (height, width, 3), generator=draw, dtype=torch.uint8)
+        Image.fromarray(noise.numpy()).save(folder / f"{name}.png")
+    asked = ["Is <image 1> or <image 2> it?", "<image 2> or <image 1>?", "What?", "Which of <image 1>?"]
+    rows = [{"question": q, "options": "['left', 'right', '<image 1>']", "answer": "BACA"[n],
+             "image_1": "a.png", "image_2": "b.png", "question_type": "multiple-choice"}
+            for n, q in enumerate(asked)]  # fmt: skip
+    rows[2] |= {"options": "['left', 'right']", "answer": "A", "image_2": None}
+    rows.append({**rows[0], "options": "[]", "question_type": "open", "answer": "both"})
+    path = folder / "mmmu.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_questions_with_images_are_asked_in_mmmu_s_words(pictured):
+    task = task_of(f"mmmu:{pictured}")
+    first, second, bare, _ = task.questions
+    assert task.left_out == 1 and len(task.questions) == 4
+    assert first.prompt == (
+        "Is <image> or <image> it?\nA. left\nB. right\nC. <image>\n"
+        "Answer with the option letter from the given choices directly."
+    )
+    a, b = ((pictured.parent / f"{name}.png").read_bytes() for name in "ab")
+    assert first.images == (a, b, a) and second.images == (b, a, a)  # as the texts name them
+    assert bare.prompt.startswith("<image>What?") and bare.images == (a,)  # no text names it
+    assert (first.choices, first.answer, bare.choices) == (("A", "B", "C"), 1, ("A", "B"))
+
+
+def test_the_same_questions_in_other_files_are_the_same_task(pictured, tmp_path):
+    """A column of bytes, as Parquet has them, and a list of paths."""
+    rows = [json.loads(line) for line in pictured.read_text().splitlines()]
+    read = lambda name: {"bytes": (pictured.parent / name).read_bytes(), "path": None} if name else None  # noqa: E731
+    columns = [{**row, **{f"image_{n}": read(row[f"image_{n}"]) for n in (1, 2)}} for row in rows]
+    leave_records(tmp_path / "mmmu.parquet", columns)
+    lists = [{"images": [str(pictured.parent / f"{name}.png") for name in "ab"][: 1 if n == 2 else 2],
+              **{k: v for k, v in row.items() if not k.startswith("image")}}
+             for n, row in enumerate(rows)]  # fmt: skip
+    listed = leave_records(tmp_path / "mmmu.jsonl", "".join(json.dumps(row) + "\n" for row in lists))
+    found = [task_of(f"mmmu:{path}") for path in (pictured, tmp_path / "mmmu.parquet", listed)]
+    assert len({task.digest for task in found}) == 1 and {task.left_out for task in found} == {1}
+
+
+def test_numbers_of_questions_with_images_are_those_of_transformers(seeing, pictured, tmp_path, ranks):
+    """Each question alone, by the model itself; on two ranks it is the same."""
+    plain = transformers.AutoModelForImageTextToText.from_pretrained(seeing).eval()
+    tokenizer, right = open_directory(seeing), []
+    images, task = tokenizer.images, task_of(f"mmmu:{pictured}")
+    for question in task.questions:
+        parts: list[dict[str, str]] = []
+        for number, text in enumerate(question.prompt.split("<image>")):
+            parts += [{"type": "image"}] * (number > 0) + [{"type": "text", "text": text}] * bool(text)
+        said = [{"role": "user", "content": parts}]
+        text = tokenizer.hf.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
+        expanded, _ = images.expand(text, [], question.images)
+        ids = torch.tensor([tokenizer.hf(expanded, add_special_tokens=False).input_ids])
+        pixels = images.hf(images=list(map(open_image, question.images)), return_tensors="pt")
+        is_image = (ids == plain.config.image_token_id).int()
+        with torch.no_grad():
+            logits = plain(input_ids=ids, mm_token_type_ids=is_image, **pixels).logits[0, -1]
+        letters = logits[[tokenizer.encode(choice)[0] for choice in question.choices]]
+        right.append(float(letters.argmax() == question.answer))
+    one = measured(seeing, tmp_path / "one", f"mmmu:{pictured}")
+    two = measured(
+        seeing, tmp_path / "two", f"mmmu:{pictured}", ranks=2,
+        launch=lambda fn, *, args, **_: ranks(2).run(of_rank, fn, *args),
+    )  # fmt: skip
+    assert one == two and one["mmmu/acc"]["value"] == pytest.approx(sum(right) / len(right))
+    kept = sorted((tmp_path / "one").glob("*/*.jsonl"))
+    by_number = {row["question"]: row["acc"] for path in kept for line in path.read_text().split("\n")
+                 if line and (row := json.loads(line))}  # fmt: skip
+    assert [by_number[number] for number in range(4)] == right
+
+
+def of_rank(rank: int, fn: Any, *args: Any) -> Any:
+    return fn(*args)
+
+
+PICTURED = {"question": "<image 1>?", "options": ["a", "b"], "answer": "A", "image_1": "a.png"}
+UNSEEN = {
+    "no image": ({**PICTURED, "question": "?", "image_1": None}, r"line 1: has no image \(image_1"),
+    "not there": ({**PICTURED, "image_1": "no.png"}, r"line 1: image 'no.png': there is no such file"),
+    "a number": ({**PICTURED, "image_1": 5}, "line 1: image: expected the path of a file, got 5"),
+    "not given": (
+        {**PICTURED, "question": "<image 2>?"},
+        "line 1: image_2: its text names it, and it",
+    ),
+    "open": ({**PICTURED, "options": "[]"}, "nothing is in it but 1 open questions"),
+}
+
+
+@pytest.mark.parametrize("case", UNSEEN)
+def test_a_question_without_its_image_is_one_error(pictured, case):
+    row, message = UNSEEN[case]
+    path = leave_records(pictured.parent / "wrong.jsonl", json.dumps(row))
+    with pytest.raises(ConfigError, match=message):
+        task_of(f"mmmu:{path}")
+
+
+def test_images_that_cannot_be_shown_are_one_error(model, seeing, pictured, tmp_path):
+    with pytest.raises(ConfigError, match=r"its questions have images, and the model does not see\. Fix"):
+        measured(model, tmp_path / "out", f"mmmu:{pictured}")
+    with pytest.raises(ConfigError, match=r"shots=2: questions with images have none\. Fix: shots=0"):
+        check_tasks((f"mmmu:{pictured}",), 2)
+    (pictured.parent / "half.png").write_bytes((pictured.parent / "a.png").read_bytes()[:90])
+    half = leave_records(pictured.parent / "half.jsonl", json.dumps({**PICTURED, "image_1": "half.png"}))
+    with pytest.raises(ConfigError, match=r"half: question 1: an image of 90 bytes is no image that can"):
+        measured(seeing, tmp_path / "half", f"mmmu:{half}")
+    many = {**PICTURED, "question": "<image 1>" * 99}
+    many = leave_records(pictured.parent / "many.jsonl", json.dumps(many))
+    with pytest.raises(ConfigError, match=r"many: question 1 takes \d+ tokens with its 99 images"):
+        measured(seeing, tmp_path / "many", f"mmmu:{many}")
 
 
 # ------------------------------------------------------------------ folders of answers, devices

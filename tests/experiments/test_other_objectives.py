@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from runs import DOUBLE, compose, rows_of, timeless
-from tuning import SMALL, config_of, tuned, write_llama
+from runs import DOUBLE, compose, rows_of
+from tuning import SMALL, assert_alike, config_of, tuned, write_llama
 
 import fnshard as fs
 from experiments import finetune
@@ -202,16 +202,19 @@ def test_embeddings_are_tuned_and_opened(model, files, tmp_path):
         ("embed", ("method=full", "data.rows=8")),  # whose loss is of all ranks' rows
         ("classify", ()),
         ("reward", ("data.tokens=96", "data.rows=2")),
+        ("distill", ()),
+        ("distill", ("objective.on_policy=true", "objective.tokens=3", "objective.group=2")),
     ],
 )
 @pytest.mark.long
-def test_on_two_ranks_it_is_the_same(ranks, model, files, tmp_path, objective, more):
-    config = config_of(model, files, tmp_path, f"objective={objective}", "export=none", "run.steps=2", *more,
-                       *QUICK, *DOUBLE)  # fmt: skip
+def test_on_two_ranks_it_is_the_same(ranks, model, files, teacher, tmp_path, objective, more):
+    taught = (f"objective.teacher={teacher}",) if objective == "distill" else ()
+    config = config_of(model, files, tmp_path, f"objective={objective}", "export=none", "run.steps=2",
+                       *taught, *more, *QUICK, *DOUBLE)  # fmt: skip
     one, two = tmp_path / "one", tmp_path / "two"
     tuned(0, config, one)
     ranks(2).run(tuned, replace(config, mesh=replace(config.mesh, shard=2)), str(two))
-    assert [pytest.approx(row, rel=1e-6, abs=1e-9) for row in timeless(two)] == timeless(one)
+    assert_alike(two, one)
 
 
 ON_POLICY = ("objective.on_policy=true", "objective.tokens=3", "objective.group=2")

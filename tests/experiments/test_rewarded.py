@@ -15,7 +15,7 @@ import torch
 from families import FAMILIES
 from runs import DOUBLE, KilledError, timeless
 from torch import Tensor
-from tuning import STEPS, config_of, tuned
+from tuning import STEPS, assert_alike, config_of, tuned
 
 import fnshard as fs
 from experiments import finetune
@@ -433,7 +433,7 @@ def test_two_ranks_draw_what_one_does(ranks, model, data, tmp_path, objective, a
     one, two = tmp_path / "one", tmp_path / "two"
     tuned(0, config, one)
     ranks(2).run(tuned, replace(config, mesh=replace(config.mesh, **axes)), str(two))
-    assert [pytest.approx(each, rel=1e-6, abs=1e-9) for each in timeless(two)] == timeless(one)
+    assert_alike(two, one)
 
 
 def test_a_prompt_that_leaves_no_room_is_refused(model, data, tmp_path):

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from runs import DOUBLE, KilledError, compose, killed_at, timeless
-from tuning import SMALL, config_of, tuned
+from runs import DOUBLE, compose, rows_of, timeless
+from tuning import SMALL, assert_same_on_every_mesh, config_of, tuned, tuned_until
 
 import fnshard as fs
 from experiments import finetune
@@ -94,23 +94,12 @@ def test_packed_answers_have_the_loss_of_padded_ones(model, data, tmp_path, name
         pytest.param("grpo", ("data.tokens=32", *REWARDED), marks=pytest.mark.long),
     ],
 )
-def test_it_resumes_bit_for_bit_and_is_the_same_on_two_ranks(
-    ranks, model, data, tmp_path, monkeypatch, objective, more
-):
+def test_it_resumes_bit_for_bit_and_is_the_same_on_every_mesh(ranks, model, data, tmp_path, objective, more):
     config = config_of(model, data, tmp_path, f"objective={objective}", "export=none", "run.steps=4",
                        "run.sample_tokens=0", "run.held_out_every=4", *more, *DOUBLE)  # fmt: skip
     config = replace(config, objective=replace(config.objective, reward={"name": "length", "most": 1}))
-    one, two, broken = tmp_path / "one", tmp_path / "two", tmp_path / "broken"
-    tuned(0, config, one)
-    rows = [row for row in timeless(one) if "loss" in row]
-    assert len(rows) == 4
-    with monkeypatch.context() as patch, pytest.raises(KilledError):
-        killed_at(patch, 3)
-        tuned(0, config, broken)
-    tuned(0, config, broken)
-    assert timeless(broken) == timeless(one)
-    ranks(2).run(tuned, replace(config, mesh=replace(config.mesh, shard=2)), str(two))
-    assert [pytest.approx(row, rel=1e-6, abs=1e-9) for row in timeless(two)] == timeless(one)
+    one = assert_same_on_every_mesh(config, tmp_path, ranks)
+    assert len([row for row in timeless(one) if "loss" in row]) == 4
 
 
 def test_a_step_has_as_many_micro_batches_as_its_rows(model, data, tmp_path):
@@ -149,6 +138,22 @@ def test_the_most_tokens_that_fit_are_asked_of_the_ledger(model, data, tmp_path)
         run=replace(config.run, device_gb=peak * 1.0001 / 1e9),
     )
     assert finetune.build(auto).config.data.tokens == 128
+
+
+def test_a_run_goes_on_with_the_tokens_that_it_began_with(model, data, tmp_path):
+    """On a machine with more memory; one with less is refused."""
+    config = config_of(model, data, tmp_path, "data.tokens=auto", "run.device_gb=1", "data.rows=2",
+                       "run.steps=4", "run.sample_tokens=0", "export=none")  # fmt: skip
+    with_gb = lambda gb: replace(config, run=replace(config.run, device_gb=gb))  # noqa: E731
+    named = replace(config, data=replace(config.data, tokens=64), run=replace(config.run, device_gb=None))
+    least = finetune.build(named)
+    peak = least.step.lower(least.planned.tuning.params, least.batch).memory_analysis().peak_bytes / 1e9
+    tuned_until(with_gb(1.0001 * peak), tmp_path / "run", 3)
+    with pytest.raises(ConfigError, match=r"goes on with data.tokens=64,.* Fix: more ranks"):
+        tuned(0, with_gb(0.9 * peak), tmp_path / "run")
+    tuned(0, with_gb(10 * peak), tmp_path / "run")
+    assert "tokens: 64\n" in (tmp_path / "run" / "config.yaml").read_text()
+    assert rows_of(tmp_path / "run")[-1]["step"] == 4
 
 
 def test_a_search_ends_where_the_line_bends():

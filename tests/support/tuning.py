@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from runs import compose, run_in
+from runs import KilledError, compose, killed_at, run_in, timeless
 
 from experiments import finetune
 from experiments.data.tokenizer import ByteTokenizer
@@ -72,3 +74,31 @@ def config_of(model: Path, data: dict[str, Path], where: Path, *overrides: str) 
 def tuned(rank: int, config: FinetuneConfig, folder: str | Path) -> None:
     """On this rank, from what the folder holds."""
     finetune.finetune(config, run_in(Path(folder)), [], Stop())
+
+
+def tuned_until(config: FinetuneConfig, folder: Path, number: int) -> None:
+    """On this rank, which is killed in step `number`."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KilledError):
+        killed_at(patch, number)
+        tuned(0, config, folder)
+
+
+def assert_alike(folder: Path, other: Path, rel: float = 1e-6) -> None:
+    """Two runs have the same rows, up to rounding."""
+    assert [pytest.approx(row, rel=rel, abs=1e-9) for row in timeless(folder)] == timeless(other)
+
+
+def assert_same_on_every_mesh(config: FinetuneConfig, where: Path, ranks: Any, killed: int = 3) -> Path:
+    """A run on one rank, one that is killed and goes on there, one on two ranks, and one that is killed on
+    one rank and goes on on two have the same rows. Return the folder of the first."""
+    one, two, broken, moved = (where / name for name in ("one", "two", "broken", "moved"))
+    on_two = replace(config, mesh=replace(config.mesh, shard=2))
+    tuned(0, config, one)
+    tuned_until(config, broken, killed)
+    shutil.copytree(broken, moved)
+    tuned(0, config, broken)
+    assert timeless(broken) == timeless(one)
+    for folder in (two, moved):
+        ranks(2).run(tuned, on_two, str(folder))
+        assert_alike(folder, one)
+    return one

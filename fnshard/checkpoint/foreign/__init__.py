@@ -1,47 +1,33 @@
 """Foreign: training states that others have saved, as states here; and states here as others load them.
 
-`dialects` says where a saved tree has parameters and optimizer state, `dcp`, `deepspeed` and `torch_files`
-find tensors in files without reading them, `placing` matches them with leaves, of which each rank reads its
-own blocks, and `dcp_writing` is the way back. Nothing in a file is ever run (`runtime.files.torchfile`).
+`dialects` says where a saved tree has parameters and optimizer state. `dcp`, `deepspeed` and `torch_files`
+find tensors in files without reading them. `placing` matches these with leaves, and each rank reads its own
+blocks. `dcp_writing` is the way back. Nothing in a file is ever run (`runtime.files.torchfile`).
 None of these formats has checksums: a missing or truncated file is found, a flipped bit of a value is not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor, nn
+from typing import Any, Unpack
 
 from fnshard.checkpoint.foreign.dcp import read_dcp
 from fnshard.checkpoint.foreign.dcp_writing import save_dcp
 from fnshard.checkpoint.foreign.deepspeed import read_deepspeed
-from fnshard.checkpoint.foreign.placing import load_state
+from fnshard.checkpoint.foreign.placing import LoadOptions, load_state
 from fnshard.checkpoint.foreign.torch_files import read_torch_files
-from fnshard.hf.names import Names
 from fnshard.mesh import Mesh
-from fnshard.runtime.files.folder import as_path
 from fnshard.step.state import TrainState
 
 __all__ = ["load_dcp", "load_deepspeed", "load_torch", "save_dcp"]
 
 
 def load_dcp(
-    path: str | Path,
-    step_or_specs: Any,
-    mesh: Mesh | None = None,
-    *,
-    model: nn.Module | None = None,
-    names: Names = None,
-    missing: dict[str, Tensor] | None = None,
-    ignore: str | Sequence[str] = (),
-    disk_dir: str | None = None,
-    timeout: float | None = None,
+    path: str | Path, step_or_specs: Any, mesh: Mesh | None = None, **options: Unpack[LoadOptions]
 ) -> TrainState:
     """Return a checkpoint of `torch.distributed.checkpoint` as a state here, on any mesh. A collective.
 
-    That is what FSDP2, torchtitan, Lightning and Accelerate save. Each rank reads what overlaps its blocks.
+    FSDP2, torchtitan, Lightning and Accelerate save such folders. Each rank reads what overlaps its blocks.
     AdamW's state and SGD's momentum are found by the parameter's name, or by its number where one group has
     all parameters in the module's order. Rates and decays are those of the step here. A master copy is filled
     from the parameter.
@@ -73,23 +59,11 @@ def load_dcp(
     >>> fs.checkpoint.load_dcp(folder, specs, mesh).params
     {'w': tensor([0., 1., 2.])}
     """
-    return load_state(
-        read_dcp, as_path(path, "load_dcp(path, step)"), step_or_specs, mesh, model=model, names=names,
-        missing=missing, ignore=ignore, disk_dir=disk_dir, timeout=timeout,
-    )  # fmt: skip
+    return load_state(read_dcp, "load_dcp", path, step_or_specs, mesh, options)
 
 
 def load_deepspeed(
-    path: str | Path,
-    step_or_specs: Any,
-    mesh: Mesh | None = None,
-    *,
-    model: nn.Module | None = None,
-    names: Names = None,
-    missing: dict[str, Tensor] | None = None,
-    ignore: str | Sequence[str] = (),
-    disk_dir: str | None = None,
-    timeout: float | None = None,
+    path: str | Path, step_or_specs: Any, mesh: Mesh | None = None, **options: Unpack[LoadOptions]
 ) -> TrainState:
     """Return a checkpoint of DeepSpeed's ZeRO 1, 2 or 3 as a state here, on any mesh. A collective.
 
@@ -104,23 +78,11 @@ def load_deepspeed(
         StateError, CheckpointError: as for `load_dcp`; or a model that was split over tensor or pipeline
             ranks as well.
     """
-    return load_state(
-        read_deepspeed, as_path(path, "load_deepspeed(path, step)"), step_or_specs, mesh, model=model,
-        names=names, missing=missing, ignore=ignore, disk_dir=disk_dir, timeout=timeout,
-    )  # fmt: skip
+    return load_state(read_deepspeed, "load_deepspeed", path, step_or_specs, mesh, options)
 
 
 def load_torch(
-    path: str | Path,
-    step_or_specs: Any,
-    mesh: Mesh | None = None,
-    *,
-    model: nn.Module | None = None,
-    names: Names = None,
-    missing: dict[str, Tensor] | None = None,
-    ignore: str | Sequence[str] = (),
-    disk_dir: str | None = None,
-    timeout: float | None = None,
+    path: str | Path, step_or_specs: Any, mesh: Mesh | None = None, **options: Unpack[LoadOptions]
 ) -> TrainState:
     """Return what `torch.save` wrote, a state dict or a training state, as a state here. A collective.
 
@@ -142,7 +104,4 @@ def load_torch(
     >>> fs.checkpoint.load_torch(file, specs, mesh).params
     {'w': tensor([0., 1., 2.])}
     """
-    return load_state(
-        read_torch_files, as_path(path, "load_torch(path, step)"), step_or_specs, mesh, model=model,
-        names=names, missing=missing, ignore=ignore, disk_dir=disk_dir, timeout=timeout,
-    )  # fmt: skip
+    return load_state(read_torch_files, "load_torch", path, step_or_specs, mesh, options)

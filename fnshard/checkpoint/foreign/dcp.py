@@ -62,7 +62,7 @@ def _tree_of(folder: Path) -> dict[tuple[str, ...], Leaf]:
     with open(fd, "rb") as file:
         found = unpickle(io.BytesIO(file.read()), _known_of_metadata)
     if not isinstance(found, Inert) or not isinstance(found.state, dict):
-        raise Corrupt(f"{METADATA} holds no metadata")
+        raise Corrupt(f"has a {METADATA} that holds no metadata")
     saved, stored = found.state.get("state_dict_metadata") or {}, found.state.get("storage_data") or {}
     paths = found.state.get("planner_data") or {}
     # By name and, of tensors, where the box begins.
@@ -74,7 +74,8 @@ def _tree_of(folder: Path) -> dict[tuple[str, ...], Leaf]:
         {p["relative_path"] for p in places.values() if not (folder / p["relative_path"]).is_file()}
     )
     if missing:
-        raise Corrupt(f"{METADATA} names {len(missing)} files that are not there: {', '.join(missing[:8])}")
+        names = ", ".join(missing[:8])
+        raise Corrupt(f"has a {METADATA} that names {len(missing)} files that are not there: {names}")
     out: dict[tuple[str, ...], Leaf] = {}
     for name, entry in saved.items():
         path = tuple(str(part) for part in paths.get(name, (name,)))
@@ -89,7 +90,9 @@ def _tree_of(folder: Path) -> dict[tuple[str, ...], Leaf]:
             offset, size = tuple(chunk.state["offsets"]), tuple(chunk.state["sizes"])
             place = places.get((name, offset)) or (places.get((name, None)) if not any(offset) else None)
             if place is None:
-                raise Corrupt(f"{METADATA} does not say where {name!r} from {list(offset)} on lies")
+                raise Corrupt(
+                    f"has a {METADATA} that does not say where {name!r} from {list(offset)} on lies"
+                )
             pieces.append(Piece(offset, size, partial(_open_box, folder, name, place, size, dtype)))
         check_pieces(name, shape, pieces)
         out[path] = FileTensor(folder.name, Pieces(dtype, shape, pieces), dtype, shape)
@@ -112,11 +115,11 @@ def _open_item(folder: Path, name: str, place: Mapping[str, Any]) -> Any:
     """Read the `torch.save` stream of an item."""
     if place.get("transform_descriptors"):
         kind = ", ".join(map(str, place["transform_descriptors"]))
-        raise Corrupt(f"{name!r} is stored through the extension {kind}, which is not read here")
+        raise Corrupt(f"has {name!r} stored through the extension {kind}, which is not read here")
     try:
         return read_torch_file(folder / place["relative_path"], place["offset"], place["length"])
     except Corrupt as error:
-        raise type(error)(f"{place['relative_path']}: {name!r} {error}") from error
+        raise type(error)(f"has {name!r} in {place['relative_path']}, which {error}") from error
 
 
 def _open_box(
@@ -128,6 +131,6 @@ def _open_box(
             f"{list(found.shape)} {found.dtype}" if isinstance(found, PlacedTensor) else type(found).__name__
         )
         raise Corrupt(
-            f"{place['relative_path']}: {name!r} is {kind}, and {METADATA} says {list(shape)} {dtype}"
+            f"has {name!r} in {place['relative_path']} as {kind}, and {METADATA} says {list(shape)} {dtype}"
         )
     return found

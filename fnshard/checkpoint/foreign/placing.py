@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +16,12 @@ from fnshard.checkpoint.restoring import specs_and_mesh, state_maker
 from fnshard.errors import CheckpointError, FnshardError
 from fnshard.hf import check_resolved
 from fnshard.hf.names import Names, check_names, family_of, possible_names
-from fnshard.hf.reading import FileTensor, LeafSource, match_tensors, stacked
+from fnshard.hf.reading import FileTensor, LeafSource, match_tensors, stack_experts
 from fnshard.layout.pairs import as_pairs
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.mesh import Mesh
 from fnshard.runtime.coordination import agreed, group_of
+from fnshard.runtime.files.folder import as_path
 from fnshard.runtime.files.tensorfile import STATE_NAMES, Corrupt
 from fnshard.step.state import TrainState
 
@@ -31,29 +32,46 @@ ANEW = (
 Source = LeafSource | Tensor  # what fills a leaf: a tensor of the files, or a full value
 
 
+class LoadOptions(TypedDict, total=False):
+    """Keyword arguments of `load_dcp`, `load_deepspeed` and `load_torch`, which `load_dcp` explains."""
+
+    model: nn.Module | None
+    names: Names
+    missing: Mapping[str, Tensor] | None
+    ignore: str | Sequence[str]
+    disk_dir: str | None
+    timeout: float | None
+
+
 def load_state(
     read: Callable[[Path], SavedState],
-    path: Path,
+    caller: str,
+    path: str | Path,
     step_or_specs: Any,
     mesh: Mesh | None,
-    *,
-    model: nn.Module | None,
-    names: Names,
-    missing: Mapping[str, Tensor] | None,
-    ignore: str | Sequence[str],
-    disk_dir: str | None,
-    timeout: float | None,
+    options: LoadOptions,
 ) -> TrainState:
-    """Return a state that is filled from files of others; see `fnshard.checkpoint.load_dcp`."""
+    """Return a state that is filled from files of others; see `fnshard.checkpoint.load_dcp`.
+
+    Args:
+        read: finds a state's tensors in the files at a path.
+        caller: the public function, for its errors.
+    """
+    if unknown := options.keys() - LoadOptions.__annotations__.keys():
+        known = ", ".join(LoadOptions.__annotations__)
+        raise TypeError(f"{caller}() has no option {', '.join(sorted(unknown))}; it has {known}.")
+    path = as_path(path, f"{caller}(path, step)")
     resolved, on = specs_and_mesh(step_or_specs, mesh)
     check_resolved(resolved.tree, on)
-    globs, model = [ignore] if isinstance(ignore, str) else list(ignore), tree.unwrapped(model)
+    model, missing = tree.unwrapped(options.get("model")), options.get("missing") or {}
+    ignore = options.get("ignore", ())
+    globs = [ignore] if isinstance(ignore, str) else list(ignore)
 
     def load() -> TrainState:
         try:
             saved = read_saved(read, path)
-            leaves = match_state(saved, resolved, model, names, missing or {}, globs)
-            _, make = state_maker(step_or_specs, on, disk_dir, ANEW)
+            leaves = match_state(saved, resolved, model, options.get("names"), missing, globs)
+            _, make = state_maker(step_or_specs, on, options.get("disk_dir"), ANEW)
             state, targets = make(_manifest_of(saved, leaves))
             with torch.no_grad():
                 for target in targets.values():
@@ -65,7 +83,7 @@ def load_state(
 
     if on.kind == "abstract":  # no other rank is there
         return load()
-    return agreed(group_of(on, timeout), f"loading {str(path)!r}", load)
+    return agreed(group_of(on, options.get("timeout")), f"loading {str(path)!r}", load)
 
 
 def read_saved(read: Callable[..., SavedState], path: Path, *others: Any) -> SavedState:
@@ -104,7 +122,7 @@ def match_state(
     check_names(names, specs)
     family = family_of({}, model, specs)
     sources, values = match_tensors(
-        specs, stacked(saved.params, family), names, family, model, missing, ignore
+        specs, stack_experts(saved.params, family), names, family, model, missing, ignore
     )
     out: dict[str, Source] = {f"params/{p}": s for p, s in {**sources, **values}.items()}
     order = {name: number for number, name in enumerate(saved.params)}
@@ -115,7 +133,7 @@ def match_state(
         for slot, tensor in own.items():
             by_slot.setdefault(slot, {})[name] = tensor
     for slot, tensors in by_slot.items():
-        tensors = stacked(tensors, family)
+        tensors = stack_experts(tensors, family)
         for path, source in sources.items():
             called = [source.name, *possible_names(path, family)]
             name = next((n for n in called if n in tensors), None)

@@ -50,7 +50,7 @@ def read_torch_files(path: Path) -> SavedState:
         raise Corrupt(f"is no file {', '.join(SUFFIXES)}, and no folder with {SINGLE} or {INDEX}")
     tree: dict[tuple[str, ...], Leaf] = {}
     for file in files:
-        for where, leaf in walk(read_object(file)):
+        for where, leaf in walk(read_object(file, is_alone=file == path)):
             if isinstance(leaf, PlacedTensor):
                 tree[where] = FileTensor(file.name, leaf, leaf.dtype, leaf.shape)
             elif not isinstance(leaf, Inert):
@@ -58,12 +58,16 @@ def read_torch_files(path: Path) -> SavedState:
     return recognise(tree, "torch.save")
 
 
-def read_object(file: Path) -> Mapping[str, Any]:
-    """Return the dict that a file holds, with tensors that are not read yet."""
+def read_object(file: Path, is_alone: bool = False) -> Mapping[str, Any]:
+    """Return the dict that a file holds, with tensors that are not read yet.
+
+    Args:
+        is_alone: it is the whole checkpoint, so that an error need not name it again.
+    """
     try:
         found = read_torch_file(file)
         if not isinstance(found, Mapping):
             raise Corrupt(f"holds a {type(found).__name__}, and no dict")
     except Corrupt as error:
-        raise type(error)(f"{file.name}: {error}") from error
+        raise type(error)(str(error) if is_alone else f"has {file.name}, which {error}") from error
     return found

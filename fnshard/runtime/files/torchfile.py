@@ -97,7 +97,7 @@ class PlacedTensor:
     def part(self, first: int, shape: Sequence[int]) -> PlacedTensor:
         """Return the tensor of this shape that begins at one element, in the order of memory."""
         if self.stride != contiguous(self.shape):
-            raise Corrupt(f"{self.path.name}: holds a tensor whose elements do not lie in order")
+            raise Corrupt(f"has a tensor in {self.path.name} whose elements do not lie in order")
         at = self.at + first * self.dtype.itemsize
         return replace(self, at=at, shape=tuple(shape), stride=contiguous(shape))
 
