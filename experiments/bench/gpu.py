@@ -76,7 +76,6 @@ EXPECTED = {"products": "78", "attention": "22 to 33", "elementwise": "17", "upd
             "communication": "0", "idle": "2 to 3"}  # fmt: skip
 SHARES = {
     f"tokens/s, {OURS} / {COMPILED}": "1.05 or more",
-    f"tokens/s, {OURS} / limit": "1.00 or more",
     f"peak bytes, {OURS} / {COMPILED}": "0.85 or less",
 }
 PREDICTED = {
@@ -96,7 +95,10 @@ STAGES: dict[str, Stage] = {
         "syncs": Part(parts.syncs, dict.fromkeys(parts.VARIANTS, "silent")),
     }),
     "speed": Stage(180, {
-        "rows-2": Part(parts.race, {**dict.fromkeys(RACERS, ""), **SHARES, **PREDICTED, "clock, power": ""}),
+        "rows-2": Part(parts.race, {
+            **dict.fromkeys(RACERS, ""), **SHARES, f"tokens/s, {OURS} / limit": "1.00 or more", **PREDICTED,
+            "clock, power": "",
+        }),
     }),
     "profile": Stage(120, {
         OURS: Part(parts.profile, {**LOOK, "step, ms": "112", "MFU": "45%", **EXPECTED}),
@@ -104,13 +106,14 @@ STAGES: dict[str, Stage] = {
         COMPILED: Part(partial(parts.profile, name=COMPILED), LOOK),
     }),
     "more": Stage(None, {
+        "attention": Part(parts.attention, dict.fromkeys(RATES, "")),
         "rows-8": Part(
-            partial(parts.race, rows=8, alone=True), {**dict.fromkeys(RACERS, ""), **SHARES, **PREDICTED}
+            partial(parts.race, names=(OURS, COMPILED), rows=8, alone=True),
+            {**dict.fromkeys((OURS, COMPILED), ""), **SHARES, **PREDICTED},
         ),
+        "tests": Part(parts.run_tests, {"passed": "", "failed": "none"}, gpu=True),
         "fp8": Part(partial(parts.race, names=["full_shard_fp8"]), {"full_shard_fp8": ""}),
         "muon": Part(partial(parts.race, names=["muon"]), {"muon": ""}),
-        "attention": Part(parts.attention, dict.fromkeys(RATES, "")),
-        "tests": Part(parts.run_tests, {"passed": "", "failed": "none"}, gpu=True),
         "equal_bits": Part(
             parts.equal_bits, {"two runs, plain": "", "two runs, deterministic=True": "equal"}
         ),

@@ -405,9 +405,9 @@ def use_two_streams(a: Tensor) -> None:
 
 
 def seconds_of(work: Callable[[], Any], config: BenchConfig) -> float:
-    """Return the seconds of a warm call: the median of five samples of ten."""
+    """Return the seconds of a warm call: the median of five samples of thirty."""
     work()
-    return median(timed(work, steps=10, device=config.device) for _ in range(5))
+    return median(timed(work, steps=30, device=config.device) for _ in range(5))
 
 
 GPU_TESTS = (str(Path("tests", "runtime", "test_gpu.py")), "-m", "gpu")

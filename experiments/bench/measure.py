@@ -122,7 +122,8 @@ def fresh_cache() -> Iterator[None]:
 def timed(
     work: Work, *, steps: int = 1, device: str = "cpu", clock: Callable[[], float] = time.perf_counter
 ) -> float:
-    """Seconds of a call, the mean of the next `steps`, from a common start; by CUDA's own events on a GPU."""
+    """Seconds of a call, the mean of the next `steps`, from a common start. On a GPU CUDA's events measure all
+    that its streams do."""
     barrier()
     if device == "cpu":
         began = clock()
@@ -130,9 +131,11 @@ def timed(
             work()
         return (clock() - began) / steps
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
     start.record()
     for _ in range(steps):
         work()
+    torch.cuda.synchronize()
     end.record()
     end.synchronize()
     return start.elapsed_time(end) / 1e3 / steps
