@@ -122,8 +122,8 @@ def fresh_cache() -> Iterator[None]:
 def timed(
     work: Work, *, steps: int = 1, device: str = "cpu", clock: Callable[[], float] = time.perf_counter
 ) -> float:
-    """Seconds of a call, the mean of the next `steps`, from a common start. On a GPU CUDA's events measure all
-    that its streams do."""
+    """Seconds of a call, the mean of the next `steps`, from a common start. On a GPU CUDA's events measure
+    what all of its streams do."""
     barrier()
     if device == "cpu":
         began = clock()
