@@ -23,6 +23,7 @@ FNSHARD = ("full_shard", "shard_grad_op", "no_shard")
 MUON = ("muon", "muon_no_shard")  # fnshard's, with updates of all matrices made orthogonal
 TORCH = ("ddp", "fsdp2", "fsdp2_compiled", "limit")
 MICRO = ("fsdp2_local", "full_shard_breadth")  # those that move less where `accumulate` is above 1
+NARROW = ("full_shard_fp8",)  # fnshard's, with products in eight bits
 
 
 @dataclass(frozen=True)
@@ -100,9 +101,10 @@ class BenchConfig:
         overrides: in the case starts, words for `python -m experiments.train`.
         folder: in the case checkpoint, a folder on the disk to be measured; in the case gpu, that of the
             results (outputs/gpu).
-        parts: in the case gpu, names of `gpu.PARTS`, which alone run, even if they have a result.
-        minutes: in the case gpu, the time that a part may take.
-        until: in the case gpu, the seconds from the start after which nothing runs; None sets no end.
+        parts: in the case gpu, names of `gpu.STAGES` and of their parts, which alone run; what others have
+            found in `folder` stays.
+        until: in the case gpu, the seconds from the start after which nothing runs: a stage whose budget is
+            not left does not begin.
     """
 
     case: str = "peers"
@@ -132,8 +134,7 @@ class BenchConfig:
     overrides: str = ""
     folder: str | None = None
     parts: tuple[str, ...] = ()
-    minutes: float = 8.0
-    until: float | None = None
+    until: float = 560.0
 
     @property
     def model(self) -> DecoderConfig:
@@ -173,8 +174,8 @@ class BenchConfig:
 def read(words: Sequence[str]) -> BenchConfig:
     """Read `key=value` words without Hydra.
 
-    >>> read(["case=gpu", "rows=2", "parts=[tiny,saves]"]).parts
-    ('tiny', 'saves')
+    >>> read(["case=gpu", "rows=2", "parts=[works,saves]"]).parts
+    ('works', 'saves')
     """
     values: dict[str, Any] = {}
     for word in words:
@@ -195,8 +196,9 @@ def complete(config: BenchConfig) -> BenchConfig:
         raise ConfigError(f"device={config.device}: one of cpu, cuda.")
     defaults = CUDA if config.device == "cuda" else CPU | CASES[config.case].defaults
     config = replace(config, **{name: v for name, v in defaults.items() if getattr(config, name) is None})
+    contenders = (*TORCH, *FNSHARD, *MUON, *MICRO, *NARROW)
     choices = {
-        "size": names(), "dtype": DTYPES, "reduce": DTYPES, "contenders": (*TORCH, *FNSHARD, *MUON, *MICRO),
+        "size": names(), "dtype": DTYPES, "reduce": DTYPES, "contenders": contenders,
         "backend": ("inductor", "eager"), "clock": ("wall", "cpu"),
     }  # fmt: skip
     counts = ("ranks", "rounds", "steps", "warmup", "rows", "length", "every", "tensor", "context",

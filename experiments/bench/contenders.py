@@ -122,7 +122,7 @@ def fsdp2(task: BenchTask, compiled: bool = False, local: bool = False) -> Conte
     dtypes = {"param_dtype": task.config.compute_dtype, "reduce_dtype": task.config.reduce_dtype}
     policy = MixedPrecisionPolicy(**(dtypes if task.is_mixed else {}))
     for block in model.layers:
-        if compiled:
+        if compiled and task.config.backend == "inductor":
             block.compile(fullgraph=True)
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
@@ -178,7 +178,12 @@ def limit(task: BenchTask) -> Contender:
     mine = shares[task.mesh.rank]
     masters = [p.detach().float() for p in mine] if task.is_mixed else mine
     optimizer = torch.optim.AdamW(masters, **ADAMW, fused=True)
-    loss_of = torch.compile(lambda tokens, targets: next_token_loss(model(tokens), targets), fullgraph=True)
+
+    def loss_of(tokens: Tensor, targets: Tensor) -> Tensor:
+        return next_token_loss(model(tokens), targets)
+
+    if task.config.backend == "inductor":
+        loss_of = torch.compile(loss_of, fullgraph=True)
 
     def run(tokens: Tensor, targets: Tensor) -> Tensor:
         loss = loss_of(tokens, targets)
@@ -212,6 +217,7 @@ class Plan:
         optimizer: a name of `OPTIMIZERS`.
         clip: the bound of the gradients' global norm, for which all of them wait.
         dropout: the share of the logits that becomes 0.
+        narrow: whether products with most matrices are in eight bits.
         one_unit: whether the whole model is one unit; otherwise each block is one.
         chunks: the number of chunks of each stage of a pipeline.
         tiers: `memory=` and `optimizer_memory=` of a preset.
@@ -222,6 +228,7 @@ class Plan:
     optimizer: str = "adamw"
     clip: float | None = None
     dropout: float = 0.0
+    narrow: bool = False
     one_unit: bool = False
     chunks: int = 1
     tiers: Mapping[str, str] = field(default_factory=dict)
@@ -242,10 +249,11 @@ class Training:
             logits = apply(params, tokens)
             return next_token_loss(F.dropout(logits, plan.dropout) if plan.dropout else logits, targets)
 
+        compute_dtype = torch.float8_e4m3fn if plan.narrow else config.compute_dtype
         specs = fs.presets.PRESETS[plan.preset](
             self._params, mesh, units=(lambda p: dict.fromkeys(p, "model")) if plan.one_unit else None,
             tensor="tensor" if config.tensor > 1 else None, chunks=plan.chunks,
-            compute_dtype=config.compute_dtype, reduce_dtype=config.reduce_dtype,
+            compute_dtype=compute_dtype, reduce_dtype=config.reduce_dtype,
             storage_dtype=config.store_dtype, optimizer_dtype=torch.float32, **plan.tiers,
         )  # fmt: skip
         optimizer = OPTIMIZERS[plan.optimizer]()
@@ -281,6 +289,7 @@ CONTENDERS: dict[str, Callable[[BenchTask], Contender | Training]] = {
     "fsdp2_local": functools.partial(fsdp2, local=True),
     "limit": limit,
     **{name: functools.partial(Training, plan=Plan(name)) for name in FNSHARD},
+    "full_shard_fp8": functools.partial(Training, plan=Plan(narrow=True)),
     "full_shard_breadth": functools.partial(Training, plan=Plan(options={"micro_order": "breadth"})),
     "muon": functools.partial(Training, plan=Plan(optimizer="muon")),
     "muon_no_shard": functools.partial(Training, plan=Plan("no_shard", optimizer="muon")),

@@ -126,7 +126,8 @@ def timed(
 ) -> float:
     """Measure the seconds of a call, the mean of the next `steps`, from a common start of all ranks.
 
-    On a GPU CUDA's own events are the clock, since a call returns before the device has done its work.
+    On a GPU CUDA's own events are the clock, of all streams, since a call returns before the device has done
+    its work.
     """
     barrier()
     if device == "cpu":
@@ -135,9 +136,11 @@ def timed(
             work()
         return (clock() - began) / steps
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
     start.record()
     for _ in range(steps):
         work()
+    torch.cuda.synchronize()
     end.record()
     end.synchronize()
     return start.elapsed_time(end) / 1e3 / steps

@@ -78,6 +78,7 @@ from fnshard.checkpoint.replicas import most_copies
 from fnshard.errors import (
     BudgetError,
     CheckpointError,
+    CollectiveError,
     OptimizerError,
     SpecError,
     TraceError,
@@ -565,18 +566,31 @@ def end_together(message: str, *, mistake: bool) -> NoReturn:
     """End all ranks with exit code 1.
 
     The reason goes to a file for the process that started them; where none of ours did, it goes to stderr.
+
+    As a rule all ranks have the same reason, and rank 0 tells it; another rank does where the others have
+    not failed, as by a reward of one's own that fails on some answers.
     """
-    code: int | str = 1
-    if int(os.environ.get("RANK", "0")) == 0:
-        if LOGS in os.environ:
-            try:
-                write_json(_refusal(), {"message": message, "mistake": mistake})
-            except OSError:  # on a full disk
-                code = message
-        else:
-            print(f"error: {message}", file=sys.stderr, flush=True)
-    leave_group()  # no rank ends before it has the reason
+    rank, code = int(os.environ.get("RANK", "0")), 1
+    if rank == 0:
+        code = tell(message, mistake)
+    try:
+        leave_group()  # no rank ends before it has the reason
+    except CollectiveError:
+        if rank != 0:
+            code = tell(message, mistake)
     sys.exit(code)
+
+
+def tell(message: str, mistake: bool) -> int | str:
+    """Say why ranks end; return the exit code, or the message where nobody could be told."""
+    if LOGS not in os.environ:
+        print(f"error: {message}", file=sys.stderr, flush=True)
+        return 1
+    try:
+        write_json(_refusal(), {"message": message, "mistake": mistake})
+    except OSError:  # on a full disk
+        return message
+    return 1
 
 
 def _refusal() -> Path:

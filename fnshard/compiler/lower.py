@@ -139,7 +139,7 @@ def schedule_for(
         kernels[kernel_key(s.source, p, plan.apart)] for s, p in zip(segments.segments, kept, strict=True)
     ]
     offloaded = frozenset(s.index for s, p in zip(segments.segments, kept, strict=True) if p.offload)
-    recomputed = frozenset(s.index for s, p in zip(segments.segments, kept, strict=True) if p.budget < 1)
+    recomputed = frozenset(s.index for s, p in zip(segments.segments, kept, strict=True) if p.gathers_again)
     active = find_active(segments, each, program.outputs) if plan.differentiate else set()
     stages = plan_stages(segments, each, active, program.outputs, specs, mesh)
     tasks = _order_tasks(stages, each, plan, cost_of) if mesh.stages > 1 else ()

@@ -18,7 +18,7 @@ from experiments import ROOT
 from experiments.bench import micro, plans, published
 from experiments.bench.checkpoint import compare
 from experiments.bench.command import COMMAND
-from experiments.bench.config import CASES, FNSHARD, MICRO, MUON, TORCH, read
+from experiments.bench.config import CASES, FNSHARD, MICRO, MUON, NARROW, TORCH, read
 from experiments.bench.contenders import CONTENDERS
 from experiments.bench.measure import Heap, interleave, live_bytes, ratio, timed
 from experiments.bench.sizes import decoder, names
@@ -54,7 +54,7 @@ def test_all_mistakes_in_one_error():
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match=r"no CUDA device.*Fix: device=cpu"):
             COMMAND.read({"device": "cuda"})
-    assert {*TORCH, *FNSHARD, *MUON, *MICRO} == {*CONTENDERS}
+    assert {*TORCH, *FNSHARD, *MUON, *MICRO, *NARROW} == {*CONTENDERS}
 
 
 def test_a_rank_reads_the_configuration_that_was_composed():
@@ -177,7 +177,8 @@ def command(tmp_path: Path) -> Callable[..., dict[str, Any]]:
 TINY = ("size=tiny", "length=16", "rounds=1", "backend=eager")
 
 
-@pytest.mark.parametrize("peers", [["ddp"], pytest.param(["ddp", "fsdp2"], marks=pytest.mark.long)], ids=str)
+@pytest.mark.long
+@pytest.mark.parametrize("peers", [["ddp"], ["ddp", "fsdp2"]], ids=str)
 def test_contenders_are_measured_and_agree_with_the_reference(command, peers):
     few = f"contenders=[{','.join(peers)},full_shard]"
     found = command("peers", *TINY, "rounds=2", "warmup=1", "losses=3", "memory=1", few)
