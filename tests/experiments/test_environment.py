@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from commands import run_command
 from runs import DOUBLE, compose, rows_of, timeless
 from tuning import SMALL, assert_same_on_every_mesh, config_of, tuned, tuned_until
 
@@ -135,6 +137,31 @@ def test_an_environment_that_goes_wrong_is_one_error(model, environment, said):
     assert time.monotonic() - began < 5  # the silence of one rollout, not of all
 
 
+FAILING = """
+import os
+def rollout(prompt, ask):
+    answer = ask(prompt["messages"])
+    if os.environ["RANK"] == FAILS:
+        raise KeyError("no such tool")
+    return [answer], 1.0
+"""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_an_environment_that_fails_on_one_rank_is_the_error_of_the_run(model, data, tmp_path, rank):
+    """The other rank waits in vain, which is not what the user has to know."""
+    (tmp_path / "mine.py").write_text(f"FAILS = {rank!r}{FAILING}")
+    how = (*(each for each in SMALL if each != "mesh.shard=1"), *QUICK, "data.tokens=96", "mesh.shard=2")
+    command = ["experiments.finetune", f"model={model}", f"data.train={data['samples']}", *how,
+               "objective.environment._target_=mine.rollout"]  # fmt: skip
+    done = run_command(command, tmp_path, timeout=500)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert re.search(r"error: objective.environment: the rollout of .*KeyError: 'no such tool'", done.stderr)
+    assert "peer" not in done.stderr and "wait for each other" not in done.stderr
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
@@ -153,6 +180,7 @@ def test_what_is_refused(overrides, said):
 # ------------------------------------------------------------------ several updates
 
 
+@pytest.mark.long
 def test_answers_are_drawn_once_for_several_updates(model, data, tmp_path, monkeypatch):
     config = config_of(model, data, tmp_path, *QUICK, "objective.updates=2", "run.steps=4",
                        "objective.temperature=2.0", *DOUBLE)  # fmt: skip

@@ -245,6 +245,7 @@ def test_two_moves_of_which_one_alone_is_not_valid_are_a_pair() -> None:
     assert Knobs(2, 4) in planner.walk.two_moves_away(Knobs(1, 8, keep=True))
 
 
+@pytest.mark.long
 def test_a_walk_begins_with_all_rows_and_at_no_split_that_a_lesser_one_rules_out() -> None:
     roomy, tight = (planner_of(4, "rows=16", FEW, f"device_gb={gb}") for gb in (1.0, 1e-6))
     begun = list(roomy.starts())

@@ -172,7 +172,9 @@ def agreement_of(rank: int, other: Choice | None) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize(("other", "shown"), [(Choice(PAPER, prefetch_depth=2), "prefetch_depth=2"), (None, "nothing fits")])
+@pytest.mark.parametrize(
+    ("other", "shown"), [(Choice(PAPER, prefetch_depth=2), "prefetch_depth=2"), (None, "nothing fits")]
+)
 def test_no_rank_acts_on_a_plan_or_gives_up_alone(ranks, other, shown):
     first, second = ranks(2).run(agreement_of, other)
     assert first == second and "rank 0: Choice(" in first and shown in first.partition("rank 1: ")[2]
@@ -261,6 +263,7 @@ def test_a_sweep_leaves_every_file_of_its_runs_and_one_table(tmp_path: Path):
     assert {p.name for p in (folder / "ranks").iterdir()} == {"rank0.log", "rank1.log"}
 
 
+@pytest.mark.long
 def test_a_budget_that_nothing_fits_into_is_one_error(tmp_path: Path):
     """Found by the ranks, reported like any mistake."""
     least = ("strategy=auto", "model.layers=1", "mesh.shard=1", "run.device_gb=0.00001")
