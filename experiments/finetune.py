@@ -43,8 +43,8 @@ from experiments.lib.task import make_target
 from experiments.tuning.budget import budget_bytes, check_fits, kept_tokens, most_tokens
 from experiments.tuning.config import FinetuneConfig
 from experiments.tuning.dataset import (
+    AnswerTable,
     FinetuneData,
-    Shown,
     open_data,
     prepare_data,
     token_limits,
@@ -99,8 +99,8 @@ def prepare(config: FinetuneConfig) -> FinetuneConfig:
     for path in filter(None, (data.train, data.held_out)):
         attempt(partial(readable, path), wrong)
     if tasks:
-        attempt(lambda: [check_tasks(tasks), *tasks_of(tasks)], of_tasks := [])
-        wrong += [f"run.evaluate: {each}" for each in of_tasks]
+        attempt(lambda: [check_tasks(tasks), *tasks_of(tasks)], task_errors := [])
+        wrong += [f"run.evaluate: {each}" for each in task_errors]
     is_base = config.model in BASES
     model = None if is_base else attempt(lambda: directory_of(config), wrong)
     reward, environment = config.objective.reward, config.objective.environment
@@ -115,16 +115,19 @@ def prepare(config: FinetuneConfig) -> FinetuneConfig:
     if wrong:
         raise ConfigError("\n".join(wrong))
 
-    # A base is kept; another command makes it, once. Built-in prompts need one that was trained on such.
-    how = (f"run.backend={run.backend}", f"run.device={run.device}")
+    # A base that is not there yet is trained once by `experiments.bases`, and kept. Built-in tasks need the
+    # base that has seen such tasks.
+    base_options = (f"run.backend={run.backend}", f"run.device={run.device}")
     if is_base:
-        of_tasks = config.objective.kind.data == "prompts" and data.train is None and config.model == "stdlib"
-        name = "tasks" if of_tasks else config.model
+        has_builtin_tasks = (
+            config.objective.kind.data == "prompts" and data.train is None and config.model == "stdlib"
+        )
+        name = "tasks" if has_builtin_tasks else config.model
         if name in ("stdlib", "tasks"):  # what does not fit the model shows before it is trained
             directory_of(replace(config, model=keep_base("tiny")))
-        model = directory_of(replace(config, model=keep_base(name, *how)))
+        model = directory_of(replace(config, model=keep_base(name, *base_options)))
     if teacher is not None:
-        teacher = keep_base(teacher, *how) if teacher in BASES else teacher
+        teacher = keep_base(teacher, *base_options) if teacher in BASES else teacher
         check_teacher(model, teacher, data.context)
     tokens = config.objective.tokens or (128 if data.train else 4)
     objective = replace(config.objective, reward=reward, tokens=tokens, teacher=teacher)
@@ -132,7 +135,8 @@ def prepare(config: FinetuneConfig) -> FinetuneConfig:
 
 
 def finetune(config: FinetuneConfig, folder: RunFolder, overrides: list[str], stop: Stop) -> None:
-    """Tune on this rank; rank 0 writes everything to the run's folder, and prints its path.
+    """Tune on this rank. Rank 0 writes records, pictures and results to the run's folder and prints its
+    path; every rank writes its part of the checkpoints.
 
     Args:
         config: its model is a directory, its data are folders of `prepared`.
@@ -145,60 +149,61 @@ def finetune(config: FinetuneConfig, folder: RunFolder, overrides: list[str], st
 
         # Restore: the newest checkpoint's state and place in the data, or the first of both.
         state, loader = run.restore(step, parts.make_loader, parts.make_state)
-        run.begin(state, parts.planned.plan, goal, parts.tokens, "token")
+        run.open_report(state, parts.planned.plan, goal, parts.tokens, "token")
         if mesh.rank == 0:
             introduce(parts, state)
 
         # The model as it is, measured while a thread compiles the step.
-        with run.spent.on("lowering"):
+        with run.timer.during("lowering"):
             step.lower(state, parts.batch).compile_async()
         before = measure_first(parts, run, state)
 
         def measure(number: int, state: fs.TrainState) -> float:
-            with run.spent.on("evaluation"):
+            with run.timer.during("evaluation"):
                 value, more = parts.evaluate(state.params)
             return run.report_held_out(number, value, more)
 
-        # The loop. A process that was killed may have been so before it had measured, or after.
-        held_out = measure(run.first - 1, state) if run.first > 1 and run.measures(run.first - 1) else None
+        # The loop. The last process may have been killed between its save and its measurement: measure again.
+        before_first = run.first - 1
+        held_out = measure(before_first, state) if run.is_measured_after(before_first) else None
         for number in run.numbers():
-            with run.spent.on("data"):
+            with run.timer.during("data"):
                 batch = next(loader)
             # The model draws answers to a batch's prompts, and they are rewarded.
             if parts.rewarded is not None:
-                with run.spent.on("rollouts"):
+                with run.timer.during("rollouts"):
                     batch = (parts.rewarded.batch(state, *batch),)
             state = run.make_step(number, state, batch)
 
-            # NaN ends the run, and so does SIGTERM to any rank. Other nodes get a copy if it is wanted.
-            run.settle(number, state, loader)
+            # NaN ends the run, and so does SIGTERM to any rank. Other nodes get a copy if one is due.
+            run.check_and_replicate(number, state, loader)
             if run.watch.fault:
                 del state  # its memory is needed to find where that arose
                 raise run.watch.diagnose()
 
             # Held-out loss and checkpoint, if they are due.
-            held_out = measure(number, state) if run.measures(number) else None
-            run.save(number, state, loader, held_out)
+            held_out = measure(number, state) if run.is_measured_after(number) else None
+            run.save_if_due(number, state, loader, held_out)
 
-        if run.stops:
+        if run.is_ending:
             run.end_early(int(state.step))
             return
 
         # The end: the tuned model is measured and exported, the last checkpoint is on the disk.
         run.report.close()
         after = measure_all(parts, run, state)
-        with run.spent.on("export"):
+        with run.timer.during("export"):
             written = export(config, parts.planned, parts.data.tokenizer, state, step, run.folder)
-        with run.spent.on("saves"):
+        with run.timer.during("saves"):
             fs.checkpoint.wait()
         if mesh.rank != 0:
             return
 
         # Results, on rank 0: answers before and after, the curve, the totals.
-        table = parts.shown.table({"before": before["answers"], "after": after["answers"]})
+        table = parts.answers.table({"before": before["answers"], "after": after["answers"]})
         if table:
             write_text(run.folder / SAMPLES, table)
-        with run.spent.on("reports"):
+        with run.timer.during("reports"):
             title = f"{goal.name} of fine-tuning by {config.objective.name}"
             draw_run(run.folder / METRICS, goal, {}, run.folder / f"{goal.name}.png", title)
         numbers = {name: value for name, value in after.items() if name != "answers"}
@@ -216,11 +221,11 @@ class Parts:
     """The parts of a tuning run; `experiments.generate` reads a checkpoint into it, too.
 
     Args:
-        config: with the peak rate that was chosen.
+        config: the configuration, with the peak rate that was chosen.
         planned: what trains, and the plan of a step.
         held_out: the objective as a forward.
-        shown: prompts whose answers people see.
-        batch: one of the shape of all.
+        answers: the table of prompts whose answers people see.
+        batch: an example batch; all batches have its shape.
         rewarded: what draws answers and rewards them, where that is the objective.
         tasks, scorer: public benchmarks of `run.evaluate`, and what measures by them.
     """
@@ -231,7 +236,7 @@ class Parts:
     data: FinetuneData
     step: Any
     held_out: Any
-    shown: Shown
+    answers: AnswerTable
     batch: Any
     rewarded: RewardedBatches | None
     tasks: tuple[Task, ...]
@@ -276,7 +281,7 @@ class Parts:
             if self.config.data.tokens is not None:
                 rows = measured.at_once * self.mesh.data_size
             # A forward holds as many rows at once as a training step.
-            batches = measured.once(
+            batches = measured.one_pass(
                 rows, measured.rows_for(self.config.data.held_out_rows), **place_of(self.mesh)
             )
             value, more = mean_over(self.held_out, params, zip(batches), self.mesh.device)
@@ -291,7 +296,7 @@ class Parts:
 
     def sample(self, params: Any) -> str:
         """Return prompts and the model's answers."""
-        return self.shown.table({"answer": self.shown.answers(params)})
+        return self.answers.table({"answer": self.answers.answers(params)})
 
 
 def build(config: FinetuneConfig, only_prompt: bool = False, tokens: int | None = None) -> Parts:
@@ -314,7 +319,7 @@ def build(config: FinetuneConfig, only_prompt: bool = False, tokens: int | None 
     tuning, objective = tuning_of(config, lm), OBJECTIVES[config.objective.name]
     loss = objective(tuning, config.objective, training=True)
 
-    def make(config: FinetuneConfig) -> tuple[Any, ...]:
+    def build_step(config: FinetuneConfig) -> tuple[Any, ...]:
         data = open_data(config, lm.vision)
         if config.objective.kind.data == "prompts":
             multiple = math.lcm(WIDTHS, config.mesh.context)
@@ -333,42 +338,42 @@ def build(config: FinetuneConfig, only_prompt: bool = False, tokens: int | None 
         run = replace(config.run, device_gb=None)
         return replace(config, data=replace(config.data, tokens=tokens), run=run)
 
-    def peak_of(tokens: int) -> int:
-        *_, batch, _, step = make(with_tokens(tokens))
+    def predict_peak(tokens: int) -> int:
+        *_, batch, _, step = build_step(with_tokens(tokens))
         return step.lower(tuning.params, batch).memory_analysis().peak_bytes
 
     if config.data.tokens == AUTO:
         budget = budget_bytes(config, mesh)
         if tokens is None:
-            tokens = most_tokens(peak_of, budget, *token_limits(config))
+            tokens = most_tokens(predict_peak, budget, *token_limits(config))
         else:
-            check_fits(tokens, peak_of(tokens), budget)
+            check_fits(tokens, predict_peak(tokens), budget)
         config = with_tokens(tokens)
-    data, prompts, batch, planned, step = make(config)
+    data, prompts, batch, planned, step = build_step(config)
     specs = planned.plan.specs
     config = replace(config, optimizer=replace(config.optimizer, lr=planned.rate))
 
     # Forwards of the same leaves: the objective on held-out data, and answers that are shown.
-    how = forward_options(config, mesh)
-    held_out = fs.shard_forward(objective(tuning, config.objective, training=False), specs, **how)
+    options = forward_options(config, mesh)
+    held_out = fs.shard_forward(objective(tuning, config.objective, training=False), specs, **options)
     examples = data.examples(run, lm.context)[-1 if only_prompt else 0 :]
-    examples = [] if config.objective.kind.exported else examples  # a tuned model that writes nothing
+    examples = [] if config.objective.kind.exported else examples  # classifiers and the like write no text
     hidden = lm.hidden if not data.measured.images else partial(_hidden_of_images, lm)
-    answer = fs.shard_forward(tuning.policy(last_logits(hidden, lm.unembed)), specs, **how)
-    window = window_of(examples, run.sampled, lm.context)
+    answer = fs.shard_forward(tuning.policy(last_logits(hidden, lm.unembed)), specs, **options)
+    window = window_of(examples, run.sample_length, lm.context)
     images = data.images_of(examples, window, mesh.device)
     sampler = Sampler(answer, window, mesh.device, temperature=0.0, more=images)
-    shown = Shown(sampler, data.tokenizer, examples, run.sampled)
+    answers = AnswerTable(sampler, data.tokenizer, examples, run.sample_length)
 
     # What draws answers and rewards them; what measures tasks.
-    rewarded = None if prompts is None else make_rewarded_batches(prompts, tuning, step, specs, mesh, how)
+    rewarded = None if prompts is None else make_rewarded_batches(prompts, tuning, step, specs, mesh, options)
     tasks = tuple(tasks_of(run.evaluate))
     longest = max((len(q.choices) for task in tasks for q in task.questions), default=1)
     scorer = Scorer(
-        lm, data.tokenizer, mesh, lambda fn: fs.shard_forward(tuning.policy(fn), specs, **how),
+        lm, data.tokenizer, mesh, lambda fn: fs.shard_forward(tuning.policy(fn), specs, **options),
         rows=max(config.data.rows // mesh.data_size, longest),
     )  # fmt: skip
-    return Parts(config, mesh, planned, data, step, held_out, shown, batch, rewarded, tasks, scorer)
+    return Parts(config, mesh, planned, data, step, held_out, answers, batch, rewarded, tasks, scorer)
 
 
 def _hidden_of_images(lm: LanguageModel, params: Any, tokens: torch.Tensor, images: Any) -> torch.Tensor:
@@ -380,13 +385,13 @@ def _hidden_of_images(lm: LanguageModel, params: Any, tokens: torch.Tensor, imag
 
 def introduce(parts: Parts, state: fs.TrainState) -> None:
     """Print, on rank 0, what trains, and on what."""
-    shown = parts.data.shown(colour=sys.stdout.isatty())
+    first_record = parts.data.shown(colour=sys.stdout.isatty())
     drawn = "" if parts.rewarded is None else f"{parts.rewarded}\n"
     if parts.config.data.tokens is not None:
         drawn += f"data.tokens={parts.config.data.tokens}: {parts.data.budget}\n"
     print(
         f"{parts.planned.why}\n{parts.planned.tuning.codes(state.params)}{drawn}data: {parts.data.train}\n"
-        f"the first of them; what is learned stands between « and »:\n{shown}\n",
+        f"the first of them; what is learned stands between « and »:\n{first_record}\n",
         flush=True,
     )
 
@@ -394,8 +399,8 @@ def introduce(parts: Parts, state: fs.TrainState) -> None:
 def measure_first(parts: Parts, run: Run, state: fs.TrainState) -> Measured:
     """Return what the model was before the first step: measured now, or by the process that began the run."""
     config, path = parts.config, run.folder / BEFORE
-    of = [config.model, config.objective.name, config.data.held_out, config.run.prompt, config.run.sampled]
-    of += config.run.evaluate
+    of = [config.model, config.objective.name, config.data.held_out, config.run.prompt]
+    of += [config.run.sample_length, *config.run.evaluate]
     try:
         known = read_record(path) or {}
     except DamagedError as error:
@@ -410,30 +415,30 @@ def measure_first(parts: Parts, run: Run, state: fs.TrainState) -> Measured:
             write_record(path, values)
         return values
     # A run that goes on from another one's checkpoint has none.
-    return known or {"answers": ["-"] * len(parts.shown.examples)}
+    return known or {"answers": ["-"] * len(parts.answers.examples)}
 
 
 def measure_all(parts: Parts, run: Run, state: fs.TrainState) -> Measured:
     """Measure the goal's number on held-out data, perplexity, and answers; all ranks call it together."""
-    with run.spent.on("evaluation"):
+    with run.timer.during("evaluation"):
         loss, more = parts.evaluate(state.params)
     values: Measured = {parts.goal.held_out: loss}
     if parts.config.objective.name == "sft":
         values["perplexity"] = math.exp(min(loss, 700.0))
     values |= {HELD_OUT + name: value for name, value in more.items()}
-    with run.spent.on("samples"):
-        return values | {"answers": parts.shown.answers(state.params)}
+    with run.timer.during("samples"):
+        return values | {"answers": parts.answers.answers(state.params)}
 
 
 def _changed(name: str, old: float | None, new: float) -> str:
-    shown = name.replace("_", " ").replace("held out", "held-out")
-    return f"{shown}: {new:.3f}" if old is None else f"{shown}: {old:.3f} before, {new:.3f} after"
+    label = name.replace("_", " ").replace("held out", "held-out")
+    return f"{label}: {new:.3f}" if old is None else f"{label}: {old:.3f} before, {new:.3f} after"
 
 
 JOB = Job(COMMAND, prepare, finetune)
 
 if __name__ == "__main__":
-    # Under its own name: launchers of sweeps send it to other processes.
+    # By its own name, so that launchers of sweeps can pickle it.
     from experiments import finetune as job
 
     main(job.JOB)

@@ -107,14 +107,14 @@ def of_training(config: TrainConfig) -> Parts:
     optimizer = make_optimizer(config.optimizer, config.schedule, config.run.steps, task.undecayed)
     plan = train.make_plan(config, task, data, mesh, optimizer)
     step = fs.shard_step(task.loss, plan.specs, mesh=mesh, optimizer=optimizer, **plan.options)
-    forward = fs.shard_forward(task.measured, plan.specs, **train.forward_options(config, mesh))
+    forward = fs.shard_forward(task.held_out_loss, plan.specs, **train.forward_options(config, mesh))
     sampler = train.make_sampler(config, task, plan, mesh)
 
     def evaluate(params: Any) -> tuple[float, Mapping[str, float]]:
         return mean_over(forward, params, train.held_out_rows(data, plan, mesh), mesh.device)
 
     def sample(params: Any) -> str:
-        is_text = sampler is not None and config.run.sampled
+        is_text = sampler is not None and config.run.sample_length
         return train.sample(config, data, sampler, params, mesh) if is_text else ""
 
     return Parts(step, train.goal_of(config, data), evaluate, sample)

@@ -4,16 +4,17 @@
     torchrun --nproc-per-node 8 -m experiments.train model=1b          # ranks that torchrun starts
 
 What happens, in order: `main` (`lib.launch`) composes the command line and checks all of it (`lib.compose`,
-whose dataclasses are in `lib.config`), sees what this machine has, takes the run's folder and starts the
-ranks. Each of them calls `train`, below, which goes on from the run's newest checkpoint, if it has one, to
-the last step. What a run is besides its steps (folder, rows, trackers, checkpoints, SIGTERM, NaN) is
-`lib.run`. The same command again goes on with what was not finished.
+whose dataclasses are in `lib.config`), sees what this machine has, calls `prepare`, below, which opens the
+data, takes the run's folder and starts the ranks. Each of them calls `train`, below, which goes on from the
+run's newest checkpoint, if it has one, to the last step. What a run does besides its steps (folder, rows,
+trackers, checkpoints, SIGTERM, NaN) is in `lib.run`. The same command again goes on with what was not
+finished.
 
 Where to look: a key `run.steps=9` is `config.run.steps`; a `_target_` becomes a model, data, a loss or an
-optimizer in `lib.task`; checkpoints are read by `Run.restore` and written by `Run.save`. SIGTERM sets
-`stop.asked`, and `Run.numbers` raises a flag of it before the next step. The flag travels with that step, so
-that all ranks know of it one step later, where `Run.settle` says that the loop ends and `Run.save`
-saves.
+optimizer in `lib.task`, once before the ranks start, so that its mistakes show, and once in each of them;
+checkpoints are read by `Run.restore` and written by `Run.save_if_due`. SIGTERM sets `stop.asked`, and
+`Run.numbers` raises a flag before the next step. The flag travels with that step, so that all ranks know of
+it one step later, where `Run.check_and_replicate` decides that the loop ends, and `Run.save_if_due` saves.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import fnshard as fs
 from experiments.data.text import Dataset, open_dataset
 from experiments.lib.compose import Command
 from experiments.lib.config import TrainConfig
-from experiments.lib.decoder import Sampler, last_logits, safe
+from experiments.lib.decoder import Sampler, last_logits, printable
 from experiments.lib.files import write_text
 from experiments.lib.folder import RunFolder
 from experiments.lib.launch import Job, main
@@ -61,7 +62,8 @@ def prepare(config: TrainConfig) -> TrainConfig:
 
 
 def train(config: TrainConfig, folder: RunFolder, overrides: list[str], stop: Stop) -> None:
-    """Train on this rank; rank 0 writes everything to the run's folder, and prints its path."""
+    """Train on this rank. Rank 0 writes records, pictures and results to the run's folder and prints its
+    path; every rank writes its part of the checkpoints."""
     with Run("train", config, folder, overrides, stop) as run:
         # The mesh: ranks by axes. Those along data axes take other rows.
         mesh = fs.make_mesh(**config.mesh.axes, device=config.run.device)
@@ -77,76 +79,80 @@ def train(config: TrainConfig, folder: RunFolder, overrides: list[str], stop: St
         optimizer = make_optimizer(config.optimizer, config.schedule, config.run.steps, task.undecayed)
         plan = make_plan(config, task, data, mesh, optimizer)
 
-        # The step, and forwards of the same parameters that measure and write.
+        # The step, and forwards of the same parameters that give the held-out loss and the sample.
         step = fs.shard_step(task.loss, plan.specs, mesh=mesh, optimizer=optimizer, **plan.options)
-        forward = fs.shard_forward(task.measured, plan.specs, **forward_options(config, mesh))
+        forward = fs.shard_forward(task.held_out_loss, plan.specs, **forward_options(config, mesh))
         sampler = make_sampler(config, task, plan, mesh)
 
         # Restore: the newest checkpoint's state and place in the data, or the first of both.
         state, loader = run.restore(
-            step, lambda: data.loader(mesh), lambda: step.init(task.init, seed=config.run.seed)
+            step,
+            make_loader=lambda: data.loader(mesh),
+            make_state=lambda: step.init(task.init, seed=config.run.seed),
         )
         goal = goal_of(config, data)
-        run.begin(state, plan, goal, data.tokens, data.unit)
+        run.open_report(state, plan, goal, data.tokens, data.unit)
 
         # What measures the model on held-out data, where `Run.measures` says so.
         def measure(number: int, state: fs.TrainState) -> float:
-            with run.spent.on("evaluation"):
+            with run.timer.during("evaluation"):
                 loss, more = mean_over(forward, state.params, held_out_rows(data, plan, mesh), mesh.device)
             return run.report_held_out(number, loss, more)
 
-        # The loop. A process that was killed may have been so before it had measured, or after.
-        held_out = measure(run.first - 1, state) if run.first > 1 and run.measures(run.first - 1) else None
+        # The loop. The last process may have been killed between its save and its measurement: measure again.
+        before_first = run.first - 1
+        held_out = measure(before_first, state) if run.is_measured_after(before_first) else None
         for number in run.numbers():
-            with run.spent.on("data"):
+            with run.timer.during("data"):
                 batch = next(loader)
             state = run.make_step(number, state, batch)
 
-            # What measures and samples is compiled while the model trains: after all of it is traced.
+            # Trace both forwards, then compile them in the background while the model trains.
             if number == run.first:
-                with run.spent.on("lowering"):
+                with run.timer.during("lowering"):
                     lowered = [forward.lower(state, *next(held_out_rows(data, plan, mesh)))]
-                    lowered += [sampler.lower(state)] if sampler and config.run.sampled else []
+                    lowered += [sampler.lower(state)] if sampler and config.run.sample_length else []
                     for each in lowered:
                         each.compile_async()
 
-            # NaN ends the run, and so does SIGTERM to any rank. Other nodes get a copy if it is wanted.
-            run.settle(number, state, loader)
+            # NaN ends the run, and so does SIGTERM to any rank. Other nodes get a copy if one is due.
+            run.check_and_replicate(number, state, loader)
             if run.watch.fault:
                 del state  # its memory is needed to find where that arose
                 raise run.watch.diagnose()
 
             # Held-out loss and checkpoint, if they are due.
-            held_out = measure(number, state) if run.measures(number) else None
-            run.save(number, state, loader, held_out)
+            held_out = measure(number, state) if run.is_measured_after(number) else None
+            run.save_if_due(number, state, loader, held_out)
 
-        if run.stops:
+        if run.is_ending:
             run.end_early(int(state.step))
             return
 
         # The end: a sample, what else the loss gives, the last checkpoint.
         run.report.close()
-        sampled, more = "", {}
-        with run.spent.on("samples"):
-            if sampler is not None and config.run.sampled:
-                sampled = sample(config, data, sampler, state.params, mesh)
+        sample_text, more = "", {}
+        with run.timer.during("samples"):
+            if sampler is not None and config.run.sample_length:
+                sample_text = sample(config, data, sampler, state.params, mesh)
         if config.objective is not None:  # of text a loss is all there is, and known
-            with run.spent.on("evaluation"):
+            with run.timer.during("evaluation"):
                 _, more = mean_over(forward, state.params, held_out_rows(data, plan, mesh), mesh.device)
-        with run.spent.on("saves"):
+        with run.timer.during("saves"):
             fs.checkpoint.wait()
         if mesh.rank != 0:
             return
 
-        # Results, on rank 0: the curve, tables of pairs and triples to compare with, the totals.
-        with run.spent.on("reports"):
-            tables = data.tables()
-            draw_run(run.folder / METRICS, goal, tables, run.folder / "loss.png", "loss of a training run")
-        if sampled:
-            write_text(run.folder / "sample.txt", sampled)
-        measured = {goal.held_out: held_out, **{HELD_OUT + n: v for n, v in more.items()}, **tables}
+        # Results, on rank 0: the curve, losses of n-gram tables to compare with, the totals.
+        with run.timer.during("reports"):
+            ngram_losses = data.ngram_losses()
+            picture = run.folder / "loss.png"
+            draw_run(run.folder / METRICS, goal, ngram_losses, picture, "loss of a training run")
+        if sample_text:
+            write_text(run.folder / "sample.txt", sample_text)
+        measured = {goal.held_out: held_out, **{HELD_OUT + n: v for n, v in more.items()}, **ngram_losses}
         closing = run.finish(measured, sample="sample.txt")
-        shown = filter(None, [comparison(held_out, goal, tables), sampled, closing])
+        shown = filter(None, [comparison(held_out, goal, ngram_losses), sample_text, closing])
         print("\n\n".join(shown) + f"\nresults: {run.folder}", flush=True)
 
 
@@ -163,7 +169,7 @@ def make_plan(
 ) -> Plan:
     """Plan a step by the configuration's strategy; specs are by its rules, where it has some."""
 
-    def specs(preset: Any, **policy: Any) -> Any:
+    def make_specs(preset: Any, **policy: Any) -> Any:
         policy = dtypes_of(config.precision) | policy
         if config.specs is None:
             return preset(task.params, mesh, tensor=axis_of("tensor", mesh), **policy)
@@ -171,7 +177,8 @@ def make_plan(
 
     return plan_step(
         config.strategy, config.run, task.loss, task.params, mesh, optimizer,
-        batch=next(data.loader(mesh)), specs=specs, hardware=config.hardware.name, along=config.mesh.options,
+        batch=next(data.loader(mesh)), specs=make_specs, hardware=config.hardware.name,
+        along=config.mesh.options,
     )  # fmt: skip
 
 
@@ -189,21 +196,20 @@ def goal_of(config: TrainConfig, data: Dataset | TargetData) -> Goal:
 
 
 def held_out_rows(data: Dataset | TargetData, plan: Plan, mesh: fs.Mesh) -> Iterator[tuple[Any, ...]]:
-    """Return this rank's held-out batches, of as many rows as a step holds at once: that much memory there
-    is."""
+    """Return this rank's held-out batches, in micro-batches of the training size, so that they fit."""
     return data.held_out(mesh, data.rows // mesh.data_size // plan.accumulate)
 
 
 def sample(config: TrainConfig, data: Dataset, sampler: Sampler, params: Any, mesh: fs.Mesh) -> str:
     """Return the prompt and what follows it; each rank draws its own."""
     prompt = data.encode(config.run.prompt)
-    (drawn,) = sampler(params, [prompt], config.run.sampled, config.run.seed + mesh.data_rank)
-    return safe(data.decode([*prompt, *drawn]))
+    (drawn,) = sampler(params, [prompt], config.run.sample_length, config.run.seed + mesh.data_rank)
+    return printable(data.decode([*prompt, *drawn]))
 
 
 JOB = Job(COMMAND, prepare, train)
 
 if __name__ == "__main__":
-    from experiments import train as job  # under its own name: launchers of sweeps send it to other processes
+    from experiments import train as job  # by its own name, so that launchers of sweeps can pickle it
 
     main(job.JOB)

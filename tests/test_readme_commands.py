@@ -228,6 +228,11 @@ TABLE = {
     ),
     "python -m experiments.plan model=405b devices=16384 tokens=15e12 rows=2048": SEARCH,
     "python -m experiments.plan model=8b days=30 tokens=1e12": SEARCH,
+    "python -m experiments.plan --config-dir=experiments/examples/deepseek_v3/conf experiment=deepseek_v3 devices=256 rows=2048": Row(
+        "model.width=64 model.layers=2 model.dense=1 model.heads=2 model.head=16 model.rotated=8 model.query_rank=32 "
+        "model.key_rank=16 model.mlp=64 model.experts=8 model.chosen=2 model.expert_mlp=32 model.context=64 model.vocab=256 "
+        "devices=1 rows=1"
+    ),
     # -- measuring
     "python -m experiments.bench": SAMPLE,
     "python -m experiments.bench case=parity": Row(),

@@ -211,7 +211,7 @@ class Dataset:
         for starts in mine.split(math.gcd(len(mine), rows)):
             yield cut(self.measured, starts.numpy(), self.config.context)
 
-    def tables(self) -> dict[str, float]:
+    def ngram_losses(self) -> dict[str, float]:
         """Return losses of n-gram tables at exactly the targets of the held-out windows, nats; none where
         tokens are not bytes.
 

@@ -44,7 +44,7 @@ def subject_of(config: Any, layers: int | None = None) -> Subject:
     """Make the subject of a configuration of `explain` or `plan`.
 
     Args:
-        layers: so many in the place of the decoder's own.
+        layers: so many in the place of the model's own; of one's own model its key `layers`.
 
     Raises:
         ConfigError: a `_target_` does not import, or does not take its keys.
@@ -58,6 +58,8 @@ def subject_of(config: Any, layers: int | None = None) -> Subject:
         words += f"context {sizes.context:,}"
         batch = _texts(sizes.context)
         return Subject(loss, params, batch, UNDECAYED, sizes.parameters, sizes.context, "token", words)
+    if layers is not None:
+        config = replace(config, model={**model, "layers": layers})
     task = make_task(config)
     named, structure = fs.tree.flatten_with_paths(task.params)
     size = sum(leaf.numel() for leaf in named.values() if leaf.requires_grad or not _is_buffer(leaf, task))

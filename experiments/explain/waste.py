@@ -179,7 +179,7 @@ def _changes(paper: Paper) -> str:
         except FnshardError:  # no such step, as it would say if somebody asked for it
             continue
         other = price(config, on_paper.memory, on_paper.timeline)
-        gain = now.slower_than(other)
+        gain = now.relative_slowdown(other)
         if other.fits(paper.device_bytes) and gain >= WORTH:
             extra = other.peak_bytes - now.peak_bytes
             more = f"{byte_text(abs(extra))} {'more' if extra > 0 else 'less'} on the device"

@@ -295,7 +295,7 @@ class RunConfig:
     watch: Literal["hunt", "stop", "off"] = "hunt"
 
     @property
-    def sampled(self) -> int:
+    def sample_length(self) -> int:
         """Tokens of a sample: each takes a forward, and a look at a few steps is not to wait for 256."""
         return min(256, 2 * self.steps) if self.sample_tokens is None else self.sample_tokens
 

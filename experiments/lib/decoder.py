@@ -317,6 +317,6 @@ class Sampler:
         return torch.tensor(padded, device=self.device), last
 
 
-def safe(text: str) -> str:
+def printable(text: str) -> str:
     """Text without what a terminal would take for a command."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)

@@ -55,7 +55,7 @@ class RunFolder:
     made: str = ""
 
     @property
-    def root(self) -> Path:
+    def checkpoints(self) -> Path:
         return Path(self.folder, CHECKPOINTS)
 
 
@@ -107,7 +107,7 @@ def discard(run: RunFolder) -> bool:
         Whether it is gone.
     """
     folder, rows = Path(run.folder), Path(run.folder, METRICS)
-    if not run.made or (rows.exists() and rows.stat().st_size) or any(run.root.glob("*")):
+    if not run.made or (rows.exists() and rows.stat().st_size) or any(run.checkpoints.glob("*")):
         return False
     shutil.rmtree(folder, ignore_errors=True)
     with suppress(OSError):  # another process may be at work above it; why the run ended matters more

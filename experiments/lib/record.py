@@ -134,10 +134,10 @@ class TimeSpent:
     counts, so that no second counts twice. Seconds that passed before this was made are added to `seconds`.
 
     >>> ticks = iter([0.0, 1.0, 3.0, 6.0, 10.0, 15.0])
-    >>> spent = TimeSpent(clock=lambda: next(ticks))
-    >>> with spent.on("evaluation"), spent.on("samples"):
+    >>> timer = TimeSpent(clock=lambda: next(ticks))
+    >>> with timer.during("evaluation"), timer.during("samples"):
     ...     pass
-    >>> {part: seconds for part, seconds in spent.parts().items() if seconds}
+    >>> {part: seconds for part, seconds in timer.parts().items() if seconds}
     {'evaluation': 6.0, 'samples': 3.0, 'other': 6.0}
     """
 
@@ -148,7 +148,7 @@ class TimeSpent:
         self._since, self._open = self.clock(), ["other"]
 
     @contextmanager
-    def on(self, part: str) -> Iterator[None]:
+    def during(self, part: str) -> Iterator[None]:
         self._turn()
         self._open.append(part)
         try:
@@ -181,9 +181,9 @@ class TimeSpent:
             known = {}
         if any(each.get("began") == began for each in known.get("attempts", [])):
             began = process_began()
-        spent = TimeSpent()
-        spent.seconds["start"] = max(0.0, time.time() - began)
-        return spent, began
+        timer = TimeSpent()
+        timer.seconds["start"] = max(0.0, time.time() - began)
+        return timer, began
 
     def _turn(self) -> None:
         since, self._since = self._since, self.clock()
@@ -264,7 +264,7 @@ class RunRecord:
     folder: Path
     facts: Mapping[str, Any]
     made: int = 0
-    spent: TimeSpent = field(default_factory=TimeSpent)
+    timer: TimeSpent = field(default_factory=TimeSpent)
     began: float = 0.0  # when the command of this process began, by the clock of the host
 
     def __post_init__(self) -> None:
@@ -294,7 +294,7 @@ class RunRecord:
         Returns:
             The totals over all processes.
         """
-        parts = self.spent.parts()
+        parts = self.timer.parts()
         attempt = {
             "started": self._started,
             "began": self.began,

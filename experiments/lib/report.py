@@ -130,7 +130,7 @@ class Report:
 
     def __post_init__(self) -> None:
         path, self.totals = self.folder / METRICS, Totals(self.goal)
-        self._progress = Progress(self.stream, self.steps, self.made, self.record.spent.between_steps)
+        self._progress = Progress(self.stream, self.steps, self.made, self.record.timer.between_steps)
         self._take_over(path)
         self._file = path.open("a", encoding="utf-8")
         self._sums = (self.folder / SUMS).open("a", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Run: what a job does around its steps, on each rank: folder, record, report, signals, checkpoints,
+"""A run of a job, around its steps, on each rank: folder, record, report, signals, checkpoints,
 watchdog."""
 
 from __future__ import annotations
@@ -64,47 +64,49 @@ class Launched:
 
 class Run:
     """A run of a job on one rank, from its start in this process to its end. All ranks call its methods
-    together.
+    together, but for `finish`, which rank 0 calls.
 
         with Run("train", config, folder, overrides, stop) as run:
             ...  # mesh, data, model, plan, step
             state, loader = run.restore(step, data.loader, lambda: step.init(model))
-            run.begin(state, plan, goal, tokens, unit)
+            run.open_report(state, plan, goal, tokens, unit)
             for number in run.numbers():
                 state = run.make_step(number, state, next(loader))
-                run.settle(number, state, loader)
+                run.check_and_replicate(number, state, loader)
                 if run.watch.fault:  # NaN
                     del state
                     raise run.watch.diagnose()
-                held_out = measure(number, state) if run.measures(number) else None
-                run.save(number, state, loader, held_out)
-            if run.stops:  # SIGTERM
+                held_out = measure(number, state) if run.is_measured_after(number) else None
+                run.save_if_due(number, state, loader, held_out)
+            if run.is_ending:  # SIGTERM
                 run.end_early(int(state.step))
                 return
-            run.finish(measured, sample="sample.txt")
+            if run.mesh.rank == 0:
+                run.finish(measured, sample="sample.txt")
 
     Its state: what the process has spent its time on, the step that was launched last and whose numbers
-    nobody has read yet, and what `settle` has found of the step before.
+    nobody has read yet, and what `check_and_replicate` has decided.
 
     Args:
         job: the module of `experiments` that was started.
         config: on this machine; it has `run` and `tracker`, as `TrainConfig` does.
         folder: the run's, which no other process works in.
         overrides: the arguments of the command line.
-        stop: once it is asked on any rank, all make the next step, by which they tell each other, and one
-            more, save, and end.
+        stop: becomes `asked` at a SIGTERM to this rank. The next step carries the news to all ranks; they
+            make one more, save, and end.
     """
 
     def __init__(self, job: str, config: Any, folder: RunFolder, overrides: list[str], stop: Stop):
-        self.job, self.config, self.place, self.overrides, self.stop = job, config, folder, overrides, stop
+        self.job, self.config, self.overrides, self.stop_request = job, config, overrides, stop
+        self.run_folder = folder
         self.folder = Path(folder.folder)
-        self.spent, self._began = TimeSpent.since(self.folder, folder.began)
+        self.timer, self._began = TimeSpent.since(self.folder, folder.began)
         self._starting = ExitStack()
-        self._starting.enter_context(self.spent.on("start"))
+        self._starting.enter_context(self.timer.during("start"))
         self.report: Report | Silent = Silent()
         self.replicas: fs.checkpoint.Replicas | None = None
         self.tracer: Tracer | None = None
-        self.stops = self._saves = False
+        self.is_ending = self._is_save_due = False
         self._launched: list[Launched] = []  # at most the last step
 
     def __enter__(self) -> Run:
@@ -134,28 +136,29 @@ class Run:
             CheckpointError: none there is whole, or fits the model and the optimizer.
             ConfigError: what was saved has seen other batches.
         """
-        run, self._step, self.mesh = self.config.run, step, step.mesh
+        run, folder, self._step, self.mesh = self.config.run, self.run_folder, step, step.mesh
         if run.replicas:  # or as many as the nodes that are left can hold
             nodes = step.mesh.size // int(os.environ.get("LOCAL_WORLD_SIZE", step.mesh.size))
             copies = min(run.replicas, most_copies(nodes))
             name = memory_name(self.folder)
             self.replicas = fs.checkpoint.Replicas(step, name, copies=copies, timeout=run.timeout_s)
 
-        def begin(replicas: fs.checkpoint.Replicas | None = None) -> tuple[fs.TrainState, Loader, str]:
+        def load(replicas: fs.checkpoint.Replicas | None = None) -> tuple[fs.TrainState, Loader, str]:
             loader = make_loader()
-            state, found = restore_newest(self.place.root, self.place.source, step, loader, replicas)
+            state, found = restore_newest(folder.checkpoints, folder.source, step, loader, replicas)
             return make_state() if state is None else state, loader, found
 
-        self._begin_again = lambda: begin()[:2]  # for the watchdog
-        state, loader, self._found = begin(self.replicas)
+        self._load_again = lambda: load()[:2]  # for the watchdog
+        state, loader, self._found = load(self.replicas)
         if self.mesh.rank == 0 and self._found:
             print(f"resume: step {int(state.step)} of {self._found}", flush=True)
         elif self.mesh.rank == 0 and run.resume == AUTO:
             print(f"resume: nothing to go on from, a new run in {self.folder}", flush=True)
         return state, loader
 
-    def begin(self, state: fs.TrainState, plan: Plan, goal: Goal, tokens: int, unit: str) -> None:
-        """Open the run's files, and say what it is.
+    def open_report(self, state: fs.TrainState, plan: Plan, goal: Goal, tokens: int, unit: str) -> None:
+        """Open the run's files and trackers, start the watchdog and the replicas; set `first`, the step to
+        make.
 
         Args:
             tokens: of one step, of all ranks.
@@ -168,7 +171,7 @@ class Run:
             values = OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
             write_sealed(self.folder / "config.yaml", values)
             facts = facts_of(config, self.job, self.overrides, self.mesh, hosts) | {"goal": goal.as_dict()}
-            record = RunRecord(self.folder, facts, made, self.spent, self._began)
+            record = RunRecord(self.folder, facts, made, self.timer, self._began)
             self.report = Report(
                 self.folder, config.run.steps, tokens, record, made,
                 metrics_next_to(self.folder, self._found), trackers=choose_trackers(config.tracker),
@@ -176,7 +179,7 @@ class Run:
             )  # fmt: skip
             print(f"goal: the run {goal.aim}", flush=True)
             write_search(plan, self.folder)
-        self.watch = Watchdog(self._step, config.run.watch, self._begin_again, self.report.say)
+        self.watch = Watchdog(self._step, config.run.watch, self._load_again, self.report.say)
         self._step.clear_flag("stop")
         if self.replicas is not None:
             self.replicas.start(state)
@@ -185,13 +188,13 @@ class Run:
     # ------------------------------------------------------------------ the loop
 
     def numbers(self) -> Iterator[int]:
-        """Yield the numbers of the steps that are left, until all ranks know that one of them was asked to
-        stop: the others are for the next process."""
+        """Yield the numbers of the steps to make, until all ranks know that one of them was asked to stop;
+        the remaining steps are left to the next process."""
         for number in range(self.first, self.config.run.steps + 1):
-            if self.stop.asked:
+            if self.stop_request.asked:
                 self._step.raise_flag("stop")
             yield number
-            if self.stops:
+            if self.is_ending:
                 break
         if self.replicas is not None:  # the last state is on disk
             fs.checkpoint.wait()
@@ -201,21 +204,21 @@ class Run:
     def make_step(self, number: int, state: fs.TrainState, batch: tuple[Any, ...]) -> fs.TrainState:
         """Make step `number`, and report the numbers of the step before.
 
-        The device works on this step while the host reads those, so it never waits for the host. The seconds
-        are those from the call of a step until the one before it is done: on a device that is busy, what a
-        step takes there.
+        The device works on this step while the host reads those, so it never waits for the host. A row's
+        seconds pass from the call of a step until the step before it has finished; on a busy device that is
+        the time of one step.
 
         Raises:
             SpecError, TraceError, ...: as of `fs.shard_step`.
         """
-        step, spent, here = self._step, self.spent, number - self.first + 1
-        on_gpu, is_first, is_writer = self.mesh.device_type == "cuda", here == 1, self.mesh.rank == 0
-        doing = "compile" if is_first and self.config.run.backend != "eager" else "steps"
+        step, timer, nth = self._step, self.timer, number - self.first + 1  # the nth step of this process
+        on_gpu, is_first, is_writer = self.mesh.device_type == "cuda", nth == 1, self.mesh.rank == 0
+        part = "compile" if is_first and self.config.run.backend != "eager" else "steps"
         lowered = None
 
         # Before the first step: its schedule and its memory, as they are predicted.
         if is_first and (is_writer or self.config.run.profile):
-            with spent.on("lowering"):
+            with timer.during("lowering"):
                 lowered = step.lower(state, *batch)
                 planned, base = self.plan.hardware, hardware_of(AUTO, self.mesh)
                 if profile := self.config.run.profile:
@@ -226,60 +229,63 @@ class Run:
                     write_text(self.folder / "schedule.txt", lowered.as_text() + "\n")
                     write_memory(lowered, self.folder)
                     self.report.work = StepWork.of(lowered, peak_of(planned, self.mesh), base)
-        if here == 2 and on_gpu:
+        if nth == 2 and on_gpu:
             torch.cuda.reset_peak_memory_stats()
 
         # The step.
-        tracing = nullcontext() if self.tracer is None else self.tracer.on(here)
-        with tracing, spent.on(doing):
+        tracing = nullcontext() if self.tracer is None else self.tracer.on(nth)
+        with tracing, timer.during(part):
             began = time.perf_counter()
             state, metrics = step(state, *batch)
-            before = self._read()
+            finished = self._read()
             seconds = time.perf_counter() - began
-        self._report_rows(before)
+        self._report_rows(finished)
         self._launched.append(Launched(number, metrics, seconds))
         if is_first:  # nobody waits for what is prepared next
-            with spent.on(doing):
+            with timer.during(part):
                 self._report_rows(self._read())
 
         # After the first step, and the second: what they took.
         if lowered is not None and is_writer:
-            with spent.on("reports"):
+            with timer.during("reports"):
                 append_compiled(lowered, self.folder)
             if self.replicas is not None:
                 self._add_memory(
                     f"replicas: {self.replicas.node_bytes / 1e6:.1f} MB of each node's host memory"
                 )
-        if here == 2 and on_gpu and is_writer:
+        if nth == 2 and on_gpu and is_writer:
             self._add_memory(f"measured peak of a step: {torch.cuda.max_memory_allocated() / 1e6:.1f} MB")
-        if self.tracer is not None and self.tracer.done(here):
+        if self.tracer is not None and self.tracer.done(nth):
             self._write_trace()
         return state
 
-    def settle(self, number: int, state: fs.TrainState, loader: Loader) -> None:
-        """See what follows from step `number`: whether all ranks are to stop after it (`stops`), and whether
-        its numbers and a state that is to be saved are finite (`watch.fault`).
+    def check_and_replicate(self, number: int, state: fs.TrainState, loader: Loader) -> None:
+        """Decide what follows step `number`, and copy its state to other nodes' memory, if that is due.
 
-        A finite state is copied to other nodes' memory at once: a rank that is killed while the model is
-        measured costs no step. The last state goes to disk alone, so that a run which goes on from memory has
-        a step left to make and to save.
+        Sets `is_ending`, whether all ranks are to stop after it; and `watch.fault`, if something is not
+        finite: the numbers that were read last (of this step where it is saved, copied or measured, else of
+        the one before), or the state that is to be saved.
+
+        The copy is made at once, so that a rank that is killed while the model is measured costs no step. The
+        last state goes to disk alone, so that a run which goes on from memory has a step left to make and to
+        save.
         """
         run = self.config.run
-        self.stops = self._step.flag_raised("stop")
-        self._saves = number == run.steps or (run.save_every > 0 and number % run.save_every == 0)
+        self.is_ending = self._step.flag_raised("stop")
+        self._is_save_due = number == run.steps or (run.save_every > 0 and number % run.save_every == 0)
         copies = self.replicas is not None and number % run.replica_every == 0 and number < run.steps
-        if self.stops or self._saves or copies or self.measures(number):
+        if self.is_ending or self._is_save_due or copies or self.is_measured_after(number):
             self._report_rows(self._read())
-        with self.spent.on("saves"):
-            if self.stops or self._saves:
-                self.watch.before_save(state, number)
-            if copies and not self.stops and not self.watch.fault:
+        with self.timer.during("saves"):
+            if self.is_ending or self._is_save_due:
+                self.watch.check_state(state, number)
+            if copies and not self.is_ending and not self.watch.fault:
                 self.replicas.save(state, loader)
 
-    def measures(self, number: int) -> bool:
+    def is_measured_after(self, number: int) -> bool:
         """Return whether the model is measured on held-out data after step `number`."""
         run = self.config.run
-        return not self.stops and (number % run.held_out_every == 0 or number == run.steps)
+        return number > 0 and not self.is_ending and (number % run.held_out_every == 0 or number == run.steps)
 
     def report_held_out(self, number: int, value: float, more: Mapping[str, float]) -> float:
         """Report the goal's number on held-out data after step `number`, and what else was measured; return
@@ -287,9 +293,9 @@ class Run:
         self.report.held_out(number, value, {HELD_OUT + name: each for name, each in more.items()})
         return value
 
-    def save(self, number: int, state: fs.TrainState, loader: Loader, held_out: float | None) -> None:
-        """Save step `number` to the run's folder, if it is to be saved, with the goal's number on held-out
-        data, if there is one. Where the run stops here, it is on the disk when this returns.
+    def save_if_due(self, number: int, state: fs.TrainState, loader: Loader, held_out: float | None) -> None:
+        """Save step `number` to the run's folder with the goal's number on held-out data, if it has one; do
+        nothing if no save is due. Where the run ends here, the checkpoint is on the disk when this returns.
 
         A step that cannot be written, and is not the last, is reported: training continues, and what was
         saved before is still there.
@@ -299,25 +305,25 @@ class Run:
                 `fs.checkpoint.wait` raises it.
         """
         run = self.config.run
-        if not (self.stops or self._saves):
+        if not (self.is_ending or self._is_save_due):
             return
         keep = fs.checkpoint.Keep(
             last=run.keep, every=run.keep_every, best=run.keep_best, metric=METRIC,
             mode="max" if self.goal.is_maximised else "min",
         )  # fmt: skip
-        how = {
+        options = {
             "data": loader, "config": dataclasses.asdict(self.config), "keep": keep, "timeout": run.timeout_s,
             "metrics": {} if held_out is None else {METRIC: held_out},
         }  # fmt: skip
-        path = self.place.root / str(number)
-        with self.spent.on("saves"):
+        path = self.run_folder.checkpoints / str(number)
+        with self.timer.during("saves"):
             self.report.sync()
             self._or_warn(fs.checkpoint.wait)
-            if self.stops:
-                fs.checkpoint.save(path, state, **how)
+            if self.is_ending:
+                fs.checkpoint.save(path, state, **options)
                 return
             save = fs.checkpoint.save_async if run.async_save else fs.checkpoint.save
-            write = partial(save, path, state, **how)
+            write = partial(save, path, state, **options)
             if number == run.steps:
                 write()
             else:
@@ -340,7 +346,7 @@ class Run:
     def _report_rows(self, rows: list[tuple[Launched, dict[str, float]]]) -> None:
         """Give what was read to the report and to the watchdog."""
         for launched, values in rows:
-            with self.spent.on("reports"):
+            with self.timer.during("reports"):
                 self.report.step(launched.number, values, launched.seconds)
             self.watch.look(launched.number, values)
 
@@ -350,7 +356,7 @@ class Run:
 
     def _write_trace(self) -> None:
         if self.tracer is not None:
-            with self.spent.on("tracing"):
+            with self.timer.during("tracing"):
                 text = self.tracer.write()
             self.tracer = None
             if text:
@@ -395,7 +401,7 @@ class Run:
         names = (f"{goal.name}.png", sample, "config.yaml", "schedule.txt")
         artifacts = [self.folder / name for name in names]
         totals = self.report.finish("ok", [a for a in artifacts if a.exists()], **summary)
-        values = {**summary, "seconds": totals["seconds"], **varying(totals)}  # of the run, not of its steps
+        values = {**summary, "seconds": totals["seconds"], **varying(totals)}  # "seconds" of the whole run
         write_result(self.folder, status="ok", overrides=self.overrides, goal=goal.as_dict(), **values)
         return self.report.closing(totals)
 

@@ -111,7 +111,7 @@ class TargetData:
         for first in range(0, count - rows * mesh.data_size + 1, rows * mesh.data_size):
             yield self.measured.batch(first + mesh.data_rank * rows + np.arange(rows))
 
-    def tables(self) -> dict[str, float]:
+    def ngram_losses(self) -> dict[str, float]:
         """There are none."""
         return {}
 
@@ -196,7 +196,7 @@ class Task:
     Args:
         init: what `step.init` takes.
         apply, params: as of `fs.make_functional`.
-        loss: of a step; `measured` is the same in `Mean`s.
+        loss: of a step; `held_out_loss` is the same in `Mean`s.
         undecayed: globs of leaves that do not decay.
     """
 
@@ -204,7 +204,7 @@ class Task:
     apply: Callable[..., Any]
     params: Any
     loss: Callable[..., Any]
-    measured: Callable[..., Any]
+    held_out_loss: Callable[..., Any]
     undecayed: tuple[str, ...]
 
 

@@ -50,10 +50,10 @@ def is_finite(step: Any, state: fs.TrainState) -> bool:
     return not any(step.gather_strings("" if finite else "not finite"))
 
 
-Begin = Callable[[], tuple[fs.TrainState, Iterator[tuple[Any, ...]]]]
+Load = Callable[[], tuple[fs.TrainState, Iterator[tuple[Any, ...]]]]
 
 
-def hunt(step: Any, begin: Begin, number: int, say: Callable[[str], None]) -> str:
+def hunt(step: Any, load_again: Load, number: int, say: Callable[[str], None]) -> str:
     """Return where NaN or inf of step `number` arose, in words; all ranks call it together.
 
     States are donated: the one before the step is gone. A resumed run is the same bit for bit, so the run's
@@ -61,14 +61,14 @@ def hunt(step: Any, begin: Begin, number: int, say: Callable[[str], None]) -> st
     replayed by `fs.debug.nan_hunt`: as it ran, and on the eager backend.
 
     Args:
-        begin: the state to resume, and a loader that stands there.
+        load_again: returns the state to resume, and a loader that stands there.
         say: takes lines on what is done, and how long it took.
     """
     began = time.perf_counter()
     with suppress(CheckpointError):  # a failed save was reported; older ones are there
         fs.checkpoint.wait()
     try:
-        state, loader = begin()
+        state, loader = load_again()
         at = int(state.step)
         again = number - at - 1
         some = "1 step is" if again == 1 else f"{again} steps are"
@@ -107,13 +107,13 @@ class Watchdog:
     Args:
         mode: "hunt": a NaN ends the run, and the message says where it arose; "stop": it ends the run; "off":
             nothing is looked at.
-        begin: see `hunt`.
+        load_again: see `hunt`.
         say: rank 0's lines.
     """
 
     step: Any
     mode: str
-    begin: Begin
+    load_again: Load
     say: Callable[[str], None]
     fault: str = field(default="", init=False)
     _number: int = field(default=0, init=False)
@@ -123,8 +123,9 @@ class Watchdog:
         if self.mode != "off" and not self.fault:
             self.fault, self._number = fault_of(values), number
 
-    def before_save(self, state: fs.TrainState, number: int) -> None:
-        """A state that is not finite is not saved over good ones; all ranks call it together."""
+    def check_state(self, state: fs.TrainState, number: int) -> None:
+        """Note a state that is not finite, so that it is not saved over good ones; all ranks call it
+        together."""
         if self.mode != "off" and not self.fault and not is_finite(self.step, state):
             self.fault, self._number = "parameters or optimizer state are not finite", number
 
@@ -133,7 +134,7 @@ class Watchdog:
         number = self._number
         head = f"step {number}: {self.fault}; nothing of it is saved."
         self.say(head)
-        where = hunt(self.step, self.begin, number, self.say) if self.mode == "hunt" else ""
+        where = hunt(self.step, self.load_again, number, self.say) if self.mode == "hunt" else ""
         fix = (
             "Fix: a lower optimizer.lr, optimizer.clip=1, a longer schedule.warmup, or precision=fp32; with "
             "run.resume=FOLDER a new run starts from this one's newest checkpoint. run.watch=off goes on in "

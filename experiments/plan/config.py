@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -83,13 +84,54 @@ class PlanConfig:
 
     @property
     def is_decoder(self) -> bool:
-        """Whether the model is the main job's own, of which few layers say what all need."""
+        """Return whether the model is the main job's own."""
         return isinstance(self.model, DecoderConfig) and self.objective is None
+
+    @cached_property
+    def is_layered(self) -> bool:
+        """Return whether few layers say what all need: of a decoder, and of a language model of one's own
+        that has a key `layers` and leaves `layers.0`, `layers.1` and so on."""
+        if self.is_decoder:
+            return True
+        count = self.model.get("layers") if isinstance(self.model, dict) and self.objective is None else None
+        return type(count) is int and {*self._shapes_by_layer} == {*range(count)}
 
     @property
     def layers(self) -> int:
-        """Return how many equal layers there are: 1 of a model of one's own, looked at as a whole."""
-        return self.model.layers if self.is_decoder else 1
+        """Return how many layers there are; 1 of another model, looked at as a whole."""
+        return (self.model.layers if self.is_decoder else self.model["layers"]) if self.is_layered else 1
+
+    @cached_property
+    def odd_layers(self) -> int:
+        """Return behind how many of the first layers all are alike."""
+        if self.is_decoder or not self.is_layered:
+            return 0
+        *first, last = self._shapes_by_layer.values()
+        return max((number for number, shapes in enumerate(first, 1) if shapes != last), default=0)
+
+    @cached_property
+    def experts(self) -> int:
+        """Return what an axis of experts has to divide: how many a layer has; 1 of a model without."""
+        if self.is_decoder:
+            return 1
+        named = tree_of(self._whole.params)
+        return math.gcd(*(v.shape[0] for p, v in named.items() if "experts" in p and v.dim() == 3)) or 1
+
+    @cached_property
+    def _shapes_by_layer(self) -> dict[int, dict[str, Any]]:
+        """Return the shapes of the leaves of each layer."""
+        found: dict[int, dict[str, Any]] = {}
+        for path, leaf in tree_of(self._whole.params).items():
+            if (number := layer_of(path)) is not None:
+                found.setdefault(number, {})[path.removeprefix(f"layers.{number}")] = leaf.shape
+        return found
+
+    @cached_property
+    def _whole(self) -> Subject:
+        """Return the model as it is."""
+        from experiments.explain.subject import subject_of
+
+        return subject_of(self)
 
     @property
     def row_tokens(self) -> int:
@@ -105,13 +147,15 @@ class PlanConfig:
     @property
     def parameters(self) -> int:
         """Return how many parameters the model has."""
-        return self.model.parameters if self.is_decoder else self.subject(self.layers).parameters
+        return self.model.parameters if self.is_decoder else self._whole.parameters
 
     def subject(self, layers: int) -> Subject:
         """Return what is trained, with so many layers. It is made once: a model and data of one's own may
         take a while."""
         from experiments.explain.subject import subject_of  # and with it torch
 
+        if not self.is_layered:
+            return self._whole
         if layers not in self._subjects:
             self._subjects[layers] = subject_of(self, layers)
         return self._subjects[layers]
@@ -135,12 +179,29 @@ class PlanConfig:
         return said or 2 ** max(0, round(math.log2(BATCH_TOKENS / self.row_tokens)))
 
     def is_split(self, mesh: MeshConfig) -> bool:
-        """Whether axes can split the model so: of one's own model nobody knows what divides it."""
-        return (
-            not uneven_splits(self.model, mesh)
-            if self.is_decoder
-            else mesh.tensor * mesh.context * mesh.pipeline == 1
-        )
+        """Return whether axes can split the model so: of one's own model nobody knows what divides its
+        matrices."""
+        if self.is_decoder:
+            return not uneven_splits(self.model, mesh)
+        is_whole = mesh.tensor * mesh.context == 1 and (mesh.pipeline == 1 or self.is_layered)
+        return is_whole and self.experts % mesh.expert == 0
+
+
+def layer_of(name: str) -> int | None:
+    """Return the number of the layer that a unit, or a leaf, is of; None of others.
+
+    >>> layer_of("layers.12.mlp.up"), layer_of("head.weight")
+    (12, None)
+    """
+    found = re.match(r"layers\.(\d+)(\.|$)", name)
+    return None if found is None else int(found[1])
+
+
+def tree_of(params: Any) -> dict[str, Any]:
+    """Return leaves by path."""
+    import fnshard as fs  # and with it torch
+
+    return fs.tree.flatten_with_paths(params)[0]
 
 
 COMMAND = Command(

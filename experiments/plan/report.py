@@ -78,9 +78,12 @@ def run_line(knobs: Knobs, config: PlanConfig, given: str) -> str:
     known = {word.partition("=")[0] for word in words}
     run = {"accumulate": 1, "accumulate_mode": "reduce", "micro_order": "depth", "device_gb": None,
            "disk_dir": None}  # fmt: skip
+    # How much room experts have is said, and no part of the plan.
+    room = config.mesh.expert_capacity
+    words += [f"mesh.expert_capacity={room}"] if room is not None else []
     plan = {
         "strategy": vars(StrategyConfig(name=knobs.preset, remat=knobs.remat, **knobs.tiers)),
-        "mesh": vars(knobs.mesh),
+        "mesh": vars(replace(knobs.mesh, expert_capacity=room)),
         "run": run,
     }
     for group, values in plan.items():
@@ -210,7 +213,7 @@ def as_text(planner: Planner, best: Candidate, given: str = "") -> str:
         "step time": f"{between(best.seconds, duration_text)}, {utilisation}: {', '.join(parts)}",
         "speed": f"{big(rough(tokens / best.seconds / planner.devices))} {unit}s a second on each device",
         **training,
-        "not in it": "restarts, saves, evaluation, loading of data; plans with experts",
+        "not in it": "restarts, saves, evaluation, loading of data",
         "run": run_line(best.choice, config, given),
     }  # fmt: skip
     wide = max(map(len, rows)) + 2
@@ -219,7 +222,8 @@ def as_text(planner: Planner, best: Candidate, given: str = "") -> str:
     if idle:
         lines.append(f"chosen by the plan, or without effect on it: {', '.join(idle)}")
     others = rivals(planner, best)
-    lines += ["", f"rivals, of {len(planner.seen)} plans looked at:"]
+    cut_short = " before the search was cut short" * planner.work.is_spent()
+    lines += ["", f"rivals, of {len(planner.seen)} plans looked at{cut_short}:"]
     lines += [
         f"  {c.choice.overrides(config.batch_rows)}\n    {why(c, best, planner.budget)}" for c in others
     ]
@@ -276,7 +280,7 @@ def rivals(planner: Planner, best: Candidate) -> list[Candidate]:
 
 def why(candidate: Candidate, best: Candidate, budget: int) -> str:
     """Say why a plan was not taken."""
-    slower = candidate.slower_than(best)
+    slower = candidate.relative_slowdown(best)
     gaps = {n: candidate.parts[n] - best.parts[n] for n in PARTS}
     most = max(gaps, key=gaps.__getitem__)
     much = f"{digits(rough(abs(100 * slower)))}% {'slower' if slower > 0 else 'faster'}"

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,7 +23,8 @@ from experiments.lib.checks import counted
 from experiments.lib.config import MeshConfig, ScheduleConfig
 from experiments.lib.plan import axis_of, dtypes_of
 from experiments.lib.task import make_optimizer
-from experiments.plan.config import DEVICE_SHARE, PlanConfig
+from experiments.plan.config import DEVICE_SHARE, PlanConfig, layer_of
+from experiments.plan.unroll import unroll
 from fnshard.analysis.flops import kernel_flops
 from fnshard.analysis.memory import MemoryTimeline
 from fnshard.compiler.ir.arguments import Arguments
@@ -34,20 +34,24 @@ from fnshard.compiler.schedule.instructions import Run
 from fnshard.compiler.schedule.tasks import MicroOrder
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.plot.scales import byte_text, rough, time_text
-from fnshard.search.price import DEEPEST, PARTS, Candidate, price
-from fnshard.search.walk import Dial, Move, Walk, Work
+from fnshard.search.price import MAX_KERNELS_AHEAD, PARTS, Candidate, price
+from fnshard.search.walk import Dial, Move, SearchEffort, Walk
 from fnshard.step.batches import bytes_of_batch
 from fnshard.step.lowered import Lowered
 from fnshard.step.plan import plan_of
+from fnshard.step.step import Step
 
+TRACED = 4  # layers, in the place of more
 DEPTHS = (4, 5)  # numbers of layers that are lowered; more where kernels further ahead count
 STAGES = (3, 4)  # of a pipeline, that are lowered in the place of more
 GROUPS = (2, 3)  # of micro-batches, likewise, each as many as there are stages
 MOST_CHUNKS = 8  # of a stage
 ENDS = 2  # of a decoder, besides its layers, that may be a chunk each: the embedding and the head
 FAMILIES = 6  # of plans, whose traces are kept
-AXES = ("replicate", "shard", "tensor", "context", "pipeline")
+AXES = ("replicate", "shard", "tensor", "context", "pipeline", "expert")
 SHARES = 200  # what a segment keeps for its backward is chosen in so many parts of what the backward reads
+PIPELINE_SHARES = 20  # likewise, in a pipeline
+LIMIT_LINES = 400_000  # of programs and schedules, that a search makes: ten minutes' work or so
 TIERS = {  # of the optimizer's state
     "device": {},
     "streamed": {"optimizer_memory": "host", "update_on": "device"},
@@ -57,7 +61,7 @@ TIERS = {  # of the optimizer's state
 
 @dataclass(frozen=True)
 class Knobs:
-    """One plan.
+    """A plan.
 
     Args:
         micro_rows: of a rank's micro-batch.
@@ -82,10 +86,11 @@ class Knobs:
     overlap: int = 1
     pipeline: int = 1
     chunks: int = 1
+    expert: int = 1
 
     @property
     def data_ranks(self) -> int:
-        return self.replicate * self.shard
+        return self.replicate * self.shard * self.expert
 
     @property
     def mesh(self) -> MeshConfig:
@@ -132,8 +137,8 @@ class Knobs:
 
 @dataclass
 class Family:
-    """Traces by depth and axes, and kernels, which plans share whose micro-batches are split and shaped
-    alike."""
+    """A store of traces, by depth and axes, and of kernels, which plans share whose micro-batches are split
+    and shaped alike."""
 
     fronts: dict[Any, Front] = field(default_factory=dict)
     kernels: dict[str, Kernel] = field(default_factory=dict)
@@ -147,7 +152,7 @@ class Planner:
     config: PlanConfig
     devices: int
     hardware: fs.Hardware
-    work: Work = field(default_factory=Work)
+    work: SearchEffort = field(default_factory=SearchEffort)
     seen: dict[Knobs, Candidate] = field(default_factory=dict)
     _families: dict[Any, Family] = field(default_factory=dict)
     _optimizers: dict[Any, fs.optim.Optimizer] = field(default_factory=dict)
@@ -172,7 +177,7 @@ class Planner:
         splits = len(list(self.splits()))
         if not splits:
             raise fs.BudgetError(self.nothing())
-        self.work = Work(say)
+        self.work = SearchEffort(say, LIMIT_LINES)
         self.work.tell(f"{counted(splits, 'way')} to split {counted(self.devices, 'device')}")
         walk = self.walk
         best = walk.run()
@@ -184,7 +189,7 @@ class Planner:
 
     def is_too_small(self) -> bool:
         """Return whether not even the plans that save most memory fit."""
-        return not any(self.walk.look(knobs).fits(self.budget) for knobs in self.frugal())
+        return not any(self.walk.price_once(knobs).fits(self.budget) for knobs in self.frugal())
 
     # -------------------------------------------------------------- which plans there are
     def is_valid(self, knobs: Knobs) -> bool:
@@ -206,32 +211,41 @@ class Planner:
             return knobs.chunks == 1 and knobs.order != "zero_bubble"
         micro = self.config.batch_rows // (knobs.data_ranks * knobs.micro_rows)
         return (
-            micro > 0 and micro % knobs.pipeline == 0 and knobs.order == "depth"
-            and self.config.is_decoder and knobs.pipeline * knobs.chunks <= self.config.layers + ENDS
+            micro > 0 and micro % knobs.pipeline == 0 and knobs.order != "breadth"
+            and self.config.is_layered and knobs.pipeline * knobs.chunks <= self.config.layers + ENDS
         )  # fmt: skip
 
     def splits(self) -> Iterator[Knobs]:
-        """Yield each way to split rows' sequences and matrices, all other ranks a shard; rows one by one."""
+        """Yield each way to split rows' sequences and matrices, all other ranks a shard, or as many as can be
+        an axis of experts; rows one by one."""
         near = self.hardware.ranks_per_node
         least = max(near, self.devices // math.gcd(self.devices, self.config.batch_rows))  # that share a row
         for tensor in _divisors(self.devices):
             for context in _divisors(self.devices // tensor):
-                knobs = Knobs(1, self.devices // tensor // context, tensor, context)
-                if tensor * context <= least and self.is_valid(knobs):
-                    yield knobs
+                shard = self.devices // tensor // context
+                for expert in dict.fromkeys((1, self.most_experts(shard))):
+                    knobs = Knobs(1, shard // expert, tensor, context, expert=expert)
+                    if tensor * context <= least and self.is_valid(knobs):
+                        yield knobs
+
+    def most_experts(self, ranks: int) -> int:
+        """Return how many of some ranks can be an axis of experts."""
+        return math.gcd(self.config.experts, ranks)
 
     def starts(self) -> Iterator[Knobs]:
-        """Yield plans for `splits`, with as many rows at a time as fit where all is kept.
+        """Yield plans with a pipeline, then those of `splits`, with as many rows at a time as fit where all
+        is kept.
 
         More ranks for a sequence, or for a matrix, are not looked at where fewer are slower than a plan that
-        fits even with room for all: they exchange more.
+        fits even with room for all: they exchange more. Pipelines come first, as they may rule out all these.
         """
+        yield from self.pipelines()
         for _, splits in itertools.groupby(self.splits(), lambda knobs: knobs.tensor):
             slow: list[bool] = []
             for knobs in splits:
                 rows = list(reversed(_divisors(self.config.batch_rows // knobs.data_ranks)))
                 dial = Dial(len(rows) - 1, lambda level, k=knobs, r=rows: replace(k, micro_rows=r[level]))
-                most = self.walk.look(dial.at(0))
+                most = self.walk.price_once(dial.at(0))
                 known = [c.seconds for c in self.seen.values() if c.fits(self.budget) and c is not most]
                 limit = min(known, default=math.inf)
                 slow.append(most.seconds >= limit)
@@ -240,7 +254,6 @@ class Planner:
                     break
             if slow[0]:
                 break
-        yield from self.pipelines()
 
     def pipelines(self) -> Iterator[Knobs]:
         """Yield a plan with a pipeline for each number of ranks that share a matrix, while more pay.
@@ -256,10 +269,14 @@ class Planner:
                     2 ** min(MOST_CHUNKS, max((self.config.layers + ENDS) // pipeline, 1)).bit_length() // 2
                 )
                 shard = self.devices // tensor // pipeline
-                knobs = Knobs(1, shard, tensor, keep=True, remat="unit", pipeline=pipeline, chunks=chunks)
+                expert = self.most_experts(shard)
+                knobs = Knobs(
+                    1, shard // expert, tensor, keep=True, remat="unit", pipeline=pipeline, chunks=chunks,
+                    expert=expert,
+                )  # fmt: skip
                 if not self.is_valid(knobs):
                     continue
-                next_one = self.walk.look(knobs)
+                next_one = self.walk.price_once(knobs)
                 if best is not None and self.walk.cost(next_one) >= self.walk.cost(best):
                     break
                 best = next_one
@@ -275,13 +292,15 @@ class Planner:
         return [replace(knobs, remat="unit", optimizer="host") for knobs in self.splits()]
 
     def dials(self, knobs: Knobs) -> list[Dial]:
-        """Return the dial that recomputes a larger share of the layers at each level."""
+        """Return the dial that recomputes a larger share of the layers at each level; of a pipeline, whose
+        price takes seconds, in larger parts."""
+        shares = min(SHARES, PIPELINE_SHARES) if knobs.pipeline > 1 else SHARES
 
         def at(level: int) -> Knobs:
-            remat = {0: "none", SHARES: "unit"}.get(level, (SHARES - level) / SHARES)
+            remat = {0: "none", shares: "unit"}.get(level, (shares - level) / shares)
             return replace(knobs, remat=remat)
 
-        return [Dial(SHARES, at)]
+        return [Dial(shares, at)]
 
     def returning_dials(self, knobs: Knobs) -> list[Dial]:
         """Return none: a share of the layers that is recomputed has no second dial."""
@@ -322,7 +341,7 @@ class Planner:
             def move(knobs: Knobs) -> Knobs | None:
                 depth, found = getattr(knobs, name) + by, self.seen.get(knobs)
                 may_pay = by < 0 or (found is not None and found.waits_for_collectives())
-                is_depth = 1 <= depth <= DEEPEST and self.hardware.overlap
+                is_depth = 1 <= depth <= MAX_KERNELS_AHEAD and self.hardware.overlap
                 return replace(knobs, **{name: depth}) if is_depth and may_pay else None
 
             return move
@@ -348,7 +367,8 @@ class Planner:
         """Return a plan's bytes and time, carried on from few layers, micro-batches and stages."""
         if knobs.pipeline > 1:
             return self._of_pipeline(knobs)
-        layers, depths = self.config.layers, tuple(depth + 2 * (knobs.reach - 2) for depth in DEPTHS)
+        layers, more = self.config.layers, self.config.odd_layers + 2 * (knobs.reach - 2)
+        depths = tuple(depth + more for depth in DEPTHS)
         return self._predicted(knobs, depths if layers > depths[-1] else (layers,))
 
     def exact(self, knobs: Knobs) -> Candidate:
@@ -363,7 +383,7 @@ class Planner:
         micro-batches and layers of a chunk, one after another; the fullest of the first two stages and the
         last two holds most."""
         counts = self.layers_by_chunk(knobs)
-        most, groups = max(counts), self.micro_batches(knobs) // knobs.pipeline
+        most, groups = max(counts[1:-1] or counts), self.micro_batches(knobs) // knobs.pipeline
         least = max(knobs.reach, most - min(counts))
         by_depth = {}
         for depth in (least, least + 1) if most > least + 1 else (most,):
@@ -391,9 +411,7 @@ class Planner:
         subject = self.config.subject(self.config.layers)
         units, mesh = fs.units.numeric(subject.params), self.mesh(knobs)
         chunk_of = fs.presets.cut_chunks(subject.params, units, mesh, knobs.chunks)
-        layers = {
-            units[path]: chunk for path, chunk in chunk_of.items() if _layer_of(units[path]) is not None
-        }
+        layers = {units[path]: chunk for path, chunk in chunk_of.items() if layer_of(units[path]) is not None}
         found = Counter(layers.values())
         self._cuts[key] = [found[chunk] for chunk in range(knobs.pipeline * knobs.chunks)]
         return self._cuts[key]
@@ -455,31 +473,57 @@ class Planner:
         Args:
             by_chunk: of a pipeline, how many layers each chunk has; None is what the preset makes of it.
         """
-        mesh = self.mesh(knobs)
-        subject = self.config.subject(layers)
-        loss, params, batch = subject.loss, subject.params, subject.batch(knobs.micro_rows * micro)
-        precision = self.config.precision
-        precision = replace(precision, optimizer=knobs.optimizer_dtype or precision.optimizer)
-        how = {"tensor": axis_of("tensor", mesh), **dtypes_of(precision), **knobs.tiers}
-        specs = fs.presets.PRESETS[knobs.preset](params, mesh, chunks=knobs.chunks, **how)
-        if by_chunk is not None:
-            specs = _with_chunks(specs, by_chunk)
-        optimizer = self._optimizer(subject.undecayed)
-        micro_batches = {"accumulate": micro, "micro_order": knobs.order}
-        step = fs.shard_step(loss, specs, mesh=mesh, optimizer=optimizer, grad_norm=True, **micro_batches)
-        step.resolve(params)
+        step, batch = self.step(knobs, layers, micro, by_chunk)
+        family, mesh, optimizer = self._family(knobs), step.mesh, step.optimizer
         resolved, options = ResolvedSpecs.of(step.specs), step.options
-        family = self._family(knobs.tensor, knobs.context, knobs.micro_rows)
-        # A function of one's own may look at the axes over which rows are split; the decoder does not.
-        traced = layers, () if self.config.is_decoder else (mesh.names, mesh.sizes)
-        if traced not in family.fronts:
-            family.fronts[traced] = step.front(*batch)
-        front = family.fronts[traced]
+        front = self.front(knobs, layers, step, batch)
         front = replace(front, plan=plan_of(optimizer, resolved, mesh, options).for_program(front.program))
         options = replace(options, remat=knobs.remat, prefetch=(knobs.prefetch,) * 2, overlap=knobs.overlap)
         stages = schedule_for(front, resolved.stored, mesh, options, family.kernels, False, kernel_flops)
+        self.work.count_schedule(sum(len(schedule.instructions) for schedule in stages.schedules))
         sizes = bytes_of_batch(Arguments(batch, {}))
         return Lowered(stages, options, optimizer=optimizer, batch_bytes=sizes)
+
+    def step(
+        self, knobs: Knobs, layers: int, micro: int, by_chunk: Sequence[int] | None = None
+    ) -> tuple[Step, tuple[Any, ...]]:
+        """Make the step of so many layers and micro-batches; return it and a rank's batch."""
+        mesh, subject = self.mesh(knobs), self.config.subject(layers)
+        precision = self.config.precision
+        precision = replace(precision, optimizer=knobs.optimizer_dtype or precision.optimizer)
+        how = {axis: axis_of(axis, mesh) for axis in ("tensor", "expert")}
+        how |= {**dtypes_of(precision), **knobs.tiers}
+        specs = fs.presets.PRESETS[knobs.preset](subject.params, mesh, chunks=knobs.chunks, **how)
+        if by_chunk is not None:
+            specs = _with_chunks(specs, by_chunk)
+        step = fs.shard_step(
+            subject.loss, specs, mesh=mesh, optimizer=self._optimizer(subject.undecayed), grad_norm=True,
+            accumulate=micro, micro_order=knobs.order, expert_capacity=self.config.mesh.expert_capacity,
+        )  # fmt: skip
+        step.resolve(subject.params)
+        return step, subject.batch(knobs.micro_rows * micro)
+
+    def front(self, knobs: Knobs, layers: int, step: Step, batch: tuple[Any, ...]) -> Front:
+        """Return the trace of a step. Of many layers a few are traced, and stand for the others."""
+        config, fronts = self.config, self._family(knobs).fronts
+        # A function of one's own may look at the axes over which rows are split; the decoder does not.
+        looked_at = () if config.is_decoder else (knobs.replicate, knobs.shard, knobs.pipeline > 1)
+        key = layers, looked_at
+        if key in fronts:
+            return fronts[key]
+        few = config.odd_layers + TRACED
+        # Of stages a buffer is cut out, too.
+        all_train = all(spec.trainable for spec in ResolvedSpecs.of(step.specs).stored.values())
+        if config.is_layered and layers > few and (all_train or knobs.pipeline == 1):
+            alone = replace(knobs, pipeline=1, chunks=1, order="depth")  # stages are cut where units are
+            short = self.front(alone, few, *self.step(alone, few, 1))
+            segments = unroll(short.segments, layers)
+            if segments is not None:
+                fronts[key] = replace(short, segments=segments)
+                return fronts[key]
+        fronts[key] = step.front(*batch)
+        self.work.count_program(len(fronts[key].program.graph.nodes))
+        return fronts[key]
 
     def _optimizer(self, undecayed: tuple[str, ...]) -> fs.optim.Optimizer:
         """Return the optimizer that all plans share, and with it the traces of its updates."""
@@ -488,8 +532,9 @@ class Planner:
             self._optimizers[undecayed] = make_optimizer(self.config.optimizer, constant, 1, undecayed)
         return self._optimizers[undecayed]
 
-    def _family(self, *key: Any) -> Family:
+    def _family(self, knobs: Knobs) -> Family:
         """Return what such plans share; of a few families alone, as traces take memory."""
+        key = knobs.tensor, knobs.context, knobs.expert, knobs.micro_rows
         self._families[key] = self._families.pop(key, None) or Family()
         for oldest in list(self._families)[:-FAMILIES]:
             del self._families[oldest]
@@ -532,23 +577,17 @@ def _moments(timeline: MemoryTimeline, layers: int, reach: int) -> dict[Any, flo
 def _numbered(unit: str, layers: int, reach: int) -> list[Any]:
     """Return the names of a unit: its own; of a layer how far it is from the first and from the last, where
     it is near."""
-    number = _layer_of(unit)
+    number = layer_of(unit)
     if number is None:
         return [unit]
     return [n for n in (number, number - layers) if -reach <= n < reach]
-
-
-def _layer_of(name: str) -> int | None:
-    """Return the number of the layer that a unit, or a leaf, is of; None of the ends of a decoder."""
-    found = re.match(r"layers\.(\d+)(\.|$)", name)
-    return None if found is None else int(found[1])
 
 
 def _with_chunks(specs: Mapping[str, fs.LayoutSpec], by_chunk: Sequence[int]) -> dict[str, fs.LayoutSpec]:
     """Return specs of a decoder with so many layers in each chunk; what stands before all layers is of the
     first chunk, what stands behind them of the last."""
     chunk_of = [chunk for chunk, count in enumerate(by_chunk) for _ in range(count)]
-    numbers = {path: _layer_of(path) for path in specs}
+    numbers = {path: layer_of(path) for path in specs}
     first = next(place for place, number in enumerate(numbers.values()) if number is not None)
     ends = {path: 0 if place < first else len(by_chunk) - 1 for place, path in enumerate(numbers)}
     return {

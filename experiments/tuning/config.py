@@ -108,18 +108,20 @@ class ObjectiveConfig:
     Of pairs: the chosen above the rejected, by `beta` (null: its paper's), `label_smoothing` of dpo and
     `margin` of simpo. Of rewards: `group` answers to each prompt, of at most `tokens` tokens (null: 128, of
     the built-in tasks 4), are drawn at `temperature` and `top_p`. `reward`: a name, a mapping with _target_,
-    a reward model's directory, or a list of these, whose sum counts (null: exact). `beta` weighs the KL to
-    the model as it was, `lam` is of ppo's advantages; `updates`: steps that learn from the same answers.
-    `environment`: a mapping with _target_, of a function (prompt, ask) -> (messages, reward) that talks with
-    the model for at most `turns` answers, in the place of a reward. `fp32_head`: logits in fp32 whatever the
-    rest is. `gather_once`: ranks hold the whole model while they draw a step's answers, and not a layer at a
-    time for each token; null: where it takes a quarter of a device's memory at most. `balance` weighs the
-    load balance of a mixture of experts (sft; Switch Transformer: 0.01).
+    a reward model's directory, or a list of these, whose sum counts (null: exact; without `data.train`
+    solved). `beta` weighs the KL to the model as it was, `lam` is of ppo's advantages; `updates`: steps
+    that learn from the same answers. `environment`: a mapping with _target_, of a function (prompt, ask)
+    -> (messages, reward) that talks with the model for at most `turns` answers, in the place of a reward.
+    `fp32_head`: logits in fp32 whatever the rest is. `gather_once`: ranks hold the whole model while they
+    draw a step's answers, and not a layer at a time for each token; null: where it takes a quarter of a
+    device's memory at most. `balance` weighs the load balance of a mixture of experts (sft; Switch
+    Transformer: 0.01).
 
-    `distill`: the reverse KL to a `teacher`, a model directory; `on_policy`: on the student's own answers to
-    prompts. `reward`: a reward model, of pairs. `classify`: texts, or with `level=token` their words;
-    `classes` by name (null: those that occur). `embed`: texts that belong together, by InfoNCE of cosines
-    times `scale`; `dims`: the first so many dims of a hidden state, each an embedding (Matryoshka).
+    `distill`: the reverse KL to a `teacher`, a model directory; `on_policy`: on the
+    student's own answers to prompts. `reward`: a reward model, of pairs. `classify`: texts, or with
+    `level=token` their words; `classes` by name (null: those that occur). `embed`: texts that belong
+    together, by InfoNCE of cosines times `scale`; `dims`: the first so many dims of a hidden state, each
+    an embedding (Matryoshka).
     """
 
     name: Literal[tuple(OBJECTIVE_KINDS)] = "sft"

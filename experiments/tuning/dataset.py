@@ -49,7 +49,7 @@ from experiments.data.prepared import (
 from experiments.data.tokenizer import DirectoryTokenizer, Tokenizer, open_directory
 from experiments.lib.checks import ConfigError, attempt
 from experiments.lib.config import AUTO, MULTIPLE, RunConfig
-from experiments.lib.decoder import Sampler, safe
+from experiments.lib.decoder import Sampler, printable
 from experiments.tuning.config import FinetuneConfig
 from experiments.tuning.rewards import needs_of
 from experiments.tuning.vision import Vision
@@ -248,7 +248,7 @@ class Samples:
             return math.ceil(rows * self.count / self.prepared.records)
         return math.ceil(rows * self.prepared.context / self.width)
 
-    def once(self, rows: int, most: int, *, rank: int = 0, ranks: int = 1) -> Iterator[Any]:
+    def one_pass(self, rows: int, most: int, *, rank: int = 0, ranks: int = 1) -> Iterator[Any]:
         """At most `most` rows, each once, for a held-out loss: batches of `rows`, equally many on every rank.
 
         Rows of padding, which no mean counts, fill the last one.
@@ -360,7 +360,7 @@ class FinetuneData:
         Args:
             limit: tokens that the model was made for; of longer prompts the end is shown.
         """
-        if not run.sampled:
+        if not run.sample_length:
             return []
         step = 2 if self.held_out.kind in SIDES else 1
         there = self.held_out.records
@@ -368,7 +368,7 @@ class FinetuneData:
         found = [self.example(self.held_out, int(n)) for n in numbers]
         if run.prompt is not None:
             found.append(Example(self._encode_asked(run.prompt), []))
-        most = None if limit is None else max(1, limit - run.sampled)
+        most = None if limit is None else max(1, limit - run.sample_length)
         if most is not None:  # a prompt without its beginning lacks an image
             found = [e for e in found if not e.images or len(e.prompt) <= most]
         return [replace(e, prompt=e.prompt if most is None else e.prompt[-most:]) for e in found]
@@ -435,7 +435,7 @@ def mark_learned(
     """
     out, targets = [], [False, *map(bool, learned[1:])]
     for is_target, group in groupby(zip(targets, tokens.tolist(), strict=True), key=itemgetter(0)):
-        text = brief(safe(tokenizer.decode([token for _, token in group], control=True)))
+        text = brief(printable(tokenizer.decode([token for _, token in group], control=True)))
         text = text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]} [{len(text) - MOST_SHOWN} more] "
         green = f"\x1b[32m«{text}»\x1b[0m" if colour else f"«{text}»"
         out.append(green if is_target else text)
@@ -532,7 +532,7 @@ def token_limits(config: FinetuneConfig) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class Shown:
+class AnswerTable:
     """Prompts whose answers people see; greedy, so that two answers differ by the model alone."""
 
     sampler: Sampler
@@ -555,7 +555,7 @@ class Shown:
             own = self.tokenizer.decode(example.answer) or "-"
             texts = {**{who: told[number] for who, told in answers.items()}, "author": own}
             # Roles are control tokens, as a rule.
-            lines.append(brief(safe(self.tokenizer.decode(example.prompt, control=True))))
+            lines.append(brief(printable(self.tokenizer.decode(example.prompt, control=True))))
             lines += [f"  {f'{who}:':<7} {_line(text)}" for who, text in texts.items()]
             lines.append("")
         return "\n".join(lines)
@@ -571,7 +571,7 @@ def brief(text: str) -> str:
 
 
 def _line(text: str) -> str:
-    return safe(text).replace("\n", "\\n")
+    return printable(text).replace("\n", "\\n")
 
 
 def window_of(examples: Sequence[Example], tokens: int, limit: int | None) -> int:

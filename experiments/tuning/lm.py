@@ -31,7 +31,7 @@ from experiments.tuning.architecture import (
 from experiments.tuning.vision import Vision, vision_of
 from fnshard.errors import StateError, report
 from fnshard.functional import aliases
-from fnshard.hf.reading import check_directory, quantised_by
+from fnshard.hf.reading import check_directory, find_codes
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.losses import IGNORE, linear_token_losses
 
@@ -384,7 +384,7 @@ def check_codes(folder: Path) -> None:
     for path in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(path, "pt") as file:
-                codes = quantised_by(file.keys())
+                codes = find_codes(file.keys())
         except (OSError, SafetensorError):
             continue  # which who reads the weights names
         if codes:

@@ -32,7 +32,7 @@ from fnshard.runtime.collectives.connect import connection
 from fnshard.runtime.coordination import all_or_none
 from fnshard.runtime.files.folder import flush_directory, flush_file
 from fnshard.runtime.packing import local_block
-from fnshard.step.runner import laid_out
+from fnshard.step.runner import find_layout
 from fnshard.step.shards import foreign_block, unshard
 
 __all__ = ["load", "merge", "save"]
@@ -422,7 +422,7 @@ def _with_layout(params: Any, specs: Any, mesh: Mesh | None) -> tuple[Any, Any, 
     Raises:
         StateError: they are not the base and adapters of `fs.lora`, or the specs are missing.
     """
-    blocks, specs, mesh = laid_out(params, specs, mesh)
+    blocks, specs, mesh = find_layout(params, specs, mesh)
     if specs is None or not isinstance(blocks, Mapping) or not {"base", "adapters"} <= set(blocks):
         raise StateError(
             "these are not the base and adapters of fs.lora, with their specs.",

@@ -38,7 +38,7 @@ CONSTANTS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Observation:
-    """Something whose seconds were predicted and measured: a step, or lines of one.
+    """A step, or lines of one, whose seconds were predicted and measured.
 
     Args:
         predicted: seconds where a constant is `STEP` times as large, by its name; "": as the hardware is.
@@ -51,7 +51,7 @@ class Observation:
     weight: float = 1.0
 
     def share(self, constant: str) -> float:
-        """Seconds that go as one over a constant; none of one that was not tried."""
+        """Return the seconds that go as one over a constant; none of one that was not tried."""
         saved = self.predicted[""] - self.predicted.get(constant, self.predicted[""])
         return saved / (1 - 1 / STEP)
 
@@ -63,7 +63,7 @@ class Observation:
 
 
 def scaled(hardware: Hardware, by: Mapping[str, float]) -> Hardware:
-    """Hardware whose constants are so many times as large: rates are multiplied, times divided.
+    """Return hardware whose constants are so many times as large: rates are multiplied, times divided.
 
     >>> h100 = Hardware.named("h100")
     >>> scaled(h100, {"calls": 2.0}).launch_seconds / h100.launch_seconds
@@ -85,7 +85,7 @@ def _faster(name: str, value: Any, factor: float) -> Any:
 
 
 def changed(hardware: Hardware, constants: Sequence[str] = tuple(CONSTANTS)) -> dict[str, Hardware]:
-    """The hardware, by "", and with each constant `STEP` times as large: what to predict with, for
+    """Return the hardware, by "", and with each constant `STEP` times as large: what to predict with, for
     `Observation.predicted`."""
     return {"": hardware, **{c: scaled(hardware, {c: STEP}) for c in constants}}
 
@@ -116,7 +116,7 @@ def fitted(
 
 
 def corrected(hardware: Hardware, runs: Sequence[Sequence[Observation]], name: str) -> Hardware:
-    """Hardware as runs have measured it: of each its step, and more of it.
+    """Return hardware as runs have measured it: of each its step, and more of it.
 
     Where `FEW` and more different steps were measured, the interval of a prediction is that of each of them
     by constants of the others.

@@ -104,7 +104,7 @@ class DryContext:
         return DryStacks(self.schedule.buckets[bucket], self)
 
     def run(self, env: Env) -> None:
-        """All lines, on an environment of tensors that the tracker follows."""
+        """Run all lines, on an environment of tensors that the tracker follows."""
         env[CONTROL] = self.updater
         self._note_sizes(env, env)
         for index, line in enumerate(self.schedule.instructions):
@@ -179,7 +179,7 @@ def _blocks(bucket: Bucket, flat: Tensor) -> Iterator[tuple[Piece, Tensor]]:
 
 
 class Packing:
-    """`runtime.packing.Packer` without the copies: `rows` are never looked at."""
+    """A `runtime.packing.Packer` that copies nothing: `rows` are never looked at."""
 
     def __init__(self, bucket: Bucket, context: DryContext) -> None:
         self.bucket, self.rows = bucket, context.mesh.axes_size(bucket.axes)
@@ -214,7 +214,7 @@ class Packing:
 
 
 class DryStacks:
-    """`runtime.packing.Stacks`, likewise."""
+    """A `runtime.packing.Stacks` that copies nothing."""
 
     def __init__(self, bucket: Bucket, context: DryContext) -> None:
         ranks = context.mesh.group_ranks(bucket.axes, context.rank)
@@ -242,7 +242,7 @@ class DryUpdater:
 
     @property
     def skip(self) -> bool:
-        """No step on paper is skipped."""
+        """Return False: no step on paper is skipped."""
         return False
 
     def bind(self, paths: tuple[str, ...], number: int) -> Callable[..., Parts]:
@@ -316,7 +316,7 @@ class DryUpdater:
 
 @dataclass
 class DryTransfers:
-    """`runtime.tiers.Transfers`.
+    """A `runtime.tiers.Transfers` that moves nothing.
 
     Host buffers come from a pool, which only grows; those of gradients go back when the worker has done with
     them.

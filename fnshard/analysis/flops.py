@@ -25,7 +25,7 @@ from fnshard.compiler.kernels.segments import Way
 
 @dataclass(frozen=True)
 class Work:
-    """One operator, or a fused group of them.
+    """The work of one operator, or of a fused group of them.
 
     `kind`: "matmul", "attention", "scatter" or "memory". `flops`: of matmuls and attention. `cheap`,
     `costly`: elementwise operations, transcendental ones apart. `launches`: operators that are started.
@@ -124,7 +124,7 @@ def kernel_flops(kernel: Kernel, way: Way) -> float:
 
 
 def _named(node: fx.Node, name: str, default: Any) -> Any:
-    """An argument of an operator, by name."""
+    """Return an argument of an operator, by name."""
     for place, argument in enumerate(node.target._schema.arguments):
         if argument.name == name:
             return node.args[place] if place < len(node.args) else node.kwargs.get(name, default)
@@ -137,7 +137,8 @@ def _is_attention(node: fx.Node) -> bool:
 
 
 def _attention(node: fx.Node) -> float:
-    """Forward: scores and their weighted sum. Backward: scores again, and four gradients.
+    """Count the FLOPs of attention: forward scores and their weighted sum, backward scores again and four
+    gradients.
 
     Documents are data: a row counts as one.
     """
@@ -151,7 +152,8 @@ def _attention(node: fx.Node) -> float:
 
 
 def _is_other_block(node: fx.Node) -> bool:
-    """Whether it is attention to a block that is not the queries' own, which a causal mask shows or hides."""
+    """Return whether it is attention to a block that is not the queries' own, which a causal mask shows or
+    hides."""
     return not _named(node, "first", True) or bool(_named(node, "before", ()))
 
 
@@ -230,7 +232,8 @@ def _numel(value: Any) -> int:
 
 
 def _across_rows(node: fx.Node) -> bool:
-    """Whether a reduction sums over other dims than the last: who reads it runs in a loop of its own."""
+    """Return whether a reduction sums over other dims than the last: who reads it runs in a loop of its
+    own."""
     source, out = _value(node.args[0]), tensors_of(_value(node))
     if source is None or not out:
         return True
@@ -239,7 +242,7 @@ def _across_rows(node: fx.Node) -> bool:
 
 
 class _Counter:
-    """One walk over a graph."""
+    """A walk over one graph."""
 
     def __init__(self, graph: fx.Graph):
         self.nodes = [n for n in graph.nodes if n.op == "call_function"]
@@ -253,7 +256,8 @@ class _Counter:
     def reads(
         self, node: fx.Node, skip: Callable[[fx.Node], bool] = lambda base: False
     ) -> dict[fx.Node, float]:
-        """Bytes read by a node of each value: of a broadcast or a slice no more than is there."""
+        """Return the bytes that a node reads of each value: of a broadcast or a slice no more than is
+        there."""
         out: dict[fx.Node, float] = {}
         gathers = self.kinds[node] == "pointwise" and _name(node) in _LOOKUPS
         for source in node.all_input_nodes:
@@ -321,7 +325,7 @@ class _Counter:
         return out
 
     def _groups(self) -> list[list[fx.Node]]:
-        """Fused groups and single nodes, in an order in which they can run.
+        """Return fused groups and single nodes, in an order in which they can run.
 
         Nodes of one level are fused where one reads the other: a level ends at whatever is not fused and
         at sums over rows, so that no group reads what rests on itself.
@@ -358,7 +362,7 @@ def _root(owner: dict[fx.Node, fx.Node], node: fx.Node) -> fx.Node:
 
 
 def _operations(node: fx.Node, kind: str) -> tuple[float, float]:
-    """Elementwise operations, cheap ones and transcendental ones."""
+    """Count elementwise operations, cheap ones and transcendental ones."""
     name = _name(node)
     count = _numel(_value(node))
     if kind == "reduction":

@@ -27,7 +27,7 @@ from fnshard.compiler.kernels.segments import Way
 
 @dataclass(frozen=True)
 class CallArgument:
-    """One argument of a call, as its caller holds it.
+    """An argument of a call, as its caller holds it.
 
     `storage`: a number, equal for arguments that share a storage; `dropped`: nobody but the call holds
     that storage, which has `bytes`.
@@ -40,7 +40,7 @@ class CallArgument:
 
 @dataclass(frozen=True)
 class Output:
-    """One result: the `new`-th storage that the call made, or the storage of an argument (`argument`)."""
+    """A result: the `new`-th storage that the call made, or the storage of an argument (`argument`)."""
 
     new: int | None
     argument: int | None
@@ -106,7 +106,7 @@ def _inputs_of(module: fx.GraphModule) -> list[Tensor]:
 
 
 def constant_bytes(module: fx.GraphModule) -> int:
-    """Tensors that a kernel holds for itself between calls."""
+    """Count the bytes of tensors that a kernel holds for itself between calls."""
     tensors = [getattr(module, n.target, None) for n in module.graph.nodes if n.op == "get_attr"]
     storages = {
         t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if isinstance(t, Tensor)
@@ -197,7 +197,7 @@ def _names(code: types.CodeType) -> set[str]:
 
 
 class _Silent:
-    """Takes any call, does nothing: a compiled kernel, a check."""
+    """A stand-in of a compiled kernel, or of a check, that takes any call and does nothing."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         return None
@@ -207,7 +207,8 @@ class _Silent:
 
 
 class _Extern:
-    """`extern_kernels`: what writes into a given buffer changes nothing, what makes its own runs on fakes."""
+    """A stand-in of `extern_kernels`: what writes into a given buffer changes nothing, what makes its own
+    runs on fakes."""
 
     def __init__(self, real: Any, tracker: StorageTracker):
         self._real, self._tracker = real, tracker
@@ -223,7 +224,8 @@ class _Extern:
 
 
 def generated_wrapper(compiled: Any, tracker: StorageTracker) -> Callable[..., Any] | None:
-    """The Python function that Inductor generated, made ready to run on fakes; None if there is none."""
+    """Return the Python function that Inductor generated, made ready to run on fakes; None if there is
+    none."""
     runner = getattr(compiled, "compiled_fn_runner", None)
     if getattr(runner, "partitions", None):
         return None

@@ -24,7 +24,7 @@ __all__ = ["Curve", "Hardware", "Link", "mfu"]
 
 
 def mfu(model_flops: float, seconds: float, peak_flops: float) -> float:
-    """Model FLOPs utilisation of a device: model FLOPs / (seconds x the data sheet's dense peak).
+    """Return the model FLOPs utilisation of a device: model FLOPs / (seconds x the data sheet's dense peak).
 
     Model FLOPs are those of matrix products, convolutions and attention in the forward, and twice as many in
     the backward; recomputation adds nothing. Causal attention counts the half of all pairs of positions that
@@ -45,7 +45,8 @@ def mfu(model_flops: float, seconds: float, peak_flops: float) -> float:
 
 @dataclass(frozen=True)
 class Curve:
-    """Units per second by size: `(size, rate)` in rising sizes, interpolated by the size's logarithm.
+    """A rate, in units per second, by size: `(size, rate)` in rising sizes, interpolated by the size's
+    logarithm.
 
     >>> Curve(((1e6, 10.0), (1e8, 30.0))).at(1e7)
     20.0
@@ -66,7 +67,7 @@ class Curve:
         return Curve(((1.0, float(rate)),))
 
     def at(self, size: float) -> float:
-        """Units per second for work of `size` units; the nearest point's beyond the ends."""
+        """Return the units per second for work of `size` units; beyond the ends that of the nearest point."""
         place = bisect_left(self.points, (size, 0.0))
         if place == 0:
             return self.points[0][1]
@@ -82,7 +83,7 @@ class Curve:
 
     @property
     def best(self) -> float:
-        """The highest rate."""
+        """Return the highest rate."""
         return max(rate for _, rate in self.points)
 
 
@@ -99,7 +100,7 @@ class Link:
 
     @staticmethod
     def even(latency_seconds: float, bytes_per_s: float) -> Link:
-        """One rate for all collectives."""
+        """Make a link with one rate for all collectives."""
         return Link(latency_seconds, *(Curve.flat(bytes_per_s),) * 4)
 
 
@@ -165,7 +166,7 @@ class Hardware:
 
     @staticmethod
     def named(name: str) -> Hardware:
-        """One of the table: "h100", "h200", "a100", "b200", "gb200", "mi300x", "l4", "cpu" and others.
+        """Return one of the table: "h100", "h200", "a100", "b200", "gb200", "mi300x", "l4", "cpu" and others.
 
         Raises:
             SpecError: an unknown name; lists the known ones.
@@ -180,7 +181,7 @@ class Hardware:
 
     @staticmethod
     def of(hardware: Hardware | str) -> Hardware:
-        """Itself, or one of the table by name.
+        """Return hardware as it is, or one of the table by name.
 
         Raises:
             SpecError: neither, or an unknown name.
@@ -200,7 +201,7 @@ class Hardware:
 
     @staticmethod
     def measure(mesh: Mesh | None = None, clock: Callable[[], float] = time.perf_counter) -> Hardware:
-        """The machine at hand, by micro-benchmarks of a few seconds.
+        """Measure the machine at hand, by micro-benchmarks of a few seconds.
 
         The disk is not measured (1 GB/s; `dataclasses.replace(..., disk_bytes_per_s=)`). A CPU's memory is
         this rank's share of its host, or of its control group's limit.
@@ -248,12 +249,12 @@ class Hardware:
         return curves.get(dtype) or curves.get(emulated) or curves["f32"]
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON; `from_dict` reads them back."""
+        """Return plain values, for JSON; `from_dict` reads them back."""
         return asdict(self)
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Hardware:
-        """The inverse of `as_dict`, also after JSON."""
+        """Make hardware of what `as_dict` gives, also after JSON."""
         return from_json(Hardware, json.loads(json.dumps(values)))
 
     def __str__(self) -> str:
@@ -274,7 +275,7 @@ def _gpu(
     reached: tuple[float, float, float, float],
     spread: tuple[float, float] | None,
 ) -> Hardware:
-    """A GPU: data-sheet rates times what training reaches of them; arguments as `SHEETS` has them."""
+    """Make a GPU: data-sheet rates times what training reaches of them; arguments as `SHEETS` has them."""
     matmul, attention, streaming, wire = reached
     rates = dict(zip(("bf16", "f16", "f32", "f64"), (tflops[0], *tflops[:3]), strict=True))
     rates |= dict.fromkeys(("float8_e4m3fn", "float8_e5m2"), tflops[3]) if tflops[3] else {}

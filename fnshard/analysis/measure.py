@@ -44,7 +44,7 @@ Points = list[tuple[float, float]]
 
 
 def measure(mesh: Mesh | None = None, clock: Callable[[], float] = time.perf_counter) -> dict[str, Any]:
-    """The values of `Hardware.as_dict`, equal on all ranks; see `Hardware.measure`."""
+    """Return the values of `Hardware.as_dict`, equal on all ranks; see `Hardware.measure`."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     device = mesh.device if mesh else accelerator or torch.device("cpu")
     comm = connection(mesh) if mesh and mesh.size > 1 else None
@@ -65,7 +65,7 @@ def _curve(points: Points) -> dict[str, Any]:
 
 @dataclass
 class _Bench:
-    """Benchmarks on one device; with `comm`, every rank starts each of them together."""
+    """A set of benchmarks on one device; with `comm`, every rank starts each of them together."""
 
     device: torch.device
     comm: Collectives | None
@@ -84,8 +84,8 @@ class _Bench:
 
     @cached_property
     def crowded(self) -> bool:
-        """Whether ranks of some host take turns on too few cores: a step waits for the last one, and so does
-        a sample. The same on all ranks."""
+        """Return whether ranks of some host take turns on too few cores: a step waits for the last one, and
+        so does a sample. The same on all ranks."""
         if self.device.type != "cpu" or self.comm is None:
             return False
         own = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
@@ -96,7 +96,7 @@ class _Bench:
         return any(len(ranks) > len(set().union(*ranks)) for ranks in hosts.values())
 
     def seconds(self, work: Callable[[], Any], device: torch.device | None = None) -> float:
-        """Median of one call, warm."""
+        """Return the median of one call, warm."""
         kind = (device or self.device).type
         wait = (lambda: None) if kind == "cpu" else torch.accelerator.synchronize
         work()
@@ -126,7 +126,7 @@ class _Bench:
 
     # -------------------------------------------------------------- arithmetic
     def compute(self) -> dict[str, Any]:
-        """Matmuls and attention by dtype, exponentials, scattered additions."""
+        """Measure matmuls and attention by dtype, exponentials, scattered additions."""
         found: dict[str, Any] = {"flops": {}, "attention": {}, "attention_heads": {}}
         for name, dtype in DTYPES.items():
             common = name in ("f32", "bf16")
@@ -148,8 +148,9 @@ class _Bench:
         return found
 
     def _matmul(self, n: int, dtype: torch.dtype) -> tuple[float, float]:
-        """FLOPs and FLOP/s of a layer's products: [2n, n] @ [n, 11/4 n] as of an MLP (square ones are up to a
-        quarter faster), the mean of the forward's and the backward's, of operands that no cache holds."""
+        """Return FLOPs and FLOP/s of a layer's products: [2n, n] @ [n, 11/4 n] as of an MLP (square ones are
+        up to a quarter faster), the mean of the forward's and the backward's, of operands that no cache
+        holds."""
         rows, wide = 2 * n, 11 * n // 4
         shapes = (rows, n), (wide, n), (rows, wide)
         size = sum(a * b for a, b in shapes) * dtype.itemsize
@@ -172,13 +173,13 @@ class _Bench:
         return 2.0 * rows * n * wide, 2.0 * rows * n * wide / seconds
 
     def _heads(self, length: int, dtype: torch.dtype) -> dict[str, Any]:
-        """Rates at head sizes around 64, as shares of the rate there."""
+        """Return rates at head sizes around 64, as shares of the rate there."""
         rates = [(float(head), self._attention(length, dtype, head)[1]) for head in (32, 64, 128)]
         return _curve([(head, rate / rates[1][1]) for head, rate in rates])
 
     def _attention(self, length: int, dtype: torch.dtype, head: int = 64) -> tuple[float, float]:
-        """Length and FLOP/s of causal attention [2, 4, length, head], forward and backward, of heads that lie
-        as projections leave them."""
+        """Return length and FLOP/s of causal attention [2, 4, length, head], forward and backward, of heads
+        that lie as projections leave them."""
         made = [self.random(2, length, 4, head, dtype=dtype).transpose(1, 2) for _ in range(4)]
         q, k, v = (each.requires_grad_() for each in made[:3])
         tangent = made[3]
@@ -192,7 +193,7 @@ class _Bench:
 
     # -------------------------------------------------------------- memory
     def memory(self) -> dict[str, Any]:
-        """Streaming and copying by size, the optimizer, the host."""
+        """Measure streaming and copying by size, the optimizer, the host."""
         counts = [self.large * n for n in COUNTS]
         streamed, copied, updated = [], [], []
         for count in counts:
@@ -216,7 +217,8 @@ class _Bench:
         }
 
     def _copy(self, count: int) -> tuple[float, float]:
-        """Bytes and bytes/s of a copy and a cast that find nothing in a cache, as parameters come and go."""
+        """Return bytes and bytes/s of a copy and a cast that find nothing in a cache, as parameters come and
+        go."""
         pairs = [torch.zeros(2, count, device=self.device).unbind(0) for _ in range(self._cold(8 * count))]
         turn = itertools.cycle(pairs)
 
@@ -234,7 +236,7 @@ class _Bench:
         return max(1, min(2048, COLD_BYTES * (1 + (self.large > 1)) // size))
 
     def _update(self, count: int, device: torch.device) -> tuple[float, float]:
-        """Bytes and bytes/s of the fused AdamW in fp32, cold: four tensors read, three written."""
+        """Return bytes and bytes/s of the fused AdamW in fp32, cold: four tensors read, three written."""
         size, optimizers = 28.0 * count, []
         for _ in range(self._cold(28 * count)):
             param = torch.nn.Parameter(torch.zeros(count, device=device))

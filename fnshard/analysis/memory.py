@@ -89,7 +89,7 @@ class MemoryAnalysis:
         return sum(self.resident.values())
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain numbers, strings and dicts."""
+        """Return plain numbers, strings and dicts."""
         return asdict(self) | {"resident_bytes": self.resident_bytes}
 
     def __str__(self) -> str:
@@ -111,24 +111,25 @@ class MemoryAnalysis:
 
 @dataclass(frozen=True)
 class MemoryTimeline:
-    """Bytes at every instruction, each at its worst moment."""
+    """A step's bytes at every instruction, each at its worst moment."""
 
     moments: tuple[Moment, ...]
 
     @property
     def peak_bytes(self) -> int:
-        """The largest of all."""
+        """Return the largest of all."""
         return max((m.bytes for m in self.moments), default=0)
 
     def as_dict(self) -> dict[str, Any]:
-        """`lines`, then one list per category and tier, each as long as the schedule."""
+        """Return `lines`, then one list per category and tier, each as long as the schedule."""
         out: dict[str, Any] = {"lines": [m.line for m in self.moments]}
         out |= {c: [m.device[c] for m in self.moments] for c in CATEGORIES}
         return out | {"host": [m.host for m in self.moments], "disk": [m.disk for m in self.moments]}
 
 
 def made_of(analysis: MemoryAnalysis, detail: str = "") -> str:
-    """The peak in words: bytes and a `detail` of them, the largest parts, the line, and the ways out."""
+    """Return the peak in words: bytes and a `detail` of them, the largest parts, the line, and the ways
+    out."""
     largest = sorted(analysis.peak.items(), key=lambda item: -item[1])[:3]
     return report(
         f"the step's peak is {megabytes(analysis.peak_bytes)} MB on the device{detail}. It is made of:",
@@ -236,7 +237,7 @@ def _inputs(
     batch_bytes: Mapping[str, int],
     slots: Slots,
 ) -> tuple[Env, int]:
-    """State, batch, constants, keys and the seed, on "meta"; and the bytes of constants."""
+    """Make state, batch, constants, keys and the seed, on "meta"; return them and the bytes of constants."""
     mesh, accumulate, env, constants = schedule.mesh, schedule.accumulate, {}, 0
 
     def new(shape: Sequence[int], dtype: torch.dtype, *where: str) -> Tensor:

@@ -34,7 +34,8 @@ UNCOUNTED = "uncounted"  # slots of shared memory, which are counted together, a
 
 @dataclass(eq=False)
 class Storage:
-    """Memory of one allocation. `slot`: of shared memory; it is free when the last of its tensors dies."""
+    """The memory of one allocation. `slot`: of shared memory; it is free when the last of its tensors
+    dies."""
 
     bytes: int
     category: str
@@ -55,13 +56,13 @@ class Moment:
 
     @property
     def line(self) -> str:
-        """The instruction in words."""
+        """Return the instruction in words."""
         line = self.instruction
         return f"{line.phase} {line.unit} {line.verb} {line.detail}"
 
     @property
     def bytes(self) -> int:
-        """On the device, all categories."""
+        """Return the bytes on the device, of all categories."""
         return sum(self.device.values())
 
 
@@ -126,7 +127,7 @@ class StorageTracker(TorchDispatchMode):
         return self.alive[address]
 
     def new(self, shape: Sequence[int], dtype: torch.dtype, stride: Sequence[int] | None = None) -> Tensor:
-        """A tensor on "meta" that is made now."""
+        """Make a tensor on "meta", and follow it."""
         if stride is None:
             value = torch.empty(shape, dtype=dtype, device="meta")
         else:
@@ -171,7 +172,7 @@ class StorageTracker(TorchDispatchMode):
 
     @contextmanager
     def placed(self, tier: str, slot: Any = None) -> Iterator[None]:
-        """What is made in here lies in another tier, or in a slot of shared memory."""
+        """Let what is made in here lie in another tier, or in a slot of shared memory."""
         before, self.tier, self.slot = self.tier, tier, slot
         yield
         self.tier, self.slot = before, None
@@ -181,7 +182,7 @@ class StorageTracker(TorchDispatchMode):
         self.look()
 
     def look(self, workspace: int = 0, dead: Sequence[Storage] = (), unborn: Sequence[Storage] = ()) -> None:
-        """Is this the worst moment of the line?
+        """Note this moment, if it is the worst of the line.
 
         Args:
             workspace: bytes that are taken and given back at once.
@@ -203,7 +204,7 @@ class StorageTracker(TorchDispatchMode):
             self.peak = Peak(here, categories, made, len(self.freed), workspace)
 
     def end(self, index: int, env: Mapping[str, Any]) -> None:
-        """The line has ended: what it made is known by its names."""
+        """End the line: what it made is known by its names."""
         line = self.line
         for name in line.writes:
             if name in env:
@@ -250,7 +251,7 @@ def category_of(name: ValueName) -> str:
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """The tensors of a value in an environment; of a flight, or what is no tensor, none."""
+    """Return the tensors of a value in an environment; of a flight, or what is no tensor, none."""
     found: list[Tensor] = []
     for leaf in optree.tree_leaves(value):
         if isinstance(leaf, Tensor):

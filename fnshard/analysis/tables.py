@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Cells side by side: the first column to the left, numbers to the right, below their heads.
+    """Put cells side by side: the first column to the left, numbers to the right, below their heads.
 
     >>> columns([("MB", "peak"), ("device", "1.0")])
     ['MB      peak', 'device   1.0']
@@ -28,5 +28,5 @@ def _is_number(text: str) -> bool:
 
 
 def megabytes(size: int) -> str:
-    """`1,234.567`: a size in MB (1e6 bytes)."""
+    """Return a size in MB (1e6 bytes), as `1,234.567`."""
     return f"{size / 1e6:,.3f}"

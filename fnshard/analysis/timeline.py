@@ -78,7 +78,7 @@ SLOWDOWN = 0.5
 
 @dataclass
 class HardwarePricer:
-    """Prices the lines of one schedule on one machine.
+    """A pricer of the lines of one schedule on one machine.
 
     Args:
         sizes: bytes of values, by name (`Ledger.sizes`).
@@ -95,13 +95,14 @@ class HardwarePricer:
     def __post_init__(self) -> None:
         self._links: dict[tuple[str, tuple[str, ...]], tuple[Link, int, float]] = {}
         self._kernels: dict[tuple[str, Way], Price] = {}
+        self._flights: dict[tuple[Any, ...], dict[str, Any]] = {}  # many are alike
 
     def counted(self, line: Run) -> GraphCost:
-        """The work of a kernel, one way."""
+        """Return the work of a kernel, one way."""
         return graph_cost(self.schedule.kernels[line.kernel].modules[line.way], fused=self.fused)
 
     def kernel(self, line: Run) -> Price:
-        """Device and host seconds of a kernel, once per kernel and way."""
+        """Return device and host seconds of a kernel, counted once per kernel and way."""
         key = (line.kernel, line.way)
         if key not in self._kernels:
             cost, h = self.counted(line), self.hardware
@@ -127,12 +128,13 @@ class HardwarePricer:
         return self.schedule.buckets[line.bucket]
 
     def block_bytes(self, bucket: Bucket, dtype: str) -> float:
-        """This rank's blocks of a bucket's leaves, in the dtype of that name in their specs."""
+        """Count the bytes of this rank's blocks of a bucket's leaves, in the dtype of that name in their
+        specs."""
         specs = self.schedule.specs
         return float(sum(p.numel * getattr(specs[p.path], dtype).itemsize for p in bucket.pieces))
 
     def leaf_bytes(self, bucket: Bucket, dtype: str) -> float:
-        """The full leaves of a bucket, likewise."""
+        """Count the bytes of the full leaves of a bucket, in such a dtype."""
         specs = self.schedule.specs
         return float(sum(math.prod(p.shape) * getattr(specs[p.path], dtype).itemsize for p in bucket.pieces))
 
@@ -140,29 +142,36 @@ class HardwarePricer:
         return float(sum(self.sizes[n] for n in names))
 
     def copy(self, size: float, **more: Any) -> Price:
-        """Packing, unpacking, a cast or a sum, of bytes read and written."""
+        """Return what packing, unpacking, a cast or a sum takes, of bytes read and written."""
         return self.compute(self.hardware.copy.seconds(size), size, **more)
 
     def unpacked(self, line: Gather | ReduceScatter) -> bool:
-        """Whether a collective reads and writes leaves where they lie, as `Group` does on accelerators."""
+        """Return whether a collective reads and writes leaves where they lie, as `Group` does on
+        accelerators."""
         alike = end_to_end(self.bucket(line), self.schedule.mesh) and line.in_place(self.schedule)
         return self.hardware.overlap and alike
 
     def here_or_on_host(self, line: Instruction, size: float) -> Price:
-        """A cast or sum of so many bytes, on the host if what it reads rests there."""
+        """Return what a cast or sum of so many bytes takes, on the host if what it reads rests there."""
         if not line.on_host(self.schedule):
             return self.copy(size)
         h = self.hardware
         return Price(size / h.host_update_bytes_per_s, h.instruction_seconds, on_host=True)
 
     def compute(self, seconds: float, size: float, **more: Any) -> Price:
-        """One small operator on the device."""
+        """Return what one small operator takes on the device."""
         h = self.hardware
         launch, floor = (h.launch_seconds, h.floor_seconds) if size else (0.0, 0.0)
         return Price(max(seconds, floor), h.instruction_seconds + launch, **more)
 
     def collective(self, verb: str, axes: tuple[str, ...], size: float) -> dict[str, Any]:
-        """The flight of `size` bytes, the whole buffer."""
+        """Return the flight of `size` bytes, the whole buffer."""
+        key = verb, axes, size
+        if key not in self._flights:
+            self._flights[key] = self._fly(*key)
+        return self._flights[key]
+
+    def _fly(self, verb: str, axes: tuple[str, ...], size: float) -> dict[str, Any]:
         if (verb, axes) not in self._links:
             ranks, h = self.schedule.mesh.group_ranks(axes, 0), self.hardware
             self._links[verb, axes] = h.link(ranks), len(ranks), h.adapters(verb, ranks)
@@ -186,7 +195,13 @@ class HardwarePricer:
         }  # fmt: skip
 
     def message(self, stage: int, size: float) -> dict[str, Any]:
-        """The flight of `size` bytes to a rank of another stage, in a queue of its own."""
+        """Return the flight of `size` bytes to a rank of another stage, in a queue of its own."""
+        key = stage, size
+        if key not in self._flights:
+            self._flights[key] = self._send(*key)
+        return self._flights[key]
+
+    def _send(self, stage: int, size: float) -> dict[str, Any]:
         mesh, here = self.schedule.mesh, self.schedule.stage
         ranks = mesh.partner(here, 0), mesh.partner(stage, 0)
         link = self.hardware.link(ranks)
@@ -198,7 +213,8 @@ class HardwarePricer:
         }  # fmt: skip
 
     def transfer(self, line: ToDevice | ToHost) -> Price:
-        """Over the host link; what rests on disk over the disk, too, and with the host waiting."""
+        """Return what a transfer takes over the host link; what rests on disk goes over the disk, too, and
+        the host waits."""
         h = self.hardware
         # Where state is written `into`, each value read goes to one home; a master copy rests with its slots.
         homes = line.into if isinstance(line, ToHost) and line.into else line.reads
@@ -214,7 +230,7 @@ class HardwarePricer:
         return Price(0.0, host, TRANSFER, seconds, blocking=pageable)
 
     def rests_on_disk(self, name: ValueName) -> bool:
-        """Whether a state value's home is the disk."""
+        """Return whether a state value's home is the disk."""
         if not name.is_state:
             return False
         spec = self.schedule.specs[name.path]
@@ -261,7 +277,7 @@ class HardwarePricer:
 
 @dataclass(frozen=True)
 class Span:
-    """One stretch of a lane: what line `index` of the schedule does there; seconds since the step began.
+    """A stretch of a lane: what line `index` of the schedule does there; seconds since the step began.
 
     `communicator`: which lane of all for communication, where these run side by side.
     """
@@ -308,7 +324,7 @@ class Timeline:
     stages: tuple[Timeline, ...] = field(default=(), repr=False)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, without the spans."""
+        """Return plain values, without the spans."""
         out = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in _NOT_PLAIN}
         if self.stages:
             out |= {"bubble": self.bubble, "stages": [stage.as_dict() for stage in self.stages]}
@@ -316,7 +332,7 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The share of the step in which stages wait for one another."""
+        """Return the share of the step in which stages wait for one another."""
         return self.bubble_seconds / self.step_seconds if self.step_seconds else 0.0
 
     @property
@@ -433,7 +449,7 @@ def time_alone(spans: Sequence[Span], covering: Sequence[Span] = ()) -> float:
 
 
 def _flops(pricer: HardwarePricer) -> tuple[float, float, str]:
-    """Model FLOPs, hardware FLOPs, and the dtype most of them are in.
+    """Return model FLOPs, hardware FLOPs, and the dtype most of them are in.
 
     A backward without recomputation costs twice its forward, or less where leaves are frozen: the lesser
     of that and what its kernels do.
@@ -479,7 +495,7 @@ class _Clock:
 
 @dataclass
 class _OneClock(_Clock):
-    """Everything on the caller's thread, one after another."""
+    """A clock of one thread, which does everything, one thing after another."""
 
     now: float = 0.0
 
@@ -505,7 +521,8 @@ class _OneClock(_Clock):
 
 @dataclass
 class _Together(_Clock):
-    """Lanes of their own; `host` is the thread that launches, and what the host computes is the worker's.
+    """A clock of lanes that run side by side; `host` is the thread that launches, and what the host computes
+    is the worker's.
 
     `free`: when a lane is, and when a communicator; `free_links`: when a link between ranks is.
     `numbers_sent`: which numbers of the step the host has been sent. `pending`: when the worker is done with
@@ -560,8 +577,8 @@ class _Together(_Clock):
                 self.host = end
 
     def _numbers(self, line: Instruction) -> float:
-        """When an update on the host has the step's numbers: copied after all that compute was given so
-        far, once before the scalars are there and once after."""
+        """Return when an update on the host has the step's numbers: they are copied after all that compute
+        was given so far, once before the scalars are there and once after."""
         summed = SCALARS in line.reads
         if not isinstance(line, Update) or summed in self.numbers_sent:
             return 0.0
@@ -569,7 +586,7 @@ class _Together(_Clock):
         return self.free[COMPUTE]
 
     def _wait(self, line: Wait, there: float) -> None:
-        """Compute stands still; not for what the worker has sent, which is waited for where it is read."""
+        """Let compute stand still; not for what the worker has sent, which is waited for where it is read."""
         self.ready |= dict.fromkeys(line.writes, there)
         if line.is_for(ToDevice) and all(n.kind is Kind.STORED for n in line.writes):
             return
@@ -593,7 +610,7 @@ class _Together(_Clock):
         self.exposed[lane] += max(0.0, until - max(self.host, self.free[COMPUTE]))
 
     def end(self) -> float:
-        """The step waits for the worker, and for what that has sent."""
+        """Wait for the worker, and for what that has sent; return when the step ends."""
         self.host = max(self.host, self.free[HOST])
         self._expose(TRANSFER, self.free[TRANSFER])
         return max(self.host, *self.free.values())

@@ -21,7 +21,7 @@ from fnshard.compiler.schedule.ir import Schedule
 
 @dataclass(frozen=True)
 class Row:
-    """One kind of message of one unit in one phase ("forward", "backward" or "update").
+    """The messages of one kind, of one unit in one phase ("forward", "backward" or "update").
 
     `axes`: of the mesh; empty for transfers between device and host.
     """
@@ -37,7 +37,8 @@ class Row:
 
 @dataclass(frozen=True, eq=False)
 class Traffic(Mapping[str, dict[str, int]]):
-    """`traffic[verb]` is `{"count": n, "bytes": b}` of whole buffers, for collectives that move buckets.
+    """A step's messages: `traffic[verb]` is `{"count": n, "bytes": b}` of whole buffers, for collectives that
+    move buckets.
 
     `rows`: everything, by collective, axes, unit and phase. `scalar_bytes`: of the sum of scalars.
     """
@@ -64,16 +65,16 @@ class Traffic(Mapping[str, dict[str, int]]):
 
     @property
     def to_device_bytes(self) -> int:
-        """From the host or the disk."""
+        """Return what comes from the host or the disk."""
         return sum(r.bytes for r in self.rows if r.verb == "to_device")
 
     @property
     def to_host_bytes(self) -> int:
-        """To the host or the disk."""
+        """Return what goes to the host or the disk."""
         return sum(r.bytes for r in self.rows if r.verb == "to_host")
 
     def by(self, what: str) -> dict[Any, dict[str, int]]:
-        """Sums over one column: "verb", "axes", "unit" or "phase"."""
+        """Return sums over one column: "verb", "axes", "unit" or "phase"."""
         out: dict[Any, dict[str, int]] = {}
         for row in self.rows:
             entry = out.setdefault(getattr(row, what), {"count": 0, "bytes": 0, "sent_bytes": 0})
@@ -82,7 +83,7 @@ class Traffic(Mapping[str, dict[str, int]]):
         return out
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain numbers, strings and dicts; axes are joined by commas."""
+        """Return plain numbers, strings and dicts; axes are joined by commas."""
         return {
             "sent_bytes": self.sent_bytes,
             "to_device_bytes": self.to_device_bytes,
@@ -108,7 +109,7 @@ class Traffic(Mapping[str, dict[str, int]]):
 
 
 def analyse(schedule: Schedule, sizes: Mapping[ValueName, int]) -> Traffic:
-    """All that a schedule moves between ranks, and between device, host and disk.
+    """Count all that a schedule moves between ranks, and between device, host and disk.
 
     Args:
         sizes: bytes of values, by name; of those that transfers read alone.

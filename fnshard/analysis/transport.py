@@ -31,7 +31,7 @@ Axes = Sequence[str]
 
 
 def kind_of(mesh: Mesh) -> TransportKind:
-    """How the mesh's ranks will talk: as they do, if connected; else what `connect` will choose.
+    """Return how the mesh's ranks will talk: as they do, if connected; else what `connect` will choose.
 
     CPU ranks on one host choose shared memory; where they are spread over hosts, say "p2p". An abstract mesh
     stands for an accelerator's own collectives.
@@ -79,7 +79,8 @@ class Flight:
 
 @dataclass
 class Counting:
-    """One rank's collectives; see `Collectives`. A group of one, or a single rank, has what it sends."""
+    """A rank's collectives, which send nothing; see `Collectives`. A group of one, or a single rank, has what
+    it sends."""
 
     mesh: Mesh
     kind: TransportKind
@@ -89,7 +90,7 @@ class Counting:
     units: dict[tuple[str, ...], Slots] = field(default_factory=dict)  # gathered in place, by axes
 
     def transport_bytes(self) -> int:
-        """Shared memory that the steps so far have touched."""
+        """Count the shared memory that the steps so far have touched."""
         if self.kind != "shared":
             return 0
         words = head_bytes(len(group_names(self.mesh)))
@@ -107,7 +108,7 @@ class Counting:
             return self._new(numel, dtype)
 
     def _slot(self, flat: Tensor, heap: Slots) -> Tensor:
-        """The slot that `flat` was packed in, or one that it is copied to."""
+        """Return the slot that `flat` was packed in, or one that it is copied to."""
         if isinstance(self.tracker.follow(flat).slot, SharedSlot):
             return flat
         return self._in_slot(_take(heap, flat.nbytes), flat.numel(), flat.dtype)
@@ -163,13 +164,13 @@ class Counting:
         return self._made(Flight(lambda: self._sum(part, dtype, n), until_release=kept))
 
     def _made(self, flight: Flight) -> Handle[Any]:
-        """Shared memory makes results at the issue, others when they are waited for."""
+        """Make results: shared memory at the issue, others when they are waited for."""
         return Done(flight.wait()) if self.kind == "shared" else flight
 
     def _sum(
         self, numel: int, dtype: torch.dtype, rows: int, pieces: int = 1, into: Tensor | None = None
     ) -> Tensor:
-        """A sum; of halves in fp32, a chunk at a time."""
+        """Take what a sum takes; halves are summed in fp32, a chunk at a time."""
         result = self._new(numel, dtype) if into is None else into
         if rows > 2 and dtype in HALVES:
             self.tracker.look(workspace=2 * 4 * min(SUM_CHUNK, -(-numel // pieces)))
@@ -189,7 +190,7 @@ class Counting:
     permute = all_to_all  # as much is received as is sent
 
     def all_reduce(self, flat: Tensor, axes: Axes) -> Handle[Any]:
-        """See `Collectives`. The sum is made in place, but not in a shared slot."""
+        """Sum over ranks, see `Collectives`. The sum is made in place, but not in a shared slot."""
         n = self._ranks(axes)
         if n == 1 or self.kind in ("p2p", "native"):
             return Done(flat)
@@ -200,7 +201,7 @@ class Counting:
         return self._made(Flight(lambda: self._sum(numel, dtype, n, pieces, into), until_release=kept))
 
     def send(self, tensors: Sequence[Tensor], rank: int, what: str) -> Handle[None]:
-        """See `Collectives`. Copies are on their way until another task has run."""
+        """Send to another rank, see `Collectives`. Copies are on their way until another task has run."""
         copies = [self._new(t.numel(), t.dtype) for t in tensors]
         return Flight(lambda: None, until_wait=copies)
 
@@ -213,7 +214,8 @@ class Counting:
     def gather_leaves(
         self, runs: Sequence[tuple[int, int]], total: int, dtype: torch.dtype, write: Any, axes: Axes
     ) -> Handle[list[Tensor]] | None:
-        """See `Shared.gather_leaves`: a unit's slot is free when the last of its leaves dies."""
+        """Gather leaves, see `Shared.gather_leaves`: a unit's slot is free when the last of its leaves
+        dies."""
         if self.kind != "shared" or self._ranks(axes) == 1:
             return None
         slot = self._taken(axes, total * dtype.itemsize, views=sum(size > 0 for _, size in runs))
@@ -224,7 +226,7 @@ class Counting:
     def reduce_pair(
         self, numel: int, dtype: torch.dtype, pack: Any, add: Any, axes: Axes, in_place: bool
     ) -> Handle[Tensor] | None:
-        """See `Shared.reduce_pair`: a reduction of two ranks that keep their own rows."""
+        """Sum over two ranks, see `Shared.reduce_pair`: a reduction of two ranks that keep their own rows."""
         if self.kind != "shared" or self._ranks(axes) != 2:
             return None
         slot = self._taken(axes, 2 * numel * dtype.itemsize)
@@ -232,7 +234,7 @@ class Counting:
         return Done(result if in_place else self._new(numel, dtype))  # in place, the sum lies there
 
     def _taken(self, axes: Axes, nbytes: int, views: int = 1) -> SharedSlot:
-        """A slot of leaves, with its header."""
+        """Take a slot of leaves, with its header."""
         return _take(self.units.setdefault(tuple(axes), Slots(0)), header_bytes(self.mesh) + nbytes, views)
 
 

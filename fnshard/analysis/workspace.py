@@ -29,7 +29,7 @@ _CASTS = ("convert_element_type", "_to_copy", "copy", "copy_")  # element by ele
 
 
 def workspace_bytes(op: Any, args: Args, kwargs: Mapping[str, Any], out: Any, device: str) -> int:
-    """Bytes that one call allocates and frees again, besides what it returns.
+    """Count the bytes that one call allocates and frees again, besides what it returns.
 
     Args:
         op: an `OpOverload`, or the name of an aten function that writes into a given buffer (`"mm"`).
@@ -221,7 +221,7 @@ _CHUNKS = {  # where hidden states and the tokens at once stand among the argume
 
 
 def code_of(op: Any, args: Args, device: str) -> Callable[[], Any] | None:
-    """The Python code of an operator of this library on its arguments; None of any other operator.
+    """Return the Python code of an operator of this library on its arguments; None of any other operator.
 
     On paper it is for another device than that of its arguments: as many tokens at once as there.
     """

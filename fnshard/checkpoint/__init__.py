@@ -1,9 +1,10 @@
-"""Checkpoint: a training state on disk, complete or absent, and back onto any mesh.
+"""Checkpoint: save a training state to disk, complete or not at all, and restore it onto any mesh.
 
-A checkpoint is a directory: one safetensors file a rank, and a manifest with a checksum for every byte of
-them. A root is a directory of checkpoints that are named by their steps. Nothing in them is ever unpickled.
-`load_dcp`, `load_deepspeed`, `load_torch` and `save_dcp` are for checkpoints of others.
-Checksums guard against corruption, not against an attacker who writes new ones: he can give wrong numbers.
+A checkpoint is a directory with one safetensors file for each rank, and a manifest with a checksum for every
+byte of them. A root is a directory of checkpoints that are named by their steps. Nothing in them is ever
+unpickled. `load_dcp`, `load_deepspeed`, `load_torch` and `save_dcp` are for checkpoints of other libraries.
+Checksums guard against corruption. They do not guard against an attacker, who can write wrong numbers and
+their checksums.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fnshard.checkpoint.blocks import all_chunks, load_blocks, problems
+from fnshard.checkpoint.blocks import all_chunks, find_problems, load_blocks
 from fnshard.checkpoint.foreign import load_dcp, load_deepspeed, load_torch, save_dcp
 from fnshard.checkpoint.manifest_file import Manifest
 from fnshard.checkpoint.replicas import Replicas
 from fnshard.checkpoint.restoring import specs_and_mesh, state_filler
-from fnshard.checkpoint.retention import Keep, candidates, complete_checkpoints, name_problem, opened
+from fnshard.checkpoint.retention import Keep, find_complete, list_candidates, name_problem, open_checkpoint
 from fnshard.checkpoint.saving import Saving, save_job, wait, wait_for_save
 from fnshard.checkpoint.state_leaves import (
     check_codecs_alike,
-    checked_param_leaves,
-    resolved_as_saved,
+    check_param_leaves,
+    resolve_as_saved,
     restore_targets,
     specs_here,
 )
@@ -59,25 +60,26 @@ def save(
 ) -> Path:
     """Write a checkpoint. A collective: every rank calls it, and all return, or fail, together.
 
-    It is written to a name of its own, flushed, and renamed when it is complete; a kill at any moment leaves
-    what was there. An earlier checkpoint of the name is replaced.
+    It is written under another name, flushed, and renamed when it is complete; a kill at any moment leaves
+    what was there before. An earlier checkpoint of the name is replaced.
 
     Args:
-        path: of the checkpoint's directory, "ckpt/100": on a file system that all ranks see.
+        path: the directory of the checkpoint, "ckpt/100", on a file system that all ranks see.
         state: a `TrainState`, or a tree of stored blocks (which then needs `specs`).
-        specs, mesh: its layout, if the state does not know it (`step.init` and `restore` make ones that do).
-        data: this rank's position in the data: a loader with `state_dict()`, or what that would give.
-        config: the resolved configuration, as JSON has it.
-        metrics: numbers to choose by, see `Keep`.
-        keep: which of the other checkpoints in its folder stay.
-        timeout: seconds after which a silent peer is an error; default the mesh's.
+        specs, mesh: the layout, if the state does not know it (those of `step.init` and `restore` do).
+        data: this rank's position in the data: a loader with `state_dict()`, or what that would return.
+        config: the resolved configuration, of values that JSON has.
+        metrics: numbers by which `keep` chooses, see `Keep`.
+        keep: a rule that says which of the other checkpoints in its folder stay.
+        timeout: the seconds after which a silent peer is an error; by default those of the mesh.
 
     Returns:
         `path`.
 
     Raises:
-        CheckpointError: it could not be written (no room, no permission); what was there is as it was. Or the
-            save in the background before it failed: that is raised when this one is complete.
+        CheckpointError: it could not be written (no room, no permission), and what was there before is
+            unchanged. Or an earlier save in the background failed: this is raised when the new one is
+            complete.
 
     >>> import tempfile, torch, fnshard as fs
     >>> params = {"w": torch.ones(3)}
@@ -102,71 +104,74 @@ def save(
         timeout=timeout,
     )
     job.write()
-    if before is not None:  # this one is complete all the same
+    if before is not None:  # the error of an earlier save; this one is complete
         raise before
     return job.directory.final
 
 
 def save_async(path: str | Path, state: Any, **options: Any) -> Saving:
-    """`save` in the background: returns when the state is copied to the host, so that the next step may have
-    it. The next save waits for this one; so does the end of the process, and `wait`.
+    """Write a checkpoint in the background; return when the state is copied to the host.
 
-    What rests on disk is copied to the host's memory, too.
+    The next step may then have the state. The next save waits for this one, and so do the end of the process
+    and `wait`. Leaves that rest on disk are copied to the host's memory, too.
 
     Args:
-        options: as for `save`.
+        options: the options of `save`.
 
     Raises:
-        CheckpointError: as for `save`; what fails in the background is raised by `Saving.wait`, by `wait`,
-            and by the next save (when that one is under way).
+        CheckpointError: the errors of `save`. What fails in the background is raised by `Saving.wait`, by
+            `wait`, and by the next save (when that one is under way).
     """
     before = wait_for_save()
-    saving = Saving(save_job(path, state, **options).staged())
+    saving = Saving(save_job(path, state, **options).stage())
     if before is not None:
         raise before
     return saving
 
 
 def all_steps(root: str | Path) -> list[int]:
-    """Steps of the complete checkpoints in a directory, rising."""
-    return sorted(step for step, _, _ in complete_checkpoints(as_path(root, "all_steps(root)")))
+    """Return the steps of the complete checkpoints in a directory, the lowest first."""
+    return sorted(step for step, _, _ in find_complete(as_path(root, "all_steps(root)")))
 
 
 def latest(root: str | Path) -> Path | None:
-    """The newest complete checkpoint in a directory; a checkpoint is its own latest.
+    """Return the newest complete checkpoint in a directory; a checkpoint is its own latest.
 
-    Complete means that its manifest is what was written, that all files have their full length, and that it
-    still has the number that it was saved under. Every byte is compared when it is restored, or by `verify`.
+    A checkpoint is complete if its manifest is what was written, if all files have their full length, and if
+    it still has the number that it was saved under. Every byte is compared when it is restored, or by
+    `verify`.
     """
-    return next((folder for _, folder, _ in complete_checkpoints(as_path(root, "latest(root)"))), None)
+    return next((folder for _, folder, _ in find_complete(as_path(root, "latest(root)"))), None)
 
 
 def manifest(path: str | Path) -> Manifest:
-    """The manifest of a checkpoint, or of the newest complete one of a root: step, leaves, config, metrics.
+    """Read the manifest of a checkpoint, or of a root's newest complete one: step, leaves, config, metrics.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is no checkpoint.
     """
-    found = next(complete_checkpoints(as_path(path, "manifest(path)")), None)
+    found = next(find_complete(as_path(path, "manifest(path)")), None)
     if found is None:
-        raise _nothing(Path(path))
+        raise _explain_nothing(Path(path))
     return found[2]
 
 
 def verify(path: str | Path) -> Manifest:
-    """Read every byte of a checkpoint and compare checksums; needs neither ranks nor a mesh.
+    """Read every byte of a checkpoint and compare checksums; this needs neither ranks nor a mesh.
 
     Raises:
-        CheckpointError: names every file and leaf that is not what was written.
+        CheckpointError: something is not what was written; it names every such file and leaf.
     """
     folder = as_path(path, "verify(path)").absolute()
     try:
         found = Manifest.read(folder)
-        wrong = list(filter(None, [name_problem(folder, found)])) + problems(folder, found, all_chunks(found))
+        wrong = list(filter(None, [name_problem(folder, found)])) + find_problems(
+            folder, found, all_chunks(found)
+        )
     except (Corrupt, OSError) as error:
-        raise _unlike(folder, [str(error)]) from error
+        raise _explain_unlike(folder, [str(error)]) from error
     if wrong:
-        raise _unlike(folder, wrong)
+        raise _explain_unlike(folder, wrong)
     return found
 
 
@@ -178,25 +183,25 @@ def restore(
     disk_dir: str | None = None,
     timeout: float | None = None,
 ) -> TrainState:
-    """A checkpoint as a state of this step, on this mesh, whatever it was saved from. A collective.
+    """Restore a checkpoint as a state of this step, on this mesh, whatever it was saved from. A collective.
 
-    Each rank reads the boxes it needs and compares their checksums. dtypes and tiers are those of the specs
-    here: a master copy is filled from the saved one, or from the parameter; a parameter in another dtype from
-    the master copy, if there was one.
+    Each rank reads the boxes that it needs and compares their checksums. dtypes and tiers are those of the
+    specs given: a master copy is filled from the saved one, or from the parameter; a parameter in another
+    dtype from the master copy, if there was one.
 
     Args:
-        path: of a checkpoint; or of a root: then of its newest, and where that is not what was written, with
-            a `CheckpointWarning`, of the one before.
-        step_or_specs: a step with an optimizer; or a spec tree, with the mesh: then optimizer state is what
+        path: a checkpoint; or a root, whose newest checkpoint is restored. If that is not what was written, a
+            `CheckpointWarning` says so, and the one before is restored.
+        step_or_specs: a step with an optimizer; or a spec tree, with the mesh: optimizer state is then what
             the checkpoint has.
-        disk_dir: for specs of leaves that rest on disk (a step knows its own).
-        timeout: seconds after which a silent peer is an error.
+        disk_dir: the directory for leaves of specs that rest on disk (a step knows its directory).
+        timeout: the seconds after which a silent peer is an error.
 
     Returns:
         A state; its `data` is the position in the data that was saved with it.
 
     Raises:
-        CheckpointError: there is none, or none that is complete, or it is of another model or optimizer.
+        CheckpointError: there is no checkpoint, or no complete one, or it is of another model or optimizer.
     """
     root = as_path(path, "restore(path, step)")
     on, fill = state_filler(step_or_specs, mesh, disk_dir)
@@ -212,15 +217,16 @@ def restore_params(
     disk_dir: str | None = None,
     timeout: float | None = None,
 ) -> Any:
-    """The parameters of a checkpoint, as a tree of stored blocks: to evaluate or to tune. A collective.
+    """Restore the parameters of a checkpoint as a tree of stored blocks, to evaluate or to tune. A
+    collective.
 
     Args:
-        path, step_or_specs, mesh, disk_dir, timeout: as for `restore`; the step needs no optimizer.
-        only: globs on paths: gives `{path: block}` of the leaves that match; the other leaves of the specs
-            need not be in the checkpoint.
+        path, step_or_specs, mesh, disk_dir, timeout: the arguments of `restore`; the step needs no optimizer.
+        only: globs on paths. With them, `{path: block}` of the leaves that match is returned, and the other
+            leaves of the specs need not be in the checkpoint.
 
     Raises:
-        CheckpointError: as for `restore`; or globs that match nothing.
+        CheckpointError: the errors of `restore`; or the globs match nothing.
     """
     root, globs = as_path(path, "restore_params(path, step)"), [only] if isinstance(only, str) else only
     if globs is not None and not (isinstance(globs, Sequence) and all(isinstance(g, str) for g in globs)):
@@ -228,7 +234,7 @@ def restore_params(
 
     resolved, on = specs_and_mesh(step_or_specs, mesh)
 
-    def made(found: Manifest) -> tuple[Any, dict[str, Any]]:
+    def make(found: Manifest) -> tuple[Any, dict[str, Any]]:
         saved = {n: leaf for n, leaf in found.leaves.items() if n.startswith("params/")}
         if globs is None:
             check_codecs_alike(resolved.leaves, found.leaves)
@@ -240,15 +246,15 @@ def restore_params(
                 near = "".join(nearest(g, resolved.stored) for g in globs)
                 raise CheckpointError(f"only={only!r} matches no leaf of the specs{near}.")
             specs = ResolvedSpecs.of(some)
-        specs = resolved_as_saved(specs, found)
+        specs = resolve_as_saved(specs, found)
         masters = {n: leaf for n, leaf in found.leaves.items() if n.startswith("optimizer/")}
         params = specs.tree_of(blank_params(specs.stored, on, disk_dir))
-        leaves = checked_param_leaves(params, specs, on)
+        leaves = check_param_leaves(params, specs, on)
         foreign = specs.stored.keys() - specs_here(specs.stored, on).keys()
         return params, restore_targets(leaves, saved | masters, set(), foreign)
 
     def fill(folder: Path, found: Manifest, group: Any) -> Any:
-        params, targets = agreed(group, f"restoring {folder}", lambda: made(found))
+        params, targets = agreed(group, f"restoring {folder}", lambda: make(found))
         load_blocks(folder, found, targets, on, group)
         return params
 
@@ -263,11 +269,11 @@ def _newest(path: Path, fill: Callable[[Path, Manifest, Any], Any], mesh: Mesh, 
     group = group_of(mesh, timeout)
 
     def list_folders() -> list[Path]:
-        work = partial(candidates, path) if mesh.rank == 0 else list
+        work = partial(list_candidates, path) if mesh.rank == 0 else list
         seen = agreed(group, f"looking for {path}", lambda: list(map(str, work())))
         return list(map(Path, json.loads(texts(group, json.dumps(seen))[0])))
 
-    # All ranks take what rank 0 sees, and pass over what is not complete for any of them.
+    # All ranks take the folders that rank 0 sees, and pass over those that are incomplete for any rank.
     found = left = list_folders()
     passed: dict[Path, CheckpointError] = {}
     while left:
@@ -275,7 +281,7 @@ def _newest(path: Path, fill: Callable[[Path, Manifest, Any], Any], mesh: Mesh, 
         if passed and mesh.rank == 0:
             last = list(passed.values())[-1]
             warnings.warn(f"{last}\nTaking {folder} instead.", CheckpointWarning, stacklevel=3)
-        read, wrong = agreed(group, f"restoring {folder}", partial(opened, folder))
+        read, wrong = agreed(group, f"restoring {folder}", partial(open_checkpoint, folder))
         lines = [f"rank {rank}: {text}" for rank, text in enumerate(texts(group, wrong)) if text]
         try:
             if not lines:
@@ -284,21 +290,21 @@ def _newest(path: Path, fill: Callable[[Path, Manifest, Any], Any], mesh: Mesh, 
             lines = error.lines()
             if not error.corrupt:
                 raise CheckpointError(f"cannot restore {folder}:", lines) from error
-        # A save of another process may have deleted it meanwhile, when it had written a newer one.
+        # A save of another process may have deleted the folder after it had written a newer one.
         again = list_folders()
         if folder in again:
-            passed[folder] = _unlike(folder, lines)
+            passed[folder] = _explain_unlike(folder, lines)
         left = [each for each in again if each not in passed]
     if not passed or (found == [path.absolute()] and not any(path.glob("manifest*"))):
-        raise _nothing(path)
+        raise _explain_nothing(path)
     errors = list(passed.values())
     raise errors[0] if len(errors) == 1 else CheckpointError("\n".join(map(str, errors)))
 
 
-def _unlike(folder: Path, wrong: Sequence[str]) -> CheckpointError:
+def _explain_unlike(folder: Path, wrong: Sequence[str]) -> CheckpointError:
     return CheckpointError(f"{folder} is not what was written:", wrong)
 
 
-def _nothing(path: Path) -> CheckpointError:
+def _explain_nothing(path: Path) -> CheckpointError:
     fix = "name a directory that fs.checkpoint.save wrote, or the one it lies in."
     return CheckpointError(f"there is no checkpoint at {path}.", fix=fix)

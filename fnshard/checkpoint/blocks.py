@@ -1,8 +1,8 @@
-"""Blocks of a checkpoint: written once, one safetensors file a rank, and read back onto any mesh.
+"""Blocks: write a checkpoint's blocks once, to one safetensors file a rank, and read them onto any mesh.
 
-Which rank writes a block follows from layouts and mesh, so that no rank has to ask another; the manifest
-comes last. A rank reads what overlaps its own blocks and nothing else, whatever mesh the checkpoint was saved
-on. No byte reaches a tensor before its checksum is compared.
+Which rank writes a block follows from layouts and mesh, so that no rank has to ask another. The manifest is
+written last. A rank reads what overlaps its own blocks and nothing else, whatever mesh the checkpoint was
+saved on. No byte reaches a tensor before its checksum is compared.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fnshard.checkpoint.manifest_file import Chunk, DataFile, Manifest, SavedLeaf, merged
+from fnshard.checkpoint.manifest_file import Chunk, DataFile, Manifest, SavedLeaf, merge_leaves
 from fnshard.checkpoint.state_leaves import LocalLeaf, RestoreTarget, some_of
 from fnshard.layout.partition import P
 from fnshard.mesh import PIPELINE, Mesh
@@ -38,7 +38,7 @@ from fnshard.runtime.files.tensorfile import (
     write,
 )
 
-READERS = 4  # threads of a restore: the disk, the checksums and the kernel's page faults overlap
+READERS = 4  # the threads of a restore, so that the disk, checksums and the kernel's page faults overlap
 
 
 def save_blocks(
@@ -49,11 +49,12 @@ def save_blocks(
     fields: Mapping[str, Any],
     data: Any,
 ) -> None:
-    """Write this rank's leaves into a directory; commit it when those of all ranks are there. A collective
-    that fails on all ranks, if on any.
+    """Write this rank's leaves into a directory, and commit it when those of all ranks are there.
+
+    A collective that fails on all ranks, if it fails on any.
 
     Args:
-        leaves: by name.
+        leaves: the leaves by name.
         fields: fields of the manifest that are known from the start, the same on all ranks.
         data: this rank's position in the data, as JSON.
     """
@@ -69,7 +70,7 @@ def save_blocks(
     def finish(written: list[tuple[DataFile | None, dict[str, SavedLeaf]]]) -> None:
         alike = all(position == positions[0] for position in positions)
         files = {data_file(rank): file for rank, (file, _) in enumerate(written) if file is not None}
-        saved = merged([leaves for _, leaves in written], [mesh.stage_of(r) for r in range(mesh.size)])
+        saved = merge_leaves([leaves for _, leaves in written], [mesh.stage_of(r) for r in range(mesh.size)])
         data = tuple(positions[:1] if alike else positions)
         Manifest(leaves=saved, files=files, data=data, **fields).write(directory.saving)
         directory.commit()
@@ -78,16 +79,19 @@ def save_blocks(
     all_ranks(group, lambda: _write(directory, leaves, mesh), finish)
 
 
-def assigned(leaves: Mapping[str, LocalLeaf], mesh: Mesh) -> dict[str, LocalLeaf]:
-    """The leaves whose block this rank writes: one of the ranks that have a block does, the least loaded one.
+def assign_leaves(leaves: Mapping[str, LocalLeaf], mesh: Mesh) -> dict[str, LocalLeaf]:
+    """Return the leaves whose block this rank writes.
+
+    Of the ranks that have a block, the least loaded one writes it.
 
     >>> import torch
     >>> from fnshard import P, make_mesh
     >>> leaves = {name: LocalLeaf((4,), P(), torch.ones(4)) for name in "abcd"}
-    >>> list(assigned(leaves, make_mesh(replicate=2, abstract=True)))
+    >>> list(assign_leaves(leaves, make_mesh(replicate=2, abstract=True)))
     ['a', 'c']
     """
-    loads: dict[tuple[int, ...], dict[int, int]] = {}  # bytes of each rank of a group
+    # Ranks that hold the same blocks are a group. Every rank deals out the leaves of all, in the same order.
+    loads: dict[tuple[int, ...], dict[int, int]] = {}  # the bytes of each rank of a group so far
     groups: dict[tuple[P, bool], tuple[int, ...]] = {}
     mine = {}
     for name, leaf in sorted(leaves.items(), key=lambda item: (-item[1].block.nbytes, item[0])):
@@ -107,9 +111,12 @@ def assigned(leaves: Mapping[str, LocalLeaf], mesh: Mesh) -> dict[str, LocalLeaf
 def _write(
     directory: AtomicDirectory, leaves: Mapping[str, LocalLeaf], mesh: Mesh
 ) -> tuple[DataFile | None, dict[str, SavedLeaf]]:
-    """This rank's file, None where it has nothing to write; and all leaves, each with the chunks that are in
-    the file."""
-    mine = assigned(leaves, mesh)
+    """Write this rank's file.
+
+    Returns:
+        The file, None where the rank has nothing to write; and all leaves, each with its chunks in the file.
+    """
+    mine = assign_leaves(leaves, mesh)
     file, chunks = write_blocks(directory.saving, mine, mesh) if mine else (None, {})
     return file, {name: leaf.saved_as(chunks.get(name, ())) for name, leaf in leaves.items()}
 
@@ -117,9 +124,10 @@ def _write(
 def write_blocks(
     folder: Path, mine: Mapping[str, LocalLeaf], mesh: Mesh
 ) -> tuple[DataFile, dict[str, list[Chunk]]]:
-    """This rank's file of these leaves, written, flushed and summed; and the chunks of each in it."""
+    """Write these leaves to this rank's file, flushed and with checksums; return it with each leaf's
+    chunks."""
     parts = [(name, leaf, *part) for name, leaf in mine.items() for part in leaf.parts(mesh)]
-    # The names in the file: a box that is not the full leaf says where it begins.
+    # The name of a box in the file says where it begins, unless it is the full leaf.
     titles = [
         name if part.shape == leaf.shape else f"{name}@{','.join(map(str, start))}"
         for name, leaf, start, part in parts
@@ -141,7 +149,10 @@ def write_blocks(
 class ChunkRead:
     """A box of a saved chunk, and the tensor of the same shape that it fills.
 
-    `leaf` is the saved leaf's name, `dtype` the saved one, `start` where the box begins in the chunk.
+    Args:
+        leaf: the name of the saved leaf.
+        dtype: the dtype that it was saved in.
+        start: where the box begins in the chunk.
     """
 
     leaf: str
@@ -154,17 +165,20 @@ class ChunkRead:
 def load_blocks(
     folder: Path, manifest: Manifest, targets: Mapping[str, RestoreTarget], mesh: Mesh, group: object
 ) -> None:
-    """Fill this rank's leaves from a checkpoint of any mesh. A collective that fails on all, if on any."""
+    """Fill this rank's leaves from a checkpoint of any mesh.
+
+    A collective that fails on all ranks, if it fails on any.
+    """
 
     def fill() -> None:
-        if wrong := problems(folder, manifest, chunk_reads(targets, manifest, mesh)):
+        if wrong := find_problems(folder, manifest, chunk_reads(targets, manifest, mesh)):
             raise Corrupt("; ".join(some_of(wrong)))
 
     all_ranks(group, fill)
 
 
 def chunk_reads(targets: Mapping[str, RestoreTarget], manifest: Manifest, mesh: Mesh) -> Iterator[ChunkRead]:
-    """Return what this rank reads: the overlap of each saved chunk with its own boxes."""
+    """Yield what this rank reads: the overlap of each saved chunk with its own boxes."""
     for target in targets.values():
         saved = manifest.leaves[target.source]
         dtype = STATE_DTYPES[saved.dtype]
@@ -183,7 +197,7 @@ def chunk_reads(targets: Mapping[str, RestoreTarget], manifest: Manifest, mesh: 
 
 
 def all_chunks(manifest: Manifest) -> Iterator[ChunkRead]:
-    """Reads of every byte, for nobody: to compare the checksums, a block at a time."""
+    """Yield reads of every byte, a block at a time, that fill nothing and only compare checksums."""
     for name, leaf in manifest.leaves.items():
         for chunk in leaf.chunks:
             size = leaf.chunk_bytes(chunk)
@@ -193,8 +207,8 @@ def all_chunks(manifest: Manifest) -> Iterator[ChunkRead]:
                 yield ChunkRead(name, flat, torch.uint8, (start,), nowhere)
 
 
-def problems(folder: Path, manifest: Manifest, reads: Iterable[ChunkRead]) -> list[str]:
-    """Read file by file in the order of their bytes; gives all that is corrupt."""
+def find_problems(folder: Path, manifest: Manifest, reads: Iterable[ChunkRead]) -> list[str]:
+    """Read file by file, in the order of bytes, and return all that is corrupt."""
     wrong, by_file = [], dict[str, list[ChunkRead]]()
     for read in sorted(reads, key=lambda r: r.chunk.at):
         by_file.setdefault(read.chunk.file, []).append(read)
@@ -206,15 +220,15 @@ def problems(folder: Path, manifest: Manifest, reads: Iterable[ChunkRead]) -> li
                 wrong.append(str(error))
                 continue
             try:
-                found = readers.map(partial(_problem_of, fd), of_file)
+                found = readers.map(partial(_find_problem, fd), of_file)
                 wrong += [f"{name}, {problem}" for problem in found if problem]
             finally:
                 os.close(fd)
     return wrong
 
 
-def _problem_of(fd: int, read: ChunkRead) -> str:
-    """Fill one target; empty, or what is wrong with the bytes."""
+def _find_problem(fd: int, read: ChunkRead) -> str:
+    """Fill one target; return what is wrong with the bytes, or ""."""
     try:
         fill_chunk(fd, read)
     except (Corrupt, OSError) as error:
@@ -244,7 +258,11 @@ def fill_chunk(fd: int, read: ChunkRead) -> None:
 
 
 def open_checked(folder: Path, name: str, file: DataFile) -> int:
-    """A file descriptor of a data file whose length and header are as they were written."""
+    """Open a data file whose length and header are as they were written, and return its descriptor.
+
+    Raises:
+        Corrupt: they are not.
+    """
     fd = open_regular(folder, name, file.bytes)
     try:
         head = bytearray(min(file.header_bytes, file.bytes))

@@ -1,4 +1,5 @@
-"""Loader state: a loader's position as JSON and back: what JSON lacks is tagged, nothing is pickled."""
+"""Loader state: a loader's position as JSON, and back. Types that JSON lacks are tagged; nothing is
+pickled."""
 
 from __future__ import annotations
 
@@ -18,35 +19,35 @@ TAG = "__is__"
 
 
 def encode(value: Any, name: str = "data") -> Any:
-    """A tree of numbers, strings, lists, tuples, dicts, bytes, tensors and arrays, as JSON has it.
+    """Encode a tree of numbers, strings, lists, tuples, dicts, bytes, tensors and arrays as values of JSON.
 
     >>> encode({"step": 3, "random": (1, b"ab")})
     {'step': 3, 'random': {'__is__': 'tuple', 'of': [1, {'__is__': 'bytes', 'of': 'YWI='}]}}
 
     Raises:
-        CheckpointError: names the first value that is none of these.
+        CheckpointError: a value is none of these; it names the first.
     """
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, np.generic) and not isinstance(value.item(), np.generic):
         return encode(value.item(), name)
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc" and value.dtype.itemsize <= 8:
-        # A copy: torch takes no other byte order, and no array that must not be written to.
+        # torch takes no other byte order, and no array that must not be written to: `astype` makes a copy.
         native = torch.from_numpy(value.astype(value.dtype.newbyteorder("=")))
-        return _tagged("array", encode(native, name))
+        return _tag("array", encode(native, name))
     if isinstance(value, Tensor) and value.dtype in NAMES and value.layout == torch.strided:
         text = base64.b64encode(bytes_of(value)).decode()
-        return _tagged("tensor", [NAMES[value.dtype], list(value.shape), text])
+        return _tag("tensor", [NAMES[value.dtype], list(value.shape), text])
     if isinstance(value, bytes):
-        return _tagged("bytes", base64.b64encode(value).decode())
+        return _tag("bytes", base64.b64encode(value).decode())
     if isinstance(value, tuple):
-        return _tagged("tuple", [encode(v, f"{name}[{i}]") for i, v in enumerate(value)])
+        return _tag("tuple", [encode(v, f"{name}[{i}]") for i, v in enumerate(value)])
     if isinstance(value, list):
         return [encode(v, f"{name}[{i}]") for i, v in enumerate(value)]
     if isinstance(value, Mapping):
         if all(type(k) is str for k in value) and TAG not in value:
             return {k: encode(v, f"{name}[{k!r}]") for k, v in value.items()}
-        return _tagged("items", [[encode(k, name), encode(v, f"{name}[{k!r}]")] for k, v in value.items()])
+        return _tag("items", [[encode(k, name), encode(v, f"{name}[{k!r}]")] for k, v in value.items()])
     dtype = f" of {value.dtype}" if isinstance(value, Tensor | np.ndarray) else ""
     raise CheckpointError(
         f"{name} is {type(value).__name__}{dtype}, which a checkpoint does not hold (it never pickles).",
@@ -55,7 +56,7 @@ def encode(value: Any, name: str = "data") -> Any:
 
 
 def decode(value: Any) -> Any:
-    """The inverse of `encode`."""
+    """Decode what `encode` has made."""
     if isinstance(value, list):
         return [decode(v) for v in value]
     if not isinstance(value, dict):
@@ -65,11 +66,11 @@ def decode(value: Any) -> Any:
     return _DECODERS[value[TAG]](value["of"])
 
 
-def _tagged(kind: str, of: Any) -> dict[str, Any]:
+def _tag(kind: str, of: Any) -> dict[str, Any]:
     return {TAG: kind, "of": of}
 
 
-def _tensor(of: Any) -> Tensor:
+def _read_tensor(of: Any) -> Tensor:
     name, shape, text = of
     if math.prod(shape) == 0:
         return torch.empty(shape, dtype=DTYPES[name])
@@ -79,7 +80,7 @@ def _tensor(of: Any) -> Tensor:
 _DECODERS: Mapping[str, Callable[[Any], Any]] = {
     "tuple": lambda of: tuple(decode(v) for v in of),
     "bytes": lambda of: base64.b64decode(of),
-    "tensor": _tensor,
+    "tensor": _read_tensor,
     "array": lambda of: decode(of).numpy(),
     "items": lambda of: {decode(k): decode(v) for k, v in of},
 }

@@ -1,9 +1,9 @@
-"""Manifest: what a checkpoint holds, as JSON: written last, read first, sealed by a checksum.
+"""Manifest: the list of what a checkpoint holds, as JSON: written last, read first, sealed by a checksum.
 
-`manifest.json` names every leaf (shape, dtype, spec, and its chunks with their checksums) and every file;
-`manifest.json.sha256` is what `sha256sum -c` reads. A file has the name that a rank gave it, or none: nothing
-outside the directory is ever opened. Who writes a manifest and its seal can have wrong numbers read, but not
-other files.
+`manifest.json` names every leaf (shape, dtype, spec, and its chunks with their checksums) and every file.
+`manifest.json.sha256` is a file that `sha256sum -c` reads. Files are named by ranks, and a manifest with any
+other name in it is refused: nothing outside the directory is ever opened. Whoever writes a manifest and its
+seal can make a reader take wrong numbers, but not other files.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from fnshard.runtime.files.tensorfile import STATE_DTYPES, STATE_NAMES, Corrupt,
 NAME, SEAL = "manifest.json", "manifest.json.sha256"
 FORMAT = "fnshard checkpoint 3"
 LIMIT_BYTES = 2 << 30
-SHOWN = 20  # leaves that an error names
+SHOWN = 20  # the number of leaves that an error names
 
 
 @dataclass(frozen=True)
 class DataFile:
-    """Sizes of a data file and of its header, and the header's CRC-32."""
+    """The sizes of a data file and of its header, and the header's CRC-32."""
 
     bytes: Count
     header_bytes: Count
@@ -40,7 +40,13 @@ class DataFile:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a leaf: where it lies in the leaf, in which file from which byte, checksums by block."""
+    """A box of a leaf in a file.
+
+    Args:
+        offset: where it begins in the leaf.
+        at: the byte of the file at which it begins.
+        crc32: a checksum for each block of its bytes.
+    """
 
     offset: tuple[Count, ...]
     shape: tuple[Count, ...]
@@ -51,9 +57,14 @@ class Chunk:
 
 @dataclass(frozen=True)
 class SavedLeaf:
-    """A full tensor: `params/<path>`, `optimizer/<path>/<slot>` or `loss_scale/<name>`. `dtype`: as
-    safetensors files name it; `spec`: the `P` it was stored by. `chunks`: of a manifest all of them, each
-    part of the tensor once; of one rank, those that it has written."""
+    """A full tensor, called `params/<path>`, `optimizer/<path>/<slot>` or `loss_scale/<name>`.
+
+    Args:
+        dtype: its dtype, as safetensors files name it.
+        spec: the `P` that it was stored by, as text.
+        chunks: its chunks; in a manifest all of them, each part of the tensor once; on one rank, those that
+            the rank has written.
+    """
 
     shape: tuple[Count, ...]
     dtype: str
@@ -61,19 +72,25 @@ class SavedLeaf:
     chunks: tuple[Chunk, ...]
 
     def in_pairs(self) -> SavedLeaf:
-        """Return the leaf with complex numbers as pairs of real ones, which are the same bytes; with real
-        ones as it is."""
+        """Return the leaf with pairs of real numbers in place of complex ones, which are the same bytes."""
         if not (dtype := STATE_DTYPES[self.dtype]).is_complex:
             return self
         chunks = [replace(c, offset=(*c.offset, 0), shape=(*c.shape, 2)) for c in self.chunks]
         return SavedLeaf((*self.shape, 2), STATE_NAMES[dtype.to_real()], self.spec, tuple(chunks))
 
     def chunk_bytes(self, chunk: Chunk) -> int:
-        """Count the bytes of a chunk's data in its file."""
+        """Return the bytes of a chunk in its file."""
         return math.prod(chunk.shape) * STATE_DTYPES[self.dtype].itemsize
 
     def check(self, name: str = "") -> None:
-        """Refuse chunks that do not add up to the tensor; `name` is said before why."""
+        """Refuse chunks that do not add up to the tensor.
+
+        Args:
+            name: the text in front of the error's.
+
+        Raises:
+            ValueError: they do not.
+        """
         if math.prod(max(size, 1) for size in self.shape) >= 1 << 63:
             raise ValueError(f"{name}{list(self.shape)} is no shape of a tensor")
         if any(not len(c.offset) == len(c.shape) == len(self.shape) for c in self.chunks):
@@ -91,19 +108,19 @@ class SavedLeaf:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All of a checkpoint but its tensors.
+    """A list of all that a checkpoint holds.
 
     Args:
-        step, seed: the state's.
-        mesh: `{"axes": {name: size}, "data_axes": [...]}` it was saved on.
-        leaves: by name.
-        files: by name.
+        step, seed: the step and the seed of the state.
+        mesh: the mesh that it was saved on, `{"axes": {name: size}, "data_axes": [...]}`.
+        leaves: the leaves by name.
+        files: the data files by name.
         specs: by path, each leaf's whole `LayoutSpec` as text, for people.
-        data: position in the data, by rank; one entry where all ranks are alike.
+        data: the positions in the data by rank; one entry where all ranks are alike.
         config: the resolved configuration, if any.
         metrics: numbers that came with the save.
-        versions: of torch.
-        complex: paths of the parameters, here pairs of real numbers, that are complex ones to their model.
+        versions: the version of torch.
+        complex: paths of parameters that are complex numbers to their model, and pairs of real ones here.
         number: the number that its directory was named by; None where it had another name.
     """
 
@@ -122,7 +139,8 @@ class Manifest:
     number: int | None = None
 
     def write(self, folder: Path) -> None:
-        """The last of a checkpoint: the manifest, its seal, and all of the directory flushed to the disk."""
+        """Write the manifest and its seal, which complete a checkpoint, and flush the directory to the
+        disk."""
         text = json.dumps(vars(self), default=vars, separators=(",", ":")).encode()
         for name, content in ((NAME, text), (SEAL, _seal(hashlib.sha256(text).hexdigest()))):
             with (folder / name).open("xb") as file:
@@ -133,13 +151,13 @@ class Manifest:
 
     @staticmethod
     def read(folder: Path) -> Manifest:
-        """Read the manifest of a checkpoint, and check it against its seal and in itself; the data files are
-        not looked at.
+        """Read the manifest of a checkpoint, and check it with its seal and in itself, without the data
+        files.
 
         Raises:
-            Corrupt: says what is wrong with which file.
+            Corrupt: something is wrong; it says with which file.
         """
-        text, seal = _content(folder, NAME), _content(folder, SEAL)
+        text, seal = _read_file(folder, NAME), _read_file(folder, SEAL)
         if seal != _seal(hashlib.sha256(text).hexdigest()):
             raise Corrupt(f"{NAME} and {SEAL} do not belong together (checksum differs)")
         try:
@@ -155,7 +173,7 @@ class Manifest:
                     raise ValueError(f"{name}: a chunk in {min(odd)!r}, which is not among its files")
             for position in found.data:
                 _check_position(position)
-            # Complex leaves were once saved as such, and their state with them.
+            # Earlier versions saved complex leaves, and their optimizer state, as complex numbers.
             complexes = {n for n, leaf in found.leaves.items() if leaf.dtype in ("C64", "C128")}
             if old := tuple(n.removeprefix("params/") for n in complexes if n.startswith("params/")):
                 pairs = {n: leaf.in_pairs() for n, leaf in found.leaves.items()}
@@ -167,7 +185,11 @@ class Manifest:
             ) from error
 
     def check_files(self, folder: Path) -> None:
-        """Refuse a directory where a data file is missing, or not of its full length; names every one."""
+        """Refuse a directory where data files are missing, or not of their full length.
+
+        Raises:
+            Corrupt: there are such; it names every one.
+        """
         wrong = []
         for name, file in self.files.items():
             try:
@@ -178,11 +200,15 @@ class Manifest:
             raise Corrupt("; ".join(wrong))
 
 
-def merged(parts: Sequence[Mapping[str, SavedLeaf]], stages: Sequence[int]) -> dict[str, SavedLeaf]:
-    """The leaves of which each rank has written some chunks, or none; rank 0 is the first.
+def merge_leaves(parts: Sequence[Mapping[str, SavedLeaf]], stages: Sequence[int]) -> dict[str, SavedLeaf]:
+    """Merge the leaves of all ranks, each of which has written some of their chunks.
 
     Args:
-        stages: by rank, the stage of a pipeline that it runs: those of one have the same leaves.
+        parts: the leaves of each rank, in the order of ranks.
+        stages: by rank, the stage of a pipeline that it runs: ranks of one stage have the same leaves.
+
+    Raises:
+        ValueError: ranks hold different states.
     """
     first = {stage: parts[stages.index(stage)] for stage in stages}
     wrong = {n for part, stage in zip(parts, stages, strict=True) for n in part.keys() ^ first[stage].keys()}
@@ -205,7 +231,11 @@ def merged(parts: Sequence[Mapping[str, SavedLeaf]], stages: Sequence[int]) -> d
 
 
 def _check_position(position: Any) -> None:
-    """Refuse a position in the data that `decode` cannot read."""
+    """Refuse a position in the data that `decode` cannot read.
+
+    Raises:
+        ValueError: it cannot.
+    """
     try:
         decode(position)
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, OverflowError) as error:
@@ -213,10 +243,12 @@ def _check_position(position: Any) -> None:
 
 
 def _seal(digest: str) -> bytes:
+    """Return the content of a seal, as `sha256sum` writes it."""
     return f"{digest}  {NAME}\n".encode()
 
 
-def _content(folder: Path, name: str) -> bytes:
+def _read_file(folder: Path, name: str) -> bytes:
+    """Read a file of a checkpoint's directory, if it is a regular file and not too long."""
     with open(open_regular(folder, name), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > LIMIT_BYTES:
@@ -224,4 +256,4 @@ def _content(folder: Path, name: str) -> bytes:
         return file.read()
 
 
-_read_manifest = reader(Manifest)  # made here: what reads files runs no code, not even annotations
+_read_manifest = reader(Manifest)  # made here, so that reading a file evaluates no code, not even annotations

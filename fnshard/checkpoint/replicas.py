@@ -1,11 +1,11 @@
 """Replicas: copies of a training state in host memory, so that a run goes on where it was when ranks die.
 
 A replica is a checkpoint whose files lie in memory that outlives a rank, in a folder of this node's /dev/shm.
-Ranks find it again whoever started them anew, `fs.launch` or `torchrun`. Each save has a folder of its own,
-and the last complete one stays while the next is written. A rank copies its blocks to the host; its file, the
+Ranks find it when they are started again, by `fs.launch` or by `torchrun`. Each save has its own folder, and
+the last complete one stays while the next is written. A rank copies its blocks to the host; its file, the
 checksums and the copy on a partner's node are made in the background while the next step runs. Next to each
-file lies a manifest of that file alone, written when the files of all ranks are there: so no state is taken
-for complete that is not. Gemini (Wang et al., SOSP 2023) has the same placement.
+file lies a manifest of that file alone, which is written when the files of all ranks are there, so that no
+incomplete state is taken for a complete one. Gemini (Wang et al., SOSP 2023) has the same placement.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fnshard.checkpoint.blocks import assigned, chunk_reads, write_blocks
+from fnshard.checkpoint.blocks import assign_leaves, chunk_reads, write_blocks
 from fnshard.checkpoint.loader_state import encode
-from fnshard.checkpoint.manifest_file import Manifest, merged
+from fnshard.checkpoint.manifest_file import Manifest, merge_leaves
 from fnshard.checkpoint.restoring import Targets, state_filler
 from fnshard.checkpoint.saving import copy_to_host
-from fnshard.checkpoint.state_leaves import host_copies, state_leaves
+from fnshard.checkpoint.state_leaves import make_host_copies, state_leaves
 from fnshard.errors import CheckpointError
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.mesh import Mesh
@@ -47,13 +47,14 @@ from fnshard.runtime.files.json_reader import from_json
 from fnshard.step.state import TrainState
 from fnshard.step.step import Step
 
-PART = ".json"  # of the manifest next to a data file
+PART = ".json"  # the ending of the manifest next to a data file
 _Part = tuple[str, list[int]]  # the manifest of one data file, and the nodes that have both
-ROOM = 3  # times a file: the last copy, the next one, and the blocks that it is written from
+ROOM = 3  # a rank needs room for three times its file: the last copy, the next one, and the blocks themselves
 
 
 def most_copies(nodes: int) -> int:
-    """How many copies nodes hold: one node's memory outlives its ranks, not the node."""
+    """Return how many copies nodes can hold. On a single node there is one, which outlives the node's
+    ranks."""
     return max(1, nodes - 1)
 
 
@@ -61,19 +62,24 @@ class Replicas:
     """The replicas of one run, as one rank keeps them; all ranks call its methods together.
 
     Args:
-        step: compiled, on a mesh of processes.
+        step: a compiled step on a mesh of processes.
         memory: a name, the same on all ranks and at each start of this run, for a folder in `/dev/shm` (or
             in the folder that `FNSHARD_MEMORY` names; agents that share a machine need one each). It stays
-            when ranks die, until `close`, or the end of who started them: `fs.launch` removes it, after
-            another launcher the next run with replicas on this machine does. Or the path of a folder of one's
-            own, the same for all ranks of the node.
-        copies: nodes that hold a block besides the one whose rank has it; on a single node, its memory.
-        timeout: seconds after which a silent peer is an error.
+            when ranks die, until `close`, or until their launcher ends: `fs.launch` removes it; after another
+            launcher, the next run with replicas on this machine does. A `Path` names a folder of the user's,
+            the same for all ranks of the node.
+        copies: the number of nodes that hold a block besides the one whose rank has it; on a single node 1,
+            which is the node's own memory.
+        timeout: the seconds after which a silent peer is an error.
 
-    `lost`: whether `restore` found parts of states, or ranks that were started anew, and no complete state.
+    Attributes:
+        lost: whether `restore` found parts of states, or ranks that were started again, and no complete
+            state.
+        node_bytes: the bytes that the replicas of this node's ranks take.
 
     Raises:
-        CheckpointError: no such memory, or it is another job's; more copies than nodes can hold.
+        CheckpointError: there is no such memory, it belongs to another job, or nodes cannot hold so many
+            copies.
     """
 
     def __init__(self, step: Step, memory: str | Path, *, copies: int = 1, timeout: float | None = None):
@@ -87,7 +93,7 @@ class Replicas:
             self._between = dist.new_group(backend="gloo", timeout=seconds)
         self._nodes = [names.index(host) for host in hosts]  # by rank
         self._node = self._nodes[self.mesh.rank]
-        self._is_first = self._nodes.index(self._node) == self.mesh.rank  # of its node
+        self._is_first = self._nodes.index(self._node) == self.mesh.rank  # the first rank of its node
         self._copies = copies if len(names) > 1 else 0
         if not 1 <= copies <= most_copies(len(names)):
             raise CheckpointError(
@@ -95,14 +101,19 @@ class Replicas:
                 f"1 to {most_copies(len(names))}.",
                 fix="one copy needs the node alone, n copies need n + 1 nodes.",
             )
-        self._token = texts(self._group, uuid.uuid4().hex)[0]  # folders of two starts do not mix
+        self._token = texts(self._group, uuid.uuid4().hex)[0]  # it keeps the folders of two starts apart
         self.lost, self.node_bytes = False, 0
-        self._count, self._last = 0, ""  # saves, and the folder of the last complete one
+        self._count, self._last = 0, ""  # the number of saves, and the folder of the last complete one
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
     def restore(self, newer_than: int = -1) -> TrainState | None:
-        """The newest state that is complete in the memory of all nodes together; None if none is that new."""
+        """Return the newest state that is complete in the memory of all nodes together.
+
+        Args:
+            newer_than: states of this step or before are not wanted; None is returned if there is no newer
+                one.
+        """
         found: dict[str, dict[str, _Part]] = {}  # by folder and data file
         here = _parts_in(self.memory) if self._is_first else []
         for rank, listed in enumerate(texts(self._group, json.dumps(here))):
@@ -128,15 +139,15 @@ class Replicas:
         return None
 
     def start(self, state: TrainState) -> None:
-        """Make room on the host for this rank's blocks, and see that all fits: `node_bytes` of this node.
+        """Make room on the host for this rank's blocks, and set `node_bytes`.
 
         Raises:
-            CheckpointError: it does not fit into the memory that is free.
+            CheckpointError: the replicas do not fit into the memory that is free.
         """
         mesh = self.mesh
         self._specs = ResolvedSpecs.of(state.where[0])
         leaves = state_leaves(state, self._specs, mesh)
-        mine = assigned(leaves, mesh)
+        mine = assign_leaves(leaves, mesh)
         own_bytes = sum(leaf.block.nbytes for leaf in mine.values())
         sizes = [int(text) for text in texts(self._group, str(own_bytes))]
         shifts = range(1, self._copies + 1)
@@ -146,7 +157,7 @@ class Replicas:
         by_rank = zip(self._nodes, texts(self._group, str(taken)), strict=True)
         self.node_bytes = ROOM * sum(int(text) for node, text in by_rank if node == self._node)
         agreed(self._group, "replicas", self._check_room)
-        self._staged = host_copies(mine)
+        self._staged = make_host_copies(mine)
         axes = dict(zip(mesh.names, mesh.sizes, strict=True))
         self._plan = Manifest(
             step=0, seed=0, mesh={"axes": axes, "data_axes": list(mesh.data_axes)},
@@ -156,6 +167,7 @@ class Replicas:
         )  # fmt: skip
 
     def _check_room(self) -> None:
+        """Refuse replicas that do not fit into this node's memory, beside those that are there."""
         there = os.statvfs(self.memory)
         free = [there.f_bavail * there.f_frsize, *(max(0, limit - used) for limit, used in control_groups())]
         taken = sum(path.stat().st_size for path in self.memory.glob("*/*"))
@@ -167,14 +179,14 @@ class Replicas:
             )
 
     def _partner(self, rank: int, shift: int) -> int:
-        """Who holds this rank's blocks: the rank in its place on the node that is `shift` further."""
+        """Return the rank that holds copies of a rank's blocks: that of its place, `shift` nodes further."""
         count = max(self._nodes) + 1
         by_node = [[r for r, n in enumerate(self._nodes) if n == node] for node in range(count)]
         there = by_node[(self._nodes[rank] + shift) % count]
         return there[by_node[self._nodes[rank]].index(rank) % len(there)]
 
     def _fetch(self, folder: Path, replica: _Replica, targets: Targets) -> None:
-        """Bring the files that this node's ranks read and that lie on other nodes alone."""
+        """Fetch the files that this node's ranks read, and that only other nodes have."""
         needed = {read.chunk.file for read in chunk_reads(targets, replica.manifest, self.mesh)}
         missing = set()
         for rank, text in enumerate(texts(self._group, json.dumps(sorted(needed)))):
@@ -185,7 +197,7 @@ class Replicas:
             source, target = self._nodes.index(replica.nodes[name][0]), self._nodes.index(node)
             with failing(lambda: "fetching a replica"):
                 if self.mesh.rank == source:
-                    dist.send(_content(folder / name), target, group=self._between)
+                    dist.send(_read_file(folder / name), target, group=self._between)
                 elif self.mesh.rank == target:
                     content = torch.empty(replica.manifest.files[name].bytes, dtype=torch.uint8)
                     dist.recv(content, source, group=self._between)
@@ -193,7 +205,7 @@ class Replicas:
         agreed(self._group, "fetching a replica", lambda: _write_files(folder, received))
 
     def save(self, state: TrainState, data: Any = None) -> None:
-        """Copy a state; returns when it is on the host, so that the next step may have it.
+        """Copy a state, and return when the copy is on the host, so that the next step may have the state.
 
         Raises:
             CheckpointError: the save before failed.
@@ -212,7 +224,7 @@ class Replicas:
         """Wait for the save in the background.
 
         Raises:
-            CheckpointError: it failed; on all ranks.
+            CheckpointError: it failed. All ranks raise it.
         """
         if self._thread is not None:
             self._thread.join()
@@ -222,7 +234,7 @@ class Replicas:
             raise error
 
     def close(self) -> None:
-        """Wait for all ranks and give the memory back; after the run's last state is saved elsewhere.
+        """Wait for all ranks and give the memory back. Call it after the run's last state is saved elsewhere.
 
         Raises:
             CheckpointError: the save before failed.
@@ -234,6 +246,10 @@ class Replicas:
             shutil.rmtree(self.memory, ignore_errors=True)
 
     def _run(self, folder: Path, part: Manifest) -> None:
+        """Write and exchange the files of one save, in the background.
+
+        Parts come last: a save without those of all ranks is not taken for complete.
+        """
         try:
             what = f"writing a replica of step {part.step}"
             text = agreed(self._group, what, lambda: self._write(folder, part))
@@ -244,7 +260,10 @@ class Replicas:
             self._error = error
 
     def _write(self, folder: Path, part: Manifest) -> str:
-        """Write this rank's file; what its part is to say. All but the last complete folder goes before."""
+        """Write this rank's file, and return the text of its part.
+
+        All folders but the last complete one are removed before.
+        """
         if self._is_first:
             for old in self.memory.iterdir():
                 if old.is_dir() and old.name not in (self._last, folder.name):
@@ -257,8 +276,8 @@ class Replicas:
         return f"{zlib.crc32(text.encode()):08x} {text}"
 
     def _exchange(self, text: str, path: Path) -> dict[str, Tensor]:
-        """Send this rank's file and part to its partners; what is still to be written here, by name."""
-        content, part = _content(path), torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        """Send this rank's file and part to its partners, and return what is to be written here, by name."""
+        content, part = _read_file(path), torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
         files = {f"{path.name}{PART}": part}
         head = torch.tensor([len(content), len(part)])
         with failing(lambda: "copying a replica"):
@@ -280,6 +299,7 @@ class Replicas:
 
 
 def _folder_of(memory: str | Path) -> Path:
+    """Return the folder of replicas that a name stands for, which is made if there is none."""
     if isinstance(memory, Path):
         return memory
     try:
@@ -292,13 +312,13 @@ def _folder_of(memory: str | Path) -> Path:
         ) from None
 
 
-def _content(path: Path) -> Tensor:
-    """A file as uint8, without a copy."""
+def _read_file(path: Path) -> Tensor:
+    """Map a file as a tensor of uint8, without a copy."""
     return torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
 
 
 def _write_files(folder: Path, contents: Mapping[str, Tensor]) -> None:
-    """In this order; each is there whole or not at all."""
+    """Write files in this order, so that each is there whole or not at all."""
     for name, content in contents.items():
         folder.mkdir(mode=0o700, exist_ok=True)
         (folder / f".{name}").write_bytes(memoryview(content.numpy()))
@@ -306,7 +326,7 @@ def _write_files(folder: Path, contents: Mapping[str, Tensor]) -> None:
 
 
 def _parts_in(memory: Path) -> list[tuple[str, str, str]]:
-    """(folder, data file, manifest of that file) of every part in a node's memory that is whole."""
+    """Return (folder, data file, manifest of that file) of every whole part in a node's memory."""
     found = []
     for path in sorted(memory.glob(f"*/rank-*{PART}")):
         with suppress(OSError, ValueError):
@@ -318,7 +338,11 @@ def _parts_in(memory: Path) -> list[tuple[str, str, str]]:
 
 @dataclass(frozen=True)
 class _Replica:
-    """A complete state in memory; `nodes`: where its files lie."""
+    """A complete state in memory.
+
+    Args:
+        nodes: by file, the nodes that have it.
+    """
 
     folder: str
     manifest: Manifest
@@ -326,15 +350,15 @@ class _Replica:
 
 
 def _replica_of(folder: str, parts: Mapping[str, _Part]) -> _Replica | None:
-    """Return the replica of the parts of one save; None where some block or some rank's position is not among
-    them."""
+    """Return the replica that the parts of one save are; None where some block or some rank's position
+    lacks."""
     try:
         read = [from_json(Manifest, json.loads(parts[name][0])) for name in sorted(parts)]
         axes = read[0].mesh["axes"]
         mesh = Mesh(tuple(axes), tuple(axes.values()), (), kind="abstract")
         if len(read) < mesh.size:
             return None
-        saved = merged([part.leaves for part in read], [mesh.stage_of(r) for r in range(len(read))])
+        saved = merge_leaves([part.leaves for part in read], [mesh.stage_of(r) for r in range(len(read))])
     except (ValueError, RecursionError):
         return None
     files = {name: file for part in read for name, file in part.files.items()}

@@ -1,4 +1,4 @@
-"""Reshard: a state from one layout to another in memory, leaf by leaf."""
+"""Reshard: bring a state from one layout to another in memory, leaf by leaf."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from fnshard.runtime.collectives.connect import connection
 from fnshard.runtime.coordination import all_or_none
 from fnshard.runtime.files.tensorfile import STATE_DTYPES
 from fnshard.runtime.packing import local_block
-from fnshard.step.shards import blank_params, blank_slots, foreign_block, gather_full, stored_at_rest
+from fnshard.step.shards import blank_params, blank_slots, foreign_block, gather_full, put_at_rest
 from fnshard.step.state import TrainState
 
 __all__ = ["averaged", "reshard"]
@@ -52,20 +52,21 @@ def reshard(
 ) -> Any:
     """Return the same state in another layout, without a file. A collective; the old state is consumed.
 
-    A leaf is gathered by the ranks it is split over, and each cuts its block; old and new state are there
-    together. dtypes, tiers and master copies go as in `fnshard.checkpoint.restore`. A leaf whose codec
-    changes is decoded before and coded afterwards, block by block.
+    The ranks that a leaf is split over gather it, and each cuts its block. Old and new state are in memory
+    together. dtypes, tiers and master copies are treated as in `fnshard.checkpoint.restore`. A leaf whose
+    codec changes is decoded before and coded afterwards, block by block.
 
     Args:
-        state: of `before` on `mesh`; or a tree of stored blocks: then such a tree is returned.
+        state: a state laid out by `before` on `mesh`; or a tree of stored blocks, which returns such a tree.
         before, after: spec trees of the same leaves.
-        mesh: where it is; default one axis over all ranks.
-        to: a mesh of the same ranks by other axes; default `mesh`.
-        disk_dir: for leaves that rest on disk afterwards.
+        mesh: the mesh that the state is on; by default, one axis over all ranks.
+        to: a mesh of the same ranks with other axes; by default `mesh`.
+        disk_dir: the directory for leaves that rest on disk afterwards.
 
     Raises:
-        SpecError: trees of other leaves, or meshes of other sizes.
-        StateError: a state that is not of `before`; values of leaves to be coded that are not finite.
+        SpecError: the trees have other leaves, or the meshes other sizes.
+        StateError: the state is not laid out by `before`, or values of leaves that are to be coded are not
+            finite.
 
     >>> import fnshard as fs
     >>> params = {"w": torch.eye(2)}
@@ -85,34 +86,35 @@ def reshard(
         raise SpecError(f"a state on {mesh} cannot be resharded to {target}: they have not the same ranks.")
     before = ResolvedSpecs.of(before).align(state.params)
     after = ResolvedSpecs.of(after).align(before.tree)
-    old, before, plain = _decoded(state, before, after)
+    old, before, plain = _decode_changed(state, before, after)
     compare_paths(before.stored, plain.stored)
     check_complex_alike(plain.complex, before.complex)
     leaves = state_leaves(old, before, mesh)
-    known = _of_all_stages(leaves, mesh)
-    new, targets = _blank(old, known, plain, target, disk_dir)
+    known = _describe_all(leaves, mesh)
+    new, targets = _make_blank(old, known, plain, target, disk_dir)
     del old
     state.consume(by="fs.reshard")
     if max(mesh.stages, target.stages) > 1:
         _move_between_stages(leaves, known, targets, before.stored, mesh, target)
     else:
         _move(leaves, targets, before.stored, mesh, target)
-    return _coded(new, plain, after, target, disk_dir)
+    return _encode_changed(new, plain, after, target, disk_dir)
 
 
 def averaged(state: TrainState, name: str = "ema", *, disk_dir: str | None = None) -> TrainState:
-    """The state with the averages that `fs.optim.ema` keeps as its parameters: to evaluate, save or export.
+    """Return a state whose parameters are the averages that `fs.optim.ema` keeps, to evaluate, save or
+    export.
 
-    A collective where parameters and optimizer state lie differently. `state` goes on as it is; leaves that
-    do not train are those of `state`, and there is no optimizer state.
+    A collective where parameters and optimizer state lie differently. `state` stays usable. The new state
+    shares its leaves that do not train, and has no optimizer state.
 
     Args:
-        state: of `step.init`, `step.adopt` or a restore.
-        name: the slot; a second `ema` of a chain keeps "ema_2".
-        disk_dir: where averages of leaves that rest on disk go; None: they rest on the host.
+        state: a state of `step.init`, `step.adopt` or a restore.
+        name: the slot of the averages; a second `ema` of a chain keeps "ema_2".
+        disk_dir: the directory for averages of leaves that rest on disk; with None they rest on the host.
 
     Raises:
-        OptimizerError: trained leaves without that slot.
+        OptimizerError: leaves that train lack that slot.
 
     >>> import fnshard as fs
     >>> params, mesh = {"w": torch.ones(2)}, fs.make_mesh(shard=1)
@@ -143,14 +145,14 @@ def averaged(state: TrainState, name: str = "ema", *, disk_dir: str | None = Non
         for p, s in after.items()
     }  # fmt: skip
     blocks = {p: averages[p] if p in averages else foreign_block(s, mesh) for p, s in before.items()}
-    moved = resolved.shown(reshard(blocks, before, after, mesh, disk_dir=disk_dir))
+    moved = resolved.as_seen(reshard(blocks, before, after, mesh, disk_dir=disk_dir))
     leaves, structure = tree.flatten_with_paths(state.params)
     params = tree.unflatten([moved.get(path, leaf) for path, leaf in leaves.items()], structure)
     return TrainState(state.step.clone(), params, {}, {}, state.seed.clone(), where=state.where)
 
 
-def _of_all_stages(leaves: Mapping[str, LocalLeaf], mesh: Mesh) -> dict[str, SavedLeaf]:
-    """Return what the leaves of all ranks are, in one order on all of them. A collective on a pipeline."""
+def _describe_all(leaves: Mapping[str, LocalLeaf], mesh: Mesh) -> dict[str, SavedLeaf]:
+    """Describe the leaves of all ranks, in the same order on each rank. A collective on a pipeline."""
     known = {n: leaf.saved_as() for n, leaf in leaves.items()}
     if mesh.stages == 1:
         return known
@@ -159,16 +161,17 @@ def _of_all_stages(leaves: Mapping[str, LocalLeaf], mesh: Mesh) -> dict[str, Sav
     return {name: SavedLeaf(tuple(shape), dtype, "", ()) for name, (shape, dtype) in sorted(every.items())}
 
 
-def _blank(
+def _make_blank(
     state: TrainState,
     saved: Mapping[str, SavedLeaf],
     specs: ResolvedSpecs,
     mesh: Mesh,
     disk_dir: str | None,
 ) -> tuple[TrainState, dict[str, list[RestoreTarget]]]:
-    """A state in other specs, to be filled; and which of its leaves come from which old one.
+    """Make a state of zeros in other specs, and list the leaves of it that each old leaf fills.
 
-    `saved`: what the old leaves are, by name.
+    Args:
+        saved: descriptions of the old leaves, by name.
     """
     named = specs.stored
     here = specs_here(named, mesh)
@@ -194,7 +197,7 @@ def _move(
     mesh: Mesh,
     to: Mesh,
 ) -> None:
-    """Fill the new state, leaf by leaf; a leaf that is split, and lies otherwise afterwards, is gathered."""
+    """Fill the new state, leaf by leaf; a leaf that is split, and gets another layout, is gathered."""
     comm, same_mesh = connection(mesh), (mesh.names, mesh.sizes) == (to.names, to.sizes)
     with torch.no_grad():
         for name in list(leaves):
@@ -218,11 +221,11 @@ def _move_between_stages(
     mesh: Mesh,
     to: Mesh,
 ) -> None:
-    """Fill the new state, leaf by leaf: all ranks have each of them whole for a moment."""
+    """Fill the new state, leaf by leaf; all ranks have each leaf whole for a moment."""
     comm = connection(mesh)
     with torch.no_grad():
         for name, saved in known.items():
-            if name.startswith("loss_scale/"):  # which all ranks have, and keep
+            if name.startswith("loss_scale/"):  # all ranks have the loss scale, and keep it
                 continue
             spec, dtype = specs[path_of(name)], STATE_DTYPES[saved.dtype]
             layout = spec.storage
@@ -236,10 +239,10 @@ def _move_between_stages(
                 leaf.block.copy_(local_block(full, leaf.layout, to))
 
 
-def _decoded(
+def _decode_changed(
     state: TrainState, before: ResolvedSpecs, after: ResolvedSpecs
 ) -> tuple[TrainState, ResolvedSpecs, ResolvedSpecs]:
-    """A state whose leaves that change their codec are as they are, its specs, and those to move it to."""
+    """Decode the leaves whose codec changes; return the state, its specs, and the specs to move it to."""
     old, new = before.leaves, after.leaves
     changed = {p for p in old if old[p].codec != new[p].codec}
     if not changed:
@@ -257,21 +260,22 @@ def _decoded(
 
 
 def _plain(spec: LayoutSpec) -> LayoutSpec:
-    """Return the spec of the same leaf uncoded, for a moment, and so not on disk."""
+    """Return the spec of a leaf without its codec. It exists for a moment, and so does not rest on disk."""
     if spec.codec is None:
         return spec
     return replace(spec, codec=None, memory="host" if spec.memory == "disk" else spec.memory)
 
 
 def _stored(blocks: Mapping[str, Tensor], path: str, spec: LayoutSpec) -> Any:
-    """A leaf as the tree holds it: a coded one is a dict of its parts."""
+    """Return a leaf as the tree holds it: a coded leaf is a dict of its parts."""
     return {n: blocks[f"{path}.{n}"] for n in parts_of(spec)} if is_coded(spec) else blocks[path]
 
 
-def _coded(
+def _encode_changed(
     state: TrainState, plain: ResolvedSpecs, after: ResolvedSpecs, mesh: Mesh, disk_dir: str | None
 ) -> TrainState:
-    """A state of `plain` specs with the codecs of `after`. A collective: all ranks refuse, or none."""
+    """Code the leaves of a state of `plain` specs as `after` says. A collective: all ranks refuse, or
+    none."""
     if plain is after:
         return state
     blocks = tree.flatten_with_paths(state.params)[0]
@@ -286,9 +290,9 @@ def _coded(
     all_or_none(connection(mesh).gather_object, "coding leaves", check)
     with torch.no_grad():
         values = [
-            stored_at_rest(blocks[p], s, mesh, disk_dir) if p in changed else _stored(blocks, p, s)
+            put_at_rest(blocks[p], s, mesh, disk_dir) if p in changed else _stored(blocks, p, s)
             for p, s in after.leaves.items()
         ]
-    made = state.replace(params=tree.unflatten(values, after.leaf_structure))
-    made.where, made.data = (after.tree, mesh), state.data
-    return made
+    new = state.replace(params=tree.unflatten(values, after.leaf_structure))
+    new.where, new.data = (after.tree, mesh), state.data
+    return new

@@ -1,4 +1,4 @@
-"""Restoring: the state of a step, blank at first, filled with what a manifest names."""
+"""Restoring: make the blank state of a step, and fill it with what a manifest names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fnshard.checkpoint.state_leaves import (
     RESTORE,
     RestoreTarget,
     check_codecs_alike,
-    resolved_as_saved,
+    resolve_as_saved,
     restore_targets,
     saved_slot_shapes,
     saved_slots,
@@ -36,7 +36,7 @@ Targets = Mapping[str, RestoreTarget]
 
 
 def specs_and_mesh(step_or_specs: Any, mesh: Mesh | None) -> tuple[ResolvedSpecs, Mesh]:
-    """Return the specs and the mesh of a step; or of a spec tree, on this mesh or the default one."""
+    """Return the specs and the mesh of a step, or those of a spec tree on this mesh or the default one."""
     if isinstance(step_or_specs, Step):
         return step_or_specs.resolved, step_or_specs.mesh
     check_mesh(on := mesh or make_mesh())
@@ -46,14 +46,18 @@ def specs_and_mesh(step_or_specs: Any, mesh: Mesh | None) -> tuple[ResolvedSpecs
 def state_maker(
     step_or_specs: Any, mesh: Mesh | None, disk_dir: str | None = None, fix: str = RESTORE
 ) -> tuple[Mesh, Callable[[Manifest], tuple[TrainState, Targets]]]:
-    """Return the mesh, and what makes a state of zeros of a manifest, with the leaves that fill it.
+    """Return the mesh, and a function that makes of a manifest a state of zeros and the targets to fill in
+    it.
 
-    See `fnshard.checkpoint.restore`. `fix`: the way out that the error of a state that does not fit names.
+    The arguments are those of `fnshard.checkpoint.restore`.
+
+    Args:
+        fix: the way out that an error names for a state that does not fit.
     """
     resolved, on = specs_and_mesh(step_or_specs, mesh)
 
     def blank(found: Manifest) -> TrainState:
-        specs = resolved_as_saved(resolved, found)
+        specs = resolve_as_saved(resolved, found)
         if isinstance(step_or_specs, Step):
             return step_or_specs.blank(specs.tree)
         named = specs.stored
@@ -85,9 +89,10 @@ def state_maker(
 def state_filler(
     step_or_specs: Any, mesh: Mesh | None, disk_dir: str | None = None
 ) -> tuple[Mesh, Callable[..., TrainState]]:
-    """Return the mesh, and what makes a state of it from (folder, manifest, group, fetch): a collective.
+    """Return the mesh, and a function that restores a state from (folder, manifest, group, fetch).
 
-    `fetch(targets)`, if any, is called before files are opened. See `fnshard.checkpoint.restore`.
+    The arguments are those of `fnshard.checkpoint.restore`. The function is a collective. If there is a
+    `fetch`, it calls `fetch(targets)` before files are opened.
     """
     on, make = state_maker(step_or_specs, mesh, disk_dir)
 
@@ -98,14 +103,14 @@ def state_filler(
         if fetch is not None:
             fetch(targets)
         load_blocks(folder, found, targets, on, group)
-        state.data = _position(found, on)
+        state.data = _find_position(found, on)
         return state
 
     return on, fill
 
 
-def _position(found: Manifest, mesh: Mesh) -> Any:
-    """This rank's position in the data, as it was saved."""
+def _find_position(found: Manifest, mesh: Mesh) -> Any:
+    """Return this rank's position in the data as it was saved; None where it was saved for other ranks."""
     if len(found.data) < 2:
         return decode(found.data[0]) if found.data else None
     if len(found.data) == mesh.size:

@@ -1,4 +1,4 @@
-"""Retention: of a directory of checkpoints, each named by its step, which are complete, and which may go."""
+"""Retention: which checkpoints of a directory, each named by its step, are complete, and which may go."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from fnshard.runtime.files.tensorfile import PASSING, Corrupt
 
 @dataclass(frozen=True)
 class Keep:
-    """Which checkpoints of a directory outlive a save: the rest is deleted once the new one is complete.
+    """A rule that says which checkpoints of a directory stay; the rest is deleted after a complete save.
 
     Args:
-        last: how many of the newest; at least 1.
-        every: those, too, whose step is a multiple.
-        best: how many of the best, too, by a number that came with their save; NaN is none.
-        metric: its name.
+        last: the number of newest checkpoints that stay; at least 1.
+        every: checkpoints whose step is a multiple of this stay, too.
+        best: the number of best checkpoints that stay, too, by a metric that came with their save. NaN is no
+            metric.
+        metric: the name of the metric.
         mode: whether the "min" or the "max" is best.
 
     >>> metrics = {100: {}, 120: {"loss": 3.0}, 130: {"loss": 1.0}, 140: {"loss": 2.0}, 150: {}}
-    >>> sorted(Keep(last=2, every=100, best=1).kept(metrics))
+    >>> sorted(Keep(last=2, every=100, best=1).choose(metrics))
     [100, 130, 140, 150]
     """
 
@@ -43,25 +44,31 @@ class Keep:
         if wrong := misfits(vars(self), expected):
             raise CheckpointError("this Keep cannot be:", wrong)
 
-    def kept(self, metrics: Mapping[int, Mapping[str, float]]) -> set[int]:
-        """The steps that stay, of what was saved with each."""
+    def choose(self, metrics: Mapping[int, Mapping[str, float]]) -> set[int]:
+        """Return the steps that stay.
+
+        Args:
+            metrics: the metrics that were saved with each step.
+        """
         steps = sorted(metrics)
         sign = 1 if self.mode == "min" else -1
         rated = [s for s in steps if not math.isnan(metrics[s].get(self.metric, math.nan))]
         best = sorted(rated, key=lambda s: sign * metrics[s][self.metric])[: self.best]
         return {*steps[-self.last :], *best, *(s for s in steps if self.every and s % self.every == 0)}
 
+    kept = choose  # the name that it had before, kept for one release
 
-def complete_checkpoints(root: Path) -> Iterator[tuple[int, Path, Manifest]]:
-    """Complete checkpoints, the newest first, with their steps: those in the directory that are named by a
-    number, which is then the step, or the directory itself.
 
-    Where one is gone before it is read, a save has written a newer one and deleted it: the directory is
-    listed anew, and what is newer comes out of order.
+def find_complete(root: Path) -> Iterator[tuple[int, Path, Manifest]]:
+    """Yield complete checkpoints with their steps, the newest first.
+
+    They are those in the directory that are named by a number, which is then the step; or the directory
+    itself. Where one is gone before it is read, a save has written a newer one and deleted it. The directory
+    is then listed anew, and what is newer comes out of order.
     """
     seen: set[Path] = set()
-    while folder := next((each for each in candidates(root) if each not in seen), None):
-        found, _ = opened(folder)
+    while folder := next((each for each in list_candidates(root) if each not in seen), None):
+        found, _ = open_checkpoint(folder)
         if found is None and not folder.exists():
             continue
         seen.add(folder)
@@ -70,8 +77,12 @@ def complete_checkpoints(root: Path) -> Iterator[tuple[int, Path, Manifest]]:
             yield found.step if number is None else number, folder, found
 
 
-def opened(folder: Path) -> tuple[Manifest | None, str]:
-    """A checkpoint's manifest, or what is wrong with it, its files or its name; what passes is an OSError."""
+def open_checkpoint(folder: Path) -> tuple[Manifest | None, str]:
+    """Read a checkpoint's manifest, or say what is wrong with it, its files or its name.
+
+    Raises:
+        OSError: the file system fails in a way that may pass.
+    """
     try:
         found = Manifest.read(folder)
         found.check_files(folder)
@@ -84,16 +95,18 @@ def opened(folder: Path) -> tuple[Manifest | None, str]:
 
 
 def name_problem(folder: Path, found: Manifest) -> str:
-    """Say that a checkpoint is named by another number than it was saved under; empty where it is not."""
+    """Say that a checkpoint is named by another number than it was saved under; return "" if it is not."""
     number = _number(folder)
     if number is None or found.number in (None, number):
         return ""
     return f"it was saved under the name {found.number}; rename it to that"
 
 
-def candidates(root: Path) -> list[Path]:
-    """Return what may be checkpoints, the newest first; also one that stepped aside for a save that was
-    killed."""
+def list_candidates(root: Path) -> list[Path]:
+    """Return folders that may be checkpoints, the newest first.
+
+    A checkpoint that stepped aside for a save that was killed is among them.
+    """
     root = root.absolute()
     if not root.is_dir():
         aside = root.with_name(f".{root.name}.old")
@@ -112,32 +125,33 @@ def prune(written: Path, keep: Keep) -> None:
     """Delete the checkpoints next to a new one that need not be kept, and nothing else.
 
     Checkpoints of higher steps are left alone: the run went back to before them, perhaps because they are
-    corrupt, and then they must not count among the last. Manifests of checkpoints that stay for their step
-    alone are not read: a save takes no longer for them.
+    corrupt, and then they must not count among the last. Manifests of checkpoints that stay because of their
+    step are not read, so that a save takes no longer for them.
     """
     here = int(written.name)
-    numbered = {_number(folder): folder for folder in candidates(written.parent)}
+    numbered = {_number(folder): folder for folder in list_candidates(written.parent)}
     folders = {step: folder for step, folder in numbered.items() if step is not None and step <= here}
     metrics = {step: _metrics(folder) if keep.best else {} for step, folder in folders.items()}
 
-    complete = functools.cache(lambda step: opened(folders[step])[0] is not None)
+    complete = functools.cache(lambda step: open_checkpoint(folders[step])[0] is not None)
+    # Incomplete checkpoints do not count among the last or the best: choose again without them.
     chosen = replace(keep, every=None)
-    while broken := [step for step in chosen.kept(metrics) if not complete(step)]:
+    while broken := [step for step in chosen.choose(metrics) if not complete(step)]:
         for step in broken:
             del metrics[step]
-    for step in metrics.keys() - keep.kept(metrics) - {here}:
+    for step in metrics.keys() - keep.choose(metrics) - {here}:
         if complete(step) and is_checkpoint_directory(folders[step]):
             remove_directory(folders[step])
 
 
 def _number(folder: Path) -> int | None:
-    """The step that a folder is named by, also one that stepped aside."""
+    """Return the step that a folder is named by, also one that stepped aside; None for another name."""
     name = folder.name.removeprefix(".").removesuffix(".old")
     return int(name) if name.isdecimal() else None
 
 
 def _metrics(folder: Path) -> Mapping[str, float]:
-    """Return what came with a save; empty where it cannot be read."""
+    """Return the metrics that came with a save; an empty dict where they cannot be read."""
     try:
         return Manifest.read(folder).metrics
     except (Corrupt, OSError):

@@ -1,4 +1,4 @@
-"""Saving: one save under way: what is written where, with whom, now or in the background."""
+"""Saving: a save that is under way, at once or in the background."""
 
 from __future__ import annotations
 
@@ -19,21 +19,29 @@ from torch import Tensor
 from fnshard.checkpoint.blocks import save_blocks
 from fnshard.checkpoint.loader_state import encode
 from fnshard.checkpoint.retention import Keep, prune
-from fnshard.checkpoint.state_leaves import LocalLeaf, checked_param_leaves, host_copies, state_leaves
+from fnshard.checkpoint.state_leaves import LocalLeaf, check_param_leaves, make_host_copies, state_leaves
 from fnshard.errors import CheckpointError, CheckpointWarning
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.mesh import Mesh
 from fnshard.runtime.coordination import Failed, agreed, group_of, texts
 from fnshard.runtime.files.folder import AtomicDirectory, as_path
-from fnshard.step.runner import laid_out
+from fnshard.step.runner import find_layout
 from fnshard.step.state import TrainState
 
-PIECE_BYTES = 64 << 20  # that goes through a pinned buffer
+PIECE_BYTES = 64 << 20  # the size of a pinned buffer
 
 
 @dataclass(frozen=True)
 class SaveJob:
-    """A save: what, where, and with whom."""
+    """A save: what is written, where, and with which ranks.
+
+    Args:
+        leaves: this rank's leaves, by name.
+        group: the ranks that save together.
+        fields: the fields of the manifest that are known from the start.
+        data: this rank's position in the data, as JSON.
+        keep: a rule that says which other checkpoints stay; None keeps all.
+    """
 
     directory: AtomicDirectory
     leaves: Mapping[str, LocalLeaf]
@@ -43,14 +51,14 @@ class SaveJob:
     data: Any
     keep: Keep | None
 
-    def staged(self) -> SaveJob:
-        """Return the same job of copies on the host."""
-        copies = host_copies(self.leaves)
+    def stage(self) -> SaveJob:
+        """Copy the leaves to the host, and return the job of saving the copies."""
+        copies = make_host_copies(self.leaves)
         copy_to_host([(copies[name].block, leaf.block) for name, leaf in self.leaves.items()])
         return replace(self, leaves=copies)
 
     def write(self) -> None:
-        """Write it; on rank 0 also delete what need not be kept."""
+        """Write the checkpoint, and delete others that need not be kept."""
         try:
             save_blocks(self.directory, self.leaves, self.mesh, self.group, self.fields, self.data)
         except Failed as error:
@@ -66,11 +74,11 @@ class SaveJob:
                     warnings.warn(
                         f"old checkpoints were not deleted: {error}", CheckpointWarning, stacklevel=3
                     )
-            texts(self.group, "")  # all ranks return to the same directory
+            texts(self.group, "")  # wait for rank 0, so that all ranks return to the same directory
 
 
 def copy_to_host(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Copy each second tensor to the first, which lies on the host; done when this returns.
+    """Copy each second tensor to the first, which lies on the host, and wait for the copies.
 
     Tensors on a device are copied through two pinned buffers, so that no more than these is pinned however
     large a state is: the device fills one while the host empties the other.
@@ -92,8 +100,8 @@ def copy_through(
     """Copy each second tensor to the first by way of the buffers in turn.
 
     Args:
-        buffers: uint8, of one size.
-        event: makes one, to be recorded after each copy from the device.
+        buffers: tensors of uint8, of one size.
+        event: a function that makes an event, which is recorded after each copy from the device.
 
     >>> target, source = torch.zeros(5), torch.arange(5.0)
     >>> from unittest.mock import Mock
@@ -129,8 +137,8 @@ def save_job(
     config: Any = None, metrics: Mapping[str, float] | None = None, keep: Keep | None = None,
     timeout: float | None = None,
 ) -> SaveJob:  # fmt: skip
-    """The save that `fnshard.checkpoint.save` was called for, on all ranks or on none. A collective."""
-    final, (_, specs, mesh) = as_path(path, "save(path, state)").absolute(), laid_out(state, specs, mesh)
+    """Make the job that `fnshard.checkpoint.save` was called for, on all ranks or on none. A collective."""
+    final, (_, specs, mesh) = as_path(path, "save(path, state)").absolute(), find_layout(state, specs, mesh)
     group = group_of(mesh, timeout)
 
     def job() -> SaveJob:
@@ -138,8 +146,8 @@ def save_job(
             fix = "save(path, state) of a TrainState; of a tree of blocks also specs=step.specs, mesh=mesh."
             raise CheckpointError(f"a {type(state).__name__} does not say how it is laid out.", fix=fix)
         resolved, training = ResolvedSpecs.of(specs), isinstance(state, TrainState)
-        leaves = (state_leaves if training else checked_param_leaves)(state, resolved, mesh)
-        directory, numbers = AtomicDirectory(final), _numbers(metrics)
+        leaves = (state_leaves if training else check_param_leaves)(state, resolved, mesh)
+        directory, numbers = AtomicDirectory(final), _check_metrics(metrics)
         if keep is not None:
             _check_keep(keep, directory.final, numbers)
         axes = dict(zip(mesh.names, mesh.sizes, strict=True))
@@ -160,7 +168,12 @@ def save_job(
     return agreed(group, f"saving {path}", job)
 
 
-def _numbers(metrics: Any) -> dict[str, float]:
+def _check_metrics(metrics: Any) -> dict[str, float]:
+    """Return metrics as numbers by name.
+
+    Raises:
+        CheckpointError: they are something else.
+    """
     try:
         return {str(k): float(v) for k, v in (metrics or {}).items()}
     except (TypeError, ValueError, AttributeError) as error:
@@ -168,6 +181,7 @@ def _numbers(metrics: Any) -> dict[str, float]:
 
 
 def _check_keep(keep: Any, final: Path, metrics: Mapping[str, float]) -> None:
+    """Refuse a `keep=` that is none, or cannot go by this checkpoint's name or metrics."""
     if not isinstance(keep, Keep):
         raise CheckpointError(f"keep={keep!r}: a fs.checkpoint.Keep, as Keep(last=3).")
     if not final.name.isdecimal():
@@ -206,14 +220,14 @@ class Saving:
         return self.path
 
 
-_in_flight: list[Saving] = []  # at most one: what this process still writes
+_in_flight: list[Saving] = []  # the save that this process still writes: at most one
 
 
 def wait() -> None:
     """Wait for the save in the background, if there is one.
 
     Raises:
-        CheckpointError: the last save in the background failed; raised once.
+        CheckpointError: the last save in the background failed. It is raised once.
     """
     error = wait_for_save()
     if error is not None:
@@ -221,7 +235,7 @@ def wait() -> None:
 
 
 def wait_for_save() -> BaseException | None:
-    """Wait for the save in the background; the error of one that failed, if it was not raised before."""
+    """Wait for the save in the background; return its error if it failed and nobody has raised that."""
     error = None
     for saving in list(_in_flight):
         try:

@@ -1,4 +1,4 @@
-"""State leaves: a state leaf by leaf, by name and layout: what a checkpoint writes, fills and compares.
+"""State leaves: the leaves of a state by name and layout, which a checkpoint writes, fills and compares.
 
 Names are `params/<path>`, `optimizer/<path>/<slot>` and `loss_scale/<name>`.
 """
@@ -36,8 +36,14 @@ RESTORE = (
 
 @dataclass(frozen=True)
 class LocalLeaf:
-    """One rank's block of a leaf: `block`, padded, is the part of the full tensor that `layout` says; `shape`
-    is the full tensor's. Of a pipeline's leaves a rank has those of its stage and those of all."""
+    """One rank's block of a leaf.
+
+    Args:
+        shape: the shape of the full tensor.
+        layout: the layout by which the full tensor is split.
+        block: this rank's padded block of it.
+        on_all_stages: whether all stages of a pipeline have the leaf, and not this rank's alone.
+    """
 
     shape: tuple[int, ...]
     layout: P
@@ -45,24 +51,25 @@ class LocalLeaf:
     on_all_stages: bool = True
 
     def parts(self, mesh: Mesh) -> list[tuple[tuple[int, ...], Tensor]]:
-        """The block without its padding, in boxes of the full tensor: where each begins there, and a view."""
+        """Return the block without its padding, in boxes of the full tensor: where each begins, and a
+        view."""
         found = boxes(self.shape, self.layout, mesh)
         parts = [(tuple(s.start for s in full), self.block[mine]) for full, mine in found]
         return [(start, part) for start, part in parts if part.numel()]
 
     def saved_as(self, chunks: Sequence[Chunk] = ()) -> SavedLeaf:
-        """The full leaf as a manifest names it."""
+        """Return the full leaf as a manifest names it."""
         return SavedLeaf(self.shape, STATE_NAMES[self.block.dtype], repr(self.layout), tuple(chunks))
 
 
 @dataclass(frozen=True)
 class RestoreTarget(LocalLeaf):
-    """A leaf to be filled from the saved leaf of the name `source`."""
+    """A leaf that is to be filled from the saved leaf of the name `source`."""
 
     source: str = ""
 
 
-def checked_param_leaves(params: Any, specs: ResolvedSpecs, mesh: Mesh) -> dict[str, LocalLeaf]:
+def check_param_leaves(params: Any, specs: ResolvedSpecs, mesh: Mesh) -> dict[str, LocalLeaf]:
     """Check a tree of stored blocks against the specs, and return its leaves by name."""
     named, stored = specs.blocks_of(params), specs.stored
     compare_paths(stored, named)
@@ -71,14 +78,14 @@ def checked_param_leaves(params: Any, specs: ResolvedSpecs, mesh: Mesh) -> dict[
 
 
 def state_leaves(state: TrainState, specs: ResolvedSpecs, mesh: Mesh) -> dict[str, LocalLeaf]:
-    """Return the leaves of all tensors of a state but its two counters, by name."""
+    """Return the leaves of all tensors of a state except its two counters, by name."""
     scale = {f"loss_scale/{k}": LocalLeaf((), P(), v) for k, v in state.loss_scale.items()}
     slots = slot_leaves(state.opt_state, state.slot_shapes, specs.stored, mesh)
-    return checked_param_leaves(state.params, specs, mesh) | slots | scale
+    return check_param_leaves(state.params, specs, mesh) | slots | scale
 
 
 def param_leaves(blocks: Mapping[str, Tensor], specs: Specs, mesh: Mesh) -> dict[str, LocalLeaf]:
-    """Return the leaves of blocks of parameters by name, unchecked: those of this rank's stage."""
+    """Return the leaves of this rank's blocks of parameters by name, without a check."""
     here = specs_here(specs, mesh).items()
     return {f"params/{p}": LocalLeaf(s.shape, s.storage, blocks[p], s.chunk == "all") for p, s in here}
 
@@ -91,8 +98,14 @@ def specs_here(specs: Specs, mesh: Mesh) -> dict[str, LayoutSpec]:
 def slot_leaves(
     state: Mapping[str, Mapping[str, Tensor]], shapes: SlotShapes, specs: Specs, mesh: Mesh
 ) -> dict[str, LocalLeaf]:
-    """Return the leaves of an optimizer's slots by name. `shapes`: of whole slots that are not of their
-    leaves' shape."""
+    """Return the leaves of an optimizer's slots by name.
+
+    Args:
+        shapes: the shapes of whole slots that do not have their leaf's shape.
+
+    Raises:
+        CheckpointError: nobody knows how some slots lie.
+    """
     out, odd = {}, []
     for path, slots in state.items():
         spec = specs[path]
@@ -117,13 +130,17 @@ def slot_leaves(
 
 
 def path_of(name: str) -> str:
-    """Return the path of the leaf that a name is about: "params/a.w" and "optimizer/a.w/mu" are of "a.w"."""
+    """Return the path that a name is about: that of "params/a.w" and "optimizer/a.w/mu" is "a.w"."""
     kind, _, rest = name.partition("/")
     return rest.rpartition("/")[0] if kind == "optimizer" else rest
 
 
-def resolved_as_saved(specs: ResolvedSpecs, found: Manifest) -> ResolvedSpecs:
-    """Specs that know their shapes: their own, or else the saved parameters'."""
+def resolve_as_saved(specs: ResolvedSpecs, found: Manifest) -> ResolvedSpecs:
+    """Return specs that know their shapes: their own, or else those of the saved parameters.
+
+    Raises:
+        CheckpointError: the checkpoint lacks some of the parameters.
+    """
     saved, named = found.leaves, specs.stored
     if specs.complete:
         check_complex_alike(specs.complex, named.keys() & set(found.complex))
@@ -138,8 +155,9 @@ def resolved_as_saved(specs: ResolvedSpecs, found: Manifest) -> ResolvedSpecs:
 
 
 def saved_slots(saved: Mapping[str, SavedLeaf], specs: Specs, mesh: Mesh) -> Slots:
-    """Shapes and dtypes, on this rank, of the optimizer state that was saved of leaves that train here."""
-    # Each of these has an entry, though its optimizer may hold nothing for it (plain SGD).
+    """Return this rank's shapes and dtypes of the optimizer state that was saved for leaves that train
+    here."""
+    # Each leaf that trains has an entry, though its optimizer may hold nothing for it (plain SGD).
     out: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]]
     out = {path: {} for path, spec in specs.items() if spec.trainable}
     for name, leaf in saved.items():
@@ -162,7 +180,7 @@ def saved_slots(saved: Mapping[str, SavedLeaf], specs: Specs, mesh: Mesh) -> Slo
 
 
 def saved_slot_shapes(saved: Mapping[str, SavedLeaf], specs: Specs) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Return the shapes of the whole slots that were saved and are not of their leaves' shape."""
+    """Return the shapes of whole slots that were saved and do not have their leaf's shape."""
     out: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, leaf in saved.items():
         kind, _, rest = name.partition("/")
@@ -179,19 +197,22 @@ def restore_targets(
     foreign: Collection[str] = (),
     fix: str = RESTORE,
 ) -> dict[str, RestoreTarget]:
-    """From which saved leaf each is to be filled.
+    """Return the saved leaf that is to fill each leaf.
 
-    A master copy is filled from the saved one, or from the parameter where none was; a parameter of another
-    dtype than the saved one from the master copy, where that knows more digits.
+    A master copy is filled from the saved one, or from the parameter where none was saved. A parameter whose
+    dtype is not the saved one's is filled from the master copy, where that has more digits.
 
     Args:
-        trained: paths of the leaves whose state would be missed.
+        trained: paths of the leaves whose saved state must not be left out.
         foreign: paths of the leaves that other stages have.
         fix: the way out that an error names.
+
+    Raises:
+        CheckpointError: the checkpoint is of another model or another optimizer.
     """
     wrong, out = [], {}
     for name, leaf in leaves_here.items():
-        source = _source(name, leaf, saved)
+        source = _find_source(name, leaf, saved)
         if source is None:
             wrong.append(f"{name} {list(leaf.shape)} is not in the checkpoint")
         elif saved[source].shape != leaf.shape:
@@ -201,8 +222,13 @@ def restore_targets(
         else:
             out[name] = RestoreTarget(leaf.shape, leaf.layout, leaf.block, leaf.on_all_stages, source)
     elsewhere = {n for n in saved if path_of(n) in foreign}
-    lost = [n for n in saved if n not in leaves_here and n not in elsewhere and _missed(n, trained)]
-    wrong += [f"{n} {list(saved[n].shape)} is in the checkpoint alone" for n in lost]
+    for name in [n for n in saved if n not in leaves_here and n not in elsewhere]:
+        # Parameters must not be left out, nor state of leaves that train. A master copy may: its numbers are
+        # those of the parameter.
+        kind, _, rest = name.partition("/")
+        path, _, slot = rest.rpartition("/")
+        if kind == "params" or (kind == "optimizer" and slot != MASTER and path in trained):
+            wrong.append(f"{name} {list(saved[name].shape)} is in the checkpoint alone")
     if wrong:
         raise CheckpointError(
             f"the checkpoint is of another model or another optimizer, {leaves(len(wrong))}:",
@@ -213,14 +239,14 @@ def restore_targets(
 
 
 def check_complex_alike(here: Set[str], there: Set[str]) -> None:
-    """Refuse leaves that are complex on one side alone, and real numbers [..., 2] on the other."""
+    """Refuse leaves that are complex on one side and real numbers [..., 2] on the other."""
     if wrong := [f"params/{p} is complex {'here' if p in here else 'there'} alone" for p in here ^ there]:
         fix = "specs of leaves that are complex where the saved ones are."
         raise CheckpointError("real numbers [..., 2] are no complex ones:", some_of(sorted(wrong)), fix)
 
 
 def check_codecs_alike(specs: Specs, saved: Mapping[str, SavedLeaf]) -> None:
-    """Refuse saved leaves that are coded otherwise than these specs say."""
+    """Refuse saved leaves whose codec is not the one that these specs name."""
     parts: dict[str, set[str]] = {}
     for name in saved:
         path, _, part = name.rpartition(".")
@@ -244,22 +270,23 @@ def check_codecs_alike(specs: Specs, saved: Mapping[str, SavedLeaf]) -> None:
 
 
 def some_of(lines: list[str], most: int = 20) -> list[str]:
-    """Return as many lines as one error names, and one that says how many more there are."""
+    """Return as many lines as one error lists, and a line that says how many more there are."""
     return lines[:most] + ([f"and {len(lines) - most} more"] if len(lines) > most else [])
 
 
-def host_copies(leaves: Mapping[str, LocalLeaf]) -> dict[str, LocalLeaf]:
-    """Return the same leaves with memory of the host, to be filled."""
+def make_host_copies(leaves: Mapping[str, LocalLeaf]) -> dict[str, LocalLeaf]:
+    """Return the leaves with empty blocks in the host's memory, which are to be filled."""
     empty = {n: torch.empty(leaf.block.shape, dtype=leaf.block.dtype) for n, leaf in leaves.items()}
     return {n: replace(leaf, block=empty[n]) for n, leaf in leaves.items()}
 
 
 def _kind(dtype: torch.dtype) -> tuple[bool, bool, bool]:
-    """Return of what kind a dtype's numbers are: floats are cast to other floats, not to counts."""
+    """Return the kind of a dtype's numbers: floats are cast to other floats, not to integers."""
     return dtype.is_floating_point, dtype.is_complex, dtype == torch.bool
 
 
-def _source(name: str, leaf: LocalLeaf, saved: Mapping[str, SavedLeaf]) -> str | None:
+def _find_source(name: str, leaf: LocalLeaf, saved: Mapping[str, SavedLeaf]) -> str | None:
+    """Return the name of the saved leaf that is to fill a leaf, or None; see `restore_targets`."""
     kind, _, path = name.partition("/")
     if kind == "params":
         master = f"optimizer/{path}/{MASTER}"
@@ -269,10 +296,3 @@ def _source(name: str, leaf: LocalLeaf, saved: Mapping[str, SavedLeaf]) -> str |
     elif name not in saved and kind == "optimizer" and name.endswith(f"/{MASTER}"):
         name = f"params/{path.removesuffix(f'/{MASTER}')}"
     return name if name in saved else None
-
-
-def _missed(name: str, trained: set[str]) -> bool:
-    """Whether a saved leaf that finds no place is an error: parameters, and state of leaves that train."""
-    kind, _, rest = name.partition("/")
-    path, _, slot = rest.rpartition("/")
-    return kind == "params" or (kind == "optimizer" and slot != MASTER and path in trained)

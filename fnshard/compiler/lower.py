@@ -88,7 +88,7 @@ def trace_and_split(
     shapes = {p: (tuple(s.shape), s.compute_dtype) for p, s in stored.items()}
     with TRACING, torch.inference_mode(False), torch.enable_grad():  # whatever mode the caller is in
         program = trace(
-            specs.decoding(fn), shapes, specs.structure, stored, batch,
+            specs.decode_before(fn), shapes, specs.structure, stored, batch,
             device=trace_device(mesh), mesh=mesh, differentiate=plan.differentiate,
             sources=options.sources,
         )  # fmt: skip
@@ -135,7 +135,7 @@ def schedule_for(
         kernels[kernel_key(s.source, p, plan.apart)] for s, p in zip(segments.segments, kept, strict=True)
     ]
     offloaded = frozenset(s.index for s, p in zip(segments.segments, kept, strict=True) if p.offload)
-    recomputed = frozenset(s.index for s, p in zip(segments.segments, kept, strict=True) if p.budget == 0)
+    recomputed = frozenset(s.index for s, p in zip(segments.segments, kept, strict=True) if p.budget < 1)
     active = find_active(segments, each, program.outputs) if plan.differentiate else set()
     stages = plan_stages(segments, each, active, program.outputs, specs, mesh)
     tasks = _order_tasks(stages, each, plan, cost_of) if mesh.stages > 1 else ()

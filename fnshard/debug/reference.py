@@ -22,7 +22,7 @@ from fnshard.layout.codecs import is_coded
 from fnshard.layout.pairs import as_pairs
 from fnshard.layout.partition import boxes
 from fnshard.layout.resolved import ResolvedSpecs
-from fnshard.layout.spec import LayoutSpec
+from fnshard.layout.spec import LayoutSpec, is_here
 from fnshard.losses import Mean, Sequence, Whole, unwrapped
 from fnshard.mesh import Mesh, make_mesh
 from fnshard.runtime.collectives.simulated import simulate
@@ -240,22 +240,23 @@ def _compare(
     """Return how far the ranks' losses and gradients are from the expected ones."""
     floor = 1e-3 * rtol * max(map(_largest, expected.values()), default=0.0) if atol is None else atol
 
-    def worst(name: str, gaps: list[float], whole: Tensor) -> GradientError:
+    def worst(name: str, gaps: Mapping[int, float], whole: Tensor) -> GradientError:
         """Return the error of the rank that is farthest from the unsharded tensor."""
-        rank, scale = max(range(len(gaps)), key=gaps.__getitem__), _largest(whole)
+        rank, scale = max(gaps, key=gaps.__getitem__), _largest(whole)
         gap = gaps[rank]
         relative = gap / scale if scale else float("inf") if gap else 0.0
         return GradientError(name, gap, relative, rank, gap <= floor + rtol * scale)
 
     leaves = []
     for path, full in expected.items():
-        spec, gaps = specs[path], []
+        spec, gaps = specs[path], {}
         for rank, blocks in enumerate(grads):
-            places = boxes(spec.shape, spec.gradient, mesh, mesh.coordinate(rank))  # without its padding
-            gaps.append(max(_gap(blocks[path][mine], full[slices]) for slices, mine in places))
+            if is_here(spec, mesh, rank):  # ranks of other stages have none of it
+                places = boxes(spec.shape, spec.gradient, mesh, mesh.coordinate(rank))  # without its padding
+                gaps[rank] = max(_gap(blocks[path][mine], full[slices]) for slices, mine in places)
         leaves.append(worst(path, gaps, full))
     leaves.sort(key=lambda a: (a.within, -a.relative))
-    whole = worst("(the loss)", [_gap(own, loss) for own in losses], loss)
+    whole = worst("(the loss)", {rank: _gap(own, loss) for rank, own in enumerate(losses)}, loss)
     return CheckReport(mesh, whole, tuple(leaves), rtol)
 
 

@@ -1,4 +1,4 @@
-"""hf: weights in and out of the Hugging Face format, leaf by leaf; no rank ever holds the full model.
+"""hf: load and save weights in the Hugging Face format, leaf by leaf; no rank ever holds the full model.
 
     with fs.deferred():
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
@@ -9,8 +9,8 @@
     ...
     fs.hf.save(state, "tuned", model=model, config=path)  # with the tokenizer of that directory
 
-A leaf is called in the files what it is called in the module, but for a prefix that some leave out, and for
-tied weights, of which one is kept. Nothing is ever unpickled.
+The files call a leaf what the module calls it, except for a prefix that some leave out, and for tied weights,
+of which they keep one. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fnshard import tree
 from fnshard.errors import StateError, leaves
 from fnshard.hf.attention import register_attention
 from fnshard.hf.names import FAMILIES, Family, Names, Transposed, check_config, check_names, family_of
-from fnshard.hf.reading import load_block, match_tensors, open_tensors, read_config, stacked
+from fnshard.hf.reading import load_block, match_tensors, open_tensors, read_config, stack_experts
 from fnshard.hf.writing import LeafToWrite, Put, leaves_to_write, model_directory, write_leaves
 from fnshard.layout.codecs import Unfit, check_codecs
 from fnshard.layout.resolved import ResolvedSpecs, compare_paths
@@ -38,7 +38,7 @@ from fnshard.runtime.collectives.connect import connection
 from fnshard.runtime.coordination import all_or_none
 from fnshard.runtime.files.folder import as_path
 from fnshard.runtime.tiers import check_directory
-from fnshard.step.runner import laid_out
+from fnshard.step.runner import find_layout
 from fnshard.step.shards import check_blocks
 
 __all__ = ["FAMILIES", "Family", "Transposed", "load", "register_attention", "save"]
@@ -55,29 +55,29 @@ def load(
     ignore: str | Sequence[str] = (),
     disk_dir: str | None = None,
 ) -> Any:
-    """A model directory's weights -> this rank's stored blocks, for `Step.adopt` or `shard_forward`.
+    """Load a model directory's weights as this rank's stored blocks, for `Step.adopt` or `shard_forward`.
 
     The files are mapped, and each rank reads its own slices of them. A collective: all ranks fail, or none;
     nothing else moves between them. Float tensors are cast to the specs' `storage_dtype`.
 
     Args:
         path: a directory with `model.safetensors`, or with several files and their index; or one file.
-        specs: what the blocks are laid out by; they know the full shapes.
-        mesh: default one axis "shard" over all ranks there are.
-        model: the module that the leaves are of, best built under `fs.deferred`. It says which prefix files
-            may leave out and which names are tied, and has or makes the buffers that are not saved (rotary
+        specs: the specs of the blocks, which know the full shapes.
+        mesh: the mesh; by default, one axis "shard" over all ranks that there are.
+        model: the module that has the leaves, best built under `fs.deferred`. It says which prefix files may
+            leave out and which names are tied, and has or makes the buffers that are not saved (rotary
             frequencies).
-        names: a dict or a function from paths to names in the files, or `Transposed(name)` (which takes a
-            copy of the block); None and what it leaves out: the path.
+        names: a dict or a function from paths to names in the files, or to `Transposed(name)` (which takes a
+            copy of the block). A leaf for which it has nothing, or None, is called by its path.
         missing: full values, by path, of leaves that the files lack.
         ignore: globs of tensors that no leaf takes.
-        disk_dir: for leaves that rest on disk.
+        disk_dir: the directory for leaves that rest on disk.
 
     Raises:
-        StateError: no safetensors files, or broken ones; or, named all together, leaves without a tensor,
-            tensors without a leaf, and such as do not fit; values of coded leaves that are not finite; no
-            room on disk.
-        CheckpointError: it failed on another rank, which has the values that are not finite, say.
+        StateError: there are no safetensors files, or broken ones; leaves have no tensor, tensors have no
+            leaf, or they do not fit, all of which are named together; values of coded leaves are not finite;
+            or there is no room on disk.
+        CheckpointError: it failed on another rank, for instance on one whose values are not finite.
 
     >>> import tempfile
     >>> from fnshard import LayoutSpec, P, make_mesh, match_specs
@@ -98,7 +98,7 @@ def load(
         family = family_of(read_config(path), model, named)
         check_directory(disk_dir, [p for p, s in named.items() if s.memory == "disk"])
         with open_tensors(path) as files:
-            tensors = stacked(files, family)
+            tensors = stack_experts(files, family)
             sources, values = match_tensors(named, tensors, names, family, model, missing or {}, globs)
             unfit, found = Unfit(), {**sources, **values}
             with torch.no_grad():
@@ -106,7 +106,7 @@ def load(
             unfit.refuse()
         return tree.unflatten(blocks, resolved.leaf_structure)
 
-    if mesh.kind == "abstract":  # no other rank is there
+    if mesh.kind == "abstract":  # there is no other rank
         return read()
     return all_or_none(connection(mesh).gather_object, f"loading {str(path)!r}", read)
 
@@ -123,30 +123,32 @@ def save(
     max_file_bytes: float = 5e9,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Stored blocks -> a model directory that `transformers` opens. A collective: all ranks fail, or none.
+    """Save stored blocks as a model directory that `transformers` opens. A collective: all ranks fail, or
+    none.
 
-    Leaves are gathered one by one to rank 0, which holds one of them whole, and writes it to another name;
-    that is flushed to the disk and renamed when it is complete. A module of one's own takes a file of it by
-    `safetensors.torch.load_model(module, "path/model.safetensors")`.
+    Leaves are gathered one by one to rank 0, which holds one of them whole. It writes them to a folder of
+    another name, which is flushed to the disk and renamed when it is complete. A plain module loads such a
+    file by `safetensors.torch.load_model(module, "path/model.safetensors")`.
 
     Args:
         params: a tree of stored blocks, or a `TrainState`.
-        path: of a directory that is not there yet, or is empty; where rank 0 sees it.
-        specs, mesh: its layout; a state of `step.init` or `step.adopt` knows them.
-        model: the module that the leaves are of, on any device: it says which buffers are not saved.
-        names: what the files are to call leaves, as for `load`; default their paths.
+        path: a directory that is not there yet, or is empty, where rank 0 sees it.
+        specs, mesh: the layout of the blocks; a state of `step.init` or `step.adopt` knows them.
+        model: the module that has the leaves, on any device: it says which buffers are not saved.
+        names: what the files are to call leaves, as in `load`; by default, their paths.
         config: the configuration (an object with `to_dict`, or a dict), for config.json; or a directory whose
-            configuration and tokenizer are copied; default the module's own, if it has one.
-        max_file_bytes: of one file, unless one tensor is more.
-        dtype: of all float tensors; default the blocks' own.
+            configuration and tokenizer are copied; by default the module's own, if it has one.
+        max_file_bytes: the most bytes of one file, unless one tensor is larger.
+        dtype: the dtype of all float tensors in the files; by default that of the blocks.
 
     Raises:
-        StateError: blocks of another tree, mesh or spec; a name for two leaves; a dtype that such files have
-            not; with `model=`, a configuration of other leaves; there is something by that name.
-        CheckpointError: it could not be written (no room, no permission); nothing has the name then.
+        StateError: blocks are of another tree, mesh or spec; two leaves have one name; the files cannot hold
+            a dtype; the configuration given with `model=` is of other leaves; or the path is taken.
+        CheckpointError: the files could not be written (no room, no permission); the path does then not
+            exist.
         AgreementError: ranks called it with different arguments.
     """
-    stored, specs, mesh = laid_out(params, specs, mesh)
+    stored, specs, mesh = find_layout(params, specs, mesh)
     if specs is None:
         raise StateError(
             "the layout of these blocks is not known.",
@@ -155,7 +157,7 @@ def save(
     blocks = tree.flatten_with_paths(stored)[0]
     final, model = as_path(path, "save(params, path)").absolute(), tree.unwrapped(model)
 
-    def planned() -> tuple[list[LeafToWrite], AbstractContextManager[Put]]:
+    def make_plan() -> tuple[list[LeafToWrite], AbstractContextManager[Put]]:
         source = _config(config, model)
         known = read_config(source) if isinstance(source, Path) else source
         resolved = check_resolved(specs, mesh)
@@ -174,11 +176,16 @@ def save(
             final, [entry for leaf in plan for entry in leaf.entries], max_file_bytes, source
         )
 
-    write_leaves(f"saving to {str(final)!r}", planned, mesh, connection(mesh))
+    write_leaves(f"saving to {str(final)!r}", make_plan, mesh, connection(mesh))
 
 
 def check_resolved(specs: Any, mesh: Mesh) -> ResolvedSpecs:
-    """Return specs by path; refuse such as do not know their leaves' shapes or do not fit the mesh."""
+    """Return specs by path, after they are checked.
+
+    Raises:
+        StateError: some do not know the shapes of their leaves.
+        SpecError: some do not fit the mesh or their codecs.
+    """
     resolved = ResolvedSpecs.of(specs)
     if not resolved.complete:
         bare = resolved.incomplete
@@ -193,7 +200,7 @@ def check_resolved(specs: Any, mesh: Mesh) -> ResolvedSpecs:
 
 
 def _config(config: Any, model: nn.Module | None) -> Mapping[str, Any] | Path:
-    """Return the configuration as a dict, empty where there is none, or as a path that is there."""
+    """Return the configuration as a dict, which is empty where there is none, or as a path that exists."""
     own = getattr(model, "config", None)
     if config is None and hasattr(own, "to_dict"):
         return {**own.to_dict(), "architectures": [type(model).__name__]}

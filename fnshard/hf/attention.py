@@ -1,4 +1,4 @@
-"""Attention of transformers' models over packed documents, by its registry of implementations."""
+"""Attention: `fs.attention` over packed documents in models of transformers, by its registry."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ NAME = "fnshard"
 def register_attention() -> str:
     """Make `fs.attention` an implementation of transformers' attention, and return its name.
 
-    A model that has it takes the documents of its rows as an attention mask of integers [B, 1, 1, T], and
-    makes no mask of T x T; windows are the model's own. With any other mask, and without one, it is "sdpa".
+    A model with this implementation takes the documents of its rows as an attention mask of integers
+    [B, 1, 1, T], and makes no mask of T x T; windows are the model's. With any other mask, and without one,
+    it attends as with "sdpa".
 
     Raises:
         MissingExtraError: transformers is not installed.
@@ -47,6 +48,11 @@ def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
     dropout: float = 0.0, scaling: float | None = None, sliding_window: int | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
+    """Attend within documents where the mask is of integers, in the form that transformers calls.
+
+    Raises:
+        ValueError: the model attends with something that `fs.attention` does not know.
+    """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     mask = attention_mask
@@ -65,8 +71,8 @@ def _attend(
             "pass a mask of T x T, or set_attn_implementation('eager')."
         )
     causal = kwargs.get("is_causal")
-    made = attention(
+    out = attention(
         query, key, value, causal=getattr(module, "is_causal", True) if causal is None else causal,
         documents=mask[:, 0, 0], window=sliding_window, scale=scaling,
     )  # fmt: skip
-    return made.transpose(1, 2).contiguous(), None
+    return out.transpose(1, 2).contiguous(), None

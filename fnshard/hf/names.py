@@ -1,4 +1,4 @@
-"""Names: what the files of a Hugging Face model call a leaf, and what they hold that is none."""
+"""Names: what the files of a Hugging Face model call a leaf, and which of their tensors are no leaf."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from fnshard.runtime.files.tensorfile import TensorToWrite
 
 @dataclass(frozen=True)
 class Transposed:
-    """In `names=`: the tensor of the files is the leaf's transpose, as GPT-2's are of a `nn.Linear`."""
+    """A name in `names=` of a tensor that is the leaf's transpose, as GPT-2's are of a `nn.Linear`'s
+    weight."""
 
     name: str
 
@@ -34,22 +35,23 @@ Named = str | Transposed
 Names = Mapping[str, Named] | Callable[[str], Named | None] | None
 
 
-_ROTARY = ("*rotary_emb.*inv_freq",)  # and the original ones, one for each kind of layers
+_ROTARY = ("*rotary_emb.*inv_freq",)  # also "original_inv_freq", and those of each kind of layers
 
 
 @dataclass(frozen=True)
 class Family:
-    """The facts that must be known of an architecture; a leaf's name is its path but for this.
+    """The facts of an architecture by which names in files differ from paths of leaves.
+
+    The module given as `model=` says the first three of them.
 
     Args:
-        prefix: the module that some files leave out, and some models are: "model" of "model.layers.0"; this
-            and the next two are what the module given as `model=` says.
+        prefix: the module that some files leave out, and some models are: "model" of "model.layers.0".
         tied: `{other name: the path it is stored under}`.
-        unsaved: globs of leaves that are not saved: buffers that their modules make.
+        unsaved: globs of leaves that are not saved, since they are buffers that their modules make.
         ignored: globs of tensors that some files hold and no leaf needs.
         renamed: `{part of a path: what the files have in its place}`.
         experts: `{leaf of all experts, [E, ...]: the matrices of one, which lie one below another}`, where
-            files have each expert's own.
+            files have the matrices of each expert.
     """
 
     prefix: str = ""
@@ -60,7 +62,7 @@ class Family:
     experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def parts(self, path: str) -> tuple[str, ...]:
-        """The matrices of one expert that a leaf has of all; none of any other leaf."""
+        """Return the matrices of one expert that a leaf holds for all; any other leaf has none."""
         *_, module, name = ("", *path.split("."))
         return self.experts.get(name, ()) if module == "experts" else ()
 
@@ -71,7 +73,7 @@ class Family:
         return path
 
     def saves(self, path: str) -> bool:
-        """Whether files hold this leaf."""
+        """Return whether files hold this leaf."""
         return not any(fnmatch.fnmatchcase(path, pattern) for pattern in self.unsaved)
 
 
@@ -87,7 +89,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "bert": Family(ignored=("*.position_ids", "*.token_type_ids")),
     "vit": Family(
-        renamed={  # its files are older than the names in its module
+        renamed={  # the names in its module are younger than its files
             "layers.": "encoder.layer.",
             ".attention.q_proj.": ".attention.attention.query.",
             ".attention.k_proj.": ".attention.attention.key.",
@@ -111,7 +113,7 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def family_of(config: Mapping[str, Any], model: nn.Module | None, specs: Mapping[str, LayoutSpec]) -> Family:
-    """Return what is known of a configuration with a `model_type`, and of a model.
+    """Return the facts of a configuration with a `model_type`, and of a model.
 
     Raises:
         SpecError: the model has other leaves than the specs, or leaves of other shapes.
@@ -148,13 +150,17 @@ SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "n_head", "tie_word_embeddings",
 )  # fmt: skip
-_CHOICES = {"_attn_implementation", "_experts_implementation"}  # which code runs, in transformers
+_CHOICES = {"_attn_implementation", "_experts_implementation"}  # they choose the code that transformers runs
 
 
 def check_config(values: Mapping[str, Any], model: nn.Module | None, shapes: Mapping[str, Any]) -> None:
-    """Refuse a configuration of other leaves than these, or of other sizes than the module's own.
+    """Refuse a configuration of other leaves than these, or of other sizes than the module's.
 
-    A module of the model's class, or else of the class that the configuration names, is built on meta.
+    To see its leaves, a module of the model's class, or else of the class that the configuration names, is
+    built on meta.
+
+    Raises:
+        StateError: the configuration does not fit.
     """
     here = {path: list(shape) for path, shape in shapes.items()}
     kind, own = values.get("model_type"), getattr(model, "config", None)
@@ -187,8 +193,11 @@ def check_config(values: Mapping[str, Any], model: nn.Module | None, shapes: Map
 def _shapes_of(
     make: Callable[[Any], nn.Module], config_class: Any, values: Mapping[str, Any]
 ) -> tuple[dict[str, list[int]], str]:
-    """Shapes of the leaves that a class makes of a configuration and that files have; or none, and why."""
-    try:  # a class of one's own may be built in another way
+    """Return the shapes of the leaves that a class makes of a configuration and that files have.
+
+    Where the class cannot be built so, there are none, and the second result says why.
+    """
+    try:  # a user's class may have to be built in another way
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             asked = config_class.from_dict(dict(values))
@@ -202,8 +211,11 @@ def _shapes_of(
 
 
 def _class_of(values: Mapping[str, Any]) -> tuple[Any, Any] | None:
-    """Return the class of transformers that a configuration names, or that of language models of its kind,
-    and the class of its configuration; None where there is none, or no transformers, or code of its own."""
+    """Return the class of transformers that a configuration names, and the class of its configuration.
+
+    Without a name it is the class of language models of its kind. None is where there is no such class, where
+    transformers is not installed, and where the configuration comes with code.
+    """
     if "auto_map" in values:
         return None
     with suppress(Exception):
@@ -216,10 +228,10 @@ def _class_of(values: Mapping[str, Any]) -> tuple[Any, Any] | None:
 
 
 def config_of_tensors(values: Mapping[str, Any], entries: Sequence[TensorToWrite]) -> dict[str, Any]:
-    """Return a configuration whose entries that written tensors decide are theirs.
+    """Return a configuration whose entries agree with the tensors that are written.
 
-    "dtype" is that of most numbers, in parts of the model too; nothing is quantized but where a tensor has
-    numbers of one byte.
+    "dtype" is that of most numbers, in parts of the model too. An entry of quantization stays only where a
+    tensor has numbers of one byte.
     """
     floats: dict[torch.dtype, int] = {}
     for entry in entries:
@@ -232,18 +244,22 @@ def config_of_tensors(values: Mapping[str, Any], entries: Sequence[TensorToWrite
         return out
     name = str(max(floats, key=floats.__getitem__)).removeprefix("torch.")
 
-    def stated(part: dict[str, Any], whole: bool) -> dict[str, Any]:
-        inner = {k: stated(v, False) if isinstance(v, dict) else v for k, v in part.items()}
+    def fill_in(part: dict[str, Any], whole: bool) -> dict[str, Any]:
+        inner = {k: fill_in(v, False) if isinstance(v, dict) else v for k, v in part.items()}
         return inner | {k: name for k in DTYPES & part.keys() if whole or part[k] is not None}
 
-    return stated(out, True)
+    return fill_in(out, True)
 
 
-DTYPES = frozenset({"dtype", "torch_dtype"})  # how transformers 5 and earlier ones call it
+DTYPES = frozenset({"dtype", "torch_dtype"})  # the entry's name in transformers 5, and before
 
 
-def given_name(path: str, names: Names) -> Named | None:
-    """Return what `names=` calls a leaf; None where it does not say."""
+def read_name(path: str, names: Names) -> Named | None:
+    """Return what `names=` calls a leaf, or None.
+
+    Raises:
+        StateError: it is neither a name nor `Transposed`.
+    """
     named = names(path) if callable(names) else names.get(path) if names is not None else None
     if named is not None and not isinstance(named, str | Transposed):
         raise StateError(
@@ -254,7 +270,7 @@ def given_name(path: str, names: Names) -> Named | None:
 
 
 def possible_names(path: str, family: Family) -> list[str]:
-    """Return what files may call a leaf, the likeliest first."""
+    """Return the names that files may have for a leaf, the likeliest first."""
     out: list[str] = []
     start = f"{family.prefix}."
     for own in [path, *(other for other, stored in family.tied.items() if stored == path)]:
@@ -266,7 +282,11 @@ def possible_names(path: str, family: Family) -> list[str]:
 
 
 def check_names(names: Names, paths: Iterable[str]) -> None:
-    """Refuse a `names=` of leaves that there are not."""
+    """Refuse a `names=` that names leaves that do not exist.
+
+    Raises:
+        StateError: there are such, or it is no mapping and no function.
+    """
     if names is None or callable(names):
         return
     if not isinstance(names, Mapping):
@@ -280,12 +300,12 @@ def check_names(names: Names, paths: Iterable[str]) -> None:
         )
 
 
-def computed_buffers(model: nn.Module, paths: Iterable[str]) -> tuple[dict[str, Tensor], list[str]]:
-    """Values of a module's buffers by path, and why others could not be had.
+def compute_buffers(model: nn.Module, paths: Iterable[str]) -> tuple[dict[str, Tensor], list[str]]:
+    """Return the values of a module's buffers by path, and why others have none.
 
     Args:
-        model: with values; or built under `deferred`, which says how its buffers are made.
-        paths: of the buffers.
+        model: a module with values, or one built under `deferred`, which knows how its buffers are made.
+        paths: the paths of the buffers.
     """
     values: dict[str, Tensor] = {}
     problems: list[str] = []

@@ -1,4 +1,4 @@
-"""Reading: the safetensors files of a model, which tensor fills which leaf, and each rank's slices."""
+"""Reading: open the safetensors files of a model, match tensors with leaves, and read each rank's slices."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from fnshard.hf.names import (
     Family,
     Names,
     Transposed,
-    computed_buffers,
+    compute_buffers,
     family_of,
-    given_name,
     possible_names,
+    read_name,
 )
 from fnshard.layout.codecs import Unfit, is_coded
 from fnshard.layout.partition import Slices, block_shape, boxes
 from fnshard.layout.spec import LayoutSpec, is_here
 from fnshard.mesh import Mesh
 from fnshard.runtime.files.tensorfile import DTYPES
-from fnshard.step.shards import cut_out, foreign_block, stored_at_rest, zeros
+from fnshard.step.shards import cut_out, foreign_block, put_at_rest, zeros
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-SHOWN = 40  # lines of each kind of a problem
+SHOWN = 40  # the number of lines that an error has of each kind of problem
 
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor in an open file. The file is mapped: `data[slices]` is a view of it."""
+    """A tensor in an open file, which is mapped: `data[slices]` is a view of it."""
 
     file: str
     data: Any
@@ -54,7 +54,11 @@ class FileTensor:
 
 @dataclass(frozen=True)
 class _StackedExperts:
-    """The data of a leaf whose experts lie in files one by one; `parts[expert]` are one below another."""
+    """The data of a leaf whose experts lie in files one by one.
+
+    Args:
+        parts: the matrices of each expert, which lie one below another in the leaf.
+    """
 
     parts: list[list[FileTensor]]
 
@@ -65,7 +69,7 @@ class _StackedExperts:
 
 
 def _rows(parts: list[FileTensor], start: int, stop: int, rest: Sequence[slice]) -> Tensor:
-    """Some rows of matrices one below another."""
+    """Read some rows of matrices that lie one below another."""
     out, low = [], 0
     for part in parts:
         begin, end = max(start - low, 0), min(stop - low, part.shape[0])
@@ -78,9 +82,11 @@ def _rows(parts: list[FileTensor], start: int, stop: int, rest: Sequence[slice])
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
 
 
-def stacked(tensors: Mapping[str, FileTensor], family: Family) -> Mapping[str, FileTensor]:
-    """Tensors of single experts as those of all experts that leaves are; of others, and of such as are not
-    whole, they themselves."""
+def stack_experts(tensors: Mapping[str, FileTensor], family: Family) -> Mapping[str, FileTensor]:
+    """Replace tensors of single experts by stacks of all experts, as leaves have them.
+
+    Other tensors stay, and so do experts of which some are missing or differ in shape.
+    """
     found: dict[str, dict[tuple[int, str], str]] = {}
     for name in tensors if family.experts else ():
         if match := _EXPERT.fullmatch(name):
@@ -105,14 +111,18 @@ def stacked(tensors: Mapping[str, FileTensor], family: Family) -> Mapping[str, F
 
 @contextmanager
 def open_tensors(path: Path) -> Iterator[dict[str, FileTensor]]:
-    """Every tensor of a model directory, or of one file, by name. The files are open meanwhile."""
+    """Open a model directory, or one file, and return its tensors by name; the files are open meanwhile.
+
+    Raises:
+        StateError: there are no weights, or files that cannot be read; it names them all.
+    """
     if path.is_dir():
         folder, index = path, _index(path)
         files = sorted(set(index.values())) or [SINGLE]
     elif path.is_file():
         folder, index, files = path.parent, {}, [path.name]
     else:
-        raise _nothing(path, "no such directory, and no file of that name")
+        raise _explain_nothing(path, "no such directory, and no file of that name")
     tensors: dict[str, FileTensor] = {}
     problems: list[str] = []
     with ExitStack() as stack:
@@ -138,6 +148,7 @@ def open_tensors(path: Path) -> Iterator[dict[str, FileTensor]]:
 
 
 def _tensors_of(folder: Path, name: str, stack: ExitStack) -> dict[str, FileTensor]:
+    """Open one file, which `stack` closes, and return its tensors by name."""
     path = folder / name
     if path.parent != folder or name == "..":
         raise ValueError("no name of a file in this directory")
@@ -145,7 +156,7 @@ def _tensors_of(folder: Path, name: str, stack: ExitStack) -> dict[str, FileTens
         raise ValueError("no such file")
     file = stack.enter_context(safe_open(path, "pt"))
     out = {}
-    for tensor in file.keys():  # noqa: SIM118 - no mapping
+    for tensor in file.keys():  # noqa: SIM118 - safe_open is no mapping
         data = file.get_slice(tensor)
         if data.get_dtype() not in DTYPES:
             raise ValueError(f"{tensor!r} is of the dtype {data.get_dtype()}, which torch does not have")
@@ -154,11 +165,11 @@ def _tensors_of(folder: Path, name: str, stack: ExitStack) -> dict[str, FileTens
 
 
 def _index(folder: Path) -> dict[str, str]:
-    """`{tensor: file}` of the index; nothing where there is one file alone."""
+    """Return `{tensor: file}` of the index; it is empty where there is one file alone."""
     if (folder / SINGLE).exists():
         return {}
     if not (folder / INDEX).exists():
-        raise _nothing(folder, f"there is neither {SINGLE} nor {INDEX}")
+        raise _explain_nothing(folder, f"there is neither {SINGLE} nor {INDEX}")
     found = read_json(folder / INDEX).get("weight_map")
     if not found or not isinstance(found, dict) or not all(isinstance(f, str) for f in found.values()):
         raise StateError(
@@ -168,7 +179,8 @@ def _index(folder: Path) -> dict[str, str]:
     return found
 
 
-def _nothing(path: Path, why: str) -> StateError:
+def _explain_nothing(path: Path, why: str) -> StateError:
+    """Return the error for a path without weights, with what lies there in their place."""
     there = sorted(p.name for p in path.iterdir()) if path.is_dir() else []
     pickles = [name for name in there if name.endswith(PICKLES)]
     others = [name for name in there if name.endswith(".safetensors")]
@@ -190,7 +202,11 @@ def _nothing(path: Path, why: str) -> StateError:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file."""
+    """Read a JSON object from a file.
+
+    Raises:
+        StateError: the file cannot be read, or holds something else.
+    """
     try:
         values = json.loads(path.read_bytes())
         if not isinstance(values, dict):
@@ -202,20 +218,20 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The config.json next to the weights; empty where there is none."""
+    """Read the config.json next to the weights; without one, return an empty dict."""
     file = (path if path.is_dir() else path.parent) / "config.json"
     return read_json(file) if file.exists() else {}
 
 
 def check_directory(path: Path, specs: Mapping[str, LayoutSpec], model: nn.Module) -> None:
-    """Look at the headers of a model directory's files, and at no values: is there a tensor for each leaf?
+    """Check, by the headers of a model directory's files alone, that there is a tensor for each leaf.
 
     Raises:
-        StateError: as `fnshard.hf.load`.
+        StateError: leaves and tensors do not fit, as in `fnshard.hf.load`.
     """
     family = family_of(read_config(path), model, specs)
     with open_tensors(path) as files:
-        match_tensors(specs, stacked(files, family), None, family, model, {}, ())
+        match_tensors(specs, stack_experts(files, family), None, family, model, {}, ())
 
 
 @dataclass(frozen=True)
@@ -232,7 +248,7 @@ class LeafSource:
         return self.saved.shape[::-1] if self.transposed else self.saved.shape
 
     def read(self, slices: Slices) -> Tensor:
-        """A view of the file that has the leaf's `slices`."""
+        """Return the leaf's `slices`, as a view of the file."""
         if self.transposed:
             return self.saved.data[slices[::-1]].t()
         return self.saved.data[slices]
@@ -247,8 +263,12 @@ def match_tensors(
     missing: Mapping[str, Tensor],
     ignore: Sequence[str],
 ) -> tuple[dict[str, LeafSource], dict[str, Tensor]]:
-    """Return what fills each leaf: a tensor of the files, or a full value."""
-    if codes := quantised_by(n for n in tensors if not any(fnmatch.fnmatchcase(n, g) for g in ignore)):
+    """Return what fills each leaf: tensors of the files by path, and full values by path.
+
+    Raises:
+        StateError: leaves lack a tensor, tensors have no leaf, or they do not fit; it names all of them.
+    """
+    if codes := find_codes(n for n in tensors if not any(fnmatch.fnmatchcase(n, g) for g in ignore)):
         raise StateError(
             f"the files hold codes of {codes[0]}, as {codes[1]!r}, which are not decoded.",
             fix="name the directory that they were made from, whose weights are numbers.",
@@ -258,9 +278,9 @@ def match_tensors(
     absent: list[str] = []
     lacking: dict[str, str] = {}
     for path, spec in specs.items():
-        named = given_name(path, names)
+        named = read_name(path, names)
         if named is None and model is not None and not family.saves(path) and path not in missing:
-            absent.append(path)  # though a file may hold it: rounded, or of another length
+            absent.append(path)  # the module makes it: what a file may hold is rounded, or of another length
             continue
         tried = possible_names(path, family) if named is None else [getattr(named, "name", named)]
         found = next((name for name in tried if name in tensors), None)
@@ -270,11 +290,12 @@ def match_tensors(
             values[path] = missing[path]
         else:
             lacking[path] = f"params[{path!r}] {list(spec.shape)}: no tensor {' or '.join(map(repr, tried))}"
-    made, unmade = computed_buffers(model, absent) if model is not None else ({}, [])
-    surplus, untied = _surplus(sources, tensors, family, ignore)
+    computed, failed = compute_buffers(model, absent) if model is not None else ({}, [])
+    surplus, untied = _find_surplus(sources, tensors, family, ignore)
     there = {p: f"the files have it, as {source.name!r}" for p, source in sources.items()}
     unused = [f"missing[{p!r}]: {there.get(p, 'no such leaf')}" for p in missing if p not in values]
     unused += [f"ignore={g!r} matches no tensor" for g in ignore if not fnmatch.filter(tensors, g)]
+    # For each leaf that lacks a tensor, suggest the nearest name among the free tensors of its shape.
     taken = {source.name for source in sources.values()}
     free = [n for n in tensors if n not in taken and not any(fnmatch.fnmatchcase(n, g) for g in ignore)]
     alike = {p: [n for n in free if tensors[n].shape == specs[p].shape] or free for p in lacking}
@@ -282,19 +303,25 @@ def match_tensors(
     lines = [*shown, *islice(lacking.values(), SHOWN, None)]
     _refuse(
         {
-            "lacking": lines + unmade,
+            "lacking": lines + failed,
             "surplus": surplus,
-            "unfit": [*_unfit(specs, sources), *_unfit_values(specs, values | made), *untied],
+            "unfit": [*_find_unfit(specs, sources), *_find_unfit_values(specs, values | computed), *untied],
             "unused": unused,
         },
         _find_prefix({p: specs[p].shape for p in lacking}, {n: tensors[n].shape for n in free}),
     )
-    return sources, values | made
+    return sources, values | computed
 
 
 def _find_prefix(paths: Mapping[str, tuple[int, ...]], names: Mapping[str, tuple[int, ...]]) -> str:
-    """Return the `names=` that finds tensors of these shapes for all these paths, by a prefix more or less;
-    empty where there is none."""
+    """Return the `names=` that finds tensors for all leaves that lack one, by a prefix more or less.
+
+    Args:
+        paths, names: the shapes of leaves that lack a tensor, by path; and of tensors that no leaf takes.
+
+    Returns:
+        Python code, or "" where no prefix does.
+    """
     first = next(iter(paths), "")
     for start in dict.fromkeys(name.removesuffix(first) for name in names if name.endswith(f".{first}")):
         if first and all(names.get(start + path) == shape for path, shape in paths.items()):
@@ -313,8 +340,8 @@ CODES: Mapping[str, tuple[str, ...]] = {  # what stands beside the codes of a ma
 }
 
 
-def quantised_by(names: Iterable[str]) -> tuple[str, str] | None:
-    """Return what has quantised some tensors, and the name that shows it; None of plain ones."""
+def find_codes(names: Iterable[str]) -> tuple[str, str] | None:
+    """Return the kind of codes that some tensors are, and the name that shows it; None for plain numbers."""
     for name in names:
         for kind, ends in CODES.items():
             if name.endswith(ends):
@@ -334,6 +361,12 @@ _FIXES = {
 
 
 def _refuse(kinds: Mapping[str, list[str]], names: str = "") -> None:
+    """Raise one error for all problems, if there are any.
+
+    Args:
+        kinds: lines by kind of problem; the kinds have their ways out in `_FIXES`.
+        names: a `names=` that would find all tensors that are lacking.
+    """
     count = sum(map(len, kinds.values()))
     if not count:
         return
@@ -346,13 +379,13 @@ def _refuse(kinds: Mapping[str, list[str]], names: str = "") -> None:
     raise StateError(f"files and specs do not fit each other, {what}:", lines, fixes)
 
 
-def _surplus(
+def _find_surplus(
     sources: Mapping[str, LeafSource],
     tensors: Mapping[str, FileTensor],
     family: Family,
     ignore: Sequence[str],
 ) -> tuple[list[str], list[str]]:
-    """Tensors that no leaf takes; and tied weights of which the files hold two that differ."""
+    """Find tensors that no leaf takes, and tied weights of which the files hold two that differ."""
     taken = {source.name for source in sources.values()}
     globs = [*ignore, *family.ignored]
     again = {name: path for path in sources for name in possible_names(path, family)}
@@ -371,7 +404,7 @@ def _surplus(
     return surplus, untied
 
 
-def _unfit(specs: Mapping[str, LayoutSpec], sources: Mapping[str, LeafSource]) -> list[str]:
+def _find_unfit(specs: Mapping[str, LayoutSpec], sources: Mapping[str, LeafSource]) -> list[str]:
     wrong = []
     for path, source in sources.items():
         spec, saved = specs[path], source.saved
@@ -380,7 +413,7 @@ def _unfit(specs: Mapping[str, LayoutSpec], sources: Mapping[str, LeafSource]) -
         elif source.shape != spec.shape:
             turned = " (its transpose would fit)" if source.shape[::-1] == spec.shape else ""
             wrong.append(f"params[{path!r}] {list(spec.shape)}: {source.name!r} is {saved}{turned}")
-        elif not _castable(saved.dtype, spec.storage_dtype):
+        elif not _can_cast(saved.dtype, spec.storage_dtype):
             wrong.append(
                 f"params[{path!r}] is stored as {spec.storage_dtype}: {source.name!r} is {saved}, which is "
                 "no number of that kind (quantised weights are not decoded)"
@@ -388,7 +421,7 @@ def _unfit(specs: Mapping[str, LayoutSpec], sources: Mapping[str, LeafSource]) -
     return wrong
 
 
-def _unfit_values(specs: Mapping[str, LayoutSpec], values: Mapping[str, Tensor]) -> list[str]:
+def _find_unfit_values(specs: Mapping[str, LayoutSpec], values: Mapping[str, Tensor]) -> list[str]:
     wrong = []
     for path, value in values.items():
         shape = specs[path].shape
@@ -400,8 +433,11 @@ def _unfit_values(specs: Mapping[str, LayoutSpec], values: Mapping[str, Tensor])
     return wrong
 
 
-def _castable(saved: torch.dtype, stored: torch.dtype) -> bool:
-    """Between floats of two bytes or more; one-byte floats are codes that need a scale."""
+def _can_cast(saved: torch.dtype, stored: torch.dtype) -> bool:
+    """Return whether a tensor can be cast to its leaf's storage dtype.
+
+    That is so between floats of two bytes or more. Floats of one byte are codes, which need a scale.
+    """
 
     def kind(dtype: torch.dtype) -> str:
         wide = dtype.is_floating_point and dtype.itemsize > 1
@@ -413,10 +449,10 @@ def _castable(saved: torch.dtype, stored: torch.dtype) -> bool:
 def load_block(
     path: str, spec: LayoutSpec, mesh: Mesh, disk_dir: str | None, source: LeafSource | Tensor, unfit: Unfit
 ) -> Any:
-    """This rank's stored block (or its parts), where it rests, from its slice of a file, or of a full value.
+    """Load this rank's stored block (or its parts), in its tier, from a file or from a full value.
 
     Args:
-        unfit: collects rows that cannot be coded.
+        unfit: the collection of leaves that cannot be coded.
     """
     if isinstance(source, Tensor):
         unfit.look(path, spec, source)
@@ -424,13 +460,13 @@ def load_block(
     if not is_here(spec, mesh):
         return foreign_block(spec, mesh)
     shape = block_shape(spec.shape, spec.storage, mesh)
-    if is_coded(spec):  # its rows are in memory as they were while they are coded
+    if is_coded(spec):  # rows are read into memory, and then coded
         block = torch.zeros(shape, dtype=spec.storage_dtype)
     else:
         block = zeros(shape, spec.storage_dtype, spec.memory, mesh, disk_dir)
-    for slices, own in boxes(spec.shape, spec.storage, mesh):  # all but the padding
+    for slices, own in boxes(spec.shape, spec.storage, mesh):  # padding stays zero
         block[own] = source.read(slices)
     if is_coded(spec):
         unfit.look(path, spec, block)
-        return stored_at_rest(block, spec, mesh, disk_dir)
+        return put_at_rest(block, spec, mesh, disk_dir)
     return block

@@ -1,4 +1,4 @@
-"""Writing: leaves gathered one by one to rank 0, which fills safetensors files and then names them."""
+"""Writing: gather leaves one by one to rank 0, which fills safetensors files and then names their folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fnshard.errors import AgreementError, StateError, leaves
-from fnshard.hf.names import Family, Names, Transposed, check_names, config_of_tensors, given_name
+from fnshard.hf.names import Family, Names, Transposed, check_names, config_of_tensors, read_name
 from fnshard.hf.reading import INDEX, SINGLE, read_config
 from fnshard.layout.codecs import block_of
 from fnshard.layout.pairs import as_pairs
@@ -29,7 +29,7 @@ from fnshard.runtime.coordination import all_or_none
 from fnshard.runtime.files.folder import flush_directory, flush_file
 from fnshard.runtime.files.tensorfile import NAMES, TensorToWrite, bytes_of, file_layout
 
-PIECE_BYTES = 64 << 20  # that one collective moves, unless one row of all ranks is more
+PIECE_BYTES = 64 << 20  # the most bytes that one collective moves, unless one row of all ranks is more
 FORMAT = {"format": "pt"}  # without it transformers refuses a file
 COPIED = (
     "config.json", "generation_config.json", "tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json",
@@ -37,14 +37,20 @@ COPIED = (
     "spiece.model",
 )  # fmt: skip
 
-# Write a whole tensor, in its dtype.
-Put = Callable[[str, Tensor], None]
+Put = Callable[[str, Tensor], None]  # it writes a whole tensor of a name, in its dtype
 
 
 @dataclass(frozen=True)
 class LeafToWrite:
-    """A leaf on its way out: what makes its block, its name in the files, and how it is stored there; the
-    matrices that files have of each of its experts."""
+    """A leaf that is to be written.
+
+    Args:
+        make: a function that returns this rank's block.
+        name: its name in the files.
+        dtype: its dtype in the files.
+        transposed: whether the files hold its transpose.
+        experts: the matrices that files have for each of its experts.
+    """
 
     path: str
     spec: LayoutSpec
@@ -64,7 +70,7 @@ class LeafToWrite:
 
     @property
     def names(self) -> list[str]:
-        """Return the names of the tensors; of each expert its matrices in turn."""
+        """The names of the tensors: one, or those of each expert's matrices in turn."""
         prefix = self.name.rpartition(".")[0]
         experts = range(self.spec.shape[0]) if self.experts else ()
         return [f"{prefix}.{e}.{part}.weight" for e in experts for part in self.experts] or [self.name]
@@ -78,13 +84,17 @@ def leaves_to_write(
     *,
     names: Names = None,
 ) -> list[LeafToWrite]:
-    """How stored blocks, by path, are written."""
+    """Return how stored blocks, given by path, are written.
+
+    Raises:
+        StateError: `names` or `dtype` do not fit, or files cannot hold the dtype of a leaf.
+    """
     check_names(names, specs)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise StateError(f"dtype={dtype!r}: a float dtype, such as torch.bfloat16, or None.")
     out, wrong, taken = [], [], {}
     for path, spec in specs.items():
-        named = given_name(path, names)
+        named = read_name(path, names)
         if named is None and not family.saves(path):
             continue
         transposed = isinstance(named, Transposed)
@@ -110,18 +120,19 @@ def leaves_to_write(
 
 def write_leaves(
     what: str,
-    planned: Callable[[], tuple[list[LeafToWrite], AbstractContextManager[Put]]],
+    make_plan: Callable[[], tuple[list[LeafToWrite], AbstractContextManager[Put]]],
     mesh: Mesh,
     comm: Collectives,
 ) -> None:
-    """Plan, gather, and write on rank 0: each is done by all ranks or by none. A collective.
+    """Plan, gather, and write on rank 0: all ranks do each of these, or none. A collective.
 
     Args:
-        what: for messages.
-        planned: the leaves, the same on all ranks; and the files, which only rank 0 opens.
+        what: what an error calls it.
+        make_plan: a function that returns the leaves, which are the same on all ranks, and the files, which
+            only rank 0 opens.
     """
     all_ranks = partial(all_or_none, comm.gather_object, what)
-    plan, files = all_ranks(planned)
+    plan, files = all_ranks(make_plan)
     lines = [(leaf.path, leaf.name, leaf.transposed, leaf.dtype, leaf.spec) for leaf in plan]
     digests = comm.gather_object(hashlib.sha256(repr((what, mesh, lines)).encode()).hexdigest())
     odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
@@ -155,7 +166,7 @@ def write_leaves(
 
 
 def put_leaf(put: Put, leaf: LeafToWrite, full: Tensor) -> None:
-    """Write a whole leaf, as the tensors that files have of it."""
+    """Write a whole leaf, as the tensors that files have for it."""
     if not leaf.experts:
         put(leaf.name, full.t() if leaf.transposed else full)
         return
@@ -164,8 +175,11 @@ def put_leaf(put: Put, leaf: LeafToWrite, full: Tensor) -> None:
 
 
 def gather_leaf(block: Tensor, spec: LayoutSpec, mesh: Mesh, comm: Collectives, out: Tensor | None) -> None:
-    """Fill `out` (None on ranks that only take part) with a leaf, a bounded piece at a time, cast to its
-    dtype. A collective."""
+    """Fill `out` with a leaf, cast to its dtype, a bounded piece at a time. A collective.
+
+    Args:
+        out: the whole leaf; None on ranks that only take part.
+    """
     axes = mesh.ordered(spec.storage.axes)
     if not axes or not block.numel():
         if out is not None:
@@ -184,7 +198,7 @@ def gather_leaf(block: Tensor, spec: LayoutSpec, mesh: Mesh, comm: Collectives, 
             if full is None:
                 continue
             rows = part.view(piece.shape)
-            for where, own in parts:  # of the leaf, and of the rank's block, without its padding
+            for where, own in parts:  # slices of the leaf, and of the rank's block without its padding
                 begin, end = max(low, own[0].start), min(low + len(rows), own[0].stop)
                 if begin < end:
                     first = where[0].start - own[0].start
@@ -200,8 +214,8 @@ def model_directory(
     """Write tensors, in any order, into files of a new folder. After an exception nothing is left.
 
     Args:
-        final: what has this name at the end; of directories only an empty one is replaced.
-        max_bytes: of a file.
+        final: the path of the folder when it is complete. It replaces an empty directory, and nothing else.
+        max_bytes: the most bytes of a file.
     """
     folder, files = final.with_name(f".{final.name}.writing"), split_files(entries, max_bytes)
     if folder.is_symlink() or folder.is_file():
@@ -228,6 +242,7 @@ def model_directory(
 
 
 def _write_at(path: Path, data: memoryview, at: int) -> None:
+    """Write bytes at a place of a file, which may be longer or shorter."""
     fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
         while len(data):
@@ -238,7 +253,7 @@ def _write_at(path: Path, data: memoryview, at: int) -> None:
 
 
 def split_files(entries: Sequence[TensorToWrite], max_bytes: float) -> dict[str, list[TensorToWrite]]:
-    """Entries by file of at most so many bytes, in order; a tensor that is larger has one of its own."""
+    """Return tensors by file, in order: files of at most so many bytes, or of one larger tensor."""
     files: list[list[TensorToWrite]] = [[]]
     room = max_bytes
     for e in entries:
@@ -255,7 +270,8 @@ def split_files(entries: Sequence[TensorToWrite], max_bytes: float) -> dict[str,
 def _complete(
     folder: Path, files: Mapping[str, Sequence[TensorToWrite]], config: Mapping[str, Any] | Path
 ) -> None:
-    """Add what a model directory has besides its weights: an index of several files, the configuration."""
+    """Add what a model directory has besides its weights: an index of several files, and the
+    configuration."""
     if len(files) > 1:
         where = {e.name: file for file, entries in files.items() for e in entries}
         total = sum(e.bytes for entries in files.values() for e in entries)
@@ -268,8 +284,8 @@ def _complete(
             shutil.copyfile(source, folder / ("config.json" if config.is_file() else source.name))
     file = folder / "config.json"
     values = read_config(folder) if isinstance(config, Path) else config
-    made = config_of_tensors(values, entries)
-    if isinstance(config, Path) and made != values:
-        file.write_text(json.dumps(made, indent=2) + "\n")
-    elif made and not isinstance(config, Path):
-        file.write_text(json.dumps(made, indent=2, sort_keys=True, default=str) + "\n")
+    final = config_of_tensors(values, entries)
+    if isinstance(config, Path) and final != values:
+        file.write_text(json.dumps(final, indent=2) + "\n")
+    elif final and not isinstance(config, Path):
+        file.write_text(json.dumps(final, indent=2, sort_keys=True, default=str) + "\n")

@@ -1,9 +1,9 @@
 """Codecs: frozen leaves stored, sharded, gathered and offloaded as codes, decoded where they are used.
 
 A coded leaf "w" is stored as several leaves, its parts ("w.codes", "w.scales"), and `fn` is given what they
-decode to: an expression of leaves alone, so the compiler decodes inside the kernel that uses the weight and
-never keeps it. Every row of a leaf (dim 0) is coded by itself: on any mesh, the codes of a shard of rows are
-a shard of the codes.
+decode to. That is an expression of leaves alone, so the compiler decodes inside the kernel that uses the
+weight and never keeps it. Every row of a leaf (dim 0) is coded by itself: on any mesh, the codes of a shard
+of rows are a shard of the codes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from fnshard.errors import SpecError, StateError, leaves
 from fnshard.layout.spec import DTYPE_FIELDS, LayoutSpec, P, is_spec
 
-__all__ = ["Codec", "decoded", "encoded", "register"]
+__all__ = ["Codec", "decode", "encode", "register"]
 
 Shape = tuple[int, ...]
 Parts = Mapping[str, tuple[Shape, torch.dtype]]
@@ -28,13 +28,17 @@ Parts = Mapping[str, tuple[Shape, torch.dtype]]
 
 @dataclass(frozen=True)
 class Codec:
-    """How a frozen leaf is encoded and decoded; `register` adds it for `LayoutSpec(codec=name)`.
+    """A pair of functions that encode and decode a frozen leaf.
+
+    `register` adds a codec, and `LayoutSpec(codec=name)` chooses it.
 
     Args:
         name: what specs call it.
-        parts: a leaf's shape, of two dims or more -> `{part: (shape, dtype)}`; dim 0 of each is the leaf's.
-        encode: float rows [n, ...] -> `{part: tensor}`, each row by itself.
-        decode: parts, their leaf's shape and a dtype -> rows; plain torch operators, so that it is compiled.
+        parts: a function from a leaf's shape, of two dims or more, to `{part: (shape, dtype)}`; dim 0 of each
+            part is the leaf's.
+        encode: a function from float rows [n, ...] to `{part: tensor}`, which codes each row by itself.
+        decode: a function from parts, their leaf's shape and a dtype to rows. It is made of plain torch
+            operators, so that it can be compiled.
 
     >>> half = Codec(
     ...     "half",
@@ -66,13 +70,14 @@ PAIRS = [(NF4[byte >> 4], NF4[byte & 15]) for byte in range(256)]
 
 
 def _columns(shape: Shape) -> tuple[int, int]:
-    """The number of blocks and of groups in a row."""
+    """Return the number of blocks and of groups in a row."""
     blocks = -(-math.prod(shape[1:]) // BLOCK)
     return blocks, -(-blocks // GROUP)
 
 
 def _blocks(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows as blocks [n, blocks, BLOCK] in fp32, padded with zeros, and each block's largest size."""
+    """Cut rows into blocks [n, blocks, BLOCK] in fp32, padded with zeros; return them with each block's
+    largest magnitude."""
     flat = rows.reshape(rows.shape[0], -1).float()
     flat = F.pad(flat, (0, -flat.shape[1] % BLOCK))
     blocks = flat.view(flat.shape[0], -1, BLOCK)
@@ -80,6 +85,7 @@ def _blocks(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _rows(blocks: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
+    """Put blocks together to rows of the leaf's shape, without their padding."""
     flat = blocks.reshape(blocks.shape[0], -1)
     return flat[:, : math.prod(shape[1:])].reshape(shape).to(dtype)
 
@@ -138,7 +144,7 @@ def _nf4_encode(rows: Tensor) -> Mapping[str, Tensor]:
 
 
 def _nf4_scales(parts: Mapping[str, Tensor], blocks: int) -> Tensor:
-    """A scale for each block, [n, blocks] in fp32."""
+    """Decode the scale of each block, [n, blocks] in fp32."""
     spread, mean = parts["scale_scales"].unbind(2)
     grouped = parts["scales"].view(*spread.shape, -1).float()
     return (grouped * spread.unsqueeze(2) + mean.unsqueeze(2)).flatten(1)[:, :blocks]
@@ -166,16 +172,18 @@ CODECS: dict[str, Codec] = {
 
 
 def register(codec: Codec) -> None:
-    """Add a codec, by its name, on every rank before specs that name it are used.
+    """Add a codec by its name. Call it on every rank before specs that name the codec are used.
 
     Raises:
-        SpecError: no `Codec`, another of that name, or one whose functions do not agree with each other.
+        SpecError: this is not a `Codec`, another codec has the name, or its functions do not agree with each
+            other.
     """
     if not isinstance(codec, Codec):
         raise SpecError(f"fs.codecs.register takes a Codec, not {type(codec).__name__}.")
     if CODECS.get(codec.name, codec) is not codec:
         raise SpecError(f"a codec is called {codec.name!r} already; give yours another name.")
-    wrong = [text for shape in ((4, 3), (2, 5, 70)) for text in _disagreements(codec, shape)]
+    # One shape is smaller than a block, the other has several dims and no whole number of blocks.
+    wrong = [text for shape in ((4, 3), (2, 5, 70)) for text in _find_disagreements(codec, shape)]
     if wrong:
         fix = (
             "parts(shape) announces what encode gives; every row is coded by itself; decode gives the shape."
@@ -184,21 +192,22 @@ def register(codec: Codec) -> None:
     CODECS[codec.name] = codec
 
 
-def _disagreements(codec: Codec, shape: Shape) -> list[str]:
+def _find_disagreements(codec: Codec, shape: Shape) -> list[str]:
+    """Code a leaf of this shape and say, a line each, where the codec's functions do not fit together."""
     rows = torch.linspace(-1, 1, math.prod(shape)).view(shape)
-    announced, made = codec.parts(shape), codec.encode(rows)
+    announced, codes = codec.parts(shape), codec.encode(rows)
     wrong = []
-    if announced.keys() != made.keys():
-        return [f"{list(shape)}: parts are {', '.join(announced)}, encode gives {', '.join(made)}"]
+    if announced.keys() != codes.keys():
+        return [f"{list(shape)}: parts are {', '.join(announced)}, encode gives {', '.join(codes)}"]
     for name, (part, dtype) in announced.items():
-        if tuple(made[name].shape) != tuple(part) or made[name].dtype != dtype:
-            found = f"{list(made[name].shape)} {made[name].dtype}"
+        if tuple(codes[name].shape) != tuple(part) or codes[name].dtype != dtype:
+            found = f"{list(codes[name].shape)} {codes[name].dtype}"
             wrong.append(f"{list(shape)}: {name} is {found}, announced as {list(part)} {dtype}")
-    decoded = codec.decode(made, shape, torch.float32)
-    if tuple(decoded.shape) != shape or decoded.dtype != torch.float32:
-        return [*wrong, f"{list(shape)}: decode gives {list(decoded.shape)} {decoded.dtype}"]
-    half = codec.encode(rows[:1])
-    if not wrong and any(not torch.equal(half[n], made[n][:1]) for n in made):
+    values = codec.decode(codes, shape, torch.float32)
+    if tuple(values.shape) != shape or values.dtype != torch.float32:
+        return [*wrong, f"{list(shape)}: decode gives {list(values.shape)} {values.dtype}"]
+    alone = codec.encode(rows[:1])
+    if not wrong and any(not torch.equal(alone[n], codes[n][:1]) for n in codes):
         wrong.append(f"{list(shape)}: the first row alone is coded otherwise than among others")
     return wrong
 
@@ -207,10 +216,10 @@ def check_codecs(specs: Mapping[str, LayoutSpec]) -> None:
     """Check that all leaves can take their codecs.
 
     Raises:
-        SpecError: an unknown codec; a leaf that trains, is no float or has less than two dims; a layout that
-            cuts rows.
+        SpecError: a codec is unknown; a leaf trains, is no float or has less than two dims; a layout cuts
+            rows.
     """
-    found = {path: _problem(spec) for path, spec in specs.items() if is_coded(spec)}
+    found = {path: _explain_misfit(spec) for path, spec in specs.items() if is_coded(spec)}
     wrong = {path: problem for path, problem in found.items() if problem is not None}
     if wrong:
         lines = [f"params[{p!r}] {list(specs[p].shape)} with {what}." for p, (what, _) in wrong.items()]
@@ -218,8 +227,8 @@ def check_codecs(specs: Mapping[str, LayoutSpec]) -> None:
         raise SpecError(f"{leaves(len(wrong))} cannot be coded:", lines, " ".join(fixes))
 
 
-def _problem(spec: LayoutSpec) -> tuple[str, str] | None:
-    """Why a leaf cannot take its codec, and the fix; None if it can."""
+def _explain_misfit(spec: LayoutSpec) -> tuple[str, str] | None:
+    """Return why a leaf cannot take its codec, and the fix; None if it can."""
     if spec.codec not in CODECS:
         known = ", ".join(map(repr, CODECS))
         return f"codec={spec.codec!r}", f"one of {known}, or your own by fs.codecs.register."
@@ -241,12 +250,12 @@ def _problem(spec: LayoutSpec) -> tuple[str, str] | None:
 
 @dataclass
 class Unfit:
-    """Collects leaves with values that no code can represent, to report all of them in one error."""
+    """A collection of leaves with values that no code can represent, all of which one error reports."""
 
     lines: list[str] = field(default_factory=list)
 
     def look(self, path: str, spec: LayoutSpec, values: Tensor) -> None:
-        """Add a leaf to be encoded, or rows of it, if it is not finite in fp32."""
+        """Add a leaf that is to be encoded, or rows of it, if its values are not finite in fp32."""
         if not is_coded(spec) or values.is_meta:
             return
         finite = (int(values[run].detach().float().isfinite().sum()) for run in _runs(values))
@@ -256,10 +265,10 @@ class Unfit:
             self.lines.append(f"{of}: {count} of {values.numel()} values")
 
     def refuse(self) -> None:
-        """Raise an error for all leaves that were added.
+        """Raise one error for all leaves that were added.
 
         Raises:
-            StateError: there are any.
+            StateError: there are such leaves.
         """
         if self.lines:
             fix = "load or train them again; or keep them as they are, codec=None."
@@ -268,7 +277,7 @@ class Unfit:
 
 
 def parts_of(spec: LayoutSpec) -> dict[str, LayoutSpec]:
-    """The specs of a coded leaf's parts: the leaf's layout, in their own dtypes."""
+    """Return the specs of a coded leaf's parts: the leaf's layout of dim 0, in the parts' own dtypes."""
     layouts = dict.fromkeys(("storage", "gradient", "optimizer"), P(*spec.storage.parts[:1]))
     plain = replace(spec, codec=None, buffers=True, **layouts)
     return {
@@ -278,12 +287,12 @@ def parts_of(spec: LayoutSpec) -> dict[str, LayoutSpec]:
 
 
 def is_coded(spec: Any) -> bool:
-    """Whether a leaf is stored as the parts of a codec."""
+    """Return whether a leaf, whose shape is known, is stored as the parts of a codec."""
     return is_spec(spec) and spec.codec is not None and spec.shape is not None
 
 
-def encoded(block: Tensor, spec: LayoutSpec) -> Mapping[str, Tensor]:
-    """Encode a block of rows, some of them at a time: the temporaries take 16 bytes per weight."""
+def encode(block: Tensor, spec: LayoutSpec) -> Mapping[str, Tensor]:
+    """Encode a block of rows, some of them at a time: the temporaries take 16 bytes for each weight."""
     codec, runs, block = CODECS[spec.codec], _runs(block), block.detach()
     if len(runs) < 2:
         return codec.encode(block)
@@ -296,7 +305,10 @@ def encoded(block: Tensor, spec: LayoutSpec) -> Mapping[str, Tensor]:
 
 
 def _runs(rows: Tensor) -> list[Any]:
-    """Of about `RUN` weights each, at least a row; of a tensor on meta, which takes no memory, one."""
+    """Return indices that cut rows into runs of about `RUN` weights, of a row at least.
+
+    A tensor on meta, which takes no memory, is one run.
+    """
     count = rows.shape[0] if rows.dim() else 1
     step = max(1, RUN * count // max(1, rows.numel()))
     if rows.is_meta or step >= count:
@@ -305,15 +317,18 @@ def _runs(rows: Tensor) -> list[Any]:
 
 
 def block_of(blocks: Mapping[str, Tensor], path: str, spec: LayoutSpec) -> Tensor:
-    """A leaf's stored block by its path; of a coded one what its parts decode to, in storage dtype."""
+    """Return a leaf's stored block by its path; a coded leaf is decoded, in its storage dtype."""
     if not is_coded(spec):
         return blocks[path].detach()
-    return decoded(blocks, path, spec, spec.storage_dtype).detach()
+    return decode(blocks, path, spec, spec.storage_dtype).detach()
 
 
-def decoded(tensors: Mapping[str, Tensor], path: str, spec: LayoutSpec, dtype: torch.dtype) -> Tensor:
-    """Full rows, or a block of them, from a leaf's parts."""
+def decode(tensors: Mapping[str, Tensor], path: str, spec: LayoutSpec, dtype: torch.dtype) -> Tensor:
+    """Decode the rows of a leaf, all of them or a block, from its parts."""
     codec = CODECS[spec.codec]
     parts = {name: tensors[f"{path}.{name}"] for name in codec.parts(spec.shape)}
     rows = next(iter(parts.values())).shape[0]
     return codec.decode(parts, (rows, *spec.shape[1:]), dtype)
+
+
+encoded, decoded = encode, decode  # the names that these functions had before, kept for one release

@@ -1,7 +1,7 @@
 """Pairs: complex leaves, which are real tensors [..., 2] for all but `fn` and the user.
 
-The specs of stored tensors (`ResolvedSpecs.stored`) are of the pairs: what gathers, reduces, updates and
-saves leaves needs no rule for complex numbers. `fn` and the trees that a user gives and gets have complex
+The specs of stored tensors (`ResolvedSpecs.stored`) describe the pairs, so that gathers, reductions, updates
+and checkpoints need no rule for complex numbers. `fn`, and the trees that a user gives and gets, have complex
 views of the same memory (`ResolvedSpecs.blocks_of` and `tree_of`).
 """
 
@@ -18,12 +18,12 @@ from fnshard.layout.spec import DTYPE_FIELDS, LayoutSpec
 
 
 def is_complex(spec: LayoutSpec) -> bool:
-    """Whether `fn` sees a leaf, whose shape is known, as complex numbers."""
+    """Return whether `fn` sees a leaf, whose shape is known, as complex numbers."""
     return spec.shape is not None and spec.storage_dtype is not None and spec.storage_dtype.is_complex
 
 
 def pairs_of(spec: LayoutSpec) -> LayoutSpec:
-    """The spec of a complex leaf's real and imaginary parts, along a last dim that nothing splits.
+    """Return the spec of a complex leaf as real numbers: the two parts lie along a last dim, which is whole.
 
     >>> spec = LayoutSpec().resolve(torch.ones(3, dtype=torch.complex64), "unit")
     >>> pairs_of(spec).shape, pairs_of(spec).storage_dtype
@@ -37,7 +37,7 @@ def check_complex(specs: Mapping[str, LayoutSpec]) -> None:
     """Refuse leaves that are complex in some of their dtypes and real in others.
 
     Raises:
-        SpecError: names them all.
+        SpecError: there are such leaves; it names them all.
     """
     wrong, fixes = [], {}
     for path, spec in specs.items():
@@ -54,5 +54,5 @@ def check_complex(specs: Mapping[str, LayoutSpec]) -> None:
 
 
 def as_pairs(block: Tensor) -> Tensor:
-    """A real view [..., 2] of a complex block; a real one as it is."""
+    """Return a real view [..., 2] of a complex block; return a real block unchanged."""
     return torch.view_as_real(block.resolve_conj()) if block.is_complex() else block

@@ -1,4 +1,4 @@
-"""`P`: how a tensor's dims are split over mesh axes, and the blocks that ranks have then."""
+"""`P`, which says how a tensor's dims are split over mesh axes, and the blocks that ranks then have."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ __all__ = ["Fused", "P"]
 class Fused:
     """An axis in a `P` whose dim holds `count` equal matrices side by side, each of which the axis splits.
 
-    A rank's block of a fused query, key and value [3 * d, d] is its part of each: the numbers of three
-    leaves. It stands first on its dim, and in `LayoutSpec.compute`. After Megatron's `partition_stride`.
+    A rank's block of a fused query, key and value [3 * d, d] is its part of each of the three, with the
+    numbers that three separate leaves would have. A `Fused` stands first on its dim, and in
+    `LayoutSpec.compute`. It follows Megatron's `partition_stride`.
 
     >>> P(None, (Fused("tensor", 3), "shard")).of(1)
     ('tensor', 'shard')
@@ -38,10 +39,11 @@ Axes = Axis | tuple[Axis, ...] | None
 
 
 class P:
-    """Partition spec: for each tensor dim the mesh axis, tuple of axes, or None that splits it.
+    """A partition spec: for each tensor dim the mesh axis, or the tuple of axes, that splits it, or None.
 
-    A pytree leaf. Trailing Nones may be left out: `P("shard") == P("shard", None)`. An axis may be `Fused`.
-    After JAX's `PartitionSpec`; torch's placements are per *mesh* dim, see `to_placements`.
+    A `P` is a pytree leaf. Trailing Nones may be left out: `P("shard") == P("shard", None)`. An axis may be
+    `Fused`. It follows JAX's `PartitionSpec`; torch's placements are given per *mesh* dim, see
+    `to_placements`.
     """
 
     __slots__ = ("parts",)
@@ -70,38 +72,38 @@ class P:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """All axes named, in order of dims."""
+        """All axes that it names, in the order of dims."""
         return tuple(a for dim in range(len(self.parts)) for a in self.of(dim))
 
     def of(self, dim: int) -> tuple[str, ...]:
-        """The axes that split `dim`, major first."""
+        """Return the names of the axes that split `dim`, major first."""
         return tuple(map(_name, self.entries(dim)))
 
     def entries(self, dim: int) -> tuple[Axis, ...]:
-        """The same, `Fused` as it is."""
+        """Return the axes that split `dim`, major first; an axis that is `Fused` stays so."""
         part = self.parts[dim] if dim < len(self.parts) else None
         return () if part is None else part if isinstance(part, tuple) else (part,)
 
     def fused(self, dim: int) -> int:
-        """How many matrices lie side by side along `dim`, each of them split by the first axis."""
+        """Return the number of matrices that lie side by side along `dim`, each split by the first axis."""
         first = next(iter(self.entries(dim)), None)
         return first.count if isinstance(first, Fused) else 1
 
     @property
     def contiguous(self) -> P:
-        """The same axes, as of a tensor in which each rank's parts lie side by side."""
+        """The layout without `Fused`: that of a tensor in which each rank's parts lie side by side."""
         return P(*map(self.of, range(len(self.parts))))
 
     def without(self, axes: Iterable[str]) -> P:
-        """The same layout over the other axes."""
+        """Return the layout over the axes that are not among `axes`."""
         dims = range(len(self.parts))
         return P(*(tuple(a for a in self.entries(dim) if _name(a) not in axes) for dim in dims))
 
     def to_placements(self, mesh: Mesh) -> tuple[Any, ...]:
-        """DTensor's view: one placement per mesh dim.
+        """Return DTensor's form of the layout: one placement for each mesh dim.
 
         Raises:
-            SpecError: it is `Fused`, for which DTensor has no public placement.
+            SpecError: an axis is `Fused`, for which DTensor has no public placement.
 
         >>> from fnshard.mesh import make_mesh
         >>> P(None, "shard").to_placements(make_mesh(replicate=2, shard=4, abstract=True))
@@ -132,7 +134,7 @@ def _name(axis: Axis) -> str:
 
 
 def block_shape(shape: Sequence[int], layout: P, mesh: Mesh) -> tuple[int, ...]:
-    """Shape of every rank's block, padded so that all are equal.
+    """Return the shape of every rank's block, padded so that all are equal.
 
     >>> from fnshard.mesh import make_mesh
     >>> block_shape((50257, 768), P("shard"), make_mesh(shard=8, abstract=True))
@@ -144,10 +146,10 @@ def block_shape(shape: Sequence[int], layout: P, mesh: Mesh) -> tuple[int, ...]:
 def block_slices(
     shape: Sequence[int], layout: P, mesh: Mesh, coordinate: Mapping[str, int] | None = None
 ) -> tuple[slice, ...]:
-    """The slices of the full tensor that a rank's block holds, without padding (they may be empty).
+    """Return the slices of the full tensor that a rank's block holds, without padding; they may be empty.
 
     Raises:
-        ValueError: a `Fused` layout, whose blocks are several: see `boxes`.
+        ValueError: the layout is `Fused`, and a block lies at several places: see `boxes`.
     """
     if any(layout.fused(dim) > 1 for dim in range(len(layout.parts))):
         raise ValueError(f"{layout!r}: a block is not one slice of the tensor.")
@@ -168,8 +170,10 @@ Slices = tuple[slice, ...]
 def boxes(
     shape: Sequence[int], layout: P, mesh: Mesh, coordinate: Mapping[str, int] | None = None
 ) -> list[tuple[Slices, Slices]]:
-    """Where a rank's block lies in the full tensor, without padding, box by box: the slices of the tensor and
-    those of the block. One box, which may be empty, where nothing is `Fused`.
+    """Return where a rank's block lies in the full tensor, without padding, box by box.
+
+    A box is the slices of the tensor and those of the block. Where nothing is `Fused` there is one box, which
+    may be empty.
 
     >>> from fnshard.mesh import make_mesh
     >>> mesh = make_mesh(tensor=2, abstract=True)
@@ -182,23 +186,34 @@ def boxes(
         count = layout.fused(dim)
         ranks = mesh.axis_size(layout.of(dim)[0]) if count > 1 else 1
         dims.append(list(_runs(where, size, count, ranks)))
-    # Of no dims there is one box, of none.
+    # A tensor without dims has one box, with no slices: the product of no lists is one empty tuple.
     return [(tuple(f for f, _ in box), tuple(b for _, b in box)) for box in itertools.product(*dims)]
 
 
 def _runs(where: slice, size: int, count: int, ranks: int) -> Iterator[tuple[slice, slice]]:
-    """What a slice of a dim in which ranks' parts lie side by side is of the dim, and of the slice."""
+    """Cut a slice of a dim in which ranks' parts lie side by side into runs that lie together in the dim.
+
+    Yields:
+        For each run, its slice of the dim, and its slice of `where`.
+    """
+    if count == 1:
+        yield where, slice(0, where.stop - where.start)
+        return
+    # Side by side, the dim is rank 0's part of each matrix, then rank 1's part of each, and so on.
     part = max(size // count // ranks, 1)
-    cuts = range(where.start - where.start % part + part, where.stop, part) if count > 1 else ()
+    cuts = range(where.start - where.start % part + part, where.stop, part)
     for first, last in itertools.pairwise((where.start, *cuts, where.stop)):
-        rank, matrix = divmod(first // part, count) if count > 1 else (0, 0)
-        start = matrix * (size // count) + rank * part + first % part if count > 1 else first
+        rank, matrix = divmod(first // part, count)
+        start = matrix * (size // count) + rank * part + first % part
         yield slice(start, start + last - first), slice(first - where.start, last - where.start)
 
 
 def side_by_side(full: Tensor, layout: P, mesh: Mesh, inverse: bool = False) -> Tensor:
-    """A tensor in which the parts of each rank lie side by side, which `layout.contiguous` splits; `inverse`:
-    from there."""
+    """Move the parts of each rank side by side, so that `layout.contiguous` splits the tensor.
+
+    Args:
+        inverse: move them back.
+    """
     for dim in range(full.dim()):
         if (count := layout.fused(dim)) > 1:
             ranks = mesh.axis_size(layout.of(dim)[0])
@@ -209,10 +224,10 @@ def side_by_side(full: Tensor, layout: P, mesh: Mesh, inverse: bool = False) -> 
 
 
 def slot_layout(slot: Sequence[int], shape: Sequence[int], layout: P, mesh: Mesh) -> P | None:
-    """How optimizer state of shape `slot` lies, of a leaf of `shape` whose blocks are of `layout`.
+    """Return the layout of a slot: optimizer state of shape `slot`, of a leaf of `shape` that has `layout`.
 
-    As `like_leaf` says; what is of another shape, and has as many matrices as the leaf, is cut along its rows
-    by all axes that cut matrices of the leaf. None: it is of yet another shape.
+    It is the layout that `like_leaf` finds. A slot of another shape that has as many matrices as the leaf is
+    cut along its rows, by all axes that cut matrices of the leaf. For yet another shape the layout is None.
 
     >>> from fnshard.mesh import make_mesh
     >>> slot_layout((6, 6), (6, 4), P(None, "shard"), make_mesh(shard=2, abstract=True))
@@ -226,11 +241,12 @@ def slot_layout(slot: Sequence[int], shape: Sequence[int], layout: P, mesh: Mesh
 
 
 def like_leaf(slot: Sequence[int], shape: Sequence[int], layout: P, mesh: Mesh) -> P | None:
-    """How state lies whose blocks an optimizer makes of blocks of a leaf; arguments as of `slot_layout`.
+    """Return the layout of state whose blocks an optimizer computes from blocks of a leaf, or None.
 
-    Along a dim of the leaf's size it is cut as the leaf; of size 1 it is whole; shorter by a whole factor, a
-    number for so many of the leaf's, it is cut as the leaf, if no cut goes through these. None: it is of
-    another shape. What has no dims is whole, and so is all state of a leaf that is.
+    The arguments are those of `slot_layout`. A dim of the leaf's size is cut as the leaf is. A dim of size 1
+    is whole. A dim that is shorter by a whole factor, with one number for so many of the leaf's, is cut as
+    the leaf is, if no cut goes through these numbers. A state of another shape has no such layout: None.
+    State without dims is whole, and so is all state of a leaf that is whole.
 
     >>> from fnshard.mesh import make_mesh
     >>> like_leaf((1, 2), (6, 128), P("shard", "tensor"), make_mesh(shard=2, tensor=2, abstract=True))
@@ -250,5 +266,5 @@ def like_leaf(slot: Sequence[int], shape: Sequence[int], layout: P, mesh: Mesh) 
 
 
 def every_rank_has_some(size: int, ranks: int) -> bool:
-    """Whether a dim that is cut in equal blocks, the last of them padded, leaves no rank without numbers."""
+    """Return whether a dim that is cut in equal blocks, the last padded, leaves no rank without numbers."""
     return -(-size // ranks) * (ranks - 1) < size

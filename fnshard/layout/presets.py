@@ -1,4 +1,4 @@
-"""Presets: the common strategies by name. Each is a function from parameters and a mesh to specs."""
+"""Presets: the common strategies by name, each a function from parameters and a mesh to specs."""
 
 from __future__ import annotations
 
@@ -27,10 +27,18 @@ __all__ = [
 ]  # fmt: skip
 
 Layouts = Callable[[P], dict[str, Any]]
-EMBEDDINGS = "*embed*|*token.*|*wte*|*wpe*|*lm_head*|head.*|*.head.*"  # and heads
+EMBEDDINGS = "*embed*|*token.*|*wte*|*wpe*|*lm_head*|head.*|*.head.*"  # embeddings and heads
 
 
-def _preset(layouts: Layouts, axes: Callable[[Mesh], tuple[str, ...]], doc: str) -> Callable[..., Any]:
+def _make_preset(layouts: Layouts, axes: Callable[[Mesh], tuple[str, ...]], doc: str) -> Callable[..., Any]:
+    """Make a preset.
+
+    Args:
+        layouts: a function from the layout of a leaf that is split to fields of its `LayoutSpec`.
+        axes: the mesh axes that split leaves.
+        doc: how its docstring begins; that of its arguments is added.
+    """
+
     def preset(
         params: Any,
         mesh: Mesh,
@@ -51,11 +59,15 @@ def _preset(layouts: Layouts, axes: Callable[[Mesh], tuple[str, ...]], doc: str)
         free = {path: leaf for path, leaf in named.items() if path not in said}
         coded = bool(policy.get("codec"))
         narrow = policy.get("compute_dtype") == FP8 and policy.get("trainable") is not False
-        computes = {**_computes(named, free, tensor, mesh, coded), **_stacks(free, expert, mesh, policy)}
+        computes = {
+            **_read_tensor_option(named, free, tensor, mesh, coded),
+            **_read_expert_option(free, expert, mesh, policy),
+        }
         unit_of = find_units(units or numeric, params, named)
         unit_of = {**unit_of, **{path: spec.unit for path, spec in said.items() if spec.unit}}
         uncut = {p: leaf for p, leaf in named.items() if p in free or said[p].chunk is None}
         chunk_of = cut_chunks(uncut, unit_of, mesh, chunks)
+        # Each leaf that no rule of the user's takes gets a rule of its own.
         own: list[Rule] = []
         stay: list[str] = []
         for path, leaf in free.items():
@@ -64,10 +76,10 @@ def _preset(layouts: Layouts, axes: Callable[[Mesh], tuple[str, ...]], doc: str)
             if is_buffer(leaf) or not (leaf.dtype.is_floating_point or leaf.dtype.is_complex):
                 layout = P()
             else:
-                split = leaf.shape[:1] if coded else leaf.shape  # rows are coded one by one
+                split = leaf.shape[:1] if coded else leaf.shape  # codecs code rows: only dim 0 may be cut
                 layout = best_split(split, over, mesh, compute)
             fields = {"compute": compute, **layouts(layout), **policy}
-            if narrow and not _in_fp8(path, leaf, compute):
+            if narrow and not _multiplies_in_fp8(path, leaf, compute):
                 fields["compute_dtype"] = torch.bfloat16
                 stay += [f"params[{path!r}] {list(leaf.shape)}"] * (leaf.dim() == 2)
             own.append((escape(path), LayoutSpec(**fields)))
@@ -78,44 +90,49 @@ def _preset(layouts: Layouts, axes: Callable[[Mesh], tuple[str, ...]], doc: str)
         return apply_rules(params, [*rules, *own], unit_of, chunk_of)
 
     preset.__doc__ = doc + (
-        "\n\n    Args:\n        params: full shapes; real, meta or fake.\n        mesh: axes and sizes.\n"
-        "        rules: `(glob, LayoutSpec)` that come before the preset's own.\n"
-        "        units: unit policy, see `fnshard.units`.\n"
+        "\n\n    Args:\n        params: a tree of full shapes; real, meta or fake tensors.\n"
+        "        mesh: the mesh, whose axes and sizes are read.\n"
+        "        rules: pairs `(glob, LayoutSpec)` that come before the preset's own.\n"
+        "        units: a unit policy, see `fnshard.units`.\n"
         "        tensor: a mesh axis that splits what matrices compute (tensor parallelism): columns, rows,\n"
         "            heads, vocabulary, by name or in pairs; or `LayoutSpec.compute` by path. Leaves that\n"
         "            it does not divide stay whole, with a warning.\n"
         '        expert: a data axis that splits stacks of experts, leaves [E, M, N] with "experts" in\n'
         "            their path, while they compute (expert parallelism): see `LayoutSpec.compute`.\n"
-        "        chunks: how many chunks each stage of a pipeline runs: units in the order of the tree, of\n"
-        "            about as many bytes each, also of leaves whose rule names no chunk. A tied leaf is of\n"
-        "            all stages; another leaf that several stages read takes a rule with\n"
-        '            LayoutSpec(chunk="all").\n'
-        "        policy: further LayoutSpec fields for all leaves, such as compute_dtype. Of float8_e4m3fn\n"
-        "            embeddings, heads, and what is no matrix of multiples of 16 or does not train, stay in\n"
-        "            bf16.\n"
+        "        chunks: the number of chunks that each stage of a pipeline runs. A chunk is consecutive\n"
+        "            units in the order of the tree, and all have about as many bytes; leaves whose rule\n"
+        "            names no chunk are cut with them. A tied leaf belongs to all stages; any other leaf\n"
+        '            that several stages read takes a rule with LayoutSpec(chunk="all").\n'
+        "        policy: further LayoutSpec fields for all leaves, such as compute_dtype. With\n"
+        "            float8_e4m3fn, embeddings, heads, leaves that do not train, and whatever is not a\n"
+        "            matrix of multiples of 16 stay in bf16.\n"
     )
     return preset
 
 
-def _in_fp8(path: str, leaf: Tensor, compute: P) -> bool:
-    """Whether products with a leaf are in eight bits where the policy says so."""
+def _multiplies_in_fp8(path: str, leaf: Tensor, compute: P) -> bool:
+    """Return whether products with a leaf are in eight bits, where the policy asks for fp8."""
     trains = leaf.requires_grad or not isinstance(leaf, nn.Parameter)
     at_the_ends = any(fnmatch.fnmatchcase(path, glob) for glob in EMBEDDINGS.split("|"))
     return trains and fits_fp8(leaf.shape) and not compute.axes and not at_the_ends
 
 
-def _computes(
+def _read_tensor_option(
     named: Mapping[str, Tensor],
     free: Mapping[str, Tensor],
     tensor: str | Mapping[str, P] | None,
     mesh: Mesh,
     coded: bool,
 ) -> Mapping[str, P]:
-    """`{path: compute}` as `tensor=` says; a warning names the leaves that it cannot split.
+    """Return `{path: compute}` as `tensor=` says; a warning names the leaves that it cannot split.
 
     Args:
         free: the leaves that no rule takes.
-        coded: leaves are coded by rows, which nothing cuts.
+        coded: whether leaves are coded, by rows, which nothing cuts.
+
+    Raises:
+        SpecError: `tensor` is no axis whose ranks see the same rows, or a dict that names other leaves or
+            axes.
     """
     if tensor is None:
         return {}
@@ -165,13 +182,13 @@ def _computes(
     return layouts
 
 
-def _stacks(
+def _read_expert_option(
     free: Mapping[str, Tensor], expert: str | None, mesh: Mesh, policy: Mapping[str, Any]
 ) -> dict[str, P]:
-    """`{path: compute}` of the stacks of experts that a data axis is to split.
+    """Return `{path: compute}` of the stacks of experts that a data axis is to split.
 
     Raises:
-        SpecError: an axis that is no data axis, codes, or no stack.
+        SpecError: `expert` is no data axis, the leaves are coded, or there is no stack.
     """
     if expert is None:
         return {}
@@ -201,15 +218,15 @@ def cut_chunks(
 ) -> dict[str, int]:
     """Return the chunk of each leaf in a pipeline: units in the order of the tree, evenly by their bytes.
 
-    Leaves that are missing are of all stages: tied ones, which are read at several places, and tables of
-    units that hold buffers alone.
+    Leaves that are missing in it belong to all stages: tied ones, which are read at several places, and
+    tables of units that hold nothing but buffers.
 
     Args:
         named: the leaves for which no rule names a chunk.
-        chunks: of each stage.
+        chunks: the number of chunks of each stage.
 
     Raises:
-        SpecError: fewer units than chunks.
+        SpecError: there are fewer units than chunks.
 
     >>> from fnshard.mesh import make_mesh
     >>> leaves = {f"layers.{i}.w": torch.empty(4, 4) for i in range(6)}
@@ -241,10 +258,10 @@ def cut_chunks(
 
 
 def _cut_evenly(sizes: Sequence[int], count: int) -> list[int]:
-    """Return where all but the first of `count` runs of sizes begin, so that the squares of their sums are
-    least."""
+    """Return where all but the first of `count` runs of sizes begin, such that the sum of the squares of the
+    runs' sums is least."""
     sums = [0, *accumulate(sizes)]
-    # By how many of the sizes are in runs, the least sum of squares, and where the runs begin.
+    # For each number of sizes that are in runs: the least sum of squares, and where these runs begin.
     best: list[tuple[float, list[int]] | None] = [(0.0, [])] + [None] * len(sizes)
     for run in range(1, count + 1):
         following: list[tuple[float, list[int]] | None] = [None] * (len(sizes) + 1)
@@ -262,7 +279,9 @@ def _cut_evenly(sizes: Sequence[int], count: int) -> list[int]:
 def best_split(shape: Sequence[int], axes: tuple[str, ...], mesh: Mesh, compute: P | None = None) -> P:
     """Split the dim that pads least (the first of them) over `axes`; a scalar is replicated.
 
-    `compute`: over whose axes the leaf is split already; one of its dims is split further where that is even.
+    Args:
+        compute: the layout by which the leaf is split already. A dim that it splits may be split further,
+            where the parts are equal.
 
     >>> from fnshard.mesh import make_mesh
     >>> best_split((50257, 768), ("shard",), make_mesh(shard=8, abstract=True))
@@ -280,48 +299,56 @@ def best_split(shape: Sequence[int], axes: tuple[str, ...], mesh: Mesh, compute:
     return P(*(compute.entries(d) + (axes if d == chosen else ()) for d in range(len(shape))))
 
 
-def _all(mesh: Mesh) -> tuple[str, ...]:
-    """Axes whose ranks compute with the same leaves: they may share them."""
+def _all_axes(mesh: Mesh) -> tuple[str, ...]:
+    """Return the axes whose ranks compute with the same leaves, so that each may store a part."""
     return (*mesh.data_axes, *(n for n in mesh.names if n == "context" and n not in mesh.data_axes))
 
 
-def _inner(mesh: Mesh) -> tuple[str, ...]:
-    return tuple(a for a in _all(mesh) if a != "replicate") or _all(mesh)
+def _inner_axes(mesh: Mesh) -> tuple[str, ...]:
+    """Return these axes without "replicate"; with it, where there is no other."""
+    return tuple(a for a in _all_axes(mesh) if a != "replicate") or _all_axes(mesh)
 
 
-full_shard = _preset(
+full_shard = _make_preset(
     lambda s: {"storage": s},
-    _all,
-    """FSDP's FULL_SHARD, DeepSpeed's ZeRO 3: parameters, gradients and optimizer state sharded over
-    all data axes and the context axis; parameters gathered for forward, freed, and gathered again for
-    backward.""",
+    _all_axes,
+    """Shard parameters, gradients and optimizer state over all data axes and the context axis.
+
+    Parameters are gathered for forward, freed, and gathered again for backward. FSDP calls this FULL_SHARD,
+    DeepSpeed ZeRO 3.""",
 )
-shard_grad_op = _preset(
+shard_grad_op = _make_preset(
     lambda s: {"storage": s, "reshard": False},
-    _all,
-    """FSDP's SHARD_GRAD_OP: as `full_shard`, but gathered once and kept until after backward.""",
-)
-zero2 = _preset(
-    lambda s: {"storage": P(), "gradient": s, "optimizer": s},
-    _all,
-    """ZeRO 2: parameters whole, gradients and optimizer state sharded; updated shards are published.""",
-)
-zero1 = _preset(
-    lambda s: {"storage": P(), "gradient": P(), "optimizer": s},
-    _all,
-    """ZeRO 1: parameters and gradients whole, optimizer state sharded; updated shards are published.""",
-)
-no_shard = _preset(
-    lambda s: {"storage": P()},
-    _all,
-    """DDP, FSDP's NO_SHARD: everything whole on every rank, gradients summed.""",
-)
-hybrid_shard = _preset(
-    lambda s: {"storage": s},
-    _inner,
-    """HSDP, FSDP's HYBRID_SHARD: `full_shard` over the inner data axes, replicas over "replicate".
+    _all_axes,
+    """Shard as `full_shard` does, but gather parameters once and keep them until after backward.
 
-    On a mesh without an axis "replicate" it is `full_shard`.""",
+    FSDP calls this SHARD_GRAD_OP.""",
+)
+zero2 = _make_preset(
+    lambda s: {"storage": P(), "gradient": s, "optimizer": s},
+    _all_axes,
+    """Shard gradients and optimizer state, and keep parameters whole: DeepSpeed's ZeRO 2.
+
+    Updated shards are gathered at the end of the step.""",
+)
+zero1 = _make_preset(
+    lambda s: {"storage": P(), "gradient": P(), "optimizer": s},
+    _all_axes,
+    """Shard optimizer state, and keep parameters and gradients whole: DeepSpeed's ZeRO 1.
+
+    Updated shards are gathered at the end of the step.""",
+)
+no_shard = _make_preset(
+    lambda s: {"storage": P()},
+    _all_axes,
+    """Keep everything whole on every rank and sum gradients, as DDP and FSDP's NO_SHARD do.""",
+)
+hybrid_shard = _make_preset(
+    lambda s: {"storage": s},
+    _inner_axes,
+    """Shard as `full_shard` does over the inner data axes, with replicas over the axis "replicate".
+
+    On a mesh without an axis "replicate" it is `full_shard`. FSDP calls this HYBRID_SHARD, or HSDP.""",
 )
 zero3 = full_shard
 
@@ -337,10 +364,11 @@ PRESETS: dict[str, Callable[..., Any]] = {
 
 
 def register(name: str, preset: Callable[..., Any]) -> None:
-    """Add a preset to `PRESETS`, where programs look one up by its name.
+    """Add a preset to `PRESETS`, where programs look presets up by their names.
 
     Args:
-        preset: `(params, mesh, **options) -> specs`, a tree of `LayoutSpec` like `params`.
+        preset: a function `(params, mesh, **options) -> specs`, which returns a tree of `LayoutSpec` like
+            `params`.
 
     Raises:
         SpecError: another preset has the name.

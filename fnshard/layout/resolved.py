@@ -1,4 +1,4 @@
-"""`ResolvedSpecs`: the internal form of a spec tree: its specs by path."""
+"""`ResolvedSpecs`: the internal form of a spec tree, with its specs by path."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fnshard import tree
 from fnshard.errors import SpecError, TraceError, leaves
-from fnshard.layout.codecs import check_codecs, decoded, is_coded, parts_of
+from fnshard.layout.codecs import check_codecs, decode, is_coded, parts_of
 from fnshard.layout.pairs import as_pairs, check_complex, is_complex, pairs_of
 from fnshard.layout.rules import check_tree
 from fnshard.layout.spec import LayoutSpec, P, is_spec
@@ -26,13 +26,13 @@ _ABSENT = object()
 class ResolvedSpecs:
     """A spec tree and its specs by path.
 
-    `stored` and `structure` are of the stored tensors, in which a coded leaf is replaced by its parts, and a
-    complex one by pairs of real numbers.
+    `stored` and `structure` describe the stored tensors, among which a coded leaf is replaced by its parts,
+    and a complex one by pairs of real numbers.
 
     Args:
         tree: the spec tree.
         leaves: `{path: spec}` of the leaves that `fn` sees.
-        leaf_structure: of a tree of these leaves.
+        leaf_structure: the structure of a tree of these leaves.
     """
 
     tree: Any
@@ -44,7 +44,7 @@ class ResolvedSpecs:
         """Flatten a spec tree.
 
         Raises:
-            SpecError: not a tree of LayoutSpecs.
+            SpecError: this is not a tree of LayoutSpecs.
         """
         named, structure = tree.flatten_with_paths(specs, is_leaf=is_spec)
         wrong = {p: s for p, s in named.items() if not is_spec(s)}
@@ -60,7 +60,7 @@ class ResolvedSpecs:
         return ResolvedSpecs(specs, named, structure)
 
     def with_leaves(self, specs: Iterable[LayoutSpec]) -> ResolvedSpecs:
-        """The same tree with other specs, in the order of `leaves`."""
+        """Return a tree of this structure with other specs, given in the order of `leaves`."""
         return ResolvedSpecs.of(tree.unflatten(specs, self.leaf_structure))
 
     @property
@@ -68,13 +68,13 @@ class ResolvedSpecs:
         """`{path: spec}` of the stored tensors.
 
         Raises:
-            SpecError: leaves that cannot be coded, or are complex in some of their dtypes alone.
+            SpecError: some leaves cannot be coded, or are complex in some of their dtypes alone.
         """
         return self._stored[0]
 
     @property
     def structure(self) -> tree.TreeDef:
-        """Of a tree of the stored tensors."""
+        """The structure of a tree of the stored tensors."""
         return self._stored[1]
 
     @cached_property
@@ -99,17 +99,17 @@ class ResolvedSpecs:
         return self.stored | {p: self.leaves[p] for p in self.complex}
 
     def blocks_of(self, params: Any) -> dict[str, Any]:
-        """The stored tensors of a user's tree, by path."""
+        """Return the stored tensors of a user's tree, by path."""
         named, pairs = tree.flatten_with_paths(params)[0], self.complex
         return {p: as_pairs(v) if p in pairs and isinstance(v, Tensor) else v for p, v in named.items()}
 
-    def shown(self, blocks: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Stored tensors by path as a user sees them."""
+    def as_seen(self, blocks: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return stored tensors by path with complex leaves as the user sees them."""
         return {p: torch.view_as_complex(v) if p in self.complex else v for p, v in blocks.items()}
 
     def tree_of(self, blocks: Mapping[str, Tensor]) -> Any:
-        """The inverse of `blocks_of`."""
-        return tree.unflatten(map(self.shown(blocks).__getitem__, self.stored), self.structure)
+        """Return the user's tree of stored tensors: the inverse of `blocks_of`."""
+        return tree.unflatten(map(self.as_seen(blocks).__getitem__, self.stored), self.structure)
 
     @property
     def incomplete(self) -> list[str]:
@@ -127,10 +127,13 @@ class ResolvedSpecs:
         return [p for p, s in self.stored.items() if s.trainable]
 
     def resolve(self, params: Any) -> ResolvedSpecs:
-        """The specs in the tree of `params` (full shapes; real, meta or fake), all defaults filled in.
+        """Return the specs in the form of `params`, with all defaults filled in.
+
+        Args:
+            params: a tree of full shapes; real, meta or fake tensors.
 
         Raises:
-            SpecError: trees of other leaves.
+            SpecError: the tree has other leaves.
         """
         here = self.align(params)
         if here.complete:
@@ -141,17 +144,19 @@ class ResolvedSpecs:
         )
 
     def align(self, like: Any) -> ResolvedSpecs:
-        """The specs in the form of another tree of the same leaves, matched by name and never by order.
+        """Return the specs in the form of another tree of the same leaves, matched by name, never by order.
 
         Specs without any constants (handwritten ones) take those of the other tree.
 
         Args:
-            like: full leaves, stored blocks, or specs.
+            like: a tree of full leaves, stored blocks, or specs.
 
         Raises:
-            SpecError: trees of other leaves or constants.
+            SpecError: the tree has other leaves or constants.
         """
         given, form = tree.flatten_with_paths(like, is_leaf=is_spec)
+        # A tree of stored blocks has a dict of parts where `leaves` has one coded leaf. It is flattened
+        # again, with each such dict as one leaf.
         coded = {p: s for p, s in self.leaves.items() if is_coded(s)}
         check_codecs(coded)
         parts = {f"{p}.{n}": p for p, s in coded.items() for n in parts_of(s)}
@@ -176,12 +181,12 @@ class ResolvedSpecs:
         """Refuse a tree whose constants and functions are not those that the specs were made with.
 
         Raises:
-            SpecError: names them all, with both values.
+            SpecError: some differ; it names them all, with both values.
         """
         known, now = (tree.constants_of(t, is_spec) for t in (self.tree, params))
         pairs = {p: (known.get(p, _ABSENT), now.get(p, _ABSENT)) for p in known | now}
         wrong = [
-            f"params[{p!r}] is {_shown(is_)}, the specs were made with {_shown(was)}"
+            f"params[{p!r}] is {_describe(is_)}, the specs were made with {_describe(was)}"
             for p, (was, is_) in pairs.items()
             if not tree.is_same(was, is_)
         ]
@@ -193,21 +198,22 @@ class ResolvedSpecs:
                 "batch or in the tree (trainable=False).",
             )
 
-    def decoded(self, blocks: Mapping[str, Tensor]) -> Any:
-        """The tree that `fn` sees, from full stored tensors; coded leaves come in `compute_dtype`."""
-        full, specs = self.shown(blocks), self.leaves.items()
-        values = [decoded(full, p, s, s.compute_dtype) if is_coded(s) else full[p] for p, s in specs]
+    def decode_tree(self, blocks: Mapping[str, Tensor]) -> Any:
+        """Return the tree that `fn` sees, from full stored tensors; coded leaves come in `compute_dtype`."""
+        full, specs = self.as_seen(blocks), self.leaves.items()
+        values = [decode(full, p, s, s.compute_dtype) if is_coded(s) else full[p] for p, s in specs]
         return tree.unflatten(values, self.leaf_structure)
 
-    def decoding(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """`fn` as a function of full stored tensors."""
+    def decode_before(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap `fn` as a function of full stored tensors, which decodes them first."""
         if self.stored is self.leaves:
             return fn
 
         @functools.wraps(fn)
         def of_parts(params: Any, *batch: Any, **keywords: Any) -> Any:
-            seen = self.decoded(tree.flatten_with_paths(params)[0])
+            seen = self.decode_tree(tree.flatten_with_paths(params)[0])
             values = tree.flatten_with_paths(seen)[0]
+            # A write to decoded values would be lost with them: torch counts the writes to each tensor.
             versions = {p: values[p]._version for p, s in self.leaves.items() if is_coded(s)}
             result = fn(seen, *batch, **keywords)
             written = [f"params[{p!r}]" for p, version in versions.items() if values[p]._version != version]
@@ -224,12 +230,12 @@ class ResolvedSpecs:
 
 @dataclass(frozen=True)
 class PathLeaf:
-    """Stands for a leaf by its path; a string would be a constant."""
+    """A stand-in for a leaf, known by its path; a plain string in a tree would be a constant."""
 
     path: str
 
 
-def _shown(value: Any) -> str:
+def _describe(value: Any) -> str:
     return "nothing" if value is _ABSENT else repr(value)
 
 
@@ -237,7 +243,8 @@ def compare_paths(specs: Mapping[str, Any], params: Mapping[str, Any]) -> None:
     """Refuse trees whose leaves differ.
 
     Raises:
-        SpecError: names all that do; a module, or an iterator, for a tree.
+        SpecError: some leaves are in one tree alone, and it names them all; or `params` is a module or an
+            iterator.
     """
     check_tree(params)
     missing = [f"params[{p!r}] has no spec" for p in params if p not in specs]

@@ -1,4 +1,4 @@
-"""Rules: globs on paths give every leaf a spec. An unused rule, or a leaf without a rule, is an error."""
+"""Rules: globs on paths that give every leaf a spec. An unused rule, or a leaf without one, is an error."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ Rule = tuple[str, LayoutSpec]
 def match_specs(
     params: Any, rules: Sequence[Rule], *, units: Callable[[Any], Mapping[str, str]] | None = None
 ) -> Any:
-    """A spec tree for `params`: for each leaf the first rule whose glob matches its path.
+    """Make a spec tree for `params`: each leaf takes the first rule whose glob matches its path.
 
-    What is an `nn.Parameter`, a buffer or tied is read off the leaves that `make_functional` gives. Making
-    them anew (`{k: v.to(...)}`) loses that: cast the module beforehand, or say `compute_dtype`.
+    The leaves that `make_functional` gives know whether they are an `nn.Parameter`, a buffer, or tied. Making
+    them anew (`{k: v.to(...)}`) loses that: cast the module beforehand, or give a `compute_dtype`.
 
-    Buffers and non-float leaves are replicated and keep their dtype unless the rule says
-    `buffers=True`; `aggregation` is theirs in any case. `units`: a policy of `fnshard.units` (default: by
-    numeric path part).
+    Buffers and non-float leaves are replicated and keep their dtype, unless the rule has `buffers=True`; the
+    rule's `aggregation` holds for them in any case.
 
     Args:
-        params: pytree of real, meta or fake tensors, full shapes.
-        rules: `(glob, LayoutSpec)`, `fnmatch` on paths such as "layers.0.attn.wq.weight". Plain data will do:
-            `[["*norm*", {}], ["*", {"storage": ["shard"]}]]`.
+        params: a pytree of real, meta or fake tensors, full shapes.
+        rules: pairs `(glob, LayoutSpec)`, where the glob is matched by `fnmatch` with paths such as
+            "layers.0.attn.wq.weight". Plain data will do: `[["*norm*", {}], ["*", {"storage": ["shard"]}]]`.
+        units: a unit policy, see `fnshard.units`; by default, units are the numeric parts of paths.
 
     Raises:
-        SpecError: a rule that matches no leaf, a leaf that no rule covers, rules that differ on the
-            names of one tied weight.
+        SpecError: a rule matches no leaf, no rule covers a leaf, or rules differ on the names of one tied
+            weight.
 
     >>> import torch
     >>> from fnshard.layout.spec import P
@@ -53,16 +53,16 @@ def match_specs(
 def apply_rules(
     params: Any, rules: Sequence[Rule], unit_of: Mapping[str, str], chunk_of: Mapping[str, int] = {}
 ) -> Any:
-    """`match_specs`, of parameters and rules that were checked.
+    """Make a spec tree as `match_specs` does, from parameters and rules that were checked.
 
     Args:
-        unit_of: by path.
-        chunk_of: by path, the chunk of a leaf whose rule names none; leaves that are missing are of all
+        unit_of: the unit of each leaf, by path.
+        chunk_of: the chunk of each leaf whose rule names none, by path; leaves that are missing belong to all
             stages.
     """
     named, structure = tree.flatten_with_paths(params)
     tied = tied_names(named)
-    used = _tied_hits(tied, rules)
+    used = _find_tied_hits(tied, rules)
     uncovered: list[str] = []
     specs: list[LayoutSpec] = []
     for path, leaf in named.items():
@@ -73,7 +73,7 @@ def apply_rules(
         used.add(hit)
         spec = _apply_rule(rules[hit][1], leaf)
         specs.append(spec.resolve(leaf, unit_of[path], chunk_of.get(path, "all")))
-    unused = [_unused(i, rules, named, tied) for i in range(len(rules)) if i not in used]
+    unused = [_explain_unused(i, rules, named, tied) for i in range(len(rules)) if i not in used]
     if uncovered:
         raise SpecError(
             f"{leaves(len(uncovered))} of {len(named)} matched by no rule:",
@@ -93,7 +93,7 @@ def find_units(policy: Any, params: Any, named: Mapping[str, Tensor]) -> Mapping
     """Return the unit of each leaf, as a unit policy says.
 
     Raises:
-        SpecError: the policy is none, or names no unit for a leaf.
+        SpecError: the policy is not a function that returns a dict, or it names no unit for a leaf.
     """
     fix = "see fnshard.units, or units=lambda params: {path: unit name, for every leaf}."
     if not callable(policy):
@@ -113,10 +113,10 @@ def find_units(policy: Any, params: Any, named: Mapping[str, Tensor]) -> Mapping
 
 
 def check_tree(named: Mapping[str, Any]) -> None:
-    """Raise for what is often passed for a parameter tree: a module, `model.parameters()`, a state.
+    """Refuse what is often passed in place of a parameter tree: a module, `model.parameters()`, a state.
 
     Raises:
-        SpecError: says what makes a tree of it.
+        SpecError: it is one of these; the error says how to get a tree from it.
     """
     alone = None if "value" not in named or isinstance(named["value"], Tensor) else named["value"]
     wrong = next((v for v in named.values() if isinstance(v, nn.Module | Iterator)), alone)
@@ -134,7 +134,7 @@ def check_rules(rules: Any) -> list[Rule]:
     """Return the rules, which may be given as plain data (lists and dicts of a configuration).
 
     Raises:
-        SpecError: something that is no list of such pairs.
+        SpecError: this is not a list of pairs of a glob and a spec.
     """
     listed = isinstance(rules, Sequence) and not isinstance(rules, str)
     pairs = [r for r in rules if isinstance(r, Sequence) and len(r) == 2] if listed else []
@@ -149,17 +149,21 @@ def check_rules(rules: Any) -> list[Rule]:
 
 
 def tied_names(named: Mapping[str, Tensor]) -> dict[str, str]:
-    """`{other name: the path it is stored under}` of the weights that `make_functional` found tied."""
+    """Return `{other name: the path it is stored under}` of the weights that `make_functional` found tied."""
     return {other: path for path, leaf in named.items() for other in getattr(leaf, "tied_names", ())}
 
 
 def find_rule(path: str, rules: Sequence[Rule]) -> int | None:
-    """Return the number of the rule that a path takes; None: it takes none."""
+    """Return the number of the rule that a path takes, or None."""
     return next((i for i, (glob, _) in enumerate(rules) if fnmatch.fnmatchcase(path, glob)), None)
 
 
-def _tied_hits(tied: Mapping[str, str], rules: Sequence[Rule]) -> set[int]:
-    """Rules that a tied weight takes by another of its names; they must say what its path's rule says."""
+def _find_tied_hits(tied: Mapping[str, str], rules: Sequence[Rule]) -> set[int]:
+    """Return the rules that a tied weight takes by another of its names.
+
+    Raises:
+        SpecError: such a rule differs from the rule that the weight's path takes.
+    """
     hits = {name: i for name in (*tied, *tied.values()) if (i := find_rule(name, rules)) is not None}
     shown = {name: f"rule {rules[i][0]!r}" for name, i in hits.items()}
     differ = [
@@ -176,8 +180,11 @@ def _tied_hits(tied: Mapping[str, str], rules: Sequence[Rule]) -> set[int]:
     return {hits[other] for other in tied if other in hits}
 
 
-def _unused(index: int, rules: Sequence[Rule], named: Mapping[str, Any], tied: Mapping[str, str]) -> str:
-    """Why a rule has no leaf: an earlier rule takes them, a tied weight has another name, none matches."""
+def _explain_unused(
+    index: int, rules: Sequence[Rule], named: Mapping[str, Any], tied: Mapping[str, str]
+) -> str:
+    """Say why no leaf takes a rule: an earlier rule takes them, the glob names a tied weight, none
+    matches."""
     glob = rules[index][0]
     path = next((p for p in named if fnmatch.fnmatchcase(p, glob)), None)
     if path is not None:
@@ -190,6 +197,7 @@ def _unused(index: int, rules: Sequence[Rule], named: Mapping[str, Any], tied: M
 
 
 def _apply_rule(spec: LayoutSpec, leaf: Tensor) -> LayoutSpec:
+    """Return a rule's spec as it holds for a leaf: a buffer takes few of the fields, see `match_specs`."""
     floating = leaf.dtype.is_floating_point or leaf.dtype.is_complex
     if spec.buffers or (floating and not is_buffer(leaf)):
         return spec
@@ -199,10 +207,10 @@ def _apply_rule(spec: LayoutSpec, leaf: Tensor) -> LayoutSpec:
 
 
 def check_params(named: Mapping[str, Any]) -> None:
-    """Refuse what no layout is for.
+    """Refuse a tree with leaves that no layout is for.
 
     Raises:
-        SpecError: names leaves that are no tensors, or such as have no plain numbers (`tree.unusual`).
+        SpecError: leaves are not tensors, or tensors without plain numbers (`tree.unusual`); it names them.
     """
     check_tree(named)
     if not named:

@@ -4,17 +4,20 @@ Four tensors per leaf
 ---------------------
 Every trainable leaf has four tensors in a step; each has a shape, a dtype, a place and a lifetime:
 
-- the *stored shard*: `storage`, `storage_dtype`, `memory`; lives between steps. Where it rests on the host
-  or on disk, a copy of it is on the device from its ToDevice to the packing of its bucket.
-- the *gathered parameter*: `compute` (full), `compute_dtype`, on the device; lives from its unit's
-  Gather to its Free, in forward and again in backward.
-- the *full gradient*: shape of the gathered parameter and its dtype; lives from the backward kernel
+- The *stored shard* has the layout `storage`, `storage_dtype`, and rests in `memory`. It lives between steps.
+  Where it rests on the host or on disk, a copy of it is on the device from its ToDevice to the packing of its
+  bucket.
+- The *gathered parameter* has the layout `compute` (full), `compute_dtype`, and is on the device. It lives
+  from its unit's Gather to its Free, in forward and again in backward.
+- The *full gradient* has the shape and the dtype of the gathered parameter. It lives from the backward kernel
   to the packing of its bucket.
-- the *gradient shard*: `gradient`, `reduce_dtype` on the wire; lives from the reduction to the
-  update (through all micro-batches, where gradients are accumulated), and rests with the optimizer state.
+- The *gradient shard* has the layout `gradient`, and `reduce_dtype` on the wire. It lives from the reduction
+  to the update (through all micro-batches, where gradients are accumulated), and rests with the optimizer
+  state.
 
 Optimizer state has the layout `optimizer`, and holds a master copy of the leaf where `optimizer_dtype`
-differs from storage or the host updates what the device stores. ZeRO 1, 2 and 3 differ in these fields alone.
+differs from storage, or where the host updates what the device stores. ZeRO 1, 2 and 3 differ in nothing but
+these fields.
 """
 
 from __future__ import annotations
@@ -43,48 +46,53 @@ FP8 = torch.float8_e4m3fn
 
 @dataclass(frozen=True)
 class LayoutSpec:
-    """How one leaf is stored, cast, gathered, reduced and updated.
+    """A description of how one leaf is stored, cast, gathered, reduced and updated.
 
     Fields left None take their default from the leaf or from `storage` when `match_specs` (or
     `resolve`) sees the leaf. A list stands for a `P` and a name for a dtype, as configurations have them:
     `LayoutSpec(storage=["shard"], compute_dtype="bfloat16")`.
 
-    Of dtypes, `storage_dtype` is the leaf's own by default; `compute_dtype` storage's; `reduce_dtype`
-    compute's; `optimizer_dtype` storage's; `wire_dtype`, in which a gather carries the leaf, the narrower of
-    storage's and compute's. `compute_dtype=torch.float8_e4m3fn` of a matrix that trains means
-    `wire_dtype=torch.float8_e4m3fn` and bf16: `fn` sees numbers that are rounded to fp8, by a scale for the
-    whole leaf or for each row (`scaling`), and its linear layers multiply in fp8 (`compiler.rewrites.fp8`).
+    Of the dtypes, `storage_dtype` is by default the leaf's own; `compute_dtype` is that of storage;
+    `reduce_dtype` that of compute; `optimizer_dtype` that of storage; and `wire_dtype`, in which a gather
+    carries the leaf, is the narrower of storage's and compute's. `compute_dtype=torch.float8_e4m3fn` of a
+    matrix that trains means `wire_dtype=torch.float8_e4m3fn` and bf16: `fn` sees numbers that are rounded to
+    fp8, by a scale for the whole leaf or for each row (`scaling`), and its linear layers multiply in fp8
+    (`compiler.rewrites.fp8`).
 
     Args:
-        storage: layout between steps.
+        storage: the layout between steps.
         compute: the axes that split what `fn` computes with the leaf: a rank gathers its part over the other
             axes of storage alone. Axes of `compute` stand first in storage, dim by dim:
-            `LayoutSpec(P(("tensor", "shard")), compute=P("tensor"))`; storage=P() takes them by itself. Of
-            matrices side by side (a fused query, key and value) each is split by `P(Fused("tensor", 3))`.
-            A data axis splits stacks of experts [E, M, N] along dim 0: rows go to the ranks that have their
-            experts, and to all else it is a data axis.
-        gradient: layout of the reduced gradient; `storage` or `P()`-to-sharded as in ZeRO 2.
-        optimizer: layout of optimizer state and update.
+            `LayoutSpec(P(("tensor", "shard")), compute=P("tensor"))`; storage=P() takes them by itself.
+            Where matrices lie side by side (a fused query, key and value), `P(Fused("tensor", 3))` splits
+            each of them. A data axis splits stacks of experts [E, M, N] along dim 0: rows go to the ranks
+            that have their experts, and to all else it is a data axis.
+        gradient: the layout of the reduced gradient; by default that of `storage`. ZeRO 2 shards gradients of
+            leaves that are stored whole.
+        optimizer: the layout of optimizer state and update.
         memory: where the stored shard rests: "device", "host" (pinned where there is CUDA) or "disk" (mapped
             files in the directory given to the step).
         optimizer_memory: where optimizer state rests, and gradient shards with it.
-        update_on: "host" or "device": where the optimizer runs; default where its state rests. State on the
-            host can be streamed through the device: update_on="device".
-        scaling: what has a scale in fp8: "tensorwise", the whole leaf, the whole input and the whole gradient
-            of a product; or "rowwise", each of their rows. Gradients of leaves are then products in bf16.
+        update_on: where the optimizer runs, "host" or "device"; by default, where its state rests. With
+            update_on="device", state that rests on the host is streamed through the device.
+        scaling: what has a scale in fp8: with "tensorwise" the whole leaf, the whole input and the whole
+            gradient of a product; with "rowwise" each of their rows. Gradients of leaves are then products
+            in bf16.
         codec: how a frozen leaf is coded, "int8", "nf4" or one of your own; see `fnshard.codecs`.
-        trainable: None means: an `nn.Parameter`'s `requires_grad`; other float tensors are.
-        unit: leaves gathered, freed and reduced together; None lets the unit policy say.
+        trainable: whether the leaf trains. None takes an `nn.Parameter`'s `requires_grad`; other float
+            tensors train.
+        unit: the name of the leaves that are gathered, freed and reduced together; None asks the unit policy.
         reshard: free the gathered leaf after forward and gather it again for backward. False keeps it
             between, in a pipeline for the whole step.
-        buffers: (in a rule) the rule takes buffers and non-float leaves too.
+        buffers: (in a rule) whether the rule takes buffers and non-float leaves too.
         aggregation: what becomes of a leaf that `fn` writes to (a running average, a queue, a counter), whose
-            new values differ by rank: the "mean" over ranks, by their rows; "sum" adds all ranks' changes;
-            "rank0" takes the first rank's; "local" leaves each rank its own, of which a checkpoint holds the
-            first rank's. None is "mean" for floats and "rank0" for others. After tf.VariableAggregation.
-        chunk: which chunk of a pipelined program has the leaf, counted in the program's order: stage
-            `chunk % mesh.stages` alone stores it. "all": every stage does, and its gradient is summed over
-            them. None: in a preset the chunk of the leaf's unit, else "all". No layout names the axis
+            new values differ by rank. "mean" averages over ranks, weighted by their rows; "sum" adds all
+            ranks' changes; "rank0" takes the first rank's; "local" leaves each rank its own, and a checkpoint
+            holds the first rank's. None is "mean" for floats and "rank0" for others. The words follow
+            tf.VariableAggregation.
+        chunk: the chunk of a pipelined program that has the leaf, counted in the program's order: only stage
+            `chunk % mesh.stages` stores it. With "all" every stage stores it, and its gradient is summed over
+            them. None is the chunk of the leaf's unit in a preset, else "all". No layout names the axis
             "pipeline".
         shape: the full shape, filled in by `resolve`.
 
@@ -115,7 +123,7 @@ class LayoutSpec:
     shape: tuple[int, ...] | None = None
 
     def __new__(cls, *args: Any, **fields: Any) -> Self:
-        """Refuse options that there are not, before they are a TypeError."""
+        """Refuse unknown options with the names that there are, where Python would raise a TypeError."""
         check_fields("LayoutSpec", fields, ("shape",))
         return super().__new__(cls)
 
@@ -140,28 +148,34 @@ class LayoutSpec:
 
     @property
     def aggregated(self) -> Aggregation:
-        """How ranks aggregate what `fn` writes to the leaf."""
+        """The way in which ranks aggregate what `fn` writes to the leaf."""
         return self.aggregation or ("mean" if self.compute_dtype.is_floating_point else "rank0")
 
     @property
     def updated_on(self) -> str:
-        """Where the optimizer runs: "device" or "host"."""
+        """The place where the optimizer runs: "device" or "host"."""
         return self.update_on or ("device" if self.optimizer_memory == "device" else "host")
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        """What micro-batches are summed in: no narrower than the wire, no narrower than the optimizer."""
+        """The dtype in which micro-batches are summed: as wide as the wire's and the optimizer's."""
         return torch.promote_types(self.reduce_dtype, self.optimizer_dtype)
 
     @property
     def has_master(self) -> bool:
-        """Whether the optimizer has a copy of the leaf: of another dtype, or because the host updates it."""
+        """Whether the optimizer has its own copy of the leaf: in another dtype, or since the host updates
+        it."""
         elsewhere = self.updated_on == "host" and self.memory == "device"
         return bool(self.trainable) and (elsewhere or self.optimizer_dtype != self.storage_dtype)
 
     def resolve(self, leaf: Tensor, unit: str, chunk: int | Literal["all"] = "all") -> LayoutSpec:
-        """All defaults filled in from `leaf` (its full shape and dtype), the unit policy, and the chunk that
-        a preset gives the unit."""
+        """Return a copy with all defaults filled in.
+
+        Args:
+            leaf: the leaf, of which the full shape, the dtype and `requires_grad` are read.
+            unit: the leaf's unit by the unit policy.
+            chunk: the chunk that a preset gives the unit.
+        """
         storage_dtype = self.storage_dtype or leaf.dtype
         compute_dtype, wire_dtype = self.compute_dtype or storage_dtype, self.wire_dtype
         trainable = _trainable(leaf) if self.trainable is None else self.trainable
@@ -189,8 +203,8 @@ class LayoutSpec:
         )
 
     def local(self, mesh: Mesh) -> LayoutSpec:
-        """The spec of the part that a rank computes with, as of a leaf of its own: without axes of `compute`.
-        Of such a spec itself.
+        """Return the spec of the part that a rank computes with, as if it were a leaf: without the axes of
+        `compute`. A spec that has no such axes is returned unchanged.
 
         >>> from fnshard.mesh import make_mesh
         >>> spec = LayoutSpec(P(("tensor", "shard")), compute=P("tensor")).resolve(torch.empty(8, 2), "unit")
@@ -217,10 +231,10 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "fl
 
 
 def from_plain(spec: Any) -> Any:
-    """A mapping of fields, as a configuration has them, as a `LayoutSpec`; anything else as it is.
+    """Make a `LayoutSpec` of a mapping of fields, as a configuration has it; return anything else unchanged.
 
     Raises:
-        SpecError: a field that there is not.
+        SpecError: there is no such field.
     """
     if not isinstance(spec, Mapping):
         return spec
@@ -229,14 +243,14 @@ def from_plain(spec: Any) -> Any:
 
 
 def check_fields(of: str, names: Iterable[str], more: Sequence[str] = ()) -> None:
-    """Refuse names that are no fields of a `LayoutSpec`.
+    """Refuse names that are not fields of a `LayoutSpec`.
 
     Args:
-        of: what they were given to.
+        of: what the names were given to, as the error calls it.
         more: other names that it takes.
 
     Raises:
-        SpecError: with the nearest names.
+        SpecError: some name is unknown; it suggests the nearest.
     """
     known = [*(f.name for f in fields(LayoutSpec) if f.name != "shape"), *more]  # the shape is the leaf's own
     if unknown := [name for name in names if name not in known]:
@@ -248,7 +262,7 @@ def check_fields(of: str, names: Iterable[str], more: Sequence[str] = ()) -> Non
 
 
 def _partition(name: str, value: Any) -> P | None:
-    """A `P`, or the list of its parts."""
+    """Return a field as a `P`, which may be given as the list of its parts."""
     if value is None or isinstance(value, P):
         return value
     if isinstance(value, str) or not isinstance(value, Sequence):
@@ -260,7 +274,7 @@ def _partition(name: str, value: Any) -> P | None:
 
 
 def _dtype(name: str, value: Any) -> torch.dtype | None:
-    """A dtype, or its name."""
+    """Return a field as a dtype, which may be given by its name."""
     if value is None or isinstance(value, torch.dtype):
         return value
     meant = getattr(torch, _DTYPES.get(str(value), str(value).removeprefix("torch.")), None)
@@ -279,17 +293,17 @@ def _trainable(leaf: Tensor) -> bool:
 
 
 def is_buffer(leaf: Any) -> bool:
-    """Whether `make_functional` marked this leaf as a module's buffer."""
+    """Return whether `make_functional` marked this leaf as a module's buffer."""
     return isinstance(leaf, nn.Buffer)
 
 
 def is_spec(value: Any) -> bool:
-    """Whether a value is a LayoutSpec: the leaf test of spec trees."""
+    """Return whether a value is a LayoutSpec: the leaf test of spec trees."""
     return isinstance(value, LayoutSpec)
 
 
 def stage_of(spec: LayoutSpec, mesh: Mesh) -> int | None:
-    """Return the stage that stores a leaf; None: all do.
+    """Return the stage that stores a leaf, or None if all do.
 
     >>> from fnshard.mesh import make_mesh
     >>> stage_of(LayoutSpec(chunk=3), make_mesh(pipeline=2, abstract=True))
@@ -299,12 +313,12 @@ def stage_of(spec: LayoutSpec, mesh: Mesh) -> int | None:
 
 
 def is_here(spec: LayoutSpec, mesh: Mesh, rank: int | None = None) -> bool:
-    """Say whether a rank (default: this one) stores a leaf; on a mesh without a pipeline all ranks do."""
+    """Return whether a rank (default: this one) stores a leaf; on a mesh without a pipeline all ranks do."""
     return stage_of(spec, mesh) in (None, mesh.stage if rank is None else mesh.stage_of(rank))
 
 
 def stored_shape(spec: LayoutSpec, mesh: Mesh) -> tuple[int, ...]:
-    """Return the shape of this rank's stored block: padded; of another stage's leaf a stack of none of it.
+    """Return the padded shape of this rank's stored block; a leaf of another stage is a stack of no blocks.
 
     >>> from fnshard.mesh import make_mesh
     >>> mesh = make_mesh(pipeline=2, shard=2, abstract=True)
@@ -316,15 +330,20 @@ def stored_shape(spec: LayoutSpec, mesh: Mesh) -> tuple[int, ...]:
 
 
 def summed_axes(specs: Iterable[LayoutSpec], mesh: Mesh) -> tuple[str, ...]:
-    """The axes over whose ranks losses and gradients are summed: those that split the batch by rows or along
-    its sequence, the program by depth, or leaves in any layout. Along any other all ranks do the same."""
+    """Return the axes over whose ranks losses and gradients are summed.
+
+    These are the axes that split the batch by rows or along its sequence, the program by depth, or leaves in
+    any layout. Along any other axis all ranks do the same.
+    """
     named = {a for s in specs for p in (s.compute, s.storage, s.gradient, s.optimizer) for a in p.axes}
     return mesh.ordered({*mesh.data_axes, *COMPUTE_AXES, *named})
 
 
 def averaged_axes(specs: Iterable[LayoutSpec], mesh: Mesh) -> tuple[str, ...]:
-    """Return those of `summed_axes` whose ranks each have a part of the loss: of a pipeline's stages one has
-    all of it."""
+    """Return those of `summed_axes` whose ranks each have a part of the loss.
+
+    The axis of a pipeline is not among them: one of its stages has all of the loss.
+    """
     return tuple(axis for axis in summed_axes(specs, mesh) if axis != PIPELINE)
 
 
@@ -332,9 +351,9 @@ def check_specs(specs: Mapping[str, LayoutSpec], mesh: Mesh) -> None:
     """Check that all specs fit the mesh; one error lists all that do not.
 
     Raises:
-        SpecError: an unknown axis or "pipeline", a `P` longer than the tensor, a `compute` that is not major
-            in storage or does not divide, layouts of storage, gradient and optimizer that no collective
-            joins, an untrainable dtype, a unit whose leaves are of several stages.
+        SpecError: a layout names an unknown axis or "pipeline", or is longer than the tensor; `compute` is
+            not major in storage or does not divide; no collective joins the layouts of storage, gradient and
+            optimizer; a leaf of a dtype that cannot train is to train; a unit has leaves of several stages.
     """
     check_mesh(mesh)
     if not specs:
@@ -342,7 +361,7 @@ def check_specs(specs: Mapping[str, LayoutSpec], mesh: Mesh) -> None:
     wrong: list[str] = []
     fixes: dict[str, None] = {}
     for path, spec in specs.items():
-        found = _unfit_layouts(spec, mesh) or [*_unfit_policy(spec), *_unjoined_layouts(spec)]
+        found = _find_unfit_layouts(spec, mesh) or [*_find_unfit_policy(spec), *_find_unjoined_layouts(spec)]
         for problem, fix in found:
             wrong.append(f"params[{path!r}] {list(spec.shape or ())} with {problem}.")
             fixes[fix] = None
@@ -357,8 +376,8 @@ def check_specs(specs: Mapping[str, LayoutSpec], mesh: Mesh) -> None:
 
 
 def _check_units(specs: Mapping[str, LayoutSpec], mesh: Mesh) -> None:
-    """Refuse units whose leaves are of several stages: one kernel may read all of a unit."""
-    homes: dict[str, dict[int, str]] = {}  # by unit and stage, a leaf
+    """Refuse units whose leaves belong to several stages, since one kernel may read all of a unit."""
+    homes: dict[str, dict[int, str]] = {}  # by unit and stage, a leaf as the error names it
     for path, spec in specs.items():
         if (stage := stage_of(spec, mesh)) is not None:
             homes.setdefault(spec.unit, {}).setdefault(stage, f"params[{path!r}] of chunk {spec.chunk}")
@@ -372,7 +391,8 @@ def _check_units(specs: Mapping[str, LayoutSpec], mesh: Mesh) -> None:
         )
 
 
-def _unfit_layouts(spec: LayoutSpec, mesh: Mesh) -> list[tuple[str, str]]:
+def _find_unfit_layouts(spec: LayoutSpec, mesh: Mesh) -> list[tuple[str, str]]:
+    """Return what is wrong with a spec's layouts on a mesh, each with its fix."""
     for field in ("storage", "gradient", "optimizer", "compute"):
         layout, out = getattr(spec, field), list[tuple[str, str]]()
         for axis in layout.axes:
@@ -393,11 +413,11 @@ def _unfit_layouts(spec: LayoutSpec, mesh: Mesh) -> list[tuple[str, str]]:
             out.append((what, "name at most as many dims as the tensor has; a scalar takes P()."))
         if out:
             return out
-    return [*_unfit_fused(spec, mesh), *_unfit_compute(spec, mesh)]
+    return [*_find_unfit_fused(spec, mesh), *_find_unfit_compute(spec, mesh)]
 
 
-def _unfit_fused(spec: LayoutSpec, mesh: Mesh) -> Iterator[tuple[str, str]]:
-    """Matrices side by side are split by what `compute` names, each of them evenly."""
+def _find_unfit_fused(spec: LayoutSpec, mesh: Mesh) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong with `Fused` axes: they must stand in `compute`, and split each matrix evenly."""
     for field in ("storage", "gradient", "optimizer", "compute"):
         layout = getattr(spec, field)
         for dim, size in enumerate(spec.shape):
@@ -415,8 +435,11 @@ def _unfit_fused(spec: LayoutSpec, mesh: Mesh) -> Iterator[tuple[str, str]]:
                 )
 
 
-def _unfit_compute(spec: LayoutSpec, mesh: Mesh) -> Iterator[tuple[str, str]]:
-    """A rank computes with what it stores alone: axes of `compute` are major, and parts are even."""
+def _find_unfit_compute(spec: LayoutSpec, mesh: Mesh) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong with `compute`.
+
+    A rank computes with what it stores and nothing else, so axes of `compute` are major and parts are even.
+    """
     if not spec.compute.axes:
         return
     data = [a for a in spec.compute.axes if a in mesh.data_axes]
@@ -457,11 +480,12 @@ def _unfit_compute(spec: LayoutSpec, mesh: Mesh) -> Iterator[tuple[str, str]]:
 
 
 def fits_fp8(shape: Sequence[int]) -> bool:
-    """Whether a leaf of this shape is a matrix whose products there are in fp8."""
+    """Return whether a leaf of this shape is a matrix whose products the hardware has in fp8."""
     return len(shape) == 2 and not any(size % 16 for size in shape)
 
 
-def _unfit_policy(spec: LayoutSpec) -> Iterator[tuple[str, str]]:
+def _find_unfit_policy(spec: LayoutSpec) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong with a spec's dtypes, tiers and aggregation, whatever the mesh is."""
     if spec.wire_dtype is not None:
         problems = {
             f"wire_dtype={spec.wire_dtype}": spec.wire_dtype != FP8,
@@ -502,8 +526,8 @@ def _unfit_policy(spec: LayoutSpec) -> Iterator[tuple[str, str]]:
             )
 
 
-def _unjoined_layouts(spec: LayoutSpec) -> Iterator[tuple[str, str]]:
-    """Layouts that no collective leads from one to the other."""
+def _find_unjoined_layouts(spec: LayoutSpec) -> Iterator[tuple[str, str]]:
+    """Yield pairs of layouts between which no collective leads."""
     split = set(spec.compute.axes)
     if spec.optimizer != spec.gradient and set(spec.gradient.axes) - split:
         yield (

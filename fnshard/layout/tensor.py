@@ -1,8 +1,8 @@
 """Tensor: which leaves a tensor axis splits, and along which dim: columns, rows, heads, vocabulary.
 
-By the names that models give their matrices; the others are paired: the outputs of one are the inputs of a
-later one, and are split between them (Megatron-LM, Shoeybi et al. 2019). What is chosen here decides how fast
-a step is, never what it computes: that is derived in `compiler.place`.
+The names that models give their matrices decide it. Matrices of other names are paired: the outputs of one
+are the inputs of a later one, and are split between them (Megatron-LM, Shoeybi et al. 2019). The choice
+decides how fast a step is, never what it computes: `compiler.place` derives that.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from fnshard.layout.spec import is_buffer
 from fnshard.layout.units import numeric
 from fnshard.mesh import Mesh
 
-# By the last name of a path, or the last two. Split are the outputs of "columns", the inputs of "rows" (whose
-# products are summed), the rows of "vocabulary" and the columns of "heads". "qkv" and "gated" are three and
-# two matrices side by side, of which the outputs of each are split. "whole" are tables of positions.
+# The kind of a matrix by the last name of its path, or the last two. The axis splits the outputs of
+# "columns", the inputs of "rows" (whose products are summed), the rows of "vocabulary" and the columns of
+# "heads". "qkv" and "gated" are three and two matrices side by side, and the outputs of each are split.
+# Tables of positions stay "whole".
 _NAMES = {
     "columns": "q_proj k_proj v_proj q k v query key value wq wk wv q_lin k_lin v_lin to_q to_k to_v "
     "q_b_proj kv_b_proj gate_proj up_proj up fc1 fc_in c_fc wi wi_0 wi_1 w1 w3 lin1 linear1 "
@@ -39,10 +40,10 @@ _KINDS = {name: kind for kind, names in _NAMES.items() for name in names.split()
 
 
 def tensor_layouts(named: Mapping[str, Tensor], axis: str, mesh: Mesh) -> dict[str, P]:
-    """`{path: compute}` of the leaves to split over `axis`; `P()` of those among them that do not divide.
+    """Return `{path: compute}` of the leaves to split over `axis`; for a leaf that it does not divide, `P()`.
 
     Args:
-        named: leaves by path; shapes alone are read.
+        named: leaves by path; only their shapes are read.
 
     >>> import torch
     >>> from fnshard.mesh import make_mesh
@@ -63,7 +64,7 @@ def tensor_layouts(named: Mapping[str, Tensor], axis: str, mesh: Mesh) -> dict[s
 
 
 def split_dims(named: Mapping[str, Tensor]) -> dict[str, int]:
-    """`{path: dim}` of the leaves to split.
+    """Return `{path: dim}` of the leaves to split.
 
     >>> import torch
     >>> split_dims({"0.weight": torch.empty(6, 4), "0.bias": torch.empty(6), "2.weight": torch.empty(3, 6)})
@@ -83,12 +84,14 @@ def split_dims(named: Mapping[str, Tensor]) -> dict[str, int]:
     }
     output_dim = {stem: int(unit_of[path] in transposed) for stem, path in matrices.items()}
     kinds = {stem: kind for stem in (*matrices, *biases) if (kind := _kind(stem))}
-    for stem, (first, last) in sizes.items():  # queries of other heads than keys and values are no third
+    # Where keys and values have fewer heads than queries, the three parts are not equal: nothing cuts these.
+    for stem, (first, last) in sizes.items():
         outputs, inputs = (last, first) if output_dim[stem] else (first, last)
         if kinds.get(stem) == "qkv" and outputs != 3 * inputs:
             kinds[stem] = "whole"
     for scope in _scopes({stem: unit_of[path] for stem, path in matrices.items()}):
-        kinds |= _paired({s: sizes[s][::-1] if output_dim[s] else sizes[s] for s in scope}, kinds)
+        kinds |= _pair_matrices({s: sizes[s][::-1] if output_dim[s] else sizes[s] for s in scope}, kinds)
+    # From kinds to dims. A bias of outputs is split where the outputs are.
     out = dict[str, int]()
     for stem, kind in kinds.items():
         if stem in matrices and kind != "whole":
@@ -97,7 +100,8 @@ def split_dims(named: Mapping[str, Tensor]) -> dict[str, int]:
             out[matrices[stem]] = dims.get(kind, outputs)
         if stem in biases and kind in ("columns", "vocabulary", *_FUSED):
             out[biases[stem]] = 0
-    for path, leaf in named.items():  # LoRA's [rank, inputs] and [outputs, rank]
+    # LoRA's `a` is [rank, inputs] and `b` [outputs, rank]: the one that meets the split dim is split with it.
+    for path, leaf in named.items():
         base = getattr(leaf, "adapts", None)
         if base in out and path.endswith(".b" if out[base] == output_dim[_stem(base)] else ".a"):
             out[path] = 0 if path.endswith(".b") else 1
@@ -105,17 +109,21 @@ def split_dims(named: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def _stem(path: str) -> str:
+    """Return what the paths of a matrix and its bias have in common."""
     return re.sub(r"(^|[._])(weight|bias)$", "", path)
 
 
 def _kind(stem: str) -> str | None:
+    """Return the kind of a matrix by the last names of its path; None for names that nobody knows."""
     names = stem.split(".")
     return _KINDS.get(".".join(names[-2:])) or _KINDS.get(names[-1])
 
 
 def _scopes(unit_of: Mapping[str, str]) -> Iterable[list[str]]:
-    """Where matrices are paired: those of one unit; or of the units with one matrix each beneath one module,
-    as an `nn.Sequential` has them."""
+    """Group the matrices among which pairs are sought: those of one unit.
+
+    Units of a single matrix beneath one module, as an `nn.Sequential` has them, are one group.
+    """
     count = Counter(unit_of.values())
     scopes: dict[tuple[str, bool], list[str]] = {}
     for stem, unit in unit_of.items():
@@ -124,11 +132,13 @@ def _scopes(unit_of: Mapping[str, str]) -> Iterable[list[str]]:
     return scopes.values()
 
 
-def _paired(sizes: Mapping[str, tuple[int, ...]], kinds: Mapping[str, str]) -> dict[str, str]:
-    """The kinds of matrices without one, of which several may feed one later matrix, as in a gated MLP.
+def _pair_matrices(sizes: Mapping[str, tuple[int, ...]], kinds: Mapping[str, str]) -> dict[str, str]:
+    """Return kinds for matrices that have none: a matrix is "rows", and those that feed it are "columns".
+
+    Several matrices may feed one, as in a gated MLP.
 
     Args:
-        sizes: (outputs, inputs), in the order of the model.
+        sizes: (outputs, inputs) of each matrix, in the order of the model.
     """
     found: dict[str, str] = {}
     unpaired: list[str] = []

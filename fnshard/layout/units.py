@@ -1,6 +1,6 @@
-"""Unit policies: which leaves are gathered, freed and reduced together (FSDP's auto-wrap policies).
+"""Unit policies: which leaves are gathered, freed and reduced together.
 
-A policy is a function `params -> {path: unit}`.
+A policy is a function `params -> {path: unit}`. FSDP calls these auto-wrap policies.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ UnitPolicy = Callable[[Any], Mapping[str, str]]
 
 
 def numeric(params: Any) -> dict[str, str]:
-    """By numeric path part: "layers.0.attn.wq" is of unit "layers.0". The default.
+    """Return units by the numeric part of paths: "layers.0.attn.wq" is in unit "layers.0". The default.
 
     A leaf with no number in its path goes to the shortest module that holds no numbered unit, so
-    "model.embed.weight" next to "model.layers.0..." is of unit "model.embed".
+    "model.embed.weight" next to "model.layers.0..." is in unit "model.embed".
 
     >>> import torch
     >>> paths = ("model.embed.w", "model.layers.0.a.w", "model.layers.0.b.w", "head.w")
@@ -39,13 +39,13 @@ def numeric(params: Any) -> dict[str, str]:
 
 
 def by_class(model: nn.Module, *classes: type[nn.Module]) -> UnitPolicy:
-    """By module class: each instance of `classes` is a unit (FSDP's `ModuleWrapPolicy`).
+    """Return a policy by module class: each instance of `classes` is a unit (FSDP's `ModuleWrapPolicy`).
 
-    Of nested instances the innermost holds the leaf; leaves outside all of them go as in `numeric`'s
-    rule for paths without a number.
+    Of nested instances the innermost holds the leaf. For leaves outside all of them, `numeric`'s rule for
+    paths without a number holds.
 
     Raises:
-        SpecError: no class, something that is none, or none that the model has.
+        SpecError: no class is given, something is not a module class, or the model has no such module.
     """
     if not classes or not all(isinstance(c, type) and issubclass(c, nn.Module) for c in classes):
         given = ", ".join(map(repr, classes)) or "none"
@@ -72,6 +72,7 @@ def by_class(model: nn.Module, *classes: type[nn.Module]) -> UnitPolicy:
 
 
 def _through_number(path: str) -> str | None:
+    """Return a path up to its first number; None if there is no number before the leaf's own name."""
     parts = path.split(".")
     for i, part in enumerate(parts[:-1]):
         if part.isdigit():
@@ -80,6 +81,7 @@ def _through_number(path: str) -> str | None:
 
 
 def _top(path: str, holds: set[str]) -> str:
+    """Return the shortest module around a leaf that is not one of `holds`, the modules that hold units."""
     parts = path.split(".")
     for n in range(1, len(parts)):
         prefix = ".".join(parts[:n])

@@ -22,7 +22,7 @@ from fnshard.optim.optimizer import Optimizer
 from fnshard.optim.optimizers import adamw
 from fnshard.search.price import Candidate
 from fnshard.search.space import Choice, FunctionSpace, meshes_of, preset_for
-from fnshard.search.walk import Walk, Work
+from fnshard.search.walk import SearchEffort, Walk
 from fnshard.step.batches import check_arguments
 from fnshard.step.lowered import Lowered
 
@@ -30,7 +30,7 @@ __all__ = ["Fit", "fit"]
 
 CHOSEN = ("accumulate", "micro_order", "remat", "save", "prefetch", "overlap")  # options that `fit` gives
 LIMIT_LINES = 50_000  # of programs and schedules, that a search over meshes makes: a minute's work or so
-QUIET_s = 3.0  # between two lines on the console, and before the first
+QUIET_S = 3.0  # between two lines on the console, and before the first
 NOT_LOOKED_AT = "not looked at, the search was cut short; fit(..., mesh=) looks at one mesh"
 
 
@@ -58,7 +58,7 @@ class Fit:
 
     @property
     def peak_bytes(self) -> int:
-        """Predicted, on the device."""
+        """Return the bytes on the device at the peak, by prediction."""
         return self.chosen.peak_bytes
 
     @property
@@ -67,7 +67,7 @@ class Fit:
         return self.chosen.seconds
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain numbers and strings."""
+        """Return plain numbers and strings."""
         return {
             "plan": {name: value for name, value in vars(self.chosen.choice).items() if name != "mesh"},
             "peak_bytes": self.peak_bytes,
@@ -88,25 +88,26 @@ class Fit:
 
     def __str__(self) -> str:
         cut = ", where the search was cut short" * self.cut_short
-        lines = [f"within {size(self.device_bytes)}, of {self.looked_at} plans looked at{cut}:"]
+        lines = [f"within {format_bytes(self.device_bytes)}, of {self.looked_at} plans looked at{cut}:"]
         between = [f"{s * 1e3:.1f}" for s in self.timeline.interval or ()]
         why = [f"on {self.mesh}"] * bool(self.meshes) + [f"{' to '.join(between)} ms"] * bool(between)
-        lines.append(f"  {row(self.chosen)}  <- " + ", ".join(["chosen", *why]))
-        lines += [f"  {row(candidate)}: {why}" for candidate, why in self.rejected]
+        lines.append(f"  {plan_line(self.chosen)}  <- " + ", ".join(["chosen", *why]))
+        lines += [f"  {plan_line(candidate)}: {why}" for candidate, why in self.rejected]
         lines += [f"  on {mesh}: {why}" for mesh, why in self.meshes]
         return "\n".join(lines)
 
 
-def row(candidate: Candidate) -> str:
+def plan_line(candidate: Candidate) -> str:
     """Return a plan and its price in one line."""
-    host = f" ({size(candidate.host_bytes)} there)" if candidate.host_bytes else ""
-    return f"{size(candidate.peak_bytes):>10} {candidate.seconds * 1e3:10.1f} ms  {candidate.choice}{host}"
+    host = f" ({format_bytes(candidate.host_bytes)} there)" if candidate.host_bytes else ""
+    took = f"{format_bytes(candidate.peak_bytes):>10} {candidate.seconds * 1e3:10.1f} ms"
+    return f"{took}  {candidate.choice}{host}"
 
 
-def size(nbytes: float) -> str:
+def format_bytes(nbytes: float) -> str:
     """Return bytes in the unit that shows some digits.
 
-    >>> size(79_820_000_000), size(5_300_000)
+    >>> format_bytes(79_820_000_000), format_bytes(5_300_000)
     ('79.820 GB', '5.300 MB')
     """
     return f"{nbytes / 1e9:.3f} GB" if abs(nbytes) >= 1e9 else f"{nbytes / 1e6:.3f} MB"
@@ -145,7 +146,8 @@ def fit(
         hardware: what the time is predicted for; a `Hardware` or the name of one.
         optimizer: default AdamW.
         specs: where to start from; layouts and dtypes are taken as they are. Default `presets.full_shard`.
-            With `ranks` a function of a mesh.
+            With `ranks` a function of a mesh; default `presets.hybrid_shard` on meshes with an axis
+            "replicate", else `presets.full_shard`.
         options: the fields of `StepOptions`, but for those that are chosen here.
 
     Raises:
@@ -165,7 +167,7 @@ def fit(
         fn, params, mesh, batch=batch, ranks=ranks, keywords=keywords, hardware=hardware, optimizer=optimizer,
         specs=specs, **options,
     )  # fmt: skip
-    return find(space, space.hardware.memory_bytes if device_bytes is None else device_bytes)
+    return search_space(space, space.hardware.memory_bytes if device_bytes is None else device_bytes)
 
 
 def make_space(
@@ -219,15 +221,15 @@ def make_space(
         def say(text: str) -> None:
             print(f"fit, {time.monotonic() - began:.0f} s: {text}", file=sys.stderr, flush=True)
 
-        work = Work(say, LIMIT_LINES, QUIET_s)
+        work = SearchEffort(say, LIMIT_LINES, QUIET_S)
     else:
-        meshes, work = (mesh,), Work()
+        meshes, work = (mesh,), SearchEffort()
         layouts = lambda mesh: presets.full_shard(params, mesh) if specs is None else specs  # noqa: E731
     optimizer = adamw(1e-3) if optimizer is None else optimizer
     return FunctionSpace(fn, params, arguments, meshes, layouts, optimizer, hardware, given, work)
 
 
-def find(space: FunctionSpace, budget: int, seen: dict[Choice, Candidate] | None = None) -> Fit:
+def search_space(space: FunctionSpace, budget: int, seen: dict[Choice, Candidate] | None = None) -> Fit:
     """Return the fastest plan of a space within a budget.
 
     Args:
@@ -238,7 +240,7 @@ def find(space: FunctionSpace, budget: int, seen: dict[Choice, Candidate] | None
     """
     if not is_number(budget) or budget <= 0:
         raise SpecError(f"device_bytes={budget!r}: a number of bytes, more than 0.")
-    walk = Walk(space, budget, space.work, {} if seen is None else seen, row)
+    walk = Walk(space, budget, space.work, {} if seen is None else seen, plan_line)
     best = walk.run()
     if best is None or not best.fits(budget):
         raise nothing_fits(space, walk, best)
@@ -250,15 +252,15 @@ def find(space: FunctionSpace, budget: int, seen: dict[Choice, Candidate] | None
     return Fit(
         plans.specs_of(best.choice), plans.options_of(best.choice), best, budget,
         tuple((c, why_not(c, best, budget)) for c in around), lowered, lowered.timeline(space.hardware),
-        mesh, len(walk.seen), others, space.work.is_up() or NOT_LOOKED_AT in dict(others).values(),
+        mesh, len(walk.seen), others, space.work.is_spent() or NOT_LOOKED_AT in dict(others).values(),
     )  # fmt: skip
 
 
 def why_not(candidate: Candidate, best: Candidate, budget: int) -> str:
     """Return why a plan was not taken."""
     if not candidate.fits(budget):
-        return f"{size(candidate.peak_bytes - budget)} too many"
-    slower = candidate.slower_than(best)
+        return f"{format_bytes(candidate.peak_bytes - budget)} too many"
+    slower = candidate.relative_slowdown(best)
     return f"fits, {slower:.1%} slower" if slower > 0 else "fits, as fast"
 
 
@@ -275,13 +277,13 @@ def reasons(space: FunctionSpace, walk: Walk, best: Candidate | None) -> dict[Me
             why[mesh] = space.left_out.get(mesh, NOT_LOOKED_AT)
             continue
         found, free = min(own, key=walk.cost), min(own, key=lambda c: c.seconds)
-        lacks = size(found.peak_bytes - walk.budget)
+        lacks = format_bytes(found.peak_bytes - walk.budget)
         if best is not None and found.fits(walk.budget):
-            why[mesh] = f"{found.slower_than(best):.1%} slower"
+            why[mesh] = f"{found.relative_slowdown(best):.1%} slower"
         elif best is not None and free.seconds >= best.seconds:
-            why[mesh] = f"at least {free.slower_than(best):.1%} slower"
+            why[mesh] = f"at least {free.relative_slowdown(best):.1%} slower"
         else:
-            why[mesh] = f"nothing fits into {size(walk.budget)}: {lacks} too many"
+            why[mesh] = f"nothing fits into {format_bytes(walk.budget)}: {lacks} too many"
     return why
 
 
@@ -297,10 +299,11 @@ def nothing_fits(space: FunctionSpace, walk: Walk, least: Candidate | None) -> B
     analysis = space.lower(least.choice).memory_analysis()
     largest = sorted(analysis.peak.items(), key=lambda item: -item[1])[:3]
     return BudgetError(
-        f"nothing fits into {size(walk.budget)}: the most frugal plan takes {size(least.peak_bytes)} "
-        f"({least.choice}). Its peak, in instruction {analysis.at} ({analysis.line}), is made of:",
-        [f"{name}: {size(count)}" for name, count in largest],
-        f"a budget of {size(math.ceil(least.peak_bytes / 1e6) * 1e6)} would do; or change one thing: "
+        f"nothing fits into {format_bytes(walk.budget)}: the most frugal plan takes "
+        f"{format_bytes(least.peak_bytes)} ({least.choice}). "
+        f"Its peak, in instruction {analysis.at} ({analysis.line}), is made of:",
+        [f"{name}: {format_bytes(count)}" for name, count in largest],
+        f"a budget of {format_bytes(math.ceil(least.peak_bytes / 1e6) * 1e6)} would do; or change one thing: "
         f"more ranks (the mesh has {space.meshes[0].size}) for shards and state, smaller units "
         "(fnshard.units) for gathered units and gradients, a shorter sequence for activations.",
     )

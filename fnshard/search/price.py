@@ -17,8 +17,8 @@ PARTS = {  # of a step, in seconds: what a plan may lose by
     "host": "waiting for the host",  # its updates and launches: what is left
 }
 
-DEEPEST = 3  # kernels that gathers are issued ahead, and reductions waited for later, at most
-WORTH = 0.01  # the share of a step that waits for collectives, from which on one kernel more is tried
+MAX_KERNELS_AHEAD = 3  # by which gathers are issued earlier, and reductions waited for later
+MIN_WAITING_SHARE = 0.01  # of a step, in waits for collectives, from which on one kernel more is tried
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class Candidate:
 
     def waits_for_collectives(self) -> bool:
         """Return whether it waits for collectives for so long that one more kernel ahead may pay."""
-        return self.parts.get("communication", 0.0) > WORTH * self.seconds
+        return self.parts.get("communication", 0.0) > MIN_WAITING_SHARE * self.seconds
 
-    def slower_than(self, other: Candidate) -> float:
+    def relative_slowdown(self, other: Candidate) -> float:
         """Return by which share of another plan's time this one takes longer; below 0 where it is faster."""
         return self.seconds / other.seconds - 1
 

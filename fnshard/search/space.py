@@ -2,8 +2,7 @@
 
 A plan says for each unit whether it is recomputed and whether it stays gathered, what rests on the host, how
 many micro-batches a step has, how many chunks a stage of a pipeline, and how many kernels ahead leaves are
-gathered. Each one that is looked at is
-lowered in full.
+gathered. Every plan that is priced is lowered completely.
 """
 
 from __future__ import annotations
@@ -34,21 +33,23 @@ from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.layout.spec import LayoutSpec, is_spec
 from fnshard.mesh import Mesh, make_mesh
 from fnshard.optim.optimizer import Optimizer
-from fnshard.search.price import DEEPEST, Candidate, price
-from fnshard.search.walk import Dial, Move, Work
+from fnshard.search.price import MAX_KERNELS_AHEAD, Candidate, price
+from fnshard.search.walk import Dial, Move, SearchEffort
 from fnshard.step.batches import bytes_of_batch, split_batch
 from fnshard.step.lowered import Lowered
 from fnshard.step.step import Step
 
 OPTIMIZER = ("device", "streamed", "host")
-RECOMPUTE = (0.5, "unit", "unit+offload")  # what a recomputed unit does, from most memory to most time
+# What a recomputed unit keeps, from most memory to most time: half of what its backward wants, its inputs, or
+# its inputs on the host.
+REMAT_CHOICES = (0.5, "unit", "unit+offload")
 AXES = ("replicate", "shard", "tensor", "pipeline")
 MOST_CHUNKS = 8  # of a stage of a pipeline
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One plan of a function.
+    """A plan of a function.
 
     Args:
         mesh: what it runs on.
@@ -60,19 +61,19 @@ class Choice:
         optimizer: where its state rests and is updated: "device"; "host"; or "streamed", which rests on the
             host and is updated on the device.
         parameters_on_host: whether stored shards rest there.
-        ahead: how many kernels ahead gathers are issued, and later reductions waited for.
+        prefetch_depth: how many kernels ahead gathers are issued, and later reductions waited for.
         chunks: of each stage of a pipeline; None: as the specs to start from say.
     """
 
     mesh: Mesh
     accumulate: int = 1
     order: MicroOrder = "depth"
-    remat: str | float = RECOMPUTE[0]
+    remat: str | float = REMAT_CHOICES[0]
     recomputed: int = 0
     kept: int = 0
     optimizer: str = "device"
     parameters_on_host: bool = False
-    ahead: int = 1
+    prefetch_depth: int = 1
     chunks: int | None = None
 
     @property
@@ -93,7 +94,7 @@ class Choice:
         parts.append(f"{self.kept} units kept gathered" if self.kept else "all resharded")
         parts += [f"{' and '.join(where)} on the host"] if where else []
         parts += [] if self.chunks is None else [f"{self.chunks} chunk{'s' * (self.chunks > 1)} a stage"]
-        ahead = {0: ["no prefetch"], 1: []}.get(self.ahead, [f"{self.ahead} kernels ahead"])
+        ahead = {0: ["no prefetch"], 1: []}.get(self.prefetch_depth, [f"{self.prefetch_depth} kernels ahead"])
         return ", ".join(parts + ahead)
 
 
@@ -117,10 +118,11 @@ class FunctionSpace:
     optimizer: Optimizer
     hardware: Hardware
     options: StepOptions
-    work: Work = field(default_factory=Work)
+    work: SearchEffort = field(default_factory=SearchEffort)
     left_out: dict[Mesh, str] = field(default_factory=dict)
     _plans: dict[Mesh, MeshPlans | None] = field(default_factory=dict)
-    _waiting: set[Choice] = field(default_factory=set)  # for collectives, so that going further ahead may pay
+    # Plans for which a greater depth may pay.
+    _waits_for_collectives: set[Choice] = field(default_factory=set)
     _kernels: dict[str, Kernel] = field(default_factory=dict)  # meshes whose programs are alike share these
 
     def on(self, mesh: Mesh) -> MeshPlans | None:
@@ -163,8 +165,13 @@ class FunctionSpace:
                 yield Choice(mesh, plans.fewest)
 
     def is_valid(self, choice: Choice) -> bool:
-        """Return whether the batch can be cut so; one micro-batch has no order but "depth", and without
-        stages nothing is idle that "zero_bubble" could fill."""
+        """Return whether there is such a plan:
+
+        - its mesh has plans, and the batch can be cut into so many micro-batches;
+        - of one micro-batch the order is "depth";
+        - "zero_bubble" has stages whose idle time it fills;
+        - a stage can have so many chunks.
+        """
         plans = self.on(choice.mesh)
         is_cut = choice.accumulate > 1 or choice.order == "depth"
         is_cut = is_cut and (choice.order != "zero_bubble" or choice.mesh.stages > 1)
@@ -178,7 +185,7 @@ class FunctionSpace:
         def set_field(name: str, value: Any) -> Move:
             return lambda choice: replace(choice, **{name: value}) if self.on(choice.mesh).has(name) else None
 
-        def cut(by: int) -> Move:
+        def change_micro_batches(by: int) -> Move:
             def move(choice: Choice) -> Choice | None:
                 divisors = self.on(choice.mesh).divisors
                 at = divisors.index(choice.accumulate) + by if choice.accumulate in divisors else -1
@@ -186,7 +193,7 @@ class FunctionSpace:
 
             return move
 
-        def chunk(by: int) -> Move:
+        def change_chunks(by: int) -> Move:
             def move(choice: Choice) -> Choice | None:
                 counts = self.on(choice.mesh).chunks
                 at = counts.index(choice.chunks) + by if choice.chunks in counts else -1
@@ -194,27 +201,27 @@ class FunctionSpace:
 
             return move
 
-        def go_ahead(by: int) -> Move:
+        def change_prefetch_depth(by: int) -> Move:
             def move(choice: Choice) -> Choice | None:
-                ahead, plans = choice.ahead + by, self.on(choice.mesh)
-                may_pay = by < 0 or choice.ahead == 0 or choice in self._waiting
-                is_depth = 0 <= ahead <= DEEPEST and plans.has("ahead")
-                return replace(choice, ahead=ahead) if is_depth and may_pay else None
+                depth, plans = choice.prefetch_depth + by, self.on(choice.mesh)
+                may_pay = by < 0 or choice.prefetch_depth == 0 or choice in self._waits_for_collectives
+                is_depth = 0 <= depth <= MAX_KERNELS_AHEAD and plans.has("prefetch_depth")
+                return replace(choice, prefetch_depth=depth) if is_depth and may_pay else None
 
             return move
 
         return {
-            "micro-batches": [cut(1), cut(-1)],
+            "micro-batches": [change_micro_batches(1), change_micro_batches(-1)],
             "order": [lambda c, order=order: replace(c, order=order) for order in get_args(MicroOrder)],
-            "chunks": [chunk(1), chunk(-1)],
+            "chunks": [change_chunks(1), change_chunks(-1)],
             "optimizer": [set_field("optimizer", each) for each in OPTIMIZER],
             "parameters": [set_field("parameters_on_host", each) for each in (False, True)],
-            "ahead": [go_ahead(1), go_ahead(-1)],
+            "prefetch_depth": [change_prefetch_depth(1), change_prefetch_depth(-1)],
             "mesh": self._hand_overs(),
         }
 
     def _hand_overs(self) -> list[Move]:
-        """Moves of a factor from one axis to another, between the meshes that there are."""
+        """Return moves of a factor from one axis to another, between the meshes that there are."""
         by_sizes = (
             {tuple(_sizes(mesh).values()): mesh for mesh in self.meshes} if len(self.meshes) > 1 else {}
         )
@@ -238,8 +245,8 @@ class FunctionSpace:
         return [hand_over(p, *pair) for p in primes for pair in itertools.permutations(AXES, 2)]
 
     def dials(self, choice: Choice) -> list[Dial]:
-        """Return a dial for each way to recompute: its levels gather units again, one after the other from
-        the first on, then recompute them likewise."""
+        """Return a dial for each way to recompute. Levels first stop keeping units gathered, one at a time
+        from the first; then recompute them in the same order."""
         plans = self.on(choice.mesh)
         count = len(plans.units)
         kept = count if plans.gathers else 0
@@ -247,12 +254,12 @@ class FunctionSpace:
         def dial(remat: str | float) -> Dial:
             def at(level: int) -> Choice:
                 again = max(0, level - kept)
-                way = remat if again else RECOMPUTE[0]
+                way = remat if again else REMAT_CHOICES[0]
                 return replace(choice, remat=way, recomputed=again, kept=max(0, kept - level))
 
             return Dial(kept + count, at)
 
-        return [dial(remat) for remat in RECOMPUTE]
+        return [dial(remat) for remat in REMAT_CHOICES]
 
     def returning_dials(self, choice: Choice) -> list[Dial]:
         """Return the dial that keeps units gathered again, where recomputation saved too much."""
@@ -263,7 +270,7 @@ class FunctionSpace:
         return [Dial(count, lambda level: replace(choice, kept=count - level))]
 
     def neighbours(self, choice: Choice) -> list[Choice]:
-        """Return the plans on the same mesh that differ in one decision."""
+        """Return the plans on the same mesh that differ in one decision, or in one unit."""
         plans = self.on(choice.mesh)
         count, moves = len(plans.units), self.moves()
         out = [move(choice) for name in ("micro-batches", "order", "chunks") for move in moves[name]]
@@ -271,9 +278,11 @@ class FunctionSpace:
                 if 0 <= n <= count]  # fmt: skip
         out += [replace(choice, kept=n) for n in (choice.kept - 1, choice.kept + 1)
                 if 0 <= n <= count and plans.gathers]  # fmt: skip
-        out += [replace(choice, remat=remat) for remat in RECOMPUTE if choice.recomputed]
-        out += [move(choice) for name in ("optimizer", "parameters", "ahead") for move in moves[name]]
-        plain = [c if c.recomputed else replace(c, remat=RECOMPUTE[0]) for c in out if c is not None]
+        out += [replace(choice, remat=remat) for remat in REMAT_CHOICES if choice.recomputed]
+        out += [
+            move(choice) for name in ("optimizer", "parameters", "prefetch_depth") for move in moves[name]
+        ]
+        plain = [c if c.recomputed else replace(c, remat=REMAT_CHOICES[0]) for c in out if c is not None]
         return [c for c in dict.fromkeys(plain) if c != choice and self.is_valid(c)]
 
     def frugal(self) -> Iterator[Choice]:
@@ -283,17 +292,18 @@ class FunctionSpace:
                 rest = {"optimizer": "host"} if plans.has("optimizer") else {}
                 for on_host in (False, True) if plans.has("parameters_on_host") else (False,):
                     base = Choice(mesh, plans.divisors[-1], parameters_on_host=on_host,
-                                  ahead=0 if plans.has("ahead") else 1, **rest)  # fmt: skip
+                                  prefetch_depth=0 if plans.has("prefetch_depth") else 1,
+                                  **rest)  # fmt: skip
                     yield from (dial.at(dial.levels) for dial in self.dials(base))
 
     def price(self, choice: Choice) -> Candidate:
         """Lower a plan and return its predicted bytes and seconds."""
         self.work.murmur(f"{choice} on {choice.mesh}")
         lowered = self.lower(choice, verified=False)
-        self.work.count(sum(len(schedule.instructions) for schedule in lowered.schedules))
+        self.work.count_schedule(sum(len(schedule.instructions) for schedule in lowered.schedules))
         found = price(choice, lowered.memory_analysis(), lowered.timeline(self.hardware))
         if self.hardware.overlap and found.waits_for_collectives():
-            self._waiting.add(choice)
+            self._waits_for_collectives.add(choice)
         return found
 
     def lower(self, choice: Choice, *, verified: bool = True) -> Lowered:
@@ -309,7 +319,7 @@ class MeshPlans:
     specs say, is one of them.
     """
 
-    def __init__(self, step: Step, batch: Arguments, work: Work, kernels: dict[str, Kernel]):
+    def __init__(self, step: Step, batch: Arguments, work: SearchEffort, kernels: dict[str, Kernel]):
         self._step, self.base, self._batch = step, step.specs, batch
         self._work, self._kernels = work, kernels
         self._fronts: dict[int, Front] = {}
@@ -330,7 +340,7 @@ class MeshPlans:
         self._movable = {
             "optimizer": any(s.optimizer_memory == "device" for s in trained),
             "parameters_on_host": any(s.memory == "device" for s in trained),
-            "ahead": step.options.passes is None,  # passes of one's own have a depth of their own
+            "prefetch_depth": step.options.passes is None,  # passes of one's own have a depth of their own
         }
 
     @property
@@ -348,14 +358,14 @@ class MeshPlans:
         segments = self._front(1).segments
         for count in (2**n for n in range(1, MOST_CHUNKS.bit_length())):
             try:
-                stored = ResolvedSpecs.of(self._cut(self.base, count)).stored
+                stored = ResolvedSpecs.of(self._specs_in_chunks(self.base, count)).stored
                 assign_chunks(segments, stored, mesh)
             except SpecError:
                 break
             counts.append(count)
         return tuple(counts)
 
-    def _cut(self, specs: Any, chunks: int) -> Any:
+    def _specs_in_chunks(self, specs: Any, chunks: int) -> Any:
         """Return a spec tree with so many chunks a stage; what all stages hold stays with all."""
         named, structure = tree.flatten_with_paths(specs, is_spec)
         cut = {path: spec for path, spec in named.items() if spec.chunk != "all"}
@@ -376,7 +386,7 @@ class MeshPlans:
             options = replace(step.options, accumulate=accumulate)
             cut = Step(step.fn, self.base, step.mesh, step.optimizer, options)
             self._fronts[accumulate] = self._batch.call(cut.front)
-            self._work.made += len(self._fronts[accumulate].program.graph.nodes)
+            self._work.count_program(len(self._fronts[accumulate].program.graph.nodes))
         return self._fronts[accumulate]
 
     def specs_of(self, choice: Choice) -> Any:
@@ -394,13 +404,14 @@ class MeshPlans:
             return replace(spec, **changes)
 
         specs = tree.map(chosen, self.base, is_leaf=is_spec)
-        return specs if choice.chunks is None else self._cut(specs, choice.chunks)
+        return specs if choice.chunks is None else self._specs_in_chunks(specs, choice.chunks)
 
     def options_of(self, choice: Choice) -> StepOptions:
         """Return the options of a plan."""
         units = self.units[: choice.recomputed]
         remat = {glob.escape(u): choice.remat for u in units} if units else "none"
-        how = {"prefetch": choice.ahead, "overlap": choice.ahead} if self.has("ahead") else {}
+        depth = choice.prefetch_depth
+        how = {"prefetch": depth, "overlap": depth} if self.has("prefetch_depth") else {}
         how |= {"accumulate": choice.accumulate, "micro_order": choice.order}
         return replace(self._step.options, remat=remat, **how)
 

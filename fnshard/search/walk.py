@@ -19,8 +19,8 @@ from typing import Any, Protocol
 from fnshard.search.price import Candidate
 
 CLOSE = 5e-4  # plans whose times differ by less are as fast
-# The descent from the second start is left out where it begins slower by more, or where nothing is faster,
-# whatever it takes.
+# Descend from the second start only if it is at most this much slower and some faster plan does not fit, or
+# if the best does not fit.
 RIVALRY = 1.15
 SILENCE_S = 5.0  # between two lines of a search that takes long
 
@@ -29,7 +29,7 @@ Move = Callable[[Any], Any]  # from a plan to another; None where there is none
 
 @dataclass(frozen=True)
 class Dial:
-    """How much a plan saves: `at(0)` saves nothing, `at(levels)` all that can be, each level more."""
+    """A way to save more and more: `at(0)` saves nothing, `at(levels)` all that can be, each level more."""
 
     levels: int
     at: Callable[[int], Any]
@@ -38,11 +38,11 @@ class Dial:
 class Space(Protocol):
     """The plans that there are. They are hashable; `Candidate.choice` says what else they have.
 
-    A plan becomes another by a move (a coarse decision), or by turning a dial (how much it saves); its
-    neighbours, which differ in one fine decision, are looked at last.
+    A plan becomes another by a move (a decision, such as an axis), or by turning a dial (how much it saves);
+    its neighbours are priced last.
     """
 
-    def starts(self) -> Sequence[Any]:
+    def starts(self) -> Iterable[Any]:
         """Return the plans that a walk may begin at; it goes on from the best two."""
 
     def moves(self) -> Mapping[str, Sequence[Move]]:
@@ -62,7 +62,7 @@ class Space(Protocol):
         """Return the plans that differ from one in one decision; they are priced as they are, no dial is
         turned."""
 
-    def frugal(self) -> Sequence[Any]:
+    def frugal(self) -> Iterable[Any]:
         """Return the plans that save all they can, for a budget into which nothing fits otherwise."""
 
     def price(self, choice: Any) -> Candidate:
@@ -70,8 +70,8 @@ class Space(Protocol):
 
 
 @dataclass
-class Work:
-    """How much a search has done, and what it says of that.
+class SearchEffort:
+    """The work that a search has done, and what it says of that.
 
     It is counted in lines of programs and schedules, not in seconds: all ranks, and a machine that is busy,
     find the same plan.
@@ -91,12 +91,16 @@ class Work:
     longest: int = 0
     told: float = field(default_factory=time.monotonic)
 
-    def is_up(self, share: float = 1.0) -> bool:
+    def is_spent(self, share: float = 1.0) -> bool:
         """Return whether a share of the work is done: one more schedule may be as long as the longest was."""
         return self.made + self.longest > share * self.limit
 
-    def count(self, lines: int) -> None:
-        """Add the lines of a program or schedule."""
+    def count_program(self, lines: int) -> None:
+        """Add the lines of a program that was traced."""
+        self.made += lines
+
+    def count_schedule(self, lines: int) -> None:
+        """Add the lines of the schedules of a plan."""
         self.made += lines
         self.longest = max(self.longest, lines)
 
@@ -113,7 +117,7 @@ class Work:
 
 @dataclass
 class Walk:
-    """One search for the best plan of a space within a budget.
+    """A search for the best plan of a space within a budget.
 
     Args:
         seen: the plans with their prices; searches for other budgets may share them.
@@ -122,20 +126,23 @@ class Walk:
 
     space: Space
     budget: float
-    work: Work = field(default_factory=Work)
+    work: SearchEffort = field(default_factory=SearchEffort)
     seen: dict[Any, Candidate] = field(default_factory=dict)
     describe: Callable[[Candidate], str] = str
 
     def run(self) -> Candidate | None:
-        """Return the fastest plan that fits: no plan one or two moves away is faster and fits.
+        """Return the fastest plan found that fits.
 
-        Where nothing fits it is the plan that lacks least; None where there is no plan at all.
+        No plan one move away is faster and fits; none two moves away, as far as `descend` tries these. A
+        search whose effort is spent returns the best so far. Where nothing fits it is the plan that lacks
+        least; None where there is no plan at all.
         """
         # Begin at the best two starts, the second only where it is nearly as good and memory decides.
         begun: list[Candidate] = []
         for choice in self.space.starts():
             rival = min(begun, key=self.cost, default=None)
-            if rival is not None and self.ends(rival, share=0.5):  # the rest is for going on from these
+            # Half of the effort is for going on from these.
+            if rival is not None and self.is_content_with(rival, share=0.5):
                 break
             begun.append(self.within_budget(choice, rival))
             self.work.murmur(self.describe(begun[-1]))
@@ -152,7 +159,7 @@ class Walk:
         # A descent may end in a hollow: what saves all that can be, or was seen on the way, may be better.
         if not best.fits(self.budget):
             for choice in self.space.frugal():
-                self.look(choice)
+                self.price_once(choice)
         while self.cost(known := min(self.seen.values(), key=self.cost)) < self.cost(best):
             best = self.descend(known)
         return best
@@ -165,11 +172,11 @@ class Walk:
         """Return whether a plan that is faster takes too much: with more room the best would be another."""
         return any(not c.fits(self.budget) and c.seconds < best.seconds for c in self.seen.values())
 
-    def ends(self, best: Candidate, share: float = 1.0) -> bool:
+    def is_content_with(self, best: Candidate, share: float = 1.0) -> bool:
         """Return whether a share of the work is done, and there is a plan to be content with."""
-        return self.work.is_up(share) and best.fits(self.budget)
+        return self.work.is_spent(share) and best.fits(self.budget)
 
-    def look(self, choice: Any) -> Candidate:
+    def price_once(self, choice: Any) -> Candidate:
         """Return a plan's price; each is made once."""
         if choice not in self.seen:
             self.seen[choice] = self.space.price(choice)
@@ -183,7 +190,7 @@ class Walk:
             rival: another plan; where it fits, settings that can be no faster are not looked for.
         """
         dials = self.space.dials(choice)
-        free = self.look(dials[0].at(0))
+        free = self.price_once(dials[0].at(0))
         limit = rival.seconds if rival is not None and rival.fits(self.budget) else math.inf
         if free.fits(self.budget) or free.seconds >= limit:
             return free
@@ -204,10 +211,10 @@ class Walk:
         search ends where these can be no faster than `limit`, or than what fits.
         """
         low, high = 0, dial.levels
-        short = self.look(dial.at(low))
+        short = self.price_once(dial.at(low))
         if short.fits(self.budget):
             return short
-        best = self.look(dial.at(high))
+        best = self.price_once(dial.at(high))
         if not best.fits(self.budget):
             return best
         enough, halves = best, False
@@ -215,7 +222,7 @@ class Walk:
             share = (short.peak_bytes - self.budget) / max(short.peak_bytes - enough.peak_bytes, 1)
             guess = (low + high) // 2 if halves else low + math.ceil(share * (high - low))
             level, halves = min(max(guess, low + 1), high - 1), not halves
-            found = self.look(dial.at(level))
+            found = self.price_once(dial.at(level))
             if found.fits(self.budget):
                 high, enough, best = level, found, min(best, found, key=self.cost)
             else:
@@ -224,25 +231,26 @@ class Walk:
 
     # -------------------------------------------------------------- from plan to plan
     def descend(self, best: Candidate) -> Candidate:
-        """Return the plan at which no move, and no two of them, is better.
+        """Return a plan from which neither one move nor, as far as they are tried, two of them lead to a
+        better one; or the best so far, once the effort is spent.
 
-        One knob after another takes its best value. Two are moved together only when no single one helps,
-        and, where nothing faster takes too much, only if one of the two alone is no plan. Last its neighbours
-        are looked at.
+        One decision after another takes its best value. Two are changed together only when no single one
+        helps; where no faster plan is too large, only if one of the two alone gives no plan. Last its
+        neighbours are priced.
         """
-        while not self.ends(best):
+        while not self.is_content_with(best):
             begun = best
             for moves in self.space.moves().values():
-                while True:  # a knob goes on in a direction that pays
-                    better = self.improve(best, self.steps(best.choice, moves))
+                while True:  # a decision goes on in a direction that pays
+                    better = self.improve(best, self.one_move_away(best.choice, moves))
                     if better is best:
                         break
                     best = better
                     self.work.murmur(self.describe(best))
             if best is begun:
-                best = self.improve(best, self.pairs(best.choice, self.is_pressed(best)))
+                best = self.improve(best, self.two_moves_away(best.choice, self.is_pressed(best)))
             if best is begun:
-                best = self.look_around(best)
+                best = self.price_neighbours(best)
             if best is begun:
                 break
         return best
@@ -250,33 +258,46 @@ class Walk:
     def improve(self, best: Candidate, others: Iterable[Any]) -> Candidate:
         """Return the best of a plan and of others, each with as much saved as it needs."""
         for choice in others:
-            if self.ends(best):
+            if self.is_content_with(best):
                 break
             best = min(best, self.within_budget(choice, best), key=self.cost)
             self.work.murmur(f"{len(self.seen)} plans priced, the best {self.describe(best)}")
         return best
 
-    def look_around(self, best: Candidate) -> Candidate:
+    def price_neighbours(self, best: Candidate) -> Candidate:
         """Return the best of a plan and of its neighbours."""
         for choice in self.space.neighbours(best.choice):
-            if choice in self.seen or not self.ends(best):
-                best = min(best, self.look(choice), key=self.cost)
+            if choice in self.seen or not self.is_content_with(best):
+                best = min(best, self.price_once(choice), key=self.cost)
         return best
 
-    def steps(self, choice: Any, moves: Iterable[Move]) -> list[Any]:
+    def one_move_away(self, choice: Any, moves: Iterable[Move]) -> list[Any]:
         """Return the valid plans that are one of these moves away."""
         found = dict.fromkeys(move(choice) for move in moves)
         return [c for c in found if c is not None and c != choice and self.space.is_valid(c)]
 
-    def pairs(self, choice: Any, through_valid: bool = True) -> list[Any]:
-        """Return the valid plans that are two moves away.
+    def two_moves_away(self, choice: Any, through_valid: bool = True) -> list[Any]:
+        """Return the valid plans that are two moves away, those first whose moves alone lose least time.
 
         Args:
             through_valid: also those of which either move alone is valid.
         """
         moves = [move for each in self.space.moves().values() for move in each]
-        near = {choice, *self.steps(choice, moves)}
-        first = [c for c in dict.fromkeys(move(choice) for move in moves) if c is not None and c != choice]
-        first = [c for c in first if through_valid or c not in near]
-        both = dict.fromkeys(move(c) for c in first for move in moves)
-        return [c for c in both if c is not None and c not in near and self.space.is_valid(c)]
+        alone = {move: c for move in moves if (c := move(choice)) is not None and c != choice}
+        near = {choice, *(c for c in alone.values() if self.space.is_valid(c))}
+        lost = {move: self.seconds_lost(c, choice) for move, c in alone.items()}
+        both: dict[Any, float] = {}
+        for first, between in alone.items():
+            for second in moves if through_valid or between not in near else ():
+                if (pair := second(between)) is not None:
+                    loses = lost[first] + lost.get(second, 0.0)
+                    both[pair] = min(both.get(pair, math.inf), loses)
+        return sorted((c for c in both if c not in near and self.space.is_valid(c)), key=both.__getitem__)
+
+    def seconds_lost(self, choice: Any, other: Any) -> float:
+        """Return how much longer a plan takes than another where both save nothing; 0 where one has no price
+        yet."""
+        if not self.space.is_valid(choice):
+            return 0.0
+        found, known = (self.seen.get(self.space.dials(c)[0].at(0)) for c in (choice, other))
+        return 0.0 if found is None or known is None else found.seconds - known.seconds

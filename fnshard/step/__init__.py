@@ -2,13 +2,16 @@
 
 A call, from `step(state, *batch)` to a reduce-scatter:
 
-    step.Step.__call__        checks the state, and passes on what this step's numbers are
-    cache.ProgramCache.get    the program of such a batch: kept, or lowered by `compiler.lower` from the plan
-                              that `plan` makes of specs, optimizer and options
-    runner.Runner.prepare     the first time: ranks agree, kernels are compiled, the program is bound to this
-                              rank; always: the environment of stored blocks, batch, constants and keys
-    runner.Bound.run          `runtime.executor`: one instruction of the schedule after the other; a
-                              ReduceScatter issues its collective, a later Wait has its result (CPU ranks
-                              that share memory pack and sum at the Wait)
-    step.Step._advance        the new state and the metrics, or `_gradients`
+    step.Step.__call__        checks the state, and passes on the numbers of this step
+    cache.ProgramCache.get    returns the program of such a batch: one that is kept, or one that
+                              `compiler.lower` makes from the plan that `plan` makes of specs, optimizer and
+                              options
+    runner.Runner.prepare     the first time, lets ranks agree, compiles the kernels and binds the program to
+                              this rank; always, makes the environment of stored blocks, batch, constants
+                              and keys
+    runner.Bound.run          in `runtime.executor`, executes one instruction of the schedule after the other;
+                              a ReduceScatter issues its collective, and a later Wait takes its result (CPU
+                              ranks that share memory pack and sum at the Wait)
+    step.Step._advance        makes the new state and the metrics; without an optimizer, `_gradients` makes
+                              loss and gradients
 """

@@ -22,12 +22,12 @@ from fnshard.runtime.collectives.base import Collectives
 
 
 class Agreement(NamedTuple):
-    """What ranks know of each other after they have compared their first step.
+    """A record of what ranks know of each other after they have compared their first step.
 
     Args:
         items: the largest guess of how many items a Mean counts, which its gradients are divided by before
             they are summed.
-        compiled: whether all have their kernels.
+        compiled: whether all ranks have their kernels.
     """
 
     items: float
@@ -41,15 +41,16 @@ def check_agreement(
     """Compare schedules, and whatever else must be alike, over all ranks. A collective.
 
     Args:
-        lines: the communication of a step, of all stages of a pipeline: each rank runs one of them, and has
-            lowered them all.
+        lines: the communication of a step, in a pipeline that of all stages: each rank runs one stage, and
+            has lowered them all.
         settings: `{name: text}` of what else must be alike: optimizer, loss scale, seed.
-        items, compiled: of this rank, what `Agreement` has of all.
-        rows: of this rank's batch, where each rank's loss counts alike; None where a `Mean` counts items, or
-            the leaves of the batch have several counts and nobody knows which one the loss is a mean of.
+        items, compiled: the fields of `Agreement`, as this rank alone has them.
+        rows: the number of rows of this rank's batch, where each rank's loss counts alike; None where a
+            `Mean` counts items, or where the leaves of the batch have several counts and nobody knows which
+            of them the loss is a mean of.
 
     Raises:
-        AgreementError: on every rank, naming those that differ and what does.
+        AgreementError: something differs. Every rank raises it, naming the ranks that differ and in what.
     """
     program = {f"collective {i}": line for i, line in enumerate(lines)}
     program |= {"mesh": str(comm.mesh), **settings}
@@ -59,7 +60,7 @@ def check_agreement(
     programs, counts, ready, rows_of = zip(*every, strict=True)
     differing = [rank for rank, each in enumerate(programs) if each != programs[0]]
     if differing:
-        _refuse(comm, text, differing)
+        _explain_difference(comm, text, differing)
     if None not in rows_of and len(set(rows_of)) > 1:
         ranks = {count: [str(r) for r, own in enumerate(rows_of) if own == count] for count in rows_of}
         raise AgreementError(
@@ -77,7 +78,7 @@ def compare_micros(comm: Collectives, count: int) -> None:
     A collective.
 
     Raises:
-        AgreementError: on every rank.
+        AgreementError: the numbers differ; every rank raises it.
     """
     every = comm.gather_object(str(count))
     if len(set(every)) > 1:
@@ -88,14 +89,14 @@ def compare_micros(comm: Collectives, count: int) -> None:
         )
 
 
-_PROBED = (0, 1, 10, 100, 1000, 10_000, 100_000)  # numbers of updates made before
+_PROBED = (0, 1, 10, 100, 1000, 10_000, 100_000)  # numbers of updates that were made before the one compared
 
 
 def optimizer_text(optimizer: Optimizer | None, specs: Mapping[str, LayoutSpec]) -> str:
-    """An optimizer's name, and what it computes for a small leaf at several steps.
+    """Describe an optimizer by its name and by what it computes for a small leaf at several steps.
 
-    Functions (a learning rate of one's own, a leaf rule) have no text that two processes share: two of them
-    are alike if they compute the same.
+    Functions (a user's learning rate, or a rule for leaves) have no text that two processes share: two of
+    them count as alike if they compute the same.
     """
     path = next((p for p, s in specs.items() if s.trainable), None)
     if optimizer is None or path is None:
@@ -111,7 +112,7 @@ def optimizer_text(optimizer: Optimizer | None, specs: Mapping[str, LayoutSpec])
             update, _ = update_leaf(rule, path, grad, rule.init(path, param), param, step)
             numbers = {**optimizer.values(step), "update": update.sum()}
             text = ", ".join(f"{name} {float(value):.9e}" for name, value in numbers.items())
-        except Exception as error:  # of the user's function, which may not run on such a leaf or so late
+        except Exception as error:  # a function of the user's may not run on such a leaf, or so late
             text = type(error).__name__
         out += f"; after {count} updates: {text}"
     return out
@@ -120,17 +121,22 @@ def optimizer_text(optimizer: Optimizer | None, specs: Mapping[str, LayoutSpec])
 def compare_values(
     comm: Collectives, blocks: Mapping[str, Tensor], specs: Mapping[str, LayoutSpec], given: Mapping[str, int]
 ) -> None:
-    """Refuse replicas that start out different, and shards of different leaves: both stay so. A collective.
+    """Refuse replicas that start out different, and shards of different leaves: both would stay so.
 
-    What ranks store alike is summed up and compared; nothing is moved (DDP broadcasts rank 0's values
-    instead). Leaves with aggregation="local" may differ.
+    A collective. Ranks compare sums of the blocks that they should store alike; no values are moved (DDP
+    broadcasts rank 0's instead). Leaves with aggregation="local" may differ.
 
     Args:
         given: checksums of the full leaves that this rank's blocks were cut out of, where it has had these.
+
+    Raises:
+        AgreementError: some leaves differ; every rank raises it.
     """
     mesh, here = comm.mesh, comm.mesh.coordinate()
     if mesh.size == 1:
         return
+    # Of each leaf that several ranks store alike, this rank reports the sum of its block, by its place along
+    # the axes that split the leaf; and of a leaf that it has had whole, the checksum of all of it.
     alike = {p: s for p, s in specs.items() if s.trainable or s.aggregation != "local"}
     shared = {p: mesh.ordered(s.storage.axes) for p, s in alike.items()}
     shared = {p: axes for p, axes in shared.items() if mesh.axes_size(axes) < mesh.size}
@@ -158,8 +164,13 @@ def compare_values(
 
 
 def compare_rows(comm: Collectives, axes: Sequence[str], mine: Mapping[str, str]) -> None:
-    """Refuse rows that differ along axes whose ranks compute parts of the same ones. A collective.
-    `mine`: by name, what is equal for equal tensors.
+    """Refuse rows that differ along axes whose ranks compute parts of the same rows. A collective.
+
+    Args:
+        mine: texts by name, which are equal for equal tensors.
+
+    Raises:
+        AgreementError: some rows differ; every rank raises it.
     """
     every = [json.loads(text) for text in comm.gather_object(json.dumps(mine))]
     wrong = []
@@ -180,7 +191,10 @@ _COLUMNS = 4093  # words; a prime, so that a batch's rows in another order have 
 
 
 def checksum(value: Tensor) -> int:
-    """Of a tensor's bytes, at the speed of memory, where it lies: the checksum of sums of columns."""
+    """Return the checksum of a tensor's bytes, at the speed of memory, on the device where it lies.
+
+    The bytes are summed by columns, and the checksum is that of the sums.
+    """
     flat = value.detach().resolve_conj().contiguous().view(-1).view(torch.uint8)
     rows = len(flat) // (8 * _COLUMNS)
     words = flat[: rows * 8 * _COLUMNS]
@@ -190,7 +204,10 @@ def checksum(value: Tensor) -> int:
 
 
 def _checksums(blocks: Sequence[Tensor]) -> list[str]:
-    """Sum and norm of each, to nine digits: what equal tensors have in common on any number of threads."""
+    """Return the sum and the norm of each block, to nine digits.
+
+    Equal tensors agree in so many digits on any number of threads, whose sums are rounded differently.
+    """
     if not blocks:
         return []
     with torch.no_grad():
@@ -200,8 +217,11 @@ def _checksums(blocks: Sequence[Tensor]) -> list[str]:
     return [f"{x:.9e} {y:.9e}" for x, y in zip(sums.tolist(), norms.tolist(), strict=True)]
 
 
-def _refuse(comm: Collectives, program: str, differing: list[int]) -> None:
-    """All ranks know that they differ, so all come here: one more exchange shows where."""
+def _explain_difference(comm: Collectives, program: str, differing: list[int]) -> None:
+    """Raise an error that shows where programs differ.
+
+    A collective: all ranks know that some differ, so all come here, and one more exchange shows in what.
+    """
     every = [json.loads(text) for text in comm.gather_object(program)]
     first, rank = every[0], differing[0]
     unlike = [n for n in {**first, **every[rank]} if first.get(n) != every[rank].get(n)]
@@ -221,7 +241,7 @@ def _refuse(comm: Collectives, program: str, differing: list[int]) -> None:
 
 
 def _cut(text: str, same: int, length: int = 160) -> str:
-    """So much of a long text as shows where two begin to differ, after `same` characters."""
+    """Cut a long text around the place where two begin to differ, after `same` characters."""
     start = max(0, same - length // 2) if len(text) > length else 0
     before, after = "..." * bool(start), "..." * (len(text) > start + length)
     return f"{before}{text[start : start + length]}{after}"

@@ -1,4 +1,5 @@
-"""Batches: what a step is given besides its state: checked, cut, and what a lowering depends on of it."""
+"""Batches: what a step is given besides its state, how it is checked and cut, and what a lowering reads of
+it."""
 
 from __future__ import annotations
 
@@ -23,7 +24,15 @@ BatchKey = tuple[tuple[str, Any], ...]  # what `batch_key` gives
 
 
 def split_batch(batch: Batch, parts: int, what: str = "micro-batches") -> Iterator[Arguments]:
-    """Equal parts of a batch along dim 0; `Whole` leaves and constants are in all."""
+    """Yield equal parts of a batch, cut along dim 0; each has all `Whole` leaves and constants.
+
+    Args:
+        parts: the number of parts.
+        what: what an error calls them.
+
+    Raises:
+        StateError: leaves have no dim 0, or one that is no multiple of `parts`.
+    """
     named, structure = Arguments.of(batch).leaves
     tensors = {n: unwrapped(v) for n, v in named.items() if isinstance(v, Tensor | losses.Sequence)}
     wrong = [
@@ -42,25 +51,29 @@ def split_batch(batch: Batch, parts: int, what: str = "micro-batches") -> Iterat
 
 
 def batch_tensors(batch: Batch, names: Sequence[str]) -> tuple[dict[str, Tensor], set[str]]:
-    """Tensors of a batch by name, and which of them are the same for all micro-batches (`Whole`)."""
+    """Return tensors of a batch by name, and the names of those that all micro-batches share (`Whole`)."""
     leaves = Arguments.of(batch).leaves[0]
     tensors = {n: unwrapped(leaves[n]).detach().resolve_conj().resolve_neg() for n in names}
     return tensors, {n for n in names if isinstance(leaves[n], Whole)}
 
 
 def bytes_of_batch(batch: Batch) -> dict[str, int]:
-    """Of its tensors, by name, all micro-batches together."""
+    """Return the bytes of a batch's tensors, by name, for all micro-batches together."""
     named = flatten_batch(batch)[0].items()
     return {n: v.numel() * v.element_size() for n, v in named if isinstance(v, Tensor)}
 
 
 class TensorShape(NamedTuple):
-    """What a lowering depends on of a tensor."""
+    """A description of a batch leaf that is a tensor: what a lowering reads of it.
+
+    Args:
+        sequence: the dim, or dims, of the sequence.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     whole: bool
-    sequence: int | tuple[int, ...] | None = 1  # the dim
+    sequence: int | tuple[int, ...] | None = 1
 
     def __str__(self) -> str:
         along = "" if self.sequence == 1 else f" sequence {self.sequence}"
@@ -75,7 +88,7 @@ class Constant(NamedTuple):
 
     @staticmethod
     def of(value: Any) -> Constant:
-        """Of a leaf."""
+        """Make the constant of a leaf."""
         return Constant(type(value), value if isinstance(value, Enum) else repr(value))
 
     @property
@@ -88,7 +101,7 @@ class Constant(NamedTuple):
 
 
 def batch_key(batch: Batch) -> BatchKey:
-    """What a lowering depends on: shapes, dtypes, and the values of all that is no tensor."""
+    """Return what a lowering depends on: shapes and dtypes of tensors, and the values of all other leaves."""
 
     def describe(leaf: Any) -> TensorShape | Constant:
         value = unwrapped(leaf)
@@ -102,7 +115,7 @@ def batch_key(batch: Batch) -> BatchKey:
 
 
 def texts_of(batch: Batch) -> dict[str, str]:
-    """By leaf, what is equal for equal batches: shapes, constants, and checksums of the tensors."""
+    """Return a text for each leaf that is equal for equal leaves: shape, constant, checksum of the tensor."""
     key, named = dict(batch_key(batch)), Arguments.of(batch).leaves[0]
     values = {n: unwrapped(v) for n, v in named.items()}
     sums = {n: checksum(v) for n, v in values.items() if isinstance(v, Tensor)}
@@ -110,10 +123,14 @@ def texts_of(batch: Batch) -> dict[str, str]:
 
 
 def check_leaves(batch: Batch, *, values: bool = False) -> None:
-    """Refuse batch leaves that are neither tensors nor constants: they would be baked in, as they are.
+    """Refuse batch leaves that are neither tensors nor constants: a program would keep their first values.
 
     Args:
-        values: the batch is to be run: tensors on the meta device, which have no values, are refused too.
+        values: whether the batch is to be run: tensors on the meta device, which have no values, are then
+            refused too.
+
+    Raises:
+        StateError: there are such leaves; it names them all.
     """
     named = Arguments.of(batch).leaves[0]
     inner = {n: unwrapped(v) for n, v in named.items()}
@@ -122,11 +139,11 @@ def check_leaves(batch: Batch, *, values: bool = False) -> None:
         f"batch[{n!r}] is {'fs.Whole of ' if isinstance(named[n], Whole) else ''}{type(v).__name__}"
         for n, v in strange.items()
     ]
-    wrong += [
-        f"batch[{n!r}]: fs.Sequence of {_described(v.value)}, dim {v.dim}"
-        for n, v in named.items()
-        if isinstance(v, losses.Sequence) and not v.fits
-    ]
+    for name, leaf in named.items():
+        if isinstance(leaf, losses.Sequence) and not leaf.fits:
+            value = leaf.value
+            kind = str(list(value.shape)) if isinstance(value, Tensor) else type(value).__name__
+            wrong.append(f"batch[{name!r}]: fs.Sequence of {kind}, dim {leaf.dim}")
     tensors = {n: v for n, v in inner.items() if isinstance(v, Tensor)}
     if odd := [f"batch[{n!r}] is {kind}" for n, v in tensors.items() if (kind := tree.unusual(v))]:
         raise StateError(
@@ -147,12 +164,12 @@ def check_leaves(batch: Batch, *, values: bool = False) -> None:
         )
 
 
-def _described(value: Any) -> str:
-    return str(list(value.shape)) if isinstance(value, Tensor) else type(value).__name__
-
-
 def check_arguments(fn: Callable[..., Any], batch: Batch) -> None:
-    """Refuse a batch that lacks an argument of `fn`, or has one too many."""
+    """Refuse a batch that lacks an argument of `fn`, or has one too many.
+
+    Raises:
+        StateError: it does not fit `fn`'s signature.
+    """
     passed = Arguments.of(batch)
     try:
         signature = inspect.signature(fn)

@@ -1,4 +1,4 @@
-"""Cache: the programs of a step, by what they depend on of a batch; each is lowered once."""
+"""Cache: the programs of a step, kept by what they read of a batch; each is lowered once."""
 
 from __future__ import annotations
 
@@ -41,15 +41,17 @@ from fnshard.step.lowered import CompileStats, Lowered
 from fnshard.step.plan import FORWARD, check_order, fill_depths, plan_of
 from fnshard.step.programs import Programs, announce, fits
 
-LENGTHS = 64  # programs of a step with `shapes` that are kept, at least: sequences may differ in length
+LENGTHS = 64  # the least number of programs that a step with `shapes` keeps: sequences may differ in length
 
 
 class ProgramCache:
-    """A function, its specs and options; lowers each batch shape once (at most `options.cache` are kept),
-    and again for other values of what `fn` reads besides its arguments.
+    """A cache of the programs of a function with its specs and options.
+
+    It lowers the function once for each batch shape, and again for other values of what `fn` reads besides
+    its arguments. It keeps at most `options.cache` programs.
 
     Args:
-        trains: it is differentiated; else a forward.
+        trains: whether `fn` is differentiated; if not, the programs are forwards.
     """
 
     def __init__(
@@ -87,8 +89,10 @@ class ProgramCache:
         self.stats = CompileStats()
 
     def arguments(self, positional: Sequence[Any], keywords: Mapping[str, Any]) -> Arguments:
-        """A batch in one form, however it was passed: there is one program for it. Sequences are padded, if
-        they are to be."""
+        """Return a batch in one form, however it was passed, so that there is one program for it.
+
+        Sequences are padded, where `options.shapes` asks for it.
+        """
         passed = Arguments(tuple(positional), keywords).in_order_of(self._signature)
         if self.shapes is not None:
             check_leaves(passed)
@@ -103,13 +107,17 @@ class ProgramCache:
                 self._take(specs)
 
     def share(self, other: ProgramCache) -> None:
-        """Have the programs of another cache, which is made with the same options."""
+        """Take over the programs of another cache, which has the same options; both then share them."""
         self.programs, self.lock = other.programs, other.lock
 
     def follow(self, blocks: Any) -> None:
         """Take the form of a tree of stored blocks: `fn` sees the parameters' own tree, not the specs'.
 
-        What is lowered keeps the form that it was lowered with. On one rank, blocks complete the specs.
+        Programs that are lowered keep the form that they were lowered with. On one rank, blocks complete the
+        specs.
+
+        Raises:
+            StateError: there are several ranks, and the specs do not know their leaves.
         """
         if not self.specs.complete:
             if self.mesh.size > 1:
@@ -121,7 +129,7 @@ class ProgramCache:
                 self._take(self.specs.align(blocks))
 
     def adopt(self, specs: Any) -> None:
-        """Take the same specs with what they left open."""
+        """Take specs that complete these, if these leave something open."""
         if not self.specs.complete:
             self._take(ResolvedSpecs.of(specs))
 
@@ -135,10 +143,10 @@ class ProgramCache:
         self.specs = specs
 
     def options_of(self, batch: Batch) -> StepOptions:
-        """Return the options of this batch's program: `micro_rows` says how many micro-batches it has.
+        """Return the options of this batch's program, in which `micro_rows` has become `accumulate`.
 
         Raises:
-            StateError: its leaves have several numbers of rows, or one that is no multiple of `micro_rows`.
+            StateError: the batch's leaves have different numbers of rows, or no multiple of `micro_rows`.
         """
         size = self.options.micro_rows
         if size is None:
@@ -155,7 +163,7 @@ class ProgramCache:
         return replace(self.options, accumulate=count // size, micro_rows=None)
 
     def lower(self, batch: Batch) -> Lowered:
-        """All stages for this rank's batch; the last one lowered is kept for the step that may follow."""
+        """Lower this rank's batch; the last one lowered is kept for the step that may follow."""
         check_arguments(self.fn, batch)
         check_leaves(batch)
         options = self.options_of(batch)
@@ -166,16 +174,17 @@ class ProgramCache:
             if known is not None:
                 return known
             if self.on_paper is None or not fits(self.on_paper, key):
-                self.on_paper = key, self._traced(key, batch, micro, options)
+                self.on_paper = key, self._trace(key, batch, micro, options)
             return self.on_paper[1]
 
-    def _traced(self, key: BatchKey, batch: Batch, micro: Arguments, options: StepOptions) -> Lowered:
+    def _trace(self, key: BatchKey, batch: Batch, micro: Arguments, options: StepOptions) -> Lowered:
+        """Make the program of a batch, from the kernels of the last one where they fit."""
         announce(self.fn, self.programs, key)
         if self.mesh.kind != "abstract":
             warm_up(self.mesh.device_type, options.backend)
         plan, known, compiled = self._plan_of(options), self._cut, None
         if known is not None and fits(known, batch_key(micro)):
-            # Another number of the same micro-batches: one more schedule of the kernels that there are.
+            # Another number of the same micro-batches needs nothing but another schedule of the same kernels.
             stages, compiled = known[1].stages, known[1].compiled
             front = Front(stages.program, stages.segments, plan.for_program(stages.program))
             stages = schedule_for(
@@ -189,7 +198,7 @@ class ProgramCache:
             stats=self.stats, first=not len(self.programs),
         )  # fmt: skip
         if compiled is None and known is not None and stages.program is known[1].program:
-            lowered.ahead = known[1].ahead  # a thread compiles them
+            lowered.ahead = known[1].ahead  # the thread that compiles these kernels
         if self.options.micro_rows is not None:
             self._cut = batch_key(micro), lowered
         return lowered
@@ -198,19 +207,26 @@ class ProgramCache:
         return plan_of(self.optimizer, self.specs, self.mesh, options) if self.trains else FORWARD
 
     def front(self, batch: Batch, **changes: Any) -> Front:
-        """The stages that look at `fn` alone, for this rank's batch; nothing of it is kept."""
+        """Return the stages that read nothing but `fn`, for this rank's batch; the cache keeps nothing of
+        it."""
         options = replace(self.options_of(batch), **changes)
         micro = next(split_batch(batch, options.accumulate))
         with self.lock:
             return trace_and_split(self.fn, self.specs, micro, self.mesh, self._plan_of(options), options)
 
     def tensors(self, lowered: Lowered, batch: Batch) -> tuple[dict[str, Tensor], set[str]]:
-        """What `batch_tensors` gives of a batch, whose numbers are in what they are looked up in."""
+        """Return what `batch_tensors` gives of a batch, after its indices are checked.
+
+        An index outside its table would read other memory, or stop a GPU without a line of code.
+
+        Raises:
+            StateError: indices are outside of the tables that they are looked up in.
+        """
         tensors, whole = batch_tensors(batch, lowered.names["batch"])
         for values in cut_batch(tensors, whole, lowered.options.accumulate):
             if not lowered.indices.outside(values, lowered.program.constants):
                 continue
-            program = self.front(batch, sources=True).program  # once more, for the lines of code
+            program = self.front(batch, sources=True).program  # traced again, with the lines of code
             program = program.traced or program
             outside = Indices.of(program).outside(values, program.constants)
             raise StateError(
@@ -222,7 +238,10 @@ class ProgramCache:
         return tensors, whole
 
     def get(self, batch: Batch) -> Lowered:
-        """A program that is kept, or lowered now; a warning says what makes another one again and again."""
+        """Return the program of a batch: one that is kept, or one that is lowered now.
+
+        A warning says so where batches need new programs again and again.
+        """
         check_leaves(batch, values=True)
         key = batch_key(batch)
         with self.lock:

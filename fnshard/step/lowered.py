@@ -1,4 +1,4 @@
-"""`Lowered`: a step on paper, every stage printable."""
+"""`Lowered`: a step on paper, of which every stage can be printed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ from fnshard.runtime.executor.compiled_update import is_compiled
 
 @dataclass(eq=False)
 class CompileStats:
-    """How many programs of a step were traced, and kernels compiled (or found in PyTorch's cache)."""
+    """A count of a step's programs that were traced, and kernels that were compiled or found in PyTorch's
+    cache."""
 
     traces: int = 0
     compiles: int = 0
@@ -50,14 +51,14 @@ class CompileStats:
 class Lowered:
     """A step for one batch shape, on paper: `program`, `segments`, `kernels`, `schedule`.
 
-    Nothing has run, nothing is compiled until `compile`. Printing it prints the schedule.
+    Nothing has run, and nothing is compiled until `compile`. Printing it prints the schedule.
 
     Args:
-        batch_bytes: of this rank's batch, by leaf.
-        stats: counts what is compiled.
-        first: no other batch was lowered before; ranks compile in turn when it first runs.
-        ledgers: those that were made, by transport, whether the kernels were compiled, and stage.
-        ahead: kernels that a thread compiles.
+        batch_bytes: the bytes of this rank's batch, by leaf.
+        stats: the counter of what is compiled.
+        first: whether no other batch was lowered before; ranks then compile a share each.
+        ledgers: the ledgers that were made, by transport, by whether the kernels were compiled, and by stage.
+        ahead: the kernels that a thread compiles.
     """
 
     stages: Stages
@@ -77,18 +78,19 @@ class Lowered:
 
     @cached_property
     def indices(self) -> Indices:
-        """What it looks up by integers of the batch."""
+        """The tables that the program reads at integers of the batch."""
         return Indices.of(self.program)
 
     @cached_property
     def names(self) -> dict[str, list[str]]:
-        """Of batch leaves, random keys and axes on which ranks read their index ("batch", "key", "axis")."""
+        """The names of the program's inputs by kind: "batch" leaves, random keys ("key"), and the axes along
+        which ranks read their index ("axis")."""
         inputs = self.program.inputs
         return {kind: [i.name for i in inputs if i.kind == kind] for kind in ("batch", "key", "axis")}
 
     @property
     def segments(self) -> Segments:
-        """The program, cut."""
+        """The program, cut into segments."""
         return self.stages.segments
 
     @property
@@ -98,12 +100,12 @@ class Lowered:
 
     @property
     def schedule(self) -> Schedule:
-        """The ordered instructions; in a pipeline of the stage that this rank runs."""
+        """The ordered instructions; in a pipeline, those of the stage that this rank runs."""
         return self.stages.schedule
 
     @property
     def schedules(self) -> tuple[Schedule, ...]:
-        """The schedules of all stages; one without a pipeline."""
+        """The schedules of all stages; without a pipeline there is one."""
         return self.stages.schedules
 
     @cached_property
@@ -112,8 +114,10 @@ class Lowered:
         return together(self.schedules)
 
     def communication(self) -> list[str]:
-        """Return the sequence of collectives and messages, shapes too, as every rank must hold it: of all
-        stages, as they are `merged`."""
+        """Return the sequence of collectives and messages with their shapes, which every rank must hold.
+
+        In a pipeline it is that of all stages, in the order in which they are `merged`.
+        """
         if len(self.schedules) == 1:
             return list(self.schedule.communication(shapes=True))
         lines = [schedule.instructions for schedule in self.schedules]
@@ -123,41 +127,43 @@ class Lowered:
 
     @property
     def attention(self) -> dict[str, int]:
-        """How many attentions of one forward were frozen as which of torch's kernels: `{"cudnn": 12}`."""
+        """The number of attentions of one forward by the torch kernel that they are frozen to, such as
+        `{"cudnn": 12}`."""
         lines = [line for schedule in self.schedules for line in schedule.instructions]
         runs = [line for line in lines if isinstance(line, Run) and not line.backward]
         each = {k.name: backends(k.source.graph, k.forward.graph) for k in self.kernels.values()}
         return dict(sum((each[run.kernel] for run in runs), Counter()))
 
     def as_text(self) -> str:
-        """The schedule, a line per instruction; in a pipeline of each stage."""
+        """Return the schedule, a line per instruction; in a pipeline, the schedule of each stage."""
         return "\n\n".join(schedule.as_text() for schedule in self.schedules)
 
     def memory_analysis(
         self, *, transport: TransportKind | None = None, stage: int | None = None
     ) -> MemoryAnalysis:
-        """Bytes of one rank: the peak and what it is made of, between steps, host and disk, by leaf.
+        """Return the bytes of one rank: the peak and its parts, bytes between steps, on host and disk, by
+        leaf.
 
-        After `compile` with Inductor its generated code is counted, fusion and all; before, or with the
-        eager backend, the liveness of the kernels' graphs.
+        After `compile` with Inductor they are counted in its generated code, fusion and all; before, or with
+        the eager backend, from the lifetimes of values in the kernels' graphs.
 
         Args:
-            transport: "shared" (CPU ranks of one host), "p2p", "native"; None looks at the mesh.
-            stage: of a pipeline, whose ranks; None is the stage with the highest peak.
+            transport: "shared" (CPU ranks of one host), "p2p" or "native"; None takes the mesh's own.
+            stage: the stage of a pipeline whose ranks are counted; None is the stage with the highest peak.
 
         Raises:
-            SpecError: another transport, or no such stage.
+            SpecError: there is no such transport, or no such stage.
         """
         return self._ledger(transport, stage).analysis
 
     def memory_timeline(
         self, *, transport: TransportKind | None = None, stage: int | None = None
     ) -> MemoryTimeline:
-        """Bytes by category at every instruction of the schedule, each at its worst moment."""
+        """Return the bytes by category at every instruction of the schedule, each at its worst moment."""
         return self._ledger(transport, stage).timeline
 
     def _ledger(self, transport: TransportKind | None = None, stage: int | None = None) -> Ledger:
-        """Return what a stage takes, the fullest where none is named."""
+        """Return the ledger of a stage; without one, that of the fullest stage."""
         kinds, stages = get_args(TransportKind), len(self.schedules)
         if transport is not None and transport not in kinds:
             raise SpecError(f"transport={transport!r}: one of {', '.join(map(repr, kinds))}, or None.")
@@ -176,20 +182,22 @@ class Lowered:
         return self.ledgers[key]
 
     def sizes_of(self, stage: int) -> Mapping[ValueName, int]:
-        """Return the bytes of all values of a stage, by name; they depend on no transport and no compiler."""
+        """Return the bytes of all values of a stage, by name."""
+        # They depend neither on the transport nor on the compiler, so that any ledger has them.
         known = next((ledger for key, ledger in self.ledgers.items() if key[2] == stage), None)
         return (known or self._ledger(stage=stage)).sizes
 
     @property
     def sizes(self) -> Mapping[ValueName, int]:
-        """Bytes of all values of the step, by name; in a pipeline those of this rank's stage."""
+        """The bytes of all values of the step, by name; in a pipeline, those of this rank's stage."""
         return self.sizes_of(self.schedule.stage)
 
     def assert_fits(self, bytes: float) -> None:
-        """Refuse a step whose peak on the device is above `bytes`; for tests of one's own.
+        """Refuse a step whose peak on the device is above `bytes`; made for a user's own tests.
 
         Raises:
-            BudgetError: the peak, where it is, the biggest parts of it, and the ways out.
+            BudgetError: the peak is higher; the error names the line of the peak, its biggest parts and the
+                ways out.
             SpecError: `bytes` is no number above 0.
         """
         if not is_number(bytes) or bytes <= 0:
@@ -200,31 +208,33 @@ class Lowered:
             raise BudgetError(made_of(analysis, detail))
 
     def comm_analysis(self, *, stage: int | None = None) -> Traffic:
-        """Bytes on the wire of one step: by collective, axes, unit and phase, and transfers to the host.
+        """Return the bytes on the wire of one step: by collective, axes, unit and phase, and transfers to the
+        host.
 
-        `analysis["gather"]["bytes"]`: of whole buffers; see `analysis.traffic`.
+        `analysis["gather"]["bytes"]` counts whole buffers; see `analysis.traffic`.
 
         Args:
-            stage: of a pipeline, whose ranks; None is the one whose ranks send most.
+            stage: the stage of a pipeline whose ranks are counted; None is the one whose ranks send most.
         """
-        stages = range(len(self.schedules)) if stage is None else (stage,)
-        return max([self._traffic(each) for each in stages], key=lambda traffic: traffic.sent_bytes)
-
-    def _traffic(self, stage: int) -> Traffic:
-        schedule = self.schedules[stage]
-        transfers = any(line.lane == TRANSFER for line in schedule.instructions)
-        return analyse(schedule, self.sizes_of(stage) if transfers else {})
+        found = []
+        for each in range(len(self.schedules)) if stage is None else (stage,):
+            schedule = self.schedules[each]
+            # Sizes of values are asked for where something travels to the host alone: they need a ledger.
+            transfers = any(line.lane == TRANSFER for line in schedule.instructions)
+            found.append(analyse(schedule, self.sizes_of(each) if transfers else {}))
+        return max(found, key=lambda traffic: traffic.sent_bytes)
 
     def timeline(self, hardware: Hardware | str) -> Timeline:
-        """A simulated run on `hardware`: step time, what is exposed, MFU; see `analysis.timeline`.
+        """Simulate a step on `hardware`: its time, what is exposed, MFU; see `analysis.timeline`.
 
-        In a pipeline all stages run side by side: `Timeline.stages` has each, `bubble` how idle they are.
+        In a pipeline all stages run side by side: `Timeline.stages` has each, and `bubble` says how idle they
+        are.
 
         Args:
             hardware: a `Hardware`, or the name of one ("h100").
 
         Raises:
-            SpecError: neither.
+            SpecError: it is neither.
         """
         fused = self.options.backend == "inductor"
         found = Hardware.of(hardware)
@@ -242,8 +252,10 @@ class Lowered:
         return self.optimizer is not None and is_compiled(options.update, options.backend, device_type)
 
     def _tokens(self) -> int | None:
-        """Of one step on all ranks: where all int64 leaves of the batch with two dims, as they are before
-        they are cut into micro-batches, have as many numbers.
+        """Return the tokens of one step on all ranks, or None where nobody knows them.
+
+        They are the numbers of an int64 leaf of the batch with two dims, of all micro-batches together. Where
+        such leaves differ in size, it is not known which of them has the tokens.
         """
         program = self.stages.program
         named = zip(program.inputs, program.placeholders, strict=True)
@@ -253,7 +265,7 @@ class Lowered:
         return counts.pop() * self.schedule.mesh.data_size if len(counts) == 1 else None
 
     def compile(self) -> Lowered:
-        """Compile the kernels on the options' backend, once; returns itself."""
+        """Compile the kernels on the options' backend, once; return this object."""
         if self.compiled is not None:
             return self
         kernels = self.kernels.values()
@@ -263,11 +275,11 @@ class Lowered:
         return self
 
     def compile_async(self) -> Lowered:
-        """Compile in a thread, while steps run; `compile`, and the first step, wait for it, and so does what
-        is lowered meanwhile: lower first what is compiled together. Returns itself.
+        """Compile in a thread, while steps run; return this object.
 
-        For a step's first batch, ranks of one host compile a share each, and find the others' in PyTorch's
-        cache when it first runs. The process ends when its threads have.
+        `compile`, and the first step, wait for it, and so does a lowering that begins meanwhile: lower first
+        what is compiled together. For a step's first batch, ranks of one host compile a share each, and find
+        the others' kernels in PyTorch's cache when it first runs. The process ends after its threads.
         """
         if self.compiled is None and self.ahead is None:
             mesh = self.schedule.mesh
@@ -285,7 +297,7 @@ class Lowered:
             self.compile_async().ahead.result()
 
     def compile_graphs(self, graphs: Graphs) -> Compiled:
-        """Some of its graphs, compiled and counted."""
+        """Compile some of this step's graphs, and count them."""
         options = self.options
         with deterministic(options.deterministic):
             done = compile_graphs(graphs, backend=options.backend, options=options.inductor)

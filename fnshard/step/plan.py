@@ -1,4 +1,4 @@
-"""Plan: what a step does besides running `fn`, as pure functions of optimizer, specs and options."""
+"""Plan: the parts of a step that do not come from `fn`, as pure functions of optimizer, specs and options."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from fnshard.optim.optimizer import Optimizer
 from fnshard.runtime.executor.scalars import Scalars
 from fnshard.step.agreement import optimizer_text
 
-FLAGS = ("out_of_data", "stop")  # what a rank may report to the others with a step
-REPORTED = (*FLAGS, "rows")  # what is summed over ranks besides results and norms
+FLAGS = ("out_of_data", "stop")  # the flags that a rank may report to the others with a step
+REPORTED = (*FLAGS, "rows")  # the numbers that ranks sum besides results and norms
 FORWARD = Plan(update=False, differentiate=False)
 
 
 def fill_depths(options: StepOptions, mesh: Mesh) -> StepOptions:
-    """Return options with the depths of the default passes that nobody gave.
+    """Return options in which the depths of the default passes are filled in, where nobody gave them.
 
-    CPU ranks that share memory move bytes on the thread that computes: nothing would travel while a
-    kernel runs, and what waits would only take memory.
+    CPU ranks that share memory move bytes on the thread that computes. Nothing would travel while a kernel
+    runs, and buffers that wait would only take memory: their depths are 0.
     """
     if options.passes is not None:
         return options
@@ -42,7 +42,7 @@ def check_order(options: StepOptions, mesh: Mesh) -> None:
     """Refuse an order of micro-batches that fills the idle time of stages, where there are none.
 
     Raises:
-        SpecError: see there.
+        SpecError: the order is "zero_bubble", and the mesh has no pipeline.
     """
     if options.micro_order == "zero_bubble" and mesh.stages == 1:
         raise SpecError(
@@ -53,13 +53,13 @@ def check_order(options: StepOptions, mesh: Mesh) -> None:
 
 
 def loss_scale_of(optimizer: Optimizer | None, specs: ResolvedSpecs, options: StepOptions) -> LossScale:
-    """The loss scale: as the options say, or dynamic where a leaf trains in fp16."""
+    """Return the loss scale of the options; where they name none, a dynamic one if a leaf trains in fp16."""
     fp16 = any(s.trainable and s.compute_dtype == torch.float16 for s in specs.stored.values())
     return LossScale.choose(options.loss_scale, fp16, optimizer is not None)
 
 
 def plan_of(optimizer: Optimizer | None, specs: ResolvedSpecs, mesh: Mesh, options: StepOptions) -> Plan:
-    """What a training step does, whatever `fn` returns."""
+    """Return the plan of a training step, as far as it does not depend on what `fn` returns."""
     families = families_of(optimizer, specs.stored, mesh) if optimizer is not None else {}
     dynamic = loss_scale_of(optimizer, specs, options).dynamic
     stands_between = any(family.needs_norm for family in families.values()) or dynamic
@@ -84,7 +84,7 @@ def scalars_of(
     mesh: Mesh,
     options: StepOptions,
 ) -> Scalars:
-    """The numbers of a step that ranks sum."""
+    """Return the numbers of a step that ranks sum."""
     return Scalars(
         outputs=program.outputs,
         results=segments.results,
@@ -99,16 +99,16 @@ def scalars_of(
 def settings_of(
     optimizer: Optimizer | None, specs: ResolvedSpecs, options: StepOptions, seed: int, step: int
 ) -> dict[str, str]:
-    """What must be alike on all ranks besides the schedule, as text by name."""
+    """Return texts by name of what must be alike on all ranks besides the schedule."""
     text, scale = optimizer_text(optimizer, specs.stored), loss_scale_of(optimizer, specs, options)
     return {"optimizer": text, "loss scale": repr(scale), "seed": str(seed), "step": str(step)}
 
 
 def items_of(program: Program) -> float:
-    """How many items a Mean of this rank may count at most: its declared bound, or an estimate (targets and
-    masks are integers).
+    """Return how many items a Mean of this rank may count at most: its declared bound, or an estimate.
 
-    Gradients travel divided by it: too large a guess costs digits in fp16, never correctness.
+    The estimate is the size of the largest leaf of integers, since targets and masks are integers. Gradients
+    travel divided by it: too large a guess costs digits in fp16, never correctness.
     """
     if program.outputs.bound is not None:
         return program.outputs.bound

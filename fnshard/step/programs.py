@@ -1,4 +1,4 @@
-"""Programs: the lowered steps that are kept: which fits a batch, and what to say of many."""
+"""Programs: the lowered steps that are kept, which of them fits a batch, and what to warn of."""
 
 from __future__ import annotations
 
@@ -19,32 +19,39 @@ from fnshard.tree import is_same
 
 LOG = logging.getLogger("fnshard")
 Change = tuple[str, Any, Any]  # name, before, now
-Leaf = TensorShape | Constant | NumberList  # of a key
-MANY = 3  # values of one name, each traced, before a warning says so
+Leaf = TensorShape | Constant | NumberList  # the leaves of a key
+MANY = 3  # as many values of one name are traced before a warning says so
 
 
 @dataclass(eq=False)
 class Programs:
-    """At most `size` lowered steps, the one used longest ago first.
+    """A list of at most `size` lowered steps, the one used longest ago first.
 
-    One fits a batch with its key, as long as `fn` reads the values that its program has baked in.
+    A step fits a batch with its key, as long as `fn` reads the values that its program has baked in.
+
+    Args:
+        size: the number of steps that are kept.
+        lengths: whether batches have many lengths on purpose.
+        entries: pairs of a key and a lowered step.
+        warned: whether a warning of batches of other shapes was given.
+        seen: by name, the values that were traced.
     """
 
     size: int
-    lengths: bool = False  # batches have many, on purpose
+    lengths: bool = False
     entries: list[tuple[BatchKey, Any]] = field(default_factory=list)
-    warned: bool = False  # of batches of other shapes
-    seen: dict[str, list[Any]] = field(default_factory=dict)  # values of one name that were traced
+    warned: bool = False
+    seen: dict[str, list[Any]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.entries)
 
     def values(self) -> list[Any]:
-        """The lowered steps, oldest first."""
+        """Return the lowered steps, oldest first."""
         return [lowered for _, lowered in self.entries]
 
     def get(self, key: BatchKey) -> Any | None:
-        """The lowered step that fits, or None."""
+        """Return the lowered step that fits, or None."""
         for index in range(len(self.entries) - 1, -1, -1):
             if fits(self.entries[index], key):
                 self.entries.append(self.entries.pop(index))
@@ -52,12 +59,15 @@ class Programs:
         return None
 
     def put(self, key: BatchKey, lowered: Any) -> None:
-        """Keep one more."""
+        """Keep one more step, and drop the oldest where there are too many."""
         self.entries.append((key, lowered))
         del self.entries[: -self.size]
 
     def changes(self, key: BatchKey) -> tuple[list[Change], bool]:
-        """What differs from the last batch, and whether it is what `fn` reads; nothing for the first one."""
+        """Return what differs from the last batch, and whether that is a value that `fn` reads.
+
+        For the first batch there are no changes.
+        """
         latest = next((lowered for known, lowered in reversed(self.entries) if known == key), None)
         baked = latest.program.guard.changes() if latest else []
         if baked or not self.entries:
@@ -65,14 +75,16 @@ class Programs:
         return batch_changes(self.entries[-1][0], key), False
 
     def compare(self, key: BatchKey, lowered: Any) -> str | None:
-        """What to warn of before one more is kept.
+        """Return what to warn of before one more step is kept, or None.
 
         Raises:
-            StateError: other collectives than before. They are compared here, not over the wire.
+            StateError: the step has other collectives than those before. This is found here, on each rank,
+                and nothing goes over the wire.
         """
         changed, baked = self.changes(key)
         last = self.entries[-1][1]
-        is_alike = lowered.options.accumulate == last.options.accumulate  # else each has its collectives
+        # Other numbers of micro-batches have other collectives; `compare_micros` looks after these.
+        is_alike = lowered.options.accumulate == last.options.accumulate
         if is_alike and _over_rows(lowered.schedule) != _over_rows(last.schedule):
             raise StateError(
                 f"{'a value that `fn` reads' if baked else 'this batch'} makes `fn` a program with other "
@@ -80,11 +92,11 @@ class Programs:
                 lines(changed),
                 "let `fn` use the same parameters whatever the batch; ranks would hang otherwise.",
             )
-        # Leaves of the batch that were constants of the program, and are others now.
+        # The value of a constant is another: one of the batch, or one that `fn` reads.
         if baked or all(isinstance(v, Constant | NumberList) for _, *both in changed for v in both):
-            return self._repeated(changed)
+            return self._explain_repeats(changed)
         other_leaves = not all(isinstance(n, Leaf) and type(b) is type(n) for _, b, n in changed)
-        full = len(self) == self.size  # of lengths a warning comes once, where the first is dropped
+        full = len(self) == self.size  # many lengths are warned of once, when the first of them is dropped
         if (self.lengths and not full) or (self.warned and not other_leaves):
             return None
         self.warned |= not other_leaves
@@ -104,14 +116,14 @@ class Programs:
             f"{more}. So will each one more, without a word: {way}; shard_step(cache=) keeps more."
         )
 
-    def _repeated(self, changes: list[Change]) -> str | None:
-        """A warning of constants that change again and again, once for each."""
+    def _explain_repeats(self, changes: list[Change]) -> str | None:
+        """Return a warning of constants that change again and again, once for each of them."""
         many = []
         for name, before, now in changes:
             values = self.seen.setdefault(name, [before])
             if len(values) < MANY and not any(_is_equal(each, now) for each in values):
                 values.append(now)
-                many += [f"{name} was {', '.join(map(shown, values))}"] * (len(values) == MANY)
+                many += [f"{name} was {', '.join(map(describe, values))}"] * (len(values) == MANY)
         if not many:
             return None
         return report(
@@ -123,8 +135,10 @@ class Programs:
 
 
 def _over_rows(schedule: Schedule) -> list[str]:
-    """The collectives among ranks with rows of their own: the others, that split the same rows, have the same
-    batch, and may exchange otherwise at another length."""
+    """Return the collectives among ranks with rows of their own.
+
+    Ranks that split the same rows have the same batch, and may exchange otherwise at another length.
+    """
     rows = {*schedule.mesh.data_axes}
     lines = [i for i in schedule.instructions if i.lane == COMMUNICATION]
     placed = [isinstance(i, Exchange) and rows.isdisjoint(i.axes_of(schedule)) for i in lines]
@@ -133,13 +147,14 @@ def _over_rows(schedule: Schedule) -> list[str]:
 
 
 def fits(entry: tuple[BatchKey, Any], key: BatchKey) -> bool:
-    """Whether a lowered step is one for such a batch, and what it has baked in still holds."""
+    """Return whether a lowered step is one for such a batch, and the values that it has baked in still
+    hold."""
     return entry[0] == key and entry[1].program.guard.holds()
 
 
 def batch_changes(before: BatchKey, key: BatchKey) -> list[Change]:
-    """(name, before, now) of the leaves of two batches that differ."""
-    old, new = folded(before), folded(key)
+    """Return (name, before, now) of the leaves in which two batches differ."""
+    old, new = fold_key(before), fold_key(key)
     changes = [
         (n, old.get(n, ABSENT), new.get(n, ABSENT)) for n in {**old, **new} if old.get(n) != new.get(n)
     ]
@@ -147,18 +162,18 @@ def batch_changes(before: BatchKey, key: BatchKey) -> list[Change]:
     return named or [("the batch's structure", *both) for _, *both in changes]
 
 
-def folded(key: BatchKey) -> dict[str, Any]:
-    """A key by name, in which a list of numbers is one leaf."""
+def fold_key(key: BatchKey) -> dict[str, Any]:
+    """Return a key as a dict by name, in which a list of numbers is one leaf."""
     return fold_lists(dict(key), lambda leaf: isinstance(leaf, Constant) and leaf.is_number)
 
 
 def lines(changes: list[Change]) -> list[str]:
-    """`batch['0'] from [2, 3] torch.float32 to [5, 3] torch.float32`."""
-    return [f"{name} from {shown(before)} to {shown(now)}" for name, before, now in changes]
+    """Describe changes, a line each: `batch['0'] from [2, 3] torch.float32 to [5, 3] torch.float32`."""
+    return [f"{name} from {describe(before)} to {describe(now)}" for name, before, now in changes]
 
 
-def shown(value: Any) -> str:
-    """A leaf of a key, or a value that `fn` reads, in a few words."""
+def describe(value: Any) -> str:
+    """Describe a leaf of a key, or a value that `fn` reads, in a few words."""
     if value is ABSENT:
         return "nothing"
     if isinstance(value, Tensor):
@@ -168,17 +183,19 @@ def shown(value: Any) -> str:
 
 
 def _is_equal(value: Any, other: Any) -> bool:
+    """Return whether two values are equal: leaves of keys as tuples, values that `fn` reads by what they
+    hold."""
     return value == other if isinstance(value, Constant | NumberList) else is_same(value, other)
 
 
 def announce(fn: Any, programs: Programs, key: BatchKey) -> None:
-    """This batch is about to be lowered: the logger "fnshard" (INFO) hears of it, and of what has changed."""
+    """Tell the logger "fnshard" (INFO) that a batch is about to be lowered, and what has changed."""
     what = "; ".join([name_of(fn), *lines(programs.changes(key)[0])])
     LOG.info("tracing and scheduling %s", what)
 
 
 def name_of(fn: Any) -> str:
-    """What a user calls a function: without the functions that it was defined in."""
+    """Return a function's name as a user says it, without the functions that it was defined in."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     return getattr(fn, "__qualname__", type(fn).__name__).rpartition("<locals>.")[2]

@@ -1,4 +1,4 @@
-"""Rounding: a warning for leaves whose updates are lost, as their optimizer keeps too few digits of them."""
+"""Rounding: a warning for leaves whose updates are lost, since their optimizer keeps too few digits."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from fnshard.errors import leaves, report
 from fnshard.layout.spec import LayoutSpec
 from fnshard.optim.optimizer import Optimizer, Step, update_leaf
 
-COUNTS = (0, *(2**n for n in range(21)))  # at which rates are looked at: a schedule's largest, nearly
+COUNTS = (0, *(2**n for n in range(21)))  # steps whose rates are read: they nearly find a schedule's largest
 USUAL = 0.1  # Weights of this size are to move; most of a model's are smaller, those of norms are 1.
 
 
 def warn_of_lost_updates(optimizer: Optimizer, specs: Mapping[str, LayoutSpec]) -> None:
     """Warn, once for all leaves, where updates are too small to move a number of the optimizer's dtype.
 
-    Nothing is said where the size of updates depends on that of gradients (`sgd`), and of optimizers that
-    tell no rate among their `values`.
+    It says nothing where the size of updates depends on that of gradients (`sgd`), nor of optimizers that
+    have no rate among their `values`.
     """
     lost, largest = {}, 0.0
     known: dict[Any, float | None] = {}
@@ -56,7 +56,8 @@ def warn_of_lost_updates(optimizer: Optimizer, specs: Mapping[str, LayoutSpec]) 
 def usual_update(rule: Optimizer, path: str, dims: int) -> float | None:
     """Return the size of an update at the largest rate; None where it depends on gradients, or is not known.
 
-    It is that of the first update whose rate is above 0, of a parameter of usual size.
+    The first update whose rate is above 0 is computed, for a parameter of usual size, and scaled to the
+    largest rate.
     """
     try:
         rates = {n: float(rule.values(Step(torch.tensor(n), torch.ones(())))["lr"]) for n in COUNTS}
@@ -69,7 +70,7 @@ def usual_update(rule: Optimizer, path: str, dims: int) -> float | None:
             step = Step(torch.tensor(first), grad.double().norm())
             update, _ = update_leaf(rule, path, grad, rule.init(path, param), param, step)
             sizes.append(float(update.abs().max()))
-    except Exception:  # an optimizer of the user's, which may not run on such a leaf
+    except Exception:  # a user's optimizer may not run on such a leaf
         return None
     if abs(sizes[1] - sizes[0]) > 0.1 * sizes[0]:
         return None

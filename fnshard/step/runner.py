@@ -1,4 +1,4 @@
-"""Runner: a batch's program, agreed on by all ranks, compiled, bound to this rank and fed."""
+"""Runner: it lets ranks agree on a batch's program, compiles it, binds it to this rank and feeds it."""
 
 from __future__ import annotations
 
@@ -45,14 +45,16 @@ from fnshard.step.batches import check_leaves, texts_of
 from fnshard.step.cache import ProgramCache
 from fnshard.step.lowered import Lowered
 from fnshard.step.plan import items_of, scalars_of, settings_of
-from fnshard.step.shards import check_blocks, given_to
+from fnshard.step.shards import check_blocks, full_checksums
 from fnshard.step.state import TrainState
 
 
-def laid_out(params: Any, specs: Any = None, mesh: Mesh | None = None) -> tuple[Any, Any, Mesh]:
-    """The parameter tree of a state (or itself), its specs and mesh: as given, or as the state knows them.
+def find_layout(params: Any, specs: Any = None, mesh: Mesh | None = None) -> tuple[Any, Any, Mesh]:
+    """Return the parameter tree of a state, its specs and its mesh: as given, or as the state knows them.
 
-    The specs are None where nobody knows them.
+    Args:
+        params: a state, or a parameter tree, which is returned unchanged. The specs are None where nobody
+            knows them.
     """
     training = isinstance(params, TrainState)
     known = params.where if training and params.where is not None else (None, None)
@@ -62,12 +64,18 @@ def laid_out(params: Any, specs: Any = None, mesh: Mesh | None = None) -> tuple[
 
 @dataclass(frozen=True)
 class Bound:
-    """A lowered step, compiled and bound to one rank."""
+    """A lowered step, compiled and bound to one rank.
+
+    Args:
+        run: a function that executes the schedule on an environment of values by name, and returns it.
+        scalars: the numbers that ranks sum; a forward has none.
+        counting: the graph that counts a Mean's items ahead of the step, where that is necessary.
+    """
 
     lowered: Lowered
     run: Callable[[dict[str, Any]], dict[str, Any]]
-    scalars: Scalars | None  # none of a forward
-    counting: fx.Graph | None  # what counts a Mean's items ahead of the step, if that has to be
+    scalars: Scalars | None
+    counting: fx.Graph | None
 
 
 _NO_COUNT = -(2.0**40)  # makes a sum of rows negative
@@ -80,17 +88,19 @@ _ROWS = (
 
 @dataclass
 class RankState:
-    """What one rank holds besides the state: its collectives, its bound steps, its flags.
+    """A rank's own state beside the training state: its collectives, its bound steps, its flags.
 
     Args:
-        agreement: None before the first step.
-        bound: by the identity of a lowered step, and who watches it.
+        agreement: what ranks agreed on at the first step; None before it.
+        bound: the bound steps by the identity of the lowered step, and by who watches it.
+        observer: who watches the steps that run now.
         raised: the flags that this rank raises with its next step.
         before, last: the numbers of the last two steps, the flags of all ranks among them.
-        calls: how many steps were begun.
-        rows: of the batch that is at work, where all its leaves have one count and each rank's loss counts
-            alike.
-        was_finite: whether the loss of the last step was.
+        calls: the number of steps that were begun.
+        rows: the number of rows of the batch that is at work, where all its leaves have the same and each
+            rank's loss counts alike; else None.
+        warned_of_rows: whether this rank has warned of a short batch.
+        was_finite: whether the loss of the last step was finite.
     """
 
     comm: Collectives
@@ -108,19 +118,19 @@ class RankState:
 
     @property
     def reports(self) -> dict[str, float]:
-        """What the next step tells the other ranks: flags, and rows where there is one count of them."""
+        """What the next step tells the other ranks: the flags, and the number of rows where there is one."""
         return {**dict.fromkeys(self.raised, 1.0), "rows": _NO_COUNT if self.rows is None else self.rows}
 
-    def finished(
+    def finish_step(
         self, scalars: Mapping[Any, Tensor], flags: Mapping[str, Tensor], excesses: Mapping[Limit, Tensor]
     ) -> Reading:
-        """A step has been launched: its scalars, flags and excesses begin to be copied to the host.
+        """Begin to copy the scalars, flags and excesses of a step that was launched to the host.
 
-        On the CPU, where nothing is waited for, a rank that has other rows than the mean of all says so once:
-        a short last batch, of a loss that is no `Mean`.
+        On the CPU, where they are there already, a rank whose batch has other rows than the mean of all ranks
+        warns once: it is a short last batch, and the loss is no `Mean`.
 
         Raises:
-            StateError: it, or the one before it where a device is still at work on it, exceeds a limit.
+            StateError: the step exceeds a limit; on a device that is still at work, the step before it does.
         """
         self.raised.clear()
         named = {**scalars, **{("flag", f): v for f, v in flags.items()}, **excesses}
@@ -136,7 +146,7 @@ class RankState:
 
 
 class Runner:
-    """Runs a cache's programs on ranks. On a simulated mesh the ranks are threads that share it."""
+    """A runner of a cache's programs on ranks. On a simulated mesh the ranks are threads that share it."""
 
     def __init__(self, cache: ProgramCache):
         self.cache, self.mesh = cache, cache.mesh
@@ -145,20 +155,24 @@ class Runner:
         # The axes whose ranks compute parts of the same rows.
         self._parts = self.mesh.ordered(set(self.mesh.names) - set(self.mesh.data_axes))
         self._ranks: dict[int, RankState] = {}
-        self._checked: tuple[Any, list[Any]] = None, []  # specs, and what blocks were that fitted them
+        # The specs, and the shapes, dtypes and devices of the last blocks that were checked against them.
+        self._checked: tuple[Any, list[Any]] = None, []
         compiled = is_compiled(self.options.update, self.options.backend, self.mesh.device_type)
         self._compiled = CompiledUpdates(self.options.inductor) if compiled else None
 
     @property
     def rank(self) -> RankState:
-        """This rank's; connecting is a collective."""
+        """The state of this rank. The first use of it connects to the other ranks, which is a collective."""
         if self.mesh.rank not in self._ranks:
             comm = connection(self.mesh, timeout=self.options.timeout)
             self._ranks[self.mesh.rank] = RankState(comm, Transfers(self.mesh.device))
         return self._ranks[self.mesh.rank]
 
     def prepare(self, params: Any, batch: Arguments, seed: int, step: int) -> tuple[Bound, dict[str, Any]]:
-        """This rank's binding of the program for a batch, made if there is none, and what it starts from."""
+        """Return this rank's binding of the program of a batch, and the environment that it starts from.
+
+        The first time, ranks agree on the step, and the program is compiled and bound.
+        """
         if self._parts:
             self._compare_rows(batch)
         lowered, rank = self.cache.get(batch), self.rank
@@ -166,19 +180,21 @@ class Runner:
             compare_micros(rank.comm, lowered.options.accumulate)
         blocks = self._blocks(params)
         tensors, whole = self.cache.tensors(lowered, batch)
+        # Rows are compared over ranks where the loss is a mean over them, and all leaves have the same
+        # number.
         counts = {v.shape[0] for n, v in tensors.items() if n not in whole and v.dim()}
         plain = self.cache.trains and lowered.program.outputs.count is None
         rank.rows = counts.pop() if plain and len(counts) == 1 else None
         bound = rank.bound.get((id(lowered), rank.observer))
         if bound is None:
             if rank.agreement is None:
-                self._agree(lowered, blocks, given_to(params), seed, step, rank.rows)
+                self._agree(lowered, blocks, full_checksums(params), seed, step, rank.rows)
             lowered.compile()
             bound = self._bind(lowered)
         return bound, self._inputs(lowered, blocks, tensors, whole, seed, step)
 
     def count(self, bound: Bound, env: Mapping[Any, Tensor]) -> float | None:
-        """What a Mean counts on all ranks, if a hook or a backward of `fn`'s has to know. A collective."""
+        """Count a Mean's items on all ranks, if a hook or a backward of `fn`'s has to know. A collective."""
         if bound.counting is None:
             return None
         program, parts, mine = bound.lowered.program, bound.lowered.options.accumulate, 0.0
@@ -192,9 +208,10 @@ class Runner:
         return sum(float(every[rank]) for rank in ranks)
 
     def _compare_rows(self, batch: Arguments) -> None:
-        """Of ranks that compute parts of the same, at their first, second, fourth, eighth, ... step.
+        """Compare the rows of ranks that compute parts of the same, at steps 1, 2, 4, 8, ...
 
-        Of a forward at the first: ranks along a data axis may call it as often as they have batches.
+        A forward compares at its first call alone: ranks along a data axis may call it as often as they have
+        batches, and would otherwise come to different collectives.
         """
         rank = self.rank
         rank.calls += 1
@@ -211,7 +228,8 @@ class Runner:
         A collective.
 
         Args:
-            rows: of this rank's batch, where all ranks must have as many.
+            given: checksums of the full leaves that blocks were cut out of, by path.
+            rows: the number of rows of this rank's batch, where all ranks must have as many; else None.
         """
         rank, specs = self.rank, self.cache.specs
         settings = {"accumulate": str(lowered.options.accumulate)}
@@ -219,7 +237,9 @@ class Runner:
             settings |= settings_of(self.optimizer, specs, self.options, seed, step)
         items, compiled = items_of(lowered.program), lowered.compiled is not None
         rank.agreement = check_agreement(rank.comm, lowered.communication(), settings, items, compiled, rows)
-        if self.mesh.stages > 1:  # whose ranks come to their collectives in different orders
+        # Making a group is a collective of all ranks, and stages come to their collectives in different
+        # orders: all groups are made here.
+        if self.mesh.stages > 1:
             groups, pairs = set(), set()
             for stage, schedule in enumerate(lowered.schedules):
                 issued = [line for line in schedule.instructions if line.lane == COMMUNICATION]
@@ -228,11 +248,13 @@ class Runner:
             rank.comm.open_groups(groups, pairs)
         if self.compares_replicas:
             compare_values(rank.comm, blocks, specs.stored, given)
+        # Ranks that compute parts of the same rows must close over the same tensors.
         constants = lowered.program.constants
         if self._parts and constants:
             read = {f"a tensor {list(v.shape)} that `fn` closes over, {n},": v for n, v in constants.items()}
             compare_rows(rank.comm, self._parts, {n: str(checksum(v)) for n, v in read.items()})
-        # Ranks that are processes of hosts share a disk cache. Not accelerators: it knows each device apart.
+        # Processes of one host share Inductor's cache on disk, so that each compiles a share. Accelerators do
+        # not: the cache has entries of its own for each device.
         shared = (self.mesh.kind, self.mesh.device_type) == ("group", "cpu")
         if shared and self.options.backend != "eager" and not rank.agreement.compiled:
             lowered.compile_share()
@@ -240,7 +262,7 @@ class Runner:
 
     @contextmanager
     def watching(self, observer: Watch) -> Iterator[None]:
-        """This rank's steps in here are bound with an observer; the latest one's binding is kept."""
+        """Bind the steps that this rank runs in here with an observer; keep the latest observer's binding."""
         rank = self.rank
         rank.bound = {k: v for k, v in rank.bound.items() if k[1] in (None, observer)}
         before, rank.observer = rank.observer, observer
@@ -250,7 +272,7 @@ class Runner:
             rank.observer = before
 
     def _bind(self, lowered: Lowered) -> Bound:
-        """Bind a compiled step to this rank; bindings of programs that are no longer kept go."""
+        """Bind a compiled step to this rank, and drop the bindings of programs that are no longer kept."""
         mesh, rank, specs = self.mesh, self.rank, self.cache.specs
         scalars = updater = None
         if self.cache.trains:
@@ -270,7 +292,7 @@ class Runner:
                 check_autocast()
                 with deterministic(lowered.options.deterministic):
                     return run(env)
-            except torch.OutOfMemoryError as error:  # besides the prediction: the batch, and others' tensors
+            except torch.OutOfMemoryError as error:  # the prediction knows nothing of others' tensors
                 error.add_note(made_of(lowered.memory_analysis(), ", by the plan"))
                 raise
 
@@ -281,11 +303,11 @@ class Runner:
         return bound
 
     def _blocks(self, params: Any) -> dict[str, Tensor]:
-        """This rank's stored blocks by path, in the order of the specs."""
+        """Return this rank's stored blocks by path, in the order of the specs, after they are checked."""
         resolved, before = self.cache.specs, self._checked
         specs, structure = resolved.stored, resolved.structure
         blocks, form = tree.flatten(params)
-        # At every step, and not by identity: a tensor's `.data` may have been assigned.
+        # They are compared at every step, and not by identity: a tensor's `.data` may have been assigned.
         found = [(v.shape, v.dtype, v.device) if isinstance(v, Tensor) else type(v) for v in blocks]
         changed = form != structure or before[0] is not specs or before[1] != found
         if changed or resolved.complex:
@@ -309,7 +331,8 @@ class Runner:
         seed: int,
         step: int,
     ) -> dict[str, Any]:
-        """The environment a schedule starts from: stored blocks, batch, constants and random keys."""
+        """Return the environment that a schedule starts from: stored blocks, batch, constants, random
+        keys."""
         mesh, parts, program = self.mesh, lowered.options.accumulate, lowered.program
         names = lowered.names
         values = {n: send(v, mesh.device).contiguous() for n, v in tensors.items()}

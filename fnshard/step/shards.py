@@ -1,7 +1,7 @@
 """Shards: make this rank's blocks of a parameter tree, put them together again, and check them.
 
-Each rank makes only its own blocks, and their numbers do not depend on the mesh. Of a *foreign* leaf, which
-another stage of a pipeline has, a rank's block is a tensor without elements.
+Each rank makes only its own blocks, and their numbers do not depend on the mesh. A leaf that another stage of
+a pipeline has is *foreign*, and a rank's block of it is a tensor without elements.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fnshard.compiler.schedule.buckets import make_buckets
 from fnshard.compiler.update.slots import Slots
 from fnshard.errors import SpecError, StateError, leaves
 from fnshard.functional import make_functional
-from fnshard.layout.codecs import Unfit, encoded, is_coded, parts_of
+from fnshard.layout.codecs import Unfit, encode, is_coded, parts_of
 from fnshard.layout.partition import boxes, side_by_side
 from fnshard.layout.resolved import PathLeaf, ResolvedSpecs, compare_paths
 from fnshard.layout.rules import check_params
@@ -37,20 +37,21 @@ __all__ = ["shard", "unshard"]
 def shard(
     params: Any, specs: Any, mesh: Mesh, *, disk_dir: str | None = None, seed: int | None = None
 ) -> Any:
-    """Full tree -> this rank's stored blocks, padded, in storage dtype, where `LayoutSpec.memory` says.
+    """Cut a full tree into this rank's stored blocks: padded, in storage dtype, where `LayoutSpec.memory`
+    says.
 
-    Moves nothing between ranks: every rank must hold the same full tree, bit for bit, which its first step
-    compares. Leaves of a module built under
-    `deferred` are made one at a time, the block alone where that can be.
+    Nothing moves between ranks: every rank must hold the same full tree, bit for bit, which its first step
+    compares. Leaves of a module built under `deferred` are made one at a time, and nothing but the block
+    where that is possible.
 
     Args:
-        disk_dir: directory for leaves with memory="disk".
-        seed: of deferred leaves, which are functions of it and of their paths; default 0.
+        disk_dir: the directory for leaves with memory="disk".
+        seed: the seed of deferred leaves, whose values are functions of it and of their paths; default 0.
 
     Raises:
-        SpecError: specs that do not fit the tree or the mesh.
-        StateError: leaves of other shapes, or without values; values of coded leaves that are not finite; a
-            seed, and no deferred leaf.
+        SpecError: the specs do not fit the tree or the mesh.
+        StateError: leaves have other shapes, or no values; values of coded leaves are not finite; or there is
+            a seed and no deferred leaf.
 
     >>> import torch
     >>> from fnshard import LayoutSpec, P, make_mesh, match_specs
@@ -64,13 +65,21 @@ def shard(
 
 
 def check_seed(seed: Any) -> None:
-    """Refuse a seed that a state cannot hold."""
+    """Refuse a seed that a state cannot hold.
+
+    Raises:
+        StateError: it is not an int that fits 64 bits.
+    """
     if isinstance(seed, bool) or not isinstance(seed, int) or not -(1 << 63) <= seed < 1 << 63:
         raise StateError(f"seed={seed!r}: an int that fits 64 bits with sign.")
 
 
 def check_is_used(seed: int, named: Mapping[str, Tensor]) -> None:
-    """Refuse a seed where every leaf has its values."""
+    """Refuse a seed where every leaf has its values.
+
+    Raises:
+        StateError: no leaf is deferred, so the seed changes nothing.
+    """
     if not any(map(recipe_of, named.values())):
         raise StateError(
             f"seed={seed}: every leaf has its values already, so the seed would change none.",
@@ -80,18 +89,19 @@ def check_is_used(seed: int, named: Mapping[str, Tensor]) -> None:
         )
 
 
-def stored_at_rest(block: Tensor, spec: LayoutSpec, mesh: Mesh, disk_dir: str | None) -> Any:
-    """A block in its storage dtype and tier; of a coded leaf, the dict of its parts."""
+def put_at_rest(block: Tensor, spec: LayoutSpec, mesh: Mesh, disk_dir: str | None) -> Any:
+    """Bring a block into its storage dtype and tier; a coded leaf becomes the dict of its parts."""
     if is_coded(spec):
-        parts = encoded(block, spec)
-        return {n: stored_at_rest(parts[n], s, mesh, disk_dir) for n, s in parts_of(spec).items()}
+        parts = encode(block, spec)
+        return {n: put_at_rest(parts[n], s, mesh, disk_dir) for n, s in parts_of(spec).items()}
     if spec.memory == "device":
         return block.to(mesh.device, spec.storage_dtype)
     return rest(block.to(spec.storage_dtype), spec.memory, mesh.device, disk_dir)
 
 
 def foreign_block(spec: LayoutSpec, mesh: Mesh) -> Any:
-    """Return what stands for a leaf that another stage has; of a coded leaf, the dict of its parts."""
+    """Return the empty block that stands for another stage's leaf; for a coded leaf, the dict of its
+    parts."""
     if is_coded(spec):
         return {name: foreign_block(part, mesh) for name, part in parts_of(spec).items()}
     device = mesh.device if spec.memory == "device" else torch.device("cpu")
@@ -105,24 +115,24 @@ def unshard(
     *,
     layout: Literal["storage", "gradient", "optimizer"] = "storage",
 ) -> Any:
-    """This rank's blocks -> the full tree, on every rank, in the blocks' dtype. A collective.
+    """Put this rank's blocks together to the full tree, on every rank, in the blocks' dtype. A collective.
 
     Coded leaves come decoded, in `compute_dtype`.
 
     Args:
-        layout: which field of the specs says how the blocks lie: "storage" for parameters; "gradient" for
+        layout: the field of the specs that says how the blocks lie: "storage" for parameters; "gradient" for
             the gradients that a step without an optimizer returns; "optimizer" for one slot of each leaf, as
-            `fs.optim.ema_params` gives. Of gradients and slots, None stays None, and so do frozen leaves.
+            `fs.optim.ema_params` gives. Among gradients and slots, None stays None, as frozen leaves have it.
 
     Raises:
-        SpecError: another tree than the specs', or another layout.
-        StateError: blocks that lie otherwise; names them all.
+        SpecError: the tree is not the specs', or there is no such layout.
+        StateError: blocks lie otherwise; it names them all.
     """
     if layout not in ("storage", "gradient", "optimizer"):
         raise SpecError(f"layout={layout!r}: 'storage', 'gradient' or 'optimizer', a field of LayoutSpec.")
     resolved = ResolvedSpecs.of(specs)
     if layout != "optimizer":
-        shards = _without_gaps(shards, resolved)
+        shards = _fill_gaps(shards, resolved)
         resolved = resolved.align(shards)
     if not resolved.complete:
         raise SpecError(
@@ -132,27 +142,29 @@ def unshard(
         )
     named = resolved.stored
     given = {p: None if v is _GAP else v for p, v in resolved.blocks_of(shards).items()}
-    if layout == "optimizer":  # by path, of the leaves that train alone
+    # Slots come by path: frozen leaves are missing, and so are those of other stages.
+    if layout == "optimizer":
         given = dict.fromkeys((p for p, s in named.items() if not s.trainable), None) | given
-        foreign = {p: _stored_as(s, layout) for p, s in named.items() if s.trainable and not is_here(s, mesh)}
+        foreign = {p: _store_as(s, layout) for p, s in named.items() if s.trainable and not is_here(s, mesh)}
         given = {p: foreign_block(s, mesh) for p, s in foreign.items()} | given
         compare_paths(named, given)
     if layout != "storage":
-        named = {p: _stored_as(s, layout) for p, s in named.items() if given[p] is not None}
+        named = {p: _store_as(s, layout) for p, s in named.items() if given[p] is not None}
     check_blocks(named, given, mesh, fix=_UNSHARD)
     out = gather_full({p: given[p] for p in named}, named, mesh, connection(mesh))
-    if layout != "storage":  # a coded leaf, which has no gradient, is one leaf of these
-        full = resolved.shown(out)
+    # A tree of gradients or slots has the form that `fn` sees: a coded leaf is one leaf, and None.
+    if layout != "storage":
+        full = resolved.as_seen(out)
         return tree.unflatten([full.get(p) for p in resolved.leaves], resolved.leaf_structure.of_gradients)
-    return resolved.decoded(out)
+    return resolved.decode_tree(out)
 
 
 def gather_full(
     blocks: Mapping[str, Tensor], specs: Mapping[str, LayoutSpec], mesh: Mesh, comm: Collectives
 ) -> dict[str, Tensor]:
-    """The full leaves of stored blocks, on the mesh's device, in the blocks' dtypes. A collective.
+    """Gather the full leaves of stored blocks, on the mesh's device, in the blocks' dtypes. A collective.
 
-    A leaf of one stage of a pipeline is gathered there, and sent to the others.
+    A leaf that one stage of a pipeline has is gathered there, and sent to the other stages.
     """
     out: dict[str, Tensor] = {}
     here = {p: s for p, s in specs.items() if is_here(s, mesh)}
@@ -175,7 +187,7 @@ def gather_full(
             if home == mesh.stage and mesh.stages > 1:
                 for stage in {*range(mesh.stages)} - {home}:
                     comm.send([out[path]], mesh.partner(stage), what)
-                comm.flush()  # a stage does not run ahead of those that take its leaves
+                comm.flush()  # wait, lest a stage run ahead of those that take its leaves
             elif path not in here:
                 like = tuple(specs[path].shape), blocks[path].dtype
                 (out[path],) = comm.recv([like], mesh.partner(home), what).wait()
@@ -185,14 +197,16 @@ def gather_full(
 _GAP = PathLeaf("no gradient")
 
 
-def _without_gaps(grads: Any, specs: ResolvedSpecs) -> Any:
-    """Gradients in which leaves without one are leaves, and constants the specs' own, where None stood."""
+def _fill_gaps(grads: Any, specs: ResolvedSpecs) -> Any:
+    """Fill in the Nones of a tree of gradients: a gap where a leaf has no gradient, else the specs'
+    constant."""
     fill = tree.constants_of(specs.tree, is_spec) | dict.fromkeys(specs.stored, _GAP)
     given, form = tree.flatten_with_paths(grads, constants=True)
     return tree.unflatten([fill.get(p) if v is None else v for p, v in given.items()], form)
 
 
-def _stored_as(spec: LayoutSpec, layout: str) -> LayoutSpec:
+def _store_as(spec: LayoutSpec, layout: str) -> LayoutSpec:
+    """Return the spec of a leaf whose stored blocks would be its gradients, or its optimizer's slots."""
     dtype, memory = spec.storage_dtype, "device"
     if layout == "optimizer":
         dtype, memory = spec.optimizer_dtype, spec.optimizer_memory
@@ -209,7 +223,11 @@ _UNSHARD = (
 def check_blocks(
     specs: Mapping[str, LayoutSpec], blocks: Mapping[str, Any], mesh: Mesh, fix: str = _SHARD
 ) -> None:
-    """Refuse stored blocks of a wrong shape, dtype or device, all at once."""
+    """Refuse stored blocks of a wrong shape, dtype or device.
+
+    Raises:
+        StateError: there are such blocks; it names them all.
+    """
     check_mesh(mesh)
     wrong = []
     for path, spec in specs.items():
@@ -237,14 +255,15 @@ def init_params(
     disk_dir: str | None = None,
     trains: bool = False,
 ) -> Any:
-    """This rank's stored blocks, of a full tree or an `nn.Module`.
+    """Make this rank's stored blocks of a full tree or an `nn.Module`.
 
     Args:
-        source: its leaves have values, or recipes (`deferred`).
-        seed: of deferred leaves (`deferred`). Default 0.
-        disk_dir: for leaves that rest on disk.
-        trains: there is an optimizer: the seed is of the random ops of all steps to come, too, and leaves
-            with a wider master copy come in its dtype, for it to keep (`narrowed`).
+        source: the tree or module, whose leaves have values, or recipes (`deferred`).
+        seed: the seed of deferred leaves; default 0.
+        disk_dir: the directory for leaves that rest on disk.
+        trains: whether there is an optimizer. The seed is then also that of the random ops of all steps to
+            come, and leaves with a wider master copy come in its dtype, so that the copy can be taken of them
+            before `narrow_to_storage`.
     """
     number = 0 if seed is None else seed
     check_seed(number)
@@ -266,7 +285,8 @@ def init_params(
 def _blocks(
     named: Mapping[str, Tensor], specs: Mapping[str, LayoutSpec], mesh: Mesh, disk_dir: str | None, seed: int
 ) -> list[Any]:
-    """This rank's blocks of full leaves, in the specs' order; of deferred ones no more than it needs."""
+    """Make this rank's blocks of full leaves, in the specs' order; of deferred leaves, no more than it
+    needs."""
     check_directory(disk_dir, [p for p, s in specs.items() if s.memory == "disk"])
     wrong = [
         f"params[{p!r}] is {list(named[p].shape)}, its spec was made for {list(spec.shape)}"
@@ -284,61 +304,71 @@ def _blocks(
             continue
         if is_coded(spec) or not values.can_be_cut(path):
             leaf = values.of(path)
-            unfit.look(path, spec, leaf)  # the whole leaf, so that all ranks refuse it
+            unfit.look(path, spec, leaf)  # it looks at the whole leaf, so that all ranks refuse it
             blocks.append(cut_out(leaf, spec, mesh, disk_dir))
             continue
         block = torch.zeros(stored_shape(spec, mesh), dtype=named[path].dtype)
         for full, own in boxes(spec.shape, spec.storage, mesh):
             block[own] = values.part(path, full)
-        blocks.append(stored_at_rest(block, spec, mesh, disk_dir))
+        blocks.append(put_at_rest(block, spec, mesh, disk_dir))
         if mesh.kind != "abstract" and mesh.ordered(spec.storage.axes):
             _mark(blocks[-1], values.checksum(path))
     unfit.refuse()
     return blocks
 
 
-def narrowed(shards: Any, resolved: ResolvedSpecs, mesh: Mesh, disk_dir: str | None) -> Any:
-    """Blocks in the dtype that they are stored in, once the master copies have been taken of them."""
+def narrow_to_storage(shards: Any, resolved: ResolvedSpecs, mesh: Mesh, disk_dir: str | None) -> Any:
+    """Bring blocks into their storage dtype, after the master copies were taken of them."""
     specs = resolved.stored
 
     def narrow(block: Tensor, spec: LayoutSpec) -> Any:
         if not is_here(spec, mesh):
             return foreign_block(spec, mesh)
-        return stored_at_rest(block, spec, mesh, disk_dir)
+        return put_at_rest(block, spec, mesh, disk_dir)
 
-    stored = resolved.shown({
+    stored = resolved.as_seen({
         p: b if b.dtype == specs[p].storage_dtype else narrow(b, specs[p])
         for p, b in resolved.blocks_of(shards).items()
     })  # fmt: skip
-    for path, given in given_to(shards).items():
+    for path, given in full_checksums(shards).items():
         _mark(stored[path], given)
     return tree.unflatten(stored.values(), tree.flatten(shards)[1])
 
 
 def cut_out(leaf: Tensor, spec: LayoutSpec, mesh: Mesh, disk_dir: str | None) -> Any:
-    """This rank's stored block of a full leaf; it has the leaf's checksum, for ranks to compare at a step."""
+    """Cut this rank's stored block out of a full leaf.
+
+    It carries the checksum of the whole leaf, which ranks compare at their first step.
+    """
     if not is_here(spec, mesh):
         return foreign_block(spec, mesh)
-    block = stored_at_rest(local_block(leaf, spec.storage, mesh), spec, mesh, disk_dir)
+    block = put_at_rest(local_block(leaf, spec.storage, mesh), spec, mesh, disk_dir)
     if mesh.kind != "abstract" and mesh.ordered(spec.storage.axes):
         _mark(block, checksum(leaf))
     return block
 
 
 def _mark(block: Any, given: int) -> None:
+    """Note the checksum of the full leaf on a block, or its parts, together with the count of writes to it.
+
+    An inference tensor, which counts no writes, gets no such note.
+    """
     for part in tree.flatten(block)[0]:
         if not part.is_inference():
             part.given = given, part._version
 
 
-def given_to(params: Any) -> dict[str, int]:
-    """By path, the checksums of the full leaves that blocks were cut out of, unless written to since."""
+def full_checksums(params: Any) -> dict[str, int]:
+    """Return the checksums of the full leaves that blocks were cut out of, by path.
+
+    A block that was written to since has none: its `_version` is another.
+    """
     marks = {p: (v, v.given) for p, v in tree.flatten_with_paths(params)[0].items() if hasattr(v, "given")}
     return {p: given for p, (v, (given, version)) in marks.items() if v._version == version}
 
 
 def blank_params(specs: Mapping[str, LayoutSpec], mesh: Mesh, disk_dir: str | None) -> dict[str, Tensor]:
-    """Zeros where each leaf's stored block rests."""
+    """Make zeros for each leaf, of its stored block's shape, in the tier where it rests."""
     check_directory(disk_dir, [p for p, s in specs.items() if "disk" in (s.memory, s.optimizer_memory)])
     return {
         p: zeros(stored_shape(s, mesh), s.storage_dtype, s.memory, mesh, disk_dir)
@@ -351,7 +381,7 @@ def blank_params(specs: Mapping[str, LayoutSpec], mesh: Mesh, disk_dir: str | No
 def blank_slots(
     slots: Slots, specs: Mapping[str, LayoutSpec], mesh: Mesh, disk_dir: str | None
 ) -> dict[str, dict[str, Tensor]]:
-    """Zeros where each leaf's optimizer state rests."""
+    """Make zeros for each leaf's optimizer state, in the tier where it rests."""
     return {
         p: {n: zeros(*kind, specs[p].optimizer_memory, mesh, disk_dir) for n, kind in own.items()}
         for p, own in slots.items()
@@ -359,7 +389,7 @@ def blank_slots(
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, tier: str, mesh: Mesh, disk_dir: str | None) -> Tensor:
-    """Where a block rests."""
+    """Make a block of zeros in the tier where it rests."""
     if tier == "device":
         return torch.zeros(shape, dtype=dtype, device=mesh.device)
     return allocate(shape, dtype, tier, mesh.device, disk_dir).zero_()

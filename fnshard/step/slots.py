@@ -1,4 +1,4 @@
-"""Slots: making an optimizer's state for this rank's blocks, and checking state that somebody brings."""
+"""Slots: make an optimizer's state for this rank's blocks, and check state that somebody brings."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ def init_slots(
     rank: int,
     disk_dir: str | None = None,
 ) -> dict[str, dict[str, Tensor]]:
-    """Return the optimizer's state of this rank's blocks, where it rests, with master copies where due.
+    """Return the optimizer's state of this rank's blocks, in its tier, with master copies where due.
 
-    One leaf's state at a time is outside its tier.
+    No more than one leaf's state at a time is outside its tier.
 
     Args:
-        params: stored blocks of all leaves; those that do not train, or that another stage has, get no state.
+        params: the stored blocks of all leaves. Leaves that do not train, or that another stage has, get no
+            state.
     """
     trained = {path: spec for path, spec in specs.items() if spec.trainable}
     optimizer.check({path: tuple(spec.shape) for path, spec in trained.items()})
@@ -61,7 +62,8 @@ def init_block(
         elif slot.fill is not None:
             out[name] = torch.full(own, slot.fill, dtype=slot.dtype, device=block.device)
         else:
-            # Something else, an identity or a ramp: of the whole leaf, whose numbers it does not read.
+            # The slot is neither zeros nor a copy, as an identity or a ramp. It is made for the whole leaf,
+            # whose numbers it does not read, and cut.
             wholes = wholes or rule.init(path, torch.zeros((), dtype=block.dtype).expand(shape))
             out[name] = local_block(wholes[name], slot.layout(spec, mesh), mesh, rank).to(block.device)
     return out
@@ -83,7 +85,11 @@ def check_slots(
     specs: Mapping[str, LayoutSpec],
     mesh: Mesh,
 ) -> None:
-    """Refuse optimizer state that this optimizer and these specs would not have made, all at once."""
+    """Refuse optimizer state that this optimizer and these specs would not have made.
+
+    Raises:
+        StateError: slots are missing, or of other shapes, dtypes or devices; it names them all.
+    """
     wrong = [f"{p!r}: has state and none is wanted" for p in state if p not in expected]
     for path, slots in expected.items():
         found = state.get(path, {})

@@ -1,4 +1,4 @@
-"""TrainState: everything a resume needs, as plain local tensors."""
+"""TrainState: everything that a resume needs, as plain local tensors."""
 
 from __future__ import annotations
 
@@ -18,24 +18,26 @@ _FIELDS = ("step", "params", "opt_state", "loss_scale", "seed")
 
 
 class Metrics(dict[str, Any]):
-    """What a step reports, by name: `loss`, `lr`, `grad_norm`, ..., `aux`.
+    """A dict of what a step reports, by name: `loss`, `lr`, `grad_norm`, ..., `aux`.
 
-    A dict of 0-d tensors, of which it prints the numbers; nothing is waited for before that.
+    Its values are 0-d tensors. Printing it prints their numbers; nothing waits for a device before that.
 
     >>> metrics = Metrics(loss=torch.tensor(0.25), lr=torch.tensor(0.5), aux={"accuracy": torch.tensor(0.75)})
     >>> metrics
     {'loss': 0.25, 'lr': 0.5, 'accuracy': 0.75}
     """
 
-    __slots__ = ("_sent",)  # of a step: its scalars, and the reading that brings them to the host
+    __slots__ = ("_sent",)  # a step's scalars, and the reading that brings them to the host
 
-    def sent(self, reading: Any) -> Metrics:
-        """Itself, whose scalars are under way to the host by a `runtime.readback.Reading`."""
+    def with_reading(self, reading: Any) -> Metrics:
+        """Take note of the `runtime.readback.Reading` that brings the scalars to the host; return this
+        object."""
         self._sent = self.scalars(), reading
         return self
 
     def scalars(self) -> dict[str, Tensor]:
-        """Its 0-d tensors by name; those of an `aux` that is a dict, too, as "aux.loss" where names clash."""
+        """Return the 0-d tensors by name, those of an `aux` that is a dict too, as "aux.loss" where names
+        clash."""
         aux = self.get("aux")
         inner = aux.items() if isinstance(aux, dict) else ()
         named = {**self, **{f"aux.{k}" if k in self else str(k): v for k, v in inner}}
@@ -44,9 +46,9 @@ class Metrics(dict[str, Any]):
         }
 
     def numbers(self) -> dict[str, float]:
-        """Its scalars as Python numbers by name.
+        """Return the scalars as Python numbers by name.
 
-        Waits for the end of this step, and for nothing that was launched after it: a loop that reads the
+        This waits for the end of the step, and for nothing that was launched after it: a loop that reads the
         numbers of one step after it has called the next step leaves a device no gap.
 
         Raises:
@@ -74,24 +76,23 @@ class TrainState:
     """One rank's part of a training run between two steps.
 
     Args:
-        step: 0-d int64 on the host, the number of steps made; those skipped by dynamic loss scaling too.
+        step: the number of steps made, also those that dynamic loss scaling skipped: 0-d int64 on the host.
         params: the parameter tree of stored shards (padded blocks, see `LayoutSpec.storage`).
         opt_state: `{path: {slot: block}}`, in `LayoutSpec.optimizer`; "master" is the copy in
-            `optimizer_dtype` where that differs from storage. That of a complex leaf is of its real and
-            imaginary parts, [..., 2].
+            `optimizer_dtype` where that differs from storage. Slots of a complex leaf are real, [..., 2].
         loss_scale: `{"scale": 0-d fp32, "good_steps": 0-d int64, "skipped_steps": 0-d int64}` where the
             scale is dynamic, else empty.
-        seed: 0-d int64; random ops draw from (seed, step, rank, micro-batch).
+        seed: the seed, 0-d int64; random ops draw from (seed, step, rank, micro-batch).
         where: the spec tree and the mesh that the tensors are laid out by, where they are known
-            (`step.init` knows them): a checkpoint needs neither as an argument.
-        data: of a state that was restored, the position in the data that was saved with it.
-        slot_shapes: by path and slot, of whole slots that are not of their leaves' shape.
+            (`step.init` knows them): a checkpoint then needs neither as an argument.
+        data: the position in the data that was saved with the state, if it was restored.
+        slot_shapes: by path and slot, the shapes of whole slots that do not have their leaf's shape.
 
     A step takes a state over ("donation"): its tensors are updated in place and live on in the new
     state; the old one is marked consumed, and reading it is an error.
 
     Raises:
-        StateError: on reading a field of a consumed state.
+        StateError: a field of a consumed state is read.
     """
 
     __slots__ = ("_consumed_by", "_values", "data", "slot_shapes", "where")
@@ -128,31 +129,32 @@ class TrainState:
         return sorted({*super().__dir__(), *_FIELDS})
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields by name."""
+        """Return the fields by name."""
         return {name: getattr(self, name) for name in _FIELDS}
 
     def copy(self) -> TrainState:
-        """A state with tensors of its own; of what rests on disk too they are in the host's memory."""
+        """Return a state with its own tensors; those of leaves that rest on disk are in the host's memory."""
 
-        def copied(tensor: Tensor) -> Tensor:
+        def copy_tensor(tensor: Tensor) -> Tensor:
             pinned = tensor.device.type == "cpu" and tensor.is_pinned()
             return torch.empty_like(tensor, pin_memory=pinned).copy_(tensor)
 
-        fields = {k: tree.map(copied, v) for k, v in self.as_dict().items()}
+        fields = {k: tree.map(copy_tensor, v) for k, v in self.as_dict().items()}
         return self.replace(data=self.data, **fields)
 
     def replace(self, **fields: Any) -> TrainState:
-        """The same with other fields; the data has moved on."""
+        """Return a state with some fields replaced. `data` is left out: it is the position of a restored
+        state."""
         known = {"where": self.where, "slot_shapes": self.slot_shapes}
         return TrainState(**{**self.as_dict(), **known, **fields})
 
     def consume(self, by: str | None = None) -> TrainState:
-        """Hand the tensors on: a new state that holds them; this one becomes unreadable.
+        """Hand the tensors to a new state, which is returned; this one becomes unreadable.
 
-        A step does so before it runs: one that fails half way leaves no state that looks whole.
+        A step does so before it runs, so that one that fails half way leaves no state that looks whole.
 
         Args:
-            by: who takes it, as the error says it; None is the step that follows this state.
+            by: who takes the tensors, as an error says it; None is the step that follows this state.
         """
         fields = self.as_dict()
         self._consumed_by = by or f"step {int(fields['step'])}"
@@ -165,8 +167,12 @@ class TrainState:
         return f"TrainState(step={int(self.step)}, {len(self.opt_state)} leaves with optimizer state)"
 
 
-def checked_rng(rng: Any) -> tuple[int, int]:
-    """The (seed, step) that random ops of a step without an optimizer draw from; (0, 0) for None."""
+def read_rng(rng: Any) -> tuple[int, int]:
+    """Return the (seed, step) that random ops of a step without an optimizer draw from; for None, (0, 0).
+
+    Raises:
+        StateError: `rng` is no pair of integers.
+    """
     if rng is None:
         return 0, 0
     if isinstance(rng, tuple) and len(rng) == 2 and all(isinstance(v, int) for v in rng):
@@ -178,7 +184,11 @@ def checked_rng(rng: Any) -> tuple[int, int]:
 
 
 def check_state(value: Any, has_optimizer: bool, paths: Collection[str]) -> bool:
-    """Whether a step's first argument is a TrainState, as a step with an optimizer takes it."""
+    """Return whether a step's first argument is a TrainState, which a step with an optimizer takes.
+
+    Raises:
+        StateError: it is no state and there is an optimizer, or a state and there is none, or a loss.
+    """
     training = isinstance(value, TrainState)
     if has_optimizer and not training:
         returned = isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], TrainState)

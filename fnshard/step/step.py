@@ -1,5 +1,7 @@
-"""`shard_step`: a pure function and its specs -> `Step`, a compiled, sharded training step; and
-`shard_forward`, the same without the backward; and `lockstep`, for ranks whose data end at different steps.
+"""`shard_step` makes of a pure function and its specs a `Step`, a compiled, sharded training step.
+
+`shard_forward` makes a forward without a backward, and `lockstep` is for ranks whose data end at different
+steps.
 """
 
 from __future__ import annotations
@@ -50,10 +52,10 @@ from fnshard.step.shards import (
     check_seed,
     foreign_block,
     init_params,
-    narrowed,
+    narrow_to_storage,
 )
 from fnshard.step.slots import check_slots, init_slots
-from fnshard.step.state import Metrics, TrainState, check_state, checked_rng
+from fnshard.step.state import Metrics, TrainState, check_state, read_rng
 
 __all__ = ["Forward", "Step", "lockstep", "shard_forward", "shard_step"]
 
@@ -61,7 +63,7 @@ T = TypeVar("T")
 
 
 class Compiled:
-    """What a step and a forward have in common: programs by batch, and their running on ranks."""
+    """A base of steps and forwards, which has their programs by batch and runs them on ranks."""
 
     def __init__(self, cache: ProgramCache):
         self.mesh, self.options = cache.mesh, cache.options
@@ -69,11 +71,11 @@ class Compiled:
 
     @property
     def compile_stats(self) -> CompileStats:
-        """How many programs were traced, and kernels compiled."""
+        """The number of programs that were traced, and of kernels that were compiled."""
         return self._cache.stats
 
     def gather_strings(self, text: str) -> list[str]:
-        """One small string of every rank, by rank: a collective, for what no step can carry."""
+        """Return one small string of every rank, by rank. A collective, for what no step can carry."""
         return self._runner.rank.comm.gather_object(text)
 
 
@@ -115,32 +117,33 @@ class Step(Compiled):
 
     @property
     def resolved(self) -> ResolvedSpecs:
-        """The same by path, of leaves and of stored tensors."""
+        """The specs by path, of leaves and of stored tensors."""
         return self._cache.specs
 
     def resolve(self, params: Any) -> None:
         """Complete handwritten specs from a tree of full leaves.
 
         Raises:
-            SpecError: a tree of other leaves; specs that do not fit the mesh.
+            SpecError: the tree has other leaves, or the specs do not fit the mesh.
         """
         self._cache.resolve(params)
 
     def init(self, source: Any, *, seed: int | None = None) -> Any:
-        """The state before the first step; each rank makes only its own shards.
+        """Make the state before the first step; each rank makes only its own shards.
 
-        The values do not depend on the mesh; ranks that have others are an error at the first step. Without
-        an optimizer: the parameter shards alone.
+        The values do not depend on the mesh; if a rank has others, the first step raises an error. Without an
+        optimizer, there is no state but the parameter shards.
 
         Args:
             source: an `nn.Module` built under `fs.deferred()`, whose leaves are made as its constructor says:
                 random numbers are functions of the seed, the leaf's path and the element's place; or a
                 module with values; or a full tree of values.
-            seed: of these values, and of the random ops of all steps to come; default 0. For a module with
-                values, whose numbers it would not change, it is an error; of a tree, it is of the steps.
+            seed: the seed of these values, and of the random ops of all steps to come; default 0. With a
+                module that has values, which it would not change, it is an error; with a tree, it is the seed
+                of the steps.
 
         Raises:
-            StateError: leaves without values; a seed that nothing uses.
+            StateError: leaves have no values, or nothing uses the seed.
         """
         self.resolve(make_functional(source)[1] if isinstance(source, nn.Module) else source)
         specs, disk_dir = self.resolved.leaves, self.options.disk_dir
@@ -150,16 +153,16 @@ class Step(Compiled):
         return self._begin(shards, seed or 0)
 
     def adopt(self, blocks: Any, *, seed: int = 0) -> Any:
-        """The state before the first step, of parameters that are sharded already; they become its own.
+        """Make the state before the first step of parameters that are sharded already; it takes them over.
 
-        Without an optimizer: the blocks as they are.
+        Without an optimizer the blocks are returned unchanged.
 
         Args:
-            blocks: a tree of this rank's stored blocks: what `fs.hf.load` and `fs.shard` give.
-            seed: of the random ops of all steps to come.
+            blocks: a tree of this rank's stored blocks, as `fs.hf.load` and `fs.shard` give.
+            seed: the seed of the random ops of all steps to come.
 
         Raises:
-            StateError: blocks of another mesh or spec; a seed that is no int64.
+            StateError: the blocks are of another mesh or spec, or the seed is no int64.
         """
         check_seed(seed)
         self._cache.follow(blocks)
@@ -170,25 +173,25 @@ class Step(Compiled):
         return self._begin(blocks, seed)
 
     def _begin(self, shards: Any, seed: int) -> Any:
-        """The first state, of parameter shards."""
+        """Make the first state of parameter shards."""
         if self.optimizer is None:
             return shards
         self._check_optimizer()
         resolved, mesh, disk_dir = self.resolved, self.mesh, self.options.disk_dir
         blocks = resolved.blocks_of(shards)
         slots = init_slots(self.optimizer, blocks, resolved.stored, mesh, mesh.rank, disk_dir)
-        shards = narrowed(shards, resolved, mesh, disk_dir)
+        shards = narrow_to_storage(shards, resolved, mesh, disk_dir)
         step, number = torch.zeros((), dtype=torch.int64), torch.tensor(seed, dtype=torch.int64)
         return self._state(step, shards, slots, number)
 
     def blank(self, specs: Any) -> TrainState:
-        """A state of zeros, laid out and resting as this step's states are; for what fills it in.
+        """Make a state of zeros for a restore to fill in, laid out and resting as this step's states are.
 
         Args:
-            specs: this step's, with the shapes of their leaves, if the step has not seen these yet.
+            specs: the step's specs with the shapes of their leaves, if the step has not seen these yet.
 
         Raises:
-            StateError: there is no optimizer, so there is no state; or no room on disk.
+            StateError: there is no optimizer, so there is no state; or there is no room on disk.
         """
         if self.optimizer is None:
             raise StateError("this step has no optimizer, so it has no TrainState: ask for parameters alone.")
@@ -201,14 +204,15 @@ class Step(Compiled):
         return self._state(step, self.resolved.tree_of(params), slots, seed)
 
     def _state(self, step: Tensor, blocks: Any, slots: Any, seed: Tensor) -> TrainState:
+        """Make a state with a fresh loss scale, which knows its specs, its mesh and its slots' shapes."""
         shapes = slot_shapes(self.optimizer, self.resolved.stored)
         where = (self.specs, self.mesh)
         return TrainState(step, blocks, slots, self._scale.init(), seed, where=where, slot_shapes=shapes)
 
     def lower(self, params: Any, /, *batch: Any, **keywords: Any) -> Lowered:
-        """The step for this batch, on paper; `params` and `batch` may be real, meta or fake.
+        """Lower the step for this batch, on paper; `params` and `batch` may be real, meta or fake.
 
-        Needs neither devices nor a process group.
+        This needs neither devices nor a process group.
 
         Args:
             params: a tree of full leaves, or a state.
@@ -220,32 +224,34 @@ class Step(Compiled):
         return self._cache.lower(self._cache.arguments(batch, keywords))
 
     def __call__(self, state: Any, /, *batch: Any, rng: Any = None, **keywords: Any) -> Any:
-        """One step; see `shard_step` for what comes in and goes out.
+        """Run one step; see `shard_step` for what comes in and goes out.
 
         Args:
             batch, keywords: this rank's slice, by position or by keyword, as `fn` takes it. Ranks along a
                 tensor or context axis take the same whole rows, bit for bit: they compare checksums of these
-                at their first, second, fourth, eighth, ... call.
+                at calls 1, 2, 4, 8, ...
             rng: without an optimizer, the (seed, step) that random ops draw from, (0, 0) by default.
                 With one, the state holds them, and `rng` is an argument of `fn`.
 
         Raises:
-            StateError: a consumed state, blocks of another mesh or spec, a batch that `fn` does not
-                take or that micro-batching cannot cut.
-            AgreementError: at the first step, where ranks hold different programs, or were given different
-                parameters; ranks that split the same rows have different ones.
+            StateError: the state is consumed, blocks are of another mesh or spec, or `fn` does not take the
+                batch, or micro-batching cannot cut it.
+            AgreementError: at the first step, ranks hold different programs, or were given different
+                parameters; or ranks that split the same rows got different ones.
             CollectiveError: a peer died or stayed silent.
         """
         training = check_state(state, self.optimizer is not None, self._cache.specs.stored)
         params = state.params if training else state
         self._cache.follow(params)
-        seed, number = (int(state.seed), int(state.step)) if training else checked_rng(rng)
+        seed, number = (int(state.seed), int(state.step)) if training else read_rng(rng)
         if training:
             keywords |= {} if rng is None else {"rng": rng}
             self._check_slots(state.opt_state)
             self._scale.check(state.loss_scale)
         passed = self._cache.arguments(batch, keywords)
         bound, env = self._runner.prepare(params, passed, seed, number)
+        # The backward starts from the loss scale over the number of parts. A short dtype would round that, so
+        # it starts from a power of two there, and norm and updates are scaled by the rest.
         scale, program = self._scale.scale(state.loss_scale if training else {}), bound.lowered.program
         loss = program.results[program.outputs.loss].meta["val"]
         divisor = self._divisor(bound, env)
@@ -258,6 +264,7 @@ class Step(Compiled):
         )
         if not training:
             return self._gradients(bound, bound.run(env | {CONTROL: control}))
+        # From here on the tensors of the state are written to.
         state = state.consume()
         env |= zip(slots(state.opt_state), state.opt_state.values(), strict=True)
         env[CONTROL] = control.started(torch.tensor(self._scale.updates(number, state.loss_scale)))
@@ -265,15 +272,16 @@ class Step(Compiled):
         return self._advance(state, bound, bound.run(env), stored)
 
     def watching(self, observer: Watch) -> AbstractContextManager[None]:
-        """See the steps that this rank makes in here run, instruction by instruction.
+        """Let an observer see the steps that this rank runs in here, instruction by instruction.
 
-        The step is bound a second time for this, with the same kernels; outside it runs as it did. Updates on
-        the host are then made by the caller's thread.
+        The step is bound a second time for this, with the same kernels; outside of the context it runs as
+        before. Inside, the caller's thread runs the updates on the host.
 
         Args:
-            observer: called once for each instruction, with its line number, the instruction and the action
-                that executes it on an environment of values by name; what it returns is run in the action's
-                place. Entered again with the same observer, the step is not bound again.
+            observer: a function that is called once for each instruction, with its line number, the
+                instruction and the action that executes it on an environment of values by name. What it
+                returns is run in the action's place. Entered again with the same observer, the step is not
+                bound again.
 
         >>> def observer(number, line, action):
         ...     def run(env):
@@ -284,12 +292,14 @@ class Step(Compiled):
         return self._runner.watching(observer)
 
     def front(self, *batch: Any, **keywords: Any) -> Front:
-        """The program of this rank's slice of a batch, cut into segments: all of a lowering that no layout or
-        option changes."""
+        """Return the program of this rank's slice of a batch, cut into segments.
+
+        This is the part of a lowering that no layout or option changes.
+        """
         return self._cache.front(self._cache.arguments(batch, keywords))
 
     def replay(self, **options: Any) -> Step:
-        """A second step of the same function to run a state through again; nothing of this one changes.
+        """Make a second step of the same function, to run a state through again; this one stays as it is.
 
         Args:
             options: fields of `StepOptions` to change.
@@ -298,32 +308,37 @@ class Step(Compiled):
         if other.options == self.options:  # it runs the very kernels of this one
             other._cache.share(self._cache)
         other._runner.rank.agreement = self._runner.rank.agreement
-        other._runner.compares_replicas = False  # one may hold the NaN that is looked for
-        other._warned_of_nan = True  # and whoever replays reports it
+        other._runner.compares_replicas = False  # a replica may hold the NaN that is looked for
+        other._warned_of_nan = True  # whoever replays the step reports the NaN
         return other
 
     def raise_flag(self, flag: str) -> None:
-        """Raise a flag ("out_of_data", "stop"), which all ranks see after the step after the next one."""
+        """Raise a flag ("out_of_data", "stop"), which all ranks see after the step after the next one.
+
+        Raises:
+            StateError: there is no such flag.
+        """
         if flag not in FLAGS:
             raise StateError(f"flag {flag!r} is not one of {', '.join(FLAGS)}.")
         self._runner.rank.raised.add(flag)
 
     def clear_flag(self, flag: str) -> None:
-        """Lower a flag on this rank, and what is known of it on others."""
+        """Lower a flag on this rank, and forget what is known of it on others."""
         rank = self._runner.rank
         rank.raised.discard(flag)
         rank.before, rank.last = (r.without(("flag", flag)) for r in (rank.before, rank.last))
 
     def flag_raised(self, flag: str) -> bool:
-        """Whether any rank had raised the flag when the step before the last one began; equal on all ranks.
+        """Return whether any rank had raised the flag when the step before the last one began.
 
-        A step late: the last one may be under way on a device, which nothing here waits for.
+        The answer is the same on all ranks. It comes a step late, since the last step may be under way on a
+        device, and nothing here waits for it.
         """
         return self._runner.rank.before.numbers().get(("flag", flag), 0.0) > 0
 
     @property
     def latest(self) -> Reading:
-        """The numbers of the latest step, of this rank's: a new one for each."""
+        """The numbers of this rank's latest step; each step has a new object."""
         return self._runner.rank.last
 
     @cached_property
@@ -332,7 +347,7 @@ class Step(Compiled):
 
     @property
     def _slots(self) -> Slots:
-        """Of the leaves that this rank's stage has: simulated ranks share a step."""
+        """The slots of the leaves that this rank's stage has; simulated ranks share a step, which has all."""
         specs = self.resolved.stored
         return {p: own for p, own in self._slots_of_all.items() if is_here(specs[p], self.mesh)}
 
@@ -348,7 +363,7 @@ class Step(Compiled):
                     f"{self.optimizer} chooses by shapes of real leaves, and params[{path!r}] is complex.",
                     fix=f"({path!r}, fs.optim.adamw(3e-4)) as a rule of fs.optim.by_path(...).",
                 )
-        families_of(self.optimizer, specs, self.mesh)  # refuses what cannot be traced
+        families_of(self.optimizer, specs, self.mesh)  # it refuses an optimizer that cannot be traced
         if self.mesh.rank == 0:
             warn_of_lost_updates(self.optimizer, specs)
         self._checked_updates = True
@@ -360,7 +375,8 @@ class Step(Compiled):
         return self._chosen_scale
 
     def _divisor(self, bound: Bound, env: dict[str, Any]) -> float:
-        """What gradients are divided by on the way: the number of parts, or a Mean's count or item bound."""
+        """Return what gradients are divided by on the way: the number of parts, or a Mean's count or
+        bound."""
         if bound.lowered.program.outputs.count is None:
             ranks = self.mesh.axes_size(averaged_axes(self.resolved.stored.values(), self.mesh))
             return float(ranks * bound.lowered.options.accumulate)
@@ -377,8 +393,10 @@ class Step(Compiled):
             self._checked_slots = list(state), found
 
     def _gradients(self, bound: Bound, env: dict[str, Any]) -> Any:
+        """Return the loss, with `aux` where there is one, and the gradients of a step without an
+        optimizer."""
         summary, control = env[SCALARS], env[CONTROL]
-        self._runner.rank.finished({}, summary.flags, summary.excesses)
+        self._runner.rank.finish_step({}, summary.flags, summary.excesses)
         factor = control.rescale(summary)
         blocks: dict[str, Tensor] = {}
         for name in bound.lowered.schedule.reduced.values():
@@ -393,13 +411,20 @@ class Step(Compiled):
         loss = summary.loss.to(env[LOSS_TANGENT].dtype)
         self._say_if_not_finite("without an optimizer", loss, list(grads.items()), "gradients")
         aux = bound.scalars.aux_tree(summary, env)
-        grads, structure = self.resolved.shown(grads), self.resolved.structure.of_gradients
+        grads, structure = self.resolved.as_seen(grads), self.resolved.structure.of_gradients
         ordered = map(grads.get, self.resolved.stored)
         return (loss if aux is None else (loss, aux)), tree.unflatten(ordered, structure)
 
     def _advance(
         self, state: TrainState, bound: Bound, env: dict[str, Any], stored: Mapping[str, Tensor]
     ) -> tuple[TrainState, Metrics]:
+        """Return the state after a step, and its metrics.
+
+        Args:
+            state: the state that the step has consumed.
+            env: the values that the schedule has left.
+            stored: the blocks of parameters by path, for a look at whether they are finite.
+        """
         summary, control = env[SCALARS], env[CONTROL]
         loss_scale = self._scale.after(state.loss_scale, control.skip)
         metrics = Metrics(loss=summary.loss)
@@ -410,6 +435,7 @@ class Step(Compiled):
         aux = bound.scalars.aux_tree(summary, env)
         if aux is not None:
             metrics["aux"] = aux
+        # A norm shows gradients that are not finite; where there is none, blocks of the parameters do.
         number = int(state.step)
         if summary.norm is not None:
             norm = [("grad_norm", metrics["grad_norm"])] if self.mesh.rank == 0 else []
@@ -418,16 +444,16 @@ class Step(Compiled):
             after = self._read_after(stored, whole=number & (number - 1) == 0)
             self._say_if_not_finite(f"step {number}", summary.loss, after, "parameters after its update")
         rank = self._runner.rank
-        metrics.sent(rank.finished(metrics.scalars(), summary.flags, summary.excesses))
+        metrics.with_reading(rank.finish_step(metrics.scalars(), summary.flags, summary.excesses))
         # A skipped step is a step (its batch and its random numbers are used up) and no update.
         return state.replace(step=state.step + 1, loss_scale=loss_scale), metrics
 
     def _read_after(self, stored: Mapping[str, Tensor], whole: bool) -> Sequence[tuple[str, Tensor]]:
-        """What a step looks at of this rank's blocks of the leaves that train and are in memory.
+        """Return what a step looks at of this rank's blocks of the leaves that train and are in memory.
 
-        To read all takes a hundredth of a step, so that steps 0, 1, 2, 4, 8, ... do. The others read small
-        blocks, and the first row and column of large ones: what is not finite in an activation's gradient
-        makes rows or columns of a weight's so. What they miss, the next loss shows.
+        Reading all of them takes a hundredth of a step, so steps 0, 1, 2, 4, 8, ... do. The other steps read
+        small blocks, and the first row and column of large ones: numbers that are not finite in an
+        activation's gradient make whole rows or columns of a weight so. What they miss, the next loss shows.
         """
         if self.mesh.device_type != "cpu":
             return ()
@@ -443,7 +469,8 @@ class Step(Compiled):
     ) -> None:
         """Warn, once, of a finite loss beside values that are not finite, or of the loss that follows these.
 
-        On the CPU nothing is waited for. A dynamic loss scale skips such a step.
+        It looks on the CPU alone, where nothing has to wait for it. A dynamic loss scale skips such a step,
+        and nothing is said.
         """
         if self.mesh.device_type != "cpu" or self._warned_of_nan or self._scale.dynamic:
             return
@@ -456,10 +483,12 @@ class Step(Compiled):
         floats = [(n, v) for n, v in values if v.is_floating_point() and v.element_size() > 1]
         sums = [v.detach().sum(dtype=torch.float32) for _, v in floats if v.numel() > SMALL]
         few = [v.detach().flatten() for _, v in floats if v.numel() <= SMALL]
-        sums += [torch.cat(few).sum(dtype=torch.float32)] if few else []  # A sum of each takes longer.
+        sums += (
+            [torch.cat(few).sum(dtype=torch.float32)] if few else []
+        )  # one call: a sum of each takes longer
         if not sums or bool(torch.isfinite(torch.stack(sums)).all()):
             return
-        # A sum passes NaN and inf on in one read; what overflows in it alone is looked at again.
+        # A sum passes NaN and inf on in one read. It may also overflow by itself, so values are read again.
         ill = list(dict.fromkeys(n for n, v in floats if not bool(torch.isfinite(v).all())))
         if ill:
             self._warn_of_nan(
@@ -475,14 +504,14 @@ class Step(Compiled):
         warnings.warn(f"{found} {way}", stacklevel=5)
 
 
-SMALL = 4096  # numbers of a block that is read whole
+SMALL = 4096  # a block of so many numbers is read whole
 
 
 def _lines_of(block: Tensor) -> Sequence[Tensor]:
-    """A small block; of a large one lines that cross all rows and columns, of each matrix of a stack."""
+    """Return a small block whole, and of a large one the first row and column, of each matrix of a stack."""
     if block.numel() <= SMALL or block.dim() < 2:
         return (block,)
-    if block.dim() > 3:  # a convolution's
+    if block.dim() > 3:  # a convolution's weight
         return block[0], block[(slice(None), *[0] * (block.dim() - 1))]
     return block.select(-1, 0), block.select(-2, 0)
 
@@ -498,18 +527,19 @@ def shard_step(
 ) -> Step:
     """Compile `fn(params, *batch) -> loss` and its specs into a sharded step.
 
-    Without an optimizer `step(params, *batch) -> (loss, grads)`, `grads` laid out as
-    `LayoutSpec.gradient` says: the sharded `torch.func.grad_and_value` (with aux:
+    Without an optimizer `step(params, *batch) -> (loss, grads)`, where `grads` are laid out as
+    `LayoutSpec.gradient` says: it is a sharded `torch.func.grad_and_value` (with aux, it returns
     `((loss, aux), grads)`). With one, `step(state, *batch) -> (state, metrics)`; see `Step.init`.
 
     Args:
-        fn: written for one device and full shapes; returns a 0-d loss or `Mean`, or `(loss, aux)`. It may
-            read numbers, flags and tensors that are no arguments; for other values it is traced again. What
-            it writes to leaves that do not train is state: micro-batches hand it on, and the step stores it
-            (without an optimizer, in `params`); `LayoutSpec.aggregation` joins what ranks have written.
+        fn: a function written for one device and full shapes, which returns a 0-d loss or `Mean`, or
+            `(loss, aux)`. It may read numbers, flags and tensors that are no arguments; for other values it
+            is traced again. What it writes to leaves that do not train is state: micro-batches hand it on,
+            and the step stores it (without an optimizer, in `params`); `LayoutSpec.aggregation` joins what
+            ranks have written.
         specs: a tree of `LayoutSpec`, from `match_specs` or a preset.
-        mesh: default one axis "shard" over all ranks there are.
-        optimizer: see `fnshard.optim`.
+        mesh: the mesh; by default, one axis "shard" over all ranks that there are.
+        optimizer: an optimizer of `fnshard.optim`.
         options: the fields of `StepOptions`, which says what each of them does: `accumulate`, `remat`,
             `prefetch`, `backend`, `passes`, ... An instance is passed whole as `**options`.
 
@@ -521,7 +551,7 @@ def shard_step(
     >>> step(params, torch.arange(3.0))
     (tensor(3.), {'w': tensor([0., 1., 2.])})
 
-    Gradients come in `storage_dtype`; leaves that do not train have None. They are whole with
+    Gradients come in `storage_dtype`; leaves that do not train have None. To get whole gradients, call
     `fs.unshard(grads, specs, mesh, layout="gradient")`.
     """
     return Step(fn, specs, mesh or make_mesh(), optimizer, read_options("shard_step", options))
@@ -534,7 +564,7 @@ class Forward(Compiled):
         super().__init__(ProgramCache(fn, specs, mesh, options, trains=False))
 
     def lower(self, params: Any, /, *batch: Any, **keywords: Any) -> Lowered:
-        """The forward for this batch, on paper; see `Step.lower`."""
+        """Lower the forward for this batch, on paper; see `Step.lower`."""
         if isinstance(params, TrainState):
             self._cache.follow(params.params)
         else:
@@ -542,9 +572,10 @@ class Forward(Compiled):
         return self._cache.lower(self._cache.arguments(batch, keywords))
 
     def __call__(self, params: Any, /, *batch: Any, **keywords: Any) -> Any:
-        """`fn`'s outputs for this rank's slice of the batch.
+        """Return `fn`'s outputs for this rank's slice of the batch.
 
-        Raises: as `Step.__call__`.
+        Raises:
+            FnshardError: the errors of `Step.__call__`.
         """
         training = isinstance(params, TrainState)
         seed, number = (int(params.seed), int(params.step)) if training else (0, 0)
@@ -553,10 +584,15 @@ class Forward(Compiled):
         bound, inputs = self._runner.prepare(blocks, self._cache.arguments(batch, keywords), seed, number)
         env, lowered = bound.run(inputs), bound.lowered
         outputs, results = lowered.program.outputs, lowered.segments.results
-        self._runner.rank.finished({}, {}, {limit: env[results[limit.result]] for limit in outputs.limits})
-        made = {"python": lambda value: value, "tensor": lambda i: env[results[i]],
-                "mean": lambda i, j: Mean(env[results[i]], env[results[j]])}  # fmt: skip
-        return tree.unflatten([made[kind](*rest) for kind, *rest in outputs.aux], outputs.aux_structure)
+        self._runner.rank.finish_step({}, {}, {limit: env[results[limit.result]] for limit in outputs.limits})
+        values: list[Any] = []
+        for kind, *rest in outputs.aux:
+            if kind == "python":  # a constant of the program
+                values += rest
+            else:  # a tensor, or the sum and the count of a Mean
+                tensors = [env[results[i]] for i in rest]
+                values.append(Mean(*tensors) if kind == "mean" else tensors[0])
+        return tree.unflatten(values, outputs.aux_structure)
 
 
 OF_TRAINING = (
@@ -574,8 +610,8 @@ def shard_forward(fn: Callable[..., Any], specs: Any, *, mesh: Mesh | None = Non
     batch, and returns `fn`'s outputs for that slice: any pytree of tensors.
 
     Args:
-        fn, specs, mesh: as `shard_step`'s.
-        options: the fields of `StepOptions`, but for those of a backward and an update.
+        fn, specs, mesh: the arguments of `shard_step`.
+        options: the fields of `StepOptions`, except those of a backward and an update.
 
     `forward.lower(params, *batch).compile_async()` compiles while steps run.
 
@@ -598,9 +634,9 @@ def shard_forward(fn: Callable[..., Any], specs: Any, *, mesh: Mesh | None = Non
 def lockstep(loader: Iterable[T], step: Step) -> Iterator[T]:
     """Yield `loader`'s batches while *all* ranks have one; call `step` once for each.
 
-    Each rank takes two batches ahead: one whose next batch is its last raises a flag with the loss of the
-    step before, and the others see it a step later, so that nobody waits for a device and no collective is
-    added (but one, before the first batch). What the others have left over is not used.
+    Each rank takes two batches ahead. A rank whose next batch is its last raises a flag, which travels with
+    the loss of the step before, and the others see it a step later. So nobody waits for a device, and no
+    collective is added, except one before the first batch. Batches that the others have left are not used.
 
         for tokens, targets in fs.lockstep(loader, step):
             state, metrics = step(state, tokens, targets)
@@ -625,4 +661,4 @@ def lockstep(loader: Iterable[T], step: Step) -> Iterator[T]:
             if fewest == 1 or step.flag_raised("out_of_data"):
                 return
     finally:
-        step.clear_flag("out_of_data")  # the loop was left early: its flag is void
+        step.clear_flag("out_of_data")  # where the loop was left early, its flag is void

@@ -27,9 +27,9 @@ from torch import Tensor
 
 import fnshard as fs
 from fnshard import P
-from fnshard.checkpoint.blocks import assigned, chunk_reads
+from fnshard.checkpoint.blocks import assign_leaves, chunk_reads
 from fnshard.checkpoint.loader_state import TAG, decode, encode
-from fnshard.checkpoint.manifest_file import Chunk, DataFile, Manifest, merged
+from fnshard.checkpoint.manifest_file import Chunk, DataFile, Manifest, merge_leaves
 from fnshard.checkpoint.retention import Keep
 from fnshard.checkpoint.state_leaves import LocalLeaf, RestoreTarget
 from fnshard.errors import CheckpointError
@@ -59,7 +59,7 @@ LAYOUTS = {
 def part_of(leaf: LocalLeaf, mesh: fs.Mesh, rank: int) -> Any:
     """The leaf with the chunks that a rank writes, of a file of its own."""
     chunks, at = [], 8
-    for start, part in leaf.parts(mesh) if assigned({"params/w": leaf}, mesh) else ():
+    for start, part in leaf.parts(mesh) if assign_leaves({"params/w": leaf}, mesh) else ():
         chunks.append(Chunk(start, tuple(part.shape), f"rank-{rank:05d}.safetensors", at, (0,)))
         at += part.nbytes
     return leaf.saved_as(chunks)
@@ -75,7 +75,7 @@ def test_chunks_are_every_part_once_and_ranks_read_their_own(layout: Any, tmp_pa
         with simulated_rank(rank):
             parts.append({"params/w": part_of(leaf, mesh, rank)})
     files = {f"rank-{rank:05d}.safetensors": DataFile(1 << 20, 8, 0) for rank in range(mesh.size)}
-    Manifest(leaves=merged(parts, [0] * len(parts)), files=files, **FIELDS).write(tmp_path)
+    Manifest(leaves=merge_leaves(parts, [0] * len(parts)), files=files, **FIELDS).write(tmp_path)
     found = Manifest.read(tmp_path)
     seen = np.zeros(shape, int)
     for chunk in found.leaves["params/w"].chunks:
@@ -94,7 +94,7 @@ def test_ranks_that_hold_different_states_are_told() -> None:
     other = LocalLeaf((4,), P("shard"), torch.ones(4)).saved_as()
     for parts in ([{"a": whole}, {"a": other}], [{"a": whole}, {"a": whole, "b": whole}], [{"a": other}]):
         with pytest.raises(ValueError, match=r"ranks hold different states: [ab]"):
-            merged(parts, [0] * len(parts))
+            merge_leaves(parts, [0] * len(parts))
 
 
 @dataclass(frozen=True)
@@ -371,7 +371,9 @@ def test_stages_have_leaves_of_their_own_and_ranks_of_one_the_same() -> None:
     """ "b" is of the second stage, whose two ranks both name it."""
     leaf = LocalLeaf((4,), P(), torch.ones(4))
     whole = leaf.saved_as([Chunk((0,), (4,), "rank-00000.safetensors", 8, (0,))])
-    found = merged([{"a": whole}, {"a": leaf.saved_as()}, {"b": whole}, {"b": leaf.saved_as()}], [0, 0, 1, 1])
+    found = merge_leaves(
+        [{"a": whole}, {"a": leaf.saved_as()}, {"b": whole}, {"b": leaf.saved_as()}], [0, 0, 1, 1]
+    )
     assert list(found) == ["a", "b"] and all(len(each.chunks) == 1 for each in found.values())
     with pytest.raises(ValueError, match="ranks hold different states: b"):
-        merged([{"a": whole}, {"a": leaf.saved_as()}, {"b": whole}, {}], [0, 0, 1, 1])
+        merge_leaves([{"a": whole}, {"a": leaf.saved_as()}, {"b": whole}, {}], [0, 0, 1, 1])

@@ -77,7 +77,7 @@ def other_axis(each: Any, mesh: Any, unit: str, phase: str, sent: Any, received:
     return (replace(issue, axes=("shard",)), wait) if backward else (issue, wait)
 
 
-ONE_EXCHANGE, SUMMED = build.exchange, build.summed_whole
+ONE_EXCHANGE, SUMMED = build.exchange, build.replica_axes
 REFUSED: dict[str, tuple[Plant, str]] = {
     "a partial sum meets an op": (
         lambda: mock.patch.object(Writer, "convert", unconverted),
@@ -107,13 +107,13 @@ REFUSED: dict[str, tuple[Plant, str]] = {
     ),
     "a gradient is not summed over tensor": (
         lambda: mock.patch.object(
-            build, "summed_whole", lambda b, s, axes: tuple(a for a in SUMMED(b, s, axes) if a != "tensor")
+            build, "replica_axes", lambda b, s, axes: tuple(a for a in SUMMED(b, s, axes) if a != "tensor")
         ),
         "is summed over .*, where .*tensor.* is due",
     ),
     "a gradient is summed over tensor, which splits it": (
         lambda: mock.patch.object(
-            build, "summed_whole", lambda b, s, axes: tuple(dict.fromkeys((*SUMMED(b, s, axes), "tensor")))
+            build, "replica_axes", lambda b, s, axes: tuple(dict.fromkeys((*SUMMED(b, s, axes), "tensor")))
         ),
         "is summed over .*tensor, where .* is due",
     ),

@@ -37,6 +37,19 @@ def test_check_of_micro_batches_means_and_lower_precision() -> None:
     assert fs.debug.check(masked, PARAMS, (rows(), keep), specs, accumulate=2)
 
 
+def test_check_of_a_pipeline_compares_each_leaf_on_its_stage() -> None:
+    mesh = mesh_of(pipeline=2, shard=2)
+    specs = PRESETS["full_shard"](PARAMS, mesh)
+    found = fs.debug.check(loss, PARAMS, rows(), specs, mesh, accumulate=2)
+    assert found and {a.leaf for a in found.leaves} == set(PARAMS)
+    stages = {a.leaf: mesh.stage_of(a.rank) for a in found.leaves}
+    assert stages == {path: specs[path].chunk for path in PARAMS}
+    # The last stage reduces the last unit first.
+    with lying("reduce_scatter", 0, lambda r: r * 2, 3):
+        found = fs.debug.check(loss, PARAMS, rows(), specs, mesh, accumulate=2, strict=False)
+    assert [(a.leaf, a.rank) for a in found.failed] == [("layers.2.w", 3)]
+
+
 def test_check_of_a_reentrant_checkpoint() -> None:
     def again(params: Any, x: Tensor) -> Tensor:
         return torch.utils.checkpoint.checkpoint(loss, params, x.requires_grad_(), use_reentrant=True)

@@ -192,11 +192,9 @@ def test_right_command_lines_are_taken(tmp_path):
         assert validate(TRAIN.command, [flag, "run.steps=3"]).run.steps == 3
     folder = recipe_of(tmp_path, "run:\n  steps: 7\n  seed: 1\n")
     found = validate(TRAIN.command, ["--config-dir", folder, "experiment=mine", "run.seed=2"])
-    assert (found.run.steps, found.run.seed, found.run.sampled) == (7, 2, 14)
-    assert [validate(TRAIN.command, split(line)).run.sampled for line in ("", "run.sample_tokens=9")] == [
-        256,
-        9,
-    ]
+    assert (found.run.steps, found.run.seed, found.run.sample_length) == (7, 2, 14)
+    lengths = [validate(TRAIN.command, split(line)).run.sample_length for line in ("", "run.sample_tokens=9")]
+    assert lengths == [256, 9]
     folder = recipe_of(tmp_path / "sizes", "defaults:\n  - /size: flat\n")  # a group that only it has
     (Path(folder) / "size").mkdir()
     for name, layers in {"flat": 1, "deep": 9}.items():

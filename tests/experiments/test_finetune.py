@@ -351,7 +351,7 @@ def test_one_template_in_training_sampling_and_the_exported_model(model, data, t
     config = config_of(bare, data | {"samples": path}, tmp_path, "export=both", "run.prompt='1+1='")
     setup = finetune.build(config)
     trained = [setup.data.train.sample(n)[0].tolist() for n in range(setup.data.train.samples)]
-    asked = setup.shown.examples[-1].prompt
+    asked = setup.answers.examples[-1].prompt
     assert any(tokens[: len(asked)] == asked for tokens in trained)
     state = setup.make_state()
     run_in(tmp_path / "run")

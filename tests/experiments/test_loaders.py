@@ -254,11 +254,11 @@ def test_padded_widths_hold_the_longest_and_stay_in_the_context(samples):
 def test_once_is_every_sample_once_and_equally_many_batches(samples, ranks, packed):
     prepared = samples()
     rows = Samples(prepared, packed)
-    parts = [list(rows.once(8, 10**6, rank=r, ranks=ranks)) for r in range(ranks)]
+    parts = [list(rows.one_pass(8, 10**6, rank=r, ranks=ranks)) for r in range(ranks)]
     assert len({len(part) for part in parts}) == 1
     batches = [joined(list(batch)) for batch in zip(*parts, strict=True)]
     assert all(len(batch["tokens"]) == 8 and ("documents" in batch) == packed for batch in batches)
     assert sum(int((batch["targets"] != IGNORE).sum()) for batch in batches) == prepared.learned
     if packed:
         assert sorted(n for batch in batches for n, _, _ in samples_in(batch)) == list(range(COUNT))
-    assert len(list(rows.once(8, 9))) == 2 and len(list(rows.once(8, 8))) == 1
+    assert len(list(rows.one_pass(8, 9))) == 2 and len(list(rows.one_pass(8, 8))) == 1

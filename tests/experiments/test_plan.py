@@ -8,13 +8,16 @@ import random
 import shlex
 import sys
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import own_task
 import pytest
+import torch
 from runs import compose, validate
+from toys import lower
 
 from experiments.explain.config import COMMAND as EXPLAIN
 from experiments.explain.paper import explain
@@ -26,8 +29,11 @@ from experiments.plan.__main__ import write
 from experiments.plan.config import COMMAND
 from experiments.plan.report import as_text, days_of, numbers, picture, planned, rivals, too_big
 from experiments.plan.search import TIERS, Knobs, Planner
+from experiments.plan.unroll import unroll
 from experiments.train import COMMAND as TRAIN
 from fnshard.analysis.hardware import Hardware
+from fnshard.compiler.ir.values import Kind, ValueName
+from fnshard.compiler.kernels.segments import Segments
 from fnshard.errors import BudgetError
 from fnshard.search.price import PARTS, Candidate
 
@@ -39,6 +45,7 @@ FEW = "model.layers=1"  # so few are lowered as they are
 EIGHTHS = 8  # parts of what a backward reads, where every part is tried
 H100 = Hardware.named("h100")
 HERE = "own_task"  # a module of tests/support
+MIXTURE = CONF.parent / "experiments" / "examples" / "deepseek_v3" / "conf"
 
 
 def config_of(*overrides: str, spec: Any = COMMAND) -> Any:
@@ -66,7 +73,7 @@ def test_few_layers_say_what_all_need(knobs: Knobs) -> None:
     """Time, bytes on the device and on the host, to rounding: six layers and four micro-batches, of four
     and five layers, two and three micro-batches. What is streamed from the host may look larger."""
     planner = planner_of(8, "rows=32")
-    near, exact = planner.walk.look(knobs), planner.exact(knobs)
+    near, exact = planner.walk.price_once(knobs), planner.exact(knobs)
     assert near.seconds == pytest.approx(exact.seconds, rel=1e-9)
     alike = near.peak_bytes == exact.peak_bytes
     assert alike or (knobs.optimizer == "streamed" and near.peak_bytes > exact.peak_bytes)
@@ -76,11 +83,11 @@ def test_few_layers_say_what_all_need(knobs: Knobs) -> None:
 
 def test_plans_that_differ_in_tiers_and_recomputation_share_traces(monkeypatch: pytest.MonkeyPatch) -> None:
     planner, plain = planner_of(2, "rows=2", FEW), Knobs(1, 2)
-    planner.walk.look(plain)
+    planner.walk.price_once(plain)
     for place in ("fnshard.step.cache.trace_and_split", "fnshard.compiler.update.family.trace_update"):
         monkeypatch.setattr(place, None)
     others = Knobs(1, 2, keep=True, optimizer="host"), Knobs(2, 1, remat="unit"), Knobs(1, 2, remat=0.5)
-    assert all(planner.walk.look(each).seconds > 0 for each in others)
+    assert all(planner.walk.price_once(each).seconds > 0 for each in others)
 
 
 def test_more_micro_batches_are_so_many_more() -> None:
@@ -88,13 +95,14 @@ def test_more_micro_batches_are_so_many_more() -> None:
     planner = planner_of(2, "rows=16", "model.layers=4")
     knobs = Knobs(1, 2, remat="unit")
     whole = planner.measured(knobs, 4, 8)
-    assert planner.walk.look(knobs).seconds == pytest.approx(whole["seconds"], rel=1e-9)
-    assert planner.walk.look(knobs).peak_bytes == whole["peak"]
+    assert planner.walk.price_once(knobs).seconds == pytest.approx(whole["seconds"], rel=1e-9)
+    assert planner.walk.price_once(knobs).peak_bytes == whole["peak"]
 
 
 PIPELINES = [
     Knobs(1, 2, pipeline=2), Knobs(1, 1, pipeline=8, keep=True), Knobs(1, 1, 2, pipeline=4, chunks=2),
     Knobs(2, 1, pipeline=4, remat="unit", optimizer="host"), Knobs(1, 1, pipeline=6, micro_rows=2, remat=0.5),
+    Knobs(1, 1, 2, pipeline=4, order="zero_bubble", remat=0.5, keep=True),
 ]  # fmt: skip
 
 
@@ -106,7 +114,7 @@ PIPELINES = [
 def test_few_stages_layers_and_micro_batches_say_what_a_pipeline_needs(knobs: Knobs) -> None:
     devices = math.prod(getattr(knobs, axis) for axis in search.AXES)
     planner = planner_of(devices, f"rows={knobs.pipeline * 8}", "model.layers=24")
-    near, exact = planner.walk.look(knobs), planner.exact(knobs)
+    near, exact = planner.walk.price_once(knobs), planner.exact(knobs)
     assert near.seconds == pytest.approx(exact.seconds, rel=0.05)
     assert near.peak_bytes == pytest.approx(exact.peak_bytes, rel=0.05)
     assert near.flops == pytest.approx(exact.flops, rel=0.05)
@@ -117,7 +125,7 @@ def test_a_pipeline_takes_micro_batches_in_groups_as_large_as_it_is() -> None:
     assert planner.is_valid(Knobs(1, 1, pipeline=4)) and planner.is_valid(Knobs(1, 2, pipeline=2, chunks=3))
     for wrong in (
         Knobs(1, 1, pipeline=4, micro_rows=8), Knobs(1, 4, chunks=2), Knobs(1, 2, pipeline=2, chunks=5),
-        Knobs(1, 1, pipeline=4, order="breadth"),
+        Knobs(1, 1, pipeline=4, order="breadth"), Knobs(1, 4, order="zero_bubble"),
     ):  # fmt: skip
         assert not planner.is_valid(wrong), wrong
 
@@ -135,6 +143,53 @@ def test_the_line_that_is_printed_is_the_plan() -> None:
         exact = planner.exact(knobs)
         assert found.memory.peak_bytes == exact.peak_bytes
         assert found.timeline.step_seconds == pytest.approx(exact.seconds, rel=1e-9)
+
+
+def outline(segments: Segments) -> list[Any]:
+    """Return what segments and exchanges do, their values numbered as they come."""
+    numbers: dict[str, int] = {}
+
+    def seen(name: ValueName) -> Any:
+        made = name.kind is Kind.VALUE
+        return numbers.setdefault(name, len(numbers)) if made else name
+
+    after = segments.exchanges_after()
+    return [
+        (s.index, s.units, s.source, [seen(n) for n in (*s.inputs, *s.outputs)],
+         [(e.kind, e.axes, e.dim, e.to, e.like, seen(e.sent), seen(e.received)) for e in after[s.index]])
+        for s in segments.segments
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "knobs", [Knobs(1, 2), Knobs(1, 1, 2), pytest.param(Knobs(1, 1, 1, 2), marks=pytest.mark.long)], ids=str
+)
+def test_few_layers_unrolled_are_what_a_trace_of_all_gives(knobs: Knobs) -> None:
+    planner = planner_of(2, "rows=4", "model.layers=9")
+    traced, few = (step.front(*batch).segments for step, batch in (planner.step(knobs, n, 1) for n in (9, 4)))
+    made = unroll(few, 9)
+    assert outline(made) == outline(traced)
+    assert {str(n) for s in made.segments for n in s.outputs} <= made.values.keys()
+    shorter = unroll(few, 4)
+    assert outline(shorter) == outline(few)
+
+
+def test_layers_that_are_not_alike_or_read_further_back_are_not_unrolled() -> None:
+    def chain(p: Any, x: Any, back: int = 1, odd: int = -1) -> Any:
+        xs = [x] * back
+        for number, w in enumerate(p.values()):
+            xs.append((xs[-1] @ w).tanh() + (xs[-back].exp() if number == odd else xs[-back]))
+        return xs[-1].square().mean()
+
+    params = {f"layers.{i}.w": torch.ones(8, 8) for i in range(6)}
+
+    def segments_of(**how: int) -> Segments:
+        return lower(partial(chain, **how), params, torch.ones(4, 8)).segments
+
+    assert outline(unroll(segments_of(), 9))[:5] == outline(segments_of())[:5]
+    assert unroll(segments_of(back=3), 9) is None
+    assert unroll(segments_of(odd=3), 9) is None and unroll(segments_of(odd=4), 9) is None
+    assert unroll(lower(chain, dict(list(params.items())[:3]), torch.ones(4, 8)).segments, 9) is None
 
 
 SEARCHES = [(2, 0.0005), *((n, b) for n in (1, 4, 8) for b in (0.002, 0.001, 0.0007))]
@@ -184,16 +239,17 @@ def test_of_many_neighbours_none_is_faster_and_fits(devices: int, budget: float)
 def test_two_moves_of_which_one_alone_is_not_valid_are_a_pair() -> None:
     planner = planner_of(8, "rows=8")
     rows = planner.moves()["rows"]
-    assert planner.walk.steps(Knobs(1, 8), rows) == []  # a rank has one row
-    pairs = planner.walk.pairs(Knobs(1, 8))
+    assert planner.walk.one_move_away(Knobs(1, 8), rows) == []  # a rank has one row
+    pairs = planner.walk.two_moves_away(Knobs(1, 8))
     assert Knobs(1, 4, 2, micro_rows=2) in pairs and Knobs(1, 2, 2, 2) in pairs
-    assert Knobs(2, 4) in planner.walk.pairs(Knobs(1, 8, keep=True))
+    assert Knobs(2, 4) in planner.walk.two_moves_away(Knobs(1, 8, keep=True))
 
 
 def test_a_walk_begins_with_all_rows_and_at_no_split_that_a_lesser_one_rules_out() -> None:
     roomy, tight = (planner_of(4, "rows=16", FEW, f"device_gb={gb}") for gb in (1.0, 1e-6))
     begun = list(roomy.starts())
-    assert begun[0] == Knobs(1, 4, micro_rows=4) and len(begun) < len(list(roomy.splits()))
+    plain = [knobs for knobs in begun if knobs.pipeline == 1]
+    assert plain[0] == Knobs(1, 4, micro_rows=4) and len(plain) < len(list(roomy.splits()))
     assert list(roomy.starts()) == begun  # also when these have prices
     nothing_fits = list(tight.starts())
     assert [replace(k, micro_rows=1) for k in nothing_fits] == nothing_fits
@@ -206,7 +262,7 @@ def test_a_step_goes_further_ahead_only_where_it_waits_for_collectives() -> None
 
     def ahead_of(knobs: Knobs, waiting: float) -> set[tuple[int, int]]:
         planner.seen[knobs] = Candidate(knobs, 1e9, 1.0, parts={"communication": waiting})
-        steps = planner.walk.steps(knobs, planner.moves()["ahead"])
+        steps = planner.walk.one_move_away(knobs, planner.moves()["ahead"])
         return {(k.prefetch, k.overlap) for k in steps}
 
     assert ahead_of(knobs, 0.0) == set() and ahead_of(knobs, 0.5) == {(2, 1), (1, 2)}
@@ -233,7 +289,7 @@ def test_few_layers_say_what_all_need_further_ahead(ahead: tuple[int, int]) -> N
     planner = planner_of(8, "rows=8", "model.layers=12")
     for knobs in (Knobs(1, 8), Knobs(1, 4, 2, remat="unit")):
         knobs = replace(knobs, prefetch=ahead[0], overlap=ahead[1])
-        near, exact = planner.walk.look(knobs), planner.exact(knobs)
+        near, exact = planner.walk.price_once(knobs), planner.exact(knobs)
         assert near.seconds == pytest.approx(exact.seconds, rel=1e-9)
         assert near.peak_bytes == exact.peak_bytes
 
@@ -243,7 +299,7 @@ def test_recomputation_is_as_little_as_fits(monkeypatch: pytest.MonkeyPatch) -> 
     planner = planner_of(1, "rows=64", "model.layers=3")
     knobs = Knobs(1, 1, micro_rows=64)
     shares = [k / EIGHTHS for k in range(EIGHTHS + 1)]
-    tried = [planner.walk.look(replace(knobs, remat=share)) for share in shares]
+    tried = [planner.walk.price_once(replace(knobs, remat=share)) for share in shares]
     assert tried[-1].peak_bytes > tried[0].peak_bytes
     for budget in sorted({c.peak_bytes for c in tried})[:-1]:
         tight = replace(planner.config, device_gb=budget / 1e9 + 1e-9)
@@ -272,7 +328,7 @@ def test_a_narrower_optimizer_is_tried_where_it_is_allowed(monkeypatch: pytest.M
     planner = planner_of(1, "rows=2", "optimizer_dtypes=[bfloat16]", FEW)
     least = Knobs(1, 1, remat="unit")
     wide, narrow = (
-        planner.walk.look(replace(least, optimizer_dtype=d)).peak_bytes for d in (None, "bfloat16")
+        planner.walk.price_once(replace(least, optimizer_dtype=d)).peak_bytes for d in (None, "bfloat16")
     )
     planner.config = replace(planner.config, device_gb=(wide + narrow) / 2e9)
     best = planner.best()
@@ -370,7 +426,8 @@ def test_the_peak_of_a_model_of_ones_own_is_that_of_its_whole_step() -> None:
         Knobs(2, 1, micro_rows=4),
     ):
         whole = planner.lowered(knobs, 1, planner.micro_batches(knobs)).memory_analysis()
-        assert planner.walk.look(knobs).peak_bytes == planner.exact(knobs).peak_bytes == whole.peak_bytes
+        found = planner.walk.price_once(knobs), planner.exact(knobs)
+        assert [each.peak_bytes for each in found] == [whole.peak_bytes] * 2
     assert config.parameters == 8 * 64 * 65 and own_task.Counted.reads == 1
 
 
@@ -437,3 +494,27 @@ def test_the_run_line_keeps_what_the_plan_does_not_decide(tmp_path, monkeypatch)
     )  # fmt: skip
     assert run.model.layers == 3 and run.data.root == "my shards" and run.schedule.name == "wsd"
     assert run.tracker.tensorboard and run.precision.compute == "float32"
+
+
+SMALL_MIXTURE = (
+    "model.width=64", "model.layers=9", "model.dense=1", "model.heads=2", "model.head=16", "model.rotated=8",
+    "model.query_rank=32", "model.key_rank=16", "model.mlp=64", "model.experts=8", "model.chosen=2",
+    "model.expert_mlp=32", "model.context=32", "model.vocab=256",
+)  # fmt: skip
+
+
+def test_a_mixture_is_split_by_experts_and_carried_on_from_few_layers(tmp_path, monkeypatch) -> None:
+    words = [f"--config-dir={MIXTURE}", "experiment=deepseek_v3", *SMALL_MIXTURE, "devices=4", "rows=32"]
+    config = validate(COMMAND, words)
+    assert config.is_layered and config.layers == 9 and config.odd_layers == 1 and config.experts == 8
+    planner = Planner(config, 4, H100)
+    assert Knobs(1, 1, expert=4) in planner.splits()
+    assert planner.is_valid(Knobs(1, 1, expert=2, pipeline=2, chunks=2)) and not planner.is_valid(
+        Knobs(1, 2, 2)
+    )
+    for knobs in (Knobs(1, 1, expert=4, remat="unit"), Knobs(1, 2, expert=2)):
+        near, exact = planner.walk.price_once(knobs), planner.exact(knobs)
+        assert near.seconds == pytest.approx(exact.seconds, rel=1e-6)
+        assert near.peak_bytes == pytest.approx(exact.peak_bytes, rel=0.01)
+    _, run = printed_run(monkeypatch, tmp_path, Knobs(1, 1, expert=4), *words)
+    assert run.mesh.expert == 4 and run.mesh.expert_capacity == 1.5 and run.model == config.model

@@ -118,8 +118,8 @@ def test_with_replicas_no_step_is_made_again(unbroken, tmp_path, monkeypatch, ca
     train.train(config_of("run.replicas=1"), run, [], Stop())
     printed = capfd.readouterr().out
     assert not memory.exists()
-    assert f"replicas: no step is complete in memory, going on from {run.root}\n" in printed
-    assert f"resume: step 12 of {run.root}\n" in printed
+    assert f"replicas: no step is complete in memory, going on from {run.checkpoints}\n" in printed
+    assert f"resume: step 12 of {run.checkpoints}\n" in printed
     assert "of each node's host memory" in Path(run.folder, "memory.txt").read_text()
     assert differences(unbroken, Path(run.folder)) == []
 

@@ -116,12 +116,12 @@ def test_the_time_that_is_left_has_no_compiling_in_it():
     spent = TimeSpent(clock=lambda: ticks[0])
     progress = Progress(shown, 6, 0, spent.between_steps)
     for number in range(1, 5):
-        with spent.on("steps" if number > 1 else "compile"):
+        with spent.during("steps" if number > 1 else "compile"):
             ticks[0] += 2.0
         progress.step(number, "", 2.0)
-        with spent.on("compile"):
+        with spent.during("compile"):
             ticks[0] += 100.0
-        with spent.on("evaluation" if number == 2 else "compile"):
+        with spent.during("evaluation" if number == 2 else "compile"):
             ticks[0] += 4.0
     progress.close()
     left = [line.partition("left ")[2] for line in shown.getvalue().splitlines()]
@@ -219,7 +219,7 @@ def test_what_says_that_a_run_is_unfinished_outlives_a_power_cut(cwd, monkeypatc
         at = done.index(("replace", str(path)))
         assert ("fsync", f"{path}.partial") in done[:at]
         assert ("fsync", str(path.parent)) in done[at:]
-        for folder in (run.root, day / "time", cwd / "outputs", day):
+        for folder in (run.checkpoints, day / "time", cwd / "outputs", day):
             at = done.index(("mkdir", str(folder)))
             assert ("fsync", str(folder.parent)) in done[at:], folder
 

@@ -281,4 +281,4 @@ def test_tables_are_those_of_the_bytes(shard_folder):
     as_bytes = lambda ids: torch.from_numpy(np.where(ids < 256, ids, 0).astype(np.uint8))  # noqa: E731
     at = (reading.starts[:, None] + torch.arange(1, 33)).flatten()
     expected = table_losses(as_bytes(stream_of(reading.train)), as_bytes(held), at)
-    assert reading.tables() == pytest.approx(expected, abs=1e-12)
+    assert reading.ngram_losses() == pytest.approx(expected, abs=1e-12)

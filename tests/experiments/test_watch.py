@@ -92,10 +92,10 @@ def test_the_commit_is_recorded_and_whether_it_is_changed(tmp_path: Path) -> Non
 
 def test_a_record_continues_that_of_a_killed_process(tmp_path: Path) -> None:
     first = RunRecord(tmp_path, {"seed": 1})
-    first.spent.seconds["data"] = 2.0
+    first.timer.seconds["data"] = 2.0
     first.write("running", 4, {"flash": 2}, mfu=0.5)
     again = RunRecord(tmp_path, {"seed": 1}, made=4)
-    again.spent.seconds["data"] = 3.0
+    again.timer.seconds["data"] = 3.0
     totals = again.write("ok", 6, mfu=math.nan)
     assert totals["data_s"] == 5.0 and totals["mfu"] == 0.5
     assert [a["steps"] for a in record_of(tmp_path)["attempts"]] == [[0, 4], [4, 6]]

@@ -133,13 +133,13 @@ def test_runs_of_rows_make_the_codes_of_all(
     value = torch.randn(shape, generator=torch.Generator().manual_seed(0)).requires_grad_()
     full = codecs.CODECS[codec].encode(value.detach())
     monkeypatch.setattr(codecs, "RUN", run)
-    made = codecs.encoded(value, spec_of(value, codec))
+    made = codecs.encode(value, spec_of(value, codec))
     assert not any(v.requires_grad for v in made.values())
     announced = codecs.CODECS[codec].parts(shape)
     assert {n: (tuple(v.shape), v.dtype) for n, v in made.items()} == announced
     assert all(torch.equal(made[n], full[n]) for n in full)
     assert codecs._runs(value.to("meta")) == [...], "70B weights on paper take no time either"
-    on_meta = codecs.encoded(value.to("meta"), spec_of(value, codec))
+    on_meta = codecs.encode(value.to("meta"), spec_of(value, codec))
     assert {n: (tuple(v.shape), v.dtype) for n, v in on_meta.items()} == announced
 
 
@@ -151,7 +151,7 @@ def test_what_coding_takes_beside_the_leaf_and_its_codes_does_not_grow_with_it(
     monkeypatch.setattr(codecs, "RUN", 1 << 13)
     value = torch.randn(1 << 9, 1 << 9, dtype=dtype)
     made: dict[str, Tensor] = {}
-    peak = peak_of(lambda: made.update(codecs.encoded(value, spec_of(value, codec))), value)
+    peak = peak_of(lambda: made.update(codecs.encode(value, spec_of(value, codec))), value)
     kept = sum(v.nbytes for v in made.values())
     assert kept <= peak <= kept + 16.5 * (1 << 13)  # one run of 32
     look = peak_of(lambda: codecs.Unfit().look("w", spec_of(value, codec), value), value)

@@ -19,7 +19,7 @@ import fnshard as fs
 from experiments.bench.measure import live_bytes
 from fnshard.analysis.hardware import Link
 from fnshard.errors import BudgetError, SpecError
-from fnshard.search.fit import Fit, find, fit, make_space
+from fnshard.search.fit import Fit, fit, make_space, search_space
 from fnshard.search.space import MeshPlans
 
 fit_module, walk_module = map(importlib.import_module, ("fnshard.search.fit", "fnshard.search.walk"))
@@ -45,7 +45,7 @@ class Search:
         self.fn, self.mesh, self.batch = fn, mesh, how["batch"]
 
     def fit(self, budget: Any) -> Fit:
-        return find(self.space, budget, self.seen)
+        return search_space(self.space, budget, self.seen)
 
     @property
     def plans(self) -> MeshPlans:
@@ -263,7 +263,7 @@ def test_a_search_over_meshes_ends_and_says_what_it_is_at(
 ) -> None:
     """With a limit that is reached at once: one plan, and a line for each mesh that was left out."""
     monkeypatch.setattr(fit_module, "LIMIT_LINES", 0)
-    monkeypatch.setattr(fit_module, "QUIET_s", 0.0)
+    monkeypatch.setattr(fit_module, "QUIET_S", 0.0)
     plan = over(2)
     assert plan.looked_at == 1 and len(plan.meshes) == 3
     assert all("cut short" in why for _, why in plan.meshes) and plan.cut_short
@@ -301,8 +301,8 @@ def test_a_plan_goes_further_ahead_only_where_it_waits_for_collectives() -> None
         "one clock": fs.Hardware.named("cpu"),
     }.items():  # fmt: skip
         seen: dict[Any, Any] = {}
-        find(make_space(loss, params, mesh, batch=(tokens,), hardware=hardware), 1 << 40, seen)
-        furthest[name] = max(choice.ahead for choice in seen)
+        search_space(make_space(loss, params, mesh, batch=(tokens,), hardware=hardware), 1 << 40, seen)
+        furthest[name] = max(choice.prefetch_depth for choice in seen)
     assert furthest["fast"] == furthest["one clock"] == 1 < furthest["slow"] <= 3
 
 

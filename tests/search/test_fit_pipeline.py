@@ -18,7 +18,7 @@ from fnshard.compiler.schedule.ir import Price
 from fnshard.errors import BudgetError, SpecError
 from fnshard.plot import text
 from fnshard.plot.pictures import tasks_of
-from fnshard.search.fit import find, make_space
+from fnshard.search.fit import make_space, search_space
 from fnshard.search.price import PARTS
 from fnshard.search.space import Choice
 
@@ -44,7 +44,7 @@ def rows(count: int) -> Any:
 
 def test_a_plan_of_a_pipeline_is_priced_as_its_step_is() -> None:
     space = space_of(2)
-    found = find(space, space.hardware.memory_bytes)
+    found = search_space(space, space.hardware.memory_bytes)
     lowered, line = found.lowered, found.timeline
     assert len(lowered.schedules) == 2 and found.chosen.choice.accumulate >= 2
     assert found.seconds == line.step_seconds > 0 and line.bubble > 0
@@ -67,18 +67,18 @@ def test_chunks_are_recut_and_the_best_number_is_found() -> None:
         assert {p: s.chunk for p, s in specs.items()} == {p: s.chunk for p, s in own.items()}
     prices = [space.price(Choice(mesh, 4, chunks=count)) for count in plans.chunks]
     assert prices[1].parts["pipeline"] < prices[0].parts["pipeline"]
-    best = find(space, space.hardware.memory_bytes).chosen
+    best = search_space(space, space.hardware.memory_bytes).chosen
     assert best.seconds <= min(each.seconds for each in prices)
 
 
 @pytest.mark.long
 def test_less_memory_is_a_smaller_peak_of_the_fullest_stage() -> None:
     space = space_of(2)
-    free = find(space, space.hardware.memory_bytes)
-    tight = find(space, int(0.8 * free.peak_bytes))
+    free = search_space(space, space.hardware.memory_bytes)
+    tight = search_space(space, int(0.8 * free.peak_bytes))
     assert tight.peak_bytes <= 0.8 * free.peak_bytes
     with pytest.raises(BudgetError, match="nothing fits"):
-        find(space, 1000)
+        search_space(space, 1000)
 
 
 def test_meshes_with_a_pipeline_are_among_all_meshes() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fnshard.search.price import Candidate
-from fnshard.search.walk import Dial, Walk, Work
+from fnshard.search.walk import Dial, SearchEffort, Walk
 
 LEVELS = 20
 
@@ -147,7 +147,7 @@ def test_a_search_whose_work_is_up_ends_with_the_first_plan_that_fits() -> None:
     said: list[str] = []
     for budget, most in ((1000, 1), (90, 40)):
         toy = Toy(1)
-        found = Walk(toy, budget, Work(said.append, limit=-1)).run()
+        found = Walk(toy, budget, SearchEffort(said.append, limit=-1)).run()
         assert found is not None and found.fits(budget) and toy.priced <= most
     assert said
 

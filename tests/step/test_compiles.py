@@ -138,9 +138,9 @@ def test_nothing_is_traced_while_a_thread_compiles(monkeypatch: Any) -> None:
     def compiled(graph: Any, *_: Any) -> Any:
         compiling.set()
         assert go_on.wait(60)
-        return inductor._eager(graph), lambda: None
+        return inductor._make_eager(graph), lambda: None
 
-    monkeypatch.setattr(inductor, "_generated", compiled)
+    monkeypatch.setattr(inductor, "_generate", compiled)
     (first, params), (second, _) = small_step(backend="inductor"), small_step()
     lowered = first.lower(params, torch.ones(2, 3)).compile_async()
     assert compiling.wait(60)

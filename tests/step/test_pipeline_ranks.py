@@ -18,6 +18,7 @@ from fnshard.errors import AgreementError, CollectiveError
 from fnshard.runtime.collectives import connect as connecting
 
 AXES = {2: {"pipeline": 2}, 4: {"pipeline": 2, "shard": 2}}
+APART = {"accumulate": 4, "micro_order": "zero_bubble"}
 
 
 def model() -> Model:
@@ -42,7 +43,16 @@ def train_on(rank: int, axes: dict[str, int], transport: str, options: dict[str,
 
 
 @pytest.mark.parametrize("transport", ["auto", "p2p"])
-@pytest.mark.parametrize(("world", "options"), [(2, {"accumulate": 4}), (4, {"accumulate": 2}), (2, {})])
+@pytest.mark.parametrize(
+    ("world", "options"),
+    [
+        (2, {"accumulate": 4}),
+        (4, {"accumulate": 2}),
+        (2, {}),
+        pytest.param(2, APART, marks=pytest.mark.long),
+        pytest.param(4, {**APART, "remat": "unit"}, marks=pytest.mark.long),
+    ],
+)
 def test_real_stages_train_what_one_process_does(ranks, world, options, transport):
     """Losses, norms and every parameter, on all ranks."""
     steps, rule = sharded.by_steps(model()), reference.sgd(0.1, 0.9)
@@ -52,11 +62,18 @@ def test_real_stages_train_what_one_process_does(ranks, world, options, transpor
         sharded.assert_floats(found.norms, expected.norms)
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_compiled_stages_train_what_one_process_does(ranks, world):
+@pytest.mark.parametrize(
+    ("world", "options"),
+    [
+        (2, {"accumulate": 2}),
+        pytest.param(4, {"accumulate": 2}, marks=pytest.mark.long),
+        pytest.param(2, APART, marks=pytest.mark.long),
+    ],
+)
+def test_compiled_stages_train_what_one_process_does(ranks, world, options):
     steps, rule = sharded.by_steps(model()), reference.sgd(0.1, 0.9)
     expected = reference.train(model().loss, model().params, steps, rule, clip=0.1, frozen=model().frozen)
-    options = {"accumulate": 2, "backend": "inductor"}
+    options = {**options, "backend": "inductor"}
     for found in ranks(world).run(train_on, AXES[world], "auto", options, timeout=300.0):
         sharded.assert_same(found, expected)
 

@@ -37,19 +37,20 @@ def test_constrain_says_how_a_value_is_split() -> None:
     assert any("tensor" in line for line in counts(loss))
 
 
-def test_what_was_gathered_is_gathered_again_where_a_unit_is_recomputed() -> None:
-    """Between forward and backward a split sequence stays split."""
+@pytest.mark.parametrize("remat", ["unit", 0.9])
+def test_what_was_gathered_is_gathered_again_where_a_unit_is_recomputed(remat: Any) -> None:
+    """Between forward and backward a split sequence stays split, also where little is recomputed."""
     model, mesh = decoder(), fs.make_mesh(tensor=2, abstract=True)
     specs = fs.presets.full_shard(model.params, mesh, tensor="tensor")
 
-    def lowered(remat: str) -> Any:
+    def lowered(remat: Any) -> Any:
         return make_step(mesh, model, specs, None, remat=remat).lower(model.params, *model.batch(0))
 
     def gathers(step: Any, phase: str) -> int:
         lines = [i for i in step.schedule.instructions if isinstance(i, Exchange) and i.phase == phase]
         return sum(i.kind == "all_gather" and i.like.shape == (ROWS, T // 2, WIDTH) for i in lines)
 
-    kept, again = lowered("none"), lowered("unit")
+    kept, again = lowered("none"), lowered(remat)
     assert gathers(again, "forward") == gathers(kept, "forward")
     assert gathers(again, "backward") == gathers(kept, "backward") + 2 * 2 + 1  # and the head's
 

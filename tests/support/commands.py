@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import resource_tracker
@@ -186,6 +187,7 @@ def _become(
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background ignores it
         if blocked is not None:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         os.chdir(cwd)
@@ -212,6 +214,8 @@ def _become(
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
+        # As an interpreter ends: threads first, whose pools (joblib's) are told to end their processes.
+        threading._shutdown()
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()

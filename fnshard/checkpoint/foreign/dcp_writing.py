@@ -25,10 +25,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from fnshard.checkpoint.blocks import assigned
+from fnshard.checkpoint.blocks import assign_leaves
 from fnshard.checkpoint.foreign.dcp import METADATA
 from fnshard.checkpoint.foreign.dialects import SLOTS
-from fnshard.checkpoint.state_leaves import LocalLeaf, checked_param_leaves, state_leaves
+from fnshard.checkpoint.state_leaves import LocalLeaf, check_param_leaves, state_leaves
 from fnshard.compiler.ir.values import MASTER
 from fnshard.errors import CheckpointError, OptimizerError, leaves
 from fnshard.hf.names import Names, check_names
@@ -38,7 +38,7 @@ from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.mesh import Mesh
 from fnshard.runtime.coordination import Failed, agreed, all_ranks, group_of
 from fnshard.runtime.files.folder import AtomicDirectory, as_path, flush_directory, flush_file
-from fnshard.step.runner import laid_out
+from fnshard.step.runner import find_layout
 from fnshard.step.state import TrainState
 
 Path_ = tuple[Any, ...]  # keys of nested dicts and lists
@@ -143,7 +143,10 @@ def save_dcp(
     >>> there
     {'model': {'w': tensor([0., 1., 2.])}}
     """
-    final, (_, specs, mesh) = as_path(path, "save_dcp(path, state)").absolute(), laid_out(state, specs, mesh)
+    final, (_, specs, mesh) = (
+        as_path(path, "save_dcp(path, state)").absolute(),
+        find_layout(state, specs, mesh),
+    )
     group = group_of(mesh, timeout)
 
     def plan() -> tuple[AtomicDirectory, list[Item]]:
@@ -196,7 +199,7 @@ def items_of(
     if twice:
         raise CheckpointError(f"names= gives {twice[0]!r} to several leaves.", fix="give each its own name.")
     training = isinstance(state, TrainState)
-    local = (state_leaves if training else checked_param_leaves)(state, specs, mesh)
+    local = (state_leaves if training else check_param_leaves)(state, specs, mesh)
     tensors: dict[Path_, LocalLeaf] = {}
     pairs: set[Path_] = set()  # entries of complex leaves
     for path, name in called.items():
@@ -212,7 +215,7 @@ def items_of(
             own[slot_path(name, "step")] = LocalLeaf((), P(), count, param.on_all_stages)
         tensors |= own
 
-    mine = assigned({join(key): leaf for key, leaf in tensors.items()}, mesh)
+    mine = assign_leaves({join(key): leaf for key, leaf in tensors.items()}, mesh)
     for key, leaf in tensors.items():
         boxes, parts = [], mine[join(key)].parts(mesh) if join(key) in mine else []
         for start, part in parts:

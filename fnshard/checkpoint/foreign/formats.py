@@ -25,7 +25,7 @@ from fnshard.checkpoint.foreign.dialects import SavedState
 from fnshard.checkpoint.foreign.placing import Source, match_state
 from fnshard.checkpoint.foreign.torch_files import find_torch_files, read_torch_files
 from fnshard.checkpoint.manifest_file import NAME, Chunk, DataFile, Manifest, SavedLeaf
-from fnshard.checkpoint.retention import complete_checkpoints
+from fnshard.checkpoint.retention import find_complete
 from fnshard.compiler.ir.values import MASTER
 from fnshard.errors import CheckpointError
 from fnshard.functional import make_functional
@@ -86,7 +86,7 @@ def read_fnshard(path: Path, files: ExitStack) -> SavedState:
     Raises:
         Corrupt: there is none; it holds complex or coded leaves.
     """
-    found = next(complete_checkpoints(path), None)
+    found = next(find_complete(path), None)
     if found is None:
         raise Corrupt("holds no complete checkpoint")
     _, folder, manifest = found

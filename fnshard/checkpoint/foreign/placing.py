@@ -16,7 +16,7 @@ from fnshard.checkpoint.restoring import specs_and_mesh, state_maker
 from fnshard.errors import CheckpointError, FnshardError
 from fnshard.hf import check_resolved
 from fnshard.hf.names import Names, check_names, family_of, possible_names
-from fnshard.hf.reading import FileTensor, LeafSource, match_tensors, stacked
+from fnshard.hf.reading import FileTensor, LeafSource, match_tensors, stack_experts
 from fnshard.layout.pairs import as_pairs
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.mesh import Mesh
@@ -122,7 +122,7 @@ def match_state(
     check_names(names, specs)
     family = family_of({}, model, specs)
     sources, values = match_tensors(
-        specs, stacked(saved.params, family), names, family, model, missing, ignore
+        specs, stack_experts(saved.params, family), names, family, model, missing, ignore
     )
     out: dict[str, Source] = {f"params/{p}": s for p, s in {**sources, **values}.items()}
     order = {name: number for number, name in enumerate(saved.params)}
@@ -133,7 +133,7 @@ def match_state(
         for slot, tensor in own.items():
             by_slot.setdefault(slot, {})[name] = tensor
     for slot, tensors in by_slot.items():
-        tensors = stacked(tensors, family)
+        tensors = stack_experts(tensors, family)
         for path, source in sources.items():
             called = [source.name, *possible_names(path, family)]
             name = next((n for n in called if n in tensors), None)

@@ -1,1 +1,1 @@
-"""Kernels: a Program cut into segments, differentiated, and compiled."""
+"""Kernels: they are made of a Program, which is cut into segments, differentiated, and compiled."""

@@ -1,7 +1,8 @@
-"""Attention: which of torch's kernels a `scaled_dot_product_attention` becomes, and is frozen as.
+"""Attention: which of torch's kernels a `scaled_dot_product_attention` becomes and stays.
 
-On a device torch chooses, when it is differentiated. Steps for CUDA machines that are not here are traced on
-the CPU: there the choice is made as torch 2.11 makes it on a Hopper GPU, so that what is planned will run.
+On a device torch chooses the kernel when an attention is differentiated. Steps for CUDA machines that are not
+here are traced on the CPU. There the choice is made as torch 2.11 makes it on a Hopper GPU, so that what is
+planned is what will run.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from fnshard.compiler.ir.program import arguments_of
 from fnshard.compiler.kernels import block_attention  # noqa: F401  (its operators)
 from fnshard.compiler.kernels.canonical import Source
 
-_lock = threading.RLock()  # the switch is the process's
+_lock = threading.RLock()  # torch's switch for cuDNN is one for all threads
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 _FUSED = {
     "_scaled_dot_product_cudnn_attention": "cudnn",
@@ -35,11 +36,11 @@ _FUSED = {
 
 
 def backends(source: fx.Graph, forward: fx.Graph) -> Counter[str]:
-    """Return what the attentions of a kernel were frozen as, and how many; "math" is no kernel of its own.
+    """Return how many attentions of a kernel are frozen as which of torch's; "math" is plain products.
 
     Args:
-        source: as `fn` has them.
-        forward: as they will run.
+        source: the graph in which attentions are as `fn` has them.
+        forward: the graph in which they are as they will run.
     """
     names = [getattr(n.target, "__name__", "").partition(".")[0] for n in forward.nodes]
     found = Counter(_FUSED[n] for n in names if n in _FUSED)
@@ -51,24 +52,28 @@ def backends(source: fx.Graph, forward: fx.Graph) -> Counter[str]:
 
 
 @contextmanager
-def choosing(source: Source, target: str) -> Iterator[None]:
-    """While a source is taken apart: its attentions become what they are on the target.
+def choose_kernels(source: Source, target: str) -> Iterator[None]:
+    """Let attentions become the kernels that they are on the target, while a source is taken apart.
 
     Args:
         target: the type of device that the kernels are for.
     """
     elsewhere = target == "cuda" and all(a.device.type == "cpu" for a in source.inputs)
-    with _OnCuda() if elsewhere else _off_cudnn(source):
+    with _OnCuda() if elsewhere else _avoid_cudnn(source):
         yield
 
 
 @contextmanager
-def _off_cudnn(source: Source) -> Iterator[None]:
-    """A query's gradient was NaN from cuDNN with an explicit mask and a length of 64 beyond 128s."""
+def _avoid_cudnn(source: Source) -> Iterator[None]:
+    """Switch cuDNN off for a source in which it would be wrong.
+
+    With an explicit mask and a length of 64 beyond a multiple of 128, its gradient of the query was NaN.
+    """
     nodes = source.graph.find_nodes(op="call_function", target=_ATTENTION)
     calls = [arguments_of(n.target, n.args, n.kwargs) for n in nodes]
     spoils = any(
-        c["attn_mask"] is not None and _odd(c["query"].meta["val"], c["key"].meta["val"]) for c in calls
+        c["attn_mask"] is not None and _has_odd_length(c["query"].meta["val"], c["key"].meta["val"])
+        for c in calls
     )
     with _lock:
         before = torch.backends.cuda.cudnn_sdp_enabled()
@@ -79,24 +84,24 @@ def _off_cudnn(source: Source) -> Iterator[None]:
             torch.backends.cuda.enable_cudnn_sdp(before)
 
 
-def _odd(*sequences: Tensor) -> bool:
+def _has_odd_length(*sequences: Tensor) -> bool:
     return any(s.shape[-2] % 128 == 64 for s in sequences)
 
 
 class _OnCuda(TorchFunctionMode):
-    """Attention as on a Hopper GPU, for tensors that lie elsewhere."""
+    """A mode in which attention becomes what it is on a Hopper GPU, for tensors that lie elsewhere."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return (_on_cuda if func is _ATTENTION else func)(*args, **(kwargs or {}))
 
 
-def chosen(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, enable_gqa: bool) -> str:
-    """The kernel that torch takes on a Hopper GPU: "cudnn", "flash", "efficient" or "math"."""
+def choose_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, enable_gqa: bool) -> str:
+    """Return the kernel that torch takes on a Hopper GPU: "cudnn", "flash", "efficient" or "math"."""
     half, head = q.dtype in (torch.float16, torch.bfloat16), max(q.shape[-1], v.shape[-1])
     plain = q.dim() == 4 and q.shape[-1] == k.shape[-1] and q.dtype == k.dtype == v.dtype
     if not plain or not (half or q.dtype == torch.float32):
         return "math"
-    trained = mask is not None and (mask.requires_grad or _odd(q, k))
+    trained = mask is not None and (mask.requires_grad or _has_odd_length(q, k))
     if half and head <= 128 and q.shape[-1] % 8 == v.shape[-1] % 8 == 0 and not trained:
         return "cudnn"
     if half and mask is None and head <= 256 and q.shape[-1] == v.shape[-1]:
@@ -109,7 +114,7 @@ def _on_cuda(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    aten, name = torch.ops.aten, chosen(q, k, v, mask, enable_gqa)
+    aten, name = torch.ops.aten, choose_kernel(q, k, v, mask, enable_gqa)
     if name == "math":
         how = {"scale": scale, "enable_gqa": enable_gqa}
         return aten._scaled_dot_product_attention_math(q, k, v, mask, dropout_p, is_causal, None, **how)[0]

@@ -1,11 +1,12 @@
-"""Block attention: what queries make of one block of keys and values, added to what they have of others.
+"""Block attention: attention of queries to one block of keys and values, added to that of other blocks.
 
-Blocks are merged by the sums of their weights (Milakov & Gimelshein 2018; Liu, Zaharia & Abbeel 2023). What
-is carried from block to block is a sum of weighted values and one of weights, scaled by the largest exponent
-so far: a block's log-sum-exp, or its largest score. The result does not depend on that scale, which has no
-gradient, and the sums are linear in what comes before: the backward of a block needs the queries, the block
-and the scale, and computes probabilities again.
-Both ways are custom operators: taken apart, a compiler would keep scores, masks and copies of keys.
+Blocks are merged by the sums of their weights (Milakov & Gimelshein 2018; Liu, Zaharia & Abbeel 2023). From
+block to block, queries carry a sum of weighted values and a sum of weights, scaled by the largest exponent so
+far: a block's log-sum-exp, or its largest score. The result does not depend on that scale, which has no
+gradient, and the sums are linear in what comes before. So the backward of a block needs the queries, the
+block and the scale, and computes probabilities again.
+
+Both ways are custom operators: if a compiler took them apart, it would keep scores, masks and copies of keys.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from fnshard.losses.linear import wide
 
 aten = torch.ops.aten
 _NEVER = -torch.inf
-LARGEST = 64.0  # that a mask adds to all scores of a query; a log-sum-exp loses six bits of its digits
-CHUNK_BYTES = 1 << 28  # of scores at once, where no fused kernel runs
+LARGEST = 64.0  # a mask may add so much to all scores of a query: their log-sum-exp then loses six bits
+CHUNK_BYTES = 1 << 28  # the bytes of scores that are computed at once, where no fused kernel runs
 
 _LIB = torch.library.Library("fnshard", "FRAGMENT")
 _LIB.define(
@@ -36,21 +37,25 @@ def _turn(
     q: Tensor, kv: Tensor, carry: list[Tensor], source: Tensor, mask: Tensor | None, blocks: int,
     is_causal: bool, scale: float,
 ) -> list[Tensor]:  # fmt: skip
-    """The carry with one more block: sums [..., T, V], weights and largest exponents [..., T], all fp32
-    (fp64 of fp64).
+    """Return the carry with one more block: sums [..., T, V], weights and largest exponents [..., T].
+
+    All are fp32, or fp64 where the queries are.
 
     Args:
-        q: [..., H, T, D].
-        kv: [..., G, S, D + V], keys and values side by side; G divides H.
-        carry: of the blocks before; none for the first, which is the queries' own.
-        source: int64 0-d, the block's place in the sequence; one that is negative is counted from the end,
-            and lies after the queries'.
-        mask: boolean or added, over the keys of all blocks.
+        q: the queries [..., H, T, D].
+        kv: keys and values side by side [..., G, S, D + V]; G divides H.
+        carry: the carry of the blocks before; the first block, which is the queries' own, has none.
+        source: the block's place in the sequence, int64 0-d. A negative place is counted from the end, and
+            lies after the queries'.
+        mask: a mask over the keys of all blocks, boolean or added to scores.
+        blocks: the number of blocks.
     """
     return list(_Turn.apply((blocks, is_causal, scale), q, kv, source, mask, *carry))
 
 
 class _Turn(torch.autograd.Function):
+    """The turn of one block, with the backward that computes probabilities again."""
+
     @staticmethod
     def forward(form: tuple, q: Tensor, kv: Tensor, source: Tensor, mask: Tensor | None, *carry: Tensor):
         blocks, is_causal, scale = form
@@ -60,6 +65,7 @@ class _Turn(torch.autograd.Function):
         if not carry:
             return out * weight.unsqueeze(-1), weight, top
         sums, weights, before = carry
+        # Both parts are scaled to the larger exponent, so that neither overflows.
         now = torch.maximum(before, top)
         old, new = (torch.exp(t - _finite(now)) for t in (before, top))
         new = new * weight
@@ -81,12 +87,12 @@ class _Turn(torch.autograd.Function):
 
 
 def _finite(top: Tensor) -> Tensor:
-    """Zero for queries that have seen nothing."""
+    """Replace the exponents of queries that have seen nothing, which are -inf, by zero."""
     return torch.where(top == _NEVER, 0.0, top)
 
 
 def _parts(q: Tensor, kv: Tensor) -> tuple[Tensor, ...]:
-    """Keys and values."""
+    """Split keys and values, which lie side by side."""
     return kv.split([q.shape[-1], kv.shape[-1] - q.shape[-1]], -1)
 
 
@@ -117,34 +123,39 @@ def block_attention(
     query: Tensor, key: Tensor, value: Tensor, source: Tensor, mask: Tensor | None, blocks: int,
     is_causal: bool, scale: float, first: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Attention to one block [..., T, V], the sum of each query's weights, and the exponent that they are
-    scaled by [..., T]; fp32 or fp64.
+    """Compute attention to one block [..., T, V], the sum of each query's weights, and the exponent that they
+    are scaled by [..., T]; fp32 or fp64.
 
-    Args: as `_turn`'s; heads of keys and values may be fewer; `first`: it is the queries' own block.
+    Args:
+        query, key, value: [..., H, T, D], [..., G, S, D] and [..., G, S, V]; G divides H.
+        source, mask, blocks: the arguments of `_turn`.
+        first: whether it is the queries' own block.
     """
     diagonal = is_causal and first
     key, value = (of_all_heads(query, t) for t in (key, value))
     bias, size = _bias(query, key, mask, source, blocks), value.shape[-1]
-    kind = _fused(query, mask)
+    kind = _choose_fused(query, mask)
     if not kind:
         out, weight, top = by_chunks(query, key, value, bias, diagonal, scale)
-        return out, weight, _seen(top, source, is_causal, first)
-    tensors = padded(kind, query, key, value)
+        return out, weight, _hide_later(top, source, is_causal, first)
+    tensors = pad_heads(kind, query, key, value)
     if kind == "cpu":
         run = aten._scaled_dot_product_flash_attention_for_cpu
         out, top = run(*tensors, 0.0, diagonal, attn_mask=bias, scale=scale)
     else:
         out, top = aten._scaled_dot_product_flash_attention(*tensors, 0.0, diagonal, False, scale=scale)[:2]
-    if bias is not None:  # the kernel gives 0 to queries that see nothing
+    if bias is not None:  # the kernel returns 0 for queries that see nothing, and -inf is right
         top = torch.where((bias > _NEVER).any(-1), top, _NEVER)
     out, top = out[..., :size].reshape(*query.shape[:-1], size), top.reshape(query.shape[:-1])
-    weight, top = (top > _NEVER).to(top.dtype), _seen(top, source, is_causal, first)
+    weight, top = (top > _NEVER).to(top.dtype), _hide_later(top, source, is_causal, first)
     return out.to(wide(query.dtype)).contiguous(), weight.contiguous(), top.contiguous()
 
 
-def _seen(top: Tensor, source: Tensor, is_causal: bool, first: bool) -> Tensor:
-    """Return the largest scores that queries see in another block: with a causal mask those of all of it, or
-    none of one that lies after it."""
+def _hide_later(top: Tensor, source: Tensor, is_causal: bool, first: bool) -> Tensor:
+    """Return the largest scores that queries see in a block.
+
+    With a causal mask they see all of another block, or nothing of one that lies after their own.
+    """
     return torch.where(source >= 0, top, _NEVER) if is_causal and not first else top
 
 
@@ -162,28 +173,28 @@ def block_attention_backward(
     query: Tensor, key: Tensor, value: Tensor, of_sums: Tensor, of_weights: Tensor, now: Tensor,
     before: list[Tensor], source: Tensor, mask: Tensor | None, blocks: int, is_causal: bool, scale: float,
 ) -> list[Tensor]:  # fmt: skip
-    """Gradients of queries, keys and values, and of the sums and weights that came before.
+    """Compute the gradients of queries, keys and values, and of the sums and weights that came before.
 
     Args:
-        of_sums, of_weights: of the sums and weights with this block, scaled by `now`.
-        before: their scale before; nothing of the first block.
+        of_sums, of_weights: the gradients of the sums and weights with this block, which `now` scales.
+        before: the scale before this block; empty for the first block.
     """
     scaled_by, first, shapes = _finite(now), not before, (query.shape, key.shape, value.shape)
-    diagonal, kind = is_causal and first, _fused(query, mask)
+    diagonal, kind = is_causal and first, _choose_fused(query, mask)
     k, v = (of_all_heads(query, t) for t in (key, value))
     bias = _bias(query, k, mask, source, blocks)
     if not kind:
         grads = by_chunks_backward(query, k, v, bias, diagonal, scale, of_sums, of_weights, scaled_by)
     else:
         sent = (t.to(query.dtype) for t in (of_sums, _stand_in(of_sums, of_weights)))
-        q, k, v, grad, result = padded(kind, query, k, v, *sent)
+        q, k, v, grad, result = pad_heads(kind, query, k, v, *sent)
         top = scaled_by.reshape(q.shape[:-1]).contiguous()
         if kind == "cpu":
             run = aten._scaled_dot_product_flash_attention_for_cpu_backward
             grads = run(grad, q, k, v, result, top, 0.0, diagonal, attn_mask=bias, scale=scale)
         else:
             run, rows = aten._scaled_dot_product_flash_attention_backward, (q.shape[-2], k.shape[-2])
-            none = torch.zeros(2, dtype=torch.int64, device=q.device)  # of random numbers
+            none = torch.zeros(2, dtype=torch.int64, device=q.device)  # no random state: no dropout
             grads = run(grad, q, k, v, result, top, None, None, *rows, 0.0, diagonal, none, none, scale=scale)
     grads = [
         of_shared_heads(g[..., : shape[-1]], shape).to(query.dtype)
@@ -207,13 +218,13 @@ def _(
 
 
 def of_all_heads(query: Tensor, x: Tensor) -> Tensor:
-    """Keys or values once for each of the queries' heads."""
+    """Repeat keys or values, so that each of the queries' heads has its own."""
     group = query.shape[-3] // x.shape[-3]
     return x if group == 1 else x.repeat_interleave(group, -3)
 
 
 def of_shared_heads(grad: Tensor, shape: torch.Size) -> Tensor:
-    """Summed over the heads that share one."""
+    """Sum a gradient over the queries' heads that share a head of keys or values."""
     grad = grad.reshape(*shape[:-3], -1, *shape[-2:])
     if grad.shape != shape:
         grad = grad.unflatten(-3, (shape[-3], -1)).sum(-3)
@@ -234,16 +245,19 @@ def _bias(query: Tensor, key: Tensor, mask: Tensor | None, source: Tensor, block
 
 
 def fused_kernel(device: str, dtype: torch.dtype, masked: bool, head: int) -> str:
-    """ "cpu" or "cuda" where torch has a fused kernel that returns the log-sum-exp; else ""."""
+    """Return "cpu" or "cuda" where torch has a fused kernel that returns the log-sum-exp, else ""."""
     if device == "cpu":
         return "cpu"
     half = dtype in (torch.float16, torch.bfloat16)
     return "cuda" if device == "cuda" and half and not masked and head <= 256 else ""
 
 
-def _fused(query: Tensor, mask: Tensor | None) -> str:
-    """Not where finite numbers mask all keys of a query: a fused kernel's log-sum-exp of n scores of -1e9 has
-    lost log n, and probabilities are computed from it again."""
+def _choose_fused(query: Tensor, mask: Tensor | None) -> str:
+    """Return the fused kernel that is exact for a mask, or "".
+
+    None is where finite numbers mask all keys of a query: the log-sum-exp of n scores of -1e9 has lost log n,
+    and probabilities are computed from it again.
+    """
     kind = fused_kernel(query.device.type, query.dtype, mask is not None, query.shape[-1])
     if kind and mask is not None and mask.dtype != torch.bool:
         largest = mask.amax(-1).abs()
@@ -251,8 +265,8 @@ def _fused(query: Tensor, mask: Tensor | None) -> str:
     return kind
 
 
-def padded(kind: str, *tensors: Tensor) -> list[Tensor]:
-    """Return the tensors with four dims and one head size, padded by zeros."""
+def pad_heads(kind: str, *tensors: Tensor) -> list[Tensor]:
+    """Return the tensors with four dims and one head size: heads are padded by zeros."""
     most = max(t.shape[-1] for t in tensors)
     most += -most % 8 if kind == "cuda" else 0
     wider = (t if t.shape[-1] == most else F.pad(t, (0, most - t.shape[-1])) for t in tensors)
@@ -260,8 +274,11 @@ def padded(kind: str, *tensors: Tensor) -> list[Tensor]:
 
 
 def _stand_in(of_sums: Tensor, of_weights: Tensor) -> Tensor:
-    """Return what fused kernels take for the result, of which they need the product with its gradient
-    alone."""
+    """Return a tensor that fused kernels take for the result.
+
+    They need nothing of the result but its product with its gradient, and that is minus the gradient of the
+    weights.
+    """
     largest = of_sums.abs().amax(-1, keepdim=True)
     largest = torch.where(largest == 0, 1.0, largest)
     unit = of_sums / largest
@@ -271,7 +288,7 @@ def _stand_in(of_sums: Tensor, of_weights: Tensor) -> Tensor:
 def _chunks(
     query: Tensor, key: Tensor, bias: Tensor | None, is_causal: bool, scale: float
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Runs of queries, and their scores."""
+    """Yield runs of queries with their scores, as many at once as `CHUNK_BYTES` has room for."""
     made = wide(query.dtype)
     row = query.shape[:-2].numel() * key.shape[-2] * made.itemsize
     step = max(1, CHUNK_BYTES // max(row, 1))
@@ -291,7 +308,7 @@ def _chunks(
 def by_chunks(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention by plain products, some queries at a time: as `block_attention` gives it."""
+    """Compute what `block_attention` does by plain products, some queries at a time."""
     made = wide(query.dtype)
     out = query.new_empty((*query.shape[:-1], value.shape[-1]), dtype=made)
     weight, top = (query.new_empty(query.shape[:-1], dtype=made) for _ in range(2))
@@ -308,7 +325,7 @@ def by_chunks_backward(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, is_causal: bool, scale: float,
     of_sums: Tensor, of_weights: Tensor, top: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of query, key and value, where probabilities are exp(scores - top)."""
+    """Compute the gradients of query, key and value, where probabilities are exp(scores - top)."""
     to_q, dtype = torch.empty_like(query), query.dtype
     to_key, to_value = (torch.zeros_like(t, dtype=of_sums.dtype) for t in (key, value))
     for rows, scores in _chunks(query, key, bias, is_causal, scale):

@@ -1,4 +1,5 @@
-"""Canonical source: the code of a distinct segment, numbered afresh, so that equal blocks are equal text."""
+"""Canonical source: the code of a distinct segment, with fresh numbers, so that equal blocks are equal
+text."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from fnshard.compiler.ir.values import Kind, ValueName
 
 @dataclass(frozen=True)
 class Argument:
-    """A segment's input or output, and what is known of it."""
+    """A description of a segment's input or output."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -60,7 +61,14 @@ def extract(
     lazy: set[fx.Node],
     placeholders: Mapping[fx.Node, Input],
 ) -> tuple[Source, tuple[ValueName, ...]]:
-    """The source of a segment of main `nodes`, and the program names of its inputs in order."""
+    """Return the source of a segment, and the program names of its inputs in order.
+
+    Args:
+        nodes: its main nodes.
+        outputs: the nodes that others read.
+        lazy: nodes that are copied into each segment that reads them.
+        placeholders: the inputs of the program.
+    """
     inside = set(nodes)
     copied: dict[fx.Node, fx.Node] = {}
     inputs: dict[fx.Node, str] = {}
@@ -84,7 +92,7 @@ def extract(
         copy(node)
     first = next((n for n in graph.nodes if n.op == "call_function"), None)
     for placeholder in graph.find_nodes(op="placeholder") if first is not None else ():
-        first.prepend(placeholder)  # in order of first use
+        first.prepend(placeholder)  # placeholders stand first, in the order of their first use
     graph.output([copied[n] for n in outputs])
     names = tuple(
         placeholders[n].value_name if n in placeholders else ValueName(Kind.VALUE, n.name) for n in inputs
@@ -96,6 +104,7 @@ def extract(
 
 
 def _print(graph: fx.Graph, inputs: Sequence[Argument], outputs: Sequence[Argument]) -> str:
+    """Print all that a kernel depends on: equal texts are one kernel."""
     lines = [
         f"{n.name}: {a} {a.stride} {a.device}"
         for n, a in zip([n for n in graph.nodes if n.op == "placeholder"], inputs, strict=True)

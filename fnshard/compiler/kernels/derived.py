@@ -1,10 +1,10 @@
 """Derived: which values of a graph are computed from leaves alone, and which of those may cross a cut.
 
-What one unit's leaves give is made again where it is read, with these gathered there, and crosses only if
-it is much smaller than they are: else a cut would keep alive, as an activation, what sharding had taken
-apart. What leaves of several units give (a product of two matrices, a running average) may cross as
-activations do: to make it again would gather all of those units at once, time and again. So does what is
-sent to other ranks.
+A value of one unit's leaves is computed again where it is read, with the leaves gathered there. It crosses a
+cut only if it is much smaller than they are; otherwise the cut would keep alive, as an activation, what
+sharding had taken apart. A value of several units' leaves (a product of two matrices, a running average) may
+cross as activations do, since computing it again would gather all of those units at once, time and again. So
+may a value that is sent to other ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,12 @@ SMALL = 16  # a value this many times smaller than its leaves may cross: a norm,
 
 @dataclass(frozen=True, eq=False)
 class Derived:
-    """`leaves`: of each value that rests on leaves and constants alone, those leaves; `unit_of`: of these."""
+    """The values of a graph that depend on leaves and constants alone.
+
+    Args:
+        leaves: for each such value, the leaves that it depends on.
+        unit_of: the units of the leaves.
+    """
 
     leaves: Mapping[fx.Node, frozenset[fx.Node]]
     unit_of: Mapping[fx.Node, str | None]
@@ -32,36 +37,39 @@ class Derived:
         return node in self.leaves
 
     def units(self, node: fx.Node) -> frozenset[str]:
-        """Whose leaves a value rests on; of an activation, none."""
+        """Return the units whose leaves a value depends on; an activation has none."""
         return frozenset(u for n in self.leaves.get(node, ()) if (u := self.unit_of[n]) is not None)
 
     def is_small(self, node: fx.Node) -> bool:
-        """Whether it is one tensor, made by an op, and much smaller than the leaves it rests on."""
+        """Return whether it is one tensor, made by an op, and much smaller than the leaves it depends on."""
         value = node.meta.get("val")
         if node.op != "call_function" or not isinstance(value, Tensor):
             return False
         return value.numel() * SMALL <= sum(n.meta["val"].numel() for n in self.leaves.get(node, ()))
 
     def may_cross(self, node: fx.Node) -> bool:
-        """Whether another segment may read it, rather than make it again."""
+        """Return whether another segment may read it, in place of computing it again."""
         several = len(self.units(node)) > 1
         return node not in self or several or self.is_small(node) or has_own_gradient(node)
 
 
 def has_own_gradient(node: fx.Node) -> bool:
-    """Whether a `CustomGradient` made it: made twice, its backward would take the gradient in parts."""
+    """Return whether a `CustomGradient` has made a value.
+
+    If it were made twice, its backward would get the gradient in parts.
+    """
     made_by = node.args[0] if node.target is operator.getitem else node
     return isinstance(made_by.target, CustomGradient)
 
 
-def derived(
+def find_derived(
     graph: fx.Graph, leaves: Mapping[fx.Node, str | None], constants: Collection[fx.Node] = ()
 ) -> Derived:
-    """Return what is derived of a whole program or of one segment.
+    """Find the values of a program, or of one segment, that depend on leaves and constants alone.
 
     Args:
-        leaves: placeholders that are leaves, and their units (None: a leaf that is nowhere gathered).
-        constants: placeholders that are constants. What reads nothing (an arange) is one too.
+        leaves: placeholders that are leaves, with their units; a leaf that is nowhere gathered has None.
+        constants: placeholders that are constants. An op that reads nothing (an arange) is a constant too.
     """
     found: dict[fx.Node, frozenset[fx.Node]] = {n: frozenset() for n in constants}
     found |= {n: frozenset([n]) for n in leaves}

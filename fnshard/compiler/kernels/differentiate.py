@@ -1,7 +1,7 @@
-"""Differentiate: each distinct segment -> a forward and a backward graph.
+"""Differentiate: it makes a forward and a backward graph of each distinct segment.
 
-The only module that uses AOTAutograd's joint export and its min-cut partitioner (He & Yu, MLSys
-2023). What depends on leaves alone is recomputed, never saved: leaves are gathered again for the
+This is the only module that uses AOTAutograd's joint export and its min-cut partitioner (He & Yu, MLSys
+2023). Values that depend on leaves alone are recomputed, never saved, since leaves are gathered again for the
 backward.
 """
 
@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -26,9 +26,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fnshard.compiler.frontend.substitutes import LEFT_OUT, unchecked
 from fnshard.compiler.ir.program import OpOverload, arguments_of, describe
-from fnshard.compiler.kernels.attention import choosing
+from fnshard.compiler.kernels.attention import choose_kernels
 from fnshard.compiler.kernels.canonical import Argument, Source
-from fnshard.compiler.kernels.derived import derived
+from fnshard.compiler.kernels.derived import find_derived
 from fnshard.compiler.kernels.remat import Policy, is_saved
 from fnshard.compiler.kernels.segments import Segments, Way
 from fnshard.compiler.kernels.weight_grads import split_backward
@@ -38,8 +38,12 @@ from fnshard.errors import SpecError, TraceError
 
 @dataclass(frozen=True)
 class Ref:
-    """A reference to what a backward kernel reads: ("input" | "output" | "saved" | "tangent" | "between",
-    index)."""
+    """A reference to a value that a backward kernel reads.
+
+    Args:
+        kind: "input", "output", "saved", "tangent" or "between".
+        index: the number of the value among those of its kind.
+    """
 
     kind: str
     index: int
@@ -53,8 +57,8 @@ class Backward:
     """A backward kernel, or a half of one: `module(*inputs) -> (*gradients, *between)`.
 
     Args:
-        inputs: what it reads.
-        grads: of each gradient, the source's input that it is of.
+        inputs: the values that it reads.
+        grads: for each gradient, the number of the source's input that it belongs to.
         shared: gradients (positions in `grads`) that may be one tensor with another result or with an input,
             so that nobody may write to them.
     """
@@ -68,9 +72,9 @@ class Backward:
     def graph(self) -> fx.Graph:
         return self.module.graph
 
-    @property
+    @cached_property
     def tangent_strides(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """For each tangent that it reads: its place, and the strides it was traced with."""
+        """For each tangent that it reads, its place among the inputs and the strides it was traced with."""
         nodes = self.graph.find_nodes(op="placeholder")
         return tuple(
             (i, tuple(node.meta["val"].stride()))
@@ -83,11 +87,14 @@ class Backward:
 class Kernel:
     """A distinct segment's forward and backward, as graphs of core ATen ops.
 
-    `forward(*inputs) -> (*outputs, *saved)`. `saved` describes what is kept for the backward besides inputs
-    and outputs. Where the gradients of leaves are apart, `weights` makes those that take products, and
-    `backward` the cotangents and what else there is; either is None where it has nothing to make. `between`
-    describes what `backward` then hands on to `weights`. `kept`: the ops of the remat policy's `save` that
-    it has.
+    Args:
+        forward: the graph `(*inputs) -> (*outputs, *saved)`.
+        backward: the backward, or, where the gradients of leaves are apart, the part of it that makes
+            cotangents and gradients that take no products. It is None where there is nothing to make.
+        saved: descriptions of what is kept for the backward besides inputs and outputs.
+        weights: the part of the backward that makes gradients of leaves that take products, if it is apart.
+        between: descriptions of what `backward` hands on to `weights`.
+        kept: the ops of the remat policy's `save` that it has.
     """
 
     name: str
@@ -99,29 +106,29 @@ class Kernel:
     between: tuple[Argument, ...] = ()
     kept: tuple[str, ...] = ()
 
-    @property
-    def halves(self) -> dict[Way, Backward]:
-        """The backward kernels that there are."""
+    @cached_property
+    def halves(self) -> Mapping[Way, Backward]:
+        """The backward kernels that there are, by way."""
         both = {Way.BACKWARD: self.backward, Way.WEIGHTS: self.weights}
         return {way: half for way, half in both.items() if half is not None}
 
-    @property
-    def modules(self) -> dict[Way, fx.GraphModule]:
-        """The graphs that there are."""
+    @cached_property
+    def modules(self) -> Mapping[Way, fx.GraphModule]:
+        """The graphs that there are, by way."""
         return {Way.FORWARD: self.forward, **{way: half.module for way, half in self.halves.items()}}
 
     @property
     def grads(self) -> tuple[int, ...]:
-        """Indices of the inputs that get a gradient."""
+        """The indices of the inputs that get a gradient."""
         return tuple(index for half in self.halves.values() for index in half.grads)
 
     @property
     def tangents(self) -> tuple[int, ...]:
-        """Indices of the outputs that take a tangent."""
+        """The indices of the outputs that take a tangent."""
         return tuple(i for i, a in enumerate(self.source.outputs) if a.requires_grad)
 
     def as_text(self) -> str:
-        """Signature, what is saved, and all graphs."""
+        """Return the name, what is saved, and the code of all graphs."""
         saved = ", ".join(map(str, self.saved))
         codes = [module.code.strip() for module in self.modules.values()]
         return "\n".join([f"{self.name}: saves [{saved}]", *codes])
@@ -131,9 +138,9 @@ class Kernel:
 
 @dataclass(frozen=True, eq=False)
 class Joint:
-    """A segment's forward and backward in one graph, before it is said what is kept between the two.
+    """A segment's forward and backward in one graph, before it is decided what is kept between the two.
 
-    Without a backward it is the forward alone (`is_differentiable` is False).
+    Without a backward it is the forward alone, and `is_differentiable` is False.
     """
 
     module: fx.GraphModule
@@ -144,16 +151,17 @@ class Joint:
 def differentiate(
     source: Source, policy: Policy, *, trainable: bool, target: str, apart: bool = False
 ) -> Kernel:
-    """Forward and backward of one source, without a name.
+    """Make the forward and the backward of one source, without a name.
 
     Args:
         policy: what is saved. (Random ops are functions of a key that is an input, so that recomputation
             draws the same numbers.)
-        trainable: False traces the forward alone.
+        trainable: whether there is a backward.
         target: the type of device that it will run on; it may be traced elsewhere.
-        apart: the gradients of leaves are made by a kernel of their own.
+        apart: whether a separate kernel makes the gradients of leaves.
     """
-    # Imported here: they bring Dynamo and Inductor, which take seconds; `import fnshard` should not.
+    # They are imported here because they bring Dynamo and Inductor, which take seconds, and `import fnshard`
+    # should not.
     import torch._functorch.config as functorch_config
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.virtualized import V
@@ -170,7 +178,8 @@ def differentiate(
         kept = _must_save(joint, source, policy.save) if policy.save else ()
         _must_recompute(joint, source)
         rounds = hide_rounding(joint.graph)
-        # At 0 the partitioner saves inputs and heeds no tags; with tags on every op it has no choice left.
+        # With a budget of 0 the partitioner saves inputs and heeds no tags. With tags on every op it has no
+        # choice left, so that the budget may be 1.
         with functorch_config.patch(
             activation_memory_budget=1.0 if kept else policy.budget, ban_recompute_materialized_backward=False
         ):
@@ -185,12 +194,12 @@ def differentiate(
     for node in [*forward.graph.nodes, *backward.graph.nodes]:
         if isinstance(node.target, _Unseeded):
             node.target = node.target.op
-    kernel = replace(_kernel(source, forward, backward), kept=kept)
+    kernel = replace(_make_kernel(source, forward, backward), kept=kept)
     return _put_apart(kernel) if apart else kernel
 
 
 def _put_apart(kernel: Kernel) -> Kernel:
-    """Return the kernel whose gradients of leaves are made apart, as far as they take products."""
+    """Divide a kernel's backward, so that gradients of leaves that take products are made apart."""
     whole, inputs = kernel.backward, kernel.source.inputs
     kinds = [inputs[ref.index].kind if ref.kind == "input" else ref.kind for ref in whole.inputs]
     halves = split_backward(
@@ -201,7 +210,7 @@ def _put_apart(kernel: Kernel) -> Kernel:
     )
 
     def half(module: fx.GraphModule | None, read: Refs, grads: Iterable[int]) -> Backward | None:
-        return module and Backward(module, read, tuple(whole.grads[n] for n in grads), _shared(module))
+        return module and Backward(module, read, tuple(whole.grads[n] for n in grads), _find_shared(module))
 
     first, second = (
         tuple(whole.inputs[n] for n in read) for read in (halves.first_inputs, halves.second_inputs)
@@ -217,7 +226,7 @@ def _put_apart(kernel: Kernel) -> Kernel:
 
 @lru_cache(maxsize=16)  # a search makes kernels of a few sources by many policies
 def trace_joint(source: Source, trainable: bool, target: str) -> Joint:
-    """Trace the forward and the backward of one source; arguments as of `differentiate`."""
+    """Trace the forward and the backward of one source; the arguments are those of `differentiate`."""
     from torch._functorch.aot_autograd import aot_export_joint_simple
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
@@ -234,10 +243,10 @@ def trace_joint(source: Source, trainable: bool, target: str) -> Joint:
         )
     differentiable = trainable and any(a.requires_grad for a in source.outputs)
     context = torch._guards.tracing(torch._guards.TracingContext(mode))
-    with context, _use_lazy_graph_module(True):  # each stage makes code that nobody runs
-        with _refusals(), unchecked(), choosing(source, target):
+    with context, _use_lazy_graph_module(True):  # each stage would generate code that nobody runs
+        with _explain_refusals(), unchecked(), choose_kernels(source, target):
             joint = aot_export_joint_simple(
-                lambda *values: tuple(map(_laid_out, source(*values), source.outputs)),
+                lambda *values: tuple(map(_lay_out, source(*values), source.outputs)),
                 args,
                 trace_joint=differentiable,
                 decompositions={**select_decomp_table(), **LEFT_OUT, **_ZEROS},
@@ -248,16 +257,18 @@ def trace_joint(source: Source, trainable: bool, target: str) -> Joint:
             _promote_scales(joint)
             numbers = {node: node.meta["seq_nr"] for node in joint.graph.nodes if "seq_nr" in node.meta}
             joint_graph_passes(joint)
-            # A pass that takes an operation for its input (x * 1) gives the input the operation's metadata in
-            # torch 2.14. A node stays the derivative of what it was.
+            # In torch 2.14 a pass that replaces an operation by its input (x * 1) gives the input the
+            # metadata of the operation. A node stays the derivative of the operation that it was.
             for node in numbers.keys() & set(joint.graph.nodes):
                 node.meta["seq_nr"] = numbers[node]
     return Joint(joint, mode, differentiable)
 
 
 def kernel_key(source: str, policy: Policy, apart: bool = False) -> str:
-    """Return what segments that share a kernel have in common; a source's own key where it keeps
-    everything, and makes all gradients in one backward."""
+    """Return the key of a kernel, which segments that share it have in common.
+
+    It is the source's own key where the kernel keeps everything, and makes all gradients in one backward.
+    """
     return " ".join([source, *filter(None, [policy.key, "apart" * apart])])
 
 
@@ -270,13 +281,15 @@ def differentiate_all(
     target: str,
     apart: bool = False,
 ) -> dict[str, Kernel]:
-    """One kernel per distinct source and policy, by `kernel_key`, named k0, k1, ... in order of first use.
+    """Make a kernel for each distinct source and policy, and return them by `kernel_key`.
+
+    They are named k0, k1, ... in the order of their first use.
 
     Args:
-        policies: of each segment.
-        known: kernels made before, by key; taken from it and added to it.
+        policies: the policy of each segment.
+        known: kernels that were made before, by key; new ones are added to it.
         target: the type of device that they will run on.
-        apart: the gradients of leaves are made by kernels of their own.
+        apart: whether separate kernels make the gradients of leaves.
 
     Raises:
         SpecError: a policy saves an op that none of its segments has.
@@ -307,7 +320,7 @@ def differentiate_all(
 def _promote_scales(joint: fx.GraphModule) -> None:
     """Write out the cast of a scaled value whose maximum is taken, where the scale has a wider dtype.
 
-    Inductor's stable softmax takes the maximum before it scales, in the dtype of what is scaled.
+    Inductor's stable softmax takes the maximum before it scales, and would take it in the narrower dtype.
     """
     ops = torch.ops.aten
     for node in joint.graph.find_nodes(op="call_function", target=ops.amax.default):
@@ -325,10 +338,10 @@ def _promote_scales(joint: fx.GraphModule) -> None:
                 scaled.replace_input_with(operand, cast)
 
 
-def _laid_out(value: Tensor, traced: Argument) -> Tensor:
-    """An output with the strides that those who read it were traced with.
+def _lay_out(value: Tensor, traced: Argument) -> Tensor:
+    """Return an output with the strides that its readers were traced with.
 
-    Where ops are taken apart, other strides may come out (index_select of a permuted value); and a composite
+    Where ops are taken apart, other strides may come out (index_select of a permuted value). And a composite
     op may end in a view (some attention does), which the export refuses to return.
     """
     if value.stride() != traced.stride and 0 not in traced.stride:
@@ -339,9 +352,11 @@ def _laid_out(value: Tensor, traced: Argument) -> Tensor:
 
 
 @contextmanager
-def _refusals() -> Iterator[None]:
-    """Refuse what only shows where ops are taken apart: derivatives of unknown shape, writes torch cannot
-    undo."""
+def _explain_refusals() -> Iterator[None]:
+    """Turn errors of torch that only show where ops are taken apart into errors that a user understands.
+
+    Such are derivatives of unknown shape, and writes in place that torch cannot undo.
+    """
     try:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -360,12 +375,17 @@ def _refusals() -> Iterator[None]:
 
 def _check_joint(joint: fx.GraphModule) -> None:
     """Refuse what only shows beneath the composite ops: random numbers, and ops with side effects."""
-    holds = torch.ops.aten._assert_tensor_metadata.default  # already; torch 2.11 cannot partition it
+    # These assertions hold already, and torch 2.11 cannot partition them.
+    holds = torch.ops.aten._assert_tensor_metadata.default
     for check in joint.graph.find_nodes(op="call_function", target=holds):
         joint.graph.erase_node(check)
     calls = [n for n in joint.graph.nodes if n.op == "call_function"]
     effects = [str(n.args[1]) for n in calls if getattr(n.target, "__name__", "") == "with_effects"]
-    random = [str(n.target) for n in calls if _draws(n)]
+    # Attention kernels count as random for torch, and draw only where their dropout is not 0.
+    seeded = [n for n in calls if _is_seeded(n)]
+    random = [
+        str(n.target) for n in seeded if arguments_of(n.target, n.args, n.kwargs).get("dropout_p") != 0.0
+    ]
     if effects:
         raise TraceError(
             f"`fn` calls operators that act besides returning values ({', '.join(effects[:4])}).",
@@ -379,41 +399,42 @@ def _check_joint(joint: fx.GraphModule) -> None:
         )
 
 
-# The gradient of `sgn` has no memory, which fake tensors do not know.
+# The gradient of `sgn` is a tensor without memory, which fake tensors do not know.
 _ZEROS = {torch.ops.aten._efficientzerotensor.default: lambda size, **kind: torch.zeros(size, **kind)}
 
 
-def _draws(node: fx.Node) -> bool:
-    """Whether an op draws random numbers; attention kernels only do where their dropout is not 0."""
-    return _seeded(node) and arguments_of(node.target, node.args, node.kwargs).get("dropout_p") != 0.0
-
-
 def _flatten_signature(module: fx.GraphModule) -> None:
-    """An exported module takes and returns pytrees; kernels take and return flat tensors."""
+    """Let a module take and return flat tensors, as kernels do; an exported module has pytrees."""
     module.graph.set_codegen(fx.graph.CodeGen())
     module.recompile()
 
 
 def _must_recompute(joint: fx.GraphModule, source: Source) -> None:
-    """Tag what rests on leaves and constants alone, and views of inputs: both are there again later."""
+    """Tag values that depend on leaves and constants alone, and views of inputs, to be recomputed.
+
+    Leaves, constants and inputs are there again in the backward.
+    """
     named = list(zip(joint.graph.find_nodes(op="placeholder"), source.inputs, strict=False))
-    rests = derived(joint.graph, {}, [n for n, a in named if a.kind in ("leaf", "constant", "axis")])
+    rests = find_derived(joint.graph, {}, [n for n, a in named if a.kind in ("leaf", "constant", "axis")])
     of_input = {n for n, _ in named}
     for node in [n for n in joint.graph.nodes if n.op == "call_function"]:
-        is_view = _views(node) and of_input.issuperset(node.all_input_nodes)
+        is_view = _is_view(node) and of_input.issuperset(node.all_input_nodes)
         of_input.update([node] if is_view else [])
         if is_view or node in rests:
             _tag(node)
 
 
 def _must_save(joint: fx.GraphModule, source: Source, save: Sequence[str]) -> tuple[str, ...]:
-    """Tag every op of the forward: results of `save` are kept, all others made again.
+    """Tag every op of the forward: results that `save` names are kept, all others are recomputed.
 
-    An op with several results has the tag of these: the partitioner goes by the op's.
+    An op with several results has the tag of these, because the partitioner goes by the op's.
+
+    Returns:
+        Those of `save` that name an op.
     """
     placeholders = joint.graph.find_nodes(op="placeholder")
-    backward = set(placeholders[len(source.inputs) :])  # and all that rests on a tangent
-    kept, named = dict[str, None](), dict[fx.Node, list[str]]()  # a tag may take an op's name away
+    backward = set(placeholders[len(source.inputs) :])  # the tangents, and all that depends on them
+    kept, named = dict[str, None](), dict[fx.Node, list[str]]()  # names are found before a tag hides the op
     for node in joint.graph.nodes:
         if node.op != "call_function" or backward.intersection(node.all_input_nodes):
             backward.update([node] if node.op == "call_function" else [])
@@ -426,19 +447,21 @@ def _must_save(joint: fx.GraphModule, source: Source, save: Sequence[str]) -> tu
 
 
 def _tag(node: fx.Node, saved: bool = False) -> None:
+    """Tell the partitioner to save a node, or to recompute it."""
     node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.MUST_RECOMPUTE
-    if _seeded(node):
+    if _is_seeded(node):
         node.target = _Unseeded(node.target)
 
 
-def _seeded(node: fx.Node) -> bool:
+def _is_seeded(node: fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 @dataclass(frozen=True)
 class _Unseeded:
-    """An op that torch takes for random and that is not (attention without dropout): under a tag the
-    partitioner would thread a generator's state through it.
+    """A stand-in for an op that torch takes for random and that is not (attention without dropout).
+
+    The partitioner would thread a generator's state through the op where it has a tag.
     """
 
     op: OpOverload
@@ -451,14 +474,19 @@ class _Unseeded:
         return self.op(*args, **kwargs)
 
 
-def _views(node: fx.Node) -> bool:
+def _is_view(node: fx.Node) -> bool:
+    """Return whether a node is a view of what it reads, or a result of an op that returns views."""
     target = node.target
     if isinstance(target, OpOverload):
         return target.is_view
-    return getattr(target, "__name__", "") == "getitem" and _views(node.args[0])
+    return getattr(target, "__name__", "") == "getitem" and _is_view(node.args[0])
 
 
-def _kernel(source: Source, forward: fx.GraphModule, backward: fx.GraphModule) -> Kernel:
+def _make_kernel(source: Source, forward: fx.GraphModule, backward: fx.GraphModule) -> Kernel:
+    """Make a kernel of the partitioner's two graphs.
+
+    A value that is an input or an output is not saved again: the backward reads it as such.
+    """
     flat = list(forward.graph.output_node().args[0])
     refs = {n.name: Ref("output", i) for i, n in reversed(list(enumerate(flat[: len(source.outputs)])))}
     refs |= {n.name: Ref("input", i) for i, n in enumerate(forward.graph.find_nodes(op="placeholder"))}
@@ -471,11 +499,11 @@ def _kernel(source: Source, forward: fx.GraphModule, backward: fx.GraphModule) -
     refs |= {f"tangents_{number}": Ref("tangent", i) for number, i in enumerate(taking, 1)}
     read = tuple(refs[n.name] for n in backward.graph.find_nodes(op="placeholder"))
     descriptions = tuple(Argument.of(_value(n), "value") for n in saved_nodes)
-    return Kernel("", source, forward, Backward(backward, read, grads, _shared(backward)), descriptions)
+    return Kernel("", source, forward, Backward(backward, read, grads, _find_shared(backward)), descriptions)
 
 
 def _prune_backward(backward: fx.GraphModule) -> tuple[int, ...]:
-    """Drop missing gradients and unused inputs; returns which input each gradient is of."""
+    """Drop missing gradients and unused inputs; return the number of the input that each gradient is of."""
     flat = list(backward.graph.output_node().args[0])
     kept = tuple(i for i, n in enumerate(flat) if isinstance(n, fx.Node))
     _set_outputs(backward, [flat[i] for i in kept])
@@ -486,11 +514,11 @@ def _prune_backward(backward: fx.GraphModule) -> tuple[int, ...]:
     return kept
 
 
-def _shared(backward: fx.GraphModule) -> tuple[int, ...]:
-    """Return which results may share memory with another one or with an input."""
+def _find_shared(backward: fx.GraphModule) -> tuple[int, ...]:
+    """Return the positions of results that may share memory with another one or with an input."""
 
     def base(node: fx.Node) -> fx.Node:
-        while node.op == "call_function" and _views(node):
+        while node.op == "call_function" and _is_view(node):
             node = node.args[0]
         return node
 

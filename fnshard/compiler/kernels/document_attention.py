@@ -1,7 +1,8 @@
 """Document attention: each document of a packed row attends to itself, and no tensor is [T, T].
 
-Packing without cross-contamination (Krell et al., 2021). On the CPU the fused kernel runs document by
-document, over windows block by block; on CUDA the variable-length flash kernel (Dao, 2023) takes all at once.
+This is packing without cross-contamination (Krell et al., 2021). On the CPU the fused kernel runs document by
+document, and over windows block by block. On CUDA the variable-length flash kernel (Dao, 2023) takes all
+documents at once.
 """
 
 from __future__ import annotations
@@ -20,38 +21,38 @@ from fnshard.compiler.kernels.block_attention import (
     by_chunks_backward,
     of_all_heads,
     of_shared_heads,
-    padded,
+    pad_heads,
 )  # fmt: skip
 from fnshard.losses.linear import wide
 
 __all__ = ["attention"]
 
 aten = torch.ops.aten
-BLOCK = 256  # queries at once where they see a part of their keys
-DOCUMENTS = 256  # of a row on CUDA, whose kernel is started for so many; with more its result is NaN
+BLOCK = 256  # the queries at once, where they see a part of their document
+DOCUMENTS = 256  # a row's documents on CUDA, whose kernel starts for so many; with more the result is NaN
 
 
 def attention(
     query: Tensor, key: Tensor, value: Tensor, *, causal: bool = True, documents: Tensor | None = None,
     window: int | None = None, scale: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """Attention within the documents of packed rows, in memory and time linear in their number.
+    """Attend within the documents of packed rows, in memory and time linear in their number.
 
     Without documents and window it is torch's `scaled_dot_product_attention`.
 
     Args:
-        query: [B, H, T, D].
-        key, value: [B, G, T, D] and [B, G, T, V]; G divides H.
-        causal: a query sees no later key.
-        documents: integers [B, T]; a document is a run of equal ones. Padding is one like any other.
-        window: a query sees keys that are less than so many places away.
-        scale: of the scores, D ** -0.5 by default.
+        query: queries [B, H, T, D].
+        key, value: keys [B, G, T, D] and values [B, G, T, V]; G divides H.
+        causal: whether a query sees no later key.
+        documents: integers [B, T]; a document is a run of equal ones. Padding is a document like any other.
+        window: a query sees only keys that are less than so many places away.
+        scale: the factor of scores; by default D ** -0.5.
 
     Returns:
         [B, H, T, V] in the query's dtype.
 
     Raises:
-        ValueError: shapes that do not fit, a window below 1.
+        ValueError: shapes do not fit, or the window is below 1.
 
     >>> import torch
     >>> import fnshard as fs
@@ -73,6 +74,7 @@ def attention(
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, window: int | None) -> None:
+    """Refuse shapes that do not fit each other, naming all of them."""
     rows, heads, length, size = query.shape if query.dim() == 4 else (0, 0, 0, 0)
     wrong = [
         f"{name} is {list(t.shape)}, expected [B={rows}, heads that divide {heads}, T={length}, "
@@ -106,21 +108,24 @@ def document_attention(
     query: Tensor, key: Tensor, value: Tensor, documents: Tensor, offset: Tensor | None, is_causal: bool,
     window: int, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """[B, H, T, V], and the log-sum-exp of each query's scores [B, H, T] in fp32 or fp64.
+    """Compute attention [B, H, T, V], and the log-sum-exp of each query's scores [B, H, T] in fp32 or fp64.
 
-    Args: as of `attention`, and
-        offset: int64 0-d, the queries' place among the keys, where they are a part of the row.
-        window: 0 for none.
+    The arguments are those of `attention`, except for these.
+
+    Args:
+        offset: the queries' place among the keys, where they are a part of the row; int64 0-d.
+        window: the window, or 0 for none.
     """
     out, lse = attention_like(query, key, value)
-    if _varies(query, offset):
-        runs, total = _lengths(documents)
-        q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in padded("cuda", query, key, value))
+    if _takes_all_at_once(query, offset):
+        runs, total = _find_bounds(documents)
+        q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in pad_heads("cuda", query, key, value))
         made = aten._flash_attention_forward(
             q, k, v, runs, runs, *[query.shape[2]] * 2, 0.0, is_causal, False, scale=scale,
             **_sides(window, is_causal),
         )  # fmt: skip
         rows = made[0].unflatten(0, (query.shape[0], -1)).transpose(1, 2)[..., : value.shape[-1]]
+        # Where there are more documents than the kernel was started for, the result is NaN, not wrong.
         out.copy_(torch.where(total < len(runs), rows, torch.nan))
         lse.copy_(made[1].unflatten(-1, (query.shape[0], -1)).transpose(0, 1))
         return out, lse
@@ -136,12 +141,12 @@ def document_attention_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, documents: Tensor,
     offset: Tensor | None, is_causal: bool, window: int, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of query, key and value; scores are computed again."""
-    if _varies(query, offset):
-        runs, _ = _lengths(documents)
-        flat = [t.transpose(1, 2).flatten(0, 1) for t in padded("cuda", grad, query, key, value, out)]
+    """Compute the gradients of query, key and value; scores are computed again."""
+    if _takes_all_at_once(query, offset):
+        runs, _ = _find_bounds(documents)
+        flat = [t.transpose(1, 2).flatten(0, 1) for t in pad_heads("cuda", grad, query, key, value, out)]
         top = lse.transpose(0, 1).flatten(1).contiguous()
-        none = torch.zeros(2, dtype=torch.int64, device=query.device)  # of random numbers
+        none = torch.zeros(2, dtype=torch.int64, device=query.device)  # no random state: no dropout
         made = aten._flash_attention_backward(
             *flat, top, runs, runs, *[query.shape[2]] * 2, 0.0, is_causal, none, none, scale=scale,
             **_sides(window, is_causal),
@@ -150,7 +155,7 @@ def document_attention_backward(
             g.unflatten(0, (query.shape[0], -1)).transpose(1, 2)[..., : t.shape[-1]].contiguous()
             for g, t in zip(made, (query, key, value), strict=True)
         )
-    sums = wide(query.dtype)  # of blocks that see the same keys
+    sums = wide(query.dtype)  # several blocks of queries add to the gradients of the same keys
     to_q = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     to_key, to_value = (torch.zeros(t.shape, dtype=sums, device=query.device) for t in (key, value))
     for row, at, keys, bias, diagonal in _parts(query, documents, offset, is_causal, window):
@@ -186,9 +191,11 @@ document_attention.register_autograd(_differentiate, setup_context=_save)
 def _parts(
     query: Tensor, documents: Tensor, offset: Tensor | None, is_causal: bool, window: int
 ) -> Iterator[tuple[int, slice, slice, Tensor | None, bool]]:
-    """(row, its queries, their keys, what is added to the scores, whether torch's causal mask fits).
+    """Yield parts that are computed at once.
 
-    Queries count from the offset of `query`, keys from the row's.
+    Yields:
+        The row, its queries, their keys, what is added to the scores, and whether torch's causal mask fits.
+        Queries are counted from the offset of `query`, keys from the row's begin.
     """
     start, length = (0 if offset is None else int(offset)), query.shape[2]
     for row, ids in enumerate(documents):
@@ -217,7 +224,7 @@ def _parts(
 
 
 def _bias(query: Tensor, at: int, to: int, keys: slice, is_causal: bool, window: int) -> Tensor | None:
-    """-inf where a query does not see a key, [1, 1, queries, keys]; None where all are seen."""
+    """Return what is added to scores [1, 1, queries, keys]: -inf where a query does not see a key."""
     places = torch.arange(keys.start, keys.stop, device=query.device)
     distance = torch.arange(at, to, device=query.device).unsqueeze(1) - places
     hidden = distance < (0 if is_causal else -(window or len(places)) + 1)
@@ -237,7 +244,7 @@ def _forward(
     if q.device.type != "cpu":
         out, weight, top = by_chunks(q, k, v, bias, diagonal, scale)
         return out, top + weight.log()
-    size, (q, k, v) = v.shape[-1], padded("cpu", q, k, v)
+    size, (q, k, v) = v.shape[-1], pad_heads("cpu", q, k, v)
     run = aten._scaled_dot_product_flash_attention_for_cpu
     out, top = run(q, k, v, 0.0, diagonal, attn_mask=bias, scale=scale)
     return out[..., :size], top.reshape(q.shape[:-1])
@@ -251,7 +258,7 @@ def _backward(
         grad, out = grad.to(lse.dtype), out.to(lse.dtype)
         return by_chunks_backward(q, k, v, bias, diagonal, scale, grad, -(grad * out).sum(-1), lse)
     sizes = [t.shape[-1] for t in (q, k, v)]
-    grad, q, k, v, out = padded("cpu", grad, q, k, v, out)
+    grad, q, k, v, out = pad_heads("cpu", grad, q, k, v, out)
     run = aten._scaled_dot_product_flash_attention_for_cpu_backward
     made = run(grad, q, k, v, out, lse, 0.0, diagonal, attn_mask=bias, scale=scale)
     return tuple(g[..., :size] for g, size in zip(made, sizes, strict=True))
@@ -260,16 +267,20 @@ def _backward(
 # ------------------------------------------------------------------ all at once, on CUDA
 
 
-def _varies(query: Tensor, offset: Tensor | None) -> bool:
-    """Whether the variable-length flash kernel takes it; it does not see a part of a row's queries."""
+def _takes_all_at_once(query: Tensor, offset: Tensor | None) -> bool:
+    """Return whether the variable-length flash kernel takes all rows at once.
+
+    It cannot take a part of a row's queries.
+    """
     half = query.dtype in (torch.float16, torch.bfloat16)
     return query.device.type == "cuda" and half and query.shape[-1] <= 256 and offset is None
 
 
-def _lengths(documents: Tensor) -> tuple[Tensor, Tensor]:
-    """Where documents of all rows begin and end, int32, as many as there may be; and how many there are.
+def _find_bounds(documents: Tensor) -> tuple[Tensor, Tensor]:
+    """Return where documents of all rows begin and end, int32, and the number of documents.
 
-    No value is read on the host: what is left over is empty.
+    There are as many bounds as there may be documents, so that the host reads no value: those that are left
+    over are of empty documents.
     """
     rows, length = documents.shape
     begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True).flatten()
@@ -281,7 +292,7 @@ def _lengths(documents: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _sides(window: int, is_causal: bool) -> dict[str, int]:
-    """Return the sides of the flash kernel's window."""
+    """Return the arguments of the flash kernel that give the two sides of a window."""
     if not window:
         return {}
     return {"window_size_left": window - 1, "window_size_right": 0 if is_causal else window - 1}

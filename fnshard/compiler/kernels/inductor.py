@@ -1,12 +1,12 @@
-"""Kernels through torch.compile's stack: the only module that calls Inductor.
+"""Inductor: the only module that calls it, to compile kernels through torch.compile's stack.
 
 A kernel's graphs are handed to Inductor's inner compiler, beneath Dynamo and AOTAutograd, so that a
 call costs a list of tensors and nothing else: no guards, no autograd function. Callables are boxed:
 they take a list and empty it, so that an input dies when its last reader has run. Inductor is imported
-where it is used: it takes seconds, and `import fnshard` should not.
+where it is used, since that takes seconds, and `import fnshard` should not.
 
 Inductor keeps what it compiles in its cache (TORCHINDUCTOR_CACHE_DIR), by the graph's text, its options, the
-versions and the processor: other ranks of the host and later processes find it there.
+versions and the processor. Other ranks of the host and later processes find it there.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from fnshard.compiler.rewrites.wide_sums import widen_sums
 from fnshard.errors import MissingExtraError, SpecError
 
 Boxed = Callable[[list[Tensor]], Sequence[Tensor]]
-# Torch's tracers share state of the process, and Inductor has some: trace or compile, never both at once.
+# Torch's tracers share state of the process, and Inductor has such state, too: whoever traces or compiles
+# holds this lock.
 TRACING = threading.RLock()
 LOG = logging.getLogger("fnshard")
 
@@ -45,26 +46,30 @@ LOG = logging.getLogger("fnshard")
 def compile_graph(
     module: fx.GraphModule, *, backend: str, options: Mapping[str, Any], is_backward: bool
 ) -> Boxed:
-    """One flat graph module as a boxed callable.
+    """Compile one flat graph module to a boxed callable.
 
     Args:
-        backend: "inductor" or "eager" (the same graph, uncompiled).
-        options: of `torch.compile(options=)`.
+        backend: "inductor", or "eager", which interprets the graph.
+        options: options as for `torch.compile(options=)`.
     """
     if backend == "eager":
-        return _eager(module)
+        return _make_eager(module)
     with TRACING:
-        compiled, load = _generated(module, options, is_backward)
+        compiled, load = _generate(module, options, is_backward)
         load()
         return compiled
 
 
-def _generated(
+def _generate(
     module: fx.GraphModule, options: Mapping[str, Any], is_backward: bool
 ) -> tuple[Boxed, Callable[[], None]]:
-    """Return what Inductor makes of a graph, and what waits for its C++: before the first call."""
+    """Compile a graph by Inductor.
+
+    Returns:
+        A boxed callable, and a function that waits until its C++ is compiled, for before the first call.
+    """
     if not any(n.op == "call_function" for n in module.graph.nodes):
-        return _eager(module), lambda: None  # returns its inputs: nothing to compile
+        return _make_eager(module), lambda: None  # it returns its inputs, and has nothing to compile
     from torch._inductor import config as inductor_config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.virtualized import V
@@ -80,16 +85,16 @@ def _generated(
             widen_sums(module.graph)
         module.recompile()  # Inductor's cache on disk knows a graph by its code
     flat = module.graph.output_node().args[0]
-    # Strides of all outputs are kept as traced: the backward was traced with them.
+    # The strides of all outputs are kept as traced, since the backward was traced with them.
     module.graph.output_node().meta["user_visible_output_idxs"] = list(range(len(flat)))
     with (
-        _compiler_named(),
+        _explain_missing_compiler(),
         V.set_fake_mode(mode) if mode is not None else torch.no_grad(),
         inductor_config.patch({**(vector_settings() if on_cpu else {}), **options}),
         torch._guards.tracing(torch._guards.TracingContext(mode)),
         _with_shape_env(mode),
         torch.no_grad(),
-        _compiled_together() as load,
+        _compile_together() as load,
     ):
         compiled = compile_fx_inner(module, fakes, is_backward=is_backward, is_inference=False)
     return compiled, load
@@ -97,7 +102,7 @@ def _generated(
 
 @cache
 def _lower_rounding() -> None:
-    """Tell Inductor what `fnshard.rounded` is: a pass through the bits of the type that the number has."""
+    """Tell Inductor how to lower `fnshard.rounded`: as a pass through the bits of the number's type."""
     from torch._inductor.lowering import make_pointwise, register_lowering
     from torch._inductor.virtualized import ops
 
@@ -108,13 +113,13 @@ def _lower_rounding() -> None:
 
         def pass_through(value: Any) -> Any:
             whole = ops.bitwise_or(ops.to_dtype_bitcast(value, bits, dtype), ops.constant(0, bits))
-            return ops.to_dtype_bitcast(whole, dtype, bits)  # two casts alone would be none
+            return ops.to_dtype_bitcast(whole, dtype, bits)  # two casts in a row would be optimised away
 
         return make_pointwise(pass_through)(x)
 
 
 def _with_shape_env(mode: Any) -> AbstractContextManager[Any]:
-    """Inductor's cache asks for a shape environment; all sizes are known, so it stays empty."""
+    """Give a fake mode an empty shape environment, for which Inductor's cache asks; all sizes are known."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     has_one = mode is None or mode.shape_env is not None
@@ -122,8 +127,8 @@ def _with_shape_env(mode: Any) -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def _compiler_named() -> Iterator[None]:
-    """Where there is no C++ compiler, one error says so."""
+def _explain_missing_compiler() -> Iterator[None]:
+    """Raise one clear error where there is no C++ compiler."""
     try:
         yield
     except Exception as error:
@@ -137,8 +142,11 @@ def _compiler_named() -> Iterator[None]:
 
 @cache
 def vector_settings() -> dict[str, bool]:
-    """Options of Inductor that save it trying most vector instructions, by a compiler run and a program each:
-    torch itself was built with those of this CPU and runs with them, and the compiler has their flags."""
+    """Return options that spare Inductor its trials of vector instructions.
+
+    For each set of instructions it runs a compiler and a program. Torch itself was built with those of this
+    CPU and runs with them, so that nothing is left to try but whether the compiler has their flags.
+    """
     from torch._inductor import config, cpu_vec_isa
     from torch._inductor.cpp_builder import get_cpp_compiler
 
@@ -155,7 +163,8 @@ def vector_settings() -> dict[str, bool]:
     return {"cpp.vec_isa_ok": True}
 
 
-def _eager(module: fx.GraphModule) -> Boxed:
+def _make_eager(module: fx.GraphModule) -> Boxed:
+    """Make a boxed callable that interprets a graph."""
     interpreter = fx.Interpreter(
         fx.GraphModule(module, drop_rounding(module.graph)), garbage_collect_values=True
     )
@@ -165,14 +174,14 @@ def _eager(module: fx.GraphModule) -> Boxed:
         args.clear()
         with torch.no_grad():
             results = interpreter.boxed_run(values)
-        interpreter.env = {}  # or it would keep them until the next call
+        interpreter.env = {}  # the interpreter would keep the results until the next call
         return results
 
     return run
 
 
 def warm_up(device_type: str, backend: str) -> None:
-    """Start the processes that compile for an accelerator: they take seconds, in which one may trace."""
+    """Start the processes that compile for an accelerator; that takes seconds, during which one may trace."""
     if backend == "inductor" and device_type != "cpu":
         from torch._inductor import async_compile
 
@@ -184,12 +193,12 @@ Compiled = dict[tuple[str, Way], Boxed]  # the same graphs, compiled
 
 
 def graphs_of(kernels: Iterable[Kernel]) -> Graphs:
-    """All that is to be compiled."""
+    """Return all graphs of kernels, which are to be compiled."""
     return {(kernel.name, way): module for kernel in kernels for way, module in kernel.modules.items()}
 
 
 def share_of(graphs: Graphs, place: int, parts: int) -> Graphs:
-    """One of `parts` shares that take about equally long."""
+    """Return one of `parts` shares of graphs, which take about equally long to compile."""
     sizes, shares = [0] * parts, [Graphs() for _ in range(parts)]
     for key in sorted(graphs, key=lambda k: -len(graphs[k].graph.nodes)):
         least = sizes.index(min(sizes))
@@ -199,16 +208,16 @@ def share_of(graphs: Graphs, place: int, parts: int) -> Graphs:
 
 
 def compile_graphs(graphs: Graphs, *, backend: str, options: Mapping[str, Any]) -> Compiled:
-    """Each as a boxed callable; the logger "fnshard" says how far it is (INFO)."""
+    """Compile each graph to a boxed callable; the logger "fnshard" hears how far it is (INFO)."""
     if backend == "eager":
-        return {key: _eager(graph) for key, graph in graphs.items()}
+        return {key: _make_eager(graph) for key, graph in graphs.items()}
     if not graphs:
         return {}
     done: dict[tuple[str, Way], tuple[Boxed, Callable[[], None]]] = {}
     with TRACING:
         for number, ((name, way), graph) in enumerate(graphs.items(), 1):
             _say(f"compiling kernel {number} of {len(graphs)}")
-            done[name, way] = _generated(graph, options, way is not Way.FORWARD)
+            done[name, way] = _generate(graph, options, way is not Way.FORWARD)
         for _, load in done.values():
             load()
     _say(f"compiled {len(graphs)} kernel{'s' if len(graphs) > 1 else ''}", end="\n")
@@ -216,19 +225,19 @@ def compile_graphs(graphs: Graphs, *, backend: str, options: Mapping[str, Any]) 
 
 
 def _say(text: str, end: str = "") -> None:
-    """To the logger; where nobody listens to it, rank 0 says it on a terminal, in one line."""
+    """Tell the logger; where nobody listens to it, rank 0 prints to a terminal, in one line."""
     LOG.info(text)
     unheard = not LOG.isEnabledFor(logging.INFO) and os.environ.get("RANK", "0") == "0"
-    in_front = threading.current_thread() is threading.main_thread()  # else the terminal shows steps
+    in_front = threading.current_thread() is threading.main_thread()  # steps run beside other threads
     if unheard and in_front and sys.stderr.isatty():
         print(f"\rfnshard: {text}\x1b[K", end=end, file=sys.stderr, flush=True)
 
 
 def inductor_options(mode: str | None, options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """`mode` and `options` as `torch.compile` takes them, as one dict.
+    """Merge `mode` and `options`, as `torch.compile` takes them, into one dict.
 
     Raises:
-        SpecError: an unknown mode or option, or one with CUDA graphs.
+        SpecError: a mode or an option is unknown, or has CUDA graphs.
     """
     if mode in (None, "default") and not options:
         return {}
@@ -259,20 +268,20 @@ def inductor_options(mode: str | None, options: Mapping[str, Any] | None) -> dic
 
 
 # ------------------------------------------------------------------ C++, many kernels a unit
-# Inductor gives each C++ kernel to the compiler by itself, and four fifths of such a run are the same for
-# all: the templates of its headers. Here the kernels of a graph share a translation unit, each in a namespace
-# of its own and as a Python module of one shared object. Units are compiled by Inductor's threads while the
-# next graph is lowered, and kept in Inductor's cache by their text, as its own are.
+# Inductor gives each C++ kernel to the compiler by itself, and four fifths of such a run are alike for all:
+# the compiler reads the templates of Inductor's headers. Here the kernels of a graph share a translation
+# unit, in which each has its namespace, and is a Python module of one shared object. Inductor's threads
+# compile units while the next graph is lowered, and its cache keeps them by their text.
 
-KERNELS = 16  # of one unit at most: larger graphs use several processors
+KERNELS = 16  # the most kernels of a unit: larger graphs have several, and use several processors
 INCLUDE = re.compile(r"^[ \t]*#[ \t]*include\b.*$", re.MULTILINE)
-NAME = re.compile(r"\bkernel(?=\s*\()")  # Inductor's, of each
+NAME = re.compile(r"\bkernel(?=\s*\()")  # the name that Inductor gives every kernel
 HEADER = "#define PY_SSIZE_T_CLEAN\n#include <Python.h>\n"
 
 
 @dataclass(frozen=True, eq=False)
 class _CppKernel:
-    """A C++ kernel as Inductor generates it, and the module that calls it by a name there."""
+    """A C++ kernel as Inductor generates it, with the globals of the module that calls it."""
 
     argument_types: list[str]
     source: str
@@ -280,11 +289,13 @@ class _CppKernel:
 
 
 @contextmanager
-def _compiled_together() -> Iterator[Callable[[], None]]:
-    """C++ kernels that Inductor generates within become few shared objects; others' are left to Inductor.
+def _compile_together() -> Iterator[Callable[[], None]]:
+    """Compile the C++ kernels that Inductor generates within this context to few shared objects.
+
+    Kernels of other threads are left to Inductor.
 
     Yields:
-        What waits until they are compiled, and puts them into the modules that call them.
+        A function that waits until the kernels are compiled, and puts them into the modules that call them.
     """
     from torch._inductor.async_compile import AsyncCompile, get_compile_threads
 
@@ -292,7 +303,7 @@ def _compiled_together() -> Iterator[Callable[[], None]]:
     loads: list[Callable[[], None]] = []
 
     def collect(self: Any, argument_types: list[str], source: str) -> Any:
-        if threading.get_ident() != owner:  # a torch.compile of the user's, at the same time
+        if threading.get_ident() != owner:  # a torch.compile of the user's runs at the same time
             return alone(self, argument_types, source)
         kernels.append(_CppKernel(argument_types, source, sys._getframe(1).f_globals))
         return kernels[-1]
@@ -304,11 +315,11 @@ def _compiled_together() -> Iterator[Callable[[], None]]:
 
 
 def _start(kernels: list[_CppKernel]) -> Callable[[], None]:
-    """Start to compile a unit; what is returned waits for it."""
+    """Start to compile a unit, and return a function that waits for it."""
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.codecache import CppPythonBindingsCodeCache
 
-    parts = [_bound(kernel, f"kernel_{number}") for number, kernel in enumerate(kernels)]
+    parts = [_bind_source(kernel, f"kernel_{number}") for number, kernel in enumerate(kernels)]
     includes = dict.fromkeys(line.strip() for part in parts for line in INCLUDE.findall(part))
     spaces = [f"namespace n{number} {{\n{INCLUDE.sub('', part)}\n}}\n" for number, part in enumerate(parts)]
     unit = HEADER + "\n".join([*includes, *spaces])
@@ -318,15 +329,15 @@ def _start(kernels: list[_CppKernel]) -> Callable[[], None]:
     def load() -> None:
         path = Path(compiled().__spec__.origin)
         for number, kernel in enumerate(kernels):
-            entry = _entry(path, f"kernel_{number}")
+            entry = _load_entry(path, f"kernel_{number}")
             names = [name for name, value in kernel.module.items() if value is kernel]
             kernel.module.update(dict.fromkeys(names, entry))
 
     return load
 
 
-def _bound(kernel: _CppKernel, name: str) -> str:
-    """The source of a kernel under another name, with Inductor's Python binding."""
+def _bind_source(kernel: _CppKernel, name: str) -> str:
+    """Return the source of a kernel under another name, with Inductor's Python binding."""
     from torch._inductor.codecache import CppPythonBindingsCodeCache
 
     sources: list[str] = []
@@ -340,7 +351,8 @@ def _bound(kernel: _CppKernel, name: str) -> str:
     return sources[0]
 
 
-def _entry(path: Path, name: str) -> Any:
+def _load_entry(path: Path, name: str) -> Any:
+    """Load one kernel, a Python module, from the shared object of its unit."""
     spec = importlib.util.spec_from_file_location(f"{path.stem}.{name}", path)
     module = sys.modules.get(spec.name) or importlib.util.module_from_spec(spec)
     if spec.name not in sys.modules:

@@ -1,8 +1,8 @@
 """Remat: what each segment keeps for its backward, by name or by budget.
 
-Recomputing a whole block and keeping its input is Chen et al. 2016 (FSDP's and Lightning's activation
-checkpointing); a fraction goes to the min-cut partitioner as its memory budget; `save` is torch's selective
-checkpointing; `offload` keeps all on the host.
+"unit" recomputes a whole block from its input (Chen et al. 2016; activation checkpointing in FSDP and
+Lightning). A fraction goes to the min-cut partitioner as its memory budget. `save` is torch's selective
+checkpointing. "offload" keeps everything on the host.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Policy:
     """A policy of what one segment keeps.
 
     Args:
-        budget: fraction of what the backward wants; 0 keeps nothing but the segment's inputs.
+        budget: the fraction kept of what the backward wants; 0 keeps nothing but the segment's inputs.
         offload: whether what is kept rests on the host between forward and backward.
-        save: ops whose results are kept all the same (with a budget of 0).
+        save: ops whose results are kept though the budget is 0.
     """
 
     budget: float = 1.0
@@ -38,7 +38,7 @@ class Policy:
 
     @property
     def key(self) -> str:
-        """Tells kernels of one source apart; "" where everything is kept (where it is kept is no matter)."""
+        """A text that tells kernels of one source apart; "" where everything is kept, on whatever tier."""
         return "" if self.budget == 1 else f"keep {self.budget:g} {'+'.join(self.save)}".strip()
 
 
@@ -70,18 +70,21 @@ def check(remat: Any, save: Any) -> list[str]:
     wrong = [
         f"remat={f'{{{glob!r}: {policy!r}}}' if glob else repr(policy)}: {choices}"
         for glob, policy in policies_by_glob
-        if not isinstance(glob, str) or _policy(policy) is None
+        if not isinstance(glob, str) or _read_policy(policy) is None
     ]
     if isinstance(remat, Mapping) and not remat:
         wrong.append(f"remat={{}}: {choices}")
     if isinstance(save, str) or not isinstance(save, Sequence) or not all(isinstance(s, str) for s in save):
         wrong.append(f"save={save!r}: a list of ops, such as ['matmul', 'attention'] or ['aten.mm']")
-    elif save and not any(p is not None and p.budget == 0 for p in (_policy(v) for _, v in policies_by_glob)):
+    elif save and not any(
+        p is not None and p.budget == 0 for p in (_read_policy(v) for _, v in policies_by_glob)
+    ):
         wrong.append(f"save={list(save)!r}: nothing is recomputed; it goes with remat='unit'")
     return wrong
 
 
-def _policy(value: Any) -> Policy | None:
+def _read_policy(value: Any) -> Policy | None:
+    """Return the policy that a name or a fraction stands for; None where it stands for none."""
     if isinstance(value, str):
         return NAMED.get(value)
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1:
@@ -92,33 +95,33 @@ def _policy(value: Any) -> Policy | None:
 def policies(
     segments: Segments, remat: Remat, save: Sequence[str], units: Iterable[str]
 ) -> tuple[Policy, ...]:
-    """The policy of each segment.
+    """Return the policy of each segment.
 
-    One that is given for all does not touch the last segment: its backward runs right after its
-    forward, so that recomputing would cost time and save nothing. A dict is followed to the letter.
+    A policy that is given for all does not touch the last segment: its backward runs right after its forward,
+    so that recomputing would cost time and save nothing. A dict is followed to the letter.
 
     Args:
-        units: of all leaves; globs are matched against these.
+        units: the units of all leaves, which globs are matched with.
 
     Raises:
-        SpecError: a glob that matches no unit.
+        SpecError: a glob matches no unit.
     """
     if not isinstance(remat, Mapping):
-        chosen = _with_save(_policy(remat), save)
+        chosen = _add_save(_read_policy(remat), save)
         return (*[chosen] * (len(segments.segments) - 1), Policy())
     units = list(dict.fromkeys(units))
     if unused := [f"remat[{g!r}]{nearest(g, units)}" for g in remat if not fnmatch.filter(units, g)]:
         raise SpecError(f"{len(unused)} remat rule(s) match no unit:", unused, "globs of the units' names.")
     chosen = [[v for g, v in remat.items() if fnmatch.filter(s.units, g)] for s in segments.segments]
-    return tuple(_with_save(_policy(each[0] if each else "none"), save) for each in chosen)
+    return tuple(_add_save(_read_policy(each[0] if each else "none"), save) for each in chosen)
 
 
-def _with_save(policy: Policy, save: Sequence[str]) -> Policy:
+def _add_save(policy: Policy, save: Sequence[str]) -> Policy:
     return Policy(policy.budget, policy.offload, tuple(save) if policy.budget == 0 else ())
 
 
 def is_saved(node: fx.Node, save: str) -> bool:
-    """Whether `save` (a group, or a glob on "mm" or "aten.mm") names this node's op."""
+    """Return whether `save` (a group, or a glob on "mm" or "aten.mm") names this node's op."""
     if not isinstance(node.target, OpOverload):
         return False
     name = node.target._schema.name.replace("::", ".")

@@ -1,4 +1,4 @@
-"""Segments: a program that is cut, as data: runs of code, and the exchanges between them."""
+"""Segments: a program that is cut, as data: runs of code and the exchanges between them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from fnshard.compiler.kernels.canonical import Argument, Source
 class Way(StrEnum):
     """A way through a segment; the enum's value is how a schedule prints it.
 
-    BACKWARD makes all gradients, or, where those of leaves are apart, the cotangents that others wait for;
-    WEIGHTS then makes what is left of the gradients of leaves.
+    BACKWARD makes all gradients. Where those of leaves are apart, it makes the cotangents that others wait
+    for, and WEIGHTS makes the gradients of leaves that are left.
     """
 
     FORWARD = "fwd"
@@ -30,8 +30,11 @@ class Way(StrEnum):
 class Segment:
     """One run of the program.
 
-    `inputs`, `outputs`: printed as "leaf:layers.0.w", "batch:0", "key:key0", "mul_3"; `source`:
-    key of the distinct code; `units`: whose leaves it reads (those that are gathered or reduced).
+    Args:
+        index: its number.
+        units: the units whose leaves it reads, as far as these are gathered or reduced.
+        inputs, outputs: names of values, which print as "leaf:layers.0.w", "batch:0", "key:key0", "mul_3".
+        source: the key of its code, which equal segments share.
     """
 
     index: int
@@ -47,9 +50,11 @@ class Segment:
 
 @dataclass(frozen=True)
 class Exchanged:
-    """An exchange after segment `after`: which value is sent, and what its result is called.
+    """An exchange after segment `after`, by the names of the value that is sent and of its result.
 
-    `dim`, `to`: along which it is split or joined; see `frontend.exchange`.
+    Args:
+        dim, to: the dims along which values are split or joined; see `frontend.exchange`.
+        like: a description of the value that is sent.
     """
 
     kind: str
@@ -58,7 +63,7 @@ class Exchanged:
     after: int
     sent: ValueName
     received: ValueName
-    like: Argument  # what is sent
+    like: Argument
     to: int = 0
 
     def __str__(self) -> str:
@@ -67,7 +72,10 @@ class Exchanged:
 
 
 def last_first(exchanges: Sequence[Exchanged]) -> list[Exchanged]:
-    """Each before the one whose result it sends, as a backward runs them; else in their order."""
+    """Return exchanges in the order of a backward: each before the one whose result it sends.
+
+    Exchanges that do not depend on each other keep their order.
+    """
     depths: dict[ValueName, int] = {}
     for each in exchanges:
         depths[each.received] = depths.get(each.sent, -1) + 1
@@ -76,10 +84,14 @@ def last_first(exchanges: Sequence[Exchanged]) -> list[Exchanged]:
 
 @dataclass(frozen=True)
 class Segments:
-    """The cut program.
+    """A program that is cut.
 
-    `sources`: the distinct codes, each shared by all segments equal to it. `alike`: written leaves whose new
-    values are the same on all ranks.
+    Args:
+        sources: the distinct codes by their keys; equal segments share one.
+        results: the names of what the program returns.
+        values: fake tensors of the values that segments make for others, by name.
+        alike: written leaves whose new values are the same on all ranks.
+        exchanges: the exchanges between segments.
     """
 
     segments: tuple[Segment, ...]
@@ -94,7 +106,7 @@ class Segments:
         return {s.index: [e for e in self.exchanges if e.after == s.index] for s in self.segments}
 
     def as_text(self) -> str:
-        """One line per segment: what it reads, what crosses out of it."""
+        """Return a text with one line per segment: what it reads, and what crosses out of it."""
         names = {key: f"k{i}" for i, key in enumerate(self.sources)}
         lines, after = [], self.exchanges_after()
         for s in self.segments:

@@ -1,11 +1,13 @@
-"""Split: Program -> Segments, one for each run of the program between the first uses of two units.
+"""Split: it cuts a Program into Segments, one for each run between the first uses of two units.
 
-What is lazy (views of a value, and whatever depends on the leaves of one unit alone) is made again
-in each segment that reads it, so that neither ever crosses a cut. What is left, the *main* nodes,
-is cut where a node first reads a leaf of another unit; between the last read of one unit and the
-first of the next, where the fewest bytes cross. Exchanges stand between segments: each right before its
-first reader, together with all others whose values are there by then; a permutation where the program has it,
-and what reads a permutation begins a segment: so it travels during what stands between.
+Nodes that are *lazy* (views of a value, and values that depend on the leaves of one unit alone) are copied
+into each segment that reads them, so that they never cross a cut. All others, the *main* nodes, are cut where
+a node first reads a leaf of another unit: between the last read of one unit and the first of the next, where
+the fewest bytes cross.
+
+Exchanges stand between segments. Each stands right before its first reader, together with all others whose
+values are there by then. A permutation stands where the program has it, and its reader begins a segment, so
+that it travels while the nodes between run.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from fnshard.compiler.frontend.exchange import EXCHANGE, KINDS, permutes
 from fnshard.compiler.ir.program import Input, Program, storage_id, tensors_of
 from fnshard.compiler.ir.values import Kind, ValueName
 from fnshard.compiler.kernels.canonical import Argument, extract
-from fnshard.compiler.kernels.derived import Derived, derived, has_own_gradient
+from fnshard.compiler.kernels.derived import Derived, find_derived, has_own_gradient
 from fnshard.compiler.kernels.segments import Exchanged, Segment, Segments
 from fnshard.layout.spec import LayoutSpec
 
@@ -31,23 +33,27 @@ from fnshard.layout.spec import LayoutSpec
 def split(
     program: Program, specs: Mapping[str, LayoutSpec], cuts: frozenset[str], data_axes: tuple[str, ...] = ()
 ) -> Segments:
-    """Cut `program`.
+    """Cut a program into segments.
 
     Args:
-        cuts: the paths whose reading matters (gathered or reduced leaves).
-        data_axes: of the mesh, those of one rank left out.
+        cuts: the paths of leaves whose reading matters, because they are gathered or reduced.
+        data_axes: the data axes of the mesh that have several ranks.
     """
-    alike = _alike(program, specs, data_axes)
+    alike = _find_alike(program, specs, data_axes)
     facts = _classify(program, {p: specs[p].unit for p in cuts})
-    order = _order(program, facts)
-    bounds = _bounds(order, facts, program)
-    return replace(_segments(program, facts, order, bounds), alike=alike)
+    order = _order_nodes(program, facts)
+    bounds = _find_bounds(order, facts, program)
+    return replace(_make_segments(program, facts, order, bounds), alike=alike)
 
 
-def _alike(program: Program, specs: Mapping[str, LayoutSpec], data_axes: tuple[str, ...]) -> frozenset[str]:
-    """Written leaves whose new values rest on leaves, or on what all ranks have exchanged, alone: counters,
-    averages of leaves, statistics of the whole batch. What rests on a leaf that ranks write otherwise is
-    alike in their first micro-batch alone.
+def _find_alike(
+    program: Program, specs: Mapping[str, LayoutSpec], data_axes: tuple[str, ...]
+) -> frozenset[str]:
+    """Return the written leaves whose new values are the same on all ranks.
+
+    These values depend on nothing but leaves and what all ranks have exchanged: counters, averages of leaves,
+    statistics of the whole batch. A value that depends on a leaf that ranks write differently would be alike
+    in their first micro-batch alone, and is not counted.
     """
     if not program.outputs.writes:
         return frozenset()
@@ -62,8 +68,9 @@ def _alike(program: Program, specs: Mapping[str, LayoutSpec], data_axes: tuple[s
         n: None for n in exchanges if KINDS[n.args[1]].shared and set(data_axes) <= set(n.args[2].split(","))
     }
     writes = {p: program.results[index] for p, index in program.outputs.writes.items()}
+    # Begin with all leaves, and leave those out that ranks write differently, until none is left.
     while True:
-        rests = derived(program.graph, same)
+        rests = find_derived(program.graph, same)
         alike = frozenset(p for p, value in writes.items() if value in rests)
         written_otherwise = [n for n in same if n in inputs and inputs[n].name in writes.keys() - alike]
         if not written_otherwise:
@@ -74,11 +81,16 @@ def _alike(program: Program, specs: Mapping[str, LayoutSpec], data_axes: tuple[s
 
 @dataclass(frozen=True)
 class _Facts:
-    """The facts of each node that cutting needs.
+    """The facts of a program's nodes that cutting needs.
 
-    `units`: those it reads, itself or through lazy nodes. `lazy`: made again where they are read. `deferred`:
-    made once: small derived values, by unit where they rest on one (`terms`), else on demand; exchanges and
-    derived values with a gradient of their own, on demand.
+    Args:
+        inputs: the inputs of the program, by their placeholders.
+        units: for each node, the units whose leaves it reads, itself or through lazy nodes.
+        lazy: nodes that are copied to where they are read.
+        deferred: nodes that stand once, where they are read first: small values of leaves, exchanges, and
+            values of leaves with a custom gradient.
+        terms: small values that depend on one unit, by that unit; they stand behind its first read.
+        exchanges: the exchanges, except permutations.
     """
 
     inputs: Mapping[fx.Node, Input]
@@ -90,13 +102,16 @@ class _Facts:
 
 
 def _classify(program: Program, unit_of: Mapping[str, str]) -> _Facts:
+    """Find out what cutting needs to know of each node of a program."""
     inputs = dict(zip(program.placeholders, program.inputs, strict=True))
     leaves = {n: unit_of.get(i.name) for n, i in inputs.items() if i.kind == "leaf"}
-    rests = derived(program.graph, leaves, [n for n, i in inputs.items() if i.kind in ("constant", "axis")])
+    rests = find_derived(
+        program.graph, leaves, [n for n, i in inputs.items() if i.kind in ("constant", "axis")]
+    )
     calls = [n for n in program.graph.nodes if n.op == "call_function"]
     lazy: set[fx.Node] = set()
     for node in calls:
-        if node.target is operator.getitem:  # it stays with its producer
+        if node.target is operator.getitem:  # a result stays with its op
             lazy.update([node] if node.args[0] in lazy else [])
         elif has_own_gradient(node):
             continue
@@ -115,9 +130,10 @@ def _classify(program: Program, unit_of: Mapping[str, str]) -> _Facts:
 
 
 def _find_terms(calls: list[fx.Node], rests: Derived, lazy: set[fx.Node]) -> dict[str, list[fx.Node]]:
-    """Small values of one unit's leaves that main nodes rest on, by unit: what can cross instead of leaves.
+    """Return the small values of one unit's leaves that main nodes depend on, by unit.
 
-    A large one that is made of small ones alone (a norm, expanded) is made again from these.
+    They can cross a cut in place of the leaves. A large value that is made of small ones alone (a norm,
+    expanded) is made again from these.
     """
 
     @cache
@@ -146,7 +162,7 @@ def _find_terms(calls: list[fx.Node], rests: Derived, lazy: set[fx.Node]) -> dic
 def _find_deferred(
     calls: list[fx.Node], rests: Derived, lazy: set[fx.Node], terms: Mapping[str, list[fx.Node]]
 ) -> set[fx.Node]:
-    """Terms, and what is made of terms of several units (their sum): wherever it is read first."""
+    """Return the terms, and the nodes that are made of terms of several units, such as their sum."""
     deferred = {n for of_unit in terms.values() for n in of_unit}
     rest_on_terms = set(deferred)
     for node in calls:
@@ -163,8 +179,11 @@ def _is_view(node: fx.Node) -> bool:
     return bool(outs) and outs <= ins
 
 
-def _order(program: Program, facts: _Facts) -> list[fx.Node]:
-    """Main nodes in program order; terms after the first read of their unit, sums, exchanges on demand."""
+def _order_nodes(program: Program, facts: _Facts) -> list[fx.Node]:
+    """Return main nodes in program order, with deferred nodes between them.
+
+    Terms stand behind the first read of their unit; all other deferred nodes right before their first reader.
+    """
     order: list[fx.Node] = []
     placed: set[fx.Node] = set()
     home: set[str] = set()
@@ -199,12 +218,12 @@ def _order(program: Program, facts: _Facts) -> list[fx.Node]:
 
 
 def _results(node: fx.Node) -> list[fx.Node]:
-    """The tensors of an op that returns several: no cut comes between it and these."""
+    """Return the nodes that take the tensors of an op that returns several; no cut comes between."""
     return [n for n in node.users if n.target is operator.getitem]
 
 
 def _closure(node: fx.Node, facts: _Facts) -> list[fx.Node]:
-    """The main and deferred nodes and placeholders that `node` reads, through lazy ones."""
+    """Return the main and deferred nodes and placeholders that a node reads, itself or through lazy nodes."""
     found: dict[fx.Node, None] = {}
     seen: set[fx.Node] = set()
     stack = list(node.all_input_nodes)
@@ -222,26 +241,33 @@ def _closure(node: fx.Node, facts: _Facts) -> list[fx.Node]:
 
 @dataclass(frozen=True)
 class _Cut:
-    """A boundary to place: between `last_read` (of unit set `before`) and `first_read` (of `after`)."""
+    """A boundary that is to be placed between two positions.
+
+    Args:
+        before, after: the families of the units that are read in front of it and behind it.
+        units: the units that are read behind it.
+        last_read, first_read: the positions between which it may stand.
+        options: the cheapest positions, in order.
+    """
 
     before: str
     after: str
     units: tuple[str, ...]
     last_read: int
     first_read: int
-    options: tuple[int, ...]  # the cheapest positions, in order
+    options: tuple[int, ...]
 
 
-Units = tuple[str, ...] | None  # that a segment reads; None of a run of exchanges
+Units = tuple[str, ...] | None  # the units that a segment reads; a run of exchanges has None
 
 
-def _bounds(order: list[fx.Node], facts: _Facts, program: Program) -> list[tuple[int, Units]]:
-    """First position and units of each segment and each run of exchanges."""
-    cost, forbidden = _crossing(order, facts, program)
+def _find_bounds(order: list[fx.Node], facts: _Facts, program: Program) -> list[tuple[int, Units]]:
+    """Return the first position and the units of each segment and each run of exchanges."""
+    cost, forbidden = _price_cuts(order, facts, program)
     cuts: list[_Cut] = []
     firsts: dict[int, Units] = {0: ()}
     first, last_read, current = 0, -1, frozenset[str]()
-    arrivals = _arrivals(order, facts)
+    arrivals = _find_arrivals(order, facts)
     for position, node in enumerate(order):
         exchanges = [n.target is EXCHANGE for n in (node, order[position - 1])]
         if position and (exchanges[0] != exchanges[1] or node in arrivals):
@@ -262,14 +288,14 @@ def _bounds(order: list[fx.Node], facts: _Facts, program: Program) -> list[tuple
         if last_read < 0 or not reads <= current:
             current = reads
         last_read = position
-    placed = dict(zip(_place(cuts), (c.units for c in cuts), strict=True))
-    if order and order[-1].target is EXCHANGE:  # what copies its result
+    placed = dict(zip(_place_cuts(cuts), (c.units for c in cuts), strict=True))
+    if order and order[-1].target is EXCHANGE:  # a last segment copies the result of the exchange
         firsts[len(order)] = ()
     return sorted((firsts | placed).items())
 
 
-def _arrivals(order: list[fx.Node], facts: _Facts) -> set[fx.Node]:
-    """The first reader of each permutation's result."""
+def _find_arrivals(order: list[fx.Node], facts: _Facts) -> set[fx.Node]:
+    """Return the first reader of each permutation's result."""
     first: dict[fx.Node, fx.Node] = {}
     if any(map(permutes, order)):
         for node in order:
@@ -280,15 +306,15 @@ def _arrivals(order: list[fx.Node], facts: _Facts) -> set[fx.Node]:
 
 
 def _family(units: frozenset[str]) -> str:
-    """Units that differ in numbers alone are of one family: blocks that should be equal code."""
+    """Return the family of units: units that differ in numbers alone are blocks that should be equal code."""
     return "+".join(sorted({re.sub(r"\d+", "#", u) for u in units}))
 
 
-def _place(cuts: list[_Cut]) -> list[int]:
-    """Choose, of equally cheap positions, the one that makes blocks alike.
+def _place_cuts(cuts: list[_Cut]) -> list[int]:
+    """Choose, among equally cheap positions, those that make blocks alike.
 
-    Inside a family (block to block) the earliest. Into its first and out of its last block, where the
-    first and the last block then begin and end as the others do.
+    Between two blocks of a family it is the earliest. In front of the first block and behind the last one it
+    is the position at which these begin and end as the others do.
     """
     begins = {c.after: c.first_read - c.options[0] for c in cuts if c.before == c.after}
     ends = {c.before: c.options[0] - c.last_read for c in cuts if c.before == c.after}
@@ -305,8 +331,8 @@ def _place(cuts: list[_Cut]) -> list[int]:
     return places
 
 
-def _crossing(order: list[fx.Node], facts: _Facts, program: Program) -> tuple[list[int], set[int]]:
-    """Bytes alive across a cut before each position, and the positions where a cut is forbidden."""
+def _price_cuts(order: list[fx.Node], facts: _Facts, program: Program) -> tuple[list[int], set[int]]:
+    """Return the bytes that are alive across a cut before each position, and where no cut may be."""
     position = {n: i for i, n in enumerate(order)}
     end = len(order)
     last: dict[fx.Node, int] = {}
@@ -326,13 +352,14 @@ def _crossing(order: list[fx.Node], facts: _Facts, program: Program) -> tuple[li
     for d in delta[: end + 1]:
         total += d
         cost.append(total)
-    # Between an op of several results and these: what crosses is a tensor. A result of a lazy op makes its
-    # own op again, wherever it is.
+    # No cut comes between an op of several results and these, since only tensors cross. (A result of a lazy
+    # op has a copy of the op where it stands.)
     spans = [range(i + 1, position.get(r, i) + 1) for node, i in position.items() for r in _results(node)]
     return cost, {p for span in spans for p in span}
 
 
-def _segments(program: Program, facts: _Facts, order: list[fx.Node], bounds: list) -> Segments:
+def _make_segments(program: Program, facts: _Facts, order: list[fx.Node], bounds: list) -> Segments:
+    """Return the segments between the bounds, with the exchanges between them."""
     starts = [b[0] for b in bounds] + [len(order)]
     home = {n: i for i in range(len(bounds)) for n in order[starts[i] : starts[i + 1]]}
     extra = _materialise_results(program, facts, home, bounds)
@@ -346,7 +373,7 @@ def _segments(program: Program, facts: _Facts, order: list[fx.Node], bounds: lis
     for i, (start, units) in enumerate(bounds):
         nodes = order[start : starts[i + 1]] + [n for n in extra if home[n] == i]
         if units is None:
-            exchanges += [_exchanged(n, len(segments) - 1) for n in nodes]
+            exchanges += [_make_exchange(n, len(segments) - 1) for n in nodes]
             continue
         if not nodes and exchanges:
             continue
@@ -360,7 +387,8 @@ def _segments(program: Program, facts: _Facts, order: list[fx.Node], bounds: lis
     return Segments(tuple(segments), sources, results, values, exchanges=tuple(exchanges))
 
 
-def _exchanged(node: fx.Node, after: int) -> Exchanged:
+def _make_exchange(node: fx.Node, after: int) -> Exchanged:
+    """Return an exchange of the program as it stands behind a segment."""
     sent, kind, axes, dim, _, *to = node.args
     names = (ValueName(Kind.VALUE, n.name) for n in (sent, node))
     return Exchanged(
@@ -370,14 +398,16 @@ def _exchanged(node: fx.Node, after: int) -> Exchanged:
 
 
 def _materialise_results(program: Program, facts: _Facts, home: dict, bounds: list) -> list[fx.Node]:
-    """A result that is a view, a leaf or an input gets a copy: no segment returns an alias.
+    """Give each result that is a view, a leaf or an input a copy, so that no segment returns an alias.
 
-    It is made in the last segment; a written leaf's new value where the unit that it rests on is read first.
+    The copy is made in the last segment; that of a written leaf's new value where the unit that it depends on
+    is read first.
     """
     output, written = program.graph.output_node(), set(program.outputs.writes.values())
     results, extra = [], []
     for number, result in enumerate(program.results):
-        if result in home and not _aliases_another(result, results):
+        others = {storage_id(t) for other in results for t in tensors_of(other)}
+        if result in home and others.isdisjoint(storage_id(t) for t in tensors_of(result)):
             results.append(result)
             continue
         with program.graph.inserting_before(output):
@@ -386,17 +416,12 @@ def _materialise_results(program: Program, facts: _Facts, home: dict, bounds: li
         copy.meta["val"] = torch.empty_like(value, requires_grad=value.requires_grad)
         home[copy] = len(bounds) - 1
         if number in written and result in facts.lazy:
-            units, made = facts.units[result], [home[n] for n in _closure(copy, facts) if n in home]
+            units, sources = facts.units[result], [home[n] for n in _closure(copy, facts) if n in home]
             segments = [i for i, (_, read) in enumerate(bounds) if read is not None]
-            first = [i for i in segments if units <= set(bounds[i][1])] if units or made else []
-            earliest = max([*first[:1], *made], default=home[copy])
+            first = [i for i in segments if units <= set(bounds[i][1])] if units or sources else []
+            earliest = max([*first[:1], *sources], default=home[copy])
             home[copy] = next(i for i in segments if i >= earliest)
         extra.append(copy)
         results.append(copy)
     output.args = (results,)
     return extra
-
-
-def _aliases_another(node: fx.Node, others: list[fx.Node]) -> bool:
-    mine = {storage_id(t) for t in tensors_of(node)}
-    return any(mine & {storage_id(t) for t in tensors_of(o)} for o in others)

@@ -1,14 +1,14 @@
-"""Weight gradients: the graph of a backward in two, so that the gradients of leaves may be made later.
+"""Weight gradients: they divide the graph of a backward, so that the gradients of leaves may be made later.
 
-The first half makes the cotangents of the values that a segment reads: the segment before it waits for them,
-in a pipeline another stage. The second makes the gradients of leaves, for which nobody waits but the update
+The first half makes the cotangents of the values that a segment reads, for which the segment before it waits,
+in a pipeline another stage. The second half makes the gradients of leaves, for which only the update waits
 (Qi et al. 2023, "Zero Bubble Pipeline Parallelism"). Every product is in one of the halves. What the second
-reads of the first, or of what the forward has saved, is the cheapest cut between the two in bytes: views and
-elementwise ops may be made again on the other side of it.
+half reads of the first, or of what the forward has saved, is the cheapest cut between the two in bytes: views
+and elementwise ops may be run again on the other side of it.
 
-The second half reads no leaf, so that nobody gathers for it: what reads one is in the first half, and so are
-gradients that take no product (those of norms and biases), as the first half has read all that they are made
-of.
+The second half reads no leaf, so that nobody gathers for it. Ops that read a leaf are in the first half, and
+so are gradients that take no product (those of norms and biases), since the first half has read all that they
+are made of.
 """
 
 from __future__ import annotations
@@ -29,19 +29,20 @@ _PRODUCTS = {
     aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.addbmm, aten.mv, aten.dot, aten.convolution,
     aten.convolution_backward, aten._grouped_mm, aten._scaled_mm, aten._scaled_grouped_mm,
 }  # fmt: skip
-_ON_HAND = 1 / 1024  # the price in bytes of what is there anyway: a batch, a constant, a key
+_ON_HAND = 1 / 1024  # the price in bytes of a value that is there anyway: a batch, a constant, a key
 
 
 @dataclass(frozen=True, eq=False)
 class Halves:
-    """A backward in two.
+    """The two halves of a backward.
 
     Args:
-        first: `(*inputs) -> (*gradients, *between)`; None where it has nothing to do.
-        first_inputs: which inputs of the whole backward it reads.
-        first_grads: which results of the whole backward it gives.
+        first: the graph `(*inputs) -> (*gradients, *between)`; None where it has nothing to do.
+        first_inputs: the numbers of the whole backward's inputs that it reads.
+        first_grads: the numbers of the whole backward's results that it gives.
         between: what it hands on to the second half, as nodes of its graph.
-        second: `(*inputs, *between) -> gradients`; None where the first half gives all.
+        second: the graph `(*inputs, *between) -> gradients`; None where the first half gives all.
+        second_inputs, second_grads: the numbers of its inputs and results.
     """
 
     first: fx.GraphModule | None
@@ -59,8 +60,9 @@ def split_backward(
     """Divide the graph of a backward.
 
     Args:
-        of_leaves: of each result, whether it is the gradient of a leaf.
-        leaves, on_hand: the inputs that are leaves, and those that are there whatever reads them.
+        of_leaves: for each result, whether it is the gradient of a leaf.
+        leaves: the numbers of the inputs that are leaves.
+        on_hand: the numbers of the inputs that are in memory whoever reads them.
     """
     graph = fx.Graph()
     graph.output(graph.graph_copy(backward.graph, {}))
@@ -70,16 +72,16 @@ def split_backward(
     late = [n for n, (result, leaf) in enumerate(zip(results, of_leaves, strict=True))
             if leaf and result not in first and result.op != "placeholder"]  # fmt: skip
     early = [n for n in range(len(results)) if n not in late]
-    second = _ancestors([results[n] for n in late]) - first - set(inputs)
+    second = _find_ancestors([results[n] for n in late]) - first - set(inputs)
     crossing = _cut(graph, second, {inputs[i] for i in leaves}, {inputs[i] for i in on_hand})
     between = [n for n in crossing if n.op != "placeholder"]
 
-    made = [results[n] for n in early] + between
-    module, read, copies = _extract(backward, graph, made, ())
+    outputs = [results[n] for n in early] + between
+    module, read, copies = _extract(backward, graph, outputs, ())
     other, read_later, _ = _extract(backward, graph, [results[n] for n in late], crossing)
     place = {node: number for number, node in enumerate(inputs)}
     return Halves(
-        module if made else None,
+        module if outputs else None,
         tuple(place[n] for n in read),
         tuple(early),
         tuple(copies[n] for n in between),
@@ -92,7 +94,7 @@ def split_backward(
 def _divide_convolutions(graph: fx.Graph) -> None:
     """Make two ops of each convolution's backward: the input's gradient, and those of weight and bias.
 
-    The second asks the weight for nothing but its shape.
+    The second needs nothing of the weight but its shape, and gets an empty tensor.
     """
     for node in graph.find_nodes(op="call_function", target=aten.convolution_backward.default):
         grad, x, weight, *rest, mask = node.args
@@ -120,23 +122,26 @@ def _divide_convolutions(graph: fx.Graph) -> None:
 
 
 def _find_first(graph: fx.Graph, of_leaves: Sequence[bool], leaves: Set[fx.Node]) -> set[fx.Node]:
-    """Return what the first half is made of: what cotangents rest on, what reads a leaf, and gradients that
-    take no product beyond these."""
+    """Return the nodes of the first half.
+
+    They are the nodes that cotangents depend on, those that read a leaf, and those of gradients that take no
+    further product.
+    """
     results = graph.output_node().args[0]
-    first = _ancestors(r for r, leaf in zip(results, of_leaves, strict=True) if not leaf)
-    on_leaves = _rest_on(graph, leaves)
+    first = _find_ancestors(r for r, leaf in zip(results, of_leaves, strict=True) if not leaf)
+    on_leaves = _find_resting(graph, leaves)
     readers = [n for n in graph.nodes if n.op == "call_function" and n not in on_leaves]
-    first |= _ancestors(n for n in readers if not on_leaves.isdisjoint(n.all_input_nodes))
+    first |= _find_ancestors(n for n in readers if not on_leaves.isdisjoint(n.all_input_nodes))
     for result, leaf in zip(results, of_leaves, strict=True):
         if leaf and result not in first:
-            own = _ancestors([result]) - first
+            own = _find_ancestors([result]) - first
             first |= own if result in on_leaves or not any(map(_is_product, own)) else set()
-    # One op of several results stays whole: what crosses is a tensor.
+    # An op of several results stays with these, since only tensors cross.
     return first | {n for n in graph.nodes if n.target is operator.getitem and n.args[0] in first}
 
 
-def _rest_on(graph: fx.Graph, leaves: Set[fx.Node]) -> set[fx.Node]:
-    """Return the leaves, and what rests on them alone."""
+def _find_resting(graph: fx.Graph, leaves: Set[fx.Node]) -> set[fx.Node]:
+    """Return the leaves, and the nodes that depend on leaves alone."""
     found = set(leaves)
     for node in graph.nodes:
         if node.op == "call_function" and node.all_input_nodes and found.issuperset(node.all_input_nodes):
@@ -144,8 +149,8 @@ def _rest_on(graph: fx.Graph, leaves: Set[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Return nodes with all that they rest on."""
+def _find_ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Return nodes with all nodes that they depend on."""
     found, stack = set[fx.Node](), list(nodes)
     while stack:
         node = stack.pop()
@@ -156,9 +161,12 @@ def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def _cut(graph: fx.Graph, second: Set[fx.Node], leaves: Set[fx.Node], on_hand: Set[fx.Node]) -> list[fx.Node]:
-    """Return what the second half reads: the fewest bytes from which it can be made by cheap ops, of as many
-    bytes those from which the fewest of these are run again, and no views of what is there."""
-    on_leaves = _rest_on(graph, leaves)
+    """Return the values that the second half reads.
+
+    They are the fewest bytes from which it can be made by cheap ops. Among cuts of equally many bytes it is
+    the one that runs the fewest ops again; and no view of a value that is there is read.
+    """
+    on_leaves = _find_resting(graph, leaves)
     edges: list[Edge] = []
     seen, stack = set[fx.Node](), []
 
@@ -188,7 +196,7 @@ def _cut(graph: fx.Graph, second: Set[fx.Node], leaves: Set[fx.Node], on_hand: S
 
 
 def _bytes(node: fx.Node) -> float | None:
-    """Return how many bytes a node's value has; None: several values, which do not cross."""
+    """Return the bytes of a node's value, as a price; None for several values, which do not cross."""
     value = node.meta.get("val")
     if not isinstance(value, Tensor):
         return None
@@ -197,7 +205,7 @@ def _bytes(node: fx.Node) -> float | None:
 
 
 def _is_product(node: fx.Node) -> bool:
-    """Say whether an op takes the time of a product: it is one, or somebody's own op."""
+    """Return whether an op takes the time of a product: it is one, or somebody's custom op."""
     packet = getattr(node.target, "overloadpacket", None)
     if packet is None:
         return False
@@ -206,14 +214,14 @@ def _is_product(node: fx.Node) -> bool:
 
 @cache
 def _known_ops() -> Any:
-    """Return what torch's own partitioner holds for views, and for ops that may run a second time."""
+    """Return the lists of torch's partitioner: the views, and the ops that may run a second time."""
     from torch._functorch.partitioners import get_default_op_list
 
     return get_default_op_list()
 
 
 def _is_cheap(node: fx.Node) -> bool:
-    """Say whether an op may run a second time: a view, or one by elements, which sums nothing up."""
+    """Return whether an op may run a second time: it is a view, or elementwise, and sums nothing up."""
     known = _known_ops()
     if node.op != "call_function" or not (known.is_recomputable(node) or known.is_view(node)):
         return False
@@ -231,7 +239,7 @@ def _extract(
     Args:
         given: nodes besides placeholders that are inputs; these come last.
     """
-    made = fx.Graph()
+    extracted = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     stops = set(given)
     needed, stack = set[fx.Node](), list(results)
@@ -243,10 +251,10 @@ def _extract(
     read = [n for n in graph.nodes if n.op == "placeholder" and n in needed]
     read += [n for n in graph.nodes if n.op != "placeholder" and n in needed and n in stops]
     for node in read:
-        copies[node] = made.placeholder(node.name)
+        copies[node] = extracted.placeholder(node.name)
         copies[node].meta = dict(node.meta)
     for node in graph.nodes:
         if node in needed and node not in copies:
-            copies[node] = made.node_copy(node, copies.__getitem__)
-    made.output(tuple(copies[n] for n in results))
-    return fx.GraphModule(root, made), read, copies
+            copies[node] = extracted.node_copy(node, copies.__getitem__)
+    extracted.output(tuple(copies[n] for n in results))
+    return fx.GraphModule(root, extracted), read, copies

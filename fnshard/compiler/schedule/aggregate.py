@@ -23,19 +23,19 @@ def aggregate(
     mesh: Mesh,
     rows: int,
 ) -> tuple[tuple[Bucket, ...], list[Instruction], list[Instruction]]:
-    """All written leaves, in at most three sums over ranks: of float32, float64 and integers.
+    """Aggregate all written leaves, in at most three sums over ranks: of float32, float64 and integers.
 
     Args:
-        written: by path, this rank's new value.
-        alike: leaves whose new value all ranks compute alike: but for "sum", nothing is sent of them.
-        rows: of this rank's batch.
+        written: this rank's new values, by path.
+        alike: the leaves whose new value all ranks compute alike: they are not sent, unless they are summed.
+        rows: the number of rows of this rank's batch.
 
     Returns:
         Buckets, issues and stores. Issues stand after the last forward, stores after the last backward, which
         reads old values.
 
     Raises:
-        SpecError: a leaf whose dtype has no such aggregation.
+        SpecError: a leaf's dtype has no such aggregation.
     """
     ranks = mesh.data_size
     if not written:
@@ -67,7 +67,7 @@ def aggregate(
 
 
 def _wire_dtype(spec: LayoutSpec) -> torch.dtype:
-    """Wide enough for the sum, and for any value alone."""
+    """Return a dtype that is wide enough for the sum, and for any single value."""
     dtype = spec.compute_dtype
     if not dtype.is_floating_point:
         return torch.int64
@@ -75,6 +75,7 @@ def _wire_dtype(spec: LayoutSpec) -> torch.dtype:
 
 
 def _check(sent: Mapping[str, LayoutSpec]) -> None:
+    """Refuse leaves whose dtype has no such aggregation: a mean of integers, a sum of booleans."""
     wrong = [
         f"params[{p!r}], {s.aggregated!r} of {s.compute_dtype}"
         for p, s in sent.items()

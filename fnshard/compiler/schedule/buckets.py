@@ -26,7 +26,8 @@ ALIGN_BYTES = 128
 class Piece:
     """One leaf's place in a bucket: full shape, padded block shape, offset in elements.
 
-    `slot`: the name of one of several values of the leaf, where an update sends these.
+    Args:
+        slot: the name of one of the leaf's values, where an update sends several.
     """
 
     path: str
@@ -38,18 +39,22 @@ class Piece:
 
     @property
     def key(self) -> str | tuple[str, str]:
-        """What its tensor is called among those of a bucket: the path, of a slot both."""
+        """The key of its tensor among those of a bucket: the path, or the path and the slot."""
         return (self.path, self.slot) if self.slot else self.path
 
     @property
     def numel(self) -> int:
-        """Elements of the padded block."""
+        """The number of elements of the padded block."""
         return math.prod(self.block)
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """One collective: leaves of `unit` exchanged over `axes` as `dtype`. `numel`: of one rank's row."""
+    """The leaves of `unit` that one collective exchanges over `axes` as `dtype`.
+
+    Args:
+        numel: the number of elements of one rank's row.
+    """
 
     name: str
     unit: str
@@ -60,12 +65,12 @@ class Bucket:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """The leaves in it."""
+        """The paths of the leaves in it."""
         return tuple(dict.fromkeys(p.path for p in self.pieces))
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one rank's row on the wire."""
+        """The bytes of one rank's row on the wire."""
         return self.numel * self.dtype.itemsize
 
 
@@ -77,12 +82,12 @@ def make_buckets(
     purpose: str,
     apart: Callable[[LayoutSpec], object] = lambda spec: None,
 ) -> tuple[Bucket, ...]:
-    """Group leaves by (unit, axes, dtype), in order of the tree.
+    """Group leaves by (unit, axes, dtype), in the order of the tree.
 
     Args:
-        layout, dtype: which of a spec's layouts and dtypes travel.
-        purpose: first part of the buckets' names ("gather", "reduce", ...).
-        apart: leaves for which this differs do not share a bucket either.
+        layout, dtype: functions that choose the layout and the dtype of a spec that travel.
+        purpose: the first part of the buckets' names ("gather", "reduce", ...).
+        apart: a function of a spec; leaves for which it differs do not share a bucket either.
     """
     groups: dict[tuple[str, tuple[str, ...], torch.dtype, object], list[str]] = {}
     for path, spec in specs.items():
@@ -90,22 +95,22 @@ def make_buckets(
         groups.setdefault(key, []).append(path)
     out: list[Bucket] = []
     for (unit, axes, wire, _), paths in groups.items():
-        pieces, numel = _place({p: specs[p] for p in paths}, mesh, layout, wire)
-        name = _unused(f"{purpose}/{unit}", {b.name for b in out})
+        pieces, numel = _place_leaves({p: specs[p] for p in paths}, mesh, layout, wire)
+        name = _choose_name(f"{purpose}/{unit}", {b.name for b in out})
         out.append(Bucket(name, unit, axes, wire, pieces, numel))
     return tuple(out)
 
 
-def _unused(name: str, taken: set[str]) -> str:
-    """`name`, or the first of `name:1`, `name:2`, ... that no other bucket has."""
+def _choose_name(name: str, taken: set[str]) -> str:
+    """Return `name`, or the first of `name:1`, `name:2`, ... that no other bucket has."""
     return next(n for n in (name, *(f"{name}:{i}" for i in range(1, len(taken) + 2))) if n not in taken)
 
 
-def _place(
+def _place_leaves(
     specs: Mapping[str, LayoutSpec], mesh: Mesh, layout: Callable[[LayoutSpec], P], dtype: torch.dtype
 ) -> tuple[tuple[Piece, ...], int]:
     blocks = [block_shape(spec.shape, layout(spec), mesh) for spec in specs.values()]
-    starts, total = _aligned([math.prod(b) for b in blocks], dtype)
+    starts, total = _align([math.prod(b) for b in blocks], dtype)
     pieces = tuple(
         Piece(path, spec.shape, layout(spec), block, start)
         for (path, spec), block, start in zip(specs.items(), blocks, starts, strict=True)
@@ -114,24 +119,36 @@ def _place(
 
 
 def gradient_axes(bucket: Bucket, specs: Mapping[str, LayoutSpec], axes: Sequence[str]) -> tuple[str, ...]:
-    """Return those of `axes`, over which gradients are summed, that sum the bucket's: none that splits its
-    leaves while they compute, and not the pipeline where one stage alone has them."""
+    """Return the axes over which a bucket's gradients are summed.
+
+    No axis that splits its leaves while they compute is among them, nor the pipeline where one stage alone
+    has the leaves.
+
+    Args:
+        axes: all axes over which gradients are summed.
+    """
     spec = specs[bucket.paths[0]]
     apart = (*spec.compute.axes, *(() if spec.chunk == "all" else (PIPELINE,)))
     return tuple(a for a in axes if a not in apart)
 
 
-def summed_whole(bucket: Bucket, specs: Mapping[str, LayoutSpec], axes: Sequence[str]) -> tuple[str, ...]:
-    """Those of `axes`, over which gradients are summed, whose ranks then have the same.
+def replica_axes(bucket: Bucket, specs: Mapping[str, LayoutSpec], axes: Sequence[str]) -> tuple[str, ...]:
+    """Return the axes along which ranks hold replicas of a bucket's summed gradients.
 
-    That is no axis of the bucket, and none that splits its leaves while they compute.
+    No axis of the bucket is among them, and none that splits its leaves while they compute.
+
+    Args:
+        axes: all axes over which gradients are summed.
     """
     return tuple(a for a in gradient_axes(bucket, specs, axes) if a not in bucket.axes)
 
 
 def end_to_end(bucket: Bucket, mesh: Mesh) -> bool:
-    """Whether each leaf is the blocks of the bucket's ranks one after another, and a row blocks without gaps:
-    a collective can then read and write leaves where they lie."""
+    """Return whether a collective can read and write the leaves where they lie.
+
+    It can where each leaf is the blocks of the bucket's ranks one after another, and a row is blocks without
+    gaps.
+    """
     ranks = mesh.axes_size(bucket.axes)
     split = all(p.layout.axes == p.layout.entries(0) == bucket.axes for p in bucket.pieces)  # none is Fused
     whole = all(math.prod(p.shape) == ranks * p.numel for p in bucket.pieces)
@@ -139,16 +156,17 @@ def end_to_end(bucket: Bucket, mesh: Mesh) -> bool:
 
 
 def leaf_runs(bucket: Bucket) -> tuple[list[tuple[int, int]], int]:
-    """Where its full leaves lie when they share one memory, (start, length) in elements; of how many."""
+    """Return where a bucket's full leaves lie when they share one memory: (start, length) of each in
+    elements, and the total."""
     sizes = [math.prod(p.shape) for p in bucket.pieces]
-    starts, total = _aligned(sizes, bucket.dtype)
+    starts, total = _align(sizes, bucket.dtype)
     return list(zip(starts, sizes, strict=True)), total
 
 
-def _aligned(sizes: Sequence[int], dtype: torch.dtype) -> tuple[list[int], int]:
-    """Starts of runs of these sizes, each at a multiple of 128 bytes, and where the next one would start.
+def _align(sizes: Sequence[int], dtype: torch.dtype) -> tuple[list[int], int]:
+    """Return the starts of runs of these sizes, each at a multiple of 128 bytes, and the start of the next.
 
-    What is shorter than 128 bytes ends where it ends: a scalar is no reason to send so many.
+    Runs that are together shorter than 128 bytes are not padded: a scalar is no reason to send so many.
     """
     step = max(1, ALIGN_BYTES // dtype.itemsize)
     starts, at, end = [], 0, 0
@@ -159,7 +177,7 @@ def _aligned(sizes: Sequence[int], dtype: torch.dtype) -> tuple[list[int], int]:
     return starts, at if end > step else end
 
 
-Part = tuple[str, tuple[int, ...], P]  # one value of a leaf's stack: its name, full shape, layout
+Part = tuple[str, tuple[int, ...], P]  # one value of a leaf that is stacked: its name, full shape, layout
 
 
 def stack_buckets(
@@ -170,16 +188,20 @@ def stack_buckets(
     specs: Mapping[str, LayoutSpec],
     mesh: Mesh,
 ) -> dict[str, list[tuple[Bucket, Bucket]]]:
-    """Spread leaves that are computed whole over ranks: what travels there and back, by the reduced bucket
-    after which all of it is there.
+    """Spread leaves that are computed whole over ranks, and return the buckets that travel there and back.
 
-    Each of n ranks takes one of n leaves of one form; as many such groups as there are travel together. What
-    is left at the end is spread over the ranks as evenly as it can be: a rank's row may have gaps.
+    Each of n ranks takes one of n leaves of one form; as many such groups as there are travel together.
+    Leaves that are left at the end are spread over the ranks as evenly as possible: a rank's row may have
+    gaps.
 
     Args:
-        reduced: in the order in which their gradients arrive.
-        parts, dtypes: by path, of what is sent to the rank that computes a leaf, and of what it sends back.
-        axes: by path, whose ranks share the work.
+        reduced: the reduced buckets, in the order in which their gradients arrive.
+        parts, dtypes: by path, the values and the dtypes of what is sent to the rank that computes a leaf,
+            and of what it sends back.
+        axes: by path, the axes whose ranks share the work.
+
+    Returns:
+        Pairs of buckets, by the reduced bucket after which all that they send is there.
     """
     waiting: dict[Any, dict[Any, list[str]]] = {}  # by what travels together, then by form
     out: dict[str, list[tuple[Bucket, Bucket]]] = {}
@@ -192,8 +214,8 @@ def stack_buckets(
             waiting.setdefault(together, {}).setdefault(form, []).append(path)
         for (over, (there, back), _), forms in waiting.items():
             n, last = mesh.axes_size(over), bucket is reduced[-1]
-            rows: list[list[tuple[str, Any]]] = [[] for _ in range(n)]  # of each rank: paths and their forms
-            turn = 0
+            rows: list[list[tuple[str, Any]]] = [[] for _ in range(n)]  # for each rank, paths and their forms
+            turn = 0  # the rank that takes the next leaf, so that those with gaps differ
             for form, paths in forms.items():
                 while len(paths) >= n or (last and paths):
                     some = [paths.pop(0) for _ in range(min(n, len(paths)))]
@@ -204,23 +226,23 @@ def stack_buckets(
                         row.append((path, form))
             if rows[0]:
                 names = {b.name for some in out.values() for pair in some for b in pair}
-                name = _unused(bucket.name.replace("reduce", "stack", 1), names)
+                name = _choose_name(bucket.name.replace("reduce", "stack", 1), names)
                 pair = [
-                    _stacked(f"{name}{mark}", bucket.unit, over, dtype, rows, mesh, side)
+                    _make_stack(f"{name}{mark}", bucket.unit, over, dtype, rows, mesh, side)
                     for side, (mark, dtype) in enumerate((("", there), (" back", back)))
                 ]
                 out.setdefault(bucket.name, []).append((pair[0], pair[1]))
     return out
 
 
-def _stacked(
+def _make_stack(
     name: str, unit: str, axes: tuple[str, ...], dtype: torch.dtype,
     rows: Sequence[Sequence[tuple[str, Any]]], mesh: Mesh, side: int,
 ) -> Bucket:  # fmt: skip
     """Return the bucket of what goes to each rank's row of leaves (side 0), or comes back (1)."""
     values = [[(path, part) for path, form in row for part in form[side]] for row in rows]
     blocks = [block_shape(shape, layout, mesh) for _, (_, shape, layout) in values[0]]
-    starts, numel = _aligned([math.prod(b) for b in blocks], dtype)
+    starts, numel = _align([math.prod(b) for b in blocks], dtype)
     pieces = tuple(
         Piece(path, shape, layout, block, owner * numel + start, slot)
         for owner, row in enumerate(values)
@@ -231,7 +253,7 @@ def _stacked(
 
 
 def row_of_rank(bucket: Bucket, place: int, ranks: int) -> Bucket:
-    """The leaves that one of the ranks owns, in its row."""
+    """Return the bucket of the leaves that one of the ranks owns, in its row."""
     numel = bucket.numel // ranks
     mine = [p for p in bucket.pieces if p.offset // numel == place]
     return replace(
@@ -240,13 +262,16 @@ def row_of_rank(bucket: Bucket, place: int, ranks: int) -> Bucket:
 
 
 def common_dtype(dtypes: Sequence[torch.dtype]) -> torch.dtype:
-    """Return what values of these dtypes travel as together: integers lose nothing next to numbers
-    of 32 bits."""
+    """Return the dtype in which values of these dtypes travel together.
+
+    fp32 holds no integers of 32 bits, so that these travel in fp64 beside floats.
+    """
     wide = functools.reduce(torch.promote_types, dtypes)
     mixed = wide.is_floating_point and not all(dtype.is_floating_point for dtype in dtypes)
     return torch.float64 if mixed and {torch.int32, torch.int64} & {*dtypes} else wide
 
 
 def wire_dtype(spec: LayoutSpec) -> torch.dtype:
-    """What a gathered leaf travels as: its own choice, or the narrower of storage and compute."""
+    """Return the dtype in which a gathered leaf travels: its spec's choice, or the narrower of storage and
+    compute."""
     return spec.wire_dtype or min(spec.storage_dtype, spec.compute_dtype, key=lambda d: d.itemsize)

@@ -1,4 +1,4 @@
-"""Build: Segments and Kernels -> the plainest right Schedule; passes make it fast.
+"""Build: it makes of Segments and Kernels the plainest right Schedule; passes make it fast.
 
 Every segment gathers what it reads right before it runs, forward and backward; every reduction is
 waited for at once; all updates come at the end. The chain rule across segments is plain reverse
@@ -6,8 +6,8 @@ accumulation, written out. `tasks` says in which order micro-batches run; where 
 stretch of the program in one round, they share what it gathers, and its gradients are reduced once.
 
 In a pipeline there is a schedule for each stage. Each is written by walking through the tasks of all stages
-in their one order: the stage's own are written out, with what they send; behind another's task stands the
-Recv of what that sends here. What is received is waited for where it is read first.
+in their one order. The stage's own tasks are written out, with what they send. Behind the task of another
+stage stands the Recv of what that sends here; it is waited for where it is read first.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from fnshard.compiler.kernels.segments import Exchanged, Segment, Segments, Way,
 from fnshard.compiler.schedule.aggregate import aggregate
 from fnshard.compiler.schedule.buckets import (
     Bucket,
+    Part,
     common_dtype,
     make_buckets,
+    replica_axes,
     stack_buckets,
-    summed_whole,
     wire_dtype,
 )
 from fnshard.compiler.schedule.instructions import (
@@ -54,7 +55,7 @@ from fnshard.compiler.schedule.instructions import (
     Zeros,
 )
 from fnshard.compiler.schedule.instructions.exchange import exchange
-from fnshard.compiler.schedule.instructions.kernels import added
+from fnshard.compiler.schedule.instructions.kernels import add_part
 from fnshard.compiler.schedule.ir import Schedule, with_wait
 from fnshard.compiler.schedule.stages import Crossing, StagePlan, one_stage
 from fnshard.compiler.schedule.tasks import MicroOrder, Round, Task, order_tasks
@@ -69,28 +70,29 @@ AccumulateMode = Literal["reduce", "local"]
 _SCALARS_FLIGHT = ValueName(Kind.FLIGHT, "scalars")
 
 
-Made = Mapping[ValueName, Set[str]]  # what an update has made: by the line's result, the values in it
+Made = Mapping[ValueName, Set[str]]  # by the result of each line of an update, the names of the values in it
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a step does besides running `fn`.
+    """The part of a step that does not come from `fn`.
 
     Args:
-        accumulate: micro-batches in one step.
+        accumulate: the number of micro-batches in one step.
         accumulate_mode: "reduce" each micro-batch's gradients into the sharded accumulator, or
             accumulate "local" full gradients and reduce once.
         micro_order: "depth", or "breadth", which accumulates locally whatever `accumulate_mode` says, or, in
             a pipeline, "zero_bubble".
-        update: run the optimizer (else return the gradients).
-        norms: reduce squared norms with the scalars.
-        scalars: how many numbers ride on ReduceScalars besides what `fn` returns.
-        barrier: something global that is made of gradients (a norm, an overflow flag) stands between the
-            last of them and the first update.
+        update: whether to run the optimizer; if not, the step returns the gradients.
+        norms: whether to reduce squared norms with the scalars.
+        barrier: whether something global that is made of gradients (a norm, an overflow flag) stands between
+            the last of them and the first update.
+        counted: whether updates need the scalars of the forward (a Mean's count). These are then summed
+            before the backward, so that updates stay in it.
         families: by path, how each leaf that trains is updated.
-        rows: of this rank's batch, by which the new values of buffers are averaged.
-        counted: updates need the scalars of the forward (a Mean's count), which are summed before the
-            backward, so that updates stay in it.
+        scalars: the number of numbers that ride on ReduceScalars besides what `fn` returns.
+        differentiate: whether there is a backward; False is a forward alone.
+        rows: the number of rows of this rank's batch, which weight it in averages of buffers.
     """
 
     accumulate: int = 1
@@ -107,11 +109,11 @@ class Plan:
 
     @property
     def apart(self) -> bool:
-        """Whether gradients of leaves are made by kernels of their own."""
+        """Whether separate kernels make the gradients of leaves."""
         return self.differentiate and self.micro_order == "zero_bubble"
 
     def for_program(self, program: Program) -> Plan:
-        """The same, completed by what `fn` returns."""
+        """Return a copy with the fields that depend on `fn`'s outputs filled in."""
         counted = self.update and program.outputs.count is not None
         return replace(
             self,
@@ -132,32 +134,32 @@ def build(
     stage: int = 0,
     tasks: Sequence[Task] = (),
 ) -> Schedule:
-    """Return the plain schedule of one step, of one stage of it in a pipeline.
+    """Return the plain schedule of one step; in a pipeline, that of one stage.
 
     Args:
-        kernels: of each segment.
-        stages: how stages share the program, see `plan_stages`; None where one runs all of it.
-        stage: which one's schedule.
-        tasks: of all stages of a pipeline, in the order in which they run.
+        kernels: the kernel of each segment.
+        stages: how stages share the program, see `plan_stages`; None where one stage runs all of it.
+        stage: the stage whose schedule it is.
+        tasks: the tasks of all stages of a pipeline, in the order in which they run.
     """
     stages = stages or one_stage(segments)
     if stages.stages > 1:
-        # Ranks of all stages meet in the sums of scalars: they stand at the end, in one order, as do updates
-        # that read them.
+        # Ranks of all stages meet in the sums of scalars. These stand at the end, in one order, and so do
+        # updates that read them.
         plan = replace(plan, barrier=plan.barrier or plan.counted, counted=False)
     b = _Builder(segments, kernels, outputs, specs, mesh, plan, stages, stage, tasks)
     for each in b.rounds:
         b.held = {} if len(each) > 1 else None
         for task in each:
             b.write(task)
-    b.receive_results()
+    b.wait_for_results()
     if plan.differentiate:
         b.finish()
-    return b.schedule()
+    return b.make_schedule()
 
 
 def find_active(segments: Segments, kernels: Sequence[Kernel], outputs: Outputs) -> set[int]:
-    """Return the segments whose backward runs: some output of theirs reaches the loss."""
+    """Return the segments whose backward runs, since some output of theirs reaches the loss."""
     exchanges, reached = segments.exchanges_after(), {segments.results[outputs.loss]}
     active: set[int] = set()
     for segment in reversed(segments.segments):
@@ -171,13 +173,19 @@ def find_active(segments: Segments, kernels: Sequence[Kernel], outputs: Outputs)
     return active
 
 
-def read_of(made: Made, values: Set[str]) -> Names:
+def find_results(made: Made, values: Set[str]) -> Names:
     """Return the results that hold some of these values."""
     return tuple(name for name, own in made.items() if own & values)
 
 
 @dataclass
 class _Builder:
+    """A walk through the tasks of a step that writes the lines of one stage.
+
+    `__post_init__` derives what does not change: the stage's specs and segments, its buckets, and the place
+    at which each bucket is reduced. Attributes that the walk changes stand at its end.
+    """
+
     segments: Segments
     kernels: Sequence[Kernel]
     outputs: Outputs
@@ -190,12 +198,17 @@ class _Builder:
     lines: list[Instruction] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        # The leaves of this stage: `whole` has their specs, and `specs` those of the parts that a rank
+        # computes with.
         self.summed = summed_axes(self.specs.values(), self.mesh)
         self.whole = {p: s for p, s in self.specs.items() if stage_of(s, self.mesh) in (None, self.stage)}
         self.specs = {p: s.local(self.mesh) for p, s in self.whole.items()}
         self.piped = self.stages.stages > 1
         stage_by = self.stages.stage_of
         self.own = [s for s in self.segments.segments if stage_by[s.index] == self.stage]
+
+        # Buckets: of leaves that are gathered or cast, of gradients, and of leaves that are stored whole and
+        # updated in blocks.
         read = {p for s in self.own for p in s.leaves}
         moved = {p: s for p, s in self.specs.items() if p in read and not self._is_alias(p)}
         trained = {p: s for p, s in self.specs.items() if s.trainable}
@@ -225,72 +238,77 @@ class _Builder:
             published, self.mesh, lambda s: s.optimizer, lambda s: s.storage_dtype, "publish", self.chunk
         )
         self.gather_of = {p: b for b in self.gathers for p in b.paths}
+
+        # Leaves that `fn` writes to: the names of their new values, and the sums over ranks of the last ones.
         self.written = {self.segments.results[i]: p for p, i in self.outputs.writes.items()}
         here = {n: p for n, p in self.written.items() if p in self.specs}
         last = {p: self.value(n, self.plan.accumulate - 1) for n, p in here.items()}
         self.aggregated, self.aggregations, self.stores = aggregate(
             last, self.segments.alike, self.specs, self.mesh, self.plan.rows
         )
+        # The backward: which segments have one, behind which of them the gradients of each bucket are
+        # complete, and the order in which these arrive.
         self.exchanges = self.segments.exchanges_after()
         self.active = (
             find_active(self.segments, self.kernels, self.outputs) if self.plan.differentiate else set()
         )
-        self.complete = self._completion()
+        self.complete = self._find_completion()
         self.arriving = sorted(self.reduces, key=lambda b: -(self.complete[b.name] or 0))
-        self.stacks = self._stacks()
-        self.reduced: dict[str, ValueName] = {}
-        self.sent: dict[str, Made] = {}  # by path, what is made of a leaf before it is computed whole
-        self.local: dict[str, ValueName] = {}
-        self.tangents: dict[int, dict[ValueName, ValueName]] = {}  # by micro-batch
-        # By micro-batch and path, what is not summed yet.
-        self.gradients: dict[int, dict[str, ValueName]] = {}
-        self.held: dict[str, dict[str, ValueName]] | None = None  # by bucket, what this round has gathered
-        self.sending: list[Wait] = []  # for what the last task of this stage has sent
-        self.coming: dict[ValueName, Wait] = {}  # what was sent here and is not waited for
-        # By micro-batch and value, cotangents that other stages have sent.
-        self.arriving_tangents: dict[tuple[int, ValueName], list[ValueName]] = {}
-        self.rounds = self._rounds()
+        self.stacks = self._make_stacks()
+        self.rounds = self._order_rounds()
 
-    def _rounds(self) -> list[Round]:
-        """Return the tasks of the step, of all stages."""
+        # What changes as tasks are written out.
+        self.reduced: dict[str, ValueName] = {}  # the sum over ranks of each bucket's gradients
+        self.local: dict[str, ValueName] = {}  # this rank's own sum over micro-batches, by bucket
+        self.sent: dict[str, Made] = {}  # by path, values of an update before the leaf is computed whole
+        self.tangents: dict[int, dict[ValueName, ValueName]] = {}  # by micro-batch
+        self.gradients: dict[int, dict[str, ValueName]] = {}  # by micro-batch and path, those not yet summed
+        # The leaves that a round of several tasks has gathered, by bucket.
+        self.held: dict[str, dict[str, ValueName]] | None = None
+        self.sending: list[Wait] = []  # the waits for what the last task of this stage has sent
+        # The waits for what other stages have sent here and nothing has read.
+        self.coming: dict[ValueName, Wait] = {}
+        # Cotangents that other stages have sent and nothing has added up, by micro-batch and value.
+        self.arriving_tangents: dict[tuple[int, ValueName], list[ValueName]] = {}
+
+    def _order_rounds(self) -> list[Round]:
+        """Return the tasks of the step, of all stages, in rounds."""
         if self.piped:
             return [(task,) for task in self.tasks]
-        plan, made = self.plan, {n: s.index for s in self.segments.segments for n in s.outputs}
-        made |= {e.received: e.after for e in self.segments.exchanges}
-        written = [(path, made[name]) for name, path in self.written.items() if name in made]
+        plan, maker = self.plan, {n: s.index for s in self.segments.segments for n in s.outputs}
+        maker |= {e.received: e.after for e in self.segments.exchanges}
+        written = [(path, maker[name]) for name, path in self.written.items() if name in maker]
         return order_tasks(
             self.segments.segments, written, plan.accumulate, plan.micro_order, plan.differentiate
         )
 
-    def _stacks(self) -> dict[str, list[tuple[Bucket, Bucket]]]:
-        """Return what goes to the ranks that compute whole leaves and back, by the last reduced bucket."""
+    def _make_stacks(self) -> dict[str, list[tuple[Bucket, Bucket]]]:
+        """Return buckets that go to the ranks that compute whole leaves, and back; see `stack_buckets`."""
+
+        def describe(names: Sequence[str], side: Stack) -> list[Part]:
+            layouts = [layout.contiguous for layout in side.layouts]
+            return list(zip(names, side.shapes, layouts, strict=True))
+
         parts, dtypes, axes = {}, {}, {}
         for path, family in self.families.items():
             there, back = stacks_of(family.derived)
             if there is not None:
-                sides = (there.sends, there), (back.receives, back)
-                parts[path] = tuple(
-                    [
-                        (name, shape, layout.contiguous)
-                        for name, shape, layout in zip(names, side.shapes, side.layouts, strict=True)
-                    ]
-                    for names, side in sides
-                )
-                dtypes[path] = tuple(common_dtype(side.dtypes) for _, side in sides)
+                parts[path] = describe(there.sends, there), describe(back.receives, back)
+                dtypes[path] = common_dtype(there.dtypes), common_dtype(back.dtypes)
                 axes[path] = there.axes
         return stack_buckets(self.arriving, parts, dtypes, axes, self.whole, self.mesh)
 
     @property
     def families(self) -> dict[str, Family]:
-        """Those of this stage's leaves."""
+        """The families of this stage's leaves, by path."""
         return {p: f for p, f in self.plan.families.items() if p in self.specs}
 
     def chunk(self, spec: LayoutSpec) -> object:
-        """What leaves of one bucket have in common in a pipeline."""
+        """Return the chunk of a leaf in a pipeline, which all leaves of a bucket have in common."""
         return spec.chunk if self.piped else None
 
     def _is_alias(self, path: str) -> bool:
-        """Whether the stored leaf is what `fn` sees: nothing to gather, nothing to cast."""
+        """Return whether `fn` sees the stored leaf itself: it is neither gathered nor cast."""
         spec = self.specs[path]
         return (
             spec.wire_dtype is None
@@ -298,8 +316,11 @@ class _Builder:
             and spec.compute_dtype == spec.storage_dtype
         )
 
-    def _completion(self) -> dict[str, int | None]:
-        """For each reduce bucket the segment whose backward makes its last gradient; None: never used."""
+    def _find_completion(self) -> dict[str, int | None]:
+        """Return, for each reduce bucket, the segment whose backward makes its last gradient.
+
+        It is None where the stage reads no leaf of the bucket.
+        """
         first: dict[str, int] = {}
         for segment in self.own:
             if segment.index in self.active:
@@ -319,7 +340,7 @@ class _Builder:
         return name if name.kind in (Kind.CONSTANT, Kind.AXIS) else name.of(self.index(micro))
 
     def index(self, micro: int) -> int | None:
-        """The micro-batch in names, where there are several."""
+        """Return the micro-batch as names have it: None where there is one alone."""
         return micro if self.plan.accumulate > 1 else None
 
     def unit(self, segment: Segment) -> str:
@@ -327,10 +348,10 @@ class _Builder:
 
     # -------------------------------------------------------------- leaves
     def fetch(self, segment: Segment, paths: Sequence[str], phase: str, micro: int) -> dict[str, ValueName]:
-        """Gather the buckets that hold `paths`, but for those that the round has gathered before; returns the
-        name each leaf goes by.
+        """Gather the buckets that hold `paths`, and return the name of each leaf.
 
-        Behind the first micro-batch, a leaf that `fn` writes to is what the micro-batch before has written.
+        Buckets that the round has gathered before are not gathered again. Behind the first micro-batch, a
+        leaf that `fn` writes to is what the micro-batch before has written.
         """
         version = f"{phase[0]}{micro}.{segment.index}"
         written = self.outputs.writes if micro else ()
@@ -353,16 +374,16 @@ class _Builder:
             gathered = dict(zip(bucket.paths, fresh, strict=True))
             if self.held is not None:
                 self.held[bucket.name] = gathered
-            names = gathered | names  # besides what is written
+            names = gathered | names  # names that are there stay: those of written leaves
         return names
 
     # -------------------------------------------------------------- stages
     def write(self, task: Task) -> None:
-        """Write out a task of this stage; of another, what it sends here."""
+        """Write out a task of this stage; for a task of another stage, receive what it sends here."""
         if task.stage != self.stage:
             self.receive(task)
             return
-        # What the task before has sent is on its way for a task by now.
+        # What the task before has sent travels while this one runs, and is waited for behind it.
         sent, self.sending = self.sending, []
         self.forward(task) if task.way is Way.FORWARD else self.backward(task)
         self.lines += sent
@@ -376,13 +397,13 @@ class _Builder:
                 for n in crossing.values:
                     self.settle(n, micro, self.unit(segment), phase)
                 names = tuple(self.tangents[micro][n] for n in crossing.values)
-            sent = self.end_of(Send, crossing, crossing.target, segment, micro, phase, reads=names)
+            sent = self.make_end(Send, crossing, crossing.target, segment, micro, phase, reads=names)
             self.sending += with_wait(sent)[1:]
             self.lines.append(sent)
 
     def receive(self, task: Task) -> None:
         """Make room for what a task of another stage sends here."""
-        if task.way is Way.WEIGHTS:  # it sends nothing
+        if task.way is Way.WEIGHTS:  # such a task sends nothing
             return
         micro = task.micro
         phase = self.phase("backward" if task.backward else "forward", micro)
@@ -398,15 +419,15 @@ class _Builder:
                     )
                     for n, tangent in zip(crossing.values, names, strict=True):
                         self.arriving_tangents.setdefault((micro, n), []).append(tangent)
-                come = self.end_of(Recv, crossing, crossing.source, segment, micro, phase)
+                come = self.make_end(Recv, crossing, crossing.source, segment, micro, phase)
                 self.lines.append(come)
                 self.coming |= dict.fromkeys(names, with_wait(come, *names)[1])
 
-    def end_of(
+    def make_end(
         self, kind: type[Send] | type[Recv], crossing: Crossing, stage: int, segment: Segment, micro: int,
         phase: str, reads: Names = (),
     ) -> Send | Recv:  # fmt: skip
-        """Return one end of a message."""
+        """Return one end of a message: a Send or a Recv, with `stage` at the other end."""
         values = tuple(self.value(n, micro) for n in crossing.values)
         if crossing.backward:
             values = tuple(ValueName(Kind.TANGENT, n.path, micro=self.index(micro)) for n in crossing.values)
@@ -420,23 +441,23 @@ class _Builder:
             if name in self.coming:
                 wait = self.coming[name]
                 self.lines.append(wait)
-                for made in wait.writes:
-                    del self.coming[made]
+                for arrived in wait.writes:
+                    del self.coming[arrived]
 
     def settle(self, name: ValueName, micro: int, unit: str, phase: str) -> None:
         """Add the cotangents that other stages have sent to this stage's own."""
         for tangent in self.arriving_tangents.pop((micro, name), ()):
             self.wait_for([tangent])
-            self.lines += added(self.tangents[micro], name, tangent, unit, phase)
+            self.lines += add_part(self.tangents[micro], name, tangent, unit, phase)
 
-    def receive_results(self) -> None:
-        """Wait for what `fn` returns and other stages have made; nothing is under way any more."""
+    def wait_for_results(self) -> None:
+        """Wait for values that `fn` returns and other stages have made, so that nothing is under way."""
         self.lines += self.sending
         self.wait_for(list(self.coming))
 
     # -------------------------------------------------------------- forward
-    def scales(self, phase: str) -> None:
-        """Of the leaves that are gathered in eight bits."""
+    def gather_scales(self, phase: str) -> None:
+        """Compute the scales of the leaves that are gathered in eight bits, if there are any."""
         paths = tuple(p for b in self.gathers for p in b.paths if self.specs[p].wire_dtype is not None)
         axes = self.mesh.ordered({a for p in paths for a in self.whole[p].storage.axes})
         if paths:
@@ -445,17 +466,20 @@ class _Builder:
             self.lines += with_wait(largest, SCALES)
 
     def forward(self, task: Task) -> None:
+        """Write out a forward: segments, exchanges, and messages to other stages."""
         micro, phase = task.micro, self.phase("forward", task.micro)
         if micro == 0 and task.segments[0] is self.own[0]:
-            self.scales(phase)
+            self.gather_scales(phase)
         for segment in task.segments:
             kernel = self.kernels[segment.index]
             names = self.fetch(segment, segment.leaves, phase, micro)
-            reads = tuple(self.read(n, names, micro) for n in segment.inputs)
+            reads = tuple(self.name_read(n, names, micro) for n in segment.inputs)
             self.wait_for(reads)
-            saved = self.saved(segment, micro) if segment.index in self.active else ()
+            saved = self.name_saved(segment, micro) if segment.index in self.active else ()
             writes = tuple(self.value(n, micro) for n in segment.outputs) + saved
-            unread = (ValueName(Kind.VALUE, f"_{n.path}", micro=n.micro) for n in self.saved(segment, micro))
+            unread = (
+                ValueName(Kind.VALUE, f"_{n.path}", micro=n.micro) for n in self.name_saved(segment, micro)
+            )
             writes += () if saved else tuple(unread)
             self.lines.append(
                 Run(
@@ -471,22 +495,26 @@ class _Builder:
         if task.is_last and task.segments[-1] is self.own[-1]:
             self.lines += self.aggregations
             if self.plan.differentiate and not self.scalars_late:
-                self.scalars_issue()
+                self.issue_scalars()
 
     @property
     def scalars_late(self) -> bool:
-        """Whether scalars are summed behind the last backward: they have norms, or stages meet there."""
+        """Whether scalars are summed behind the last backward, because of norms, or since stages meet
+        there."""
         return self.plan.barrier or self.plan.norms or self.piped
 
-    def read(self, name: ValueName, leaves: Mapping[str, ValueName], micro: int) -> ValueName:
+    def name_read(self, name: ValueName, leaves: Mapping[str, ValueName], micro: int) -> ValueName:
+        """Return the name by which a micro-batch reads a leaf or value of the program."""
         return leaves[name.path] if name.kind is Kind.LEAF else self.value(name, micro)
 
-    def saved(self, segment: Segment, micro: int) -> Names:
+    def name_saved(self, segment: Segment, micro: int) -> Names:
+        """Return the names of what a segment's forward saves for its backward."""
         count, index = len(self.kernels[segment.index].saved), self.index(micro)
         return tuple(ValueName(Kind.VALUE, f"x{segment.index}.{i}", micro=index) for i in range(count))
 
     # -------------------------------------------------------------- backward
     def backward(self, task: Task) -> None:
+        """Write out a backward, or one half of it, and the reductions of gradients that it completes."""
         micro, phase = task.micro, self.phase("backward", task.micro)
         loss = self.segments.results[self.outputs.loss]
         seeded = {loss: LOSS_TANGENT} if self.stages.home.get(loss, self.stage) == self.stage else {}
@@ -508,14 +536,15 @@ class _Builder:
             for bucket in done:
                 self.reduce(bucket, task, phase, grads)
             if done and self.plan.counted and task.is_last:
-                self.scalars_wait()
-        # Other chunks, or this one's weight gradients, will add to what is left: sum now, so that one full
-        # gradient lives, not one for each micro-batch.
+                self.wait_for_scalars()
+        # Other chunks, or this one's weight gradients, will add to what is left. It is summed now, so that
+        # one full gradient lives, not one for each micro-batch.
         if self.held is not None or self.accumulates:
             version = f"@{task.segments[0].index}" + ("" if makes_last else f".{task.way}")
             for bucket in self.reduces:
                 if not grads.keys().isdisjoint(bucket.paths):
                     self.accumulate(bucket, micro, phase, grads, version)
+        # Buckets of leaves that no kernel reads have gradients of zeros.
         if makes_last and task.is_last and task.segments[0] is self.own[0]:
             for bucket in [
                 b for b in self.reduces if self.complete[b.name] is None and not self.is_shared(b)
@@ -532,7 +561,7 @@ class _Builder:
         kernel = self.kernels[segment.index]
         half = kernel.halves[way]
         unit, index = self.unit(segment), self.index(micro)
-        saved = self.saved(segment, micro)
+        saved = self.name_saved(segment, micro)
         between = [
             ValueName(Kind.VALUE, f"w{segment.index}.{number}", micro=index)
             for number in range(len(kernel.between))
@@ -543,7 +572,7 @@ class _Builder:
         reads = []
         for ref in half.inputs:
             if ref.kind == "input":
-                reads.append(self.read(segment.inputs[ref.index], names, micro))
+                reads.append(self.name_read(segment.inputs[ref.index], names, micro))
             elif ref.kind == "output":
                 reads.append(self.value(segment.outputs[ref.index], micro))
             elif ref.kind == "saved":
@@ -551,7 +580,7 @@ class _Builder:
             elif ref.kind == "between":
                 reads.append(between[ref.index])
             else:
-                reads.append(self.tangent(segment, ref.index, unit, phase, micro, tangents))
+                reads.append(self.find_tangent(segment, ref.index, unit, phase, micro, tangents))
         writes, adds = [], []
         for name in [segment.inputs[number] for number in half.grads]:
             of_leaf = name.kind is Kind.LEAF
@@ -559,7 +588,7 @@ class _Builder:
             kind = Kind.GRADIENT if of_leaf else Kind.TANGENT
             fresh = ValueName(kind, name.path, f"@{segment.index}", micro=index)
             writes.append(fresh)
-            adds += added(known, key, fresh, unit, phase)
+            adds += add_part(known, key, fresh, unit, phase)
         writes += between if way is Way.BACKWARD else ()
         self.lines.append(
             Run(
@@ -572,13 +601,14 @@ class _Builder:
     def exchange_back(
         self, each: Exchanged, unit: str, phase: str, micro: int, tangents: dict[ValueName, ValueName]
     ) -> None:
-        """The dual: the cotangent of what was sent, of all ranks' cotangents of what was received."""
+        """Write out the dual of an exchange: it makes the cotangent of what was sent of all ranks' cotangents
+        of what was received."""
         if each.received in tangents and each.like.requires_grad:
             fresh = ValueName(Kind.TANGENT, each.sent.path, f"@{each.received}", micro=self.index(micro))
             lines = exchange(each, self.mesh, unit, phase, tangents[each.received], fresh, backward=True)
-            self.lines += [*lines, *added(tangents, each.sent, fresh, unit, phase)]
+            self.lines += [*lines, *add_part(tangents, each.sent, fresh, unit, phase)]
 
-    def tangent(
+    def find_tangent(
         self, segment: Segment, index: int, unit: str, phase: str, micro: int,
         tangents: dict[ValueName, ValueName],
     ) -> ValueName:  # fmt: skip
@@ -594,11 +624,11 @@ class _Builder:
     # -------------------------------------------------------------- gradients
     @property
     def accumulates(self) -> bool:
-        """Whether each rank sums gradients over micro-batches before ranks sum them."""
+        """Whether each rank sums its gradients over micro-batches before ranks sum them."""
         return self.plan.accumulate > 1 and (self.piped or self.plan.accumulate_mode == "local")
 
     def is_shared(self, bucket: Bucket) -> bool:
-        """Whether its leaves are of all stages, which meet to sum their gradients."""
+        """Return whether all stages have a bucket's leaves, and so meet to sum their gradients."""
         return self.piped and self.specs[bucket.paths[0]].chunk == "all"
 
     def reduce_shared(self) -> None:
@@ -613,8 +643,10 @@ class _Builder:
             self.reduced[bucket.name] = self.sum_over_ranks(bucket, phase, reads, paths, micro)
 
     def reduce(self, bucket: Bucket, task: Task, phase: str, grads: dict[str, ValueName]) -> None:
-        """Sum a bucket's gradients over ranks, once no segment adds to them; or keep them for micro-batches
-        that follow."""
+        """Sum a bucket's gradients over ranks, now that they are complete for a micro-batch.
+
+        Where each rank sums over micro-batches first, ranks sum behind the last one.
+        """
         micro, accumulated = task.micro, self.plan.accumulate > 1
         is_local = accumulated and (self.held is not None or self.accumulates)
         if is_local:
@@ -658,11 +690,13 @@ class _Builder:
     def sum_over_ranks(
         self, bucket: Bucket, phase: str, reads: Names, paths: tuple[str, ...], micro: int
     ) -> ValueName:
-        """ReduceScatter over the gradient's own axes, AllReduce over others that do not split the leaf.
+        """Reduce-scatter gradients over their own axes, and all-reduce over others that do not split the
+        leaf.
 
-        All ranks of a stage that reads no leaf of the bucket have zeros, for which other stages alone wait.
+        A stage that reads no leaf of the bucket has zeros: its ranks need no reduce-scatter among themselves,
+        and join the sum of all stages.
         """
-        rest = summed_whole(bucket, self.specs, self.summed)
+        rest = replica_axes(bucket, self.specs, self.summed)
         name = ValueName(Kind.REDUCED, bucket.name, micro=micro)
         flight = ValueName(Kind.FLIGHT, bucket.name, micro=micro)
         if not bucket.axes and not rest:
@@ -680,70 +714,77 @@ class _Builder:
         return name
 
     # -------------------------------------------------------------- the end of the step
-    def scalars_issue(self, norms: Names = ()) -> None:
+    def issue_scalars(self, norms: Names = ()) -> None:
+        """Write out the issue of the sum of scalars, with norms if there are any."""
         results = dict.fromkeys(self.segments.results[i] for i in self.outputs.summed)
         names = [n for n in results if self.stages.home.get(n, self.stage) == self.stage]
         reads = [self.value(n, m) for m in range(self.plan.accumulate) for n in names]
         self.lines.append(ReduceScalars("-", "update", (*reads, *norms), (_SCALARS_FLIGHT,)))
 
-    def scalars_wait(self) -> None:
-        """Once: after the first reduction, which leaves before the host blocks."""
+    def wait_for_scalars(self) -> None:
+        """Write out the Wait for scalars, once.
+
+        The first call comes behind the issue of the first reduction, which thus leaves before the host
+        blocks.
+        """
         wait = Wait("-", "update", (_SCALARS_FLIGHT,), (SCALARS,), of=ReduceScalars)
         if wait not in self.lines:
             self.lines.append(wait)
 
     def finish(self) -> None:
+        """Write out the end of a step that trains: shared gradients, buffers, norms, scalars, updates."""
         self.reduce_shared()
         self.lines += self.stores
         if self.scalars_late:
             norms = []
             for bucket in self.reduces if self.plan.norms else ():
                 reads, name = (self.reduced[bucket.name],), ValueName(Kind.NORMS, bucket.name)
-                same = self.mesh.axes_size(summed_whole(bucket, self.specs, self.summed))
+                same = self.mesh.axes_size(replica_axes(bucket, self.specs, self.summed))
                 self.lines.append(
                     Norms(bucket.unit, "update", reads, (name,), bucket=bucket.name, replicas=same)
                 )
                 norms.append(name)
-            self.scalars_issue(tuple(norms))
+            self.issue_scalars(tuple(norms))
         if self.plan.barrier or self.plan.counted:
-            self.scalars_wait()
+            self.wait_for_scalars()
         if self.plan.update:
-            self.updates()
-        self.scalars_wait()
+            self.write_updates()
+        self.wait_for_scalars()
 
-    def updates(self) -> None:
-        """Write out the optimizer: each bucket's leaves, those together whose updates exchange alike."""
+    def write_updates(self) -> None:
+        """Write out the optimizer, bucket by bucket; leaves whose updates exchange alike are updated
+        together."""
         for bucket in self.arriving:
             groups: dict[Any, list[str]] = {}
             for path in bucket.paths:
                 groups.setdefault(form_of(self.plan.families[path].derived), []).append(path)
             for number, paths in enumerate(groups.values()):
-                self.stretches(bucket, tuple(paths), number)
+                self.write_stretch(bucket, tuple(paths), number)
             for there, back in self.stacks.get(bucket.name, ()):
-                self.stack(there, back)
+                self.write_stack(there, back)
         for bucket in self.publishes:
             shards, flight = stored(bucket.paths), ValueName(Kind.FLIGHT, bucket.name)
             publish = Publish(bucket.unit, "update", shards, (flight,), bucket=bucket.name)
             self.lines += with_wait(publish, *shards)
 
-    def stretches(self, bucket: Bucket, paths: tuple[str, ...], group: int) -> None:
+    def write_stretch(self, bucket: Bucket, paths: tuple[str, ...], group: int) -> None:
         """Write out the updates of leaves of one form, up to where they are sent to be computed whole."""
         steps = self.plan.families[paths[0]].derived.steps
         end = next((i for i, step in enumerate(steps) if isinstance(step, Stack)), len(steps))
-        made = self.steps(bucket, paths, range(end), f"{group}", {self.reduced[bucket.name]: {GRAD}})
+        results = self.write_steps(bucket, paths, range(end), f"{group}", {self.reduced[bucket.name]: {GRAD}})
         if end < len(steps):
-            self.sent |= dict.fromkeys(paths, made)
+            self.sent |= dict.fromkeys(paths, results)
 
-    def steps(
+    def write_steps(
         self, bucket: Bucket, paths: tuple[str, ...], numbers: Sequence[int], group: str, made: Made
     ) -> Made:
-        """Write out some steps of leaves of one form.
+        """Write out some steps of the update of leaves of one form.
 
         Args:
-            made: what was made of the leaves before: by the line's result, the values in it.
+            made: the results of the lines before, with the values in them.
 
         Returns:
-            `made`, with what these steps have made.
+            `made`, with the results of these steps.
         """
         derived = {path: self.plan.families[path].derived for path in paths}
         where = {"unit": bucket.unit, "phase": "update", "bucket": bucket.name, "paths": paths}
@@ -754,7 +795,7 @@ class _Builder:
             if isinstance(step, Reduce):
                 sent = [derived[p].values[n] for p, each in own.items() for n in each.sends]
                 flight = ValueName(Kind.FLIGHT, bucket.name, f" {group}#{number}")
-                reads = read_of(made, {n for each in own.values() for n in each.sends})
+                reads = find_results(made, {n for each in own.values() for n in each.sends})
                 line = ReduceUpdate(
                     **where, reads=reads, writes=(flight,), axes=step.axes, how=step.how,
                     dtype=common_dtype([dtype for _, dtype in sent]),
@@ -768,18 +809,18 @@ class _Builder:
             flows = [flow_of(each, number) for each in derived.values()]
             commits = {n for flow in flows for n in flow.commits}
             keeps = {n for flow in flows for n in flow.keeps}
-            reads = read_of(made, {n for each in own.values() for n in each.reads} | commits | keeps)
+            reads = find_results(made, {n for each in own.values() for n in each.reads} | commits | keeps)
             writes = stored(paths) if UPDATE in commits else ()
             writes += slots(paths) if commits - {UPDATE} or writes else ()
             writes += (name,) if keeps else ()
-            if not writes:  # of leaves without numbers alone
+            if not writes:  # the leaves have no numbers
                 continue
             self.lines.append(
                 Update(
                     **where, reads=(*reads, *self.state_reads(paths)), writes=writes, number=number, work=own
                 )
             )
-            # The gradient may be scaled in place: who reads it later has a copy.
+            # The line may scale the gradient in place. What is read of it later is a copy, among `keeps`.
             made = {n: values for n, values in made.items() if n.kind is not Kind.REDUCED} | {name: keeps}
         return made
 
@@ -787,19 +828,20 @@ class _Builder:
         """Return what an update of leaves reads besides gradients."""
         scalars = (SCALARS,) if self.plan.barrier or self.plan.counted else ()
         spec = self.specs[paths[0]]
-        # On the host, of a leaf that the device stores, the optimizer reads its own master copy.
+        # Where the host updates a leaf that the device stores, the optimizer reads its own master copy.
         params = () if spec.updated_on == "host" and spec.memory == "device" else stored(paths)
         return (*params, *slots(paths), *scalars)
 
-    def stack(self, there: Bucket, back: Bucket) -> None:
-        """Write out what is computed of whole leaves: to the ranks that do so, back, the rest of updates."""
+    def write_stack(self, there: Bucket, back: Bucket) -> None:
+        """Write out updates that need whole leaves: the way there, the computation, the way back, the
+        rest."""
         derived = {path: self.plan.families[path].derived for path in there.paths}
         work = {p: next(s for s in d.steps if isinstance(s, Compute) and s.whole) for p, d in derived.items()}
         sends = {n for d in derived.values() for n in stacks_of(d)[0].sends}
         receives = {n for d in derived.values() for n in stacks_of(d)[1].receives}
-        parts = tuple(dict.fromkeys(n for path in there.paths for n in read_of(self.sent[path], sends)))
+        parts = tuple(dict.fromkeys(n for path in there.paths for n in find_results(self.sent[path], sends)))
         alike = {n for compute in work.values() for n in compute.reads} - sends
-        known = tuple(dict.fromkeys(n for path in there.paths for n in read_of(self.sent[path], alike)))
+        known = tuple(dict.fromkeys(n for path in there.paths for n in find_results(self.sent[path], alike)))
         sent, whole, received = (
             ValueName(Kind.UPDATED, bucket.name, mark)
             for bucket, mark in ((there, ""), (there, "#whole"), (back, ""))
@@ -819,16 +861,18 @@ class _Builder:
         for number, paths in enumerate(groups.values()):
             steps = derived[paths[0]].steps
             start = next(i for i, s in enumerate(steps) if isinstance(s, Stack) and s.back) + 1
-            made = {n: own for path in paths for n, own in self.sent[path].items()} | {received: receives}
-            self.steps(back, tuple(paths), range(start, len(steps)), f"{number}", made)
+            results = {n: own for path in paths for n, own in self.sent[path].items()} | {received: receives}
+            self.write_steps(back, tuple(paths), range(start, len(steps)), f"{number}", results)
 
-    def schedule(self) -> Schedule:
+    def make_schedule(self) -> Schedule:
+        """Return the schedule of the lines that were written."""
         last = self.plan.accumulate - 1
         outputs = [self.value(self.segments.results[i], last) for i in self.outputs.returned]
         if self.plan.differentiate:
             outputs.append(SCALARS)
         if self.plan.differentiate and not self.plan.update:
             outputs += self.reduced.values()
+        # Inputs are stored shards, and all that lines read and none writes. Slots are written in place.
         named = dict.fromkeys(n for line in self.lines for n in line.reads)
         made = {n for line in self.lines for n in line.writes}
         inputs = [

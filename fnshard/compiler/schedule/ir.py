@@ -1,10 +1,11 @@
-"""IR: an instruction, a schedule of instructions, and what these are bound to and priced by.
+"""IR: an instruction, a schedule of instructions, and the contexts that these are bound to and priced by.
 
-An instruction is one class with all that is about it: fields and text; `bind`, what the executor does, and
-what the memory ledger runs on tensors without data (`analysis.dry_run`); `price`, what it takes;
-`wire_bytes`. A class whose `lane` is COMMUNICATION, TRANSFER or OPTIMIZER issues a flight, and has the same
-for its Wait. `verify`, traffic, the agreement of ranks and the timeline know a new instruction by these.
-Passes that move lines of one kind (prefetch, reshard, offload, updates) name the classes that they move.
+An instruction is one class that holds everything about it: its fields and text; `bind`, which makes the
+action that the executor runs, and that the memory ledger runs on tensors without data (`analysis.dry_run`);
+`price`, its seconds; and `wire_bytes`. A class whose `lane` is COMMUNICATION, TRANSFER or OPTIMIZER issues a
+flight, and has a `bind_wait` and a `wait_price` for the Wait of it. `verify`, traffic, the agreement of ranks
+and the timeline know a new instruction by these. Passes that move lines of one kind (prefetch, reshard,
+offload, updates) name the classes that they move.
 
 Values are named by `compiler.ir.values.ValueName`: `s:path` prints for a stored shard, `r:bucket` for reduced
 gradients; `x2.0` is the first value that segment 2 saves.
@@ -31,7 +32,7 @@ from fnshard.layout.spec import LayoutSpec, summed_axes
 from fnshard.mesh import Mesh
 
 Names = tuple[ValueName, ...]
-Env = dict[str, Any]  # values by name, as a step runs
+Env = dict[str, Any]  # the values of a step that runs, by name
 Action = Callable[[Env], None]
 COMPUTE, COMMUNICATION, TRANSFER, OPTIMIZER, HOST = LANES = (
     "compute", "communication", "transfer", "optimizer", "host",
@@ -39,12 +40,16 @@ COMPUTE, COMMUNICATION, TRANSFER, OPTIMIZER, HOST = LANES = (
 
 
 class Context(Protocol):
-    """What `Instruction.bind` binds a line to: `runtime.executor.context` has the one that runs a step,
-    `analysis.dry_run` the one that counts its memory.
+    """A context that `Instruction.bind` binds a line to.
 
-    `kernels`: by name and way. `comm`: collectives. `scalars`, `updater`, `transfers`: None where no line of
-    the schedule needs them. `freed`: called with each value that dies. `worker`: the thread of what is
-    `on_host`, if there is one.
+    The one in `runtime.executor.context` runs a step, the one in `analysis.dry_run` counts its memory.
+
+    Args:
+        kernels: compiled kernels by name and way.
+        comm: the collectives.
+        scalars, updater, transfers: None where no line of the schedule needs them.
+        freed: a function that is called with each value that dies.
+        worker: the thread that runs what is `on_host`, if there is one.
     """
 
     schedule: Schedule
@@ -61,7 +66,7 @@ class Context(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where a line makes tensors."""
+        """The device on which a line makes tensors."""
 
     @property
     def worker(self) -> Any: ...
@@ -70,27 +75,32 @@ class Context(Protocol):
         """Return an action that runs next to kernels where the device has streams, for `join`."""
 
     def join(self, beside: Any) -> None:
-        """Let kernels from here on see what an action beside them has done."""
+        """Let the kernels that follow see what an action beside them has done."""
 
     def later(self, line: Instruction) -> Callable[[Callable[[], None]], None]:
-        """How a part of a line is run: at once, or by the worker."""
+        """Return a function that runs a part of a line: at once, or in the worker."""
 
     def packer(self, bucket: str) -> Any:
-        """What packs the bucket of this name into flat rows."""
+        """Return the packer of the bucket of this name, which packs leaves into flat rows."""
 
     def stacks(self, bucket: str) -> Any:
-        """What packs the bucket of this name, whose rows are of leaves that ranks own."""
+        """Return the packer of the bucket of this name, each of whose rows has the leaves that a rank
+        owns."""
 
 
 @dataclass(frozen=True)
 class Price:
-    """What one instruction takes.
+    """The seconds that one instruction takes.
 
-    `device_seconds`: on the compute lane (on the host's, where `on_host`), before what it sends off.
-    `flight_seconds`: of what it sends off, on `lane`. `host_seconds`: until the host is at the next line;
-    where `blocking`, the host then waits for the flight too. `communicator`: of a collective, the process
-    group that carries its flights, one after another. `link_seconds`: for how long a flight keeps each link
-    between ranks busy, by the link's name.
+    Args:
+        device_seconds: seconds on the compute lane (on the host's, where `on_host`), before it sends a flight
+            off.
+        host_seconds: seconds until the host is at the next line.
+        lane: the lane of the flight.
+        flight_seconds: seconds of the flight on its lane.
+        blocking: whether the host waits for the flight too.
+        communicator: the process group that carries the flights of a collective, one after another.
+        link_seconds: by the name of each link between ranks, for how long the flight keeps it busy.
     """
 
     device_seconds: float = 0.0
@@ -104,7 +114,8 @@ class Price:
 
 
 class Pricer(Protocol):
-    """What `Instruction.price` asks: seconds of work and sizes of values; `analysis.timeline` has the one."""
+    """A pricer that `Instruction.price` asks for seconds of work and sizes of values; see
+    `analysis.timeline`."""
 
     schedule: Schedule
 
@@ -139,12 +150,13 @@ class Pricer(Protocol):
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line. `reads` and `writes` are value names; `drops` are read for the last time here.
+    """A line of a schedule. `reads` and `writes` are value names; `drops` are read for the last time here.
 
-    `verb` is the class in snake case. `lane`: COMPUTE, or where the flight that it issues travels (HOST is a
-    lane of timelines alone). `trips`: of a collective, how often a rank sends (n - 1) / n of `wire_bytes`, as
-    rings do. `outgoing`: no kernel reads what it sends, so its Wait may come later (`overlap`).
-    `reads_until_waited`: what it reads must stay as it is until its Wait.
+    `verb` is the class's name in snake case. `lane` is COMPUTE, or the lane on which the flight that the line
+    issues travels (HOST is a lane of timelines alone). `trips` says how often a rank sends (n - 1) / n of
+    `wire_bytes` in a collective, as rings do. `outgoing` says that no kernel reads what is sent, so that the
+    Wait may come later (`overlap`). `reads_until_waited` says that what the line reads must not change until
+    its Wait.
     """
 
     verb: ClassVar[str] = "instruction"
@@ -158,7 +170,7 @@ class Instruction:
     reads: Names = ()
     writes: Names = ()
     drops: Names = ()
-    axes: tuple[str, ...] = ()  # of the mesh, that it communicates over; none: those of its bucket
+    axes: tuple[str, ...] = ()  # the mesh axes that it communicates over; if empty, those of its bucket
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -167,70 +179,74 @@ class Instruction:
 
     @property
     def detail(self) -> str:
-        """What the line says beyond its verb."""
+        """The text of the line behind its verb."""
         return f"{', '.join(self.reads)} -> {', '.join(self.writes)}"
 
     @property
     def overwrites(self) -> Names:
-        """What it reads last, as it may write to it."""
+        """The values that nothing may read after this line, since it may write to their memory."""
         return ()
 
     @property
     def changes(self) -> Names:
-        """State that changes until what it issues is waited for."""
+        """The state that changes until the line's flight is waited for."""
         return ()
 
     def aliases(self) -> Mapping[ValueName, Names]:
-        """Return by value that it writes what that may share memory with.
+        """Return, for each value that it writes, the values whose memory that may share.
 
-        A line that computes may hand on all that it reads, unless its class says less. What it overwrites and
-        hands on (a sum in place) is no alias: the result takes that memory over. `insert_frees` gives a
-        buffer back when no alias of it is read any more, and `verify` follows aliases.
+        A line that computes may hand on all that it reads, unless its class says less. A value that it
+        overwrites and hands on (a sum in place) is no alias: the result takes its memory over. `insert_frees`
+        gives a buffer back when no alias of it is read any more, and `verify` follows aliases.
         """
         return dict.fromkeys(self.writes, self.reads) if self.lane == COMPUTE else {}
 
     def on_host(self, schedule: Schedule) -> bool:
-        """Whether it computes on the host next to a device, or sends what such a line has made."""
+        """Return whether it computes on the host next to a device, or sends what such a line has made."""
         return False
 
     def wire_bytes(self, schedule: Schedule) -> int:
-        """Size of what a collective moves in all: all rows of a gather or scatter, the flat of a sum."""
+        """Return the bytes of all that a collective moves: all rows of a gather or scatter, the flat of a
+        sum."""
         return 0
 
     def sent_share(self, ranks: int) -> Fraction:
-        """How many times `wire_bytes` one of so many ranks sends."""
+        """Return the share of `wire_bytes` that one of so many ranks sends."""
         return Fraction(self.trips * (ranks - 1), ranks)
 
     def axes_of(self, schedule: Schedule) -> tuple[str, ...]:
-        """The mesh axes that it communicates over."""
+        """Return the mesh axes that it communicates over."""
         return self.axes
 
     def wire_text(self, schedule: Schedule, shapes: bool = False) -> str:
-        """Of a collective: what all ranks must have alike, besides verb and axes; with `shapes`, what depends
-        on the batch's too."""
-        return f"{len(self.reads)} values"  # of the scalars: as many aux, norms and micro-batches
+        """Return what all ranks must have alike of a collective, besides verb and axes.
+
+        Args:
+            shapes: include shapes that depend on the batch's.
+        """
+        return f"{len(self.reads)} values"  # the sum of scalars: as many aux, norms and micro-batches
 
     def bind(self, context: Context) -> Action:
-        """What the executor does, on an environment."""
+        """Return the action that the executor runs on an environment."""
         raise self._missing("bind")
 
     def price(self, pricer: Pricer) -> Price:
-        """What it takes, in seconds by lane."""
+        """Return the seconds that it takes, by lane."""
         raise self._missing("price")
 
     @classmethod
     def bind_wait(cls, wait: Wait, context: Context) -> Action:
-        """`bind` of the Wait for what this has issued."""
+        """Return the action of the Wait for a flight that this class has issued."""
         raise cls._missing("bind_wait")
 
     @classmethod
     def wait_price(cls, wait: Wait, pricer: Pricer) -> Price:
-        """`price` of the Wait for what this has issued, besides the time in flight."""
+        """Return the price of the Wait for a flight of this class, besides the time in flight."""
         return pricer.compute(0.0, 0.0)
 
     @classmethod
     def wait_detail(cls, wait: Wait) -> str:
-        """What the Wait for what this has issued says beyond its verb."""
+        """Return the text of the Wait for a flight of this class, behind its verb."""
         return wait.bucket
 
     @classmethod
@@ -240,10 +256,14 @@ class Instruction:
 
 @dataclass(frozen=True)
 class OfBucket(Instruction):
-    """A line about one bucket."""
+    """A line about one bucket.
+
+    Args:
+        paths: the leaves whose full gradients it reads, in the order of `reads`; or those that it updates.
+    """
 
     bucket: str = ""
-    paths: tuple[str, ...] = ()  # whose full gradients are read, in the order of `reads`; of those it updates
+    paths: tuple[str, ...] = ()
 
     @property
     def detail(self) -> str:
@@ -259,14 +279,14 @@ class OfBucket(Instruction):
         return f"{bucket.dtype} {self.wire_bytes(schedule)} bytes {bucket.numel} {bucket.paths}"
 
     def rows_bytes(self, schedule: Schedule) -> int:
-        """Of every rank's row of the bucket."""
+        """Return the bytes of all ranks' rows of the bucket."""
         bucket = schedule.buckets[self.bucket]
         return bucket.row_bytes * schedule.mesh.axes_size(bucket.axes)
 
 
 @dataclass(frozen=True)
 class Wait(OfBucket):
-    """Until what a line of the class `of` has issued is done."""
+    """A wait until a flight that a line of the class `of` has issued is done."""
 
     of: type[Instruction] = Instruction
 
@@ -275,12 +295,12 @@ class Wait(OfBucket):
         return f"{self.of.verb} {self.of.wait_detail(self)}"
 
     def is_for(self, *kinds: type[Instruction]) -> bool:
-        """Whether what it waits for is of one of these classes."""
+        """Return whether it waits for a line of one of these classes."""
         return issubclass(self.of, kinds)
 
     def on_host(self, schedule: Schedule) -> bool:
-        """Whether it waits for stored shards, which an update on the host has made."""
-        return self.of.lane == TRANSFER and not self.of.outgoing and only_stored(self.writes)
+        """Return whether it waits for stored shards, which an update on the host has made."""
+        return self.of.lane == TRANSFER and not self.of.outgoing and are_stored(self.writes)
 
     def bind(self, context: Context) -> Action:
         return self.of.bind_wait(self, context)
@@ -290,13 +310,14 @@ class Wait(OfBucket):
 
 
 def with_wait(issue: Instruction, *results: ValueName) -> tuple[Instruction, Wait]:
-    """A line that issues a flight, and the Wait that makes `results` of it."""
+    """Return a line that issues a flight, and the Wait that makes `results` of it."""
     bucket = getattr(issue, "bucket", "")
     return issue, Wait(issue.unit, issue.phase, issue.writes, results, bucket=bucket, of=type(issue))
 
 
 def on_arrival(wait: Wait, take: Callable[[Env, Any], None]) -> Action:
-    """The action of a Wait for a collective: `take` what it has brought, then let go of its buffer."""
+    """Return the action of a Wait for a collective: it takes what the flight brings, then releases its
+    buffer."""
     (flight,) = wait.reads
 
     def run(env: Env) -> None:
@@ -307,14 +328,14 @@ def on_arrival(wait: Wait, take: Callable[[Env, Any], None]) -> Action:
     return run
 
 
-def only_stored(names: Names) -> bool:
-    """Whether these are stored shards, and there are any."""
+def are_stored(names: Names) -> bool:
+    """Return whether these are stored shards, and there are any."""
     return bool(names) and all(n.kind is Kind.STORED for n in names)
 
 
 def follow_aliases(lines: Sequence[Instruction]) -> dict[ValueName, frozenset[ValueName]]:
-    """Return by value which slots, reduced gradients and buffers of the host's pool its memory may be a part
-    of, its own too.
+    """Return, for each value, the slots, reduced gradients and buffers of the host's pool that its memory may
+    be a part of, itself among them.
 
     State keeps its memory, whoever writes to it.
     """
@@ -333,29 +354,36 @@ def follow_aliases(lines: Sequence[Instruction]) -> dict[ValueName, frozenset[Va
 
 
 def reduced_names(names: Names) -> Names:
-    """Those of reduced gradients, or of copies of them."""
+    """Return the names of reduced gradients, or of copies of them."""
     return tuple(n for n in names if n.original.kind is Kind.REDUCED)
 
 
 def bucket_of(line: OfBucket, context: Context) -> Bucket:
-    """The bucket that a line is about."""
+    """Return the bucket that a line is about."""
     return context.schedule.buckets[line.bucket]
 
 
 @dataclass(frozen=True, repr=False)
 class Schedule:
-    """The instructions of one step and what they name.
+    """The instructions of one step, and what these name.
 
-    `specs`: of the parts of leaves that a rank computes with (`LayoutSpec.local`).
-    `inputs`: names there from the start (stored shards, batch, constants, keys, seeds); `outputs`:
-    names the step returns, never dropped. `kernels`, `buckets` by name. `planned`: how many units'
-    gathered leaves may be alive at once, besides a tiny one and those that are kept on purpose. `scalars`:
-    how many numbers ReduceScalars sums, in fp64. `reduced`: by bucket, the value that holds its gradients at
-    the end. `families`: by path, how leaves that train are updated. `offloaded`, `recomputed`: segments that
-    keep on the host what they keep for their backward, and those that keep nothing but their inputs.
-    `rounds`: by segment and whether it is its backward, the number of the round in which all micro-batches
-    run it one after another; none where each runs alone. `stage`: of a pipeline, which runs it; `specs`,
-    `kernels`, `buckets` and `families` are then the stage's own.
+    Args:
+        kernels, buckets: the kernels and buckets by name.
+        specs: the specs of the parts of leaves that a rank computes with (`LayoutSpec.local`).
+        inputs: names of values that are there from the start: stored shards, batch, constants, keys, seeds.
+        outputs: names of values that the step returns; they are never dropped.
+        accumulate: the number of micro-batches.
+        planned: how many units' gathered leaves may be alive at once, besides a tiny one and those that are
+            kept on purpose.
+        scalars: the number of numbers that ReduceScalars sums, in fp64.
+        reduced: by bucket, the value that holds its gradients at the end.
+        families: by path, how each leaf that trains is updated.
+        offloaded: segments that keep on the host what they keep for their backward.
+        recomputed: segments that keep nothing but their inputs.
+        rounds: by segment and whether it is its backward, the number of the round in which all micro-batches
+            run it one after another. It is empty where each runs alone.
+        stage: the stage of a pipeline that runs the schedule; `specs`, `kernels`, `buckets` and `families`
+            are then those of the stage.
     """
 
     instructions: tuple[Instruction, ...]
@@ -376,18 +404,19 @@ class Schedule:
     stage: int = 0
 
     def with_instructions(self, instructions: list[Instruction]) -> Schedule:
-        """The same schedule with other lines."""
+        """Return the schedule with other lines."""
         return replace(self, instructions=tuple(instructions))
 
     def counts(self) -> dict[str, int]:
-        """How many of each verb: `{"gather": 9, "run": 12, ...}`."""
+        """Return the number of lines of each verb: `{"gather": 9, "run": 12, ...}`."""
         out: dict[str, int] = {}
         for i in self.instructions:
             out[i.verb] = out.get(i.verb, 0) + 1
         return out
 
     def as_text(self) -> str:
-        """One line per instruction: number, phase, unit, verb, what, bytes on the wire."""
+        """Return a text with one line per instruction: number, phase, unit, verb, detail, bytes on the
+        wire."""
         size = f"{len(self.instructions)} instructions, {len(self.kernels)} kernels"
         stage = f", stage {self.stage}" if self.mesh.stages > 1 else ""
         head = f"# schedule on mesh {self.mesh}{stage}: {size}"
@@ -409,17 +438,17 @@ class Schedule:
         return f"  {short_dtype(bucket.dtype) + ' ' if bucket else ''}{size / 1e6:.3f} MB"
 
     def communication(self, shapes: bool = False) -> tuple[str, ...]:
-        """The sequence of collectives, as every rank must hold it.
+        """Return the sequence of collectives, which every rank must hold.
 
         Args:
-            shapes: those of exchanges too, which may depend on the batch's.
+            shapes: include the shapes of exchanges, which may depend on the batch's.
         """
         lines = [i for i in self.instructions if i.lane == COMMUNICATION]
         return tuple(f"{i.verb} {i.axes_of(self)} {i.wire_text(self, shapes)}" for i in lines)
 
     @cached_property
     def issues(self) -> Mapping[ValueName, Instruction]:
-        """By flight, the line that has issued it."""
+        """The line that has issued each flight, by the flight's name."""
         return {i.writes[0]: i for i in self.instructions if i.lane != COMPUTE}
 
     @property

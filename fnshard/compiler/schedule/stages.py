@@ -1,10 +1,10 @@
 """Stages: which stage of a pipeline runs which part of a program, and what stages send one another, as data.
 
-A spec says of which chunk a leaf is, and stage = chunk mod stages. A segment is of the chunk of the leaves
-that it reads; one that reads only leaves of all stages goes with the segment before it. What a segment makes
-and another stage reads is sent straight there, once for each micro-batch and reader; its cotangent comes back
-from each stage that read it, when that has added up its own part. All of this follows from the program and
-its specs alone, so that every stage finds the same messages in the same order.
+A spec names the chunk of a leaf, and stage = chunk mod stages. A segment belongs to the chunk of the leaves
+that it reads; a segment that reads only leaves of all stages goes with the segment before it. A value that
+another stage reads is sent straight there, once for each micro-batch and reader. Its cotangent comes back
+from each stage that has read it, when that has added up its own part. All of this follows from the program
+and its specs alone, so that every stage finds the same messages in the same order.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fnshard.errors import SpecError
 from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh
 
-SHOWN = 12  # leaves of an error
+SHOWN = 12  # the number of leaves that an error lists
 WAYS_OUT = (
     'chunk="all" in the spec of a leaf that several stages read (a tied embedding, a table): each stage then '
     'holds it, and its gradients are summed, rules=[("embed.weight", LayoutSpec(P("shard"), chunk="all"))]. '
@@ -32,8 +32,9 @@ WAYS_OUT = (
 class Crossing:
     """Values of the program that one stage sends another behind a segment.
 
-    `values`: as the program names them; of a backward, those whose cotangents are sent. `last_only`: they are
-    results that `fn` returns, of which the last micro-batch's are kept.
+    Args:
+        values: the names of the values in the program; of a backward, the values whose cotangents are sent.
+        last_only: whether they are results that `fn` returns, of which the last micro-batch's are kept.
     """
 
     source: int
@@ -45,13 +46,13 @@ class Crossing:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """How stages share a program.
+    """A division of a program among stages.
 
     Args:
         chunks: consecutive segments, with the stage that runs them.
-        stage_of: by segment.
-        crossings: by segment and whether it is its backward, what is sent behind it.
+        stage_of: the stage of each segment, by its number.
         home: by value, the stage that makes it.
+        crossings: by segment and whether it is its backward, what is sent behind it.
     """
 
     stages: int
@@ -67,7 +68,7 @@ class StagePlan:
 
 
 def one_stage(segments: Segments) -> StagePlan:
-    """Return the plan of a mesh without a pipeline: one stage runs all."""
+    """Return the plan of a mesh without a pipeline, where one stage runs all of the program."""
     stage_of = {s.index: 0 for s in segments.segments}
     return StagePlan(1, ((0, segments.segments),), stage_of, dict.fromkeys(homes(segments, stage_of), 0))
 
@@ -83,11 +84,12 @@ def plan_stages(
     """Share a program among the stages of a mesh.
 
     Args:
-        kernels: of each segment.
-        active: segments whose backward runs.
+        kernels: the kernel of each segment.
+        active: the segments whose backward runs.
 
     Raises:
-        SpecError: see `assign_chunks`; a leaf that `fn` writes to and another stage, or every one, holds.
+        SpecError: an error of `assign_chunks`; or `fn` writes to a leaf that another stage, or every one,
+            holds.
     """
     if mesh.stages == 1:
         return one_stage(segments)
@@ -114,8 +116,8 @@ def assign_chunks(segments: Segments, specs: Mapping[str, LayoutSpec], mesh: Mes
     """Return the chunk of each segment.
 
     Raises:
-        SpecError: leaves of two chunks that one segment reads; a program that reads chunks in another order
-            than theirs; a stage without a segment.
+        SpecError: a segment reads leaves of two chunks; the program reads chunks in another order than
+            theirs; or a stage has no segment.
     """
     found: list[int | None] = []
     wrong: list[str] = []
@@ -162,6 +164,7 @@ def _fill(found: Sequence[int | None]) -> list[int | None]:
 
 
 def _leaves_of(stage: int, specs: Mapping[str, LayoutSpec], mesh: Mesh) -> str:
+    """Describe the leaves of a stage that has nothing to run, for an error."""
     own = [f"params[{p!r}]" for p, s in specs.items() if s.chunk != "all" and s.chunk % mesh.stages == stage]
     more = f" and {len(own) - 3} more" * (len(own) > 3)
     return f"has {', '.join(own[:3])}{more}, which `fn` does not read" if own else "no leaf is of its chunks"
@@ -180,7 +183,10 @@ def _check_writes(
     segments: Segments, outputs: Outputs, specs: Mapping[str, LayoutSpec], home: Mapping[ValueName, int],
     mesh: Mesh,
 ) -> None:  # fmt: skip
-    """Refuse leaves that `fn` writes to on another stage than theirs: micro-batches hand them on in order."""
+    """Refuse leaves that `fn` writes to on another stage than theirs.
+
+    Micro-batches hand such leaves on in order, which they can do within one stage alone.
+    """
     wrong = []
     for path, index in outputs.writes.items():
         made, chunk = home.get(segments.results[index], 0), specs[path].chunk
@@ -205,7 +211,7 @@ def homes(segments: Segments, stage_of: Mapping[int, int]) -> dict[ValueName, in
 def _forward_crossings(
     segments: Segments, stage_of: Mapping[int, int], home: Mapping[ValueName, int], outputs: Outputs
 ) -> list[tuple[tuple[int, bool], Crossing]]:
-    """Return what is sent behind each segment's forward: what other stages read, and results."""
+    """Return what is sent behind each segment's forward: values that other stages read, and results."""
     readers: dict[ValueName, set[int]] = {}
     for segment in segments.segments:
         for name in segment.inputs:
@@ -249,7 +255,7 @@ def _backward_crossings(
             added += [segment.inputs[index] for index in kernels[segment.index].grads]
             has_tangent.update(added)
         last |= {(n, stage_of[segment.index]): segment.index for n in added if n.kind is not Kind.LEAF}
-    # What makes a value and has no backward does not ask for its cotangent.
+    # A segment without a backward does not ask for the cotangents of what it makes.
     asked = {s.outputs[i] for s in segments.segments if s.index in active for i in kernels[s.index].tangents}
     asked |= {e.received for e in segments.exchanges if e.like.requires_grad}
     sent: dict[tuple[int, int, int], list[ValueName]] = {}

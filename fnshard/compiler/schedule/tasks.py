@@ -1,4 +1,4 @@
-"""Tasks: in which order the micro-batches of a step run forward and backward, as data.
+"""Tasks: the order in which the micro-batches of a step run forward and backward, as data.
 
 `build` writes the tasks out in this order; what a round gathers serves all tasks of the round. Depth-first is
 the usual accumulation: a micro-batch runs forward and backward through the whole program before the next
@@ -7,11 +7,11 @@ program before the next chunk (Lamy-Poirier 2022, "Breadth-First Pipeline Parall
 once for all of them and its gradient is reduced once, while the activations between chunks are kept for every
 micro-batch.
 
-In a pipeline the tasks of all stages are one list: each stage runs its own of it in this order, and what is
-sent behind a task is received by others at the same place of the list. A list scheduler makes it
-(`order_stages`): it gives 1F1B (Narayanan et al. 2019), GPipe (Huang et al. 2019) where nothing limits how
+In a pipeline the tasks of all stages are one list. Each stage runs its own tasks in this order, and receives
+what other stages send behind a task at the same place of the list. A list scheduler makes the list
+(`order_stages`). It gives 1F1B (Narayanan et al. 2019), GPipe (Huang et al. 2019) where nothing limits how
 many micro-batches are under way, and interleaved stages (Narayanan et al. 2021) where a stage has several
-chunks. Where a backward is in two, the half that makes gradients of leaves fills what would be idle time:
+chunks. Where a backward is in two, the half that makes gradients of leaves fills time that would be idle:
 that is ZB-H1 (Qi et al. 2023, "Zero Bubble Pipeline Parallelism").
 """
 
@@ -25,7 +25,7 @@ from typing import Literal
 from fnshard.compiler.kernels.segments import Segment, Way
 
 MicroOrder = Literal["depth", "breadth", "zero_bubble"]
-Costs = Callable[[int, Way], float]  # seconds, or any unit, of a chunk one way
+Costs = Callable[[int, Way], float]  # the seconds, or any unit, that a chunk takes one way
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Task:
     Args:
         segments: the stretch; a backward runs through it from its end.
         micro: the number of the micro-batch.
-        is_last: it is the last micro-batch that runs through these segments in this direction.
-        stage: of a pipeline, which runs it.
+        is_last: whether it is the last micro-batch that runs through these segments in this direction.
+        stage: the stage of a pipeline that runs it.
     """
 
     segments: Sequence[Segment]
@@ -51,7 +51,7 @@ class Task:
         return self.way is Way.BACKWARD
 
 
-Round = tuple[Task, ...]  # tasks that run one after another and share what they gather
+Round = tuple[Task, ...]  # tasks that run one after another and share the leaves that they gather
 
 
 def order_tasks(
@@ -64,9 +64,9 @@ def order_tasks(
     """Return the tasks of a step, in rounds.
 
     Args:
-        written: leaves that `fn` writes to, by path and the segment that makes the new value.
-        accumulate: how many micro-batches there are.
-        differentiate: False leaves the backward out.
+        written: leaves that `fn` writes to, as pairs of a path and the segment that makes the new value.
+        accumulate: the number of micro-batches.
+        differentiate: whether there is a backward.
     """
     micros, ways = range(accumulate), (Way.FORWARD, Way.BACKWARD) if differentiate else (Way.FORWARD,)
     if order == "depth" or accumulate == 1:
@@ -123,7 +123,7 @@ def order_pipeline(
         chunks: consecutive segments, with the stage that runs them.
         order: "depth" limits the micro-batches that are under way, "breadth" does not; "zero_bubble" limits
             them, and has the gradients of leaves apart.
-        costs: by number of the chunk and way.
+        costs: a function from the number of a chunk and a way to the time that it takes.
     """
     stage_of = [stage for stage, _ in chunks]
     room = usual_room(max(stage_of) + 1, len(chunks)) if order != "breadth" else None
@@ -142,7 +142,7 @@ def order_pipeline(
 
 @dataclass(frozen=True)
 class Slot:
-    """A task of a pipeline, by the number of its chunk, and when it would run."""
+    """A task of a pipeline, by the number of its chunk, with the time at which it would run."""
 
     chunk: int
     micro: int
@@ -165,17 +165,17 @@ def order_stages(
 ) -> list[Slot]:
     """Return the tasks of all stages, in the order in which they would be done.
 
-    Time goes on from task to task: of the stages, the one whose next task can begin first takes it. Of two
-    that could begin, a forward goes first while the stage has room for one more micro-batch: so the stages
-    behind it have work sooner. Without room it waits for a backward. Gradients of leaves that are apart come
-    when nothing else can, or when a stage keeps each of its chunks for as many micro-batches as there are
-    stages: that is what the first stage keeps in 1F1B.
+    Time goes on from task to task: the stage whose next task can begin first takes it. Of two tasks that
+    could begin, a forward goes first while the stage has room for one more micro-batch, so that the stages
+    behind it have work sooner. Without room it waits for a backward. Separate gradients of leaves come when
+    nothing else can, or when a stage keeps each of its chunks for as many micro-batches as there are stages,
+    which is what the first stage keeps in 1F1B.
 
     Args:
         stage_of: by chunk, the stage that runs it.
-        room: by stage, how many forwards it may have run whose backward it has not; None: any number.
-        costs: seconds of a chunk, or any unit, one way; None: a backward in one takes twice as long as a
-            forward, and each half of one as long.
+        room: by stage, how many forwards it may have run whose backward it has not run; None is any number.
+        costs: the seconds of a chunk, or any unit, one way. With None a whole backward takes twice as long as
+            a forward, and each half of one as long as a forward.
         ways: the tasks of each chunk.
     """
     chunks, stages = len(stage_of), max(stage_of) + 1
@@ -190,7 +190,7 @@ def order_stages(
     out: list[Slot] = []
 
     def ready(chunk: int, way: Way) -> float | None:
-        """Return when all is done that the next task of a chunk needs; None: that is not planned yet."""
+        """Return when all that the next task of a chunk needs is done; None if that is not planned yet."""
         micro = following[chunk, way]
         before = {
             Way.FORWARD: [(chunk - 1, micro, way)],
@@ -209,8 +209,8 @@ def order_stages(
     able = {task: at for task in following if (at := ready(*task)) is not None}
     while able:
         begins = {(c, way): max(at, free[stage_of[c]]) for (c, way), at in able.items()}
-        # First what begins first; of a stage's chunks the one that a group of micro-batches as large as the
-        # pipeline has to go through next.
+        # The task that begins first comes first. Of a stage's chunks it is the one that a group of as many
+        # micro-batches as there are stages has to go through next.
         chunk, way = min(
             [task for task in able if has_room(*task)] or able,
             key=lambda t: (
@@ -236,8 +236,9 @@ def order_stages(
 
 
 def usual_room(stages: int, chunks: int) -> list[int]:
-    """Return how many micro-batches each stage has under way at most, so that none waits for another: that is
-    1F1B's, or with several chunks a stage the number of interleaved ones.
+    """Return how many micro-batches each stage may have under way, so that no stage waits for another.
+
+    These are the numbers of 1F1B, and of interleaved stages where a stage has several chunks.
 
     >>> usual_room(4, 4), usual_room(2, 4)
     ([4, 3, 2, 1], [5, 3])
@@ -249,6 +250,6 @@ def usual_room(stages: int, chunks: int) -> list[int]:
 
 
 def bubble(slots: Sequence[Slot], stage_of: Sequence[int]) -> float:
-    """Return which share of their time stages have nothing to do."""
+    """Return the share of their time in which stages have nothing to do."""
     end, stages = max(slot.end for slot in slots), max(stage_of) + 1
     return 1 - sum(slot.end - slot.start for slot in slots) / (stages * end)

@@ -2,10 +2,10 @@
 
 A stage has no choices: it does its lines one after another. A line can be done when those that it meets are
 there: the Wait of a message needs the other end to be issued, and a collective over the pipeline needs all
-stages to have come to it. Whatever else a line reads its own stage has made before (`verify`). If the merge
+stages to have come to it. Whatever else a line reads, its own stage has made before (`verify`). If the merge
 comes to the end of all schedules, so does every run, however fast its stages are; if it does not, it shows
-the circle in which stages wait for one another. The merged order is also the one in which the timeline walks,
-and the text that ranks agree on.
+the circle in which stages wait for one another. The timeline walks through lines in the merged order, and it
+is the text that ranks agree on.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def together(schedules: Sequence[Schedule]) -> list[Place]:
     """Merge the schedules of all stages; return (stage, line) in an order in which they can be done.
 
     Raises:
-        ScheduleError: stages that wait for one another, with the lines at which they do; messages that the
-            two ends do not have alike; a collective over the pipeline that stages come to in other orders.
+        ScheduleError: stages wait for one another, and the error shows the lines at which they do; the two
+            ends of a message differ; or stages come to collectives over the pipeline in different orders.
     """
     merge = _Merge(schedules)
     while not merge.is_done():
@@ -45,10 +45,13 @@ def together(schedules: Sequence[Schedule]) -> list[Place]:
 
 @dataclass
 class _Merge:
-    """How far each stage has come.
+    """The state of a merge: how far each stage has come.
 
-    `issued`: by the stages that messages go from and to, and end, those that were issued, in order.
-    `numbers`: by stage and flight, which of these it is.
+    Args:
+        order: the lines that were merged.
+        problems: the faults so far.
+        issued: messages that were issued, in order, by the stages that they go from and to, and by their end.
+        numbers: by stage and flight, the number of a message among these.
     """
 
     schedules: Sequence[Schedule]
@@ -61,12 +64,12 @@ class _Merge:
         self.at = [0] * len(self.schedules)
 
     def line(self, stage: int) -> Instruction | None:
-        """Return the line that a stage is at; None behind its last."""
+        """Return the line that a stage is at, or None behind its last."""
         lines = self.schedules[stage].instructions
         return lines[self.at[stage]] if self.at[stage] < len(lines) else None
 
     def is_done(self) -> bool:
-        """Say whether all stages are, and note messages that nobody takes."""
+        """Return whether all stages are at their end; if so, note messages that nobody takes."""
         if any(self.line(stage) is not None for stage in range(len(self.schedules))):
             return False
         for (source, target, kind), sent in self.issued.items():
@@ -78,7 +81,7 @@ class _Merge:
         return True
 
     def advance(self, stage: int) -> bool:
-        """Do the line that a stage is at, if it can be done alone."""
+        """Do the line that a stage is at, if no other stage has to come first; return whether that was so."""
         line = self.line(stage)
         if line is None or self.is_met(line, stage) or self.waits_for(line, stage) is not None:
             return False
@@ -86,6 +89,7 @@ class _Merge:
         return True
 
     def do(self, stage: int) -> None:
+        """Merge the line that a stage is at."""
         line = self.line(stage)
         self.order.append((stage, self.at[stage]))
         self.at[stage] += 1
@@ -108,13 +112,13 @@ class _Merge:
             )
 
     def is_met(self, line: Instruction, stage: int) -> bool:
-        """Say whether ranks of all stages meet in a line."""
+        """Return whether ranks of all stages meet in a line."""
         schedule = self.schedules[stage]
         of_all = line.lane == COMMUNICATION and not isinstance(line, Message)
         return of_all and PIPELINE in line.axes_of(schedule)
 
     def meet(self) -> bool:
-        """Do the collective over the pipeline that all stages are at; False if they are not."""
+        """Do the collective over the pipeline that all stages are at; return False if they are not."""
         stages = range(len(self.schedules))
         lines = [self.line(stage) for stage in stages]
         if not all(line is not None and self.is_met(line, s) for s, line in zip(stages, lines, strict=True)):
@@ -128,13 +132,13 @@ class _Merge:
         return True
 
     def text(self, line: Instruction, stage: int) -> str:
-        """Return what a collective must have alike on all stages."""
+        """Return the text of a collective that must be alike on all stages."""
         schedule, bucket = self.schedules[stage], getattr(line, "bucket", "")
         what = line.wire_text(schedule) if bucket else f"{schedule.scalars} numbers"
         return f"{line.verb} over {', '.join(line.axes_of(schedule))} of {what}"
 
     def waits_for(self, line: Instruction, stage: int) -> int | None:
-        """Return the stage whose end of a message a line needs, if that was not issued yet."""
+        """Return the stage whose end of a message a line waits for, or None."""
         if not (isinstance(line, Wait) and line.is_for(Message)):
             return None
         issue = self.schedules[stage].issues[line.reads[0]]
@@ -143,7 +147,7 @@ class _Merge:
         return issue.stage if self.numbers[stage, line.reads[0]] >= len(other) else None
 
     def circle(self) -> list[str]:
-        """Say at which line each stage stands, and for whom it waits."""
+        """Describe at which line each stage stands, and for whom it waits."""
         out = []
         for stage in range(len(self.schedules)):
             line = self.line(stage)

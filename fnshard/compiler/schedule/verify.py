@@ -1,4 +1,4 @@
-"""Verify: what no numeric test can see, checked on every schedule that is lowered."""
+"""Verify: a check, on every schedule that is lowered, of rules that no numeric test can see."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from torch import fx
 
 from fnshard.compiler.ir.values import SCALES, Kind, ValueName
 from fnshard.compiler.kernels.canonical import Source
-from fnshard.compiler.kernels.derived import Derived, derived
-from fnshard.compiler.kernels.differentiate import Kernel
-from fnshard.compiler.schedule.buckets import gradient_axes, summed_whole
+from fnshard.compiler.kernels.derived import Derived, find_derived
+from fnshard.compiler.schedule.buckets import gradient_axes, replica_axes
 from fnshard.compiler.schedule.instructions import (
     COMMUNICATION,
     COMPUTE,
@@ -39,13 +38,23 @@ from fnshard.errors import ScheduleError
 
 @dataclass
 class _State:
+    """What is known of values at one line of a schedule.
+
+    Args:
+        live: values that are alive.
+        memory: by value, what it may be a view of; see `follow_aliases`.
+        flying: flights that are not waited for, with the number and the line of their issue.
+        taken: values that were overwritten, by the line that may have written to them.
+        given_back: buffers of the host's pool, by the line that has freed them.
+        writers: by value, the line that has written it.
+        problems: the faults so far.
+    """
+
     live: set[str]
-    memory: Mapping[ValueName, frozenset[ValueName]]  # by value, what it may be a view of: `follow_aliases`
+    memory: Mapping[ValueName, frozenset[ValueName]]
     flying: dict[str, tuple[int, Instruction]] = field(default_factory=dict)
-    taken: dict[str, int] = field(default_factory=dict)  # by the line that may have written to it
-    given_back: dict[str, int] = field(
-        default_factory=dict
-    )  # buffers of the host, by the line that freed them
+    taken: dict[str, int] = field(default_factory=dict)
+    given_back: dict[str, int] = field(default_factory=dict)
     writers: dict[str, Instruction] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
@@ -53,24 +62,26 @@ class _State:
 def verify(schedule: Schedule) -> Schedule:
     """Return the schedule, or raise with every line that breaks a rule.
 
-    - every read is of a live value, every value is written once before it is read;
-    - a bucket has one live gathered version at a time, and it is read; no more units than planned
-      are alive at once;
-    - nothing that rests on leaves alone is saved, or crosses a cut where `derived` says it may not (checked
-      on the kernels);
-    - every collective and every transfer is waited for, exactly once;
-    - nothing writes or frees what a collective or transfer in flight reads, touches what an update in flight
-      changes, or reads what was taken over;
-    - no buffer of the host's pool is read, or given back again, by way of a view once it was given back;
-    - whatever is alive at the end is an output;
-    - each backward, or both halves of one, run once for a micro-batch;
-    - a gradient is summed over each axis once that does not split its leaf, and over no other, and none is
-      left out; a norm counts every element once; where the result of an exchange has a cotangent, what was
-      sent has one, and where a value of another stage has one, it is sent back; no leaf of another stage is
-      read.
+    The rules:
+
+    - Every line reads values that are alive; every value is written once, before it is read.
+    - A bucket has one live gathered version at a time, and it is read. No more units than planned are alive
+      at once.
+    - No value that depends on leaves alone is saved, or crosses a cut where `derived` says that it may not
+      (this is checked on the kernels).
+    - Every collective and every transfer is waited for, exactly once.
+    - Nothing writes or frees what a collective or transfer in flight reads, touches what an update in flight
+      changes, or reads a value that was overwritten.
+    - No buffer of the host's pool is read through a view, or given back again, after it was given back.
+    - Whatever is alive at the end is an output.
+    - Each backward, or both halves of one, run once for a micro-batch.
+    - A gradient is summed once over each axis that does not split its leaf, and over no other; no gradient is
+      left out. A norm counts every element once.
+    - Where the result of an exchange has a cotangent, what was sent has one. Where a value of another stage
+      has one, it is sent back. No leaf of another stage is read.
 
     Raises:
-        ScheduleError: a bug in a pass.
+        ScheduleError: the schedule breaks a rule, because of a bug in a pass.
     """
     state = _State(set(schedule.inputs), follow_aliases(schedule.instructions))
     for number, line in enumerate(schedule.instructions):
@@ -85,17 +96,20 @@ def verify(schedule: Schedule) -> Schedule:
         f"output {n} is a view of {root}, whose buffer line {state.given_back[root]} frees"
         for n in schedule.outputs for root in state.memory.get(n, ()) if root in state.given_back
     ]  # fmt: skip
-    state.problems += _too_many_units(schedule) + _double_gathers(schedule)
-    state.problems += _sums(schedule) + _counts(schedule) + _missing_duals(schedule)
-    state.problems += _unanswered(schedule) + _missing_backwards(schedule) + _lost_gradients(schedule)
-    if not state.problems:  # it takes every kernel to read what it should
-        state.problems += _kept_leaves(schedule)
+    state.problems += _find_surplus_units(schedule) + _find_double_gathers(schedule)
+    state.problems += _check_sums(schedule) + _check_norms(schedule) + _find_missing_duals(schedule)
+    state.problems += (
+        _find_unanswered(schedule) + _find_missing_backwards(schedule) + _find_lost_gradients(schedule)
+    )
+    if not state.problems:  # this check relies on every kernel reading what it should
+        state.problems += _find_kept_leaves(schedule)
     if state.problems:
         raise ScheduleError(f"{len(state.problems)} faults in the schedule:", state.problems[:20])
     return schedule
 
 
 def _check_line(state: _State, number: int, line: Instruction, schedule: Schedule) -> None:
+    """Check one line against what is known of values before it, and note what it changes."""
     here = f"{number}: {line.verb} {line.detail}"
     for name in line.reads:
         if name.leaf and name.leaf not in schedule.specs:
@@ -103,20 +117,23 @@ def _check_line(state: _State, number: int, line: Instruction, schedule: Schedul
         elif name not in state.live:
             state.problems.append(f"{here}: reads {name}, which is not alive")
         _check_memory(state, here, line, name, schedule)
+    # A buffer goes back to the pool once, whichever of its views frees it.
     for name in (n for n in line.drops if isinstance(line, Free) and n.is_pooled):
         for root in {name, *state.memory.get(name, ())} & state.given_back.keys():
             state.problems.append(f"{here}: gives {name} back, as line {state.given_back[root]} has done")
         state.given_back[name] = number
     state.taken |= dict.fromkeys(line.overwrites, number)
+    # What is in flight must not change, and what changes in flight must not be touched.
     changed = {*line.drops, *line.changes} | (set(line.writes) & state.live)
     for flight, (issued, issue) in state.flying.items():
         waited = isinstance(line, Wait) and flight in line.reads
         if not waited and (torn := {*line.reads, *line.writes} & set(issue.changes)):
             state.problems.append(f"{here}: touches {sorted(torn)} while line {issued} changes it")
         touched = {n for n in issue.reads if n != flight and {n, *state.memory.get(n, ())} & changed}
-        still_read = {n for n in touched if not _copied(issue, n)}
+        still_read = {n for n in touched if not _is_copied(issue, n)}
         if still_read and not waited:
             state.problems.append(f"{here}: changes {sorted(still_read)} while line {issued} reads it")
+    # Flights begin at their issue and end at their Wait, which is of the same kind.
     if line.lane != COMPUTE:
         if line.writes[0] in state.flying:
             state.problems.append(f"{here}: {line.writes[0]} is already in flight")
@@ -141,36 +158,36 @@ def _check_memory(state: _State, here: str, line: Instruction, name: ValueName, 
     for root in {name, *state.memory.get(name, ())}:
         view = "" if root == name else f", a view of {root}"
         reader = line if root == name else state.writers.get(name, line)
-        if root in state.taken and not _of_other_leaves(reader, schedule.instructions[state.taken[root]]):
-            state.problems.append(f"{here}: reads {name}{view}, which line {state.taken[root]} may overwrite")
+        if root in state.taken:
+            # Updates of a bucket's leaves each scale their own gradients, and read no others.
+            writer = schedule.instructions[state.taken[root]]
+            paths, others = (set(getattr(each, "paths", ())) for each in (reader, writer))
+            if not (paths and others and paths.isdisjoint(others)):
+                state.problems.append(
+                    f"{here}: reads {name}{view}, which line {state.taken[root]} may overwrite"
+                )
         if root in state.given_back and view:
             state.problems.append(
                 f"{here}: reads {name}{view}, whose buffer line {state.given_back[root]} frees"
             )
 
 
-def _of_other_leaves(line: Instruction, other: Instruction) -> bool:
-    """Whether both are updates, or parts of these, that read a bucket's gradients of other leaves."""
-    paths, others = (set(getattr(each, "paths", ())) for each in (line, other))
-    return bool(paths and others) and paths.isdisjoint(others)
-
-
-def _copied(issue: Instruction, name: ValueName) -> bool:
-    """Whether the issue packs this value into a buffer of its own, so that it may die at once."""
+def _is_copied(issue: Instruction, name: ValueName) -> bool:
+    """Return whether the issue packs this value into another buffer, so that the value may die at once."""
     if issue.reads_until_waited:
         return False
     return (
         name.kind in (Kind.GRADIENT, Kind.ACCUMULATED, Kind.NORMS, Kind.REDUCED)
         or name.is_copy(Kind.LOADED, Kind.STORED)
-        or name == SCALES  # which the flight holds
+        or name == SCALES  # the flight holds the scales
         or isinstance(issue, AggregateBuffers | Exchange | ReduceScalars | ReduceUpdate | Send | StackUpdate)
     )
 
 
-def _sums(schedule: Schedule) -> list[str]:
-    """Buckets whose gradients are summed over too many axes or too few."""
+def _check_sums(schedule: Schedule) -> list[str]:
+    """Find buckets whose gradients are summed over too many axes or too few."""
     found: dict[tuple[str, str], list[str]] = {}
-    zeros: set[str] = set()  # buckets that this stage has no gradients for
+    zeros: set[str] = set()  # buckets for which this stage has no gradients
     for line in schedule.instructions:
         of_gradients = line.lane == COMMUNICATION and not isinstance(line, ReduceUpdate)
         if of_gradients and getattr(line, "bucket", "") in schedule.reduced:
@@ -191,20 +208,20 @@ def _sums(schedule: Schedule) -> list[str]:
     return problems
 
 
-def _counts(schedule: Schedule) -> list[str]:
-    """Norms that count an element more than once, or less."""
+def _check_norms(schedule: Schedule) -> list[str]:
+    """Find norms that do not count each element exactly once."""
     mesh, problems = schedule.mesh, []
     for number, line in enumerate(schedule.instructions):
         if isinstance(line, Norms):
             bucket = schedule.buckets[line.bucket]
-            same = mesh.axes_size(summed_whole(bucket, schedule.specs, schedule.summed_axes))
+            same = mesh.axes_size(replica_axes(bucket, schedule.specs, schedule.summed_axes))
             if line.replicas != same:
                 problems.append(f"{number}: norms of {line.bucket} count {line.replicas} replicas of {same}")
     return problems
 
 
-def _missing_duals(schedule: Schedule) -> list[str]:
-    """Exchanges whose cotangents stop where they were received."""
+def _find_missing_duals(schedule: Schedule) -> list[str]:
+    """Find exchanges whose results have cotangents that are not exchanged back."""
     lines = schedule.instructions
     waits = {w.reads[0]: w.writes[0] for w in lines if isinstance(w, Wait) and w.is_for(Exchange)}
     made = {n for line in lines for n in line.writes if n.kind is Kind.TANGENT}
@@ -222,8 +239,8 @@ def _missing_duals(schedule: Schedule) -> list[str]:
     return problems
 
 
-def _missing_backwards(schedule: Schedule) -> list[str]:
-    """Backward kernels, or halves of them, that run for a micro-batch more or less often than once."""
+def _find_missing_backwards(schedule: Schedule) -> list[str]:
+    """Find backward kernels, or halves of them, that do not run exactly once for each micro-batch."""
     runs = [line for line in schedule.instructions if isinstance(line, Run) and line.backward]
     found = Counter((run.segment, run.way, run.phase) for run in runs)
     micros = [f".{m}" for m in range(schedule.accumulate)] if schedule.accumulate > 1 else [""]
@@ -234,8 +251,8 @@ def _missing_backwards(schedule: Schedule) -> list[str]:
     return [f"{key[2]}: {what} runs {found[key]} times" for key, what in due.items() if found[key] != 1]
 
 
-def _unanswered(schedule: Schedule) -> list[str]:
-    """Values of other stages whose cotangents are not sent back."""
+def _find_unanswered(schedule: Schedule) -> list[str]:
+    """Find values of other stages whose cotangents are not sent back."""
     lines = schedule.instructions
     tangents = {(n.path, n.micro) for line in lines for n in line.writes if n.kind is Kind.TANGENT}
     back = {(n.path, n.micro, i.stage) for i in lines if isinstance(i, Send) for n in i.values}
@@ -251,8 +268,9 @@ def _unanswered(schedule: Schedule) -> list[str]:
     ]
 
 
-def _lost_gradients(schedule: Schedule) -> list[str]:
-    """Full gradients and their sums over micro-batches that nothing reads: a reduction stands before them."""
+def _find_lost_gradients(schedule: Schedule) -> list[str]:
+    """Find full gradients, or their sums over micro-batches, that nothing reads: a reduction has come too
+    early."""
     read = {name for line in schedule.instructions for name in line.reads}
     return [
         f"{number}: {name} is in no sum"
@@ -262,15 +280,15 @@ def _lost_gradients(schedule: Schedule) -> list[str]:
     ]
 
 
-def _too_many_units(schedule: Schedule) -> list[str]:
-    """A resharded unit alive, from issue to free, that no kernel of the next `planned` rounds reads; where a
-    kernel of these is tiny, nor does one of the round after them.
+def _find_surplus_units(schedule: Schedule) -> list[str]:
+    """Find resharded units that are alive, from issue to free, while no kernel of the next rounds reads them.
 
-    So at most the units of that many rounds are alive; a kernel may read several.
+    The next rounds are `planned` ones, and one more where a kernel among them is tiny. So at most the units
+    of that many rounds are alive; a kernel may read several.
     """
     tiny, ends = tiny_runs(schedule), end_rounds(schedule)
     runs = [line for line in schedule.instructions if isinstance(line, Run)]
-    last = [number for number, run in enumerate(runs) if run in ends]  # of each round
+    last = [number for number, run in enumerate(runs) if run in ends]  # the last kernel of each round
     at = 0  # the kernel that comes next
     kept = {b.name for b in schedule.buckets.values() if not all(schedule.specs[p].reshard for p in b.paths)}
     alive: dict[str, str] = {}  # value or flight -> unit
@@ -299,8 +317,8 @@ def _too_many_units(schedule: Schedule) -> list[str]:
     return problems
 
 
-def _double_gathers(schedule: Schedule) -> list[str]:
-    """A bucket gathered while an earlier version of it is alive, or gathered and never read."""
+def _find_double_gathers(schedule: Schedule) -> list[str]:
+    """Find buckets that are gathered while an earlier version of them is alive, or that are never read."""
     alive: dict[str, str] = {}  # gathered value or flight -> bucket
     unread: dict[str, int] = {}
     problems = []
@@ -322,9 +340,16 @@ def _double_gathers(schedule: Schedule) -> list[str]:
     return problems + [f"{n}: {b} is gathered and never read" for b, n in unread.items()]
 
 
-def _kept_leaves(schedule: Schedule) -> list[str]:
-    """Values that rest on leaves alone and are saved, or cross a cut and may not."""
-    problems = [f"{k.name}: {text} is saved" for k in schedule.kernels.values() for text in _saved_leaves(k)]
+def _find_kept_leaves(schedule: Schedule) -> list[str]:
+    """Find values that depend on leaves alone and are saved, or cross a cut though they may not."""
+    problems = []
+    for kernel in schedule.kernels.values():
+        graph, source = kernel.forward.graph, kernel.source
+        rests = _derive(graph, source, ["" for a in source.inputs if a.kind == "leaf"])
+        saved = graph.output_node().args[0][len(source.outputs) :]
+        problems += [
+            f"{kernel.name}: {_describe_node(node)} is saved" for node in saved if rests.leaves.get(node)
+        ]
     runs = [line for line in schedule.instructions if isinstance(line, Run)]
     read = {name for line in runs for name in line.reads if name.kind is not Kind.WRITTEN}
     known: set[tuple[str, tuple[int, ...], tuple[int, ...]]] = set()
@@ -332,33 +357,30 @@ def _kept_leaves(schedule: Schedule) -> list[str]:
         kernel = schedule.kernels[line.kernel]
         inputs = zip(kernel.source.inputs, line.reads, strict=True)
         units = [schedule.specs[n.leaf].unit for a, n in inputs if a.kind == "leaf"]
-        alike = tuple(units.index(u) for u in units)  # which leaves are of one unit: the same in equal blocks
+        alike = tuple(units.index(u) for u in units)  # which leaves share a unit: equal in equal blocks
         handed_on = tuple(i for i, n in enumerate(line.writes[: len(kernel.source.outputs)]) if n in read)
         if (kernel.name, alike, handed_on) in known:
             continue
         known.add((kernel.name, alike, handed_on))
         outputs = kernel.source.graph.output_node().args[0]
-        rests = _derived(kernel.source.graph, kernel.source, units)
+        rests = _derive(kernel.source.graph, kernel.source, units)
         crossing = [outputs[i] for i in handed_on if not rests.may_cross(outputs[i])]
-        problems += [f"{kernel.name}: {_on_leaves(node)} is handed on" for node in crossing]
+        problems += [f"{kernel.name}: {_describe_node(node)} is handed on" for node in crossing]
     return problems
 
 
-def _saved_leaves(kernel: Kernel) -> list[str]:
-    graph = kernel.forward.graph
-    rests = _derived(graph, kernel.source, ["" for a in kernel.source.inputs if a.kind == "leaf"])
-    saved = graph.output_node().args[0][len(kernel.source.outputs) :]
-    return [_on_leaves(node) for node in saved if rests.leaves.get(node)]
+def _derive(graph: fx.Graph, source: Source, units: Sequence[str]) -> Derived:
+    """Return what nodes of a kernel's graph depend on.
 
-
-def _derived(graph: fx.Graph, source: Source, units: Sequence[str]) -> Derived:
-    """`units`: of the leaves, in the order of the source's inputs."""
+    Args:
+        units: the units of the leaves, in the order of the source's inputs.
+    """
     nodes = [n for n in graph.nodes if n.op == "placeholder"]
     kinds = [a.kind for a in source.inputs]
     leaves = [n for n, kind in zip(nodes, kinds, strict=True) if kind == "leaf"]
     constants = [n for n, kind in zip(nodes, kinds, strict=True) if kind in ("constant", "axis")]
-    return derived(graph, dict(zip(leaves, units, strict=True)), constants)
+    return find_derived(graph, dict(zip(leaves, units, strict=True)), constants)
 
 
-def _on_leaves(node: fx.Node) -> str:
+def _describe_node(node: fx.Node) -> str:
     return f"{node} {list(node.meta['val'].shape)} rests on leaves and"

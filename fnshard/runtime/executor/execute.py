@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fnshard.compiler.ir.values import Kind
 from fnshard.compiler.schedule.instructions import Action, Env, Instruction, Wait
-from fnshard.compiler.schedule.instructions.kernels import dropped_by_worker
+from fnshard.compiler.schedule.instructions.kernels import is_dropped_by_worker
 from fnshard.compiler.schedule.ir import Schedule
 from fnshard.errors import CollectiveError
 from fnshard.runtime.executor.context import ExecutorContext
@@ -81,7 +81,7 @@ def _find_waits(schedule: Schedule) -> list[bool]:
             read |= set(line.reads)
             out.append(False)
             continue
-        gone = {n for n in getattr(line, "drops", ()) if not dropped_by_worker(n)}
+        gone = {n for n in getattr(line, "drops", ()) if not is_dropped_by_worker(n)}
         out.append(bool(made & {*line.reads, *line.writes, *gone} or read & {*line.writes, *gone}))
         if out[-1]:
             made, read = set(), set()

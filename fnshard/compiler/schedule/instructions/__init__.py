@@ -1,4 +1,4 @@
-"""Instructions: the lines of a schedule, one class each with all that is about it; see `base`."""
+"""Instructions: the lines of a schedule, one class for each kind of line; see `Instruction` in `ir`."""
 
 from fnshard.compiler.schedule.instructions.buffers import AggregateBuffers, StoreBuffers
 from fnshard.compiler.schedule.instructions.exchange import Exchange

@@ -1,4 +1,5 @@
-"""Buffers: what `fn` writes to leaves, aggregated over ranks and stored at the end of a step."""
+"""Buffers: values that `fn` writes to leaves, which are aggregated over ranks and stored at the end of a
+step."""
 
 from __future__ import annotations
 
@@ -27,15 +28,18 @@ from fnshard.layout.spec import Aggregation
 
 @dataclass(frozen=True)
 class AggregateBuffers(OfBucket):
-    """Issue: each rank's new values of the leaves in `paths` -> one sum over all data axes.
+    """The issue of one sum over all data axes, of each rank's new values of the leaves in `paths`.
 
-    A mean is weighted by `rows`, this rank's, whose sum travels after the values; of "rank0" the others send
-    zeros; what all ranks hold of a "sum" is taken off by StoreBuffers.
+    A mean is weighted by `rows`, this rank's, whose sum travels after the values. For "rank0" the other ranks
+    send zeros. A "sum" has the stored value once for each rank; StoreBuffers takes off what is too much.
+
+    Args:
+        rules: how each value is aggregated, in the order of `reads`.
     """
 
     lane, trips = COMMUNICATION, 2
 
-    rules: tuple[Aggregation, ...] = ()  # in the order of `reads`
+    rules: tuple[Aggregation, ...] = ()
     rows: int = 1
 
     @property
@@ -50,7 +54,7 @@ class AggregateBuffers(OfBucket):
         return f"{super().wire_text(schedule)} {' '.join(self.rules)}"
 
     def numel(self, schedule: Schedule) -> int:
-        """Of the buffer that travels: all values, and the rows where there is a mean."""
+        """Return the elements of the buffer that travels: all values, and the rows where there is a mean."""
         return schedule.buckets[self.bucket].numel + ("mean" in self.rules)
 
     def wire_bytes(self, schedule: Schedule) -> int:
@@ -79,7 +83,7 @@ class AggregateBuffers(OfBucket):
 
     @classmethod
     def bind_wait(cls, wait: Wait, context: Context) -> Action:
-        """The sums, and the means of them."""
+        """Take the sums, and divide those that are means by the rows."""
         packer, bucket = context.packer(wait.bucket), bucket_of(wait, context)
         means = [context.schedule.specs[p].aggregated == "mean" for p in bucket.paths]
 
@@ -97,10 +101,13 @@ class AggregateBuffers(OfBucket):
 
 @dataclass(frozen=True)
 class StoreBuffers(Instruction):
-    """New values of leaves, whole -> this rank's stored shards, in place.
+    """A line that copies new values of whole leaves into this rank's stored shards, in place.
 
-    Reads the new values, then the shards, in the order of `writes`. `summed`: leaves whose new value is the
-    sum of those of `ranks` ranks, each of which contains the stored one.
+    It reads the new values, then the shards, in the order of `writes`.
+
+    Args:
+        summed: the leaves whose new value is the sum of those of `ranks` ranks, each of which contains the
+            stored one.
     """
 
     summed: tuple[str, ...] = ()

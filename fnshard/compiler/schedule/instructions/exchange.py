@@ -33,9 +33,13 @@ from fnshard.mesh import Mesh
 
 @dataclass(frozen=True)
 class Exchange(Instruction):
-    """Issue: a value -> what `kind` makes of every rank's; see `compiler.frontend.exchange`.
+    """The issue of an exchange: it makes of every rank's value what `kind` says.
 
-    `like`: what is sent. `dim`, `to`: along which it is split or joined.
+    See `compiler.frontend.exchange` for the kinds.
+
+    Args:
+        like: the shape and dtype of the value that is sent.
+        dim, to: the dims along which values are split or joined.
     """
 
     lane = COMMUNICATION
@@ -63,7 +67,7 @@ class Exchange(Instruction):
 
     @property
     def sent_bytes(self) -> int:
-        """Of one rank's value."""
+        """The bytes of one rank's value."""
         return math.prod(self.like.shape) * self.like.dtype.itemsize
 
     def wire_bytes(self, schedule: Schedule) -> int:
@@ -74,27 +78,30 @@ class Exchange(Instruction):
         dims = self.of_kind.dims_text(self.dim, self.to) or f" dim {self.dim}"
         return f"{self.kind} {self.like.dtype}{dims}{shape}"
 
-    def received(self, schedule: Schedule) -> tuple[int, ...]:
-        """The shape of the result."""
+    def received_shape(self, schedule: Schedule) -> tuple[int, ...]:
+        """Return the shape of the result."""
         return self.of_kind.received(self.like.shape, self.dim, self.to, self._ranks(schedule))
 
     def _ranks(self, schedule: Schedule) -> int:
         return schedule.mesh.axes_size(self.axes)
 
     def _rows(self, schedule: Schedule) -> tuple[int, tuple[int, ...]]:
-        """In how many rows it is packed, one for each receiver where it is split; the shape of one."""
+        """Return the number of rows that a value is packed in, and the shape of a row.
+
+        There is a row for each receiver where the value is split, else one.
+        """
         ranks = self._ranks(schedule)
         return ranks if self.of_kind.splits else 1, self.of_kind.row(self.like.shape, self.dim, ranks)
 
-    def _joined(self, schedule: Schedule) -> int | None:
-        """The dim along which what is received is put together; None where it lies in order as it comes."""
+    def _join_dim(self, schedule: Schedule) -> int | None:
+        """Return the dim along which received rows are joined; None where they lie in order as they come."""
         _, joined = self.of_kind.dims(self.dim, self.to)
         _, shape = self._rows(schedule)
         in_order = self.of_kind.splits and math.prod(shape[:joined]) == 1
         return None if in_order else joined
 
     def bind(self, context: Context) -> Action:
-        """Pack, in rows where it is split; issue."""
+        """Pack the value, in rows where it is split, and issue the collective."""
         comm, (source,), (flight,), axes, dim = context.comm, self.reads, self.writes, self.axes, self.dim
         rows, shape = self._rows(context.schedule)
         numel, dtype = math.prod(shape), self.like.dtype
@@ -114,10 +121,10 @@ class Exchange(Instruction):
 
     @classmethod
     def bind_wait(cls, wait: Wait, context: Context) -> Action:
-        """The sum, or the rows of all ranks put together."""
+        """Take the sum, or put the rows of all ranks together."""
         issue: Exchange = context.schedule.issues[wait.reads[0]]
-        (out,), shape = wait.writes, issue.received(context.schedule)
-        ranks, joined = issue._ranks(context.schedule), issue._joined(context.schedule)
+        (out,), shape = wait.writes, issue.received_shape(context.schedule)
+        ranks, joined = issue._ranks(context.schedule), issue._join_dim(context.schedule)
         _, row_shape = issue._rows(context.schedule)
 
         def take(env: Env, result: Any) -> None:
@@ -131,13 +138,13 @@ class Exchange(Instruction):
 
     def price(self, pricer: Pricer) -> Price:
         ranks, size = self._ranks(pricer.schedule), self.wire_bytes(pricer.schedule)
-        if self.of_kind.permutes:  # an all-to-all that sends as much
+        if self.of_kind.permutes:  # it is priced as an all-to-all that sends as much
             size = size * ranks / (ranks - 1)
         return pricer.copy(2 * self.sent_bytes, **pricer.collective(self.of_kind.rate, self.axes, size))
 
     @classmethod
     def wait_price(cls, wait: Wait, pricer: Pricer) -> Price:
-        joined = pricer.schedule.issues[wait.reads[0]]._joined(pricer.schedule)
+        joined = pricer.schedule.issues[wait.reads[0]]._join_dim(pricer.schedule)
         return pricer.copy(0.0 if joined is None else 2 * pricer.bytes_of(wait.writes))
 
 
@@ -145,7 +152,11 @@ def exchange(
     each: Exchanged, mesh: Mesh, unit: str, phase: str, sent: ValueName, received: ValueName,
     backward: bool = False,
 ) -> tuple[Instruction, Wait]:  # fmt: skip
-    """Issue and Wait of an exchange, or of its dual: from the cotangent of what was received."""
+    """Return the issue and the Wait of an exchange.
+
+    Args:
+        backward: return those of its dual, which brings cotangents of what was received to what was sent.
+    """
     kind, like, dims = each.kind, each.like, (each.dim, each.to)
     if backward:
         shape = KINDS[kind].received(like.shape, *dims, mesh.axes_size(each.axes))

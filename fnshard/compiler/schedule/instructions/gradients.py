@@ -1,4 +1,4 @@
-"""Gradients: from full ones to this rank's blocks of their sum."""
+"""Gradients: the lines that lead from full gradients to this rank's blocks of their sum."""
 
 from __future__ import annotations
 
@@ -35,13 +35,20 @@ from fnshard.compiler.schedule.ir import (
 
 @dataclass(frozen=True)
 class Reduced:
-    """A bucket's reduced gradients: one block per leaf; `flat` is the row they are views of, if any."""
+    """A bucket's reduced gradients, one block per leaf.
+
+    Args:
+        flat: the row that the blocks are views of, if there is one.
+    """
 
     blocks: Mapping[str, Tensor]
     flat: Tensor | None = None
 
     def each(self, make: Callable[[Tensor], Tensor]) -> Reduced:
-        """The same on other tensors: one for the row, or one a block."""
+        """Return gradients on other tensors, which `make` makes of the row, or of each block.
+
+        Blocks that are views of a row stay so: one tensor is then made, transferred or copied for all.
+        """
         if self.flat is None:
             return Reduced({p: make(b) for p, b in self.blocks.items()})
         flat, start = make(self.flat), self.flat.storage_offset()
@@ -54,23 +61,24 @@ class Reduced:
         )
 
     def pairs(self, other: Reduced) -> list[tuple[Tensor, Tensor]]:
-        """Tensors of the two that are to be alike."""
+        """Return pairs of tensors that hold the same gradients in the two: their rows, or their blocks."""
         if self.flat is not None:
             return [(self.flat, other.flat)]
         return [(b, other.blocks[p]) for p, b in self.blocks.items()]
 
 
 def _full_gradients(line: OfBucket) -> Callable[[Env], Mapping[str, Tensor]]:
-    """How to read them: one value per leaf, or an accumulator of all."""
+    """Return a function that reads a line's full gradients by path: a value per leaf, or an accumulator of
+    all."""
     if line.reads and not line.paths:
         (name,) = line.reads
         return lambda env: env[name]
-    named = dict(zip(line.paths, line.reads, strict=False))  # after them, an accumulator's earlier value
+    named = dict(zip(line.paths, line.reads, strict=False))  # behind these it may read an earlier sum
     return lambda env: {p: env[n] for p, n in named.items()}
 
 
 def _bind_wait(wait: Wait, context: Context) -> Action:
-    """A row of sums, and views of it."""
+    """Take a row of sums, and make views of it."""
     (out,), packer = wait.writes, context.packer(wait.bucket)
 
     def take(env: Env, flat: Tensor) -> None:
@@ -81,22 +89,23 @@ def _bind_wait(wait: Wait, context: Context) -> Action:
 
 @dataclass(frozen=True)
 class ReduceScatter(OfBucket):
-    """Issue: full gradients -> this rank's blocks of their sum."""
+    """The issue of a reduce-scatter, which makes of full gradients this rank's blocks of their sum."""
 
     lane, trips, outgoing, wire_bytes = COMMUNICATION, 1, True, OfBucket.rows_bytes
 
     def in_place(self, schedule: Schedule) -> bool:
-        """Whether a transport may read gradients where they lie: they need no cast, and none is missing.
+        """Return whether a transport may read gradients where they lie: they need no cast, and none is
+        missing.
 
-        They live until it is waited for.
+        The gradients then live until the Wait.
         """
         bucket = schedule.buckets[self.bucket]
         as_made = all(schedule.specs[p].compute_dtype == bucket.dtype for p in bucket.paths)
         complete = set(self.paths) == set(bucket.paths) and all(n.kind is Kind.GRADIENT for n in self.reads)
         return as_made and complete
 
-    def updated_at_once(self, schedule: Schedule) -> bool:
-        """Whether one Update alone reads what this reduces, before a kernel or collective after its Wait."""
+    def is_updated_at_once(self, schedule: Schedule) -> bool:
+        """Return whether nothing but one Update reads the sums, before any kernel or collective runs."""
         lines = schedule.instructions
         wait = next(k for k, i in enumerate(lines) if isinstance(i, Wait) and self.writes[0] in i.reads)
         reduced = set(lines[wait].writes)
@@ -109,7 +118,7 @@ class ReduceScatter(OfBucket):
         )
 
     def bind(self, context: Context) -> Action:
-        """Issue, from gradients where they lie, or packed."""
+        """Issue the reduction of gradients where they lie, or packed."""
         bucket, packer, comm = bucket_of(self, context), context.packer(self.bucket), context.comm
         full, (flight,), issue = _full_gradients(self), self.writes, self._bind_in_place(context)
 
@@ -124,13 +133,16 @@ class ReduceScatter(OfBucket):
         return run
 
     def _bind_in_place(self, context: Context) -> Callable[[Mapping[str, Tensor]], Any]:
-        """What issues the reduction of gradients where they lie; it returns None where none can."""
+        """Return a function that issues the reduction of gradients where they lie, or returns None.
+
+        It returns None where the transport cannot, or gradients must be cast.
+        """
         bucket, packer, comm = bucket_of(self, context), context.packer(self.bucket), context.comm
         pair, of_leaves = (getattr(comm, n, None) for n in ("reduce_pair", "reduce_leaves"))
         if not self.in_place(context.schedule):
             return lambda grads: None
         if pair is not None:
-            at_once = self.updated_at_once(context.schedule)
+            at_once = self.is_updated_at_once(context.schedule)
 
             def issue(full: Mapping[str, Tensor]) -> Any:
                 grads = {p: g.contiguous() for p, g in full.items()}
@@ -152,14 +164,16 @@ class ReduceScatter(OfBucket):
 
 @dataclass(frozen=True)
 class AllReduce(OfBucket):
-    """Issue: gradients (full, blocks that a ReduceScatter left, or none, which are zeros) -> their sum over
-    `axes`."""
+    """The issue of a sum of gradients over `axes`.
+
+    They are full, or blocks that a ReduceScatter has left, or none, which are zeros.
+    """
 
     lane, trips, outgoing = COMMUNICATION, 2, True
 
     @property
     def overwrites(self) -> Names:
-        """Blocks are summed in place."""
+        """The blocks that are summed in place."""
         return reduced_names(self.reads)
 
     def wire_bytes(self, schedule: Schedule) -> int:
@@ -170,7 +184,7 @@ class AllReduce(OfBucket):
         return bool(self.reads) and self.reads[0].kind is Kind.REDUCED
 
     def bind(self, context: Context) -> Action:
-        """Pack, or send the row that is there."""
+        """Pack full gradients, or send the row that is there."""
         bucket, packer, comm = bucket_of(self, context), context.packer(self.bucket), context.comm
         (flight,), axes, reads = self.writes, self.axes, self.reads
         full = None if self._of_blocks else _full_gradients(self)
@@ -195,7 +209,7 @@ class AllReduce(OfBucket):
 
 @dataclass(frozen=True)
 class Local(OfBucket):
-    """Full gradients become the reduced ones: no other rank has any to add."""
+    """A line by which full gradients become the reduced ones, since no other rank has any to add."""
 
     def bind(self, context: Context) -> Action:
         bucket, device = bucket_of(self, context), context.device
@@ -221,7 +235,10 @@ class Local(OfBucket):
 
 @dataclass(frozen=True)
 class Accumulate(OfBucket):
-    """Add a micro-batch's gradients to the accumulator (in the optimizer's dtype); the first makes it."""
+    """A line that adds a micro-batch's gradients to the accumulator, in `LayoutSpec.sum_dtype`.
+
+    The `first` makes the accumulator.
+    """
 
     first: bool = False
 
@@ -229,7 +246,8 @@ class Accumulate(OfBucket):
         return self.reads[0].kind is Kind.HOST
 
     def aliases(self) -> Mapping[ValueName, Names]:
-        """The first sum may be the row that has come; a later one takes over the memory of the one before."""
+        """Return the row that has come as an alias of the first sum; a later sum takes over the one
+        before."""
         as_it_came = self.first and not self._of_full_gradients and self.reads[0].kind is not Kind.HOST
         return {self.writes[0]: self.reads} if as_it_came else {}
 
@@ -247,12 +265,12 @@ class Accumulate(OfBucket):
 
         def add(env: Env) -> None:
             value: Reduced = env[new]
-            if first and take:  # what a transfer brought goes back to its pool
+            if first and take:  # a copy, since what a transfer brought goes back to its pool
                 make = lambda p, b: take(b, specs[p].sum_dtype, for_host=True)  # noqa: E731
                 env[out] = Reduced({p: make(p, b).copy_(b) for p, b in value.blocks.items()})
                 return
             if first:
-                copy = value.flat is None  # a local gradient may be another value's tensor too
+                copy = value.flat is None  # a gradient that was not sent may be another value's tensor too
                 env[out] = Reduced({p: b.to(specs[p].sum_dtype, copy=copy) for p, b in value.blocks.items()})
                 return
             total: Reduced = env.pop(before[0])
@@ -275,7 +293,7 @@ class Accumulate(OfBucket):
             for path, gradient in new.items():
                 if path in total:
                     total[path].add_(gradient)
-                else:  # other segments read this leaf of the bucket
+                else:  # the sum so far is of other segments, which do not read this leaf
                     total[path] = gradient.to(specs[path].sum_dtype, copy=True)
             env[out] = total
 

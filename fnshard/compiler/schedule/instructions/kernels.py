@@ -1,4 +1,4 @@
-"""Kernels: calls of them, and what is done to values of the program between them."""
+"""Kernels: the lines that call them, and those that sum, zero and free values of the program between them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ from fnshard.compiler.schedule.ir import Action, Context, Env, Instruction, Name
 
 @dataclass(frozen=True)
 class Run(Instruction):
-    """A kernel, one way. `segment`: its place in the program."""
+    """A call of a kernel, one way.
+
+    Args:
+        segment: the number of its segment in the program.
+        units: the units whose leaves the segment reads.
+    """
 
     kernel: str = ""
     way: Way = Way.FORWARD
@@ -26,18 +31,18 @@ class Run(Instruction):
 
     @property
     def backward(self) -> bool:
-        """Whether it makes gradients."""
+        """Whether the kernel makes gradients."""
         return self.way is not Way.FORWARD
 
     @property
     def detail(self) -> str:
-        def shown(names: Names) -> str:
+        def describe(names: Names) -> str:
             leaves = [n for n in names if n.kind in (Kind.GATHERED, Kind.STORED, Kind.GRADIENT)]
             rest = [n for n in names if n not in leaves]
             kinds = sorted({n.kind for n in leaves})
             return ", ".join(rest + [f"{sum(n.kind is k for n in leaves)} {k}" for k in kinds])
 
-        return f"{self.kernel}.{self.way}({shown(self.reads)}) -> {shown(self.writes)}"
+        return f"{self.kernel}.{self.way}({describe(self.reads)}) -> {describe(self.writes)}"
 
     def bind(self, context: Context) -> Action:
         fn, half = (
@@ -46,15 +51,18 @@ class Run(Instruction):
         )
         reads, writes, drops, freed = self.reads, self.writes, self.drops, context.freed
         strides = half.tangent_strides if half else ()
+        # Gradients that share memory with another result are copied: reductions may write to them.
         copied = [i for i in half.shared if writes[i].kind is Kind.GRADIENT] if half else []
 
         def run(env: Env) -> None:
             args = [env[n] for n in reads]
+            # A kernel was compiled for these strides of its tangents, and reads others wrongly.
             for index, stride in strides:
                 if args[index].stride() != stride:
                     args[index] = torch.empty_strided(
                         args[index].shape, stride, dtype=args[index].dtype, device=args[index].device
                     ).copy_(args[index])
+            # Dropped values leave the environment before the call, so that the kernel may free them inside.
             dead = [env.pop(n) for n in drops] if freed else None
             if not freed:
                 for n in drops:
@@ -75,7 +83,7 @@ class Run(Instruction):
 
 
 def end_rounds(schedule: Schedule) -> frozenset[Run]:
-    """Return the kernels that are the last of their round: all, where each micro-batch runs alone."""
+    """Return the kernels that are the last of their round; where each micro-batch runs alone, all are."""
     runs = [line for line in schedule.instructions if isinstance(line, Run)]
     rounds = [schedule.rounds.get((run.segment, run.backward), -1 - n) for n, run in enumerate(runs)]
     following = [*rounds[1:], None]
@@ -83,13 +91,13 @@ def end_rounds(schedule: Schedule) -> frozenset[Run]:
 
 
 def of_one_micro_batch(names: Names) -> bool:
-    """Return whether these are values of the program, or copies of them, and no leaves or gradients."""
+    """Return whether all of these are values of the program, or copies of them: not leaves, not gradients."""
     return all(n.original.kind in (Kind.VALUE, Kind.TANGENT) for n in names)
 
 
 @dataclass(frozen=True)
 class Free(Instruction):
-    """Drop values; nothing reads them any more."""
+    """A line that drops values, which nothing reads any more."""
 
     @property
     def detail(self) -> str:
@@ -106,7 +114,7 @@ class Free(Instruction):
     def bind(self, context: Context) -> Action:
         freed, transfers, later = context.freed, context.transfers, context.later(self)
         pooled = {n for n in self.drops if n.is_pooled}
-        read_on_host = [n for n in self.drops if dropped_by_worker(n)]
+        read_on_host = [n for n in self.drops if is_dropped_by_worker(n)]
         others = [n for n in self.drops if n not in read_on_host]
 
         def drop(env: Env, names: Sequence[ValueName]) -> None:
@@ -128,14 +136,19 @@ class Free(Instruction):
         return pricer.compute(0.0, 0.0)
 
 
-def dropped_by_worker(name: ValueName) -> bool:
-    """Whether the host's worker drops the value itself: gradients and masters on the host."""
+def is_dropped_by_worker(name: ValueName) -> bool:
+    """Return whether the host's worker drops the value itself, as it does gradients and masters on the
+    host."""
     return name.is_copy(Kind.HOST, Kind.REDUCED, Kind.STORED)
 
 
 @dataclass(frozen=True)
 class Add(Instruction):
-    """Sum of two values; into the first where `owned` says that no other name refers to it."""
+    """A sum of two values.
+
+    Args:
+        owned: write it into the first value, to which no other name refers.
+    """
 
     owned: bool = False
 
@@ -151,8 +164,9 @@ class Add(Instruction):
         return pricer.copy(3 * pricer.bytes_of(self.reads[:1]))
 
 
-def added(known: dict[Any, ValueName], key: Any, fresh: ValueName, unit: str, phase: str) -> list[Add]:
-    """One more part of the gradient of `key`, and the line that adds it to those before."""
+def add_part(known: dict[Any, ValueName], key: Any, fresh: ValueName, unit: str, phase: str) -> list[Add]:
+    """Note one more part of the gradient of `key`, and return the line that adds it to those before, if
+    any."""
     before = known.get(key)
     known[key] = fresh if before is None else fresh.of(fresh.micro, f"{fresh.version}+")
     if before is None:
@@ -163,7 +177,7 @@ def added(known: dict[Any, ValueName], key: Any, fresh: ValueName, unit: str, ph
 
 @dataclass(frozen=True)
 class Zeros(Instruction):
-    """A tangent that nobody contributed to."""
+    """A tangent of zeros, to which nothing contributes."""
 
     like: Argument | None = None
 
@@ -180,11 +194,11 @@ class Zeros(Instruction):
         return pricer.copy(pricer.bytes_of(self.writes))
 
 
-TINY = 64  # a kernel whose gathered leaves are so many times smaller than the largest kernel's
+TINY = 64  # a tiny kernel's gathered leaves are at least so many times smaller than the largest kernel's
 
 
 def tiny_runs(schedule: Schedule) -> frozenset[Run]:
-    """The kernels that read few gathered leaves, and some."""
+    """Return the kernels that read gathered leaves, but far smaller ones than the largest kernel does."""
     sizes = {}
     for line in schedule.instructions:
         if isinstance(line, Run):

@@ -1,4 +1,5 @@
-"""Leaves: brought to where they are read: cast, gathered, published after an update."""
+"""Leaves: the lines that bring them to where they are read: casts, gathers, and publishing after an
+update."""
 
 from __future__ import annotations
 
@@ -35,8 +36,10 @@ from fnshard.mesh import Mesh
 
 
 class Scale(NamedTuple):
-    """Of a leaf that is gathered in eight bits: `own`, for this rank's shard; `full`, for all of it. fp32,
-    0-d or of each row [N, 1]."""
+    """The scales of a leaf that is gathered in eight bits: fp32, 0-d or one for each row [N, 1].
+
+    `own` is for this rank's shard, `full` for all of the leaf.
+    """
 
     own: Tensor
     full: Tensor
@@ -44,7 +47,8 @@ class Scale(NamedTuple):
 
 @dataclass(frozen=True)
 class Scales(Instruction):
-    """Issue: the largest number of each leaf in `paths`, or of its rows, of all shards, once a step."""
+    """The issue of a gather of the largest numbers of leaves, or of their rows, in all shards, once a
+    step."""
 
     lane, trips = COMMUNICATION, 1
 
@@ -62,7 +66,7 @@ class Scales(Instruction):
         return 4 * sum(self.counts(schedule)) * schedule.mesh.axes_size(self.axes)
 
     def counts(self, schedule: Schedule) -> list[int]:
-        """How many numbers this rank sends of each leaf: one, or one of each row of its shard."""
+        """Return how many numbers this rank sends of each leaf: one, or one for each row of its shard."""
         specs = [schedule.specs[p] for p in self.paths]
         rows = [block_shape(s.shape, s.storage, schedule.mesh)[0] for s in specs]
         return [n if s.scaling == "rowwise" else 1 for n, s in zip(rows, specs, strict=True)]
@@ -84,7 +88,7 @@ class Scales(Instruction):
 
     @classmethod
     def bind_wait(cls, wait: Wait, context: Context) -> Action:
-        """Scales by path (`Scale`)."""
+        """Make scales by path (`Scale`)."""
         (out,), issue = wait.writes, context.schedule.issues[wait.reads[0]]
         schedule, here = context.schedule, context.mesh.coordinate(context.rank)
         counts, specs = issue.counts(schedule), [schedule.specs[p] for p in issue.paths]
@@ -110,9 +114,14 @@ class Scales(Instruction):
 
 
 def _largest(parts: Tensor, spec: LayoutSpec, mesh: Mesh, axes: Sequence[str]) -> Tensor:
-    """The largest number of a leaf, [1], or of each row, of those of shards, [ranks of `axes`, rows]."""
+    """Return the largest number of a leaf, [1], or of each of its rows.
+
+    Args:
+        parts: those of all shards, [ranks of `axes`, rows of a shard].
+    """
     if spec.scaling != "rowwise":
         return parts.amax().view(1)
+    # Ranks along the axes that split rows hold different rows, and all others parts of the same.
     rows = tuple(a for a in spec.storage.of(0) if a in axes)
     order = [axes.index(a) for a in (*rows, *(a for a in axes if a not in rows))]
     parts = parts.view(*map(mesh.axis_size, axes), -1)
@@ -121,7 +130,11 @@ def _largest(parts: Tensor, spec: LayoutSpec, mesh: Mesh, axes: Sequence[str]) -
 
 
 def _of_shard(full: Tensor, spec: LayoutSpec, mesh: Mesh, here: Mapping[str, int]) -> Scale:
-    """A leaf's scales, [1] or one of each row, with those of a rank's padded shard."""
+    """Return a leaf's scales with those of a rank's padded shard.
+
+    Args:
+        full: the scales of the leaf, [1] or one for each row.
+    """
     if spec.scaling != "rowwise":
         return Scale(full[0], full[0])
     full = full.view(-1, 1)
@@ -132,8 +145,10 @@ def _of_shard(full: Tensor, spec: LayoutSpec, mesh: Mesh, here: Mapping[str, int
 
 @dataclass(frozen=True)
 class Cast(OfBucket):
-    """Stored leaves -> leaves in compute dtype, on this rank alone; by way of the wire's dtype, where that is
-    narrower."""
+    """A line that casts stored leaves to their compute dtype, on this rank alone.
+
+    It casts them to the wire's dtype first, where that is narrower, so that all layouts see the same numbers.
+    """
 
     def bind(self, context: Context) -> Action:
         bucket = bucket_of(self, context)
@@ -145,10 +160,10 @@ class Cast(OfBucket):
             if scaled:
                 scales = [env[SCALES][p] for p in bucket.paths]
                 tensors = [(t * s.own).to(bucket.dtype) for t, s in zip(tensors, scales, strict=True)]
-            made = cast_together(tensors, dtype)
+            cast = cast_together(tensors, dtype)
             if scaled:
-                torch._foreach_div_(made, [s.full.to(dtype) for s in scales])
-            env.update(zip(writes, made, strict=True))
+                torch._foreach_div_(cast, [s.full.to(dtype) for s in scales])
+            env.update(zip(writes, cast, strict=True))
 
         return run
 
@@ -160,7 +175,7 @@ class Cast(OfBucket):
 
 
 def cast_together(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """The tensors in a dtype, by one call; one that has it stays itself."""
+    """Cast tensors to a dtype in one call; a tensor that has it already is returned itself."""
     out = [t if t.dtype == dtype else torch.empty_like(t, dtype=dtype) for t in tensors]
     pairs = [(o, t) for o, t in zip(out, tensors, strict=True) if o is not t]
     if pairs:
@@ -169,7 +184,7 @@ def cast_together(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]
 
 
 def _price_of_blocks(line: OfBucket, pricer: Pricer, copied: bool = True) -> Price:
-    """Packing stored blocks, if they are `copied`, and gathering them."""
+    """Return the price of packing stored blocks, if they are `copied`, and of gathering them."""
     bucket = pricer.bucket(line)
     packed = pricer.block_bytes(bucket, "storage_dtype") + bucket.row_bytes if copied else 0.0
     return pricer.copy(packed, **pricer.collective("gather", bucket.axes, line.rows_bytes(pricer.schedule)))
@@ -177,7 +192,11 @@ def _price_of_blocks(line: OfBucket, pricer: Pricer, copied: bool = True) -> Pri
 
 @dataclass(frozen=True)
 class _Gathering:
-    """A gather in flight: of rows, or `in_place` of flat leaves; `scales`: what these were multiplied by."""
+    """A gather in flight: of rows, or, `in_place`, of flat leaves.
+
+    Args:
+        scales: the scales that shards were multiplied by.
+    """
 
     handle: Any
     in_place: bool
@@ -186,18 +205,18 @@ class _Gathering:
 
 @dataclass(frozen=True)
 class Gather(OfBucket):
-    """Issue: this rank's stored blocks -> every rank's, over the bucket's axes."""
+    """The issue of an all-gather of stored blocks, over the bucket's axes."""
 
     lane, trips, wire_bytes = COMMUNICATION, 1, OfBucket.rows_bytes
 
     def in_place(self, schedule: Schedule) -> bool:
-        """Whether a transport that can gathers this into leaves, not rows: it needs no cast."""
+        """Return whether a transport may gather into leaves in place of rows, because they need no cast."""
         bucket = schedule.buckets[self.bucket]
         as_sent = all(schedule.specs[p].compute_dtype == bucket.dtype for p in bucket.paths)
         return as_sent and all(n.kind is Kind.STORED for n in self.reads)
 
     def bind(self, context: Context) -> Action:
-        """Issue, from blocks to leaves where they lie, or packed."""
+        """Issue the gather of blocks into leaves where they lie, or packed."""
         bucket, packer, comm = bucket_of(self, context), context.packer(self.bucket), context.comm
         pairs, (flight,) = list(zip(bucket.paths, self.reads, strict=False)), self.writes
         issue, scaled = self._bind_in_place(context), SCALES in self.reads
@@ -217,7 +236,10 @@ class Gather(OfBucket):
         return run
 
     def _bind_in_place(self, context: Context) -> Callable[[Mapping[str, Tensor]], Any]:
-        """What issues the gather of stored blocks to leaves where they lie; it returns None if none can."""
+        """Return a function that issues the gather of blocks into leaves where they lie, or returns None.
+
+        It returns None where the transport cannot, or leaves must be cast.
+        """
         bucket, packer, comm = bucket_of(self, context), context.packer(self.bucket), context.comm
         into_shared, into_own = (getattr(comm, n, None) for n in ("gather_leaves", "gather_blocks"))
         specs, (runs, total) = context.schedule.specs, leaf_runs(bucket)
@@ -243,7 +265,7 @@ class Gather(OfBucket):
 
     @classmethod
     def bind_wait(cls, wait: Wait, context: Context) -> Action:
-        """The leaves in place, or every rank's blocks unpacked into full leaves."""
+        """Take the leaves in place, or unpack every rank's blocks into full leaves."""
         (flight,), writes, packer = wait.reads, wait.writes, context.packer(wait.bucket)
         pieces = bucket_of(wait, context).pieces
         dtype = context.schedule.specs[pieces[0].path].compute_dtype
@@ -277,12 +299,12 @@ class Gather(OfBucket):
 
 @dataclass(frozen=True)
 class Publish(OfBucket):
-    """Issue: updated blocks -> the full stored leaf on every rank (ZeRO 1 and 2)."""
+    """The issue of a gather of updated blocks into the full stored leaf on every rank (ZeRO 1 and 2)."""
 
     lane, trips, wire_bytes = COMMUNICATION, 1, OfBucket.rows_bytes
 
     def bind(self, context: Context) -> Action:
-        """Pack this rank's block of leaves that are stored in full; issue."""
+        """Pack this rank's block of leaves that are stored in full, and issue the gather."""
         bucket, packer, comm = bucket_of(self, context), context.packer(self.bucket), context.comm
         pairs, (flight,) = list(zip(bucket.paths, self.reads, strict=True)), self.writes
 

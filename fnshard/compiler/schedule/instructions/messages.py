@@ -1,4 +1,4 @@
-"""Messages: what the stages of a pipeline send one another."""
+"""Messages: the lines by which the stages of a pipeline send one another values."""
 
 from __future__ import annotations
 
@@ -31,9 +31,12 @@ from fnshard.mesh import PIPELINE
 
 @dataclass(frozen=True)
 class Message(Instruction):
-    """One end of a message between two stages: `stage` is the other one.
+    """One end of a message between two stages.
 
-    `values`: what travels, named alike at both ends. `likes`: shapes and dtypes of these.
+    Args:
+        stage: the stage at the other end.
+        values: the names of the values that travel, which are alike at both ends.
+        likes: their shapes and dtypes.
     """
 
     lane = COMMUNICATION
@@ -68,7 +71,10 @@ class Message(Instruction):
 
 @dataclass(frozen=True)
 class Send(Message):
-    """Issue: values -> the rank of another stage that is like this one otherwise. Transports copy them."""
+    """The issue of a message to the rank of another stage whose other coordinates are this rank's.
+
+    Transports copy the values, so that they may change at once.
+    """
 
     @property
     def detail(self) -> str:
@@ -96,7 +102,7 @@ class Send(Message):
 
 @dataclass(frozen=True)
 class Recv(Message):
-    """Issue: room for what the rank of another stage sends; the Wait makes the values of it."""
+    """The issue of room for what a rank of another stage sends; the Wait makes the values of it."""
 
     @property
     def detail(self) -> str:
@@ -114,12 +120,17 @@ class Recv(Message):
 
     @classmethod
     def bind_wait(cls, wait: Wait, context: Context) -> Action:
-        """The values, with the strides that kernels were compiled for."""
+        """Take the values, with the strides that kernels were compiled for."""
         names, likes = wait.writes, context.schedule.issues[wait.reads[0]].likes
 
         def take(env: Env, tensors: Sequence[Tensor]) -> None:
             for name, like, value in zip(names, likes, tensors, strict=True):
-                env[name] = _as_strided_like(value, like)
+                env[name] = value
+                if value.stride() != like.stride and value.numel() > 1:
+                    strided = torch.empty_strided(
+                        like.shape, like.stride, dtype=like.dtype, device=value.device
+                    )
+                    env[name] = strided.copy_(value)
 
         return on_arrival(wait, take)
 
@@ -127,13 +138,10 @@ class Recv(Message):
         return pricer.compute(0.0, 0.0)
 
 
-def _as_strided_like(value: Tensor, like: Argument) -> Tensor:
-    if value.stride() == like.stride or value.numel() < 2:
-        return value
-    out = torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device=value.device)
-    return out.copy_(value)
-
-
 def pair_of(line: Any, stage: int) -> tuple[int, int]:
-    """Return the stages that a message of `stage` goes from and to."""
+    """Return the stages that a message goes from and to.
+
+    Args:
+        line: one end of it, at `stage`.
+    """
     return (stage, line.stage) if isinstance(line, Send) else (line.stage, stage)

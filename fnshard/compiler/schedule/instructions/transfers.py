@@ -1,4 +1,4 @@
-"""Transfers: between the device and where a value rests, host memory or disk."""
+"""Transfers: the lines that move values between the device and host memory or disk, where they rest."""
 
 from __future__ import annotations
 
@@ -16,19 +16,23 @@ from fnshard.compiler.schedule.ir import (
     Pricer,
     Schedule,
     Wait,
-    only_stored,
+    are_stored,
 )
 
 
-def _shortened(names: Names) -> str:
+def _shorten(names: Names) -> str:
     return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
 
 
 def _bind_wait(wait: Wait, context: Context) -> Action:
-    """What was sent is there; gradients that the host reads, for the host too, or for its worker."""
+    """Wait until a transfer has arrived, for kernels, and where the host reads gradients, for the host too.
+
+    A worker waits in its own thread, so that the host goes on to the next line.
+    """
     (flight,), writes, worker = wait.reads, wait.writes, context.worker
     read_there = any(n.is_copy(Kind.HOST, Kind.REDUCED) for n in writes)
-    if worker is not None and wait.on_host(context.schedule):  # the end of the step waits for it
+    # The worker issued the transfer of updated shards, and the end of the step waits for the worker.
+    if worker is not None and wait.on_host(context.schedule):
         return lambda env: worker.submit(lambda: env.pop(flight))
     state = {n for n in writes if n.is_state}
 
@@ -38,7 +42,7 @@ def _bind_wait(wait: Wait, context: Context) -> Action:
         if read_there and worker is not None:
             worker.submit(lambda: handle.wait(on_host=True))
         for n, value in zip(writes, targets, strict=True):
-            if n not in state:  # written in place
+            if n not in state:  # state was written in place
                 env[n] = value
 
     return run
@@ -46,10 +50,11 @@ def _bind_wait(wait: Wait, context: Context) -> Action:
 
 @dataclass(frozen=True)
 class ToDevice(OfBucket):
-    """Issue: what rests on the host or on disk -> copies on the device (`t:`), in order of `reads`.
+    """The issue of a transfer from the host or disk to the device: copies (`t:`), in the order of `reads`.
 
-    `into`: the device tensors that are overwritten (stored shards after an update on the host), else new
-    ones are made.
+    Args:
+        into: the device tensors that are overwritten: stored shards, after an update on the host. If empty,
+            new tensors are made.
     """
 
     lane, reads_until_waited = TRANSFER, True
@@ -58,10 +63,10 @@ class ToDevice(OfBucket):
 
     @property
     def detail(self) -> str:
-        return _shortened(self.reads)
+        return _shorten(self.reads)
 
     def on_host(self, schedule: Schedule) -> bool:
-        return only_stored(self.into)
+        return are_stored(self.into)
 
     def bind(self, context: Context) -> Action:
         if self.into:
@@ -74,7 +79,8 @@ class ToDevice(OfBucket):
         return run
 
     def _bind_restore(self, context: Context) -> Action:
-        """Master copies that the host has updated -> the stored shards on the device, cast there."""
+        """Send master copies that the host has updated to the stored shards on the device, and cast them
+        there."""
         reads, (flight,), transfers, updater = self.reads, self.writes, context.transfers, context.updater
         into, later = self.into, context.later(self)
 
@@ -97,7 +103,11 @@ class ToDevice(OfBucket):
 
 @dataclass(frozen=True)
 class ToHost(OfBucket):
-    """Issue: device values -> new copies on the host (`h:`), or `into` state that rests there or on disk."""
+    """The issue of a transfer from the device to new copies on the host (`h:`).
+
+    Args:
+        into: state that rests on the host or on disk, which is overwritten in place of new copies.
+    """
 
     lane, outgoing, reads_until_waited = TRANSFER, True, True
 
@@ -105,7 +115,7 @@ class ToHost(OfBucket):
 
     @property
     def detail(self) -> str:
-        return _shortened(self.reads)
+        return _shorten(self.reads)
 
     def bind(self, context: Context) -> Action:
         reads, (flight,), into, transfers = self.reads, self.writes, self.into, context.transfers

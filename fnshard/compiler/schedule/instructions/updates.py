@@ -1,4 +1,4 @@
-"""Updates: the end of a step: norms, the sum of scalars, the optimizer and what it exchanges."""
+"""Updates: the lines at the end of a step: norms, the sum of scalars, the optimizer and its exchanges."""
 
 from __future__ import annotations
 
@@ -35,12 +35,17 @@ from fnshard.compiler.update.derive import Compute
 
 @dataclass(frozen=True)
 class Norms(OfBucket):
-    """Squared norms of a bucket's reduced gradients, padding counted out, by the number of `replicas`."""
+    """The squared norms of a bucket's reduced gradients, without their padding.
+
+    Args:
+        replicas: the number of ranks that hold the same block; norms are divided by it before they are
+            summed.
+    """
 
     replicas: int = 1
 
     def aliases(self) -> Mapping[ValueName, Names]:
-        """Numbers share memory with nothing."""
+        """Return nothing: norms share memory with nothing."""
         return {}
 
     def on_host(self, schedule: Schedule) -> bool:
@@ -61,7 +66,7 @@ class Norms(OfBucket):
 
 @dataclass(frozen=True)
 class ReduceScalars(Instruction):
-    """Issue: losses, counts, aux scalars, squared norms and flags of all ranks, in one small sum."""
+    """The issue of one small sum of all ranks' losses, counts, aux scalars, squared norms and flags."""
 
     lane, trips = COMMUNICATION, 2
 
@@ -69,7 +74,7 @@ class ReduceScalars(Instruction):
         return schedule.summed_axes
 
     def bind(self, context: Context) -> Action:
-        """Pack this rank's numbers; issue."""
+        """Pack this rank's numbers, and issue the sum."""
         axes, (flight,) = self.axes_of(context.schedule), self.writes
         norms, own = [n for n in self.reads if n.kind is Kind.NORMS], frozenset(self.reads)
 
@@ -81,7 +86,7 @@ class ReduceScalars(Instruction):
 
     @classmethod
     def bind_wait(cls, wait: Wait, context: Context) -> Action:
-        """The sums, and what the updates read of them."""
+        """Take the sums, and hand updates the numbers that they read."""
         (out,) = wait.writes
 
         def take(env: Env, vector: Tensor) -> None:
@@ -96,19 +101,19 @@ class ReduceScalars(Instruction):
         return pricer.copy(size, **pricer.collective("all_reduce", self.axes_of(pricer.schedule), size))
 
 
-Parts = dict[str, dict[str, Tensor]]  # tensors of an update, by path and name
+Parts = dict[str, dict[str, Tensor]]  # the tensors of an update, by path and name
 
 
 @dataclass(frozen=True)
 class Update(OfBucket):
     """A stretch of the optimizer on leaves of one bucket, from one exchange to the next, in place.
 
-    It reads gradients, parameters (but where the host updates its master copies), slots, the scalars it must
-    wait for, and what stretches before it and their exchanges have made; in the order of `paths`.
+    It reads gradients, parameters (except where the host updates its master copies), slots, the scalars that
+    it must wait for, and what earlier stretches and their exchanges have made; in the order of `paths`.
 
     Args:
-        number: which stretch of the leaves' families it is.
-        work: by path, what is computed.
+        number: the number of the stretch among the steps of the leaves' families.
+        work: the computation of each leaf, by path.
     """
 
     number: int = 0
@@ -119,12 +124,15 @@ class Update(OfBucket):
 
     @property
     def overwrites(self) -> Names:
-        """Gradients are scaled in place."""
+        """The gradients, which are scaled in place."""
         return reduced_names(self.reads)
 
     def aliases(self) -> Mapping[ValueName, Names]:
-        """A master copy that is sent to the device is the slot's own memory; what is handed on may be state,
-        and is no gradient."""
+        """Return the state that results may share memory with.
+
+        A master copy that is sent to the device is the slot's own memory. Values that are handed on may be
+        state, and are no gradients.
+        """
         gradients = reduced_names(self.reads)
         state = tuple(n for n in self.reads if n not in gradients)
         out = {}
@@ -135,7 +143,8 @@ class Update(OfBucket):
                 out[name] = tuple(n for n in state if n.original.kind is Kind.SLOTS and n.path == name.path)
         return out
 
-    def _named(self, kind: Kind) -> dict[str, ValueName]:
+    def _names_of(self, kind: Kind) -> dict[str, ValueName]:
+        """Return the values of a kind that it reads, by path."""
         return {n.path: n for n in self.reads if n.original.kind is kind}
 
     def bind(self, context: Context) -> Action:
@@ -143,7 +152,7 @@ class Update(OfBucket):
         update = updater.bind(self.paths, self.number)
         gradients = reduced_names(self.reads)
         earlier = [n for n in self.reads if n.kind is Kind.UPDATED]
-        own_slots, params = self._named(Kind.SLOTS), self._named(Kind.STORED)
+        own_slots, params = self._names_of(Kind.SLOTS), self._names_of(Kind.STORED)
         handed_on = next((n for n in self.writes if n.kind is Kind.UPDATED), None)
         commits = self.writes[0].original.kind is Kind.STORED
         masters = dict(zip(self.paths, self.writes, strict=False)) if commits and not params else {}
@@ -155,9 +164,9 @@ class Update(OfBucket):
                 if event is not None:
                     event.synchronize()
                 blocks = {p: block for n in gradients for p, block in env[n].blocks.items()}
-                made = join_parts([env[n] for n in earlier])
+                known = join_parts([env[n] for n in earlier])
                 state = [{p: env[n] for p, n in names.items()} for names in (own_slots, params)]
-                out = update(blocks, *state, made, control)
+                out = update(blocks, *state, known, control)
                 if handed_on is not None:
                     env[handed_on] = out
                 for path, name in masters.items():
@@ -172,7 +181,7 @@ class Update(OfBucket):
 
 
 def join_parts(parts: Sequence[Parts]) -> Parts:
-    """Return what several lines have made of leaves, by path and name."""
+    """Join what several lines have made of leaves, by path and name."""
     out: Parts = {}
     for each in parts:
         for path, own in each.items():
@@ -181,7 +190,7 @@ def join_parts(parts: Sequence[Parts]) -> Parts:
 
 
 class Nothing:
-    """The flight of an exchange in a step that updates nothing, on all ranks alike."""
+    """A flight that carries nothing, of an exchange in a step that all ranks skip."""
 
     def wait(self) -> None:
         return None
@@ -192,13 +201,14 @@ class Nothing:
 
 @dataclass(frozen=True)
 class ReduceUpdate(OfBucket):
-    """Issue: values of an update, small ones mostly, summed over all ranks of `axes`, which split the leaves.
+    """The issue of a sum of an update's values, mostly small ones, over the ranks of `axes`, which split
+    leaves.
 
     Args:
         how: "sum" or "max".
-        sends, receives: names of the values, by path.
-        shapes: of the values, by path.
-        dtype: in which they travel.
+        sends, receives: the names of the values, by path.
+        shapes: the shapes of the values, by path.
+        dtype: the dtype in which they travel.
     """
 
     lane, trips, outgoing = COMMUNICATION, 2, True
@@ -232,8 +242,8 @@ class ReduceUpdate(OfBucket):
                 env[flight] = Nothing()
                 return
             flat = comm.send_buffer(self.numel, self.dtype, self.axes)
-            made = join_parts([env[name] for name in self.reads])
-            values = [made[p][n] for p in self.paths for n in self.sends[p]]
+            known = join_parts([env[name] for name in self.reads])
+            values = [known[p][n] for p in self.paths for n in self.sends[p]]
             parts = flat.split_with_sizes([v.numel() for v in values])
             torch._foreach_copy_(list(parts), [v.reshape(-1) for v in values])
             env[flight] = issue(flat, self.axes)
@@ -242,7 +252,7 @@ class ReduceUpdate(OfBucket):
 
     @classmethod
     def bind_wait(cls, wait: Wait, context: Context) -> Action:
-        """The sums, by path and name."""
+        """Take the sums, by path and name."""
         (flight,), (out,) = wait.reads, wait.writes
         issue: ReduceUpdate = context.schedule.issues[flight]
 
@@ -250,6 +260,7 @@ class ReduceUpdate(OfBucket):
             if result is None:
                 env[out] = {}
                 return
+            # A gather brings the rows of all ranks. A sum is in the transport's buffer, which is released.
             whole = torch.stack(list(result)).amax(0) if issue.how == "max" else result.clone()
             env[out] = issue.unpack(whole)
 
@@ -274,7 +285,11 @@ class ReduceUpdate(OfBucket):
 
 @dataclass(frozen=True)
 class StackUpdate(OfBucket):
-    """Issue: every rank's blocks of leaves to the rank that computes each of them whole; or `back`."""
+    """The issue of an all-to-all that brings blocks of leaves to the rank that computes each of them whole.
+
+    Args:
+        back: send blocks of the results from there to the ranks that store them.
+    """
 
     lane, trips, outgoing = COMMUNICATION, 1, True
 
@@ -300,7 +315,7 @@ class StackUpdate(OfBucket):
 
     @classmethod
     def bind_wait(cls, wait: Wait, context: Context) -> Action:
-        """This rank's blocks by path and name; or the whole leaves that it computes."""
+        """Take this rank's blocks, or the whole leaves that it computes, by path and name."""
         (out,), stacks = wait.writes, context.stacks(wait.bucket)
         unpack = stacks.blocks if context.schedule.issues[wait.reads[0]].back else stacks.wholes
 
@@ -321,10 +336,10 @@ class StackUpdate(OfBucket):
 
 @dataclass(frozen=True)
 class ComputeStack(OfBucket):
-    """What updates need whole leaves for: each rank computes the leaves that it has been sent.
+    """The part of updates that needs whole leaves: each rank computes those that were sent to it.
 
     Args:
-        work: by path, what is computed.
+        work: the computation of each leaf, by path.
     """
 
     work: Mapping[str, Compute] = field(default_factory=dict, compare=False, repr=False)
@@ -346,9 +361,9 @@ class ComputeStack(OfBucket):
 
 @dataclass(frozen=True)
 class OverlappedUpdate(Update):
-    """Issue: an Update on a stream of its own, next to kernels of the backward of other units.
+    """The issue of an Update on another stream, next to kernels of the backward of other units.
 
-    An update is limited by memory, a product by arithmetic: together they take less time than in turn.
+    An update is limited by memory, a product by arithmetic: side by side they take less time than in turn.
     """
 
     lane, reads_until_waited = OPTIMIZER, True
@@ -367,6 +382,6 @@ class OverlappedUpdate(Update):
 
     @classmethod
     def bind_wait(cls, wait: Wait, context: Context) -> Action:
-        """The compute stream sees new parameters and slots."""
+        """Let the compute stream see new parameters and slots."""
         (flight,) = wait.reads
         return lambda env: context.join(env.pop(flight))

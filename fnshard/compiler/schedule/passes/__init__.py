@@ -1,7 +1,7 @@
 """Passes: functions `Schedule -> Schedule` that make the plain schedule fast, or change what a step does.
 
-`default()` lists those of a step. A pass of your own is such a function, too: `shard_step(passes=...)` runs
-it, and verifies the schedule behind it.
+`default()` returns the passes of a step. You can write such a function yourself: `shard_step(passes=...)`
+runs it, and verifies the schedule that it returns.
 """
 
 from fnshard.compiler.schedule.passes.defaults import Pass, default

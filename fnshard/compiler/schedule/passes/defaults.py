@@ -19,13 +19,14 @@ Pass = Callable[[Schedule], Schedule]
 def default(prefetch: int | tuple[int, int] = 1, overlap: int = 1) -> list[Pass]:
     """Return the passes that make the plain schedule fast; all of them keep numerics.
 
-    `shard_step(passes=fs.passes.default() + [mine])` adds one of your own. Frees are inserted
-    behind the last.
+    `shard_step(passes=fs.passes.default() + [mine])` adds your own pass. Frees are inserted behind the last
+    one.
 
     Args:
-        prefetch: how many kernels ahead gathers are issued, or (forward, backward); 0 is none.
-        overlap: how many kernels later a reduction, or on a GPU an update, is waited for. A step that is not
-            given passes has 0 for both on CPU ranks that share memory.
+        prefetch: the number of kernels by which gathers are issued early, or a pair (forward, backward); with
+            0 they stay where they are.
+        overlap: the number of kernels after which a reduction, or on a GPU an update, is waited for. A step
+            that is given no passes has 0 for both on CPU ranks that share memory.
 
     >>> [getattr(each, "func", each).__name__ for each in default()][:4]
     ['reshard', 'regather', 'update_in_backward', 'offload']

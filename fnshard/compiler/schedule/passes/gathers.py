@@ -1,4 +1,7 @@
-"""Gathers: when leaves and values of other ranks are gathered, and how long they live. Keeps numerics."""
+"""Gathers: passes that choose when leaves and values of other ranks are gathered, and how long they live.
+
+They keep numerics.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,15 @@ from fnshard.compiler.schedule.ir import Schedule, with_wait
 
 
 def reshard(schedule: Schedule) -> Schedule:
-    """Drop a gather whose leaves need not have been freed.
+    """Drop the gathers of leaves that need not have been freed.
 
-    That is where no kernel runs between the last reading of one version and the next gather (the
-    last unit, between forward and backward), and, for units with `reshard=False`, between the
-    forward and the backward of one micro-batch. In a pipeline these stay for the whole step: some
+    These are gathers before which no kernel runs since the leaves were read last (those of the last unit,
+    between forward and backward), and, for units with `reshard=False`, those between the forward and the
+    backward of one micro-batch. In a pipeline leaves of such units stay for the whole step, since some
     micro-batch is always between its forward and its backward.
     """
     lines = list(schedule.instructions)
-    last_run = _last_run_reading(lines)
+    last_run = _find_last_reads(lines)
     results = {line.reads[0]: line.writes for line in lines if isinstance(line, Wait)}
     renamed: dict[str, str] = {}
     latest: dict[str, tuple[int, str, tuple[str, ...]]] = {}  # bucket -> (last run, phase, names)
@@ -29,15 +32,15 @@ def reshard(schedule: Schedule) -> Schedule:
     runs = 0
     for line in lines:
         if isinstance(line, Gather | Cast):
-            made = line.writes if isinstance(line, Cast) else results[line.writes[0]]
+            names = line.writes if isinstance(line, Cast) else results[line.writes[0]]
             earlier = latest.get(line.bucket)
-            if earlier is not None and _live_on(schedule, line, earlier, runs):
-                renamed |= dict(zip(made, earlier[2], strict=True))
-                last = max(last_run.get(made[0], runs), *(last_run.get(n, 0) for n in made))
+            if earlier is not None and _lives_on(schedule, line, earlier, runs):
+                renamed |= dict(zip(names, earlier[2], strict=True))
+                last = max(last_run.get(names[0], runs), *(last_run.get(n, 0) for n in names))
                 latest[line.bucket] = (last, *earlier[1:])
                 dropped.update(line.writes)
                 continue
-            latest[line.bucket] = (max(last_run.get(n, 0) for n in made), line.phase, made)
+            latest[line.bucket] = (max(last_run.get(n, 0) for n in names), line.phase, names)
         if isinstance(line, Wait) and line.reads[0] in dropped:
             continue
         runs += isinstance(line, Run)
@@ -45,7 +48,13 @@ def reshard(schedule: Schedule) -> Schedule:
     return schedule.with_instructions(out)
 
 
-def _live_on(schedule: Schedule, line: Gather | Cast, earlier: tuple, runs: int) -> bool:
+def _lives_on(schedule: Schedule, line: Gather | Cast, earlier: tuple, runs: int) -> bool:
+    """Return whether a bucket's earlier leaves may live on until a later gather of them.
+
+    Args:
+        earlier: after how many kernels they were read last, the phase of their gather, and their names.
+        runs: how many kernels have run before the later gather.
+    """
     last, phase, _ = earlier
     if last == runs:
         return True
@@ -56,8 +65,8 @@ def _live_on(schedule: Schedule, line: Gather | Cast, earlier: tuple, runs: int)
     return keeps and same_micro and phase != line.phase
 
 
-def _last_run_reading(lines: list[Instruction]) -> dict[str, int]:
-    """For each value, how many kernels have run when the last of its readers has."""
+def _find_last_reads(lines: list[Instruction]) -> dict[str, int]:
+    """Return, for each value, how many kernels have run when the last of its readers has run."""
     out: dict[str, int] = {}
     runs = 0
     for line in lines:
@@ -71,47 +80,49 @@ def prefetch(schedule: Schedule, forward: int, backward: int) -> Schedule:
     """Move each gather above at most `forward` (`backward`) kernels, and the load of what it sends above
     one more.
 
-    The depth bounds what is alive: at most depth + 1 resharded units at once (FSDP's
-    `limit_all_gathers`), and a tiny one: a norm before a head hides no gather of the head. 0 is none. The
-    kernels of one round count as one, but for what belongs to one micro-batch.
+    The depth bounds how much is alive: at most depth + 1 resharded units at once (FSDP's
+    `limit_all_gathers`), and a tiny one, since a norm before a head hides no gather of the head. With depth 0
+    nothing moves. The kernels of one round count as one, except for values of one micro-batch.
     """
     tiny, ends = tiny_runs(schedule), end_rounds(schedule)
     sent = {n for line in schedule.instructions if isinstance(line, Gather) for n in line.reads}
     out: list[Instruction] = []
     for line in schedule.instructions:
         depth = forward if line.phase.startswith("forward") else backward
-        moving = _moving(line, sent)
+        moving = _may_move_up(line, sent)
         if moving and depth:
             extra = isinstance(line, ToDevice) and any(n.kind is Kind.STORED for n in line.reads)
             each = None if of_one_micro_batch(line.reads) else ends
-            out.insert(_place(out, line, depth + extra, tiny, each), line)
+            out.insert(_find_place(out, line, depth + extra, tiny, each), line)
         else:
             out.append(line)
     planned = 1 + max(forward, backward)
     return replace(schedule.with_instructions(out), planned=planned)
 
 
-def _moving(line: Instruction, sent: set[str]) -> bool:
-    """Gathers, loads of new copies, and the Wait between a load and its gather."""
+def _may_move_up(line: Instruction, sent: set[str]) -> bool:
+    """Return whether a line may move up: a gather, a load of new copies, or the Wait between the two."""
     if isinstance(line, Wait):
         return line.is_for(ToDevice) and bool(sent.intersection(line.writes))
     return isinstance(line, Gather) or (isinstance(line, ToDevice) and not line.into)
 
 
-def _place(
+def _find_place(
     lines: list[Instruction],
     moved: Instruction,
     depth: int,
     tiny: frozenset[Run],
     ends: frozenset[Run] | None,
 ) -> int:
-    """Return the earliest place that passes `depth` rounds and one of `tiny`, no write to what is read, and
-    no reader of the version before: two versions of a leaf are never alive at once.
+    """Return the earliest place that a line may move up to.
+
+    On its way it passes `depth` rounds and one of `tiny`. It passes no write to what it reads, and no reader
+    of an earlier version of its leaves: two versions of a leaf are never alive at once.
 
     Args:
-        ends: the last kernels of rounds; None: each kernel counts.
+        ends: the last kernels of rounds; with None each kernel counts.
     """
-    free = True
+    free = True  # whether a tiny kernel may still be passed for nothing
     reads = set(moved.reads)
     leaves = {n.path for n in moved.reads if n.original.kind is Kind.STORED}
     loaded = {n for n in moved.reads if n.kind is Kind.STORED}
@@ -138,16 +149,15 @@ def _place(
 
 
 def regather(schedule: Schedule) -> Schedule:
-    """Issue the all-gathers whose results segments recompute from a second time, for their backward.
+    """Issue all-gathers a second time for the backward, where segments recompute from their results.
 
-    What is kept between is what each rank sent: a sequence that a tensor axis splits stays split (Korthikanti
-    et al. 2022). The second gather is a line like the first, with its bytes and its price. Small results, a
-    maximum for each token, are kept.
-    A block that came by a permutation is never kept.
+    Between forward and backward each rank keeps what it sent: a sequence that a tensor axis splits stays
+    split (Korthikanti et al. 2022). The second gather is a line like the first, with its bytes and its price.
+    Small results, as a maximum for each token, are kept. A block that came by a permutation is never kept.
     """
     lines = schedule.instructions
     forward = [i for i in lines if isinstance(i, Exchange) and i.phase.startswith("forward")]
-    rows = set(schedule.mesh.data_axes)  # what `fn` gathers of other rows itself is kept
+    rows = set(schedule.mesh.data_axes)  # what `fn` itself gathers from other rows is kept
     sent = {line.writes[0]: line for line in forward if line.kind == "all_gather" and not rows & {*line.axes}}
     largest = max((line.sent_bytes for line in sent.values()), default=0)
     sent = {flight: line for flight, line in sent.items() if line.sent_bytes * SMALL >= largest}
@@ -164,15 +174,13 @@ def regather(schedule: Schedule) -> Schedule:
             whole = line.segment in schedule.recomputed
             names = {n for n in line.reads if n in received and (whole or received[n].of_kind.permutes)}
             for name in [n for n in dict.fromkeys(line.reads) if n in names and n not in again]:
-                issue, wait = _second(received[name], line, name)
-                out += [issue, wait]
-                again[name] = wait.writes[0]
+                fresh = name.of(name.micro, f"{name.version}@{line.segment}")
+                second = replace(
+                    received[name], unit=line.unit, phase=line.phase,
+                    writes=(ValueName(Kind.FLIGHT, fresh),),
+                )  # fmt: skip
+                out += with_wait(second, fresh)
+                again[name] = fresh
             line = replace(line, reads=tuple(again[n] if n in names else n for n in line.reads))
         out.append(line)
     return schedule.with_instructions(out)
-
-
-def _second(first: Exchange, reader: Run, name: ValueName) -> tuple[Instruction, Wait]:
-    fresh = name.of(name.micro, f"{name.version}@{reader.segment}")
-    flight = ValueName(Kind.FLIGHT, fresh)
-    return with_wait(replace(first, unit=reader.unit, phase=reader.phase, writes=(flight,)), fresh)

@@ -1,9 +1,9 @@
-"""Offload: bring what rests on the host or on disk to where it is read, and back. Keeps numerics.
+"""Offload: a pass that brings what rests on the host or on disk to where it is read, and back.
 
-Every value has a home (a stored shard: `memory`; optimizer slots and resting gradient shards:
-`optimizer_memory`; what an offloaded segment saves: the host), every instruction a place (an Update where
-`update_on` says, sums and norms of resting gradients with these, all else on the device). Where the two
-differ, a transfer is written between them.
+Every value has a home: a stored shard in `memory`, optimizer slots and resting gradient shards in
+`optimizer_memory`, what an offloaded segment saves on the host. Every instruction has a place: an Update
+where `update_on` says, sums and norms of resting gradients where these are, all else on the device. Where the
+two differ, a transfer is written between them. The pass keeps numerics.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def offload(schedule: Schedule) -> Schedule:
     if tiers == {"device"} and not segments:
         return schedule
     if segments:
-        schedule = _activations(schedule, segments)
+        schedule = _offload_activations(schedule, segments)
     state = _State(schedule)
     for line in schedule.instructions:
         state.add(line)
@@ -45,10 +45,16 @@ def offload(schedule: Schedule) -> Schedule:
 
 @dataclass
 class _State:
-    """A walk that rewrites lines.
+    """A walk through a schedule that rewrites its lines.
 
-    `host`: host copies by name. `loaded`: device copies by name, how many kernels had run when it was read
-    last, in which phase, and at which line it was made. `written`: the last line that wrote a stored shard.
+    Args:
+        out: the lines that were written.
+        host: copies on the host, by the name of their value.
+        loaded: copies on the device, by the name of their value; with the number of kernels that had run when
+            each was read last, the phase of that reading, and the line at which it was made.
+        written: by stored shard, the last line that wrote it.
+        runs: the number of kernels so far.
+        made: the number of loads so far, which names copies.
     """
 
     schedule: Schedule
@@ -69,27 +75,28 @@ class _State:
         self.finals = {n for n in finals if n.kind is Kind.REDUCED}
 
     def rests(self, bucket: str) -> bool:
-        """Whether the bucket's gradient shards lie on the host until they are used."""
+        """Return whether the bucket's gradient shards lie on the host until they are used."""
         spec = self.schedule.specs[self.schedule.buckets[bucket].paths[0]]
         update = self.updates.get(bucket)
         at_once = update is not None and self.schedule.accumulate == 1
-        at_once = at_once and not (self.normed and "scalars" in update.reads)  # norms are known at the end
+        at_once = at_once and not (self.normed and "scalars" in update.reads)  # norms come at the end
         return spec.optimizer_memory != "device" and not (spec.updated_on == "device" and at_once)
 
     def on_host(self, line: Instruction) -> bool:
-        """Where the instruction runs."""
+        """Return whether the instruction runs on the host."""
         local = isinstance(line, Accumulate) and line.writes[0].kind is Kind.ACCUMULATED
         rests = isinstance(line, Accumulate | Norms) and not local and self.rests(line.bucket)
         return rests or line.on_host(self.schedule)
 
     def home(self, name: ValueName) -> str:
-        """The tier that a state value rests on."""
+        """Return the tier that a state value rests on."""
         if not name.is_state:
             return "device"
         spec = self.schedule.specs[name.path]
         return spec.memory if name.kind is Kind.STORED else spec.optimizer_memory
 
     def add(self, line: Instruction) -> None:
+        """Write a line, with the transfers around it."""
         self.runs += isinstance(line, Run)
         if self.on_host(line):
             self.add_on_host(line)
@@ -98,7 +105,10 @@ class _State:
         self.written |= {n: len(self.out) for n in line.writes if n.kind is Kind.STORED}
 
     def add_on_host(self, line: Instruction) -> None:
-        """Gradients were sent before; what it writes of the device's is sent after it."""
+        """Write a line that runs on the host.
+
+        Its gradients were sent there before. What it writes and the device stores is sent to the device.
+        """
         reads = tuple(self.host.get(n, n) for n in line.reads)
         moved = [n for n in line.writes if n.kind is Kind.STORED and self.home(n) == "device"]
         gradients = {n: n.on_host() for n in line.writes if n.kind is Kind.REDUCED}
@@ -109,7 +119,11 @@ class _State:
             self.out += _transfer(ToDevice, line, [n.on_host() for n in moved], moved, into=True)
 
     def add_on_device(self, line: Instruction) -> None:
-        """Load what it reads from elsewhere; send back what it writes of that, and gradients that rest."""
+        """Write a line that runs on the device.
+
+        What it reads from elsewhere is loaded before it. What it writes of that, and gradients that rest on
+        the host, are sent there behind it.
+        """
         away = [n for n in dict.fromkeys(line.reads) if self.home(n) != "device"]
         away += [self.host[n] for n in dict.fromkeys(line.reads) if n in self.host]
         self.load(line, away)
@@ -132,6 +146,7 @@ class _State:
                 self.out += _transfer(ToHost, line, [n], [self.host[n]])
 
     def load(self, line: Instruction, names: Sequence[ValueName]) -> None:
+        """Write the load of values in front of a line, for those without a copy that is still there."""
         fresh = [n for n in names if not self.still_there(n, line)]
         copies = [n.loaded(self.made) for n in fresh]
         if fresh:
@@ -142,7 +157,7 @@ class _State:
             }
 
     def still_there(self, name: ValueName, line: Instruction) -> bool:
-        """Whether an earlier copy can be read again: no kernel has run since, or its unit is kept."""
+        """Return whether an earlier copy can be read again: no kernel has run since, or its unit is kept."""
         if name not in self.loaded or name.kind is not Kind.STORED:
             return False
         _, last, phase, at = self.loaded[name]
@@ -156,18 +171,18 @@ class _State:
 def _transfer(
     kind: type, line: Instruction, reads: Sequence[ValueName], writes: Sequence[ValueName], into: bool = False
 ) -> tuple[Instruction, Wait]:
-    """Issue and Wait of one transfer, next to `line`."""
+    """Return the issue and the Wait of one transfer, next to `line`."""
     flight = ValueName(Kind.FLIGHT, f"{kind.__name__} {reads[0]} {writes[0]}")
     where = {"bucket": getattr(line, "bucket", ""), "into": tuple(writes) if into else ()}
     return with_wait(kind(line.unit, line.phase, tuple(reads), (flight,), **where), *writes)
 
 
-def _activations(schedule: Schedule, segments: frozenset[int]) -> Schedule:
+def _offload_activations(schedule: Schedule, segments: frozenset[int]) -> Schedule:
     """Send what offloaded segments keep to the host after its last reader of the forward, and load it again
     before the backward.
     """
     lines = list(schedule.instructions)
-    known = _described(lines, schedule)
+    known = _describe_values(lines, schedule)
     readers: dict[ValueName, list[int]] = {}
     for index, line in enumerate(lines):
         for name in line.reads:
@@ -179,7 +194,7 @@ def _activations(schedule: Schedule, segments: frozenset[int]) -> Schedule:
         backward = [i for i in readers.get(name, ()) if isinstance(lines[i], Run) and lines[i].backward]
         others = [i for i in readers.get(name, ()) if i not in backward]
         last = max([made[name], *others])
-        if not backward or last > backward[0] or not _dense(argument):
+        if not backward or last > backward[0] or not _is_dense(argument):
             continue
         between = sum(isinstance(line, Run) for line in lines[last + 1 : backward[0]])
         if between < 2 or not all(lines[i].segment in segments for i in backward):
@@ -209,8 +224,8 @@ def _with_transfers(
     return out
 
 
-def _described(lines: Iterable[Instruction], schedule: Schedule) -> dict[ValueName, Argument]:
-    """What forward kernels hand on or save."""
+def _describe_values(lines: Iterable[Instruction], schedule: Schedule) -> dict[ValueName, Argument]:
+    """Return the shapes and strides of the values that forward kernels hand on or save, by name."""
     out: dict[ValueName, Argument] = {}
     for line in lines:
         if isinstance(line, Run) and not line.backward:
@@ -220,8 +235,8 @@ def _described(lines: Iterable[Instruction], schedule: Schedule) -> dict[ValueNa
     return out
 
 
-def _dense(argument: Argument) -> bool:
-    """Whether the strides cover a block of memory without gaps or overlaps."""
+def _is_dense(argument: Argument) -> bool:
+    """Return whether the strides cover a block of memory without gaps or overlaps."""
     step = 1
     for size, stride in sorted(zip(argument.shape, argument.stride, strict=True), key=lambda p: p[1]):
         if size == 1:

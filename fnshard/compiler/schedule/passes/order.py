@@ -1,7 +1,8 @@
-"""Order: where updates stand, and where values die. Keeps numerics."""
+"""Order: passes that choose where updates stand, and where values die. They keep numerics."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from fnshard.compiler.ir.values import Kind, ValueName
@@ -27,32 +28,39 @@ _UPDATES = Update | ReduceUpdate | StackUpdate | ComputeStack
 def update_in_backward(schedule: Schedule) -> Schedule:
     """Move each Update up, to where its gradient is there and its leaves are read no more.
 
-    So gradient shards live for a moment only (as with torch's post-accumulate-grad hooks). Norms move
-    up before them: an optimizer may scale its gradients in place. Where
-    something global stands between, the Update reads it and stays where it is.
+    So gradient shards live for a moment only (as with torch's post-accumulate-grad hooks). Norms move up
+    before the updates, since an optimizer may scale its gradients in place. Where something global stands
+    between, the Update reads it and stays where it is.
     """
-    lines = [i for i in schedule.instructions if not _moves(i)]
-    for line in [i for i in schedule.instructions if _moves(i)]:
-        lines.insert(_earliest(lines, line), line)
+    lines = [i for i in schedule.instructions if not _is_of_update(i)]
+    sent = {i.writes[0]: i.reads for i in schedule.instructions if i.lane == COMMUNICATION}
+    for line in [i for i in schedule.instructions if _is_of_update(i)]:
+        lines.insert(_find_earliest(lines, line, sent), line)
     return schedule.with_instructions(lines)
 
 
-def _moves(line: Instruction) -> bool:
+def _is_of_update(line: Instruction) -> bool:
+    """Return whether a line is part of the update: norms, stretches, exchanges, publishing, and their
+    Waits."""
     waits = isinstance(line, Wait) and line.is_for(Publish, ReduceUpdate, StackUpdate)
     return waits or isinstance(line, Norms | _UPDATES | Publish)
 
 
-def _earliest(lines: list[Instruction], line: Instruction) -> int:
-    """Right after the last line that makes what it reads, or touches state that it changes.
+def _find_earliest(
+    lines: Sequence[Instruction], line: Instruction, sent: Mapping[ValueName, tuple[ValueName, ...]]
+) -> int:
+    """Return the place after the last line that makes what `line` reads or touches state that it changes.
 
-    A collective touches what it reads until it has been waited for.
+    A collective touches what it sends until it has been waited for.
+
+    Args:
+        sent: by flight, what a collective sends.
     """
     reads = set(line.reads)
     changes = {n for n in (*line.writes, *line.overwrites) if n.kind in (Kind.STORED, Kind.REDUCED)}
-    issued = {i.writes[0]: i.reads for i in lines if i.lane == COMMUNICATION}
     for index in range(len(lines) - 1, -1, -1):
         other = lines[index]
-        under_way = issued.get(other.reads[0], ()) if isinstance(other, Wait) else ()
+        under_way = sent.get(other.reads[0], ()) if isinstance(other, Wait) else ()
         touched = (*other.reads, *other.writes, *under_way)
         if reads.intersection(other.writes) or changes.intersection(touched):
             return index + 1
@@ -60,10 +68,10 @@ def _earliest(lines: list[Instruction], line: Instruction) -> int:
 
 
 def insert_frees(schedule: Schedule) -> Schedule:
-    """A value dies at its last reader: inside a kernel's call, or by a Free right after it.
+    """Let each value die at its last reader: inside a kernel's call, or by a Free right after it.
 
-    Stored shards and the step's own inputs belong to the caller and are never dropped. What a transfer
-    or an overlapped update reads is read until its Wait. A buffer of the host's pool is read as long as its
+    Stored shards and the step's other inputs belong to the caller and are never dropped. A transfer or an
+    overlapped update reads its values until its Wait. A buffer of the host's pool is read as long as its
     aliases are.
     """
     memory = follow_aliases(schedule.instructions)
@@ -83,7 +91,7 @@ def insert_frees(schedule: Schedule) -> Schedule:
     out: list[Instruction] = []
     for index, line in enumerate(schedule.instructions):
         names = dying.get(index, [])
-        # An instruction itself lets go of what kernels and waits read, and of what sums hand on.
+        # Kernels and Waits let go of what they read themselves, and sums of what they hand on.
         handed_on = line.reads[-1:] if isinstance(line, Accumulate) and not line.first else ()
         gone = [n for n in names if isinstance(line, Run) or n.kind is Kind.FLIGHT or n in handed_on]
         inside = tuple(n for n in gone if n in line.reads)

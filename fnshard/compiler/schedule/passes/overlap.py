@@ -1,9 +1,12 @@
-"""Overlap: wait for what leaves (a reduction, a transfer to the host) after more kernels. Keeps numerics."""
+"""Overlap: passes that wait later for what leaves, as a reduction or a transfer to the host does.
+
+They keep numerics.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 
 from fnshard.compiler.ir.values import Kind, ValueName
 from fnshard.compiler.schedule.instructions import (
@@ -23,16 +26,17 @@ from fnshard.mesh import PIPELINE
 
 
 def overlap(schedule: Schedule, depth: int) -> Schedule:
-    """Move the Wait of each reduction, each permutation, each transfer to the host and what updates send, and
-    all that rests on it, below `depth` more kernels.
+    """Move the Waits of what leaves, and all lines that rest on them, below `depth` more kernels.
 
-    So a unit's gradients travel while the next unit's backward computes; at most `depth` + 1
-    buckets of full gradients are in flight. The kernels of one round count as one, but for what belongs to
-    one micro-batch. A stage of a pipeline waits for reductions behind all its kernels: one that stood still
-    for them would hold up the stages that wait for what it makes, each of these the next, and the sums of
-    gradients are in memory for most of the step anyway. A kernel is never moved: what it reads is waited for
-    in time, and no gather overtakes a kernel. Collectives of all stages keep their order, in which other
-    stages come to them.
+    Reductions, permutations, transfers to the host and exchanges of updates leave: no kernel reads their
+    results soon. So a unit's gradients travel while the next unit's backward computes, and at most `depth` +
+    1 buckets of full gradients are in flight. The kernels of one round count as one, except for values of one
+    micro-batch.
+
+    A stage of a pipeline waits for reductions behind all its kernels. If it stood still for them, it would
+    hold up the stages that wait for what it makes, and each of these the next; and the sums of gradients are
+    in memory for most of the step anyway. A kernel never moves: what it reads is waited for in time, and no
+    gather overtakes a kernel. Collectives of all stages keep the order in which other stages come to them.
     """
     permuted = {i.writes[0] for i in schedule.instructions if isinstance(i, Exchange) and i.of_kind.permutes}
     ends = end_rounds(schedule) if schedule.mesh.stages == 1 else ()
@@ -44,8 +48,11 @@ def overlap(schedule: Schedule, depth: int) -> Schedule:
 
 
 def overlap_updates(schedule: Schedule, depth: int) -> Schedule:
-    """Issue each update on a stream of its own and wait for it `depth` kernels later, where the device has
-    streams, all that the update reads and writes rests there, and a kernel is the next to depend on it."""
+    """Issue each update on another stream and wait for it `depth` kernels later.
+
+    This holds where the device has streams, where all that the update reads and writes rests on the device,
+    and where a kernel runs before anything depends on the update.
+    """
     if not depth or schedule.mesh.device_type != "cuda":
         return schedule
     lines, ends = schedule.instructions, end_rounds(schedule)
@@ -57,7 +64,7 @@ def overlap_updates(schedule: Schedule, depth: int) -> Schedule:
         waiting = {
             w: left - (isinstance(line, Run) and line in ends) for w, left in waiting.items() if w not in due
         }
-        if _alone(line, schedule):
+        if _can_overlap(line, schedule):
             same = {f.name: getattr(line, f.name) for f in fields(line)}
             flight = ValueName(Kind.FLIGHT, f"update {line.bucket}")
             issue, wait = with_wait(OverlappedUpdate(**same | {"writes": (flight,)}), *line.writes)
@@ -69,14 +76,17 @@ def overlap_updates(schedule: Schedule, depth: int) -> Schedule:
 
 
 def _overlaps(wait: Wait, later: Sequence[Instruction]) -> bool:
-    """Whether a kernel comes before what the Wait must come before."""
+    """Return whether a kernel comes before the first line that needs the Wait."""
     first = next((line for line in later if isinstance(line, Run) or _depends(line, wait)), None)
     return isinstance(first, Run) and not _depends(first, wait)
 
 
-def _alone(line: Instruction, schedule: Schedule) -> bool:
-    """Whether it is a whole Update that reads a bucket's gradients and state alone, all on the device, and is
-    limited by memory: products of its own would take their time from kernels'."""
+def _can_overlap(line: Instruction, schedule: Schedule) -> bool:
+    """Return whether a line is an update that can run beside kernels.
+
+    It is a whole Update, which reads nothing but a bucket's gradients and state, all on the device; and it is
+    limited by memory, since products would take their time from the kernels'.
+    """
     kinds = (Kind.REDUCED, Kind.SLOTS, Kind.STORED)
     if type(line) is not Update or not all(n.kind in kinds for n in (*line.reads, *line.writes)):
         return False
@@ -85,7 +95,7 @@ def _alone(line: Instruction, schedule: Schedule) -> bool:
 
 
 def wait_late(schedule: Schedule) -> Schedule:
-    """Wait for an exchange where its result is read first: those that follow one another travel together."""
+    """Wait for an exchange where its result is read first, so that consecutive exchanges travel together."""
     waiting: dict[ValueName, Wait] = {}
     out: list[Instruction] = []
     for line in schedule.instructions:
@@ -98,10 +108,10 @@ def wait_late(schedule: Schedule) -> Schedule:
 
 
 def issue_early(schedule: Schedule) -> Schedule:
-    """Move each permutation of a backward above one kernel, if that kernel does not make what it sends: it
-    travels while the block before it computes.
+    """Move each permutation of a backward above one kernel that does not make what it sends.
 
-    In a forward permutations stand where they travel during a kernel already.
+    So it travels while the block before it computes. In a forward, permutations stand where they travel
+    during a kernel already.
     """
     out: list[Instruction] = []
     for line in schedule.instructions:
@@ -121,48 +131,81 @@ def spans_stages(schedule: Schedule) -> frozenset[ValueName]:
     return frozenset(i.writes[0] for i in lines if PIPELINE in i.axes_of(schedule))
 
 
+@dataclass
+class _Group:
+    """A Wait that is delayed by `left` kernels or rounds, and the lines that must stay behind it."""
+
+    left: int
+    lines: list[Instruction]
+    written: set[ValueName] = field(default_factory=set)
+    touched: set[ValueName] = field(default_factory=set)
+    is_ordered: bool = False
+
+    def add(self, line: Instruction, is_ordered: bool) -> None:
+        self.lines.append(line)
+        self.written.update(line.writes)
+        self.touched.update(line.reads, line.writes)
+        self.is_ordered = self.is_ordered or is_ordered
+
+    def holds_up(self, line: Instruction, is_ordered: bool) -> bool:
+        """Say whether `line` must stay behind a line of the group."""
+        depends = not (self.written.isdisjoint(line.reads) and self.touched.isdisjoint(line.writes))
+        return depends or (is_ordered and self.is_ordered)
+
+
 class _Queue:
+    """A queue of Waits that are delayed, each with the lines that rest on it.
+
+    Args:
+        depth: the number of rounds, or kernels, by which a Wait is delayed.
+        also: flights whose Waits are delayed though kernels read their results.
+        ends: the last kernels of rounds.
+        ordered: flights of collectives that keep their order.
+    """
+
     def __init__(
         self, depth: int, also: Collection[ValueName], ends: Collection[Run], ordered: frozenset[ValueName]
     ):
         self.depth, self.also, self.ends, self.ordered = depth, also, ends, ordered
         self.out: list[Instruction] = []
-        self.waiting: list[tuple[int, list[Instruction]]] = []  # rounds, or kernels, that are left; lines
+        self.waiting: list[_Group] = []
 
     def feed(self, line: Instruction) -> None:
-        while isinstance(line, Run) and self.waited_for_by(line):
+        """Write a line, delay it, or put it into the group of a Wait that it must stay behind."""
+        while isinstance(line, Run) and self.find_group(line) is not None:
             self.release()
-        if group := self.waited_for_by(line):
-            group.append(line)
+        is_ordered = self.is_ordered(line)
+        if (group := self.find_group(line)) is not None:
+            group.add(line, is_ordered)
             return
         outgoing = isinstance(line, Wait) and (line.of.outgoing or line.reads[0] in self.also)
         if outgoing and self.depth:
-            self.waiting.append((self.depth, [line]))
+            group = _Group(self.depth, [])
+            group.add(line, is_ordered)
+            self.waiting.append(group)
             return
         self.out.append(line)
         if isinstance(line, Run):
             self.tick(line in self.ends)
 
-    def waited_for_by(self, line: Instruction) -> list[Instruction]:
-        """The first of the delayed groups that `line` must stay after, or []."""
-        is_ordered = not self.ordered.isdisjoint(line.writes)
+    def is_ordered(self, line: Instruction) -> bool:
+        return not self.ordered.isdisjoint(line.writes)
 
-        def follows(other: Instruction) -> bool:
-            return _depends(line, other) or (is_ordered and not self.ordered.isdisjoint(other.writes))
-
-        return next((group for _, group in self.waiting if any(map(follows, group))), [])
+    def find_group(self, line: Instruction) -> _Group | None:
+        """Return the first of the delayed groups that `line` must stay behind."""
+        is_ordered = self.is_ordered(line)
+        return next((group for group in self.waiting if group.holds_up(line, is_ordered)), None)
 
     def tick(self, ends_round: bool) -> None:
-        """Count a kernel, of which what belongs to one micro-batch counts each, and all else rounds."""
-        self.waiting = [
-            (left - (ends_round or of_one_micro_batch(group[0].writes)), group)
-            for left, group in self.waiting
-        ]
-        while due := [number for number, (left, _) in enumerate(self.waiting) if left <= 0]:
+        """Count a kernel: Waits for values of one micro-batch count each, all others count rounds."""
+        for group in self.waiting:
+            group.left -= ends_round or of_one_micro_batch(group.lines[0].writes)
+        while due := [number for number, group in enumerate(self.waiting) if group.left <= 0]:
             self.release(due[0])
 
     def release(self, number: int = 0) -> None:
-        _, (first, *rest) = self.waiting.pop(number)
+        """Write out a delayed Wait, and feed the lines behind it again: some may rest on another Wait."""
+        first, *rest = self.waiting.pop(number).lines
         self.out.append(first)
         for line in rest:
             self.feed(line)
@@ -173,7 +216,7 @@ class _Queue:
 
 
 def _depends(line: Instruction, other: Instruction) -> bool:
-    """Whether `line` must stay after `other`."""
+    """Return whether `line` must stay behind `other`: it reads or writes what that writes, or the reverse."""
     return bool(
         set(line.reads) & set(other.writes)
         or set(line.writes) & set(other.reads)

@@ -1,0 +1,150 @@
+"""Unroll: the segments of a model with many layers, of a trace with few.
+
+Layers are alike, so tracing each of them would find the same again. The segments of one from the middle stand
+for all that were not traced: their leaves are of other layers, and what they read of the layer before is that
+of the layer before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from experiments.plan.config import layer_of
+from fnshard.compiler.ir.values import Kind, ValueName
+from fnshard.compiler.kernels.segments import Exchanged, Segment, Segments
+
+BEHIND = 2  # of the layers that were traced, that stay behind those that are added: the last may be another
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer of a program that is cut: its segments, and the exchanges behind each of them."""
+
+    number: int
+    segments: tuple[Segment, ...]
+    exchanges: tuple[tuple[Exchanged, ...], ...]
+
+    @property
+    def made(self) -> dict[ValueName, tuple[int, int]]:
+        """Return by value that the layer makes its place in the layer."""
+        out = {}
+        for place, (segment, exchanges) in enumerate(zip(self.segments, self.exchanges, strict=True)):
+            names = [*segment.outputs, *(each.received for each in exchanges)]
+            out |= {name: (place, number) for number, name in enumerate(names)}
+        return out
+
+
+def unroll(segments: Segments, layers: int) -> Segments | None:
+    """Return the segments of a program with so many layers.
+
+    Args:
+        segments: of a program with fewer.
+
+    Returns:
+        None where the layers of `segments` are not alike, or read more than the layer before them.
+    """
+    found = find_layers(segments)
+    if found is None or len(found) < BEHIND + 2:
+        return None
+    before, pattern, behind = found[-BEHIND - 2 : -BEHIND + 1]
+    if describe(pattern, before) != describe(behind, pattern):
+        return None
+    last = pattern.segments[-1].index
+    of_pattern, of_before = pattern.made, {place: name for name, place in before.made.items()}
+    of_behind = {segment.index for segment in behind.segments}
+    later = [s for s in segments.segments if s.index > last]
+    leaps = (n for s in later if s.index not in of_behind for n in s.inputs if n in of_pattern)
+    if next(leaps, None) is not None:
+        return None
+
+    # The copies: what they read of the layer before is the pattern's own, or the last copy's.
+    made = [s for s in segments.segments if s.index <= last]
+    exchanges = [e for e in segments.exchanges if e.after <= last]
+    values, extra = dict(segments.values), layers - len(found)
+    in_pattern = {place: name for name, place in of_pattern.items()}
+    for copy in range(1, extra + 1):
+        names = {name: numbered(name, copy) for name in of_pattern}
+        names |= {of_before[p]: numbered(in_pattern[p], copy - 1) for p in of_before.keys() & in_pattern}
+        values |= {names[name]: values[name] for name in of_pattern if name in values}
+        for segment, behind_it in zip(pattern.segments, pattern.exchanges, strict=True):
+            made.append(renamed(segment, len(made), names, copy))
+            exchanges += [exchanged(each, len(made) - 1, names) for each in behind_it]
+
+    # What was behind the pattern is behind the last copy.
+    names, shift = {name: numbered(name, extra) for name in of_pattern}, len(made) - last - 1
+    made += [renamed(segment, segment.index + shift, names, extra) for segment in later]
+    exchanges += [exchanged(e, e.after + shift, names) for e in segments.exchanges if e.after > last]
+    return replace(segments, segments=tuple(made), exchanges=tuple(exchanges), values=values)
+
+
+def find_layers(segments: Segments) -> list[Layer] | None:
+    """Return the layers of a program, in order; None where a segment is of two, or they do not follow one
+    another. A segment without leaves is of the layer before it."""
+    after = segments.exchanges_after()
+    by_number: dict[int, list[Segment]] = {}
+    latest = None
+    for segment in segments.segments:
+        numbers = {layer_of(unit) for unit in segment.units} or {latest}
+        if len(numbers) > 1 or (latest is not None and not numbers <= {latest, latest + 1, None}):
+            return None
+        (latest,) = numbers
+        if latest is not None:
+            by_number.setdefault(latest, []).append(segment)
+    if [*by_number] != [*range(len(by_number))]:
+        return None
+    return [
+        Layer(number, tuple(own), tuple(tuple(after[s.index]) for s in own))
+        for number, own in by_number.items()
+    ]
+
+
+def describe(layer: Layer, before: Layer) -> list[Any]:
+    """Return what a layer does, by places in it and in the layer before: alike for layers that are alike."""
+    own, earlier = layer.made, before.made
+
+    def place(name: ValueName) -> Any:
+        if name.kind is Kind.LEAF and layer_of(name.path) == layer.number:
+            return "leaf", name.path.removeprefix(f"layers.{layer.number}")
+        return ("own", own[name]) if name in own else ("before", earlier[name]) if name in earlier else name
+
+    def lines() -> Iterator[Any]:
+        for segment, exchanges in zip(layer.segments, layer.exchanges, strict=True):
+            yield segment.source, [place(n) for n in segment.inputs], len(segment.outputs), len(segment.units)
+            for e in exchanges:
+                yield e.kind, e.axes, e.dim, e.to, e.like, place(e.sent)
+
+    return list(lines())
+
+
+def numbered(name: ValueName, copy: int) -> ValueName:
+    """Return the name of a value in a copy of the layer that makes it."""
+    return ValueName(name.kind, f"{name.path}~{copy}", name.version) if copy else name
+
+
+def renamed(segment: Segment, index: int, names: dict[ValueName, ValueName], by: int) -> Segment:
+    """Return a segment with other values, and the leaves of a layer that comes so much later."""
+
+    def later(text: str) -> str:
+        number = layer_of(text)
+        if number is None:
+            return text
+        return f"layers.{number + by}{text.removeprefix(f'layers.{number}')}"
+
+    def name_of(name: ValueName) -> ValueName:
+        return ValueName(name.kind, later(name.path)) if name.kind is Kind.LEAF else names.get(name, name)
+
+    return replace(
+        segment,
+        index=index,
+        units=tuple(map(later, segment.units)),
+        inputs=tuple(map(name_of, segment.inputs)),
+        outputs=tuple(names.get(n, n) for n in segment.outputs),
+    )
+
+
+def exchanged(each: Exchanged, after: int, names: dict[ValueName, ValueName]) -> Exchanged:
+    """Return an exchange of other values, behind another segment."""
+    sent, received = (names.get(n, n) for n in (each.sent, each.received))
+    return replace(each, after=after, sent=sent, received=received)
