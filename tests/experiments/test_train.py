@@ -172,7 +172,9 @@ def agreement_of(rank: int, other: Choice | None) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize(("other", "shown"), [(Choice(PAPER, prefetch_depth=2), "prefetch_depth=2"), (None, "nothing fits")])
+@pytest.mark.parametrize(
+    ("other", "shown"), [(Choice(PAPER, prefetch_depth=2), "prefetch_depth=2"), (None, "nothing fits")]
+)
 def test_no_rank_acts_on_a_plan_or_gives_up_alone(ranks, other, shown):
     first, second = ranks(2).run(agreement_of, other)
     assert first == second and "rank 0: Choice(" in first and shown in first.partition("rank 1: ")[2]

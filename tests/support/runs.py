@@ -90,7 +90,7 @@ class KilledError(Exception):
 
 def killed_at(monkeypatch: pytest.MonkeyPatch, number: int, *, before_save: bool = False) -> None:
     """Training ends without another word in step `number`; or after it, before it is saved."""
-    step, save = Run.make_step, Run.save
+    step, save = Run.make_step, Run.save_if_due
 
     def stepped(self: Run, at: int, *args: Any) -> Any:
         if at == number and not before_save:
@@ -103,7 +103,7 @@ def killed_at(monkeypatch: pytest.MonkeyPatch, number: int, *, before_save: bool
         save(self, at, *args)
 
     monkeypatch.setattr(Run, "make_step", stepped)
-    monkeypatch.setattr(Run, "save", saved)
+    monkeypatch.setattr(Run, "save_if_due", saved)
 
 
 @pytest.fixture(scope="module")
