@@ -175,7 +175,7 @@ class _LeafPlace(NamedTuple):
 
 
 def _places(model: nn.Module) -> Iterator[_LeafPlace]:
-    """Where parameters and buffers are, by all of their names."""
+    """Yield the places of parameters and buffers, by all of their names."""
     modules = list(tree.named_modules(model))
     for is_buffer in (False, True):
         for prefix, module in modules:

@@ -208,6 +208,19 @@ def test_no_modules_import_each_other() -> None:
     list(graphlib.TopologicalSorter(graph).static_order())
 
 
+# Packages that take long to import: DTensor comes with the first, and SymPy with most.
+LATE = ("torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor",
+        "torch._dynamo", "torch._inductor", "matplotlib", "transformers", "triton")  # fmt: skip
+
+
+@pytest.mark.parametrize("module", TREES)
+def test_what_is_slow_to_import_is_imported_where_it_is_used(module: str) -> None:
+    """`import fnshard` is in every start, a rank's too."""
+    tops = [node for node in TREES[module].body if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = {name for node in tops for name in imports(node)}
+    assert sorted(n for n in names if any(n == late or n.startswith(f"{late}.") for late in LATE)) == []
+
+
 def test_the_front_room_is_small() -> None:
     entries = [
         p for p in (ROOT / "fnshard").iterdir() if p.name not in ("__pycache__", "LICENSE", "py.typed")

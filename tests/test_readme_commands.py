@@ -241,11 +241,8 @@ TABLE = {
     "python -m experiments.bench case=predict ranks=4 "
     "'plans=[5m-zero2-bf16-tensor2-4x256,25m-full_shard-remat-context2]'": Row("rounds=1 memory=0 backend=eager"),
     "python -m experiments.bench case=starts checkout=../before rounds=5": Row("rounds=1", needs="another checkout"),
-    "python -m experiments.bench case=gpu device=cuda": Row("device=cpu", needs="a GPU"),
     "python -m experiments.bench case=gpu device=cuda until=540": Row("device=cpu", needs="a GPU"),
-    "python -m experiments.bench case=gpu device=cuda 'parts=[profile,bench-2-full_shard]'": (
-        Row("device=cpu", needs="a GPU")
-    ),
+    "python -m experiments.bench case=gpu device=cuda 'parts=[profile,rows-8]'": Row("device=cpu", needs="a GPU"),
 }  # fmt: skip
 SHOWN = {command: path for path in documents() for command in commands(path.read_text(encoding="utf-8"))}
 

@@ -15,7 +15,7 @@ from experiments.bench.measure import show
 
 
 def start(config: BenchConfig, folder: Path) -> None:
-    """Run the case, on ranks of its own where it takes some."""
+    """Run the case in this process, or on ranks of its own if it takes some."""
     if CASES[config.case].on_ranks:
         ranks.start(config, folder)
     elif show(config, folder).failed:

@@ -1,4 +1,4 @@
-"""The case `bubble`: how long the stages of a pipeline wait for one another, predicted and measured."""
+"""The case `bubble`: predict and measure how long the stages of a pipeline wait for one another."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import torch.distributed as dist
 import fnshard as fs
 from experiments.bench.config import BenchConfig
 from experiments.bench.contenders import BenchTask, Training, make_task
-from experiments.bench.measure import Result, interleaved, over_ranks, say
-from experiments.bench.peers import Entry, Found, Maker, memory_of, started
-from experiments.bench.plans import chosen
+from experiments.bench.measure import Result, interleave, over_ranks, say
+from experiments.bench.peers import Entry, Found, Maker, memory_of, start_contenders
+from experiments.bench.plans import choose_plans
 from fnshard.compiler.schedule.instructions import COMMUNICATION, Action, Env, Instruction, Wait
 from fnshard.compiler.schedule.instructions.messages import Send
 from fnshard.compiler.schedule.ir import Schedule
@@ -33,7 +33,8 @@ NOTES = (
 
 @dataclass(eq=False)
 class Waiting:
-    """An observer of a step (`Step.watching`). `seconds`: how long this rank has waited for other stages."""
+    """An observer of a step (`Step.watching`), which adds up how long this rank has waited for other
+    stages."""
 
     schedule: Schedule
     seconds: float = 0.0
@@ -41,7 +42,7 @@ class Waiting:
     def __call__(self, number: int, line: Instruction, action: Action) -> Action:
         issue = self.schedule.issues[line.reads[0]] if isinstance(line, Wait) else line
         meets = issue.lane == COMMUNICATION and PIPELINE in issue.axes_of(self.schedule)
-        if not meets or isinstance(issue, Send):  # what is sent is copied, and nobody waits
+        if not meets or isinstance(issue, Send):  # nobody waits for a message that was copied and sent
             return action
 
         def run(env: Env) -> None:
@@ -59,7 +60,7 @@ def run(config: BenchConfig, folder: Path) -> Result:
     """
     makers: dict[str, tuple[BenchTask, Maker]] = {
         name: (make_task(replace(config, **changes)), partial(Training, plan=plan))
-        for name, (plan, changes) in chosen(config).items()
+        for name, (plan, changes) in choose_plans(config).items()
     }
     found = measure(config, makers)
     for name, (task, make) in makers.items() if config.memory else ():
@@ -81,18 +82,19 @@ def row(name: str, found: Found) -> list[str]:
 
 
 def measure(config: BenchConfig, makers: dict[str, tuple[BenchTask, Maker]]) -> Found:
-    """Return, by plan, seconds of a step and the bubble in it, medians over rounds; and what is predicted."""
+    """Measure the seconds of each plan's step and the bubble in it, as medians over rounds, and predict
+    both."""
     mesh, machines = next(iter(makers.values()))[0].mesh, []
-    with started(makers) as entries:
+    with start_contenders(makers) as entries:
         lowered = {name: entry.contender.lowered(*entry.batches[0]) for name, entry in entries.items()}
         watches = {name: Waiting(each.schedule) for name, each in lowered.items()}
         waited: dict[str, list[float]] = {name: [] for name in entries}
         works = {name: step_of(entry, watches[name], waited[name]) for name, entry in entries.items()}
         for work in works.values():
-            work()  # it is bound a second time, with its observer
+            work()  # binds the schedule a second time, with its observer
         works["machine"] = lambda: machines.append(fs.Hardware.measure(mesh))
         say(f"{config.rounds} rounds of {', '.join(works)}")
-        seconds = interleaved(works, config.rounds, seed=config.seed)
+        seconds = interleave(works, config.rounds, seed=config.seed)
         found: Found = {}
         for name, each in lowered.items():
             waits = over_ranks(waited[name][1:], dist.ReduceOp.SUM)

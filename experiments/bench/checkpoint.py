@@ -24,7 +24,7 @@ from experiments.bench.contenders import Plan, Training, batches, make_task, rep
 from experiments.bench.measure import Result, barrier, over_ranks, quartiles, rank, say, shared_folder, timed
 
 OURS, OTHER = "fnshard", "DCP"
-KINDS = ("save", "restore")  # restores are from the page cache
+KINDS = ("save", "restore")  # a restore reads from the page cache
 SAVES = {"alone": None, "with async saves": fs.checkpoint.save_async, "with sync saves": fs.checkpoint.save}
 
 
@@ -60,13 +60,16 @@ def run(config: BenchConfig, folder: Path) -> Result:
 
 
 def pairs(first: Sequence[float], second: Sequence[float]) -> tuple[str, str]:
-    """The second by the first, round by round: the median, and the quartiles."""
+    """Return the median and the quartiles of the second's times by the first's, round by round."""
     low, middle, high = quartiles([b / a for a, b in zip(first, second, strict=True)])
     return f"{middle:.2f}", f"{low:.2f} to {high:.2f}"
 
 
 def throughput(config: BenchConfig, training: Training, folder: Path) -> dict[str, dict[str, list[float]]]:
-    """Seconds of the slowest rank of every save and restore. The first round warms up, and compares."""
+    """Measure the seconds that the slowest rank needs for every save and restore.
+
+    The first round warms up, and compares what was restored with what was saved.
+    """
     state, tensors = training.state, as_tensors(training, training.state)
 
     def load_dcp(path: Path) -> dict[str, Tensor]:
@@ -87,7 +90,7 @@ def throughput(config: BenchConfig, training: Training, folder: Path) -> dict[st
         say(f"round {number + 1} of {config.rounds}")
         for kind, each in out.items():
             for name in random.Random(number).sample((OURS, OTHER), 2):
-                got, seconds = synced((saves if kind == "save" else loads)[name], folder / name)
+                got, seconds = time_alone((saves if kind == "save" else loads)[name], folder / name)
                 if number >= 0:
                     each[name] += over_ranks([seconds])
                 elif kind != "save":
@@ -99,7 +102,8 @@ def throughput(config: BenchConfig, training: Training, folder: Path) -> dict[st
 def window(
     config: BenchConfig, training: Training, step: Callable[[], Tensor], folder: Path, save: Callable | None
 ) -> None:
-    """So many steps, of which every `every`th saves; what is not written yet is waited for."""
+    """Run `config.steps` steps, of which every `config.every`th saves, and wait until all saves are
+    written."""
     for number in range(config.steps):
         float(step())
         if number % config.every == 0 and save is not None:
@@ -107,8 +111,8 @@ def window(
     fs.checkpoint.wait()
 
 
-def synced(work: Callable[[Path], Any], path: Path) -> tuple[Any, float]:
-    """From a common start, with nothing left for the disk to do."""
+def time_alone(work: Callable[[Path], Any], path: Path) -> tuple[Any, float]:
+    """Run and time a work from a common start of all ranks, when the disk has nothing left to do."""
     if rank() == 0:
         os.sync()
     barrier()
@@ -117,10 +121,10 @@ def synced(work: Callable[[Path], Any], path: Path) -> tuple[Any, float]:
 
 
 def as_tensors(training: Training, state: Any, fresh: bool = False) -> dict[str, Tensor]:
-    """The state as users of torch's checkpoints have it: DTensors; plain tensors in a process of one.
+    """Return the state as users of torch's checkpoints have it: DTensors, or plain tensors on a single rank.
 
     Args:
-        fresh: new tensors of the same shapes, instead of the state's own.
+        fresh: whether to make new tensors of the same shapes, instead of the state's own.
     """
     out: dict[str, Tensor] = {}
     mesh = training.step.mesh
@@ -136,14 +140,18 @@ def as_tensors(training: Training, state: Any, fresh: bool = False) -> dict[str,
 
 
 def clear(folder: Path) -> None:
-    """Remove what is in a folder, when all ranks are done with it."""
+    """Remove the content of a folder when all ranks are done with it."""
     barrier()
     for path in folder.iterdir() if rank() == 0 else ():
         shutil.rmtree(path)
 
 
 def compare(saved: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> None:
-    """Both hold the same bits, else nothing was measured."""
+    """Check that both hold the same bits. If they do not, nothing was measured.
+
+    Raises:
+        AssertionError: a tensor is not what was saved.
+    """
     for name, tensor in saved.items():
         a, b = (t.to_local() if isinstance(t, DTensor) else t for t in (tensor, got[name]))
         if not torch.equal(a, b):

@@ -12,7 +12,7 @@ COMMAND = Command(
     {
         "python -m experiments.bench": "step time and bytes next to DDP, FSDP2 and others",
         "python -m experiments.bench size=5m rounds=5 losses=0": "a short look",
-        "python -m experiments.bench case=gpu device=cuda": "the first hour on a GPU",
+        "python -m experiments.bench case=gpu device=cuda until=540": "a ladder of measurements on a GPU",
     },
     complete=complete,
 )

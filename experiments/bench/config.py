@@ -1,4 +1,5 @@
-"""The cases of the bench and their options; read without Hydra, which a bare GPU machine lacks."""
+"""The cases of the bench and their options, which are read without Hydra, since a bare GPU machine lacks
+it."""
 
 from __future__ import annotations
 
@@ -19,19 +20,21 @@ from experiments.lib.decoder import DecoderConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 FNSHARD = ("full_shard", "shard_grad_op", "no_shard")
-MUON = ("muon", "muon_no_shard")  # of fnshard, where all matrices are made orthogonal
+MUON = ("muon", "muon_no_shard")  # fnshard's, with updates of all matrices made orthogonal
 TORCH = ("ddp", "fsdp2", "fsdp2_compiled", "limit")
-MICRO = ("fsdp2_local", "full_shard_breadth")  # that move less where `accumulate` is above 1
+MICRO = ("fsdp2_local", "full_shard_breadth")  # those that move less where `accumulate` is above 1
+NARROW = ("full_shard_fp8",)  # fnshard's, with products in eight bits
 
 
 @dataclass(frozen=True)
 class Case:
-    """Something that the bench measures: a function `(config, folder) -> Result`, whose docstring says what
-    it answers.
+    """Something that the bench measures.
 
     Args:
-        function: "module:name" in this package.
-        defaults: what None means in this case on a CPU, where it is not what `CPU` says.
+        function: "module:name" in this package, of a function `(config, folder) -> Result` whose docstring is
+            the question that it answers.
+        defaults: the values of options that are None in this case on a CPU, where they are not those of
+            `CPU`.
         on_ranks: whether `config.ranks` processes run it together, or the process of the command does.
     """
 
@@ -41,7 +44,7 @@ class Case:
 
     @property
     def run(self) -> Callable[[BenchConfig, Path], Any]:
-        """Imported when it is asked for: one case does not need what another does."""
+        """Import the function, which waits until it is needed, since one case may lack what another needs."""
         module, _, name = self.function.partition(":")
         return getattr(import_module(f"experiments.bench.{module}"), name)
 
@@ -68,36 +71,40 @@ CASES = {
 
 @configuration
 class BenchConfig:
-    """All options; those that are None depend on the case and the device.
+    """The options of the bench. Those that are None depend on the case and the device.
 
     Args:
         case: a name of `CASES`.
         device: "cpu" (gloo ranks of one thread each) or "cuda" (one rank over NCCL).
-        ranks: how many processes, a mesh of that size.
-        size: a file of `conf/model`.
-        dtype: of compute; parameters are updated in fp32.
-        reduce: dtype of gradients on the wire; None is `dtype`.
-        tensor, context, pipeline: axes of fnshard's mesh, next to "shard".
-        backend: of fnshard, and of the loss of torch's contenders.
-        rows, length: of one rank's batch of tokens.
-        accumulate: of peers, micro-batches that a rank's rows are cut into. DDP sums them up locally, FSDP2
-            only as "fsdp2_local" (`set_requires_gradient_sync`), fnshard only as "full_shard_breadth".
-        rounds: timed samples of each contender, each of `steps` steps; `warmup` steps come before, of which
-            the first compiles. A GPU takes several steps, so that they are launched without a pause.
-        contenders: of peers.
-        losses: how many steps of peers are compared with the fp64 reference; 0 skips it.
-        memory: how often bytes of peers, memory, predict and bubble are followed (what one pass gets wrong
-            makes numbers larger only, so the smallest counts); 0 skips it.
-        plans: of memory, predict and bubble, those that take part, each named by `plans.WORDS` that hyphens
-            join; none: the case's own, of predict for so many ranks.
-        clock: of predict: "wall", or "cpu", which leaves out what other processes took.
-        every: of checkpoint, steps from one save to the next.
-        checkout: of starts, another checkout that takes turns with this one.
-        overrides: of starts, words for `python -m experiments.train`.
-        folder: of checkpoint, on the disk to be measured; of gpu, where results lie (outputs/gpu).
-        parts: of gpu, names of `gpu.PARTS`: these alone, once more though they have a result.
-        minutes: of gpu, that one part may take.
-        until: of gpu, seconds from the start after which nothing runs; none: no end.
+        ranks: the number of processes, and so the size of the mesh.
+        size: the name of a file of `conf/model`.
+        dtype: the dtype of compute. Parameters are updated in fp32.
+        reduce: the dtype of gradients on the wire; None stands for `dtype`.
+        tensor, context, pipeline: the sizes of fnshard's axes next to "shard".
+        backend: the backend of fnshard, and of the loss of torch's contenders.
+        rows, length: the sizes of one rank's batch of tokens.
+        accumulate: in the case peers, the number of micro-batches into which a rank's rows are cut. DDP sums
+            them up locally, FSDP2 only as "fsdp2_local" (`set_requires_gradient_sync`), and fnshard only as
+            "full_shard_breadth".
+        rounds: the number of timed samples of each contender. Each is of `steps` steps, several on a GPU so
+            that they are launched without a pause. `warmup` steps come before, of which the first compiles.
+        contenders: those of the case peers.
+        losses: the number of steps of peers that are compared with the fp64 reference; 0 skips it.
+        memory: how often the cases peers, memory, predict and bubble follow bytes; 0 skips it. An error of
+            one pass can only make numbers larger, so the smallest counts.
+        plans: in the cases memory, predict and bubble, the plans that take part, each named by words of
+            `plans.WORDS` that hyphens join. The case has its own if there are none; predict has them by the
+            number of ranks.
+        clock: in the case predict, "wall", or "cpu", which leaves out what other processes took.
+        every: in the case checkpoint, the number of steps from one save to the next.
+        checkout: in the case starts, another checkout that takes turns with this one.
+        overrides: in the case starts, words for `python -m experiments.train`.
+        folder: in the case checkpoint, a folder on the disk to be measured; in the case gpu, that of the
+            results (outputs/gpu).
+        parts: in the case gpu, names of `gpu.STAGES` and of their parts, which alone run; what others have
+            found in `folder` stays.
+        until: in the case gpu, the seconds from the start after which nothing runs: a stage whose budget is
+            not left does not begin.
     """
 
     case: str = "peers"
@@ -127,8 +134,7 @@ class BenchConfig:
     overrides: str = ""
     folder: str | None = None
     parts: tuple[str, ...] = ()
-    minutes: float = 8.0
-    until: float | None = None
+    until: float = 560.0
 
     @property
     def model(self) -> DecoderConfig:
@@ -144,7 +150,7 @@ class BenchConfig:
 
     @property
     def store_dtype(self) -> torch.dtype:
-        """dtype of fnshard's parameters between steps: fp32 takes fewer bytes than bf16 and a master."""
+        """The dtype of fnshard's parameters between steps: fp32 takes fewer bytes than bf16 and a master."""
         return self.compute_dtype if self.device == "cuda" else torch.float32
 
     @property
@@ -161,15 +167,15 @@ class BenchConfig:
         return self.axes["shard"] * self.rows * self.length
 
     def words(self) -> list[str]:
-        """The command line of this configuration, as `read` takes it."""
+        """Return the command line of this configuration, as `read` takes it."""
         return [f"{k}={json.dumps(v)}" for k, v in dataclasses.asdict(self).items() if v is not None]
 
 
 def read(words: Sequence[str]) -> BenchConfig:
-    """The configuration of `key=value` words without Hydra.
+    """Read `key=value` words without Hydra.
 
-    >>> read(["case=gpu", "rows=2", "parts=[tiny,saves]"]).parts
-    ('tiny', 'saves')
+    >>> read(["case=gpu", "rows=2", "parts=[works,saves]"]).parts
+    ('works', 'saves')
     """
     values: dict[str, Any] = {}
     for word in words:
@@ -190,8 +196,9 @@ def complete(config: BenchConfig) -> BenchConfig:
         raise ConfigError(f"device={config.device}: one of cpu, cuda.")
     defaults = CUDA if config.device == "cuda" else CPU | CASES[config.case].defaults
     config = replace(config, **{name: v for name, v in defaults.items() if getattr(config, name) is None})
+    contenders = (*TORCH, *FNSHARD, *MUON, *MICRO, *NARROW)
     choices = {
-        "size": names(), "dtype": DTYPES, "reduce": DTYPES, "contenders": (*TORCH, *FNSHARD, *MUON, *MICRO),
+        "size": names(), "dtype": DTYPES, "reduce": DTYPES, "contenders": contenders,
         "backend": ("inductor", "eager"), "clock": ("wall", "cpu"),
     }  # fmt: skip
     counts = ("ranks", "rounds", "steps", "warmup", "rows", "length", "every", "tensor", "context",

@@ -1,4 +1,5 @@
-"""The contenders: one model, the same initial parameters, AdamW, no clipping; who runs the step differs."""
+"""The contenders: all train one model with AdamW from the same parameters, and differ in who runs the
+step."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ class BenchTask:
     """The inputs of every contender.
 
     Args:
-        model: fp32 parameters on the CPU, equal on all ranks, not to be changed.
-        mesh: an axis "shard", and those that split a row's computation.
+        model: fp32 parameters on the CPU, equal on all ranks. Contenders copy it, and never change it.
+        mesh: a mesh with an axis "shard" and those that split a row's computation.
     """
 
     config: BenchConfig
@@ -43,8 +44,10 @@ class BenchTask:
 
 
 def make_task(config: BenchConfig) -> BenchTask:
-    """Make the task, with the same initial parameters on every rank; they are drawn on the device, which is
-    faster than a CPU."""
+    """Make the task, with the same initial parameters on every rank.
+
+    They are drawn on the device, which is faster than a CPU.
+    """
     torch.manual_seed(config.seed)
     with torch.device(config.device):
         model = Decoder(replace(config.model, context=max(config.length, config.model.context))).cpu()
@@ -53,24 +56,26 @@ def make_task(config: BenchConfig) -> BenchTask:
 
 @dataclass(frozen=True)
 class Contender:
-    """`run(tokens, targets)` trains one step and gives a loss: this rank's, or all ranks' mean.
+    """Something that runs steps: `run(tokens, targets)` trains one, and gives this rank's loss or all ranks'
+    mean.
 
-    `trains`: whether its losses are those of a training on all ranks' batches.
+    Args:
+        trains: whether its losses are those of a training on all ranks' batches.
     """
 
     run: Callable[[Tensor, Tensor], Tensor]
     trains: bool = True
 
     def transport_bytes(self) -> int:
-        """Memory of its own communication that no allocator shows."""
+        """Count the bytes of its own communication that no allocator shows."""
         return 0
 
     def close(self) -> None:
-        """Leave nothing that the next contender meets."""
+        """Release everything that the next contender would meet."""
 
 
 def repeated(contender: Contender | Training, batches: Iterable[Batch]) -> Callable[[], Tensor]:
-    """Steps on batches that come in turn, again and again."""
+    """Make a function that runs a step on the next of some batches, which come again and again."""
     feed = cycle(list(batches))
     return lambda: contender.run(*next(feed))
 
@@ -79,7 +84,10 @@ def repeated(contender: Contender | Training, batches: Iterable[Batch]) -> Calla
 
 
 def ddp(task: BenchTask) -> Contender:
-    """DistributedDataParallel, eager, its loss compiled. bf16: autocast, and torch's hook for a bf16 wire."""
+    """Train with DistributedDataParallel, eager but for the loss, which is compiled.
+
+    In bf16 it takes autocast, and torch's hook for a bf16 wire.
+    """
     device = task.mesh.device
     model = nn.parallel.DistributedDataParallel(
         copy.deepcopy(task.model).to(device), device_ids=None if device.type == "cpu" else [device]
@@ -93,7 +101,7 @@ def ddp(task: BenchTask) -> Contender:
         with contextlib.nullcontext() if is_last else model.no_sync(), autocast():
             yield
 
-    return _trained(task, model, context)
+    return _train_module(task, model, context)
 
 
 def _in_bf16(state, bucket):  # DDP inspects annotations, and takes no strings for them
@@ -102,9 +110,11 @@ def _in_bf16(state, bucket):  # DDP inspects annotations, and takes no strings f
 
 
 def fsdp2(task: BenchTask, compiled: bool = False, local: bool = False) -> Contender:
-    """`fully_shard` on every block and the root, its defaults; eager, or blocks compiled, as its loss is.
+    """Train with `fully_shard` on every block and on the root, with its defaults. The loss is compiled.
 
-    `local`: gradients of micro-batches are summed whole, and reduced with the last.
+    Args:
+        compiled: whether blocks are compiled too, or run eagerly.
+        local: whether gradients of micro-batches are summed whole, and reduced with the last.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -112,7 +122,7 @@ def fsdp2(task: BenchTask, compiled: bool = False, local: bool = False) -> Conte
     dtypes = {"param_dtype": task.config.compute_dtype, "reduce_dtype": task.config.reduce_dtype}
     policy = MixedPrecisionPolicy(**(dtypes if task.is_mixed else {}))
     for block in model.layers:
-        if compiled:
+        if compiled and task.config.backend == "inductor":
             block.compile(fullgraph=True)
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
@@ -122,14 +132,14 @@ def fsdp2(task: BenchTask, compiled: bool = False, local: bool = False) -> Conte
             model.set_requires_gradient_sync(is_last)
         return contextlib.nullcontext()
 
-    return _trained(task, model, context)
+    return _train_module(task, model, context)
 
 
-def _trained(task: BenchTask, model: nn.Module, context: Callable[[bool], Any]) -> Contender:
+def _train_module(task: BenchTask, model: nn.Module, context: Callable[[bool], Any]) -> Contender:
     """Train a module as torch's users do.
 
     Args:
-        context: around the forward of a micro-batch, of which it is told whether it is the last.
+        context: makes the context of a micro-batch's forward. It is told whether that is the last of a step.
     """
     parts = task.config.accumulate
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW, fused=True)
@@ -155,17 +165,25 @@ def _trained(task: BenchTask, model: nn.Module, context: Callable[[bool], Any]) 
 
 
 def limit(task: BenchTask) -> Contender:
-    """Make what no sharded step is faster than: the whole model under `torch.compile` in every rank, no
-    communication, and the optimizer on this rank's share of the leaves."""
+    """Run the work that no sharded step can do without, so that none is faster.
+
+    Every rank has the whole model under `torch.compile` and communicates nothing, and its optimizer updates
+    this rank's share of the leaves.
+    """
     model = copy.deepcopy(task.model).to(task.mesh.device, task.config.compute_dtype)
     leaves = sorted(model.parameters(), key=torch.numel, reverse=True)
     shares: list[list[nn.Parameter]] = [[] for _ in range(task.mesh.size)]
-    for leaf in leaves:  # largest first, to the rank that has least
+    for leaf in leaves:  # the largest comes first, and goes to the rank that has least
         min(shares, key=lambda share: sum(p.numel() for p in share)).append(leaf)
     mine = shares[task.mesh.rank]
     masters = [p.detach().float() for p in mine] if task.is_mixed else mine
     optimizer = torch.optim.AdamW(masters, **ADAMW, fused=True)
-    loss_of = torch.compile(lambda tokens, targets: next_token_loss(model(tokens), targets), fullgraph=True)
+
+    def loss_of(tokens: Tensor, targets: Tensor) -> Tensor:
+        return next_token_loss(model(tokens), targets)
+
+    if task.config.backend == "inductor":
+        loss_of = torch.compile(loss_of, fullgraph=True)
 
     def run(tokens: Tensor, targets: Tensor) -> Tensor:
         loss = loss_of(tokens, targets)
@@ -198,17 +216,19 @@ class Plan:
     Args:
         optimizer: a name of `OPTIMIZERS`.
         clip: the bound of the gradients' global norm, for which all of them wait.
-        dropout: of the logits.
-        one_unit: the whole model is one unit, not each block one.
-        chunks: of each stage of a pipeline.
+        dropout: the share of the logits that becomes 0.
+        narrow: whether products with most matrices are in eight bits.
+        one_unit: whether the whole model is one unit; otherwise each block is one.
+        chunks: the number of chunks of each stage of a pipeline.
         tiers: `memory=` and `optimizer_memory=` of a preset.
-        options: of `shard_step`.
+        options: keywords of `shard_step`.
     """
 
     preset: str = "full_shard"
     optimizer: str = "adamw"
     clip: float | None = None
     dropout: float = 0.0
+    narrow: bool = False
     one_unit: bool = False
     chunks: int = 1
     tiers: Mapping[str, str] = field(default_factory=dict)
@@ -229,10 +249,11 @@ class Training:
             logits = apply(params, tokens)
             return next_token_loss(F.dropout(logits, plan.dropout) if plan.dropout else logits, targets)
 
+        compute_dtype = torch.float8_e4m3fn if plan.narrow else config.compute_dtype
         specs = fs.presets.PRESETS[plan.preset](
             self._params, mesh, units=(lambda p: dict.fromkeys(p, "model")) if plan.one_unit else None,
             tensor="tensor" if config.tensor > 1 else None, chunks=plan.chunks,
-            compute_dtype=config.compute_dtype, reduce_dtype=config.reduce_dtype,
+            compute_dtype=compute_dtype, reduce_dtype=config.reduce_dtype,
             storage_dtype=config.store_dtype, optimizer_dtype=torch.float32, **plan.tiers,
         )  # fmt: skip
         optimizer = OPTIMIZERS[plan.optimizer]()
@@ -243,8 +264,8 @@ class Training:
         self.begin()
 
     def begin(self) -> None:
-        """The first state, again."""
-        self.state = None
+        """Go back to the first state."""
+        self.state = None  # frees the last one before a new one is made
         self.state = self.step.init({path: leaf.detach() for path, leaf in self._params.items()})
 
     def run(self, *batch: Tensor) -> Tensor:
@@ -268,6 +289,7 @@ CONTENDERS: dict[str, Callable[[BenchTask], Contender | Training]] = {
     "fsdp2_local": functools.partial(fsdp2, local=True),
     "limit": limit,
     **{name: functools.partial(Training, plan=Plan(name)) for name in FNSHARD},
+    "full_shard_fp8": functools.partial(Training, plan=Plan(narrow=True)),
     "full_shard_breadth": functools.partial(Training, plan=Plan(options={"micro_order": "breadth"})),
     "muon": functools.partial(Training, plan=Plan(optimizer="muon")),
     "muon_no_shard": functools.partial(Training, plan=Plan("no_shard", optimizer="muon")),
@@ -278,9 +300,9 @@ CONTENDERS: dict[str, Callable[[BenchTask], Contender | Training]] = {
 
 
 def reference_losses(task: BenchTask, batches: Iterable[Batch]) -> list[float]:
-    """fp64, one process, row by row, plain torch; the loss before each update.
+    """Train in fp64 with plain torch, in one process and row by row, and return the loss before each update.
 
-    On a GPU each block is recomputed in backward: fp64 attention there is a [T, T] matrix.
+    On a GPU each block is recomputed in backward, since fp64 attention there is a [T, T] matrix.
     """
     model = copy.deepcopy(task.model).to(task.mesh.device, torch.float64)
     if task.mesh.device_type != "cpu":
@@ -303,7 +325,8 @@ def reference_losses(task: BenchTask, batches: Iterable[Batch]) -> list[float]:
 
 
 def global_batches(task: BenchTask, steps: int) -> Iterator[Batch]:
-    """Batches of all ranks together; noisy counting, so that there is a pattern."""
+    """Yield the batches of all ranks together. They are noisy counting, so that there is a pattern to
+    learn."""
     config, vocab = task.config, task.model.config.vocab
     rows, length = task.mesh.data_size * config.rows, config.length + 1
     for step in range(steps):
@@ -315,7 +338,7 @@ def global_batches(task: BenchTask, steps: int) -> Iterator[Batch]:
 
 
 def batches(task: BenchTask, steps: int) -> Iterator[Batch]:
-    """This rank's rows of `global_batches`."""
+    """Yield this rank's rows of `global_batches`."""
     first = task.mesh.data_rank * task.config.rows
     for batch in global_batches(task, steps):
         yield tuple(part[first:][: task.config.rows].clone() for part in batch)

@@ -1,4 +1,5 @@
-"""What all cases share: clocks over ranks, interleaved rounds, live bytes, and how results are kept."""
+"""The parts that all cases share: clocks over ranks, interleaved rounds, live bytes, and writing of
+results."""
 
 from __future__ import annotations
 
@@ -37,9 +38,10 @@ class Result:
     """A case's findings.
 
     Args:
-        rows: of its table; the first is the head.
-        notes: lines below it.
+        rows: the rows of its table, of which the first is the head.
+        notes: the lines below the table.
         values: everything that was measured, for the JSON file.
+        failed: whether the command ends with status 1.
     """
 
     rows: Sequence[Sequence[str]]
@@ -70,7 +72,7 @@ def show(config: BenchConfig, folder: Path) -> Result:
 
 
 def say(text: str) -> None:
-    """A line about what is being done, on the first rank."""
+    """Print a line about the work that begins, on the first rank."""
     if rank() == 0:
         print(f"... {text}", file=sys.stderr, flush=True)
 
@@ -97,7 +99,7 @@ def over_ranks(numbers: Sequence[float], how: Any = dist.ReduceOp.MAX) -> list[f
 
 @contextmanager
 def shared_folder(within: str | Path | None = None) -> Iterator[Path]:
-    """A temporary folder that all ranks see, removed when all have left it."""
+    """Make a temporary folder that all ranks see, and remove it when all have left it."""
     named = [tempfile.mkdtemp(prefix="fnshard-bench-", dir=within) if rank() == 0 else ""]
     if dist.is_initialized():
         dist.broadcast_object_list(named, src=0)
@@ -111,7 +113,7 @@ def shared_folder(within: str | Path | None = None) -> Iterator[Path]:
 
 @contextmanager
 def fresh_cache() -> Iterator[None]:
-    """An empty Inductor cache, shared by the ranks, for what is compiled within."""
+    """Give what is compiled within an empty Inductor cache, which the ranks share."""
     with shared_folder() as folder, mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(folder)):
         yield
 
@@ -122,7 +124,11 @@ def fresh_cache() -> Iterator[None]:
 def timed(
     work: Work, *, steps: int = 1, device: str = "cpu", clock: Callable[[], float] = time.perf_counter
 ) -> float:
-    """Seconds of a call, the mean of the next `steps`, from a common start; by CUDA's own events on a GPU."""
+    """Measure the seconds of a call, the mean of the next `steps`, from a common start of all ranks.
+
+    On a GPU CUDA's own events are the clock, of all streams, since a call returns before the device has done
+    its work.
+    """
     barrier()
     if device == "cpu":
         began = clock()
@@ -130,21 +136,25 @@ def timed(
             work()
         return (clock() - began) / steps
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
     start.record()
     for _ in range(steps):
         work()
+    torch.cuda.synchronize()
     end.record()
     end.synchronize()
     return start.elapsed_time(end) / 1e3 / steps
 
 
-def interleaved(
+def interleave(
     works: Mapping[Any, Work], rounds: int, *, seed: int = 0, **how: Any
 ) -> dict[Any, list[float]]:
-    """Seconds of each by round: a round makes one sample of each, in a new order; the slowest rank counts.
+    """Measure the seconds of each work by round; the slowest rank counts.
+
+    A round takes one sample of each, in a new order, so that the machine's drift meets all of them alike.
 
     Args:
-        how: of `timed`.
+        how: keywords of `timed`.
     """
     order, own = random.Random(seed), {name: [] for name in works}
     for _ in range(rounds):
@@ -154,14 +164,14 @@ def interleaved(
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """25%, 50%, 75%; of one value itself."""
+    """Return the quartiles of values; those of a single value are the value itself."""
     if len(values) < 2:
         return values[0], values[0], values[0]
     return tuple(statistics.quantiles(values, n=4, method="inclusive"))
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Median over rounds of the quotient of two times of one round, so that slow drift cancels.
+    """Return the median over rounds of the quotient of two times of one round, so that slow drift cancels.
 
     >>> ratio([2.0, 4.0, 9.0], [1.0, 2.0, 3.0])
     2.0
@@ -176,7 +186,7 @@ def release() -> None:
 
 
 def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
-    """Spearman's; 1 of fewer than three.
+    """Return Spearman's rank correlation; it is 1 of fewer than three pairs.
 
     >>> rank_correlation([1, 5, 3], [10, 30, 20])
     1.0
@@ -196,18 +206,21 @@ Span = tuple[float, float]
 
 @dataclass(frozen=True)
 class AllocationLog:
-    """Live tensor bytes of one rank, as the allocator saw them, those inside compiled kernels and of gloo's
-    buffers too: at the worst moment of a step, and between two."""
+    """Live tensor bytes of one rank as the allocator saw them: at the worst moment of a step, and between
+    two.
+
+    Those inside compiled kernels and those of gloo's buffers count too.
+    """
 
     peak: int
     between: int
 
 
 def live_bytes(make: Callable[[], Work], device: torch.device, steps: int = 6) -> AllocationLog:
-    """Log what `make()` and the step it returns hold; the first step (it compiles) is not looked at.
+    """Log the bytes that `make()` and the step that it returns hold.
 
-    On a CPU every allocation since before `make` is followed through the profiler's `[memory]`
-    events, so that what lives longer than a step is counted as well.
+    The first step compiles, and is left out. On a CPU every allocation since before `make` is followed
+    through the profiler's `[memory]` events, so that what lives longer than a step is counted as well.
     """
     gc.collect()
     if device.type != "cpu":
@@ -234,10 +247,10 @@ def _read(profiled: profile) -> tuple[list[Span], list[Change]]:
 
 @dataclass
 class Heap:
-    """Blocks that are alive, by address. What a new block overlaps has been freed unseen.
+    """The blocks that are alive, by address.
 
-    The profiler watches the threads of the program, not gloo's, which now and then drops the last
-    reference to a buffer.
+    The profiler watches the threads of the program, but not gloo's, which now and then drops the last
+    reference to a buffer. So a block that a new one overlaps has been freed unseen.
     """
 
     live: int = 0
@@ -263,10 +276,10 @@ class Heap:
 
 
 def follow(spans: Sequence[Span], changes: Iterable[Change]) -> AllocationLog:
-    """Peak and resting bytes of the steps `spans`.
+    """Find the peak and resting bytes of the steps `spans`.
 
-    All steps are alike, and a free that was not seen can only make a number too large: of each the
-    smallest over the steps.
+    All steps are alike, and a free that was not seen can only make a number too large. So the smallest of
+    each over the steps is taken.
 
     >>> follow([(1.0, 4.0)], [(0.0, 64, 100), (2.0, 512, 7), (3.0, 512, -7)])
     AllocationLog(peak=107, between=100)

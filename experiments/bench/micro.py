@@ -1,4 +1,4 @@
-"""Cases of one function each: `executor`, and `starts` of whole runs, seen from outside."""
+"""Cases of one function each: `executor`, and `starts`, which watches whole runs from outside."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch import Tensor
 import fnshard as fs
 from experiments import ROOT
 from experiments.bench.config import BenchConfig
-from experiments.bench.measure import Result, interleaved, say
+from experiments.bench.measure import Result, interleave, say
 from experiments.lib.decoder import Decoder, DecoderConfig, loss_function
 from experiments.lib.metrics import METRICS, read_rows
 from fnshard.compiler.ir.values import CONTROL, LOSS_TANGENT
@@ -56,14 +56,17 @@ def executor(config: BenchConfig, folder: Path) -> Result:
     rows = [["", "CPU us"]]
     for name, (work, parts) in (works | {"a step of 200 leaves": (one, 1)}).items():
         work()
-        (seconds,) = interleaved({name: work}, config.rounds, clock=time.thread_time).values()
+        (seconds,) = interleave({name: work}, config.rounds, clock=time.thread_time).values()
         rows.append([name, f"{1e6 * median(seconds) / parts:.0f}"])
     return Result(rows)
 
 
 def schedule_alone(preset: str) -> tuple[Callable[[], None], int]:
-    """The schedule of a tiny decoder on two ranks with kernels and collectives that do nothing, but give what
-    has the right shape; how many units and phases it has."""
+    """Bind the schedule of a tiny decoder on two ranks, and return a function that runs it.
+
+    Its kernels and collectives do nothing, but give tensors of the right shapes. The second result is the
+    number of its units and phases.
+    """
     mesh = fs.make_mesh(shard=2, abstract=True)
     loss, params = loss_function(
         Decoder(DecoderConfig(width=8, layers=12, heads=2, kv_heads=1, context=8, vocab=16))
@@ -103,8 +106,11 @@ POLL_S = 0.02
 
 
 def train(overrides: Sequence[str], place: Path, checkout: Path = ROOT) -> float:
-    """Run the main job in a new folder below `place`, where its caches lie too; gives the seconds from the
-    command to its first row of metrics."""
+    """Run the main job in a new folder below `place`, where its caches lie too.
+
+    Returns:
+        The seconds from the command to its first row of metrics.
+    """
     folder, log = Path(tempfile.mkdtemp(dir=place)), place / "log.txt"
     caches = {"XDG_CACHE_HOME": str(place / "cache"), "TORCHINDUCTOR_CACHE_DIR": str(place / "inductor")}
     env = {**os.environ, **caches, "PYTHONPATH": str(checkout)}

@@ -1,4 +1,4 @@
-"""The case `parity`: every layout that there is, next to plain PyTorch, in fp64.
+"""The case `parity`: compare every layout that there is with plain PyTorch, in fp64.
 
 The worst errors of a sharded training are silent: a mean over ranks that counts rows wrongly, a gradient
 that one rank forgot, a norm that counts a leaf twice. Here each layout trains the same small model on the
@@ -31,7 +31,7 @@ from fnshard import tree
 
 STEPS, SAVED_AT = 5, 3
 ROWS, LENGTH, VOCAB = 16, 16, 64
-LR, DECAY, CLIP, BETA = 1e-2, 0.1, 0.5, 0.9  # of AdamW; BETA is that of its mean of gradients
+LR, DECAY, CLIP, BETA = 1e-2, 0.1, 0.5, 0.9  # AdamW's; BETA is that of its mean of gradients
 TOLERANCE = 1e-10  # beyond which a layout of fnshard has failed
 IGNORED = -100  # a label that does not count
 DECODER = DecoderConfig(width=32, layers=4, heads=4, kv_heads=2, context=LENGTH, vocab=VOCAB, mlp=64)
@@ -46,8 +46,8 @@ class Layout:
     """One way in which fnshard trains.
 
     Args:
-        name: of its row.
-        axes: of the mesh.
+        name: the name of its row.
+        axes: the sizes of the mesh's axes.
         model: a name of `MODELS`.
         specs: keywords of the preset.
         options: keywords of `shard_step`.
@@ -70,13 +70,13 @@ FROZEN, ADAPTERS = fs.LayoutSpec(fs.P("shard"), trainable=False), fs.LayoutSpec(
 PIPED = {"pipeline": 2, "shard": 2}
 FOUR = {"accumulate": 4}
 LAYOUTS = (
-    # what is kept where
+    # Layouts differ in what is kept where.
     *(Layout(name, SHARD4, name) for name in ("no_shard", "zero1", "zero2", "zero3", "shard_grad_op")),
     Layout("full_shard", SHARD4),
     Layout("hybrid_shard", HYBRID, "hybrid_shard"),
     Layout("optimizer on the host", SHARD4, specs=HOST_OPTIMIZER),
     Layout("all on the host", SHARD4, specs={"memory": "host", **HOST_OPTIMIZER}),
-    # axes of the mesh, and pairs of them
+    # Axes of the mesh come alone and in pairs.
     Layout("tensor", {"tensor": 4}, specs=TENSOR),
     Layout("tensor, shard", {**SHARD2, "tensor": 2}, specs=TENSOR),
     Layout("tensor, residual whole", {**SHARD2, "tensor": 2}, specs=TENSOR, options={"residual": "whole"}),
@@ -92,7 +92,7 @@ LAYOUTS = (
     Layout("pipeline, shard", PIPED, options=FOUR),
     Layout("pipeline, two chunks a stage", {"pipeline": 2}, specs={"chunks": 2}, options=FOUR),
     Layout("pipeline, tensor", {"pipeline": 2, "tensor": 2}, specs=TENSOR, options=FOUR),
-    # micro-batches and what the backward keeps
+    # Micro-batches come in several orders, and the backward keeps more or less.
     Layout("accumulate", SHARD4, options={"accumulate": 4}),
     Layout("accumulate, summed locally", SHARD4, options={"accumulate": 4, "accumulate_mode": "local"}),
     Layout("accumulate, breadth first", SHARD4, options={"accumulate": 4, "micro_order": "breadth"}),
@@ -101,7 +101,7 @@ LAYOUTS = (
     Layout("remat of a half", SHARD4, options={"remat": 0.5}),
     Layout("remat, inputs on the host", SHARD4, options={"remat": "unit+offload"}),
     Layout("prefetch and overlap", SHARD4, options={"prefetch": 2, "overlap": 2}),
-    # frozen codes
+    # Frozen leaves are codes.
     *(Layout(f"LoRA on {codec}", SHARD4, model="lora", specs={"rules": [
         ("adapters.*", ADAPTERS), ("base.*norm.*", FROZEN),
         ("base.layers.*", replace(FROZEN, codec=codec)), ("base.*", FROZEN),
@@ -118,12 +118,12 @@ RESUMED = (
 
 @dataclass(frozen=True)
 class Training:
-    """What a training has shown.
+    """A record of a training.
 
     Args:
         start: the whole parameters before its first step, by path.
-        losses: of each step, before its update.
-        moments: of each step, behind its update, AdamW's running mean of gradients by path.
+        losses: the loss of each step, before its update.
+        moments: AdamW's running mean of gradients after each step's update, by path.
     """
 
     start: Mapping[str, Tensor]
@@ -131,7 +131,7 @@ class Training:
     moments: list[Mapping[str, Tensor]]
 
     def gradients(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Compute the gradients of the first and of the last step, which the running means give."""
+        """Compute the gradients of the first and of the last step from the running means."""
         first, before, last = self.moments[0], self.moments[-2], self.moments[-1]
         return (
             {path: value / (1 - BETA) for path, value in first.items()},
@@ -141,8 +141,10 @@ class Training:
 
 @dataclass(frozen=True)
 class Errors:
-    """How far a training is from the truth: relative errors of the loss, and of the gradient of the worst
-    leaf by its largest number, after the first step and after the last."""
+    """The distances of a training from the truth, after the first step and after the last.
+
+    They are the relative error of the loss, and that of the worst leaf's gradient by its largest number.
+    """
 
     loss: float
     gradient: float
@@ -193,7 +195,7 @@ def run(config: BenchConfig, folder: Path) -> Result:
 
 
 def _attempt(layout: Layout) -> Errors | str:
-    """The errors of a layout, or why it does not train."""
+    """Return the errors of a layout, or a sentence that says why it does not train."""
     try:
         errors = compare(layout)
     except Exception as error:  # one layout that fails leaves the others their rows
@@ -209,7 +211,8 @@ def _attempt(layout: Layout) -> Errors | str:
 class Model:
     """A function of (params, tokens, labels) that gives an `fs.Mean`, and its parameters.
 
-    `plain`: the same function in operations that plain PyTorch has in fp64.
+    Args:
+        plain: the same function in operations that plain PyTorch has in fp64.
     """
 
     params: Any
@@ -218,7 +221,7 @@ class Model:
 
 
 class ExpertBlock(nn.Module):
-    """x + what each position's two best experts make of it, weighted by the router."""
+    """A block that adds to x what each position's two best experts make of it, weighted by the router."""
 
     def __init__(self, width: int = DECODER.width, hidden: int = DECODER.mlp):
         super().__init__()
@@ -244,8 +247,8 @@ class ExpertBlock(nn.Module):
             order = chosen.flatten().argsort(stable=True)
             ends = F.one_hot(chosen.flatten(), EXPERTS).sum(0).cumsum(0).to(torch.int32)
             hidden = F.silu(F.grouped_mm(rows[order // CHOSEN], up, offs=ends))
-            made = F.grouped_mm(hidden, down, offs=ends) * weights.flatten()[order][:, None]
-            out = torch.zeros_like(made).index_copy(0, order, made).view(-1, CHOSEN, rows.shape[-1]).sum(1)
+            parts = F.grouped_mm(hidden, down, offs=ends) * weights.flatten()[order][:, None]
+            out = torch.zeros_like(parts).index_copy(0, order, parts).view(-1, CHOSEN, rows.shape[-1]).sum(1)
         return x + out.view_as(x)
 
 
@@ -298,7 +301,7 @@ def _lora() -> Model:
     loss, params = _loss_of(_module(lambda: Decoder(DECODER)))
     tuned, both = fs.lora(loss, params, rank=4, targets="*.wq|*.wv|*.up")
     draw = torch.Generator().manual_seed(1)
-    for pair in both["adapters"].values():  # B starts as zeros, behind which A has no gradient
+    for pair in both["adapters"].values():  # B starts as zeros, which would hide the gradient of A
         pair["b"] = torch.randn(pair["b"].shape, generator=draw) * 0.02
     both = tree.map(lambda leaf: leaf.detach().double(), both)
     return Model(both, tuned, tuned)
@@ -310,7 +313,7 @@ MODELS: dict[str, Callable[[], Model]] = {
 
 
 def batches(equal_counts: bool = False) -> Iterator[Batch]:
-    """Yield rows of noisy counting; the first labels of each do not count, unless counts are equal."""
+    """Yield rows of noisy counting. The first labels of each do not count, unless counts are equal."""
     for step in range(STEPS):
         draw = torch.Generator().manual_seed(step)
         start = torch.randint(VOCAB, (ROWS, 1), generator=draw)
@@ -374,7 +377,7 @@ def compare(layout: Layout) -> Errors:
 def train_in(
     layout: Layout, model: Model, numbers: range, save: Path | None = None, restore: Path | None = None
 ) -> Training:
-    """Train for the steps of some numbers; on simulated ranks, unless there is a checkpoint to write or read.
+    """Train for the steps of some numbers, on simulated ranks unless there is a checkpoint to write or read.
 
     The parameters that it starts from are those that `fn` sees, so codes are decoded.
     """
@@ -419,7 +422,7 @@ def _train_peers() -> Iterator[tuple[str, Errors]]:
 
 
 def train_with_torch(kind: str, parts: int, equal_counts: bool) -> Training:
-    """Train with DDP or FSDP2 on these processes; micro-batches as their documents show them."""
+    """Train with DDP or FSDP2 on these processes, with micro-batches as their documents show them."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
 

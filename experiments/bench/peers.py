@@ -1,4 +1,4 @@
-"""The case `peers`: fnshard and what torch ships, in one launch."""
+"""The case `peers`: compare fnshard with what torch ships, in one launch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from experiments.bench.contenders import (
 from experiments.bench.measure import (
     Result,
     fresh_cache,
-    interleaved,
+    interleave,
     live_bytes,
     over_ranks,
     quartiles,
@@ -75,15 +75,15 @@ def run(config: BenchConfig, folder: Path) -> Result:
 
 
 def race(task: BenchTask, names: Sequence[str]) -> dict[str, Found]:
-    """Interleaved rounds of contenders that are all there. On a GPU bytes are read off the allocator."""
+    """Time contenders that are all there in interleaved rounds. On a GPU the allocator tells their bytes."""
     config, on_gpu = task.config, task.config.device == "cuda"
     before = torch.cuda.memory_allocated() if on_gpu else 0
-    with started({name: (task, CONTENDERS[name]) for name in names}, fresh_cache) as entries:
+    with start_contenders({name: (task, CONTENDERS[name]) for name in names}, fresh_cache) as entries:
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
         say(f"{config.rounds} rounds of {', '.join(names)}")
         how = {"seed": config.seed, "steps": config.steps, "device": config.device}
-        seconds = interleaved({name: each.step for name, each in entries.items()}, config.rounds, **how)
+        seconds = interleave({name: each.step for name, each in entries.items()}, config.rounds, **how)
         found = {}
         for name, each in entries.items():
             losses = [mean(loss) for loss in each.losses] if each.contender.trains else []
@@ -97,7 +97,11 @@ def race(task: BenchTask, names: Sequence[str]) -> dict[str, Found]:
 
 @dataclass
 class Entry:
-    """A contender that has made its first steps. `losses`: of all steps; tensors, for which nothing waits."""
+    """A contender that has run its first steps.
+
+    Args:
+        losses: the losses of all steps. They are tensors, for which nothing waits.
+    """
 
     contender: Contender | Training
     batches: Sequence[Batch]
@@ -112,10 +116,14 @@ class Entry:
 
 
 @contextmanager
-def started(
+def start_contenders(
     makers: Mapping[str, tuple[BenchTask, Maker]], cache: Callable[[], Any] = nullcontext
 ) -> Iterator[dict[str, Entry]]:
-    """Contenders, after their first steps, in here; `cache` is around each one's first step."""
+    """Make contenders and run their first steps, and close them afterwards.
+
+    Args:
+        cache: makes a context for each one's first step.
+    """
     entries: dict[str, Entry] = {}
     for name, (task, make) in makers.items():
         say(f"first step of {name}")
@@ -125,8 +133,8 @@ def started(
             entries[name] = Entry(make(task), feed)
             entries[name].step()
             (entries[name].first_step_s,) = over_ranks([time.perf_counter() - began])
-    # All are there: where one of them did to the process what Dynamo guards, another compiles again here, not
-    # in a timed step.
+    # Now all are there. If one has changed something in the process that Dynamo guards, the others compile
+    # again in these steps, and not in timed ones.
     for _ in range(config.warmup - 1):
         for entry in entries.values():
             entry.step()
@@ -139,7 +147,7 @@ def started(
 
 
 def mean(loss: Tensor) -> float:
-    """Over all ranks."""
+    """Return the mean of all ranks' losses."""
     total, count = over_ranks([loss.double().item(), 1.0], torch.distributed.ReduceOp.SUM)
     return total / count
 
@@ -148,27 +156,27 @@ def mean(loss: Tensor) -> float:
 
 
 def memory_of(task: BenchTask, make: Maker, times: int) -> Found:
-    """Bytes of the rank that holds most; slots in shared memory are added to both numbers."""
+    """Count the bytes of the rank that holds most. Slots in shared memory are added to both numbers."""
     seen: list[tuple[int, int, int]] = []
     feed = list(batches(task, 1))
+    contenders: list[Contender | Training] = []
+
+    def start() -> Callable[[], Any]:
+        contenders.append(make(task))
+        return repeated(contenders[-1], feed)
+
     for _ in range(times):
-        made: list[Contender | Training] = []
-
-        def first() -> Callable[[], Any]:
-            made.append(make(task))  # noqa: B023
-            return repeated(made[0], feed)  # noqa: B023
-
-        live = live_bytes(first, task.mesh.device)
-        transport = made[0].transport_bytes()
+        live = live_bytes(start, task.mesh.device)
+        transport = contenders[-1].transport_bytes()
         seen.append((live.peak + transport, live.between + transport, transport))
-        made.pop().close()
+        contenders.pop().close()
         release()
     least = over_ranks([min(each) for each in zip(*seen, strict=True)])
     return dict(zip(("peak_bytes", "between_bytes", "transport_bytes"), map(int, least), strict=True))
 
 
 def compare(task: BenchTask, found: dict[str, Found]) -> list[float]:
-    """Put the largest difference of a loss into `found`; gives the fp64 reference's losses."""
+    """Put the largest difference of a loss into `found`, and return the losses of the fp64 reference."""
     say("the fp64 reference")
     steps = min(task.config.losses, task.config.warmup + task.config.rounds * task.config.steps)
     reference = reference_losses(task, global_batches(task, steps)) if rank() == 0 else [0.0] * steps
@@ -203,14 +211,14 @@ def model_flops(config: BenchConfig) -> float:
 
 
 def mfu_of(config: BenchConfig, seconds: float) -> float | None:
-    """None on a CPU, and on a GPU whose data sheet is not known."""
+    """Compute the share of the device's peak, which is None on a CPU and on a GPU of unknown data sheet."""
     known = Hardware.of_gpu(torch.cuda.get_device_name()) if config.device == "cuda" else None
     peak = known and known.peak_flops[config.dtype.replace("fp", "f")]
     return mfu(model_flops(config), seconds, peak) if peak else None
 
 
 def table(rows: dict[str, Found]) -> list[list[str]]:
-    """One row a contender."""
+    """Return a table of one row for each contender."""
     bases = [base for base in TORCH if base in rows]
     ends = {
         "tokens/s": ("tokens_per_s", "{:,.0f}", 1), "peak MB": ("peak_bytes", "{:.0f}", 1e-6),

@@ -1,4 +1,4 @@
-"""The cases `memory` and `predict`: bytes and seconds of many plans, predicted and measured."""
+"""The cases `memory` and `predict`: predict and measure the bytes and seconds of many plans."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from typing import Any
 import fnshard as fs
 from experiments.bench.config import BenchConfig, complete
 from experiments.bench.contenders import BenchTask, Plan, Training, ddp, make_task
-from experiments.bench.measure import Result, interleaved, rank_correlation, ratio, say
-from experiments.bench.peers import Found, Maker, memory_of, started
+from experiments.bench.measure import Result, interleave, rank_correlation, ratio, say
+from experiments.bench.peers import Found, Maker, memory_of, start_contenders
 from experiments.bench.sizes import names
 from experiments.lib.checks import ConfigError
 
@@ -29,8 +29,9 @@ COLUMNS = {
     "step ms": ("seconds", 1e3), "predicted ms": ("predicted_seconds", 1e3),
 }  # fmt: skip
 TIERS = ("memory", "optimizer_memory")
-Variant = tuple[Plan | None, dict[str, Any]]  # None for torch's DDP; what it changes in the configuration
-# Words of a plan's name: what they change, of the configuration, of `Plan` or of the options of `shard_step`.
+# A plan, None for torch's DDP, and what it changes in the configuration.
+Variant = tuple[Plan | None, dict[str, Any]]
+# Each word of a plan's name changes the configuration, a field of `Plan` or an option of `shard_step`.
 WORDS: dict[str, Callable[..., tuple[str, dict[str, Any]]]] = {
     rf"({'|'.join(names())})": lambda size: ("changes", {"size": size}),
     rf"({'|'.join(fs.presets.PRESETS)})": lambda preset: ("plan", {"preset": preset}),
@@ -44,7 +45,7 @@ WORDS: dict[str, Callable[..., tuple[str, dict[str, Any]]]] = {
     r"remat(\d*\.?\d+|)": lambda share: ("options", {"remat": float(share) if share else "unit"}),
     r"accumulate(\d+)": lambda times: ("options", {"accumulate": int(times)}),
 }
-MEMORY = (  # clipped where gradients would never wait for each other
+MEMORY = (  # plans whose gradients would never wait for each other are clipped, so that they do
     "full_shard", "ddp", "no_shard-clip", "zero1-clip", "zero2-clip", "zero3-clip", "one_unit", "remat",
     "remat-bf16", "remat-bf16-host", "optimizer_host",
 )  # fmt: skip
@@ -52,7 +53,7 @@ BUBBLE = (
     "pipeline2-accumulate2-4x256", "pipeline2-accumulate4-8x256", "pipeline2-accumulate8-8x256",
     "pipeline2-chunks2-accumulate4-4x256",
 )  # fmt: skip
-PREDICT = {  # by ranks; a name says all, see `variant`
+PREDICT = {  # by the number of ranks; `variant` reads the names
     2: (
         "5m-full_shard", "5m-no_shard-8x256", "5m-full_shard-remat", "5m-zero2-bf16-accumulate4-16x256",
         "5m-zero3-bf16-remat-clip-4x1024", "25m-full_shard", "25m-full_shard-bf16-remat0.5",
@@ -77,7 +78,7 @@ def run(config: BenchConfig, folder: Path) -> Result:
     Nothing is fitted to a plan.
     """
     makers: dict[str, tuple[BenchTask, Maker]] = {}
-    for name, (plan, changes) in chosen(config).items():
+    for name, (plan, changes) in choose_plans(config).items():
         make = ddp if plan is None else partial(Training, plan=plan)
         makers[name] = make_task(replace(config, **changes)), make
     seconds, found = times(config, makers)
@@ -97,8 +98,12 @@ def run(config: BenchConfig, folder: Path) -> Result:
     return Result(rows, notes, {"plans": found, "seconds": seconds})
 
 
-def chosen(config: BenchConfig) -> dict[str, Variant]:
-    """The plans that take part."""
+def choose_plans(config: BenchConfig) -> dict[str, Variant]:
+    """Return the plans that take part, by name.
+
+    Raises:
+        ConfigError: a name is unknown, or there are no plans for so many ranks.
+    """
     own = {"memory": MEMORY, "bubble": BUBBLE}.get(config.case, PREDICT.get(config.ranks, ()))
     if not (config.plans or own):
         raise ConfigError(f"ranks={config.ranks}: plans=[...] names which; 2 and 4 ranks have their own.")
@@ -109,7 +114,7 @@ def chosen(config: BenchConfig) -> dict[str, Variant]:
 
 
 def variant(name: str) -> Variant:
-    """A plan by its name: any of `WORDS`, or torch's "ddp".
+    """Read a plan's name: words of `WORDS` that hyphens join, or "ddp" for torch's.
 
     >>> plan, changes = variant("25m-zero1-bf16-remat0.5-tensor2-2x512")
     >>> plan.options, changes["tensor"], changes["length"]
@@ -128,14 +133,14 @@ def variant(name: str) -> Variant:
 
 
 def times(config: BenchConfig, makers: Mapping[str, tuple[BenchTask, Maker]]) -> tuple[Found, Found]:
-    """Seconds of steps by round; and of each plan their median, and what is predicted of it."""
+    """Measure the seconds of steps by round. Return them, and of each plan the median and the predictions."""
     clock = {"wall": time.perf_counter, "cpu": time.thread_time}[config.clock]
     mesh, machines = next(iter(makers.values()))[0].mesh, []
-    with started(makers) as entries:
+    with start_contenders(makers) as entries:
         works = {name: entry.step for name, entry in entries.items()}
         works["machine"] = lambda: machines.append(fs.Hardware.measure(mesh, clock))
         say(f"{config.rounds} rounds of {', '.join(works)}")
-        seconds = interleaved(works, config.rounds, seed=config.seed, clock=clock)
+        seconds = interleave(works, config.rounds, seed=config.seed, clock=clock)
         del seconds["machine"], works
         found = {name: {"seconds": median(each)} for name, each in seconds.items()}
         for name, entry in entries.items():
@@ -150,7 +155,7 @@ def times(config: BenchConfig, makers: Mapping[str, tuple[BenchTask, Maker]]) ->
 
 
 def verdict(plans: Mapping[str, tuple[float, float]]) -> str:
-    """How many predictions are near, and which pairs of plans they put in the wrong order.
+    """Say how many predictions are near, and which pairs of plans they put in the wrong order.
 
     >>> verdict({"a": (1.0, 1.2), "b": (2.0, 1.3)})
     '1 of 2 within 25%, rank correlation 1.000; 1 of 1 pairs more than 10% apart in the right order'

@@ -1,4 +1,4 @@
-"""Published: the predictor next to rates that others have published, row by row (`published_rows.csv`).
+"""The case `published`: compare predictions with rates that others have published in `published_rows.csv`.
 
 A row's model is lowered for its mesh, without a device, and its schedule is priced as every prediction is.
 What hardware reaches of its data sheet is fitted on some sources and tried on the others.
@@ -23,24 +23,29 @@ import fnshard as fs
 from experiments.bench.config import BenchConfig
 from experiments.bench.measure import Result, rank_correlation, say
 from experiments.lib.decoder import Decoder, DecoderConfig, loss_function
-from fnshard.analysis.calibrate import Observation, changed, fitted
+from fnshard.analysis.calibrate import Observation, fit_constants, vary
 from fnshard.analysis.hardware import Hardware
 
 ROWS = Path(__file__).with_name("published_rows.csv")
-MOST_MICRO_BATCHES = 4  # of a step that is lowered; more repeat them
+MOST_MICRO_BATCHES = 4  # in a step that is lowered, since further ones only repeat them
 SIZES = ("width", "layers", "heads", "kv_heads", "mlp", "vocab", "context")
 AXES = ("pipeline", "replicate", "shard", "tensor", "context")
 GENERATION = {"h200": "h100"}  # a chip that shares constants with another
-RECOMPUTE = {  # what `shard_step` takes
+RECOMPUTE = {  # keywords of `shard_step`
     "none": {}, "unit": {"remat": "unit"}, "selective": {"remat": "unit", "save": ("matmul", "attention")},
 }  # fmt: skip
-CONSTANTS = ("matmul", "attention", "memory", "wire")  # that are fitted
+CONSTANTS = ("matmul", "attention", "memory", "wire")  # those that are fitted
 
 
 @dataclass(frozen=True)
 class PublishedRow:
-    """A measurement that somebody has published: `rate` in tokens a second and device; `axes` of the mesh;
-    `chunks` of each stage of a pipeline, whose leaves stay gathered."""
+    """A measurement that somebody has published.
+
+    Args:
+        axes: the sizes of the mesh's axes.
+        rate: tokens a second and device.
+        chunks: the number of chunks of each stage of a pipeline, whose leaves stay gathered.
+    """
 
     source: str
     name: str
@@ -57,19 +62,19 @@ class PublishedRow:
 
     @property
     def preset(self) -> str:
-        """Return the name of one in `fnshard.presets`."""
+        """Return the name of the row's preset in `fnshard.presets`."""
         if "pipeline" in self.axes:
             return "shard_grad_op"
         return "hybrid_shard" if "replicate" in self.axes else "full_shard"
 
 
-def published() -> tuple[list[PublishedRow], Counter[str]]:
+def read_published() -> tuple[list[PublishedRow], Counter[str]]:
     """Return the rows that can be predicted, and how many cannot, by reason.
 
-    The first columns of the file are what the source says, those from `left_out` on what it comes to here.
-    Chunks of a pipeline (arXiv 2407.21783): the first has the embedding alone, the last the head alone, and
-    all others as many of 126 layers, which makes 8 for each of 16 stages; at 8K nothing is recomputed, leaves
-    stay gathered, and gradients are summed in fp32.
+    The first columns of the file are what the source says, and those from `left_out` on what it comes to
+    here. In the pipelines of arXiv 2407.21783 the first chunk has the embedding alone, the last the head
+    alone, and all others have equally many of 126 layers, which makes 8 chunks for each of 16 stages. At a
+    context of 8K nothing is recomputed, leaves stay gathered, and gradients are summed in fp32.
     """
     with ROWS.open(encoding="utf-8") as file:
         found = list(csv.DictReader(file))
@@ -93,12 +98,12 @@ def _row(row: Mapping[str, str]) -> PublishedRow:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One row next to what is predicted of it.
+    """A row next to what is predicted of it.
 
     Args:
-        step: seconds that are predicted, with constants as they are and changed, and those of the rate.
-        tokens: of one device's step.
-        fit: by what the fit multiplies constants.
+        step: the seconds that are predicted, with constants as they are and changed, and those of the rate.
+        tokens: the tokens of one device's step.
+        fit: the factors by which the fit multiplies constants.
     """
 
     row: PublishedRow
@@ -107,14 +112,14 @@ class Comparison:
     fit: Mapping[str, float] = field(default_factory=dict)
 
     def rate(self, fitted: bool = True) -> float:
-        """Predicted tokens a second and device."""
+        """Predict the tokens a second and device, with constants as fitted or as they are."""
         return self.tokens / self.step.seconds(self.fit if fitted else {})
 
     def error(self, fitted: bool = True) -> float:
         return abs(self.rate(fitted) / self.row.rate - 1)
 
 
-def compared(row: PublishedRow) -> Comparison:
+def compare(row: PublishedRow) -> Comparison:
     """Lower a row's step and price it."""
     # How long stages of a pipeline wait for one another depends on how many micro-batches there are.
     micro = row.micro_batches if "pipeline" in row.axes else min(row.micro_batches, MOST_MICRO_BATCHES)
@@ -133,7 +138,7 @@ def compared(row: PublishedRow) -> Comparison:
     )  # fmt: skip
     lowered = step.lower(params, tokens, tokens)
     count = tokens.numel() / math.prod(row.axes.get(n, 1) for n in ("pipeline", "tensor", "context"))
-    ways = changed(Hardware.named(row.hardware), CONSTANTS)
+    ways = vary(Hardware.named(row.hardware), CONSTANTS)
     seconds = {name: lowered.timeline(each).step_seconds for name, each in ways.items()}
     return Comparison(row, Observation(seconds, count / row.rate), count)
 
@@ -145,10 +150,10 @@ def run(config: BenchConfig, folder: Path) -> Result:
     source with the same weight; the interval is that of each of these sources by constants of the others.
     Both are tried on the sources that are held out.
     """
-    rows, reasons = published()
+    rows, reasons = read_published()
     say(f"{len(rows)} rows, {sum(reasons.values())} left out")
     with ProcessPoolExecutor(2) as pool:
-        all_rows = list(pool.map(compared, rows))
+        all_rows = list(pool.map(compare, rows))
     sources = halves(rows)
     fits = {name: _fit(name, all_rows, sources[0]) for name in dict.fromkeys(map(_generation, rows))}
     all_rows = [replace(c, fit=fits[_generation(c.row)]) for c in all_rows]
@@ -177,8 +182,10 @@ def run(config: BenchConfig, folder: Path) -> Result:
 
 
 def halves(rows: Sequence[PublishedRow]) -> tuple[list[str], list[str]]:
-    """Sources that constants are fitted on, and those they are tried on: every other, by number of rows. Rows
-    with a pipeline are held out."""
+    """Divide the sources into those that constants are fitted on and those that they are tried on.
+
+    Ordered by their number of rows, every other source is held out. So are rows with a pipeline.
+    """
     counts = Counter(row.source for row in rows if "pipeline" not in row.axes)
     piped = dict.fromkeys(row.source for row in rows if "pipeline" in row.axes and row.source not in counts)
     ordered = sorted(counts, key=lambda source: (-counts[source], source))
@@ -188,12 +195,15 @@ def halves(rows: Sequence[PublishedRow]) -> tuple[list[str], list[str]]:
 def _fit(generation: str, all_rows: Sequence[Comparison], sources: Sequence[str]) -> dict[str, float]:
     some = [c for c in all_rows if c.row.source in sources and _generation(c.row) == generation]
     counts = Counter(c.row.source for c in some)
-    return fitted([replace(c.step, weight=1 / counts[c.row.source]) for c in some], CONSTANTS)
+    return fit_constants([replace(c.step, weight=1 / counts[c.row.source]) for c in some], CONSTANTS)
 
 
 def _interval(all_rows: Sequence[Comparison], sources: Sequence[str]) -> tuple[float, float]:
-    """Between which shares of the predicted seconds nine tenths of the rows lie, each source with the same
-    weight and predicted by constants of the others: what to expect of one that was never seen."""
+    """Find the interval, in shares of the predicted seconds, in which nine tenths of the rows lie.
+
+    Each source has the same weight, and is predicted by constants of the others. So the interval is what to
+    expect of a source that was never seen.
+    """
     weighted = []
     for source in sources:
         some = [c for c in all_rows if c.row.source == source]

@@ -1,5 +1,7 @@
-"""Ranks of a case: processes that run it together. `python -m experiments.bench.ranks FOLDER key=value...` is
-one."""
+"""Ranks of a case: processes that run it together.
+
+`python -m experiments.bench.ranks FOLDER key=value...` is one of them.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ def environment(config: BenchConfig) -> dict[str, str]:
 
 
 def start(config: BenchConfig, folder: Path) -> None:
-    """Run the case on `config.ranks` new processes; their logs are in `folder/ranks`.
+    """Run the case on `config.ranks` new processes, whose logs are in `folder/ranks`.
 
     Raises:
         LaunchError: a rank failed.
@@ -37,7 +39,7 @@ def start(config: BenchConfig, folder: Path) -> None:
 
 
 def join(config: BenchConfig, group: bool = True) -> None:
-    """A process group, which DDP and FSDP2 want even in a world of one, and nothing else does."""
+    """Set the device up, and make a process group, which DDP and FSDP2 alone want even in a world of one."""
     if config.device == "cpu":
         torch.set_num_threads(1)
     else:
@@ -47,10 +49,11 @@ def join(config: BenchConfig, group: bool = True) -> None:
 
 
 def main(folder: Path, config: BenchConfig) -> None:
-    """Be a rank: join the others, and show what the case found; one that failed ends with status 1."""
+    """Be a rank: join the others, and show the findings of the case. A case that failed ends with status
+    1."""
     join(config)
     result = show(config, folder)
-    barrier()  # the first rank has shown it
+    barrier()  # the others stay until the first rank has shown it
     if result.failed:
         sys.exit(1)
 

@@ -1,4 +1,5 @@
-"""The sizes of `conf/model` by name, read without Hydra or a YAML library, which a bare machine lacks."""
+"""The sizes of `conf/model` by name, read without Hydra or a YAML library, since a bare machine lacks
+both."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ def names() -> list[str]:
 
 
 def decoder(name: str) -> DecoderConfig:
-    """The file of that name: lines of `key: number`, and comments.
+    """Read the file of that name, which has lines of `key: number` and comments.
 
     >>> decoder("8b").layers
     32

@@ -1,1 +1,1 @@
-"""Compare: any runs of the main job and of fine-tuning: one table, one CSV, one picture of their curves."""
+"""Compare: it makes one table, one CSV and one picture of curves of any runs of training and fine-tuning."""

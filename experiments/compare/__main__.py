@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.compare.outcome import found
+from experiments.compare.outcome import find_outcomes
 from experiments.compare.table import write
 from experiments.lib.checks import ConfigError
 from experiments.lib.compose import exit_with
@@ -34,7 +34,7 @@ def compare(places: Sequence[str], metric: str | None, out: Path, is_maximised: 
     there = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         raise ConfigError(f"--out={out}: {there} is no folder that can be written to. Fix: another --out.")
-    outcomes, empty = found(places)
+    outcomes, empty = find_outcomes(places)
     text, _ = write(outcomes, metric, out, "compare", "compare.txt", is_maximised)
     if empty:
         text += f"\npassed over: {empty} of {len(places)} places hold no run"

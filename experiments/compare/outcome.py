@@ -1,4 +1,4 @@
-"""Outcome: what one run has come to, read from its folder, wherever and however it ran."""
+"""Outcome: the state and the results of a run, read from its folder, wherever and however it ran."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from fnshard.errors import report
 IDENTITY, OVERRIDES = "identity.json", Path(".hydra", "overrides.yaml")
 MARKS = (RESULT, METRICS, IDENTITY)  # a folder with any of these is a run's
 OK, FAILED, UNFINISHED = "ok", "failed", "unfinished"
-RECENT = 20  # rows that an unfinished run's loss is the mean of
+RECENT = 20  # the loss of an unfinished run is the mean of so many last rows
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One run.
+    """The outcome of a run.
 
     Args:
         status: "ok", "stopped", "failed", "unfinished" (at work, or killed), "no result".
-        overrides: of the command line.
-        numbers: what it has measured, by name.
-        rows: of its metrics, by step.
+        overrides: the overrides of its command line.
+        numbers: the numbers that it has measured, by name.
+        rows: the rows of its metrics, by step.
         reason: why it failed, or how far it is; one line.
-        goal: what it is judged by.
+        goal: the number that it is judged by.
     """
 
     folder: Path
@@ -50,9 +50,11 @@ class Outcome:
     goal: Goal = Goal()
 
 
-def found(places: Sequence[str]) -> tuple[list[Outcome], int]:
-    """The runs that lie in folders, or below them, and how many of these folders hold none; globs are
-    expanded.
+def find_outcomes(places: Sequence[str]) -> tuple[list[Outcome], int]:
+    """Find the runs that lie in folders, or below them; globs are expanded.
+
+    Returns:
+        The outcomes, and the number of folders that hold no run.
 
     Raises:
         ConfigError: there is no such folder, or none of them holds a run.
@@ -75,7 +77,7 @@ def found(places: Sequence[str]) -> tuple[list[Outcome], int]:
 
 
 def runs_below(folder: Path) -> Iterator[Path]:
-    """A run's folder, or those of all runs below a folder."""
+    """Yield the folders of all runs in a folder, which may be a run's itself."""
     if is_run(folder):
         yield folder
         return
@@ -84,7 +86,7 @@ def runs_below(folder: Path) -> Iterator[Path]:
 
 
 def jobs_of(sweep: Path) -> list[Path]:
-    """The folders of a sweep's jobs, those that left nothing but what Hydra writes, too."""
+    """Return the folders of a sweep's jobs, also of those that left nothing but Hydra's files."""
     return [f for f in _folders(sweep) if is_run(f) or (f / ".hydra").is_dir()]
 
 
@@ -93,7 +95,7 @@ def is_run(folder: Path) -> bool:
 
 
 def _folders(folder: Path) -> list[Path]:
-    """Those in a folder in order, numbers as numbers."""
+    """Return the folders in a folder in order; names that are numbers are ordered as numbers."""
     below = (f for f in folder.iterdir() if f.is_dir() and not f.name.startswith("."))
     return sorted(below, key=lambda f: (int(f.name) if f.name.isdigit() else math.inf, f.name))
 
@@ -139,7 +141,10 @@ def _overrides(folder: Path) -> list[str]:
 
 
 def _in_short(error: str) -> str:
-    """The line of an error that says most: a traceback's last, or the first, and after a colon the next."""
+    """Return the line of an error that says most: the last of a traceback, or the first.
+
+    Where the first ends with a colon, the next one is added.
+    """
     lines = [line.strip() for line in error.splitlines() if line.strip()] or [""]
     if lines[0].startswith("Traceback"):
         return lines[-1]

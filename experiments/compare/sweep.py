@@ -1,4 +1,4 @@
-"""The table of all runs of a `--multirun`, at its end: Hydra calls it back."""
+"""Sweep: the table of all runs of a `--multirun`, which Hydra calls back for at its end."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ TABLE, STEM = "table.txt", "sweep"
 
 
 def print_table(sweep: Path, metric: str | None = None) -> int:
-    """Print the table of all jobs, sorted by `metric`, and leave it in the sweep's folder with a CSV and a
-    picture of their curves. How many failed."""
+    """Print the table of all jobs, sorted by `metric`; return how many failed.
+
+    The table is written to the sweep's folder with a CSV and a picture of curves.
+    """
     outcomes = [outcome_of(folder, folder.name) for folder in jobs_of(sweep)]
     known = any(metric in outcome.numbers for outcome in outcomes)
     text, ranking = write(outcomes, metric if known else None, sweep, STEM, TABLE)
@@ -30,7 +32,7 @@ def print_table(sweep: Path, metric: str | None = None) -> int:
 
 
 class SweepTable(Callback):
-    """The table at a sweep's end. The exit code is 1 if a run failed."""
+    """A callback that prints the table at a sweep's end. The exit code is 1 if a run failed."""
 
     def __init__(self, metric: str | None = None) -> None:
         self._metric = metric

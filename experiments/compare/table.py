@@ -1,4 +1,4 @@
-"""Table: runs, the best first: as text, as CSV, and as one picture of what they measured, step by step."""
+"""Table: runs, the best first, as text, as CSV, and as one picture of their numbers, step by step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from experiments.lib.checks import ConfigError
 from experiments.lib.metrics import HELD_OUT, Goal, grows, smooth
 from fnshard.analysis.tables import columns
 
-# Columns besides the goal's and what else was measured on held-out data, as they follow these.
+# The columns behind those of the goal and of other numbers that were measured on held-out data.
 COLUMNS = {
     "bigram": ".3f",
     "trigram": ".3f",
@@ -29,16 +29,19 @@ COLUMNS = {
 }
 BYTES, MB = "_bytes", "_MB"
 OTHERS, NONE = ".4g", "-"
-BEST, LONGEST = " *", 90  # characters of a reason; the CSV has all
+BEST, LONGEST = (
+    " *",
+    90,
+)  # the mark of the best run; the most characters of a reason, of which the CSV has all
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """Runs in order: finished ones by the metric, then unfinished ones, then failed ones.
+    """A list of runs in order: finished ones by the metric, then unfinished ones, then failed ones.
 
     Args:
-        goal: what most of them are judged by.
-        is_maximised: whether more of the metric is better; None: nobody has said it.
+        goal: the goal that most of them are judged by.
+        is_maximised: whether more of the metric is better; None where nobody has said it.
     """
 
     outcomes: tuple[Outcome, ...]
@@ -48,8 +51,11 @@ class Ranking:
 
     @property
     def best(self) -> Outcome | None:
-        """The one run that is better than all others: none where two are equal, or count in other units, or
-        where nobody has said which is better."""
+        """The run that is better than all others.
+
+        There is none where two are equal or count in different units, or where nobody has said which is
+        better.
+        """
         if self.is_maximised is None:
             return None
         alike = [each for each in self.outcomes if each.status == self.outcomes[0].status]
@@ -59,7 +65,7 @@ class Ranking:
 
     @property
     def units(self) -> list[str]:
-        """Return what the goal's numbers of these runs count, where the metric is one of them."""
+        """The units of the goal's numbers in these runs, where the metric is one of these numbers."""
         names = (self.goal.name, self.goal.held_out)
         return sorted({each.goal.unit for each in self.outcomes if self.metric in names and each.numbers})
 
@@ -68,13 +74,13 @@ class Ranking:
         return sum(outcome.status != OK for outcome in self.outcomes)
 
 
-def ranked(
+def rank_outcomes(
     outcomes: Sequence[Outcome], metric: str | None = None, is_maximised: bool | None = None
 ) -> Ranking:
     """Put runs in order, by a metric, or by what most of them are judged by.
 
     Args:
-        is_maximised: whether more of the metric is better; None: as the runs' goals say it, or its name.
+        is_maximised: whether more of the metric is better; None asks the runs' goals, or its name.
 
     Raises:
         ConfigError: no run has the metric.
@@ -103,7 +109,8 @@ def _own_overrides(outcomes: Sequence[Outcome]) -> dict[Path, list[str]]:
 
 
 def as_text(ranking: Ranking) -> str:
-    """A row per run; the best one has a star. What is equal in all rows is said once, below them."""
+    """Return the table with a row for each run; the best has a star, and equal columns stand below it
+    once."""
     outcomes, own = ranking.outcomes, differences(ranking.outcomes)
     measured = dict.fromkeys(n for o in outcomes for n in o.numbers if n.startswith(HELD_OUT))
     names = [*dict.fromkeys(o.goal.name for o in outcomes), *dict.fromkeys(o.goal.held_out for o in outcomes)]
@@ -130,7 +137,8 @@ def _cell(outcome: Outcome, key: str, style: str) -> str:
 
 
 def write_csv(ranking: Ranking, path: Path) -> None:
-    """A row per run in the same order, a column for every option that any run names and for every number."""
+    """Write a row for each run in the same order, and a column for every option and number that any run
+    has."""
     rows = []
     for o in ranking.outcomes:
         options = {k.lstrip("+~"): v for k, _, v in (override.partition("=") for override in o.overrides)}
@@ -151,15 +159,15 @@ def _cost(outcome: Outcome, metric: str, is_maximised: bool | None) -> float:
 # ------------------------------------------------------------------ curves
 
 
-NAMED, LABEL = 10, 70  # runs that have a name in the legend, and its characters
-SHORT = 50  # characters of what alone distinguishes a run
-SMOOTH = 40  # points of a curve: each is the mean of the steps around it
-SHOTS = 2.0  # a loss that leaves the others' highest start by this factor is cut off
+NAMED, LABEL = 10, 70  # the most runs that the legend names, and the most characters of a name
+SHORT = 50  # the most characters of overrides that name a run without its own name
+SMOOTH = 40  # the points of a curve, each of which is the mean of the steps around it
+SHOTS = 2.0  # a loss that rises above the highest start by this factor is cut off
 
 
 def draw(ranking: Ranking, path: Path) -> bool:
-    """Draw what the runs are judged by, in training (lines) and on held-out data (marked), or another metric
-    by step.
+    """Draw the number that the runs are judged by, in training (lines) and on held-out data (marked), or
+    another metric by step.
 
     Returns:
         Whether there was anything to draw.
@@ -167,7 +175,7 @@ def draw(ranking: Ranking, path: Path) -> bool:
     goal = ranking.goal
     key = goal.name if ranking.metric in (goal.name, goal.held_out) else ranking.metric
     if not any(key in row for o in ranking.outcomes for row in o.rows):
-        key = goal.name  # some numbers are measured once
+        key = goal.name  # the metric is measured once in a run, and has no curve
     of_goal = key == goal.name
     curves = [(outcome, curve) for outcome in ranking.outcomes if (curve := points(outcome, key))]
     if not curves:
@@ -215,14 +223,16 @@ def draw(ranking: Ranking, path: Path) -> bool:
 
 
 def points(outcome: Outcome, key: str) -> list[tuple[float, float]]:
-    """Return the steps of a run at which it has a number, each with the number."""
+    """Return (step, number) for the steps of a run that have a finite number of this name."""
     rows = [(row["step"], row[key]) for row in outcome.rows if isinstance(row.get(key), int | float)]
     return [(step, value) for step, value in rows if math.isfinite(value)]
 
 
 def names_of(outcomes: Sequence[Outcome]) -> dict[Path, str]:
-    """Return a name for each run, by its folder: the choices and values that not all runs have in common;
-    with the run's own name before them where two have the same, and where there are none."""
+    """Return a name for each run, by its folder: the choices and values that not all runs have in common.
+
+    The run's own name stands before them where two have the same, and where there are none.
+    """
     own = {folder: _in_words(overrides) for folder, overrides in _own_overrides(outcomes).items()}
     often = Counter(own.values())
     named = {o.folder: o.name for o in outcomes}
@@ -253,7 +263,7 @@ def _in_words(overrides: Sequence[str]) -> str:
 
 
 def _label(ranking: Ranking, outcome: Outcome, name: str) -> str:
-    """Return what distinguishes a run, and its result."""
+    """Return a run's label in the legend: its name and its result."""
     name = name if len(name) <= LABEL else f"{name[: LABEL - 3]}..."
     value, metric = outcome.numbers.get(ranking.metric), ranking.metric.replace("_", " ")
     notes = [] if value is None else [f"{metric.replace('held out', 'held-out')} {value:.4g}"]
@@ -266,17 +276,17 @@ def write(
     outcomes: Sequence[Outcome], metric: str | None, folder: Path, stem: str, text: str,
     is_maximised: bool | None = None,
 ) -> tuple[str, Ranking]:  # fmt: skip
-    """Write `text` (the table), `STEM.csv` and `STEM.png`; give the text to print, and the order.
+    """Write `text` (the table), `STEM.csv` and `STEM.png`; return the text to print, and the order.
 
     Args:
-        metric, is_maximised: as of `ranked`.
+        metric, is_maximised: the arguments of `rank_outcomes`.
     """
-    ranking = ranked(outcomes, metric, is_maximised)
+    ranking = rank_outcomes(outcomes, metric, is_maximised)
     table, picture = as_text(ranking), folder / f"{stem}.png"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / text).write_text(table + "\n", encoding="utf-8")
     write_csv(ranking, folder / f"{stem}.csv")
-    picture.unlink(missing_ok=True)  # of an earlier time
+    picture.unlink(missing_ok=True)  # an earlier picture must not stay where there is nothing to draw now
     written = [f"{stem}.csv", *([picture.name] if draw(ranking, picture) else [])]
     notes = [f"{ranking.failed} of {len(outcomes)} not finished"] if ranking.failed else []
     return "\n".join([table, *_verdict(ranking), *notes, f"written: {', '.join(written)}"]), ranking

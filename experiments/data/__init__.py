@@ -2,23 +2,24 @@
 
 For fine-tuning, samples:
 
-| module | what |
+| module | content |
 |---|---|
-| `tokenizer`, `chat` | the built-in byte tokenizer, those of model directories; conversations as tokens |
+| `tokenizer`, `chat` | the built-in byte tokenizer and those of model directories; conversations as tokens |
 | `rows` | files as rows of `datasets` |
-| `fields`, `records` | what records call their parts; the samples, pairs and prompts that they describe |
+| `fields`, `records` | the names of records' parts; the samples, pairs and prompts that they describe |
 | `labelled` | texts and words with classes, and texts that belong together |
-| `prepared` | records tokenised once into a folder that all ranks map; all their mistakes |
-| `batches` | samples in rows, and rows as tensors |
-| `builtin` | real examples every machine has: functions of the standard library |
+| `prepared` | records that are tokenised once into a folder that all ranks map, and all their mistakes |
+| `builtin` | real examples that every machine has: functions of the standard library |
 
     train, = prepare("mine.jsonl", open_directory(model), RecordPolicy("samples", 256), cache=folder)
     loader = Loader(Samples(open_prepared(train.folder)), rows=8, rank=rank, ranks=ranks)
 
-For pre-training, windows of bytes of `text`, or of `shards` of tokens, which `python -m experiments.tokenize`
-writes:
+`Samples`, which makes tensors of rows, is in `experiments.tuning.dataset`.
+
+For pre-training, windows of the bytes of `text`, or of `shards` of tokens, which
+`python -m experiments.tokenize` writes:
 
     loader = Loader(Windows(open_shards("shards/train"), context=256), rows=8, rank=rank, ranks=ranks)
 
-`loader`: batches without end, in an order of each epoch, from any step on any mesh.
+`loader` yields batches without end, from any step on any mesh. Each epoch has an order of its own.
 """

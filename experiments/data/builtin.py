@@ -1,12 +1,13 @@
-"""Examples every machine has: functions of the standard library and what their authors say they do, images of
-shapes, and tasks whose answers are rewarded.
+"""Examples that every machine has.
 
-A prompt is a signature and an opened docstring, the response the docstring's summary of one line:
+They are functions of the standard library with their authors' words for what they do, images of shapes, and
+tasks whose answers are rewarded. A prompt is a signature and an opened docstring; the response is the
+docstring's summary of one line:
 
     def basename(p):
         \"\"\"Returns the final component of a pathname
 
-Files are held out by their names, as for the main job; what both sides have in common is not held out.
+Files are held out by their names, as in the main job. A function that both sides have is not held out.
 """
 
 from __future__ import annotations
@@ -26,22 +27,27 @@ from experiments.data.text import is_held_out, source_files, standard_library
 from experiments.lib.files import write_lines
 
 HELD_OUT_PERCENT = 10
-SIDES = (False, True)  # whether it is held out
-MOST = {False: 2000, True: 200}  # functions, held out or not
+SIDES = (False, True)  # whether a side is held out
+MOST = {False: 2000, True: 200}  # functions of each side
 LONGEST = 240  # bytes of prompt and response
-MOST_TEXTS = {False: 8_000, True: 400}  # functions of plain text
-SHORTEST = 12  # characters of a response; "Run." teaches nothing
+MOST_TEXTS = {False: 8_000, True: 400}  # functions of each side as plain text
+SHORTEST = 12  # characters of a response, since "Run." teaches nothing
 IMAGES, IMAGES_HELD_OUT = 1200, 64
 COLOURS = {"red": (214, 40, 40), "green": (40, 160, 60), "blue": (40, 80, 210), "black": (20, 20, 20)}
 SHAPES = ("circle", "square", "triangle")
-ONE_IN, DRAWN = 12, 8000  # of tasks one problem in so many is held out; of the others so many are drawn
+ONE_IN, DRAWN = 12, 8000  # one problem in `ONE_IN` is held out, and of the others `DRAWN` are drawn
 OPERATORS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 
 
 @dataclass(frozen=True)
 class Function:
-    """A documented function: its signature with the docstring opened, the docstring's summary, and the
-    first line of its code."""
+    """A documented function.
+
+    Args:
+        prompt: its signature, with the docstring opened.
+        summary: the docstring's summary.
+        code: the first line of its code.
+    """
 
     prompt: str
     summary: str
@@ -49,7 +55,7 @@ class Function:
 
 
 def sft_files(folder: str | Path) -> tuple[Path, Path]:
-    """Write `train.jsonl` and `held_out.jsonl`."""
+    """Write `train.jsonl` and `held_out.jsonl`: prompts and responses."""
     train, held_out = (
         [{"prompt": f.prompt, "response": f.summary} for f in _functions(side)] for side in SIDES
     )
@@ -59,8 +65,11 @@ def sft_files(folder: str | Path) -> tuple[Path, Path]:
 
 
 def pair_files(folder: str | Path) -> tuple[Path, Path]:
-    """Write `train_pairs.jsonl` and `held_out_pairs.jsonl`: chosen is the docstring; rejected is the first
-    line of the function's code, which a model that knows nothing of docstrings writes next."""
+    """Write `train_pairs.jsonl` and `held_out_pairs.jsonl`.
+
+    The chosen answer is the docstring. The rejected one is the first line of the function's code, which a
+    model that knows nothing of docstrings writes next.
+    """
     train, held_out = (
         [{"prompt": f.prompt, "chosen": f.summary, "rejected": f.code} for f in _functions(side) if f.code]
         for side in SIDES
@@ -73,8 +82,7 @@ def pair_files(folder: str | Path) -> tuple[Path, Path]:
 
 
 def label_files(folder: str | Path) -> tuple[Path, Path]:
-    """Write `train_labels.jsonl` and `held_out_labels.jsonl`: whether a text is a docstring's summary, a line
-    of code or a signature."""
+    """Write `train_labels.jsonl` and `held_out_labels.jsonl`: summaries, lines of code and signatures."""
     sides = (
         [
             {"text": text.strip(), "label": label}
@@ -93,7 +101,8 @@ def label_files(folder: str | Path) -> tuple[Path, Path]:
 
 
 def word_files(folder: str | Path) -> tuple[Path, Path]:
-    """Write `train_words.jsonl` and `held_out_words.jsonl`: which words of a summary are long."""
+    """Write `train_words.jsonl` and `held_out_words.jsonl`, whose tags say which words of a summary are
+    long."""
     sides = []
     for side in SIDES:
         lines = []
@@ -106,7 +115,7 @@ def word_files(folder: str | Path) -> tuple[Path, Path]:
 
 
 def twin_files(folder: str | Path) -> tuple[Path, Path]:
-    """Write `train_twins.jsonl` and `held_out_twins.jsonl`: a summary, and the signature that it is of."""
+    """Write `train_twins.jsonl` and `held_out_twins.jsonl`: summaries, each with its function's signature."""
     sides = (
         [{"query": f.summary, "positive": f.prompt.split("\n")[0]} for f in _functions(side)]
         for side in SIDES
@@ -123,7 +132,7 @@ def text_files(folder: Path) -> tuple[Path, Path]:
 
 def _texts(held_out: bool) -> Iterator[str]:
     for path in _files(held_out):
-        for function in _functions_in(_parsed(path)):
+        for function in _functions_in(_parse(path)):
             for node in ast.walk(function):
                 kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
                 if isinstance(node, kinds) and ast.get_docstring(node) is not None:
@@ -132,7 +141,7 @@ def _texts(held_out: bool) -> Iterator[str]:
 
 
 def _files(held_out: bool) -> list[Path]:
-    """Return the files of one side, in the order of a hash of their names: a mixture."""
+    """Return the files of one side, mixed by a hash of their names."""
     root = standard_library()
     names = [n for n in source_files(root) if is_held_out(n, HELD_OUT_PERCENT) == held_out]
     return [root / name for name in sorted(names, key=lambda n: sha256(n.encode()).digest())]
@@ -140,12 +149,13 @@ def _files(held_out: bool) -> list[Path]:
 
 @lru_cache(maxsize=2)
 def _functions(held_out: bool) -> tuple[Function, ...]:
-    """Distinct functions of one side."""
+    """Return the distinct functions of one side."""
     known = {(f.prompt, f.summary) for f in _functions(False)} if held_out else set()
     found: dict[str, Function] = {}
     for path in _files(held_out):
         for function in _of_file(path):
-            if (function.prompt, function.summary) not in known:  # `close` of two classes may be
+            # Two classes may have the same method, such as `close`, in files of both sides.
+            if (function.prompt, function.summary) not in known:
                 found.setdefault(function.prompt, function)
         if len(found) >= MOST[held_out]:
             break
@@ -153,20 +163,20 @@ def _functions(held_out: bool) -> tuple[Function, ...]:
 
 
 def _of_file(path: Path) -> Iterator[Function]:
-    for node in _functions_in(_parsed(path)):
+    for node in _functions_in(_parse(path)):
         paragraph = (ast.get_docstring(node) or "").strip().partition("\n\n")[0]
-        summary = "" if "\n" in paragraph else paragraph.strip()  # one whole sentence, as a rule
+        summary = "" if "\n" in paragraph else paragraph.strip()  # a whole sentence, as a rule
         prompt = f'def {node.name}({ast.unparse(node.args)}):\n    """'
         if len(summary) >= SHORTEST and len((prompt + summary).encode()) <= LONGEST:
             code = ast.unparse(node.body[1]).partition("\n")[0] if len(node.body) > 1 else ""
             yield Function(prompt, summary, code if len((prompt + code).encode()) <= LONGEST else "")
 
 
-def _parsed(path: Path) -> ast.Module:
-    """A file's code; nothing of those that are there to be broken."""
+def _parse(path: Path) -> ast.Module:
+    """Parse a file. The library has some that are there to be broken, which are taken as empty."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # old escapes in old files
+            warnings.simplefilter("ignore")  # old files have escapes that Python warns of
             return ast.parse(path.read_text(encoding="utf-8"))
     except (SyntaxError, ValueError, RecursionError):
         return ast.Module([], [])
@@ -221,15 +231,16 @@ def image_files(folder: str | Path) -> tuple[Path, Path]:
 
 
 def task_files(folder: str | Path) -> tuple[Path, Path]:
-    """Write `train_tasks.jsonl` and `held_out_tasks.jsonl`, which share no problem: digits reversed, sorted,
-    summed, and two numbers of which a third is made (as in countdown)."""
+    """Write `train_tasks.jsonl` and `held_out_tasks.jsonl`, which share no problem.
+
+    Digits are to be reversed, sorted or summed, or two numbers are to make a third one, as in countdown.
+    """
     held_out, train = _draw_problems()
     return _write_problems(folder, "train_tasks", train), _write_problems(folder, "held_out_tasks", held_out)
 
 
 def warming_files(folder: str | Path) -> tuple[Path, Path]:
-    """Write the same problems as a careless hand answers them: of five answers in six the last character
-    lacks."""
+    """Write the same problems with careless answers: five of six lack their last character."""
     held_out, train = _draw_problems()
     draw = random.Random(1)
     careless = [(prompt, answer if draw.random() < 1 / 6 else answer[:-1]) for prompt, answer in train]
@@ -268,7 +279,7 @@ def _sum_digits() -> Iterator[tuple[str, str]]:
 
 def _make_numbers() -> Iterator[tuple[str, str]]:
     for small, large in itertools.combinations_with_replacement(range(1, 10), 2):
-        for sign in "+-*" if small * large > 18 else "+-":  # which of them it is shows in the number
+        for sign in "+-*" if small * large > 18 else "+-":  # so that the number shows which sign it is
             yield f"make {OPERATORS[sign](large, small)}: {small}{large}=", f"{large}{sign}{small}"
 
 

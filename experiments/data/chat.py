@@ -1,4 +1,4 @@
-"""Conversations as tokens, by the chat template of transformers, and which of them an assistant wrote."""
+"""Conversations as tokens, by the chat template of transformers, and which tokens an assistant wrote."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from experiments.data.tokenizer import DirectoryTokenizer
 from experiments.lib.files import LineError
 
 Sample = tuple[np.ndarray, np.ndarray]  # token ids (uint32), and whether each is learned (uint8)
-Span = tuple[int, int]  # characters of a text
-MARKED = re.compile(r"\{%-?\s*generation\b")  # a template that says what an assistant writes
-ALIASES = {"developer": "system", "function": "tool", "ipython": "tool"}  # where a template lacks the first
+Span = tuple[int, int]  # the first character of a part of a text, and the one after its last
+MARKED = re.compile(r"\{%-?\s*generation\b")  # in a template that marks what an assistant writes
+ALIASES = {"developer": "system", "function": "tool", "ipython": "tool"}  # for templates that lack the first
 FUNCTION = '{"type": "function", "function": {"name": ...}}'
-ASKS_NULL = re.compile(r"content['\"]?\]?\s+is\s+(not\s+)?none")  # a template that knows empty contents
+ASKS_NULL = re.compile(r"content['\"]?\]?\s+is\s+(not\s+)?none")  # in a template that knows empty contents
 
 
 def conversation(
@@ -31,11 +31,11 @@ def conversation(
     tools: list[Any] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Sample:
-    """Tokenise a conversation up to its last assistant's turn; what assistants wrote from message `first` on
-    is learned, unless a message says otherwise (`fields.learned_of`).
+    """Tokenise a conversation up to its last assistant's turn.
 
-    A template without `{% generation %}` marks says what an assistant wrote by its prefixes: a turn is what a
-    rendering has more than the prompt that asked for it.
+    The words of assistants from message `first` on are learned, unless a message says otherwise
+    (`fields.learned_of`). Where a template has no `{% generation %}` marks, prefixes show which these are: a
+    turn is what a rendering has more than the prompt that asked for it.
 
     Args:
         tools: JSON schemas that the template is shown.
@@ -71,7 +71,7 @@ def conversation(
         prompt = _text(tokenizer, shown[:number], how, ask=True)
         _check_prefix(_text(tokenizer, shown, how).startswith(prompt), number)
         learned[starts < len(prompt)] = 0
-    # Messages that say otherwise: their place is what a rendering has more than the one before.
+    # A message that says otherwise stands where a rendering that ends with it goes beyond the one before.
     for number, message in enumerate(shown):
         if number < first or learns[number] is (message["role"] == "assistant"):
             continue
@@ -92,7 +92,7 @@ def pictures_in(tokenizer: DirectoryTokenizer, messages: Messages) -> list[Any]:
     """Return the images of messages, in order.
 
     Raises:
-        LineError: there are some, and the tokenizer is of a model that does not see.
+        LineError: there are some, but the tokenizer's model does not see.
     """
     found = [part.get("image") for m in messages for part in parts(m) if part.get("type") == "image"]
     if found and tokenizer.images is None:
@@ -107,9 +107,10 @@ def parts(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def encode_rendered(tokenizer: DirectoryTokenizer, text: str, spans: Sequence[tuple[int, int]]) -> Sample:
-    """A text that a chat template has made: its control tokens are read, and nothing is added.
+    """Tokenise a text that a chat template has made. Its control tokens are read, and nothing is added.
 
-    `spans`: from where to where it is learned.
+    Args:
+        spans: the parts of the text that are learned.
     """
     encoded = tokenizer.hf(text, add_special_tokens=False, return_offsets_mapping=True)
     ids, learned = np.array(encoded["input_ids"]), np.zeros(len(encoded["input_ids"]))
@@ -120,7 +121,7 @@ def encode_rendered(tokenizer: DirectoryTokenizer, text: str, spans: Sequence[tu
 
 
 def is_rendered(tokenizer: DirectoryTokenizer, *texts: Any) -> bool:
-    """Whether any of these texts spells a control token of the tokenizer."""
+    """Return whether any of these texts spells a control token of the tokenizer."""
     return any(isinstance(text, str) and _controls(tokenizer).search(text) for text in texts)
 
 
@@ -134,10 +135,10 @@ def opening(
     """Return the tokens of the prompt to which a model answers `messages`.
 
     Args:
-        pictures: of the parts of the type "image", in order; default: those that the parts name.
+        pictures: the images of the parts of the type "image", in order; by default those that the parts name.
 
     Raises:
-        LineError: as of `conversation`.
+        LineError: the conversation cannot be shown, for one of the reasons of `conversation`.
     """
     named = pictures_in(tokenizer, messages)
     shown, how = _show(tokenizer, messages, tools, options)
@@ -179,8 +180,9 @@ def _show(
     tools: list[Any] | None,
     options: Mapping[str, Any] | None,
 ) -> tuple[Messages, dict[str, Any]]:
-    """Return messages and variables as the chat template takes them: without the fields that say what is
-    learned, with the arguments of calls as objects.
+    """Return messages and variables as the chat template takes them.
+
+    The fields that say what is learned are left out, and the arguments of calls are objects.
 
     Raises:
         LineError: the template does not show something that is there.
@@ -206,7 +208,8 @@ def _show(
         texts = parts(message)
         if texts and tokenizer.images is None and all(part.get("type") == "text" for part in texts):
             message["content"] = "".join(part["text"] for part in texts)
-    # As it is written; then as templates take it that know fewer roles, or join what it has to texts.
+    # Messages are tried as they are written, and then as those templates take them that know fewer roles, or
+    # that join the arguments of calls to texts.
     refused, tried = [], []
     nulls = (None, "") if ASKS_NULL.search(template) else ("",)
     for null, as_text, roles in product(nulls, (False, True), ({}, ALIASES)):
@@ -226,13 +229,15 @@ def _show(
 
 
 def _check_shown(tokenizer: DirectoryTokenizer, messages: Messages, how: Mapping[str, Any]) -> None:
-    """Refuse what a chat template leaves out: it is shown other words in the place of each message's,
-    and other names of calls and tools, and all of these have to stand in what it writes.
+    """Check that a chat template shows everything.
+
+    It is shown marks in the place of each message's words and of the names of calls and tools. All of them
+    have to stand in what it writes.
 
     Raises:
         LineError: some of them do not, or the template refuses the conversation.
     """
-    _text(tokenizer, messages, how)  # whose own error names what it refuses
+    _text(tokenizer, messages, how)  # if the template refuses the words themselves, its own error says so
     marks: dict[str, str] = {}
 
     def mark(what: str) -> str:
@@ -240,7 +245,7 @@ def _check_shown(tokenizer: DirectoryTokenizer, messages: Messages, how: Mapping
         marks[name] = what
         return name
 
-    def named(function: Mapping[str, Any]) -> dict[str, Any]:
+    def mark_name(function: Mapping[str, Any]) -> dict[str, Any]:
         inner = function.get("function", function)
         if not inner.get("name"):
             return dict(function)
@@ -259,8 +264,8 @@ def _check_shown(tokenizer: DirectoryTokenizer, messages: Messages, how: Mapping
                 {**part, "text": mark(what)} if part.get("type") == "text" and part["text"].strip() else part
                 for part in content
             ]
-        talk.append(_with_calls({**message, "content": content}, named))
-    tools = how.get("tools") and [named(tool) for tool in how["tools"]]
+        talk.append(_with_calls({**message, "content": content}, mark_name))
+    tools = how.get("tools") and [mark_name(tool) for tool in how["tools"]]
     text = _text(tokenizer, talk, {**how, "tools": tools})
     if missing := [what for name, what in marks.items() if name not in text]:
         raise LineError(
@@ -270,13 +275,13 @@ def _check_shown(tokenizer: DirectoryTokenizer, messages: Messages, how: Mapping
 
 
 def _with_calls(message: Mapping[str, Any], function: Callable[[Any], Any]) -> dict[str, Any]:
-    """Return a message with a function of each of its calls in their place."""
+    """Return a message in which a function has replaced each of its calls."""
     calls = message.get("tool_calls")
     return {**message, "tool_calls": list(map(function, calls))} if calls else dict(message)
 
 
 def _call(call: Mapping[str, Any], as_text: bool) -> dict[str, Any]:
-    """Return a call of a tool whose arguments are an object, or its JSON."""
+    """Return a call of a tool with its arguments as an object, or as the JSON of it."""
     function = call.get("function", call)
     said = function.get("arguments")
     if not as_text:
@@ -297,8 +302,10 @@ def _spans(
     how: Mapping[str, Any],
     whole: str,
 ) -> list[Span]:
-    """Return from where to where the text of a conversation is learned: a message's own words, with the token
-    that ends them."""
+    """Find the parts of a conversation's text that are learned.
+
+    They are the words of those messages that are learned, with the tokens that end them.
+    """
     spans: list[Span] = []
     full = ""
     for number, learned in enumerate(learns):
@@ -318,7 +325,7 @@ def _spans(
         if is_assistant and learned is True:
             spans.append((start, end))
             continue
-        # Where the content stands shows in a rendering of another one in its place.
+        # A rendering with a mark in the content's place shows where the content stands.
         mark = f"here-{number}-stands-what-was-said"
         marked = _text(tokenizer, [*messages[:number], {**message, "content": mark}], how)
         at = marked.find(mark)
@@ -328,7 +335,7 @@ def _spans(
                 f"messages[{number}]: train: the chat template does not write its content as it is"
             )
         if learned is not True:
-            # Offsets are of the content, whose ends a template may strip; the last one is learned, too.
+            # Offsets count within the content, whose ends a template may strip. The last one is learned, too.
             zero, end = at - str(content).find(words), at + len(words)
             spans += [
                 (max(at, zero + d["begin_offset"]), min(end, zero + d["end_offset"] + 1))
@@ -343,7 +350,8 @@ def _spans(
 
 
 def _end(tokenizer: DirectoryTokenizer, text: str, start: int) -> int:
-    """Return where an answer ends: with its last end token, whatever a template writes after it."""
+    """Return the end of an answer, which is that of its last end token, whatever a template writes after
+    it."""
     ends = tokenizer.hf.convert_ids_to_tokens(list(tokenizer.stops))
     return max((at + len(end) for end in ends if (at := text.rfind(end, start)) >= 0), default=len(text))
 
@@ -371,7 +379,7 @@ def _render(tokenizer: DirectoryTokenizer, messages: Messages, how: Mapping[str,
 
 
 def _check_controls(tokenizer: DirectoryTokenizer, messages: Messages) -> None:
-    """Refuse text that would become a control token: nobody ends a turn by writing how turns end."""
+    """Refuse text that would become a control token, so that nobody ends a turn by writing how turns end."""
     find = _controls(tokenizer)
     for number, message in enumerate(messages):
         if found := find.search(json.dumps(message, ensure_ascii=False, default=str)):
@@ -388,5 +396,5 @@ def _controls(tokenizer: DirectoryTokenizer) -> re.Pattern[str]:
 
 @lru_cache(maxsize=8)
 def _spelling(texts: Sequence[str]) -> re.Pattern[str]:
-    """Return what finds any of some texts; nothing, if there are none."""
+    """Make a pattern that finds any of some texts, and nothing if there are none."""
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")

@@ -1,7 +1,8 @@
-"""Fields: what records call their parts, whatever tool they were written for, read as one form.
+"""Fields: the names that records of many tools give their parts, read as one form.
 
-`NAMES` has the fields that are obeyed, `FORMS` which of them make a record, `REFUSED` those that mean
-something that nothing here can do; `as_turns` has what messages call their parts. All others are counted.
+`NAMES` has the fields that are obeyed, `FORMS` says which of them make a record, and `REFUSED` has those that
+mean something that nothing here can do. `as_turns` knows the names of a message's parts. All other fields are
+counted.
 """
 
 from __future__ import annotations
@@ -41,7 +42,12 @@ FORMS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     ),
     "prompts": (("messages",), ("prompt",), ("text",)),
 }  # fmt: skip
-REFERENCES = (*NAMES["response"], "solution", "ground_truth", "reference_answer")  # what rewards compare with
+REFERENCES = (
+    *NAMES["response"],
+    "solution",
+    "ground_truth",
+    "reference_answer",
+)  # rewards compare with these
 KNOWN = {
     "samples": "'messages', 'prompt' and 'response', 'instruction' and 'output', 'text'",
     "pairs": "'prompt', 'chosen' and 'rejected'; 'messages' and 'rejected_response'",
@@ -57,15 +63,16 @@ REFUSED: Mapping[str, str] = {
     ),
     **dict.fromkeys(("functions", "function_call"), CALLS),
 }
-# These say how a record counts. A reward may read them; no other objective can.
+# These say how much a record counts. A reward may read them, but no other objective can.
 COUNTS = ("weight", "train", "loss", "loss_weight", "sample_weight")
-WANTED = ("label", "kto_tag")  # true or false, of one answer alone (KTO)
+WANTED = ("label", "kto_tag")  # true or false, about one answer alone (KTO)
 PARTS_OF_A_QUESTION = ("context", "article", "passage", "choices")
 
-LEARNED = ("weight", "train", "training", "loss", "loss_scale")  # of a message: 0 or 1, false or true
-DETAIL = "train_detail"  # of a message: which of its characters are learned
-OF_ANY_ROLE = ("train", "training")  # the others are about an assistant's messages alone
-THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # of a message: what an assistant writes first
+# Fields of a message.
+LEARNED = ("weight", "train", "training", "loss", "loss_scale")  # 0 or 1, false or true
+DETAIL = "train_detail"  # says which of its characters are learned
+OF_ANY_ROLE = ("train", "training")  # the others of `LEARNED` are about an assistant's messages alone
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # an assistant writes these first
 OF_A_MESSAGE = ("role", "content", "tool_calls", *LEARNED, DETAIL)
 ROLES = {
     "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant",
@@ -77,15 +84,15 @@ TURNS = ("user", "assistant")
 
 @dataclass(frozen=True)
 class Exchange:
-    """An exchange, which a record says: what is asked, and the answers to it.
+    """The content of a record: a question and the answers to it.
 
     Args:
-        prompt: a text or messages, which are not learned; None where nothing is asked.
-        answers: texts or messages, which are learned. A pair has two of them, a prompt perhaps none.
-        learns_prompt: what assistants say in the prompt is learned, too.
+        prompt: a text or messages, which are not learned; None if nothing is asked.
+        answers: texts or messages, which are learned. A pair has two of them, and a prompt may have none.
+        learns_prompt: whether the words of assistants in the prompt are learned, too.
         tools: JSON schemas that the chat template is shown.
         options: variables of the chat template, by name.
-        images: as the record lists them.
+        images: the images as the record lists them.
         segments: texts without a template, and whether each is learned.
         unread: fields that nothing reads.
     """
@@ -101,7 +108,7 @@ class Exchange:
 
     @property
     def is_chat(self) -> bool:
-        """Whether the chat template writes it."""
+        """Tell whether the chat template writes it."""
         return bool(self.tools or self.options) or any(
             isinstance(p, list) for p in (self.prompt, *self.answers)
         )
@@ -111,7 +118,7 @@ def read(record: Record, kind: str) -> Exchange:
     """Read a record of any of the forms that `kind` ("samples", "pairs", "prompts") has.
 
     Raises:
-        LineError: it has none of the forms, or a field holds something else, or means what cannot be done.
+        LineError: it has none of the forms, or a field has a wrong value or a meaning that cannot be obeyed.
     """
     whole = record
     record = without_nulls(_unwrap(record))
@@ -125,7 +132,7 @@ def read(record: Record, kind: str) -> Exchange:
         names[part] for part in (*form, "system", "history", "tools", "options", "images") if part in names
     }
 
-    # What stands before all else, and what a template is shown beside messages.
+    # A system's text and a history stand before all else. A template is shown tools and options beside them.
     value["tools"], value["options"] = _decode(value.get("tools")), _decode(value.get("options"))
     if isinstance(value["tools"], list):
         value["tools"] = list(map(_decode, value["tools"]))
@@ -136,7 +143,7 @@ def read(record: Record, kind: str) -> Exchange:
     before = [{"role": "system", "content": system}] if system.strip() else []
     before += [{"role": r, "content": said} for pair in history for r, said in zip(TURNS, pair, strict=True)]
 
-    # The parts of the form, by their own names in errors.
+    # The parts of the form are checked. Errors call them by the names that they have in the record.
     is_chat = bool(before or value["tools"] or value["options"] or value.get("images"))
     said = {part: as_turns(value[part], names[part]) for part in form}
     if "prompt" in form:
@@ -147,11 +154,11 @@ def read(record: Record, kind: str) -> Exchange:
         segments = tuple((part["text"], bool(part["label"])) for part in said["segments"])
     elif kind == "samples" and form[0] in ("messages", "text"):
         answers = (said[form[0]],)
-        if "response" in form:  # what the last message, which is no assistant's, is answered
+        if "response" in form:  # it answers the last message, which is not an assistant's
             last = said["response"]
             last = [{"role": "assistant", "content": last}] if isinstance(last, str) else last
             answers = ([*said["messages"], *last],)
-    elif kind == "prompts":  # the answer that rewards compare with is another field, or the last message
+    elif kind == "prompts":  # rewards compare with an answer in another field, or in the last message
         prompt, reference = said.get(form[0]), _reference(record)
         if form == ("messages",) and _says(prompt[-1], "assistant"):
             prompt, reference = prompt[:-1], reference or words_of(prompt[-1])
@@ -181,7 +188,7 @@ def read(record: Record, kind: str) -> Exchange:
     if kind == "samples":
         _check_others(record, names, form, answers)
 
-    # All of it together.
+    # All parts come together.
     extra = next(
         (names[p] for p in ("system", "history", "tools", "options") if p in names and value[p]), None
     )
@@ -189,7 +196,8 @@ def read(record: Record, kind: str) -> Exchange:
         raise LineError(
             f"{extra}: is obeyed beside messages, or a prompt and its response, and not beside {form[0]}"
         )
-    learns = bool(history) and isinstance(prompt, str)  # as LLaMA-Factory and ms-swift say of it
+    # A history is learned beside a prompt that is a text, as in LLaMA-Factory and ms-swift.
+    learns = bool(history) and isinstance(prompt, str)
     if before and prompt is None:
         answers = (_behind(before, answers[0]),)
     elif before:
@@ -202,7 +210,7 @@ def read(record: Record, kind: str) -> Exchange:
 
 
 def kinds_of(record: Record) -> tuple[str, ...]:
-    """Return the kinds of data that a record has a form of, the likeliest first; "answers" of KTO's."""
+    """Return the kinds of data of which a record has a form, the likeliest first; "answers" for KTO's."""
     record = without_nulls(_unwrap(record))
     names = {part: name for part, known in NAMES.items() if (name := _first(known, record))}
     if "response" in names and any(isinstance(record.get(name), bool) for name in WANTED):
@@ -219,7 +227,7 @@ def learned_of(message: Mapping[str, Any]) -> bool | list[Mapping[str, Any]]:
     """Return whether a message is learned, or which of its characters are.
 
     Raises:
-        LineError: it says two things, or something between yes and no.
+        LineError: the message contradicts itself, or says something between yes and no.
     """
     role = message.get("role")
     said = {name: message[name] for name in LEARNED if message.get(name) is not None}
@@ -255,10 +263,10 @@ def learned_of(message: Mapping[str, Any]) -> bool | list[Mapping[str, Any]]:
 
 
 def as_turns(value: Any, name: str) -> Any:
-    """Return messages by role and content, whatever they call these; other values as they are.
+    """Return messages by role and content, whatever they call these. Other values stay as they are.
 
     Raises:
-        LineError: the content of a call of a tool is no JSON of one.
+        LineError: a message that calls a tool holds no JSON of the call.
     """
     if isinstance(value, Mapping) and name != "prompt":
         value = [value]
@@ -294,7 +302,7 @@ def as_turns(value: Any, name: str) -> Any:
                 raise LineError(
                     f"{name}: [{number}]: expected the JSON of a call, with name and arguments"
                 ) from None
-            # Calls that follow each other, or an assistant's words, are of one message.
+            # Calls that follow each other or an assistant's words belong to one message.
             if turns and isinstance(turns[-1], Mapping) and _says(turns[-1], "assistant"):
                 last = turns.pop()
                 turn = {**turn, **last, "tool_calls": [*last.get("tool_calls", []), *calls]}
@@ -305,7 +313,8 @@ def as_turns(value: Any, name: str) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a value whose objects lack the fields that are null: tables give each the fields of all."""
+    """Return a value without the fields of objects that are null, since a table gives each the fields of
+    all."""
     if isinstance(value, Mapping):
         return {name: without_nulls(each) for name, each in value.items() if each is not None}
     return [without_nulls(each) for each in value] if isinstance(value, list) else value
@@ -318,7 +327,7 @@ def has_nulls(record: Record) -> bool:
 
 
 def has_objects(record: Record) -> bool:
-    """Return whether a record's tools, or the arguments of a call, are objects, and no JSON in a text."""
+    """Return whether a record's tools, or the arguments of a call, are objects and not JSON in a text."""
     every = [each for found in _schemas(record) for each in (found if isinstance(found, list) else [found])]
     functions = [each.get("function", each) for each in every if isinstance(each, Mapping)]
     return any(isinstance(f, Mapping) and not isinstance(f.get("arguments"), str) for f in functions)
@@ -339,7 +348,7 @@ def _schemas(record: Record) -> list[Any]:
 
 
 def _reference(record: Record) -> str:
-    """Return the answer of a prompt's record; "" where it has none that is words or a number."""
+    """Return the answer in a prompt's record, or "" if it has none of words or a number."""
     for value in map(record.get, REFERENCES):
         if isinstance(value, str) and value.strip():
             return value
@@ -352,13 +361,14 @@ def _reference(record: Record) -> str:
 
 
 def words_of(turn: Mapping[str, Any]) -> str:
-    """Return the text of a message, of parts all that are texts."""
+    """Return the text of a message. If its content is a list of parts, their texts are joined."""
     content = turn.get("content") or ""
     return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
 def _behind(before: list[Any], turns: list[Any]) -> list[Any]:
-    """Return messages with others in front of them; a system's message is the first, and one alone."""
+    """Return messages with others in front of them. There is one system's message at most, which is the
+    first."""
     if not _says(turns[0], "system") or not _says(before[0], "system"):
         start = 1 if _says(turns[0], "system") else 0
         return [*turns[:start], *before, *turns[start:]]
@@ -368,7 +378,7 @@ def _behind(before: list[Any], turns: list[Any]) -> list[Any]:
 
 
 def _only_last(turns: list[Any]) -> list[Any]:
-    """Return messages of which the last one of an assistant is learned alone."""
+    """Return messages with all but the last one of an assistant marked as not learned."""
     last = max((n for n, turn in enumerate(turns) if _says(turn, "assistant")), default=-1)
     return [
         {**turn, "train": False} if n < last and _says(turn, "assistant") else turn
@@ -377,7 +387,7 @@ def _only_last(turns: list[Any]) -> list[Any]:
 
 
 def _common(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
-    """Return what two answers begin with alike, and the rest of each. Of texts that is whole words."""
+    """Return the common beginning of two answers, and the rest of each. Texts are divided between words."""
     both = list(enumerate(zip(chosen, rejected, strict=False)))
     alike = next((n for n, (one, other) in both if one != other), len(both))
     if isinstance(chosen, str):
@@ -398,7 +408,8 @@ def _says(turn: Any, role: str) -> bool:
 
 
 def _unwrap(record: Record) -> Record:
-    """Return a record of a preference as OpenAI writes it, whose input is an object, without that object."""
+    """Return a record with the fields of its object `input` beside the others, as OpenAI's preferences have
+    it."""
     inner = record.get("input")
     if not isinstance(inner, Mapping) or "messages" not in inner:
         return record
@@ -407,7 +418,7 @@ def _unwrap(record: Record) -> Record:
 
 
 def _first(known: Sequence[str], record: Record) -> str | None:
-    """Return the first of some names that holds something; of empty ones the first."""
+    """Return the first of some names that holds something, or the first of those that are empty."""
     there = [name for name in known if record.get(name) is not None]
     return next((name for name in there if not _is_nothing(record[name])), there[0] if there else None)
 
@@ -417,20 +428,22 @@ def _form(record: Record, names: Mapping[str, str], kind: str) -> tuple[str, ...
     forms = [form for form in FORMS[kind] if all(part in names for part in form)]
     talk = as_turns(record[names["messages"]], names["messages"]) if "messages" in names else None
     is_answered = isinstance(talk, list) and bool(talk) and _says(talk[-1], "assistant")
-    if is_answered and ("messages", "chosen", "rejected") in forms:  # whole conversations beside one of them
+    if (
+        is_answered and ("messages", "chosen", "rejected") in forms
+    ):  # the answers are whole conversations, too
         forms = [form for form in forms if form[0] != "messages"]
     if is_answered or not talk:
         forms = [form for form in forms if form != ("messages", "response")]
-    # Of several the first with the fewest parts that are empty.
+    # If there are several, the first with the fewest empty parts counts.
     return min(forms, key=lambda form: sum(_is_nothing(record[names[p]]) for p in form), default=None)
 
 
 def _check_others(
     record: Record, names: Mapping[str, str], form: Sequence[str], answers: Sequence[str | list[Any]]
 ) -> None:
-    """Refuse a record that says something else in another form: one of the two would be lost.
+    """Refuse a record that says something else in another form, since one of the two would be lost.
 
-    `answer` beside messages is what rewards compare with, which may be in other words.
+    An `answer` beside messages is for rewards to compare with, and may be in other words.
     """
     last = answers[0] if answers else ""
     learned = last if isinstance(last, str) else words_of(last[-1])
@@ -453,14 +466,14 @@ def _check_others(
 
 
 def _unknown(record: Record, kind: str) -> str:
-    """Return what a record of no form lacks."""
+    """Say what a record of no form lacks."""
     there = {
         part: name for part, known in NAMES.items() if (name := next((n for n in known if n in record), None))
     }
     form = next((f for f in FORMS[kind] if all(part in there for part in f)), None)
     if form is None and kind == "pairs" and {"chosen", "rejected"} & there.keys():
         form = ("chosen", "rejected")
-    if form is not None:  # all of its fields are there, and some are null
+    if form is not None:  # all of its fields are there, but some are null
         named = {there.get(part, part): record.get(there.get(part)) for part in form}
         try:
             check(named, **{there.get(p, p): _check_of(p, there.get(p, p), kind) for p in form})
@@ -470,7 +483,7 @@ def _unknown(record: Record, kind: str) -> str:
 
 
 def _refuse(record: Record, kind: str) -> None:
-    """Refuse fields that mean something that cannot be done."""
+    """Refuse fields whose meaning cannot be obeyed."""
     wrong = {name: why for name, why in REFUSED.items() if not _is_nothing(record.get(name))}
     if kind != "prompts":
         why = "says how much a record counts, which cannot be obeyed; leave records out, or repeat them"
@@ -485,7 +498,7 @@ def _refuse(record: Record, kind: str) -> None:
     if asked and _is_nothing(record.get(_first(NAMES["messages"], record) or "")):
         why = "is no part of the prompt here; write all of it into one field, prompt, and leave this one out"
         parts = PARTS_OF_A_QUESTION if kind != "prompts" or asked == "question" else ()
-        if asked == "instruction" and _is_nothing(record.get("input")):  # as Dolly's, it is the input
+        if asked == "instruction" and _is_nothing(record.get("input")):  # in Dolly's the context is the input
             parts = tuple(name for name in parts if name != "context")
         wrong |= {name: why for name in parts if not _is_nothing(record.get(name))}
     if wrong:
@@ -493,10 +506,10 @@ def _refuse(record: Record, kind: str) -> None:
 
 
 def _whole_prompt(record: Record, name: str, prompt: Any, is_chat: bool, used: set[str]) -> Any:
-    """Return an instruction with its input, which Dolly calls context; other names of prompts have none."""
+    """Return an instruction with its input, which Dolly calls context. Prompts of other names have none."""
     if "instruction" not in record or name not in ("instruction", "input"):
         return prompt
-    if name == "input":  # of an instruction that is empty
+    if name == "input":  # the instruction is empty
         more = ""
         check(record, input=_text)
     else:
@@ -514,7 +527,7 @@ def _is_nothing(value: Any) -> bool:
 
 
 def _decode(value: Any) -> Any:
-    """Return what a text of JSON says, and other values as they are."""
+    """Return the value of a text of JSON, and other values as they are."""
     if not isinstance(value, str):
         return value
     try:
@@ -527,10 +540,10 @@ def _decode(value: Any) -> Any:
 
 
 def check(record: Record, **fields: Callable[[Any], str]) -> None:
-    """Compare fields of a record with what they have to be.
+    """Check fields of a record.
 
     Args:
-        fields: for each name a function of the value that says what is wrong with it; "" if nothing is.
+        fields: for each name a function that says what is wrong with the value, or "" if nothing is.
 
     Raises:
         LineError: all that is wrong with any of them.

@@ -1,4 +1,4 @@
-"""Images of records: what a text has in their place, and their pixels."""
+"""Images of records: the words of a text that stand for them, and their pixels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from experiments.lib.checks import ConfigError
 from experiments.lib.files import LineError, read_json
 from fnshard.errors import MissingExtraError
 
-Picture = str | bytes  # the path of an image file, or what is in one
+Picture = str | bytes  # the path of an image file, or its content
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class ImageKind:
     """A way in which a family of models takes its images.
 
     Args:
-        layout: "tiles" of one size, or "patches", as many as an image has.
-        text: `fn(images, image)`: what a chat template's image token becomes.
+        layout: "tiles" of one size, or "patches", of which each image has its own number.
+        text: `fn(images, image)`, which makes the text that replaces a chat template's image token.
     """
 
     layout: str
@@ -38,9 +38,9 @@ class Images:
     """A model directory's image processor; made by `open_images`.
 
     Args:
-        hf: of transformers.
-        config: the model's, of transformers.
-        token: that a chat template writes for an image.
+        hf: the image processor of transformers.
+        config: the model's configuration, of transformers.
+        token: the token that a chat template writes for an image.
     """
 
     hf: Any
@@ -60,19 +60,19 @@ class Images:
         if len(parts) != len(pictures) + 1:
             raise LineError(f"has {len(pictures)} images, of which the chat template shows {len(parts) - 1}")
         out, at = parts[0], len(parts[0])
-        ends = []  # of each token its end, and how much longer `out` is there
+        ends = []  # the end of each token, and how much longer `out` is there
         for picture, part in zip(pictures, parts[1:], strict=True):
             out, at = out + self.kind.text(self, open_image(picture)), at + len(self.token)
             ends.append((at, len(out) - at))
             out, at = out + part, at + len(part)
 
-        def moved(place: int) -> int:
+        def move(place: int) -> int:
             return place + next((more for end, more in reversed(ends) if end <= place), 0)
 
-        return out, [(moved(start), moved(end)) for start, end in spans]
+        return out, [(move(start), move(end)) for start, end in spans]
 
     def pixels(self, pictures: Sequence[Picture]) -> dict[str, Tensor]:
-        """A row's images, as its model takes them; nothing of none.
+        """Return a row's images as its model takes them; an empty dict if it has none.
 
         Raises:
             ConfigError: an image that cannot be opened.
@@ -84,11 +84,12 @@ class Images:
         return self._pixels(images) if images else {}
 
     def blank(self) -> dict[str, Tensor]:
-        """Return what stands for the images of a row that has none: its tower runs for the others' sake."""
+        """Return empty tensors for a row without images, so that its tower runs along with those of
+        others."""
         from PIL import Image
 
-        made = self._pixels([Image.new("RGB", (64, 64))])
-        return {name: part if name == "grid" else torch.zeros_like(part[:0]) for name, part in made.items()}
+        found = self._pixels([Image.new("RGB", (64, 64))])
+        return {name: part if name == "grid" else torch.zeros_like(part[:0]) for name, part in found.items()}
 
     def features(self, found: Mapping[str, Tensor]) -> int:
         """Return how many features a row's images have."""
@@ -97,29 +98,29 @@ class Images:
 
     @property
     def merged(self) -> int:
-        """Patches that become a feature."""
+        """Count the patches that become one feature."""
         return self.config.vision_config.spatial_merge_size**2
 
     @property
     def _of_tile(self) -> int:
-        """Features of a tile."""
+        """Count the features of a tile."""
         vision = self.config.vision_config
         side = vision.image_size // vision.patch_size // getattr(self.config, "scale_factor", 1)
         whole = getattr(self.config, "vision_feature_select_strategy", "") == "full"
-        return side * side + (whole and "clip" in vision.model_type)  # which has one for the whole tile
+        return side * side + (whole and "clip" in vision.model_type)  # CLIP has one more, for the whole tile
 
     def _pixels(self, images: list[Any]) -> dict[str, Tensor]:
         if self.kind.layout == "tiles":
             nested = hasattr(self.config, "scale_factor")
-            made = self.hf(images=[images] if nested else images, return_tensors="pt")
-            return {"pixels": made["pixel_values"].flatten(0, 1) if nested else made["pixel_values"]}
+            values = self.hf(images=[images] if nested else images, return_tensors="pt")["pixel_values"]
+            return {"pixels": values.flatten(0, 1) if nested else values}
         from transformers.vision_utils import get_vision_position_ids, get_vision_window_index
 
-        made, vision = self.hf(images=images, return_tensors="pt"), self.config.vision_config
-        grid, merge = made["image_grid_thw"], vision.spatial_merge_size
+        patches, vision = self.hf(images=images, return_tensors="pt"), self.config.vision_config
+        grid, merge = patches["image_grid_thw"], vision.spatial_merge_size
         number = torch.arange(1, len(grid) + 1)
         found = {
-            "pixels": made["pixel_values"], "places": get_vision_position_ids(grid, merge), "grid": grid,
+            "pixels": patches["pixel_values"], "places": get_vision_position_ids(grid, merge), "grid": grid,
             "documents": number.repeat_interleave(grid.prod(-1)),
         }  # fmt: skip
         if hasattr(vision, "window_size"):
@@ -152,9 +153,10 @@ def _of_tiles(images: Images, image: Any) -> str:
 
 
 def _of_split_tiles(images: Images, image: Any) -> str:
-    """Rows of tiles with their places, and the whole of it, as Idefics3 has them (Laurençon et al. 2024)."""
-    made = images.hf(images=[[image]], return_row_col_info=True)
-    (rows,), (columns,) = made["rows"][0], made["cols"][0]
+    """Write rows of tiles with their places, and the whole image, as Idefics3 does (Laurençon et al.
+    2024)."""
+    counts = images.hf(images=[[image]], return_row_col_info=True)
+    (rows,), (columns,) = counts["rows"][0], counts["cols"][0]
     fake, tile = "<fake_token_around_image>", images.token * images._of_tile
     lines = [
         "".join(f"{fake}<row_{r + 1}_col_{c + 1}>{tile}" for c in range(columns)) + "\n" for r in range(rows)
@@ -175,10 +177,10 @@ KINDS: Mapping[str, ImageKind] = {  # by the model_type of config.json
 
 
 def open_images(folder: Path, tokenizer: Any) -> Images | None:
-    """The image processor of a model directory; None of a model of no kind in `KINDS`.
+    """Open the image processor of a model directory; return None if the model is of no kind in `KINDS`.
 
     Raises:
-        ConfigError: one that transformers does not open.
+        ConfigError: transformers does not open it.
         MissingExtraError: pillow, or a transformers that knows its processors, is not installed.
     """
     named = read_json(folder / "config.json").get("model_type")

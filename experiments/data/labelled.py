@@ -1,7 +1,7 @@
-"""Labelled records: texts with a class, words with a tag each, and two texts that belong together; as samples
-of tokens.
+"""Labelled records as samples of tokens: texts with a class, words with tags, and two texts that belong
+together.
 
-A sample's `learned` is 1 + the class of what ends at a token here, and 0 where nothing does.
+Here a sample's `learned` is 1 + the class of the text or word that ends at a token, and 0 where none ends.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ KNOWN = {
 
 
 def kinds_of_labels(record: Record) -> list[str]:
-    """Return which of the two kinds here a record has the fields of."""
+    """Return the kinds, "labels" and "twins", whose fields a record has."""
     has = lambda names: any(record.get(name) is not None for name in names)  # noqa: E731
     labels = (has(TEXTS) and has(LABELS)) or (has(WORDS) and has(TAGS))
     return ["labels"] * labels + ["twins"] * (has(QUERIES) and has(POSITIVES))
 
 
 def classes_in(records: Iterator[Record]) -> list[str]:
-    """Return the classes that records name, in the order of their names; broken records name none."""
+    """Return the classes that records name, in the order of their names. Broken records are passed over."""
     found: set[str] = set()
     for record in records:
         try:
-            _, labels = _labelled(record)
+            _, labels = _read_labels(record)
         except LineError:
             continue
         found |= set(labels)
@@ -56,7 +56,7 @@ def encode_labels(
     Raises:
         LineError: the record has another form, or a class that is none of `classes`.
     """
-    words, labels = _labelled(record)
+    words, labels = _read_labels(record)
     if by_word != any(isinstance(record.get(name), list) for name in WORDS):
         raise LineError(f"is one of objective.level={'sequence' if by_word else 'token'}")
     if unknown := sorted(set(labels) - set(classes)):
@@ -72,7 +72,7 @@ def encode_labels(
     stop = 0
     for word, label in zip(words, labels, strict=True):
         stop += len(word)
-        # The last token that begins inside the word.
+        # A word's label stands at the last token that ends no later than the word.
         at = max((n for n, end in enumerate(ends) if end <= stop), default=0)
         if at < len(learned):
             learned[at] = 1 + classes.index(label)
@@ -94,8 +94,8 @@ def encode_twins(record: Record, tokenizer: DirectoryTokenizer) -> list[Sample]:
     return samples
 
 
-def _labelled(record: Record) -> tuple[list[str], list[str]]:
-    """Return the words of a record and the class of each; a text is one word."""
+def _read_labels(record: Record) -> tuple[list[str], list[str]]:
+    """Return the words of a record and the class of each. A text counts as one word."""
     words = next((name for name in WORDS if isinstance(record.get(name), list)), None)
     if words is None:
         text, label = _name_of(record, TEXTS, "labels"), _name_of(record, LABELS, "labels")

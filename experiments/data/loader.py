@@ -1,4 +1,4 @@
-"""Batches without end: the same global one on any mesh, and exact resume at any step on any other."""
+"""Batches without end. The global batch is the same on any mesh, and any other mesh resumes at any step."""
 
 from __future__ import annotations
 
@@ -10,36 +10,39 @@ import numpy as np
 
 import fnshard as fs
 
-ROUNDS = 8  # of the network that permutes an epoch
+ROUNDS = 8  # rounds of the network that permutes an epoch
 
 
 class Source(Protocol):
-    """Rows by number: `Windows` of a stream of tokens, `Samples` of records.
+    """Rows by number: `Windows` of a stream of tokens, or `Samples` of records.
 
-    `count`: rows in an epoch. `key`: what they depend on, in JSON's values.
+    Args:
+        count: the rows in an epoch.
+        key: everything that they depend on, in JSON's values.
     """
 
     count: int
     key: Mapping[str, Any]
 
     def batch(self, numbers: np.ndarray) -> tuple[Any, ...]:
-        """These rows, as arguments of a step."""
+        """Return the rows of these numbers, as arguments of a step."""
 
 
 @dataclass
 class Loader:
-    """`for batch in loader`, epoch after epoch, each in an order of its own.
+    """An iterator over batches, epoch after epoch, each in an order of its own.
 
-    The global batch of step s depends on (seed, s) alone, and rank r takes its equal part of the rows: 1, 2
-    or 4 ranks see the same batches, a resumed run those of an uninterrupted one. No batch is partial: where
-    an epoch ends, the next one fills it.
+    The global batch of step s depends on (seed, s) alone, and each rank takes an equal part of its rows. So
+    1, 2 or 4 ranks see the same batches, and a resumed run sees those of an uninterrupted one. No batch is
+    partial: where an epoch ends, the next one fills it.
 
     Args:
         source: the rows.
-        rows: of the *global* batch; a multiple of `ranks`.
-        seed: of the orders.
-        rank, ranks: which part of the rows this loader yields: the place along the mesh's data axes.
-        repeat: so many steps get the same batch.
+        rows: the rows of the *global* batch, a multiple of `ranks`.
+        seed: the seed of the orders.
+        rank, ranks: the place of this loader along the mesh's data axes, which says what part of the rows it
+            yields.
+        repeat: the number of steps that get the same batch.
         step: the next step to yield; read only.
 
     Raises:
@@ -69,16 +72,15 @@ class Loader:
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the loader stands, in JSON's values; independent of the mesh, so another one can
-        resume."""
+        """Return the state of the loader in JSON's values, from which it resumes on any mesh."""
         repeat = {"repeat": self.repeat} if self.repeat > 1 else {}
         return {**self.source.key, "seed": self.seed, "rows": self.rows, **repeat, "step": self.step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken.
+        """Go on from the step at which `state_dict` was taken.
 
         Raises:
-            ValueError: by a loader that drew other batches.
+            ValueError: it is the state of a loader that drew other batches.
         """
         mine = self.state_dict()
         if not isinstance(state, Mapping):
@@ -88,7 +90,7 @@ class Loader:
         differ = {
             k: f"{k}: saved {state[k]}, here {v}" for k, v in mine.items() if k != "step" and state[k] != v
         }
-        if "data" in differ:  # a key, which says nothing to a reader
+        if "data" in differ:  # it is a digest, which says nothing to a reader
             differ["data"] = "data: its files, the tokenizer, or how it is cut are not what they were"
         if differ:
             raise ValueError(
@@ -101,7 +103,7 @@ class Loader:
 
 
 def place_of(mesh: fs.Mesh) -> dict[str, int]:
-    """Which part of a batch is this rank's; ranks that differ along other axes get the same."""
+    """Return the part of a batch that is this rank's. Ranks that differ along other axes have the same."""
     return {"rank": mesh.data_rank, "ranks": mesh.data_size}
 
 
@@ -109,7 +111,7 @@ def place_of(mesh: fs.Mesh) -> dict[str, int]:
 
 
 def order(count: int, seed: int, start: int, stop: int) -> np.ndarray:
-    """Samples number `start` to `stop` of the endless stream of epochs, each permuted anew; int64.
+    """Return the samples at `start` to `stop` of the endless stream of epochs, each permuted anew; int64.
 
     >>> order(3, 0, 0, 7).size, sorted(order(3, 0, 3, 6).tolist())
     (7, [0, 1, 2])
@@ -118,18 +120,18 @@ def order(count: int, seed: int, start: int, stop: int) -> np.ndarray:
     while start < stop:
         epoch, place = divmod(start, count)
         many = min(stop - start, count - place)
-        pieces.append(permuted(np.arange(place, place + many), count, seed, epoch))
+        pieces.append(permute(np.arange(place, place + many), count, seed, epoch))
         start += many
     return np.concatenate(pieces)
 
 
-def permuted(places: np.ndarray, count: int, seed: int, epoch: int = 0) -> np.ndarray:
-    """Which sample stands at each of `places`, by a bijection of 0 .. count - 1 that is never stored; int64.
+def permute(places: np.ndarray, count: int, seed: int, epoch: int = 0) -> np.ndarray:
+    """Find the sample at each of `places`, by a bijection of 0 .. count - 1 that is never stored; int64.
 
-    A Feistel network on the least even number of bits that holds `count`; what falls outside walks on along
-    its cycle until it is inside (Black and Rogaway, 2002), at most four steps in the mean.
+    It is a Feistel network on the least even number of bits that holds `count`. A value outside walks on
+    along its cycle until it is inside (Black and Rogaway, 2002), which takes at most four steps in the mean.
 
-    >>> sorted(permuted(np.arange(5), 5, seed=1).tolist())
+    >>> sorted(permute(np.arange(5), 5, seed=1).tolist())
     [0, 1, 2, 3, 4]
     """
     half = max(2, ((count - 1).bit_length() + 1) // 2)
@@ -146,12 +148,12 @@ def _network(values: np.ndarray, half: int, keys: np.ndarray) -> np.ndarray:
     bits, mask = np.uint64(half), np.uint64(2**half - 1)
     left, right = values >> bits, values & mask
     for key in keys:
-        left, right = right, left ^ (_mixed(right ^ key) & mask)
+        left, right = right, left ^ (_mix(right ^ key) & mask)
     return (left << bits) | right
 
 
-def _mixed(values: np.ndarray) -> np.ndarray:
-    """SplitMix64's finaliser: every bit of a value changes half of the result's."""
+def _mix(values: np.ndarray) -> np.ndarray:
+    """Mix values by SplitMix64's finaliser, in which every bit of a value changes half of the result's."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))

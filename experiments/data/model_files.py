@@ -1,8 +1,7 @@
-"""Model directories are data: how transformers opens them, so that nothing in them runs, and what their
-numbers may be.
+"""Model directories are data: transformers opens them so that nothing in them runs, and numbers are checked.
 
 A directory may name code (`auto_map`), kernels of the hub (`attn_implementation: owner/name`), pickles and
-other directories. What decides which code runs is passed by us, always.
+other directories. So everything that decides which code runs is passed by us, always.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from fnshard.errors import report
 
 MEND = "take the config.json that the model was saved with."
 LOCAL: Mapping[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-# Of weights that transformers loads by itself: no pickles. Its configuration is that of `read_model_config`.
+# Weights that transformers loads by itself are no pickles. Their configuration is `read_model_config`'s.
 WEIGHTS: Mapping[str, Any] = {**LOCAL, "use_safetensors": True}
 
-# Whole numbers of config.json that make modules or lists, and the most that they may be: what is far beyond
-# any model would be built for hours, or would not fit. The first kind that a name is of counts.
+# Whole numbers of config.json that make modules or lists, and the most that they may be. A number far beyond
+# any model's would take hours to build, or would not fit. The first kind that matches a name counts.
 MOST = 1 << 24
 KINDS: tuple[tuple[re.Pattern[str], float], ...] = (
     (re.compile(r"(^|_)(ids?|index|seed|theta|freq|base|parameters|params|flops)$"), math.inf),
@@ -41,16 +40,17 @@ SIZES = (
     "num_experts_per_tok", "sliding_window",
 )  # fmt: skip
 EXPERTS = ("num_experts", "num_local_experts")
-OFF = (*EXPERTS, "num_experts_per_tok", "sliding_window")  # 0 where there are none
-BOUNDS: Mapping[str, float] = {  # of numbers above 0
+OFF = (*EXPERTS, "num_experts_per_tok", "sliding_window")  # those that may be 0, where there are none
+BOUNDS: Mapping[str, float] = {  # what numbers above 0 have to be below
     **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps"), 1.0),
     "rope_theta": math.inf,
 }
 
 
 def read_model_config(folder: Path) -> Any:
-    """Read the config.json of a model directory, as transformers has it. No code of the directory runs, and
-    attention is torch's own or eager, whatever it says.
+    """Read the config.json of a model directory as transformers has it.
+
+    No code of the directory runs, and attention is torch's own or eager, whatever the file says.
 
     Raises:
         ConfigError: it is damaged, or of no kind that transformers knows.
@@ -64,10 +64,9 @@ def read_model_config(folder: Path) -> Any:
         config = AutoConfig.from_pretrained(folder, **LOCAL)
         config._attn_implementation = attention_of(config)
         config._experts_implementation = None
-    except Exception as error:  # of every kind: the file may hold anything
-        lines = (
-            str(error).strip().splitlines()[:2]
-        )  # the second says what is wrong with the field of the first
+    except Exception as error:  # the file may hold anything, so errors are of every kind
+        # The second line of an error says what is wrong with the field that the first one names.
+        lines = str(error).strip().splitlines()[:2]
         what = ": ".join([type(error).__name__, *(said for line in lines if (said := line.strip(" :")))])
         raise ConfigError(
             report(f"{folder / 'config.json'} cannot be used:", [f"{what:.400}"], MEND)
@@ -76,11 +75,11 @@ def read_model_config(folder: Path) -> Any:
 
 
 def check_reward_model(folder: Path) -> None:
-    """Refuse a directory whose weights transformers would not read from its own safetensors files, or not by
-    torch alone.
+    """Check that transformers reads a directory's weights from its own safetensors files, and by torch alone.
 
     Raises:
-        ConfigError: adapters, whose base is somewhere else; codes that other libraries decode; pickles.
+        ConfigError: it holds adapters, whose base is somewhere else, codes that other libraries decode, or
+            pickles.
     """
     values = read_json(folder / "config.json")
     wrong = wrong_numbers(folder / "config.json")
@@ -99,13 +98,17 @@ def check_reward_model(folder: Path) -> None:
 
 
 def attention_of(config: Any) -> str | None:
-    """Return what attention a model of a configuration gets: eager where it says so; else transformers' own
-    choice among torch's. A name of the hub would be fetched and run."""
+    """Return the attention of a configuration's model: eager if it says so, else None for transformers'
+    choice.
+
+    That is a choice among torch's. A name of the hub would be fetched and run.
+    """
     return "eager" if getattr(config, "_attn_implementation", None) == "eager" else None
 
 
 def wrong_numbers(path: Path) -> list[str]:
-    """Say what cannot be in a config.json: sizes, layers, heads that are none, dtypes that torch has not."""
+    """Say what a config.json cannot have: sizes, layers and heads out of bounds, or dtypes that torch
+    lacks."""
     try:
         values = json.loads(path.read_bytes())
         found = dict(_fields(values)) if isinstance(values, dict) else {}
@@ -143,7 +146,7 @@ def wrong_numbers(path: Path) -> list[str]:
 
 
 def _fields(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The fields of a configuration, and of the objects and lists in it, by dotted names."""
+    """Yield the fields of a configuration, and of the objects and lists in it, by dotted names."""
     for name, value in values.items():
         if isinstance(value, dict):
             yield from _fields(value, f"{prefix}{name:.40}.")

@@ -1,4 +1,4 @@
-"""Prepared data: records tokenised once by `datasets`, before any rank starts, into arrays that ranks map."""
+"""Prepared data: `datasets` tokenises records once, before any rank starts, into arrays that ranks map."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from experiments.data.rows import (
     is_json,
     library,
     line_of,
-    mapped,
+    map_rows,
     readable,
     record_of,
     rows_of,
@@ -51,18 +51,15 @@ from experiments.lib.files import (
 )
 from fnshard.errors import report
 
-FORMAT = 8  # another number where files mean something else: another key
+FORMAT = 8  # a part of the key, which changes when files mean something else
 FACTS = "prepared.json"
 ARRAYS: dict[str, type] = {"tokens": np.uint32, "learned": np.uint8, "starts": np.int64}
-HELD_OUT_EVERY = 20  # of a file that is split, one record in so many
+HELD_OUT_EVERY = 20  # one record in so many of a file that is split
 BROKEN, TOO_LONG = "broken", "too_long"
 NULLS = "null in tools and calls (write arguments as JSON in a text to keep it)"
 ORDER = "order and types in tools and calls (the table's; write arguments as JSON in a text to keep them)"
-SIDES = {
-    "pairs": ("chosen", "rejected"),
-    "twins": ("query", "positive"),
-}  # kinds whose records are two samples
-OBJECTIVES = {  # what records of a kind are, and what learns from them
+SIDES = {"pairs": ("chosen", "rejected"), "twins": ("query", "positive")}  # the two samples of a record
+OBJECTIVES = {  # a name for the records of each kind, and the objective that learns from them
     "samples": ("conversations, or prompts with a response", "objective=sft"),
     "pairs": ("pairs (prompt, chosen, rejected)", "objective=dpo"),
     "prompts": ("prompts without a response", "objective=grpo"),
@@ -70,7 +67,7 @@ OBJECTIVES = {  # what records of a kind are, and what learns from them
     "labels": ("texts with a label, or words with tags", "objective=classify"),
     "twins": ("two texts that belong together (query, positive)", "objective=embed"),
 }
-SHOWN, LONGEST_WHY = 50, 400  # lines in an error, characters of each
+SHOWN, LONGEST_WHY = 50, 400  # the lines of an error, and the characters of each
 FEATURES = {"line": "int64", "tokens": [["uint32"]], "learned": [["uint8"]], "reason": "string",
             "why": "string", "chat": "bool", "rendered": "bool", "images": ["string"], "row": "large_string",
             "unread": ["string"], "kinds": ["string"]}  # fmt: skip
@@ -78,22 +75,22 @@ FEATURES = {"line": "int64", "tokens": [["uint32"]], "learned": [["uint8"]], "re
 
 @dataclass(frozen=True)
 class Prepared:
-    """Samples of token ids, mapped: a rank's memory holds what it reads and no more.
+    """Samples of token ids, which are mapped, so that a rank's memory holds only what it reads.
 
     Args:
-        folder: with the arrays.
-        key: equal for equal files, tokenizer and settings.
+        folder: the folder of the arrays.
+        key: a text that is equal for equal files, tokenizer and settings.
         kind: "samples", "pairs", "prompts", "labels" or "twins".
-        context: the most positions of a sample. One of n tokens has n - 1: the last is only a target.
-        pad: the tokenizer's.
-        samples: how many; a pair is two.
-        tokens, learned: of all samples.
-        longest, shortest: positions of a sample.
+        context: the most positions of a sample. One of n tokens has n - 1, since the last is only a target.
+        pad: the tokenizer's padding token.
+        samples: the number of samples, of which a pair has two.
+        tokens, learned: the numbers of tokens, and of learned ones, of all samples.
+        longest, shortest: the positions of the longest and of the shortest sample.
         chats: whether a record went through the chat template.
-        rendered: records whose texts spell control tokens, which are read as these.
-        left_out: records by reason, "broken" and "too_long".
-        images: of a sample, at most.
-        unread: fields that nothing read, and in how many records.
+        rendered: the number of records whose texts spell control tokens, which are read as these.
+        left_out: the numbers of records by reason, "broken" and "too_long".
+        images: the most images of a sample.
+        unread: fields that nothing read, with the number of records that have them.
     """
 
     folder: Path
@@ -127,17 +124,17 @@ class Prepared:
         return f"{many}; longest {self.longest}{read}{left_out}{ignored}"
 
     def lengths(self, samples: np.ndarray) -> np.ndarray:
-        """Positions that samples take in a row; int64."""
+        """Return the positions that samples take in a row; int64."""
         starts = self._arrays["starts"]
         return np.asarray(starts[samples + 1] - starts[samples] - 1)
 
     def sample(self, number: int) -> Sample:
-        """Token ids (uint32) and whether each is learned (uint8) of one sample."""
+        """Return the token ids (uint32) of a sample, and whether each is learned (uint8)."""
         start, stop = (int(s) for s in self._arrays["starts"][number : number + 2])
         return self._arrays["tokens"][start:stop], self._arrays["learned"][start:stop]
 
     def images_of(self, number: int) -> list[str]:
-        """Paths of a sample's images."""
+        """Return the paths of a sample's images."""
         return self._images[number]["images"] if self.images else []
 
     def row_of(self, number: int) -> dict[str, Any]:
@@ -145,11 +142,11 @@ class Prepared:
         return json.loads(self._rows[number]["row"]) if self.kind == "prompts" else {}
 
     def classes(self) -> np.ndarray:
-        """Return how often each of 256 classes occurs, of "labels"; int64."""
+        """Count how often each of the classes of "labels" occurs; int64 [255]."""
         return np.bincount(self._arrays["learned"], minlength=MOST_CLASSES + 1)[1:]
 
     def first_learned(self) -> np.ndarray:
-        """Return where in each sample the first learned token is, or its end if none is; int64 [samples]."""
+        """Return the place in each sample of its first learned token, or its end if there is none; int64."""
         starts, stops = self._arrays["starts"][:-1].astype(np.int64), self._arrays["starts"][1:]
         learned = np.append(np.flatnonzero(self._arrays["learned"]), stops[-1])
         return np.minimum(learned[np.searchsorted(learned, starts)], stops) - starts
@@ -169,20 +166,21 @@ class Prepared:
 
 @dataclass(frozen=True)
 class RecordPolicy:
-    """A policy: what becomes of records.
+    """A policy that says what becomes of records.
 
     Args:
-        kind: "samples", "pairs" or "prompts": what `records` makes of one.
+        kind: "samples", "pairs", "prompts", "labels" or "twins", what a record is read as.
         context: the most positions of a sample.
         broken: "refuse", or "skip" records that cannot be used.
-        too_long: "refuse", "skip", or "truncate" what has more positions than the context; a sample with
-            images, or that has nothing left to learn then, is left out; so is a prompt.
+        too_long: "refuse", "skip" or "truncate" records with more positions than the context. Prompts are not
+            truncated but left out, as are samples with images or with nothing left to learn.
         needs: what a prompt's own answer has to hold, by name in `records.NEEDS`.
-        tokens: the most positions of a whole record, of a pair those of both sides: the budget of a
-            micro-batch.
+        tokens: the most positions of a whole record, which are those of both sides of a pair. It is the
+            budget of a micro-batch.
         answer: the most tokens of a prompt's answer, which the budget holds too.
-        classes: of "labels"; `words`: each word has one.
-        whole: the last token of a conversation is no target, but is seen, as a classifier sees it.
+        classes: the classes of "labels".
+        words: whether each word of "labels" has a class.
+        whole: whether the last token of a conversation is seen, although it is no target, as by a classifier.
     """
 
     kind: str
@@ -207,17 +205,17 @@ def prepare(
 ) -> list[Prepared]:
     """Tokenise a file of records into a folder below `cache`, or find the one that an earlier call made.
 
-    Every byte of a folder that is found is compared with its checksum (a GB takes about 0.2 s); what
-    is damaged is prepared anew.
+    Every byte of a folder that is found is compared with its checksum (a GB takes about 0.2 s). Damaged data
+    are prepared anew.
 
     Args:
         path: JSONL, a list of JSON, Parquet, or a folder of `save_to_disk` of `datasets`.
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
         cache: a folder, made if need be. Processes that prepare the same may race.
-        split: hold out one record in `HELD_OUT_EVERY`, drawn, and one at least.
+        split: whether to hold out one record in `HELD_OUT_EVERY`, drawn at random, and one at least.
 
     Returns:
-        What is prepared; with `split` what is trained on, and what is held out.
+        The prepared data; with `split` those to train on, and those that are held out.
 
     Raises:
         ConfigError: the file cannot be read, holds nothing, or has records that are refused, by file and
@@ -225,7 +223,7 @@ def prepare(
         MissingExtraError: `datasets` is not installed.
     """
     path = readable(path)
-    root = path.resolve().parent  # of its images
+    root = path.resolve().parent  # paths of its images are relative to it
     chosen = {name: value for name, value in vars(policy).items() if value or name == "needs"}
     facts = [FORMAT, chosen, split, tokenizer.key, tokenizer.pad, str(root) if tokenizer.images else ""]
     digest = hashlib.sha256(json.dumps(facts).encode())
@@ -241,7 +239,7 @@ def prepare(
             except ConfigError as error:
                 what = str(error).partition("Fix: ")[0].strip()
                 print(f"{what} It is prepared anew.", file=sys.stderr, flush=True)
-                # What maps the old files keeps them; another process may have been faster.
+                # Processes that map the old files keep them. Another process may have been faster.
                 aside = folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:8]}.partial")
                 with suppress(FileNotFoundError):
                     folder.rename(aside)
@@ -257,10 +255,10 @@ def prepare(
 
 
 def find_classes(path: str | Path) -> tuple[str, ...]:
-    """Return the classes that the records of a file name, in order; of a broken record none.
+    """Return the classes that the records of a file name, in order. Broken records are passed over.
 
     Raises:
-        ConfigError: the file cannot be read, or names none, or more than a byte can tell apart.
+        ConfigError: the file cannot be read, or names too few classes, or more than a byte can tell apart.
     """
     path = readable(path)
     with TemporaryDirectory() as work:
@@ -277,19 +275,20 @@ def find_classes(path: str | Path) -> tuple[str, ...]:
 
 def _records(rows: Dataset) -> Iterator[Mapping[str, Any]]:
     for row in rows:
-        with suppress(LineError):  # which `prepare` names
+        with suppress(LineError):  # `prepare` refuses such a line by its number
             yield record_of(row)
 
 
 def open_prepared(folder: str | Path, *, read_all: bool = False) -> Prepared:
-    """Map a folder that `prepare` made; every rank calls it.
+    """Map a folder that `prepare` made. Every rank calls it.
 
     Args:
-        read_all: every byte is compared with its checksum; else sizes alone, as `prepare` has just read all.
+        read_all: whether to compare every byte with its checksum. Otherwise sizes alone are compared, which
+            is enough right after `prepare` has read all.
 
     Raises:
-        ConfigError: it holds something else.
-        DamagedError: it is not what was written.
+        ConfigError: the folder holds something else.
+        DamagedError: the folder is not what was written.
     """
     folder = Path(folder)
     fix = f"delete {folder.parent}: the same command prepares it anew."
@@ -312,14 +311,17 @@ def _sides(split: bool) -> tuple[str, ...]:
 
 
 def _make(folder: Path, path: Path, tokenizer: DirectoryTokenizer, policy: RecordPolicy, split: bool) -> None:
-    """Write under a name of its own and rename: a folder is complete or absent. The first of two wins."""
+    """Prepare a folder under another name and rename it, so that it is complete or absent.
+
+    The first of two processes wins.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(mkdtemp(prefix=f"{folder.name}.", suffix=".partial", dir=folder.parent))
     try:
         rows, root = rows_of(path, aside / "rows"), path.resolve().parent
-        encode = partial(_encoded, tokenizer=tokenizer, policy=policy, root=root)
-        encoded = mapped(rows, encode, FEATURES, aside / "encoded.arrow")
-        kept, left_out = _kept(path, encoded, policy)
+        encode = partial(_encode_row, tokenizer=tokenizer, policy=policy, root=root)
+        encoded = map_rows(rows, encode, FEATURES, aside / "encoded.arrow")
+        kept, left_out = _keep_usable(path, encoded, policy)
         names = kept.select_columns(["unread"]).with_format("arrow")[:]["unread"].combine_chunks().flatten()
         unread = {each["values"]: each["counts"] for each in names.value_counts().to_pylist()}
         parts = [kept]
@@ -345,10 +347,10 @@ def _make(folder: Path, path: Path, tokenizer: DirectoryTokenizer, policy: Recor
 # ------------------------------------------------------------------ from rows to arrays
 
 
-def _encoded(
+def _encode_row(
     row: Mapping[str, Any], index: int, tokenizer: DirectoryTokenizer, policy: RecordPolicy, root: Path
 ) -> dict[str, Any]:
-    """A row's samples; none, and the reason, where it cannot be used."""
+    """Tokenise a row. It has no samples but a reason if it cannot be used."""
     found = {"line": line_of(row, index), "tokens": [], "learned": [], "images": [], "reason": "", "why": "",
              "rendered": False, "row": "", "unread": [], "kinds": []}  # fmt: skip
     try:
@@ -362,7 +364,7 @@ def _encoded(
             said = read(record, policy.kind)
         if policy.kind == "samples":
             said, found["images"] = with_images(said, root)
-        elif policy.kind == "prompts":  # which no objective draws answers to: it says so itself
+        elif policy.kind == "prompts":  # the objective says itself that it draws no answers to images
             found["images"] = images_in(said)
         if policy.kind not in ("labels", "twins"):
             samples = encode(said, policy.kind, tokenizer)
@@ -376,13 +378,13 @@ def _encoded(
             found["row"], found["unread"] = json.dumps(whole, default=str), []  # rewards are given all of it
             for need in policy.needs:
                 NEEDS[need](whole)
-    except Exception as error:  # data can be anything; which line it is says more than a traceback
+    except Exception as error:  # data can be anything, and the line's number says more than a traceback
         why = str(error) if isinstance(error, LineError) else f"{type(error).__name__}: {error}"
         why = why[:LONGEST_WHY].encode("utf-8", "backslashreplace").decode()  # it may quote half a character
         return {**found, "reason": BROKEN, "why": why, "chat": False}
     if is_json(row):
         found["unread"] += [NULLS] if has_nulls(record) else []
-    else:  # whose objects have the fields of all, in one order and of one type
+    else:  # in a table all objects have the same fields, in one order and of one type
         found["unread"] += [ORDER] if has_objects(record) else []
     texts = [said.prompt, *said.answers, *(text for text, _ in said.segments)]
     if policy.whole and (said.is_chat or is_rendered(tokenizer, *texts)):
@@ -392,11 +394,11 @@ def _encoded(
     found["chat"], found["rendered"] = said.is_chat, not said.is_chat and is_rendered(tokenizer, *texts)
     is_prompt = policy.kind == "prompts"
     longest = max(len(tokens) for tokens, _ in samples) - 1
-    if is_prompt:  # whose own answer is no part of any row
+    if is_prompt:  # its own answer is no part of any row
         ids, answered = samples[0]
         longest = (int(np.argmax(answered)) if answered.any() else len(ids)) - 1
     long, why = longest > policy.context, ""
-    # Half an image is none, and half a prompt asks something else.
+    # Half an image is no image, and half a prompt asks something else.
     if long and (policy.too_long != "truncate" or found["images"] or is_prompt):
         why = f"takes {longest} positions, the context has {policy.context}"
     if not is_prompt:
@@ -404,12 +406,11 @@ def _encoded(
     whole = longest + policy.answer if is_prompt else sum(len(tokens) - 1 for tokens, _ in samples)
     if not why and policy.tokens is not None and whole > policy.tokens:
         with_answer = f" with an answer of {policy.answer}" if is_prompt else ""
-        long, why = (
-            True,
-            f"takes {whole} positions{with_answer}, the budget of data.tokens is {policy.tokens}",
-        )
-    # The first token is never a target: nothing stands before it.
-    learns_first = policy.kind in ("labels", "twins")  # whose targets stand at the tokens themselves
+        long = True
+        why = f"takes {whole} positions{with_answer}, the budget of data.tokens is {policy.tokens}"
+    # The first token is never a target, since nothing stands before it. Labels stand at the tokens
+    # themselves.
+    learns_first = policy.kind in ("labels", "twins")
     if not why and not is_prompt and not all(m[0 if learns_first else 1 :].any() for _, m in samples):
         why = "no token is left to learn"
     if not why and policy.kind == "pairs" and np.array_equal(samples[0][0], samples[1][0]):
@@ -419,8 +420,12 @@ def _encoded(
     return {**found, "tokens": [tokens for tokens, _ in samples], "learned": [mask for _, mask in samples]}
 
 
-def _kept(path: Path, encoded: Dataset, policy: RecordPolicy) -> tuple[Dataset, dict[str, int]]:
-    """The rows that can be used, and how many cannot; one error for all that may not be passed over."""
+def _keep_usable(path: Path, encoded: Dataset, policy: RecordPolicy) -> tuple[Dataset, dict[str, int]]:
+    """Return the rows that can be used, and the numbers of those that cannot by reason.
+
+    Raises:
+        ConfigError: rows that the policy refuses, all of them in one error, or no row is left.
+    """
     reasons = np.array(encoded["reason"][:])
     left_out = {name: int((reasons == name).sum()) for name in (BROKEN, TOO_LONG)}
     refused = [name for name, count in left_out.items() if count and getattr(policy, name) == "refuse"]
@@ -446,7 +451,7 @@ def _kept(path: Path, encoded: Dataset, policy: RecordPolicy) -> tuple[Dataset, 
 
 
 def _check_kind(path: Path, encoded: Dataset, reasons: np.ndarray, kind: str) -> None:
-    """Refuse a file whose records are all of another kind: one error, whatever becomes of broken lines."""
+    """Refuse a file whose records are all of another kind, in one error that does not list its lines."""
     forms = [kinds for kinds in encoded["kinds"][:] if kinds]
     if (reasons == "").any() or not forms or any(kind in kinds for kinds in forms):
         return
@@ -461,7 +466,7 @@ def _check_kind(path: Path, encoded: Dataset, reasons: np.ndarray, kind: str) ->
 
 
 def _write(folder: Path, part: Dataset, facts: Mapping[str, Any]) -> None:
-    """The samples of some rows as arrays, and what is known of them."""
+    """Write the samples of some rows as arrays, and the facts about them."""
     folder.mkdir(parents=True)
     sizes, learned, chats, rendered, most = [], 0, False, 0, 0
     with (folder / "tokens.bin").open("wb") as tokens_file, (folder / "learned.bin").open("wb") as mask_file:

@@ -1,4 +1,4 @@
-"""Records: what an object of data means, as samples of tokens that are learned or not."""
+"""Records: objects of data as samples of tokens, each of which is learned or not."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from experiments.lib.files import LineError
 
 
 def sample(record: Record, tokenizer: DirectoryTokenizer) -> list[Sample]:
-    """Tokenise something to learn: messages, a prompt and its response, or a text; see `encode`."""
+    """Tokenise messages, a prompt and its response, or a text, as `encode` says."""
     return encode(read(record, "samples"), "samples", tokenizer)
 
 
 def pair(record: Record, tokenizer: DirectoryTokenizer) -> list[Sample]:
     """Tokenise a prompt with a chosen and a rejected answer, as two samples.
 
-    Without a prompt, what both answers begin with alike is the prompt.
+    If there is no prompt, it is the common beginning of both answers.
     """
     return encode(read(record, "pairs"), "pairs", tokenizer)
 
 
 def asked(record: Record, tokenizer: DirectoryTokenizer) -> list[Sample]:
-    """Tokenise a prompt that is answered later; behind it stands the record's answer, if it has one."""
+    """Tokenise a prompt that is answered later. The record's answer, if it has one, stands behind it."""
     return encode(read(record, "prompts"), "prompts", tokenizer)
 
 
@@ -40,11 +40,11 @@ KINDS: dict[str, Callable[[Record, DirectoryTokenizer], list[Sample]]] = {
 
 
 def encode(said: Exchange, kind: str, tokenizer: DirectoryTokenizer) -> list[Sample]:
-    """Tokenise what a record says.
+    """Tokenise the content of a record.
 
-    Texts are taken as they are; those that spell a control token of the tokenizer are of a chat template (see
-    `chat.encode_rendered`). Where any of it is messages, or stands beside tools or a system's text, the texts
-    are messages of a user and an assistant, and the chat template writes all of it.
+    Texts are taken as they are. Those that spell a control token of the tokenizer were written by a chat
+    template (see `chat.encode_rendered`). If any part is messages, or there are tools or a system's text,
+    texts are messages of a user and an assistant, and the chat template writes all of it.
     """
     turns = [turn for part in (said.prompt, *said.answers) if isinstance(part, list) for turn in part]
     if kind == "pairs" and any(part.get("type") != "text" for turn in turns for part in parts(turn)):
@@ -65,7 +65,7 @@ def encode(said: Exchange, kind: str, tokenizer: DirectoryTokenizer) -> list[Sam
             return [encode_rendered(tokenizer, text, [(0, len(text))])]
         return [_join(tokenizer.begin, [*tokenizer.encode(text), tokenizer.eos])]
     elif is_rendered(tokenizer, said.prompt, *said.answers):
-        # The end of a response that does not say its own is written as ever.
+        # A response that does not spell its end gets the usual one.
         end = tokenizer.hf.convert_ids_to_tokens(tokenizer.eos)
         texts = [said.prompt + each + ("" if is_rendered(tokenizer, each) else end) for each in said.answers]
         found = [encode_rendered(tokenizer, text, [(len(said.prompt), len(text))]) for text in texts]
@@ -82,7 +82,7 @@ def encode(said: Exchange, kind: str, tokenizer: DirectoryTokenizer) -> list[Sam
 
 
 def _ask(tokenizer: DirectoryTokenizer, said: Exchange) -> Sample:
-    """Tokenise a prompt as a model is asked it, and behind it the words of its answer."""
+    """Tokenise a prompt as a model is asked it, with the words of its answer behind it."""
     if said.is_chat:
         ids = opening(tokenizer, _as_messages(said.prompt, "user"), said.tools, said.options)
     elif is_rendered(tokenizer, said.prompt):
@@ -93,10 +93,10 @@ def _ask(tokenizer: DirectoryTokenizer, said: Exchange) -> Sample:
 
 
 def row_of(record: Record, said: Exchange, tokenizer: DirectoryTokenizer) -> dict[str, Any]:
-    """Return a prompt's record as rewards are given it: all of its fields, and
+    """Return a prompt's record as rewards are given it.
 
-    `response`: the words of its own answer, "" where it has none; `messages`: what is asked, None where that
-    is a text that a chat template has rendered.
+    It has all of its fields, `response` with the words of its own answer or "", and `messages` with the
+    question, which is None if that is a text that a chat template has rendered.
     """
     row = {name: value for name, value in record.items() if value is not None}
     is_text = isinstance(said.prompt, str) and not said.is_chat and is_rendered(tokenizer, said.prompt)
@@ -106,10 +106,10 @@ def row_of(record: Record, said: Exchange, tokenizer: DirectoryTokenizer) -> dic
 
 
 def last_number(text: str, whole: bool = False) -> float | None:
-    """Return the last number of a text; of one with "####", as GSM8K's answers have it, the number after it.
+    """Return the last number of a text, or that after "####" if there is one, as in GSM8K's answers.
 
     Args:
-        whole: nothing else stands behind "####", as behind that of a reference.
+        whole: whether nothing else may stand behind "####", as in a reference.
 
     >>> last_number("3 and then 4"), last_number("5 + 5 #### -$10"), last_number("#### x then 3")
     (4.0, -10.0, None)
@@ -144,8 +144,10 @@ NEEDS: Mapping[str, Callable[[Record], None]] = {"response": _need_response, "nu
 
 
 def _talk(tokenizer: DirectoryTokenizer, said: Exchange, response: str | list[Any]) -> Sample:
-    """Tokenise messages, and a response to them that may begin with them. One of the two may leave out a
-    system's message in front."""
+    """Tokenise messages, and a response to them that may begin with them.
+
+    One of the two may lack the system's message in front.
+    """
     before = [] if said.prompt is None else _as_messages(said.prompt, "user")
     answer = _as_messages(response, "assistant")
     whole = [*before, *answer]
@@ -187,16 +189,17 @@ PLACES = ("image", "path", "url", "image_url")  # keys of an image among a messa
 
 
 def with_images(said: Exchange, root: Path) -> tuple[Exchange, list[str]]:
-    """Return what a record says with its images as parts of its messages, and their paths in order.
+    """Return the content of a record with its images as parts of messages, and their paths in order.
 
-    A record may have a list of `images` (or one `image`), which stand where its texts say "<image>", or else
-    before the first message of a user; or parts `{"type": "image", "image": path}` in messages.
+    A record may have a list of `images` (or one `image`). They stand where its texts say "<image>", or else
+    before the first message of a user. It may instead have parts `{"type": "image", "image": path}` in
+    messages.
 
     Args:
-        root: that paths are relative to.
+        root: the folder to which paths are relative.
 
     Raises:
-        LineError: images that are no paths, or not as many as the texts say.
+        LineError: images are no paths, or not as many as the texts say.
     """
     listed = [said.images] if isinstance(said.images, (str, Mapping)) else said.images or []
     if not isinstance(listed, list):
@@ -237,15 +240,11 @@ def with_images(said: Exchange, root: Path) -> tuple[Exchange, list[str]]:
 
 
 def images_in(said: Exchange) -> list[str]:
-    """Return the images of a record as it writes them."""
+    """Return the images of a record as it writes them, each cut to 200 characters."""
     listed = said.images if isinstance(said.images, list) else [said.images] if said.images else []
     turns = [turn for part in (said.prompt, *said.answers) if isinstance(part, list) for turn in part]
-    return list(
-        map(
-            "{!s:.200}".format,
-            [*listed, *(p for turn in turns for p in parts(turn) if p.get("type") != "text")],
-        )
-    )
+    in_turns = [part for turn in turns for part in parts(turn) if part.get("type") != "text"]
+    return [f"{image!s:.200}" for image in (*listed, *in_turns)]
 
 
 def _path(image: Any, root: Path) -> str:

@@ -1,4 +1,4 @@
-"""Rows: files of records as a `datasets.Dataset`, and maps over it by several processes."""
+"""Rows: files of records as a `datasets.Dataset`, and maps over it in several processes."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from fnshard.errors import MissingExtraError
 Dataset = Any  # `datasets.Dataset`
 ONE, SEVERAL = "state.json", "dataset_dict.json"  # files in a folder of `save_to_disk`: one split, or several
 PARQUET, BOM = b"PAR1", b"\xef\xbb\xbf"
-LOOKED = 1 << 20  # bytes of the beginning of a file that are looked at
+LOOKED = 1 << 20  # bytes at the beginning of a file that are looked at
 # Columns of files of JSON, whose records have fields of all kinds; no table has such names.
 LINE, JSON = "line of the file", "json of the line"
-DEEPEST = 100  # lists and objects in each other
+DEEPEST = 100  # lists and objects inside each other
 ROWS_A_PROCESS = 4096  # fewer rows are mapped sooner than another process starts
 
 
 def library() -> Any:
-    """The package `datasets`, which fetches nothing.
+    """Import the package `datasets`, so set up that it fetches nothing.
 
     Raises:
         MissingExtraError: it is not installed.
@@ -45,7 +45,8 @@ def library() -> Any:
 
 
 def readable(path: str | Path) -> Path:
-    """Return a name of data that begins as records do; what is wrong with one of them is said by its line.
+    """Check that data begin as records do, and return their path. Each record is checked later, with its
+    line.
 
     Raises:
         ConfigError: there is no such file or folder, it is empty, or begins as something else.
@@ -75,10 +76,11 @@ def readable(path: str | Path) -> Path:
 
 
 def rows_of(path: Path, work: Path) -> Dataset:
-    """The rows of a file; `record_of` gives their records.
+    """Open the rows of a file, of which `record_of` reads the records.
 
     Args:
-        path: JSONL, a list of JSON, Parquet, or a folder of `save_to_disk`: of several splits "train".
+        path: JSONL, a list of JSON, Parquet, or a folder of `save_to_disk`, whose split "train" is taken if
+            it has several.
         work: a folder for what `datasets` writes.
 
     Raises:
@@ -102,7 +104,8 @@ def rows_of(path: Path, work: Path) -> Dataset:
 
 
 def _leave_encoded(rows: Dataset) -> Dataset:
-    """Return a table whose images and sounds are paths and bytes: reading it opens none."""
+    """Return a table whose images and sounds are paths and bytes, so that reading a row opens none of
+    them."""
     datasets = library()
     for name, feature in rows.features.items():
         inner = feature.feature if isinstance(feature, datasets.List) else feature
@@ -131,12 +134,12 @@ def is_json(row: Mapping[str, Any]) -> bool:
 
 
 def line_of(row: Mapping[str, Any], index: int) -> int:
-    """The number, from 1, of the line or record that a row is."""
+    """Return the number, from 1, of the line or record that a row is."""
     return row[LINE] if is_json(row) else index + 1
 
 
 def record_of(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The record of a row; what a table has no value for is left out.
+    """Read the record of a row, without the fields for which a table has no value.
 
     Raises:
         LineError: its JSON is broken, or no object.
@@ -156,7 +159,8 @@ def record_of(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_values(record: Mapping[str, Any]) -> None:
-    """Refuse, in names and texts at any depth, what no file of the results could hold, and too much depth."""
+    """Refuse a record with half a surrogate pair, which no file of results could hold, or with too much
+    depth."""
     level, depth = [(name, (name, value)) for name, value in record.items()], 0
     while level:
         depth += 1
@@ -174,19 +178,19 @@ def _check_values(record: Mapping[str, Any]) -> None:
         level = below
 
 
-def mapped(rows: Dataset, function: Callable[..., Any], features: Mapping[str, Any], file: Path) -> Dataset:
-    """`rows.map(function)` with indices, by as many processes as it is worth.
+def map_rows(rows: Dataset, function: Callable[..., Any], features: Mapping[str, Any], file: Path) -> Dataset:
+    """Map a function over rows and their indices, in as many processes as are worth their start.
 
     Args:
         features: {column of the result: the name of its type, in a list for each level of lists}.
-        file: where the result is kept.
+        file: the file that keeps the result.
     """
     datasets = library()
 
-    def typed(kind: Any) -> Any:
-        return datasets.List(typed(kind[0])) if isinstance(kind, list) else datasets.Value(kind)
+    def make_type(kind: Any) -> Any:
+        return datasets.List(make_type(kind[0])) if isinstance(kind, list) else datasets.Value(kind)
 
-    columns = datasets.Features({name: typed(kind) for name, kind in features.items()})
+    columns = datasets.Features({name: make_type(kind) for name, kind in features.items()})
     processes = min(len(os.sched_getaffinity(0)), len(rows) // ROWS_A_PROCESS)
     return rows.map(
         function, with_indices=True, remove_columns=rows.column_names, features=columns,

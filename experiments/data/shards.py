@@ -1,8 +1,8 @@
-"""Shards: a folder of `.npy` arrays of token ids, mapped.
+"""Shards: a folder of `.npy` arrays of token ids, which ranks map.
 
-Next to them lies a CRC-32 of each `BLOCK_BYTES` of each array. A block is compared with it when a process
-touches it first: all of 1 GB takes about 0.2 s, spread over the steps that read it, and a window in a fresh
-block 0.02 ms more. Opening shards compares sizes, and the first block of each array.
+Next to them lies a CRC-32 of each `BLOCK_BYTES` of each array. A process compares a block with it when it
+touches the block first. All of 1 GB takes about 0.2 s, spread over the steps that read it, and a window in a
+fresh block takes 0.02 ms more. Opening shards compares sizes and the first block of each array.
 """
 
 from __future__ import annotations
@@ -23,30 +23,32 @@ from experiments.lib.checks import ConfigError
 from experiments.lib.files import DamagedError, differences, read_record, write_bytes, write_record
 from fnshard.errors import report
 
-COMMAND, TOKENIZER = "tokenize.json", "tokenizer"  # next to folders of shards: what wrote them, and with what
-TOKENIZER_FILES = "tokenizer_files"  # of the command: the digests of the tokenizer's files
+# Next to folders of shards lie a record of the command that wrote them, and its tokenizer.
+COMMAND, TOKENIZER = "tokenize.json", "tokenizer"
+TOKENIZER_FILES = "tokenizer_files"  # in the command's record, the digests of the tokenizer's files
 HEADER, SUMS = "shards.json", "shards.crc32"
-BLOCK_BYTES = 2**17  # what one checksum is of: no more than the system reads ahead
+BLOCK_BYTES = 2**17  # bytes of a checksum, no more than the system reads ahead
 ANEW = f"write the shards anew; where the arrays are your own, delete {HEADER} and {SUMS}."
 BLOCK = 2**22  # tokens that are looked through at once
 
 
 @dataclass(frozen=True)
 class Shards:
-    """All tokens of a folder, as one stream: an array ends anywhere, and the next goes on.
+    """All tokens of a folder, as one stream. An array ends anywhere, and the next one goes on.
 
     Args:
-        folder: where they lie.
-        key: equal for equal tokens.
-        files: the arrays in order, and how many tokens each has; uint16 or uint32.
-        largest: id that there is.
-        documents: how many; None where that is unknown.
-        vocab, tokenizer, eos: of the tokenizer that made them: one more than its largest id, its key, and
-            what ends each document; None where that is unknown.
-        broken: lines that were left out, and parts of files in which bytes were replaced.
-        sizes: bytes of each array's file; None where an older version wrote the header: then nothing but the
-            numbers of tokens is compared.
-        sums: CRC-32 of the file of checksums.
+        folder: the folder of the arrays.
+        key: a text that is equal for equal tokens.
+        files: the arrays in order, uint16 or uint32, and the number of tokens of each.
+        largest: the largest id.
+        documents: the number of documents; None if it is unknown.
+        vocab: one more than the largest id of the tokenizer that made them; None if that is unknown.
+        tokenizer: the key of that tokenizer; None if it is unknown.
+        eos: the token that ends each document; None if it is unknown.
+        broken: the number of lines that were left out, and of parts of files in which bytes were replaced.
+        sizes: the bytes of each array's file. They are None if an older version wrote the header; then only
+            the numbers of tokens are compared.
+        sums: the CRC-32 of the file of checksums.
     """
 
     folder: Path
@@ -63,15 +65,15 @@ class Shards:
 
     @cached_property
     def tokens(self) -> int:
-        """Return the tokens of all arrays."""
+        """Count the tokens of all arrays."""
         return sum(self.files.values())
 
     def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """`length` tokens from each of `starts` on; int64 [starts, length].
+        """Return `length` tokens from each of `starts` on; int64 [starts, length].
 
         Raises:
             IndexError: a window is not inside.
-            DamagedError: what is read is not what was written.
+            DamagedError: the tokens are not those that were written.
         """
         if starts.size and (starts.min() < 0 or starts.max() + length > self.tokens):
             raise IndexError(f"windows of {length} from {starts.min()} to {starts.max()} of {self.tokens}.")
@@ -115,12 +117,12 @@ class Shards:
 
     @cached_property
     def _bytes(self) -> list[np.ndarray]:
-        """The arrays' files, mapped."""
+        """Map the arrays' files."""
         return [np.memmap(self.folder / name, np.uint8, "r") for name in self.files]
 
     @cached_property
     def _sums(self) -> list[np.ndarray]:
-        """The checksums of each array's blocks."""
+        """Read the checksums of each array's blocks."""
         content = (self.folder / SUMS).read_bytes()
         counts = [-(-size // BLOCK_BYTES) for size in self.sizes.values()]
         if len(content) != 4 * sum(counts) or zlib.crc32(content) != self.sums:
@@ -129,24 +131,25 @@ class Shards:
 
     @cached_property
     def _seen(self) -> list[np.ndarray]:
-        """Which blocks have been compared."""
+        """Flags of the blocks of each array that have been compared."""
         return [np.zeros(len(sums), bool) for sums in self._sums]
 
     def check(self, *, read_all: bool) -> None:
         """Compare every block, or the first of each array, with its checksum.
 
         Raises:
-            DamagedError: the first that differs.
+            DamagedError: one differs.
         """
         for array, many in enumerate(self.files.values() if self.sizes is not None else ()):
             self._check(array, 0, many if read_all else 1)
 
 
 def open_shards(folder: str | Path) -> Shards:
-    """Map a folder of shards; `.npy` arrays of others, [tokens] of uint16 or uint32, are described first.
+    """Map a folder of shards. Others' `.npy` arrays, [tokens] of uint16 or uint32, are described first.
 
     Raises:
-        ConfigError: there are none, or not all that the header names.
+        ConfigError: there are no arrays, or not all that the header names.
+        DamagedError: the header or the checksums are not what was written.
     """
     folder = Path(folder)
     try:
@@ -166,7 +169,7 @@ def open_shards(folder: str | Path) -> Shards:
     cut = [f"{n}: {there[n]} of {size} bytes" for n, size in sizes.items() if there.get(n) != size]
     try:
         tokens = _lengths(folder)
-    except ConfigError:  # no array at all; its size says more
+    except ConfigError:  # an array cannot be read, and its size says more
         if not cut:
             raise
         tokens = found.files
@@ -209,7 +212,7 @@ def describe(folder: Path, **known: Any) -> Shards:
     try:
         write_bytes(folder / SUMS, content)
         write_record(folder / HEADER, {k: v for k, v in asdict(found).items() if k != "folder"}, durable=True)
-    except OSError:  # not ours to write to: the next one looks through them again
+    except OSError:  # the folder is not ours to write to, so the next process looks through it again
         with suppress(OSError):
             (folder / SUMS).unlink()
         return replace(found, sizes=None)
@@ -217,7 +220,7 @@ def describe(folder: Path, **known: Any) -> Shards:
 
 
 def _lengths(folder: Path) -> dict[str, int]:
-    """Return how many tokens each array of a folder has."""
+    """Return the number of tokens of each array of a folder."""
     found, wrong = {}, []
     for path in sorted(folder.glob("*.npy")):
         try:
@@ -235,10 +238,10 @@ def _lengths(folder: Path) -> dict[str, int]:
 
 
 def check_tokenizer(root: Path) -> None:
-    """Compare the tokenizer next to folders of shards with what was written there.
+    """Compare the tokenizer next to folders of shards with its digests.
 
     Raises:
-        DamagedError: it, or the record of the command that wrote it, is not.
+        DamagedError: the tokenizer or the record of the command that wrote it is not what was written.
     """
     fix = f"write the shards anew; where the tokenizer is your own, delete {root / COMMAND}."
     try:
@@ -250,10 +253,10 @@ def check_tokenizer(root: Path) -> None:
 
 
 def check_vocab(shards: Sequence[Shards], vocab: int) -> None:
-    """Refuse tokens that a model of `vocab` rows does not know.
+    """Check that a model of `vocab` rows knows all tokens.
 
     Raises:
-        ConfigError: there are some.
+        ConfigError: it does not.
     """
     wrong = [f"{s.folder}: the largest is {s.largest}" for s in shards if s.largest >= vocab]
     if wrong:

@@ -1,5 +1,4 @@
-"""Text: windows of a stream of tokens, of text as bytes or of shards, that a run trains on and measures
-by."""
+"""Text: windows of a stream of tokens, which are the bytes of text files or come from shards."""
 
 from __future__ import annotations
 
@@ -25,26 +24,28 @@ from experiments.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from experiments.lib.checks import ConfigError, attempt
 from experiments.lib.config import ShardsConfig, TrainConfig
 
-VOCAB = 256  # of bytes
-STRENGTH = 16.0  # in counts: a larger one trusts the shorter context more; 4 to 64 hardly differ
-MOST_COUNTED = 2**25  # tokens that tables are counted on: the first of them
-# Tests repeat themselves and tables of them; what is installed next to the library differs by machine.
+VOCAB = 256  # the number of bytes
+STRENGTH = 16.0  # in counts; a larger one trusts the shorter context more, and 4 to 64 hardly differ
+MOST_COUNTED = 2**25  # the first tokens, on which tables are counted
+# Tests repeat themselves and each other, and packages next to the library differ by machine.
 SKIP = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 SEPARATOR = 0  # one byte that no source file holds ends every file
 Batch = tuple[Tensor, Tensor]
 
 
 class TokenStream(Protocol):
-    """Tokens one after the other: `Shards`, `ByteStream`.
+    """Tokens one after the other: `Shards` or a `ByteStream`.
 
-    `key`: equal for equal tokens. `tokens`: how many.
+    Args:
+        key: a text that is equal for equal tokens.
+        tokens: the number of tokens.
     """
 
     key: str
     tokens: int
 
     def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """`length` tokens from each of `starts` on; int64 [starts, length]."""
+        """Return `length` tokens from each of `starts` on; int64 [starts, length]."""
 
 
 def cut(stream: TokenStream, starts: np.ndarray, context: int) -> Batch:
@@ -54,9 +55,10 @@ def cut(stream: TokenStream, starts: np.ndarray, context: int) -> Batch:
 
 
 def held_out_starts(length: int, rows: int, context: int) -> Tensor:
-    """Return `rows` windows spread evenly over a stream of `length`, the same in every run; int64 [rows].
+    """Return the starts of `rows` windows, spread evenly over a stream and the same in every run; int64
+    [rows].
 
-    Starts at 2 or later, so that a trigram table has its context at every target.
+    They are 2 or later, so that a trigram table has its context at every target.
     """
     return torch.linspace(2, length - context - 1, rows, dtype=torch.float64).long()
 
@@ -65,11 +67,11 @@ def held_out_starts(length: int, rows: int, context: int) -> Tensor:
 class Windows:
     """The rows of a stream, `context` tokens each, for a `Loader`.
 
-    A window's last token is the next one's first: every token but the first is a target once an epoch; what
-    is left after the last window is none.
+    A window's last token is the next one's first. So every token but the first is a target once an epoch,
+    except for those after the last window.
 
     Raises:
-        ValueError: no window in the stream.
+        ValueError: the stream is too short for a window.
     """
 
     stream: TokenStream
@@ -88,7 +90,7 @@ class Windows:
         return {"data": self.stream.key, "context": self.context}
 
     def batch(self, numbers: np.ndarray) -> Batch:
-        """Windows by number; int64 [numbers, T] twice."""
+        """Return windows by number; int64 [numbers, T] twice."""
         return cut(self.stream, numbers * self.context, self.context)
 
 
@@ -97,7 +99,11 @@ class Windows:
 
 @dataclass(frozen=True)
 class ByteStream:
-    """Bytes as tokens: what `windows` draws from. `values`: uint8 [bytes]; a file ends in a `SEPARATOR`."""
+    """A stream of bytes as tokens.
+
+    Args:
+        values: uint8 [bytes], in which each file ends in a `SEPARATOR`.
+    """
 
     values: Tensor
 
@@ -110,7 +116,7 @@ class ByteStream:
         return self.values.numel()
 
     def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """`length` bytes from each of `starts` on; int64 [starts, length]."""
+        """Return `length` bytes from each of `starts` on; int64 [starts, length]."""
         return self.values.numpy()[starts[:, None] + np.arange(length)].astype(np.int64)
 
 
@@ -119,7 +125,8 @@ def standard_library() -> Path:
 
 
 def source_files(root: Path, suffix: str = ".py") -> list[str]:
-    """Return names below `root` with `suffix`, with forward slashes, sorted; `SKIP`ped folders left out."""
+    """Return the sorted names, with forward slashes, of files below `root` with `suffix`, outside of
+    `SKIP`."""
     names = []
     for folder, folders, files in os.walk(root):
         folders[:] = [f for f in folders if f not in SKIP]
@@ -128,7 +135,7 @@ def source_files(root: Path, suffix: str = ".py") -> list[str]:
 
 
 def is_held_out(name: str, percent: int) -> bool:
-    """Return whether a file is held out: by a hash of its name, so that other files never move it.
+    """Return whether a file is held out, by a hash of its name, so that other files never move it.
 
     >>> is_held_out("asyncio/runners.py", 0), is_held_out("asyncio/runners.py", 100)
     (False, True)
@@ -139,11 +146,13 @@ def is_held_out(name: str, percent: int) -> bool:
 def load_text(
     root: Path | None = None, *, suffix: str = ".py", held_out_percent: int = 10, least: int = 1
 ) -> tuple[ByteStream, ByteStream]:
-    """Read the files below `root` (default: the standard library) in the order of their names, split by file:
-    what is trained on, and what is held out.
+    """Read the files below `root` (default: the standard library) in the order of their names.
+
+    Returns:
+        The files to train on, and those that are held out.
 
     Raises:
-        ValueError: no such folder, or one side of the split holds fewer than `least` bytes.
+        ValueError: there is no such folder, or one side of the split holds fewer than `least` bytes.
     """
     root = root or standard_library()
     if not root.is_dir():
@@ -174,9 +183,12 @@ def _join(root: Path, names: list[str]) -> Tensor:
 
 @dataclass(frozen=True)
 class Dataset:
-    """Two streams of tokens.
+    """The two streams of tokens of a run.
 
-    `tokenizer`: of the streams, None where it is not known; `unit`: what a token is, "byte" or "token".
+    Args:
+        measured: the stream that is held out.
+        tokenizer: the tokenizer of the streams; None if it is not known.
+        unit: the word for a token, "byte" or "token".
     """
 
     config: TrainConfig
@@ -187,11 +199,11 @@ class Dataset:
 
     @property
     def starts(self) -> Tensor:
-        """Return where the held-out windows begin; int64 [rows]."""
+        """Return the starts of the held-out windows; int64 [rows]."""
         return held_out_starts(self.measured.tokens, self.config.data.held_out_rows, self.config.context)
 
     def loader(self, mesh: fs.Mesh) -> Loader:
-        """Make this rank's batches, from the first step on."""
+        """Make the loader of this rank's batches, from the first step on."""
         windows = Windows(self.train, self.config.context)
         return Loader(windows, self.config.data.rows, self.config.run.seed, **place_of(mesh))
 
@@ -206,32 +218,33 @@ class Dataset:
         return self.rows * self.config.context
 
     def held_out(self, mesh: fs.Mesh, rows: int) -> Iterator[Batch]:
-        """Yield this rank's held-out windows, at most so many at once; int64 [rows, T] twice."""
+        """Yield this rank's held-out windows, at most `rows` at once; int64 [rows, T] twice."""
         mine = self.starts.chunk(mesh.data_size)[mesh.data_rank]
         for starts in mine.split(math.gcd(len(mine), rows)):
             yield cut(self.measured, starts.numpy(), self.config.context)
 
     def ngram_losses(self) -> dict[str, float]:
-        """Return losses of n-gram tables at exactly the targets of the held-out windows, nats; none where
-        tokens are not bytes.
+        """Return losses of n-gram tables at the targets of the held-out windows, in nats.
 
-        They see the bytes before a window too, the model does not: the comparison favours the tables.
+        There are none unless tokens are bytes. The comparison favours the tables, which see the bytes before
+        a window too, whereas the model does not.
         """
         if self.unit != "byte":
             return {}
         train = self.train.windows(np.zeros(1, np.int64), min(self.train.tokens, MOST_COUNTED))
-        # Each window, and the two tokens before its first target.
+        # Each window comes with the two tokens before it, so that trigrams have their context at every
+        # target.
         windows = self.measured.windows(self.starts.numpy() - 2, self.config.context + 3)
         targets = torch.arange(windows.size).reshape(windows.shape)[:, 3:].flatten()
         return table_losses(_as_bytes(train), _as_bytes(windows), targets)
 
     def encode(self, text: str) -> list[int]:
-        """Return a text's tokens; without a tokenizer, the first held-out token stands for any text."""
+        """Return a text's tokens. Without a tokenizer the first held-out token stands for any text."""
         tokens = self.tokenizer.encode(text) if self.tokenizer else []
         return tokens or self.measured.windows(np.zeros(1, np.int64), 1)[0].tolist()
 
     def decode(self, tokens: list[int]) -> str:
-        """Return tokens as text; without a tokenizer, as numbers."""
+        """Return tokens as text, or as numbers if there is no tokenizer."""
         return self.tokenizer.decode(tokens) if self.tokenizer else " ".join(map(str, tokens))
 
 
@@ -243,8 +256,8 @@ def open_dataset(config: TrainConfig) -> Dataset:
     """Open the data that a configuration names.
 
     Raises:
-        ConfigError: it is not there, is not whole, or too little for one window; or holds tokens that the
-            model does not know.
+        ConfigError: the data are missing, not whole or too few for one window, or hold tokens that the model
+            does not know.
     """
     if isinstance(config.data, ShardsConfig):
         return open_tokens(config)
@@ -287,19 +300,19 @@ def open_tokens(config: TrainConfig) -> Dataset:
     return Dataset(config, *found, tokenizer, "byte" if in_bytes else "token")
 
 
-# ------------------------------------------------------------------ tables: what a model has to beat
+# ------------------------------------------------------------------ tables that a model has to beat
 
 
 def table_losses(train: Tensor, held_out: Tensor, at: Tensor) -> dict[str, float]:
     """Return the mean -log p of the bytes `held_out[at]`, in nats, by tables of pairs and of triples in
     `train`.
 
-    p(c | ab) = (n(abc) + s p(c | b)) / (n(ab) + s), down to p(c) and 1 / V: a Dirichlet prior centred on the
-    shorter context (MacKay and Peto, 1995), so a proper distribution for every context, seen or not.
+    p(c | ab) = (n(abc) + s p(c | b)) / (n(ab) + s), down to p(c) and 1 / V. This is a Dirichlet prior centred
+    on the shorter context (MacKay and Peto, 1995), so a proper distribution for every context, seen or not.
 
     Args:
         train, held_out: uint8 [bytes].
-        at: int64 positions, 2 or more: a table reads the bytes before them.
+        at: int64 positions of 2 or more, since a table reads the two bytes before each.
     """
     p = torch.full(at.shape, 1.0 / VOCAB, dtype=torch.float64)
     losses = {}

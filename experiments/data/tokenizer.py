@@ -1,5 +1,4 @@
-"""Tokenizers: the built-in one of bytes, which needs no library, and those of model directories, which
-transformers opens."""
+"""Tokenizers: the built-in one of bytes, which needs no library, and those that transformers opens."""
 
 from __future__ import annotations
 
@@ -18,11 +17,11 @@ from experiments.lib.files import first_few, read_json, write_json
 from fnshard.errors import MissingExtraError, report
 
 FILE, CONFIG, TEMPLATE_FILE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
-OLD_TEMPLATE = "chat_template.json"  # a processor's, of models that see
+OLD_TEMPLATE = "chat_template.json"  # that of a processor, in models that see
 COPIED = (FILE, CONFIG, "special_tokens_map.json", "added_tokens.json", TEMPLATE_FILE, OLD_TEMPLATE)
 PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 STOPS = ("generation_config.json", "config.json")  # files that name tokens which end a generation
-BUILT_IN = "fnshard_tokenizer"  # a key of `CONFIG`: the files are the byte tokenizer's
+BUILT_IN = "fnshard_tokenizer"  # a key of `CONFIG` that marks the files of the byte tokenizer
 
 # ------------------------------------------------------------------ bytes
 
@@ -42,12 +41,13 @@ TEMPLATE = (
 
 @dataclass(frozen=True)
 class ByteTokenizer:
-    """UTF-8 bytes are ids 0 to 255; then come begin, end, padding and a marker for each role.
+    """A tokenizer of UTF-8 bytes, ids 0 to 255, after which come begin, end, padding and a marker for each
+    role.
 
     Args:
-        vocab: rows of an embedding: ids are below it.
-        eos: what ends a document.
-        key: equal for equal tokenizers.
+        vocab: the rows of an embedding. All ids are below it.
+        eos: the token that ends a document.
+        key: a text that is equal for equal tokenizers.
 
     >>> tokenizer = ByteTokenizer()
     >>> tokenizer.encode("hé"), tokenizer.decode([256, 104, 195, 169, 257])
@@ -58,30 +58,34 @@ class ByteTokenizer:
     bos: int = BEGIN
     eos: int = END
     pad: int = PAD
-    key: str = "bytes-1"  # another number where ids mean something else
+    key: str = "bytes-1"  # its number changes when ids mean something else
 
     def encode(self, text: str) -> list[int]:
-        """Token ids; neither begin nor end is added, and no control token is read from the text."""
+        """Return token ids. Neither begin nor end is added, and no control token is read from the text."""
         return list(text.encode())
 
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """uint32 ids of each text."""
+        """Return the uint32 ids of each text."""
         return [np.frombuffer(text.encode(), np.uint8).astype(np.uint32) for text in texts]
 
     def decode(self, ids: Sequence[int], control: bool = False) -> str:
-        """Text; control tokens are left out, or with `control` as they are spelled; broken UTF-8 shows as a
-        replacement sign."""
+        """Return the text of ids. Broken UTF-8 shows as a replacement sign.
+
+        Args:
+            control: whether to spell control tokens, which are otherwise left out.
+        """
         spelled = {i: name.encode() for name, i in CONTROL.items()} if control else {}
         return b"".join(bytes([i]) if i < 256 else spelled.get(i, b"") for i in ids).decode(errors="replace")
 
     def save(self, folder: Path, more: Sequence[str] = (), template: str = TEMPLATE) -> None:
-        """Write `tokenizer.json`, byte-level BPE that merges nothing, and `tokenizer_config.json`, which
-        `transformers.AutoTokenizer` opens.
+        """Write the files that `transformers.AutoTokenizer` opens.
 
-        In a directory of a model of type qwen2 it takes a class of its own, which composes characters first.
+        They are `tokenizer.json`, byte-level BPE that merges nothing, and `tokenizer_config.json`. In the
+        directory of a model of type qwen2, transformers takes a class of its own, which composes characters
+        first.
 
         Args:
-            more: control tokens, of ids from `vocab` on; transformers alone reads such files.
+            more: control tokens with ids from `vocab` on. Only transformers reads such files.
         """
         from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
@@ -108,7 +112,7 @@ class ByteTokenizer:
 
 
 def _signs() -> list[str]:
-    """GPT-2's printable sign of every byte: its own where it has one, else one from 256 on."""
+    """Return GPT-2's printable sign of every byte: its own if it has one, else one from 256 on."""
     plain = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
     return [chr(byte if byte in plain else next(others)) for byte in range(256)]
@@ -119,14 +123,14 @@ def _signs() -> list[str]:
 
 @dataclass(frozen=True)
 class DirectoryTokenizer:
-    """A tokenizer of transformers; made by `open_directory`.
+    """A tokenizer of transformers, which `open_directory` makes.
 
     Args:
         hf: the object of transformers, which has a chat template.
-        begin: what texts of this model begin with: one id, or nothing.
-        stops: every id that ends a generation, the end of a text first.
-        pad: fills rows; never a target.
-        plain: the directory has no chat template; `PLAIN` stands in for it.
+        begin: the ids with which texts of this model begin, one or none.
+        stops: every id that ends a generation. The first is the end of a text.
+        pad: the id that fills rows, which is never a target.
+        plain: whether the directory has no chat template, so that `PLAIN` stands in for it.
         images: the `Images` of a model that sees.
     """
 
@@ -152,8 +156,10 @@ class DirectoryTokenizer:
         return [np.array(ids, np.uint32) for ids in encoded.input_ids]
 
     def encode_after(self, text: str) -> list[int]:
-        """Token ids of a text that follows another one: without the space that some tokenizers put in front
-        of all that they are given."""
+        """Return the token ids of a text that follows another one.
+
+        They lack the space that some tokenizers put in front of every text.
+        """
         line_break, both = self.encode("\n"), self.encode(f"\n{text}")
         follows = both[: len(line_break)] == line_break
         return both[len(line_break) :] if follows else self.encode(text)
@@ -163,7 +169,7 @@ class DirectoryTokenizer:
         return self.hf.decode(known, skip_special_tokens=not control, clean_up_tokenization_spaces=False)
 
     def save(self, folder: Path) -> None:
-        """Copy its files, and write what they do not say: the chat template, and what ends a generation."""
+        """Copy its files, and write the chat template and the ends of a generation if the files lack them."""
         for name in COPIED + PROCESSORS:
             if (self.folder / name).is_file():
                 shutil.copyfile(self.folder / name, folder / name)
@@ -173,7 +179,7 @@ class DirectoryTokenizer:
             write_json(folder / STOPS[0], {"eos_token_id": list(self.stops)})
 
 
-Tokenizer = ByteTokenizer | DirectoryTokenizer  # of shards
+Tokenizer = ByteTokenizer | DirectoryTokenizer  # those of shards
 PLAIN = (
     "{% for message in messages %}{% if message['role'] == 'assistant' %}"
     "{{ 'assistant:' }}{% generation %}{{ ' ' + message['content'] + eos_token }}{% endgeneration %}"
@@ -183,7 +189,7 @@ PLAIN = (
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:
-    """The tokenizer of a local directory; the built-in one, without any library, where it wrote the files.
+    """Open the tokenizer of a local directory. If the built-in one wrote its files, that needs no library.
 
     Raises:
         ConfigError, MissingExtraError: see `open_directory`.
@@ -194,13 +200,14 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
 
 
 def open_directory(directory: str | Path) -> DirectoryTokenizer:
-    """The tokenizer of a local model directory. Nothing is fetched, and no code of the directory is run.
+    """Open the tokenizer of a local model directory. Nothing is fetched, and no code of the directory is run.
 
     Args:
-        directory: with a `tokenizer.json`. Without a chat template it gets `PLAIN`, "role: text" turns.
+        directory: a folder with a `tokenizer.json`. If it has no chat template, `PLAIN` writes turns as
+            "role: text".
 
     Raises:
-        ConfigError: no such file, one that transformers does not open, or no end token in any of the files.
+        ConfigError: the file is missing, transformers does not open it, or no file names an end token.
         MissingExtraError: transformers is not installed.
     """
     folder = Path(directory)
@@ -212,7 +219,7 @@ def open_directory(directory: str | Path) -> DirectoryTokenizer:
         )
         state = "it holds:" if folder.is_dir() else "it is no folder."
         raise ConfigError(report(f"{folder} holds no {FILE}; {state}", first_few(there, 8), fix))
-    # What opens a model's directory is not imported for bytes.
+    # Bytes do not need the modules that open a model's directory, so they are imported here.
     from experiments.data.images import open_images
     from experiments.data.model_files import LOCAL
 
@@ -224,9 +231,8 @@ def open_directory(directory: str | Path) -> DirectoryTokenizer:
             "fnshard[finetune], or use the byte tokenizer."
         ) from error
     try:
-        hf = AutoTokenizer.from_pretrained(
-            folder, **LOCAL, model_max_length=10**9
-        )  # no warning of texts that are longer: what is too long is ours to say
+        # So large a length keeps transformers from warning of long texts, which we check ourselves.
+        hf = AutoTokenizer.from_pretrained(folder, **LOCAL, model_max_length=10**9)
         hf.backend_tokenizer.no_truncation()
         hf.backend_tokenizer.no_padding()
     except Exception as error:  # the libraries raise errors of every kind, plain Exception too
@@ -267,7 +273,7 @@ def open_directory(directory: str | Path) -> DirectoryTokenizer:
 
 
 def _stops(hf: Any, folder: Path) -> tuple[int, ...]:
-    """The tokenizer's end token first, then every other that the model's configurations name."""
+    """Return the tokenizer's end token, and after it every other that the model's configurations name."""
     found = [hf.eos_token_id]
     for name in STOPS:
         ids = read_json(folder / name).get("eos_token_id")

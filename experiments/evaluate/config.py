@@ -14,14 +14,18 @@ from experiments.lib.config import AUTO
 
 @configuration
 class EvaluateConfig:
-    """`model`: a directory as of `experiments.finetune`. `tasks`: FORMAT:FILE or FORMAT:FILE:FILE, where the
-    second file has the `shots` that each question is asked after, the first of its subject that are not that
-    question itself; or lm-eval:NAME, a task of the package lm-eval by its name or its YAML file.
+    """The model, the tasks and how to measure.
 
-    `limit`: questions of a task. `tokens`: the most of a generated answer. `rows`: of text that a rank
-    computes at once. `ranks`: processes that share the work and the weights; null: two on a CPU, or as many
-    as there are GPUs. `dtype`: of compute. `folder`: answers are kept here, and those that are there are not
-    computed again; null: a folder below outputs/evaluate by model, tasks and settings.
+    `model` is a directory, as in `experiments.finetune`. `tasks` are FORMAT:FILE or FORMAT:FILE:FILE, where
+    the second file has the `shots` that each question is asked after: the first of its subject that are not
+    that question itself. A task may also be lm-eval:NAME, one of the package lm-eval by its name or its YAML
+    file.
+
+    `limit` is the most questions of a task, and `tokens` the most tokens of a generated answer. `rows` are
+    the rows of text that a rank computes at once. `ranks` are processes that share the work and the weights
+    (null: two on a CPU, or as many as there are GPUs). `dtype` is that of compute. `folder` keeps answers,
+    and those that are there are not computed again (null: a folder below outputs/evaluate by model, tasks and
+    settings).
     """
 
     model: str
@@ -56,5 +60,5 @@ COMMAND = Command(
         ),
         "python -m experiments.evaluate model=FOLDER tasks=[lm-eval:arc_easy]": "a task of lm-eval",
     },
-    CONF / "evaluate",  # a group named "model", as the main job has, would take `model=`
+    CONF / "evaluate",  # a group "model", such as the main job's, would take `model=`
 )

@@ -1,4 +1,4 @@
-"""A scorer as a model of lm-eval (Gao et al. 2023), whose tasks, prompts and metrics are its own."""
+"""A scorer as a model of lm-eval (Gao et al. 2023), which has its own tasks, prompts and metrics."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class HarnessModel:
-    """A model as the harness asks it. All ranks run the harness, and share the questions."""
+    """A model with the methods that the harness calls. All ranks run the harness, and share the questions."""
 
     def __init__(self, scorer: Scorer, params: Any):
         super().__init__()
@@ -28,21 +28,21 @@ class HarnessModel:
     def loglikelihood(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
         """Return the log-likelihood of each (context, continuation), and whether it is the likeliest."""
         pairs = [self.scorer.pair(*request.args) for request in requests]
-        begin = list(self.scorer.tokenizer.begin or self.scorer.tokenizer.stops[:1])  # of an empty context
+        begin = list(self.scorer.tokenizer.begin or self.scorer.tokenizer.stops[:1])  # for an empty context
         groups = [[(context or begin, after)] for context, after in pairs]
         mine = {number: found[0] for number, found in self.scorer.logprobs(self.params, groups)}
         return [tuple(each) for each in self._all(mine, len(requests))]
 
     def loglikelihood_rolling(self, requests: Sequence[Instance]) -> list[float]:
-        """Return the log-likelihood of whole texts, of which the last tokens count if they are longer than
-        the model's context."""
+        """Return the log-likelihood of whole texts. Of those longer than the model's context the end
+        counts."""
         begin = list(self.scorer.tokenizer.begin or self.scorer.tokenizer.stops[:1])
         groups = [[(begin, self.scorer.tokenizer.encode(*request.args))] for request in requests]
         mine = {number: found[0][0] for number, found in self.scorer.logprobs(self.params, groups)}
         return self._all(mine, len(requests))
 
     def generate_until(self, requests: Sequence[Instance]) -> list[str]:
-        """Greedy answers to (context, options), up to one of the options' `until`."""
+        """Return greedy answers to (context, options), each up to one of the options' `until`."""
         out: dict[int, str] = {}
         for most in sorted({how.get("max_gen_toks", self.scorer.tokens) for _, how in map(_args, requests)}):
             of = [
@@ -72,7 +72,7 @@ def _until(text: str, how: dict[str, Any]) -> str:
 
 
 def check_harness() -> None:
-    """Refuse to go on without the package.
+    """Check that the package is installed.
 
     Raises:
         MissingExtraError: lm-eval is not installed.
@@ -92,8 +92,10 @@ def _known_tasks() -> Any:
 def harness_results(
     task: str, scorer: Scorer, params: Any, config: EvaluateConfig
 ) -> dict[str, dict[str, float]]:
-    """Return `{task/metric: {value, stderr, questions}}` of a task of the harness, by name or by its YAML
-    file.
+    """Measure a task of the harness, by its name or its YAML file.
+
+    Returns:
+        `{task/metric: {value, stderr, questions}}`.
 
     Raises:
         ConfigError: it knows no such task.
@@ -110,10 +112,12 @@ def harness_results(
     except (KeyError, ValueError, FileNotFoundError) as error:
         raise ConfigError(f"tasks=lm-eval:{task}: {error}") from error
     out: dict[str, dict[str, float]] = {}
-    if found is None:  # the first rank of a machine alone has them
+    if found is None:  # only the first rank of a machine has results
         return out
     for name, metrics in found["results"].items():
-        count = found["n-samples"].get(name, {}).get("effective", 0)  # a group of tasks has none of its own
+        count = (
+            found["n-samples"].get(name, {}).get("effective", 0)
+        )  # a group of tasks has no questions of its own
         for metric, value in metrics.items():
             kind, _, how = metric.partition(",")
             if how and not kind.endswith("_stderr") and isinstance(value, float):

@@ -1,6 +1,6 @@
-"""Records: what files of benchmarks hold, one mapping for each question, whatever kind of file it is.
+"""Records: one mapping for each question of a benchmark's file, whatever kind of file it is.
 
-JSONL, a list of JSON, CSV with or without a header, Parquet: what a file is shows in how it begins.
+It may be JSONL, a list of JSON, CSV with or without a header, or Parquet, which its beginning shows.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from fnshard.errors import MissingExtraError
 
 Record = Mapping[str, Any]
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-HEADERLESS = (6, 12)  # columns of a row without a header: a question, four or ten choices, the letter
+HEADERLESS = (6, 12)  # the columns of a row without a header: a question, four or ten choices, the letter
 
 
 class RecordError(ValueError):
-    """A record cannot be a question; the message says why."""
+    """An error of a record that cannot be a question. Its message says why."""
 
 
 def read_records(path: Path) -> Iterator[tuple[str, Record | RecordError]]:
-    """Yield where each record stands ("line 3") and the record, or why there is none.
+    """Yield the place of each record ("line 3") with the record, or with an error that says why there is
+    none.
 
     Raises:
         ConfigError: there is no such file, or it is of another kind.
@@ -74,7 +75,7 @@ def _checked(value: Any) -> Record | RecordError:
 
 
 def _items_of_list(text: str) -> Iterator[tuple[str, Record | RecordError]]:
-    """The records of a file that is one list of JSON."""
+    """Yield the records of a file that is one list of JSON."""
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -101,7 +102,7 @@ def _rows_of_parquet(path: Path) -> Iterator[tuple[str, Record]]:
 
 
 def _rows_of_csv(text: str) -> Iterator[tuple[str, Record | RecordError]]:
-    """The rows of a file, by the names of its header; without one, as MMLU's files are, by their places."""
+    """Yield the rows of a file by the names of its header. MMLU's files have none, and are read by places."""
     rows, line, header = csv.reader(io.StringIO(text, newline=""), strict=True), 0, None
     columns = 0
     while True:
@@ -135,7 +136,7 @@ def _rows_of_csv(text: str) -> Iterator[tuple[str, Record | RecordError]]:
 
 
 def _header_of(row: list[str]) -> list[str] | None:
-    """The names of a header's columns, spelled as the formats spell them; None of a row that is none."""
+    """Return the names of a header's columns as the formats spell them; None if the row is no header."""
     names = [cell.strip() for cell in row]
     lower = [name.lower() for name in names]
     if "answer" not in lower or not {"question", "prompt"} & set(lower):

@@ -1,4 +1,4 @@
-"""An evaluation: what the command does, and what each of its ranks does."""
+"""An evaluation: the work of the command, and that of each of its ranks."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ RESULTS, OF = "results.json", "of.json"
 
 
 def evaluate(config: EvaluateConfig, folder: Path) -> None:
-    """Measure a model on ranks of its own; print a table and leave it in a folder, next to all answers.
+    """Measure a model on ranks of its own. Print a table, and leave it in a folder next to all answers.
 
     Raises:
-        ConfigError: a device that is not there; a model, or files of tasks, that cannot be read, all of them
-            named; a folder with answers of something else.
-        MissingExtraError: a task of lm-eval, which is not installed.
+        ConfigError: the device is missing, the model or files of tasks cannot be read, all of which are
+            named, or the folder has answers of something else.
+        MissingExtraError: a task is of lm-eval, which is not installed.
         LaunchError: a rank failed.
     """
     there = find_accelerators()
@@ -70,7 +70,8 @@ def evaluate(config: EvaluateConfig, folder: Path) -> None:
             wrong += misfits_of(task, *opened, config.tokens)
     if wrong:
         raise ConfigError("\n".join(wrong))
-    # What answers depend on: the model, the settings, and the questions as they are asked.
+    # The folder's key has everything that answers depend on: the model, the settings, and the questions as
+    # they are asked.
     asked = [task.digest for task in tasks]
     asked += [text for text in config.tasks if text not in own]
     of = {"model": _files_of(config.model), "shots": config.shots, "tokens": config.tokens, "tasks": asked}
@@ -100,7 +101,7 @@ def _files_of(model: str) -> list[tuple[str, int, int]]:
 
 
 def on_rank(config: EvaluateConfig, folder: str) -> None:
-    """Answer this rank's part; rank 0 writes the results."""
+    """Answer this rank's part of the questions. Rank 0 writes the results."""
     mesh = fs.make_mesh(shard=-1, device=config.device)
     scorer, blocks = scorer_of(config, mesh)
     barrier = scorer.forward(lambda params: 0).gather_strings
@@ -133,7 +134,7 @@ def on_rank(config: EvaluateConfig, folder: str) -> None:
 
 
 def scorer_of(config: EvaluateConfig, mesh: fs.Mesh) -> tuple[Scorer, Any]:
-    """A model directory as a scorer and this rank's blocks of its leaves."""
+    """Open a model directory as a scorer, with this rank's blocks of its leaves."""
     fast = torch.float32 if mesh.device_type == "cpu" else torch.bfloat16
     dtype = fast if config.dtype == AUTO else getattr(torch, config.dtype)
     lm, tokenizer = from_directory(config.model, dtype), open_directory(config.model)
@@ -149,8 +150,8 @@ def scorer_of(config: EvaluateConfig, mesh: fs.Mesh) -> tuple[Scorer, Any]:
 def answered(folder: Path, task: Task) -> dict[int, dict[str, Any]]:
     """Read the results of all ranks, by question.
 
-    A line that a kill has cut short, that is not what was written, or that is no result of the task counts as
-    none: its question is asked again.
+    A line that a kill has cut short, that is not what was written, or that is no result of the task is passed
+    over, so that its question is asked again.
     """
     found = {}
     for path in sorted(folder.glob("*.jsonl")):
@@ -169,7 +170,8 @@ def answered(folder: Path, task: Task) -> dict[int, dict[str, Any]]:
 
 
 def summary(task: Task, results: dict[int, dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """`{task/metric: {value, stderr, questions}}`; the standard error is the sample's, by sqrt(questions)."""
+    """Return `{task/metric: {value, stderr, questions}}`, with the sample's deviation by sqrt(questions) as
+    error."""
     out = {}
     for metric in task.metrics:
         values = [result[metric] for result in results.values()]
@@ -179,7 +181,7 @@ def summary(task: Task, results: dict[int, dict[str, Any]]) -> dict[str, dict[st
 
 
 def table(found: dict[str, dict[str, float]]) -> str:
-    """A line for each metric.
+    """Return a table with a line for each metric.
 
     >>> print(table({"arc/acc": {"value": 0.5, "stderr": 0.05, "questions": 100}}))
     task/metric  value  std err  questions

@@ -1,4 +1,4 @@
-"""Scorer: log-probabilities of texts and greedy answers, from sharded leaves."""
+"""Scorer: log-probabilities of texts, and greedy answers, from sharded leaves."""
 
 from __future__ import annotations
 
@@ -22,18 +22,20 @@ from experiments.tuning.lm import LanguageModel
 from experiments.tuning.rollout import TOGETHER, Rollouts, first_of, next_of
 from fnshard.losses import IGNORE
 
-WIDTH = 64  # rows are as wide as this times a power of two: one program for each
-Pair = tuple[list[int], list[int]]  # tokens of a context, and of what follows it
+WIDTH = 64  # rows are as wide as this times a power of two, so that there are few programs
+Pair = tuple[list[int], list[int]]  # the tokens of a context, and those that follow it
 
 
 @dataclass(frozen=True)
 class Scorer:
-    """All ranks call its methods together, with the same arguments; each computes a part of the questions.
+    """A model that scores and answers questions.
+
+    All ranks call its methods together, with the same arguments, and each computes a part of the questions.
 
     Args:
         forward: compiles a function of the model's leaves for the leaves that are sharded.
-        rows: that a rank computes at once.
-        tokens: the most of a generated answer.
+        rows: the rows that a rank computes at once.
+        tokens: the most tokens of a generated answer.
     """
 
     lm: LanguageModel
@@ -45,10 +47,10 @@ class Scorer:
     _programs: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     def results(self, params: Any, task: Task, done: set[int] = frozenset()) -> Iterator[tuple[int, dict]]:
-        """`(number, {metric: 1 or 0})` of this rank's questions, as they are answered.
+        """Yield `(number, {metric: 1 or 0})` for this rank's questions, as they are answered.
 
         Args:
-            done: numbers of questions that are left out.
+            done: the numbers of questions that are left out.
         """
         numbers = [n for n in range(len(task.questions)) if n not in done]
         choose = [n for n in numbers if task.questions[n].choices]
@@ -61,11 +63,13 @@ class Scorer:
         groups: Sequence[Sequence[Pair]],
         pictures: Sequence[Sequence[Picture]] | None = None,
     ) -> Iterator[tuple[int, list[tuple[float, bool]]]]:
-        """Yield of this rank's groups: number, and of each pair the log-probability of what follows its
-        context and whether that is the likeliest.
+        """Yield the number of each of this rank's groups with the scores of its pairs.
+
+        A score is the log-probability of what follows the context, and whether that is the likeliest.
 
         Args:
-            pictures: of each group, whose contexts have the tokens of their features; None: none has any.
+            pictures: the images of each group, whose contexts have the tokens of their features; None if no
+                group has any.
         """
         rows = max([self.rows, *map(len, groups)])
         lengths = [max(len(a) + len(b) for a, b in group) - 1 for group in groups]
@@ -90,7 +94,7 @@ class Scorer:
             yield from ((number, list(islice(both, len(groups[number])))) for number in mine)
 
     def answers(self, params: Any, prompts: Sequence[str], tokens: int) -> Iterator[tuple[int, str]]:
-        """Yield of this rank's prompts: number, and a greedy answer."""
+        """Yield the number of each of this rank's prompts with a greedy answer."""
         most = (self.lm.context or 2**31) - tokens
         encoded = [self.encode(prompt)[-most:] for prompt in prompts]
         stops, count = frozenset(self.tokenizer.stops), min(TOGETHER, tokens)
@@ -107,12 +111,15 @@ class Scorer:
                 yield number, self.tokenizer.decode([t for t in row if t not in stops])
 
     def encode(self, text: str) -> list[int]:
-        """Encode a text that nothing comes before, as the model's tokenizer does."""
+        """Encode a text that begins a row, as the model's tokenizer does."""
         return [*self.tokenizer.begin, *self.tokenizer.encode(text)]
 
     def pair(self, context: str, after: str) -> Pair:
-        """Tokens of both; blanks at the end of a context are of what follows it. Where a token would span the
-        two, what follows is encoded alone: all of it is scored, and none of the context."""
+        """Encode a context and what follows it. Blanks at the end of the context belong to what follows.
+
+        If a token would span the two, what follows is encoded alone, so that all of it is scored and nothing
+        of the context.
+        """
         kept = context.rstrip()
         whole, first = self.encode(context + after), self.encode(kept)
         if whole[: len(first)] == first and len(whole) > len(first):
@@ -136,11 +143,12 @@ class Scorer:
             yield numbers[place], _accuracy(asked[place], [logprob for logprob, _ in found])
 
     def _pairs_of_images(self, question: Question, name: str) -> list[Pair]:
-        """Return the tokens of a question as a user of a chat asks it, with those of its images' features,
-        and of each choice.
+        """Encode a question as a user of a chat asks it, with each of its choices.
+
+        The question has the tokens of its images' features.
 
         Raises:
-            ConfigError: an image that cannot be opened, a text that the chat template does not show, or more
+            ConfigError: an image cannot be opened, the chat template does not show a text, or there are more
                 tokens than the model was made for.
         """
         first, *texts = question.prompt.split(IMAGE)
@@ -171,8 +179,11 @@ class Scorer:
             yield numbers[place], {**graded(question, answer), "answer": answer}
 
     def _program(self, shape: Any, make: Callable[..., Callable[..., Any]], *how: float) -> Any:
-        """Return the program of a shape, which is compiled once, however often a model is measured. Each
-        shape has its own: a program that meets another one warns its user, who can do nothing about it."""
+        """Return the program of a shape, which is compiled once, however often a model is measured.
+
+        Each shape has its own program, since one that meets another shape warns its user, who can do nothing
+        about it.
+        """
         key = shape, make, how
         if key not in self._programs:
             self._programs[key] = self.forward(make(self.lm, *how))
@@ -181,8 +192,10 @@ class Scorer:
     def _rounds(
         self, lengths: Sequence[int], sizes: Sequence[int], rows: int
     ) -> Iterator[tuple[int, list[int]]]:
-        """A width, and this rank's numbers, whose sizes come to `rows` at most; the longest come first, and
-        memory that suffices for these suffices for all."""
+        """Yield a width, and this rank's numbers, whose sizes come to `rows` at most.
+
+        The longest come first, so that memory that suffices for these suffices for all.
+        """
         waiting = deque(sorted(range(len(lengths)), key=lambda number: -lengths[number]))
         while waiting:
             width, ranks = self._width(lengths[waiting[0]]), []
@@ -202,8 +215,10 @@ class Scorer:
 
 
 def misfits_of(task: Task, lm: LanguageModel, tokenizer: DirectoryTokenizer, tokens: int) -> list[str]:
-    """Return why a model cannot answer a task's questions: it does not see their images, has no room for an
-    answer, or its tokenizer has no tokens for a choice."""
+    """Say why a model cannot answer a task's questions.
+
+    It may not see their images, have no room for an answer, or have a tokenizer without tokens for a choice.
+    """
     if (lm.vision is None or tokenizer.images is None) and any(q.images for q in task.questions):
         kinds = ", ".join(KINDS)
         return [
@@ -223,15 +238,17 @@ def misfits_of(task: Task, lm: LanguageModel, tokenizer: DirectoryTokenizer, tok
 
 
 def _accuracy(question: Question, logprobs: Sequence[float]) -> dict[str, float]:
-    """Whether the likeliest choice is right, as it is and by its letters."""
+    """Return 1 if the likeliest choice is right, else 0, by its probability and by that of a character."""
     by_letter = [p / len(choice) for p, choice in zip(logprobs, question.choices, strict=True)]
     best = {"acc": logprobs, "acc_norm": by_letter}
     return {metric: float(numbers.index(max(numbers)) == question.answer) for metric, numbers in best.items()}
 
 
 def _sums(lm: LanguageModel) -> Callable[..., tuple[Tensor, Tensor]]:
-    """`fn(params, tokens [B, T], targets [B, T], images) -> (fp32 [B], bool [B])`; `images`: as of
-    `Vision.rows`, or none."""
+    """Make `fn(params, tokens [B, T], targets [B, T], images) -> (fp32 [B], bool [B])`.
+
+    `images` are a result of `Vision.rows`, or left out.
+    """
 
     def fn(params: Any, tokens: Tensor, targets: Tensor, images: Any = None) -> tuple[Tensor, Tensor]:
         hidden = lm.hidden(params, tokens, images=images)

@@ -1,8 +1,8 @@
 """Tasks: files of public benchmarks as questions, in the words in which lm-eval asks them.
 
-MMLU (Hendrycks et al. 2021), ARC (Clark et al. 2018), HellaSwag (Zellers et al. 2019), GSM8K (Cobbe et al.
-2021), C-Eval (Huang et al. 2023) and MMMU (Yue et al. 2024), whose questions have images; Gao et al. 2023
-(lm-evaluation-harness) for the prompts.
+The benchmarks are MMLU (Hendrycks et al. 2021), ARC (Clark et al. 2018), HellaSwag (Zellers et al. 2019),
+GSM8K (Cobbe et al. 2021), C-Eval (Huang et al. 2023) and MMMU (Yue et al. 2024), whose questions have images.
+The prompts are those of lm-evaluation-harness (Gao et al. 2023).
 """
 
 from __future__ import annotations
@@ -26,25 +26,26 @@ from experiments.lib.checks import ConfigError, attempt
 from experiments.lib.files import first_few
 from fnshard.errors import report
 
-STOPS = ("Question:", "</s>", "<|im_end|>")  # what ends a generated answer
-MARK = "####"  # what stands before the number of a right answer
-HARNESS = "lm-eval"  # a format of tasks that are that package's own
-SHOWN = 10  # records of a file in an error
+STOPS = ("Question:", "</s>", "<|im_end|>")  # these end a generated answer
+MARK = "####"  # this stands before the number of a right answer
+HARNESS = "lm-eval"  # the format of that package's own tasks
+SHOWN = 10  # the most records of a file in an error
 
 
 @dataclass(frozen=True)
 class Question:
-    """A question that is asked.
+    """A question of a task.
 
     Args:
-        prompt: what an answer follows.
-        choices: what is chosen from by likelihood, each after a space; none: the answer is generated.
-        answer: which choice is right; or the text of a right answer.
-        subject: what it is about, where its record says so; its shots are about the same.
-        asked: the words of the question and its choices; equal for equal questions, in whatever order their
-            choices stand.
-        images: what stands where the prompt says `IMAGE`, in order: an image file's bytes. A question with
-            some is asked as a chat, and each choice follows without a space.
+        prompt: the text that an answer follows.
+        choices: the texts of which the likeliest is chosen, each after a space. If there are none, the answer
+            is generated.
+        answer: the number of the right choice, or the text of a right answer.
+        subject: its subject, if its record names one. Its shots have the same.
+        asked: the words of the question and its choices, which are equal for equal questions in whatever
+            order their choices stand.
+        images: the bytes of the image files that stand where the prompt says `IMAGE`, in order. A question
+            with images is asked as a chat, and each choice follows without a space.
     """
 
     prompt: str
@@ -65,9 +66,9 @@ class Task:
     """A file's questions.
 
     Args:
-        name: of the file; where several tasks have files of one name, their paths, too.
-        metrics: of a question's result, the main one first.
-        left_out: records that ask for what is not measured here.
+        name: the name of the file, or its path if several tasks have files of one name.
+        metrics: the metrics of a question's result, the main one first.
+        left_out: the number of records that ask for something which is not measured here.
     """
 
     name: str
@@ -77,7 +78,7 @@ class Task:
 
     @property
     def digest(self) -> str:
-        """Return a digest of all that its questions ask."""
+        """Return a digest of everything that its questions ask."""
         found = hashlib.sha256(repr(self.questions).encode())
         for image in chain.from_iterable(question.images for question in self.questions):
             found.update(hashlib.sha256(image).digest())
@@ -85,10 +86,10 @@ class Task:
 
 
 def check_tasks(tasks: Sequence[str], shots: int = 0) -> None:
-    """Refuse tasks that name no format, or no file for their shots.
+    """Check that tasks name a format, and a file for their shots.
 
     Raises:
-        ConfigError: of all of them.
+        ConfigError: some do not. The error names all of them.
     """
     wrong = [] if tasks else ["tasks: name some, as tasks=[arc:FILE,gsm8k:FILE]."]
     for task in tasks:
@@ -105,10 +106,10 @@ def check_tasks(tasks: Sequence[str], shots: int = 0) -> None:
 
 
 def tasks_of(texts: Sequence[str], shots: int = 0, limit: int | None = None) -> list[Task]:
-    """Read the tasks that texts as of `task_of` name.
+    """Read the tasks that texts name, each as in `task_of`.
 
     Raises:
-        ConfigError: what is wrong with any of their files.
+        ConfigError: something is wrong with their files. The error names all of it.
     """
     wrong: list[str] = []
     found = [attempt(partial(task_of, text, shots, limit), wrong) for text in texts]
@@ -127,10 +128,10 @@ def task_of(text: str, shots: int = 0, limit: int | None = None) -> Task:
     """Read the task that `FORMAT:FILE` or `FORMAT:FILE:FILE` names.
 
     A question is asked after the first `shots` records of the second file that are not that question itself,
-    and of its subject where records name one.
+    and that have its subject if records name one.
 
     Raises:
-        ConfigError: files that are not there, are not of the format (by line), or have too few shots.
+        ConfigError: files are missing, lines are not of the format, or there are too few shots.
     """
     kind, *files = text.split(":")
     if kind not in FORMATS:
@@ -142,7 +143,7 @@ def task_of(text: str, shots: int = 0, limit: int | None = None) -> Task:
     if wrong:
         raise ConfigError("\n".join(wrong))
     (asked, left_out), (known, _) = every[paths[0]], every[paths[-1]]
-    # Of each subject the records that name it; a question that names none is asked after any.
+    # Records are listed by the subject that they name. A question that names none is asked after any.
     by_subject: dict[str | None, list[int]] = {}
     for number, shot in enumerate(known):
         by_subject.setdefault(shot.subject, []).append(number)
@@ -167,7 +168,9 @@ def task_of(text: str, shots: int = 0, limit: int | None = None) -> Task:
 
 
 def graded(question: Question, generated: str) -> dict[str, float]:
-    """1 or 0 by metric, for a generated answer: its last number, and the one after "####", is the right one.
+    """Grade a generated answer with 1 or 0 for each metric.
+
+    The right number has to be the last one in `exact_match`, and the one after "####" in `strict_match`.
 
     >>> graded(Question("", (), "2 + 2 = 4 #### 4"), "It is 5 - 1 = 4.")
     {'exact_match': 1.0, 'strict_match': 0.0}
@@ -187,7 +190,7 @@ def read_questions(path: Path, read: Callable[[Record], Question | None]) -> tup
     """Read the questions of a file, and count the records that are left out.
 
     Raises:
-        ConfigError: there is no such file, nothing is in it, or records are no questions.
+        ConfigError: there is no such file, it is empty, or records are no questions.
     """
     good, wrong, left_out = [], [], 0
     for place, record in read_records(path):
@@ -212,7 +215,7 @@ def read_questions(path: Path, read: Callable[[Record], Question | None]) -> tup
 
 
 def _value(record: Record, *names: str) -> Any:
-    """The first of these fields that a record has."""
+    """Return the first of these fields that a record has."""
     for name in names:
         if record.get(name) is not None:
             return record[name]
@@ -220,7 +223,7 @@ def _value(record: Record, *names: str) -> Any:
 
 
 def _text(record: Record, *names: str, blank: bool = False) -> str:
-    """A text, which is not blank unless it may be."""
+    """Return a text, which is not blank unless it may be."""
     return _checked_text(names[0], _value(record, *names), blank=blank)
 
 
@@ -235,27 +238,27 @@ def _checked_text(name: str, value: Any, *, blank: bool = False) -> str:
 
 
 def _texts(name: str, value: Any) -> list[str]:
-    """Two texts or more, none of them blank."""
+    """Check that a value is two texts or more, none of them blank, and return them."""
     if not isinstance(value, list) or len(value) < 2:
         raise RecordError(f"{name}: expected two choices or more, got {value!r:.80}")
     return [_checked_text(f"{name}[{number}]", each) for number, each in enumerate(value)]
 
 
 def _one_of(name: str, answer: Any, labels: Sequence[Any]) -> int:
-    """Which of the labels an answer is."""
+    """Return the number of the label that an answer is."""
     if isinstance(answer, bool) or answer not in labels:
         raise RecordError(f"{name} {answer!r:.80}: one of {', '.join(map(str, labels))}")
     return list(labels).index(answer)
 
 
 def _key(question: str, choices: Sequence[str] = ()) -> tuple[str, ...]:
-    """`Question.asked`: blanks and capitals make no other question."""
+    """Make `Question.asked`, in which blanks, capitals and the order of choices make no difference."""
     words = [" ".join(text.casefold().split()) for text in (question, *choices)]
     return (words[0], *sorted(words[1:]))
 
 
 def _read_image(image: Any, root: Path) -> bytes:
-    """Return the bytes of an image: those of a column of Parquet, or of a file that is named."""
+    """Return the bytes of an image, which stand in a column of Parquet or in a file that is named."""
     if isinstance(image, dict):
         image = image.get("bytes") or image.get("path")
     if isinstance(image, bytes):
@@ -275,8 +278,8 @@ def _read_image(image: Any, root: Path) -> bytes:
 def _lettered(record: Record, ask: str) -> Question:
     """Read a question whose answer is a letter (MMLU, C-Eval).
 
-    `question`; `choices` or `options`, or `A`, `B` and so on; `answer`, a letter, or of a list its number
-    from 0; `subject` or `category`.
+    Its fields are `question`; `choices` or `options`, or `A`, `B` and so on; `answer`, a letter, or the
+    number of a choice in a list from 0; and `subject` or `category`.
     """
     listed = next((record[name] for name in ("choices", "options") if record.get(name) is not None), None)
     if isinstance(listed, str):  # a cell of CSV
@@ -287,7 +290,7 @@ def _lettered(record: Record, ask: str) -> Question:
     columns = listed
     if listed is None:
         columns = [record[letter] for letter in LETTERS if letter in record]
-        while len(columns) > 2 and columns[-1] in ("", None):  # of a question with fewer than the others
+        while len(columns) > 2 and columns[-1] in ("", None):  # the question has fewer choices than others
             columns.pop()
     choices, answer = _texts("choices", columns), _value(record, "answer")
     if len(choices) > len(LETTERS):
@@ -311,7 +314,7 @@ def _lettered(record: Record, ask: str) -> Question:
 
 
 def _arc(record: Record) -> Question:
-    """Read `question` with `stem` and `choices`, or a text and `choices`; `answerKey`."""
+    """Read `question` with `stem` and `choices`, or as a text beside `choices`, and `answerKey`."""
     asked = _value(record, "question")
     nested = isinstance(asked, dict)
     stem = _text(asked, "stem") if nested else _text(record, "question")
@@ -331,7 +334,7 @@ def _arc(record: Record) -> Question:
 
 
 def _hellaswag(record: Record) -> Question:
-    """Read `activity_label`, `ctx_a`, `ctx_b`, `endings`, `label`."""
+    """Read `activity_label`, `ctx_a`, `ctx_b`, `endings` and `label`."""
     endings = _value(record, "endings")
     if isinstance(endings, list):
         endings = [_plain(each) if isinstance(each, str) else each for each in endings]
@@ -361,10 +364,10 @@ def _gsm8k(record: Record) -> Question:
 
 
 def _mmmu(record: Record) -> Question | None:
-    """Read `question` and `options`, in which "<image 1>" is `image_1`, or the first of `images`; `answer`, a
-    letter. Images that no text names stand before a text that names none. None of an open question.
+    """Read `question`, `options` and `answer`, a letter. Return None for an open question.
 
-    The model of a question with images is asked as a chat, in the words of MMMU's own evaluation.
+    "<image 1>" in a text is `image_1`, or the first of `images`. Images stand before a text that names none
+    of them. The question is asked as a chat, in the words of MMMU's own evaluation.
     """
     if record.get("question_type") == "open" or record.get("options") in ("[]", []):
         return None
@@ -392,7 +395,7 @@ def _mmmu(record: Record) -> Question | None:
 
 
 def _opening(words: str, names: Mapping[str, str]) -> Callable[[str], str]:
-    """Return what makes the words that a question begins with, of its subject."""
+    """Make a function that gives the words before a question about a subject."""
     return lambda subject: words.format(names.get(subject, subject.replace("_", " "))) + "\n\n"
 
 
@@ -454,7 +457,7 @@ CEVAL_SUBJECTS: Mapping[str, str] = {
 MMLU_OPENING = "The following are multiple choice questions (with answers) about {}."
 MMMU_ASKS = "Answer with the option letter from the given choices directly."
 CEVAL_OPENING = "以下是中国关于{}的单项选择题，请选出其中的正确答案。"
-# {format: (a record's question, what a question about a subject begins with)}
+# {format: (reads a record's question, gives the words before a question about a subject)}
 FORMATS: Mapping[str, tuple[Callable[[Record], Question | None], Callable[[str], str]]] = {
     "mmlu": (partial(_lettered, ask="Answer:"), _opening(MMLU_OPENING, {})),
     "ceval": (partial(_lettered, ask="答案："), _opening(CEVAL_OPENING, CEVAL_SUBJECTS)),

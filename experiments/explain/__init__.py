@@ -1,1 +1,2 @@
-"""Explain: what a configuration comes to on named hardware, without training: numbers, pictures, a report."""
+"""Explain: predict what a configuration takes on named hardware, in numbers and pictures, without
+training."""

@@ -17,7 +17,7 @@ from fnshard import plot
 
 
 def write(config: ExplainConfig, folder: Path) -> None:
-    """Print what is known of a configuration, and leave it in a folder with the schedule and pictures."""
+    """Print what is known of a configuration, and write it to a folder with the schedule and pictures."""
     paper = explain(config)
     text = words.as_text(paper)
     print(text, flush=True)
@@ -33,7 +33,7 @@ def write(config: ExplainConfig, folder: Path) -> None:
 
 
 def write_waste(arguments: list[str]) -> None:
-    """Print where a run's time went, and leave it there."""
+    """Print where a run's time went, and write it to the run's folder."""
     if len(arguments) > 1:
         raise ConfigError(f"{' '.join(arguments)}: run=DIR stands alone, a run has its configuration.")
     folder = Path(arguments[0].removeprefix("run="))

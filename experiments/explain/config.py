@@ -1,4 +1,4 @@
-"""The configuration of `experiments.explain`: groups of the main job, and on what the step would run."""
+"""Config: the configuration of `experiments.explain`, with the groups of the main job."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from experiments.lib.config import (
 )
 from experiments.lib.decoder import DecoderConfig
 
-PER_PARAMETER = 20  # tokens of a compute-optimal run (Hoffmann et al., 2022)
+PER_PARAMETER = 20  # a compute-optimal run has so many tokens for each parameter (Hoffmann et al., 2022)
 
 
 def not_on_paper(hardware: HardwareConfig, optimizer: AdamWConfig | SGDConfig | dict[str, Any]) -> list[str]:
-    """Return what a configuration leaves open that only a job can find out by itself, in words."""
+    """Return, in words, what a configuration leaves open that only a job on a machine can find out."""
     wrong = []
     if hardware.name == AUTO:
         wrong.append("hardware=auto: a job looks what it runs on; here say which, or hardware=measure.")
@@ -47,14 +47,14 @@ def not_on_paper(hardware: HardwareConfig, optimizer: AdamWConfig | SGDConfig | 
 
 @configuration
 class PaperTextConfig(DataConfig):
-    """`rows` of the global batch; null: one for each rank and micro-batch."""
+    """Text, of which a step has `rows`; null is one row for each rank and micro-batch."""
 
     rows: PositiveInt | None = None
 
 
 @configuration
 class PaperShardsConfig(ShardsConfig):
-    """`rows` of the global batch; null: one for each rank and micro-batch. No shard is read."""
+    """Shards, none of which is read; a step has `rows`, and null is one row for each rank and micro-batch."""
 
     rows: PositiveInt | None = None
 
@@ -62,7 +62,8 @@ class PaperShardsConfig(ShardsConfig):
         """Take a configuration that names no folder."""
 
 
-# Keys of the main job that a step on paper depends on; a recipe may have others, which have no effect on it.
+# The keys of the main job that a step on paper depends on. A recipe may have others, which have no effect
+# here.
 ON_PAPER = {"run": ("accumulate", "micro_order", "device_gb"), "data": ("rows",)}
 
 
@@ -83,12 +84,12 @@ def without_effect(config: Any, on_paper: Mapping[str, Sequence[str]] = ON_PAPER
 
 @configuration
 class ExplainConfig:
-    """The whole configuration of `experiments.explain`: that of the main job, so that its recipes are taken,
-    of which a step on paper depends on the model, how it is laid out, rows and micro-batches.
+    """The whole configuration of `experiments.explain`.
 
-    `run.device_gb`: what the step may take of a rank's device, in 1e9 bytes; null: all that the hardware has.
-    `data.rows`: null: one for each rank and micro-batch. `tokens`: what the whole training would read; null:
-    20 a parameter.
+    It is that of the main job, so that recipes fit. A step on paper depends on the model, its layout, rows
+    and micro-batches. `run.device_gb` is how much the step may take of a rank's device, in 1e9 bytes; null is
+    all that the hardware has. With `data.rows` null there is one row for each rank and micro-batch. `tokens`
+    is how many the whole training would read; null is 20 for each parameter.
     """
 
     model: DecoderConfig | Target
@@ -123,7 +124,7 @@ class ExplainConfig:
             raise ValueError("\n  ".join(wrong))
 
     def _uncut(self) -> list[str]:
-        """Return why the batch cannot be cut into the ranks' micro-batches, in words."""
+        """Return, in words, why the batch cannot be cut into the ranks' micro-batches."""
         parts = self.mesh.data_ranks * self.run.accumulate
         rows = self.batch_rows
         if rows is None or rows % parts == 0:
@@ -135,12 +136,12 @@ class ExplainConfig:
 
     @property
     def batch_rows(self) -> int | None:
-        """Return the rows of the global batch, where somebody has said how many."""
+        """The rows of the global batch; None where nobody has said how many."""
         return self.data.get("rows") if isinstance(self.data, dict) else self.data.rows
 
     @property
     def rows(self) -> int:
-        """Return the rows of one rank's batch, all micro-batches."""
+        """The rows of one rank's batch, all micro-batches together."""
         rows = self.batch_rows
         return self.run.accumulate if rows is None else rows // self.mesh.data_ranks
 

@@ -1,4 +1,4 @@
-"""Paper: a configuration as a lowered step on a mesh that does not exist, and all that is known of it."""
+"""Paper: a step that is lowered for a mesh that need not exist, and all that is known of it."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Paper:
     """A step on paper.
 
     Args:
-        device_bytes: what the step may take of a rank's device.
-        subject: what it trains.
-        specs, options: what `shard_step` is given.
+        device_bytes: the bytes that the step may take of a rank's device.
+        subject: the model that it trains.
+        specs, options: the arguments of `shard_step`.
         found: the search, if `strategy=auto` made one.
     """
 
@@ -48,27 +48,27 @@ class Paper:
 
     @property
     def tokens_per_step(self) -> int:
-        """Count what all ranks read in a step: tokens, or rows where these are what counts."""
+        """The tokens that all ranks read in a step, or rows where these are counted."""
         return self.config.rows * self.subject.tokens * self.config.mesh.data_ranks
 
     @property
     def tokens_per_day(self) -> float:
-        """Return the tokens, or rows, that all ranks read in a day, by prediction."""
+        """The tokens, or rows, that all ranks read in a day, by prediction."""
         return 86_400 * self.tokens_per_step / self.timeline.step_seconds
 
     @property
     def budget(self) -> int:
-        """Return how many tokens or rows the whole training reads."""
+        """The tokens, or rows, that the whole training reads."""
         return int(self.config.tokens or PER_PARAMETER * self.subject.parameters)
 
     @property
     def device_hours(self) -> float:
-        """Return the hours that the whole training takes, of all devices together."""
+        """The hours of all devices together that the whole training takes."""
         return 24 * self.config.mesh.ranks * self.budget / self.tokens_per_day
 
     @property
     def cost(self) -> float | None:
-        """Return the price of the whole training; None where no price of an hour is known."""
+        """The price of the whole training; None where no price of an hour is known."""
         price = self.config.hardware.price_per_hour
         return None if price is None else price * self.device_hours
 
@@ -82,7 +82,7 @@ def explain(config: ExplainConfig) -> Paper:
     config = replace(config, precision=config.precision.on(device, sums=sums))
     device_bytes = hardware.memory_bytes if gigabytes is None else int(gigabytes * 1e9)
     axes = {name: size for name, size in config.mesh.axes.items() if size > 1 or name == "shard"}
-    mesh = fs.make_mesh(**axes, device=device, abstract=True)  # which need not be here
+    mesh = fs.make_mesh(**axes, device=device, abstract=True)  # its devices need not be here
     subject = subject_of(config)
     loss_fn, params, batch = subject.loss, subject.params, subject.batch(config.rows)
     optimizer = make_optimizer(config.optimizer, ScheduleConfig(name="constant"), 1, subject.undecayed)
@@ -108,7 +108,7 @@ def explain(config: ExplainConfig) -> Paper:
         )  # fmt: skip
         step = fs.shard_step(loss_fn, specs, mesh=mesh, optimizer=optimizer, **options)
         lowered = step.lower(params, *batch)
-    # CPU ranks talk through shared memory, as the main job's do; a plan was found without it.
+    # CPU ranks talk through shared memory, as those of the main job do; `fs.fit` plans without it.
     shared = "shared" if not hardware.overlap and mesh.size > 1 and found is None else None
     return Paper(
         config, hardware, device_bytes, subject, mesh, specs, options, lowered,

@@ -1,4 +1,4 @@
-"""Subject: what a step on paper trains: a decoder by its sizes, or what `_target_`s name."""
+"""Subject: the model that a step on paper trains, a decoder by its sizes, or what `_target_`s name."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from experiments.lib.task import UNDECAYED, make_data, make_task
 
 @dataclass(frozen=True)
 class Subject:
-    """A step on paper trains this.
+    """The model, loss and batch of a step on paper.
 
     Args:
-        loss, params: as `fs.shard_step` and `lower` take them; the leaves have shapes and no values.
-        batch: makes a rank's batch of so many rows, without values too.
+        loss, params: arguments of `fs.shard_step` and `lower`; the leaves have shapes and no values.
+        batch: a function that makes a rank's batch of so many rows, without values.
         undecayed: globs of leaves that do not decay.
-        parameters: how many there are; buffers are none.
-        tokens: of a row; 1 where a row is what counts.
+        parameters: the number of parameters, without buffers.
+        tokens: the tokens of a row; 1 where rows are counted.
         unit: what is counted, "token" or "row".
-        words: what it is, in a few words.
+        words: a description of the model in a few words.
     """
 
     loss: Callable[..., Any]
@@ -44,7 +44,7 @@ def subject_of(config: Any, layers: int | None = None) -> Subject:
     """Make the subject of a configuration of `explain` or `plan`.
 
     Args:
-        layers: so many in the place of the model's own; of one's own model its key `layers`.
+        layers: the number of layers in place of the model's own. A model of one's own takes it as `layers`.
 
     Raises:
         ConfigError: a `_target_` does not import, or does not take its keys.
@@ -62,7 +62,13 @@ def subject_of(config: Any, layers: int | None = None) -> Subject:
         config = replace(config, model={**model, "layers": layers})
     task = make_task(config)
     named, structure = fs.tree.flatten_with_paths(task.params)
-    size = sum(leaf.numel() for leaf in named.values() if leaf.requires_grad or not _is_buffer(leaf, task))
+    # Leaves of a module that are no parameters are buffers. All leaves of a function are parameters.
+    is_module = isinstance(task.init, nn.Module)
+    size = sum(
+        leaf.numel()
+        for leaf in named.values()
+        if leaf.requires_grad or isinstance(leaf, nn.Parameter) or not is_module
+    )
     params = fs.tree.unflatten(map(_without_values, named.values()), structure)
     name = model[TARGET] if isinstance(model, dict) else f"a decoder of {model.layers} layers"
     words = f"{name}, {len(named)} leaves"
@@ -76,7 +82,7 @@ def subject_of(config: Any, layers: int | None = None) -> Subject:
         def repeat(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            return torch.empty(count, *leaf.shape[1:], dtype=leaf.dtype, device="meta")  # rows are dim 0
+            return torch.empty(count, *leaf.shape[1:], dtype=leaf.dtype, device="meta")  # dim 0 has the rows
 
         return fs.tree.map(repeat, one)
 
@@ -84,18 +90,13 @@ def subject_of(config: Any, layers: int | None = None) -> Subject:
 
 
 def _texts(context: int) -> Callable[[int], tuple[Tensor, Tensor]]:
-    """Return what makes tokens and the tokens that follow them, int64 [rows, context]."""
+    """Return a function that makes tokens and the tokens that follow them, int64 [rows, context]."""
 
     def texts(rows: int) -> tuple[Tensor, Tensor]:
         tokens = torch.empty(rows, context, dtype=torch.int64, device="meta")
         return tokens, tokens
 
     return texts
-
-
-def _is_buffer(leaf: Tensor, task: Any) -> bool:
-    """Whether a leaf of a module is no parameter of it; all leaves of a function are."""
-    return isinstance(task.init, nn.Module) and not isinstance(leaf, nn.Parameter)
 
 
 def _without_values(leaf: Tensor) -> Tensor:

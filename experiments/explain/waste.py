@@ -1,4 +1,4 @@
-"""Waste: where the time of a run went, next to what a step could take, and which change would save most."""
+"""Waste: where the time of a run went, what a step could take, and which change would save most."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from fnshard.errors import FnshardError
 from fnshard.plot.scales import byte_text, time_text
 from fnshard.search.price import price
 
-WORTH = 0.01  # of a step, below which nothing is shown
-MOST = 6  # lines, and changes, that are shown
-FAR = 2.0  # times off, from which on a prediction is said to be
-SLOW = 1.25  # times the prediction, from which on a kernel is slow
-SHARED = ("model", "mesh", "strategy", "precision", "optimizer")  # of the main job and of `explain`
-# What a share of a run's seconds depends on.
+WORTH = 0.01  # smaller shares of a step are not shown
+MOST = 6  # the most lines, and changes, that are shown
+FAR = 2.0  # a prediction that is wrong by this factor is said to be far off
+SLOW = 1.25  # a kernel that takes so many times the prediction is slow
+SHARED = ("model", "mesh", "strategy", "precision", "optimizer")  # groups of the main job and of `explain`
+# The keys, or reasons, that a share of a run's seconds depends on.
 HINTS = {
     "start": "imports, launch of ranks, data, model",
     "lowering": "once a run: tracing the step and planning its schedule",
@@ -39,7 +39,7 @@ HINTS = {
 
 
 def waste(folder: Path) -> str:
-    """Return what is said of a run.
+    """Return the report on a run.
 
     Raises:
         ConfigError: it is no run's folder, or one of its files is damaged.
@@ -77,7 +77,7 @@ def _read(folder: Path) -> Mapping[str, Any]:
 
 
 def _spent(record: Mapping[str, Any]) -> str:
-    """Seconds of the run, by what they went to."""
+    """Tabulate the seconds of the run, by what they went to."""
     totals = record["totals"]
     seconds = {name: totals.get(f"{name}_s", 0.0) for name in PARTS}
     whole = max(totals["seconds"], 1e-9)
@@ -89,7 +89,7 @@ def _spent(record: Mapping[str, Any]) -> str:
 
 
 def _not_on_paper(config: Mapping[str, Any]) -> str:
-    """Why no change of a run is predicted; empty where they are."""
+    """Say why changes of a run are not predicted; return "" where they are."""
     if "rows" not in config.get("data", {}) or "width" not in config.get("model", {}):
         return "predicted for the decoder of experiments.train alone"
     run = config["run"]
@@ -97,13 +97,13 @@ def _not_on_paper(config: Mapping[str, Any]) -> str:
         return "operators of run.backend=eager are not predicted one by one; run.backend=inductor is"
     if run["accumulate_mode"] != "reduce":
         return "predicted for run.accumulate_mode=reduce"
-    if targets_in(config):  # and none of it runs: a run's folder is data
+    if targets_in(config):  # such code must not run: a run's folder is data
         return "code of one's own is not predicted"
     return "strategy=auto has looked for the best plan" if config["strategy"]["name"] == AUTO else ""
 
 
 def _paper(config: Mapping[str, Any], folder: Path) -> Paper:
-    """The run's step on paper, with the speed that it has measured."""
+    """Return the run's step on paper, with the speed that it has measured."""
     rows, run = config["data"]["rows"], config["run"]
     values = {name: config[name] for name in SHARED} | {
         "specs": config.get("specs"), "data": {"rows": rows},
@@ -114,8 +114,10 @@ def _paper(config: Mapping[str, Any], folder: Path) -> Paper:
 
 
 def _step(measured: float, predicted: float, paper: Paper | None, is_measured: bool) -> str:
-    """Return a step next to its prediction and to its kernels alone; and where the prediction is far off and
-    knows nothing of this machine, how it can learn."""
+    """Tabulate a step's time, its prediction, and the time of its kernels alone.
+
+    Where the prediction is far off and knows nothing of this machine, the text says how it can learn.
+    """
     rows = [
         ("a step", ""),
         ("  measured", time_text(measured)),
@@ -139,8 +141,14 @@ def _step(measured: float, predicted: float, paper: Paper | None, is_measured: b
 
 
 def _lines(profile: Mapping[str, Any], total: float, overlaps: bool) -> str:
-    """Lines of the schedule that lose most of a step of `total` seconds: collectives that nothing hides,
-    where something could (`overlaps`), and what takes longer than predicted. And which rank is waited for."""
+    """Tabulate the lines of the schedule that lose most of a step, and name the rank that is waited for.
+
+    Lost are the seconds of collectives that nothing hides, and those beyond the prediction.
+
+    Args:
+        total: the seconds of a step.
+        overlaps: whether the hardware can hide collectives.
+    """
     groups: dict[tuple[str, str], list[float]] = {}
     for line in profile["lines"]:
         unit = re.sub(r"\.\d+", ".*", line["unit"])
@@ -170,13 +178,13 @@ def _lines(profile: Mapping[str, Any], total: float, overlaps: bool) -> str:
 
 
 def _changes(paper: Paper) -> str:
-    """The changes of one key that make most tokens a second, by prediction, and fit."""
+    """Tabulate the changes of one key that fit and gain most tokens a second, by prediction."""
     found = []
     now = price(paper.config, paper.memory, paper.timeline)
     for words, config in neighbours(paper.config):
         try:
             on_paper = explain(config)
-        except FnshardError:  # no such step, as it would say if somebody asked for it
+        except FnshardError:  # there is no such step
             continue
         other = price(config, on_paper.memory, on_paper.timeline)
         gain = now.relative_slowdown(other)
@@ -191,25 +199,28 @@ def _changes(paper: Paper) -> str:
 
 
 def neighbours(config: ExplainConfig) -> Iterator[tuple[str, ExplainConfig]]:
-    """A configuration with one key changed at a time, and the words that change it; the numbers that a step
-    computes stay what they are, but for rounding (a dtype that no run has measured is not predicted well)."""
+    """Yield configurations in which one key is changed, with the words that change it.
+
+    The numbers that a step computes stay the same, except for rounding: dtypes are not changed, since one
+    that no run has measured is not predicted well.
+    """
     strategy, rows = config.strategy, config.rows
     for name in ("full_shard", "shard_grad_op", "zero2", "no_shard"):
-        yield from _changed(config, "strategy", name=name)
+        yield from _change(config, "strategy", name=name)
     for remat in ("none", 0.5, "unit"):
-        yield from _changed(config, "strategy", remat=remat)
+        yield from _change(config, "strategy", remat=remat)
     if strategy.memory not in (None, "device"):
-        yield from _changed(config, "strategy", memory="device")
+        yield from _change(config, "strategy", memory="device")
     if strategy.optimizer_memory not in (None, "device"):
-        yield from _changed(config, "strategy", optimizer_memory="device", update_on=None)
+        yield from _change(config, "strategy", optimizer_memory="device", update_on=None)
     for key in ("prefetch_forward", "prefetch_backward"):
-        yield from _changed(config, "strategy", **{key: (getattr(strategy, key) or 0) + 1})
+        yield from _change(config, "strategy", **{key: (getattr(strategy, key) or 0) + 1})
     for accumulate in (config.run.accumulate // 2, config.run.accumulate * 2):
         if accumulate and rows % accumulate == 0:
-            yield from _changed(config, "run", accumulate=accumulate)
+            yield from _change(config, "run", accumulate=accumulate)
 
 
-def _changed(config: ExplainConfig, group: str, **values: Any) -> Iterator[tuple[str, ExplainConfig]]:
+def _change(config: ExplainConfig, group: str, **values: Any) -> Iterator[tuple[str, ExplainConfig]]:
     before = getattr(config, group)
     if any(getattr(before, key) != value for key, value in values.items()):
         words = " ".join(f"{group}.{k}={'null' if v is None else v}" for k, v in values.items())

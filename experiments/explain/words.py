@@ -1,4 +1,4 @@
-"""Words: what is known of a step on paper, in plain text."""
+"""Words: a step on paper in plain text."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from fnshard.analysis.tables import columns
 from fnshard.plot.scales import byte_text, digits, time_text
 
 BIG = ((1e15, "e15"), (1e12, "e12"), (1e9, "e9"), (1e6, "e6"))
-MOST_RANKS = 1024  # of which the nodes of groups are looked at
-Table = Sequence[Sequence[str]]  # its first row is the head
+MOST_RANKS = 1024  # the groups of so many ranks are looked at to count nodes
+Table = Sequence[Sequence[str]]  # the first row is the head
 
 
 def big(value: float) -> str:
-    """A count in few digits.
+    """Return a count in few digits.
 
     >>> big(70_553_706_496), big(4096)
     ('70.55e9', '4,096')
@@ -28,7 +28,7 @@ def big(value: float) -> str:
 
 
 def as_text(paper: Paper) -> str:
-    """All that is said of a step, by what it is about."""
+    """Return the whole report on a step, in named parts."""
     rows = summary(paper)
     wide = max(map(len, rows)) + 2
     advice = [] if paper.fits else ["strategy=auto looks for the fastest plan that fits."]
@@ -50,14 +50,16 @@ def as_text(paper: Paper) -> str:
 
 
 def summary(paper: Paper) -> dict[str, str]:
-    """Return the answers to what most people ask, a line each."""
+    """Return the answers to the usual questions, a line each."""
     config, time, memory = paper.config, paper.timeline, paper.memory
     subject, each = paper.subject, time.model_flops * config.mesh.ranks / max(paper.tokens_per_step, 1)
     again = time.hardware_flops / max(time.model_flops, 1) - 1
     near = paper.hardware.ranks_per_node
     tokens = f", {big(paper.tokens_per_step)} tokens" if subject.unit == "token" else ""
     micro = f" in {paper.options.accumulate} micro-batches" if paper.options.accumulate > 1 else ""
-    over = _listed({"to the device": paper.traffic.to_device_bytes, "from it": paper.traffic.to_host_bytes})
+    over = _list_sizes(
+        {"to the device": paper.traffic.to_device_bytes, "from it": paper.traffic.to_host_bytes}
+    )
     resting = {"on the host": memory.host_resident_bytes, "on the disk": memory.disk_resident_bytes}
     waits = {
         "for collectives": time.exposed_communication_seconds,
@@ -78,7 +80,9 @@ def summary(paper: Paper) -> dict[str, str]:
         "plan": plan_line(paper),
         **({"pipeline": pipeline_line(paper)} if time.stages else {}),
         "peak memory": fits_line(paper),
-        "between steps": ", ".join([f"{byte_text(memory.resident_bytes)} on the device", *_listed(resting)]),
+        "between steps": ", ".join(
+            [f"{byte_text(memory.resident_bytes)} on the device", *_list_sizes(resting)]
+        ),
         "sent": f"{byte_text(paper.traffic.sent_bytes)} by each rank in a step"
         + (f"; over the host link {' and '.join(over)}" if over else ""),
         "step time": f"{time_text(time.step_seconds)}{between}, MFU {time.mfu:.1%}"
@@ -90,7 +94,7 @@ def summary(paper: Paper) -> dict[str, str]:
 
 
 def over_nodes(mesh: fs.Mesh, hardware: fs.Hardware) -> str:
-    """Over how many nodes the groups of each axis lie: ranks of the last axes are neighbours.
+    """Say over how many nodes the groups of each axis lie; ranks of the last axes are neighbours.
 
     >>> mesh = fs.make_mesh(shard=4, tensor=8, abstract=True)
     >>> over_nodes(mesh, fs.Hardware.named("h100"))
@@ -107,7 +111,7 @@ def over_nodes(mesh: fs.Mesh, hardware: fs.Hardware) -> str:
     return ", ".join(f"{name} {where}" for name, where in near.items()) or "one device"
 
 
-def _listed(sizes: Mapping[str, int]) -> list[str]:
+def _list_sizes(sizes: Mapping[str, int]) -> list[str]:
     return [f"{byte_text(size)} {where}" for where, size in sizes.items() if size]
 
 
@@ -160,7 +164,7 @@ def fits_line(paper: Paper) -> str:
 
 
 def memory_table(paper: Paper) -> Table:
-    """Bytes by category, at the peak and between steps."""
+    """Tabulate bytes by category, at the peak and between steps."""
     memory = paper.memory
     names = sorted({*memory.peak, *memory.resident}, key=lambda name: -memory.peak.get(name, 0))
     sizes = [(name, memory.peak.get(name, 0), memory.resident.get(name, 0)) for name in names]

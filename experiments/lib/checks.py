@@ -1,4 +1,5 @@
-"""Parts that the configurations of all commands share; without pydantic, which a bare machine lacks."""
+"""Checks: parts that the configurations of all commands share. They need no pydantic, which may be
+missing."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from experiments import ROOT
 
 T = TypeVar("T")
 
-TARGET = "_target_"  # Hydra's: the dotted name of what is called with the other keys
+TARGET = "_target_"  # Hydra's key for the dotted name of what is called with the other keys
 
 
 def targets_in(values: Any, key: str = "") -> list[str]:

@@ -1,11 +1,12 @@
-"""A command line as a configuration: Hydra composes it, and pydantic checks all keys and values of it. Where
-a recipe has a `_target_` in the place of a group, Hydra composes it again, without the file of that group.
+"""Compose: make a configuration of a command line. Hydra composes it, and pydantic checks all keys and
+values.
 
-Hydra gets plain mappings of the dataclasses' defaults: OmegaConf's typed nodes would stop at the first wrong
-value. Keys that nobody knows are added, too, so that pydantic reports them with all other mistakes, in one
+Where a recipe has a `_target_` in place of a group, Hydra composes it again, without the file of that group.
+Hydra gets plain mappings of the dataclasses' defaults, since OmegaConf's typed nodes would stop at the first
+wrong value. Keys that nobody knows are added, so that pydantic reports them with all other mistakes, in one
 error.
 
-A mistake in a command line is one message and exit code 2, before anything is made or started; what goes
+A mistake in a command line is one message and exit code 2, before anything is made or started. What goes
 wrong later is exit code 1, and a bug has its traceback.
 """
 
@@ -53,23 +54,23 @@ from fnshard.errors import BudgetError, FnshardError, MissingExtraError, Optimiz
 CONF = ROOT / "conf"
 SHARED = CONF / "shared"  # groups that several commands have
 TARGET_GROUPS = ("model", "data", "optimizer")  # groups in whose place a `_target_` may stand
-OBJECTIVE = "objective"  # which may be one, too, and of the main job is no group of files
+OBJECTIVE = "objective"  # it may be a `_target_`, too, and is no group of files in the main job
 TARGET_VALUE = re.compile(rf"(\w+)=(\{{.*\b{TARGET}:.*\}})", re.DOTALL)
 TARGET_KEY = re.compile(rf"(\w+(?:\.\w+)*)\.{TARGET}=.*", re.DOTALL)
-SWEPT = 64  # values of an argument of a sweep that are checked before it starts; each job checks its own
+SWEPT = 64  # so many values of an argument of a sweep are checked before it starts; each job checks its own
 SHOWN = {"--cfg", "--info", "--hydra-help", "--shell-completion"}  # flags that Hydra answers; nothing runs
-# Hydra's keys that act in a single run, which Hydra composes and does not start; the others are of its own
-# runs, those of a sweep.
+# Hydra's keys that act in a single run, which Hydra composes and does not start. The others act in the runs
+# that Hydra starts, those of a sweep.
 ACTING = ("hydra.run.dir", "hydra.job.env_set", "hydra.job.name", "hydra.job.config.override_dirname",
           "hydra.searchpath")  # fmt: skip
-LAUNCHER = "hydra/launcher"  # is refused by itself, unless it is the one that a single run has
+LAUNCHER = "hydra/launcher"  # a single run refuses any other than its own
 LOCAL = "basic"  # Hydra's name of the launcher that a single run has
 MISSING = "???"  # OmegaConf's mark of a value that has to be set
 
 MISTAKE, FAILURE, INTERRUPTED = 2, 1, 130  # exit codes
 MISTAKES = (ConfigError, HydraException, OmegaConfBaseException, yaml.YAMLError,
             BudgetError, MissingExtraError, OptimizerError, SpecError, TraceError)  # fmt: skip
-# A folder that cannot be written, a full disk: of the machine, not of the program.
+# Errors of the machine, not of the program: a folder that cannot be written, a full disk.
 OF_THE_MACHINE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR,
                   errno.EEXIST, errno.ENOENT)  # fmt: skip
 
@@ -79,13 +80,13 @@ class Command:
     """A command of `experiments/`.
 
     Args:
-        name: of its configuration, `NAME.yaml`, and of its module.
+        name: the name of its configuration, `NAME.yaml`, and of its module.
         config: the dataclass of the configuration.
         about: what it does, for `--help`.
         examples: command lines and their purpose, for `--help`.
         conf: the folder of its configuration; groups of `conf/shared` are found from any.
-        complete: checks a configuration of the right keys and types further, and fills in what depends on its
-            other values.
+        complete: a function that checks a configuration of the right keys and types further, and fills in
+            what depends on its other values.
     """
 
     name: str
@@ -99,18 +100,18 @@ class Command:
         """Return the configuration of plain values.
 
         Raises:
-            ConfigError: unknown keys, wrong types; or values that cannot be.
+            ConfigError: keys are unknown, types are wrong, or values cannot be.
         """
         return self.complete(build(values, self.config))
 
 
 @dataclass(frozen=True)
 class Composed:
-    """A command line that is right.
+    """A command line that was composed and checked.
 
     Args:
-        config: what it means.
-        folder: where its results go, which nobody has made yet.
+        config: the configuration that it means.
+        folder: the folder for its results, which nobody has made yet.
         overrides: its arguments.
         is_chosen: whether the command line names the folder.
     """
@@ -149,11 +150,11 @@ def from_shell(command: Command, arguments: Sequence[str] | None = None) -> Comp
     """Compose and check arguments, by default those of this process.
 
     Returns:
-        A run; or whether there are several, `--multirun`, which Hydra is to compose one by one. Help and
+        A run; or whether there are several, by `--multirun`, which Hydra is to compose one by one. Help and
         other flags are answered here.
 
     Raises:
-        ConfigError: what is wrong with it.
+        ConfigError: something is wrong with the command line.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("-h", "--help", action="store_true")
@@ -216,7 +217,7 @@ def from_shell(command: Command, arguments: Sequence[str] | None = None) -> Comp
 
 
 def run_sweep(command: Command, task: Callable[[DictConfig], Any]) -> None:
-    """Let Hydra run `task` for each run of `sys.argv`; its exceptions come out as they are."""
+    """Let Hydra run `task` for each run of `sys.argv`; exceptions pass through unchanged."""
     register(command.config, f"{command.name}_schema")
     before = os.environ.get("HYDRA_FULL_ERROR")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions of Hydra's own are passed on, too
@@ -255,7 +256,7 @@ def is_outside(error: Exception) -> bool:
 
 
 def text_of(error: Exception) -> str:
-    """Return what an exception says, of OmegaConf's with the key that it is about."""
+    """Return the text of an exception; one of OmegaConf's with the key that it is about."""
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         name = str(error.filename)
         return f"{name:.60}...: no file has a name of {len(name)} characters."
@@ -275,8 +276,8 @@ def compose(command: Command, arguments: Sequence[str], config_dir: str | None =
         config_dir: a folder with files of groups, besides the command's own.
 
     Raises:
-        ConfigError: what Hydra refuses of it; a key of Hydra's that does nothing in a single run; or all keys
-            and values that are wrong.
+        ConfigError: Hydra refuses it; a key of Hydra's does nothing in a single run; or keys and values are
+            wrong, all of which are listed.
     """
     keys = {each: re.split("[=@]", each.lstrip("+~"))[0] for each in arguments}
     of_hydra = [each for each in arguments if keys[each].startswith(("hydra.", "hydra/"))]
@@ -300,7 +301,7 @@ def compose(command: Command, arguments: Sequence[str], config_dir: str | None =
                 f"one job, too; of Hydra's keys a single run has {', '.join(ACTING)}."
             )
 
-        # Hydra has seen keys with `++`: it is told what the command line says.
+        # Hydra has seen keys with `++`. Its record gets what the command line says.
         task = [each for each in arguments if each not in of_hydra]
         name = with_hydra.job.config.override_dirname
         named = sorted(each for each in task if keys[each] not in name.exclude_keys)
@@ -320,7 +321,7 @@ def read(command: Command, composed: DictConfig) -> Any:
     """Return the configuration of what Hydra has composed.
 
     Raises:
-        ConfigError: unknown keys, wrong types, values that cannot be; or a value refers to one that is
+        ConfigError: keys are unknown, types are wrong, values cannot be, or a value refers to one that is
             missing.
     """
     return command.read(plain_values(command, composed))
@@ -328,10 +329,10 @@ def read(command: Command, composed: DictConfig) -> Any:
 
 @contextmanager
 def open_hydra(command: Command, config_dir: str | None = None) -> Iterator[None]:
-    """Open Hydra on the files of a command; what it refuses becomes a ConfigError.
+    """Open Hydra on the files of a command; errors of Hydra in the block become a ConfigError.
 
     Raises:
-        ConfigError: `config_dir` is none; what is raised in the block for a user's mistake.
+        ConfigError: `config_dir` is no directory, or Hydra refuses what is composed in the block.
     """
     register(command.config, f"{command.name}_schema")
     if config_dir is not None and not Path(config_dir).is_dir():
@@ -361,7 +362,7 @@ def compose_values(command: Command, arguments: Sequence[str]) -> DictConfig:
     for argument in put_targets_in_place(arguments):
         key, is_value, _ = argument.partition("=")
         is_plain = is_value and not key.startswith(("+", "~", "hydra.", "hydra/")) and "@" not in key
-        # Groups are folders, whose names have no dots. To look for one takes Hydra a copy of all it knows.
+        # Groups are folders, whose names have no dots. Others are not looked for: Hydra copies all it knows.
         is_group = "." not in key and loader.get_group_options(key)
         forced.append(f"++{argument}" if is_plain and not is_group else argument)
     try:
@@ -376,7 +377,7 @@ def compose_values(command: Command, arguments: Sequence[str]) -> DictConfig:
 
 
 def force(arguments: Sequence[str], prefixes: tuple[str, ...]) -> list[str]:
-    """Return the arguments, where keys that begin so are added if they are not there.
+    """Return the arguments with `++` before keys that begin with a prefix, so that Hydra adds them if needed.
 
     >>> force(["model.depth=3", "run.steps=2"], ("model.",))
     ['++model.depth=3', 'run.steps=2']
@@ -385,8 +386,9 @@ def force(arguments: Sequence[str], prefixes: tuple[str, ...]) -> list[str]:
 
 
 def put_targets_in_place(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments, where a group that is a `_target_` replaces the defaults of the group, and what
-    is measured is a name.
+    """Return arguments in which a group that is a `_target_` replaces the defaults of the group.
+
+    Hardware that runs have measured becomes a name.
 
     >>> put_targets_in_place(["optimizer={_target_: mine.lion, lr: 1e-4}"])
     ['~optimizer', '+optimizer={_target_: mine.lion, lr: 1e-4}']
@@ -411,11 +413,12 @@ def put_targets_in_place(arguments: Sequence[str]) -> list[str]:
 
 
 def find_groups_to_drop(composed: DictConfig, load: Callable[[list[str]], DictConfig]) -> list[str]:
-    """Return the overrides that take away the files of groups in whose place a recipe has a `_target_`: it is
-    called with the recipe's keys, and not with those of the group's default.
+    """Return the overrides that take away the files of groups in whose place a recipe has a `_target_`.
+
+    It is called with the recipe's keys, and not with those of the group's default.
 
     Args:
-        load: composes the same once more, with more overrides.
+        load: a function that composes the command line once more, with more overrides.
 
     Raises:
         ConfigError: the command line chooses a file of such a group, too.
@@ -448,8 +451,8 @@ def plain_values(command: Command, composed: DictConfig) -> dict[str, Any]:
     here = GlobalHydra.instance()
     in_sweep = HydraConfig.initialized() and here.is_initialized() and "hydra" not in composed
     if in_sweep and any(TARGET in (composed.get(group) or {}) for group in TARGET_GROUPS):
-        # One of the runs that Hydra starts: it has composed the files of groups that a recipe stands in place
-        # of.
+        # This is one of the runs that Hydra starts, and Hydra has composed the files of groups in whose place
+        # a recipe has a `_target_`.
         task = list(HydraConfig.get().overrides.task)
         whole = hydra.compose(command.name, task, return_hydra_config=True)
         gone = find_groups_to_drop(whole, lambda more: hydra.compose(command.name, [*task, *more]))
@@ -465,10 +468,10 @@ def check_sweep(command: Command, arguments: Sequence[str], config_dir: str | No
     """Check a sweep before it starts, by so many runs that each value of each argument is in one.
 
     Returns:
-        How keys begin of groups that are a `_target_`: what is called may take more keys than the files name.
+        The prefixes of `find_target_prefixes`.
 
     Raises:
-        ConfigError: as `compose`, of all of them.
+        ConfigError: the errors of `compose`, for all of these runs together.
     """
     prefixes, problems = set[str](), list[str]()
     with open_hydra(command, config_dir):
@@ -490,7 +493,7 @@ def check_sweep(command: Command, arguments: Sequence[str], config_dir: str | No
             chosen = [texts[min(i, len(texts) - 1)] for texts in choices]
             values = plain_values(command, compose_values(command, chosen))
             prefixes |= {*find_target_prefixes(values)}
-            # What one value has to be beside another's is for each run to say.
+            # Rules for several values together are left to each run.
             problems += [each.text for each in check(values, command.config)[1] if each.kind != "rule"]
     if problems:
         raise refusal(list(dict.fromkeys(problems)))
@@ -498,14 +501,15 @@ def check_sweep(command: Command, arguments: Sequence[str], config_dir: str | No
 
 
 def find_target_prefixes(values: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return how the keys begin of groups that are a `_target_`: what is called may take more keys than the
-    files name."""
+    """Return the prefixes of keys of groups that are a `_target_`.
+
+    What is called may take more keys than the files name.
+    """
     return tuple(f"{name}." for name, each in values.items() if isinstance(each, dict) and TARGET in each)
 
 
 def help_of(command: Command) -> str:
-    """Return what `--help` prints: what the command does, groups and their choices, keys with their
-    defaults."""
+    """Return the text of `--help`: what the command does, groups and their choices, keys with defaults."""
     with open_hydra(command):
         composed = hydra.compose(command.name, return_hydra_config=True)
         groups = sorted(name for name in composed.hydra.runtime.choices if not name.startswith("hydra"))
@@ -529,8 +533,10 @@ def help_of(command: Command) -> str:
 
 
 class SharedGroups(SearchPathPlugin):
-    """Adds `conf/shared` to Hydra's search path: the groups that several commands have; and the folder
-    `more`."""
+    """A plugin that adds `conf/shared`, with groups that several commands have, to Hydra's search path.
+
+    It adds the folder `more`, too.
+    """
 
     more: Path | None = None
 
@@ -584,9 +590,8 @@ def _groups_of(kind: type) -> dict[str, list[type]]:
     return {name: kinds for name, kinds in groups.items() if kinds}
 
 
-def _chosen(kind: type, group: str, value: Any) -> type | None:
-    """Return the dataclass that a group's value is of, by `name`; None where it may be, and is, a
-    `_target_`."""
+def _choose(kind: type, group: str, value: Any) -> type | None:
+    """Return the dataclass of a group's value, by its `name`; None where it may be, and is, a `_target_`."""
     kinds, values = _groups_of(kind)[group], value if isinstance(value, Mapping) else {}
     if TARGET in values and len(_options_of(kind)[group]) > len(kinds):
         return None
@@ -594,13 +599,16 @@ def _chosen(kind: type, group: str, value: Any) -> type | None:
 
 
 def kinds_of(kind: type, values: Mapping[str, Any]) -> dict[str, type | None]:
-    """Return the dataclass of each group, of alternatives the one that `values` choose; None where the group
-    is a `_target_`."""
-    return {group: _chosen(kind, group, values.get(group)) for group in _groups_of(kind)}
+    """Return the dataclass of each group; among alternatives it is the one that `values` choose.
+
+    It is None where the group is a `_target_`.
+    """
+    return {group: _choose(kind, group, values.get(group)) for group in _groups_of(kind)}
 
 
-def _known(kind: type, values: Mapping[str, Any]) -> list[str]:
-    """Return the dotted keys that there are; of alternatives, those of the dataclass that `values` choose."""
+def _list_keys(kind: type, values: Mapping[str, Any]) -> list[str]:
+    """Return the dotted keys that there are; among alternatives, those of the dataclass that `values`
+    choose."""
     known = defaults(kind)
     known |= {group: defaults(each) for group, each in kinds_of(kind, values).items() if each is not None}
     return [key for key, _ in flat(known)]
@@ -648,34 +656,41 @@ def _without_missing(values: Any) -> Any:
 
 
 def _problems(error: ValidationError, kind: type, values: Mapping[str, Any]) -> Iterator[Problem]:
-    known, seen = _known(kind, values), set()
+    """Yield the mistakes that pydantic has found, with the keys that were probably meant."""
+    known, seen = _list_keys(kind, values), set()
     for each in error.errors(include_url=False):
         parts = [str(part) for part in each["loc"]]
         group = parts[0] if len(parts) > 1 else ""
-        if group in _groups_of(kind) and len(_options_of(kind)[group]) > 1:  # of alternatives
-            branch, chosen = parts.pop(1), _chosen(kind, group, values.get(group))
+        # pydantic tries all alternatives of a group: only the errors of the chosen one count.
+        if group in _groups_of(kind) and len(_options_of(kind)[group]) > 1:
+            branch, chosen = parts.pop(1), _choose(kind, group, values.get(group))
             others = [k.__name__ for k in _groups_of(kind)[group] if k is not chosen]
             if branch in others or (chosen and branch != chosen.__name__):
                 continue
-        key = ".".join(part for part in parts if part.isidentifier() and part != "str")  # not of a tuple
+        # Indices of tuples, and names of types, are no parts of a key.
+        key = ".".join(part for part in parts if part.isidentifier() and part != "str")
         if each["type"] == "value_error":
             yield from (Problem(text, "rule") for text in str(each["ctx"]["error"]).split("\n  "))
         elif each["type"] == "unexpected_keyword_argument":
             found = flat(each["input"], key)
-            yield from (Problem(f"{at}={_shown(v)}: {_no_such_key(at, known)}", "key") for at, v in found)
+            yield from (Problem(f"{at}={_show(v)}: {_no_such_key(at, known)}", "key") for at, v in found)
         elif key not in seen:
             seen.add(key)
-            value = MISSING if each["type"] == "missing" else _shown(each["input"])
+            value = MISSING if each["type"] == "missing" else _show(each["input"])
             yield Problem(f"{key}={value}: {_message(each)}")
 
 
-def _shown(value: Any) -> Any:
+def _show(value: Any) -> Any:
+    """Return a value as a command line has it."""
     return "null" if value is None else value
 
 
 def _no_such_key(key: str, known: list[str]) -> str:
-    """Return the message about a key that does not exist: which is meant (the same name elsewhere, or what
-    looks most alike), and which there are."""
+    """Return the message about a key that does not exist.
+
+    It names the key that is probably meant (one of the same name elsewhere, or the most similar one), and the
+    keys that there are.
+    """
     at, _, last = key.rpartition(".")
     while at and not any(k.startswith(f"{at}.") for k in known):
         at = at.rpartition(".")[0]

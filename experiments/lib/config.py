@@ -1,7 +1,6 @@
-"""The main job's configuration, and groups that other commands have, too: frozen dataclasses.
+"""The main job's configuration, and groups that other commands share: frozen dataclasses.
 
-`lib.compose` makes these of a command line; what a dataclass says of its own values is checked when it is
-made.
+`lib.compose` makes them of a command line. A dataclass checks its own values when it is made.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ from fnshard.compiler.kernels.remat import check
 from fnshard.layout.presets import PRESETS
 from fnshard.optim import schedules
 
-AUTO = "auto"  # of strategies: `fnshard.fit` chooses, within run.device_gb; of hardware: what is here
-NEVER = "never"  # of run.resume
-MULTIPLE = 32  # of the positions of padded rows
+AUTO = "auto"  # the strategy that `fnshard.fit` chooses within run.device_gb; the hardware that is here
+NEVER = "never"  # a value of run.resume
+MULTIPLE = 32  # padded rows have a multiple of so many positions
 STRATEGIES = (*PRESETS, AUTO)
 HARDWARE = (AUTO, *sorted(TABLE), "measure")
-MEASURED = "measured:"  # and a folder of runs: hardware as these have measured it
+MEASURED = "measured:"  # it stands before a folder of runs, whose measurements correct the hardware
 SCHEDULES = tuple(schedules.SCHEDULES)
 
 
@@ -43,28 +42,30 @@ Dtype = Literal["float64", "float32", "bfloat16", "float16"]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
-def _names_its_target(values: dict[str, Any]) -> dict[str, Any]:
+def _check_target(values: dict[str, Any]) -> dict[str, Any]:
+    """Refuse a group without a dotted name as its `_target_`."""
     if not isinstance(values.get(TARGET), str):
         raise PydanticCustomError("target", "expected a dotted name as _target_")
     return values
 
 
-# In place of a group's dataclass: hydra.utils.instantiate calls what `_target_` names with the other keys.
-Target = Annotated[dict[str, Any], AfterValidator(_names_its_target)]
-TARGET_ROWS = {"rows": 8, "held_out_rows": 128}  # of `data`, where it is one
+# It stands in place of a group's dataclass: hydra.utils.instantiate calls what `_target_` names with the
+# other keys.
+Target = Annotated[dict[str, Any], AfterValidator(_check_target)]
+TARGET_ROWS = {"rows": 8, "held_out_rows": 128}  # keys of a `data` that is a `_target_`, with their defaults
 
 # ------------------------------------------------------------------ one dataclass per group
 
 
 @configuration
 class MeshConfig:
-    """Ranks by axis; `shard: null` means all that are left.
+    """Ranks by axis; `shard: null` takes all that are left.
 
-    Ranks along `replicate`, `shard` and `expert` take other rows; those along `expert` have other experts of
-    a mixture, too, to which rows go, with room as `expert_capacity` says (`shard_step`). Those along `tensor`
-    and `context` split the matrices and the sequences of the same rows; attention over these runs as
-    `context_attention` says. Those along `pipeline` each have some of the layers, through which the rows of
-    `run.accumulate` micro-batches pass.
+    Ranks along `replicate`, `shard` and `expert` take different rows. Those along `expert` also have
+    different experts of a mixture, to which rows go, with room as `expert_capacity` says (`shard_step`).
+    Those along `tensor` and `context` split the matrices and the sequences of the same rows; attention over
+    split sequences runs as `context_attention` says. Those along `pipeline` each have some of the layers,
+    through which the rows of `run.accumulate` micro-batches pass.
     """
 
     replicate: PositiveInt = 1
@@ -78,8 +79,8 @@ class MeshConfig:
 
     @property
     def axes(self) -> dict[str, int]:
-        """The axes that `fnshard.make_mesh` takes; those of a tensor group are neighbours, and stages, which
-        send the least, lie farthest from each other."""
+        """The axes that `fnshard.make_mesh` takes. Ranks of a tensor group are neighbours; stages, which send
+        least, lie farthest from each other."""
         stages = {"pipeline": self.pipeline} if self.pipeline > 1 else {}
         sizes = stages | {"replicate": self.replicate, "shard": self.shard or 1}
         split = {"expert": self.expert, "context": self.context, "tensor": self.tensor}
@@ -91,12 +92,12 @@ class MeshConfig:
 
     @property
     def data_ranks(self) -> int:
-        """Ranks that take other rows."""
+        """The number of ranks that take different rows."""
         return self.replicate * (self.shard or 1) * self.expert
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options of `fnshard.shard_step` and `shard_forward` that say what runs along the axes."""
+        """The options of `fnshard.shard_step` and `shard_forward` that choose what runs along the axes."""
         return {"context_attention": self.context_attention, "expert_capacity": self.expert_capacity}
 
 
@@ -104,9 +105,9 @@ class MeshConfig:
 class StrategyConfig:
     """A preset of `fnshard.presets`, how many units are gathered ahead, and what saves memory.
 
-    `overlap`: how many kernels later reductions are waited for; null is what `shard_step` chooses. `remat`,
-    `memory`, `optimizer_memory`, `update_on`: as `shard_step` and `LayoutSpec` take them. `auto` is no
-    preset: all of these are found by `fnshard.fit`. `chunks`: how many each stage of a pipeline has.
+    `overlap` is how many kernels later reductions are waited for; null lets `shard_step` choose. `remat`,
+    `memory`, `optimizer_memory` and `update_on` are options of `shard_step` and `LayoutSpec`. `chunks` is the
+    number of chunks of each stage of a pipeline. `auto` is no preset: `fnshard.fit` chooses all of these.
     """
 
     name: Literal[STRATEGIES] = "full_shard"
@@ -131,8 +132,8 @@ class StrategyConfig:
 
 @configuration
 class PrecisionConfig:
-    """dtypes of the stored parameters, of compute, of gradients that are summed, of the optimizer; null: what
-    the device is fast in. `scaling`: of fp8, a scale a tensor or a row."""
+    """dtypes of stored parameters, of compute, of gradients that are summed, and of the optimizer; null takes
+    what the device is fast in. `scaling` gives fp8 a scale for each tensor or each row."""
 
     storage: Dtype | None = None
     compute: Dtype | Literal["float8_e4m3fn"] | None = None
@@ -151,8 +152,8 @@ class PrecisionConfig:
 
 @configuration
 class AdamWConfig:
-    """`fnshard.optim.adamw`, or `adamw_8bit`; no decay on norms and embeddings. `clip: null` clips nothing;
-    `lr: null` is for fine-tuning, which has defaults."""
+    """`fnshard.optim.adamw`, or `adamw_8bit`, without decay on norms and embeddings. `clip: null` clips
+    nothing; `lr: null` is for fine-tuning, which has defaults."""
 
     name: Literal["adamw", "adamw_8bit"] = "adamw"
     lr: PositiveFloat | None = 4e-3
@@ -165,7 +166,7 @@ class AdamWConfig:
 
 @configuration
 class SGDConfig:
-    """`fnshard.optim.sgd`; no decay on norms and embeddings. `clip: null` clips nothing."""
+    """`fnshard.optim.sgd`, without decay on norms and embeddings. `clip: null` clips nothing."""
 
     name: Literal["sgd"] = "sgd"
     lr: PositiveFloat | None = 0.3
@@ -181,9 +182,10 @@ class SGDConfig:
 
 @configuration
 class ScheduleConfig:
-    """The rate by step: a name of `fnshard.schedules`.
+    """The rate by step, a schedule of `fnshard.schedules`.
 
-    `warmup` and `decay` (for `wsd` alone) are fractions of the run's steps, `floor` of the peak rate.
+    `warmup` and `decay` (for `wsd` alone) are fractions of the run's steps, and `floor` is a fraction of the
+    peak rate.
     """
 
     name: Literal[SCHEDULES] = "warmup_cosine"
@@ -202,7 +204,7 @@ class ScheduleConfig:
 
 @configuration
 class DataConfig:
-    """Files below `root` (null: Python's standard library); `rows` of the global batch."""
+    """Files below `root`, or with null those of Python's standard library; the global batch has `rows`."""
 
     name: Literal["text"] = "text"
     root: str | None = None
@@ -215,7 +217,7 @@ class DataConfig:
 @configuration
 class ShardsConfig:
     """Shards of tokens in `root`/train and `root`/held_out, as `python -m experiments.tokenize` writes them;
-    `rows` of the global batch."""
+    the global batch has `rows`."""
 
     name: Literal["shards"] = "shards"
     root: str | None = None
@@ -231,11 +233,11 @@ class ShardsConfig:
 
 @configuration
 class TrackerConfig:
-    """The trackers that get a run's rows besides its `metrics.jsonl`; several may:
+    """The trackers that get a run's rows besides its `metrics.jsonl`; there may be several:
     `tracker=[tensorboard,wandb]`.
 
-    `project`: what wandb calls the project, MLflow the experiment; `store`: MLflow's, a folder below the one
-    that the job is started in, or a URI. `own`: trackers of your own, each a `_target_`.
+    `project` is what wandb calls the project and MLflow the experiment. `store` is MLflow's: a folder below
+    the one that the job is started in, or a URI. `own` lists trackers of your own, each a `_target_`.
     """
 
     tensorboard: bool = False
@@ -250,22 +252,24 @@ class TrackerConfig:
 class RunConfig:
     """The length of a run, its device, its checkpoints, its reports.
 
-    `device_gb`: what `strategy=auto` may take of one rank's device, in 1e9 bytes; `disk_dir`: for what rests
-    on disk. `micro_order`: each of the `accumulate` micro-batches by itself, all of them unit by unit, or, in
-    a pipeline, with gradients of leaves apart, see `fnshard.StepOptions`. `deterministic`: the same bits
-    again on the same GPUs, slower; CPUs do so anyway.
+    `device_gb` is how much `strategy=auto` may take of one rank's device, in 1e9 bytes. `disk_dir` is the
+    folder for what rests on disk. `micro_order` runs each of the `accumulate` micro-batches by itself
+    ("depth"), all of them unit by unit ("breadth"), or, in a pipeline, gradients of leaves apart
+    ("zero_bubble"); see `fnshard.StepOptions`. `deterministic` gives the same bits again on the same GPUs,
+    and is slower; CPUs do so anyway.
 
-    Checkpoints: one every `save_every` steps (0: only at the end and on SIGTERM), in the background with
-    `async_save`; the last `keep` stay, those of every `keep_every` steps, the `keep_best` by held-out loss.
-    `resume`: "auto" resumes the unfinished run of the same configuration, "never" begins anew, a path
-    (a run, or one of its checkpoints) starts from there. `max_restarts`: after a rank died. `replicas`:
-    nodes that hold a copy of each rank's blocks in memory, of every `replica_every`th step, so that a rank
-    that dies costs no step; 0: none.
+    A checkpoint is saved every `save_every` steps (with 0 only at the end and on SIGTERM), in the background
+    with `async_save`. The last `keep` checkpoints stay, those of every `keep_every` steps, and the
+    `keep_best` by held-out loss. With `resume` "auto" resumes the unfinished run of the same configuration,
+    "never" begins anew, and a path (a run, or one of its checkpoints) starts from there. `max_restarts` is
+    the number of restarts after a rank died. `replicas` is the number of nodes that hold a copy of each
+    rank's blocks in memory, of every `replica_every`th step, so that a rank that dies costs no step; 0 keeps
+    none.
 
-    `sample_tokens`: of the sample at the end; null: 256, and in a short run two for each step.
+    `sample_tokens` is the length of the sample at the end; null is 256, and in a short run two for each step.
 
-    `profile`: so many steps are traced into `profile/`. `watch`: what is done about NaN: "hunt" ends the run
-    and says where it arose, "stop" only ends it, "off" does nothing.
+    `profile` is the number of steps that are traced into `profile/`. `watch` chooses what is done about NaN:
+    "hunt" ends the run and says where it arose, "stop" only ends it, "off" does nothing.
     """
 
     steps: PositiveInt = 600
@@ -296,17 +300,17 @@ class RunConfig:
 
     @property
     def sample_length(self) -> int:
-        """Tokens of a sample: each takes a forward, and a look at a few steps is not to wait for 256."""
+        """The tokens of a sample. Each takes a forward, and a look at a few steps should not wait for 256."""
         return min(256, 2 * self.steps) if self.sample_tokens is None else self.sample_tokens
 
 
 @configuration
 class HardwareConfig:
-    """Whose speed is planned for and compared with: a name of `analysis.hardware.TABLE`; "auto" is what the
-    job runs on, "measure" takes a few seconds to find out, "measured:FOLDER" corrects what earlier runs were
-    predicted by with what they measured.
+    """The hardware whose speed is planned for and compared with, a name of `analysis.hardware.TABLE`.
 
-    `price_per_hour`: of one device, in a currency of your own; null leaves costs out.
+    "auto" is what the job runs on, "measure" takes a few seconds to find out, and "measured:FOLDER" corrects
+    the hardware that earlier runs were predicted for by what they measured. `price_per_hour` is the price of
+    one device, in a currency of your choice; null leaves costs out.
     """
 
     name: Literal[HARDWARE] | Annotated[str, StringConstraints(pattern=f"^{MEASURED}.")] = AUTO
@@ -318,14 +322,15 @@ class TrainConfig:
     """The whole configuration of the main job.
 
     A `model` with a `_target_` is a module from tokens [B, T] to logits [B, T, V]; its keys `context` (T) and
-    `vocab` (V) are the data's, too. An `optimizer` with one is an `fnshard.optim.Optimizer`; its `lr`, if it
-    has one, is the rate by step that `schedule` makes of it.
+    `vocab` (V) hold for the data, too. An `optimizer` with a `_target_` is an `fnshard.optim.Optimizer`; its
+    `lr`, if it has one, is the rate by step that `schedule` makes of it.
 
-    `data` with one gives `(train, held_out)`, two map-style data sets; its keys `rows` and `held_out_rows`,
-    of which `TARGET_ROWS` are the defaults, are not passed on. Then `objective` has one, too: a loss
-    `(model, *batch)`; and `model` is any module, or gives `(apply, params)`. `specs`: rules `[glob, how]` in
-    the place of the strategy's preset; `how` is null (whole on every rank), an axis that splits dim 0, or
-    fields of `LayoutSpec`.
+    `data` with a `_target_` gives `(train, held_out)`, two map-style data sets; its keys `rows` and
+    `held_out_rows`, of which `TARGET_ROWS` are the defaults, are not passed on. Then `objective` has a
+    `_target_`, too: a loss `(model, *batch)`; and `model` is any module, or gives `(apply, params)`.
+
+    `specs` are rules `[glob, how]` in place of the strategy's preset; `how` is null (whole on every rank), an
+    axis that splits dim 0, or fields of `LayoutSpec`.
     """
 
     model: DecoderConfig | Target
@@ -365,12 +370,12 @@ class TrainConfig:
 
     @property
     def context(self) -> int:
-        """T, the longest that the model is trained for."""
+        """T, the longest sequence that the model is trained for."""
         return self.model.context if isinstance(self.model, DecoderConfig) else self.model.get("context")
 
     @property
     def vocab(self) -> int:
-        """V."""
+        """V, the size of the vocabulary."""
         return self.model.vocab if isinstance(self.model, DecoderConfig) else self.model.get("vocab")
 
 
@@ -381,7 +386,7 @@ def specs_twice(strategy: StrategyConfig, specs: Any) -> list[str]:
 
 
 def nameless_sizes(model: Any, data: Any, objective: Any) -> list[str]:
-    """Return what a model, data and a loss of one's own leave open, in words."""
+    """Return what a user's model, data and loss leave open, in words."""
     if isinstance(data, dict) != (objective is not None):
         return ["data and objective: either both are a _target_ of your own, or neither."]
     if isinstance(data, dict) or not isinstance(model, dict):
@@ -404,7 +409,7 @@ def misfits(strategy: StrategyConfig, run: RunConfig, fits: bool = False) -> lis
     """Return what is wrong with options of `run`: the strategy has no use for them, or lacks them.
 
     Args:
-        fits: something else is as large as fits into the device, too.
+        fits: whether something else is sized to fit the device, so that a budget makes sense without auto.
     """
     wrong = []
     auto, tiers = strategy.name == AUTO, (strategy.memory, strategy.optimizer_memory)

@@ -1,8 +1,8 @@
-"""A decoder in plain PyTorch: RMSNorm, rotary positions, SwiGLU, grouped-query attention; and text drawn from
-it.
+"""Decoder: a language model in plain PyTorch, and a sampler of text from it.
 
-Nothing in the decoder knows of sharding. Letters in shape comments: B rows, T positions, D width, H query
-heads, G key/value heads, K head size, M hidden size of the MLP, V vocabulary.
+It has RMSNorm, rotary positions, SwiGLU and grouped-query attention. Nothing in it knows of sharding. Letters
+in shape comments: B rows, T positions, D width, H query heads, G key/value heads, K head size, M hidden size
+of the MLP, V vocabulary.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ class DecoderConfig:
     """Sizes of a `Decoder`.
 
     Args:
-        width: D, features per position.
-        layers: number of blocks.
+        width: D, the features of a position.
+        layers: the number of blocks.
         heads: H; D / H is the head size and must be even (rotary turns pairs).
-        kv_heads: G; divides H. G = H is multi-head, G = 1 multi-query attention.
-        context: longest T the model is trained for.
+        kv_heads: G, which divides H. G = H is multi-head, G = 1 multi-query attention.
+        context: the longest T that the model is trained for.
         vocab: V; 256 for bytes.
         mlp: M; 0 means 8/3 D, rounded up to a multiple of 32.
-        tied: the output projection is the embedding.
-        theta: base of the rotary wavelengths.
+        tied: whether the output projection is the embedding.
+        theta: the base of the rotary wavelengths.
 
     >>> DecoderConfig(width=64, layers=2, heads=4, kv_heads=2, context=128).hidden
     192
@@ -71,12 +71,12 @@ class DecoderConfig:
 
     @property
     def head(self) -> int:
-        """K, features per head."""
+        """K, the features of a head."""
         return self.width // self.heads
 
     @property
     def hidden(self) -> int:
-        """M, features inside the MLP."""
+        """M, the features inside the MLP."""
         return self.mlp or math.ceil(8 * self.width / 3 / 32) * 32
 
     @property
@@ -86,11 +86,11 @@ class DecoderConfig:
         return self.layers * block + self.width + self.vocab * self.width * (1 if self.tied else 2)
 
     def flops_per_token(self, length: int = 0) -> int:
-        """Model FLOPs of a token, forward and backward: 6 N + 6 L T D; see `fnshard.analysis.hardware.mfu`.
+        """Return the model FLOPs of a token, forward and backward: 6 N + 6 L T D.
 
-        N counts the parameters of matrices that multiply, the head among them and an embedding that is only
-        looked up not. Scores and their weighted sum read T / 2 positions on average (PaLM, appendix B,
-        halved for the causal mask).
+        N counts the parameters of matrices that multiply: the head, but not an embedding that is only looked
+        up. Scores and their weighted sum read T / 2 positions on average (PaLM, appendix B, halved for the
+        causal mask). See `fnshard.analysis.hardware.mfu`.
 
         Args:
             length: T; 0 is `context`.
@@ -101,7 +101,7 @@ class DecoderConfig:
 
 
 class Linear(nn.Linear):
-    """`x @ weight.T`, no bias. `gain` scales the initial weights, normal with std gain / sqrt(inputs)."""
+    """A layer `x @ weight.T` without bias. Initial weights are normal with std `gain` / sqrt(inputs)."""
 
     def __init__(self, inputs: int, outputs: int, gain: float = 1.0):
         self.gain = gain
@@ -112,7 +112,7 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """Rows of normal weights."""
+    """A table of rows with normal weights."""
 
     def __init__(self, vocab: int, width: int, std: float):
         self.std = std
@@ -123,17 +123,18 @@ class Embedding(nn.Embedding):
 
 
 class RMSNorm(nn.RMSNorm):
-    """x / rms(x) * weight (Zhang and Sennrich, 2019)."""
+    """A norm x / rms(x) * weight (Zhang and Sennrich, 2019)."""
 
     def __init__(self, width: int):
         super().__init__(width, eps=1e-5)
 
 
 def rotary(positions: int, head: int, theta: float, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [T, K/2], computed in fp32 (bf16 angles are off by radians), in `like`'s dtype.
+    """Return cosines and sines [T, K/2], computed in fp32 (bf16 angles are off by radians), in `like`'s
+    dtype.
 
-    Made where they are used, not kept as buffers: nothing to store, to cast wrongly or to lose on
-    the meta device.
+    They are made where they are used and not kept as buffers, so that nothing is stored, cast wrongly or lost
+    on the meta device.
     """
     at = torch.arange(positions, device=like.device, dtype=torch.float32)
     pair = torch.arange(0, head, 2, device=like.device, dtype=torch.float32)
@@ -148,7 +149,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal self-attention; `heads / kv_heads` query heads share one key and value head."""
+    """A causal self-attention, in which `heads / kv_heads` query heads share one key and value head."""
 
     def __init__(self, config: DecoderConfig):
         super().__init__()
@@ -165,7 +166,7 @@ class Attention(nn.Module):
         q, k, v = (w(x).unflatten(-1, (n, c.head)).transpose(1, 2) for w, n in heads)  # [B, H or G, T, K]
         cos, sin = rotary(x.shape[1], c.head, c.theta, q)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        # Written out rather than enable_gqa=True, with which the CPU leaves flash attention.
+        # Heads are repeated by hand: with enable_gqa=True the CPU does not use flash attention.
         share = c.heads // c.kv_heads
         k, v = (z.unsqueeze(2).expand(-1, -1, share, -1, -1).flatten(1, 2) for z in (k, v))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # [B, H, T, K]
@@ -173,7 +174,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x)) (Shazeer, 2020)."""
+    """A SwiGLU layer: down(silu(gate(x)) * up(x)) (Shazeer, 2020)."""
 
     def __init__(self, config: DecoderConfig):
         super().__init__()
@@ -186,7 +187,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention, then + MLP, each after its norm."""
+    """A block that adds attention to x, and then an MLP, each behind its norm."""
 
     def __init__(self, config: DecoderConfig):
         super().__init__()
@@ -201,7 +202,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Tokens [B, T] (integers below V) to next-token logits [B, T, V].
+    """A model from tokens [B, T] (integers below V) to next-token logits [B, T, V].
 
     >>> model = Decoder(DecoderConfig(width=16, layers=1, heads=2, kv_heads=1, context=8))
     >>> model(torch.zeros(2, 8, dtype=torch.long)).shape
@@ -211,7 +212,7 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig):
         super().__init__()
         self.config = config
-        # A tied table is read as logits too, where unit rows would start them at std sqrt(D).
+        # A tied table makes the logits, too: rows of unit size would start them at std sqrt(D).
         self.embed = Embedding(config.vocab, config.width, std=config.width**-0.5 if config.tied else 1.0)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = RMSNorm(config.width)
@@ -227,13 +228,13 @@ class Decoder(nn.Module):
 
 
 def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross entropy in nats, in fp32 or wider. logits [B, T, V], targets [B, T]."""
+    """Return the mean cross entropy in nats, in fp32 or wider, of logits [B, T, V] and targets [B, T]."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(wide.flatten(0, 1), targets.flatten())
 
 
 def loss_function(model: nn.Module) -> tuple[Callable[[Any, Tensor, Tensor], Tensor], dict[str, Tensor]]:
-    """`next_token_loss` of a decoder as a pure function of (params, tokens, targets), and its parameters."""
+    """Return a decoder's `next_token_loss` as a function of (params, tokens, targets), and its parameters."""
     apply, params = fs.make_functional(model)
 
     def loss_fn(params: Any, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -250,11 +251,12 @@ Logits = Callable[..., Tensor]
 def last_logits(
     hidden: Callable[..., Tensor], head: Callable[[Any, Tensor], Tensor] = lambda _, x: x
 ) -> Logits:
-    """`fn(params, tokens [B, T], last [B], *more) -> logits [B, V]`: what follows `last` in each row.
+    """Return `fn(params, tokens [B, T], last [B], *more) -> logits [B, V]`, of what follows `last` in each
+    row.
 
     Args:
-        hidden: of tokens, and `more` of them, [B, T, D]; or their logits.
-        head: what is left to do for a position: [B, 1, D] to [B, 1, V].
+        hidden: a function of (params, tokens, *more) that returns [B, T, D], or logits [B, T, V].
+        head: the function of (params, [B, 1, D]) that is left to do for a position, and returns [B, 1, V].
     """
 
     def fn(params: Any, tokens: Tensor, last: Tensor, *more: Any) -> Tensor:
@@ -272,11 +274,11 @@ class Sampler:
     Nothing is cached from token to token: gathering weights that are sharded is most of what a token takes.
 
     Args:
-        forward: `last_logits`, of sharded parameters. All ranks call it together, each with rows of its own.
-        context: T, tokens in the window. Beyond them the oldest fall out.
-        temperature: logits are divided by it; below 1 keeps closer to the likely tokens, 0 takes the
-            likeliest.
-        more: what else `forward` takes of the prompts, their images.
+        forward: `last_logits` for sharded parameters. All ranks call it together, each with its rows.
+        context: T, the tokens of the window. When there are more, the oldest fall out.
+        temperature: the number that logits are divided by; below 1 it keeps closer to the likely tokens, and
+            0 takes the likeliest.
+        more: further arguments of `forward`, as the images of the prompts.
     """
 
     forward: Forward
@@ -286,13 +288,13 @@ class Sampler:
     more: tuple[Any, ...] = ()
 
     def lower(self, params: Any) -> Lowered:
-        """The program that draws a token for one row."""
+        """Lower the program that draws a token for one row."""
         return self.forward.lower(params, *self._windows([[0]]))
 
     def __call__(
         self, params: Any, prompts: Sequence[Sequence[int]], length: int, seed: int = 0
     ) -> list[list[int]]:
-        """`length` tokens after each prompt."""
+        """Draw `length` tokens after each prompt, and return them."""
         random = torch.Generator().manual_seed(seed)
         rows = [list(prompt) for prompt in prompts]
         for _ in range(length):
@@ -309,14 +311,14 @@ class Sampler:
         return [row[len(prompt) :] for row, prompt in zip(rows, prompts, strict=True)]
 
     def _windows(self, rows: list[list[int]]) -> tuple[Tensor, Tensor]:
-        """The arguments [B, T] and [B] of `last_logits`."""
+        """Return the arguments [B, T] and [B] of `last_logits`."""
         seen = [row[-self.context :] for row in rows]
-        # What comes after `last` is never looked at: attention is causal.
+        # Attention is causal: no number behind `last` is read.
         padded = [row + [0] * (self.context - len(row)) for row in seen]
         last = torch.tensor([len(row) - 1 for row in seen], device=self.device)
         return torch.tensor(padded, device=self.device), last
 
 
 def printable(text: str) -> str:
-    """Text without what a terminal would take for a command."""
+    """Replace characters that a terminal would take for a command."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)

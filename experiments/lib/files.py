@@ -1,8 +1,8 @@
-"""Files: written completely or not at all, and compared with what was written before they are used.
+"""Files: write them completely or not at all, and compare them with what was written before they are used.
 
-An error of the system names the file. A *record* is a JSON object that holds its own checksum; a folder of
-files is compared with the sizes and checksums that `digests_of` gave. CRC-32 guards against damage, not
-against somebody who changes a file and its checksum.
+An error of the system names the file. A *record* is a JSON object that holds its checksum. A folder of files
+is compared with the sizes and checksums that `digests_of` returned. CRC-32 guards against damage, not against
+somebody who changes a file and its checksum.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from fnshard.runtime.files.folder import flush_directory, flush_file, make_direc
 LOCK = "run.lock"
 SUM = "crc32"  # the last key of a record
 SEAL = "# crc32 of what follows: "
-PIECE_BYTES = 16 << 20  # what is read of a file at once
-UNREADABLE = (ValueError, RecursionError)  # what `json.loads` raises
+PIECE_BYTES = 16 << 20  # the bytes of a file that are read at once
+UNREADABLE = (ValueError, RecursionError)  # the errors of `json.loads`
 
 
 class LineError(ValueError):
@@ -37,7 +37,8 @@ class DamagedError(ConfigError):
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """An OSError in here that names no file names this one: `write` and `flush` do not say what they fill."""
+    """Let an OSError in the block name this file, if it names none: `write` and `flush` do not name
+    theirs."""
     try:
         yield
     except OSError as error:
@@ -47,17 +48,17 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def write_text(path: Path, text: str | Iterable[str], *, durable: bool = False) -> None:
-    """Write aside, then rename: who reads the file finds all of it, or what was there before.
+    """Write a file aside, then rename it: a reader finds all of it, or what was there before.
 
     Args:
-        durable: it outlives a power cut, too.
+        durable: whether it must outlive a power cut.
     """
     parts = [text] if isinstance(text, str) else text
     _write_aside(path, (part.encode() for part in parts), durable=durable)
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write aside, then rename, as `write_text`; it outlives a power cut."""
+    """Write a file as `write_text` does; it outlives a power cut."""
     _write_aside(path, [content], durable=True)
 
 
@@ -79,7 +80,7 @@ def _write_aside(path: Path, parts: Iterable[bytes], *, durable: bool) -> None:
 
 
 def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> Path:
-    """JSONL, at its own path; another process may be writing the same."""
+    """Write JSONL by way of a path of its own, since another process may be writing the same file."""
     aside = path.with_name(f"{path.name}.{uuid4().hex[:8]}")
     write_text(aside, (f"{json.dumps(record, ensure_ascii=False)}\n" for record in records))
     return aside.replace(path)
@@ -116,7 +117,7 @@ def read_record(path: Path, *, sealed: bool = False) -> dict[str, Any] | None:
     """Read what `write_record` wrote; None where there is no such file.
 
     Args:
-        sealed: an object without a checksum is refused, too; else it is one that an older version wrote.
+        sealed: whether to refuse an object without a checksum, which an older version may have written.
 
     Raises:
         DamagedError: the file holds something else; the message has the path, and no way out yet.
@@ -189,7 +190,7 @@ def differences(folder: Path, digests: Mapping[str, Sequence[int]], *, read_all:
     """Say which files of a folder are not what `digests_of` saw there.
 
     Args:
-        read_all: every byte is read; else sizes alone are compared.
+        read_all: whether to read every byte; if not, only sizes are compared.
     """
     wrong = []
     for name, (size, found) in digests.items():
@@ -206,7 +207,7 @@ def differences(folder: Path, digests: Mapping[str, Sequence[int]], *, read_all:
 
 
 def commit_folder(aside: Path, final: Path) -> None:
-    """Give a folder its name, when all files in it outlive a power cut; one that has the name stays."""
+    """Give a folder its name, after all files in it are flushed; a folder that has the name already stays."""
     for path in aside.rglob("*"):
         (flush_directory if path.is_dir() else flush_file)(path)
     flush_directory(aside)
@@ -220,11 +221,12 @@ def commit_folder(aside: Path, final: Path) -> None:
 
 @contextmanager
 def locked(folder: Path, name: str = LOCK) -> Iterator[bool]:
-    """Hold a folder as long as the block runs, and say whether this process does: another may hold it. A
-    process that is killed gives it back.
+    """Hold a folder as long as the block runs, and yield whether this process does: another may hold it.
+
+    A process that is killed gives it back.
 
     Args:
-        name: of the file that stands for it.
+        name: the name of the file that is locked.
     """
     with (folder / name).open("a") as file:
         free = True
@@ -238,7 +240,7 @@ def locked(folder: Path, name: str = LOCK) -> Iterator[bool]:
 
 
 def first_few(lines: Sequence[str], most: int) -> list[str]:
-    """Some lines of a message, and how many are left out.
+    """Return some lines of a message, and a line that says how many are left out.
 
     >>> first_few(["a", "b", "c"], 1)
     ['a', 'and 2 more']

@@ -1,5 +1,4 @@
-"""The folder of a run: which one it is, so that the same command continues what was not finished; and its
-result.
+"""Folder: find the folder of a run, so that the same command continues what is unfinished; and its result.
 
 A run's folder says in `identity.json` what its results depend on. Where the command names no folder, the
 newest one below `outputs/` of the same identity that holds a checkpoint is resumed, unless it is finished.
@@ -44,8 +43,8 @@ class RunFolder:
     """The folder of a run's results and checkpoints.
 
     Args:
-        source: what it starts from where it has no checkpoint of its own.
-        began: when the command began, by the clock of its host; 0 where nobody has said it.
+        source: the checkpoint that it starts from where it has none of its own.
+        began: the time at which the command began, by the clock of its host; 0 where nobody knows it.
         made: the first folder on the way to it that this command had to make; empty where all were there.
     """
 
@@ -67,13 +66,13 @@ def claim(requested: Any, fresh: Path, *, chosen: bool) -> Iterator[RunFolder]:
     """Find or make the folder of a run, which no other process works in until the block is left.
 
     Args:
-        requested: the configuration of the command, before it was placed on a machine: on another one it is
+        requested: the configuration of the command before it was fitted to a machine: on another one it is
             the same run.
         fresh: the folder of a new run.
-        chosen: the command names `fresh` itself.
+        chosen: whether the command names `fresh` itself.
 
     Raises:
-        ConfigError: the folder is another process's, or holds another run's checkpoints; or there is nothing
+        ConfigError: another process has the folder, it holds another run's checkpoints, or there is nothing
             where `run.resume` says.
     """
     resume = requested.run.resume
@@ -100,7 +99,7 @@ def claim(requested: Any, fresh: Path, *, chosen: bool) -> Iterator[RunFolder]:
 
 
 def discard(run: RunFolder) -> bool:
-    """Remove a folder that the command has made, and those above it that are empty then, if the run has made
+    """Remove a folder that the command has made, and those above it that are then empty, if the run has made
     no step.
 
     Returns:
@@ -147,7 +146,7 @@ def identity_of(requested: Any, source: str | None = None) -> dict[str, Any]:
 
 
 def memory_name(folder: Path) -> str:
-    """Return how a run's folder in memory is called: another run in a folder made anew has another name."""
+    """Return the name of a run's folder in memory. Another run in a folder that was made anew has another."""
     return hashlib.sha256(f"{folder}:{folder.stat().st_ino}".encode()).hexdigest()[:16]
 
 
@@ -155,7 +154,7 @@ def is_finished(folder: Path, requested: Any) -> bool:
     """Return whether a run of this configuration has left its result there."""
     try:
         before, here = read_record(folder / IDENTITY) or {}, identity_of(requested)
-    except DamagedError:  # who starts the run says it
+    except DamagedError:  # the error is reported when the run starts
         return False
     same = all(before.get(name) == value for name, value in here.items() if name != "starts_from")
     return same and _is_finished(folder)
@@ -174,7 +173,11 @@ def source_of(resume: str) -> str:
 
 
 def _check_chosen(folder: Path, identity: Mapping[str, Any], resume: str) -> None:
-    """See that a folder that holds checkpoints is one to resume; else it is left alone."""
+    """Refuse a folder whose checkpoints are not to be resumed, and leave it alone.
+
+    Raises:
+        ConfigError: its checkpoints are of another configuration or damaged, or `run.resume` is "never".
+    """
     steps = fs.checkpoint.all_steps(folder / CHECKPOINTS)
     if not steps and has_numbered(folder / CHECKPOINTS) and not _can_resume(folder):
         raise ConfigError(
@@ -218,8 +221,9 @@ def _check_chosen(folder: Path, identity: Mapping[str, Any], resume: str) -> Non
 
 
 def find_unfinished(identity: Mapping[str, Any], stack: ExitStack) -> Path | None:
-    """Return the newest folder below `outputs/` of this identity that holds a checkpoint, locked until the
-    stack unwinds; none where a newer one is finished.
+    """Return the newest folder below `outputs/` of this identity that holds a checkpoint.
+
+    It is locked until the stack unwinds. None is returned where a newer folder is finished.
     """
     found, root = [], OUTPUTS.resolve()
     for path in (*root.glob(f"*/*/{IDENTITY}"), *root.glob(f"*/*/*/{IDENTITY}")):
@@ -251,13 +255,15 @@ def find_unfinished(identity: Mapping[str, Any], stack: ExitStack) -> Path | Non
 
 
 def write_result(folder: Path, **values: Any) -> None:
-    """Write what the table says of the run in `folder`: `status`, `overrides`, and numbers by name."""
+    """Write the result of the run in `folder`, for tables: `status`, `overrides`, and numbers by name."""
     write_record(folder / RESULT, values)
 
 
 def read_result(folder: Path) -> dict[str, Any]:
-    """Read what `write_result` has left in a folder; the status is "no result" where there is none, or where
-    it is damaged, which is said."""
+    """Read what `write_result` has left in a folder.
+
+    The status is "no result" where there is none, or where it is damaged, which is printed.
+    """
     try:
         found = read_record(folder / RESULT)
         if found is not None and not _is_result(found):
@@ -277,12 +283,14 @@ def _is_result(values: dict[str, Any]) -> bool:
 def search_value(
     folder: Path, metric: str | None = None, direction: str = "minimize", *, is_said: bool = False
 ) -> float | None:
-    """Return the number of the run in `folder` that a search optimises, with the sign by which the search's
-    direction prefers the better run; None if there is none, or no end.
+    """Return the number of the run in `folder` that a search optimises.
+
+    Its sign is such that the search's direction prefers the better run. It is None if the run has no such
+    number, or has not finished.
 
     Args:
-        metric: None for what the run itself is judged by.
-        direction: of the search, "minimize" or "maximize".
+        metric: the name of the number; None is the run's own goal.
+        direction: the direction of the search, "minimize" or "maximize".
         is_said: whether the user has written the direction, and so which of the metric is better.
     """
     result = read_result(folder)

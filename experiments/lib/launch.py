@@ -1,10 +1,10 @@
-"""Jobs of ranks: from a command line to the ranks that do its work.
+"""Launch: from a command line to the ranks that do its work.
 
 `python -m experiments.train` composes the configuration and checks it against this machine
 (`fit_to_machine`), takes a folder, writes both into `job.json` there and starts a process for each rank
-(`start`): the same command, with `--as-rank job.json` in the place of its arguments. Ranks compose nothing
-(`be_rank`). Under `torchrun`, whose processes are ranks already, each composes, and rank 0 takes the folder;
-so it does where SLURM starts one torchrun a node.
+(`start`): the same command, with `--as-rank job.json` in place of its arguments. Ranks compose nothing
+(`be_rank`). Under `torchrun`, whose processes are ranks already, each rank composes, and rank 0 takes the
+folder; the same happens where SLURM starts one torchrun for each node.
 
 SIGTERM to the process of the command goes on to the ranks (`fnshard.launcher.local`), each of which notes it
 in a `Stop`; the job tells all ranks with its next step, saves after the one that follows, and ends. What a
@@ -88,15 +88,15 @@ from fnshard.launcher.local import LaunchError, launch, under_launcher
 from fnshard.launcher.rank import LOGS, Stop, end_with_parent, run_rank
 from fnshard.mesh.process_group import leave_group
 
-SIDE_BY_SIDE = "joblib"  # Hydra's name of a launcher
-CPU_RANKS = 2  # where there is no accelerator and nobody says how many
-FIRST_PORT, PORTS = 20_000, 10_000  # of the rendezvous under SLURM: one of these by the job's number
-# What depends on inputs that are equal on all ranks.
+SIDE_BY_SIDE = "joblib"  # Hydra's name of the launcher that runs jobs side by side
+CPU_RANKS = 2  # the ranks where there is no accelerator and nobody says how many
+FIRST_PORT, PORTS = 20_000, 10_000  # a rendezvous under SLURM takes one of these ports, by the job's number
+# Errors that depend on inputs that are equal on all ranks, so that all ranks have them.
 ALIKE = (SpecError, TraceError, OptimizerError, HydraException)
-REFUSAL = "refused.json"  # why the ranks ended together; the process that started them reads it
-PATIENCE_S = 30.0  # for torchrun to end a rank whose command line is wrong
+REFUSAL = "refused.json"  # it says why the ranks ended together; the process that started them reads it
+PATIENCE_S = 30.0  # so long a rank waits for torchrun to end it, where the command line is wrong
 NO_TRIAL = "No trials are completed"  # Optuna's error where every trial of a search has failed
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)  # of a disk, not of the program
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)  # errors of a disk, not of the program
 
 
 @dataclass(frozen=True)
@@ -105,9 +105,9 @@ class Job:
 
     Args:
         command: its command line; the configuration has `run`, `mesh` and `data`, as `TrainConfig` does.
-        prepare: what is done before ranks start, with the configuration on this machine; gives the one for
-            the ranks. Mistakes in what the configuration names (files, directories) are found here.
-        work: what a rank does, of (configuration, `RunFolder`, overrides, `Stop`).
+        prepare: a function that runs before ranks start, with the configuration on this machine, and returns
+            the one for the ranks. It finds mistakes in what the configuration names (files, directories).
+        work: the work of a rank, a function of (configuration, `RunFolder`, overrides, `Stop`).
     """
 
     command: Command
@@ -120,7 +120,8 @@ class Job:
 
 
 class Sweep:
-    """The sweep that this process has begun: its table's callback sets it, before the first job."""
+    """A place for the sweep that this process has begun; its table's callback sets it before the first
+    job."""
 
     begun: DictConfig | None = None
 
@@ -129,7 +130,7 @@ class Sweep:
 
 
 def main(job: Job) -> None:
-    """Run the command line of a job; or be one of its ranks."""
+    """Run the command line of a job, or be one of its ranks."""
     if sys.argv[1:2] == [AS_RANK]:
         be_rank(job, json.loads(Path(sys.argv[2]).read_text(encoding="utf-8")))
     exit_with(lambda: run(job))
@@ -163,17 +164,19 @@ def run(job: Job) -> None:
             if last is not None and Path(last.hydra.sweep.dir).is_dir():
                 with suppress(SystemExit):
                     instantiate(last.hydra.callbacks.table).on_multirun_end(last)
-            if NO_TRIAL in str(error):  # each trial has said by itself why it failed
+            if NO_TRIAL in str(error):  # each trial has printed why it failed
                 sys.exit(1)
             raise
 
 
 def run_of_sweep(job: Job, sweep: int, composed: DictConfig) -> float | None:
-    """Do one run of a `--multirun`, in whatever process its launcher has it, and return what a search is
-    after.
+    """Do one run of a `--multirun`, in the process that its launcher gives it.
 
     Args:
         sweep: the process of the command.
+
+    Returns:
+        The number that a search optimises.
     """
     here = HydraConfig.get()
     folder, launcher = Path(here.runtime.output_dir).resolve(), here.runtime.choices["hydra/launcher"]
@@ -205,26 +208,27 @@ def start(
     """Start a run's ranks and wait for them; results go to `fresh`, or to where the run goes on.
 
     Args:
-        chosen: the command names the folder.
-        began: when the command began, in seconds of `time.time`; None: now, as of a job of a sweep.
+        chosen: whether the command names the folder.
+        began: the time at which the command began, in seconds of `time.time`; None is now, as for a job of a
+            sweep.
 
     Returns:
         The result's status, "ok" or "stopped".
 
     Raises:
-        ConfigError: what cannot be on this machine, see `fit_to_machine`; what `job.prepare` finds; no
-            checkpoint where `run.resume` says; and nothing was started. Or ranks found that no plan fits into
-            `run.device_gb`.
-        LaunchError: a rank failed; or a checkpoint could not be read or written.
+        ConfigError: the configuration does not fit this machine (see `fit_to_machine`), `job.prepare` finds a
+            mistake, or there is no checkpoint where `run.resume` says; nothing was started. Or ranks found
+            that no plan fits into `run.device_gb`.
+        LaunchError: a rank failed, or a checkpoint could not be read or written.
     """
     began = time.time() if began is None else began
     if (several := nodes()) > 1:
         return start_on_nodes(job, requested, fresh, overrides, several, chosen=chosen, began=began)
 
-    # What the machine has, what the configuration names.
+    # Check the configuration with what this machine has, and with what it names.
     config = job.prepare(fit_to_machine(requested))
 
-    # The folder, which is another process's until the block is left; in it all that the ranks are told.
+    # Take the folder, which no other process gets until the block is left, and write for the ranks there.
     with claim(requested, fresh, chosen=chosen) as found:
         own, folder = replace(found, began=began), Path(found.folder)
         write_overrides(folder, overrides)
@@ -232,7 +236,7 @@ def start(
             (folder / name).unlink(missing_ok=True)
         write_json(folder / "job.json", {**job_values(config, overrides), "run": dataclasses.asdict(own)})
 
-        # The ranks.
+        # Start the ranks, and turn their errors into this process's.
         try:
             launch(
                 rank_command(job, folder / "job.json"),
@@ -269,7 +273,7 @@ def job_values(config: Any, overrides: list[str]) -> dict[str, Any]:
 
 
 def rank_command(job: Job, job_file: Path) -> list[str]:
-    """Return what a rank of a job is started with."""
+    """Return the command line of a rank of a job."""
     return [sys.executable, "-u", "-m", f"experiments.{job.name}", AS_RANK, str(job_file)]
 
 
@@ -287,17 +291,17 @@ def write_overrides(folder: Path, overrides: list[str]) -> None:
 def fit_to_machine(
     config: Any, *, accelerators: Mapping[str, int] | None = None, world: int | None = None, nodes: int = 1
 ) -> Any:
-    """Return `config` with `run.device`, `mesh.shard` and `precision` filled in from what there is.
+    """Return `config` with `run.device`, `mesh.shard` and `precision` filled in for the machine.
 
     Args:
-        accelerators: devices by type, `{"cuda": 8}`; None: those of this machine.
-        world: ranks that already run (under `torchrun`); None: they are to be started here.
-        nodes: machines like this one that the ranks are to be started on, equally many on each.
+        accelerators: devices by type, `{"cuda": 8}`; None takes those of this machine.
+        world: the number of ranks that already run (under `torchrun`); None if they are to be started here.
+        nodes: the number of machines like this one that the ranks are to be started on, equally many on each.
 
     Raises:
-        ConfigError: a tracker that is not installed; more ranks than devices, axes that do not multiply to
-            the ranks there are, or do not divide over the nodes, more replicas than these can hold, a batch
-            that does not divide over ranks and micro-batches, a `run.disk_dir` that is not there.
+        ConfigError: a tracker is not installed; there are more ranks than devices; axes do not multiply to
+            the ranks that there are, or do not divide over the nodes; nodes cannot hold so many replicas; a
+            batch does not divide over ranks and micro-batches; or `run.disk_dir` is not there.
     """
     accelerators = find_accelerators() if accelerators is None else accelerators
     check_installed(config.tracker)
@@ -335,7 +339,7 @@ def fit_to_machine(
             f"Fix: run.replicas={most}, or more nodes."
         )
 
-    # Rows divide over the ranks that take other ones.
+    # Rows divide over the ranks that take different ones.
     over = counted(mesh.data_ranks, "rank") + " that take other rows" * (mesh.ranks > mesh.data_ranks)
     micro = f" times run.accumulate={config.run.accumulate}" if config.run.accumulate > 1 else ""
     parts = {
@@ -352,7 +356,7 @@ def fit_to_machine(
         raise ConfigError(report("the batch cannot be cut:", wrong, " ".join(fixes)))
 
     sums = ranks > 1 or config.run.accumulate > 1 or config.strategy.name == AUTO
-    sums = sums or getattr(config.data, "tokens", None) is not None  # as many micro-batches as it takes
+    sums = sums or getattr(config.data, "tokens", None) is not None  # a budget of tokens makes micro-batches
     return replace(
         config,
         mesh=mesh,
@@ -362,7 +366,7 @@ def fit_to_machine(
 
 
 def find_accelerators() -> dict[str, int]:
-    """Return the devices of this machine by type: `{"cuda": 8}`, or nothing."""
+    """Return the accelerators of this machine by type: `{"cuda": 8}`, or an empty dict."""
     if not torch.accelerator.is_available():
         return {}
     return {torch.accelerator.current_accelerator().type: torch.accelerator.device_count()}
@@ -382,7 +386,7 @@ def device_of(key: str, asked: str, accelerators: Mapping[str, int]) -> str:
 
 
 def _product(mesh: Any) -> str:
-    """Return the axes that are named, and those that split, as a message has them."""
+    """Return the axes that are named, and those of several ranks, as a message has them."""
     sizes = {"replicate": mesh.replicate, "shard": mesh.shard}
     split = {name: getattr(mesh, name) for name in ("pipeline", "expert", "tensor", "context")}
     sizes |= {name: size for name, size in split.items() if size > 1}
@@ -393,15 +397,17 @@ def _product(mesh: Any) -> str:
 
 
 def nodes() -> int:
-    """Return the nodes of the job step that this process is a task of; 1 outside of `srun`."""
+    """Return the number of nodes of the job step that this process is a task of; 1 outside of `srun`."""
     return int(os.environ.get("SLURM_STEP_NUM_NODES", "1")) if "SLURM_STEP_ID" in os.environ else 1
 
 
 def start_on_nodes(
     job: Job, requested: Any, fresh: Path, overrides: list[str], nodes: int, *, chosen: bool, began: float
 ) -> str:
-    """Do what `start` does on each node of a SLURM job: torchrun starts the ranks, which meet on the first
-    node, and rank 0 takes the run's folder."""
+    """Start a run on each node of a SLURM job, as `start` does on one.
+
+    torchrun starts the ranks, which meet on the first node, and rank 0 takes the run's folder.
+    """
     config = fit_to_machine(requested, nodes=nodes)
     job_file = fresh / f"job.{os.environ['SLURM_NODEID']}.json"
     run = {"requested": dataclasses.asdict(requested), "fresh": str(fresh), "chosen": chosen, "began": began}
@@ -414,15 +420,15 @@ def start_on_nodes(
 
 
 def torchrun(ranks: int, max_restarts: int) -> list[str]:
-    """Return what Python runs on each node of a job of submitit's, before the ranks' own arguments.
+    """Return the arguments of Python on each node of a job of submitit's, in front of the ranks' own.
 
     Args:
-        ranks: of a node.
+        ranks: the number of ranks of a node.
 
     Raises:
-        ConfigError: not one task a node.
+        ConfigError: SLURM has not started one task on each node.
     """
-    from submitit import JobEnvironment  # the extra `slurm`, which has started this job
+    from submitit import JobEnvironment  # the extra `slurm` is installed: it has started this job
 
     job = JobEnvironment()
     if job.num_tasks != job.num_nodes:
@@ -453,8 +459,8 @@ def be_rank_of_torchrun(job: Job) -> NoReturn:
     except Exception as error:
         if not is_mistake(error) or os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise  # torchrun shows the traceback
-        # All ranks have this command line: the first of each machine says what is wrong with it, and torchrun
-        # ends the others when that one has ended.
+        # All ranks have this command line. The first of each machine prints what is wrong with it, and
+        # torchrun ends the others when that one has ended.
         if os.environ.get("LOCAL_RANK", "0") != "0":
             time.sleep(PATIENCE_S)
         print(f"error: {text_of(error)}", file=sys.stderr, flush=True)
@@ -464,14 +470,15 @@ def be_rank_of_torchrun(job: Job) -> NoReturn:
 
 
 def be_rank(job: Job, values: Mapping[str, Any]) -> NoReturn:
-    """Join the other ranks, do the job's work, leave.
+    """Join the other ranks, do the job's work, and leave.
 
     Args:
-        values: `config` (nested dicts of a configuration on this machine), `overrides`; and `run` (of a
-            `RunFolder`), or what finds it: `requested` (the configuration as the command has it), `fresh`,
-            `chosen`; and perhaps `began` of the command that started these ranks.
+        values: `config` (nested dicts of a configuration on this machine), `overrides`; and `run` (a
+            `RunFolder` as a dict), or what finds it: `requested` (the configuration as the command has it),
+            `fresh`, `chosen`; and perhaps `began`, of the command that started these ranks.
     """
-    import torch._dynamo  # noqa: F401  (the first operator of any step brings it: here no other rank waits)
+    # The first operator of any step imports this, which takes seconds. Here no other rank waits for it.
+    import torch._dynamo  # noqa: F401
 
     gc.freeze()
     gc.enable()  # see `experiments`
@@ -481,17 +488,17 @@ def be_rank(job: Job, values: Mapping[str, Any]) -> NoReturn:
         try:
             with find_folder(job, values) as run:
                 if int(os.environ.get("RANK", "0")) == 0 and LOGS in os.environ:
-                    for name in (REFUSAL, RESULT):  # an earlier attempt's
+                    for name in (REFUSAL, RESULT):  # files of an earlier attempt
                         _refusal().with_name(name).unlink(missing_ok=True)
                 own = config if "run" in values else prepare_on_ranks(job, config)
                 job.work(own, run, list(values["overrides"]), stop)
         except BudgetError as error:
             end_together(f"run.device_gb={config.run.device_gb:g}: {error}", mistake=True)
-        except DamagedError as error:  # perhaps here alone, as below
+        except DamagedError as error:  # perhaps only this rank has the error, as below
             sys.exit(f"error: {error}")
         except (CheckpointError, ConfigError, DivergedError, *ALIKE) as error:
             end_together(str(error), mistake=is_mistake(error))
-        except OSError as error:  # here alone: the others end when this rank does
+        except OSError as error:  # only this rank has the error: the others end when it does
             if error.errno not in FULL:
                 raise
             sys.exit(no_room(error))
@@ -500,8 +507,10 @@ def be_rank(job: Job, values: Mapping[str, Any]) -> NoReturn:
 
 
 def prepare_on_ranks(job: Job, config: Any) -> Any:
-    """Return what `job.prepare` makes of the configuration, where no process of ours stands above the ranks:
-    the first of each machine prepares, the others find it done."""
+    """Return what `job.prepare` makes of the configuration, where no process of ours has started the ranks.
+
+    The first rank of each machine prepares, and the others find the files there.
+    """
     problem = ""
     for local in (True, False):
         if local == (os.environ.get("LOCAL_RANK", "0") == "0"):
@@ -520,8 +529,8 @@ def prepare_on_ranks(job: Job, config: Any) -> Any:
 
 @contextmanager
 def find_folder(job: Job, values: Mapping[str, Any]) -> Iterator[RunFolder]:
-    """Yield the run's folder as this rank was told; or (under `torchrun`, on many nodes) as rank 0 finds
-    it."""
+    """Yield the run's folder: the one that this rank was told, or (under `torchrun`) the one that rank 0
+    finds."""
     if "run" in values:
         yield RunFolder(**values["run"])
         return
@@ -543,7 +552,7 @@ def find_folder(job: Job, values: Mapping[str, Any]) -> Iterator[RunFolder]:
 
 
 def no_room(error: OSError) -> str:
-    """Return an error of a disk in words: path, and the way out.
+    """Return the message of a disk's error, with the path and the way out.
 
     >>> print(no_room(OSError(28, "No space left on device", "run/metrics.jsonl")))
     cannot write run/metrics.jsonl: No space left on device.
@@ -554,8 +563,9 @@ def no_room(error: OSError) -> str:
 
 
 def end_together(message: str, *, mistake: bool) -> NoReturn:
-    """End all ranks with exit code 1; the reason goes to a file for the process that started them, or to
-    stderr where none of ours did.
+    """End all ranks with exit code 1.
+
+    The reason goes to a file for the process that started them; where none of ours did, it goes to stderr.
 
     As a rule all ranks have the same reason, and rank 0 tells it; another rank does where the others have
     not failed, as by a reward of one's own that fails on some answers.

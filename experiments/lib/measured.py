@@ -1,5 +1,5 @@
-"""Measured: what runs found of what was predicted, the traces of `run.profile`, and hardware as runs of a
-folder have measured it (`hardware=measured:FOLDER`). A run without these needs nothing of this module."""
+"""Measured: how runs compare with predictions, the traces of `run.profile`, and hardware that runs of a
+folder have measured (`hardware=measured:FOLDER`). A run without these needs nothing of this module."""
 
 from __future__ import annotations
 
@@ -14,23 +14,29 @@ from experiments.lib.checks import ConfigError
 from experiments.lib.config import MEASURED
 from experiments.lib.files import first_few, read_record, write_record, write_text
 from experiments.lib.record import RUN
-from fnshard.analysis.calibrate import Observation, changed, corrected
+from fnshard.analysis.calibrate import Observation, correct, vary
 from fnshard.analysis.hardware import TABLE
 from fnshard.analysis.timeline import Timeline
 from fnshard.errors import MissingExtraError, report
 from fnshard.step.lowered import Lowered
 
-LINES = Path("profile", "lines.json")  # of a run's folder
+LINES = Path("profile", "lines.json")  # a file in a run's folder
 DAMAGED = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
-MOST = 5  # damaged files that an error names
+MOST = 5  # the number of damaged files that an error names
 FOLDER, TRACE, TEXT, PICTURE = LINES.parent, "trace.json", "timeline.txt", "timeline.png"
-FIRST = 3  # step of a process: the first compiles, the second is where memory is measured
+FIRST = 3  # the first step that is traced: step 1 compiles, and memory is measured in step 2
 
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """One run. `hardware`: what it was predicted for; `machine`: what it ran on; `kinds`: of a run with a
-    profile, kinds of lines."""
+    """The measurements of a run.
+
+    Args:
+        hardware: the hardware that its step was predicted for.
+        machine: the machine that it ran on.
+        step: the step's predicted and measured seconds.
+        kinds: those of each kind of line, if the run has a profile.
+    """
 
     hardware: Mapping[str, Any]
     machine: Mapping[str, Any]
@@ -46,7 +52,7 @@ def lines_of(lowered: Lowered, hardware: fs.Hardware, measured: Timeline) -> dic
     seconds = [_by_line(lowered.timeline(hardware)), _by_line(measured)]
     kinds = fs.profile.by_kind(measured, lines)
     found: dict[str, dict[str, float]] = {}
-    for constant, each in changed(hardware).items():
+    for constant, each in vary(hardware).items():
         for kind, value in fs.profile.by_kind(lowered.timeline(each), lines).items():
             found.setdefault(kind, {})[constant] = value
     return {
@@ -73,7 +79,7 @@ def _by_line(timeline: Timeline) -> dict[int, float]:
 
 
 def measured_run(folder: Path) -> MeasuredRun | None:
-    """Return what a run has measured; None if it made no second step, or is of a version that kept nothing.
+    """Return what a run has measured; None if it made no second step, or an older version kept nothing.
 
     Raises:
         ValueError, KeyError, TypeError, AttributeError: a file is damaged.
@@ -99,11 +105,12 @@ def measured_run(folder: Path) -> MeasuredRun | None:
 
 
 def measured_hardware(place: str) -> fs.Hardware:
-    """Return the hardware of the newest run in a folder or below it, as all runs there have measured it that
-    ran on such a machine, with as many ranks on a host.
+    """Return the hardware of the newest run in a folder or below it, corrected by measurements.
+
+    They are those of all runs there that ran on such a machine, with as many ranks on a host.
 
     Raises:
-        ConfigError: no run says what it measured, or a file of one is damaged.
+        ConfigError: no run has measured anything, or files are damaged.
     """
     folders = sorted(
         (path.parent for path in Path(place).rglob(RUN)), key=lambda f: (f / RUN).stat().st_mtime
@@ -130,7 +137,7 @@ def measured_hardware(place: str) -> fs.Hardware:
     base = replace(base, memory_bytes=last.machine["gpu_memory_bytes"] or base.memory_bytes)
     alike = [r for r in known if (r.hardware, r.machine) == (last.hardware, last.machine)]
     name = f"{base.name} as {len(alike)} run{'s' if len(alike) > 1 else ''} measured"
-    return corrected(base, [(run.step, *run.kinds) for run in alike], name)
+    return correct(base, [(run.step, *run.kinds) for run in alike], name)
 
 
 # ------------------------------------------------------------------ traces
@@ -138,11 +145,13 @@ def measured_hardware(place: str) -> fs.Hardware:
 
 @dataclass
 class Tracer:
-    """Traces `steps` steps of this process; all ranks do, so that who is waited for can be seen.
+    """A tracer of `steps` steps of this process. All ranks trace, so that one sees which rank is waited for.
 
     Args:
-        lowered: the step; `hardware`: what its prediction is for; `base`: what `run.json` predicts with.
-        folder: of the run.
+        lowered: the step on paper.
+        hardware: the hardware that its prediction is for.
+        base: the hardware that `run.json` predicts with.
+        folder: the folder of the run.
     """
 
     step: Any
@@ -171,12 +180,12 @@ class Tracer:
 
     @property
     def _trace(self) -> Path:
-        """The file of this rank; rank 0's stays, others' are read and removed."""
+        """The file of this rank. That of rank 0 stays, and those of others are read and removed."""
         rank = self.step.mesh.rank
         return self.folder / FOLDER / (f"rank-{rank}.json" if rank else TRACE)
 
     def write(self) -> str:
-        """End the trace and write what is measured; returns a line about it, or nothing where nothing was.
+        """End the trace and write what was measured; return a line about it, or "" where nothing was.
 
         All ranks call it together.
         """
@@ -198,7 +207,7 @@ class Tracer:
         table = fs.profile.table(self.lowered, predicted, measured)
         text = "\n\n".join([head, table, f"predicted:\n{predicted}", f"measured:\n{measured}"])
         write_text(folder / TEXT, f"{text}\n")
-        with suppress(MissingExtraError):  # without matplotlib
+        with suppress(MissingExtraError):  # there is no picture without matplotlib
             fs.plot.timeline(predicted, folder / PICTURE, measured=measured)
         where = f"in {folder / TRACE} (for ui.perfetto.dev) and {folder / TEXT}"
         return f"steps traced: {self._traced}, {where}{note}"

@@ -1,7 +1,6 @@
-"""The numbers of a run: which of them it is judged by, the rows of `metrics.jsonl`, their totals, their
-picture.
+"""Metrics: the numbers of a run. They are its goal, the rows of `metrics.jsonl`, their totals and picture.
 
-Next to `metrics.jsonl` the file `metrics.crc32` has the checksum of every line, before that line is written.
+Next to `metrics.jsonl` the file `metrics.crc32` gets the checksum of every line before that line is written.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ import numpy as np
 from experiments.lib.files import UNREADABLE, first_few, naming
 
 METRICS, SUMS = "metrics.jsonl", "metrics.crc32"
-RECENT, LOSSES = 1000, 64  # steps whose seconds and numbers are kept
+RECENT, LOSSES = 1000, 64  # the seconds, and the numbers, of so many last steps are kept
 SUM = re.compile(rb"[0-9a-f]{8}")
-SHOWN = 8  # lines that a message names
-SMOOTH = 60  # points of a smoothed curve, at most
-HELD_OUT = "held_out_"  # stands before the name of what is measured on held-out data
-# Words in the names of numbers of which more is better, and less. Of others nobody knows.
+SHOWN = 8  # the number of lines that a message names
+SMOOTH = 60  # the most points of a smoothed curve
+HELD_OUT = "held_out_"  # it stands before the name of a number that is measured on held-out data
+# Words in the names of numbers of which more is better, or less. Of other numbers nobody knows.
 GROWING = ("accuracy", "acc", "match", "reward", "rewards", "margin", "margins", "mfu", "per_s", "f1", "auc",
            "bleu", "rouge", "recall", "iou")  # fmt: skip
 SHRINKING = ("loss", "perplexity", "bigram", "trigram", "nll", "error", "mae", "mse", "rmse", "wer", "kl",
@@ -38,10 +37,10 @@ SHRINKING = ("loss", "perplexity", "bigram", "trigram", "nll", "error", "mae", "
 
 @dataclass(frozen=True)
 class Goal:
-    """The number that a run is after.
+    """The number that a run optimises.
 
     Args:
-        name: of the number in the rows of training steps; on held-out data it is `held_out_NAME`.
+        name: the name of the number in the rows of training steps; on held-out data it is `held_out_NAME`.
         unit: what the number counts, as "nats per byte"; empty where nobody has said it.
         is_maximised: whether more is better.
     """
@@ -79,7 +78,8 @@ class Goal:
 
     @staticmethod
     def of(values: Any) -> Goal | None:
-        """Read what `as_dict` gave; None where it is something else, as of a run of an earlier version."""
+        """Read what `as_dict` returned; None where it is something else, as in a run of an earlier
+        version."""
         try:
             goal = Goal(**values)
         except TypeError:
@@ -89,8 +89,9 @@ class Goal:
 
 
 def grows(name: str, goal: Goal | None = None) -> bool | None:
-    """Return whether more of a number is better: the goal says it of its own, words say it of others. None
-    where nobody has said it.
+    """Return whether more of a number is better; None where nobody has said it.
+
+    The goal says it of its own number, and words in its name say it of any other.
 
     >>> grows("held_out_accuracy"), grows("held_out_arc/acc_norm"), grows("loss"), grows("held_out_loss")
     (True, True, False, False)
@@ -114,37 +115,38 @@ def is_held_out(row: Mapping[str, Any]) -> bool:
 
 
 def line_of(row: Mapping[str, Any]) -> tuple[str, str]:
-    """Return a row's line of `metrics.jsonl`, and the line of `metrics.crc32` that stands for it."""
+    """Return a row's line of `metrics.jsonl`, and the line of `metrics.crc32` with its checksum."""
     line = json.dumps(row) + "\n"
     return line, f"{zlib.crc32(line.encode()):08x}\n"
 
 
 def read_rows(path: Path | None, made: int, wrong: list[str] | None = None) -> Iterator[dict[str, Any]]:
-    """Read the rows of a metrics file up to step `made`, without the held-out loss after that step: a resumed
-    run measures it again.
+    """Read the rows of a metrics file up to step `made`.
 
-    A line that is not what was written, or no row, is left out. So is a last line without its end, as a
-    killed process leaves one. Where there are fewer checksums than lines, these are not compared with them.
+    The held-out loss after that step is left out, since a resumed run measures it again. A line that is not
+    what was written, or no row, is left out, and so is a last line without its end, as a killed process
+    leaves one. Where there are fewer checksums than lines, lines are not compared with them.
 
     Args:
-        wrong: gets texts for damaged lines and for rows that are missing, when all rows are read.
+        wrong: a list that gets texts for damaged lines and missing rows, when all rows are read.
     """
     if path is None:
         return
-    count = 0  # before the checksums are read: a run that is at work writes more of both meanwhile
+    # Lines are counted before checksums are read: a run that is at work writes more of both meanwhile.
+    count = 0
     if path.exists():
         with path.open("rb") as lines:
             count = sum(line.endswith(b"\n") for line in lines)
     try:
         found = [int(each, 16) for each in SUM.findall((path.parent / SUMS).read_bytes())]
         sums = np.sort(np.array(found, np.uint32))
-    except OSError:  # of an older version
+    except OSError:  # an older version wrote no checksums
         found, sums = [], None
     if not path.exists():
         if wrong is not None and found:
             wrong.append(f"{path} is missing")
         return
-    if sums is not None and len(found) < count:  # they are what is damaged
+    if sums is not None and len(found) < count:  # the checksums themselves are damaged
         sums = None
         if wrong is not None:
             few = f"{len(found)} checksums of {count} lines"
@@ -195,11 +197,11 @@ class Totals:
     """The sums that a report takes of all rows.
 
     Args:
-        goal: what the run is judged by.
+        goal: the number that the run is judged by.
         reached: the last step.
-        seconds: of all steps.
-        recent: seconds of each of the last steps.
-        losses: of the last steps.
+        seconds: the seconds of all steps.
+        recent: the seconds of each of the last steps.
+        losses: the losses of the last steps.
         trained: the goal's number in the last steps.
     """
 
@@ -221,13 +223,13 @@ class Totals:
             self.recent.append(row["seconds"])
 
     def step_seconds(self, last: int = RECENT) -> float:
-        """The median of the last steps: the first one after each start compiles. NaN where there is none."""
+        """Return the median of the last steps, since the first after each start compiles; NaN without any."""
         recent = list(self.recent)[-last:]
         return statistics.median(recent) if recent else math.nan
 
 
 def smooth(curve: Sequence[tuple[float, float]], parts: int) -> tuple[list[tuple[float, float]], int]:
-    """Return at most `parts` points, each the mean of so many of the curve's, and of how many.
+    """Return at most `parts` points, each the mean of as many points of the curve, and that number.
 
     >>> smooth([(1, 4.0), (2, 2.0), (3, 1.0), (4, 1.0)], parts=2)
     ([(1.5, 3.0), (3.5, 1.0)], 2)
@@ -244,8 +246,11 @@ def draw_run(
     metrics: Path, goal: Goal, tables: Mapping[str, float], path: Path, title: str = "training"
 ) -> None:
     """Draw the goal's number by step, in training and on held-out data, with a level line for each n-gram
-    table. Of a long run the mean of some steps is drawn over what each step gave, and the legend says of
-    how many."""
+    table.
+
+    For a long run the mean over some steps is drawn above the numbers of all steps, and the legend says over
+    how many.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure  # pyplot takes twice the time to load
 
@@ -277,7 +282,7 @@ def draw_run(
 
 
 def comparison(value: float, goal: Goal, tables: Mapping[str, float]) -> str:
-    """Return the model next to the tables, in one line.
+    """Return a line that compares the model with the tables.
 
     >>> comparison(2.0, Goal(unit="nats per byte"), {"bigram": 2.4, "trigram": 1.8})
     'held-out loss, nats per byte: model 2.000 (below the bigram table); bigram 2.400, trigram 1.800'

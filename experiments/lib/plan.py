@@ -1,5 +1,4 @@
-"""The plan of a step by the configuration: specs and options of the step; `strategy=auto` lets `fnshard.fit`
-choose them."""
+"""Plan: choose specs and options of a step by the configuration; `strategy=auto` asks `fnshard.fit`."""
 
 from __future__ import annotations
 
@@ -24,9 +23,11 @@ PLAN, MEMORY = "plan.json", "memory.txt"
 
 @dataclass(frozen=True)
 class Plan:
-    """`shard_step(fn, specs, mesh=..., optimizer=..., **options)`.
+    """The arguments of `shard_step(fn, specs, mesh=..., optimizer=..., **options)`.
 
-    `found`: the search, if there was one; `hardware`: what it planned for.
+    Args:
+        found: the search, if there was one.
+        hardware: the hardware that it planned for.
     """
 
     specs: Any
@@ -40,12 +41,12 @@ class Plan:
 
 
 def axis_of(name: str, mesh: fs.Mesh) -> str | None:
-    """Return what presets take as `tensor=` and `expert=`."""
+    """Return an axis as presets take it in `tensor=` and `expert=`: None where the mesh has none."""
     return name if name in mesh.names else None
 
 
 def dtypes_of(precision: PrecisionConfig) -> dict[str, Any]:
-    """Return the dtypes of a `LayoutSpec`, by field, fp32 for null; and what has a scale in fp8."""
+    """Return the dtype fields of a `LayoutSpec`, with fp32 for null, and its `scaling`."""
     named = {field: name for field, name in vars(precision).items() if field != "scaling"}
     dtypes = {f"{field}_dtype": getattr(torch, name or "float32") for field, name in named.items()}
     return dtypes | {"scaling": precision.scaling}
@@ -67,14 +68,15 @@ def plan_step(
     """Make specs and options of the step by a strategy; the same on every rank, as its inputs are.
 
     Args:
-        batch: this rank's of one step; may be meta.
-        specs: from a preset, and options of it: fields of `LayoutSpec` for all leaves that train, `chunks`.
-        hardware: whose speed `strategy=auto` plans for, see `hardware_of`.
+        batch: this rank's batch of one step; tensors may be meta.
+        specs: a function of a preset and options of it (fields of `LayoutSpec` for all leaves that train,
+            `chunks`) that returns specs.
+        hardware: the hardware that `strategy=auto` plans for, see `hardware_of`.
         along: options of the step by `MeshConfig.options`.
 
     Raises:
-        BudgetError: `strategy=auto`, and nothing fits.
-        AgreementError: `strategy=auto`, and ranks planned differently.
+        BudgetError: with `strategy=auto`, nothing fits.
+        AgreementError: with `strategy=auto`, ranks planned differently.
     """
     options = fs.StepOptions(
         accumulate_mode=run.accumulate_mode, backend=run.backend, timeout=run.timeout_s, grad_norm=True,
@@ -100,7 +102,7 @@ def plan_step(
 
 
 def forward_options(config: Any, mesh: fs.Mesh) -> dict[str, Any]:
-    """Return the options of `fs.shard_forward`, of a configuration with `run` and `mesh`."""
+    """Return the options of `fs.shard_forward` in a configuration with `run` and `mesh`."""
     run = config.run
     return {
         "mesh": mesh, "backend": run.backend, "deterministic": run.deterministic, "timeout": run.timeout_s,
@@ -127,16 +129,19 @@ def _agree(*args: Any, **options: Any) -> fs.Fit:
 
 
 def hardware_of(name: str, mesh: fs.Mesh | None = None) -> fs.Hardware:
-    """Return whose speed to plan for: by name, measured together by all ranks, what runs of a folder have
-    measured, or by what the device of `mesh` is called.
+    """Return the hardware to plan for.
+
+    Args:
+        name: a name of the table; "measure", which all ranks measure together; "measured:FOLDER", what runs
+            of a folder have measured; or "auto", which goes by the name of the mesh's device.
 
     Raises:
-        ConfigError: no run below the folder of `measured:FOLDER` says what it measured.
+        ConfigError: no run below the folder of `measured:FOLDER` has measured anything.
     """
     if name == "measure":
         return fs.Hardware.measure(mesh)
     if name.startswith(MEASURED):
-        from experiments.lib.measured import measured_hardware  # others need none of it
+        from experiments.lib.measured import measured_hardware  # nothing else here needs it
 
         return measured_hardware(name.removeprefix(MEASURED))
     if name != AUTO:
@@ -148,7 +153,7 @@ def hardware_of(name: str, mesh: fs.Mesh | None = None) -> fs.Hardware:
 
 
 def write_search(plan: Plan, folder: Path) -> None:
-    """Print what was chosen and why, and leave it in `plan.json`; nothing where nothing was chosen."""
+    """Print what `strategy=auto` has chosen and why, and write it to `plan.json`."""
     if plan.found is None:
         return
     values = {"hardware": plan.hardware.name, **plan.found.as_dict()}
@@ -170,7 +175,7 @@ def write_memory(lowered: Lowered, folder: Path) -> None:
 
 
 def append_compiled(lowered: Lowered, folder: Path) -> None:
-    """Append what the generated kernels take, if there are any: it is known after the first step."""
+    """Append the memory with generated kernels, if there are any; it is known after the first step."""
     analysis = lowered.memory_analysis()
     if analysis.kernels == "eager":
         return
@@ -178,10 +183,13 @@ def append_compiled(lowered: Lowered, folder: Path) -> None:
 
 
 def specs_of(rules: Any, params: Any, policy: Mapping[str, Any]) -> Any:
-    """Make specs by `TrainConfig.specs`; `policy`: fields of the leaves whose rules do not have them.
+    """Make specs by `TrainConfig.specs`.
+
+    Args:
+        policy: fields for leaves whose rules do not have them.
 
     Raises:
-        ConfigError: a rule matches nothing, or a leaf no rule.
+        ConfigError: a rule matches nothing, or no rule matches a leaf.
     """
     try:
         return fs.match_specs(params, [(of, rule_of(how, policy)) for of, how in rules])
@@ -190,8 +198,8 @@ def specs_of(rules: Any, params: Any, policy: Mapping[str, Any]) -> Any:
 
 
 def rule_of(how: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a rule of `TrainConfig.specs`, with other fields where it has none, as `fs.match_specs` takes
-    it.
+    """Return a rule of `TrainConfig.specs` as `fs.match_specs` takes it, with `fields` for those that it
+    lacks.
 
     >>> rule_of("shard", {"memory": "host"}), rule_of({"storage": [None, "shard"]}, {"memory": "device"})
     ({'memory': 'host', 'storage': ['shard']}, {'memory': 'device', 'storage': [None, 'shard']})
@@ -205,5 +213,5 @@ def peak_of(planned: fs.Hardware | None, mesh: fs.Mesh) -> fs.Hardware | None:
     if planned is not None and not planned.name.startswith(tuple(TABLE)):
         return planned
     if mesh.device_type != "cuda":
-        return None  # the table's CPU is nobody's
+        return None  # the table's CPU is no real one
     return fs.Hardware.of_gpu(torch.cuda.get_device_name())

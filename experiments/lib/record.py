@@ -1,5 +1,7 @@
-"""The record of a run: what it is, what it takes, and what was predicted of that: `run.json`, written at
-every checkpoint and at the end."""
+"""Record: what a run is, what it takes, and what was predicted of that, in `run.json`.
+
+It is written at every checkpoint and at the end.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ import torch
 import fnshard as fs
 from experiments.lib.files import DamagedError, read_record, write_record
 from experiments.lib.metrics import METRICS
-from fnshard.analysis.calibrate import changed
+from fnshard.analysis.calibrate import vary
 from fnshard.analysis.hardware import mfu
 from fnshard.step.lowered import Lowered
 
@@ -32,14 +34,15 @@ PACKAGES = (
     "fnshard", "torch", "numpy", "hydra-core", "safetensors", "transformers", "tensorboard", "wandb",
     "mlflow-skinny",
 )  # fmt: skip
-# What the seconds of a command go to: all of them, "other" is the rest. "start" is from the command's first
-# moment to the job's first step: imports, launch, data, model. "lowering" traces and plans a step, "compile"
-# generates its kernels, with which the first step runs; a run that compiles nothing has none of it.
+# The parts that all seconds of a command are divided into; "other" is the rest. "start" lasts from the
+# command's first moment to the job's first step: imports, launch, data, model. "lowering" traces and plans a
+# step. "compile" generates its kernels, and the first step belongs to it; a run that compiles nothing has
+# none of it.
 PARTS = (
     "start", "lowering", "compile", "steps", "data", "rollouts", "evaluation", "samples", "saves", "export",
     "tracing", "reports", "other",
 )  # fmt: skip
-# What of a result differs from run to run of one configuration.
+# The numbers of a result that differ between two runs of one configuration.
 VARIES = (
     "mfu",
     "measured_peak_bytes",
@@ -48,18 +51,18 @@ VARIES = (
     *(f"{name}_s" for name in PARTS),
 )
 HERE = Path(__file__).resolve()
-RUN = "run.json"  # of a run's folder
+RUN = "run.json"  # a file in a run's folder
 
 
 # ------------------------------------------------------------------ facts
 
 
 def facts_of(config: Any, job: str, overrides: Sequence[str], mesh: fs.Mesh, hosts: Sequence[str]) -> dict:
-    """Return what a run is: command, seed, configuration, code, packages, machine.
+    """Return the facts of a run: command, seed, configuration, code, packages, machine.
 
     Args:
         job: the module of `experiments` that was started.
-        hosts: of all ranks.
+        hosts: the hosts of all ranks.
     """
     return {
         "command": shlex.join(["python", "-m", f"experiments.{job}", *overrides]),
@@ -72,8 +75,10 @@ def facts_of(config: Any, job: str, overrides: Sequence[str], mesh: fs.Mesh, hos
 
 
 def git_of(file: Path) -> dict[str, Any] | None:
-    """Return the commit of a file's repository, and whether tracked files have been changed since; None where
-    git does not track the file: an installed copy may lie in somebody else's repository."""
+    """Return the commit of a file's repository, and whether tracked files have changed since.
+
+    It is None where git does not track the file: an installed copy may lie in somebody else's repository.
+    """
 
     def git(*arguments: str) -> str:
         command = ["git", *arguments]
@@ -95,12 +100,12 @@ def packages() -> dict[str, str]:
     for name in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-    # The metadata of PyPI's builds leave out what torch itself says: the CUDA that it was built for.
+    # torch's own version names the CUDA that it was built for, which the metadata of PyPI's builds leave out.
     return found | {"torch": torch.__version__}
 
 
 def machine(mesh: fs.Mesh) -> dict[str, Any]:
-    """Return the device of this rank and the host it is on."""
+    """Return the facts of this rank's device and host."""
     found = {
         "device": mesh.device_type,
         "cores": os.cpu_count(),
@@ -117,11 +122,13 @@ def machine(mesh: fs.Mesh) -> dict[str, Any]:
 
 
 def process_began() -> float:
-    """Return when this process began, in seconds of `time.time`: before it had imported anything. Where the
-    system does not say it, return the time now."""
+    """Return the time at which this process began, before any import, in seconds of `time.time`.
+
+    Where the system does not say it, return the time now.
+    """
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        ticks = int(fields[19])  # from the machine's start to this process's
+        ticks = int(fields[19])  # the time from the machine's start to this process's
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError, AttributeError):
         return time.time()
@@ -130,8 +137,10 @@ def process_began() -> float:
 
 @dataclass
 class TimeSpent:
-    """All seconds since this was made, by what they went to: one of `PARTS`. Of nested blocks the inner one
-    counts, so that no second counts twice. Seconds that passed before this was made are added to `seconds`.
+    """A clock that divides all seconds since it was made among `PARTS`.
+
+    In nested blocks the inner one counts, so that no second counts twice. Seconds that passed before it was
+    made are added to `seconds`.
 
     >>> ticks = iter([0.0, 1.0, 3.0, 6.0, 10.0, 15.0])
     >>> timer = TimeSpent(clock=lambda: next(ticks))
@@ -162,22 +171,23 @@ class TimeSpent:
         return dict(self.seconds)
 
     def between_steps(self) -> float:
-        """Return the seconds that neither steps took nor what is done once, before the first of them."""
+        """Return the seconds that went neither to steps nor to what is done once before the first step."""
         once = ("start", "lowering", "compile", "steps")
         return sum(seconds for part, seconds in self.parts().items() if part not in once)
 
     @staticmethod
     def since(folder: Path, began: float) -> tuple[TimeSpent, float]:
-        """Return the time of a process that works on the run of a folder, and when it begins to count.
+        """Return the clock of a process that works on the run of a folder, and the time from which it counts.
 
-        That is when the command began; or this process, where an earlier one of the same command, as before a
-        restart, has counted from there; or now, where a program of one's own calls the job.
+        It counts from the command's begin; or from this process's, where an earlier process of the same
+        command, as before a restart, has counted from there; or from now, where a user's program calls the
+        job.
         """
         if not began:
             return TimeSpent(), 0.0
         try:
             known = known_of(folder)
-        except DamagedError:  # which is said where the record is read to go on with
+        except DamagedError:  # `RunRecord` reports it
             known = {}
         if any(each.get("began") == began for each in known.get("attempts", [])):
             began = process_began()
@@ -194,8 +204,10 @@ class TimeSpent:
 class StepWork:
     """The prediction of a step, for one rank.
 
-    `peak_flops`: per second, of the hardware; NaN where it is not known. `attention`: how many of one forward
-    are which of torch's kernels. `prediction`: of its time, as `run.json` keeps it.
+    Args:
+        peak_flops: the hardware's FLOPs a second; NaN where they are not known.
+        attention: the number of attentions of one forward by torch kernel.
+        prediction: the prediction of its time, as `run.json` keeps it.
     """
 
     model_flops: float
@@ -207,11 +219,11 @@ class StepWork:
 
     @staticmethod
     def of(lowered: Any, hardware: fs.Hardware | None, predicted_for: fs.Hardware | None = None) -> StepWork:
-        """Read off a lowered step; any hardware has the same FLOPs.
+        """Read the work off a lowered step; any hardware has the same FLOPs.
 
         Args:
-            hardware: whose peak an MFU is a share of.
-            predicted_for: whose speed its time is predicted with.
+            hardware: the hardware whose peak an MFU is a share of.
+            predicted_for: the hardware that its time is predicted for.
         """
         timeline = lowered.timeline(hardware or "cpu")
         peak = math.nan if hardware is None else timeline.peak_flops
@@ -220,26 +232,29 @@ class StepWork:
         return StepWork(timeline.model_flops, timeline.ranks, peak_bytes, peak, lowered.attention, predicted)
 
     def mfu(self, seconds: float) -> float:
-        """Return that of a step that takes so long, as `fnshard.analysis.hardware.mfu` defines it."""
+        """Return the MFU of a step that takes so long, as `fnshard.analysis.hardware.mfu` defines it."""
         return mfu(self.model_flops, seconds, self.peak_flops)
 
 
 def prediction_of(lowered: Lowered, hardware: fs.Hardware) -> dict[str, Any]:
     """Return what `run.json` keeps of a step before it runs."""
-    found = {name: lowered.timeline(each).step_seconds for name, each in changed(hardware).items()}
+    found = {name: lowered.timeline(each).step_seconds for name, each in vary(hardware).items()}
     return {"hardware": hardware.as_dict(), "predicted_s": found}
 
 
 def peak_memory(device_type: str) -> dict[str, int]:
-    """Return the peak bytes of this process: on a GPU what was allocated there, which a prediction can be
-    compared with; on a CPU all that the process took, Python and torch included, which it cannot."""
+    """Return the peak bytes of this process.
+
+    On a GPU they are what was allocated there, and can be compared with a prediction. On a CPU they are all
+    that the process took, Python and torch among it, and cannot.
+    """
     if device_type == "cuda":
         return {"measured_peak_bytes": torch.cuda.max_memory_allocated()}
     return {"process_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
 
 
 def known_of(folder: Path) -> dict[str, Any]:
-    """Read what earlier processes have left in `run.json`; nothing where there is none.
+    """Read what earlier processes have left in `run.json`; an empty dict where there is no such file.
 
     Raises:
         DamagedError: it is no record of a run.
@@ -259,13 +274,19 @@ def known_of(folder: Path) -> dict[str, Any]:
 
 @dataclass
 class RunRecord:
-    """`run.json`: the facts, one entry for each process that has worked on the run, and their sum."""
+    """The content of `run.json`: facts, an entry for each process that has worked on the run, and their sum.
+
+    Args:
+        made: the steps that earlier processes made.
+        timer: the clock of this process.
+        began: the time at which the command of this process began, by the clock of the host.
+    """
 
     folder: Path
     facts: Mapping[str, Any]
     made: int = 0
     timer: TimeSpent = field(default_factory=TimeSpent)
-    began: float = 0.0  # when the command of this process began, by the clock of the host
+    began: float = 0.0
 
     def __post_init__(self) -> None:
         self._started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
@@ -285,11 +306,11 @@ class RunRecord:
         prediction: Mapping[str, Any] | None = None,
         **measured: float,
     ) -> dict[str, Any]:
-        """Write the run after step `step`. What is NaN is not known, and what was known before stays.
+        """Write the record after step `step`. A number that is NaN is not known, and its earlier value stays.
 
         Args:
-            attention: of `StepWork`; None: not known yet.
-            prediction: of `StepWork`, with the seconds that a step has taken (`measured_s`).
+            attention: that of `StepWork`; None if it is not known yet.
+            prediction: that of `StepWork`, with the seconds that a step has taken (`measured_s`).
 
         Returns:
             The totals over all processes.
@@ -324,7 +345,7 @@ def varying(totals: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def speed_name(unit: str) -> str:
-    """Return the name of a run's speed in its rows: text is counted in tokens, of bytes or of others.
+    """Return the name of a run's speed in its rows: bytes and tokens of text are both called tokens.
 
     >>> speed_name("byte"), speed_name("row")
     ('tokens_per_s', 'rows_per_s')

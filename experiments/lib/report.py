@@ -1,4 +1,4 @@
-"""The report of a run while it is at work: progress lines, `metrics.jsonl`, trackers."""
+"""Report: what a run tells while it is at work, in progress lines, in `metrics.jsonl` and to trackers."""
 
 from __future__ import annotations
 
@@ -18,17 +18,19 @@ from experiments.lib.metrics import METRICS, SUMS, Goal, Totals, line_of, read_r
 from experiments.lib.record import RunRecord, StepWork, in_words, peak_memory, speed_name
 from experiments.lib.trackers import Feed, Tracker
 
-LINES = 20  # of how far a whole run is
-HINT_S = 10.0  # between two lines about what happens before a step
-WINDOW = 20  # steps that the shown speed is of
-OTHERS = 4  # numbers of a progress line besides the goal's, the rate and the norm, at most
+LINES = 20  # the number of progress lines of a whole run
+HINT_S = 10.0  # the seconds between two lines about what happens before a step
+WINDOW = 20  # the number of last steps whose speed is shown
+OTHERS = 4  # the most numbers of a progress line besides the goal's, the rate and the norm
 
 
 @dataclass
 class Progress:
-    """Steps of a run, `made` of them by earlier processes.
+    """The progress of a run, in lines.
 
-    `between`: the seconds so far that neither steps nor compiling took.
+    Args:
+        made: the number of steps that earlier processes made.
+        between: a function that returns the seconds so far that neither steps nor compiling took.
     """
 
     stream: TextIO
@@ -42,8 +44,8 @@ class Progress:
         self._open.enter_context(_log_to(self._hint))
 
     def step(self, number: int, text: str, seconds: float) -> None:
-        """Step `number` is done, `text` describes it; only some are printed."""
-        first = number == self.made + 1  # it compiles: its time says nothing of later ones
+        """Note that step `number` is done, and print `text` about some of the steps."""
+        first = number == self.made + 1  # it compiles, so that its time says nothing of later ones
         self._later_s = -self.between() if first else self._later_s + seconds
         if first or number == self.steps or number % max(1, self.steps // LINES) == 0:
             self.say(f"step {number}/{self.steps}, {text}, left {self._left(number)}")
@@ -52,7 +54,7 @@ class Progress:
         print(text, file=self.stream, flush=True)
 
     def close(self) -> None:
-        """Show nothing more of what is logged; may be called again."""
+        """Stop showing what is logged; this may be called again."""
         self._open.close()
 
     def _hint(self, text: str) -> None:
@@ -70,13 +72,14 @@ class Progress:
 
 @contextmanager
 def _log_to(show: Callable[[str], None]) -> Iterator[None]:
-    """Let `show` get what fnshard logs, in a block: a first step takes a while to be lowered and compiled."""
+    """Let `show` get what fnshard logs in the block, because lowering and compiling a first step take a
+    while."""
     logger, handler = logging.getLogger("fnshard"), logging.Handler(logging.INFO)
     handler.emit = lambda record: show(record.getMessage())
     before = logger.level, logger.propagate
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    logger.propagate = False  # else it would be printed twice where logging is set up
+    logger.propagate = False  # where logging is set up, it would be printed twice
     try:
         yield
     finally:
@@ -99,18 +102,19 @@ class Silent:
 
 @dataclass
 class Report:
-    """Rank 0's report: one row of `metrics.jsonl` a step, and some lines on how far it is.
+    """The report of rank 0: one row of `metrics.jsonl` for each step, and progress lines.
 
     Args:
-        folder: of the run.
-        steps: in the run.
-        tokens: per step, of all ranks; or rows, where `unit` says so.
-        record: `run.json`; it has the facts that trackers get.
-        made: steps that were made before; rows of later ones, by an earlier process, are dropped.
-        earlier: the file with their rows.
-        trackers: by name; they get all rows, too.
-        device_type: whose memory is measured.
-        goal: what the run is judged by.
+        folder: the folder of the run.
+        steps: the number of steps of the run.
+        tokens: the tokens of a step on all ranks; or rows, where `unit` says so.
+        record: `run.json`, with the facts that trackers get.
+        made: the number of steps that were made before; rows of later ones, by an earlier process, are
+            dropped.
+        earlier: the file with the rows of these steps.
+        trackers: trackers by name, which get all rows, too.
+        device_type: the device whose memory is measured.
+        goal: the number that the run is judged by.
         unit: what `tokens` counts.
     """
 
@@ -137,12 +141,14 @@ class Report:
         self._opened = os.fstat(self._file.fileno())
         facts = self.record.facts
         self._feeds = [Feed(name, tracker, path, facts, self.say) for name, tracker in self.trackers.items()]
-        self._write("running")  # a run that is killed early has said what it is
+        self._write("running")  # so that a run that is killed early has left its facts
         self._finished = False
 
     def _take_over(self, path: Path) -> None:
-        """Write the rows of earlier processes anew; if some are damaged or missing, say so, and keep the file
-        as it was under another name."""
+        """Write the rows of earlier processes anew.
+
+        If some are damaged or missing, print that, and keep the file as it was under another name.
+        """
         wrong: list[str] = []
         row = None
         for row in read_rows(self.earlier, self.made, wrong):
@@ -157,7 +163,8 @@ class Report:
             kept = path.with_name(f"{METRICS}.damaged")
             kept.write_bytes(path.read_bytes())
             self.say(f"the run goes on without them; the file as it was is {kept}")
-        # Where this process is killed in between, the checksums are those of more lines, and of the last one.
+        # The files are replaced one after the other. If this process is killed in between, there are
+        # checksums of more lines than there are, the last one's among them.
         sums = self.folder / SUMS
         if row is not None:
             before = sums.read_bytes() if sums.exists() else b""
@@ -170,15 +177,15 @@ class Report:
         return self
 
     def __exit__(self, _: Any, error: BaseException | None, *__: Any) -> None:
-        """A run that breaks off has failed."""
-        # On a full disk the first error counts.
+        """Close the report; a run that breaks off has failed."""
+        # On a full disk closing fails, too: the first error counts.
         with suppress(OSError) if error is not None else nullcontext():
             self.close()
             if not self._finished and self.folder.is_dir():
                 self.finish("failed")
 
     def step(self, number: int, values: Mapping[str, float], seconds: float) -> None:
-        """Step `number` (from 1) took `seconds` and gave `values`."""
+        """Report that step `number` (from 1) took `seconds` and gave `values`."""
         speed = {speed_name(self.unit): float(f"{self.tokens / seconds:.8g}")}
         self._row(step=number, **values, **speed, seconds=float(f"{seconds:.8g}"))
         self._progress.step(number, self._text(values), seconds)
@@ -194,7 +201,7 @@ class Report:
         self._progress.say(text)
 
     def sync(self) -> None:
-        """Make the rows outlive a power cut, as the checkpoint does that is written next."""
+        """Flush the rows, so that they outlive a power cut, as the checkpoint does that is written next."""
         self._check_folder()
         for name, file in ((SUMS, self._sums), (METRICS, self._file)):
             with naming(self.folder / name):
@@ -210,9 +217,10 @@ class Report:
                 file.close()
 
     def finish(self, status: str, artifacts: Sequence[Path] = (), **summary: Any) -> dict[str, Any]:
-        """The run, or this process's part of it, has ended: "ok", "stopped" or "failed".
+        """Report that the run, or this process's part of it, has ended.
 
         Args:
+            status: "ok", "stopped" or "failed".
             artifacts: files for the trackers.
             summary: numbers for them besides the totals.
 
@@ -258,7 +266,7 @@ class Report:
         self._check_folder()
         self.totals.add(row)
         line, checksum = line_of(row)
-        # A run that dies leaves all its rows, and trackers read them.
+        # Both are flushed at once, so that a run that dies leaves all its rows, and trackers can read them.
         for name, file, text in ((SUMS, self._sums, checksum), (METRICS, self._file, line)):
             with naming(self.folder / name):
                 file.write(text)
@@ -267,7 +275,11 @@ class Report:
             feed.follow()
 
     def _check_folder(self) -> None:
-        """See that the file that rows go to is still the one of its name."""
+        """Refuse to go on if the file that rows go to was deleted or replaced.
+
+        Raises:
+            DamagedError: it was.
+        """
         path = self.folder / METRICS
         try:
             if os.path.samestat(os.stat(path), self._opened):
@@ -283,7 +295,7 @@ class Report:
     def _text(self, values: Mapping[str, float]) -> str:
         name = self.goal.name
         shown = [f"{name} {values[name]:.3f}"]
-        if "lr" in values:  # an optimizer of the user's need not report it
+        if "lr" in values:  # a user's optimizer need not report it
             shown.append(f"lr {values['lr']:.1e}")
         if "grad_norm" in values:
             shown.append(f"grad norm {values['grad_norm']:.2f}")
@@ -296,10 +308,10 @@ class Report:
 
 
 def metrics_next_to(folder: Path, found: str) -> Path | None:
-    """Return the metrics of the run whose checkpoint is resumed: its own, or those of another folder.
+    """Return the metrics file of the run whose checkpoint is resumed, or None.
 
     Args:
-        found: a checkpoint, or the directory of a run's checkpoints; empty: nothing is resumed.
+        found: a checkpoint, or the directory of a run's checkpoints; empty if nothing is resumed.
     """
     places = [folder, Path(found).parent, Path(found).parent.parent] if found else []
     return next((place / METRICS for place in places if (place / METRICS).exists()), None)

@@ -1,5 +1,7 @@
-"""The task of a run: model, data and loss (a decoder that learns next tokens; or those of one's own, by
-`_target_`), and the optimizer."""
+"""Task: the model, the data, the loss and the optimizer of a run.
+
+They are those of a decoder that learns next tokens, or the user's own, by `_target_`.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +34,14 @@ from experiments.lib.decoder import Decoder, next_token_loss
 from fnshard.losses import Mean
 
 Loss = Callable[..., tuple[Mean, dict[str, Mean]]]
-UNDECAYED = ("*norm*", "embed.*")  # leaves of a decoder that do not decay
+UNDECAYED = ("*norm*", "embed.*")  # globs of a decoder's leaves that do not decay
 
 
 def make_target(group: str, values: Mapping[str, Any], *arguments: Any, partly: bool = False) -> Any:
-    """Return what a `_target_` makes of the other keys; with `partly` it is called later, with more
-    arguments.
+    """Return what a `_target_` makes of the other keys.
+
+    Args:
+        partly: return a function that calls it later, with more arguments.
 
     Raises:
         ConfigError: it does not import, or does not take these keys, or fails.
@@ -46,14 +50,14 @@ def make_target(group: str, values: Mapping[str, Any], *arguments: Any, partly: 
         return instantiate(dict(values), *arguments, _convert_="all", _partial_=partly)
     except InstantiationException as error:
         said = " ".join(str(error).splitlines()[:2])
-        if (own := describe(error)).endswith(")"):  # its file and line
+        if (own := describe(error)).endswith(")"):  # the error is in the user's code, at this file and line
             said = f"{said.partition(':')[0].partition(', set env var')[0]}: {own}"
         raise ConfigError(f"{group}.{TARGET}={values[TARGET]}: {said}") from error
 
 
 @dataclass(frozen=True)
 class Items:
-    """Items of a map-style data set, for a `Loader`: `default_collate` makes batches of them."""
+    """The items of a map-style data set, for a `Loader`; `default_collate` makes batches of them."""
 
     items: Any
     key: Mapping[str, Any]
@@ -67,7 +71,7 @@ class Items:
         for number in map(int, numbers):
             try:
                 items.append(self.items[number])
-            except Exception as error:  # the user's own code
+            except Exception as error:  # the user's code may raise anything
                 raise ConfigError(f"data: item {number}: {describe(error)}") from error
         try:
             batch = default_collate(items)
@@ -82,11 +86,11 @@ class Items:
 
 @dataclass(frozen=True)
 class TargetData:
-    """Two map-style data sets: what is trained on, and what the held-out loss is of.
+    """Two map-style data sets: one to train on, and one to measure.
 
     Args:
-        rows: of the global batch.
-        held_out_rows: as many are measured, at most.
+        rows: the rows of the global batch.
+        held_out_rows: the most rows that are measured.
     """
 
     train: Items
@@ -98,21 +102,21 @@ class TargetData:
 
     @property
     def tokens(self) -> int:
-        """The rows of one step."""
+        """The number of rows of one step."""
         return self.rows
 
     def loader(self, mesh: fs.Mesh) -> Loader:
-        """This rank's batches, from the first step on."""
+        """Return the loader of this rank's batches, from the first step on."""
         return Loader(self.train, self.rows, self.seed, **place_of(mesh))
 
     def held_out(self, mesh: fs.Mesh, rows: int) -> Iterator[tuple[Any, ...]]:
-        """This rank's held-out batches, of as many rows on each; what does not fill one is left out."""
+        """Yield this rank's held-out batches of `rows` rows; rows that do not fill a batch are left out."""
         count = min(self.measured.count, self.held_out_rows)
         for first in range(0, count - rows * mesh.data_size + 1, rows * mesh.data_size):
             yield self.measured.batch(first + mesh.data_rank * rows + np.arange(rows))
 
     def ngram_losses(self) -> dict[str, float]:
-        """There are none."""
+        """Return the losses of n-gram tables, of which such data have none."""
         return {}
 
 
@@ -120,7 +124,7 @@ def make_data(values: Mapping[str, Any], seed: int) -> TargetData:
     """Make the data that a `_target_` gives: `(train, held_out)`, each with `len()` and `[number]`.
 
     Raises:
-        ConfigError: as `make_target`; it gives something else, or fewer rows than a batch has.
+        ConfigError: an error of `make_target`; or it gives something else, or fewer rows than a batch has.
     """
     target = {name: value for name, value in values.items() if name not in TARGET_ROWS}
     rows, held_out_rows = rows_of(values).values()
@@ -145,7 +149,7 @@ def make_model(values: Mapping[str, Any]) -> Any:
 def average_over_rows(loss: Callable[..., Any], apply: Callable[..., Any]) -> Loss:
     """Make `fn(params, *batch)` of a loss `(model, *batch)`, with exact means over all ranks' rows.
 
-    The loss gives a mean over the batch's rows or an `fs.Mean`, or a pair of it and a dict of more of them.
+    The loss returns a mean over the batch's rows or an `fs.Mean`; or a pair of that and a dict of more.
     """
 
     def mean_loss(params: Any, *batch: Any) -> tuple[Mean, dict[str, Mean]]:
@@ -159,10 +163,10 @@ def average_over_rows(loss: Callable[..., Any], apply: Callable[..., Any]) -> Lo
 
 
 def check_targets(config: TrainConfig) -> None:
-    """Make what `_target_`s name, or see that it imports, before a rank starts.
+    """Make what `_target_`s name, or import it, to find mistakes before a rank starts.
 
     Raises:
-        ConfigError: as `make_target`, `make_data` and `make_model`; of all groups.
+        ConfigError: the errors of `make_target`, `make_data` and `make_model`, of all groups together.
     """
     makes: list[Callable[[], Any]] = []
     if isinstance(config.model, dict):
@@ -181,7 +185,7 @@ def check_targets(config: TrainConfig) -> None:
 
 
 def _without_values(model: Mapping[str, Any]) -> Any:
-    """Return what `make_model` does; a module's values are for its ranks to make."""
+    """Return what `make_model` does, without a module's values, which ranks make."""
     with fs.deferred():
         return make_model(model)
 
@@ -194,9 +198,10 @@ class Task:
     """A model as a pure function, and its loss.
 
     Args:
-        init: what `step.init` takes.
-        apply, params: as of `fs.make_functional`.
-        loss: of a step; `held_out_loss` is the same in `Mean`s.
+        init: the argument of `step.init`.
+        apply, params: the results of `fs.make_functional`.
+        loss: the loss of a step.
+        held_out_loss: the same loss in `Mean`s.
         undecayed: globs of leaves that do not decay.
     """
 
@@ -212,7 +217,7 @@ def make_task(config: TrainConfig) -> Task:
     """Make a decoder that learns next tokens, or what `_target_`s name."""
     with fs.deferred():
         model = make_model(config.model) if isinstance(config.model, dict) else Decoder(config.model)
-    if not isinstance(model, nn.Module):  # whose values nobody makes later
+    if not isinstance(model, nn.Module):  # nobody makes the values of such parameters later
         model = make_model(config.model)
     apply, params = fs.make_functional(model) if isinstance(model, nn.Module) else model
     init = model if isinstance(model, nn.Module) else params
@@ -242,26 +247,34 @@ def make_optimizer(
     undecayed: tuple[str, ...],
     rates: Any = 1.0,
 ) -> fs.optim.Optimizer:
-    """Make the optimizer that is named, after clipping; leaves that `undecayed`'s globs match do not decay,
-    and `rates` are adamw's `lr_scale`. A `_target_` is called with its keys, `lr` as a schedule of the rate;
-    it is neither clipped nor told what does not decay."""
+    """Make the optimizer that a configuration names, with clipping before it.
+
+    A `_target_` is called with its keys, and `lr` is a schedule of the rate; it gets neither clipping nor the
+    leaves that do not decay.
+
+    Args:
+        undecayed: globs of leaves that do not decay.
+        rates: adamw's `lr_scale`.
+    """
     if isinstance(chosen, dict):
         rate = {"lr": make_rate(schedule, chosen["lr"], steps)} if "lr" in chosen else {}
         others = {name: value for name, value in chosen.items() if name != "lr"}
-        return instantiate(others, _convert_="all", _partial_=True)(**rate)  # Hydra takes no rate as it is
+        return instantiate(others, _convert_="all", _partial_=True)(**rate)  # Hydra takes no functions
     rate = make_rate(schedule, chosen.lr, steps)
     decay = [*((glob, 0.0) for glob in undecayed), ("*", chosen.weight_decay)]
     if isinstance(chosen, AdamWConfig):
-        made = getattr(fs.optim, chosen.name)(
+        optimizer = getattr(fs.optim, chosen.name)(
             rate, b1=chosen.b1, b2=chosen.b2, eps=chosen.eps, weight_decay=decay, lr_scale=rates
         )
     else:
-        made = fs.optim.sgd(rate, momentum=chosen.momentum, nesterov=chosen.nesterov, weight_decay=decay)
-    return made if chosen.clip is None else fs.optim.chain(fs.optim.clip_by_global_norm(chosen.clip), made)
+        optimizer = fs.optim.sgd(rate, momentum=chosen.momentum, nesterov=chosen.nesterov, weight_decay=decay)
+    if chosen.clip is None:
+        return optimizer
+    return fs.optim.chain(fs.optim.clip_by_global_norm(chosen.clip), optimizer)
 
 
 def make_rate(shape: ScheduleConfig, peak: float, steps: int) -> fs.schedules.RateSchedule:
-    """Make the learning rate by step, of the configuration's fractions."""
+    """Make the learning rate by step from the configuration's fractions."""
     if shape.name == "constant":
         return fs.schedules.constant(peak)
     phases = {"warmup": math.floor(shape.warmup * steps), "total": steps, "floor": shape.floor * peak}

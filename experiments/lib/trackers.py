@@ -1,7 +1,7 @@
-"""Trackers: a run's numbers in TensorBoard, Weights & Biases or MLflow, besides its `metrics.jsonl`.
+"""Trackers: they write a run's numbers to TensorBoard, Weights & Biases or MLflow, besides `metrics.jsonl`.
 
-Their libraries are imported when a run gives them its first rows, and never otherwise. A new one is a class
-and a row of `TRACKERS` here, and a field of `TrackerConfig`.
+Their libraries are imported when a run gives them its first rows, and never otherwise. To add a tracker,
+write a class and a row of `TRACKERS` here, and a field of `TrackerConfig`.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ from experiments.lib.config import TrackerConfig
 from experiments.lib.files import DamagedError, read_record, write_record
 from fnshard.errors import report
 
-Row = Mapping[str, Any]  # of metrics.jsonl: "step", and numbers by name
-FOLDER = "trackers"  # of the run's folder: for each tracker a file of how many rows it has
-EVERY_S = 1.0  # between two looks at the file: many rows at once cost less
-ANSWERS_S = 60.0  # how long a tracker may take for what it is asked
-BATCH = 1000  # rows, or numbers, that are logged at once
+Row = Mapping[str, Any]  # a row of metrics.jsonl: "step", and numbers by name
+FOLDER = "trackers"  # a folder in the run's: for each tracker, a file of how many rows it has
+EVERY_S = 1.0  # the seconds between two looks at the file: many rows at once cost less
+ANSWERS_S = 60.0  # the seconds that a tracker may take for what it is asked
+BATCH = 1000  # the most rows, or numbers, that are logged at once
 
 
 @dataclass(frozen=True)
 class RunInfo:
     """The facts that a tracker gets at the start of a process.
 
-    `facts`: of `lib.record`. `id`: what the tracker's `start` returned in an earlier
-    process of this run, empty in the first.
+    Args:
+        facts: the facts of `lib.record`.
+        id: what the tracker's `start` returned in an earlier process of this run; empty in the first.
     """
 
     folder: Path
@@ -46,20 +47,22 @@ class RunInfo:
 
 
 class Tracker(Protocol):
-    """Somewhere to write a run's numbers. Where a method raises, or takes longer than `ANSWERS_S`, the
-    tracker is left alone from then on, and the run goes on."""
+    """A place to write a run's numbers to.
+
+    If a method raises, or takes longer than `ANSWERS_S`, the tracker gets nothing more, and the run goes on.
+    """
 
     def start(self, run: RunInfo) -> str:
-        """Begin, or resume the run named `run.id`; returns the name that the next process resumes."""
+        """Begin, or resume the run named `run.id`; return the name that the next process resumes."""
 
     def log(self, rows: Sequence[Row]) -> None:
-        """Rows in order; they outlive this process when this returns."""
+        """Log rows in order; they outlive this process when this returns."""
 
     def artifact(self, path: Path) -> None:
-        """A file of the run's folder: a text or a picture."""
+        """Take a file of the run's folder, a text or a picture."""
 
     def finish(self, status: str, summary: Mapping[str, Any]) -> None:
-        """The process ends: the run is "ok", "stopped" (it may be resumed) or "failed"."""
+        """End the process; the run is "ok", "stopped" (it may be resumed) or "failed"."""
 
 
 def numbers(row: Row) -> dict[str, float]:
@@ -69,17 +72,17 @@ def numbers(row: Row) -> dict[str, float]:
 
 @dataclass
 class Feed:
-    """A tracker, and how many rows of a run's `metrics.jsonl` it has. A tracker that raises or hangs is
-    reported once, and training goes on without it.
+    """A tracker, and the number of rows of a run's `metrics.jsonl` that it has.
 
-    What the tracker has is noted. A resumed run writes the rows after its checkpoint again, as they were, so
-    the next process skips that many. Rows that were logged when the process was killed, but not noted, are
-    logged again, with equal values.
+    A tracker that raises or hangs is reported once, and training goes on without it. A file notes how many
+    rows the tracker has. A resumed run writes the rows after its checkpoint again, as they were, so the next
+    process skips that many. Rows that were logged when the process was killed, but not noted, are logged
+    again, with equal values.
 
     Args:
-        metrics: the file of rows; others append to it.
-        facts: what the tracker is told of the run.
-        say: gets the line of a tracker that fails.
+        metrics: the file of rows, to which the report appends.
+        facts: the facts of the run for the tracker.
+        say: a function that gets the line about a tracker that fails.
     """
 
     name: str
@@ -96,14 +99,14 @@ class Feed:
         self._note = self.metrics.parent / FOLDER / f"{self.name}.json"
 
     def follow(self, *, at_once: bool = False) -> None:
-        """Hand the tracker the rows that are new in the file; often enough, if not `at_once`."""
+        """Hand the tracker the new rows of the file: now with `at_once`, else once in `every_s` seconds."""
         if at_once or time.monotonic() >= self._looked + self.every_s:
             self._attempt(self._log)
             self._looked = time.monotonic()
 
     def finish(self, status: str, artifacts: Sequence[Path] = (), **summary: Any) -> None:
-        """Hand the tracker all rows that are left, and the result: the run, or this process's part of it, has
-        ended."""
+        """Hand the tracker all rows that are left, and the result, at the end of the run or of this
+        process."""
 
         def end() -> None:
             self._log()
@@ -158,7 +161,7 @@ class Feed:
 
 
 def _rows(file: BinaryIO) -> Iterator[Row]:
-    """Yield the rows after where the file stands; a line that is only begun is left for later."""
+    """Yield the rows behind the file's position; a line without its end is left for later."""
     while (line := file.readline()).endswith(b"\n"):
         yield json.loads(line)
     file.seek(-len(line), 1)
@@ -168,7 +171,10 @@ def _rows(file: BinaryIO) -> Iterator[Row]:
 
 
 class TensorBoard:
-    """Scalars by name and step, texts and pictures. `tensorboard --logdir` of a folder of runs shows all."""
+    """A tracker of scalars by name and step, texts and pictures.
+
+    `tensorboard --logdir` of a folder of runs shows all of them.
+    """
 
     def start(self, run: RunInfo) -> str:
         from torch.utils.tensorboard import SummaryWriter
@@ -204,7 +210,8 @@ class TensorBoard:
 
 # ------------------------------------------------------------------ Weights & Biases
 
-# Output is in ranks/rank0.log, and the facts have code, packages and machine.
+# It is kept from collecting output, which is in ranks/rank0.log, and code, packages and machine, which are
+# facts.
 QUIET = {
     "silent": True, "console": "off", "disable_git": True, "save_code": False, "x_save_requirements": False,
     "x_disable_stats": True, "x_disable_machine_info": True, "symlink": False,
@@ -212,7 +219,7 @@ QUIET = {
 
 
 class WandB:
-    """One run of `project`; a process that resumes it adds a folder of its own with the same id.
+    """A run of `project`; a process that resumes it adds another folder with the same id.
 
     Offline unless `WANDB_MODE` says otherwise: no login, no network, no question.
     """
@@ -234,7 +241,10 @@ class WandB:
         return name
 
     def log(self, rows: Sequence[Row]) -> None:
-        """`step` is a number among the others: a row of a held-out loss has the step of the row before."""
+        """Log rows with `step` as a number among the others.
+
+        A row of a held-out loss has the step of the row before, and wandb's own steps must rise.
+        """
         for row in rows:
             self._run.log({**numbers(row), "step": row["step"]})
 
@@ -253,12 +263,12 @@ class WandB:
 
 # ------------------------------------------------------------------ MLflow
 
-LONGEST, PARAMS = 6000, 100  # characters of a parameter, and parameters that are logged at once
+LONGEST, PARAMS = 6000, 100  # the most characters of a parameter, and parameters that are logged at once
 STATES = {"ok": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
 
 class MLflow:
-    """One run of the experiment `experiment`.
+    """A run of the experiment `experiment`.
 
     Args:
         store: a folder, relative to where the job was started; or a URI, such as sqlite:///runs.db.
@@ -268,7 +278,7 @@ class MLflow:
         self._experiment, self._store = experiment, store
 
     def start(self, run: RunInfo) -> str:
-        # MLflow 3 needs a switch for stores of files, and would report its use to its makers.
+        # MLflow 3 needs a switch for stores of files, and another one to keep it from reporting its use.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         from mlflow import MlflowClient
@@ -310,7 +320,7 @@ class MLflow:
 
 # ------------------------------------------------------------------ by name
 
-# By the package's name, which is also the extra's and the field's of TrackerConfig.
+# Trackers by the name of their package, which is also that of the extra and of the field of TrackerConfig.
 TRACKERS: dict[str, Callable[[TrackerConfig], Tracker]] = {
     "tensorboard": lambda config: TensorBoard(),
     "wandb": lambda config: WandB(config.project),

@@ -297,7 +297,7 @@ class Planner:
         shares = min(SHARES, PIPELINE_SHARES) if knobs.pipeline > 1 else SHARES
 
         def at(level: int) -> Knobs:
-            remat = {0: "none", shares: "unit"}.get(level, (shares - level) / shares)
+            remat = {0: "none", shares: "unit"}.get(level, (shares - level + 1) / shares)
             return replace(knobs, remat=remat)
 
         return [Dial(shares, at)]

@@ -1,4 +1,5 @@
-"""Architecture: the parts of a model of transformers, observed where they can be: names differ."""
+"""Architecture: the parts of a model of transformers, which are observed rather than named where that is
+possible."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def no_decoder(name: str, *why: str) -> ConfigError:
 
 
 def trunk_of(model: nn.Module) -> str:
-    """Return the path of the module that is all but the head; of a model that sees it is the part that
+    """Return the path of the module that is all but the head. In a model that sees it is the part that
     writes."""
     if not hasattr(model.config, "vision_config"):
         return model.base_model_prefix
@@ -40,7 +41,7 @@ def trunk_of(model: nn.Module) -> str:
 
 
 def check_decoder(model: nn.Module) -> None:
-    """Refuse what is no causal decoder, or none that can be masked and cached by hand."""
+    """Check that a model is a causal decoder that can be masked and cached by hand."""
     config, prefix = getattr(model, "config", None), getattr(model, "base_model_prefix", "")
     trunk = getattr(model, prefix, None) if prefix else None
     if config is None or not isinstance(trunk, nn.Module) or model.get_output_embeddings() is None:
@@ -75,12 +76,13 @@ def check_decoder(model: nn.Module) -> None:
 
 
 def cache_parameter(trunk: nn.Module) -> str:
-    """Return which of `CACHES` a trunk that was checked takes."""
+    """Return the one of `CACHES` that a trunk takes. The trunk has been checked."""
     return next(name for name in CACHES if name in inspect.signature(trunk.forward).parameters)
 
 
 def experts_of(trunk: nn.Module) -> dict[str, bool]:
-    """Return leaves with a matrix of each expert, and whether these are [in, out]; paths are the trunk's."""
+    """Return the paths, in the trunk, of leaves with a matrix of each expert, and whether these are [in,
+    out]."""
     return {
         f"{name}.{key}": getattr(module, "is_transposed", False)
         for name, module in trunk.named_modules()
@@ -90,9 +92,10 @@ def experts_of(trunk: nn.Module) -> dict[str, bool]:
 
 
 def windows_of(trunk: nn.Module, config: Any) -> dict[str, int | None]:
-    """{kind of layers: how many keys, its own included, a query sees}; None: all before it.
+    """Return, by kind of layers, how many keys a query sees, its own included; None stands for all before it.
 
-    Configurations have windows that their models never look at: what counts is whether it makes such masks.
+    Some configurations have windows that their models never look at. So what counts is whether the model
+    makes such masks.
     """
     names = inspect.unwrap(type(trunk).forward).__code__.co_names
     window = getattr(config, "sliding_window", None) if _WINDOWED in names else None
@@ -106,15 +109,16 @@ _WINDOWED = "create_sliding_window_causal_mask"  # of transformers
 
 
 class StatelessCache:
-    """Keeps nothing. With it, models know that a row is one sequence, and ask for plain causal attention.
+    """A cache that keeps nothing, by which models know that a row is one sequence.
 
-    Without a cache they look for packed documents in the positions, and build a T x T mask when traced.
+    They then ask for plain causal attention. Without a cache they look for packed documents in the positions,
+    and build a T x T mask when traced.
     """
 
     is_compileable = False
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Return what the layer is to attend to."""
+        """Return the keys and values that the layer attends to."""
         return keys, values
 
     def get_seq_length(self, layer: int = 0) -> int:
@@ -124,17 +128,17 @@ class StatelessCache:
         return 0
 
     def get_mask_sizes(self, queries: int, layer: int = 0) -> tuple[int, int]:
-        """Return how many keys there are, and the position of the first."""
+        """Return the number of keys, and the position of the first."""
         return queries, 0
 
 
 class _Watch(TorchFunctionMode):
-    """Which results are `F.linear` of some values and a weight, without a bias."""
+    """An observer that finds the results of `F.linear` of some values and a weight, without a bias."""
 
     def __init__(self, inputs: Tensor, weight: Tensor):
         super().__init__()
         self.weight = weight
-        self.inputs = [inputs]  # and its slices; kept, so that an id is never used twice
+        self.inputs = [inputs]  # slices of it join; all are kept, so that no id is used twice
         self.products: list[Tensor] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -150,14 +154,13 @@ class _Watch(TorchFunctionMode):
 
 
 def is_plain(rest: Callable[..., Any], leaves: Mapping[str, Tensor], head: str) -> bool:
-    """Return whether logits are the product of hidden states and the head, and nothing more: seen, not
-    guessed.
+    """Return whether logits are the product of hidden states and the head, and nothing more.
 
-    Softcaps, scales and biases have other names in every architecture.
+    That is observed in a run, since softcaps, scales and biases have other names in every architecture.
 
     Args:
-        rest: all after the trunk, as a function of the leaves.
-        leaves: on meta.
+        rest: everything after the trunk, as a function of the leaves.
+        leaves: the leaves, on meta.
         head: the path of the head.
     """
     weight = leaves[head]

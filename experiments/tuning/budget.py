@@ -1,4 +1,4 @@
-"""Budget: the most tokens of a micro-batch whose step fits into a device, by the ledger."""
+"""Budget: find the most tokens of a micro-batch whose step fits into a device, by the ledger."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ GUESSES = 8
 
 
 def budget_bytes(config: FinetuneConfig, mesh: fs.Mesh) -> float:
-    """Return what a rank may take of its device; the least of all ranks.
+    """Return the bytes that a rank may take of its device, which are the least of all ranks'.
 
     Raises:
-        ConfigError: nobody says it, and the device is no GPU.
+        ConfigError: the configuration does not say, and the device is no GPU.
     """
     if config.run.device_gb is None and mesh.device_type != "cuda":
         raise ConfigError(
@@ -39,8 +39,8 @@ def budget_bytes(config: FinetuneConfig, mesh: fs.Mesh) -> float:
 
 
 def kept_tokens(place: RunFolder) -> int | None:
-    """Return the tokens of a micro-batch in the run that goes on, as its newest checkpoint says; None where
-    there is no checkpoint."""
+    """Return the tokens of a micro-batch in the run that goes on, by its newest checkpoint; None without
+    one."""
     for root in filter(None, (place.root, place.source)):
         with suppress(CheckpointError):
             config = fs.checkpoint.manifest(root).config or {}
@@ -49,10 +49,10 @@ def kept_tokens(place: RunFolder) -> int | None:
 
 
 def check_fits(tokens: int, peak_bytes: int, budget: float) -> None:
-    """Refuse a run that goes on here with micro-batches that do not fit.
+    """Check that the micro-batches of a run that goes on here fit.
 
     Raises:
-        ConfigError: how much is missing, and the ways out.
+        ConfigError: they do not. The error says how much is missing, and the ways out.
     """
     if peak_bytes > budget:
         raise ConfigError(
@@ -65,14 +65,14 @@ def check_fits(tokens: int, peak_bytes: int, budget: float) -> None:
 def most_tokens(peak_of: Callable[[int], int], budget: float, least: int, most: int) -> int:
     """Return the most tokens whose step fits, a multiple of `MULTIPLE`.
 
-    The peak of a step is nearly a line in the tokens of a micro-batch: each guess is where the line through
-    the least and the largest that were tried meets the budget.
+    The peak of a step is nearly a line in the tokens of a micro-batch. So each guess is where the line
+    through the least and the largest that were tried meets the budget.
 
     Args:
-        peak_of: bytes of a step by the tokens of a micro-batch.
-        budget: bytes.
-        least: tokens of the longest record.
-        most: more are of no use.
+        peak_of: gives the bytes of a step by the tokens of a micro-batch.
+        budget: the bytes that there are.
+        least: the tokens of the longest record.
+        most: the tokens beyond which more are of no use.
 
     Raises:
         ConfigError: not even the longest record fits.

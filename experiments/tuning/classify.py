@@ -1,4 +1,4 @@
-"""Classifiers: the class of a text at its last token, or of each word at the word's."""
+"""Classifiers: predict the class of a text at its last token, or of each word at the word's last token."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from fnshard.losses import IGNORE, Mean
 
 
 def classify(tuning: Tuning, config: ObjectiveConfig, *, training: bool) -> Callable[..., Any]:
-    """Make -log p of each class, averaged over all texts, or words, of all ranks.
+    """Make the loss -log p of each class, averaged over all texts, or words, of all ranks.
 
-    The batch: as of `objectives.sft`; targets are classes, where a text or a word ends.
+    The batch is as in `objectives.sft`, with classes as targets where a text or a word ends.
     """
     hidden = hidden_of(tuning, training=training)
 

@@ -1,4 +1,4 @@
-"""The configuration of a fine-tuning job; `lib.config` has the groups it shares with the main job."""
+"""The configuration of a fine-tuning job. `lib.config` has the groups that it shares with the main job."""
 
 from __future__ import annotations
 
@@ -27,19 +27,20 @@ from experiments.lib.config import (
 )
 
 METHODS = ("full", "lora", "qlora8", "qlora4")  # from the most memory to the least
-ALL_LINEAR, VISION_LINEAR, EXPERTS = "all-linear", "vision-linear", "experts"  # of method.targets
+ALL_LINEAR, VISION_LINEAR, EXPERTS = "all-linear", "vision-linear", "experts"  # words for method.targets
 
 
 @configuration
 class MethodConfig:
-    """The method, which says what trains: all (`full`) but what `freeze` names by globs, joined by "|"; or
-    adapters (`lora`) with a base that is frozen, as it is or as codes.
+    """The method, which says what trains.
 
-    `targets`: globs of leaves, joined by "|", or among them "all-linear", every matrix of the layers, and
-    "vision-linear", every one of what a model sees with, and "experts". `rank_stabilised`: rsLoRA;
-    `dora`: DoRA.
-    `b_rate`: how many times A's rate B has (LoRA+, Hayou et al. 2024: 16). `neftune`: of the noise on
-    embeddings in training (NEFTune, Jain et al. 2023: 5).
+    With `full` all leaves do, except those that the globs of `freeze` name, joined by "|". With `lora`
+    adapters do, and the base is frozen, as it is or as codes (`qlora8`, `qlora4`).
+
+    `targets` are globs of leaves, joined by "|". Three words may be among them: "all-linear" for every matrix
+    of the layers, "vision-linear" for every matrix that a model sees with, and "experts". `rank_stabilised`
+    is rsLoRA, `dora` is DoRA. `b_rate` is the rate of B by that of A (LoRA+, Hayou et al. 2024: 16).
+    `neftune` is the strength of the noise on embeddings in training (NEFTune, Jain et al. 2023: 5).
     """
 
     name: Literal[METHODS] = "lora"
@@ -56,13 +57,20 @@ class MethodConfig:
 
 @dataclass(frozen=True)
 class ObjectiveKind:
-    """A kind of objectives, by what it needs.
+    """A kind of objectives, by its needs.
 
-    `data`: "samples"; "pairs"; "prompts", whose answers are drawn and rewarded; "labels" or "twins", of
-    `data.labelled`. Perhaps the `reference`, the model as it was; `values`, a value head; a `teacher`; a
-    `score` of hidden states. `targets`: what a batch's are, of `dataset.TARGETS`. `exported`: the end of the
-    name of transformers' class that opens the tuned model, where it is no language model any more. `beta`:
-    its default. `rates`: of `method.DEFAULT_RATES`; null: those of its data.
+    Args:
+        data: "samples", "pairs", "prompts", whose answers are drawn and rewarded, or "labels" or "twins" of
+            `data.labelled`.
+        reference: whether it needs the model as it was.
+        beta: its default.
+        values: whether it needs a value head.
+        teacher: whether it needs a teacher.
+        score: whether it needs a score of hidden states.
+        targets: the kind of a batch's targets, of `dataset.TARGETS`.
+        exported: the end of the name of transformers' class that opens the tuned model, if that is no
+            language model any more.
+        rates: a row of `method.DEFAULT_RATES`; None stands for that of its data.
     """
 
     data: str
@@ -77,7 +85,7 @@ class ObjectiveKind:
 
     @property
     def records(self) -> str:
-        """Return what its files hold."""
+        """Return the kind of records in its files."""
         return self.data if self.data in ("pairs", "labels", "twins") else "samples"
 
 
@@ -103,25 +111,29 @@ OBJECTIVE_KINDS = {
 
 @configuration
 class ObjectiveConfig:
-    """`sft`: the likelihood of responses; the others are of `fs.losses.policy`.
+    """The loss of a fine-tuning job.
 
-    Of pairs: the chosen above the rejected, by `beta` (null: its paper's), `label_smoothing` of dpo and
-    `margin` of simpo. Of rewards: `group` answers to each prompt, of at most `tokens` tokens (null: 128, of
-    the built-in tasks 4), are drawn at `temperature` and `top_p`. `reward`: a name, a mapping with _target_,
-    a reward model's directory, or a list of these, whose sum counts (null: exact; without `data.train`
-    solved). `beta` weighs the KL to the model as it was, `lam` is of ppo's advantages; `updates`: steps
-    that learn from the same answers. `environment`: a mapping with _target_, of a function (prompt, ask)
-    -> (messages, reward) that talks with the model for at most `turns` answers, in the place of a reward.
-    `fp32_head`: logits in fp32 whatever the rest is. `gather_once`: ranks hold the whole model while they
-    draw a step's answers, and not a layer at a time for each token; null: where it takes a quarter of a
-    device's memory at most. `balance` weighs the load balance of a mixture of experts (sft; Switch
-    Transformer: 0.01).
+    `sft` raises the likelihood of responses. `balance` weighs the load balance of a mixture of experts in it
+    (Switch Transformer: 0.01). `fp32_head` computes logits in fp32 whatever the rest is.
 
-    `distill`: the reverse KL to a `teacher`, a model directory; `on_policy`: on the
-    student's own answers to prompts. `reward`: a reward model, of pairs. `classify`: texts, or with
-    `level=token` their words; `classes` by name (null: those that occur). `embed`: texts that belong
-    together, by InfoNCE of cosines times `scale`; `dims`: the first so many dims of a hidden state, each
-    an embedding (Matryoshka).
+    dpo, ipo, orpo and simpo raise the chosen answer of a pair above the rejected one, by `beta` (null: its
+    paper's), `label_smoothing` in dpo and `margin` in simpo.
+
+    grpo, dr_grpo, bnpo, dapo, gspo and ppo learn from rewards. `group` answers to each prompt, of at most
+    `tokens` tokens (null: 128, or 4 for the built-in tasks), are drawn at `temperature` and `top_p`. `reward`
+    is a name, a mapping with _target_, a reward model's directory, or a list of these, whose sum counts
+    (null: exact, or solved without `data.train`). `beta` weighs the KL to the model as it was, `lam` shapes
+    ppo's advantages, and `updates` steps learn from the same answers. `environment` takes the place of a
+    reward: a mapping with _target_, of a function (prompt, ask) -> (messages, reward) that talks with the
+    model for at most `turns` answers. With `gather_once` ranks hold the whole model while they draw a step's
+    answers, and otherwise gather a layer at a time for each token (null: hold it if it takes a quarter of a
+    device's memory at most).
+
+    `distill` lowers the reverse KL to a `teacher`, a model directory, with `on_policy` on the student's own
+    answers to prompts. `reward` makes a reward model from pairs. `classify` learns the classes of texts, or
+    with `level=token` of their words; `classes` are their names (null: those that occur). `embed` brings
+    texts that belong together near each other, by InfoNCE of cosines times `scale`; for each of `dims` so
+    many first dims of a hidden state are an embedding, too (Matryoshka).
     """
 
     name: Literal[tuple(OBJECTIVE_KINDS)] = "sft"
@@ -174,16 +186,16 @@ class ObjectiveConfig:
 
 @configuration
 class FinetuneDataConfig:
-    """Files that `experiments.data.rows` reads; null: docstrings of Python's standard library.
+    """The data: files that `experiments.data.rows` reads. Null stands for docstrings of Python's library.
 
-    `held_out: null` with a `train` of your own: one in 20 of its records. `rows` of the global batch,
-    `context` tokens each; `pack`: several samples to a row. `too_long`, `broken`: what is done about samples
-    that are longer than the context, and about records that cannot be used.
+    If `held_out` is null beside a `train` of your own, one in 20 of its records is held out. The global batch
+    has `rows` of `context` tokens each; with `pack` several samples share a row. `too_long` says what is done
+    about samples that are longer than the context, and `broken` about records that cannot be used.
 
-    `tokens`: a rank's micro-batch has so many, padding too, whatever the lengths; records share its rows
-    (`pack`), or each has a padded one. "auto" is the most that fits into `run.device_gb`, or into nine tenths
-    of a GPU. `rows` are then the micro-batches of a step, of all ranks together; or the prompts of a step,
-    whose answers take as many micro-batches as they need.
+    With `tokens` a rank's micro-batch has so many positions, padding included, whatever the lengths. Records
+    share its rows (`pack`), or each has a padded one. "auto" is the most that fits into `run.device_gb`, or
+    into nine tenths of a GPU. `rows` are then the micro-batches of a step, of all ranks together, or the
+    prompts of a step, whose answers take as many micro-batches as they need.
     """
 
     train: str | None = None
@@ -203,8 +215,11 @@ class FinetuneDataConfig:
 
 @configuration
 class FinetuneRunConfig(RunConfig):
-    """The main job's `RunConfig`, and `evaluate`: tasks as of `experiments.evaluate`, FORMAT:FILE, that are
-    measured with each held-out loss, before the first step and after the last."""
+    """The main job's `RunConfig`, and tasks to `evaluate`.
+
+    They are FORMAT:FILE as in `experiments.evaluate`, and measured with each held-out loss, before the first
+    step and after the last.
+    """
 
     evaluate: tuple[str, ...] = ()
 
@@ -213,9 +228,9 @@ class FinetuneRunConfig(RunConfig):
 class FinetuneConfig:
     """The whole configuration of a fine-tuning job.
 
-    `model`: a Hugging Face model directory, a model of its cache, or a base that `experiments.bases` makes.
-    `export`: what is written at the end; "auto" is the adapters where there are some, the whole model
-    otherwise.
+    `model` is a Hugging Face model directory, a model of its cache, or a base that `experiments.bases` makes.
+    `export` is what is written at the end; "auto" stands for the adapters if there are some, and otherwise
+    for the whole model.
     """
 
     method: MethodConfig
@@ -278,7 +293,7 @@ class FinetuneConfig:
             raise ValueError("\n  ".join(wrong))
 
     def _unplayed(self) -> list[str]:
-        """Return what is wrong with an environment."""
+        """Say what is wrong with an environment."""
         chosen, tokens = self.objective, self.data.tokens
         if chosen.environment is None:
             return []
@@ -299,7 +314,7 @@ class FinetuneConfig:
         return wrong
 
     def _unbudgeted(self) -> list[str]:
-        """Return what is wrong with a budget of tokens."""
+        """Say what is wrong with a budget of tokens."""
         tokens, wrong = self.data.tokens, []
         if tokens is None:
             return wrong

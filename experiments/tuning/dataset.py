@@ -1,12 +1,12 @@
-"""The data of a fine-tuning job, tokenised; their batches; and prompts whose answers people see.
+"""The data of a fine-tuning job, their batches, and prompts whose answers people see.
 
-A packed batch, many samples of many lengths in rows of one length, is a dict of int64 [B, T]: `tokens`;
+A packed batch has samples of many lengths in rows of one length. It is a dict of int64 [B, T]: `tokens`;
 `targets`, already shifted (the token after each, or IGNORE at prompts, padding and the end of a sample);
-`positions`, from 0 in every sample; and `documents`, which of its row's samples a position belongs to, from
+`positions`, from 0 in every sample; and `documents`, the sample of its row to which a position belongs, from
 1, with 0 for padding. A position may attend to earlier ones of its own document.
 
-A budget of tokens (`data.tokens`) fixes a micro-batch's positions in the place of a batch's rows: packed rows
-are as wide as it, or as a part of it, and of padded ones as many as it holds share it.
+A budget of tokens (`data.tokens`) fixes the positions of a micro-batch in the place of a batch's rows. Packed
+rows are as wide as the budget or a part of it; padded ones share it, as many as it holds.
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ from fnshard.errors import report
 from fnshard.losses import IGNORE
 
 DATA = Path("outputs", "data")
-MOST_SHOWN = 600  # characters of one stretch of a sample that is shown
-OPENING = 32  # tokens of plain text that are shown as a prompt
-SHOWN = 4  # held-out prompts
+MOST_SHOWN = 600  # the most characters that are shown of one stretch of a sample
+OPENING = 32  # the first tokens of a plain text, which are shown as a prompt
+SHOWN = 4  # the held-out prompts that are shown
 BUILT_IN: dict[str, Callable[[Path], tuple[Path, Path]]] = {
     "samples": sft_files, "pairs": pair_files, "prompts": task_files, "labels": label_files,
     "twins": twin_files,
 }  # fmt: skip
 
-DOCUMENTS = 250  # that share a row, at most: CUDA's kernel takes 256
-USUAL_DOCUMENTS = 200  # of a row of a budget, which is cut into several rows where it would hold more
+DOCUMENTS = 250  # the most documents of a row, since CUDA's kernel takes 256
+USUAL_DOCUMENTS = 200  # a budget that would hold more documents is cut into several rows
 
 Batch = dict[str, Tensor]
 
@@ -74,15 +74,16 @@ Batch = dict[str, Tensor]
 
 
 def pack(lengths: np.ndarray, context: int, most: int = DOCUMENTS) -> list[list[int]]:
-    """Rows of sample numbers, each sample once, no row over `context` or of more than `most` samples: best
-    fit, longest samples first.
+    """Pack samples into rows of their numbers, by best fit with the longest samples first.
+
+    Each sample occurs once, and no row is longer than `context` or has more than `most` samples.
 
     >>> pack(np.array([3, 9, 6, 1, 4, 6]), context=10)
     [[1], [2, 0, 3], [5, 4]]
     """
     rows: list[list[int]] = []
-    by_room: list[list[int]] = [[] for _ in range(context + 1)]  # the rows that have so much room left
-    some = 0  # a bit for every room that a row has
+    by_room: list[list[int]] = [[] for _ in range(context + 1)]  # rows by the room that they have left
+    some = 0  # one bit for every room that some row has
     for sample in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[sample])
         fits = some >> length
@@ -101,23 +102,25 @@ def pack(lengths: np.ndarray, context: int, most: int = DOCUMENTS) -> list[list[
 
 
 def width_of(prepared: Prepared) -> int:
-    """Positions of a row that is not packed: the least multiple of 32 that holds every sample, at most the
-    context."""
+    """Return the positions of a row that is not packed.
+
+    They are the least multiple of 32 that holds every sample, and the context at most.
+    """
     return min(-(-prepared.longest // MULTIPLE) * MULTIPLE, prepared.context)
 
 
 def next_tokens(ids: np.ndarray, learned: np.ndarray) -> np.ndarray:
-    """Return targets of a sample's positions: the token after each, where that is learned."""
+    """Return the targets of a sample's positions: the token after each, if that is learned."""
     return np.where(learned[1:], ids[1:].astype(np.int64), IGNORE)
 
 
 def classes_here(ids: np.ndarray, learned: np.ndarray) -> np.ndarray:
-    """Return targets of a sample's positions: the class of what ends at each, as `data.labelled` has it."""
+    """Return the targets of a sample's positions: the class of the text or word that ends at each."""
     return np.where(learned[:-1], learned[:-1].astype(np.int64) - 1, IGNORE)
 
 
 def last_position(ids: np.ndarray, learned: np.ndarray) -> np.ndarray:
-    """Return targets of a sample's positions: 0 at the last one."""
+    """Return the targets of a sample's positions: 0 at the last one."""
     return np.where(np.arange(len(ids) - 1) == len(ids) - 2, 0, IGNORE)
 
 
@@ -125,7 +128,11 @@ TARGETS = {"next": next_tokens, "classes": classes_here, "ends": last_position}
 
 
 def fill(prepared: Prepared, rows: Sequence[Sequence[int]], width: int, kind: str = "next") -> Batch:
-    """Rows of samples as a packed batch; int64 [rows, width] each. `kind`: of `TARGETS`."""
+    """Make a packed batch of rows of samples; int64 [rows, width] each.
+
+    Args:
+        kind: a name of `TARGETS`.
+    """
     tokens = np.full((len(rows), width), prepared.pad, np.int64)
     targets = np.full_like(tokens, IGNORE)
     documents = np.zeros_like(tokens)
@@ -149,17 +156,17 @@ class Samples:
     """The rows of prepared data, for a `Loader`.
 
     A batch of pairs is `{"chosen": {tokens, targets}, "rejected": {tokens, targets}}`, int64 [B, T] each,
-    padded on the right to the one width of all batches. Rows of one sample each have no `documents`:
-    attention keeps its causal kernel without. With `tokens` pairs are packed, too: pair n of a row is its
-    documents 2n - 1, the chosen one, and 2n, and `pairs`, bool [B, N], is True for those that are no padding.
+    padded on the right to the one width of all batches. Rows of one sample each have no `documents`, so that
+    attention keeps its causal kernel. With `tokens` pairs are packed, too. Pair n of a row is its documents
+    2n - 1, the chosen one, and 2n, and bool [B, N] `pairs` is True for pairs that are no padding.
 
     Args:
-        pack: several samples a row, of the context's width; else one, of `width_of(prepared)`. Which samples
-            share a row is the same in every epoch.
-        images: `fn(paths of each row's images, tokens)`: what a batch has as `images`. Its rows have one
-            sample each.
-        tokens: of a micro-batch, whose rows are `at_once`.
-        targets: of `TARGETS`.
+        pack: whether rows have several samples and the context's width. Otherwise each has one sample and the
+            width `width_of(prepared)`. The same samples share a row in every epoch.
+        images: `fn(paths of each row's images, tokens)`, which makes a batch's `images`. Rows have one sample
+            each then.
+        tokens: the budget of a micro-batch, whose rows are `at_once`.
+        targets: a name of `TARGETS`.
     """
 
     prepared: Prepared
@@ -178,9 +185,9 @@ class Samples:
 
     @cached_property
     def at_once(self) -> int:
-        """Rows of a micro-batch, where there is a budget of tokens.
+        """Count the rows of a micro-batch under a budget of tokens.
 
-        Of packed ones it is one, unless it would have too many documents.
+        A packed micro-batch has one, unless that would hold too many documents.
         """
         if not self.packed:
             return self.tokens // width_of(self.prepared)
@@ -205,7 +212,7 @@ class Samples:
         return {"data": self.prepared.key, "context": self.prepared.context, "pack": self.pack, **budget}
 
     def batch(self, numbers: np.ndarray) -> tuple[Any]:
-        """Rows by number; a negative one is padding."""
+        """Return rows by number. A negative number makes a row of padding."""
         if self._pairs and not self.packed:
             sides = {name: self._side(numbers, side) for side, name in enumerate(SIDES[self.prepared.kind])}
             own = {"numbers": torch.from_numpy(numbers.astype(np.int64))} if self._numbered else {}
@@ -237,11 +244,11 @@ class Samples:
 
     @property
     def positions(self) -> int:
-        """Positions of a row, padding too; a padded pair has two sides."""
+        """Count the positions of a row, padding included. A padded pair has two sides."""
         return self.width * (2 if self._pairs and not self.packed else 1)
 
     def rows_for(self, rows: int) -> int:
-        """Return how many rows hold what `rows` do where there is no budget of tokens."""
+        """Return the number of rows that hold as much as `rows` do without a budget of tokens."""
         if self.tokens is None or not self.packed:
             return rows
         if self._pairs:
@@ -249,9 +256,9 @@ class Samples:
         return math.ceil(rows * self.prepared.context / self.width)
 
     def one_pass(self, rows: int, most: int, *, rank: int = 0, ranks: int = 1) -> Iterator[Any]:
-        """At most `most` rows, each once, for a held-out loss: batches of `rows`, equally many on every rank.
+        """Yield batches of `rows` for a held-out loss, equally many on every rank.
 
-        Rows of padding, which no mean counts, fill the last one.
+        At most `most` rows come, each once. Rows of padding, which no mean counts, fill the last batch.
         """
         part, numbers = rows // ranks, order(self.count, 0, 0, min(most, self.count))
         for low in range(0, len(numbers), rows):
@@ -260,7 +267,8 @@ class Samples:
 
     @property
     def _numbered(self) -> bool:
-        """Whether a batch has the numbers of its records: equal ones are no negatives of each other."""
+        """Tell whether a batch has the numbers of its records, by which equal ones are no negatives of each
+        other."""
         return self.prepared.kind == "twins"
 
     def _side(self, pairs: np.ndarray, side: int) -> Batch:
@@ -274,7 +282,7 @@ class Samples:
 
     @cached_property
     def record_lengths(self) -> np.ndarray:
-        """Positions of each record, of a pair those of both sides."""
+        """Return the positions of each record. A pair has those of both sides."""
         lengths = self.prepared.lengths(np.arange(self.prepared.samples))
         return lengths.reshape(-1, 2).sum(1) if self._pairs else lengths
 
@@ -295,7 +303,7 @@ class Example:
     """A held-out prompt, and its author's answer.
 
     Args:
-        row: the record of a prompt, as rewards are given it.
+        row: the record of the prompt, as rewards are given it.
     """
 
     prompt: list[int]
@@ -306,7 +314,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Prompts:
-    """Samples by their numbers alone, for a `Loader`: their answers are drawn when they are needed."""
+    """Samples by their numbers alone, for a `Loader`. Their answers are drawn when they are needed."""
 
     prepared: Prepared
 
@@ -326,7 +334,9 @@ class Prompts:
 class FinetuneData:
     """The data of a run, which are tokenised already.
 
-    `rows`: what batches are of; `measured`: what the held-out loss is of.
+    Args:
+        rows: the rows of batches.
+        measured: the rows of the held-out loss.
     """
 
     tokenizer: DirectoryTokenizer
@@ -336,7 +346,7 @@ class FinetuneData:
     measured: Samples
 
     def loader(self, config: FinetuneConfig, mesh: fs.Mesh) -> Loader:
-        """Make batches of rows; of prompts their numbers."""
+        """Make the loader of rows, or of the numbers of prompts."""
         is_budget = isinstance(self.rows, Samples) and self.rows.tokens is not None
         rows = config.data.rows * (self.rows.at_once if is_budget else 1)
         place, repeat = place_of(mesh), config.objective.updates
@@ -344,7 +354,7 @@ class FinetuneData:
 
     @property
     def budget(self) -> str:
-        """Return what the rows of a budget of tokens hold, in words."""
+        """Say in words what the rows of a budget of tokens hold."""
         rows = self.rows
         if not isinstance(rows, Samples):
             return "as many micro-batches as a step's answers take"
@@ -353,12 +363,13 @@ class FinetuneData:
         return f"{rows.at_once} x {rows.width} positions a micro-batch, {empty:.1%} of all are padding"
 
     def examples(self, run: RunConfig, limit: int | None) -> list[Example]:
-        """Prompts from all over the held-out data, of pairs with the chosen answer, and after them the one
-        that `run.prompt` names: where the model learns conversations, as a user's message. None if no token
-        is asked for.
+        """Return prompts from all over the held-out data, and after them the one that `run.prompt` names.
+
+        Prompts of pairs come with the chosen answer. That of `run.prompt` is a user's message if the model
+        learns conversations. There are no prompts if no token is to be drawn.
 
         Args:
-            limit: tokens that the model was made for; of longer prompts the end is shown.
+            limit: the tokens that the model was made for. Longer prompts lose their beginning.
         """
         if not run.sample_length:
             return []
@@ -369,12 +380,12 @@ class FinetuneData:
         if run.prompt is not None:
             found.append(Example(self._encode_asked(run.prompt), []))
         most = None if limit is None else max(1, limit - run.sample_length)
-        if most is not None:  # a prompt without its beginning lacks an image
+        if most is not None:  # a prompt without its beginning would lack an image
             found = [e for e in found if not e.images or len(e.prompt) <= most]
         return [replace(e, prompt=e.prompt if most is None else e.prompt[-most:]) for e in found]
 
     def images_of(self, examples: Sequence[Example], width: int, device: torch.device) -> tuple[Any, ...]:
-        """The images of prompts in rows of `width` tokens, as `LanguageModel.hidden` takes them."""
+        """Return the images of prompts in rows of `width` tokens, as `LanguageModel.hidden` takes them."""
         if self.measured.images is None or not examples:
             return ()
         tokens = torch.zeros(len(examples), width, dtype=torch.int64)
@@ -384,8 +395,8 @@ class FinetuneData:
         return ({name: part.to(device) for name, part in images.items()},)
 
     def shown(self, colour: bool = False) -> str:
-        """Return the first sample of the training data as the model sees it, of pairs both; see
-        `mark_learned`."""
+        """Return the first sample of the training data as the model sees it, or both of a pair
+        (`mark_learned`)."""
         numbers = range(2 if self.train.kind in SIDES else 1)
         return "\n".join(mark_learned(self.tokenizer, *self.train.sample(n), colour=colour) for n in numbers)
 
@@ -398,7 +409,7 @@ class FinetuneData:
         return [*self.tokenizer.begin, *self.tokenizer.encode(prompt)]
 
     def example(self, data: Prepared, number: int) -> Example:
-        """A sample's prompt, and what follows it."""
+        """Return a sample's prompt with its answer."""
         tokens, learned = data.sample(number)
         start = np.argmax(learned) if learned.any() else np.int64(len(tokens))  # a prompt without an answer
         first = int(self._prompts(start, np.int64(len(tokens))))
@@ -409,12 +420,13 @@ class FinetuneData:
         )
 
     def longest_prompt(self, data: Prepared) -> int:
-        """Return the most tokens that a sample's prompt has."""
+        """Count the tokens of the longest prompt."""
         every = np.arange(data.samples)
         return int(self._prompts(data.first_learned(), data.lengths(every) + 1).max())
 
     def _prompts(self, first: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Tokens of prompts, by where the first learned token is; of plain text what it begins with."""
+        """Count the tokens of prompts by the first learned token. A plain text has its beginning as a
+        prompt."""
         plain = first <= len(self.tokenizer.begin)
         return np.where(plain, np.clip(lengths // 2, 1, OPENING), first)
 
@@ -422,12 +434,11 @@ class FinetuneData:
 def mark_learned(
     tokenizer: Tokenizer, tokens: np.ndarray, learned: np.ndarray, *, colour: bool = False
 ) -> str:
-    """Return a sample's text with its control tokens; what is learned stands between « and », the rest is
-    not.
+    """Return a sample's text with its control tokens. The learned parts stand between « and ».
 
     Args:
-        tokens, learned: as `Prepared.sample` gives them. The first is never a target.
-        colour: what is learned is green, too, as terminals take it.
+        tokens, learned: the results of `Prepared.sample`. The first token is never a target.
+        colour: whether learned parts are also green, as terminals take it.
 
     >>> from experiments.data.tokenizer import ByteTokenizer
     >>> mark_learned(ByteTokenizer(), np.array([256, 104, 105, 257]), np.array([0, 0, 1, 1]))
@@ -443,11 +454,12 @@ def mark_learned(
 
 
 def prepare_data(config: FinetuneConfig) -> FinetuneConfig:
-    """Tokenise the data of a configuration, and return it with their folders in the place of files. Its model
-    is a directory.
+    """Tokenise the data of a configuration, and return it with their folders in the place of files.
+
+    Its model is a directory.
 
     Raises:
-        ConfigError: a file that cannot be read, and all lines of it that cannot be used.
+        ConfigError: a file cannot be read, or lines of it cannot be used, all of which are named.
     """
     tokenizer, data = open_directory(config.model), config.data
     kind, cache = config.objective.kind, (DATA / "prepared").resolve()
@@ -492,7 +504,7 @@ def open_data(config: FinetuneConfig, vision: Vision | None = None) -> FinetuneD
     """Open the data of a configuration whose data are tokenised, for a model that may see.
 
     Raises:
-        ConfigError: images where nothing looks at them.
+        ConfigError: there are images, but nothing looks at them.
     """
     train, held_out = open_prepared(config.data.train), open_prepared(config.data.held_out)
     tokenizer, of = open_directory(config.model), config.objective.kind.data
@@ -518,8 +530,7 @@ def open_data(config: FinetuneConfig, vision: Vision | None = None) -> FinetuneD
 
 
 def token_limits(config: FinetuneConfig) -> tuple[int, int]:
-    """Return what a budget of tokens holds at least, the longest record, and at most, a step's share of all
-    of them."""
+    """Return the least and the most useful budget of tokens: the longest record, and all records."""
     every = [open_prepared(folder) for folder in (config.data.train, config.data.held_out)]
     train, prompts = every[0], config.objective.kind.data == "prompts"
     answer = config.objective.tokens if prompts else 0
@@ -533,7 +544,7 @@ def token_limits(config: FinetuneConfig) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class AnswerTable:
-    """Prompts whose answers people see; greedy, so that two answers differ by the model alone."""
+    """Prompts whose answers people see. Answers are greedy, so that two of them differ by the model alone."""
 
     sampler: Sampler
     tokenizer: DirectoryTokenizer
@@ -541,7 +552,7 @@ class AnswerTable:
     tokens: int
 
     def answers(self, params: object) -> list[str]:
-        """Draw the model's answers, on every rank; all ranks call it together, each with the same prompts."""
+        """Draw the model's answers on every rank. All ranks call it together, with the same prompts."""
         if not self.examples:
             return []
         drawn = self.sampler(params, [example.prompt for example in self.examples], self.tokens)
@@ -549,12 +560,12 @@ class AnswerTable:
         return [self.tokenizer.decode(list(takewhile(lambda t: t not in ends, row))) for row in drawn]
 
     def table(self, answers: Mapping[str, Sequence[str]]) -> str:
-        """Return prompts with answers by whose they are, and with their authors' own, as people read them."""
+        """Return prompts with the answers of each model, and with their authors' own, as people read them."""
         lines = []
         for number, example in enumerate(self.examples):
             own = self.tokenizer.decode(example.answer) or "-"
             texts = {**{who: told[number] for who, told in answers.items()}, "author": own}
-            # Roles are control tokens, as a rule.
+            # Roles are control tokens as a rule, so these are spelled.
             lines.append(brief(printable(self.tokenizer.decode(example.prompt, control=True))))
             lines += [f"  {f'{who}:':<7} {_line(text)}" for who, text in texts.items()]
             lines.append("")
@@ -562,7 +573,7 @@ class AnswerTable:
 
 
 def brief(text: str) -> str:
-    """A text in which many equal control tokens, as an image has them, are one with their number.
+    """Replace many equal control tokens, such as those of an image, by one with their number.
 
     >>> brief("<image><image><image><image>?")
     '<image>*4?'
@@ -575,10 +586,10 @@ def _line(text: str) -> str:
 
 
 def window_of(examples: Sequence[Example], tokens: int, limit: int | None) -> int:
-    """Return the tokens that these prompts and their answers take, as a multiple that a context axis divides.
+    """Count the tokens of these prompts with their answers, rounded up to what a context axis divides.
 
     Args:
-        limit: tokens that the model was made for.
+        limit: the tokens that the model was made for.
     """
     longest = max([len(e.prompt) for e in examples], default=1) + tokens
     return min(-(-longest // MULTIPLE) * MULTIPLE, limit or sys.maxsize)

@@ -1,4 +1,4 @@
-"""Distillation: a student learns a teacher's next tokens, of data or of its own answers."""
+"""Distillation: a student learns a teacher's next tokens, on data or on its own answers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from fnshard.losses import IGNORE, Mean
 
 
 def distill(tuning: Tuning, config: ObjectiveConfig, *, training: bool) -> Callable[..., Any]:
-    """Make the reverse KL, from the student to the teacher, of each learned token (Gu et al. 2024, MiniLLM;
-    Agarwal et al. 2024, GKD, whose own answers are `on_policy`), averaged over all tokens exactly.
+    """Make the reverse KL from the student to the teacher, averaged over all learned tokens exactly.
 
-    All logits of a micro-batch are there at once: `data.tokens` bounds them. Where one vocabulary has more
-    rows than the other, those that both have count.
+    It is that of MiniLLM (Gu et al. 2024), and with `on_policy` that of GKD (Agarwal et al. 2024), whose
+    student answers itself. All logits of a micro-batch are there at once, and `data.tokens` bounds them. If
+    one vocabulary has more rows than the other, those that both have count.
 
-    The batch: as of `objectives.sft`, or of `objectives.policy_gradient`, whose rewards do nothing.
+    The batch is as in `objectives.sft`, or as in `objectives.policy_gradient`, whose rewards do nothing.
     """
     teacher = tuning.teacher
     vocab = min(tuning.lm.vocab, teacher.vocab)

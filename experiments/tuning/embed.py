@@ -1,4 +1,5 @@
-"""Embeddings: texts that belong together lie near each other, and far from all others of the batch."""
+"""Embeddings: texts that belong together come to lie near each other, and far from all others of the
+batch."""
 
 from __future__ import annotations
 
@@ -18,13 +19,14 @@ from fnshard.losses import Mean
 
 
 def embed(tuning: Tuning, config: ObjectiveConfig, *, training: bool) -> Callable[..., Any]:
-    """Make InfoNCE (van den Oord et al. 2018) of each query among the positives of all ranks' rows, and its
-    mean over `config.dims`, the first dims alone (Kusupati et al. 2022, Matryoshka).
+    """Make InfoNCE (van den Oord et al. 2018) of each query among the positives of all ranks' rows.
 
-    An embedding is the hidden state of a text's last token. A micro-batch knows no rows of another one.
+    It is the mean over `config.dims`, for each of which only so many first dims count (Kusupati et al. 2022,
+    Matryoshka). An embedding is the hidden state of a text's last token. A micro-batch knows no rows of
+    another one.
 
-    The batch: `query` and `positive`, each int64 [B, T] `tokens` and `targets`; or packed pairs; and
-    `numbers`, int64, of the records: equal ones are no negatives of each other.
+    The batch has `query` and `positive`, each int64 [B, T] `tokens` and `targets`, or packed pairs. Its int64
+    `numbers` are those of the records; texts of equal numbers are no negatives of each other.
     """
     hidden = hidden_of(tuning, training=training)
     width = tuning.lm.head(tuning.lm.params).shape[1]
@@ -38,7 +40,7 @@ def embed(tuning: Tuning, config: ObjectiveConfig, *, training: bool) -> Callabl
         both, counted = sides_of(batch)
         queries, positives = split_sides(at_ends(hidden(params, both), both), both)  # [N, D] each
         numbers = batch["numbers"].flatten()
-        every, known = fs.all_gather(positives), fs.all_gather(numbers)  # of all ranks
+        every, known = fs.all_gather(positives), fs.all_gather(numbers)  # those of all ranks
         count = counted.sum()
         is_mine = numbers[:, None] == known[None, :]  # [N, M]
         total, right = torch.zeros((), dtype=queries.dtype, device=queries.device), {}
@@ -57,5 +59,5 @@ def embed(tuning: Tuning, config: ObjectiveConfig, *, training: bool) -> Callabl
 
 
 def unit(vectors: Tensor) -> Tensor:
-    """Return vectors of length 1; one of nothing stays so, and has a gradient."""
+    """Scale vectors to length 1. A vector of zeros stays as it is, and has a gradient."""
     return vectors * (vectors.square().sum(-1, keepdim=True) + 1e-12).rsqrt()

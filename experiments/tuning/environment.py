@@ -1,5 +1,4 @@
-"""Environments: a function of one's own that talks with the model over several turns, and says what the talk
-was worth.
+"""Environments: functions of one's own that talk with the model over several turns, and reward the talk.
 
     def rollout(prompt, ask):
         messages = [*prompt["messages"]]
@@ -8,9 +7,9 @@ was worth.
             messages += [answer, {"role": "tool", "content": run(answer["content"])}]
         return messages, reward
 
-`prompt` is the record, as rewards are given it (`tuning.rewards`). Each rollout has a thread, and
-waits in `ask` until all others wait there too, or have ended: the model answers all of them at once. What is
-learned is each answer, after the very tokens that the model was shown: nothing is tokenised a second time.
+`prompt` is the record, as rewards are given it (`tuning.rewards`). Each rollout has a thread, and waits in
+`ask` until all others wait there too, or have ended, so that the model answers all of them at once. Each
+answer is learned after the very tokens that the model was shown, since nothing is tokenised a second time.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ from experiments.lib.checks import ConfigError, describe
 from experiments.lib.files import LineError
 
 Environment = Callable[[Mapping[str, Any], Callable[..., Mapping[str, Any]]], tuple[Sequence[Any], float]]
-# The answers to turns: of each its tokens, their log-probabilities and entropies.
+# An answer to a turn has tokens, their log-probabilities and entropies.
 Answer = tuple[list[int], Tensor, Tensor]
 Draw = Callable[[Sequence["Turn"]], Sequence[Answer]]
 
 
 class Limit(Exception):
-    """A rollout asks for more than it may."""
+    """An error that ends a rollout which asks for more than it may."""
 
 
 @dataclass
@@ -44,9 +43,10 @@ class Turn:
     """An answer of the model in a rollout.
 
     Args:
-        rollout: which one, and `number`, from 0, which of its turns.
+        rollout: the number of the rollout.
+        number: the number, from 0, of the turn in it.
         prompt: the tokens that the model was shown.
-        answer: what it answered; None before it has.
+        answer: the model's answer; None before there is one.
     """
 
     rollout: int
@@ -57,14 +57,14 @@ class Turn:
 
 @dataclass(frozen=True)
 class Play:
-    """Plays rollouts.
+    """A function that plays rollouts.
 
     Args:
-        environment: the user's.
-        turns: that a rollout may have.
-        context: positions of a prompt with its answer, at most.
-        answer: the most tokens of one.
-        timeout: seconds that a rollout may think between two turns.
+        environment: the user's function.
+        turns: the most turns of a rollout.
+        context: the most positions of a prompt with its answer.
+        answer: the most tokens of an answer.
+        timeout: the seconds that a rollout may think between two turns.
     """
 
     environment: Environment
@@ -80,11 +80,11 @@ class Play:
         """Play a rollout of each prompt to its end.
 
         Args:
-            draw: answers to turns; all ranks call it together.
-            goes_on: whether any rank has a turn to answer, of whether this one has.
+            draw: draws answers to turns. All ranks call it together.
+            goes_on: tells whether any rank has a turn to answer, and is told whether this one has.
 
         Returns:
-            All turns, of one rollout after each other, and each rollout's reward.
+            All turns, one rollout after the other, and each rollout's reward.
 
         Raises:
             ConfigError: the environment raises, returns something else, asks for more turns than there may
@@ -99,7 +99,7 @@ class Play:
                 for talk in talks:
                     if talk.wait_for_turn():
                         waiting.append(talk)
-                    if talk.error:  # at once: the others may be silent for as long
+                    if talk.error:  # it is raised at once, since each of the others may take as long
                         raise talk.error
                 if not goes_on(bool(waiting)):
                     break
@@ -113,7 +113,7 @@ class Play:
 
 
 class _Talk:
-    """A rollout on a thread. Its state: the turns that were said, and the one that it asks for."""
+    """A rollout on a thread. Its state is the turns that were said, and the one that it asks for."""
 
     def __init__(self, play: Play, number: int, prompt: Mapping[str, Any]):
         self.play, self.number, self.prompt = play, number, prompt
@@ -137,7 +137,7 @@ class _Talk:
         self._ready.release()
 
     def ask(self, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None = None) -> dict[str, Any]:
-        """Return the model's answer to messages, as one of an assistant."""
+        """Return the model's answer to messages, as an assistant's message."""
         play, number = self.play, len(self.said)
         if number >= play.turns:
             self.error = self._wrong(
@@ -165,7 +165,7 @@ class _Talk:
         return {"role": "assistant", "content": text}
 
     def wait_for_turn(self) -> bool:
-        """Wait until the rollout asks for an answer, or is over; return whether it asks."""
+        """Wait until the rollout asks for an answer or is over, and return whether it asks."""
         if self._is_over:
             return False
         began = time.monotonic()
@@ -177,7 +177,7 @@ class _Talk:
         return self.error is None and not self._is_over
 
     def answer(self, answer: Answer) -> None:
-        """Hand the rollout what the model answers."""
+        """Hand the model's answer to the rollout."""
         self.asked.answer = answer
         self.said.append(self.asked)
         self._answered.release()

@@ -1,7 +1,7 @@
-"""Heads: numbers of hidden states in the place of next tokens: a reward model's score, classes, embeddings.
+"""Heads: a reward model's score, classes or embeddings of hidden states, in the place of next tokens.
 
-A batch's `targets` say where these are read: a class, or 0, at the positions that count, IGNORE elsewhere. A
-head is a leaf of the tree beside the model's, `{"score": {"weight": [C, D]}}`.
+A batch's `targets` say where these are read: they are a class, or 0, at the positions that count, and IGNORE
+elsewhere. A head is a leaf of the tree beside the model's, `{"score": {"weight": [C, D]}}`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from fnshard.losses import IGNORE
 
 
 def hidden_of(tuning: Tuning, *, training: bool) -> Callable[[Any, Batch], Tensor]:
-    """Make `fn(params, batch)`, the hidden states [B, T, D] in fp32 or wider, 0 where no target is."""
+    """Make `fn(params, batch)`, which gives hidden states [B, T, D] in fp32 or wider, 0 where no target
+    is."""
 
     def hidden(params: Any, batch: Batch) -> Tensor:
         found = lm.hidden(params, *(batch.get(n) for n in ("tokens", "positions", "documents")))
@@ -31,14 +32,14 @@ def hidden_of(tuning: Tuning, *, training: bool) -> Callable[[Any, Batch], Tenso
 
 
 def score_of(params: Any, hidden: Tensor) -> Tensor:
-    """Return the head's numbers of hidden states [..., D]: [..., C]."""
+    """Compute the head's numbers [..., C] of hidden states [..., D]."""
     return hidden @ params["score"]["weight"].to(hidden.dtype).T
 
 
 def at_ends(hidden: Tensor, batch: Batch) -> Tensor:
     """Return the hidden state at each document's end, where its one target is.
 
-    [B, D]: a row is a document; or, of packed pairs, [B, 2 N, D].
+    The result is [B, D] if each row is a document, and [B, 2 N, D] for packed pairs.
     """
     if "pairs" not in batch:
         return hidden.sum(1)

@@ -40,17 +40,17 @@ Mask = Tensor | dict[str, Tensor] | None
 
 @dataclass(frozen=True)
 class LanguageModel:
-    """A causal language model; made by `of`, `from_config` or `from_directory`; dropout is off.
+    """A causal language model without dropout, which `of`, `from_config` or `from_directory` makes.
 
     Args:
-        model: the module, which may be on meta, in eval mode.
-        apply, params: of `fs.make_functional(model)`. All functions here take these leaves.
-        plain_head: logits are `hidden @ head.T`, and nothing else is done to them.
-        windows: how far back layers of a kind see; None: to the beginning.
+        model: the module in eval mode, which may be on meta.
+        apply, params: the results of `fs.make_functional(model)`. All functions here take these leaves.
+        plain_head: whether logits are `hidden @ head.T`, and nothing else is done to them.
+        windows: the number of keys that a query sees, by kind of layers; None stands for all before it.
         fp32_head: whether logits are computed in fp32 whatever the rest is, which keeps the sampler's and the
             trainer's log-probabilities together (MiniMax-M1, 2025).
-        noise: on embeddings (NEFTune).
-        vision: of a model that sees.
+        noise: the strength of the noise on embeddings (NEFTune).
+        vision: the vision of a model that sees.
     """
 
     model: nn.Module
@@ -65,11 +65,11 @@ class LanguageModel:
     _embedding: _Part
     _rest: _Part
     _head: str
-    _cache: str  # the trunk's parameter
+    _cache: str  # the name of the trunk's parameter for its cache
 
     @property
     def context(self) -> int | None:
-        """The most tokens that the model was made for, where it says."""
+        """Return the most tokens that the model was made for; None if it does not say."""
         return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
 
     @property
@@ -77,13 +77,13 @@ class LanguageModel:
         return self.params[self._head].shape[0]
 
     def matrices(self) -> list[str]:
-        """Return the paths of all weights that the trunk's layers multiply by: neither embeddings nor the
+        """Return the paths of all weights that the trunk's layers multiply by, but no embeddings and no
         head."""
         return [*self._weights(nn.Linear), *self.transposed()]
 
     def vision_matrices(self) -> list[str]:
-        """Return the paths of all matrices that are neither the trunk's nor the head; none where nothing
-        sees."""
+        """Return the paths of all matrices with which a model sees, which are neither the trunk's nor the
+        head."""
         skipped = (f"{trunk_of(self.model)}.", self._head)
         linear = [f"{n}.weight" for n, m in self.model.named_modules() if isinstance(m, nn.Linear)]
         return [p for p in linear if p in self.params and not p.startswith(skipped)] if self.vision else []
@@ -95,7 +95,7 @@ class LanguageModel:
         return [*self._weights(Conv1D), *(path for path, turned in self._experts().items() if turned)]
 
     def experts(self) -> list[str]:
-        """Leaves that have a matrix of each expert; none of a dense model."""
+        """Return the paths of leaves that have a matrix of each expert. A dense model has none."""
         return list(self._experts())
 
     def _experts(self) -> dict[str, bool]:
@@ -113,13 +113,13 @@ class LanguageModel:
         self, params: Any, tokens: Tensor, positions: Tensor | None, mask: Mask,
         cache: StatelessCache | None, routers: list[Tensor] | None = None,
     ) -> Tensor:  # fmt: skip
-        """The trunk's output after the final norm, [B, T, D].
+        """Run the trunk, and return its output after the final norm, [B, T, D].
 
         Args:
-            tokens: int64 [B, T]; or what they are embedded as, [B, T, D].
-            positions: int64 [B, T], or [B, 3, T] of a trunk that has three; None counts from 0.
-            mask: of `mask`, or None for what the model itself would do with this cache.
-            routers: takes the logits of each layer's router, [B T, E].
+            tokens: int64 [B, T], or their embeddings, [B, T, D].
+            positions: int64 [B, T], or [B, 3, T] for a trunk that has three; None counts from 0.
+            mask: a result of `mask`, or None for what the model itself would do with this cache.
+            routers: a list that takes the logits of each layer's router, [B T, E].
         """
         if self.noise and not tokens.is_floating_point():
             tokens = self._add_noise(self.embed(params, tokens))
@@ -136,7 +136,7 @@ class LanguageModel:
         return out.last_hidden_state
 
     def embed(self, params: Any, tokens: Tensor) -> Tensor:
-        """Tokens [B, T] as the trunk sees them, [B, T, D]."""
+        """Embed tokens [B, T] as the trunk sees them, [B, T, D]."""
         return self._embedding(params, tokens)
 
     def _add_noise(self, embedded: Tensor) -> Tensor:
@@ -153,15 +153,16 @@ class LanguageModel:
         images: Mapping[str, Tensor] | None = None,
         routers: list[Tensor] | None = None,
     ) -> Tensor:
-        """The trunk's output after the final norm, [B, T, D]: no logits.
+        """Compute the trunk's output after the final norm, [B, T, D], without logits.
 
         Args:
             tokens: int64 [B, T].
-            positions: int64 [B, T], of each token in its document; None counts from 0.
-            documents: int64 [B, T]: which document of its row a token is of, 0 for padding. Documents do not
-                see each other (`fs.attention`). None: a row is one sequence, with torch's own causal kernel.
-            images: of `Vision.rows`; None: no token stands for one.
-            routers: as of `run`.
+            positions: int64 [B, T], the place of each token in its document; None counts from 0.
+            documents: int64 [B, T], the document of its row to which a token belongs, 0 for padding.
+                Documents do not see each other (`fs.attention`). None makes a row one sequence, with torch's
+                own causal kernel.
+            images: a result of `Vision.rows`; None if no token stands for an image.
+            routers: a list that takes the logits of routers, as in `run`.
         """
         if images is not None:
             embedded = self.embed(params, tokens)
@@ -176,34 +177,34 @@ class LanguageModel:
         distance = index[:, None] - index  # [T, T]: how far a key is before a query
         real = documents[:, None, :] != 0
         see = (documents[:, :, None] == documents[:, None, :]) & real & (distance >= 0)
-        # Padding sees itself: a softmax over nothing would be NaN, and so would every gradient.
+        # Padding sees itself, since a softmax over nothing would be NaN, and so would every gradient.
         mask = self.mask(params, (see | (distance == 0))[:, None], distance)
         return self.run(params, tokens, positions, mask, None, routers)
 
     def mask(self, params: Any, see: Tensor, distance: Tensor) -> Mask:
-        """Make what a trunk is told to attend to: a mask, or one for each kind of layers that there is.
+        """Make the mask of a trunk's attention, or one for each kind of layers if they differ.
 
         Args:
-            see: bool [B, 1, queries, keys]: what queries may see of the past.
-            distance: how far keys are before queries; windows as wide as all keys do not count.
+            see: bool [B, 1, queries, keys], the keys of the past that queries may see.
+            distance: how far keys are before queries. Windows as wide as all keys do not count.
         """
         masks: dict[str, Tensor] = {}
         narrow = {kind: w for kind, w in self.windows.items() if w is not None and w < distance.shape[-1]}
         for kind in self.windows:
             seen = see & (distance < narrow[kind]) if kind in narrow else see
-            dtype = params[self._head].dtype  # of what is added
+            dtype = params[self._head].dtype  # the dtype of scores, to which a mask is added
             masks[kind] = torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
         return masks if len(masks) > 1 and narrow else next(iter(masks.values()))
 
     def head(self, params: Any) -> Tensor:
-        """The matrix of logits, [V, D]: lm_head.weight, or the embedding it is tied to.
+        """Return the matrix of logits, [V, D]: lm_head.weight, or the embedding it is tied to.
 
-        It is not all there is to logits where `plain_head` is False.
+        If `plain_head` is False, there is more to logits than this matrix.
         """
         return params[self._head]
 
     def unembed(self, params: Any, hidden: Tensor) -> Tensor:
-        """Hidden states [B, T, D] -> logits [B, T, V], as the model itself makes them."""
+        """Make logits [B, T, V] of hidden states [B, T, D] as the model itself does."""
         hidden, head = self._widen(hidden, self.head(params))
         params = {**params, self._head: head}
         return self._rest(params, inputs_embeds=hidden, use_cache=False).logits
@@ -213,18 +214,17 @@ class LanguageModel:
         return tuple(t.float() for t in tensors) if wide else tensors
 
     def logits(self, params: Any, *batch: Any, **more: Any) -> Tensor:
-        """[B, T, V]; arguments as of `hidden`."""
+        """Compute logits [B, T, V], from the arguments of `hidden`."""
         return self.unembed(params, self.hidden(params, *batch, **more))
 
     def losses(self, params: Any, hidden: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:
-        """-log p of every target after hidden states [B, T, D]: [B, T] in fp32 or wider, 0 where it is
-        `IGNORE`.
+        """Compute -log p of every target after hidden states [B, T, D], as [B, T] in fp32 or wider.
 
-        Where the head is plain, few tokens' logits are there at once.
+        It is 0 where the target is `IGNORE`. If the head is plain, few tokens' logits are there at once.
 
         Args:
-            targets: int64 [B, T]: what follows each token.
-            temperature: logits are divided by it.
+            targets: int64 [B, T], the token that follows each one.
+            temperature: the number by which logits are divided.
         """
         if self.plain_head:
             hidden, head = self._widen(hidden, self.head(params))
@@ -239,10 +239,10 @@ class LanguageModel:
 
 @dataclass(frozen=True)
 class _Part:
-    """Some module of a model as a pure function of the model's leaves."""
+    """A module of a model as a pure function of the model's leaves."""
 
     apply: Callable[..., Any]
-    paths: Mapping[str, str]  # {its own name of a leaf: the model's}
+    paths: Mapping[str, str]  # {the module's name of a leaf: the model's}
 
     @classmethod
     def make(cls, module: nn.Module, prefix: str, tied: Mapping[str, str]) -> _Part:
@@ -254,7 +254,7 @@ class _Part:
 
 
 class _KnownTrunk(nn.Module):
-    """Stands for the trunk where its output is known."""
+    """A stand-in for the trunk, which returns the output that it is given."""
 
     def forward(self, *args: Any, inputs_embeds: Tensor, **kwargs: Any) -> Any:
         return _Output(inputs_embeds)
@@ -262,7 +262,7 @@ class _KnownTrunk(nn.Module):
 
 @dataclass(frozen=True)
 class _Output:
-    """The output of a trunk, of any class: nothing but the hidden states is there."""
+    """A stand-in for the output of a trunk of any class, which has the hidden states and nothing else."""
 
     last_hidden_state: Tensor
 
@@ -277,13 +277,17 @@ class _Output:
 
 
 def of(model: nn.Module) -> LanguageModel:
-    """Make one of a causal language model of transformers, which is put into eval mode."""
+    """Make a `LanguageModel` of one of transformers, which is put into eval mode.
+
+    Raises:
+        ConfigError: it is no causal decoder that can be tuned here.
+    """
     check_decoder(model)
     model.eval()
     if model.config._attn_implementation == "sdpa":
         model.set_attn_implementation(fs.hf.register_attention())
     if experts_of(model.get_submodule(trunk_of(model))):
-        model.set_experts_implementation("grouped_mm")  # whose shapes do not depend on what goes where
+        model.set_experts_implementation("grouped_mm")  # its shapes do not depend on the routing
     config, prefix, inner = model.config.get_text_config(), model.base_model_prefix, trunk_of(model)
     apply, params = fs.make_functional(model)
     tied = aliases(model)
@@ -309,13 +313,13 @@ def of(model: nn.Module) -> LanguageModel:
 
 
 def from_config(config: Any, dtype: torch.dtype = torch.float32) -> LanguageModel:
-    """Build one under `fs.deferred`, by a configuration of transformers.
+    """Build a model under `fs.deferred`, by a configuration of transformers.
 
     Args:
-        dtype: of the leaves.
+        dtype: the dtype of the leaves.
 
     Raises:
-        ConfigError: as `of`; no such class of models.
+        ConfigError: `of` refuses it, or transformers has no class for it.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -332,18 +336,18 @@ def from_config(config: Any, dtype: torch.dtype = torch.float32) -> LanguageMode
         return of(model)
     except ConfigError:
         raise
-    except Exception as error:  # of every kind: a configuration may hold anything
+    except Exception as error:  # a configuration may hold anything, so errors are of every kind
         what = f"{type(error).__name__}: {_line(error)}"
         raise ConfigError(report(f"config.json makes no {type(config).__name__}:", [what], MEND)) from error
 
 
 def from_directory(path: str | Path, dtype: torch.dtype = torch.float32) -> LanguageModel:
-    """Build one under `fs.deferred`, by the config.json of a model directory; `fs.hf.load` reads its weights.
+    """Build a model under `fs.deferred`, by the config.json of its directory. `fs.hf.load` reads its weights.
 
     Nothing is fetched, and no code of the directory is run.
 
     Raises:
-        ConfigError: as `of`; no directory, no config.json, no weights, an unknown configuration.
+        ConfigError: `of` refuses it, or the directory, its config.json or its weights are missing or unknown.
     """
     folder = Path(path)
     wrong = [] if folder.is_dir() else ["it is no directory"]
@@ -356,15 +360,15 @@ def from_directory(path: str | Path, dtype: torch.dtype = torch.float32) -> Lang
         raise ConfigError(_unreadable(folder, wrong))
     try:
         return from_config(read_model_config(folder), dtype)
-    except ConfigError as error:  # which has its own way out
+    except ConfigError as error:  # the error names its own way out
         raise ConfigError(f"model={folder}: {error}") from error
 
 
 def check_weights(path: str | Path, lm: LanguageModel) -> None:
-    """See that the files of a directory have each of the model's weights.
+    """Check that the files of a directory have each of the model's weights.
 
     Raises:
-        ConfigError: files that are damaged, or of another model than config.json says.
+        ConfigError: files are damaged, or belong to another model than config.json says.
     """
     specs = ResolvedSpecs.of(fs.match_specs(lm.params, [("*", fs.LayoutSpec())])).leaves
     try:
@@ -377,7 +381,7 @@ def check_codes(folder: Path) -> None:
     """Refuse a directory whose weights are codes of a quantisation.
 
     Raises:
-        ConfigError: which, and what to name in its place.
+        ConfigError: they are. The error says which, and what to name in their place.
     """
     if "quantization_config" not in read_json(folder / "config.json"):
         return
@@ -386,7 +390,7 @@ def check_codes(folder: Path) -> None:
             with safe_open(path, "pt") as file:
                 codes = find_codes(file.keys())
         except (OSError, SafetensorError):
-            continue  # which who reads the weights names
+            continue  # the error is raised where weights are read
         if codes:
             raise ConfigError(
                 f"model={folder}: {path.name} holds codes of {codes[0]}, as {codes[1]!r}. "

@@ -1,5 +1,7 @@
-"""Method: what it makes of a language model (which leaves train, how the others are kept, the functions of
-the tree that comes of it), and by which plan and at which peak rate that trains."""
+"""Method: decide which leaves of a language model train, and how the others are kept.
+
+A method makes functions of the tree that results, and has a plan and a peak rate of its training.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ from fnshard.errors import CheckpointError, SpecError, StateError, report
 from fnshard.layout.spec import P
 
 Fn = Callable[..., Any]
-CODECS = {"qlora8": "int8", "qlora4": "nf4"}  # of the frozen matrices, by method
+CODECS = {"qlora8": "int8", "qlora4": "nf4"}  # the codecs of frozen matrices, by method
 
 
 @dataclass(frozen=True)
@@ -41,13 +43,13 @@ class Tuning:
     """A language model with a method.
 
     Args:
-        params: the tree that the step is of: the model's leaves; or `{"base", "adapters"}`; or, where the
-            whole model is tuned against its former self or beside a value head, `{"policy"}` with
-            `"reference"`. `"value"` and `"score"`, of any but the first, are leaves of heads. On meta, but
+        params: the tree of the step. It is the model's leaves, or `{"base", "adapters"}`, or `{"policy"}`
+            with `"reference"` if the whole model is tuned against its former self or beside a head. All but
+            the first may have the leaves of heads, `"value"` and `"score"`. Leaves are on meta, except for
             adapters and heads.
-        lora: of the adapters, if there are any.
-        teacher: whose frozen leaves are `"teacher"`, where a student learns from one.
-        coded: paths, in the tree, of leaves that are kept as codes.
+        lora: the settings of adapters, if there are any.
+        teacher: the model that a student learns from, whose frozen leaves are `"teacher"` in the tree.
+        coded: the paths, in the tree, of leaves that are kept as codes.
     """
 
     lm: LanguageModel
@@ -59,35 +61,34 @@ class Tuning:
 
     @property
     def models(self) -> tuple[str, ...]:
-        """Return where in the tree the model's leaves are; "" is the tree itself."""
+        """Return the names in the tree under which the model's leaves are; "" is the tree itself."""
         if self.lora is not None:
             return ("base",)
         return tuple(name for name in ("policy", "reference") if name in self.params) or ("",)
 
     @property
     def stacked(self) -> bool:
-        """Return whether adapters have a matrix for each expert, for which PEFT's files have no place
-        here."""
+        """Return whether adapters have a matrix for each expert, which are not written as PEFT's files."""
         adapters = self.params.get("adapters", {}) if self.lora is not None else {}
         return any(parts["a"].dim() > 2 for parts in adapters.values())
 
     def policy(self, fn: Fn, *, training: bool = False) -> Fn:
-        """Make `fn(the model's leaves, ...)` a function of the tree: the model as it is tuned."""
+        """Make `fn(the model's leaves, ...)` a function of the tree, with the model as it is tuned."""
         if self.lora is not None:
             return with_adapters(fn, self.lora if training else replace(self.lora, dropout=0.0))
         return _of(fn, self.models[0])
 
     def reference(self, fn: Fn) -> Fn:
-        """Make `fn(the model's leaves, ...)` a function of the tree: the model as it was."""
+        """Make `fn(the model's leaves, ...)` a function of the tree, with the model as it was."""
         return _of(fn, self.models[-1])
 
     def specs(self, mesh: fs.Mesh, precision: PrecisionConfig, preset: Fn, **policy: Any) -> Any:
-        """Make specs by a preset of `fs.presets`; what is frozen rests in the dtype that it is computed
-        in."""
+        """Make specs by a preset of `fs.presets`. Frozen leaves rest in the dtype in which they are
+        computed."""
         named, structure = tree.flatten_with_paths(self.params)
         units = fs.units.numeric(self.params)
         dtypes = dtypes_of(precision)
-        narrow = dtypes["compute_dtype"] == torch.float8_e4m3fn  # which is for what trains
+        narrow = dtypes["compute_dtype"] == torch.float8_e4m3fn  # only leaves that train can have it
         compute = torch.bfloat16 if narrow else dtypes["compute_dtype"]
         frozen = {"storage_dtype": compute, "compute_dtype": compute}
         where = {"trainable": False, "memory": policy.get("memory", "device")}
@@ -98,7 +99,7 @@ class Tuning:
             (list(self.coded), {**frozen, **where, "codec": CODECS.get(self.method.name)}),
         ]
         computes = self._computes(mesh)
-        # Codes are gathered; what is computed with them is then of all experts.
+        # Codes are gathered, so that all experts are computed with them.
         expert = None if any("experts" in p for p in self.coded) else axis_of("expert", mesh)
         made: dict[str, Any] = {}
         for paths, fields in kinds:
@@ -112,7 +113,8 @@ class Tuning:
         return tree.unflatten([made[p] for p in named], structure)
 
     def _computes(self, mesh: fs.Mesh) -> dict[str, P]:
-        """`LayoutSpec.compute` by path: adapters split as their matrices do; codes only by rows."""
+        """Return `LayoutSpec.compute` by path. Adapters are split as their matrices are, and codes only by
+        rows."""
         axis = axis_of("tensor", mesh)
         if axis is None:
             return {}
@@ -121,7 +123,7 @@ class Tuning:
         return found | {p: P(*found[p].parts[:1]) for p in self.coded}
 
     def codes(self, blocks: Any) -> str:
-        """Return a line on what a rank holds of the coded leaves; nothing where there are none."""
+        """Return a line on the bytes of codes that a rank holds, or "" if there are none."""
         if not self.coded:
             return ""
         leaves = tree.flatten_with_paths(blocks)[0]
@@ -136,10 +138,10 @@ def _of(fn: Fn, place: str) -> Fn:
 
 
 def tuning_of(config: FinetuneConfig, lm: LanguageModel) -> Tuning:
-    """Make the configuration's method, for a model.
+    """Make the configuration's method for a model.
 
     Raises:
-        ConfigError: targets that the model has not, a rank that is more than its matrices are wide.
+        ConfigError: the model has no such targets, or its matrices are narrower than the rank.
     """
     chosen, kind = config.method, config.objective.kind
     check_method(config, lm)
@@ -162,10 +164,10 @@ def tuning_of(config: FinetuneConfig, lm: LanguageModel) -> Tuning:
 
 
 def check_method(config: FinetuneConfig, lm: LanguageModel) -> None:
-    """Refuse a method that a model cannot have, before anything is made of it.
+    """Check that a model can have a method, before anything is made of it.
 
     Raises:
-        ConfigError: as `tuning_of`.
+        ConfigError: it cannot, for one of the reasons of `tuning_of`.
     """
     chosen = config.method
     if config.mesh.expert > 1 and not lm.experts():
@@ -187,7 +189,7 @@ def check_method(config: FinetuneConfig, lm: LanguageModel) -> None:
 
 
 def _adapters(chosen: MethodConfig, lm: LanguageModel) -> dict[str, Any]:
-    """Return the arguments of `fs.lora`, of a method for a model."""
+    """Return the arguments of `fs.lora` for a method and a model."""
     named = {ALL_LINEAR: lm.matrices(), VISION_LINEAR: lm.vision_matrices(), EXPERTS: lm.experts()}
     targets = [path for part in chosen.targets.split("|") for path in named.get(part) or [part]]
     paths = set(matched_leaves("targets", targets, lm.params))
@@ -207,7 +209,7 @@ def _partly_frozen(params: dict[str, torch.Tensor], globs: str | None) -> dict[s
 
 
 def _head(lm: LanguageModel, rows: int | None = None) -> dict[str, torch.Tensor]:
-    """Make what makes a number, or `rows` of them, of a token's hidden state; at first 0, on every rank."""
+    """Make a head that gives a number, or `rows` of them, of a token's hidden state. It begins as 0."""
     head = lm.head(lm.params)
     shape = head.shape[1:] if rows is None else (rows, head.shape[1])
     return {"weight": torch.nn.Parameter(torch.zeros(shape, dtype=head.dtype))}
@@ -225,8 +227,10 @@ def _frozen(leaf: torch.Tensor) -> torch.Tensor:
 def first_state(
     tuning: Tuning, step: Any, specs: Any, mesh: fs.Mesh, path: str, seed: int, teacher: str | None = None
 ) -> fs.TrainState:
-    """Make the state before the first step: the model from its directory, and the teacher from its own, each
-    rank its own shards alone."""
+    """Make the state before the first step, in which each rank reads only its own shards.
+
+    The model comes from its directory, and the teacher from its own.
+    """
     blocks: Any = {}
     try:
         for place in tuning.models:
@@ -236,7 +240,7 @@ def first_state(
         if tuning.teacher is not None:
             path = teacher
             blocks["teacher"] = fs.hf.load(teacher, specs["teacher"], mesh, model=tuning.teacher.model)
-    except (StateError, CheckpointError) as error:  # the latter where another rank has found it
+    except (StateError, CheckpointError) as error:  # the latter if another rank has found the error
         raise ConfigError(report(f"model={path}:", [str(error)])) from None
     for place in ("adapters", "value", "score"):
         if place in tuning.params:
@@ -246,9 +250,10 @@ def first_state(
 
 # ------------------------------------------------------------------ the plan and the rate
 
-# `{(data, what trains): ((parameters of the base below, peak rate of AdamW), ...)}`. Adapters, as codes
-# or not: QLoRA's (Dettmers et al. 2023, table 9). All of a model: Alpaca's and Llama 2's. DPO: Zephyr's
-# (Tunstall et al. 2023). Below 50M parameters, the tiny bases here: 5e-3 was tried, the rest are guesses.
+# `{(data, what trains): ((parameters of the base below, peak rate of AdamW), ...)}`. Rates of adapters, with
+# codes or without, are QLoRA's (Dettmers et al. 2023, table 9), and those of whole models Alpaca's and Llama
+# 2's. Rates of pairs are Zephyr's (Tunstall et al. 2023). For the tiny bases here, below 50M parameters, 5e-3
+# was tried, and the others are guesses.
 TINY, LARGE = 5e7, 2e10
 DEFAULT_RATES: Mapping[tuple[str, str], Sequence[tuple[float, float]]] = {
     ("samples", "full"): ((TINY, 1e-3), (3e9, 2e-5), (LARGE, 1e-5), (math.inf, 5e-6)),
@@ -263,12 +268,12 @@ DEFAULT_RATES: Mapping[tuple[str, str], Sequence[tuple[float, float]]] = {
 
 
 def default_rate(objective: str, method: str, parameters: int) -> float:
-    """Return the peak rate where none is named.
+    """Return the peak rate of a run that names none.
 
     Args:
         objective: a name of `OBJECTIVE_KINDS`.
-        method: "full", or one with adapters.
-        parameters: of the base.
+        method: "full", or a method with adapters.
+        parameters: the number of the base's parameters.
 
     >>> default_rate("sft", "qlora4", 8_000_000_000), default_rate("dpo", "full", 8_000_000_000)
     (0.0002, 5e-07)
@@ -283,8 +288,12 @@ EMBEDDING = re.compile(r"embed|\bwte\b|\bwpe\b")
 
 @dataclass(frozen=True)
 class MethodPlan:
-    """The method of a run: what trains, by which plan, and why; `rate`: the peak, as it was named or by
-    default."""
+    """The method of a run, with its plan.
+
+    Args:
+        why: what trains and at what rate, in words.
+        rate: the peak rate, as it was named or by default.
+    """
 
     tuning: Tuning
     optimizer: fs.optim.Optimizer
@@ -296,11 +305,11 @@ class MethodPlan:
 def plan_method(
     config: FinetuneConfig, tuning: Tuning, loss: Fn, mesh: fs.Mesh, batch: Any, micro_rows: int | None = None
 ) -> MethodPlan:
-    """Plan a method's step by the configuration's strategy; the same on every rank.
+    """Plan a method's step by the configuration's strategy. The plan is the same on every rank.
 
     Args:
-        loss: of the objective, as a function of the tuning's tree and a batch.
-        micro_rows: of a micro-batch, where there is a budget of tokens.
+        loss: the objective's loss, as a function of the tuning's tree and a batch.
+        micro_rows: the rows of a micro-batch, if there is a budget of tokens.
 
     Raises:
         BudgetError: nothing fits into `run.device_gb`.
@@ -317,7 +326,7 @@ def plan_method(
 
 
 def _optimizer(config: FinetuneConfig, tuning: Tuning) -> fs.optim.Optimizer:
-    """Make the optimizer; norms, biases and embeddings do not decay."""
+    """Make the optimizer. Norms, biases and embeddings do not decay."""
     named = tree.flatten_with_paths(tuning.params)[0]
     trained = {p: v for p, v in named.items() if v.requires_grad}
     still = [p for p, v in trained.items() if v.dim() < 2 or EMBEDDING.search(p.partition(".")[2])]
@@ -337,7 +346,7 @@ def rate_of(config: FinetuneConfig, tuning: Tuning) -> float:
 
 
 def _size_of_base(tuning: Tuning) -> int:
-    """Return how many parameters the model has; its buffers, such as rotary tables, are none."""
+    """Count the model's parameters. Its buffers, such as rotary tables, do not count."""
     return sum(leaf.numel() for leaf in tuning.lm.model.parameters())
 
 

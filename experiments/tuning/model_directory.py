@@ -1,5 +1,8 @@
-"""Model directories, in the Hugging Face format: the one that `model=` names (yours, of the Hugging Face
-cache, or a base that is kept), and the one that a run writes (adapters, or the whole model)."""
+"""Model directories in the Hugging Face format: the one that `model=` names, and the one that a run writes.
+
+The first is yours, or one of the Hugging Face cache, or a base that is kept. The second has adapters or the
+whole model.
+"""
 
 from __future__ import annotations
 
@@ -34,21 +37,21 @@ from fnshard.hf.reading import read_config
 from fnshard.launcher.local import under_launcher
 from fnshard.launcher.rank import end_with_parent
 
-EXPORTED, ADAPTERS = "model", "adapters"  # in a run's folder
-KEPT = Path("outputs", "bases")  # what `experiments.bases` makes
+EXPORTED, ADAPTERS = "model", "adapters"  # folders in a run's folder
+KEPT = Path("outputs", "bases")  # the bases that `experiments.bases` makes
 BASES = (
     "stdlib", "tasks", "tiny", "100m", "tiny-moe", "tiny-llava", "tiny-smolvlm", "tiny-qwen2-vl",
     "tiny-qwen2.5-vl",
 )  # fmt: skip
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")  # of a model on the hub: organisation and name
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")  # the organisation and the name of a model on the hub
 
 
 def directory_of(config: FinetuneConfig) -> str:
     """Return the directory of the configuration's model.
 
     Raises:
-        ConfigError: as `find_directory` and `open_model`; a method that the model cannot have, or a context
-            that is longer than it was made for.
+        ConfigError: `find_directory` or `open_model` refuses it, the model cannot have the method, or the
+            context is longer than it was made for.
     """
     path = find_directory(config.model)
     lm, _ = open_model(path)
@@ -62,10 +65,10 @@ def directory_of(config: FinetuneConfig) -> str:
 
 
 def check_teacher(model: str, teacher: str, context: int) -> None:
-    """Refuse a teacher that speaks of other tokens than its student.
+    """Check that a teacher speaks of the same tokens as its student.
 
     Raises:
-        ConfigError: no model that can be used; another vocabulary; a shorter context.
+        ConfigError: its model cannot be used, or has another vocabulary or a shorter context.
     """
     lm, theirs = open_model(teacher)
     ours = open_directory(model)
@@ -89,14 +92,14 @@ def check_teacher(model: str, teacher: str, context: int) -> None:
 
 
 def keep_base(name: str, *settings: str) -> str:
-    """Return the directory of a base; where it is not there yet, `python -m experiments.bases` makes it.
+    """Return the directory of a base. If it is not there yet, `python -m experiments.bases` makes it.
 
     Args:
-        settings: of the run that trains it, KEY=VALUE.
+        settings: settings of the run that trains it, KEY=VALUE.
 
     Raises:
-        ConfigError: this process is a rank of torchrun's, which starts no run.
-            Or a package that language models need is not installed.
+        ConfigError: this process is a rank of torchrun's, which starts no run, or a package that language
+            models need is not installed.
         LaunchError: the command failed, and has said why.
     """
     check_installed()
@@ -119,17 +122,18 @@ def keep_base(name: str, *settings: str) -> str:
 
 
 def check_installed() -> None:
-    """Refuse to go on without the packages that language models need."""
+    """Check that the packages which language models need are installed."""
     if missing := [name for name in ("transformers", "datasets", "jinja2") if find_spec(name) is None]:
         raise ConfigError(report("not installed:", missing, "pip install 'fnshard[finetune]'."))
 
 
 def find_directory(model: str) -> Path:
-    """Return a directory, that of a base that was made before, or of a model of the hub that was downloaded
-    before: nothing is fetched.
+    """Return a model's directory: the one of this name, a base's, or that of a model of the hub.
+
+    Nothing is fetched, so a base has to be made, and a model of the hub downloaded, before.
 
     Raises:
-        ConfigError: there is none; a package that language models need is not installed.
+        ConfigError: there is none, or a package that language models need is not installed.
     """
     check_installed()
     for folder in (Path(model), KEPT / model):
@@ -154,7 +158,7 @@ def find_directory(model: str) -> Path:
 
 
 def open_model(path: str | Path) -> tuple[LanguageModel, DirectoryTokenizer]:
-    """Open a model directory before any rank does: all that does not fit together shows here.
+    """Open a model directory before any rank does, so that all that does not fit together shows here.
 
     Raises:
         ConfigError: it holds no model that can be used here, no tokenizer, weights of another model, or a
@@ -163,7 +167,7 @@ def open_model(path: str | Path) -> tuple[LanguageModel, DirectoryTokenizer]:
     wrong: list[str] = []
     lm = attempt(partial(from_directory, path), wrong)
     tokenizer, config = None, Path(path) / "config.json"
-    # A tokenizer is opened by config.json, too: what is wrong with it is said once.
+    # Transformers opens a tokenizer by config.json, too, and what is wrong with that file is said once.
     if lm is not None or not config.is_file() or attempt(partial(read_model_config, config.parent), []):
         tokenizer = attempt(partial(open_directory, path), wrong)
     if lm is not None:
@@ -188,10 +192,10 @@ def export(
     step: Any,
     folder: Path,
 ) -> list[str]:
-    """Write what the configuration asks for, in the Hugging Face format; all ranks call it together.
+    """Write what the configuration asks for, in the Hugging Face format. All ranks call it together.
 
     Returns:
-        What was written, a line each.
+        A line for each thing that was written.
     """
     tuning, mesh = planned.tuning, step.mesh
     kinds = config.export
@@ -208,7 +212,7 @@ def export(
         blocks, specs = _merge_adapters(planned, state)
         final = folder / EXPORTED
         aside = folder / f".{EXPORTED}.writing"
-        if mesh.rank == 0:  # of an attempt that was cut off
+        if mesh.rank == 0:  # the folder may be left of an attempt that was cut off
             shutil.rmtree(aside, ignore_errors=True)
         step.gather_strings("")  # no rank writes before it is gone
         dtype = stored_dtype(config.model)
@@ -223,7 +227,7 @@ def export(
             )
             save_as_class(config, tuning.lm, blocks, specs, score, aside, mesh, dtype)
         if mesh.rank == 0:
-            tokenizer.save(aside)  # with the chat template that was learned by
+            tokenizer.save(aside)  # with the chat template of the training data
             if config.objective.name == "reward" and not open_prepared(config.data.train).chats:
                 write_joined_template(aside, tokenizer)
             _take_place(aside, final)
@@ -235,7 +239,7 @@ def save_as_class(
     config: FinetuneConfig, lm: LanguageModel, blocks: Any, specs: Any, score: list[Any] | None,
     folder: Path, mesh: fs.Mesh, dtype: torch.dtype | None,
 ) -> None:  # fmt: skip
-    """Write a tuned trunk, and the head beside it, as another class of transformers than it was made as.
+    """Write a tuned trunk, and the head beside it, as a class of transformers that has such a head.
 
     Raises:
         ConfigError: transformers has no such class of this architecture.
@@ -258,7 +262,7 @@ def save_as_class(
             tree[name], layouts[name] = blocks[source], specs[source]
         elif score is not None and name.endswith(".weight"):
             tree[name], layouts[name] = score
-        else:  # a bias, which the head here has not
+        else:  # a bias, which the head here lacks
             zeros[name] = torch.zeros(leaf.shape)
     layouts |= fs.match_specs(zeros, [("*", fs.LayoutSpec())]) if zeros else {}
     tree |= {name: zero.to(mesh.device) for name, zero in zeros.items()}
@@ -267,7 +271,7 @@ def save_as_class(
 
 
 def write_joined_template(folder: Path, tokenizer: DirectoryTokenizer) -> None:
-    """Write a chat template that joins texts as they are: what a reward model of texts has learned from."""
+    """Write a chat template that joins texts as they are, as a reward model of texts has learned them."""
     joined = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     text = ("{{ bos_token }}" if tokenizer.begin else "") + joined
     (folder / TEMPLATE_FILE).write_text(text, encoding="utf-8")
@@ -276,8 +280,7 @@ def write_joined_template(folder: Path, tokenizer: DirectoryTokenizer) -> None:
 
 
 def _take_place(made: Path, final: Path) -> None:
-    """Rename a folder; what has the name already is kept under another one: it may be somebody's only
-    copy."""
+    """Rename a folder. What has the name already is kept under another one, as it may be the only copy."""
     if os.path.lexists(final):
         others = (final.with_name(f"{final.name}.{n}") for n in itertools.count(1))
         os.rename(final, next(path for path in others if not os.path.lexists(path)))
@@ -285,7 +288,7 @@ def _take_place(made: Path, final: Path) -> None:
 
 
 def stored_dtype(directory: str) -> torch.dtype | None:
-    """Return the dtype that a model directory's configuration says its weights are of."""
+    """Return the dtype of weights that a model directory's configuration names; None if it names none."""
     config = read_config(Path(directory))
     named = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch."), None)
     return named if isinstance(named, torch.dtype) else None

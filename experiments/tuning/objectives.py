@@ -1,5 +1,7 @@
-"""Losses of language models that are tuned, each of a batch, as a pure function of a `Tuning`'s tree;
-`table.OBJECTIVES` has all objectives."""
+"""Losses of language models that are tuned, each of a batch as a pure function of a `Tuning`'s tree.
+
+`table.OBJECTIVES` has all objectives.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,12 @@ Loss = Callable[[Any, Batch], tuple[Mean, dict[str, Mean]]]
 
 
 def sft(tuning: Tuning, config: ObjectiveConfig, *, training: bool) -> Loss:
-    """-log p of the learned tokens, averaged over all of them exactly; of a mixture of experts and `balance`
-    times its load balance, which its `aux` has in any case.
+    """Make the loss -log p of the learned tokens, averaged over all of them exactly.
 
-    The batch: int64 [B, T] `tokens`, `targets`, `positions`, and `documents` if rows are packed; `images` of
-    a model that sees (`vision.Vision.rows`).
+    For a mixture of experts `balance` times its load balance is added, which is in `aux` in any case.
+
+    The batch has int64 [B, T] `tokens`, `targets`, `positions`, and `documents` if rows are packed. That of a
+    model that sees has `images`, too (`vision.Vision.rows`).
     """
     lm = replace(tuning.lm, noise=tuning.method.neftune if training else 0.0)
     mixture = bool(lm.experts())
@@ -51,7 +54,8 @@ def sft(tuning: Tuning, config: ObjectiveConfig, *, training: bool) -> Loss:
         total, aux = each.sum(), {}
         if balance is not None:
             aux = {"balance": Mean(balance.total.detach(), balance.count)}
-            if config.balance and training:  # a sum over ranks of what is divided by all ranks' tokens
+            # The mean divides by all ranks' targets, whereas the balance is a mean over their tokens.
+            if config.balance and training:
                 share = fs.psum(counted) / fs.psum(balance.count).clamp(min=1)
                 total = total + config.balance * share * balance.total
         return Mean(total, counted, bound=float(batch["targets"].numel())), aux
@@ -60,12 +64,12 @@ def sft(tuning: Tuning, config: ObjectiveConfig, *, training: bool) -> Loss:
 
 
 def preference(tuning: Tuning, config: ObjectiveConfig, *, training: bool) -> Loss:
-    """A loss of pairs, of `fs.losses.policy`; the reference is the same base without its adapters.
+    """Make a loss of pairs, of `fs.losses.policy`. The reference is the same base without its adapters.
 
-    Of the others than dpo an answer's log-probability is the mean of its tokens'.
+    An answer's log-probability is the sum of its tokens' in dpo, and their mean in the others.
 
-    The batch: `chosen` and `rejected`, each int64 [B, T] `tokens` and `targets`; or packed pairs, int64
-    [B, T] `tokens`, `targets`, `positions` and `documents`, with `pairs`, as `dataset.Samples` has them.
+    The batch has `chosen` and `rejected`, each int64 [B, T] `tokens` and `targets`. Packed pairs are int64
+    [B, T] `tokens`, `targets`, `positions` and `documents`, with `pairs`, as `dataset.Samples` makes them.
     """
 
     def logprobs(params: Any, batch: Batch) -> Tensor:
@@ -88,12 +92,14 @@ def preference(tuning: Tuning, config: ObjectiveConfig, *, training: bool) -> Lo
 
 
 def policy_gradient(tuning: Tuning, config: ObjectiveConfig, *, training: bool) -> Loss:
-    """A loss by rewards, the function of `fs.losses.policy` that the config names, on the policy's answers.
+    """Make a loss by rewards on the policy's answers: the function of `fs.losses.policy` that the config
+    names.
 
-    The batch: `tokens` and `targets`, int64 [N, T]; `sampler` and `entropy`, fp32 [N, T]; `advantages`, fp32
-    [N, 1]; `rewards`, fp32 [N], and `each` of them by name. Of ppo `advantages`, `values` and `returns` are
-    fp32 [N, T]. Of packed answers `advantages` are [B, T], `positions` and `documents` int64 [B, T], and
-    `rewards` [B, S] are of documents 1 to S, of which bool `answers` [B, S] are some.
+    The batch has int64 [N, T] `tokens` and `targets`, fp32 [N, T] `sampler` and `entropy`, fp32 [N, 1]
+    `advantages`, fp32 [N] `rewards`, and `each` of them by name. In ppo `advantages`, `values` and `returns`
+    are fp32 [N, T]. Packed answers have [B, T] `advantages` and int64 [B, T] `positions` and `documents`;
+    their [B, S] `rewards` are those of documents 1 to S, of which bool [B, S] `answers` marks those that
+    count.
     """
     lm, hot = tuning.lm, config.temperature
 
@@ -129,27 +135,29 @@ def policy_gradient(tuning: Tuning, config: ObjectiveConfig, *, training: bool) 
 
 
 def values_of(tuning: Tuning) -> Callable[[Any, Tensor], Tensor]:
-    """The value of each token, `fn(params, tokens [N, T]) -> fp32 [N, T]`."""
+    """Make a function that gives the value of each token, `fn(params, tokens [N, T]) -> fp32 [N, T]`."""
     hidden = tuning.policy(tuning.lm.hidden)
     return lambda params, tokens: value_of(params, hidden(params, tokens))
 
 
 def value_of(params: Any, hidden: Tensor) -> Tensor:
-    """The value head's, in fp32 or wider, of hidden states [N, T, D]."""
+    """Compute the value head's numbers of hidden states [N, T, D], in fp32 or wider."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     return hidden.to(wide) @ params["value"]["weight"].to(wide)
 
 
 def row_logprobs(lm: LanguageModel, params: Any, batch: Batch) -> Tensor:
-    """log p of each row's learned tokens, fp32 [B]; rows are padded at the end, not packed."""
+    """Compute log p of each row's learned tokens, fp32 [B]. Rows are padded at the end, not packed."""
     tokens = batch["tokens"]
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     return -lm.losses(params, lm.hidden(params, tokens, positions), batch["targets"]).sum(-1)
 
 
 def sides_of(batch: Batch) -> tuple[Batch, Tensor]:
-    """Return a batch of pairs as one of documents, and which of its pairs count, bool [N]: of a pair that is
-    padding neither side has a token."""
+    """Return a batch of pairs as one of documents, and which of its pairs count, bool [N].
+
+    A pair that is padding has no token on either side.
+    """
     if "pairs" in batch:
         return batch, batch["pairs"].flatten()
     sides = next(names for names in SIDES.values() if names[0] in batch)
@@ -159,17 +167,19 @@ def sides_of(batch: Batch) -> tuple[Batch, Tensor]:
 
 
 def split_sides(numbers: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return the numbers of both sides' documents, [N, ...] each, of those of a batch of `sides_of`:
-    [B, ...], or [B, 2 N, ...] of packed pairs."""
+    """Divide the numbers of a batch of `sides_of`, by document, into those of both sides, [N, ...] each.
+
+    They are [B, ...], or [B, 2 N, ...] for packed pairs.
+    """
     if "pairs" in batch:
         return numbers.unflatten(1, (-1, 2)).flatten(0, 1).unbind(1)
     return numbers.chunk(2)
 
 
 def document_logprobs(lm: LanguageModel, params: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return log p of each document's learned tokens, fp32, and how many these are.
+    """Compute log p of each document's learned tokens, fp32, and the number of these.
 
-    [B]: a row is a document, which is padded at the end; or, of packed pairs, [B, 2 N].
+    Both are [B] if each row is a document that is padded at the end, and [B, 2 N] for packed pairs.
     """
     counted = batch["targets"] != IGNORE
     if "pairs" not in batch:
@@ -183,6 +193,6 @@ def document_logprobs(lm: LanguageModel, params: Any, batch: Batch) -> tuple[Ten
 
 
 def members(documents: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-    """Return which of `count` documents, from 1, each position is of: [B, T, count] of 0 and 1."""
+    """Return to which of `count` documents, from 1, each position belongs: [B, T, count] of 0 and 1."""
     numbers = torch.arange(1, count + 1, device=documents.device)
     return (documents[..., None] == numbers).to(dtype)

@@ -1,4 +1,4 @@
-"""Reward models: a score of whole conversations, by which of two answers is the better one."""
+"""Reward models: a score of whole conversations that is higher for the better of two answers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from fnshard.losses import Mean
 
 
 def reward(tuning: Tuning, config: ObjectiveConfig, *, training: bool) -> Callable[..., Any]:
-    """Make -log s(chosen - rejected) of the scores of a pair (Bradley and Terry 1952; Ouyang et al. 2022),
-    averaged over all pairs of all ranks.
+    """Make -log sigmoid(chosen - rejected) of the scores of a pair, averaged over all pairs of all ranks.
 
-    The batch: as of `objectives.preference`; targets are 0 at the end of each answer.
+    This is the loss of Bradley and Terry (1952) and Ouyang et al. (2022). The batch is as in
+    `objectives.preference`, with targets of 0 at the end of each answer.
     """
     hidden = hidden_of(tuning, training=training)
 

@@ -1,4 +1,4 @@
-"""Learning from rewards: the leaves that train answer prompts, and what a step takes is made of that."""
+"""Learning from rewards: the leaves that train answer prompts, and their answers make a step's batch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from experiments.tuning.rollout import TOGETHER, Answers, Rollouts, first_of, ne
 from fnshard.losses import IGNORE
 from fnshard.losses.policy import gae, group_advantages
 
-AT_ONCE = 256  # answers that a rank draws at once, at most
+AT_ONCE = 256  # the most answers that a rank draws at once
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class RewardedData:
     """Prompts of both sides of the data, and the shape of a batch.
 
     Args:
-        ranks: along the data axes.
-        multiple: of a batch's width.
-        device: where a reward model computes.
+        ranks: the number of ranks along the data axes.
+        multiple: the number that divides a batch's width.
+        device: the device of a reward model.
     """
 
     config: FinetuneConfig
@@ -52,17 +52,17 @@ class RewardedData:
 
     @property
     def answers(self) -> int:
-        """Return the number of this rank's answers in a step."""
+        """Count this rank's answers in a step."""
         return self.config.data.rows // self.ranks * self.config.objective.group
 
     @property
     def names(self) -> list[str]:
-        """Return the names of rewards, where there are several."""
+        """Return the names of rewards if there are several."""
         return [each.name for each in self.rewards] if len(self.rewards) > 1 else []
 
     @cached_property
     def rewards(self) -> tuple[Weighted, ...]:
-        """Return the rewards of the configuration; none where a teacher or an environment says what is
+        """Return the configuration's rewards. There are none if a teacher or an environment says what is
         better."""
         if self.config.objective.kind.teacher or self.environment is not None:
             return ()
@@ -76,19 +76,19 @@ class RewardedData:
 
     @cached_property
     def longest(self) -> int:
-        """Tokens of a prompt; of a talk, what an answer leaves of the context."""
+        """Count the tokens of the longest prompt. In a talk an answer leaves so many of the context."""
         if self.environment is not None:
             return self.config.data.context + 1 - self.config.objective.tokens
         return max(map(self.data.longest_prompt, (self.data.train, self.data.held_out)))
 
     @property
     def width(self) -> int:
-        """Positions of a row: the prompt and the answer, but for its last token."""
+        """Count the positions of a row, which hold the prompt and the answer but for its last token."""
         wide = self.longest + self.config.objective.tokens - 1
         return -(-wide // self.multiple) * self.multiple
 
     def check(self, lm: LanguageModel) -> None:
-        """Refuse prompts that leave no room for an answer."""
+        """Check that prompts leave room for an answer."""
         most = self.config.objective.tokens
         if lm.context is not None and self.longest + most > lm.context:
             raise ConfigError(
@@ -98,20 +98,20 @@ class RewardedData:
 
     @property
     def micro_rows(self) -> int | None:
-        """Return the rows of a micro-batch, where there is a budget of tokens."""
+        """Return the rows of a micro-batch if there is a budget of tokens."""
         return None if self.config.data.tokens is None else 1
 
     def blank(self) -> Mapping[str, Tensor]:
-        """A batch of nothing, of the shape of all; or, of packed answers, one of two micro-batches."""
+        """Make an empty batch of the usual shape. With packed answers it has two micro-batches."""
         return self.padded() if self.micro_rows is None else self.packed(self.padded(), [], [[], []])
 
     def rows_of(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Return which answers share a row of the budget, by how many positions each takes."""
+        """Return the answers that share each row of the budget, by the positions that they take."""
         return pack(np.array(lengths, np.int64), self.config.data.tokens, self.most)
 
     @property
     def most(self) -> int:
-        """Return how many answers, or turns, may share a row of the budget."""
+        """Count the answers, or turns, that may share a row of the budget."""
         return min(self.answers * (1 if self.environment is None else self.config.objective.turns), DOCUMENTS)
 
     def packed(
@@ -120,9 +120,10 @@ class RewardedData:
         """Pack a padded batch of answers as `objectives.policy_gradient` takes them.
 
         Args:
-            lengths: positions of each answer, with its prompt.
-            rows: of `rows_of`, perhaps with some of nothing. `answers` of the batch: those that count in the
-                means of rewards and lengths; default all.
+            batch: a padded batch. Its `answers`, if it has any, mark those that count in the means of
+                rewards and lengths; otherwise all do.
+            lengths: the positions of each answer, with its prompt.
+            rows: a result of `rows_of`, perhaps with some empty rows.
         """
         shape, most = (len(rows), self.config.data.tokens), self.most
         names = ("tokens", "targets", "sampler", "entropy", "advantages", "positions", "documents")
@@ -151,7 +152,7 @@ class RewardedData:
         return {**made, **kept, "each": each}
 
     def padded(self) -> Mapping[str, Tensor]:
-        """A batch of nothing, a row for each answer."""
+        """Make an empty batch with a row for each answer."""
         shape, values = (self.answers, self.width), self.config.objective.kind.values
         floats = ["sampler", "entropy", *(["values", "returns"] if values else [])]
         return {
@@ -165,13 +166,14 @@ class RewardedData:
 
 @dataclass(frozen=True)
 class RewardedBatches:
-    """Makes a step's batch, and measures the held-out data; all ranks call its methods together.
+    """A maker of a step's batches, which also measures the held-out data. All ranks call its methods
+    together.
 
     Args:
-        exchange: one string of each rank to all.
-        gather: makes of the leaves of a step those that answers are drawn from.
-        gathered: bytes that a rank has of them, all at once; None: a layer at a time.
-        values: of the tokens of a batch, where the objective has a value head.
+        exchange: sends one string of each rank to all.
+        gather: makes the leaves that answers are drawn from of those of a step.
+        gathered: the bytes of the former on a rank, all at once; None if a layer is gathered at a time.
+        values: gives the values of a batch's tokens, if the objective has a value head.
         kept: the batch that was drawn last, and the step that it was drawn for.
     """
 
@@ -192,11 +194,10 @@ class RewardedBatches:
         return f"answers: each rank draws {self.rollouts.rows} at a time, {how}"
 
     def batch(self, state: fs.TrainState, numbers: Tensor) -> Mapping[str, Tensor]:
-        """Draw answers to prompts, reward them, and lay them out as `objectives.policy_gradient` takes
-        them.
+        """Draw answers to prompts, reward them, and lay them out as `objectives.policy_gradient` takes them.
 
-        So many steps as `objective.updates` says learn from the same answers. A run that was stopped between
-        two of these draws the rest of them anew, by what it has learned.
+        `objective.updates` steps learn from the same answers. A run that was stopped between two of these
+        draws answers anew for the rest of them, from what it has learned.
         """
         updates, step = self.of.config.objective.updates, int(state.step)
         first = step - step % updates
@@ -216,8 +217,8 @@ class RewardedBatches:
     def _draw(self, params: Any, step: int, numbers: Tensor, prompts: Prepared) -> Mapping[str, Tensor]:
         """Make a batch of answers to the prompts of these numbers.
 
-        What is drawn depends on the run's seed, the step and the prompt: the same on any mesh, and after a
-        restart.
+        Random numbers depend on the run's seed, the step and the prompt. So they are the same on any mesh,
+        and after a restart.
         """
         config, data, blocks = self.of.config, self.of.data, params
         group = config.objective.group
@@ -252,7 +253,7 @@ class RewardedBatches:
     def _play(
         self, params: Any, step: int, numbers: Sequence[int], group: int, prompts: Prepared
     ) -> tuple[list[Turn], list[float]]:
-        """Play `group` rollouts of each prompt; all ranks together."""
+        """Play `group` rollouts of each prompt. All ranks call it together."""
         config, data = self.of.config, self.of.data
         draws = {n: self._numbers(step, n, group) for n in numbers}
 
@@ -278,8 +279,10 @@ class RewardedBatches:
         return play(rows, draw, lambda waits: "1" in self.exchange(str(int(waits))))
 
     def _of_turns(self, turns: Sequence[Turn], rewards: Sequence[float]) -> Mapping[str, Any]:
-        """Lay turns out as answers, each after what the model was shown; all of a rollout have its
-        advantage, and its last one has its reward."""
+        """Lay turns out as answers, each after what the model was shown.
+
+        All turns of a rollout have its advantage, and its last one has its reward.
+        """
         config, ends = self.of.config.objective, {turn.rollout: n for n, turn in enumerate(turns)}
         scale, each = config.name != "dr_grpo", torch.tensor(rewards, dtype=torch.float32)
         gains = group_advantages(each, config.group, scale=scale)
@@ -306,7 +309,7 @@ class RewardedBatches:
         return self._packed(batch, lengths)
 
     def _estimates(self, params: Any, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Values before the step, and what generalised advantage estimation makes of them."""
+        """Compute the values before the step, and advantages and returns from them (GAE)."""
         values, mask = self.values(params, batch["tokens"]).cpu().float(), batch["targets"] != IGNORE
         last = mask & (mask.cumsum(1) == mask.sum(1, keepdim=True))
         rewards = torch.where(last, batch["rewards"][:, None], 0.0)
@@ -314,8 +317,11 @@ class RewardedBatches:
         return {"values": values, "advantages": advantages, "returns": returns}
 
     def mean_rewards(self, params: Any) -> dict[str, float]:
-        """Return the mean `reward` of answers to held-out prompts, drawn as in training, over all ranks: the
-        weighted sum that training counts; and where it has several parts each as `reward_NAME`."""
+        """Return the mean `reward` of answers to held-out prompts over all ranks.
+
+        Answers are drawn as in training, and the reward is the weighted sum that training counts. If that has
+        several parts, each is returned as `reward_NAME`.
+        """
         data, most = self.of.data, self.of.config.data.held_out_rows
         numbers = order(data.held_out.records, 0, 0, min(most, data.held_out.records))
         mine = numbers[self.mesh.data_rank :: self.mesh.data_size]
@@ -329,7 +335,7 @@ class RewardedBatches:
         found = self._rewards(examples, answers, [example.row for example in examples])
         sums = {name: math.fsum(values) for name, values in found.items()}
         every = list(map(json.loads, self.exchange(json.dumps(sums))))
-        ranks = self.mesh.size // self.mesh.data_size  # that hold the same rows
+        ranks = self.mesh.size // self.mesh.data_size  # the number of ranks that hold the same rows
         means = {name: math.fsum(each[name] for each in every) / ranks / len(numbers) for name in sums}
         whole = math.fsum(own.weight * means[own.name] for own in self.rewards)
         parts = {f"reward_{name}": value for name, value in means.items()} if len(means) > 1 else {}
@@ -342,10 +348,10 @@ class RewardedBatches:
     def _rewards(
         self, examples: Sequence[Example], answers: Answers, records: Sequence[Mapping[str, Any]]
     ) -> dict[str, list[float]]:
-        """Reward answers, by name of the reward.
+        """Reward answers, and return the numbers by name of the reward.
 
         Args:
-            records: of the prompts, as `Prepared.row_of` has them.
+            records: the records of the prompts, as `Prepared.row_of` returns them.
         """
         if not examples:
             return {own.name: [] for own in self.rewards}
@@ -383,7 +389,11 @@ class RewardedBatches:
 def make_rewarded_batches(
     of: RewardedData, tuning: Tuning, step: Any, specs: Any, mesh: fs.Mesh, how: Mapping[str, Any]
 ) -> RewardedBatches:
-    """Make batches on compiled forwards of the step's own leaves; `how`: options of `fs.shard_forward`."""
+    """Make batches with compiled forwards of the step's own leaves.
+
+    Args:
+        how: options of `fs.shard_forward`.
+    """
     config, stops = of.config.objective, frozenset(of.data.tokenizer.stops)
     slots, exchange = of.longest + config.tokens, step.gather_strings
     size = sum(leaf.nbytes for leaf in fs.tree.flatten_with_paths(tuning.params)[0].values())
@@ -403,8 +413,10 @@ def make_rewarded_batches(
 
 
 def _prompt_text(tokenizer: DirectoryTokenizer, ids: Sequence[int]) -> tuple[str, bool]:
-    """Return a prompt's text, and whether a chat template has rendered it: then its control tokens are
-    spelled, since they say who speaks."""
+    """Return a prompt's text, and whether a chat template has rendered it.
+
+    If so, its control tokens are spelled, since they say who speaks.
+    """
     begin = len(tokenizer.begin) if tuple(ids[: len(tokenizer.begin)]) == tokenizer.begin else 0
     text = tokenizer.decode(ids[begin:])
     is_rendered = tokenizer.decode(ids[begin:], control=True) != text
@@ -412,7 +424,7 @@ def _prompt_text(tokenizer: DirectoryTokenizer, ids: Sequence[int]) -> tuple[str
 
 
 def _fits(size: int, mesh: fs.Mesh) -> bool:
-    """Whether a rank may hold the whole model: where that takes a quarter of its device at most."""
+    """Return whether a rank may hold the whole model, as that takes a quarter of its device at most."""
     if mesh.device_type == "cuda":
         return 4 * size <= torch.cuda.mem_get_info()[1]
     return 4 * size * mesh.size <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,16 +1,15 @@
 """Rewards: functions (prompts, answers, rows) -> a number for each answer.
 
-`prompts`: texts; those that a chat template has rendered are with their control tokens. `answers`: texts
-without control tokens; with all of them, the end of the answer too, where a reward says `control: true`.
+`prompts` are texts; those that a chat template has rendered have their control tokens. `answers` are texts
+without control tokens; for a reward that says `control: true` they have all of them, the end of the answer
+included. `rows` are the records with all of their fields, among these
 
-`rows`: the records, all of their fields, among these
+- `prompt` and `response`, texts; "" if the record has no response;
+- `messages`, the conversation that asks for the answer; a text makes one message of a user, and one that a
+  chat template has rendered makes None;
+- `conversation`, the same with the answer behind it, whose control tokens are spelled.
 
-- `prompt` and `response`: texts; "" where the record has no response;
-- `messages`: the conversation that asks for the answer; of a text one message of a user, and None of a text
-  that a chat template has rendered;
-- `conversation`: the same with the answer behind it, whose control tokens are spelled.
-
-A reward of one's own is named by `_target_`; the directory of a model is one, too.
+A reward of one's own is named by `_target_`. The directory of a model is a reward, too.
 """
 
 from __future__ import annotations
@@ -37,40 +36,40 @@ from experiments.lib.files import first_few
 from experiments.lib.task import make_target
 from fnshard.errors import report
 
-MAKE = re.compile(r"make (\d+): (\d)(\d)=")  # a prompt of the built-in tasks
+MAKE = re.compile(r"make (\d+): (\d)(\d)=")  # in a prompt of the built-in tasks
 Rows = Sequence[Mapping[str, Any]]
 Reward = Callable[[Sequence[str], Sequence[str], Rows], Sequence[float]]
 
 
 def exact(prompts: Sequence[str], answers: Sequence[str], rows: Rows) -> list[float]:
-    """1 for the record's response, but for the blanks around it."""
+    """Give 1 for the record's response, but for the blanks around it."""
     return [float(a.strip() == row["response"].strip()) for a, row in zip(answers, rows, strict=True)]
 
 
 def number(prompts: Sequence[str], answers: Sequence[str], rows: Rows) -> list[float]:
-    """1 where the last number of an answer is the last one of the record's response (GSM8K's measure)."""
+    """Give 1 if the last number of an answer is the last one of the record's response (GSM8K's measure)."""
     found = [(last_number(a), last_number(row["response"])) for a, row in zip(answers, rows, strict=True)]
     return [float(mine is not None and mine == theirs) for mine, theirs in found]
 
 
 def form(prompts: Sequence[str], answers: Sequence[str], rows: Rows, *, pattern: str) -> list[float]:
-    """1 for an answer that a regular expression matches as a whole."""
+    """Give 1 for an answer that a regular expression matches as a whole."""
     return [float(re.fullmatch(pattern, answer.strip(), re.DOTALL) is not None) for answer in answers]
 
 
 def length(prompts: Sequence[str], answers: Sequence[str], rows: Rows, *, most: int) -> list[float]:
-    """1 for an answer of at most so many characters, less by the share that it is longer."""
+    """Give 1 for an answer of at most so many characters, and less in proportion for a longer one."""
     return [min(1.0, most / max(len(answer), 1)) for answer in answers]
 
 
 def places(prompts: Sequence[str], answers: Sequence[str], rows: Rows) -> list[float]:
-    """The share of the response's characters that stand where they do in the record's."""
+    """Give the share of an answer's characters that stand where they do in the record's response."""
     pairs = [(answer, row["response"]) for answer, row in zip(answers, rows, strict=True)]
     return [sum(map(str.__eq__, *both)) / max(map(len, (*both, " "))) for both in pairs]
 
 
 def solved(prompts: Sequence[str], answers: Sequence[str], rows: Rows) -> list[float]:
-    """A reward: 1 for the record's response, and for any expression that makes the number."""
+    """Give 1 for the record's response, and for any expression that makes the number."""
     return [float(_is_right(*each)) for each in zip(prompts, answers, rows, strict=True)]
 
 
@@ -105,8 +104,11 @@ NEEDS = {"exact": "response", "places": "response", "solved": "response", "numbe
 
 @dataclass(frozen=True)
 class Weighted:
-    """A reward, its name in metrics, what it counts in the sum, and whether it reads answers with their
-    control tokens."""
+    """A reward, its name in metrics and its weight in the sum.
+
+    Args:
+        control: whether it reads answers with their control tokens.
+    """
 
     name: str
     reward: Reward
@@ -115,22 +117,25 @@ class Weighted:
 
 
 def needs_of(chosen: Any) -> tuple[str, ...]:
-    """Return what the records' own answers have to hold for these rewards, as `records.NEEDS` has it."""
+    """Return the names, in `records.NEEDS`, of what the records' own answers have to hold for these
+    rewards."""
     every = chosen if isinstance(chosen, list | tuple) else [chosen]
     names = [each.get("name") if isinstance(each, Mapping) else each for each in every]
     return tuple(sorted({NEEDS[name] for name in names if name in NEEDS}))
 
 
 def rewards_of(chosen: Any, device: torch.device | str = "cpu") -> tuple[Weighted, ...]:
-    """Rewards by name, by mappings of `_target_` (or `name`), `weight`, `control` and arguments, or by
-    directories: one, or a list of them.
+    """Make one reward or a list of them.
+
+    Each is chosen by name, by a mapping of `_target_` (or `name`), `weight`, `control` and arguments, or by
+    the directory of a model.
 
     Args:
-        device: where models compute.
+        device: the device of models.
 
     Raises:
-        ConfigError: there is none of this name, it does not import, or takes other arguments; no such model;
-            two of one name.
+        ConfigError: there is no reward of a name, it does not import or takes other arguments, there is no
+            such model, or two have one name.
     """
     found = tuple(_weigh(c, device) for c in (chosen if isinstance(chosen, list | tuple) else [chosen]))
     names = [each.name for each in found]
@@ -176,11 +181,12 @@ def _weigh(chosen: str | Mapping[str, Any], device: torch.device | str) -> Weigh
 
 
 def model_reward(folder: str, device: torch.device | str) -> Reward:
-    """Return the number that a reward model of transformers gives, a sequence classifier with one label,
-    which each rank holds whole. It reads the conversation in its own chat template.
+    """Make a reward of a reward model of transformers, a sequence classifier with one label.
+
+    Each rank holds it whole. It reads the conversation in its own chat template.
 
     Raises:
-        ConfigError: the directory holds none.
+        ConfigError: the directory holds no such model.
     """
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -189,7 +195,7 @@ def model_reward(folder: str, device: torch.device | str) -> Reward:
         tokenizer = AutoTokenizer.from_pretrained(folder, **LOCAL)
         config = read_model_config(Path(folder))
         model = AutoModelForSequenceClassification.from_pretrained(folder, config=config, **WEIGHTS)
-    except Exception as error:  # of every kind: the files may hold anything
+    except Exception as error:  # the files may hold anything, so errors are of every kind
         line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(f"objective.reward={folder}: {line}") from error
     if model.config.num_labels != 1:
@@ -219,7 +225,7 @@ def model_reward(folder: str, device: torch.device | str) -> Reward:
 
     def reward(prompts: Sequence[str], answers: Sequence[str], rows: Rows) -> list[float]:
         numbers = []
-        for each in zip(prompts, answers, rows, strict=True):  # alone: no padding to get wrong
+        for each in zip(prompts, answers, rows, strict=True):  # one at a time, so no padding can be wrong
             numbers.append(model(ids_of(*each).to(model.device)).logits.item())
         return numbers
 
@@ -227,10 +233,10 @@ def model_reward(folder: str, device: torch.device | str) -> Reward:
 
 
 def run_reward(reward: Reward, prompts: Sequence[str], answers: Sequence[str], rows: Rows) -> list[float]:
-    """One finite number for each answer.
+    """Compute one finite number for each answer.
 
     Raises:
-        ConfigError: the reward gives something else, by prompt; or raises.
+        ConfigError: the reward raises, or gives something else, which is named with its prompt.
     """
     try:
         found = list(reward(prompts, answers, rows))
@@ -260,6 +266,6 @@ def run_reward(reward: Reward, prompts: Sequence[str], answers: Sequence[str], r
 
 
 def _short(value: Any) -> str:
-    """Return a value as an error shows it: the end of a prompt says more of it than its beginning."""
+    """Shorten a value for an error. The end of a prompt says more than its beginning."""
     text = repr(value)
     return text if len(text) <= 120 else f"{text[:40]}...{text[-77:]}"

@@ -1,10 +1,9 @@
-"""Rollouts: answers that the sharded leaves which train give to prompts, with the log-probabilities of their
-tokens. There is no second copy of the weights, and no server.
+"""Rollouts: answers to prompts by the sharded leaves that train, with the log-probabilities of their tokens.
 
-Tokens are decoded with a key-value cache of fixed size, by one compiled program for tokens of every length. A
-cache is a pair (keys, values) of tensors [B, heads, slots, D] for each layer; the slot of a token is its
-position. What is beyond a row's own position is never looked at: prompts of many lengths are padded on the
-right, and a row may begin anew while others go on.
+There is no second copy of the weights, and no server. One compiled program decodes tokens at all lengths,
+with a key-value cache of fixed size. A cache is a pair (keys, values) of tensors [B, heads, slots, D] for
+each layer, in which the slot of a token is its position. Slots beyond a row's own position are never looked
+at. So prompts of many lengths are padded on the right, and a row may begin anew while others go on.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ Cache = list[tuple[Tensor, Tensor]]
 Prefill = Callable[[Any, Tensor, Tensor], tuple[Tensor, Cache]]
 Decode = Callable[[Any, Tensor, Tensor, Cache], tuple[Tensor, Cache]]
 Drawn = tuple[Tensor, Tensor, Tensor]  # tokens, their log-probabilities, entropies; [B, count] each
-TOGETHER = 8  # tokens of a row that a program draws, as a rule
-REFILL = 4  # prompts that wait are prefilled once a quarter of the rows is free
+TOGETHER = 8  # the tokens of a row that a program draws, as a rule
+REFILL = 4  # waiting prompts are prefilled once one in so many rows is free
 
 # ------------------------------------------------------------------ decoding
 
 
 class _Recorded(StatelessCache):
-    """The cache of a whole prompt: attention is causal among its tokens, whose keys and values are kept."""
+    """The cache of a whole prompt. Attention is causal among its tokens, whose keys and values are kept."""
 
     def __init__(self) -> None:
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
@@ -64,7 +63,8 @@ class _Extended(_Recorded):
 
 
 def prefill_of(lm: LanguageModel, slots: int) -> Prefill:
-    """`fn(params, tokens [B, P], last [B]) -> (logits [B, V] of what follows position `last`, cache)`."""
+    """Make `fn(params, tokens [B, P], last [B]) -> (logits [B, V], cache)`, with logits after position
+    `last`."""
 
     def fn(params: Any, tokens: Tensor, last: Tensor) -> tuple[Tensor, Cache]:
         seen = _Recorded()
@@ -77,7 +77,7 @@ def prefill_of(lm: LanguageModel, slots: int) -> Prefill:
 
 
 def decode_of(lm: LanguageModel) -> Decode:
-    """`fn(params, tokens [B], positions [B], cache) -> (logits [B, V] of what follows, cache)`."""
+    """Make `fn(params, tokens [B], positions [B], cache) -> (logits [B, V] of the next tokens, cache)`."""
 
     def fn(params: Any, tokens: Tensor, positions: Tensor, cache: Cache) -> tuple[Tensor, Cache]:
         seen = _Extended(cache, positions)
@@ -91,7 +91,10 @@ def decode_of(lm: LanguageModel) -> Decode:
 
 
 def first_of(lm: LanguageModel, slots: int, temperature: float, top_p: float) -> Callable[..., Any]:
-    """`fn(params, tokens [B, P], last [B], numbers [B, 1]) -> (drawn, cache)`: prompts, and a token after."""
+    """Make `fn(params, tokens [B, P], last [B], numbers [B, 1]) -> (drawn, cache)`.
+
+    It reads prompts, and draws one token after each.
+    """
     prefill = prefill_of(lm, slots)
 
     def fn(params: Any, tokens: Tensor, last: Tensor, numbers: Tensor) -> tuple[Drawn, Cache]:
@@ -102,8 +105,11 @@ def first_of(lm: LanguageModel, slots: int, temperature: float, top_p: float) ->
 
 
 def next_of(lm: LanguageModel, count: int, temperature: float, top_p: float) -> Callable[..., Any]:
-    """`fn(params, tokens [B], positions [B], numbers [B, count], cache) -> (drawn, cache)`: the next `count`
-    tokens, in one program: what a call costs is shared by them. After a row's end they mean nothing."""
+    """Make `fn(params, tokens [B], positions [B], numbers [B, count], cache) -> (drawn, cache)`.
+
+    It draws the next `count` tokens in one program, so that they share the cost of a call. After a row's end
+    they mean nothing.
+    """
     decode = decode_of(lm)
 
     def fn(
@@ -122,10 +128,10 @@ def next_of(lm: LanguageModel, count: int, temperature: float, top_p: float) -> 
 def draw(
     logits: Tensor, numbers: Tensor, temperature: float = 1.0, top_p: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A token by row, its log-probability, and the entropy of the distribution.
+    """Draw a token for each row. Return it with its log-probability, and the entropy of the distribution.
 
     Args:
-        logits: [B, V]. What is not finite is noise, not an error.
+        logits: [B, V]. Numbers that are not finite are taken as noise, not as an error.
         numbers: fp64 [B] in [0, 1).
 
     >>> token, logprob, _ = draw(torch.tensor([[0.0, 3.0]]), torch.tensor([0.5], dtype=torch.float64))
@@ -159,13 +165,13 @@ def _logits(lm: LanguageModel, params: Any, hidden: Tensor, at: Tensor) -> Tenso
 
 @dataclass(frozen=True)
 class Answers:
-    """The answers to N prompts, on the host; what comes after an answer's end is 0.
+    """The answers to N prompts, on the host. All is 0 after an answer's end.
 
     Args:
         tokens: int64 [N, T].
-        lengths: int64 [N]: tokens that were drawn, the one that ends an answer included.
-        logprobs: fp32 [N, T], of the tokens, by the model at the temperature they were drawn at.
-        entropy: fp32 [N, T], of what they were drawn from.
+        lengths: int64 [N], the numbers of tokens that were drawn, the one that ends an answer included.
+        logprobs: fp32 [N, T], the model's log-probabilities of the tokens, at the temperature of the draw.
+        entropy: fp32 [N, T], the entropies of the distributions that they were drawn from.
     """
 
     tokens: Tensor
@@ -174,26 +180,27 @@ class Answers:
     entropy: Tensor
 
     def texts(self) -> list[list[int]]:
-        """The tokens of each."""
+        """Return the tokens of each answer."""
         return [row[:n] for row, n in zip(self.tokens.tolist(), self.lengths.tolist(), strict=True)]
 
 
 @dataclass(frozen=True)
 class Rollouts:
-    """Draws answers; all ranks call it together, each with prompts of its own and as many as it likes.
+    """A function that draws answers. All ranks call it together, each with any number of its own prompts.
 
     Rows whose answer has ended take the next prompt, so that long answers hold up no others.
 
     Args:
-        prefill, decode: of `first_of` and `next_of`, with one `temperature` and `top_p`: tokens are
-            drawn from the likeliest, as many as have this probability together (Holtzman et al. 2020), and
-            their log-probabilities are of the whole distribution. A temperature of 0 takes the likeliest.
-        count: tokens of a row that `decode` draws in a call.
-        rows: prompts that are answered at once.
-        width: the longest prompt.
+        prefill, decode: forwards of `first_of` and `next_of`, with one `temperature` and `top_p`. Tokens are
+            drawn from the likeliest, as many as have the probability `top_p` together (Holtzman et al. 2020),
+            and their log-probabilities are those of the whole distribution. A temperature of 0 takes the
+            likeliest.
+        count: the tokens of a row that `decode` draws in a call.
+        rows: the prompts that are answered at once.
+        width: the tokens of the longest prompt.
         length: the most tokens of an answer.
-        stops: tokens that end one.
-        agree: one string of each rank to all, where forwards are collectives: ranks end together.
+        stops: the tokens that end an answer.
+        agree: sends one string of each rank to all if forwards are collectives, so that ranks end together.
     """
 
     prefill: Forward
@@ -207,11 +214,11 @@ class Rollouts:
     device: torch.device
 
     def __call__(self, params: Any, prompts: Sequence[Sequence[int]], numbers: Tensor) -> Answers:
-        """Answers to prompts.
+        """Draw answers to prompts.
 
         Args:
-            numbers: fp64 [N, length] in [0, 1): what tokens are drawn by. An answer depends on its own alone,
-                not on which prompts share a batch with it, up to rounding.
+            numbers: fp64 [N, length] in [0, 1), by which tokens are drawn. An answer depends on its own
+                numbers, and not on the prompts that share a batch with it, up to rounding.
         """
         shape = len(prompts), self.length
         answers = Answers(
@@ -220,7 +227,7 @@ class Rollouts:
         )  # fmt: skip
         numbers = F.pad(numbers, (0, self.count))
         waiting, cache = deque(range(len(prompts))), None
-        owner = np.full(self.rows, -1)  # which prompt a row answers
+        owner = np.full(self.rows, -1)  # the prompt that each row answers
         tokens, positions = np.zeros((2, self.rows), np.int64)
         while True:
             free = np.flatnonzero(owner < 0)
@@ -253,7 +260,7 @@ class Rollouts:
         self, params: Any, prompts: Sequence[Sequence[int]], owner: np.ndarray, fresh: Sequence[int],
         numbers: Tensor,
     ) -> tuple[Drawn, Any]:  # fmt: skip
-        """Prefill the rows that are new; the others are looked at by nobody."""
+        """Prefill the rows that are new. Nobody looks at the others."""
         padded, last = np.zeros((self.rows, self.width), np.int64), np.zeros(self.rows, np.int64)
         own = np.zeros((self.rows, 1))
         for row in fresh:
@@ -265,7 +272,8 @@ class Rollouts:
     def _keep(
         self, drawn: Drawn, answers: Answers, rows: np.ndarray, owner: np.ndarray, tokens: np.ndarray
     ) -> None:
-        """Keep what some rows have drawn, up to their ends; answers that have ended leave their rows."""
+        """Keep the tokens that some rows have drawn, up to their ends. Answers that have ended leave their
+        rows."""
         if not len(rows):
             return
         found, logprobs, entropy = (part.cpu()[torch.from_numpy(rows)] for part in drawn)

@@ -14,19 +14,19 @@ import fnshard as fs
 from experiments.data.images import KINDS, Images, Picture
 from experiments.lib.checks import ConfigError
 
-FLASH = "fnshard_flash"  # to an attention with "flash" in its name towers pass the bounds of images
-LEAST = {"patches": 64, "tiles": 1}  # of a row; then powers of two
+FLASH = "fnshard_flash"  # towers pass the bounds of images to an attention with "flash" in its name
+LEAST = {"patches": 64, "tiles": 1}  # the least sizes of a row, which grow by powers of two
 
 
 @dataclass(frozen=True)
 class Vision:
-    """A model's images: `features` of them stand where a text has the image token.
+    """A model's images, whose features stand where a text has the image token.
 
     Args:
-        layout: of the model's images, see `ImageKind`.
-        token: that stands for a feature.
+        layout: the layout of the model's images, see `ImageKind`.
+        token: the token that stands for a feature.
         tower: `fn(the model's leaves, pixels) -> [B, F, D]`.
-        model: with the tower, the trunk and no head.
+        model: the module with the tower and the trunk, and no head.
     """
 
     layout: str
@@ -35,8 +35,7 @@ class Vision:
     model: nn.Module
 
     def merge(self, params: Any, embedded: Tensor, tokens: Tensor, pixels: Mapping[str, Tensor]) -> Tensor:
-        """Return embeddings [B, T, D] with the features of a row's images, in their order, at its image
-        tokens."""
+        """Return embeddings [B, T, D] with the features of a row's images, in order, at its image tokens."""
         features = self.tower(params, pixels).to(embedded.dtype)
         here = tokens == self.token
         index = (here.cumsum(1) - 1).clamp(0, features.shape[1] - 1)
@@ -46,15 +45,17 @@ class Vision:
     def rows(
         self, images: Images, pictures: Sequence[Sequence[Picture]], tokens: Tensor
     ) -> dict[str, Tensor]:
-        """Make the images of rows, as `tower` takes them: padded to a power of two that holds the longest,
-        and so in few shapes. A row without images has padding alone.
+        """Make the images of rows as `tower` takes them.
+
+        They are padded to a power of two that holds the longest, so that there are few shapes. A row without
+        images has padding alone.
 
         Args:
-            pictures: of each row.
-            tokens: int64 [B, T], for their positions.
+            pictures: the images of each row.
+            tokens: int64 [B, T], which give the images' positions.
 
         Raises:
-            ConfigError: an image that is not there, or not what it was when the data were prepared.
+            ConfigError: an image is missing, or is not what it was when the data were prepared.
         """
         made = [images.pixels(each) for each in pictures]
         sizes = [len(each["pixels"]) for each in made if each]
@@ -88,13 +89,13 @@ class Vision:
 
 
 def vision_of(model: nn.Module, tied: Mapping[str, str], part: Callable[..., Any]) -> Vision | None:
-    """Return the vision of a model of transformers; None where it has no images.
+    """Return the vision of a model of transformers; None if it takes no images.
 
     Args:
-        part: makes a pure function of the model's leaves of a module, a prefix and `tied`.
+        part: makes a pure function of the model's leaves from a module, a prefix and `tied`.
 
     Raises:
-        ConfigError: images of a kind that is not known here.
+        ConfigError: its images are of a kind that is not known here.
     """
     config = model.config
     if getattr(config, "vision_config", None) is None:
@@ -117,7 +118,7 @@ def vision_of(model: nn.Module, tied: Mapping[str, str], part: Callable[..., Any
 
 
 class _Tower(nn.Module):
-    """A model that is asked for its features alone."""
+    """A module that computes the features of images and nothing else."""
 
     def __init__(self, prefix: str, inner: nn.Module, run: Callable[..., Tensor]):
         super().__init__()
@@ -132,7 +133,7 @@ def _tiles(model: nn.Module, images: Mapping[str, Tensor]) -> Tensor:
     """Run a tower on tiles of one size, [B, N, C, H, W]."""
     pixels = images["pixels"]
     tiles = pixels.flatten(0, 1).to(next(model.parameters()).dtype)
-    if hasattr(model, "connector"):  # what it looks for among its tiles, padding, is known here
+    if hasattr(model, "connector"):  # the model's own function would look for padding, which is known here
         features = model.connector(model.vision_model(pixel_values=tiles).last_hidden_state)
     else:
         features = torch.stack(list(model.get_image_features(pixel_values=tiles).pooler_output))
@@ -140,7 +141,7 @@ def _tiles(model: nn.Module, images: Mapping[str, Tensor]) -> Tensor:
 
 
 def _patches(model: nn.Module, images: Mapping[str, Tensor]) -> Tensor:
-    """Run a tower on patches, [B, P, K]; of all rows at once, where each image is a document of its own."""
+    """Run a tower on the patches of all rows at once, [B, P, K]. Each image is a document of its own."""
     pixels = images["pixels"]
     rows, size = pixels.shape[:2]
     merged = model.visual.spatial_merge_size**2
@@ -163,6 +164,6 @@ def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, *,
     cu_seq_lens_q: Tensor, scaling: float, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Attend. In place of their bounds it takes which image each of the patches is of: that has one shape."""
+    """Attend. It takes the image of each patch in the place of images' bounds, since that has one shape."""
     made = fs.attention(query, key, value, causal=False, documents=cu_seq_lens_q[None], scale=scaling)
     return made.transpose(1, 2).contiguous(), None

@@ -34,15 +34,15 @@ ASK_IT = "Fix: the command below predicts it."
 
 @dataclass(frozen=True)
 class Prediction:
-    """What is known of a draft before it runs.
+    """The prediction of a draft before it runs.
 
     Args:
         command: the command line that says the same.
-        error: why nothing is known; then all else is empty.
-        summary: of `experiments.explain`.
-        device_bytes: what a step may take of a rank's device.
-        peak: bytes at the peak, by category.
-        steps: of the run.
+        error: why there is no prediction; then all else is empty.
+        summary: the summary of `experiments.explain`.
+        device_bytes: the bytes that a step may take of a rank's device.
+        peak: the bytes at the peak, by category.
+        steps: the number of the run's steps.
     """
 
     command: str = ""

@@ -10,7 +10,7 @@ from typing import Any
 
 from nicegui import ui
 
-from experiments.compare.table import as_text, ranked
+from experiments.compare.table import as_text, rank_outcomes
 from experiments.lib.checks import ConfigError
 from experiments.lib.files import read_json
 from experiments.lib.record import PARTS, RUN
@@ -166,7 +166,7 @@ class RunPanel:
             ui.label("none of them has made a step yet")
             return
         ui.echart(curve_chart(outcomes)).classes("chart tall").props("data-testid=comparison")
-        ui.label(as_text(ranked(outcomes))).classes("printed").props("data-testid=ranking")
+        ui.label(as_text(rank_outcomes(outcomes))).classes("printed").props("data-testid=ranking")
         places = [str(view.folder.relative_to(self.runs.root)) for view in chosen]
         ui.code(command_line("compare", places), language="bash").classes("wide command")
 

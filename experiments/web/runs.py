@@ -71,7 +71,13 @@ class RunView:
 
 @dataclass
 class Seen:
-    """What was read of a run, when, and how long that took; `stamp` changes with its files."""
+    """A run as it was read.
+
+    Args:
+        stamp: a value that changes with the run's files.
+        at: the time at which it was read.
+        took: the seconds that reading took.
+    """
 
     stamp: tuple[Any, ...]
     outcome: Outcome

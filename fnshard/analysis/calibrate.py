@@ -1,10 +1,10 @@
 """Calibration: a `Hardware` corrected by steps that were measured.
 
-A prediction is kept together with what it becomes where one constant is `STEP` times as large: so much of its
-seconds hangs on that constant, and goes as one over it. The constants that bring many predictions nearest to
-what was measured are a least-squares fit of logarithms by Gauss-Newton, in which small changes are preferred
-(ridge regression, Hoerl and Kennard, Technometrics 1970): nothing says by how much a constant differs that no
-step is bound by.
+A prediction is kept together with what it becomes if one constant is `STEP` times as large. The difference is
+the share of its seconds that hangs on that constant, and goes as one over it. The constants that bring many
+predictions nearest to what was measured are a least-squares fit of logarithms by Gauss-Newton. In it small
+changes are preferred (ridge regression, Hoerl and Kennard, Technometrics 1970), since measurements say
+nothing about a constant that bounds no step.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import torch
 
 from fnshard.analysis.hardware import Curve, Hardware
 
-__all__ = ["CONSTANTS", "Observation", "changed", "corrected", "fitted", "scaled"]
+__all__ = ["CONSTANTS", "Observation", "correct", "fit_constants", "scale", "vary"]
 
-STEP = 1.2  # by how much a constant is changed, to see what it does
-PRIOR = 1e-3  # of an observation's weight, against any change
-ROUNDS = 20  # of Gauss-Newton
-MOST = math.log(5)  # in logarithms, that a constant is changed by
-FEW = 5
-# Which rates and times of a `Hardware` go up and down together.
+STEP = 1.2  # the factor by which a constant is changed, to see what it does
+PRIOR = 1e-3  # the weight of "no change", as a share of the observations' weight
+ROUNDS = 20  # rounds of Gauss-Newton
+MOST = math.log(5)  # the most by which a constant changes, as a logarithm
+FEW = 5  # different steps, from which on predictions have an interval
+# The rates and times of a `Hardware` that go up and down together, by constant.
 CONSTANTS: dict[str, tuple[str, ...]] = {
     "matmul": ("flops",),
     "attention": ("attention",),
@@ -41,9 +41,10 @@ class Observation:
     """A step, or lines of one, whose seconds were predicted and measured.
 
     Args:
-        predicted: seconds where a constant is `STEP` times as large, by its name; "": as the hardware is.
-        measured: seconds.
-        weight: next to other observations.
+        predicted: the predicted seconds, by the name of the constant that is `STEP` times as large, or by ""
+            for the hardware as it is.
+        measured: the measured seconds.
+        weight: the weight next to other observations.
     """
 
     predicted: Mapping[str, float]
@@ -51,22 +52,25 @@ class Observation:
     weight: float = 1.0
 
     def share(self, constant: str) -> float:
-        """Return the seconds that go as one over a constant; none of one that was not tried."""
+        """Return the seconds that go as one over a constant; 0 for one that was not tried."""
         saved = self.predicted[""] - self.predicted.get(constant, self.predicted[""])
         return saved / (1 - 1 / STEP)
 
     def seconds(self, by: Mapping[str, float]) -> float:
-        """Predict the seconds where constants are so many times as large: exact where nothing overlaps. Where
-        things do, shares may come to more than all; a thousandth is left."""
+        """Predict the seconds if constants are so many times as large.
+
+        That is exact if nothing overlaps. Otherwise shares may add up to more than all, and a thousandth of
+        the seconds is left at least.
+        """
         base = self.predicted[""]
         return max(base / 1000, base + sum(self.share(c) * (1 / value - 1) for c, value in by.items()))
 
 
-def scaled(hardware: Hardware, by: Mapping[str, float]) -> Hardware:
-    """Return hardware whose constants are so many times as large: rates are multiplied, times divided.
+def scale(hardware: Hardware, by: Mapping[str, float]) -> Hardware:
+    """Return hardware whose constants are so many times as large. Rates are multiplied, and times divided.
 
     >>> h100 = Hardware.named("h100")
-    >>> scaled(h100, {"calls": 2.0}).launch_seconds / h100.launch_seconds
+    >>> scale(h100, {"calls": 2.0}).launch_seconds / h100.launch_seconds
     0.5
     """
     changes = {n: _faster(n, getattr(hardware, n), f) for c, f in by.items() for n in CONSTANTS[c]}
@@ -84,19 +88,21 @@ def _faster(name: str, value: Any, factor: float) -> Any:
     return value / factor if name.endswith("_seconds") else value * factor
 
 
-def changed(hardware: Hardware, constants: Sequence[str] = tuple(CONSTANTS)) -> dict[str, Hardware]:
-    """Return the hardware, by "", and with each constant `STEP` times as large: what to predict with, for
-    `Observation.predicted`."""
-    return {"": hardware, **{c: scaled(hardware, {c: STEP}) for c in constants}}
+def vary(hardware: Hardware, constants: Sequence[str] = tuple(CONSTANTS)) -> dict[str, Hardware]:
+    """Return the hardware by "", and by each constant's name with that one `STEP` times as large.
+
+    Predictions on these make `Observation.predicted`.
+    """
+    return {"": hardware, **{c: scale(hardware, {c: STEP}) for c in constants}}
 
 
-def fitted(
+def fit_constants(
     observations: Sequence[Observation], constants: Sequence[str] = tuple(CONSTANTS)
 ) -> dict[str, float]:
-    """Return by what constants are to be multiplied, so that predictions come nearest to what was measured.
+    """Find the factors of constants that bring predictions nearest to what was measured.
 
     >>> step = Observation({"": 1.0, "matmul": 1 / STEP, "wire": 1.0}, measured=2.0)
-    >>> {c: round(v, 2) for c, v in fitted([step], ["matmul", "wire"]).items()}
+    >>> {c: round(v, 2) for c, v in fit_constants([step], ["matmul", "wire"]).items()}
     {'matmul': 0.5, 'wire': 1.0}
     """
     logs = torch.zeros(len(constants), dtype=torch.float64)
@@ -115,19 +121,24 @@ def fitted(
     return dict(zip(constants, logs.exp().tolist(), strict=True))
 
 
-def corrected(hardware: Hardware, runs: Sequence[Sequence[Observation]], name: str) -> Hardware:
-    """Return hardware as runs have measured it: of each its step, and more of it.
+def correct(hardware: Hardware, runs: Sequence[Sequence[Observation]], name: str) -> Hardware:
+    """Return hardware as runs have measured it.
 
-    Where `FEW` and more different steps were measured, the interval of a prediction is that of each of them
-    by constants of the others.
+    If `FEW` or more different steps were measured, the interval of a prediction is that of each of them by
+    the constants of the others.
+
+    Args:
+        runs: the observations of each run, of which the first is of its whole step.
     """
-    by = fitted([each for run in runs for each in run])
+    by = fit_constants([each for run in runs for each in run])
     steps: dict[tuple[float, ...], list[Sequence[Observation]]] = {}
     for run in runs:
         steps.setdefault(tuple(run[0].predicted.values()), []).append(run)
     ratios = [1.0]
     for key, same in steps.items():
-        others = fitted([o for other, some in steps.items() if other != key for run in some for o in run])
+        others = fit_constants(
+            [o for other, some in steps.items() if other != key for run in some for o in run]
+        )
         ratios += [run[0].measured / run[0].seconds(others) for run in same]
     spread = (min(ratios), max(ratios)) if len(steps) >= FEW else None
-    return replace(scaled(hardware, by), name=name, spread=spread)
+    return replace(scale(hardware, by), name=name, spread=spread)

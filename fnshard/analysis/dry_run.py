@@ -1,8 +1,8 @@
-"""Dry run: a schedule's own bindings, run on tensors without data, to count the memory they take.
+"""Dry run: run a schedule's own bindings on tensors without data, to count the memory that they take.
 
-What the bindings are bound to stands in for the executor's: collectives that send nothing (`transport`),
-kernels that give what their graphs would (`footprint`), an optimizer that takes what its update would
-(`updates`), and packing that moves nothing, as how much it takes does not depend on how many rows there are.
+Stand-ins take the place of the executor's parts: collectives that send nothing (`transport`), kernels that
+give what their graphs would (`footprint`), an optimizer that takes the memory of its update (`updates`), and
+packing that moves nothing, since the memory it takes does not depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -45,17 +45,19 @@ from fnshard.runtime.host_worker import PENDING
 from fnshard.runtime.packing import contiguous_strides, padded, parts_of
 from fnshard.runtime.tiers import Transfer, each
 
-# Lines whose bindings make no tensors themselves, and those of their Waits: a mode would only cost time.
+# The bindings of these lines and of their Waits make no tensors themselves, so a mode would only cost time.
 QUIET = (Run, Free, Gather, Update, OverlappedUpdate)
 FootprintOf = Callable[[str, Way, Sequence[CallArgument]], Footprint]
 
 
 @dataclass
 class DryContext:
-    """A context that lines are bound to without devices; see `compiler.schedule.ir.Context`.
+    """A context to which lines are bound without devices, see `compiler.schedule.ir.Context`.
 
-    `footprint`: of a kernel, by name and way. `updates`: what updates take besides what they
-    change. `sizes`: bytes of all values that there were, by name.
+    Args:
+        footprint: gives the footprint of a kernel by name and way.
+        updates: the memory that updates take besides what they change.
+        sizes: the bytes of all values so far, by name.
     """
 
     schedule: Schedule
@@ -123,7 +125,7 @@ class DryContext:
 
 @dataclass(frozen=True)
 class DryKernel:
-    """A kernel: arguments die in it, results appear, as its footprint says."""
+    """A kernel in which arguments die and results appear as its footprint says."""
 
     context: DryContext
     name: str
@@ -163,7 +165,7 @@ class DryKernel:
                 if homes[key] is None:
                     size = argument.bytes if argument else footprint.new_bytes[key]
                     value = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-                    if value.untyped_storage().nbytes() < size:  # a part of it
+                    if value.untyped_storage().nbytes() < size:  # the value is a part of its storage
                         value = torch.empty(size, dtype=torch.uint8, device="meta")
                     tracker.follow(value)
                     homes[key] = value.untyped_storage()
@@ -179,7 +181,7 @@ def _blocks(bucket: Bucket, flat: Tensor) -> Iterator[tuple[Piece, Tensor]]:
 
 
 class Packing:
-    """A `runtime.packing.Packer` that copies nothing: `rows` are never looked at."""
+    """A `runtime.packing.Packer` that copies nothing, since nobody looks at `rows`."""
 
     def __init__(self, bucket: Bucket, context: DryContext) -> None:
         self.bucket, self.rows = bucket, context.mesh.axes_size(bucket.axes)
@@ -261,12 +263,12 @@ class DryUpdater:
                 self.context.tracker.look(workspace=taken)
             for path in paths:
                 keeps = flow_of(schedule.families[path].derived, number).keeps
-                out[path] = {name: self._kept(path, name, slots, params) for name in keeps}
+                out[path] = {name: self._keep(path, name, slots, params) for name in keeps}
             return out
 
         return update
 
-    def _kept(self, path: str, name: str, slots: Any, params: Any) -> Tensor:
+    def _keep(self, path: str, name: str, slots: Any, params: Any) -> Tensor:
         """Return a value that a stretch hands on: state as it is, or a new tensor."""
         slot = name.removeprefix("slots.")
         if slot != name:
@@ -318,7 +320,7 @@ class DryUpdater:
 class DryTransfers:
     """A `runtime.tiers.Transfers` that moves nothing.
 
-    Host buffers come from a pool, which only grows; those of gradients go back when the worker has done with
+    Host buffers come from a pool, which only grows. Those of gradients go back when the worker is done with
     them.
     """
 
@@ -352,12 +354,12 @@ class DryTransfers:
         nbytes = like.numel() * dtype.itemsize
         stride = like.stride()
         if not like.is_contiguous():
-            with self.tracker.placed(UNCOUNTED):
+            with self.tracker.place_in(UNCOUNTED):
                 stride = torch.empty_like(like).stride()
         if self.free.get(nbytes):
             flat = self.free[nbytes].pop()
         else:
-            with self.tracker.placed("host"):
+            with self.tracker.place_in("host"):
                 flat = self.tracker.new((nbytes,), torch.uint8)
         return flat.view(dtype).as_strided(like.shape, stride)
 

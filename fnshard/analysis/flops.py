@@ -1,8 +1,8 @@
-"""FLOPs: what the operators of a kernel's graph do, counted: FLOPs, bytes, elementwise operations, launches.
+"""FLOPs: count the FLOPs, bytes, elementwise operations and launches of a kernel's graph.
 
-A graph is counted once, whatever the hardware; its seconds are a roofline per piece of work (Williams et
-al., CACM 2009). FLOPs of matmuls and convolutions are torch's own (`torch.utils.flop_counter`);
-causal attention counts half the scores, as kernels skip the rest.
+A graph is counted once, whatever the hardware. Its seconds are a roofline for each piece of work (Williams et
+al., CACM 2009). FLOPs of matmuls and convolutions are torch's own (`torch.utils.flop_counter`). Causal
+attention counts half of the scores, since kernels skip the rest.
 """
 
 from __future__ import annotations
@@ -27,10 +27,15 @@ from fnshard.compiler.kernels.segments import Way
 class Work:
     """The work of one operator, or of a fused group of them.
 
-    `kind`: "matmul", "attention", "scatter" or "memory". `flops`: of matmuls and attention. `cheap`,
-    `costly`: elementwise operations, transcendental ones apart. `launches`: operators that are started.
-    `size`: what the rate goes by: a matmul's FLOPs, an attention's length; `head`: its heads'. `unseen`: of
-    `flops`, those of blocks that a causal mask hides, half of all.
+    Args:
+        kind: "matmul", "attention", "scatter" or "memory".
+        flops: the FLOPs of matmuls and attention.
+        cheap: the number of elementwise operations that are not transcendental.
+        costly: the number of transcendental ones.
+        launches: the number of operators that are started.
+        size: the size by which the rate goes: a matmul's FLOPs, or an attention's length.
+        head: the size of an attention's heads.
+        unseen: the part of `flops` in blocks that a causal mask hides, which is half of all.
     """
 
     kind: str
@@ -46,7 +51,7 @@ class Work:
     unseen: float = 0.0
 
     def seconds(self, hardware: Hardware) -> float:
-        """Return what it takes on the device, without the host's part."""
+        """Return the seconds on the device, without the host's part."""
         streamed = hardware.memory.seconds(self.read_bytes + self.written_bytes)
         if self.kind == "scatter":
             worked = self.written_bytes / hardware.scatter
@@ -92,7 +97,7 @@ class GraphCost:
         return sum(w.seconds(hardware) for w in self.work)
 
     def host_seconds(self, hardware: Hardware) -> float:
-        """Return what the host takes to start all of it."""
+        """Return the seconds that the host needs to start all of it."""
         return hardware.kernel_seconds + self.launches * hardware.launch_seconds
 
 
@@ -100,12 +105,12 @@ _COUNTED: weakref.WeakKeyDictionary[fx.GraphModule, dict[bool, GraphCost]] = wea
 
 
 def graph_cost(graph: fx.GraphModule | None, *, fused: bool) -> GraphCost:
-    """Count one graph of core ATen ops; remembered as long as the graph lives.
+    """Count one graph of core ATen ops. The result is remembered for as long as the graph lives.
 
     Args:
-        graph: every node has `meta["val"]`; None is no work.
-        fused: elementwise chains and reductions between heavier operators touch memory at their ends
-            alone (Inductor); else every operator reads and writes (the eager backend).
+        graph: a graph whose nodes all have `meta["val"]`; None is no work.
+        fused: whether elementwise chains and reductions between heavier operators touch memory only at their
+            ends (Inductor). Otherwise every operator reads and writes (the eager backend).
     """
     if graph is None:
         return GraphCost(())
@@ -118,7 +123,7 @@ def graph_cost(graph: fx.GraphModule | None, *, fused: bool) -> GraphCost:
 
 
 def kernel_flops(kernel: Kernel, way: Way) -> float:
-    """Count the FLOPs of a kernel one way: by these the tasks of a pipeline are put in order."""
+    """Count the FLOPs of a kernel one way, by which the tasks of a pipeline are put in order."""
     module = kernel.modules.get(way)
     return 0.0 if module is None else graph_cost(module, fused=True).flops
 
@@ -137,10 +142,10 @@ def _is_attention(node: fx.Node) -> bool:
 
 
 def _attention(node: fx.Node) -> float:
-    """Count the FLOPs of attention: forward scores and their weighted sum, backward scores again and four
-    gradients.
+    """Count the FLOPs of attention.
 
-    Documents are data: a row counts as one.
+    A forward computes scores and their weighted sum, and a backward scores again and four gradients.
+    Documents are data, so a row counts as one.
     """
     query, key, value = (_value(_named(node, name, None)) for name in ("query", "key", "value"))
     scores, sums = (3, 2) if "backward" in node.target.__name__ else (1, 1)
@@ -152,14 +157,13 @@ def _attention(node: fx.Node) -> float:
 
 
 def _is_other_block(node: fx.Node) -> bool:
-    """Return whether it is attention to a block that is not the queries' own, which a causal mask shows or
-    hides."""
+    """Return whether it is attention to a block that is not the queries' own, which a mask shows or hides
+    whole."""
     return not _named(node, "first", True) or bool(_named(node, "before", ()))
 
 
 def flops_of(node: fx.Node) -> float:
-    """Count the FLOPs of one node, by torch's formulas on its shapes; 0 for what neither multiplies matrices
-    nor attends."""
+    """Count the FLOPs of one node by torch's formulas; 0 if it neither multiplies matrices nor attends."""
     if not isinstance(node.target, OpOverload):
         return 0.0
     if _is_attention(node):
@@ -204,9 +208,9 @@ def _name(node: fx.Node) -> str:
 
 
 def _kind(node: fx.Node) -> str:
-    """ "view", "matmul", "attention", "scatter", "pointwise", "reduction" or "other"."""
+    """Return "view", "matmul", "attention", "scatter", "pointwise", "reduction" or "other"."""
     if node.target is operator.getitem or (isinstance(node.target, OpOverload) and node.target.is_view):
-        return "view"  # also an item of what an operator returned: neither moves a byte
+        return "view"  # like a view, an item of what an operator returned moves no byte
     if _is_attention(node):
         return "attention"
     if flops_of(node):
@@ -327,11 +331,11 @@ class _Counter:
     def _groups(self) -> list[list[fx.Node]]:
         """Return fused groups and single nodes, in an order in which they can run.
 
-        Nodes of one level are fused where one reads the other: a level ends at whatever is not fused and
-        at sums over rows, so that no group reads what rests on itself.
+        Nodes of one level are fused if one reads the other. A level ends at every node that is not fused, and
+        at sums over rows, so that no group reads a result of its own.
         """
         level: dict[fx.Node, int] = {}
-        owner: dict[fx.Node, fx.Node] = {}  # a forest: who stands for a group
+        owner: dict[fx.Node, fx.Node] = {}  # a forest, in which roots stand for groups
         for node in self.nodes:
             if self.kinds[node] == "view":
                 continue

@@ -1,9 +1,8 @@
-"""Footprint: what one kernel call does to memory, found by running it on fake tensors.
+"""Footprint: find what one kernel call does to memory by running it on fake tensors.
 
-Python's own reference counts say when a value dies: the graph is run by the very interpreter, or the
-very wrapper of generated code, that will run it for real, on tensors without data, whose storages a
-`StorageTracker` follows. Nothing is estimated but what an
-operator takes for itself while it runs: see `workspace_bytes`.
+Python's own reference counts say when a value dies. So the graph is run on tensors without data by the very
+interpreter, or wrapper of generated code, that will run it for real, while a `StorageTracker` follows their
+storages. Only the memory that an operator takes for itself while it runs is estimated, by `workspace_bytes`.
 """
 
 from __future__ import annotations
@@ -29,8 +28,10 @@ from fnshard.compiler.kernels.segments import Way
 class CallArgument:
     """An argument of a call, as its caller holds it.
 
-    `storage`: a number, equal for arguments that share a storage; `dropped`: nobody but the call holds
-    that storage, which has `bytes`.
+    Args:
+        storage: a number, which is equal for arguments that share a storage.
+        dropped: whether nobody but the call holds that storage.
+        bytes: the bytes of a dropped storage.
     """
 
     storage: int
@@ -40,7 +41,12 @@ class CallArgument:
 
 @dataclass(frozen=True)
 class Output:
-    """A result: the `new`-th storage that the call made, or the storage of an argument (`argument`)."""
+    """A result of a call.
+
+    Args:
+        new: the number of its storage among those that the call made.
+        argument: the number of the argument's storage that it lies in.
+    """
 
     new: int | None
     argument: int | None
@@ -53,8 +59,11 @@ class Output:
 class Footprint:
     """A call's effect on memory.
 
-    `new_bytes`: of each storage that is made and returned. At the worst moment, `alive` of these are
-    there already, `freed` (argument storages) are there no more, and `workspace_bytes` are taken besides.
+    Args:
+        new_bytes: the bytes of each storage that is made and returned.
+        alive: those of them that are there already at the worst moment.
+        freed: the arguments' storages that are gone at the worst moment.
+        workspace_bytes: the bytes that are taken besides at the worst moment.
     """
 
     outputs: tuple[Output, ...]
@@ -68,7 +77,8 @@ def eager_footprint(module: fx.GraphModule, entries: Sequence[CallArgument], dev
     """Return the footprint of a graph run node by node (`backend="eager"`).
 
     Args:
-        device: the type of device that it will run on; traced for an abstract mesh, it is on the CPU.
+        device: the type of device that it will run on. A graph that was traced for an abstract mesh is on the
+            CPU.
     """
     run = compile_graph(module, backend="eager", options={}, is_backward=False)
     return call_footprint(run, _inputs_of(module), entries, StorageTracker(device))
@@ -82,9 +92,9 @@ _KNOWN: weakref.WeakKeyDictionary[fx.GraphModule, dict[Any, tuple[Footprint, Any
 def footprint_of(
     kernel: Kernel, way: Way, entries: Sequence[CallArgument], compiled: Compiled | None, device: str
 ) -> Footprint:
-    """Return the footprint of one kernel's call on a type of device; each is worked out once.
+    """Return the footprint of one kernel's call on a type of device. Each is found once.
 
-    Of Inductor's code for it, but where that is no Python wrapper (C++ wrappers, CUDA graphs).
+    It is that of Inductor's code if there is a Python wrapper, and not one in C++ or a CUDA graph.
     """
     module = kernel.modules[way]
     generated = None if compiled is None else compiled[kernel.name, way]
@@ -117,8 +127,10 @@ def constant_bytes(module: fx.GraphModule) -> int:
 def call_footprint(
     run: Boxed, likes: Sequence[Tensor], entries: Sequence[CallArgument], tracker: StorageTracker
 ) -> Footprint:
-    """Return the footprint of any boxed callable, on fakes that look like `likes` and share storages as
-    `entries` say."""
+    """Return the footprint of any boxed callable.
+
+    It is called on fakes that look like `likes` and share storages as `entries` say.
+    """
     with FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False), torch.no_grad():
         args = _arguments(likes, entries)
         numbers = {
@@ -137,10 +149,14 @@ def call_footprint(
 def _footprint(
     tracker: StorageTracker, results: Sequence[Tensor], numbers: Mapping[Storage, int]
 ) -> Footprint:
-    """Return the footprint of the call that returned `results`; `numbers`: of the arguments' storages."""
+    """Return the footprint of the call that returned `results`.
+
+    Args:
+        numbers: the numbers of the arguments' storages.
+    """
     peak, places, outputs = tracker.peak, {}, []
     for value in results:
-        record = tracker.alive.get(value.untyped_storage()._cdata)  # None: a constant's
+        record = tracker.alive.get(value.untyped_storage()._cdata)  # None if it is a constant's
         argument = numbers.get(record)
         new = None if record is None or record in numbers else places.setdefault(record, len(places))
         outputs.append(Output(new, argument, tuple(value.stride()), tuple(value.shape), value.dtype))
@@ -175,7 +191,7 @@ def _arguments(likes: Sequence[Tensor], entries: Sequence[CallArgument]) -> list
 
 
 def _stand_in(name: str, value: Any, tracker: StorageTracker) -> Any:
-    """Return what stands in for a global of generated code: kernels are silent, allocations fake."""
+    """Return a stand-in for a global of generated code. Kernels are silent, and allocations fake."""
     if name.startswith("empty_strided_"):
         device = name.removeprefix("empty_strided_").removesuffix("_pinned")
         return lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=device)
@@ -197,7 +213,7 @@ def _names(code: types.CodeType) -> set[str]:
 
 
 class _Silent:
-    """A stand-in of a compiled kernel, or of a check, that takes any call and does nothing."""
+    """A stand-in for a compiled kernel, or for a check, that takes any call and does nothing."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         return None
@@ -207,8 +223,10 @@ class _Silent:
 
 
 class _Extern:
-    """A stand-in of `extern_kernels`: what writes into a given buffer changes nothing, what makes its own
-    runs on fakes."""
+    """A stand-in for `extern_kernels`.
+
+    A kernel that writes into a given buffer does nothing, and one that makes its own runs on fakes.
+    """
 
     def __init__(self, real: Any, tracker: StorageTracker):
         self._real, self._tracker = real, tracker
@@ -224,8 +242,7 @@ class _Extern:
 
 
 def generated_wrapper(compiled: Any, tracker: StorageTracker) -> Callable[..., Any] | None:
-    """Return the Python function that Inductor generated, made ready to run on fakes; None if there is
-    none."""
+    """Return the Python function that Inductor generated, ready to run on fakes; None if there is none."""
     runner = getattr(compiled, "compiled_fn_runner", None)
     if getattr(runner, "partitions", None):
         return None

@@ -1,7 +1,7 @@
-"""Hardware: what a machine can do, as a table of rates: published ones, or measured on the spot.
+"""Hardware: the rates of a machine, as published or as measured on the spot.
 
-A rate is a `Curve`: work per second by the size of the work, as small work runs slower (or faster, out of
-a cache). Nothing here knows of models or schedules: `Hardware.measure` is micro-benchmarks alone.
+A rate is a `Curve`, work per second by the size of the work, since small work runs slower (or faster, out of
+a cache). Nothing here knows of models or schedules; `Hardware.measure` is micro-benchmarks alone.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def mfu(model_flops: float, seconds: float, peak_flops: float) -> float:
     and gives a larger number for the same step.
 
     Args:
-        model_flops: of one device's step.
-        seconds: of that step.
-        peak_flops: per second, in the dtype of the products; `Hardware.peak_flops`.
+        model_flops: the model FLOPs of one device's step.
+        seconds: the seconds of that step.
+        peak_flops: the peak per second in the dtype of the products, as in `Hardware.peak_flops`.
 
     >>> mfu(4e14, 1.0, Hardware.named("h100").peak_flops["bf16"])  # doctest: +ELLIPSIS
     0.404...
@@ -45,7 +45,7 @@ def mfu(model_flops: float, seconds: float, peak_flops: float) -> float:
 
 @dataclass(frozen=True)
 class Curve:
-    """A rate, in units per second, by size: `(size, rate)` in rising sizes, interpolated by the size's
+    """A rate in units per second by size: `(size, rate)` in rising sizes, interpolated by the size's
     logarithm.
 
     >>> Curve(((1e6, 10.0), (1e8, 30.0))).at(1e7)
@@ -89,8 +89,11 @@ class Curve:
 
 @dataclass(frozen=True)
 class Link:
-    """A link that joins the ranks of a group: seconds to meet, and bytes per second that one rank sends (and
-    receives at the same time) in a collective, by bytes moved."""
+    """A link that joins the ranks of a group.
+
+    It takes seconds to meet, and has rates by bytes moved: the bytes per second that one rank sends, and
+    receives at the same time, in each collective.
+    """
 
     latency_seconds: float
     gather: Curve
@@ -104,7 +107,7 @@ class Link:
         return Link(latency_seconds, *(Curve.flat(bytes_per_s),) * 4)
 
 
-COLLECTIVES = tuple(f.name for f in fields(Link)[1:])  # that a link has a rate for
+COLLECTIVES = tuple(f.name for f in fields(Link)[1:])  # those for which a link has a rate
 
 
 @dataclass(frozen=True)
@@ -112,28 +115,28 @@ class Hardware:
     """The hardware that one rank has to work with.
 
     Args:
-        memory_bytes: of the rank's device.
+        memory_bytes: the memory of the rank's device.
         flops: matmul FLOP/s that are reached, by dtype ("f32", "bf16", ...) and FLOPs of one matmul.
-        peak_flops: the data sheet's dense peak, by dtype; MFU is a share of it.
+        peak_flops: the data sheet's dense peak, by dtype. MFU is a share of it.
         attention: FLOP/s of fused attention, by dtype and sequence length.
-        attention_heads: how much of that rate is left, by dtype and head size.
+        attention_heads: the share of that rate that is left, by dtype and head size.
         memory: bytes/s of streaming kernels, by bytes touched.
-        elementwise: cheap elementwise operations/s, where memory does not bound them.
-        transcendental: exp and its like, elements/s.
+        elementwise: cheap elementwise operations/s, if memory does not bound them.
+        transcendental: elements/s of exp and its like.
         scatter: bytes/s of additions to rows that an index names (the backward of an embedding).
-        update: bytes/s of the optimizer's fused kernel, all it reads and writes counted.
-        copy: bytes/s of packing, unpacking and casts, read and written both counted.
-        node, network: links among the ranks of one node (of one NVLink domain, where that is larger), and
+        update: bytes/s that the optimizer's fused kernel reads and writes.
+        copy: bytes/s that packing, unpacking and casts read and write.
+        node, network: links among the ranks of one node (or of one NVLink domain, if that is larger), and
             between nodes.
-        host_link_bytes_per_s: one direction between device and host.
-        host_update_bytes_per_s: the optimizer on the host.
-        disk_bytes_per_s: between disk and host.
-        instruction_seconds: of host time for one line of a schedule.
-        kernel_seconds: of host time to start a compiled graph.
-        launch_seconds: of host time to start one operator.
-        floor_seconds: the least that one operator takes on the device.
+        host_link_bytes_per_s: the rate between device and host in one direction.
+        host_update_bytes_per_s: the rate of the optimizer on the host.
+        disk_bytes_per_s: the rate between disk and host.
+        instruction_seconds: host time for one line of a schedule.
+        kernel_seconds: host time to start a compiled graph.
+        launch_seconds: host time to start one operator.
+        floor_seconds: the least time of one operator on the device.
         overlap: whether collectives and transfers run while the device computes (a CPU's do not).
-        spread: between which shares of the predicted time most steps lay that were compared.
+        spread: the shares of the predicted time between which most compared steps lay.
 
     >>> Hardware.named("h100").peak_flops["bf16"]
     989000000000000.0
@@ -169,7 +172,7 @@ class Hardware:
         """Return one of the table: "h100", "h200", "a100", "b200", "gb200", "mi300x", "l4", "cpu" and others.
 
         Raises:
-            SpecError: an unknown name; lists the known ones.
+            SpecError: there is no such name. The error lists the known ones.
         """
         if not isinstance(name, str) or name not in TABLE:
             raise SpecError(
@@ -184,13 +187,13 @@ class Hardware:
         """Return hardware as it is, or one of the table by name.
 
         Raises:
-            SpecError: neither, or an unknown name.
+            SpecError: it is neither, or there is no such name.
         """
         return hardware if isinstance(hardware, Hardware) else Hardware.named(hardware)
 
     @staticmethod
     def of_gpu(name: str) -> Hardware | None:
-        """Return what the table says of a GPU that calls itself `name`; None if it is not in there.
+        """Return the hardware of a GPU that calls itself `name`; None if the table does not have it.
 
         >>> Hardware.of_gpu("NVIDIA A100-SXM4-40GB").name
         'a100-40gb'
@@ -207,15 +210,19 @@ class Hardware:
         this rank's share of its host, or of its control group's limit.
 
         Args:
-            mesh: its transport is measured, and its ranks load the machine together, as in a step. A
-                collective call: every rank gets equal numbers. None: this process alone.
-            clock: in seconds. On a CPU that others use too, `time.thread_time` leaves out what they took.
+            mesh: the mesh whose transport is measured, and whose ranks load the machine together, as in a
+                step. The call is a collective then, and every rank gets equal numbers. None measures this
+                process alone.
+            clock: a clock in seconds. On a CPU that others use too, `time.thread_time` leaves out their time.
         """
         return Hardware.from_dict(measure(mesh, clock))
 
     def link(self, ranks: tuple[int, ...]) -> Link:
-        """Return the link of a group of ranks: within a node, or through the network by its `adapters`, which
-        is never faster than within the node."""
+        """Return the link of a group of ranks.
+
+        It is that of a node, or goes through the network by the group's `adapters`, and is then never faster
+        than within the node.
+        """
         if self.adapters("gather", ranks) == math.inf:
             return self.node
 
@@ -227,14 +234,15 @@ class Hardware:
         return Link(self.network.latency_seconds, **{name: through(name) for name in COLLECTIVES})
 
     def adapters(self, name: str, ranks: tuple[int, ...]) -> float:
-        """Return how many adapters carry what one rank of a group sends: its own carries one part of so many.
+        """Count the adapters that carry what one rank of a group sends, of which its own carries one part.
 
         A ring of a group that has several ranks on each node sends through all their adapters at once (NCCL's
         parallel rings). In an all-to-all each rank sends to those of other nodes through its own adapter, and
-        the rest stays within the node. Within a node the number is infinite: no adapter carries anything.
+        the rest stays within the node. Within a node the number is infinite, since no adapter carries
+        anything.
 
         Args:
-            name: of the collective, one of `COLLECTIVES`.
+            name: the name of the collective, one of `COLLECTIVES`.
         """
         nodes = {rank // self.ranks_per_node for rank in ranks}
         if len(nodes) == 1:
@@ -243,18 +251,20 @@ class Hardware:
         return (len(ranks) - 1) / (len(ranks) - per_node) if name == "all_to_all" else per_node
 
     def rate_of(self, curves: Mapping[str, Curve], dtype: str) -> Curve:
-        """Return the curve of a dtype; fp8 that is not in the table is emulated in bf16, others go at fp32's
-        rate."""
+        """Return the curve of a dtype.
+
+        If it is not in the table, fp8 is emulated in bf16, and others go at fp32's rate.
+        """
         emulated = "bf16" if dtype.startswith("float8") else "f32"
         return curves.get(dtype) or curves.get(emulated) or curves["f32"]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain values, for JSON; `from_dict` reads them back."""
+        """Return plain values for JSON, which `from_dict` reads back."""
         return asdict(self)
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Hardware:
-        """Make hardware of what `as_dict` gives, also after JSON."""
+        """Make hardware from a result of `as_dict`, also after JSON."""
         return from_json(Hardware, json.loads(json.dumps(values)))
 
     def __str__(self) -> str:
@@ -275,7 +285,8 @@ def _gpu(
     reached: tuple[float, float, float, float],
     spread: tuple[float, float] | None,
 ) -> Hardware:
-    """Make a GPU: data-sheet rates times what training reaches of them; arguments as `SHEETS` has them."""
+    """Make a GPU from data-sheet rates times what training reaches of them. Arguments are those of
+    `SHEETS`."""
     matmul, attention, streaming, wire = reached
     rates = dict(zip(("bf16", "f16", "f32", "f64"), (tflops[0], *tflops[:3]), strict=True))
     rates |= dict.fromkeys(("float8_e4m3fn", "float8_e5m2"), tflops[3]) if tflops[3] else {}
@@ -287,7 +298,7 @@ def _gpu(
         flops={dtype: Curve.flat(rate * 1e12 * matmul) for dtype, rate in rates.items()},
         peak_flops={dtype: rate * 1e12 for dtype, rate in rates.items()},
         attention={dtype: Curve.flat(rate * 1e12 * attention) for dtype, rate in rates.items()},
-        # The H100 at head size 64: 330 to 380 TFLOP/s of what is 490 at 128.
+        # The H100 reaches 330 to 380 TFLOP/s at head size 64, and 490 at 128.
         attention_heads={"f32": Curve(((32.0, 0.45), (64.0, 0.72), (128.0, 1.0)))},
         memory=streamed,
         elementwise=rates["f32"] * 1e12 / 2,
@@ -310,15 +321,16 @@ def _gpu(
     )
 
 
-# What training reaches of products, attention, memory and links: fitted to 227 published rates of four
-# sources (llm-foundry has 216 of them, 125M to 70B on 8 to 512 GPUs). `SPREAD`: nine tenths of what each of
-# these took, as shares of what the others' constants predict; of four sources that were held out, 10 of 12
-# rates lie in it (`experiments.bench case=published`).
-# Chips of which nothing was compared are taken to reach as much as those nearest to them, with no interval.
+# The shares that training reaches of products, attention, memory and links were fitted to 227 published rates
+# of four sources (llm-foundry has 216 of them, 125M to 70B on 8 to 512 GPUs). `SPREAD` holds nine tenths of
+# their times, as shares of what the other sources' constants predict; of four sources that were held out, 10
+# of 12 rates lie in it (`experiments.bench case=published`). Chips that were not compared are taken to reach
+# as much as those nearest to them, without an interval.
 AMPERE, HOPPER = (0.71, 0.37, 0.62, 0.77), (0.67, 0.23, 0.54, 0.64)
 SPREAD = (0.74, 1.23)
-# Data sheets: GB and TB/s of memory; dense TFLOP/s in bf16, fp32 (no TF32), fp64 and fp8; GB/s of a GPU, one
-# way, within a node, between nodes and to the host; GPUs of an NVLink domain; what is reached; the interval.
+# Data sheets have GB and TB/s of memory; dense TFLOP/s in bf16, fp32 (no TF32), fp64 and fp8; GB/s of a GPU,
+# one way, within a node, between nodes and to the host; and the GPUs of an NVLink domain. The shares that
+# training reaches and the interval follow.
 SHEETS: dict[str, tuple[Any, ...]] = {
     # NVIDIA H100, SXM5: NVLink 900 GB/s, both ways; a 400 Gb/s adapter per GPU (DGX H100); PCIe 5 x16.
     "h100": ((80, 3.35), (989, 67, 67, 1979), (450, 50, 64), 8, HOPPER, SPREAD),

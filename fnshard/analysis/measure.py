@@ -1,8 +1,9 @@
 """Measure: micro-benchmarks of the machine at hand, as the plain values of a `Hardware`.
 
-Matmuls, attention, streaming, exponentials, copies, the fused AdamW, the collectives of a mesh's real
-transport, calls: what a step is made of, one by one, never a step. On a mesh of several ranks all run each
-benchmark at the same time, as they share memory and caches in a step too. The disk is not measured.
+They are the parts of a step, one by one, and never a step: matmuls, attention, streaming, exponentials,
+copies, the fused AdamW, the collectives of a mesh's real transport, and calls. On a mesh of several ranks all
+run each benchmark at the same time, since they share memory and caches in a step too. The disk is not
+measured.
 """
 
 from __future__ import annotations
@@ -30,21 +31,21 @@ from fnshard.mesh.host import control_groups
 from fnshard.runtime.collectives.base import Collectives, Handle
 from fnshard.runtime.collectives.connect import connection
 
-# Medians of so many samples of at least so long: longer than the scheduler's slice, so that on a busy machine
-# a benchmark loses its core as often as a step does.
+# The number of samples, of which the median counts, and the least seconds of one. These are longer than the
+# scheduler's slice, so that on a busy machine a benchmark loses its core as often as a step does.
 SAMPLES, SAMPLE_s = 5, 6e-3
-# Columns of products' inputs; lengths of attention; rare dtypes get one of each.
+# Columns of products' inputs, and lengths of attention. Rare dtypes get one of each.
 MATMULS, LENGTHS = (64, 128, 256, 512), (128, 256, 512, 1024)
 COUNTS = (1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)  # elements streamed
 DISK_bytes_per_s = 1e9
-COLD_BYTES = 256 << 20  # more than the caches of a core's share hold
-ROWS = (1 << 10, 1 << 15, 1 << 18, 1 << 20, 1 << 22)  # elements of a rank's part of a collective
+COLD_BYTES = 256 << 20  # more than a core's share of the caches
+ROWS = (1 << 10, 1 << 15, 1 << 18, 1 << 20, 1 << 22)  # elements of a rank's part in a collective
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "f64": torch.float64}
 Points = list[tuple[float, float]]
 
 
 def measure(mesh: Mesh | None = None, clock: Callable[[], float] = time.perf_counter) -> dict[str, Any]:
-    """Return the values of `Hardware.as_dict`, equal on all ranks; see `Hardware.measure`."""
+    """Return the values of `Hardware.as_dict`, equal on all ranks, see `Hardware.measure`."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     device = mesh.device if mesh else accelerator or torch.device("cpu")
     comm = connection(mesh) if mesh and mesh.size > 1 else None
@@ -54,7 +55,7 @@ def measure(mesh: Mesh | None = None, clock: Callable[[], float] = time.perf_cou
     if comm is None:
         return found
     all_found = [json.loads(text) for text in comm.gather_object(json.dumps(found))]
-    # What is no number is the first one's.
+    # Values that are no numbers are taken from the first rank.
     mean = optree.tree_map(lambda *v: statistics.fmean(v) if type(v[0]) is float else v[0], *all_found)
     return mean | {"memory_bytes": min(each["memory_bytes"] for each in all_found)}
 
@@ -65,7 +66,7 @@ def _curve(points: Points) -> dict[str, Any]:
 
 @dataclass
 class _Bench:
-    """A set of benchmarks on one device; with `comm`, every rank starts each of them together."""
+    """A set of benchmarks on one device. With `comm` all ranks start each of them together."""
 
     device: torch.device
     comm: Collectives | None
@@ -73,7 +74,7 @@ class _Bench:
 
     @property
     def large(self) -> int:
-        """Return how much more work an accelerator is given than a CPU, along one dim."""
+        """Return the factor by which an accelerator gets more work than a CPU, along one dim."""
         return 1 if self.device.type == "cpu" else 8
 
     @cached_property
@@ -84,8 +85,10 @@ class _Bench:
 
     @cached_property
     def crowded(self) -> bool:
-        """Return whether ranks of some host take turns on too few cores: a step waits for the last one, and
-        so does a sample. The same on all ranks."""
+        """Return whether ranks of some host take turns on too few cores, the same on all ranks.
+
+        If so, a step waits for the last rank, and a sample does too.
+        """
         if self.device.type != "cpu" or self.comm is None:
             return False
         own = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
@@ -96,7 +99,7 @@ class _Bench:
         return any(len(ranks) > len(set().union(*ranks)) for ranks in hosts.values())
 
     def seconds(self, work: Callable[[], Any], device: torch.device | None = None) -> float:
-        """Return the median of one call, warm."""
+        """Return the median seconds of one call, after a first one that warms up."""
         kind = (device or self.device).type
         wait = (lambda: None) if kind == "cpu" else torch.accelerator.synchronize
         work()
@@ -106,9 +109,9 @@ class _Bench:
         began = self.clock()
         work()
         wait()
-        least = SAMPLE_s * (4 if self.crowded else 1)  # several turns
+        least = SAMPLE_s * (4 if self.crowded else 1)  # long enough for several turns
         repeats = max(1, min(1000, math.ceil(least / (self.clock() - began))))
-        if self.comm is not None:  # what is timed may be a collective itself
+        if self.comm is not None:  # the work may be a collective itself, so ranks repeat it equally often
             repeats = max(int(text) for text in self.comm.gather_object(str(repeats)))
         samples = []
         for _ in range(SAMPLES):
@@ -126,7 +129,7 @@ class _Bench:
 
     # -------------------------------------------------------------- arithmetic
     def compute(self) -> dict[str, Any]:
-        """Measure matmuls and attention by dtype, exponentials, scattered additions."""
+        """Measure matmuls and attention by dtype, exponentials and scattered additions."""
         found: dict[str, Any] = {"flops": {}, "attention": {}, "attention_heads": {}}
         for name, dtype in DTYPES.items():
             common = name in ("f32", "bf16")
@@ -140,7 +143,7 @@ class _Bench:
         count = 1 << 16 if self.large == 1 else 1 << 24
         x, out = self.random(count), torch.empty(count, device=self.device)
         found["transcendental"] = count / self.seconds(lambda: torch.exp(x, out=out))
-        # In registers, an elementwise operation costs what a multiply-add of a matmul does.
+        # In registers an elementwise operation costs as much as a multiply-add of a matmul.
         found["elementwise"] = found["peak_flops"]["f32"] / 2
         rows, table = self.random(4096, 256), torch.zeros(256, 256, device=self.device)
         index = torch.randint(256, (4096,), device=self.device)
@@ -148,9 +151,11 @@ class _Bench:
         return found
 
     def _matmul(self, n: int, dtype: torch.dtype) -> tuple[float, float]:
-        """Return FLOPs and FLOP/s of a layer's products: [2n, n] @ [n, 11/4 n] as of an MLP (square ones are
-        up to a quarter faster), the mean of the forward's and the backward's, of operands that no cache
-        holds."""
+        """Return FLOPs and FLOP/s of a layer's products, [2n, n] @ [n, 11/4 n] as in an MLP.
+
+        Square ones would be up to a quarter faster. The rate is the mean of the forward's and the backward's,
+        on operands that no cache holds.
+        """
         rows, wide = 2 * n, 11 * n // 4
         shapes = (rows, n), (wide, n), (rows, wide)
         size = sum(a * b for a, b in shapes) * dtype.itemsize
@@ -178,8 +183,10 @@ class _Bench:
         return _curve([(head, rate / rates[1][1]) for head, rate in rates])
 
     def _attention(self, length: int, dtype: torch.dtype, head: int = 64) -> tuple[float, float]:
-        """Return length and FLOP/s of causal attention [2, 4, length, head], forward and backward, of heads
-        that lie as projections leave them."""
+        """Return length and FLOP/s of causal attention [2, 4, length, head], forward and backward.
+
+        Heads lie as projections leave them.
+        """
         made = [self.random(2, length, 4, head, dtype=dtype).transpose(1, 2) for _ in range(4)]
         q, k, v = (each.requires_grad_() for each in made[:3])
         tangent = made[3]
@@ -193,14 +200,14 @@ class _Bench:
 
     # -------------------------------------------------------------- memory
     def memory(self) -> dict[str, Any]:
-        """Measure streaming and copying by size, the optimizer, the host."""
+        """Measure streaming and copying by size, the optimizer and the host."""
         counts = [self.large * n for n in COUNTS]
         streamed, copied, updated = [], [], []
         for count in counts:
             a, b = self.random(count), self.random(count)
             streamed.append((12.0 * count, 12.0 * count / self.seconds(lambda a=a, b=b: a + b)))
             copied.append(self._copy(count))
-            if count in counts[2:-1]:  # the call itself, 50 us of Python, is not meant
+            if count in counts[2:-1]:  # smaller updates would measure the call itself, 50 us of Python
                 updated.append(self._update(count, self.device))
         host = torch.empty(1 << 22)
         device = host.clone() if self.device.type == "cpu" else host.to(self.device)
@@ -217,8 +224,7 @@ class _Bench:
         }
 
     def _copy(self, count: int) -> tuple[float, float]:
-        """Return bytes and bytes/s of a copy and a cast that find nothing in a cache, as parameters come and
-        go."""
+        """Return bytes and bytes/s of a copy and a cast that find nothing in a cache, as with parameters."""
         pairs = [torch.zeros(2, count, device=self.device).unbind(0) for _ in range(self._cold(8 * count))]
         turn = itertools.cycle(pairs)
 
@@ -232,11 +238,12 @@ class _Bench:
         return 8.0 * count, (8.0 + 6.0) * count / (self.seconds(copy) + self.seconds(cast))
 
     def _cold(self, size: int) -> int:
-        """Return how many buffers of `size` bytes take turns, so that each has left the caches again."""
+        """Count the buffers of `size` bytes that take turns, so that each has left the caches again."""
         return max(1, min(2048, COLD_BYTES * (1 + (self.large > 1)) // size))
 
     def _update(self, count: int, device: torch.device) -> tuple[float, float]:
-        """Return bytes and bytes/s of the fused AdamW in fp32, cold: four tensors read, three written."""
+        """Return bytes and bytes/s of the fused AdamW in fp32, cold. It reads four tensors, and writes
+        three."""
         size, optimizers = 28.0 * count, []
         for _ in range(self._cold(28 * count)):
             param = torch.nn.Parameter(torch.zeros(count, device=device))
@@ -248,11 +255,11 @@ class _Bench:
 
     # -------------------------------------------------------------- calls
     def calls(self) -> dict[str, Any]:
-        """Measure what the host spends on starting work."""
+        """Measure the time that the host spends on starting work."""
         a, out = self.random(8, 8), self.random(8, 8)
         host = torch.device("cpu")
         launch = self.seconds(lambda: torch.mm(a, a, out=out), host)
-        # A line of the executor: a closure that moves a few values of a dict; a kernel: as many again.
+        # A line of the executor is a closure that moves a few values of a dict. A kernel costs several lines.
         env, names = {f"v{i}": i for i in range(24)}, [f"v{i}" for i in range(24)]
 
         def line() -> None:
@@ -276,7 +283,8 @@ class _Bench:
 
     # -------------------------------------------------------------- collectives
     def links(self, mesh: Mesh | None, copy: dict[str, Any]) -> dict[str, Any]:
-        """Return what the transport costs besides packing and unpacking; without peers, what memory gives."""
+        """Measure the transport without packing and unpacking. Without peers its rates are those of
+        memory."""
         axes = mesh.ordered(mesh.names) if mesh else ()
         if self.comm is None or not axes:
             link = {"latency_seconds": 1e-6} | dict.fromkeys(_collectives(1), copy)
@@ -308,15 +316,14 @@ class _Bench:
                 times[verb].append((share * source.nbytes, max(seconds - copies, seconds / 20)))
 
         def beyond(points: Points) -> Points:
-            # The least seen is the meeting itself; what is left over grows with the bytes.
+            # The least time is that of the meeting itself. What is left over grows with the bytes.
             return [(size, size / max(seconds - latency, seconds / 20)) for size, seconds in points[1:]]
 
         return {"latency_seconds": latency} | {v: _curve(beyond(points)) for v, points in times.items()}
 
 
 def _collectives(n: int) -> dict[str, tuple[str, int, float]]:
-    """Return, by rate of a link, the collective, in how many rows it takes what is sent, how often that is
-    sent."""
+    """Return, by rate of a link, the collective, the rows of its buffer, and how often its bytes are sent."""
     share = (n - 1) / n
     return {
         "gather": ("all_gather", 1, n - 1.0),
@@ -327,7 +334,7 @@ def _collectives(n: int) -> dict[str, tuple[str, int, float]]:
 
 
 def memory_bytes(device: torch.device, ranks: int) -> int:
-    """Return the memory of one rank's device; a CPU's is shared by the ranks of its host."""
+    """Return the memory of one rank's device. The ranks of a host share that of a CPU."""
     if device.type == "cpu":
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return min([total, *(limit for limit, _ in control_groups())]) // ranks

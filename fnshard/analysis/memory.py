@@ -1,11 +1,12 @@
 """Memory: the ledger of every byte of a step, from its schedule, before anything runs.
 
-`measure` runs a schedule's bindings on tensors without data (`dry_run`): which storages are alive at each
-instruction, by category, unit and tier. Kernels are counted by `footprint`: by the liveness of their graphs,
-or by the code that Inductor generated where they have been compiled. Not counted: what the caller holds
-besides the state and the batch; what libraries take for themselves (gloo's staging, NCCL's channels, cuBLAS's
-workspace); allocations that a caching allocator keeps but does not use; tensors of a few numbers (losses,
-steps, random keys are).
+`measure` runs a schedule's bindings on tensors without data (`dry_run`), and finds the storages that are
+alive at each instruction, by category, unit and tier. Kernels are counted by `footprint`, by the liveness of
+their graphs, or by the code that Inductor generated if they have been compiled.
+
+Some bytes are not counted: those that the caller holds besides the state and the batch; those that libraries
+take for themselves (gloo's staging, NCCL's channels, cuBLAS's workspace); allocations that a caching
+allocator keeps but does not use; and tensors of a few numbers. Losses, steps and random keys are counted.
 """
 
 from __future__ import annotations
@@ -54,13 +55,19 @@ from fnshard.mesh import Mesh
 class MemoryAnalysis:
     """The bytes that a step takes of one rank's memory.
 
-    `peak_bytes`: on the device at the worst moment, which is inside instruction number `at`, `line`;
-    `peak`: what it is made of, by category. `resident`: between steps, by category, without the batch.
-    `host_bytes`, `disk_bytes`: at their peaks; `host_resident_bytes`, `disk_resident_bytes`: between steps.
-    `leaves`: by path, the stored shard, optimizer state, gathered parameter and gradient shard. `kernels`:
-    "eager" or "inductor", whose liveness was counted.
+    Args:
+        peak_bytes: the bytes on the device at the worst moment.
+        at: the number of the instruction in which that moment is.
+        line: the instruction in words.
+        peak: the bytes at that moment by category.
+        resident: the bytes on the device between steps by category, without the batch.
+        host_bytes, disk_bytes: the bytes on the host and on the disk at their peaks.
+        host_resident_bytes, disk_resident_bytes: the same between steps.
+        leaves: by path, the bytes of the stored shard, optimizer state, gathered parameter and gradient
+            shard.
+        kernels: "eager" or "inductor", by whose liveness kernels were counted.
 
-    The categories (by the name of the value, `storages.category_of`):
+    The name of a value says its category (`storages.category_of`):
 
     - parameter shards, optimizer state: what the state holds, by spec;
     - gathered units: full leaves in compute dtype; where ranks share memory, these lie among the buffers;
@@ -117,7 +124,7 @@ class MemoryTimeline:
 
     @property
     def peak_bytes(self) -> int:
-        """Return the largest of all."""
+        """Return the bytes of the worst moment of all."""
         return max((m.bytes for m in self.moments), default=0)
 
     def as_dict(self) -> dict[str, Any]:
@@ -128,7 +135,7 @@ class MemoryTimeline:
 
 
 def made_of(analysis: MemoryAnalysis, detail: str = "") -> str:
-    """Return the peak in words: bytes and a `detail` of them, the largest parts, the line, and the ways
+    """Return the peak in words: bytes with a `detail` of them, the largest parts, the line and the ways
     out."""
     largest = sorted(analysis.peak.items(), key=lambda item: -item[1])[:3]
     return report(
@@ -155,7 +162,11 @@ _WAYS_OUT = {
 
 @dataclass(frozen=True)
 class Ledger:
-    """The findings of `measure`. `sizes`: bytes of all values of the step, by name."""
+    """The findings of `measure`.
+
+    Args:
+        sizes: the bytes of all values of the step, by name.
+    """
 
     analysis: MemoryAnalysis
     timeline: MemoryTimeline
@@ -173,11 +184,11 @@ def measure(
     """Run the schedule's bindings on tensors without data.
 
     Args:
-        program: for its inputs.
-        batch_bytes: of the whole batch's leaves on this rank, by name.
-        compiled: the kernels, if they have been compiled by Inductor.
-        transport: how ranks talk.
-        compiled_update: updates are compiled.
+        program: the program, for its inputs.
+        batch_bytes: the bytes of the whole batch's leaves on this rank, by name.
+        compiled: the kernels, if Inductor has compiled them.
+        transport: the way in which ranks talk.
+        compiled_update: whether updates are compiled.
     """
     mesh = schedule.mesh
     tracker = StorageTracker(mesh.device_type)
@@ -202,7 +213,7 @@ def measure(
         replace(m, device={**m.device, BUFFERS: m.device[BUFFERS] + transport_bytes}) for m in tracker.moments
     )
     worst = max(moments, key=lambda m: m.bytes)
-    # After the last line the state is all that is left.
+    # After the last line only the state is left.
     resident = {c: tracker.categories[c] for c in (PARAMETERS, OPTIMIZER)}
     resident |= {BUFFERS: transport_bytes, INPUTS: constants}
     eager = all(isinstance(run, FunctionType) for run in (compiled or {}).values())
@@ -237,7 +248,7 @@ def _inputs(
     batch_bytes: Mapping[str, int],
     slots: Slots,
 ) -> tuple[Env, int]:
-    """Make state, batch, constants, keys and the seed, on "meta"; return them and the bytes of constants."""
+    """Make state, batch, constants, keys and the seed on "meta". Return them and the bytes of constants."""
     mesh, accumulate, env, constants = schedule.mesh, schedule.accumulate, {}, 0
 
     def new(shape: Sequence[int], dtype: torch.dtype, *where: str) -> Tensor:
@@ -273,8 +284,7 @@ def _inputs(
 
 
 def _leaves(specs: Mapping[str, LayoutSpec], slots: Slots, mesh: Mesh) -> dict[str, dict[str, int]]:
-    """Return, by path, the bytes of the stored shard, the optimizer's slots, the gathered leaf, the gradient
-    shard."""
+    """Return the bytes of each leaf's stored shard, optimizer's slots, gathered leaf and gradient shard."""
     return {
         path: {
             "stored": size_of(block_shape(s.shape, s.storage, mesh), s.storage_dtype),

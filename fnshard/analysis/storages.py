@@ -1,8 +1,8 @@
-"""Storages: which memory is alive as a schedule's lines run on tensors without data, and what it is for.
+"""Storages: follow the memory that is alive while a schedule's lines run on tensors without data.
 
-A `StorageTracker` is a dispatch mode: every storage that an operator makes is followed by a weak reference
-until it dies (as torch's own memory trackers do). What it is for is known when the line that made it has
-ended, from the name that refers to it. `footprint` and `slots` follow one call with it, without lines.
+A `StorageTracker` is a dispatch mode, which follows every storage that an operator makes by a weak reference
+until it dies, as torch's own memory trackers do. The purpose of a storage is known when the line that made it
+has ended, from the name that refers to it. `footprint` and `updates` follow one call with it, without lines.
 """
 
 from __future__ import annotations
@@ -28,14 +28,17 @@ OPTIMIZER, ACTIVATIONS = "optimizer state", "saved activations"
 WORKSPACES, BUFFERS, INPUTS = "kernel workspaces", "transfer and bucket buffers", "inputs"
 CATEGORIES = (PARAMETERS, GATHERED, GRADIENTS, OPTIMIZER, ACTIVATIONS, WORKSPACES, BUFFERS, INPUTS)
 TIERS = ("device", "host", "disk")
-CUDA_BLOCK_bytes = 512  # torch's caching allocator rounds up to it, and counts what it rounded
+CUDA_BLOCK_bytes = 512  # torch's caching allocator rounds sizes up to it, and counts the rounded ones
 UNCOUNTED = "uncounted"  # slots of shared memory, which are counted together, and tensors of no memory
 
 
 @dataclass(eq=False)
 class Storage:
-    """The memory of one allocation. `slot`: of shared memory; it is free when the last of its tensors
-    dies."""
+    """The memory of one allocation.
+
+    Args:
+        slot: the slot of shared memory that it lies in, which is free when the last of its tensors dies.
+    """
 
     bytes: int
     category: str
@@ -46,7 +49,8 @@ class Storage:
 
 @dataclass(frozen=True)
 class Moment:
-    """A line of the schedule at its worst: device bytes by category, bytes of the other tiers."""
+    """A line of the schedule at its worst moment, with device bytes by category and bytes of the other
+    tiers."""
 
     index: int
     instruction: Instruction
@@ -62,15 +66,19 @@ class Moment:
 
     @property
     def bytes(self) -> int:
-        """Return the bytes on the device, of all categories."""
+        """Count the bytes on the device in all categories."""
         return sum(self.device.values())
 
 
 @dataclass
 class Peak:
-    """The worst moment of a line: what older storages came to, by category, and those that the line made.
+    """The worst moment of a line.
 
-    `freed`: how many older storages had died in the line by then.
+    Args:
+        categories: the bytes of older storages, by category.
+        made: the storages that the line has made.
+        freed: the number of older storages that had died in the line by then.
+        workspace: the bytes that an operator takes and gives back.
     """
 
     bytes: int = -1
@@ -83,9 +91,12 @@ class Peak:
 class StorageTracker(TorchDispatchMode):
     """A tracker of the storages that are alive, line by line.
 
-    `device`: the type of device that the lines are for; the tensors have no data. `categories`: bytes on the
-    device of what earlier lines made. `worst`: the most so far on the host and on disk. `peak`: the worst
-    moment of the line under way. `freed`: what older storages have died in it.
+    Args:
+        device: the type of device that the lines are for. The tensors themselves have no data.
+
+    Its `categories` are the bytes on the device that earlier lines have made, and `worst` the most so far on
+    the host and on disk. `peak` is the worst moment of the line under way, and `freed` has the older storages
+    that have died in it.
     """
 
     def __init__(self, device: str) -> None:
@@ -97,16 +108,18 @@ class StorageTracker(TorchDispatchMode):
         self.categories = dict.fromkeys(CATEGORIES, 0)
         self.moments: list[Moment] = []
         self.line: Instruction | None = None
-        self.tier, self.slot = "device", None  # of what is made now
+        self.tier, self.slot = "device", None  # where new storages lie
         self.peak, self.freed = Peak(), []
-        self._made: dict[int, Storage] = {}  # by the line under way, still alive, by address
+        self._made: dict[int, Storage] = {}  # those of the line under way that are alive, by address
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.name.startswith("aten::_fused_"):
-            return None  # in place on everything, and unknown to fake tensors
+            return None  # such operators work in place, and fake tensors do not know them
         if (code := code_of(func, args, self.device)) is not None:
             with self:
                 out = code()
+        elif func is torch.ops.aten.cat.default and len({(t.dtype, t.dim()) for t in args[0]}) == 1:
+            out = _join(*args)  # the operator itself takes a hundred times as long on "meta"
         else:
             out = func(*args, **(kwargs or {}))
         for value in out if isinstance(out, tuple | list) else (out,):
@@ -117,7 +130,7 @@ class StorageTracker(TorchDispatchMode):
         return out
 
     def follow(self, value: Tensor) -> Storage:
-        """Return what is known of a tensor's storage; an unknown one has just been made."""
+        """Return the record of a tensor's storage. One that is unknown has just been made."""
         storage = value.untyped_storage()
         address = storage._cdata
         if address not in self.alive:
@@ -137,17 +150,17 @@ class StorageTracker(TorchDispatchMode):
         return value
 
     def _size(self, storage: Any, tier: str) -> int:
-        """Return what an allocation takes of memory."""
+        """Return the bytes that an allocation takes of memory."""
         size = storage.nbytes()
         on_cuda = tier == "device" and self.device == "cuda"
         return -(-size // CUDA_BLOCK_bytes) * CUDA_BLOCK_bytes if on_cuda else size
 
     def _watch(self, address: int, storage: Any, record: Storage) -> None:
-        record.reference = weakref.ref(storage, lambda _: self._died(address))
+        record.reference = weakref.ref(storage, lambda _: self._forget(address))
         self.alive[address] = record
         self.live[record.tier] += record.bytes
 
-    def _died(self, address: int) -> None:
+    def _forget(self, address: int) -> None:
         dead = self.alive.pop(address)
         self.live[dead.tier] -= dead.bytes
         if dead.slot is not None:
@@ -157,12 +170,12 @@ class StorageTracker(TorchDispatchMode):
             self._count(dead, -dead.bytes)
 
     def _count(self, record: Storage, size: int) -> None:
-        """Add to what earlier lines made."""
+        """Add to the bytes that earlier lines have made."""
         if record.tier == "device":
             self.categories[record.category] += size
 
     def adopt(self, value: Tensor, category: str, tier: str = "device", size: int | None = None) -> Storage:
-        """Follow memory that is there from the start; it counts as `size` bytes, or as what it takes."""
+        """Follow memory that is there from the start. It counts as `size` bytes, or else as what it takes."""
         storage = value.untyped_storage()
         if storage._cdata not in self.alive:
             record = Storage(self._size(storage, tier) if size is None else size, category, tier)
@@ -171,8 +184,8 @@ class StorageTracker(TorchDispatchMode):
         return self.alive[storage._cdata]
 
     @contextmanager
-    def placed(self, tier: str, slot: Any = None) -> Iterator[None]:
-        """Let what is made in here lie in another tier, or in a slot of shared memory."""
+    def place_in(self, tier: str, slot: Any = None) -> Iterator[None]:
+        """Let storages that are made within lie in another tier, or in a slot of shared memory."""
         before, self.tier, self.slot = self.tier, tier, slot
         yield
         self.tier, self.slot = before, None
@@ -182,12 +195,12 @@ class StorageTracker(TorchDispatchMode):
         self.look()
 
     def look(self, workspace: int = 0, dead: Sequence[Storage] = (), unborn: Sequence[Storage] = ()) -> None:
-        """Note this moment, if it is the worst of the line.
+        """Note this moment if it is the worst of the line.
 
         Args:
-            workspace: bytes that are taken and given back at once.
-            dead: storages that were alive then, and are no more.
-            unborn: those that were alive then, and will be followed.
+            workspace: the bytes that are taken and given back at once.
+            dead: storages that are alive at this moment, but not followed any more.
+            unborn: storages that are alive at this moment, but not followed yet.
         """
         for tier, most in self.worst.items():
             self.worst[tier] = max(most, self.live[tier])
@@ -204,13 +217,13 @@ class StorageTracker(TorchDispatchMode):
             self.peak = Peak(here, categories, made, len(self.freed), workspace)
 
     def end(self, index: int, env: Mapping[str, Any]) -> None:
-        """End the line: what it made is known by its names."""
+        """End the line, whose names say what its storages are for."""
         line = self.line
         for name in line.writes:
             if name in env:
                 self.categorise(name, env[name])
         computes = line.lane in (COMPUTE, OPTIMIZER_LANE) and not isinstance(line, Wait)
-        rest = WORKSPACES if computes else BUFFERS  # what memory is for that dies in the line that took it
+        rest = WORKSPACES if computes else BUFFERS  # the purpose of memory that dies in the line that took it
         peak = self.peak
         for made in self._made.values():
             made.category = made.category or rest
@@ -224,11 +237,11 @@ class StorageTracker(TorchDispatchMode):
         self.moments.append(Moment(index, line, peak.categories, self.live["host"], self.live["disk"]))
 
     def categorise(self, name: ValueName, value: Any) -> None:
-        """Say by its name what a value's memory is for, if nothing has said so."""
+        """Say by a value's name what its memory is for, if nothing has said so."""
         category = category_of(name)
         for tensor in tensors_of(value):
             record = self.follow(tensor)
-            if record.category == BUFFERS != category:  # what was sent or received has got a name
+            if record.category == BUFFERS != category:  # memory that was sent or received gets a name
                 self._count(record, -record.bytes)
                 record.category = category
                 self._count(record, record.bytes)
@@ -238,8 +251,15 @@ class StorageTracker(TorchDispatchMode):
 _SENT = (Kind.NORMS, Kind.UPDATED, Kind.WRITTEN, Kind.FLIGHT)
 
 
+def _join(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Return an empty tensor of the shape that joining some gives."""
+    first, shape = parts[0], list(parts[0].shape)
+    shape[dim] = sum(part.shape[dim] for part in parts)
+    return torch.empty(shape, dtype=first.dtype, device=first.device)
+
+
 def category_of(name: ValueName) -> str:
-    """Return what memory is for that a schedule's value of this name lies in."""
+    """Return the category of the memory in which a schedule's value of this name lies."""
     kind = name.original.kind
     if kind in (Kind.GRADIENT, Kind.REDUCED, Kind.ACCUMULATED):
         return GRADIENTS
@@ -251,7 +271,7 @@ def category_of(name: ValueName) -> str:
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """Return the tensors of a value in an environment; of a flight, or what is no tensor, none."""
+    """Return the tensors of a value in an environment. Flights, and values that are no tensors, have none."""
     found: list[Tensor] = []
     for leaf in optree.tree_leaves(value):
         if isinstance(leaf, Tensor):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Put cells side by side: the first column to the left, numbers to the right, below their heads.
+    """Put cells side by side. The first column is aligned to the left, and numbers to the right.
 
     >>> columns([("MB", "peak"), ("device", "1.0")])
     ['MB      peak', 'device   1.0']

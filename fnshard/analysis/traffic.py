@@ -1,10 +1,10 @@
-"""Traffic: what a step's collectives and transfers move, counted from its schedule.
+"""Traffic: count the bytes that a step's collectives and transfers move, from its schedule.
 
-Two numbers for each collective. `bytes`: the whole buffer, all rows of a gather, a scatter or an
-all-to-all, the flat of a sum, a rank's block of a permutation. `sent_bytes`: what one rank puts on the wire,
-(n-1)/n of the first three, 2(n-1)/n of a sum, the block: exact for fnshard's own sends from rank to rank, and
-what rings send (Patarasuk & Yuan, 2009); ranks that share memory send nothing. The small sum of scalars is
-counted by itself.
+Each collective has two numbers. `bytes` are those of the whole buffer: all rows of a gather, a scatter or an
+all-to-all, the flat of a sum, or a rank's block of a permutation. `sent_bytes` are those that one rank puts
+on the wire: (n-1)/n of the first three, 2(n-1)/n of a sum, and the block. They are exact for fnshard's own
+sends from rank to rank, and for rings (Patarasuk & Yuan, 2009). Ranks that share memory send nothing. The
+small sum of scalars is counted by itself.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from fnshard.compiler.schedule.ir import Schedule
 class Row:
     """The messages of one kind, of one unit in one phase ("forward", "backward" or "update").
 
-    `axes`: of the mesh; empty for transfers between device and host.
+    Args:
+        axes: the axes of the mesh, which are none for transfers between device and host.
     """
 
     verb: str
@@ -37,10 +38,13 @@ class Row:
 
 @dataclass(frozen=True, eq=False)
 class Traffic(Mapping[str, dict[str, int]]):
-    """A step's messages: `traffic[verb]` is `{"count": n, "bytes": b}` of whole buffers, for collectives that
-    move buckets.
+    """A step's messages.
 
-    `rows`: everything, by collective, axes, unit and phase. `scalar_bytes`: of the sum of scalars.
+    For collectives that move buckets, `traffic[verb]` is `{"count": n, "bytes": b}` of whole buffers.
+
+    Args:
+        rows: all messages, by collective, axes, unit and phase.
+        scalar_bytes: the bytes of the sum of scalars.
     """
 
     rows: tuple[Row, ...]
@@ -60,17 +64,17 @@ class Traffic(Mapping[str, dict[str, int]]):
 
     @property
     def sent_bytes(self) -> int:
-        """Return what this rank sends to others in a step, scalars left out."""
+        """Count the bytes that this rank sends to others in a step, without scalars."""
         return sum(r.sent_bytes for r in self.rows if r.axes)
 
     @property
     def to_device_bytes(self) -> int:
-        """Return what comes from the host or the disk."""
+        """Count the bytes that come from the host or the disk."""
         return sum(r.bytes for r in self.rows if r.verb == "to_device")
 
     @property
     def to_host_bytes(self) -> int:
-        """Return what goes to the host or the disk."""
+        """Count the bytes that go to the host or the disk."""
         return sum(r.bytes for r in self.rows if r.verb == "to_host")
 
     def by(self, what: str) -> dict[Any, dict[str, int]]:
@@ -83,7 +87,7 @@ class Traffic(Mapping[str, dict[str, int]]):
         return out
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain numbers, strings and dicts; axes are joined by commas."""
+        """Return plain numbers, strings and dicts, in which axes are joined by commas."""
         return {
             "sent_bytes": self.sent_bytes,
             "to_device_bytes": self.to_device_bytes,
@@ -112,7 +116,7 @@ def analyse(schedule: Schedule, sizes: Mapping[ValueName, int]) -> Traffic:
     """Count all that a schedule moves between ranks, and between device, host and disk.
 
     Args:
-        sizes: bytes of values, by name; of those that transfers read alone.
+        sizes: the bytes of values by name. Only those that transfers read are needed.
     """
     sums: dict[tuple[str, tuple[str, ...], str, str], list[int]] = {}
     scalars = 0

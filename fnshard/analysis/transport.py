@@ -1,4 +1,4 @@
-"""Transport: what a collective allocates, by the collectives that carry it: nothing is sent.
+"""Transport: count what a collective allocates, without sending anything.
 
 `Counting` has the interface of `runtime.collectives.base.Collectives`, on tensors without data. Memory that a
 backend's library takes for itself (gloo's staging, NCCL's channels) is not known.
@@ -31,10 +31,10 @@ Axes = Sequence[str]
 
 
 def kind_of(mesh: Mesh) -> TransportKind:
-    """Return how the mesh's ranks will talk: as they do, if connected; else what `connect` will choose.
+    """Return the way in which the mesh's ranks talk, or will talk once `connect` has chosen it.
 
-    CPU ranks on one host choose shared memory; where they are spread over hosts, say "p2p". An abstract mesh
-    stands for an accelerator's own collectives.
+    CPU ranks on one host choose shared memory. For ranks that are spread over hosts, say "p2p". An abstract
+    mesh stands for an accelerator's own collectives.
     """
     if mesh.kind == "simulated":
         return "simulated"
@@ -50,8 +50,11 @@ def kind_of(mesh: Mesh) -> TransportKind:
 
 @dataclass(eq=False)
 class SharedSlot:
-    """A message that holds a slot of shared memory, and that no peer is late with. `views`: its tensors
-    alive."""
+    """A message that holds a slot of shared memory, and for which no peer is late.
+
+    Args:
+        views: the number of its tensors that are alive.
+    """
 
     views: int = 1
     finished = False
@@ -64,7 +67,8 @@ class SharedSlot:
 
 
 class Flight:
-    """A collective in flight: what it keeps until it is waited for, what until it is released."""
+    """A collective in flight, which keeps some tensors until it is waited for, and some until it is
+    released."""
 
     def __init__(self, take: Callable[[], Any], until_wait: Any = None, until_release: Any = None) -> None:
         self._take, self._until_wait, self._until_release = take, until_wait, until_release
@@ -79,8 +83,10 @@ class Flight:
 
 @dataclass
 class Counting:
-    """A rank's collectives, which send nothing; see `Collectives`. A group of one, or a single rank, has what
-    it sends."""
+    """A rank's collectives, which send nothing, see `Collectives`.
+
+    A group of one rank has its own message as the result.
+    """
 
     mesh: Mesh
     kind: TransportKind
@@ -104,7 +110,7 @@ class Counting:
         return self.tracker.new((numel,), dtype)
 
     def _in_slot(self, slot: SharedSlot, numel: int, dtype: torch.dtype) -> Tensor:
-        with self.tracker.placed(UNCOUNTED, slot):
+        with self.tracker.place_in(UNCOUNTED, slot):
             return self._new(numel, dtype)
 
     def _slot(self, flat: Tensor, heap: Slots) -> Tensor:
@@ -161,16 +167,16 @@ class Counting:
             kept = (rows, [self._new(part, dtype) for _ in range(n - 1)])
         else:
             kept = (rows, self._new(rows.numel(), rows.dtype))
-        return self._made(Flight(lambda: self._sum(part, dtype, n), until_release=kept))
+        return self._make(Flight(lambda: self._sum(part, dtype, n), until_release=kept))
 
-    def _made(self, flight: Flight) -> Handle[Any]:
-        """Make results: shared memory at the issue, others when they are waited for."""
+    def _make(self, flight: Flight) -> Handle[Any]:
+        """Make results at the issue in shared memory, and otherwise when they are waited for."""
         return Done(flight.wait()) if self.kind == "shared" else flight
 
     def _sum(
         self, numel: int, dtype: torch.dtype, rows: int, pieces: int = 1, into: Tensor | None = None
     ) -> Tensor:
-        """Take what a sum takes; halves are summed in fp32, a chunk at a time."""
+        """Take the memory of a sum. Halves are summed in fp32, a chunk at a time."""
         result = self._new(numel, dtype) if into is None else into
         if rows > 2 and dtype in HALVES:
             self.tracker.look(workspace=2 * 4 * min(SUM_CHUNK, -(-numel // pieces)))
@@ -185,12 +191,12 @@ class Counting:
             return Flight(lambda: received, until_wait=rows)
         shared = self.kind == "shared"
         kept = self._slot(rows, self.reductions) if shared else (rows, self._new(numel, dtype))
-        return self._made(Flight(lambda: self._new(numel, dtype), until_release=kept))
+        return self._make(Flight(lambda: self._new(numel, dtype), until_release=kept))
 
     permute = all_to_all  # as much is received as is sent
 
     def all_reduce(self, flat: Tensor, axes: Axes) -> Handle[Any]:
-        """Sum over ranks, see `Collectives`. The sum is made in place, but not in a shared slot."""
+        """Sum over ranks, see `Collectives`. The sum is in place, but not in a shared slot."""
         n = self._ranks(axes)
         if n == 1 or self.kind in ("p2p", "native"):
             return Done(flat)
@@ -198,7 +204,7 @@ class Counting:
         kept = self._new(numel, dtype) if simulated else self._slot(flat, self.gathers)
         into = None if kept is flat else flat
         pieces = n if self.kind == "shared" and flat.nbytes > SMALL_BYTES else 1
-        return self._made(Flight(lambda: self._sum(numel, dtype, n, pieces, into), until_release=kept))
+        return self._make(Flight(lambda: self._sum(numel, dtype, n, pieces, into), until_release=kept))
 
     def send(self, tensors: Sequence[Tensor], rank: int, what: str) -> Handle[None]:
         """Send to another rank, see `Collectives`. Copies are on their way until another task has run."""
@@ -214,11 +220,11 @@ class Counting:
     def gather_leaves(
         self, runs: Sequence[tuple[int, int]], total: int, dtype: torch.dtype, write: Any, axes: Axes
     ) -> Handle[list[Tensor]] | None:
-        """Gather leaves, see `Shared.gather_leaves`: a unit's slot is free when the last of its leaves
+        """Gather leaves, see `Shared.gather_leaves`. A unit's slot is free when the last of its leaves
         dies."""
         if self.kind != "shared" or self._ranks(axes) == 1:
             return None
-        slot = self._taken(axes, total * dtype.itemsize, views=sum(size > 0 for _, size in runs))
+        slot = self._take_unit(axes, total * dtype.itemsize, views=sum(size > 0 for _, size in runs))
         leaves = [self._in_slot(slot, size, dtype) for _, size in runs]
         write(leaves)
         return Done(leaves)
@@ -226,14 +232,14 @@ class Counting:
     def reduce_pair(
         self, numel: int, dtype: torch.dtype, pack: Any, add: Any, axes: Axes, in_place: bool
     ) -> Handle[Tensor] | None:
-        """Sum over two ranks, see `Shared.reduce_pair`: a reduction of two ranks that keep their own rows."""
+        """Sum over two ranks that keep their own rows, see `Shared.reduce_pair`."""
         if self.kind != "shared" or self._ranks(axes) != 2:
             return None
-        slot = self._taken(axes, 2 * numel * dtype.itemsize)
+        slot = self._take_unit(axes, 2 * numel * dtype.itemsize)
         result = self._in_slot(slot, numel, dtype)
         return Done(result if in_place else self._new(numel, dtype))  # in place, the sum lies there
 
-    def _taken(self, axes: Axes, nbytes: int, views: int = 1) -> SharedSlot:
+    def _take_unit(self, axes: Axes, nbytes: int, views: int = 1) -> SharedSlot:
         """Take a slot of leaves, with its header."""
         return _take(self.units.setdefault(tuple(axes), Slots(0)), header_bytes(self.mesh) + nbytes, views)
 

@@ -1,4 +1,4 @@
-"""Updates: the memory that a stretch of an update takes, found by running it on tensors without data."""
+"""Updates: find the memory that a stretch of an update takes by running it on tensors without data."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class UpdateMemory:
     """The memory that the updates of a schedule take besides what they change.
 
     Args:
-        slots: shapes and dtypes of the state on this rank.
-        compiled: updates on the device are compiled, and take nothing.
+        slots: the shapes and dtypes of the state on this rank.
+        compiled: whether updates on the device are compiled, which take nothing.
     """
 
     schedule: Schedule
@@ -42,20 +42,20 @@ class UpdateMemory:
     compiled: bool = False
 
     def __post_init__(self) -> None:
-        # Leaves whose shards of gradients are summed over micro-batches, in a dtype of their own.
+        # These leaves' shards of gradients are summed over micro-batches, in a dtype of their own.
         sums = [
             name for name, value in self.schedule.reduced.items() if value.original.version.startswith("+")
         ]
         self._summed = {path for name in sums for path in self.schedule.buckets[name].paths}
 
     def bytes(self, paths: Sequence[str], number: int, barrier: bool) -> int:
-        """Return what one stretch of the updates of leaves takes, on the device that updates them.
+        """Count the bytes that one stretch of the updates of leaves takes, on the device that updates them.
 
-        Leaves are updated one after the other, so that it is what the largest one takes; those of an operator
-        in place together.
+        Leaves are updated one after the other, so that the largest one counts. Leaves of an operator in place
+        are updated together.
 
         Args:
-            barrier: whether the step's scalars are known by then: gradients may be scaled by them.
+            barrier: whether the step's scalars are known by then, so that gradients may be scaled by them.
         """
         largest, fused = 0, dict[Family, int]()
         for path in paths:
@@ -97,7 +97,7 @@ class UpdateMemory:
             )
             own_slots = {n: torch.empty(s, dtype=d, device=device) for n, (s, d) in self.slots[path].items()}
             params = {} if spec.updated_on == "host" and spec.memory == "device" else {path: stored}
-            made = {path: made_by(family, number)} if number else {}
+            made = {path: make_earlier_parts(family, number)} if number else {}
             scale = torch.empty((), dtype=torch.float64, device=device) if barrier else None
             control = StepControl(step=Step(torch.tensor(0)), scale=scale)
             control.once((family, updater.device(path)), lambda: numbers)
@@ -110,7 +110,8 @@ class UpdateMemory:
         return max(tracker.peak.bytes - kept, 0)
 
     def bytes_of_whole(self, path: str) -> int:
-        """Return what it takes to compute a whole leaf, besides what was sent and what goes back."""
+        """Count the bytes that the computation of a whole leaf takes, besides what was sent and what goes
+        back."""
         family = self.schedule.families[path]
         known, key = _KNOWN.setdefault(family, {}), (self.schedule.mesh.device_type, "whole")
         if key not in known:
@@ -135,8 +136,8 @@ class UpdateMemory:
         return spec.sum_dtype if path in self._summed else spec.reduce_dtype
 
 
-def made_by(family: Family, number: int) -> dict[str, torch.Tensor]:
-    """Return tensors like all that steps before this one have handed on, by name."""
+def make_earlier_parts(family: Family, number: int) -> dict[str, torch.Tensor]:
+    """Make tensors like those that earlier steps of the update have handed on, by name."""
     names = dict[str, None]()
     for before, step in enumerate(family.derived.steps[:number]):
         if not isinstance(step, Compute):

@@ -1,10 +1,11 @@
-"""Workspace: what torch's own operators allocate while they run, besides their results.
+"""Workspace: count what torch's own operators allocate while they run, besides their results.
 
-A table, read off torch's sources and compared with the profiler's memory events (torch 2.11 to 2.13): what
-an operator calls several kernels for, what it must cast or make contiguous first, and scratch buffers that
-it asks of torch's allocator. The library's own operators are run instead (`code_of`). Not in it, because they
-depend on the processor or on a heuristic of a library: oneDNN's convolutions, and the last tenth of its bf16
-scratch; what cuBLAS and cuDNN take.
+The table was read off torch's sources and compared with the profiler's memory events (torch 2.11 to 2.13). It
+has the results between an operator's kernels, the operands that it casts or makes contiguous first, and the
+scratch buffers that it takes from torch's allocator. The library's own operators are run instead (`code_of`).
+
+Some memory depends on the processor or on a library's heuristic, and is not in the table: oneDNN's
+convolutions and the last tenth of its bf16 scratch, and what cuBLAS and cuDNN take.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from fnshard.optim.fused import DECOMPOSITIONS
 
 Args = Sequence[Any]
 HALVES = (torch.bfloat16, torch.float16)
-_CASTS = ("convert_element_type", "_to_copy", "copy", "copy_")  # element by element
+_CASTS = ("convert_element_type", "_to_copy", "copy", "copy_")  # these cast element by element
 
 
 def workspace_bytes(op: Any, args: Args, kwargs: Mapping[str, Any], out: Any, device: str) -> int:
@@ -46,7 +47,7 @@ def workspace_bytes(op: Any, args: Args, kwargs: Mapping[str, Any], out: Any, de
 
 
 def _promotion(args: Args, out: Any) -> int:
-    """CPU loops take operands of one dtype; the others are cast as a whole first."""
+    """Count casts of operands. CPU loops take operands of one dtype, and others are cast as a whole first."""
     tensors = [a for a in args if isinstance(a, Tensor)]
     dtypes = {t.dtype for t in tensors}
     if len(dtypes) == 1 and (not isinstance(out, Tensor) or out.dtype in dtypes or out.dtype == torch.bool):
@@ -59,7 +60,7 @@ def _promotion(args: Args, out: Any) -> int:
 
 
 def _matmul(a: Tensor, b: Tensor) -> int:
-    """oneDNN's scratch for half types: blocks of both operands and of an fp32 sum."""
+    """Count oneDNN's scratch for half types: blocks of both operands and of an fp32 sum."""
     if a.dtype not in HALVES:
         return 0
     rows, inner, columns = a.shape[-2], a.shape[-1], b.shape[-1]
@@ -69,7 +70,10 @@ def _matmul(a: Tensor, b: Tensor) -> int:
 
 
 def _flash(args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
-    """Per thread a block of scores, their maxima and sums, a block of results (FlashAttentionKernel.cpp)."""
+    """Count each thread's block of scores, their maxima and sums, and its block of results.
+
+    These are read off FlashAttentionKernel.cpp.
+    """
     rows, columns, wide, half = _flash_blocks(args[0], args[1])
     scores = rows * columns
     each = (scores + 2 * rows + rows * args[0].shape[-1]) * wide + (scores * 2 if half else 0)
@@ -77,7 +81,7 @@ def _flash(args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
 
 
 def _flash_backward(args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
-    """Per thread two blocks of scores and a row of sums."""
+    """Count each thread's two blocks of scores and its row of sums."""
     rows, columns, wide, half = _flash_blocks(args[1], args[2])
     scores = rows * columns
     return ((2 * scores + rows) * wide + (2 * scores * 2 if half else 0)) * torch.get_num_threads()
@@ -91,24 +95,24 @@ def _flash_blocks(q: Tensor, k: Tensor) -> tuple[int, int, int, bool]:
 
 
 def _masked_put(args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
-    """Values and indices where the mask holds, zeros elsewhere."""
+    """Count the masked values, which are zeros where the mask does not hold, and the masked indices."""
     into, _, indices, values = args[:4]
     return values.numel() * into.dtype.itemsize + sum(i.numel() * 8 for i in indices if i is not None)
 
 
 def _summed(args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
-    """Sums of bools and short integers are made in int64, those in fp64 of the input cast as a whole."""
+    """Count casts of a sum's input, which is cast as a whole to int64 or fp64 if the sum has that dtype."""
     x, dtype = args[0], kwargs.get("dtype") or (out.dtype if isinstance(out, Tensor) else args[0].dtype)
     return x.numel() * dtype.itemsize if dtype != x.dtype and x.dtype not in HALVES else 0
 
 
 def _cast(x: Tensor) -> int:
-    """Half types in fp32."""
+    """Count a copy of half types in fp32."""
     return x.numel() * 4 if x.dtype in HALVES and x.dim() else 0
 
 
 def _columns(x: Tensor, out: Tensor, weight: Tensor, transposed: bool) -> int:
-    """fp64 convolutions unfold their input; others are oneDNN's, and not known."""
+    """Count the unfolded input of fp64 convolutions. Others are oneDNN's, and not known."""
     window = math.prod(weight.shape[2:])
     if x.dtype != torch.float64 or (window == 1 and x.shape[2:] == out.shape[2:]):
         return 0
@@ -117,7 +121,7 @@ def _columns(x: Tensor, out: Tensor, weight: Tensor, transposed: bool) -> int:
 
 
 def _index(args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
-    """Indices in int64."""
+    """Count copies of indices in int64."""
     return sum(i.numel() * 8 for i in args[1] if i is not None and i.dtype == torch.int32)
 
 
@@ -127,7 +131,8 @@ def _index_put(args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
 
 
 def _flash_backward_cuda(args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
-    """An fp32 sum of the query's gradient and a row of sums, lengths and heads rounded up (flash-attn 2)."""
+    """Count an fp32 sum of the query's gradient and a row of sums, with lengths and heads rounded up
+    (flash-attn 2)."""
     q = args[1]
     batch, heads, length, size = q.shape
     length, size = -(-length // 128) * 128, -(-size // 32) * 32
@@ -135,20 +140,24 @@ def _flash_backward_cuda(args: Args, kwargs: Mapping[str, Any], out: Any) -> int
 
 
 def _cudnn_backward_cuda(args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
-    """An fp32 sum of the query's gradient and a row of sums (read off cuDNN's front end, not measured)."""
+    """Count an fp32 sum of the query's gradient and a row of sums, read off cuDNN's front end, not
+    measured."""
     q = args[1]
     return q.numel() * 4 + q.numel() // q.shape[-1] * 4
 
 
 def _efficient_backward_cuda(args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
-    """A row of sums, and fp32 sums of half types' gradients (mem_eff_attention's backward, not measured)."""
+    """Count a row of sums, and fp32 sums of half types' gradients, as in mem_eff_attention (not measured)."""
     q, k, v = args[1:4]
     wide = sum(t.numel() * 4 for t in (q, k, v)) if q.dtype in HALVES else 0
     return q.numel() // q.shape[-1] * 4 + wide
 
 
 def _chunk_of_scores(query: Tensor, key: Tensor, mask: Tensor | None) -> int:
-    """Where there is no fused kernel; on paper the code runs as on a CPU, which has one for all."""
+    """Count a chunk of scores where CUDA has no fused kernel.
+
+    On paper the code runs as on a CPU, which has a fused kernel for all inputs.
+    """
     fused = block_attention.fused_kernel("cuda", query.dtype, mask is not None, query.shape[-1])
     if fused or query.device.type == "cuda":
         return 0
@@ -157,14 +166,18 @@ def _chunk_of_scores(query: Tensor, key: Tensor, mask: Tensor | None) -> int:
 
 
 def _document(query: Tensor, *tensors: Tensor) -> int:
-    """A row of results, and its keys and values for each of the queries' heads: documents may be as long."""
+    """Count a row of results, and its keys and values for each of the queries' heads.
+
+    A document may be as long as a row.
+    """
     shared = [t for t in tensors if t.shape[1] != query.shape[1]]
     row = sum(query.shape[1] // t.shape[1] * t[0].numel() for t in shared)
     return (row + query[0].numel()) * query.element_size()
 
 
 def _document_backward(query: Tensor, key: Tensor, value: Tensor) -> int:
-    """The same, gradients of all three for one row, and sums of those of keys and values."""
+    """Count what `_document` does, gradients of all three for one row, and sums of those of keys and
+    values."""
     wide = linear.wide(query.dtype).itemsize
     row = 2 * query[0].numel() * query.element_size()
     return _document(query, key, value) + row + (key.numel() + value.numel()) * wide
@@ -214,16 +227,18 @@ _CODE: dict[OpOverload, Callable[..., Any]] = {
     **{each._opoverload: each._init_fn for each in _OPERATORS},
     **DECOMPOSITIONS,  # next to other operators, an update by AdamW or SGD runs by its formula
 }
-_CHUNKS = {  # where hidden states and the tokens at once stand among the arguments; a rank has one part
+# The places of hidden states and of the tokens at once among the arguments.
+_CHUNKS = {
     linear.token_parts._opoverload: (0, 3),
     linear.token_parts_backward._opoverload: (3, 6),
 }
 
 
 def code_of(op: Any, args: Args, device: str) -> Callable[[], Any] | None:
-    """Return the Python code of an operator of this library on its arguments; None of any other operator.
+    """Return the Python code of an operator of this library on its arguments; None for any other operator.
 
-    On paper it is for another device than that of its arguments: as many tokens at once as there.
+    On paper the code is for another device than that of its arguments, and takes as many tokens at once as
+    there.
     """
     if op not in _CODE:
         return None

@@ -34,18 +34,21 @@ from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh
 
-CostOf = Callable[[Kernel, Way], float]  # what a kernel takes one way, in seconds or any unit
+CostOf = Callable[[Kernel, Way], float]  # the time of a kernel one way, in seconds or any unit
 
 
 def equal_costs(kernel: Kernel, way: Way) -> float:
-    """Return what a kernel takes where all are alike: a backward twice as long as a forward, a half of it as
-    long."""
+    """Return the cost of a kernel if all are alike: a backward takes as long as two forwards, its halves as
+    one."""
     return 2.0 if way is Way.BACKWARD and kernel.weights is None else 1.0
 
 
 @dataclass(frozen=True)
 class Front:
-    """What does not depend on layouts, remat or passes: one trace serves many schedules (`fit`)."""
+    """The part of lowering that depends neither on layouts nor on remat or passes.
+
+    One trace serves many schedules (`fit`).
+    """
 
     program: Program
     segments: Segments
@@ -54,9 +57,10 @@ class Front:
 
 @dataclass(frozen=True)
 class Stages:
-    """What each stage of lowering made of the one before, for reading.
+    """The results of the stages of lowering, for reading.
 
-    `schedules`: one, or one for each stage of a pipeline.
+    Args:
+        schedules: the schedule, or one for each stage of a pipeline.
     """
 
     program: Program
@@ -66,7 +70,7 @@ class Stages:
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule of the stage that this rank runs."""
+        """Return the schedule of the stage that this rank runs."""
         return self.schedules[self.schedules[0].mesh.stage]
 
 
@@ -78,7 +82,7 @@ def trace_and_split(
     plan: Plan,
     options: StepOptions,
 ) -> Front:
-    """The stages that look at `fn`.
+    """Run the stages of lowering that look at `fn`.
 
     Args:
         batch: one micro-batch of this rank.
@@ -117,12 +121,12 @@ def schedule_for(
     verified: bool = True,
     cost_of: CostOf = equal_costs,
 ) -> Stages:
-    """The stages that look at specs and remat.
+    """Run the stages of lowering that look at specs and remat.
 
     Args:
-        known: kernels made before, see `differentiate_all`.
-        cost_of: by which the tasks of a pipeline are put in order.
-        verified: False leaves `verify` out: a search verifies what it chooses.
+        known: kernels that were made before, see `differentiate_all`.
+        cost_of: the costs by which the tasks of a pipeline are put in order.
+        verified: whether schedules are verified. A search verifies only the plan that it chooses.
     """
     program, segments, plan = front.program, front.segments, front.plan
     kept = policies(segments, options.remat, options.save, (s.unit for s in specs.values()))
@@ -135,7 +139,7 @@ def schedule_for(
         kernels[kernel_key(s.source, p, plan.apart)] for s, p in zip(segments.segments, kept, strict=True)
     ]
     offloaded = frozenset(s.index for s, p in zip(segments.segments, kept, strict=True) if p.offload)
-    recomputed = frozenset(s.index for s, p in zip(segments.segments, kept, strict=True) if p.budget < 1)
+    recomputed = frozenset(s.index for s, p in zip(segments.segments, kept, strict=True) if p.gathers_again)
     active = find_active(segments, each, program.outputs) if plan.differentiate else set()
     stages = plan_stages(segments, each, active, program.outputs, specs, mesh)
     tasks = _order_tasks(stages, each, plan, cost_of) if mesh.stages > 1 else ()
@@ -154,7 +158,7 @@ def schedule_for(
 
 
 def _order_tasks(stages: StagePlan, kernels: Sequence[Kernel], plan: Plan, cost_of: CostOf) -> list[Task]:
-    """Return the tasks of a pipeline, by what the kernels of its chunks take."""
+    """Put the tasks of a pipeline in order, by the costs of its chunks' kernels."""
     costs = {
         (chunk, way): max(1.0, sum(cost_of(kernels[s.index], way) for s in segments))
         for chunk, (_, segments) in enumerate(stages.chunks)
@@ -176,9 +180,9 @@ def lower(
     options: StepOptions,
     cost_of: CostOf = equal_costs,
 ) -> Stages:
-    """All stages for one batch shape; needs no device and no process group.
+    """Run all stages for one batch shape, which needs no device and no process group.
 
-    Lines of code are kept where something is refused alone: `fn` is traced once more, for the message.
+    Tracing keeps lines of code only for an error, for whose message `fn` is traced once more.
     """
     try:
         front = trace_and_split(fn, specs, batch, mesh, plan, options)
@@ -196,7 +200,7 @@ def lower(
 
 
 def _warn_of_bubble(plan: Plan, mesh: Mesh) -> None:
-    """Say so where stages of a pipeline have fewer micro-batches than there are stages."""
+    """Warn if there are fewer micro-batches than stages of a pipeline."""
     stages, micros = mesh.stages, plan.accumulate
     if not plan.differentiate or micros >= stages:
         return
@@ -215,10 +219,10 @@ def run_passes(schedule: Schedule, passes: Sequence[Pass], verified: bool = Fals
     """Run passes in order, and insert frees behind the last.
 
     Args:
-        verified: the schedule is verified behind each pass.
+        verified: whether the schedule is verified behind each pass.
 
     Raises:
-        ScheduleError: names the pass that fails, breaks a rule, or returns no schedule.
+        ScheduleError: a pass, which is named, fails, breaks a rule, or returns no schedule.
     """
     for each in passes:
         name = getattr(getattr(each, "func", each), "__name__", repr(each))
@@ -238,7 +242,7 @@ def run_passes(schedule: Schedule, passes: Sequence[Pass], verified: bool = Fals
 
 @contextmanager
 def _named(place: str) -> Iterator[None]:
-    """Make one error, which says where, of any that a pass or its lines raise: a pass may be the user's."""
+    """Make any error that a pass or its lines raise one that says where, since a pass may be the user's."""
     try:
         yield
     except FnshardError as error:
@@ -251,5 +255,5 @@ def _named(place: str) -> Iterator[None]:
 
 
 def trace_device(mesh: Mesh) -> torch.device:
-    """The mesh's device; the CPU for an abstract mesh, whose device need not be here."""
+    """Return the mesh's device, or the CPU for an abstract mesh, whose device need not be here."""
     return torch.device("cpu") if mesh.kind == "abstract" else mesh.device

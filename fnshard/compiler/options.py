@@ -67,7 +67,9 @@ class StepOptions(Mapping[str, Any]):
         grad_norm: put the global gradient norm into the metrics (clipping does anyway).
         remat: what is kept for the backward: "none" (all that it wants), "unit" (a unit's inputs; the rest
             is computed again), "offload" (all, on the host), "unit+offload", a fraction of what it wants; or
-            a dict from unit globs to these, where units that no glob matches keep everything.
+            a dict from unit globs to these, where units that no glob matches keep everything. With "unit" and
+            with a fraction, 1.0 too, what ranks along a tensor axis have gathered of their sequences is
+            gathered again for the backward.
         save: with "unit", ops whose results are kept all the same: "matmul", "attention", "aten.mm", globs.
         disk_dir: an existing directory for what rests on disk (`LayoutSpec.memory`, `optimizer_memory`).
         deterministic: torch's deterministic algorithms alone, and no benchmarks in Inductor: the same bits

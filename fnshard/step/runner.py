@@ -118,7 +118,8 @@ class RankState:
 
     @property
     def reports(self) -> dict[str, float]:
-        """What the next step tells the other ranks: the flags, and the number of rows where there is one."""
+        """Return the flags and, if it is known, the number of rows, which the next step tells the other
+        ranks."""
         return {**dict.fromkeys(self.raised, 1.0), "rows": _NO_COUNT if self.rows is None else self.rows}
 
     def finish_step(

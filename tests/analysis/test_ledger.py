@@ -207,7 +207,8 @@ def test_predicted_bytes_of_exchanges_are_those_of_real_ranks(ranks: Any, kind: 
         assert predicted == pytest.approx(real, rel=CLOSE, abs=1 << 16)
 
 
-@settings(max_examples=2, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
+@pytest.mark.long
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
 @given(
     name=st.sampled_from(sorted(MODELS)),
     remat=st.sampled_from(["none", "unit", 0.5]),

@@ -186,6 +186,7 @@ def restore_all(rank: int, world: int, root: str, kind: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.long
 def test_every_mesh_restores_every_other_to_the_bit(ranks, tmp_path):
     for world in MESHES:
         run = ranks(world).run if world > 1 else lambda work, *args: [work(0, *args)]

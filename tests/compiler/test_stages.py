@@ -477,7 +477,7 @@ CASES: list[tuple[str, str, dict[str, int], int, dict[str, Any]]] = [
     ("gpt", "shard_grad_op", {"shard": 2, "pipeline": 2}, 3, {"micro_order": "breadth"}),
     ("gpt", "zero1", {"pipeline": 4}, 3, {"remat": "unit", "prefetch": 2}),
     ("gpt", "hybrid_shard", {"replicate": 2, "pipeline": 2, "shard": 2}, 3, {}),
-    ("gpt", "full_shard", {"pipeline": 2, "shard": 2, "tensor": 2}, 3, {"tensor": "tensor"}),
+    ("gpt", "full_shard", {"pipeline": 2, "tensor": 2}, 3, {"tensor": "tensor"}),
     ("gpt", "full_shard", {"pipeline": 2, "shard": 2}, 3,
      {"memory": "host", "optimizer_memory": "host", "remat": "unit+offload"}),
     ("tied", "full_shard", {"pipeline": 2, "shard": 2}, 3, {}),

@@ -18,9 +18,9 @@ from experiments import ROOT
 from experiments.bench import micro, plans, published
 from experiments.bench.checkpoint import compare
 from experiments.bench.command import COMMAND
-from experiments.bench.config import CASES, FNSHARD, MICRO, MUON, TORCH, read
+from experiments.bench.config import CASES, FNSHARD, MICRO, MUON, NARROW, TORCH, read
 from experiments.bench.contenders import CONTENDERS
-from experiments.bench.measure import Heap, interleaved, live_bytes, ratio, timed
+from experiments.bench.measure import Heap, interleave, live_bytes, ratio, timed
 from experiments.bench.sizes import decoder, names
 from experiments.lib.checks import ConfigError
 from experiments.lib.decoder import DecoderConfig
@@ -50,11 +50,11 @@ def test_all_mistakes_in_one_error():
     with pytest.raises(ConfigError, match=f"case=speed: one of {', '.join(CASES)}"):
         COMMAND.read({"case": "speed"})
     with pytest.raises(ConfigError, match=r"plans=zero4: 'zero4' is none of .*, and the name not ddp"):
-        plans.chosen(COMMAND.read({"case": "memory", "plans": ["zero4"]}))
+        plans.choose_plans(COMMAND.read({"case": "memory", "plans": ["zero4"]}))
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match=r"no CUDA device.*Fix: device=cpu"):
             COMMAND.read({"device": "cuda"})
-    assert {*TORCH, *FNSHARD, *MUON, *MICRO} == {*CONTENDERS}
+    assert {*TORCH, *FNSHARD, *MUON, *MICRO, *NARROW} == {*CONTENDERS}
 
 
 def test_a_rank_reads_the_configuration_that_was_composed():
@@ -75,7 +75,7 @@ def test_the_readme_says_what_every_case_answers():
 def test_every_round_makes_one_sample_of_each_in_a_new_order_and_ratios_cancel_drift():
     taken: list[str] = []
     works = {name: lambda name=name: taken.append(name) for name in "abc"}
-    assert {name: len(s) for name, s in interleaved(works, 9).items()} == {"a": 9, "b": 9, "c": 9}
+    assert {name: len(s) for name, s in interleave(works, 9).items()} == {"a": 9, "b": 9, "c": 9}
     rounds = [tuple(taken[i : i + 3]) for i in range(0, 27, 3)]
     assert all(set(each) == {"a", "b", "c"} for each in rounds) and len(set(rounds)) > 2
     drift = [1.0, 3.0, 10.0, 2.0, 1.0]
@@ -110,12 +110,12 @@ def test_sizes_are_read_as_yaml_reads_them():
 
 
 def test_every_published_row_is_predicted_or_left_out_with_a_reason():
-    rows, reasons = published.published()
+    rows, reasons = published.read_published()
     with published.ROWS.open(encoding="utf-8") as file:
         assert len(rows) + sum(reasons.values()) == len(list(csv.DictReader(file)))
     assert len(rows) > 200 and all(row.rate > 0 for row in rows)
     small = min(rows, key=lambda row: row.model.parameters)
-    found = published.compared(replace(small, model=replace(small.model, layers=2), micro_batches=1))
+    found = published.compare(replace(small, model=replace(small.model, layers=2), micro_batches=1))
     seconds = found.step.predicted
     assert all(0 < seconds[name] <= seconds[""] for name in published.CONSTANTS)
     assert seconds["matmul"] < seconds[""] and found.error() == abs(found.rate() / small.rate - 1)
@@ -177,7 +177,8 @@ def command(tmp_path: Path) -> Callable[..., dict[str, Any]]:
 TINY = ("size=tiny", "length=16", "rounds=1", "backend=eager")
 
 
-@pytest.mark.parametrize("peers", [["ddp"], pytest.param(["ddp", "fsdp2"], marks=pytest.mark.long)], ids=str)
+@pytest.mark.long
+@pytest.mark.parametrize("peers", [["ddp"], ["ddp", "fsdp2"]], ids=str)
 def test_contenders_are_measured_and_agree_with_the_reference(command, peers):
     few = f"contenders=[{','.join(peers)},full_shard]"
     found = command("peers", *TINY, "rounds=2", "warmup=1", "losses=3", "memory=1", few)

@@ -13,8 +13,8 @@ import pytest
 from runs import leave_run
 
 from experiments.compare.__main__ import main as compare
-from experiments.compare.outcome import FAILED, OK, Outcome, found, jobs_of, outcome_of
-from experiments.compare.table import as_text, differences, draw, names_of, ranked, write, write_csv
+from experiments.compare.outcome import FAILED, OK, Outcome, find_outcomes, jobs_of, outcome_of
+from experiments.compare.table import as_text, differences, draw, names_of, rank_outcomes, write, write_csv
 from experiments.lib.checks import ConfigError
 from experiments.lib.files import write_json
 from experiments.lib.folder import write_result
@@ -56,9 +56,13 @@ def test_runs_are_found_below_and_by_globs(tmp_path, monkeypatch):
         leave_run(tmp_path / name)
     (tmp_path / "multi" / "0" / "checkpoints" / "4").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    assert [o.name for o in found(["multi", "out/day/*"])[0]] == ["multi/0", "multi/1", "out/day/time"]
-    assert [o.name for o in found(["multi/1", "multi/1/"])[0]] == ["1"]
-    assert [o.name for o in found(["multi/*"])[0]] == ["0", "1"]
+    assert [o.name for o in find_outcomes(["multi", "out/day/*"])[0]] == [
+        "multi/0",
+        "multi/1",
+        "out/day/time",
+    ]
+    assert [o.name for o in find_outcomes(["multi/1", "multi/1/"])[0]] == ["1"]
+    assert [o.name for o in find_outcomes(["multi/*"])[0]] == ["0", "1"]
 
 
 def test_places_without_runs_are_passed_over_and_typos_named_together(tmp_path, capsys, monkeypatch):
@@ -92,7 +96,7 @@ def test_the_table_is_sorted_and_the_best_is_marked():
         outcome("3", "unfinished", "a=4", "s=3", held_out_loss=1.0),
         outcome("4", OK, "a=5", "s=3", held_out_loss=float("nan")),
     ]
-    ranking = ranked(rows, "held_out_loss")
+    ranking = rank_outcomes(rows, "held_out_loss")
     text = [re.split(r"\s{2,}", line) for line in as_text(ranking).splitlines()]
     assert text == [
         ["run", "overrides", "status", "held_out_loss", "tokens_per_s", "seconds", "reason"],
@@ -105,7 +109,7 @@ def test_the_table_is_sorted_and_the_best_is_marked():
     assert ranking.failed == 2
     alike = [outcome(str(n), OK, bigram=2.4, loss=n, predicted_peak_bytes=2e6, seconds=1) for n in range(2)]
     more = [*alike, replace(alike[0], name="x", numbers={"measured_peak_bytes": 1.5e9})]
-    assert [line.split() for line in as_text(ranked(more, "seconds")).splitlines()] == [
+    assert [line.split() for line in as_text(rank_outcomes(more, "seconds")).splitlines()] == [
         ["run", "overrides", "status", "loss", "seconds", "measured_peak_MB"],
         ["0", "-", "ok", "0.000", "1", "-"],  # no star: two are as quick
         ["1", "-", "ok", "1.000", "1", "-"],
@@ -113,14 +117,23 @@ def test_the_table_is_sorted_and_the_best_is_marked():
         ["equal", "in", "all:", "bigram", "2.400,", "predicted_peak_MB", "2.0"],
     ]
     assert list(differences(rows[:1]).values()) == ["a=1 s=3"]  # nothing to compare it with
-    assert [o.name for o in ranked(rows[:3:2], "tokens_per_s").outcomes] == ["2", "0"]  # the more the better
+    assert [o.name for o in rank_outcomes(rows[:3:2], "tokens_per_s").outcomes] == [
+        "2",
+        "0",
+    ]  # the more the better
 
 
 def test_another_metric_is_a_column_and_an_unknown_one_is_refused():
     rows = [outcome("0", held_out_reward=0.25), outcome("1", held_out_reward=0.5)]
-    assert as_text(ranked(rows, "held_out_reward")).splitlines()[1].split() == ["1", "*", "-", "ok", "0.5"]
+    assert as_text(rank_outcomes(rows, "held_out_reward")).splitlines()[1].split() == [
+        "1",
+        "*",
+        "-",
+        "ok",
+        "0.5",
+    ]
     with pytest.raises(ConfigError, match=r"metric lost: no run has it; they have held_out_reward"):
-        ranked(rows, "lost")
+        rank_outcomes(rows, "lost")
 
 
 NATS = Goal(unit="nats per byte")
@@ -182,7 +195,7 @@ def test_the_csv_has_a_column_per_option(tmp_path):
         outcome("0", OK, "strategy=zero2", "+x={a:1,b:2}", held_out_loss=3.25),
         outcome("1", FAILED, "strategy=no_shard", reason='it said "no", twice'),
     ]
-    write_csv(ranked(rows, "held_out_loss"), tmp_path / "t.csv")
+    write_csv(rank_outcomes(rows, "held_out_loss"), tmp_path / "t.csv")
     with (tmp_path / "t.csv").open(newline="") as file:
         first, second = csv.DictReader(file)
     assert (first["strategy"], first["x"], first["held_out_loss"]) == ("zero2", "{a:1,b:2}", "3.25")
@@ -208,8 +221,8 @@ def test_no_star_where_nobody_has_said_what_is_better(tmp_path, capsys):
     text, ranking = write(rows, "held_out_worst", tmp_path, "s", "s.txt")
     assert ranking.best is None and "*" not in text and "--metric held_out_worst --direction maximize" in text
     for is_maximised, best in ((True, "2"), (False, "1")):
-        assert ranked(rows, "held_out_worst", is_maximised).best.name == best
-    assert ranked(rows, "recall").best.name == "2" and ranked(rows).best is None
+        assert rank_outcomes(rows, "held_out_worst", is_maximised).best.name == best
+    assert rank_outcomes(rows, "recall").best.name == "2" and rank_outcomes(rows).best is None
     for number in (1, 2):
         leave_run(tmp_path / "runs" / str(number), held_out_loss=1.0, held_out_worst=float(number))
     said = "--metric=held_out_worst", "--direction=maximize", f"--out={tmp_path / 'o'}"
@@ -228,7 +241,8 @@ def test_only_the_loss_that_runs_are_after_is_cut_off(tmp_path, monkeypatch, key
     monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: kept.append(self))
     made = outcome("0", OK, held_out_loss=1.0, **{key: 9.0})
     draw(
-        ranked([replace(made, rows=({"step": 1, key: 1.0}, {"step": 2, key: 9.0}))], key), tmp_path / "s.png"
+        rank_outcomes([replace(made, rows=({"step": 1, key: 1.0}, {"step": 2, key: 9.0}))], key),
+        tmp_path / "s.png",
     )
     assert (kept[0].axes[0].get_ylim()[1] == 2.0) == (key == "loss")
 
@@ -240,12 +254,12 @@ def test_the_best_are_named_and_a_run_that_diverges_is_cut_off(tmp_path, monkeyp
     save = Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (kept.append(self), save(self, *a, **k)))
     rows = [outcome("failed", FAILED)]
-    assert not draw(ranked(rows, "held_out_loss"), tmp_path / "none.png")
+    assert not draw(rank_outcomes(rows, "held_out_loss"), tmp_path / "none.png")
     for n in range(20):
         values = {"step": 1, "loss": 5.5}, {"step": 2, "loss": 1e9 if n == 0 else 5.0 - n / 20}
         made = outcome(str(n), OK, f"lr={n}", held_out_loss=values[1]["loss"])
         rows.append(replace(made, rows=(*values, {"step": 2, "held_out_loss": values[1]["loss"]})))
-    assert draw(ranked(rows, "held_out_loss"), tmp_path / "s.png")
+    assert draw(rank_outcomes(rows, "held_out_loss"), tmp_path / "s.png")
     assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
     (legend,), (axes,) = kept[0].legends, kept[0].axes
     assert len(legend.get_texts()) == 10 and "the best 10 of 20" in legend.get_title().get_text()

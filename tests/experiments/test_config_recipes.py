@@ -34,7 +34,19 @@ SMALL = (
     "run.device=cpu", "mesh.shard=1", "mesh.replicate=1", "run.save_every=0",
 )  # fmt: skip
 # Much like one that is run here, or in test_finetune.
-LONG = {"laptop", "hybrid", "small_memory", "ddp", "fsdp2", "zero1", "sft_full", "sft_lora", "qlora4", "dpo"}
+LONG = {
+    "planned",
+    "laptop",
+    "hybrid",
+    "small_memory",
+    "ddp",
+    "fsdp2",
+    "zero1",
+    "sft_full",
+    "sft_lora",
+    "qlora4",
+    "dpo",
+}
 
 
 def recipes(form: Command) -> list[str]:

@@ -180,6 +180,7 @@ def test_what_is_refused(overrides, said):
 # ------------------------------------------------------------------ several updates
 
 
+@pytest.mark.long
 def test_answers_are_drawn_once_for_several_updates(model, data, tmp_path, monkeypatch):
     config = config_of(model, data, tmp_path, *QUICK, "objective.updates=2", "run.steps=4",
                        "objective.temperature=2.0", *DOUBLE)  # fmt: skip

@@ -102,9 +102,8 @@ def test_gradients_are_those_of_plain_autograd(name, backend, axes, wide):
             torch.testing.assert_close(gradient, wanted[path], atol=1e-10, rtol=0)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n == "gpt_oss" else pytest.mark.long) for n in FAMILIES]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", FAMILIES)
 def test_adapters_of_experts_are_what_they_are_merged_to(name, wide):
     """Loss and gradients, next to those of a module with W + s B A in its experts."""
     module = built(name).double()
@@ -236,7 +235,7 @@ def test_a_mixture_is_tuned_exported_and_opened(mixture, data, tmp_path, chosen)
 @pytest.mark.parametrize(
     "chosen",
     [
-        ("method=full", "objective.balance=0.1"),
+        pytest.param(("method=full", "objective.balance=0.1"), marks=pytest.mark.long),
         pytest.param(("method=lora", "method.targets=experts|all-linear"), marks=pytest.mark.long),
     ],
     ids=" ".join,
@@ -312,6 +311,7 @@ def test_routers_are_those_that_the_model_balances(name):
     torch.testing.assert_close(found.total / found.count, expected)
 
 
+@pytest.mark.long
 def test_a_balanced_mixture_is_spread_more_evenly(mixture, data, tmp_path):
     found = {}
     for weight in (0, 3):

@@ -13,7 +13,7 @@ from made_data import CONTEXT, COUNT, equal, joined, stream
 
 import fnshard as fs
 from experiments.data import loader as loading
-from experiments.data.loader import Loader, permuted, place_of
+from experiments.data.loader import Loader, permute, place_of
 from experiments.data.text import ByteStream, Windows
 from experiments.data.tokenizer import ByteTokenizer
 from experiments.tuning.dataset import Samples, fill, pack, width_of
@@ -60,7 +60,7 @@ def test_any_mesh_goes_on_at_any_step_with_the_same_global_batches(loaders, kind
 def test_a_far_step_computes_its_own_places_alone(loaders, kind, monkeypatch):
     loader, computed = loaders[kind](seed=5), []
     monkeypatch.setattr(
-        loading, "permuted", lambda places, *of: computed.append(len(places)) or permuted(places, *of)
+        loading, "permute", lambda places, *of: computed.append(len(places)) or permute(places, *of)
     )
     loader.load_state_dict(loader.state_dict() | {"step": 10**9})
     next(loader)
@@ -161,18 +161,18 @@ def samples_in(batch):
 @given(st.integers(1, 3000), st.integers(0, 2**63), st.integers(0, 10**6))
 def test_an_epoch_s_order_is_a_permutation(count, seed, epoch):
     places = np.arange(count)
-    values = permuted(places, count, seed, epoch)
+    values = permute(places, count, seed, epoch)
     assert np.array_equal(np.sort(values), places)
 
 
 def test_orders_differ_by_seed_and_epoch_and_look_like_chance():
-    orders = {tuple(permuted(np.arange(60), 60, seed, epoch)) for seed in range(5) for epoch in range(5)}
+    orders = {tuple(permute(np.arange(60), 60, seed, epoch)) for seed in range(5) for epoch in range(5)}
     assert len(orders) == 25
     counts = np.zeros((6, 6))
     for seed in range(1500):
-        counts[np.arange(6), permuted(np.arange(6), 6, seed)] += 1
+        counts[np.arange(6), permute(np.arange(6), 6, seed)] += 1
     assert abs(counts - 250).max() < 5 * 250**0.5  # 36 cells, five sigma
-    values = permuted(np.arange(100_000), 100_000, 3)
+    values = permute(np.arange(100_000), 100_000, 3)
     assert abs(np.corrcoef(values[:-1], values[1:])[0, 1]) < 0.02
     assert abs(np.corrcoef(values, np.arange(100_000))[0, 1]) < 0.02
 

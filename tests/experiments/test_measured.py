@@ -19,7 +19,7 @@ from experiments.lib.checks import ConfigError
 from experiments.lib.measured import LINES, measured_hardware, measured_run
 from experiments.lib.plan import hardware_of
 from experiments.lib.record import RUN, prediction_of
-from fnshard.analysis.calibrate import fitted, scaled
+from fnshard.analysis.calibrate import fit_constants, scale
 from fnshard.launcher.rank import Stop
 
 CPU = fs.Hardware.named("cpu")
@@ -37,7 +37,7 @@ def record(folder: Path, lowered: Any, hardware: fs.Hardware, truth: fs.Hardware
 
 def test_hardware_is_what_its_runs_have_measured(tmp_path: Path) -> None:
     """Of a machine that multiplies at half the rate and is joined at a third, by runs of other plans."""
-    truth = scaled(CPU, {"matmul": 0.5, "wire": 0.33})
+    truth = scale(CPU, {"matmul": 0.5, "wire": 0.33})
     for layers, ranks in ((1, 1), (2, 2), (2, 4), (4, 2), (3, 8), (1, 8)):
         record(tmp_path / f"{layers}x{ranks}", lower(*llama(layers), ranks=ranks), CPU, truth)
     learned, other = measured_hardware(str(tmp_path)), lower(*llama(3), ranks=4)
@@ -50,7 +50,7 @@ def test_hardware_is_what_its_runs_have_measured(tmp_path: Path) -> None:
 
 def test_runs_on_other_hardware_say_nothing(tmp_path: Path) -> None:
     low = lower(*llama(1), ranks=2)
-    record(tmp_path / "a", low, fs.Hardware.named("h100"), scaled(fs.Hardware.named("h100"), {"wire": 0.1}))
+    record(tmp_path / "a", low, fs.Hardware.named("h100"), scale(fs.Hardware.named("h100"), {"wire": 0.1}))
     record(tmp_path / "b", low, CPU, CPU)
     assert measured_hardware(str(tmp_path)).flops == pytest.approx(CPU.flops)
 
@@ -77,7 +77,7 @@ def test_a_folder_that_says_nothing_is_one_error(tmp_path: Path, text: str | Non
 def test_runs_with_other_ranks_on_a_host_say_nothing(tmp_path: Path) -> None:
     low = lower(*llama(1), ranks=2)
     for name, ranks, speed in (("a", 4, 0.2), ("b", 2, 1.0)):
-        record(tmp_path / name, low, CPU, scaled(CPU, {"matmul": speed}))
+        record(tmp_path / name, low, CPU, scale(CPU, {"matmul": speed}))
         values = json.loads((tmp_path / name / RUN).read_text())
         there = {"device": "cpu", "cores": 2, "ranks": ranks, "hosts": ["one"]}
         (tmp_path / name / RUN).write_text(json.dumps(values | {"hardware": there}))
@@ -107,7 +107,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def test_the_second_prediction_is_better_than_the_first(runs: tuple[Path, Path]) -> None:
     """Of the second run, without what it measured itself."""
     first, second = map(measured_run, runs)
-    learned = second.step.seconds(fitted([first.step, *first.kinds]))
+    learned = second.step.seconds(fit_constants([first.step, *first.kinds]))
     untaught = second.step.predicted[""]
     assert abs(math.log(second.step.measured / learned)) < abs(math.log(second.step.measured / untaught))
 

@@ -370,7 +370,7 @@ SMALL = ("objective.group=4", "data.held_out_rows=4", "objective.tokens=3", "opt
 @pytest.mark.parametrize(
     ("objective", "more"),
     [
-        ("grpo", ("objective.beta=0.1",)),
+        pytest.param("grpo", ("objective.beta=0.1",), marks=pytest.mark.long),
         pytest.param("gspo", ("method=full",), marks=pytest.mark.long),
         ("ppo", ("method=full", "objective.beta=0.1", "objective.fp32_head=true")),
         pytest.param("ppo", (), marks=pytest.mark.long),

@@ -263,6 +263,7 @@ def test_a_sweep_leaves_every_file_of_its_runs_and_one_table(tmp_path: Path):
     assert {p.name for p in (folder / "ranks").iterdir()} == {"rank0.log", "rank1.log"}
 
 
+@pytest.mark.long
 def test_a_budget_that_nothing_fits_into_is_one_error(tmp_path: Path):
     """Found by the ranks, reported like any mistake."""
     least = ("strategy=auto", "model.layers=1", "mesh.shard=1", "run.device_gb=0.00001")

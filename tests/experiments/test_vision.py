@@ -84,7 +84,7 @@ def logits_of_transformers(model: Any, images: Any, ids: list[int], paths: list[
 
 
 MESHES = [{"shard": 1}, {"shard": 2}, {"tensor": 2}]
-FEW = {("tiny-llava", 1), ("tiny-qwen2.5-vl", 2)}
+FEW = {("tiny-llava", 1)}
 
 
 @pytest.mark.parametrize(
@@ -271,14 +271,14 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "chosen"),
     [
         ("tiny-qwen2.5-vl", ("method=lora", "method.targets=all-linear|vision-linear", "export=both")),
-        pytest.param("tiny-llava", ("method=full", "method.freeze=*vision_tower*", "export=merged"),
-                     marks=pytest.mark.long),
-        pytest.param("tiny-smolvlm", ("method=qlora4", "export=both"), marks=pytest.mark.long),
-        pytest.param("tiny-qwen2-vl", ("method=full", "export=merged"), marks=pytest.mark.long),
+        ("tiny-llava", ("method=full", "method.freeze=*vision_tower*", "export=merged")),
+        ("tiny-smolvlm", ("method=qlora4", "export=both")),
+        ("tiny-qwen2-vl", ("method=full", "export=merged")),
     ],
 )  # fmt: skip
 def test_what_is_tuned_is_exported_and_opened(folders, shapes, pictures, tmp_path, capfd, name, chosen):

@@ -63,7 +63,10 @@ def test_blocks_are_updated_in_place_as_whole_leaves_are(name: str) -> None:
     follow_whole_leaves(name, None)
 
 
-@pytest.mark.parametrize("name", COMPILABLE)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.long if n.startswith("clip_") else []) for n in COMPILABLE],
+)
 def test_compiled_updates_are_those_of_whole_leaves(name: str) -> None:
     follow_whole_leaves(name, CompiledUpdates({}))
 

@@ -69,7 +69,9 @@ def search_of(name: str) -> Search:
     return Search(loss, params, mesh, batch=(tokens,), hardware=hardware, specs=specs)
 
 
-@pytest.mark.parametrize("name", BUDGETS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.long if n == "wide" else []) for n in BUDGETS]
+)
 def test_plans_are_within_budget_and_no_neighbour_is_faster(name: str) -> None:
     fit_many(name, BUDGETS[name])
 
@@ -229,6 +231,7 @@ def on_mesh(axes: dict[str, int], preset: str, **options: Any) -> Any:
     return fs.fit(loss, params, mesh, batch=(tokens,), specs=specs, **options)
 
 
+@pytest.mark.long
 def test_of_all_meshes_the_fastest_that_fits() -> None:
     """With room no leaf is split; with less the fastest that fits is taken, and other meshes have reasons."""
     free = over(2)
@@ -247,6 +250,12 @@ def test_of_all_meshes_the_fastest_that_fits() -> None:
     )
 
 
+def test_a_mesh_beside_ranks_is_refused() -> None:
+    with pytest.raises(SpecError, match="leave mesh= out"):
+        over(2, mesh=fs.make_mesh(shard=2, abstract=True, device="cpu"))
+
+
+@pytest.mark.long
 def test_meshes_that_cannot_be_are_named() -> None:
     with pytest.raises(
         BudgetError, match=r"(?s)nothing fits on 3 ranks.*\(shard=3\): .*cannot be cut into 3"
@@ -254,8 +263,6 @@ def test_meshes_that_cannot_be_are_named() -> None:
         over(3)
     with pytest.raises(BudgetError, match=r"(?s)nothing fits on 2 ranks.*\(shard=2\): nothing fits into"):
         over(2, device_bytes=1000)
-    with pytest.raises(SpecError, match="leave mesh= out"):
-        over(2, mesh=fs.make_mesh(shard=2, abstract=True, device="cpu"))
 
 
 def test_a_search_over_meshes_ends_and_says_what_it_is_at(

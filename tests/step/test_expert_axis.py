@@ -64,11 +64,15 @@ LAYOUTS = [
     ({"expert": 2}, "full_shard", {"memory": "host", **HOST}, {"accumulate": 2}),
     ({"expert": 2}, "full_shard", {}, {"accumulate": 2, "accumulate_mode": "local", "prefetch": 2}),
 ]
+LONG = (1, 2, 5, 9, 12)
 
 
 @pytest.mark.parametrize(
     ("rule", "axes", "preset", "policy", "options"),
-    [(list(RULES)[i % 2], *layout) for i, layout in enumerate(LAYOUTS)],
+    [
+        pytest.param(list(RULES)[i % 2], *layout, marks=pytest.mark.long if i in LONG else [])
+        for i, layout in enumerate(LAYOUTS)
+    ],
     ids=str,
 )
 def test_every_layout_trains_as_one_process_does(rule, axes, preset, policy, options):
@@ -85,6 +89,7 @@ def test_any_routing_is_exact():
         assert_same(got, truth("one expert", "adamw"))
 
 
+@pytest.mark.long
 def test_muon_has_whole_experts_on_every_rank():
     """Each rank makes its own experts' matrices orthogonal, and sends none."""
     model, muon = model_of("mixture"), fs.optim.muon(0.02, dtype=None)

@@ -16,7 +16,7 @@ from models import gpt, noise, vectors
 from torch import Tensor, nn
 
 import fnshard as fs
-from fnshard import LayoutSpec, P
+from fnshard import LayoutSpec, P, StateError
 from fnshard.compiler.schedule.instructions import AllReduce, Gather, ReduceScatter
 
 pytestmark = pytest.mark.filterwarnings("ignore:accumulate=")  # few micro-batches, on purpose
@@ -205,6 +205,63 @@ def test_leaves_that_are_not_resharded_are_gathered_once_a_step() -> None:
         gathers[preset] = [[i.bucket for i in s.instructions if isinstance(i, Gather)] for s in schedules]
     for often, once in zip(gathers["full_shard"], gathers["shard_grad_op"], strict=True):
         assert len(once) == len(set(once)) == len(set(often)) and len(often) > 3 * len(once)
+
+
+# ------------------------------------------------------------------ products in eight bits, bounded shapes
+def test_products_in_eight_bits_are_those_of_one_stage() -> None:
+    """Scales are of a stage's own leaves."""
+    leaves = noise({f"layers.{i}.w": (32, 32) for i in range(4)})
+    params = {path: nn.Parameter(leaf.float() / 2) for path, leaf in leaves.items()}
+    x = torch.randn(32, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+    def loss(p: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        for weight in p.values():
+            x = torch.tanh(F.linear(x, weight))
+        return x.float().square().mean()
+
+    def losses(axes: dict[str, int]) -> list[float]:
+        mesh = fs.make_mesh(**axes, simulated=True)
+        specs = fs.presets.full_shard(params, mesh, compute_dtype=torch.float8_e4m3fn)
+        step = fs.shard_step(
+            loss, specs, mesh=mesh, optimizer=fs.optim.sgd(0.1), backend="eager", accumulate=2,
+            accumulate_mode="local",
+        )  # fmt: skip
+
+        def run(rank: int) -> list[float]:
+            state, found = step.init(params), []
+            for _ in range(2):
+                state, metrics = step(state, *sharded.part((x,), mesh.data_rank, mesh.data_size))
+                found.append(metrics["loss"].item())
+            return found
+
+        return fs.simulate(mesh, run)[0]
+
+    assert losses(AXES) == losses({"shard": 2})
+
+
+def test_bounded_rows_are_those_of_one_stage_and_more_are_an_error() -> None:
+    params = noise({f"layers.{i}.w": (12, 12) for i in range(4)})
+
+    def loss(p: Mapping[str, Tensor], x: Tensor) -> fs.Mean:
+        first, *rest = p.values()
+        chosen = fs.bounded(torch.tanh(x @ first)[x.sum(1) > 0], 2)
+        for weight in rest:
+            chosen = torch.tanh(chosen @ weight)
+        return fs.Mean(chosen.square().sum(), (x.sum(1) > 0).sum())
+
+    def losses(axes: dict[str, int], x: Tensor) -> list[float]:
+        mesh = fs.make_mesh(**axes, simulated=True)
+        specs = fs.presets.full_shard(params, mesh)
+        step = fs.shard_step(
+            loss, specs, mesh=mesh, optimizer=fs.optim.sgd(0.1), backend="eager", accumulate=3
+        )
+        return fs.simulate(mesh, lambda rank: step(step.init(params), x)[1]["loss"].item())
+
+    few = torch.ones(12, 12, dtype=torch.float64).cumsum(0) / 12
+    few[::2] *= -1  # of four rows of a micro-batch two are chosen
+    assert losses({"pipeline": 2}, few) == losses({"shard": 1}, few) * 2
+    with pytest.raises(StateError, match=r"6 more than its bound of 2(?s:.*)a bound of 8 is enough"):
+        losses({"pipeline": 2}, few.abs())
 
 
 # ------------------------------------------------------------------ ranks that read early or late

@@ -37,9 +37,9 @@ def test_constrain_says_how_a_value_is_split() -> None:
     assert any("tensor" in line for line in counts(loss))
 
 
-@pytest.mark.parametrize("remat", ["unit", 0.9])
+@pytest.mark.parametrize("remat", ["unit", pytest.param(0.9, marks=pytest.mark.long), 1.0])
 def test_what_was_gathered_is_gathered_again_where_a_unit_is_recomputed(remat: Any) -> None:
-    """Between forward and backward a split sequence stays split, also where little is recomputed."""
+    """Between forward and backward a split sequence stays split, also where nothing else is made again."""
     model, mesh = decoder(), fs.make_mesh(tensor=2, abstract=True)
     specs = fs.presets.full_shard(model.params, mesh, tensor="tensor")
 

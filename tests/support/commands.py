@@ -171,7 +171,8 @@ def _streams(file: Any) -> list[str]:
 
 def forking(popen: Callable[..., Forked]) -> Any:
     """The module `subprocess`, as far as a launcher uses it."""
-    return SimpleNamespace(Popen=popen, TimeoutExpired=subprocess.TimeoutExpired)
+    names = ("STDOUT", "TimeoutExpired")
+    return SimpleNamespace(Popen=popen, **{name: getattr(subprocess, name) for name in names})
 
 
 def _become(

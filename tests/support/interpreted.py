@@ -238,10 +238,15 @@ def graphs(dtype: torch.dtype) -> Iterator[tuple[str, bool, Callable[[], fx.Grap
     step = fs.shard_step(lambda p, x, y: apply(p, x, y), specs, mesh=mesh, optimizer=optimizer)
     with mock.patch.object(attention, "chosen", lambda *_: "math"):  # flash attention is a library's
         found = step.lower(params, tokens, tokens)
-    for kernel in found.schedule.kernels.values():
+    yield from graphs_of(found.schedule)
+
+
+def graphs_of(schedule: Schedule) -> Iterator[tuple[str, bool, Callable[[], fx.GraphModule]]]:
+    """Every kernel of a schedule forwards and backwards, and its distinct updates."""
+    for kernel in schedule.kernels.values():
         for way, module in kernel.modules.items():
             yield f"{kernel.name} {way}", way is not Way.FORWARD, module
-    for leaves, paths in updates(found.schedule).items():
+    for leaves, paths in updates(schedule).items():
         yield f"update of {paths}", False, update_graph(leaves, torch.device("cpu"))
 
 

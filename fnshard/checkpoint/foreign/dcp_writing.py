@@ -15,15 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from fnshard.checkpoint.blocks import assign_leaves
 from fnshard.checkpoint.foreign.dcp import METADATA
@@ -273,24 +264,28 @@ def write_items(folder: Path, rank: int, items: Iterable[Item]) -> list[WrittenI
 
 def write_metadata(folder: Path, written: Iterable[WrittenItem]) -> None:
     """Write `.metadata` of all ranks' entries, and flush the folder."""
+    # It brings DTensor, whose import is a quarter of `import fnshard`'s.
+    from torch.distributed.checkpoint import metadata
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
     entries: dict[str, Any] = {}
-    stored: dict[MetadataIndex, _StorageInfo] = {}
+    stored: dict[metadata.MetadataIndex, _StorageInfo] = {}
     paths: dict[str, Path_] = {}
     for each in written:
         item, name = each.item, each.item.name
         paths[name] = item.path
         if item.dtype is None:
-            entries[name] = BytesStorageMetadata()
+            entries[name] = metadata.BytesStorageMetadata()
         elif name not in entries:
-            entries[name] = TensorStorageMetadata(
-                TensorProperties(dtype=item.dtype), torch.Size(item.shape), []
-            )
+            properties = metadata.TensorProperties(dtype=item.dtype)
+            entries[name] = metadata.TensorStorageMetadata(properties, torch.Size(item.shape), [])
         for box, file, at, length in each.places:
             if box is not None:
-                entries[name].chunks.append(ChunkStorageMetadata(torch.Size(box[0]), torch.Size(box[1])))
-            index = MetadataIndex(name, None if box is None else box[0])
+                chunk = metadata.ChunkStorageMetadata(*map(torch.Size, box))
+                entries[name].chunks.append(chunk)
+            index = metadata.MetadataIndex(name, None if box is None else box[0])
             stored[index] = _StorageInfo(file, at, length)
     with (folder / METADATA).open("xb") as file:
-        pickle.dump(Metadata(entries, planner_data=paths, storage_data=stored), file)
+        pickle.dump(metadata.Metadata(entries, planner_data=paths, storage_data=stored), file)
     flush_file(folder / METADATA)
     flush_directory(folder)

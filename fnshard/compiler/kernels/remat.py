@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch import fx
@@ -30,11 +30,14 @@ class Policy:
         budget: the fraction kept of what the backward wants; 0 keeps nothing but the segment's inputs.
         offload: whether what is kept rests on the host between forward and backward.
         save: ops whose results are kept though the budget is 0.
+        gathers_again: whether what ranks have gathered of one another's sequences is gathered again for the
+            backward, and not kept.
     """
 
     budget: float = 1.0
     offload: bool = False
     save: tuple[str, ...] = ()
+    gathers_again: bool = False
 
     @property
     def key(self) -> str:
@@ -44,9 +47,9 @@ class Policy:
 
 NAMED = {
     "none": Policy(),
-    "unit": Policy(0.0),
+    "unit": Policy(0.0, gathers_again=True),
     "offload": Policy(offload=True),
-    "unit+offload": Policy(0.0, offload=True),
+    "unit+offload": Policy(0.0, offload=True, gathers_again=True),
 }
 
 GROUPS = {
@@ -88,7 +91,7 @@ def _read_policy(value: Any) -> Policy | None:
     if isinstance(value, str):
         return NAMED.get(value)
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1:
-        return Policy(float(value))
+        return Policy(float(value), gathers_again=True)
     return None
 
 
@@ -117,7 +120,7 @@ def policies(
 
 
 def _add_save(policy: Policy, save: Sequence[str]) -> Policy:
-    return Policy(policy.budget, policy.offload, tuple(save) if policy.budget == 0 else ())
+    return replace(policy, save=tuple(save) if policy.budget == 0 else ())
 
 
 def is_saved(node: fx.Node, save: str) -> bool:

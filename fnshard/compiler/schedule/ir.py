@@ -379,7 +379,7 @@ class Schedule:
         reduced: by bucket, the value that holds its gradients at the end.
         families: by path, how each leaf that trains is updated.
         offloaded: segments that keep on the host what they keep for their backward.
-        recomputed: segments that keep nothing but their inputs.
+        recomputed: segments that gather sequences again for their backward.
         rounds: by segment and whether it is its backward, the number of the round in which all micro-batches
             run it one after another. It is empty where each runs alone.
         stage: the stage of a pipeline that runs the schedule; `specs`, `kernels`, `buckets` and `families`
@@ -451,9 +451,9 @@ class Schedule:
         """The line that has issued each flight, by the flight's name."""
         return {i.writes[0]: i for i in self.instructions if i.lane != COMPUTE}
 
-    @property
+    @cached_property
     def summed_axes(self) -> tuple[str, ...]:
-        """The axes over whose ranks gradients and scalars are summed."""
+        """Return the axes over whose ranks gradients and scalars are summed."""
         return summed_axes(self.specs.values(), self.mesh)
 
     def __str__(self) -> str:

@@ -38,15 +38,15 @@ from fnshard.errors import ScheduleError
 
 @dataclass
 class _State:
-    """What is known of values at one line of a schedule.
+    """The knowledge of values at one line of a schedule.
 
     Args:
-        live: values that are alive.
-        memory: by value, what it may be a view of; see `follow_aliases`.
-        flying: flights that are not waited for, with the number and the line of their issue.
-        taken: values that were overwritten, by the line that may have written to them.
-        given_back: buffers of the host's pool, by the line that has freed them.
-        writers: by value, the line that has written it.
+        live: the values that are alive.
+        memory: the values of which each may be a view, see `follow_aliases`.
+        flying: the flights that are not waited for, with the number and the line of their issue.
+        taken: the values that were overwritten, with the number of the line that may have written to them.
+        given_back: the buffers of the host's pool, with the number of the line that has freed them.
+        writers: the line that has written each value.
         problems: the faults so far.
     """
 

@@ -197,21 +197,21 @@ _STORAGES = {
     "ComplexDoubleStorage": torch.complex128, "UntypedStorage": torch.uint8,
 }  # fmt: skip
 
-# Objects beside the tensors of a training state that are not needed, and not made.
+# Objects beside the tensors of a training state that are not needed, and so not made.
 IDLE = ("argparse.Namespace", "deepspeed.", "lightning.", "numpy.", "omegaconf.", "pathlib.",
         "pytorch_lightning.")  # fmt: skip
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """What a pickle names in place of a storage's class."""
+    """A kind of storage, which a pickle names by a class."""
 
     dtype: torch.dtype
 
 
 @dataclass(frozen=True)
 class _Storage:
-    """A storage: where its bytes begin, and how many there are."""
+    """A storage, as a range of bytes in a file."""
 
     path: Path
     at: int

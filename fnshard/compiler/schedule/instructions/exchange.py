@@ -131,8 +131,11 @@ class Exchange(Instruction):
             if joined is None:
                 env[out] = result.view(shape)
             else:
-                rows = result.view(ranks, -1) if isinstance(result, Tensor) else result
-                env[out] = torch.cat([row.view(row_shape) for row in rows], joined)
+                if isinstance(result, Tensor):
+                    rows = result.view(ranks, *row_shape).unbind(0)
+                else:
+                    rows = [row.view(row_shape) for row in result]
+                env[out] = torch.cat(rows, joined)
 
         return on_arrival(wait, take)
 
