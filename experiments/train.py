@@ -93,7 +93,7 @@ def train(config: TrainConfig, folder: RunFolder, overrides: list[str], stop: St
         goal = goal_of(config, data)
         run.open_report(state, plan, goal, data.tokens, data.unit)
 
-        # What measures the model on held-out data, where `Run.measures` says so.
+        # What measures the model on held-out data, where `Run.is_measured_after` says so.
         def measure(number: int, state: fs.TrainState) -> float:
             with run.timer.during("evaluation"):
                 loss, more = mean_over(forward, state.params, held_out_rows(data, plan, mesh), mesh.device)
