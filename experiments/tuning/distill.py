@@ -21,7 +21,7 @@ def distill(tuning: Tuning, config: ObjectiveConfig, *, training: bool) -> Calla
     student answers itself. All logits of a micro-batch are there at once, and `data.tokens` bounds them. If
     one vocabulary has more rows than the other, those that both have count.
 
-    The batch is as in `objectives.sft`, or as in `objectives.policy_gradient`, whose rewards do nothing.
+    The batch is as in `objectives.sft`, or as in `objectives.policy_gradient`, whose rewards are not read.
     """
     teacher = tuning.teacher
     vocab = min(tuning.lm.vocab, teacher.vocab)

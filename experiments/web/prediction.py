@@ -117,7 +117,7 @@ def explain_arguments(draft: Draft, config: Any, precision: str, hardware: str) 
         mesh = fs.make_mesh(shard=1, device=here.run.device, abstract=True)
         hardware = hardware_of(AUTO, mesh).name
         said["mesh.shard"] = here.mesh.shard
-    own = [each for each in draft.arguments if not each.startswith("hardware")]
+    own = [each for each in draft.arguments if each.partition("=")[0] not in ("hardware", "hardware.name")]
     own = [each for each in own if each.partition("=")[0] not in said]
     return [*own, *(f"{key}={value}" for key, value in said.items()), f"hardware={hardware}"]
 

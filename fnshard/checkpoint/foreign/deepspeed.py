@@ -169,7 +169,7 @@ def tensor_of_runs(name: str, shape: Sequence[int], runs: Sequence[Run]) -> File
         at += length
     check_pieces(name, shape, pieces)
     if not runs:
-        raise Corrupt(f"has no values of {name!r} {list(shape)}")
+        raise Corrupt(f"has no values of {name!r} {list(shape)}; parameters without elements are not read")
     vector = runs[0][0]
     return FileTensor(vector.path.name, Pieces(vector.dtype, shape, pieces), vector.dtype, shape)
 

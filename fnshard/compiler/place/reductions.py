@@ -32,7 +32,7 @@ def _without_padding(call: Call, split: Split, over: Partial) -> Callable[..., T
     """Return the op with a number that is neutral to it in the place of padding."""
     value, size = call.tensors[0], call.tensors[0].shape[split.dim] // split.outer
     part, trailing = call.part(value.shape, split), [1] * (value.dim() - split.dim - 1)
-    neutral = 0 if over == PARTIAL or value.dtype == torch.bool else _least(value.dtype)
+    neutral = 0 if over == PARTIAL or call.value.dtype == torch.bool else _least(value.dtype)
 
     def run(index: Tensor, x: Tensor) -> Tensor:
         inside = torch.arange(part, device=x.device) + index * part < size
