@@ -504,18 +504,29 @@ SMALL_MIXTURE = (
 )  # fmt: skip
 
 
-def test_a_mixture_is_split_by_experts_and_carried_on_from_few_layers(tmp_path, monkeypatch) -> None:
-    words = [f"--config-dir={MIXTURE}", "experiment=deepseek_v3", *SMALL_MIXTURE, "devices=4", "rows=32"]
-    config = validate(COMMAND, words)
+def mixture_of() -> tuple[list[str], Planner]:
+    """Return the words of a command, and its plans."""
+    own = [f"--config-dir={MIXTURE}", "experiment=deepseek_v3", *SMALL_MIXTURE]
+    words = [*own, "devices=4", "rows=32"]
+    return words, Planner(validate(COMMAND, words), 4, H100)
+
+
+def test_a_mixture_is_split_by_experts(tmp_path, monkeypatch) -> None:
+    words, planner = mixture_of()
+    config = planner.config
     assert config.is_layered and config.layers == 9 and config.odd_layers == 1 and config.experts == 8
-    planner = Planner(config, 4, H100)
     assert Knobs(1, 1, expert=4) in planner.splits()
-    assert planner.is_valid(Knobs(1, 1, expert=2, pipeline=2, chunks=2)) and not planner.is_valid(
-        Knobs(1, 2, 2)
-    )
-    for knobs in (Knobs(1, 1, expert=4, remat="unit"), Knobs(1, 2, expert=2)):
-        near, exact = planner.walk.price_once(knobs), planner.exact(knobs)
-        assert near.seconds == pytest.approx(exact.seconds, rel=1e-6)
-        assert near.peak_bytes == pytest.approx(exact.peak_bytes, rel=0.01)
+    assert planner.is_valid(Knobs(1, 1, expert=2, pipeline=2, chunks=2))
+    assert not planner.is_valid(Knobs(1, 2, 2))
     _, run = printed_run(monkeypatch, tmp_path, Knobs(1, 1, expert=4), *words)
     assert run.mesh.expert == 4 and run.mesh.expert_capacity == 1.5 and run.model == config.model
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("knobs", [Knobs(1, 1, expert=4, remat="unit"), Knobs(1, 2, expert=2)], ids=str)
+def test_a_mixture_is_carried_on_from_few_layers(knobs: Knobs) -> None:
+    """Behind the first layer, which has no experts."""
+    _, planner = mixture_of()
+    near, exact = planner.walk.price_once(knobs), planner.exact(knobs)
+    assert near.seconds == pytest.approx(exact.seconds, rel=1e-6)
+    assert near.peak_bytes == pytest.approx(exact.peak_bytes, rel=0.01)
