@@ -99,6 +99,7 @@ def test_what_dies_hangs_or_fails_is_named_and_the_rest_goes_on(toys: Any, tmp_p
 
     toys.setattr(gpu_parts, "presets", dies)
     toys.setattr(gpu_parts, "compiled", fails)
+    toys.setattr(device.Stub, "is_well", lambda self: False)  # so that what fails is the last of its process
     toys.setattr(gpu_parts, "race", hangs)
     wait_for, hung = gpu.wait_for, gpu.stage_file(tmp_path, "speed")
 
@@ -116,7 +117,7 @@ def test_what_dies_hangs_or_fails_is_named_and_the_rest_goes_on(toys: Any, tmp_p
     assert works["parts"]["presets"] == {"presets, fp64, off by": "0"}
     assert works["failures"]["presets"].startswith("ended with -9")
     assert works["failures"]["compiled"].startswith("ValueError: no such thing (test_gpu_ladder.py:")
-    assert works["parts"]["syncs"] == {"found": "eager"}
+    assert works["parts"]["syncs"] == {"found": "eager"} and set(works["failures"]) == {"presets", "compiled"}
     assert speed["parts"]["rows-2"] == {"full_shard": "7 ms"} and "not done" in speed["failures"]["rows-2"]
     assert read_stage(tmp_path, "more")["parts"] == {"attention": {"found": "eager"}}
     rows = {(row[0], row[1], row[2]): row[3] for row in result.rows}
