@@ -23,7 +23,7 @@ from torch import Tensor
 from experiments.bench import ranks
 from experiments.bench.config import BenchConfig, read
 from experiments.bench.contenders import Plan, Training, batches, limit, make_task, repeated
-from experiments.bench.measure import barrier, interleaved, rank
+from experiments.bench.measure import barrier, interleave, rank
 from fnshard.analysis.tables import columns
 from fnshard.launcher.local import launch
 from fnshard.launcher.rank import run_rank
@@ -103,7 +103,7 @@ def main(config: BenchConfig) -> None:
     MOVED.clear()
     works["as it is"]()
     moved = dict(MOVED)
-    seconds = interleaved(works, config.rounds, steps=config.steps)
+    seconds = interleave(works, config.rounds, steps=config.steps)
     if rank() == 0:
         rows = [["", "step ms", "saves ms", "MB moved", "GB/s"]]
         for name, own in seconds.items():

@@ -44,7 +44,7 @@ from experiments.bench.contenders import (
 )
 from experiments.bench.device import DEVICES
 from experiments.bench.device_time import list_copies, list_gaps, list_kernels, read_events, time_kinds
-from experiments.bench.measure import interleaved, ratio, release, say, timed
+from experiments.bench.measure import interleave, ratio, release, say, timed
 from experiments.lib.decoder import Decoder, loss_function, next_token_loss
 from fnshard.plot.scales import byte_text, digits
 
@@ -244,7 +244,7 @@ def race(
                 traceback.print_exc()
                 lost.append(f"{name}: {type(error).__name__}: {first_line(error)}")
             else:
-                alive[name].seconds += interleaved({name: alive[name].step}, 1, **clock_of(config))[name]
+                alive[name].seconds += interleave({name: alive[name].step}, 1, **clock_of(config))[name]
                 found |= summarize(config, done)
                 yield found
         if OURS in alive:
@@ -252,7 +252,7 @@ def race(
             yield found
         for number in range(config.rounds):
             steps = {name: racer.step for name, racer in alive.items()}
-            for name, (seconds,) in interleaved(steps, 1, seed=number, **clock_of(config)).items():
+            for name, (seconds,) in interleave(steps, 1, seed=number, **clock_of(config)).items():
                 if number == 0:
                     alive[name].seconds.clear()  # of when it was alone
                 alive[name].seconds.append(seconds)

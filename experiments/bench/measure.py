@@ -1,5 +1,5 @@
-"""The common parts of all cases: clocks over ranks, interleaved rounds, live bytes, and how results are
-kept."""
+"""The parts that all cases share: clocks over ranks, interleaved rounds, live bytes, and writing of
+results."""
 
 from __future__ import annotations
 

@@ -263,12 +263,12 @@ class DryUpdater:
                 self.context.tracker.look(workspace=taken)
             for path in paths:
                 keeps = flow_of(schedule.families[path].derived, number).keeps
-                out[path] = {name: self._kept(path, name, slots, params) for name in keeps}
+                out[path] = {name: self._keep(path, name, slots, params) for name in keeps}
             return out
 
         return update
 
-    def _kept(self, path: str, name: str, slots: Any, params: Any) -> Tensor:
+    def _keep(self, path: str, name: str, slots: Any, params: Any) -> Tensor:
         """Return a value that a stretch hands on: state as it is, or a new tensor."""
         slot = name.removeprefix("slots.")
         if slot != name:
@@ -354,12 +354,12 @@ class DryTransfers:
         nbytes = like.numel() * dtype.itemsize
         stride = like.stride()
         if not like.is_contiguous():
-            with self.tracker.placed(UNCOUNTED):
+            with self.tracker.place_in(UNCOUNTED):
                 stride = torch.empty_like(like).stride()
         if self.free.get(nbytes):
             flat = self.free[nbytes].pop()
         else:
-            with self.tracker.placed("host"):
+            with self.tracker.place_in("host"):
                 flat = self.tracker.new((nbytes,), torch.uint8)
         return flat.view(dtype).as_strided(like.shape, stride)
 

@@ -119,7 +119,7 @@ class StorageTracker(TorchDispatchMode):
             with self:
                 out = code()
         elif func is torch.ops.aten.cat.default and len({(t.dtype, t.dim()) for t in args[0]}) == 1:
-            out = _joined(*args)  # the operator itself takes a hundred times as long on "meta"
+            out = _join(*args)  # the operator itself takes a hundred times as long on "meta"
         else:
             out = func(*args, **(kwargs or {}))
         for value in out if isinstance(out, tuple | list) else (out,):
@@ -156,11 +156,11 @@ class StorageTracker(TorchDispatchMode):
         return -(-size // CUDA_BLOCK_bytes) * CUDA_BLOCK_bytes if on_cuda else size
 
     def _watch(self, address: int, storage: Any, record: Storage) -> None:
-        record.reference = weakref.ref(storage, lambda _: self._died(address))
+        record.reference = weakref.ref(storage, lambda _: self._forget(address))
         self.alive[address] = record
         self.live[record.tier] += record.bytes
 
-    def _died(self, address: int) -> None:
+    def _forget(self, address: int) -> None:
         dead = self.alive.pop(address)
         self.live[dead.tier] -= dead.bytes
         if dead.slot is not None:
@@ -184,7 +184,7 @@ class StorageTracker(TorchDispatchMode):
         return self.alive[storage._cdata]
 
     @contextmanager
-    def placed(self, tier: str, slot: Any = None) -> Iterator[None]:
+    def place_in(self, tier: str, slot: Any = None) -> Iterator[None]:
         """Let storages that are made within lie in another tier, or in a slot of shared memory."""
         before, self.tier, self.slot = self.tier, tier, slot
         yield
@@ -251,8 +251,8 @@ class StorageTracker(TorchDispatchMode):
 _SENT = (Kind.NORMS, Kind.UPDATED, Kind.WRITTEN, Kind.FLIGHT)
 
 
-def _joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """Return what joining tensors gives."""
+def _join(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Return an empty tensor of the shape that joining some gives."""
     first, shape = parts[0], list(parts[0].shape)
     shape[dim] = sum(part.shape[dim] for part in parts)
     return torch.empty(shape, dtype=first.dtype, device=first.device)

@@ -1,28 +1,31 @@
-"""Timeline: a simulated run of a schedule on lanes: compute, communicators, transfer, the optimizer next to
-kernels, the host's updates.
+"""Timeline: simulate a schedule on lanes.
 
-The host issues lines in order and runs ahead; a lane does one thing at a time, in the order of issue; a
-collective starts when what it sends is packed, a transfer when what it reads is there; a Wait holds the
-compute lane until its flight is done. Each communicator is a lane: a process group carries one collective
-after another, and the groups of other axes, or of sums besides gathers, run side by side as their streams do
-on a device. What they share is the links. A rank has one within its node and one to other nodes, and a link
-serves flights one at a time, in the order of issue, each for as long as its bytes take there: an exchange
-within a node does not wait for a gather between nodes, and two gathers between nodes do wait for one another.
-A group with several ranks on each of several nodes keeps both links busy, each with its share of the bytes.
-The time in which ranks meet holds no link. (NCCL's flights share a link's rate instead of queueing: the last
-of them lands at the same time, and only a small one behind a large one lands earlier than here.) A message
-between stages of a pipeline is small and urgent, so it does share the rate: it does not queue, takes up to
-twice as long where the link is busy, and holds up by its own bytes what comes behind it.
+The lanes are compute, communicators, transfer, the optimizer next to kernels, and the host's updates. The
+host issues lines in order and runs ahead. A lane does one thing at a time, in the order of issue. A
+collective starts when its message is packed, and a transfer when the values that it reads are there. A Wait
+holds the compute lane until its flight is done.
+
+Each communicator is a lane. A process group carries one collective after another, and the groups of other
+axes, or of sums besides gathers, run side by side, as their streams do on a device. They share the links. A
+rank has one link within its node and one to other nodes, and a link serves flights one at a time, in the
+order of issue, each for as long as its bytes take there. So an exchange within a node does not wait for a
+gather between nodes, whereas two gathers between nodes wait for one another. A group with several ranks on
+each of several nodes keeps both links busy, each with its share of the bytes. The time in which ranks meet
+holds no link. (NCCL's flights share a link's rate instead of queueing. The last of them lands at the same
+time, and only a small one behind a large one lands earlier than here.) A message between stages of a pipeline
+is small and urgent, so it does share the rate: it does not queue, takes up to twice as long if the link is
+busy, and delays what comes behind it by its own bytes.
 
 The host itself stands still for gradients that it sums or updates with, for a copy from or to the disk tier
-(pageable memory; CUDA returns when it is done), and where an update on the host reads numbers of the step
-(its count, the summed scalars) that the device makes: once for each. Where nothing overlaps (a CPU), all
-lanes share one clock.
+(pageable memory, for which CUDA returns when the copy is done), and once for each number of the step (its
+count, the summed scalars) that the device makes and an update on the host reads. Where nothing overlaps, as
+on a CPU, all lanes share one clock.
 
-What a line takes: kernels are counted by `flops`; packing, casts and updates by their bytes; collectives by
-the algorithm bandwidth of rings: (n - 1) / n of a buffer for a gather, a scatter or an all-to-all, twice that
-for a sum (Patarasuk and Yuan, JPDC 2009), within a node or between nodes as the group lies. Values are as
-large as the ledger found them. The disk tier is mapped files: pageable memory, whose copies CUDA stages.
+The time of kernels comes from `flops`, and that of packing, casts and updates from their bytes. Collectives
+have the algorithm bandwidth of rings: (n - 1) / n of a buffer for a gather, a scatter or an all-to-all, and
+twice that for a sum (Patarasuk and Yuan, JPDC 2009), within a node or between nodes, as the group lies.
+Values are as large as the ledger found them. The disk tier is mapped files, pageable memory whose copies CUDA
+stages.
 """
 
 from __future__ import annotations
@@ -71,8 +74,8 @@ from fnshard.runtime.collectives.base import purpose_of
 from fnshard.runtime.executor.compiled_update import is_compilable
 from fnshard.runtime.host_worker import PENDING
 
-# How much longer kernels take, as a share of the time of an update that reads and writes memory next to them:
-# assumed, not measured.
+# The time by which an update that reads and writes memory next to kernels delays them, as a share of its own
+# time. It is assumed, not measured.
 SLOWDOWN = 0.5
 
 
@@ -81,9 +84,9 @@ class HardwarePricer:
     """A pricer of the lines of one schedule on one machine.
 
     Args:
-        sizes: bytes of values, by name (`Ledger.sizes`).
-        fused: kernels are compiled by Inductor; else every operator runs by itself.
-        compiled_update: an update is compiled, and moves gradients, state and stored copies once.
+        sizes: the bytes of values by name (`Ledger.sizes`).
+        fused: whether Inductor compiles kernels. Otherwise every operator runs by itself.
+        compiled_update: whether updates are compiled, and move gradients, state and stored copies only once.
     """
 
     schedule: Schedule
@@ -95,14 +98,14 @@ class HardwarePricer:
     def __post_init__(self) -> None:
         self._links: dict[tuple[str, tuple[str, ...]], tuple[Link, int, float]] = {}
         self._kernels: dict[tuple[str, Way], Price] = {}
-        self._flights: dict[tuple[Any, ...], dict[str, Any]] = {}  # many are alike
+        self._flights: dict[tuple[Any, ...], dict[str, Any]] = {}  # kept, since many are alike
 
     def counted(self, line: Run) -> GraphCost:
         """Return the work of a kernel, one way."""
         return graph_cost(self.schedule.kernels[line.kernel].modules[line.way], fused=self.fused)
 
     def kernel(self, line: Run) -> Price:
-        """Return device and host seconds of a kernel, counted once per kernel and way."""
+        """Return the device and host seconds of a kernel, which are counted once for each kernel and way."""
         key = (line.kernel, line.way)
         if key not in self._kernels:
             cost, h = self.counted(line), self.hardware
@@ -111,9 +114,9 @@ class HardwarePricer:
         return self._kernels[key]
 
     def graphs(self, graphs: Sequence[fx.GraphModule]) -> Price:
-        """Return what graphs take that run one after another, operator by operator.
+        """Return the price of graphs that run one after another, operator by operator.
 
-        Of a `torch.cond` the second side is counted, the usual one where the first is taken every n steps.
+        The second side of a `torch.cond` counts, which is the usual one if the first is taken every n steps.
         """
         waiting, costs = list(graphs), []
         while waiting:
@@ -128,13 +131,12 @@ class HardwarePricer:
         return self.schedule.buckets[line.bucket]
 
     def block_bytes(self, bucket: Bucket, dtype: str) -> float:
-        """Count the bytes of this rank's blocks of a bucket's leaves, in the dtype of that name in their
-        specs."""
+        """Count the bytes of this rank's blocks of a bucket's leaves, in their specs' dtype of that name."""
         specs = self.schedule.specs
         return float(sum(p.numel * getattr(specs[p.path], dtype).itemsize for p in bucket.pieces))
 
     def leaf_bytes(self, bucket: Bucket, dtype: str) -> float:
-        """Count the bytes of the full leaves of a bucket, in such a dtype."""
+        """Count the bytes of the full leaves of a bucket, in their specs' dtype of that name."""
         specs = self.schedule.specs
         return float(sum(math.prod(p.shape) * getattr(specs[p.path], dtype).itemsize for p in bucket.pieces))
 
@@ -142,30 +144,29 @@ class HardwarePricer:
         return float(sum(self.sizes[n] for n in names))
 
     def copy(self, size: float, **more: Any) -> Price:
-        """Return what packing, unpacking, a cast or a sum takes, of bytes read and written."""
+        """Return the price of packing, unpacking, a cast or a sum, by the bytes that it reads and writes."""
         return self.compute(self.hardware.copy.seconds(size), size, **more)
 
     def unpacked(self, line: Gather | ReduceScatter) -> bool:
-        """Return whether a collective reads and writes leaves where they lie, as `Group` does on
-        accelerators."""
+        """Return whether a collective reads and writes leaves in place, as `Group` does on accelerators."""
         alike = end_to_end(self.bucket(line), self.schedule.mesh) and line.in_place(self.schedule)
         return self.hardware.overlap and alike
 
     def here_or_on_host(self, line: Instruction, size: float) -> Price:
-        """Return what a cast or sum of so many bytes takes, on the host if what it reads rests there."""
+        """Return the price of a cast or sum of so many bytes, on the host if the values rest there."""
         if not line.on_host(self.schedule):
             return self.copy(size)
         h = self.hardware
         return Price(size / h.host_update_bytes_per_s, h.instruction_seconds, on_host=True)
 
     def compute(self, seconds: float, size: float, **more: Any) -> Price:
-        """Return what one small operator takes on the device."""
+        """Return the price of one small operator on the device."""
         h = self.hardware
         launch, floor = (h.launch_seconds, h.floor_seconds) if size else (0.0, 0.0)
         return Price(max(seconds, floor), h.instruction_seconds + launch, **more)
 
     def collective(self, verb: str, axes: tuple[str, ...], size: float) -> dict[str, Any]:
-        """Return the flight of `size` bytes, the whole buffer."""
+        """Return the flight of a whole buffer of `size` bytes."""
         key = verb, axes, size
         if key not in self._flights:
             self._flights[key] = self._fly(*key)
@@ -179,7 +180,7 @@ class HardwarePricer:
         if n == 1:
             return {}
         sent = (2 if verb == "all_reduce" else 1) * (n - 1) / n * size
-        # Meeting takes as long as a tree is deep; what is carried does not depend on it.
+        # Ranks meet in a time that grows with the depth of a tree. Carrying the bytes does not depend on it.
         seconds = link.latency_seconds * math.ceil(math.log2(n)) + getattr(link, verb).seconds(sent)
         leaving = 1 / adapters  # the share of the bytes that goes to other nodes through this rank's adapter
         shares = {"node": 1 - leaving, "network": leaving}
@@ -213,10 +214,12 @@ class HardwarePricer:
         }  # fmt: skip
 
     def transfer(self, line: ToDevice | ToHost) -> Price:
-        """Return what a transfer takes over the host link; what rests on disk goes over the disk, too, and
-        the host waits."""
+        """Return the price of a transfer over the host link.
+
+        Values that rest on disk go over the disk, too, and the host waits for them.
+        """
         h = self.hardware
-        # Where state is written `into`, each value read goes to one home; a master copy rests with its slots.
+        # If state is written `into`, each value goes to one home. A master copy rests with its slots.
         homes = line.into if isinstance(line, ToHost) and line.into else line.reads
         disk = tuple(n for n, home in zip(line.reads, homes, strict=True) if self.rests_on_disk(home))
         seconds = (
@@ -237,8 +240,11 @@ class HardwarePricer:
         return (spec.memory if name.kind is Kind.STORED else spec.optimizer_memory) == "disk"
 
     def update_bytes(self, line: Update) -> float:
-        """Return what a stretch of updates reads and writes: gradients, state and what was made before; and
-        casts, where these are not a part of a compiled update."""
+        """Count the bytes that a stretch of updates reads and writes.
+
+        They are those of gradients, state and values of earlier stretches, and of casts unless these are a
+        part of a compiled update.
+        """
         bucket, specs, mesh = self.schedule.buckets[line.bucket], self.schedule.specs, self.schedule.mesh
         size = 0.0
         for path, its_slots in zip(line.paths, slots(line.paths), strict=True):
@@ -277,9 +283,10 @@ class HardwarePricer:
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch of a lane: what line `index` of the schedule does there; seconds since the step began.
+    """A stretch of a lane in which line `index` of the schedule runs, in seconds since the step began.
 
-    `communicator`: which lane of all for communication, where these run side by side.
+    Args:
+        communicator: the lane among those for communication, which run side by side.
     """
 
     index: int
@@ -297,15 +304,21 @@ _NOT_PLAIN = ("spans", "stages", "bubble_seconds")
 
 @dataclass(frozen=True)
 class Timeline:
-    """A step as it should run; prints as a short table.
+    """A step as it should run. It prints as a short table.
 
-    `busy_seconds`: how long a lane has anything to do; of communication how long any communicator has.
-    `exposed_*_seconds`: how long compute stood still for a collective, or a transfer. `model_flops`: of
-    forward and backward without recomputation; `hardware_flops`: with it; both of one rank and one step.
-    `peak_flops`: of one device, per second, in the dtype of most FLOPs; NaN where nobody knows it.
-    `interval`: seconds between which most steps lay that were compared (`Hardware.spread`), where some were.
-    `bubble_seconds`: in a pipeline, how long compute stood still for other stages. `stages`: of each stage;
-    the rest is then of the stage that computes longest, but for FLOPs and the bubble, which are means.
+    Args:
+        busy_seconds: the time for which each lane has anything to do. Communication is busy while any
+            communicator is.
+        exposed_communication_seconds, exposed_transfer_seconds: the time for which compute stands still for a
+            collective, or for a transfer.
+        model_flops: the FLOPs of one rank's step, forward and backward, without recomputation.
+        hardware_flops: the same with recomputation.
+        peak_flops: the peak of one device, per second, in the dtype of most FLOPs; NaN if nobody knows it.
+        interval: the seconds between which most compared steps lay (`Hardware.spread`), if some were
+            compared.
+        bubble_seconds: in a pipeline, the time for which compute stands still for other stages.
+        stages: the timelines of a pipeline's stages. All else is then that of the stage that computes
+            longest, except for FLOPs and the bubble, which are means.
     """
 
     hardware: str
@@ -363,7 +376,11 @@ class Timeline:
 
 
 def simulate(pricer: HardwarePricer, tokens: int | None) -> Timeline:
-    """Simulate the pricer's schedule; `tokens`: of one step, all ranks together, if known."""
+    """Simulate the pricer's schedule.
+
+    Args:
+        tokens: the tokens of one step on all ranks together, if known.
+    """
     clock = _Together() if pricer.hardware.overlap else _OneClock()
     for index, line in enumerate(pricer.schedule.instructions):
         clock.step(index, line, line.price(pricer))
@@ -373,21 +390,21 @@ def simulate(pricer: HardwarePricer, tokens: int | None) -> Timeline:
 def simulate_stages(
     pricers: Sequence[HardwarePricer], order: Sequence[Place], tokens: int | None
 ) -> Timeline:
-    """Simulate the stages of a pipeline side by side, a rank of each.
+    """Simulate the stages of a pipeline side by side, with one rank of each.
 
-    What a stage receives is there when the other has sent it and it has travelled; a collective over the
-    pipeline ends when it does on the stage that comes last.
+    A message is there when the other stage has sent it and it has travelled. A collective over the pipeline
+    ends when it does on the stage that comes last.
 
     Args:
-        pricers: of the stages' schedules.
-        order: of their lines, as `together` merges them.
-        tokens: of one step, all ranks together, if known.
+        pricers: the pricers of the stages' schedules.
+        order: the order of their lines, as `together` merges them.
+        tokens: the tokens of one step on all ranks together, if known.
     """
     schedules = [pricer.schedule for pricer in pricers]
     clocks = [_Together() if pricer.hardware.overlap else _OneClock() for pricer in pricers]
-    numbers: dict[tuple[Any, ...], int] = {}  # by kind of meeting and stage, how many there were
-    landed: dict[tuple[Any, ...], float] = {}  # by meeting, when it is over
-    due: dict[tuple[int, str], tuple[Any, ...]] = {}  # by stage and flight, the meeting that it is a part of
+    numbers: dict[tuple[Any, ...], int] = {}  # the number of meetings so far, by kind and stage
+    landed: dict[tuple[Any, ...], float] = {}  # the time at which each meeting is over
+    due: dict[tuple[int, str], tuple[Any, ...]] = {}  # the meeting that each stage's flight is a part of
     for stage, index in order:
         line, clock = schedules[stage].instructions[index], clocks[stage]
         if isinstance(line, Wait) and (stage, line.reads[0]) in due:
@@ -414,7 +431,7 @@ def simulate_stages(
 
 
 def _timeline(pricer: HardwarePricer, clock: _Clock, seconds: float, tokens: int | None) -> Timeline:
-    """Sum up what a clock has seen in a step of so many seconds."""
+    """Sum up a clock's spans in a step of so many seconds."""
     hardware = pricer.hardware
     busy = {lane: time_alone([s for s in clock.spans if s.lane == lane]) for lane in LANES}
     model, spent, dtype = _flops(pricer)
@@ -437,7 +454,7 @@ def _timeline(pricer: HardwarePricer, clock: _Clock, seconds: float, tokens: int
 
 
 def time_alone(spans: Sequence[Span], covering: Sequence[Span] = ()) -> float:
-    """Return how long any of some spans runs while none of those that are `covering` does."""
+    """Return the time for which any of some spans runs while none of the `covering` ones does."""
     edges = [(s.start, 1, 0) for s in spans] + [(s.end, -1, 0) for s in spans]
     edges += [(s.start, 0, 1) for s in covering] + [(s.end, 0, -1) for s in covering]
     total, mine, others, before = 0.0, 0, 0, 0.0
@@ -449,10 +466,10 @@ def time_alone(spans: Sequence[Span], covering: Sequence[Span] = ()) -> float:
 
 
 def _flops(pricer: HardwarePricer) -> tuple[float, float, str]:
-    """Return model FLOPs, hardware FLOPs, and the dtype most of them are in.
+    """Return model FLOPs, hardware FLOPs, and the dtype of most of them.
 
-    A backward without recomputation costs twice its forward, or less where leaves are frozen: the lesser
-    of that and what its kernels do.
+    A backward without recomputation costs twice its forward, or less if leaves are frozen. So the lesser of
+    that and its kernels' FLOPs counts.
     """
     runs = [line for line in pricer.schedule.instructions if isinstance(line, Run)]
     back: dict[tuple[int, str], float] = {}  # by segment and micro-batch
@@ -476,13 +493,17 @@ def _flops(pricer: HardwarePricer) -> tuple[float, float, str]:
 
 @dataclass
 class _Clock:
-    """The clocks so far. `ready`: when a value in flight, or one made on the host, is there."""
+    """A clock of the lanes.
+
+    Args:
+        ready: the times at which values in flight, or made on the host, are there.
+    """
 
     spans: list[Span] = field(default_factory=list)
     ready: dict[str, float] = field(default_factory=dict)
     exposed: dict[str, float] = field(default_factory=lambda: dict.fromkeys(LANES, 0.0))
     idle: float = 0.0  # seconds in which compute waits for other stages of a pipeline
-    held: set[str] = field(default_factory=set)  # flights that other stages are a part of
+    held: set[str] = field(default_factory=set)  # flights in which other stages take part
 
     def note(
         self, index: int, line: Instruction, lane: str, start: float, seconds: float, communicator: str = ""
@@ -507,7 +528,7 @@ class _OneClock(_Clock):
             self.exposed[price.lane] += price.flight_seconds
 
     def landing(self, flight: str) -> float:
-        """Return when a flight that this rank has issued is over."""
+        """Return the time at which a flight that this rank has issued is over."""
         return self.now
 
     def hold(self, flight: str, until: float) -> None:
@@ -521,12 +542,15 @@ class _OneClock(_Clock):
 
 @dataclass
 class _Together(_Clock):
-    """A clock of lanes that run side by side; `host` is the thread that launches, and what the host computes
-    is the worker's.
+    """A clock of lanes that run side by side.
 
-    `free`: when a lane is, and when a communicator; `free_links`: when a link between ranks is.
-    `numbers_sent`: which numbers of the step the host has been sent. `pending`: when the worker is done with
-    what it was given last. `began`: when what is in flight did.
+    Args:
+        host: the time of the thread that launches. The worker's thread computes on the host.
+        pending: the times at which the worker is done with the tasks that it was given last.
+        free: the times at which lanes and communicators are free.
+        free_links: the times at which links between ranks are free.
+        numbers_sent: the numbers of the step that the host has been sent: before the scalars, and after.
+        began: the times at which flights began.
     """
 
     host: float = 0.0
@@ -556,12 +580,12 @@ class _Together(_Clock):
             start = max(self.host, self.free[COMPUTE])
             self.free[COMPUTE] = self.note(index, line, COMPUTE, start, seconds)
         if price.flight_seconds:
-            # What goes out was computed on the compute lane; what comes in gets memory that was freed there.
+            # A flight sends values of the compute lane, or receives into memory that was freed there.
             queue = price.communicator or price.lane
             start = issued = max(self.host, self.free.get(queue, 0.0), there, self.free[COMPUTE])
             flight = price.flight_seconds
             for name, seconds in price.link_seconds.items():
-                # A link goes on with the next flight, also where this one still waits for its other link.
+                # A link goes on with the next flight, even if this one still waits for its other link.
                 begins = max(issued, self.free_links.get(name, 0.0))
                 self.free_links[name] = begins + seconds
                 if isinstance(line, Send):
@@ -577,8 +601,11 @@ class _Together(_Clock):
                 self.host = end
 
     def _numbers(self, line: Instruction) -> float:
-        """Return when an update on the host has the step's numbers: they are copied after all that compute
-        was given so far, once before the scalars are there and once after."""
+        """Return the time at which an update on the host has the step's numbers.
+
+        They are copied after all that compute was given so far, once before the scalars are there and once
+        after.
+        """
         summed = SCALARS in line.reads
         if not isinstance(line, Update) or summed in self.numbers_sent:
             return 0.0
@@ -586,7 +613,8 @@ class _Together(_Clock):
         return self.free[COMPUTE]
 
     def _wait(self, line: Wait, there: float) -> None:
-        """Let compute stand still; not for what the worker has sent, which is waited for where it is read."""
+        """Let compute stand still, except for the worker's messages, which are waited for where they are
+        read."""
         self.ready |= dict.fromkeys(line.writes, there)
         if line.is_for(ToDevice) and all(n.kind is Kind.STORED for n in line.writes):
             return
@@ -597,7 +625,7 @@ class _Together(_Clock):
         self.free[COMPUTE] = max(self.free[COMPUTE], there)
 
     def landing(self, flight: str) -> float:
-        """Return when a flight that this rank has issued is over."""
+        """Return the time at which a flight that this rank has issued is over."""
         return self.ready.get(flight, self.host)
 
     def hold(self, flight: str, until: float) -> None:
@@ -606,11 +634,11 @@ class _Together(_Clock):
         self.held.add(flight)
 
     def _expose(self, lane: str, until: float) -> None:
-        """Count how long compute has nothing to do until then."""
+        """Count the time for which compute has nothing to do until then."""
         self.exposed[lane] += max(0.0, until - max(self.host, self.free[COMPUTE]))
 
     def end(self) -> float:
-        """Wait for the worker, and for what that has sent; return when the step ends."""
+        """Wait for the worker and its messages, and return the time at which the step ends."""
         self.host = max(self.host, self.free[HOST])
         self._expose(TRANSFER, self.free[TRANSFER])
         return max(self.host, *self.free.values())

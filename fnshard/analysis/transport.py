@@ -110,7 +110,7 @@ class Counting:
         return self.tracker.new((numel,), dtype)
 
     def _in_slot(self, slot: SharedSlot, numel: int, dtype: torch.dtype) -> Tensor:
-        with self.tracker.placed(UNCOUNTED, slot):
+        with self.tracker.place_in(UNCOUNTED, slot):
             return self._new(numel, dtype)
 
     def _slot(self, flat: Tensor, heap: Slots) -> Tensor:
@@ -167,9 +167,9 @@ class Counting:
             kept = (rows, [self._new(part, dtype) for _ in range(n - 1)])
         else:
             kept = (rows, self._new(rows.numel(), rows.dtype))
-        return self._made(Flight(lambda: self._sum(part, dtype, n), until_release=kept))
+        return self._make(Flight(lambda: self._sum(part, dtype, n), until_release=kept))
 
-    def _made(self, flight: Flight) -> Handle[Any]:
+    def _make(self, flight: Flight) -> Handle[Any]:
         """Make results at the issue in shared memory, and otherwise when they are waited for."""
         return Done(flight.wait()) if self.kind == "shared" else flight
 
@@ -191,7 +191,7 @@ class Counting:
             return Flight(lambda: received, until_wait=rows)
         shared = self.kind == "shared"
         kept = self._slot(rows, self.reductions) if shared else (rows, self._new(numel, dtype))
-        return self._made(Flight(lambda: self._new(numel, dtype), until_release=kept))
+        return self._make(Flight(lambda: self._new(numel, dtype), until_release=kept))
 
     permute = all_to_all  # as much is received as is sent
 
@@ -204,7 +204,7 @@ class Counting:
         kept = self._new(numel, dtype) if simulated else self._slot(flat, self.gathers)
         into = None if kept is flat else flat
         pieces = n if self.kind == "shared" and flat.nbytes > SMALL_BYTES else 1
-        return self._made(Flight(lambda: self._sum(numel, dtype, n, pieces, into), until_release=kept))
+        return self._make(Flight(lambda: self._sum(numel, dtype, n, pieces, into), until_release=kept))
 
     def send(self, tensors: Sequence[Tensor], rank: int, what: str) -> Handle[None]:
         """Send to another rank, see `Collectives`. Copies are on their way until another task has run."""
@@ -224,7 +224,7 @@ class Counting:
         dies."""
         if self.kind != "shared" or self._ranks(axes) == 1:
             return None
-        slot = self._taken(axes, total * dtype.itemsize, views=sum(size > 0 for _, size in runs))
+        slot = self._take_unit(axes, total * dtype.itemsize, views=sum(size > 0 for _, size in runs))
         leaves = [self._in_slot(slot, size, dtype) for _, size in runs]
         write(leaves)
         return Done(leaves)
@@ -235,11 +235,11 @@ class Counting:
         """Sum over two ranks that keep their own rows, see `Shared.reduce_pair`."""
         if self.kind != "shared" or self._ranks(axes) != 2:
             return None
-        slot = self._taken(axes, 2 * numel * dtype.itemsize)
+        slot = self._take_unit(axes, 2 * numel * dtype.itemsize)
         result = self._in_slot(slot, numel, dtype)
         return Done(result if in_place else self._new(numel, dtype))  # in place, the sum lies there
 
-    def _taken(self, axes: Axes, nbytes: int, views: int = 1) -> SharedSlot:
+    def _take_unit(self, axes: Axes, nbytes: int, views: int = 1) -> SharedSlot:
         """Take a slot of leaves, with its header."""
         return _take(self.units.setdefault(tuple(axes), Slots(0)), header_bytes(self.mesh) + nbytes, views)
 

@@ -97,7 +97,7 @@ class UpdateMemory:
             )
             own_slots = {n: torch.empty(s, dtype=d, device=device) for n, (s, d) in self.slots[path].items()}
             params = {} if spec.updated_on == "host" and spec.memory == "device" else {path: stored}
-            made = {path: made_by(family, number)} if number else {}
+            made = {path: make_earlier_parts(family, number)} if number else {}
             scale = torch.empty((), dtype=torch.float64, device=device) if barrier else None
             control = StepControl(step=Step(torch.tensor(0)), scale=scale)
             control.once((family, updater.device(path)), lambda: numbers)
@@ -136,7 +136,7 @@ class UpdateMemory:
         return spec.sum_dtype if path in self._summed else spec.reduce_dtype
 
 
-def made_by(family: Family, number: int) -> dict[str, torch.Tensor]:
+def make_earlier_parts(family: Family, number: int) -> dict[str, torch.Tensor]:
     """Make tensors like those that earlier steps of the update have handed on, by name."""
     names = dict[str, None]()
     for before, step in enumerate(family.derived.steps[:number]):

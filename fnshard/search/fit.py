@@ -1,4 +1,4 @@
-"""Fit: the fastest plan whose predicted peak is within a budget, found on paper."""
+"""Fit: find the fastest plan whose predicted peak is within a budget, on paper."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from fnshard.step.lowered import Lowered
 
 __all__ = ["Fit", "fit"]
 
-CHOSEN = ("accumulate", "micro_order", "remat", "save", "prefetch", "overlap")  # options that `fit` gives
-LIMIT_LINES = 50_000  # of programs and schedules, that a search over meshes makes: a minute's work or so
-QUIET_S = 3.0  # between two lines on the console, and before the first
+CHOSEN = ("accumulate", "micro_order", "remat", "save", "prefetch", "overlap")  # options that `fit` chooses
+LIMIT_LINES = 50_000  # lines of programs and schedules of a search over meshes, about a minute's work
+QUIET_S = 3.0  # seconds between two lines on the console, and before the first
 NOT_LOOKED_AT = "not looked at, the search was cut short; fit(..., mesh=) looks at one mesh"
 
 
@@ -38,10 +38,14 @@ NOT_LOOKED_AT = "not looked at, the search was cut short; fit(..., mesh=) looks 
 class Fit:
     """A choice of `fit`.
 
-    `specs`, `mesh` and `options` are what `shard_step(fn, specs, mesh=mesh, optimizer=..., **options)` takes;
-    `lowered` is that step on paper, `timeline` its predicted run. `rejected`: the plans that differ in one
-    decision, with why they were not taken; `meshes`: the other meshes of as many ranks, likewise.
-    `cut_short`: whether that search ended before it was through, so that a faster plan may be left.
+    Args:
+        specs, mesh, options: arguments for `shard_step(fn, specs, mesh=mesh, optimizer=..., **options)`.
+        chosen: the plan with its price.
+        rejected: the plans that differ in one decision, each with the reason why it was not taken.
+        lowered: the step on paper.
+        timeline: the predicted run of the step.
+        meshes: the other meshes of as many ranks, each with the reason why it was not taken.
+        cut_short: whether the search ended before it was through, so that there may be a faster plan.
     """
 
     specs: Any
@@ -127,32 +131,32 @@ def fit(
     specs: Any = None,
     **options: Any,
 ) -> Fit:
-    """Return the fastest plan whose predicted peak is at most `device_bytes`: its specs, micro-batches and
-    their order, remat, prefetch and, with `ranks`, its mesh.
+    """Find the fastest plan whose predicted peak is at most `device_bytes`.
 
-    With `ranks` the search over meshes makes so many plans that it takes about a minute, the same ones on
-    every rank and machine. It says on the console what it is at, and names in `meshes` what it left out. A
-    batch is not cut into micro-batches where `fn` has an exchange (`fs.psum`) over a data axis: that is
-    another function.
+    A plan has specs, micro-batches and their order, remat, prefetch and, with `ranks`, a mesh. A batch is not
+    cut into micro-batches if `fn` has an exchange (`fs.psum`) over a data axis, since that would be another
+    function. With `ranks` the search makes so many plans that it takes about a minute, the same ones on every
+    rank and machine. It says on the console what it is at, and names in `meshes` what it left out.
 
     Args:
-        fn, params: as `shard_step` and `Step.lower` take them; `params` may be meta.
-        mesh: may be abstract.
-        batch: this rank's batch of one step, all micro-batches; may be meta. With `ranks` that of all ranks.
-        ranks: in place of a mesh: all ways to split so many ranks into `pipeline`, `replicate`, `shard` and,
-            within a node, `tensor` are looked at.
-        keywords: of the batch, what `fn` takes by name.
-        device_bytes: of one rank's device; default all that `hardware` has.
-        hardware: what the time is predicted for; a `Hardware` or the name of one.
-        optimizer: default AdamW.
-        specs: where to start from; layouts and dtypes are taken as they are. Default `presets.full_shard`.
-            With `ranks` a function of a mesh; default `presets.hybrid_shard` on meshes with an axis
-            "replicate", else `presets.full_shard`.
-        options: the fields of `StepOptions`, but for those that are chosen here.
+        fn, params: arguments of `shard_step` and `Step.lower`. The parameters may be meta.
+        mesh: the mesh, which may be abstract.
+        batch: this rank's batch of one step, with all micro-batches, which may be meta. With `ranks` it is
+            that of all ranks.
+        ranks: the number of ranks, in place of a mesh. The search looks at all ways to split them into
+            `pipeline`, `replicate`, `shard` and, within a node, `tensor`.
+        keywords: the part of the batch that `fn` takes by name.
+        device_bytes: the bytes of one rank's device; by default all that `hardware` has.
+        hardware: the hardware for which time is predicted, a `Hardware` or the name of one.
+        optimizer: the optimizer; by default AdamW.
+        specs: the specs to start from, whose layouts and dtypes are taken as they are; by default
+            `presets.full_shard`. With `ranks` a function of a mesh; by default `presets.hybrid_shard` on
+            meshes with an axis "replicate", else `presets.full_shard`.
+        options: the fields of `StepOptions`, except for those that are chosen here.
 
     Raises:
-        BudgetError: nothing fits; says the smallest budget that would do, what the memory goes to, and which
-            one dimension to change.
+        BudgetError: nothing fits. The error says the smallest budget that would do, what the memory goes to,
+            and which one dimension to change.
 
     >>> import torch
     >>> from fnshard import make_mesh
@@ -183,10 +187,10 @@ def make_space(
     specs: Any = None,
     **options: Any,
 ) -> FunctionSpace:
-    """Return the plans that `fit` chooses from; takes what it takes, but for the budget.
+    """Make the space of plans from which `fit` chooses, from its arguments without the budget.
 
     Raises:
-        SpecError: all that is wrong with the arguments.
+        SpecError: arguments are wrong. The error names all of them.
     """
     if ranks is not None:
         whole = type(ranks) is int and ranks >= 1
@@ -230,10 +234,10 @@ def make_space(
 
 
 def search_space(space: FunctionSpace, budget: int, seen: dict[Choice, Candidate] | None = None) -> Fit:
-    """Return the fastest plan of a space within a budget.
+    """Find the fastest plan of a space within a budget.
 
     Args:
-        seen: plans with their prices, of searches for other budgets.
+        seen: plans with their prices from searches for other budgets.
 
     Raises:
         BudgetError: nothing fits.
@@ -257,7 +261,7 @@ def search_space(space: FunctionSpace, budget: int, seen: dict[Choice, Candidate
 
 
 def why_not(candidate: Candidate, best: Candidate, budget: int) -> str:
-    """Return why a plan was not taken."""
+    """Say why a plan was not taken."""
     if not candidate.fits(budget):
         return f"{format_bytes(candidate.peak_bytes - budget)} too many"
     slower = candidate.relative_slowdown(best)
@@ -265,10 +269,10 @@ def why_not(candidate: Candidate, best: Candidate, budget: int) -> str:
 
 
 def reasons(space: FunctionSpace, walk: Walk, best: Candidate | None) -> dict[Mesh, str]:
-    """Return why each mesh was not taken: the best of its plans that were looked at.
+    """Say why each mesh was not taken, by the best of its plans that were looked at.
 
     Args:
-        best: the plan that was; None where none fits.
+        best: the plan that was taken; None if none fits.
     """
     why: dict[Mesh, str] = {}
     for mesh in space.meshes:
@@ -288,7 +292,7 @@ def reasons(space: FunctionSpace, walk: Walk, best: Candidate | None) -> dict[Me
 
 
 def nothing_fits(space: FunctionSpace, walk: Walk, least: Candidate | None) -> BudgetError:
-    """Return the error of a budget that is too small: the least that would do, and what it goes to."""
+    """Make the error of a budget that is too small, with the least that would do and what it goes to."""
     if len(space.meshes) > 1 or least is None:
         causes = [f"{mesh}: {cause}" for mesh, cause in reasons(space, walk, None).items()]
         return BudgetError(

@@ -1,4 +1,4 @@
-"""Price: what a step on paper is predicted to take: bytes of a device and of its host, and seconds."""
+"""Price: the predicted bytes of a device and of its host, and the seconds, of a step on paper."""
 
 from __future__ import annotations
 
@@ -9,31 +9,33 @@ from typing import Any
 from fnshard.analysis.memory import MemoryAnalysis
 from fnshard.analysis.timeline import Timeline
 
-PARTS = {  # of a step, in seconds: what a plan may lose by
+PARTS = {  # the parts of a step's seconds, with words for what a plan loses by them
     "compute": "computing",
     "communication": "waiting for collectives",
     "transfer": "waiting for the host link",
     "pipeline": "waiting for other stages",
-    "host": "waiting for the host",  # its updates and launches: what is left
+    "host": "waiting for the host",  # what is left: its updates and launches
 }
 
-MAX_KERNELS_AHEAD = 3  # by which gathers are issued earlier, and reductions waited for later
-MIN_WAITING_SHARE = 0.01  # of a step, in waits for collectives, from which on one kernel more is tried
+MAX_KERNELS_AHEAD = 3  # the most kernels by which gathers are issued earlier, and reductions waited for later
+MIN_WAITING_SHARE = (
+    0.01  # the share of a step in waits for collectives from which on one kernel more is tried
+)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan and what is predicted of it.
+    """A plan and the predictions for it.
 
     Args:
-        choice: the plan; of any class that has `effort`, what it does to save memory: of two plans that are
-            as fast, the one with less is better.
-        peak_bytes: of a rank's device.
-        seconds: of a step.
-        host_bytes: of a rank's host.
-        parts: what the seconds go to, by the names of `PARTS`.
-        flops: the model's, of a rank.
-        peak_flops: of a device, a second.
+        choice: the plan, of any class that has `effort`, what it does to save memory. Of two plans that are
+            as fast, the one with less effort is better.
+        peak_bytes: the bytes of a rank's device at the peak.
+        seconds: the seconds of a step.
+        host_bytes: the bytes of a rank's host.
+        parts: the parts of the seconds, by the names of `PARTS`.
+        flops: the model FLOPs of a rank.
+        peak_flops: the peak FLOPs of a device, a second.
     """
 
     choice: Any
@@ -45,7 +47,7 @@ class Candidate:
     peak_flops: float = 1.0
 
     def cost(self, budget: float) -> tuple[float, ...]:
-        """Return what a search makes small: bytes too many, then time to a microsecond, then effort."""
+        """Return what a search minimises: bytes too many, then time to a microsecond, then effort."""
         return max(0, self.peak_bytes - budget), round(self.seconds, 6), *self.choice.effort
 
     def fits(self, budget: float) -> bool:
@@ -57,12 +59,12 @@ class Candidate:
         return self.parts.get("communication", 0.0) > MIN_WAITING_SHARE * self.seconds
 
     def relative_slowdown(self, other: Candidate) -> float:
-        """Return by which share of another plan's time this one takes longer; below 0 where it is faster."""
+        """Return the share of another plan's time by which this one is slower; below 0 if it is faster."""
         return self.seconds / other.seconds - 1
 
 
 def price(choice: Any, memory: MemoryAnalysis, timeline: Timeline) -> Candidate:
-    """Return a plan with what its step on paper takes."""
+    """Return a plan with the price of its step on paper."""
     return Candidate(
         choice,
         memory.peak_bytes,
@@ -75,7 +77,8 @@ def price(choice: Any, memory: MemoryAnalysis, timeline: Timeline) -> Candidate:
 
 
 def parts_of(timeline: Timeline) -> dict[str, float]:
-    """Return what the seconds of a step go to, by the names of `PARTS`; in a pipeline the mean of stages."""
+    """Return the parts of a step's seconds, by the names of `PARTS`. In a pipeline they are means of
+    stages."""
     stages = timeline.stages or (timeline,)
 
     def mean(seconds: Iterable[float]) -> float:

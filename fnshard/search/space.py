@@ -1,8 +1,8 @@
 """Space: the plans of a function, its parameters and a batch, on one mesh or on all meshes of so many ranks.
 
-A plan says for each unit whether it is recomputed and whether it stays gathered, what rests on the host, how
-many micro-batches a step has, how many chunks a stage of a pipeline, and how many kernels ahead leaves are
-gathered. Every plan that is priced is lowered completely.
+A plan says for each unit whether it is recomputed and whether it stays gathered. It says what rests on the
+host, how many micro-batches a step and how many chunks a stage of a pipeline has, and how many kernels ahead
+leaves are gathered. Every plan that is priced is lowered completely.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from fnshard.step.lowered import Lowered
 from fnshard.step.step import Step
 
 OPTIMIZER = ("device", "streamed", "host")
-# What a recomputed unit keeps, from most memory to most time: half of what its backward wants, its inputs, or
-# its inputs on the host.
+# A recomputed unit keeps half of what its backward wants, its inputs, or its inputs on the host. The order is
+# from most memory to most time.
 REMAT_CHOICES = (0.5, "unit", "unit+offload")
 AXES = ("replicate", "shard", "tensor", "pipeline")
-MOST_CHUNKS = 8  # of a stage of a pipeline
+MOST_CHUNKS = 8  # the most chunks of a stage of a pipeline
 
 
 @dataclass(frozen=True)
@@ -52,17 +52,18 @@ class Choice:
     """A plan of a function.
 
     Args:
-        mesh: what it runs on.
-        accumulate: micro-batches in a step.
-        order: in which these run, as `StepOptions.micro_order` says.
-        remat: what recomputed units do.
-        recomputed: how many units are, from the first on.
-        kept: how many units stay gathered between forward and backward, from the last on.
-        optimizer: where its state rests and is updated: "device"; "host"; or "streamed", which rests on the
-            host and is updated on the device.
-        parameters_on_host: whether stored shards rest there.
-        prefetch_depth: how many kernels ahead gathers are issued, and later reductions waited for.
-        chunks: of each stage of a pipeline; None: as the specs to start from say.
+        mesh: the mesh on which it runs.
+        accumulate: the number of micro-batches in a step.
+        order: the order of these, as in `StepOptions.micro_order`.
+        remat: what recomputed units keep.
+        recomputed: the number of units that are recomputed, from the first on.
+        kept: the number of units that stay gathered between forward and backward, from the last on.
+        optimizer: the place where its state rests and is updated: "device", "host", or "streamed", which
+            rests on the host and is updated on the device.
+        parameters_on_host: whether stored shards rest on the host.
+        prefetch_depth: the number of kernels by which gathers are issued earlier, and reductions waited for
+            later.
+        chunks: the number of chunks of each stage of a pipeline; None leaves that of the specs to start from.
     """
 
     mesh: Mesh
@@ -78,7 +79,7 @@ class Choice:
 
     @property
     def effort(self) -> tuple[int, ...]:
-        """Return what is done to save memory, as numbers: of plans that are as fast the least is chosen."""
+        """Return what is done to save memory, as numbers. Of plans that are as fast the least is chosen."""
         moved, chunks = (self.optimizer != "device") + self.parameters_on_host, self.chunks or 0
         return moved, self.accumulate, self.order != "depth", self.recomputed, -self.kept, chunks
 
@@ -100,14 +101,16 @@ class Choice:
 
 @dataclass
 class FunctionSpace:
-    """The plans of a function; a `walk.Space`.
+    """The plans of a function, as a `walk.Space`.
 
     Args:
-        batch: of one step, all micro-batches: of this rank, or of all ranks where there are several meshes.
-        meshes: those that there are to choose from. On several, a plan becomes another by a factor that goes
+        batch: the batch of one step, with all micro-batches, of this rank, or of all ranks if there are
+            several meshes.
+        meshes: the meshes to choose from. If there are several, a plan becomes another by a factor that goes
             from one axis to another.
-        specs: the layouts to start from on a mesh.
-        work: what lowerings are counted in.
+        specs: gives the layouts to start from on a mesh.
+        work: counts lowerings.
+        left_out: the meshes without plans, each with the reason.
     """
 
     fn: Callable[..., Any]
@@ -121,13 +124,15 @@ class FunctionSpace:
     work: SearchEffort = field(default_factory=SearchEffort)
     left_out: dict[Mesh, str] = field(default_factory=dict)
     _plans: dict[Mesh, MeshPlans | None] = field(default_factory=dict)
-    # Plans for which a greater depth may pay.
+    # A greater depth may pay for these plans.
     _waits_for_collectives: set[Choice] = field(default_factory=set)
-    _kernels: dict[str, Kernel] = field(default_factory=dict)  # meshes whose programs are alike share these
+    _kernels: dict[str, Kernel] = field(default_factory=dict)  # shared by meshes whose programs are alike
 
     def on(self, mesh: Mesh) -> MeshPlans | None:
-        """Return the plans on a mesh, of which a front is traced once; None where there can be none, and
-        `left_out` says why."""
+        """Return the plans on a mesh, for which a front is traced once.
+
+        The result is None if there can be no plans, and `left_out` says why.
+        """
         if mesh not in self._plans:
             self._plans[mesh] = None
             try:
@@ -150,7 +155,7 @@ class FunctionSpace:
         step.resolve(self.params)
         plans = MeshPlans(step, part, self.work, self._kernels)
         if mesh.stages > 1 and len(self.meshes) > 1:
-            # What a pipeline has no way for, it says when it is lowered.
+            # A step that a pipeline cannot run is refused when it is lowered.
             if plans.divisors[-1] < mesh.stages:
                 raise SpecError(f"{mesh.stages} stages, and rows for {plans.divisors[-1]} micro-batches")
             plans.lower(Choice(mesh, plans.fewest), verified=False)
@@ -165,12 +170,11 @@ class FunctionSpace:
                 yield Choice(mesh, plans.fewest)
 
     def is_valid(self, choice: Choice) -> bool:
-        """Return whether there is such a plan:
+        """Return whether there is such a plan.
 
-        - its mesh has plans, and the batch can be cut into so many micro-batches;
-        - of one micro-batch the order is "depth";
-        - "zero_bubble" has stages whose idle time it fills;
-        - a stage can have so many chunks.
+        Its mesh has to have plans, and the batch to be cut into so many micro-batches. One micro-batch has
+        the order "depth". "zero_bubble" needs stages, whose idle time it fills. A stage has to have so many
+        chunks.
         """
         plans = self.on(choice.mesh)
         is_cut = choice.accumulate > 1 or choice.order == "depth"
@@ -179,8 +183,11 @@ class FunctionSpace:
         return known and is_cut and choice.chunks in plans.chunks
 
     def moves(self) -> dict[str, list[Move]]:
-        """Return the moves by decision: more or fewer micro-batches, their order, chunks of a stage, what is
-        on the host, how far ahead units are gathered, a factor from one axis of the mesh to another."""
+        """Return the moves by decision.
+
+        A move makes more or fewer micro-batches, changes their order, the chunks of a stage, what is on the
+        host or how far ahead units are gathered, or hands a factor from one axis of the mesh to another.
+        """
 
         def set_field(name: str, value: Any) -> Move:
             return lambda choice: replace(choice, **{name: value}) if self.on(choice.mesh).has(name) else None
@@ -221,7 +228,7 @@ class FunctionSpace:
         }
 
     def _hand_overs(self) -> list[Move]:
-        """Return moves of a factor from one axis to another, between the meshes that there are."""
+        """Return the moves that hand a factor from one axis to another, between the meshes that there are."""
         by_sizes = (
             {tuple(_sizes(mesh).values()): mesh for mesh in self.meshes} if len(self.meshes) > 1 else {}
         )
@@ -245,8 +252,11 @@ class FunctionSpace:
         return [hand_over(p, *pair) for p in primes for pair in itertools.permutations(AXES, 2)]
 
     def dials(self, choice: Choice) -> list[Dial]:
-        """Return a dial for each way to recompute. Levels first stop keeping units gathered, one at a time
-        from the first; then recompute them in the same order."""
+        """Return a dial for each way to recompute.
+
+        Its levels first stop keeping units gathered, one at a time from the first, and then recompute them in
+        the same order.
+        """
         plans = self.on(choice.mesh)
         count = len(plans.units)
         kept = count if plans.gathers else 0
@@ -262,7 +272,7 @@ class FunctionSpace:
         return [dial(remat) for remat in REMAT_CHOICES]
 
     def returning_dials(self, choice: Choice) -> list[Dial]:
-        """Return the dial that keeps units gathered again, where recomputation saved too much."""
+        """Return the dial that keeps units gathered again, if recomputation has saved too much."""
         plans = self.on(choice.mesh)
         count = len(plans.units)
         if not choice.recomputed or not plans.gathers:
@@ -286,7 +296,8 @@ class FunctionSpace:
         return [c for c in dict.fromkeys(plain) if c != choice and self.is_valid(c)]
 
     def frugal(self) -> Iterator[Choice]:
-        """Yield the plans of each mesh that save all they can, with and without parameters on the host."""
+        """Yield the plans of each mesh that save as much as possible, with and without parameters on the
+        host."""
         for mesh in self.meshes:
             if (plans := self.on(mesh)) is not None:
                 rest = {"optimizer": "host"} if plans.has("optimizer") else {}
@@ -307,16 +318,16 @@ class FunctionSpace:
         return found
 
     def lower(self, choice: Choice, *, verified: bool = True) -> Lowered:
-        """Lower the step of a plan; nothing is compiled."""
+        """Lower the step of a plan, without compiling anything."""
         return self.on(choice.mesh).lower(choice, verified)
 
 
 class MeshPlans:
-    """A mesh's plans share this: layouts to start from, units, traces.
+    """The plans of one mesh, which share the layouts to start from, units and traces.
 
-    `base`: the specs to start from. `divisors`: how many equal micro-batches the batch can be cut into.
-    `units`: those that may be recomputed or kept, in order. `chunks`: how many a stage may have; None, as the
-    specs say, is one of them.
+    `base` has the specs to start from, and `divisors` the numbers of equal micro-batches into which the batch
+    can be cut. `units` may be recomputed or kept, in this order. `chunks` has the numbers of chunks that a
+    stage may have, among them None for that of the specs.
     """
 
     def __init__(self, step: Step, batch: Arguments, work: SearchEffort, kernels: dict[str, Kernel]):
@@ -325,10 +336,11 @@ class MeshPlans:
         self._fronts: dict[int, Front] = {}
         self.divisors = _divisors(batch)
         front = self._front(1)
-        # A batch is not cut where `fn` has an exchange over a data axis: that is another function.
+        # A batch is not cut if `fn` has an exchange over a data axis, since that would be another function.
         if any(set(each.axes) & set(step.mesh.data_axes) for each in front.segments.exchanges):
             self.divisors = [1]
-        # The last segment's backward follows its forward at once: its units are neither recomputed nor kept.
+        # The last segment's backward follows its forward at once, so its units are neither recomputed nor
+        # kept.
         segments = [s for s in front.segments.segments if s.units]
         last = segments[-1].units if segments else ()
         found = dict.fromkeys(u for s in segments for u in s.units)
@@ -340,18 +352,18 @@ class MeshPlans:
         self._movable = {
             "optimizer": any(s.optimizer_memory == "device" for s in trained),
             "parameters_on_host": any(s.memory == "device" for s in trained),
-            "prefetch_depth": step.options.passes is None,  # passes of one's own have a depth of their own
+            "prefetch_depth": step.options.passes is None,  # the user's passes have a depth of their own
         }
 
     @property
     def fewest(self) -> int:
-        """Return the fewest micro-batches to begin with: 1, or as many as stages of a pipeline can share."""
+        """Return the fewest micro-batches to begin with, which is 1, or as many as stages can share."""
         stages = self._step.mesh.stages
         enough = [d for d in self.divisors if d >= stages]
         return next((d for d in enough if d % stages == 0), next(iter(enough), self.divisors[-1]))
 
     def _chunks(self, specs: Sequence[LayoutSpec]) -> tuple[int | None, ...]:
-        """Return how many chunks a stage may have: so many that `fn` reads their leaves in order."""
+        """Return the numbers of chunks that a stage may have, with which `fn` reads their leaves in order."""
         mesh, counts = self._step.mesh, [None]
         if mesh.stages == 1:
             return (None,)
@@ -366,7 +378,7 @@ class MeshPlans:
         return tuple(counts)
 
     def _specs_in_chunks(self, specs: Any, chunks: int) -> Any:
-        """Return a spec tree with so many chunks a stage; what all stages hold stays with all."""
+        """Return a spec tree with so many chunks a stage. Leaves that all stages hold stay with all."""
         named, structure = tree.flatten_with_paths(specs, is_spec)
         cut = {path: spec for path, spec in named.items() if spec.chunk != "all"}
         leaves = {path: torch.empty(s.shape, dtype=s.storage_dtype, device="meta") for path, s in cut.items()}
@@ -380,7 +392,7 @@ class MeshPlans:
         return self._movable[name]
 
     def _front(self, accumulate: int) -> Front:
-        """Return what all plans with so many micro-batches share."""
+        """Return the front that all plans with so many micro-batches share."""
         if accumulate not in self._fronts:
             step = self._step
             options = replace(step.options, accumulate=accumulate)
@@ -393,8 +405,8 @@ class MeshPlans:
         """Return the spec tree of a plan."""
         kept = set(self.units[len(self.units) - choice.kept :])
 
-        def chosen(spec: LayoutSpec) -> LayoutSpec:
-            # What the caller rests on the host or on disk stays there.
+        def choose(spec: LayoutSpec) -> LayoutSpec:
+            # State that the caller's specs rest on the host or on disk stays there.
             changes: dict[str, Any] = {"reshard": spec.unit not in kept} if spec.unit in self.units else {}
             if choice.optimizer != "device" and spec.trainable and spec.optimizer_memory == "device":
                 place = "device" if choice.optimizer == "streamed" else "host"
@@ -403,7 +415,7 @@ class MeshPlans:
                 changes["memory"] = "host"
             return replace(spec, **changes)
 
-        specs = tree.map(chosen, self.base, is_leaf=is_spec)
+        specs = tree.map(choose, self.base, is_leaf=is_spec)
         return specs if choice.chunks is None else self._specs_in_chunks(specs, choice.chunks)
 
     def options_of(self, choice: Choice) -> StepOptions:
@@ -425,8 +437,11 @@ class MeshPlans:
 
 
 def meshes_of(ranks: int, near: int) -> Iterator[Mesh]:
-    """Yield the meshes of so many ranks: those with fewer stages of a pipeline first, of these those that
-    shard most. The ranks of a tensor group are neighbours in a node of `near`."""
+    """Yield the meshes of so many ranks, those with fewer stages first, and among these those that shard
+    most.
+
+    The ranks of a tensor group are neighbours in a node of `near` ranks.
+    """
     for pipeline in _divisors_of(ranks):
         rest = ranks // pipeline
         for tensor in (d for d in _divisors_of(rest) if d <= near):
@@ -448,7 +463,7 @@ def _sizes(mesh: Mesh) -> dict[str, int]:
 
 
 def _divisors(batch: Arguments) -> list[int]:
-    """Return how many equal micro-batches the batch can be cut into."""
+    """Return the numbers of equal micro-batches into which the batch can be cut."""
     named = tree.flatten_with_paths(batch)[0]
     rows = [v.shape[0] for v in named.values() if isinstance(v, Tensor) and v.dim()]
     scalars = any(isinstance(v, Tensor) and not v.dim() for v in named.values())

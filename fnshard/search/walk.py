@@ -1,11 +1,13 @@
-"""Walk: from the plans of a space to the fastest that fits into a budget of bytes.
+"""Walk: go through the plans of a space to the fastest that fits into a budget of bytes.
 
-A space says which plans there are, how one becomes another, and what each of them takes. Its moves are coarse
-decisions: an axis, how many rows at a time, where the optimizer's state rests. How much of a plan's memory is
-saved by working more (units that are computed or gathered again) is no move but a dial: the more is saved,
-the slower the step is and the less it takes, so the best setting is about the first that fits, and is found
-by interpolation for every plan that is looked at. A plan whose dial stands at nothing saved bounds all
-settings from below: one that is slower even then is passed by after a single price.
+A space says which plans there are, how one becomes another, and what each of them costs. Its moves are coarse
+decisions: an axis, the number of rows at a time, or the place of the optimizer's state.
+
+A plan may also save memory by working more, with units that are computed or gathered again. That is not a
+move but a dial. The more it saves, the slower the step is and the less memory it takes. So the best setting
+is about the first that fits, and is found by interpolation for every plan that is looked at. The setting that
+saves nothing bounds all others from below, and a plan that is slower even then is passed by after a single
+price.
 """
 
 from __future__ import annotations
@@ -18,70 +20,72 @@ from typing import Any, Protocol
 
 from fnshard.search.price import Candidate
 
-CLOSE = 5e-4  # plans whose times differ by less are as fast
-# Descend from the second start only if it is at most this much slower and some faster plan does not fit, or
-# if the best does not fit.
+CLOSE = 5e-4  # plans whose times differ by a smaller share are as fast
+# The search descends from the second start, too, if that is at most this much slower and some faster plan
+# does not fit, or if the best does not fit.
 RIVALRY = 1.15
-SILENCE_S = 5.0  # between two lines of a search that takes long
+SILENCE_S = 5.0  # seconds between two lines of a search that takes long
 
-Move = Callable[[Any], Any]  # from a plan to another; None where there is none
+Move = Callable[[Any], Any]  # makes another plan of one, or None if there is none
 
 
 @dataclass(frozen=True)
 class Dial:
-    """A way to save more and more: `at(0)` saves nothing, `at(levels)` all that can be, each level more."""
+    """A way to save more with each level, from nothing at `at(0)` to as much as possible at `at(levels)`."""
 
     levels: int
     at: Callable[[int], Any]
 
 
 class Space(Protocol):
-    """The plans that there are. They are hashable; `Candidate.choice` says what else they have.
+    """The plans that there are. They are hashable, and have what `Candidate.choice` says.
 
-    A plan becomes another by a move (a decision, such as an axis), or by turning a dial (how much it saves);
-    its neighbours are priced last.
+    A plan becomes another by a move, which changes a decision such as an axis, or by a dial, which says how
+    much it saves. Its neighbours are priced last.
     """
 
     def starts(self) -> Iterable[Any]:
-        """Return the plans that a walk may begin at; it goes on from the best two."""
+        """Return the plans at which a walk may begin. It goes on from the best two."""
 
     def moves(self) -> Mapping[str, Sequence[Move]]:
-        """Return the moves by the decision that they change. A move may give a plan that is not valid: two
-        together may be."""
+        """Return the moves by the decision that they change.
+
+        A move may give a plan that is not valid, since two together may give a valid one.
+        """
 
     def is_valid(self, choice: Any) -> bool:
         """Return whether there is such a plan."""
 
     def dials(self, choice: Any) -> Sequence[Dial]:
-        """Return the ways in which a plan can save memory, at least one; all begin at the same plan."""
+        """Return the ways in which a plan can save memory, at least one. All begin at the same plan."""
 
     def returning_dials(self, choice: Any) -> Sequence[Dial]:
-        """Return dials of a plan whose own dial is set, by which it gets back what it saved too much."""
+        """Return dials by which a plan whose own dial is set gets back what it has saved too much."""
 
     def neighbours(self, choice: Any) -> Sequence[Any]:
-        """Return the plans that differ from one in one decision; they are priced as they are, no dial is
-        turned."""
+        """Return the plans that differ from one in one decision. They are priced without turning a dial."""
 
     def frugal(self) -> Iterable[Any]:
-        """Return the plans that save all they can, for a budget into which nothing fits otherwise."""
+        """Return the plans that save as much as possible, for a budget into which nothing else fits."""
 
     def price(self, choice: Any) -> Candidate:
-        """Return what a plan takes."""
+        """Return a plan with its price."""
 
 
 @dataclass
 class SearchEffort:
-    """The work that a search has done, and what it says of that.
+    """The work that a search has done, and its reports of that.
 
-    It is counted in lines of programs and schedules, not in seconds: all ranks, and a machine that is busy,
+    Work is counted in lines of programs and schedules, not in seconds, so that all ranks, and busy machines,
     find the same plan.
 
     Args:
-        say: shows a line.
-        limit: of the lines that are made before the search is content with the best plan so far.
-        silence_s: between two lines, where nothing of note is found.
-        made: lines so far.
-        longest: the longest schedule, in lines.
+        say: shows a line of text.
+        limit: the number of lines after which the search is content with the best plan so far.
+        silence_s: the seconds between two reports if nothing of note is found.
+        made: the number of lines so far.
+        longest: the number of lines of the longest schedule.
+        told: the time of the last report.
     """
 
     say: Callable[[str], None] = lambda text: None
@@ -92,7 +96,7 @@ class SearchEffort:
     told: float = field(default_factory=time.monotonic)
 
     def is_spent(self, share: float = 1.0) -> bool:
-        """Return whether a share of the work is done: one more schedule may be as long as the longest was."""
+        """Return whether a share of the work is done, as one more schedule may be as long as the longest."""
         return self.made + self.longest > share * self.limit
 
     def count_program(self, lines: int) -> None:
@@ -105,12 +109,12 @@ class SearchEffort:
         self.longest = max(self.longest, lines)
 
     def tell(self, text: str) -> None:
-        """Say at once what was found."""
+        """Report at once what was found."""
         self.say(text)
         self.told = time.monotonic()
 
     def murmur(self, text: str) -> None:
-        """Say what the search is at, if it was silent for long."""
+        """Report what the search is at, if it was silent for long."""
         if time.monotonic() - self.told > self.silence_s:
             self.tell(text)
 
@@ -120,8 +124,8 @@ class Walk:
     """A search for the best plan of a space within a budget.
 
     Args:
-        seen: the plans with their prices; searches for other budgets may share them.
-        describe: a candidate in a few words, for what the work says.
+        seen: the plans with their prices, which searches for other budgets may share.
+        describe: puts a candidate in a few words, for reports.
     """
 
     space: Space
@@ -133,11 +137,11 @@ class Walk:
     def run(self) -> Candidate | None:
         """Return the fastest plan found that fits.
 
-        No plan one move away is faster and fits; none two moves away, as far as `descend` tries these. A
-        search whose effort is spent returns the best so far. Where nothing fits it is the plan that lacks
-        least; None where there is no plan at all.
+        No plan one move away is faster and fits, and none two moves away, as far as `descend` tries these. A
+        search whose effort is spent returns the best so far. If nothing fits, that is the plan that lacks
+        least, and None if there is no plan at all.
         """
-        # Begin at the best two starts, the second only where it is nearly as good and memory decides.
+        # Begin at the best two starts, at the second only if it is nearly as good and memory decides.
         begun: list[Candidate] = []
         for choice in self.space.starts():
             rival = min(begun, key=self.cost, default=None)
@@ -156,7 +160,7 @@ class Walk:
             if rivals or not best.fits(self.budget):
                 best = min(best, self.descend(other), key=self.cost)
 
-        # A descent may end in a hollow: what saves all that can be, or was seen on the way, may be better.
+        # A descent may end in a hollow. Plans that save as much as possible, or were seen, may be better.
         if not best.fits(self.budget):
             for choice in self.space.frugal():
                 self.price_once(choice)
@@ -165,11 +169,11 @@ class Walk:
         return best
 
     def cost(self, candidate: Candidate) -> tuple[float, ...]:
-        """Return what the search makes small."""
+        """Return what the search minimises."""
         return candidate.cost(self.budget)
 
     def is_pressed(self, best: Candidate) -> bool:
-        """Return whether a plan that is faster takes too much: with more room the best would be another."""
+        """Return whether a faster plan takes too much, so that with more room the best would be another."""
         return any(not c.fits(self.budget) and c.seconds < best.seconds for c in self.seen.values())
 
     def is_content_with(self, best: Candidate, share: float = 1.0) -> bool:
@@ -177,17 +181,17 @@ class Walk:
         return self.work.is_spent(share) and best.fits(self.budget)
 
     def price_once(self, choice: Any) -> Candidate:
-        """Return a plan's price; each is made once."""
+        """Return a plan's price, which is made once."""
         if choice not in self.seen:
             self.seen[choice] = self.space.price(choice)
         return self.seen[choice]
 
     # -------------------------------------------------------------- one plan, and how much it saves
     def within_budget(self, choice: Any, rival: Candidate | None = None) -> Candidate:
-        """Return a plan that saves as little as fits, or the setting that lacks least if none does.
+        """Return the plan with a setting that saves as little as fits, or that lacks least if none fits.
 
         Args:
-            rival: another plan; where it fits, settings that can be no faster are not looked for.
+            rival: another plan. If it fits, settings that can be no faster are not looked for.
         """
         dials = self.space.dials(choice)
         free = self.price_once(dials[0].at(0))
@@ -206,9 +210,9 @@ class Walk:
     def least_that_fits(self, dial: Dial, limit: float) -> Candidate:
         """Return the first setting of a dial that fits, or the last if none does.
 
-        Bytes fall with the level, nearly in a line, so that interpolation finds it; every other guess halves
-        what is left, where they do not. A setting that saves too little bounds all that save more: the
-        search ends where these can be no faster than `limit`, or than what fits.
+        Bytes fall with the level, nearly in a line, so that interpolation finds it. Every other guess halves
+        what is left, in case they do not. A setting that saves too little bounds all that save more, so the
+        search ends when these can be no faster than `limit`, or than what fits.
         """
         low, high = 0, dial.levels
         short = self.price_once(dial.at(low))
@@ -231,17 +235,16 @@ class Walk:
 
     # -------------------------------------------------------------- from plan to plan
     def descend(self, best: Candidate) -> Candidate:
-        """Return a plan from which neither one move nor, as far as they are tried, two of them lead to a
-        better one; or the best so far, once the effort is spent.
+        """Go from a plan to one from which no move leads to a better one, or stop once the effort is spent.
 
         One decision after another takes its best value. Two are changed together only when no single one
-        helps; where no faster plan is too large, only if one of the two alone gives no plan. Last its
-        neighbours are priced.
+        helps, and, if no faster plan is too large, only if one of the two alone gives no plan. The neighbours
+        of a plan are priced last.
         """
         while not self.is_content_with(best):
             begun = best
             for moves in self.space.moves().values():
-                while True:  # a decision goes on in a direction that pays
+                while True:  # a decision goes on in a direction as long as that pays
                     better = self.improve(best, self.one_move_away(best.choice, moves))
                     if better is best:
                         break
@@ -280,7 +283,7 @@ class Walk:
         """Return the valid plans that are two moves away, those first whose moves alone lose least time.
 
         Args:
-            through_valid: also those of which either move alone is valid.
+            through_valid: whether pairs are tried of which either move alone is valid.
         """
         moves = [move for each in self.space.moves().values() for move in each]
         alone = {move: c for move in moves if (c := move(choice)) is not None and c != choice}
@@ -295,8 +298,8 @@ class Walk:
         return sorted((c for c in both if c not in near and self.space.is_valid(c)), key=both.__getitem__)
 
     def seconds_lost(self, choice: Any, other: Any) -> float:
-        """Return how much longer a plan takes than another where both save nothing; 0 where one has no price
-        yet."""
+        """Return the seconds by which a plan is slower than another if both save nothing; 0 without a
+        price."""
         if not self.space.is_valid(choice):
             return 0.0
         found, known = (self.seen.get(self.space.dials(c)[0].at(0)) for c in (choice, other))

@@ -18,8 +18,9 @@ from unittest import mock
 
 import pytest
 import torch
-from commands import forking, popen_from_server, popen_here
+from commands import forking, popen_here
 
+import fnshard as fs
 from experiments import ROOT
 from experiments.bench import device, gpu, gpu_parts
 from experiments.bench.config import read
@@ -54,22 +55,30 @@ def read_stage(folder: Path, name: str) -> dict[str, Any]:
 
 
 @pytest.fixture
-def toys(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """A ladder whose parts find a number at once, in processes that are forked from this one."""
-
-    def toy(config: Any, folder: Path, **how: Any) -> Iterator[dict[str, Any]]:
-        yield {"found": config.backend}
+def forked(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A ladder whose processes are forked from this one."""
 
     def popen(command: Any, **how: Any) -> Any:
         with mock.patch.multiple(sys, stdout=sys.__stdout__, stderr=sys.__stderr__):
             return popen_here(command, **how)  # which closes the files that pytest has in their place
 
     monkeypatch.setattr(gpu, "subprocess", forking(popen))
-    for name in ("versions", "presets", "compiled", "syncs", "race", "profile", "attention"):
-        monkeypatch.setattr(gpu_parts, name, toy)  # a stage's process makes its table of these
-    short = {"attention": STAGES["more"].parts["attention"]}
-    monkeypatch.setitem(STAGES, "more", replace(STAGES["more"], parts=short))
+    monkeypatch.setattr(fs.Hardware, "measure", lambda mesh: fs.Hardware.of("cpu"))  # which takes seconds
     return monkeypatch
+
+
+@pytest.fixture
+def toys(forked: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A ladder whose parts find a word at once."""
+
+    def toy(config: Any, folder: Path, **how: Any) -> Iterator[dict[str, Any]]:
+        yield {"found": config.backend}
+
+    for name in ("versions", "presets", "compiled", "syncs", "race", "profile", "attention"):
+        forked.setattr(gpu_parts, name, toy)  # a stage's process makes its table of these
+    short = {"attention": STAGES["more"].parts["attention"]}
+    forked.setitem(STAGES, "more", replace(STAGES["more"], parts=short))
+    return forked
 
 
 # ------------------------------------------------------------------ the ladder
@@ -201,10 +210,9 @@ def test_a_device_that_is_gone_takes_a_new_process(toys: Any, tmp_path: Path) ->
 # ------------------------------------------------------------------ its parts, on a CPU
 
 
-def test_the_whole_ladder_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "subprocess", forking(popen_from_server))
+def test_the_whole_ladder_on_a_cpu(tmp_path: Path, forked: pytest.MonkeyPatch) -> None:
     for name, stage in STAGES.items():  # on busy cores all takes longer
-        monkeypatch.setitem(STAGES, name, replace(stage, seconds=stage.seconds and 1e5))
+        forked.setitem(STAGES, name, replace(stage, seconds=stage.seconds and 1e5))
     chosen = ("works", "speed", "profile", "fp8", "muon", "attention")
     result = gpu.run(replace(CONFIG, folder=str(tmp_path), parts=chosen, until=1e6), tmp_path)
     assert not result.failed, (tmp_path / "log.txt").read_text()
@@ -227,8 +235,8 @@ def test_the_whole_ladder_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert set(parts["more"]) == {"fp8", "muon", "attention"}
 
 
-def test_what_this_torch_lacks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch.distributed.fsdp", None)
+def test_what_this_torch_lacks_is_named(tmp_path: Path, forked: pytest.MonkeyPatch) -> None:
+    forked.setitem(sys.modules, "torch.distributed.fsdp", None)
     gpu.write_stage(tmp_path, "speed", {})
     try:
         gpu.run_parts("speed", ["rows-2"], CONFIG, tmp_path)

@@ -306,7 +306,7 @@ def test_nothing_in_the_folder_of_a_run_runs(guarded: Path, what: str) -> None:
         assert "own_code" not in str(error.value)
     harmless(lambda: waste(folder))
     harmless(lambda: (read_result(folder), list(read_rows(folder / "metrics.jsonl", 9))))
-    harmless(lambda: outcome.found([str(folder)]))
+    harmless(lambda: outcome.find_outcomes([str(folder)]))
     assert not (guarded / "ran").exists()
 
 
