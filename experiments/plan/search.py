@@ -182,10 +182,14 @@ class Planner:
         walk = self.walk
         best = walk.run()
         self.work.tell("the best plan is priced with all its layers")
-        while walk.cost(found := self.exact(best.choice)) > walk.cost(best):
+        exact: dict[Knobs, Candidate] = {}
+        while best.choice not in exact:
+            exact[best.choice] = found = self.exact(best.choice)
+            if walk.cost(found) <= walk.cost(best):
+                break
             self.seen[best.choice] = found  # carried on from few layers, it looked better than it is
             best = walk.descend(walk.within_budget(best.choice))
-        return found
+        return exact[best.choice]
 
     def is_too_small(self) -> bool:
         """Return whether not even the plans that save most memory fit."""
