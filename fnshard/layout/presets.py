@@ -264,7 +264,7 @@ def _cut_evenly(sizes: Sequence[int], count: int) -> list[int]:
     """Return where all but the first of `count` runs of sizes begin, such that the sum of the squares of the
     runs' sums is least."""
     sums = [0, *accumulate(sizes)]
-    # For each number of sizes that are in runs: the least sum of squares, and where these runs begin.
+    # best[n]: the first n sizes in `run` runs, as the least sum of squares and where the runs begin.
     best: list[tuple[float, list[int]] | None] = [(0.0, [])] + [None] * len(sizes)
     for run in range(1, count + 1):
         following: list[tuple[float, list[int]] | None] = [None] * (len(sizes) + 1)
@@ -308,7 +308,7 @@ def _all_axes(mesh: Mesh) -> tuple[str, ...]:
 
 
 def _inner_axes(mesh: Mesh) -> tuple[str, ...]:
-    """Return these axes without "replicate"; with it, where there is no other."""
+    """Return the axes of `_all_axes` without "replicate", or with it if there is no other."""
     return tuple(a for a in _all_axes(mesh) if a != "replicate") or _all_axes(mesh)
 
 
@@ -351,7 +351,8 @@ hybrid_shard = _make_preset(
     _inner_axes,
     """Shard as `full_shard` does over the inner data axes, with replicas over the axis "replicate".
 
-    On a mesh without an axis "replicate" it is `full_shard`. FSDP calls this HYBRID_SHARD, or HSDP.""",
+    Without an axis "replicate", or with no other to split over, it is `full_shard`. FSDP calls this
+    HYBRID_SHARD, or HSDP.""",
 )
 zero3 = full_shard
 
