@@ -306,8 +306,8 @@ def shown(value: Any) -> str:
 # ------------------------------------------------------------------ a stage
 
 
-def run_parts(name: str, names: Sequence[str], config: BenchConfig, place: Path) -> None:
-    """Run parts one after another, and write what each yields at once."""
+def run_parts(name: str, names: Sequence[str], config: BenchConfig, place: Path) -> bool:
+    """Run parts one after another, and write what each yields at once; return whether the device is well."""
     record = read_json(stage_file(place, name))
     if config.backend == "inductor" and config.device == "cuda" and not importlib.util.find_spec("triton"):
         record["missing"] = "Triton is not installed: all steps are eager, PyTorch's own too."
@@ -331,20 +331,23 @@ def run_parts(name: str, names: Sequence[str], config: BenchConfig, place: Path)
         record["running"], record["seconds"][part] = None, time.monotonic() - began
         write_stage(place, name, record)
         if part in record["failures"] and not DEVICES[config.device].is_well():
-            sys.exit(f"{part}: the device does not answer any more")  # a new process goes on
+            print(f"{part}: the device does not answer any more", file=sys.stderr)
+            return False
         release()
+    return True
 
 
 def main(name: str, place: Path, names: Sequence[str], config: BenchConfig) -> None:
     """Be a stage, or make a contender's step ahead, until the ladder ends."""
     end_with_parent(signal.SIGKILL, os.getppid())
     ranks.join(config, group=False)
+    code = 0
     if name == AHEAD:
         parts.make_ahead(config, *names)
-    else:
-        run_parts(name, names, config, place)
+    elif not run_parts(name, names, config, place):
+        code = 1
     sys.stdout.flush()
-    os._exit(0)  # taking a process group of one down might hang, and takes the stage's time
+    os._exit(code)  # taking a process group of one down might hang, and takes the stage's time
 
 
 if __name__ == "__main__":
