@@ -170,15 +170,17 @@ SEEING: Mapping[str, Mapping[str, Any]] = {
 
 
 def write_base(name: str, folder: Path) -> None:
-    """Write a random model of bytes, of one seed, as a model directory: all of it or nothing."""
+    """Write a model with random weights, always the same, whose tokens are bytes. The directory is written
+    whole or not at all."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{name}-"))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        write_model(name, aside) if name in SEEING else write_decoder(name, aside)
-    aside.chmod(0o755)  # not for us alone
+        write = write_model if name in SEEING else write_decoder
+        write(name, aside)
+    aside.chmod(0o755)  # a folder of mkdtemp is readable by its owner alone
     commit_folder(aside, folder)
     shutil.rmtree(aside, ignore_errors=True)
 
@@ -212,13 +214,15 @@ def write_model(name: str, folder: Path) -> None:
                   "vision_end_token_id": ids["<|vision_end|>"]}  # fmt: skip
     whole = AutoConfig.for_model(config.pop("model_type"), text_config=text, **config, **named, **special)
     AutoModelForImageTextToText.from_config(whole).save_pretrained(folder)
+    # Before each message the template sets `said` to its text, with the control tokens of each image; then it
+    # writes `said` where it wrote the content.
     role = "{{ '<|' + message['role']"
     said = _SAID.replace("SHOWN", made["shown"]) + role
     tokenizer.save(folder, tuple(ids), TEMPLATE.replace("message['content']", "said").replace(role, said))
     write_json(folder / "preprocessor_config.json", dict(made["processor"]))
 
 
-# What a message says: a text, or its parts.
+# Sets `said` to what a message says, a text or its parts; SHOWN stands for an image.
 _SAID = (
     "{% if message['content'] is string %}{% set said = message['content'] %}{% else %}{% set said %}"
     "{% for part in message['content'] %}{{ 'SHOWN' if part['type'] == 'image' else part['text'] }}"

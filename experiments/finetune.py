@@ -307,7 +307,7 @@ def build(config: FinetuneConfig, only_prompt: bool = False, tokens: int | None 
         tokens: of a micro-batch in the run that goes on, where `data.tokens=auto`: another number would make
             other batches.
     """
-    # The mesh: ranks by axes. Those along data axes take other rows.
+    # The mesh arranges ranks along axes. Ranks along data axes take different rows.
     run = config.run
     mesh = fs.make_mesh(**config.mesh.axes, device=run.device)
 

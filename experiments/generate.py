@@ -111,7 +111,7 @@ def of_training(config: TrainConfig) -> Parts:
     sampler = train.make_sampler(config, task, plan, mesh)
 
     def evaluate(params: Any) -> tuple[float, Mapping[str, float]]:
-        return mean_over(forward, params, train.held_out_rows(data, plan, mesh), mesh.device)
+        return mean_over(forward, params, train.held_out_batches(data, plan, mesh), mesh.device)
 
     def sample(params: Any) -> str:
         is_text = sampler is not None and config.run.sample_length

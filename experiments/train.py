@@ -65,7 +65,7 @@ def train(config: TrainConfig, folder: RunFolder, overrides: list[str], stop: St
     """Train on this rank. Rank 0 writes records, pictures and results to the run's folder and prints its
     path; every rank writes its part of the checkpoints."""
     with Run("train", config, folder, overrides, stop) as run:
-        # The mesh: ranks by axes. Those along data axes take other rows.
+        # The mesh arranges ranks along axes. Ranks along data axes take different rows.
         mesh = fs.make_mesh(**config.mesh.axes, device=config.run.device)
 
         # The data: batches of this rank's rows, and held-out ones of as many rows as a step holds at once.
@@ -96,7 +96,7 @@ def train(config: TrainConfig, folder: RunFolder, overrides: list[str], stop: St
         # What measures the model on held-out data, where `Run.is_measured_after` says so.
         def measure(number: int, state: fs.TrainState) -> float:
             with run.timer.during("evaluation"):
-                loss, more = mean_over(forward, state.params, held_out_rows(data, plan, mesh), mesh.device)
+                loss, more = mean_over(forward, state.params, held_out_batches(data, plan, mesh), mesh.device)
             return run.report_held_out(number, loss, more)
 
         # The loop. The last process may have been killed between its save and its measurement: measure again.
@@ -110,7 +110,7 @@ def train(config: TrainConfig, folder: RunFolder, overrides: list[str], stop: St
             # Trace both forwards, then compile them in the background while the model trains.
             if number == run.first:
                 with run.timer.during("lowering"):
-                    lowered = [forward.lower(state, *next(held_out_rows(data, plan, mesh)))]
+                    lowered = [forward.lower(state, *next(held_out_batches(data, plan, mesh)))]
                     lowered += [sampler.lower(state)] if sampler and config.run.sample_length else []
                     for each in lowered:
                         each.compile_async()
@@ -135,9 +135,9 @@ def train(config: TrainConfig, folder: RunFolder, overrides: list[str], stop: St
         with run.timer.during("samples"):
             if sampler is not None and config.run.sample_length:
                 sample_text = sample(config, data, sampler, state.params, mesh)
-        if config.objective is not None:  # of text a loss is all there is, and known
+        if config.objective is not None:  # it may return more numbers; text has its loss alone
             with run.timer.during("evaluation"):
-                _, more = mean_over(forward, state.params, held_out_rows(data, plan, mesh), mesh.device)
+                _, more = mean_over(forward, state.params, held_out_batches(data, plan, mesh), mesh.device)
         with run.timer.during("saves"):
             fs.checkpoint.wait()
         if mesh.rank != 0:
@@ -191,17 +191,17 @@ def make_sampler(config: TrainConfig, task: Task, plan: Plan, mesh: fs.Mesh) -> 
 
 
 def goal_of(config: TrainConfig, data: Dataset | TargetData) -> Goal:
-    """Return what the run is judged by. A loss of one's own has the unit that its author knows."""
+    """Return what the run is judged by: the loss, in nats per byte or token for text."""
     return Goal() if config.objective is not None else Goal(unit=f"nats per {data.unit}")
 
 
-def held_out_rows(data: Dataset | TargetData, plan: Plan, mesh: fs.Mesh) -> Iterator[tuple[Any, ...]]:
+def held_out_batches(data: Dataset | TargetData, plan: Plan, mesh: fs.Mesh) -> Iterator[tuple[Any, ...]]:
     """Return this rank's held-out batches, in micro-batches of the training size, so that they fit."""
     return data.held_out(mesh, data.rows // mesh.data_size // plan.accumulate)
 
 
 def sample(config: TrainConfig, data: Dataset, sampler: Sampler, params: Any, mesh: fs.Mesh) -> str:
-    """Return the prompt and what follows it; each rank draws its own."""
+    """Return the prompt and what the model writes after it; ranks along data axes draw different texts."""
     prompt = data.encode(config.run.prompt)
     (drawn,) = sampler(params, [prompt], config.run.sample_length, config.run.seed + mesh.data_rank)
     return printable(data.decode([*prompt, *drawn]))

@@ -232,22 +232,23 @@ def run_stage(name: str, names: Sequence[str], config: BenchConfig, place: Path,
         child = start_child([name, str(place), ",".join(todo)], config, log)
         (code,) = wait_for([child], end - time.monotonic())
         found = read_json(stage_file(place, name))
-        reached = set(found["done"])
-        if set(todo) <= reached:
+        failures, left = found["failures"], [part for part in todo if part not in found["done"]]
+        if not left:
             return
-        failures = found["failures"]
-        last = found.pop("running", None) or next(part for part in todo if part not in reached)
+        running = found.pop("running", None)
+        last, *rest = sorted(left, key=lambda part: part != running)
         if code is None:
             failures[last] = f"not done after {seconds:.0f} s"
-            rest = [part for part in todo if part not in reached and part != last]
             failures |= dict.fromkeys(rest, f"not started: the stage's {seconds:.0f} s are over")
             write_stage(place, name, found)
             return
-        text = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        failures.setdefault(last, f"ended with {code}: {(text or [''])[-1]:.300}")
-        found["done"].append(last)
+        if running or left == todo:  # else it left by itself, between two parts
+            text = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            failures[last] = f"ended with {code}: {(text or [''])[-1]:.300}"
+            found["done"].append(last)
+            left.remove(last)
         write_stage(place, name, found)
-        todo = [part for part in todo if part not in {*found["done"]}]
+        todo = left
 
 
 # ------------------------------------------------------------------ files
@@ -265,7 +266,7 @@ def write_stage(place: Path, name: str, found: Found, kept: Sequence[str] = ()) 
     """
     before = read_json(stage_file(place, name)) if kept else {}
     blank = {"parts": before.get("parts", {}), "failures": {}, "seconds": {}, "done": []}
-    write_json(stage_file(place, name), blank | found, durable=True)
+    write_json(stage_file(place, name), blank | found)
 
 
 def read_stages(place: Path) -> dict[str, Found]:
@@ -305,8 +306,8 @@ def shown(value: Any) -> str:
 # ------------------------------------------------------------------ a stage
 
 
-def run_parts(name: str, names: Sequence[str], config: BenchConfig, place: Path) -> None:
-    """Run parts one after another, and write what each yields at once."""
+def run_parts(name: str, names: Sequence[str], config: BenchConfig, place: Path) -> bool:
+    """Run parts one after another, and write what each yields at once; return whether the device is well."""
     record = read_json(stage_file(place, name))
     if config.backend == "inductor" and config.device == "cuda" and not importlib.util.find_spec("triton"):
         record["missing"] = "Triton is not installed: all steps are eager, PyTorch's own too."
@@ -330,20 +331,23 @@ def run_parts(name: str, names: Sequence[str], config: BenchConfig, place: Path)
         record["running"], record["seconds"][part] = None, time.monotonic() - began
         write_stage(place, name, record)
         if part in record["failures"] and not DEVICES[config.device].is_well():
-            sys.exit(f"{part}: the device does not answer any more")  # a new process goes on
+            print(f"{part}: the device does not answer any more", file=sys.stderr)
+            return False
         release()
+    return True
 
 
 def main(name: str, place: Path, names: Sequence[str], config: BenchConfig) -> None:
     """Be a stage, or make a contender's step ahead, until the ladder ends."""
     end_with_parent(signal.SIGKILL, os.getppid())
     ranks.join(config, group=False)
+    code = 0
     if name == AHEAD:
         parts.make_ahead(config, *names)
-    else:
-        run_parts(name, names, config, place)
+    elif not run_parts(name, names, config, place):
+        code = 1
     sys.stdout.flush()
-    os._exit(0)  # taking a process group of one down might hang, and takes the stage's time
+    os._exit(code)  # taking a process group of one down might hang, and takes the stage's time
 
 
 if __name__ == "__main__":

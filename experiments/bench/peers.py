@@ -125,20 +125,21 @@ def start_contenders(
         cache: makes a context for each one's first step.
     """
     entries: dict[str, Entry] = {}
-    for name, (task, make) in makers.items():
-        say(f"first step of {name}")
-        with cache():
-            began, config = time.perf_counter(), task.config
-            feed = list(batches(task, config.warmup + config.rounds * config.steps))
-            entries[name] = Entry(make(task), feed)
-            entries[name].step()
-            (entries[name].first_step_s,) = over_ranks([time.perf_counter() - began])
-    # Now all are there. If one has changed something in the process that Dynamo guards, the others compile
-    # again in these steps, and not in timed ones.
-    for _ in range(config.warmup - 1):
-        for entry in entries.values():
-            entry.step()
     try:
+        for name, (task, make) in makers.items():
+            say(f"first step of {name}")
+            with cache():
+                config = task.config  # the same for all tasks
+                feed = list(batches(task, config.warmup + config.rounds * config.steps))
+                began = time.perf_counter()
+                entries[name] = Entry(make(task), feed)
+                entries[name].step()
+                (entries[name].first_step_s,) = over_ranks([time.perf_counter() - began])
+        # Now all are there. If one has changed something in the process that Dynamo guards, the others
+        # compile again in these steps, and not in timed ones.
+        for _ in range(config.warmup - 1):
+            for entry in entries.values():
+                entry.step()
         yield entries
     finally:
         while entries:

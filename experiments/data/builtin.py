@@ -207,11 +207,12 @@ def image_files(folder: str | Path) -> tuple[Path, Path]:
         left, top = draw.randrange(width - size), draw.randrange(height - size)
         box, pen = (left, top, left + size, top + size), ImageDraw.Draw(image)
         corners = [(left, top + size), (left + size, top + size), (left + size // 2, top)]
-        {
-            "circle": lambda: pen.ellipse(box, COLOURS[colour]),  # noqa: B023
-            "square": lambda: pen.rectangle(box, COLOURS[colour]),  # noqa: B023
-            "triangle": lambda: pen.polygon(corners, COLOURS[colour]),  # noqa: B023
-        }[shape]()
+        if shape == "circle":
+            pen.ellipse(box, COLOURS[colour])
+        elif shape == "square":
+            pen.rectangle(box, COLOURS[colour])
+        else:
+            pen.polygon(corners, COLOURS[colour])
         path = Path("images") / f"{number}.png"
         image.save(folder / path)
         paths.append((str(path), f"{colour} {shape}"))
@@ -219,6 +220,7 @@ def image_files(folder: str | Path) -> tuple[Path, Path]:
         if number % 4:
             records.append({"images": [path], "prompt": "<image>What is it?", "response": said})
         else:
+            # Both images are of one side, so that no held-out image is trained on.
             own_side = paths[:IMAGES_HELD_OUT] if number < IMAGES_HELD_OUT else paths[IMAGES_HELD_OUT:]
             other, second = draw.choice(own_side)
             asked = "<image><image>What are they?"
@@ -235,13 +237,14 @@ def task_files(folder: str | Path) -> tuple[Path, Path]:
 
     Digits are to be reversed, sorted or summed, or two numbers are to make a third one, as in countdown.
     """
-    held_out, train = _draw_problems()
+    train, held_out = _draw_problems()
     return _write_problems(folder, "train_tasks", train), _write_problems(folder, "held_out_tasks", held_out)
 
 
 def warming_files(folder: str | Path) -> tuple[Path, Path]:
-    """Write the same problems with careless answers: five of six lack their last character."""
-    held_out, train = _draw_problems()
+    """Write problems to train on with careless answers, of which five in six lack their last character, and
+    held-out ones with right answers."""
+    train, held_out = _draw_problems()
     draw = random.Random(1)
     careless = [(prompt, answer if draw.random() < 1 / 6 else answer[:-1]) for prompt, answer in train]
     careless = [(prompt, answer) for prompt, answer in careless if answer]
@@ -250,7 +253,7 @@ def warming_files(folder: str | Path) -> tuple[Path, Path]:
 
 
 def _draw_problems() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """Return one in `ONE_IN` of all problems, and draws of the others, as many of each kind."""
+    """Return draws of all problems but one in `ONE_IN`, as many of each kind, and those that are held out."""
     draw, held_out, kinds = random.Random(0), [], []
     for kind in (_reverse_digits, _sort_digits, _sum_digits, _make_numbers):
         problems = list(dict(kind()).items())
@@ -258,7 +261,7 @@ def _draw_problems() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
         share = len(problems) // ONE_IN
         held_out += problems[:share]
         kinds.append(problems[share:])
-    return held_out, [draw.choice(kinds[number % len(kinds)]) for number in range(DRAWN)]
+    return [draw.choice(kinds[number % len(kinds)]) for number in range(DRAWN)], held_out
 
 
 def _digits(count: int, base: int) -> Iterator[str]:

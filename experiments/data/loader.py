@@ -103,7 +103,8 @@ class Loader:
 
 
 def place_of(mesh: fs.Mesh) -> dict[str, int]:
-    """Return the part of a batch that is this rank's. Ranks that differ along other axes have the same."""
+    """Return `rank` and `ranks` of this rank's `Loader`. Ranks that differ along other than data axes load
+    the same rows."""
     return {"rank": mesh.data_rank, "ranks": mesh.data_size}
 
 
@@ -111,7 +112,8 @@ def place_of(mesh: fs.Mesh) -> dict[str, int]:
 
 
 def order(count: int, seed: int, start: int, stop: int) -> np.ndarray:
-    """Return the samples at `start` to `stop` of the endless stream of epochs, each permuted anew; int64.
+    """Return the numbers of the samples from place `start` up to `stop` of an endless stream of epochs, each
+    of which has all `count` in an order of its own; int64.
 
     >>> order(3, 0, 0, 7).size, sorted(order(3, 0, 3, 6).tolist())
     (7, [0, 1, 2])
@@ -128,8 +130,9 @@ def order(count: int, seed: int, start: int, stop: int) -> np.ndarray:
 def permute(places: np.ndarray, count: int, seed: int, epoch: int = 0) -> np.ndarray:
     """Find the sample at each of `places`, by a bijection of 0 .. count - 1 that is never stored; int64.
 
-    It is a Feistel network on the least even number of bits that holds `count`. A value outside walks on
-    along its cycle until it is inside (Black and Rogaway, 2002), which takes at most four steps in the mean.
+    It is a Feistel network on the least even number of bits, at least four, that holds `count`. A value
+    outside walks on along its cycle until it is inside (Black and Rogaway, 2002), which takes at most four
+    passes in the mean if `count` is 4 or more.
 
     >>> sorted(permute(np.arange(5), 5, seed=1).tolist())
     [0, 1, 2, 3, 4]
@@ -145,6 +148,7 @@ def permute(places: np.ndarray, count: int, seed: int, epoch: int = 0) -> np.nda
 
 
 def _network(values: np.ndarray, half: int, keys: np.ndarray) -> np.ndarray:
+    """Run the Feistel network on values of two halves of `half` bits; a round mixes one into the other."""
     bits, mask = np.uint64(half), np.uint64(2**half - 1)
     left, right = values >> bits, values & mask
     for key in keys:

@@ -119,7 +119,11 @@ def _records_of_json(path: str) -> Iterator[dict[str, Any]]:
     with open(path, "rb") as file:
         begin = file.read(4096).removeprefix(b"\xef\xbb\xbf").split()
         file.seek(0)
-        if begin and begin[0][:1] == b"[" and begin[0][:2] in (b"[", b"[{", b"[]"):
+        if begin and begin[0][:2] in (
+            b"[",
+            b"[{",
+            b"[]",
+        ):  # a list of objects; other "[" begin a line of JSONL
             for number, record in enumerate(json.load(file), 1):
                 yield {LINE: number, JSON: json.dumps(record).encode()}
             return
@@ -161,6 +165,8 @@ def record_of(row: Mapping[str, Any]) -> dict[str, Any]:
 def _check_values(record: Mapping[str, Any]) -> None:
     """Refuse a record with half a surrogate pair, which no file of results could hold, or with too much
     depth."""
+    # Level by level and not by recursion, which fails on what is nested too deeply; each value comes with the
+    # name of its field.
     level, depth = [(name, (name, value)) for name, value in record.items()], 0
     while level:
         depth += 1

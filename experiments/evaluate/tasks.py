@@ -116,12 +116,11 @@ def tasks_of(texts: Sequence[str], shots: int = 0, limit: int | None = None) -> 
     wrong += [f"{text}: is named {count} times." for text, count in Counter(texts).items() if count > 1]
     if wrong:
         raise ConfigError("\n".join(wrong))
-    names = [Path(text.split(":")[1]).with_suffix("") for text in texts]
-    for longer in (lambda text, path: path.name, lambda text, path: str(path), lambda text, path: text):
-        tried = list(map(longer, texts, names))
-        if len(set(tried)) == len(tried):
-            break
-    return [replace(task, name=name) for task, name in zip(found, tried, strict=True)]
+    # The shortest names that tell all tasks apart.
+    paths = [Path(text.split(":")[1]).with_suffix("") for text in texts]
+    ways = [path.name for path in paths], [str(path) for path in paths], list(texts)
+    names = next(way for way in ways if len(set(way)) == len(way))
+    return [replace(task, name=name) for task, name in zip(found, names, strict=True)]
 
 
 def task_of(text: str, shots: int = 0, limit: int | None = None) -> Task:

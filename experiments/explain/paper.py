@@ -14,6 +14,7 @@ from experiments.lib.task import make_optimizer
 from fnshard.analysis.memory import MemoryAnalysis, MemoryTimeline
 from fnshard.analysis.timeline import Timeline
 from fnshard.analysis.traffic import Traffic
+from fnshard.search.fit import Fit
 from fnshard.step.lowered import Lowered
 
 
@@ -40,7 +41,7 @@ class Paper:
     over: MemoryTimeline
     traffic: Traffic
     timeline: Timeline
-    found: fs.Fit | None = None
+    found: Fit | None = None
 
     @property
     def fits(self) -> bool:

@@ -16,6 +16,7 @@ from experiments.lib.config import AUTO, MEASURED, PrecisionConfig, RunConfig, S
 from experiments.lib.files import append, write_json, write_text
 from fnshard.analysis.hardware import TABLE
 from fnshard.errors import report
+from fnshard.search.fit import Fit
 from fnshard.step.lowered import Lowered
 
 PLAN, MEMORY = "plan.json", "memory.txt"
@@ -32,7 +33,7 @@ class Plan:
 
     specs: Any
     options: fs.StepOptions
-    found: fs.Fit | None = None
+    found: Fit | None = None
     hardware: fs.Hardware | None = None
 
     @property
@@ -110,10 +111,10 @@ def forward_options(config: Any, mesh: fs.Mesh) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _agree(*args: Any, **options: Any) -> fs.Fit:
+def _agree(*args: Any, **options: Any) -> Fit:
     """Run `fs.fit` on every rank, and compare the plans: no rank acts, or gives up, alone."""
     try:
-        found: fs.Fit | fs.BudgetError = fs.fit(*args, **options)
+        found: Fit | fs.BudgetError = fs.fit(*args, **options)
         mine = repr(found.chosen.choice)
     except fs.BudgetError as error:
         found, mine = error, str(error)

@@ -110,8 +110,19 @@ class TargetData:
         return Loader(self.train, self.rows, self.seed, **place_of(mesh))
 
     def held_out(self, mesh: fs.Mesh, rows: int) -> Iterator[tuple[Any, ...]]:
-        """Yield this rank's held-out batches of `rows` rows; rows that do not fill a batch are left out."""
+        """Yield this rank's held-out batches of `rows` rows, or of fewer where there are not so many; rows
+        that do not fill a batch are left out.
+
+        Raises:
+            ConfigError: some rank would have none.
+        """
         count = min(self.measured.count, self.held_out_rows)
+        if count < mesh.data_size:
+            raise ConfigError(
+                f"data: {count} held-out rows for {mesh.data_size} ranks. "
+                f"Fix: data.held_out_rows={mesh.data_size} or more, and as many items."
+            )
+        rows = min(rows, count // mesh.data_size)
         for first in range(0, count - rows * mesh.data_size + 1, rows * mesh.data_size):
             yield self.measured.batch(first + mesh.data_rank * rows + np.arange(rows))
 

@@ -29,8 +29,10 @@ def budget_bytes(config: FinetuneConfig, mesh: fs.Mesh) -> float:
         raise ConfigError(
             "data.tokens=auto: needs a budget on a CPU. Fix: run.device_gb=4, or data.tokens=N."
         )
-    own = config.run.device_gb and config.run.device_gb * 1e9
-    own = own or SHARE * torch.cuda.get_device_properties(mesh.device).total_memory
+    if config.run.device_gb is not None:
+        own = config.run.device_gb * 1e9
+    else:
+        own = SHARE * torch.cuda.get_device_properties(mesh.device).total_memory
     every = [own]
     if dist.is_initialized():
         every = [0.0] * dist.get_world_size()
@@ -38,10 +40,10 @@ def budget_bytes(config: FinetuneConfig, mesh: fs.Mesh) -> float:
     return min(every)
 
 
-def kept_tokens(place: RunFolder) -> int | None:
-    """Return the tokens of a micro-batch in the run that goes on, by its newest checkpoint; None without
-    one."""
-    for root in filter(None, (place.root, place.source)):
+def kept_tokens(folder: RunFolder) -> int | None:
+    """Return `data.tokens` of the run that is resumed, by its newest checkpoint or the one that it starts
+    from; None if there is no checkpoint."""
+    for root in filter(None, (folder.checkpoints, folder.source)):
         with suppress(CheckpointError):
             config = fs.checkpoint.manifest(root).config or {}
             return config.get("data", {}).get("tokens")
@@ -63,7 +65,7 @@ def check_fits(tokens: int, peak_bytes: int, budget: float) -> None:
 
 
 def most_tokens(peak_of: Callable[[int], int], budget: float, least: int, most: int) -> int:
-    """Return the most tokens whose step fits, a multiple of `MULTIPLE`.
+    """Return the most tokens whose step fits, or nearly so many, as a multiple of `MULTIPLE`.
 
     The peak of a step is nearly a line in the tokens of a micro-batch. So each guess is where the line
     through the least and the largest that were tried meets the budget.
@@ -92,6 +94,7 @@ def most_tokens(peak_of: Callable[[int], int], budget: float, least: int, most: 
                 "data.context.",
             )
         )
+    # `fits` is the most that is known to fit, `over` the least that is known, or taken, not to.
     fits, over, guess = low, most + MULTIPLE, min(2 * low, most)
     for _ in range(GUESSES):
         if guess <= fits:

@@ -186,7 +186,9 @@ class ObjectiveConfig:
 
 @configuration
 class FinetuneDataConfig:
-    """The data: files that `experiments.data.rows` reads. Null stands for docstrings of Python's library.
+    """The data: files that `experiments.data.rows` reads.
+
+    Null `train` stands for built-in examples of the objective's kind (`data.builtin`).
 
     If `held_out` is null beside a `train` of your own, one in 20 of its records is held out. The global batch
     has `rows` of `context` tokens each; with `pack` several samples share a row. `too_long` says what is done
@@ -250,7 +252,7 @@ class FinetuneConfig:
     def __post_init__(self) -> None:
         fits = self.data.tokens == AUTO
         wrong = misfits(self.strategy, self.run, fits) + refuse_pipeline(self.mesh, "fine-tuning")
-        wrong += self._unbudgeted() + self._unplayed()
+        wrong += self._budget_problems() + self._environment_problems()
         updates = self.objective.updates
         if updates > 1 and self.objective.kind.data != "prompts":
             wrong.append(f"objective.updates={updates}: is of objectives that draw answers; leave 1.")
@@ -292,7 +294,7 @@ class FinetuneConfig:
         if wrong:
             raise ValueError("\n  ".join(wrong))
 
-    def _unplayed(self) -> list[str]:
+    def _environment_problems(self) -> list[str]:
         """Say what is wrong with an environment."""
         chosen, tokens = self.objective, self.data.tokens
         if chosen.environment is None:
@@ -313,7 +315,7 @@ class FinetuneConfig:
             )
         return wrong
 
-    def _unbudgeted(self) -> list[str]:
+    def _budget_problems(self) -> list[str]:
         """Say what is wrong with a budget of tokens."""
         tokens, wrong = self.data.tokens, []
         if tokens is None:

@@ -18,10 +18,11 @@ def distill(tuning: Tuning, config: ObjectiveConfig, *, training: bool) -> Calla
     """Make the reverse KL from the student to the teacher, averaged over all learned tokens exactly.
 
     It is that of MiniLLM (Gu et al. 2024), and with `on_policy` that of GKD (Agarwal et al. 2024), whose
-    student answers itself. All logits of a micro-batch are there at once, and `data.tokens` bounds them. If
-    one vocabulary has more rows than the other, those that both have count.
+    student answers itself. All logits of a micro-batch are in memory at once, so `data.tokens` should bound
+    them. If one model has more rows of logits than the other, both distributions are over those that both
+    have. `aux` has `agreement`, the share of tokens for which both have the same likeliest one.
 
-    The batch is as in `objectives.sft`, or as in `objectives.policy_gradient`, whose rewards do nothing.
+    The batch is as in `objectives.sft`, or as in `objectives.policy_gradient`, whose rewards are not read.
     """
     teacher = tuning.teacher
     vocab = min(tuning.lm.vocab, teacher.vocab)

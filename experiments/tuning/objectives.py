@@ -78,7 +78,7 @@ def preference(tuning: Tuning, config: ObjectiveConfig, *, training: bool) -> Lo
 
     policy, reference = tuning.policy(logprobs, training=training), tuning.reference(logprobs)
     of_name = {"dpo": {"label_smoothing": config.label_smoothing}, "simpo": {"margin": config.margin}}
-    how = {"beta": config.beta or config.kind.beta, **of_name.get(config.name, {})}
+    how = {"beta": config.kind.beta if config.beta is None else config.beta, **of_name.get(config.name, {})}
 
     def loss(params: Any, batch: Batch) -> tuple[Mean, dict[str, Mean]]:
         both, counted = sides_of(batch)

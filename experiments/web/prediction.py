@@ -37,8 +37,8 @@ class Prediction:
     """The prediction of a draft before it runs.
 
     Args:
-        command: the command line that says the same.
-        error: why there is no prediction; then all else is empty.
+        command: the command line of `experiments.explain` that predicts the same.
+        error: why there is no prediction; then all else but `command` is empty.
         summary: the summary of `experiments.explain`.
         device_bytes: the bytes that a step may take of a rank's device.
         peak: the bytes at the peak, by category.
@@ -102,8 +102,8 @@ def precision_of(form: Any) -> str:
 
 
 def explain_arguments(draft: Draft, config: Any, precision: str, hardware: str) -> list[str]:
-    """Return the arguments of `experiments.explain` for what a draft trains: its own, and those of which the
-    two commands have other defaults.
+    """Return the arguments of `experiments.explain` for what a draft trains: its own, and the keys whose
+    defaults differ between the two commands.
 
     Args:
         config: what the draft comes to.
@@ -117,7 +117,7 @@ def explain_arguments(draft: Draft, config: Any, precision: str, hardware: str) 
         mesh = fs.make_mesh(shard=1, device=here.run.device, abstract=True)
         hardware = hardware_of(AUTO, mesh).name
         said["mesh.shard"] = here.mesh.shard
-    own = [each for each in draft.arguments if not each.startswith("hardware")]
+    own = [each for each in draft.arguments if each.partition("=")[0] not in ("hardware", "hardware.name")]
     own = [each for each in own if each.partition("=")[0] not in said]
     return [*own, *(f"{key}={value}" for key, value in said.items()), f"hardware={hardware}"]
 
@@ -169,8 +169,8 @@ class Predictor:
     def _start(self) -> None:
         if self._process is not None and self._process.is_alive():
             return
-        # A server that has imported this module forks the process: it starts at once, after one that was
-        # killed too.
+        # The fork server has imported this module already, so a process starts at once, also after one was
+        # killed.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__])
         self._pipe, other = context.Pipe()
@@ -186,8 +186,8 @@ class Predictor:
 
 
 def answer_questions(pipe: Connection) -> None:
-    """Answer questions until the page's process has ended, however it does: the server that has forked this
-    one ends with it."""
+    """Answer questions until the page's process ends: the server that forked this one ends with it, and its
+    end kills this one."""
     end_with_parent(signal.SIGKILL, os.getppid())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the page
     logging.getLogger("fnshard").setLevel(logging.WARNING)

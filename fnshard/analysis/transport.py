@@ -50,7 +50,7 @@ def kind_of(mesh: Mesh) -> TransportKind:
 
 @dataclass(eq=False)
 class SharedSlot:
-    """A message that holds a slot of shared memory, and for which no peer is late.
+    """The use of a slot of shared memory, for `Slots`: it is free when the last tensor in it has died.
 
     Args:
         views: the number of its tensors that are alive.
@@ -207,7 +207,7 @@ class Counting:
         return self._make(Flight(lambda: self._sum(numel, dtype, n, pieces, into), until_release=kept))
 
     def send(self, tensors: Sequence[Tensor], rank: int, what: str) -> Handle[None]:
-        """Send to another rank, see `Collectives`. Copies are on their way until another task has run."""
+        """Send to another rank, see `Collectives`. The copies live until the schedule waits for them."""
         copies = [self._new(t.numel(), t.dtype) for t in tensors]
         return Flight(lambda: None, until_wait=copies)
 
@@ -240,7 +240,7 @@ class Counting:
         return Done(result if in_place else self._new(numel, dtype))  # in place, the sum lies there
 
     def _take_unit(self, axes: Axes, nbytes: int, views: int = 1) -> SharedSlot:
-        """Take a slot of leaves, with its header."""
+        """Take a slot for leaves that a group gathers in place, with room for the ranks' signatures."""
         return _take(self.units.setdefault(tuple(axes), Slots(0)), header_bytes(self.mesh) + nbytes, views)
 
 

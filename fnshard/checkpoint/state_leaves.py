@@ -147,7 +147,7 @@ def resolve_as_saved(specs: ResolvedSpecs, found: Manifest) -> ResolvedSpecs:
         return specs
     missing = [f"params/{p}" for p in named if f"params/{p}" not in saved]
     if missing:
-        raise CheckpointError("the checkpoint is of another model; it has not:", missing[:20])
+        raise CheckpointError("the checkpoint is of another model; it lacks:", missing[:20])
     of = {p: saved[f"params/{p}"] for p in named}
     shapes = {p: torch.empty(s.shape, dtype=STATE_DTYPES[s.dtype], device="meta") for p, s in of.items()}
     shapes |= {p: torch.view_as_complex(shapes[p]) for p in shapes.keys() & set(found.complex)}
@@ -241,7 +241,7 @@ def restore_targets(
 def check_complex_alike(here: Set[str], there: Set[str]) -> None:
     """Refuse leaves that are complex on one side and real numbers [..., 2] on the other."""
     if wrong := [f"params/{p} is complex {'here' if p in here else 'there'} alone" for p in here ^ there]:
-        fix = "specs of leaves that are complex where the saved ones are."
+        fix = "give specs in which the same leaves are complex as in what was saved."
         raise CheckpointError("real numbers [..., 2] are no complex ones:", some_of(sorted(wrong)), fix)
 
 
@@ -255,7 +255,8 @@ def check_codecs_alike(specs: Specs, saved: Mapping[str, SavedLeaf]) -> None:
     for path, spec in specs.items():
         name, shape = f"params/{path}", spec.shape or (1, 1)
         own = [n for n, codec in CODECS.items() if codec.parts(shape).keys() == parts.get(name)]
-        found = None if name in saved or not own else own[0]
+        # Codecs may have parts of the same names: then it is the one that these specs say.
+        found = None if name in saved or not own else spec.codec if spec.codec in own else own[0]
         if found != spec.codec and (found is not None or name in saved):
             wrong[path] = spec.codec, found
     if wrong:

@@ -55,21 +55,23 @@ def _make_preset(layouts: Layouts, axes: Callable[[Mesh], tuple[str, ...]], doc:
         check_params(named)
         check_fields("a preset", policy, ("rules", "units", "tensor", "expert", "chunks"))
         rules = check_rules(rules)
-        said = {p: rules[i][1] for p in named if (i := find_rule(p, rules)) is not None}
-        free = {path: leaf for path, leaf in named.items() if path not in said}
+        # The user's rules decide for some leaves; the preset makes a rule for each of the others (`free`).
+        by_rule = {p: rules[i][1] for p in named if (i := find_rule(p, rules)) is not None}
+        free = {path: leaf for path, leaf in named.items() if path not in by_rule}
         coded = bool(policy.get("codec"))
-        narrow = policy.get("compute_dtype") == FP8 and policy.get("trainable") is not False
+        asked = LayoutSpec(compute_dtype=policy.get("compute_dtype")).compute_dtype  # a dtype, or its name
+        narrow = asked == FP8 and policy.get("trainable") is not False
         computes = {
             **_read_tensor_option(named, free, tensor, mesh, coded),
             **_read_expert_option(free, expert, mesh, policy),
         }
         unit_of = find_units(units or numeric, params, named)
-        unit_of = {**unit_of, **{path: spec.unit for path, spec in said.items() if spec.unit}}
-        uncut = {p: leaf for p, leaf in named.items() if p in free or said[p].chunk is None}
+        unit_of = {**unit_of, **{path: spec.unit for path, spec in by_rule.items() if spec.unit}}
+        uncut = {p: leaf for p, leaf in named.items() if p in free or by_rule[p].chunk is None}
         chunk_of = cut_chunks(uncut, unit_of, mesh, chunks)
         # Each leaf that no rule of the user's takes gets a rule of its own.
         own: list[Rule] = []
-        stay: list[str] = []
+        in_bf16: list[str] = []
         for path, leaf in free.items():
             compute = computes.get(path, P())
             over = tuple(a for a in axes(mesh) if a not in compute.axes)
@@ -81,11 +83,12 @@ def _make_preset(layouts: Layouts, axes: Callable[[Mesh], tuple[str, ...]], doc:
             fields = {"compute": compute, **layouts(layout), **policy}
             if narrow and not _multiplies_in_fp8(path, leaf, compute):
                 fields["compute_dtype"] = torch.bfloat16
-                stay += [f"params[{path!r}] {list(leaf.shape)}"] * (leaf.dim() == 2)
+                if leaf.dim() == 2 and leaf.dtype.is_floating_point and not is_buffer(leaf):
+                    in_bf16.append(f"params[{path!r}] {list(leaf.shape)}")
             own.append((escape(path), LayoutSpec(**fields)))
-        if stay:
-            shown = [*stay[:8], *["..."] * (len(stay) > 8)]
-            message = report(f"{leaves(len(stay))} of two dims stay in bf16, not fp8:", shown)
+        if in_bf16:
+            shown = [*in_bf16[:8], *["..."] * (len(in_bf16) > 8)]
+            message = report(f"{leaves(len(in_bf16))} of two dims stay in bf16, not fp8:", shown)
             warnings.warn(message, stacklevel=2)
         return apply_rules(params, [*rules, *own], unit_of, chunk_of)
 
@@ -261,7 +264,7 @@ def _cut_evenly(sizes: Sequence[int], count: int) -> list[int]:
     """Return where all but the first of `count` runs of sizes begin, such that the sum of the squares of the
     runs' sums is least."""
     sums = [0, *accumulate(sizes)]
-    # For each number of sizes that are in runs: the least sum of squares, and where these runs begin.
+    # best[n]: the first n sizes in `run` runs, as the least sum of squares and where the runs begin.
     best: list[tuple[float, list[int]] | None] = [(0.0, [])] + [None] * len(sizes)
     for run in range(1, count + 1):
         following: list[tuple[float, list[int]] | None] = [None] * (len(sizes) + 1)
@@ -305,7 +308,7 @@ def _all_axes(mesh: Mesh) -> tuple[str, ...]:
 
 
 def _inner_axes(mesh: Mesh) -> tuple[str, ...]:
-    """Return these axes without "replicate"; with it, where there is no other."""
+    """Return the axes of `_all_axes` without "replicate", or with it if there is no other."""
     return tuple(a for a in _all_axes(mesh) if a != "replicate") or _all_axes(mesh)
 
 
@@ -348,7 +351,8 @@ hybrid_shard = _make_preset(
     _inner_axes,
     """Shard as `full_shard` does over the inner data axes, with replicas over the axis "replicate".
 
-    On a mesh without an axis "replicate" it is `full_shard`. FSDP calls this HYBRID_SHARD, or HSDP.""",
+    Without an axis "replicate", or with no other to split over, it is `full_shard`. FSDP calls this
+    HYBRID_SHARD, or HSDP.""",
 )
 zero3 = full_shard
 

@@ -47,7 +47,7 @@ def soap(
     Args:
         lr: a rate, or a schedule.
         b1, b2, eps: Adam's numbers.
-        weight_decay: the update then subtracts `lr * weight_decay * param`.
+        weight_decay: after Adam's step, `lr * weight_decay` of the new parameter is subtracted.
         shampoo_beta: the decay of the averages; None is `b2`.
         precondition_frequency: after how many steps bases are made anew, by one power iteration and a QR.
         max_precond_dim: the longest side that gets a basis.

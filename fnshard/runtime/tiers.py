@@ -36,7 +36,8 @@ KEPT_steps = 16  # a host buffer that was not taken for so many steps goes back 
 
 
 def rest(value: Tensor, tier: str, device: torch.device, disk_dir: str | None = None) -> Tensor:
-    """Return `value` where a tier keeps it, which is itself if it is there already.
+    """Move a tensor to a tier: "device" returns it if it is there, "host" on an accelerator's mesh if it is
+    pinned. Otherwise it is copied, on a CPU's mesh and to "disk" always.
 
     Args:
         tier: "device", "host" or "disk".
@@ -49,7 +50,7 @@ def rest(value: Tensor, tier: str, device: torch.device, disk_dir: str | None = 
     if tier == "device":
         return value.to(device)
     on_host = tier == "host" and value.device.type == "cpu"
-    if on_host and device.type != "cpu" and value.is_pinned():  # it rests there; on a CPU that cannot be told
+    if on_host and device.type != "cpu" and value.is_pinned():  # on a CPU nothing tells the tiers apart
         return value
     out = allocate(value.shape, value.dtype, tier, device, disk_dir)
     return out.copy_(value)
@@ -195,7 +196,7 @@ class Transfers:
     device: torch.device
     upward: Any = None  # the stream of copies to the device
     downward: Any = None
-    updates: Any = None  # the stream of updates next to kernels
+    updates: Any = None  # the stream of optimizer updates that run beside the kernels
     issued: bool = False  # whether this step has issued a copy
     free: dict[int, list[Tensor]] = field(default_factory=dict)
     last_used: dict[int, int] = field(default_factory=dict)  # by size, the step that last took a buffer

@@ -128,7 +128,8 @@ def check_case(
     ids=str,
 )
 def test_predicted_bytes_are_those_of_real_ranks(ranks: Any, case: Case) -> None:
-    check_case(ranks(2), case, "eager")
+    world = 4 if case[0] == "hybrid_shard" else 2
+    check_case(ranks(world), case, "eager", world)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +166,8 @@ def test_predicted_bytes_have_what_a_rank_computes_of_whole_matrices(optimizer: 
 @pytest.mark.parametrize("case", MATRIX, ids=str)
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_predicted_bytes_over_the_whole_matrix(ranks: Any, case: Case, backend: str) -> None:
-    check_case(ranks(2), case, backend)
+    world = 4 if case[0] == "hybrid_shard" else 2
+    check_case(ranks(world), case, backend, world)
 
 
 def there_and_back(x: Tensor) -> Tensor:

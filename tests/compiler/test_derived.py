@@ -182,5 +182,8 @@ def test_verify_finds_a_weight_that_is_handed_on() -> None:
         return Derived({}, leaves)
 
     lower(fn, params(), batch())
-    with mock.patch.object(split, "derived", nothing), pytest.raises(ScheduleError, match="is handed on"):
+    with (
+        mock.patch.object(split, "find_derived", nothing),
+        pytest.raises(ScheduleError, match="is handed on"),
+    ):
         lower(fn, params(), batch())

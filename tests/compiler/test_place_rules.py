@@ -222,7 +222,7 @@ def test_attention_over_a_split_sequence(name: str, attention: str) -> None:
 
 def test_blocks_of_attention_do_not_depend_on_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Spelled out, in runs of queries, as where torch has no fused kernel."""
-    monkeypatch.setattr(block_attention, "_fused", lambda query, bias: "")
+    monkeypatch.setattr(block_attention, "_choose_fused", lambda query, bias: "")
     monkeypatch.setattr(block_attention, "CHUNK_BYTES", 2000)
     for name in SPLIT_ATTENTION:
         test_attention_over_a_split_sequence(name, "ring")

@@ -120,10 +120,26 @@ def test_every_published_row_is_predicted_or_left_out_with_a_reason():
     assert all(0 < seconds[name] <= seconds[""] for name in published.CONSTANTS)
     assert seconds["matmul"] < seconds[""] and found.error() == abs(found.rate() / small.rate - 1)
     fit, held = published.halves(rows)
-    assert len(fit) == len(held) == 4 and set(fit) | set(held) == {row.source for row in rows}
+    assert len(fit) == 4 and len(held) == 5  # one source has pipelines alone, and is held out
+    assert set(fit) | set(held) == {row.source for row in rows}
     assert {row.compute_dtype for row in rows} == {"bfloat16", "float8_e4m3fn"} and any(
         "context" in row.axes for row in rows
     )
+
+
+def test_a_published_row_with_a_pipeline_is_held_out_and_predicted():
+    rows, _ = published.read_published()
+    piped = [row for row in rows if "pipeline" in row.axes]
+    assert len(piped) == 2 and {row.preset for row in piped} == {"shard_grad_op"}
+    assert {(row.chunks, row.recompute) for row in piped} == {(8, "none")}
+    assert {row.source for row in piped} <= set(published.halves(rows)[1])
+    sizes = {"width": 64, "layers": 3, "heads": 4, "kv_heads": 2, "mlp": 128, "vocab": 128, "context": 64}
+    few = replace(
+        piped[0], model=replace(piped[0].model, **sizes), axes={"pipeline": 2, "shard": 2}, chunks=2
+    )
+    many, fewer = (published.compare(replace(few, micro_batches=count)) for count in (4, 2))
+    assert many.tokens == 2 * fewer.tokens
+    assert fewer.step.seconds({}) < many.step.seconds({}) < 2 * fewer.step.seconds({})  # less of it is idle
 
 
 # ------------------------------------------------------------------ memory

@@ -91,7 +91,7 @@ def test_killed_and_started_again_it_is_the_same(model, data, tmp_path, monkeypa
     config = config_of(model, data, tmp_path, f"objective={objective}", "method=qlora4", "method.dropout=0.1")
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     setup = finetune.build(config)  # lowered once for all three
-    monkeypatch.setattr(finetune, "build", lambda *_: setup)
+    monkeypatch.setattr(finetune, "build", lambda *_, **__: setup)
     finetune.finetune(config, run_in(whole), [], Stop())
 
     tuned_until(config, broken, 4)

@@ -385,7 +385,7 @@ def test_a_run_is_rewarded_and_resumes_bit_for_bit(model, data, tmp_path, monkey
     )
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     setup = finetune.build(config)
-    monkeypatch.setattr(finetune, "build", lambda *_: setup)
+    monkeypatch.setattr(finetune, "build", lambda *_, **__: setup)
     tuned(0, config, whole)
     result = read_result(whole)
     assert result["status"] == "ok" and "held_out_loss" not in result

@@ -84,7 +84,8 @@ def test_ranks_that_share_a_gpu_are_one_error():
         with pytest.raises(SpecError, match=r"(?s)one device 7 of a for 2 ranks:.*Fix: as many ranks"):
             each.result()
     assert found[2].result() is None
-    process_group._wait_for_all(store, 0, 3, soon, lambda: False, "")  # CPUs may
+    for rank in range(2):  # CPUs may be shared
+        process_group._wait_for_all(store, rank, 3, soon, lambda: False, "")
 
 
 def test_what_is_strided_is_pinned_as_it_is_copied(monkeypatch):
@@ -211,6 +212,7 @@ def test_a_deterministic_step_after_a_product_without_its_workspace_is_one_error
             raise RuntimeError("Deterministic behavior was enabled ... set CUBLAS_WORKSPACE_CONFIG=:4096:8")
 
     contexts._check_products.cache_clear()
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # so that it is as before when the test has ended
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch, "ones", lambda *_, **__: Ones())
     late = pytest.raises(StateError, match=r"(?s)comes too late.*CUBLAS_WORKSPACE_CONFIG=:4096:8")
@@ -221,7 +223,8 @@ def test_a_deterministic_step_after_a_product_without_its_workspace_is_one_error
 
 
 def test_a_deterministic_step_is_so_where_it_is_traced_compiled_and_run(monkeypatch):
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # so that it is as before when the test has ended
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     seen: dict[str, list[bool]] = {"trace": [], "compile": [], "run": []}
 
     def note(where: str) -> None:

@@ -69,9 +69,7 @@ def search_of(name: str) -> Search:
     return Search(loss, params, mesh, batch=(tokens,), hardware=hardware, specs=specs)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.long if n == "wide" else []) for n in BUDGETS]
-)
+@pytest.mark.parametrize("name", BUDGETS)
 def test_plans_are_within_budget_and_no_neighbour_is_faster(name: str) -> None:
     fit_many(name, BUDGETS[name])
 

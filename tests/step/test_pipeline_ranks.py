@@ -18,7 +18,7 @@ from fnshard.errors import AgreementError, CollectiveError
 from fnshard.runtime.collectives import connect as connecting
 
 AXES = {2: {"pipeline": 2}, 4: {"pipeline": 2, "shard": 2}}
-APART = {"accumulate": 4, "micro_order": "zero_bubble"}
+APART = {"accumulate": 3, "micro_order": "zero_bubble"}
 
 
 def model() -> Model:

@@ -41,13 +41,12 @@ def by_steps(model: Model) -> list[list[tuple[Any, ...]]]:
 
 
 def as_float(model: Model) -> Model:
-    """The same model in fp32."""
-    kinds = {torch.nn.Parameter: torch.nn.Parameter, torch.nn.Buffer: torch.nn.Buffer}
-    params = {}
+    """Return the model in fp32."""
+    params, narrow = {}, {torch.float64: torch.float32, torch.complex128: torch.complex64}
     for path, value in model.params.items():
-        narrow = {torch.float64: torch.float32, torch.complex128: torch.complex64}
         cast = value.detach().to(narrow.get(value.dtype, value.dtype))
-        params[path] = kinds.get(type(value), lambda t: t)(cast)
+        kinds = (kind for kind in (torch.nn.Parameter, torch.nn.Buffer) if isinstance(value, kind))
+        params[path] = next(kinds, lambda t: t)(cast)
     return replace(model, params=params)
 
 

@@ -72,7 +72,7 @@ def read_deepspeed(path: Path) -> SavedState:
     if stage not in VECTORS:
         raise Corrupt(f"is of ZeRO stage {stage!r}; 1, 2 and 3 are read here")
 
-    # What there is: of stage 3 each rank has a file, of the others one does.
+    # The files that say which parameters there are: one for each rank in stage 3, otherwise one.
     files = sorted(folder.glob(MODEL))
     if stage == 3:
         by_rank = {int(m[1]): file for file in files if (m := _RANK.fullmatch(file.name))}
@@ -104,7 +104,7 @@ def read_deepspeed(path: Path) -> SavedState:
 
 
 def _states_of(part: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return a rank's optimizer state by group; FusedAdam once counted its steps beside it."""
+    """Return a rank's optimizer state by group; FusedAdam once kept its step in `param_groups`."""
     found = part.get("base_optimizer_state", part.get("optimizer_state_dict", {}))
     if not isinstance(found, Mapping):
         return list(found)
@@ -169,7 +169,7 @@ def tensor_of_runs(name: str, shape: Sequence[int], runs: Sequence[Run]) -> File
         at += length
     check_pieces(name, shape, pieces)
     if not runs:
-        raise Corrupt(f"has no values of {name!r} {list(shape)}")
+        raise Corrupt(f"has no values of {name!r} {list(shape)}; parameters without elements are not read")
     vector = runs[0][0]
     return FileTensor(vector.path.name, Pieces(vector.dtype, shape, pieces), vector.dtype, shape)
 

@@ -2,7 +2,7 @@
 
 The first half makes the cotangents of the values that a segment reads, for which the segment before it waits,
 in a pipeline another stage. The second half makes the gradients of leaves, for which only the update waits
-(Qi et al. 2023, "Zero Bubble Pipeline Parallelism"). Every product is in one of the halves. What the second
+(Qi et al. 2023, "Zero Bubble Pipeline Parallelism"). No product runs twice. What the second
 half reads of the first, or of what the forward has saved, is the cheapest cut between the two in bytes: views
 and elementwise ops may be run again on the other side of it.
 
@@ -136,7 +136,7 @@ def _find_first(graph: fx.Graph, of_leaves: Sequence[bool], leaves: Set[fx.Node]
         if leaf and result not in first:
             own = _find_ancestors([result]) - first
             first |= own if result in on_leaves or not any(map(_is_product, own)) else set()
-    # An op of several results stays with these, since only tensors cross.
+    # The results of an op of several are taken apart in its own half, since only tensors cross.
     return first | {n for n in graph.nodes if n.target is operator.getitem and n.args[0] in first}
 
 

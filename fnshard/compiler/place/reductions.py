@@ -32,7 +32,7 @@ def _without_padding(call: Call, split: Split, over: Partial) -> Callable[..., T
     """Return the op with a number that is neutral to it in the place of padding."""
     value, size = call.tensors[0], call.tensors[0].shape[split.dim] // split.outer
     part, trailing = call.part(value.shape, split), [1] * (value.dim() - split.dim - 1)
-    neutral = 0 if over == PARTIAL or value.dtype == torch.bool else _least(value.dtype)
+    neutral = 0 if over == PARTIAL or call.value.dtype == torch.bool else _least(value.dtype)
 
     def run(index: Tensor, x: Tensor) -> Tensor:
         inside = torch.arange(part, device=x.device) + index * part < size
@@ -73,7 +73,7 @@ def _share_of_mean(call: Call, strategy: OpStrategy) -> Callable[..., Tensor]:
 
 @rule(aten.amax.default, aten.max.default, aten.any.default, aten.any.dim)
 def _amax(call: Call) -> Iterator[OpStrategy]:
-    """Split a maximum. With a gradient, which equal maxima share, all have to be known: it is expanded."""
+    """Split a maximum, unless it has a gradient: equal maxima on all ranks share that, so it is expanded."""
     yield from _reduce(call, None if call.value.requires_grad else Partial("max"))
 
 
@@ -125,11 +125,11 @@ def _loss(call: Call) -> Iterator[OpStrategy]:
 def _of_targets(call: Call) -> Iterator[OpStrategy]:
     """Split the loss of each row; one that is reduced is expanded."""
     value, target = call.tensors[:2]
-    classes = target.shape == value.shape  # targets are probabilities
+    probabilities = target.shape == value.shape  # and not numbers of classes
     if call["reduction"] == 0 and call["weight"] is None and value.dim() > 1:
         for split in call.splits(value.shape, [d for d in range(value.dim()) if d != 1]):
             rows = Split(split.dim - (split.dim > 1), split.outer)
-            yield OpStrategy((split, split if classes else rows), rows)
+            yield OpStrategy((split, split if probabilities else rows), rows)
 
 
 @rule(own.token_parts.default)

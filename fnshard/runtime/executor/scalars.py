@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fnshard import tree
 from fnshard.compiler.ir.program import Limit, Outputs
-from fnshard.compiler.ir.values import CONTROL
+from fnshard.compiler.ir.values import CONTROL, ValueName
 from fnshard.compiler.schedule.buckets import Bucket
 from fnshard.layout.spec import LayoutSpec, averaged_axes
 from fnshard.mesh import Mesh
@@ -76,7 +76,7 @@ class Scalars:
     """
 
     outputs: Outputs
-    results: Sequence[str]
+    results: Sequence[ValueName]
     mesh: Mesh
     specs: Mapping[str, LayoutSpec]
     accumulate: int
