@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -26,13 +27,14 @@ def run_zero(rank: int, folder: str, stage: int) -> tuple[list[float], list[floa
     os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": str(rank), "RANK": str(rank), "WORLD_SIZE": "2"}
     import deepspeed
 
-    deepspeed.comm.torch.build_shm_op = lambda *_: None  # a C++ extension that gloo does without
+    # A C++ extension that gloo does without; `deepspeed.comm.torch` itself is torch.
+    import_module("deepspeed.comm.torch").build_shm_op = lambda *_: None
     deepspeed.init_distributed(dist_backend="gloo")
     model = make_model()
     config = {
         "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1,
         "zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
+        "zero_force_ds_cpu_optimizer": False, "gradient_clipping": 0.0,  # which is 1.0 if nobody says it
     }  # fmt: skip
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import time
 from dataclasses import replace
 from typing import Any
@@ -156,7 +157,7 @@ def test_an_environment_that_fails_on_one_rank_is_the_error_of_the_run(model, da
     how = (*(each for each in SMALL if each != "mesh.shard=1"), *QUICK, "data.tokens=96", "mesh.shard=2")
     command = ["experiments.finetune", f"model={model}", f"data.train={data['samples']}", *how,
                "objective.environment._target_=mine.rollout"]  # fmt: skip
-    done = run_command(command, tmp_path, timeout=500)
+    done = run_command(command, tmp_path, timeout=500, patches={"sys.path": [str(tmp_path), *sys.path]})
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
     assert re.search(r"error: objective.environment: the rollout of .*KeyError: 'no such tool'", done.stderr)
     assert "peer" not in done.stderr and "wait for each other" not in done.stderr
