@@ -220,6 +220,7 @@ def climb(forked: pytest.MonkeyPatch, tmp_path: Path, *chosen: str) -> dict[str,
     return {name: read_stage(tmp_path, name)["parts"] for name in STAGES}
 
 
+@pytest.mark.long  # and alone: a fork of a process that has used autograd's threads cannot
 def test_the_ladder_on_a_cpu(tmp_path: Path, forked: pytest.MonkeyPatch) -> None:
     parts = climb(forked, tmp_path, "presets", "speed", "profile.full_shard", "attention")
     off = parts["works"]["presets"]["raw"]["off by"]
