@@ -28,7 +28,7 @@ from experiments.lib.folder import read_result, write_result
 from experiments.lib.launch import fit_to_machine, main
 from experiments.lib.plan import specs_of
 from experiments.lib.run import Run
-from experiments.lib.task import Items, make_optimizer, make_target, make_task
+from experiments.lib.task import Items, make_data, make_optimizer, make_target, make_task
 from experiments.train import COMMAND, JOB
 from fnshard.launcher.rank import Stop
 
@@ -188,6 +188,15 @@ def test_adamw_in_eight_bits_is_clipped_and_spares_norms_as_adamw_does():
 def held_out(rank: int, config: TrainConfig) -> float:
     parts = of_training(config)
     return parts.evaluate(parts.step.init(make_task(config).init).params)[0]
+
+
+def test_held_out_rows_fewer_than_a_batch_are_measured_and_fewer_than_ranks_refused():
+    config = config_of("data.held_out_rows=3")
+    data = make_data(config.data, 0)
+    two = fs.make_mesh(shard=2, simulated=True)
+    assert [len(batch[0]) for batch in data.held_out(two, 16)] == [1]
+    with pytest.raises(ConfigError, match="Fix: data.held_out_rows=8"):
+        next(data.held_out(fs.make_mesh(shard=8, simulated=True), 16))
 
 
 def test_two_ranks_measure_what_one_does(ranks):

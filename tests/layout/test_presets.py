@@ -80,3 +80,20 @@ def test_policy_goes_to_all_leaves_and_an_unknown_field_is_refused() -> None:
         fs.presets.full_shard(params, MESH, shape=(9, 9))
     with pytest.raises(fs.SpecError, match="no field 'shape'"):
         from_plain({"shape": [3, 4]})
+
+
+def test_a_dtype_of_eight_bits_may_be_named() -> None:
+    """Norms, embeddings and heads stay in bf16, whether the dtype is an object or its name."""
+    params = {
+        "embed.weight": torch.zeros(64, 32),
+        "layers.0.up.weight": torch.zeros(256, 256),
+        "norm.weight": torch.zeros(32),
+    }
+    one = fs.make_mesh(shard=1, abstract=True)
+    with pytest.warns(UserWarning, match="stay in bf16"):
+        by_name, by_dtype = (
+            fs.presets.full_shard(params, one, compute_dtype=dtype)
+            for dtype in ("float8_e4m3fn", torch.float8_e4m3fn)
+        )
+    assert by_name == by_dtype and by_name["norm.weight"].compute_dtype == torch.bfloat16
+    assert by_name["layers.0.up.weight"].compute_dtype == torch.float8_e4m3fn
