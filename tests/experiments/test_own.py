@@ -195,7 +195,7 @@ def test_held_out_rows_fewer_than_a_batch_are_measured_and_fewer_than_ranks_refu
     data = make_data(config.data, 0)
     two = fs.make_mesh(shard=2, simulated=True)
     assert [len(batch[0]) for batch in data.held_out(two, 16)] == [1]
-    with pytest.raises(ConfigError, match="Fix: data.held_out_rows=8"):
+    with pytest.raises(ConfigError, match=r"Fix: data\.held_out_rows=8"):
         next(data.held_out(fs.make_mesh(shard=8, simulated=True), 16))
 
 
