@@ -253,6 +253,9 @@ class FinetuneConfig:
         fits = self.data.tokens == AUTO
         wrong = misfits(self.strategy, self.run, fits) + refuse_pipeline(self.mesh, "fine-tuning")
         wrong += self._budget_problems() + self._environment_problems()
+        name = self.objective.name
+        if name in ("dpo", "ipo", "simpo") and self.objective.beta == 0:
+            wrong.append(f"objective.beta=0: objective={name} learns nothing then; leave the default.")
         updates = self.objective.updates
         if updates > 1 and self.objective.kind.data != "prompts":
             wrong.append(f"objective.updates={updates}: is of objectives that draw answers; leave 1.")

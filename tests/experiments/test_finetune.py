@@ -232,6 +232,25 @@ def test_pairs_are_compared_by_their_rows(model, data, tmp_path, name):
 # ------------------------------------------------------------------ what is refused
 
 
+@pytest.mark.parametrize("name", ["dpo", "ipo", "simpo"])
+def test_a_beta_of_which_nothing_is_learned_is_refused(model, data, tmp_path, name):
+    with pytest.raises(ConfigError, match=r"objective\.beta=0: .*leave the default"):
+        config_of(model, data, tmp_path, f"objective={name}", "objective.beta=0")
+
+
+def test_orpo_without_its_odds_ratio_is_the_likelihood_of_the_chosen(model, data, tmp_path):
+    """A beta of 0 is not the default's 0.1."""
+    mesh, lm = fs.make_mesh(shard=1, device="cpu"), from_directory(model)
+    params = fs.hf.load(model, fs.presets.full_shard(lm.params, mesh), mesh, model=lm.model)
+    totals = []
+    for beta in ("0", "null", "0.1"):
+        config = config_of(model, data, tmp_path, "method=full", "objective=orpo", f"objective.beta={beta}")
+        (batch,) = next(dataset.open_data(config).loader(config, mesh))
+        loss = finetune.OBJECTIVES["orpo"](tuning_of(config, lm), config.objective, training=False)
+        totals.append(float(loss(params, batch)[0].total))
+    assert totals[0] < totals[1] == totals[2]
+
+
 def test_files_and_directories_that_are_not_what_they_should_be(model, data, tmp_path, monkeypatch):
     """One error each, before any rank starts."""
     monkeypatch.chdir(tmp_path)
