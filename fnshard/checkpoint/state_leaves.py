@@ -255,8 +255,7 @@ def check_codecs_alike(specs: Specs, saved: Mapping[str, SavedLeaf]) -> None:
     for path, spec in specs.items():
         name, shape = f"params/{path}", spec.shape or (1, 1)
         own = [n for n, codec in CODECS.items() if codec.parts(shape).keys() == parts.get(name)]
-        # Codecs may have parts of the same names: then it is the one that these specs say.
-        found = None if name in saved or not own else spec.codec if spec.codec in own else own[0]
+        found = None if name in saved or not own else own[0]  # no two codecs have parts of the same names
         if found != spec.codec and (found is not None or name in saved):
             wrong[path] = spec.codec, found
     if wrong:

@@ -175,13 +175,20 @@ def register(codec: Codec) -> None:
     """Add a codec by its name. Call it on every rank before specs that name the codec are used.
 
     Raises:
-        SpecError: this is not a `Codec`, another codec has the name, or its functions do not agree with each
-            other.
+        SpecError: this is not a `Codec`, another codec has the name or parts of the same names, by which a
+            checkpoint tells codecs apart, or its functions do not agree with each other.
     """
     if not isinstance(codec, Codec):
         raise SpecError(f"fs.codecs.register takes a Codec, not {type(codec).__name__}.")
     if CODECS.get(codec.name, codec) is not codec:
         raise SpecError(f"a codec is called {codec.name!r} already; give yours another name.")
+    names = codec.parts((4, 3)).keys()
+    for other in CODECS.values():
+        if other is not codec and other.parts((4, 3)).keys() == names:
+            raise SpecError(
+                f"codec {codec.name!r} has parts {', '.join(names)}, as codec {other.name!r} has. A "
+                "checkpoint tells codecs by these names. Fix: give one of the parts another name."
+            )
     # One shape is smaller than a block, the other has several dims and no whole number of blocks.
     wrong = [text for shape in ((4, 3), (2, 5, 70)) for text in _find_disagreements(codec, shape)]
     if wrong:

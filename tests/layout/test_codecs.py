@@ -286,6 +286,9 @@ def test_a_codec_that_breaks_its_contract_is_refused() -> None:
     other = codecs.Codec("other", lambda shape: {"codes": (shape, torch.int8)}, _fp8, FP8.decode)
     with pytest.raises(SpecError, match=r"(?s)parts are codes, encode gives codes, scale"):
         codecs.register(other)
+    twin = codecs.Codec("twin", codecs.CODECS["int8"].parts, _fp8, FP8.decode)
+    with pytest.raises(SpecError, match=r"'twin' has parts .*, as codec 'int8' has.*Fix: "):
+        codecs.register(twin)
     with pytest.raises(SpecError, match="'nf4' already"):
         codecs.register(codecs.Codec("nf4", FP8.parts, FP8.encode, FP8.decode))
     with pytest.raises(SpecError, match="takes a Codec, not str"):
