@@ -131,7 +131,7 @@ def run(config: BenchConfig, folder: Path) -> Result:
     place = Path(config.folder or Path("outputs", "gpu")).resolve()
     place.mkdir(parents=True, exist_ok=True)
     todo = choose_parts(config)
-    with ended_by_signals(), compiled_ahead(config, place, todo) as ahead:
+    with exit_on_sigterm(), compile_ahead(config, place, todo) as ahead:
         for name, names in todo.items():
             started, left = time.monotonic(), end - time.monotonic()
             budget = STAGES[name].seconds or left
@@ -141,13 +141,13 @@ def run(config: BenchConfig, folder: Path) -> Result:
                 write_stage(place, name, {"failures": dict.fromkeys(names, reason)}, kept=config.parts)
             else:
                 if name != next(iter(STAGES)):
-                    wait_for(ahead, AHEAD_S)
+                    wait_or_kill(ahead, AHEAD_S)
                     ahead.clear()
                 run_stage(name, names, config, place, budget - (time.monotonic() - started))
-            write_text(place / "table.txt", "\n".join([*columns(table(read_stages(place))), ""]))
+            write_text(place / "table.txt", "\n".join([*columns(make_table(read_stages(place))), ""]))
     found = read_stages(place)
     failed = any(stage.get("failures") for stage in found.values())
-    return Result(table(found), values={"stages": found}, failed=failed)
+    return Result(make_table(found), values={"stages": found}, failed=failed)
 
 
 def choose_parts(config: BenchConfig) -> dict[str, list[str]]:
@@ -171,8 +171,8 @@ def choose_parts(config: BenchConfig) -> dict[str, list[str]]:
 
 
 @contextlib.contextmanager
-def ended_by_signals() -> Iterator[None]:
-    """Make SIGTERM an exception, so that what runs is ended on the way out."""
+def exit_on_sigterm() -> Iterator[None]:
+    """Make SIGTERM an exception, so that child processes are killed on the way out."""
     before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         yield
@@ -181,11 +181,11 @@ def ended_by_signals() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def compiled_ahead(
+def compile_ahead(
     config: BenchConfig, place: Path, todo: Mapping[str, Sequence[str]]
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Make a step of each racer in processes of their own, while the first stage runs; its kernels are found
-    in the cache."""
+    """Make a step of each racer in a process of its own while the first stage runs, so that the second one
+    finds its kernels in the cache."""
     names = RACERS if config.backend == "inductor" and {"works", "speed"} <= set(todo) else ()
     children = []
     try:
@@ -193,11 +193,11 @@ def compiled_ahead(
             children.append(start_child([AHEAD, str(place), name], config, place / "ahead.txt"))
         yield children
     finally:
-        wait_for(children, 0.0)
+        wait_or_kill(children, 0.0)
 
 
 def start_child(words: Sequence[str], config: BenchConfig, log: Path) -> subprocess.Popen[bytes]:
-    """Start a process of this module, and of a session of its own, which `wait_for` ends."""
+    """Start a process of this module, and of a session of its own, which `wait_or_kill` ends."""
     command = [sys.executable, "-u", "-m", "experiments.bench.gpu", *words, *config.words()]
     env = {**os.environ, **ranks.environment(config)}
     with log.open("ab") as out:
@@ -206,9 +206,12 @@ def start_child(words: Sequence[str], config: BenchConfig, log: Path) -> subproc
         )
 
 
-def wait_for(children: Sequence[subprocess.Popen[bytes]], seconds: float) -> list[int | None]:
-    """Wait, and end those that are not done by then, with what they have started; their exit codes, None for
-    one that was ended."""
+def wait_or_kill(children: Sequence[subprocess.Popen[bytes]], seconds: float) -> list[int | None]:
+    """Wait for processes, and kill those that are not done by then, with all that they have started.
+
+    Returns:
+        Their exit codes; None for one that was killed.
+    """
     end, codes = time.monotonic() + seconds, []
     try:
         for child in children:
@@ -224,13 +227,13 @@ def wait_for(children: Sequence[subprocess.Popen[bytes]], seconds: float) -> lis
 
 
 def run_stage(name: str, names: Sequence[str], config: BenchConfig, place: Path, seconds: float) -> None:
-    """Run parts of a stage in a process, and in another one those behind a part that ended it."""
+    """Run parts of a stage in a process; if a part ends the process, run those after it in another one."""
     say(f"{name}: {', '.join(names)}, at most {seconds:.0f} s")
     end, log, todo = time.monotonic() + seconds, place / "log.txt", list(names)
     write_stage(place, name, {}, kept=config.parts)
     while todo:
         child = start_child([name, str(place), ",".join(todo)], config, log)
-        (code,) = wait_for([child], end - time.monotonic())
+        (code,) = wait_or_kill([child], end - time.monotonic())
         found = read_json(stage_file(place, name))
         failures, left = found["failures"], [part for part in todo if part not in found["done"]]
         if not left:
@@ -273,7 +276,7 @@ def read_stages(place: Path) -> dict[str, Found]:
     return {name: found for name in STAGES if (found := read_json(stage_file(place, name)))}
 
 
-def table(stages: Mapping[str, Found]) -> list[list[str]]:
+def make_table(stages: Mapping[str, Found]) -> list[list[str]]:
     """Return rows of what has a target or was found; cells are empty where a part has not run or a CPU cannot
     tell."""
     rows = [["stage", "part", "what", "measured", "target"]]
@@ -284,7 +287,7 @@ def table(stages: Mapping[str, Found]) -> list[list[str]]:
             rows += [[name, part_name, "failed", reason, ""]] if reason else []
             more = [what for what, value in found.items() if what not in part.targets and is_short(value)]
             for what, target in [*part.targets.items(), *((what, "") for what in more)]:
-                rows.append([name, part_name, what, shown(found.get(what, "")), target])
+                rows.append([name, part_name, what, format_value(found.get(what, "")), target])
     return rows
 
 
@@ -292,14 +295,14 @@ def is_short(value: Any) -> bool:
     return isinstance(value, str | float | int)
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Return a value of a result as text.
 
-    >>> shown([2.98761, "eager", 12])
+    >>> format_value([2.98761, "eager", 12])
     '2.988, eager, 12'
     """
     if isinstance(value, list):
-        return ", ".join(map(shown, value))
+        return ", ".join(map(format_value, value))
     return digits(value) if isinstance(value, float) else str(value)
 
 

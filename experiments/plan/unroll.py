@@ -1,4 +1,4 @@
-"""Unroll: the segments of a model with many layers, of a trace with few.
+"""Unroll a trace of few layers: give the segments of a model with many.
 
 Layers are alike, so tracing each of them would find the same again. The segments of one from the middle stand
 for all that were not traced: their leaves are of other layers, and what they read of the layer before is that
@@ -15,7 +15,7 @@ from experiments.plan.config import layer_of
 from fnshard.compiler.ir.values import Kind, ValueName
 from fnshard.compiler.kernels.segments import Exchanged, Segment, Segments
 
-BEHIND = 2  # of the layers that were traced, that stay behind those that are added: the last may be another
+BEHIND = 2  # layers of the trace that stay behind those that are added: the last one may differ
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class Layer:
     exchanges: tuple[tuple[Exchanged, ...], ...]
 
     @property
-    def made(self) -> dict[ValueName, tuple[int, int]]:
-        """Return by value that the layer makes its place in the layer."""
+    def places(self) -> dict[ValueName, tuple[int, int]]:
+        """The place in the layer of each value that the layer makes."""
         out = {}
         for place, (segment, exchanges) in enumerate(zip(self.segments, self.exchanges, strict=True)):
             names = [*segment.outputs, *(each.received for each in exchanges)]
@@ -52,7 +52,7 @@ def unroll(segments: Segments, layers: int) -> Segments | None:
     if describe(pattern, before) != describe(behind, pattern):
         return None
     last = pattern.segments[-1].index
-    of_pattern, of_before = pattern.made, {place: name for name, place in before.made.items()}
+    of_pattern, of_before = pattern.places, {place: name for name, place in before.places.items()}
     of_behind = {segment.index for segment in behind.segments}
     later = [s for s in segments.segments if s.index > last]
     leaps = (n for s in later if s.index not in of_behind for n in s.inputs if n in of_pattern)
@@ -65,23 +65,26 @@ def unroll(segments: Segments, layers: int) -> Segments | None:
     values, extra = dict(segments.values), layers - len(found)
     in_pattern = {place: name for name, place in of_pattern.items()}
     for copy in range(1, extra + 1):
-        names = {name: numbered(name, copy) for name in of_pattern}
-        names |= {of_before[p]: numbered(in_pattern[p], copy - 1) for p in of_before.keys() & in_pattern}
+        names = {name: name_copy(name, copy) for name in of_pattern}
+        names |= {of_before[p]: name_copy(in_pattern[p], copy - 1) for p in of_before.keys() & in_pattern}
         values |= {names[name]: values[name] for name in of_pattern if name in values}
         for segment, behind_it in zip(pattern.segments, pattern.exchanges, strict=True):
-            made.append(renamed(segment, len(made), names, copy))
-            exchanges += [exchanged(each, len(made) - 1, names) for each in behind_it]
+            made.append(rename_segment(segment, len(made), names, copy))
+            exchanges += [rename_exchange(each, len(made) - 1, names) for each in behind_it]
 
     # What was behind the pattern is behind the last copy.
-    names, shift = {name: numbered(name, extra) for name in of_pattern}, len(made) - last - 1
-    made += [renamed(segment, segment.index + shift, names, extra) for segment in later]
-    exchanges += [exchanged(e, e.after + shift, names) for e in segments.exchanges if e.after > last]
+    names, shift = {name: name_copy(name, extra) for name in of_pattern}, len(made) - last - 1
+    made += [rename_segment(segment, segment.index + shift, names, extra) for segment in later]
+    exchanges += [rename_exchange(e, e.after + shift, names) for e in segments.exchanges if e.after > last]
     return replace(segments, segments=tuple(made), exchanges=tuple(exchanges), values=values)
 
 
 def find_layers(segments: Segments) -> list[Layer] | None:
-    """Return the layers of a program, in order; None where a segment is of two, or they do not follow one
-    another. A segment without leaves is of the layer before it."""
+    """Return the layers of a program, in order; None if a segment belongs to two, or they do not follow one
+    another.
+
+    A segment without leaves belongs to the layer before it.
+    """
     after = segments.exchanges_after()
     by_number: dict[int, list[Segment]] = {}
     latest = None
@@ -101,8 +104,8 @@ def find_layers(segments: Segments) -> list[Layer] | None:
 
 
 def describe(layer: Layer, before: Layer) -> list[Any]:
-    """Return what a layer does, by places in it and in the layer before: alike for layers that are alike."""
-    own, earlier = layer.made, before.made
+    """Return what a layer does, by places in it and in the layer before: equal for equal layers."""
+    own, earlier = layer.places, before.places
 
     def place(name: ValueName) -> Any:
         if name.kind is Kind.LEAF and layer_of(name.path) == layer.number:
@@ -118,12 +121,12 @@ def describe(layer: Layer, before: Layer) -> list[Any]:
     return list(lines())
 
 
-def numbered(name: ValueName, copy: int) -> ValueName:
+def name_copy(name: ValueName, copy: int) -> ValueName:
     """Return the name of a value in a copy of the layer that makes it."""
     return ValueName(name.kind, f"{name.path}~{copy}", name.version) if copy else name
 
 
-def renamed(segment: Segment, index: int, names: dict[ValueName, ValueName], by: int) -> Segment:
+def rename_segment(segment: Segment, index: int, names: dict[ValueName, ValueName], by: int) -> Segment:
     """Return a segment with other values, and the leaves of a layer that comes so much later."""
 
     def later(text: str) -> str:
@@ -144,7 +147,7 @@ def renamed(segment: Segment, index: int, names: dict[ValueName, ValueName], by:
     )
 
 
-def exchanged(each: Exchanged, after: int, names: dict[ValueName, ValueName]) -> Exchanged:
-    """Return an exchange of other values, behind another segment."""
+def rename_exchange(each: Exchanged, after: int, names: dict[ValueName, ValueName]) -> Exchanged:
+    """Return an exchange of other values, after another segment."""
     sent, received = (names.get(n, n) for n in (each.sent, each.received))
     return replace(each, after=after, sent=sent, received=received)

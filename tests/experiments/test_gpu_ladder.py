@@ -102,16 +102,16 @@ def test_what_dies_hangs_or_fails_is_named_and_the_rest_goes_on(toys: Any, tmp_p
     toys.setattr(gpu_parts, "compiled", fails)
     toys.setattr(device.Stub, "is_well", lambda self: False)  # so that what fails is the last of its process
     toys.setattr(gpu_parts, "race", hangs)
-    wait_for, hung = gpu.wait_for, gpu.stage_file(tmp_path, "speed")
+    wait_or_kill, hung = gpu.wait_or_kill, gpu.stage_file(tmp_path, "speed")
 
     def wait(children: Any, seconds: float) -> Any:
         """Be patient until the part that hangs has found something, and not then."""
         while children and children[-1].poll() is None and "7 ms" not in read_text(hung):
             time.sleep(0.01)
         is_hung = "7 ms" in read_text(hung) and not gpu.stage_file(tmp_path, "profile").exists()
-        return wait_for(children, 0.0 if is_hung else seconds)
+        return wait_or_kill(children, 0.0 if is_hung else seconds)
 
-    toys.setattr(gpu, "wait_for", wait)
+    toys.setattr(gpu, "wait_or_kill", wait)
     result = gpu.run(replace(CONFIG, folder=str(tmp_path), until=1e6), tmp_path)
     works, speed = read_stage(tmp_path, "works"), read_stage(tmp_path, "speed")
     assert result.failed and works["done"] == ["versions", "presets", "compiled", "syncs"]
@@ -393,5 +393,5 @@ def test_kernels_are_split_by_name_and_by_what_launched_them() -> None:
 
 def test_the_readme_shows_the_rows_with_a_target_and_empty_cells() -> None:
     text = (ROOT / "experiments" / "bench" / "README.md").read_text(encoding="utf-8")
-    head, *rows = ["| " + " | ".join(row) + " |" for row in gpu.table({}) if row[-1]]
+    head, *rows = ["| " + " | ".join(row) + " |" for row in gpu.make_table({}) if row[-1]]
     assert "\n".join([head, "|---|---|---|---|---|", *rows]) in text

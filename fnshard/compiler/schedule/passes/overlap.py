@@ -148,7 +148,7 @@ class _Group:
         self.is_ordered = self.is_ordered or is_ordered
 
     def holds_up(self, line: Instruction, is_ordered: bool) -> bool:
-        """Say whether `line` must stay behind a line of the group."""
+        """Return whether `line` must stay behind a line of the group."""
         depends = not (self.written.isdisjoint(line.reads) and self.touched.isdisjoint(line.writes))
         return depends or (is_ordered and self.is_ordered)
 
