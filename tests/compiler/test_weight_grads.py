@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -28,7 +29,8 @@ from fnshard.compiler.kernels.remat import NAMED, Policy
 from fnshard.compiler.kernels.segments import Way
 from fnshard.compiler.schedule.instructions import Accumulate, ReduceScatter, Run
 from fnshard.compiler.schedule.ir import Schedule
-from fnshard.compiler.schedule.tasks import Slot, bubble, order_stages, usual_room
+from fnshard.compiler.schedule.keeps import Keeps
+from fnshard.compiler.schedule.tasks import Slot, bubble, count_kept, order_stages, usual_room
 from fnshard.compiler.schedule.verify import verify
 
 pytestmark = pytest.mark.filterwarnings("ignore:accumulate=")  # few micro-batches, on purpose
@@ -250,6 +252,22 @@ def test_the_bubble_is_zb_h1s_and_no_stage_keeps_more_than_the_first_one_of_1f1b
     assert bubble(together, stage_of) == pytest.approx((stages - 1) / (micros + stages - 1))
     assert bubble(apart, stage_of) == pytest.approx((stages - 1) / (3 * micros + stages - 1))
     assert max(most_kept(apart, stage_of, stage) for stage in stage_of) == stages
+
+
+def test_a_limit_of_bytes_makes_gradients_of_leaves_earlier() -> None:
+    """Where they keep more than a forward does, stages keep what the fullest one of 1F1B keeps, and what one
+    backward hands on."""
+    stage_of, room, keeps = list(range(4)), usual_room(4, 4), [Keeps(1.0, 2.5)] * 4
+    together = order_stages(stage_of, 8, room)
+    most = max(count_kept(together, stage_of, keeps).values())
+    free, wide, tight = (
+        order_stages(stage_of, 8, room, None, APART, keeps, limit) for limit in (math.inf, 2 * most, most)
+    )
+    assert most == 4 and max(count_kept(free, stage_of, keeps).values()) == 10
+    assert max(count_kept(wide, stage_of, keeps).values()) <= 8 + 1.5
+    assert max(count_kept(tight, stage_of, keeps).values()) <= 4 + 1.5
+    idle = [bubble(slots, stage_of) for slots in (free, wide, tight, together)]
+    assert idle == sorted(idle) and idle[0] < idle[2] < idle[3]
 
 
 def test_interleaved_chunks_have_a_smaller_bubble_too_and_keep_less() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -80,6 +81,19 @@ def last_first(exchanges: Sequence[Exchanged]) -> list[Exchanged]:
     for each in exchanges:
         depths[each.received] = depths.get(each.sent, -1) + 1
     return sorted(exchanges, key=lambda e: -depths[e.received])
+
+
+def group_by_unit(segments: Sequence[Segment]) -> list[tuple[Segment, ...]]:
+    """Group consecutive segments of one unit, which an exchange has cut. A segment that reads no leaves stays
+    with the one before it."""
+    groups: list[list[Segment]] = [[segment] for segment in segments[:1]]
+    for earlier, later in itertools.pairwise(segments):
+        before, units = set(earlier.units), set(later.units)
+        if units <= before or (before and before <= units):
+            groups[-1].append(later)
+        else:
+            groups.append([later])
+    return [tuple(group) for group in groups]
 
 
 @dataclass(frozen=True)

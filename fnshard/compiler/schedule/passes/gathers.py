@@ -170,7 +170,7 @@ def regather(schedule: Schedule) -> Schedule:
     again: dict[ValueName, ValueName] = {}
     out: list[Instruction] = []
     for line in lines:
-        if isinstance(line, Run) and line.backward:
+        if isinstance(line, Run) and line.of_backward:
             whole = line.segment in schedule.recomputed
             names = {n for n in line.reads if n in received and (whole or received[n].of_kind.permutes)}
             for name in [n for n in dict.fromkeys(line.reads) if n in names and n not in again]:
