@@ -78,7 +78,7 @@ def make_functional(model: nn.Module) -> tuple[Callable[..., Any], dict[str, Ten
         params[path].tied_names = tuple(others)
 
     def apply(params: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
-        with _swapped(model, params):
+        with _swap_leaves(model, params):
             return model(*args, **kwargs)
 
     return apply, params
@@ -88,7 +88,7 @@ _swapping = threading.RLock()  # a module has one place for each leaf
 
 
 @contextmanager
-def _swapped(model: nn.Module, params: Mapping[str, Tensor]) -> Iterator[None]:
+def _swap_leaves(model: nn.Module, params: Mapping[str, Tensor]) -> Iterator[None]:
     """The module with other leaves, wherever it keeps its own; then as it was, whatever it did."""
     with _swapping:
         places = list(_places(model))

@@ -309,7 +309,7 @@ def named_modules(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.M
             yield from named_modules(child, name if key in wrapping else f"{name}.{key}" if name else key)
 
 
-def unwrapped(module: Any) -> Any:
+def unwrap_module(module: Any) -> Any:
     """The module that another one wraps, or itself."""
     return dict(named_modules(module))[""] if isinstance(module, nn.Module) else module
 

@@ -103,7 +103,7 @@ def lora(
     """
     named, structure = tree.flatten_with_paths(params)
     check_tree(named)
-    trained = matched_leaves("train", train, named) if train else []
+    trained = match_leaves("train", train, named) if train else []
     settings = settings_of(
         named, rank=rank, alpha=alpha, targets=targets, transposed=transposed, dropout=dropout,
         rank_stabilised=rank_stabilised, dora=dora, trained=trained,
@@ -126,8 +126,8 @@ def settings_of(
     """
     if wrong := misfits({"rank": rank, "alpha": alpha, "dropout": dropout}, _EXPECTED):
         raise SpecError("no such adapters:", wrong)
-    chosen = matched_leaves("targets", targets, named)
-    turned = matched_leaves("transposed", transposed, chosen) if transposed else []
+    chosen = match_leaves("targets", targets, named)
+    turned = match_leaves("transposed", transposed, chosen) if transposed else []
     wrong = [line for p in chosen for line in _misfits(p, named[p], rank, p in trained, dora)]
     if wrong:
         fix = f"name matrices that are frozen and at least {rank} both ways, or take a smaller rank."
@@ -155,7 +155,7 @@ def _misfits(path: str, leaf: Tensor, rank: int, trains: bool, dora: bool) -> li
     return [f"{of}: rank={rank} is more than {small}"] if rank > small else []
 
 
-def matched_leaves(
+def match_leaves(
     what: str, globs: str | Sequence[str], paths: Mapping[str, Any] | Sequence[str]
 ) -> list[str]:
     """Return the paths that one of the globs matches, with or without ".weight".

@@ -42,7 +42,7 @@ from fnshard.layout.partition import block_slices
 from fnshard.mesh import Mesh
 from fnshard.optim.sums import CAST
 from fnshard.runtime.host_worker import PENDING
-from fnshard.runtime.packing import contiguous_strides, padded, parts_of
+from fnshard.runtime.packing import contiguous_strides, pad_to, parts_of
 from fnshard.runtime.tiers import Transfer, each
 
 # The bindings of these lines and of their Waits make no tensors themselves, so a mode would only cost time.
@@ -194,7 +194,7 @@ class Packing:
         mesh = self._context.mesh
         here = mesh.coordinate(self._context.rank)
         mine = {p: block_slices(p.shape, p.layout, mesh, here) for p in self.bucket.pieces}
-        return {p.path: padded(full_leaves[p.path][where], p.block) for p, where in mine.items()}
+        return {p.path: pad_to(full_leaves[p.path][where], p.block) for p, where in mine.items()}
 
     def pack_blocks(self, blocks: Mapping[str, Tensor], out: Tensor) -> None:
         self.pack_full({p.path: blocks[p.path] for p in self.bucket.pieces})
@@ -275,7 +275,7 @@ class DryUpdater:
             return slots[path][slot]
         if name == PARAM and path in params:
             return params[path]
-        return self._new(*self.context.schedule.families[path].described(name))
+        return self._new(*self.context.schedule.families[path].shape_and_dtype(name))
 
     def bind_whole(self, bucket: Bucket) -> Callable[[Parts, Parts, Any], Parts]:
         def compute(parts: Parts, *_: Any) -> Parts:
@@ -292,7 +292,7 @@ class DryUpdater:
     def control(self, env: Env, bucket: Bucket) -> tuple[DryUpdater, None]:
         return self, None
 
-    def arrived(self, summary: Any) -> DryUpdater:
+    def with_summary(self, summary: Any) -> DryUpdater:
         return self
 
     def stored_part(self, path: str, stored: Tensor) -> Tensor:

@@ -128,7 +128,7 @@ def kernel_flops(kernel: Kernel, way: Way) -> float:
     return 0.0 if module is None else graph_cost(module, fused=True).flops
 
 
-def _named(node: fx.Node, name: str, default: Any) -> Any:
+def _argument(node: fx.Node, name: str, default: Any) -> Any:
     """Return an argument of an operator, by name."""
     for place, argument in enumerate(node.target._schema.arguments):
         if argument.name == name:
@@ -147,10 +147,10 @@ def _attention(node: fx.Node) -> float:
     A forward computes scores and their weighted sum, and a backward scores again and four gradients.
     Documents are data, so a row counts as one.
     """
-    query, key, value = (_value(_named(node, name, None)) for name in ("query", "key", "value"))
+    query, key, value = (_value(_argument(node, name, None)) for name in ("query", "key", "value"))
     scores, sums = (3, 2) if "backward" in node.target.__name__ else (1, 1)
-    keys, window = key.shape[-2], _named(node, "window", 0)
-    causal = bool(_named(node, "is_causal", False)) and not _is_other_block(node)
+    keys, window = key.shape[-2], _argument(node, "window", 0)
+    causal = bool(_argument(node, "is_causal", False)) and not _is_other_block(node)
     seen = min(window if causal else 2 * window, keys) if window else keys * (0.5 if causal else 1.0)
     pairs = query.shape[:-1].numel() * seen
     return 2.0 * pairs * (scores * query.shape[-1] + sums * value.shape[-1])
@@ -159,7 +159,7 @@ def _attention(node: fx.Node) -> float:
 def _is_other_block(node: fx.Node) -> bool:
     """Return whether it is attention to a block that is not the queries' own, which a mask shows or hides
     whole."""
-    return not _named(node, "first", True) or bool(_named(node, "before", ()))
+    return not _argument(node, "first", True) or bool(_argument(node, "before", ()))
 
 
 def flops_of(node: fx.Node) -> float:
@@ -281,7 +281,7 @@ class _Counter:
             return Work(kind, dtype, flops, read, _bytes(value), size=flops)
         if kind == "attention":
             length, head = tensors_of(_value(node.all_input_nodes[0]))[0].shape[-2:]
-            flops, causal = flops_of(node), bool(_named(node, "is_causal", False))
+            flops, causal = flops_of(node), bool(_argument(node, "is_causal", False))
             unseen = flops / 2 if causal and _is_other_block(node) else 0.0
             size = {"size": float(length), "head": float(head), "unseen": unseen}
             return Work(kind, dtype, flops, read, _bytes(value), **size)

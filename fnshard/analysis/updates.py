@@ -144,7 +144,7 @@ def make_earlier_parts(family: Family, number: int) -> dict[str, torch.Tensor]:
             names |= dict.fromkeys(step.receives)
         elif not step.whole:
             names |= dict.fromkeys(flow_of(family.derived, before).keeps)
-    kinds = {name: family.described(name) for name in names}
+    kinds = {name: family.shape_and_dtype(name) for name in names}
     return {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in kinds.items()}
 
 

@@ -100,7 +100,7 @@ def _masked_put(args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
     return values.numel() * into.dtype.itemsize + sum(i.numel() * 8 for i in indices if i is not None)
 
 
-def _summed(args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
+def _sum(args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
     """Count casts of a sum's input, which is cast as a whole to int64 or fp64 if the sum has that dtype."""
     x, dtype = args[0], kwargs.get("dtype") or (out.dtype if isinstance(out, Tensor) else args[0].dtype)
     return x.numel() * dtype.itemsize if dtype != x.dtype and x.dtype not in HALVES else 0
@@ -193,7 +193,7 @@ _RULES: dict[tuple[str, str], Rule] = {
     ("cpu", "document_attention"): lambda args, kwargs, out: _document(*args[:3]),
     ("cpu", "document_attention_backward"): lambda args, kwargs, out: _document_backward(*args[1:4]),
     ("cpu", "_unsafe_masked_index_put_accumulate"): _masked_put,
-    ("cpu", "sum"): _summed,
+    ("cpu", "sum"): _sum,
     ("cpu", "mean"): lambda args, kwargs, out: _cast(args[0]),
     ("cpu", "embedding"): lambda args, kwargs, out: 0 if args[1].is_contiguous() else args[1].nbytes,
     ("cpu", "convolution"): lambda args, kwargs, out: _columns(args[0], out, args[1], args[6]),

@@ -26,7 +26,7 @@ from fnshard.checkpoint.state_leaves import (
 from fnshard.errors import CheckpointWarning
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.mesh import Mesh, check_mesh, make_mesh
-from fnshard.runtime.coordination import agreed
+from fnshard.runtime.coordination import run_together
 from fnshard.runtime.files.tensorfile import STATE_DTYPES
 from fnshard.step.shards import blank_params, blank_slots
 from fnshard.step.state import TrainState
@@ -99,7 +99,7 @@ def state_filler(
     def fill(
         folder: Path, found: Manifest, group: Any, fetch: Callable[[Targets], None] | None = None
     ) -> TrainState:
-        state, targets = agreed(group, f"restoring {folder}", lambda: make(found))
+        state, targets = run_together(group, f"restoring {folder}", lambda: make(found))
         if fetch is not None:
             fetch(targets)
         load_blocks(folder, found, targets, on, group)

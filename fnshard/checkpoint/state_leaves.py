@@ -57,7 +57,7 @@ class LocalLeaf:
         parts = [(tuple(s.start for s in full), self.block[mine]) for full, mine in found]
         return [(start, part) for start, part in parts if part.numel()]
 
-    def saved_as(self, chunks: Sequence[Chunk] = ()) -> SavedLeaf:
+    def to_saved(self, chunks: Sequence[Chunk] = ()) -> SavedLeaf:
         """Return the full leaf as a manifest names it."""
         return SavedLeaf(self.shape, STATE_NAMES[self.block.dtype], repr(self.layout), tuple(chunks))
 

@@ -89,7 +89,7 @@ def load(
     tensor([0., 1., 2.])
     """
     mesh, path = mesh or make_mesh(), as_path(path, "load(path, specs)")
-    globs, model = [ignore] if isinstance(ignore, str) else list(ignore), tree.unwrapped(model)
+    globs, model = [ignore] if isinstance(ignore, str) else list(ignore), tree.unwrap_module(model)
 
     def read() -> Any:
         resolved = check_resolved(specs, mesh)
@@ -155,7 +155,7 @@ def save(
             fix="give specs, and the mesh; states of step.init and step.adopt know both.",
         )
     blocks = tree.flatten_with_paths(stored)[0]
-    final, model = as_path(path, "save(params, path)").absolute(), tree.unwrapped(model)
+    final, model = as_path(path, "save(params, path)").absolute(), tree.unwrap_module(model)
 
     def make_plan() -> tuple[list[LeafToWrite], AbstractContextManager[Put]]:
         source = _config(config, model)

@@ -18,7 +18,7 @@ from fnshard.optim.optimizers import adamw as make_adamw
 from fnshard.optim.schedules import Rate, as_schedule, call_text, rate_first
 from fnshard.optim.sums import matrix_norm
 
-__all__ = ["muon", "orthogonalized"]
+__all__ = ["muon", "orthogonalize"]
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan's, for Newton-Schulz: steep at 0, near 1 elsewhere
 SCALES = {
@@ -84,7 +84,7 @@ def muon(
     def update(path: str, grad: Tensor, slots: Slots, param: Tensor, step: Step) -> Update:
         mu = slots["momentum"].lerp(grad, 1 - momentum)
         change = grad.lerp(mu, momentum) if nesterov else mu
-        change = orthogonalized(change if dtype is None else change.to(dtype), ns_steps).to(param.dtype)
+        change = orthogonalize(change if dtype is None else change.to(dtype), ns_steps).to(param.dtype)
         factor = SCALES[scale](*param.shape[-2:])
         return -step.host(rate) * (change * factor + weight_decay * param), {"momentum": mu}
 
@@ -119,10 +119,10 @@ def for_matrices(
     return replace(choosing(name, choice), values=choice.values)
 
 
-def orthogonalized(matrix: Tensor, steps: int = 5) -> Tensor:
+def orthogonalize(matrix: Tensor, steps: int = 5) -> Tensor:
     """Return nearly U Vᵀ for matrices U S Vᵀ, [..., M, N], by Newton-Schulz, and zero for zero.
 
-    >>> torch.linalg.svdvals(orthogonalized(torch.diag(torch.tensor([1.0, 0.1])))).round(decimals=1)
+    >>> torch.linalg.svdvals(orthogonalize(torch.diag(torch.tensor([1.0, 0.1])))).round(decimals=1)
     tensor([0.7000, 0.7000])
     """
     a, b, c = COEFFICIENTS

@@ -50,7 +50,7 @@ def group_of(mesh: Mesh, timeout: float | None, purpose: str = "checkpoint") -> 
     return functools.partial(peers().exchange, purpose, timeout=seconds)
 
 
-def texts(group: Exchange | None, text: str) -> list[str]:
+def gather_texts(group: Exchange | None, text: str) -> list[str]:
     """Return the text that every rank says."""
     return [text] if group is None else [t.decode() for t in group(text.encode())]
 
@@ -81,12 +81,12 @@ def all_or_none(gather: Callable[[str], list[str]], what: str, work: Callable[[]
     return value
 
 
-def agreed(group: Exchange | None, what: str, work: Callable[[], T]) -> T:
+def run_together(group: Exchange | None, what: str, work: Callable[[], T]) -> T:
     """Do the same work on all ranks of a group, or fail on all of them: see `all_or_none`."""
-    return all_or_none(functools.partial(texts, group), what, work)
+    return all_or_none(functools.partial(gather_texts, group), what, work)
 
 
-def all_ranks(
+def run_on_all(
     group: Exchange | None, local: Callable[[], T], on_first: Callable[[list[T]], None] | None = None
 ) -> None:
     """Run `local` on every rank, then `on_first` of what they all return on rank 0. A collective.

@@ -154,7 +154,7 @@ class Packer:
     def cut(self, full_leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return this rank's blocks of full leaves: views, or copies where they are padded."""
         return {
-            path: padded(full_leaves[path][slices], block) for path, (slices, block) in self._mine.items()
+            path: pad_to(full_leaves[path][slices], block) for path, (slices, block) in self._mine.items()
         }
 
 
@@ -281,7 +281,7 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(out))
 
 
-def padded(block: Tensor, shape: Sequence[int]) -> Tensor:
+def pad_to(block: Tensor, shape: Sequence[int]) -> Tensor:
     """Return `block` itself, or a zero-padded copy of the given shape."""
     if tuple(block.shape) == tuple(shape):
         return block
@@ -294,5 +294,5 @@ def local_block(full: Tensor, layout: P, mesh: Mesh, rank: int | None = None) ->
     """Return a rank's padded block of a full leaf, as a tensor of its own."""
     full = side_by_side(full, layout, mesh)
     slices = block_slices(full.shape, layout.contiguous, mesh, mesh.coordinate(rank))
-    block = padded(full[slices], block_shape(full.shape, layout, mesh))
+    block = pad_to(full[slices], block_shape(full.shape, layout, mesh))
     return block.clone(memory_format=torch.contiguous_format)

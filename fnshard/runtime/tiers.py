@@ -35,7 +35,7 @@ from fnshard.runtime.host_worker import Worker
 KEPT_steps = 16  # a host buffer that was not taken for so many steps goes back to the system
 
 
-def rest(value: Tensor, tier: str, device: torch.device, disk_dir: str | None = None) -> Tensor:
+def to_tier(value: Tensor, tier: str, device: torch.device, disk_dir: str | None = None) -> Tensor:
     """Move a tensor to a tier: "device" returns it if it is there, "host" on an accelerator's mesh if it is
     pinned. Otherwise it is copied, on a CPU's mesh and to "disk" always.
 
@@ -175,7 +175,7 @@ def _map_file(disk_dir: str | None, nbytes: int) -> mmap.mmap:
         ) from error
 
 
-def send(value: Tensor, device: torch.device) -> Tensor:
+def copy_to_device(value: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor to the device without waiting; one on the host is made contiguous and pinned first."""
     if device.type != "cpu" and value.device.type == "cpu":
         value = value.contiguous()  # a strided tensor would be copied to pageable memory once more

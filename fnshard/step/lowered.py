@@ -12,11 +12,11 @@ from typing import Any, get_args
 import torch
 
 from fnshard.analysis.hardware import Hardware
-from fnshard.analysis.memory import Ledger, MemoryAnalysis, MemoryTimeline, made_of, measure
+from fnshard.analysis.memory import Ledger, MemoryAnalysis, MemoryTimeline, explain_peak, measure
 from fnshard.analysis.tables import megabytes
 from fnshard.analysis.timeline import HardwarePricer, Timeline, simulate, simulate_stages
 from fnshard.analysis.traffic import Traffic, analyse
-from fnshard.analysis.transport import TransportKind, kind_of
+from fnshard.analysis.transport import TransportKind, transport_of
 from fnshard.compiler.frontend.contexts import deterministic
 from fnshard.compiler.frontend.indices import Indices
 from fnshard.compiler.ir.program import Program
@@ -172,7 +172,7 @@ class Lowered:
         if stage is None:
             ledgers = [self._ledger(transport, each) for each in range(stages)]
             return max(ledgers, key=lambda ledger: ledger.analysis.peak_bytes)
-        kind = transport or kind_of(self.schedule.mesh)
+        kind = transport or transport_of(self.schedule.mesh)
         key = kind, self.compiled is None, stage
         if key not in self.ledgers:
             self.ledgers[key] = measure(
@@ -205,7 +205,7 @@ class Lowered:
         peak = (analysis := self.memory_analysis()).peak_bytes
         if peak > bytes:
             detail = f", {megabytes(bytes)} MB are allowed ({megabytes(peak - bytes)} MB too many)"
-            raise BudgetError(made_of(analysis, detail))
+            raise BudgetError(explain_peak(analysis, detail))
 
     def comm_analysis(self, *, stage: int | None = None) -> Traffic:
         """Return the bytes on the wire of one step: by collective, axes, unit and phase, and transfers to the

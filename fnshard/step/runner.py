@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from fnshard import tree
-from fnshard.analysis.memory import made_of
+from fnshard.analysis.memory import explain_peak
 from fnshard.compiler.frontend.contexts import check_autocast, deterministic
 from fnshard.compiler.frontend.limits import check_limits
 from fnshard.compiler.frontend.random import derive_keys
@@ -32,7 +32,7 @@ from fnshard.runtime.executor.execute import bind, cut_batch
 from fnshard.runtime.executor.scalars import Scalars
 from fnshard.runtime.executor.update import Updater
 from fnshard.runtime.readback import Reading
-from fnshard.runtime.tiers import Transfers, send
+from fnshard.runtime.tiers import Transfers, copy_to_device
 from fnshard.step.agreement import (
     Agreement,
     check_agreement,
@@ -294,7 +294,7 @@ class Runner:
                 with deterministic(lowered.options.deterministic):
                     return run(env)
             except torch.OutOfMemoryError as error:  # the prediction knows nothing of others' tensors
-                error.add_note(made_of(lowered.memory_analysis(), ", by the plan"))
+                error.add_note(explain_peak(lowered.memory_analysis(), ", by the plan"))
                 raise
 
         bound = Bound(lowered, in_own_modes, scalars, counting(lowered.program))
@@ -336,7 +336,7 @@ class Runner:
         keys."""
         mesh, parts, program = self.mesh, lowered.options.accumulate, lowered.program
         names = lowered.names
-        values = {n: send(v, mesh.device).contiguous() for n, v in tensors.items()}
+        values = {n: copy_to_device(v, mesh.device).contiguous() for n, v in tensors.items()}
         env: dict[str, Any] = {}
         for micro, part in enumerate(cut_batch(values, whole, parts)):
             index = micro if parts > 1 else None
@@ -349,6 +349,6 @@ class Runner:
         for micro in range(parts if names["key"] else 0):
             index = micro if parts > 1 else None
             keys = derive_keys(seed, step, mesh.data_rank, micro, len(names["key"]))
-            keys = send(keys, mesh.device).unbind(0)
+            keys = copy_to_device(keys, mesh.device).unbind(0)
             env |= {ValueName(Kind.KEY, n, micro=index): k for n, k in zip(names["key"], keys, strict=True)}
         return env

@@ -28,7 +28,7 @@ from fnshard.mesh import Mesh, check_mesh
 from fnshard.runtime.collectives.base import Collectives
 from fnshard.runtime.collectives.connect import connection
 from fnshard.runtime.packing import Packer, local_block
-from fnshard.runtime.tiers import allocate, check_directory, rest
+from fnshard.runtime.tiers import allocate, check_directory, to_tier
 from fnshard.step.agreement import checksum
 
 __all__ = ["shard", "unshard"]
@@ -96,7 +96,7 @@ def put_at_rest(block: Tensor, spec: LayoutSpec, mesh: Mesh, disk_dir: str | Non
         return {n: put_at_rest(parts[n], s, mesh, disk_dir) for n, s in parts_of(spec).items()}
     if spec.memory == "device":
         return block.to(mesh.device, spec.storage_dtype)
-    return rest(block.to(spec.storage_dtype), spec.memory, mesh.device, disk_dir)
+    return to_tier(block.to(spec.storage_dtype), spec.memory, mesh.device, disk_dir)
 
 
 def foreign_block(spec: LayoutSpec, mesh: Mesh) -> Any:

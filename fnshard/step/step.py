@@ -36,7 +36,7 @@ from fnshard.optim.optimizer import Optimizer
 from fnshard.optim.optimizers import check_kind
 from fnshard.runtime.executor.context import Watch
 from fnshard.runtime.executor.control import StepControl
-from fnshard.runtime.executor.scalars import rescale
+from fnshard.runtime.executor.scalars import gradient_factor
 from fnshard.runtime.readback import Reading
 from fnshard.runtime.tiers import check_directory
 from fnshard.step.cache import ProgramCache
@@ -258,7 +258,9 @@ class Step(Compiled):
         start, rest = exact_seed(float(scale) / divisor, loss.dtype)
         env[LOSS_TANGENT] = torch.full((), start, dtype=loss.dtype, device=self.mesh.device)
         control = StepControl(
-            rescale=lambda summary: rescale(summary, rest / float(scale), divisor, self.mesh.device),
+            gradient_factor=lambda summary: gradient_factor(
+                summary, rest / float(scale), divisor, self.mesh.device
+            ),
             skip_if=(lambda s: not bool(torch.isfinite(s.norm))) if self._scale.dynamic else None,
             flags=self._runner.rank.reports,
         )
@@ -267,7 +269,7 @@ class Step(Compiled):
         # From here on the tensors of the state are written to.
         state = state.consume()
         env |= zip(slots(state.opt_state), state.opt_state.values(), strict=True)
-        env[CONTROL] = control.started(torch.tensor(self._scale.updates(number, state.loss_scale)))
+        env[CONTROL] = control.with_count(torch.tensor(self._scale.updates(number, state.loss_scale)))
         stored = {n.path: env[n] for n in bound.lowered.schedule.inputs if n.kind is Kind.STORED}
         return self._advance(state, bound, bound.run(env), stored)
 
@@ -397,7 +399,7 @@ class Step(Compiled):
         optimizer."""
         summary, control = env[SCALARS], env[CONTROL]
         self._runner.rank.finish_step({}, summary.flags, summary.excesses)
-        factor = control.rescale(summary)
+        factor = control.gradient_factor(summary)
         blocks: dict[str, Tensor] = {}
         for name in bound.lowered.schedule.reduced.values():
             blocks |= env[name].blocks
@@ -429,7 +431,7 @@ class Step(Compiled):
         loss_scale = self._scale.after(state.loss_scale, control.skip)
         metrics = Metrics(loss=summary.loss)
         if summary.norm is not None:
-            factor = control.rescale(summary)
+            factor = control.gradient_factor(summary)
             metrics["grad_norm"] = summary.norm if factor is None else summary.norm * factor
         metrics.update(self.optimizer.values(control.step), **self._scale.metrics(loss_scale))
         aux = bound.scalars.aux_tree(summary, env)

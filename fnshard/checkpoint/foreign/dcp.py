@@ -19,7 +19,7 @@ from fnshard.checkpoint.foreign.boxes import Piece, Pieces, check_pieces
 from fnshard.checkpoint.foreign.dialects import Leaf, SavedState, recognise
 from fnshard.hf.reading import FileTensor
 from fnshard.runtime.files.tensorfile import Corrupt, open_regular
-from fnshard.runtime.files.torchfile import Inert, PlacedTensor, known_of_torch, read_torch_file, unpickle
+from fnshard.runtime.files.torchfile import Inert, PlacedTensor, read_torch_file, resolve_torch_name, unpickle
 
 METADATA = ".metadata"
 # What `.metadata` is made of; torch has moved them, under the same names.
@@ -60,7 +60,7 @@ def read_dcp(path: Path) -> SavedState:
 def _tree_of(folder: Path) -> dict[tuple[str, ...], Leaf]:
     fd = open_regular(folder, METADATA)
     with open(fd, "rb") as file:
-        found = unpickle(io.BytesIO(file.read()), _known_of_metadata)
+        found = unpickle(io.BytesIO(file.read()), _resolve_metadata_name)
     if not isinstance(found, Inert) or not isinstance(found.state, dict):
         raise Corrupt(f"has a {METADATA} that holds no metadata")
     saved, stored = found.state.get("state_dict_metadata") or {}, found.state.get("storage_data") or {}
@@ -99,10 +99,10 @@ def _tree_of(folder: Path) -> dict[tuple[str, ...], Leaf]:
     return out
 
 
-def _known_of_metadata(module: str, name: str) -> Any:
+def _resolve_metadata_name(module: str, name: str) -> Any:
     if module.startswith("torch.distributed.") and name in RECORDS:
         return Inert
-    return known_of_torch(module, name)
+    return resolve_torch_name(module, name)
 
 
 def _dtype_of(properties: Inert) -> torch.dtype:

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 
 from fnshard.compiler.frontend.random import ops
 from fnshard.compiler.ir.custom_gradient import CustomGradient
-from fnshard.compiler.ir.failures import COMMUNICATES, ONE_DEVICE, higher_order, refused_at
+from fnshard.compiler.ir.failures import COMMUNICATES, ONE_DEVICE, error_at, higher_order
 from fnshard.compiler.ir.program import (
     OpOverload,
     arguments_of,
@@ -60,7 +60,7 @@ def normalize(module: fx.GraphModule, inputs: int) -> tuple[fx.Graph, list[str],
     named = ((n, str(n.target)) for n in module.graph.nodes)
     exchanges = [(n, name) for n, name in named if re.match(r"_?c10d|_dtensor", name)]
     if exchanges:
-        raise refused_at(f"{COMMUNICATES}:", exchanges, ONE_DEVICE)
+        raise error_at(f"{COMMUNICATES}:", exchanges, ONE_DEVICE)
     for old in reversed(module.graph.nodes):
         # After a write autograd makes views of the base anew, where the base has no name; nobody reads them.
         if not old.users and (old.op == "get_attr" or getattr(old.target, "is_view", False)):
@@ -239,7 +239,7 @@ def _emit(graph: fx.Graph, old: fx.Node, args: tuple, kwargs: dict, key: fx.Node
         node.meta = {k: v for k, v in old.meta.items() if k in ("nn_module_stack", "stack_trace")}
         return node
     if old.target not in _RANDOM:
-        raise refused_at(
+        raise error_at(
             f"`fn` draws random numbers with {old.target}, which has no counter-based form here:",
             [(old, f"{old.name} {describe(old.meta['val'])}")],
             "use dropout, torch.rand, torch.randn, torch.randint, torch.bernoulli, torch.normal, their "

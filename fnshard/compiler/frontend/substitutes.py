@@ -1,7 +1,7 @@
 """Substitutes for torch functions that a trace cannot keep, each with the same result.
 
 While `fn` is traced, `compiler.frontend.unsupported` calls the entry of `SUBSTITUTES` in place of torch's
-function, and `unchecked` keeps linear algebra from looking at values where composite operators are taken
+function, and `skip_checks` keeps linear algebra from looking at values where composite operators are taken
 apart. Draws are written with `torch.rand` and the like, which `compiler.frontend.random` makes functions of a
 key.
 """
@@ -310,7 +310,7 @@ LEFT_OUT = {_CHECK: lambda *_, **__: None}  # a decomposition to nothing
 
 
 @contextmanager
-def unchecked() -> Iterator[None]:
+def skip_checks() -> Iterator[None]:
     """Leave out torch's checks of factors and inverses: of a singular matrix they are not finite then.
 
     Such a check is control flow on values, which no kernel has. torch decomposes it to nothing only while the

@@ -49,7 +49,7 @@ from fnshard.compiler.rewrites.in_place import check_backward, functionalize, in
 from fnshard.compiler.rewrites.rounding import keep_rounding, round_for_decisions
 from fnshard.errors import TraceError, leaves, report
 from fnshard.layout.spec import LayoutSpec
-from fnshard.losses import Mean, unwrapped
+from fnshard.losses import Mean, unwrap_leaf
 from fnshard.mesh import Mesh
 
 DRAWS = report(
@@ -255,7 +255,7 @@ def capture(
     with refusals(source.device) as calls, torch.set_grad_enabled(source.differentiate):
         try:
             try:
-                with source_lines.kept() if source.sources else nullcontext():
+                with source_lines.record() if source.sources else nullcontext():
                     made = traced(lambda leaves, batch: [*run(leaves, batch), *calls.hooks.values()])(*inputs)
                 return Captured(made, len(calls.hooks), flat.outputs, fakes)
             except (DynamicOutputShapeException, DataDependentOutputException):
@@ -277,7 +277,7 @@ def capture(
 def flatten_batch(batch: Arguments | Sequence[Any]) -> tuple[dict[str, Any], tree.TreeDef]:
     """Return `{path: leaf}` of a batch, `Whole` and `Sequence` taken off, and its structure."""
     named, structure = Arguments.of(batch).leaves
-    return {n: unwrapped(v) for n, v in named.items()}, structure
+    return {n: unwrap_leaf(v) for n, v in named.items()}, structure
 
 
 def name_inputs(source: Source, captured: Captured) -> Traced:

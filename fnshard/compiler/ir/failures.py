@@ -122,7 +122,7 @@ def higher_order(name: str) -> TraceError:
     return TraceError(_HIGHER_ORDER.format(name=name))
 
 
-def refused_at(headline: str, found: Sequence[tuple[fx.Node, str]], fix: str) -> TraceError:
+def error_at(headline: str, found: Sequence[tuple[fx.Node, str]], fix: str) -> TraceError:
     """Make an error that names nodes of a program, what is wrong with each, and its line of the user's code.
 
     Its attribute `placed` says whether the program was traced with these lines.

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fnshard.compiler.frontend.substitutes import LEFT_OUT, unchecked
+from fnshard.compiler.frontend.substitutes import LEFT_OUT, skip_checks
 from fnshard.compiler.ir.program import OpOverload, arguments_of, describe
 from fnshard.compiler.kernels.attention import choose_kernels
 from fnshard.compiler.kernels.canonical import Argument, Source
@@ -244,7 +244,7 @@ def trace_joint(source: Source, trainable: bool, target: str) -> Joint:
     differentiable = trainable and any(a.requires_grad for a in source.outputs)
     context = torch._guards.tracing(torch._guards.TracingContext(mode))
     with context, _use_lazy_graph_module(True):  # each stage would generate code that nobody runs
-        with _explain_refusals(), unchecked(), choose_kernels(source, target):
+        with _explain_refusals(), skip_checks(), choose_kernels(source, target):
             joint = aot_export_joint_simple(
                 lambda *values: tuple(map(_lay_out, source(*values), source.outputs)),
                 args,

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fnshard.compiler.ir.failures import refused_at
+from fnshard.compiler.ir.failures import error_at
 from fnshard.compiler.ir.program import describe, mutated_args, replay, storage_id, tensors_in, tensors_of
 
 aten = torch.ops.aten
@@ -78,7 +78,7 @@ def _check_bases(graph: fx.Graph) -> None:
             elif target in strided and bases[memory].op == "placeholder":  # a part of a larger tensor
                 wrong[memory] = (node, f"{describe(value)}, an input, by as_strided")
     if wrong:
-        raise refused_at(
+        raise error_at(
             f"`fn` writes in place to {len(wrong)} tensor(s) whose strides are not those of a copy:",
             list(wrong.values()),
             "make it dense (torch.empty, .contiguous()), or read it by index and slice, not by as_strided.",
@@ -95,7 +95,7 @@ def _check_expanded(graph: fx.Graph) -> None:
         if any(size > 1 and not stride for size, stride in zip(value.shape, value.stride(), strict=True))
     ]
     if wrong:
-        raise refused_at(
+        raise error_at(
             f"`fn` writes in place to {len(wrong)} expanded tensor(s), whose elements share their memory:",
             wrong,
             "write to a copy (.expand(...).clone()), or to the tensor before it is expanded.",
@@ -137,7 +137,7 @@ def _check_detached(graph: fx.Graph) -> None:
         if node.target is aten.detach.default and node.meta["val"].requires_grad and not _is_its_source(node)
     ]
     if wrong:
-        raise refused_at(
+        raise error_at(
             f"`fn` writes values that need a gradient in place to {len(wrong)} detached tensor(s):",
             wrong,
             "write to a copy (.detach().clone()), or to the tensor itself.",
@@ -234,7 +234,7 @@ def check_backward(
         and any(m == storage_id(trial.values[target]) and saved < number for m, saved in read)
     ]
     if wrong:
-        raise refused_at(
+        raise error_at(
             f"`fn` writes past autograd to {len(wrong)} value(s) that its backward reads:",
             wrong,
             "write to a copy (h.clone() before it), or without .data and torch.no_grad().",

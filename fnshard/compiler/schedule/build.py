@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from fnshard.compiler.ir.program import Outputs, Program
-from fnshard.compiler.ir.values import LOSS_TANGENT, SCALARS, SCALES, Kind, ValueName, slots, stored
+from fnshard.compiler.ir.values import LOSS_TANGENT, SCALARS, SCALES, Kind, ValueName, slots, stored_names
 from fnshard.compiler.kernels.canonical import Argument
 from fnshard.compiler.kernels.differentiate import Kernel
 from fnshard.compiler.kernels.segments import Exchanged, Segment, Segments, Way, last_first
@@ -357,12 +357,12 @@ class _Builder:
         written = self.outputs.writes if micro else ()
         names = {p: ValueName(Kind.WRITTEN, p, micro=self.index(micro - 1)) for p in paths if p in written}
         paths = [p for p in paths if p not in names]
-        names |= {n.path: n for n in stored(p for p in paths if p not in self.gather_of)}
+        names |= {n.path: n for n in stored_names(p for p in paths if p not in self.gather_of)}
         for bucket in dict.fromkeys(self.gather_of[p] for p in paths if p in self.gather_of):
             if self.held is not None and bucket.name in self.held:
                 names = self.held[bucket.name] | names
                 continue
-            shards = stored(bucket.paths)
+            shards = stored_names(bucket.paths)
             fresh = tuple(ValueName(Kind.GATHERED, p, f"#{version}") for p in bucket.paths)
             scales = (SCALES,) if self.specs[bucket.paths[0]].wire_dtype is not None else ()
             if bucket.axes:
@@ -462,7 +462,7 @@ class _Builder:
         axes = self.mesh.ordered({a for p in paths for a in self.whole[p].storage.axes})
         if paths:
             flight = ValueName(Kind.FLIGHT, SCALES)
-            largest = Scales("-", phase, stored(paths), (flight,), paths=paths, axes=axes)
+            largest = Scales("-", phase, stored_names(paths), (flight,), paths=paths, axes=axes)
             self.lines += with_wait(largest, SCALES)
 
     def forward(self, task: Task) -> None:
@@ -763,7 +763,7 @@ class _Builder:
             for there, back in self.stacks.get(bucket.name, ()):
                 self.write_stack(there, back)
         for bucket in self.publishes:
-            shards, flight = stored(bucket.paths), ValueName(Kind.FLIGHT, bucket.name)
+            shards, flight = stored_names(bucket.paths), ValueName(Kind.FLIGHT, bucket.name)
             publish = Publish(bucket.unit, "update", shards, (flight,), bucket=bucket.name)
             self.lines += with_wait(publish, *shards)
 
@@ -810,7 +810,7 @@ class _Builder:
             commits = {n for flow in flows for n in flow.commits}
             keeps = {n for flow in flows for n in flow.keeps}
             reads = find_results(made, {n for each in own.values() for n in each.reads} | commits | keeps)
-            writes = stored(paths) if UPDATE in commits else ()
+            writes = stored_names(paths) if UPDATE in commits else ()
             writes += slots(paths) if commits - {UPDATE} or writes else ()
             writes += (name,) if keeps else ()
             if not writes:  # the leaves have no numbers
@@ -829,7 +829,7 @@ class _Builder:
         scalars = (SCALARS,) if self.plan.barrier or self.plan.counted else ()
         spec = self.specs[paths[0]]
         # Where the host updates a leaf that the device stores, the optimizer reads its own master copy.
-        params = () if spec.updated_on == "host" and spec.memory == "device" else stored(paths)
+        params = () if spec.updated_on == "host" and spec.memory == "device" else stored_names(paths)
         return (*params, *slots(paths), *scalars)
 
     def write_stack(self, there: Bucket, back: Bucket) -> None:
@@ -876,7 +876,7 @@ class _Builder:
         named = dict.fromkeys(n for line in self.lines for n in line.reads)
         made = {n for line in self.lines for n in line.writes}
         inputs = [
-            *stored(self.specs),
+            *stored_names(self.specs),
             *(n for n in named if n.kind is not Kind.STORED and (n not in made or n.kind is Kind.SLOTS)),
         ]
         of_updates = (b for some in self.stacks.values() for pair in some for b in pair)

@@ -45,7 +45,7 @@ class Family:
         """Return whether the update reads the norm of all gradients."""
         return self.traced is not None and self.traced.prologue.norm
 
-    def described(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
+    def shape_and_dtype(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
         """Return the shape and dtype that a value, state, the gradient or the update has on a rank."""
         if name in self.derived.values:
             return self.derived.values[name]

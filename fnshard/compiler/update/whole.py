@@ -153,7 +153,7 @@ def find_region(traced: Traced, placed: Placed, marked: Collection[str], splits:
     results = set(graph.output_node().args[0])
     for node in core | after:
         back = [u for u in node.users if u in after]
-        edges.append(("core" if node in core else (node, "out"), (node, "back"), prices.returned(node)))
+        edges.append(("core" if node in core else (node, "out"), (node, "back"), prices.return_bytes(node)))
         edges += [((node, "back"), (u, "out"), None) for u in back]
         if node in results:
             edges.append(((node, "back"), "results", None))
@@ -161,7 +161,7 @@ def find_region(traced: Traced, placed: Placed, marked: Collection[str], splits:
             beside = {n for n in node.all_input_nodes if n not in after and n not in inside and n not in read}
             edges += [((node, "out"), (n, "read"), None) for n in beside]
             edges += [((node, "out"), (n, "out"), None) for n in node.all_input_nodes if n in after]
-            edges.append(("core", (node, "out"), prices.summed(node)))
+            edges.append(("core", (node, "out"), prices.sum_bytes(node)))
     for node in graph.nodes:
         if node.op == "output" or node in after or node in inside or node in read:
             continue
@@ -269,7 +269,7 @@ class Prices:
         split = any(isinstance(p, Split) for p in self.placed.where[node].values())
         return split or self.name_of(node) in self.splits.apart
 
-    def summed(self, node: fx.Node) -> float:
+    def sum_bytes(self, node: fx.Node) -> float:
         """Return the bytes of a sum over ranks, if a node sums values that have come back as blocks."""
         value = node.meta["val"]
         sizes = [v.numel() for n in node.all_input_nodes for v in tensors_in(n.meta["val"])]
@@ -288,7 +288,7 @@ class Prices:
             out[node] = max([own, *(out[n] for n in node.all_input_nodes if n not in split)])
         return out
 
-    def returned(self, node: fx.Node) -> float | None:
+    def return_bytes(self, node: fx.Node) -> float | None:
         """Return the bytes that a rank sends back for one leaf; None if it cannot be sent."""
         value, ranks = node.meta["val"], self.splits.ranks
         if not isinstance(value, Tensor):

@@ -29,7 +29,7 @@ from torch import Tensor
 from fnshard.errors import CollectiveError
 from fnshard.mesh import Mesh
 from fnshard.mesh.waits import Missing, Peers, Place, Wait, lost, process_stat
-from fnshard.runtime.collectives.base import check_alike, describe, kind_text
+from fnshard.runtime.collectives.base import check_alike, collective_text, describe
 
 Words = MutableSequence[int]  # 64 bits each
 
@@ -367,4 +367,4 @@ class Message:
 
 
 def _text_of(kind: int) -> str:
-    return kind_text(OPERATIONS[(kind >> 56) - 1], kind & ((1 << 48) - 1), DTYPES[kind >> 48 & 255])
+    return collective_text(OPERATIONS[(kind >> 56) - 1], kind & ((1 << 48) - 1), DTYPES[kind >> 48 & 255])

@@ -44,12 +44,12 @@ from fnshard.runtime.collectives.base import (
     Handle,
     Likes,
     Pending,
+    all_to_all_at,
     disconnect,
-    from_place,
-    rows_of_place,
-    several,
+    drop_axes_of_one,
+    permute_at,
+    reduce_scatter_at,
     sum_rows,
-    summed_row,
 )
 from fnshard.runtime.collectives.mail import Mailbox
 from fnshard.runtime.collectives.messages import (
@@ -233,9 +233,9 @@ class Shared:
     def __post_init__(self) -> None:
         self.mail = Mailbox(self.host, (3 + len(group_names(self.mesh))) * REGION, self.mesh.size)
 
-    reduce_scatter = _make_collective("reduce_scatter", summed_row, scattered=True)
-    all_to_all = _make_collective("all_to_all", rows_of_place, scattered=True)
-    permute = _make_collective("permute", from_place)
+    reduce_scatter = _make_collective("reduce_scatter", reduce_scatter_at, scattered=True)
+    all_to_all = _make_collective("all_to_all", all_to_all_at, scattered=True)
+    permute = _make_collective("permute", permute_at)
 
     @property
     def mesh(self) -> Mesh:
@@ -261,7 +261,7 @@ class Shared:
     def all_reduce(self, flat: Tensor, axes: Axes) -> Handle[Tensor]:
         if not self.shares_memory(axes):
             return self.base.all_reduce(flat, axes)
-        is_slot = self.packed(flat) is not None  # a slot is reused, and cannot hold the result
+        is_slot = self.find_slot(flat) is not None  # a slot is reused, and cannot hold the result
         message = self.issue("all_reduce", flat, axes)
         parts, result = message.parts(), torch.empty_like(flat) if is_slot else flat
         if message.nbytes <= SMALL_BYTES:
@@ -359,14 +359,14 @@ class Shared:
         """Return the slots for messages of which each rank reads its own row (`scattered`), or all."""
         return self.reductions if scattered else self.gathers
 
-    def packed(self, flat: Tensor) -> Slot | None:
+    def find_slot(self, flat: Tensor) -> Slot | None:
         """Return the slot that was handed out as this tensor, or None."""
         start = self.own.offset_of(flat)
         return self.gathers.find_packed(start, flat.nbytes) or self.reductions.find_packed(start, flat.nbytes)
 
     def issue(self, name: str, flat: Tensor, axes: Axes, scattered: bool = False) -> Message:
         """Issue a message; `flat` is copied into a slot unless it is one."""
-        slot = self.packed(flat)
+        slot = self.find_slot(flat)
         if slot is None:
             slot = self.slots(scattered).take(flat.nbytes)
             self.own.flat(slot.start, flat.nbytes, flat.dtype).copy_(flat.detach())
@@ -374,7 +374,7 @@ class Shared:
 
     def channel(self, axes: Axes) -> Channel:
         """Return the channel of the ranks along these axes."""
-        named = several(self.mesh, axes)
+        named = drop_axes_of_one(self.mesh, axes)
         if named not in self.channels:
             ranks = self.mesh.group_ranks(named)
             memories = [self.host.memories[rank] for rank in ranks]

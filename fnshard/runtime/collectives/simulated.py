@@ -36,17 +36,17 @@ from fnshard.runtime.collectives.base import (
     Handle,
     Likes,
     Pending,
+    all_to_all_at,
     check_alike,
+    collective_text,
     describe,
     describe_message,
-    from_place,
-    kind_text,
+    drop_axes_of_one,
     likes_of,
     message_text,
-    rows_of_place,
-    several,
+    permute_at,
+    reduce_scatter_at,
     sum_rows,
-    summed_row,
 )
 
 __all__ = ["simulate"]
@@ -219,13 +219,13 @@ class Simulated:
         return self._exchange("all_gather", flat, axes, make, lambda: [*map(poison, rows)])
 
     def reduce_scatter(self, rows: Tensor, axes: Axes) -> Handle[Tensor]:
-        return self._exchange("reduce_scatter", rows, axes, summed_row)
+        return self._exchange("reduce_scatter", rows, axes, reduce_scatter_at)
 
     def all_to_all(self, rows: Tensor, axes: Axes) -> Handle[Tensor]:
-        return self._exchange("all_to_all", rows, axes, rows_of_place)
+        return self._exchange("all_to_all", rows, axes, all_to_all_at)
 
     def permute(self, flat: Tensor, axes: Axes, distance: int) -> Handle[Tensor]:
-        return self._exchange("permute", flat, axes, partial(from_place, distance=distance))
+        return self._exchange("permute", flat, axes, partial(permute_at, distance=distance))
 
     def all_reduce(self, flat: Tensor, axes: Axes) -> Handle[Tensor]:
         handle = self._exchange("all_reduce", flat, axes, lambda parts, here: sum_rows(parts, flat))
@@ -288,9 +288,9 @@ class Simulated:
         """Return `make(what each rank has sent, this one's place in the group)` when it is waited for."""
         if self.mesh.axes_size(axes) == 1:
             return Done(sent)
-        session, named, is_text = self._session(), several(self.mesh, axes), isinstance(sent, str)
+        session, named, is_text = self._session(), drop_axes_of_one(self.mesh, axes), isinstance(sent, str)
         what, ranks, here = describe(name, self.mesh, named), self.mesh.group_ranks(named), self.mesh.rank
-        post = _Post(name if is_text else kind_text(name, sent.numel(), sent.dtype))
+        post = _Post(name if is_text else collective_text(name, sent.numel(), sent.dtype))
 
         def read() -> None:
             post.value = sent if is_text else sent.detach().clone()

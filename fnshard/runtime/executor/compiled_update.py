@@ -22,7 +22,7 @@ from fnshard.compiler.update.family import Family
 from fnshard.compiler.update.trace import GRAD, PARAM, UPDATE, Branch
 from fnshard.optim.fused import DECOMPOSITIONS
 from fnshard.runtime.executor.control import StepControl
-from fnshard.runtime.tiers import send
+from fnshard.runtime.tiers import copy_to_device
 
 Form = tuple[tuple[int, ...], torch.dtype, tuple[int, ...]]  # shape, dtype, strides
 
@@ -81,7 +81,7 @@ def numbers_of(family: Family, control: StepControl, device: torch.device) -> Te
     def make() -> Tensor:
         flat = [*family.traced.prologue.numbers(control.step)]
         flat.append(torch.ones((), dtype=torch.float64) if control.scale is None else control.scale)
-        return torch.stack([send(n.double(), device) for n in flat])
+        return torch.stack([copy_to_device(n.double(), device) for n in flat])
 
     return control.once((family, "vector", device), make)
 

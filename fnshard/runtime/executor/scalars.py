@@ -20,7 +20,7 @@ from fnshard.compiler.schedule.buckets import Bucket
 from fnshard.layout.spec import LayoutSpec, averaged_axes
 from fnshard.mesh import Mesh
 from fnshard.optim.sums import sum_squares
-from fnshard.runtime.tiers import send
+from fnshard.runtime.tiers import copy_to_device
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,9 @@ class Summary:
     excesses: Mapping[Limit, Tensor]
 
 
-def rescale(summary: Summary | None, unscale: float, divisor: float, device: torch.device) -> Tensor | None:
+def gradient_factor(
+    summary: Summary | None, unscale: float, divisor: float, device: torch.device
+) -> Tensor | None:
     """Return the factor by which reduced gradients must be multiplied before use, in fp64; None if it is 1.
 
     Args:
@@ -102,7 +104,7 @@ class Scalars:
         zero = torch.zeros((), dtype=torch.float64, device=device)
         parts = [self._over_micros(env, i, own, zero) for i in self.outputs.summed]
         if self.norms:
-            parts.append(torch.stack([send(n, device) for n in norms] or [zero]).sum())
+            parts.append(torch.stack([copy_to_device(n, device) for n in norms] or [zero]).sum())
         # `full` is a kernel; copying a number to an accelerator would make the host wait.
         for flag in self.flags:
             value = env[CONTROL].flags.get(flag, 0.0)

@@ -22,8 +22,8 @@ from fnshard.mesh import Mesh
 from fnshard.runtime.executor.compiled_update import CompiledUpdates, is_compilable
 from fnshard.runtime.executor.control import StepControl
 from fnshard.runtime.executor.fused_update import Leaves, find_fused, run_fused
-from fnshard.runtime.packing import padded
-from fnshard.runtime.tiers import send
+from fnshard.runtime.packing import pad_to
+from fnshard.runtime.tiers import copy_to_device
 
 Tensors = Mapping[str, Tensor]
 # (gradients, slots, parameters, values of earlier stretches, the step's control) ->
@@ -170,7 +170,7 @@ class Updater:
             out = {}
             for path, sent in parts.items() if not control.skip else ():
                 there, back = stacks_of(self.families[path].derived)
-                values = self._as_computed(path, made.get(path, {}))
+                values = self._to_compute_dtypes(path, made.get(path, {}))
                 for name, to, layout, dtype in zip(
                     there.sends, there.receives, there.layouts, there.dtypes, strict=True
                 ):
@@ -246,10 +246,10 @@ class Updater:
         target = cut(stored, where.stored) if master is None else cut(master, where.valid)
 
         # Collect all that the stretch reads or keeps: state, the gradient, numbers and earlier values.
-        reads, known, state = leaf.compute.reads, self._as_computed(leaf.path, made), {}
+        reads, known, state = leaf.compute.reads, self._to_compute_dtypes(leaf.path, made), {}
         for name in (*reads, *leaf.flow.keeps):
             if name == PARAM:
-                state[name] = padded(target, where.block) if master is None else master
+                state[name] = pad_to(target, where.block) if master is None else master
             elif is_state(name):
                 state[name] = slots[name.removeprefix("slots.")]
             elif name == GRAD and GRAD not in known:
@@ -290,10 +290,10 @@ class Updater:
             is_kept: whether later stretches read it, after the bucket's memory is used again.
         """
         own = cut(block, where.gradient)
-        grad = padded(own.to(torch.promote_types(dtype, torch.float32), copy=is_kept), where.block)
-        return grad if control.scale is None else grad.mul_(send(control.scale, grad.device))
+        grad = pad_to(own.to(torch.promote_types(dtype, torch.float32), copy=is_kept), where.block)
+        return grad if control.scale is None else grad.mul_(copy_to_device(control.scale, grad.device))
 
-    def _as_computed(self, path: str, made: Tensors) -> dict[str, Tensor]:
+    def _to_compute_dtypes(self, path: str, made: Tensors) -> dict[str, Tensor]:
         """Return values in the dtypes and on the device that they are computed in.
 
         Some travel in other dtypes, and all travel over the device.
@@ -328,7 +328,7 @@ class Updater:
         Those on the host stay there: 0-d tensors on the host combine with tensors of any device, and
         `torch.cond` reads them there without waiting.
         """
-        return [n if n.device == device or n.device.type == "cpu" else send(n, device)
+        return [n if n.device == device or n.device.type == "cpu" else copy_to_device(n, device)
                 for n in family.traced.prologue.numbers(control.step)]  # fmt: skip
 
     def device(self, path: str) -> torch.device:

@@ -186,7 +186,7 @@ def read_exactly(fd: int, at: int, buffer: memoryview) -> None:
         buffer, at = buffer[count:], at + count
 
 
-def read_checked(fd: int, at: int, size: int, crc32: Sequence[int], start: int, out: memoryview) -> None:
+def read_and_check(fd: int, at: int, size: int, crc32: Sequence[int], start: int, out: memoryview) -> None:
     """Read bytes `[start, start + len(out))` of a tensor's data, checking every block that they touch.
 
     Args:

@@ -52,7 +52,7 @@ def capture(flat: Callable[..., Any], *inputs: Sequence[Tensor]) -> Callable[...
         return made.requires_grad_(value.requires_grad)
 
     fakes = [[*map(copy_fake, v)] for v in inputs]
-    with source_lines.kept(), plain_attention():  # fused kernels ask for lengths; the op stays the same
+    with source_lines.record(), plain_attention():  # fused kernels ask for lengths; the op stays the same
         # Differentiable's ops are captured directly: ops that run again have other symbols, without bounds.
         if isinstance(flat, Differentiable):
             graph = flat.capture(*fakes)

@@ -156,7 +156,7 @@ class ReduceScatter(OfBucket):
 
     def price(self, pricer: Pricer) -> Price:
         bucket, rows = pricer.bucket(self), self.rows_bytes(pricer.schedule)
-        packed = 0.0 if pricer.unpacked(self) else pricer.leaf_bytes(bucket, "compute_dtype") + rows
+        packed = 0.0 if pricer.skips_packing(self) else pricer.leaf_bytes(bucket, "compute_dtype") + rows
         return pricer.copy(packed, **pricer.collective("reduce_scatter", bucket.axes, rows))
 
     bind_wait = staticmethod(_bind_wait)

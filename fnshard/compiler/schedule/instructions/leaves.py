@@ -288,13 +288,13 @@ class Gather(OfBucket):
     def price(self, pricer: Pricer) -> Price:
         bucket, specs = pricer.bucket(self), pricer.schedule.specs
         as_stored = all(specs[p].storage_dtype == bucket.dtype for p in bucket.paths)
-        return _price_of_blocks(self, pricer, copied=not (as_stored and pricer.unpacked(self)))
+        return _price_of_blocks(self, pricer, copied=not (as_stored and pricer.skips_packing(self)))
 
     @classmethod
     def wait_price(cls, wait: Wait, pricer: Pricer) -> Price:
         issue = pricer.schedule.issues[wait.reads[0]]
         size = pricer.leaf_bytes(pricer.bucket(wait), "compute_dtype")
-        return pricer.copy(0.0 if pricer.unpacked(issue) else wait.rows_bytes(pricer.schedule) + size)
+        return pricer.copy(0.0 if pricer.skips_packing(issue) else wait.rows_bytes(pricer.schedule) + size)
 
 
 @dataclass(frozen=True)

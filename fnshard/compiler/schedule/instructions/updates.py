@@ -92,7 +92,7 @@ class ReduceScalars(Instruction):
         def take(env: Env, vector: Tensor) -> None:
             env[out] = context.scalars.unpack(vector)
             if context.updater is not None:
-                env[CONTROL] = env[CONTROL].arrived(env[out])
+                env[CONTROL] = env[CONTROL].with_summary(env[out])
 
         return on_arrival(wait, take)
 
