@@ -102,6 +102,8 @@ def run_on_all(
         every = group(pickle.dumps(results[0]), of=None if first else ())
         results = [pickle.loads(each) for each in every]
     failed = {rank: cause for rank, (_, cause) in enumerate(results) if cause is not None}
+
+    # Rank 0 does the rest, and tells all ranks who failed.
     if results and not failed and on_first is not None:
         _, error = _attempt(lambda: on_first([result for result, _ in results]))
         failed = {} if error is None else {0: _cause_of(error)}
@@ -115,6 +117,7 @@ def run_on_all(
 
 
 def _attempt(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+    """Return what `work` returns, or the exception that it raises."""
     try:
         return work(), None
     except BaseException as error:

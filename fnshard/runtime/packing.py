@@ -51,6 +51,8 @@ class Packer:
         # Blocks lie in a leaf in the order of its own axes, rows come in the group's.
         self._order = {i: sorted(range(self.rows), key=lambda r: _first(slices[r][i])) for i in self._runs}
         self._leaf_runs = {i: [extents[r][i] for r in self._order[i]] for i in self._runs}
+
+        # The other leaves, as strided views; and this rank's own blocks of all leaves.
         self._strided = [
             (i, [_Window.of(bucket.pieces[i], row[i]) for row in slices])
             for i, run in enumerate(runs)
@@ -269,6 +271,7 @@ class _Window:
 
 
 def _first(slices: Sequence[slice]) -> int:
+    """Return the first row of a block; a scalar has none."""
     return slices[0].start if slices else 0
 
 

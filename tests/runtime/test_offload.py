@@ -17,7 +17,7 @@ import fnshard as fs
 from fnshard import LayoutSpec
 from fnshard.compiler.schedule.instructions import Gather, Norms, Run, ToDevice, ToHost, Update, Wait
 from fnshard.errors import SpecError, StateError
-from fnshard.runtime.tiers import KEPT_steps, Transfers, allocate, to_tier
+from fnshard.runtime.tiers import KEPT_STEPS, Transfers, allocate, to_tier
 from fnshard.step import runner
 
 
@@ -162,7 +162,7 @@ def test_host_buffers_are_used_again() -> None:
     assert second.data_ptr() == first.data_ptr() and second.stride() == (1, 5)
     assert not any(moves.free.values())
     moves.give(second)
-    for _ in range(KEPT_steps + 1):
+    for _ in range(KEPT_STEPS + 1):
         assert moves.free
         moves.finish()
     assert not moves.free

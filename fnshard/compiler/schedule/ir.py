@@ -71,10 +71,10 @@ class Context(Protocol):
     @property
     def worker(self) -> Any: ...
 
-    def beside(self, action: Action) -> Callable[[Env], Any]:
-        """Return an action that runs next to kernels where the device has streams, for `join`."""
+    def on_update_stream(self, action: Action) -> Callable[[Env], Any]:
+        """Return an action that runs next to kernels where the device has streams, for `wait_event`."""
 
-    def join(self, beside: Any) -> None:
+    def wait_event(self, event: Any) -> None:
         """Let the kernels that follow see what an action beside them has done."""
 
     def later(self, line: Instruction) -> Callable[[Callable[[], None]], None]:

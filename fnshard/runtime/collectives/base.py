@@ -50,7 +50,9 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 Transport = Literal["auto", "p2p", "native"]
-Started = tuple[Sequence[Any], Callable[[], Any]]  # torch's `Work`s, and a function that returns the result
+# torch's `Work`s, and a function that returns the result. Until then it holds the tensors that the collective
+# reads: on a stream their memory would otherwise be given to others while it is still being read.
+Started = tuple[Sequence[Any], Callable[[], Any]]
 
 MESSAGE_TAG = 1  # gloo's tag of messages; collectives from rank to rank have 0
 SLACK_S = 10.0  # by how much gloo's own timeout exceeds ours, which names the rank
@@ -392,6 +394,7 @@ class Group:
         n, here = self.mesh.axes_size(axes), self.mesh.group_ranks(axes).index(self.mesh.rank)
 
         def start(group: Any, order: Sequence[int]) -> Started:
+            # An all-to-all in which each rank has bytes for one rank alone.
             sent, out = as_bytes(flat), torch.empty_like(flat)
             to, come = (
                 [len(sent) * (o == order[(here + step) % n]) for o in range(n)]
@@ -478,6 +481,7 @@ class Group:
         return self.group((PIPELINE,), "up" if sender < receiver else "down")[0]
 
     def _channel(self, sender: int, receiver: int, what: str) -> str:
+        """Return the name under which one end counts messages of a pair, for ranks that look who is late."""
         return f"{self.name} {sender}>{receiver} {what}"
 
     def _count(self, sender: int, receiver: int, mine: str, peer: str = "") -> tuple[str, int]:
@@ -517,6 +521,8 @@ class Group:
         blame = partial(_blame, ranks)
         with translate_errors(what, blame):
             works, take = start(*self.group(axes, purpose_of(name)))
+
+        # Count it, so that a rank that waits can name the one that has not come to it.
         here, channel = peers(), f"{self.name} {','.join(axes)}"
         here.come[channel] = number = here.come.get(channel, 0) + 1
         wait = self._waiter(works, Place("", "", channel, number - 1, ranks), what)
@@ -561,6 +567,7 @@ class Group:
         if key not in self.groups:
             every = sorted({tuple(sorted(self.mesh.group_ranks(axes, r))) for r in range(self.mesh.size)})
             peers().exchange("groups", b"", self.timeout)  # it names a missing rank, which torch does not
+
             slack = SLACK_S if backend == "gloo" else 0.0  # `Wait` ends before, and says why
             timeout = datetime.timedelta(seconds=self.timeout + slack)
             options = None

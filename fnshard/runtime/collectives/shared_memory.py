@@ -157,6 +157,9 @@ class Units:
             message.poll(lambda place: place != LEADER or message.reads(place, OFFSET))
             self.slots.reach(message.reads(LEADER, OFFSET), nbytes)
             return message.reads(LEADER, OFFSET)
+
+        # The leader looks for a slot that no rank holds a leaf in. Once all ranks have come, those that hold
+        # some keep them, and the memory grows.
         found: list[Slot] = []
 
         def ready(place: int) -> bool:
@@ -166,6 +169,8 @@ class Units:
 
         message.poll(ready)
         slot = found[0] if found else self.slots.fit(nbytes, grow=True)
+
+        # Clear the signatures of the slot's last use before the followers see where it is.
         signed = self._signatures(slot.start)
         for place in range(len(self.channel.memories)):
             signed[place] = 0
@@ -177,6 +182,8 @@ class Units:
         """Return the leaves in the slot. When the last of their storages dies, this rank will sign it."""
         start = self._start_of(message)
         place = start + header_bytes(self.channel.mesh)
+
+        # The storages of all leaves keep this one object alive, so that its death is that of the last one.
         words = self.channel.memories[LEADER].words(place, -(-message.nbytes // 8))
         number, dead = message.number, self.dead
         died = weakref.ref(words, lambda _: dead.append(number))
@@ -190,6 +197,7 @@ class Units:
         ]
 
     def _signatures(self, start: int) -> Words:
+        """Return the words of a slot in which each rank says that its views have died."""
         return self.channel.memories[LEADER].words(start, len(self.channel.memories))
 
 
@@ -415,6 +423,8 @@ def connect_shared(base: Group) -> Shared | None:
     Every rank offers its memory, opens that of its host's ranks, and says whether that worked.
     """
     mesh, rank = base.mesh, base.mesh.rank
+
+    # Make this rank's memory. An empty offer says that it has none.
     fd, offer = -1, ""
     try:
         fd = os.memfd_create("fnshard")
@@ -427,6 +437,8 @@ def connect_shared(base: Group) -> Shared | None:
         texts = base.gather_object(offer)
         if not all(texts):
             return None
+
+        # Open that of the other ranks of this host, while each still holds its descriptor.
         offers = [json.loads(text) for text in texts]
         hosts = tuple(each["host"] for each in offers)
         memories = {rank: own}
@@ -437,6 +449,8 @@ def connect_shared(base: Group) -> Shared | None:
             answer = "yes"
         except (OSError, ValueError) as error:
             answer = str(error)
+
+        # All ranks use it, or none does.
         if set(base.gather_object(answer)) != {"yes"} or len(set(hosts)) == mesh.size:
             return None
     finally:
@@ -446,6 +460,7 @@ def connect_shared(base: Group) -> Shared | None:
 
 
 def _open(peer: int, offer: dict[str, Any]) -> Memory:
+    """Map a peer's memory, a file without a name, by the descriptor that its process holds."""
     fd = os.open(f"/proc/{offer['pid']}/fd/{offer['fd']}", os.O_RDWR)
     try:
         return Memory.of(fd, peer, offer["pid"])

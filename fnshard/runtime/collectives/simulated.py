@@ -120,10 +120,9 @@ class _Session:
     timeout: float
     turn: threading.Condition = field(default_factory=threading.Condition)
     counts: dict[Hashable, int] = field(default_factory=dict)  # how often each rank exchanged in each group
-    exchanges: dict[Hashable, dict[int, _Post]] = field(
-        default_factory=dict
-    )  # those that not all have issued
-    messages: dict[Hashable, _Post] = field(default_factory=dict)  # those that were not received yet
+    # Exchanges that not all of their ranks have issued, and messages that were not received yet.
+    exchanges: dict[Hashable, dict[int, _Post]] = field(default_factory=dict)
+    messages: dict[Hashable, _Post] = field(default_factory=dict)
     results: dict[int, Any] = field(default_factory=dict)
     gone: set[int] = field(default_factory=set)
     failure: BaseException | None = None
@@ -208,9 +207,8 @@ class Simulated:
     def all_gather(self, flat: Tensor, axes: Axes) -> Handle[list[Tensor]]:
         if self.mesh.axes_size(axes) == 1:
             return Done([flat])
-        rows: list[
-            Tensor
-        ] = []  # with an adversary: copies of this rank's own, poisoned once they are released
+        # With an adversary each rank gets copies of its own, which are poisoned once they are released.
+        rows: list[Tensor] = []
 
         def make(parts: list[Tensor], here: int) -> list[Tensor]:
             rows.extend(part.clone() for part in parts if self._adversary)
@@ -228,6 +226,8 @@ class Simulated:
         return self._exchange("permute", flat, axes, partial(permute_at, distance=distance))
 
     def all_reduce(self, flat: Tensor, axes: Axes) -> Handle[Tensor]:
+        # The result is `flat` itself. An early adversary has read it by now, and whoever reads it before the
+        # wait finds poison.
         handle = self._exchange("all_reduce", flat, axes, lambda parts, here: sum_rows(parts, flat))
         if self._adversary == "early" and not isinstance(handle, Done):
             poison(flat)
@@ -297,6 +297,7 @@ class Simulated:
             session.announce()
 
         def finish() -> Any:
+            # All ranks must have issued the same, and have read their inputs, of which late ones do it here.
             if late:
                 read()
             for rank in ranks:

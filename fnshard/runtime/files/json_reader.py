@@ -63,6 +63,7 @@ def reader(kind: Any) -> Read:
 
 
 def _check(value: Any, fits: bool, expected: str) -> Any:
+    """Return a value that fits, and refuse any other in words."""
     if not fits:
         raise ValueError(f"{value!r:.80} is not {expected}")
     return value

@@ -44,7 +44,7 @@ class Reduced:
     blocks: Mapping[str, Tensor]
     flat: Tensor | None = None
 
-    def each(self, make: Callable[[Tensor], Tensor]) -> Reduced:
+    def map_tensors(self, make: Callable[[Tensor], Tensor]) -> Reduced:
         """Return gradients on other tensors, which `make` makes of the row, or of each block.
 
         Blocks that are views of a row stay so: one tensor is then made, transferred or copied for all.
