@@ -96,6 +96,7 @@ def run_on_all(
         BaseException: what is not an `Exception` (Ctrl-C), where it was raised; the other ranks get `Failed`.
         CollectiveError: a peer died, or did not answer in time.
     """
+    # Every rank does its own part, and rank 0 gets what all return, or why they failed.
     value, error = _attempt(local)
     results, first = [(value, _cause_of(error))], group is None or dist.get_rank() == 0
     if group is not None:

@@ -48,6 +48,7 @@ class Packer:
         self._row_runs = [
             _Cuts.of([(bucket.pieces[i].offset, row[i]) for i in self._runs], bucket.numel) for row in extents
         ]
+
         # Blocks lie in a leaf in the order of its own axes, rows come in the group's.
         self._order = {i: sorted(range(self.rows), key=lambda r: _first(slices[r][i])) for i in self._runs}
         self._leaf_runs = {i: [extents[r][i] for r in self._order[i]] for i in self._runs}

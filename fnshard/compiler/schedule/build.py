@@ -61,7 +61,7 @@ from fnshard.compiler.schedule.stages import Crossing, StagePlan, one_stage
 from fnshard.compiler.schedule.tasks import MicroOrder, Round, Task, order_tasks
 from fnshard.compiler.update.derive import Compute, Reduce, Stack
 from fnshard.compiler.update.family import Family
-from fnshard.compiler.update.steps import flow_of, form_of, stacks_of
+from fnshard.compiler.update.steps import flow_of, stacks_of, steps_key
 from fnshard.compiler.update.trace import GRAD, UPDATE
 from fnshard.layout.spec import LayoutSpec, stage_of, summed_axes
 from fnshard.mesh import Mesh
@@ -757,7 +757,7 @@ class _Builder:
         for bucket in self.arriving:
             groups: dict[Any, list[str]] = {}
             for path in bucket.paths:
-                groups.setdefault(form_of(self.plan.families[path].derived), []).append(path)
+                groups.setdefault(steps_key(self.plan.families[path].derived), []).append(path)
             for number, paths in enumerate(groups.values()):
                 self.write_stretch(bucket, tuple(paths), number)
             for there, back in self.stacks.get(bucket.name, ()):
@@ -857,7 +857,7 @@ class _Builder:
         ]
         groups: dict[Any, list[str]] = {}
         for path in there.paths:
-            groups.setdefault(form_of(derived[path]), []).append(path)
+            groups.setdefault(steps_key(derived[path]), []).append(path)
         for number, paths in enumerate(groups.values()):
             steps = derived[paths[0]].steps
             start = next(i for i, s in enumerate(steps) if isinstance(s, Stack) and s.back) + 1

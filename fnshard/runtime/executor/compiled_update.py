@@ -86,7 +86,7 @@ def stack_numbers(family: Family, control: StepControl, device: torch.device) ->
     return control.once((family, "vector", device), make)
 
 
-def trace_update(leaves: Sequence[LeafForm], device: torch.device) -> fx.GraphModule:
+def trace_kernel(leaves: Sequence[LeafForm], device: torch.device) -> fx.GraphModule:
     """Return the update of leaves of these forms as a graph that writes in place.
 
     Its inputs are a vector of numbers for each family, then the tensors of each leaf in the order of
@@ -177,7 +177,7 @@ class CompiledUpdates:
         if leaves not in self.kernels:
             with self._lock:
                 if leaves not in self.kernels:  # another simulated rank may have compiled it meanwhile
-                    graph = trace_update(leaves, device)
+                    graph = trace_kernel(leaves, device)
                     self.kernels[leaves] = compile_graph(
                         graph, backend="inductor", options=self.options, is_backward=False
                     )
