@@ -33,7 +33,7 @@ from fnshard.runtime.collectives.connect import connection
 
 # The number of samples, of which the median counts, and the least seconds of one. These are longer than the
 # scheduler's slice, so that on a busy machine a benchmark loses its core as often as a step does.
-SAMPLES, SAMPLE_s = 5, 6e-3
+SAMPLES, SAMPLE_S = 5, 6e-3
 # Columns of products' inputs, and lengths of attention. Rare dtypes get one of each.
 MATMULS, LENGTHS = (64, 128, 256, 512), (128, 256, 512, 1024)
 COUNTS = (1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)  # elements streamed
@@ -109,7 +109,7 @@ class _Bench:
         began = self.clock()
         work()
         wait()
-        least = SAMPLE_s * (4 if self.crowded else 1)  # long enough for several turns
+        least = SAMPLE_S * (4 if self.crowded else 1)  # long enough for several turns
         repeats = max(1, min(1000, math.ceil(least / (self.clock() - began))))
         if self.comm is not None:  # the work may be a collective itself, so ranks repeat it equally often
             repeats = max(int(text) for text in self.comm.gather_object(str(repeats)))

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import register_flop_formula
 # The default bytes of logits at once, in the product's dtype and fp32. A GPU needs products of
 # thousands of rows.
 CHUNK_BYTES = {"cpu": 1 << 27, "cuda": 1 << 30}
-RUN_numbers = 1 << 22  # the numbers of a half type's gradient at once, if it is added by runs of rows
+RUN_NUMBERS = 1 << 22  # the numbers of a half type's gradient at once, if it is added by runs of rows
 
 
 def chunk_of(tokens: int, vocabulary: int, chunk: int, dtype: torch.dtype, device: str) -> int:
@@ -77,7 +77,7 @@ def _add_products(total: Tensor, one: Tensor, other: Tensor) -> None:
     if sums_wide(other.dtype, other.device.type):
         torch.addmm(total, one, other, out_dtype=total.dtype, out=total)
         return
-    rows = max(1, RUN_numbers // max(other.shape[1], 1))
+    rows = max(1, RUN_NUMBERS // max(other.shape[1], 1))
     for low in range(0, total.shape[0], rows):
         total[low : low + rows].add_(one[low : low + rows] @ other)
 

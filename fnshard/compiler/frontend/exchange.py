@@ -123,6 +123,7 @@ def _(x: Tensor, kind: str, axes: str, dim: int, ranks: int, to: int = 0) -> Ten
 
 
 def _refuse_derivative(ctx: Any, grad: Tensor) -> None:
+    """Refuse inner derivatives: their exchange would be differentiated, and not cut out."""
     raise TraceError(
         "`fn` differentiates through fs.psum or fs.all_gather inside itself.",
         fix="exchange what the inner derivative gives, outside of it; shard_step differentiates the loss.",
@@ -253,6 +254,7 @@ def _trace_exchange(kind: str, x: Any, axes: Axes, dim: int) -> Tensor:
             f"`fn` calls fs.{kind} in a gradient hook or in the backward of an autograd.Function.",
             fix="call it in `fn` itself: fs.psum and fs.all_gather have exact gradients of their own.",
         )
+
     if ranks == 1:
         return x
     if x.dtype == torch.bool and kind == "psum":

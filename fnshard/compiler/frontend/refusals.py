@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from fnshard import tree
-from fnshard.compiler.frontend.contexts import CLOSURE_LIMIT_bytes, is_fake
+from fnshard.compiler.frontend.contexts import CLOSURE_LIMIT_BYTES, is_fake
 from fnshard.compiler.ir.failures import TRAINED, error_at
 from fnshard.compiler.ir.program import Program, describe, mutated_args, storage_id
 from fnshard.compiler.rewrites.check_dtypes import check_dtypes
@@ -46,7 +46,7 @@ def check_constants(constants: Mapping[str, Tensor]) -> None:
     wrong = [
         f"{describe(v)}" + (" that requires grad" if v.requires_grad else "")
         for v in constants.values()
-        if v.requires_grad or v.nbytes > CLOSURE_LIMIT_bytes
+        if v.requires_grad or v.nbytes > CLOSURE_LIMIT_BYTES
     ]
     if wrong:
         raise TraceError(
