@@ -13,7 +13,7 @@ from torch import Tensor
 from fnshard.errors import OptimizerError, counts, is_number, misfits
 from fnshard.layout.presets import EMBEDDINGS
 from fnshard.optim.optimizer import Optimizer, Slots, Step, Update
-from fnshard.optim.optimizers import Choice, check_kind, choosing
+from fnshard.optim.optimizers import Choice, check_kind, choose_by
 from fnshard.optim.optimizers import adamw as make_adamw
 from fnshard.optim.schedules import Rate, as_schedule, call_text, rate_first
 from fnshard.optim.sums import matrix_norm
@@ -116,7 +116,7 @@ def for_matrices(
     rest = make_adamw(lr, weight_decay=weight_decay) if adamw is None else adamw
     name = matrices.name if adamw is None else f"{matrices.name.removesuffix(')')}, adamw={adamw})"
     choice = Choice((matrices, rest), which)
-    return replace(choosing(name, choice), values=choice.values)
+    return replace(choose_by(name, choice), values=choice.values)
 
 
 def orthogonalize(matrix: Tensor, steps: int = 5) -> Tensor:
@@ -129,6 +129,8 @@ def orthogonalize(matrix: Tensor, steps: int = 5) -> Tensor:
     tall = matrix.shape[-2] > matrix.shape[-1]
     x = matrix.mT if tall else matrix
     x = x / matrix_norm(x).to(x.dtype).clamp(min=1e-7)
+
+    # A step is x <- a x + (b s + c s²) x with s = x xᵀ.
     add = torch.addmm if x.dim() == 2 else torch.baddbmm  # rounded once, as in torch
     for _ in range(steps):
         square = x @ x.mT
