@@ -183,8 +183,7 @@ DENSE = (
 
 
 def unusual(value: Tensor) -> str:
-    """Return what a tensor is that has no strides, shape or plain numbers, "nested" say; "" of the usual
-    ones."""
+    """Return what an unusual tensor is, "nested" say; "" for one with strides, a shape and plain numbers."""
     if isinstance(value, nn.parameter.UninitializedTensorMixin):
         return "without a shape yet"
     kind, name = type(value), str(value.layout).removeprefix("torch.")

@@ -242,8 +242,7 @@ class _Bench:
         return max(1, min(2048, COLD_BYTES * (1 + (self.large > 1)) // size))
 
     def _update(self, count: int, device: torch.device) -> tuple[float, float]:
-        """Return bytes and bytes/s of the fused AdamW in fp32, cold. It reads four tensors, and writes
-        three."""
+        """Return bytes and bytes/s of the fused AdamW in fp32, cold: it reads four tensors, writes three."""
         size, optimizers = 28.0 * count, []
         for _ in range(self._cold(28 * count)):
             param = torch.nn.Parameter(torch.zeros(count, device=device))
@@ -283,8 +282,7 @@ class _Bench:
 
     # -------------------------------------------------------------- collectives
     def links(self, mesh: Mesh | None, copy: dict[str, Any]) -> dict[str, Any]:
-        """Measure the transport without packing and unpacking. Without peers its rates are those of
-        memory."""
+        """Measure the transport without packing and unpacking; without peers, rates are those of memory."""
         axes = mesh.ordered(mesh.names) if mesh else ()
         if self.comm is None or not axes:
             link = {"latency_seconds": 1e-6} | dict.fromkeys(_collectives(1), copy)

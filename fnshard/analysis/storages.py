@@ -49,8 +49,7 @@ class Storage:
 
 @dataclass(frozen=True)
 class Moment:
-    """A line of the schedule at its worst moment, with device bytes by category and bytes of the other
-    tiers."""
+    """A line of the schedule at its worst moment: device bytes by category, and bytes of the other tiers."""
 
     index: int
     instruction: Instruction

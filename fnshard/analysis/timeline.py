@@ -613,8 +613,7 @@ class _Together(_Clock):
         return self.free[COMPUTE]
 
     def _wait(self, line: Wait, there: float) -> None:
-        """Let compute stand still, except for the worker's messages, which are waited for where they are
-        read."""
+        """Let compute stand still, but for the worker's messages, which wait where they are read."""
         self.ready |= dict.fromkeys(line.writes, there)
         if line.is_for(ToDevice) and all(n.kind is Kind.STORED for n in line.writes):
             return

@@ -67,8 +67,7 @@ class SharedSlot:
 
 
 class Flight:
-    """A collective in flight, which keeps some tensors until it is waited for, and some until it is
-    released."""
+    """A collective in flight. It keeps some tensors until it is waited for, and others until its release."""
 
     def __init__(self, take: Callable[[], Any], until_wait: Any = None, until_release: Any = None) -> None:
         self._take, self._until_wait, self._until_release = take, until_wait, until_release
@@ -220,8 +219,10 @@ class Counting:
     def gather_leaves(
         self, runs: Sequence[tuple[int, int]], total: int, dtype: torch.dtype, write: Any, axes: Axes
     ) -> Handle[list[Tensor]] | None:
-        """Gather leaves, see `Shared.gather_leaves`. A unit's slot is free when the last of its leaves
-        dies."""
+        """Gather leaves, see `Shared.gather_leaves`.
+
+        A unit's slot is free when the last of its leaves dies.
+        """
         if self.kind != "shared" or self._ranks(axes) == 1:
             return None
         slot = self._take_unit(axes, total * dtype.itemsize, views=sum(size > 0 for _, size in runs))

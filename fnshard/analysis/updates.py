@@ -110,8 +110,7 @@ class UpdateMemory:
         return max(tracker.peak.bytes - kept, 0)
 
     def bytes_of_whole(self, path: str) -> int:
-        """Count the bytes that the computation of a whole leaf takes, besides what was sent and what goes
-        back."""
+        """Count the bytes that computing a whole leaf takes, besides what was sent and what goes back."""
         family = self.schedule.families[path]
         known, key = _KNOWN.setdefault(family, {}), (self.schedule.mesh.device_type, "whole")
         if key not in known:

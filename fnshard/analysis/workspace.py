@@ -131,8 +131,10 @@ def _index_put(args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
 
 
 def _flash_backward_cuda(args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
-    """Count an fp32 sum of the query's gradient and a row of sums, with lengths and heads rounded up
-    (flash-attn 2)."""
+    """Count an fp32 sum of the query's gradient and a row of sums, lengths and heads rounded up.
+
+    So does flash-attn 2.
+    """
     q = args[1]
     batch, heads, length, size = q.shape
     length, size = -(-length // 128) * 128, -(-size // 32) * 32
@@ -140,8 +142,10 @@ def _flash_backward_cuda(args: Args, kwargs: Mapping[str, Any], out: Any) -> int
 
 
 def _cudnn_backward_cuda(args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
-    """Count an fp32 sum of the query's gradient and a row of sums, read off cuDNN's front end, not
-    measured."""
+    """Count an fp32 sum of the query's gradient and a row of sums.
+
+    It was read in cuDNN's front end, and not measured.
+    """
     q = args[1]
     return q.numel() * 4 + q.numel() // q.shape[-1] * 4
 
@@ -176,8 +180,7 @@ def _document(query: Tensor, *tensors: Tensor) -> int:
 
 
 def _document_backward(query: Tensor, key: Tensor, value: Tensor) -> int:
-    """Count what `_document` does, gradients of all three for one row, and sums of those of keys and
-    values."""
+    """Count what `_document` does, one row's gradients of all three, and sums of those of keys and values."""
     wide = linear.wide(query.dtype).itemsize
     row = 2 * query[0].numel() * query.element_size()
     return _document(query, key, value) + row + (key.numel() + value.numel()) * wide

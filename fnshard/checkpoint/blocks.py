@@ -124,8 +124,7 @@ def _write(
 def write_blocks(
     folder: Path, mine: Mapping[str, LocalLeaf], mesh: Mesh
 ) -> tuple[DataFile, dict[str, list[Chunk]]]:
-    """Write these leaves to this rank's file, flushed and with checksums; return it with each leaf's
-    chunks."""
+    """Write leaves to this rank's file, flushed and with checksums; return it and each leaf's chunks."""
     parts = [(name, leaf, *part) for name, leaf in mine.items() for part in leaf.parts(mesh)]
     # The name of a box in the file says where it begins, unless it is the full leaf.
     titles = [

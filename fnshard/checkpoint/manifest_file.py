@@ -139,8 +139,7 @@ class Manifest:
     number: int | None = None
 
     def write(self, folder: Path) -> None:
-        """Write the manifest and its seal, which complete a checkpoint, and flush the directory to the
-        disk."""
+        """Write the manifest and its seal, which complete a checkpoint, and flush the directory."""
         text = json.dumps(vars(self), default=vars, separators=(",", ":")).encode()
         for name, content in ((NAME, text), (SEAL, _seal(hashlib.sha256(text).hexdigest()))):
             with (folder / name).open("xb") as file:

@@ -53,8 +53,7 @@ ROOM = 3  # a rank needs room for three times its file: the last copy, the next 
 
 
 def most_copies(nodes: int) -> int:
-    """Return how many copies nodes can hold. On a single node there is one, which outlives the node's
-    ranks."""
+    """Return how many copies nodes can hold; on a single node it is one, which outlives the node's ranks."""
     return max(1, nodes - 1)
 
 
@@ -352,8 +351,7 @@ class _Replica:
 
 
 def _replica_of(folder: str, parts: Mapping[str, _Part]) -> _Replica | None:
-    """Return the replica that the parts of one save are; None where some block or some rank's position
-    lacks."""
+    """Return the replica that the parts of one save make up; None if a block or a rank's position lacks."""
     try:
         read = [from_json(Manifest, json.loads(parts[name][0])) for name in sorted(parts)]
         axes = read[0].mesh["axes"]

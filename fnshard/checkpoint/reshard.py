@@ -276,8 +276,10 @@ def _tree_value(blocks: Mapping[str, Tensor], path: str, spec: LayoutSpec) -> An
 def _encode_changed(
     state: TrainState, plain: ResolvedSpecs, after: ResolvedSpecs, mesh: Mesh, disk_dir: str | None
 ) -> TrainState:
-    """Code the leaves of a state of `plain` specs as `after` says. A collective: all ranks refuse, or
-    none."""
+    """Code the leaves of a state of `plain` specs as `after` says.
+
+    It is a collective: all ranks refuse, or none.
+    """
     if plain is after:
         return state
     blocks = tree.flatten_with_paths(state.params)[0]

@@ -38,8 +38,7 @@ CostOf = Callable[[Kernel, Way], float]  # the time of a kernel one way, in seco
 
 
 def equal_costs(kernel: Kernel, way: Way) -> float:
-    """Return the cost of a kernel if all are alike: a backward takes as long as two forwards, its halves as
-    one."""
+    """Return the cost of a kernel if all are alike: a backward costs two forwards, each of its halves one."""
     return 2.0 if way is Way.BACKWARD and kernel.weights is None else 1.0
 
 

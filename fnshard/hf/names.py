@@ -25,8 +25,7 @@ from fnshard.runtime.files.tensorfile import TensorToWrite
 
 @dataclass(frozen=True)
 class Transposed:
-    """A name in `names=` of a tensor that is the leaf's transpose, as GPT-2's are of a `nn.Linear`'s
-    weight."""
+    """A name in `names=` of a tensor that is the leaf's transpose, as GPT-2's are of an `nn.Linear`'s."""
 
     name: str
 

@@ -261,8 +261,10 @@ def cut_chunks(
 
 
 def _cut_evenly(sizes: Sequence[int], count: int) -> list[int]:
-    """Return where all but the first of `count` runs of sizes begin, such that the sum of the squares of the
-    runs' sums is least."""
+    """Return where `count` runs of sizes begin, but for the first, so that their sums are most even.
+
+    The sum of the squares of the runs' sums is least.
+    """
     sums = [0, *accumulate(sizes)]
     # best[n]: the first n sizes in `run` runs, as the least sum of squares and where the runs begin.
     best: list[tuple[float, list[int]] | None] = [(0.0, [])] + [None] * len(sizes)

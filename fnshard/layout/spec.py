@@ -163,8 +163,7 @@ class LayoutSpec:
 
     @property
     def has_master(self) -> bool:
-        """Whether the optimizer has its own copy of the leaf: in another dtype, or since the host updates
-        it."""
+        """Whether the optimizer has its own copy of the leaf: its dtype differs, or the host updates it."""
         elsewhere = self.updated_on == "host" and self.memory == "device"
         return bool(self.trainable) and (elsewhere or self.optimizer_dtype != self.storage_dtype)
 

@@ -1,5 +1,4 @@
-"""Batches: what a step is given besides its state, how it is checked and cut, and what a lowering reads of
-it."""
+"""Check and cut batches, which a step is given besides its state; say what a lowering reads of them."""
 
 from __future__ import annotations
 

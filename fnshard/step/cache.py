@@ -135,9 +135,11 @@ class ProgramCache:
 
     @property
     def _lowered(self) -> bool:
+        """Return whether programs were lowered with the form of the parameters' tree."""
         return len(self.programs) > 0 or self.on_paper is not None
 
     def _take(self, specs: ResolvedSpecs) -> None:
+        """Take specs as this cache's, after they are checked."""
         if specs.complete:
             check_specs(specs.seen, self.mesh)
         self.specs = specs
@@ -204,11 +206,11 @@ class ProgramCache:
         return lowered
 
     def _plan_of(self, options: StepOptions) -> Plan:
+        """Return the plan of a training step, or of a forward."""
         return plan_of(self.optimizer, self.specs, self.mesh, options) if self.trains else FORWARD
 
     def front(self, batch: Batch, **changes: Any) -> Front:
-        """Return the stages that read nothing but `fn`, for this rank's batch; the cache keeps nothing of
-        it."""
+        """Return the stages that read nothing but `fn`, for this rank's batch; the cache keeps none of it."""
         options = replace(self.options_of(batch), **changes)
         micro = next(split_batch(batch, options.accumulate))
         with self.lock:

@@ -37,8 +37,7 @@ from fnshard.runtime.executor.compiled_update import is_compiled
 
 @dataclass(eq=False)
 class CompileStats:
-    """A count of a step's programs that were traced, and kernels that were compiled or found in PyTorch's
-    cache."""
+    """A count of a step's traced programs, and of kernels that were compiled or found in PyTorch's cache."""
 
     traces: int = 0
     compiles: int = 0

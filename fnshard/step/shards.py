@@ -100,8 +100,7 @@ def put_at_rest(block: Tensor, spec: LayoutSpec, mesh: Mesh, disk_dir: str | Non
 
 
 def foreign_block(spec: LayoutSpec, mesh: Mesh) -> Any:
-    """Return the empty block that stands for another stage's leaf; for a coded leaf, the dict of its
-    parts."""
+    """Return the empty block in the place of another stage's leaf; of a coded leaf, a dict of its parts."""
     if is_coded(spec):
         return {name: foreign_block(part, mesh) for name, part in parts_of(spec).items()}
     device = mesh.device if spec.memory == "device" else torch.device("cpu")
@@ -198,8 +197,7 @@ _GAP = PathLeaf("no gradient")
 
 
 def _fill_gaps(grads: Any, specs: ResolvedSpecs) -> Any:
-    """Fill in the Nones of a tree of gradients: a gap where a leaf has no gradient, else the specs'
-    constant."""
+    """Fill in the Nones of a tree of gradients: the specs' constant, or a gap of a leaf without one."""
     fill = tree.constants_of(specs.tree, is_spec) | dict.fromkeys(specs.stored, _GAP)
     given, form = tree.flatten_with_paths(grads, constants=True)
     return tree.unflatten([fill.get(p) if v is None else v for p, v in given.items()], form)
@@ -285,8 +283,7 @@ def init_params(
 def _blocks(
     named: Mapping[str, Tensor], specs: Mapping[str, LayoutSpec], mesh: Mesh, disk_dir: str | None, seed: int
 ) -> list[Any]:
-    """Make this rank's blocks of full leaves, in the specs' order; of deferred leaves, no more than it
-    needs."""
+    """Make this rank's blocks of full leaves, in the specs' order; of deferred leaves only what it needs."""
     check_directory(disk_dir, [p for p, s in specs.items() if s.memory == "disk"])
     wrong = [
         f"params[{p!r}] is {list(named[p].shape)}, its spec was made for {list(spec.shape)}"

@@ -30,8 +30,10 @@ RECORDS = frozenset({
 
 
 def find_dcp(path: Path) -> list[Path]:
-    """Return the folders of a checkpoint: itself, or model and optimizer side by side, as Accelerate has
-    them; none where it is no such checkpoint."""
+    """Return the folders of a checkpoint; none if it is no such checkpoint.
+
+    They are the folder itself, or model and optimizer side by side, as Accelerate has them.
+    """
     if (path / METADATA).is_file():
         return [path]
     found = sorted(each.parent for each in path.glob(f"*/{METADATA}")) if path.is_dir() else []

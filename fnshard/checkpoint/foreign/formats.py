@@ -45,8 +45,10 @@ FILE_BYTES = 5e9  # of one file of a Hugging Face folder
 
 @dataclass(frozen=True)
 class Format:
-    """A format: what it is called, whether something is of it, what reads it, and what writes it (None: it is
-    only read). `keeps_optimizer`: whether it has a place for moments."""
+    """A format of checkpoints: its name, and functions that recognise, read and write it.
+
+    One without `write` is only read. `keeps_optimizer` says whether it has a place for moments.
+    """
 
     title: str
     finds: Callable[[Path], Any]

@@ -499,8 +499,7 @@ class _Builder:
 
     @property
     def scalars_late(self) -> bool:
-        """Whether scalars are summed behind the last backward, because of norms, or since stages meet
-        there."""
+        """Whether scalars are summed behind the last backward: norms need it, or stages meet there."""
         return self.plan.barrier or self.plan.norms or self.piped
 
     def name_read(self, name: ValueName, leaves: Mapping[str, ValueName], micro: int) -> ValueName:
@@ -601,8 +600,7 @@ class _Builder:
     def exchange_back(
         self, each: Exchanged, unit: str, phase: str, micro: int, tangents: dict[ValueName, ValueName]
     ) -> None:
-        """Write out the dual of an exchange: it makes the cotangent of what was sent of all ranks' cotangents
-        of what was received."""
+        """Write out the dual of an exchange: cotangents of what was received make that of what was sent."""
         if each.received in tangents and each.like.requires_grad:
             fresh = ValueName(Kind.TANGENT, each.sent.path, f"@{each.received}", micro=self.index(micro))
             lines = exchange(each, self.mesh, unit, phase, tangents[each.received], fresh, backward=True)
@@ -752,8 +750,7 @@ class _Builder:
         self.wait_for_scalars()
 
     def write_updates(self) -> None:
-        """Write out the optimizer, bucket by bucket; leaves whose updates exchange alike are updated
-        together."""
+        """Write out the optimizer by buckets; leaves whose updates exchange alike are updated together."""
         for bucket in self.arriving:
             groups: dict[Any, list[str]] = {}
             for path in bucket.paths:
@@ -833,8 +830,7 @@ class _Builder:
         return (*params, *slots(paths), *scalars)
 
     def write_stack(self, there: Bucket, back: Bucket) -> None:
-        """Write out updates that need whole leaves: the way there, the computation, the way back, the
-        rest."""
+        """Write out updates of whole leaves: the way there, the computation, the way back, the rest."""
         derived = {path: self.plan.families[path].derived for path in there.paths}
         work = {p: next(s for s in d.steps if isinstance(s, Compute) and s.whole) for p, d in derived.items()}
         sends = {n for d in derived.values() for n in stacks_of(d)[0].sends}

@@ -68,8 +68,7 @@ class Reduced:
 
 
 def _full_gradients(line: OfBucket) -> Callable[[Env], Mapping[str, Tensor]]:
-    """Return a function that reads a line's full gradients by path: a value per leaf, or an accumulator of
-    all."""
+    """Return a function that reads a line's full gradients by path, one each or an accumulator of all."""
     if line.reads and not line.paths:
         (name,) = line.reads
         return lambda env: env[name]
@@ -246,8 +245,7 @@ class Accumulate(OfBucket):
         return self.reads[0].kind is Kind.HOST
 
     def aliases(self) -> Mapping[ValueName, Names]:
-        """Return the row that has come as an alias of the first sum; a later sum takes over the one
-        before."""
+        """Return the row that has come as an alias of the first sum; later sums take over the one before."""
         as_it_came = self.first and not self._of_full_gradients and self.reads[0].kind is not Kind.HOST
         return {self.writes[0]: self.reads} if as_it_came else {}
 

@@ -1,5 +1,4 @@
-"""Leaves: the lines that bring them to where they are read: casts, gathers, and publishing after an
-update."""
+"""Leaves: lines that bring them to where they are read, by casts and gathers, or publish an update."""
 
 from __future__ import annotations
 
@@ -47,8 +46,7 @@ class Scale(NamedTuple):
 
 @dataclass(frozen=True)
 class Scales(Instruction):
-    """The issue of a gather of the largest numbers of leaves, or of their rows, in all shards, once a
-    step."""
+    """The issue of a gather of all shards' largest numbers, of leaves or of their rows, once a step."""
 
     lane, trips = COMMUNICATION, 1
 
