@@ -71,6 +71,7 @@ def caller() -> tuple[str, str]:
 
 
 def _public_name(package: str, name: str) -> str:
+    """Return a function's name as a user writes it: `fs.shard`, `step`, `checkpoint.save`."""
     name = name.replace("Step.__call__", "step").replace("Forward.__call__", "shard_forward")
     is_method = name[:1].isupper() or name in ("step", "shard_forward")
     named = f"fs.{name}" if name in sys.modules["fnshard"].__all__ else f"{package}.{name}"

@@ -274,5 +274,5 @@ def common_dtype(dtypes: Sequence[torch.dtype]) -> torch.dtype:
 
 
 def wire_dtype(spec: LayoutSpec) -> torch.dtype:
-    """Return the dtype in which a gathered leaf travels: the shorter of storage and compute, unless specs say."""
+    """Return the dtype of a gathered leaf on the wire: the spec's, or the shorter of storage and compute."""
     return spec.wire_dtype or min(spec.storage_dtype, spec.compute_dtype, key=lambda d: d.itemsize)
