@@ -45,8 +45,9 @@ def mfu(model_flops: float, seconds: float, peak_flops: float) -> float:
 
 @dataclass(frozen=True)
 class Curve:
-    """A rate in units per second by size: `(size, rate)` in rising sizes, interpolated by the size's
-    logarithm.
+    """A rate in units per second by size: `(size, rate)` in rising sizes.
+
+    In between it is interpolated by the size's logarithm.
 
     >>> Curve(((1e6, 10.0), (1e8, 30.0))).at(1e7)
     20.0

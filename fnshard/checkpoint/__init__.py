@@ -217,8 +217,9 @@ def restore_params(
     disk_dir: str | None = None,
     timeout: float | None = None,
 ) -> Any:
-    """Restore the parameters of a checkpoint as a tree of stored blocks, to evaluate or to tune. A
-    collective.
+    """Restore the parameters of a checkpoint as a tree of stored blocks, to evaluate or to tune.
+
+    It is a collective.
 
     Args:
         path, step_or_specs, mesh, disk_dir, timeout: the arguments of `restore`; the step needs no optimizer.

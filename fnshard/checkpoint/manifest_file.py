@@ -150,8 +150,7 @@ class Manifest:
 
     @staticmethod
     def read(folder: Path) -> Manifest:
-        """Read the manifest of a checkpoint, and check it with its seal and in itself, without the data
-        files.
+        """Read the manifest of a checkpoint, and check it by its seal and in itself, without the data files.
 
         Raises:
             Corrupt: something is wrong; it says with which file.

@@ -102,8 +102,7 @@ def reshard(
 
 
 def averaged(state: TrainState, name: str = "ema", *, disk_dir: str | None = None) -> TrainState:
-    """Return a state whose parameters are the averages that `fs.optim.ema` keeps, to evaluate, save or
-    export.
+    """Return a state whose parameters are the averages that `fs.optim.ema` keeps, to evaluate or save.
 
     A collective where parameters and optimizer state lie differently. `state` stays usable. The new state
     shares its leaves that do not train, and has no optimizer state.

@@ -46,8 +46,7 @@ def specs_and_mesh(step_or_specs: Any, mesh: Mesh | None) -> tuple[ResolvedSpecs
 def state_maker(
     step_or_specs: Any, mesh: Mesh | None, disk_dir: str | None = None, fix: str = RESTORE
 ) -> tuple[Mesh, Callable[[Manifest], tuple[TrainState, Targets]]]:
-    """Return the mesh, and a function that makes of a manifest a state of zeros and the targets to fill in
-    it.
+    """Return the mesh, and a function from a manifest to a state of zeros and what to fill in it.
 
     The arguments are those of `fnshard.checkpoint.restore`.
 

@@ -123,8 +123,9 @@ def save(
     max_file_bytes: float = 5e9,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Save stored blocks as a model directory that `transformers` opens. A collective: all ranks fail, or
-    none.
+    """Save stored blocks as a model directory that `transformers` opens.
+
+    It is a collective: all ranks fail, or none.
 
     Leaves are gathered one by one to rank 0, which holds one of them whole. It writes them to a folder of
     another name, which is flushed to the disk and renamed when it is complete. A plain module loads such a

@@ -143,6 +143,7 @@ def check_leaves(batch: Batch, *, values: bool = False) -> None:
             value = leaf.value
             kind = str(list(value.shape)) if isinstance(value, Tensor) else type(value).__name__
             wrong.append(f"batch[{name!r}]: fs.Sequence of {kind}, dim {leaf.dim}")
+
     tensors = {n: v for n, v in inner.items() if isinstance(v, Tensor)}
     if odd := [f"batch[{n!r}] is {kind}" for n, v in tensors.items() if (kind := tree.unusual(v))]:
         raise StateError(

@@ -140,8 +140,7 @@ class Lowered:
     def memory_analysis(
         self, *, transport: TransportKind | None = None, stage: int | None = None
     ) -> MemoryAnalysis:
-        """Return the bytes of one rank: the peak and its parts, bytes between steps, on host and disk, by
-        leaf.
+        """Return the bytes of one rank: its peak and the parts, between steps, on host and disk, by leaf.
 
         After `compile` with Inductor they are counted in its generated code, fusion and all; before, or with
         the eager backend, from the lifetimes of values in the kernels' graphs.
@@ -207,8 +206,7 @@ class Lowered:
             raise BudgetError(explain_peak(analysis, detail))
 
     def comm_analysis(self, *, stage: int | None = None) -> Traffic:
-        """Return the bytes on the wire of one step: by collective, axes, unit and phase, and transfers to the
-        host.
+        """Return the bytes on the wire of one step by collective, axes, unit and phase, and transfers.
 
         `analysis["gather"]["bytes"]` counts whole buffers; see `analysis.traffic`.
 

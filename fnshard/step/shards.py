@@ -37,8 +37,7 @@ __all__ = ["shard", "unshard"]
 def shard(
     params: Any, specs: Any, mesh: Mesh, *, disk_dir: str | None = None, seed: int | None = None
 ) -> Any:
-    """Cut a full tree into this rank's stored blocks: padded, in storage dtype, where `LayoutSpec.memory`
-    says.
+    """Cut a full tree into this rank's stored blocks: padded, in storage dtype, on their tier.
 
     Nothing moves between ranks: every rank must hold the same full tree, bit for bit, which its first step
     compares. Leaves of a module built under `deferred` are made one at a time, and nothing but the block
@@ -139,6 +138,7 @@ def unshard(
             resolved.incomplete,
             "step.specs of a step that has seen the full leaves, or match_specs(params, rules).",
         )
+
     named = resolved.stored
     given = {p: None if v is _GAP else v for p, v in resolved.blocks_of(shards).items()}
     # Slots come by path: frozen leaves are missing, and so are those of other stages.
@@ -149,6 +149,7 @@ def unshard(
         compare_paths(named, given)
     if layout != "storage":
         named = {p: _store_as(s, layout) for p, s in named.items() if given[p] is not None}
+
     check_blocks(named, given, mesh, fix=_UNSHARD)
     out = gather_full({p: given[p] for p in named}, named, mesh, connection(mesh))
     # A tree of gradients or slots has the form that `fn` sees: a coded leaf is one leaf, and None.
@@ -170,6 +171,8 @@ def gather_full(
     split = {p: s for p, s in here.items() if mesh.ordered(s.storage.axes)}
     if mesh.stages > 1:
         comm.open_groups([mesh.ordered(s.storage.axes) for s in specs.values()])
+
+    # Gather each leaf where it is stored, and send it from there to the other stages.
     with torch.no_grad():
         stored = lambda s: s.storage.contiguous  # noqa: E731
         for bucket in make_buckets(split, mesh, stored, lambda s: s.storage_dtype, "unshard"):
@@ -269,9 +272,13 @@ def init_params(
     named = tree.flatten_with_paths(make_functional(source)[1] if is_module else source)[0]
     compare_paths(resolved.leaves, named)
     check_params(named)
+
+    # With an optimizer the seed is also that of steps, so that it is always used.
     if seed is not None and (is_module or not trains):
         check_is_used(seed, named)
     check_specs(resolved.seen, mesh)
+
+    # A master copy has digits that the stored block lacks, and is taken before these are cut off.
     specs = dict(resolved.leaves)
     for path, spec in specs.items() if trains else ():
         if spec.has_master:
@@ -294,6 +301,8 @@ def _blocks(
         raise StateError(
             f"{leaves(len(wrong))} of other shapes than their specs:", wrong, "pass full leaves."
         )
+
+    # Make one leaf after another; where it can be cut, no more of it than this rank's boxes.
     unfit, blocks, values = Unfit(), [], Values(named, seed)
     for path, spec in specs.items():
         if not is_here(spec, mesh) and not is_coded(spec):

@@ -123,8 +123,9 @@ def block_attention(
     query: Tensor, key: Tensor, value: Tensor, source: Tensor, mask: Tensor | None, blocks: int,
     is_causal: bool, scale: float, first: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Compute attention to one block [..., T, V], the sum of each query's weights, and the exponent that they
-    are scaled by [..., T]; fp32 or fp64.
+    """Compute attention to one block [..., T, V], with sums and exponents of weights, both [..., T].
+
+    The sum is that of each query's weights, and the exponent what they are scaled by; in fp32 or fp64.
 
     Args:
         query, key, value: [..., H, T, D], [..., G, S, D] and [..., G, S, V]; G divides H.

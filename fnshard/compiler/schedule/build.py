@@ -688,8 +688,7 @@ class _Builder:
     def sum_over_ranks(
         self, bucket: Bucket, phase: str, reads: Names, paths: tuple[str, ...], micro: int
     ) -> ValueName:
-        """Reduce-scatter gradients over their own axes, and all-reduce over others that do not split the
-        leaf.
+        """Reduce-scatter gradients over their own axes, and all-reduce over others.
 
         A stage that reads no leaf of the bucket has zeros: its ranks need no reduce-scatter among themselves,
         and join the sum of all stages.

@@ -330,8 +330,9 @@ def are_stored(names: Names) -> bool:
 
 
 def follow_aliases(lines: Sequence[Instruction]) -> dict[ValueName, frozenset[ValueName]]:
-    """Return, for each value, the slots, reduced gradients and buffers of the host's pool that its memory may
-    be a part of, itself among them.
+    """Return for each value the state, gradients and buffers whose memory it may be a part of.
+
+    These are slots, reduced gradients and buffers of the host's pool, itself among them.
 
     State keeps its memory, whoever writes to it.
     """

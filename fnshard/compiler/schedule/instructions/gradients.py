@@ -93,8 +93,7 @@ class ReduceScatter(OfBucket):
     lane, trips, outgoing, wire_bytes = COMMUNICATION, 1, True, OfBucket.rows_bytes
 
     def in_place(self, schedule: Schedule) -> bool:
-        """Return whether a transport may read gradients where they lie: they need no cast, and none is
-        missing.
+        """Return whether a transport may read gradients where they lie: all are there, and need no cast.
 
         The gradients then live until the Wait.
         """

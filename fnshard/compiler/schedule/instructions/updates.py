@@ -201,8 +201,7 @@ class Nothing:
 
 @dataclass(frozen=True)
 class ReduceUpdate(OfBucket):
-    """The issue of a sum of an update's values, mostly small ones, over the ranks of `axes`, which split
-    leaves.
+    """The issue of a sum of an update's values, mostly small ones, over `axes` that split leaves.
 
     Args:
         how: "sum" or "max".
