@@ -62,6 +62,7 @@ def _slopes(
     Args:
         of_sums, of_chosen: gradients of the log-sum-exp, and of the target's logit if it is `counted`.
     """
+    # The softmax, times the gradient of its log-sum-exp, plus the gradient of the target's own logit.
     logits = _logits(hidden, weight)
     logits.sub_(sums.unsqueeze(1)).exp_().mul_(of_sums.unsqueeze(1))
     chosen = torch.where(counted, of_chosen, 0.0).unsqueeze(1)
@@ -167,6 +168,7 @@ def _(
 
 
 def _parts_backward(ctx: Any, of_sums: Tensor, of_chosen: Tensor) -> tuple[Tensor | None, ...]:
+    """Compute the gradients of `token_parts`; that of the weight only where it trains."""
     hidden, weight, targets, sums = ctx.saved_tensors
     of_weight = ctx.needs_input_grad[1]
     to_hidden, to_weight = token_parts_backward(
@@ -176,6 +178,7 @@ def _parts_backward(ctx: Any, of_sums: Tensor, of_chosen: Tensor) -> tuple[Tenso
 
 
 def _keep_parts(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Keep inputs and the log-sum-exp, of which the backward makes logits again."""
     hidden, weight, targets, ctx.chunk, _ = inputs
     ctx.save_for_backward(hidden, weight, targets, output[0])
 

@@ -179,6 +179,7 @@ class AllReduce(OfBucket):
 
     @property
     def _of_blocks(self) -> bool:
+        """Return whether it sums blocks that a ReduceScatter has left."""
         return bool(self.reads) and self.reads[0].kind is Kind.REDUCED
 
     def bind(self, context: Context) -> Action:
@@ -250,6 +251,7 @@ class Accumulate(OfBucket):
 
     @property
     def _of_full_gradients(self) -> bool:
+        """Return whether it sums full gradients, before ranks do."""
         return self.writes[0].kind is Kind.ACCUMULATED
 
     def bind(self, context: Context) -> Action:
@@ -278,6 +280,7 @@ class Accumulate(OfBucket):
         return lambda env: later(lambda: add(env))
 
     def _bind_full(self, context: Context) -> Action:
+        """Sum full gradients by leaf; each stage or segment may add other leaves."""
         specs, (out,), full = context.schedule.specs, self.writes, _full_gradients(self)
         before = next((n for n in self.reads if n.kind is Kind.ACCUMULATED), None)
 
