@@ -461,6 +461,7 @@ def _tag(node: fx.Node, saved: bool = False) -> None:
 
 
 def _is_seeded(node: fx.Node) -> bool:
+    """Return whether torch takes an op for random."""
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
