@@ -50,7 +50,7 @@ from experiments.tuning.dataset import (
     token_limits,
     window_of,
 )
-from experiments.tuning.lm import LanguageModel, from_directory
+from experiments.tuning.lm import from_directory
 from experiments.tuning.method import MethodPlan, first_state, plan_method, tuning_of
 from experiments.tuning.model_directory import (
     BASES,
@@ -208,7 +208,14 @@ def finetune(config: FinetuneConfig, folder: RunFolder, overrides: list[str], st
             draw_run(run.folder / METRICS, goal, {}, run.folder / f"{goal.name}.png", title)
         numbers = {name: value for name, value in after.items() if name != "answers"}
         closing = run.finish(numbers, sample=SAMPLES)
-        lines = [_changed(name, before.get(name), value) for name, value in numbers.items()]
+        lines = []
+        for name, value in numbers.items():
+            label = name.replace("_", " ").replace("held out", "held-out")
+            is_known = (
+                before.get(name) is not None
+            )  # a run from another one's checkpoint measured none before
+            was_and_is = f"{before[name]:.3f} before, {value:.3f} after" if is_known else f"{value:.3f}"
+            lines.append(f"{label}: {was_and_is}")
         lines += [*written, closing, f"results: {run.folder}"]
         print(f"\n{table}\n" + "\n".join(lines), flush=True)
 
@@ -303,9 +310,9 @@ def build(config: FinetuneConfig, only_prompt: bool = False, tokens: int | None 
     """Make all that a run consists of but its state.
 
     Args:
-        only_prompt: no other prompt is shown than `run.prompt`.
-        tokens: of a micro-batch in the run that goes on, where `data.tokens=auto`: another number would make
-            other batches.
+        only_prompt: whether `run.prompt` is the only prompt that is shown.
+        tokens: with `data.tokens=auto`, the tokens of a micro-batch that a run which goes on has had: another
+            number would make other batches. None measures anew how many fit.
     """
     # The mesh arranges ranks along axes. Ranks along data axes take different rows.
     run = config.run
@@ -358,7 +365,10 @@ def build(config: FinetuneConfig, only_prompt: bool = False, tokens: int | None 
     held_out = fs.shard_forward(objective(tuning, config.objective, training=False), specs, **options)
     examples = data.examples(run, lm.context)[-1 if only_prompt else 0 :]
     examples = [] if config.objective.kind.exported else examples  # classifiers and the like write no text
-    hidden = lm.hidden if not data.measured.images else partial(_hidden_of_images, lm)
+
+    def hidden(params: Any, tokens: torch.Tensor, *images: Any) -> torch.Tensor:  # prompts may have images
+        return lm.hidden(params, tokens, **({"images": images[0]} if images else {}))
+
     answer = fs.shard_forward(tuning.policy(last_logits(hidden, lm.unembed)), specs, **options)
     window = window_of(examples, run.sample_length, lm.context)
     images = data.images_of(examples, window, mesh.device)
@@ -374,10 +384,6 @@ def build(config: FinetuneConfig, only_prompt: bool = False, tokens: int | None 
         rows=max(config.data.rows // mesh.data_size, longest),
     )  # fmt: skip
     return Parts(config, mesh, planned, data, step, held_out, answers, batch, rewarded, tasks, scorer)
-
-
-def _hidden_of_images(lm: LanguageModel, params: Any, tokens: torch.Tensor, images: Any) -> torch.Tensor:
-    return lm.hidden(params, tokens, images=images)
 
 
 # ------------------------------------------------------------------ before the first step, and after the last
@@ -428,11 +434,6 @@ def measure_all(parts: Parts, run: Run, state: fs.TrainState) -> Measured:
     values |= {HELD_OUT + name: value for name, value in more.items()}
     with run.timer.during("samples"):
         return values | {"answers": parts.answers.answers(state.params)}
-
-
-def _changed(name: str, old: float | None, new: float) -> str:
-    label = name.replace("_", " ").replace("held out", "held-out")
-    return f"{label}: {new:.3f}" if old is None else f"{label}: {old:.3f} before, {new:.3f} after"
 
 
 JOB = Job(COMMAND, prepare, finetune)

@@ -24,7 +24,7 @@ from experiments.lib.checks import ConfigError, configuration, targets_in
 from experiments.lib.compose import build, exit_with
 from experiments.lib.config import AUTO, MeshConfig, StrategyConfig, TrackerConfig, TrainConfig
 from experiments.lib.files import read_sealed
-from experiments.lib.folder import CHECKPOINTS, has_numbered, newest_step
+from experiments.lib.folder import CHECKPOINTS, has_step_folders, newest_step
 from experiments.lib.launch import fit_to_machine
 from experiments.lib.metrics import Goal
 from experiments.lib.run import mean_over
@@ -69,7 +69,7 @@ def generate(config: GenerateConfig) -> None:
     folder = Path(config.run)
     saved = fit_to_machine(read_run(config, folder), world=1)
     parts = of_training(saved) if isinstance(saved, TrainConfig) else of_tuning(saved, config)
-    if newest_step(folder) is None and not has_numbered(folder / CHECKPOINTS):  # else `restore` says why
+    if newest_step(folder) is None and not has_step_folders(folder / CHECKPOINTS):  # else `restore` says why
         raise ConfigError(
             f"run={config.run}: no checkpoint is in it. Fix: the folder of a run that has saved."
         )

@@ -14,7 +14,7 @@ from experiments.lib.checks import ConfigError, targets_in
 from experiments.lib.compose import build
 from experiments.lib.config import AUTO, MEASURED
 from experiments.lib.files import read_record
-from experiments.lib.measured import DAMAGED, LINES, measured_run
+from experiments.lib.measured import DAMAGED, LINES, read_measurements
 from experiments.lib.record import PARTS, RUN
 from fnshard.analysis.tables import columns
 from fnshard.compiler.schedule.instructions import Run
@@ -46,7 +46,7 @@ def waste(folder: Path) -> str:
     """
     record = _read(folder)
     parts = [f"{folder}: {record['totals'].get('steps', 0)} steps, {record['status']}", _spent(record)]
-    run = measured_run(folder)
+    run = read_measurements(folder)
     if run is None:
         return "\n\n".join([*parts, "no second step was made: nothing is known of a step's time"])
     why = _not_on_paper(record["config"])
@@ -68,7 +68,7 @@ def _read(folder: Path) -> Mapping[str, Any]:
         raise ConfigError(f"run={folder}: has no {RUN}; a run of train or finetune writes it.")
     try:
         record = read_record(folder / RUN) or {}
-        measured_run(folder)
+        read_measurements(folder)
         if {"totals", "status", "config"} <= record.keys():
             return record
         raise KeyError(*({"totals", "status", "config"} - record.keys()))

@@ -28,13 +28,13 @@ from torch import Tensor
 
 import fnshard as fs
 from experiments.data.builtin import (
-    image_files,
-    label_files,
-    pair_files,
-    sft_files,
-    task_files,
-    twin_files,
-    word_files,
+    write_image_files,
+    write_label_files,
+    write_pair_files,
+    write_sft_files,
+    write_task_files,
+    write_twin_files,
+    write_word_files,
 )
 from experiments.data.chat import encode_rendered, is_rendered, opening
 from experiments.data.loader import Loader, order, place_of
@@ -61,8 +61,8 @@ MOST_SHOWN = 600  # the most characters that are shown of one stretch of a sampl
 OPENING = 32  # the first tokens of a plain text, which are shown as a prompt
 SHOWN = 4  # the held-out prompts that are shown
 BUILT_IN: dict[str, Callable[[Path], tuple[Path, Path]]] = {
-    "samples": sft_files, "pairs": pair_files, "prompts": task_files, "labels": label_files,
-    "twins": twin_files,
+    "samples": write_sft_files, "pairs": write_pair_files, "prompts": write_task_files,
+    "labels": write_label_files, "twins": write_twin_files,
 }  # fmt: skip
 
 DOCUMENTS = 250  # the most documents of a row, since CUDA's kernel takes 256
@@ -472,8 +472,8 @@ def prepare_data(config: FinetuneConfig) -> FinetuneConfig:
     files = [data.train, data.held_out]
     if data.train is None:
         sees = tokenizer.images and kind.data == "samples"
-        make, of = (image_files, "images") if sees else (BUILT_IN[kind.data], "stdlib")
-        make = word_files if config.objective.level == "token" else make
+        make, of = (write_image_files, "images") if sees else (BUILT_IN[kind.data], "stdlib")
+        make = write_word_files if config.objective.level == "token" else make
         files = list(map(str, make((DATA / of).resolve())))
     classes = config.objective.classes
     if kind.data == "labels":

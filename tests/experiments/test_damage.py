@@ -56,7 +56,7 @@ from experiments.lib.folder import (
     read_result,
     write_result,
 )
-from experiments.lib.measured import measured_run
+from experiments.lib.measured import read_measurements
 from experiments.lib.metrics import METRICS, read_rows
 from experiments.lib.record import RunRecord
 from experiments.lib.report import Report
@@ -149,7 +149,7 @@ def run_folder(folder: Path) -> Subject:
         ended = is_finished(copy, config)
         with claim(config, copy, chosen=True):
             outcome = replace(outcome_of(copy, ""), folder=Path())
-            values, run = read_config(copy), measured_run(copy)
+            values, run = read_config(copy), read_measurements(copy)
             known = RunRecord(copy, {})._known
             metrics = copy / METRICS
             made = Report(copy, STEPS, 10, RunRecord(copy, {}, STEPS), STEPS, metrics, stream=said)
@@ -559,10 +559,10 @@ def test_what_a_killed_tokenising_job_has_left_is_compared_before_it_is_kept(
         saved.append(path)
         save(path, tokens)
 
-    save = job._save
+    save = job._save_array
     config = tokenize_config(tmp_path / "cut", texts, shard_mb=0.05)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(job, "_save", dies)
+        patch.setattr(job, "_save_array", dies)
         tokenize(config)
     left = (
         saved[2]

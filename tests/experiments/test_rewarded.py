@@ -19,7 +19,7 @@ from tuning import STEPS, assert_alike, config_of, tuned
 
 import fnshard as fs
 from experiments import finetune
-from experiments.data.builtin import task_files, warming_files
+from experiments.data.builtin import write_task_files, write_warming_files
 from experiments.data.prepared import RecordPolicy, prepare
 from experiments.data.tokenizer import ByteTokenizer, open_directory
 from experiments.lib.checks import ConfigError
@@ -153,12 +153,12 @@ def test_rewards_by_name(tmp_path: Path) -> None:
     assert solved(["make 12: 34="], ["4*3"], row("3*4")) == [1.0]
     for wrong in ("12", "3*4*1", "3**4", "4*3)", "__import__('os')", "3+4", ""):
         assert solved(["make 12: 34="], [wrong], row("3*4")) == [0.0]
-    train, held_out = ([*map(json.loads, p.read_text().splitlines())] for p in task_files(tmp_path))
+    train, held_out = ([*map(json.loads, p.read_text().splitlines())] for p in write_task_files(tmp_path))
     assert not {r["prompt"] for r in train} & {r["prompt"] for r in held_out} and len(held_out) == 203
     for each in (train, held_out):
         given = [r["prompt"] for r in each], [r["response"] for r in each]
         assert sum(solved(*given, each)) == len(each)
-    careless = [json.loads(line) for line in warming_files(tmp_path)[0].read_text().splitlines()]
+    careless = [json.loads(line) for line in write_warming_files(tmp_path)[0].read_text().splitlines()]
     whole = {r["prompt"]: r["response"] for r in train}
     assert 0.1 < sum(r["response"] == whole[r["prompt"]] for r in careless) / len(careless) < 0.25
     assert len(careless) > 7000 and {r["prompt"] for r in careless} <= {r["prompt"] for r in train}

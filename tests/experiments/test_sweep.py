@@ -89,12 +89,12 @@ def test_each_node_of_a_slurm_job_runs_one_agent(monkeypatch):
     for name, value in step.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
     monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
-    agent = launch.torchrun(ranks=8, max_restarts=3)
+    agent = launch.torchrun_arguments(ranks=8, max_restarts=3)
     assert agent[2:8] == ["--nnodes", "2", "--nproc-per-node", "8", "--max-restarts", "3"]
     assert agent[-1] == "gpu07:21007"
     monkeypatch.setenv("SLURM_NTASKS", "4")
     with pytest.raises(ConfigError, match=r"4 tasks on 2 nodes; .* Fix: hydra\.launcher\.tasks_per_node=1"):
-        launch.torchrun(ranks=8, max_restarts=3)
+        launch.torchrun_arguments(ranks=8, max_restarts=3)
 
 
 def test_ranks_on_several_nodes_know_when_their_command_began(tmp_path, monkeypatch):
@@ -108,8 +108,8 @@ def test_ranks_on_several_nodes_know_when_their_command_began(tmp_path, monkeypa
         return SimpleNamespace(returncode=0)
 
     monkeypatch.setenv("SLURM_NODEID", "0")
-    monkeypatch.setattr(launch, "nodes", lambda: 2)
-    monkeypatch.setattr(launch, "torchrun", lambda *_: ["-m", "torchrun"])
+    monkeypatch.setattr(launch, "count_nodes", lambda: 2)
+    monkeypatch.setattr(launch, "torchrun_arguments", lambda *_: ["-m", "torchrun"])
     monkeypatch.setattr(launch.subprocess, "run", agent)
     monkeypatch.setattr(launch, "fit_to_machine", lambda requested, nodes: requested)
     asked = compose(*TINY, "mesh.shard=2")

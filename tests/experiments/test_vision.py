@@ -20,7 +20,7 @@ from tuning import config_of
 import fnshard as fs
 from experiments import bases, finetune
 from experiments.bases import SEEING, write_model
-from experiments.data.builtin import image_files
+from experiments.data.builtin import write_image_files
 from experiments.data.images import open_image
 from experiments.data.tokenizer import open_directory
 from experiments.lib.checks import ConfigError
@@ -262,7 +262,7 @@ def test_images_that_changed_after_they_were_prepared_are_named(folders, picture
 @pytest.fixture(scope="module")
 def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Questions about one image of one size: one shape, one program."""
-    path = image_files(tmp_path_factory.mktemp("shapes"))[0]
+    path = write_image_files(tmp_path_factory.mktemp("shapes"))[0]
     rows = [(line, json.loads(line)["images"]) for line in path.read_text().splitlines(keepends=True)]
     small = [line for line, (first, *more) in rows
              if not more and Image.open(path.parent / first).size == (32, 32)]  # fmt: skip
