@@ -1,4 +1,4 @@
-"""Make a model that fine-tuning is tried on, of nothing that would have to be fetched.
+"""Make a model to try fine-tuning on, without fetching anything.
 
     python -m experiments.bases stdlib      # what `experiments.finetune` tunes where no model is named
     python -m experiments.bases tiny        # random weights
@@ -127,7 +127,7 @@ RANDOM: Mapping[str, Mapping[str, int]] = {
                  "num_experts_per_tok": 2, "moe_intermediate_size": 128},
 }  # fmt: skip
 
-SIDE = 32  # of tiles
+SIDE = 32  # pixels of a tile's side
 _TEXT = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4, "num_attention_heads": 4,
          "num_key_value_heads": 2, "max_position_embeddings": 1024}  # fmt: skip
 _ROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 1e4}}

@@ -328,7 +328,7 @@ def table_losses(train: Tensor, held_out: Tensor, at: Tensor) -> dict[str, float
 def count_ngrams(stream: Tensor, order: int) -> Tensor:
     """Count how often each run of `order` bytes occurs; int32 [V] * order.
 
-    >>> count(torch.tensor([1, 2, 1, 2], dtype=torch.uint8), 2)[1, 2].item()
+    >>> count_ngrams(torch.tensor([1, 2, 1, 2], dtype=torch.uint8), 2)[1, 2].item()
     2
     """
     codes = torch.zeros(stream.numel() - order + 1, dtype=torch.int32)

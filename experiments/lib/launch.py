@@ -554,7 +554,7 @@ def find_folder(job: Job, values: Mapping[str, Any]) -> Iterator[RunFolder]:
 def describe_full_disk(error: OSError) -> str:
     """Return the message of a disk's error, with the path and the way out.
 
-    >>> print(no_room(OSError(28, "No space left on device", "run/metrics.jsonl")))
+    >>> print(describe_full_disk(OSError(28, "No space left on device", "run/metrics.jsonl")))
     cannot write run/metrics.jsonl: No space left on device.
     Fix: make room, or another hydra.run.dir; the same command goes on from the newest checkpoint.
     """

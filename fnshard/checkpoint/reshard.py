@@ -254,7 +254,9 @@ def _decode_changed(
         return before.with_leaves(_plain(s) if p in changed else s for p, s in specs.leaves.items())
 
     with torch.no_grad():
-        values = [block_of(blocks, p, s) if p in changed else _stored(blocks, p, s) for p, s in old.items()]
+        values = [
+            block_of(blocks, p, s) if p in changed else _take_stored(blocks, p, s) for p, s in old.items()
+        ]
     fields = {**state.as_dict(), "params": tree.unflatten(values, before.leaf_structure)}
     return state.replace(**fields, data=state.data), plain(before), plain(after)
 
@@ -266,7 +268,7 @@ def _plain(spec: LayoutSpec) -> LayoutSpec:
     return replace(spec, codec=None, memory="host" if spec.memory == "disk" else spec.memory)
 
 
-def _stored(blocks: Mapping[str, Tensor], path: str, spec: LayoutSpec) -> Any:
+def _take_stored(blocks: Mapping[str, Tensor], path: str, spec: LayoutSpec) -> Any:
     """Return a leaf as the tree holds it: a coded leaf is a dict of its parts."""
     return {n: blocks[f"{path}.{n}"] for n in parts_of(spec)} if is_coded(spec) else blocks[path]
 
@@ -290,7 +292,7 @@ def _encode_changed(
     all_or_none(connection(mesh).gather_object, "coding leaves", check)
     with torch.no_grad():
         values = [
-            put_at_rest(blocks[p], s, mesh, disk_dir) if p in changed else _stored(blocks, p, s)
+            put_at_rest(blocks[p], s, mesh, disk_dir) if p in changed else _take_stored(blocks, p, s)
             for p, s in after.leaves.items()
         ]
     new = state.replace(params=tree.unflatten(values, after.leaf_structure))

@@ -16,7 +16,7 @@ from torch import Tensor
 from fnshard import losses, tree
 from fnshard.compiler.ir.arguments import Arguments, sequence_dims
 from fnshard.errors import SpecError, StateError, counts
-from fnshard.losses import unwrapped
+from fnshard.losses import unwrap
 
 __all__ = ["Buckets"]
 
@@ -103,7 +103,7 @@ class Buckets:
             if glob not in globs.values()
         ]
         for name in dims:
-            leaf, value = unwrapped(named[name]), self.pad.get(globs[name] or "")
+            leaf, value = unwrap(named[name]), self.pad.get(globs[name] or "")
             text = f"batch[{name!r}] {list(leaf.shape)} {leaf.dtype}"
             if globs[name] is None:
                 wrong.append(f"{text} has a sequence, dim {dims[name][0]}, and no pattern names it")
@@ -143,7 +143,7 @@ class Buckets:
         return name, f"{self.parameters[int(place)]}{dot}{path}"
 
     def _filled(self, name: str, leaf: Any, dims: Sequence[int]) -> Any:
-        value: Tensor = unwrapped(leaf)
+        value: Tensor = unwrap(leaf)
         missing = [
             min(n for n in self.lengths if n >= size) - size if dim in dims else 0
             for dim, size in enumerate(value.shape)

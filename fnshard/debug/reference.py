@@ -23,7 +23,7 @@ from fnshard.layout.pairs import as_pairs
 from fnshard.layout.partition import boxes
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.layout.spec import LayoutSpec, is_here
-from fnshard.losses import Mean, Sequence, Whole, unwrapped
+from fnshard.losses import Mean, Sequence, Whole, unwrap
 from fnshard.mesh import Mesh, make_mesh
 from fnshard.runtime.collectives.simulated import simulate
 from fnshard.step.agreement import checksum
@@ -144,7 +144,7 @@ def check(
     if rtol is None:
         dtypes = [d for s in named.values() for d in _dtypes(s)] or [torch.float32]
         rtol = max(TOLERANCES.get(d, 0.2) for d in dtypes)
-    loss, expected = _run_unsharded(fn, leaves, named, tree.map(unwrapped, batch, constants=True))
+    loss, expected = _run_unsharded(fn, leaves, named, tree.map(unwrap, batch, constants=True))
     found = _compare(mesh, losses, grads, loss, expected, named, rtol, atol)
     if not found and strict:
         raise DebugError(str(found), report=found)

@@ -80,7 +80,7 @@ def run_rank(
     # From here on a SIGTERM is handled, also one that was held back during the imports.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
-    def run_joined() -> None:
+    def run_in_group() -> None:
         join_group(device_type, timeout_s, lambda: stop is not None and stop.asked)
         try:
             main()
@@ -95,7 +95,7 @@ def run_rank(
 
     code, raised = 1, None
     try:
-        record(run_joined)()
+        record(run_in_group)()
         code = 0
     except SystemExit as stopped:
         code = stopped.code or 0

@@ -60,11 +60,11 @@ class Sequence:
 
 def rows_of(leaf: Any, start: int, count: int) -> Any:
     """Return a batch leaf with these rows alone."""
-    rows = unwrapped(leaf).narrow(0, start, count)
+    rows = unwrap(leaf).narrow(0, start, count)
     return replace(leaf, value=rows) if isinstance(leaf, Sequence) else rows
 
 
-def unwrapped(leaf: Any) -> Any:
+def unwrap(leaf: Any) -> Any:
     """Return a batch leaf as `fn` sees it."""
     return leaf.value if isinstance(leaf, Whole | Sequence) else leaf
 

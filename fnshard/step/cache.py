@@ -23,7 +23,7 @@ from fnshard.compiler.schedule.build import Plan
 from fnshard.errors import StateError, TraceError
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.layout.spec import check_specs
-from fnshard.losses import unwrapped
+from fnshard.losses import unwrap
 from fnshard.mesh import Mesh, check_mesh
 from fnshard.optim.optimizer import Optimizer
 from fnshard.runtime.executor.execute import cut_batch
@@ -152,7 +152,7 @@ class ProgramCache:
         if size is None:
             return self.options
         leaves = Arguments.of(batch).leaves[0]
-        cut = {n: unwrapped(v) for n, v in leaves.items() if isinstance(v, Tensor | losses.Sequence)}
+        cut = {n: unwrap(v) for n, v in leaves.items() if isinstance(v, Tensor | losses.Sequence)}
         rows = {n: v.shape[0] if v.dim() else 0 for n, v in cut.items()}
         if len(counts := set(rows.values())) != 1 or not (count := counts.pop()) or count % size:
             raise StateError(

@@ -30,7 +30,7 @@ from experiments.data.loader import Loader
 from experiments.data.prepared import RecordPolicy, open_prepared, prepare
 from experiments.data.shards import BLOCK_BYTES, HEADER, SUMS, open_shards
 from experiments.data.text import Windows, open_tokens
-from experiments.evaluate.run import answered
+from experiments.evaluate.run import read_answers
 from experiments.evaluate.tasks import Question, Task
 from experiments.generate import read_config
 from experiments.lib import metrics, report
@@ -458,7 +458,7 @@ def test_an_answer_that_is_not_what_was_written_is_asked_again(tmp_path):
     lines[1], lines[2] = lines[1].replace("1.0", "0.0"), "[3]"
     (tmp_path / "0.jsonl").write_text("\n".join([*lines, json.dumps({"question": 9, "acc": 1.0}), '{"que']))
     task = Task("arc", (Question("", (), ""),) * 4, ("acc",))
-    assert answered(tmp_path, task) == {0: {"acc": 1.0}, 3: {"acc": 1.0}}
+    assert read_answers(tmp_path, task) == {0: {"acc": 1.0}, 3: {"acc": 1.0}}
 
 
 # ------------------------------------------------------------------ prepared data, shards

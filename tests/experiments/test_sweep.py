@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from runs import SMALL, compose, leave_run
 from slurm import install
 
-from experiments.compare.outcome import jobs_of
+from experiments.compare.outcome import find_jobs
 from experiments.compare.sweep import TABLE
 from experiments.lib import launch
 from experiments.lib.checks import ConfigError
@@ -172,10 +172,10 @@ def test_a_search_goes_on_after_a_failed_trial(sweep):
     """Optuna's sampler is seeded: the same command again finds its trials finished."""
     arguments = ("hydra/sweeper=search_lr", "hydra.sweeper.n_trials=6", "run.seed=choice(1,13)")
     code, ran, folder = sweep(*arguments, "hydra.sweep.dir=multirun/a/search")
-    statuses = [read_result(f)["status"] for f in jobs_of(folder)]
+    statuses = [read_result(f)["status"] for f in find_jobs(folder)]
     assert len(statuses) == 6 and set(statuses) == {"ok", "failed"} and code == 1
     best = OmegaConf.load(folder / "optimization_results.yaml")
-    values = [search_value(f) for f in jobs_of(folder) if search_value(f) is not None]
+    values = [search_value(f) for f in find_jobs(folder) if search_value(f) is not None]
     assert best.best_value == min(values) and len(ran) == len(values)
     assert (folder / TABLE).exists()
     assert sweep(*arguments, "hydra.sweep.dir=multirun/a/search") == (1, [], folder)
@@ -237,7 +237,7 @@ def real(folder: Path, *arguments: str, env: dict[str, str] | None = None) -> tu
 
 
 def statuses(sweep: Path) -> dict[str, str]:
-    return {f.name: read_result(f)["status"] for f in jobs_of(sweep)}
+    return {f.name: read_result(f)["status"] for f in find_jobs(sweep)}
 
 
 @pytest.mark.long

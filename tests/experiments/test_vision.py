@@ -24,7 +24,7 @@ from experiments.data.builtin import write_image_files
 from experiments.data.images import open_image
 from experiments.data.tokenizer import open_directory
 from experiments.lib.checks import ConfigError
-from experiments.tuning.lm import from_directory, of
+from experiments.tuning.lm import from_directory, from_model
 from experiments.tuning.model_directory import ADAPTERS, EXPORTED
 from fnshard.launcher.rank import Stop
 
@@ -104,7 +104,7 @@ def test_gradients_are_those_of_plain_autograd(folders, pictures, monkeypatch, n
     whole = sum(each.logsumexp(-1).sum() for each in known)
     whole.backward()
 
-    lm, width = of(model), max(len(ids) for ids, _ in rows)
+    lm, width = from_model(model), max(len(ids) for ids, _ in rows)
     tokens = torch.tensor([ids + [0] * (width - len(ids)) for ids, _ in rows])
     real = torch.tensor([[1.0] * len(ids) + [0.0] * (width - len(ids)) for ids, _ in rows]).double()
 
@@ -302,7 +302,7 @@ def test_what_is_tuned_is_exported_and_opened(folders, shapes, pictures, tmp_pat
     tokenizer = open_directory(tuned)
     assert tokenizer.key == kept.key and tokenizer.images is not None
     ids, paths = rows_of_images(tokenizer.images, tokenizer.hf, pictures)[0]
-    tokens, lm = torch.tensor([ids]), of(deepcopy(after))
+    tokens, lm = torch.tensor([ids]), from_model(deepcopy(after))
     images = lm.vision.rows(tokenizer.images, [paths], tokens)
     ours = lm.logits(dict(lm.params), tokens, images=images)
     torch.testing.assert_close(ours[0], logits_of_transformers(after, tokenizer.images, ids, paths))

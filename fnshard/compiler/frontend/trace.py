@@ -49,7 +49,7 @@ from fnshard.compiler.rewrites.in_place import check_backward, functionalize, in
 from fnshard.compiler.rewrites.rounding import keep_rounding, round_for_decisions
 from fnshard.errors import TraceError, leaves, report
 from fnshard.layout.spec import LayoutSpec
-from fnshard.losses import Mean, unwrapped
+from fnshard.losses import Mean, unwrap
 from fnshard.mesh import Mesh
 
 DRAWS = report(
@@ -277,7 +277,7 @@ def capture(
 def flatten_batch(batch: Arguments | Sequence[Any]) -> tuple[dict[str, Any], tree.TreeDef]:
     """Return `{path: leaf}` of a batch, `Whole` and `Sequence` taken off, and its structure."""
     named, structure = Arguments.of(batch).leaves
-    return {n: unwrapped(v) for n, v in named.items()}, structure
+    return {n: unwrap(v) for n, v in named.items()}, structure
 
 
 def name_inputs(source: Source, captured: Captured) -> Traced:
