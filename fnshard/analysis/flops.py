@@ -117,7 +117,7 @@ def graph_cost(graph: fx.GraphModule | None, *, fused: bool) -> GraphCost:
     known = _COUNTED.setdefault(graph, {})
     if fused not in known:
         known[fused] = GraphCost(
-            tuple(_Counter(graph.graph).fused() if fused else _Counter(graph.graph).eager())
+            tuple(_Counter(graph.graph).count_fused() if fused else _Counter(graph.graph).count_eager())
         )
     return known[fused]
 
@@ -141,7 +141,7 @@ def _is_attention(node: fx.Node) -> bool:
     return "attention" in name and isinstance(node.target, OpOverload)
 
 
-def _attention(node: fx.Node) -> float:
+def _attention_flops(node: fx.Node) -> float:
     """Count the FLOPs of attention.
 
     A forward computes scores and their weighted sum, and a backward scores again and four gradients.
@@ -166,7 +166,7 @@ def flops_of(node: fx.Node) -> float:
     if not isinstance(node.target, OpOverload):
         return 0.0
     if _is_attention(node):
-        return _attention(node)
+        return _attention_flops(node)
     if node.target is torch.ops.aten.linalg_qr.default:  # Householder's
         shape = node.args[0].meta["val"].shape
         return 8 / 3 * shape.numel() * shape[-1]
@@ -269,7 +269,8 @@ class _Counter:
                 out[base] = max(out.get(base, 0.0), size)
         return out
 
-    def one(self, node: fx.Node, read: float) -> Work:
+    def work_of(self, node: fx.Node, read: float) -> Work:
+        """Return the work of a node that reads so many bytes."""
         kind, value = self.kinds[node], _value(node)
         tensors = tensors_of(value)
         dtype = _compute_dtype(node, tensors)
@@ -287,15 +288,17 @@ class _Counter:
         cheap, costly = _operations(node, kind)
         return Work("memory", dtype, 0.0, read, _bytes(value), cheap, costly)
 
-    def eager(self) -> Iterable[Work]:
+    def count_eager(self) -> Iterable[Work]:
+        """Yield the work of each operator, which reads and writes memory by itself."""
         for node in self.nodes:
             if self.kinds[node] != "view":
-                yield self.one(node, sum(self.reads(node).values()))
+                yield self.work_of(node, sum(self.reads(node).values()))
 
-    def fused(self) -> Iterable[Work]:
+    def count_fused(self) -> Iterable[Work]:
+        """Yield the work of groups of operators, which touch memory only at their ends."""
         for nodes in self._groups():
             if len(nodes) == 1 and not self._fusable(nodes[0]):
-                yield self.one(nodes[0], sum(self.reads(nodes[0]).values()))
+                yield self.work_of(nodes[0], sum(self.reads(nodes[0]).values()))
             else:
                 yield self._group(nodes)
 

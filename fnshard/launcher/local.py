@@ -111,14 +111,14 @@ def launch(
         for old in folder.glob("rank*.log"):  # restarts append, another launch starts afresh
             old.unlink()
         try:
-            _run(command, ranks, folder, meeting, max_restarts, env)
+            _run_attempts(command, ranks, folder, meeting, max_restarts, env)
         except LaunchError as error:
             raise error.with_traceback(None) from None  # the launcher's own frames say nothing of the program
         finally:
             clear_memory(os.getpid())
 
 
-def _run(
+def _run_attempts(
     command: list[str], ranks: int, logs: Path, meeting: Path, max_restarts: int, env: Mapping[str, str]
 ) -> None:
     """Run attempts until one ends well or none is left.
@@ -213,7 +213,7 @@ def _attempt(
         # Note who has failed, and who was still at work or stood still.
         killed = [rank for rank, p in enumerate(processes) if p.poll() is None]
         stopped = [rank for rank in killed if process_stat(processes[rank].pid)[0] in "Tt"]
-        failures = {r: _failure(r, p, errors[r]) for r, p in enumerate(processes) if p.poll()}
+        failures = {r: _read_failure(r, p, errors[r]) for r, p in enumerate(processes) if p.poll()}
         return PostMortem(failures, killed, stopped)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
@@ -225,7 +225,7 @@ def _attempt(
                 process.wait(KILLED_S)
 
 
-def _failure(rank: int, process: Process, error: Path) -> ProcessFailure:
+def _read_failure(rank: int, process: Process, error: Path) -> ProcessFailure:
     """Return how a rank ended, with the error that it has written if that can be read."""
     try:
         return ProcessFailure(rank, process.pid, process.returncode, str(error))

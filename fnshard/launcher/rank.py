@@ -81,7 +81,7 @@ def run_rank(
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
     # What this rank does, between joining the others and leaving with them.
-    def run_joined() -> None:
+    def run_in_group() -> None:
         join_group(device_type, timeout_s, lambda: stop is not None and stop.asked)
         try:
             main()
@@ -97,7 +97,7 @@ def run_rank(
     # Do it, and find the exit code and what the launcher is told.
     code, raised = 1, None
     try:
-        record(run_joined)()
+        record(run_in_group)()
         code = 0
     except SystemExit as stopped:
         code = stopped.code or 0

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from toys import step_of
 
 import fnshard as fs
-from experiments.bench.measure import live_bytes
+from experiments.bench.measure import log_live_bytes
 from fnshard import LayoutSpec, P, losses
 from fnshard.analysis.storages import StorageTracker
 from fnshard.losses import Mean
@@ -153,7 +153,7 @@ def test_its_peak_is_a_seventh_of_all_logits_at_once(
 
     peaks = []
     for work in (plain, chunked):
-        seen = live_bytes(lambda work=work: work, hidden.device, steps=1)
+        seen = log_live_bytes(lambda work=work: work, hidden.device, steps=1)
         peaks.append(seen.peak - seen.between)
     assert peaks[1] < 0.15 * peaks[0] and peaks[0] > 2 * 4 * tokens * vocabulary
     for one, other in zip(plain(), chunked(), strict=True):

@@ -55,11 +55,12 @@ def read_dcp(path: Path) -> SavedState:
         raise Corrupt(f"has no {METADATA}, so it is no checkpoint of torch.distributed.checkpoint{inside}")
     tree: dict[tuple[str, ...], Leaf] = {}
     for folder in folders:
-        tree |= _tree_of(folder)
+        tree |= _read_folder(folder)
     return recognise(tree, "DCP")
 
 
-def _tree_of(folder: Path) -> dict[tuple[str, ...], Leaf]:
+def _read_folder(folder: Path) -> dict[tuple[str, ...], Leaf]:
+    """Return the tensors and other values of one folder, by their paths in the saved tree."""
     fd = open_regular(folder, METADATA)
     with open(fd, "rb") as file:
         found = unpickle(io.BytesIO(file.read()), _resolve_metadata_name)
@@ -86,7 +87,9 @@ def _tree_of(folder: Path) -> dict[tuple[str, ...], Leaf]:
             if place is not None:
                 out[path] = partial(_open_item, folder, name, place)
             continue
-        shape, dtype = tuple(entry.state["size"]), _dtype_of(entry.state["properties"])
+        # `TensorProperties` has been written as a tuple and as a dict.
+        shape, properties = tuple(entry.state["size"]), entry.state["properties"].state
+        dtype = properties["dtype"] if isinstance(properties, dict) else properties[0]
         pieces = []
         for chunk in entry.state["chunks"]:
             offset, size = tuple(chunk.state["offsets"]), tuple(chunk.state["sizes"])
@@ -105,12 +108,6 @@ def _resolve_metadata_name(module: str, name: str) -> Any:
     if module.startswith("torch.distributed.") and name in RECORDS:
         return Inert
     return resolve_torch_name(module, name)
-
-
-def _dtype_of(properties: Inert) -> torch.dtype:
-    """Return the dtype of `TensorProperties`, whose state torch has written as a tuple and as a dict."""
-    state = properties.state
-    return state["dtype"] if isinstance(state, dict) else state[0]
 
 
 def _open_item(folder: Path, name: str, place: Mapping[str, Any]) -> Any:
