@@ -72,6 +72,15 @@ class Exchanged:
         return f"{self.kind}({self.sent} {self.like}{dims}) over {', '.join(self.axes)} -> {self.received}"
 
 
+def may_travel_again(kind: str, axes: Sequence[str], data_axes: Sequence[str]) -> bool:
+    """Return whether ranks may exchange a value again for the backward, since they keep what they have sent.
+
+    They do so with sequences that they gather, whose parts are smaller, and with blocks that go round. What
+    `fn` itself gathers of other rows is kept.
+    """
+    return KINDS[kind].permutes or (kind == "all_gather" and set(data_axes).isdisjoint(axes))
+
+
 def last_first(exchanges: Sequence[Exchanged]) -> list[Exchanged]:
     """Return exchanges in the order of a backward: each before the one whose result it sends.
 

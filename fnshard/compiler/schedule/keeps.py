@@ -16,7 +16,7 @@ from fnshard.compiler.frontend.exchange import KINDS
 from fnshard.compiler.ir.values import Kind, ValueName
 from fnshard.compiler.kernels.canonical import Argument
 from fnshard.compiler.kernels.differentiate import Kernel, Ref
-from fnshard.compiler.kernels.segments import Segment, Segments, Way
+from fnshard.compiler.kernels.segments import Segment, Segments, Way, may_travel_again
 from fnshard.compiler.schedule.reruns import Rerun
 
 
@@ -93,12 +93,8 @@ def find_fetched_again(
     return frozenset(
         each.received
         for each in segments.exchanges
-        if KINDS[each.kind].permutes
-        or (
-            each.kind == "all_gather"
-            and set(data_axes).isdisjoint(each.axes)
-            and readers.get(each.received, set()) <= recomputed
-        )
+        if may_travel_again(each.kind, each.axes, data_axes)
+        and (KINDS[each.kind].permutes or readers.get(each.received, set()) <= recomputed)
     )
 
 
