@@ -134,7 +134,7 @@ class MemoryTimeline:
         return out | {"host": [m.host for m in self.moments], "disk": [m.disk for m in self.moments]}
 
 
-def describe_peak(analysis: MemoryAnalysis, detail: str = "") -> str:
+def explain_peak(analysis: MemoryAnalysis, detail: str = "") -> str:
     """Return the peak in words: bytes with a `detail` of them, the largest parts, the line and the ways
     out."""
     largest = sorted(analysis.peak.items(), key=lambda item: -item[1])[:3]

@@ -100,7 +100,7 @@ class HardwarePricer:
         self._kernels: dict[tuple[str, Way], Price] = {}
         self._flights: dict[tuple[Any, ...], dict[str, Any]] = {}  # kept, since many are alike
 
-    def cost_of(self, line: Run) -> GraphCost:
+    def kernel_cost(self, line: Run) -> GraphCost:
         """Return the work of a kernel, one way."""
         return graph_cost(self.schedule.kernels[line.kernel].modules[line.way], fused=self.fused)
 
@@ -108,7 +108,7 @@ class HardwarePricer:
         """Return the device and host seconds of a kernel, which are counted once for each kernel and way."""
         key = (line.kernel, line.way)
         if key not in self._kernels:
-            cost, h = self.cost_of(line), self.hardware
+            cost, h = self.kernel_cost(line), self.hardware
             host = h.instruction_seconds + cost.host_seconds(h)
             self._kernels[key] = Price(cost.seconds(h), host)
         return self._kernels[key]
@@ -476,11 +476,11 @@ def _flops(pricer: HardwarePricer) -> tuple[float, float, str]:
     for run in runs:
         if run.backward:
             key = run.segment, run.phase.rpartition(".")[2]
-            back[key] = back.get(key, 0.0) + pricer.cost_of(run).model_flops
+            back[key] = back.get(key, 0.0) + pricer.kernel_cost(run).model_flops
     model = spent = 0.0
     dtypes: dict[str, float] = {}
     for line in runs:
-        cost = pricer.cost_of(line)
+        cost = pricer.kernel_cost(line)
         spent += cost.flops
         for dtype, flops in cost.flops_by_dtype().items():
             dtypes[dtype] = dtypes.get(dtype, 0.0) + flops

@@ -239,7 +239,7 @@ def test_kernels_cost_more_uncompiled() -> None:
     pricers = [HardwarePricer(low.schedule, H100, low.sizes, fused=f) for f in (True, False)]
     fused, eager = (run.price(pricer) for pricer in pricers)
     assert fused.device_seconds < eager.device_seconds and fused.host_seconds < eager.host_seconds
-    assert len({pricer.cost_of(run).flops for pricer in pricers}) == 1
+    assert len({pricer.kernel_cost(run).flops for pricer in pricers}) == 1
 
 
 # ------------------------------------------------------------------ hardware
