@@ -61,10 +61,10 @@ class LanguageModel:
     fp32_head: bool
     noise: float
     vision: Vision | None
-    _trunk: _Part
-    _embedding: _Part
-    _rest: _Part
-    _head: str
+    _trunk: _Part  # from tokens or their embeddings to hidden states
+    _embedding: _Part  # from tokens to their embeddings
+    _rest: _Part  # from hidden states to logits, where there is more than the head's product
+    _head: str  # the path of the head's weights
     _cache: str  # the name of the trunk's parameter for its cache
 
     @property

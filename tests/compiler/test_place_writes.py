@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from placed import on_ranks, run_on_ranks, traced
+from placed import on_ranks, run_on_ranks, trace_whole
 from torch import Tensor
 
 import fnshard as fs
@@ -102,11 +102,12 @@ PIECES: Writes = {  # torch takes them under no_grad alone
 
 
 def conj(w: Tensor) -> Tensor:
-    """Six complex numbers that torch conjugates when they are read; their `imag` it negates then."""
+    """Return six complex numbers that torch conjugates when they are read; their `imag` it negates then."""
     return torch.complex(w[:6], w[6:]).conj()
 
 
 def pairs(h: Tensor) -> Tensor:
+    """View each two numbers of the last dim as a complex one."""
     return torch.view_as_complex(h.unflatten(-1, (-1, 2)))
 
 
@@ -133,11 +134,11 @@ HOW: dict[str, Callable[[Callable[..., Any], Tensor, Tensor], Any]] = {
 
 
 def assert_torchs(fn: Callable[..., Tensor], split: Split, keeps_writes: bool = False) -> None:
-    """Loss and gradients on two ranks of an axis that splits the input are those of plain torch."""
+    """Assert that loss and gradients on two ranks of an axis that splits the input are those of torch."""
     draw = torch.Generator().manual_seed(0)
     x, w = (torch.randn(s, dtype=f64, generator=draw) for s in ((4, 6, 12), (12,)))
     params = {"w": w}
-    program = traced(fn, params, (x,))
+    program = trace_whole(fn, params, (x,))
     named = {i: split for i in program.inputs if i.name == "0"}
     placed = place(program, Axis("tensor", 2, named))
     assert keeps_writes or not [n for n in placed.graph.nodes if isinstance(n.target, Write)]
@@ -155,7 +156,7 @@ def assert_torchs(fn: Callable[..., Tensor], split: Split, keeps_writes: bool = 
 
 
 def loss_of(how: str, write: Callable[[Tensor, Tensor], Any], p: dict[str, Tensor], x: Tensor) -> Tensor:
-    """A value that is written to, and read after it."""
+    """Write to a value in one of the ways, and read it afterwards."""
     h = x.sin() + p["w"] * 0.3
     HOW[how](write, h, p["w"])
     return h.sum() + h.square().mean()
@@ -233,7 +234,7 @@ def test_a_silent_write_to_what_the_backward_reads_is_refused(of_batch: bool) ->
         return (h + k).sum()
 
     with pytest.raises(TraceError, match=r"(?s)1 value.*f64\[4, 6, 12\].*Fix: write to a copy"):
-        traced(fn, {"w": torch.ones(12, dtype=f64)}, (torch.ones(4, 6, 12, dtype=f64),))
+        trace_whole(fn, {"w": torch.ones(12, dtype=f64)}, (torch.ones(4, 6, 12, dtype=f64),))
 
 
 @pytest.mark.parametrize("refused", [False, True])
@@ -253,10 +254,10 @@ def test_the_write_that_is_refused_is_the_one_that_the_backward_reads(refused: b
 
     args = {"w": torch.ones(12, dtype=f64)}, (torch.ones(4, 6, 12, dtype=f64),)
     if not refused:
-        assert traced(fn, *args)
+        assert trace_whole(fn, *args)
         return
     with pytest.raises(TraceError, match=r"(?s) 1 value.*f64\[6, 12\]") as reported:
-        traced(fn, *args)
+        trace_whole(fn, *args)
     assert "f64[3]" not in str(reported.value)
 
 

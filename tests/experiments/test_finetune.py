@@ -51,7 +51,7 @@ transformers = pytest.importorskip("transformers")
     ],
 )
 def test_a_run_leaves_what_it_promises(model, data, tmp_path, capfd, method, objective):
-    """Losses fall; what is exported opens elsewhere and is what was tuned."""
+    """Losses fall; what is exported opens elsewhere, and is what was tuned."""
     rate = {"sft": 0.02}.get(objective, 0.004)
     config = config_of(model, data, tmp_path, f"method={method}", f"objective={objective}",
                        f"optimizer.lr={rate}", "schedule=constant", "schedule.warmup=0",
@@ -186,7 +186,7 @@ def test_what_is_in_the_way_is_kept(model, data, tmp_path, capfd):
 
 @pytest.mark.parametrize("pack", [True, False])
 def test_packed_rows_are_told_apart(model, data, tmp_path, pack):
-    """What the step is given: the loss of a batch is that of its samples, each alone."""
+    """The loss of a packed batch, as a step is given it, is that of its samples, each alone."""
     config = config_of(model, data, tmp_path, "method=full", f"data.pack={pack}")
     mesh, lm, given = fs.make_mesh(shard=1, device="cpu"), from_directory(model), dataset.open_data(config)
     (batch,) = next(given.loader(config, mesh))
@@ -289,7 +289,7 @@ def test_buffers_are_counted_as_no_parameters(model, data, tmp_path, method):
 
 
 def test_the_rate_that_nobody_names_is_by_method_objective_and_size():
-    """As the guide's table has it."""
+    """The rate is what the guide's table has."""
     table = re.search(
         r"\| base \|.*\n\|---.*\n((?:\|.*\n)+)", (ROOT / "experiments/guide/finetuning.md").read_text()
     )
@@ -301,7 +301,7 @@ def test_the_rate_that_nobody_names_is_by_method_objective_and_size():
 
 
 def test_a_model_of_the_hub_is_taken_from_the_local_cache(model, tmp_path, monkeypatch):
-    """As huggingface_hub lays it out: links from a snapshot to blobs."""
+    """A snapshot of huggingface_hub opens, which is a folder of links to blobs."""
     from huggingface_hub import constants
 
     place_of = tmp_path / "models--acme--tiny"

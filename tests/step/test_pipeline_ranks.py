@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -29,17 +31,24 @@ def clipped_sgd() -> Any:
     return fs.optim.chain(fs.optim.clip_by_global_norm(0.1), fs.optim.sgd(0.1, momentum=0.9))
 
 
-def train_on(rank: int, axes: dict[str, int], transport: str, options: dict[str, Any]) -> reference.Trained:
-    warnings.simplefilter("ignore")  # few micro-batches leave stages without work
+@contextmanager
+def use_transport(name: str) -> Iterator[None]:
+    """Connect ranks as always ("auto"), or without shared memory ("p2p")."""
     connect_shared = connecting.connect_shared
-    if transport == "p2p":
+    if name == "p2p":
         connecting.connect_shared = lambda group: None
     try:
+        yield
+    finally:
+        connecting.connect_shared = connect_shared
+
+
+def train_on(rank: int, axes: dict[str, int], transport: str, options: dict[str, Any]) -> reference.Trained:
+    warnings.simplefilter("ignore")  # few micro-batches leave stages without work
+    with use_transport(transport):
         mesh = fs.make_mesh(**axes, device="cpu")
         specs = sharded.specs_of(model(), "full_shard", mesh)
         return sharded.train(rank, mesh, model(), specs, clipped_sgd(), **options)
-    finally:
-        connecting.connect_shared = connect_shared
 
 
 @pytest.mark.parametrize("transport", ["auto", "p2p"])
@@ -81,10 +90,7 @@ def test_compiled_stages_train_what_one_process_does(ranks, world, options):
 # ------------------------------------------------------------------ forwards and gradients
 def forward_and_gradients(rank: int, transport: str) -> tuple[Any, ...]:
     warnings.simplefilter("ignore")
-    connect_shared = connecting.connect_shared
-    if transport == "p2p":
-        connecting.connect_shared = lambda group: None
-    try:
+    with use_transport(transport):
         mesh, of = fs.make_mesh(pipeline=2, device="cpu"), model()
         specs = sharded.specs_of(of, "full_shard", mesh)
         blocks, batch = fs.shard(of.params, specs, mesh), of.batch(0)
@@ -96,8 +102,6 @@ def forward_and_gradients(rank: int, transport: str) -> tuple[Any, ...]:
         outputs = forward(blocks, *batch)
         loss, grads = fs.shard_step(of.loss, specs, mesh=mesh, backend="eager")(blocks, *batch)
         return outputs, loss, fs.unshard(grads, specs, mesh, layout="gradient")
-    finally:
-        connecting.connect_shared = connect_shared
 
 
 @pytest.mark.parametrize("transport", ["auto", "p2p"])
@@ -114,7 +118,11 @@ def test_forwards_and_gradients_are_the_same_on_all_stages(ranks, transport):
 
 # ------------------------------------------------------------------ files between steps
 def train_and_save(rank: int, axes: dict[str, int], folder: str, at: int, last: int) -> list[float]:
-    """From the checkpoint of step `at`, if any, to that of step `last`."""
+    """Train from the checkpoint of step `at`, or from the start if it is 0, and write that of step `last`.
+
+    Returns:
+        The losses of these steps.
+    """
     warnings.simplefilter("ignore")
     mesh, of = fs.make_mesh(**axes, device="cpu"), model()
     specs = sharded.specs_of(of, "full_shard", mesh)
@@ -141,20 +149,19 @@ def test_a_run_goes_on_with_other_stages(ranks, tmp_path):
 
 # ------------------------------------------------------------------ stages that fail
 def fail_in_a_step(rank: int, transport: str, how: str) -> tuple[str, float]:
-    """The second stage fails before its second step."""
+    """Make two steps, before the second of which the second stage dies or says nothing for a while.
+
+    Returns:
+        What the other stage raised, and after how many seconds.
+    """
     warnings.simplefilter("ignore")
-    connect_shared = connecting.connect_shared
-    if transport == "p2p":
-        connecting.connect_shared = lambda group: None
-    try:
+    with use_transport(transport):
         mesh, of = fs.make_mesh(pipeline=2, device="cpu"), model()
         timeout = 20.0 if how == "dies" else 2.0
         specs = sharded.specs_of(of, "full_shard", mesh)
         step = sharded.make_step(mesh, of, specs, clipped_sgd(), accumulate=2, timeout=timeout)
         state, _ = step(step.init(of.params), *of.batch(0))
-        step._runner.rank.calls = (
-            2  # rows are compared at the fourth call next: the schedule itself is to fail
-        )
+        step._runner.rank.calls = 2  # rows are compared at the fourth call next; the schedule is to fail
         if rank == 1 and how == "dies":
             os._exit(9)
         if rank == 1:
@@ -166,8 +173,6 @@ def fail_in_a_step(rank: int, transport: str, how: str) -> tuple[str, float]:
         except CollectiveError as error:
             return str(error), time.monotonic() - began
         return "nothing was raised", 0.0
-    finally:
-        connecting.connect_shared = connect_shared
 
 
 @pytest.mark.parametrize("transport", ["auto", "p2p"])
