@@ -213,6 +213,7 @@ def complete(config: BenchConfig) -> BenchConfig:
             problems += [f"{name}: at least one of {', '.join(known)}."] if value == () else []
         elif name in least:
             problems += [f"{name}={v}: must be {least[name]} or more." for v in values if v < least[name]]
+    # What depends on several values is asked once each of them may be.
     splits = {name: getattr(config, name) for name in ("tensor", "context", "pipeline")}
     if not problems and config.ranks % math.prod(splits.values()):
         split = " times ".join(f"{name}={size}" for name, size in splits.items() if size > 1)

@@ -212,6 +212,7 @@ def with_images(said: Exchange, root: Path) -> tuple[Exchange, list[str]]:
         raise LineError("images: are of messages, or of a prompt and its response")
     asked = [] if said.prompt is None else _as_messages(said.prompt, "user")
     messages = [dict(m) for m in (*asked, *_as_messages(said.answers[0], "assistant"))]
+    # Each image has a mark in a text; without any all stand before the first message of a user.
     marks = sum(m["content"].count(MARK) for m in messages if isinstance(m.get("content"), str))
     if listed and not marks:
         first = next((m for m in messages if m.get("role") == "user"), messages[0])
@@ -220,6 +221,7 @@ def with_images(said: Exchange, root: Path) -> tuple[Exchange, list[str]]:
         first["content"] = f"{MARK * len(listed)}{first['content']}"
     elif listed and marks != len(listed):
         raise LineError(f"images: has {len(listed)}, and {MARK} stands {marks} times in its texts")
+    # Texts with marks become lists of parts, and the paths in parts are made absolute.
     queue, found = iter(listed), []
     for message in messages:
         content = message.get("content")
