@@ -134,9 +134,8 @@ class MemoryTimeline:
         return out | {"host": [m.host for m in self.moments], "disk": [m.disk for m in self.moments]}
 
 
-def explain_peak(analysis: MemoryAnalysis, detail: str = "") -> str:
-    """Return the peak in words: bytes with a `detail` of them, the largest parts, the line and the ways
-    out."""
+def describe_peak(analysis: MemoryAnalysis, detail: str = "") -> str:
+    """Return the peak in words: bytes with a `detail`, the largest parts, the line and the ways out."""
     largest = sorted(analysis.peak.items(), key=lambda item: -item[1])[:3]
     return report(
         f"the step's peak is {megabytes(analysis.peak_bytes)} MB on the device{detail}. It is made of:",

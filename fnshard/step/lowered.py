@@ -12,7 +12,7 @@ from typing import Any, get_args
 import torch
 
 from fnshard.analysis.hardware import Hardware
-from fnshard.analysis.memory import Ledger, MemoryAnalysis, MemoryTimeline, explain_peak, measure
+from fnshard.analysis.memory import Ledger, MemoryAnalysis, MemoryTimeline, describe_peak, measure
 from fnshard.analysis.tables import megabytes
 from fnshard.analysis.timeline import HardwarePricer, Timeline, simulate, simulate_stages
 from fnshard.analysis.traffic import Traffic, analyse
@@ -205,7 +205,7 @@ class Lowered:
         peak = (analysis := self.memory_analysis()).peak_bytes
         if peak > bytes:
             detail = f", {megabytes(bytes)} MB are allowed ({megabytes(peak - bytes)} MB too many)"
-            raise BudgetError(explain_peak(analysis, detail))
+            raise BudgetError(describe_peak(analysis, detail))
 
     def comm_analysis(self, *, stage: int | None = None) -> Traffic:
         """Return the bytes on the wire of one step: by collective, axes, unit and phase, and transfers to the

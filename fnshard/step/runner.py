@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from fnshard import tree
-from fnshard.analysis.memory import explain_peak
+from fnshard.analysis.memory import describe_peak
 from fnshard.compiler.frontend.contexts import check_autocast, deterministic
 from fnshard.compiler.frontend.limits import check_limits
 from fnshard.compiler.frontend.random import derive_keys
@@ -294,7 +294,7 @@ class Runner:
                 with deterministic(lowered.options.deterministic):
                     return run(env)
             except torch.OutOfMemoryError as error:  # the prediction knows nothing of others' tensors
-                error.add_note(explain_peak(lowered.memory_analysis(), ", by the plan"))
+                error.add_note(describe_peak(lowered.memory_analysis(), ", by the plan"))
                 raise
 
         bound = Bound(lowered, in_own_modes, scalars, counting(lowered.program))

@@ -37,7 +37,7 @@ def spread(*key: str | int) -> int:
 CUT_OTHERWISE = ("checkpoint", "early_and_late", "in_place", "islands", "odd_leaves", "several_outputs")
 
 
-def _cases() -> Iterator[Any]:
+def _models() -> Iterator[Any]:
     """Yield every model with each of three layouts; one of them is quick, and the other two are long."""
     for i, name in enumerate(m for m in MODELS if m not in ("gpt", "tied", "frozen")):
         for preset in ("full_shard", "hybrid_shard", "zero1"):
@@ -45,7 +45,7 @@ def _cases() -> Iterator[Any]:
             yield pytest.param(name, preset, marks=[] if quick else pytest.mark.long)
 
 
-@pytest.mark.parametrize(("name", "preset"), list(_cases()))
+@pytest.mark.parametrize(("name", "preset"), list(_models()))
 def test_every_model(name: str, preset: str) -> None:
     world = 4 if spread(name, preset) else 2
     ranks = sharded.simulate(
