@@ -31,7 +31,7 @@ from experiments.tuning.config import (
 )
 from experiments.tuning.lm import LanguageModel, from_directory
 from fnshard import tree
-from fnshard.adapters.lora import Lora, matched_leaves, settings_of, with_adapters
+from fnshard.adapters.lora import Lora, match_leaves, settings_of, with_adapters
 from fnshard.errors import CheckpointError, SpecError, StateError, report
 from fnshard.layout.spec import P
 
@@ -193,7 +193,7 @@ def _lora_arguments(chosen: MethodConfig, lm: LanguageModel) -> dict[str, Any]:
     """Return the arguments of `fs.lora` for a method and a model."""
     named = {ALL_LINEAR: lm.matrices(), VISION_LINEAR: lm.vision_matrices(), EXPERTS: lm.experts()}
     targets = [path for part in chosen.targets.split("|") for path in named.get(part) or [part]]
-    paths = set(matched_leaves("targets", targets, lm.params))
+    paths = set(match_leaves("targets", targets, lm.params))
     return {
         "rank": chosen.rank, "alpha": chosen.alpha, "targets": targets,
         "transposed": "|".join(p for p in lm.transposed_matrices() if p in paths), "dropout": chosen.dropout,
@@ -203,7 +203,7 @@ def _lora_arguments(chosen: MethodConfig, lm: LanguageModel) -> dict[str, Any]:
 
 def _freeze_some(params: dict[str, torch.Tensor], globs: str | None) -> dict[str, torch.Tensor]:
     try:
-        frozen = set() if globs is None else set(matched_leaves("freeze", globs, params))
+        frozen = set() if globs is None else set(match_leaves("freeze", globs, params))
     except SpecError as error:
         raise ConfigError(f"method.freeze={globs}: {error}") from None
     return {path: _freeze(leaf) if path in frozen else leaf for path, leaf in params.items()}

@@ -157,8 +157,7 @@ def _attention_flops(node: fx.Node) -> float:
 
 
 def _is_other_block(node: fx.Node) -> bool:
-    """Return whether it is attention to a block that is not the queries' own, which a mask shows or hides
-    whole."""
+    """Return whether a node attends to a block of other rows, which a mask shows or hides as a whole."""
     return not _argument(node, "first", True) or bool(_argument(node, "before", ()))
 
 
@@ -236,8 +235,7 @@ def _numel(value: Any) -> int:
 
 
 def _across_rows(node: fx.Node) -> bool:
-    """Return whether a reduction sums over other dims than the last: who reads it runs in a loop of its
-    own."""
+    """Return whether a reduction sums over a dim before the last; its readers run in a loop of their own."""
     source, out = _value(node.args[0]), tensors_of(_value(node))
     if source is None or not out:
         return True
@@ -260,8 +258,7 @@ class _Counter:
     def reads(
         self, node: fx.Node, skip: Callable[[fx.Node], bool] = lambda base: False
     ) -> dict[fx.Node, float]:
-        """Return the bytes that a node reads of each value: of a broadcast or a slice no more than is
-        there."""
+        """Return the bytes that a node reads of each value; a broadcast or a slice has fewer."""
         out: dict[fx.Node, float] = {}
         gathers = self.kinds[node] == "pointwise" and _name(node) in _LOOKUPS
         for source in node.all_input_nodes:

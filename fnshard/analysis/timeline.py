@@ -147,7 +147,7 @@ class HardwarePricer:
         """Return the price of packing, unpacking, a cast or a sum, by the bytes that it reads and writes."""
         return self.compute(self.hardware.copy.seconds(size), size, **more)
 
-    def unpacked(self, line: Gather | ReduceScatter) -> bool:
+    def skips_packing(self, line: Gather | ReduceScatter) -> bool:
         """Return whether a collective reads and writes leaves in place, as `Group` does on accelerators."""
         alike = end_to_end(self.bucket(line), self.schedule.mesh) and line.in_place(self.schedule)
         return self.hardware.overlap and alike
@@ -613,8 +613,7 @@ class _Together(_Clock):
         return self.free[COMPUTE]
 
     def _wait(self, line: Wait, there: float) -> None:
-        """Let compute stand still, except for the worker's messages, which are waited for where they are
-        read."""
+        """Let compute stand still, but for the worker's messages, which wait where they are read."""
         self.ready |= dict.fromkeys(line.writes, there)
         if line.is_for(ToDevice) and all(n.kind is Kind.STORED for n in line.writes):
             return

@@ -101,6 +101,8 @@ def launch(
         if under_launcher():
             os.environ.update(env)
             run_rank(partial(program, *args))
+
+    # Run in folders that are removed at the end, unless the logs are still needed.
     temporary = scratch_directory("fnshard-logs-", keep=(LaunchError,)) if logs is None else nullcontext(logs)
     with temporary as folder, scratch_directory("fnshard-ranks-") as meeting:
         command = function_command(program, args, meeting) if callable(program) else list(program)
@@ -200,12 +202,15 @@ def _attempt(
                 process = subprocess.Popen(command, env=every, start_new_session=True, **streams)
             processes.append(process)
         signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+
         # Wait until all have ended, or one has failed; then let the others report their own errors.
         while any(p.poll() is None for p in processes) and not any(p.poll() for p in processes):
             pause()
         until = time.monotonic() + LAST_WORDS_S
         while time.monotonic() < until and any(p.poll() is None for p in processes):
             pause()
+
+        # Note who has failed, and who was still at work or stood still.
         killed = [rank for rank, p in enumerate(processes) if p.poll() is None]
         stopped = [rank for rank in killed if process_stat(processes[rank].pid)[0] in "Tt"]
         failures = {r: _read_failure(r, p, errors[r]) for r, p in enumerate(processes) if p.poll()}
@@ -221,6 +226,7 @@ def _attempt(
 
 
 def _read_failure(rank: int, process: Process, error: Path) -> ProcessFailure:
+    """Return how a rank ended, with the error that it has written if that can be read."""
     try:
         return ProcessFailure(rank, process.pid, process.returncode, str(error))
     except Exception:  # the rank died while it wrote the file

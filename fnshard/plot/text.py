@@ -226,6 +226,7 @@ def _lane(spans: Iterable[Any], longest: float, width: int) -> str:
 
 
 def _letter(name: str) -> str:
+    """Return the letter of a kind of work."""
     return LETTERS.get(name, name[:1].upper())
 
 

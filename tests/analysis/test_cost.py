@@ -276,7 +276,7 @@ def quick() -> Any:
         "ROWS": (64, 4096),
         "COLD_BYTES": 1 << 16,
     }
-    return mock.patch.multiple(measuring, SAMPLES=1, SAMPLE_s=1e-6, **sizes)
+    return mock.patch.multiple(measuring, SAMPLES=1, SAMPLE_S=1e-6, **sizes)
 
 
 def test_measuring_this_machine() -> None:

@@ -137,7 +137,7 @@ def test_its_peak_is_a_seventh_of_all_logits_at_once(
     share."""
     tokens, width, vocabulary = 2048 // 4, 512 // 4, 128_256 // 8
     monkeypatch.setitem(fused.CHUNK_BYTES, "cpu", fused.CHUNK_BYTES["cpu"] // 32)
-    monkeypatch.setattr(fused, "RUN_numbers", fused.RUN_numbers // 32)
+    monkeypatch.setattr(fused, "RUN_NUMBERS", fused.RUN_NUMBERS // 32)
     draw = torch.Generator().manual_seed(0)
     hidden, head = (torch.randn(n, width, generator=draw) for n in (tokens, vocabulary))
     hidden, head = hidden.to(dtype).requires_grad_(), (head / width**0.5).to(dtype).requires_grad_(not frozen)

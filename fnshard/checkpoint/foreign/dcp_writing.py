@@ -27,7 +27,7 @@ from fnshard.layout.codecs import is_coded
 from fnshard.layout.partition import P
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.mesh import Mesh
-from fnshard.runtime.coordination import Failed, agreed, all_ranks, group_of
+from fnshard.runtime.coordination import Failed, group_of, run_on_all, run_together
 from fnshard.runtime.files.folder import AtomicDirectory, as_path, flush_directory, flush_file
 from fnshard.step.runner import find_layout
 from fnshard.step.state import TrainState
@@ -156,15 +156,15 @@ def save_dcp(
             raise CheckpointError(f"torch knows no codec of {leaves(len(coded))}:", coded[:20], fix)
         return AtomicDirectory(final), list(items_of(state, resolved, mesh, names, layout, optimizer))
 
-    directory, items = agreed(group, f"saving {path}", plan)
+    directory, items = run_together(group, f"saving {path}", plan)
 
     def finish(written: list[list[WrittenItem]]) -> None:
         write_metadata(directory.saving, [item for of_rank in written for item in of_rank])
         directory.commit()
 
     try:
-        all_ranks(group, lambda: None, lambda _: directory.begin())
-        all_ranks(group, lambda: write_items(directory.saving, mesh.rank, items), finish)
+        run_on_all(group, lambda: None, lambda _: directory.begin())
+        run_on_all(group, lambda: write_items(directory.saving, mesh.rank, items), finish)
     except Failed as error:
         raise CheckpointError(
             f"cannot save {final}:", error.lines(), "make room, or save elsewhere."
