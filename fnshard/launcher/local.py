@@ -111,14 +111,14 @@ def launch(
         for old in folder.glob("rank*.log"):  # restarts append, another launch starts afresh
             old.unlink()
         try:
-            _run(command, ranks, folder, meeting, max_restarts, env)
+            _run_attempts(command, ranks, folder, meeting, max_restarts, env)
         except LaunchError as error:
             raise error.with_traceback(None) from None  # the launcher's own frames say nothing of the program
         finally:
             clear_memory(os.getpid())
 
 
-def _run(
+def _run_attempts(
     command: list[str], ranks: int, logs: Path, meeting: Path, max_restarts: int, env: Mapping[str, str]
 ) -> None:
     """Run attempts until one ends well or none is left.
