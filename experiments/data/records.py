@@ -153,6 +153,8 @@ def _encode_chat(tokenizer: DirectoryTokenizer, said: Exchange, response: str | 
     whole = [*before, *answer]
     first = 0 if said.learns_prompt else len(before)
     if before:
+        # A response may begin with the whole prompt, with a system's message and the prompt, or with the
+        # prompt without its system's message.
         system = [turn for turn in before[:1] if turn["role"] == "system"]
         for start, asked in ((0, before), (1, before), (0, before[len(system) :])):
             stop = start + len(asked)
