@@ -148,7 +148,6 @@ def schedule_for(
     active = find_active(segments, each, program.outputs) if plan.differentiate else set()
     stages = plan_stages(segments, each, active, program.outputs, specs, mesh)
     tasks = _order_tasks(stages, each, plan, cost_of) if mesh.stages > 1 else ()
-
     schedules = []
     for stage in range(mesh.stages):
         schedule = build(segments, each, program.outputs, specs, mesh, plan, stages, stage, tasks)
