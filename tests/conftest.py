@@ -9,6 +9,7 @@ import pytest
 import torch
 from kernels import FOLDER, remember_kernels
 from ranks import pools, ranks, renew_pools  # noqa: F401  (fixtures)
+from rows import MARKER, mark_other_rows_long
 from saved import restoring, roots, short_blocks  # noqa: F401  (fixtures)
 from updates import share_updates
 
@@ -74,12 +75,15 @@ class Seconds:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Add what this suite shows besides pytest's own lines."""
+    config.addinivalue_line("markers", MARKER)
     config.pluginmanager.register(Failures(config))
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Seconds())
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first, and in their order."""
+@pytest.hookimpl(tryfirst=True)  # before `-m "not long"` is obeyed
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark rows of matrices as long; sort the longest files first, and in their order."""
+    mark_other_rows_long(items, is_whole=not any("::" in argument for argument in config.args))
     place = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.name, len(place)))
