@@ -400,7 +400,12 @@ CASES = [(n, leaf) for n in LOCAL for leaf in LEAVES]
 CASES += [(n, leaf) for n in WHOLE for leaf in LEAVES if n in ("muon", "soap") or leaf not in ALIKE]
 
 
-@pytest.mark.parametrize(("name", "leaf"), CASES)
+# In the suite each optimizer has every third layout, and each layout every third optimizer.
+ROWS = [pytest.param(*case, marks=[pytest.mark.long] * (sum(map([*LOCAL, *WHOLE, *LEAVES].index, case)) % 3 > 0))
+        for case in CASES]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "leaf"), ROWS)
 def test_an_update_is_that_of_the_whole_leaf(name, leaf):
     shape, layout, mesh = LEAVES[leaf]
     check((LOCAL | WHOLE)[name](), shape, layout, mesh_of(**mesh))
