@@ -135,9 +135,11 @@ def gradients(kernel: Kernel) -> dict[int, Tensor]:
     return made
 
 
-@pytest.mark.suite(but={
-    "transformer-unit": "experts have products, convolutions their own",
-})
+@pytest.mark.suite(
+    but={
+        "transformer-unit": "experts have products, convolutions their own",
+    }
+)
 @pytest.mark.parametrize(
     ("block", "policy"),
     [
