@@ -56,12 +56,10 @@ SEVERAL: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.suite(
-    {
-        "max": "values beside indices",
-        "chunk of a max": "a view of one result",
-    }
-)
+@pytest.mark.suite({
+    "max": "values beside indices",
+    "chunk of a max": "a view of one result",
+})  # fmt: skip
 @pytest.mark.parametrize("kind", SEVERAL)
 def test_one_result_of_several(kind: str) -> None:
     """Of an op on a leaf, read by activations of its unit and of another: per-channel quantisation."""

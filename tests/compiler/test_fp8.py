@@ -140,11 +140,9 @@ def test_gradients_are_those_of_rounded_products(ranks, preset, policy):
             assert apart(found[path], gradient) < (0.1 if ranks == 3 else 0.02), path
 
 
-@pytest.mark.suite(
-    {
-        "tensorwise": "one scale is of all ranks' rows",
-    }
-)
+@pytest.mark.suite({
+    "tensorwise": "one scale is of all ranks' rows",
+})  # fmt: skip
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
 def test_sequences_split_without_an_exchange_for_products(scaling):
     """Ranks round the positions that they have; a scale is a power of two, so rounding is the whole's."""
@@ -261,11 +259,9 @@ def test_products_are_priced_as_the_device_multiplies():
     assert work[FP8]["a100"].step_seconds > 0.9 * work[torch.bfloat16]["a100"].step_seconds
 
 
-@pytest.mark.suite(
-    {
-        "rowwise": "a scale of each row, which has all that one scale has",
-    }
-)
+@pytest.mark.suite({
+    "rowwise": "a scale of each row, which has all that one scale has",
+})  # fmt: skip
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
 def test_compiled_it_is_the_same(scaling):
     found = []

@@ -289,14 +289,12 @@ KEPT = {
 }  # fmt: skip
 
 
-@pytest.mark.suite(
-    but={
-        "statistics of norms of a split value*": "test_place_writes has writes to split values",
-        "slots of a residual*": "test_place_writes and test_inplace have views of views",
-        "writes to windows that leave*": "test_strides",
-        "a cache that layers write*": "test_buffers has state that is written",
-    }
-)
+@pytest.mark.suite(but={
+    "statistics of norms of a split value*": "test_place_writes has writes to split values",
+    "slots of a residual*": "test_place_writes and test_inplace have views of views",
+    "writes to windows that leave*": "test_strides",
+    "a cache that layers write*": "test_buffers has state that is written",
+})  # fmt: skip
 @pytest.mark.parametrize("name", KEPT)
 def test_kept(name: str) -> None:
     assert check(KEPT[name]) == ""

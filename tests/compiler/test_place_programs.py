@@ -205,12 +205,10 @@ def drops(p: dict[str, Tensor], x: Tensor) -> Tensor:
     return (h.sum() + F.scaled_dot_product_attention(q, q, q, dropout_p=0.3)).sum()
 
 
-@pytest.mark.suite(
-    {
-        "S(1)": "parts",
-        "S(2, outer=2)": "parts of several blocks each",
-    }
-)
+@pytest.mark.suite({
+    "S(1)": "parts",
+    "S(2, outer=2)": "parts of several blocks each",
+})  # fmt: skip
 @pytest.mark.parametrize("split", [Split(0), Split(1), Split(2), Split(0, 2), Split(2, 2)], ids=str)
 def test_masks_are_those_of_one_device(split: Split) -> None:
     params, batch = {"w": rows(4, 8, 8)}, (rows(4, 8, 8),)

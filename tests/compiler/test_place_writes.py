@@ -168,15 +168,13 @@ def loss_of(how: str, write: Callable[[Tensor, Tensor], Any], p: dict[str, Tenso
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.suite(
-    {
-        "ops-0-S(1)": "ops without a form in place, of a dim between others",
-        "places-0-S(2)": "what writes to places, which the last dim's parts shift",
-        "views-0-S(2)": "views, those that cut and those that move the split dim",
-        "pieces-0-S(1)": "results of one op that share memory",
-        "lazy-0-S(1)": "views that conjugate and negate when they are read",
-    }
-)
+@pytest.mark.suite({
+    "ops-0-S(1)": "ops without a form in place, of a dim between others",
+    "places-0-S(2)": "what writes to places, which the last dim's parts shift",
+    "views-0-S(2)": "views, those that cut and those that move the split dim",
+    "pieces-0-S(1)": "results of one op that share memory",
+    "lazy-0-S(1)": "views that conjugate and negate when they are read",
+})  # fmt: skip
 @pytest.mark.parametrize("split", [Split(1), Split(2)], ids=str)
 @pytest.mark.parametrize("turn", range(len(HOW)))
 @pytest.mark.parametrize(
@@ -276,12 +274,10 @@ def test_the_write_that_is_refused_is_the_one_that_the_backward_reads(refused: b
     assert "f64[3]" not in str(reported.value)
 
 
-@pytest.mark.suite(
-    {
-        "{'shard': 2, 'tensor': 2}": "a split beside one of rows",
-        "{'expert': 2}": "a split of experts",
-    }
-)
+@pytest.mark.suite({
+    "{'shard': 2, 'tensor': 2}": "a split beside one of rows",
+    "{'expert': 2}": "a split of experts",
+})  # fmt: skip
 @pytest.mark.parametrize("axes", [{"context": 2}, {"shard": 2, "tensor": 2}, {"expert": 2}], ids=str)
 def test_a_step_whose_values_are_split_keeps_the_gradient_past_a_write(axes: dict[str, int]) -> None:
     """As generation and constrained losses mask: without a line that autograd sees."""

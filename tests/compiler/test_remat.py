@@ -46,17 +46,15 @@ def grads_of(remat: Any, **options: Any) -> Any:
     return step(fs.shard(params, specs, mesh), x, rng=(3, 7))
 
 
-@pytest.mark.suite(
-    {
-        "unit-options0-1": "all is made again",
-        "0.0-options1-1": "nothing is",
-        "0.3-options2-2": "a part is, in micro-batches",
-        "offload-options3-1": "values are moved",
-        "unit+offload-options4-2": "inputs are moved",
-        "remat5-options5-2": "units differ",
-        "unit-options6-1": "an op is saved",
-    }
-)
+@pytest.mark.suite({
+    "unit-options0-1": "all is made again",
+    "0.0-options1-1": "nothing is",
+    "0.3-options2-2": "a part is, in micro-batches",
+    "offload-options3-1": "values are moved",
+    "unit+offload-options4-2": "inputs are moved",
+    "remat5-options5-2": "units differ",
+    "unit-options6-1": "an op is saved",
+})  # fmt: skip
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize(
     ("remat", "options"),

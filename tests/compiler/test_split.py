@@ -35,11 +35,9 @@ def units(low: Lowered) -> list[tuple[str, ...]]:
 # ------------------------------------------------------------------ equal blocks
 
 
-@pytest.mark.suite(
-    {
-        "True-True-dtype0": "by hand, masked",
-    }
-)
+@pytest.mark.suite({
+    "True-True-dtype0": "by hand, masked",
+})  # fmt: skip
 @pytest.mark.parametrize(
     ("by_hand", "masked", "dtype"), [(True, True, torch.float32), (False, False, torch.bfloat16)]
 )

@@ -164,11 +164,9 @@ def test_inductor_compiles_it() -> None:
     check_compiled(penalty_of_autograd)
 
 
-@pytest.mark.suite(
-    but={
-        "per_sample_gradients": "gradient_penalty and maml gather alike",
-    }
-)
+@pytest.mark.suite(but={
+    "per_sample_gradients": "gradient_penalty and maml gather alike",
+})  # fmt: skip
 @pytest.mark.parametrize("fn", [gradient_penalty, maml, per_sample_gradients], ids=lambda f: f.__name__)
 def test_a_transform_of_a_whole_model_gathers_one_unit_after_the_other(
     fn: Fn, recwarn: pytest.WarningsRecorder

@@ -135,11 +135,9 @@ def gradients(kernel: Kernel) -> dict[int, Tensor]:
     return made
 
 
-@pytest.mark.suite(
-    but={
-        "transformer-unit": "experts have products, convolutions their own",
-    }
-)
+@pytest.mark.suite(but={
+    "transformer-unit": "experts have products, convolutions their own",
+})  # fmt: skip
 @pytest.mark.parametrize(
     ("block", "policy"),
     [

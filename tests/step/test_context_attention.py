@@ -122,12 +122,10 @@ def test_activations_of_64k_tokens_are_shared_by_all_ranks(attention: str) -> No
 # ------------------------------------------------------------------ masks of large numbers
 
 
-@pytest.mark.suite(
-    {
-        "-10000.0": "what models write",
-        "-3.40*": "the least there is",
-    }
-)
+@pytest.mark.suite({
+    "-10000.0": "what models write",
+    "-3.40*": "the least there is",
+})  # fmt: skip
 @pytest.mark.parametrize("fill", [torch.finfo(torch.float32).min, -1e9, -1e4])
 def test_a_ring_of_queries_whose_keys_finite_numbers_mask(fill: float) -> None:
     """As a softmax that is spelled out; of rows of 7 the last rank has fewer keys."""

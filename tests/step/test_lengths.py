@@ -216,11 +216,9 @@ def test_each_length_is_traced_once() -> None:
     assert len({each.memory_analysis().peak_bytes for each in lowered}) == 3
 
 
-@pytest.mark.suite(
-    {
-        "3": "which does not divide lengths of two powers",
-    }
-)
+@pytest.mark.suite({
+    "3": "which does not divide lengths of two powers",
+})  # fmt: skip
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_lengths_are_divided_by_the_ranks_that_split_them(ranks):
     """Whatever the lengths: else some lengths would be split and others not, by other collectives."""

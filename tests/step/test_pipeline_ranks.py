@@ -42,12 +42,10 @@ def train_on(rank: int, axes: dict[str, int], transport: str, options: dict[str,
         connecting.connect_shared = connect_shared
 
 
-@pytest.mark.suite(
-    {
-        "2-options2-auto": "one micro-batch, by shared memory",
-        "4-options1-p2p": "stages that send and receive, by torch's messages",
-    }
-)
+@pytest.mark.suite({
+    "2-options2-auto": "one micro-batch, by shared memory",
+    "4-options1-p2p": "stages that send and receive, by torch's messages",
+})  # fmt: skip
 @pytest.mark.parametrize("transport", ["auto", "p2p"])
 @pytest.mark.parametrize(
     ("world", "options"),
@@ -106,11 +104,9 @@ def forward_and_gradients(rank: int, transport: str) -> tuple[Any, ...]:
         connecting.connect_shared = connect_shared
 
 
-@pytest.mark.suite(
-    {
-        "p2p": "what messages carry; simulated ranks have the rest",
-    }
-)
+@pytest.mark.suite({
+    "p2p": "what messages carry; simulated ranks have the rest",
+})  # fmt: skip
 @pytest.mark.parametrize("transport", ["auto", "p2p"])
 def test_forwards_and_gradients_are_the_same_on_all_stages(ranks, transport):
     of = model()
@@ -144,10 +140,8 @@ def test_a_run_goes_on_with_other_stages(ranks, tmp_path):
     found = []
     for at, axes in enumerate([{"pipeline": 2}, {"shard": 2}, {"pipeline": 2}]):
         found += ranks(2).run(train_and_save, axes, str(tmp_path), at, at + 1)[0]
-    of = model()
-    trained = reference.train(
-        of.loss, of.params, sharded.by_steps(of), reference.adamw(0.01), frozen=of.frozen
-    )
+    of, rule = model(), reference.adamw(0.01)
+    trained = reference.train(of.loss, of.params, sharded.by_steps(of), rule, frozen=of.frozen)
     sharded.assert_floats(found, trained.losses)
 
 
@@ -182,22 +176,18 @@ def fail_in_a_step(rank: int, transport: str, how: str) -> tuple[str, float]:
         connecting.connect_shared = connect_shared
 
 
-@pytest.mark.suite(
-    {
-        "auto": "test_mail has every transport",
-    }
-)
+@pytest.mark.suite({
+    "auto": "test_mail has every transport",
+})  # fmt: skip
 @pytest.mark.parametrize("transport", ["auto", "p2p"])
 def test_a_stage_that_dies_in_a_step_is_named(ranks, transport):
     text, seconds = ranks(2).run(fail_in_a_step, transport, "dies", lost=(1,))[0]
     assert "rank 1 has left" in text and "of the schedule" in text and seconds < 10
 
 
-@pytest.mark.suite(
-    {
-        "auto": "test_mail has every transport",
-    }
-)
+@pytest.mark.suite({
+    "auto": "test_mail has every transport",
+})  # fmt: skip
 @pytest.mark.parametrize("transport", ["auto", "p2p"])
 def test_a_silent_stage_is_named_when_the_time_is_up(ranks, transport):
     text, seconds = ranks(2).run(fail_in_a_step, transport, "is silent", lost=(0, 1))[0]

@@ -37,11 +37,9 @@ def test_constrain_says_how_a_value_is_split() -> None:
     assert any("tensor" in line for line in counts(loss))
 
 
-@pytest.mark.suite(
-    {
-        "1.0": "where nothing else is made again",
-    }
-)
+@pytest.mark.suite({
+    "1.0": "where nothing else is made again",
+})  # fmt: skip
 @pytest.mark.parametrize("remat", ["unit", pytest.param(0.9, marks=pytest.mark.long), 1.0])
 def test_what_was_gathered_is_gathered_again_where_a_unit_is_recomputed(remat: Any) -> None:
     """Between forward and backward a split sequence stays split, also where nothing else is made again."""
@@ -72,11 +70,9 @@ def test_exchanges_of_one_attention_travel_together(overlap: int, verbs: str) ->
     assert " ".join(found) == f"r {verbs} r e w r"
 
 
-@pytest.mark.suite(
-    {
-        "tensor": "a part of the table on each rank",
-    }
-)
+@pytest.mark.suite({
+    "tensor": "a part of the table on each rank",
+})  # fmt: skip
 @pytest.mark.parametrize("axis", ["tensor", "context"])
 def test_tokens_outside_of_the_whole_table_are_refused(axis: str) -> None:
     """To a rank that has a part of a table, they would be another rank's."""

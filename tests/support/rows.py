@@ -1,9 +1,9 @@
 """Matrices of tests: which of their rows the suite runs. The others are `long`.
 
-A matrix that crosses everything with everything finds what a few of its rows find. The marker `suite` names these
-rows by their ids, in which `*` is any text, and says of each which mechanism it is that no other row has:
+A matrix that crosses everything with everything finds what a few of its rows find. The marker `suite` names
+these rows by their ids, in which `*` is any text, and says of each which mechanism it is that no other has:
 
-    @pytest.mark.suite({"tensor-*": "a table that is split by words", "context-none": "rows split by position"})
+    @pytest.mark.suite({"tensor-*": "a table that is split by words", "context-none": "by positions"})
     @pytest.mark.parametrize("remat", ["none", "unit"])
     @pytest.mark.parametrize("axis", ["tensor", "context", "expert"])
     def test_tokens_outside_of_the_table_are_refused(axis, remat): ...
