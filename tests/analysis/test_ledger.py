@@ -122,6 +122,9 @@ def check_case(
             assert predicted == pytest.approx(real, rel=close, abs=late), (what, case)
 
 
+@pytest.mark.suite({
+    "('zero2', 'unit', 'streamed', 1)": "leaves that come and go, recomputed; the reports of all others: `test_ledger_reports`",
+})
 @pytest.mark.parametrize(
     "case",
     [pytest.param(c, marks=[] if n in (1, 8) else pytest.mark.long) for n, c in enumerate(SAMPLE)],
@@ -132,6 +135,9 @@ def test_predicted_bytes_are_those_of_real_ranks(ranks: Any, case: Case) -> None
     check_case(ranks(world), case, "eager", world)
 
 
+@pytest.mark.suite({
+    "muon-streamed": "stacks sent and computed",
+})
 @pytest.mark.parametrize(
     ("optimizer", "policy"),
     [
@@ -203,6 +209,10 @@ def exchanged_on_rank(rank: int, kind: str) -> tuple[int, int]:
     return lowered.memory_analysis().peak_bytes, real.peak + transport
 
 
+@pytest.mark.suite({
+    "psum": "of one size",
+    "all_to_all": "of parts",
+})
 @pytest.mark.parametrize("kind", EXCHANGES)
 def test_predicted_bytes_of_exchanges_are_those_of_real_ranks(ranks: Any, kind: str) -> None:
     for predicted, real in ranks(2).run(exchanged_on_rank, kind):
@@ -294,6 +304,9 @@ def sent_on_rank(rank: int, preset: str, axes: Mapping[str, int]) -> tuple[int, 
     return sent, moved.sent_bytes - sums, summed, full
 
 
+@pytest.mark.suite({
+    "hybrid_shard-*": "both axes, and what full_shard sends",
+})
 @pytest.mark.parametrize(
     ("preset", "axes"),
     [

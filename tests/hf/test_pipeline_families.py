@@ -23,6 +23,9 @@ pytestmark = pytest.mark.filterwarnings(
 AXES = {"pipeline": 2, "shard": 2}
 
 
+@pytest.mark.suite({
+    "llama-*": "rotary tables of all stages",
+})
 @pytest.mark.parametrize(
     ("name", "preset"),
     [

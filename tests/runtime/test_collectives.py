@@ -217,6 +217,12 @@ def _real(rank: int, axes: dict[str, int], transport: str) -> str:
     return contract(rank, make_mesh(device="cpu", **axes), transport)
 
 
+@pytest.mark.suite({
+    "{'replicate': 2, 'shard': 2}-native": "torch's, of two axes",
+    "{'replicate': 2, 'shard': 2}-auto": "shared memory, of two axes",
+    "{'shard': 4}-p2p": "messages",
+    "{'shard': 2}-auto": "two ranks",
+})
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("axes", [*MESHES[2], *MESHES[4]], ids=str)
 def test_real_ranks(ranks, axes, transport):
@@ -329,6 +335,10 @@ def test_a_rank_that_dies_is_an_error_within_seconds(ranks, transport):
     assert seconds < 5  # less than the timeout: the death itself was seen
 
 
+@pytest.mark.suite({
+    "auto-*": "shared memory",
+    "p2p-*": "messages",
+})
 @pytest.mark.parametrize(
     ("transport", "name"), [("auto", "all_to_all"), ("p2p", "all_gather"), ("native", "all_gather")]
 )

@@ -182,6 +182,10 @@ def test_a_stage_that_dies_is_named_within_seconds(ranks, transport):
     assert seconds < 5
 
 
+@pytest.mark.suite({
+    "auto": "shared memory",
+    "p2p": "messages",
+})
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_stage_that_stays_silent_is_named_when_the_time_is_up(ranks, transport):
     text, seconds = ranks(2).run(abandoned, transport, "is silent", lost=(0, 1))[0] or ("", 0)
