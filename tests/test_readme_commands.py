@@ -187,7 +187,7 @@ TABLE = {
     "objective.reward=number": replace(TUNE, short=f"{TUNE.short} objective.group=4"),
     "python -m experiments.finetune objective=dpo data.train=pairs.jsonl": TUNE,
     "python -m experiments.finetune objective=dpo data.train=pairs.jsonl model=/models/llama": (
-        replace(TUNE, short=f"{TUNE.short} mesh.shard=1", quick=True)
+        replace(TUNE, short=f"{TUNE.short} mesh.shard=1")
     ),
     "python -m experiments.finetune model=/models/llama data.train=mine.jsonl method=qlora4 precision=bf16": TUNE,
     "python -m experiments.finetune model=tiny-qwen2.5-vl method=full": SEES,

@@ -105,7 +105,7 @@ def trained(
     "activated-zero2-unit": "with an activation inside",
     "no statistics-*": "of the batch alone",
     "torch's-*": "what torch has",
-})
+})  # fmt: skip
 @pytest.mark.parametrize(
     ("name", "preset", "remat"),
     [

@@ -96,7 +96,7 @@ def test_adapters_join_the_unit_of_their_leaf_and_they_alone_are_reduced() -> No
 
 @pytest.mark.suite({
     "nf4": "codes below adapters",
-})
+})  # fmt: skip
 @pytest.mark.parametrize("codec", [None, "nf4"])
 def test_frozen_leaves_have_no_gradient_no_optimizer_state_and_no_collective(codec: str | None) -> None:
     """Counted on the schedule and in the ledger: LoRA and QLoRA pay for what trains, the rest is stored."""

@@ -123,8 +123,8 @@ def check_case(
 
 
 @pytest.mark.suite({
-    "('zero2', 'unit', 'streamed', 1)": "leaves that come and go, recomputed; the reports of all others: `test_ledger_reports`",
-})
+    "('zero2', 'unit', 'streamed', 1)": "leaves that come and go, recomputed",
+})  # fmt: skip
 @pytest.mark.parametrize(
     "case",
     [pytest.param(c, marks=[] if n in (1, 8) else pytest.mark.long) for n, c in enumerate(SAMPLE)],
@@ -137,7 +137,7 @@ def test_predicted_bytes_are_those_of_real_ranks(ranks: Any, case: Case) -> None
 
 @pytest.mark.suite({
     "muon-streamed": "stacks sent and computed",
-})
+})  # fmt: skip
 @pytest.mark.parametrize(
     ("optimizer", "policy"),
     [
@@ -212,7 +212,7 @@ def exchanged_on_rank(rank: int, kind: str) -> tuple[int, int]:
 @pytest.mark.suite({
     "psum": "of one size",
     "all_to_all": "of parts",
-})
+})  # fmt: skip
 @pytest.mark.parametrize("kind", EXCHANGES)
 def test_predicted_bytes_of_exchanges_are_those_of_real_ranks(ranks: Any, kind: str) -> None:
     for predicted, real in ranks(2).run(exchanged_on_rank, kind):
@@ -306,7 +306,7 @@ def sent_on_rank(rank: int, preset: str, axes: Mapping[str, int]) -> tuple[int, 
 
 @pytest.mark.suite({
     "hybrid_shard-*": "both axes, and what full_shard sends",
-})
+})  # fmt: skip
 @pytest.mark.parametrize(
     ("preset", "axes"),
     [

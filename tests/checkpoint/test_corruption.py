@@ -39,7 +39,7 @@ def flipped(folder: Path, bits: list[tuple[str, int]], restoring: Any) -> None:
 
 @pytest.mark.suite({
     "one": "any byte of any file",
-})
+})  # fmt: skip
 @pytest.mark.parametrize("by", ["one", "two"])
 def test_a_flipped_bit_is_found_and_its_file_named(
     by: str, roots: Any, restoring: Any, tmp_path: Path

@@ -53,7 +53,7 @@ def differences(_: int, name: str, ranks: int) -> list[str]:
 @pytest.mark.suite({
     "muon_*": "stacks",
     "adamw_*": "masters, whole leaves",
-})
+})  # fmt: skip
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_earlier_checkpoint_restores_bit_for_bit(name: str, ranks: Any) -> None:
     assert differences(0, name, 1) == []

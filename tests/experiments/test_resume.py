@@ -214,13 +214,14 @@ def test_from_another_runs_checkpoint(unbroken, tmp_path, capfd):
 # ------------------------------------------------------------------ two ranks
 
 
+TWO = (*RUN, "model.layers=1", "run.sample_tokens=0", "run.steps=10")
 ON_RANK: dict[str, Any] = {}  # what a rank of the pool has prepared
 
 
 def on_two(rank: int, folder: str, async_save: str, stop_at: int, stops: int) -> None:
     """Train on this rank; rank `stops` alone is asked before its step `stop_at`: all stop after the next."""
     stop = After(stop_at) if rank == stops else Stop()
-    config = compose(*RUN, "mesh.shard=2", f"run.async_save={async_save}")
+    config = compose(*TWO, "mesh.shard=2", f"run.async_save={async_save}")
     Path(folder).mkdir(exist_ok=True)
     with remembered_steps(ON_RANK):
         train.train(config, RunFolder(folder), [], stop)
@@ -236,7 +237,7 @@ def test_any_rank_that_is_asked_stops_all(ranks: Any, tmp_path: Path) -> None:
         ranks(2).run(on_two, str(two), async_save, at, stops)
         assert read_result(two)["status"] == "stopped"
     assert read_result(two)["step"] == 3 + 1 + 4 + 1
-    train.train(config_of(), replace(run_in(one), source=str(two / CHECKPOINTS)), [], Stop())
+    train.train(config_of(*TWO), replace(run_in(one), source=str(two / CHECKPOINTS)), [], Stop())
     ranks(2).run(on_two, str(two), "true", 99, 0)
     assert differences(whole, two) == []
     losses = [

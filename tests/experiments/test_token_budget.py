@@ -54,6 +54,10 @@ def test_packed_pairs_have_the_loss_of_padded_ones(model, data, tmp_path, name):
         assert float(mean.total) == pytest.approx(float(more[each].total), rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.suite({
+    "gspo": "a loss by rows",
+    "grpo": "a loss by tokens",
+})  # fmt: skip
 @pytest.mark.parametrize("name", ["grpo", "gspo", "dr_grpo", "dapo"])
 def test_packed_answers_have_the_loss_of_padded_ones(model, data, tmp_path, name):
     config = config_of(model, data, tmp_path, f"objective={name}", "data.tokens=64", *REWARDED)

@@ -114,7 +114,7 @@ CASES: list[Any] = [
     "2-zero1-nf4-options1-*": "codes that stay",
     "2-full_shard-int8-*": "of one byte",
     "4-hybrid_shard-*": "two axes",
-})
+})  # fmt: skip
 @pytest.mark.parametrize(("world", "preset", "codec", "options", "policy"), CASES)
 def test_qlora_sharded_is_one_process_that_decodes_the_same_codes(
     world: int, preset: str, codec: str, options: Any, policy: Any

@@ -25,7 +25,7 @@ AXES = {"pipeline": 2, "shard": 2}
 
 @pytest.mark.suite({
     "llama-*": "rotary tables of all stages",
-})
+})  # fmt: skip
 @pytest.mark.parametrize(
     ("name", "preset"),
     [

@@ -227,7 +227,7 @@ AXES = [{"shard": 2}, {"context": 2}, {"shard": 2, "tensor": 2}, {"shard": 4}]
     "dapo-*": "over tokens of four ranks",
     "ppo-*": "with values",
     "gspo-*": "over sequences that an axis splits",
-})
+})  # fmt: skip
 @pytest.mark.parametrize(("name", "axes"), [
     pytest.param(name, axes, marks=[pytest.mark.long] * (i % 4 != j))
     for i, name in enumerate(["grpo", "gspo", "dr_grpo", "dapo", "ppo"]) for j, axes in enumerate(AXES)

@@ -85,7 +85,7 @@ def train(row: dict[str, Any]) -> Result:
     "clip_adamw_ema-*": "what stands around",
     "dion-hybrid-*": "products over ranks",
     "row_normalized-hybrid-*": "norms of rows",
-})
+})  # fmt: skip
 @pytest.mark.parametrize(
     "row", [*SHORT, *(pytest.param(row, marks=pytest.mark.long) for row in LONG)],
     ids=lambda row: "-".join(map(str, row.values())),
@@ -105,7 +105,7 @@ def test_every_mesh_trains_as_one_device(row: dict[str, Any]) -> None:
 @pytest.mark.suite({
     "muon-context-*": "ranks that share rows",
     "lamb-four-*": "norms of complex leaves",
-})
+})  # fmt: skip
 @pytest.mark.parametrize(
     ("name", "mesh", "preset", "leaves"),
     [
@@ -132,7 +132,7 @@ def test_the_short_rows_meet_all_layouts_and_optimizers() -> None:
 
 @pytest.mark.suite({
     "muon-*": "moved to the device for each update",
-})
+})  # fmt: skip
 @pytest.mark.parametrize(
     ("name", "mesh", "preset", "tier"),
     [

@@ -222,7 +222,7 @@ def _real(rank: int, axes: dict[str, int], transport: str) -> str:
     "{'replicate': 2, 'shard': 2}-auto": "shared memory, of two axes",
     "{'shard': 4}-p2p": "messages",
     "{'shard': 2}-auto": "two ranks",
-})
+})  # fmt: skip
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("axes", [*MESHES[2], *MESHES[4]], ids=str)
 def test_real_ranks(ranks, axes, transport):
@@ -338,7 +338,7 @@ def test_a_rank_that_dies_is_an_error_within_seconds(ranks, transport):
 @pytest.mark.suite({
     "auto-*": "shared memory",
     "p2p-*": "messages",
-})
+})  # fmt: skip
 @pytest.mark.parametrize(
     ("transport", "name"), [("auto", "all_to_all"), ("p2p", "all_gather"), ("native", "all_gather")]
 )

@@ -65,7 +65,7 @@ def _runs_alone(family: Family, compiled: CompiledUpdates | None) -> bool:
     "clip_adafactor*": "adafactor",
     "clip_lars*": "lars",
     "clip_row*": "row_sgd",
-})
+})  # fmt: skip
 @pytest.mark.parametrize("name", ALL)
 def test_blocks_are_updated_in_place_as_whole_leaves_are(name: str) -> None:
     follow_whole_leaves(name, None)
@@ -83,7 +83,7 @@ def test_blocks_are_updated_in_place_as_whole_leaves_are(name: str) -> None:
     "lion": "signs",
     "ema_schedule": "a rate that changes",
     "two_bodies": "two optimizers",
-})
+})  # fmt: skip
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=pytest.mark.long if n.startswith("clip_") else []) for n in COMPILABLE],
@@ -114,7 +114,7 @@ COMPILED = {"update": "compiled"}  # the rest eager: it is quicker
     "full_shard-options0": "sharded gradients",
     "zero2-options2": "sums of micro-batches",
     "full_shard-options3": "on the host",
-})
+})  # fmt: skip
 @pytest.mark.parametrize(
     ("preset", "options"),
     [

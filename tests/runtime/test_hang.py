@@ -51,7 +51,7 @@ def waits_for_nobody(rank: int, preset: str, transport: str) -> tuple[str, float
 
 @pytest.mark.suite({
     "full_shard-p2p": "messages; test_collectives has the other transports",
-})
+})  # fmt: skip
 @pytest.mark.parametrize(
     ("preset", "transport"),
     [

@@ -125,7 +125,7 @@ CASES = cases()
     "no_shard-all_host": "reductions alone",
     "tensor": "exchanges of a compute axis",
     "overlapped": "reductions that are waited for late",
-})
+})  # fmt: skip
 @pytest.mark.parametrize("name", CASES)
 def test_every_access_comes_after_what_it_depends_on(name: str) -> None:
     assert run(CASES[name])[0].errors == []
@@ -193,7 +193,7 @@ def waited(name: str) -> set[str]:
     "hybrid_shard-device": "two axes",
     "zero2-device": "gradients that are kept",
     "tensor": "exchanges",
-})
+})  # fmt: skip
 @pytest.mark.parametrize("name", [n for n in CASES if "full_shard" in n or "device" in n] + ["tensor"])
 def test_the_host_waits_for_nothing(name: str) -> None:
     """On tensors of `cuda:3`: no value is read, no copy blocks or is of pageable memory, none is on the CPU.
@@ -246,7 +246,7 @@ def logs_differ(name: str, packs: int | None = None) -> bool:
 @pytest.mark.suite({
     "hybrid": "of two axes, with a norm",
     "tensor": "of a compute axis beside a data axis",
-})
+})  # fmt: skip
 @pytest.mark.parametrize("name", OF_EIGHT)
 def test_ranks_make_and_use_communicators_alike(name: str) -> None:
     """By communicator: the collectives, their order, dtypes and sizes."""

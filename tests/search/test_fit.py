@@ -222,6 +222,12 @@ def over(ranks: int, **options: Any) -> Any:
     return fs.fit(loss, params, ranks=ranks, batch=(tokens,), **options)
 
 
+@cache
+def free() -> Any:
+    """The plan of two ranks with room for any."""
+    return over(2)
+
+
 def on_mesh(axes: dict[str, int], preset: str, **options: Any) -> Any:
     mesh = fs.make_mesh(**axes, abstract=True, device="cpu")
     loss, params, tokens = small(2 // mesh.data_size)
