@@ -216,7 +216,7 @@ TABLE = {
     "python -m experiments.tokenize out=shards": Row("files=/text", quick=True),
     "python -m experiments.tokenize out=shards files=[/text,'/more/*.jsonl'] tokenizer=/models/llama": Row(),
     # -- on paper
-    "python -m experiments.explain model=7b mesh.shard=64 hardware=h100": Row("model.layers=2", quick=True),
+    "python -m experiments.explain model=7b mesh.shard=64 hardware=h100": Row("model.layers=2"),
     "python -m experiments.explain model=70b strategy=full_shard mesh.shard=1024 hardware=h100": PAPER,
     "python -m experiments.explain model=70b mesh.shard=32 mesh.context=4 mesh.tensor=8 strategy=full_shard_remat": PAPER,
     "python -m experiments.explain model=7b strategy=auto mesh.shard=8 data.rows=32 run.device_gb=24 hardware=a100": PAPER,

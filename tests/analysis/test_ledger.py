@@ -211,7 +211,6 @@ def exchanged_on_rank(rank: int, kind: str) -> tuple[int, int]:
 
 @pytest.mark.suite({
     "psum": "of one size",
-    "all_to_all": "of parts",
 })  # fmt: skip
 @pytest.mark.parametrize("kind", EXCHANGES)
 def test_predicted_bytes_of_exchanges_are_those_of_real_ranks(ranks: Any, kind: str) -> None:

@@ -730,6 +730,7 @@ def test_tasks_that_name_nothing_are_one_error(tmp_path):
     assert ConfigError in MISTAKES or issubclass(ConfigError, MISTAKES)
 
 
+@pytest.mark.long  # each by itself: test_finetune and here
 def test_a_fine_tuned_model_is_evaluated_before_during_and_after(model, data, files, tmp_path):
     task = f"arc:{files['arc']}"
     config = config_of(model, data, tmp_path, f"run.evaluate=[{task}]", "data.context=48")

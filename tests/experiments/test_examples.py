@@ -44,6 +44,9 @@ def in_double(rank: int, train: Callable[..., list[float]], steps: int) -> list[
         torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.suite({
+    "*ensemble_vmap*": "vmap over models; derivatives: test_transforms",
+})  # fmt: skip
 @pytest.mark.parametrize(
     ("module", "steps", "by"),
     [

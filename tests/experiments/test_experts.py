@@ -73,7 +73,6 @@ FEW = {("mixtral", 1), ("qwen3_moe", 4), ("gpt_oss", 3)}  # each axis; olmoe's s
 
 @pytest.mark.suite({
     "qwen3_moe-eager-{'expert': 2, 'tensor': 2}": "two axes",
-    "gpt_oss-*": "biases of experts",
 })  # fmt: skip
 @pytest.mark.parametrize(
     ("name", "backend", "axes"),

@@ -60,6 +60,10 @@ def test_the_unbroken_run_is_whole(unbroken):
     assert saved["held_out"] == rows[-3]["held_out_loss"]
 
 
+@pytest.mark.suite({
+    "async-8-True-4": "while a save is written",
+    "sync-13-True-12": "before the last save",
+})  # fmt: skip
 @pytest.mark.parametrize(
     ("how", "at", "before_save", "goes_on"),
     [("sync", 3, False, 0), ("async", 6, False, 4), ("async", 8, True, 4),
@@ -80,6 +84,7 @@ def test_killed_and_started_again(unbroken, tmp_path, monkeypatch, capfd, how, a
     assert differences(unbroken, tmp_path) == []
 
 
+@pytest.mark.long  # test_killed_and_started_again is killed once
 def test_killed_again_and_again(unbroken, tmp_path, monkeypatch):
     for at in (5, 6, 9, 10, STEPS):
         with monkeypatch.context() as patch:
@@ -124,6 +129,9 @@ def test_with_replicas_no_step_is_made_again(unbroken, tmp_path, monkeypatch, ca
     assert differences(unbroken, Path(run.folder)) == []
 
 
+@pytest.mark.suite({
+    "1": "in the first step",
+})  # fmt: skip
 @pytest.mark.parametrize("at", [1, STEPS - 1])
 def test_asked_to_stop(unbroken, tmp_path, capfd, at):
     """The step is finished and saved; no held-out loss is waited for; the next start has them all."""

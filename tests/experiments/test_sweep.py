@@ -155,6 +155,7 @@ objective: {_target_: own_task.squares}
 """
 
 
+@pytest.mark.long  # test_own sweeps the worked example
 def test_keys_of_a_recipes_own_model_are_swept_and_shown(sweep, tmp_path, capfd, monkeypatch):
     """As a single run takes them; a folder of configurations may be called as a key is."""
     (tmp_path / "data.d" / "experiment").mkdir(parents=True)

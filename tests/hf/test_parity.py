@@ -146,6 +146,7 @@ def test_qlora_sharded_is_one_process_that_decodes_the_same_codes(
         assert surplus == []
 
 
+@pytest.mark.long  # test_tensor_axis and test_remat have masks
 def test_dropout_in_adapters_is_the_same_under_any_layout() -> None:
     """Masks depend on seed, step and rank alone: codes, sharded and recomputed, against whole weights."""
     mesh, (fn, tree) = fs.make_mesh(shard=2, simulated=True), tuned(dropout=0.4)

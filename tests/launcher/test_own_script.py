@@ -157,6 +157,7 @@ def test_a_function_without_an_importable_name_is_refused(function):
         fs.launch(function, ranks=2)
 
 
+@pytest.mark.long  # it is executed, and imports torch twice
 def test_a_script_without_a_guard_is_told_so(tmp_path):
     """It is executed: a fork has its `__main__`."""
     script = tmp_path / "bare.py"

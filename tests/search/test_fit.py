@@ -325,6 +325,7 @@ def test_passes_of_ones_own_are_what_the_plan_hands_on() -> None:
     assert step.lower(params, tokens).memory_analysis().peak_bytes == plan.peak_bytes
 
 
+@pytest.mark.long  # test_plan has a plan in this order
 def test_micro_batches_that_wait_for_links_run_breadth_first() -> None:
     """Few rows fit at a time: gathers and reductions of each would be most of a step."""
     with torch.device("meta"):

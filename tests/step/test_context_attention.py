@@ -86,6 +86,7 @@ def test_what_is_sent_is_copied_once(attention: str) -> None:
     assert copies and not [n for n in copies if n.args[0].target is OUTGOING]
 
 
+@pytest.mark.long  # two lowerings for one sum of flops
 def test_what_no_query_sees_is_no_work_of_the_model() -> None:
     """Of a causal mask's blocks the half is computed in vain."""
     ring, ulysses = (lowered(2, a).timeline("h100") for a in ("ring", "ulysses"))
@@ -107,6 +108,9 @@ def long_step(mesh: fs.Mesh, length: int, attention: str) -> tuple[Any, dict[str
     return step, {p: v.detach() for p, v in params.items()}, torch.arange(length).unsqueeze(0) % 61
 
 
+@pytest.mark.suite({
+    "ulysses": "heads; the ring's blocks are counted above",
+})  # fmt: skip
 @pytest.mark.parametrize("attention", ["ring", "ulysses"])
 def test_activations_of_64k_tokens_are_shared_by_all_ranks(attention: str) -> None:
     def activations(ranks: int) -> int:

@@ -66,6 +66,7 @@ def test_real_stages_train_what_one_process_does(ranks, world, options, transpor
         sharded.assert_floats(found.norms, expected.norms)
 
 
+@pytest.mark.long  # test_gloo compiles on real ranks
 @pytest.mark.parametrize(
     ("world", "options"),
     [

@@ -36,7 +36,6 @@ INDUCTOR = [("permute", "rows", "inductor"), ("index_select", "rows", "inductor"
 
 
 @pytest.mark.suite({
-    "permute-rows-inductor": "compiled readers",
     "permute-columns-eager": "a view of all that is there",
     "unfold-*": "windows that overlap",
     "expand-*": "stride 0",

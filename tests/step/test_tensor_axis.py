@@ -157,10 +157,12 @@ def dropped(p: dict[str, Tensor], tokens: Tensor) -> fs.Mean:
     return fs.losses.linear_cross_entropy(x[:, :-1], p["head.weight"], tokens[:, 1:], chunk=5)
 
 
-def test_masks_do_not_depend_on_the_mesh() -> None:
+@pytest.mark.suite({"{'tensor': 2}": "values that ranks have parts of"})
+@pytest.mark.parametrize("axes", [{"tensor": 2}, {"tensor": 2, "context": 2}], ids=str)
+def test_masks_do_not_depend_on_the_mesh(axes: dict[str, int]) -> None:
     model = replace(decoder(tied=False), loss=dropped)
     (expected,) = on_mesh(model, {"shard": 1})
-    for got in on_mesh(model, {"tensor": 2, "context": 2}):
+    for got in on_mesh(model, axes):
         assert_same(got, expected)
 
 

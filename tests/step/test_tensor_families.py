@@ -101,7 +101,6 @@ def matrix() -> Iterator[Any]:
 
 
 @pytest.mark.suite({
-    "qwen3-{'shard': 2, 'tensor': 2}-whole": "a decoder with norms of heads, whose residual is whole",
     "vit-*": "patches by a convolution",
     "cross_attention-*": "queries and keys of two sequences",
     "perceptron-*": "no attention, a split residual",
