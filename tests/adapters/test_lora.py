@@ -84,6 +84,7 @@ def leaf_specs(specs: Any) -> dict[str, LayoutSpec]:
     return fs.tree.flatten_with_paths(specs, is_leaf=lambda s: isinstance(s, LayoutSpec))[0]
 
 
+@pytest.mark.long  # test_frozen_leaves counts collectives of units
 def test_adapters_join_the_unit_of_their_leaf_and_they_alone_are_reduced() -> None:
     fn, tree, _ = tuned(llama())
     mesh = fs.make_mesh(shard=8, abstract=True)

@@ -84,6 +84,15 @@ def test_a_recipe_trains_for_two_steps(name, text, tmp_path, monkeypatch):
     assert (tmp_path / "run" / "plan.json").exists() == (name == "planned")
 
 
+@pytest.mark.suite({
+    "train-zero2_offload": "tiers",
+    "train-hybrid": "a mesh",
+    "train-planned": "a plan",
+    "train-shards": "data",
+    "finetune-sft_full": "all trains",
+    "finetune-qlora4": "codes",
+    "finetune-dpo": "pairs",
+})  # fmt: skip
 @pytest.mark.parametrize(
     ("form", "name"),
     [(form, name) for form in (TRAIN, FINETUNE) for name in recipes(form)],

@@ -544,6 +544,7 @@ def test_a_vocabulary_that_joins_is_measured_and_one_without_the_letters_is_refu
         measured(joining, tmp_path / "out", f"gsm8k:{sums}", tokens=256)
 
 
+@pytest.mark.long  # test_numbers_are_those has several lengths
 def test_texts_of_many_lengths_are_measured_without_a_warning(model, tmp_path, recwarn):
     """Programs for two widths, of which none is the user's affair."""
     rows = [{**LISTED, "question": "q" * n} for n in (10, 90)]

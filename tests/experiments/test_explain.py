@@ -60,7 +60,6 @@ def test_everything_asked_for_is_said(paper: Paper) -> None:
 @pytest.mark.suite({
     "strategy_hybrid_shard-*": "two axes",
     "strategy_offload-*": "the host",
-    "strategy_full_shard_remat-*": "recomputed",
     "mesh.shard_1-*": "one device",
     "strategy_no_shard-*": "whole leaves",
 })  # fmt: skip

@@ -254,6 +254,9 @@ def recipe(tmp_path) -> str:
     return f"--config-dir={tmp_path / 'conf'}"
 
 
+@pytest.mark.suite({
+    "*model.width=8*": "with a key of its own",
+})  # fmt: skip
 @pytest.mark.parametrize("more", [(), ("model.width=8",), ("optimizer=soap",)], ids=str)
 def test_a_target_of_a_recipe_stands_in_the_place_of_the_groups_file(recipe, more):
     config = validate(COMMAND, [recipe, "experiment=mine", *more])

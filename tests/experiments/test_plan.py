@@ -324,6 +324,7 @@ def test_few_layers_say_what_all_need_further_ahead(ahead: tuple[int, int]) -> N
         assert near.peak_bytes == exact.peak_bytes
 
 
+@pytest.mark.long  # test_a_budget_is_kept has one that is tight
 def test_recomputation_is_as_little_as_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "SHARES", EIGHTHS)
     planner = planner_of(1, "rows=64", "model.layers=3")

@@ -106,6 +106,7 @@ def test_it_resumes_bit_for_bit_and_is_the_same_on_every_mesh(ranks, model, data
     assert len([row for row in timeless(one) if "loss" in row]) == 4
 
 
+@pytest.mark.long  # test_it_resumes runs such a step
 def test_a_step_has_as_many_micro_batches_as_its_rows(model, data, tmp_path):
     config = config_of(model, data, tmp_path, "data.tokens=64", "data.rows=6")
     parts = finetune.build(config)

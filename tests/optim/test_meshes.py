@@ -201,6 +201,7 @@ def train_between(
     return out
 
 
+@pytest.mark.long  # test_checkpoint: every mesh restores every other
 @pytest.mark.parametrize(
     ("names", "last"),
     [

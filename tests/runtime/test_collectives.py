@@ -241,6 +241,9 @@ def _many(rank: int, transport: str) -> tuple[int, int]:
     return warm, last
 
 
+@pytest.mark.suite({
+    "auto": "shared memory, which is ours",
+})  # fmt: skip
 @pytest.mark.parametrize("transport", ["auto", "p2p"])
 def test_200_rounds_of_random_sizes_take_no_more_memory(ranks, transport):
     # Six in flight of [2 * 3000] fp64 are 288 kB; a peer may be late by as many.

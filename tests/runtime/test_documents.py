@@ -82,6 +82,11 @@ LAYOUTS: list[tuple[dict[str, int], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.suite({
+    "axes4-*": "a window over ranks",
+    "axes7-*": "no window",
+    "axes8-*": "another way to exchange",
+})  # fmt: skip
 @pytest.mark.parametrize(("axes", "how", "window"), [
     pytest.param(*layout, window, marks=[pytest.mark.long] * ((i + j) % 2))
     for i, layout in enumerate(LAYOUTS) for j, window in enumerate((3, None))

@@ -70,6 +70,7 @@ def test_gradients_alone_and_forward_alone() -> None:
 
 
 # ------------------------------------------------------------------ the adversary
+@pytest.mark.long  # test_host_worker has adversaries, test_adversary the host
 @pytest.mark.parametrize("late", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "tier",

@@ -244,7 +244,6 @@ def logs_differ(name: str, packs: int | None = None) -> bool:
 
 
 @pytest.mark.suite({
-    "hybrid": "of two axes, with a norm",
     "tensor": "of a compute axis beside a data axis",
 })  # fmt: skip
 @pytest.mark.parametrize("name", OF_EIGHT)

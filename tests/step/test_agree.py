@@ -176,6 +176,11 @@ OWN_FUNCTIONS = {
 }
 
 
+@pytest.mark.suite({
+    "an optimizer": "an update",
+    "a partial": "values that it closes over",
+    "an object": "attributes",
+})  # fmt: skip
 @pytest.mark.parametrize("kind", OWN_FUNCTIONS)
 def test_functions_of_ones_own_are_compared_by_what_they_compute(kind):
     make = OWN_FUNCTIONS[kind]

@@ -140,6 +140,7 @@ def test_ranks_with_lengths_of_their_own_train_as_one_process_without_padding(ra
         assert_same(got, expected)
 
 
+@pytest.mark.long  # test_each_length has one rank
 @pytest.mark.parametrize(
     "axes",
     [
@@ -171,6 +172,9 @@ def masked(p: dict[str, Tensor], tokens: Tensor, targets: Tensor, mask: Tensor) 
     return fs.Mean(F.cross_entropy(scores, targets.flatten(), reduction="sum"), (targets != -100).sum())
 
 
+@pytest.mark.suite({
+    "context-*": "dims that an axis splits",
+})  # fmt: skip
 @pytest.mark.parametrize(
     ("axis", "dims", "fill"), [("context", (1, 2), False), ("shard", (-2, 3), -math.inf)], ids=str
 )

@@ -441,6 +441,12 @@ def test_reductions_of_one_depth_stand_together():
     assert derived.sent_bytes == 2 * 3 / 4 * 8 * (12 + 3)  # columns, and three numbers
 
 
+@pytest.mark.suite({
+    "shape0-layout0": "wide, by rows",
+    "shape1-layout1": "high, by columns",
+    "shape0-layout2": "two dims",
+    "shape1-layout3": "two axes on one dim",
+})  # fmt: skip
 @pytest.mark.parametrize(
     "layout", [P("shard"), P(None, "shard"), P("tensor", "shard"), P(("tensor", "shard"))]
 )
