@@ -37,6 +37,11 @@ def small_heap() -> None:
     gc.freeze()
 
 
+def pytest_sessionfinish() -> None:
+    """Spare the end of a session: pytest collects five times what all modules have made."""
+    gc.freeze()
+
+
 class Failures:
     """Prints each failure at once; pytest shows all of them when the last test has ended."""
 
