@@ -155,7 +155,7 @@ def fail_in_a_step(rank: int, transport: str, how: str) -> tuple[str, float]:
         connecting.connect_shared = lambda group: None
     try:
         mesh, of = fs.make_mesh(pipeline=2, device="cpu"), model()
-        timeout = 20.0 if how == "dies" else 1.0
+        timeout = 20.0 if how == "dies" else 2.0
         specs = sharded.specs_of(of, "full_shard", mesh)
         step = sharded.make_step(mesh, of, specs, clipped_sgd(), accumulate=2, timeout=timeout)
         state, _ = step(step.init(of.params), *of.batch(0))
@@ -165,7 +165,7 @@ def fail_in_a_step(rank: int, transport: str, how: str) -> tuple[str, float]:
         if rank == 1 and how == "dies":
             os._exit(9)
         if rank == 1:
-            time.sleep(3)
+            time.sleep(4)
             return "", 0.0
         began = time.monotonic()
         try:
@@ -192,7 +192,7 @@ def test_a_stage_that_dies_in_a_step_is_named(ranks, transport):
 @pytest.mark.parametrize("transport", ["auto", "p2p"])
 def test_a_silent_stage_is_named_when_the_time_is_up(ranks, transport):
     text, seconds = ranks(2).run(fail_in_a_step, transport, "is silent", lost=(0, 1))[0]
-    assert "rank 1 did not come within 1 s" in text and "of the schedule" in text and seconds < 3
+    assert "rank 1 did not come within 2 s" in text and "of the schedule" in text and seconds < 8
 
 
 # ------------------------------------------------------------------ stages that differ
