@@ -23,10 +23,9 @@ share_updates()
 
 # Workers begin with these, lest one of them is left with a long one when the other has ended.
 LONGEST = (
-    "test_finetune.py", "test_resume.py", "test_place_rules.py", "test_config.py", "test_ledger.py",
-    "test_readme_commands.py", "test_context_attention.py", "test_train.py",
-    "test_buffers.py", "test_gloo.py", "test_fuzz.py", "test_examples.py",
-    "test_lower_large.py", "test_own_script.py",
+    "test_guide.py", "test_finetune.py", "test_resume.py", "test_plan.py", "test_fit.py",
+    "test_readme_commands.py", "test_matrix.py", "test_rewarded.py", "test_token_budget.py", "test_train.py",
+    "test_meshes.py", "test_place_rules.py", "test_fuzz.py", "test_config.py", "test_untrusted.py",
 )  # fmt: skip
 
 

@@ -224,7 +224,7 @@ TABLE = {
     "python -m experiments.explain run=outputs/2030-01-31/12-00-00": Row(quick=True),
     "python -m experiments.explain hardware=measured:outputs/2030-01-31": PAPER,
     "python -m experiments.plan model=70b devices=64": (
-        Row("model.layers=1 model.width=64 model.heads=4 model.kv_heads=2 model.context=64 devices=1 rows=1", quick=True)
+        Row("model.layers=1 model.width=64 model.heads=4 model.kv_heads=2 model.context=64 devices=1 rows=1")
     ),
     "python -m experiments.plan model=405b devices=16384 tokens=15e12 rows=2048": SEARCH,
     "python -m experiments.plan model=8b days=30 tokens=1e12": SEARCH,

@@ -135,9 +135,7 @@ def test_predicted_bytes_are_those_of_real_ranks(ranks: Any, case: Case) -> None
     check_case(ranks(world), case, "eager", world)
 
 
-@pytest.mark.suite({
-    "muon-streamed": "stacks sent and computed",
-})  # fmt: skip
+@pytest.mark.long  # `what_a_rank_computes_of_whole_matrices` below is of one rank
 @pytest.mark.parametrize(
     ("optimizer", "policy"),
     [

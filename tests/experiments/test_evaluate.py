@@ -617,6 +617,7 @@ def test_the_same_questions_in_other_files_are_the_same_task(pictured, tmp_path)
     assert len({task.digest for task in found}) == 1 and {task.left_out for task in found} == {1}
 
 
+@pytest.mark.long  # test_vision looks at images, test_numbers at questions
 def test_numbers_of_questions_with_images_are_those_of_transformers(seeing, pictured, tmp_path, ranks):
     """Each question alone, by the model itself; on two ranks it is the same."""
     plain = transformers.AutoModelForImageTextToText.from_pretrained(seeing).eval()

@@ -209,6 +209,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return find_directory("tiny-moe").resolve()
 
 
+@pytest.mark.long  # test_finetune tunes and exports; gradients and files: here
 @pytest.mark.parametrize(
     "chosen",
     [

@@ -312,6 +312,7 @@ def test_a_rule_that_matches_nothing_is_named():
         of_training(config_of('specs=[["*norm*",null],["*",shard]]'))
 
 
+@pytest.mark.long  # test_train sweeps the main job
 def test_the_worked_example_is_swept_from_its_own_folder(tmp_path):
     """As its docstring says, on two ranks, with one job and one step."""
     text = (EXAMPLE / "shapes.py").read_text()

@@ -111,7 +111,6 @@ CASES: list[Any] = [
 
 
 @pytest.mark.suite({
-    "2-zero1-nf4-options1-*": "codes that stay",
     "2-full_shard-int8-*": "of one byte",
     "4-hybrid_shard-*": "two axes",
 })  # fmt: skip

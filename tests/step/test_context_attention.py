@@ -76,6 +76,7 @@ def test_the_next_block_travels_beside_the_product_of_this_one() -> None:
     assert all(len(read[name]) == 1 for name in received)
 
 
+@pytest.mark.long  # a copy more is time alone
 @pytest.mark.parametrize("attention", [pytest.param("auto", marks=pytest.mark.long), "ring"])
 def test_what_is_sent_is_copied_once(attention: str) -> None:
     """Where a second axis converts it first, too."""
