@@ -72,6 +72,18 @@ def ruined(how: str, times: int, pristine: Path, folder: Path, restoring: Any) -
                 )
 
 
+@pytest.mark.suite({
+    "a run flipped": "bytes that change",
+    "a run moved": "bytes that change places",
+    "longer by zeros": "a length",
+    "a byte less": "a length",
+    "empty": "nothing",
+    "gone": "no file",
+    "no text": "no JSON",
+    "nested": "JSON too deep",
+    "a link outside": "a link",
+    "noise": "anything",
+})  # fmt: skip
 @pytest.mark.parametrize("how", corrupt.BYTES)
 def test_a_ruined_file_is_found_and_named(how: str, roots: Any, restoring: Any, tmp_path: Path) -> None:
     """Each file in turn: 20 ways, 4 files, 6 times."""

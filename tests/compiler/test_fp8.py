@@ -110,6 +110,14 @@ def step_on(
 MIXED = {"rules": [("up", fs.LayoutSpec(fs.P(None, "shard"), compute_dtype=FP8, scaling="rowwise"))]}
 
 
+@pytest.mark.suite({
+    "1-no_shard-policy0": "one rank",
+    "4-hybrid_shard-policy4": "two axes",
+    "2-full_shard-policy7": "rows, gathered in eight bits",
+    "3-full_shard-policy11": "rows that three ranks do not divide",
+    "2-no_shard-policy9": "rows, whole",
+    "2-full_shard-policy12": "a bucket of both",
+})  # fmt: skip
 @pytest.mark.parametrize(
     ("ranks", "preset", "policy"),
     [

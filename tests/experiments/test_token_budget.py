@@ -38,6 +38,10 @@ def parts_of(config: Any) -> tuple[Any, Any, Any]:
 # ------------------------------------------------------------------ losses
 
 
+@pytest.mark.suite({
+    "dpo": "with a reference",
+    "simpo": "without",
+})  # fmt: skip
 @pytest.mark.parametrize("name", ["dpo", "ipo", "simpo"])
 def test_packed_pairs_have_the_loss_of_padded_ones(model, data, tmp_path, name):
     config = config_of(model, data, tmp_path, "method=lora", f"objective={name}", "data.tokens=96")
