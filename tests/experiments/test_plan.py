@@ -152,19 +152,26 @@ def test_a_pipeline_takes_micro_batches_in_groups_as_large_as_it_is() -> None:
         assert not planner.is_valid(wrong), wrong
 
 
-def test_the_line_that_is_printed_is_the_plan() -> None:
+PRINTED = {
+    "tiers": DecoderPlan(2, 4, optimizer="host", remat=0.5),
+    "tensor": DecoderPlan(1, 4, 2, micro_rows=2, remat="unit", keep=True, optimizer_dtype="bfloat16"),
+    "breadth": DecoderPlan(1, 8, order="breadth", remat="unit"),
+    "pipeline": DecoderPlan(1, 4, pipeline=2, remat="unit", keep=True),
+}  # fmt: skip
+
+
+@pytest.mark.suite({
+    "tensor": "axes, dtypes, and leaves that stay gathered",
+    "breadth": "an order",
+})  # fmt: skip
+@pytest.mark.parametrize("name", PRINTED)
+def test_the_line_that_is_printed_is_the_plan(name: str) -> None:
     """`explain` predicts for it what the search did."""
-    planner = planner_of(8, "rows=16", two := "model.layers=2")
-    for plan in (
-        DecoderPlan(2, 4, optimizer="host", remat=0.5),
-        DecoderPlan(1, 4, 2, micro_rows=2, remat="unit", keep=True, optimizer_dtype="bfloat16"),
-        DecoderPlan(1, 8, order="breadth", remat="unit"),
-        DecoderPlan(1, 4, pipeline=2, remat="unit", keep=True),
-    ):
-        found = explain(config_of(two, *plan.overrides(16).split(), spec=EXPLAIN))
-        exact = planner.price_exactly(plan)
-        assert found.memory.peak_bytes == exact.peak_bytes
-        assert found.timeline.step_seconds == pytest.approx(exact.seconds, rel=1e-9)
+    planner, plan = planner_of(8, "rows=16", two := "model.layers=2"), PRINTED[name]
+    found = explain(config_of(two, *plan.overrides(16).split(), spec=EXPLAIN))
+    exact = planner.price_exactly(plan)
+    assert found.memory.peak_bytes == exact.peak_bytes
+    assert found.timeline.step_seconds == pytest.approx(exact.seconds, rel=1e-9)
 
 
 def outline(segments: Segments) -> list[Any]:
