@@ -195,6 +195,7 @@ def measure(
     slots = {
         path: _slots_on_rank(family, schedule.specs[path], mesh) for path, family in schedule.families.items()
     }
+
     context = DryContext(
         schedule,
         tracker,
@@ -205,6 +206,8 @@ def measure(
         updates=UpdateMemory(schedule, slots, compiled_update),
         rank=mesh.rank,
     )
+
+    # Run it, and find the worst moment; the transport's own buffers are there throughout.
     env, constants = _make_inputs(tracker, schedule, program, batch_bytes, slots)
     context.run(env)
     transport_bytes = comm.transport_bytes()
@@ -212,6 +215,7 @@ def measure(
         replace(m, device={**m.device, BUFFERS: m.device[BUFFERS] + transport_bytes}) for m in tracker.moments
     )
     worst = max(moments, key=lambda m: m.bytes)
+
     # After the last line only the state is left.
     resident = {c: tracker.categories[c] for c in (PARAMETERS, OPTIMIZER)}
     resident |= {BUFFERS: transport_bytes, INPUTS: constants}
