@@ -169,7 +169,7 @@ def test_a_gradient_that_is_not_linear_is_given_the_whole_one(inputs: Any) -> No
     assert_placed(trace_whole(normalised, params, batch), params, batch, inputs)
 
 
-@hypothesis.settings(MODEST, max_examples=8)
+@hypothesis.settings(MODEST, max_examples=4)
 @hypothesis.given(programs(), st.randoms(use_true_random=False))
 def test_any_program_on_any_split(program: Any, draw: Any) -> None:
     """Programs of the grammar, whose leaves and batch are split somehow."""
@@ -205,6 +205,10 @@ def drops(p: dict[str, Tensor], x: Tensor) -> Tensor:
     return (h.sum() + F.scaled_dot_product_attention(q, q, q, dropout_p=0.3)).sum()
 
 
+@pytest.mark.suite({
+    "S(1)": "parts",
+    "S(2, outer=2)": "parts of several blocks each",
+})  # fmt: skip
 @pytest.mark.parametrize("split", [Split(0), Split(1), Split(2), Split(0, 2), Split(2, 2)], ids=str)
 def test_masks_are_those_of_one_device(split: Split) -> None:
     params, batch = {"w": rows(4, 8, 8)}, (rows(4, 8, 8),)

@@ -218,6 +218,7 @@ RUN = " ".join(
 )  # fmt: skip
 
 
+@pytest.mark.long  # each measures for seconds
 @pytest.mark.parametrize(
     ("case", "overrides"),
     [

@@ -45,6 +45,11 @@ def _models() -> Iterator[Any]:
             yield pytest.param(name, preset, marks=[] if quick else pytest.mark.long)
 
 
+@pytest.mark.suite(but={
+    "penalty-*": "test_transforms has gradients of gradients",
+    "complex_leaves-*": "test_complex",
+    "masked_mean-*": "test_matrix",
+})  # fmt: skip
 @pytest.mark.parametrize(("name", "preset"), list(_models()))
 def test_every_model(name: str, preset: str) -> None:
     world = 4 if spread(name, preset) else 2
@@ -137,6 +142,10 @@ SOME = {  # numbers of a leaf whose gradient is NaN, and whether a step that rea
 }
 
 
+@pytest.mark.suite({
+    "*-16": "all is read",
+    "one-5000": "a part is read",
+})  # fmt: skip
 @pytest.mark.parametrize("width", [16, 5000])
 @pytest.mark.parametrize("kind", SOME)
 def test_gradients_that_are_not_finite_are_said_at_once_or_by_the_next_loss(kind: str, width: int) -> None:
