@@ -133,6 +133,7 @@ def main(job: Job) -> None:
     """Run the command line of a job, or be one of its ranks."""
     if sys.argv[1:2] == [AS_RANK]:
         be_rank_of_file(job, Path(sys.argv[2]))
+    gc.enable()  # see `experiments`
     exit_with(lambda: run(job))
 
 
@@ -489,8 +490,7 @@ def be_rank(job: Job, values: Mapping[str, Any]) -> NoReturn:
     # The first operator of any step imports this, which takes seconds. Here no other rank waits for it.
     import torch._dynamo  # noqa: F401
 
-    gc.freeze()
-    gc.enable()  # see `experiments`
+    gc.disable()  # until the first step, see `experiments`
     config, stop = build(values["config"], job.command.config), Stop()
 
     def work() -> None:

@@ -132,6 +132,96 @@ def test_a_leaf_that_a_rank_keeps_costs_its_slot_and_nobody_waits(ranks, who):
         assert first == second == last
 
 
+# ------------------------------------------------------------------ leaves that stay
+def _stays(rank: int) -> dict[str, Any]:
+    """Gathers of a leaf whose blocks stay where it was gathered, and of one that a rank holds elsewhere."""
+    by = connect(make_mesh(shard=2, device="cpu"), timeout=20)
+    memory, total = by.host.memories[0], 2 * NUMEL
+    seen: dict[str, Any] = {"wrote": [], "used": []}
+
+    def gather(block: Tensor) -> tuple[Tensor, Tensor]:
+        def write(leaves: list[Tensor]) -> None:
+            seen["wrote"][-1] = True
+            leaves[0].view(2, NUMEL)[rank] = block
+
+        moved: list[Tensor] = []
+        seen["wrote"].append(False)
+        blocks = [(block, rank * NUMEL)]
+        handle = by.gather_leaves([(0, total)], total, torch.float32, write, ("shard",), blocks, moved.extend)
+        seen["used"].append(by.transport_bytes())
+        return handle.wait()[0], moved[0]
+
+    leaf, block = gather(torch.full((NUMEL,), float(rank)))
+    assert memory.offset_of(block) is not None and block.untyped_storage().nbytes() == block.nbytes
+    check([leaf], 0.0)
+    del leaf
+    by.gather_object("")  # as a step's reduction does, it lets nobody write what a peer still reads
+    block += 10.0 + rank  # what an update does
+    leaf, again = gather(block)
+    assert again is block
+    assert torch.equal(leaf.view(2, NUMEL)[:, 0], torch.tensor([10.0, 12.0]))
+    del leaf
+    for value in range(3):  # what does not stay takes other memory, again and again the same
+        check(issue(by, float(value)).wait(), float(value))
+    assert block[0] == 10.0 + 2 * rank
+    # One rank has its block elsewhere: all write theirs, and both blocks move.
+    leaf, block = gather(block.clone() if rank else block)
+    assert torch.equal(leaf.view(2, NUMEL)[:, 0], torch.tensor([10.0, 12.0]))
+    del leaf, again
+    leaf, block = gather(block)
+    del leaf, block
+    by.gather_object("")
+    check(issue(by, 1.0).wait(), 1.0)
+    seen["used"].append(by.transport_bytes())
+    by.close()
+    return seen
+
+
+def test_blocks_stay_where_their_leaf_was_gathered_as_long_as_they_live(ranks):
+    for seen in ranks(2).run(_stays):
+        assert seen["wrote"] == [True, False, True, False]
+        assert seen["used"][1] == seen["used"][0] and seen["used"][-1] == seen["used"][-2]
+
+
+def _trained(rank: int, other: bool) -> tuple[list[float], list[int], dict[str, Tensor]]:
+    """Losses of steps, how many leaves were written before each of them, and whole parameters.
+
+    Args:
+        other: whether another state trains in turn, and a rank puts blocks of its own into the state.
+    """
+    model, mesh = model_of("gpt"), make_mesh(shard=2, device="cpu")
+    step = sharded.make_step(mesh, model, sharded.specs_of(model, "full_shard", mesh), fs.optim.adamw(1e-2))
+    state, losses, written = step.init(model.params), [], []
+    second = step.init(model.params) if other else None
+    plain = Packer.write_blocks
+
+    def write(self: Packer, *args: Any) -> None:
+        written[-1] += 1
+        plain(self, *args)
+
+    with mock.patch.object(Packer, "write_blocks", write):
+        for number in range(6):
+            batch = sharded.part(model.batch(number), rank, 2)
+            if other:
+                second, _ = step(second, *sharded.part(model.batch(9 - number), rank, 2))
+            if other and number == 3 and rank:
+                state = state.copy()
+            written.append(0)
+            state, metrics = step(state, *batch)
+            losses.append(metrics["loss"].item())
+    params = fs.unshard(state.params, step.specs, mesh)
+    connection(mesh).close()
+    return losses, written, {p: v.clone() for p, v in params.items()}
+
+
+def test_a_step_copies_no_leaf_that_has_been_gathered_before(ranks):
+    for losses, written, params in ranks(2).run(_trained, False):
+        assert written[0] > 0 and not any(written[1:])
+        for others, moved, same in ranks(2).run(_trained, True):
+            assert others == losses and all(torch.equal(same[p], v) for p, v in params.items())
+            assert moved[0] and moved[3] and not any(moved[n] for n in (1, 2, 4, 5))
+
+
 # ------------------------------------------------------------------ peers that fail
 def _differ(rank: int) -> str:
     by = connect(make_mesh(shard=2, device="cpu"), timeout=5)
@@ -213,11 +303,9 @@ def _watched(rank: int, clip: bool) -> dict[str, Any]:
 
         return run
 
-    def gather(
-        units: Units, name: str, runs: Any, total: int, dtype: torch.dtype, write: Any
-    ) -> list[Tensor]:
+    def gather(units: Units, name: str, runs: Any, total: int, dtype: torch.dtype, *how: Any) -> Any:
         seen["sent"] += total * dtype.itemsize if name == "reduce_pair" else 0
-        return plain(units, name, runs, total, dtype, write)
+        return plain(units, name, runs, total, dtype, *how)
 
     plain = Units.gather
     with step.watching(watch), mock.patch.object(Units, "gather", gather):

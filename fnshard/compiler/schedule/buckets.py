@@ -143,16 +143,20 @@ def replica_axes(bucket: Bucket, specs: Mapping[str, LayoutSpec], axes: Sequence
     return tuple(a for a in gradient_axes(bucket, specs, axes) if a not in bucket.axes)
 
 
+def in_rank_order(bucket: Bucket, mesh: Mesh) -> bool:
+    """Return whether each leaf is the blocks of the bucket's ranks one after another, without padding."""
+    ranks = mesh.axes_size(bucket.axes)
+    split = all(p.layout.axes == p.layout.entries(0) == bucket.axes for p in bucket.pieces)  # none is Fused
+    return split and all(math.prod(p.shape) == ranks * p.numel for p in bucket.pieces)
+
+
 def end_to_end(bucket: Bucket, mesh: Mesh) -> bool:
     """Return whether a collective can read and write the leaves where they lie.
 
     It can where each leaf is the blocks of the bucket's ranks one after another, and a row is blocks without
     gaps.
     """
-    ranks = mesh.axes_size(bucket.axes)
-    split = all(p.layout.axes == p.layout.entries(0) == bucket.axes for p in bucket.pieces)  # none is Fused
-    whole = all(math.prod(p.shape) == ranks * p.numel for p in bucket.pieces)
-    return split and whole and sum(p.numel for p in bucket.pieces) == bucket.numel
+    return in_rank_order(bucket, mesh) and sum(p.numel for p in bucket.pieces) == bucket.numel
 
 
 def leaf_runs(bucket: Bucket) -> tuple[list[tuple[int, int]], int]:
