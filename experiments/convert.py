@@ -41,10 +41,13 @@ WRITTEN = tuple(name for name, each in FORMATS.items() if each.write is not None
 
 @configuration
 class ConvertConfig:
-    """`source`, `target`: FROM and TO. `to`: the format that is written, fnshard, dcp, torch or hf; null: a
-    torch file where TO ends like one, else dcp of a checkpoint of fnshard, and fnshard of any other. `model`:
-    a model directory with a config.json, whose module says what leaves are called; null: they keep their
-    names. `layout`: of a DCP folder, fsdp, accelerate or torchtitan."""
+    """The keys of the command.
+
+    `source` and `target` are FROM and TO. `to` is the format that is written: fnshard, dcp, torch or hf; null
+    is torch where TO ends like a torch file, else dcp for a checkpoint of fnshard, and fnshard for any other.
+    `model` is a model directory with a config.json, whose module says what leaves are called; null keeps
+    their names. `layout` is that of a DCP folder which is written: fsdp, accelerate or torchtitan.
+    """
 
     source: str
     target: str

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.compare.outcome import Outcome
-from experiments.compare.table import names_of, points
+from experiments.compare.table import name_runs, points
 from experiments.lib.metrics import smooth
 from fnshard.plot.scales import byte_text
 
@@ -67,7 +67,7 @@ def peak_chart(peak: Mapping[str, int]) -> dict[str, Any]:
 
 def labels(outcomes: Sequence[Outcome]) -> dict[Any, str]:
     """Return a name for each run, by what distinguishes it."""
-    return {folder: name or folder.name for folder, name in names_of(outcomes).items()}
+    return {folder: name or folder.name for folder, name in name_runs(outcomes).items()}
 
 
 def line(name: str, curve: Sequence[tuple[float, float]], colour: str, **more: Any) -> dict[str, Any]:
