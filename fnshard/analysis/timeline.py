@@ -40,6 +40,7 @@ from torch import fx
 
 from fnshard.analysis.flops import GraphCost, graph_cost
 from fnshard.analysis.hardware import Hardware, Link, mfu
+from fnshard.analysis.transport import transport_of
 from fnshard.compiler.ir.values import SCALARS, Kind, ValueName, slots
 from fnshard.compiler.kernels.segments import Way
 from fnshard.compiler.schedule.buckets import Bucket, end_to_end
@@ -151,6 +152,10 @@ class HardwarePricer:
         """Return whether a collective reads and writes leaves in place, as `Group` does on accelerators."""
         alike = end_to_end(self.bucket(line), self.schedule.mesh) and line.in_place(self.schedule)
         return self.hardware.overlap and alike
+
+    def reads_in_place(self, line: Gather) -> bool:
+        """Return whether a gather copies nothing: ranks of this host read leaves where they are stored."""
+        return transport_of(self.schedule.mesh) == "shared" and line.keeps_place(self.schedule)
 
     def here_or_on_host(self, line: Instruction, size: float) -> Price:
         """Return the price of a cast or sum of so many bytes, on the host if the values rest there."""

@@ -222,7 +222,8 @@ class Counting:
     ) -> Handle[list[Tensor]] | None:  # fmt: skip
         """Gather leaves, see `Shared.gather_leaves`.
 
-        A unit's slot is free when the last of its leaves dies. Leaves that stay take no memory besides that of the stored blocks, which are counted already.
+        A unit's slot is free when the last of its leaves dies. Leaves that stay take no memory besides that
+        of the stored blocks, which are counted already.
         """
         if self.kind != "shared" or self._ranks(axes) == 1:
             return None

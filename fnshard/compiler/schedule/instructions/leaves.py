@@ -324,6 +324,8 @@ class Gather(OfBucket):
 
     def price(self, pricer: Pricer) -> Price:
         bucket, specs = pricer.bucket(self), pricer.schedule.specs
+        if pricer.reads_in_place(self):
+            return pricer.copy(0.0, **pricer.collective("gather", bucket.axes, 0.0))
         as_stored = all(specs[p].storage_dtype == bucket.dtype for p in bucket.paths)
         return _price_of_blocks(self, pricer, copied=not (as_stored and pricer.skips_packing(self)))
 
@@ -331,7 +333,8 @@ class Gather(OfBucket):
     def wait_price(cls, wait: Wait, pricer: Pricer) -> Price:
         issue = pricer.schedule.issues[wait.reads[0]]
         size = pricer.leaf_bytes(pricer.bucket(wait), "compute_dtype")
-        return pricer.copy(0.0 if pricer.skips_packing(issue) else wait.rows_bytes(pricer.schedule) + size)
+        copied = not (pricer.skips_packing(issue) or pricer.reads_in_place(issue))
+        return pricer.copy(wait.rows_bytes(pricer.schedule) + size if copied else 0.0)
 
 
 @dataclass(frozen=True)
