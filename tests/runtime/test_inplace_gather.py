@@ -15,7 +15,7 @@ from torch import Tensor
 
 import fnshard as fs
 from fnshard.compiler.schedule.buckets import end_to_end, leaf_runs, make_buckets
-from fnshard.compiler.schedule.instructions import Gather
+from fnshard.compiler.schedule.instructions import Gather, Update
 from fnshard.errors import CollectiveError
 from fnshard.layout.partition import Fused
 from fnshard.layout.spec import LayoutSpec, P
@@ -228,6 +228,37 @@ def test_a_step_copies_no_leaf_that_has_been_gathered_before(ranks):
         assert written[1] > 1 and sum(written) == written[1]
         assert others == losses and all(torch.equal(same[p], v) for p, v in params.items())
         assert [n for n, count in enumerate(moved) if count] == [0, 1, 7]
+
+
+def _schedule(optimizer: Any, **policy: Any) -> Any:
+    mesh = make_mesh(shard=2, abstract=True)
+    params = {f"layers.{i}.w": torch.ones(8, 8) for i in range(3)}
+    specs = fs.presets.full_shard(params, mesh, **policy)
+    loss = lambda p, x: sum((x.to(w.dtype) @ w).tanh().sum() for w in p.values())  # noqa: E731
+    how = {"mesh": mesh, "backend": "eager", "prefetch": 0, "overlap": 0}
+    step = fs.shard_step(loss, specs, optimizer=optimizer, **how)
+    return step.lower(params, torch.ones(2, 8)).schedule
+
+
+def _staying(schedule: Any) -> set[str]:
+    lines = [line for line in schedule.instructions if isinstance(line, Gather)]
+    return {line.bucket for line in lines if line.keeps_place(schedule)}
+
+
+def test_leaves_stay_where_no_rank_writes_what_another_still_reads():
+    schedule = _schedule(fs.optim.sgd(0.1))
+    buckets = {line.bucket for line in schedule.instructions if isinstance(line, Gather)}
+    assert len(buckets) == 3 and _staying(schedule) == buckets
+    # An update before the last reader: a peer may still read the leaf then.
+    lines = list(schedule.instructions)
+    update = next(line for line in lines if isinstance(line, Update))
+    lines.remove(update)
+    read = [k for k, line in enumerate(lines) if any(n.path in update.paths for n in line.drops)]
+    early = schedule.with_instructions([*lines[: read[0]], update, *lines[read[0] :]])
+    assert _staying(early) == buckets - {f"gather/{update.unit}"}
+    # The state is not this step's to move, or leaves are cast on their way.
+    assert _staying(_schedule(None)) == set()
+    assert _staying(_schedule(fs.optim.sgd(0.1), compute_dtype=torch.bfloat16)) == set()
 
 
 # ------------------------------------------------------------------ peers that fail
