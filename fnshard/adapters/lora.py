@@ -204,7 +204,7 @@ def init_adapters(
 
 
 def _as_parameter(leaf: Tensor, trains: bool) -> Tensor:
-    """Return a leaf as a parameter that does not train (or does); a buffer as it is."""
+    """Return a leaf as a parameter that trains or does not; a buffer as it is."""
     if is_buffer(leaf) or not leaf.is_floating_point():
         return leaf
     parameter = nn.Parameter(leaf.detach(), requires_grad=trains)
