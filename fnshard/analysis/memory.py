@@ -265,6 +265,7 @@ def _make_inputs(
     for path, parts in slots.items():
         where = OPTIMIZER, schedule.specs[path].optimizer_memory
         env[ValueName(Kind.SLOTS, path)] = {n: new(*part, *where) for n, part in parts.items()}
+    # Micro-batches lie in the storage of the whole batch; keys and the like have their own.
     whole = {ValueName(Kind.BATCH, n): new((size,), torch.uint8, INPUTS) for n, size in batch_bytes.items()}
     for node, entry in zip(program.placeholders, program.inputs, strict=True):
         value, base = node.meta["val"], entry.value_name
