@@ -178,6 +178,7 @@ class HardwarePricer:
         return self._flights[key]
 
     def _fly(self, verb: str, axes: tuple[str, ...], size: float) -> dict[str, Any]:
+        """Price a collective: its seconds, and how long it occupies each kind of link."""
         if (verb, axes) not in self._links:
             ranks, h = self.schedule.mesh.group_ranks(axes, 0), self.hardware
             self._links[verb, axes] = h.link(ranks), len(ranks), h.adapters(verb, ranks)
@@ -210,6 +211,7 @@ class HardwarePricer:
         return self._flights[key]
 
     def _send(self, stage: int, size: float) -> dict[str, Any]:
+        """Price a message to another stage."""
         mesh, here = self.schedule.mesh, self.schedule.stage
         ranks = mesh.partner(here, 0), mesh.partner(stage, 0)
         link = self.hardware.link(ranks)

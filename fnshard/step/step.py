@@ -359,6 +359,7 @@ class Step(Compiled):
 
     @cached_property
     def _slots_of_all(self) -> Slots:
+        """Return shapes and dtypes of the optimizer state of all stages' leaves."""
         return slot_blocks(self.optimizer, self.resolved.stored, self.mesh)
 
     @property

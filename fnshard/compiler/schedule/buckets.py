@@ -109,6 +109,7 @@ def _choose_name(name: str, taken: set[str]) -> str:
 def _place_leaves(
     specs: Mapping[str, LayoutSpec], mesh: Mesh, layout: Callable[[LayoutSpec], P], dtype: torch.dtype
 ) -> tuple[tuple[Piece, ...], int]:
+    """Return where each leaf lies in a bucket, and the bucket's length."""
     blocks = [block_shape(spec.shape, layout(spec), mesh) for spec in specs.values()]
     starts, total = _align([math.prod(b) for b in blocks], dtype)
     pieces = tuple(
