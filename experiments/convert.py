@@ -41,10 +41,13 @@ WRITTEN = tuple(name for name, each in FORMATS.items() if each.write is not None
 
 @configuration
 class ConvertConfig:
-    """`source`, `target`: FROM and TO. `to`: the format that is written, fnshard, dcp, torch or hf; null: a
-    torch file where TO ends like one, else dcp of a checkpoint of fnshard, and fnshard of any other. `model`:
-    a model directory with a config.json, whose module says what leaves are called; null: they keep their
-    names. `layout`: of a DCP folder, fsdp, accelerate or torchtitan."""
+    """The whole configuration of a conversion, from `source` (FROM) to `target` (TO).
+
+    `to` is the format that is written: fnshard, dcp, torch or hf. Null stands for a torch file if TO ends
+    like one, for dcp if FROM is a checkpoint of fnshard, and otherwise for fnshard. `model` is a model
+    directory with a config.json, whose module says what leaves are called; null keeps their names. `layout`
+    is that of a DCP folder: fsdp, accelerate or torchtitan.
+    """
 
     source: str
     target: str

@@ -66,6 +66,7 @@ from experiments.tuning.table import OBJECTIVES
 from fnshard.launcher.rank import Stop
 
 BEFORE, SAMPLES = "before.json", "samples.txt"
+TASKS = ("prompts", "answers")  # the built-in data of problems, which the base "tasks" has seen
 WIDTHS = 8  # the positions of a row of answers are a multiple of it
 Measured = dict[str, Any]  # held-out numbers by name, and "answers"
 
@@ -119,10 +120,8 @@ def prepare(config: FinetuneConfig) -> FinetuneConfig:
     # base that has seen such tasks.
     base_options = (f"run.backend={run.backend}", f"run.device={run.device}")
     if is_base:
-        has_builtin_tasks = (
-            config.objective.kind.data == "prompts" and data.train is None and config.model == "stdlib"
-        )
-        name = "tasks" if has_builtin_tasks else config.model
+        are_tasks = data.train is None and config.objective.kind.examples in TASKS
+        name = "tasks" if are_tasks and config.model == "stdlib" else config.model
         if name in ("stdlib", "tasks"):  # what does not fit the model shows before it is trained
             directory_of(replace(config, model=keep_base("tiny")))
         model = directory_of(replace(config, model=keep_base(name, *base_options)))

@@ -252,6 +252,28 @@ def warming_files(folder: str | Path) -> tuple[Path, Path]:
     return train, _write_problems(folder, "held_out_warming", held_out)
 
 
+def answer_files(folder: str | Path) -> tuple[Path, Path]:
+    """Write `train_answers.jsonl` and `held_out_answers.jsonl`: problems with a right and a wrong answer.
+
+    The wrong one lacks its last character, or has another one in a place.
+    """
+    draw, names = random.Random(2), ("train_answers.jsonl", "held_out_answers.jsonl")
+    sides = [
+        [{"prompt": p, "chosen": right, "rejected": _spoil(right, draw)} for p, right in problems]
+        for problems in _draw_problems()
+    ]
+    return tuple(write_lines(Path(folder, name), lines) for name, lines in zip(names, sides, strict=True))
+
+
+def _spoil(answer: str, draw: random.Random) -> str:
+    """Return a wrong answer that is one slip away from the right one."""
+    if len(answer) > 1 and draw.random() < 0.5:
+        return answer[:-1]
+    place = draw.randrange(len(answer))
+    kind = next(signs for signs in ("0123456789", "+-*") if answer[place] in signs)
+    return answer[:place] + draw.choice(kind.replace(answer[place], "")) + answer[place + 1 :]
+
+
 def _draw_problems() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
     """Return draws of all problems but one in `ONE_IN`, as many of each kind, and those that are held out."""
     draw, held_out, kinds = random.Random(0), [], []

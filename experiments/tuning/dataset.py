@@ -28,6 +28,7 @@ from torch import Tensor
 
 import fnshard as fs
 from experiments.data.builtin import (
+    answer_files,
     image_files,
     label_files,
     pair_files,
@@ -61,8 +62,8 @@ MOST_SHOWN = 600  # the most characters that are shown of one stretch of a sampl
 OPENING = 32  # the first tokens of a plain text, which are shown as a prompt
 SHOWN = 4  # the held-out prompts that are shown
 BUILT_IN: dict[str, Callable[[Path], tuple[Path, Path]]] = {
-    "samples": sft_files, "pairs": pair_files, "prompts": task_files, "labels": label_files,
-    "twins": twin_files,
+    "samples": sft_files, "pairs": pair_files, "prompts": task_files, "answers": answer_files,
+    "labels": label_files, "words": word_files, "twins": twin_files, "images": image_files,
 }  # fmt: skip
 
 DOCUMENTS = 250  # the most documents of a row, since CUDA's kernel takes 256
@@ -471,10 +472,8 @@ def prepare_data(config: FinetuneConfig) -> FinetuneConfig:
     )  # fmt: skip
     files = [data.train, data.held_out]
     if data.train is None:
-        sees = tokenizer.images and kind.data == "samples"
-        make, of = (image_files, "images") if sees else (BUILT_IN[kind.data], "stdlib")
-        make = word_files if config.objective.level == "token" else make
-        files = list(map(str, make((DATA / of).resolve())))
+        of = "images" if tokenizer.images and kind.data == "samples" else kind.examples
+        files = list(map(str, BUILT_IN[of]((DATA / of).resolve())))
     classes = config.objective.classes
     if kind.data == "labels":
         classes = classes or find_classes(files[0])
