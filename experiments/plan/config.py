@@ -34,9 +34,10 @@ from experiments.lib.decoder import DecoderConfig
 if TYPE_CHECKING:
     from experiments.explain.subject import Subject
 
-BATCH_TOKENS = 4_000_000  # about so many in a step, where nothing is said
-DEVICE_SHARE = 0.9  # of a device's memory that a step may take, where nothing is said
-# Keys of the main job that a plan depends on; a recipe may have others, which the plan chooses or leaves out.
+BATCH_TOKENS = 4_000_000  # about as many tokens has a step by default
+DEVICE_SHARE = 0.9  # the share of a device's memory that a step may take by default
+# The keys of the main job that a plan depends on. A recipe may have others, which the plan chooses, or which
+# have no effect on it.
 IN_PLAN = {"run": (), "data": ("rows",), "mesh": (), "strategy": ()}
 
 
@@ -45,13 +46,14 @@ class PlanConfig:
     """The whole configuration of `experiments.plan`. It takes recipes of the main job, whose model,
     precision, optimizer and rows count here.
 
-    `devices`: how many there are. `days`: instead, the fewest that read `tokens` in so many days are
-    looked for, by powers of two up to `most_devices`. `rows`: of a step's batch, of all ranks; null: the
-    power of two that makes about four million tokens. `tokens`: that the whole training reads, of data of
-    one's own the rows; null: 20 tokens a parameter, and no number of rows. `optimizer_dtypes`: of the
-    optimizer's state, that are tried besides the precision's: fewer bytes, and other numbers. `device_gb`:
-    what a step may take of a device, in 1e9 bytes; null: nine tenths of what the hardware has (the rest is
-    the allocator's and NCCL's).
+    `devices`: the number of devices. `days`: in place of `devices`, the number of days in which `tokens` are
+    to be read; the search finds the fewest devices that do, by powers of two up to `most_devices`. `rows`:
+    the rows of a step's batch on all ranks; null is the power of two that makes about four million tokens.
+    `tokens`: the tokens that the whole training reads, or the rows, of data of one's own; null is 20 tokens a
+    parameter, and no number of rows. `optimizer_dtypes`: dtypes of the optimizer's state that are tried
+    besides the precision's; they take fewer bytes, and give other numbers. `device_gb`: the bytes of a device
+    that a step may take, in 1e9; null is nine tenths of what the hardware has (the rest belongs to the
+    allocator and NCCL).
     """
 
     model: DecoderConfig | Target
@@ -89,8 +91,8 @@ class PlanConfig:
 
     @cached_property
     def is_layered(self) -> bool:
-        """Return whether few layers say what all need: of a decoder, and of a language model of one's own
-        that has a key `layers` and leaves `layers.0`, `layers.1` and so on."""
+        """Return whether few layers say what all need. That holds for the main job's decoder, and for a
+        language model of one's own that has a key `layers` and leaves `layers.0`, `layers.1` and so on."""
         if self.is_decoder:
             return True
         count = self.model.get("layers") if isinstance(self.model, dict) and self.objective is None else None
@@ -98,12 +100,12 @@ class PlanConfig:
 
     @property
     def layers(self) -> int:
-        """Return how many layers there are; 1 of another model, looked at as a whole."""
+        """Return the number of layers, which is 1 for a model that is looked at as a whole."""
         return (self.model.layers if self.is_decoder else self.model["layers"]) if self.is_layered else 1
 
     @cached_property
     def odd_layers(self) -> int:
-        """Return behind how many of the first layers all are alike."""
+        """Return the number of first layers behind which all layers are alike."""
         if self.is_decoder or not self.is_layered:
             return 0
         *first, last = self._shapes_by_layer.values()
@@ -111,7 +113,8 @@ class PlanConfig:
 
     @cached_property
     def experts(self) -> int:
-        """Return what an axis of experts has to divide: how many a layer has; 1 of a model without."""
+        """Return the number of experts of a layer, which the axis "expert" has to divide; 1 without
+        experts."""
         if self.is_decoder:
             return 1
         named = tree_of(self._whole.params)
@@ -128,20 +131,21 @@ class PlanConfig:
 
     @cached_property
     def _whole(self) -> Subject:
-        """Return the model as it is."""
+        """Return the model with all its layers."""
         from experiments.explain.subject import subject_of
 
         return subject_of(self)
 
     @property
     def row_tokens(self) -> int:
-        """Return how many tokens a row has; 1 of data of one's own, where rows are counted."""
+        """Return the number of tokens of a row, which is 1 for data of one's own, where rows are counted."""
         if self.objective is not None:
             return 1
         return self.model["context"] if isinstance(self.model, dict) else self.model.context
 
     @property
     def unit(self) -> str:
+        """Return the name of what is counted: tokens, or rows of data of one's own."""
         return "token" if self.objective is None else "row"
 
     @property
@@ -150,8 +154,8 @@ class PlanConfig:
         return self.model.parameters if self.is_decoder else self._whole.parameters
 
     def subject(self, layers: int) -> Subject:
-        """Return what is trained, with so many layers. It is made once: a model and data of one's own may
-        take a while."""
+        """Return the model and its data, with some layers. They are made once, since a model and data of
+        one's own may take a while."""
         from experiments.explain.subject import subject_of  # and with it torch
 
         if not self.is_layered:
@@ -166,21 +170,21 @@ class PlanConfig:
 
     @property
     def budget(self) -> int | None:
-        """Return the tokens, or rows, that the whole training reads; None where nobody has said how many rows
-        of one's own data."""
+        """Return the number of tokens, or rows, that the whole training reads; None where nobody has said how
+        many rows of one's own data."""
         if self.tokens is None and self.unit == "row":
             return None
         return int(self.tokens or PER_PARAMETER * self.parameters)
 
     @property
     def batch_rows(self) -> int:
-        """Return the rows of a step, of all ranks: as they are said for the plan, or in a recipe."""
+        """Return the rows of a step on all ranks, from the plan's configuration or from a recipe."""
         said = self.rows or rows_of(self.data)["rows"]
         return said or 2 ** max(0, round(math.log2(BATCH_TOKENS / self.row_tokens)))
 
-    def is_split(self, mesh: MeshConfig) -> bool:
-        """Return whether axes can split the model so: of one's own model nobody knows what divides its
-        matrices."""
+    def can_split(self, mesh: MeshConfig) -> bool:
+        """Return whether a mesh can split the model. Matrices of a model of one's own are not split, since
+        nobody knows what divides them."""
         if self.is_decoder:
             return not uneven_splits(self.model, mesh)
         is_whole = mesh.tensor * mesh.context == 1 and (mesh.pipeline == 1 or self.is_layered)
@@ -188,7 +192,7 @@ class PlanConfig:
 
 
 def layer_of(name: str) -> int | None:
-    """Return the number of the layer that a unit, or a leaf, is of; None of others.
+    """Return the number of the layer that a unit or a leaf belongs to; None if it belongs to none.
 
     >>> layer_of("layers.12.mlp.up"), layer_of("head.weight")
     (12, None)

@@ -1,4 +1,4 @@
-"""Report: the best plan in words, numbers and a picture; what it takes, and why its rivals lose."""
+"""Report: it shows the best plan in words, numbers and a picture, what it takes, and why its rivals lose."""
 
 from __future__ import annotations
 
@@ -18,39 +18,41 @@ from experiments.lib.config import StrategyConfig, TrainConfig
 from experiments.lib.files import write_json, write_text
 from experiments.lib.plan import hardware_of
 from experiments.plan.config import DEVICE_SHARE, IN_PLAN, PlanConfig
-from experiments.plan.search import Knobs, Planner
+from experiments.plan.search import DecoderPlan, Planner
 from fnshard.analysis.hardware import Hardware, mfu
 from fnshard.plot.scales import byte_text, digits, rough, time_text
 from fnshard.search.price import PARTS, Candidate
 
-RIVALS = 5
-WIDE = 10  # from so many times the least on, an axis is logarithmic
-# Keys of the main job, and groups, whose values are the plan's.
+RIVALS = 5  # so many plans that were not taken are shown
+WIDE = 10  # an axis whose largest value is so many times its least is logarithmic
+# The keys and groups of the main job whose values the plan decides.
 DECIDED = ("strategy", "mesh", "specs", "data.rows", "run.accumulate", "run.accumulate_mode",
            "run.micro_order", "run.device_gb", "run.disk_dir")  # fmt: skip
 Say = Callable[[str], None]
 
 
 def write_plan(config: PlanConfig, folder: Path) -> None:
-    """Print the best plan and why, and leave it in a folder with a picture of all that were looked at."""
+    """Print the best plan and why it is the best, and write it to a folder, with a picture of all plans that
+    were looked at."""
     hardware = hardware_of(config.hardware.name)
     config = replace(config, precision=config.precision.on("cuda" if hardware.overlap else "cpu", sums=True))
 
     def say(text: str) -> None:
         print(f"  {text}", flush=True)
 
-    planner, best = planned(config, hardware, say)
-    text = as_text(planner, best, _given())
+    planner, best = find_plan(config, hardware, say)
+    text = as_text(planner, best, _read_given_arguments())
     print(text, flush=True)
     write_text(folder / "plan.txt", text + "\n")
-    write_json(folder / "plan.json", numbers(planner, best))
-    picture(planner, best, folder / "plan.png")
+    write_json(folder / "plan.json", as_dict(planner, best))
+    draw_plans(planner, best, folder / "plan.png")
     print(f"\nresults: {folder}", flush=True)
 
 
-def _given() -> str:
-    """Return the arguments of this command line that the main job takes, too, as a shell takes them; without
-    what the plan decides. The precision is always among them, as the main job has another default."""
+def _read_given_arguments() -> str:
+    """Return the arguments of this command line that the main job takes, too, quoted for a shell, without
+    those that the plan decides. The precision is always among them, since the main job has another
+    default."""
     if not HydraConfig.initialized():
         return ""
     here = HydraConfig.get()
@@ -67,26 +69,26 @@ def _given() -> str:
     return shlex.join([*(f"--config-dir={path}" for path in folders), *left])
 
 
-def run_line(knobs: Knobs, config: PlanConfig, given: str) -> str:
-    """Return the command of the main job that runs a plan. Where a recipe has other values than the plan, the
-    plan's are said, also those that are the main job's defaults.
+def format_run_line(plan: DecoderPlan, config: PlanConfig, given: str) -> str:
+    """Return the command of the main job that runs a plan. Where a recipe has another value than the plan,
+    the plan's is named, even if it is the main job's default.
 
     Args:
         given: arguments of the search that the main job takes, too.
     """
-    words = knobs.overrides(config.batch_rows).split()
+    words = plan.overrides(config.batch_rows).split()
     known = {word.partition("=")[0] for word in words}
     run = {"accumulate": 1, "accumulate_mode": "reduce", "micro_order": "depth", "device_gb": None,
            "disk_dir": None}  # fmt: skip
-    # How much room experts have is said, and no part of the plan.
+    # The room for experts is given, and no part of the plan.
     room = config.mesh.expert_capacity
     words += [f"mesh.expert_capacity={room}"] if room is not None else []
-    plan = {
-        "strategy": vars(StrategyConfig(name=knobs.preset, remat=knobs.remat, **knobs.tiers)),
-        "mesh": vars(replace(knobs.mesh, expert_capacity=room)),
+    groups = {
+        "strategy": vars(StrategyConfig(name=plan.preset, remat=plan.remat, **plan.tiers)),
+        "mesh": vars(replace(plan.mesh, expert_capacity=room)),
         "run": run,
     }
-    for group, values in plan.items():
+    for group, values in groups.items():
         for name, value in values.items():
             key, before = f"{group}.{name}", getattr(getattr(config, group), name)
             if key not in known and name != "name" and before != value:
@@ -95,27 +97,27 @@ def run_line(knobs: Knobs, config: PlanConfig, given: str) -> str:
     return " ".join(filter(None, ("python -m experiments.train", given, *words)))
 
 
-def planned(config: PlanConfig, hardware: Hardware, say: Say) -> tuple[Planner, Candidate]:
-    """Find the best plan on so many devices; or on the fewest that are done in so many days.
+def find_plan(config: PlanConfig, hardware: Hardware, say: Say) -> tuple[Planner, Candidate]:
+    """Find the best plan on the devices; with `days`, on the fewest devices that are done in time.
 
     Raises:
-        BudgetError: none fits, or is fast enough; says what would.
+        BudgetError: no plan fits, or is fast enough. The error says what would.
     """
     if config.days is None:
         planner = Planner(config, config.devices, hardware)
-        best = planner.best(say)
+        best = planner.find_best(say)
         if best.peak_bytes > planner.budget:
-            raise too_big(planner, best)
+            raise make_too_big_error(planner, best)
         return planner, best
     slow = "no number of devices that divides the rows of a step was tried"
-    for devices in _doubled(config, hardware):
+    for devices in _list_device_counts(config, hardware):
         say(counted(devices, "device"))
         planner = Planner(config, devices, hardware)
         if planner.is_too_small():
             slow = f"{counted(devices, 'device')} cannot hold the model"
             continue
-        best = planner.best(say)
-        took = days_of(planner, best)
+        best = planner.find_best(say)
+        took = count_days(planner, best)
         if best.peak_bytes <= planner.budget and took <= config.days:
             return planner, best
         slow = f"{counted(devices, 'device')} would take {digits(took)} days"
@@ -125,18 +127,18 @@ def planned(config: PlanConfig, hardware: Hardware, say: Say) -> tuple[Planner, 
     )
 
 
-def _doubled(config: PlanConfig, hardware: Hardware) -> list[int]:
-    """Return numbers of devices, from the first that could be fast enough: at six tenths of the data
-    sheet."""
+def _list_device_counts(config: PlanConfig, hardware: Hardware) -> list[int]:
+    """Return the numbers of devices to try, from the first that could be fast enough at six tenths of the
+    data sheet's FLOPs."""
     sheet = 0.6 * max(hardware.peak_flops.values())
     least = 6 * config.parameters * config.budget / (sheet * 86_400 * config.days)
     found = [2**n for n in range(config.most_devices.bit_length())]
     return [n for n in found if n >= least and n <= config.most_devices]
 
 
-def too_big(planner: Planner, best: Candidate) -> fs.BudgetError:
-    """Make the error that nothing fits: it names the plan that lacks least, and the fewest devices that hold
-    it."""
+def make_too_big_error(planner: Planner, best: Candidate) -> fs.BudgetError:
+    """Make the error that nothing fits, which names the plan that lacks least and the fewest devices that
+    hold the model."""
     config, more = planner.config, planner.devices
     while more < config.most_devices:
         more *= 2
@@ -156,25 +158,25 @@ def too_big(planner: Planner, best: Candidate) -> fs.BudgetError:
 # ------------------------------------------------------------------ words and numbers
 
 
-def days_of(planner: Planner, candidate: Candidate) -> float:
-    """Return how many days the whole training takes by a plan."""
+def count_days(planner: Planner, candidate: Candidate) -> float:
+    """Return the number of days that the whole training takes by a plan."""
     config = planner.config
     return candidate.seconds * config.budget / (config.batch_rows * config.row_tokens) / 86_400
 
 
 def as_text(planner: Planner, best: Candidate, given: str = "") -> str:
-    """Return what is said of a plan: what it is, what it takes and costs, and why its rivals lose.
+    """Return the text about a plan: what it is, what it takes and costs, and why its rivals lose.
 
-    What is predicted of time has two digits and, where published steps were compared, the interval of most of
-    them.
+    Predicted times have two digits, and an interval where the hardware's predictions were compared with
+    published steps: most of these lie in it.
 
     Args:
-        given: as of `run_line`.
+        given: arguments of the search that the main job takes, too.
     """
     config, hardware = planner.config, planner.hardware
     unit, context = config.unit, f", context {config.row_tokens:,}" if config.unit == "token" else ""
     tokens = config.batch_rows * config.row_tokens
-    micro, price = planner.micro_batches(best.choice), config.hardware.price_per_hour
+    micro, price = planner.count_micro_batches(best.choice), config.hardware.price_per_hour
     shares = hardware.spread or ()
 
     def between(value: float, text: Callable[[float], str]) -> str:
@@ -183,8 +185,8 @@ def as_text(planner: Planner, best: Candidate, given: str = "") -> str:
 
     training = {}
     if config.budget is not None:
-        days = days_of(planner, best)
-        took = between(86_400 * days, duration_text)
+        days = count_days(planner, best)
+        took = between(86_400 * days, format_duration)
         if price is not None:
             total = between(days, lambda d: f"${big(rough(price * 24 * d * planner.devices))}")
             took += f", {total} at ${price:g} an hour for each device"
@@ -199,7 +201,7 @@ def as_text(planner: Planner, best: Candidate, given: str = "") -> str:
     links = f"assumed to send {near} from a device within a node of {hardware.ranks_per_node}"
     if planner.devices > hardware.ranks_per_node:
         links += f", {far} between nodes"
-    over = over_nodes(planner.mesh(best.choice), hardware)
+    over = over_nodes(planner.make_mesh(best.choice), hardware)
     rows = {
         "model": f"{config.parameters:,} parameters{context}",
         "devices": f"{planner.devices:,} × {hardware.name}; {over}",
@@ -209,31 +211,32 @@ def as_text(planner: Planner, best: Candidate, given: str = "") -> str:
         "plan": best.choice.overrides(config.batch_rows),
         "peak memory": f"{byte_text(best.peak_bytes)} of {byte_text(planner.budget)}"
         + (f", {byte_text(best.host_bytes)} on the host" if best.host_bytes else ""),
-        "left over": left_over(planner, best),
-        "step time": f"{between(best.seconds, duration_text)}, {utilisation}: {', '.join(parts)}",
+        "left over": explain_left_over(planner, best),
+        "step time": f"{between(best.seconds, format_duration)}, {utilisation}: {', '.join(parts)}",
         "speed": f"{big(rough(tokens / best.seconds / planner.devices))} {unit}s a second on each device",
         **training,
         "not in it": "restarts, saves, evaluation, loading of data",
-        "run": run_line(best.choice, config, given),
+        "run": format_run_line(best.choice, config, given),
     }  # fmt: skip
     wide = max(map(len, rows)) + 2
     lines = [f"{name.ljust(wide)}{text}" for name, text in rows.items()]
     idle = without_effect(config, IN_PLAN) + (["specs"] if config.specs is not None else [])
     if idle:
         lines.append(f"chosen by the plan, or without effect on it: {', '.join(idle)}")
-    others = rivals(planner, best)
+    others = find_rivals(planner, best)
     cut_short = " before the search was cut short" * planner.work.is_spent()
     lines += ["", f"rivals, of {len(planner.seen)} plans looked at{cut_short}:"]
     lines += [
-        f"  {c.choice.overrides(config.batch_rows)}\n    {why(c, best, planner.budget)}" for c in others
+        f"  {c.choice.overrides(config.batch_rows)}\n    {explain_loss(c, best, planner.budget)}"
+        for c in others
     ]
     return "\n".join(lines)
 
 
-def duration_text(seconds: float) -> str:
-    """Return a time in two digits, in days, hours or less.
+def format_duration(seconds: float) -> str:
+    """Return a time in two digits, in days, hours or smaller units.
 
-    >>> duration_text(20_000_000), duration_text(12_096), duration_text(59.35)
+    >>> format_duration(20_000_000), format_duration(12_096), format_duration(59.35)
     ('230 days', '3.4 hours', '59 s')
     """
     for unit, name in ((86_400, "days"), (3_600, "hours")):
@@ -242,8 +245,8 @@ def duration_text(seconds: float) -> str:
     return time_text(rough(seconds))
 
 
-def left_over(planner: Planner, best: Candidate) -> str:
-    """Say why a plan leaves memory unused: what would make it faster takes more than there is."""
+def explain_left_over(planner: Planner, best: Candidate) -> str:
+    """Return why a plan leaves memory unused: faster plans take more than there is."""
     left, sheet = planner.budget - best.peak_bytes, planner.hardware.memory_bytes
     faster = [c for c in planner.seen.values() if c.seconds < best.seconds and c.peak_bytes > planner.budget]
     said = f"{byte_text(left)}: "
@@ -261,12 +264,10 @@ def left_over(planner: Planner, best: Candidate) -> str:
     return said
 
 
-def rivals(planner: Planner, best: Candidate) -> list[Candidate]:
-    """Return plans that were not taken, each with the best recomputation that was tried for it.
-
-    These are the fastest that fit, and the fastest that do not.
-    """
-    by_frame: dict[Knobs, Candidate] = {}
+def find_rivals(planner: Planner, best: Candidate) -> list[Candidate]:
+    """Return the fastest of the plans that were not taken, some that fit and some that do not. Plans that
+    differ in what they recompute count as one, the best of them."""
+    by_frame: dict[DecoderPlan, Candidate] = {}
     for candidate in planner.seen.values():
         frame = replace(candidate.choice, remat="none")
         by_frame[frame] = min(by_frame.get(frame, candidate), candidate, key=planner.walk.cost)
@@ -278,8 +279,8 @@ def rivals(planner: Planner, best: Candidate) -> list[Candidate]:
     return [*fit[: RIVALS - len(shown)], *shown]
 
 
-def why(candidate: Candidate, best: Candidate, budget: int) -> str:
-    """Say why a plan was not taken."""
+def explain_loss(candidate: Candidate, best: Candidate, budget: int) -> str:
+    """Return why a plan was not taken."""
     slower = candidate.relative_slowdown(best)
     gaps = {n: candidate.parts[n] - best.parts[n] for n in PARTS}
     most = max(gaps, key=gaps.__getitem__)
@@ -291,33 +292,33 @@ def why(candidate: Candidate, best: Candidate, budget: int) -> str:
     return f"{much}: {time_text(rough(gaps[most]))} more {PARTS[most]}; {byte_text(candidate.peak_bytes)}"
 
 
-def numbers(planner: Planner, best: Candidate) -> dict[str, Any]:
-    """Return plain values, of the best plan first and of all others."""
+def as_dict(planner: Planner, best: Candidate) -> dict[str, Any]:
+    """Return the plans as plain values, the best and all that were looked at."""
     config, rows = planner.config, planner.config.batch_rows
 
     def plain(c: Candidate) -> dict[str, Any]:
         values = {name: value for name, value in vars(c).items() if name != "choice"}
-        return {**values, "knobs": vars(c.choice), "parts": dict(c.parts), "run": c.choice.overrides(rows)}
+        return {**values, "plan": vars(c.choice), "parts": dict(c.parts), "run": c.choice.overrides(rows)}
 
     return {
         "hardware": planner.hardware.name, "devices": planner.devices, "budget_bytes": planner.budget,
         "rows": rows, "tokens": config.budget,
-        "days": None if config.budget is None else days_of(planner, best),
+        "days": None if config.budget is None else count_days(planner, best),
         "interval": planner.hardware.spread, "best": plain(best),
         "looked_at": [plain(c) for c in planner.seen.values()],
     }  # fmt: skip
 
 
-def picture(planner: Planner, best: Candidate, path: Path) -> None:
-    """Draw memory against time of all plans that were looked at, and mark those that no other beats in
-    both."""
+def draw_plans(planner: Planner, best: Candidate, path: Path) -> None:
+    """Draw memory against time of all plans that were looked at, with a line through those that no other
+    beats in both."""
     import matplotlib.pyplot as plt
     from matplotlib import ticker
 
     some = sorted(planner.seen.values(), key=lambda c: c.peak_bytes)
     figure, axes = plt.subplots(figsize=(6.5, 4.8), layout="constrained")
     axes.scatter([c.peak_bytes / 1e9 for c in some], [c.seconds for c in some], s=12, label="looked at")
-    front = pareto(some)
+    front = find_pareto_front(some)
     axes.step(
         [c.peak_bytes / 1e9 for c in front], [c.seconds for c in front], where="post", label="not beaten"
     )
@@ -340,8 +341,9 @@ def picture(planner: Planner, best: Candidate, path: Path) -> None:
     plt.close(figure)
 
 
-def pareto(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return, of plans in the order of their memory, those that are faster than all that take less."""
+def find_pareto_front(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return the plans that are faster than all that take less memory. They come in the order of their
+    memory."""
     out: list[Candidate] = []
     for each in candidates:
         if not out or each.seconds < out[-1].seconds:

@@ -1,4 +1,4 @@
-"""Unroll a trace of few layers: give the segments of a model with many.
+"""Unroll: it makes the segments of a model with many layers from a trace of few.
 
 Layers are alike, so tracing each of them would find the same again. The segments of one from the middle stand
 for all that were not traced: their leaves are of other layers, and what they read of the layer before is that
@@ -20,7 +20,11 @@ BEHIND = 2  # layers of the trace that stay behind those that are added: the las
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer of a program that is cut: its segments, and the exchanges behind each of them."""
+    """A layer of a program that is cut into segments.
+
+    Args:
+        exchanges: the exchanges behind each of its segments.
+    """
 
     number: int
     segments: tuple[Segment, ...]
@@ -28,7 +32,7 @@ class Layer:
 
     @property
     def places(self) -> dict[ValueName, tuple[int, int]]:
-        """The place in the layer of each value that the layer makes."""
+        """Return the place in the layer of each value that the layer makes."""
         out = {}
         for place, (segment, exchanges) in enumerate(zip(self.segments, self.exchanges, strict=True)):
             names = [*segment.outputs, *(each.received for each in exchanges)]
@@ -37,10 +41,10 @@ class Layer:
 
 
 def unroll(segments: Segments, layers: int) -> Segments | None:
-    """Return the segments of a program with so many layers.
+    """Return the segments of a program with `layers` layers.
 
     Args:
-        segments: of a program with fewer.
+        segments: the segments of a program with fewer.
 
     Returns:
         None where the layers of `segments` are not alike, or read more than the layer before them.
@@ -104,7 +108,8 @@ def find_layers(segments: Segments) -> list[Layer] | None:
 
 
 def describe(layer: Layer, before: Layer) -> list[Any]:
-    """Return what a layer does, by places in it and in the layer before: equal for equal layers."""
+    """Return what a layer does, with places in it and in the layer before for names. It is equal for equal
+    layers."""
     own, earlier = layer.places, before.places
 
     def place(name: ValueName) -> Any:
@@ -127,7 +132,7 @@ def name_copy(name: ValueName, copy: int) -> ValueName:
 
 
 def rename_segment(segment: Segment, index: int, names: dict[ValueName, ValueName], by: int) -> Segment:
-    """Return a segment with other values, and the leaves of a layer that comes so much later."""
+    """Return a segment with other values, and with the leaves of a layer that comes `by` layers later."""
 
     def later(text: str) -> str:
         number = layer_of(text)

@@ -27,8 +27,16 @@ from experiments.lib.config import StrategyConfig
 from experiments.plan import report, search
 from experiments.plan.__main__ import write
 from experiments.plan.config import COMMAND
-from experiments.plan.report import as_text, days_of, numbers, picture, planned, rivals, too_big
-from experiments.plan.search import TIERS, Knobs, Planner
+from experiments.plan.report import (
+    as_dict,
+    as_text,
+    count_days,
+    draw_plans,
+    find_plan,
+    find_rivals,
+    make_too_big_error,
+)
+from experiments.plan.search import TIERS, DecoderPlan, Planner
 from experiments.plan.unroll import unroll
 from experiments.train import COMMAND as TRAIN
 from fnshard.analysis.hardware import Hardware
@@ -57,64 +65,72 @@ def planner_of(devices: int, *overrides: str) -> Planner:
 
 
 PLANS = [
-    Knobs(1, 8), Knobs(1, 8, remat="unit"), Knobs(1, 8, remat=0.5, micro_rows=2), Knobs(1, 8, keep=True),
-    Knobs(2, 4, optimizer="host"), Knobs(2, 4, optimizer="streamed", remat="unit"), Knobs(1, 4, 2),
-    Knobs(1, 8, order="breadth", remat="unit"), Knobs(1, 2, 2, 2, remat="unit", optimizer="host"),
-    Knobs(2, 2, 2, micro_rows=2), Knobs(8, 1),
+    DecoderPlan(1, 8), DecoderPlan(1, 8, remat="unit"), DecoderPlan(1, 8, remat=0.5, micro_rows=2),
+    DecoderPlan(1, 8, keep=True),
+    DecoderPlan(2, 4, optimizer="host"), DecoderPlan(2, 4, optimizer="streamed", remat="unit"),
+    DecoderPlan(1, 4, 2),
+    DecoderPlan(1, 8, order="breadth", remat="unit"), DecoderPlan(1, 2, 2, 2, remat="unit", optimizer="host"),
+    DecoderPlan(2, 2, 2, micro_rows=2), DecoderPlan(8, 1),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "knobs",
+    "plan",
     [pytest.param(k, marks=[] if n in (5, 7) else pytest.mark.long) for n, k in enumerate(PLANS)],
     ids=str,
 )
-def test_few_layers_say_what_all_need(knobs: Knobs) -> None:
+def test_few_layers_say_what_all_need(plan: DecoderPlan) -> None:
     """Time, bytes on the device and on the host, to rounding: six layers and four micro-batches, of four
     and five layers, two and three micro-batches. What is streamed from the host may look larger."""
     planner = planner_of(8, "rows=32")
-    near, exact = planner.walk.price_once(knobs), planner.exact(knobs)
+    near, exact = planner.walk.price_once(plan), planner.price_exactly(plan)
     assert near.seconds == pytest.approx(exact.seconds, rel=1e-9)
     alike = near.peak_bytes == exact.peak_bytes
-    assert alike or (knobs.optimizer == "streamed" and near.peak_bytes > exact.peak_bytes)
+    assert alike or (plan.optimizer == "streamed" and near.peak_bytes > exact.peak_bytes)
     assert near.host_bytes == exact.host_bytes
     assert near.parts == pytest.approx(exact.parts, rel=1e-6, abs=1e-9)
 
 
 def test_plans_that_differ_in_tiers_and_recomputation_share_traces(monkeypatch: pytest.MonkeyPatch) -> None:
-    planner, plain = planner_of(2, "rows=2", FEW), Knobs(1, 2)
+    planner, plain = planner_of(2, "rows=2", FEW), DecoderPlan(1, 2)
     planner.walk.price_once(plain)
     for place in ("fnshard.step.cache.trace_and_split", "fnshard.compiler.update.family.trace_update"):
         monkeypatch.setattr(place, None)
-    others = Knobs(1, 2, keep=True, optimizer="host"), Knobs(2, 1, remat="unit"), Knobs(1, 2, remat=0.5)
+    others = (
+        DecoderPlan(1, 2, keep=True, optimizer="host"),
+        DecoderPlan(2, 1, remat="unit"),
+        DecoderPlan(1, 2, remat=0.5),
+    )
     assert all(planner.walk.price_once(each).seconds > 0 for each in others)
 
 
 def test_more_micro_batches_are_so_many_more() -> None:
     """Of a whole lowering with all eight."""
     planner = planner_of(2, "rows=16", "model.layers=4")
-    knobs = Knobs(1, 2, remat="unit")
-    whole = planner.measured(knobs, 4, 8)
-    assert planner.walk.price_once(knobs).seconds == pytest.approx(whole["seconds"], rel=1e-9)
-    assert planner.walk.price_once(knobs).peak_bytes == whole["peak"]
+    plan = DecoderPlan(1, 2, remat="unit")
+    whole = planner.measure(plan, 4, 8)
+    assert planner.walk.price_once(plan).seconds == pytest.approx(whole["seconds"], rel=1e-9)
+    assert planner.walk.price_once(plan).peak_bytes == whole["peak"]
 
 
 PIPELINES = [
-    Knobs(1, 2, pipeline=2), Knobs(1, 1, pipeline=8, keep=True), Knobs(1, 1, 2, pipeline=4, chunks=2),
-    Knobs(2, 1, pipeline=4, remat="unit", optimizer="host"), Knobs(1, 1, pipeline=6, micro_rows=2, remat=0.5),
-    Knobs(1, 1, 2, pipeline=4, order="zero_bubble", remat=0.5, keep=True),
+    DecoderPlan(1, 2, pipeline=2), DecoderPlan(1, 1, pipeline=8, keep=True),
+    DecoderPlan(1, 1, 2, pipeline=4, chunks=2),
+    DecoderPlan(2, 1, pipeline=4, remat="unit", optimizer="host"),
+    DecoderPlan(1, 1, pipeline=6, micro_rows=2, remat=0.5),
+    DecoderPlan(1, 1, 2, pipeline=4, order="zero_bubble", remat=0.5, keep=True),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "knobs",
+    "plan",
     [pytest.param(k, marks=[] if n == 1 else pytest.mark.long) for n, k in enumerate(PIPELINES)],
     ids=str,
 )
-def test_few_stages_layers_and_micro_batches_say_what_a_pipeline_needs(knobs: Knobs) -> None:
-    devices = math.prod(getattr(knobs, axis) for axis in search.AXES)
-    planner = planner_of(devices, f"rows={knobs.pipeline * 8}", "model.layers=24")
-    near, exact = planner.walk.price_once(knobs), planner.exact(knobs)
+def test_few_stages_layers_and_micro_batches_say_what_a_pipeline_needs(plan: DecoderPlan) -> None:
+    devices = math.prod(getattr(plan, axis) for axis in search.AXES)
+    planner = planner_of(devices, f"rows={plan.pipeline * 8}", "model.layers=24")
+    near, exact = planner.walk.price_once(plan), planner.price_exactly(plan)
     assert near.seconds == pytest.approx(exact.seconds, rel=0.05)
     assert near.peak_bytes == pytest.approx(exact.peak_bytes, rel=0.05)
     assert near.flops == pytest.approx(exact.flops, rel=0.05)
@@ -122,10 +138,13 @@ def test_few_stages_layers_and_micro_batches_say_what_a_pipeline_needs(knobs: Kn
 
 def test_a_pipeline_takes_micro_batches_in_groups_as_large_as_it_is() -> None:
     planner = planner_of(4, "rows=16")
-    assert planner.is_valid(Knobs(1, 1, pipeline=4)) and planner.is_valid(Knobs(1, 2, pipeline=2, chunks=3))
+    assert planner.is_valid(DecoderPlan(1, 1, pipeline=4)) and planner.is_valid(
+        DecoderPlan(1, 2, pipeline=2, chunks=3)
+    )
     for wrong in (
-        Knobs(1, 1, pipeline=4, micro_rows=8), Knobs(1, 4, chunks=2), Knobs(1, 2, pipeline=2, chunks=5),
-        Knobs(1, 1, pipeline=4, order="breadth"), Knobs(1, 4, order="zero_bubble"),
+        DecoderPlan(1, 1, pipeline=4, micro_rows=8), DecoderPlan(1, 4, chunks=2),
+        DecoderPlan(1, 2, pipeline=2, chunks=5),
+        DecoderPlan(1, 1, pipeline=4, order="breadth"), DecoderPlan(1, 4, order="zero_bubble"),
     ):  # fmt: skip
         assert not planner.is_valid(wrong), wrong
 
@@ -133,14 +152,14 @@ def test_a_pipeline_takes_micro_batches_in_groups_as_large_as_it_is() -> None:
 def test_the_line_that_is_printed_is_the_plan() -> None:
     """`explain` predicts for it what the search did."""
     planner = planner_of(8, "rows=16", two := "model.layers=2")
-    for knobs in (
-        Knobs(2, 4, optimizer="host", remat=0.5),
-        Knobs(1, 4, 2, micro_rows=2, remat="unit", keep=True, optimizer_dtype="bfloat16"),
-        Knobs(1, 8, order="breadth", remat="unit"),
-        Knobs(1, 4, pipeline=2, remat="unit", keep=True),
+    for plan in (
+        DecoderPlan(2, 4, optimizer="host", remat=0.5),
+        DecoderPlan(1, 4, 2, micro_rows=2, remat="unit", keep=True, optimizer_dtype="bfloat16"),
+        DecoderPlan(1, 8, order="breadth", remat="unit"),
+        DecoderPlan(1, 4, pipeline=2, remat="unit", keep=True),
     ):
-        found = explain(config_of(two, *knobs.overrides(16).split(), spec=EXPLAIN))
-        exact = planner.exact(knobs)
+        found = explain(config_of(two, *plan.overrides(16).split(), spec=EXPLAIN))
+        exact = planner.price_exactly(plan)
         assert found.memory.peak_bytes == exact.peak_bytes
         assert found.timeline.step_seconds == pytest.approx(exact.seconds, rel=1e-9)
 
@@ -162,11 +181,15 @@ def outline(segments: Segments) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "knobs", [Knobs(1, 2), Knobs(1, 1, 2), pytest.param(Knobs(1, 1, 1, 2), marks=pytest.mark.long)], ids=str
+    "plan",
+    [DecoderPlan(1, 2), DecoderPlan(1, 1, 2), pytest.param(DecoderPlan(1, 1, 1, 2), marks=pytest.mark.long)],
+    ids=str,
 )
-def test_few_layers_unrolled_are_what_a_trace_of_all_gives(knobs: Knobs) -> None:
+def test_few_layers_unrolled_are_what_a_trace_of_all_gives(plan: DecoderPlan) -> None:
     planner = planner_of(2, "rows=4", "model.layers=9")
-    traced, few = (step.front(*batch).segments for step, batch in (planner.step(knobs, n, 1) for n in (9, 4)))
+    traced, few = (
+        step.front(*batch).segments for step, batch in (planner.make_step(plan, n, 1) for n in (9, 4))
+    )
     made = unroll(few, 9)
     assert outline(made) == outline(traced)
     assert {str(n) for s in made.segments for n in s.outputs} <= made.values.keys()
@@ -195,31 +218,31 @@ def test_layers_that_are_not_alike_or_read_further_back_are_not_unrolled() -> No
 SEARCHES = [(2, 0.0005), *((n, b) for n in (1, 4, 8) for b in (0.002, 0.001, 0.0007))]
 
 
-def neighbours_of(planner: Planner, knobs: Knobs) -> list[Knobs]:
-    """All valid plans of which one knob differs, or two: axes by a factor, rows by a factor."""
+def neighbours_of(planner: Planner, plan: DecoderPlan) -> list[DecoderPlan]:
+    """All valid plans of which one field differs, or two: axes by a factor, rows by a factor."""
 
     def factors(size: int) -> list[int]:
         return [size * 2, *([size // 2] if size % 2 == 0 else [])]
 
     axes = [
         {a: x // 2, b: y * 2}
-        for a, x in vars(knobs).items() if a in search.AXES and x % 2 == 0
-        for b, y in vars(knobs).items() if b in search.AXES and b != a
+        for a, x in vars(plan).items() if a in search.AXES and x % 2 == 0
+        for b, y in vars(plan).items() if b in search.AXES and b != a
     ]  # fmt: skip
     changes = [
-        *axes, *({"micro_rows": n} for n in factors(knobs.micro_rows)), {"keep": not knobs.keep},
+        *axes, *({"micro_rows": n} for n in factors(plan.micro_rows)), {"keep": not plan.keep},
         *({"optimizer": t} for t in TIERS),
     ]  # fmt: skip
     both = [{}, *changes, *(a | b for a in changes for b in changes)]
-    return [k for c in both if planner.is_valid(k := replace(knobs, **c))]
+    return [k for c in both if planner.is_valid(k := replace(plan, **c))]
 
 
 def check_neighbours(planner: Planner, draw: random.Random, count: int, shares: list[float]) -> None:
-    """One or two knobs change, and what is recomputed to one of these shares."""
-    best = planner.best()
+    """One or two fields change, and what is recomputed to one of these shares."""
+    best = planner.find_best()
     assert best.peak_bytes <= planner.budget
-    for knobs in draw.choices(neighbours_of(planner, best.choice), k=count):
-        each = planner.exact(replace(knobs, remat=draw.choice(shares)))
+    for plan in draw.choices(neighbours_of(planner, best.choice), k=count):
+        each = planner.price_exactly(replace(plan, remat=draw.choice(shares)))
         assert each.peak_bytes > planner.budget or each.seconds >= best.seconds * (1 - 1e-3), each
 
 
@@ -239,18 +262,18 @@ def test_of_many_neighbours_none_is_faster_and_fits(devices: int, budget: float)
 def test_two_moves_of_which_one_alone_is_not_valid_are_a_pair() -> None:
     planner = planner_of(8, "rows=8")
     rows = planner.moves()["rows"]
-    assert planner.walk.one_move_away(Knobs(1, 8), rows) == []  # a rank has one row
-    pairs = planner.walk.two_moves_away(Knobs(1, 8))
-    assert Knobs(1, 4, 2, micro_rows=2) in pairs and Knobs(1, 2, 2, 2) in pairs
-    assert Knobs(2, 4) in planner.walk.two_moves_away(Knobs(1, 8, keep=True))
+    assert planner.walk.one_move_away(DecoderPlan(1, 8), rows) == []  # a rank has one row
+    pairs = planner.walk.two_moves_away(DecoderPlan(1, 8))
+    assert DecoderPlan(1, 4, 2, micro_rows=2) in pairs and DecoderPlan(1, 2, 2, 2) in pairs
+    assert DecoderPlan(2, 4) in planner.walk.two_moves_away(DecoderPlan(1, 8, keep=True))
 
 
 @pytest.mark.long
 def test_a_walk_begins_with_all_rows_and_at_no_split_that_a_lesser_one_rules_out() -> None:
     roomy, tight = (planner_of(4, "rows=16", FEW, f"device_gb={gb}") for gb in (1.0, 1e-6))
     begun = list(roomy.starts())
-    plain = [knobs for knobs in begun if knobs.pipeline == 1]
-    assert plain[0] == Knobs(1, 4, micro_rows=4) and len(plain) < len(list(roomy.splits()))
+    plain = [plan for plan in begun if plan.pipeline == 1]
+    assert plain[0] == DecoderPlan(1, 4, micro_rows=4) and len(plain) < len(list(roomy.splits()))
     assert list(roomy.starts()) == begun  # also when these have prices
     nothing_fits = list(tight.starts())
     assert [replace(k, micro_rows=1) for k in nothing_fits] == nothing_fits
@@ -259,27 +282,27 @@ def test_a_walk_begins_with_all_rows_and_at_no_split_that_a_lesser_one_rules_out
 
 def test_a_step_goes_further_ahead_only_where_it_waits_for_collectives() -> None:
     """By one kernel at a time, and to three at most; the main job is told to go as far."""
-    planner, knobs = planner_of(8, "rows=8"), Knobs(1, 8)
+    planner, plan = planner_of(8, "rows=8"), DecoderPlan(1, 8)
 
-    def ahead_of(knobs: Knobs, waiting: float) -> set[tuple[int, int]]:
-        planner.seen[knobs] = Candidate(knobs, 1e9, 1.0, parts={"communication": waiting})
-        steps = planner.walk.one_move_away(knobs, planner.moves()["ahead"])
+    def ahead_of(plan: DecoderPlan, waiting: float) -> set[tuple[int, int]]:
+        planner.seen[plan] = Candidate(plan, 1e9, 1.0, parts={"communication": waiting})
+        steps = planner.walk.one_move_away(plan, planner.moves()["ahead"])
         return {(k.prefetch, k.overlap) for k in steps}
 
-    assert ahead_of(knobs, 0.0) == set() and ahead_of(knobs, 0.5) == {(2, 1), (1, 2)}
-    assert ahead_of(replace(knobs, prefetch=3, overlap=2), 0.5) == {(2, 2), (3, 1), (3, 3)}
-    assert ahead_of(replace(knobs, prefetch=3, overlap=2), 0.0) == {(2, 2), (3, 1)}
+    assert ahead_of(plan, 0.0) == set() and ahead_of(plan, 0.5) == {(2, 1), (1, 2)}
+    assert ahead_of(replace(plan, prefetch=3, overlap=2), 0.5) == {(2, 2), (3, 1), (3, 3)}
+    assert ahead_of(replace(plan, prefetch=3, overlap=2), 0.0) == {(2, 2), (3, 1)}
     planner.hardware = Hardware.named("cpu")  # nothing runs beside a kernel
-    assert ahead_of(knobs, 0.5) == set()
+    assert ahead_of(plan, 0.5) == set()
 
 
 def test_the_line_of_a_plan_that_goes_further_ahead_is_that_plan() -> None:
     planner = planner_of(8, "rows=8", two := "model.layers=2")
-    words = (knobs := Knobs(1, 8, prefetch=2, overlap=3)).overrides(8).split()
+    words = (plan := DecoderPlan(1, 8, prefetch=2, overlap=3)).overrides(8).split()
     run = config_of(two, "model.vocab=256", *words, spec=TRAIN).strategy
     found = explain(config_of(two, *words, spec=EXPLAIN))
     assert (run.prefetch_forward, run.prefetch_backward, run.overlap) == (2, 2, 3)
-    exact = planner.exact(knobs)
+    exact = planner.price_exactly(plan)
     assert found.memory.peak_bytes == exact.peak_bytes
     assert found.timeline.step_seconds == pytest.approx(exact.seconds, rel=1e-9)
 
@@ -288,9 +311,9 @@ def test_the_line_of_a_plan_that_goes_further_ahead_is_that_plan() -> None:
 @pytest.mark.parametrize("ahead", [(2, 1), (1, 2), (2, 2), (3, 3)], ids=str)
 def test_few_layers_say_what_all_need_further_ahead(ahead: tuple[int, int]) -> None:
     planner = planner_of(8, "rows=8", "model.layers=12")
-    for knobs in (Knobs(1, 8), Knobs(1, 4, 2, remat="unit")):
-        knobs = replace(knobs, prefetch=ahead[0], overlap=ahead[1])
-        near, exact = planner.walk.price_once(knobs), planner.exact(knobs)
+    for plan in (DecoderPlan(1, 8), DecoderPlan(1, 4, 2, remat="unit")):
+        plan = replace(plan, prefetch=ahead[0], overlap=ahead[1])
+        near, exact = planner.walk.price_once(plan), planner.price_exactly(plan)
         assert near.seconds == pytest.approx(exact.seconds, rel=1e-9)
         assert near.peak_bytes == exact.peak_bytes
 
@@ -298,13 +321,13 @@ def test_few_layers_say_what_all_need_further_ahead(ahead: tuple[int, int]) -> N
 def test_recomputation_is_as_little_as_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "SHARES", EIGHTHS)
     planner = planner_of(1, "rows=64", "model.layers=3")
-    knobs = Knobs(1, 1, micro_rows=64)
+    plan = DecoderPlan(1, 1, micro_rows=64)
     shares = [k / EIGHTHS for k in range(EIGHTHS + 1)]
-    tried = [planner.walk.price_once(replace(knobs, remat=share)) for share in shares]
+    tried = [planner.walk.price_once(replace(plan, remat=share)) for share in shares]
     assert tried[-1].peak_bytes > tried[0].peak_bytes
     for budget in sorted({c.peak_bytes for c in tried})[:-1]:
         tight = replace(planner.config, device_gb=budget / 1e9 + 1e-9)
-        found = replace(planner, config=tight).walk.within_budget(knobs)
+        found = replace(planner, config=tight).walk.within_budget(plan)
         least = min(c.seconds for c in tried if c.peak_bytes <= budget)
         # Bytes and time of so small a model are not monotone in the share: bisection may miss some percent.
         assert found.peak_bytes <= budget and found.seconds <= least * 1.05
@@ -313,11 +336,11 @@ def test_recomputation_is_as_little_as_fits(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_budget_is_kept_and_costs_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "SHARES", EIGHTHS)
     free = planner_of(1, "rows=4", "device_gb=1", FEW)
-    fast = free.best()
+    fast = free.find_best()
     tight = replace(free, config=replace(free.config, device_gb=0.8e-9 * fast.peak_bytes))
-    small = tight.best()
+    small = tight.find_best()
     assert small.peak_bytes <= tight.budget < fast.peak_bytes and fast.seconds < small.seconds
-    assert len({c.choice for c in rivals(tight, small)}) == 5
+    assert len({c.choice for c in find_rivals(tight, small)}) == 5
     said = as_text(tight, small, "model=own")
     assert "too many" in said and "slower" in said and "experiments.train model=own strategy=" in said
 
@@ -327,36 +350,36 @@ def test_a_narrower_optimizer_is_tried_where_it_is_allowed(monkeypatch: pytest.M
     monkeypatch.setattr(search, "SHARES", 1)  # all or nothing is recomputed
     monkeypatch.setattr(search, "TIERS", {"device": {}})
     planner = planner_of(1, "rows=2", "optimizer_dtypes=[bfloat16]", FEW)
-    least = Knobs(1, 1, remat="unit")
+    least = DecoderPlan(1, 1, remat="unit")
     wide, narrow = (
         planner.walk.price_once(replace(least, optimizer_dtype=d)).peak_bytes for d in (None, "bfloat16")
     )
     planner.config = replace(planner.config, device_gb=(wide + narrow) / 2e9)
-    best = planner.best()
+    best = planner.find_best()
     assert best.choice.optimizer_dtype == "bfloat16" and best.peak_bytes <= planner.budget
 
 
 def test_the_fewest_devices_for_so_many_days(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where twice the devices are twice as fast."""
-    fake = lambda self, knobs, depths: Candidate(knobs, 1e3, 2e-4 / self.devices)  # noqa: E731
-    monkeypatch.setattr(Planner, "_predicted", fake)
+    fake = lambda self, plan, depths: Candidate(plan, 1e3, 2e-4 / self.devices)  # noqa: E731
+    monkeypatch.setattr(Planner, "_price_layers", fake)
     config, said = config_of("days=0.14", "tokens=1e10", "rows=2", "most_devices=2"), []
     made: list[Planner] = []
     monkeypatch.setattr(report, "Planner", lambda *args: made.append(Planner(*args)) or made[-1])
-    planner, best = planned(config, H100, said.append)
+    planner, best = find_plan(config, H100, said.append)
     fewer = made[-2]
-    assert planner.devices == 2 * fewer.devices > 1 and days_of(planner, best) <= 0.14
-    assert all(days_of(fewer, c) > 0.14 for c in fewer.seen.values() if c.fits(fewer.budget))
+    assert planner.devices == 2 * fewer.devices > 1 and count_days(planner, best) <= 0.14
+    assert all(count_days(fewer, c) > 0.14 for c in fewer.seen.values() if c.fits(fewer.budget))
     with pytest.raises(BudgetError, match=r"not read in 1e-09 days.*Fix: more rows"):
-        planned(replace(config, days=1e-9), H100, said.append)
+        find_plan(replace(config, days=1e-9), H100, said.append)
 
 
 def test_mistakes_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "SHARES", 1)  # all or nothing is recomputed
     with pytest.raises(BudgetError, match=r"7 devices cannot share 8 rows.*Fix: rows=56, or devices=1"):
-        planner_of(7, "rows=8").best()
+        planner_of(7, "rows=8").find_best()
     with pytest.raises(BudgetError, match=r"nothing fits on 1 device:.*takes .* kB of .*Fix: devices=\d+"):
-        planned(config_of("devices=1", "rows=4", "device_gb=0.0003", FEW), H100, print)
+        find_plan(config_of("devices=1", "rows=4", "device_gb=0.0003", FEW), H100, print)
 
 
 def test_what_the_command_leaves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -366,7 +389,7 @@ def test_what_the_command_leaves(tmp_path: Path, capsys: pytest.CaptureFixture[s
     for expected in ("1 × h100", " to ", "MFU", "tokens (20 a parameter): ", "$", "rivals, of"):
         assert expected in text, expected
     kept = json.loads((tmp_path / "plan.json").read_text())
-    assert kept["best"]["knobs"]["optimizer"] in TIERS
+    assert kept["best"]["plan"]["optimizer"] in TIERS
     assert kept["best"]["seconds"] == min(
         c["seconds"] for c in kept["looked_at"] if c["peak_bytes"] <= kept["budget_bytes"]
     )
@@ -380,11 +403,11 @@ def test_the_picture_of_plans_has_a_title_units_and_numbers_that_do_not_meet(tmp
 
     planner = planner_of(8)
     for number, share in enumerate((0.0, 0.4, 0.7, 1.0)):
-        knobs, size = replace(Knobs(1, 8), micro_rows=2**number), 2e9 * spread**share
-        planner.seen[knobs] = Candidate(knobs, size, 1.3 * spread ** (1 - share))
+        plan, size = replace(DecoderPlan(1, 8), micro_rows=2**number), 2e9 * spread**share
+        planner.seen[plan] = Candidate(plan, size, 1.3 * spread ** (1 - share))
     kept = []
     monkeypatch.setattr(Figure, "savefig", lambda self, *args, **options: kept.append(self))
-    picture(planner, next(iter(planner.seen.values())), tmp_path / "plan.png")
+    draw_plans(planner, next(iter(planner.seen.values())), tmp_path / "plan.png")
     (axes,) = kept[0].axes
     assert axes.get_title() and axes.get_xlabel().endswith("GB") and axes.get_ylabel().endswith(", s")
     FigureCanvasAgg(kept[0]).draw()
@@ -401,16 +424,18 @@ def test_a_plan_takes_a_model_of_ones_own_and_a_recipe() -> None:
     own = (f"model._target_={HERE}.linear", "model.width=64", f"data._target_={HERE}.points", "data.count=8",
            f"objective._target_={HERE}.squares", "precision=fp32", "devices=2", "data.rows=4")  # fmt: skip
     config = validate(COMMAND, [*own, "experiment=laptop"])
-    planner, best = planned(config, H100, print)
+    planner, best = find_plan(config, H100, print)
     text = as_text(planner, best)
     assert config.parameters == 65 and "65 parameters" in text and "rows a second" in text
     assert "tokens" not in text and best.choice.tensor == best.choice.context == 1
-    assert "training" not in text and "$" not in text and numbers(planner, best)["days"] is None
+    assert "training" not in text and "$" not in text and as_dict(planner, best)["days"] is None
     said = as_text(replace(planner, config=replace(config, tokens=1e6)), best)
     assert "1e6 rows: " in said and "a parameter" not in said and "tokens" not in said
     with pytest.raises(ConfigError, match=r"days=3: .*tokens="):
         validate(COMMAND, [*own, "days=3"])
-    assert "model.context" not in str(too_big(replace(planner, config=replace(config, most_devices=1)), best))
+    assert "model.context" not in str(
+        make_too_big_error(replace(planner, config=replace(config, most_devices=1)), best)
+    )
     assert "run.steps" in text and {k.shard * k.replicate for k in planner.seen} == {2}
 
 
@@ -421,13 +446,13 @@ def test_the_peak_of_a_model_of_ones_own_is_that_of_its_whole_step() -> None:
            "data.width=64", f"objective._target_={HERE}.squares", "precision=fp32", "rows=12")  # fmt: skip
     config = validate(COMMAND, own)
     planner = Planner(config, 2, H100)
-    for knobs in (
-        Knobs(1, 2, micro_rows=2),
-        Knobs(1, 2, remat="unit", micro_rows=3),
-        Knobs(2, 1, micro_rows=4),
+    for plan in (
+        DecoderPlan(1, 2, micro_rows=2),
+        DecoderPlan(1, 2, remat="unit", micro_rows=3),
+        DecoderPlan(2, 1, micro_rows=4),
     ):
-        whole = planner.lowered(knobs, 1, planner.micro_batches(knobs)).memory_analysis()
-        found = planner.walk.price_once(knobs), planner.exact(knobs)
+        whole = planner.lower(plan, 1, planner.count_micro_batches(plan)).memory_analysis()
+        found = planner.walk.price_once(plan), planner.price_exactly(plan)
         assert [each.peak_bytes for each in found] == [whole.peak_bytes] * 2
     assert config.parameters == 8 * 64 * 65 and own_task.Counted.reads == 1
 
@@ -447,17 +472,19 @@ def test_the_first_line_says_what_is_planned(monkeypatch, capsys, tmp_path) -> N
     )
 
 
-def printed_run(monkeypatch: pytest.MonkeyPatch, folder: Path, knobs: Knobs, *words: str) -> tuple[Any, Any]:
+def printed_run(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, plan: DecoderPlan, *words: str
+) -> tuple[Any, Any]:
     """What the command plans for, and what train composes of the line that it prints."""
     kept = []
 
     def found(config: Any, hardware: Any, say: Any) -> tuple[Planner, Any]:
         kept.append(config)
         parts = dict.fromkeys(PARTS, 0.5)
-        return Planner(config, 8, H100), Candidate(knobs, 1e9, 2.0, parts=parts)
+        return Planner(config, 8, H100), Candidate(plan, 1e9, 2.0, parts=parts)
 
-    monkeypatch.setattr(report, "planned", found)
-    monkeypatch.setattr(report, "picture", lambda *_: None)
+    monkeypatch.setattr(report, "find_plan", found)
+    monkeypatch.setattr(report, "draw_plans", lambda *_: None)
     monkeypatch.setattr(sys, "argv", ["plan", *words, f"hydra.run.dir={folder}"])
     answer(COMMAND, write)
     (line,) = [x for x in (folder / "plan.txt").read_text().splitlines() if x.startswith("run  ")]
@@ -473,13 +500,13 @@ SAID = (
 
 @pytest.mark.parametrize("recipe", [None, *RECIPES])
 def test_the_run_line_is_the_plan_whatever_a_recipe_says(recipe, tmp_path, monkeypatch) -> None:
-    knobs = Knobs(1, 8) if recipe else Knobs(2, 4, micro_rows=2, optimizer="host", remat=0.5)
+    plan = DecoderPlan(1, 8) if recipe else DecoderPlan(2, 4, micro_rows=2, optimizer="host", remat=0.5)
     words = [f"experiment={recipe}"] if recipe else SAID
     more = "rows=16", "hardware=h100", "run.steps=7"
-    config, run = printed_run(monkeypatch, tmp_path, knobs, *words, *more)
-    assert run.strategy == StrategyConfig(name=knobs.preset, remat=knobs.remat, **knobs.tiers)
-    assert run.mesh == knobs.mesh and run.specs is None and run.data.rows == 16 and run.run.steps == 7
-    assert run.run.accumulate * knobs.micro_rows * 8 == 16 and run.run.accumulate_mode == "reduce"
+    config, run = printed_run(monkeypatch, tmp_path, plan, *words, *more)
+    assert run.strategy == StrategyConfig(name=plan.preset, remat=plan.remat, **plan.tiers)
+    assert run.mesh == plan.mesh and run.specs is None and run.data.rows == 16 and run.run.steps == 7
+    assert run.run.accumulate * plan.micro_rows * 8 == 16 and run.run.accumulate_mode == "reduce"
     assert run.precision == config.precision and run.model == config.model
     said = (tmp_path / "plan.txt").read_text().partition("chosen by the plan")[2].splitlines()[0]
     assert ("specs" in said) == (config.specs is not None)
@@ -490,7 +517,8 @@ def test_the_run_line_keeps_what_the_plan_does_not_decide(tmp_path, monkeypatch)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine.yaml").write_text("defaults: [tiny]\nlayers: 3\n")
     _, run = printed_run(
-        monkeypatch, tmp_path / "plan", Knobs(1, 8), f"--config-dir={tmp_path}", "model=mine", "data=shards",
+        monkeypatch, tmp_path / "plan", DecoderPlan(1, 8), f"--config-dir={tmp_path}", "model=mine",
+        "data=shards",
         "data.root='my shards'", "schedule=wsd", "tracker=tensorboard", "precision=fp32", "devices=8",
     )  # fmt: skip
     assert run.model.layers == 3 and run.data.root == "my shards" and run.schedule.name == "wsd"
@@ -515,18 +543,20 @@ def test_a_mixture_is_split_by_experts(tmp_path, monkeypatch) -> None:
     words, planner = mixture_of()
     config = planner.config
     assert config.is_layered and config.layers == 9 and config.odd_layers == 1 and config.experts == 8
-    assert Knobs(1, 1, expert=4) in planner.splits()
-    assert planner.is_valid(Knobs(1, 1, expert=2, pipeline=2, chunks=2))
-    assert not planner.is_valid(Knobs(1, 2, 2))
-    _, run = printed_run(monkeypatch, tmp_path, Knobs(1, 1, expert=4), *words)
+    assert DecoderPlan(1, 1, expert=4) in planner.splits()
+    assert planner.is_valid(DecoderPlan(1, 1, expert=2, pipeline=2, chunks=2))
+    assert not planner.is_valid(DecoderPlan(1, 2, 2))
+    _, run = printed_run(monkeypatch, tmp_path, DecoderPlan(1, 1, expert=4), *words)
     assert run.mesh.expert == 4 and run.mesh.expert_capacity == 1.5 and run.model == config.model
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("knobs", [Knobs(1, 1, expert=4, remat="unit"), Knobs(1, 2, expert=2)], ids=str)
-def test_a_mixture_is_carried_on_from_few_layers(knobs: Knobs) -> None:
+@pytest.mark.parametrize(
+    "plan", [DecoderPlan(1, 1, expert=4, remat="unit"), DecoderPlan(1, 2, expert=2)], ids=str
+)
+def test_a_mixture_is_carried_on_from_few_layers(plan: DecoderPlan) -> None:
     """Behind the first layer, which has no experts."""
     _, planner = mixture_of()
-    near, exact = planner.walk.price_once(knobs), planner.exact(knobs)
+    near, exact = planner.walk.price_once(plan), planner.price_exactly(plan)
     assert near.seconds == pytest.approx(exact.seconds, rel=1e-6)
     assert near.peak_bytes == pytest.approx(exact.peak_bytes, rel=0.01)
