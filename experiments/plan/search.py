@@ -253,14 +253,14 @@ class Planner:
         return math.gcd(self.config.experts, ranks)
 
     def starts(self) -> Iterator[DecoderPlan]:
-        """Yield plans with a pipeline, then those of `splits`. The latter have as many rows in a micro-batch
-        as fit if nothing is recomputed.
+        """Yield plans of `splits`, with as many rows in a micro-batch as fit if nothing is recomputed, and,
+        behind the first of these, plans with a pipeline.
 
         More ranks exchange more. So a split into more ranks is left out if one into fewer, with all the
-        memory that it may want, is slower than a known plan that fits. Pipelines come first, since they may
-        rule out all splits.
+        memory that it may want, is slower than a known plan that fits. Pipelines come early, since they may
+        rule out all other splits; but their prices take longest, so they need a plan to be compared with.
         """
-        yield from self.pipelines()
+        pipelines = self.pipelines()
         for _, splits in itertools.groupby(self.splits(), lambda plan: plan.tensor):
             slow: list[bool] = []
             for plan in splits:
@@ -271,6 +271,7 @@ class Planner:
                 limit = min(known, default=math.inf)
                 slow.append(most.seconds >= limit)
                 yield most.choice if slow[-1] else self.walk.least_that_fits(dial, limit).choice
+                yield from pipelines  # all of them behind the first split, none behind the others
                 if slow[-1]:
                     break
             if slow[0]:
@@ -285,18 +286,7 @@ class Planner:
         found: list[Candidate] = []
         for tensor in (d for d in _find_divisors(self.devices) if d <= self.hardware.ranks_per_node):
             best: Candidate | None = None
-            for pipeline in _find_divisors(self.devices // tensor)[1:]:
-                chunks = (
-                    2 ** min(MOST_CHUNKS, max((self.config.layers + ENDS) // pipeline, 1)).bit_length() // 2
-                )
-                shard = self.devices // tensor // pipeline
-                expert = self.find_expert_ranks(shard)
-                plan = DecoderPlan(
-                    1, shard // expert, tensor, keep=True, remat="unit", pipeline=pipeline, chunks=chunks,
-                    expert=expert,
-                )  # fmt: skip
-                if not self.is_valid(plan):
-                    continue
+            for plan in self.pipelines_of(tensor):
                 next_one = self.walk.price_once(plan)
                 if best is not None and self.walk.cost(next_one) >= self.walk.cost(best):
                     break
@@ -307,6 +297,28 @@ class Planner:
                 break
             found.append(best)
             yield replace(best.choice, remat="none")
+
+    def pipelines_of(self, tensor: int) -> list[DecoderPlan]:
+        """Return plans that recompute everything, with more and more stages.
+
+        The first has the fewest stages whose gathered leaves and gradients fit. If none fit, there is one
+        plan, with the most stages.
+        """
+        plans = []
+        for pipeline in _find_divisors(self.devices // tensor)[1:]:
+            chunks = 2 ** min(MOST_CHUNKS, max((self.config.layers + ENDS) // pipeline, 1)).bit_length() // 2
+            shard = self.devices // tensor // pipeline
+            expert = self.find_expert_ranks(shard)
+            plan = DecoderPlan(
+                1, shard // expert, tensor, keep=True, remat="unit", pipeline=pipeline, chunks=chunks,
+                expert=expert,
+            )  # fmt: skip
+            if self.is_valid(plan):
+                plans.append(plan)
+        dtypes = dtypes_of(self.config.precision)
+        kept = self.config.parameters * (dtypes["compute_dtype"].itemsize + dtypes["reduce_dtype"].itemsize)
+        fitting = [p for p in plans if kept / (p.tensor * p.pipeline * p.expert) <= self.budget]
+        return fitting or plans[-1:]
 
     def frugal(self) -> list[DecoderPlan]:
         """Return a plan for each split that recomputes everything and keeps the optimizer's state on the

@@ -280,6 +280,27 @@ def test_a_walk_begins_with_all_rows_and_at_no_split_that_a_lesser_one_rules_out
     assert [k for k in nothing_fits if k.pipeline == 1] == list(tight.splits())
 
 
+def test_pipelines_begin_with_the_fewest_stages_that_hold_what_they_gather() -> None:
+    """Leaves in bf16 and gradients in fp32, which is 6 bytes a parameter. If none fit, it has most stages."""
+
+    def stages_of(gigabytes: float) -> list[int]:
+        planner = planner_of(8, "rows=64", f"device_gb={gigabytes}")
+        return [plan.pipeline for plan in planner.pipelines_of(tensor=1)]
+
+    kept = 6e-9 * config_of().model.parameters
+    assert [stages_of(kept / n) for n in (2, 3, 4, 7)] == [[2, 4, 8], [4, 8], [4, 8], [8]]
+    assert stages_of(kept / 100) == [8]
+
+
+def test_a_plan_without_a_pipeline_is_looked_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pipeline is priced in seconds, so that there should be a plan for it to beat."""
+    planner = planner_of(4, "rows=16", FEW)
+    piped = [DecoderPlan(1, 2, pipeline=2), DecoderPlan(pipeline=4)]
+    monkeypatch.setattr(Planner, "pipelines", lambda self: iter(piped))
+    first, *others = planner.starts()
+    assert first.pipeline == 1 and others[:2] == piped and all(p.pipeline == 1 for p in others[2:])
+
+
 def test_a_step_goes_further_ahead_only_where_it_waits_for_collectives() -> None:
     """By one kernel at a time, and to three at most; the main job is told to go as far."""
     planner, plan = planner_of(8, "rows=8"), DecoderPlan(1, 8)
