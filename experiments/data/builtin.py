@@ -255,7 +255,7 @@ def warming_files(folder: str | Path) -> tuple[Path, Path]:
 def answer_files(folder: str | Path) -> tuple[Path, Path]:
     """Write `train_answers.jsonl` and `held_out_answers.jsonl`: problems with a right and a wrong answer.
 
-    The wrong one lacks its last character, or has another one in a place.
+    The wrong one is a slip away, or a guess.
     """
     draw, names = random.Random(2), ("train_answers.jsonl", "held_out_answers.jsonl")
     sides = [
@@ -266,12 +266,25 @@ def answer_files(folder: str | Path) -> tuple[Path, Path]:
 
 
 def _spoil(answer: str, draw: random.Random) -> str:
-    """Return a wrong answer that is one slip away from the right one."""
-    if len(answer) > 1 and draw.random() < 0.5:
-        return answer[:-1]
-    place = draw.randrange(len(answer))
-    kind = next(signs for signs in ("0123456789", "+-*") if answer[place] in signs)
-    return answer[:place] + draw.choice(kind.replace(answer[place], "")) + answer[place + 1 :]
+    """Return a wrong answer: the right one with a sign too few, too many or exchanged, or signs at random.
+
+    A policy finds whatever a reward model has never seen: without answers that are too long it learns these.
+    """
+    signs = "0123456789" if answer.isdigit() else "0123456789+-*"
+    while True:
+        place, sign = draw.randrange(len(answer)), draw.choice(signs)
+        wrong = draw.choice((
+            answer[:-1], answer + sign, answer[:place] + sign + answer[place + 1 :],
+            "".join(draw.choices(signs, k=draw.randint(1, 4))),
+        ))  # fmt: skip
+        # Another expression of the same numbers may be right, too.
+        is_right = wrong == answer or (not answer.isdigit() and _numbers(wrong) == _numbers(answer))
+        if wrong and not is_right:
+            return wrong
+
+
+def _numbers(text: str) -> list[str]:
+    return sorted(filter(str.isdigit, text))
 
 
 def _draw_problems() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
