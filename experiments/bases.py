@@ -1,4 +1,4 @@
-"""Make a model that fine-tuning is tried on, of nothing that would have to be fetched.
+"""Make a model to try fine-tuning on, without fetching anything.
 
     python -m experiments.bases stdlib      # what `experiments.finetune` tunes where no model is named
     python -m experiments.bases tiny        # random weights
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from experiments import finetune
-from experiments.data.builtin import text_files, warming_files
+from experiments.data.builtin import write_text_files, write_warming_files
 from experiments.data.tokenizer import TEMPLATE, ByteTokenizer
 from experiments.lib.checks import ConfigError
 from experiments.lib.compose import compose, exit_with
@@ -35,8 +35,12 @@ from experiments.tuning.model_directory import BASES, EXPORTED, KEPT
 # {base: what it is trained from, what writes its text, the run's settings}. "tasks" has seen the built-in
 # tasks and a careless way to answer them: some 15% are right, and rewards have something to choose from.
 TRAINED = {
-    "stdlib": ("tiny", text_files, ("run.steps=300", "run.held_out_every=150", "run.prompt='def '")),
-    "tasks": ("stdlib", warming_files, ("run.steps=200", "run.held_out_every=100", "run.sample_tokens=8")),
+    "stdlib": ("tiny", write_text_files, ("run.steps=300", "run.held_out_every=150", "run.prompt='def '")),
+    "tasks": (
+        "stdlib",
+        write_warming_files,
+        ("run.steps=200", "run.held_out_every=100", "run.sample_tokens=8"),
+    ),
 }
 RUN = (
     "method=full", "export=merged", "optimizer.lr=4e-3", "optimizer.weight_decay=0.1", "schedule.warmup=0.06",
@@ -123,7 +127,7 @@ RANDOM: Mapping[str, Mapping[str, int]] = {
                  "num_experts_per_tok": 2, "moe_intermediate_size": 128},
 }  # fmt: skip
 
-SIDE = 32  # of tiles
+SIDE = 32  # pixels of a tile's side
 _TEXT = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4, "num_attention_heads": 4,
          "num_key_value_heads": 2, "max_position_embeddings": 1024}  # fmt: skip
 _ROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 1e4}}

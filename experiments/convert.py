@@ -41,12 +41,12 @@ WRITTEN = tuple(name for name, each in FORMATS.items() if each.write is not None
 
 @configuration
 class ConvertConfig:
-    """The whole configuration of a conversion, from `source` (FROM) to `target` (TO).
+    """The keys of the command.
 
-    `to` is the format that is written: fnshard, dcp, torch or hf. Null stands for a torch file if TO ends
-    like one, for dcp if FROM is a checkpoint of fnshard, and otherwise for fnshard. `model` is a model
-    directory with a config.json, whose module says what leaves are called; null keeps their names. `layout`
-    is that of a DCP folder: fsdp, accelerate or torchtitan.
+    `source` and `target` are FROM and TO. `to` is the format that is written: fnshard, dcp, torch or hf; null
+    is torch where TO ends like a torch file, else dcp for a checkpoint of fnshard, and fnshard for any other.
+    `model` is a model directory with a config.json, whose module says what leaves are called; null keeps
+    their names. `layout` is that of a DCP folder which is written: fsdp, accelerate or torchtitan.
     """
 
     source: str

@@ -28,7 +28,7 @@ import fnshard as fs
 from experiments.data.loader import Loader, place_of
 from experiments.data.rows import readable
 from experiments.evaluate.scorer import Scorer
-from experiments.evaluate.tasks import Task, check_tasks, tasks_of
+from experiments.evaluate.tasks import Task, check_tasks, read_tasks
 from experiments.lib.checks import ConfigError, attempt
 from experiments.lib.compose import CONF, Command
 from experiments.lib.config import AUTO
@@ -40,7 +40,7 @@ from experiments.lib.metrics import HELD_OUT, METRICS, Goal, draw_run
 from experiments.lib.plan import forward_options
 from experiments.lib.run import Run, mean_over
 from experiments.lib.task import make_target
-from experiments.tuning.budget import budget_bytes, check_fits, kept_tokens, most_tokens
+from experiments.tuning.budget import budget_bytes, check_fits, find_most_tokens, read_saved_tokens
 from experiments.tuning.config import FinetuneConfig
 from experiments.tuning.dataset import (
     AnswerTable,
@@ -50,8 +50,8 @@ from experiments.tuning.dataset import (
     token_limits,
     window_of,
 )
-from experiments.tuning.lm import LanguageModel, from_directory
-from experiments.tuning.method import MethodPlan, first_state, plan_method, tuning_of
+from experiments.tuning.lm import from_directory
+from experiments.tuning.method import MethodPlan, make_first_state, make_tuning, plan_method
 from experiments.tuning.model_directory import (
     BASES,
     check_teacher,
@@ -61,7 +61,7 @@ from experiments.tuning.model_directory import (
     keep_base,
 )
 from experiments.tuning.rewarded import RewardedBatches, RewardedData, make_rewarded_batches
-from experiments.tuning.rewards import rewards_of
+from experiments.tuning.rewards import make_rewards
 from experiments.tuning.table import OBJECTIVES
 from fnshard.launcher.rank import Stop
 
@@ -100,7 +100,7 @@ def prepare(config: FinetuneConfig) -> FinetuneConfig:
     for path in filter(None, (data.train, data.held_out)):
         attempt(partial(readable, path), wrong)
     if tasks:
-        attempt(lambda: [check_tasks(tasks), *tasks_of(tasks)], task_errors := [])
+        attempt(lambda: [check_tasks(tasks), *read_tasks(tasks)], task_errors := [])
         wrong += [f"run.evaluate: {each}" for each in task_errors]
     is_base = config.model in BASES
     model = None if is_base else attempt(lambda: directory_of(config), wrong)
@@ -109,7 +109,7 @@ def prepare(config: FinetuneConfig) -> FinetuneConfig:
         attempt(lambda: make_target("objective.environment", environment, partly=True), wrong)
     else:
         reward = reward or ("exact" if data.train else "solved")
-        attempt(lambda: rewards_of(reward), wrong)  # a mistake is refused before anything runs
+        attempt(lambda: make_rewards(reward), wrong)  # a mistake is refused before anything runs
     teacher = config.objective.teacher
     if teacher is not None and teacher not in BASES:
         teacher = str(attempt(lambda: find_directory(teacher).resolve(), wrong))
@@ -142,7 +142,7 @@ def finetune(config: FinetuneConfig, folder: RunFolder, overrides: list[str], st
     """
     with Run("finetune", config, folder, overrides, stop) as run:
         # Mesh, model, data, plan, step, and what measures. The rate that nobody named is known now.
-        parts = build(config, tokens=kept_tokens(folder))
+        parts = build(config, tokens=read_saved_tokens(folder))
         run.config = config = parts.config
         mesh, step, goal = parts.mesh, parts.step, parts.goal
 
@@ -207,7 +207,14 @@ def finetune(config: FinetuneConfig, folder: RunFolder, overrides: list[str], st
             draw_run(run.folder / METRICS, goal, {}, run.folder / f"{goal.name}.png", title)
         numbers = {name: value for name, value in after.items() if name != "answers"}
         closing = run.finish(numbers, sample=SAMPLES)
-        lines = [_changed(name, before.get(name), value) for name, value in numbers.items()]
+        lines = []
+        for name, value in numbers.items():
+            label = name.replace("_", " ").replace("held out", "held-out")
+            is_known = (
+                before.get(name) is not None
+            )  # a run from another one's checkpoint measured none before
+            was_and_is = f"{before[name]:.3f} before, {value:.3f} after" if is_known else f"{value:.3f}"
+            lines.append(f"{label}: {was_and_is}")
         lines += [*written, closing, f"results: {run.folder}"]
         print(f"\n{table}\n" + "\n".join(lines), flush=True)
 
@@ -245,7 +252,8 @@ class Parts:
     def tokens(self) -> int:
         """The tokens of one step, of all ranks."""
         if self.rewarded is not None:
-            return self.rewarded.of.answers * self.rewarded.of.ranks * self.rewarded.of.width
+            prompts = self.rewarded.prompts
+            return prompts.answers * prompts.ranks * prompts.width
         return self.make_loader().rows * self.data.rows.positions
 
     @property
@@ -264,7 +272,7 @@ class Parts:
         """Make the state before the first step: the base from its directory, adapters from the seed."""
         model, seed, planned = self.config.model, self.config.run.seed, self.planned
         specs, teacher = planned.plan.specs, self.config.objective.teacher
-        return first_state(planned.tuning, self.step, specs, self.mesh, model, seed, teacher)
+        return make_first_state(planned.tuning, self.step, specs, self.mesh, model, seed, teacher)
 
     def evaluate(self, params: Any) -> tuple[float, dict[str, float]]:
         """Return the goal's number on held-out data: the objective's mean, or the mean reward; and more
@@ -273,7 +281,7 @@ class Parts:
             more = self.rewarded.mean_rewards(params)
             value = more.pop(self.goal.name)
         elif self.rewarded is not None:
-            drawn = self.rewarded.held_out(params)
+            drawn = self.rewarded.held_out_batches(params)
             value, more = mean_over(self.held_out, params, zip(drawn), self.mesh.device)
         else:
             measured, rows = self.data.measured, self.config.data.rows // self.planned.plan.accumulate
@@ -302,9 +310,9 @@ def build(config: FinetuneConfig, only_prompt: bool = False, tokens: int | None 
     """Make all that a run consists of but its state.
 
     Args:
-        only_prompt: no other prompt is shown than `run.prompt`.
-        tokens: of a micro-batch in the run that goes on, where `data.tokens=auto`: another number would make
-            other batches.
+        only_prompt: whether `run.prompt` is the only prompt that is shown.
+        tokens: with `data.tokens=auto`, the tokens of a micro-batch that a run which goes on has had: another
+            number would make other batches. None measures anew how many fit.
     """
     # The mesh arranges ranks along axes. Ranks along data axes take different rows.
     run = config.run
@@ -315,7 +323,7 @@ def build(config: FinetuneConfig, only_prompt: bool = False, tokens: int | None 
 
     # The method (what trains) and its loss; the data, and one batch: where answers are rewarded, a blank one
     # of the shape of all; the plan (how each leaf is stored, gathered and reduced), the peak rate; the step.
-    tuning, objective = tuning_of(config, lm), OBJECTIVES[config.objective.name]
+    tuning, objective = make_tuning(config, lm), OBJECTIVES[config.objective.name]
     loss = objective(tuning, config.objective, training=True)
 
     def build_step(config: FinetuneConfig) -> tuple[Any, ...]:
@@ -344,7 +352,7 @@ def build(config: FinetuneConfig, only_prompt: bool = False, tokens: int | None 
     if config.data.tokens == AUTO:
         budget = budget_bytes(config, mesh)
         if tokens is None:
-            tokens = most_tokens(predict_peak, budget, *token_limits(config))
+            tokens = find_most_tokens(predict_peak, budget, *token_limits(config))
         else:
             check_fits(tokens, predict_peak(tokens), budget)
         config = with_tokens(tokens)
@@ -357,7 +365,10 @@ def build(config: FinetuneConfig, only_prompt: bool = False, tokens: int | None 
     held_out = fs.shard_forward(objective(tuning, config.objective, training=False), specs, **options)
     examples = data.examples(run, lm.context)[-1 if only_prompt else 0 :]
     examples = [] if config.objective.kind.exported else examples  # classifiers and the like write no text
-    hidden = lm.hidden if not data.measured.images else partial(_hidden_of_images, lm)
+
+    def hidden(params: Any, tokens: torch.Tensor, *images: Any) -> torch.Tensor:  # prompts may have images
+        return lm.hidden(params, tokens, **({"images": images[0]} if images else {}))
+
     answer = fs.shard_forward(tuning.policy(last_logits(hidden, lm.unembed)), specs, **options)
     window = window_of(examples, run.sample_length, lm.context)
     images = data.images_of(examples, window, mesh.device)
@@ -366,7 +377,7 @@ def build(config: FinetuneConfig, only_prompt: bool = False, tokens: int | None 
 
     # What draws answers and rewards them; what measures tasks.
     rewarded = None if prompts is None else make_rewarded_batches(prompts, tuning, step, specs, mesh, options)
-    tasks = tuple(tasks_of(run.evaluate))
+    tasks = tuple(read_tasks(run.evaluate))
     longest = max((len(q.choices) for task in tasks for q in task.questions), default=1)
     scorer = Scorer(
         lm, data.tokenizer, mesh, lambda fn: fs.shard_forward(tuning.policy(fn), specs, **options),
@@ -375,21 +386,18 @@ def build(config: FinetuneConfig, only_prompt: bool = False, tokens: int | None 
     return Parts(config, mesh, planned, data, step, held_out, answers, batch, rewarded, tasks, scorer)
 
 
-def _hidden_of_images(lm: LanguageModel, params: Any, tokens: torch.Tensor, images: Any) -> torch.Tensor:
-    return lm.hidden(params, tokens, images=images)
-
-
 # ------------------------------------------------------------------ before the first step, and after the last
 
 
 def introduce(parts: Parts, state: fs.TrainState) -> None:
     """Print, on rank 0, what trains, and on what."""
-    first_record = parts.data.shown(colour=sys.stdout.isatty())
+    first_record = parts.data.show_first(colour=sys.stdout.isatty())
     drawn = "" if parts.rewarded is None else f"{parts.rewarded}\n"
     if parts.config.data.tokens is not None:
         drawn += f"data.tokens={parts.config.data.tokens}: {parts.data.budget}\n"
     print(
-        f"{parts.planned.why}\n{parts.planned.tuning.codes(state.params)}{drawn}data: {parts.data.train}\n"
+        f"{parts.planned.why}\n{parts.planned.tuning.describe_codes(state.params)}{drawn}"
+        f"data: {parts.data.train}\n"
         f"the first of them; what is learned stands between « and »:\n{first_record}\n",
         flush=True,
     )
@@ -427,11 +435,6 @@ def measure_all(parts: Parts, run: Run, state: fs.TrainState) -> Measured:
     values |= {HELD_OUT + name: value for name, value in more.items()}
     with run.timer.during("samples"):
         return values | {"answers": parts.answers.answers(state.params)}
-
-
-def _changed(name: str, old: float | None, new: float) -> str:
-    label = name.replace("_", " ").replace("held out", "held-out")
-    return f"{label}: {new:.3f}" if old is None else f"{label}: {old:.3f} before, {new:.3f} after"
 
 
 JOB = Job(COMMAND, prepare, finetune)

@@ -24,7 +24,7 @@ from experiments.lib.checks import ConfigError, configuration, targets_in
 from experiments.lib.compose import build, exit_with
 from experiments.lib.config import AUTO, MeshConfig, StrategyConfig, TrackerConfig, TrainConfig
 from experiments.lib.files import read_sealed
-from experiments.lib.folder import CHECKPOINTS, has_numbered, newest_step
+from experiments.lib.folder import CHECKPOINTS, has_step_folders, newest_step
 from experiments.lib.launch import fit_to_machine
 from experiments.lib.metrics import Goal
 from experiments.lib.run import mean_over
@@ -37,9 +37,13 @@ QUOTED = re.compile(r"""("|').*\1""", re.DOTALL)
 
 @configuration
 class GenerateConfig:
-    """`run`: the folder of a run. `prompt`: null, the run's own prompts. `tokens`: of the text; null, as many
-    as the run's sample. `held_out`: whether the held-out loss is measured. `device`: as `run.device`.
-    `own_code`: whether code that the run's configuration names may run, its `_target_`s."""
+    """The keys of the command.
+
+    `run` is the folder of a run. `prompt` is what the text begins with; null takes the run's own prompts.
+    `tokens` is the length of the text; null is that of the run's sample. `held_out` says whether the held-out
+    loss is measured. `device` is as `run.device`. `own_code` says whether code that the run's configuration
+    names by `_target_` may run.
+    """
 
     run: str
     prompt: str | None = None
@@ -68,8 +72,8 @@ def generate(config: GenerateConfig) -> None:
     """
     folder = Path(config.run)
     saved = fit_to_machine(read_run(config, folder), world=1)
-    parts = of_training(saved) if isinstance(saved, TrainConfig) else of_tuning(saved, config)
-    if newest_step(folder) is None and not has_numbered(folder / CHECKPOINTS):  # else `restore` says why
+    parts = make_training_parts(saved) if isinstance(saved, TrainConfig) else make_tuning_parts(saved, config)
+    if newest_step(folder) is None and not has_step_folders(folder / CHECKPOINTS):  # else `restore` says why
         raise ConfigError(
             f"run={config.run}: no checkpoint is in it. Fix: the folder of a run that has saved."
         )
@@ -89,9 +93,9 @@ class Parts:
     """The parts of a job that are needed besides its loop.
 
     Args:
-        step: which knows what a checkpoint holds.
-        evaluate: the goal's number on held-out data, and more numbers by name, of parameters.
-        sample: text that the model writes; empty where it writes none.
+        step: the step, which knows what a checkpoint holds.
+        evaluate: gives, by parameters, the goal's number on held-out data, and more numbers by name.
+        sample: gives, by parameters, the text that the model writes; it is empty where it writes none.
     """
 
     step: Any
@@ -100,7 +104,7 @@ class Parts:
     sample: Callable[[Any], str]
 
 
-def of_training(config: TrainConfig) -> Parts:
+def make_training_parts(config: TrainConfig) -> Parts:
     """Make the parts of a run of `experiments.train`, as that does."""
     mesh = fs.make_mesh(**config.mesh.axes, device=config.run.device)
     data, task = train.open_data(config), make_task(config)
@@ -120,7 +124,7 @@ def of_training(config: TrainConfig) -> Parts:
     return Parts(step, train.goal_of(config, data), evaluate, sample)
 
 
-def of_tuning(config: FinetuneConfig, asked: GenerateConfig) -> Parts:
+def make_tuning_parts(config: FinetuneConfig, asked: GenerateConfig) -> Parts:
     """Make the parts of a run of `experiments.finetune`, as that does."""
     for name in ("train", "held_out"):
         prepared = getattr(config.data, name)

@@ -1,4 +1,4 @@
-"""`make_functional`: an `nn.Module`, unmodified, as a pure function over a flat `{path: tensor}`."""
+"""`make_functional` makes of an unmodified `nn.Module` a pure function over a flat `{path: tensor}`."""
 
 from __future__ import annotations
 
@@ -22,32 +22,35 @@ __all__ = ["make_functional"]
 
 
 def make_functional(model: nn.Module) -> tuple[Callable[..., Any], dict[str, Tensor]]:
-    """`apply, params`: `apply(params, *args, **kwargs)` is the module's forward, and pure.
+    """Return `apply, params`: `apply(params, *args, **kwargs)` is the module's forward, and pure.
 
-    The module is afterwards what it was: what forward writes to its attributes, containers and submodules (a
-    table it caches, a counter in Python) is undone, also where it raises; while a step traces `fn`, when `fn`
-    has returned, so that it may read what forward has left (`model.aux_loss`). For the time of a call the
-    module holds the other leaves, wherever it keeps its own; one call runs at a time. In eager evaluation,
-    activation checkpointing inside the module recomputes from the module's own leaves: leave it off there.
+    A call leaves the module as it was: what forward writes to its attributes, containers and submodules (a
+    table that it caches, a counter in Python) is undone, also where it raises. While a step traces `fn`, that
+    happens when `fn` has returned, so that `fn` may read what forward has left (`model.aux_loss`). During a
+    call the module holds the other leaves, wherever it keeps its own; one call runs at a time. In eager
+    evaluation, activation checkpointing inside the module recomputes from the module's own leaves: leave it
+    off there.
 
     What forward writes to its buffers, in place or by assigning them (BatchNorm's running statistics, the
     vectors of spectral_norm, a queue), goes into the tensors that were passed, as in
     `torch.func.functional_call`; those of `params` are the module's own memory. In a step they become part
     of its state (`LayoutSpec.aggregation`).
 
-    `params` holds every parameter and buffer once, by path, to which what wraps a module (`torch.compile`,
-    DDP) adds nothing: an `nn.Parameter` stays one (so that a frozen one is known), a buffer is marked as
-    `nn.Buffer`. A tied weight is one leaf, under the first of its names, as an alias of the module's own. Of
-    a module built under `deferred`, or on the meta device, `params` is on the meta device. Train or eval
-    mode, like every attribute, is what the module has when a step is called: a step traces again for another.
+    `params` holds every parameter and buffer once, by path; wrappers (`torch.compile`, DDP) add nothing to
+    the path. An `nn.Parameter` stays one, so that a frozen one is known, and a buffer is marked as
+    `nn.Buffer`. A tied weight is one leaf, under the first of its names, as an alias of the module's own. If
+    the module was built under `deferred`, or on the meta device, `params` is on the meta device. Train or
+    eval mode, like every attribute, is what the module has when a step is called: a step traces again for
+    another.
 
     The marks (parameter, frozen, buffer, tied, recipe) are on the tensors and are lost with them: cast by
     `model.to(dtype)` beforehand or by `LayoutSpec(compute_dtype=)`, not by `{k: v.to(dtype) ...}`.
 
     Raises:
-        TraceError: a parameter has gradient hooks; in `apply`, a module assigns its parameters, or buffers of
-            other shapes or dtypes, or writes to what requires grad.
-        StateError: a parameter that trains shares its memory with another leaf; in `apply`, other leaves.
+        TraceError: a parameter has gradient hooks; or in `apply` a module assigns its parameters, or buffers
+            of other shapes or dtypes, or writes to what requires grad.
+        StateError: a parameter that trains shares its memory with another leaf; or `apply` is given other
+            leaves than the module's.
 
     >>> import torch
     >>> apply, params = make_functional(nn.Linear(3, 2))
@@ -78,7 +81,7 @@ def make_functional(model: nn.Module) -> tuple[Callable[..., Any], dict[str, Ten
         params[path].tied_names = tuple(others)
 
     def apply(params: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
-        with _swapped(model, params):
+        with _swap_leaves(model, params):
             return model(*args, **kwargs)
 
     return apply, params
@@ -88,8 +91,8 @@ _swapping = threading.RLock()  # a module has one place for each leaf
 
 
 @contextmanager
-def _swapped(model: nn.Module, params: Mapping[str, Tensor]) -> Iterator[None]:
-    """The module with other leaves, wherever it keeps its own; then as it was, whatever it did."""
+def _swap_leaves(model: nn.Module, params: Mapping[str, Tensor]) -> Iterator[None]:
+    """Give a module other leaves in the block, wherever it keeps its own; afterwards it is as it was."""
     with _swapping:
         places = list(_places(model))
         stored = {id(place.leaf): place.path for place in reversed(places)}  # of tied ones the first
@@ -101,6 +104,8 @@ def _swapped(model: nn.Module, params: Mapping[str, Tensor]) -> Iterator[None]:
         # A trace looks after the numbers of what it meets: copied here, they would be part of its program.
         traced = len(plain) < len(params)
         numbers = TensorSnapshot(t for t in contents.tensors if not traced and id(t) not in others)
+
+        # Replace the leaves, run the forward, and put everything back, also what it wrote.
         try:
             for container in contents.containers:
                 container.replace(others)
@@ -111,6 +116,8 @@ def _swapped(model: nn.Module, params: Mapping[str, Tensor]) -> Iterator[None]:
         finally:
             put_back(contents.containers, others)
             written = numbers.put_back()
+
+        # A buffer may be written to or assigned, and takes the new values; nothing else may.
         wrong = [path for path, version in versions.items() if params[path]._version != version]
         buffers = {stored[id(at.leaf)] for at in places if at.is_buffer}
         assigned = {p: values for p, values in now.items() if any(v is not params[p] for v in values)}
@@ -146,7 +153,7 @@ def _check_memory(model: nn.Module) -> None:
 
 
 def _overlap(*tensors: Tensor) -> bool:
-    """Whether two tensors of one storage have an element of it in common."""
+    """Return whether two tensors of one storage have an element of it in common."""
     memory = np.empty(tensors[0].untyped_storage().nbytes(), np.uint8)  # nobody reads it or writes to it
     views = [
         np.lib.stride_tricks.as_strided(
@@ -160,13 +167,15 @@ def _overlap(*tensors: Tensor) -> bool:
 
 
 def _fit(values: Sequence[Any], leaf: Tensor) -> bool:
-    """Whether a leaf can take what was assigned to it: one tensor of its kind, under all of its names."""
+    """Return whether a leaf can take what was assigned: one tensor of its kind, under all of its names."""
     value = values[0]
     same = isinstance(value, Tensor) and (value.shape, value.dtype) == (leaf.shape, leaf.dtype)
     return same and all(v is value for v in values)
 
 
 class _LeafPlace(NamedTuple):
+    """A place in a module that holds a parameter or a buffer: `owner[key]` is the `leaf` of this path."""
+
     path: str
     owner: dict[str, Any]
     key: str
@@ -188,6 +197,7 @@ def _places(model: nn.Module) -> Iterator[_LeafPlace]:
 def _check_paths(
     model: nn.Module, places: Sequence[_LeafPlace], stored: Mapping[int, str], params: Mapping[str, Any]
 ) -> None:
+    """Refuse leaves that are not the module's, or not under the names that store them."""
     paths = dict.fromkeys(reversed(stored.values()))
     tied = {place.path: stored[id(place.leaf)] for place in places}
     wrong = [f"params[{path!r}] is missing" for path in paths if path not in params]
@@ -202,6 +212,7 @@ def _check_paths(
 
 
 def _check_hooks(model: nn.Module) -> None:
+    """Refuse parameters with gradient hooks, which nothing would call."""
     hooked = [
         f"params[{path!r}]"
         for path, leaf in model.named_parameters()
@@ -217,6 +228,7 @@ def _check_hooks(model: nn.Module) -> None:
 
 
 def _check_written(paths: Iterable[str], attributes: Sequence[Tensor]) -> None:
+    """Refuse writes that a pure function cannot hand on."""
     wrong = [f"params[{path!r}]" for path in paths]
     wrong += [f"an attribute, {list(t.shape)} {t.dtype}" for t in attributes]
     if wrong:
@@ -229,17 +241,19 @@ def _check_written(paths: Iterable[str], attributes: Sequence[Tensor]) -> None:
 
 
 def _mark(leaf: Tensor) -> Tensor:
+    """Return an alias that is marked as a buffer."""
     return nn.Buffer(leaf.detach())
 
 
 def _alias(leaf: Tensor) -> Tensor:
+    """Return an alias with the marks that the leaf has."""
     if isinstance(leaf, nn.Parameter):
         return nn.Parameter(leaf.detach(), requires_grad=leaf.requires_grad)
     return _mark(leaf)
 
 
 def leaves_of(model: nn.Module) -> dict[str, Tensor]:
-    """A module's own parameters and buffers, each by the first of its names."""
+    """Return a module's own parameters and buffers, each by the first of its names."""
     first: dict[int, tuple[str, Tensor]] = {}
     for place in _places(model):
         first.setdefault(id(place.leaf), (place.path, place.leaf))
@@ -247,7 +261,7 @@ def leaves_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def aliases(model: nn.Module) -> dict[str, str]:
-    """`{other name: the path it is stored under}` for tied parameters and buffers."""
+    """Return `{other name: the path it is stored under}` of tied parameters and buffers."""
     first = {id(leaf): path for path, leaf in leaves_of(model).items()}
     named = [(place.path, first[id(place.leaf)]) for place in _places(model)]
     return {other: path for other, path in named if other != path}

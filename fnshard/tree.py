@@ -1,10 +1,10 @@
-"""Pytrees: the one module that flattens; everything else calls it.
+"""Flatten pytrees: parameter trees, batches, and what `fn` returns. No other module calls optree.
 
-optree in a namespace of its own, in which dicts keep insertion order; elsewhere optree sorts keys, and mixing
-the two permutes parameters in silence. None is a leaf. A class that `torch.utils._pytree` knows (torch.func
-flattens by it) is known here too. Constants and functions are part of a tree's structure, as static fields
-are in Equinox; where they are values (of a batch, of what `fn` returns), `constants=True` makes leaves of
-them.
+optree is used in a namespace of its own, in which dicts keep insertion order. Elsewhere optree sorts keys,
+and mixing the two permutes parameters in silence. None is a leaf. A class that `torch.utils._pytree` knows
+(torch.func flattens by it) is known here too. Constants and functions are part of a tree's structure, as
+static fields are in Equinox. Where they are values (of a batch, of what `fn` returns), `constants=True` makes
+leaves of them.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ def register(
     flatten: Callable[[Any], Mapping[str, Any]] | None = None,
     unflatten: Callable[[dict[str, Any]], Any] | None = None,
 ) -> type:
-    """Make a class a node of parameter trees, batches and aux; returns it, so that it decorates a class.
+    """Make a class a node of parameter trees, batches and aux; return it, so that this decorates a class.
 
     From then on `torch.utils._pytree` knows it too, and so does `torch.func`. What torch knows already stays.
 
     Args:
         cls: a dataclass or attrs class, whose fields are its children; or any class, with the two functions.
-        flatten: an object's children by name.
-        unflatten: the object of such children; they need not be tensors.
+        flatten: returns an object's children by name.
+        unflatten: makes an object of such children, which need not be tensors.
 
     Raises:
-        SpecError: neither a dataclass nor an attrs class, and not both functions.
+        SpecError: `cls` is neither a dataclass nor an attrs class, and the two functions are not given.
 
     >>> import dataclasses
     >>> @register
@@ -87,12 +87,15 @@ def register(
 
 
 def _has_fields(cls: type) -> bool:
+    """Return whether a class says by itself what its children are."""
     return is_dataclass(cls) or hasattr(cls, "__attrs_attrs__")
 
 
 def _register_with_torch(
     cls: type, flatten: Callable[[Any], Mapping[str, Any]], unflatten: Callable[[dict[str, Any]], Any]
 ) -> None:
+    """Tell `torch.utils._pytree` how to take a class apart by name, and how to put it together."""
+
     def split(value: Any) -> tuple[list[Any], tuple[str, ...]]:
         children = flatten(value)
         return list(children.values()), tuple(children)
@@ -131,7 +134,7 @@ _lock = threading.Lock()
 
 
 def how_to_register(values: Iterable[Any]) -> str:
-    """The way out for leaves that are objects, or nothing where none of them has a class of its own."""
+    """Return the way out for leaves that are objects; "" where none of them has a class of its own."""
     kinds = {type(v): "" if _has_fields(type(v)) else ", flatten, unflatten" for v in values}
     calls = [
         f"fs.tree.register({k.__name__}{rest})" for k, rest in kinds.items() if k.__module__ not in _PLAIN
@@ -144,9 +147,11 @@ _PLAIN = ("builtins", "numpy")
 
 @dataclass(frozen=True, eq=False, slots=True)
 class TreeDef:
-    """A tree without its leaves; equal by ==, which the constants in it count for.
+    """A tree without its leaves. Two are equal if their nodes and their constants are.
 
-    `constants`: (index among all leaves, value).
+    Args:
+        nodes: optree's own structure.
+        constants: the constants with their index among all leaves.
     """
 
     nodes: optree.PyTreeSpec
@@ -154,7 +159,7 @@ class TreeDef:
 
     @property
     def of_gradients(self) -> TreeDef:
-        """Return the same with None for each constant, which has no gradient."""
+        """Return the structure with None for each constant, which has no gradient."""
         return replace(self, constants=tuple((i, None) for i, _ in self.constants))
 
     def __eq__(self, other: object) -> bool:
@@ -183,8 +188,7 @@ DENSE = (
 
 
 def unusual(value: Tensor) -> str:
-    """Return what a tensor is that has no strides, shape or plain numbers, "nested" say; "" of the usual
-    ones."""
+    """Return what an unusual tensor is, "nested" say; "" for one with strides, a shape and plain numbers."""
     if isinstance(value, nn.parameter.UninitializedTensorMixin):
         return "without a shape yet"
     kind, name = type(value), str(value.layout).removeprefix("torch.")
@@ -194,7 +198,7 @@ def unusual(value: Tensor) -> str:
 
 
 def is_constant(value: Any) -> bool:
-    """Whether it is a plain number, string or the like, or a tuple of such."""
+    """Return whether a value is a plain number, string or the like, or a tuple of such."""
     if isinstance(value, slice):
         value = (value.start, value.stop, value.step)
     return isinstance(value, CONSTANTS) or (
@@ -214,7 +218,7 @@ def is_same(then: Any, now: Any) -> bool:
 
 
 def constant_text(constant: Any) -> str:
-    """Return what is equal for the same constants: a set's own text depends on how it was made."""
+    """Return a text that is equal for equal constants; a set's own text depends on how it was made."""
     if isinstance(constant, tuple | frozenset):
         texts = [constant_text(value) for value in constant]
         texts = sorted(texts) if isinstance(constant, frozenset) else texts
@@ -223,7 +227,7 @@ def constant_text(constant: Any) -> str:
 
 
 def is_static(leaf: Any) -> bool:
-    """Whether a leaf of a parameter tree is part of its structure: a constant or a function."""
+    """Return whether a leaf of a parameter tree is part of its structure: a constant or a function."""
     return not isinstance(leaf, _NEVER_STATIC) and (isinstance(leaf, CONSTANTS) or callable(leaf))
 
 
@@ -233,10 +237,10 @@ _NEVER_STATIC = (Tensor, nn.Module)
 def flatten(
     tree: Any, is_leaf: Callable[[Any], bool] | None = None, *, constants: bool = False
 ) -> tuple[list[Any], TreeDef]:
-    """Leaves in order, and the structure that `unflatten` takes back.
+    """Return the leaves of a tree in order, and the structure that `unflatten` takes back.
 
     Args:
-        constants: these, and functions, are leaves too.
+        constants: whether constants and functions are leaves too.
     """
     leaves, nodes = _flatten(tree, is_leaf)
     static = () if constants else _static(leaves)
@@ -244,7 +248,7 @@ def flatten(
 
 
 def unflatten(leaves: Iterable[Any], structure: TreeDef) -> Any:
-    """The inverse of `flatten`."""
+    """Return the tree of some leaves and a structure; the inverse of `flatten`."""
     values = list(leaves)
     for index, value in structure.constants:
         values.insert(index, value)
@@ -252,7 +256,7 @@ def unflatten(leaves: Iterable[Any], structure: TreeDef) -> Any:
 
 
 def constants_of(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
-    """`{path: value}` of the constants and functions in a tree.
+    """Return `{path: value}` of the constants and functions in a tree.
 
     >>> constants_of({"w": torch.ones(2), "scale": 2.0, "bias": None})
     {'scale': 2.0, 'bias': None}
@@ -263,15 +267,15 @@ def constants_of(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dic
 def flatten_with_paths(
     tree: Any, is_leaf: Callable[[Any], bool] | None = None, *, constants: bool = False
 ) -> tuple[dict[str, Any], TreeDef]:
-    """`{path: leaf}` in order and the structure; a path is the keys joined by dots.
+    """Return `{path: leaf}` of a tree in order, and its structure; a path is the keys joined by dots.
 
     Keys may have dots, as those of a flat dict of a module's parameters do.
 
     Args:
-        constants: these, and functions, are leaves too.
+        constants: whether constants and functions are leaves too.
 
     Raises:
-        SpecError: two leaves with the same path.
+        SpecError: two leaves have the same path.
 
     >>> flatten_with_paths({"a": {"w": 1}, "b": [2, 3]}, constants=True)[0]
     {'a.w': 1, 'b.0': 2, 'b.1': 3}
@@ -290,7 +294,7 @@ def map(
     is_leaf: Callable[[Any], bool] | None = None,
     constants: bool = False,
 ) -> Any:
-    """Apply `fn` to the leaves; constants stay, or are leaves too."""
+    """Apply `fn` to the leaves of a tree. Constants stay as they are, or are leaves too."""
     leaves, structure = flatten(tree, is_leaf, constants=constants)
     return unflatten([fn(leaf) for leaf in leaves], structure)
 
@@ -301,7 +305,7 @@ COMPILED = "_orig_mod"  # the name under which torch.compile keeps a module
 
 
 def named_modules(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """All modules by all of their names, to which what wraps a module adds nothing: torch.compile, DDP."""
+    """Yield all modules by all of their names, to which wrappers (torch.compile, DDP) add nothing."""
     yield name, module
     wrapping = (COMPILED, "_checkpoint_wrapped_module", *["module"] * isinstance(module, _WRAPPERS))
     for key, child in module._modules.items():
@@ -309,12 +313,13 @@ def named_modules(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.M
             yield from named_modules(child, name if key in wrapping else f"{name}.{key}" if name else key)
 
 
-def unwrapped(module: Any) -> Any:
-    """The module that another one wraps, or itself."""
+def unwrap_module(module: Any) -> Any:
+    """Return the module that another one wraps, or the module itself."""
     return dict(named_modules(module))[""] if isinstance(module, nn.Module) else module
 
 
 def _flatten(tree: Any, is_leaf: Callable[[Any], bool] | None) -> tuple[list[Any], optree.PyTreeSpec]:
+    """Flatten by optree, which learns classes of torch's as it meets them."""
     leaves, nodes = optree.tree_flatten(tree, is_leaf, none_is_leaf=True, namespace=_SPACE)
     known = partial(optree.register_pytree_node.get, namespace=_SPACE)
     torchs = [k for k in set(builtins.map(type, leaves)) if k in pytree.SUPPORTED_NODES and known(k) is None]
@@ -340,6 +345,7 @@ def _paths(nodes: optree.PyTreeSpec) -> tuple[str, ...]:
 
 
 def _static(leaves: list[Any]) -> tuple[tuple[int, Any], ...]:
+    """Return the leaves that are part of the structure, with their index."""
     if set(builtins.map(type, leaves)) <= _TENSORS:
         return ()
     return tuple((i, v) for i, v in enumerate(leaves) if is_static(v))
@@ -349,6 +355,7 @@ _TENSORS = {Tensor, nn.Parameter}
 
 
 def _without(values: Sequence[Any], static: tuple[tuple[int, Any], ...]) -> Sequence[Any]:
+    """Return the values of all other leaves."""
     if not static:
         return values
     left_out = {i for i, _ in static}

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from experiments.bench import ranks
 from experiments.bench.config import BenchConfig, read
-from experiments.bench.contenders import Plan, Training, batches, limit, make_task, repeated
+from experiments.bench.contenders import Plan, Training, batches, limit, make_task, repeat_step
 from experiments.bench.measure import barrier, interleave, rank
 from fnshard.analysis.tables import columns
 from fnshard.launcher.local import launch
@@ -92,9 +92,9 @@ def main(config: BenchConfig) -> None:
     Updater.bind = update_or_not(Updater.bind)
     task = make_task(config)
     feed = list(batches(task, 4))
-    works: dict[str, Callable[[], Any]] = {"limit": repeated(limit(task), feed)}
+    works: dict[str, Callable[[], Any]] = {"limit": repeat_step(limit(task), feed)}
     for name, without in VARIANTS.items():
-        step = repeated(Training(task, Plan()), feed)
+        step = repeat_step(Training(task, Plan()), feed)
         step()
         works[name] = partial(run_without, step, without)
     for work in works.values():

@@ -25,7 +25,7 @@ from runs import validate
 from experiments import finetune, train
 from experiments.bases import write_model
 from experiments.bench import command as bench
-from experiments.data.builtin import image_files
+from experiments.data.builtin import write_image_files
 from experiments.data.tokenizer import ByteTokenizer
 from experiments.evaluate import config as evaluate
 from experiments.explain import config as explain
@@ -290,7 +290,7 @@ def things(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     mine = _lines(home / "mine.jsonl", *({"prompt": q, "response": a} for q, a, _ in sums))
     pairs = _lines(home / "pairs.jsonl", *({"prompt": q, "chosen": a, "rejected": b} for q, a, b in sums))
     write_model("tiny-qwen2.5-vl", home / "qwen2.5-vl")
-    images = image_files(home)[0]
+    images = write_image_files(home)[0]
     _run(f"experiments.tokenize out=shards files={home}/text", home)
     torch.save({"w": torch.ones(2)}, home / "weights.pt")
     run = "outputs/2030-01-31/12-00-00"

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import fnshard as fs
 from experiments.bench.config import BenchConfig
 from experiments.bench.contenders import BenchTask, Training, make_task
-from experiments.bench.measure import Result, interleave, over_ranks, say
+from experiments.bench.measure import Result, interleave, reduce_over_ranks, say
 from experiments.bench.peers import Entry, Found, Maker, memory_of, start_contenders
 from experiments.bench.plans import choose_plans
 from fnshard.compiler.schedule.instructions import COMMUNICATION, Action, Env, Instruction, Wait
@@ -67,14 +67,14 @@ def run(config: BenchConfig, folder: Path) -> Result:
         say(f"bytes of {name}")
         found[name] |= memory_of(task, make, config.memory)
     head = ["plan", "step ms", "predicted", "bubble", "predicted", "peak MB", "predicted"]
-    rows = [head, *(row(name, each) for name, each in found.items())]
+    rows = [head, *(make_row(name, each) for name, each in found.items())]
     apart = {name: each["predicted_bubble"] - each["bubble"] for name, each in found.items()}
     worst = max(apart, key=lambda name: abs(apart[name]))
     notes = [*NOTES, f"furthest apart: {100 * apart[worst]:+.1f} points, {worst}"]
     return Result(rows, notes, {"plans": found})
 
 
-def row(name: str, found: Found) -> list[str]:
+def make_row(name: str, found: Found) -> list[str]:
     cells = [f"{1e3 * found[key]:.1f}" for key in ("seconds", "predicted_seconds")]
     cells += [f"{found[key]:.1%}" for key in ("bubble", "predicted_bubble")]
     peaks = [found.get(key) for key in ("peak_bytes", "predicted_peak_bytes")]
@@ -89,7 +89,7 @@ def measure(config: BenchConfig, makers: dict[str, tuple[BenchTask, Maker]]) -> 
         lowered = {name: entry.contender.lowered(*entry.batches[0]) for name, entry in entries.items()}
         watches = {name: Waiting(each.schedule) for name, each in lowered.items()}
         waited: dict[str, list[float]] = {name: [] for name in entries}
-        works = {name: step_of(entry, watches[name], waited[name]) for name, entry in entries.items()}
+        works = {name: make_step(entry, watches[name], waited[name]) for name, entry in entries.items()}
         for work in works.values():
             work()  # binds the schedule a second time, with its observer
         works["machine"] = lambda: machines.append(fs.Hardware.measure(mesh))
@@ -97,7 +97,7 @@ def measure(config: BenchConfig, makers: dict[str, tuple[BenchTask, Maker]]) -> 
         seconds = interleave(works, config.rounds, seed=config.seed)
         found: Found = {}
         for name, each in lowered.items():
-            waits = over_ranks(waited[name][1:], dist.ReduceOp.SUM)
+            waits = reduce_over_ranks(waited[name][1:], dist.ReduceOp.SUM)
             shares = [w / config.ranks / s for w, s in zip(waits, seconds[name], strict=True)]
             lines = [each.timeline(machine) for machine in machines]
             found[name] = {
@@ -110,7 +110,7 @@ def measure(config: BenchConfig, makers: dict[str, tuple[BenchTask, Maker]]) -> 
     return found
 
 
-def step_of(entry: Entry, watch: Waiting, waited: list[float]) -> Callable[[], Any]:
+def make_step(entry: Entry, watch: Waiting, waited: list[float]) -> Callable[[], Any]:
     """Return a step that notes how long this rank has waited in it."""
     training: Training = entry.contender
 

@@ -48,7 +48,7 @@ def run(config: BenchConfig, folder: Path) -> Result:
         words = [f"model={model}", f"data.train={data}", f"run.backend={config.backend}", *COMMON, *way]
         composed = fit_to_machine(compose(finetune.COMMAND, words).config)
         parts = finetune.build(finetune.prepare(composed))
-        works[name] = stepping(parts)
+        works[name] = make_stepper(parts)
         works[name]()  # compiles
         rows = parts.data.rows
         lowered = parts.step.lower(parts.planned.tuning.params, parts.batch)
@@ -87,8 +87,8 @@ def write_records(folder: Path) -> dict[str, Path]:
     }
 
 
-def stepping(parts: finetune.Parts) -> Callable[[], None]:
-    """Return a function that makes the next step, and waits for its loss."""
+def make_stepper(parts: finetune.Parts) -> Callable[[], None]:
+    """Make a function that makes the next step, and waits for its loss."""
     state, loader = parts.make_state(), parts.make_loader()
 
     def step() -> None:

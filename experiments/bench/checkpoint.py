@@ -20,8 +20,17 @@ from torch.distributed.tensor import DTensor
 
 import fnshard as fs
 from experiments.bench.config import BenchConfig
-from experiments.bench.contenders import Plan, Training, batches, make_task, repeated
-from experiments.bench.measure import Result, barrier, over_ranks, quartiles, rank, say, shared_folder, timed
+from experiments.bench.contenders import Plan, Training, batches, make_task, repeat_step
+from experiments.bench.measure import (
+    Result,
+    barrier,
+    make_shared_folder,
+    quartiles,
+    rank,
+    reduce_over_ranks,
+    say,
+    time_work,
+)
 
 OURS, OTHER = "fnshard", "DCP"
 KINDS = ("save", "restore")  # a restore reads from the page cache
@@ -33,39 +42,45 @@ def run(config: BenchConfig, folder: Path) -> Result:
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
     task = make_task(config)
     training = Training(task, Plan())
-    step = repeated(training, batches(task, 8))
+    step = repeat_step(training, batches(task, 8))
     step()
-    with shared_folder(config.folder or folder) as place:
-        seconds = throughput(config, training, place)
+    with make_shared_folder(config.folder or folder) as place:
+        seconds = measure_throughput(config, training, place)
         windows: dict[str, list[float]] = {kind: [] for kind in SAVES}
         for number in range(-1, config.rounds):  # the first round warms up
             for kind in random.Random(number).sample(list(SAVES), len(SAVES)):
-                work = partial(window, config, training, step, place, SAVES[kind])
-                windows[kind] += over_ranks([timed(work)])[: number + 1]
-                clear(place)
+                work = partial(run_window, config, training, step, place, SAVES[kind])
+                windows[kind] += reduce_over_ranks([time_work(work)])[: number + 1]
+                clear_folder(place)
     leaves = as_tensors(training, training.state)
     megabytes = sum(t.numel() * t.element_size() for t in leaves.values()) / 1e6  # DTensors count the whole
     rows = [["", "the first", "the second", "ratio of pairs", "quartiles"]]
     for kind, each in seconds.items():
         shown = [f"{megabytes / median(each[name]):.0f} MB/s" for name in (OURS, OTHER)]
-        rows.append([f"{kind}: {OURS}, {OTHER}", *shown, *pairs(each[OURS], each[OTHER])])
+        rows.append([f"{kind}: {OURS}, {OTHER}", *shown, *compare_pairs(each[OURS], each[OTHER])])
     alone, *others = windows
     for kind in others:
         shown = [f"{1e3 * median(windows[name]):.2f}" for name in (alone, kind)]
         rows.append(
-            [f"{config.steps} steps, ms: {alone}, {kind}", *shown, *pairs(windows[alone], windows[kind])]
+            [
+                f"{config.steps} steps, ms: {alone}, {kind}",
+                *shown,
+                *compare_pairs(windows[alone], windows[kind]),
+            ]
         )
     note = f"{megabytes:.0f} MB of state in {len(leaves)} leaves; a save every {config.every} steps"
     return Result(rows, ["", note], {"seconds": seconds, "windows": windows, "megabytes": megabytes})
 
 
-def pairs(first: Sequence[float], second: Sequence[float]) -> tuple[str, str]:
+def compare_pairs(first: Sequence[float], second: Sequence[float]) -> tuple[str, str]:
     """Return the median and the quartiles of the second's times by the first's, round by round."""
     low, middle, high = quartiles([b / a for a, b in zip(first, second, strict=True)])
     return f"{middle:.2f}", f"{low:.2f} to {high:.2f}"
 
 
-def throughput(config: BenchConfig, training: Training, folder: Path) -> dict[str, dict[str, list[float]]]:
+def measure_throughput(
+    config: BenchConfig, training: Training, folder: Path
+) -> dict[str, dict[str, list[float]]]:
     """Measure the seconds that the slowest rank needs for every save and restore.
 
     The first round warms up, and compares what was restored with what was saved.
@@ -92,14 +107,14 @@ def throughput(config: BenchConfig, training: Training, folder: Path) -> dict[st
             for name in random.Random(number).sample((OURS, OTHER), 2):
                 got, seconds = time_alone((saves if kind == "save" else loads)[name], folder / name)
                 if number >= 0:
-                    each[name] += over_ranks([seconds])
+                    each[name] += reduce_over_ranks([seconds])
                 elif kind != "save":
                     compare(tensors, got)
-        clear(folder)
+        clear_folder(folder)
     return out
 
 
-def window(
+def run_window(
     config: BenchConfig, training: Training, step: Callable[[], Tensor], folder: Path, save: Callable | None
 ) -> None:
     """Run `config.steps` steps, of which every `config.every`th saves, and wait until all saves are
@@ -139,7 +154,7 @@ def as_tensors(training: Training, state: Any, fresh: bool = False) -> dict[str,
     return out
 
 
-def clear(folder: Path) -> None:
+def clear_folder(folder: Path) -> None:
     """Remove the content of a folder when all ranks are done with it."""
     barrier()
     for path in folder.iterdir() if rank() == 0 else ():

@@ -74,7 +74,7 @@ class Contender:
         """Release everything that the next contender would meet."""
 
 
-def repeated(contender: Contender | Training, batches: Iterable[Batch]) -> Callable[[], Tensor]:
+def repeat_step(contender: Contender | Training, batches: Iterable[Batch]) -> Callable[[], Tensor]:
     """Make a function that runs a step on the next of some batches, which come again and again."""
     feed = cycle(list(batches))
     return lambda: contender.run(*next(feed))
@@ -93,7 +93,7 @@ def ddp(task: BenchTask) -> Contender:
         copy.deepcopy(task.model).to(device), device_ids=None if device.type == "cpu" else [device]
     )
     if task.config.reduce_dtype == torch.bfloat16:
-        model.register_comm_hook(None, _in_bf16)
+        model.register_comm_hook(None, _compress_to_bf16)
     autocast = functools.partial(torch.autocast, device.type, task.config.compute_dtype, task.is_mixed)
 
     @contextlib.contextmanager
@@ -104,7 +104,7 @@ def ddp(task: BenchTask) -> Contender:
     return _train_module(task, model, context)
 
 
-def _in_bf16(state, bucket):  # DDP inspects annotations, and takes no strings for them
+def _compress_to_bf16(state, bucket):  # DDP inspects annotations, and takes no strings for them
     # Torch refuses its hook by name on gloo, where it works as well.
     return bf16_compress_hook(state, bucket)
 

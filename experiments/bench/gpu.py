@@ -90,7 +90,7 @@ STAGES: dict[str, Stage] = {
     "works": Stage(120, {
         "versions": Part(parts.versions, {"versions": "", "clock, power": ""}),
         "presets": Part(parts.presets, {"presets, fp64, off by": "1e-10 or less"}),
-        "compiled": Part(parts.compiled, {"losses of five steps": "finite", "first step, s": "",
+        "compiled": Part(parts.compiled_steps, {"losses of five steps": "finite", "first step, s": "",
                                           "attention's kernels": ""}),
         "syncs": Part(parts.syncs, dict.fromkeys(parts.VARIANTS, "silent")),
     }),
@@ -329,7 +329,7 @@ def run_parts(name: str, names: Sequence[str], config: BenchConfig, place: Path)
         except Exception as error:
             traceback.print_exc()
             text = f"{type(error).__name__}: {parts.first_line(error)}"
-            record["failures"][part] = f"{text} ({parts.place_of(error)})"
+            record["failures"][part] = f"{text} ({parts.find_place(error)})"
         record["done"].append(part)
         record["running"], record["seconds"][part] = None, time.monotonic() - began
         write_stage(place, name, record)

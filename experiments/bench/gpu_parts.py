@@ -40,11 +40,11 @@ from experiments.bench.contenders import (
     Training,
     batches,
     make_task,
-    repeated,
+    repeat_step,
 )
 from experiments.bench.device import DEVICES
 from experiments.bench.device_time import list_copies, list_gaps, list_kernels, read_events, time_kinds
-from experiments.bench.measure import interleave, ratio, release, say, timed
+from experiments.bench.measure import interleave, ratio, release, say, time_work
 from experiments.lib.decoder import Decoder, loss_function, next_token_loss
 from fnshard.plot.scales import byte_text, digits
 
@@ -55,7 +55,8 @@ GROUPED = (COMPILED, "fsdp2", "ddp")  # what torch makes of a process group
 
 
 class Trained(Training):
-    """`full_shard`, and a `make_step()` on batches that come in turn, on the device or on the `host`."""
+    """A training by `full_shard`, whose `make_step()` takes batches in turn, which lie on the device or on
+    the `host`."""
 
     def __init__(self, config: BenchConfig, plan: Plan | None = None, host: bool = False):
         task = make_task(config)
@@ -66,14 +67,17 @@ class Trained(Training):
 
     def begin(self) -> None:
         super().begin()
-        self.make_step = repeated(self, self.batches)
+        self.make_step = repeat_step(self, self.batches)
 
     def seconds(self, samples: int = 5, steps: int = 1) -> float:
         """Return the seconds of a step: the median of samples of several steps each."""
-        return median(timed(self.make_step, steps=steps, device=self.config.device) for _ in range(samples))
+        return median(
+            time_work(self.make_step, steps=steps, device=self.config.device) for _ in range(samples)
+        )
 
 
-def small(config: BenchConfig) -> BenchConfig:
+def shrink(config: BenchConfig) -> BenchConfig:
+    """Return a configuration of the smallest model, for parts that ask whether something works."""
     return replace(config, size="tiny", length=min(config.length, 256))
 
 
@@ -88,9 +92,9 @@ def versions(config: BenchConfig, folder: Path) -> Iterator[Found]:
 
 
 def presets(config: BenchConfig, folder: Path) -> Iterator[Found]:
-    """Make two steps of every preset in fp64, next to plain PyTorch's; the largest difference of a loss or a
-    parameter."""
-    config, steps = small(config), 2
+    """Make two steps of every preset in fp64, and find the largest difference of a loss or a parameter from
+    plain PyTorch's."""
+    config, steps = shrink(config), 2
     torch.manual_seed(config.seed)
     model = Decoder(config.model).to(config.device, torch.float64)
     feed = [
@@ -127,10 +131,10 @@ def train_plainly(model: Decoder, feed: Sequence[Batch]) -> dict[str, Tensor]:
     return values | {path: leaf.detach() for path, leaf in model.named_parameters()}
 
 
-def compiled(config: BenchConfig, folder: Path) -> Iterator[Found]:
+def compiled_steps(config: BenchConfig, folder: Path) -> Iterator[Found]:
     """Make five compiled steps of the smallest model, and name the kernels of its attention."""
     began = time.perf_counter()
-    training = Trained(small(config))
+    training = Trained(shrink(config))
     losses = [training.make_step().item()]
     yield {"first step, s": time.perf_counter() - began}
     losses += [training.make_step().item() for _ in range(4)]
@@ -153,7 +157,7 @@ def syncs(config: BenchConfig, folder: Path) -> Iterator[Found]:
     """Find the first place where steps 3 to 6, on batches of the host, wait for the device; a CPU cannot
     tell."""
     for name, plan in VARIANTS.items():
-        yield {name: find_wait(Trained(small(config), plan, host=True))}
+        yield {name: find_wait(Trained(shrink(config), plan, host=True))}
 
 
 def find_wait(training: Trained) -> str:
@@ -164,7 +168,7 @@ def find_wait(training: Trained) -> str:
             for _ in range(4):
                 training.make_step()
     except RuntimeError as error:
-        return f"{place_of(error)}: {first_line(error)}"
+        return f"{find_place(error)}: {first_line(error)}"
     return "silent" if training.config.device == "cuda" else "unknown"
 
 
@@ -172,7 +176,7 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), "")
 
 
-def place_of(error: BaseException) -> str:
+def find_place(error: BaseException) -> str:
     """Return the innermost line of fnshard that an error went through, else the innermost of all."""
     frames = traceback.extract_tb(error.__traceback__)
     place = next((f for f in reversed(frames) if f"{os.sep}fnshard{os.sep}" in f.filename), frames[-1])
@@ -214,7 +218,7 @@ def start_racer(name: str, task: BenchTask) -> Racer:
     before, began = device.allocated_bytes(), time.perf_counter()
     contender = CONTENDERS[name](task)
     feed = list(batches(task, 4))
-    step = repeated(contender, feed)
+    step = repeat_step(contender, feed)
     losses = [step().item()]
     first_step_s = time.perf_counter() - began
     losses += [step().item() for _ in range(config.warmup - 1)]
@@ -319,7 +323,7 @@ def make_ahead(config: BenchConfig, name: str) -> None:
 
 # ------------------------------------------------------------------ where does the time go
 
-TRACED = 3  # steps
+TRACED = 3  # the steps that are traced
 
 
 def profile(config: BenchConfig, folder: Path, name: str = OURS) -> Iterator[Found]:
@@ -329,7 +333,7 @@ def profile(config: BenchConfig, folder: Path, name: str = OURS) -> Iterator[Fou
     """
     device = DEVICES[config.device]
     racer = start_racer(name, make_task(config))
-    seconds = median(timed(racer.step, steps=config.steps, device=config.device) for _ in range(3))
+    seconds = median(time_work(racer.step, steps=config.steps, device=config.device) for _ in range(3))
     share = peers.mfu_of(config, seconds)
     began = time.perf_counter()  # the device has done all before: these launches wait for nothing
     for _ in range(TRACED):
@@ -375,7 +379,7 @@ def attention(config: BenchConfig, folder: Path) -> Iterator[Found]:
     on_cpu, width = config.device == "cpu", config.model.width // config.model.heads
     make = partial(torch.randn, dtype=config.compute_dtype, device=config.device)
     a = make(*(2 * [512 if on_cpu else 8192]))
-    products, copy = (seconds_of(work, config) for work in (lambda: a @ a, a.clone))
+    products, copy = (time_call(work, config) for work in (lambda: a @ a, a.clone))
     yield {"products, TFLOP/s": 2e-12 * len(a) ** 3 / products, "a copy, GB/s": 2e-9 * a.nbytes / copy}
     q = make(config.rows, config.model.heads, config.length, width, requires_grad=True)
     flops = 7 * config.rows * config.model.heads * width * config.length**2  # causal; five of the backward
@@ -386,10 +390,10 @@ def attention(config: BenchConfig, folder: Path) -> Iterator[Found]:
     rates: list[str] = []
     for name in ("MATH",) if on_cpu else ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION"):
         with sdpa_kernel(getattr(SDPBackend, name)):
-            rates.append(f"{name.partition('_')[0].lower()} {1e-12 * flops / seconds_of(attend, config):.3g}")
+            rates.append(f"{name.partition('_')[0].lower()} {1e-12 * flops / time_call(attend, config):.3g}")
         yield {"attention, TFLOP/s": rates}
     if not on_cpu:
-        both = seconds_of(partial(use_two_streams, a), config)
+        both = time_call(partial(use_two_streams, a), config)
         yield {"of a copy, hidden behind a product": 1 - (both - products) / copy}
 
 
@@ -404,10 +408,10 @@ def use_two_streams(a: Tensor) -> None:
     now.wait_stream(fast)
 
 
-def seconds_of(work: Callable[[], Any], config: BenchConfig) -> float:
+def time_call(work: Callable[[], Any], config: BenchConfig) -> float:
     """Return the seconds of a warm call: the median of five samples of thirty."""
     work()
-    return median(timed(work, steps=30, device=config.device) for _ in range(5))
+    return median(time_work(work, steps=30, device=config.device) for _ in range(5))
 
 
 GPU_TESTS = (str(Path("tests", "runtime", "test_gpu.py")), "-m", "gpu")
@@ -458,7 +462,7 @@ def saves(config: BenchConfig, folder: Path) -> Iterator[Found]:
     yield {"step": training.seconds(5)}
     with tempfile.TemporaryDirectory() as place:
         for name in ("first", "second"):
-            timed(lambda: None, device=config.device)
+            time_work(lambda: None, device=config.device)
             began = time.perf_counter()
             saving = fs.checkpoint.save_async(Path(place) / name, training.state)
             called, step = time.perf_counter() - began, training.seconds(1)

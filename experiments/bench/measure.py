@@ -89,7 +89,7 @@ def barrier() -> None:
         dist.barrier()
 
 
-def over_ranks(numbers: Sequence[float], how: Any = dist.ReduceOp.MAX) -> list[float]:
+def reduce_over_ranks(numbers: Sequence[float], how: Any = dist.ReduceOp.MAX) -> list[float]:
     """Reduce numbers over all ranks, entry by entry: to the largest, or as `how` says."""
     values = torch.tensor(numbers, dtype=torch.float64)
     if dist.is_initialized():
@@ -98,7 +98,7 @@ def over_ranks(numbers: Sequence[float], how: Any = dist.ReduceOp.MAX) -> list[f
 
 
 @contextmanager
-def shared_folder(within: str | Path | None = None) -> Iterator[Path]:
+def make_shared_folder(within: str | Path | None = None) -> Iterator[Path]:
     """Make a temporary folder that all ranks see, and remove it when all have left it."""
     named = [tempfile.mkdtemp(prefix="fnshard-bench-", dir=within) if rank() == 0 else ""]
     if dist.is_initialized():
@@ -114,14 +114,14 @@ def shared_folder(within: str | Path | None = None) -> Iterator[Path]:
 @contextmanager
 def fresh_cache() -> Iterator[None]:
     """Give what is compiled within an empty Inductor cache, which the ranks share."""
-    with shared_folder() as folder, mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(folder)):
+    with make_shared_folder() as folder, mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(folder)):
         yield
 
 
 # ------------------------------------------------------------------ clocks
 
 
-def timed(
+def time_work(
     work: Work, *, steps: int = 1, device: str = "cpu", clock: Callable[[], float] = time.perf_counter
 ) -> float:
     """Measure the seconds of a call, the mean of the next `steps`, from a common start of all ranks.
@@ -154,13 +154,13 @@ def interleave(
     A round takes one sample of each, in a new order, so that the machine's drift meets all of them alike.
 
     Args:
-        how: keywords of `timed`.
+        how: keywords of `time_work`.
     """
     order, own = random.Random(seed), {name: [] for name in works}
     for _ in range(rounds):
         for name in order.sample(list(works), len(works)):
-            own[name].append(timed(works[name], **how))
-    return {name: over_ranks(seconds) for name, seconds in own.items()}
+            own[name].append(time_work(works[name], **how))
+    return {name: reduce_over_ranks(seconds) for name, seconds in own.items()}
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
@@ -216,7 +216,7 @@ class AllocationLog:
     between: int
 
 
-def live_bytes(make: Callable[[], Work], device: torch.device, steps: int = 6) -> AllocationLog:
+def log_live_bytes(make: Callable[[], Work], device: torch.device, steps: int = 6) -> AllocationLog:
     """Log the bytes that `make()` and the step that it returns hold.
 
     The first step compiles, and is left out. On a CPU every allocation since before `make` is followed
@@ -224,18 +224,18 @@ def live_bytes(make: Callable[[], Work], device: torch.device, steps: int = 6) -
     """
     gc.collect()
     if device.type != "cpu":
-        return _on_accelerator(make, device, steps)
+        return _log_on_accelerator(make, device, steps)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
         step = make()
         for _ in range(1 + steps):
             with record_function(MARK):
                 step()
         del step
-    spans, changes = _read(profiled)
-    return follow(spans[1:], changes)
+    spans, changes = _read_trace(profiled)
+    return find_peaks(spans[1:], changes)
 
 
-def _read(profiled: profile) -> tuple[list[Span], list[Change]]:
+def _read_trace(profiled: profile) -> tuple[list[Span], list[Change]]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiled.export_chrome_trace(str(path))
@@ -275,13 +275,13 @@ class Heap:
         self.live -= self.sizes.pop(self.starts.pop(at))
 
 
-def follow(spans: Sequence[Span], changes: Iterable[Change]) -> AllocationLog:
+def find_peaks(spans: Sequence[Span], changes: Iterable[Change]) -> AllocationLog:
     """Find the peak and resting bytes of the steps `spans`.
 
     All steps are alike, and a free that was not seen can only make a number too large. So the smallest of
     each over the steps is taken.
 
-    >>> follow([(1.0, 4.0)], [(0.0, 64, 100), (2.0, 512, 7), (3.0, 512, -7)])
+    >>> find_peaks([(1.0, 4.0)], [(0.0, 64, 100), (2.0, 512, 7), (3.0, 512, -7)])
     AllocationLog(peak=107, between=100)
     """
     heap, todo, peaks, rests = Heap(), iter([*changes, (float("inf"), 0, 0)]), [], []
@@ -300,7 +300,7 @@ def follow(spans: Sequence[Span], changes: Iterable[Change]) -> AllocationLog:
     return AllocationLog(min(peaks), min(rests))
 
 
-def _on_accelerator(make: Callable[[], Work], device: torch.device, steps: int) -> AllocationLog:
+def _log_on_accelerator(make: Callable[[], Work], device: torch.device, steps: int) -> AllocationLog:
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(device)
     step = make()

@@ -105,7 +105,7 @@ START = ("run.steps=40", "run.held_out_every=20", "run.sample_tokens=2")
 POLL_S = 0.02
 
 
-def train(overrides: Sequence[str], place: Path, checkout: Path = ROOT) -> float:
+def time_first_row(overrides: Sequence[str], place: Path, checkout: Path = ROOT) -> float:
     """Run the main job in a new folder below `place`, where its caches lie too.
 
     Returns:
@@ -141,7 +141,7 @@ def starts(config: BenchConfig, folder: Path) -> Result:
             with tempfile.TemporaryDirectory() as place:
                 for which in ("first", "second"):
                     words = [*START, *shlex.split(config.overrides)]
-                    seconds = train(words, Path(place), checkout)
+                    seconds = time_first_row(words, Path(place), checkout)
                     taken.setdefault(f"{checkout.name}, {which} start", []).append(seconds)
                     say(f"round {number + 1}, {checkout.name}, {which} start: {seconds:.1f} s")
     rows = [[name, f"{median(seconds):.1f}", f"{max(seconds):.1f}"] for name, seconds in taken.items()]

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fnshard as fs
 from experiments.bench.config import BenchConfig
-from experiments.bench.measure import Result, rank, say, shared_folder
+from experiments.bench.measure import Result, make_shared_folder, rank, say
 from experiments.lib.decoder import Decoder, DecoderConfig
 from fnshard import tree
 
@@ -175,9 +175,9 @@ def run(config: BenchConfig, folder: Path) -> Result:
     torch.set_default_dtype(torch.float64)
     try:
         shares: list[Any] = [None] * config.ranks
-        dist.all_gather_object(shares, [_attempt(each) for each in LAYOUTS[rank() :: config.ranks]])
+        dist.all_gather_object(shares, [_try_layout(each) for each in LAYOUTS[rank() :: config.ranks]])
         found = {layout.name: shares[i % config.ranks][i // config.ranks] for i, layout in enumerate(LAYOUTS)}
-        found |= {layout.name: _attempt(layout) for layout in RESUMED}
+        found |= {layout.name: _try_layout(layout) for layout in RESUMED}
         peers = dict(_train_peers())
     finally:
         torch.set_default_dtype(torch.float32)
@@ -191,10 +191,10 @@ def run(config: BenchConfig, folder: Path) -> Result:
     values = {n: e if isinstance(e, str) else vars(e) for n, e in {**found, **peers}.items()}
     if rank() == 0:
         draw({**found, **peers}, len(found), folder / "parity.png")
-    return Result(_table(found, peers), notes, {"errors": values}, failed=bool(wrong))
+    return Result(_make_table(found, peers), notes, {"errors": values}, failed=bool(wrong))
 
 
-def _attempt(layout: Layout) -> Errors | str:
+def _try_layout(layout: Layout) -> Errors | str:
     """Return the errors of a layout, or a sentence that says why it does not train."""
     try:
         errors = compare(layout)
@@ -363,7 +363,7 @@ def compare(layout: Layout) -> Errors:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of leaves and operations that an axis does not split
         if layout.then:
-            with shared_folder() as folder:
+            with make_shared_folder() as folder:
                 first = train_in(layout, model, range(SAVED_AT), save=folder / "middle")
                 rest = train_in(layout.then, model, range(SAVED_AT, STEPS), restore=folder / "middle")
             losses, moments = first.losses + rest.losses, first.moments + rest.moments
@@ -461,7 +461,7 @@ def train_with_torch(kind: str, parts: int, equal_counts: bool) -> Training:
 # ------------------------------------------------------------------ how it looks
 
 
-def _table(found: Mapping[str, Errors | str], peers: Mapping[str, Errors]) -> list[list[str]]:
+def _make_table(found: Mapping[str, Errors | str], peers: Mapping[str, Errors]) -> list[list[str]]:
     table = [["", "loss 1", "gradient 1", f"loss {STEPS}", f"gradient {STEPS}"]]
     for name, errors in {**found, **peers}.items():
         if isinstance(errors, str):

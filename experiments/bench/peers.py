@@ -24,17 +24,17 @@ from experiments.bench.contenders import (
     global_batches,
     make_task,
     reference_losses,
-    repeated,
+    repeat_step,
 )
 from experiments.bench.measure import (
     Result,
     fresh_cache,
     interleave,
-    live_bytes,
-    over_ranks,
+    log_live_bytes,
     quartiles,
     rank,
     ratio,
+    reduce_over_ranks,
     release,
     say,
 )
@@ -109,7 +109,7 @@ class Entry:
     losses: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._run = repeated(self.contender, self.batches)
+        self._run = repeat_step(self.contender, self.batches)
 
     def step(self) -> None:
         self.losses.append(self._run())
@@ -134,7 +134,7 @@ def start_contenders(
                 began = time.perf_counter()
                 entries[name] = Entry(make(task), feed)
                 entries[name].step()
-                (entries[name].first_step_s,) = over_ranks([time.perf_counter() - began])
+                (entries[name].first_step_s,) = reduce_over_ranks([time.perf_counter() - began])
         # Now all are there. If one has changed something in the process that Dynamo guards, the others
         # compile again in these steps, and not in timed ones.
         for _ in range(config.warmup - 1):
@@ -149,7 +149,7 @@ def start_contenders(
 
 def mean(loss: Tensor) -> float:
     """Return the mean of all ranks' losses."""
-    total, count = over_ranks([loss.double().item(), 1.0], torch.distributed.ReduceOp.SUM)
+    total, count = reduce_over_ranks([loss.double().item(), 1.0], torch.distributed.ReduceOp.SUM)
     return total / count
 
 
@@ -164,15 +164,15 @@ def memory_of(task: BenchTask, make: Maker, times: int) -> Found:
 
     def start() -> Callable[[], Any]:
         contenders.append(make(task))
-        return repeated(contenders[-1], feed)
+        return repeat_step(contenders[-1], feed)
 
     for _ in range(times):
-        live = live_bytes(start, task.mesh.device)
+        live = log_live_bytes(start, task.mesh.device)
         transport = contenders[-1].transport_bytes()
         seen.append((live.peak + transport, live.between + transport, transport))
         contenders.pop().close()
         release()
-    least = over_ranks([min(each) for each in zip(*seen, strict=True)])
+    least = reduce_over_ranks([min(each) for each in zip(*seen, strict=True)])
     return dict(zip(("peak_bytes", "between_bytes", "transport_bytes"), map(int, least), strict=True))
 
 
@@ -181,7 +181,7 @@ def compare(task: BenchTask, found: dict[str, Found]) -> list[float]:
     say("the fp64 reference")
     steps = min(task.config.losses, task.config.warmup + task.config.rounds * task.config.steps)
     reference = reference_losses(task, global_batches(task, steps)) if rank() == 0 else [0.0] * steps
-    reference = over_ranks(reference)
+    reference = reduce_over_ranks(reference)
     for each in found.values():
         apart = [abs(a - b) for a, b in zip(each["losses"], reference, strict=False)]
         each |= {"max_loss_difference": max(apart)} if apart else {}

@@ -79,10 +79,10 @@ def read_published() -> tuple[list[PublishedRow], Counter[str]]:
     with ROWS.open(encoding="utf-8") as file:
         found = list(csv.DictReader(file))
     reasons = Counter(row["left_out"] for row in found if row["left_out"])
-    return [_row(row) for row in found if not row["left_out"]], reasons
+    return [_make_row(row) for row in found if not row["left_out"]], reasons
 
 
-def _row(row: Mapping[str, str]) -> PublishedRow:
+def _make_row(row: Mapping[str, str]) -> PublishedRow:
     return PublishedRow(
         source=row["source"], name=row["model"], hardware=row["gpu"],
         model=DecoderConfig(**{size: int(row[size]) for size in SIZES}, tied=row["tied"] == "1"),
@@ -144,7 +144,7 @@ def compare(row: PublishedRow) -> Comparison:
 
 
 def run(config: BenchConfig, folder: Path) -> Result:
-    """How near are predictions to what others have measured on GPUs, by model and hardware?
+    """Are predictions near to what others have measured on GPUs, by model and hardware?
 
     Constants of each generation are fitted, in logarithms, on every other source by number of rows, each
     source with the same weight; the interval is that of each of these sources by constants of the others.
@@ -154,10 +154,12 @@ def run(config: BenchConfig, folder: Path) -> Result:
     say(f"{len(rows)} rows, {sum(reasons.values())} left out")
     with ProcessPoolExecutor(2) as pool:
         all_rows = list(pool.map(compare, rows))
-    sources = halves(rows)
-    fits = {name: _fit(name, all_rows, sources[0]) for name in dict.fromkeys(map(_generation, rows))}
+    sources = split_sources(rows)
+    fits = {
+        name: _fit_generation(name, all_rows, sources[0]) for name in dict.fromkeys(map(_generation, rows))
+    }
     all_rows = [replace(c, fit=fits[_generation(c.row)]) for c in all_rows]
-    interval = _interval(all_rows, sources[0])
+    interval = _find_interval(all_rows, sources[0])
     held = sorted(c.row.rate / c.rate() for c in all_rows if c.row.source in sources[1])
     within = sum(interval[0] <= 1 / each <= interval[1] for each in held)
     constants = "; ".join(
@@ -176,12 +178,12 @@ def run(config: BenchConfig, folder: Path) -> Result:
         for c in all_rows
     ]
     return Result(
-        _table(all_rows, sources), notes,
+        _make_table(all_rows, sources), notes,
         {"rows": values, "fitted": fits, "interval": interval, "left_out": reasons},
     )  # fmt: skip
 
 
-def halves(rows: Sequence[PublishedRow]) -> tuple[list[str], list[str]]:
+def split_sources(rows: Sequence[PublishedRow]) -> tuple[list[str], list[str]]:
     """Divide the sources into those that constants are fitted on and those that they are tried on.
 
     Ordered by their number of rows, every other source is held out. So are rows with a pipeline.
@@ -192,13 +194,15 @@ def halves(rows: Sequence[PublishedRow]) -> tuple[list[str], list[str]]:
     return ordered[::2], [*ordered[1::2], *piped]
 
 
-def _fit(generation: str, all_rows: Sequence[Comparison], sources: Sequence[str]) -> dict[str, float]:
+def _fit_generation(
+    generation: str, all_rows: Sequence[Comparison], sources: Sequence[str]
+) -> dict[str, float]:
     some = [c for c in all_rows if c.row.source in sources and _generation(c.row) == generation]
     counts = Counter(c.row.source for c in some)
     return fit_constants([replace(c.step, weight=1 / counts[c.row.source]) for c in some], CONSTANTS)
 
 
-def _interval(all_rows: Sequence[Comparison], sources: Sequence[str]) -> tuple[float, float]:
+def _find_interval(all_rows: Sequence[Comparison], sources: Sequence[str]) -> tuple[float, float]:
     """Find the interval, in shares of the predicted seconds, in which nine tenths of the rows lie.
 
     Each source has the same weight, and is predicted by constants of the others. So the interval is what to
@@ -210,7 +214,7 @@ def _interval(all_rows: Sequence[Comparison], sources: Sequence[str]) -> tuple[f
         others = [each for each in sources if each != source]
         known = {_generation(c.row) for c in all_rows if c.row.source in others}
         some = [c for c in some if _generation(c.row) in known]  # what others say nothing of is left out
-        fits = {g: _fit(g, all_rows, others) for g in known}
+        fits = {g: _fit_generation(g, all_rows, others) for g in known}
         ratios = (replace(c, fit=fits[_generation(c.row)]).rate() / c.row.rate for c in some)
         weighted += [(ratio, 1 / len(some)) for ratio in ratios]
     weighted.sort()
@@ -225,7 +229,7 @@ def _generation(row: PublishedRow) -> str:
     return GENERATION.get(chip, chip)
 
 
-def _table(all_rows: Sequence[Comparison], sources: tuple[list[str], list[str]]) -> list[list[str]]:
+def _make_table(all_rows: Sequence[Comparison], sources: tuple[list[str], list[str]]) -> list[list[str]]:
     groups: dict[str, list[Comparison]] = {}
     for name, some in zip(("fitted on", "held out"), sources, strict=True):
         groups[name] = [c for c in all_rows if c.row.source in some]

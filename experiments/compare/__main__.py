@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.compare.outcome import find_outcomes
-from experiments.compare.table import write
+from experiments.compare.table import write_comparison
 from experiments.lib.checks import ConfigError
 from experiments.lib.compose import exit_with
 
@@ -35,7 +35,7 @@ def compare(places: Sequence[str], metric: str | None, out: Path, is_maximised: 
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         raise ConfigError(f"--out={out}: {there} is no folder that can be written to. Fix: another --out.")
     outcomes, empty = find_outcomes(places)
-    text, _ = write(outcomes, metric, out, "compare", "compare.txt", is_maximised)
+    text, _ = write_comparison(outcomes, metric, out, "compare", "compare.txt", is_maximised)
     if empty:
         text += f"\npassed over: {empty} of {len(places)} places hold no run"
     print(f"{text}\nresults: {out.resolve()}", flush=True)

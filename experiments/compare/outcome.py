@@ -85,7 +85,7 @@ def runs_below(folder: Path) -> Iterator[Path]:
         yield from runs_below(below)
 
 
-def jobs_of(sweep: Path) -> list[Path]:
+def find_jobs(sweep: Path) -> list[Path]:
     """Return the folders of a sweep's jobs, also of those that left nothing but Hydra's files."""
     return [f for f in _folders(sweep) if is_run(f) or (f / ".hydra").is_dir()]
 
@@ -110,7 +110,7 @@ def outcome_of(folder: Path, name: str) -> Outcome:
     for each in wrong:
         print(each, file=sys.stderr, flush=True)
     numbers = {k: float(v) for k, v in result.items() if type(v) in (int, float) and k != "step"}
-    status, reason = result["status"], result.get("reason") or _in_short(result.get("error", ""))
+    status, reason = result["status"], result.get("reason") or _shorten_error(result.get("error", ""))
     goal = Goal.of(result.get("goal")) or Goal.of(read_json(folder / RUN).get("goal")) or Goal()
     if status not in (OK, FAILED):
         trained = [row[goal.name] for row in rows if goal.name in row][-RECENT:]
@@ -118,21 +118,21 @@ def outcome_of(folder: Path, name: str) -> Outcome:
         measured = next((row for row in reversed(rows) if is_held_out(row)), {})
         numbers |= {name: float(value) for name, value in measured.items() if name != "step"}
         if rows:
-            steps = _steps(folder)
+            steps = _read_steps(folder)
             status = STOPPED if status == STOPPED else UNFINISHED
             reason = f"step {rows[-1]['step']} of {steps}"
-    overrides = result["overrides"] or _overrides(folder)
+    overrides = result["overrides"] or _read_overrides(folder)
     return Outcome(folder, name, status, tuple(map(str, overrides)), numbers, rows, reason, goal)
 
 
-def _steps(folder: Path) -> Any:
+def _read_steps(folder: Path) -> Any:
     """Return how many steps a run is to make; "?" where that cannot be read."""
     with suppress(DamagedError, AttributeError):
         return (read_record(folder / IDENTITY) or {}).get("run", {}).get("steps", "?")
     return "?"
 
 
-def _overrides(folder: Path) -> list[str]:
+def _read_overrides(folder: Path) -> list[str]:
     try:
         listed = yaml.safe_load((folder / OVERRIDES).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
@@ -140,7 +140,7 @@ def _overrides(folder: Path) -> list[str]:
     return listed if isinstance(listed, list) else []
 
 
-def _in_short(error: str) -> str:
+def _shorten_error(error: str) -> str:
     """Return the line of an error that says most: the last of a traceback, or the first.
 
     Where the first ends with a colon, the next one is added.

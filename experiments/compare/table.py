@@ -29,10 +29,8 @@ COLUMNS = {
 }
 BYTES, MB = "_bytes", "_MB"
 OTHERS, NONE = ".4g", "-"
-BEST, LONGEST = (
-    " *",
-    90,
-)  # the mark of the best run; the most characters of a reason, of which the CSV has all
+BEST = " *"  # the mark of the best run
+LONGEST = 90  # the most characters of a reason, of which the CSV has all
 
 
 @dataclass(frozen=True)
@@ -109,14 +107,14 @@ def _own_overrides(outcomes: Sequence[Outcome]) -> dict[Path, list[str]]:
 
 
 def as_text(ranking: Ranking) -> str:
-    """Return the table with a row for each run; the best has a star, and equal columns stand below it
-    once."""
+    """Return the table with a row for each run. The best has a star. A number that all runs share has no
+    column, and stands once below the table."""
     outcomes, own = ranking.outcomes, differences(ranking.outcomes)
     measured = dict.fromkeys(n for o in outcomes for n in o.numbers if n.startswith(HELD_OUT))
     names = [*dict.fromkeys(o.goal.name for o in outcomes), *dict.fromkeys(o.goal.held_out for o in outcomes)]
     formats = dict.fromkeys(names, ".3f") | {n: OTHERS for n in measured if n not in names} | COLUMNS
     formats |= {} if ranking.metric in formats else {ranking.metric: OTHERS}
-    table = {key: [_cell(o, key, style) for o in outcomes] for key, style in formats.items()}
+    table = {key: [_format_cell(o, key, style) for o in outcomes] for key, style in formats.items()}
     known = {key: [cell for cell in cells if cell != NONE] for key, cells in table.items()}
     alike = {k: v[0] for k, v in known.items() if len(v) > 1 == len(set(v)) and k != ranking.metric}
     shown = {key.replace(BYTES, MB): table[key] for key in table if known[key] and key not in alike}
@@ -130,7 +128,7 @@ def as_text(ranking: Ranking) -> str:
     return "\n".join([*columns(rows), *([f"equal in all: {equal}"] if equal else [])])
 
 
-def _cell(outcome: Outcome, key: str, style: str) -> str:
+def _format_cell(outcome: Outcome, key: str, style: str) -> str:
     if key not in outcome.numbers:
         return NONE
     return format(outcome.numbers[key] / (1e6 if key.endswith(BYTES) else 1), style)
@@ -189,10 +187,10 @@ def draw(ranking: Ranking, path: Path) -> bool:
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     colours = matplotlib.colormaps["tab10" if len(curves) <= NAMED else "viridis"]
-    names, sizes = names_of(ranking.outcomes), []
+    names, sizes = name_runs(ranking.outcomes), []
     for place, (outcome, curve) in reversed(list(enumerate(curves))):  # the best on top
         colour = colours(place if len(curves) <= NAMED else place / len(curves))
-        label = _label(ranking, outcome, names[outcome.folder]) if place < NAMED else None
+        label = _make_label(ranking, outcome, names[outcome.folder]) if place < NAMED else None
         means, size = smooth(curve, SMOOTH)
         sizes.append(size)
         axes.plot(*zip(*means, strict=True), ".-", ms=2, lw=1.3, color=colour, label=label)
@@ -228,7 +226,7 @@ def points(outcome: Outcome, key: str) -> list[tuple[float, float]]:
     return [(step, value) for step, value in rows if math.isfinite(value)]
 
 
-def names_of(outcomes: Sequence[Outcome]) -> dict[Path, str]:
+def name_runs(outcomes: Sequence[Outcome]) -> dict[Path, str]:
     """Return a name for each run, by its folder: the choices and values that not all runs have in common.
 
     The run's own name stands before them where two have the same, and where there are none.
@@ -262,7 +260,7 @@ def _in_words(overrides: Sequence[str]) -> str:
     return ", ".join(words)
 
 
-def _label(ranking: Ranking, outcome: Outcome, name: str) -> str:
+def _make_label(ranking: Ranking, outcome: Outcome, name: str) -> str:
     """Return a run's label in the legend: its name and its result."""
     name = name if len(name) <= LABEL else f"{name[: LABEL - 3]}..."
     value, metric = outcome.numbers.get(ranking.metric), ranking.metric.replace("_", " ")
@@ -272,7 +270,7 @@ def _label(ranking: Ranking, outcome: Outcome, name: str) -> str:
     return f"{name}{star}" + (f"  ({', '.join(notes)})" if notes else "")
 
 
-def write(
+def write_comparison(
     outcomes: Sequence[Outcome], metric: str | None, folder: Path, stem: str, text: str,
     is_maximised: bool | None = None,
 ) -> tuple[str, Ranking]:  # fmt: skip

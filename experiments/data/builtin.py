@@ -54,7 +54,7 @@ class Function:
     code: str
 
 
-def sft_files(folder: str | Path) -> tuple[Path, Path]:
+def write_sft_files(folder: str | Path) -> tuple[Path, Path]:
     """Write `train.jsonl` and `held_out.jsonl`: prompts and responses."""
     train, held_out = (
         [{"prompt": f.prompt, "response": f.summary} for f in _functions(side)] for side in SIDES
@@ -64,7 +64,7 @@ def sft_files(folder: str | Path) -> tuple[Path, Path]:
     )
 
 
-def pair_files(folder: str | Path) -> tuple[Path, Path]:
+def write_pair_files(folder: str | Path) -> tuple[Path, Path]:
     """Write `train_pairs.jsonl` and `held_out_pairs.jsonl`.
 
     The chosen answer is the docstring. The rejected one is the first line of the function's code, which a
@@ -81,7 +81,7 @@ def pair_files(folder: str | Path) -> tuple[Path, Path]:
     )
 
 
-def label_files(folder: str | Path) -> tuple[Path, Path]:
+def write_label_files(folder: str | Path) -> tuple[Path, Path]:
     """Write `train_labels.jsonl` and `held_out_labels.jsonl`: summaries, lines of code and signatures."""
     sides = (
         [
@@ -100,7 +100,7 @@ def label_files(folder: str | Path) -> tuple[Path, Path]:
     return tuple(write_lines(Path(folder, name), lines) for name, lines in zip(names, sides, strict=True))
 
 
-def word_files(folder: str | Path) -> tuple[Path, Path]:
+def write_word_files(folder: str | Path) -> tuple[Path, Path]:
     """Write `train_words.jsonl` and `held_out_words.jsonl`, whose tags say which words of a summary are
     long."""
     sides = []
@@ -114,7 +114,7 @@ def word_files(folder: str | Path) -> tuple[Path, Path]:
     return tuple(write_lines(Path(folder, name), lines) for name, lines in zip(names, sides, strict=True))
 
 
-def twin_files(folder: str | Path) -> tuple[Path, Path]:
+def write_twin_files(folder: str | Path) -> tuple[Path, Path]:
     """Write `train_twins.jsonl` and `held_out_twins.jsonl`: summaries, each with its function's signature."""
     sides = (
         [{"query": f.summary, "positive": f.prompt.split("\n")[0]} for f in _functions(side)]
@@ -124,13 +124,14 @@ def twin_files(folder: str | Path) -> tuple[Path, Path]:
     return tuple(write_lines(Path(folder, name), lines) for name, lines in zip(names, sides, strict=True))
 
 
-def text_files(folder: Path) -> tuple[Path, Path]:
+def write_text_files(folder: Path) -> tuple[Path, Path]:
     """Write `text.jsonl` and `held_out_text.jsonl`: functions without docstrings, so that tuning shows."""
     train, held_out = (({"text": t} for t in islice(_texts(side), n)) for side, n in MOST_TEXTS.items())
     return write_lines(folder / "text.jsonl", train), write_lines(folder / "held_out_text.jsonl", held_out)
 
 
 def _texts(held_out: bool) -> Iterator[str]:
+    """Yield the functions of one side as text, without docstrings."""
     for path in _files(held_out):
         for function in _functions_in(_parse(path)):
             for node in ast.walk(function):
@@ -153,7 +154,7 @@ def _functions(held_out: bool) -> tuple[Function, ...]:
     known = {(f.prompt, f.summary) for f in _functions(False)} if held_out else set()
     found: dict[str, Function] = {}
     for path in _files(held_out):
-        for function in _of_file(path):
+        for function in _read_functions(path):
             # Two classes may have the same method, such as `close`, in files of both sides.
             if (function.prompt, function.summary) not in known:
                 found.setdefault(function.prompt, function)
@@ -162,7 +163,8 @@ def _functions(held_out: bool) -> tuple[Function, ...]:
     return tuple(found.values())[: MOST[held_out]]
 
 
-def _of_file(path: Path) -> Iterator[Function]:
+def _read_functions(path: Path) -> Iterator[Function]:
+    """Yield those documented functions of a file that are short enough, and whose summary says enough."""
     for node in _functions_in(_parse(path)):
         paragraph = (ast.get_docstring(node) or "").strip().partition("\n\n")[0]
         summary = "" if "\n" in paragraph else paragraph.strip()  # a whole sentence, as a rule
@@ -191,7 +193,7 @@ def _functions_in(tree: ast.Module | ast.ClassDef) -> Iterator[ast.FunctionDef]:
             yield from _functions_in(node)
 
 
-def image_files(folder: str | Path) -> tuple[Path, Path]:
+def write_image_files(folder: str | Path) -> tuple[Path, Path]:
     """Write images of shapes, one or two to a question, and `train_images.jsonl`, `held_out_images.jsonl`."""
     from PIL import Image, ImageDraw
 
@@ -232,7 +234,7 @@ def image_files(folder: str | Path) -> tuple[Path, Path]:
 # ------------------------------------------------------------------ tasks
 
 
-def task_files(folder: str | Path) -> tuple[Path, Path]:
+def write_task_files(folder: str | Path) -> tuple[Path, Path]:
     """Write `train_tasks.jsonl` and `held_out_tasks.jsonl`, which share no problem.
 
     Digits are to be reversed, sorted or summed, or two numbers are to make a third one, as in countdown.
@@ -241,7 +243,7 @@ def task_files(folder: str | Path) -> tuple[Path, Path]:
     return _write_problems(folder, "train_tasks", train), _write_problems(folder, "held_out_tasks", held_out)
 
 
-def warming_files(folder: str | Path) -> tuple[Path, Path]:
+def write_warming_files(folder: str | Path) -> tuple[Path, Path]:
     """Write problems to train on with careless answers, of which five in six lack their last character, and
     held-out ones with right answers."""
     train, held_out = _draw_problems()
@@ -252,7 +254,7 @@ def warming_files(folder: str | Path) -> tuple[Path, Path]:
     return train, _write_problems(folder, "held_out_warming", held_out)
 
 
-def answer_files(folder: str | Path) -> tuple[Path, Path]:
+def write_answer_files(folder: str | Path) -> tuple[Path, Path]:
     """Write `train_answers.jsonl` and `held_out_answers.jsonl`: problems with a right and a wrong answer.
 
     The wrong one is a slip away, or a guess.
@@ -290,8 +292,13 @@ def _numbers(text: str) -> list[str]:
 def _draw_problems() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
     """Return draws of all problems but one in `ONE_IN`, as many of each kind, and those that are held out."""
     draw, held_out, kinds = random.Random(0), [], []
-    for kind in (_reverse_digits, _sort_digits, _sum_digits, _make_numbers):
-        problems = list(dict(kind()).items())
+    for of_a_kind in (
+        {f"rev {text}=": text[::-1] for text in _digits(3, 10)},
+        {f"sort {text}=": "".join(sorted(text)) for text in _digits(3, 10)},
+        {f"sum {text}=": str(sum(map(int, text))) for text in _digits(3, 7)},
+        dict(_countdowns()),
+    ):
+        problems = list(of_a_kind.items())
         draw.shuffle(problems)
         share = len(problems) // ONE_IN
         held_out += problems[:share]
@@ -303,19 +310,8 @@ def _digits(count: int, base: int) -> Iterator[str]:
     return map("".join, itertools.product(map(str, range(base)), repeat=count))
 
 
-def _reverse_digits() -> Iterator[tuple[str, str]]:
-    return ((f"rev {text}=", text[::-1]) for text in _digits(3, 10))
-
-
-def _sort_digits() -> Iterator[tuple[str, str]]:
-    return ((f"sort {text}=", "".join(sorted(text))) for text in _digits(3, 10))
-
-
-def _sum_digits() -> Iterator[tuple[str, str]]:
-    return ((f"sum {text}=", str(sum(map(int, text)))) for text in _digits(3, 7))
-
-
-def _make_numbers() -> Iterator[tuple[str, str]]:
+def _countdowns() -> Iterator[tuple[str, str]]:
+    """Yield two digits and the number that they are to make, and how they make it."""
     for small, large in itertools.combinations_with_replacement(range(1, 10), 2):
         for sign in "+-*" if small * large > 18 else "+-":  # so that the number shows which sign it is
             yield f"make {OPERATORS[sign](large, small)}: {small}{large}=", f"{large}{sign}{small}"

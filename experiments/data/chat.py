@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.data.fields import DETAIL, LEARNED, OF_A_MESSAGE, THOUGHTS, Messages, learned_of
+from experiments.data.fields import DETAIL, LEARNED, OF_A_MESSAGE, THOUGHTS, Messages, read_learned
 from experiments.data.tokenizer import DirectoryTokenizer
 from experiments.lib.files import LineError
 
@@ -34,8 +34,8 @@ def conversation(
     """Tokenise a conversation up to its last assistant's turn.
 
     The words of assistants from message `first` on are learned, unless a message says otherwise
-    (`fields.learned_of`). Where a template has no `{% generation %}` marks, prefixes show which these are: a
-    turn is what a rendering has more than the prompt that asked for it.
+    (`fields.read_learned`). Where a template has no `{% generation %}` marks, prefixes show which these are:
+    a turn is what a rendering has more than the prompt that asked for it.
 
     Args:
         tools: JSON schemas that the template is shown.
@@ -46,16 +46,17 @@ def conversation(
             all of it, or a rendering is not the beginning of the next one, so that it is unknown what a model
             would have been asked.
     """
-    ends = [n for n, m in enumerate(messages) if m["role"] == "assistant" or (n >= first and learned_of(m))]
+    # What follows the last message that may be learned is left out.
+    ends = [n for n, m in enumerate(messages) if m["role"] == "assistant" or (n >= first and read_learned(m))]
     messages = messages[: ends[-1] + 1]
-    learns = [number >= first and learned_of(message) for number, message in enumerate(messages)]
+    learns = [number >= first and read_learned(message) for number, message in enumerate(messages)]
     if not any(learns):
         raise LineError("no message is learned: their weight, train or loss say so")
     paths = pictures_in(tokenizer, messages)
     shown, how = _show(tokenizer, messages, tools, options)
     if not MARKED.search(tokenizer.hf.get_chat_template(tools=tools)):
-        text = _text(tokenizer, shown, how)
-        spans = _spans(tokenizer, shown, learns, how, text)
+        text = _render_text(tokenizer, shown, how)
+        spans = _find_learned_spans(tokenizer, shown, learns, how, text)
         return encode_rendered(
             tokenizer, *(tokenizer.images.expand(text, spans, paths) if paths else (text, spans))
         )
@@ -68,24 +69,29 @@ def conversation(
     starts, stops = np.array(encoded["offset_mapping"]).reshape(-1, 2).T
     if first:
         number = next(n for n in range(first, len(shown)) if shown[n]["role"] == "assistant")
-        prompt = _text(tokenizer, shown[:number], how, ask=True)
-        _check_prefix(_text(tokenizer, shown, how).startswith(prompt), number)
+        prompt = _render_text(tokenizer, shown[:number], how, ask=True)
+        _check_prefix(_render_text(tokenizer, shown, how).startswith(prompt), number)
         learned[starts < len(prompt)] = 0
     # A message that says otherwise stands where a rendering that ends with it goes beyond the one before.
     for number, message in enumerate(shown):
         if number < first or learns[number] is (message["role"] == "assistant"):
             continue
-        whole, end = _text(tokenizer, shown, how), len(_text(tokenizer, shown[: number + 1], how))
+        whole, end = (
+            _render_text(tokenizer, shown, how),
+            len(_render_text(tokenizer, shown[: number + 1], how)),
+        )
         only = [n == number and each for n, each in enumerate(learns)]
-        start = len(_text(tokenizer, shown[:number], how)) if number else 0
-        _check_prefix(whole.startswith(_text(tokenizer, shown[: number + 1], how)), number)
+        start = len(_render_text(tokenizer, shown[:number], how)) if number else 0
+        _check_prefix(whole.startswith(_render_text(tokenizer, shown[: number + 1], how)), number)
         learned[(stops > start) & (starts < end)] = 0
-        for start, end in _spans(tokenizer, shown, only, how, whole):
+        for start, end in _find_learned_spans(tokenizer, shown, only, how, whole):
             learned[(stops > start) & (starts < end)] = 1
     if not paths:
         return ids.astype(np.uint32), learned.astype(np.uint8)
     spans = [(int(starts[n]), int(stops[n])) for n in np.flatnonzero(learned)]
-    return encode_rendered(tokenizer, *tokenizer.images.expand(_text(tokenizer, shown, how), spans, paths))
+    return encode_rendered(
+        tokenizer, *tokenizer.images.expand(_render_text(tokenizer, shown, how), spans, paths)
+    )
 
 
 def pictures_in(tokenizer: DirectoryTokenizer, messages: Messages) -> list[Any]:
@@ -122,7 +128,7 @@ def encode_rendered(tokenizer: DirectoryTokenizer, text: str, spans: Sequence[tu
 
 def is_rendered(tokenizer: DirectoryTokenizer, *texts: Any) -> bool:
     """Return whether any of these texts spells a control token of the tokenizer."""
-    return any(isinstance(text, str) and _controls(tokenizer).search(text) for text in texts)
+    return any(isinstance(text, str) and _control_pattern(tokenizer).search(text) for text in texts)
 
 
 def opening(
@@ -144,7 +150,7 @@ def opening(
     shown, how = _show(tokenizer, messages, tools, options)
     if not named:
         return _render(tokenizer, shown, how, add_generation_prompt=True, tokenize=True, return_dict=False)
-    text = _text(tokenizer, shown, how, ask=True)
+    text = _render_text(tokenizer, shown, how, ask=True)
     expanded, _ = tokenizer.images.expand(text, [], named if pictures is None else pictures)
     return encode_rendered(tokenizer, expanded, [])[0].tolist()
 
@@ -213,8 +219,8 @@ def _show(
     refused, tried = [], []
     nulls = (None, "") if ASKS_NULL.search(template) else ("",)
     for null, as_text, roles in product(nulls, (False, True), ({}, ALIASES)):
-        call = partial(_call, as_text=as_text)
-        talk = [_with_calls({**m, "role": roles.get(m["role"], m["role"])}, call) for m in shown]
+        call = partial(_rewrite_call, as_text=as_text)
+        talk = [_replace_calls({**m, "role": roles.get(m["role"], m["role"])}, call) for m in shown]
         talk = [{**m, "content": null if m.get("content") is None else m["content"]} for m in talk]
         if talk in tried:
             continue
@@ -237,7 +243,9 @@ def _check_shown(tokenizer: DirectoryTokenizer, messages: Messages, how: Mapping
     Raises:
         LineError: some of them do not, or the template refuses the conversation.
     """
-    _text(tokenizer, messages, how)  # if the template refuses the words themselves, its own error says so
+    _render_text(
+        tokenizer, messages, how
+    )  # if the template refuses the words themselves, its own error says so
     marks: dict[str, str] = {}
 
     def mark(what: str) -> str:
@@ -264,9 +272,9 @@ def _check_shown(tokenizer: DirectoryTokenizer, messages: Messages, how: Mapping
                 {**part, "text": mark(what)} if part.get("type") == "text" and part["text"].strip() else part
                 for part in content
             ]
-        talk.append(_with_calls({**message, "content": content}, mark_name))
+        talk.append(_replace_calls({**message, "content": content}, mark_name))
     tools = how.get("tools") and [mark_name(tool) for tool in how["tools"]]
-    text = _text(tokenizer, talk, {**how, "tools": tools})
+    text = _render_text(tokenizer, talk, {**how, "tools": tools})
     if missing := [what for name, what in marks.items() if name not in text]:
         raise LineError(
             f"the chat template shows nothing of {'; '.join(missing[:3])} (write it in a way that the "
@@ -274,13 +282,13 @@ def _check_shown(tokenizer: DirectoryTokenizer, messages: Messages, how: Mapping
         )
 
 
-def _with_calls(message: Mapping[str, Any], function: Callable[[Any], Any]) -> dict[str, Any]:
+def _replace_calls(message: Mapping[str, Any], function: Callable[[Any], Any]) -> dict[str, Any]:
     """Return a message in which a function has replaced each of its calls."""
     calls = message.get("tool_calls")
     return {**message, "tool_calls": list(map(function, calls))} if calls else dict(message)
 
 
-def _call(call: Mapping[str, Any], as_text: bool) -> dict[str, Any]:
+def _rewrite_call(call: Mapping[str, Any], as_text: bool) -> dict[str, Any]:
     """Return a call of a tool with its arguments as an object, or as the JSON of it."""
     function = call.get("function", call)
     said = function.get("arguments")
@@ -295,7 +303,7 @@ def _call(call: Mapping[str, Any], as_text: bool) -> dict[str, Any]:
 # ------------------------------------------------------------------ what is learned of a text
 
 
-def _spans(
+def _find_learned_spans(
     tokenizer: DirectoryTokenizer,
     messages: Messages,
     learns: Sequence[bool | list[Mapping[str, Any]]],
@@ -318,16 +326,16 @@ def _spans(
                 'messages[0] is an assistant\'s, so there is no prompt that asks for it (write {"text": ...} '
                 "where there is none)"
             )
-        prompt = _text(tokenizer, messages[:number], how, ask=is_assistant) if number else ""
-        before, full = full, _text(tokenizer, messages[: number + 1], how)
+        prompt = _render_text(tokenizer, messages[:number], how, ask=is_assistant) if number else ""
+        before, full = full, _render_text(tokenizer, messages[: number + 1], how)
         _check_prefix(prompt.startswith(before) and full.startswith(prompt), number)
-        start, end = len(prompt), _end(tokenizer, full, len(prompt))
+        start, end = len(prompt), _find_end(tokenizer, full, len(prompt))
         if is_assistant and learned is True:
             spans.append((start, end))
             continue
         # A rendering with a mark in the content's place shows where the content stands.
         mark = f"here-{number}-stands-what-was-said"
-        marked = _text(tokenizer, [*messages[:number], {**message, "content": mark}], how)
+        marked = _render_text(tokenizer, [*messages[:number], {**message, "content": mark}], how)
         at = marked.find(mark)
         words = content if isinstance(content, str) and full.startswith(content, at) else str(content).strip()
         if at < 0 or marked[:at] + words + marked[at + len(mark) :] != full:
@@ -349,7 +357,7 @@ def _spans(
     return spans
 
 
-def _end(tokenizer: DirectoryTokenizer, text: str, start: int) -> int:
+def _find_end(tokenizer: DirectoryTokenizer, text: str, start: int) -> int:
     """Return the end of an answer, which is that of its last end token, whatever a template writes after
     it."""
     ends = tokenizer.hf.convert_ids_to_tokens(list(tokenizer.stops))
@@ -365,7 +373,7 @@ def _check_prefix(holds: bool, number: int) -> None:
         )
 
 
-def _text(
+def _render_text(
     tokenizer: DirectoryTokenizer, messages: Messages, how: Mapping[str, Any], ask: bool = False
 ) -> str:
     return _render(tokenizer, messages, how, add_generation_prompt=ask, tokenize=False)
@@ -380,7 +388,7 @@ def _render(tokenizer: DirectoryTokenizer, messages: Messages, how: Mapping[str,
 
 def _check_controls(tokenizer: DirectoryTokenizer, messages: Messages) -> None:
     """Refuse text that would become a control token, so that nobody ends a turn by writing how turns end."""
-    find = _controls(tokenizer)
+    find = _control_pattern(tokenizer)
     for number, message in enumerate(messages):
         if found := find.search(json.dumps(message, ensure_ascii=False, default=str)):
             raise LineError(
@@ -389,12 +397,12 @@ def _check_controls(tokenizer: DirectoryTokenizer, messages: Messages) -> None:
             )
 
 
-def _controls(tokenizer: DirectoryTokenizer) -> re.Pattern[str]:
+def _control_pattern(tokenizer: DirectoryTokenizer) -> re.Pattern[str]:
     added = tokenizer.hf.added_tokens_decoder.values()
-    return _spelling(tuple(token.content for token in added if token.special))
+    return _compile_spelling(tuple(token.content for token in added if token.special))
 
 
 @lru_cache(maxsize=8)
-def _spelling(texts: Sequence[str]) -> re.Pattern[str]:
+def _compile_spelling(texts: Sequence[str]) -> re.Pattern[str]:
     """Make a pattern that finds any of some texts, and nothing if there are none."""
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")

@@ -123,10 +123,10 @@ def read(record: Record, kind: str) -> Exchange:
     whole = record
     record = without_nulls(_unwrap(record))
     _refuse(record, kind)
-    names = {part: name for part, known in NAMES.items() if (name := _first(known, record))}
-    form = _form(record, names, kind)
+    names = {part: name for part, known in NAMES.items() if (name := _find_name(known, record))}
+    form = _find_form(record, names, kind)
     if form is None:
-        raise LineError(_unknown(whole, kind))
+        raise LineError(_describe_unknown(whole, kind))
     value = {part: record[name] for part, name in names.items()}
     used = {
         names[part] for part in (*form, "system", "history", "tools", "options", "images") if part in names
@@ -147,7 +147,7 @@ def read(record: Record, kind: str) -> Exchange:
     is_chat = bool(before or value["tools"] or value["options"] or value.get("images"))
     said = {part: as_turns(value[part], names[part]) for part in form}
     if "prompt" in form:
-        said["prompt"] = _whole_prompt(record, names["prompt"], said["prompt"], is_chat, used)
+        said["prompt"] = _join_prompt(record, names["prompt"], said["prompt"], is_chat, used)
     check({names[p]: said[p] for p in form}, **{names[p]: _check_of(p, names[p], kind) for p in form})
     prompt, answers, segments = said.get("prompt"), (), ()
     if form == ("segments",):
@@ -159,7 +159,7 @@ def read(record: Record, kind: str) -> Exchange:
             last = [{"role": "assistant", "content": last}] if isinstance(last, str) else last
             answers = ([*said["messages"], *last],)
     elif kind == "prompts":  # rewards compare with an answer in another field, or in the last message
-        prompt, reference = said.get(form[0]), _reference(record)
+        prompt, reference = said.get(form[0]), _find_reference(record)
         if form == ("messages",) and _says(prompt[-1], "assistant"):
             prompt, reference = prompt[:-1], reference or words_of(prompt[-1])
         if not prompt:
@@ -178,12 +178,12 @@ def read(record: Record, kind: str) -> Exchange:
         if answers[0] == answers[1]:
             raise LineError("chosen and rejected are the same")
         if prompt is None:
-            prompt, *answers = _common(*answers)
+            prompt, *answers = _split_common_beginning(*answers)
     elif "response" in form:
         answers = (said["response"],)
     if "only_last" in record and answers and isinstance(answers[0], list) and kind == "samples":
         used.add("only_last")
-        answers = (_only_last(answers[0]) if record["only_last"] else answers[0],)
+        answers = (_learn_last_only(answers[0]) if record["only_last"] else answers[0],)
 
     if kind == "samples":
         _check_others(record, names, form, answers)
@@ -199,9 +199,11 @@ def read(record: Record, kind: str) -> Exchange:
     # A history is learned beside a prompt that is a text, as in LLaMA-Factory and ms-swift.
     learns = bool(history) and isinstance(prompt, str)
     if before and prompt is None:
-        answers = (_behind(before, answers[0]),)
+        answers = (_put_in_front(before, answers[0]),)
     elif before:
-        prompt = _behind(before, [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+        prompt = _put_in_front(
+            before, [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        )
     unread = tuple(name for name in record if name not in used and not _is_nothing(record[name]))
     return Exchange(
         prompt, tuple(answers), learns and kind == "samples", value["tools"] or None, value["options"] or {},
@@ -212,10 +214,10 @@ def read(record: Record, kind: str) -> Exchange:
 def kinds_of(record: Record) -> tuple[str, ...]:
     """Return the kinds of data of which a record has a form, the likeliest first; "answers" for KTO's."""
     record = without_nulls(_unwrap(record))
-    names = {part: name for part, known in NAMES.items() if (name := _first(known, record))}
+    names = {part: name for part, known in NAMES.items() if (name := _find_name(known, record))}
     if "response" in names and any(isinstance(record.get(name), bool) for name in WANTED):
         return ("answers",)
-    found = [kind for kind in ("pairs", "samples", "prompts") if _form(record, names, kind)]
+    found = [kind for kind in ("pairs", "samples", "prompts") if _find_form(record, names, kind)]
     talk = as_turns(record.get(names.get("messages", "")), names.get("messages", ""))
     is_asked_alone = isinstance(talk, list) and not any(_says(turn, "assistant") for turn in talk)
     if is_asked_alone and "response" not in names:
@@ -223,7 +225,7 @@ def kinds_of(record: Record) -> tuple[str, ...]:
     return tuple(found)
 
 
-def learned_of(message: Mapping[str, Any]) -> bool | list[Mapping[str, Any]]:
+def read_learned(message: Mapping[str, Any]) -> bool | list[Mapping[str, Any]]:
     """Return whether a message is learned, or which of its characters are.
 
     Raises:
@@ -322,18 +324,20 @@ def without_nulls(value: Any) -> Any:
 
 def has_nulls(record: Record) -> bool:
     """Return whether a null stands in a record's tools, or in its calls."""
-    every = _schemas(record)
+    every = _collect_schemas(record)
     return without_nulls(every) != every
 
 
 def has_objects(record: Record) -> bool:
     """Return whether a record's tools, or the arguments of a call, are objects and not JSON in a text."""
-    every = [each for found in _schemas(record) for each in (found if isinstance(found, list) else [found])]
+    every = [
+        each for found in _collect_schemas(record) for each in (found if isinstance(found, list) else [found])
+    ]
     functions = [each.get("function", each) for each in every if isinstance(each, Mapping)]
     return any(isinstance(f, Mapping) and not isinstance(f.get("arguments"), str) for f in functions)
 
 
-def _schemas(record: Record) -> list[Any]:
+def _collect_schemas(record: Record) -> list[Any]:
     """Return a record's tools and the calls in its messages."""
     record = _unwrap(record)
     tools = [record.get(name) for name in NAMES["tools"]]
@@ -347,7 +351,7 @@ def _schemas(record: Record) -> list[Any]:
     return [each for each in (*tools, *(turn.get("tool_calls") for turn in turns)) if each is not None]
 
 
-def _reference(record: Record) -> str:
+def _find_reference(record: Record) -> str:
     """Return the answer in a prompt's record, or "" if it has none of words or a number."""
     for value in map(record.get, REFERENCES):
         if isinstance(value, str) and value.strip():
@@ -366,7 +370,7 @@ def words_of(turn: Mapping[str, Any]) -> str:
     return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
-def _behind(before: list[Any], turns: list[Any]) -> list[Any]:
+def _put_in_front(before: list[Any], turns: list[Any]) -> list[Any]:
     """Return messages with others in front of them. There is one system's message at most, which is the
     first."""
     if not _says(turns[0], "system") or not _says(before[0], "system"):
@@ -377,7 +381,7 @@ def _behind(before: list[Any], turns: list[Any]) -> list[Any]:
     return [*before, *turns[1:]]
 
 
-def _only_last(turns: list[Any]) -> list[Any]:
+def _learn_last_only(turns: list[Any]) -> list[Any]:
     """Return messages with all but the last one of an assistant marked as not learned."""
     last = max((n for n, turn in enumerate(turns) if _says(turn, "assistant")), default=-1)
     return [
@@ -386,7 +390,7 @@ def _only_last(turns: list[Any]) -> list[Any]:
     ]
 
 
-def _common(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
+def _split_common_beginning(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
     """Return the common beginning of two answers, and the rest of each. Texts are divided between words."""
     both = list(enumerate(zip(chosen, rejected, strict=False)))
     alike = next((n for n, (one, other) in both if one != other), len(both))
@@ -417,13 +421,13 @@ def _unwrap(record: Record) -> Record:
     return {**calls, **{name: value for name, value in record.items() if name != "input"}}
 
 
-def _first(known: Sequence[str], record: Record) -> str | None:
+def _find_name(known: Sequence[str], record: Record) -> str | None:
     """Return the first of some names that holds something, or the first of those that are empty."""
     there = [name for name in known if record.get(name) is not None]
     return next((name for name in there if not _is_nothing(record[name])), there[0] if there else None)
 
 
-def _form(record: Record, names: Mapping[str, str], kind: str) -> tuple[str, ...] | None:
+def _find_form(record: Record, names: Mapping[str, str], kind: str) -> tuple[str, ...] | None:
     """Return the parts of a record that make it one of `kind`."""
     forms = [form for form in FORMS[kind] if all(part in names for part in form)]
     talk = as_turns(record[names["messages"]], names["messages"]) if "messages" in names else None
@@ -465,7 +469,7 @@ def _check_others(
             )
 
 
-def _unknown(record: Record, kind: str) -> str:
+def _describe_unknown(record: Record, kind: str) -> str:
     """Say what a record of no form lacks."""
     there = {
         part: name for part, known in NAMES.items() if (name := next((n for n in known if n in record), None))
@@ -492,10 +496,10 @@ def _refuse(record: Record, kind: str) -> None:
         }
         why = "says whether one answer alone is wanted (KTO), which no objective here learns from"
         wrong |= {name: why for name in WANTED if isinstance(record.get(name), bool)}
-    if kind == "pairs" and not _is_nothing(record.get(_first(NAMES["images"], record) or "")):
-        wrong[_first(NAMES["images"], record)] = "are learned with objective=sft alone"
-    asked = _first(NAMES["prompt"], record)
-    if asked and _is_nothing(record.get(_first(NAMES["messages"], record) or "")):
+    if kind == "pairs" and not _is_nothing(record.get(_find_name(NAMES["images"], record) or "")):
+        wrong[_find_name(NAMES["images"], record)] = "are learned with objective=sft alone"
+    asked = _find_name(NAMES["prompt"], record)
+    if asked and _is_nothing(record.get(_find_name(NAMES["messages"], record) or "")):
         why = "is no part of the prompt here; write all of it into one field, prompt, and leave this one out"
         parts = PARTS_OF_A_QUESTION if kind != "prompts" or asked == "question" else ()
         if asked == "instruction" and _is_nothing(record.get("input")):  # in Dolly's the context is the input
@@ -505,7 +509,7 @@ def _refuse(record: Record, kind: str) -> None:
         raise LineError("; ".join(f"{name}: {why}" for name, why in wrong.items()))
 
 
-def _whole_prompt(record: Record, name: str, prompt: Any, is_chat: bool, used: set[str]) -> Any:
+def _join_prompt(record: Record, name: str, prompt: Any, is_chat: bool, used: set[str]) -> Any:
     """Return an instruction with its input, which Dolly calls context. Prompts of other names have none."""
     if "instruction" not in record or name not in ("instruction", "input"):
         return prompt
@@ -598,7 +602,7 @@ def _message(message: Any) -> str:
     old = [f"{name}: {CALLS}" for name in ("functions", "function_call") if message.get(name)]
     try:
         check({**message, "content": "" if calls and content is None else content}, role=_text, content=said)
-        learned_of(message)
+        read_learned(message)
     except LineError as error:
         return "; ".join([str(error), *old])
     return "; ".join(old) or ("" if calls is None else _calls(calls))

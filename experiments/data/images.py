@@ -148,11 +148,11 @@ def open_image(picture: Picture) -> Any:
         raise LineError(f"{named} is no image that can be read ({error})") from None
 
 
-def _of_tiles(images: Images, image: Any) -> str:
+def _write_tiles(images: Images, image: Any) -> str:
     return images.token * images._of_tile
 
 
-def _of_split_tiles(images: Images, image: Any) -> str:
+def _write_split_tiles(images: Images, image: Any) -> str:
     """Write rows of tiles with their places, and the whole image, as Idefics3 does (Laurençon et al.
     2024)."""
     counts = images.hf(images=[[image]], return_row_col_info=True)
@@ -164,15 +164,15 @@ def _of_split_tiles(images: Images, image: Any) -> str:
     return "".join(lines) + ("\n" if rows else "") + f"{fake}<global-img>{tile}{fake}"
 
 
-def _of_patches(images: Images, image: Any) -> str:
+def _write_patches(images: Images, image: Any) -> str:
     grid = images.hf(images=[image])["image_grid_thw"][0]
     return images.token * (int(np.prod(grid)) // images.merged)
 
 
 KINDS: Mapping[str, ImageKind] = {  # by the model_type of config.json
-    "llava": ImageKind("tiles", _of_tiles),
-    **dict.fromkeys(("idefics3", "smolvlm"), ImageKind("tiles", _of_split_tiles)),
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), ImageKind("patches", _of_patches)),
+    "llava": ImageKind("tiles", _write_tiles),
+    **dict.fromkeys(("idefics3", "smolvlm"), ImageKind("tiles", _write_split_tiles)),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), ImageKind("patches", _write_patches)),
 }
 
 

@@ -84,7 +84,7 @@ def encode_labels(
 
 def encode_twins(record: Record, tokenizer: DirectoryTokenizer) -> list[Sample]:
     """Tokenise two texts that belong together, as two samples, whose last tokens are marked."""
-    texts = [_text(record, _name_of(record, names, "twins")) for names in (QUERIES, POSITIVES)]
+    texts = [_read_text(record, _find_name(record, names, "twins")) for names in (QUERIES, POSITIVES)]
     samples = []
     for text in texts:
         ids = [*tokenizer.begin, *tokenizer.encode(text), tokenizer.eos]
@@ -98,9 +98,9 @@ def _read_labels(record: Record) -> tuple[list[str], list[str]]:
     """Return the words of a record and the class of each. A text counts as one word."""
     words = next((name for name in WORDS if isinstance(record.get(name), list)), None)
     if words is None:
-        text, label = _name_of(record, TEXTS, "labels"), _name_of(record, LABELS, "labels")
-        return [_text(record, text)], [_label(record[label], label)]
-    tags = _name_of(record, TAGS, "labels")
+        text, label = _find_name(record, TEXTS, "labels"), _find_name(record, LABELS, "labels")
+        return [_read_text(record, text)], [_read_label(record[label], label)]
+    tags = _find_name(record, TAGS, "labels")
     wrong = [n for n in (words, tags) if not isinstance(record[n], list) or not record[n]]
     if wrong:
         raise LineError(f"{wrong[0]}: expected a list of one thing at least")
@@ -108,10 +108,10 @@ def _read_labels(record: Record) -> tuple[list[str], list[str]]:
         raise LineError(f"{words} are {len(record[words])}, and {tags} {len(record[tags])}")
     if odd := [word for word in record[words] if not isinstance(word, str) or not word.strip()]:
         raise LineError(f"{words}: expected words, got {odd[0]!r:.60}")
-    return list(record[words]), [_label(tag, tags) for tag in record[tags]]
+    return list(record[words]), [_read_label(tag, tags) for tag in record[tags]]
 
 
-def _name_of(record: Mapping[str, Any], names: Sequence[str], kind: str) -> str:
+def _find_name(record: Mapping[str, Any], names: Sequence[str], kind: str) -> str:
     name = next((n for n in names if record.get(n) is not None), None)
     if name is None:
         there = ", ".join(map(repr, record)) or "no fields"
@@ -119,14 +119,14 @@ def _name_of(record: Mapping[str, Any], names: Sequence[str], kind: str) -> str:
     return name
 
 
-def _text(record: Record, name: str) -> str:
+def _read_text(record: Record, name: str) -> str:
     value = record[name]
     if not isinstance(value, str) or not value.strip():
         raise LineError(f"{name}: expected a text, got {value!r:.60}")
     return value
 
 
-def _label(value: Any, name: str) -> str:
+def _read_label(value: Any, name: str) -> str:
     if not isinstance(value, str | int) or value == "":
         raise LineError(f"{name}: expected a name or a whole number, got {value!r:.60}")
     return str(value)

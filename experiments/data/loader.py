@@ -152,11 +152,11 @@ def _network(values: np.ndarray, half: int, keys: np.ndarray) -> np.ndarray:
     bits, mask = np.uint64(half), np.uint64(2**half - 1)
     left, right = values >> bits, values & mask
     for key in keys:
-        left, right = right, left ^ (_mix(right ^ key) & mask)
+        left, right = right, left ^ (_splitmix64(right ^ key) & mask)
     return (left << bits) | right
 
 
-def _mix(values: np.ndarray) -> np.ndarray:
+def _splitmix64(values: np.ndarray) -> np.ndarray:
     """Mix values by SplitMix64's finaliser, in which every bit of a value changes half of the result's."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

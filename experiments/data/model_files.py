@@ -129,15 +129,15 @@ def wrong_numbers(path: Path) -> list[str]:
         if name in LAYERS + SIZES:
             least = int(name not in OFF)
             if type(value) is not int or not least <= value <= most:
-                wrong.append(f"{key}={_shown(value)}: a whole number from {least} to {most}")
+                wrong.append(f"{key}={_shorten(value)}: a whole number from {least} to {most}")
         elif name not in BOUNDS and type(value) is int and abs(value) > most:
-            wrong.append(f"{key}={_shown(value)}: a whole number up to {most}")
+            wrong.append(f"{key}={_shorten(value)}: a whole number up to {most}")
         elif name in BOUNDS and not (type(value) in (int, float) and 0 < value < BOUNDS[name]):
-            wrong.append(f"{key}={_shown(value)}: a number between 0 and {BOUNDS[name]:g}")
+            wrong.append(f"{key}={_shorten(value)}: a number between 0 and {BOUNDS[name]:g}")
         elif name in ("dtype", "torch_dtype") and value != "auto":
             known = isinstance(value, str) and getattr(torch, value.removeprefix("torch."), None)
             if not isinstance(known, torch.dtype):
-                wrong.append(f"{key}={_shown(value)}: a dtype of torch's, as bfloat16")
+                wrong.append(f"{key}={_shorten(value)}: a dtype of torch's, as bfloat16")
         if name == "num_experts_per_tok" and not wrong:
             experts = [found.get(key.removesuffix(name) + each) for each in EXPERTS]
             if any(type(count) is int and (count < value or value == 0 < count) for count in experts):
@@ -156,6 +156,6 @@ def _fields(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
         yield f"{prefix}{name:.40}", value
 
 
-def _shown(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

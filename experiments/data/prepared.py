@@ -30,8 +30,8 @@ from experiments.data.labelled import (
 from experiments.data.records import NEEDS, encode, images_in, row_of, with_images
 from experiments.data.rows import (
     Dataset,
+    import_datasets,
     is_json,
-    library,
     line_of,
     map_rows,
     readable,
@@ -153,11 +153,11 @@ class Prepared:
 
     @cached_property
     def _images(self) -> Dataset:
-        return library().load_from_disk(str(self.folder / "images"))
+        return import_datasets().load_from_disk(str(self.folder / "images"))
 
     @cached_property
     def _rows(self) -> Dataset:
-        return library().load_from_disk(str(self.folder / "rows"))
+        return import_datasets().load_from_disk(str(self.folder / "rows"))
 
     @cached_property
     def _arrays(self) -> dict[str, np.ndarray]:
@@ -245,7 +245,7 @@ def prepare(
                     folder.rename(aside)
                 shutil.rmtree(aside, ignore_errors=True) if aside.is_dir() else aside.unlink(missing_ok=True)
         if found is None:
-            _make(folder, path, tokenizer, policy, split)
+            _prepare_folder(folder, path, tokenizer, policy, split)
             found = [open_prepared(folder / side) for side in _sides(split)]
     except OSError as error:
         raise ConfigError(f"{cache}: prepared data cannot be written there: {error}.") from error
@@ -263,7 +263,7 @@ def find_classes(path: str | Path) -> tuple[str, ...]:
     path = readable(path)
     with TemporaryDirectory() as work:
         rows = rows_of(path, Path(work))
-        found = classes_in(_records(rows))
+        found = classes_in(_readable_records(rows))
     if not 2 <= len(found) <= MOST_CLASSES:
         said = f"{len(found)} classes{': ' if found else ''}{', '.join(found[:8])}"
         raise ConfigError(
@@ -273,7 +273,7 @@ def find_classes(path: str | Path) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _records(rows: Dataset) -> Iterator[Mapping[str, Any]]:
+def _readable_records(rows: Dataset) -> Iterator[Mapping[str, Any]]:
     for row in rows:
         with suppress(LineError):  # `prepare` refuses such a line by its number
             yield record_of(row)
@@ -310,10 +310,12 @@ def _sides(split: bool) -> tuple[str, ...]:
     return ("train", "held_out") if split else ("all",)
 
 
-def _make(folder: Path, path: Path, tokenizer: DirectoryTokenizer, policy: RecordPolicy, split: bool) -> None:
+def _prepare_folder(
+    folder: Path, path: Path, tokenizer: DirectoryTokenizer, policy: RecordPolicy, split: bool
+) -> None:
     """Prepare a folder under another name and rename it, so that it is complete or absent.
 
-    The first of two processes wins.
+    Where two processes prepare the same, the folder of the first one stays.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(mkdtemp(prefix=f"{folder.name}.", suffix=".partial", dir=folder.parent))
@@ -338,7 +340,7 @@ def _make(folder: Path, path: Path, tokenizer: DirectoryTokenizer, policy: Recor
         for side, part in zip(_sides(split), parts, strict=True):
             key = f"{folder.name}/{side}"
             own = {"key": key, "kind": policy.kind, "context": policy.context, "pad": tokenizer.pad}
-            _write(done / side, part, {**own, "left_out": left_out, "unread": unread})
+            _write_arrays(done / side, part, {**own, "left_out": left_out, "unread": unread})
         commit_folder(done, folder)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
@@ -350,7 +352,7 @@ def _make(folder: Path, path: Path, tokenizer: DirectoryTokenizer, policy: Recor
 def _encode_row(
     row: Mapping[str, Any], index: int, tokenizer: DirectoryTokenizer, policy: RecordPolicy, root: Path
 ) -> dict[str, Any]:
-    """Tokenise a row. It has no samples but a reason if it cannot be used."""
+    """Tokenise a row. If it cannot be used, the result has a reason and no samples."""
     found = {"line": line_of(row, index), "tokens": [], "learned": [], "images": [], "reason": "", "why": "",
              "rendered": False, "row": "", "unread": [], "kinds": []}  # fmt: skip
     try:
@@ -392,6 +394,8 @@ def _encode_row(
             (np.append(ids, np.uint32(tokenizer.eos)), np.append(m, np.uint8(0))) for ids, m in samples
         ]
     found["chat"], found["rendered"] = said.is_chat, not said.is_chat and is_rendered(tokenizer, *texts)
+
+    # The policy says what becomes of a record that is longer than the context, or than the budget.
     is_prompt = policy.kind == "prompts"
     longest = max(len(tokens) for tokens, _ in samples) - 1
     if is_prompt:  # its own answer is no part of any row
@@ -408,6 +412,7 @@ def _encode_row(
         with_answer = f" with an answer of {policy.answer}" if is_prompt else ""
         long = True
         why = f"takes {whole} positions{with_answer}, the budget of data.tokens is {policy.tokens}"
+
     # The first token is never a target, since nothing stands before it. Labels stand at the tokens
     # themselves.
     learns_first = policy.kind in ("labels", "twins")
@@ -465,7 +470,7 @@ def _check_kind(path: Path, encoded: Dataset, reasons: np.ndarray, kind: str) ->
     )
 
 
-def _write(folder: Path, part: Dataset, facts: Mapping[str, Any]) -> None:
+def _write_arrays(folder: Path, part: Dataset, facts: Mapping[str, Any]) -> None:
     """Write the samples of some rows as arrays, and the facts about them."""
     folder.mkdir(parents=True)
     sizes, learned, chats, rendered, most = [], 0, False, 0, 0

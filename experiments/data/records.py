@@ -16,12 +16,12 @@ from experiments.data.tokenizer import DirectoryTokenizer
 from experiments.lib.files import LineError
 
 
-def sample(record: Record, tokenizer: DirectoryTokenizer) -> list[Sample]:
+def encode_sample(record: Record, tokenizer: DirectoryTokenizer) -> list[Sample]:
     """Tokenise messages, a prompt and its response, or a text, as `encode` says."""
     return encode(read(record, "samples"), "samples", tokenizer)
 
 
-def pair(record: Record, tokenizer: DirectoryTokenizer) -> list[Sample]:
+def encode_pair(record: Record, tokenizer: DirectoryTokenizer) -> list[Sample]:
     """Tokenise a prompt with a chosen and a rejected answer, as two samples.
 
     If there is no prompt, it is the common beginning of both answers.
@@ -29,13 +29,13 @@ def pair(record: Record, tokenizer: DirectoryTokenizer) -> list[Sample]:
     return encode(read(record, "pairs"), "pairs", tokenizer)
 
 
-def asked(record: Record, tokenizer: DirectoryTokenizer) -> list[Sample]:
+def encode_prompt(record: Record, tokenizer: DirectoryTokenizer) -> list[Sample]:
     """Tokenise a prompt that is answered later. The record's answer, if it has one, stands behind it."""
     return encode(read(record, "prompts"), "prompts", tokenizer)
 
 
 KINDS: dict[str, Callable[[Record, DirectoryTokenizer], list[Sample]]] = {
-    "samples": sample, "pairs": pair, "prompts": asked,
+    "samples": encode_sample, "pairs": encode_pair, "prompts": encode_prompt,
 }  # fmt: skip
 
 
@@ -56,9 +56,9 @@ def encode(said: Exchange, kind: str, tokenizer: DirectoryTokenizer) -> list[Sam
             text += part
         return [encode_rendered(tokenizer, text, spans)]
     if kind == "prompts":
-        return [_ask(tokenizer, said)]
+        return [_encode_question(tokenizer, said)]
     if said.is_chat:
-        found = [_talk(tokenizer, said, answer) for answer in said.answers]
+        found = [_encode_chat(tokenizer, said, answer) for answer in said.answers]
     elif said.prompt is None:
         (text,) = said.answers
         if is_rendered(tokenizer, text):
@@ -81,7 +81,7 @@ def encode(said: Exchange, kind: str, tokenizer: DirectoryTokenizer) -> list[Sam
     return found
 
 
-def _ask(tokenizer: DirectoryTokenizer, said: Exchange) -> Sample:
+def _encode_question(tokenizer: DirectoryTokenizer, said: Exchange) -> Sample:
     """Tokenise a prompt as a model is asked it, with the words of its answer behind it."""
     if said.is_chat:
         ids = opening(tokenizer, _as_messages(said.prompt, "user"), said.tools, said.options)
@@ -143,7 +143,7 @@ NUMBER = r"(?:-?\$?|\$-)(?:\d[\d,]*(?:\.\d+)?|(?<![\w.])\.\d+)"
 NEEDS: Mapping[str, Callable[[Record], None]] = {"response": _need_response, "number": _need_number}
 
 
-def _talk(tokenizer: DirectoryTokenizer, said: Exchange, response: str | list[Any]) -> Sample:
+def _encode_chat(tokenizer: DirectoryTokenizer, said: Exchange, response: str | list[Any]) -> Sample:
     """Tokenise messages, and a response to them that may begin with them.
 
     One of the two may lack the system's message in front.
@@ -156,7 +156,9 @@ def _talk(tokenizer: DirectoryTokenizer, said: Exchange, response: str | list[An
         system = [turn for turn in before[:1] if turn["role"] == "system"]
         for start, asked in ((0, before), (1, before), (0, before[len(system) :])):
             stop = start + len(asked)
-            if asked and list(map(_turn, answer[start:stop])) == list(map(_turn, asked)):
+            if asked and list(map(_comparable_turn, answer[start:stop])) == list(
+                map(_comparable_turn, asked)
+            ):
                 whole = answer if len(asked) == len(before) else [*system, *answer]
                 first = len(whole) - len(answer) + stop
                 break
@@ -172,7 +174,7 @@ def _as_messages(said: str | list[Any], role: str) -> list[Any]:
     return [{"role": role, "content": said}] if isinstance(said, str) else list(said)
 
 
-def _turn(message: Mapping[str, Any]) -> tuple[str, Any]:
+def _comparable_turn(message: Mapping[str, Any]) -> tuple[str, Any]:
     content = message.get("content") or ""
     return message["role"], content.strip() if isinstance(content, str) else content
 
@@ -230,7 +232,7 @@ def with_images(said: Exchange, root: Path) -> tuple[Exchange, list[str]]:
         content = list(content) if isinstance(content, list) else content
         for n, part in enumerate(content if isinstance(content, list) else []):
             if isinstance(part, Mapping) and part.get("type") in ("image", "image_url"):
-                content[n] = {"type": "image", "image": _path(part, root)}
+                content[n] = {"type": "image", "image": _find_path(part, root)}
                 found.append(content[n]["image"])
         message["content"] = content
     if not found:
@@ -247,7 +249,7 @@ def images_in(said: Exchange) -> list[str]:
     return [f"{image!s:.200}" for image in (*listed, *in_turns)]
 
 
-def _path(image: Any, root: Path) -> str:
+def _find_path(image: Any, root: Path) -> str:
     named = image
     while isinstance(named, Mapping):  # {"type": "image_url", "image_url": {"url": ...}}
         path = named.get("path")

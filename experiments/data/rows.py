@@ -24,7 +24,7 @@ DEEPEST = 100  # lists and objects inside each other
 ROWS_A_PROCESS = 4096  # fewer rows are mapped sooner than another process starts
 
 
-def library() -> Any:
+def import_datasets() -> Any:
     """Import the package `datasets`, so set up that it fetches nothing.
 
     Raises:
@@ -86,27 +86,27 @@ def rows_of(path: Path, work: Path) -> Dataset:
     Raises:
         ConfigError: the file is not what it begins as.
     """
-    datasets = library()
+    datasets = import_datasets()
     try:
         if path.is_dir():
             name = path / "train" if (path / SEVERAL).is_file() else path
-            return _leave_encoded(datasets.load_from_disk(str(name)))
+            return _keep_encoded(datasets.load_from_disk(str(name)))
         with path.open("rb") as file:
             parquet = file.read(len(PARQUET)) == PARQUET
         if parquet:
-            return _leave_encoded(datasets.Dataset.from_parquet(str(path), cache_dir=str(work)))
+            return _keep_encoded(datasets.Dataset.from_parquet(str(path), cache_dir=str(work)))
         features = datasets.Features({LINE: datasets.Value("int64"), JSON: datasets.Value("large_binary")})
         rows = {"gen_kwargs": {"path": str(path)}, "features": features, "cache_dir": str(work)}
-        return datasets.Dataset.from_generator(_records_of_json, **rows)
+        return datasets.Dataset.from_generator(_read_json_records, **rows)
     except Exception as error:  # the library and those below it raise errors of every kind
         cause = error.__cause__ or error
         raise ConfigError(f"{path} cannot be read: {type(cause).__name__}: {cause}.") from error
 
 
-def _leave_encoded(rows: Dataset) -> Dataset:
+def _keep_encoded(rows: Dataset) -> Dataset:
     """Return a table whose images and sounds are paths and bytes, so that reading a row opens none of
     them."""
-    datasets = library()
+    datasets = import_datasets()
     for name, feature in rows.features.items():
         inner = feature.feature if isinstance(feature, datasets.List) else feature
         if getattr(inner, "decode", False) is True:
@@ -115,7 +115,7 @@ def _leave_encoded(rows: Dataset) -> Dataset:
     return rows
 
 
-def _records_of_json(path: str) -> Iterator[dict[str, Any]]:
+def _read_json_records(path: str) -> Iterator[dict[str, Any]]:
     with open(path, "rb") as file:
         begin = file.read(4096).removeprefix(b"\xef\xbb\xbf").split()
         file.seek(0)
@@ -191,7 +191,7 @@ def map_rows(rows: Dataset, function: Callable[..., Any], features: Mapping[str,
         features: {column of the result: the name of its type, in a list for each level of lists}.
         file: the file that keeps the result.
     """
-    datasets = library()
+    datasets = import_datasets()
 
     def make_type(kind: Any) -> Any:
         return datasets.List(make_type(kind[0])) if isinstance(kind, list) else datasets.Value(kind)

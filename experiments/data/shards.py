@@ -168,7 +168,7 @@ def open_shards(folder: str | Path) -> Shards:
     sizes = found.sizes or {}
     cut = [f"{n}: {there[n]} of {size} bytes" for n, size in sizes.items() if there.get(n) != size]
     try:
-        tokens = _lengths(folder)
+        tokens = _count_tokens(folder)
     except ConfigError:  # an array cannot be read, and its size says more
         if not cut:
             raise
@@ -191,7 +191,7 @@ def describe(folder: Path, **known: Any) -> Shards:
     Args:
         known: further fields of `Shards`.
     """
-    files = _lengths(folder)
+    files = _count_tokens(folder)
     if not files:
         there = f"neither {HEADER} nor *.npy in it" if folder.is_dir() else "no such folder"
         raise ConfigError(
@@ -219,7 +219,7 @@ def describe(folder: Path, **known: Any) -> Shards:
     return found
 
 
-def _lengths(folder: Path) -> dict[str, int]:
+def _count_tokens(folder: Path) -> dict[str, int]:
     """Return the number of tokens of each array of a folder."""
     found, wrong = {}, []
     for path in sorted(folder.glob("*.npy")):

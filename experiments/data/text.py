@@ -48,7 +48,7 @@ class TokenStream(Protocol):
         """Return `length` tokens from each of `starts` on; int64 [starts, length]."""
 
 
-def cut(stream: TokenStream, starts: np.ndarray, context: int) -> Batch:
+def cut_windows(stream: TokenStream, starts: np.ndarray, context: int) -> Batch:
     """Return inputs and the tokens that follow them; int64 [starts, T] each."""
     rows = torch.from_numpy(stream.windows(starts, context + 1))  # [rows, T + 1]
     return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
@@ -91,7 +91,7 @@ class Windows:
 
     def batch(self, numbers: np.ndarray) -> Batch:
         """Return windows by number; int64 [numbers, T] twice."""
-        return cut(self.stream, numbers * self.context, self.context)
+        return cut_windows(self.stream, numbers * self.context, self.context)
 
 
 # ------------------------------------------------------------------ text files as bytes
@@ -160,7 +160,7 @@ def load_text(
     sides: tuple[list[str], list[str]] = [], []
     for name in source_files(root, suffix):
         sides[is_held_out(name, held_out_percent)].append(name)
-    train, held_out = (ByteStream(_join(root, names)) for names in sides)
+    train, held_out = (ByteStream(_join_files(root, names)) for names in sides)
     if min(train.tokens, held_out.tokens) < least:
         raise ValueError(
             f"{root}: the files that end in {suffix!r} hold {train.tokens} bytes to train on "
@@ -170,7 +170,7 @@ def load_text(
     return train, held_out
 
 
-def _join(root: Path, names: list[str]) -> Tensor:
+def _join_files(root: Path, names: list[str]) -> Tensor:
     joined = bytearray()
     for name in names:
         joined += (root / name).read_bytes()
@@ -221,7 +221,7 @@ class Dataset:
         """Yield this rank's held-out windows, at most `rows` at once; int64 [rows, T] twice."""
         mine = self.starts.chunk(mesh.data_size)[mesh.data_rank]
         for starts in mine.split(math.gcd(len(mine), rows)):
-            yield cut(self.measured, starts.numpy(), self.config.context)
+            yield cut_windows(self.measured, starts.numpy(), self.config.context)
 
     def ngram_losses(self) -> dict[str, float]:
         """Return losses of n-gram tables at the targets of the held-out windows, in nats.
@@ -236,7 +236,7 @@ class Dataset:
         # target.
         windows = self.measured.windows(self.starts.numpy() - 2, self.config.context + 3)
         targets = torch.arange(windows.size).reshape(windows.shape)[:, 3:].flatten()
-        return table_losses(_as_bytes(train), _as_bytes(windows), targets)
+        return table_losses(_to_bytes(train), _to_bytes(windows), targets)
 
     def encode(self, text: str) -> list[int]:
         """Return a text's tokens. Without a tokenizer the first held-out token stands for any text."""
@@ -248,7 +248,7 @@ class Dataset:
         return self.tokenizer.decode(tokens) if self.tokenizer else " ".join(map(str, tokens))
 
 
-def _as_bytes(tokens: np.ndarray) -> Tensor:
+def _to_bytes(tokens: np.ndarray) -> Tensor:
     return torch.from_numpy(np.where(tokens < VOCAB, tokens, 0).astype(np.uint8).reshape(-1))
 
 
@@ -317,7 +317,7 @@ def table_losses(train: Tensor, held_out: Tensor, at: Tensor) -> dict[str, float
     p = torch.full(at.shape, 1.0 / VOCAB, dtype=torch.float64)
     losses = {}
     for order, name in enumerate(("unigram", "bigram", "trigram"), 1):
-        counts = count(train, order)
+        counts = count_ngrams(train, order)
         index = tuple(held_out[at - back].long() for back in range(order - 1, -1, -1))
         here, total = counts[index].double(), counts.sum(-1)[index[:-1]].double()
         p = (here + STRENGTH * p) / (total + STRENGTH)
@@ -325,10 +325,10 @@ def table_losses(train: Tensor, held_out: Tensor, at: Tensor) -> dict[str, float
     return {name: losses[name] for name in ("bigram", "trigram")}
 
 
-def count(stream: Tensor, order: int) -> Tensor:
+def count_ngrams(stream: Tensor, order: int) -> Tensor:
     """Count how often each run of `order` bytes occurs; int32 [V] * order.
 
-    >>> count(torch.tensor([1, 2, 1, 2], dtype=torch.uint8), 2)[1, 2].item()
+    >>> count_ngrams(torch.tensor([1, 2, 1, 2], dtype=torch.uint8), 2)[1, 2].item()
     2
     """
     codes = torch.zeros(stream.numel() - order + 1, dtype=torch.int32)

@@ -89,7 +89,7 @@ class ByteTokenizer:
         """
         from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-        file = Tokenizer(models.BPE({sign: byte for byte, sign in enumerate(_signs())}, []))
+        file = Tokenizer(models.BPE({sign: byte for byte, sign in enumerate(_byte_signs())}, []))
         file.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         file.decoder = decoders.ByteLevel()
         spare = [f"<|spare_{number}|>" for number in range(self.vocab - len(CONTROL) - 256)] if more else []
@@ -111,7 +111,7 @@ class ByteTokenizer:
         write_json(folder / CONFIG, config)
 
 
-def _signs() -> list[str]:
+def _byte_signs() -> list[str]:
     """Return GPT-2's printable sign of every byte: its own if it has one, else one from 256 on."""
     plain = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
@@ -237,7 +237,7 @@ def open_directory(directory: str | Path) -> DirectoryTokenizer:
         hf.backend_tokenizer.no_padding()
     except Exception as error:  # the libraries raise errors of every kind, plain Exception too
         raise ConfigError(f"{folder}: transformers opens no fast tokenizer there: {error!s:.300}.") from error
-    stops = _stops(hf, folder)
+    stops = _find_stops(hf, folder)
     hf.add_tokens([hf.convert_ids_to_tokens(stop) for stop in stops], special_tokens=True)
     begin = (hf.bos_token_id,) if hf("").input_ids[:1] == [hf.bos_token_id] else ()
     hf.chat_template = hf.chat_template or read_json(folder / OLD_TEMPLATE).get("chat_template")
@@ -272,7 +272,7 @@ def open_directory(directory: str | Path) -> DirectoryTokenizer:
     )
 
 
-def _stops(hf: Any, folder: Path) -> tuple[int, ...]:
+def _find_stops(hf: Any, folder: Path) -> tuple[int, ...]:
     """Return the tokenizer's end token, and after it every other that the model's configurations name."""
     found = [hf.eos_token_id]
     for name in STOPS:

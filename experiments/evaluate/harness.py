@@ -53,22 +53,22 @@ class HarnessModel:
             prompts = [_args(requests[number])[0] for number in of]
             mine = dict(self.scorer.answers(self.params, prompts, most))
             out |= dict(zip(of, self._all(mine, len(of)), strict=True))
-        return [_until(out[number], _args(request)[1]) for number, request in enumerate(requests)]
+        answers = []
+        for number, request in enumerate(requests):
+            stops, text = _args(request)[1].get("until") or [], out[number]
+            for stop in [stops] if isinstance(stops, str) else stops:
+                text = text.split(stop)[0] if stop else text
+            answers.append(text)
+        return answers
 
     def _all(self, mine: dict[int, Any], count: int) -> list[Any]:
+        """Return the results of all ranks in the order of requests; `mine` has this rank's, by number."""
         found = {int(n): v for each in self.gather(json.dumps(mine)) for n, v in json.loads(each).items()}
         return [found[number] for number in range(count)]
 
 
 def _args(request: Instance) -> tuple[str, dict[str, Any]]:
     return request.args
-
-
-def _until(text: str, how: dict[str, Any]) -> str:
-    stops = how.get("until") or []
-    for stop in [stops] if isinstance(stops, str) else stops:
-        text = text.split(stop)[0] if stop else text
-    return text
 
 
 def check_harness() -> None:
@@ -82,7 +82,7 @@ def check_harness() -> None:
 
 
 @cache
-def _known_tasks() -> Any:
+def _task_manager() -> Any:
     """Return the tasks of the harness, whose thousands of files take ten seconds to read."""
     from lm_eval.tasks import TaskManager
 
@@ -107,7 +107,7 @@ def harness_results(
     try:
         found = lm_eval.simple_evaluate(
             model, tasks=[task], num_fewshot=config.shots or None, limit=config.limit,
-            bootstrap_iters=1000, log_samples=False, task_manager=_known_tasks(),
+            bootstrap_iters=1000, log_samples=False, task_manager=_task_manager(),
         )  # fmt: skip
     except (KeyError, ValueError, FileNotFoundError) as error:
         raise ConfigError(f"tasks=lm-eval:{task}: {error}") from error
@@ -115,9 +115,8 @@ def harness_results(
     if found is None:  # only the first rank of a machine has results
         return out
     for name, metrics in found["results"].items():
-        count = (
-            found["n-samples"].get(name, {}).get("effective", 0)
-        )  # a group of tasks has no questions of its own
+        # A group of tasks has no questions of its own.
+        count = found["n-samples"].get(name, {}).get("effective", 0)
         for metric, value in metrics.items():
             kind, _, how = metric.partition(",")
             if how and not kind.endswith("_stderr") and isinstance(value, float):

@@ -38,7 +38,7 @@ def read_records(path: Path) -> Iterator[tuple[str, Record | RecordError]]:
         raise ConfigError(f"{path}: {what}.")
     data = path.read_bytes()
     if data.startswith(PARQUET):
-        yield from _rows_of_parquet(path)
+        yield from _read_parquet(path)
         return
     try:
         text = data.decode("utf-8-sig")
@@ -47,34 +47,32 @@ def read_records(path: Path) -> Iterator[tuple[str, Record | RecordError]]:
         raise ConfigError(f"{path}: line {line}: is no UTF-8 ({error.reason}).") from None
     begin, suffix = text.lstrip()[:1], path.suffix.lower()
     if suffix == ".csv" or (begin not in "[{" and not suffix.startswith(".json")):
-        yield from _rows_of_csv(text)
+        yield from _read_csv(text)
     else:
-        yield from _items_of_list(text) if begin == "[" else _lines_of_json(text)
+        yield from _read_json_list(text) if begin == "[" else _read_json_lines(text)
 
 
-def _lines_of_json(text: str) -> Iterator[tuple[str, Record | RecordError]]:
+def _read_json_lines(text: str) -> Iterator[tuple[str, Record | RecordError]]:
+    """Yield the records of a file of JSON, one on each line."""
     for number, line in enumerate(text.split("\n"), 1):  # a text may hold other separators of lines
-        if line.strip():
-            yield f"line {number}", _object_of(line)
+        if not line.strip():
+            continue
+        try:
+            yield f"line {number}", _check_object(json.loads(line))
+        except RecursionError:
+            yield f"line {number}", RecordError("is JSON that is nested too deeply")
+        except ValueError as error:
+            why = f"is no JSON ({error}); expected one object on each line"
+            yield f"line {number}", RecordError(why)
 
 
-def _object_of(line: str) -> Record | RecordError:
-    try:
-        value = json.loads(line)
-    except RecursionError:
-        return RecordError("is JSON that is nested too deeply")
-    except ValueError as error:
-        return RecordError(f"is no JSON ({error}); expected one object on each line")
-    return _checked(value)
-
-
-def _checked(value: Any) -> Record | RecordError:
+def _check_object(value: Any) -> Record | RecordError:
     if isinstance(value, dict):
         return value
     return RecordError(f"expected an object, got {type(value).__name__}")
 
 
-def _items_of_list(text: str) -> Iterator[tuple[str, Record | RecordError]]:
+def _read_json_list(text: str) -> Iterator[tuple[str, Record | RecordError]]:
     """Yield the records of a file that is one list of JSON."""
     try:
         values = json.loads(text)
@@ -83,10 +81,10 @@ def _items_of_list(text: str) -> Iterator[tuple[str, Record | RecordError]]:
         yield "the file", RecordError(f"is no list of JSON ({why})")
         return
     for number, value in enumerate(values, 1):
-        yield f"record {number}", _checked(value)
+        yield f"record {number}", _check_object(value)
 
 
-def _rows_of_parquet(path: Path) -> Iterator[tuple[str, Record]]:
+def _read_parquet(path: Path) -> Iterator[tuple[str, Record]]:
     try:
         import pyarrow
         from pyarrow import parquet
@@ -101,7 +99,7 @@ def _rows_of_parquet(path: Path) -> Iterator[tuple[str, Record]]:
         yield f"row {number}", {name: value for name, value in row.items() if value is not None}
 
 
-def _rows_of_csv(text: str) -> Iterator[tuple[str, Record | RecordError]]:
+def _read_csv(text: str) -> Iterator[tuple[str, Record | RecordError]]:
     """Yield the rows of a file by the names of its header. MMLU's files have none, and are read by places."""
     rows, line, header = csv.reader(io.StringIO(text, newline=""), strict=True), 0, None
     columns = 0
@@ -116,7 +114,7 @@ def _rows_of_csv(text: str) -> Iterator[tuple[str, Record | RecordError]]:
             return
         if not any(cell.strip() for cell in row):
             continue
-        if not columns and (header := _header_of(row)):
+        if not columns and (header := _find_header(row)):
             columns = len(row)
             continue
         columns = columns or (len(row) if len(row) in HEADERLESS else HEADERLESS[0])
@@ -135,7 +133,7 @@ def _rows_of_csv(text: str) -> Iterator[tuple[str, Record | RecordError]]:
             yield f"line {line}", {"question": question, "choices": choices, "answer": letter.strip()}
 
 
-def _header_of(row: list[str]) -> list[str] | None:
+def _find_header(row: list[str]) -> list[str] | None:
     """Return the names of a header's columns as the formats spell them; None if the row is no header."""
     names = [cell.strip() for cell in row]
     lower = [name.lower() for name in names]

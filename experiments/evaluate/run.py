@@ -18,8 +18,8 @@ from experiments import python_path
 from experiments.data.tokenizer import open_directory
 from experiments.evaluate.config import EvaluateConfig
 from experiments.evaluate.harness import check_harness, harness_results
-from experiments.evaluate.scorer import Scorer, misfits_of
-from experiments.evaluate.tasks import HARNESS, Task, tasks_of
+from experiments.evaluate.scorer import Scorer, find_misfits
+from experiments.evaluate.tasks import HARNESS, Task, read_tasks
 from experiments.lib.checks import ConfigError, attempt
 from experiments.lib.config import AUTO
 from experiments.lib.files import (
@@ -59,22 +59,27 @@ def evaluate(config: EvaluateConfig, folder: Path) -> None:
         config, model=str(find_directory(config.model)), device=device,
         ranks=config.ranks or most or CPU_RANKS,
     )  # fmt: skip
+
+    # Model and tasks are opened here, so that all mistakes show before ranks start.
     own = [text for text in config.tasks if not text.startswith(f"{HARNESS}:")]
     wrong: list[str] = []
     if len(own) < len(config.tasks):
         check_harness()
-    tasks = attempt(partial(tasks_of, own, config.shots, config.limit), wrong)
+    tasks = attempt(partial(read_tasks, own, config.shots, config.limit), wrong)
     opened = attempt(partial(open_model, config.model), wrong)
     if not wrong:
         for task in tasks:
-            wrong += misfits_of(task, *opened, config.tokens)
+            wrong += find_misfits(task, *opened, config.tokens)
     if wrong:
         raise ConfigError("\n".join(wrong))
+
     # The folder's key has everything that answers depend on: the model, the settings, and the questions as
     # they are asked.
     asked = [task.digest for task in tasks]
     asked += [text for text in config.tasks if text not in own]
-    of = {"model": _files_of(config.model), "shots": config.shots, "tokens": config.tokens, "tasks": asked}
+    files = [*sorted(Path(config.model).glob("*.safetensors")), Path(config.model, "config.json")]
+    stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    of = {"model": stats, "shots": config.shots, "tokens": config.tokens, "tasks": asked}
     key = hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()[:12]
     place = Path(config.folder or folder.parents[1] / key)
     place.mkdir(parents=True, exist_ok=True)
@@ -87,6 +92,8 @@ def evaluate(config: EvaluateConfig, folder: Path) -> None:
             f"folder={place}: its answers are of another model, task or setting. Fix: another folder."
         )
     write_record(place / OF, {"key": key, **asdict(config)})
+
+    # The ranks answer what is not answered yet (`on_rank`).
     threads = {"OMP_NUM_THREADS": "1"} if device == "cpu" else {}
     fs.launch(
         on_rank, ranks=config.ranks, args=(config, str(place)), logs=place / "ranks",
@@ -95,19 +102,14 @@ def evaluate(config: EvaluateConfig, folder: Path) -> None:
     print(f"\n{read_json(place / RESULTS)['table']}\n\nresults: {place}", flush=True)
 
 
-def _files_of(model: str) -> list[tuple[str, int, int]]:
-    found = [*sorted(Path(model).glob("*.safetensors")), Path(model, "config.json")]
-    return [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in found]
-
-
 def on_rank(config: EvaluateConfig, folder: str) -> None:
     """Answer this rank's part of the questions. Rank 0 writes the results."""
     mesh = fs.make_mesh(shard=-1, device=config.device)
-    scorer, blocks = scorer_of(config, mesh)
+    scorer, blocks = make_scorer(config, mesh)
     barrier = scorer.forward(lambda params: 0).gather_strings
     place, found = Path(folder), {}
     own = [text for text in config.tasks if not text.startswith(f"{HARNESS}:")]
-    tasks = dict(zip(own, tasks_of(own, config.shots, config.limit), strict=True))
+    tasks = dict(zip(own, read_tasks(own, config.shots, config.limit), strict=True))
     for number, text in enumerate(config.tasks):
         if text.startswith(f"{HARNESS}:"):
             found |= harness_results(text.partition(":")[2], scorer, blocks, config)
@@ -115,7 +117,7 @@ def on_rank(config: EvaluateConfig, folder: str) -> None:
         task = tasks[text]
         answers = place / f"{number}-{Path(task.name).name}"
         answers.mkdir(exist_ok=True)
-        known = answered(answers, task)
+        known = read_answers(answers, task)
         barrier("")  # no rank writes before all have read
         if mesh.rank == 0:
             more = f", {len(known)} of them answered before" if known else ""
@@ -127,13 +129,13 @@ def on_rank(config: EvaluateConfig, folder: str) -> None:
             values = {"question": question, **result}
             append(mine, json.dumps({**values, SUM: checksum(values)}) + "\n")
         barrier("")
-        found |= summary(task, answered(answers, task))
+        found |= summarise(task, read_answers(answers, task))
     if mesh.rank == 0:
-        write_json(place / RESULTS, {"results": found, "table": table(found)})
-        write_text(place / "results.txt", table(found) + "\n")
+        write_json(place / RESULTS, {"results": found, "table": format_table(found)})
+        write_text(place / "results.txt", format_table(found) + "\n")
 
 
-def scorer_of(config: EvaluateConfig, mesh: fs.Mesh) -> tuple[Scorer, Any]:
+def make_scorer(config: EvaluateConfig, mesh: fs.Mesh) -> tuple[Scorer, Any]:
     """Open a model directory as a scorer, with this rank's blocks of its leaves."""
     fast = torch.float32 if mesh.device_type == "cpu" else torch.bfloat16
     dtype = fast if config.dtype == AUTO else getattr(torch, config.dtype)
@@ -147,7 +149,7 @@ def scorer_of(config: EvaluateConfig, mesh: fs.Mesh) -> tuple[Scorer, Any]:
     return Scorer(lm, tokenizer, mesh, forward, config.rows, config.tokens), blocks
 
 
-def answered(folder: Path, task: Task) -> dict[int, dict[str, Any]]:
+def read_answers(folder: Path, task: Task) -> dict[int, dict[str, Any]]:
     """Read the results of all ranks, by question.
 
     A line that a kill has cut short, that is not what was written, or that is no result of the task is passed
@@ -169,7 +171,7 @@ def answered(folder: Path, task: Task) -> dict[int, dict[str, Any]]:
     return found
 
 
-def summary(task: Task, results: dict[int, dict[str, Any]]) -> dict[str, dict[str, float]]:
+def summarise(task: Task, results: dict[int, dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Return `{task/metric: {value, stderr, questions}}`, with the sample's deviation by sqrt(questions) as
     error."""
     out = {}
@@ -180,10 +182,10 @@ def summary(task: Task, results: dict[int, dict[str, Any]]) -> dict[str, dict[st
     return out
 
 
-def table(found: dict[str, dict[str, float]]) -> str:
+def format_table(found: dict[str, dict[str, float]]) -> str:
     """Return a table with a line for each metric.
 
-    >>> print(table({"arc/acc": {"value": 0.5, "stderr": 0.05, "questions": 100}}))
+    >>> print(format_table({"arc/acc": {"value": 0.5, "stderr": 0.05, "questions": 100}}))
     task/metric  value  std err  questions
     arc/acc      0.500  0.0500   100
     """

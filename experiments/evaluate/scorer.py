@@ -15,11 +15,11 @@ import fnshard as fs
 from experiments.data.chat import opening
 from experiments.data.images import KINDS, Picture
 from experiments.data.tokenizer import DirectoryTokenizer
-from experiments.evaluate.tasks import IMAGE, STOPS, Question, Task, graded
+from experiments.evaluate.tasks import IMAGE, STOPS, Question, Task, grade_answer
 from experiments.lib.checks import ConfigError
 from experiments.lib.files import LineError
 from experiments.tuning.lm import LanguageModel
-from experiments.tuning.rollout import TOGETHER, Rollouts, first_of, next_of
+from experiments.tuning.rollout import TOGETHER, Rollouts, make_first_draw, make_next_draws
 from fnshard.losses import IGNORE
 
 WIDTH = 64  # rows are as wide as this times a power of two, so that there are few programs
@@ -54,8 +54,8 @@ class Scorer:
         """
         numbers = [n for n in range(len(task.questions)) if n not in done]
         choose = [n for n in numbers if task.questions[n].choices]
-        yield from self._chosen(params, task, choose)
-        yield from self._generated(params, task, [n for n in numbers if not task.questions[n].choices])
+        yield from self._score_choices(params, task, choose)
+        yield from self._grade_answers(params, task, [n for n in numbers if not task.questions[n].choices])
 
     def logprobs(
         self,
@@ -88,7 +88,7 @@ class Scorer:
                 seen += [()] * (rows - len(seen))
                 images = (self.lm.vision.rows(self.tokenizer.images, seen, tokens),)
                 size = images[0]["pixels"].shape
-            run = self._program((width, size), _sums)
+            run = self._program((width, size), _make_scores)
             found = run(params, tokens, targets, *images)
             both = iter(zip(*(each.tolist() for each in found), strict=True))
             yield from ((number, list(islice(both, len(groups[number])))) for number in mine)
@@ -100,10 +100,10 @@ class Scorer:
         stops, count = frozenset(self.tokenizer.stops), min(TOGETHER, tokens)
         for wide, mine in self._rounds(list(map(len, encoded)), [1] * len(encoded), self.rows):
             width = min(wide, most)
-            decode = self._program(width, next_of, count, 0.0, 1.0)
+            decode = self._program(width, make_next_draws, count, 0.0, 1.0)
             rollouts = Rollouts(
-                self._program(width, first_of, width + tokens, 0.0, 1.0), decode, count, self.rows, width,
-                tokens, stops, decode.gather_strings, self.mesh.device,
+                self._program(width, make_first_draw, width + tokens, 0.0, 1.0), decode, count, self.rows,
+                width, tokens, stops, decode.gather_strings, self.mesh.device,
             )  # fmt: skip
             unused = torch.zeros(len(mine), tokens, dtype=torch.float64)
             drawn = rollouts(params, [encoded[number] for number in mine], unused)
@@ -126,10 +126,11 @@ class Scorer:
             return first, whole[len(first) :]
         return first, self.tokenizer.encode_after(context[len(kept) :] + after)
 
-    def _chosen(self, params: Any, task: Task, numbers: Sequence[int]) -> Iterator[tuple[int, dict]]:
+    def _score_choices(self, params: Any, task: Task, numbers: Sequence[int]) -> Iterator[tuple[int, dict]]:
+        """Answer questions by their likeliest choice: 1 if that is right, else 0."""
         asked = [task.questions[number] for number in numbers]
         if any(question.images for question in asked):
-            if wrong := misfits_of(task, self.lm, self.tokenizer, self.tokens):
+            if wrong := find_misfits(task, self.lm, self.tokenizer, self.tokens):
                 raise ConfigError("\n".join(wrong))
             pictures = [question.images for question in asked]
             groups = [
@@ -140,7 +141,11 @@ class Scorer:
             pictures = None
             groups = [[self.pair(q.prompt, f" {choice}") for choice in q.choices] for q in asked]
         for place, found in self.logprobs(params, groups, pictures):
-            yield numbers[place], _accuracy(asked[place], [logprob for logprob, _ in found])
+            # The likeliest choice as a whole, and by its mean for a character (long choices are less likely).
+            question, wholes = asked[place], [logprob for logprob, _ in found]
+            means = [p / len(choice) for p, choice in zip(wholes, question.choices, strict=True)]
+            best = {"acc": wholes.index(max(wholes)), "acc_norm": means.index(max(means))}
+            yield numbers[place], {metric: float(n == question.answer) for metric, n in best.items()}
 
     def _pairs_of_images(self, question: Question, name: str) -> list[Pair]:
         """Encode a question as a user of a chat asks it, with each of its choices.
@@ -170,13 +175,14 @@ class Scorer:
             )
         return pairs
 
-    def _generated(self, params: Any, task: Task, numbers: Sequence[int]) -> Iterator[tuple[int, dict]]:
+    def _grade_answers(self, params: Any, task: Task, numbers: Sequence[int]) -> Iterator[tuple[int, dict]]:
+        """Answer questions by greedy texts, and grade these."""
         prompts = [task.questions[number].prompt for number in numbers]
         for place, answer in self.answers(params, prompts, self.tokens):
             for stop in STOPS:
                 answer = answer.split(stop)[0]
             question = task.questions[numbers[place]]
-            yield numbers[place], {**graded(question, answer), "answer": answer}
+            yield numbers[place], {**grade_answer(question, answer), "answer": answer}
 
     def _program(self, shape: Any, make: Callable[..., Callable[..., Any]], *how: float) -> Any:
         """Return the program of a shape, which is compiled once, however often a model is measured.
@@ -198,7 +204,11 @@ class Scorer:
         """
         waiting = deque(sorted(range(len(lengths)), key=lambda number: -lengths[number]))
         while waiting:
-            width, ranks = self._width(lengths[waiting[0]]), []
+            # The width of the longest one: few widths, so few programs, and none beyond the model's context.
+            width, ranks = WIDTH, []
+            while width < lengths[waiting[0]]:
+                width *= 2
+            width = min(width, self.lm.context or width)
             for _ in range(self.mesh.data_size):
                 ranks.append([])
                 room = rows
@@ -207,14 +217,8 @@ class Scorer:
                     ranks[-1].append(waiting.popleft())
             yield width, ranks[self.mesh.data_rank]
 
-    def _width(self, length: int) -> int:
-        wide = WIDTH
-        while wide < length:
-            wide *= 2
-        return min(wide, self.lm.context or wide)
 
-
-def misfits_of(task: Task, lm: LanguageModel, tokenizer: DirectoryTokenizer, tokens: int) -> list[str]:
+def find_misfits(task: Task, lm: LanguageModel, tokenizer: DirectoryTokenizer, tokens: int) -> list[str]:
     """Say why a model cannot answer a task's questions.
 
     It may not see their images, have no room for an answer, or have a tokenizer without tokens for a choice.
@@ -237,14 +241,7 @@ def misfits_of(task: Task, lm: LanguageModel, tokenizer: DirectoryTokenizer, tok
     return [f"{task.name}: the tokenizer of the model has no tokens for {text!r:.60}" for text in empty[:5]]
 
 
-def _accuracy(question: Question, logprobs: Sequence[float]) -> dict[str, float]:
-    """Return 1 if the likeliest choice is right, else 0, by its probability and by that of a character."""
-    by_letter = [p / len(choice) for p, choice in zip(logprobs, question.choices, strict=True)]
-    best = {"acc": logprobs, "acc_norm": by_letter}
-    return {metric: float(numbers.index(max(numbers)) == question.answer) for metric, numbers in best.items()}
-
-
-def _sums(lm: LanguageModel) -> Callable[..., tuple[Tensor, Tensor]]:
+def _make_scores(lm: LanguageModel) -> Callable[..., tuple[Tensor, Tensor]]:
     """Make `fn(params, tokens [B, T], targets [B, T], images) -> (fp32 [B], bool [B])`.
 
     `images` are a result of `Vision.rows`, or left out.

@@ -105,7 +105,7 @@ def check_tasks(tasks: Sequence[str], shots: int = 0) -> None:
         raise ConfigError("\n  ".join(wrong))
 
 
-def tasks_of(texts: Sequence[str], shots: int = 0, limit: int | None = None) -> list[Task]:
+def read_tasks(texts: Sequence[str], shots: int = 0, limit: int | None = None) -> list[Task]:
     """Read the tasks that texts name, each as in `task_of`.
 
     Raises:
@@ -166,22 +166,22 @@ def task_of(text: str, shots: int = 0, limit: int | None = None) -> Task:
     return Task(paths[0].stem, tuple(questions), metrics, left_out)
 
 
-def graded(question: Question, generated: str) -> dict[str, float]:
+def grade_answer(question: Question, generated: str) -> dict[str, float]:
     """Grade a generated answer with 1 or 0 for each metric.
 
     The right number has to be the last one in `exact_match`, and the one after "####" in `strict_match`.
 
-    >>> graded(Question("", (), "2 + 2 = 4 #### 4"), "It is 5 - 1 = 4.")
+    >>> grade_answer(Question("", (), "2 + 2 = 4 #### 4"), "It is 5 - 1 = 4.")
     {'exact_match': 1.0, 'strict_match': 0.0}
     """
-    right = _number(question.answer.rpartition(MARK)[2])
+    right = _normalise_number(question.answer.rpartition(MARK)[2])
     found = re.findall(r"-?[$0-9.,]{2,}|-?[0-9]+", generated)
     marked = re.search(rf"{MARK} (-?[0-9.,]+)", generated)
     said = {"exact_match": found[-1] if found else "", "strict_match": marked[1] if marked else ""}
-    return {metric: float(_number(text) == right and right != "") for metric, text in said.items()}
+    return {metric: float(_normalise_number(text) == right and right != "") for metric, text in said.items()}
 
 
-def _number(text: str) -> str:
+def _normalise_number(text: str) -> str:
     return re.sub(r"[,$]|\.$", "", text.strip()).lower()
 
 
@@ -213,7 +213,7 @@ def read_questions(path: Path, read: Callable[[Record], Question | None]) -> tup
 # ------------------------------------------------------------------ fields of a record
 
 
-def _value(record: Record, *names: str) -> Any:
+def _require(record: Record, *names: str) -> Any:
     """Return the first of these fields that a record has."""
     for name in names:
         if record.get(name) is not None:
@@ -221,12 +221,12 @@ def _value(record: Record, *names: str) -> Any:
     raise RecordError(f"no {names[0]!r}; it has {', '.join(map(repr, record)) or 'nothing'}")
 
 
-def _text(record: Record, *names: str, blank: bool = False) -> str:
+def _require_text(record: Record, *names: str, blank: bool = False) -> str:
     """Return a text, which is not blank unless it may be."""
-    return _checked_text(names[0], _value(record, *names), blank=blank)
+    return _check_text(names[0], _require(record, *names), blank=blank)
 
 
-def _checked_text(name: str, value: Any, *, blank: bool = False) -> str:
+def _check_text(name: str, value: Any, *, blank: bool = False) -> str:
     if not isinstance(value, str):
         raise RecordError(f"{name}: expected text, got {value!r:.80}")
     if not blank and not value.strip():
@@ -236,21 +236,21 @@ def _checked_text(name: str, value: Any, *, blank: bool = False) -> str:
     return value
 
 
-def _texts(name: str, value: Any) -> list[str]:
+def _check_choices(name: str, value: Any) -> list[str]:
     """Check that a value is two texts or more, none of them blank, and return them."""
     if not isinstance(value, list) or len(value) < 2:
         raise RecordError(f"{name}: expected two choices or more, got {value!r:.80}")
-    return [_checked_text(f"{name}[{number}]", each) for number, each in enumerate(value)]
+    return [_check_text(f"{name}[{number}]", each) for number, each in enumerate(value)]
 
 
-def _one_of(name: str, answer: Any, labels: Sequence[Any]) -> int:
+def _find_label(name: str, answer: Any, labels: Sequence[Any]) -> int:
     """Return the number of the label that an answer is."""
     if isinstance(answer, bool) or answer not in labels:
         raise RecordError(f"{name} {answer!r:.80}: one of {', '.join(map(str, labels))}")
     return list(labels).index(answer)
 
 
-def _key(question: str, choices: Sequence[str] = ()) -> tuple[str, ...]:
+def _normalise(question: str, choices: Sequence[str] = ()) -> tuple[str, ...]:
     """Make `Question.asked`, in which blanks, capitals and the order of choices make no difference."""
     words = [" ".join(text.casefold().split()) for text in (question, *choices)]
     return (words[0], *sorted(words[1:]))
@@ -274,7 +274,7 @@ def _read_image(image: Any, root: Path) -> bytes:
 # ------------------------------------------------------------------ formats
 
 
-def _lettered(record: Record, ask: str) -> Question:
+def _read_lettered(record: Record, ask: str) -> Question:
     """Read a question whose answer is a letter (MMLU, C-Eval).
 
     Its fields are `question`; `choices` or `options`, or `A`, `B` and so on; `answer`, a letter, or the
@@ -291,7 +291,7 @@ def _lettered(record: Record, ask: str) -> Question:
         columns = [record[letter] for letter in LETTERS if letter in record]
         while len(columns) > 2 and columns[-1] in ("", None):  # the question has fewer choices than others
             columns.pop()
-    choices, answer = _texts("choices", columns), _value(record, "answer")
+    choices, answer = _check_choices("choices", columns), _require(record, "answer")
     if len(choices) > len(LETTERS):
         raise RecordError(f"choices: expected {len(LETTERS)} at most, got {len(choices)}")
     letters = list(LETTERS[: len(choices)])
@@ -299,8 +299,8 @@ def _lettered(record: Record, ask: str) -> Question:
         answer = int(answer)
     is_letter = isinstance(answer, str)
     answer = answer.strip() if is_letter else answer
-    right = _one_of("answer", answer, letters if is_letter else range(len(choices)))
-    question = _text(record, "question")
+    right = _find_label("answer", answer, letters if is_letter else range(len(choices)))
+    question = _require_text(record, "question")
     lines = [f"{letter}. {choice}" for letter, choice in zip(letters, choices, strict=True)]
     subject = record.get("subject") or record.get("category")
     return Question(
@@ -308,42 +308,42 @@ def _lettered(record: Record, ask: str) -> Question:
         tuple(letters),
         right,
         subject if isinstance(subject, str) else None,
-        _key(question, choices),
+        _normalise(question, choices),
     )
 
 
-def _arc(record: Record) -> Question:
+def _read_arc(record: Record) -> Question:
     """Read `question` with `stem` and `choices`, or as a text beside `choices`, and `answerKey`."""
-    asked = _value(record, "question")
+    asked = _require(record, "question")
     nested = isinstance(asked, dict)
-    stem = _text(asked, "stem") if nested else _text(record, "question")
-    given = _value(asked if nested else record, "choices")
+    stem = _require_text(asked, "stem") if nested else _require_text(record, "question")
+    given = _require(asked if nested else record, "choices")
     if isinstance(given, dict):  # two lists, as in Parquet
         texts, labels = given.get("text"), given.get("label")
     elif isinstance(given, list) and all(isinstance(each, dict) for each in given):
         texts, labels = [each.get("text") for each in given], [each.get("label") for each in given]
     else:
         raise RecordError(f"choices: expected text and label of each, got {given!r:.80}")
-    choices = _texts("choices", texts)
+    choices = _check_choices("choices", texts)
     labels = list(map(str, labels)) if isinstance(labels, list) else []
     if not len(choices) == len(labels) == len(set(labels)):
         raise RecordError(f"choices: expected a label of its own for each, got {labels!r:.80}")
-    right = _one_of("answerKey", str(_value(record, "answerKey")).strip(), labels)
-    return Question(f"Question: {stem}\nAnswer:", tuple(choices), right, None, _key(stem, choices))
+    right = _find_label("answerKey", str(_require(record, "answerKey")).strip(), labels)
+    return Question(f"Question: {stem}\nAnswer:", tuple(choices), right, None, _normalise(stem, choices))
 
 
-def _hellaswag(record: Record) -> Question:
+def _read_hellaswag(record: Record) -> Question:
     """Read `activity_label`, `ctx_a`, `ctx_b`, `endings` and `label`."""
-    endings = _value(record, "endings")
+    endings = _require(record, "endings")
     if isinstance(endings, list):
         endings = [_plain(each) if isinstance(each, str) else each for each in endings]
-    choices, label = _texts("endings", endings), _value(record, "label")
+    choices, label = _check_choices("endings", endings), _require(record, "label")
     if isinstance(label, str) and label.strip().isdecimal():
         label = int(label)
-    right = _one_of("label", label, range(len(choices)))
-    context = f"{_text(record, 'ctx_a')} {_text(record, 'ctx_b', blank=True).capitalize()}"
-    prompt = _plain(f"{_text(record, 'activity_label')}: {context}")
-    return Question(prompt, tuple(choices), right, None, _key(prompt, choices))
+    right = _find_label("label", label, range(len(choices)))
+    context = f"{_require_text(record, 'ctx_a')} {_require_text(record, 'ctx_b', blank=True).capitalize()}"
+    prompt = _plain(f"{_require_text(record, 'activity_label')}: {context}")
+    return Question(prompt, tuple(choices), right, None, _normalise(prompt, choices))
 
 
 def _plain(text: str) -> str:
@@ -351,18 +351,18 @@ def _plain(text: str) -> str:
     return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
 
-def _gsm8k(record: Record) -> Question:
+def _read_gsm8k(record: Record) -> Question:
     """Read `question`, and `answer`, which ends in "#### NUMBER"."""
-    question, answer = _text(record, "question"), _text(record, "answer")
+    question, answer = _require_text(record, "question"), _require_text(record, "answer")
     _, mark, right = answer.rpartition(MARK)
     if not mark:
         raise RecordError(f"answer: expected {MARK} before the number")
     if last_number(answer, whole=True) is None:
         raise RecordError(f"answer: expected one number after {MARK}, got {right.strip()!r:.80}")
-    return Question(f"Question: {question}\nAnswer:", (), answer, None, _key(question))
+    return Question(f"Question: {question}\nAnswer:", (), answer, None, _normalise(question))
 
 
-def _mmmu(record: Record) -> Question | None:
+def _read_mmmu(record: Record) -> Question | None:
     """Read `question`, `options` and `answer`, a letter. Return None for an open question.
 
     "<image 1>" in a text is `image_1`, or the first of `images`. Images stand before a text that names none
@@ -376,7 +376,7 @@ def _mmmu(record: Record) -> Question | None:
     for name, value in record.items():
         if (column := re.fullmatch(r"image_([0-9]+)", name)) and value:
             images[int(column[1])] = value
-    question = _lettered(record, ask=MMMU_ASKS)
+    question = _read_lettered(record, ask=MMMU_ASKS)
     shown: list[int] = []
 
     def show(mark: re.Match[str]) -> str:
@@ -393,7 +393,7 @@ def _mmmu(record: Record) -> Question | None:
     return replace(question, prompt=prompt, images=tuple(images[number] for number in shown))
 
 
-def _opening(words: str, names: Mapping[str, str]) -> Callable[[str], str]:
+def _make_opening(words: str, names: Mapping[str, str]) -> Callable[[str], str]:
     """Make a function that gives the words before a question about a subject."""
     return lambda subject: words.format(names.get(subject, subject.replace("_", " "))) + "\n\n"
 
@@ -458,10 +458,10 @@ MMMU_ASKS = "Answer with the option letter from the given choices directly."
 CEVAL_OPENING = "以下是中国关于{}的单项选择题，请选出其中的正确答案。"
 # {format: (reads a record's question, gives the words before a question about a subject)}
 FORMATS: Mapping[str, tuple[Callable[[Record], Question | None], Callable[[str], str]]] = {
-    "mmlu": (partial(_lettered, ask="Answer:"), _opening(MMLU_OPENING, {})),
-    "ceval": (partial(_lettered, ask="答案："), _opening(CEVAL_OPENING, CEVAL_SUBJECTS)),
-    "arc": (_arc, lambda subject: ""),
-    "hellaswag": (_hellaswag, lambda subject: ""),
-    "gsm8k": (_gsm8k, lambda subject: ""),
-    "mmmu": (_mmmu, lambda subject: ""),
+    "mmlu": (partial(_read_lettered, ask="Answer:"), _make_opening(MMLU_OPENING, {})),
+    "ceval": (partial(_read_lettered, ask="答案："), _make_opening(CEVAL_OPENING, CEVAL_SUBJECTS)),
+    "arc": (_read_arc, lambda subject: ""),
+    "hellaswag": (_read_hellaswag, lambda subject: ""),
+    "gsm8k": (_read_gsm8k, lambda subject: ""),
+    "mmmu": (_read_mmmu, lambda subject: ""),
 }

@@ -9,7 +9,7 @@ from pathlib import Path
 from experiments.explain import words
 from experiments.explain.config import COMMAND, ExplainConfig
 from experiments.explain.paper import explain
-from experiments.explain.waste import waste
+from experiments.explain.waste import report_waste
 from experiments.lib.checks import ConfigError
 from experiments.lib.compose import answer, exit_with
 from experiments.lib.files import write_text
@@ -37,7 +37,7 @@ def write_waste(arguments: list[str]) -> None:
     if len(arguments) > 1:
         raise ConfigError(f"{' '.join(arguments)}: run=DIR stands alone, a run has its configuration.")
     folder = Path(arguments[0].removeprefix("run="))
-    text = waste(folder)
+    text = report_waste(folder)
     print(text, flush=True)
     write_text(folder / "waste.txt", text + "\n")
 

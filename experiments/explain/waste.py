@@ -14,7 +14,7 @@ from experiments.lib.checks import ConfigError, targets_in
 from experiments.lib.compose import build
 from experiments.lib.config import AUTO, MEASURED
 from experiments.lib.files import read_record
-from experiments.lib.measured import DAMAGED, LINES, measured_run
+from experiments.lib.measured import DAMAGED, LINES, read_measurements
 from experiments.lib.record import PARTS, RUN
 from fnshard.analysis.tables import columns
 from fnshard.compiler.schedule.instructions import Run
@@ -38,37 +38,40 @@ HINTS = {
 }  # fmt: skip
 
 
-def waste(folder: Path) -> str:
+def report_waste(folder: Path) -> str:
     """Return the report on a run.
 
     Raises:
         ConfigError: it is no run's folder, or one of its files is damaged.
     """
-    record = _read(folder)
-    parts = [f"{folder}: {record['totals'].get('steps', 0)} steps, {record['status']}", _spent(record)]
-    run = measured_run(folder)
+    record = _read_run_record(folder)
+    parts = [
+        f"{folder}: {record['totals'].get('steps', 0)} steps, {record['status']}",
+        _tabulate_seconds(record),
+    ]
+    run = read_measurements(folder)
     if run is None:
         return "\n\n".join([*parts, "no second step was made: nothing is known of a step's time"])
-    why = _not_on_paper(record["config"])
-    paper = None if why else _paper(record["config"], folder)
+    why = _why_not_on_paper(record["config"])
+    paper = None if why else _put_on_paper(record["config"], folder)
     named = str(record["config"].get("hardware", {}).get("name", ""))
     is_measured = named == "measure" or named.startswith(MEASURED)
-    parts.append(_step(run.step.measured, run.step.predicted[""], paper, is_measured))
+    parts.append(_tabulate_step(run.step.measured, run.step.predicted[""], paper, is_measured))
     if (folder / LINES).exists():
         profile = read_record(folder / LINES) or {}
-        parts.append(_lines(profile, run.step.measured, run.hardware["overlap"]))
+        parts.append(_tabulate_lines(profile, run.step.measured, run.hardware["overlap"]))
     else:
         parts.append("which lines of the schedule: run.profile=3 measures them")
-    parts.append(_changes(paper) if paper else f"changes of one key: {why}")
+    parts.append(_tabulate_changes(paper) if paper else f"changes of one key: {why}")
     return "\n\n".join(parts)
 
 
-def _read(folder: Path) -> Mapping[str, Any]:
+def _read_run_record(folder: Path) -> Mapping[str, Any]:
     if not (folder / RUN).exists():
         raise ConfigError(f"run={folder}: has no {RUN}; a run of train or finetune writes it.")
     try:
         record = read_record(folder / RUN) or {}
-        measured_run(folder)
+        read_measurements(folder)
         if {"totals", "status", "config"} <= record.keys():
             return record
         raise KeyError(*({"totals", "status", "config"} - record.keys()))
@@ -76,7 +79,7 @@ def _read(folder: Path) -> Mapping[str, Any]:
         raise ConfigError(f"run={folder}: its files are damaged: {type(error).__name__}: {error}.") from None
 
 
-def _spent(record: Mapping[str, Any]) -> str:
+def _tabulate_seconds(record: Mapping[str, Any]) -> str:
     """Tabulate the seconds of the run, by what they went to."""
     totals = record["totals"]
     seconds = {name: totals.get(f"{name}_s", 0.0) for name in PARTS}
@@ -88,7 +91,7 @@ def _spent(record: Mapping[str, Any]) -> str:
     return "\n".join(columns(rows))
 
 
-def _not_on_paper(config: Mapping[str, Any]) -> str:
+def _why_not_on_paper(config: Mapping[str, Any]) -> str:
     """Say why changes of a run are not predicted; return "" where they are."""
     if "rows" not in config.get("data", {}) or "width" not in config.get("model", {}):
         return "predicted for the decoder of experiments.train alone"
@@ -102,7 +105,7 @@ def _not_on_paper(config: Mapping[str, Any]) -> str:
     return "strategy=auto has looked for the best plan" if config["strategy"]["name"] == AUTO else ""
 
 
-def _paper(config: Mapping[str, Any], folder: Path) -> Paper:
+def _put_on_paper(config: Mapping[str, Any], folder: Path) -> Paper:
     """Return the run's step on paper, with the speed that it has measured."""
     rows, run = config["data"]["rows"], config["run"]
     values = {name: config[name] for name in SHARED} | {
@@ -113,7 +116,7 @@ def _paper(config: Mapping[str, Any], folder: Path) -> Paper:
     return explain(build(values, ExplainConfig))
 
 
-def _step(measured: float, predicted: float, paper: Paper | None, is_measured: bool) -> str:
+def _tabulate_step(measured: float, predicted: float, paper: Paper | None, is_measured: bool) -> str:
     """Tabulate a step's time, its prediction, and the time of its kernels alone.
 
     Where the prediction is far off and knows nothing of this machine, the text says how it can learn.
@@ -140,7 +143,7 @@ def _step(measured: float, predicted: float, paper: Paper | None, is_measured: b
     return text
 
 
-def _lines(profile: Mapping[str, Any], total: float, overlaps: bool) -> str:
+def _tabulate_lines(profile: Mapping[str, Any], total: float, overlaps: bool) -> str:
     """Tabulate the lines of the schedule that lose most of a step, and name the rank that is waited for.
 
     Lost are the seconds of collectives that nothing hides, and those beyond the prediction.
@@ -177,7 +180,7 @@ def _lines(profile: Mapping[str, Any], total: float, overlaps: bool) -> str:
 # ------------------------------------------------------------------ changes
 
 
-def _changes(paper: Paper) -> str:
+def _tabulate_changes(paper: Paper) -> str:
     """Tabulate the changes of one key that fit and gain most tokens a second, by prediction."""
     found = []
     now = price(paper.config, paper.memory, paper.timeline)

@@ -45,13 +45,13 @@ class RunFolder:
     Args:
         source: the checkpoint that it starts from where it has none of its own.
         began: the time at which the command began, by the clock of its host; 0 where nobody knows it.
-        made: the first folder on the way to it that this command had to make; empty where all were there.
+        first_made: the topmost folder on the way to it that this command had to make; empty if all existed.
     """
 
     folder: str
     source: str | None = None
     began: float = 0.0
-    made: str = ""
+    first_made: str = ""
 
     @property
     def checkpoints(self) -> Path:
@@ -82,10 +82,10 @@ def claim(requested: Any, fresh: Path, *, chosen: bool) -> Iterator[RunFolder]:
         folder = None
         if not chosen and resume != NEVER:
             folder = find_unfinished(identity, stack)
-        made = ""
+        first_made = ""
         if folder is None:
             folder = fresh
-            made = next((str(p) for p in reversed((fresh, *fresh.parents)) if not p.exists()), "")
+            first_made = next((str(p) for p in reversed((fresh, *fresh.parents)) if not p.exists()), "")
             make_directory(fresh)
             if not stack.enter_context(locked(fresh)):
                 raise ConfigError(
@@ -95,7 +95,7 @@ def claim(requested: Any, fresh: Path, *, chosen: bool) -> Iterator[RunFolder]:
         has_own = fs.checkpoint.latest(folder / CHECKPOINTS) is not None
         source = None if source_path is None or has_own else source_of(resume)
         write_record(folder / IDENTITY, identity, durable=True)
-        yield RunFolder(str(folder), source, made=made)
+        yield RunFolder(str(folder), source, first_made=first_made)
 
 
 def discard(run: RunFolder) -> bool:
@@ -106,19 +106,15 @@ def discard(run: RunFolder) -> bool:
         Whether it is gone.
     """
     folder, rows = Path(run.folder), Path(run.folder, METRICS)
-    if not run.made or (rows.exists() and rows.stat().st_size) or any(run.checkpoints.glob("*")):
+    if not run.first_made or (rows.exists() and rows.stat().st_size) or any(run.checkpoints.glob("*")):
         return False
     shutil.rmtree(folder, ignore_errors=True)
     with suppress(OSError):  # another process may be at work above it; why the run ended matters more
         for above in folder.parents:
-            if not above.is_relative_to(run.made) or any(above.iterdir()):
+            if not above.is_relative_to(run.first_made) or any(above.iterdir()):
                 break
             above.rmdir()
     return not folder.exists()
-
-
-def _is_finished(folder: Path) -> bool:
-    return read_result(folder)["status"] == "ok"
 
 
 def _can_resume(folder: Path) -> bool:
@@ -126,7 +122,7 @@ def _can_resume(folder: Path) -> bool:
     return fs.checkpoint.latest(folder / CHECKPOINTS) is not None or in_memory(memory_name(folder))
 
 
-def has_numbered(root: Path) -> bool:
+def has_step_folders(root: Path) -> bool:
     """Return whether a directory holds anything that is named as a checkpoint is, whole or not."""
     return root.is_dir() and any(path.name.isdecimal() for path in root.iterdir())
 
@@ -157,7 +153,7 @@ def is_finished(folder: Path, requested: Any) -> bool:
     except DamagedError:  # the error is reported when the run starts
         return False
     same = all(before.get(name) == value for name, value in here.items() if name != "starts_from")
-    return same and _is_finished(folder)
+    return same and read_result(folder)["status"] == "ok"
 
 
 def source_of(resume: str) -> str:
@@ -179,7 +175,7 @@ def _check_chosen(folder: Path, identity: Mapping[str, Any], resume: str) -> Non
         ConfigError: its checkpoints are of another configuration or damaged, or `run.resume` is "never".
     """
     steps = fs.checkpoint.all_steps(folder / CHECKPOINTS)
-    if not steps and has_numbered(folder / CHECKPOINTS) and not _can_resume(folder):
+    if not steps and has_step_folders(folder / CHECKPOINTS) and not _can_resume(folder):
         raise ConfigError(
             f"no checkpoint in {folder / CHECKPOINTS} is whole. Fix: put them back; or, to begin anew, "
             "delete that folder, or name another hydra.run.dir."
@@ -235,10 +231,10 @@ def find_unfinished(identity: Mapping[str, Any], stack: ExitStack) -> Path | Non
             print(f"resume: {error} The folder is passed over. Fix: {fix}", file=sys.stderr, flush=True)
     for path in sorted(found, key=lambda path: (path.stat().st_mtime_ns, path), reverse=True):
         folder = path.parent
-        if _is_finished(folder):
+        if read_result(folder)["status"] == "ok":  # this run is done; the same command makes another one
             return None
         if not _can_resume(folder):
-            if has_numbered(folder / CHECKPOINTS):
+            if has_step_folders(folder / CHECKPOINTS):
                 print(
                     f"resume: no checkpoint in {folder / CHECKPOINTS} is whole; this is another run",
                     file=sys.stderr,
@@ -264,20 +260,20 @@ def read_result(folder: Path) -> dict[str, Any]:
 
     The status is "no result" where there is none, or where it is damaged, which is printed.
     """
+    none: dict[str, Any] = {"status": "no result", "overrides": []}
     try:
         found = read_record(folder / RESULT)
-        if found is not None and not _is_result(found):
+        if found is None:
+            return none
+        # Any JSON may carry a checksum: tables read these four fields, and must not fail on another type.
+        kinds = {"status": str, "overrides": list, "reason": str, "error": str}
+        is_result = {"status", "overrides"} <= found.keys()
+        if not is_result or not all(isinstance(found.get(n, kind()), kind) for n, kind in kinds.items()):
             raise DamagedError(f"{folder / RESULT} holds no result.")
+        return found
     except DamagedError as error:
         print(f"{error} It counts as none.", file=sys.stderr, flush=True)
-        found = None
-    return found or {"status": "no result", "overrides": []}
-
-
-def _is_result(values: dict[str, Any]) -> bool:
-    kinds = {"status": str, "overrides": list, "reason": str, "error": str}
-    needed = {"status", "overrides"} <= values.keys()
-    return needed and all(isinstance(values.get(name, kind()), kind) for name, kind in kinds.items())
+        return none
 
 
 def search_value(

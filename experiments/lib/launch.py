@@ -141,12 +141,12 @@ def run(job: Job) -> None:
     if under_launcher():
         record(be_rank_of_torchrun)(job)  # torchrun shows the error, whichever rank ends first
         return
-    if nodes() > 1:
+    if count_nodes() > 1:
         raise ConfigError(
-            f"srun starts this command on {nodes()} nodes. Fix: launcher=slurm hydra.launcher.nodes= with "
-            "--multirun, outside of srun; or, inside of an allocation, torchrun: srun --ntasks-per-node 1 "
-            "torchrun --nnodes $SLURM_NNODES --nproc-per-node 8 --rdzv-backend c10d --rdzv-id $SLURM_JOB_ID "
-            "--rdzv-endpoint FIRST_NODE:29400 -m experiments.train."
+            f"srun starts this command on {count_nodes()} nodes. Fix: launcher=slurm hydra.launcher.nodes= "
+            "with --multirun, outside of srun; or, inside of an allocation, torchrun: srun "
+            "--ntasks-per-node 1 torchrun --nnodes $SLURM_NNODES --nproc-per-node 8 --rdzv-backend c10d "
+            "--rdzv-id $SLURM_JOB_ID --rdzv-endpoint FIRST_NODE:29400 -m experiments.train."
         )
     composed = from_shell(job.command)
     if isinstance(composed, Composed):
@@ -222,7 +222,7 @@ def start(
         LaunchError: a rank failed, or a checkpoint could not be read or written.
     """
     began = time.time() if began is None else began
-    if (several := nodes()) > 1:
+    if (several := count_nodes()) > 1:
         return start_on_nodes(job, requested, fresh, overrides, several, chosen=chosen, began=began)
 
     # Check the configuration with what this machine has, and with what it names.
@@ -316,12 +316,12 @@ def fit_to_machine(
     if mesh.shard is None:
         if there % fixed and (world or fixed < there):
             raise ConfigError(
-                f"{_product(mesh)} does not divide {there} ranks. "
+                f"{_name_axes(mesh)} does not divide {there} ranks. "
                 "Fix: another mesh.replicate, or say mesh.shard too."
             )
         mesh = replace(mesh, shard=max(1, there // fixed))
     ranks = mesh.ranks
-    product = f"{_product(mesh)} asks for {counted(ranks, 'rank')}"
+    product = f"{_name_axes(mesh)} asks for {counted(ranks, 'rank')}"
     if world and ranks != world:
         raise ConfigError(f"{product}; {world} were started. Fix: torchrun --nproc-per-node {ranks}.")
     if device != "cpu" and not world and ranks > there:
@@ -385,7 +385,7 @@ def device_of(key: str, asked: str, accelerators: Mapping[str, int]) -> str:
     return device
 
 
-def _product(mesh: Any) -> str:
+def _name_axes(mesh: Any) -> str:
     """Return the axes that are named, and those of several ranks, as a message has them."""
     sizes = {"replicate": mesh.replicate, "shard": mesh.shard}
     split = {name: getattr(mesh, name) for name in ("pipeline", "expert", "tensor", "context")}
@@ -396,7 +396,7 @@ def _product(mesh: Any) -> str:
 # ------------------------------------------------------------------ SLURM: several nodes
 
 
-def nodes() -> int:
+def count_nodes() -> int:
     """Return the number of nodes of the job step that this process is a task of; 1 outside of `srun`."""
     return int(os.environ.get("SLURM_STEP_NUM_NODES", "1")) if "SLURM_STEP_ID" in os.environ else 1
 
@@ -412,14 +412,14 @@ def start_on_nodes(
     job_file = fresh / f"job.{os.environ['SLURM_NODEID']}.json"
     run = {"requested": dataclasses.asdict(requested), "fresh": str(fresh), "chosen": chosen, "began": began}
     write_json(job_file, {**job_values(config, overrides), **run})
-    agent = torchrun(config.mesh.ranks // nodes, config.run.max_restarts)
+    agent = torchrun_arguments(config.mesh.ranks // nodes, config.run.max_restarts)
     environment = {**os.environ, "PYTHONPATH": python_path()}
     if subprocess.run([sys.executable, *agent, *rank_command(job, job_file)[2:]], env=environment).returncode:
         raise LaunchError(f"the ranks on {nodes} nodes failed: the output of torchrun says why.")
     return read_result(fresh)["status"]
 
 
-def torchrun(ranks: int, max_restarts: int) -> list[str]:
+def torchrun_arguments(ranks: int, max_restarts: int) -> list[str]:
     """Return the arguments of Python on each node of a job of submitit's, in front of the ranks' own.
 
     Args:
@@ -489,7 +489,7 @@ def be_rank(job: Job, values: Mapping[str, Any]) -> NoReturn:
             with find_folder(job, values) as run:
                 if int(os.environ.get("RANK", "0")) == 0 and LOGS in os.environ:
                     for name in (REFUSAL, RESULT):  # files of an earlier attempt
-                        _refusal().with_name(name).unlink(missing_ok=True)
+                        _refusal_path().with_name(name).unlink(missing_ok=True)
                 own = config if "run" in values else prepare_on_ranks(job, config)
                 job.work(own, run, list(values["overrides"]), stop)
         except BudgetError as error:
@@ -501,7 +501,7 @@ def be_rank(job: Job, values: Mapping[str, Any]) -> NoReturn:
         except OSError as error:  # only this rank has the error: the others end when it does
             if error.errno not in FULL:
                 raise
-            sys.exit(no_room(error))
+            sys.exit(describe_full_disk(error))
 
     run_rank(work, device_type=config.run.device, timeout_s=config.run.timeout_s, stop=stop)
 
@@ -551,10 +551,10 @@ def find_folder(job: Job, values: Mapping[str, Any]) -> Iterator[RunFolder]:
         yield RunFolder(**answer[0])
 
 
-def no_room(error: OSError) -> str:
+def describe_full_disk(error: OSError) -> str:
     """Return the message of a disk's error, with the path and the way out.
 
-    >>> print(no_room(OSError(28, "No space left on device", "run/metrics.jsonl")))
+    >>> print(describe_full_disk(OSError(28, "No space left on device", "run/metrics.jsonl")))
     cannot write run/metrics.jsonl: No space left on device.
     Fix: make room, or another hydra.run.dir; the same command goes on from the newest checkpoint.
     """
@@ -573,27 +573,27 @@ def end_together(message: str, *, mistake: bool) -> NoReturn:
     rank, code = int(os.environ.get("RANK", "0")), 1
     # A file can be told by all. Whether the others have failed, too, may not be known before they are gone.
     tells_now = rank == 0 or LOGS in os.environ
-    if tells_now and not (rank != 0 and _refusal().exists()):
-        code = tell(message, mistake)
+    if tells_now and not (rank != 0 and _refusal_path().exists()):
+        code = say_why(message, mistake)
     try:
         leave_group()  # no rank ends before it has the reason
     except CollectiveError:
         if not tells_now:
-            code = tell(message, mistake)
+            code = say_why(message, mistake)
     sys.exit(code)
 
 
-def tell(message: str, mistake: bool) -> int | str:
+def say_why(message: str, mistake: bool) -> int | str:
     """Say why ranks end; return the exit code, or the message where nobody could be told."""
     if LOGS not in os.environ:
         print(f"error: {message}", file=sys.stderr, flush=True)
         return 1
     try:
-        write_json(_refusal(), {"message": message, "mistake": mistake})
+        write_json(_refusal_path(), {"message": message, "mistake": mistake})
     except OSError:  # on a full disk
         return message
     return 1
 
 
-def _refusal() -> Path:
+def _refusal_path() -> Path:
     return Path(os.environ[LOGS]).parent / REFUSAL

@@ -46,10 +46,10 @@ class MeasuredRun:
 
 def lines_of(lowered: Lowered, hardware: fs.Hardware, measured: Timeline) -> dict[str, Any]:
     """Return what a profile keeps: predicted and measured seconds of each line of the schedule, and of each
-    kind of line, of which those that were predicted count for `measured_hardware`."""
+    kind of line, of which those that were predicted count for `hardware_of_runs`."""
     lines = lowered.schedule.instructions
     waits = fs.profile.exposed(measured)
-    seconds = [_by_line(lowered.timeline(hardware)), _by_line(measured)]
+    seconds = [_sum_by_line(lowered.timeline(hardware)), _sum_by_line(measured)]
     kinds = fs.profile.by_kind(measured, lines)
     found: dict[str, dict[str, float]] = {}
     for constant, each in vary(hardware).items():
@@ -71,14 +71,14 @@ def lines_of(lowered: Lowered, hardware: fs.Hardware, measured: Timeline) -> dic
     }  # fmt: skip
 
 
-def _by_line(timeline: Timeline) -> dict[int, float]:
+def _sum_by_line(timeline: Timeline) -> dict[int, float]:
     out: dict[int, float] = {}
     for span in timeline.spans:
         out[span.index] = out.get(span.index, 0.0) + span.end - span.start
     return out
 
 
-def measured_run(folder: Path) -> MeasuredRun | None:
+def read_measurements(folder: Path) -> MeasuredRun | None:
     """Return what a run has measured; None if it made no second step, or an older version kept nothing.
 
     Raises:
@@ -104,7 +104,7 @@ def measured_run(folder: Path) -> MeasuredRun | None:
     return MeasuredRun(found["hardware"], machine, step, kinds)
 
 
-def measured_hardware(place: str) -> fs.Hardware:
+def hardware_of_runs(place: str) -> fs.Hardware:
     """Return the hardware of the newest run in a folder or below it, corrected by measurements.
 
     They are those of all runs there that ran on such a machine, with as many ranks on a host.
@@ -118,7 +118,7 @@ def measured_hardware(place: str) -> fs.Hardware:
     runs, damaged = [], []
     for folder in folders:
         try:
-            runs.append(measured_run(folder))
+            runs.append(read_measurements(folder))
         except DAMAGED as error:
             damaged.append(f"{folder}: {type(error).__name__}: {error}")
     if damaged:
@@ -174,7 +174,7 @@ class Tracer:
         yield
         self._traced += FIRST <= here < FIRST + self.steps
 
-    def done(self, here: int) -> bool:
+    def is_last(self, here: int) -> bool:
         """Return whether the `here`th step of this process is the last one that is traced."""
         return here == FIRST + self.steps - 1
 

@@ -85,7 +85,7 @@ def plan_step(
     )  # fmt: skip
     if strategy.name == AUTO:
         planned_for = hardware_of(hardware, mesh)
-        found = _agree(
+        found = _fit_on_all_ranks(
             fn, params, mesh, batch=batch, device_bytes=int(run.device_gb * 1e9), hardware=planned_for,
             optimizer=optimizer, specs=specs(fs.presets.full_shard), **options,
         )  # fmt: skip
@@ -111,7 +111,7 @@ def forward_options(config: Any, mesh: fs.Mesh) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _agree(*args: Any, **options: Any) -> Fit:
+def _fit_on_all_ranks(*args: Any, **options: Any) -> Fit:
     """Run `fs.fit` on every rank, and compare the plans: no rank acts, or gives up, alone."""
     try:
         found: Fit | fs.BudgetError = fs.fit(*args, **options)
@@ -142,9 +142,9 @@ def hardware_of(name: str, mesh: fs.Mesh | None = None) -> fs.Hardware:
     if name == "measure":
         return fs.Hardware.measure(mesh)
     if name.startswith(MEASURED):
-        from experiments.lib.measured import measured_hardware  # nothing else here needs it
+        from experiments.lib.measured import hardware_of_runs  # nothing else here needs it
 
-        return measured_hardware(name.removeprefix(MEASURED))
+        return hardware_of_runs(name.removeprefix(MEASURED))
     if name != AUTO:
         return fs.Hardware.named(name)
     if mesh.device_type == "cpu":
@@ -175,7 +175,7 @@ def write_memory(lowered: Lowered, folder: Path) -> None:
     print(f"a rank's memory in a step, by prediction: {parts} (what it goes to: {MEMORY})", flush=True)
 
 
-def append_compiled(lowered: Lowered, folder: Path) -> None:
+def append_kernel_memory(lowered: Lowered, folder: Path) -> None:
     """Append the memory with generated kernels, if there are any; it is known after the first step."""
     analysis = lowered.memory_analysis()
     if analysis.kernels == "eager":

@@ -186,7 +186,7 @@ class TimeSpent:
         if not began:
             return TimeSpent(), 0.0
         try:
-            known = known_of(folder)
+            known = read_run_record(folder)
         except DamagedError:  # `RunRecord` reports it
             known = {}
         if any(each.get("began") == began for each in known.get("attempts", [])):
@@ -253,7 +253,7 @@ def peak_memory(device_type: str) -> dict[str, int]:
     return {"process_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
 
 
-def known_of(folder: Path) -> dict[str, Any]:
+def read_run_record(folder: Path) -> dict[str, Any]:
     """Read what earlier processes have left in `run.json`; an empty dict where there is no such file.
 
     Raises:
@@ -291,7 +291,7 @@ class RunRecord:
     def __post_init__(self) -> None:
         self._started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         try:
-            self._known = known_of(self.folder)
+            self._known = read_run_record(self.folder)
             if not self._known and self.made and (self.folder / METRICS).exists():
                 raise DamagedError(f"{self.folder / RUN} is missing.")
         except DamagedError as error:

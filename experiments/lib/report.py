@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 from experiments.lib.files import DamagedError, naming, write_bytes, write_text
 from experiments.lib.metrics import METRICS, SUMS, Goal, Totals, line_of, read_rows
-from experiments.lib.record import RunRecord, StepWork, in_words, peak_memory, speed_name
+from experiments.lib.record import RunRecord, StepWork, peak_memory, speed_name
 from experiments.lib.trackers import Feed, Tracker
 
 LINES = 20  # the number of progress lines of a whole run
@@ -235,10 +235,6 @@ class Report:
             feed.finish(status, artifacts, **{**totals, **summary})
         return totals
 
-    def closing(self, totals: Mapping[str, Any]) -> str:
-        """Return the totals in words."""
-        return in_words(totals)
-
     def _write(self, status: str) -> dict[str, Any]:
         totals, work, seconds = self.totals, self.work, self.totals.step_seconds()
         measured = {
@@ -256,11 +252,8 @@ class Report:
             }
         known = work is not None and math.isfinite(seconds)
         predicted = {**work.prediction, "measured_s": seconds} if known else None
-        return self.record.write(status, self._reached, work and work.attention, predicted, **measured)
-
-    @property
-    def _reached(self) -> int:
-        return self.totals.reached or self.made
+        reached = totals.reached or self.made
+        return self.record.write(status, reached, work and work.attention, predicted, **measured)
 
     def _row(self, **row: Any) -> None:
         self._check_folder()

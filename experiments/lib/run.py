@@ -27,30 +27,29 @@ from experiments.data.loader import Loader
 from experiments.lib.checks import ConfigError
 from experiments.lib.config import AUTO
 from experiments.lib.files import append, write_sealed, write_text
-from experiments.lib.folder import STOPPED, RunFolder, has_numbered, memory_name, write_result
+from experiments.lib.folder import STOPPED, RunFolder, has_step_folders, memory_name, write_result
 from experiments.lib.metrics import HELD_OUT, Goal
 from experiments.lib.plan import (
     MEMORY,
     Plan,
-    append_compiled,
+    append_kernel_memory,
     hardware_of,
     peak_of,
     write_memory,
     write_search,
 )
-from experiments.lib.record import RunRecord, StepWork, TimeSpent, facts_of, speed_name, varying
+from experiments.lib.record import RunRecord, StepWork, TimeSpent, facts_of, in_words, speed_name, varying
 from experiments.lib.report import Report, Silent, metrics_next_to
 from experiments.lib.trackers import choose_trackers
 from experiments.lib.watchdog import Watchdog
 from fnshard.checkpoint.replicas import most_copies
 from fnshard.errors import CheckpointError
 from fnshard.launcher.rank import Stop
-from fnshard.losses import Mean
 
 if TYPE_CHECKING:
     from experiments.lib.measured import Tracer
 
-METRIC = "held_out"  # of checkpoints: what the best ones are kept by
+METRIC = "held_out"  # the name under which checkpoints note the number by which the best ones are kept
 
 
 @dataclass(frozen=True)
@@ -128,12 +127,13 @@ class Run:
         make_loader: Callable[[], Loader],
         make_state: Callable[[], fs.TrainState],
     ) -> tuple[fs.TrainState, Loader]:
-        """Return the state to go on from, and a loader that stands after the batches it has seen: of the
-        run's newest checkpoint, or of a replica in memory, or of the checkpoint that `run.resume` names; else
-        the first.
+        """Return the state to go on from, and a loader that stands after the batches it has seen.
+
+        The state is that of the run's newest checkpoint, or of a newer replica in memory; where there is
+        neither, that of the checkpoint that `run.resume` names; else the one before the first step.
 
         Raises:
-            CheckpointError: none there is whole, or fits the model and the optimizer.
+            CheckpointError: there are checkpoints, but none is whole, or fits the model and the optimizer.
             ConfigError: what was saved has seen other batches.
         """
         run, folder, self._step, self.mesh = self.config.run, self.run_folder, step, step.mesh
@@ -209,7 +209,7 @@ class Run:
         the time of one step.
 
         Raises:
-            SpecError, TraceError, ...: as of `fs.shard_step`.
+            SpecError, TraceError, ...: the errors of `fs.shard_step`.
         """
         step, timer, nth = self._step, self.timer, number - self.first + 1  # the nth step of this process
         on_gpu, is_first, is_writer = self.mesh.device_type == "cuda", nth == 1, self.mesh.rank == 0
@@ -248,14 +248,14 @@ class Run:
         # After the first step, and the second: what they took.
         if lowered is not None and is_writer:
             with timer.during("reports"):
-                append_compiled(lowered, self.folder)
+                append_kernel_memory(lowered, self.folder)
             if self.replicas is not None:
                 self._add_memory(
                     f"replicas: {self.replicas.node_bytes / 1e6:.1f} MB of each node's host memory"
                 )
         if nth == 2 and on_gpu and is_writer:
             self._add_memory(f"measured peak of a step: {torch.cuda.max_memory_allocated() / 1e6:.1f} MB")
-        if self.tracer is not None and self.tracer.done(nth):
+        if self.tracer is not None and self.tracer.is_last(nth):
             self._write_trace()
         return state
 
@@ -403,7 +403,7 @@ class Run:
         totals = self.report.finish("ok", [a for a in artifacts if a.exists()], **summary)
         values = {**summary, "seconds": totals["seconds"], **varying(totals)}  # "seconds" of the whole run
         write_result(self.folder, status="ok", overrides=self.overrides, goal=goal.as_dict(), **values)
-        return self.report.closing(totals)
+        return in_words(totals)
 
 
 def restore_newest(
@@ -411,15 +411,16 @@ def restore_newest(
 ) -> tuple[fs.TrainState | None, str]:
     """Return the state to go on from, and the directory it was found in; None where there is no checkpoint.
 
-    The newest of memory and `root`, else of `source`. The loader stands after the batches that were seen.
+    It is the newest state that memory and `root` have; where they have none, that of `source`. The loader is
+    moved behind the batches that the state has seen.
 
     Raises:
-        CheckpointError, ConfigError: as of `Run.restore`.
+        CheckpointError, ConfigError: the errors of `Run.restore`.
     """
     mesh = step.mesh
     steps = fs.checkpoint.all_steps(root) if mesh.rank == 0 else []
     # Where none is whole `restore` says what is wrong: the run must not begin anew in silence.
-    found = str(root if steps or (mesh.rank == 0 and has_numbered(root)) else source or "")
+    found = str(root if steps or (mesh.rank == 0 and has_step_folders(root)) else source or "")
     newest, found = json.loads(step.gather_strings(json.dumps([max(steps, default=-1), found]))[0])
     state = None if replicas is None else replicas.restore(newer_than=newest)
     if replicas is not None and replicas.lost and mesh.rank == 0:
@@ -442,21 +443,20 @@ def restore_newest(
 def mean_over(
     forward: Callable[..., Any], params: Any, batches: Iterable[Any], device: torch.device
 ) -> tuple[float, dict[str, float]]:
-    """Return the loss of all batches of all ranks, and the means of its `aux`; exact means, not means of
-    means."""
+    """Return the mean loss over all batches of all ranks, and the means of its `aux`.
+
+    Totals and counts are summed, and divided once at the end: batches may have different counts, and a mean
+    of their means would weigh them alike.
+    """
     sums: dict[str, torch.Tensor] = {}
     for batch in batches:
-        loss, aux = forward(params, *batch)  # which sends it to the device
+        loss, aux = forward(params, *batch)  # which sends the batch to the device
         for name, mean in {"": loss, **aux}.items():
-            sums[name] = sums.get(name, torch.zeros((), device=device)) + _both(mean, device)
+            both = [torch.as_tensor(v, dtype=torch.float64, device=device) for v in (mean.total, mean.count)]
+            sums[name] = sums.get(name, torch.zeros((), device=device)) + torch.stack(both)
     sums = {name: both.cpu() for name, both in sums.items()}
     if dist.is_initialized():
         for both in sums.values():
             dist.all_reduce(both)
     means = {name: (both[0] / both[1].clamp(min=1)).item() for name, both in sums.items()}
     return means.pop("", math.nan), means
-
-
-def _both(mean: Mean, device: torch.device) -> torch.Tensor:
-    both = mean.total, mean.count
-    return torch.stack([torch.as_tensor(v, dtype=torch.float64, device=device) for v in both])

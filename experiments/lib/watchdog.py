@@ -38,7 +38,7 @@ def fault_of(values: Mapping[str, float]) -> str:
 
 
 def is_finite(step: Any, state: fs.TrainState) -> bool:
-    """Whether parameters and optimizer state are finite on all ranks, which call it together."""
+    """Return whether parameters and optimizer state are finite on all ranks, which call it together."""
     leaves = [t for part in (state.params, state.opt_state) for t in tree.flatten(part)[0]]
     largest: dict[torch.device, list[torch.Tensor]] = {}
     for leaf in leaves:
@@ -73,13 +73,13 @@ def hunt(step: Any, load_again: Load, number: int, say: Callable[[str], None]) -
         again = number - at - 1
         some = "1 step is" if again == 1 else f"{again} steps are"
         say(f"looking for where it arose: from step {at}, {some} made again")
-        where = _replay(step, state, loader, number)
+        where = _replay_steps(step, state, loader, number)
     except FnshardError as error:
         where = f"where it arose could not be found: {error}"
     return f"{where}\n(looked for in {time.perf_counter() - began:.1f} s)"
 
 
-def _replay(step: Any, state: fs.TrainState, loader: Iterator[tuple[Any, ...]], number: int) -> str:
+def _replay_steps(step: Any, state: fs.TrainState, loader: Iterator[tuple[Any, ...]], number: int) -> str:
     while True:
         batch = tree.map(lambda part: part.to(step.mesh.device), next(loader))
         here = int(state.step) + 1

@@ -1,4 +1,9 @@
-"""The tokenising job: text files to two folders of shards, one of them held out."""
+"""The tokenising job, which writes text files as two folders of shards, one of them held out.
+
+In order: `find_text` lists the files, `split_files` says which are held out, and `_write_shards` reads them
+(`read_pieces`), tokenises them and writes arrays. Files appear under their names when they are complete, so
+that the same command goes on after any interruption.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +23,11 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from experiments.data.rows import Dataset, library
+from experiments.data.rows import Dataset, import_datasets
 from experiments.data.shards import COMMAND, TOKENIZER, TOKENIZER_FILES, Shards, describe, open_shards
 from experiments.data.text import is_held_out, source_files, standard_library
 from experiments.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
-from experiments.lib.checks import ConfigError
+from experiments.lib.checks import ConfigError, counted
 from experiments.lib.files import (
     DamagedError,
     commit_folder,
@@ -36,19 +41,19 @@ from experiments.lib.files import (
 from experiments.tokenize.config import TokenizeConfig
 from fnshard.errors import report
 
-FORMAT = 2
-WORK = "work"  # below `out`
+FORMAT = 2  # a part of the command's identity, which changes when the shards' bytes would
+WORK = "work"  # a folder below `out`
 WRITTEN = "written.json"  # in a folder that a job is still at: the digests of what it has written there
 SIDES = ("held_out", "train")
-SHOWN = 8
+SHOWN = 8  # the number of lines that an error shows
 BATCH = 64  # rows that are tokenised at once
 
 
 def tokenize(config: TokenizeConfig) -> list[Shards]:
-    """Write `out/train` and `out/held_out`; the same bytes with any number of processes.
+    """Write `out/train` and `out/held_out`, with the same bytes by any number of processes.
 
-    A job that was killed goes on where it was, when it is started again as before: arrays that are as they
-    were written are kept. Of shards that are finished every byte is compared with its checksum.
+    A job that was killed goes on where it was when the same command starts it again. Arrays that are as they
+    were written are kept, and every byte of finished shards is compared with its checksum.
 
     Returns:
         The shards of `SIDES`.
@@ -59,8 +64,8 @@ def tokenize(config: TokenizeConfig) -> list[Shards]:
         MissingExtraError: `datasets` is not installed.
     """
     tokenizer = load_tokenizer(config.tokenizer) if config.tokenizer else ByteTokenizer()
-    sides = split(find(config.files), config.held_out_percent, config.held_out)
-    out, command = Path(config.out), _command(config, tokenizer, sides)
+    sides = split_files(find_text(config.files), config.held_out_percent, config.held_out)
+    out, command = Path(config.out), _describe_command(config, tokenizer, sides)
     try:
         _check_free(out, command)
         began = time.perf_counter()
@@ -68,7 +73,7 @@ def tokenize(config: TokenizeConfig) -> list[Shards]:
         for shards in [open_shards(out / side) for side in finished]:
             shards.check(read_all=True)
         if len(finished) < len(SIDES):
-            _write(out, config, tokenizer, sides, command)
+            _write_shards(out, config, tokenizer, sides, command)
         found = [open_shards(out / side) for side in SIDES]
     except OSError as error:
         raise ConfigError(f"{out}: shards cannot be written there: {error}.") from error
@@ -76,20 +81,27 @@ def tokenize(config: TokenizeConfig) -> list[Shards]:
     return found
 
 
-def _write(
+def _write_shards(
     out: Path,
     config: TokenizeConfig,
     tokenizer: Tokenizer,
     sides: Mapping[str, Sequence[TextFile]],
     command: Mapping[str, Any],
 ) -> None:
-    rows = {side: _rows(out / WORK / side, sides[side], config.processes, command) for side in SIDES}
+    """Read and tokenise the files of both sides, and write what an earlier process has not written.
+
+    Raises:
+        ConfigError: texts have problems, and `config.broken` refuses them.
+    """
+    rows = {side: _read_rows(out / WORK / side, sides[side], config.processes, command) for side in SIDES}
     problems = {side: [each for each in rows[side]["problem"][:] if each] for side in SIDES}
     if config.broken == "refuse" and any(problems.values()):
         wrong = [each for side in SIDES for each in problems[side]]
         fix = "mend the text; or broken=skip, which leaves such lines out and replaces such bytes."
         several = "1 place" if len(wrong) == 1 else f"{len(wrong)} places"
         raise ConfigError(report(f"{several} of the text cannot be used:", first_few(wrong, SHOWN), fix))
+
+    # The tokenizer goes beside the shards: a run needs it to write text, and compares it with its digests.
     aside = out / WORK / TOKENIZER
     for folder in (aside, out / TOKENIZER):
         shutil.rmtree(folder, ignore_errors=True)
@@ -97,6 +109,8 @@ def _write(
     tokenizer.save(aside)
     write_record(out / COMMAND, {**command, TOKENIZER_FILES: digests_of(aside)}, durable=True)
     commit_folder(aside, out / TOKENIZER)
+
+    # Each side's arrays are written into a folder with another name, which gets its own when it is complete.
     for side in SIDES:
         if (out / side).exists():
             continue
@@ -104,14 +118,14 @@ def _write(
         partial_folder.mkdir(exist_ok=True)
         size = sum(source.size for source in sides[side])
         count = min(max(1, round(size / (config.shard_mb * 1e6))), len(rows[side]))
-        text = f"{size / 1e6:,.1f} MB of text go into {_counted(count, 'shard')}"
+        text = f"{size / 1e6:,.1f} MB of text go into {counted(count, 'shard')}"
         print(f"{out / side}: {text}", file=sys.stderr, flush=True)
         written = _keep_intact(partial_folder)
         for number in range(count):
             path = partial_folder / f"{number:06d}.npy"
             if path.name not in written:
                 part = rows[side].shard(count, number, keep_in_memory=True)
-                _save(path, _encoded(part, tokenizer, config.processes, out / WORK / f"{side}-{number}"))
+                _save_array(path, _encode(part, tokenizer, config.processes, out / WORK / f"{side}-{number}"))
                 if path.exists():
                     written[path.name] = digest_of(path)
                     write_record(partial_folder / WRITTEN, written, durable=True)
@@ -126,8 +140,10 @@ def _write(
 
 
 def _keep_intact(folder: Path) -> dict[str, list[int]]:
-    """Return the digests of the files that an earlier process has written in a folder; those that are not as
-    it wrote them are deleted."""
+    """Return the digests of the files that an earlier process has written in a folder.
+
+    Files that are not as it wrote them are deleted.
+    """
     try:
         known = read_record(folder / WRITTEN, sealed=True) or {}
     except DamagedError:
@@ -141,11 +157,11 @@ def _keep_intact(folder: Path) -> dict[str, list[int]]:
     return kept
 
 
-def _rows(
+def _read_rows(
     work: Path, files: Sequence[TextFile], processes: int | None, command: Mapping[str, Any]
 ) -> Dataset:
-    """The text of files, as `pieces` cuts it."""
-    datasets = library()
+    """Read the text of files into rows, as `read_pieces` cuts it, or open the rows of an earlier process."""
+    datasets = import_datasets()
     kinds = {"text": "large_string", "end": "bool", "problem": "string"}
     features = datasets.Features({name: datasets.Value(kind) for name, kind in kinds.items()})
     try:  # an earlier process may have read the text
@@ -156,24 +172,25 @@ def _rows(
         shutil.rmtree(work, ignore_errors=True)
         known = None
     rows = datasets.Dataset.from_generator(
-        pieces, gen_kwargs={"files": list(files)}, features=features, cache_dir=str(work),
-        num_proc=_processes(processes, len(files)), fingerprint=command["files"],
+        read_pieces, gen_kwargs={"files": list(files)}, features=features, cache_dir=str(work),
+        num_proc=_count_processes(processes, len(files)), fingerprint=command["files"],
     )  # fmt: skip
     if known is None:
         write_record(work / WRITTEN, digests_of(work))
     return rows
 
 
-def _encoded(rows: Dataset, tokenizer: Tokenizer, processes: int | None, work: Path) -> np.ndarray:
-    """The tokens of rows, with an end token after each document; of the smallest type that holds them."""
-    datasets = library()
-    shutil.rmtree(work, ignore_errors=True)  # of a process that was killed
+def _encode(rows: Dataset, tokenizer: Tokenizer, processes: int | None, work: Path) -> np.ndarray:
+    """Return the tokens of rows, with an end token after each document: uint16 [tokens] if they fit, else
+    uint32."""
+    datasets = import_datasets()
+    shutil.rmtree(work, ignore_errors=True)  # a process that was killed may have left it
     work.mkdir(parents=True)
-    encode = partial(_tokens, tokenizer=tokenizer)
+    encode = partial(_encode_batch, tokenizer=tokenizer)
     encoded = rows.map(
         encode, batched=True, batch_size=BATCH, remove_columns=rows.column_names,
         features=datasets.Features({"tokens": datasets.List(datasets.Value("uint32"))}),
-        num_proc=_processes(processes, len(rows) // BATCH), cache_file_name=str(work / "tokens.arrow"),
+        num_proc=_count_processes(processes, len(rows) // BATCH), cache_file_name=str(work / "tokens.arrow"),
         new_fingerprint=work.name, desc="tokenising",
     )  # fmt: skip
     blocks = encoded.with_format("arrow").iter(1024)
@@ -183,14 +200,17 @@ def _encoded(rows: Dataset, tokenizer: Tokenizer, processes: int | None, work: P
     return found
 
 
-def _tokens(batch: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
+def _encode_batch(batch: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
     end = {True: np.array([tokenizer.eos], np.uint32), False: np.empty(0, np.uint32)}
     encoded = tokenizer.encode_many(batch["text"])
     return {"tokens": [np.concatenate([i, end[e]]) for i, e in zip(encoded, batch["end"], strict=True)]}
 
 
-def _save(path: Path, tokens: np.ndarray) -> None:
-    """Under another name, then renamed: an array is complete or absent."""
+def _save_array(path: Path, tokens: np.ndarray) -> None:
+    """Write an array under another name and rename it, so that it is complete or absent.
+
+    Rows may hold no text at all; then there is no array.
+    """
     if len(tokens):
         aside = path.with_suffix(".writing")
         with aside.open("wb") as file:
@@ -200,7 +220,7 @@ def _save(path: Path, tokens: np.ndarray) -> None:
         aside.replace(path)
 
 
-def _processes(asked: int | None, most: int) -> int | None:
+def _count_processes(asked: int | None, most: int) -> int | None:
     count = min(asked or len(os.sched_getaffinity(0)), most)
     return count if count > 1 else None
 
@@ -208,7 +228,7 @@ def _processes(asked: int | None, most: int) -> int | None:
 # ------------------------------------------------------------------ what is there
 
 
-def _command(
+def _describe_command(
     config: TokenizeConfig, tokenizer: Tokenizer, sides: Mapping[str, Sequence[TextFile]]
 ) -> dict[str, Any]:
     """Return what the shards' bytes depend on."""
@@ -218,7 +238,7 @@ def _command(
 
 
 def _check_free(out: Path, command: Mapping[str, Any]) -> None:
-    """Leave alone what is something else, or what another command wrote."""
+    """Refuse to write into a folder that holds something else, or the shards of another command."""
     if out.exists() and not out.is_dir():
         raise ConfigError(f"out={out} is a file. Fix: name a folder.")
     try:
@@ -236,16 +256,12 @@ def _check_free(out: Path, command: Mapping[str, Any]) -> None:
         raise ConfigError(report(f"{out} holds shards of another command:", differ, fix))
 
 
-def _counted(number: int, of: str) -> str:
-    return f"{number:,} {of}{'s' if number != 1 else ''}"
-
-
 def _print_end(out: Path, found: Sequence[Shards], seconds: float) -> None:
     """Print where the shards are, and what they hold."""
     for shards in found:
         broken = f", {shards.broken} broken" if shards.broken else ""
-        held = f"{_counted(shards.tokens, 'token')}, {_counted(shards.documents or 0, 'document')}{broken}"
-        print(f"{shards.folder}: {held}, in {_counted(len(shards.files), 'shard')}")
+        held = f"{counted(shards.tokens, 'token')}, {counted(shards.documents or 0, 'document')}{broken}"
+        print(f"{shards.folder}: {held}, in {counted(len(shards.files), 'shard')}")
     vocab = max(shards.vocab or 0 for shards in found)
     print(
         f"done in {seconds:.1f} s\n\nresults: {out}\n"
@@ -265,13 +281,13 @@ NO_UTF8 = re.compile("[\udc80-\udcff]")  # bytes, as `surrogateescape` reads the
 
 @dataclass(frozen=True)
 class TextFile:
-    """One file of text.
+    """A file of text.
 
     Args:
-        name: below the folder that was named, with forward slashes; it says whether the file is held out.
-        path: of the file.
-        size: in bytes.
-        stamp: when it was changed last, in nanoseconds.
+        name: its path below the folder that was named, with forward slashes; whether it is held out follows
+            from this name.
+        size: its size in bytes.
+        stamp: the time of its last change, in nanoseconds.
     """
 
     name: str
@@ -280,30 +296,32 @@ class TextFile:
     stamp: int
 
     @property
-    def lines(self) -> bool:
-        """JSONL, a document a line; else the file is one document."""
+    def is_jsonl(self) -> bool:
+        """Whether each line is a document; else the file is one document."""
         return self.path.suffix in LINES
 
 
-def find(named: Sequence[str] | None) -> list[TextFile]:
-    """The files of folders, globs and names, in that order, and by name within each; each file once.
+def find_text(named: Sequence[str] | None) -> list[TextFile]:
+    """Return the files of some folders, globs and names, in their order, and by name within each.
+
+    A file that several of them name is returned once.
 
     Args:
-        named: None is Python's standard library, as the main job reads it.
+        named: the folders, globs and names; None is Python's standard library, as the main job reads it.
     """
     if named is None:
         root = standard_library()
-        return [_source(name, root / name) for name in source_files(root)]
+        return [_stat_file(name, root / name) for name in source_files(root)]
     found: dict[Path, TextFile] = {}
     wrong = []
     for each in named:
-        paths = sorted(_named(each))
+        paths = sorted(_find_named(each))
         if not paths:
             wrong.append(
                 f"{each}: {'matches no file' if WILD & set(each) else 'no such file, or no text in it'}"
             )
         for name, path in paths:
-            found.setdefault(path.resolve(), _source(name, path))
+            found.setdefault(path.resolve(), _stat_file(name, path))
     if wrong:
         known = ", ".join(f"*{suffix}" for suffix in (*TEXT, *LINES))
         fix = f"name folders (their {known} are taken), globs in quotes, or files."
@@ -311,12 +329,14 @@ def find(named: Sequence[str] | None) -> list[TextFile]:
     return list(found.values())
 
 
-def split(sources: Iterable[TextFile], percent: int, held_out: Sequence[str]) -> dict[str, list[TextFile]]:
-    """`{"train": ..., "held_out": ...}`: by a hash of each file's name, or as globs say.
+def split_files(
+    sources: Iterable[TextFile], percent: int, held_out: Sequence[str]
+) -> dict[str, list[TextFile]]:
+    """Return `{"train": ..., "held_out": ...}`, by a hash of each file's name, or as globs say.
 
     Args:
-        percent: of the files that are held out, about.
-        held_out: globs of names; where there are some, they alone decide.
+        percent: how many of a hundred files are held out, about.
+        held_out: globs of the names of files that are held out; if there are any, they alone decide.
     """
     sides: dict[str, list[TextFile]] = {"train": [], "held_out": []}
     for source in sources:
@@ -330,7 +350,8 @@ def split(sources: Iterable[TextFile], percent: int, held_out: Sequence[str]) ->
     return sides
 
 
-def _named(each: str) -> Iterator[tuple[str, Path]]:
+def _find_named(each: str) -> Iterator[tuple[str, Path]]:
+    """Yield the names and paths of the files of a folder, or of those that a glob or a name means."""
     root = Path(each)
     if root.is_dir():
         for path in root.rglob("*"):
@@ -344,20 +365,21 @@ def _named(each: str) -> Iterator[tuple[str, Path]]:
                 yield path.name, path
 
 
-def _source(name: str, path: Path) -> TextFile:
+def _stat_file(name: str, path: Path) -> TextFile:
     about = path.stat()
     return TextFile(name, path, about.st_size, about.st_mtime_ns)
 
 
-def pieces(files: Sequence[TextFile]) -> Iterator[dict[str, Any]]:
-    """The text of files: rows of a `text`, whether it is the `end` of a document, and a `problem` with it."""
+def read_pieces(files: Sequence[TextFile]) -> Iterator[dict[str, Any]]:
+    """Yield the text of files as rows, each with a `text`, whether it is the `end` of a document, and a
+    `problem` with it."""
     for source in files:
         with source.path.open(encoding="utf-8-sig", errors="surrogateescape", newline="\n") as file:
-            yield from (_documents if source.lines else _parts)(source.path, file)
+            yield from (_read_lines if source.is_jsonl else _read_document)(source.path, file)
 
 
-def _parts(path: Path, file: TextIO) -> Iterator[dict[str, Any]]:
-    """A text is one document, cut at ends of lines; bytes that are no UTF-8 are replaced."""
+def _read_document(path: Path, file: TextIO) -> Iterator[dict[str, Any]]:
+    """Yield a text, which is one document, cut at ends of lines; bytes that are no UTF-8 are replaced."""
     line = 1
     while text := file.read(PIECE):
         text += file.readline(PIECE)
@@ -371,8 +393,8 @@ def _parts(path: Path, file: TextIO) -> Iterator[dict[str, Any]]:
     yield {"text": "", "end": True, "problem": ""}
 
 
-def _documents(path: Path, file: TextIO) -> Iterator[dict[str, Any]]:
-    """The "text" of each line; one that is empty is no document."""
+def _read_lines(path: Path, file: TextIO) -> Iterator[dict[str, Any]]:
+    """Yield the "text" of each line; an empty one is no document."""
     for number, line in enumerate(file, 1):
         if not line.strip():
             continue

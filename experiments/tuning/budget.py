@@ -15,8 +15,8 @@ from experiments.lib.folder import RunFolder
 from experiments.tuning.config import FinetuneConfig
 from fnshard.errors import CheckpointError, report
 
-SHARE = 0.9  # of a GPU, where no budget is named
-GUESSES = 8
+SHARE = 0.9  # the share of a GPU that counts as the budget, where none is named
+GUESSES = 8  # the most steps that are lowered to find the budget of tokens, besides the smallest
 
 
 def budget_bytes(config: FinetuneConfig, mesh: fs.Mesh) -> float:
@@ -40,7 +40,7 @@ def budget_bytes(config: FinetuneConfig, mesh: fs.Mesh) -> float:
     return min(every)
 
 
-def kept_tokens(folder: RunFolder) -> int | None:
+def read_saved_tokens(folder: RunFolder) -> int | None:
     """Return `data.tokens` of the run that is resumed, by its newest checkpoint or the one that it starts
     from; None if there is no checkpoint."""
     for root in filter(None, (folder.checkpoints, folder.source)):
@@ -64,7 +64,7 @@ def check_fits(tokens: int, peak_bytes: int, budget: float) -> None:
         )
 
 
-def most_tokens(peak_of: Callable[[int], int], budget: float, least: int, most: int) -> int:
+def find_most_tokens(peak_of: Callable[[int], int], budget: float, least: int, most: int) -> int:
     """Return the most tokens whose step fits, or nearly so many, as a multiple of `MULTIPLE`.
 
     The peak of a step is nearly a line in the tokens of a micro-batch. So each guess is where the line
@@ -79,7 +79,7 @@ def most_tokens(peak_of: Callable[[int], int], budget: float, least: int, most: 
     Raises:
         ConfigError: not even the longest record fits.
 
-    >>> most_tokens(lambda tokens: 1000 + 10 * tokens, 9000, least=20, most=10_000)
+    >>> find_most_tokens(lambda tokens: 1000 + 10 * tokens, 9000, least=20, most=10_000)
     800
     """
     low = -(-least // MULTIPLE) * MULTIPLE

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from experiments.tuning.config import ObjectiveConfig
-from experiments.tuning.heads import hidden_of, score_of
+from experiments.tuning.heads import make_hidden, score_of
 from experiments.tuning.method import Tuning
 from fnshard.losses import IGNORE, Mean
 
@@ -19,7 +19,7 @@ def classify(tuning: Tuning, config: ObjectiveConfig, *, training: bool) -> Call
 
     The batch is as in `objectives.sft`, with classes as targets where a text or a word ends.
     """
-    hidden = hidden_of(tuning, training=training)
+    hidden = make_hidden(tuning, training=training)
 
     def loss(params: Any, batch: Any) -> tuple[Mean, dict[str, Mean]]:
         scores, targets = score_of(params, hidden(params, batch)), batch["targets"]

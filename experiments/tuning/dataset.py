@@ -28,14 +28,14 @@ from torch import Tensor
 
 import fnshard as fs
 from experiments.data.builtin import (
-    answer_files,
-    image_files,
-    label_files,
-    pair_files,
-    sft_files,
-    task_files,
-    twin_files,
-    word_files,
+    write_answer_files,
+    write_image_files,
+    write_label_files,
+    write_pair_files,
+    write_sft_files,
+    write_task_files,
+    write_twin_files,
+    write_word_files,
 )
 from experiments.data.chat import encode_rendered, is_rendered, opening
 from experiments.data.loader import Loader, order, place_of
@@ -62,8 +62,9 @@ MOST_SHOWN = 600  # the most characters that are shown of one stretch of a sampl
 OPENING = 32  # the first tokens of a plain text, which are shown as a prompt
 SHOWN = 4  # the held-out prompts that are shown
 BUILT_IN: dict[str, Callable[[Path], tuple[Path, Path]]] = {
-    "samples": sft_files, "pairs": pair_files, "prompts": task_files, "answers": answer_files,
-    "labels": label_files, "words": word_files, "twins": twin_files, "images": image_files,
+    "samples": write_sft_files, "pairs": write_pair_files, "prompts": write_task_files,
+    "answers": write_answer_files, "labels": write_label_files, "words": write_word_files,
+    "twins": write_twin_files, "images": write_image_files,
 }  # fmt: skip
 
 DOCUMENTS = 250  # the most documents of a row, since CUDA's kernel takes 256
@@ -128,7 +129,7 @@ def last_position(ids: np.ndarray, learned: np.ndarray) -> np.ndarray:
 TARGETS = {"next": next_tokens, "classes": classes_here, "ends": last_position}
 
 
-def fill(prepared: Prepared, rows: Sequence[Sequence[int]], width: int, kind: str = "next") -> Batch:
+def fill_rows(prepared: Prepared, rows: Sequence[Sequence[int]], width: int, kind: str = "next") -> Batch:
     """Make a packed batch of rows of samples; int64 [rows, width] each.
 
     Args:
@@ -193,7 +194,8 @@ class Samples:
         if not self.packed:
             return self.tokens // width_of(self.prepared)
         usual = self.tokens * self.prepared.samples / self.prepared.tokens / USUAL_DOCUMENTS
-        return max(1, min(math.ceil(usual), self.tokens // (self._longest + MULTIPLE)))
+        longest = int(self.record_lengths.max())
+        return max(1, min(math.ceil(usual), self.tokens // (longest + MULTIPLE)))
 
     @property
     def width(self) -> int:
@@ -214,15 +216,19 @@ class Samples:
 
     def batch(self, numbers: np.ndarray) -> tuple[Any]:
         """Return rows by number. A negative number makes a row of padding."""
+        # Padded pairs: each side is a batch of its own.
         if self._pairs and not self.packed:
-            sides = {name: self._side(numbers, side) for side, name in enumerate(SIDES[self.prepared.kind])}
+            kinds = SIDES[self.prepared.kind]
+            sides = {name: self._fill_side(numbers, side) for side, name in enumerate(kinds)}
             own = {"numbers": torch.from_numpy(numbers.astype(np.int64))} if self._numbered else {}
             return ({**sides, **own},)
+
+        # Packed rows: their samples, or both samples of each of their pairs.
         if self.packed:
             rows = [self._rows[n] if n >= 0 else [] for n in numbers.tolist()]
             if not self._pairs:
-                return (fill(self.prepared, rows, self.width, self.targets),)
-            batch = fill(
+                return (fill_rows(self.prepared, rows, self.width, self.targets),)
+            batch = fill_rows(
                 self.prepared,
                 [[2 * n + side for n in row for side in (0, 1)] for row in rows],
                 self.width,
@@ -234,7 +240,9 @@ class Samples:
             if self._numbered:
                 batch["numbers"] = torch.tensor([[*row, *[-1] * (most - len(row))] for row in rows])
             return (batch,)
-        batch = fill(
+
+        # Padded rows of one sample each, with its images.
+        batch = fill_rows(
             self.prepared, [[n] if n >= 0 else [] for n in numbers.tolist()], self.width, self.targets
         )
         batch = {name: part for name, part in batch.items() if name != "documents"}
@@ -272,8 +280,9 @@ class Samples:
         other."""
         return self.prepared.kind == "twins"
 
-    def _side(self, pairs: np.ndarray, side: int) -> Batch:
-        batch = fill(
+    def _fill_side(self, pairs: np.ndarray, side: int) -> Batch:
+        """Make the padded rows of one side of pairs, without what only packed rows need."""
+        batch = fill_rows(
             self.prepared,
             [[2 * n + side] if n >= 0 else [] for n in pairs.tolist()],
             self.width,
@@ -286,10 +295,6 @@ class Samples:
         """Return the positions of each record. A pair has those of both sides."""
         lengths = self.prepared.lengths(np.arange(self.prepared.samples))
         return lengths.reshape(-1, 2).sum(1) if self._pairs else lengths
-
-    @property
-    def _longest(self) -> int:
-        return int(self.record_lengths.max())
 
     @cached_property
     def _rows(self) -> list[list[int]]:
@@ -379,7 +384,7 @@ class FinetuneData:
         numbers = np.unique(np.linspace(0, there - 1, min(SHOWN, there)).astype(int)) * step
         found = [self.example(self.held_out, int(n)) for n in numbers]
         if run.prompt is not None:
-            found.append(Example(self._encode_asked(run.prompt), []))
+            found.append(Example(self._encode_prompt(run.prompt), []))
         most = None if limit is None else max(1, limit - run.sample_length)
         if most is not None:  # a prompt without its beginning would lack an image
             found = [e for e in found if not e.images or len(e.prompt) <= most]
@@ -395,14 +400,14 @@ class FinetuneData:
         images = self.measured.images([list(example.images) for example in examples], tokens)
         return ({name: part.to(device) for name, part in images.items()},)
 
-    def shown(self, colour: bool = False) -> str:
+    def show_first(self, colour: bool = False) -> str:
         """Return the first sample of the training data as the model sees it, or both of a pair
         (`mark_learned`)."""
         numbers = range(2 if self.train.kind in SIDES else 1)
         return "\n".join(mark_learned(self.tokenizer, *self.train.sample(n), colour=colour) for n in numbers)
 
-    def _encode_asked(self, prompt: str) -> list[int]:
-        """Encode a prompt as the model has learned them."""
+    def _encode_prompt(self, prompt: str) -> list[int]:
+        """Encode a prompt in the form in which the model has learned prompts."""
         if is_rendered(self.tokenizer, prompt):
             return encode_rendered(self.tokenizer, prompt, [])[0].tolist()
         if self.train.chats:
@@ -413,7 +418,7 @@ class FinetuneData:
         """Return a sample's prompt with its answer."""
         tokens, learned = data.sample(number)
         start = np.argmax(learned) if learned.any() else np.int64(len(tokens))  # a prompt without an answer
-        first = int(self._prompts(start, np.int64(len(tokens))))
+        first = int(self._prompt_lengths(start, np.int64(len(tokens))))
         after = np.flatnonzero(learned[first:] == 0)
         last = first + int(after[0]) if len(after) else len(tokens)
         return Example(
@@ -423,11 +428,13 @@ class FinetuneData:
     def longest_prompt(self, data: Prepared) -> int:
         """Count the tokens of the longest prompt."""
         every = np.arange(data.samples)
-        return int(self._prompts(data.first_learned(), data.lengths(every) + 1).max())
+        return int(self._prompt_lengths(data.first_learned(), data.lengths(every) + 1).max())
 
-    def _prompts(self, first: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Count the tokens of prompts by the first learned token. A plain text has its beginning as a
-        prompt."""
+    def _prompt_lengths(self, first: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """Return the tokens of prompts, which end before the first learned one.
+
+        A plain text is learned from its first token on; its beginning stands for a prompt.
+        """
         plain = first <= len(self.tokenizer.begin)
         return np.where(plain, np.clip(lengths // 2, 1, OPENING), first)
 
@@ -470,6 +477,8 @@ def prepare_data(config: FinetuneConfig) -> FinetuneConfig:
         kind.data, data.context, data.broken, data.too_long, needs, tokens,
         answer=(answer or 0) if kind.data == "prompts" and tokens is not None else 0,
     )  # fmt: skip
+
+    # Without files of one's own the built-in ones of the objective are written.
     files = [data.train, data.held_out]
     if data.train is None:
         of = "images" if tokenizer.images and kind.data == "samples" else kind.examples
@@ -479,6 +488,8 @@ def prepare_data(config: FinetuneConfig) -> FinetuneConfig:
         classes = classes or find_classes(files[0])
         policy = replace(policy, classes=classes, words=config.objective.level == "token")
     policy = replace(policy, whole=kind.score and kind.data == "pairs")
+
+    # Each file is prepared, or a single one is split; what is wrong with both is one error.
     split, folders, wrong = files[1] is None, [], []
     for path in files[:1] if split else files:
         found = attempt(partial(prepare, path, tokenizer, policy, cache=cache, split=split), wrong)
@@ -566,7 +577,7 @@ class AnswerTable:
             texts = {**{who: told[number] for who, told in answers.items()}, "author": own}
             # Roles are control tokens as a rule, so these are spelled.
             lines.append(brief(printable(self.tokenizer.decode(example.prompt, control=True))))
-            lines += [f"  {f'{who}:':<7} {_line(text)}" for who, text in texts.items()]
+            lines += [f"  {f'{who}:':<7} {_one_line(text)}" for who, text in texts.items()]
             lines.append("")
         return "\n".join(lines)
 
@@ -580,7 +591,7 @@ def brief(text: str) -> str:
     return re.sub(r"(<[^<>]+>)\1{3,}", lambda found: f"{found[1]}*{len(found[0]) // len(found[1])}", text)
 
 
-def _line(text: str) -> str:
+def _one_line(text: str) -> str:
     return printable(text).replace("\n", "\\n")
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 import fnshard as fs
 from experiments.lib.checks import ConfigError
 from experiments.tuning.config import ObjectiveConfig
-from experiments.tuning.heads import hidden_of, take_ends
+from experiments.tuning.heads import make_hidden, take_ends
 from experiments.tuning.method import Tuning
 from experiments.tuning.objectives import sides_of, split_sides
 from fnshard.losses import Mean
@@ -28,7 +28,7 @@ def embed(tuning: Tuning, config: ObjectiveConfig, *, training: bool) -> Callabl
     The batch has `query` and `positive`, each int64 [B, T] `tokens` and `targets`, or packed pairs. Its int64
     `numbers` are those of the records; texts of equal numbers are no negatives of each other.
     """
-    hidden = hidden_of(tuning, training=training)
+    hidden = make_hidden(tuning, training=training)
     width = tuning.lm.head(tuning.lm.params).shape[1]
     dims = config.dims or (width,)
     if dims[-1] > width:

@@ -18,7 +18,7 @@ from experiments.tuning.objectives import Batch, one_hot_documents
 from fnshard.losses import IGNORE
 
 
-def hidden_of(tuning: Tuning, *, training: bool) -> Callable[[Any, Batch], Tensor]:
+def make_hidden(tuning: Tuning, *, training: bool) -> Callable[[Any, Batch], Tensor]:
     """Make `fn(params, batch)`, which gives hidden states [B, T, D] in fp32 or wider, 0 where no target
     is."""
 

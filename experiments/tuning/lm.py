@@ -40,7 +40,7 @@ Mask = Tensor | dict[str, Tensor] | None
 
 @dataclass(frozen=True)
 class LanguageModel:
-    """A causal language model without dropout, which `of`, `from_config` or `from_directory` makes.
+    """A causal language model without dropout, which `from_model`, `from_config` or `from_directory` makes.
 
     Args:
         model: the module in eval mode, which may be on meta.
@@ -79,7 +79,7 @@ class LanguageModel:
     def matrices(self) -> list[str]:
         """Return the paths of all weights that the trunk's layers multiply by, but no embeddings and no
         head."""
-        return [*self._weights(nn.Linear), *self.transposed()]
+        return [*self._weights(nn.Linear), *self.transposed_matrices()]
 
     def vision_matrices(self) -> list[str]:
         """Return the paths of all matrices with which a model sees, which are neither the trunk's nor the
@@ -88,17 +88,18 @@ class LanguageModel:
         linear = [f"{n}.weight" for n, m in self.model.named_modules() if isinstance(m, nn.Linear)]
         return [p for p in linear if p in self.params and not p.startswith(skipped)] if self.vision else []
 
-    def transposed(self) -> list[str]:
+    def transposed_matrices(self) -> list[str]:
         """Return those of `matrices` and `experts` that are stored [in, out], as GPT-2's are."""
         from transformers.pytorch_utils import Conv1D
 
-        return [*self._weights(Conv1D), *(path for path, turned in self._experts().items() if turned)]
+        return [*self._weights(Conv1D), *(path for path, turned in self._find_experts().items() if turned)]
 
     def experts(self) -> list[str]:
         """Return the paths of leaves that have a matrix of each expert. A dense model has none."""
-        return list(self._experts())
+        return list(self._find_experts())
 
-    def _experts(self) -> dict[str, bool]:
+    def _find_experts(self) -> dict[str, bool]:
+        """Return the paths of the experts' leaves, and whether these are stored [in, out]."""
         trunk = trunk_of(self.model)
         found = experts_of(self.model.get_submodule(trunk))
         return {f"{trunk}.{path}": turned for path, turned in found.items()}
@@ -276,7 +277,7 @@ class _Output:
 # ------------------------------------------------------------------ how one is made
 
 
-def of(model: nn.Module) -> LanguageModel:
+def from_model(model: nn.Module) -> LanguageModel:
     """Make a `LanguageModel` of one of transformers, which is put into eval mode.
 
     Raises:
@@ -284,11 +285,15 @@ def of(model: nn.Module) -> LanguageModel:
     """
     check_decoder(model)
     model.eval()
+    # Attention and experts are set so that a step can trace them on every mesh.
     if model.config._attn_implementation == "sdpa":
         model.set_attn_implementation(fs.hf.register_attention())
     if experts_of(model.get_submodule(trunk_of(model))):
         model.set_experts_implementation("grouped_mm")  # its shapes do not depend on the routing
     config, prefix, inner = model.config.get_text_config(), model.base_model_prefix, trunk_of(model)
+
+    # The trunk, and all that comes after it, each as a function of the whole model's leaves. The latter is
+    # the model with a stand-in for its trunk, so that softcaps and scales before the logits stay.
     apply, params = fs.make_functional(model)
     tied = aliases(model)
     trunk = _Part.make(model.get_submodule(inner), f"{inner}.", tied)
@@ -319,7 +324,7 @@ def from_config(config: Any, dtype: torch.dtype = torch.float32) -> LanguageMode
         dtype: the dtype of the leaves.
 
     Raises:
-        ConfigError: `of` refuses it, or transformers has no class for it.
+        ConfigError: `from_model` refuses it, or transformers has no class for it.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -333,11 +338,11 @@ def from_config(config: Any, dtype: torch.dtype = torch.float32) -> LanguageMode
         with fs.deferred():
             how = {"attn_implementation": attention_of(config), "experts_implementation": None}
             model = kind.from_config(config, dtype=dtype, trust_remote_code=False, **how)
-        return of(model)
+        return from_model(model)
     except ConfigError:
         raise
     except Exception as error:  # a configuration may hold anything, so errors are of every kind
-        what = f"{type(error).__name__}: {_line(error)}"
+        what = f"{type(error).__name__}: {_first_line(error)}"
         raise ConfigError(report(f"config.json makes no {type(config).__name__}:", [what], MEND)) from error
 
 
@@ -347,7 +352,8 @@ def from_directory(path: str | Path, dtype: torch.dtype = torch.float32) -> Lang
     Nothing is fetched, and no code of the directory is run.
 
     Raises:
-        ConfigError: `of` refuses it, or the directory, its config.json or its weights are missing or unknown.
+        ConfigError: `from_model` refuses it, or the directory, its config.json or its weights are missing or
+            unknown.
     """
     folder = Path(path)
     wrong = [] if folder.is_dir() else ["it is no directory"]
@@ -355,9 +361,9 @@ def from_directory(path: str | Path, dtype: torch.dtype = torch.float32) -> Lang
         names = {p.name for p in folder.iterdir()}
         wrong += ["there is no config.json"] if "config.json" not in names else []
         wrong += ["there are no *.safetensors files"] if not any(folder.glob("*.safetensors")) else []
-        check_codes(folder)
+        refuse_codes(folder)
     if wrong:
-        raise ConfigError(_unreadable(folder, wrong))
+        raise ConfigError(_describe_unreadable(folder, wrong))
     try:
         return from_config(read_model_config(folder), dtype)
     except ConfigError as error:  # the error names its own way out
@@ -377,7 +383,7 @@ def check_weights(path: str | Path, lm: LanguageModel) -> None:
         raise ConfigError(report(f"model={path}:", [str(error)])) from None
 
 
-def check_codes(folder: Path) -> None:
+def refuse_codes(folder: Path) -> None:
     """Refuse a directory whose weights are codes of a quantisation.
 
     Raises:
@@ -398,11 +404,11 @@ def check_codes(folder: Path) -> None:
             )
 
 
-def _line(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     return f"{(str(error).strip() or type(error).__name__).splitlines()[0]:.300}"
 
 
-def _unreadable(folder: Path, problems: list[str]) -> str:
+def _describe_unreadable(folder: Path, problems: list[str]) -> str:
     return report(
         f"{str(folder)!r} is no model directory:",
         problems,

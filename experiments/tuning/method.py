@@ -1,6 +1,7 @@
 """Method: decide which leaves of a language model train, and how the others are kept.
 
-A method makes functions of the tree that results, and has a plan and a peak rate of its training.
+`make_tuning` makes the tree that a step has (the model, adapters, heads, a reference), and functions of it.
+`plan_method` plans the step, and chooses the peak rate. `make_first_state` loads the leaves.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from experiments.tuning.config import (
 )
 from experiments.tuning.lm import LanguageModel, from_directory
 from fnshard import tree
-from fnshard.adapters.lora import Lora, matched_leaves, settings_of, with_adapters
+from fnshard.adapters.lora import Lora, match_leaves, settings_of, with_adapters
 from fnshard.errors import CheckpointError, SpecError, StateError, report
 from fnshard.layout.spec import P
 
@@ -67,7 +68,7 @@ class Tuning:
         return tuple(name for name in ("policy", "reference") if name in self.params) or ("",)
 
     @property
-    def stacked(self) -> bool:
+    def has_expert_adapters(self) -> bool:
         """Return whether adapters have a matrix for each expert, which are not written as PEFT's files."""
         adapters = self.params.get("adapters", {}) if self.lora is not None else {}
         return any(parts["a"].dim() > 2 for parts in adapters.values())
@@ -76,11 +77,11 @@ class Tuning:
         """Make `fn(the model's leaves, ...)` a function of the tree, with the model as it is tuned."""
         if self.lora is not None:
             return with_adapters(fn, self.lora if training else replace(self.lora, dropout=0.0))
-        return _of(fn, self.models[0])
+        return _take_part(fn, self.models[0])
 
     def reference(self, fn: Fn) -> Fn:
         """Make `fn(the model's leaves, ...)` a function of the tree, with the model as it was."""
-        return _of(fn, self.models[-1])
+        return _take_part(fn, self.models[-1])
 
     def specs(self, mesh: fs.Mesh, precision: PrecisionConfig, preset: Fn, **policy: Any) -> Any:
         """Make specs by a preset of `fs.presets`. Frozen leaves rest in the dtype in which they are
@@ -98,7 +99,7 @@ class Tuning:
             ([p for p in rest if not named[p].requires_grad], frozen | where),
             (list(self.coded), {**frozen, **where, "codec": CODECS.get(self.method.name)}),
         ]
-        computes = self._computes(mesh)
+        computes = self._compute_layouts(mesh)
         # Codes are gathered, so that all experts are computed with them.
         expert = None if any("experts" in p for p in self.coded) else axis_of("expert", mesh)
         made: dict[str, Any] = {}
@@ -112,7 +113,7 @@ class Tuning:
                 )  # fmt: skip
         return tree.unflatten([made[p] for p in named], structure)
 
-    def _computes(self, mesh: fs.Mesh) -> dict[str, P]:
+    def _compute_layouts(self, mesh: fs.Mesh) -> dict[str, P]:
         """Return `LayoutSpec.compute` by path. Adapters are split as their matrices are, and codes only by
         rows."""
         axis = axis_of("tensor", mesh)
@@ -122,7 +123,7 @@ class Tuning:
         found = {p: spec.compute for p, spec in fs.presets.no_shard(named, mesh, tensor=axis).items()}
         return found | {p: P(*found[p].parts[:1]) for p in self.coded}
 
-    def codes(self, blocks: Any) -> str:
+    def describe_codes(self, blocks: Any) -> str:
         """Return a line on the bytes of codes that a rank holds, or "" if there are none."""
         if not self.coded:
             return ""
@@ -133,11 +134,11 @@ class Tuning:
         return f"codes: {size / 1e6:.1f} MB on this rank, {size / plain:.3f} of bf16 on every rank\n"
 
 
-def _of(fn: Fn, place: str) -> Fn:
+def _take_part(fn: Fn, place: str) -> Fn:
     return (lambda params, *batch: fn(params[place], *batch)) if place else fn
 
 
-def tuning_of(config: FinetuneConfig, lm: LanguageModel) -> Tuning:
+def make_tuning(config: FinetuneConfig, lm: LanguageModel) -> Tuning:
     """Make the configuration's method for a model.
 
     Raises:
@@ -147,18 +148,18 @@ def tuning_of(config: FinetuneConfig, lm: LanguageModel) -> Tuning:
     check_method(config, lm)
     beside: dict[str, Any] = {}
     if kind.values:
-        beside["value"] = _head(lm)
+        beside["value"] = _make_head(lm)
     if kind.score:
-        beside["score"] = _head(lm, len(config.objective.classes or ("score",)))
+        beside["score"] = _make_head(lm, len(config.objective.classes or ("score",)))
     teacher = from_directory(config.objective.teacher) if kind.teacher else None
     if teacher is not None:
-        beside["teacher"] = {p: _frozen(leaf) for p, leaf in teacher.params.items()}
+        beside["teacher"] = {p: _freeze(leaf) for p, leaf in teacher.params.items()}
     if chosen.name == "full":
-        params = _partly_frozen(lm.params, chosen.freeze)
+        params = _freeze_some(lm.params, chosen.freeze)
         if kind.reference:
-            beside["reference"] = {p: _frozen(leaf) for p, leaf in lm.params.items()}
+            beside["reference"] = {p: _freeze(leaf) for p, leaf in lm.params.items()}
         return Tuning(lm, chosen, {"policy": params, **beside} if beside else params, teacher=teacher)
-    fn, params = fs.lora(lm.logits, lm.params, **_adapters(chosen, lm), seed=config.run.seed)
+    fn, params = fs.lora(lm.logits, lm.params, **_lora_arguments(chosen, lm), seed=config.run.seed)
     coded = tuple(f"base.{p}" for p in (*lm.matrices(), *lm.experts())) if chosen.name in CODECS else ()
     return Tuning(lm, chosen, {**params, **beside}, fn.lora, coded, teacher)
 
@@ -167,7 +168,7 @@ def check_method(config: FinetuneConfig, lm: LanguageModel) -> None:
     """Check that a model can have a method, before anything is made of it.
 
     Raises:
-        ConfigError: it cannot, for one of the reasons of `tuning_of`.
+        ConfigError: it cannot, for one of the reasons of `make_tuning`.
     """
     chosen = config.method
     if config.mesh.expert > 1 and not lm.experts():
@@ -176,10 +177,10 @@ def check_method(config: FinetuneConfig, lm: LanguageModel) -> None:
             f"{config.mesh.expert}."
         )
     if chosen.name == "full":
-        _partly_frozen(lm.params, chosen.freeze)
+        _freeze_some(lm.params, chosen.freeze)
         return
     try:
-        settings = settings_of(lm.params, **_adapters(chosen, lm))
+        settings = settings_of(lm.params, **_lora_arguments(chosen, lm))
     except SpecError as error:
         raise ConfigError(f"method.targets={chosen.targets}, method.rank={chosen.rank}: {error}") from None
     if config.export in ("adapters", "both") and any(lm.params[p].dim() > 2 for p in settings.targets):
@@ -188,34 +189,34 @@ def check_method(config: FinetuneConfig, lm: LanguageModel) -> None:
         )
 
 
-def _adapters(chosen: MethodConfig, lm: LanguageModel) -> dict[str, Any]:
+def _lora_arguments(chosen: MethodConfig, lm: LanguageModel) -> dict[str, Any]:
     """Return the arguments of `fs.lora` for a method and a model."""
     named = {ALL_LINEAR: lm.matrices(), VISION_LINEAR: lm.vision_matrices(), EXPERTS: lm.experts()}
     targets = [path for part in chosen.targets.split("|") for path in named.get(part) or [part]]
-    paths = set(matched_leaves("targets", targets, lm.params))
+    paths = set(match_leaves("targets", targets, lm.params))
     return {
         "rank": chosen.rank, "alpha": chosen.alpha, "targets": targets,
-        "transposed": "|".join(p for p in lm.transposed() if p in paths), "dropout": chosen.dropout,
+        "transposed": "|".join(p for p in lm.transposed_matrices() if p in paths), "dropout": chosen.dropout,
         "rank_stabilised": chosen.rank_stabilised, "dora": chosen.dora,
     }  # fmt: skip
 
 
-def _partly_frozen(params: dict[str, torch.Tensor], globs: str | None) -> dict[str, torch.Tensor]:
+def _freeze_some(params: dict[str, torch.Tensor], globs: str | None) -> dict[str, torch.Tensor]:
     try:
-        frozen = set() if globs is None else set(matched_leaves("freeze", globs, params))
+        frozen = set() if globs is None else set(match_leaves("freeze", globs, params))
     except SpecError as error:
         raise ConfigError(f"method.freeze={globs}: {error}") from None
-    return {path: _frozen(leaf) if path in frozen else leaf for path, leaf in params.items()}
+    return {path: _freeze(leaf) if path in frozen else leaf for path, leaf in params.items()}
 
 
-def _head(lm: LanguageModel, rows: int | None = None) -> dict[str, torch.Tensor]:
+def _make_head(lm: LanguageModel, rows: int | None = None) -> dict[str, torch.Tensor]:
     """Make a head that gives a number, or `rows` of them, of a token's hidden state. It begins as 0."""
     head = lm.head(lm.params)
     shape = head.shape[1:] if rows is None else (rows, head.shape[1])
     return {"weight": torch.nn.Parameter(torch.zeros(shape, dtype=head.dtype))}
 
 
-def _frozen(leaf: torch.Tensor) -> torch.Tensor:
+def _freeze(leaf: torch.Tensor) -> torch.Tensor:
     """Return a copy of a leaf that does not train."""
     if not isinstance(leaf, torch.nn.Parameter):
         return leaf
@@ -224,7 +225,7 @@ def _frozen(leaf: torch.Tensor) -> torch.Tensor:
     return made
 
 
-def first_state(
+def make_first_state(
     tuning: Tuning, step: Any, specs: Any, mesh: fs.Mesh, path: str, seed: int, teacher: str | None = None
 ) -> fs.TrainState:
     """Make the state before the first step, in which each rank reads only its own shards.
@@ -314,23 +315,23 @@ def plan_method(
     Raises:
         BudgetError: nothing fits into `run.device_gb`.
     """
-    optimizer = _optimizer(config, tuning)
+    optimizer = _make_optimizer(config, tuning)
     specs = partial(tuning.specs, mesh, config.precision)
     plan = plan_step(
         config.strategy, config.run, loss, tuning.params, mesh, optimizer,
         batch=(batch,), specs=specs, hardware=config.hardware.name,
         along={**config.mesh.options, "micro_rows": micro_rows},
     )  # fmt: skip
-    why = f"method={tuning.method.name}: {_counts(tuning)}\n{_rate_in_words(config, tuning)}"
-    return MethodPlan(tuning, optimizer, plan, why, rate_of(config, tuning))
+    why = f"method={tuning.method.name}: {_describe_counts(tuning)}\n{_describe_rate(config, tuning)}"
+    return MethodPlan(tuning, optimizer, plan, why, choose_rate(config, tuning))
 
 
-def _optimizer(config: FinetuneConfig, tuning: Tuning) -> fs.optim.Optimizer:
+def _make_optimizer(config: FinetuneConfig, tuning: Tuning) -> fs.optim.Optimizer:
     """Make the optimizer. Norms, biases and embeddings do not decay."""
     named = tree.flatten_with_paths(tuning.params)[0]
     trained = {p: v for p, v in named.items() if v.requires_grad}
     still = [p for p, v in trained.items() if v.dim() < 2 or EMBEDDING.search(p.partition(".")[2])]
-    chosen = replace(config.optimizer, lr=rate_of(config, tuning))
+    chosen = replace(config.optimizer, lr=choose_rate(config, tuning))
     if len(still) == len(trained):  # a rule for the rest would match nothing
         chosen, still = replace(chosen, weight_decay=0.0), []
     rates = [("adapters.*.b", config.method.b_rate), ("*", 1.0)] if config.method.b_rate != 1 else 1.0
@@ -338,7 +339,7 @@ def _optimizer(config: FinetuneConfig, tuning: Tuning) -> fs.optim.Optimizer:
     return make_optimizer(chosen, config.schedule, config.run.steps, undecayed, rates)
 
 
-def rate_of(config: FinetuneConfig, tuning: Tuning) -> float:
+def choose_rate(config: FinetuneConfig, tuning: Tuning) -> float:
     """Return the peak rate: the configuration's, or the default of this method, objective and base."""
     if config.optimizer.lr is not None:
         return config.optimizer.lr
@@ -350,15 +351,15 @@ def _size_of_base(tuning: Tuning) -> int:
     return sum(leaf.numel() for leaf in tuning.lm.model.parameters())
 
 
-def _rate_in_words(config: FinetuneConfig, tuning: Tuning) -> str:
-    text = f"optimizer.lr={rate_of(config, tuning):g}"
+def _describe_rate(config: FinetuneConfig, tuning: Tuning) -> str:
+    text = f"optimizer.lr={choose_rate(config, tuning):g}"
     if config.optimizer.lr is not None:
         return text
     what = f"objective={config.objective.name} method={tuning.method.name}"
     return f"{text}, the default of {what} and a base of {_size_of_base(tuning):,} parameters"
 
 
-def _counts(tuning: Tuning) -> str:
+def _describe_counts(tuning: Tuning) -> str:
     named = tree.flatten_with_paths(tuning.params)[0]
     trains = sum(v.numel() for v in named.values() if v.requires_grad)
     buffers = {f"{place}.{name}".lstrip(".") for place in tuning.models

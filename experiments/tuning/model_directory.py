@@ -102,7 +102,7 @@ def keep_base(name: str, *settings: str) -> str:
             models need is not installed.
         LaunchError: the command failed, and has said why.
     """
-    check_installed()
+    check_packages()
     folder = (KEPT / name).resolve()
     if not folder.is_dir():
         command = ["-m", "experiments.bases", name, *settings]
@@ -121,7 +121,7 @@ def keep_base(name: str, *settings: str) -> str:
     return str(folder)
 
 
-def check_installed() -> None:
+def check_packages() -> None:
     """Check that the packages which language models need are installed."""
     if missing := [name for name in ("transformers", "datasets", "jinja2") if find_spec(name) is None]:
         raise ConfigError(report("not installed:", missing, "pip install 'fnshard[finetune]'."))
@@ -135,7 +135,7 @@ def find_directory(model: str) -> Path:
     Raises:
         ConfigError: there is none, or a package that language models need is not installed.
     """
-    check_installed()
+    check_packages()
     for folder in (Path(model), KEPT / model):
         if folder.is_dir():
             return folder
@@ -200,7 +200,8 @@ def export(
     tuning, mesh = planned.tuning, step.mesh
     kinds = config.export
     if kinds == AUTO:
-        whole = tuning.lora is None or tuning.stacked or config.objective.kind.exported is not None
+        has_no_peft_format = tuning.has_expert_adapters or config.objective.kind.exported is not None
+        whole = tuning.lora is None or has_no_peft_format
         kinds = "merged" if whole else "adapters"
     lines = []
     if kinds in ("adapters", "both") and tuning.lora is not None:
@@ -215,7 +216,7 @@ def export(
         if mesh.rank == 0:  # the folder may be left of an attempt that was cut off
             shutil.rmtree(aside, ignore_errors=True)
         step.gather_strings("")  # no rank writes before it is gone
-        dtype = stored_dtype(config.model)
+        dtype = read_stored_dtype(config.model)
         if config.objective.kind.exported is None:
             fs.hf.save(blocks, aside, specs, mesh, model=tuning.lm.model, config=config.model, dtype=dtype)
         else:
@@ -230,7 +231,7 @@ def export(
             tokenizer.save(aside)  # with the chat template of the training data
             if config.objective.name == "reward" and not open_prepared(config.data.train).chats:
                 write_joined_template(aside, tokenizer)
-            _take_place(aside, final)
+            _replace_folder(aside, final)
         lines.append(f"the tuned model, as transformers reads it: {final}")
     return lines
 
@@ -279,7 +280,7 @@ def write_joined_template(folder: Path, tokenizer: DirectoryTokenizer) -> None:
     write_json(folder / TOKENIZER_CONFIG, {n: v for n, v in values.items() if n != "chat_template"})
 
 
-def _take_place(made: Path, final: Path) -> None:
+def _replace_folder(made: Path, final: Path) -> None:
     """Rename a folder. What has the name already is kept under another one, as it may be the only copy."""
     if os.path.lexists(final):
         others = (final.with_name(f"{final.name}.{n}") for n in itertools.count(1))
@@ -287,7 +288,7 @@ def _take_place(made: Path, final: Path) -> None:
     os.rename(made, final)
 
 
-def stored_dtype(directory: str) -> torch.dtype | None:
+def read_stored_dtype(directory: str) -> torch.dtype | None:
     """Return the dtype of weights that a model directory's configuration names; None if it names none."""
     config = read_config(Path(directory))
     named = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch."), None)

@@ -134,7 +134,7 @@ def policy_gradient(tuning: Tuning, config: ObjectiveConfig, *, training: bool) 
     return loss
 
 
-def values_of(tuning: Tuning) -> Callable[[Any, Tensor], Tensor]:
+def make_values(tuning: Tuning) -> Callable[[Any, Tensor], Tensor]:
     """Make a function that gives the value of each token, `fn(params, tokens [N, T]) -> fp32 [N, T]`."""
     hidden = tuning.policy(tuning.lm.hidden)
     return lambda params, tokens: value_of(params, hidden(params, tokens))

@@ -8,7 +8,7 @@ from typing import Any
 import torch.nn.functional as F
 
 from experiments.tuning.config import ObjectiveConfig
-from experiments.tuning.heads import hidden_of, score_of, take_ends
+from experiments.tuning.heads import make_hidden, score_of, take_ends
 from experiments.tuning.method import Tuning
 from experiments.tuning.objectives import sides_of, split_sides
 from fnshard.losses import Mean
@@ -20,7 +20,7 @@ def reward(tuning: Tuning, config: ObjectiveConfig, *, training: bool) -> Callab
     This is the loss of Bradley and Terry (1952) and Ouyang et al. (2022). The batch is as in
     `objectives.preference`, with targets of 0 at the end of each answer.
     """
-    hidden = hidden_of(tuning, training=training)
+    hidden = make_hidden(tuning, training=training)
 
     def loss(params: Any, batch: Any) -> tuple[Mean, dict[str, Mean]]:
         both, counted = sides_of(batch)

@@ -25,9 +25,9 @@ from experiments.tuning.dataset import DOCUMENTS, Example, FinetuneData, pack
 from experiments.tuning.environment import Answer, Environment, Play, Turn
 from experiments.tuning.lm import LanguageModel
 from experiments.tuning.method import Tuning
-from experiments.tuning.objectives import values_of
-from experiments.tuning.rewards import Weighted, rewards_of, run_reward
-from experiments.tuning.rollout import TOGETHER, Answers, Rollouts, first_of, next_of
+from experiments.tuning.objectives import make_values
+from experiments.tuning.rewards import Weighted, make_rewards, run_reward
+from experiments.tuning.rollout import TOGETHER, Answers, Rollouts, make_first_draw, make_next_draws
 from fnshard.losses import IGNORE
 from fnshard.losses.policy import gae, group_advantages
 
@@ -56,7 +56,7 @@ class RewardedData:
         return self.config.data.rows // self.ranks * self.config.objective.group
 
     @property
-    def names(self) -> list[str]:
+    def reward_names(self) -> list[str]:
         """Return the names of rewards if there are several."""
         return [each.name for each in self.rewards] if len(self.rewards) > 1 else []
 
@@ -66,7 +66,7 @@ class RewardedData:
         better."""
         if self.config.objective.kind.teacher or self.environment is not None:
             return ()
-        return rewards_of(self.config.objective.reward, self.device)
+        return make_rewards(self.config.objective.reward, self.device)
 
     @cached_property
     def environment(self) -> Environment | None:
@@ -103,7 +103,8 @@ class RewardedData:
 
     def blank(self) -> Mapping[str, Tensor]:
         """Make an empty batch of the usual shape. With packed answers it has two micro-batches."""
-        return self.padded() if self.micro_rows is None else self.packed(self.padded(), [], [[], []])
+        rows = self.blank_rows()
+        return rows if self.micro_rows is None else self.pack_answers(rows, [], [[], []])
 
     def rows_of(self, lengths: Sequence[int]) -> list[list[int]]:
         """Return the answers that share each row of the budget, by the positions that they take."""
@@ -114,7 +115,7 @@ class RewardedData:
         """Count the answers, or turns, that may share a row of the budget."""
         return min(self.answers * (1 if self.environment is None else self.config.objective.turns), DOCUMENTS)
 
-    def packed(
+    def pack_answers(
         self, batch: Mapping[str, Any], lengths: Sequence[int], rows: Sequence[Sequence[int]]
     ) -> Mapping[str, Any]:
         """Pack a padded batch of answers as `objectives.policy_gradient` takes them.
@@ -151,8 +152,8 @@ class RewardedData:
             made["positions"][row, start:] = torch.arange(shape[1] - start)
         return {**made, **kept, "each": each}
 
-    def padded(self) -> Mapping[str, Tensor]:
-        """Make an empty batch with a row for each answer."""
+    def blank_rows(self) -> Mapping[str, Tensor]:
+        """Make an empty padded batch, with a row for each answer."""
         shape, values = (self.answers, self.width), self.config.objective.kind.values
         floats = ["sampler", "entropy", *(["values", "returns"] if values else [])]
         return {
@@ -160,7 +161,7 @@ class RewardedData:
             **{name: torch.zeros(shape) for name in floats},
             "advantages": torch.zeros(shape if values else (self.answers, 1)),
             "rewards": torch.zeros(self.answers),
-            "each": {f"reward_{name}": torch.zeros(self.answers) for name in self.names},
+            "each": {f"reward_{name}": torch.zeros(self.answers) for name in self.reward_names},
         }
 
 
@@ -170,6 +171,7 @@ class RewardedBatches:
     together.
 
     Args:
+        prompts: the prompts, the rewards and the shape of a batch.
         exchange: sends one string of each rank to all.
         gather: makes the leaves that answers are drawn from of those of a step.
         gathered: the bytes of the former on a rank, all at once; None if a layer is gathered at a time.
@@ -177,7 +179,7 @@ class RewardedBatches:
         kept: the batch that was drawn last, and the step that it was drawn for.
     """
 
-    of: RewardedData
+    prompts: RewardedData
     rollouts: Rollouts
     rewards: tuple[Weighted, ...]
     mesh: fs.Mesh
@@ -199,69 +201,83 @@ class RewardedBatches:
         `objective.updates` steps learn from the same answers. A run that was stopped between two of these
         draws answers anew for the rest of them, from what it has learned.
         """
-        updates, step = self.of.config.objective.updates, int(state.step)
+        updates, step = self.prompts.config.objective.updates, int(state.step)
         first = step - step % updates
         if updates == 1 or self.kept.get("step") != first:
-            self.kept.update(step=first, batch=self._draw(state.params, first, numbers, self.of.data.train))
+            self.kept.update(
+                step=first, batch=self._draw(state.params, first, numbers, self.prompts.data.train)
+            )
         return self.kept["batch"]
 
-    def held_out(self, params: Any) -> Iterator[Mapping[str, Tensor]]:
+    def held_out_batches(self, params: Any) -> Iterator[Mapping[str, Tensor]]:
         """Yield batches of answers to held-out prompts, equally many on every rank."""
-        data, rows = self.of.config.data, self.of.config.data.rows
-        held_out, part = self.of.data.held_out, rows // self.mesh.data_size
+        data, rows = self.prompts.config.data, self.prompts.config.data.rows
+        held_out, part = self.prompts.data.held_out, rows // self.mesh.data_size
         for low in range(0, max(1, min(data.held_out_rows, held_out.records) // rows) * rows, rows):
             start = low + self.mesh.data_rank * part
             mine = order(held_out.records, 0, start, start + part)
             yield self._draw(params, 0, torch.from_numpy(mine), held_out)
 
-    def _draw(self, params: Any, step: int, numbers: Tensor, prompts: Prepared) -> Mapping[str, Tensor]:
+    def _draw(self, params: Any, step: int, numbers: Tensor, source: Prepared) -> Mapping[str, Tensor]:
         """Make a batch of answers to the prompts of these numbers.
 
         Random numbers depend on the run's seed, the step and the prompt. So they are the same on any mesh,
         and after a restart.
+
+        Args:
+            source: the side of the data that has the prompts.
         """
-        config, data, blocks = self.of.config, self.of.data, params
+        config, data, blocks = self.prompts.config, self.prompts.data, params
         group = config.objective.group
-        if self.of.environment is not None:
-            return self._of_turns(*self._play(self.gather(blocks), step, numbers.tolist(), group, prompts))
-        examples = [data.example(prompts, n) for n in numbers.tolist() for _ in range(group)]
-        drawn = [self._numbers(step, n, group) for n in numbers.tolist()]
+        if self.prompts.environment is not None:
+            return self._lay_out_turns(
+                *self._play(self.gather(blocks), step, numbers.tolist(), group, source)
+            )
+
+        # The model answers each prompt several times; what it was gathered into is freed before the update.
+        examples = [data.example(source, n) for n in numbers.tolist() for _ in range(group)]
+        drawn = [self._draw_numbers(step, n, group) for n in numbers.tolist()]
         params = self.gather(blocks)
         answers = self.rollouts(params, [e.prompt for e in examples], torch.cat(drawn))
         del params
-        each = self._rewards(examples, answers, [example.row for example in examples])
+
+        # Each reward gives each answer a number, and their weighted sum counts.
+        each = self._reward_answers(examples, answers, [example.row for example in examples])
         rewards = torch.zeros(len(examples))
         for own in self.rewards:
             rewards = rewards + torch.tensor(each[own.name]) * own.weight
         shown = {f"reward_{name}": torch.tensor(values) for name, values in each.items()}
-        batch = {**self._rows(examples, answers), "rewards": rewards, "each": shown if len(each) > 1 else {}}
+        rows = self._lay_out_answers(examples, answers)
+        batch = {**rows, "rewards": rewards, "each": shown if len(each) > 1 else {}}
+
+        # Advantages: from a value head, or by comparison within the group.
         if self.values is not None:
-            return {**batch, **self._estimates(blocks, batch)}
+            return {**batch, **self._estimate_advantages(blocks, batch)}
         advantages = group_advantages(rewards, group, scale=config.objective.name != "dr_grpo")
         batch = {**batch, "advantages": advantages[:, None]}
-        if self.of.micro_rows is None:
+        if self.prompts.micro_rows is None:
             return batch
         both = zip(examples, answers.lengths.tolist(), strict=True)
-        return self._packed(batch, [len(example.prompt) + drawn - 1 for example, drawn in both])
+        return self._pack(batch, [len(example.prompt) + drawn - 1 for example, drawn in both])
 
-    def _packed(self, batch: Mapping[str, Any], lengths: Sequence[int]) -> Mapping[str, Any]:
+    def _pack(self, batch: Mapping[str, Any], lengths: Sequence[int]) -> Mapping[str, Any]:
         """Pack answers into as many micro-batches as the rank that needs most of them."""
-        rows = self.of.rows_of(lengths)
+        rows = self.prompts.rows_of(lengths)
         most = max(map(int, self.exchange(str(len(rows)))))
-        return self.of.packed(batch, lengths, [*rows, *[[]] * (most - len(rows))])
+        return self.prompts.pack_answers(batch, lengths, [*rows, *[[]] * (most - len(rows))])
 
     def _play(
-        self, params: Any, step: int, numbers: Sequence[int], group: int, prompts: Prepared
+        self, params: Any, step: int, numbers: Sequence[int], group: int, source: Prepared
     ) -> tuple[list[Turn], list[float]]:
         """Play `group` rollouts of each prompt. All ranks call it together."""
-        config, data = self.of.config, self.of.data
-        draws = {n: self._numbers(step, n, group) for n in numbers}
+        config, data = self.prompts.config, self.prompts.data
+        draws = {n: self._draw_numbers(step, n, group) for n in numbers}
 
         def draw(turns: Sequence[Turn]) -> list[Answer]:
             given = torch.zeros(len(turns), self.rollouts.length, dtype=torch.float64)
             for row, turn in enumerate(turns):
                 n, place = numbers[turn.rollout // group], turn.rollout % group
-                own = draws[n] if turn.number == 0 else self._numbers(step, n, group, turn.number)
+                own = draws[n] if turn.number == 0 else self._draw_numbers(step, n, group, turn.number)
                 given[row] = own[place]
             found = self.rollouts(params, [turn.prompt for turn in turns], given)
             texts = found.texts()
@@ -271,22 +287,22 @@ class RewardedBatches:
             ]
 
         play = Play(
-            self.of.environment, data.tokenizer, config.objective.turns, config.data.context,
+            self.prompts.environment, data.tokenizer, config.objective.turns, config.data.context,
             config.objective.tokens, config.run.timeout_s / 2,  # other ranks wait for this one meanwhile
         )  # fmt: skip
-        examples = [data.example(prompts, n) for n in numbers for _ in range(group)]
+        examples = [data.example(source, n) for n in numbers for _ in range(group)]
         rows = [{**each.row, "prompt": _prompt_text(data.tokenizer, each.prompt)[0]} for each in examples]
         return play(rows, draw, lambda waits: "1" in self.exchange(str(int(waits))))
 
-    def _of_turns(self, turns: Sequence[Turn], rewards: Sequence[float]) -> Mapping[str, Any]:
+    def _lay_out_turns(self, turns: Sequence[Turn], rewards: Sequence[float]) -> Mapping[str, Any]:
         """Lay turns out as answers, each after what the model was shown.
 
         All turns of a rollout have its advantage, and its last one has its reward.
         """
-        config, ends = self.of.config.objective, {turn.rollout: n for n, turn in enumerate(turns)}
+        config, ends = self.prompts.config.objective, {turn.rollout: n for n, turn in enumerate(turns)}
         scale, each = config.name != "dr_grpo", torch.tensor(rewards, dtype=torch.float32)
         gains = group_advantages(each, config.group, scale=scale)
-        shape = (len(turns), self.of.config.data.context)
+        shape = (len(turns), self.prompts.config.data.context)
         batch = {name: torch.zeros(shape, dtype=torch.int64) for name in ("tokens", "targets")}
         batch["targets"].fill_(IGNORE)
         batch |= {name: torch.zeros(shape) for name in ("sampler", "entropy")}
@@ -306,14 +322,14 @@ class RewardedBatches:
             "advantages": gains[of][:, None], "rewards": torch.where(last, each[of], 0.0), "answers": last,
             "each": {},
         }  # fmt: skip
-        return self._packed(batch, lengths)
+        return self._pack(batch, lengths)
 
-    def _estimates(self, params: Any, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def _estimate_advantages(self, params: Any, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Compute the values before the step, and advantages and returns from them (GAE)."""
         values, mask = self.values(params, batch["tokens"]).cpu().float(), batch["targets"] != IGNORE
         last = mask & (mask.cumsum(1) == mask.sum(1, keepdim=True))
         rewards = torch.where(last, batch["rewards"][:, None], 0.0)
-        advantages, returns = gae(rewards, values, mask, lam=self.of.config.objective.lam)
+        advantages, returns = gae(rewards, values, mask, lam=self.prompts.config.objective.lam)
         return {"values": values, "advantages": advantages, "returns": returns}
 
     def mean_rewards(self, params: Any) -> dict[str, float]:
@@ -322,17 +338,17 @@ class RewardedBatches:
         Answers are drawn as in training, and the reward is the weighted sum that training counts. If that has
         several parts, each is returned as `reward_NAME`.
         """
-        data, most = self.of.data, self.of.config.data.held_out_rows
+        data, most = self.prompts.data, self.prompts.config.data.held_out_rows
         numbers = order(data.held_out.records, 0, 0, min(most, data.held_out.records))
         mine = numbers[self.mesh.data_rank :: self.mesh.data_size]
-        if self.of.environment is not None:
+        if self.prompts.environment is not None:
             _, rewards = self._play(self.gather(params), 0, mine.tolist(), 1, data.held_out)
             every = list(map(float, self.exchange(str(math.fsum(rewards)))))
             return {"reward": math.fsum(every) * self.mesh.data_size / self.mesh.size / len(numbers)}
         examples = [data.example(data.held_out, int(n)) for n in mine]
-        drawn = torch.cat([self._numbers(0, int(n), 1) for n in mine]) if len(mine) else torch.zeros(0, 0)
+        drawn = torch.cat([self._draw_numbers(0, int(n), 1) for n in mine] or [torch.zeros(0, 0)])
         answers = self.rollouts(self.gather(params), [e.prompt for e in examples], drawn)
-        found = self._rewards(examples, answers, [example.row for example in examples])
+        found = self._reward_answers(examples, answers, [example.row for example in examples])
         sums = {name: math.fsum(values) for name, values in found.items()}
         every = list(map(json.loads, self.exchange(json.dumps(sums))))
         ranks = self.mesh.size // self.mesh.data_size  # the number of ranks that hold the same rows
@@ -341,11 +357,12 @@ class RewardedBatches:
         parts = {f"reward_{name}": value for name, value in means.items()} if len(means) > 1 else {}
         return {"reward": whole, **parts}
 
-    def _numbers(self, step: int, prompt: int, group: int, turn: int = 0) -> Tensor:
-        draw = np.random.default_rng([self.of.config.run.seed, step, prompt, *([turn] if turn else [])])
+    def _draw_numbers(self, step: int, prompt: int, group: int, turn: int = 0) -> Tensor:
+        """Return the numbers by which answers to a prompt are drawn, fp64 [group, tokens of an answer]."""
+        draw = np.random.default_rng([self.prompts.config.run.seed, step, prompt, *([turn] if turn else [])])
         return torch.from_numpy(draw.random((group, self.rollouts.length)))
 
-    def _rewards(
+    def _reward_answers(
         self, examples: Sequence[Example], answers: Answers, records: Sequence[Mapping[str, Any]]
     ) -> dict[str, list[float]]:
         """Reward answers, and return the numbers by name of the reward.
@@ -355,7 +372,7 @@ class RewardedBatches:
         """
         if not examples:
             return {own.name: [] for own in self.rewards}
-        tokenizer, ends = self.of.data.tokenizer, self.rollouts.stops
+        tokenizer, ends = self.prompts.data.tokenizer, self.rollouts.stops
         plain = lambda ids: tokenizer.decode([t for t in ids if t not in ends])  # noqa: E731
         drawn = answers.texts()
         prompts, rows = [], []
@@ -374,8 +391,9 @@ class RewardedBatches:
         texts = {False: list(map(plain, drawn)), True: [tokenizer.decode(ids, control=True) for ids in drawn]}
         return {own.name: run_reward(own.reward, prompts, texts[own.control], rows) for own in self.rewards}
 
-    def _rows(self, examples: Sequence[Example], answers: Answers) -> Mapping[str, Tensor]:
-        batch = self.of.padded()
+    def _lay_out_answers(self, examples: Sequence[Example], answers: Answers) -> Mapping[str, Tensor]:
+        """Lay answers out in padded rows, each behind its prompt, with its own tokens as targets."""
+        batch = self.prompts.blank_rows()
         batch["targets"].fill_(IGNORE)
         for row, (example, tokens) in enumerate(zip(examples, answers.texts(), strict=True)):
             whole, first = torch.tensor([*example.prompt, *tokens]), len(example.prompt) - 1
@@ -397,17 +415,17 @@ def make_rewarded_batches(
     config, stops = of.config.objective, frozenset(of.data.tokenizer.stops)
     slots, exchange = of.longest + config.tokens, step.gather_strings
     size = sum(leaf.nbytes for leaf in fs.tree.flatten_with_paths(tuning.params)[0].values())
-    once = _fits(size, mesh) if config.gather_once is None else config.gather_once
+    once = _may_hold_whole(size, mesh) if config.gather_once is None else config.gather_once
     once = exchange(str(once)) == ["True"] * mesh.size
     whole = tuning.specs(mesh, of.config.precision, fs.presets.no_shard) if once else specs
     drawing, count = (config.temperature, config.top_p), min(TOGETHER, config.tokens)
-    prefill = fs.shard_forward(tuning.policy(first_of(tuning.lm, slots, *drawing)), whole, **how)
-    decode = fs.shard_forward(tuning.policy(next_of(tuning.lm, count, *drawing)), whole, **how)
+    prefill = fs.shard_forward(tuning.policy(make_first_draw(tuning.lm, slots, *drawing)), whole, **how)
+    decode = fs.shard_forward(tuning.policy(make_next_draws(tuning.lm, count, *drawing)), whole, **how)
     rollouts = Rollouts(
         prefill, decode, count, min(of.answers, AT_ONCE), of.longest, config.tokens, stops,
         (lambda text: [text]) if once else exchange, mesh.device,
     )  # fmt: skip
-    values = fs.shard_forward(values_of(tuning), specs, **how) if config.kind.values else None
+    values = fs.shard_forward(make_values(tuning), specs, **how) if config.kind.values else None
     gather = (lambda blocks: fs.reshard(blocks, specs, whole, mesh)) if once else (lambda blocks: blocks)
     return RewardedBatches(of, rollouts, of.rewards, mesh, exchange, gather, size if once else None, values)
 
@@ -423,7 +441,7 @@ def _prompt_text(tokenizer: DirectoryTokenizer, ids: Sequence[int]) -> tuple[str
     return (tokenizer.decode(ids, control=True), True) if is_rendered else (text, False)
 
 
-def _fits(size: int, mesh: fs.Mesh) -> bool:
+def _may_hold_whole(size: int, mesh: fs.Mesh) -> bool:
     """Return whether a rank may hold the whole model, as that takes a quarter of its device at most."""
     if mesh.device_type == "cuda":
         return 4 * size <= torch.cuda.mem_get_info()[1]

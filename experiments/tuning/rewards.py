@@ -72,31 +72,31 @@ def places(prompts: Sequence[str], answers: Sequence[str], rows: Rows) -> list[f
 
 def solved(prompts: Sequence[str], answers: Sequence[str], rows: Rows) -> list[float]:
     """Give 1 for the record's response, and for any expression that makes the number."""
-    return [float(_is_right(*each)) for each in zip(prompts, answers, rows, strict=True)]
+    found = []
+    for prompt, answer, row in zip(prompts, answers, rows, strict=True):
+        if task := MAKE.search(prompt):
+            is_right = _evaluates_to(answer.strip(), int(task[1]), sorted(task.groups()[1:]))
+        else:
+            is_right = answer.strip() == row["response"].strip()
+        found.append(float(is_right))
+    return found
 
 
-def _is_right(prompt: str, answer: str, row: Mapping[str, str]) -> bool:
-    task = MAKE.search(prompt)
-    if task is None:
-        return answer.strip() == row["response"].strip()
-    return _makes(answer.strip(), int(task[1]), sorted(task.groups()[1:]))
-
-
-def _makes(text: str, target: int, numbers: list[str]) -> bool:
+def _evaluates_to(text: str, target: int, numbers: list[str]) -> bool:
     """Return whether an expression of these numbers, each once, is the target. Only + - * are evaluated."""
     if not re.fullmatch(r"[\d+\-* ()]{1,40}", text) or sorted(re.findall(r"\d+", text)) != numbers:
         return False
     try:
-        return _value(ast.parse(text, mode="eval").body) == target
+        return _evaluate(ast.parse(text, mode="eval").body) == target
     except (SyntaxError, KeyError, AttributeError, RecursionError):
         return False
 
 
-def _value(node: Any) -> int:
+def _evaluate(node: Any) -> int:
     if isinstance(node, ast.Constant):
         return node.value
     operator = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*"}[type(node.op)]
-    return OPERATORS[operator](_value(node.left), _value(node.right))
+    return OPERATORS[operator](_evaluate(node.left), _evaluate(node.right))
 
 
 REWARDS: Mapping[str, Reward] = {"exact": exact, "number": number, "format": form, "length": length,
@@ -126,7 +126,7 @@ def needs_of(chosen: Any) -> tuple[str, ...]:
     return tuple(sorted({NEEDS[name] for name in names if name in NEEDS}))
 
 
-def rewards_of(chosen: Any, device: torch.device | str = "cpu") -> tuple[Weighted, ...]:
+def make_rewards(chosen: Any, device: torch.device | str = "cpu") -> tuple[Weighted, ...]:
     """Make one reward or a list of them.
 
     Each is chosen by name, by a mapping of `_target_` (or `name`), `weight`, `control` and arguments, or by
@@ -139,14 +139,14 @@ def rewards_of(chosen: Any, device: torch.device | str = "cpu") -> tuple[Weighte
         ConfigError: there is no reward of a name, it does not import or takes other arguments, there is no
             such model, or two have one name.
     """
-    found = tuple(_weigh(c, device) for c in (chosen if isinstance(chosen, list | tuple) else [chosen]))
+    found = tuple(_make_reward(c, device) for c in (chosen if isinstance(chosen, list | tuple) else [chosen]))
     names = [each.name for each in found]
     if not names or len(set(names)) < len(names):
         raise ConfigError(f"objective.reward: rewards of different names, not {', '.join(names) or 'none'}.")
     return found
 
 
-def _weigh(chosen: str | Mapping[str, Any], device: torch.device | str) -> Weighted:
+def _make_reward(chosen: str | Mapping[str, Any], device: torch.device | str) -> Weighted:
     how = {"name": chosen} if isinstance(chosen, str) else dict(chosen)
     weight = how.pop("weight", 1.0)
     if not isinstance(weight, int | float) or not math.isfinite(weight):
@@ -165,7 +165,7 @@ def _weigh(chosen: str | Mapping[str, Any], device: torch.device | str) -> Weigh
                 f"objective.reward={name}: {said}: a model reads the conversation in its own chat template. "
                 "Fix: leave it out; name and weight are known."
             )
-        return Weighted(Path(name).name, model_reward(name, device), weight)
+        return Weighted(Path(name).name, make_model_reward(name, device), weight)
     if name not in REWARDS:
         raise ConfigError(
             f"objective.reward={name:.200}: one of {', '.join(REWARDS)}, a mapping with _target_, or "
@@ -182,7 +182,7 @@ def _weigh(chosen: str | Mapping[str, Any], device: torch.device | str) -> Weigh
     return Weighted(name, partial(REWARDS[name], **how), weight, control)
 
 
-def model_reward(folder: str, device: torch.device | str) -> Reward:
+def make_model_reward(folder: str, device: torch.device | str) -> Reward:
     """Make a reward of a reward model of transformers, a sequence classifier with one label.
 
     Each rank holds it whole. It reads the conversation in its own chat template.

@@ -62,7 +62,7 @@ class _Extended(_Recorded):
         return self.slots, 0
 
 
-def prefill_of(lm: LanguageModel, slots: int) -> Prefill:
+def make_prefill(lm: LanguageModel, slots: int) -> Prefill:
     """Make `fn(params, tokens [B, P], last [B]) -> (logits [B, V], cache)`, with logits after position
     `last`."""
 
@@ -71,12 +71,12 @@ def prefill_of(lm: LanguageModel, slots: int) -> Prefill:
         hidden = lm.run(params, tokens, None, None, seen)
         room = (0, 0, 0, slots - tokens.shape[1])
         cache = [tuple(F.pad(t, room) for t in seen.layers[layer]) for layer in sorted(seen.layers)]
-        return _logits(lm, params, hidden, last), cache
+        return _logits_at(lm, params, hidden, last), cache
 
     return fn
 
 
-def decode_of(lm: LanguageModel) -> Decode:
+def make_decode(lm: LanguageModel) -> Decode:
     """Make `fn(params, tokens [B], positions [B], cache) -> (logits [B, V] of the next tokens, cache)`."""
 
     def fn(params: Any, tokens: Tensor, positions: Tensor, cache: Cache) -> tuple[Tensor, Cache]:
@@ -85,17 +85,17 @@ def decode_of(lm: LanguageModel) -> Decode:
         mask = lm.mask(params, distance >= 0, distance)
         hidden = lm.run(params, tokens[:, None], positions[:, None], mask, seen)
         kept = [seen.layers[layer] for layer in sorted(seen.layers)]
-        return _logits(lm, params, hidden, torch.zeros_like(positions)), kept
+        return _logits_at(lm, params, hidden, torch.zeros_like(positions)), kept
 
     return fn
 
 
-def first_of(lm: LanguageModel, slots: int, temperature: float, top_p: float) -> Callable[..., Any]:
+def make_first_draw(lm: LanguageModel, slots: int, temperature: float, top_p: float) -> Callable[..., Any]:
     """Make `fn(params, tokens [B, P], last [B], numbers [B, 1]) -> (drawn, cache)`.
 
     It reads prompts, and draws one token after each.
     """
-    prefill = prefill_of(lm, slots)
+    prefill = make_prefill(lm, slots)
 
     def fn(params: Any, tokens: Tensor, last: Tensor, numbers: Tensor) -> tuple[Drawn, Cache]:
         logits, cache = prefill(params, tokens, last)
@@ -104,13 +104,13 @@ def first_of(lm: LanguageModel, slots: int, temperature: float, top_p: float) ->
     return fn
 
 
-def next_of(lm: LanguageModel, count: int, temperature: float, top_p: float) -> Callable[..., Any]:
+def make_next_draws(lm: LanguageModel, count: int, temperature: float, top_p: float) -> Callable[..., Any]:
     """Make `fn(params, tokens [B], positions [B], numbers [B, count], cache) -> (drawn, cache)`.
 
     It draws the next `count` tokens in one program, so that they share the cost of a call. After a row's end
     they mean nothing.
     """
-    decode = decode_of(lm)
+    decode = make_decode(lm)
 
     def fn(
         params: Any, tokens: Tensor, positions: Tensor, numbers: Tensor, cache: Cache
@@ -154,7 +154,7 @@ def draw(
     return tokens, logprobs.gather(-1, tokens[:, None])[:, 0].float(), entropy
 
 
-def _logits(lm: LanguageModel, params: Any, hidden: Tensor, at: Tensor) -> Tensor:
+def _logits_at(lm: LanguageModel, params: Any, hidden: Tensor, at: Tensor) -> Tensor:
     index = at[:, None, None].expand(-1, 1, hidden.shape[-1])
     logits = lm.unembed(params, hidden.gather(1, index)).squeeze(1)
     return logits.float() if logits.dtype.itemsize < 4 else logits
@@ -191,10 +191,10 @@ class Rollouts:
     Rows whose answer has ended take the next prompt, so that long answers hold up no others.
 
     Args:
-        prefill, decode: forwards of `first_of` and `next_of`, with one `temperature` and `top_p`. Tokens are
-            drawn from the likeliest, as many as have the probability `top_p` together (Holtzman et al. 2020),
-            and their log-probabilities are those of the whole distribution. A temperature of 0 takes the
-            likeliest.
+        prefill, decode: forwards of `make_first_draw` and `make_next_draws`, with one `temperature` and
+            `top_p`. Tokens are drawn from the likeliest, as many as have the probability `top_p` together
+            (Holtzman et al. 2020), and their log-probabilities are those of the whole distribution. A
+            temperature of 0 takes the likeliest.
         count: the tokens of a row that `decode` draws in a call.
         rows: the prompts that are answered at once.
         width: the tokens of the longest prompt.

@@ -129,7 +129,7 @@ class _Tower(nn.Module):
         return self.run(images)
 
 
-def _tiles(model: nn.Module, images: Mapping[str, Tensor]) -> Tensor:
+def _run_on_tiles(model: nn.Module, images: Mapping[str, Tensor]) -> Tensor:
     """Run a tower on tiles of one size, [B, N, C, H, W]."""
     pixels = images["pixels"]
     tiles = pixels.flatten(0, 1).to(next(model.parameters()).dtype)
@@ -140,7 +140,7 @@ def _tiles(model: nn.Module, images: Mapping[str, Tensor]) -> Tensor:
     return features.reshape(len(pixels), -1, features.shape[-1])
 
 
-def _patches(model: nn.Module, images: Mapping[str, Tensor]) -> Tensor:
+def _run_on_patches(model: nn.Module, images: Mapping[str, Tensor]) -> Tensor:
     """Run a tower on the patches of all rows at once, [B, P, K]. Each image is a document of its own."""
     pixels = images["pixels"]
     rows, size = pixels.shape[:2]
@@ -157,7 +157,7 @@ def _patches(model: nn.Module, images: Mapping[str, Tensor]) -> Tensor:
     return made.pooler_output.view(rows, size // merged, -1)
 
 
-RUN = {"patches": _patches, "tiles": _tiles}
+RUN = {"patches": _run_on_patches, "tiles": _run_on_tiles}
 
 
 def _attend(

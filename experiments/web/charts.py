@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.compare.outcome import Outcome
-from experiments.compare.table import names_of, points
+from experiments.compare.table import name_runs, points
 from experiments.lib.metrics import smooth
 from fnshard.plot.scales import byte_text
 
@@ -23,7 +23,7 @@ MEMORY = {
 
 def chart_curves(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Return a chart of what runs are judged by: lines in training, marks on held-out data."""
-    names, series = name_runs(outcomes), []
+    names, series = label_runs(outcomes), []
     for number, outcome in enumerate(outcomes):
         goal, colour = outcome.goal, COLOURS[number % len(COLOURS)]
         name = names[outcome.folder] if len(outcomes) > 1 else "training"
@@ -45,7 +45,7 @@ def chart_curves(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 def chart_speed(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Return a chart of tokens, or rows, a second, by step."""
-    names, series, label = name_runs(outcomes), [], ""
+    names, series, label = label_runs(outcomes), [], ""
     for number, outcome in enumerate(outcomes):
         key = next((name for row in outcome.rows for name in row if name.endswith(SPEED)), "")
         name = names[outcome.folder] if len(outcomes) > 1 else key.replace(SPEED, " a second")
@@ -65,9 +65,9 @@ def chart_peak(peak: Mapping[str, int]) -> dict[str, Any]:
     return make_bars(dict(sorted(((n, v) for n, v in peak.items() if v), key=lambda pair: -pair[1])))
 
 
-def name_runs(outcomes: Sequence[Outcome]) -> dict[Any, str]:
+def label_runs(outcomes: Sequence[Outcome]) -> dict[Any, str]:
     """Return a name for each run that tells it from the others."""
-    return {folder: name or folder.name for folder, name in names_of(outcomes).items()}
+    return {folder: name or folder.name for folder, name in name_runs(outcomes).items()}
 
 
 def make_line(name: str, curve: Sequence[tuple[float, float]], colour: str, **more: Any) -> dict[str, Any]:

@@ -103,7 +103,7 @@ def lora(
     """
     named, structure = tree.flatten_with_paths(params)
     check_tree(named)
-    trained = matched_leaves("train", train, named) if train else []
+    trained = match_leaves("train", train, named) if train else []
     settings = settings_of(
         named, rank=rank, alpha=alpha, targets=targets, transposed=transposed, dropout=dropout,
         rank_stabilised=rank_stabilised, dora=dora, trained=trained,
@@ -126,8 +126,8 @@ def settings_of(
     """
     if wrong := misfits({"rank": rank, "alpha": alpha, "dropout": dropout}, _EXPECTED):
         raise SpecError("no such adapters:", wrong)
-    chosen = matched_leaves("targets", targets, named)
-    turned = matched_leaves("transposed", transposed, chosen) if transposed else []
+    chosen = match_leaves("targets", targets, named)
+    turned = match_leaves("transposed", transposed, chosen) if transposed else []
     wrong = [line for p in chosen for line in _misfits(p, named[p], rank, p in trained, dora)]
     if wrong:
         fix = f"name matrices that are frozen and at least {rank} both ways, or take a smaller rank."
@@ -155,7 +155,7 @@ def _misfits(path: str, leaf: Tensor, rank: int, trains: bool, dora: bool) -> li
     return [f"{of}: rank={rank} is more than {small}"] if rank > small else []
 
 
-def matched_leaves(
+def match_leaves(
     what: str, globs: str | Sequence[str], paths: Mapping[str, Any] | Sequence[str]
 ) -> list[str]:
     """Return the paths that one of the globs matches, with or without ".weight".
@@ -223,7 +223,7 @@ def with_adapters(fn: Callable[..., Any], settings: Lora) -> Callable[..., Any]:
     def tuned(params: Any, *batch: Any, **keywords: Any) -> Any:
         named = tree.flatten_with_paths(params["base"])[0]
         adapters = {id(named[path]): path for path in settings.targets}
-        mode = _Adapted(settings, params["adapters"], adapters)
+        mode = _WithAdapters(settings, params["adapters"], adapters)
         with mode:
             result = fn(params["base"], *batch, **keywords)
         _check_uses(settings, mode)
@@ -234,7 +234,7 @@ def with_adapters(fn: Callable[..., Any], settings: Lora) -> Callable[..., Any]:
     return tuned
 
 
-def _check_uses(settings: Lora, mode: _Adapted) -> None:
+def _check_uses(settings: Lora, mode: _WithAdapters) -> None:
     """Refuse targets that `fn` also uses in other ways: merged, they would make it another function."""
     wrong = [f"params[{p!r}]: `fn` multiplies by it nowhere" for p in settings.targets if p not in mode.used]
     wrong += [f"params[{p!r}]: `fn` also gives it to {', '.join(n)}" for p, n in mode.others.items()]
@@ -249,8 +249,8 @@ def _check_uses(settings: Lora, mode: _Adapted) -> None:
         )
 
 
-class _Adapted(TorchFunctionMode):
-    """Adds an adapter's update to each product with a target.
+class _WithAdapters(TorchFunctionMode):
+    """A mode that adds an adapter's update to each product with a target.
 
     A target is known by its `id`, and so is a transpose of it that `fn` makes.
     """
@@ -271,11 +271,13 @@ class _Adapted(TorchFunctionMode):
         if not any(isinstance(o, Tensor) for o in tree.flatten(out)[0]):  # a shape, a dtype
             return out
 
+        # A transpose of a target is known as that target from here on.
         names, turned = _PLACES.get(func, ((), False))
         if func in _TRANSPOSES and id(args[0]) in self.targets and {*args[1:]} in ({-2, -1}, {1, 2}, set()):
             self.transposes[id(out)], self.targets[id(out)] = out, self.targets[id(args[0])]
             return out
 
+        # Any use but as the matrix of a product, the right way round, is noted as another one.
         given = dict(zip(names, args, strict=False)) | kwargs
         path = self.targets.get(id(given[names[-1]])) if names and names[-1] in given else None
         turned = turned and not (path is not None and id(given[names[-1]]) in self.transposes)
@@ -287,6 +289,7 @@ class _Adapted(TorchFunctionMode):
             self._note(func, (args, kwargs))
             return out
 
+        # Add the update; DoRA scales the rows of W + s B A, of which a bias is no part.
         self._note(func, {k: v for k, v in given.items() if k != names[-1]})
         self.used.add(path)
         update = self._update(given[names[-2]], self.adapters[path], given.get("offs")).to(out.dtype)

@@ -66,6 +66,7 @@ def merge(params: Any, settings: Lora, specs: Any = None, mesh: Mesh | None = No
     stored = tree.flatten_with_paths(blocks["base"])[0]
     adapters = unshard(blocks["adapters"], specs["adapters"], mesh)
 
+    # Leaf by leaf. DoRA needs the norms of whole leaves, which all ranks gather, those of other stages too.
     out = []
     with torch.no_grad():
         for path, spec in base.leaves.items():
@@ -139,6 +140,7 @@ def save(
     magnitudes = _magnitudes(blocks["base"], specs["base"], adapters, settings, mesh)
 
     def write() -> None:
+        # Write both files aside and rename them: a reader sees the old ones or the new ones.
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {_peft_name(leaf, n): parts[n] for leaf, parts in adapters.items() for n in "ab"}
@@ -183,6 +185,7 @@ def load(
     if resolved is not None:
         full = {leaf: tuple(spec.shape) for leaf, spec in resolved.leaves.items()}
 
+    # Sort the tensors by leaf and part; what no leaf has is wrong.
     adapters: dict[str, dict[str, Tensor]] = {}
     known = {_peft_name(leaf, part): (leaf, part) for leaf in full for part in settings.parts}
     wrong = [f"{n!r} {list(v.shape)}: {_foreign(n)}" for n, v in values.items() if n not in known]
@@ -191,6 +194,7 @@ def load(
         adapters.setdefault(leaf, {})[part] = values[name]
 
     targets = tuple(leaf for leaf in full if leaf in adapters)
+
     # PEFT says of all leaves together whether they are [in, out]: where some are and others are
     # not, their shapes tell.
     said = bool(settings.transposed)
@@ -203,6 +207,7 @@ def load(
     if not targets:
         raise StateError(f"{str(folder / WEIGHTS)!r} holds no tensors.")
 
+    # PEFT's files hold norms of rows, and adapters here the share of them that trains.
     if settings.dora:
         for leaf in targets:
             adapters[leaf]["g"] = _share(
@@ -359,6 +364,7 @@ def _shapes(shape: tuple[int, ...], settings: Lora, turned: bool) -> dict[str, t
 
 
 def _shapes_of(parts: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the parts that an adapter has."""
     return {part: tuple(parts[part].shape) for part in ("a", "b", "magnitude") if part in parts}
 
 
@@ -386,6 +392,7 @@ def _magnitudes(
 
 
 def _row_norms(whole: Tensor, turned: bool) -> Tensor:
+    """Return the norm of each row of W, in fp32 at least."""
     wide = torch.promote_types(whole.dtype, torch.float32)
     return (whole.t() if turned else whole).detach().to(wide).norm(dim=1)
 
@@ -406,6 +413,7 @@ def _peft_name(leaf: str, part: str) -> str:
 
 
 def _peft_config(settings: Lora, base: str | None) -> dict[str, Any]:
+    """Return the settings as PEFT's configuration names them."""
     return {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "bias": "none",
         "inference_mode": True, "r": settings.rank, "lora_alpha": settings.alpha,

@@ -73,17 +73,17 @@ def scale(hardware: Hardware, by: Mapping[str, float]) -> Hardware:
     >>> scale(h100, {"calls": 2.0}).launch_seconds / h100.launch_seconds
     0.5
     """
-    changes = {n: _faster(n, getattr(hardware, n), f) for c, f in by.items() for n in CONSTANTS[c]}
+    changes = {n: _scale(n, getattr(hardware, n), f) for c, f in by.items() for n in CONSTANTS[c]}
     return replace(hardware, **changes)
 
 
-def _faster(name: str, value: Any, factor: float) -> Any:
+def _scale(name: str, value: Any, factor: float) -> Any:
     if isinstance(value, Curve):
         return Curve(tuple((size, rate * factor) for size, rate in value.points))
     if isinstance(value, Mapping):
-        return {key: _faster(key, each, factor) for key, each in value.items()}
+        return {key: _scale(key, each, factor) for key, each in value.items()}
     if is_dataclass(value):
-        parts = {f.name: _faster(f.name, getattr(value, f.name), factor) for f in fields(value)}
+        parts = {f.name: _scale(f.name, getattr(value, f.name), factor) for f in fields(value)}
         return replace(value, **parts)
     return value / factor if name.endswith("_seconds") else value * factor
 

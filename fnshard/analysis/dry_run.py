@@ -42,8 +42,8 @@ from fnshard.layout.partition import block_slices
 from fnshard.mesh import Mesh
 from fnshard.optim.sums import CAST
 from fnshard.runtime.host_worker import PENDING
-from fnshard.runtime.packing import contiguous_strides, padded, parts_of
-from fnshard.runtime.tiers import Transfer, each
+from fnshard.runtime.packing import contiguous_strides, pad_to, parts_of
+from fnshard.runtime.tiers import Transfer, map_tensors
 
 # The bindings of these lines and of their Waits make no tensors themselves, so a mode would only cost time.
 QUIET = (Run, Free, Gather, Update, OverlappedUpdate)
@@ -91,10 +91,10 @@ class DryContext:
     def later(self, line: Instruction) -> Callable[[Callable[[], None]], None]:
         return lambda call: call()
 
-    def beside(self, action: Action) -> Action:
+    def on_update_stream(self, action: Action) -> Action:
         return action
 
-    def join(self, beside: None) -> None:
+    def wait_event(self, event: None) -> None:
         pass
 
     def packer(self, bucket: str) -> Packing:
@@ -194,7 +194,7 @@ class Packing:
         mesh = self._context.mesh
         here = mesh.coordinate(self._context.rank)
         mine = {p: block_slices(p.shape, p.layout, mesh, here) for p in self.bucket.pieces}
-        return {p.path: padded(full_leaves[p.path][where], p.block) for p, where in mine.items()}
+        return {p.path: pad_to(full_leaves[p.path][where], p.block) for p, where in mine.items()}
 
     def pack_blocks(self, blocks: Mapping[str, Tensor], out: Tensor) -> None:
         self.pack_full({p.path: blocks[p.path] for p in self.bucket.pieces})
@@ -275,7 +275,7 @@ class DryUpdater:
             return slots[path][slot]
         if name == PARAM and path in params:
             return params[path]
-        return self._new(*self.context.schedule.families[path].described(name))
+        return self._new(*self.context.schedule.families[path].shape_and_dtype(name))
 
     def bind_whole(self, bucket: Bucket) -> Callable[[Parts, Parts, Any], Parts]:
         def compute(parts: Parts, *_: Any) -> Parts:
@@ -289,10 +289,10 @@ class DryUpdater:
 
         return compute
 
-    def control(self, env: Env, bucket: Bucket) -> tuple[DryUpdater, None]:
+    def control_for(self, env: Env, bucket: Bucket) -> tuple[DryUpdater, None]:
         return self, None
 
-    def arrived(self, summary: Any) -> DryUpdater:
+    def with_summary(self, summary: Any) -> DryUpdater:
         return self
 
     def stored_part(self, path: str, stored: Tensor) -> Tensor:
@@ -300,7 +300,7 @@ class DryUpdater:
 
     valid_part = stored_part
 
-    def squares(self, bucket: Bucket, blocks: Mapping[str, Tensor], replicas: int) -> Tensor:
+    def square_norm(self, bucket: Bucket, blocks: Mapping[str, Tensor], replicas: int) -> Tensor:
         if self.context.mesh.device_type == "cpu":  # a norm in fp32 is taken of pieces in fp32
             casts = (min(b.numel(), CAST) * 4 for b in blocks.values() if b.dtype.itemsize < 4)
             self.context.tracker.look(workspace=max(casts, default=0))
@@ -336,10 +336,10 @@ class DryTransfers:
             pairs = zip(values, into, strict=True)
             self.tracker.look(max((v.nbytes for v, t in pairs if v.dtype != t.dtype), default=0))
         new = lambda t: self.tracker.new(t.shape, t.dtype, t.stride())  # noqa: E731
-        return self._flight(into or [each(v, new) for v in values])
+        return self._flight(into or [map_tensors(v, new) for v in values])
 
     def to_host(self, values: Sequence[Any], into: Sequence[Any] | None = None) -> Transfer:
-        return self._flight(into or [each(v, self.take) for v in values])
+        return self._flight(into or [map_tensors(v, self.take) for v in values])
 
     def _flight(self, values: Sequence[Any]) -> Transfer:
         for name, value in zip(self.tracker.line.reads, values, strict=True):
@@ -369,7 +369,7 @@ class DryTransfers:
             if len(self.late) <= PENDING:
                 return
             value = self.late.pop(0)
-        each(value, self._give)
+        map_tensors(value, self._give)
 
     def _give(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()

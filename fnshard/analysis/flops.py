@@ -117,7 +117,7 @@ def graph_cost(graph: fx.GraphModule | None, *, fused: bool) -> GraphCost:
     known = _COUNTED.setdefault(graph, {})
     if fused not in known:
         known[fused] = GraphCost(
-            tuple(_Counter(graph.graph).fused() if fused else _Counter(graph.graph).eager())
+            tuple(_Counter(graph.graph).count_fused() if fused else _Counter(graph.graph).count_eager())
         )
     return known[fused]
 
@@ -128,7 +128,7 @@ def kernel_flops(kernel: Kernel, way: Way) -> float:
     return 0.0 if module is None else graph_cost(module, fused=True).flops
 
 
-def _named(node: fx.Node, name: str, default: Any) -> Any:
+def _argument(node: fx.Node, name: str, default: Any) -> Any:
     """Return an argument of an operator, by name."""
     for place, argument in enumerate(node.target._schema.arguments):
         if argument.name == name:
@@ -141,25 +141,24 @@ def _is_attention(node: fx.Node) -> bool:
     return "attention" in name and isinstance(node.target, OpOverload)
 
 
-def _attention(node: fx.Node) -> float:
+def _attention_flops(node: fx.Node) -> float:
     """Count the FLOPs of attention.
 
     A forward computes scores and their weighted sum, and a backward scores again and four gradients.
     Documents are data, so a row counts as one.
     """
-    query, key, value = (_value(_named(node, name, None)) for name in ("query", "key", "value"))
+    query, key, value = (_value(_argument(node, name, None)) for name in ("query", "key", "value"))
     scores, sums = (3, 2) if "backward" in node.target.__name__ else (1, 1)
-    keys, window = key.shape[-2], _named(node, "window", 0)
-    causal = bool(_named(node, "is_causal", False)) and not _is_other_block(node)
+    keys, window = key.shape[-2], _argument(node, "window", 0)
+    causal = bool(_argument(node, "is_causal", False)) and not _is_other_block(node)
     seen = min(window if causal else 2 * window, keys) if window else keys * (0.5 if causal else 1.0)
     pairs = query.shape[:-1].numel() * seen
     return 2.0 * pairs * (scores * query.shape[-1] + sums * value.shape[-1])
 
 
 def _is_other_block(node: fx.Node) -> bool:
-    """Return whether it is attention to a block that is not the queries' own, which a mask shows or hides
-    whole."""
-    return not _named(node, "first", True) or bool(_named(node, "before", ()))
+    """Return whether a node attends to a block of other rows, which a mask shows or hides as a whole."""
+    return not _argument(node, "first", True) or bool(_argument(node, "before", ()))
 
 
 def flops_of(node: fx.Node) -> float:
@@ -167,7 +166,7 @@ def flops_of(node: fx.Node) -> float:
     if not isinstance(node.target, OpOverload):
         return 0.0
     if _is_attention(node):
-        return _attention(node)
+        return _attention_flops(node)
     if node.target is torch.ops.aten.linalg_qr.default:  # Householder's
         shape = node.args[0].meta["val"].shape
         return 8 / 3 * shape.numel() * shape[-1]
@@ -236,8 +235,7 @@ def _numel(value: Any) -> int:
 
 
 def _across_rows(node: fx.Node) -> bool:
-    """Return whether a reduction sums over other dims than the last: who reads it runs in a loop of its
-    own."""
+    """Return whether a reduction sums over a dim before the last; its readers run in a loop of their own."""
     source, out = _value(node.args[0]), tensors_of(_value(node))
     if source is None or not out:
         return True
@@ -260,8 +258,7 @@ class _Counter:
     def reads(
         self, node: fx.Node, skip: Callable[[fx.Node], bool] = lambda base: False
     ) -> dict[fx.Node, float]:
-        """Return the bytes that a node reads of each value: of a broadcast or a slice no more than is
-        there."""
+        """Return the bytes that a node reads of each value; a broadcast or a slice has fewer."""
         out: dict[fx.Node, float] = {}
         gathers = self.kinds[node] == "pointwise" and _name(node) in _LOOKUPS
         for source in node.all_input_nodes:
@@ -272,7 +269,8 @@ class _Counter:
                 out[base] = max(out.get(base, 0.0), size)
         return out
 
-    def one(self, node: fx.Node, read: float) -> Work:
+    def work_of(self, node: fx.Node, read: float) -> Work:
+        """Return the work of a node that reads so many bytes."""
         kind, value = self.kinds[node], _value(node)
         tensors = tensors_of(value)
         dtype = _compute_dtype(node, tensors)
@@ -281,7 +279,7 @@ class _Counter:
             return Work(kind, dtype, flops, read, _bytes(value), size=flops)
         if kind == "attention":
             length, head = tensors_of(_value(node.all_input_nodes[0]))[0].shape[-2:]
-            flops, causal = flops_of(node), bool(_named(node, "is_causal", False))
+            flops, causal = flops_of(node), bool(_argument(node, "is_causal", False))
             unseen = flops / 2 if causal and _is_other_block(node) else 0.0
             size = {"size": float(length), "head": float(head), "unseen": unseen}
             return Work(kind, dtype, flops, read, _bytes(value), **size)
@@ -290,15 +288,17 @@ class _Counter:
         cheap, costly = _operations(node, kind)
         return Work("memory", dtype, 0.0, read, _bytes(value), cheap, costly)
 
-    def eager(self) -> Iterable[Work]:
+    def count_eager(self) -> Iterable[Work]:
+        """Yield the work of each operator, which reads and writes memory by itself."""
         for node in self.nodes:
             if self.kinds[node] != "view":
-                yield self.one(node, sum(self.reads(node).values()))
+                yield self.work_of(node, sum(self.reads(node).values()))
 
-    def fused(self) -> Iterable[Work]:
+    def count_fused(self) -> Iterable[Work]:
+        """Yield the work of groups of operators, which touch memory only at their ends."""
         for nodes in self._groups():
             if len(nodes) == 1 and not self._fusable(nodes[0]):
-                yield self.one(nodes[0], sum(self.reads(nodes[0]).values()))
+                yield self.work_of(nodes[0], sum(self.reads(nodes[0]).values()))
             else:
                 yield self._group(nodes)
 

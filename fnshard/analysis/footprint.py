@@ -132,7 +132,7 @@ def call_footprint(
     It is called on fakes that look like `likes` and share storages as `entries` say.
     """
     with FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False), torch.no_grad():
-        args = _arguments(likes, entries)
+        args = _make_arguments(likes, entries)
         numbers = {
             tracker.adopt(arg, INPUTS, size=entry.bytes): entry.storage
             for entry, arg in zip(entries, args, strict=True)
@@ -141,12 +141,12 @@ def call_footprint(
         with tracker:
             tracker.look()
             results = [r for r in run(args) if isinstance(r, Tensor)]
-        found = _footprint(tracker, results, numbers)
+        found = _read_footprint(tracker, results, numbers)
         del kept, results
     return found
 
 
-def _footprint(
+def _read_footprint(
     tracker: StorageTracker, results: Sequence[Tensor], numbers: Mapping[Storage, int]
 ) -> Footprint:
     """Return the footprint of the call that returned `results`.
@@ -170,7 +170,7 @@ def _footprint(
     )
 
 
-def _arguments(likes: Sequence[Tensor], entries: Sequence[CallArgument]) -> list[Tensor]:
+def _make_arguments(likes: Sequence[Tensor], entries: Sequence[CallArgument]) -> list[Tensor]:
     shared = [e.storage for e in entries]
     bases: dict[int, Tensor] = {}
     out = []
@@ -207,9 +207,9 @@ def _stand_in(name: str, value: Any, tracker: StorageTracker) -> Any:
     return _Silent()
 
 
-def _names(code: types.CodeType) -> set[str]:
+def _global_names(code: types.CodeType) -> set[str]:
     inner = [c for c in code.co_consts if isinstance(c, types.CodeType)]
-    return set(code.co_names).union(*(_names(c) for c in inner))
+    return set(code.co_names).union(*(_global_names(c) for c in inner))
 
 
 class _Silent:
@@ -251,7 +251,7 @@ def generated_wrapper(compiled: Any, tracker: StorageTracker) -> Callable[..., A
     if not isinstance(function, types.FunctionType) or "empty_strided_cpu" not in function.__globals__:
         return None
     code, globals_ = function.__code__, dict(function.__globals__)
-    globals_ |= {n: _stand_in(n, globals_[n], tracker) for n in _names(code) & globals_.keys()}
+    globals_ |= {n: _stand_in(n, globals_[n], tracker) for n in _global_names(code) & globals_.keys()}
     made = types.FunctionType(code, globals_, function.__name__, function.__defaults__, function.__closure__)
     runner = getattr(call, "__self__", None)
     return made if runner is None else types.MethodType(made, runner)

@@ -45,8 +45,9 @@ def mfu(model_flops: float, seconds: float, peak_flops: float) -> float:
 
 @dataclass(frozen=True)
 class Curve:
-    """A rate in units per second by size: `(size, rate)` in rising sizes, interpolated by the size's
-    logarithm.
+    """A rate in units per second by size: `(size, rate)` in rising sizes.
+
+    In between it is interpolated by the size's logarithm.
 
     >>> Curve(((1e6, 10.0), (1e8, 30.0))).at(1e7)
     20.0
@@ -285,8 +286,7 @@ def _gpu(
     reached: tuple[float, float, float, float],
     spread: tuple[float, float] | None,
 ) -> Hardware:
-    """Make a GPU from data-sheet rates times what training reaches of them. Arguments are those of
-    `SHEETS`."""
+    """Make a GPU from data-sheet rates times what training reaches of them; it takes a row of `SHEETS`."""
     matmul, attention, streaming, wire = reached
     rates = dict(zip(("bf16", "f16", "f32", "f64"), (tflops[0], *tflops[:3]), strict=True))
     rates |= dict.fromkeys(("float8_e4m3fn", "float8_e5m2"), tflops[3]) if tflops[3] else {}

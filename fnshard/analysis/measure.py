@@ -33,7 +33,7 @@ from fnshard.runtime.collectives.connect import connection
 
 # The number of samples, of which the median counts, and the least seconds of one. These are longer than the
 # scheduler's slice, so that on a busy machine a benchmark loses its core as often as a step does.
-SAMPLES, SAMPLE_s = 5, 6e-3
+SAMPLES, SAMPLE_S = 5, 6e-3
 # Columns of products' inputs, and lengths of attention. Rare dtypes get one of each.
 MATMULS, LENGTHS = (64, 128, 256, 512), (128, 256, 512, 1024)
 COUNTS = (1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)  # elements streamed
@@ -109,7 +109,7 @@ class _Bench:
         began = self.clock()
         work()
         wait()
-        least = SAMPLE_s * (4 if self.crowded else 1)  # long enough for several turns
+        least = SAMPLE_S * (4 if self.crowded else 1)  # long enough for several turns
         repeats = max(1, min(1000, math.ceil(least / (self.clock() - began))))
         if self.comm is not None:  # the work may be a collective itself, so ranks repeat it equally often
             repeats = max(int(text) for text in self.comm.gather_object(str(repeats)))
@@ -242,8 +242,7 @@ class _Bench:
         return max(1, min(2048, COLD_BYTES * (1 + (self.large > 1)) // size))
 
     def _update(self, count: int, device: torch.device) -> tuple[float, float]:
-        """Return bytes and bytes/s of the fused AdamW in fp32, cold. It reads four tensors, and writes
-        three."""
+        """Return bytes and bytes/s of the fused AdamW in fp32, cold: it reads four tensors, writes three."""
         size, optimizers = 28.0 * count, []
         for _ in range(self._cold(28 * count)):
             param = torch.nn.Parameter(torch.zeros(count, device=device))
@@ -283,8 +282,7 @@ class _Bench:
 
     # -------------------------------------------------------------- collectives
     def links(self, mesh: Mesh | None, copy: dict[str, Any]) -> dict[str, Any]:
-        """Measure the transport without packing and unpacking. Without peers its rates are those of
-        memory."""
+        """Measure the transport without packing and unpacking; without peers, rates are those of memory."""
         axes = mesh.ordered(mesh.names) if mesh else ()
         if self.comm is None or not axes:
             link = {"latency_seconds": 1e-6} | dict.fromkeys(_collectives(1), copy)

@@ -134,9 +134,8 @@ class MemoryTimeline:
         return out | {"host": [m.host for m in self.moments], "disk": [m.disk for m in self.moments]}
 
 
-def made_of(analysis: MemoryAnalysis, detail: str = "") -> str:
-    """Return the peak in words: bytes with a `detail` of them, the largest parts, the line and the ways
-    out."""
+def describe_peak(analysis: MemoryAnalysis, detail: str = "") -> str:
+    """Return the peak in words: bytes with a `detail`, the largest parts, the line and the ways out."""
     largest = sorted(analysis.peak.items(), key=lambda item: -item[1])[:3]
     return report(
         f"the step's peak is {megabytes(analysis.peak_bytes)} MB on the device{detail}. It is made of:",
@@ -194,7 +193,7 @@ def measure(
     tracker = StorageTracker(mesh.device_type)
     comm = Counting(mesh, transport, tracker)
     slots = {
-        path: _blocks_of(family, schedule.specs[path], mesh) for path, family in schedule.families.items()
+        path: _slots_on_rank(family, schedule.specs[path], mesh) for path, family in schedule.families.items()
     }
     context = DryContext(
         schedule,
@@ -206,7 +205,7 @@ def measure(
         updates=UpdateMemory(schedule, slots, compiled_update),
         rank=mesh.rank,
     )
-    env, constants = _inputs(tracker, schedule, program, batch_bytes, slots)
+    env, constants = _make_inputs(tracker, schedule, program, batch_bytes, slots)
     context.run(env)
     transport_bytes = comm.transport_bytes()
     moments = tuple(
@@ -227,13 +226,13 @@ def measure(
         host_resident_bytes=tracker.live["host"],
         disk_bytes=tracker.worst["disk"],
         disk_resident_bytes=tracker.live["disk"],
-        leaves=_leaves(schedule.specs, slots, mesh),
+        leaves=_bytes_by_leaf(schedule.specs, slots, mesh),
         kernels="eager" if eager else "inductor",
     )
     return Ledger(analysis, MemoryTimeline(moments), context.sizes)
 
 
-def _blocks_of(
+def _slots_on_rank(
     family: Family, spec: LayoutSpec, mesh: Mesh
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Return shapes and dtypes of a leaf's state on a rank, its master copy included."""
@@ -241,7 +240,7 @@ def _blocks_of(
     return {**family.blocks, **(master if spec.has_master else {})}
 
 
-def _inputs(
+def _make_inputs(
     tracker: StorageTracker,
     schedule: Schedule,
     program: Program,
@@ -283,7 +282,7 @@ def _inputs(
     return env, constants + kept
 
 
-def _leaves(specs: Mapping[str, LayoutSpec], slots: Slots, mesh: Mesh) -> dict[str, dict[str, int]]:
+def _bytes_by_leaf(specs: Mapping[str, LayoutSpec], slots: Slots, mesh: Mesh) -> dict[str, dict[str, int]]:
     """Return the bytes of each leaf's stored shard, optimizer's slots, gathered leaf and gradient shard."""
     return {
         path: {

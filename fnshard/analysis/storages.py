@@ -28,7 +28,7 @@ OPTIMIZER, ACTIVATIONS = "optimizer state", "saved activations"
 WORKSPACES, BUFFERS, INPUTS = "kernel workspaces", "transfer and bucket buffers", "inputs"
 CATEGORIES = (PARAMETERS, GATHERED, GRADIENTS, OPTIMIZER, ACTIVATIONS, WORKSPACES, BUFFERS, INPUTS)
 TIERS = ("device", "host", "disk")
-CUDA_BLOCK_bytes = 512  # torch's caching allocator rounds sizes up to it, and counts the rounded ones
+CUDA_BLOCK_BYTES = 512  # torch's caching allocator rounds sizes up to it, and counts the rounded ones
 UNCOUNTED = "uncounted"  # slots of shared memory, which are counted together, and tensors of no memory
 
 
@@ -49,8 +49,7 @@ class Storage:
 
 @dataclass(frozen=True)
 class Moment:
-    """A line of the schedule at its worst moment, with device bytes by category and bytes of the other
-    tiers."""
+    """A line of the schedule at its worst moment: device bytes by category, and bytes of the other tiers."""
 
     index: int
     instruction: Instruction
@@ -153,7 +152,7 @@ class StorageTracker(TorchDispatchMode):
         """Return the bytes that an allocation takes of memory."""
         size = storage.nbytes()
         on_cuda = tier == "device" and self.device == "cuda"
-        return -(-size // CUDA_BLOCK_bytes) * CUDA_BLOCK_bytes if on_cuda else size
+        return -(-size // CUDA_BLOCK_BYTES) * CUDA_BLOCK_BYTES if on_cuda else size
 
     def _watch(self, address: int, storage: Any, record: Storage) -> None:
         record.reference = weakref.ref(storage, lambda _: self._forget(address))

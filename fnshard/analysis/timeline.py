@@ -100,7 +100,7 @@ class HardwarePricer:
         self._kernels: dict[tuple[str, Way], Price] = {}
         self._flights: dict[tuple[Any, ...], dict[str, Any]] = {}  # kept, since many are alike
 
-    def counted(self, line: Run) -> GraphCost:
+    def kernel_cost(self, line: Run) -> GraphCost:
         """Return the work of a kernel, one way."""
         return graph_cost(self.schedule.kernels[line.kernel].modules[line.way], fused=self.fused)
 
@@ -108,7 +108,7 @@ class HardwarePricer:
         """Return the device and host seconds of a kernel, which are counted once for each kernel and way."""
         key = (line.kernel, line.way)
         if key not in self._kernels:
-            cost, h = self.counted(line), self.hardware
+            cost, h = self.kernel_cost(line), self.hardware
             host = h.instruction_seconds + cost.host_seconds(h)
             self._kernels[key] = Price(cost.seconds(h), host)
         return self._kernels[key]
@@ -147,7 +147,7 @@ class HardwarePricer:
         """Return the price of packing, unpacking, a cast or a sum, by the bytes that it reads and writes."""
         return self.compute(self.hardware.copy.seconds(size), size, **more)
 
-    def unpacked(self, line: Gather | ReduceScatter) -> bool:
+    def skips_packing(self, line: Gather | ReduceScatter) -> bool:
         """Return whether a collective reads and writes leaves in place, as `Group` does on accelerators."""
         alike = end_to_end(self.bucket(line), self.schedule.mesh) and line.in_place(self.schedule)
         return self.hardware.overlap and alike
@@ -476,11 +476,11 @@ def _flops(pricer: HardwarePricer) -> tuple[float, float, str]:
     for run in runs:
         if run.backward:
             key = run.segment, run.phase.rpartition(".")[2]
-            back[key] = back.get(key, 0.0) + pricer.counted(run).model_flops
+            back[key] = back.get(key, 0.0) + pricer.kernel_cost(run).model_flops
     model = spent = 0.0
     dtypes: dict[str, float] = {}
     for line in runs:
-        cost = pricer.counted(line)
+        cost = pricer.kernel_cost(line)
         spent += cost.flops
         for dtype, flops in cost.flops_by_dtype().items():
             dtypes[dtype] = dtypes.get(dtype, 0.0) + flops
@@ -613,8 +613,7 @@ class _Together(_Clock):
         return self.free[COMPUTE]
 
     def _wait(self, line: Wait, there: float) -> None:
-        """Let compute stand still, except for the worker's messages, which are waited for where they are
-        read."""
+        """Let compute stand still, but for the worker's messages, which wait where they are read."""
         self.ready |= dict.fromkeys(line.writes, there)
         if line.is_for(ToDevice) and all(n.kind is Kind.STORED for n in line.writes):
             return

@@ -30,7 +30,7 @@ TransportKind = Literal["local", "shared", "p2p", "native", "simulated"]
 Axes = Sequence[str]
 
 
-def kind_of(mesh: Mesh) -> TransportKind:
+def transport_of(mesh: Mesh) -> TransportKind:
     """Return the way in which the mesh's ranks talk, or will talk once `connect` has chosen it.
 
     CPU ranks on one host choose shared memory. For ranks that are spread over hosts, say "p2p". An abstract
@@ -67,8 +67,7 @@ class SharedSlot:
 
 
 class Flight:
-    """A collective in flight, which keeps some tensors until it is waited for, and some until it is
-    released."""
+    """A collective in flight. It keeps some tensors until it is waited for, and others until its release."""
 
     def __init__(self, take: Callable[[], Any], until_wait: Any = None, until_release: Any = None) -> None:
         self._take, self._until_wait, self._until_release = take, until_wait, until_release
@@ -113,7 +112,7 @@ class Counting:
         with self.tracker.place_in(UNCOUNTED, slot):
             return self._new(numel, dtype)
 
-    def _slot(self, flat: Tensor, heap: Slots) -> Tensor:
+    def _pack(self, flat: Tensor, heap: Slots) -> Tensor:
         """Return the slot that `flat` was packed in, or one that it is copied to."""
         if isinstance(self.tracker.follow(flat).slot, SharedSlot):
             return flat
@@ -132,7 +131,7 @@ class Counting:
             return Done([flat])
         rows = [flat] * n
         if self.kind == "shared":
-            return Flight(lambda: rows, until_release=self._slot(flat, self.gathers))
+            return Flight(lambda: rows, until_release=self._pack(flat, self.gathers))
         if self.kind == "native":
             received = self._new(n * flat.numel(), flat.dtype)
             return Flight(lambda: [received[: flat.numel()]] * n, until_wait=flat, until_release=received)
@@ -162,7 +161,7 @@ class Counting:
             result = self._new(part, dtype)
             return Flight(lambda: result, until_wait=rows)
         if self.kind == "shared":
-            kept: Any = self._slot(rows, self.reductions)
+            kept: Any = self._pack(rows, self.reductions)
         elif self.kind == "p2p":
             kept = (rows, [self._new(part, dtype) for _ in range(n - 1)])
         else:
@@ -190,7 +189,7 @@ class Counting:
             received = self._new(rows.numel(), rows.dtype)
             return Flight(lambda: received, until_wait=rows)
         shared = self.kind == "shared"
-        kept = self._slot(rows, self.reductions) if shared else (rows, self._new(numel, dtype))
+        kept = self._pack(rows, self.reductions) if shared else (rows, self._new(numel, dtype))
         return self._make(Flight(lambda: self._new(numel, dtype), until_release=kept))
 
     permute = all_to_all  # as much is received as is sent
@@ -201,7 +200,7 @@ class Counting:
         if n == 1 or self.kind in ("p2p", "native"):
             return Done(flat)
         simulated, numel, dtype = self.kind == "simulated", flat.numel(), flat.dtype
-        kept = self._new(numel, dtype) if simulated else self._slot(flat, self.gathers)
+        kept = self._new(numel, dtype) if simulated else self._pack(flat, self.gathers)
         into = None if kept is flat else flat
         pieces = n if self.kind == "shared" and flat.nbytes > SMALL_BYTES else 1
         return self._make(Flight(lambda: self._sum(numel, dtype, n, pieces, into), until_release=kept))
@@ -220,8 +219,10 @@ class Counting:
     def gather_leaves(
         self, runs: Sequence[tuple[int, int]], total: int, dtype: torch.dtype, write: Any, axes: Axes
     ) -> Handle[list[Tensor]] | None:
-        """Gather leaves, see `Shared.gather_leaves`. A unit's slot is free when the last of its leaves
-        dies."""
+        """Gather leaves, see `Shared.gather_leaves`.
+
+        A unit's slot is free when the last of its leaves dies.
+        """
         if self.kind != "shared" or self._ranks(axes) == 1:
             return None
         slot = self._take_unit(axes, total * dtype.itemsize, views=sum(size > 0 for _, size in runs))

@@ -110,8 +110,7 @@ class UpdateMemory:
         return max(tracker.peak.bytes - kept, 0)
 
     def bytes_of_whole(self, path: str) -> int:
-        """Count the bytes that the computation of a whole leaf takes, besides what was sent and what goes
-        back."""
+        """Count the bytes that computing a whole leaf takes, besides what was sent and what goes back."""
         family = self.schedule.families[path]
         known, key = _KNOWN.setdefault(family, {}), (self.schedule.mesh.device_type, "whole")
         if key not in known:
@@ -144,7 +143,7 @@ def make_earlier_parts(family: Family, number: int) -> dict[str, torch.Tensor]:
             names |= dict.fromkeys(step.receives)
         elif not step.whole:
             names |= dict.fromkeys(flow_of(family.derived, before).keeps)
-    kinds = {name: family.described(name) for name in names}
+    kinds = {name: family.shape_and_dtype(name) for name in names}
     return {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in kinds.items()}
 
 

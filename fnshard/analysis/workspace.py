@@ -100,7 +100,7 @@ def _masked_put(args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
     return values.numel() * into.dtype.itemsize + sum(i.numel() * 8 for i in indices if i is not None)
 
 
-def _summed(args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
+def _sum(args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
     """Count casts of a sum's input, which is cast as a whole to int64 or fp64 if the sum has that dtype."""
     x, dtype = args[0], kwargs.get("dtype") or (out.dtype if isinstance(out, Tensor) else args[0].dtype)
     return x.numel() * dtype.itemsize if dtype != x.dtype and x.dtype not in HALVES else 0
@@ -131,8 +131,10 @@ def _index_put(args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
 
 
 def _flash_backward_cuda(args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
-    """Count an fp32 sum of the query's gradient and a row of sums, with lengths and heads rounded up
-    (flash-attn 2)."""
+    """Count an fp32 sum of the query's gradient and a row of sums, lengths and heads rounded up.
+
+    So does flash-attn 2.
+    """
     q = args[1]
     batch, heads, length, size = q.shape
     length, size = -(-length // 128) * 128, -(-size // 32) * 32
@@ -140,8 +142,10 @@ def _flash_backward_cuda(args: Args, kwargs: Mapping[str, Any], out: Any) -> int
 
 
 def _cudnn_backward_cuda(args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
-    """Count an fp32 sum of the query's gradient and a row of sums, read off cuDNN's front end, not
-    measured."""
+    """Count an fp32 sum of the query's gradient and a row of sums.
+
+    It was read in cuDNN's front end, and not measured.
+    """
     q = args[1]
     return q.numel() * 4 + q.numel() // q.shape[-1] * 4
 
@@ -176,8 +180,7 @@ def _document(query: Tensor, *tensors: Tensor) -> int:
 
 
 def _document_backward(query: Tensor, key: Tensor, value: Tensor) -> int:
-    """Count what `_document` does, gradients of all three for one row, and sums of those of keys and
-    values."""
+    """Count what `_document` does, one row's gradients of all three, and sums of those of keys and values."""
     wide = linear.wide(query.dtype).itemsize
     row = 2 * query[0].numel() * query.element_size()
     return _document(query, key, value) + row + (key.numel() + value.numel()) * wide
@@ -193,7 +196,7 @@ _RULES: dict[tuple[str, str], Rule] = {
     ("cpu", "document_attention"): lambda args, kwargs, out: _document(*args[:3]),
     ("cpu", "document_attention_backward"): lambda args, kwargs, out: _document_backward(*args[1:4]),
     ("cpu", "_unsafe_masked_index_put_accumulate"): _masked_put,
-    ("cpu", "sum"): _summed,
+    ("cpu", "sum"): _sum,
     ("cpu", "mean"): lambda args, kwargs, out: _cast(args[0]),
     ("cpu", "embedding"): lambda args, kwargs, out: 0 if args[1].is_contiguous() else args[1].nbytes,
     ("cpu", "convolution"): lambda args, kwargs, out: _columns(args[0], out, args[1], args[6]),

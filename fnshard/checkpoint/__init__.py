@@ -34,7 +34,7 @@ from fnshard.checkpoint.state_leaves import (
 from fnshard.errors import CheckpointError, CheckpointWarning, nearest
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.mesh import Mesh
-from fnshard.runtime.coordination import Failed, agreed, group_of, texts
+from fnshard.runtime.coordination import Failed, gather_texts, group_of, run_together
 from fnshard.runtime.files.folder import as_path
 from fnshard.runtime.files.tensorfile import Corrupt
 from fnshard.step.shards import blank_params
@@ -217,8 +217,9 @@ def restore_params(
     disk_dir: str | None = None,
     timeout: float | None = None,
 ) -> Any:
-    """Restore the parameters of a checkpoint as a tree of stored blocks, to evaluate or to tune. A
-    collective.
+    """Restore the parameters of a checkpoint as a tree of stored blocks, to evaluate or to tune.
+
+    It is a collective.
 
     Args:
         path, step_or_specs, mesh, disk_dir, timeout: the arguments of `restore`; the step needs no optimizer.
@@ -254,7 +255,7 @@ def restore_params(
         return params, restore_targets(leaves, saved | masters, set(), foreign)
 
     def fill(folder: Path, found: Manifest, group: Any) -> Any:
-        params, targets = agreed(group, f"restoring {folder}", lambda: make(found))
+        params, targets = run_together(group, f"restoring {folder}", lambda: make(found))
         load_blocks(folder, found, targets, on, group)
         return params
 
@@ -270,8 +271,8 @@ def _newest(path: Path, fill: Callable[[Path, Manifest, Any], Any], mesh: Mesh, 
 
     def list_folders() -> list[Path]:
         work = partial(list_candidates, path) if mesh.rank == 0 else list
-        seen = agreed(group, f"looking for {path}", lambda: list(map(str, work())))
-        return list(map(Path, json.loads(texts(group, json.dumps(seen))[0])))
+        seen = run_together(group, f"looking for {path}", lambda: list(map(str, work())))
+        return list(map(Path, json.loads(gather_texts(group, json.dumps(seen))[0])))
 
     # All ranks take the folders that rank 0 sees, and pass over those that are incomplete for any rank.
     found = left = list_folders()
@@ -281,8 +282,8 @@ def _newest(path: Path, fill: Callable[[Path, Manifest, Any], Any], mesh: Mesh, 
         if passed and mesh.rank == 0:
             last = list(passed.values())[-1]
             warnings.warn(f"{last}\nTaking {folder} instead.", CheckpointWarning, stacklevel=3)
-        read, wrong = agreed(group, f"restoring {folder}", partial(open_checkpoint, folder))
-        lines = [f"rank {rank}: {text}" for rank, text in enumerate(texts(group, wrong)) if text]
+        read, wrong = run_together(group, f"restoring {folder}", partial(open_checkpoint, folder))
+        lines = [f"rank {rank}: {text}" for rank, text in enumerate(gather_texts(group, wrong)) if text]
         try:
             if not lines:
                 return fill(folder, read, group)

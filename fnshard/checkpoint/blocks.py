@@ -24,7 +24,7 @@ from fnshard.checkpoint.manifest_file import Chunk, DataFile, Manifest, SavedLea
 from fnshard.checkpoint.state_leaves import LocalLeaf, RestoreTarget, some_of
 from fnshard.layout.partition import P
 from fnshard.mesh import PIPELINE, Mesh
-from fnshard.runtime.coordination import all_ranks
+from fnshard.runtime.coordination import run_on_all
 from fnshard.runtime.files.folder import AtomicDirectory, data_file
 from fnshard.runtime.files.tensorfile import (
     BLOCK_BYTES,
@@ -33,7 +33,7 @@ from fnshard.runtime.files.tensorfile import (
     Corrupt,
     TensorToWrite,
     open_regular,
-    read_checked,
+    read_and_check,
     read_exactly,
     write,
 )
@@ -75,8 +75,8 @@ def save_blocks(
         Manifest(leaves=saved, files=files, data=data, **fields).write(directory.saving)
         directory.commit()
 
-    all_ranks(group, lambda: (fields["step"], data), begin)
-    all_ranks(group, lambda: _write(directory, leaves, mesh), finish)
+    run_on_all(group, lambda: (fields["step"], data), begin)
+    run_on_all(group, lambda: _write(directory, leaves, mesh), finish)
 
 
 def assign_leaves(leaves: Mapping[str, LocalLeaf], mesh: Mesh) -> dict[str, LocalLeaf]:
@@ -118,14 +118,13 @@ def _write(
     """
     mine = assign_leaves(leaves, mesh)
     file, chunks = write_blocks(directory.saving, mine, mesh) if mine else (None, {})
-    return file, {name: leaf.saved_as(chunks.get(name, ())) for name, leaf in leaves.items()}
+    return file, {name: leaf.to_saved(chunks.get(name, ())) for name, leaf in leaves.items()}
 
 
 def write_blocks(
     folder: Path, mine: Mapping[str, LocalLeaf], mesh: Mesh
 ) -> tuple[DataFile, dict[str, list[Chunk]]]:
-    """Write these leaves to this rank's file, flushed and with checksums; return it with each leaf's
-    chunks."""
+    """Write leaves to this rank's file, flushed and with checksums; return it and each leaf's chunks."""
     parts = [(name, leaf, *part) for name, leaf in mine.items() for part in leaf.parts(mesh)]
     # The name of a box in the file says where it begins, unless it is the full leaf.
     titles = [
@@ -174,7 +173,7 @@ def load_blocks(
         if wrong := find_problems(folder, manifest, chunk_reads(targets, manifest, mesh)):
             raise Corrupt("; ".join(some_of(wrong)))
 
-    all_ranks(group, fill)
+    run_on_all(group, fill)
 
 
 def chunk_reads(targets: Mapping[str, RestoreTarget], manifest: Manifest, mesh: Mesh) -> Iterator[ChunkRead]:
@@ -215,7 +214,7 @@ def find_problems(folder: Path, manifest: Manifest, reads: Iterable[ChunkRead]) 
     with ThreadPoolExecutor(READERS) as readers:
         for name, of_file in by_file.items():
             try:
-                fd = open_checked(folder, name, manifest.files[name])
+                fd = open_and_check(folder, name, manifest.files[name])
             except Corrupt as error:
                 wrong.append(str(error))
                 continue
@@ -250,14 +249,14 @@ def fill_chunk(fd: int, read: ChunkRead) -> None:
     in_place = same and tuple(target.shape) == rows
     buffer = target if in_place else torch.empty(rows, dtype=dtype)
     out = memoryview(buffer.view(-1).view(torch.uint8).numpy())
-    read_checked(fd, chunk.at, size, chunk.crc32, first * row * dtype.itemsize, out)
+    read_and_check(fd, chunk.at, size, chunk.crc32, first * row * dtype.itemsize, out)
     if not in_place:
         for dim in range(1, len(rows)):
             buffer = buffer.narrow(dim, read.start[dim], target.shape[dim])
         target.copy_(buffer)
 
 
-def open_checked(folder: Path, name: str, file: DataFile) -> int:
+def open_and_check(folder: Path, name: str, file: DataFile) -> int:
     """Open a data file whose length and header are as they were written, and return its descriptor.
 
     Raises:

@@ -1,5 +1,4 @@
-"""Loader state: a loader's position as JSON, and back. Types that JSON lacks are tagged; nothing is
-pickled."""
+"""Write a loader's position as JSON and read it back: types that JSON lacks are tagged, none is pickled."""
 
 from __future__ import annotations
 

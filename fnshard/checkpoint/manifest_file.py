@@ -139,8 +139,7 @@ class Manifest:
     number: int | None = None
 
     def write(self, folder: Path) -> None:
-        """Write the manifest and its seal, which complete a checkpoint, and flush the directory to the
-        disk."""
+        """Write the manifest and its seal, which complete a checkpoint, and flush the directory."""
         text = json.dumps(vars(self), default=vars, separators=(",", ":")).encode()
         for name, content in ((NAME, text), (SEAL, _seal(hashlib.sha256(text).hexdigest()))):
             with (folder / name).open("xb") as file:
@@ -151,8 +150,7 @@ class Manifest:
 
     @staticmethod
     def read(folder: Path) -> Manifest:
-        """Read the manifest of a checkpoint, and check it with its seal and in itself, without the data
-        files.
+        """Read the manifest of a checkpoint, and check it by its seal and in itself, without the data files.
 
         Raises:
             Corrupt: something is wrong; it says with which file.

@@ -40,8 +40,8 @@ from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.mesh import Mesh
 from fnshard.mesh.host import control_groups
 from fnshard.mesh.process_group import attempt, launcher
-from fnshard.runtime.collectives.base import failing
-from fnshard.runtime.coordination import Failed, agreed, group_of, texts
+from fnshard.runtime.collectives.base import translate_errors
+from fnshard.runtime.coordination import Failed, gather_texts, group_of, run_together
 from fnshard.runtime.files.folder import data_file, memory_directory
 from fnshard.runtime.files.json_reader import from_json
 from fnshard.step.state import TrainState
@@ -53,8 +53,7 @@ ROOM = 3  # a rank needs room for three times its file: the last copy, the next 
 
 
 def most_copies(nodes: int) -> int:
-    """Return how many copies nodes can hold. On a single node there is one, which outlives the node's
-    ranks."""
+    """Return how many copies nodes can hold; on a single node it is one, which outlives the node's ranks."""
     return max(1, nodes - 1)
 
 
@@ -85,8 +84,8 @@ class Replicas:
     def __init__(self, step: Step, memory: str | Path, *, copies: int = 1, timeout: float | None = None):
         self.step, self.mesh = step, step.mesh
         self._group = group_of(self.mesh, timeout, "replicas")
-        self.memory = agreed(self._group, "replicas", lambda: _folder_of(memory))
-        hosts = texts(self._group, f"{socket.gethostname()}:{self.memory.resolve()}")
+        self.memory = run_together(self._group, "replicas", lambda: _folder_of(memory))
+        hosts = gather_texts(self._group, f"{socket.gethostname()}:{self.memory.resolve()}")
         names = list(dict.fromkeys(hosts))
         if len(names) > 1:
             seconds = timedelta(seconds=self._group.keywords["timeout"])
@@ -101,7 +100,9 @@ class Replicas:
                 f"1 to {most_copies(len(names))}.",
                 fix="one copy needs the node alone, n copies need n + 1 nodes.",
             )
-        self._token = texts(self._group, uuid.uuid4().hex)[0]  # it keeps the folders of two starts apart
+        self._token = gather_texts(self._group, uuid.uuid4().hex)[
+            0
+        ]  # it keeps the folders of two starts apart
         self.lost, self.node_bytes = False, 0
         self._count, self._last = 0, ""  # the number of saves, and the folder of the last complete one
         self._thread: threading.Thread | None = None
@@ -116,7 +117,7 @@ class Replicas:
         """
         found: dict[str, dict[str, _Part]] = {}  # by folder and data file
         here = _parts_in(self.memory) if self._is_first else []
-        for rank, listed in enumerate(texts(self._group, json.dumps(here))):
+        for rank, listed in enumerate(gather_texts(self._group, json.dumps(here))):
             for folder, name, text in json.loads(listed):
                 part = found.setdefault(folder, {}).setdefault(name, (text, []))
                 part[1].append(self._nodes[rank])
@@ -149,19 +150,19 @@ class Replicas:
         leaves = state_leaves(state, self._specs, mesh)
         mine = assign_leaves(leaves, mesh)
         own_bytes = sum(leaf.block.nbytes for leaf in mine.values())
-        sizes = [int(text) for text in texts(self._group, str(own_bytes))]
+        sizes = [int(text) for text in gather_texts(self._group, str(own_bytes))]
         shifts = range(1, self._copies + 1)
         self._targets = [self._partner(mesh.rank, shift) for shift in shifts]
         self._sources = [[r for r in range(mesh.size) if self._partner(r, s) == mesh.rank] for s in shifts]
         taken = own_bytes + sum(sizes[r] for sources in self._sources for r in sources)
-        by_rank = zip(self._nodes, texts(self._group, str(taken)), strict=True)
+        by_rank = zip(self._nodes, gather_texts(self._group, str(taken)), strict=True)
         self.node_bytes = ROOM * sum(int(text) for node, text in by_rank if node == self._node)
-        agreed(self._group, "replicas", self._check_room)
+        run_together(self._group, "replicas", self._check_room)
         self._staged = make_host_copies(mine)
         axes = dict(zip(mesh.names, mesh.sizes, strict=True))
         self._plan = Manifest(
             step=0, seed=0, mesh={"axes": axes, "data_axes": list(mesh.data_axes)},
-            leaves={name: leaf.saved_as() for name, leaf in leaves.items()},
+            leaves={name: leaf.to_saved() for name, leaf in leaves.items()},
             files={}, specs={}, data=(), config=None, metrics={},
             versions={"torch": str(torch.__version__)}, complex=tuple(sorted(self._specs.complex)),
         )  # fmt: skip
@@ -189,20 +190,20 @@ class Replicas:
         """Fetch the files that this node's ranks read, and that only other nodes have."""
         needed = {read.chunk.file for read in chunk_reads(targets, replica.manifest, self.mesh)}
         missing = set()
-        for rank, text in enumerate(texts(self._group, json.dumps(sorted(needed)))):
+        for rank, text in enumerate(gather_texts(self._group, json.dumps(sorted(needed)))):
             node = self._nodes[rank]
             missing |= {(node, name) for name in json.loads(text) if node not in replica.nodes[name]}
         received = {}
         for node, name in sorted(missing):
             source, target = self._nodes.index(replica.nodes[name][0]), self._nodes.index(node)
-            with failing(lambda: "fetching a replica"):
+            with translate_errors(lambda: "fetching a replica"):
                 if self.mesh.rank == source:
                     dist.send(_read_file(folder / name), target, group=self._between)
                 elif self.mesh.rank == target:
                     content = torch.empty(replica.manifest.files[name].bytes, dtype=torch.uint8)
                     dist.recv(content, source, group=self._between)
                     received[name] = content
-        agreed(self._group, "fetching a replica", lambda: _write_files(folder, received))
+        run_together(self._group, "fetching a replica", lambda: _write_files(folder, received))
 
     def save(self, state: TrainState, data: Any = None) -> None:
         """Copy a state, and return when the copy is on the host, so that the next step may have the state.
@@ -240,7 +241,7 @@ class Replicas:
             CheckpointError: the save before failed.
         """
         self.wait()
-        texts(self._group, "")
+        gather_texts(self._group, "")
         self._staged = {}
         if self._is_first:
             shutil.rmtree(self.memory, ignore_errors=True)
@@ -252,9 +253,9 @@ class Replicas:
         """
         try:
             what = f"writing a replica of step {part.step}"
-            text = agreed(self._group, what, lambda: self._write(folder, part))
+            text = run_together(self._group, what, lambda: self._write(folder, part))
             files = self._exchange(text, folder / data_file(self.mesh.rank))
-            agreed(self._group, what, lambda: _write_files(folder, files))
+            run_together(self._group, what, lambda: _write_files(folder, files))
             self._last = folder.name
         except Exception as error:
             self._error = error
@@ -280,7 +281,7 @@ class Replicas:
         content, part = _read_file(path), torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
         files = {f"{path.name}{PART}": part}
         head = torch.tensor([len(content), len(part)])
-        with failing(lambda: "copying a replica"):
+        with translate_errors(lambda: "copying a replica"):
             for target, sources in zip(self._targets, self._sources, strict=True):
                 sends = [
                     dist.isend(tensor, target, group=self._between, tag=tag)
@@ -350,8 +351,7 @@ class _Replica:
 
 
 def _replica_of(folder: str, parts: Mapping[str, _Part]) -> _Replica | None:
-    """Return the replica that the parts of one save are; None where some block or some rank's position
-    lacks."""
+    """Return the replica that the parts of one save make up; None if a block or a rank's position lacks."""
     try:
         read = [from_json(Manifest, json.loads(parts[name][0])) for name in sorted(parts)]
         axes = read[0].mesh["axes"]

@@ -102,8 +102,7 @@ def reshard(
 
 
 def averaged(state: TrainState, name: str = "ema", *, disk_dir: str | None = None) -> TrainState:
-    """Return a state whose parameters are the averages that `fs.optim.ema` keeps, to evaluate, save or
-    export.
+    """Return a state whose parameters are the averages that `fs.optim.ema` keeps, to evaluate or save.
 
     A collective where parameters and optimizer state lie differently. `state` stays usable. The new state
     shares its leaves that do not train, and has no optimizer state.
@@ -153,7 +152,7 @@ def averaged(state: TrainState, name: str = "ema", *, disk_dir: str | None = Non
 
 def _describe_all(leaves: Mapping[str, LocalLeaf], mesh: Mesh) -> dict[str, SavedLeaf]:
     """Describe the leaves of all ranks, in the same order on each rank. A collective on a pipeline."""
-    known = {n: leaf.saved_as() for n, leaf in leaves.items()}
+    known = {n: leaf.to_saved() for n, leaf in leaves.items()}
     if mesh.stages == 1:
         return known
     texts = connection(mesh).gather_object(json.dumps({n: (s.shape, s.dtype) for n, s in known.items()}))
@@ -254,7 +253,9 @@ def _decode_changed(
         return before.with_leaves(_plain(s) if p in changed else s for p, s in specs.leaves.items())
 
     with torch.no_grad():
-        values = [block_of(blocks, p, s) if p in changed else _stored(blocks, p, s) for p, s in old.items()]
+        values = [
+            block_of(blocks, p, s) if p in changed else _tree_value(blocks, p, s) for p, s in old.items()
+        ]
     fields = {**state.as_dict(), "params": tree.unflatten(values, before.leaf_structure)}
     return state.replace(**fields, data=state.data), plain(before), plain(after)
 
@@ -266,7 +267,7 @@ def _plain(spec: LayoutSpec) -> LayoutSpec:
     return replace(spec, codec=None, memory="host" if spec.memory == "disk" else spec.memory)
 
 
-def _stored(blocks: Mapping[str, Tensor], path: str, spec: LayoutSpec) -> Any:
+def _tree_value(blocks: Mapping[str, Tensor], path: str, spec: LayoutSpec) -> Any:
     """Return a leaf as the tree holds it: a coded leaf is a dict of its parts."""
     return {n: blocks[f"{path}.{n}"] for n in parts_of(spec)} if is_coded(spec) else blocks[path]
 
@@ -274,8 +275,10 @@ def _stored(blocks: Mapping[str, Tensor], path: str, spec: LayoutSpec) -> Any:
 def _encode_changed(
     state: TrainState, plain: ResolvedSpecs, after: ResolvedSpecs, mesh: Mesh, disk_dir: str | None
 ) -> TrainState:
-    """Code the leaves of a state of `plain` specs as `after` says. A collective: all ranks refuse, or
-    none."""
+    """Code the leaves of a state of `plain` specs as `after` says.
+
+    It is a collective: all ranks refuse, or none.
+    """
     if plain is after:
         return state
     blocks = tree.flatten_with_paths(state.params)[0]
@@ -290,7 +293,7 @@ def _encode_changed(
     all_or_none(connection(mesh).gather_object, "coding leaves", check)
     with torch.no_grad():
         values = [
-            put_at_rest(blocks[p], s, mesh, disk_dir) if p in changed else _stored(blocks, p, s)
+            put_at_rest(blocks[p], s, mesh, disk_dir) if p in changed else _tree_value(blocks, p, s)
             for p, s in after.leaves.items()
         ]
     new = state.replace(params=tree.unflatten(values, after.leaf_structure))

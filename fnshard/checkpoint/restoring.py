@@ -26,7 +26,7 @@ from fnshard.checkpoint.state_leaves import (
 from fnshard.errors import CheckpointWarning
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.mesh import Mesh, check_mesh, make_mesh
-from fnshard.runtime.coordination import agreed
+from fnshard.runtime.coordination import run_together
 from fnshard.runtime.files.tensorfile import STATE_DTYPES
 from fnshard.step.shards import blank_params, blank_slots
 from fnshard.step.state import TrainState
@@ -46,8 +46,7 @@ def specs_and_mesh(step_or_specs: Any, mesh: Mesh | None) -> tuple[ResolvedSpecs
 def state_maker(
     step_or_specs: Any, mesh: Mesh | None, disk_dir: str | None = None, fix: str = RESTORE
 ) -> tuple[Mesh, Callable[[Manifest], tuple[TrainState, Targets]]]:
-    """Return the mesh, and a function that makes of a manifest a state of zeros and the targets to fill in
-    it.
+    """Return the mesh, and a function from a manifest to a state of zeros and what to fill in it.
 
     The arguments are those of `fnshard.checkpoint.restore`.
 
@@ -99,7 +98,7 @@ def state_filler(
     def fill(
         folder: Path, found: Manifest, group: Any, fetch: Callable[[Targets], None] | None = None
     ) -> TrainState:
-        state, targets = agreed(group, f"restoring {folder}", lambda: make(found))
+        state, targets = run_together(group, f"restoring {folder}", lambda: make(found))
         if fetch is not None:
             fetch(targets)
         load_blocks(folder, found, targets, on, group)

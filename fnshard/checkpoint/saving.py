@@ -23,7 +23,7 @@ from fnshard.checkpoint.state_leaves import LocalLeaf, check_param_leaves, make_
 from fnshard.errors import CheckpointError, CheckpointWarning
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.mesh import Mesh
-from fnshard.runtime.coordination import Failed, agreed, group_of, texts
+from fnshard.runtime.coordination import Failed, gather_texts, group_of, run_together
 from fnshard.runtime.files.folder import AtomicDirectory, as_path
 from fnshard.step.runner import find_layout
 from fnshard.step.state import TrainState
@@ -74,7 +74,7 @@ class SaveJob:
                     warnings.warn(
                         f"old checkpoints were not deleted: {error}", CheckpointWarning, stacklevel=3
                     )
-            texts(self.group, "")  # wait for rank 0, so that all ranks return to the same directory
+            gather_texts(self.group, "")  # wait for rank 0, so that all ranks return to the same directory
 
 
 def copy_to_host(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -165,7 +165,7 @@ def save_job(
         position = data.state_dict() if hasattr(data, "state_dict") else data
         return SaveJob(directory, leaves, mesh, group, fields, encode(position), keep)
 
-    return agreed(group, f"saving {path}", job)
+    return run_together(group, f"saving {path}", job)
 
 
 def _check_metrics(metrics: Any) -> dict[str, float]:

@@ -51,13 +51,12 @@ class LocalLeaf:
     on_all_stages: bool = True
 
     def parts(self, mesh: Mesh) -> list[tuple[tuple[int, ...], Tensor]]:
-        """Return the block without its padding, in boxes of the full tensor: where each begins, and a
-        view."""
+        """Return the block without padding, in boxes of the full tensor: where each begins, and a view."""
         found = boxes(self.shape, self.layout, mesh)
         parts = [(tuple(s.start for s in full), self.block[mine]) for full, mine in found]
         return [(start, part) for start, part in parts if part.numel()]
 
-    def saved_as(self, chunks: Sequence[Chunk] = ()) -> SavedLeaf:
+    def to_saved(self, chunks: Sequence[Chunk] = ()) -> SavedLeaf:
         """Return the full leaf as a manifest names it."""
         return SavedLeaf(self.shape, STATE_NAMES[self.block.dtype], repr(self.layout), tuple(chunks))
 
@@ -155,8 +154,7 @@ def resolve_as_saved(specs: ResolvedSpecs, found: Manifest) -> ResolvedSpecs:
 
 
 def saved_slots(saved: Mapping[str, SavedLeaf], specs: Specs, mesh: Mesh) -> Slots:
-    """Return this rank's shapes and dtypes of the optimizer state that was saved for leaves that train
-    here."""
+    """Return this rank's shapes and dtypes of saved optimizer state, of leaves that train here."""
     # Each leaf that trains has an entry, though its optimizer may hold nothing for it (plain SGD).
     out: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]]
     out = {path: {} for path, spec in specs.items() if spec.trainable}

@@ -16,7 +16,7 @@ from torch import Tensor
 from fnshard import losses, tree
 from fnshard.compiler.ir.arguments import Arguments, sequence_dims
 from fnshard.errors import SpecError, StateError, counts
-from fnshard.losses import unwrapped
+from fnshard.losses import unwrap_leaf
 
 __all__ = ["Buckets"]
 
@@ -103,7 +103,7 @@ class Buckets:
             if glob not in globs.values()
         ]
         for name in dims:
-            leaf, value = unwrapped(named[name]), self.pad.get(globs[name] or "")
+            leaf, value = unwrap_leaf(named[name]), self.pad.get(globs[name] or "")
             text = f"batch[{name!r}] {list(leaf.shape)} {leaf.dtype}"
             if globs[name] is None:
                 wrong.append(f"{text} has a sequence, dim {dims[name][0]}, and no pattern names it")
@@ -123,7 +123,7 @@ class Buckets:
                 "fs.Sequence(mask, (1, 2)) those of a mask [B, T, T], None that there is none. The leaves: "
                 f"{', '.join(' or '.join(self._names(n)) for n in named)}.",
             )
-        leaves = [self._filled(n, leaf, dims[n]) if n in dims else leaf for n, leaf in named.items()]
+        leaves = [self._pad_leaf(n, leaf, dims[n]) if n in dims else leaf for n, leaf in named.items()]
         return tree.unflatten(leaves, structure)
 
     def _dims(self, batch: Arguments) -> dict[str, tuple[int, ...]]:
@@ -142,8 +142,8 @@ class Buckets:
             return (name,)
         return name, f"{self.parameters[int(place)]}{dot}{path}"
 
-    def _filled(self, name: str, leaf: Any, dims: Sequence[int]) -> Any:
-        value: Tensor = unwrapped(leaf)
+    def _pad_leaf(self, name: str, leaf: Any, dims: Sequence[int]) -> Any:
+        value: Tensor = unwrap_leaf(leaf)
         missing = [
             min(n for n in self.lengths if n >= size) - size if dim in dims else 0
             for dim, size in enumerate(value.shape)

@@ -38,8 +38,7 @@ CostOf = Callable[[Kernel, Way], float]  # the time of a kernel one way, in seco
 
 
 def equal_costs(kernel: Kernel, way: Way) -> float:
-    """Return the cost of a kernel if all are alike: a backward takes as long as two forwards, its halves as
-    one."""
+    """Return the cost of a kernel if all are alike: a backward costs two forwards, each of its halves one."""
     return 2.0 if way is Way.BACKWARD and kernel.weights is None else 1.0
 
 
@@ -226,7 +225,7 @@ def run_passes(schedule: Schedule, passes: Sequence[Pass], verified: bool = Fals
     """
     for each in passes:
         name = getattr(getattr(each, "func", each), "__name__", repr(each))
-        with _named(f"in the pass {name}"):
+        with _say_where(f"in the pass {name}"):
             schedule = each(schedule)
         if not isinstance(schedule, Schedule):
             kind = type(schedule).__name__
@@ -235,13 +234,13 @@ def run_passes(schedule: Schedule, passes: Sequence[Pass], verified: bool = Fals
                 fix="return schedule.with_instructions([...]), or the schedule as it came.",
             )
         if verified:
-            with _named(f"behind the pass {name}"):
+            with _say_where(f"behind the pass {name}"):
                 verify(insert_frees(schedule))
     return insert_frees(schedule)
 
 
 @contextmanager
-def _named(place: str) -> Iterator[None]:
+def _say_where(place: str) -> Iterator[None]:
     """Make any error that a pass or its lines raise one that says where, since a pass may be the user's."""
     try:
         yield

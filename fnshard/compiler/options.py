@@ -190,8 +190,10 @@ _EXPECTED = {
 
 
 def takes_options(function: F) -> F:
-    """Show the fields of `StepOptions` in the signature of a function that takes them as keyword arguments;
-    `help` and an editor's console read it. They are declared nowhere else."""
+    """Show the fields of `StepOptions` in the signature of a function that takes them as keywords.
+
+    `help` and an editor's console read it. They are declared nowhere else.
+    """
     signature = inspect.signature(function)
     own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
     options = inspect.signature(StepOptions, eval_str=True).parameters.values()  # their names are of here

@@ -175,7 +175,7 @@ def _replay(
 
 @dataclass
 class NonFiniteTracker:
-    """Follows a replay on one rank: whether each value is finite, and where one first got worse.
+    """A watcher of a replay on one rank: whether each value is finite, and where one first got worse.
 
     Args:
         eager: kernels run op by op; otherwise they are compiled, and may give what their ops do not.
@@ -327,6 +327,7 @@ def _find_culprit(graph: fx.Graph, run: Callable[[Seen], Any]) -> dict[str, Any]
             kinds[node] = worst_health([health(t) for _, t in tensors(value)])
 
     run(look)
+
     # Only what leads to a result counts: an infinity that was masked away again does no harm.
     ill = set()
     stack = [n for n in graph.output_node().all_input_nodes if kinds[n]]
@@ -359,6 +360,7 @@ def _has_infinity(node: fx.Node) -> bool:
 
 
 def _op(node: fx.Node) -> str:
+    """Return an op's name as reports show it."""
     return str(node.target).removesuffix(".default")
 
 
@@ -387,6 +389,7 @@ def _forward_of(kernel: Kernel, node: fx.Node) -> tuple[str, str]:
 
 
 def _line(node: fx.Node) -> str:
+    """Return the line of the user's code that a node comes from, or ""."""
     return node.meta.get("stack_trace", "")
 
 

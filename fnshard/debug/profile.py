@@ -148,10 +148,12 @@ def _spans(events: Iterable[Event], schedule: Schedule) -> list[Event]:
 
 
 def _number(span: Event) -> int:
+    """Return the line of the schedule that a span is of."""
     return int(span["name"].split(" ", 2)[1])
 
 
 def _end(event: Event) -> float:
+    """Return the time at which an event ends, in microseconds."""
     return event["ts"] + event["dur"]
 
 

@@ -23,7 +23,7 @@ from fnshard.layout.pairs import as_pairs
 from fnshard.layout.partition import boxes
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.layout.spec import LayoutSpec, is_here
-from fnshard.losses import Mean, Sequence, Whole, unwrapped
+from fnshard.losses import Mean, Sequence, Whole, unwrap_leaf
 from fnshard.mesh import Mesh, make_mesh
 from fnshard.runtime.collectives.simulated import simulate
 from fnshard.step.agreement import checksum
@@ -132,6 +132,8 @@ def check(
     mesh, named = _simulated_mesh(mesh, resolved.leaves.values()), resolved.leaves
     params, batch = on_device(mesh, params), on_device(mesh, arguments_for(fn, batch, keywords))
     check_leaves(batch)
+
+    # The sharded step, with all ranks in this process.
     parts = list(split_batch(batch, mesh.data_size, "parts, one a rank,"))
     step = shard_step(fn, resolved.tree, mesh=mesh, **{**options, "backend": "eager"})
     program = parts[0].call(step.lower, params).program
@@ -141,10 +143,14 @@ def check(
             fix="model.eval() before make_functional, or dropout=0.",
         )
     losses, grads, leaves = _run_sharded(step, params, parts)
+
+    # The tolerance is that of the coarsest dtype that rounds a leaf.
     if rtol is None:
         dtypes = [d for s in named.values() for d in _dtypes(s)] or [torch.float32]
         rtol = max(TOLERANCES.get(d, 0.2) for d in dtypes)
-    loss, expected = _run_unsharded(fn, leaves, named, tree.map(unwrapped, batch, constants=True))
+
+    # The truth: `fn` on the whole batch, and torch's autograd.
+    loss, expected = _run_unsharded(fn, leaves, named, tree.map(unwrap_leaf, batch, constants=True))
     found = _compare(mesh, losses, grads, loss, expected, named, rtol, atol)
     if not found and strict:
         raise DebugError(str(found), report=found)

@@ -89,7 +89,7 @@ def load(
     tensor([0., 1., 2.])
     """
     mesh, path = mesh or make_mesh(), as_path(path, "load(path, specs)")
-    globs, model = [ignore] if isinstance(ignore, str) else list(ignore), tree.unwrapped(model)
+    globs, model = [ignore] if isinstance(ignore, str) else list(ignore), tree.unwrap_module(model)
 
     def read() -> Any:
         resolved = check_resolved(specs, mesh)
@@ -123,8 +123,9 @@ def save(
     max_file_bytes: float = 5e9,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Save stored blocks as a model directory that `transformers` opens. A collective: all ranks fail, or
-    none.
+    """Save stored blocks as a model directory that `transformers` opens.
+
+    It is a collective: all ranks fail, or none.
 
     Leaves are gathered one by one to rank 0, which holds one of them whole. It writes them to a folder of
     another name, which is flushed to the disk and renamed when it is complete. A plain module loads such a
@@ -155,7 +156,7 @@ def save(
             fix="give specs, and the mesh; states of step.init and step.adopt know both.",
         )
     blocks = tree.flatten_with_paths(stored)[0]
-    final, model = as_path(path, "save(params, path)").absolute(), tree.unwrapped(model)
+    final, model = as_path(path, "save(params, path)").absolute(), tree.unwrap_module(model)
 
     def make_plan() -> tuple[list[LeafToWrite], AbstractContextManager[Put]]:
         source = _config(config, model)

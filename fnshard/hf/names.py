@@ -25,8 +25,7 @@ from fnshard.runtime.files.tensorfile import TensorToWrite
 
 @dataclass(frozen=True)
 class Transposed:
-    """A name in `names=` of a tensor that is the leaf's transpose, as GPT-2's are of a `nn.Linear`'s
-    weight."""
+    """A name in `names=` of a tensor that is the leaf's transpose, as GPT-2's are of an `nn.Linear`'s."""
 
     name: str
 
@@ -135,6 +134,7 @@ def family_of(config: Mapping[str, Any], model: nn.Module | None, specs: Mapping
             wrong[:12] + ["..."] * (len(wrong) > 12),
             "give the module that make_functional was called with, or one of the same configuration.",
         )
+
     saved = {id(value) for value in model.state_dict(keep_vars=True).values()}
     unsaved = tuple(glob.escape(path) for path, leaf in leaves_of(model).items() if id(leaf) not in saved)
     return replace(
@@ -172,6 +172,7 @@ def check_config(values: Mapping[str, Any], model: nn.Module | None, shapes: Map
             wrong = [f"config.json makes no {type(model).__name__}: {failure}"]
         wrong += [f"{p!r}: {here.get(p, 'no such leaf')}, and {made.get(p, 'none')} by config.json"
                   for p in {**here, **made} if made and here.get(p) != made.get(p)]  # fmt: skip
+
         sizes = [] if wrong else [n for n in SIZES if n in values and hasattr(own, n)]
         wrong += [f"{n}: the module's is {getattr(own, n)!r}, config.json's {values[n]!r}"
                   for n in sizes if values[n] is not None and values[n] != getattr(own, n)]  # fmt: skip

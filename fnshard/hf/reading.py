@@ -91,6 +91,8 @@ def stack_experts(tensors: Mapping[str, FileTensor], family: Family) -> Mapping[
     for name in tensors if family.experts else ():
         if match := _EXPERT.fullmatch(name):
             found.setdefault(match[1], {})[int(match[2]), match[3]] = name
+
+    # Replace those of which every expert is there, alike.
     out = dict(tensors)
     for prefix, names in found.items():
         count = 1 + max(number for number, _ in names)
@@ -273,6 +275,9 @@ def match_tensors(
             f"the files hold codes of {codes[0]}, as {codes[1]!r}, which are not decoded.",
             fix="name the directory that they were made from, whose weights are numbers.",
         )
+
+    # Find for each leaf a tensor of the files, a value given as `missing=`, or a buffer that its module
+    # makes.
     sources: dict[str, LeafSource] = {}
     values: dict[str, Tensor] = {}
     absent: list[str] = []
@@ -291,10 +296,13 @@ def match_tensors(
         else:
             lacking[path] = f"params[{path!r}] {list(spec.shape)}: no tensor {' or '.join(map(repr, tried))}"
     computed, failed = compute_buffers(model, absent) if model is not None else ({}, [])
+
+    # Collect all that does not fit, so that one error names it.
     surplus, untied = _find_surplus(sources, tensors, family, ignore)
     there = {p: f"the files have it, as {source.name!r}" for p, source in sources.items()}
     unused = [f"missing[{p!r}]: {there.get(p, 'no such leaf')}" for p in missing if p not in values]
     unused += [f"ignore={g!r} matches no tensor" for g in ignore if not fnmatch.filter(tensors, g)]
+
     # For each leaf that lacks a tensor, suggest the nearest name among the free tensors of its shape.
     taken = {source.name for source in sources.values()}
     free = [n for n in tensors if n not in taken and not any(fnmatch.fnmatchcase(n, g) for g in ignore)]
@@ -405,6 +413,7 @@ def _find_surplus(
 
 
 def _find_unfit(specs: Mapping[str, LayoutSpec], sources: Mapping[str, LeafSource]) -> list[str]:
+    """Return what is wrong with tensors that leaves take: their shape, or their kind of numbers."""
     wrong = []
     for path, source in sources.items():
         spec, saved = specs[path], source.saved
@@ -422,6 +431,7 @@ def _find_unfit(specs: Mapping[str, LayoutSpec], sources: Mapping[str, LeafSourc
 
 
 def _find_unfit_values(specs: Mapping[str, LayoutSpec], values: Mapping[str, Tensor]) -> list[str]:
+    """Return what is wrong with full values that leaves take."""
     wrong = []
     for path, value in values.items():
         shape = specs[path].shape
@@ -459,6 +469,7 @@ def load_block(
         return cut_out(source, spec, mesh, disk_dir)
     if not is_here(spec, mesh):
         return foreign_block(spec, mesh)
+
     shape = block_shape(spec.shape, spec.storage, mesh)
     if is_coded(spec):  # rows are read into memory, and then coded
         block = torch.zeros(shape, dtype=spec.storage_dtype)

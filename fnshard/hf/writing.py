@@ -270,8 +270,7 @@ def split_files(entries: Sequence[TensorToWrite], max_bytes: float) -> dict[str,
 def _complete(
     folder: Path, files: Mapping[str, Sequence[TensorToWrite]], config: Mapping[str, Any] | Path
 ) -> None:
-    """Add what a model directory has besides its weights: an index of several files, and the
-    configuration."""
+    """Add what a model directory has besides weights: the index of several files, and the configuration."""
     if len(files) > 1:
         where = {e.name: file for file, entries in files.items() for e in entries}
         total = sum(e.bytes for entries in files.values() for e in entries)

@@ -101,6 +101,8 @@ def launch(
         if under_launcher():
             os.environ.update(env)
             run_rank(partial(program, *args))
+
+    # Run in folders that are removed at the end, unless the logs are still needed.
     temporary = scratch_directory("fnshard-logs-", keep=(LaunchError,)) if logs is None else nullcontext(logs)
     with temporary as folder, scratch_directory("fnshard-ranks-") as meeting:
         command = function_command(program, args, meeting) if callable(program) else list(program)
@@ -109,14 +111,14 @@ def launch(
         for old in folder.glob("rank*.log"):  # restarts append, another launch starts afresh
             old.unlink()
         try:
-            _run(command, ranks, folder, meeting, max_restarts, env)
+            _run_attempts(command, ranks, folder, meeting, max_restarts, env)
         except LaunchError as error:
             raise error.with_traceback(None) from None  # the launcher's own frames say nothing of the program
         finally:
             clear_memory(os.getpid())
 
 
-def _run(
+def _run_attempts(
     command: list[str], ranks: int, logs: Path, meeting: Path, max_restarts: int, env: Mapping[str, str]
 ) -> None:
     """Run attempts until one ends well or none is left.
@@ -200,15 +202,18 @@ def _attempt(
                 process = subprocess.Popen(command, env=every, start_new_session=True, **streams)
             processes.append(process)
         signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+
         # Wait until all have ended, or one has failed; then let the others report their own errors.
         while any(p.poll() is None for p in processes) and not any(p.poll() for p in processes):
             pause()
         until = time.monotonic() + LAST_WORDS_S
         while time.monotonic() < until and any(p.poll() is None for p in processes):
             pause()
+
+        # Note who has failed, and who was still at work or stood still.
         killed = [rank for rank, p in enumerate(processes) if p.poll() is None]
         stopped = [rank for rank in killed if process_stat(processes[rank].pid)[0] in "Tt"]
-        failures = {r: _failure(r, p, errors[r]) for r, p in enumerate(processes) if p.poll()}
+        failures = {r: _read_failure(r, p, errors[r]) for r, p in enumerate(processes) if p.poll()}
         return PostMortem(failures, killed, stopped)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
@@ -220,7 +225,8 @@ def _attempt(
                 process.wait(KILLED_S)
 
 
-def _failure(rank: int, process: Process, error: Path) -> ProcessFailure:
+def _read_failure(rank: int, process: Process, error: Path) -> ProcessFailure:
+    """Return how a rank ended, with the error that it has written if that can be read."""
     try:
         return ProcessFailure(rank, process.pid, process.returncode, str(error))
     except Exception:  # the rank died while it wrote the file

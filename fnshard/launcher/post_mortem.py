@@ -69,6 +69,7 @@ class PostMortem:
         return message
 
     def _describe_cause(self, ranks: int, logs: Path) -> str:
+        """Describe the end of the rank that is to blame: its traceback, its signal or its exit code."""
         rank = self.cause
         failure, log = self.failures[rank], logs / f"rank{rank}.log"
         text = _traceback_of(failure)
@@ -167,6 +168,7 @@ def _exception_lines(text: str) -> list[str]:
 
 
 def _last_line(log: Path) -> str:
+    """Return the last line of a log that is not empty."""
     try:
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     except OSError:

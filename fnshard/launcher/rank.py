@@ -80,7 +80,8 @@ def run_rank(
     # From here on a SIGTERM is handled, also one that was held back during the imports.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
-    def run_joined() -> None:
+    # What this rank does, between joining the others and leaving with them.
+    def run_in_group() -> None:
         join_group(device_type, timeout_s, lambda: stop is not None and stop.asked)
         try:
             main()
@@ -93,9 +94,10 @@ def run_rank(
         checkpoint.wait()  # a save that is still being written must not be lost, nor its failure
         leave_group()
 
+    # Do it, and find the exit code and what the launcher is told.
     code, raised = 1, None
     try:
-        record(run_joined)()
+        record(run_in_group)()
         code = 0
     except SystemExit as stopped:
         code = stopped.code or 0
@@ -108,6 +110,7 @@ def run_rank(
         raised = error
         with suppress(OSError):  # the disk of the logs may be full
             traceback.print_exc(file=log)  # the launcher shows it on the console
+
     sign_off(raised)
     # A gloo rank can abort while the interpreter tears its threads down, so that this
     # process ends without it.

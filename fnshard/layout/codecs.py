@@ -76,8 +76,7 @@ def _columns(shape: Shape) -> tuple[int, int]:
 
 
 def _blocks(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Cut rows into blocks [n, blocks, BLOCK] in fp32, padded with zeros; return them with each block's
-    largest magnitude."""
+    """Cut rows into fp32 blocks [n, blocks, BLOCK], zero-padded; return them and their largest magnitudes."""
     flat = rows.reshape(rows.shape[0], -1).float()
     flat = F.pad(flat, (0, -flat.shape[1] % BLOCK))
     blocks = flat.view(flat.shape[0], -1, BLOCK)

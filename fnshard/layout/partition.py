@@ -130,6 +130,7 @@ class P:
 
 
 def _name(axis: Axis) -> str:
+    """Return the name of an axis, which may be `Fused`."""
     return axis.axis if isinstance(axis, Fused) else axis
 
 

@@ -55,9 +55,12 @@ def _make_preset(layouts: Layouts, axes: Callable[[Mesh], tuple[str, ...]], doc:
         check_params(named)
         check_fields("a preset", policy, ("rules", "units", "tensor", "expert", "chunks"))
         rules = check_rules(rules)
+
         # The user's rules decide for some leaves; the preset makes a rule for each of the others (`free`).
         by_rule = {p: rules[i][1] for p in named if (i := find_rule(p, rules)) is not None}
         free = {path: leaf for path, leaf in named.items() if path not in by_rule}
+
+        # What matrices compute, and the unit and chunk of each leaf.
         coded = bool(policy.get("codec"))
         asked = LayoutSpec(compute_dtype=policy.get("compute_dtype")).compute_dtype  # a dtype, or its name
         narrow = asked == FP8 and policy.get("trainable") is not False
@@ -69,6 +72,7 @@ def _make_preset(layouts: Layouts, axes: Callable[[Mesh], tuple[str, ...]], doc:
         unit_of = {**unit_of, **{path: spec.unit for path, spec in by_rule.items() if spec.unit}}
         uncut = {p: leaf for p, leaf in named.items() if p in free or by_rule[p].chunk is None}
         chunk_of = cut_chunks(uncut, unit_of, mesh, chunks)
+
         # Each leaf that no rule of the user's takes gets a rule of its own.
         own: list[Rule] = []
         in_bf16: list[str] = []
@@ -261,8 +265,10 @@ def cut_chunks(
 
 
 def _cut_evenly(sizes: Sequence[int], count: int) -> list[int]:
-    """Return where all but the first of `count` runs of sizes begin, such that the sum of the squares of the
-    runs' sums is least."""
+    """Return where `count` runs of sizes begin, but for the first, so that their sums are most even.
+
+    The sum of the squares of the runs' sums is least.
+    """
     sums = [0, *accumulate(sizes)]
     # best[n]: the first n sizes in `run` runs, as the least sum of squares and where the runs begin.
     best: list[tuple[float, list[int]] | None] = [(0.0, [])] + [None] * len(sizes)

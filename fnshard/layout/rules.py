@@ -183,8 +183,7 @@ def _find_tied_hits(tied: Mapping[str, str], rules: Sequence[Rule]) -> set[int]:
 def _explain_unused(
     index: int, rules: Sequence[Rule], named: Mapping[str, Any], tied: Mapping[str, str]
 ) -> str:
-    """Say why no leaf takes a rule: an earlier rule takes them, the glob names a tied weight, none
-    matches."""
+    """Say why no leaf takes a rule: an earlier one takes them, it names a tied weight, or nothing matches."""
     glob = rules[index][0]
     path = next((p for p in named if fnmatch.fnmatchcase(p, glob)), None)
     if path is not None:

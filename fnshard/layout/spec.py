@@ -163,8 +163,7 @@ class LayoutSpec:
 
     @property
     def has_master(self) -> bool:
-        """Whether the optimizer has its own copy of the leaf: in another dtype, or since the host updates
-        it."""
+        """Whether the optimizer has its own copy of the leaf: its dtype differs, or the host updates it."""
         elsewhere = self.updated_on == "host" and self.memory == "device"
         return bool(self.trainable) and (elsewhere or self.optimizer_dtype != self.storage_dtype)
 
@@ -203,8 +202,9 @@ class LayoutSpec:
         )
 
     def local(self, mesh: Mesh) -> LayoutSpec:
-        """Return the spec of the part that a rank computes with, as if it were a leaf: without the axes of
-        `compute`. A spec that has no such axes is returned unchanged.
+        """Return the spec of the part that a rank computes with, as if that were a leaf.
+
+        It is without the axes of `compute`; a spec that has no such axes is returned unchanged.
 
         >>> from fnshard.mesh import make_mesh
         >>> spec = LayoutSpec(P(("tensor", "shard")), compute=P("tensor")).resolve(torch.empty(8, 2), "unit")
@@ -287,6 +287,8 @@ def _dtype(name: str, value: Any) -> torch.dtype | None:
 
 
 def _trainable(leaf: Tensor) -> bool:
+    """Return whether a leaf trains by default: a parameter that requires grad, or floats that are no
+    buffer."""
     if isinstance(leaf, nn.Parameter):
         return leaf.requires_grad
     return (leaf.dtype.is_floating_point or leaf.dtype.is_complex) and not is_buffer(leaf)
@@ -456,11 +458,15 @@ def _find_unfit_compute(spec: LayoutSpec, mesh: Mesh) -> Iterator[tuple[str, str
             f"as many ranks along {data[0]!r} as divide them.",
         )
         return
+
+    # Axes that split sequences have no part of a leaf to compute with.
     if "context" in spec.compute.axes:
         yield (
             f"compute={spec.compute!r}: the context axis splits sequences, and no leaf",
             "name another axis, as 'tensor'; storage may name 'context'.",
         )
+
+    # What a rank stores must contain what it computes with.
     for field in ("storage", "gradient", "optimizer"):
         layout = getattr(spec, field)
         dims = range(len(spec.shape))
@@ -486,6 +492,7 @@ def fits_fp8(shape: Sequence[int]) -> bool:
 
 def _find_unfit_policy(spec: LayoutSpec) -> Iterator[tuple[str, str]]:
     """Yield what is wrong with a spec's dtypes, tiers and aggregation, whatever the mesh is."""
+    # Numbers travel in fp8 where products are computed in it, with scales of whole leaves.
     if spec.wire_dtype is not None:
         problems = {
             f"wire_dtype={spec.wire_dtype}": spec.wire_dtype != FP8,
@@ -507,6 +514,8 @@ def _find_unfit_policy(spec: LayoutSpec) -> Iterator[tuple[str, str]]:
         )
     if not spec.trainable:
         return
+
+    # A leaf that trains is in floats everywhere, and of eight bits on the wire at most.
     if not spec.compute_dtype.is_floating_point and not spec.compute_dtype.is_complex:
         yield f"trainable=True and {spec.compute_dtype}", "only floats train: trainable=False."
     for name in ("compute_dtype", "reduce_dtype"):

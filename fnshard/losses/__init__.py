@@ -60,11 +60,11 @@ class Sequence:
 
 def rows_of(leaf: Any, start: int, count: int) -> Any:
     """Return a batch leaf with these rows alone."""
-    rows = unwrapped(leaf).narrow(0, start, count)
+    rows = unwrap_leaf(leaf).narrow(0, start, count)
     return replace(leaf, value=rows) if isinstance(leaf, Sequence) else rows
 
 
-def unwrapped(leaf: Any) -> Any:
+def unwrap_leaf(leaf: Any) -> Any:
     """Return a batch leaf as `fn` sees it."""
     return leaf.value if isinstance(leaf, Whole | Sequence) else leaf
 
@@ -159,13 +159,17 @@ def load_balance(
     >>> load_balance([torch.zeros(6, 4)], top_k=2).total / 6
     tensor(2.)
     """
+    # Probabilities of all layers, in fp32.
     logits = torch.stack(list(router_logits)).float()  # [layers, N, E]
     if counted is not None:  # the logits of padding may be NaN
         logits = torch.where(counted[:, None] != 0, logits, 0.0)
     probs = logits.softmax(-1)
+
     layers, tokens, experts = probs.shape
     weight = probs.new_ones(tokens) if counted is None else counted.to(probs.dtype)
     went = F.one_hot(probs.detach().topk(top_k, -1).indices, experts).sum((0, 2)).to(probs.dtype)  # [N, E]
+
+    # Shares are those of all ranks' tokens, so that the product is one of means over the whole batch.
     count = layers * weight.sum()
     shares = psum(weight @ went) / psum(count).clamp(min=1)
     return Mean(experts * (torch.einsum("lne,n->e", probs, weight) * shares).sum(), count)

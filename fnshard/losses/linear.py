@@ -18,7 +18,7 @@ from torch.utils.flop_counter import register_flop_formula
 # The default bytes of logits at once, in the product's dtype and fp32. A GPU needs products of
 # thousands of rows.
 CHUNK_BYTES = {"cpu": 1 << 27, "cuda": 1 << 30}
-RUN_numbers = 1 << 22  # the numbers of a half type's gradient at once, if it is added by runs of rows
+RUN_NUMBERS = 1 << 22  # the numbers of a half type's gradient at once, if it is added by runs of rows
 
 
 def chunk_of(tokens: int, vocabulary: int, chunk: int, dtype: torch.dtype, device: str) -> int:
@@ -62,6 +62,7 @@ def _slopes(
     Args:
         of_sums, of_chosen: gradients of the log-sum-exp, and of the target's logit if it is `counted`.
     """
+    # The softmax, times the gradient of its log-sum-exp, plus the gradient of the target's own logit.
     logits = _logits(hidden, weight)
     logits.sub_(sums.unsqueeze(1)).exp_().mul_(of_sums.unsqueeze(1))
     chosen = torch.where(counted, of_chosen, 0.0).unsqueeze(1)
@@ -77,7 +78,7 @@ def _add_products(total: Tensor, one: Tensor, other: Tensor) -> None:
     if sums_wide(other.dtype, other.device.type):
         torch.addmm(total, one, other, out_dtype=total.dtype, out=total)
         return
-    rows = max(1, RUN_numbers // max(other.shape[1], 1))
+    rows = max(1, RUN_NUMBERS // max(other.shape[1], 1))
     for low in range(0, total.shape[0], rows):
         total[low : low + rows].add_(one[low : low + rows] @ other)
 
@@ -167,6 +168,7 @@ def _(
 
 
 def _parts_backward(ctx: Any, of_sums: Tensor, of_chosen: Tensor) -> tuple[Tensor | None, ...]:
+    """Compute the gradients of `token_parts`; that of the weight only where it trains."""
     hidden, weight, targets, sums = ctx.saved_tensors
     of_weight = ctx.needs_input_grad[1]
     to_hidden, to_weight = token_parts_backward(
@@ -176,6 +178,7 @@ def _parts_backward(ctx: Any, of_sums: Tensor, of_chosen: Tensor) -> tuple[Tenso
 
 
 def _keep_parts(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Keep inputs and the log-sum-exp, of which the backward makes logits again."""
     hidden, weight, targets, ctx.chunk, _ = inputs
     ctx.save_for_backward(hidden, weight, targets, output[0])
 

@@ -91,6 +91,7 @@ class PolicyInputs:
 
     @property
     def _member(self) -> Tensor:
+        """Return which sequence of its row each token belongs to, bool [B, T, S]."""
         return self.sequences[..., None] == torch.arange(self.max_sequences, device=self.sequences.device)
 
     def lengths(self) -> Tensor:
@@ -289,10 +290,12 @@ def gae(
 
 
 def _old(inputs: PolicyInputs) -> Tensor:
+    """Return log-probabilities by the policy before these updates, without gradient."""
     return (inputs.sampler if inputs.old is None else inputs.old).detach()
 
 
 def _ratios(inputs: PolicyInputs) -> Tensor:
+    """Return exp(logprobs - old) of each token."""
     return _exp(inputs.logprobs - _old(inputs))
 
 

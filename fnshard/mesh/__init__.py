@@ -188,12 +188,15 @@ def make_mesh(
     names = tuple(axes)
     if abstract and simulated:
         raise SpecError("a mesh is abstract (no ranks) or simulated (ranks are threads), not both.")
+
     usual = "cpu" if simulated else accelerator()
     device_type = usual if device is None else _device_type(device, abstract)
     world, started = None, dist.is_available() and dist.is_initialized()
     if not (abstract or simulated):
         world = dist.get_world_size() if started else world_size()
     sizes = _sizes(axes, world)
+
+    # Which axes split the batch by rows.
     if data_axes is None:
         data_axes = [n for n in names if n not in COMPUTE_AXES]
     chosen = tuple(data_axes) if isinstance(data_axes, list | tuple) else (data_axes,)
@@ -208,6 +211,8 @@ def make_mesh(
             f"data_axes names {PIPELINE!r}, whose ranks take the same rows of the batch.",
             fix="leave it out, or call an axis that splits rows by another name, as 'replicate'.",
         )
+
+    # Make the mesh; several ranks meet first.
     if abstract or simulated:
         return Mesh(names, sizes, chosen, device_type, "abstract" if abstract else "simulated")
     if world == 1 and not started:
@@ -221,6 +226,7 @@ def make_mesh(
 
 
 def _sizes(axes: Mapping[str, int], world: int | None) -> tuple[int, ...]:
+    """Return the sizes of axes, with -1 replaced by what is left of the world."""
     bad = [f"{n}={s}" for n, s in axes.items() if type(s) is not int or (s < 1 and s != -1)]
     free = [n for n, s in axes.items() if s == -1]
     shown = ", ".join(f"{n}={s!r}" for n, s in axes.items())
@@ -242,6 +248,7 @@ def _sizes(axes: Mapping[str, int], world: int | None) -> tuple[int, ...]:
 
 
 def _device_type(device: str, abstract: bool) -> str:
+    """Return the type of a device that this machine has, or of any device for an abstract mesh."""
     try:
         found = torch.device(device).type
     except (RuntimeError, TypeError) as error:

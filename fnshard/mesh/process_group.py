@@ -115,17 +115,18 @@ def join_group(
         return
     world = world_size()
     device_type = device_type or accelerator()
+
     # A rank takes the device of its number on this machine.
     if device_type != "cpu":
         names = [name for name in ("LOCAL_RANK", "RANK") if name in os.environ]
         local, there = _number(names[0]) if names else 0, torch.accelerator.device_count()
         if not there:
             raise SpecError(f"device={device_type!r}: this machine has none.", fix='device="cpu".')
-        torch.accelerator.set_device_index(
-            local % there
-        )  # each rank may see only its own device, as number 0
+        # Each rank may see only its own device, as number 0.
+        torch.accelerator.set_device_index(local % there)
     if world == 1:
         return
+
     # Check the environment before waiting for anybody.
     needed = ["RANK"] if RENDEZVOUS in os.environ else ["RANK", "MASTER_ADDR", "MASTER_PORT"]
     missing = [name for name in needed if name not in os.environ]
@@ -140,6 +141,7 @@ def join_group(
             f"RANK={rank}, and WORLD_SIZE={world}: ranks count from 0.",
             fix="start the ranks by torchrun or fs.launch, which set both.",
         )
+
     # Meet in a store, name this start, wait until all ranks are there, and only then make the group.
     timeout, patience = (datetime.timedelta(seconds=s) for s in (timeout_s, max(timeout_s, MEET_S)))
     if RENDEZVOUS in os.environ:
@@ -195,6 +197,8 @@ def _name_of_start(
         if not _wait_until(lambda: store.check([f"{mine}/answer"]), timeout, asked):
             raise _make_error(rank, world, timeout, [0], asked)
         return store.get(f"{mine}/answer").decode()
+
+    # Rank 0 answers every rank that comes, until all have found its name.
     came = [f"fnshard/came/{other}" for other in range(1, world)]
     here = [f"{mine}/here/{other}" for other in range(1, world)]
 
@@ -211,6 +215,7 @@ def _name_of_start(
 def _make_error(
     rank: int, world: int, timeout: datetime.timedelta, missing: list[int], asked: Callable[[], bool]
 ) -> CollectiveError:
+    """Return the error of ranks that did not meet, with those that did not come."""
     within = "before it was asked to end (SIGTERM)" if asked() else f"within {timeout.total_seconds():g} s"
     message = f"rank {rank} of {world} cannot meet the others {within}."
     who = f"rank {', '.join(map(str, missing))} did not come"
@@ -270,6 +275,8 @@ def _open_store(rank: int, world: int, timeout: datetime.timedelta, asked: Calla
     except (OSError, ValueError) as error:
         fix = "the name, or address, and port of rank 0's machine, the same on all ranks."
         raise SpecError(f"{message}: there is no such place.", [f"{where}: {error}"], fix) from None
+
+    # Meet there.
     found: list[dist.Store | Exception] = []
 
     def meet() -> None:
@@ -284,6 +291,8 @@ def _open_store(rank: int, world: int, timeout: datetime.timedelta, asked: Calla
         if asked():
             raise _make_error(rank, world, timeout, [0] if rank else list(range(1, world)), asked)
         found.append(TimeoutError("who listens there does not answer, and may be another program"))
+
+    # Return the store, or say what went wrong: a taken port is a mistake, the rest may be others' fault.
     store = found[0]
     if not isinstance(store, Exception):
         while isinstance(store, dist.PrefixStore):  # torch's prefix is each agent's own count of restarts
@@ -304,6 +313,7 @@ _joined: list[str] = []  # the device types of the groups that this process has 
 
 @atexit.register  # `saving` registers later, and so runs first: a save may need the group until its end
 def _leave() -> None:
+    """Leave the group when the process ends, and tell the others why."""
     if dist.is_initialized():
         sign_off(getattr(sys, "last_value", None))  # the exception that ends this program, if any
         if _joined and not peers().abandoned:

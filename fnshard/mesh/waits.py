@@ -71,6 +71,7 @@ def caller() -> tuple[str, str]:
 
 
 def _public_name(package: str, name: str) -> str:
+    """Return a function's name as a user writes it: `fs.shard`, `step`, `checkpoint.save`."""
     name = name.replace("Step.__call__", "step").replace("Forward.__call__", "shard_forward")
     is_method = name[:1].isupper() or name in ("step", "shard_forward")
     named = f"fs.{name}" if name in sys.modules["fnshard"].__all__ else f"{package}.{name}"
@@ -138,6 +139,7 @@ def explain(rank: int, places: Mapping[int, Place]) -> CollectiveError:
     failed = [f"rank {r} {p}" for r, p in places.items() if p.ended and p.line]
     if failed:
         return CollectiveError(lost(places[rank], "; ".join(failed)))
+
     calls = {r: p.call for r, p in sorted(places.items())}
     known = (places[rank], *places.values())
     call = next((p.call for p in known if p.call != LEAVE and not p.ended), LEAVE)
@@ -194,6 +196,8 @@ class Peers:
         keys = [f"data/{channel}/{number}/{r}" for r in ranks]
         chosen = [*ranks] if of is None else [*of]
         self.come[channel] = number + 1
+
+        # Give the data, and wait until all have given theirs.
         try:
             before = self.pieces.get(channel, 0)
             self.pieces[channel] = self._write(keys[self.rank], place.call, data)
@@ -203,11 +207,13 @@ class Peers:
                         break
                     wait.give_up(lambda: [r for r in ranks if not self.store.check([keys[r]])], self.gone)
                     time.sleep(min(0.05, 1e-5 * tries))
+
             first = self.store.multi_get([keys[r] for r in chosen]) if chosen else []
             found = [self._read(keys[r], value) for r, value in zip(chosen, first, strict=True)]
             calls = {r: Place(call or "gave up") for r, (call, _) in zip(chosen, found, strict=True)}
             if b"" in first:  # a rank gave up, and so does this one: its data must not answer a later try
                 raise explain(self.rank, {self.rank: place, **calls})
+
             if number:  # all ranks have come to this message, and so have read the one before
                 old = f"data/{channel}/{number - 1}/{self.rank}"
                 for key in (old, *(f"{old}/{at}" for at in range(before))):
@@ -338,11 +344,14 @@ class Wait:
                 self.place = replace(self.place, call=call, line=line)
             self.shown = True
             peers.show(self.stream, self.place)
+
         absent = [r for r in missing() if r != peers.rank]
         places = peers.places(replace(self.place, come=peers.come), absent, self.stream)
         ended = stuck(places)
         if peers.rank in ended:
             raise explain(peers.rank, {r: p for r, p in places.items() if p is not None and r in ended})
+
+        # A process that was asked to end waits on for peers that compute, and for none that stand still.
         if peers.asked():
             self.asked_at = self.asked_at or time_s
             busy = [r for r in absent if self._busy(r) and places[r] is None]

@@ -175,6 +175,7 @@ def adafactor(
         }
 
     def update(path: str, grad: Tensor, slots: Slots, param: Tensor, step: Step) -> Update:
+        # The second moment of each element: of a matrix, by the means of its row and column.
         least = torch.finfo(param.dtype).eps if eps[0] is None else eps[0]
         weight = step.host(lambda count: (int(count) + 1) ** beta2_decay).to(param.dtype)
         square = grad.square()
@@ -195,6 +196,7 @@ def adafactor(
             moment = new["rows"] * new["columns"] / new["mean"].clamp(min=least)
         change = grad * moment.clamp(min=least * least).rsqrt()
 
+        # Scale by the parameter's size, and limit the update's own.
         numel = max(param.numel(), 1)
         size = (param.square().sum() / numel).sqrt().clamp(min=eps[1])
         excess = ((change.square().sum() / numel).sqrt() / d).clamp(min=1.0)

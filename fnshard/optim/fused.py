@@ -127,6 +127,7 @@ def sgd_momentum_(
 
 
 def _fused_sgd_is_right(param: Tensor) -> bool:
+    """Return whether torch's fused kernel computes what SGD is."""
     # On a CPU, up to torch 2.13 at least, the fused kernel silently skips whole vectors of fp16 and bf16
     # parameters and spoils their momentum (pytorch issue 191763).
     return not param.is_cpu or param.dtype in (torch.float32, torch.float64)

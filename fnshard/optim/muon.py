@@ -13,12 +13,12 @@ from torch import Tensor
 from fnshard.errors import OptimizerError, counts, is_number, misfits
 from fnshard.layout.presets import EMBEDDINGS
 from fnshard.optim.optimizer import Optimizer, Slots, Step, Update
-from fnshard.optim.optimizers import Choice, check_kind, choosing
+from fnshard.optim.optimizers import Choice, check_kind, choose_by
 from fnshard.optim.optimizers import adamw as make_adamw
 from fnshard.optim.schedules import Rate, as_schedule, call_text, rate_first
 from fnshard.optim.sums import matrix_norm
 
-__all__ = ["muon", "orthogonalized"]
+__all__ = ["muon", "orthogonalize"]
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan's, for Newton-Schulz: steep at 0, near 1 elsewhere
 SCALES = {
@@ -84,7 +84,7 @@ def muon(
     def update(path: str, grad: Tensor, slots: Slots, param: Tensor, step: Step) -> Update:
         mu = slots["momentum"].lerp(grad, 1 - momentum)
         change = grad.lerp(mu, momentum) if nesterov else mu
-        change = orthogonalized(change if dtype is None else change.to(dtype), ns_steps).to(param.dtype)
+        change = orthogonalize(change if dtype is None else change.to(dtype), ns_steps).to(param.dtype)
         factor = SCALES[scale](*param.shape[-2:])
         return -step.host(rate) * (change * factor + weight_decay * param), {"momentum": mu}
 
@@ -116,19 +116,21 @@ def for_matrices(
     rest = make_adamw(lr, weight_decay=weight_decay) if adamw is None else adamw
     name = matrices.name if adamw is None else f"{matrices.name.removesuffix(')')}, adamw={adamw})"
     choice = Choice((matrices, rest), which)
-    return replace(choosing(name, choice), values=choice.values)
+    return replace(choose_by(name, choice), values=choice.values)
 
 
-def orthogonalized(matrix: Tensor, steps: int = 5) -> Tensor:
+def orthogonalize(matrix: Tensor, steps: int = 5) -> Tensor:
     """Return nearly U Vᵀ for matrices U S Vᵀ, [..., M, N], by Newton-Schulz, and zero for zero.
 
-    >>> torch.linalg.svdvals(orthogonalized(torch.diag(torch.tensor([1.0, 0.1])))).round(decimals=1)
+    >>> torch.linalg.svdvals(orthogonalize(torch.diag(torch.tensor([1.0, 0.1])))).round(decimals=1)
     tensor([0.7000, 0.7000])
     """
     a, b, c = COEFFICIENTS
     tall = matrix.shape[-2] > matrix.shape[-1]
     x = matrix.mT if tall else matrix
     x = x / matrix_norm(x).to(x.dtype).clamp(min=1e-7)
+
+    # A step is x <- a x + (b s + c s²) x with s = x xᵀ.
     add = torch.addmm if x.dim() == 2 else torch.baddbmm  # rounded once, as in torch
     for _ in range(steps):
         square = x @ x.mT

@@ -190,6 +190,7 @@ def update_leaf(
     scale: Tensor | None = None,
 ) -> Update:  # fmt: skip
     """Return the update of one leaf and the slots that change, computed in fp32 at least, in their dtypes."""
+    # Compute in fp32 at least, whatever the parameter and its slots are kept in.
     wide = torch.promote_types(param.dtype, torch.float32)
     grad = grad.to(wide)
     if scale is not None:

@@ -422,7 +422,7 @@ def chain(*transforms: Optimizer) -> Optimizer:
     if at is not None:
         around = cache(lambda part: chain(*members[:at], part, *members[at + 1 :]))
         choose = lambda path, shape: around(members[at].choose(path, shape))  # noqa: E731
-        return replace(choosing(name, choose), rules=members[at].rules, values=values)
+        return replace(choose_by(name, choose), rules=members[at].rules, values=values)
 
     known = [member.rules for member in members]
     rules = None if None in known else tuple(rule for own in known for rule in own)
@@ -477,7 +477,7 @@ class Choice:
         return {key: v for part in reversed(self.parts) for key, v in part.values(step).items()}
 
 
-def choosing(name: str, choose: Callable[[str, Sequence[int]], Optimizer]) -> Optimizer:
+def choose_by(name: str, choose: Callable[[str, Sequence[int]], Optimizer]) -> Optimizer:
     """Return an optimizer that leaves each leaf to the one that `choose` returns."""
     return Optimizer(
         name,
@@ -536,7 +536,7 @@ def by_path(*rules: tuple[str, Optimizer]) -> Optimizer:
     globs = tuple((glob, float(index)) for index, (glob, _) in enumerate(rules))
     numbers = PartRules(name, globs, parts=tuple(optimizer for _, optimizer in rules))
     choice = Choice(numbers.parts, lambda path, shape: int(numbers(path)))
-    return replace(choosing(name, choice), rules=(numbers,), values=choice.values)
+    return replace(choose_by(name, choice), rules=(numbers,), values=choice.values)
 
 
 # ------------------------------------------------------------------ by name, and what constructors share

@@ -113,6 +113,7 @@ def soap(
         def keep() -> tuple[Tensor, ...]:
             return mu.clone(), nu.clone(), *(bases[side].clone() for side in sides)
 
+        # The first step makes bases, and every so many steps they are made anew.
         is_first = step.count == 0
         if sides:
             is_due = step.count % precondition_frequency == 0
@@ -121,6 +122,7 @@ def soap(
         else:
             mu, nu, made = torch.where(is_first, slots["mu"], mu), torch.where(is_first, slots["nu"], nu), []
 
+        # Apply the update; the first step has no basis, and changes no matrix.
         lr, bias = step.host(rate), step.host(correct_bias)
         change = lr * bias * change
         change = torch.where(is_first, 0.0, -change - lr * weight_decay * (param - change))

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-PIECE = (
-    512  # numbers whose squares are added in fp32; if they are equal, each addition may round the same way
-)
+# Numbers whose squares are added in fp32. If they are equal, each addition may round the same way.
+PIECE = 512
 CAST = 1 << 18  # numbers that are copied at a time, if they are widened or have gaps
 
 
@@ -38,6 +37,7 @@ def sum_squares(tensors: Sequence[Tensor]) -> Tensor:
         if tensor.numel() <= PIECE or not tensor.is_cpu:
             rest.append(tensor)
             continue
+
         for part in _parts(tensor, copied=tensor.dtype != wide):
             copied = part.dtype != wide or not part.is_contiguous()
             if copied:

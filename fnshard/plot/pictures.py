@@ -128,8 +128,8 @@ def timeline(timeline: Timeline, path: str | Path, *, measured: Timeline | None 
     Raises:
         SpecError: an argument is not a `Timeline`, but a `Lowered`, say, which knows no hardware.
     """
-    shown = {"": check(timeline)} if measured is None else {"predicted": check(timeline)}
-    shown |= {} if measured is None else {"measured": check(measured)}
+    shown = {"": check_timeline(timeline)} if measured is None else {"predicted": check_timeline(timeline)}
+    shown |= {} if measured is None else {"measured": check_timeline(measured)}
     longest = max(each.step_seconds for each in shown.values())
     scale, unit = time_unit(longest)
     lanes = {name: spans_by_lane(each) for name, each in shown.items()}
@@ -196,7 +196,7 @@ def stages_of(timeline: Any) -> tuple[Timeline, ...]:
     Raises:
         SpecError: the argument is not a `Timeline`, or the step has one stage.
     """
-    if not check(timeline).stages:
+    if not check_timeline(timeline).stages:
         raise SpecError(
             "this step has one stage: its mesh has no pipeline.",
             fix="fs.plot.timeline draws it; fs.make_mesh(pipeline=2, ...) makes stages.",
@@ -218,7 +218,7 @@ def tasks_of(timeline: Timeline) -> list[tuple[str, str, float, float]]:
     return tasks
 
 
-def check(timeline: Any) -> Timeline:
+def check_timeline(timeline: Any) -> Timeline:
     """Return the argument, if it is a Timeline.
 
     Raises:

@@ -26,7 +26,7 @@ from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.layout.spec import LayoutSpec, check_specs
 from fnshard.mesh import Mesh
 from fnshard.plot.pictures import (
-    check,
+    check_timeline,
     headline,
     memory_series,
     phase_runs,
@@ -94,7 +94,7 @@ def tree(specs: Any, mesh: Mesh, *, params: Any = None, width: int = 32) -> str:
     """
     leaves = leaves_of(specs, mesh, params)
     full, one = sum(x.bytes for x in leaves), sum(x.mine for x in leaves)
-    rows = together(leaves)
+    rows = join_alike(leaves)
     most = max((x.bytes for x in rows), default=0)
     counts = [f"{x.count} × " if x.count > 1 else "" for x in rows]
     wide = max(map(len, counts), default=0)
@@ -171,7 +171,7 @@ def timeline(timeline: Any, *, width: int = 72) -> str:
     Raises:
         SpecError: the argument is not a `Timeline`.
     """
-    lanes, seconds = spans_by_lane(check(timeline)), timeline.step_seconds
+    lanes, seconds = spans_by_lane(check_timeline(timeline)), timeline.step_seconds
     left = max(map(len, lanes), default=0)
     out, used = [headline(timeline)], dict[str, None]()
     for lane, spans in lanes.items():
@@ -226,6 +226,7 @@ def _lane(spans: Iterable[Any], longest: float, width: int) -> str:
 
 
 def _letter(name: str) -> str:
+    """Return the letter of a kind of work."""
     return LETTERS.get(name, name[:1].upper())
 
 
@@ -364,7 +365,7 @@ def label_of(spec: LayoutSpec) -> str:
     return ", ".join(parts)
 
 
-def together(leaves: Sequence[LeafBytes]) -> list[LeafBytes]:
+def join_alike(leaves: Sequence[LeafBytes]) -> list[LeafBytes]:
     """Join leaves whose paths differ in numbers alone and whose shapes and specs are equal; largest first."""
     found: dict[tuple[str, tuple[int, ...], str], LeafBytes] = {}
     for leaf in leaves:

@@ -50,7 +50,7 @@ def group_of(mesh: Mesh, timeout: float | None, purpose: str = "checkpoint") -> 
     return functools.partial(peers().exchange, purpose, timeout=seconds)
 
 
-def texts(group: Exchange | None, text: str) -> list[str]:
+def gather_texts(group: Exchange | None, text: str) -> list[str]:
     """Return the text that every rank says."""
     return [text] if group is None else [t.decode() for t in group(text.encode())]
 
@@ -81,12 +81,12 @@ def all_or_none(gather: Callable[[str], list[str]], what: str, work: Callable[[]
     return value
 
 
-def agreed(group: Exchange | None, what: str, work: Callable[[], T]) -> T:
+def run_together(group: Exchange | None, what: str, work: Callable[[], T]) -> T:
     """Do the same work on all ranks of a group, or fail on all of them: see `all_or_none`."""
-    return all_or_none(functools.partial(texts, group), what, work)
+    return all_or_none(functools.partial(gather_texts, group), what, work)
 
 
-def all_ranks(
+def run_on_all(
     group: Exchange | None, local: Callable[[], T], on_first: Callable[[list[T]], None] | None = None
 ) -> None:
     """Run `local` on every rank, then `on_first` of what they all return on rank 0. A collective.
@@ -96,12 +96,15 @@ def all_ranks(
         BaseException: what is not an `Exception` (Ctrl-C), where it was raised; the other ranks get `Failed`.
         CollectiveError: a peer died, or did not answer in time.
     """
+    # Every rank does its own part, and rank 0 gets what all return, or why they failed.
     value, error = _attempt(local)
     results, first = [(value, _cause_of(error))], group is None or dist.get_rank() == 0
     if group is not None:
         every = group(pickle.dumps(results[0]), of=None if first else ())
         results = [pickle.loads(each) for each in every]
     failed = {rank: cause for rank, (_, cause) in enumerate(results) if cause is not None}
+
+    # Rank 0 does the rest, and tells all ranks who failed.
     if results and not failed and on_first is not None:
         _, error = _attempt(lambda: on_first([result for result, _ in results]))
         failed = {} if error is None else {0: _cause_of(error)}
@@ -115,6 +118,7 @@ def all_ranks(
 
 
 def _attempt(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+    """Return what `work` returns, or the exception that it raises."""
     try:
         return work(), None
     except BaseException as error:

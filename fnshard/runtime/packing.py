@@ -48,9 +48,12 @@ class Packer:
         self._row_runs = [
             _Cuts.of([(bucket.pieces[i].offset, row[i]) for i in self._runs], bucket.numel) for row in extents
         ]
+
         # Blocks lie in a leaf in the order of its own axes, rows come in the group's.
         self._order = {i: sorted(range(self.rows), key=lambda r: _first(slices[r][i])) for i in self._runs}
         self._leaf_runs = {i: [extents[r][i] for r in self._order[i]] for i in self._runs}
+
+        # The other leaves, as strided views; and this rank's own blocks of all leaves.
         self._strided = [
             (i, [_Window.of(bucket.pieces[i], row[i]) for row in slices])
             for i, run in enumerate(runs)
@@ -154,7 +157,7 @@ class Packer:
     def cut(self, full_leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return this rank's blocks of full leaves: views, or copies where they are padded."""
         return {
-            path: padded(full_leaves[path][slices], block) for path, (slices, block) in self._mine.items()
+            path: pad_to(full_leaves[path][slices], block) for path, (slices, block) in self._mine.items()
         }
 
 
@@ -269,6 +272,7 @@ class _Window:
 
 
 def _first(slices: Sequence[slice]) -> int:
+    """Return the first row of a block; a scalar has none."""
     return slices[0].start if slices else 0
 
 
@@ -281,7 +285,7 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(out))
 
 
-def padded(block: Tensor, shape: Sequence[int]) -> Tensor:
+def pad_to(block: Tensor, shape: Sequence[int]) -> Tensor:
     """Return `block` itself, or a zero-padded copy of the given shape."""
     if tuple(block.shape) == tuple(shape):
         return block
@@ -294,5 +298,5 @@ def local_block(full: Tensor, layout: P, mesh: Mesh, rank: int | None = None) ->
     """Return a rank's padded block of a full leaf, as a tensor of its own."""
     full = side_by_side(full, layout, mesh)
     slices = block_slices(full.shape, layout.contiguous, mesh, mesh.coordinate(rank))
-    block = padded(full[slices], block_shape(full.shape, layout, mesh))
+    block = pad_to(full[slices], block_shape(full.shape, layout, mesh))
     return block.clone(memory_format=torch.contiguous_format)

@@ -32,12 +32,13 @@ from torch import Tensor
 from fnshard.errors import StateError
 from fnshard.runtime.host_worker import Worker
 
-KEPT_steps = 16  # a host buffer that was not taken for so many steps goes back to the system
+KEPT_STEPS = 16  # a host buffer that was not taken for so many steps goes back to the system
 
 
-def rest(value: Tensor, tier: str, device: torch.device, disk_dir: str | None = None) -> Tensor:
-    """Move a tensor to a tier: "device" returns it if it is there, "host" on an accelerator's mesh if it is
-    pinned. Otherwise it is copied, on a CPU's mesh and to "disk" always.
+def to_tier(value: Tensor, tier: str, device: torch.device, disk_dir: str | None = None) -> Tensor:
+    """Return a tensor on a tier: itself if it is known to lie there, or a copy.
+
+    On a CPU nothing tells a host tensor from one on the device, so that "host" copies always, as "disk" does.
 
     Args:
         tier: "device", "host" or "disk".
@@ -50,7 +51,7 @@ def rest(value: Tensor, tier: str, device: torch.device, disk_dir: str | None = 
     if tier == "device":
         return value.to(device)
     on_host = tier == "host" and value.device.type == "cpu"
-    if on_host and device.type != "cpu" and value.is_pinned():  # on a CPU nothing tells the tiers apart
+    if on_host and device.type != "cpu" and value.is_pinned():
         return value
     out = allocate(value.shape, value.dtype, tier, device, disk_dir)
     return out.copy_(value)
@@ -74,7 +75,7 @@ def allocate(
     return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=dtype).view(tuple(shape))
 
 
-class Registered(mmap.mmap):
+class RegisteredMemory(mmap.mmap):
     """A mapping that is unregistered before it is unmapped, once no tensor holds it any more.
 
     A weak reference's callback would come too late: a mapping is unmapped before its references are cleared.
@@ -99,7 +100,7 @@ def allocate_pinned(nbytes: int, device: torch.device) -> Tensor:
     cudart: Any = torch.cuda.cudart() if device.type == "cuda" else None
     if not hasattr(cudart, "cudaHostRegister"):
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    pages = Registered(-1, nbytes)
+    pages = RegisteredMemory(-1, nbytes)
     flat = torch.frombuffer(pages, dtype=torch.uint8)
     address, process = flat.data_ptr(), os.getpid()
     with torch.cuda.device(device):  # otherwise a new thread makes a context on the first GPU
@@ -152,12 +153,18 @@ def check_directory(disk_dir: str | None, paths: Sequence[str]) -> None:
 
 
 def _make_unnamed_file(disk_dir: str) -> int:
+    """Open a file without a name: it is gone with its last descriptor, also after SIGKILL."""
     fd, name = tempfile.mkstemp(prefix="fnshard-", dir=disk_dir)
     os.unlink(name)
     return fd
 
 
 def _map_file(disk_dir: str | None, nbytes: int) -> mmap.mmap:
+    """Map a new file of a directory.
+
+    Raises:
+        StateError: the directory is missing, read-only or full.
+    """
     try:
         fd = _make_unnamed_file(disk_dir or "")
         try:
@@ -175,7 +182,7 @@ def _map_file(disk_dir: str | None, nbytes: int) -> mmap.mmap:
         ) from error
 
 
-def send(value: Tensor, device: torch.device) -> Tensor:
+def copy_to_device(value: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor to the device without waiting; one on the host is made contiguous and pinned first."""
     if device.type != "cpu" and value.device.type == "cpu":
         value = value.contiguous()  # a strided tensor would be copied to pageable memory once more
@@ -188,7 +195,7 @@ class Transfers:
     """Copies between the device and the host, with a stream for each direction.
 
     On a CPU a transfer is a copy, done when it is issued. Buffers on the host that a step takes and gives
-    back are used again, and freed when `KEPT_steps` steps did without. That is safe: a copy into one is
+    back are used again, and freed when `KEPT_STEPS` steps did without. That is safe: a copy into one is
     issued after the wait for its last reader, and `_copy` lets its stream wait for all that the compute
     stream has waited for.
     """
@@ -212,20 +219,22 @@ class Transfers:
     def to_device(
         self, values: Sequence[Any], into: Sequence[Any] | None = None, after: Any = None
     ) -> Transfer:
-        """Copy host values to the device, or into `into`; see `each` for what a value is.
+        """Copy host values to the device, or into `into`; see `map_tensors` for what a value is.
 
         Args:
             after: a `mark` after which the copy may begin; None is now.
         """
         targets = into or [
-            each(v, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=self.device))
+            map_tensors(
+                v, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=self.device)
+            )
             for v in values
         ]
         return self._copy(values, targets, self.upward, after)
 
     def to_host(self, values: Sequence[Any], into: Sequence[Any] | None = None) -> Transfer:
         """Copy device values to the host, or into `into`."""
-        return self._copy(values, into or [each(v, self.take) for v in values], self.downward)
+        return self._copy(values, into or [map_tensors(v, self.take) for v in values], self.downward)
 
     def mark(self) -> Any:
         """Return an event at the current end of the compute stream; None on a CPU."""
@@ -261,17 +270,18 @@ class Transfers:
             self.last_used[nbytes] = self.steps
             flat = self.free[nbytes].pop() if self.free.get(nbytes) else None
         if flat is not None and for_host and self.upward is not None:
-            self.upward.synchronize()
+            self.upward.synchronize()  # a copy from this buffer may still be under way
         if flat is None:
             flat = allocate((nbytes,), torch.uint8, "host", self.device)
         return flat.view(dtype).as_strided(like.shape, stride)
 
     def give(self, value: Any) -> None:
         """Take back a buffer of `take`, whose reader has been waited for."""
-        each(value, self._give)
+        map_tensors(value, self._give)
 
     def _give(self, tensor: Tensor) -> Tensor:
         if tensor.numel():
+            # The buffer is the whole storage, of which the tensor was a view in its own dtype and strides.
             storage = tensor.untyped_storage()
             flat = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),))
             with self.lock:
@@ -294,14 +304,14 @@ class Transfers:
             self.downward.synchronize()
         self.issued = False
         self.steps += 1
-        for nbytes in [n for n in self.free if self.last_used.get(n, 0) + KEPT_steps < self.steps]:
+        for nbytes in [n for n in self.free if self.last_used.get(n, 0) + KEPT_STEPS < self.steps]:
             del self.free[nbytes]
 
     def _copy(
         self, sources: Sequence[Any], targets: Sequence[Any], stream: Any, after: Any = None
     ) -> Transfer:
         self.issued = True
-        pairs = [pair for s, t in zip(sources, targets, strict=True) for pair in _pairs(s, t)]
+        pairs = [pair for s, t in zip(sources, targets, strict=True) for pair in _pair_tensors(s, t)]
         if stream is None:
             if pairs:
                 torch._foreach_copy_([t for _, t in pairs], [s for s, _ in pairs])
@@ -338,16 +348,21 @@ class Transfer:
         return self.targets
 
 
-def each(value: Any, make: Callable[[Tensor], Tensor]) -> Any:
-    """Apply `make` to a value's tensors: a tensor, a dict of them (slots), or an object with `each`."""
+def map_tensors(value: Any, make: Callable[[Tensor], Tensor]) -> Any:
+    """Apply `make` to a value's tensors.
+
+    Args:
+        value: a tensor, a dict of them (slots), or an object with a method `map_tensors`.
+    """
     if isinstance(value, Tensor):
         return make(value)
     if isinstance(value, dict):
         return {k: make(v) for k, v in value.items()}
-    return value.each(make)
+    return value.map_tensors(make)
 
 
-def _pairs(source: Any, target: Any) -> list[tuple[Tensor, Tensor]]:
+def _pair_tensors(source: Any, target: Any) -> list[tuple[Tensor, Tensor]]:
+    """Return the tensors of a value, each with its counterpart in another value of the same form."""
     if isinstance(source, Tensor):
         return [(source, target)]
     if isinstance(source, dict):

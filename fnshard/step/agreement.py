@@ -52,6 +52,7 @@ def check_agreement(
     Raises:
         AgreementError: something differs. Every rank raises it, naming the ranks that differ and in what.
     """
+    # Compare by a hash first: the texts travel only if hashes differ.
     program = {f"collective {i}": line for i, line in enumerate(lines)}
     program |= {"mesh": str(comm.mesh), **settings}
     text = json.dumps(program)
@@ -61,6 +62,7 @@ def check_agreement(
     differing = [rank for rank, each in enumerate(programs) if each != programs[0]]
     if differing:
         _explain_difference(comm, text, differing)
+
     if None not in rows_of and len(set(rows_of)) > 1:
         ranks = {count: [str(r) for r, own in enumerate(rows_of) if own == count] for count in rows_of}
         raise AgreementError(
@@ -135,6 +137,7 @@ def compare_values(
     mesh, here = comm.mesh, comm.mesh.coordinate()
     if mesh.size == 1:
         return
+
     # Of each leaf that several ranks store alike, this rank reports the sum of its block, by its place along
     # the axes that split the leaf; and of a leaf that it has had whole, the checksum of all of it.
     alike = {p: s for p, s in specs.items() if s.trainable or s.aggregation != "local"}
@@ -145,6 +148,8 @@ def compare_values(
     mine = {p: {str([here[a] for a in axes]): value} for (p, axes), value in sums}
     for path in alike.keys() & given.keys():
         mine.setdefault(path, {})["whole"] = str(given[path])
+
+    # Values at the same place must be the same on all ranks.
     every = [json.loads(text) for text in comm.gather_object(json.dumps(mine))]
     wrong = []
     for path in alike:
@@ -227,6 +232,8 @@ def _explain_difference(comm: Collectives, program: str, differing: list[int]) -
     unlike = [n for n in {**first, **every[rank]} if first.get(n) != every[rank].get(n)]
     collectives = [n for n in unlike if n.startswith("collective ")]
     options = [n for n in unlike if n not in collectives]
+
+    # Show the first collective that differs, and all else that does.
     shown = list[str]()
     for name in [*collectives[:1], *options]:
         here, there = first.get(name, "(none)"), every[rank].get(name, "(none)")

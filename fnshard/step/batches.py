@@ -1,5 +1,4 @@
-"""Batches: what a step is given besides its state, how it is checked and cut, and what a lowering reads of
-it."""
+"""Check and cut batches, which a step is given besides its state; say what a lowering reads of them."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from fnshard import losses, tree
 from fnshard.compiler.frontend.trace import flatten_batch
 from fnshard.compiler.ir.arguments import Arguments
 from fnshard.errors import StateError
-from fnshard.losses import Whole, rows_of, unwrapped
+from fnshard.losses import Whole, rows_of, unwrap_leaf
 from fnshard.step.agreement import checksum
 
 Batch = Arguments | Sequence[Any]
@@ -34,7 +33,7 @@ def split_batch(batch: Batch, parts: int, what: str = "micro-batches") -> Iterat
         StateError: leaves have no dim 0, or one that is no multiple of `parts`.
     """
     named, structure = Arguments.of(batch).leaves
-    tensors = {n: unwrapped(v) for n, v in named.items() if isinstance(v, Tensor | losses.Sequence)}
+    tensors = {n: unwrap_leaf(v) for n, v in named.items() if isinstance(v, Tensor | losses.Sequence)}
     wrong = [
         f"batch[{n!r}] {list(v.shape)}" for n, v in tensors.items() if v.dim() == 0 or v.shape[0] % parts
     ]
@@ -53,7 +52,7 @@ def split_batch(batch: Batch, parts: int, what: str = "micro-batches") -> Iterat
 def batch_tensors(batch: Batch, names: Sequence[str]) -> tuple[dict[str, Tensor], set[str]]:
     """Return tensors of a batch by name, and the names of those that all micro-batches share (`Whole`)."""
     leaves = Arguments.of(batch).leaves[0]
-    tensors = {n: unwrapped(leaves[n]).detach().resolve_conj().resolve_neg() for n in names}
+    tensors = {n: unwrap_leaf(leaves[n]).detach().resolve_conj().resolve_neg() for n in names}
     return tensors, {n for n in names if isinstance(leaves[n], Whole)}
 
 
@@ -104,7 +103,7 @@ def batch_key(batch: Batch) -> BatchKey:
     """Return what a lowering depends on: shapes and dtypes of tensors, and the values of all other leaves."""
 
     def describe(leaf: Any) -> TensorShape | Constant:
-        value = unwrapped(leaf)
+        value = unwrap_leaf(leaf)
         if isinstance(value, Tensor):
             sequence = leaf.dim if isinstance(leaf, losses.Sequence) else 1
             return TensorShape(tuple(value.shape), value.dtype, isinstance(leaf, Whole), sequence)
@@ -117,7 +116,7 @@ def batch_key(batch: Batch) -> BatchKey:
 def texts_of(batch: Batch) -> dict[str, str]:
     """Return a text for each leaf that is equal for equal leaves: shape, constant, checksum of the tensor."""
     key, named = dict(batch_key(batch)), Arguments.of(batch).leaves[0]
-    values = {n: unwrapped(v) for n, v in named.items()}
+    values = {n: unwrap_leaf(v) for n, v in named.items()}
     sums = {n: checksum(v) for n, v in values.items() if isinstance(v, Tensor)}
     return {f"batch[{n!r}]": f"{key[n]} {sums.get(n)}" for n in named}
 
@@ -133,7 +132,7 @@ def check_leaves(batch: Batch, *, values: bool = False) -> None:
         StateError: there are such leaves; it names them all.
     """
     named = Arguments.of(batch).leaves[0]
-    inner = {n: unwrapped(v) for n, v in named.items()}
+    inner = {n: unwrap_leaf(v) for n, v in named.items()}
     strange = {n: v for n, v in inner.items() if not isinstance(v, (Tensor, *tree.CONSTANTS))}
     wrong = [
         f"batch[{n!r}] is {'fs.Whole of ' if isinstance(named[n], Whole) else ''}{type(v).__name__}"
@@ -144,6 +143,7 @@ def check_leaves(batch: Batch, *, values: bool = False) -> None:
             value = leaf.value
             kind = str(list(value.shape)) if isinstance(value, Tensor) else type(value).__name__
             wrong.append(f"batch[{name!r}]: fs.Sequence of {kind}, dim {leaf.dim}")
+
     tensors = {n: v for n, v in inner.items() if isinstance(v, Tensor)}
     if odd := [f"batch[{n!r}] is {kind}" for n, v in tensors.items() if (kind := tree.unusual(v))]:
         raise StateError(

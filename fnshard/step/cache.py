@@ -23,7 +23,7 @@ from fnshard.compiler.schedule.build import Plan
 from fnshard.errors import StateError, TraceError
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.layout.spec import check_specs
-from fnshard.losses import unwrapped
+from fnshard.losses import unwrap_leaf
 from fnshard.mesh import Mesh, check_mesh
 from fnshard.optim.optimizer import Optimizer
 from fnshard.runtime.executor.execute import cut_batch
@@ -135,9 +135,11 @@ class ProgramCache:
 
     @property
     def _lowered(self) -> bool:
+        """Return whether programs were lowered with the form of the parameters' tree."""
         return len(self.programs) > 0 or self.on_paper is not None
 
     def _take(self, specs: ResolvedSpecs) -> None:
+        """Take specs as this cache's, after they are checked."""
         if specs.complete:
             check_specs(specs.seen, self.mesh)
         self.specs = specs
@@ -152,7 +154,7 @@ class ProgramCache:
         if size is None:
             return self.options
         leaves = Arguments.of(batch).leaves[0]
-        cut = {n: unwrapped(v) for n, v in leaves.items() if isinstance(v, Tensor | losses.Sequence)}
+        cut = {n: unwrap_leaf(v) for n, v in leaves.items() if isinstance(v, Tensor | losses.Sequence)}
         rows = {n: v.shape[0] if v.dim() else 0 for n, v in cut.items()}
         if len(counts := set(rows.values())) != 1 or not (count := counts.pop()) or count % size:
             raise StateError(
@@ -204,11 +206,11 @@ class ProgramCache:
         return lowered
 
     def _plan_of(self, options: StepOptions) -> Plan:
+        """Return the plan of a training step, or of a forward."""
         return plan_of(self.optimizer, self.specs, self.mesh, options) if self.trains else FORWARD
 
     def front(self, batch: Batch, **changes: Any) -> Front:
-        """Return the stages that read nothing but `fn`, for this rank's batch; the cache keeps nothing of
-        it."""
+        """Return the stages that read nothing but `fn`, for this rank's batch; the cache keeps none of it."""
         options = replace(self.options_of(batch), **changes)
         micro = next(split_batch(batch, options.accumulate))
         with self.lock:

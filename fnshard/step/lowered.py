@@ -12,11 +12,11 @@ from typing import Any, get_args
 import torch
 
 from fnshard.analysis.hardware import Hardware
-from fnshard.analysis.memory import Ledger, MemoryAnalysis, MemoryTimeline, made_of, measure
+from fnshard.analysis.memory import Ledger, MemoryAnalysis, MemoryTimeline, describe_peak, measure
 from fnshard.analysis.tables import megabytes
 from fnshard.analysis.timeline import HardwarePricer, Timeline, simulate, simulate_stages
 from fnshard.analysis.traffic import Traffic, analyse
-from fnshard.analysis.transport import TransportKind, kind_of
+from fnshard.analysis.transport import TransportKind, transport_of
 from fnshard.compiler.frontend.contexts import deterministic
 from fnshard.compiler.frontend.indices import Indices
 from fnshard.compiler.ir.program import Program
@@ -37,8 +37,7 @@ from fnshard.runtime.executor.compiled_update import is_compiled
 
 @dataclass(eq=False)
 class CompileStats:
-    """A count of a step's programs that were traced, and kernels that were compiled or found in PyTorch's
-    cache."""
+    """A count of a step's traced programs, and of kernels that were compiled or found in PyTorch's cache."""
 
     traces: int = 0
     compiles: int = 0
@@ -141,8 +140,7 @@ class Lowered:
     def memory_analysis(
         self, *, transport: TransportKind | None = None, stage: int | None = None
     ) -> MemoryAnalysis:
-        """Return the bytes of one rank: the peak and its parts, bytes between steps, on host and disk, by
-        leaf.
+        """Return the bytes of one rank: its peak and the parts, between steps, on host and disk, by leaf.
 
         After `compile` with Inductor they are counted in its generated code, fusion and all; before, or with
         the eager backend, from the lifetimes of values in the kernels' graphs.
@@ -172,7 +170,7 @@ class Lowered:
         if stage is None:
             ledgers = [self._ledger(transport, each) for each in range(stages)]
             return max(ledgers, key=lambda ledger: ledger.analysis.peak_bytes)
-        kind = transport or kind_of(self.schedule.mesh)
+        kind = transport or transport_of(self.schedule.mesh)
         key = kind, self.compiled is None, stage
         if key not in self.ledgers:
             self.ledgers[key] = measure(
@@ -205,11 +203,10 @@ class Lowered:
         peak = (analysis := self.memory_analysis()).peak_bytes
         if peak > bytes:
             detail = f", {megabytes(bytes)} MB are allowed ({megabytes(peak - bytes)} MB too many)"
-            raise BudgetError(made_of(analysis, detail))
+            raise BudgetError(describe_peak(analysis, detail))
 
     def comm_analysis(self, *, stage: int | None = None) -> Traffic:
-        """Return the bytes on the wire of one step: by collective, axes, unit and phase, and transfers to the
-        host.
+        """Return the bytes on the wire of one step by collective, axes, unit and phase, and transfers.
 
         `analysis["gather"]["bytes"]` counts whole buffers; see `analysis.traffic`.
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from fnshard.analysis.transport import kind_of
+from fnshard.analysis.transport import transport_of
 from fnshard.compiler.ir.program import Program
 from fnshard.compiler.kernels.segments import Segments
 from fnshard.compiler.options import StepOptions
@@ -33,7 +33,7 @@ def fill_depths(options: StepOptions, mesh: Mesh) -> StepOptions:
     """
     if options.passes is not None:
         return options
-    depth = 0 if kind_of(mesh) == "shared" else 1
+    depth = 0 if transport_of(mesh) == "shared" else 1
     prefetch = depth if options.prefetch is None else options.prefetch
     return replace(options, prefetch=prefetch, overlap=depth if options.overlap is None else options.overlap)
 

@@ -147,8 +147,7 @@ def _over_rows(schedule: Schedule) -> list[str]:
 
 
 def fits(entry: tuple[BatchKey, Any], key: BatchKey) -> bool:
-    """Return whether a lowered step is one for such a batch, and the values that it has baked in still
-    hold."""
+    """Return whether a lowered step is for such a batch, and all that it has baked in still holds."""
     return entry[0] == key and entry[1].program.guard.holds()
 
 
@@ -183,8 +182,7 @@ def describe(value: Any) -> str:
 
 
 def _is_equal(value: Any, other: Any) -> bool:
-    """Return whether two values are equal: leaves of keys as tuples, values that `fn` reads by what they
-    hold."""
+    """Return whether two values are equal: leaves of keys as tuples, what `fn` reads by its contents."""
     return value == other if isinstance(value, Constant | NumberList) else is_same(value, other)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from fnshard import tree
-from fnshard.analysis.memory import made_of
+from fnshard.analysis.memory import describe_peak
 from fnshard.compiler.frontend.contexts import check_autocast, deterministic
 from fnshard.compiler.frontend.limits import check_limits
 from fnshard.compiler.frontend.random import derive_keys
@@ -32,7 +32,7 @@ from fnshard.runtime.executor.execute import bind, cut_batch
 from fnshard.runtime.executor.scalars import Scalars
 from fnshard.runtime.executor.update import Updater
 from fnshard.runtime.readback import Reading
-from fnshard.runtime.tiers import Transfers, send
+from fnshard.runtime.tiers import Transfers, copy_to_device
 from fnshard.step.agreement import (
     Agreement,
     check_agreement,
@@ -118,8 +118,7 @@ class RankState:
 
     @property
     def reports(self) -> dict[str, float]:
-        """Return the flags and, if it is known, the number of rows, which the next step tells the other
-        ranks."""
+        """Return the flags and, if known, the number of rows, which the next step tells other ranks."""
         return {**dict.fromkeys(self.raised, 1.0), "rows": _NO_COUNT if self.rows is None else self.rows}
 
     def finish_step(
@@ -174,11 +173,13 @@ class Runner:
 
         The first time, ranks agree on the step, and the program is compiled and bound.
         """
+        # Compare what ranks were given, before a difference becomes a deadlock or a wrong number.
         if self._parts:
             self._compare_rows(batch)
         lowered, rank = self.cache.get(batch), self.rank
         if self.options.micro_rows is not None and self.mesh.size > 1:
             compare_micros(rank.comm, lowered.options.accumulate)
+
         blocks = self._blocks(params)
         tensors, whole = self.cache.tensors(lowered, batch)
         # Rows are compared over ranks where the loss is a mean over them, and all leaves have the same
@@ -186,6 +187,8 @@ class Runner:
         counts = {v.shape[0] for n, v in tensors.items() if n not in whole and v.dim()}
         plain = self.cache.trains and lowered.program.outputs.count is None
         rank.rows = counts.pop() if plain and len(counts) == 1 else None
+
+        # The first time: agree on the program, compile it and bind it.
         bound = rank.bound.get((id(lowered), rank.observer))
         if bound is None:
             if rank.agreement is None:
@@ -294,7 +297,7 @@ class Runner:
                 with deterministic(lowered.options.deterministic):
                     return run(env)
             except torch.OutOfMemoryError as error:  # the prediction knows nothing of others' tensors
-                error.add_note(made_of(lowered.memory_analysis(), ", by the plan"))
+                error.add_note(describe_peak(lowered.memory_analysis(), ", by the plan"))
                 raise
 
         bound = Bound(lowered, in_own_modes, scalars, counting(lowered.program))
@@ -320,6 +323,7 @@ class Runner:
                 if form == structure:
                     self._checked = specs, found
             blocks = [named[p] for p in specs]
+
         # A schedule writes in place, which torch refuses for what requires grad.
         return dict(zip(specs, [v.detach() if v.requires_grad else v for v in blocks], strict=True))
 
@@ -332,15 +336,18 @@ class Runner:
         seed: int,
         step: int,
     ) -> dict[str, Any]:
-        """Return the environment that a schedule starts from: stored blocks, batch, constants, random
-        keys."""
+        """Return what a schedule starts from: stored blocks, batch, constants and random keys."""
         mesh, parts, program = self.mesh, lowered.options.accumulate, lowered.program
         names = lowered.names
-        values = {n: send(v, mesh.device).contiguous() for n, v in tensors.items()}
+
+        # The batch, cut into micro-batches.
+        values = {n: copy_to_device(v, mesh.device).contiguous() for n, v in tensors.items()}
         env: dict[str, Any] = {}
         for micro, part in enumerate(cut_batch(values, whole, parts)):
             index = micro if parts > 1 else None
             env |= {ValueName(Kind.BATCH, n, micro=index): v for n, v in part.items()}
+
+        # Leaves, constants, this rank's places along axes, and a key for each random op.
         env |= {n: blocks[n.path] for n in lowered.schedule.inputs if n.kind is Kind.STORED}
         env |= {ValueName(Kind.CONSTANT, n): v for n, v in program.constants.items()}
         for axis in names["axis"]:
@@ -349,6 +356,6 @@ class Runner:
         for micro in range(parts if names["key"] else 0):
             index = micro if parts > 1 else None
             keys = derive_keys(seed, step, mesh.data_rank, micro, len(names["key"]))
-            keys = send(keys, mesh.device).unbind(0)
+            keys = copy_to_device(keys, mesh.device).unbind(0)
             env |= {ValueName(Kind.KEY, n, micro=index): k for n, k in zip(names["key"], keys, strict=True)}
         return env

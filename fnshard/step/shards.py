@@ -28,7 +28,7 @@ from fnshard.mesh import Mesh, check_mesh
 from fnshard.runtime.collectives.base import Collectives
 from fnshard.runtime.collectives.connect import connection
 from fnshard.runtime.packing import Packer, local_block
-from fnshard.runtime.tiers import allocate, check_directory, rest
+from fnshard.runtime.tiers import allocate, check_directory, to_tier
 from fnshard.step.agreement import checksum
 
 __all__ = ["shard", "unshard"]
@@ -37,8 +37,7 @@ __all__ = ["shard", "unshard"]
 def shard(
     params: Any, specs: Any, mesh: Mesh, *, disk_dir: str | None = None, seed: int | None = None
 ) -> Any:
-    """Cut a full tree into this rank's stored blocks: padded, in storage dtype, where `LayoutSpec.memory`
-    says.
+    """Cut a full tree into this rank's stored blocks: padded, in storage dtype, on their tier.
 
     Nothing moves between ranks: every rank must hold the same full tree, bit for bit, which its first step
     compares. Leaves of a module built under `deferred` are made one at a time, and nothing but the block
@@ -96,12 +95,11 @@ def put_at_rest(block: Tensor, spec: LayoutSpec, mesh: Mesh, disk_dir: str | Non
         return {n: put_at_rest(parts[n], s, mesh, disk_dir) for n, s in parts_of(spec).items()}
     if spec.memory == "device":
         return block.to(mesh.device, spec.storage_dtype)
-    return rest(block.to(spec.storage_dtype), spec.memory, mesh.device, disk_dir)
+    return to_tier(block.to(spec.storage_dtype), spec.memory, mesh.device, disk_dir)
 
 
 def foreign_block(spec: LayoutSpec, mesh: Mesh) -> Any:
-    """Return the empty block that stands for another stage's leaf; for a coded leaf, the dict of its
-    parts."""
+    """Return the empty block in the place of another stage's leaf; of a coded leaf, a dict of its parts."""
     if is_coded(spec):
         return {name: foreign_block(part, mesh) for name, part in parts_of(spec).items()}
     device = mesh.device if spec.memory == "device" else torch.device("cpu")
@@ -140,6 +138,7 @@ def unshard(
             resolved.incomplete,
             "step.specs of a step that has seen the full leaves, or match_specs(params, rules).",
         )
+
     named = resolved.stored
     given = {p: None if v is _GAP else v for p, v in resolved.blocks_of(shards).items()}
     # Slots come by path: frozen leaves are missing, and so are those of other stages.
@@ -150,6 +149,7 @@ def unshard(
         compare_paths(named, given)
     if layout != "storage":
         named = {p: _store_as(s, layout) for p, s in named.items() if given[p] is not None}
+
     check_blocks(named, given, mesh, fix=_UNSHARD)
     out = gather_full({p: given[p] for p in named}, named, mesh, connection(mesh))
     # A tree of gradients or slots has the form that `fn` sees: a coded leaf is one leaf, and None.
@@ -171,6 +171,8 @@ def gather_full(
     split = {p: s for p, s in here.items() if mesh.ordered(s.storage.axes)}
     if mesh.stages > 1:
         comm.open_groups([mesh.ordered(s.storage.axes) for s in specs.values()])
+
+    # Gather each leaf where it is stored, and send it from there to the other stages.
     with torch.no_grad():
         stored = lambda s: s.storage.contiguous  # noqa: E731
         for bucket in make_buckets(split, mesh, stored, lambda s: s.storage_dtype, "unshard"):
@@ -198,8 +200,7 @@ _GAP = PathLeaf("no gradient")
 
 
 def _fill_gaps(grads: Any, specs: ResolvedSpecs) -> Any:
-    """Fill in the Nones of a tree of gradients: a gap where a leaf has no gradient, else the specs'
-    constant."""
+    """Fill in the Nones of a tree of gradients: the specs' constant, or a gap of a leaf without one."""
     fill = tree.constants_of(specs.tree, is_spec) | dict.fromkeys(specs.stored, _GAP)
     given, form = tree.flatten_with_paths(grads, constants=True)
     return tree.unflatten([fill.get(p) if v is None else v for p, v in given.items()], form)
@@ -271,9 +272,13 @@ def init_params(
     named = tree.flatten_with_paths(make_functional(source)[1] if is_module else source)[0]
     compare_paths(resolved.leaves, named)
     check_params(named)
+
+    # With an optimizer the seed is also that of steps, so that it is always used.
     if seed is not None and (is_module or not trains):
         check_is_used(seed, named)
     check_specs(resolved.seen, mesh)
+
+    # A master copy has digits that the stored block lacks, and is taken before these are cut off.
     specs = dict(resolved.leaves)
     for path, spec in specs.items() if trains else ():
         if spec.has_master:
@@ -285,8 +290,7 @@ def init_params(
 def _blocks(
     named: Mapping[str, Tensor], specs: Mapping[str, LayoutSpec], mesh: Mesh, disk_dir: str | None, seed: int
 ) -> list[Any]:
-    """Make this rank's blocks of full leaves, in the specs' order; of deferred leaves, no more than it
-    needs."""
+    """Make this rank's blocks of full leaves, in the specs' order; of deferred leaves only what it needs."""
     check_directory(disk_dir, [p for p, s in specs.items() if s.memory == "disk"])
     wrong = [
         f"params[{p!r}] is {list(named[p].shape)}, its spec was made for {list(spec.shape)}"
@@ -297,6 +301,8 @@ def _blocks(
         raise StateError(
             f"{leaves(len(wrong))} of other shapes than their specs:", wrong, "pass full leaves."
         )
+
+    # Make one leaf after another; where it can be cut, no more of it than this rank's boxes.
     unfit, blocks, values = Unfit(), [], Values(named, seed)
     for path, spec in specs.items():
         if not is_here(spec, mesh) and not is_coded(spec):

@@ -13,9 +13,9 @@ from fnshard.errors import StateError, leaves
 from fnshard.layout.spec import LayoutSpec, is_here
 from fnshard.mesh import Mesh
 from fnshard.optim.optimizer import Optimizer
-from fnshard.runtime.executor.update import cut, place
+from fnshard.runtime.executor.update import cut, place_block
 from fnshard.runtime.packing import local_block
-from fnshard.runtime.tiers import rest
+from fnshard.runtime.tiers import to_tier
 
 
 @torch.no_grad()
@@ -45,7 +45,7 @@ def init_slots(
         slots = init_block(optimizer, path, block, spec, mesh, rank)
         if spec.has_master:
             slots[MASTER] = block.clone() if spec.optimizer_memory == "device" else block
-        out[path] = {k: rest(v, spec.optimizer_memory, mesh.device, disk_dir) for k, v in slots.items()}
+        out[path] = {k: to_tier(v, spec.optimizer_memory, mesh.device, disk_dir) for k, v in slots.items()}
     return out
 
 
@@ -73,7 +73,7 @@ def optimizer_block(stored: Tensor, spec: LayoutSpec, mesh: Mesh, rank: int) -> 
     """Return the optimizer's padded block of a stored leaf."""
     if spec.storage == spec.optimizer:
         return stored
-    where = place(spec, mesh, rank, {})
+    where = place_block(spec, mesh, rank, {})
     block = torch.zeros(where.block, dtype=stored.dtype, device=stored.device)
     cut(block, where.valid).copy_(stored[where.stored])
     return block

@@ -30,14 +30,12 @@ class Metrics(dict[str, Any]):
     __slots__ = ("_sent",)  # a step's scalars, and the reading that brings them to the host
 
     def with_reading(self, reading: Any) -> Metrics:
-        """Take note of the `runtime.readback.Reading` that brings the scalars to the host; return this
-        object."""
+        """Note the `runtime.readback.Reading` that brings the scalars to the host; return this object."""
         self._sent = self.scalars(), reading
         return self
 
     def scalars(self) -> dict[str, Tensor]:
-        """Return the 0-d tensors by name, those of an `aux` that is a dict too, as "aux.loss" where names
-        clash."""
+        """Return the 0-d tensors by name, also those of an `aux` dict, as "aux.loss" where names clash."""
         aux = self.get("aux")
         inner = aux.items() if isinstance(aux, dict) else ()
         named = {**self, **{f"aux.{k}" if k in self else str(k): v for k, v in inner}}
@@ -143,8 +141,7 @@ class TrainState:
         return self.replace(data=self.data, **fields)
 
     def replace(self, **fields: Any) -> TrainState:
-        """Return a state with some fields replaced. `data` is left out: it is the position of a restored
-        state."""
+        """Return a state with some fields replaced, without `data`, the position of a restored state."""
         known = {"where": self.where, "slot_shapes": self.slot_shapes}
         return TrainState(**{**self.as_dict(), **known, **fields})
 

@@ -36,7 +36,7 @@ from fnshard.optim.optimizer import Optimizer
 from fnshard.optim.optimizers import check_kind
 from fnshard.runtime.executor.context import Watch
 from fnshard.runtime.executor.control import StepControl
-from fnshard.runtime.executor.scalars import rescale
+from fnshard.runtime.executor.scalars import gradient_factor
 from fnshard.runtime.readback import Reading
 from fnshard.runtime.tiers import check_directory
 from fnshard.step.cache import ProgramCache
@@ -248,8 +248,11 @@ class Step(Compiled):
             keywords |= {} if rng is None else {"rng": rng}
             self._check_slots(state.opt_state)
             self._scale.check(state.loss_scale)
+
+        # Find the program of this batch, and all that it begins with but gradients' scale.
         passed = self._cache.arguments(batch, keywords)
         bound, env = self._runner.prepare(params, passed, seed, number)
+
         # The backward starts from the loss scale over the number of parts. A short dtype would round that, so
         # it starts from a power of two there, and norm and updates are scaled by the rest.
         scale, program = self._scale.scale(state.loss_scale if training else {}), bound.lowered.program
@@ -257,17 +260,22 @@ class Step(Compiled):
         divisor = self._divisor(bound, env)
         start, rest = exact_seed(float(scale) / divisor, loss.dtype)
         env[LOSS_TANGENT] = torch.full((), start, dtype=loss.dtype, device=self.mesh.device)
+
+        # The factor is known in full when the step's scalars are, on which skipping depends too.
         control = StepControl(
-            rescale=lambda summary: rescale(summary, rest / float(scale), divisor, self.mesh.device),
+            gradient_factor=lambda summary: gradient_factor(
+                summary, rest / float(scale), divisor, self.mesh.device
+            ),
             skip_if=(lambda s: not bool(torch.isfinite(s.norm))) if self._scale.dynamic else None,
             flags=self._runner.rank.reports,
         )
         if not training:
             return self._gradients(bound, bound.run(env | {CONTROL: control}))
+
         # From here on the tensors of the state are written to.
         state = state.consume()
         env |= zip(slots(state.opt_state), state.opt_state.values(), strict=True)
-        env[CONTROL] = control.started(torch.tensor(self._scale.updates(number, state.loss_scale)))
+        env[CONTROL] = control.with_count(torch.tensor(self._scale.updates(number, state.loss_scale)))
         stored = {n.path: env[n] for n in bound.lowered.schedule.inputs if n.kind is Kind.STORED}
         return self._advance(state, bound, bound.run(env), stored)
 
@@ -375,29 +383,31 @@ class Step(Compiled):
         return self._chosen_scale
 
     def _divisor(self, bound: Bound, env: dict[str, Any]) -> float:
-        """Return what gradients are divided by on the way: the number of parts, or a Mean's count or
-        bound."""
+        """Return what gradients are divided by on the way: the number of parts, a Mean's count or bound."""
         if bound.lowered.program.outputs.count is None:
             ranks = self.mesh.axes_size(averaged_axes(self.resolved.stored.values(), self.mesh))
             return float(ranks * bound.lowered.options.accumulate)
         return self._runner.count(bound, env) or float(self._runner.rank.agreement.items)
 
     def _check_optimizer(self) -> None:
+        """Check the optimizer against the leaves, as soon as these are known."""
         if self.optimizer is not None and self.resolved.complete:
             self._check_updates()
 
     def _check_slots(self, state: dict[str, dict[str, Tensor]]) -> None:
+        """Refuse an optimizer state of another step, leaf by leaf where it is not the one seen before."""
         found = [(p, n, v.shape, v.dtype, v.device) for p, own in state.items() for n, v in own.items()]
         if self._checked_slots != (list(state), found):  # another state than was checked leaf by leaf
             check_slots(state, self._slots, self.resolved.stored, self.mesh)
             self._checked_slots = list(state), found
 
     def _gradients(self, bound: Bound, env: dict[str, Any]) -> Any:
-        """Return the loss, with `aux` where there is one, and the gradients of a step without an
-        optimizer."""
+        """Return the loss, with any `aux`, and the gradients of a step without an optimizer."""
         summary, control = env[SCALARS], env[CONTROL]
         self._runner.rank.finish_step({}, summary.flags, summary.excesses)
-        factor = control.rescale(summary)
+        factor = control.gradient_factor(summary)
+
+        # Gradients of this rank's leaves, and empty ones of leaves of other stages.
         blocks: dict[str, Tensor] = {}
         for name in bound.lowered.schedule.reduced.values():
             blocks |= env[name].blocks
@@ -408,8 +418,11 @@ class Step(Compiled):
         for path in self.resolved.trainable:
             if not is_here(spec := self.resolved.stored[path], self.mesh):
                 grads[path] = foreign_block(replace(spec, memory="device"), self.mesh)
+
         loss = summary.loss.to(env[LOSS_TANGENT].dtype)
         self._say_if_not_finite("without an optimizer", loss, list(grads.items()), "gradients")
+
+        # Give them the tree that `fn` sees.
         aux = bound.scalars.aux_tree(summary, env)
         grads, structure = self.resolved.as_seen(grads), self.resolved.structure.of_gradients
         ordered = map(grads.get, self.resolved.stored)
@@ -427,14 +440,17 @@ class Step(Compiled):
         """
         summary, control = env[SCALARS], env[CONTROL]
         loss_scale = self._scale.after(state.loss_scale, control.skip)
+
+        # The metrics, still on the device.
         metrics = Metrics(loss=summary.loss)
         if summary.norm is not None:
-            factor = control.rescale(summary)
+            factor = control.gradient_factor(summary)
             metrics["grad_norm"] = summary.norm if factor is None else summary.norm * factor
         metrics.update(self.optimizer.values(control.step), **self._scale.metrics(loss_scale))
         aux = bound.scalars.aux_tree(summary, env)
         if aux is not None:
             metrics["aux"] = aux
+
         # A norm shows gradients that are not finite; where there is none, blocks of the parameters do.
         number = int(state.step)
         if summary.norm is not None:
@@ -443,6 +459,7 @@ class Step(Compiled):
         else:
             after = self._read_after(stored, whole=number & (number - 1) == 0)
             self._say_if_not_finite(f"step {number}", summary.loss, after, "parameters after its update")
+
         rank = self._runner.rank
         metrics.with_reading(rank.finish_step(metrics.scalars(), summary.flags, summary.excesses))
         # A skipped step is a step (its batch and its random numbers are used up) and no update.
@@ -474,12 +491,16 @@ class Step(Compiled):
         """
         if self.mesh.device_type != "cpu" or self._warned_of_nan or self._scale.dynamic:
             return
+
+        # A loss that is not finite shows what an earlier step missed.
         rank = self._runner.rank
         before, rank.was_finite = rank.was_finite, math.isfinite(loss)
         if not rank.was_finite:
             if before and self.mesh.rank == 0:
                 self._warn_of_nan(f"{where}: the loss is {float(loss):.6g}, and the one before was finite.")
             return
+
+        # A finite loss: look at the values, by one sum of each block.
         floats = [(n, v) for n, v in values if v.is_floating_point() and v.element_size() > 1]
         sums = [v.detach().sum(dtype=torch.float32) for _, v in floats if v.numel() > SMALL]
         few = [v.detach().flatten() for _, v in floats if v.numel() <= SMALL]
@@ -497,6 +518,7 @@ class Step(Compiled):
             )
 
     def _warn_of_nan(self, found: str) -> None:
+        """Warn, with the call that finds where the first NaN came from."""
         self._warned_of_nan = True
         kept = "kept" if self.optimizer is not None else "params"
         way = "kept = state.copy() before the step, and " * (kept == "kept")

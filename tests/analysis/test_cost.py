@@ -239,7 +239,7 @@ def test_kernels_cost_more_uncompiled() -> None:
     pricers = [HardwarePricer(low.schedule, H100, low.sizes, fused=f) for f in (True, False)]
     fused, eager = (run.price(pricer) for pricer in pricers)
     assert fused.device_seconds < eager.device_seconds and fused.host_seconds < eager.host_seconds
-    assert len({pricer.counted(run).flops for pricer in pricers}) == 1
+    assert len({pricer.kernel_cost(run).flops for pricer in pricers}) == 1
 
 
 # ------------------------------------------------------------------ hardware
@@ -276,7 +276,7 @@ def quick() -> Any:
         "ROWS": (64, 4096),
         "COLD_BYTES": 1 << 16,
     }
-    return mock.patch.multiple(measuring, SAMPLES=1, SAMPLE_s=1e-6, **sizes)
+    return mock.patch.multiple(measuring, SAMPLES=1, SAMPLE_S=1e-6, **sizes)
 
 
 def test_measuring_this_machine() -> None:

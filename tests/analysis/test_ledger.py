@@ -16,7 +16,7 @@ from models import MODELS, model_of
 from torch import Tensor
 
 import fnshard as fs
-from experiments.bench.measure import live_bytes
+from experiments.bench.measure import log_live_bytes
 from experiments.lib.decoder import Decoder, DecoderConfig, next_token_loss
 from fnshard.compiler.frontend.exchange import EXCHANGE
 from fnshard.runtime.collectives.connect import connect, connection
@@ -91,7 +91,7 @@ def follow(step: Any, params: Mapping[str, Tensor], *batch: Tensor, steps: int =
         return run
 
     lowered = step.lower(params, *batch)
-    return lowered, live_bytes(make, torch.device("cpu"), steps)
+    return lowered, log_live_bytes(make, torch.device("cpu"), steps)
 
 
 def measured_on_rank(

@@ -37,7 +37,14 @@ from fnshard.layout.partition import Fused, block_shape
 from fnshard.mesh import simulated_rank
 from fnshard.runtime.files import tensorfile
 from fnshard.runtime.files.json_reader import Count, from_json
-from fnshard.runtime.files.tensorfile import DTYPES, Corrupt, TensorToWrite, open_regular, read_checked, write
+from fnshard.runtime.files.tensorfile import (
+    DTYPES,
+    Corrupt,
+    TensorToWrite,
+    open_regular,
+    read_and_check,
+    write,
+)
 
 FIELDS: dict[str, Any] = {
     "step": 0, "seed": 0, "mesh": {"axes": {"shard": 1}, "data_axes": ["shard"]}, "data": (), "specs": {},
@@ -62,7 +69,7 @@ def part_of(leaf: LocalLeaf, mesh: fs.Mesh, rank: int) -> Any:
     for start, part in leaf.parts(mesh) if assign_leaves({"params/w": leaf}, mesh) else ():
         chunks.append(Chunk(start, tuple(part.shape), f"rank-{rank:05d}.safetensors", at, (0,)))
         at += part.nbytes
-    return leaf.saved_as(chunks)
+    return leaf.to_saved(chunks)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
@@ -90,8 +97,8 @@ def test_chunks_are_every_part_once_and_ranks_read_their_own(layout: Any, tmp_pa
 
 def test_ranks_that_hold_different_states_are_told() -> None:
     leaf = LocalLeaf((4,), P(), torch.ones(4))
-    whole = leaf.saved_as([Chunk((0,), (4,), "rank-00000.safetensors", 8, (0,))])
-    other = LocalLeaf((4,), P("shard"), torch.ones(4)).saved_as()
+    whole = leaf.to_saved([Chunk((0,), (4,), "rank-00000.safetensors", 8, (0,))])
+    other = LocalLeaf((4,), P("shard"), torch.ones(4)).to_saved()
     for parts in ([{"a": whole}, {"a": other}], [{"a": whole}, {"a": whole, "b": whole}], [{"a": other}]):
         with pytest.raises(ValueError, match=r"ranks hold different states: [ab]"):
             merge_leaves(parts, [0] * len(parts))
@@ -313,7 +320,7 @@ def test_any_range_is_read_right_or_refused(tmp_path: Path, data: Any) -> None:
     hit = flipped is not None and start // block <= flipped // 8 // block < -(-(start + count) // block)
     with mock.patch.object(tensorfile, "BLOCK_BYTES", block), opened(path) as fd:
         try:
-            read_checked(fd, before, size, crc32, start, memoryview(out))
+            read_and_check(fd, before, size, crc32, start, memoryview(out))
         except Corrupt as error:
             assert hit and "checksum differs" in str(error)
         else:
@@ -370,10 +377,10 @@ def test_a_keep_that_cannot_be(wrong: Any) -> None:
 def test_stages_have_leaves_of_their_own_and_ranks_of_one_the_same() -> None:
     """ "b" is of the second stage, whose two ranks both name it."""
     leaf = LocalLeaf((4,), P(), torch.ones(4))
-    whole = leaf.saved_as([Chunk((0,), (4,), "rank-00000.safetensors", 8, (0,))])
+    whole = leaf.to_saved([Chunk((0,), (4,), "rank-00000.safetensors", 8, (0,))])
     found = merge_leaves(
-        [{"a": whole}, {"a": leaf.saved_as()}, {"b": whole}, {"b": leaf.saved_as()}], [0, 0, 1, 1]
+        [{"a": whole}, {"a": leaf.to_saved()}, {"b": whole}, {"b": leaf.to_saved()}], [0, 0, 1, 1]
     )
     assert list(found) == ["a", "b"] and all(len(each.chunks) == 1 for each in found.values())
     with pytest.raises(ValueError, match="ranks hold different states: b"):
-        merge_leaves([{"a": whole}, {"a": leaf.saved_as()}, {"b": whole}, {}], [0, 0, 1, 1])
+        merge_leaves([{"a": whole}, {"a": leaf.to_saved()}, {"b": whole}, {}], [0, 0, 1, 1])

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fnshard as fs
 from fnshard import LayoutSpec, P, StateError
 from fnshard.compiler.deferred.deferred_init import Values
-from fnshard.compiler.deferred.draws import fill, normal, truncated, uniform
-from fnshard.compiler.ir.bits import GOLDEN, mix, signed
+from fnshard.compiler.deferred.draws import fill, normal, truncated_normal, uniform
+from fnshard.compiler.ir.bits import GOLDEN, mix, to_int64
 
 transformers = pytest.importorskip("transformers")
 
@@ -230,7 +230,7 @@ def alone(make: Callable[[], nn.Module], seed: int = 7) -> dict[str, Tensor]:
 
 def test_bits_are_those_of_splitmix64() -> None:
     """Published numbers for the seed 1234567."""
-    states = torch.tensor([signed(1234567 + i * GOLDEN) for i in (1, 2, 3)])
+    states = torch.tensor([to_int64(1234567 + i * GOLDEN) for i in (1, 2, 3)])
     expected = [6457827717110365317, 3203168211198807973, 9817491932198370423]
     assert [int(bits) % 2**64 for bits in mix(states)] == expected
 
@@ -241,8 +241,14 @@ def test_bits_are_those_of_splitmix64() -> None:
     [
         (normal(0.5, 2.0), lambda x: 0.5 * torch.erfc((0.5 - x) / 8**0.5)),
         (uniform(-1.0, 3.0), lambda x: (x + 1) / 4),
-        (truncated(0.0, 1.0, -1.0, 3.0), lambda x: (_below(x) - _below(-1)) / (_below(3) - _below(-1))),
-        (truncated(0.0, 1.0, 8.0, 9.0), lambda x: (_below(-8) - _below(-x)) / (_below(-8) - _below(-9))),
+        (
+            truncated_normal(0.0, 1.0, -1.0, 3.0),
+            lambda x: (_below(x) - _below(-1)) / (_below(3) - _below(-1)),
+        ),
+        (
+            truncated_normal(0.0, 1.0, 8.0, 9.0),
+            lambda x: (_below(-8) - _below(-x)) / (_below(-8) - _below(-9)),
+        ),
     ],
 )
 def test_draws_have_their_distribution(draw: Any, distribution: Any, dtype: torch.dtype) -> None:

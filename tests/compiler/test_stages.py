@@ -22,7 +22,7 @@ from toys import WIDTH, chain, lower, run_chain
 
 import fnshard as fs
 from fnshard import LayoutSpec, P, ScheduleError, SpecError, TraceError
-from fnshard.compiler.ir.values import Kind, stored
+from fnshard.compiler.ir.values import Kind, stored_names
 from fnshard.compiler.kernels.segments import Way
 from fnshard.compiler.schedule.instructions import (
     AllReduce,
@@ -289,7 +289,7 @@ def test_a_foreign_leaf_that_is_read_is_found() -> None:
     schedule = stages()[1]
     lines = list(schedule.instructions)
     at = find(lines, Run)
-    lines[at] = replace(lines[at], reads=(*lines[at].reads[:-1], *stored(["layers.0.w"])))
+    lines[at] = replace(lines[at], reads=(*lines[at].reads[:-1], *stored_names(["layers.0.w"])))
     with pytest.raises(ScheduleError, match=r"s:layers\.0\.w, a leaf of another stage"):
         verify(schedule.with_instructions(lines))
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from toys import assert_same_grads, our_grads, plain_grads, step_of
 
 import fnshard as fs
-from fnshard.compiler.frontend.substitutes import grouped_by_blocks, unchecked
+from fnshard.compiler.frontend.substitutes import grouped_by_blocks, skip_checks
 
 DOUBLE = torch.float64
 
@@ -188,7 +188,7 @@ def test_other_threads_keep_their_checks_while_one_takes_operators_apart() -> No
     import torch._higher_order_ops.effects as effects
 
     check = torch.ops.aten._linalg_check_errors.default
-    with ThreadPoolExecutor(1) as other, unchecked():
+    with ThreadPoolExecutor(1) as other, skip_checks():
         assert not effects.has_effects(check)
         assert other.submit(effects.has_effects, check).result()
     assert effects.has_effects(check)

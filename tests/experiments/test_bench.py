@@ -20,7 +20,7 @@ from experiments.bench.checkpoint import compare
 from experiments.bench.command import COMMAND
 from experiments.bench.config import CASES, FNSHARD, MICRO, MUON, NARROW, TORCH, read
 from experiments.bench.contenders import CONTENDERS
-from experiments.bench.measure import Heap, interleave, live_bytes, ratio, timed
+from experiments.bench.measure import Heap, interleave, log_live_bytes, ratio, time_work
 from experiments.bench.sizes import decoder, names
 from experiments.lib.checks import ConfigError
 from experiments.lib.decoder import DecoderConfig
@@ -81,7 +81,7 @@ def test_every_round_makes_one_sample_of_each_in_a_new_order_and_ratios_cancel_d
     drift = [1.0, 3.0, 10.0, 2.0, 1.0]
     assert ratio([2 * d for d in drift], drift) == pytest.approx(2.0)
     clock = iter([0.0, 6.0])  # a sample is the mean of several steps
-    assert timed(lambda: taken.append("d"), steps=3, clock=lambda: next(clock)) == 2.0
+    assert time_work(lambda: taken.append("d"), steps=3, clock=lambda: next(clock)) == 2.0
     assert taken.count("d") == 3
 
 
@@ -119,7 +119,7 @@ def test_every_published_row_is_predicted_or_left_out_with_a_reason():
     seconds = found.step.predicted
     assert all(0 < seconds[name] <= seconds[""] for name in published.CONSTANTS)
     assert seconds["matmul"] < seconds[""] and found.error() == abs(found.rate() / small.rate - 1)
-    fit, held = published.halves(rows)
+    fit, held = published.split_sources(rows)
     assert len(fit) == 4 and len(held) == 5  # one source has pipelines alone, and is held out
     assert set(fit) | set(held) == {row.source for row in rows}
     assert {row.compute_dtype for row in rows} == {"bfloat16", "float8_e4m3fn"} and any(
@@ -132,7 +132,7 @@ def test_a_published_row_with_a_pipeline_is_held_out_and_predicted():
     piped = [row for row in rows if "pipeline" in row.axes]
     assert len(piped) == 2 and {row.preset for row in piped} == {"shard_grad_op"}
     assert {(row.chunks, row.recompute) for row in piped} == {(8, "none")}
-    assert {row.source for row in piped} <= set(published.halves(rows)[1])
+    assert {row.source for row in piped} <= set(published.split_sources(rows)[1])
     sizes = {"width": 64, "layers": 3, "heads": 4, "kv_heads": 2, "mlp": 128, "vocab": 128, "context": 64}
     few = replace(
         piped[0], model=replace(piped[0].model, **sizes), axes={"pipeline": 2, "shard": 2}, chunks=2
@@ -155,7 +155,7 @@ def test_live_bytes_of_known_tensors():
 
         return step
 
-    seen = live_bytes(make, torch.device("cpu"))
+    seen = log_live_bytes(make, torch.device("cpu"))
     assert 3 * MB <= seen.between < 3.1 * MB
     assert 7 * MB <= seen.peak < 7.1 * MB
 
@@ -246,7 +246,7 @@ def test_starts_of_two_checkouts_take_turns(tmp_path, monkeypatch):
         made.append((checkout.name, place))
         return float(len(made))
 
-    monkeypatch.setattr(micro, "train", train)
+    monkeypatch.setattr(micro, "time_first_row", train)
     config = COMMAND.read({"case": "starts", "rounds": 2, "checkout": str(tmp_path / "before")})
     found = micro.starts(config, tmp_path)
     assert [name for name, _ in made] == [ROOT.name, ROOT.name, "before", "before"] * 2

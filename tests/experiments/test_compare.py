@@ -13,8 +13,16 @@ import pytest
 from runs import leave_run
 
 from experiments.compare.__main__ import main as compare
-from experiments.compare.outcome import FAILED, OK, Outcome, find_outcomes, jobs_of, outcome_of
-from experiments.compare.table import as_text, differences, draw, names_of, rank_outcomes, write, write_csv
+from experiments.compare.outcome import FAILED, OK, Outcome, find_jobs, find_outcomes, outcome_of
+from experiments.compare.table import (
+    as_text,
+    differences,
+    draw,
+    name_runs,
+    rank_outcomes,
+    write_comparison,
+    write_csv,
+)
 from experiments.lib.checks import ConfigError
 from experiments.lib.files import write_json
 from experiments.lib.folder import write_result
@@ -37,7 +45,7 @@ def test_every_kind_of_run_is_read(tmp_path):
     write_result(tmp_path / "11", status="failed", overrides=[], error=bug)
     (tmp_path / ".submitit").mkdir()
     (tmp_path / "notes").mkdir()
-    outcomes = [outcome_of(folder, folder.name) for folder in jobs_of(tmp_path)]
+    outcomes = [outcome_of(folder, folder.name) for folder in find_jobs(tmp_path)]
     text = [(o.name, o.status, o.overrides, o.reason) for o in outcomes]
     assert text == [
         ("0", "ok", ("a=1",), ""),
@@ -164,7 +172,7 @@ def test_what_runs_are_after_decides_the_order_the_star_and_the_picture(tmp_path
         kept = []
         save = Figure.savefig
         patch.setattr(Figure, "savefig", lambda self, *a, **k: (kept.append(self), save(self, *a, **k)))
-        text, ranking = write(rows, None, tmp_path, "s", "s.txt")
+        text, ranking = write_comparison(rows, None, tmp_path, "s", "s.txt")
     assert (None if ranking.best is None else ranking.best.name) == best and said in text
     assert goals[0].held_out in text.splitlines()[0] and text.count("*") == (2 if best else 0)
     assert "held_out_accuracy" in text
@@ -186,8 +194,8 @@ def test_a_run_that_has_not_ended_says_what_it_is_after(tmp_path, status):
 
 def test_runs_have_names_and_not_overrides():
     rows = [outcome("a", OK, "optimizer=muon", "optimizer.lr=0.02", "x=1"), outcome("b", OK, "x=1")]
-    assert list(names_of(rows).values()) == ["muon, lr 0.02", "b"]
-    assert list(names_of([outcome("a", OK, "m=x"), outcome("b", OK, "m=x")]).values()) == ["a", "b"]
+    assert list(name_runs(rows).values()) == ["muon, lr 0.02", "b"]
+    assert list(name_runs([outcome("a", OK, "m=x"), outcome("b", OK, "m=x")]).values()) == ["a", "b"]
 
 
 def test_the_csv_has_a_column_per_option(tmp_path):
@@ -205,7 +213,7 @@ def test_the_csv_has_a_column_per_option(tmp_path):
 
 def test_an_override_with_a_space_is_one(tmp_path):
     rows = [outcome(str(n), OK, f"run.prompt=a {n}", held_out_loss=1.0) for n in (1, 2)]
-    assert list(names_of(rows).values()) == ["prompt a 1", "prompt a 2"]
+    assert list(name_runs(rows).values()) == ["prompt a 1", "prompt a 2"]
 
 
 def test_a_curve_may_have_both_infinities(tmp_path):
@@ -218,7 +226,7 @@ def test_a_curve_may_have_both_infinities(tmp_path):
 
 def test_no_star_where_nobody_has_said_what_is_better(tmp_path, capsys):
     rows = [outcome(str(n), OK, held_out_loss=1.0, held_out_worst=float(n), recall=n / 4) for n in (1, 2)]
-    text, ranking = write(rows, "held_out_worst", tmp_path, "s", "s.txt")
+    text, ranking = write_comparison(rows, "held_out_worst", tmp_path, "s", "s.txt")
     assert ranking.best is None and "*" not in text and "--metric held_out_worst --direction maximize" in text
     for is_maximised, best in ((True, "2"), (False, "1")):
         assert rank_outcomes(rows, "held_out_worst", is_maximised).best.name == best

@@ -30,7 +30,7 @@ from experiments.data.loader import Loader
 from experiments.data.prepared import RecordPolicy, open_prepared, prepare
 from experiments.data.shards import BLOCK_BYTES, HEADER, SUMS, open_shards
 from experiments.data.text import Windows, open_tokens
-from experiments.evaluate.run import answered
+from experiments.evaluate.run import read_answers
 from experiments.evaluate.tasks import Question, Task
 from experiments.generate import read_config
 from experiments.lib import metrics, report
@@ -56,7 +56,7 @@ from experiments.lib.folder import (
     read_result,
     write_result,
 )
-from experiments.lib.measured import measured_run
+from experiments.lib.measured import read_measurements
 from experiments.lib.metrics import METRICS, read_rows
 from experiments.lib.record import RunRecord
 from experiments.lib.report import Report
@@ -149,7 +149,7 @@ def run_folder(folder: Path) -> Subject:
         ended = is_finished(copy, config)
         with claim(config, copy, chosen=True):
             outcome = replace(outcome_of(copy, ""), folder=Path())
-            values, run = read_config(copy), measured_run(copy)
+            values, run = read_config(copy), read_measurements(copy)
             known = RunRecord(copy, {})._known
             metrics = copy / METRICS
             made = Report(copy, STEPS, 10, RunRecord(copy, {}, STEPS), STEPS, metrics, stream=said)
@@ -458,7 +458,7 @@ def test_an_answer_that_is_not_what_was_written_is_asked_again(tmp_path):
     lines[1], lines[2] = lines[1].replace("1.0", "0.0"), "[3]"
     (tmp_path / "0.jsonl").write_text("\n".join([*lines, json.dumps({"question": 9, "acc": 1.0}), '{"que']))
     task = Task("arc", (Question("", (), ""),) * 4, ("acc",))
-    assert answered(tmp_path, task) == {0: {"acc": 1.0}, 3: {"acc": 1.0}}
+    assert read_answers(tmp_path, task) == {0: {"acc": 1.0}, 3: {"acc": 1.0}}
 
 
 # ------------------------------------------------------------------ prepared data, shards
@@ -559,10 +559,10 @@ def test_what_a_killed_tokenising_job_has_left_is_compared_before_it_is_kept(
         saved.append(path)
         save(path, tokens)
 
-    save = job._save
+    save = job._save_array
     config = tokenize_config(tmp_path / "cut", texts, shard_mb=0.05)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(job, "_save", dies)
+        patch.setattr(job, "_save_array", dies)
         tokenize(config)
     left = (
         saved[2]

@@ -384,7 +384,7 @@ def test_a_part_of_a_file_is_held_out(prepared_from):
 def test_the_second_call_finds_what_the_first_made(prepared_from, monkeypatch, directory, tmp_path):
     first = prepared_from([GOOD["samples"]])
     with monkeypatch.context() as patch:
-        patch.setattr(prepared, "_make", None)
+        patch.setattr(prepared, "_prepare_folder", None)
         assert prepared_from([GOOD["samples"]], "another name.jsonl") == first == open_prepared(first.folder)
     other = open_directory(directory(tokenizer_config={"eos_token": "</s>"}))
     keys = {
@@ -420,7 +420,7 @@ def test_without_datasets_the_extra_is_named(prepared_from, monkeypatch):
 
 
 def test_built_in_examples_are_real_split_and_the_same_every_time(tmp_path, byte_directory):
-    files = *builtin.sft_files(tmp_path), *builtin.pair_files(tmp_path)
+    files = *builtin.write_sft_files(tmp_path), *builtin.write_pair_files(tmp_path)
     lines = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
     assert [len(x) for x in lines[:2]] == [2000, 200] and all(len(x) > 150 for x in lines)
     both = [{(x["prompt"], x["response"]) for x in side} for side in lines[:2]]
@@ -429,14 +429,14 @@ def test_built_in_examples_are_real_split_and_the_same_every_time(tmp_path, byte
     assert all((x["prompt"], x["chosen"]) in both[0] and x["chosen"] != x["rejected"] for x in lines[2])
     before = [file.read_bytes() for file in files]
     builtin._functions.cache_clear()
-    files = *builtin.sft_files(tmp_path), *builtin.pair_files(tmp_path)
+    files = *builtin.write_sft_files(tmp_path), *builtin.write_pair_files(tmp_path)
     assert [file.read_bytes() for file in files] == before
     data = prepare(files[3], byte_directory, RecordPolicy("pairs", 256), cache=tmp_path / "cache")[0]
     assert not any(data.left_out.values())
 
 
 def test_built_in_answers_are_right_and_wrong(tmp_path):
-    for file in builtin.answer_files(tmp_path):
+    for file in builtin.write_answer_files(tmp_path):
         records = [json.loads(line) for line in file.read_text().splitlines()]
         prompts, rows = [r["prompt"] for r in records], [{"response": r["chosen"]} for r in records]
         assert set(rewards.solved(prompts, [r["chosen"] for r in records], rows)) == {1.0}

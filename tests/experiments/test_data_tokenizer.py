@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from made_data import CHATML, EVERY_BYTE, MARKED, TALK, learned_text
 
 from experiments.data.chat import conversation, opening
-from experiments.data.records import sample
+from experiments.data.records import encode_sample
 from experiments.data.tokenizer import FILE, ByteTokenizer, load_tokenizer, open_directory
 from experiments.lib.checks import ConfigError
 from experiments.lib.files import LineError
@@ -69,7 +69,7 @@ def test_calls_of_tools_are_learned_as_the_template_writes_them(directory):
         {"role": "tool", "content": "2"},
         {"role": "assistant", "content": "Two."},
     ]
-    (found,) = sample({"messages": talk, "tools": tools}, tokenizer)
+    (found,) = encode_sample({"messages": talk, "tools": tools}, tokenizer)
     text, ids = learned_text(tokenizer, found)
     whole = tokenizer.decode(ids, control=True)
     assert "add" in text and "Two." in text and "1+1?" not in text and text.count("</s>") == 2
@@ -194,7 +194,7 @@ def test_nobody_ends_a_turn_by_writing_how_turns_end(directory, content):
     ):
         with pytest.raises(LineError, match=r"messages\[0\] spells the control token '<"):
             opening(tokenizer, talk)
-    ids, _ = sample({"prompt": content, "response": "yo"}, tokenizer)[0]  # there it is one
+    ids, _ = encode_sample({"prompt": content, "response": "yo"}, tokenizer)[0]  # there it is one
     assert ids.tolist() == [*tokenizer.hf(f"{content}yo", add_special_tokens=False).input_ids, tokenizer.eos]
 
 
@@ -224,7 +224,7 @@ def test_a_response_follows_its_prompt_without_a_space(tmp_path, scheme):
     file.save(str(tmp_path / FILE))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
     tokenizer = open_directory(tmp_path)
-    ids, learned = sample({"prompt": "say: ", "response": "fine"}, tokenizer)[0]
+    ids, learned = encode_sample({"prompt": "say: ", "response": "fine"}, tokenizer)[0]
     assert tokenizer.decode(ids.tolist()) == "say: fine"
     assert ids[~learned.astype(bool)].tolist() == tokenizer.encode("say: ")
     assert np.array_equal(learned, np.sort(learned)) and learned[-1] and ids[-1] == tokenizer.eos

@@ -87,9 +87,9 @@ def playing(model: Any, data: Any, where: Any, name: str, *more: str) -> tuple[A
 def test_what_is_learned_is_what_was_drawn_after_what_was_shown(model, data, tmp_path):
     """By the rows of a batch: the sampler's log-probabilities are those of the model at the same tokens."""
     parts, rewarded, state = playing(model, data, tmp_path, "asking_twice")
-    turns, rewards = rewarded._play(rewarded.gather(state.params), 0, [3, 5], 2, rewarded.of.data.train)
+    turns, rewards = rewarded._play(rewarded.gather(state.params), 0, [3, 5], 2, rewarded.prompts.data.train)
     assert len(rewards) == 4 < len(turns)
-    batch = rewarded._of_turns(turns, rewards)
+    batch = rewarded._lay_out_turns(turns, rewards)
     assert int(batch["answers"].sum()) == 4 and batch["tokens"].shape[1] == 96
     lm, params = parts.planned.tuning.lm, state.params["base"]
     logits = lm.logits(params, *(batch[n] for n in ("tokens", "positions", "documents")))
@@ -99,7 +99,7 @@ def test_what_is_learned_is_what_was_drawn_after_what_was_shown(model, data, tmp
     assert int(mask.sum()) == sum(len(turn.answer[0]) for turn in turns)
     # A second turn was shown the first answer's words and what the tool said.
     second = next(turn for turn in turns if turn.number == 1)
-    shown = rewarded.of.data.tokenizer.decode(second.prompt, control=True)
+    shown = rewarded.prompts.data.tokenizer.decode(second.prompt, control=True)
     assert "again" in shown and rewards[second.rollout] > 0
     # All turns of a rollout have one advantage; the two rollouts of a prompt have opposite ones.
     gains = fs.losses.policy.group_advantages(torch.tensor(rewards), 2)

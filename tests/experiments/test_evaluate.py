@@ -30,9 +30,9 @@ from experiments.evaluate.tasks import (
     CEVAL_SUBJECTS,
     Question,
     check_tasks,
-    graded,
+    grade_answer,
+    read_tasks,
     task_of,
-    tasks_of,
 )
 from experiments.lib.checks import ConfigError
 from experiments.lib.compose import MISTAKES
@@ -113,7 +113,10 @@ def test_questions_are_in_the_harness_s_words(files):
     assert "[title]" not in str(first["hellaswag"]) and "[step]" not in str(first["hellaswag"])
     shots = task_of(f"gsm8k:{files['gsm8k']}:{files['gsm8k']}", shots=2, limit=3).questions
     assert len(shots) == 3 and shots[2].prompt.count("####") == 2 and shots[2].prompt.count("Question:") == 3
-    assert graded(Question("", (), "#### 1,200"), "x #### 1200.") == {"exact_match": 1.0, "strict_match": 1.0}
+    assert grade_answer(Question("", (), "#### 1,200"), "x #### 1200.") == {
+        "exact_match": 1.0,
+        "strict_match": 1.0,
+    }
 
 
 def test_numbers_are_those_of_plain_likelihoods(model, files, tmp_path):
@@ -491,17 +494,17 @@ def test_files_of_one_name_are_two_tasks(files, tmp_path):
         (tmp_path / folder).mkdir()
         leave_records(tmp_path / folder / "test.csv", "q?,w,x,y,z,C\n")
     texts = [f"mmlu:{tmp_path}/{folder}/test.csv" for folder in "ab"]
-    assert [task.name for task in tasks_of(texts)] == [f"{tmp_path}/{folder}/test" for folder in "ab"]
-    assert [task.name for task in tasks_of(texts[:1])] == ["test"]
-    assert len({task.name for task in tasks_of([texts[0], texts[0].replace("mmlu", "ceval")])}) == 2
+    assert [task.name for task in read_tasks(texts)] == [f"{tmp_path}/{folder}/test" for folder in "ab"]
+    assert [task.name for task in read_tasks(texts[:1])] == ["test"]
+    assert len({task.name for task in read_tasks([texts[0], texts[0].replace("mmlu", "ceval")])}) == 2
     with pytest.raises(ConfigError, match="is named 2 times"):
-        tasks_of([texts[0]] * 2)
+        read_tasks([texts[0]] * 2)
 
 
 @pytest.mark.parametrize("generated", ["", "none", "####", "#### .", "$", ".", ","])
 def test_an_answer_without_a_number_never_scores(generated):
     for answer in ("#### ", "####", "x", "#### $", "#### .", "#### ,"):
-        assert set(graded(Question("", (), answer), generated).values()) == {0.0}
+        assert set(grade_answer(Question("", (), answer), generated).values()) == {0.0}
 
 
 # ------------------------------------------------------------------ tokens

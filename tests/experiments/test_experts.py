@@ -21,8 +21,8 @@ import fnshard as fs
 from experiments import bases, finetune
 from experiments.bases import make_base
 from experiments.lib.checks import ConfigError
-from experiments.tuning.lm import LanguageModel, of
-from experiments.tuning.method import tuning_of
+from experiments.tuning.lm import LanguageModel, from_model
+from experiments.tuning.method import make_tuning
 from experiments.tuning.model_directory import EXPORTED, find_directory
 from fnshard.errors import SpecError, StateError, TraceError
 
@@ -83,7 +83,7 @@ def test_gradients_are_those_of_plain_autograd(name, backend, axes, wide):
     expected, wanted = plainly(module)
     idle = [g for g in wanted.values() if g.dim() == 3 and (g.flatten(1).abs().amax(1) == 0).any()]
     assert idle
-    model, mesh = of(module), fs.make_mesh(**axes, simulated=True)
+    model, mesh = from_model(module), fs.make_mesh(**axes, simulated=True)
     named = {axis: axis for axis in ("tensor", "expert") if axis in axes}
     specs = fs.presets.full_shard(model.params, mesh, **named)
     step = fs.shard_step(loss_of(model), specs, mesh=mesh, backend=backend)
@@ -107,10 +107,10 @@ def test_gradients_are_those_of_plain_autograd(name, backend, axes, wide):
 def test_adapters_of_experts_are_what_they_are_merged_to(name, wide):
     """Loss and gradients, next to those of a module with W + s B A in its experts."""
     module = built(name).double()
-    model, mesh = of(deepcopy(module)), fs.make_mesh(shard=1, device="cpu")
+    model, mesh = from_model(deepcopy(module)), fs.make_mesh(shard=1, device="cpu")
     tuned, params = fs.lora(
         loss_of(model), model.params, rank=2, targets=[*model.experts(), *model.matrices()],
-        transposed="|".join(model.transposed()),
+        transposed="|".join(model.transposed_matrices()),
     )  # fmt: skip
     for parts in params["adapters"].values():
         parts["b"].data.normal_(0, 0.1)
@@ -133,7 +133,7 @@ def test_adapters_of_experts_are_what_they_are_merged_to(name, wide):
 
 
 def test_what_adapters_of_experts_cannot_be_is_said(tmp_path):
-    model = of(built("qwen3_moe"))
+    model = from_model(built("qwen3_moe"))
     targets, loss = model.experts(), loss_of(model)
     with pytest.raises(SpecError, match="a matrix of each expert, and dora is for one"):
         fs.lora(loss, model.params, targets=targets, dora=True)
@@ -228,7 +228,7 @@ def test_a_mixture_is_tuned_exported_and_opened(mixture, data, tmp_path, chosen)
     changed = {path for path, leaf in opened.named_parameters() if not torch.equal(leaf, plain[path])}
     experts = {path for path in plain if path.split(".")[-2] == "experts"}
     assert experts and (experts <= changed)  # by their adapters, or by the rounding of their codes
-    ours = of(deepcopy(opened))
+    ours = from_model(deepcopy(opened))
     torch.testing.assert_close(ours.logits(dict(ours.params), TOKENS), opened(TOKENS).logits)
 
 
@@ -260,9 +260,9 @@ def test_experts_on_two_ranks_are_tuned_as_on_one(ranks, mixture, data, tmp_path
 def test_a_model_without_experts_has_no_expert_axis(model, data, tmp_path):
     config = config_of(model, data, tmp_path)
     config = replace(config, mesh=replace(config.mesh, expert=2))
-    module = of(transformers.AutoModelForCausalLM.from_pretrained(model))
+    module = from_model(transformers.AutoModelForCausalLM.from_pretrained(model))
     with pytest.raises(ConfigError, match=r"mesh.expert=2: the model has no experts.*mesh.shard=2"):
-        tuning_of(config, module)
+        make_tuning(config, module)
 
 
 def test_adapters_of_experts_have_no_files_of_their_own(mixture, data, tmp_path):
@@ -305,7 +305,7 @@ def test_the_load_balance_is_transformers_and_of_all_ranks():
 def test_routers_are_those_that_the_model_balances(name):
     module = built(name)
     expected = module(TOKENS, output_router_logits=True, labels=TOKENS).aux_loss
-    model, routers = of(module), []
+    model, routers = from_model(module), []
     model.hidden(dict(model.params), TOKENS, routers=routers)
     found = fs.losses.load_balance(routers, module.config.num_experts_per_tok)
     torch.testing.assert_close(found.total / found.count, expected)

@@ -14,7 +14,7 @@ from experiments.explain import words
 from experiments.explain.__main__ import write
 from experiments.explain.config import COMMAND, ExplainConfig
 from experiments.explain.paper import Paper, explain
-from experiments.explain.waste import _paper
+from experiments.explain.waste import _put_on_paper
 from experiments.lib.checks import ConfigError
 from fnshard.analysis.hardware import mfu
 from fnshard.errors import BudgetError
@@ -152,8 +152,10 @@ def test_a_run_leaves_text_and_pictures(tmp_path: Path, capsys: pytest.CaptureFi
 def test_a_run_by_specs_is_put_on_paper_by_its_specs(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("experiments.explain.waste.explain", lambda config: config)
     run = dataclasses.asdict(compose("mesh.shard=2", "specs=[['*',shard],[embed*,null]]"))
-    assert _paper(run, tmp_path).specs == [("*", "shard"), ("embed*", None)]
-    assert _paper({name: each for name, each in run.items() if name != "specs"}, tmp_path).specs is None
+    assert _put_on_paper(run, tmp_path).specs == [("*", "shard"), ("embed*", None)]
+    assert (
+        _put_on_paper({name: each for name, each in run.items() if name != "specs"}, tmp_path).specs is None
+    )
 
 
 @pytest.mark.long

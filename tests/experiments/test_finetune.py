@@ -28,7 +28,7 @@ from experiments.lib.folder import read_result
 from experiments.lib.launch import start
 from experiments.tuning import dataset, model_directory, objectives
 from experiments.tuning.lm import from_directory
-from experiments.tuning.method import Tuning, default_rate, tuning_of
+from experiments.tuning.method import Tuning, default_rate, make_tuning
 from experiments.tuning.model_directory import ADAPTERS, EXPORTED, directory_of, export, keep_base
 from fnshard.errors import LaunchError
 from fnshard.launcher.rank import Stop
@@ -210,7 +210,7 @@ def test_pairs_are_compared_by_their_rows(model, data, tmp_path, name):
     config = config_of(model, data, tmp_path, "method=lora", f"objective={name}", "objective.beta=0.7")
     mesh, lm, given = fs.make_mesh(shard=1, device="cpu"), from_directory(model), dataset.open_data(config)
     (batch,) = next(given.loader(config, mesh))
-    tuning = tuning_of(config, lm)
+    tuning = make_tuning(config, lm)
     loaded = fs.hf.load(model, fs.presets.full_shard(lm.params, mesh), mesh, model=lm.model)
     adapters = fs.tree.map(lambda v: torch.full_like(v, 0.03), tuning.params["adapters"])
     params = {"base": loaded, "adapters": adapters}
@@ -246,7 +246,7 @@ def test_orpo_without_its_odds_ratio_is_the_likelihood_of_the_chosen(model, data
     for beta in ("0", "null", "0.1"):
         config = config_of(model, data, tmp_path, "method=full", "objective=orpo", f"objective.beta={beta}")
         (batch,) = next(dataset.open_data(config).loader(config, mesh))
-        loss = finetune.OBJECTIVES["orpo"](tuning_of(config, lm), config.objective, training=False)
+        loss = finetune.OBJECTIVES["orpo"](make_tuning(config, lm), config.objective, training=False)
         totals.append(float(loss(params, batch)[0].total))
     assert totals[0] < totals[1] == totals[2]
 

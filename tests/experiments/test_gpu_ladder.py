@@ -99,7 +99,7 @@ def test_what_dies_hangs_or_fails_is_named_and_the_rest_goes_on(toys: Any, tmp_p
         time.sleep(1000)
 
     toys.setattr(gpu_parts, "presets", dies)
-    toys.setattr(gpu_parts, "compiled", fails)
+    toys.setattr(gpu_parts, "compiled_steps", fails)
     toys.setattr(device.Stub, "is_well", lambda self: False)  # so that what fails is the last of its process
     toys.setattr(gpu_parts, "race", hangs)
     wait_or_kill, hung = gpu.wait_or_kill, gpu.stage_file(tmp_path, "speed")

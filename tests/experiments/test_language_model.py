@@ -40,7 +40,7 @@ def test_documents_of_a_row_do_not_see_each_other(name: str) -> None:
     """Each is as it is alone, in the module itself; padding is finite, and so are the gradients."""
     family = FAMILIES[name]
     module, atol = family.build(), family.atol  # the softmax of some is in fp32
-    model = lm.of(module)
+    model = lm.from_model(module)
     params = {p: v.detach().requires_grad_(v.is_floating_point()) for p, v in model.params.items()}
     got = model.logits(params, TOKENS, POSITIONS, DOCUMENTS)
     for row, low, high in ALONE:
@@ -58,7 +58,7 @@ def test_documents_of_a_row_do_not_see_each_other(name: str) -> None:
 def test_a_window_that_a_model_does_not_look_at() -> None:
     """Many a config.json has one."""
     module = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, sliding_window=2)).double()
-    model = lm.of(module)
+    model = lm.from_model(module)
     assert model.windows == {"full_attention": None}
     got = model.logits(model.params, TOKENS, POSITIONS, DOCUMENTS)
     close(got[1], module(input_ids=TOKENS[1:]).logits[0])
@@ -66,7 +66,7 @@ def test_a_window_that_a_model_does_not_look_at() -> None:
 
 def test_padding_sees_itself_and_no_more() -> None:
     """Of eager attention, whose scores have a cap: a softmax over nothing is NaN in some kernels."""
-    model = lm.of(FAMILIES["gemma2"].build())
+    model = lm.from_model(FAMILIES["gemma2"].build())
     with mock.patch.object(lm.LanguageModel, "run") as run:
         model.hidden(model.params, TOKENS, POSITIONS, DOCUMENTS)
     masks = run.call_args.args[3]
@@ -79,7 +79,7 @@ def test_padding_sees_itself_and_no_more() -> None:
 
 def test_what_document_attention_does_not_know_is_refused() -> None:
     """A window that the layer does not pass on, dropout, a cap of scores."""
-    model = lm.of(FAMILIES["gemma3"].build())
+    model = lm.from_model(FAMILIES["gemma3"].build())
     layer = next(m for m in model.model.modules() if getattr(m, "sliding_window", None))
     attend = ALL_ATTENTION_FUNCTIONS["fnshard"]
     x, documents = torch.randn(2, 2, 11, 8), DOCUMENTS[:, None, None]
@@ -94,7 +94,7 @@ def test_what_document_attention_does_not_know_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_documents_in_a_sharded_program(name: str) -> None:
-    model = lm.of(FAMILIES[name].build())
+    model = lm.from_model(FAMILIES[name].build())
     mesh = fs.make_mesh(shard=2, simulated=True)
     specs = fs.presets.full_shard(model.params, mesh)
     forward = fs.shard_forward(model.logits, specs, mesh=mesh, backend="eager")
@@ -126,13 +126,13 @@ def attention_of(model: lm.LanguageModel, *batch: Tensor) -> list[tuple[Any, Any
 
 
 def test_one_document_a_row_keeps_the_causal_kernel() -> None:
-    model = lm.of(FAMILIES["llama"].build())
+    model = lm.from_model(FAMILIES["llama"].build())
     assert attention_of(model, TOKENS) == [(False, True)] * 2
     assert attention_of(model, TOKENS, POSITIONS) == [(False, True)] * 2, "positions are not documents"
     assert attention_of(model, TOKENS, POSITIONS, DOCUMENTS) == [("documents", 0)] * 2
     # A window that is as long as the row is none.
     wide = transformers.MistralForCausalLM(transformers.MistralConfig(**SMALL, sliding_window=11))
-    assert attention_of(lm.of(wide), TOKENS) == [(False, True)] * 2
+    assert attention_of(lm.from_model(wide), TOKENS) == [(False, True)] * 2
 
 
 # ------------------------------------------------------------------ heads and losses
@@ -166,7 +166,7 @@ def test_losses_are_those_of_the_modules_own_logits(head: str) -> None:
     """Whatever it does to them; with the chunked loss where that is the same."""
     plain, make = HEADS[head]
     module = make()
-    model = lm.of(module)
+    model = lm.from_model(module)
     assert model.plain_head is plain
     logits = module(input_ids=TOKENS).logits
     targets = TOKENS.roll(-1, 1).masked_fill(TOKENS % 3 == 0, -100)
@@ -185,13 +185,13 @@ def test_losses_are_those_of_the_modules_own_logits(head: str) -> None:
 
 
 def test_matrices() -> None:
-    model = lm.of(FAMILIES["llama"].build())
-    assert len(model.matrices()) == 14 and model.transposed() == []
+    model = lm.from_model(FAMILIES["llama"].build())
+    assert len(model.matrices()) == 14 and model.transposed_matrices() == []
     assert {p.split(".")[-2] for p in model.matrices()} == {
         "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
     }  # fmt: skip
-    old = lm.of(FAMILIES["gpt2"].build())
-    assert old.matrices() == old.transposed() and len(old.matrices()) == 8
+    old = lm.from_model(FAMILIES["gpt2"].build())
+    assert old.matrices() == old.transposed_matrices() and len(old.matrices()) == 8
     assert (old.context, old.vocab) == (32, 61)
 
 
@@ -282,11 +282,11 @@ def test_models_that_are_no_decoders() -> None:
         with pytest.raises(ConfigError, match=rf"(?s)is no causal language model that can .*{why}"):
             lm.from_config(config)
     with pytest.raises(ConfigError, match=r"LlamaModel .*\n.*no trunk with a head"):
-        lm.of(transformers.LlamaModel(transformers.LlamaConfig(**SMALL)))
+        lm.from_model(transformers.LlamaModel(transformers.LlamaConfig(**SMALL)))
     module = transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2))
     module.config._attn_implementation_internal = "flash_attention_2"
     with pytest.raises(ConfigError, match="attention is 'flash_attention_2'"):
-        lm.of(module)
+        lm.from_model(module)
 
 
 def test_experts_of_another_kind_are_refused() -> None:

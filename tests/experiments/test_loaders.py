@@ -16,7 +16,7 @@ from experiments.data import loader as loading
 from experiments.data.loader import Loader, permute, place_of
 from experiments.data.text import ByteStream, Windows
 from experiments.data.tokenizer import ByteTokenizer
-from experiments.tuning.dataset import Samples, fill, pack, width_of
+from experiments.tuning.dataset import Samples, fill_rows, pack, width_of
 from fnshard.losses import IGNORE
 from fnshard.mesh import simulated_rank
 
@@ -202,7 +202,7 @@ def test_rows_are_well_filled(most, context, least):
 def test_a_packed_batch_is_its_samples_and_nothing_leaks_between_them(samples):
     prepared = samples()
     tokenizer = ByteTokenizer()
-    batch = fill(prepared, [[3, 9], [], [5]], CONTEXT)
+    batch = fill_rows(prepared, [[3, 9], [], [5]], CONTEXT)
     assert list(batch) == ["tokens", "targets", "positions", "documents"]
     assert all(values.shape == (3, CONTEXT) for values in batch.values())
     assert all(values.dtype == torch.int64 for values in batch.values())

@@ -14,9 +14,9 @@ from toys import llama, lower
 import fnshard as fs
 from experiments import train
 from experiments.explain.config import COMMAND
-from experiments.explain.waste import neighbours, waste
+from experiments.explain.waste import neighbours, report_waste
 from experiments.lib.checks import ConfigError
-from experiments.lib.measured import LINES, measured_hardware, measured_run
+from experiments.lib.measured import LINES, hardware_of_runs, read_measurements
 from experiments.lib.plan import hardware_of
 from experiments.lib.record import RUN, prediction_of
 from fnshard.analysis.calibrate import fit_constants, scale
@@ -40,7 +40,7 @@ def test_hardware_is_what_its_runs_have_measured(tmp_path: Path) -> None:
     truth = scale(CPU, {"matmul": 0.5, "wire": 0.33})
     for layers, ranks in ((1, 1), (2, 2), (2, 4), (4, 2), (3, 8), (1, 8)):
         record(tmp_path / f"{layers}x{ranks}", lower(*llama(layers), ranks=ranks), CPU, truth)
-    learned, other = measured_hardware(str(tmp_path)), lower(*llama(3), ranks=4)
+    learned, other = hardware_of_runs(str(tmp_path)), lower(*llama(3), ranks=4)
     first, second, real = (other.timeline(h).step_seconds for h in (CPU, learned, truth))
     assert abs(second / real - 1) < 0.03 < abs(first / real - 1)
     assert learned.name == "cpu as 6 runs measured" and learned.spread is not None
@@ -52,7 +52,7 @@ def test_runs_on_other_hardware_say_nothing(tmp_path: Path) -> None:
     low = lower(*llama(1), ranks=2)
     record(tmp_path / "a", low, fs.Hardware.named("h100"), scale(fs.Hardware.named("h100"), {"wire": 0.1}))
     record(tmp_path / "b", low, CPU, CPU)
-    assert measured_hardware(str(tmp_path)).flops == pytest.approx(CPU.flops)
+    assert hardware_of_runs(str(tmp_path)).flops == pytest.approx(CPU.flops)
 
 
 @pytest.mark.parametrize(
@@ -68,10 +68,10 @@ def test_a_folder_that_says_nothing_is_one_error(tmp_path: Path, text: str | Non
     if text is not None:
         (tmp_path / RUN).write_text(text)
     with pytest.raises(ConfigError, match=expected):
-        measured_hardware(str(tmp_path))
+        hardware_of_runs(str(tmp_path))
     if text:
         with pytest.raises(ConfigError, match=r"damaged|no "):
-            waste(tmp_path)
+            report_waste(tmp_path)
 
 
 def test_runs_with_other_ranks_on_a_host_say_nothing(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_runs_with_other_ranks_on_a_host_say_nothing(tmp_path: Path) -> None:
         values = json.loads((tmp_path / name / RUN).read_text())
         there = {"device": "cpu", "cores": 2, "ranks": ranks, "hosts": ["one"]}
         (tmp_path / name / RUN).write_text(json.dumps(values | {"hardware": there}))
-    assert measured_hardware(str(tmp_path)).flops["f32"].best == pytest.approx(CPU.flops["f32"].best)
+    assert hardware_of_runs(str(tmp_path)).flops["f32"].best == pytest.approx(CPU.flops["f32"].best)
 
 
 def test_the_command_line_takes_a_folder_of_runs(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def test_the_second_prediction_is_better_than_the_first(runs: tuple[Path, Path]) -> None:
     """Of the second run, without what it measured itself."""
-    first, second = map(measured_run, runs)
+    first, second = map(read_measurements, runs)
     learned = second.step.seconds(fit_constants([first.step, *first.kinds]))
     untaught = second.step.predicted[""]
     assert abs(math.log(second.step.measured / learned)) < abs(math.log(second.step.measured / untaught))
@@ -123,7 +123,7 @@ def test_a_profile_holds_every_line(runs: tuple[Path, Path]) -> None:
 
 
 def test_where_the_time_of_a_run_went(runs: tuple[Path, Path]) -> None:
-    text = waste(runs[0])
+    text = report_waste(runs[0])
     for expected in (
         "seconds of the run",
         "compile",
@@ -132,7 +132,7 @@ def test_where_the_time_of_a_run_went(runs: tuple[Path, Path]) -> None:
         "lines of a",
     ):
         assert expected in text, text
-    text = waste(runs[1])
+    text = report_waste(runs[1])
     assert "run.profile=3 measures them" in text and "run.backend=eager" in text and "compile" not in text
 
 
@@ -149,7 +149,7 @@ def test_a_prediction_that_is_far_off_says_how_it_learns(tmp_path: Path, factor,
     config = {"data": {}, "model": {}, "hardware": {"name": name}}
     totals = {"steps": 3, "seconds": 9.0, "steps_s": 3.0, "lowering_s": 6.0}
     file.write_text(json.dumps(values | {"status": "ok", "totals": totals, "config": config}))
-    text = waste(tmp_path / "run")
+    text = report_waste(tmp_path / "run")
     assert ("hardware=measured:" in text and "hardware=measure " in text) == is_said
     assert "lowering" in text and "compile" not in text
 

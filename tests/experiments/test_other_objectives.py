@@ -21,9 +21,9 @@ from experiments.lib.checks import ConfigError
 from experiments.lib.folder import read_result
 from experiments.tuning import dataset
 from experiments.tuning.lm import from_directory
-from experiments.tuning.method import tuning_of
+from experiments.tuning.method import make_tuning
 from experiments.tuning.model_directory import EXPORTED, check_teacher
-from experiments.tuning.rewards import rewards_of
+from experiments.tuning.rewards import make_rewards
 from experiments.tuning.table import OBJECTIVES
 
 transformers = pytest.importorskip("transformers")
@@ -59,7 +59,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def loaded(config: Any, **beside: Any) -> tuple[Any, Any, Any]:
     """The tuning of a configuration, values of its tree, and the first batch of its data."""
     mesh, lm = fs.make_mesh(shard=1, device="cpu"), from_directory(config.model)
-    tuning = tuning_of(config, lm)
+    tuning = make_tuning(config, lm)
     values = lambda path, of: fs.hf.load(path, fs.presets.full_shard(of.params, mesh), mesh, model=of.model)  # noqa: E731
     params = {"policy": values(config.model, lm), **beside}
     if tuning.teacher is not None:
@@ -151,7 +151,7 @@ def test_a_reward_model_is_tuned_opened_and_rewards(model, files, tmp_path, monk
     tuned(0, config, folder)
     result, before = read_result(folder), json.loads((folder / finetune.BEFORE).read_text())
     assert result["held_out_loss"] < before["held_out_loss"] and result["held_out_accuracy"] > 0.9
-    (own,) = rewards_of(str(folder / EXPORTED))
+    (own,) = make_rewards(str(folder / EXPORTED))
     rows = [{"prompt": "3+4=", "response": ""}] * 2
     good, bad = own.reward(["3+4="] * 2, ["7", "x"], rows)
     assert good > bad

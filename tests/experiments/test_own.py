@@ -20,7 +20,7 @@ from torch import Tensor
 
 import fnshard as fs
 from experiments import ROOT, train
-from experiments.generate import of_training
+from experiments.generate import make_training_parts
 from experiments.lib import launch as jobs
 from experiments.lib.checks import ConfigError
 from experiments.lib.config import TrainConfig
@@ -186,7 +186,7 @@ def test_adamw_in_eight_bits_is_clipped_and_spares_norms_as_adamw_does():
 
 
 def held_out(rank: int, config: TrainConfig) -> float:
-    parts = of_training(config)
+    parts = make_training_parts(config)
     return parts.evaluate(parts.step.init(make_task(config).init).params)[0]
 
 
@@ -306,7 +306,7 @@ def test_the_job_gets_what_the_recipe_says_and_a_mistake_leaves_no_folder(
 
 def test_a_rule_that_matches_nothing_is_named():
     with pytest.raises(ConfigError, match=r"specs: 1 rule\(s\) match no leaf.*\n.*'\*norm\*'"):
-        of_training(config_of('specs=[["*norm*",null],["*",shard]]'))
+        make_training_parts(config_of('specs=[["*norm*",null],["*",shard]]'))
 
 
 def test_the_worked_example_is_swept_from_its_own_folder(tmp_path):

@@ -19,7 +19,7 @@ from tuning import STEPS, assert_alike, config_of, tuned
 
 import fnshard as fs
 from experiments import finetune
-from experiments.data.builtin import task_files, warming_files
+from experiments.data.builtin import write_task_files, write_warming_files
 from experiments.data.prepared import RecordPolicy, prepare
 from experiments.data.tokenizer import ByteTokenizer, open_directory
 from experiments.lib.checks import ConfigError
@@ -28,8 +28,15 @@ from experiments.lib.run import Run
 from experiments.tuning import lm
 from experiments.tuning.dataset import FinetuneData
 from experiments.tuning.rewarded import RewardedBatches
-from experiments.tuning.rewards import REWARDS, Weighted, rewards_of, run_reward, solved
-from experiments.tuning.rollout import Rollouts, decode_of, draw, first_of, next_of, prefill_of
+from experiments.tuning.rewards import REWARDS, Weighted, make_rewards, run_reward, solved
+from experiments.tuning.rollout import (
+    Rollouts,
+    draw,
+    make_decode,
+    make_first_draw,
+    make_next_draws,
+    make_prefill,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 DECODERS = ["llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3", "gpt2"]
@@ -40,17 +47,17 @@ SLOTS = 14
 def test_a_token_at_a_time_is_what_all_at_once_are(name: str) -> None:
     """Prompts of three lengths in one batch; windows, caps and positions are the model's own."""
     family = FAMILIES[name]
-    model = lm.of(family.build())
+    model = lm.from_model(family.build())
     tokens = torch.randint(1, 61, (3, SLOTS), generator=torch.Generator().manual_seed(0))
     expected = model.logits(model.params, tokens)
     lengths = torch.tensor([2, 7, 4])
     prompts = torch.where(torch.arange(7) < lengths[:, None], tokens[:, :7], 0)
     rows = torch.arange(3)
-    logits, cache = prefill_of(model, SLOTS)(model.params, prompts, lengths - 1)
+    logits, cache = make_prefill(model, SLOTS)(model.params, prompts, lengths - 1)
     for ahead in range(SLOTS - 7):
         at = lengths + ahead
         torch.testing.assert_close(logits, expected[rows, at - 1], rtol=0, atol=max(family.atol, 1e-10))
-        logits, cache = decode_of(model)(model.params, tokens[rows, at], at, cache)
+        logits, cache = make_decode(model)(model.params, tokens[rows, at], at, cache)
 
 
 # ------------------------------------------------------------------ rollouts
@@ -62,11 +69,14 @@ LENGTH, STOP = 6, 17
 def rollouts(
     mesh: fs.Mesh, rows: int, count: int = 1, temperature: float = 1.0, **how: Any
 ) -> tuple[Rollouts, Any, lm.LanguageModel]:
-    model = lm.of(FAMILIES["llama"].build())
+    model = lm.from_model(FAMILIES["llama"].build())
     specs = fs.presets.full_shard(model.params, mesh)
     forwards = [
         fs.shard_forward(fn, specs, mesh=mesh, backend="eager")
-        for fn in (first_of(model, 5 + LENGTH, temperature, 1.0), next_of(model, count, temperature, 1.0))
+        for fn in (
+            make_first_draw(model, 5 + LENGTH, temperature, 1.0),
+            make_next_draws(model, count, temperature, 1.0),
+        )
     ]
     agree = (lambda text: [text]) if mesh.size == 1 else fs.shard_step(
         lambda p: 0, specs, mesh=mesh).gather_strings  # fmt: skip
@@ -144,21 +154,21 @@ def test_rewards_by_name(tmp_path: Path) -> None:
     assert REWARDS["exact"]([""], [" 12\n"], row("12")) == [1.0]
     assert REWARDS["number"]([""], ["so it is 1,204."], row("#### 1204")) == [1.0]
     assert REWARDS["number"]([""], ["none"], row("3")) == [0.0]
-    (form,) = rewards_of({"name": "format", "pattern": r"<a>.*</a>"})
+    (form,) = make_rewards({"name": "format", "pattern": r"<a>.*</a>"})
     assert form.reward([""], ["<a>x</a>"], row("")) == [1.0]
-    both = rewards_of(["exact", {"name": "length", "most": 2, "weight": 0.25}])
+    both = make_rewards(["exact", {"name": "length", "most": 2, "weight": 0.25}])
     assert [(each.name, each.weight) for each in both] == [("exact", 1.0), ("length", 0.25)]
     assert both[1].reward([""], ["1234"], row("")) == [0.5]
     assert REWARDS["places"](["", ""], ["12x", ""], row("1234") * 2) == [0.5, 0.0]
     assert solved(["make 12: 34="], ["4*3"], row("3*4")) == [1.0]
     for wrong in ("12", "3*4*1", "3**4", "4*3)", "__import__('os')", "3+4", ""):
         assert solved(["make 12: 34="], [wrong], row("3*4")) == [0.0]
-    train, held_out = ([*map(json.loads, p.read_text().splitlines())] for p in task_files(tmp_path))
+    train, held_out = ([*map(json.loads, p.read_text().splitlines())] for p in write_task_files(tmp_path))
     assert not {r["prompt"] for r in train} & {r["prompt"] for r in held_out} and len(held_out) == 203
     for each in (train, held_out):
         given = [r["prompt"] for r in each], [r["response"] for r in each]
         assert sum(solved(*given, each)) == len(each)
-    careless = [json.loads(line) for line in warming_files(tmp_path)[0].read_text().splitlines()]
+    careless = [json.loads(line) for line in write_warming_files(tmp_path)[0].read_text().splitlines()]
     whole = {r["prompt"]: r["response"] for r in train}
     assert 0.1 < sum(r["response"] == whole[r["prompt"]] for r in careless) / len(careless) < 0.25
     assert len(careless) > 7000 and {r["prompt"] for r in careless} <= {r["prompt"] for r in train}
@@ -191,15 +201,15 @@ def test_an_error_of_ones_own_reward_has_its_file_and_line(tmp_path: Path, monke
     (tmp_path / "of_yours.py").write_text("x = 1\ndef reward(:\n")
     (tmp_path / "of_theirs.py").write_text("import of_yours\n")
     monkeypatch.syspath_prepend(tmp_path)
-    (made,) = rewards_of({"_target_": "of_mine.reward"})
+    (made,) = make_rewards({"_target_": "of_mine.reward"})
     with pytest.raises(ConfigError, match=re.escape(f"({tmp_path / 'of_mine.py'}:4)")):
         run_reward(made.reward, ["one"], ["a"], row(""))
     with pytest.raises(ConfigError, match=re.escape(f"({tmp_path / 'of_yours.py'}:2)")):
-        rewards_of({"_target_": "of_theirs.reward"})
+        make_rewards({"_target_": "of_theirs.reward"})
 
 
 def test_a_reward_of_ones_own_is_named_by_its_path() -> None:
-    (made,) = rewards_of({"_target_": "test_rewarded.ones", "value": 0.25})
+    (made,) = make_rewards({"_target_": "test_rewarded.ones", "value": 0.25})
     assert made.name == "ones" and run_reward(made.reward, ["p"], ["a"], row("")) == [0.25]
     for wrong, message in {
         "exakt": "exakt: one of exact",
@@ -208,11 +218,11 @@ def test_a_reward_of_ones_own_is_named_by_its_path() -> None:
         (): "rewards of different names, not none",
     }.items():
         with pytest.raises(ConfigError, match=message):
-            rewards_of(wrong)
+            make_rewards(wrong)
     with pytest.raises(ConfigError, match=r"Error locating target 'nowhere.at_all'"):
-        rewards_of({"_target_": "nowhere.at_all"})
+        make_rewards({"_target_": "nowhere.at_all"})
     with pytest.raises(ConfigError, match="weight=heavy: expected a number"):
-        rewards_of({"name": "exact", "weight": "heavy"})
+        make_rewards({"name": "exact", "weight": "heavy"})
 
 
 @pytest.mark.parametrize(
@@ -228,7 +238,7 @@ def test_a_reward_of_ones_own_is_named_by_its_path() -> None:
 )
 def test_no_word_of_a_reward_is_passed_over(tmp_path, wrong, keys):
     with pytest.raises(ConfigError) as error:
-        rewards_of({**wrong, "name": wrong["name"].replace("FOLDER", str(tmp_path))})
+        make_rewards({**wrong, "name": wrong["name"].replace("FOLDER", str(tmp_path))})
     assert all(key in str(error.value) for key in keys) and "config.json" not in str(error.value)
 
 
@@ -247,7 +257,7 @@ def test_a_reward_model_is_a_directory(model, tmp_path):
     theirs = transformers.AutoModelForSequenceClassification.from_config(config).eval()
     theirs.save_pretrained(tmp_path)
     ByteTokenizer().save(tmp_path)
-    (made,) = rewards_of(str(tmp_path))
+    (made,) = make_rewards(str(tmp_path))
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
     numbers = run_reward(made.reward, ["1+1=", "longer, 1+1="], ["2", "3"], row("") * 2)
     for number, prompt, answer in zip(numbers, ("1+1=", "longer, 1+1="), "23", strict=True):
@@ -260,14 +270,14 @@ def test_a_reward_model_is_a_directory(model, tmp_path):
     together = run_reward(made.reward, *many)
     config.pad_token_id = None
     config.save_pretrained(tmp_path)
-    (alone,) = rewards_of(str(tmp_path))
+    (alone,) = make_rewards(str(tmp_path))
     assert together == pytest.approx(run_reward(alone.reward, *many), rel=1e-5)
     assert together[:2] == pytest.approx(numbers, rel=1e-5) and len(set(together)) == 4
     with pytest.raises(ConfigError, match="it has 2 labels; expected: 1"):
         two = transformers.AutoConfig.from_pretrained(model, num_labels=2, pad_token_id=0)
         transformers.AutoModelForSequenceClassification.from_config(two).save_pretrained(tmp_path / "two")
         ByteTokenizer().save(tmp_path / "two")
-        rewards_of(str(tmp_path / "two"))
+        make_rewards(str(tmp_path / "two"))
 
 
 TURNS = (
@@ -319,14 +329,14 @@ def test_rewards_see_the_conversation_and_the_record(directory, tmp_path):
 
     of = SimpleNamespace(data=SimpleNamespace(tokenizer=policy))
     rewards = [Weighted("plain", look("plain")), Weighted("spelled", look("spelled"), control=True)]
-    rewards += [Weighted(n, rewards_of(str(judges[n][0]))[0].reward) for n in ("same", "none", "other")]
+    rewards += [Weighted(n, make_rewards(str(judges[n][0]))[0].reward) for n in ("same", "none", "other")]
     stops = SimpleNamespace(stops=frozenset(policy.stops))
 
     def numbers(*which: int, judge: str) -> list[float]:
         job = SimpleNamespace(of=of, rollouts=stops, rewards=[r for r in rewards if r.name == judge])
         found = [examples[n] for n in which]
         answers = SimpleNamespace(texts=lambda: [drawn[n] for n in which])
-        return RewardedBatches._rewards(job, found, answers, [each.row for each in found])[judge]
+        return RewardedBatches._reward_answers(job, found, answers, [each.row for each in found])[judge]
 
     for judge in ("plain", "spelled"):
         numbers(0, 1, 2, 3, judge=judge)
@@ -365,7 +375,7 @@ def test_a_reward_is_credited_to_the_tokens_of_its_answer():
     batches = RewardedBatches(of, None, (), None, None, None, values=zeros)
     targets = torch.tensor([[-100, 4, 5, -100], [-100, -100, 6, -100]])
     batch = {"tokens": torch.zeros(2, 4), "targets": targets, "rewards": torch.tensor([1.0, 0.5])}
-    found = batches._estimates(None, batch)
+    found = batches._estimate_advantages(None, batch)
     assert found["advantages"].tolist() == [[0, 1, 1, 0], [0, 0, 0.5, 0]]
     assert torch.equal(found["returns"], found["advantages"])
 

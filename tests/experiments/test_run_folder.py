@@ -302,5 +302,5 @@ def test_a_folder_is_discarded_though_those_above_it_cannot_be(tmp_path, monkeyp
     folder = tmp_path / "new" / "run"
     folder.mkdir(parents=True)
     monkeypatch.setattr(Path, "rmdir", refuse)
-    assert discard(RunFolder(str(folder), made=str(tmp_path / "new")))
+    assert discard(RunFolder(str(folder), first_made=str(tmp_path / "new")))
     assert list((tmp_path / "new").iterdir()) == []

@@ -23,7 +23,7 @@ from experiments.lib.folder import RunFolder
 from experiments.lib.launch import fit_to_machine
 from experiments.tokenize import job
 from experiments.tokenize.config import COMMAND
-from experiments.tokenize.job import find, split, tokenize
+from experiments.tokenize.job import find_text, split_files, tokenize
 from experiments.train import train as run_training
 from fnshard.launcher.rank import Stop
 
@@ -85,18 +85,18 @@ def test_a_directory_s_tokenizer_makes_shards_that_decode_to_the_text(texts, tmp
 
 
 def test_files_are_found_once_split_by_name_and_named_without_the_machine(texts):
-    all_of_them = find([str(texts)])
+    all_of_them = find_text([str(texts)])
     assert [s.name for s in all_of_them] == sorted(s.name for s in all_of_them)
     assert "sub/01.md" in {s.name for s in all_of_them} and not any("csv" in s.name for s in all_of_them)
-    globbed = find([str(texts / "**" / "*.md"), str(texts / "sub"), str(texts / "lines0.jsonl")])
+    globbed = find_text([str(texts / "**" / "*.md"), str(texts / "sub"), str(texts / "lines0.jsonl")])
     assert "01.md" in {s.name for s in globbed} and len({s.path for s in globbed}) == len(globbed)
-    assert len(find(None)) > 100
-    named = split(all_of_them, 50, ("lines*.jsonl", "endless.txt"))["held_out"]
+    assert len(find_text(None)) > 100
+    named = split_files(all_of_them, 50, ("lines*.jsonl", "endless.txt"))["held_out"]
     assert {s.name for s in named} == {"endless.txt", *(f"lines{n}.jsonl" for n in range(6))}
 
 
 def test_a_job_that_was_cut_off_goes_on_and_what_is_written_is_kept(texts, tmp_path, monkeypatch):
-    save, saved = job._save, []
+    save, saved = job._save_array, []
 
     def dies(path, tokens):
         if len(saved) == 3:
@@ -107,7 +107,7 @@ def test_a_job_that_was_cut_off_goes_on_and_what_is_written_is_kept(texts, tmp_p
     whole, cut_off = (tokenize_config(tmp_path / name, texts) for name in ("whole", "cut"))
     before = tokenize(whole)
     with monkeypatch.context() as patch:
-        patch.setattr(job, "_save", dies)
+        patch.setattr(job, "_save_array", dies)
         for _ in range(2):
             saved.clear()
             with pytest.raises(KeyboardInterrupt):

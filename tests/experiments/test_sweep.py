@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from runs import SMALL, compose, leave_run
 from slurm import install
 
-from experiments.compare.outcome import jobs_of
+from experiments.compare.outcome import find_jobs
 from experiments.compare.sweep import TABLE
 from experiments.lib import launch
 from experiments.lib.checks import ConfigError
@@ -89,12 +89,12 @@ def test_each_node_of_a_slurm_job_runs_one_agent(monkeypatch):
     for name, value in step.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
     monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
-    agent = launch.torchrun(ranks=8, max_restarts=3)
+    agent = launch.torchrun_arguments(ranks=8, max_restarts=3)
     assert agent[2:8] == ["--nnodes", "2", "--nproc-per-node", "8", "--max-restarts", "3"]
     assert agent[-1] == "gpu07:21007"
     monkeypatch.setenv("SLURM_NTASKS", "4")
     with pytest.raises(ConfigError, match=r"4 tasks on 2 nodes; .* Fix: hydra\.launcher\.tasks_per_node=1"):
-        launch.torchrun(ranks=8, max_restarts=3)
+        launch.torchrun_arguments(ranks=8, max_restarts=3)
 
 
 def test_ranks_on_several_nodes_know_when_their_command_began(tmp_path, monkeypatch):
@@ -108,8 +108,8 @@ def test_ranks_on_several_nodes_know_when_their_command_began(tmp_path, monkeypa
         return SimpleNamespace(returncode=0)
 
     monkeypatch.setenv("SLURM_NODEID", "0")
-    monkeypatch.setattr(launch, "nodes", lambda: 2)
-    monkeypatch.setattr(launch, "torchrun", lambda *_: ["-m", "torchrun"])
+    monkeypatch.setattr(launch, "count_nodes", lambda: 2)
+    monkeypatch.setattr(launch, "torchrun_arguments", lambda *_: ["-m", "torchrun"])
     monkeypatch.setattr(launch.subprocess, "run", agent)
     monkeypatch.setattr(launch, "fit_to_machine", lambda requested, nodes: requested)
     asked = compose(*TINY, "mesh.shard=2")
@@ -172,10 +172,10 @@ def test_a_search_goes_on_after_a_failed_trial(sweep):
     """Optuna's sampler is seeded: the same command again finds its trials finished."""
     arguments = ("hydra/sweeper=search_lr", "hydra.sweeper.n_trials=6", "run.seed=choice(1,13)")
     code, ran, folder = sweep(*arguments, "hydra.sweep.dir=multirun/a/search")
-    statuses = [read_result(f)["status"] for f in jobs_of(folder)]
+    statuses = [read_result(f)["status"] for f in find_jobs(folder)]
     assert len(statuses) == 6 and set(statuses) == {"ok", "failed"} and code == 1
     best = OmegaConf.load(folder / "optimization_results.yaml")
-    values = [search_value(f) for f in jobs_of(folder) if search_value(f) is not None]
+    values = [search_value(f) for f in find_jobs(folder) if search_value(f) is not None]
     assert best.best_value == min(values) and len(ran) == len(values)
     assert (folder / TABLE).exists()
     assert sweep(*arguments, "hydra.sweep.dir=multirun/a/search") == (1, [], folder)
@@ -237,7 +237,7 @@ def real(folder: Path, *arguments: str, env: dict[str, str] | None = None) -> tu
 
 
 def statuses(sweep: Path) -> dict[str, str]:
-    return {f.name: read_result(f)["status"] for f in jobs_of(sweep)}
+    return {f.name: read_result(f)["status"] for f in find_jobs(sweep)}
 
 
 @pytest.mark.long

@@ -18,9 +18,9 @@ import fnshard as fs
 from experiments import finetune
 from experiments.lib.checks import ConfigError
 from experiments.tuning import dataset
-from experiments.tuning.budget import most_tokens
+from experiments.tuning.budget import find_most_tokens
 from experiments.tuning.lm import from_directory
-from experiments.tuning.method import tuning_of
+from experiments.tuning.method import make_tuning
 from experiments.tuning.rewarded import RewardedData
 
 REWARDED = ("objective.group=4", "objective.tokens=3", "optimizer.lr=0.02")
@@ -29,7 +29,7 @@ REWARDED = ("objective.group=4", "objective.tokens=3", "optimizer.lr=0.02")
 def parts_of(config: Any) -> tuple[Any, Any, Any]:
     """The tuning of a configuration, parameters whose adapters do something, and its data."""
     mesh, lm = fs.make_mesh(shard=1, device="cpu"), from_directory(config.model)
-    tuning = tuning_of(config, lm)
+    tuning = make_tuning(config, lm)
     base = fs.hf.load(config.model, fs.presets.full_shard(lm.params, mesh), mesh, model=lm.model)
     adapters = fs.tree.map(lambda v: torch.full_like(v, 0.03), tuning.params["adapters"])
     return tuning, {"base": base, "adapters": adapters}, dataset.open_data(config)
@@ -76,7 +76,7 @@ def test_packed_answers_have_the_loss_of_padded_ones(model, data, tmp_path, name
     expected, more = loss_fn(params, batch)
     rows = [*answers.rows_of(lengths.tolist()), []]
     assert len(rows) < len(tokens) / 2
-    loss, aux = loss_fn(params, answers.packed(batch, lengths.tolist(), rows))
+    loss, aux = loss_fn(params, answers.pack_answers(batch, lengths.tolist(), rows))
     means = {"": (loss, expected), **{each: (aux[each], more[each]) for each in more}}
     for each, (mine, theirs) in means.items():
         assert float(mine.count) == float(theirs.count), each
@@ -158,12 +158,12 @@ def test_a_run_goes_on_with_the_tokens_that_it_began_with(model, data, tmp_path)
 
 def test_a_search_ends_where_the_line_bends():
     bent = lambda tokens: 1000 + 10 * tokens + max(0, tokens - 500) * 5  # noqa: E731
-    assert most_tokens(bent, 9000, least=20, most=10_000) == max(
+    assert find_most_tokens(bent, 9000, least=20, most=10_000) == max(
         t for t in range(32, 999, 32) if bent(t) <= 9000
     )
-    assert most_tokens(bent, 9e9, least=20, most=1000) == 992  # all data fit
+    assert find_most_tokens(bent, 9e9, least=20, most=1000) == 992  # all data fit
     with pytest.raises(ConfigError, match=r"(?s)the longest record takes 20 positions.*Fix: strategy.remat"):
-        most_tokens(bent, 900, least=20, most=1000)
+        find_most_tokens(bent, 900, least=20, most=1000)
 
 
 # ------------------------------------------------------------------ what is refused

@@ -168,7 +168,7 @@ def agreement_of(rank: int, other: Choice | None) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fs, "fit", fit)
         with pytest.raises(fs.AgreementError, match="ranks planned differently:") as error:
-            plan._agree()
+            plan._fit_on_all_ranks()
     return str(error.value)
 
 

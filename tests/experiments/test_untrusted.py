@@ -29,7 +29,7 @@ from experiments.data.prepared import open_prepared
 from experiments.data.tokenizer import load_tokenizer, open_directory
 from experiments.evaluate import run as evaluation
 from experiments.evaluate.config import EvaluateConfig
-from experiments.explain.waste import waste
+from experiments.explain.waste import report_waste
 from experiments.generate import GenerateConfig, generate
 from experiments.lib.checks import ConfigError, targets_in
 from experiments.lib.compose import is_mistake, text_of
@@ -38,7 +38,7 @@ from experiments.lib.folder import read_result
 from experiments.lib.metrics import read_rows
 from experiments.train import COMMAND
 from experiments.tuning.model_directory import open_model
-from experiments.tuning.rewards import model_reward, rewards_of
+from experiments.tuning.rewards import make_model_reward, make_rewards
 from fnshard.errors import FnshardError
 
 transformers = pytest.importorskip("transformers")
@@ -167,7 +167,7 @@ def loaded(folder: Path) -> None:
 
 READERS: dict[str, Callable[[Path], Any]] = {
     "a command": opened,
-    "a reward": lambda folder: model_reward(str(folder), "cpu"),
+    "a reward": lambda folder: make_model_reward(str(folder), "cpu"),
     "fs.hf.save": saved_with,
     "fs.adapters.load": lambda folder: fs.adapters.load(folder, {"w": torch.ones(2, 2)}),
     "load_tokenizer": load_tokenizer,
@@ -305,7 +305,7 @@ def test_nothing_in_the_folder_of_a_run_runs(guarded: Path, what: str) -> None:
         with pytest.raises((SystemExit, ConfigError)) as error:
             generate(GenerateConfig(run=str(folder), own_code=True))
         assert "own_code" not in str(error.value)
-    harmless(lambda: waste(folder))
+    harmless(lambda: report_waste(folder))
     harmless(lambda: (read_result(folder), list(read_rows(folder / "metrics.jsonl", 9))))
     harmless(lambda: outcome.find_outcomes([str(folder)]))
     assert not (guarded / "ran").exists()
@@ -499,4 +499,4 @@ def test_a_device_that_is_not_there_is_one_error(tmp_path: Path) -> None:
 )
 def test_rewards_that_are_none(chosen: Any) -> None:
     with pytest.raises(ConfigError, match=r"objective\.reward"):
-        rewards_of(chosen)
+        make_rewards(chosen)

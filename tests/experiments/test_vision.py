@@ -20,11 +20,11 @@ from tuning import config_of
 import fnshard as fs
 from experiments import bases, finetune
 from experiments.bases import SEEING, write_model
-from experiments.data.builtin import image_files
+from experiments.data.builtin import write_image_files
 from experiments.data.images import open_image
 from experiments.data.tokenizer import open_directory
 from experiments.lib.checks import ConfigError
-from experiments.tuning.lm import from_directory, of
+from experiments.tuning.lm import from_directory, from_model
 from experiments.tuning.model_directory import ADAPTERS, EXPORTED
 from fnshard.launcher.rank import Stop
 
@@ -104,7 +104,7 @@ def test_gradients_are_those_of_plain_autograd(folders, pictures, monkeypatch, n
     whole = sum(each.logsumexp(-1).sum() for each in known)
     whole.backward()
 
-    lm, width = of(model), max(len(ids) for ids, _ in rows)
+    lm, width = from_model(model), max(len(ids) for ids, _ in rows)
     tokens = torch.tensor([ids + [0] * (width - len(ids)) for ids, _ in rows])
     real = torch.tensor([[1.0] * len(ids) + [0.0] * (width - len(ids)) for ids, _ in rows]).double()
 
@@ -262,7 +262,7 @@ def test_images_that_changed_after_they_were_prepared_are_named(folders, picture
 @pytest.fixture(scope="module")
 def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Questions about one image of one size: one shape, one program."""
-    path = image_files(tmp_path_factory.mktemp("shapes"))[0]
+    path = write_image_files(tmp_path_factory.mktemp("shapes"))[0]
     rows = [(line, json.loads(line)["images"]) for line in path.read_text().splitlines(keepends=True)]
     small = [line for line, (first, *more) in rows
              if not more and Image.open(path.parent / first).size == (32, 32)]  # fmt: skip
@@ -302,7 +302,7 @@ def test_what_is_tuned_is_exported_and_opened(folders, shapes, pictures, tmp_pat
     tokenizer = open_directory(tuned)
     assert tokenizer.key == kept.key and tokenizer.images is not None
     ids, paths = rows_of_images(tokenizer.images, tokenizer.hf, pictures)[0]
-    tokens, lm = torch.tensor([ids]), of(deepcopy(after))
+    tokens, lm = torch.tensor([ids]), from_model(deepcopy(after))
     images = lm.vision.rows(tokenizer.images, [paths], tokens)
     ours = lm.logits(dict(lm.params), tokens, images=images)
     torch.testing.assert_close(ours[0], logits_of_transformers(after, tokenizer.images, ids, paths))

@@ -10,7 +10,7 @@ import torch
 from made_data import stream
 
 from experiments.data import text as dataset
-from experiments.data.text import SEPARATOR, ByteStream, cut, held_out_starts
+from experiments.data.text import SEPARATOR, ByteStream, cut_windows, held_out_starts
 
 # ------------------------------------------------------------------ text
 
@@ -52,7 +52,7 @@ def test_held_out_windows_fit_and_leave_room_for_a_trigram():
     source = stream(1000)
     starts = held_out_starts(source.numel(), rows=10, context=50)
     assert starts[0] == 2 and starts[-1] + 50 == 999
-    inputs, targets = cut(ByteStream(source), starts.numpy(), 50)
+    inputs, targets = cut_windows(ByteStream(source), starts.numpy(), 50)
     assert torch.equal(targets, source[starts[:, None] + torch.arange(1, 51)].long())
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from toys import step_of
 
 import fnshard as fs
-from experiments.bench.measure import live_bytes
+from experiments.bench.measure import log_live_bytes
 from fnshard import LayoutSpec, P, losses
 from fnshard.analysis.storages import StorageTracker
 from fnshard.losses import Mean
@@ -137,7 +137,7 @@ def test_its_peak_is_a_seventh_of_all_logits_at_once(
     share."""
     tokens, width, vocabulary = 2048 // 4, 512 // 4, 128_256 // 8
     monkeypatch.setitem(fused.CHUNK_BYTES, "cpu", fused.CHUNK_BYTES["cpu"] // 32)
-    monkeypatch.setattr(fused, "RUN_numbers", fused.RUN_numbers // 32)
+    monkeypatch.setattr(fused, "RUN_NUMBERS", fused.RUN_NUMBERS // 32)
     draw = torch.Generator().manual_seed(0)
     hidden, head = (torch.randn(n, width, generator=draw) for n in (tokens, vocabulary))
     hidden, head = hidden.to(dtype).requires_grad_(), (head / width**0.5).to(dtype).requires_grad_(not frozen)
@@ -153,7 +153,7 @@ def test_its_peak_is_a_seventh_of_all_logits_at_once(
 
     peaks = []
     for work in (plain, chunked):
-        seen = live_bytes(lambda work=work: work, hidden.device, steps=1)
+        seen = log_live_bytes(lambda work=work: work, hidden.device, steps=1)
         peaks.append(seen.peak - seen.between)
     assert peaks[1] < 0.15 * peaks[0] and peaks[0] > 2 * 4 * tokens * vocabulary
     for one, other in zip(plain(), chunked(), strict=True):

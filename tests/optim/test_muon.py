@@ -8,7 +8,7 @@ from matrices import leaves
 
 from fnshard.errors import OptimizerError
 from fnshard.optim import Step, adamw, by_path, muon, sgd
-from fnshard.optim.muon import orthogonalized
+from fnshard.optim.muon import orthogonalize
 from fnshard.optim.optimizer import apply_updates, init_slots
 
 DECAYED = adamw(0.1, weight_decay=[("b*", 0.0), ("*", 0.1)])  # of its own leaves the first has none
@@ -57,11 +57,11 @@ def test_embeddings_and_heads_are_adamws_and_heads_of_attention_are_not():
 def test_orthogonal_is_what_newton_schulz_makes():
     for shape in ((5, 9), (9, 5), (3, 4, 6)):
         matrix = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-        values = torch.linalg.svdvals(orthogonalized(matrix))
+        values = torch.linalg.svdvals(orthogonalize(matrix))
         assert values.min() > 0.6 and values.max() < 1.3
         u, _, v = torch.linalg.svd(matrix, full_matrices=False)
-        assert (orthogonalized(matrix, 30) * (u @ v)).sum((-2, -1)).min() > 0.7 * min(shape[-2:])
-    assert not orthogonalized(torch.zeros(3, 3)).any()
+        assert (orthogonalize(matrix, 30) * (u @ v)).sum((-2, -1)).min() > 0.7 * min(shape[-2:])
+    assert not orthogonalize(torch.zeros(3, 3)).any()
 
 
 @pytest.mark.parametrize(

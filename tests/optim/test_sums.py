@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import fnshard as fs
-from fnshard.optim.muon import orthogonalized
+from fnshard.optim.muon import orthogonalize
 from fnshard.optim.sums import CAST, sum_squares
 
 COUNT = 1 << 22
@@ -80,7 +80,7 @@ def test_optimizers_that_sum_over_leaves(kind: str, optimizer: Any) -> None:
 def test_the_norm_of_a_large_matrix(kind: str) -> None:
     """What Muon divides by: without a turn of Newton-Schulz it is all that happens."""
     matrix = numbers(kind).view(2048, -1)
-    got, want = (orthogonalized(m, steps=0).double() for m in (matrix, matrix.double()))
+    got, want = (orthogonalize(m, steps=0).double() for m in (matrix, matrix.double()))
     torch.testing.assert_close(got, want, rtol=RTOL, atol=0)
 
 

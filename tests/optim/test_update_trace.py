@@ -17,7 +17,7 @@ from torch import Tensor, cond, fx
 import fnshard as fs
 from fnshard.compiler.frontend.control_flow import dynamo_patch
 from fnshard.compiler.update.family import families_of
-from fnshard.compiler.update.trace import Branch, Traced, trace_update
+from fnshard.compiler.update.trace import Branch, TracedUpdate, trace_update
 from fnshard.errors import OptimizerError
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.optim import Optimizer, Step, adamw
@@ -28,13 +28,13 @@ SHAPES = {"embed.w": (7, 3), "a.norm.w": (5,), "a.w": (4, 6), "b.scalar": (), "e
 EVERY = {**ALL, **FOREIGN}
 
 
-def trace(optimizer: Optimizer, path: str, param: Tensor, slots: Mapping[str, Tensor]) -> Traced:
+def trace(optimizer: Optimizer, path: str, param: Tensor, slots: Mapping[str, Tensor]) -> TracedUpdate:
     described = {name: (tuple(slot.shape), slot.dtype) for name, slot in slots.items()}
     own = optimizer.of(path, param.shape)
     return trace_update(own, path, param.shape, param.dtype, param.dtype, described)
 
 
-def run(traced: Traced, grad: Tensor, slots: Mapping[str, Tensor], param: Tensor, step: Step) -> Any:
+def run(traced: TracedUpdate, grad: Tensor, slots: Mapping[str, Tensor], param: Tensor, step: Step) -> Any:
     """Return what the traced graph makes of these: the update, and the slots that change."""
     numbers = {f"number.{i}": value for i, value in enumerate(traced.prologue.numbers(step))}
     given = {"grad": grad, "param": param, **numbers, **traced.constants}

@@ -20,7 +20,7 @@ from fnshard.layout.partition import Fused
 from fnshard.plot import text
 from fnshard.plot.pictures import memory_series, phase_runs
 from fnshard.plot.scales import time_unit
-from fnshard.plot.text import blocks_of, leaves_of, together
+from fnshard.plot.text import blocks_of, join_alike, leaves_of
 
 
 def size_of(path: Path) -> tuple[int, int]:
@@ -199,7 +199,7 @@ def test_bytes_of_a_tree_are_those_of_its_blocks() -> None:
     leaves = leaves_of(specs, EIGHT)
     assert sum(x.bytes for x in leaves) == 4 * sum(p.numel() for p in params.values())
     assert sum(x.mine for x in leaves) == 4 * (33 * 8 + 3 * (8 + 8))  # 257 rows on 8 ranks: 33
-    rows = together(leaves)
+    rows = join_alike(leaves)
     assert [(x.path, x.count) for x in rows] == [
         ("embed.weight", 1), ("layers.*.w", 3), ("layers.*.norm", 3)]  # fmt: skip
     assert sum(x.bytes for x in rows) == sum(x.bytes for x in leaves)

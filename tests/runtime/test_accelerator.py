@@ -25,7 +25,7 @@ from fnshard.launcher import post_mortem
 from fnshard.mesh import process_group
 from fnshard.runtime.collectives import base
 from fnshard.runtime.collectives.base import Group
-from fnshard.runtime.tiers import send
+from fnshard.runtime.tiers import copy_to_device
 from fnshard.step import lowered
 
 CUDA = fs.make_mesh(shard=2, device="cuda", abstract=True)
@@ -91,7 +91,7 @@ def test_ranks_that_share_a_gpu_are_one_error():
 def test_what_is_strided_is_pinned_as_it_is_copied(monkeypatch):
     pinned: list[bool] = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda t: (pinned.append(t.is_contiguous()), t)[1])
-    assert send(torch.ones(4, 6)[:, :-1], torch.device("meta")).shape == (4, 5)
+    assert copy_to_device(torch.ones(4, 6)[:, :-1], torch.device("meta")).shape == (4, 5)
     assert pinned == [True]
 
 

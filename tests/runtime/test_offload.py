@@ -17,7 +17,7 @@ import fnshard as fs
 from fnshard import LayoutSpec
 from fnshard.compiler.schedule.instructions import Gather, Norms, Run, ToDevice, ToHost, Update, Wait
 from fnshard.errors import SpecError, StateError
-from fnshard.runtime.tiers import KEPT_steps, Transfers, allocate, rest
+from fnshard.runtime.tiers import KEPT_STEPS, Transfers, allocate, to_tier
 from fnshard.step import runner
 
 
@@ -147,10 +147,10 @@ def test_norms_are_taken_where_the_gradients_lie() -> None:
 def test_tiers_keep_values(tmp_path: Path) -> None:
     value = torch.arange(6.0).view(2, 3)
     for tier in ("host", "disk"):
-        out = rest(value, tier, CPU, str(tmp_path))
+        out = to_tier(value, tier, CPU, str(tmp_path))
         assert torch.equal(out, value) and out.data_ptr() != value.data_ptr()
         assert torch.equal(out.add_(1), value + 1)
-    assert rest(value, "device", CPU) is value
+    assert to_tier(value, "device", CPU) is value
     assert allocate((0, 3), torch.float32, "disk", CPU, str(tmp_path)).shape == (0, 3)
 
 
@@ -162,7 +162,7 @@ def test_host_buffers_are_used_again() -> None:
     assert second.data_ptr() == first.data_ptr() and second.stride() == (1, 5)
     assert not any(moves.free.values())
     moves.give(second)
-    for _ in range(KEPT_steps + 1):
+    for _ in range(KEPT_STEPS + 1):
         assert moves.free
         moves.finish()
     assert not moves.free

@@ -13,7 +13,7 @@ import torch
 
 from fnshard.errors import StateError
 from fnshard.runtime import tiers
-from fnshard.runtime.tiers import Transfers, rest
+from fnshard.runtime.tiers import Transfers, to_tier
 
 CUDA = torch.device("cuda", 0)
 
@@ -45,7 +45,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
 
 def test_a_host_tensor_takes_exactly_its_bytes_until_its_last_view_is_gone(runtime: Runtime) -> None:
     value = torch.arange(5000, dtype=torch.int16).view(50, 100)
-    kept = rest(value, "host", CUDA)
+    kept = to_tier(value, "host", CUDA)
     assert torch.equal(kept, value) and list(runtime.sizes.items()) == [(kept.data_ptr(), 10_000)]
     view = kept[3:]
     del kept

@@ -193,7 +193,7 @@ def test_waits_of_the_host_are_found() -> None:
         return unpack(scalars, vector)
 
     unpack, plain = Scalars.unpack, lambda value, device: value.to(device)
-    with mock.patch.object(runner, "send", plain), mock.patch.object(Scalars, "unpack", read):
+    with mock.patch.object(runner, "copy_to_device", plain), mock.patch.object(Scalars, "unpack", read):
         found = waited("full_shard-device")
     copies = {"aten::_to_copy is blocking", "aten::_to_copy of pageable memory"}
     assert found == {"aten::_local_scalar_dense reads a value", *copies}

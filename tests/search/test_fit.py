@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from toys import Llama
 
 import fnshard as fs
-from experiments.bench.measure import live_bytes
+from experiments.bench.measure import log_live_bytes
 from fnshard.analysis.hardware import Link
 from fnshard.errors import BudgetError, SpecError
 from fnshard.search.fit import Fit, fit, make_space, search_space
@@ -160,7 +160,7 @@ def test_a_plan_runs_within_its_budget() -> None:
 
         return once
 
-    assert live_bytes(make, torch.device("cpu"), steps=2).peak <= budget * 1.01
+    assert log_live_bytes(make, torch.device("cpu"), steps=2).peak <= budget * 1.01
 
 
 # ------------------------------------------------------------------ mistakes

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from fnshard.compiler.kernels.inductor import compile_graph, graphs_of
 from fnshard.mesh import Mesh
 from fnshard.runtime import tiers
-from fnshard.runtime.tiers import send
+from fnshard.runtime.tiers import copy_to_device
 from fnshard.step.lowered import Lowered
 
 GPU, CPU = torch.device("cuda", 3), torch.device("cpu")
@@ -86,7 +86,7 @@ class Waits(Log):
         """Nothing: memory is not looked at."""
 
     def send(self, value: Tensor, device: torch.device) -> Tensor:
-        return send(value, device)
+        return copy_to_device(value, device)
 
     def wait(self, stream: int, event: int, by: str = "") -> None:
         if by and stream == self.host == -1:

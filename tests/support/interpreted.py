@@ -32,7 +32,7 @@ from fnshard.compiler.kernels.segments import Way
 from fnshard.compiler.schedule.instructions import Update
 from fnshard.compiler.schedule.ir import Schedule
 from fnshard.layout.partition import block_shape
-from fnshard.runtime.executor.compiled_update import LeafForm, form_of, update_graph
+from fnshard.runtime.executor.compiled_update import LeafForm, form_of, trace_kernel
 
 OPTIONS = {"compile_threads": 1, "force_disable_caches": True}
 
@@ -247,7 +247,7 @@ def graphs_of(schedule: Schedule) -> Iterator[tuple[str, bool, Callable[[], fx.G
         for way, module in kernel.modules.items():
             yield f"{kernel.name} {way}", way is not Way.FORWARD, module
     for leaves, paths in updates(schedule).items():
-        yield f"update of {paths}", False, update_graph(leaves, torch.device("cpu"))
+        yield f"update of {paths}", False, trace_kernel(leaves, torch.device("cpu"))
 
 
 def drawn(like: Tensor, draw: torch.Generator) -> Tensor:

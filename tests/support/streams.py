@@ -374,7 +374,7 @@ def gpu(log: Log, nccl: Nccl) -> Iterator[None]:
         return made
 
     patches = [
-        mock.patch.object(scalars, "send", log.send),
+        mock.patch.object(scalars, "copy_to_device", log.send),
         mock.patch.object(_sanitizer.traceback, "walk_stack", lambda *_: iter(())),  # slow, and not shown
         mock.patch.object(torch.cuda, "Stream", lambda *_: Stream(log)),
         mock.patch.object(torch.cuda, "Event", lambda *_: Event(log)),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import fnshard as fs
 from fnshard.runtime.collectives.simulated import poison
-from fnshard.runtime.tiers import Transfers, each
+from fnshard.runtime.tiers import Transfers, map_tensors
 
 PRESETS = ("full_shard", "shard_grad_op", "zero2", "zero1", "no_shard", "hybrid_shard")
 TIERS: Mapping[str, Mapping[str, str]] = {
@@ -57,10 +57,10 @@ class Adversary(Transfers):
         self.open: list[Any] = []
 
     def _copy(self, sources: Any, targets: Any, stream: Any, after: Any = None) -> Any:
-        into_state = [each(t, lambda x: x.clone()) for t in targets]
-        copied = None if self.late else [each(s, lambda x: x.clone()) for s in sources]
+        into_state = [map_tensors(t, lambda x: x.clone()) for t in targets]
+        copied = None if self.late else [map_tensors(s, lambda x: x.clone()) for s in sources]
         for target in targets:
-            each(target, _poisoned)
+            map_tensors(target, _poisoned)
         plain, me = super()._copy, self
 
         class Late:
@@ -84,7 +84,7 @@ class Adversary(Transfers):
         super().finish()
 
     def give(self, value: Any) -> None:
-        each(value, _poisoned)
+        map_tensors(value, _poisoned)
         super().give(value)
 
 

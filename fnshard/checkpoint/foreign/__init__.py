@@ -33,22 +33,23 @@ def load_dcp(
     from the parameter.
 
     Args:
-        path: of the folder with `.metadata`, or with Accelerate's two folders.
-        step_or_specs: a step with an optimizer; or a spec tree, with the mesh: then optimizer state is what
+        path: the folder with `.metadata`, or with Accelerate's two folders.
+        step_or_specs: a step with an optimizer; or a spec tree, with the mesh: optimizer state is then what
             the checkpoint has.
-        model: the module that the leaves are of, as for `fs.hf.load`: it says which names are tied, and has
-            or makes the buffers that are not saved.
-        names: a dict or a function from paths to names there, or `fs.hf.Transposed(name)`; default the path.
-        missing: full values, by path, of leaves that are not there.
-        ignore: globs of parameters that no leaf takes.
-        disk_dir: for specs of leaves that rest on disk (a step knows its own).
-        timeout: seconds after which a silent peer is an error.
+        model: the module that the leaves belong to, as for `fs.hf.load`. It says which names are tied, and
+            has or makes the buffers that are not saved.
+        names: a dict or a function from paths to names there, or `fs.hf.Transposed(name)`; by default a leaf
+            is called by its path.
+        missing: full values, by path, of leaves that the checkpoint lacks.
+        ignore: globs of parameters there that no leaf takes.
+        disk_dir: the directory for leaves of specs that rest on disk (a step knows its directory).
+        timeout: the seconds after which a silent peer is an error.
 
     Raises:
-        StateError: leaves without a tensor, tensors without a leaf, and such as do not fit; all of them, with
-            the nearest names.
-        CheckpointError: no such checkpoint, a missing or truncated file, objects that would have to be made
-            to read it; a step's optimizer keeps what is not there.
+        StateError: there are leaves without a tensor, tensors without a leaf, or shapes that do not fit; the
+            error has all of them, with the nearest names.
+        CheckpointError: there is no such checkpoint, a file is missing or truncated, reading it would make
+            objects of unknown classes, or the step's optimizer keeps what the checkpoint lacks.
 
     >>> import tempfile, torch, fnshard as fs
     >>> import torch.distributed.checkpoint as dcp
@@ -71,11 +72,11 @@ def load_deepspeed(
     file that zero_to_fp32.py makes is a state dict, for `load_torch`.
 
     Args:
-        path: of a folder with `*_optim_states.pt`, or of a run's folder, whose newest is taken.
-        step_or_specs, mesh, model, names, missing, ignore, disk_dir, timeout: as for `load_dcp`.
+        path: a folder with `*_optim_states.pt`, or a run's folder, whose newest checkpoint is taken.
+        step_or_specs, mesh, model, names, missing, ignore, disk_dir, timeout: the arguments of `load_dcp`.
 
     Raises:
-        StateError, CheckpointError: as for `load_dcp`; or a model that was split over tensor or pipeline
+        StateError, CheckpointError: the errors of `load_dcp`; or the model was split over tensor or pipeline
             ranks as well.
     """
     return load_state(read_deepspeed, "load_deepspeed", path, step_or_specs, mesh, options)
@@ -90,11 +91,11 @@ def load_torch(
     and others call the two.
 
     Args:
-        path: of a .pt, .pth, .bin or .ckpt file; or of a folder with pytorch_model.bin, or its index.
-        step_or_specs, mesh, model, names, missing, ignore, disk_dir, timeout: as for `load_dcp`.
+        path: a .pt, .pth, .bin or .ckpt file; or a folder with pytorch_model.bin, or its index.
+        step_or_specs, mesh, model, names, missing, ignore, disk_dir, timeout: the arguments of `load_dcp`.
 
     Raises:
-        StateError, CheckpointError: as for `load_dcp`.
+        StateError, CheckpointError: the errors of `load_dcp`.
 
     >>> import tempfile, torch, fnshard as fs
     >>> file = tempfile.mkdtemp() + "/model.pt"

@@ -73,8 +73,9 @@ def check_pieces(name: str, shape: Sequence[int], pieces: Sequence[Piece]) -> No
 def boxes_of_run(
     shape: Sequence[int], first: int, last: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Split elements `[first, last)` of a tensor, in the order of memory, into boxes: where each begins, and
-    its shape; in that order.
+    """Split elements `[first, last)` of a tensor, in the order of memory, into boxes in that order.
+
+    Each is given by where it begins and by its shape.
 
     >>> list(boxes_of_run((3, 4), 2, 9))
     [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 1))]

@@ -19,7 +19,7 @@ from fnshard.checkpoint.foreign.boxes import Piece, Pieces, check_pieces
 from fnshard.checkpoint.foreign.dialects import Leaf, SavedState, recognise
 from fnshard.hf.reading import FileTensor
 from fnshard.runtime.files.tensorfile import Corrupt, open_regular
-from fnshard.runtime.files.torchfile import Inert, PlacedTensor, known_of_torch, read_torch_file, unpickle
+from fnshard.runtime.files.torchfile import Inert, PlacedTensor, read_torch_file, resolve_torch_name, unpickle
 
 METADATA = ".metadata"
 # What `.metadata` is made of; torch has moved them, under the same names.
@@ -30,8 +30,10 @@ RECORDS = frozenset({
 
 
 def find_dcp(path: Path) -> list[Path]:
-    """Return the folders of a checkpoint: itself, or model and optimizer side by side, as Accelerate has
-    them; none where it is no such checkpoint."""
+    """Return the folders of a checkpoint; none if it is no such checkpoint.
+
+    They are the folder itself, or model and optimizer side by side, as Accelerate has them.
+    """
     if (path / METADATA).is_file():
         return [path]
     found = sorted(each.parent for each in path.glob(f"*/{METADATA}")) if path.is_dir() else []
@@ -53,14 +55,15 @@ def read_dcp(path: Path) -> SavedState:
         raise Corrupt(f"has no {METADATA}, so it is no checkpoint of torch.distributed.checkpoint{inside}")
     tree: dict[tuple[str, ...], Leaf] = {}
     for folder in folders:
-        tree |= _tree_of(folder)
+        tree |= _read_folder(folder)
     return recognise(tree, "DCP")
 
 
-def _tree_of(folder: Path) -> dict[tuple[str, ...], Leaf]:
+def _read_folder(folder: Path) -> dict[tuple[str, ...], Leaf]:
+    """Return the tensors and other values of one folder, by their paths in the saved tree."""
     fd = open_regular(folder, METADATA)
     with open(fd, "rb") as file:
-        found = unpickle(io.BytesIO(file.read()), _known_of_metadata)
+        found = unpickle(io.BytesIO(file.read()), _resolve_metadata_name)
     if not isinstance(found, Inert) or not isinstance(found.state, dict):
         raise Corrupt(f"has a {METADATA} that holds no metadata")
     saved, stored = found.state.get("state_dict_metadata") or {}, found.state.get("storage_data") or {}
@@ -84,7 +87,9 @@ def _tree_of(folder: Path) -> dict[tuple[str, ...], Leaf]:
             if place is not None:
                 out[path] = partial(_open_item, folder, name, place)
             continue
-        shape, dtype = tuple(entry.state["size"]), _dtype_of(entry.state["properties"])
+        # `TensorProperties` has been written as a tuple and as a dict.
+        shape, properties = tuple(entry.state["size"]), entry.state["properties"].state
+        dtype = properties["dtype"] if isinstance(properties, dict) else properties[0]
         pieces = []
         for chunk in entry.state["chunks"]:
             offset, size = tuple(chunk.state["offsets"]), tuple(chunk.state["sizes"])
@@ -99,16 +104,10 @@ def _tree_of(folder: Path) -> dict[tuple[str, ...], Leaf]:
     return out
 
 
-def _known_of_metadata(module: str, name: str) -> Any:
+def _resolve_metadata_name(module: str, name: str) -> Any:
     if module.startswith("torch.distributed.") and name in RECORDS:
         return Inert
-    return known_of_torch(module, name)
-
-
-def _dtype_of(properties: Inert) -> torch.dtype:
-    """Return the dtype of `TensorProperties`, whose state torch has written as a tuple and as a dict."""
-    state = properties.state
-    return state["dtype"] if isinstance(state, dict) else state[0]
+    return resolve_torch_name(module, name)
 
 
 def _open_item(folder: Path, name: str, place: Mapping[str, Any]) -> Any:

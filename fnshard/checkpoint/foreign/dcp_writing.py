@@ -27,7 +27,7 @@ from fnshard.layout.codecs import is_coded
 from fnshard.layout.partition import P
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.mesh import Mesh
-from fnshard.runtime.coordination import Failed, agreed, all_ranks, group_of
+from fnshard.runtime.coordination import Failed, group_of, run_on_all, run_together
 from fnshard.runtime.files.folder import AtomicDirectory, as_path, flush_directory, flush_file
 from fnshard.step.runner import find_layout
 from fnshard.step.state import TrainState
@@ -101,28 +101,28 @@ def save_dcp(
 ) -> Path:
     """Write a folder that `torch.distributed.checkpoint.load` reads on any number of ranks. A collective.
 
-    Each rank writes its own blocks; parameters with a master copy are written from that. It is written to a
-    name of its own, flushed, and renamed when it is complete.
+    Each rank writes its own blocks; parameters with a master copy are written from that. The folder is
+    written under another name, flushed, and renamed when it is complete.
 
     Args:
-        path: of a folder that is not there yet, on a file system that all ranks see.
+        path: a folder that is not there yet, on a file system that all ranks see.
         state: a `TrainState`, or a tree of stored blocks.
         specs, mesh: its layout, if the state does not know it.
-        names: a dict or a function from paths to names of torch's; default the path.
-        layout: of the tree that is saved. "fsdp": `{"model": ..., "optim": ...}`, of
-            `torch.distributed.checkpoint.state_dict.get_state_dict`; "accelerate": `{"model": ...,
-            "optimizer": ...}`; "torchtitan": parameters at the top, and `optimizer` flattened.
-        optimizer: arguments of `torch.optim.AdamW` for the saved groups, `{"lr": 3e-4, "weight_decay": 0.1}`;
-            None: no groups are saved, and a reader keeps its own
+        names: a dict or a function from paths to torch's names; by default a leaf is called by its path.
+        layout: the form of the tree that is saved. "fsdp" is `{"model": ..., "optim": ...}`, as
+            `torch.distributed.checkpoint.state_dict.get_state_dict` returns it; "accelerate" is `{"model":
+            ..., "optimizer": ...}`; "torchtitan" has parameters at the top, and `optimizer` flattened.
+        optimizer: arguments of `torch.optim.AdamW` for the saved groups, `{"lr": 3e-4, "weight_decay": 0.1}`.
+            With None no groups are saved, and a reader keeps its own
             (`DefaultLoadPlanner(allow_partial_load=True)`).
-        timeout: seconds after which a silent peer is an error; default the mesh's.
+        timeout: the seconds after which a silent peer is an error; by default those of the mesh.
 
     Returns:
         `path`.
 
     Raises:
-        CheckpointError: coded leaves; two leaves of one name; it could not be written; there is something by
-            that name.
+        CheckpointError: leaves are coded, two leaves get one name, there is something at `path`, or the
+            folder could not be written.
 
     >>> import tempfile, torch, fnshard as fs
     >>> import torch.distributed.checkpoint as dcp
@@ -156,15 +156,15 @@ def save_dcp(
             raise CheckpointError(f"torch knows no codec of {leaves(len(coded))}:", coded[:20], fix)
         return AtomicDirectory(final), list(items_of(state, resolved, mesh, names, layout, optimizer))
 
-    directory, items = agreed(group, f"saving {path}", plan)
+    directory, items = run_together(group, f"saving {path}", plan)
 
     def finish(written: list[list[WrittenItem]]) -> None:
         write_metadata(directory.saving, [item for of_rank in written for item in of_rank])
         directory.commit()
 
     try:
-        all_ranks(group, lambda: None, lambda _: directory.begin())
-        all_ranks(group, lambda: write_items(directory.saving, mesh.rank, items), finish)
+        run_on_all(group, lambda: None, lambda _: directory.begin())
+        run_on_all(group, lambda: write_items(directory.saving, mesh.rank, items), finish)
     except Failed as error:
         raise CheckpointError(
             f"cannot save {final}:", error.lines(), "make room, or save elsewhere."

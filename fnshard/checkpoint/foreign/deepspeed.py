@@ -96,7 +96,15 @@ def read_deepspeed(path: Path) -> SavedState:
                 slots.setdefault(name, {})[SLOTS.get(slot, slot)] = tensor
     if slots and len(steps) != 1:
         raise Corrupt(f"has moments after {sorted(steps) or 'nobody knows how many'} steps")
-    params |= _read_frozen(models, stage) | _read_buffers(models[0])
+    params |= _read_frozen(models, stage)
+
+    # Buffers lie in the module's own state dict. Tied weights are saved under one of their names.
+    values = models[0].get("module") or {}
+    buffers = {name: values.get(name) for name in models[0].get("buffer_names") or []}
+    params |= {
+        name: FileTensor(value.path.name, value, value.dtype, value.shape)
+        for name, value in buffers.items() if isinstance(value, PlacedTensor)
+    }  # fmt: skip
     for other, owner in dict(models[0].get("shared_params") or {}).items():
         if owner in params:
             params[other] = params[owner]
@@ -172,12 +180,6 @@ def tensor_of_runs(name: str, shape: Sequence[int], runs: Sequence[Run]) -> File
         raise Corrupt(f"has no values of {name!r} {list(shape)}; parameters without elements are not read")
     vector = runs[0][0]
     return FileTensor(vector.path.name, Pieces(vector.dtype, shape, pieces), vector.dtype, shape)
-
-
-def _read_buffers(model: Mapping[str, Any]) -> dict[str, FileTensor]:
-    values = model.get("module") or {}
-    found = {n: values[n] for n in model.get("buffer_names") or [] if isinstance(values.get(n), PlacedTensor)}
-    return {n: FileTensor(value.path.name, value, value.dtype, value.shape) for n, value in found.items()}
 
 
 def _read_frozen(models: Sequence[Mapping[str, Any]], stage: int) -> dict[str, FileTensor]:

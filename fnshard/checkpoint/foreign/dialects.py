@@ -79,7 +79,7 @@ def recognise(tree: Tree, kind: str) -> SavedState:
             if found := re.fullmatch(r"(\d+\.(?=state\.))?state\.(.+)\.(\w+)", rest):
                 number, name, slot = found.groups()
                 optimizers[f"{path[where]}.{number or ''}"] = None
-                name = unwrapped(name)
+                name = strip_wrappers(name)
                 if slot == "step":
                     steps[name] = int(leaf() if callable(leaf) else leaf.data[...])
                 elif isinstance(leaf, FileTensor):
@@ -90,9 +90,9 @@ def recognise(tree: Tree, kind: str) -> SavedState:
         elif isinstance(leaf, FileTensor):
             model = max((i for i, part in enumerate(parts) if part in MODELS), default=None)
             if model is None:
-                bare[unwrapped(".".join(path))] = leaf
+                bare[strip_wrappers(".".join(path))] = leaf
             else:
-                named[unwrapped(".".join(path[model + 1 :]))] = leaf
+                named[strip_wrappers(".".join(path[model + 1 :]))] = leaf
     params = named or bare
     if params and all(name.startswith("module.") for name in params):  # DDP's own, where it was not taken off
         params = {name.removeprefix("module."): leaf for name, leaf in params.items()}
@@ -116,15 +116,15 @@ def recognise(tree: Tree, kind: str) -> SavedState:
     for key, each in numbers.items():
         given |= dict(zip(each, groups.get(f"{key.removesuffix('params')}param_names", []), strict=False))
     if numbered and slots.keys() <= given.keys():
-        slots, numbered = {unwrapped(given[number]): own for number, own in slots.items()}, False
+        slots, numbered = {strip_wrappers(given[number]): own for number, own in slots.items()}, False
     by_group = [each for _, each in sorted(numbers.items())] if numbered else []
     return SavedState(kind, params, slots, counts[0] if counts else 0, by_group)
 
 
-def unwrapped(name: str) -> str:
+def strip_wrappers(name: str) -> str:
     """Return the name of a leaf without the modules that wrappers put around its own.
 
-    >>> unwrapped("layers.0._orig_mod.weight")
+    >>> strip_wrappers("layers.0._orig_mod.weight")
     'layers.0.weight'
     """
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)

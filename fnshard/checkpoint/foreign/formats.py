@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
-from fnshard.checkpoint.blocks import ChunkRead, fill_chunk, open_checked
+from fnshard.checkpoint.blocks import ChunkRead, fill_chunk, open_and_check
 from fnshard.checkpoint.foreign.boxes import Piece, Pieces
 from fnshard.checkpoint.foreign.dcp import find_dcp, read_dcp
 from fnshard.checkpoint.foreign.dcp_writing import LAYOUTS, TORCH_SLOTS, Item, write_items, write_metadata
@@ -45,8 +45,10 @@ FILE_BYTES = 5e9  # of one file of a Hugging Face folder
 
 @dataclass(frozen=True)
 class Format:
-    """A format: what it is called, whether something is of it, what reads it, and what writes it (None: it is
-    only read). `keeps_optimizer`: whether it has a place for moments."""
+    """A format of checkpoints: its name, and functions that recognise, read and write it.
+
+    One without `write` is only read. `keeps_optimizer` says whether it has a place for moments.
+    """
 
     title: str
     finds: Callable[[Path], Any]
@@ -71,7 +73,7 @@ class CheckedChunk:
     def __getitem__(self, slices: Any) -> Tensor:
         bounds = [s.indices(n)[:2] for s, n in zip(slices, self.chunk.shape, strict=True)]
         target = torch.empty([last - first for first, last in bounds], dtype=self.dtype)
-        fd = open_checked(self.folder, self.chunk.file, self.manifest.files[self.chunk.file])
+        fd = open_and_check(self.folder, self.chunk.file, self.manifest.files[self.chunk.file])
         try:
             start = tuple(first for first, _ in bounds)
             fill_chunk(fd, ChunkRead(self.leaf, self.chunk, self.dtype, start, target))

@@ -20,7 +20,7 @@ from fnshard.hf.reading import FileTensor, LeafSource, match_tensors, stack_expe
 from fnshard.layout.pairs import as_pairs
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.mesh import Mesh
-from fnshard.runtime.coordination import agreed, group_of
+from fnshard.runtime.coordination import group_of, run_together
 from fnshard.runtime.files.folder import as_path
 from fnshard.runtime.files.tensorfile import STATE_NAMES, Corrupt
 from fnshard.step.state import TrainState
@@ -63,7 +63,7 @@ def load_state(
     path = as_path(path, f"{caller}(path, step)")
     resolved, on = specs_and_mesh(step_or_specs, mesh)
     check_resolved(resolved.tree, on)
-    model, missing = tree.unwrapped(options.get("model")), options.get("missing") or {}
+    model, missing = tree.unwrap_module(options.get("model")), options.get("missing") or {}
     ignore = options.get("ignore", ())
     globs = [ignore] if isinstance(ignore, str) else list(ignore)
 
@@ -83,7 +83,7 @@ def load_state(
 
     if on.kind == "abstract":  # no other rank is there
         return load()
-    return agreed(group_of(on, options.get("timeout")), f"loading {str(path)!r}", load)
+    return run_together(group_of(on, options.get("timeout")), f"loading {str(path)!r}", load)
 
 
 def read_saved(read: Callable[..., SavedState], path: Path, *others: Any) -> SavedState:

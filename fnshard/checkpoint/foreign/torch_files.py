@@ -17,8 +17,9 @@ SUFFIXES = (".pt", ".bin", ".pth", ".ckpt")
 
 
 def find_torch_files(path: Path) -> list[Path]:
-    """Return the files of a state dict: one, or those of a folder as Hugging Face and DeepSpeed write it;
-    none where it is no such thing.
+    """Return the files of a state dict; none if there is no state dict at the path.
+
+    It is one file, or those of a folder as Hugging Face and DeepSpeed write it.
 
     Raises:
         Corrupt: an index that names no files.

@@ -103,6 +103,7 @@ class LeafRecipe:
     alias: Tensor
 
     def value(self) -> Tensor | None:
+        """Return the leaf's values; None if they depend on random numbers."""
         check_closed()
         return self.tape.value(self.alias)
 
@@ -197,9 +198,11 @@ class Values:
         return zlib.crc32(str([keys, *map(describe, self._calls(path))]).encode())
 
     def _calls(self, path: str) -> list[RecordedCall]:
+        """Return the calls of the log that make a leaf."""
         return [self._recipes[path].tape.calls[n] for n in self._slices[path]]
 
     def _run(self, path: str, space: Memories) -> Tensor:
+        """Run the calls that make a leaf, in a space of memories."""
         recipe = self._recipes[path]
         with _generator_lock:
             return recipe.tape.run(recipe.alias, self._slices[path], space, self._keys[id(recipe.tape)])
@@ -225,6 +228,7 @@ def _close(recorder: Recorder) -> None:
             continue
         if recorder.knows(leaf):
             _make_placeholder(leaf, LeafRecipe(recorder.tape, leaf.detach()))
+
     others = [t for t in contents.tensors if id(t) not in owned and recorder.knows(t)]
     values = {id(t): value for t in others if (value := recorder.value(t)) is not None}
     for container in contents.containers:

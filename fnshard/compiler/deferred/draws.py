@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fnshard.compiler.ir.bits import GOLDEN, mix, shift, signed
+from fnshard.compiler.ir.bits import GOLDEN, mix, shift, to_int64
 
 Draw = Callable[[Tensor, torch.dtype], Tensor]  # from random bits to numbers, in fp32 or fp64
 _RUN = 1 << 15  # elements that are drawn at once: few enough to stay in cache
@@ -32,7 +32,7 @@ def fill(out: Tensor, start: int, key: int, draw: Draw) -> None:
     states = torch.arange(min(_RUN, flat.numel())) * GOLDEN
     for at in range(0, flat.numel(), _RUN):
         part = flat[at : at + _RUN]
-        bits = mix(states[: part.numel()] + signed(key + (start + at + 1) * GOLDEN))
+        bits = mix(states[: part.numel()] + to_int64(key + (start + at + 1) * GOLDEN))
         part.copy_(draw(bits, torch.promote_types(out.dtype, torch.float32)))
     if not out.is_contiguous():
         out.copy_(flat.view(out.shape))
@@ -66,7 +66,7 @@ def uniform(low: float = 0.0, high: float = 1.0) -> Draw:
     return draw
 
 
-def truncated(mean: float, std: float, low: float, high: float) -> Draw:
+def truncated_normal(mean: float, std: float, low: float, high: float) -> Draw:
     """Return the draw of a normal distribution between two bounds, by inverting its distribution function."""
     # A range above the mean is mirrored below it, where the function is near 0 and has all its digits.
     sign = -1.0 if low > mean else 1.0
@@ -83,7 +83,7 @@ def truncated(mean: float, std: float, low: float, high: float) -> Draw:
 _DRAWS: dict[str, tuple[Callable[..., Draw], tuple[str, ...]]] = {
     "normal_": (normal, ("mean", "std")),
     "uniform_": (uniform, ("from", "to")),
-    "trunc_normal_": (truncated, ("mean", "std", "a", "b")),
+    "trunc_normal_": (truncated_normal, ("mean", "std", "a", "b")),
     **dict.fromkeys(("randn", "randn_like"), (normal, ())),
     **dict.fromkeys(("rand", "rand_like"), (uniform, ())),
 }

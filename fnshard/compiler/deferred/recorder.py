@@ -52,6 +52,7 @@ class Recorder(TorchDispatchMode):
         self.modules[id(module)] = module
 
     def knows(self, value: Tensor) -> bool:
+        """Return whether a tensor is recorded: a call of the log makes or writes its memory."""
         return value.layout == torch.strided and storage_id(value) in self.tape.writers
 
     def value(self, value: Tensor) -> Tensor | None:
@@ -86,6 +87,8 @@ class Recorder(TorchDispatchMode):
         draws = random and not any(v.is_meta for v in inputs)
         if self.paused or not (known or makes or draws):
             return op(*args, **kwargs)
+
+        # Record it, or run it at once if its result's shape depends on values.
         if device is not None and device.type not in ("cpu", "meta"):
             raise self.refusal(
                 f"{op} on {device}", "build on the CPU: step.init puts the values where they go."
@@ -117,6 +120,7 @@ class Recorder(TorchDispatchMode):
     def _trunc_normal_(
         self, original: Any, tensor: Tensor, *args: Any, generator: torch.Generator | None = None
     ) -> Tensor:
+        """Record a truncated normal fill of a recorded tensor; fill any other tensor by torch."""
         if not self.knows(tensor):
             return original(tensor, *args, generator=generator)
         if generator is not None:
@@ -131,6 +135,7 @@ class Recorder(TorchDispatchMode):
         return tensor
 
     def _check(self, op: Any, inputs: list[Tensor], written: list[Tensor]) -> None:
+        """Refuse to read tensors that have no values, and to write to tensors that were made elsewhere."""
         real = [v for v in inputs if not self.knows(v)]
         if any(v.is_meta for v in real):
             fix = "make it without device='meta'; the block makes everything there anyhow."
@@ -156,11 +161,14 @@ class Recorder(TorchDispatchMode):
         if torch.Tag.inplace_view in op.tags or not (written or made):
             return result  # an alias is noted where it is used
         name = op._schema.name.removeprefix("aten::")
+
         outs = [kwargs.get(a.name) for a in op._schema.arguments if a.is_out]
         filled = [v for v in written if name in _FILLS or any(v is out for out in outs)]
         by_shape = name.endswith("_like") or name.startswith("new_")
         read = {storage_id(v) for v in inputs if not by_shape and not any(v is f for f in filled)}
         whole = {storage_id(v) for v in filled if _is_whole(v)}
+
+        # The call is run later on the CPU, in the dtype that it has here.
         kwargs = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory")}
         if not inputs:
             kwargs["device"] = CPU
@@ -203,10 +211,12 @@ class Recorder(TorchDispatchMode):
 
 
 def _is_whole(value: Tensor) -> bool:
+    """Return whether a tensor is all of its memory."""
     return value.storage_offset() == 0 and value.nbytes == value.untyped_storage().nbytes()
 
 
 def _written_tensors(op: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """Return the tensors that an operator writes to."""
     given = arguments_of(op, args, kwargs)
     writes = [a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     return leaves_of([given[name] for name in writes], Tensor)
@@ -231,6 +241,7 @@ class Functions(TorchFunctionMode):
 
 
 def _call_with_values(recorder: Recorder, func: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Call a function that reads values with the tensor's values, which must be known."""
     value = recorder.value(tensor)
     if value is None:
         raise recorder.refusal(

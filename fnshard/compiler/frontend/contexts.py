@@ -19,7 +19,7 @@ from fnshard.compiler.ir.guard import CACHE, Reachable, written
 from fnshard.errors import StateError, TraceError
 
 CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # else torch refuses cuBLAS in a deterministic run
-CLOSURE_LIMIT_bytes = 1 << 20  # the largest tensor that `fn` may close over
+CLOSURE_LIMIT_BYTES = 1 << 20  # the largest tensor that `fn` may close over
 LOCK = threading.RLock()  # the tracer patches torch's globals: one trace at a time
 _AUTOCAST_DEVICES = [d for d in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(d)]
 
@@ -78,6 +78,7 @@ def deterministic(on: bool) -> Iterator[None]:
 
 @cache
 def _check_products() -> None:
+    """Multiply on the GPU, where torch raises if cuBLAS was set up without its workspace."""
     one = torch.ones(1, 1, device="cuda")
     try:
         one.mm(one)
@@ -103,7 +104,7 @@ class Surroundings:
         self.written: set[str] = set()
         self._modules = Contents(*self.reached.of_type(nn.Module)).containers
         tensors = self.reached.of_type(Tensor)
-        small = (t for t in tensors if is_plain(t) and t.nbytes <= CLOSURE_LIMIT_bytes)
+        small = (t for t in tensors if is_plain(t) and t.nbytes <= CLOSURE_LIMIT_BYTES)
         self._numbers = TensorSnapshot(small)
 
     def __enter__(self) -> Surroundings:

@@ -59,11 +59,13 @@ def without_dynamo() -> Iterator[None]:
 def _call_directly(
     _: Function, fn: Function, args: Sequence[Any], kwargs: dict[str, Any] | None = None
 ) -> Any:
+    """Call the operator as it stands."""
     return fn(*args, **(kwargs or {}))
 
 
 @while_tracing
 def _skip_compile(original: Function, fn: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """Return the function itself where torch compiles an operator's call."""
     own = getattr(fn, "__module__", "").startswith("torch._higher_order_ops")
     return fn if own else original(fn, *args, **kwargs)
 
@@ -106,6 +108,7 @@ class _Branch(TorchFunctionMode):
 
 
 def _branch(fn: Function, operands: Sequence[Any], taken: Tensor) -> tuple[list[Any], Any]:
+    """Run a branch on gated operands, and return its results as flat values and structure."""
     mode = _Branch(taken)
     with mode:
         leaves, structure = tree.flatten(fn(*operands), constants=True)
@@ -113,6 +116,7 @@ def _branch(fn: Function, operands: Sequence[Any], taken: Tensor) -> tuple[list[
 
 
 def _cond(pred: Any, true_fn: Function, false_fn: Function, operands: Sequence[Any] = ()) -> Any:
+    """Compute both branches, and choose their results by a predicate that depends on values."""
     if not isinstance(pred, Tensor):
         return (true_fn if pred else false_fn)(*operands)
     pred = pred.reshape(())

@@ -84,10 +84,10 @@ class ExchangeKind:
         """Return the shape of one row of what is sent."""
         return tuple(s // ranks if self.splits and d == dim else s for d, s in enumerate(shape))
 
-    def received(self, shape: Sequence[int], dim: int, to: int, ranks: int) -> tuple[int, ...]:
+    def received_shape(self, shape: Sequence[int], dim: int, to: int, ranks: int) -> tuple[int, ...]:
         """Return the shape of what each rank receives.
 
-        >>> KINDS["all_to_all"].received((4, 6, 8), dim=2, to=1, ranks=2)
+        >>> KINDS["all_to_all"].received_shape((4, 6, 8), dim=2, to=1, ranks=2)
         (4, 12, 4)
         """
         _, joined = self.dims(dim, to)
@@ -119,10 +119,11 @@ def _exchange(x: Tensor, kind: str, axes: str, dim: int, ranks: int, to: int = 0
 
 @_exchange.register_fake
 def _(x: Tensor, kind: str, axes: str, dim: int, ranks: int, to: int = 0) -> Tensor:
-    return x.new_empty(KINDS[kind].received(x.shape, dim, to, ranks))
+    return x.new_empty(KINDS[kind].received_shape(x.shape, dim, to, ranks))
 
 
 def _refuse_derivative(ctx: Any, grad: Tensor) -> None:
+    """Refuse inner derivatives: their exchange would be differentiated, and not cut out."""
     raise TraceError(
         "`fn` differentiates through fs.psum or fs.all_gather inside itself.",
         fix="exchange what the inner derivative gives, outside of it; shard_step differentiates the loss.",
@@ -253,6 +254,7 @@ def _trace_exchange(kind: str, x: Any, axes: Axes, dim: int) -> Tensor:
             f"`fn` calls fs.{kind} in a gradient hook or in the backward of an autograd.Function.",
             fix="call it in `fn` itself: fs.psum and fs.all_gather have exact gradients of their own.",
         )
+
     if ranks == 1:
         return x
     if x.dtype == torch.bool and kind == "psum":

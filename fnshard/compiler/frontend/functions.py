@@ -111,6 +111,7 @@ def attach(values: Sequence[Tensor], inputs: Sequence[Tensor], backward: Backwar
         receivers[:] = [x for x, g in found if g is not None]
         return [g for _, g in found if g is not None]
 
+    # Trace the backward by itself; what it reads besides gradients and values are its captures.
     with hide_from_trace():
         gradients = [torch.empty_like(v, memory_format=torch.contiguous_format) for v in values]
         module = trace_apart(flat, gradients)
@@ -118,6 +119,7 @@ def attach(values: Sequence[Tensor], inputs: Sequence[Tensor], backward: Backwar
             graph, captured, keys = _make_pure(module, gradients, values)
     if not receivers:  # no input gets a gradient; out here the detach is traced
         return [v.detach() for v in values]
+
     # Keys of the backward's random ops are drawn here, so that they become inputs of the program.
     lowest, highest = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
     drawn = [torch.randint(lowest, highest, (), device=values[0].device) for _ in range(keys)]
@@ -134,6 +136,7 @@ def _make_pure(
     The inputs of the graph are the gradients, then the forward's values, then what it captures, then keys.
     """
     graph, keys, constants = normalize(module, len(gradients))
+
     # A tensor that the backward closes over is either one of the forward's values, or a captured one.
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     with graph.inserting_after(placeholders[len(gradients) - 1]):
@@ -146,6 +149,7 @@ def _make_pure(
         else:
             node.replace_all_uses_with(given[place])
             graph.erase_node(node)
+
     # Make it pure; no op in it may depend on strides, since gradients arrive with any.
     key = torch.empty((), dtype=torch.int64, device=values[0].device)
     examples = [v.detach() for v in (*gradients, *values, *captured)] + [key] * len(keys)
@@ -207,6 +211,8 @@ class _Context(FunctionCtx):
 
 
 def _setup_context(_: None, here: Here) -> property:
+    """Return the property that `apply` reads first: it notes who was called, and in which grad mode."""
+
     def setup_context(cls: Any) -> Any:
         found = _find_inherited(cls, "setup_context")
         if not here() or cls in (torch.autograd.Function, _SingleLevelFunction):
@@ -224,6 +230,8 @@ def _setup_context(_: None, here: Here) -> property:
 
 
 def _forward(_: None, here: Here) -> property:
+    """Return the property that `apply` reads next: the class's forward, or what runs in its place."""
+
     def forward(cls: Any) -> Any:
         original = _find_inherited(cls, "forward")
 
@@ -240,6 +248,7 @@ def _forward(_: None, here: Here) -> property:
 
 
 def _find_inherited(cls: Any, name: str) -> Any:
+    """Return an attribute of a class past the properties of its metaclass that stand in its way."""
     return next(c.__dict__[name] for c in cls.__mro__ if name in c.__dict__).__get__(None, cls)
 
 
@@ -258,6 +267,7 @@ def _run_forward(cls: Any, forward: Callable[..., Any], args: tuple[Any, ...], e
         return forward(*args)
     if cls.__module__.startswith(("torch.distributed", "torch.nn.modules._functions")):
         raise TraceError(f"{COMMUNICATES} ({cls.__name__}).", fix=ONE_DEVICE)
+
     takes_context = not _has_setup_context(cls)
     with _grad_mode(enabled):
         run = _OF_CHECKPOINTS.get((cls.__module__, cls.__name__), _call)
@@ -310,6 +320,7 @@ def _call(cls: Any, args: tuple[Any, ...]) -> tuple[Any, Sequence[Tensor]]:
             _find_inherited(cls, "setup_context")(ctx, args, output)
         else:
             output = forward(ctx, *args)
+
     # The forward's ops ran under no_grad. Outputs that have a gradient get the traced backward as derivative.
     outputs = output if isinstance(output, tuple) else (output,)
     results = [o.detach() if isinstance(o, Tensor) and o.requires_grad else o for o in outputs]
@@ -317,6 +328,7 @@ def _call(cls: Any, args: tuple[Any, ...]) -> tuple[Any, Sequence[Tensor]]:
     if enabled and any(ctx.needs_input_grad):
         for place, made in _attach_backward(cls, ctx, args, outputs).items():
             results[place] = made
+
     # An output that is an input which was written to stays that tensor, so that other readers see it.
     for place, value in enumerate(outputs):
         if any(value is dirty for dirty in ctx.dirty_tensors):
@@ -389,6 +401,7 @@ def _check_gradients(name: str, found: Any, args: Sequence[Any]) -> list[Tensor 
             "argument(s).",
             fix="return one for each, None where there is none.",
         )
+
     wrong = [
         f"argument {i}: {tuple(g.shape)} for {tuple(a.shape)}"
         if isinstance(g, Tensor)
@@ -405,6 +418,7 @@ def _check_gradients(name: str, found: Any, args: Sequence[Any]) -> list[Tensor 
 
 
 def _sums_to(gradient: Tensor, value: Tensor) -> bool:
+    """Return whether a gradient has its value's shape, or one that autograd sums to it."""
     pairs = zip(reversed(value.shape), reversed(gradient.shape), strict=False)
     return value.dim() <= gradient.dim() and all(own in (1, size) for own, size in pairs)
 
@@ -412,6 +426,7 @@ def _sums_to(gradient: Tensor, value: Tensor) -> bool:
 def _register_hook(
     hooks: OrderedDict[int, Tensor], _: Any, value: Tensor, hook: Callable[[Tensor], Tensor | None]
 ) -> RemovableHandle:
+    """Make a hook of a tensor a node whose values are its inputs, and its value an output of the trace."""
     of_several = getattr(hook, "__module__", "") == torch.autograd.graph.__name__
     if is_inside() or of_several:
         raise TraceError(HOOK.format(name="register_multi_grad_hook" if of_several else "register_hook"))

@@ -65,6 +65,7 @@ class Indices:
         rank's.
         """
         program = program.traced or program
+
         # Go forwards: which nodes can be computed on the CPU?
         known = dict(zip(program.placeholders, program.inputs, strict=True))
         integer_inputs = {n: i for n, i in known.items() if n.meta["val"].dtype in _INTEGERS}
@@ -78,6 +79,7 @@ class Indices:
             if of_torch and isinstance(value, Tensor) and value.dtype in _INTEGERS and value.numel() <= most:
                 found |= {node} if found.issuperset(node.all_input_nodes) else set()
         lookups = tuple(k for n in program.graph.nodes for k in _lookups(n) if k.index in found)
+
         # Go backwards: which of them do the indices need? These are copied into a graph of their own.
         needed = {k.index for k in lookups}
         for node in reversed(program.graph.nodes):
@@ -136,11 +138,13 @@ def ranges(named: Mapping[str, Any]) -> list[str]:
 
 
 def _range(values: Tensor) -> str:
+    """Return the least and the greatest of some integers, in words."""
     low, high = map(int, torch.aminmax(values))
     return str(low) if low == high else f"{low} to {high}"
 
 
 def _lookups(node: fx.Node) -> Iterator[Lookup]:
+    """Yield a node's lookups: one for each tensor of indices."""
     packet = getattr(node.target, "overloadpacket", None)
     name = getattr(packet, "__name__", "")
     if (
@@ -154,6 +158,7 @@ def _lookups(node: fx.Node) -> Iterator[Lookup]:
     shape, ignored = table.meta["val"].shape, passed.get("ignore_index")
     if not shape:
         return
+
     if name in ("index", "index_put"):
         used = [(d, i) for d, i in enumerate(index) if i is not None]
         if any(i.meta["val"].dtype in (torch.bool, torch.uint8) for _, i in used):

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 
 from fnshard.compiler.frontend.random import ops
 from fnshard.compiler.ir.custom_gradient import CustomGradient
-from fnshard.compiler.ir.failures import COMMUNICATES, ONE_DEVICE, higher_order, refused_at
+from fnshard.compiler.ir.failures import COMMUNICATES, ONE_DEVICE, error_at, higher_order
 from fnshard.compiler.ir.program import (
     OpOverload,
     arguments_of,
@@ -56,15 +56,17 @@ def normalize(module: fx.GraphModule, inputs: int) -> tuple[fx.Graph, list[str],
         raise AssertionError(f"traced {len(olds)} inputs, expected {inputs}")
     for i, old in enumerate(olds):
         env[old] = graph.placeholder(f"in{i}")
+
     # A collective that `fn` calls itself would have no line in the schedule, which orders and checks them.
     named = ((n, str(n.target)) for n in module.graph.nodes)
     exchanges = [(n, name) for n, name in named if re.match(r"_?c10d|_dtensor", name)]
     if exchanges:
-        raise refused_at(f"{COMMUNICATES}:", exchanges, ONE_DEVICE)
+        raise error_at(f"{COMMUNICATES}:", exchanges, ONE_DEVICE)
     for old in reversed(module.graph.nodes):
         # After a write autograd makes views of the base anew, where the base has no name; nobody reads them.
         if not old.users and (old.op == "get_attr" or getattr(old.target, "is_view", False)):
             module.graph.erase_node(old)
+
     # Tensors that `fn` closes over become inputs, one for each, however often it is read.
     constants: dict[str, Tensor] = {}
     read: dict[str, fx.Node] = {}
@@ -76,6 +78,8 @@ def normalize(module: fx.GraphModule, inputs: int) -> tuple[fx.Graph, list[str],
         if old.target not in read:
             read[old.target] = graph.placeholder(old.target)
         env[old] = read[old.target]
+
+    # Random ops read keys, which are inputs too.
     random = [n for n in module.graph.nodes if _is_random(n)]
     keys = {old: graph.placeholder(f"key{i}") for i, old in enumerate(random)}
     _copy_body(module, graph, env, keys)
@@ -104,6 +108,8 @@ def _copy_body(module: fx.GraphModule, graph: fx.Graph, env: dict, keys: dict) -
             graph.output([env[n] for n in flat])
         if old.op != "call_function":
             continue
+
+        # Modes of grad and autocast are no ops: they say how later nodes are copied.
         if old.target is torch._C._set_grad_enabled:
             grad = bool(old.args[0])
             detached.clear()
@@ -114,6 +120,9 @@ def _copy_body(module: fx.GraphModule, graph: fx.Graph, env: dict, keys: dict) -
         if old.target is torch.amp.autocast_mode._exit_autocast:
             autocast.pop(old.args[0], None)
             continue
+
+        # Some nodes are not copied: a change of shape in place becomes a view, and dropout in eval mode is
+        # its input.
         known = isinstance(old.target, OpOverload | CustomGradient)
         if not known and getattr(old.target, "__module__", "") != "_operator":
             raise higher_order(str(old.target))
@@ -129,6 +138,8 @@ def _copy_body(module: fx.GraphModule, graph: fx.Graph, env: dict, keys: dict) -
         if not grad and (same := _find_same(old)) is not None:
             env[old] = env[same]
             continue
+
+        # All others are copied, random ones as ops that read a key.
         args, kwargs = fx.map_arg((old.args, old.kwargs), env.__getitem__ if grad else detach)
         before = set(graph.nodes) if old in keys else set()
         made = _emit(graph, old, args, kwargs, keys.get(old))
@@ -204,6 +215,7 @@ _GENERATOR = report(
 
 
 def _is_random(node: fx.Node) -> bool:
+    """Return whether an op draws random numbers with its arguments."""
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return False
     if node.target is aten.scaled_dot_product_attention.default:
@@ -221,6 +233,7 @@ def _is_inert(node: fx.Node) -> bool:
 
 
 def _argument(node: fx.Node, name: str) -> Any:
+    """Return an argument of a node by name, or its default."""
     return arguments_of(node.target, node.args, node.kwargs)[name]
 
 
@@ -239,7 +252,7 @@ def _emit(graph: fx.Graph, old: fx.Node, args: tuple, kwargs: dict, key: fx.Node
         node.meta = {k: v for k, v in old.meta.items() if k in ("nn_module_stack", "stack_trace")}
         return node
     if old.target not in _RANDOM:
-        raise refused_at(
+        raise error_at(
             f"`fn` draws random numbers with {old.target}, which has no counter-based form here:",
             [(old, f"{old.name} {describe(old.meta['val'])}")],
             "use dropout, torch.rand, torch.randn, torch.randint, torch.bernoulli, torch.normal, their "
@@ -284,10 +297,12 @@ def _draw_shape(target: Any, *names: str) -> Draw:
 
 
 def _draw_integers(b: dict[str, Any], key: fx.Node, val: Tensor) -> tuple[Any, tuple[Any, ...]]:
+    """Draw integers: the rule of `randint` in all its forms."""
     return ops.integers.default, (key, b.get("low", 0), b["high"], list(val.shape), val.dtype)
 
 
 def _draw_mask(target: Any, *more: Any) -> Draw:
+    """Return the rule of a kind of dropout, which reads its input and the probability of a zero."""
     return lambda b, key, val: (target, (b["input"] if "input" in b else b["self"], key, b["p"], *more))
 
 

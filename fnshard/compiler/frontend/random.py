@@ -66,6 +66,7 @@ def _draw_parts(draw: Callable[..., Tensor], key: Tensor, shape: list[int], dtyp
 
 
 def _uniform(key: Tensor, shape: list[int], dtype: torch.dtype, low: float = 0.0, high: float = 1.0):
+    """Draw uniform numbers in [low, high)."""
     if dtype.is_complex:
         return _draw_parts(lambda *a: _uniform(*a, low, high), key, shape, dtype)
     value = _unit(key, shape, 0, dtype)
@@ -76,6 +77,7 @@ def _uniform(key: Tensor, shape: list[int], dtype: torch.dtype, low: float = 0.0
 
 
 def _normal(key: Tensor, shape: list[int], dtype: torch.dtype, mean: float = 0.0, std: float = 1.0):
+    """Draw normal numbers."""
     if dtype.is_complex:
         return _draw_parts(_normal, key, shape, dtype) * (std * 0.5**0.5) + mean
     wide = torch.promote_types(dtype, torch.float32)
@@ -86,6 +88,7 @@ def _normal(key: Tensor, shape: list[int], dtype: torch.dtype, mean: float = 0.0
 
 
 def _exponential(key: Tensor, shape: list[int], dtype: torch.dtype, rate: float) -> Tensor:
+    """Draw exponential numbers, by inverting the distribution function."""
     wide = torch.promote_types(dtype, torch.float32)
     value = -torch.log(1.0 - _unit(key, shape, 0, wide))
     value = value.clamp(min=0.5 ** (_DIGITS[wide] + 1)) / rate
@@ -122,6 +125,7 @@ def _floor(value: int, dtype: torch.dtype) -> int:
 def _dropout(
     x: Tensor, key: Tensor, p: float, strides: Strides = None, shape: list[int] | None = None
 ) -> Tensor:
+    """Zero elements with probability p, and scale the others so that the mean stays."""
     if p >= 1.0:
         return x * 0
     keep = _unit(key, shape or list(x.shape), strides=strides) >= p
@@ -134,10 +138,12 @@ def dropout_factors(x: Tensor, key: Tensor, p: float, strides: Strides = None) -
 
 
 def _feature_dropout(x: Tensor, key: Tensor, p: float, strides: Strides = None) -> Tensor:
+    """Zero whole channels, [B, C, ...]."""
     return _dropout(x, key, p, strides, _features(x))
 
 
 def _features(x: Tensor) -> list[int]:
+    """Return the shape of one number for each channel."""
     return list(x.shape[:2]) + [1] * (x.dim() - 2)
 
 
@@ -157,6 +163,7 @@ _SELU_LIMIT = 1.7580993408473766
 def _bernoulli(
     p: Tensor | float, key: Tensor, shape: list[int], dtype: torch.dtype, strides: Strides = None
 ) -> Tensor:
+    """Draw ones with probability p, else zeros; p is compared in fp64, in which it is exact."""
     return (_unit(key, shape, 0, torch.float64, strides) < p).to(dtype)
 
 
@@ -215,7 +222,10 @@ def dropout_attention_backward(
         shares = _shares(_scores(query, key, mask, is_causal, scale, rows), lse[..., rows])
         kept = _factors_of_rows(shares, draw, p, strides, rows)
         g = grad[..., rows, :]
+
         to_value += (shares * kept).to(g.dtype).mT @ g
+
+        # Through the softmax: the slope of each share, less their mean that is weighted by the shares.
         slope = (g @ value.mT) * kept
         slope = (shares * (slope - (slope * shares).sum(-1, keepdim=True)) * scale).to(key.dtype)
         to_query[..., rows, :] = slope @ key
@@ -255,6 +265,7 @@ def _flops_backward(
 
 
 def _blocks(query: Tensor, key: Tensor) -> Iterator[slice]:
+    """Yield slices of queries whose scores take about `BLOCK_BYTES`."""
     length = query.shape[-2]
     row = math.prod(query.shape[:-2]) * key.shape[-2] * query.element_size()
     rows = max(1, min(length, BLOCK_BYTES // max(row, 1)))
@@ -264,6 +275,7 @@ def _blocks(query: Tensor, key: Tensor) -> Iterator[slice]:
 def _scores(
     query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float, rows: slice
 ) -> Tensor:
+    """Return the scores of a slice of queries, with the mask of all queries applied."""
     scores = ((query[..., rows, :] * scale) @ key.mT).to(wide(query.dtype))
     if is_causal:
         places = torch.arange(key.shape[-2], device=key.device)
@@ -281,6 +293,7 @@ def _shares(scores: Tensor, lse: Tensor) -> Tensor:
 
 
 def _factors_of_rows(shares: Tensor, draw: Tensor, p: float, strides: list[int], rows: slice) -> Tensor:
+    """Return dropout's factors for a slice of queries."""
     return dropout_factors(shares, key_at(draw, rows.start * strides[-2]), p, strides)
 
 
@@ -298,6 +311,7 @@ def _attention(q, k, v, mask, key, p, is_causal, scale, enable_gqa, strides=None
         if strides is None:
             strides = list(torch.empty(*q.shape[:-1], k.shape[-2], device="meta").stride())
         return dropout_attention(q, k, v, mask, key, p, is_causal, scale, strides)[0]
+
     scores = (q * scale) @ k.transpose(-2, -1)  # [..., T, S]
     if is_causal:
         seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, fx
 
 from fnshard import tree
-from fnshard.compiler.frontend.contexts import CLOSURE_LIMIT_bytes, is_fake
-from fnshard.compiler.ir.failures import TRAINED, refused_at
+from fnshard.compiler.frontend.contexts import CLOSURE_LIMIT_BYTES, is_fake
+from fnshard.compiler.ir.failures import TRAINED, error_at
 from fnshard.compiler.ir.program import Program, describe, mutated_args, storage_id
 from fnshard.compiler.rewrites.check_dtypes import check_dtypes
 from fnshard.errors import TraceError, leaves
@@ -46,7 +46,7 @@ def check_constants(constants: Mapping[str, Tensor]) -> None:
     wrong = [
         f"{describe(v)}" + (" that requires grad" if v.requires_grad else "")
         for v in constants.values()
-        if v.requires_grad or v.nbytes > CLOSURE_LIMIT_bytes
+        if v.requires_grad or v.nbytes > CLOSURE_LIMIT_BYTES
     ]
     if wrong:
         raise TraceError(
@@ -64,7 +64,7 @@ def check_program(program: Program, specs: Mapping[str, LayoutSpec], differentia
         (n, f"{n.target}, {tree.unusual(v)}") for n, v in values if isinstance(v, Tensor) and tree.unusual(v)
     ]
     if odd:
-        raise refused_at("`fn` makes tensors that cannot be cut and differentiated:", odd, tree.DENSE)
+        raise error_at("`fn` makes tensors that cannot be cut and differentiated:", odd, tree.DENSE)
     _check_written_constants(program)
     _check_written(program, specs, differentiate)
     check_dtypes(program)
@@ -111,11 +111,11 @@ def _check_written(program: Program, specs: Mapping[str, LayoutSpec], differenti
         elif torch.promote_types(spec.storage_dtype, spec.compute_dtype) != spec.compute_dtype:
             narrow.append((node, f"{name}, stored in {spec.storage_dtype}"))
     if narrow:
-        raise refused_at(
+        raise error_at(
             f"`fn` writes to {leaves(len(narrow))} that it sees in a narrower dtype than they are stored in:",
             narrow,
             "compute_dtype=storage_dtype in their specs: what is added to them would be rounded away.",
         )
     if wrong:
         fix = TRAINED if differentiate else "a forward stores nothing: model.eval()."
-        raise refused_at(f"`fn` changes {leaves(len(wrong))} in place:", wrong, fix)
+        raise error_at(f"`fn` changes {leaves(len(wrong))} in place:", wrong, fix)

@@ -42,21 +42,27 @@ def batch_norm(
     """
     if not training or psum(1, axes) == 1:
         return F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
+    # This rank's own statistics, centred by its own mean so that nothing cancels.
     channels, shape = x.shape[1], (1, -1, *[1] * (x.dim() - 2))
     dims = [0, *range(2, x.dim())]
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     rows = x.numel() // channels
     mean = wide.sum(dims) / max(rows, 1)
     squares = (wide - mean.view(shape)).square().sum(dims)
+
+    # Merge those of all ranks.
     parts = all_gather(torch.cat([mean, squares, mean.new_full((1,), rows)])[None], axes=axes)  # [n, 2 C + 1]
     means, squares, counts = parts.split([channels, channels, 1], dim=1)
     count = counts.sum()
     mean = (means * counts).sum(0) / count
     squares = squares.sum(0) + (counts * (means - mean).square()).sum(0)
+
     if running_mean is not None and running_var is not None:
         with torch.no_grad():
             running_mean.copy_(running_mean * (1 - momentum) + mean * momentum)
             running_var.copy_(running_var * (1 - momentum) + squares / (count - 1) * momentum)
+
+    # Normalise this rank's rows.
     scale = (squares / count + eps).rsqrt()
     scale = scale if weight is None else scale * weight
     out = (wide - mean.view(shape)) * scale.view(shape)

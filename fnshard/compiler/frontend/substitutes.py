@@ -1,7 +1,7 @@
 """Substitutes for torch functions that a trace cannot keep, each with the same result.
 
 While `fn` is traced, `compiler.frontend.unsupported` calls the entry of `SUBSTITUTES` in place of torch's
-function, and `unchecked` keeps linear algebra from looking at values where composite operators are taken
+function, and `skip_checks` keeps linear algebra from looking at values where composite operators are taken
 apart. Draws are written with `torch.rand` and the like, which `compiler.frontend.random` makes functions of a
 key.
 """
@@ -64,6 +64,7 @@ def grouped_by_blocks(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
         return grouped_by_blocks(b.mT, a.mT, ends).mT.contiguous()
     flat = a.dim() == b.dim()
     rows = a.mT if flat else a
+
     # Number the blocks, find the group of each, and the rows that it takes.
     counts = ends - torch.cat([ends.new_zeros(1), ends[:-1]])
     blocks = (counts + GROUP_BLOCK - 1) // GROUP_BLOCK
@@ -75,6 +76,8 @@ def grouped_by_blocks(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     index = torch.where(
         index < ends[group, None], index, len(rows)
     )  # padding reads a row of zeros at the end
+
+    # Multiply some blocks at a time, and put their rows where they belong.
     rows, other = (F.pad(t, (0, 0, 0, 1)) for t in (rows, b if flat else rows))
     out = a.new_zeros(len(ends), a.shape[0], b.shape[1]) if flat else a.new_zeros(len(rows), b.shape[2])
     groups = torch.arange(len(ends), device=a.device)
@@ -88,6 +91,7 @@ def grouped_by_blocks(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
 
 
 def _grouped_shape(a: Tensor, b: Tensor, ends: Tensor) -> list[int]:
+    """Return the shape of the products: with groups as first dim where both tensors are flat."""
     return [*ends.shape * (a.dim() == b.dim()), a.shape[-2], b.shape[-1]]
 
 
@@ -149,6 +153,7 @@ def ctc_losses(
 def _ctc(
     log_probs: Tensor, targets: Tensor, lengths: Tensor, target_lengths: Tensor, blank: int, zero: bool
 ) -> tuple[Tensor, Tensor]:
+    """Compute the losses and the sums that their gradient reads, by torch's op for lengths on the host."""
     return torch._ctc_loss(log_probs, targets, lengths.tolist(), target_lengths.tolist(), blank, zero)
 
 
@@ -214,6 +219,7 @@ def _ctc_loss(
 
 
 def _reduce(losses: Tensor, reduction: str) -> Tensor:
+    """Reduce losses as torch's losses do."""
     reduce = {"none": lambda x: x, "mean": torch.mean, "sum": torch.sum}
     if reduction not in reduce:
         raise ValueError(f"{reduction} is not a valid value for reduction")
@@ -256,6 +262,7 @@ def _bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) 
 
 # ------------------------------------------------------------------ draws
 def _write_out(value: Tensor, out: Tensor | None) -> Tensor:
+    """Return a value, written to `out` if the caller has given one."""
     return value if out is None else out.copy_(value)
 
 
@@ -285,6 +292,8 @@ def _multinomial(
         times = -torch.log1p(-shares)  # waiting times; the shortest, weighted, are taken
         scores = weights / times.clamp(min=torch.finfo(times.dtype).tiny)
         return _write_out(scores.topk(num_samples).indices, out)
+
+    # With replacement: the place of a uniform number among the cumulative weights.
     sums = weights.cumsum(-1)
     drawn = torch.searchsorted(sums, shares * sums[..., -1:], right=True)
     return _write_out(drawn.clamp(max=weights.shape[-1] - 1), out)
@@ -310,7 +319,7 @@ LEFT_OUT = {_CHECK: lambda *_, **__: None}  # a decomposition to nothing
 
 
 @contextmanager
-def unchecked() -> Iterator[None]:
+def skip_checks() -> Iterator[None]:
     """Leave out torch's checks of factors and inverses: of a singular matrix they are not finite then.
 
     Such a check is control flow on values, which no kernel has. torch decomposes it to nothing only while the
@@ -395,6 +404,7 @@ def mask_positions(index: Any, shape: Sequence[int]) -> Any:
 
 
 def _is_mask(part: Any, dim: int, shape: Sequence[int]) -> bool:
+    """Return whether a part of an index is a list of bools, for the dim at its place."""
     if not isinstance(part, list) or not part or not all(isinstance(v, bool) for v in part):
         return False
     if dim >= len(shape) or len(part) != shape[dim]:

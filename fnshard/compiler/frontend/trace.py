@@ -49,7 +49,7 @@ from fnshard.compiler.rewrites.in_place import check_backward, functionalize, in
 from fnshard.compiler.rewrites.rounding import keep_rounding, round_for_decisions
 from fnshard.errors import TraceError, leaves, report
 from fnshard.layout.spec import LayoutSpec
-from fnshard.losses import Mean, unwrapped
+from fnshard.losses import Mean, unwrap_leaf
 from fnshard.mesh import Mesh
 
 DRAWS = report(
@@ -104,13 +104,15 @@ def trace(
         # A `fn` that differentiates values it has already computed stops the first trace, and is traced again
         # on a level of functorch, where autograd records all that it computes.
         try:
-            captured = capture(source, surroundings, limits, lambda run: run)
+            recording = capture(source, surroundings, limits, lambda run: run)
         except Retrace:
-            captured = capture(source, surroundings, limits, Differentiable)
-        traced = name_inputs(source, captured)
+            recording = capture(source, surroundings, limits, Differentiable)
+
+        traced = name_inputs(source, recording)
         check_program(traced.program, source.specs, source.differentiate)
         for stage in (return_writes, remove_writes, rewrite):
             traced = stage(source, traced)
+
         # Before each later step the guard looks whether something that `fn` read has changed since.
         tensors = traced.closed_over, traced.copied
         guard = Guard(source.runs, surroundings.reached, surroundings.written, *tensors)
@@ -168,7 +170,7 @@ class Fakes:
 
 
 @dataclass(frozen=True, eq=False)
-class Captured:
+class Recording:
     """A graph that the tracer has recorded; the last `hooks` of its results are values of gradient hooks."""
 
     graph_module: fx.GraphModule
@@ -178,7 +180,7 @@ class Captured:
 
 
 @dataclass(frozen=True, eq=False)
-class Traced:
+class TracedProgram:
     """A program between two stages of the trace.
 
     Args:
@@ -214,6 +216,7 @@ class _Flat:
     names: dict[int, str] = field(default_factory=dict)
 
     def __call__(self, leaf_values: list[Tensor], batch_values: list[Tensor]) -> list[Tensor]:
+        # Give `fn` its trees back, and note the name of each tensor for errors.
         fakes, source = self.fakes, self.source
         tensors = dict(zip(fakes.tensors, batch_values, strict=True))
         args = tree.unflatten([tensors.get(n, v) for n, v in fakes.batch.items()], fakes.structure)
@@ -221,6 +224,7 @@ class _Flat:
         before = [v.requires_grad for v in leaf_values]
         self.names |= {id(v): f"params[{p!r}]" for p, v in zip(fakes.leaves, leaf_values, strict=True)}
         self.names |= {id(v): f"batch[{n!r}]" for n, v in tensors.items()}
+
         with self.surroundings.one_run():
             result = args.call(source.fn, tree.unflatten(leaf_values, source.structure))
             check_requires_grad(fakes.leaves, before, leaf_values)
@@ -239,7 +243,7 @@ def capture(
     surroundings: Surroundings,
     limits: Limits,
     prepare: Callable[[Callable[..., list[Tensor]]], Callable[..., list[Tensor]]],
-) -> Captured:
+) -> Recording:
     """Record `fn` with `make_fx`.
 
     Args:
@@ -251,20 +255,21 @@ def capture(
     fakes = Fakes.of(source)
     flat = _Flat(source, fakes, surroundings, limits)
     inputs = [*fakes.leaves.values()], [*fakes.tensors.values()]
+
     run, traced = prepare(flat), partial(make_fx, tracing_mode="fake", pre_dispatch=True)
     with refusals(source.device) as calls, torch.set_grad_enabled(source.differentiate):
         try:
             try:
-                with source_lines.kept() if source.sources else nullcontext():
+                with source_lines.record() if source.sources else nullcontext():
                     made = traced(lambda leaves, batch: [*run(leaves, batch), *calls.hooks.values()])(*inputs)
-                return Captured(made, len(calls.hooks), flat.outputs, fakes)
+                return Recording(made, len(calls.hooks), flat.outputs, fakes)
             except (DynamicOutputShapeException, DataDependentOutputException):
                 # A length depends on data: trace with symbols, then run that graph on padded tensors.
                 calls.hooks.clear()
                 padded = partial(flat.run_padded, ragged_run.capture(run, *inputs))
                 if calls.hooks:
                     raise TraceError(HOOK.format(name="where lengths depend on data")) from None
-                return Captured(traced(padded)(*inputs), 0, flat.outputs, fakes)
+                return Recording(traced(padded)(*inputs), 0, flat.outputs, fakes)
         except Exception as error:
             if type(error).__module__ == "torch._dynamo.exc":
                 raise higher_order("torch.cond or another operator that takes functions") from error
@@ -277,18 +282,18 @@ def capture(
 def flatten_batch(batch: Arguments | Sequence[Any]) -> tuple[dict[str, Any], tree.TreeDef]:
     """Return `{path: leaf}` of a batch, `Whole` and `Sequence` taken off, and its structure."""
     named, structure = Arguments.of(batch).leaves
-    return {n: unwrapped(v) for n, v in named.items()}, structure
+    return {n: unwrap_leaf(v) for n, v in named.items()}, structure
 
 
-def name_inputs(source: Source, captured: Captured) -> Traced:
+def name_inputs(source: Source, recording: Recording) -> TracedProgram:
     """Make a program of composite ATen ops with named inputs, and give every node its fake value.
 
     Tensors that `fn` closes over, and keys of random numbers, become inputs beside leaves and batch.
     """
-    fakes, device = captured.fakes, source.device
+    fakes, device = recording.fakes, source.device
     values = {Input("leaf", p): v for p, v in fakes.leaves.items()}
     values |= {Input("batch", n): v for n, v in fakes.tensors.items()}
-    graph, keys, constants = normalize(captured.graph_module, len(values))
+    graph, keys, constants = normalize(recording.graph_module, len(values))
     check_constants(constants)
     closed_over = [v for v in constants.values() if v.device.type == device.type]
     copied = [v for v in constants.values() if v.device.type != device.type and is_plain(v)]
@@ -296,14 +301,14 @@ def name_inputs(source: Source, captured: Captured) -> Traced:
     with fakes.mode:
         values |= {Input("constant", n): fakes.mode.from_tensor(v) for n, v in constants.items()}
         values |= {Input("key", n): torch.empty((), dtype=torch.int64, device=device) for n in keys}
-    program = Program(graph, tuple(values), constants, captured.outputs, fakes.mode)
-    traced = Traced(program, values, captured.hooks, closed_over, copied)
+    program = Program(graph, tuple(values), constants, recording.outputs, fakes.mode)
+    traced = TracedProgram(program, values, recording.hooks, closed_over, copied)
     with fakes.mode, torch.set_grad_enabled(source.differentiate):
         propagate(graph, traced.examples())
     return traced
 
 
-def return_writes(source: Source, traced: Traced) -> Traced:
+def return_writes(source: Source, traced: TracedProgram) -> TracedProgram:
     """Append the new values of leaves that `fn` writes to, such as buffers, to the results, before hooks."""
     program = traced.program
     written, end = written_inputs(program, "leaf"), len(program.results) - traced.hooks
@@ -315,7 +320,7 @@ def return_writes(source: Source, traced: Traced) -> Traced:
     return replace(traced, program=replace(program, outputs=replace(program.outputs, writes=writes)))
 
 
-def remove_writes(source: Source, traced: Traced) -> Traced:
+def remove_writes(source: Source, traced: TracedProgram) -> TracedProgram:
     """Replace every write in place by a new value, so that the program is pure."""
     with traced.program.fake_mode, torch.set_grad_enabled(source.differentiate):
         if source.differentiate:
@@ -329,7 +334,7 @@ def remove_writes(source: Source, traced: Traced) -> Traced:
     return replace(traced, program=replace(traced.program, graph=pure))
 
 
-def rewrite(source: Source, traced: Traced) -> Traced:
+def rewrite(source: Source, traced: TracedProgram) -> TracedProgram:
     """Apply hooks at their tensors, and write masks, casts and exchanges as later stages know them."""
     graph = traced.program.graph
     apply_hooks(graph, traced.hooks)
@@ -372,10 +377,13 @@ def _read_outputs(result: Any, loss: bool) -> tuple[Outputs, list[Tensor]]:
             return ("complex", add(leaf.real), add(leaf.imag)) if leaf.is_complex() else ("scalar", add(leaf))
         return ("python", leaf)
 
+    # A function that is not differentiated may return any tree of tensors and constants.
     if not loss:
         flat, structure = tree.flatten(result, constants=True)
         _check_leaves(flat, result, "output")
         return Outputs(None, None, structure, tuple(aux_entry(leaf) for leaf in flat)), values
+
+    # A loss is a number, or a Mean, or either with aux.
     head, aux = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     if isinstance(head, Mean):
         _check_mean(head, "the loss")
@@ -394,6 +402,7 @@ def _read_outputs(result: Any, loss: bool) -> tuple[Outputs, list[Tensor]]:
             f"`fn` must return a loss that is a 0-d float tensor, or (loss, aux); it returned {what}.",
             fix="reduce it: loss.mean(), or fs.Mean(total, count) for an exact mean over all ranks.",
         )
+
     index = add(total)
     count = add(_count(head)) if isinstance(head, Mean) else None
     flat, structure = tree.flatten(aux, constants=True) if aux is not None else ([], None)
@@ -418,10 +427,12 @@ def _check_leaves(flat: list[Any], result: Any, place: str) -> None:
 
 
 def _class(value: Any) -> str:
+    """Return the name of a value's class, as errors show it."""
     return f"{type(value).__name__}{', a dataclass' if is_dataclass(value) else ''}"
 
 
 def _check_mean(mean: Mean, place: str) -> None:
+    """Refuse a Mean whose parts are no sums over items."""
     wrong = []
     total, count, bound = mean.total, mean.count, mean.bound
     if not isinstance(total, Tensor) or total.dim() != 0 or not total.dtype.is_floating_point:
@@ -444,10 +455,12 @@ def _is_number(value: Any) -> bool:
 
 
 def _kind(value: Any) -> str:
+    """Describe a value in an error: a tensor by shape and dtype, any other by class and text."""
     return describe(value) if isinstance(value, Tensor) else f"{type(value).__name__} {str(value)[:40]}"
 
 
 def _count(mean: Mean) -> Tensor:
+    """Return the count of a Mean as a float tensor, 0-d, on the device of its total."""
     count = mean.count
     if isinstance(count, Tensor):
         return count if count.dtype.is_floating_point else count.to(torch.float32)

@@ -99,6 +99,7 @@ def patches() -> Iterator[tuple[Any, str, Patch]]:
 
 @while_tracing
 def _replay(original: Transform, *args: Any, **kwargs: Any) -> Any:
+    """Trace a transform that `fn` calls by itself; one inside of it runs as it stands."""
     return original(*args, **kwargs) if is_inside() else inline(original, args, kwargs)
 
 
@@ -111,6 +112,7 @@ class Retrace(BaseException):
 
 @while_tracing
 def _retrace(original: Transform, *args: Any, **kwargs: Any) -> Any:
+    """Stop a trace in which `fn` differentiates what it has computed, so that it begins anew."""
     if not is_inside():
         raise Retrace
     return original(*args, **kwargs)
@@ -118,6 +120,7 @@ def _retrace(original: Transform, *args: Any, **kwargs: Any) -> Any:
 
 @while_tracing
 def _refuse_linearize(original: Transform, function: Transform) -> Transform:
+    """Refuse `torch.func.linearize`."""
     raise TraceError(
         "`fn` calls torch.func.linearize, which makes constants of what its tangent map closes over.",
         fix="torch.func.jvp, whose gradients are those of the leaves too.",

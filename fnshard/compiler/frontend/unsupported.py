@@ -155,9 +155,12 @@ class Calls(TorchFunctionMode):
             kind = torch.device(requested).type
             if kind not in (self.device.type, "cpu", "meta"):
                 raise TraceError(_DEVICE.format(requested=kind, name=name, device=self.device.type))
+
         kernels = transforms.get_chosen_kernels() or self.kernels
         if "attention" in name and transforms.attention_kernels() != kernels:
             raise TraceError(_KERNELS)
+
+        # Run the function, or what stands in for it.
         if self.device.type != "cpu":
             args, kwargs = self._move_to_device(name, args, kwargs)
         if name in _READS:
@@ -253,6 +256,7 @@ def _is_users_hook(context: Any) -> bool:
 
 @while_tracing
 def _call_higher_order(original: Any, op: HigherOrderOperator, *args: Any, **kwargs: Any) -> Any:
+    """Run a higher-order operator that is known here, and refuse all others."""
     name = op.name()
     if name in control_flow.OPERATORS:
         return control_flow.OPERATORS[name](*args, **kwargs)
@@ -290,6 +294,8 @@ class _Node:
 
 
 def _make_grad_fn(original: Any, here: Callable[[], bool]) -> property:
+    """Let `.grad_fn` be a node whose hooks are refused."""
+
     def read(tensor: torch.Tensor) -> Any:
         node = original.__get__(tensor)
         return _Node(node) if here() and node is not None else node

@@ -5,14 +5,14 @@ from __future__ import annotations
 from torch import Tensor
 
 
-def signed(value: int) -> int:
+def to_int64(value: int) -> int:
     """Return an integer's low 64 bits as an int64."""
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-GOLDEN = signed(0x9E3779B97F4A7C15)  # the distance between two states of the generator
-_MIX1 = signed(0xBF58476D1CE4E5B9)
-_MIX2 = signed(0x94D049BB133111EB)
+GOLDEN = to_int64(0x9E3779B97F4A7C15)  # the distance between two states of the generator
+_MIX1 = to_int64(0xBF58476D1CE4E5B9)
+_MIX2 = to_int64(0x94D049BB133111EB)
 
 
 def shift(x: Tensor, bits: int) -> Tensor:

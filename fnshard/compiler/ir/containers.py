@@ -67,6 +67,7 @@ class Container:
                 self._write(key, value)
 
     def _write(self, key: Any, value: Any) -> None:
+        """Write one value back, or remove it, past methods that a subclass may have overridden."""
         owner = self.owner
         if is_a(owner, dict):  # dict's own methods, not those of a subclass
             kind = OrderedDict if is_a(owner, OrderedDict) else dict  # an OrderedDict keeps its order apart
@@ -164,6 +165,7 @@ class Contents:
                 todo += self._enter(each) if slots(type(each)) else ()
 
     def _enter(self, owner: Any) -> Collection[Any]:
+        """Note a container and return its values, but for those of one that is data."""
         self.containers.append(Container(owner))
         values = self.containers[-1].before.values()
         return values if len(values) <= LONG else ()

@@ -55,6 +55,7 @@ class CustomGradient:
 
     @cached_property
     def _digest(self) -> str:
+        """Return a hash of the graph, whose nodes are named by their order."""
         names = {node: f"v{i}" for i, node in enumerate(self.graph.nodes)}
         lines = [str((self.values, self.inputs))]
         for node in self.graph.nodes:
@@ -79,6 +80,8 @@ def counting(program: Program) -> fx.Graph | None:
     graph.graph_copy(program.graph, copies)
     graph.output((copies[program.results[program.outputs.count]],))
     eliminate_dead_code(graph)
+
+    # The count is known ahead only if it reads the batch alone, and exchanges nothing.
     inputs = zip(program.inputs, program.placeholders, strict=True)
     read = {i.kind for i, node in inputs if copies[node].users}
     exchanges = any(getattr(node.target, "namespace", "") == "fnshard" for node in graph.nodes)

@@ -122,7 +122,7 @@ def higher_order(name: str) -> TraceError:
     return TraceError(_HIGHER_ORDER.format(name=name))
 
 
-def refused_at(headline: str, found: Sequence[tuple[fx.Node, str]], fix: str) -> TraceError:
+def error_at(headline: str, found: Sequence[tuple[fx.Node, str]], fix: str) -> TraceError:
     """Make an error that names nodes of a program, what is wrong with each, and its line of the user's code.
 
     Its attribute `placed` says whether the program was traced with these lines.
@@ -172,6 +172,7 @@ def explain(
     place, message = place_of(error), (str(error).splitlines() or [""])[0].replace("FakeTensor", "Tensor")
     call = failed if failed is not None and failed.error is error else None
     shown = f"{call.name}({', '.join(_show(a, names) for a in call.arguments)})" if call else ""
+
     # From the most specific cause to the least: each case knows its headline and its way out.
     for package, headline, fix in _INTO:
         if name := call_into(package, error):
@@ -200,6 +201,7 @@ def explain(
 
 
 def _failure(headline: str, place: str, lines: list[str], fix: str) -> TraceError:
+    """Make the error of a failure: its place, what failed, and the way out."""
     return TraceError(headline, [*([f"at {place}"] if place else []), *filter(None, lines)], fix)
 
 
@@ -212,6 +214,7 @@ def _add_place(text: str, place: str) -> str:
 
 
 def _depends_on_values(error: Exception) -> bool:
+    """Return whether an error says that control flow or a shape needs a tensor's value."""
     if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
         return True
     words = r"data-dependent|\.\w+\(\) is not supported|SymInt.*is not tracked with proxy"
@@ -220,6 +223,7 @@ def _depends_on_values(error: Exception) -> bool:
 
 
 def _fix_of_value(error: Exception, call: Call | None) -> str:
+    """Return the way out of an error that asks for values, by the function that asked."""
     if call is None or "GuardOnDataDependent" not in type(error).__name__:
         return way_out(call.name if call else "")
     if call.name in ("__getitem__", "__setitem__", "narrow"):
@@ -229,6 +233,7 @@ def _fix_of_value(error: Exception, call: Call | None) -> str:
 
 
 def _fix(call: Call | None, message: str) -> str:
+    """Return the way out of any other failure, by the function, its operands and torch's message."""
     if call is not None and call.name in _BY_FUNCTION:
         return _BY_FUNCTION[call.name]
     if call is not None and any(map(unusual, call.tensors())):
@@ -241,6 +246,7 @@ def _fix(call: Call | None, message: str) -> str:
 
 
 def _show(value: Any, names: Mapping[int, str]) -> str:
+    """Return an argument as errors show it: tensors by name and shape, other values cut to one line."""
     if isinstance(value, Tensor):
         return f"{names.get(id(value), '')} {describe(value)}".strip()
     if isinstance(value, list | tuple) and any(isinstance(v, Tensor) for v in value):

@@ -79,9 +79,11 @@ class Reachable:
                 self._add_members(*self.containers[owner], path_of, self._names)
 
     def of_type(self, kinds: type | tuple[type, ...]) -> list[Any]:
+        """Return the objects of these types among all that were reached."""
         return [each for each in self._seen.values() if is_a(each, kinds)]
 
     def _add(self, owner: Any, key: Any, value: Any, path: str) -> None:
+        """Note a value by its path, and visit it later if it can hold others."""
         while path in self.entries:  # several functions have a variable of this name
             if self.entries[path][0] is owner and self.entries[path][1] is key:
                 return
@@ -92,6 +94,7 @@ class Reachable:
             self._todo.append((value, path))
 
     def _visit(self, each: Any, path: str) -> None:
+        """Enter one object: its members, and those of its class, module or function."""
         if is_a(each, Tensor):
             self.tensors[path] = each
         elif is_a(each, CONTAINERS):
@@ -111,6 +114,7 @@ class Reachable:
             self._visit_object(each, path)
 
     def _visit_object(self, each: Any, path: str) -> None:
+        """Enter an object's attributes: all of a module's, and of others those that code names."""
         is_module = is_a(each, nn.Module)
         for name in _OF_MODULES if is_module else ():
             if name in vars(each):  # a torch.jit module has none of them
@@ -122,11 +126,13 @@ class Reachable:
         self._visit_classes(type(each))
 
     def _visit_classes(self, kind: type) -> None:
+        """Enter the attributes of a class and its bases, which hold methods."""
         for each in kind.__mro__:
             if not is_library(each.__module__):
                 self._enter(each, each.__name__, _attribute, partly=True)
 
     def _visit_function(self, each: FunctionType) -> None:
+        """Enter what a function's code can read: cells, defaults, attributes and globals that it names."""
         for name, cell in zip(each.__code__.co_freevars, each.__closure__ or (), strict=True):
             self._enter(cell, name, lambda name, _: name)
         if not is_users(each.__code__.co_filename):
@@ -141,6 +147,7 @@ class Reachable:
             self._add_members(*module, lambda _, name: name, global_names)
 
     def _enter(self, owner: Any, path: str, path_of: Callable[..., str], partly: bool = False) -> None:
+        """Enter a container, or note its length alone if it is data."""
         if id(owner) not in self.containers:
             self.containers[id(owner)] = Container(owner), path
         container, path = self.containers[id(owner)]
@@ -154,6 +161,7 @@ class Reachable:
     def _add_members(
         self, each: Container, path: str, path_of: Callable[..., str], names: Any = None
     ) -> None:
+        """Add a container's members: all of them, or those of some names."""
         without = _NOT_COMPARED if "_modules" in each.before else ()
         for key, value in each.before.items():
             if key not in without if names is None else key in names:
@@ -207,6 +215,7 @@ class Guard:
         return self._changes(Reachable(self._fn))
 
     def _changes(self, again: Reachable) -> list[Change]:
+        """Return the changes since the walk that is kept: other values, and other facts of tensors."""
         return changes(self._entries, self._entries_of(again)) + [
             (f"{path}.{key}", value, fact(tensor))
             for key, (fact, tensors, values) in self._facts.items()
@@ -215,6 +224,7 @@ class Guard:
         ]
 
     def _is_untouched(self) -> bool:
+        """Return whether every value is still the same object, and every container has its length."""
         # This runs before every step, over thousands of values: `map` keeps the loops in C.
         owners, lengths = self._sizes
         return (
@@ -241,9 +251,11 @@ class Guard:
         self._sizes = sized, [len(o) for o in sized]
 
     def _entries_of(self, reached: Reachable) -> dict[str, Entry]:
+        """Return the entries of a walk but for those that `fn` itself writes to."""
         return {path: e for path, e in reached.entries.items() if self._counts(path)}
 
     def _counts(self, path: str) -> bool:
+        """Return whether a path must not change: `fn` writes neither to it nor to what it is a part of."""
         return path not in self._written and not path.startswith(self._beneath)
 
 
@@ -272,6 +284,7 @@ def _is_alike(then: Any, now: Any) -> bool:
 
 
 def _storages(tensors: Iterable[Tensor]) -> set[int]:
+    """Return the addresses of dense tensors' memory."""
     return {t.untyped_storage().data_ptr() for t in tensors if is_plain(t)}
 
 

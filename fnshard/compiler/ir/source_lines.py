@@ -34,7 +34,7 @@ class _Stacks(TorchFunctionMode):
 
 
 @contextmanager
-def kept() -> Iterator[None]:
+def record() -> Iterator[None]:
     """Have traces in the block note `file:line  code` as `meta["stack_trace"]` of their nodes."""
     with fx_traceback.preserve_node_meta(), _Stacks():
         yield

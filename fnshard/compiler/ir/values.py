@@ -50,9 +50,9 @@ class ValueName(str):
     >>> ValueName(Kind.GRADIENT, "w", "@3", micro=1)
     'g:w#1@3'
     >>> stored = ValueName(Kind.STORED, "layers.0.w")
-    >>> stored, stored.on_host(), stored.loaded(3)
+    >>> stored, stored.on_host(), stored.on_device(3)
     ('s:layers.0.w', 'h:s:layers.0.w', 't:s:layers.0.w#3')
-    >>> stored.loaded(3).original is stored
+    >>> stored.on_device(3).original is stored
     True
     """
 
@@ -102,7 +102,7 @@ class ValueName(str):
     def on_host(self) -> ValueName:
         return ValueName(Kind.HOST, self.path, source=self)
 
-    def loaded(self, number: int) -> ValueName:
+    def on_device(self, number: int) -> ValueName:
         """Return the name of a copy on the device, of this or of the original that it is a copy of."""
         return ValueName(Kind.LOADED, self.path, f"#{number}", source=self.original)
 
@@ -121,7 +121,7 @@ CONTROL_ON_HOST = CONTROL.on_host()  # with the event that it has arrived
 CONTROL_ON_STREAM = CONTROL.of(None, " on a stream")  # next to the control that it was made of
 
 
-def stored(paths: Iterable[str]) -> tuple[ValueName, ...]:
+def stored_names(paths: Iterable[str]) -> tuple[ValueName, ...]:
     """Return the names of the stored shards of leaves."""
     return tuple([ValueName(Kind.STORED, p) for p in paths])
 

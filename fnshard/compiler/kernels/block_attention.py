@@ -123,8 +123,9 @@ def block_attention(
     query: Tensor, key: Tensor, value: Tensor, source: Tensor, mask: Tensor | None, blocks: int,
     is_causal: bool, scale: float, first: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Compute attention to one block [..., T, V], the sum of each query's weights, and the exponent that they
-    are scaled by [..., T]; fp32 or fp64.
+    """Compute attention to one block [..., T, V], with sums and exponents of weights, both [..., T].
+
+    The sum is that of each query's weights, and the exponent what they are scaled by; in fp32 or fp64.
 
     Args:
         query, key, value: [..., H, T, D], [..., G, S, D] and [..., G, S, V]; G divides H.
@@ -197,7 +198,7 @@ def block_attention_backward(
             none = torch.zeros(2, dtype=torch.int64, device=q.device)  # no random state: no dropout
             grads = run(grad, q, k, v, result, top, None, None, *rows, 0.0, diagonal, none, none, scale=scale)
     grads = [
-        of_shared_heads(g[..., : shape[-1]], shape).to(query.dtype)
+        sum_shared_heads(g[..., : shape[-1]], shape).to(query.dtype)
         for g, shape in zip(grads, shapes, strict=True)
     ]
     if first:
@@ -223,7 +224,7 @@ def of_all_heads(query: Tensor, x: Tensor) -> Tensor:
     return x if group == 1 else x.repeat_interleave(group, -3)
 
 
-def of_shared_heads(grad: Tensor, shape: torch.Size) -> Tensor:
+def sum_shared_heads(grad: Tensor, shape: torch.Size) -> Tensor:
     """Sum a gradient over the queries' heads that share a head of keys or values."""
     grad = grad.reshape(*shape[:-3], -1, *shape[-2:])
     if grad.shape != shape:

@@ -1,5 +1,4 @@
-"""Canonical source: the code of a distinct segment, with fresh numbers, so that equal blocks are equal
-text."""
+"""Write the code of a distinct segment with fresh numbers, so that equal blocks are equal text."""
 
 from __future__ import annotations
 

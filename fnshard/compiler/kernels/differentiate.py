@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fnshard.compiler.frontend.substitutes import LEFT_OUT, unchecked
+from fnshard.compiler.frontend.substitutes import LEFT_OUT, skip_checks
 from fnshard.compiler.ir.program import OpOverload, arguments_of, describe
 from fnshard.compiler.kernels.attention import choose_kernels
 from fnshard.compiler.kernels.canonical import Argument, Source
@@ -167,6 +167,7 @@ def differentiate(
     from torch._inductor.virtualized import V
     from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 
+    # Trace both directions as one graph, tag what must be kept or made again, and cut the graph in two.
     traced = trace_joint(source, trainable, target)
     mode = traced.mode
     context = torch._guards.tracing(torch._guards.TracingContext(mode))
@@ -178,6 +179,7 @@ def differentiate(
         kept = _must_save(joint, source, policy.save) if policy.save else ()
         _must_recompute(joint, source)
         rounds = hide_rounding(joint.graph)
+
         # With a budget of 0 the partitioner saves inputs and heeds no tags. With tags on every op it has no
         # choice left, so that the budget may be 1.
         with functorch_config.patch(
@@ -189,6 +191,8 @@ def differentiate(
                 num_fwd_outputs=len(source.outputs),
                 static_lifetime_input_indices=[i for i, a in enumerate(source.inputs) if a.kind == "leaf"],
             )
+
+    # Undo what was hidden from the partitioner.
     for graph in (forward.graph, backward.graph) if rounds else ():
         show_rounding(graph)
     for node in [*forward.graph.nodes, *backward.graph.nodes]:
@@ -244,7 +248,7 @@ def trace_joint(source: Source, trainable: bool, target: str) -> Joint:
     differentiable = trainable and any(a.requires_grad for a in source.outputs)
     context = torch._guards.tracing(torch._guards.TracingContext(mode))
     with context, _use_lazy_graph_module(True):  # each stage would generate code that nobody runs
-        with _explain_refusals(), unchecked(), choose_kernels(source, target):
+        with _explain_refusals(), skip_checks(), choose_kernels(source, target):
             joint = aot_export_joint_simple(
                 lambda *values: tuple(map(_lay_out, source(*values), source.outputs)),
                 args,
@@ -303,6 +307,8 @@ def differentiate_all(
             known[key] = differentiate(source, policy, trainable=trainable, target=target, apart=apart)
         if key not in out:
             out[key] = replace(known[key], name=f"k{len(out)}")
+
+    # Ops that `save` names but no kernel has are a mistake.
     wanted_tags = {s for p in policies for s in p.save}
     missing = sorted(wanted_tags - {s for kernel in out.values() for s in kernel.kept})
     if trainable and missing:
@@ -379,6 +385,7 @@ def _check_joint(joint: fx.GraphModule) -> None:
     holds = torch.ops.aten._assert_tensor_metadata.default
     for check in joint.graph.find_nodes(op="call_function", target=holds):
         joint.graph.erase_node(check)
+
     calls = [n for n in joint.graph.nodes if n.op == "call_function"]
     effects = [str(n.args[1]) for n in calls if getattr(n.target, "__name__", "") == "with_effects"]
     # Attention kernels count as random for torch, and draw only where their dropout is not 0.
@@ -454,6 +461,7 @@ def _tag(node: fx.Node, saved: bool = False) -> None:
 
 
 def _is_seeded(node: fx.Node) -> bool:
+    """Return whether torch takes an op for random."""
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
@@ -494,6 +502,7 @@ def _make_kernel(source: Source, forward: fx.GraphModule, backward: fx.GraphModu
     refs |= {n.name: Ref("saved", i) for i, n in enumerate(saved_nodes)}
     _set_outputs(forward, flat[: len(source.outputs)] + saved_nodes)
     _flatten_signature(forward)
+
     grads = _prune_backward(backward)
     taking = [i for i, a in enumerate(source.outputs) if a.requires_grad]
     refs |= {f"tangents_{number}": Ref("tangent", i) for number, i in enumerate(taking, 1)}
@@ -527,6 +536,7 @@ def _find_shared(backward: fx.GraphModule) -> tuple[int, ...]:
 
 
 def _set_outputs(module: fx.GraphModule, nodes: Iterable[fx.Node]) -> None:
+    """Let a graph return these nodes."""
     output = module.graph.output_node()
     output.args = (tuple(nodes),)
     for key in ("desc", "partitioner_tag"):
@@ -534,6 +544,7 @@ def _set_outputs(module: fx.GraphModule, nodes: Iterable[fx.Node]) -> None:
 
 
 def _value(node: fx.Node) -> Tensor:
+    """Return the fake tensor of a node that is saved."""
     value: Any = node.meta["val"]
     if not isinstance(value, Tensor):
         raise AssertionError(f"{node} saves {describe(value)}")

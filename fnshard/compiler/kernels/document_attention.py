@@ -20,8 +20,8 @@ from fnshard.compiler.kernels.block_attention import (
     by_chunks,
     by_chunks_backward,
     of_all_heads,
-    of_shared_heads,
     pad_heads,
+    sum_shared_heads,
 )  # fmt: skip
 from fnshard.losses.linear import wide
 
@@ -164,7 +164,7 @@ def document_attention_backward(
         of_q, *of_others = _backward(g, q, k, v, o, top, bias, diagonal, scale)
         to_q[row, :, at] = of_q[0]
         for total, part in zip((to_key, to_value), of_others, strict=True):
-            total[row, :, keys] += of_shared_heads(part, total[row : row + 1, :, keys].shape)[0]
+            total[row, :, keys] += sum_shared_heads(part, total[row : row + 1, :, keys].shape)[0]
     return to_q, to_key.to(key.dtype), to_value.to(value.dtype)
 
 

@@ -182,7 +182,7 @@ def _cut(graph: fx.Graph, second: Set[fx.Node], leaves: Set[fx.Node], on_hand: S
                 read(source, "second")
     while stack:
         node = stack.pop()
-        price = _bytes(node)
+        price = _price_of(node)
         edges.append((node, (node, "made"), _ON_HAND if node in on_hand else price))
         if _is_cheap(node) and on_leaves.isdisjoint(node.all_input_nodes):
             for source in node.all_input_nodes:
@@ -195,7 +195,7 @@ def _cut(graph: fx.Graph, second: Set[fx.Node], leaves: Set[fx.Node], on_hand: S
     return [n for n in graph.nodes if n in near and n in seen and (n, "made") not in near]
 
 
-def _bytes(node: fx.Node) -> float | None:
+def _price_of(node: fx.Node) -> float | None:
     """Return the bytes of a node's value, as a price; None for several values, which do not cross."""
     value = node.meta.get("val")
     if not isinstance(value, Tensor):

@@ -44,6 +44,7 @@ def _attention(call: Call) -> Iterator[OpStrategy]:
 
 
 def _any_attention(call: Call) -> Iterator[OpStrategy]:
+    """Split along the batch, heads, or queries without a causal mask."""
     query, key = call.tensors[0], call.tensors[1]
     scores, rank = (*query.shape[:-1], key.shape[-2]), query.dim()
     draws = call.target is own.attention.default
@@ -90,6 +91,7 @@ def _documents(call: Call) -> Iterator[OpStrategy]:
 
 
 def _rows_of_documents(call: Call, index: Tensor, *tensors: Tensor) -> Any:
+    """Attend from a rank's rows, which begin at an offset of the sequence."""
     offset = index * tensors[0].shape[2]
     return call.on(tensors[:4], offset=offset if call["offset"] is None else tensors[4] + offset)
 
@@ -115,6 +117,7 @@ def _take_heads(call: Call, split: Split) -> Callable[[Tensor, Tensor], Tensor] 
 def _shared_attention(
     call: Call, take: Any, here: Any, index: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Tensor
 ) -> Tensor:
+    """Attend with the heads of keys and values that this rank's queries share."""
     tensors = [query, take(index, key), take(index, value), *rest]
     return call.on(tensors) if here is None else here(index, *tensors)
 
@@ -139,6 +142,7 @@ def _ulysses(call: Call) -> Iterator[OpStrategy]:
 
 
 def _make_error(call: Call, why: str, fix: str) -> TraceError:
+    """Return the error of an attention that the chosen way cannot split."""
     how = f"context_attention={call.axis.attention!r} over {call.axis.name!r}, {call.ranks} ranks"
     error = TraceError(
         f"{how}: an attention cannot run so.", [why + (call.place and f", at {call.place}")], fix
@@ -197,11 +201,13 @@ def _attention_turn(call: Call) -> Iterator[OpStrategy]:
 
 
 def _shared_block(call: Call, take: Any, index: Tensor, query: Tensor, block: Tensor, *rest: Tensor) -> Any:
+    """Attend to a block of the heads that this rank's queries share."""
     return call.on([query, take(index, block), *rest])
 
 
 @rule(own.attention_merged.default)
 def _merge_attention(call: Call) -> Iterator[OpStrategy]:
+    """Split along every dim but the values'."""
     for split in call.splits(call.shape, range(len(call.shape) - 1)):
         yield OpStrategy((split, split), split)
 
@@ -212,6 +218,7 @@ def ring(call: Call, index: Tensor, query: Tensor, key: Tensor, value: Tensor, *
     query, key, value = (t.to(dtype) for t in (query, key, value))
     scale = query.shape[-1] ** -0.5 if call["scale"] is None else call["scale"]
     block = sent = OUTGOING(torch.cat([key, value], -1))
+
     source, seen = index, _over_blocks(call, mask[0] if mask else None)
     for turn in range(1, ranks + 1):
         following = EXCHANGE(sent, "permute", call.axis.name, turn, ranks) if turn < ranks else None

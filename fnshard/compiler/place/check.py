@@ -99,6 +99,7 @@ class Record:
                 yield f"{node}: {call.target} has no rule from {taken} to {strategy.output}"
 
     def _is_known(self, call: Call, strategy: OpStrategy) -> bool:
+        """Return whether the op's rule yields this strategy. Whole values are right for every op."""
         if {*strategy.inputs, strategy.output} <= {REPLICATED}:
             return True
         find = rule_of(call.target)

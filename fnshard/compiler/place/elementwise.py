@@ -63,6 +63,7 @@ def _add_bias(call: Call) -> Iterator[OpStrategy]:
 
 
 def _on_first_rank(call: Call, number: int, index: Tensor, *tensors: Tensor) -> Tensor:
+    """Add the bias on the first rank, and zeros on all others."""
     bias = torch.where(index == 0, tensors[number], 0)
     return call.on([bias if n == number else t for n, t in enumerate(tensors)])
 

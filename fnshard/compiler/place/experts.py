@@ -77,14 +77,19 @@ def departures(ends: Tensor, rows: int, experts: int, ranks: int, room: int) -> 
         expert gets; [rows], the place that each row comes back from; and 0-d, how many rows have no room. An
         index past the end stands for no row.
     """
+    # The rows of each rank's experts are one run; the message has room for so many of it.
     ends = ends.to(torch.int64)
     starts = torch.cat([ends.new_zeros(1), ends[:-1]])
     last = ends.view(ranks, -1)[:, -1]
     first = starts.view(ranks, -1)[:, 0]
     slots = first[:, None] + torch.arange(room, device=ends.device)
     sent = torch.where(slots < last[:, None], slots, rows).flatten()
+
+    # How many of each expert's rows found room.
     most = (first + room)[:, None].expand(ranks, experts // ranks).reshape(experts)
     counts = torch.minimum(ends, most) - torch.minimum(starts, most)
+
+    # The way back: the place of a row in the message of its expert's rank.
     row = torch.arange(rows, device=ends.device)
     owner = torch.searchsorted(last.contiguous(), row, right=True)
     place = row - first[owner.clamp(max=ranks - 1)]
@@ -106,12 +111,16 @@ def arrivals(counts: Tensor, ranks: int, room: int) -> tuple[Tensor, ...]:
     counts = counts.view(ranks, -1)
     upto, experts, total = counts.cumsum(1), counts.shape[1], ranks * room
     before, sorted_counts = upto - counts, counts.t().reshape(-1)  # by expert, then by rank
+
+    # The order: for each place by expert, the place in the message where its row lies.
     sums = sorted_counts.cumsum(0)
     number = torch.arange(total, device=counts.device)
     group = torch.searchsorted(sums, number, right=True).clamp(max=len(sums) - 1)
     expert, rank = group // ranks, group % ranks
     come = rank * room + before[rank, expert] + number - (sums - sorted_counts)[group]
     order = torch.where(number < sums[-1], come, total)
+
+    # And its inverse: for each place in the message, that by expert.
     slot = torch.arange(room, device=counts.device).expand(ranks, room).contiguous()
     of_slot = torch.searchsorted(upto, slot, right=True)
     inside, of_slot = of_slot < experts, of_slot.clamp(max=experts - 1)
@@ -135,7 +144,7 @@ class _Route:
 
 
 @dataclass(frozen=True)
-class _Placed:
+class _RoutedValue:
     """A value's node: `stack`, that it has a rank's experts alone; `route`, that its rows are at theirs."""
 
     node: fx.Node
@@ -145,12 +154,14 @@ class _Placed:
 
 @dataclass
 class _Experts:
+    """The walk over a program, in which rows travel to the ranks of their experts and back."""
+
     program: Program
     axis: str
     ranks: int
     stacks: set[str]
     capacity: float | None
-    values: dict[fx.Node, _Placed] = field(default_factory=dict)
+    values: dict[fx.Node, _RoutedValue] = field(default_factory=dict)
     wholes: dict[fx.Node, fx.Node] = field(default_factory=dict)
     routes: dict[tuple[fx.Node, int], _Route] = field(default_factory=dict)
     excesses: list[tuple[Limit, fx.Node]] = field(default_factory=list)
@@ -165,7 +176,7 @@ class _Experts:
         """Walk over the program, forward, and return the new one."""
         for node, each in zip(self.program.placeholders, self.program.inputs, strict=True):
             stack = each.kind == "leaf" and each.name in self.stacks
-            self.values[node] = _Placed(self.graph.placeholder(node.name), stack)
+            self.values[node] = _RoutedValue(self.graph.placeholder(node.name), stack)
         for node in self.program.graph.nodes:
             if node.op == "call_function":
                 self.write.follow(node)
@@ -192,6 +203,7 @@ class _Experts:
         return replace(old, limits=old.limits + limits)
 
     def warn(self) -> None:
+        """Warn of ops for which whole stacks are gathered."""
         if self.gathered:
             warnings.warn(
                 report(
@@ -205,7 +217,8 @@ class _Experts:
             )
 
     # -------------------------------------------------------------- one op
-    def visit(self, node: fx.Node) -> _Placed:
+    def visit(self, node: fx.Node) -> _RoutedValue:
+        """Place one op: by expert, by row where the rows are, or of whole values."""
         sources = [self.values[n] for n in operands_of(node)]
         if node.target is operator.getitem:
             (source,) = sources
@@ -219,9 +232,9 @@ class _Experts:
         stacks = [n.meta["val"] for n, s in zip(operands_of(node), sources, strict=True) if s.stack]
         self.gathered += [f"{node.target}: {v.numel() * v.element_size() / 1e6:.3f} MB" for v in stacks]
         args, kwargs = fx.map_arg((node.args, node.kwargs), self.whole)
-        return _Placed(self.call(node.target, args, kwargs))
+        return _RoutedValue(self.call(node.target, args, kwargs))
 
-    def product(self, node: fx.Node, sources: Sequence[_Placed]) -> _Placed | None:
+    def product(self, node: fx.Node, sources: Sequence[_RoutedValue]) -> _RoutedValue | None:
         """Multiply rows by a stack, on the ranks of its experts."""
         if node.target not in GROUPED or len(sources) != 3:
             return None
@@ -233,9 +246,9 @@ class _Experts:
         where = self.call(aten.to.dtype, (route.ends, ends.meta["val"].dtype))
         feed = iter([rows, of_b.node, where])
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: next(feed))
-        return _Placed(self.call(node.target, args, kwargs), route=route)
+        return _RoutedValue(self.call(node.target, args, kwargs), route=route)
 
-    def of_stacks(self, node: fx.Node, sources: Sequence[_Placed]) -> _Placed | None:
+    def of_stacks(self, node: fx.Node, sources: Sequence[_RoutedValue]) -> _RoutedValue | None:
         """Place an op that works expert by expert, as for a leaf that is split along its first dim."""
         if not all(s.stack for s in sources) or not isinstance(node.target, OpOverload):
             return None
@@ -246,14 +259,16 @@ class _Experts:
         for strategy in find(call) if find else ():
             if strategy.inputs == split and strategy.output == Split(0) and strategy.run is None:
                 local = local_arguments(node, call, strategy, [s.node for s in sources])
-                return _Placed(self.call(node.target, *local), stack=True)
+                return _RoutedValue(self.call(node.target, *local), stack=True)
         return None
 
-    def of_rows(self, node: fx.Node, sources: Sequence[_Placed]) -> _Placed | None:
+    def of_rows(self, node: fx.Node, sources: Sequence[_RoutedValue]) -> _RoutedValue | None:
         """Place an op that works row by row, where the rows are."""
         routes = {s.route for s in sources}
         if len(routes) > 1 or not isinstance(node.target, OpOverload):
             return None
+
+        # The first dim, the rows', must stay as it is.
         (route,) = routes
         values = [n.meta["val"] for n in operands_of(node)]
         dims, args = values[0].dim(), list(node.args)
@@ -275,7 +290,7 @@ class _Experts:
         elif node.target not in COPIES:
             return None
         args, kwargs = fx.map_arg((tuple(args), node.kwargs), lambda n: self.values[n].node)
-        return _Placed(self.call(node.target, args, kwargs), route=route)
+        return _RoutedValue(self.call(node.target, args, kwargs), route=route)
 
     # -------------------------------------------------------------- exchanges
     def route(self, ends: fx.Node, rows: int, experts: int, node: fx.Node) -> _Route:
@@ -288,6 +303,8 @@ class _Experts:
                 ("departures", *shape), lambda e: departures(e, rows, experts, ranks, room),
                 [ends.meta["val"]], [self.whole(ends)],
             )  # fmt: skip
+
+            # Ranks tell each other how many rows come for each expert; from that each knows their order.
             come = self.swap(counts)
             order, restored, local_ends = self.write.inline(
                 ("arrivals", *shape), lambda c: arrivals(c, ranks, room),
@@ -301,6 +318,7 @@ class _Experts:
         return self.routes[ends, rows]
 
     def to_experts(self, rows: fx.Node, route: _Route) -> fx.Node:
+        """Send rows to the ranks of their experts, sorted there by expert."""
         return self.take(self.swap(self.take(rows, route.sent)), route.order)
 
     def whole(self, node: fx.Node) -> fx.Node:

@@ -16,7 +16,7 @@ from fnshard.compiler.place.strategies import Call, OpStrategy, broadcast, move_
 aten = torch.ops.aten
 
 
-def _of_own_rows(call: Call, dims: Sequence[int], more: int = 0, **changes: Any) -> Iterator[OpStrategy]:
+def _masked_lookups(call: Call, dims: Sequence[int], more: int = 0, **changes: Any) -> Iterator[OpStrategy]:
     """Look up in a dim that is split: each rank finds entries that it has, and the sum has all.
 
     Args:
@@ -51,7 +51,7 @@ def _embedding(call: Call) -> Iterator[OpStrategy]:
     for split in call.splits(table.shape, [1]):
         yield OpStrategy((split, REPLICATED), Split(indices.dim(), split.outer))
     padding = call["padding_idx"]
-    for strategy in _of_own_rows(call, [0] if not call["scale_grad_by_freq"] else [], 1, padding_idx=-1):
+    for strategy in _masked_lookups(call, [0] if not call["scale_grad_by_freq"] else [], 1, padding_idx=-1):
 
         def run(at: Tensor, table: Tensor, indices: Tensor, find=strategy.run) -> Tensor:
             found = find(at, table, indices)
@@ -71,7 +71,7 @@ def _gather(call: Call) -> Iterator[OpStrategy]:
         yield OpStrategy((split, split), split)
     for split in call.splits(index.shape, [dim]):
         yield OpStrategy((REPLICATED, split), split)
-    yield from _of_own_rows(call, [dim])
+    yield from _masked_lookups(call, [dim])
 
 
 @rule(aten.index_select.default)
@@ -82,7 +82,7 @@ def _index_select(call: Call) -> Iterator[OpStrategy]:
     for split in call.splits(index.shape):
         yield OpStrategy((REPLICATED, split), Split(dim, split.outer))
     if index.dim():
-        yield from _of_own_rows(call, [dim], value.dim() - dim - 1)
+        yield from _masked_lookups(call, [dim], value.dim() - dim - 1)
 
 
 @rule(aten.index.Tensor)
@@ -106,7 +106,7 @@ def _index(call: Call) -> Iterator[OpStrategy]:
     for split in call.splits(shape):
         cut = (broadcast(indices[d].shape, shape, split) for d in named)
         yield OpStrategy((REPLICATED, *cut), Split(first + split.dim, split.outer))
-    for strategy in _of_own_rows(call, named, call.value.dim() - first - len(shape)):
+    for strategy in _masked_lookups(call, named, call.value.dim() - first - len(shape)):
 
         def run(at: Tensor, part: Tensor, *read: Tensor, find=strategy.run) -> Tensor:
             sizes = (value.shape[d] for d in named)

@@ -52,7 +52,7 @@ from fnshard.mesh import Mesh
 
 aten = torch.ops.aten
 NEVER = math.inf  # the bytes of a conversion that is impossible
-OF_LEAVES = 1e6  # the factor by which it is dearer to gather a value that specs have split
+LEAF_FACTOR = 1e6  # the factor by which it is dearer to gather a value that specs have split
 
 
 def place_axes(
@@ -77,6 +77,7 @@ def place_axes(
         sliced = {Input("batch", name): Split(dim) for name, dim in sequences.items()}
         ranks, later = mesh.axis_size("context"), mesh.axes_size(tensor)
         program = place(program, Axis("context", ranks, {}, residual, sliced, later, attention))
+
     for axis in tensor:
         inputs = {
             Input("leaf", path): Split(dim, spec.compute.fused(dim) if spec.compute.of(dim)[0] == axis else 1)
@@ -85,6 +86,8 @@ def place_axes(
             if axis in spec.compute.of(dim)
         }
         program = place(program, Axis(axis, mesh.axis_size(axis), inputs, residual))
+
+    # What `fn` has said of placements was for this walk alone.
     for node in program.graph.find_nodes(op="call_function", target=CONSTRAIN):
         node.replace_all_uses_with(node.args[0])
         program.graph.erase_node(node)
@@ -153,6 +156,7 @@ class Placer:
             split = each.kind == "leaf" and isinstance(placement, Split)
             self.values[node] = Value(new, placement, node.meta["val"], split)
             self.record.values[new] = placement, node.meta["val"]
+
         # Of a batch that the context axis splits, each rank takes its part of the sequence.
         for node, each in zip(self.program.placeholders, self.program.inputs, strict=True):
             value, to = self.values[node], self.axis.sliced.get(each)
@@ -160,12 +164,14 @@ class Placer:
                 part = self.convert(value, to)
                 self.values[node] = replace(value, node=part, placement=to)
                 self.converted[part, REPLICATED] = value.node
+
         for node in self.program.graph.nodes:
             if node.op == "call_function":
                 self.visit(node)
         self.graph.output(self.results())
 
     def visit(self, node: fx.Node) -> None:
+        """Place one node: an op by its strategies, or one result of an op that has several."""
         self.write.follow(node)
         if node.target is operator.getitem:
             source, number = self.values[node.args[0]], node.args[1]
@@ -179,6 +185,7 @@ class Placer:
 
     # -------------------------------------------------------------- one op
     def run(self, node: fx.Node) -> Value:
+        """Place an op, or a target that is none."""
         sources = [self.values[n] for n in operands_of(node)]
         is_op = isinstance(node.target, OpOverload)
         default = Placer.op if is_op and sources else Placer.take_whole
@@ -194,6 +201,7 @@ class Placer:
         strategies = [OpStrategy((REPLICATED,) * len(sources), REPLICATED), *(find(call) if find else ())]
         strategy = min(strategies, key=lambda strategy: self.preference(sources, strategy, value))
         cost = self.wire_bytes(sources, strategy)
+
         # Every strategy pays for parts of a sum, which have to be summed for an op that is not linear. Where
         # the best one pays more than that, the op's definition in smaller ops may do with less.
         needed = sum(map(self.least, sources)) if cost >= 1 else 0.0
@@ -204,6 +212,8 @@ class Placer:
                 return self.inline(node, body)
         if cost > needed and find is None:
             self.gathered.append(f"{node.target}: {cost / 1e6:.3f} MB")
+
+        # Convert what the op reads, and write the op.
         reads = [self.convert(s, to) for s, to in zip(sources, strategy.inputs, strict=True)]
         for read, to in zip(operands_of(node), strategy.inputs, strict=True):
             self.keep_sum(read, to)
@@ -212,6 +222,8 @@ class Placer:
             (read,), (source,), (to,) = reads, sources, strategy.inputs
             self.record.values[read] = to, source.whole
         new = self.write_op(node, call, strategy, reads)
+
+        # Note the call for `check`, and place its results.
         of_leaf = isinstance(strategy.output, Split) and all(s.of_leaf for s in sources)
         if not isinstance(new, list | tuple):
             self.record.calls.append((call, strategy, tuple(reads), new))
@@ -284,7 +296,7 @@ class Placer:
         ]
         return Value(tuple(results), REPLICATED, node.target.values)
 
-    def on_the_first(self, node: fx.Node, sources: Sequence[Value]) -> Value:
+    def run_on_first(self, node: fx.Node, sources: Sequence[Value]) -> Value:
         """Place values with a gradient of `fn`'s own, which need not be linear in the gradient that it gets.
 
         The results become a sum to which only the first rank contributes. So that rank is given their whole
@@ -331,12 +343,13 @@ class Placer:
         return self.wire_bytes(sources, strategy) + later, sum(p != REPLICATED for p in changed)
 
     def wire_bytes(self, sources: Sequence[Value], strategy: OpStrategy) -> float:
+        """Return the bytes on the wire of all conversions that a strategy needs."""
         return sum(map(self.cost, sources, strategy.inputs))
 
     def cost(self, value: Value, to: Placement) -> float:
         """Return the bytes on the wire, of all ranks' parts, that a conversion takes."""
         now = value.placement
-        scale = OF_LEAVES if value.of_leaf and not self.axis.update else 1.0
+        scale = LEAF_FACTOR if value.of_leaf and not self.axis.update else 1.0
         if now == to or (value.node, to) in self.converted:
             return 0.0
         size = value.whole.numel() * value.whole.element_size() * scale
@@ -425,6 +438,8 @@ class Placer:
                 ),
                 stacklevel=2,
             )
+
+        # Inputs become each rank's parts, and its index is an input if something reads it.
         axis, inputs = self.axis, list(self.program.inputs)
         wholes = zip(self.program.placeholders, inputs, strict=True)
         with self.program.fake_mode:
@@ -436,6 +451,7 @@ class Placer:
             inputs.append(Input("axis", axis.name))
         else:
             self.graph.erase_node(self.index)
+
         eliminate_dead_code(self.graph)
         for node in self.graph.find_nodes(op="call_function", target=OUTGOING):
             (sent,) = node.all_input_nodes
@@ -447,6 +463,7 @@ class Placer:
         return replace(self.program, graph=self.graph, inputs=tuple(inputs))
 
     def local_index(self) -> Tensor:
+        """Make a fake value of this rank's index."""
         return torch.empty((), dtype=torch.int64, device=self.write.device)
 
 
@@ -454,6 +471,6 @@ class Placer:
 _SPECIAL: dict[Any, Callable[[Placer, fx.Node, Sequence[Value]], Value]] = {
     OUTGOING: Placer.outgoing,
     CONSTRAIN: Placer.constrain,
-    CustomGradient: Placer.on_the_first,
+    CustomGradient: Placer.run_on_first,
     Elsewhere: Placer.elsewhere,
 }

@@ -43,11 +43,13 @@ def _without_padding(call: Call, split: Split, over: Partial) -> Callable[..., T
 
 
 def _least(dtype: torch.dtype) -> float:
+    """Return the number that no maximum is below."""
     return -torch.inf if dtype.is_floating_point else torch.iinfo(dtype).min
 
 
 @rule(aten.sum.default, aten.sum.dim_IntList)
 def _sum(call: Call) -> Iterator[OpStrategy]:
+    """Split along any dim; parts of a sum stay parts."""
     yield from _reduce(call, PARTIAL)
     if call["dtype"] is None:
         yield OpStrategy((PARTIAL,), PARTIAL)
@@ -65,6 +67,7 @@ def _mean(call: Call) -> Iterator[OpStrategy]:
 
 
 def _share_of_mean(call: Call, strategy: OpStrategy) -> Callable[..., Tensor]:
+    """Return a part's mean, weighed by how much of the split dim the part is."""
     (split,), shape = strategy.inputs, call.tensors[0].shape
     share = call.part(shape, split) * split.outer / shape[split.dim]
     mean = strategy.run or (lambda index, x: call.on([x]))
@@ -84,6 +87,7 @@ def _amax(call: Call) -> Iterator[OpStrategy]:
     aten.linalg_vector_norm.default, aten.count_nonzero.dim_IntList, aten.median.dim,
 )  # fmt: skip
 def _other_reductions(call: Call) -> Iterator[OpStrategy]:
+    """Split along dims that stay."""
     yield from _reduce(call)
 
 

@@ -43,6 +43,7 @@ def _conv(call: Call) -> Iterator[OpStrategy]:
 
 @rule(aten.group_norm.default)
 def _group_norm(call: Call) -> Iterator[OpStrategy]:
+    """Split along the batch, or along channels if each rank gets whole groups."""
     yield from move_dims(call, [0], linear=False)
     if call["num_groups"] % call.ranks == 0:
         groups = {"num_groups": call["num_groups"] // call.ranks}
@@ -62,6 +63,7 @@ def _batch_norm(call: Call) -> Iterator[OpStrategy]:
 
 @rule(aten.layer_norm.default, aten.rms_norm.default, aten.native_layer_norm.default)
 def _norm(call: Call) -> Iterator[OpStrategy]:
+    """Split along dims that are not normalised over."""
     yield from move_dims(call, range(call.tensors[0].dim() - len(call["normalized_shape"])), linear=False)
 
 

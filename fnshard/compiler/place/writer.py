@@ -50,11 +50,13 @@ class Writer:
         self.meta = {k: node.meta[k] for k in ("autocast", "stack_trace", "origin") if k in node.meta}
 
     def call(self, target: Any, args: Any, kwargs: Mapping[str, Any] | None = None) -> fx.Node:
+        """Write the call of an op, with the `meta` of the node that is placed."""
         node = self.graph.call_function(target, args, dict(kwargs or {}))
         node.meta |= self.meta
         return node
 
     def exchange(self, node: fx.Node, kind: str, dim: int, *to: int) -> fx.Node:
+        """Write an exchange of a copy of a value: a message lies in memory of its own."""
         sent = self.call(OUTGOING, (node,))
         return self.call(EXCHANGE, (sent, kind, self.axis, dim, self.ranks, *to))
 
@@ -116,6 +118,8 @@ class Writer:
         ranks = self.ranks
         splits = [p for p in (to, now) if isinstance(p, Split)]
         kind = "all_to_all" if len(splits) == 2 else "all_gather" if splits[0] is now else "reduce_scatter"
+
+        # Dims that are cut in their middle become two dims meanwhile, so that a part is a run along one.
         sizes: list[int] = []
         outers = {s.dim: s.outer for s in splits if s.outer != 1}  # each becomes a dim of its own meanwhile
         for dim, size in enumerate(local_shape(shape, now, ranks)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 
-from fnshard.compiler.ir.failures import MIXED, refused_at
+from fnshard.compiler.ir.failures import MIXED, error_at
 from fnshard.compiler.ir.program import OpOverload, Program, arguments_of, describe, nodes_in
 
 # The ops, in place or not, whose dtypes torch does not check on tensors without values.
@@ -43,7 +43,7 @@ def check_dtypes(program: Program) -> None:
         if len(dtypes) > 1:
             wrong.append((node, f"{name} of " + " and ".join(_describe_source(n, names) for n in operands)))
     if wrong:
-        raise refused_at(
+        raise error_at(
             f"`fn` gives tensors of different dtypes {len(wrong)} time(s) to one op:", wrong, MIXED
         )
 

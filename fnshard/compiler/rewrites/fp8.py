@@ -40,7 +40,7 @@ def scale_of(largest: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(largest > 0, torch.ldexp(torch.ones_like(largest), exponent - 1), 1.0)
 
 
-def rounded(x: Tensor, dtype: torch.dtype, rowwise: bool = False) -> tuple[Tensor, Tensor]:
+def round_to_fp8(x: Tensor, dtype: torch.dtype, rowwise: bool = False) -> tuple[Tensor, Tensor]:
     """Return x [M, K] times its scale in a dtype of eight bits, and the scale's inverse, 0-d or [M, 1]."""
     if not x.numel():
         return x.to(dtype), x.new_ones((len(x), 1) if rowwise else (), dtype=torch.float32)
@@ -76,8 +76,8 @@ def product(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], dtype: torch.dty
 @torch.library.custom_op("fnshard::fp8_linear", mutates_args=())
 def fp8_linear(x: Tensor, weight: Tensor, rowwise: bool = False) -> Tensor:
     """Multiply x [..., K], rounded to e4m3, by a weight [N, K] that a scale fits into e4m3; [..., N]."""
-    rows, turned = x.reshape(-1, x.shape[-1]), rounded(weight, E4M3, rowwise)
-    made = product(rounded(rows, E4M3, rowwise), _transpose(turned), x.dtype)
+    rows, turned = x.reshape(-1, x.shape[-1]), round_to_fp8(weight, E4M3, rowwise)
+    made = product(round_to_fp8(rows, E4M3, rowwise), _transpose(turned), x.dtype)
     return made.view(*x.shape[:-1], weight.shape[0])
 
 
@@ -94,8 +94,8 @@ def _(x: Tensor, weight: Tensor, rowwise: bool = False) -> Tensor:
 def fp8_linear_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of x and weight, made of the output's gradient rounded to e5m2."""
     flat, rows = (t.reshape(-1, t.shape[-1]) for t in (grad, x))
-    of_grad, of_rows = rounded(flat, E5M2), rounded(rows, E4M3)
-    to_x = product(of_grad, rounded(weight, E4M3), x.dtype).view(x.shape)
+    of_grad, of_rows = round_to_fp8(flat, E5M2), round_to_fp8(rows, E4M3)
+    to_x = product(of_grad, round_to_fp8(weight, E4M3), x.dtype).view(x.shape)
     return to_x, product(_transpose(of_grad), of_rows, weight.dtype)
 
 
@@ -107,8 +107,8 @@ def _(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 @torch.library.custom_op("fnshard::fp8_linear_to_input", mutates_args=())
 def fp8_linear_to_input(grad: Tensor, weight: Tensor) -> Tensor:
     """Return the input's gradient, from the output's times the scales of the leaf's rows, rounded to e5m2."""
-    narrow, scales = rounded(weight, E4M3, rowwise=True)
-    flat = rounded(grad.reshape(-1, grad.shape[-1]) * scales.t().to(grad.dtype), E5M2, rowwise=True)
+    narrow, scales = round_to_fp8(weight, E4M3, rowwise=True)
+    flat = round_to_fp8(grad.reshape(-1, grad.shape[-1]) * scales.t().to(grad.dtype), E5M2, rowwise=True)
     made = product(flat, (narrow, scales.new_ones(1, weight.shape[1])), grad.dtype)
     return made.view(*grad.shape[:-1], weight.shape[1])
 

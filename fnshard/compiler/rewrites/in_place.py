@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fnshard.compiler.ir.failures import refused_at
+from fnshard.compiler.ir.failures import error_at
 from fnshard.compiler.ir.program import describe, mutated_args, replay, storage_id, tensors_in, tensors_of
 
 aten = torch.ops.aten
@@ -78,7 +78,7 @@ def _check_bases(graph: fx.Graph) -> None:
             elif target in strided and bases[memory].op == "placeholder":  # a part of a larger tensor
                 wrong[memory] = (node, f"{describe(value)}, an input, by as_strided")
     if wrong:
-        raise refused_at(
+        raise error_at(
             f"`fn` writes in place to {len(wrong)} tensor(s) whose strides are not those of a copy:",
             list(wrong.values()),
             "make it dense (torch.empty, .contiguous()), or read it by index and slice, not by as_strided.",
@@ -95,7 +95,7 @@ def _check_expanded(graph: fx.Graph) -> None:
         if any(size > 1 and not stride for size, stride in zip(value.shape, value.stride(), strict=True))
     ]
     if wrong:
-        raise refused_at(
+        raise error_at(
             f"`fn` writes in place to {len(wrong)} expanded tensor(s), whose elements share their memory:",
             wrong,
             "write to a copy (.expand(...).clone()), or to the tensor before it is expanded.",
@@ -137,7 +137,7 @@ def _check_detached(graph: fx.Graph) -> None:
         if node.target is aten.detach.default and node.meta["val"].requires_grad and not _is_its_source(node)
     ]
     if wrong:
-        raise refused_at(
+        raise error_at(
             f"`fn` writes values that need a gradient in place to {len(wrong)} detached tensor(s):",
             wrong,
             "write to a copy (.detach().clone()), or to the tensor itself.",
@@ -226,6 +226,8 @@ def check_backward(
         return
     with suppress(RuntimeError):  # a fault of the backward itself is reported where its kernels are made
         torch.autograd.grad(total, trained, torch.ones_like(total), allow_unused=True)
+
+    # Wrong is a write past autograd, after the value was saved, to memory that the backward reads.
     wrong = [
         (node, f"{describe(trial.values[target])} by {node.target}")
         for number, (node, targets) in enumerate(writes.items())
@@ -234,7 +236,7 @@ def check_backward(
         and any(m == storage_id(trial.values[target]) and saved < number for m, saved in read)
     ]
     if wrong:
-        raise refused_at(
+        raise error_at(
             f"`fn` writes past autograd to {len(wrong)} value(s) that its backward reads:",
             wrong,
             "write to a copy (h.clone() before it), or without .data and torch.no_grad().",
@@ -301,6 +303,7 @@ class _Functional:
         self.results: dict[fx.Node, list[fx.Node]] = {}  # the results of an op in place that has several
 
     def run(self, graph: fx.Graph) -> fx.Graph:
+        """Copy the graph node by node, with writes in the form of new values."""
         self.bases = _bases(graph)
         for node in graph.nodes:
             if node.op == "output":
@@ -352,6 +355,7 @@ class _Functional:
             self.bind(node, self.results[node][0])
 
     def _writes(self, node: fx.Node) -> dict[int, int]:
+        """Return how often each memory of a node was written to so far."""
         return {m: self.writes[m] for m in _memories(node)}
 
 
@@ -390,6 +394,7 @@ def _make_write(
 
     for base in bases:
         inside[base] = body.call_function(aten.clone.default, (enter(base),))
+
     # The op writes to the copies. One with odd strides is laid out by rows for it, and written back after it.
     targets: dict[fx.Node, fx.Node] = {}
     laid_out: list[tuple[fx.Node, fx.Node]] = []
@@ -403,6 +408,7 @@ def _make_write(
             targets[old] = laid_out[-1][1]
     op = body.node_copy(node, lambda n: targets.get(n) or place(n))
     op.meta, op.target = {}, _TAKEN_APART.get(op.target, op.target)
+
     # Undo the copies in reverse order, then return the bases and all results in other memory.
     for target, rows in laid_out:
         body.call_function(aten.copy_.default, (target, rows))
@@ -480,6 +486,7 @@ _TAKEN_APART = {  # ops that AOTAutograd cannot make functional
 
 
 def _is_row_major(node: fx.Node) -> bool:
+    """Return whether a tensor's strides fall from dim to dim, gaps or not."""
     value = node.meta["val"]
     strides = [stride for size, stride in zip(value.shape, value.stride(), strict=True) if size > 1]
     return strides == sorted(strides, reverse=True)
@@ -506,6 +513,7 @@ def _bases(graph: fx.Graph) -> dict[int, fx.Node]:
 
 
 def _memories(node: fx.Node) -> set[int]:
+    """Return the memories of a node's tensors."""
     return {storage_id(value) for value in tensors_of(node)}
 
 

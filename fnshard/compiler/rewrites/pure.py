@@ -42,6 +42,7 @@ _LIB.define("with_values(Tensor x, Tensor values) -> Tensor", tags=(torch.Tag.po
 
 
 def _with_values(x: Tensor, values: Tensor) -> Tensor:
+    """Return a copy with other values, and the gradient of `x`."""
     made = x.clone()
     made.detach().copy_(values)
     return made

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from fnshard.compiler.ir.values import Kind, ValueName, stored
+from fnshard.compiler.ir.values import Kind, ValueName, stored_names
 from fnshard.compiler.schedule.buckets import Bucket, make_buckets
 from fnshard.compiler.schedule.instructions import AggregateBuffers, Instruction, StoreBuffers
 from fnshard.compiler.schedule.ir import with_wait
@@ -60,7 +60,7 @@ def aggregate(
             "-", "update", reads, (flight,), bucket=bucket.name, paths=bucket.paths, rules=rules, rows=rows
         )
         lines.append(with_wait(issue, *results))
-    shards = stored(new)
+    shards = stored_names(new)
     summed = tuple(p for p, s in sent.items() if s.aggregated == "sum")
     store = StoreBuffers("-", "update", (*new.values(), *shards), shards, summed=summed, ranks=ranks)
     return buckets, [issue for issue, _ in lines], [*(wait for _, wait in lines), store]

@@ -156,8 +156,10 @@ def end_to_end(bucket: Bucket, mesh: Mesh) -> bool:
 
 
 def leaf_runs(bucket: Bucket) -> tuple[list[tuple[int, int]], int]:
-    """Return where a bucket's full leaves lie when they share one memory: (start, length) of each in
-    elements, and the total."""
+    """Return where a bucket's full leaves lie in one memory: (start, length) of each, and the total.
+
+    All are numbers of elements.
+    """
     sizes = [math.prod(p.shape) for p in bucket.pieces]
     starts, total = _align(sizes, bucket.dtype)
     return list(zip(starts, sizes, strict=True)), total
@@ -272,6 +274,5 @@ def common_dtype(dtypes: Sequence[torch.dtype]) -> torch.dtype:
 
 
 def wire_dtype(spec: LayoutSpec) -> torch.dtype:
-    """Return the dtype in which a gathered leaf travels: its spec's choice, or the narrower of storage and
-    compute."""
+    """Return the dtype of a gathered leaf on the wire: the spec's, or the shorter of storage and compute."""
     return spec.wire_dtype or min(spec.storage_dtype, spec.compute_dtype, key=lambda d: d.itemsize)

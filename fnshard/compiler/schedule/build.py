@@ -1,4 +1,4 @@
-"""Build: it makes of Segments and Kernels the plainest right Schedule; passes make it fast.
+"""Build the plainest right Schedule of Segments and Kernels; passes make it fast.
 
 Every segment gathers what it reads right before it runs, forward and backward; every reduction is
 waited for at once; all updates come at the end. The chain rule across segments is plain reverse
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from fnshard.compiler.ir.program import Outputs, Program
-from fnshard.compiler.ir.values import LOSS_TANGENT, SCALARS, SCALES, Kind, ValueName, slots, stored
+from fnshard.compiler.ir.values import LOSS_TANGENT, SCALARS, SCALES, Kind, ValueName, slots, stored_names
 from fnshard.compiler.kernels.canonical import Argument
 from fnshard.compiler.kernels.differentiate import Kernel
 from fnshard.compiler.kernels.segments import Exchanged, Segment, Segments, Way, last_first
@@ -61,15 +61,13 @@ from fnshard.compiler.schedule.stages import Crossing, StagePlan, one_stage
 from fnshard.compiler.schedule.tasks import MicroOrder, Round, Task, order_tasks
 from fnshard.compiler.update.derive import Compute, Reduce, Stack
 from fnshard.compiler.update.family import Family
-from fnshard.compiler.update.steps import flow_of, form_of, stacks_of
+from fnshard.compiler.update.steps import flow_of, stacks_of, steps_key
 from fnshard.compiler.update.trace import GRAD, UPDATE
 from fnshard.layout.spec import LayoutSpec, stage_of, summed_axes
 from fnshard.mesh import Mesh
 
 AccumulateMode = Literal["reduce", "local"]
 _SCALARS_FLIGHT = ValueName(Kind.FLIGHT, "scalars")
-
-
 Made = Mapping[ValueName, Set[str]]  # by the result of each line of an update, the names of the values in it
 
 
@@ -147,6 +145,8 @@ def build(
         # Ranks of all stages meet in the sums of scalars. These stand at the end, in one order, and so do
         # updates that read them.
         plan = replace(plan, barrier=plan.barrier or plan.counted, counted=False)
+
+    # Write out every task; those of one round share what they gather.
     b = _Builder(segments, kernels, outputs, specs, mesh, plan, stages, stage, tasks)
     for each in b.rounds:
         b.held = {} if len(each) > 1 else None
@@ -246,6 +246,7 @@ class _Builder:
         self.aggregated, self.aggregations, self.stores = aggregate(
             last, self.segments.alike, self.specs, self.mesh, self.plan.rows
         )
+
         # The backward: which segments have one, behind which of them the gradients of each bucket are
         # complete, and the order in which these arrive.
         self.exchanges = self.segments.exchanges_after()
@@ -332,9 +333,11 @@ class _Builder:
 
     # -------------------------------------------------------------- names
     def phase(self, name: str, micro: int) -> str:
+        """Return the name of a phase, with the micro-batch where there are several."""
         return f"{name}.{micro}" if self.plan.accumulate > 1 else name
 
     def value(self, name: ValueName, micro: int) -> ValueName:
+        """Return the name of a value of the program in a micro-batch."""
         if name in self.written:
             return ValueName(Kind.WRITTEN, self.written[name], micro=self.index(micro))
         return name if name.kind in (Kind.CONSTANT, Kind.AXIS) else name.of(self.index(micro))
@@ -344,6 +347,7 @@ class _Builder:
         return micro if self.plan.accumulate > 1 else None
 
     def unit(self, segment: Segment) -> str:
+        """Return the units of a segment, as its lines name them."""
         return "+".join(segment.units) or "-"
 
     # -------------------------------------------------------------- leaves
@@ -356,13 +360,14 @@ class _Builder:
         version = f"{phase[0]}{micro}.{segment.index}"
         written = self.outputs.writes if micro else ()
         names = {p: ValueName(Kind.WRITTEN, p, micro=self.index(micro - 1)) for p in paths if p in written}
+
         paths = [p for p in paths if p not in names]
-        names |= {n.path: n for n in stored(p for p in paths if p not in self.gather_of)}
+        names |= {n.path: n for n in stored_names(p for p in paths if p not in self.gather_of)}
         for bucket in dict.fromkeys(self.gather_of[p] for p in paths if p in self.gather_of):
             if self.held is not None and bucket.name in self.held:
                 names = self.held[bucket.name] | names
                 continue
-            shards = stored(bucket.paths)
+            shards = stored_names(bucket.paths)
             fresh = tuple(ValueName(Kind.GATHERED, p, f"#{version}") for p in bucket.paths)
             scales = (SCALES,) if self.specs[bucket.paths[0]].wire_dtype is not None else ()
             if bucket.axes:
@@ -405,6 +410,7 @@ class _Builder:
         """Make room for what a task of another stage sends here."""
         if task.way is Way.WEIGHTS:  # such a task sends nothing
             return
+
         micro = task.micro
         phase = self.phase("backward" if task.backward else "forward", micro)
         for segment in reversed(task.segments) if task.backward else task.segments:
@@ -462,14 +468,16 @@ class _Builder:
         axes = self.mesh.ordered({a for p in paths for a in self.whole[p].storage.axes})
         if paths:
             flight = ValueName(Kind.FLIGHT, SCALES)
-            largest = Scales("-", phase, stored(paths), (flight,), paths=paths, axes=axes)
+            largest = Scales("-", phase, stored_names(paths), (flight,), paths=paths, axes=axes)
             self.lines += with_wait(largest, SCALES)
 
     def forward(self, task: Task) -> None:
         """Write out a forward: segments, exchanges, and messages to other stages."""
         micro, phase = task.micro, self.phase("forward", task.micro)
+        # The scales of leaves in eight bits are made once a step, before the first gather.
         if micro == 0 and task.segments[0] is self.own[0]:
             self.gather_scales(phase)
+
         for segment in task.segments:
             kernel = self.kernels[segment.index]
             names = self.fetch(segment, segment.leaves, phase, micro)
@@ -480,6 +488,8 @@ class _Builder:
             unread = (
                 ValueName(Kind.VALUE, f"_{n.path}", micro=n.micro) for n in self.name_saved(segment, micro)
             )
+
+            # A segment without a backward makes values that nothing reads; they need names all the same.
             writes += () if saved else tuple(unread)
             self.lines.append(
                 Run(
@@ -487,11 +497,15 @@ class _Builder:
                     kernel=kernel.name, segment=segment.index, units=segment.units,
                 )
             )  # fmt: skip
+
+            # What ranks exchange behind the segment.
             for each in self.exchanges[segment.index]:
                 names = self.value(each.sent, micro), self.value(each.received, micro)
                 self.wait_for(names[:1])
                 self.lines += exchange(each, self.mesh, self.unit(segment), phase, *names)
             self.send(segment, task, phase)
+
+        # Behind the last forward, ranks join what `fn` has written, and sum scalars that nothing holds up.
         if task.is_last and task.segments[-1] is self.own[-1]:
             self.lines += self.aggregations
             if self.plan.differentiate and not self.scalars_late:
@@ -499,8 +513,7 @@ class _Builder:
 
     @property
     def scalars_late(self) -> bool:
-        """Whether scalars are summed behind the last backward, because of norms, or since stages meet
-        there."""
+        """Whether scalars are summed behind the last backward: norms need it, or stages meet there."""
         return self.plan.barrier or self.plan.norms or self.piped
 
     def name_read(self, name: ValueName, leaves: Mapping[str, ValueName], micro: int) -> ValueName:
@@ -515,13 +528,16 @@ class _Builder:
     # -------------------------------------------------------------- backward
     def backward(self, task: Task) -> None:
         """Write out a backward, or one half of it, and the reductions of gradients that it completes."""
+        # The loss's own cotangent is there where the loss is made.
         micro, phase = task.micro, self.phase("backward", task.micro)
         loss = self.segments.results[self.outputs.loss]
         seeded = {loss: LOSS_TANGENT} if self.stages.home.get(loss, self.stage) == self.stage else {}
         tangents = self.tangents.setdefault(micro, seeded)
         grads = self.gradients.setdefault(micro, {})
+
         makes_last = task.way is (Way.WEIGHTS if self.plan.apart else Way.BACKWARD)
         for segment in reversed(task.segments):
+            # Cotangents go back through the exchanges behind the segment, and then through the segment.
             for each in last_first(self.exchanges[segment.index]) if task.backward else ():
                 self.settle(each.received, micro, self.unit(segment), phase)
                 self.exchange_back(each, self.unit(segment), phase, micro, tangents)
@@ -529,6 +545,8 @@ class _Builder:
                 self.run_back(segment, task.way, micro, phase, tangents, grads)
             if task.backward:
                 self.send(segment, task, phase)
+
+            # Reduce the buckets whose last gradient this segment has made.
             done = [
                 b for b in self.reduces
                 if makes_last and self.complete[b.name] == segment.index and not self.is_shared(b)
@@ -537,6 +555,7 @@ class _Builder:
                 self.reduce(bucket, task, phase, grads)
             if done and self.plan.counted and task.is_last:
                 self.wait_for_scalars()
+
         # Other chunks, or this one's weight gradients, will add to what is left. It is summed now, so that
         # one full gradient lives, not one for each micro-batch.
         if self.held is not None or self.accumulates:
@@ -544,6 +563,7 @@ class _Builder:
             for bucket in self.reduces:
                 if not grads.keys().isdisjoint(bucket.paths):
                     self.accumulate(bucket, micro, phase, grads, version)
+
         # Buckets of leaves that no kernel reads have gradients of zeros.
         if makes_last and task.is_last and task.segments[0] is self.own[0]:
             for bucket in [
@@ -558,6 +578,7 @@ class _Builder:
         grads: dict[str, ValueName],
     ) -> None:  # fmt: skip
         """Write out the backward of a segment, or a half of it."""
+        # What the kernel reads: inputs and outputs of the forward, saved values, cotangents.
         kernel = self.kernels[segment.index]
         half = kernel.halves[way]
         unit, index = self.unit(segment), self.index(micro)
@@ -566,6 +587,7 @@ class _Builder:
             ValueName(Kind.VALUE, f"w{segment.index}.{number}", micro=index)
             for number in range(len(kernel.between))
         ]
+
         read = [segment.inputs[r.index] for r in half.inputs if r.kind == "input"]
         paths = [n.path for n in read if n.kind is Kind.LEAF]
         names = self.fetch(segment, paths, phase, micro)
@@ -581,6 +603,8 @@ class _Builder:
                 reads.append(between[ref.index])
             else:
                 reads.append(self.find_tangent(segment, ref.index, unit, phase, micro, tangents))
+
+        # What it makes: gradients of leaves and cotangents of values, added to those of other readers.
         writes, adds = [], []
         for name in [segment.inputs[number] for number in half.grads]:
             of_leaf = name.kind is Kind.LEAF
@@ -601,8 +625,7 @@ class _Builder:
     def exchange_back(
         self, each: Exchanged, unit: str, phase: str, micro: int, tangents: dict[ValueName, ValueName]
     ) -> None:
-        """Write out the dual of an exchange: it makes the cotangent of what was sent of all ranks' cotangents
-        of what was received."""
+        """Write out the dual of an exchange: cotangents of what was received make that of what was sent."""
         if each.received in tangents and each.like.requires_grad:
             fresh = ValueName(Kind.TANGENT, each.sent.path, f"@{each.received}", micro=self.index(micro))
             lines = exchange(each, self.mesh, unit, phase, tangents[each.received], fresh, backward=True)
@@ -612,6 +635,7 @@ class _Builder:
         self, segment: Segment, index: int, unit: str, phase: str, micro: int,
         tangents: dict[ValueName, ValueName],
     ) -> ValueName:  # fmt: skip
+        """Return the cotangent of a segment's output: zeros where nothing that reaches the loss reads it."""
         name = segment.outputs[index]
         self.settle(name, micro, unit, phase)
         if name not in tangents:
@@ -654,12 +678,16 @@ class _Builder:
                 self.accumulate(bucket, micro, phase, grads)
             if not task.is_last:
                 return
+
+        # Sum over ranks.
         if bucket.name in self.local:
             reads, paths = (self.local[bucket.name],), ()
         else:
             paths = tuple(p for p in bucket.paths if p in grads)
             reads = tuple(grads[p] for p in paths)
         name = self.sum_over_ranks(bucket, phase, reads, paths, micro)
+
+        # Add the sum to those of earlier micro-batches.
         if accumulated and not is_local:
             before = self.reduced.get(bucket.name)
             total = ValueName(Kind.REDUCED, bucket.name, f"+{micro}")
@@ -690,8 +718,7 @@ class _Builder:
     def sum_over_ranks(
         self, bucket: Bucket, phase: str, reads: Names, paths: tuple[str, ...], micro: int
     ) -> ValueName:
-        """Reduce-scatter gradients over their own axes, and all-reduce over others that do not split the
-        leaf.
+        """Reduce-scatter gradients over their own axes, and all-reduce over others.
 
         A stage that reads no leaf of the bucket has zeros: its ranks need no reduce-scatter among themselves,
         and join the sum of all stages.
@@ -702,6 +729,7 @@ class _Builder:
         if not bucket.axes and not rest:
             self.lines.append(Local(bucket.unit, phase, reads, (name,), bucket=bucket.name, paths=paths))
             return name
+
         if bucket.axes and reads:
             part = name.of(micro, ".") if rest else name  # summed over a part of the ranks
             scatter = ReduceScatter(bucket.unit, phase, reads, (flight,), bucket=bucket.name, paths=paths)
@@ -735,6 +763,7 @@ class _Builder:
         """Write out the end of a step that trains: shared gradients, buffers, norms, scalars, updates."""
         self.reduce_shared()
         self.lines += self.stores
+
         if self.scalars_late:
             norms = []
             for bucket in self.reduces if self.plan.norms else ():
@@ -745,6 +774,7 @@ class _Builder:
                 )
                 norms.append(name)
             self.issue_scalars(tuple(norms))
+
         if self.plan.barrier or self.plan.counted:
             self.wait_for_scalars()
         if self.plan.update:
@@ -752,18 +782,19 @@ class _Builder:
         self.wait_for_scalars()
 
     def write_updates(self) -> None:
-        """Write out the optimizer, bucket by bucket; leaves whose updates exchange alike are updated
-        together."""
+        """Write out the optimizer by buckets; leaves whose updates exchange alike are updated together."""
         for bucket in self.arriving:
             groups: dict[Any, list[str]] = {}
             for path in bucket.paths:
-                groups.setdefault(form_of(self.plan.families[path].derived), []).append(path)
+                groups.setdefault(steps_key(self.plan.families[path].derived), []).append(path)
             for number, paths in enumerate(groups.values()):
                 self.write_stretch(bucket, tuple(paths), number)
             for there, back in self.stacks.get(bucket.name, ()):
                 self.write_stack(there, back)
+
+        # Leaves that are stored whole are gathered from the blocks that ranks have updated.
         for bucket in self.publishes:
-            shards, flight = stored(bucket.paths), ValueName(Kind.FLIGHT, bucket.name)
+            shards, flight = stored_names(bucket.paths), ValueName(Kind.FLIGHT, bucket.name)
             publish = Publish(bucket.unit, "update", shards, (flight,), bucket=bucket.name)
             self.lines += with_wait(publish, *shards)
 
@@ -806,11 +837,13 @@ class _Builder:
                 self.lines += with_wait(line, name)
                 made = made | {name: {n for each in own.values() for n in each.receives}}
                 continue
+
+            # A computation reads state and values, writes what is final, and keeps what later steps read.
             flows = [flow_of(each, number) for each in derived.values()]
             commits = {n for flow in flows for n in flow.commits}
             keeps = {n for flow in flows for n in flow.keeps}
             reads = find_results(made, {n for each in own.values() for n in each.reads} | commits | keeps)
-            writes = stored(paths) if UPDATE in commits else ()
+            writes = stored_names(paths) if UPDATE in commits else ()
             writes += slots(paths) if commits - {UPDATE} or writes else ()
             writes += (name,) if keeps else ()
             if not writes:  # the leaves have no numbers
@@ -829,12 +862,12 @@ class _Builder:
         scalars = (SCALARS,) if self.plan.barrier or self.plan.counted else ()
         spec = self.specs[paths[0]]
         # Where the host updates a leaf that the device stores, the optimizer reads its own master copy.
-        params = () if spec.updated_on == "host" and spec.memory == "device" else stored(paths)
+        params = () if spec.updated_on == "host" and spec.memory == "device" else stored_names(paths)
         return (*params, *slots(paths), *scalars)
 
     def write_stack(self, there: Bucket, back: Bucket) -> None:
-        """Write out updates that need whole leaves: the way there, the computation, the way back, the
-        rest."""
+        """Write out updates of whole leaves: the way there, the computation, the way back, the rest."""
+        # What is sent there, what all ranks know anyway, and what comes back.
         derived = {path: self.plan.families[path].derived for path in there.paths}
         work = {p: next(s for s in d.steps if isinstance(s, Compute) and s.whole) for p, d in derived.items()}
         sends = {n for d in derived.values() for n in stacks_of(d)[0].sends}
@@ -842,6 +875,8 @@ class _Builder:
         parts = tuple(dict.fromkeys(n for path in there.paths for n in find_results(self.sent[path], sends)))
         alike = {n for compute in work.values() for n in compute.reads} - sends
         known = tuple(dict.fromkeys(n for path in there.paths for n in find_results(self.sent[path], alike)))
+
+        # The way there, the computation on the ranks that have leaves whole, and the way back.
         sent, whole, received = (
             ValueName(Kind.UPDATED, bucket.name, mark)
             for bucket, mark in ((there, ""), (there, "#whole"), (back, ""))
@@ -855,9 +890,11 @@ class _Builder:
                 StackUpdate(**where, bucket=back.name, reads=(whole,), writes=(fro,), back=True), received
             ),
         ]
+
+        # The rest, on blocks again.
         groups: dict[Any, list[str]] = {}
         for path in there.paths:
-            groups.setdefault(form_of(derived[path]), []).append(path)
+            groups.setdefault(steps_key(derived[path]), []).append(path)
         for number, paths in enumerate(groups.values()):
             steps = derived[paths[0]].steps
             start = next(i for i, s in enumerate(steps) if isinstance(s, Stack) and s.back) + 1
@@ -872,13 +909,16 @@ class _Builder:
             outputs.append(SCALARS)
         if self.plan.differentiate and not self.plan.update:
             outputs += self.reduced.values()
+
         # Inputs are stored shards, and all that lines read and none writes. Slots are written in place.
         named = dict.fromkeys(n for line in self.lines for n in line.reads)
         made = {n for line in self.lines for n in line.writes}
         inputs = [
-            *stored(self.specs),
+            *stored_names(self.specs),
             *(n for n in named if n.kind is not Kind.STORED and (n not in made or n.kind is Kind.SLOTS)),
         ]
+
+        # Every bucket that a line moves, by name.
         of_updates = (b for some in self.stacks.values() for pair in some for b in pair)
         moved = (*self.gathers, *self.reduces, *self.publishes, *of_updates, *self.aggregated)
         return Schedule(

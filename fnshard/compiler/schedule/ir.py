@@ -71,10 +71,10 @@ class Context(Protocol):
     @property
     def worker(self) -> Any: ...
 
-    def beside(self, action: Action) -> Callable[[Env], Any]:
-        """Return an action that runs next to kernels where the device has streams, for `join`."""
+    def on_update_stream(self, action: Action) -> Callable[[Env], Any]:
+        """Return an action that runs next to kernels where the device has streams, for `wait_event`."""
 
-    def join(self, beside: Any) -> None:
+    def wait_event(self, event: Any) -> None:
         """Let the kernels that follow see what an action beside them has done."""
 
     def later(self, line: Instruction) -> Callable[[Callable[[], None]], None]:
@@ -84,8 +84,7 @@ class Context(Protocol):
         """Return the packer of the bucket of this name, which packs leaves into flat rows."""
 
     def stacks(self, bucket: str) -> Any:
-        """Return the packer of the bucket of this name, each of whose rows has the leaves that a rank
-        owns."""
+        """Return the packer of a bucket by name, each of whose rows has the leaves that one rank owns."""
 
 
 @dataclass(frozen=True)
@@ -114,8 +113,7 @@ class Price:
 
 
 class Pricer(Protocol):
-    """A pricer that `Instruction.price` asks for seconds of work and sizes of values; see
-    `analysis.timeline`."""
+    """A pricer that `Instruction.price` asks for seconds and sizes; see `analysis.timeline`."""
 
     schedule: Schedule
 
@@ -131,7 +129,7 @@ class Pricer(Protocol):
 
     def copy(self, size: float, **flight: Any) -> Price: ...
 
-    def unpacked(self, line: Any) -> bool: ...
+    def skips_packing(self, line: Any) -> bool: ...
 
     def collective(self, verb: str, axes: tuple[str, ...], size: float) -> dict[str, Any]: ...
 
@@ -206,8 +204,7 @@ class Instruction:
         return False
 
     def wire_bytes(self, schedule: Schedule) -> int:
-        """Return the bytes of all that a collective moves: all rows of a gather or scatter, the flat of a
-        sum."""
+        """Return the bytes that a collective moves: all rows of a gather or scatter, the flat of a sum."""
         return 0
 
     def sent_share(self, ranks: int) -> Fraction:
@@ -316,8 +313,7 @@ def with_wait(issue: Instruction, *results: ValueName) -> tuple[Instruction, Wai
 
 
 def on_arrival(wait: Wait, take: Callable[[Env, Any], None]) -> Action:
-    """Return the action of a Wait for a collective: it takes what the flight brings, then releases its
-    buffer."""
+    """Return the action of a Wait for a collective: it takes what has come, then releases its buffer."""
     (flight,) = wait.reads
 
     def run(env: Env) -> None:
@@ -334,8 +330,9 @@ def are_stored(names: Names) -> bool:
 
 
 def follow_aliases(lines: Sequence[Instruction]) -> dict[ValueName, frozenset[ValueName]]:
-    """Return, for each value, the slots, reduced gradients and buffers of the host's pool that its memory may
-    be a part of, itself among them.
+    """Return for each value the state, gradients and buffers whose memory it may be a part of.
+
+    These are slots, reduced gradients and buffers of the host's pool, itself among them.
 
     State keeps its memory, whoever writes to it.
     """
@@ -415,8 +412,7 @@ class Schedule:
         return out
 
     def as_text(self) -> str:
-        """Return a text with one line per instruction: number, phase, unit, verb, detail, bytes on the
-        wire."""
+        """Return one line per instruction: number, phase, unit, verb, detail and bytes on the wire."""
         size = f"{len(self.instructions)} instructions, {len(self.kernels)} kernels"
         stage = f", stage {self.stage}" if self.mesh.stages > 1 else ""
         head = f"# schedule on mesh {self.mesh}{stage}: {size}"

@@ -269,8 +269,7 @@ def _find_unanswered(schedule: Schedule) -> list[str]:
 
 
 def _find_lost_gradients(schedule: Schedule) -> list[str]:
-    """Find full gradients, or their sums over micro-batches, that nothing reads: a reduction has come too
-    early."""
+    """Find gradients, or their sums over micro-batches, that nothing reads: a reduction came too early."""
     read = {name for line in schedule.instructions for name in line.reads}
     return [
         f"{number}: {name} is in no sum"

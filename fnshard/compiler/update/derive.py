@@ -18,9 +18,9 @@ from torch.utils.flop_counter import flop_registry
 from fnshard.compiler.ir.cuts import Edge, minimum_cut
 from fnshard.compiler.ir.program import OpOverload
 from fnshard.compiler.place.strategies import Elsewhere
-from fnshard.compiler.update.reductions import How, Placed, place_update, reduced
+from fnshard.compiler.update.reductions import How, PlacedUpdate, place_update, reduced
 from fnshard.compiler.update.splits import Splits, bytes_of, find_axes
-from fnshard.compiler.update.trace import PARAM, UPDATE, Traced
+from fnshard.compiler.update.trace import PARAM, UPDATE, ShapeAndDtype, TracedUpdate
 from fnshard.compiler.update.whole import Region, find_region, find_whole
 from fnshard.layout.partition import P, block_shape
 from fnshard.mesh import Mesh
@@ -81,11 +81,8 @@ class Stack:
     back: bool = False
 
 
-Described = tuple[tuple[int, ...], torch.dtype]
-
-
 @dataclass(frozen=True, eq=False)
-class Derived:
+class DerivedUpdate:
     """The update of a leaf that is split.
 
     Args:
@@ -98,7 +95,7 @@ class Derived:
     """
 
     steps: tuple[Compute | Reduce | Stack, ...]
-    values: Mapping[str, Described]
+    values: Mapping[str, ShapeAndDtype]
     sent_bytes: float
     flops: float
 
@@ -112,7 +109,7 @@ class Derived:
 FLOPS_OF_A_BYTE = 1000.0
 
 
-def derive(traced: Traced, shape: Sequence[int], layouts: Mapping[str, P], mesh: Mesh) -> Derived:
+def derive(traced: TracedUpdate, shape: Sequence[int], layouts: Mapping[str, P], mesh: Mesh) -> DerivedUpdate:
     """Return the cheapest steps that each rank can run for a leaf.
 
     Args:
@@ -126,6 +123,7 @@ def derive(traced: Traced, shape: Sequence[int], layouts: Mapping[str, P], mesh:
     marked = find_whole(traced, local, splits, first=True)
     if not marked:
         return write_steps(local, splits)
+
     # Each round moves the nodes that still gather to the rank that has the leaf whole, until none does.
     plans = []
     while True:
@@ -136,6 +134,7 @@ def derive(traced: Traced, shape: Sequence[int], layouts: Mapping[str, P], mesh:
         if not more:
             break
         marked |= more
+
     best = min(plans, key=lambda plan: plan.price)
     # The plan of `place` alone is written out only if it may be cheaper.
     if splits.apart or 2 * best.price < local.about_sent:
@@ -187,7 +186,7 @@ class Order:
         return [n for n in dict.fromkeys(sent) if self.depth[n] == depth]
 
 
-def sort_by_depth(placed: Placed) -> Order:
+def sort_by_depth(placed: PlacedUpdate) -> Order:
     """Find when each node can be computed, and when results can be written."""
     graph = placed.graph
     inputs = dict(zip(graph.find_nodes(op="placeholder"), placed.inputs, strict=True))
@@ -197,6 +196,8 @@ def sort_by_depth(placed: Placed) -> Order:
     for node in graph.nodes:
         behind = max((depth[n] for n in node.all_input_nodes), default=0)
         depth[node] = behind + (1 if node.target is reduced else 2 if node is elsewhere else 0)
+
+    # While blocks are away, at the depth in between, ranks compute what reductions need.
     if elsewhere is not None:
         at = depth[elsewhere] - 2
         if not any(n.target is reduced and depth[n] == at + 2 for n in graph.nodes):
@@ -236,6 +237,7 @@ def assign_nodes(order: Order) -> list[tuple[list[fx.Node], list[fx.Node]]]:
     kept: set[fx.Node] = set()
     parts: list[list[fx.Node]] = []
     for now in range(order.last, -1, -1):  # backwards: later depths say what earlier ones have to keep
+        # What this depth must have computed: results, what is sent, and what later depths asked for.
         due = {n for _, n in order.results.get(now, ())} | set(order.sends(now))
         due |= {n for n in kept if order.depth[n] == now}
         behind = set(due)
@@ -244,6 +246,7 @@ def assign_nodes(order: Order) -> list[tuple[list[fx.Node], list[fx.Node]]]:
                 behind.update(node.all_input_nodes)
         own = {n for n in behind if order.is_local(n) and order.depth[n] == now}
         read = {n for node in own for n in node.all_input_nodes}
+
         # The cut: a kept value is written once and read, an input is read once more or was read anyway.
         earlier = behind - own
         edges: list[Edge] = []
@@ -262,6 +265,8 @@ def assign_nodes(order: Order) -> list[tuple[list[fx.Node], list[fx.Node]]]:
             ]
             if node in due or any(u in own for u in node.users):
                 edges.append(((node, "out"), "here", None))
+
+        # A node through which the cut goes is kept; those behind it are computed again.
         before = (
             minimum_cut(edges, "inputs", "here", outermost="sink")
             if any(map(order.is_local, earlier))
@@ -279,7 +284,7 @@ def assign_nodes(order: Order) -> list[tuple[list[fx.Node], list[fx.Node]]]:
     ]
 
 
-def write_steps(placed: Placed, splits: Splits, region: Region | None = None) -> Derived:
+def write_steps(placed: PlacedUpdate, splits: Splits, region: Region | None = None) -> DerivedUpdate:
     """Write the steps of a placed update, which is cut where exchanges stand."""
     order = sort_by_depth(placed)
     mesh, at, elsewhere = splits.mesh, order.at, order.elsewhere
@@ -342,7 +347,7 @@ def write_steps(placed: Placed, splits: Splits, region: Region | None = None) ->
                 stacked.append((writes[number], name_of(node), layout, tuple(whole.shape), whole.dtype))
                 sent += share * bytes_of(whole) / (splits.ranks if layout.axes else 1)
             steps.append(Stack(*zip(*stacked, strict=True), splits.axes, back=True))
-    return Derived(tuple(steps), values, sent, flops)
+    return DerivedUpdate(tuple(steps), values, sent, flops)
 
 
 def write_compute(
@@ -354,6 +359,8 @@ def write_compute(
         if node in needed:
             needed.update(node.all_input_nodes)
     nodes = [n for n in nodes if n in needed]
+
+    # Copy them into a graph of their own, whose inputs are all values from elsewhere.
     here, graph, env = set(nodes), fx.Graph(), {}
     outside = dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in here)
     outside |= dict.fromkeys(n for _, n in writes if n not in here)

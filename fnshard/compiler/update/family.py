@@ -9,9 +9,9 @@ import torch
 from torch import fx
 
 from fnshard.compiler.kernels.inductor import TRACING
-from fnshard.compiler.update.derive import Compute, Derived, derive
+from fnshard.compiler.update.derive import Compute, DerivedUpdate, derive
 from fnshard.compiler.update.slots import Slot, slots_of_leaf
-from fnshard.compiler.update.trace import GRAD, PARAM, UPDATE, Traced, slot_name, trace_update
+from fnshard.compiler.update.trace import GRAD, PARAM, UPDATE, TracedUpdate, slot_name, trace_update
 from fnshard.layout.partition import P, block_shape
 from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh
@@ -37,15 +37,15 @@ class Family:
     blocks: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
     block: tuple[int, ...]
     dtype: torch.dtype
-    traced: Traced | None
-    derived: Derived
+    traced: TracedUpdate | None
+    derived: DerivedUpdate
 
     @property
     def needs_norm(self) -> bool:
         """Return whether the update reads the norm of all gradients."""
         return self.traced is not None and self.traced.prologue.norm
 
-    def described(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
+    def shape_and_dtype(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
         """Return the shape and dtype that a value, state, the gradient or the update has on a rank."""
         if name in self.derived.values:
             return self.derived.values[name]
@@ -82,7 +82,7 @@ def family_of(rule: Optimizer, path: str, spec: LayoutSpec, mesh: Mesh) -> Famil
     key = "family", rule.settings(path), shape, dtype, spec.optimizer, mesh.names, mesh.sizes
     if key not in known:
         slots = slots_of_leaf(rule, path, shape, dtype)
-        traced = None if 0 in shape else trace_of(rule, path, spec, slots)
+        traced = None if 0 in shape else find_trace(rule, path, spec, slots)
         layouts = {name: slot.layout(spec, mesh) for name, slot in slots.items()}
         blocks = {name: (slot.block(spec, mesh), slot.dtype) for name, slot in slots.items()}
         derived = _derive(traced, layouts, spec, mesh)
@@ -91,7 +91,7 @@ def family_of(rule: Optimizer, path: str, spec: LayoutSpec, mesh: Mesh) -> Famil
     return known[key]
 
 
-def trace_of(rule: Optimizer, path: str, spec: LayoutSpec, slots: Mapping[str, Slot]) -> Traced:
+def find_trace(rule: Optimizer, path: str, spec: LayoutSpec, slots: Mapping[str, Slot]) -> TracedUpdate:
     """Return the update of a whole leaf, which is traced once for all layouts.
 
     An elementwise update that asks for no shape is traced once for all shapes too.
@@ -112,21 +112,23 @@ def trace_of(rule: Optimizer, path: str, spec: LayoutSpec, slots: Mapping[str, S
     return known[key]
 
 
-def _derive(traced: Traced | None, slot_layouts: Mapping[str, P], spec: LayoutSpec, mesh: Mesh) -> Derived:
+def _derive(
+    traced: TracedUpdate | None, slot_layouts: Mapping[str, P], spec: LayoutSpec, mesh: Mesh
+) -> DerivedUpdate:
     """Return the steps of a rank, which are empty for a leaf without elements."""
     if traced is None:
-        return Derived((_nothing(),), {}, 0.0, 0.0)
+        return DerivedUpdate((_empty_step(),), {}, 0.0, 0.0)
     layouts = dict.fromkeys((GRAD, PARAM, UPDATE), spec.optimizer)
     layouts |= {slot_name(name): layout for name, layout in slot_layouts.items()}
     derived = derive(traced, tuple(spec.shape), layouts, mesh)
     # A computation begins and ends every update, if only an empty one: schedules rely on it.
     steps = list(derived.steps)
-    steps = steps if isinstance(steps[0], Compute) else [_nothing(), *steps]
-    steps = steps if isinstance(steps[-1], Compute) else [*steps, _nothing()]
+    steps = steps if isinstance(steps[0], Compute) else [_empty_step(), *steps]
+    steps = steps if isinstance(steps[-1], Compute) else [*steps, _empty_step()]
     return replace(derived, steps=tuple(steps))
 
 
-def _nothing() -> Compute:
+def _empty_step() -> Compute:
     """Return a step that computes nothing."""
     graph = fx.Graph()
     graph.output(())

@@ -16,7 +16,7 @@ from fnshard.compiler.place.place import Placer
 from fnshard.compiler.place.placement import REPLICATED, Placement, local_shape
 from fnshard.compiler.place.strategies import Axis, Elsewhere
 from fnshard.compiler.update.splits import Splits, bytes_of, name_of
-from fnshard.compiler.update.trace import PARAM, Traced
+from fnshard.compiler.update.trace import PARAM, TracedUpdate
 from fnshard.layout.partition import block_shape
 
 aten = torch.ops.aten
@@ -24,7 +24,7 @@ How = Literal["sum", "max"]
 
 
 @dataclass(frozen=True, eq=False)
-class Placed:
+class PlacedUpdate:
     """An update as each rank runs it.
 
     Args:
@@ -90,13 +90,15 @@ def reduced(x: Tensor, how: How, axes: tuple[str, ...]) -> Tensor:
     return x.clone()
 
 
-def place_update(traced: Traced, graph: fx.Graph, splits: Splits) -> Placed:
+def place_update(traced: TracedUpdate, graph: fx.Graph, splits: Splits) -> PlacedUpdate:
     """Place a graph of the update's inputs and results over all axes that split something."""
     # A constant of the leaf's shape has to be cut as the leaf is, so that its update is placed in full.
     has_constants = any(value.dim() for value in traced.constants.values())
     if graph is traced.graph and traced.is_elementwise and not splits.apart and not has_constants:
         traced = traced.resize(block_shape(splits.shapes[PARAM], splits.layouts[PARAM], splits.mesh))
         graph, splits = traced.graph, replace(splits, flat=())
+
+    # Make a program of the graph, as `place` takes it: leaves, and a batch of numbers and constants.
     env: dict[fx.Node, fx.Node] = {}
     copy = fx.Graph()
     copy.output(copy.graph_copy(graph, env))
@@ -107,6 +109,8 @@ def place_update(traced: Traced, graph: fx.Graph, splits: Splits) -> Placed:
     inputs = tuple(Input(kinds[name], name) for name in traced.inputs)
     outputs = Outputs(None, None, None, writes={name: i for i, name in enumerate(traced.outputs)})
     program = Program(copy, inputs, {}, outputs, traced.fake_mode)
+
+    # Place it over one axis after another, and note where each node of the update has come to lie.
     now = dict(env)
     where: dict[fx.Node, dict[str, Placement]] = {node: {} for node in env}
     last = None
@@ -119,7 +123,7 @@ def place_update(traced: Traced, graph: fx.Graph, splits: Splits) -> Placed:
             if (value := last.values.get(current)) is not None:
                 where[node][axis.name] = value.placement
                 now[node] = value.node
-    return Placed(splits, traced.outputs, where, program, last)
+    return PlacedUpdate(splits, traced.outputs, where, program, last)
 
 
 def is_maximum(exchange: fx.Node) -> bool:
@@ -133,6 +137,7 @@ def is_maximum(exchange: fx.Node) -> bool:
 
 def write_reductions(program: Program, splits: Splits) -> tuple[fx.Graph, tuple[str, ...]]:
     """Write every exchange as a reduction, and merge equal nodes."""
+    # The inputs, and this rank's number along each axis.
     graph, env, known = fx.Graph(), {}, {}
     names = [i.name if i.kind != "axis" else f"index.{i.name}" for i in program.inputs]
     cut_out = any(isinstance(n.target, Elsewhere) for n in program.graph.nodes)
@@ -183,6 +188,7 @@ def write_reductions(program: Program, splits: Splits) -> tuple[fx.Graph, tuple[
         x = reduce(call(aten.reshape.default, parts, shape), "sum", axes)
         return call(aten.to.dtype, x, torch.bool) if local.dtype == torch.bool else x
 
+    # The nodes: an exchange becomes a sum or a maximum over ranks, all others are copied.
     for node in program.graph.nodes:
         if node.op != "call_function":
             continue

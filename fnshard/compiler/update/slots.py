@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fnshard.compiler.frontend.control_flow import without_dynamo
 from fnshard.compiler.ir.values import MASTER
 from fnshard.compiler.kernels.inductor import TRACING
-from fnshard.compiler.update.trace import Explained, Watch, refuse_random, trace_without_writes
+from fnshard.compiler.update.trace import Watch, explain_failures, refuse_random, trace_without_writes
 from fnshard.errors import OptimizerError
 from fnshard.layout.partition import P, block_shape, slot_layout
 from fnshard.layout.spec import LayoutSpec
@@ -102,9 +102,11 @@ def _trace_init(
         return list(made.values())
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with Explained(rule, path), TRACING, without_dynamo(), mode, torch.no_grad():
+    with explain_failures(rule, path), TRACING, without_dynamo(), mode, torch.no_grad():
         module = trace_without_writes(init, torch.empty(tuple(shape), dtype=dtype))
     refuse_random(rule, path, module.graph)
+
+    # Each slot is a number everywhere, a copy of the parameter, or wrong.
     (param,) = module.graph.find_nodes(op="placeholder")
     out, wrong, is_like_any = {}, [], not watch.asks
     for name, node in zip(names, module.graph.output_node().args[0], strict=True):

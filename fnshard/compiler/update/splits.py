@@ -51,6 +51,7 @@ class Splits:
 
 def find_axes(shapes: Mapping[str, tuple[int, ...]], layouts: Mapping[str, P], mesh: Mesh) -> Splits:
     """Find the axes to place over: those that split one dim become one, unless slots are split otherwise."""
+    # Axes that split one dim of the leaf. The first of a fused dim splits each matrix in it, and is alone.
     leaf, elementary = layouts[PARAM], []
     for dim in range(len(leaf.parts)):
         axes = [a for a in leaf.of(dim) if mesh.axis_size(a) > 1]
@@ -59,6 +60,8 @@ def find_axes(shapes: Mapping[str, tuple[int, ...]], layouts: Mapping[str, P], m
     rank_of = mesh.names.index
     together = sorted((g for groups in elementary for g in groups), key=lambda g: rank_of(g[0]))
     alone = sorted(((a,) for g in together for a in g), key=lambda g: rank_of(g[0]))
+
+    # Fewer axes mean fewer walks and exchanges, but slots may be split over some of them alone.
     found = []
     for flat in (tuple(together), tuple(alone)):
         of = {name: split_over(shapes[name], layout, flat, mesh) for name, layout in layouts.items()}
@@ -73,6 +76,7 @@ def split_over(
     """Return the splits of a tensor by flat axis; None if they do not give its blocks."""
     out = {}
     for dim, size in enumerate(shape):
+        # The flat axes that split this dim, in the order in which they split it.
         rest = tuple(a for a in layout.of(dim) if mesh.axis_size(a) > 1)
         fused = layout.fused(dim) if rest and rest[0] == layout.of(dim)[0] else 1
         parts = []
@@ -80,6 +84,8 @@ def split_over(
             if rest and rest[: len(axes)] == axes:
                 parts.append(axes)
                 rest = rest[len(axes) :]
+
+        # Blocks are padded at the end of a dim: several splits of an uneven dim would pad in its middle.
         ranks = mesh.axes_size([a for axes in parts for a in axes])
         if rest or (len(parts) > 1 and size % ranks) or math.prod(shape) == 0:
             return None

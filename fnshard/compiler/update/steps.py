@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from fnshard.compiler.update.derive import Compute, Derived, Reduce, Stack
+from fnshard.compiler.update.derive import Compute, DerivedUpdate, Reduce, Stack
 from fnshard.compiler.update.trace import GRAD, PARAM, UPDATE
 
 
@@ -28,7 +28,7 @@ class Flow:
     keeps: tuple[str, ...]
 
 
-def flow_of(derived: Derived, number: int) -> Flow:
+def flow_of(derived: DerivedUpdate, number: int) -> Flow:
     """Return the values that are written and kept after step `number`, a `Compute`."""
     stretches = [i for i, s in enumerate(derived.steps) if isinstance(s, Compute) and not s.whole]
     commits, keeps = [], dict[str, None]()
@@ -54,7 +54,7 @@ def is_state(name: str) -> bool:
     return name == PARAM or name.startswith("slots.")
 
 
-def form_of(derived: Derived) -> Hashable:
+def steps_key(derived: DerivedUpdate) -> Hashable:
     """Return a key that is equal for leaves whose updates can run side by side.
 
     It says the kinds of their steps, and when the parameter and the slots are written.
@@ -74,7 +74,7 @@ def form_of(derived: Derived) -> Hashable:
     return tuple(forms)
 
 
-def stacks_of(derived: Derived) -> tuple[Stack, Stack] | tuple[None, None]:
+def stacks_of(derived: DerivedUpdate) -> tuple[Stack, Stack] | tuple[None, None]:
     """Return the exchanges to and from the rank that computes a leaf whole, or None twice."""
     stacks = [step for step in derived.steps if isinstance(step, Stack)]
     return (stacks[0], stacks[1]) if stacks else (None, None)

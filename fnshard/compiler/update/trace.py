@@ -7,7 +7,8 @@ from those of the step alone (rates, bias corrections) are cut off, as a prologu
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -61,7 +62,7 @@ class Prologue:
 
 
 @dataclass(frozen=True, eq=False)
-class Traced:
+class TracedUpdate:
     """The update of one whole leaf.
 
     Args:
@@ -102,7 +103,7 @@ class Traced:
             if node.op == "call_function"
         ) and all({tuple(v.shape) for v in tensors_of(node)} <= shapes for node in self.placeholders.values())
 
-    def resize(self, shape: Sequence[int]) -> Traced:
+    def resize(self, shape: Sequence[int]) -> TracedUpdate:
         """Return the elementwise update of a leaf, or of a block, of another shape."""
         graph, copies = fx.Graph(), {}
         graph.output(graph.graph_copy(self.graph, copies))
@@ -113,13 +114,13 @@ class Traced:
         return replace(self, graph=graph)
 
 
-Described = tuple[tuple[int, ...], torch.dtype]
+ShapeAndDtype = tuple[tuple[int, ...], torch.dtype]
 
 
 def trace_update(
     optimizer: Optimizer, path: str, shape: Sequence[int], dtype: torch.dtype, grad_dtype: torch.dtype,
-    slots: Mapping[str, Described],
-) -> Traced:  # fmt: skip
+    slots: Mapping[str, ShapeAndDtype],
+) -> TracedUpdate:  # fmt: skip
     """Trace the update of a whole leaf.
 
     Args:
@@ -162,8 +163,10 @@ def trace_update(
 
     watch = Watch()
     optimizer = replace(optimizer, update=watch.see(optimizer.update))
-    with Explained(optimizer, path), TRACING, without_dynamo(), mode, torch.no_grad():
+    with explain_failures(optimizer, path), TRACING, without_dynamo(), mode, torch.no_grad():
         module = trace_without_writes(run, grad, param, *state, count, norm)
+
+    # Refuse what cannot be right on blocks, and give every input of the graph a name.
     graph, inputs = module.graph, [GRAD, PARAM, *map(slot_name, names), "count", "norm"]
     graph.eliminate_dead_code()
     _refuse_impure(optimizer, path, graph, names)
@@ -171,7 +174,7 @@ def trace_update(
     constants = _lift_constants(module, inputs)
     prologue = _cut_prologue(graph, inputs, functions)
     _fold_branches(graph)
-    return Traced(graph, tuple(inputs), tuple(outputs), constants, prologue, watch.asks, mode)
+    return TracedUpdate(graph, tuple(inputs), tuple(outputs), constants, prologue, watch.asks, mode)
 
 
 def trace_without_writes(function: Callable[..., Any], *given: Tensor) -> fx.GraphModule:
@@ -182,22 +185,19 @@ def trace_without_writes(function: Callable[..., Any], *given: Tensor) -> fx.Gra
     return module
 
 
-class Explained:
-    """A context that turns failures on fake tensors into an error with the leaf and the way out."""
-
-    def __init__(self, optimizer: Optimizer, path: str):
-        self.optimizer, self.path = optimizer, path
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if isinstance(error, Exception) and not isinstance(error, OptimizerError):
-            raise OptimizerError(
-                f"{self.optimizer} cannot be traced on params[{self.path!r}] ({kind.__name__}: {error})",
-                fix="write init and update without float(), .item() and branches on values of tensors: "
-                "torch.where or torch.cond chooses by values, step.host(function) by the number of the step.",
-            ) from error
+@contextmanager
+def explain_failures(optimizer: Optimizer, path: str) -> Iterator[None]:
+    """Turn failures on fake tensors into an error with the leaf and the way out."""
+    try:
+        yield
+    except OptimizerError:
+        raise
+    except Exception as error:
+        raise OptimizerError(
+            f"{optimizer} cannot be traced on params[{path!r}] ({type(error).__name__}: {error})",
+            fix="write init and update without float(), .item() and branches on values of tensors: "
+            "torch.where or torch.cond chooses by values, step.host(function) by the number of the step.",
+        ) from error
 
 
 def _refuse_impure(optimizer: Optimizer, path: str, graph: fx.Graph, names: Sequence[str]) -> None:
@@ -349,6 +349,7 @@ def _trace_both(
 def _fold_branches(graph: fx.Graph) -> None:
     """Move the nodes that only one side of a `torch.cond` reads into a graph that runs if it is chosen."""
     while choices := graph.find_nodes(op="call_function", target=ONE_OF):
+        # The nodes of each side: those whose every reader is of that side, from its results backwards.
         chosen = choices[-1]
         condition, true, false = chosen.args
         own: list[list[fx.Node]] = []
@@ -378,6 +379,8 @@ def _fold_branches(graph: fx.Graph) -> None:
             body.output([made[v] for v in side])
             _fold_branches(body)
             bodies.append(fx.GraphModule({}, body))
+
+        # The choice becomes one node, and the sides leave the graph.
         chosen.target, chosen.args = Branch(*bodies), (condition, *operands)
         for nodes in own:
             for node in reversed(nodes):
@@ -443,6 +446,7 @@ def _cut_prologue(
     prologue.output(tuple(made[node] for node in read))
     prologue.eliminate_dead_code()
 
+    # In the update itself, the numbers that it reads become inputs.
     last = graph.find_nodes(op="placeholder")[-1]
     for number, node in enumerate(read):
         with graph.inserting_after(last):

@@ -26,9 +26,9 @@ from fnshard.compiler.place.elementwise import elementwise
 from fnshard.compiler.place.placement import Placement, Split
 from fnshard.compiler.place.rules import rule_of
 from fnshard.compiler.place.strategies import Elsewhere
-from fnshard.compiler.update.reductions import Placed, is_maximum
+from fnshard.compiler.update.reductions import PlacedUpdate, is_maximum
 from fnshard.compiler.update.splits import Splits, bytes_of, name_of, split_over
-from fnshard.compiler.update.trace import Traced
+from fnshard.compiler.update.trace import TracedUpdate
 from fnshard.errors import ScheduleError
 from fnshard.layout.partition import Fused, P, like_leaf
 
@@ -60,7 +60,7 @@ class Region:
     outside: fx.Graph
     apart: Mapping[fx.Node, str]
 
-    def find_layouts(self, placed: Placed, splits: Splits) -> list[P]:
+    def find_layouts(self, placed: PlacedUpdate, splits: Splits) -> list[P]:
         """Return the layout of each of `reads`, once `outside` is placed.
 
         Raises:
@@ -79,7 +79,7 @@ class Region:
 
 
 # ------------------------------------------------------------------ which nodes
-def find_whole(traced: Traced, placed: Placed, splits: Splits, first: bool = False) -> set[str]:
+def find_whole(traced: TracedUpdate, placed: PlacedUpdate, splits: Splits, first: bool = False) -> set[str]:
     """Find the nodes that need whole values, by their names in the trace.
 
     They are those for which `place` gathers, those that sum products over a split dim, and those that read or
@@ -95,12 +95,16 @@ def find_whole(traced: Traced, placed: Placed, splits: Splits, first: bool = Fal
     found = {node.meta["origin"] for node in gathers}
     if first:
         found = {name for name in found if rule_of(whole[name].target) is not elementwise} or found
+
+    # Products that sum over a part of their dim, of which `place` would add up the results over ranks.
     for node in nodes:
         source = whole.get(node.meta.get("origin"))
         if source is not None and node.target in PRODUCTS and source.target in PRODUCTS:
             shape = placed.shape_of(summed_argument(node))
             if shape is not None and shape[-1] < summed_argument(source).meta["val"].shape[-1]:
                 found.add(source.name)
+
+    # Readers and makers of tensors whose blocks are no splits.
     for name, node in traced.placeholders.items():
         if name in splits.apart:
             found |= {user.name for user in node.users if user.op == "call_function"}
@@ -116,13 +120,16 @@ def summed_argument(product: fx.Node) -> fx.Node:
 
 
 # ------------------------------------------------------------------ the region
-def find_region(traced: Traced, placed: Placed, marked: Collection[str], splits: Splits) -> Region:
+def find_region(
+    traced: TracedUpdate, placed: PlacedUpdate, marked: Collection[str], splits: Splits
+) -> Region:
     """Find the nodes to compute on whole values, so that the fewest bytes are sent, and cut them out.
 
     Args:
         placed: the update by placement alone, which says how its values lie.
         marked: names of the nodes that need whole values.
     """
+    # The core is all that lies between marked nodes; what comes before and after it may go either way.
     graph, prices = traced.graph, Prices(traced, placed, splits)
     calls = [node for node in graph.nodes if node.op == "call_function"]
     before, after = set(), set()  # nodes that marked nodes depend on, and nodes that depend on marked ones
@@ -140,7 +147,7 @@ def find_region(traced: Traced, placed: Placed, marked: Collection[str], splits:
     for node in before:
         if node.op == "placeholder":
             edges.append(("inputs", (node, "in"), None))
-        edges.append(((node, "in"), (node, "out"), prices.sent(node)))
+        edges.append(((node, "in"), (node, "out"), prices.send_bytes(node)))
         edges += [((node, "out"), (u, "in"), None) for u in node.users if u in before]
         edges += [((node, "out"), "core", None) for u in node.users if u in core]
     outside = minimum_cut(edges, "inputs", "core", outermost="sink")
@@ -153,7 +160,7 @@ def find_region(traced: Traced, placed: Placed, marked: Collection[str], splits:
     results = set(graph.output_node().args[0])
     for node in core | after:
         back = [u for u in node.users if u in after]
-        edges.append(("core" if node in core else (node, "out"), (node, "back"), prices.returned(node)))
+        edges.append(("core" if node in core else (node, "out"), (node, "back"), prices.return_bytes(node)))
         edges += [((node, "back"), (u, "out"), None) for u in back]
         if node in results:
             edges.append(((node, "back"), "results", None))
@@ -161,11 +168,11 @@ def find_region(traced: Traced, placed: Placed, marked: Collection[str], splits:
             beside = {n for n in node.all_input_nodes if n not in after and n not in inside and n not in read}
             edges += [((node, "out"), (n, "read"), None) for n in beside]
             edges += [((node, "out"), (n, "out"), None) for n in node.all_input_nodes if n in after]
-            edges.append(("core", (node, "out"), prices.summed(node)))
+            edges.append(("core", (node, "out"), prices.sum_bytes(node)))
     for node in graph.nodes:
         if node.op == "output" or node in after or node in inside or node in read:
             continue
-        price = prices.sent(node) if prices.is_split(node) else 0.0
+        price = prices.send_bytes(node) if prices.is_split(node) else 0.0
         if node.op == "placeholder":
             edges.append(((node, "read"), "results", price))
         else:
@@ -177,13 +184,14 @@ def find_region(traced: Traced, placed: Placed, marked: Collection[str], splits:
     return cut_out(traced, inside, core | {n for n in after if n in inside}, prices)
 
 
-def cut_out(traced: Traced, inside: set[fx.Node], owned: set[fx.Node], prices: Prices) -> Region:
+def cut_out(traced: TracedUpdate, inside: set[fx.Node], owned: set[fx.Node], prices: Prices) -> Region:
     """Cut nodes out of an update.
 
     Args:
         inside: the nodes that the region computes.
         owned: those of them that are not computed outside as well.
     """
+    # The region itself, and the values that it reads.
     nodes = [n for n in traced.graph.nodes if n.op != "output"]
     read = (n for node in nodes if node in inside for n in node.all_input_nodes)
     reads = list(dict.fromkeys(n for n in read if n not in inside))
@@ -243,11 +251,11 @@ def cut_out(traced: Traced, inside: set[fx.Node], owned: set[fx.Node], prices: P
 class Prices:
     """The prices of sending values of an update to the rank that has the leaf whole, and back."""
 
-    traced: Traced
-    placed: Placed
+    traced: TracedUpdate
+    placed: PlacedUpdate
     splits: Splits
 
-    def sent(self, node: fx.Node) -> float | None:
+    def send_bytes(self, node: fx.Node) -> float | None:
         """Return the bytes that a rank sends for one leaf; None if it cannot be sent."""
         value = node.meta["val"]
         if not isinstance(value, Tensor):
@@ -269,7 +277,7 @@ class Prices:
         split = any(isinstance(p, Split) for p in self.placed.where[node].values())
         return split or self.name_of(node) in self.splits.apart
 
-    def summed(self, node: fx.Node) -> float:
+    def sum_bytes(self, node: fx.Node) -> float:
         """Return the bytes of a sum over ranks, if a node sums values that have come back as blocks."""
         value = node.meta["val"]
         sizes = [v.numel() for n in node.all_input_nodes for v in tensors_in(n.meta["val"])]
@@ -288,7 +296,7 @@ class Prices:
             out[node] = max([own, *(out[n] for n in node.all_input_nodes if n not in split)])
         return out
 
-    def returned(self, node: fx.Node) -> float | None:
+    def return_bytes(self, node: fx.Node) -> float | None:
         """Return the bytes that a rank sends back for one leaf; None if it cannot be sent."""
         value, ranks = node.meta["val"], self.splits.ranks
         if not isinstance(value, Tensor):

@@ -9,12 +9,11 @@ ranks that share hosts, `fnshard.runtime.collectives.shared_memory`). All keep o
 - Every rank issues the same collectives of its groups in the same order. Any number may be in flight, and
   they may be waited for in any order, the same one on all ranks: they meet at the issue, or at the wait.
 - A tensor that is handed over must not change until its handle has been waited for, and a gather's until it
-is
-  released (`verify` checks schedules for this, and the adversarial simulation shows which one breaks it).
+  is released (`verify` checks schedules for this, and the adversarial simulation shows which one breaks it).
 - Every handle is waited for, and a gather's is released; every send buffer is sent.
 - A backend whose ranks write to one memory (`Shared`) also has `gather_leaves` and `reduce_pair`, and one
-with
-  torch's own collectives (`Group`) `gather_blocks` and `reduce_leaves`: their inputs live until the wait.
+  with torch's own collectives (`Group`) `gather_blocks` and `reduce_leaves`: their inputs live until the
+  wait.
 - Messages from one rank to another of the pipeline (`send`, `recv`) are received in the order in which they
   are sent, whatever else either end does. A send copies, so that nothing ever waits for its receiver.
 - On a pipeline, whose ranks come to their collectives in different orders, `open_groups` comes first.
@@ -51,7 +50,9 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 Transport = Literal["auto", "p2p", "native"]
-Started = tuple[Sequence[Any], Callable[[], Any]]  # torch's `Work`s, and a function that returns the result
+# torch's `Work`s, and a function that returns the result. Until then it holds the tensors that the collective
+# reads: on a stream their memory would otherwise be given to others while it is still being read.
+Started = tuple[Sequence[Any], Callable[[], Any]]
 
 MESSAGE_TAG = 1  # gloo's tag of messages; collectives from rank to rank have 0
 SLACK_S = 10.0  # by how much gloo's own timeout exceeds ours, which names the rank
@@ -160,17 +161,17 @@ class Pending(Generic[T]):
     release: Callable[[], Any] = lambda: None
 
     def wait(self) -> T:
-        finish, self.finish, self.sent = self.finish, waited_twice, None
+        finish, self.finish, self.sent = self.finish, refuse_second_wait, None
         return finish()
 
 
-def waited_twice(*_: Any) -> Any:
+def refuse_second_wait(*_: Any) -> Any:
     """Refuse a second wait; it replaces `finish` once a handle has returned its result."""
     raise CollectiveError("a collective was waited for twice; keep the first result.")
 
 
 @contextmanager
-def failing(what: Callable[[], str], blame: Callable[[str], str] | None = None) -> Iterator[None]:
+def translate_errors(what: Callable[[], str], blame: Callable[[str], str] | None = None) -> Iterator[None]:
     """Turn a transport's RuntimeError into a `CollectiveError` that says where, keeping the cause.
 
     An error of the device (no memory is left, a kernel failed) is this rank's own, and stays as it is.
@@ -203,7 +204,7 @@ def describe_message(verb: str, what: str, sender: int, receiver: int) -> str:
     return f"{verb} of {what} from rank {sender} to rank {receiver}"
 
 
-def kind_text(name: str, count: int, dtype: torch.dtype) -> str:
+def collective_text(name: str, count: int, dtype: torch.dtype) -> str:
     """Return the text of a collective that all ranks of a group must agree on."""
     return f"{name} of [{count}] {dtype}"
 
@@ -237,7 +238,7 @@ def purpose_of(name: str) -> str:
     return "reduce" if "reduce" in name else "gather"
 
 
-def several(mesh: Mesh, axes: Axes) -> tuple[str, ...]:
+def drop_axes_of_one(mesh: Mesh, axes: Axes) -> tuple[str, ...]:
     """Return the axes along which there is more than one rank."""
     return tuple(a for a in axes if mesh.axis_size(a) > 1)
 
@@ -264,12 +265,12 @@ def sum_rows(parts: Sequence[Tensor], out: Tensor) -> Tensor:
     return out
 
 
-def rows_of_place(parts: Sequence[Tensor], place: int) -> Tensor:
+def all_to_all_at(parts: Sequence[Tensor], place: int) -> Tensor:
     """Return an all-to-all's result at a place of the group, given what each rank sent."""
     return torch.cat(_rows(parts, place))
 
 
-def summed_row(parts: Sequence[Tensor], place: int) -> Tensor:
+def reduce_scatter_at(parts: Sequence[Tensor], place: int) -> Tensor:
     """Return a reduce-scatter's result at a place of the group."""
     rows = _rows(parts, place)
     return sum_rows(rows, torch.empty_like(rows[0]))
@@ -280,7 +281,7 @@ def _rows(parts: Sequence[Tensor], place: int) -> list[Tensor]:
     return [part[place * count : (place + 1) * count] for part in parts]
 
 
-def from_place(parts: Sequence[Tensor], place: int, distance: int) -> Tensor:
+def permute_at(parts: Sequence[Tensor], place: int, distance: int) -> Tensor:
     """Return a permute's result at a place of the group."""
     return parts[(place - distance) % len(parts)].clone()
 
@@ -393,6 +394,7 @@ class Group:
         n, here = self.mesh.axes_size(axes), self.mesh.group_ranks(axes).index(self.mesh.rank)
 
         def start(group: Any, order: Sequence[int]) -> Started:
+            # An all-to-all in which each rank has bytes for one rank alone.
             sent, out = as_bytes(flat), torch.empty_like(flat)
             to, come = (
                 [len(sent) * (o == order[(here + step) % n]) for o in range(n)]
@@ -416,7 +418,7 @@ class Group:
         copies = [t.detach().clone(memory_format=torch.contiguous_format) for t in tensors]
         self.under_way[:] = [sent for sent in self.under_way if not sent.is_over()]
         text = describe_message("send", what, here, rank)
-        with failing(lambda: text, partial(_blame, [rank])):
+        with translate_errors(lambda: text, partial(_blame, [rank])):
             group = self._direction(here, rank)
             flat = [as_bytes(t.view(-1)) for t in copies if t.numel()]
             works = [dist.isend(t, rank, group=group, tag=MESSAGE_TAG) for t in flat]
@@ -429,7 +431,7 @@ class Group:
         out = [torch.empty(shape, dtype=dtype, device=self.mesh.device) for shape, dtype in likes]
         text = describe_message("recv", what, rank, here)
         blame = partial(_blame, [rank])
-        with failing(lambda: text, blame):
+        with translate_errors(lambda: text, blame):
             group = self._direction(rank, here)
             flat = [as_bytes(t.view(-1)) for t in out if t.numel()]
             works = [dist.irecv(t, rank, group=group, tag=MESSAGE_TAG) for t in flat]
@@ -437,7 +439,7 @@ class Group:
         wait = self._waiter(works, Place("", "", channel, number, [rank]), lambda: text)
 
         def finish() -> list[Tensor]:
-            with failing(lambda: text, blame):
+            with translate_errors(lambda: text, blame):
                 wait()
             return out
 
@@ -449,7 +451,7 @@ class Group:
             number += peers().come.get(self._channel(self.mesh.rank, sent.receiver, "sent"), 0)
             place = Place("", "", channel, number, [sent.receiver])
             wait = self._waiter(sent.works, place, lambda sent=sent: sent.what)
-            with failing(lambda sent=sent: sent.what, partial(_blame, [sent.receiver])):
+            with translate_errors(lambda sent=sent: sent.what, partial(_blame, [sent.receiver])):
                 wait()
         self.under_way.clear()
 
@@ -479,6 +481,7 @@ class Group:
         return self.group((PIPELINE,), "up" if sender < receiver else "down")[0]
 
     def _channel(self, sender: int, receiver: int, what: str) -> str:
+        """Return the name under which one end counts messages of a pair, for ranks that look who is late."""
         return f"{self.name} {sender}>{receiver} {what}"
 
     def _count(self, sender: int, receiver: int, mine: str, peer: str = "") -> tuple[str, int]:
@@ -516,14 +519,16 @@ class Group:
             return Done(alone)
         ranks, what = self.mesh.group_ranks(axes), partial(describe, name, self.mesh, axes)
         blame = partial(_blame, ranks)
-        with failing(what, blame):
+        with translate_errors(what, blame):
             works, take = start(*self.group(axes, purpose_of(name)))
+
+        # Count it, so that a rank that waits can name the one that has not come to it.
         here, channel = peers(), f"{self.name} {','.join(axes)}"
         here.come[channel] = number = here.come.get(channel, 0) + 1
         wait = self._waiter(works, Place("", "", channel, number - 1, ranks), what)
 
         def finish() -> Any:
-            with failing(what, blame):
+            with translate_errors(what, blame):
                 wait()
                 return take()
 
@@ -562,6 +567,7 @@ class Group:
         if key not in self.groups:
             every = sorted({tuple(sorted(self.mesh.group_ranks(axes, r))) for r in range(self.mesh.size)})
             peers().exchange("groups", b"", self.timeout)  # it names a missing rank, which torch does not
+
             slack = SLACK_S if backend == "gloo" else 0.0  # `Wait` ends before, and says why
             timeout = datetime.timedelta(seconds=self.timeout + slack)
             options = None

@@ -67,6 +67,9 @@ class Mailbox:
         if number - theirs[TAKEN] >= RING:
             text = describe_message("send", what, self.host.rank, rank)
             raise CollectiveError(f"{text}: {RING} messages before it were not taken; fewer micro-batches.")
+
+        # Copy the tensors into a slot. A sender that waited for room could wait for a receiver that waits for
+        # it, so that the slots grow instead.
         likes = likes_of(tensors)
         starts, nbytes = _places(likes)
         slot = self.slots.fit(nbytes, grow=True)
@@ -74,6 +77,8 @@ class Mailbox:
             flat = own.flat(slot.start + at, tensor.nbytes, tensor.dtype)
             flat.view(tensor.shape).copy_(tensor.detach())
         slot.use = Letter(lambda: theirs[TAKEN] > number)
+
+        # Note where they lie, and then count the message.
         row = 2 + 2 * (number % RING)
         mine[row + OFFSET], mine[row + KIND] = slot.start, _kind(likes, what)
         fence()
@@ -97,6 +102,8 @@ class Mailbox:
             row = 2 + 2 * (number % RING)
             if theirs[row + KIND] != _kind(likes, what):
                 check_alike(text, {rank: "another message", here: message_text(likes, what)})
+
+            # Copy them out, and then say so: the sender uses the slot again.
             starts, _ = _places(likes)
             out = [torch.empty(shape, dtype=dtype) for shape, dtype in likes]
             for at, tensor in zip(starts, out, strict=True):
@@ -131,6 +138,7 @@ class Mailbox:
         return memory.words(self.start + peer * RING_BYTES, RING_BYTES // 8)
 
     def _name(self, sender: int, receiver: int) -> str:
+        """Return the name under which both ends count the messages of a pair."""
         return f"{self.host.name} {sender}>{receiver}"
 
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from fnshard.errors import CollectiveError
 from fnshard.mesh import Mesh
 from fnshard.mesh.waits import Missing, Peers, Place, Wait, lost, process_stat
-from fnshard.runtime.collectives.base import check_alike, describe, kind_text
+from fnshard.runtime.collectives.base import check_alike, collective_text, describe
 
 Words = MutableSequence[int]  # 64 bits each
 
@@ -135,6 +135,8 @@ class Host:
                 if not (absent := missing()):
                     waits[0] = 0
                     return ""
+
+                # Look rarely whether the peer lives: that reads a file of the system.
                 peer = self.memories[absent[0]]
                 waits[0] = 1 + peer.rank
                 rare = looks % 256 == 255
@@ -146,7 +148,7 @@ class Host:
                     return self._cause(peer)
                 time.sleep(1e-4)
         finally:
-            waits[0] = -waits[0]
+            waits[0] = -waits[0]  # who has given up shows it, with the rank that failed it
 
     def _cause(self, peer: Memory) -> str:
         """Return who is to blame, and for what: the peer, or the rank that it waits for, and so on."""
@@ -154,9 +156,8 @@ class Host:
         while culprit.rank not in seen:
             seen.add(culprit.rank)
             waits = culprit.words(WAITS, 1)[0]
-            if waits < 0 or (
-                waits and not culprit.left()
-            ):  # a rank that was killed in a wait is to blame itself
+            # A rank that was killed in a wait is to blame itself.
+            if waits < 0 or (waits and not culprit.left()):
                 culprit = self.memories[abs(waits) - 1]
         culprit = peer if culprit.rank == self.rank else culprit
         if culprit.left():
@@ -297,6 +298,8 @@ class Message:
         channel, self.number = self.channel, self.channel.issued
         channel.issued += 1
         channel.open.add(self.number)
+
+        # Describe the message, and then count it: who reads the count may read the rest.
         words = channel.words[channel.here]
         words[self._at(KIND)], words[self._at(OFFSET)], words[self._at(REDUCED)] = self.kind, 0, 0
         if self.slot is not None:
@@ -311,6 +314,7 @@ class Message:
         if self.number in channel.open:
             channel.open.remove(self.number)
             fence()
+            # Messages may be released in any order; the word says how many from the first one on are over.
             words = channel.words[channel.here]
             words[OVER] = min(channel.open, default=words[COME])
 
@@ -363,8 +367,10 @@ class Message:
         self.channel.words[self.channel.here][self._at(word)] = value
 
     def _at(self, word: int) -> int:
+        """Return where a word of the message lies among a rank's words for the group."""
         return 2 + WIDTH * (self.number % ROWS) + word
 
 
 def _text_of(kind: int) -> str:
-    return kind_text(OPERATIONS[(kind >> 56) - 1], kind & ((1 << 48) - 1), DTYPES[kind >> 48 & 255])
+    """Return the operation, dtype and number of elements that `Message.kind` packs into a number."""
+    return collective_text(OPERATIONS[(kind >> 56) - 1], kind & ((1 << 48) - 1), DTYPES[kind >> 48 & 255])

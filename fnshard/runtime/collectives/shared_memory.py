@@ -44,12 +44,12 @@ from fnshard.runtime.collectives.base import (
     Handle,
     Likes,
     Pending,
+    all_to_all_at,
     disconnect,
-    from_place,
-    rows_of_place,
-    several,
+    drop_axes_of_one,
+    permute_at,
+    reduce_scatter_at,
     sum_rows,
-    summed_row,
 )
 from fnshard.runtime.collectives.mail import Mailbox
 from fnshard.runtime.collectives.messages import (
@@ -157,6 +157,9 @@ class Units:
             message.poll(lambda place: place != LEADER or message.reads(place, OFFSET))
             self.slots.reach(message.reads(LEADER, OFFSET), nbytes)
             return message.reads(LEADER, OFFSET)
+
+        # The leader looks for a slot that no rank holds a leaf in. Once all ranks have come, those that hold
+        # some keep them, and the memory grows.
         found: list[Slot] = []
 
         def ready(place: int) -> bool:
@@ -166,6 +169,8 @@ class Units:
 
         message.poll(ready)
         slot = found[0] if found else self.slots.fit(nbytes, grow=True)
+
+        # Clear the signatures of the slot's last use before the followers see where it is.
         signed = self._signatures(slot.start)
         for place in range(len(self.channel.memories)):
             signed[place] = 0
@@ -177,6 +182,8 @@ class Units:
         """Return the leaves in the slot. When the last of their storages dies, this rank will sign it."""
         start = self._start_of(message)
         place = start + header_bytes(self.channel.mesh)
+
+        # The storages of all leaves keep this one object alive, so that its death is that of the last one.
         words = self.channel.memories[LEADER].words(place, -(-message.nbytes // 8))
         number, dead = message.number, self.dead
         died = weakref.ref(words, lambda _: dead.append(number))
@@ -190,6 +197,7 @@ class Units:
         ]
 
     def _signatures(self, start: int) -> Words:
+        """Return the words of a slot in which each rank says that its views have died."""
         return self.channel.memories[LEADER].words(start, len(self.channel.memories))
 
 
@@ -233,9 +241,9 @@ class Shared:
     def __post_init__(self) -> None:
         self.mail = Mailbox(self.host, (3 + len(group_names(self.mesh))) * REGION, self.mesh.size)
 
-    reduce_scatter = _make_collective("reduce_scatter", summed_row, scattered=True)
-    all_to_all = _make_collective("all_to_all", rows_of_place, scattered=True)
-    permute = _make_collective("permute", from_place)
+    reduce_scatter = _make_collective("reduce_scatter", reduce_scatter_at, scattered=True)
+    all_to_all = _make_collective("all_to_all", all_to_all_at, scattered=True)
+    permute = _make_collective("permute", permute_at)
 
     @property
     def mesh(self) -> Mesh:
@@ -261,7 +269,7 @@ class Shared:
     def all_reduce(self, flat: Tensor, axes: Axes) -> Handle[Tensor]:
         if not self.shares_memory(axes):
             return self.base.all_reduce(flat, axes)
-        is_slot = self.packed(flat) is not None  # a slot is reused, and cannot hold the result
+        is_slot = self.find_slot(flat) is not None  # a slot is reused, and cannot hold the result
         message = self.issue("all_reduce", flat, axes)
         parts, result = message.parts(), torch.empty_like(flat) if is_slot else flat
         if message.nbytes <= SMALL_BYTES:
@@ -359,14 +367,14 @@ class Shared:
         """Return the slots for messages of which each rank reads its own row (`scattered`), or all."""
         return self.reductions if scattered else self.gathers
 
-    def packed(self, flat: Tensor) -> Slot | None:
+    def find_slot(self, flat: Tensor) -> Slot | None:
         """Return the slot that was handed out as this tensor, or None."""
         start = self.own.offset_of(flat)
         return self.gathers.find_packed(start, flat.nbytes) or self.reductions.find_packed(start, flat.nbytes)
 
     def issue(self, name: str, flat: Tensor, axes: Axes, scattered: bool = False) -> Message:
         """Issue a message; `flat` is copied into a slot unless it is one."""
-        slot = self.packed(flat)
+        slot = self.find_slot(flat)
         if slot is None:
             slot = self.slots(scattered).take(flat.nbytes)
             self.own.flat(slot.start, flat.nbytes, flat.dtype).copy_(flat.detach())
@@ -374,7 +382,7 @@ class Shared:
 
     def channel(self, axes: Axes) -> Channel:
         """Return the channel of the ranks along these axes."""
-        named = several(self.mesh, axes)
+        named = drop_axes_of_one(self.mesh, axes)
         if named not in self.channels:
             ranks = self.mesh.group_ranks(named)
             memories = [self.host.memories[rank] for rank in ranks]
@@ -415,6 +423,8 @@ def connect_shared(base: Group) -> Shared | None:
     Every rank offers its memory, opens that of its host's ranks, and says whether that worked.
     """
     mesh, rank = base.mesh, base.mesh.rank
+
+    # Make this rank's memory. An empty offer says that it has none.
     fd, offer = -1, ""
     try:
         fd = os.memfd_create("fnshard")
@@ -427,6 +437,8 @@ def connect_shared(base: Group) -> Shared | None:
         texts = base.gather_object(offer)
         if not all(texts):
             return None
+
+        # Open that of the other ranks of this host, while each still holds its descriptor.
         offers = [json.loads(text) for text in texts]
         hosts = tuple(each["host"] for each in offers)
         memories = {rank: own}
@@ -437,6 +449,8 @@ def connect_shared(base: Group) -> Shared | None:
             answer = "yes"
         except (OSError, ValueError) as error:
             answer = str(error)
+
+        # All ranks use it, or none does.
         if set(base.gather_object(answer)) != {"yes"} or len(set(hosts)) == mesh.size:
             return None
     finally:
@@ -446,6 +460,7 @@ def connect_shared(base: Group) -> Shared | None:
 
 
 def _open(peer: int, offer: dict[str, Any]) -> Memory:
+    """Map a peer's memory, a file without a name, by the descriptor that its process holds."""
     fd = os.open(f"/proc/{offer['pid']}/fd/{offer['fd']}", os.O_RDWR)
     try:
         return Memory.of(fd, peer, offer["pid"])

@@ -36,17 +36,17 @@ from fnshard.runtime.collectives.base import (
     Handle,
     Likes,
     Pending,
+    all_to_all_at,
     check_alike,
+    collective_text,
     describe,
     describe_message,
-    from_place,
-    kind_text,
+    drop_axes_of_one,
     likes_of,
     message_text,
-    rows_of_place,
-    several,
+    permute_at,
+    reduce_scatter_at,
     sum_rows,
-    summed_row,
 )
 
 __all__ = ["simulate"]
@@ -120,10 +120,9 @@ class _Session:
     timeout: float
     turn: threading.Condition = field(default_factory=threading.Condition)
     counts: dict[Hashable, int] = field(default_factory=dict)  # how often each rank exchanged in each group
-    exchanges: dict[Hashable, dict[int, _Post]] = field(
-        default_factory=dict
-    )  # those that not all have issued
-    messages: dict[Hashable, _Post] = field(default_factory=dict)  # those that were not received yet
+    # Exchanges that not all of their ranks have issued, and messages that were not received yet.
+    exchanges: dict[Hashable, dict[int, _Post]] = field(default_factory=dict)
+    messages: dict[Hashable, _Post] = field(default_factory=dict)
     results: dict[int, Any] = field(default_factory=dict)
     gone: set[int] = field(default_factory=set)
     failure: BaseException | None = None
@@ -208,9 +207,8 @@ class Simulated:
     def all_gather(self, flat: Tensor, axes: Axes) -> Handle[list[Tensor]]:
         if self.mesh.axes_size(axes) == 1:
             return Done([flat])
-        rows: list[
-            Tensor
-        ] = []  # with an adversary: copies of this rank's own, poisoned once they are released
+        # With an adversary each rank gets copies of its own, which are poisoned once they are released.
+        rows: list[Tensor] = []
 
         def make(parts: list[Tensor], here: int) -> list[Tensor]:
             rows.extend(part.clone() for part in parts if self._adversary)
@@ -219,15 +217,17 @@ class Simulated:
         return self._exchange("all_gather", flat, axes, make, lambda: [*map(poison, rows)])
 
     def reduce_scatter(self, rows: Tensor, axes: Axes) -> Handle[Tensor]:
-        return self._exchange("reduce_scatter", rows, axes, summed_row)
+        return self._exchange("reduce_scatter", rows, axes, reduce_scatter_at)
 
     def all_to_all(self, rows: Tensor, axes: Axes) -> Handle[Tensor]:
-        return self._exchange("all_to_all", rows, axes, rows_of_place)
+        return self._exchange("all_to_all", rows, axes, all_to_all_at)
 
     def permute(self, flat: Tensor, axes: Axes, distance: int) -> Handle[Tensor]:
-        return self._exchange("permute", flat, axes, partial(from_place, distance=distance))
+        return self._exchange("permute", flat, axes, partial(permute_at, distance=distance))
 
     def all_reduce(self, flat: Tensor, axes: Axes) -> Handle[Tensor]:
+        # The result is `flat` itself. An early adversary has read it by now, and whoever reads it before the
+        # wait finds poison.
         handle = self._exchange("all_reduce", flat, axes, lambda parts, here: sum_rows(parts, flat))
         if self._adversary == "early" and not isinstance(handle, Done):
             poison(flat)
@@ -288,15 +288,16 @@ class Simulated:
         """Return `make(what each rank has sent, this one's place in the group)` when it is waited for."""
         if self.mesh.axes_size(axes) == 1:
             return Done(sent)
-        session, named, is_text = self._session(), several(self.mesh, axes), isinstance(sent, str)
+        session, named, is_text = self._session(), drop_axes_of_one(self.mesh, axes), isinstance(sent, str)
         what, ranks, here = describe(name, self.mesh, named), self.mesh.group_ranks(named), self.mesh.rank
-        post = _Post(name if is_text else kind_text(name, sent.numel(), sent.dtype))
+        post = _Post(name if is_text else collective_text(name, sent.numel(), sent.dtype))
 
         def read() -> None:
             post.value = sent if is_text else sent.detach().clone()
             session.announce()
 
         def finish() -> Any:
+            # All ranks must have issued the same, and have read their inputs, of which late ones do it here.
             if late:
                 read()
             for rank in ranks:

@@ -22,7 +22,7 @@ from fnshard.compiler.update.family import Family
 from fnshard.compiler.update.trace import GRAD, PARAM, UPDATE, Branch
 from fnshard.optim.fused import DECOMPOSITIONS
 from fnshard.runtime.executor.control import StepControl
-from fnshard.runtime.tiers import send
+from fnshard.runtime.tiers import copy_to_device
 
 Form = tuple[tuple[int, ...], torch.dtype, tuple[int, ...]]  # shape, dtype, strides
 
@@ -66,13 +66,13 @@ def form_of(value: Tensor) -> Form:
     return tuple(value.shape), value.dtype, value.stride()
 
 
-def kinds_of(family: Family) -> dict[str, torch.dtype]:
+def number_dtypes(family: Family) -> dict[str, torch.dtype]:
     """Return the dtypes of the step's numbers that an update reads, by name, in order."""
     nodes = family.traced.placeholders
     return {name: node.meta["val"].dtype for name, node in nodes.items() if name.startswith("number.")}
 
 
-def numbers_of(family: Family, control: StepControl, device: torch.device) -> Tensor:
+def stack_numbers(family: Family, control: StepControl, device: torch.device) -> Tensor:
     """Return a family's numbers of this step and the factor of its gradients, fp64 [n + 1].
 
     In fp64 counts and truth values are exact too.
@@ -81,12 +81,12 @@ def numbers_of(family: Family, control: StepControl, device: torch.device) -> Te
     def make() -> Tensor:
         flat = [*family.traced.prologue.numbers(control.step)]
         flat.append(torch.ones((), dtype=torch.float64) if control.scale is None else control.scale)
-        return torch.stack([send(n.double(), device) for n in flat])
+        return torch.stack([copy_to_device(n.double(), device) for n in flat])
 
     return control.once((family, "vector", device), make)
 
 
-def update_graph(leaves: Sequence[LeafForm], device: torch.device) -> fx.GraphModule:
+def trace_kernel(leaves: Sequence[LeafForm], device: torch.device) -> fx.GraphModule:
     """Return the update of leaves of these forms as a graph that writes in place.
 
     Its inputs are a vector of numbers for each family, then the tensors of each leaf in the order of
@@ -101,6 +101,8 @@ def update_graph(leaves: Sequence[LeafForm], device: torch.device) -> fx.GraphMo
         vectors, rest = dict(zip(families, values, strict=False)), iter(values[len(families) :])
         out = []
         for leaf in leaves:
+            # Name the leaf's tensors and numbers as the traced update does, in the dtypes that it was traced
+            # with.
             (step,) = leaf.family.derived.steps
             *numbers, scale = vectors[leaf.family].unbind()
             grad, param, *others = (next(rest) for _ in leaf.tensors_like)
@@ -108,10 +110,12 @@ def update_graph(leaves: Sequence[LeafForm], device: torch.device) -> fx.GraphMo
             wide = torch.promote_types(param.dtype, torch.float32)
             given = {GRAD: grad.to(wide) * scale, PARAM: param}
             given |= {f"slots.{n}": v for n, v in zip(leaf.family.slots, slots, strict=True)}
-            for name, number in zip(kinds_of(leaf.family), numbers, strict=True):
-                kind = kinds_of(leaf.family)[name]
+            for name, number in zip(number_dtypes(leaf.family), numbers, strict=True):
+                kind = number_dtypes(leaf.family)[name]
                 given[name] = number.to(wide if kind.is_floating_point else kind)
             given |= {n: v.to(device) for n, v in leaf.family.traced.constants.items()}
+
+            # Run it, and return new values in the order of the tensors that `_write_back` writes them to.
             results = step.run(*[given[n] for n in step.reads])
             given |= dict(zip(step.writes, results, strict=True))
             new = param + given[UPDATE]
@@ -130,7 +134,7 @@ def update_graph(leaves: Sequence[LeafForm], device: torch.device) -> fx.GraphMo
         ]
         vectors = []
         for family in families:
-            vectors.append(torch.empty(len(kinds_of(family)) + 1, dtype=torch.float64, device=device))
+            vectors.append(torch.empty(len(number_dtypes(family)) + 1, dtype=torch.float64, device=device))
         pure = torch.func.functionalize(update, remove="mutations_and_views")
         with TRACING:
             table = {**select_decomp_table(), **DECOMPOSITIONS}
@@ -161,23 +165,23 @@ class CompiledUpdates:
 
     Args:
         options: options of Inductor.
-        made: the kernels so far.
+        kernels: the kernels so far.
     """
 
     options: Mapping[str, Any]
-    made: dict[tuple[LeafForm, ...], Boxed] = field(default_factory=dict)
+    kernels: dict[tuple[LeafForm, ...], Boxed] = field(default_factory=dict)
     _lock: Any = field(default_factory=threading.Lock)
 
     def get(self, leaves: tuple[LeafForm, ...], device: torch.device) -> Boxed:
         """Return the kernel for leaves of these forms, which is compiled at the first call."""
-        if leaves not in self.made:
+        if leaves not in self.kernels:
             with self._lock:
-                if leaves not in self.made:
-                    graph = update_graph(leaves, device)
-                    self.made[leaves] = compile_graph(
+                if leaves not in self.kernels:  # another simulated rank may have compiled it meanwhile
+                    graph = trace_kernel(leaves, device)
+                    self.kernels[leaves] = compile_graph(
                         graph, backend="inductor", options=self.options, is_backward=False
                     )
-        return self.made[leaves]
+        return self.kernels[leaves]
 
     def run(self, families: Sequence[Family], tensors: Sequence[Sequence[Tensor]], copied: Sequence[bool],
             control: StepControl) -> None:  # fmt: skip
@@ -195,5 +199,5 @@ class CompiledUpdates:
         device = tensors[0][0].device
         kernel, vectors = self.get(leaves, device), {}
         for leaf in leaves:
-            vectors.setdefault(leaf.family, numbers_of(leaf.family, control, device))
+            vectors.setdefault(leaf.family, stack_numbers(leaf.family, control, device))
         kernel([*vectors.values(), *(value for own in tensors for value in own)])

@@ -1,4 +1,8 @@
-"""The context that a schedule's instructions are bound to."""
+"""The context that a schedule's instructions are bound to: everything that runs them, and is no tensor.
+
+An instruction takes from it what it needs when it is bound (collectives, kernels, the optimizer, transfers),
+so that running a step looks nothing up.
+"""
 
 from __future__ import annotations
 
@@ -73,11 +77,16 @@ class ExecutorContext:
     @cached_property
     def worker(self) -> Worker | None:
         """The thread that runs lines `on_host`; None if lines are watched, or an update communicates."""
-        exchanged = any(isinstance(line, ReduceUpdate | StackUpdate) for line in self.schedule.instructions)
-        alone = self.transfers is None or self.watch is not None or exchanged
-        return None if alone else self.transfers.worker
+        # Ranks must issue collectives in one order, and a second thread would issue some whenever it comes
+        # to them.
+        communicates = any(
+            isinstance(line, ReduceUpdate | StackUpdate) for line in self.schedule.instructions
+        )
+        if self.transfers is None or self.watch is not None or communicates:
+            return None
+        return self.transfers.worker
 
-    def beside(self, action: Action) -> Callable[[Env], Any]:
+    def on_update_stream(self, action: Action) -> Callable[[Env], Any]:
         """Return an action that runs on the stream of updates and returns the event after it.
 
         Without such a stream it is the action itself.
@@ -87,7 +96,8 @@ class ExecutorContext:
             return action
 
         def run(env: Env) -> Any:
-            # Values that are made once a step are made once on each stream.
+            # Values that are made once a step are made once on each stream, or a kernel of this stream could
+            # read one that the other stream has not computed yet.
             control, own = env[CONTROL], env.get(CONTROL_ON_STREAM, (None, None))
             if own[0] is not control:
                 own = env[CONTROL_ON_STREAM] = control, control.on_stream()
@@ -100,10 +110,10 @@ class ExecutorContext:
 
         return run
 
-    def join(self, beside: Any) -> None:
+    def wait_event(self, event: Any) -> None:
         """Let the compute stream wait for an event, if there is one."""
-        if beside is not None:
-            torch.cuda.current_stream(self.device).wait_event(beside)
+        if event is not None:
+            torch.cuda.current_stream(self.device).wait_event(event)
 
     def later(self, line: Instruction) -> Callable[[Callable[[], None]], None]:
         """Return a function that runs a part of a line, on the worker if there is one and it is `on_host`."""
@@ -121,11 +131,13 @@ class ExecutorContext:
         return lambda call: worker.submit(lambda: run(call), heavy=heavy)
 
     def packer(self, bucket: str) -> Packer:
+        """Return the packer of a bucket's leaves, which all instructions on the bucket share."""
         if bucket not in self.packers:
             self.packers[bucket] = Packer(self.schedule.buckets[bucket], self.mesh, self.rank)
         return self.packers[bucket]
 
     def stacks(self, bucket: str) -> Stacks:
+        """Return the packer of a bucket whose leaves single ranks update whole."""
         if bucket not in self.packers:
             self.packers[bucket] = Stacks(self.schedule.buckets[bucket], self.mesh, self.rank)
         return self.packers[bucket]

@@ -18,8 +18,8 @@ class StepControl:
     """The numbers of one step, which lie in its environment under `CONTROL`.
 
     Args:
-        rescale: returns the factor of gradients, if any, given the step's scalars (None before they are
-            known).
+        gradient_factor: returns the factor of gradients, if any, given the step's scalars (None before they
+            are known).
         skip_if: says by the scalars whether the step updates nothing; None if it always does.
         flags: numbers that this rank reports with the step, by name.
         step: the Step that the optimizer reads; its norm is that of the scaled gradients.
@@ -27,7 +27,7 @@ class StepControl:
         skip: whether the step updates nothing.
     """
 
-    rescale: Callable[[Summary | None], Tensor | None] = lambda summary: None
+    gradient_factor: Callable[[Summary | None], Tensor | None] = lambda summary: None
     skip_if: Callable[[Summary], bool] | None = None
     flags: Mapping[str, Any] = field(default_factory=dict)
     step: Step | None = None
@@ -35,13 +35,13 @@ class StepControl:
     skip: bool = False
     _memo: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 
-    def started(self, count: Tensor) -> StepControl:
+    def with_count(self, count: Tensor) -> StepControl:
         """Return the control at the beginning of update number `count`."""
-        return replace(self, step=Step(count), scale=self.rescale(None), _memo={})
+        return replace(self, step=Step(count), scale=self.gradient_factor(None), _memo={})
 
-    def arrived(self, summary: Summary) -> StepControl:
+    def with_summary(self, summary: Summary) -> StepControl:
         """Return the control with the numbers of the whole step: norm, factor, and whether to skip."""
-        scale, norm = self.rescale(summary), summary.norm
+        scale, norm = self.gradient_factor(summary), summary.norm
         if scale is not None and norm is not None:
             norm = norm * scale
         skip = self.skip_if is not None and self.skip_if(summary)

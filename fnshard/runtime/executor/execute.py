@@ -27,10 +27,12 @@ def bind(context: ExecutorContext) -> Callable[[Env], Env]:
     """
     lines = context.schedule.instructions
     actions: list[Action] = [line.bind(context) for line in lines]
+
+    # Lines that touch what the host's thread makes or reads wait for it first.
     worker = context.worker
     if worker is not None:
         waits = _find_waits(context.schedule)
-        actions = [_after_worker(a, context) if w else a for a, w in zip(actions, waits, strict=True)]
+        actions = [_wait_for_worker(a, context) if w else a for a, w in zip(actions, waits, strict=True)]
     if context.watch is not None:
         actions = [context.watch(n, lines[n], a) for n, a in enumerate(actions)]
     # A stage that returned before others have taken its messages could free them, or end its process.
@@ -47,10 +49,10 @@ def bind(context: ExecutorContext) -> Callable[[Env], Env]:
             if flush is not None:
                 flush()
         except CollectiveError as error:
-            raise CollectiveError(f"{_where(lines[number], number)}: {error}") from error
+            raise CollectiveError(f"{_name_line(lines[number], number)}: {error}") from error
         except torch.OutOfMemoryError as error:
             if not getattr(error, "__notes__", ()):  # an error of the worker has a note already
-                error.add_note(f"It was in {_where(lines[number], number)}.")
+                error.add_note(f"It was in {_name_line(lines[number], number)}.")
             raise
         finally:  # after a failure too: transfers under way still write to memory that is about to be freed
             if finish:
@@ -60,7 +62,9 @@ def bind(context: ExecutorContext) -> Callable[[Env], Env]:
     return run
 
 
-def _after_worker(action: Action, context: ExecutorContext) -> Action:
+def _wait_for_worker(action: Action, context: ExecutorContext) -> Action:
+    """Return an action that first waits for the host's thread, and for the copies that this thread began."""
+
     def run(env: Env) -> None:
         context.transfers.join()
         action(env)
@@ -75,12 +79,15 @@ def _find_waits(schedule: Schedule) -> list[bool]:
     """
     out, made, read = [], set(), set()  # values that the worker may still make, and read
     for line in schedule.instructions:
+        # The worker's own lines follow each other on its thread, and need no wait.
         arrives = isinstance(line, Wait) and any(n.is_copy(Kind.HOST, Kind.REDUCED) for n in line.writes)
         if not arrives and line.on_host(schedule):
             made |= set(line.writes)
             read |= set(line.reads)
             out.append(False)
             continue
+
+        # Any other line waits once, for all that the worker was given so far.
         gone = {n for n in getattr(line, "drops", ()) if not is_dropped_by_worker(n)}
         out.append(bool(made & {*line.reads, *line.writes, *gone} or read & {*line.writes, *gone}))
         if out[-1]:
@@ -90,7 +97,8 @@ def _find_waits(schedule: Schedule) -> list[bool]:
     return out
 
 
-def _where(line: Instruction, number: int) -> str:
+def _name_line(line: Instruction, number: int) -> str:
+    """Return an instruction as errors name it."""
     return f"line {number} of the schedule, {line.phase} {line.unit} {line.verb} {line.detail}"
 
 

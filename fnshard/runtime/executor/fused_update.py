@@ -44,17 +44,18 @@ class FusedUpdate:
     writes: tuple[str, ...] = ()
 
 
+_found: weakref.WeakKeyDictionary[Family, FusedUpdate | None] = weakref.WeakKeyDictionary()
+
+
 def find_fused(family: Family) -> FusedUpdate | None:
     """Return how the operator in a family's update runs in place; None if that would be another update."""
-    if family not in FOUND:
-        FOUND[family] = _match_fused(family)
-    return FOUND[family]
-
-
-FOUND: weakref.WeakKeyDictionary[Family, FusedUpdate | None] = weakref.WeakKeyDictionary()
+    if family not in _found:
+        _found[family] = _match_fused(family)
+    return _found[family]
 
 
 def _match_fused(family: Family) -> FusedUpdate | None:
+    """Recognise an update by its graph: scale the gradient, call the operator, compute the rest."""
     (step, *others) = family.derived.steps
     nodes = [n for n in step.graph.nodes if n.target in IN_PLACE]
     if others or len(nodes) != 1:
@@ -69,10 +70,10 @@ def _match_fused(family: Family) -> FusedUpdate | None:
         if not isinstance(argument, fx.Node):
             arguments.append(argument)
             continue
-        source = _cast_of(argument)
-        while number == 1 and source.target is aten.mul.Tensor and is_number(source.args[1], names):
+        source = _skip_casts(argument)
+        while number == 1 and source.target is aten.mul.Tensor and _is_step_number(source.args[1], names):
             factors.append(names[source.args[1]])
-            source = _cast_of(source.args[0])
+            source = _skip_casts(source.args[0])
         if source not in names:
             return None
         arguments.append(names[source])
@@ -82,23 +83,23 @@ def _match_fused(family: Family) -> FusedUpdate | None:
     # Its results replace the arguments that they are new values of.
     made = {n.args[1]: n for n in node.users if n.target is operator.getitem} or {0: node}
     written = [UPDATE, *(a for a in arguments[2:] if isinstance(a, str) and a.startswith("slots."))]
-    outputs = {name: _cast_of(results[name]) for name in written if name in results}
+    outputs = {name: _skip_casts(results[name]) for name in written if name in results}
     if any(outputs.get(name) is not made.get(i) for i, name in enumerate(written)):
         return None
 
     # The rest may read the new parameter, but nothing else that is overwritten by then,
     # the gradient included.
     rest = {name: value for name, value in results.items() if name not in written}
-    found = _graph_of_rest(graph, node, made[0], names, rest, {PARAM, GRAD, *written})
+    found = _extract_rest(graph, node, made[0], names, rest, {PARAM, GRAD, *written})
     return None if found is None else FusedUpdate(node.target, tuple(arguments), tuple(factors), *found)
 
 
-def is_number(value: Any, names: Mapping[fx.Node, str]) -> bool:
+def _is_step_number(value: Any, names: Mapping[fx.Node, str]) -> bool:
     """Return whether an argument is a number of the step."""
     return isinstance(value, fx.Node) and names.get(value, "").startswith("number.")
 
 
-def _cast_of(node: fx.Node) -> fx.Node:
+def _skip_casts(node: fx.Node) -> fx.Node:
     """Return the node that a node casts, or itself; a cast of a rounded value is not looked through."""
     while node.target in _CASTS:
         inner = node.args[0]
@@ -109,7 +110,7 @@ def _cast_of(node: fx.Node) -> fx.Node:
     return node
 
 
-def _graph_of_rest(
+def _extract_rest(
     update: fx.Graph, fused: fx.Node, change: fx.Node, names: Mapping[fx.Node, str],
     results: Mapping[str, fx.Node], overwritten: set[str],
 ) -> tuple[fx.GraphModule | None, tuple[str, ...], tuple[str, ...]] | None:  # fmt: skip
@@ -125,7 +126,7 @@ def _graph_of_rest(
     needed, waiting = set(), list(results.values())
     while waiting:
         node = waiting.pop()
-        terms = [_cast_of(n) for n in node.args if isinstance(n, fx.Node)]
+        terms = [_skip_casts(n) for n in node.args if isinstance(n, fx.Node)]
         others = [names.get(n) for n in terms if n is not change]
         if node.target is aten.add.Tensor and not node.kwargs and len(terms) == 2 and others == [PARAM]:
             sources[node] = NEW
@@ -174,6 +175,7 @@ def run_fused(
         numbers: returns an input of the update that is no tensor of a leaf, by its name.
         scale: the factor of gradients besides the update's own.
     """
+    # The operator itself, once for all leaves.
     for name in fused.factors:
         scale = numbers(name) if scale is None else scale * numbers(name)
     grads = prepare_gradients(leaves.grads, leaves.params, scale)
@@ -183,6 +185,8 @@ def run_fused(
         for a in fused.arguments
     ]
     IN_PLACE[fused.operator](*arguments)
+
+    # What else the update computes of the new parameters, such as their average, leaf by leaf.
     for number in range(len(leaves.params)) if fused.rest is not None else ():
         given = {NEW: leaves.params[number], **{n: own[number] for n, own in lists.items()}}
         results = fused.rest(*[given[n] if n in given else numbers(n) for n in fused.reads])

@@ -20,7 +20,7 @@ from fnshard.compiler.schedule.buckets import Bucket
 from fnshard.layout.spec import LayoutSpec, averaged_axes
 from fnshard.mesh import Mesh
 from fnshard.optim.sums import sum_squares
-from fnshard.runtime.tiers import send
+from fnshard.runtime.tiers import copy_to_device
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,9 @@ class Summary:
     excesses: Mapping[Limit, Tensor]
 
 
-def rescale(summary: Summary | None, unscale: float, divisor: float, device: torch.device) -> Tensor | None:
+def gradient_factor(
+    summary: Summary | None, unscale: float, divisor: float, device: torch.device
+) -> Tensor | None:
     """Return the factor by which reduced gradients must be multiplied before use, in fp64; None if it is 1.
 
     Args:
@@ -83,12 +85,13 @@ class Scalars:
     norms: bool
     flags: tuple[str, ...] = ()
 
-    def squares(self, bucket: Bucket, blocks: Mapping[str, Tensor], replicas: int) -> Tensor:
+    def square_norm(self, bucket: Bucket, blocks: Mapping[str, Tensor], replicas: int) -> Tensor:
         """Return a bucket's squared norm over its replicas, 0-d in fp64: the sum over ranks is exact."""
         return sum_squares([blocks[p] for p in bucket.paths]) / replicas
 
     @property
     def _ranks(self) -> int:
+        """Return the number of ranks that each have a part of the loss."""
         return self.mesh.axes_size(averaged_axes(self.specs.values(), self.mesh))
 
     def pack(self, env: Mapping[str, Any], norms: Sequence[Tensor], own: Collection[str]) -> Tensor:
@@ -100,29 +103,30 @@ class Scalars:
         """
         device = self.mesh.device
         zero = torch.zeros((), dtype=torch.float64, device=device)
-        parts = [self._over_micros(env, i, own, zero) for i in self.outputs.summed]
+
+        # The results of `fn`, summed over micro-batches; `unpack` reads the vector in this order.
+        parts = []
+        for index in self.outputs.summed:
+            name = self.results[index]
+            names = [name] if self.accumulate == 1 else [name.of(m) for m in range(self.accumulate)]
+            is_own = any(n in own for n in names)
+            parts.append(torch.stack([env[n].double() for n in names]).sum() if is_own else zero)
+
         if self.norms:
-            parts.append(torch.stack([send(n, device) for n in norms] or [zero]).sum())
+            parts.append(torch.stack([copy_to_device(n, device) for n in norms] or [zero]).sum())
         # `full` is a kernel; copying a number to an accelerator would make the host wait.
         for flag in self.flags:
             value = env[CONTROL].flags.get(flag, 0.0)
             parts.append(torch.full((), value, dtype=torch.float64, device=device))
         return torch.stack(parts)
 
-    def _over_micros(self, env: Mapping[str, Any], index: int, own: Collection[str], zero: Tensor) -> Tensor:
-        name = self.results[index]
-        names = [name] if self.accumulate == 1 else [name.of(m) for m in range(self.accumulate)]
-        if not any(n in own for n in names):
-            return zero
-        return torch.stack([env[n].double() for n in names]).sum()
-
     def unpack(self, vector: Tensor) -> Summary:
-        """Read the summed vector."""
+        """Read the summed vector, in the order in which `pack` has written it."""
         feed = iter(vector.unbind(0))
-        parts = self._ranks * self.accumulate
+        parts = self._ranks * self.accumulate  # a mean over so many losses
         loss = next(feed)
         count = next(feed) if self.outputs.count is not None else None
-        loss = loss / (parts if count is None else _positive(count))
+        loss = loss / (parts if count is None else _as_divisor(count))
         aux = []
         for kind, *_ in self.outputs.aux:
             if kind == "scalar":
@@ -131,7 +135,7 @@ class Scalars:
                 aux.append(torch.complex(next(feed), next(feed)) / parts)
             elif kind == "mean":
                 total = next(feed)
-                aux.append(total / _positive(next(feed)))
+                aux.append(total / _as_divisor(next(feed)))
         excesses = {limit: next(feed) for limit in self.outputs.limits}
         norm = next(feed).sqrt() if self.norms else None
         flags = {f: next(feed) for f in self.flags}
@@ -152,6 +156,6 @@ class Scalars:
         return tree.unflatten(leaves, self.outputs.aux_structure)
 
 
-def _positive(count: Tensor) -> Tensor:
+def _as_divisor(count: Tensor) -> Tensor:
     """Return a count as a divisor: a count of zero belongs to a total of zero, whose mean becomes zero."""
     return count.clamp(min=torch.finfo(torch.float64).tiny)

@@ -1,4 +1,9 @@
-"""Run the optimizer's programs on a bucket's reduced gradients, in place on stored shards and slots."""
+"""Run the optimizer's programs on a bucket's reduced gradients, in place on stored shards and slots.
+
+An update is a list of stretches of local computation, between which values of leaves travel between ranks
+(`compiler.update.derive`). `Updater` runs one stretch for many leaves. Most optimizers have a single stretch,
+which a kernel of Inductor's or a fused operator of torch's may run for all leaves at once.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +27,8 @@ from fnshard.mesh import Mesh
 from fnshard.runtime.executor.compiled_update import CompiledUpdates, is_compilable
 from fnshard.runtime.executor.control import StepControl
 from fnshard.runtime.executor.fused_update import Leaves, find_fused, run_fused
-from fnshard.runtime.packing import padded
-from fnshard.runtime.tiers import send
+from fnshard.runtime.packing import pad_to
+from fnshard.runtime.tiers import copy_to_device
 
 Tensors = Mapping[str, Tensor]
 # (gradients, slots, parameters, values of earlier stretches, the step's control) ->
@@ -33,7 +38,7 @@ Slices = tuple[slice, ...] | None  # None is the whole
 
 
 @dataclass(frozen=True)
-class Place:
+class BlockPlace:
     """A description of how a leaf's optimizer block lies in its stored and its gradient block.
 
     Args:
@@ -50,7 +55,9 @@ class Place:
     slots: Mapping[str, Slices] = field(default_factory=dict)
 
 
-def place(spec: LayoutSpec, mesh: Mesh, rank: int, slots: Mapping[str, tuple[tuple[int, ...], P]]) -> Place:
+def place_block(
+    spec: LayoutSpec, mesh: Mesh, rank: int, slots: Mapping[str, tuple[tuple[int, ...], P]]
+) -> BlockPlace:
     """Return where a rank's optimizer block lies in its stored and its gradient block.
 
     Args:
@@ -66,7 +73,7 @@ def place(spec: LayoutSpec, mesh: Mesh, rank: int, slots: Mapping[str, tuple[tup
     block, extent = block_shape(spec.shape, spec.optimizer, mesh), _find_extent(mine)
     whole = all(s.stop == b for s, b in zip(extent, block, strict=True))
     sliced = None if whole else extent
-    return Place(
+    return BlockPlace(
         block=block,
         stored=sliced if spec.storage == spec.optimizer else mine,
         gradient=sliced if spec.gradient == spec.optimizer else mine,
@@ -97,7 +104,7 @@ class LeafStep:
 
     path: str
     family: Family
-    place: Place
+    place: BlockPlace
     compute: Compute
     flow: Flow
 
@@ -121,7 +128,7 @@ class Updater:
     rank: int
     compiled: CompiledUpdates | None = None
     without_data: torch.device | None = None
-    places: dict[str, Place] = field(default_factory=dict)
+    places: dict[str, BlockPlace] = field(default_factory=dict)
     _constants: dict[Any, Tensor] = field(default_factory=dict)
 
     def bind(self, paths: Sequence[str], number: int) -> UpdateOf:
@@ -169,17 +176,16 @@ class Updater:
         def compute(parts: Parts, made: Parts, control: StepControl) -> Parts:
             out = {}
             for path, sent in parts.items() if not control.skip else ():
+                # What came from other ranks, with matrices that were fused side by side put apart.
                 there, back = stacks_of(self.families[path].derived)
-                values = self._as_computed(path, made.get(path, {}))
+                values = self._to_compute_dtypes(path, made.get(path, {}))
                 for name, to, layout, dtype in zip(
                     there.sends, there.receives, there.layouts, there.dtypes, strict=True
                 ):
                     part = sent[name].to(self.device(path), dtype)
                     values[to] = side_by_side(part, layout, self.mesh, inverse=True)
                 step = work[path]
-                given = [
-                    values[n] if n in values else self._read_number(path, n, control) for n in step.reads
-                ]
+                given = [values[n] if n in values else self._read_input(path, n, control) for n in step.reads]
                 values |= zip(step.writes, step.run(*given), strict=True)
                 out[path] = {
                     to: side_by_side(values[name], layout, self.mesh)
@@ -199,6 +205,8 @@ class Updater:
         self, family: Family, leaves: Sequence[LeafStep], blocks: Tensors, slots: Mapping[str, Tensors],
         params: Tensors, control: StepControl,
     ) -> None:  # fmt: skip
+        """Update all leaves of a family by one call of torch's fused operator."""
+        # Where there is a master copy it is updated, and then rounded into the stored leaf.
         targets, copies = [], {}
         for number, leaf in enumerate(leaves):
             stored, master = params.get(leaf.path), slots[leaf.path].get(MASTER)
@@ -220,12 +228,13 @@ class Updater:
             copies,
         )
         path = leaves[0].path
-        run_fused(find_fused(family), own, lambda name: self._read_number(path, name, control), control.scale)
+        run_fused(find_fused(family), own, lambda name: self._read_input(path, name, control), control.scale)
 
     def _update_compiled(
         self, leaves: Sequence[LeafStep], blocks: Tensors, slots: Mapping[str, Tensors], params: Tensors,
         control: StepControl,
     ) -> None:  # fmt: skip
+        """Update leaves by one kernel of Inductor's, which reads gradients in their dtype on the wire."""
         tensors, copied = [], []
         for leaf in leaves:
             where, own = leaf.place, slots[leaf.path]
@@ -246,10 +255,10 @@ class Updater:
         target = cut(stored, where.stored) if master is None else cut(master, where.valid)
 
         # Collect all that the stretch reads or keeps: state, the gradient, numbers and earlier values.
-        reads, known, state = leaf.compute.reads, self._as_computed(leaf.path, made), {}
+        reads, known, state = leaf.compute.reads, self._to_compute_dtypes(leaf.path, made), {}
         for name in (*reads, *leaf.flow.keeps):
             if name == PARAM:
-                state[name] = padded(target, where.block) if master is None else master
+                state[name] = pad_to(target, where.block) if master is None else master
             elif is_state(name):
                 state[name] = slots[name.removeprefix("slots.")]
             elif name == GRAD and GRAD not in known:
@@ -257,7 +266,7 @@ class Updater:
                     block, where, target.dtype, control, GRAD in leaf.flow.keeps
                 )
             elif name in reads and name not in known:
-                known[name] = self._read_number(leaf.path, name, control)
+                known[name] = self._read_input(leaf.path, name, control)
         given = [state[name] if is_state(name) else known[name] for name in reads]
         known |= zip(leaf.compute.writes, leaf.compute.run(*given), strict=True)
 
@@ -282,7 +291,7 @@ class Updater:
         return kept
 
     def _scale_gradient(
-        self, block: Tensor, where: Place, dtype: torch.dtype, control: StepControl, is_kept: bool
+        self, block: Tensor, where: BlockPlace, dtype: torch.dtype, control: StepControl, is_kept: bool
     ) -> Tensor:
         """Return the optimizer's block of a gradient, in fp32 at least, scaled in place if possible.
 
@@ -290,10 +299,10 @@ class Updater:
             is_kept: whether later stretches read it, after the bucket's memory is used again.
         """
         own = cut(block, where.gradient)
-        grad = padded(own.to(torch.promote_types(dtype, torch.float32), copy=is_kept), where.block)
-        return grad if control.scale is None else grad.mul_(send(control.scale, grad.device))
+        grad = pad_to(own.to(torch.promote_types(dtype, torch.float32), copy=is_kept), where.block)
+        return grad if control.scale is None else grad.mul_(copy_to_device(control.scale, grad.device))
 
-    def _as_computed(self, path: str, made: Tensors) -> dict[str, Tensor]:
+    def _to_compute_dtypes(self, path: str, made: Tensors) -> dict[str, Tensor]:
         """Return values in the dtypes and on the device that they are computed in.
 
         Some travel in other dtypes, and all travel over the device.
@@ -301,10 +310,10 @@ class Updater:
         described, device = self.families[path].derived.values, self.device(path)
         return {n: v.to(device, described[n][1] if n in described else v.dtype) for n, v in made.items()}
 
-    def _read_number(self, path: str, name: str, control: StepControl) -> Tensor:
+    def _read_input(self, path: str, name: str, control: StepControl) -> Tensor:
         """Return an input of an update that is not a leaf's tensor: a number, a constant, a rank's index."""
         family, device = self.families[path], self.device(path)
-        kind, _, rest = name.partition(".")
+        kind, _, rest = name.partition(".")  # "number.0", "constant.name" or "index.axis,axis"
         if kind == "number":
             return control.once((family, device), lambda: self._compute_numbers(family, device, control))[
                 int(rest)
@@ -314,6 +323,8 @@ class Updater:
             if key not in self._constants:
                 self._constants[key] = family.traced.constants[name].to(device)
             return self._constants[key]
+
+        # The rank's place among those along some axes, the last of which counts fastest.
         axes = tuple(rest.split(","))
         if (axes, device) not in self._constants:
             here, place = self.mesh.coordinate(self.rank), 0
@@ -328,7 +339,7 @@ class Updater:
         Those on the host stay there: 0-d tensors on the host combine with tensors of any device, and
         `torch.cond` reads them there without waiting.
         """
-        return [n if n.device == device or n.device.type == "cpu" else send(n, device)
+        return [n if n.device == device or n.device.type == "cpu" else copy_to_device(n, device)
                 for n in family.traced.prologue.numbers(control.step)]  # fmt: skip
 
     def device(self, path: str) -> torch.device:
@@ -339,6 +350,7 @@ class Updater:
         return torch.device("cpu") if on_host else self.mesh.device
 
     def _make_leaf_step(self, path: str, number: int) -> LeafStep:
+        """Return stretch `number` of a leaf's update; where its blocks lie is computed once."""
         family, spec = self.families[path], self.specs[path]
         if path not in self.places:
             odd = {
@@ -346,11 +358,11 @@ class Updater:
                 for n, slot in family.slots.items()
                 if slot.shape != tuple(spec.shape)
             }
-            self.places[path] = place(spec, self.mesh, self.rank, odd)
+            self.places[path] = place_block(spec, self.mesh, self.rank, odd)
         step, flow = family.derived.steps[number], flow_of(family.derived, number)
         return LeafStep(path, family, self.places[path], step, flow)
 
-    def control(self, env: dict[str, Any], bucket: Bucket) -> tuple[StepControl, Any]:
+    def control_for(self, env: dict[str, Any], bucket: Bucket) -> tuple[StepControl, Any]:
         """Return the step's control for a bucket's update, and the event after which its numbers are there.
 
         For an update on the host the numbers are sent there, once before the scalars are known and once
@@ -359,6 +371,7 @@ class Updater:
         control = env[CONTROL]
         if self.specs[bucket.paths[0]].updated_on != "host" or self.mesh.device_type == "cpu":
             return control, None
+        # The environment keeps the copy beside the control that it was made of: a newer control has another.
         sent = env.get(CONTROL_ON_HOST)
         if sent is None or sent[0] is not control:
             on_host, event = control.on_host(), torch.Event(self.mesh.device_type)

@@ -76,6 +76,8 @@ class AtomicDirectory:
 
     def commit(self) -> None:
         """Give the directory its name."""
+        # A process that is killed between the two renames leaves the old checkpoint as `.name.old`, to which
+        # the next save gives its name back.
         aside = self.final.with_name(f".{self.final.name}.old")
         if self.final.exists():
             os.rename(self.final, aside)
@@ -191,6 +193,7 @@ def memory_root() -> Path:
 
 
 def _owner(folder: Path) -> int | None:
+    """Return the process that a directory in memory belongs to; None if nothing readable says so."""
     try:
         return int((folder / OWNER).read_text())
     except (OSError, ValueError):
@@ -198,11 +201,12 @@ def _owner(folder: Path) -> int | None:
 
 
 def _lives(pid: int) -> bool:
+    """Return whether a process exists, by sending it no signal."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:
+    except PermissionError:  # it exists, and belongs to another user
         pass
     return True
 
@@ -270,6 +274,7 @@ def _lock(fd: int, flags: int = 0) -> bool:
 
 
 def _is_held(folder: Path) -> bool:
+    """Return whether a process that lives has locked a directory."""
     with _open_directory(folder) as fd:
         return not _lock(fd, fcntl.LOCK_NB)
 

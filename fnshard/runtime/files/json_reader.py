@@ -63,12 +63,15 @@ def reader(kind: Any) -> Read:
 
 
 def _check(value: Any, fits: bool, expected: str) -> Any:
+    """Return a value that fits, and refuse any other in words."""
     if not fits:
         raise ValueError(f"{value!r:.80} is not {expected}")
     return value
 
 
 def _mapping_reader(item: Read) -> Read:
+    """Return a function that reads objects of any keys, whose values `item` reads."""
+
     def read_items(value: Any) -> Any:
         found = {}
         for name, each in _check(value, type(value) is dict, "an object").items():
@@ -82,6 +85,7 @@ def _mapping_reader(item: Read) -> Read:
 
 
 def _dataclass_reader(kind: Any) -> Read:
+    """Return a function that reads objects as a dataclass, field by field."""
     hints = get_type_hints(kind, include_extras=True)
     readers = [
         (f.name, reader(hints[f.name]), f.default is MISSING and f.default_factory is MISSING)

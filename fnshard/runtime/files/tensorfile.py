@@ -143,6 +143,7 @@ def file_layout(
 
 
 def _write_all(fd: int, data: memoryview) -> None:
+    """Write all bytes; the system writes at most 2 GB by one call."""
     while len(data):
         data = data[os.write(fd, data) :]
 
@@ -186,7 +187,7 @@ def read_exactly(fd: int, at: int, buffer: memoryview) -> None:
         buffer, at = buffer[count:], at + count
 
 
-def read_checked(fd: int, at: int, size: int, crc32: Sequence[int], start: int, out: memoryview) -> None:
+def read_and_check(fd: int, at: int, size: int, crc32: Sequence[int], start: int, out: memoryview) -> None:
     """Read bytes `[start, start + len(out))` of a tensor's data, checking every block that they touch.
 
     Args:
@@ -196,6 +197,7 @@ def read_checked(fd: int, at: int, size: int, crc32: Sequence[int], start: int, 
     """
     end = start + len(out)
     for index in range(start // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
+        # A block that is asked for in full goes where it belongs at once; of the others a part is copied.
         low, high = index * BLOCK_BYTES, min((index + 1) * BLOCK_BYTES, size)
         inside = start <= low and high <= end
         block = out[low - start : high - start] if inside else memoryview(bytearray(high - low))

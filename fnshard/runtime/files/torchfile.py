@@ -249,7 +249,7 @@ _REBUILD: Mapping[str, Any] = {
 }
 
 
-def known_of_torch(module: str, name: str) -> Any:
+def resolve_torch_name(module: str, name: str) -> Any:
     """Return what a name in the pickle of a `torch.save` stream stands for."""
     full = f"{module}.{name}"
     if module in ("torch", "torch.storage") and name in _STORAGES:
@@ -324,7 +324,7 @@ def read_torch_file(path: Path, start: int = 0, length: int | None = None) -> An
                 raise Corrupt(f"has less of storage {key} than it says")
             return _Storage(path, data, entry.file_size, kind.dtype)
 
-        return unpickle(io.BytesIO(archive.read(entries["data.pkl"])), known_of_torch, storage)
+        return unpickle(io.BytesIO(archive.read(entries["data.pkl"])), resolve_torch_name, storage)
     except zipfile.BadZipFile as error:
         raise Corrupt(
             f"is no zip archive of torch.save ({error}); torch before 1.6 wrote others, which torch.load and "

@@ -281,7 +281,7 @@ class Ranks:
                     given |= {r: self.index(rank, r[6:]) for r in step.reads if r.startswith("index.")}
                     made = step.run(*(given[r] for r in step.reads))
                     for name, value in zip(step.writes, made, strict=True):
-                        shape, dtype = self.described(name)
+                        shape, dtype = self.shape_and_dtype(name)
                         assert (tuple(value.shape), value.dtype) == (shape, dtype), name
                         (owners if step.whole else env)[rank][name] = value
             elif isinstance(step, Reduce):
@@ -308,7 +308,7 @@ class Ranks:
                             owners.setdefault(owner, {})[received] = whole
         return env
 
-    def described(self, name):
+    def shape_and_dtype(self, name):
         if name in self.derived.values:
             return self.derived.values[name]
         shape, dtype = self.wholes[name]

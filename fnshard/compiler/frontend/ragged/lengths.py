@@ -136,6 +136,8 @@ class Ragged:
         if not bounds:
             raise Unbounded
         size = min(bounds)
+
+        # The step reports a length that exceeds its size, or that differs from one it is combined with.
         is_new = length.node._expr not in self.met
         excess = self._count(length, needed.clamp(max=size), needed)
         if is_new and excess is None and (size != most or is_promised(length)):
@@ -253,6 +255,7 @@ def _evaluate(expression: Any, counts: Mapping[Any, Any]) -> Any:
 
 
 def _operation(expression: Any) -> str:
+    """Return the name of a sympy expression's operation, if it is one that is known."""
     name = "Add" if expression.is_Add else "Mul" if expression.is_Mul else type(expression).__name__
     if name not in _ARITHMETIC:
         raise Unbounded
@@ -260,6 +263,8 @@ def _operation(expression: Any) -> str:
 
 
 def _extreme(choose: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, Any], Any]:
+    """Return a minimum or maximum of numbers and 0-d tensors."""
+
     def of(a: Any, b: Any) -> Any:
         found = choose(torch.as_tensor(a), torch.as_tensor(b))
         return found if isinstance(a, Tensor) or isinstance(b, Tensor) else int(found)

@@ -52,7 +52,7 @@ def capture(flat: Callable[..., Any], *inputs: Sequence[Tensor]) -> Callable[...
         return made.requires_grad_(value.requires_grad)
 
     fakes = [[*map(copy_fake, v)] for v in inputs]
-    with source_lines.kept(), plain_attention():  # fused kernels ask for lengths; the op stays the same
+    with source_lines.record(), plain_attention():  # fused kernels ask for lengths; the op stays the same
         # Differentiable's ops are captured directly: ops that run again have other symbols, without bounds.
         if isinstance(flat, Differentiable):
             graph = flat.capture(*fakes)
@@ -119,6 +119,7 @@ def _run_node(ragged: Ragged, node: fx.Node) -> Any:
     if not isinstance(node.target, OpOverload) or not any(map(_is_symbolic, involved)):
         args, kwargs = fx.map_arg((node.args, node.kwargs), ragged.values.__getitem__)
         return node.target(*args, **kwargs)
+
     schema, raw = node.target._schema.arguments, arguments_of(node.target, node.args, node.kwargs)
     as_value = {a.name: any(name in str(a.real_type) for name in _VALUES) for a in schema}
     arguments = {
@@ -129,6 +130,7 @@ def _run_node(ragged: Ragged, node: fx.Node) -> Any:
     made = _find_rule(call)(call)
     if isinstance(value, Tensor) and list(made.shape) != [ragged.size(n) for n in value.shape]:
         raise call.make_error("has another shape on known sizes")
+
     # Rules return new tensors; an op in place has to write.
     target = arguments[schema[0].name]
     writes = schema[0].alias_info is not None and schema[0].alias_info.is_write
@@ -136,6 +138,7 @@ def _run_node(ragged: Ragged, node: fx.Node) -> Any:
 
 
 def _argument(ragged: Ragged, node: fx.Node, as_value: bool, result: Any) -> Any:
+    """Return an argument of an op on known sizes: a tensor, or the true value of a length."""
     if not as_value or not isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat):
         return ragged.values[node]
     # A number of Python has no dtype of its own, and neither may this one, where the result is in float.
@@ -145,6 +148,7 @@ def _argument(ragged: Ragged, node: fx.Node, as_value: bool, result: Any) -> Any
 
 
 def _is_symbolic(value: Any) -> bool:
+    """Return whether a value of the symbolic trace is a length, or has one among its dims."""
     values = value if isinstance(value, list | tuple) else [value]
     return any(
         isinstance(v, torch.SymInt | torch.SymFloat)
@@ -241,6 +245,8 @@ def _unique(c: RaggedOp) -> tuple[Tensor, ...]:
     if valid is not None:  # padding sorts last, but among values that are the dtype's largest number
         counted = valid.expand(value.shape).reshape(-1)[order]
         first = first & (torch.arange(first.numel(), device=flat.device) < counted.sum())
+
+    # The heads of runs are the distinct values; each run's number is the rank of its values.
     needed = first.sum()
     (length,) = c.node.meta["val"][0].shape
     size = c.ragged.define(c.node, length, needed, flat.numel())
@@ -260,6 +266,7 @@ def _repeat_interleave(c: RaggedOp) -> Tensor:
     length, ends = lengths[0] if dim is None else c.node.meta["val"].shape[dim], repeats.cumsum(0)
     if not isinstance(length, torch.SymInt):
         return c.run()
+    # Entry i is a copy of the row whose end is the first beyond i.
     size = c.ragged.define(c.node, length, ends[-1], None)
     places = torch.arange(size, device=repeats.device)
     places = torch.where(places < ends[-1], places, 0)
@@ -365,6 +372,7 @@ def _moment(c: RaggedOp) -> Tensor:
     count, keep = math.prod([1, *(c.ragged.count(shape[d]) for d in dims)]), c.arguments.get("keepdim", False)
     if c.name == "mean":
         return c.fill("self", 0, dims).sum(dims, keep, dtype=c.arguments.get("dtype")) / count
+    # The variance of values alone, by their own mean.
     correction = c.arguments.get("correction", 1 if c.arguments.get("unbiased", True) else 0)
     mean = c.fill("self", 0, dims).sum(dims, True) / count
     valid = c.ragged.valid(c.raw["self"].meta["val"], dims)
@@ -388,6 +396,7 @@ def _loss(c: RaggedOp) -> Tensor:
 
 
 def _cross_entropy(c: RaggedOp) -> Tensor:
+    """Return cross entropy, to which rows that are no values are ignored targets."""
     if c["target"].is_floating_point() and c["reduction"]:
         raise c.make_error("of probabilities has no rule: take reduction='none', and then the mean")
     valid = None if c["target"].is_floating_point() else c.ragged.valid(c.raw["target"].meta["val"])
@@ -463,12 +472,14 @@ def _cat(c: RaggedOp) -> Tensor:
         return c.run()
     lengths, device = [v.shape[dim] for v in values], values[0].device
     valid = [torch.arange(c.ragged.size(n), device=device) < c.ragged.count(n) for n in lengths]
+
     joined = torch.cat([c.ragged.values[n] for n in parts], dim)
     order = torch.cat(valid).logical_not().argsort(stable=True)
     return joined.index_select(dim, order[: c.ragged.size(c.node.meta["val"].shape[dim])])
 
 
 def _arange(c: RaggedOp) -> Tensor:
+    """Count to a length that depends on data; padding repeats the last number."""
     if c.arguments.get("start", 0) != 0 or c.arguments.get("step", 1) != 1:
         raise c.make_error("with a start or a step has no rule")
     (length,) = c.node.meta["val"].shape

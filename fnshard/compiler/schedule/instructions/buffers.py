@@ -1,5 +1,4 @@
-"""Buffers: values that `fn` writes to leaves, which are aggregated over ranks and stored at the end of a
-step."""
+"""Buffers: values that `fn` writes to leaves, aggregated over ranks and stored at the end of a step."""
 
 from __future__ import annotations
 

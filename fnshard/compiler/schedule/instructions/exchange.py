@@ -80,7 +80,7 @@ class Exchange(Instruction):
 
     def received_shape(self, schedule: Schedule) -> tuple[int, ...]:
         """Return the shape of the result."""
-        return self.of_kind.received(self.like.shape, self.dim, self.to, self._ranks(schedule))
+        return self.of_kind.received_shape(self.like.shape, self.dim, self.to, self._ranks(schedule))
 
     def _ranks(self, schedule: Schedule) -> int:
         return schedule.mesh.axes_size(self.axes)
@@ -162,7 +162,7 @@ def exchange(
     """
     kind, like, dims = each.kind, each.like, (each.dim, each.to)
     if backward:
-        shape = KINDS[kind].received(like.shape, *dims, mesh.axes_size(each.axes))
+        shape = KINDS[kind].received_shape(like.shape, *dims, mesh.axes_size(each.axes))
         like, dims = replace(like, shape=shape, requires_grad=False), KINDS[kind].dual_dims(*dims)
         kind = KINDS[kind].dual
     flight = ValueName(Kind.FLIGHT, f"{sent} {received}")

@@ -44,7 +44,7 @@ class Reduced:
     blocks: Mapping[str, Tensor]
     flat: Tensor | None = None
 
-    def each(self, make: Callable[[Tensor], Tensor]) -> Reduced:
+    def map_tensors(self, make: Callable[[Tensor], Tensor]) -> Reduced:
         """Return gradients on other tensors, which `make` makes of the row, or of each block.
 
         Blocks that are views of a row stay so: one tensor is then made, transferred or copied for all.
@@ -68,8 +68,7 @@ class Reduced:
 
 
 def _full_gradients(line: OfBucket) -> Callable[[Env], Mapping[str, Tensor]]:
-    """Return a function that reads a line's full gradients by path: a value per leaf, or an accumulator of
-    all."""
+    """Return a function that reads a line's full gradients by path, one each or an accumulator of all."""
     if line.reads and not line.paths:
         (name,) = line.reads
         return lambda env: env[name]
@@ -94,8 +93,7 @@ class ReduceScatter(OfBucket):
     lane, trips, outgoing, wire_bytes = COMMUNICATION, 1, True, OfBucket.rows_bytes
 
     def in_place(self, schedule: Schedule) -> bool:
-        """Return whether a transport may read gradients where they lie: they need no cast, and none is
-        missing.
+        """Return whether a transport may read gradients where they lie: all are there, and need no cast.
 
         The gradients then live until the Wait.
         """
@@ -156,7 +154,7 @@ class ReduceScatter(OfBucket):
 
     def price(self, pricer: Pricer) -> Price:
         bucket, rows = pricer.bucket(self), self.rows_bytes(pricer.schedule)
-        packed = 0.0 if pricer.unpacked(self) else pricer.leaf_bytes(bucket, "compute_dtype") + rows
+        packed = 0.0 if pricer.skips_packing(self) else pricer.leaf_bytes(bucket, "compute_dtype") + rows
         return pricer.copy(packed, **pricer.collective("reduce_scatter", bucket.axes, rows))
 
     bind_wait = staticmethod(_bind_wait)
@@ -181,6 +179,7 @@ class AllReduce(OfBucket):
 
     @property
     def _of_blocks(self) -> bool:
+        """Return whether it sums blocks that a ReduceScatter has left."""
         return bool(self.reads) and self.reads[0].kind is Kind.REDUCED
 
     def bind(self, context: Context) -> Action:
@@ -246,13 +245,13 @@ class Accumulate(OfBucket):
         return self.reads[0].kind is Kind.HOST
 
     def aliases(self) -> Mapping[ValueName, Names]:
-        """Return the row that has come as an alias of the first sum; a later sum takes over the one
-        before."""
+        """Return the row that has come as an alias of the first sum; later sums take over the one before."""
         as_it_came = self.first and not self._of_full_gradients and self.reads[0].kind is not Kind.HOST
         return {self.writes[0]: self.reads} if as_it_came else {}
 
     @property
     def _of_full_gradients(self) -> bool:
+        """Return whether it sums full gradients, before ranks do."""
         return self.writes[0].kind is Kind.ACCUMULATED
 
     def bind(self, context: Context) -> Action:
@@ -281,6 +280,7 @@ class Accumulate(OfBucket):
         return lambda env: later(lambda: add(env))
 
     def _bind_full(self, context: Context) -> Action:
+        """Sum full gradients by leaf; each stage or segment may add other leaves."""
         specs, (out,), full = context.schedule.specs, self.writes, _full_gradients(self)
         before = next((n for n in self.reads if n.kind is Kind.ACCUMULATED), None)
 

@@ -137,8 +137,7 @@ class Free(Instruction):
 
 
 def is_dropped_by_worker(name: ValueName) -> bool:
-    """Return whether the host's worker drops the value itself, as it does gradients and masters on the
-    host."""
+    """Return whether the host's worker drops a value itself, as it does gradients and masters on the host."""
     return name.is_copy(Kind.HOST, Kind.REDUCED, Kind.STORED)
 
 
@@ -165,8 +164,7 @@ class Add(Instruction):
 
 
 def add_part(known: dict[Any, ValueName], key: Any, fresh: ValueName, unit: str, phase: str) -> list[Add]:
-    """Note one more part of the gradient of `key`, and return the line that adds it to those before, if
-    any."""
+    """Note one more part of the gradient of `key`; return the line that adds it to earlier ones, if any."""
     before = known.get(key)
     known[key] = fresh if before is None else fresh.of(fresh.micro, f"{fresh.version}+")
     if before is None:

@@ -1,5 +1,4 @@
-"""Leaves: the lines that bring them to where they are read: casts, gathers, and publishing after an
-update."""
+"""Leaves: lines that bring them to where they are read, by casts and gathers, or publish an update."""
 
 from __future__ import annotations
 
@@ -47,8 +46,7 @@ class Scale(NamedTuple):
 
 @dataclass(frozen=True)
 class Scales(Instruction):
-    """The issue of a gather of the largest numbers of leaves, or of their rows, in all shards, once a
-    step."""
+    """The issue of a gather of all shards' largest numbers, of leaves or of their rows, once a step."""
 
     lane, trips = COMMUNICATION, 1
 
@@ -288,13 +286,13 @@ class Gather(OfBucket):
     def price(self, pricer: Pricer) -> Price:
         bucket, specs = pricer.bucket(self), pricer.schedule.specs
         as_stored = all(specs[p].storage_dtype == bucket.dtype for p in bucket.paths)
-        return _price_of_blocks(self, pricer, copied=not (as_stored and pricer.unpacked(self)))
+        return _price_of_blocks(self, pricer, copied=not (as_stored and pricer.skips_packing(self)))
 
     @classmethod
     def wait_price(cls, wait: Wait, pricer: Pricer) -> Price:
         issue = pricer.schedule.issues[wait.reads[0]]
         size = pricer.leaf_bytes(pricer.bucket(wait), "compute_dtype")
-        return pricer.copy(0.0 if pricer.unpacked(issue) else wait.rows_bytes(pricer.schedule) + size)
+        return pricer.copy(0.0 if pricer.skips_packing(issue) else wait.rows_bytes(pricer.schedule) + size)
 
 
 @dataclass(frozen=True)

@@ -79,8 +79,7 @@ class ToDevice(OfBucket):
         return run
 
     def _bind_restore(self, context: Context) -> Action:
-        """Send master copies that the host has updated to the stored shards on the device, and cast them
-        there."""
+        """Send master copies that the host has updated to the device, cast into the stored shards."""
         reads, (flight,), transfers, updater = self.reads, self.writes, context.transfers, context.updater
         into, later = self.into, context.later(self)
 

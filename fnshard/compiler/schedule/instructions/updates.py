@@ -56,7 +56,7 @@ class Norms(OfBucket):
         later = context.later(self)
 
         def norm(env: Env) -> None:
-            env[out] = context.scalars.squares(bucket, env[name].blocks, self.replicas)
+            env[out] = context.scalars.square_norm(bucket, env[name].blocks, self.replicas)
 
         return lambda env: later(lambda: norm(env))
 
@@ -92,7 +92,7 @@ class ReduceScalars(Instruction):
         def take(env: Env, vector: Tensor) -> None:
             env[out] = context.scalars.unpack(vector)
             if context.updater is not None:
-                env[CONTROL] = env[CONTROL].arrived(env[out])
+                env[CONTROL] = env[CONTROL].with_summary(env[out])
 
         return on_arrival(wait, take)
 
@@ -158,7 +158,7 @@ class Update(OfBucket):
         masters = dict(zip(self.paths, self.writes, strict=False)) if commits and not params else {}
 
         def run(env: Env) -> None:
-            control, event = updater.control(env, bucket)
+            control, event = updater.control_for(env, bucket)
 
             def call() -> None:
                 if event is not None:
@@ -201,8 +201,7 @@ class Nothing:
 
 @dataclass(frozen=True)
 class ReduceUpdate(OfBucket):
-    """The issue of a sum of an update's values, mostly small ones, over the ranks of `axes`, which split
-    leaves.
+    """The issue of a sum of an update's values, mostly small ones, over `axes` that split leaves.
 
     Args:
         how: "sum" or "max".
@@ -373,7 +372,7 @@ class OverlappedUpdate(Update):
         return tuple(n for n in self.reads if n.is_state)
 
     def bind(self, context: Context) -> Action:
-        update, (flight,) = context.beside(super().bind(context)), self.writes
+        update, (flight,) = context.on_update_stream(super().bind(context)), self.writes
 
         def run(env: Env) -> None:
             env[flight] = update(env)
@@ -384,4 +383,4 @@ class OverlappedUpdate(Update):
     def bind_wait(cls, wait: Wait, context: Context) -> Action:
         """Let the compute stream see new parameters and slots."""
         (flight,) = wait.reads
-        return lambda env: context.join(env.pop(flight))
+        return lambda env: context.wait_event(env.pop(flight))

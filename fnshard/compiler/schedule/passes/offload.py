@@ -148,7 +148,7 @@ class _State:
     def load(self, line: Instruction, names: Sequence[ValueName]) -> None:
         """Write the load of values in front of a line, for those without a copy that is still there."""
         fresh = [n for n in names if not self.still_there(n, line)]
-        copies = [n.loaded(self.made) for n in fresh]
+        copies = [n.on_device(self.made) for n in fresh]
         if fresh:
             self.made += 1
             self.out += _transfer(ToDevice, line, fresh, copies)
@@ -214,7 +214,7 @@ def _with_transfers(
     for index, line in enumerate(lines):
         if index in needed:
             names = needed[index]
-            copies = {n: n.loaded(index) for n in names}
+            copies = {n: n.on_device(index) for n in names}
             out += _transfer(ToDevice, line, [n.on_host() for n in names], list(copies.values()))
             line = replace(line, reads=tuple(copies.get(n, n) for n in line.reads))
         out.append(line)
