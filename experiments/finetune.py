@@ -116,12 +116,13 @@ def prepare(config: FinetuneConfig) -> FinetuneConfig:
     if wrong:
         raise ConfigError("\n".join(wrong))
 
-    # A base that is not there yet is trained once by `experiments.bases`, and kept. Built-in tasks need the
-    # base that has seen such tasks.
+    # A base that is not there yet is trained once by `experiments.bases`, and kept.
     base_options = (f"run.backend={run.backend}", f"run.device={run.device}")
+    kind = config.objective.kind
     if is_base:
-        are_tasks = data.train is None and config.objective.kind.examples in TASKS
-        name = "tasks" if are_tasks and config.model == "stdlib" else config.model
+        # Built-in tasks need the base that has seen such; a student learns them from its teacher.
+        needs_tasks = data.train is None and kind.examples in TASKS and not kind.teacher
+        name = "tasks" if needs_tasks and config.model == "stdlib" else config.model
         if name in ("stdlib", "tasks"):  # what does not fit the model shows before it is trained
             directory_of(replace(config, model=keep_base("tiny")))
         model = directory_of(replace(config, model=keep_base(name, *base_options)))

@@ -203,9 +203,8 @@ TABLE = {
     "python -m experiments.finetune objective=distill objective.teacher=stdlib model=tiny method=full": (
         replace(TINY, bases=("stdlib", "tiny"))
     ),
-    "python -m experiments.finetune objective=distill objective.teacher=tasks model=tiny method=full "
-    "objective.on_policy=true": (
-        replace(TINY, short=f"{TINY.short} objective.group=2", bases=("tasks", "tiny"))
+    "python -m experiments.finetune objective=distill objective.teacher=tasks objective.on_policy=true": (
+        replace(TINY, short=f"{TINY.short} objective.group=2")
     ),
     "python -m experiments.finetune objective=distill objective.teacher=/models/large model=/models/llama "
     "data.train=mine.jsonl objective.on_policy=true": (
