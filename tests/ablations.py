@@ -56,7 +56,7 @@ def make_optional(name: str, original: Callable[..., Any]) -> Callable[..., Any]
 
 
 def bytes_of(value: Any) -> int:
-    """Return this rank's share of leaves, or the bytes of a row."""
+    """Return the bytes of a row, or of this rank's half of whole leaves."""
     if isinstance(value, Tensor):
         return value.nbytes
     return sum(leaf.nbytes for leaf in value) // 2
@@ -66,7 +66,7 @@ def itemsize_of(blocks: dict[str, Tensor]) -> int:
     return next(iter(blocks.values())).itemsize
 
 
-def update_or_not(bind: Callable[..., Any]) -> Callable[..., Any]:
+def make_update_optional(bind: Callable[..., Any]) -> Callable[..., Any]:
     def bound(self: Updater, *args: Any) -> Callable[..., Any]:
         update = bind(self, *args)
         return lambda *values: {} if "update" in LEFT_OUT else update(*values)
@@ -75,7 +75,7 @@ def update_or_not(bind: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def left_out(names: Sequence[str]) -> Iterator[None]:
+def leave_out(names: Sequence[str]) -> Iterator[None]:
     LEFT_OUT.update(names)
     try:
         yield
@@ -89,7 +89,7 @@ def main(config: BenchConfig) -> None:
     torch.set_flush_denormal(True)
     for name in ("write_blocks", "pack_for_peer", "add_to_own"):
         setattr(Packer, name, make_optional(name, getattr(Packer, name)))
-    Updater.bind = update_or_not(Updater.bind)
+    Updater.bind = make_update_optional(Updater.bind)
     task = make_task(config)
     feed = list(batches(task, 4))
     works: dict[str, Callable[[], Any]] = {"limit": repeat_step(limit(task), feed)}
@@ -117,7 +117,7 @@ def main(config: BenchConfig) -> None:
 
 
 def run_without(step: Callable[[], Any], names: Sequence[str]) -> None:
-    with left_out(names):
+    with leave_out(names):
         step()
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from kernels import FOLDER, remember_kernels
 from ranks import pools, ranks, renew_pools  # noqa: F401  (fixtures)
+from rows import MARKER, mark_other_rows_long
 from saved import restoring, roots, short_blocks  # noqa: F401  (fixtures)
 from updates import share_updates
 
@@ -22,10 +23,9 @@ share_updates()
 
 # Workers begin with these, lest one of them is left with a long one when the other has ended.
 LONGEST = (
-    "test_finetune.py", "test_resume.py", "test_place_rules.py", "test_config.py", "test_ledger.py",
-    "test_readme_commands.py", "test_context_attention.py", "test_train.py",
-    "test_buffers.py", "test_gloo.py", "test_fuzz.py", "test_examples.py",
-    "test_lower_large.py", "test_own_script.py",
+    "test_guide.py", "test_finetune.py", "test_resume.py", "test_plan.py", "test_fit.py",
+    "test_readme_commands.py", "test_matrix.py", "test_rewarded.py", "test_token_budget.py", "test_train.py",
+    "test_meshes.py", "test_place_rules.py", "test_fuzz.py", "test_config.py", "test_untrusted.py",
 )  # fmt: skip
 
 
@@ -33,6 +33,11 @@ LONGEST = (
 def small_heap() -> None:
     """Collections look at what the module at hand made alone: all of a worker's would take them seconds."""
     gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """Spare the end of a session: pytest collects five times what all modules have made."""
     gc.freeze()
 
 
@@ -74,12 +79,15 @@ class Seconds:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Add what this suite shows besides pytest's own lines."""
+    config.addinivalue_line("markers", MARKER)
     config.pluginmanager.register(Failures(config))
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Seconds())
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first, and in their order."""
+@pytest.hookimpl(tryfirst=True)  # before `-m "not long"` is obeyed
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark rows of matrices as long; sort the longest files first, and in their order."""
+    mark_other_rows_long(items, is_whole=not any("::" in argument for argument in config.args))
     place = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.name, len(place)))

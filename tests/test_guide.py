@@ -70,16 +70,29 @@ def run_script(folder: Path) -> str:
     return printed
 
 
-@pytest.mark.timeout(600)  # four ranks and eight readers in turn, on two cores that may be busy
-def test_the_script_of_the_readme_trains_saves_and_goes_on(tmp_path: Path) -> None:
-    """Both ranks read with workers; the second start begins where the first has saved."""
+def write_script(folder: Path, epochs: int) -> None:
+    """Write the script of the README for so many epochs, whose kernels are not compiled."""
     script, _ = blocks(README)
-    quick = script.replace("adamw(3e-3))", 'adamw(3e-3), backend="eager")')
-    assert quick != script
-    (tmp_path / "train.py").write_text(quick.replace("epochs=5", "epochs=1"))
+    eager = script.replace("adamw(3e-3))", 'adamw(3e-3), backend="eager")')
+    quick = eager.replace("epochs=5", f"epochs={epochs}")
+    assert script != eager != quick
+    (folder / "train.py").write_text(quick)
+
+
+@pytest.mark.timeout(600)  # two ranks and four readers, on two cores that may be busy
+def test_the_script_of_the_readme_trains_and_saves(tmp_path: Path) -> None:
+    """Both ranks read with workers."""
+    write_script(tmp_path, epochs=1)
+    assert re.findall(r"^(\d+) \S+$", run_script(tmp_path), re.M) == ["10", "16"]
+    assert fs.checkpoint.all_steps(tmp_path / "checkpoints") == [10, 16]
+
+
+@pytest.mark.long  # two starts; test_resume goes on in one process
+@pytest.mark.timeout(600)
+def test_the_script_of_the_readme_goes_on_where_it_has_saved(tmp_path: Path) -> None:
+    write_script(tmp_path, epochs=1)
     first = [float(loss) for loss in re.findall(r"^10 (\S+)$", run_script(tmp_path), re.M)]
-    assert len(first) == 1 and fs.checkpoint.all_steps(tmp_path / "checkpoints") == [10, 16]
-    (tmp_path / "train.py").write_text(quick.replace("epochs=5", "epochs=2"))
+    write_script(tmp_path, epochs=2)
     printed = re.findall(r"^(\d+) (\S+)$", run_script(tmp_path), re.M)
     assert [int(done) for done, _ in printed] == [20, 30, 32]
     assert float(printed[-1][1]) < first[0]

@@ -8,6 +8,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -143,7 +144,12 @@ def name_of(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-TREES = {name_of(path): ast.parse(path.read_text()) for path in SOURCES}
+MODULES = {name_of(path): path for path in SOURCES}
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    return {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
@@ -164,7 +170,7 @@ def test_public_modules_name_their_api() -> None:
     assert [n for n in fnshard.__all__ if not hasattr(fnshard, n)] == []
     assert dir(fnshard) == sorted([*fnshard.__all__, "__version__"])
     modules = {n: m for n in fnshard.__all__ if isinstance(m := getattr(fnshard, n), ModuleType)}
-    for node in TREES["fnshard"].body:  # and where the other names come from
+    for node in trees()["fnshard"].body:  # and where the other names come from
         if isinstance(node, ast.ImportFrom) and all(a.name not in modules for a in node.names):
             modules[node.module] = sys.modules[node.module]
             assert {alias.name for alias in node.names} <= set(modules[node.module].__all__), node.module
@@ -195,16 +201,17 @@ def imported_modules(module: str, trees: dict[str, ast.AST]) -> set[str]:
     return (found & trees.keys()) - {module}
 
 
-@pytest.mark.parametrize("module", TREES)
+@pytest.mark.parametrize("module", MODULES)
 def test_modules_import_only_from_beneath(module: str) -> None:
     assert floor_of(module) >= 0, "a folder without a floor"
-    above = {m for m in imported_modules(module, TREES) if floor_of(m) > floor_of(module)}
+    above = {m for m in imported_modules(module, trees()) if floor_of(m) > floor_of(module)}
     assert sorted(above) == []
 
 
 def test_no_modules_import_each_other() -> None:
-    trees = TREES | {name_of(p): ast.parse(p.read_text()) for p in (ROOT / "experiments").rglob("*.py")}
-    graph = {module: imported_modules(module, trees) for module in trees}
+    experiments = {name_of(p): ast.parse(p.read_text()) for p in (ROOT / "experiments").rglob("*.py")}
+    every = trees() | experiments
+    graph = {module: imported_modules(module, every) for module in every}
     list(graphlib.TopologicalSorter(graph).static_order())
 
 
@@ -213,10 +220,10 @@ LATE = ("torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distrib
         "torch._dynamo", "torch._inductor", "matplotlib", "transformers", "triton")  # fmt: skip
 
 
-@pytest.mark.parametrize("module", TREES)
+@pytest.mark.parametrize("module", MODULES)
 def test_what_is_slow_to_import_is_imported_where_it_is_used(module: str) -> None:
     """`import fnshard` is in every start, a rank's too."""
-    tops = [node for node in TREES[module].body if isinstance(node, ast.Import | ast.ImportFrom)]
+    tops = [node for node in trees()[module].body if isinstance(node, ast.Import | ast.ImportFrom)]
     names = {name for node in tops for name in imports(node)}
     assert sorted(n for n in names if any(n == late or n.startswith(f"{late}.") for late in LATE)) == []
 
@@ -232,7 +239,7 @@ def test_the_library_knows_no_configuration_and_no_experiments() -> None:
     banned = {"hydra", "omegaconf", "transformers", "experiments", "tests", "einops", "tqdm", "matplotlib"}
     found = {
         (module, name)
-        for module, tree in TREES.items()
+        for module, tree in trees().items()
         for name in imports(tree)
         if (top := name.split(".")[0]) in banned
         and not (top == "matplotlib" and module.startswith("fnshard.plot."))
@@ -246,7 +253,7 @@ def test_the_library_depends_on_what_it_imports_alone() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     named = {re.match(r"\w+", each).group() for each in project["dependencies"]}
     extras = {"matplotlib", "peft", "transformers", "bitsandbytes"}
-    found = {name.split(".")[0] for tree in TREES.values() for name in imports(tree)}
+    found = {name.split(".")[0] for tree in trees().values() for name in imports(tree)}
     assert found - sys.stdlib_module_names - {"fnshard", "typing_extensions"} - extras == named
 
 
@@ -277,17 +284,17 @@ def _chains(tree: ast.AST) -> Iterator[str]:
 
 
 def test_private_torch_apis_are_used_where_they_are_listed() -> None:
-    found = {module: uses for module, tree in TREES.items() if (uses := private_uses(tree))}
+    found = {module: uses for module, tree in trees().items() if (uses := private_uses(tree))}
     assert found == PRIVATE
 
 
 # ------------------------------------------------------------------ docstrings, paths
 
 
-@pytest.mark.parametrize("module", TREES)
+@pytest.mark.parametrize("module", MODULES)
 def test_public_functions_and_classes_are_documented(module: str) -> None:
     """Modules, and all that has a public name at the top of one; methods of classes that users meet."""
-    tree = TREES[module]
+    tree = trees()[module]
     bare = [] if ast.get_docstring(tree) or not tree.body else [module]
     for node in tree.body:
         if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name.startswith("_"):
@@ -322,12 +329,12 @@ def test_no_machine_paths() -> None:
 
 def test_what_is_above_a_step_uses_its_public_names() -> None:
     above = [
-        m for m in TREES if m.split(".")[1:2] in (["debug"], ["checkpoint"], ["hf"], ["plot"], ["adapters"])
+        m for m in trees() if m.split(".")[1:2] in (["debug"], ["checkpoint"], ["hf"], ["plot"], ["adapters"])
     ]
     found = [
         f"{module}:{node.lineno} {node.attr}"
-        for module in [*above, *(m for m in TREES if m.startswith("fnshard.search."))]
-        for node in ast.walk(TREES[module])
+        for module in [*above, *(m for m in trees() if m.startswith("fnshard.search."))]
+        for node in ast.walk(trees()[module])
         if isinstance(node, ast.Attribute) and node.attr in ("_cache", "_runner")
     ]
     assert len(above) > 25 and found == []

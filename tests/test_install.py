@@ -16,6 +16,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 SCRIPT, _ = re.findall(r"```python\n(.*?)```", README, re.S)
 
 
+@pytest.mark.long  # a type checker reads all of torch
 @pytest.mark.parametrize(
     "command",
     [pytest.param((sys.executable,), marks=pytest.mark.long), ("basedpyright", "--level", "error")],

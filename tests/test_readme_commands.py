@@ -187,7 +187,7 @@ TABLE = {
     "objective.reward=number": replace(TUNE, short=f"{TUNE.short} objective.group=4"),
     "python -m experiments.finetune objective=dpo data.train=pairs.jsonl": TUNE,
     "python -m experiments.finetune objective=dpo data.train=pairs.jsonl model=/models/llama": (
-        replace(TUNE, short=f"{TUNE.short} mesh.shard=1", quick=True)
+        replace(TUNE, short=f"{TUNE.short} mesh.shard=1")
     ),
     "python -m experiments.finetune model=/models/llama data.train=mine.jsonl method=qlora4 precision=bf16": TUNE,
     "python -m experiments.finetune model=tiny-qwen2.5-vl method=full": SEES,
@@ -224,7 +224,7 @@ TABLE = {
     "python -m experiments.tokenize out=shards": Row("files=/text", quick=True),
     "python -m experiments.tokenize out=shards files=[/text,'/more/*.jsonl'] tokenizer=/models/llama": Row(),
     # -- on paper
-    "python -m experiments.explain model=7b mesh.shard=64 hardware=h100": Row("model.layers=2", quick=True),
+    "python -m experiments.explain model=7b mesh.shard=64 hardware=h100": Row("model.layers=2"),
     "python -m experiments.explain model=70b strategy=full_shard mesh.shard=1024 hardware=h100": PAPER,
     "python -m experiments.explain model=70b mesh.shard=32 mesh.context=4 mesh.tensor=8 strategy=full_shard_remat": PAPER,
     "python -m experiments.explain model=7b strategy=auto mesh.shard=8 data.rows=32 run.device_gb=24 hardware=a100": PAPER,
@@ -232,7 +232,7 @@ TABLE = {
     "python -m experiments.explain run=outputs/2030-01-31/12-00-00": Row(quick=True),
     "python -m experiments.explain hardware=measured:outputs/2030-01-31": PAPER,
     "python -m experiments.plan model=70b devices=64": (
-        Row("model.layers=1 model.width=64 model.heads=4 model.kv_heads=2 model.context=64 devices=1 rows=1", quick=True)
+        Row("model.layers=1 model.width=64 model.heads=4 model.kv_heads=2 model.context=64 devices=1 rows=1")
     ),
     "python -m experiments.plan model=405b devices=16384 tokens=15e12 rows=2048": SEARCH,
     "python -m experiments.plan model=8b days=30 tokens=1e12": SEARCH,

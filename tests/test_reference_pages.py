@@ -6,9 +6,12 @@ import sys
 import warnings
 from pathlib import Path
 
+import pytest
+
 import fnshard
 
 
+@pytest.mark.long  # imports and writes all pages
 def test_pdoc_builds_without_a_warning(tmp_path: Path) -> None:
     import pdoc
 

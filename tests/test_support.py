@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from rows import mark_other_rows_long
 
 from fnshard.optim import Optimizer, adamw, chain, clip_by_global_norm, ema, muon, schedules, sgd, soap
 
@@ -63,3 +65,41 @@ def test_optimizers_share_nothing_under_another_default_dtype() -> None:
         assert sgd(0.125).traces is not first
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+# ------------------------------------------------------------------ rows of matrices
+
+
+class Item:
+    """A row of a function's matrix, as far as `mark_other_rows_long` looks at it."""
+
+    def __init__(self, row: str, marker: pytest.Mark):
+        self.nodeid, self.callspec, self.marker = f"file::test[{row}]", SimpleNamespace(id=row), marker
+        self.long = False
+
+    def iter_markers(self, name: str) -> list[pytest.Mark]:
+        return [self.marker] * (name == "suite")
+
+    def add_marker(self, _: pytest.MarkDecorator) -> None:
+        self.long = True
+
+
+@pytest.mark.parametrize(
+    ("marker", "kept"),
+    [
+        (pytest.mark.suite({"adamw-*": "slots", "sgd-[2]": "none"}), ["adamw-[1]", "adamw-[2]", "sgd-[2]"]),
+        (pytest.mark.suite(but={"adamw-*": "sgd"}), ["sgd-[1]", "sgd-[2]"]),
+    ],
+    ids=["rows", "but"],
+)
+def test_rows_that_a_marker_leaves_out_are_long(marker: pytest.MarkDecorator, kept: list[str]) -> None:
+    items = [Item(row, marker.mark) for row in ("adamw-[1]", "adamw-[2]", "sgd-[1]", "sgd-[2]")]
+    mark_other_rows_long(items, is_whole=True)
+    assert [item.callspec.id for item in items if not item.long] == kept
+
+
+def test_a_row_that_is_not_there_is_an_error_where_all_are() -> None:
+    items = [Item("sgd", pytest.mark.suite({"adamw": "slots"}).mark)]
+    with pytest.raises(pytest.UsageError, match="adamw"):
+        mark_other_rows_long(items, is_whole=True)
+    mark_other_rows_long(items, is_whole=False)

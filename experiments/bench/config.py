@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from experiments.bench.sizes import decoder, names
+from experiments.bench.sizes import read_decoder, size_names
 from experiments.lib.checks import ConfigError, configuration, refusal
 from experiments.lib.decoder import DecoderConfig
 
@@ -139,7 +139,7 @@ class BenchConfig:
 
     @property
     def model(self) -> DecoderConfig:
-        return decoder(self.size)
+        return read_decoder(self.size)
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -199,7 +199,7 @@ def complete(config: BenchConfig) -> BenchConfig:
     config = replace(config, **{name: v for name, v in defaults.items() if getattr(config, name) is None})
     contenders = (*TORCH, *FNSHARD, *MUON, *MICRO, *NARROW)
     choices = {
-        "size": names(), "dtype": DTYPES, "reduce": DTYPES, "contenders": contenders,
+        "size": size_names(), "dtype": DTYPES, "reduce": DTYPES, "contenders": contenders,
         "backend": ("inductor", "eager"), "clock": ("wall", "cpu"),
     }  # fmt: skip
     counts = ("ranks", "rounds", "steps", "warmup", "rows", "length", "every", "tensor", "context",
@@ -214,6 +214,7 @@ def complete(config: BenchConfig) -> BenchConfig:
             problems += [f"{name}: at least one of {', '.join(known)}."] if value == () else []
         elif name in least:
             problems += [f"{name}={v}: must be {least[name]} or more." for v in values if v < least[name]]
+    # What depends on several values is asked once each of them may be.
     splits = {name: getattr(config, name) for name in ("tensor", "context", "pipeline")}
     if not problems and config.ranks % math.prod(splits.values()):
         split = " times ".join(f"{name}={size}" for name, size in splits.items() if size > 1)

@@ -49,12 +49,12 @@ def executor(config: BenchConfig, folder: Path) -> Result:
     step = fs.shard_step(loss, specs, optimizer=fs.optim.sgd(0.1), backend="eager")
     state, batch = step.init(params), torch.ones(4)
 
-    def one() -> None:
+    def make_step() -> None:
         nonlocal state
         state, _ = step(state, batch)
 
     rows = [["", "CPU us"]]
-    for name, (work, parts) in (works | {"a step of 200 leaves": (one, 1)}).items():
+    for name, (work, parts) in (works | {"a step of 200 leaves": (make_step, 1)}).items():
         work()
         (seconds,) = interleave({name: work}, config.rounds, clock=time.thread_time).values()
         rows.append([name, f"{1e6 * median(seconds) / parts:.0f}"])
@@ -75,20 +75,21 @@ def schedule_alone(preset: str) -> tuple[Callable[[], None], int]:
     step = fs.shard_step(loss, specs, mesh=mesh, backend="eager")
     lowered = step.lower(params, tokens, tokens)
 
-    def nothing(graph: Any) -> Callable[[Any], list[Tensor]]:
+    # A kernel gives the same zeros at every call, and a collective is over when it begins.
+    def make_idle(graph: Any) -> Callable[[Any], list[Tensor]]:
         outs = [torch.zeros(node.meta["val"].shape) for node in graph.graph.output_node().args[0]]
         return lambda args: outs
 
-    kernels = {key: nothing(module) for key, module in graphs_of(lowered.kernels.values()).items()}
+    kernels = {key: make_idle(module) for key, module in graphs_of(lowered.kernels.values()).items()}
     scalars = scalars_of(lowered.program, lowered.segments, None, step.resolved, mesh, step.options)
-    done = SimpleNamespace(
+    idle_collectives = SimpleNamespace(
         mesh=mesh,
         send_buffer=lambda numel, dtype, axes, rows=1: torch.empty(rows * numel, dtype=dtype),
         all_gather=lambda flat, axes: Done([flat, flat]),
         reduce_scatter=lambda rows, axes: Done(rows[: rows.numel() // 2]),
         all_reduce=lambda flat, axes: Done(flat),
     )
-    run = bind(ExecutorContext(lowered.schedule, kernels, done, 0, scalars))
+    run = bind(ExecutorContext(lowered.schedule, kernels, idle_collectives, 0, scalars))
     shards = fs.shard(params, specs, mesh)
 
     def work() -> None:

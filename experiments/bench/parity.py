@@ -442,6 +442,7 @@ def train_with_torch(kind: str, parts: int, equal_counts: bool) -> Training:
         optimizer.zero_grad()
         total = torch.zeros(())
         for number, micro_batch in enumerate(zip(tokens.chunk(parts), labels.chunk(parts), strict=True), 1):
+            # DDP reduces gradients at the last micro-batch, FSDP2 at each.
             with trained.no_sync() if kind == "ddp" and number < parts else nullcontext():
                 mean = _mean_loss(trained(micro_batch[0]), micro_batch[1])
                 loss = mean.total / mean.count / parts

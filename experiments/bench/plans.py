@@ -17,7 +17,7 @@ from experiments.bench.config import BenchConfig, complete
 from experiments.bench.contenders import BenchTask, Plan, Training, ddp, make_task
 from experiments.bench.measure import Result, interleave, rank_correlation, ratio, say
 from experiments.bench.peers import Found, Maker, memory_of, start_contenders
-from experiments.bench.sizes import names
+from experiments.bench.sizes import size_names
 from experiments.lib.checks import ConfigError
 
 APART = 0.10  # by which two plans differ in time before their order counts
@@ -33,7 +33,7 @@ TIERS = ("memory", "optimizer_memory")
 Variant = tuple[Plan | None, dict[str, Any]]
 # Each word of a plan's name changes the configuration, a field of `Plan` or an option of `shard_step`.
 WORDS: dict[str, Callable[..., tuple[str, dict[str, Any]]]] = {
-    rf"({'|'.join(names())})": lambda size: ("changes", {"size": size}),
+    rf"({'|'.join(size_names())})": lambda size: ("changes", {"size": size}),
     rf"({'|'.join(fs.presets.PRESETS)})": lambda preset: ("plan", {"preset": preset}),
     r"bf16": lambda: ("changes", {"dtype": "bf16", "reduce": "fp32"}),
     r"(tensor|context|pipeline)(\d+)": lambda axis, size: ("changes", {axis: int(size)}),

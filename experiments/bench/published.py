@@ -154,6 +154,7 @@ def run(config: BenchConfig, folder: Path) -> Result:
     say(f"{len(rows)} rows, {sum(reasons.values())} left out")
     with ProcessPoolExecutor(2) as pool:
         all_rows = list(pool.map(compare, rows))
+    # Fit constants on some sources, and try them on the others.
     sources = split_sources(rows)
     fits = {
         name: _fit_generation(name, all_rows, sources[0]) for name in dict.fromkeys(map(_generation, rows))
@@ -162,6 +163,7 @@ def run(config: BenchConfig, folder: Path) -> Result:
     interval = _find_interval(all_rows, sources[0])
     held = sorted(c.row.rate / c.rate() for c in all_rows if c.row.source in sources[1])
     within = sum(interval[0] <= 1 / each <= interval[1] for each in held)
+    # Say what was found.
     constants = "; ".join(
         f"{chip} {', '.join(f'{n} {v:.2f}' for n, v in fit.items())}" for chip, fit in fits.items()
     )

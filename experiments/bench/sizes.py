@@ -11,19 +11,19 @@ from experiments.lib.decoder import DecoderConfig
 MODELS = ROOT / "conf" / "model"
 
 
-def names() -> list[str]:
+def size_names() -> list[str]:
     """Return the names of the sizes that there are.
 
-    >>> "1b" in names()
+    >>> "1b" in size_names()
     True
     """
     return sorted(path.stem for path in MODELS.glob("*.yaml"))
 
 
-def decoder(name: str) -> DecoderConfig:
+def read_decoder(name: str) -> DecoderConfig:
     """Read the file of that name, which has lines of `key: number` and comments.
 
-    >>> decoder("8b").layers
+    >>> read_decoder("8b").layers
     32
     """
     lines = (MODELS / f"{name}.yaml").read_text(encoding="utf-8").splitlines()

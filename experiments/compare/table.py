@@ -115,6 +115,7 @@ def as_text(ranking: Ranking) -> str:
     formats = dict.fromkeys(names, ".3f") | {n: OTHERS for n in measured if n not in names} | COLUMNS
     formats |= {} if ranking.metric in formats else {ranking.metric: OTHERS}
     table = {key: [_format_cell(o, key, style) for o in outcomes] for key, style in formats.items()}
+    # Leave out columns in which no run has a number, or all have the same one.
     known = {key: [cell for cell in cells if cell != NONE] for key, cells in table.items()}
     alike = {k: v[0] for k, v in known.items() if len(v) > 1 == len(set(v)) and k != ranking.metric}
     shown = {key.replace(BYTES, MB): table[key] for key in table if known[key] and key not in alike}
@@ -271,18 +272,22 @@ def _make_label(ranking: Ranking, outcome: Outcome, name: str) -> str:
 
 
 def write_comparison(
-    outcomes: Sequence[Outcome], metric: str | None, folder: Path, stem: str, text: str,
+    outcomes: Sequence[Outcome], metric: str | None, folder: Path, stem: str, table_name: str,
     is_maximised: bool | None = None,
 ) -> tuple[str, Ranking]:  # fmt: skip
-    """Write `text` (the table), `STEM.csv` and `STEM.png`; return the text to print, and the order.
+    """Write the table as text, `STEM.csv` and `STEM.png`.
 
     Args:
         metric, is_maximised: the arguments of `rank_outcomes`.
+        table_name: the name of the file that takes the table.
+
+    Returns:
+        The text to print, and the order of the runs.
     """
     ranking = rank_outcomes(outcomes, metric, is_maximised)
     table, picture = as_text(ranking), folder / f"{stem}.png"
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / text).write_text(table + "\n", encoding="utf-8")
+    (folder / table_name).write_text(table + "\n", encoding="utf-8")
     write_csv(ranking, folder / f"{stem}.csv")
     picture.unlink(missing_ok=True)  # an earlier picture must not stay where there is nothing to draw now
     written = [f"{stem}.csv", *([picture.name] if draw(ranking, picture) else [])]

@@ -53,7 +53,7 @@ def conversation(
     if not any(learns):
         raise LineError("no message is learned: their weight, train or loss say so")
     paths = pictures_in(tokenizer, messages)
-    shown, how = _show(tokenizer, messages, tools, options)
+    shown, how = _fit_to_template(tokenizer, messages, tools, options)
     if not MARKED.search(tokenizer.hf.get_chat_template(tools=tools)):
         text = _render_text(tokenizer, shown, how)
         spans = _find_learned_spans(tokenizer, shown, learns, how, text)
@@ -76,14 +76,12 @@ def conversation(
     for number, message in enumerate(shown):
         if number < first or learns[number] is (message["role"] == "assistant"):
             continue
-        whole, end = (
-            _render_text(tokenizer, shown, how),
-            len(_render_text(tokenizer, shown[: number + 1], how)),
-        )
-        only = [n == number and each for n, each in enumerate(learns)]
+        whole = _render_text(tokenizer, shown, how)
+        with_it = _render_text(tokenizer, shown[: number + 1], how)
         start = len(_render_text(tokenizer, shown[:number], how)) if number else 0
-        _check_prefix(whole.startswith(_render_text(tokenizer, shown[: number + 1], how)), number)
-        learned[(stops > start) & (starts < end)] = 0
+        _check_prefix(whole.startswith(with_it), number)
+        learned[(stops > start) & (starts < len(with_it))] = 0
+        only = [n == number and each for n, each in enumerate(learns)]
         for start, end in _find_learned_spans(tokenizer, shown, only, how, whole):
             learned[(stops > start) & (starts < end)] = 1
     if not paths:
@@ -147,7 +145,7 @@ def opening(
         LineError: the conversation cannot be shown, for one of the reasons of `conversation`.
     """
     named = pictures_in(tokenizer, messages)
-    shown, how = _show(tokenizer, messages, tools, options)
+    shown, how = _fit_to_template(tokenizer, messages, tools, options)
     if not named:
         return _render(tokenizer, shown, how, add_generation_prompt=True, tokenize=True, return_dict=False)
     text = _render_text(tokenizer, shown, how, ask=True)
@@ -180,7 +178,7 @@ def hidden_fields(tokenizer: DirectoryTokenizer, messages: Messages, tools: list
 # ------------------------------------------------------------------ what a template is shown
 
 
-def _show(
+def _fit_to_template(
     tokenizer: DirectoryTokenizer,
     messages: Messages,
     tools: list[Any] | None,
@@ -243,9 +241,8 @@ def _check_shown(tokenizer: DirectoryTokenizer, messages: Messages, how: Mapping
     Raises:
         LineError: some of them do not, or the template refuses the conversation.
     """
-    _render_text(
-        tokenizer, messages, how
-    )  # if the template refuses the words themselves, its own error says so
+    # If the template refuses the words themselves, its own error says so.
+    _render_text(tokenizer, messages, how)
     marks: dict[str, str] = {}
 
     def mark(what: str) -> str:

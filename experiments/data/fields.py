@@ -239,6 +239,7 @@ def read_learned(message: Mapping[str, Any]) -> bool | list[Mapping[str, Any]]:
         )
     if len(set(map(bool, said.values()))) > 1:
         raise LineError(f"{' and '.join(said)} say different things")
+    # Spans of characters go before what is said of the whole message.
     if detail := message.get(DETAIL):
         whole = isinstance(detail, list) and all(isinstance(part, Mapping) for part in detail)
         if not whole or not all({"begin_offset", "end_offset", "train"} <= part.keys() for part in detail):

@@ -125,6 +125,7 @@ def wrong_numbers(path: Path) -> list[str]:
         name = key.rpartition(".")[2]
         if value is None:
             continue
+        # Every number has an upper bound, by its name; those of sizes and layers have a lower one, too.
         most = next(most for kind, most in KINDS if kind.search(re.sub(r"\[\d+\]$", "", name)))
         if name in LAYERS + SIZES:
             least = int(name not in OFF)

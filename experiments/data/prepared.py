@@ -320,12 +320,14 @@ def _prepare_folder(
     folder.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(mkdtemp(prefix=f"{folder.name}.", suffix=".partial", dir=folder.parent))
     try:
+        # Encode all records, and keep those that can be used.
         rows, root = rows_of(path, aside / "rows"), path.resolve().parent
         encode = partial(_encode_row, tokenizer=tokenizer, policy=policy, root=root)
         encoded = map_rows(rows, encode, FEATURES, aside / "encoded.arrow")
         kept, left_out = _keep_usable(path, encoded, policy)
         names = kept.select_columns(["unread"]).with_format("arrow")[:]["unread"].combine_chunks().flatten()
         unread = {each["values"]: each["counts"] for each in names.value_counts().to_pylist()}
+        # Draw which of them are held out.
         parts = [kept]
         if split:
             if len(kept) < 2:
@@ -336,6 +338,7 @@ def _prepare_folder(
             many = max(1, len(kept) // HELD_OUT_EVERY)
             drawn = np.random.default_rng(0).permutation(len(kept))
             parts = [kept.select(np.sort(side), keep_in_memory=True) for side in (drawn[many:], drawn[:many])]
+        # Write both sides, and give the folder its name.
         done = aside / "done"
         for side, part in zip(_sides(split), parts, strict=True):
             key = f"{folder.name}/{side}"
@@ -486,6 +489,7 @@ def _write_arrays(folder: Path, part: Dataset, facts: Mapping[str, Any]) -> None
             rendered += sum(block["rendered"].to_pylist())
             sizes.append(lengths)
             most = max(most, *map(len, block["images"].to_pylist()))
+    # Images and prompts need their rows again, which stay as a data set.
     if most:
         part.select_columns(["images"]).save_to_disk(str(folder / "images"))
     if facts["kind"] == "prompts":

@@ -153,6 +153,8 @@ def _encode_chat(tokenizer: DirectoryTokenizer, said: Exchange, response: str | 
     whole = [*before, *answer]
     first = 0 if said.learns_prompt else len(before)
     if before:
+        # A response may begin with the whole prompt, with a system's message and the prompt, or with the
+        # prompt without its system's message.
         system = [turn for turn in before[:1] if turn["role"] == "system"]
         for start, asked in ((0, before), (1, before), (0, before[len(system) :])):
             stop = start + len(asked)
@@ -212,6 +214,7 @@ def with_images(said: Exchange, root: Path) -> tuple[Exchange, list[str]]:
         raise LineError("images: are of messages, or of a prompt and its response")
     asked = [] if said.prompt is None else _as_messages(said.prompt, "user")
     messages = [dict(m) for m in (*asked, *_as_messages(said.answers[0], "assistant"))]
+    # Each image has a mark in a text; without any all stand before the first message of a user.
     marks = sum(m["content"].count(MARK) for m in messages if isinstance(m.get("content"), str))
     if listed and not marks:
         first = next((m for m in messages if m.get("role") == "user"), messages[0])
@@ -220,6 +223,7 @@ def with_images(said: Exchange, root: Path) -> tuple[Exchange, list[str]]:
         first["content"] = f"{MARK * len(listed)}{first['content']}"
     elif listed and marks != len(listed):
         raise LineError(f"images: has {len(listed)}, and {MARK} stands {marks} times in its texts")
+    # Texts with marks become lists of parts, and the paths in parts are made absolute.
     queue, found = iter(listed), []
     for message in messages:
         content = message.get("content")

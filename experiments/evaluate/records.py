@@ -101,8 +101,9 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Record]]:
 
 def _read_csv(text: str) -> Iterator[tuple[str, Record | RecordError]]:
     """Yield the rows of a file by the names of its header. MMLU's files have none, and are read by places."""
-    rows, line, header = csv.reader(io.StringIO(text, newline=""), strict=True), 0, None
-    columns = 0
+    rows = csv.reader(io.StringIO(text, newline=""), strict=True)
+    header: list[str] | None = None
+    columns = 0  # of every row, as the first one that is not blank has them
     while True:
         line = rows.line_num + 1  # a row may go over several
         try:
@@ -114,10 +115,11 @@ def _read_csv(text: str) -> Iterator[tuple[str, Record | RecordError]]:
             return
         if not any(cell.strip() for cell in row):
             continue
-        if not columns and (header := _find_header(row)):
-            columns = len(row)
-            continue
-        columns = columns or (len(row) if len(row) in HEADERLESS else HEADERLESS[0])
+        if not columns:
+            header = _find_header(row)
+            columns = len(row) if header or len(row) in HEADERLESS else HEADERLESS[0]
+            if header:
+                continue
         if len(row) != columns:
             names = header or ["question", *LETTERS[: columns - 2], "letter"]
             way = "" if header else "; other numbers of choices need a header"

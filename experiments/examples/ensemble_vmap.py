@@ -17,21 +17,24 @@ MEMBERS, WIDTH, POINTS = 8, 32, 64
 
 
 def observations(generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Noisy values [POINTS, 1] of a sine at 1 < |x| < 3; between them is nothing to learn from."""
+    """Draw places x, 1 < |x| < 3, and noisy values of a sine there, [POINTS, 1] each.
+
+    In the gap around 0 there is nothing to learn from.
+    """
     x = 1 + 2 * torch.rand(POINTS, 1, generator=generator)
     x = torch.where(torch.rand(POINTS, 1, generator=generator) < 0.5, x, -x)
     return x, torch.sin(2 * x) + 0.1 * torch.randn(POINTS, 1, generator=generator)
 
 
 def network() -> nn.Module:
-    """One member."""
+    """Return one member."""
     return nn.Sequential(
         nn.Linear(1, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1)
     )
 
 
 def train(steps: int = 1000, backend: str = "inductor") -> list[float]:
-    """Run on each rank; return the loss of every step, the mean over all members."""
+    """Train on this rank, and return the loss of every step, which is the mean over all members."""
     mesh = fs.make_mesh(shard=-1)  # joins the ranks that were started together
     torch.manual_seed(0)
     stacked, _ = stack_module_state([network() for _ in range(MEMBERS)])  # {"0.weight": [MEMBERS, WIDTH, 1]}
@@ -39,7 +42,7 @@ def train(steps: int = 1000, backend: str = "inductor") -> list[float]:
     member = copy.deepcopy(network()).to("meta")  # the code alone
 
     def outputs(params: dict, x: Tensor) -> Tensor:
-        """[MEMBERS, points, 1]."""
+        """Return each member's value at each point, [MEMBERS, points, 1]."""
         return vmap(lambda own, x: functional_call(member, own, (x,)), in_dims=(0, None))(params, x)
 
     def loss_fn(params: dict, x: Tensor, y: Tensor) -> Tensor:

@@ -52,9 +52,11 @@ def as_text(paper: Paper) -> str:
 def summary(paper: Paper) -> dict[str, str]:
     """Return the answers to the usual questions, a line each."""
     config, time, memory = paper.config, paper.timeline, paper.memory
+    # The numbers that are not among the paper's own.
     subject, each = paper.subject, time.model_flops * config.mesh.ranks / max(paper.tokens_per_step, 1)
     again = time.hardware_flops / max(time.model_flops, 1) - 1
     near = paper.hardware.ranks_per_node
+    # Parts of lines, which are empty where there is nothing to say.
     tokens = f", {big(paper.tokens_per_step)} tokens" if subject.unit == "token" else ""
     micro = f" in {paper.options.accumulate} micro-batches" if paper.options.accumulate > 1 else ""
     over = _list_sizes(

@@ -187,6 +187,7 @@ def _check_chosen(folder: Path, identity: Mapping[str, Any], resume: str) -> Non
             f"run.resume=never: {folder} holds checkpoints, the newest of step {steps[-1]}. "
             f"Fix: another hydra.run.dir, or delete {folder / CHECKPOINTS}."
         )
+    # They are to be resumed, so they have to be of this very configuration.
     try:
         there = read_record(folder / IDENTITY)
     except DamagedError as error:

@@ -132,6 +132,7 @@ def hardware_of_runs(place: str) -> fs.Hardware:
             f"hardware={MEASURED}{place}: no run in it says what it measured; those of experiments.train and "
             "experiments.finetune do, from their second step on."
         )
+    # Correct the hardware of the newest run by all runs on such a machine.
     last = known[-1]
     base = fs.Hardware.from_dict(last.hardware)
     base = replace(base, memory_bytes=last.machine["gpu_memory_bytes"] or base.memory_bytes)

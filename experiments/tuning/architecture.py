@@ -48,6 +48,7 @@ def check_decoder(model: nn.Module) -> None:
         raise no_decoder(type(model).__name__, "it is no trunk with a head over a vocabulary")
     trunk, config = model.get_submodule(trunk_of(model)), config.get_text_config()
     wrong = []
+    # Which tokens each layer sees.
     causal = [m.is_causal for m in trunk.modules() if hasattr(m, "is_causal")]
     if getattr(config, "is_encoder_decoder", False):
         wrong.append("it is an encoder with a decoder")
@@ -57,6 +58,7 @@ def check_decoder(model: nn.Module) -> None:
         wrong.append(f"{config.num_hidden_layers - len(causal)} of its layers have no causal attention")
     other = sorted(set(getattr(config, "layer_types", None) or ()) - set(KINDS))
     wrong += [f"layers of the kind {kind!r}, whose masks are not known here" for kind in other]
+    # What the trunk can be handed: positions, masks and a cache.
     taken = inspect.signature(trunk.forward).parameters
     needed = ("attention_mask", "position_ids")
     wrong += [f"its trunk takes no {name}" for name in needed if name not in taken]
@@ -67,6 +69,7 @@ def check_decoder(model: nn.Module) -> None:
         wrong.append(f"its attention is {attention!r}, not 'sdpa' or 'eager'")
     if getattr(config, "alibi", False):
         wrong.append("its positions are slopes of attention (ALiBi)")
+    # Leaves of more than two dims are those of experts and convolutions that are known.
     convolved = [f"{n}.weight" for n, m in trunk.named_modules() if isinstance(m, nn.Conv1d)]
     known = {*experts_of(trunk), *convolved}
     odd = [f"{n} {list(p.shape)}" for n, p in trunk.named_parameters() if p.dim() > 2 and n not in known]

@@ -265,6 +265,7 @@ class FinetuneConfig:
         fits = self.data.tokens == AUTO
         wrong = misfits(self.strategy, self.run, fits) + refuse_pipeline(self.mesh, "fine-tuning")
         wrong += self._budget_problems() + self._environment_problems()
+        # What the objective needs of the others.
         name = self.objective.name
         if name in ("dpo", "ipo", "simpo") and self.objective.beta == 0:
             wrong.append(f"objective.beta=0: objective={name} learns nothing then; leave the default.")
@@ -278,12 +279,14 @@ class FinetuneConfig:
                 f"answers are drawn twice. Fix: run.{name}={-(-number // updates) * updates}."
                 for name, number in odd.items()
             ]
+        # Rows have lengths that all ranks of the context axis can share.
         most = math.gcd(self.data.context, MULTIPLE, self.mesh.context)
         if most < self.mesh.context:
             wrong.append(
                 f"mesh.context={self.mesh.context}: has to divide data.context={self.data.context} and "
                 f"{MULTIPLE}, of which rows that are not packed are multiples. Fix: mesh.context={most}."
             )
+        # What the method has no use for.
         idle = [n for n, v in {"dora": self.method.dora, "b_rate": self.method.b_rate != 1}.items() if v]
         if self.method.name == "full" and idle:
             wrong.append(
@@ -295,6 +298,7 @@ class FinetuneConfig:
             )
         if isinstance(self.optimizer, SGDConfig) and self.method.b_rate != 1:
             wrong.append("method.b_rate: is of AdamW's rates. Fix: optimizer=adamw.")
+        # What can be written at the end.
         if self.objective.kind.exported and self.export in ("adapters", "both"):
             wrong.append(
                 f"export={self.export}: adapters alone are no model of objective={self.objective.name}. "

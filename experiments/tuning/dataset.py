@@ -577,7 +577,9 @@ class AnswerTable:
             texts = {**{who: told[number] for who, told in answers.items()}, "author": own}
             # Roles are control tokens as a rule, so these are spelled.
             lines.append(brief(printable(self.tokenizer.decode(example.prompt, control=True))))
-            lines += [f"  {f'{who}:':<7} {_one_line(text)}" for who, text in texts.items()]
+            for who, text in texts.items():
+                in_one_line = printable(text).replace("\n", "\\n")
+                lines.append(f"  {f'{who}:':<7} {in_one_line}")
             lines.append("")
         return "\n".join(lines)
 
@@ -589,10 +591,6 @@ def brief(text: str) -> str:
     '<image>*4?'
     """
     return re.sub(r"(<[^<>]+>)\1{3,}", lambda found: f"{found[1]}*{len(found[0]) // len(found[1])}", text)
-
-
-def _one_line(text: str) -> str:
-    return printable(text).replace("\n", "\\n")
 
 
 def window_of(examples: Sequence[Example], tokens: int, limit: int | None) -> int:

@@ -132,7 +132,7 @@ class _Talk:
             self.error = self.error or error
         except BaseException as error:  # the user's own code
             if not self._is_closed:
-                self.error = self.error or self._wrong(describe(error))
+                self.error = self.error or self._make_error(describe(error))
         self._is_over = True
         self._ready.release()
 
@@ -140,7 +140,7 @@ class _Talk:
         """Return the model's answer to messages, as an assistant's message."""
         play, number = self.play, len(self.said)
         if number >= play.turns:
-            self.error = self._wrong(
+            self.error = self._make_error(
                 f"it asks for more than objective.turns={play.turns} answers. Fix: end sooner, or a larger "
                 "objective.turns"
             )
@@ -149,9 +149,9 @@ class _Talk:
         try:
             ids = opening(play.tokenizer, list(messages), tools)
         except LineError as error:
-            raise self._wrong(str(error)) from error
+            raise self._make_error(str(error)) from error
         if len(ids) - 1 + play.answer > play.context:
-            raise self._wrong(
+            raise self._make_error(
                 f"turn {number + 1} takes {len(ids) - 1} positions, and an answer may have {play.answer}; "
                 f"the context has {play.context}. Fix: a larger data.context, or fewer and shorter messages"
             )
@@ -170,7 +170,7 @@ class _Talk:
             return False
         began = time.monotonic()
         if not self._ready.acquire(timeout=self.play.timeout):
-            self.error = self._wrong(
+            self.error = self._make_error(
                 f"after turn {len(self.said)} it has neither asked nor ended for "
                 f"{time.monotonic() - began:.0f} s (half of run.timeout_s)"
             )
@@ -192,14 +192,14 @@ class _Talk:
             messages, reward = found
             number = float(reward)
         except (TypeError, ValueError):
-            raise self._wrong(f"expected (messages, reward), got {found!r:.80}") from None
+            raise self._make_error(f"expected (messages, reward), got {found!r:.80}") from None
         if not isinstance(messages, list | tuple) or not math.isfinite(number):
-            raise self._wrong(f"expected messages and a finite number, got {found!r:.80}")
+            raise self._make_error(f"expected messages and a finite number, got {found!r:.80}")
         if not self.said:
-            raise self._wrong("it has ended without an answer of the model")
+            raise self._make_error("it has ended without an answer of the model")
         return number
 
-    def _wrong(self, what: str) -> ConfigError:
+    def _make_error(self, what: str) -> ConfigError:
         return ConfigError(f"objective.environment: the rollout of {self._name}: {what}.")
 
     @property

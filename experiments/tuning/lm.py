@@ -61,10 +61,10 @@ class LanguageModel:
     fp32_head: bool
     noise: float
     vision: Vision | None
-    _trunk: _Part
-    _embedding: _Part
-    _rest: _Part
-    _head: str
+    _trunk: _Part  # from tokens or their embeddings to hidden states
+    _embedding: _Part  # from tokens to their embeddings
+    _rest: _Part  # from hidden states to logits, where there is more than the head's product
+    _head: str  # the path of the head's weights
     _cache: str  # the name of the trunk's parameter for its cache
 
     @property
@@ -342,7 +342,8 @@ def from_config(config: Any, dtype: torch.dtype = torch.float32) -> LanguageMode
     except ConfigError:
         raise
     except Exception as error:  # a configuration may hold anything, so errors are of every kind
-        what = f"{type(error).__name__}: {_first_line(error)}"
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        what = f"{type(error).__name__}: {why:.300}"
         raise ConfigError(report(f"config.json makes no {type(config).__name__}:", [what], MEND)) from error
 
 
@@ -402,10 +403,6 @@ def refuse_codes(folder: Path) -> None:
                 f"model={folder}: {path.name} holds codes of {codes[0]}, as {codes[1]!r}. "
                 "Fix: name the directory that it was made from; method=qlora4 makes codes of it itself."
             )
-
-
-def _first_line(error: Exception) -> str:
-    return f"{(str(error).strip() or type(error).__name__).splitlines()[0]:.300}"
 
 
 def _describe_unreadable(folder: Path, problems: list[str]) -> str:

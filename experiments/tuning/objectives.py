@@ -101,13 +101,14 @@ def policy_gradient(tuning: Tuning, config: ObjectiveConfig, *, training: bool) 
     their [B, S] `rewards` are those of documents 1 to S, of which bool [B, S] `answers` marks those that
     count.
     """
-    lm, hot = tuning.lm, config.temperature
+    lm = tuning.lm
 
-    def both(params: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+    def hidden_and_logprobs(params: Any, batch: Batch) -> tuple[Tensor, Tensor]:
         hidden = lm.hidden(params, batch["tokens"], batch.get("positions"), batch.get("documents"))
-        return hidden, -lm.losses(params, hidden, batch["targets"], temperature=hot)
+        return hidden, -lm.losses(params, hidden, batch["targets"], temperature=config.temperature)
 
-    policy, reference = tuning.policy(both, training=training), tuning.reference(both)
+    policy = tuning.policy(hidden_and_logprobs, training=training)
+    reference = tuning.reference(hidden_and_logprobs)
     how = {"max_length": config.tokens} if config.name == "dr_grpo" else {}
 
     def loss(params: Any, batch: Batch) -> tuple[Mean, dict[str, Mean]]:
@@ -156,7 +157,8 @@ def row_logprobs(lm: LanguageModel, params: Any, batch: Batch) -> Tensor:
 def sides_of(batch: Batch) -> tuple[Batch, Tensor]:
     """Return a batch of pairs as one of documents, and which of its pairs count, bool [N].
 
-    A pair that is padding has no token on either side.
+    Of padded rows first come all of one side, then all of the other; packed pairs are documents already. A
+    pair that is padding has no learned token on either side.
     """
     if "pairs" in batch:
         return batch, batch["pairs"].flatten()
@@ -167,7 +169,7 @@ def sides_of(batch: Batch) -> tuple[Batch, Tensor]:
 
 
 def split_sides(numbers: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Divide the numbers of a batch of `sides_of`, by document, into those of both sides, [N, ...] each.
+    """Divide the numbers by document of a batch of `sides_of` into those of either side, [N, ...] each.
 
     They are [B, ...], or [B, 2 N, ...] for packed pairs.
     """

@@ -249,6 +249,7 @@ def _share(
             fix="give the base's values: fs.adapters.load(path, blocks, specs, mesh), with the blocks of "
             "fs.hf.load.",
         )
+
     there = _row_norms(whole, leaf in settings.transposed).to(norms.device)
     wide = torch.promote_types(norms.dtype, torch.float32)
     lost = (there == 0) & (norms != 0)
@@ -257,6 +258,7 @@ def _share(
             f"params[{leaf!r}]: {int(lost.sum())} of its rows are 0, and their norms in the adapter are not.",
             fix=f"{_MERGE}.",
         )
+
     return torch.where(there == 0, 1.0, norms.to(wide) / there.to(wide))
 
 
@@ -306,12 +308,14 @@ def _settings(config: Any, name: str) -> Lora:
     kind = config.get("peft_type") if isinstance(config, Mapping) else type(config).__name__
     if kind != "LORA":
         raise StateError(f"{name} holds {kind!r} adapters; only LoRA is known.")
+
     given = {**_DEFAULTS, **config}
     wrong = [
         f"{key} is {_show(given[key]) if key in given else 'missing'}, wanted is {wanted}"
         for key, (fits, wanted) in _READ.items()
         if (key in given or key in ("r", "lora_alpha")) and not fits(given.get(key))
     ]
+
     for key in given:
         # Sizes of later versions are numbers and texts, and mean nothing without their switch.
         if (
@@ -322,8 +326,10 @@ def _settings(config: Any, name: str) -> Lora:
         ):
             what = _OTHERS.get(key, "another kind of adapters")
             wrong.append(f"{key} is {_show(given[key])}: {what}, which is not known here")
+
     if wrong:
         raise StateError(f"{name} is not one that can be read here:", wrong, f"{_MERGE}.")
+
     return Lora(
         given["r"], float(given["lora_alpha"]), (), ("*",) * given["fan_in_fan_out"],
         float(given["lora_dropout"]), given["use_rslora"], given["use_dora"],

@@ -135,6 +135,8 @@ class DryKernel:
         tracker = self.context.tracker
         records = [tracker.follow(a) for a in args]
         kept = [r.reference() for r in records if r.tier == UNCOUNTED]
+
+        # Arguments that nothing else holds are dropped: the kernel may free them inside.
         args.clear()
         numbers: dict[int, int] = {}
         entries = []
@@ -142,12 +144,15 @@ class DryKernel:
             number = numbers.setdefault(id(record), len(numbers))
             dropped = record.reference() is None
             entries.append(CallArgument(number, dropped, record.bytes if dropped else 0))
+
+        # What the call makes; a line's name says what a new storage is for.
         footprint = self.context.footprint(self.name, self.way, tuple(entries))
         arguments = {numbers[id(r)]: r for r in records}
         unborn = [Storage(n, "", "device") for n in footprint.new_bytes]
         for name, each_output in zip(tracker.line.writes, footprint.outputs, strict=True):
             if each_output.new is not None and not unborn[each_output.new].category:
                 unborn[each_output.new].category = category_of(name)
+
         dead = [r for n, r in arguments.items() if r.reference() is None and n not in footprint.freed]
         tracker.look(footprint.workspace_bytes, dead, [unborn[j] for j in footprint.alive])
         del kept
@@ -155,8 +160,11 @@ class DryKernel:
 
     def _results(self, footprint: Footprint, arguments: Mapping[int, Storage]) -> list[Tensor]:
         tracker, homes, out = self.context.tracker, {}, []
+
         for each_output in footprint.outputs:
             shape, stride, dtype = each_output.shape, each_output.stride, each_output.dtype
+
+            # The storage that it is a part of: a new one, by its number, or an argument's, below zero.
             key = each_output.new if each_output.argument is None else -1 - each_output.argument
             value = None
             if key not in homes:
@@ -169,6 +177,8 @@ class DryKernel:
                         value = torch.empty(size, dtype=torch.uint8, device="meta")
                     tracker.follow(value)
                     homes[key] = value.untyped_storage()
+
+            # Not the first of its storage, or of another form than what made it.
             if value is None or value.dtype != dtype or value.shape != shape:
                 value = torch.empty(0, dtype=dtype, device="meta").set_(homes[key], 0, shape, stride)
             out.append(value)

@@ -285,6 +285,8 @@ class _Counter:
             return Work(kind, dtype, flops, read, _bytes(value), **size)
         if kind == "scatter":
             return Work(kind, dtype, 0.0, read, read + _bytes(value))
+
+        # All the rest streams: its time is that of memory, or of its elementwise operations.
         cheap, costly = _operations(node, kind)
         return Work("memory", dtype, 0.0, read, _bytes(value), cheap, costly)
 
@@ -334,6 +336,7 @@ class _Counter:
         Nodes of one level are fused if one reads the other. A level ends at every node that is not fused, and
         at sums over rows, so that no group reads a result of its own.
         """
+
         level: dict[fx.Node, int] = {}
         owner: dict[fx.Node, fx.Node] = {}  # a forest, in which roots stand for groups
         for node in self.nodes:
@@ -345,11 +348,13 @@ class _Counter:
                 if base in level:
                     joins = fusable and self._fusable(base) and not self._ends(base)
                     own = max(own, level[base] + (0 if joins else 1))
+
             level[node] = own
             owner[node] = node
             for base in bases if fusable else ():
                 if base in level and self._fusable(base) and level[base] == own and not self._ends(base):
                     owner[_root(owner, base)] = _root(owner, node)
+
         groups: dict[fx.Node, list[fx.Node]] = {}
         for node in level:
             groups.setdefault(_root(owner, node), []).append(node)

@@ -179,6 +179,8 @@ def _make_arguments(likes: Sequence[Tensor], entries: Sequence[CallArgument]) ->
         if shared.count(entry.storage) == 1:
             out.append(torch.empty_strided(size, stride, dtype=like.dtype, device=like.device))
             continue
+
+        # A storage that several share has room for the largest of them.
         if entry.storage not in bases:
             alike = [li for li, e in zip(likes, entries, strict=True) if e.storage == entry.storage]
             alone = [

@@ -106,6 +106,7 @@ class _Bench:
         wait()
         if self.comm is not None:
             self.comm.gather_object("")
+
         began = self.clock()
         work()
         wait()
@@ -113,6 +114,7 @@ class _Bench:
         repeats = max(1, min(1000, math.ceil(least / (self.clock() - began))))
         if self.comm is not None:  # the work may be a collective itself, so ranks repeat it equally often
             repeats = max(int(text) for text in self.comm.gather_object(str(repeats)))
+
         samples = []
         for _ in range(SAMPLES):
             began = self.clock()
@@ -131,6 +133,8 @@ class _Bench:
     def compute(self) -> dict[str, Any]:
         """Measure matmuls and attention by dtype, exponentials and scattered additions."""
         found: dict[str, Any] = {"flops": {}, "attention": {}, "attention_heads": {}}
+
+        # Products, by size, and attention, by length.
         for name, dtype in DTYPES.items():
             common = name in ("f32", "bf16")
             sizes = MATMULS if common else MATMULS[2:3]  # a CPU takes minutes to multiply large ones in f16
@@ -140,11 +144,15 @@ class _Bench:
             if common:
                 found["attention_heads"][name] = self._heads(self.large * LENGTHS[1], dtype)
         found["peak_flops"] = {n: max(r for _, r in c["points"]) for n, c in found["flops"].items()}
+
+        # Elementwise operations.
         count = 1 << 16 if self.large == 1 else 1 << 24
         x, out = self.random(count), torch.empty(count, device=self.device)
         found["transcendental"] = count / self.seconds(lambda: torch.exp(x, out=out))
         # In registers an elementwise operation costs as much as a multiply-add of a matmul.
         found["elementwise"] = found["peak_flops"]["f32"] / 2
+
+        # Additions to rows that an index names.
         rows, table = self.random(4096, 256), torch.zeros(256, 256, device=self.device)
         index = torch.randint(256, (4096,), device=self.device)
         found["scatter"] = rows.nbytes / self.seconds(lambda: table.index_add_(0, index, rows))
@@ -203,16 +211,20 @@ class _Bench:
         """Measure streaming and copying by size, the optimizer and the host."""
         counts = [self.large * n for n in COUNTS]
         streamed, copied, updated = [], [], []
+
         for count in counts:
             a, b = self.random(count), self.random(count)
             streamed.append((12.0 * count, 12.0 * count / self.seconds(lambda a=a, b=b: a + b)))
             copied.append(self._copy(count))
             if count in counts[2:-1]:  # smaller updates would measure the call itself, 50 us of Python
                 updated.append(self._update(count, self.device))
+
+        # The link between a device and its host, from pinned memory.
         host = torch.empty(1 << 22)
         device = host.clone() if self.device.type == "cpu" else host.to(self.device)
         host = host if self.device.type == "cpu" else host.pin_memory()
         link = host.nbytes / self.seconds(lambda: device.copy_(host, non_blocking=True))
+
         return {
             "memory": _curve(streamed),
             "copy": _curve(copied),

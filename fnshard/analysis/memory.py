@@ -195,6 +195,7 @@ def measure(
     slots = {
         path: _slots_on_rank(family, schedule.specs[path], mesh) for path, family in schedule.families.items()
     }
+
     context = DryContext(
         schedule,
         tracker,
@@ -205,6 +206,8 @@ def measure(
         updates=UpdateMemory(schedule, slots, compiled_update),
         rank=mesh.rank,
     )
+
+    # Run it, and find the worst moment; the transport's own buffers are there throughout.
     env, constants = _make_inputs(tracker, schedule, program, batch_bytes, slots)
     context.run(env)
     transport_bytes = comm.transport_bytes()
@@ -212,6 +215,7 @@ def measure(
         replace(m, device={**m.device, BUFFERS: m.device[BUFFERS] + transport_bytes}) for m in tracker.moments
     )
     worst = max(moments, key=lambda m: m.bytes)
+
     # After the last line only the state is left.
     resident = {c: tracker.categories[c] for c in (PARAMETERS, OPTIMIZER)}
     resident |= {BUFFERS: transport_bytes, INPUTS: constants}
@@ -261,6 +265,7 @@ def _make_inputs(
     for path, parts in slots.items():
         where = OPTIMIZER, schedule.specs[path].optimizer_memory
         env[ValueName(Kind.SLOTS, path)] = {n: new(*part, *where) for n, part in parts.items()}
+    # Micro-batches lie in the storage of the whole batch; keys and the like have their own.
     whole = {ValueName(Kind.BATCH, n): new((size,), torch.uint8, INPUTS) for n, size in batch_bytes.items()}
     for node, entry in zip(program.placeholders, program.inputs, strict=True):
         value, base = node.meta["val"], entry.value_name

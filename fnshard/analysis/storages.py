@@ -221,6 +221,7 @@ class StorageTracker(TorchDispatchMode):
         for name in line.writes:
             if name in env:
                 self.categorise(name, env[name])
+
         computes = line.lane in (COMPUTE, OPTIMIZER_LANE) and not isinstance(line, Wait)
         rest = WORKSPACES if computes else BUFFERS  # the purpose of memory that dies in the line that took it
         peak = self.peak
@@ -229,6 +230,8 @@ class StorageTracker(TorchDispatchMode):
             self._count(made, made.bytes)
         self._made = {}
         peak.categories[rest] += peak.workspace
+
+        # What was there at the worst moment, some of which has died since: now it is known what it was for.
         for record in peak.made:
             record.category = record.category or rest
             if record.tier == "device":

@@ -179,9 +179,11 @@ class HardwarePricer:
         link, n, adapters = self._links[verb, axes]
         if n == 1:
             return {}
+
         sent = (2 if verb == "all_reduce" else 1) * (n - 1) / n * size
         # Ranks meet in a time that grows with the depth of a tree. Carrying the bytes does not depend on it.
         seconds = link.latency_seconds * math.ceil(math.log2(n)) + getattr(link, verb).seconds(sent)
+
         leaving = 1 / adapters  # the share of the bytes that goes to other nodes through this rank's adapter
         shares = {"node": 1 - leaving, "network": leaving}
         link_seconds = {
@@ -254,13 +256,19 @@ class HardwarePricer:
             own, at_rest, sent = (
                 d.itemsize for d in (spec.optimizer_dtype, spec.storage_dtype, bucket.dtype)
             )
+
+            # Values that one stretch of an update hands to a later one.
             step, flow = derived.steps[line.number], flow_of(derived, line.number)
             size += sum(math.prod(s) * d.itemsize for n in (*step.reads, *step.writes)
                         for s, d in [derived.values.get(n, ((0,), torch.uint8))])  # fmt: skip
+
+            # Gradients come in the dtype in which they were sent; casts are passes of their own unless fused.
             fused = self.compiled_update and spec.updated_on == "device" and is_compilable(family)
             if GRAD in step.reads or line.number == 0:
                 size += count * sent if fused else count * own
                 size += 0 if fused else count * (own + sent) * (spec.optimizer_dtype != bucket.dtype)
+
+            # State and the value are read and written; of a master copy the parameter is rounded.
             if UPDATE in flow.commits:
                 size += 2 * (self.sizes[its_slots] + (0 if spec.has_master else count * own))
                 if fused:
@@ -362,6 +370,7 @@ class Timeline:
             ("  exposed transfer", self.exposed_transfer_seconds),
         ]
         rows += [("  bubble", self.bubble_seconds)] if self.stages else []
+
         lines = [f"{self.ranks} x {self.hardware}"]
         lines += [f"{name:24s} {s * 1e3:12.3f} ms  {s / step:6.1%}" for name, s in rows]
         if self.interval is not None:
@@ -472,11 +481,13 @@ def _flops(pricer: HardwarePricer) -> tuple[float, float, str]:
     that and its kernels' FLOPs counts.
     """
     runs = [line for line in pricer.schedule.instructions if isinstance(line, Run)]
+
     back: dict[tuple[int, str], float] = {}  # by segment and micro-batch
     for run in runs:
         if run.backward:
             key = run.segment, run.phase.rpartition(".")[2]
             back[key] = back.get(key, 0.0) + pricer.kernel_cost(run).model_flops
+
     model = spent = 0.0
     dtypes: dict[str, float] = {}
     for line in runs:
@@ -566,11 +577,13 @@ class _Together(_Clock):
         if price.on_host:
             if len(self.pending) >= PENDING:
                 self.host = max(self.host, self.pending.pop(0))
+            # Work of the host's own thread: the issuing thread only waits where too much is pending.
             start = max(self.host, self.free[HOST], there, self._numbers(line))
             self.free[HOST] = self.note(index, line, HOST, start, price.device_seconds)
             self.pending.append(self.free[HOST])
             self.ready |= dict.fromkeys(line.writes, self.free[HOST])
             return
+
         seconds = price.device_seconds
         if isinstance(line, Wait):
             if line.of.lane == OPTIMIZER:
@@ -579,6 +592,7 @@ class _Together(_Clock):
         if seconds:
             start = max(self.host, self.free[COMPUTE])
             self.free[COMPUTE] = self.note(index, line, COMPUTE, start, seconds)
+
         if price.flight_seconds:
             # A flight sends values of the compute lane, or receives into memory that was freed there.
             queue = price.communicator or price.lane
@@ -592,6 +606,7 @@ class _Together(_Clock):
                     flight += min(seconds, begins - issued)
                 else:
                     start = max(start, begins)
+
             end = self.note(index, line, price.lane, start, flight, price.communicator)
             self.free[queue] = end
             self.ready |= dict.fromkeys(line.writes, end)

@@ -124,6 +124,7 @@ def analyse(schedule: Schedule, sizes: Mapping[ValueName, int]) -> Traffic:
         if isinstance(line, ReduceScalars):
             scalars += 8 * schedule.scalars
             continue
+        # A transfer moves whole values; a collective sends a share of its buffer, which depends on the ranks.
         if line.lane == TRANSFER:
             size, axes, sent = sum(sizes[n] for n in line.reads), (), 0
         else:

@@ -86,9 +86,11 @@ class UpdateMemory:
         nodes = family.traced.placeholders if family.traced else {}
         like = [node.meta["val"].dtype for name, node in nodes.items() if name.startswith("number.")]
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+            # Bind the update as a step does, and make what it is called with.
             numbers = [torch.empty((), dtype=dtype) for dtype in like]
             updater = Updater({path: family}, {path: spec}, mesh, mesh.rank, without_data=device)
             update = updater.bind((path,), number)
+
             block = torch.empty(
                 block_shape(spec.shape, spec.gradient, mesh), dtype=self._sum_dtype(path), device=device
             )
@@ -101,6 +103,8 @@ class UpdateMemory:
             scale = torch.empty((), dtype=torch.float64, device=device) if barrier else None
             control = StepControl(step=Step(torch.tensor(0)), scale=scale)
             control.once((family, updater.device(path)), lambda: numbers)
+
+            # What it is given is counted elsewhere, and so is what it returns.
             tracker = StorageTracker(mesh.device_type)
             for value in tensors_of([block, stored, own_slots, made]):
                 tracker.adopt(value, INPUTS, size=0)
@@ -116,9 +120,12 @@ class UpdateMemory:
         if key not in known:
             step = next(s for s in family.derived.steps if isinstance(s, Compute) and s.whole)
             there, _ = stacks_of(family.derived)
+
+            # Shapes and dtypes of what it reads: sent to it, numbers of the step, values of earlier steps.
             kinds = dict(zip(there.receives, zip(there.shapes, there.dtypes, strict=True), strict=True))
             inputs = {n: node.meta["val"] for n, node in family.traced.placeholders.items()}
             kinds |= {n: (tuple(v.shape), v.dtype) for n, v in inputs.items() if n in step.reads}
+
             tracker = StorageTracker(self.schedule.mesh.device_type)
             with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
                 kinds |= {n: family.derived.values[n] for n in step.reads if n not in kinds}

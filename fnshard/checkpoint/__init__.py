@@ -104,6 +104,7 @@ def save(
         timeout=timeout,
     )
     job.write()
+
     if before is not None:  # the error of an earlier save; this one is complete
         raise before
     return job.directory.final
@@ -247,6 +248,7 @@ def restore_params(
                 near = "".join(nearest(g, resolved.stored) for g in globs)
                 raise CheckpointError(f"only={only!r} matches no leaf of the specs{near}.")
             specs = ResolvedSpecs.of(some)
+
         specs = resolve_as_saved(specs, found)
         masters = {n: leaf for n, leaf in found.leaves.items() if n.startswith("optimizer/")}
         params = specs.tree_of(blank_params(specs.stored, on, disk_dir))

@@ -131,10 +131,12 @@ def write_blocks(
         name if part.shape == leaf.shape else f"{name}@{','.join(map(str, start))}"
         for name, leaf, start, part in parts
     ]
+
     entries = [
         TensorToWrite(title, tuple(part.shape), part.dtype, lambda part=part: part)
         for title, (_, _, _, part) in zip(titles, parts, strict=True)
     ]
+
     file = data_file(mesh.rank)
     done = write(folder / file, entries)
     chunks: dict[str, list[Chunk]] = {}

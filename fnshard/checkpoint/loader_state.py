@@ -28,6 +28,8 @@ def encode(value: Any, name: str = "data") -> Any:
     """
     if value is None or type(value) in (bool, int, float, str):
         return value
+
+    # Numbers and arrays of NumPy, tensors, bytes.
     if isinstance(value, np.generic) and not isinstance(value.item(), np.generic):
         return encode(value.item(), name)
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc" and value.dtype.itemsize <= 8:
@@ -39,6 +41,8 @@ def encode(value: Any, name: str = "data") -> Any:
         return _tag("tensor", [NAMES[value.dtype], list(value.shape), text])
     if isinstance(value, bytes):
         return _tag("bytes", base64.b64encode(value).decode())
+
+    # Containers; JSON's own dicts have strings as keys.
     if isinstance(value, tuple):
         return _tag("tuple", [encode(v, f"{name}[{i}]") for i, v in enumerate(value)])
     if isinstance(value, list):
@@ -47,6 +51,7 @@ def encode(value: Any, name: str = "data") -> Any:
         if all(type(k) is str for k in value) and TAG not in value:
             return {k: encode(v, f"{name}[{k!r}]") for k, v in value.items()}
         return _tag("items", [[encode(k, name), encode(v, f"{name}[{k!r}]")] for k, v in value.items()])
+
     dtype = f" of {value.dtype}" if isinstance(value, Tensor | np.ndarray) else ""
     raise CheckpointError(
         f"{name} is {type(value).__name__}{dtype}, which a checkpoint does not hold (it never pickles).",
@@ -70,6 +75,7 @@ def _tag(kind: str, of: Any) -> dict[str, Any]:
 
 
 def _read_tensor(of: Any) -> Tensor:
+    """Return a tensor of its dtype's name, its shape and its bytes in base64."""
     name, shape, text = of
     if math.prod(shape) == 0:
         return torch.empty(shape, dtype=DTYPES[name])

@@ -171,6 +171,7 @@ class Manifest:
                     raise ValueError(f"{name}: a chunk in {min(odd)!r}, which is not among its files")
             for position in found.data:
                 _check_position(position)
+
             # Earlier versions saved complex leaves, and their optimizer state, as complex numbers.
             complexes = {n for n, leaf in found.leaves.items() if leaf.dtype in ("C64", "C128")}
             if old := tuple(n.removeprefix("params/") for n in complexes if n.startswith("params/")):
@@ -210,6 +211,7 @@ def merge_leaves(parts: Sequence[Mapping[str, SavedLeaf]], stages: Sequence[int]
     """
     first = {stage: parts[stages.index(stage)] for stage in stages}
     wrong = {n for part, stage in zip(parts, stages, strict=True) for n in part.keys() ^ first[stage].keys()}
+
     leaves = {name: leaf for part in first.values() for name, leaf in part.items()}
     found = {}
     for name, leaf in leaves.items():
@@ -217,12 +219,14 @@ def merge_leaves(parts: Sequence[Mapping[str, SavedLeaf]], stages: Sequence[int]
         alike = {(each.shape, each.dtype, each.spec) for each in here}
         chunks = sorted((c for each in here for c in each.chunks), key=lambda chunk: chunk.offset)
         found[name] = replace(leaf, chunks=tuple(chunks))
+
         try:
             found[name].check()
         except ValueError:
             wrong.add(name)
         if len(alike) > 1:
             wrong.add(name)
+
     if wrong:
         raise ValueError(f"ranks hold different states: {', '.join(sorted(wrong)[:SHOWN])}")
     return found

@@ -85,6 +85,8 @@ class Replicas:
         self.step, self.mesh = step, step.mesh
         self._group = group_of(self.mesh, timeout, "replicas")
         self.memory = run_together(self._group, "replicas", lambda: _folder_of(memory))
+
+        # Ranks of one host and folder are a node. Several nodes copy to each other over a group of their own.
         hosts = gather_texts(self._group, f"{socket.gethostname()}:{self.memory.resolve()}")
         names = list(dict.fromkeys(hosts))
         if len(names) > 1:
@@ -93,6 +95,7 @@ class Replicas:
         self._nodes = [names.index(host) for host in hosts]  # by rank
         self._node = self._nodes[self.mesh.rank]
         self._is_first = self._nodes.index(self._node) == self.mesh.rank  # the first rank of its node
+
         self._copies = copies if len(names) > 1 else 0
         if not 1 <= copies <= most_copies(len(names)):
             raise CheckpointError(
@@ -100,9 +103,10 @@ class Replicas:
                 f"1 to {most_copies(len(names))}.",
                 fix="one copy needs the node alone, n copies need n + 1 nodes.",
             )
-        self._token = gather_texts(self._group, uuid.uuid4().hex)[
-            0
-        ]  # it keeps the folders of two starts apart
+
+        # The token keeps the folders of two starts apart.
+        self._token = gather_texts(self._group, uuid.uuid4().hex)[0]
+
         self.lost, self.node_bytes = False, 0
         self._count, self._last = 0, ""  # the number of saves, and the folder of the last complete one
         self._thread: threading.Thread | None = None
@@ -121,6 +125,8 @@ class Replicas:
             for folder, name, text in json.loads(listed):
                 part = found.setdefault(folder, {}).setdefault(name, (text, []))
                 part[1].append(self._nodes[rank])
+
+        # The newest of those that are complete and not corrupt.
         replicas = filter(None, (_replica_of(folder, parts) for folder, parts in found.items()))
         _, fill = state_filler(self.step, None)
         self.lost = bool(found) or attempt() > 0
@@ -149,6 +155,8 @@ class Replicas:
         self._specs = ResolvedSpecs.of(state.where[0])
         leaves = state_leaves(state, self._specs, mesh)
         mine = assign_leaves(leaves, mesh)
+
+        # What this node will hold: its ranks' own blocks, and those of the ranks that copy to it.
         own_bytes = sum(leaf.block.nbytes for leaf in mine.values())
         sizes = [int(text) for text in gather_texts(self._group, str(own_bytes))]
         shifts = range(1, self._copies + 1)
@@ -158,6 +166,8 @@ class Replicas:
         by_rank = zip(self._nodes, gather_texts(self._group, str(taken)), strict=True)
         self.node_bytes = ROOM * sum(int(text) for node, text in by_rank if node == self._node)
         run_together(self._group, "replicas", self._check_room)
+
+        # The room is there: take it, and make what all manifests have in common.
         self._staged = make_host_copies(mine)
         axes = dict(zip(mesh.names, mesh.sizes, strict=True))
         self._plan = Manifest(
@@ -193,6 +203,7 @@ class Replicas:
         for rank, text in enumerate(gather_texts(self._group, json.dumps(sorted(needed)))):
             node = self._nodes[rank]
             missing |= {(node, name) for name in json.loads(text) if node not in replica.nodes[name]}
+
         received = {}
         for node, name in sorted(missing):
             source, target = self._nodes.index(replica.nodes[name][0]), self._nodes.index(node)
@@ -281,8 +292,10 @@ class Replicas:
         content, part = _read_file(path), torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
         files = {f"{path.name}{PART}": part}
         head = torch.tensor([len(content), len(part)])
+
         with translate_errors(lambda: "copying a replica"):
             for target, sources in zip(self._targets, self._sources, strict=True):
+                # All ranks send before they receive: sends that block would wait for each other.
                 sends = [
                     dist.isend(tensor, target, group=self._between, tag=tag)
                     for tag, tensor in enumerate((head, content, part))

@@ -81,17 +81,22 @@ def reshard(
         zero = torch.zeros((), dtype=torch.int64)
         alone = TrainState(zero, state, {}, {}, zero.clone())
         return reshard(alone, before, after, mesh, to=to, disk_dir=disk_dir).params
+
     target = to or mesh
     if target.size != mesh.size:
         raise SpecError(f"a state on {mesh} cannot be resharded to {target}: they have not the same ranks.")
+
+    # Blocks without codecs move; what changes its codec is decoded before, and coded afterwards.
     before = ResolvedSpecs.of(before).align(state.params)
     after = ResolvedSpecs.of(after).align(before.tree)
     old, before, plain = _decode_changed(state, before, after)
     compare_paths(before.stored, plain.stored)
     check_complex_alike(plain.complex, before.complex)
+
     leaves = state_leaves(old, before, mesh)
     known = _describe_all(leaves, mesh)
     new, targets = _make_blank(old, known, plain, target, disk_dir)
+
     del old
     state.consume(by="fs.reshard")
     if max(mesh.stages, target.stages) > 1:
@@ -126,6 +131,8 @@ def averaged(state: TrainState, name: str = "ema", *, disk_dir: str | None = Non
     """
     (specs, mesh), averages = state.where, ema_params(state.opt_state, name)
     resolved = ResolvedSpecs.of(specs)
+
+    # Averages lie as optimizer state does, and go to where parameters lie.
     on_disk = "host" if disk_dir is None else "disk"
     here = specs_here(resolved.stored, mesh)
     after = {p: resolved.stored[p] for p in resolved.trainable if p in averages or p not in here}
@@ -143,8 +150,10 @@ def averaged(state: TrainState, name: str = "ema", *, disk_dir: str | None = Non
         )
         for p, s in after.items()
     }  # fmt: skip
+
     blocks = {p: averages[p] if p in averages else foreign_block(s, mesh) for p, s in before.items()}
     moved = resolved.as_seen(reshard(blocks, before, after, mesh, disk_dir=disk_dir))
+
     leaves, structure = tree.flatten_with_paths(state.params)
     params = tree.unflatten([moved.get(path, leaf) for path, leaf in leaves.items()], structure)
     return TrainState(state.step.clone(), params, {}, {}, state.seed.clone(), where=state.where)

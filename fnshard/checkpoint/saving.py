@@ -66,6 +66,7 @@ class SaveJob:
             raise CheckpointError(f"cannot save {self.directory.final}:", error.lines(), rest) from error
         finally:
             self.directory.end()
+
         if self.keep is not None:
             if self.mesh.rank == 0:
                 try:
@@ -147,9 +148,11 @@ def save_job(
             raise CheckpointError(f"a {type(state).__name__} does not say how it is laid out.", fix=fix)
         resolved, training = ResolvedSpecs.of(specs), isinstance(state, TrainState)
         leaves = (state_leaves if training else check_param_leaves)(state, resolved, mesh)
+
         directory, numbers = AtomicDirectory(final), _check_metrics(metrics)
         if keep is not None:
             _check_keep(keep, directory.final, numbers)
+
         axes = dict(zip(mesh.names, mesh.sizes, strict=True))
         fields = {
             "step": int(state.step) if training else 0,
@@ -162,6 +165,7 @@ def save_job(
             "versions": {"torch": str(torch.__version__)},
             "number": int(final.name) if final.name.isdecimal() else None,
         }
+
         position = data.state_dict() if hasattr(data, "state_dict") else data
         return SaveJob(directory, leaves, mesh, group, fields, encode(position), keep)
 

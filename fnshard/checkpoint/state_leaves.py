@@ -109,6 +109,7 @@ def slot_leaves(
     for path, slots in state.items():
         spec = specs[path]
         for name, value in slots.items():
+            # A slot whose whole shape nobody has noted has its leaf's, or is the same on all ranks.
             own, whole = tuple(value.shape), shapes.get(path, {}).get(name)
             known = whole is not None
             if not known:
@@ -118,6 +119,7 @@ def slot_leaves(
                 out[f"optimizer/{path}/{name}"] = LocalLeaf(whole, layout, value, spec.chunk == "all")
             else:
                 odd.append(f"{path!r}: {name} {list(value.shape)} of a leaf {list(spec.shape)}")
+
     if odd:
         raise CheckpointError(
             f"nobody knows how {leaves(len(odd))} of optimizer state lie on mesh {mesh}:",
@@ -166,10 +168,13 @@ def saved_slots(saved: Mapping[str, SavedLeaf], specs: Specs, mesh: Mesh) -> Slo
         spec, dtype = specs[path], STATE_DTYPES[leaf.dtype]
         if slot == MASTER and not spec.has_master:
             continue
+
         layout = slot_layout(leaf.shape, spec.shape, spec.optimizer, mesh)
         alike = leaf.shape == spec.shape and (dtype.is_floating_point or dtype.is_complex)
         shape = leaf.shape if layout is None else block_shape(leaf.shape, layout, mesh)
         out[path][slot] = shape, spec.optimizer_dtype if alike else dtype
+
+    # A master copy is there where these specs have one, saved or not.
     for path in out:
         if (spec := specs[path]).has_master:
             block = block_shape(spec.shape, spec.optimizer, mesh)
@@ -219,6 +224,7 @@ def restore_targets(
             wrong.append(f"{name} is {leaf.block.dtype} here and {saved[source].dtype} there")
         else:
             out[name] = RestoreTarget(leaf.shape, leaf.layout, leaf.block, leaf.on_all_stages, source)
+
     elsewhere = {n for n in saved if path_of(n) in foreign}
     for name in [n for n in saved if n not in leaves_here and n not in elsewhere]:
         # Parameters must not be left out, nor state of leaves that train. A master copy may: its numbers are
@@ -227,6 +233,7 @@ def restore_targets(
         path, _, slot = rest.rpartition("/")
         if kind == "params" or (kind == "optimizer" and slot != MASTER and path in trained):
             wrong.append(f"{name} {list(saved[name].shape)} is in the checkpoint alone")
+
     if wrong:
         raise CheckpointError(
             f"the checkpoint is of another model or another optimizer, {leaves(len(wrong))}:",
@@ -249,6 +256,7 @@ def check_codecs_alike(specs: Specs, saved: Mapping[str, SavedLeaf]) -> None:
     for name in saved:
         path, _, part = name.rpartition(".")
         parts.setdefault(path, set()).add(part)
+
     wrong: dict[str, tuple[str | None, str | None]] = {}
     for path, spec in specs.items():
         name, shape = f"params/{path}", spec.shape or (1, 1)
@@ -256,6 +264,7 @@ def check_codecs_alike(specs: Specs, saved: Mapping[str, SavedLeaf]) -> None:
         found = None if name in saved or not own else own[0]  # no two codecs have parts of the same names
         if found != spec.codec and (found is not None or name in saved):
             wrong[path] = spec.codec, found
+
     if wrong:
         lines = [f"params[{p!r}]: codec={here!r} here, {there!r} there" for p, (here, there) in wrong.items()]
         codecs = " and ".join(dict.fromkeys(f"codec={there!r}" for _, there in wrong.values()))

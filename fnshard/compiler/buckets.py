@@ -70,10 +70,12 @@ class Buckets:
                 for glob, value in self.pad.items()
                 if not isinstance(glob, str) or not isinstance(value, Fill)
             ]
+
         if wrong:
             raise SpecError(
                 "invalid buckets:", wrong, "fs.Buckets([256, 512, 1024], pad={'labels': -100, '*': 0})."
             )
+
         object.__setattr__(self, "lengths", tuple(sorted(set(self.lengths))))
 
     def of_function(self, signature: inspect.Signature | None, context: int = 1) -> Buckets:
@@ -97,6 +99,7 @@ class Buckets:
         """
         named, structure = batch.leaves
         globs, dims = {n: self._glob(n) for n in named}, self._dims(batch)
+
         wrong = [
             f"pad[{glob!r}]={value!r} names no leaf, or only leaves of a pattern before"
             for glob, value in self.pad.items()
@@ -123,6 +126,7 @@ class Buckets:
                 "fs.Sequence(mask, (1, 2)) those of a mask [B, T, T], None that there is none. The leaves: "
                 f"{', '.join(' or '.join(self._names(n)) for n in named)}.",
             )
+
         leaves = [self._pad_leaf(n, leaf, dims[n]) if n in dims else leaf for n, leaf in named.items()]
         return tree.unflatten(leaves, structure)
 

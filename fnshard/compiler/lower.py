@@ -95,12 +95,17 @@ def trace_and_split(
             device=trace_device(mesh), mesh=mesh, differentiate=plan.differentiate,
             sources=options.sources,
         )  # fmt: skip
+
         narrow = {p: s.scaling == "rowwise" for p, s in stored.items() if s.wire_dtype is not None}
         if narrow:
             program = fp8_products(program, narrow)
+
+        # Each rank's program: first experts, then tensor and context axes.
         sequences = {name: dims[0] for name, dims in sequence_dims(batch).items()}
         program = place_experts(program, stored, mesh, options.expert_capacity)
         program = place_axes(program, stored, mesh, options.residual, sequences, options.context_attention)
+
+        # Cut where a leaf is gathered, where its gradient is needed by itself, and where a chunk begins.
         local = {p: s.local(mesh) for p, s in stored.items()}
         cuts = frozenset(
             p
@@ -134,6 +139,7 @@ def schedule_for(
             segments, kept,
             trainable=plan.differentiate, known=known, target=mesh.device_type, apart=plan.apart,
         )  # fmt: skip
+
     each = [
         kernels[kernel_key(s.source, p, plan.apart)] for s, p in zip(segments.segments, kept, strict=True)
     ]
@@ -151,6 +157,7 @@ def schedule_for(
         else:
             schedule = run_passes(schedule, options.passes, verified=True)
         schedules.append(verify(schedule) if verified else schedule)
+
     if verified and mesh.stages > 1:
         together(schedules)
     return Stages(program, segments, kernels, tuple(schedules))

@@ -125,6 +125,7 @@ def open_tensors(path: Path) -> Iterator[dict[str, FileTensor]]:
         folder, index, files = path.parent, {}, [path.name]
     else:
         raise _explain_nothing(path, "no such directory, and no file of that name")
+
     tensors: dict[str, FileTensor] = {}
     problems: list[str] = []
     with ExitStack() as stack:
@@ -134,6 +135,8 @@ def open_tensors(path: Path) -> Iterator[dict[str, FileTensor]]:
             except (OSError, ValueError, SafetensorError) as error:
                 problems.append(f"{name!r}: {error}")
                 continue
+
+            # Names must be unique, and be where the index says.
             twice = found.keys() & tensors.keys()
             problems += [f"{t!r} is in {tensors[t].file} and in {name}" for t in twice]
             lost = [t for t, file in index.items() if file == name and t not in found]
@@ -397,6 +400,7 @@ def _find_surplus(
     taken = {source.name for source in sources.values()}
     globs = [*ignore, *family.ignored]
     again = {name: path for path in sources for name in possible_names(path, family)}
+
     surplus: list[str] = []
     untied: list[str] = []
     for name, saved in tensors.items():
@@ -405,6 +409,8 @@ def _find_surplus(
         if name not in again:
             surplus.append(f"{name!r} {saved}: no leaf takes it")
             continue
+
+        # The other name of a tied weight, which must hold the same numbers.
         path = again[name]
         other = sources[path]
         if saved.dtype != other.saved.dtype or not torch.equal(saved.data[...], other.saved.data[...]):

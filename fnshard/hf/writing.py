@@ -92,6 +92,7 @@ def leaves_to_write(
     check_names(names, specs)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise StateError(f"dtype={dtype!r}: a float dtype, such as torch.bfloat16, or None.")
+
     out, wrong, taken = [], [], {}
     for path, spec in specs.items():
         named = read_name(path, names)
@@ -104,13 +105,17 @@ def leaves_to_write(
         if name in taken:
             wrong.append(f"{name!r} is to be params[{taken[name]!r}] and params[{path!r}]")
         taken[name] = path
+
+        # Integers and eight bits keep their dtype.
         wide = spec.storage_dtype.is_floating_point and spec.storage_dtype.itemsize > 1
         kind = dtype if dtype is not None and wide else spec.storage_dtype
         make = partial(block_of, blocks, path, spec)
         parts = family.parts(path) if named is None else ()
         out.append(LeafToWrite(path, spec, make, name, kind, transposed, parts))
+
     if wrong:
         raise StateError("names= does not fit the leaves:", wrong, "give each leaf its own name.")
+
     odd = [f"params[{leaf.path!r}] is {leaf.dtype}" for leaf in out if leaf.dtype not in NAMES]
     if odd:
         fix = "store them in another dtype (storage_dtype= of their specs)."
@@ -133,6 +138,8 @@ def write_leaves(
     """
     all_ranks = partial(all_or_none, comm.gather_object, what)
     plan, files = all_ranks(make_plan)
+
+    # Collectives follow: all ranks must mean the same file.
     lines = [(leaf.path, leaf.name, leaf.transposed, leaf.dtype, leaf.spec) for leaf in plan]
     digests = comm.gather_object(hashlib.sha256(repr((what, mesh, lines)).encode()).hexdigest())
     odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
@@ -141,6 +148,7 @@ def write_leaves(
             f"{what}: rank(s) {', '.join(map(str, odd))} mean another file or other leaves than rank 0.",
             fix="give the same path, specs, names and dtype on every rank.",
         )
+
     first, put = mesh.rank == 0, None
     try:
         put = all_ranks(files.__enter__ if first else None)
@@ -159,6 +167,8 @@ def write_leaves(
                 (full,) = comm.recv([(tuple(full.shape), full.dtype)], home, f"leaf {leaf.path}").wait()
             all_ranks(partial(put_leaf, put, leaf, full) if first else None)
         all_ranks(partial(files.__exit__, None, None, None) if first else None)
+
+    # `__exit__` of the files removes what they hold so far.
     except BaseException as error:
         if put is not None:
             files.__exit__(type(error), error, error.__traceback__)
@@ -185,10 +195,13 @@ def gather_leaf(block: Tensor, spec: LayoutSpec, mesh: Mesh, comm: Collectives, 
         if out is not None:
             out.copy_(block)
         return
+
     ranks = mesh.group_ranks(axes)
     parts_of = [boxes(spec.shape, spec.storage, mesh, mesh.coordinate(rank)) for rank in ranks]
     block, full = as_pairs(block), None if out is None else as_pairs(out)
     step = max(1, PIECE_BYTES // (len(ranks) * block[0].nbytes))
+
+    # A piece of rows of every rank's block at a time, from which rank `out` takes the valid part.
     for low in range(0, block.shape[0], step):
         piece = block[low : low + step]
         flat = comm.send_buffer(piece.numel(), piece.dtype, axes)
@@ -217,10 +230,13 @@ def model_directory(
         final: the path of the folder when it is complete. It replaces an empty directory, and nothing else.
         max_bytes: the most bytes of a file.
     """
+
     folder, files = final.with_name(f".{final.name}.writing"), split_files(entries, max_bytes)
     if folder.is_symlink() or folder.is_file():
         folder.unlink()
     shutil.rmtree(folder, ignore_errors=True)
+
+    # Heads first, so that tensors can come in any order.
     places: dict[str, tuple[Path, int]] = {}
     try:
         folder.mkdir(parents=True)
@@ -231,6 +247,8 @@ def model_directory(
             _write_at(path, memoryview(head), 0)
             places |= {name: (path, start) for name, start in starts.items()}
         yield lambda name, tensor: _write_at(places[name][0], bytes_of(tensor), places[name][1])
+
+        # Renamed when all of it is on the disk: a folder of that name is complete.
         _complete(folder, files, config)
         for path in folder.iterdir():
             flush_file(path)
@@ -276,11 +294,13 @@ def _complete(
         total = sum(e.bytes for entries in files.values() for e in entries)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
     entries = [entry for some in files.values() for entry in some]
     if isinstance(config, Path):
         found = [config] if config.is_file() else sorted({p for g in COPIED for p in config.glob(g)})
         for source in filter(Path.is_file, found):
             shutil.copyfile(source, folder / ("config.json" if config.is_file() else source.name))
+
     file = folder / "config.json"
     values = read_config(folder) if isinstance(config, Path) else config
     final = config_of_tensors(values, entries)

@@ -90,11 +90,13 @@ def _rows(blocks: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
 
 
 def _int8_parts(shape: Shape) -> Parts:
+    """Return shapes and dtypes of the parts: a code of eight bits per number, a scale per block."""
     blocks, _ = _columns(shape)
     return {"codes": ((shape[0], blocks * BLOCK), torch.int8), "scales": ((shape[0], blocks), torch.float32)}
 
 
 def _int8_encode(rows: Tensor) -> Mapping[str, Tensor]:
+    """Code rows so that the largest number of a block is 127."""
     blocks, most = _blocks(rows)
     scales = most / 127
     codes = blocks / torch.where(scales > 0, scales, 1.0).unsqueeze(2)
@@ -133,6 +135,7 @@ def _nf4_encode(rows: Tensor) -> Mapping[str, Tensor]:
     step = torch.where(spread > 0, spread, 1.0).unsqueeze(2)
     scales = _int8((grouped - mean.unsqueeze(2)) * counted / step)
     kept = {"scales": scales.flatten(1), "scale_scales": torch.stack([spread, mean], 2)}
+
     # Codes are the nearest to what the scales, as coded, will make of them.
     size = _nf4_scales(kept, most.shape[1])
     unit = blocks / torch.where(size != 0, size, 1.0).unsqueeze(2)
@@ -181,6 +184,7 @@ def register(codec: Codec) -> None:
         raise SpecError(f"fs.codecs.register takes a Codec, not {type(codec).__name__}.")
     if CODECS.get(codec.name, codec) is not codec:
         raise SpecError(f"a codec is called {codec.name!r} already; give yours another name.")
+
     names = codec.parts((4, 3)).keys()
     for other in CODECS.values():
         if other is not codec and other.parts((4, 3)).keys() == names:
@@ -188,6 +192,7 @@ def register(codec: Codec) -> None:
                 f"codec {codec.name!r} has parts {', '.join(names)}, as codec {other.name!r} has. A "
                 "checkpoint tells codecs by these names. Fix: give one of the parts another name."
             )
+
     # One shape is smaller than a block, the other has several dims and no whole number of blocks.
     wrong = [text for shape in ((4, 3), (2, 5, 70)) for text in _find_disagreements(codec, shape)]
     if wrong:
@@ -209,9 +214,12 @@ def _find_disagreements(codec: Codec, shape: Shape) -> list[str]:
         if tuple(codes[name].shape) != tuple(part) or codes[name].dtype != dtype:
             found = f"{list(codes[name].shape)} {codes[name].dtype}"
             wrong.append(f"{list(shape)}: {name} is {found}, announced as {list(part)} {dtype}")
+
     values = codec.decode(codes, shape, torch.float32)
     if tuple(values.shape) != shape or values.dtype != torch.float32:
         return [*wrong, f"{list(shape)}: decode gives {list(values.shape)} {values.dtype}"]
+
+    # A rank codes its own rows alone, and must get the same codes.
     alone = codec.encode(rows[:1])
     if not wrong and any(not torch.equal(alone[n], codes[n][:1]) for n in codes):
         wrong.append(f"{list(shape)}: the first row alone is coded otherwise than among others")

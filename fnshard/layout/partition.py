@@ -62,10 +62,13 @@ class P:
                 raise SpecError(
                     f"P{parts!r}: Fused(axis, count) stands first on its dim, with a count of 1 or more."
                 )
+
+            # One form for equal layouts: no count of 1, no tuple of one axis, no None at the end.
             axes = tuple(a.axis if isinstance(a, Fused) and a.count == 1 else a for a in axes)
             cleaned.append(None if not axes else axes[0] if len(axes) == 1 else axes)
         while cleaned and cleaned[-1] is None:
             cleaned.pop()
+
         self.parts = tuple(cleaned)
         if len(set(self.axes)) != len(self.axes):
             raise SpecError(f"{self!r} names an axis twice; an axis splits one dim.")

@@ -148,6 +148,8 @@ def _read_tensor_option(
             f"tensor={tensor!r}: the name of a mesh axis, or a dict from paths to P(...).",
             fix="tensor='tensor', or tensor={'layers.0.up.weight': P('tensor')}.",
         )
+
+    # A dict is taken as it is, once its leaves and axes are known.
     if not isinstance(tensor, str):
         if unknown := [f"tensor[{path!r}]" for path in tensor if path not in free]:
             raise SpecError(
@@ -163,11 +165,14 @@ def _read_tensor_option(
                 "name another axis, as 'tensor' in make_mesh(shard=4, tensor=2).",
             )
         return tensor
+
     if tensor not in mesh.names or tensor in mesh.data_axes:
         raise SpecError(
             f"tensor={tensor!r} is {'a data' if tensor in mesh.names else 'no'} axis of the mesh {mesh}.",
             fix="name an axis whose ranks see the same rows: make_mesh(shard=4, tensor=2), tensor='tensor'.",
         )
+
+    # By the name of an axis, layouts are found; what stays whole is told.
     layouts = tensor_layouts(named, tensor, mesh)
     if coded:
         layouts = {path: P(*layout.parts[:1]) for path, layout in layouts.items()}
@@ -209,6 +214,7 @@ def _read_expert_option(
             f"expert={expert!r}, codec={policy['codec']!r}: codes of experts stay where they are stored.",
             fix="expert=None, which gathers codes, or codec=None.",
         )
+
     stacks = {p: P(expert) for p, leaf in free.items() if "experts" in p and leaf.dim() == 3}
     if not stacks:
         raise SpecError(
@@ -245,6 +251,8 @@ def cut_chunks(
         raise SpecError(f"chunks={chunks!r}: a whole number of chunks for each stage, at least 1.")
     if mesh.stages == 1:
         return {}
+
+    # A unit is as large as its parameters; one that holds buffers alone belongs to all stages.
     count = mesh.stages * chunks
     free = {path: leaf for path, leaf in named.items() if not getattr(leaf, "tied_names", ())}
     sizes: dict[str, int] = {}
@@ -259,6 +267,7 @@ def cut_chunks(
             f"and the tree has {len(sizes)}: {', '.join([*sizes][:8]) or 'none'}.",
             fix="a smaller pipeline, fewer chunks, or smaller units (units=).",
         )
+
     bounds = _cut_evenly([*sizes.values()], count)
     chunk_of = {unit: sum(bound <= place for bound in bounds) for place, unit in enumerate(sizes)}
     return {path: chunk_of[unit_of[path]] for path in free if unit_of[path] in chunk_of}

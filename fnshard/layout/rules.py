@@ -65,6 +65,7 @@ def apply_rules(
     used = _find_tied_hits(tied, rules)
     uncovered: list[str] = []
     specs: list[LayoutSpec] = []
+
     for path, leaf in named.items():
         hit = find_rule(path, rules)
         if hit is None:
@@ -73,6 +74,7 @@ def apply_rules(
         used.add(hit)
         spec = _apply_rule(rules[hit][1], leaf)
         specs.append(spec.resolve(leaf, unit_of[path], chunk_of.get(path, "all")))
+
     unused = [_explain_unused(i, rules, named, tied) for i in range(len(rules)) if i not in used]
     if uncovered:
         raise SpecError(

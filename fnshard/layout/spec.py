@@ -182,6 +182,8 @@ class LayoutSpec:
             trainable = bool(self.trainable)
         if trainable and compute_dtype == FP8:
             compute_dtype, wire_dtype = torch.bfloat16, FP8
+
+        # A layout without axes follows `compute`: what is computed in parts is stored in them.
         storage, gradient, optimizer = (
             p if p is None or p.axes else self.compute for p in (self.storage, self.gradient, self.optimizer)
         )
@@ -367,6 +369,7 @@ def check_specs(specs: Mapping[str, LayoutSpec], mesh: Mesh) -> None:
         for problem, fix in found:
             wrong.append(f"params[{path!r}] {list(spec.shape or ())} with {problem}.")
             fixes[fix] = None
+
     if wrong:
         count = len({line.split("]")[0] for line in wrong})
         raise SpecError(
@@ -409,6 +412,7 @@ def _find_unfit_layouts(spec: LayoutSpec, mesh: Mesh) -> list[tuple[str, str]]:
                 meant = f" ({close[0]!r}?)" if close else ""
                 fix = f"name one of the mesh's axes{meant}, or make the mesh with an axis {axis!r}."
                 out.append((what, fix))
+
         named, dims = len(layout.parts), len(spec.shape)
         if named > dims:
             what = f"{field}={layout!r}: {named} dims named, the tensor has {dims}"

@@ -74,6 +74,7 @@ def split_dims(named: Mapping[str, Tensor]) -> dict[str, int]:
     leaves = {p: v for p, v in floats.items() if not is_buffer(v) and not hasattr(v, "adapts")}
     matrices = {_stem(p): p for p, v in leaves.items() if v.dim() == 2}
     biases = {_stem(p): p for p, v in leaves.items() if v.dim() == 1 and p.endswith("bias")}
+
     unit_of = numeric(named)
     sizes = {stem: tuple(leaves[path].shape) for stem, path in matrices.items()}
     # Matrices are [outputs, inputs] as nn.Linear's, where no bias of the unit says [inputs, outputs] (GPT-2).
@@ -84,6 +85,7 @@ def split_dims(named: Mapping[str, Tensor]) -> dict[str, int]:
     }
     output_dim = {stem: int(unit_of[path] in transposed) for stem, path in matrices.items()}
     kinds = {stem: kind for stem in (*matrices, *biases) if (kind := _kind(stem))}
+
     # Where keys and values have fewer heads than queries, the three parts are not equal: nothing cuts these.
     for stem, (first, last) in sizes.items():
         outputs, inputs = (last, first) if output_dim[stem] else (first, last)
@@ -91,6 +93,7 @@ def split_dims(named: Mapping[str, Tensor]) -> dict[str, int]:
             kinds[stem] = "whole"
     for scope in _scopes({stem: unit_of[path] for stem, path in matrices.items()}):
         kinds |= _pair_matrices({s: sizes[s][::-1] if output_dim[s] else sizes[s] for s in scope}, kinds)
+
     # From kinds to dims. A bias of outputs is split where the outputs are.
     out = dict[str, int]()
     for stem, kind in kinds.items():
@@ -100,6 +103,7 @@ def split_dims(named: Mapping[str, Tensor]) -> dict[str, int]:
             out[matrices[stem]] = dims.get(kind, outputs)
         if stem in biases and kind in ("columns", "vocabulary", *_FUSED):
             out[biases[stem]] = 0
+
     # LoRA's `a` is [rank, inputs] and `b` [outputs, rank]: the one that meets the split dim is split with it.
     for path, leaf in named.items():
         base = getattr(leaf, "adapts", None)

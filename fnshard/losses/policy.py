@@ -318,12 +318,15 @@ def _token_losses(
     """Return the loss of each token [B, T], and the metrics."""
     if beta and inputs.reference is None:
         raise ValueError(f"beta={beta}: inputs.reference is None, and a KL is to something.")
+
+    # The lesser of both is taken, so that no token gains by leaving the bounds.
     high = clip if clip_high is None else clip_high
     gains = inputs.advantages.detach()
     bounded = ratios.clamp(1 - clip, 1 + high)
     each = -torch.minimum(ratios * gains, bounded * gains)
     if correction is not None:
         each = each * correction.weights(inputs)
+
     beyond = ((ratios < 1 - clip) & (gains < 0)) | ((ratios > 1 + high) & (gains > 0))
     aux = {
         "clip_fraction": _metric(inputs, beyond.to(ratios.dtype)),

@@ -235,6 +235,7 @@ def _sizes(axes: Mapping[str, int], world: int | None) -> tuple[int, ...]:
             f"mesh ({shown}) has a size that is not a positive integer.",
             fix="give each axis a size of at least 1; one axis may be -1 where a world is known.",
         )
+
     fixed = math.prod(s for s in axes.values() if s != -1)
     sizes = tuple(s if s != -1 else (world or 1) // fixed for s in axes.values())
     if world is not None and math.prod(sizes) != world:

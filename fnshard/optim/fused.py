@@ -181,6 +181,7 @@ def _update_in_place(
         param.add_(update.to(param.dtype))
         for slot, value in zip(slots, new, strict=True):
             slot.copy_(value)
+
     if fused:
         params, grads, *slots = map(list, zip(*fused, strict=True))
         update_fused(params, prepare_gradients(grads, params), *slots)

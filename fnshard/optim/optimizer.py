@@ -233,6 +233,7 @@ def check_update(optimizer: Optimizer, path: str, made: Any, param: Tensor, slot
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], Mapping)):
         kind = "one tensor" if isinstance(made, Tensor) else type(made).__name__
         raise OptimizerError(f"{optimizer} returns {kind} for {leaf}.", fix=fix)
+
     update, new = made
     wrong = [f"slot {name!r} is none that init makes" for name in new if name not in slots]
     pairs = {"the update": (update, param)}

@@ -439,16 +439,19 @@ def check_kind(optimizer: object) -> None:
     """
     if optimizer is None:
         return
+    # An optimizer of torch or optax has a counterpart, which the error names.
     if not isinstance(optimizer, Optimizer):
         word, way = isinstance(optimizer, str), "optimizer=fs.optim.adamw(3e-4), or another of dir(fs.optim)."
         type_name = f"of type {type(optimizer).__name__}"
         kind = getattr(optimizer, "__name__", repr(optimizer) if word else type_name)
         fix = way if word else counterpart(optimizer)
         raise OptimizerError(f"optimizer= is {kind}, and no optimizer of fs.optim.", fix=fix)
+
     for part in optimizer.choose.parts if isinstance(optimizer.choose, Choice) else ():
         check_kind(part)
     if optimizer.choose is not None:
         return
+
     members = optimizer.update.members if isinstance(optimizer.update, Chain) else (optimizer,)
     if all(isinstance(member.update, Clip | Average) for member in members):
         before = [f"{m}" for m in members if isinstance(m.update, Clip)]

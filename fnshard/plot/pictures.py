@@ -274,10 +274,12 @@ def _draw_lanes(
         else:
             faces = [LANE_VERBS.get(s.verb, COLOURS[8]) for s in spans]
         colours |= zip(map(span_name, spans), faces, strict=True)
+
         # White edges tell bars apart, but would hide thin bars, which an edge of their own colour widens.
         edges = ["white" if width > thin else face for (_, width), face in zip(bars, faces, strict=True)]
         edge = {"edgecolors": edges, "linewidth": 0.4}
         axes.broken_barh(bars, (place - 0.36, 0.72), facecolors=faces, **edge)
+
     axes.set_yticks(range(len(lanes)), lanes)
     axes.set_ylim(max(len(lanes), 1) - 0.5, -0.5)
     return colours

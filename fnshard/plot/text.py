@@ -94,6 +94,7 @@ def tree(specs: Any, mesh: Mesh, *, params: Any = None, width: int = 32) -> str:
     """
     leaves = leaves_of(specs, mesh, params)
     full, one = sum(x.bytes for x in leaves), sum(x.mine for x in leaves)
+
     rows = join_alike(leaves)
     most = max((x.bytes for x in rows), default=0)
     counts = [f"{x.count} × " if x.count > 1 else "" for x in rows]
@@ -107,6 +108,7 @@ def tree(specs: Any, mesh: Mesh, *, params: Any = None, width: int = 32) -> str:
         )
         for x, count in zip(rows, counts, strict=True)
     ]
+
     title = f"{count_of(len(leaves))}, {byte_text(full)} stored; {byte_text(one)} on one rank of {mesh}"
     return "\n".join([title, *_columns(cells, (str.ljust, str.ljust, str.rjust, str.ljust))])
 
@@ -284,6 +286,7 @@ def layouts_of(spec: LayoutSpec | P, shape: Sequence[int] | None) -> tuple[dict[
         )
     if isinstance(spec, P):
         return {spec: "layout"}, tuple(full)
+
     named: dict[P, list[str]] = {}
     for field in FIELDS if spec.trainable is not False else FIELDS[:1]:
         value = getattr(spec, field)
@@ -349,6 +352,7 @@ def label_of(spec: LayoutSpec) -> str:
     """
     stored, computed = short_dtype(spec.storage_dtype), short_dtype(spec.compute_dtype)
     parts = [f"{spec.storage!r} {stored}" + ("" if stored == computed else f" → {computed}")]
+
     if not spec.trainable:
         parts.append("frozen")
     elif spec.gradient == spec.optimizer != spec.storage:
@@ -356,6 +360,7 @@ def label_of(spec: LayoutSpec) -> str:
     else:
         other = {"gradient": spec.gradient, "optimizer": spec.optimizer}
         parts += [f"{name} {layout!r}" for name, layout in other.items() if layout != spec.storage]
+
     parts += [f"computed {spec.compute!r}"] if spec.compute.axes else []
     parts += [] if spec.reshard or not spec.storage.axes else ["kept gathered"]
     parts += [] if spec.memory == "device" else [f"on the {spec.memory}"]

@@ -69,10 +69,12 @@ def all_or_none(gather: Callable[[str], list[str]], what: str, work: Callable[[]
         raise
     except Exception as error:
         failure = error
+
     message = "" if failure is None else f"{type(failure).__name__}: {failure}"
     texts = [json.loads(text) for text in gather(json.dumps(message))]
     if failure is not None and not isinstance(failure, OSError):
         raise failure
+
     failed = {rank: text for rank, text in enumerate(texts) if text}
     if failed:
         lines = [f"rank {rank}: {text}" for rank, text in failed.items()]

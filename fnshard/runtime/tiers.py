@@ -144,6 +144,7 @@ def check_directory(disk_dir: str | None, paths: Sequence[str]) -> None:
             os.close(_make_unnamed_file(disk_dir))
         except OSError as error:
             problem = f"disk_dir={disk_dir!r} cannot be written to ({error.strerror})"
+
     if problem:
         raise StateError(
             f"{len(paths)} leaves rest on disk, and {problem}:",
@@ -316,6 +317,7 @@ class Transfers:
             if pairs:
                 torch._foreach_copy_([t for _, t in pairs], [s for s, _ in pairs])
             return Transfer(targets, self.device)
+
         # The stream waits for the kernels that made the sources, for the last reader of the memory that new
         # targets were cut from, and for copies of the other direction that the compute stream has waited for.
         if after is None:

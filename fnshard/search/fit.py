@@ -197,6 +197,7 @@ def make_space(
         if mesh is not None or not whole or not (specs is None or callable(specs)):
             raise SpecError(f"ranks={ranks!r}: a whole number from 1, for which fit chooses the mesh.",
                             fix="leave mesh= out, and give specs= as a function of a mesh.")  # fmt: skip
+    # All other mistakes are named together.
     usual = StepOptions()
     wrong = [
         f"{name}={options[name]!r}: fit chooses it; leave it out"

@@ -106,6 +106,7 @@ def optimizer_text(optimizer: Optimizer | None, specs: Mapping[str, LayoutSpec])
     shape = (2,) * len(specs[path].shape)
     param = torch.arange(1, 1 + 2 ** len(shape), dtype=torch.float64).view(shape) / 8
     grad = param * 3 - 1
+
     out = stable_repr(optimizer)
     for count in _PROBED:
         step = Step(torch.tensor(count), grad.norm())

@@ -72,6 +72,7 @@ class ProgramCache:
             )
         if not callable(fn):
             raise TraceError(f"`fn` is a function of (params, *batch), not {type(fn).__name__}.")
+
         check_mesh(mesh)
         self.fn, self.mesh, self.trains = fn, mesh, trains
         check_order(options, mesh)
@@ -83,6 +84,7 @@ class ProgramCache:
         self._take(ResolvedSpecs.of(specs))
         many = options.shapes is not None or options.micro_rows is not None  # of batches, on purpose
         self.programs = Programs(max(options.cache, LENGTHS), True) if many else Programs(options.cache)
+
         self.on_paper: tuple[BatchKey, Lowered] | None = None
         self._cut: tuple[BatchKey, Lowered] | None = None  # by one micro-batch, where their number varies
         self.lock = threading.RLock()
@@ -195,6 +197,7 @@ class ProgramCache:
         else:
             self.stats.traces += 1
             stages = lower(self.fn, self.specs, micro, self.mesh, plan, options, kernel_flops)
+
         lowered = Lowered(
             stages, options, compiled, self.optimizer, bytes_of_batch(batch),
             stats=self.stats, first=not len(self.programs),

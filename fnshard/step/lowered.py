@@ -170,6 +170,7 @@ class Lowered:
         if stage is None:
             ledgers = [self._ledger(transport, each) for each in range(stages)]
             return max(ledgers, key=lambda ledger: ledger.analysis.peak_bytes)
+
         kind = transport or transport_of(self.schedule.mesh)
         key = kind, self.compiled is None, stage
         if key not in self.ledgers:

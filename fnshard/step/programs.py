@@ -92,9 +92,12 @@ class Programs:
                 lines(changed),
                 "let `fn` use the same parameters whatever the batch; ranks would hang otherwise.",
             )
+
         # The value of a constant is another: one of the batch, or one that `fn` reads.
         if baked or all(isinstance(v, Constant | NumberList) for _, *both in changed for v in both):
             return self._explain_repeats(changed)
+
+        # What is left is other leaves, or other shapes: of lengths on purpose, or of one batch after another.
         other_leaves = not all(isinstance(n, Leaf) and type(b) is type(n) for _, b, n in changed)
         full = len(self) == self.size  # many lengths are warned of once, when the first of them is dropped
         if (self.lengths and not full) or (self.warned and not other_leaves):
@@ -105,6 +108,7 @@ class Programs:
                 f"more than {self.size} lengths: each one more is compiled again. fs.Buckets of fewer "
                 "lengths has fewer; shard_step(cache=) keeps more."
             )
+
         more = f", and {len(changed) - 1} more" * (len(changed) > 1)
         way = (
             "give all the same leaves"

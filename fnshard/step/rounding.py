@@ -32,6 +32,8 @@ def warn_of_lost_updates(optimizer: Optimizer, specs: Mapping[str, LayoutSpec]) 
         key = len(spec.shape), rule, rule.settings(path)
         if key not in known:
             known[key] = usual_update(rule, path, len(spec.shape))
+
+        # A number moves if the update is at least half of the distance to its neighbour.
         size, half = known[key], torch.finfo(dtype).eps / 2
         if size and size < half * USUAL:  # At a rate of 0 nothing is lost.
             lost[path] = (
@@ -40,6 +42,7 @@ def warn_of_lost_updates(optimizer: Optimizer, specs: Mapping[str, LayoutSpec]) 
             largest = max(largest, size)
     if not lost:
         return
+
     lines = [*lost.values()]
     warnings.warn(
         report(
@@ -72,6 +75,8 @@ def usual_update(rule: Optimizer, path: str, dims: int) -> float | None:
             sizes.append(float(update.abs().max()))
     except Exception:  # a user's optimizer may not run on such a leaf
         return None
+
+    # Ten times the gradient makes another update: the size is that of gradients, which nobody knows.
     if abs(sizes[1] - sizes[0]) > 0.1 * sizes[0]:
         return None
     return sizes[0] * max(rates.values()) / rates[first]

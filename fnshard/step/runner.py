@@ -241,6 +241,7 @@ class Runner:
             settings |= settings_of(self.optimizer, specs, self.options, seed, step)
         items, compiled = items_of(lowered.program), lowered.compiled is not None
         rank.agreement = check_agreement(rank.comm, lowered.communication(), settings, items, compiled, rows)
+
         # Making a group is a collective of all ranks, and stages come to their collectives in different
         # orders: all groups are made here.
         if self.mesh.stages > 1:
@@ -252,11 +253,13 @@ class Runner:
             rank.comm.open_groups(groups, pairs)
         if self.compares_replicas:
             compare_values(rank.comm, blocks, specs.stored, given)
+
         # Ranks that compute parts of the same rows must close over the same tensors.
         constants = lowered.program.constants
         if self._parts and constants:
             read = {f"a tensor {list(v.shape)} that `fn` closes over, {n},": v for n, v in constants.items()}
             compare_rows(rank.comm, self._parts, {n: str(checksum(v)) for n, v in read.items()})
+
         # Processes of one host share Inductor's cache on disk, so that each compiles a share. Accelerators do
         # not: the cache has entries of its own for each device.
         shared = (self.mesh.kind, self.mesh.device_type) == ("group", "cpu")

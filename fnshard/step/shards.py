@@ -243,6 +243,7 @@ def check_blocks(
                 f"a block {list(shape)} {dtype} on {where} "
                 f"of {list(spec.shape)} with {spec.storage!r}"
             )
+
     if wrong:
         raise StateError(f"not this rank's stored blocks on mesh {mesh}, {leaves(len(wrong))}:", wrong, fix)
 

@@ -103,6 +103,7 @@ def check_slots(
             if value.shape != shape or value.dtype != dtype or value.device.type != where:
                 given = f"{list(value.shape)} {value.dtype} on {value.device.type}"
                 wrong.append(f"{path!r}: {name} is {given}; wanted is {list(shape)} {dtype} on {where}")
+
     if wrong:
         raise StateError(
             f"the optimizer state was made by another optimizer or other specs, {leaves(len(wrong))}:",

@@ -99,6 +99,13 @@ def trained(
     return losses, fs.unshard(state.params, step.specs, mesh)
 
 
+@pytest.mark.suite({
+    "1d-*": "rows",
+    "2d-no_shard-unit": "images, made again",
+    "activated-zero2-unit": "with an activation inside",
+    "no statistics-*": "of the batch alone",
+    "torch's-*": "what torch has",
+})  # fmt: skip
 @pytest.mark.parametrize(
     ("name", "preset", "remat"),
     [

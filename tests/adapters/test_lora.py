@@ -84,6 +84,7 @@ def leaf_specs(specs: Any) -> dict[str, LayoutSpec]:
     return fs.tree.flatten_with_paths(specs, is_leaf=lambda s: isinstance(s, LayoutSpec))[0]
 
 
+@pytest.mark.long  # test_frozen_leaves counts collectives of units
 def test_adapters_join_the_unit_of_their_leaf_and_they_alone_are_reduced() -> None:
     fn, tree, _ = tuned(llama())
     mesh = fs.make_mesh(shard=8, abstract=True)
@@ -94,6 +95,9 @@ def test_adapters_join_the_unit_of_their_leaf_and_they_alone_are_reduced() -> No
     assert reduced == {f"adapters.{p}" for p in leaf_specs(specs["adapters"])}
 
 
+@pytest.mark.suite({
+    "nf4": "codes below adapters",
+})  # fmt: skip
 @pytest.mark.parametrize("codec", [None, "nf4"])
 def test_frozen_leaves_have_no_gradient_no_optimizer_state_and_no_collective(codec: str | None) -> None:
     """Counted on the schedule and in the ledger: LoRA and QLoRA pay for what trains, the rest is stored."""

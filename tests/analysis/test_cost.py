@@ -208,6 +208,10 @@ TIERS = {
 MASTER = {"optimizer_dtype": torch.float32}
 
 
+@pytest.mark.suite({
+    "streamed": "both ways, of leaves and slots",
+    "disk": "through the host",
+})  # fmt: skip
 @pytest.mark.parametrize("tier", TIERS)
 def test_transfers_are_priced_by_the_bytes_of_what_they_read(tier: str) -> None:
     """Line by line."""

@@ -122,6 +122,9 @@ def check_case(
             assert predicted == pytest.approx(real, rel=close, abs=late), (what, case)
 
 
+@pytest.mark.suite({
+    "('zero2', 'unit', 'streamed', 1)": "leaves that come and go, recomputed",
+})  # fmt: skip
 @pytest.mark.parametrize(
     "case",
     [pytest.param(c, marks=[] if n in (1, 8) else pytest.mark.long) for n, c in enumerate(SAMPLE)],
@@ -132,6 +135,7 @@ def test_predicted_bytes_are_those_of_real_ranks(ranks: Any, case: Case) -> None
     check_case(ranks(world), case, "eager", world)
 
 
+@pytest.mark.long  # `what_a_rank_computes_of_whole_matrices` below is of one rank
 @pytest.mark.parametrize(
     ("optimizer", "policy"),
     [
@@ -203,6 +207,9 @@ def exchanged_on_rank(rank: int, kind: str) -> tuple[int, int]:
     return lowered.memory_analysis().peak_bytes, real.peak + transport
 
 
+@pytest.mark.suite({
+    "psum": "of one size",
+})  # fmt: skip
 @pytest.mark.parametrize("kind", EXCHANGES)
 def test_predicted_bytes_of_exchanges_are_those_of_real_ranks(ranks: Any, kind: str) -> None:
     for predicted, real in ranks(2).run(exchanged_on_rank, kind):
@@ -294,6 +301,9 @@ def sent_on_rank(rank: int, preset: str, axes: Mapping[str, int]) -> tuple[int, 
     return sent, moved.sent_bytes - sums, summed, full
 
 
+@pytest.mark.suite({
+    "hybrid_shard-*": "both axes, and what full_shard sends",
+})  # fmt: skip
 @pytest.mark.parametrize(
     ("preset", "axes"),
     [

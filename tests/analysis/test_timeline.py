@@ -79,7 +79,7 @@ def machines(draw: Any) -> Hardware:
     )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=20)
 @given(plans, machines())
 def test_a_lane_does_one_thing_at_a_time(low: Lowered, hardware: Hardware) -> None:
     got = low.timeline(hardware)
@@ -91,7 +91,7 @@ def test_a_lane_does_one_thing_at_a_time(low: Lowered, hardware: Hardware) -> No
     assert all(0 <= s.start <= s.end <= got.step_seconds * (1 + 1e-9) for s in got.spans)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=20)
 @given(plans, machines())
 def test_nothing_computes_behind_a_wait_before_its_flight_has_landed(
     low: Lowered, hardware: Hardware
@@ -114,7 +114,7 @@ def test_nothing_computes_behind_a_wait_before_its_flight_has_landed(
             assert min(later, default=landed) >= landed - 1e-12
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=20)
 @given(plans, machines())
 def test_a_step_is_no_shorter_than_its_critical_path(low: Lowered, hardware: Hardware) -> None:
     """The longest chain of lines in which each reads what the one before made, lanes and host aside."""
@@ -130,7 +130,7 @@ def test_a_step_is_no_shorter_than_its_critical_path(low: Lowered, hardware: Har
     assert low.timeline(hardware).step_seconds >= max(done.values()) * (1 - 1e-9)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=20)
 @given(plans, machines(), st.floats(1, 100))
 def test_more_bandwidth_is_never_slower(low: Lowered, hardware: Hardware, factor: float) -> None:
     def faster(link: Link) -> Link:

@@ -220,6 +220,9 @@ def test_a_position_is_of_its_step_alone(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------ in memory
+@pytest.mark.suite({
+    "stored2": "narrow leaves, on the host",
+})  # fmt: skip
 @pytest.mark.parametrize(
     "stored", [pytest.param(("fp32", "fp32"), marks=pytest.mark.long), ("fp32", "bf16"), ("bf16", "host")]
 )

@@ -37,6 +37,9 @@ def flipped(folder: Path, bits: list[tuple[str, int]], restoring: Any) -> None:
     assert is_known(restored(folder, restoring)[1], 300)
 
 
+@pytest.mark.suite({
+    "one": "any byte of any file",
+})  # fmt: skip
 @pytest.mark.parametrize("by", ["one", "two"])
 def test_a_flipped_bit_is_found_and_its_file_named(
     by: str, roots: Any, restoring: Any, tmp_path: Path
@@ -69,6 +72,18 @@ def ruined(how: str, times: int, pristine: Path, folder: Path, restoring: Any) -
                 )
 
 
+@pytest.mark.suite({
+    "a run flipped": "bytes that change",
+    "a run moved": "bytes that change places",
+    "longer by zeros": "a length",
+    "a byte less": "a length",
+    "empty": "nothing",
+    "gone": "no file",
+    "no text": "no JSON",
+    "nested": "JSON too deep",
+    "a link outside": "a link",
+    "noise": "anything",
+})  # fmt: skip
 @pytest.mark.parametrize("how", corrupt.BYTES)
 def test_a_ruined_file_is_found_and_named(how: str, roots: Any, restoring: Any, tmp_path: Path) -> None:
     """Each file in turn: 20 ways, 4 files, 6 times."""

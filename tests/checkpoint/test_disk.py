@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from commands import OUTPUT, start_command
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYERS, WIDTH, STEPS = 12, 2048, 3
@@ -100,33 +100,54 @@ except StateError as error:
 """
 
 
-def on_small_disk(tmp_path: Path, size: str, *command: str, timeout: float = 120) -> str:
-    """What a command prints whose "DISK" is a real file system of that size, in a namespace of its own."""
-    disk = tmp_path / "disk"
+MOUNTS = """
+import ctypes, os, subprocess, sys
+from pathlib import Path
+from commands import popen_here
+
+disk, size, *programs = sys.argv[1:]
+here = {"uid_map": os.getuid(), "gid_map": os.getgid()}
+NEW_USER, NEW_MOUNTS = 0x10000000, 0x20000
+if ctypes.CDLL(None).unshare(NEW_USER | NEW_MOUNTS):
+    sys.exit(77)
+Path("/proc/self/setgroups").write_text("deny")
+for file, number in here.items():
+    Path("/proc/self", file).write_text(f"0 {number} 1")
+subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", disk], check=True)
+for program in programs:
+    if code := popen_here([sys.executable, *program.split()], os.environ).wait():
+        sys.exit(code)
+print(*sorted(os.listdir(disk)))
+"""
+
+
+def run_on_small_disk(tmp_path: Path, size: str, *programs: str) -> list[str]:
+    """Run programs whose "DISK" is a real file system of that size, in a namespace of its own.
+
+    All of them are forks of a process that has imported torch.
+
+    Returns:
+        The lines that they print, and one of the names that they leave there.
+    """
+    disk, mounts = tmp_path / "disk", tmp_path / "mounts.py"
     disk.mkdir()
-    words = " ".join(str(disk) if word == "DISK" else word for word in command)
-    if shutil.which("unshare") is None:
-        pytest.skip("no unshare")
-    shell = f"mount -t tmpfs -o size={size} none {disk} && {words}"
-    done = subprocess.run(
-        ["unshare", "--map-root-user", "--mount", "sh", "-c", shell],
-        capture_output=True, text=True, check=False, timeout=timeout,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/support'}", "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    if done.returncode and ("not permitted" in done.stderr or "denied" in done.stderr):
+    mounts.write_text(MOUNTS)
+    programs = tuple(program.replace("DISK", str(disk)) for program in programs)
+    code = start_command([str(mounts), str(disk), size, *programs], tmp_path).wait()
+    printed, errors = ((tmp_path / OUTPUT[name]).read_text() for name in ("stdout", "stderr"))
+    if code == 77 or "not permitted" in errors or "denied" in errors:
         pytest.skip("no namespaces here")
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
+    assert code == 0, errors[-2000:]
+    return printed.splitlines()
 
 
 def test_a_file_system_that_is_full(tmp_path: Path) -> None:
     """An error, no SIGBUS, and nothing left on it."""
     script = tmp_path / "full.py"
     script.write_text(FULL)
-    words = on_small_disk(tmp_path, "1m", sys.executable, str(script), "DISK", "&& ls", "DISK", "| wc -l")
-    *lines, intact, left = words.splitlines()
+    *lines, intact, left = run_on_small_disk(tmp_path, "1m", f"{script} DISK")
     assert "is full, with" in "\n".join(lines)
-    assert (intact, left.strip()) == ("True", "0")
+    assert (intact, left) == ("True", "")
 
 
 SAVES = """
@@ -156,9 +177,8 @@ assert fs.checkpoint.all_steps(folder) == [1]
 def test_saving_to_a_full_and_to_a_read_only_disk(tmp_path: Path) -> None:
     script = tmp_path / "saves.py"
     script.write_text(SAVES)
-    python = f"{sys.executable} {script} DISK"
-    steps = f"{python} first && {python} second && ls -A DISK"
-    printed = on_small_disk(tmp_path, "9m", *steps.split())
+    lines = run_on_small_disk(tmp_path, "9m", f"{script} DISK first", f"{script} DISK second")
+    printed = "\n".join(lines)
     assert printed.count("cannot save") == 4
     assert printed.count("No space left") == printed.count("Read-only") == 2
-    assert printed.splitlines()[-1] == "1"  # and no leftovers
+    assert lines[-1] == "1"  # and no leftovers

@@ -50,6 +50,10 @@ def differences(_: int, name: str, ranks: int) -> list[str]:
     return wrong + [n for n, v in expected.items() if n in found and not torch.equal(v, found[n])]
 
 
+@pytest.mark.suite({
+    "muon_*": "stacks",
+    "adamw_*": "masters, whole leaves",
+})  # fmt: skip
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_earlier_checkpoint_restores_bit_for_bit(name: str, ranks: Any) -> None:
     assert differences(0, name, 1) == []

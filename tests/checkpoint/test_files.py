@@ -149,7 +149,7 @@ def test_what_is_of_another_type_is_named(change: Any, message: str) -> None:
 
 
 EXAMPLES = settings(
-    max_examples=100,
+    max_examples=40,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],

@@ -80,6 +80,7 @@ def go_on_from_fsdp2(rank: int, folder: str) -> dict[str, Any]:
     return out
 
 
+@pytest.mark.long  # test_foreign reads and writes what FSDP2 does
 def test_a_run_of_fsdp2_goes_on_here_and_back(ranks: Any, tmp_path: Path) -> None:
     for found in ranks(2).run(go_on_from_fsdp2, str(tmp_path)):
         for losses in found["here"].values():

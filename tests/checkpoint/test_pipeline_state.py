@@ -159,6 +159,9 @@ def there_and_back(rank: int, kind: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.suite({
+    "bf16": "with masters",
+})  # fmt: skip
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_state_goes_to_every_mesh_and_back_in_memory(ranks, kind):
     assert ranks(4).run(there_and_back, kind) == [[]] * 4

@@ -145,6 +145,14 @@ def poisoned_frees() -> Iterator[list[str]]:
         yield buried
 
 
+@pytest.mark.suite({
+    "full_shard-reduce": "leaves that are freed and gathered again",
+    "zero1-breadth": "gradients kept whole over all micro-batches",
+    "zero2-local": "gradients reduced at the end",
+    "shard_grad_op-once": "one micro-batch",
+    "no_shard-breadth": "reductions of whole leaves",
+    "hybrid_shard-local": "two axes",
+})  # fmt: skip
 @pytest.mark.parametrize(("preset", "mode"), [
     pytest.param(preset, mode, marks=[pytest.mark.long] * ((i + j) % 3 == 2))
     for i, preset in enumerate(PRESETS) for j, mode in enumerate(MODES)
@@ -169,6 +177,9 @@ def test_bits_do_not_depend_on_when_buffers_are_read(preset: str, mode: str) -> 
                 assert same_bits(state, expected[rank]), (prefetch, overlap, adversary, rank)
 
 
+@pytest.mark.suite({
+    "odd_leaves-*": "buckets with padding",
+})  # fmt: skip
 @pytest.mark.parametrize(
     ("name", "preset"),
     [
@@ -186,6 +197,9 @@ def test_bits_of_other_models(name: str, preset: str) -> None:
     assert all(same_bits(s, expected[r]) for ranks in got for r, s in enumerate(ranks))
 
 
+@pytest.mark.suite(but={
+    "soap-*": "muon has stacks, adafactor reductions",
+})  # fmt: skip
 @pytest.mark.parametrize(
     ("optimizer", "preset"),
     [

@@ -10,6 +10,18 @@ from fnshard.compiler.ir.program import propagate, replay
 from fnshard.compiler.rewrites.causal_mask import recognise_causal
 
 
+@pytest.mark.suite({
+    "3-3-shape0-True": "one row",
+    "3-3-shape1-False": "one row of a batch",
+    "3-3-shape2-True": "a column",
+    "1-3-shape3-False": "one query",
+    "3-1-shape4-True": "one key",
+    "2-3-shape5-False": "fewer queries than keys",
+    "3-2-shape6-False": "fewer keys than queries",
+    "2-2-shape7-True": "square",
+    "2-2-shape8-False": "of two samples",
+    "2-3-shape9-True": "one row, fewer queries",
+})  # fmt: skip
 @pytest.mark.parametrize("additive", [False, True])
 @pytest.mark.parametrize(
     ("t", "s", "shape"),

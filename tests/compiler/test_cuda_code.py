@@ -15,6 +15,7 @@ from interpreted import graphs
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.long  # 39 s of an interpreter
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("dtype", "limit"), [pytest.param("float32", 1e-5, marks=pytest.mark.long), ("bfloat16", 0.03)]

@@ -272,6 +272,15 @@ def _below(x: Any) -> Tensor:
 # ------------------------------------------------------------------ values
 
 
+@pytest.mark.suite({
+    "nested": "modules in modules",
+    "tied": "one leaf of two",
+    "orthogonal": "a whole matrix",
+    "depth": "by depth",
+    "drawn": "draws",
+    "buffers": "buffers",
+    "gpt2": "transformers, by its own rules",
+})  # fmt: skip
 @pytest.mark.parametrize("name", EVERY)
 def test_leaves_are_what_their_constructors_say_on_every_mesh(name: str) -> None:
     """Equal where no random number is drawn, and else in mean, deviation and bounds."""

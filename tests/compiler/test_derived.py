@@ -56,6 +56,10 @@ SEVERAL: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+@pytest.mark.suite({
+    "max": "values beside indices",
+    "chunk of a max": "a view of one result",
+})  # fmt: skip
 @pytest.mark.parametrize("kind", SEVERAL)
 def test_one_result_of_several(kind: str) -> None:
     """Of an op on a leaf, read by activations of its unit and of another: per-channel quantisation."""
@@ -96,6 +100,10 @@ SHAPED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # of a leaf [WIDE, WI
 }
 
 
+@pytest.mark.suite({
+    "zeros_like": "made",
+    "expand_as": "a view",
+})  # fmt: skip
 @pytest.mark.parametrize("kind", SHAPED)
 def test_values_of_leaves_in_the_shape_of_an_activation(kind: str) -> None:
     """They cross as activations do; nothing is gathered again for them."""
@@ -142,6 +150,10 @@ def running_average(p: Any, x: Tensor) -> Tensor:
     return x
 
 
+@pytest.mark.suite({
+    "running_average-2": "units one after the other",
+    "parts_of_a_cat-1": "parts of one value",
+})  # fmt: skip
 @pytest.mark.parametrize(
     ("layers", "gathers"),
     # Each unit forward and backward; what the average is made of is read again by its second block.

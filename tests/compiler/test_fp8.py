@@ -110,6 +110,14 @@ def step_on(
 MIXED = {"rules": [("up", fs.LayoutSpec(fs.P(None, "shard"), compute_dtype=FP8, scaling="rowwise"))]}
 
 
+@pytest.mark.suite({
+    "1-no_shard-policy0": "one rank",
+    "4-hybrid_shard-policy4": "two axes",
+    "2-full_shard-policy7": "rows, gathered in eight bits",
+    "3-full_shard-policy11": "rows that three ranks do not divide",
+    "2-no_shard-policy9": "rows, whole",
+    "2-full_shard-policy12": "a bucket of both",
+})  # fmt: skip
 @pytest.mark.parametrize(
     ("ranks", "preset", "policy"),
     [
@@ -140,6 +148,9 @@ def test_gradients_are_those_of_rounded_products(ranks, preset, policy):
             assert apart(found[path], gradient) < (0.1 if ranks == 3 else 0.02), path
 
 
+@pytest.mark.suite({
+    "tensorwise": "one scale is of all ranks' rows",
+})  # fmt: skip
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
 def test_sequences_split_without_an_exchange_for_products(scaling):
     """Ranks round the positions that they have; a scale is a power of two, so rounding is the whole's."""
@@ -256,6 +267,9 @@ def test_products_are_priced_as_the_device_multiplies():
     assert work[FP8]["a100"].step_seconds > 0.9 * work[torch.bfloat16]["a100"].step_seconds
 
 
+@pytest.mark.suite({
+    "rowwise": "a scale of each row, which has all that one scale has",
+})  # fmt: skip
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
 def test_compiled_it_is_the_same(scaling):
     found = []

@@ -39,31 +39,31 @@ def test_the_grammar_is_wide() -> None:
     assert sum(map(len, grammar.FAMILIES.values())) > 400
 
 
-@drawn(3)
+@drawn(1)
 @given(programs())
 def test_programs_on_one_rank(program: Program) -> None:
     check_and_count(Case(program))
 
 
-@drawn(3)
+@drawn(2)
 @given(cases())
 def test_programs_in_layouts(case: Case) -> None:
     check_and_count(case)
 
 
-@drawn(2)
+@drawn(1)
 @given(cases(axes=({"shard": 2},), families=("in place", "silent", "views", "leaves", "constants")))
 def test_writes_in_layouts(case: Case) -> None:
     check_and_count(case)
 
 
-@drawn(2)
+@drawn(1)
 @given(cases(axes=PLACED, families=("silent", "in place", "views", "matrices")))
 def test_writes_to_values_that_are_split(case: Case) -> None:
     check_and_count(case)
 
 
-@drawn(2)
+@drawn(1)
 @given(cases(axes=({"shard": 2},), families=("functions", "buffers", "pointwise")))
 def test_functions_and_buffers_in_layouts(case: Case) -> None:
     check_and_count(case)
@@ -79,7 +79,7 @@ def test_reductions_and_ties_in_half_types_on_both_backends(program: Program) ->
     event(check_halves(program).split(":")[0] or "right")
 
 
-@drawn(2)
+@drawn(1)
 @given(case=cases(axes=tuple(a for a in AXES if a.get("replicate", 1) * a["shard"] == 2)))
 def test_programs_on_real_ranks(ranks: Any, case: Case) -> None:  # noqa: F811
     check_and_count(case, lambda case: ranks(2).run(on_rank, case))
@@ -289,6 +289,12 @@ KEPT = {
 }  # fmt: skip
 
 
+@pytest.mark.suite(but={
+    "statistics of norms of a split value*": "test_place_writes has writes to split values",
+    "slots of a residual*": "test_place_writes and test_inplace have views of views",
+    "writes to windows that leave*": "test_strides",
+    "a cache that layers write*": "test_buffers has state that is written",
+})  # fmt: skip
 @pytest.mark.parametrize("name", KEPT)
 def test_kept(name: str) -> None:
     assert check(KEPT[name]) == ""

@@ -39,6 +39,10 @@ WRITES: dict[str, Callable[[Tensor, Tensor], Any]] = {  # to h [3, 3], of w [3, 
 }
 
 
+@pytest.mark.suite({
+    "units0-True": "through a view",
+    "units1-False": "of a value of another unit",
+})  # fmt: skip
 @pytest.mark.parametrize("through_view", [False, True])
 @pytest.mark.parametrize("units", [("a.w", "a.v"), ("a.w", "b.w")])
 def test_a_write_is_seen_by_its_base_and_by_earlier_views(units: tuple[str, str], through_view: bool) -> None:

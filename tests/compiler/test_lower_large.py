@@ -47,6 +47,7 @@ def test_405b_on_16384_ranks_with_tensor_and_context_axes() -> None:
     assert got["grown_bytes"] < 6e9
 
 
+@pytest.mark.long  # test_split: any depth makes the same kernels
 @pytest.mark.parametrize("blocks", [16, pytest.param(BLOCKS, marks=pytest.mark.long)])
 def test_70b_on_1024_ranks_from_a_meta_tree(blocks: int) -> None:
     """In the suite a fifth of its blocks: the rest is more of the same."""

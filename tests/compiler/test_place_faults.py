@@ -188,6 +188,11 @@ FOUND: dict[str, tuple[dict[str, int], Plant]] = {
 }  # fmt: skip
 
 
+@pytest.mark.suite({
+    "a bias is added on every rank": "partial sums",
+    "rows of another rank's table": "lookups",
+    "padding is summed": "parts that are not equal",
+})  # fmt: skip
 @pytest.mark.parametrize("fault", FOUND)
 def test_a_wrong_rule_is_found_by_check(fault: str) -> None:
     axes, plant = FOUND[fault]

@@ -12,7 +12,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 import torch.nn.functional as F
-from placed import assert_placed, cut, exchanges, traced
+from placed import assert_placed, cut, exchanges, trace_whole
 from programs import programs
 from torch import Tensor
 
@@ -50,7 +50,7 @@ def stacked(p: dict[str, Tensor], x: Tensor) -> Tensor:
 def test_what_has_been_summed_stays_split() -> None:
     """Sequence parallelism: each block scatters its sum once and gathers it once, with a norm between."""
     params, batch = leaves(), (rows(4, 6, 6),)
-    program = traced(stacked, params, batch)
+    program = trace_whole(stacked, params, batch)
     placed = assert_placed(program, params, batch, MLP)
     assert Counter(exchanges(placed)) == {"reduce_scatter": 2, "all_gather": 1}
     assert Counter(exchanges(assert_placed(program, params, batch, MLP, residual="whole"))) == {"psum": 2}
@@ -69,7 +69,7 @@ def written(p: dict[str, Tensor], x: Tensor) -> Tensor:
 
 def test_writes_in_place() -> None:
     params, batch = leaves(), (rows(4, 6),)
-    placed = assert_placed(traced(written, params, batch), params, batch, MLP)
+    placed = assert_placed(trace_whole(written, params, batch), params, batch, MLP)
     assert "all_gather" not in exchanges(placed)
 
 
@@ -91,13 +91,13 @@ def test_composite_ops_of_tensors_that_are_alike_meet_in_one_op() -> None:
         return ((low | high) * (F.softsign(one) - F.softsign(other)) + F.mish(one) * F.mish(other)).sum()
 
     params, batch = leaves(), (rows(4, 6),)
-    assert_placed(traced(both, params, batch), params, batch, MLP)
+    assert_placed(trace_whole(both, params, batch), params, batch, MLP)
 
 
 def test_autocast_is_that_of_the_op_that_is_expanded() -> None:
     params = {p: v.float() for p, v in leaves().items()}
     batch = (rows(6, 6).float(),)
-    program = traced(lowered_in_half, params, batch)
+    program = trace_whole(lowered_in_half, params, batch)
     placed = assert_placed(program, params, batch, {**MLP, "c": Split(0)}, atol=0.1)
     products = placed.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)
     assert [n.meta["val"].dtype for n in products] == [torch.bfloat16] * 2
@@ -113,7 +113,7 @@ def test_a_fused_loss_of_a_split_vocabulary_holds_no_logits(ranks: int) -> None:
     targets = torch.randint(40, (4, 3))
     targets[0, 0] = -100
     batch = (rows(4, 3, 6), targets)
-    program = traced(fused, params, batch)
+    program = trace_whole(fused, params, batch)
     placed = assert_placed(program, params, batch, {"head": Split(0)}, ranks)
     assert (
         max(n.meta["val"].numel() for n in placed.graph.nodes if isinstance(n.meta.get("val"), Tensor)) < 480
@@ -129,7 +129,7 @@ def test_ops_without_a_rule_take_whole_values_and_warn() -> None:
 
     params, batch = leaves(), (rows(5, 6),)
     with pytest.warns(UserWarning, match=r"aten\._cdist_forward"):
-        assert_placed(traced(fn, params, batch), params, batch, MLP)
+        assert_placed(trace_whole(fn, params, batch), params, batch, MLP)
 
 
 def through_strides(p: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -143,7 +143,7 @@ def test_what_no_smaller_ops_define_takes_whole_values() -> None:
     """A write through strides, and an op that checks values."""
     params, batch = leaves(), (rows(6, 6),)
     with pytest.warns(UserWarning, match="linalg_solve"):
-        assert_placed(traced(through_strides, params, batch), params, batch, MLP)
+        assert_placed(trace_whole(through_strides, params, batch), params, batch, MLP)
 
 
 class Normalised(torch.autograd.Function):
@@ -166,16 +166,16 @@ def normalised(p: dict[str, Tensor], x: Tensor) -> Tensor:
 @pytest.mark.parametrize("inputs", [MLP, {}, {"0": Split(0)}], ids=str)
 def test_a_gradient_that_is_not_linear_is_given_the_whole_one(inputs: Any) -> None:
     params, batch = leaves(), (rows(6, 6),)
-    assert_placed(traced(normalised, params, batch), params, batch, inputs)
+    assert_placed(trace_whole(normalised, params, batch), params, batch, inputs)
 
 
-@hypothesis.settings(MODEST, max_examples=8)
+@hypothesis.settings(MODEST, max_examples=4)
 @hypothesis.given(programs(), st.randoms(use_true_random=False))
 def test_any_program_on_any_split(program: Any, draw: Any) -> None:
     """Programs of the grammar, whose leaves and batch are split somehow."""
     params, batch = program.leaves(), program.part(0)
     try:
-        whole = traced(program, params, batch)
+        whole = trace_whole(program, params, batch)
     except fs.TraceError:
         return
     for ranks in (2, 3):
@@ -205,10 +205,14 @@ def drops(p: dict[str, Tensor], x: Tensor) -> Tensor:
     return (h.sum() + F.scaled_dot_product_attention(q, q, q, dropout_p=0.3)).sum()
 
 
+@pytest.mark.suite({
+    "S(1)": "parts",
+    "S(2, outer=2)": "parts of several blocks each",
+})  # fmt: skip
 @pytest.mark.parametrize("split", [Split(0), Split(1), Split(2), Split(0, 2), Split(2, 2)], ids=str)
 def test_masks_are_those_of_one_device(split: Split) -> None:
     params, batch = {"w": rows(4, 8, 8)}, (rows(4, 8, 8),)
-    program = traced(drops, params, batch)
+    program = trace_whole(drops, params, batch)
     for ranks in (2, 4):
         if divides((4, 8, 8), split, ranks):
             assert_placed(program, params, batch, {"0": split, "w": split}, ranks)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from placed import on_ranks, run_on_ranks, traced
+from placed import on_ranks, run_on_ranks, trace_whole
 from torch import Tensor
 
 import fnshard as fs
@@ -102,11 +102,12 @@ PIECES: Writes = {  # torch takes them under no_grad alone
 
 
 def conj(w: Tensor) -> Tensor:
-    """Six complex numbers that torch conjugates when they are read; their `imag` it negates then."""
+    """Return six complex numbers that torch conjugates when they are read; their `imag` it negates then."""
     return torch.complex(w[:6], w[6:]).conj()
 
 
 def pairs(h: Tensor) -> Tensor:
+    """View each two numbers of the last dim as a complex one."""
     return torch.view_as_complex(h.unflatten(-1, (-1, 2)))
 
 
@@ -133,11 +134,11 @@ HOW: dict[str, Callable[[Callable[..., Any], Tensor, Tensor], Any]] = {
 
 
 def assert_torchs(fn: Callable[..., Tensor], split: Split, keeps_writes: bool = False) -> None:
-    """Loss and gradients on two ranks of an axis that splits the input are those of plain torch."""
+    """Assert that loss and gradients on two ranks of an axis that splits the input are those of torch."""
     draw = torch.Generator().manual_seed(0)
     x, w = (torch.randn(s, dtype=f64, generator=draw) for s in ((4, 6, 12), (12,)))
     params = {"w": w}
-    program = traced(fn, params, (x,))
+    program = trace_whole(fn, params, (x,))
     named = {i: split for i in program.inputs if i.name == "0"}
     placed = place(program, Axis("tensor", 2, named))
     assert keeps_writes or not [n for n in placed.graph.nodes if isinstance(n.target, Write)]
@@ -154,25 +155,39 @@ def assert_torchs(fn: Callable[..., Tensor], split: Split, keeps_writes: bool = 
     torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-10)
 
 
+def taken(writes: Writes, turn: int) -> dict[str, str]:
+    """How each of the writes is made, one way after the other; `turn` moves all of them on."""
+    ways = [way for way in HOW if writes is not PIECES or way != "seen"]  # which torch refuses of pieces
+    return {name: ways[(number + turn) % len(ways)] for number, name in enumerate(writes)}
+
+
 def loss_of(how: str, write: Callable[[Tensor, Tensor], Any], p: dict[str, Tensor], x: Tensor) -> Tensor:
-    """A value that is written to, and read after it."""
+    """Write to a value in one of the ways, and read it afterwards."""
     h = x.sin() + p["w"] * 0.3
     HOW[how](write, h, p["w"])
     return h.sum() + h.square().mean()
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.suite({
+    "ops-0-S(1)": "ops without a form in place, of a dim between others",
+    "places-0-S(2)": "what writes to places, which the last dim's parts shift",
+    "views-0-S(2)": "views, those that cut and those that move the split dim",
+    "pieces-0-S(1)": "results of one op that share memory",
+    "lazy-0-S(1)": "views that conjugate and negate when they are read",
+})  # fmt: skip
 @pytest.mark.parametrize("split", [Split(1), Split(2)], ids=str)
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("turn", range(len(HOW)))
 @pytest.mark.parametrize(
     "writes", [COMPOSITE, PLACES, THROUGH, PIECES, LAZY], ids=["ops", "places", "views", "pieces", "lazy"]
 )
-def test_a_write_to_a_split_value_is_torchs(writes: Writes, how: str, split: Split) -> None:
-    if writes is PIECES and how == "seen":
-        pytest.skip("torch refuses it")
+def test_a_write_to_a_split_value_is_torchs(writes: Writes, turn: int, split: Split) -> None:
+    """Each write in one of the four ways in the suite, in all of them over all turns."""
+    ways = taken(writes, turn)
 
     def fn(p: dict[str, Tensor], x: Tensor) -> Tensor:
-        return sum(loss_of(how, write, p, x) * (1 + 0.1 * i) for i, write in enumerate(writes.values()))
+        losses = [loss_of(ways[name], write, p, x) for name, write in writes.items()]
+        return sum(loss * (1 + 0.1 * i) for i, loss in enumerate(losses))
 
     assert_torchs(fn, split)
 
@@ -233,7 +248,7 @@ def test_a_silent_write_to_what_the_backward_reads_is_refused(of_batch: bool) ->
         return (h + k).sum()
 
     with pytest.raises(TraceError, match=r"(?s)1 value.*f64\[4, 6, 12\].*Fix: write to a copy"):
-        traced(fn, {"w": torch.ones(12, dtype=f64)}, (torch.ones(4, 6, 12, dtype=f64),))
+        trace_whole(fn, {"w": torch.ones(12, dtype=f64)}, (torch.ones(4, 6, 12, dtype=f64),))
 
 
 @pytest.mark.parametrize("refused", [False, True])
@@ -253,13 +268,17 @@ def test_the_write_that_is_refused_is_the_one_that_the_backward_reads(refused: b
 
     args = {"w": torch.ones(12, dtype=f64)}, (torch.ones(4, 6, 12, dtype=f64),)
     if not refused:
-        assert traced(fn, *args)
+        assert trace_whole(fn, *args)
         return
     with pytest.raises(TraceError, match=r"(?s) 1 value.*f64\[6, 12\]") as reported:
-        traced(fn, *args)
+        trace_whole(fn, *args)
     assert "f64[3]" not in str(reported.value)
 
 
+@pytest.mark.suite({
+    "{'shard': 2, 'tensor': 2}": "a split beside one of rows",
+    "{'expert': 2}": "a split of experts",
+})  # fmt: skip
 @pytest.mark.parametrize("axes", [{"context": 2}, {"shard": 2, "tensor": 2}, {"expert": 2}], ids=str)
 def test_a_step_whose_values_are_split_keeps_the_gradient_past_a_write(axes: dict[str, int]) -> None:
     """As generation and constrained losses mask: without a line that autograd sees."""

@@ -46,6 +46,15 @@ def grads_of(remat: Any, **options: Any) -> Any:
     return step(fs.shard(params, specs, mesh), x, rng=(3, 7))
 
 
+@pytest.mark.suite({
+    "unit-options0-1": "all is made again",
+    "0.0-options1-1": "nothing is",
+    "0.3-options2-2": "a part is, in micro-batches",
+    "offload-options3-1": "values are moved",
+    "unit+offload-options4-2": "inputs are moved",
+    "remat5-options5-2": "units differ",
+    "unit-options6-1": "an op is saved",
+})  # fmt: skip
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize(
     ("remat", "options"),
@@ -73,12 +82,18 @@ def three_blocks() -> Model:
     return gpt(layers=3)
 
 
-def lowered(**options: Any) -> Any:
+def lower_step(**options: Any) -> Any:
     model = three_blocks()
     mesh = fs.make_mesh(shard=2, abstract=True)
     specs = sharded.specs_of(model, "full_shard", mesh)
     step = fs.shard_step(model.loss, specs, mesh=mesh, optimizer=ADAMW, **options)
     return step.lower(model.params, *model.batches(1)[0])
+
+
+@cache
+def lowered(remat: str = "none", save: str = "") -> Any:
+    """A step that is lowered once for all tests that look at it."""
+    return lower_step(remat=remat, save=[save]) if save else lower_step(remat=remat)
 
 
 def saved(low: Any, prefix: str = "layers.") -> dict[str, int]:
@@ -127,16 +142,16 @@ def test_selective_saving() -> None:
         return sum(str(n.target) in names for g in graphs for n in g.nodes)
 
     everything, unit = lowered(), lowered(remat="unit")
-    chosen = lowered(remat="unit", save=["aten.mm"])
+    chosen = lowered("unit", "aten.mm")
     assert made(unit, True) > made(everything, True)
     assert made(chosen, True) == made(everything, True)
     assert 0 < sum(saved(chosen).values()) < sum(saved(everything).values())
-    attended = lowered(remat="unit", save=["attention"])  # of several results
+    attended = lowered("unit", "attention")  # of several results
     assert made(unit, True, ATTENTION) > made(attended, True, ATTENTION) == made(everything, True, ATTENTION)
 
 
 def test_globs_choose_units() -> None:
-    low = lowered(remat={"layers.1": "unit"})
+    low = lower_step(remat={"layers.1": "unit"})
     kept = saved(low)
     assert kept["layers.1"] == 0 < kept["layers.0"]
     assert len(low.kernels) == len(lowered().kernels) + 1 == len(lowered(remat="unit").kernels) + 1
@@ -153,7 +168,7 @@ def test_what_is_offloaded_leaves_the_device_after_its_last_reader() -> None:
 
 def test_what_is_read_again_at_once_stays() -> None:
     """Between the last reader before and the first after, two kernels run at least."""
-    lines = lowered(remat={"*": "offload"}).schedule.instructions
+    lines = lower_step(remat={"*": "offload"}).schedule.instructions
     for i, line in enumerate(lines):
         if isinstance(line, ToHost):
             back = {f"h:{n}" for n in line.reads}
@@ -173,14 +188,14 @@ def test_all_that_is_no_policy_is_one_mistake() -> None:
     with pytest.raises(
         SpecError, match=r"'a': 'block'.*\n.*'b': 1\.5.*\n.*'c': True.*\n.*nothing is recomputed"
     ):
-        lowered(remat=wrong, save=["mm"])
+        lower_step(remat=wrong, save=["mm"])
 
 
 def test_globs_that_match_no_unit() -> None:
     with pytest.raises(SpecError, match=r"1 remat rule\(s\) match no unit:\n  .*'blocks\.\*'\].*layers\.0"):
-        lowered(remat={"blocks.*": "unit", "layers.*": "unit"})
+        lower_step(remat={"blocks.*": "unit", "layers.*": "unit"})
 
 
 def test_saving_an_op_that_is_not_there() -> None:
     with pytest.raises(SpecError, match=r"save names 1 op\(s\) that no recomputed unit has: conv"):
-        lowered(remat="unit", save=["conv", "mm"])
+        lower_step(remat="unit", save=["conv", "mm"])

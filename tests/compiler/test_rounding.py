@@ -54,6 +54,10 @@ def draws(wide: torch.dtype, forms: int = len(FORMS)) -> tuple[dict[str, Tensor]
     return {"w": w}, x
 
 
+@pytest.mark.suite({
+    "torch.float32-torch.bfloat16-eager": "eager",
+    "torch.float32-torch.bfloat16-inductor": "compiled, where the cast would go",
+})  # fmt: skip
 @pytest.mark.parametrize(
     ("wide", "narrow", "backend"),
     [

@@ -35,6 +35,9 @@ def units(low: Lowered) -> list[tuple[str, ...]]:
 # ------------------------------------------------------------------ equal blocks
 
 
+@pytest.mark.suite({
+    "True-True-dtype0": "by hand, masked",
+})  # fmt: skip
 @pytest.mark.parametrize(
     ("by_hand", "masked", "dtype"), [(True, True, torch.float32), (False, False, torch.bfloat16)]
 )
@@ -139,6 +142,11 @@ WEIGHTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.suite({
+    "lookup": "of a batch's indices",
+    "dequantise": "of two leaves",
+    "weight norm": "a reduction, and what is made of it",
+})  # fmt: skip
 @pytest.mark.parametrize("kind", WEIGHTS)
 def test_what_rests_on_leaves_alone_neither_crosses_nor_is_saved(kind: str) -> None:
     def fn(p, x):
@@ -246,6 +254,10 @@ def test_differentiability_of_what_crosses_is_that_of_the_producer() -> None:
 # ------------------------------------------------------------------ the models
 
 
+@pytest.mark.suite({
+    "islands": "values of a unit that is left and entered again",
+    "in_place": "written to",
+})  # fmt: skip
 @pytest.mark.parametrize("name", ["several_outputs", "in_place", "unet", "islands"])
 def test_what_crosses_a_cut_fills_its_memory(name: str) -> None:
     """A view of a larger tensor would keep all of it alive, and its copy would have other strides."""

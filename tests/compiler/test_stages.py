@@ -491,6 +491,14 @@ CASES: list[tuple[str, str, dict[str, int], int, dict[str, Any]]] = [
 POLICY = ("chunks", "rules", "tensor", "memory", "optimizer_memory")
 
 
+@pytest.mark.suite({
+    "gpt-full_shard-axes0-*": "one micro-batch",
+    "gpt-full_shard-axes1-*": "two chunks a stage, beside a shard axis",
+    "gpt-full_shard-axes6-*": "leaves and activations on the host",
+    "tied-*": "a leaf of two stages",
+    "dense_skips-*": "every stage reads of every other",
+    "odd_leaves-*": "leaves that ranks do not divide",
+})  # fmt: skip
 @pytest.mark.parametrize(("name", "preset", "axes", "accumulate", "options"), CASES)
 def test_training_equals_the_naive_loop(
     name: str, preset: str, axes: dict[str, int], accumulate: int, options: dict[str, Any]

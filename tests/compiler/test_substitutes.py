@@ -78,6 +78,10 @@ LENGTHS = torch.tensor([3, 2, 1])
 JOINED = torch.cat([row[:n] for row, n in zip(TARGETS, LENGTHS, strict=True)])
 
 
+@pytest.mark.suite({
+    "padded-mean": "targets in rows",
+    "joined-none": "targets behind each other",
+})  # fmt: skip
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize(("targets", "numbers"), [(TARGETS, True), (JOINED, False)], ids=["padded", "joined"])
 def test_ctc_loss(reduction: str, targets: Tensor, numbers: bool) -> None:
@@ -107,6 +111,10 @@ def test_ctc_loss_in_a_compiled_kernel() -> None:
     torch.testing.assert_close(got, plain_grads(loss, params, TARGETS, LENGTHS), rtol=0, atol=1e-10)
 
 
+@pytest.mark.suite({
+    "(5, 1)": "a variance of each row",
+    "()": "a number",
+})  # fmt: skip
 @pytest.mark.parametrize("shape", [(5, 3), (5, 1), (5,), ()], ids=str)
 def test_gaussian_nll_loss(shape: tuple[int, ...]) -> None:
     """A number is a variance too; one below `eps` is `eps`, whose gradient passes."""

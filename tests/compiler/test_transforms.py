@@ -142,7 +142,15 @@ PROGRAMS = named(
     penalty_of_autograd, maml_of_autograd, third_derivative, without_a_graph, writes_before_a_slope,
     a_write_to_an_unsafe_view, all_kinds_in_one, dual_numbers, of_autograd_functional, ensemble,
 )  # fmt: skip
-test_sharded_gradients_are_those_of_plain_torch = table(PROGRAMS)
+test_sharded_gradients_are_those_of_plain_torch = pytest.mark.suite(
+    but={
+        "curvature-*": "all_kinds_in_one has products with Hessians",
+        "third_derivative-*": "gradient_penalty has derivatives of derivatives",
+        "of_autograd_functional-*": "maml_of_autograd differentiates by autograd inside",
+        "maml-*": "maml_of_autograd",
+        "hessian_vector-*": "all_kinds_in_one",
+    }
+)(table(PROGRAMS))
 
 
 def written(p: Params, x: Tensor) -> Tensor:
@@ -156,6 +164,9 @@ def test_inductor_compiles_it() -> None:
     check_compiled(penalty_of_autograd)
 
 
+@pytest.mark.suite(but={
+    "per_sample_gradients": "gradient_penalty and maml gather alike",
+})  # fmt: skip
 @pytest.mark.parametrize("fn", [gradient_penalty, maml, per_sample_gradients], ids=lambda f: f.__name__)
 def test_a_transform_of_a_whole_model_gathers_one_unit_after_the_other(
     fn: Fn, recwarn: pytest.WarningsRecorder

@@ -135,6 +135,9 @@ def gradients(kernel: Kernel) -> dict[int, Tensor]:
     return made
 
 
+@pytest.mark.suite(but={
+    "transformer-unit": "experts have products, convolutions their own",
+})  # fmt: skip
 @pytest.mark.parametrize(
     ("block", "policy"),
     [
@@ -438,6 +441,7 @@ def test_training_equals_the_naive_loop(
         sharded.assert_same(got, expected)
 
 
+@pytest.mark.long  # test_adversary has both
 @pytest.mark.parametrize("adversary", ["late", pytest.param("early", marks=pytest.mark.long)])
 def test_clipped_training_on_ranks_that_read_early_or_late(adversary: Any) -> None:
     expected = truth("gpt", "clipped")

@@ -21,7 +21,7 @@ from experiments.bench.command import COMMAND
 from experiments.bench.config import CASES, FNSHARD, MICRO, MUON, NARROW, TORCH, read
 from experiments.bench.contenders import CONTENDERS
 from experiments.bench.measure import Heap, interleave, log_live_bytes, ratio, time_work
-from experiments.bench.sizes import decoder, names
+from experiments.bench.sizes import read_decoder, size_names
 from experiments.lib.checks import ConfigError
 from experiments.lib.decoder import DecoderConfig
 
@@ -98,10 +98,10 @@ def test_sizes_are_read_as_yaml_reads_them():
     for path in (ROOT / "conf" / "model").glob("*.yaml"):
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
         assert values.pop("defaults") == ["/schema/model@_here_"]
-        assert decoder(path.stem) == DecoderConfig(**values)
-    assert names() == sorted(p.stem for p in (ROOT / "conf" / "model").glob("*.yaml"))
+        assert read_decoder(path.stem) == DecoderConfig(**values)
+    assert size_names() == sorted(p.stem for p in (ROOT / "conf" / "model").glob("*.yaml"))
     for name in ("1b", "8b"):
-        model = decoder(name)
+        model = read_decoder(name)
         sizes = (model.width, model.head, model.kv_heads * model.head, model.hidden, model.vocab)
         assert not model.tied and all(size % 64 == 0 for size in sizes)
 
@@ -218,6 +218,7 @@ RUN = " ".join(
 )  # fmt: skip
 
 
+@pytest.mark.long  # each measures for seconds
 @pytest.mark.parametrize(
     ("case", "overrides"),
     [

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from commands import OUTPUT, run_command
 from hydra.core.global_hydra import GlobalHydra
 from runs import SMALL, compose, validate
 from wrong_configs import recipe_of, split
@@ -32,8 +31,6 @@ from fnshard.analysis.hardware import TABLE
 from fnshard.launcher.local import LaunchError
 from fnshard.layout.presets import PRESETS
 from fnshard.optim.schedules import SCHEDULES as RATES
-
-ROOT = Path(__file__).resolve().parents[2]
 
 # Command lines of several mistakes -> what is said of each.
 WRONG_TRAIN = {
@@ -263,13 +260,11 @@ def test_the_library_tells_nothing_of_a_sweep_of_a_command_without_ranks(tmp_pat
 
 
 def test_from_a_shell_a_mistake_is_one_line(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "experiments.train", "run.stpes=5"], cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    done = run_command(["experiments.train", "run.stpes=5"], tmp_path)
     message = "error: run.stpes=5: no such key. Did you mean run.steps?"
     assert done.returncode == 2 and done.stdout == "" and done.stderr.startswith(message), done.stderr
-    assert len(done.stderr.splitlines()) == 1 and list(tmp_path.iterdir()) == []
+    assert len(done.stderr.splitlines()) == 1
+    assert {path.name for path in tmp_path.iterdir()} == set(OUTPUT.values())
 
 
 @pytest.mark.parametrize("local_rank", [0, 1])

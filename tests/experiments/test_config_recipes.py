@@ -65,6 +65,9 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.suite({
+    "zero2_offload": "tiers, on the ranks that there are",
+})  # fmt: skip
 @pytest.mark.parametrize("name", some(TRAIN))
 def test_a_recipe_trains_for_two_steps(name, text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -81,6 +84,15 @@ def test_a_recipe_trains_for_two_steps(name, text, tmp_path, monkeypatch):
     assert (tmp_path / "run" / "plan.json").exists() == (name == "planned")
 
 
+@pytest.mark.suite({
+    "train-zero2_offload": "tiers",
+    "train-hybrid": "a mesh",
+    "train-planned": "a plan",
+    "train-shards": "data",
+    "finetune-sft_full": "all trains",
+    "finetune-qlora4": "codes",
+    "finetune-dpo": "pairs",
+})  # fmt: skip
 @pytest.mark.parametrize(
     ("form", "name"),
     [(form, name) for form in (TRAIN, FINETUNE) for name in recipes(form)],

@@ -181,6 +181,11 @@ def subjects(tmp_path_factory, byte_directory, texts):
 NAMES = ("checkpoint", "cache", "shards", "run")
 
 
+@pytest.mark.suite({
+    "cache": "what is made again",
+    "run": "files of a run",
+    "checkpoint": "files of a state",
+})  # fmt: skip
 @pytest.mark.parametrize("name", NAMES)
 def test_a_few_damages_are_noticed(name, subjects, tmp_path):
     subject = subjects(name)

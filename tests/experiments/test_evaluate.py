@@ -547,6 +547,7 @@ def test_a_vocabulary_that_joins_is_measured_and_one_without_the_letters_is_refu
         measured(joining, tmp_path / "out", f"gsm8k:{sums}", tokens=256)
 
 
+@pytest.mark.long  # test_numbers_are_those has several lengths
 def test_texts_of_many_lengths_are_measured_without_a_warning(model, tmp_path, recwarn):
     """Programs for two widths, of which none is the user's affair."""
     rows = [{**LISTED, "question": "q" * n} for n in (10, 90)]
@@ -619,6 +620,7 @@ def test_the_same_questions_in_other_files_are_the_same_task(pictured, tmp_path)
     assert len({task.digest for task in found}) == 1 and {task.left_out for task in found} == {1}
 
 
+@pytest.mark.long  # test_vision looks at images, test_numbers at questions
 def test_numbers_of_questions_with_images_are_those_of_transformers(seeing, pictured, tmp_path, ranks):
     """Each question alone, by the model itself; on two ranks it is the same."""
     plain = transformers.AutoModelForImageTextToText.from_pretrained(seeing).eval()
@@ -733,6 +735,7 @@ def test_tasks_that_name_nothing_are_one_error(tmp_path):
     assert ConfigError in MISTAKES or issubclass(ConfigError, MISTAKES)
 
 
+@pytest.mark.long  # each by itself: test_finetune and here
 def test_a_fine_tuned_model_is_evaluated_before_during_and_after(model, data, files, tmp_path):
     task = f"arc:{files['arc']}"
     config = config_of(model, data, tmp_path, f"run.evaluate=[{task}]", "data.context=48")

@@ -32,6 +32,7 @@ def test_the_mlp_learns() -> None:
     assert fell(mlp.main(steps=30, backend="eager"), by=0.5)
 
 
+@pytest.mark.long  # test_readme_commands runs it, too
 def test_the_vit_learns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vit, "PATCH", 16)  # fewer patches, a quarter of the work
     assert fell(vit.main(steps=40, backend="eager"), by=0.95)
@@ -54,6 +55,9 @@ def in_double(rank: int, train: Callable[..., list[float]], steps: int) -> list[
         torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.suite({
+    "*ensemble_vmap*": "vmap over models; derivatives: test_transforms",
+})  # fmt: skip
 @pytest.mark.parametrize(
     ("module", "steps", "by"),
     [

@@ -71,6 +71,9 @@ MESHES = [{"shard": 1}, {"shard": 2}, {"tensor": 2}, {"expert": 2}, {"expert": 2
 FEW = {("mixtral", 1), ("qwen3_moe", 4), ("gpt_oss", 3)}  # each axis; olmoe's stacks are mixtral's
 
 
+@pytest.mark.suite({
+    "qwen3_moe-eager-{'expert': 2, 'tensor': 2}": "two axes",
+})  # fmt: skip
 @pytest.mark.parametrize(
     ("name", "backend", "axes"),
     [pytest.param(name, backend, axes, id=f"{name}-{backend}-{axes}",
@@ -206,6 +209,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return find_directory("tiny-moe").resolve()
 
 
+@pytest.mark.long  # test_finetune tunes and exports; gradients and files: here
 @pytest.mark.parametrize(
     "chosen",
     [

@@ -279,6 +279,7 @@ def test_it_runs_on_a_bare_machine(tmp_path: Path) -> None:
     assert read_stage(tmp_path / "out", "more")["parts"]["equal_bits"]["two runs, plain"][0] == "equal"
 
 
+@pytest.mark.long  # starts pytest twice
 def test_tests_are_counted_and_those_of_a_gpu_are_there(monkeypatch: Any, tmp_path: Path) -> None:
     assert (ROOT / gpu_parts.GPU_TESTS[0]).is_file()
     file = tmp_path / "test_some.py"

@@ -122,6 +122,7 @@ def test_a_profile_holds_every_line(runs: tuple[Path, Path]) -> None:
     assert measured == pytest.approx(sum(kind["measured_s"] for kind in profile["kinds"]), rel=0.05)
 
 
+@pytest.mark.long  # test_the_second_prediction reads what it wrote
 def test_where_the_time_of_a_run_went(runs: tuple[Path, Path]) -> None:
     text = report_waste(runs[0])
     for expected in (

@@ -254,6 +254,9 @@ def recipe(tmp_path) -> str:
     return f"--config-dir={tmp_path / 'conf'}"
 
 
+@pytest.mark.suite({
+    "*model.width=8*": "with a key of its own",
+})  # fmt: skip
 @pytest.mark.parametrize("more", [(), ("model.width=8",), ("optimizer=soap",)], ids=str)
 def test_a_target_of_a_recipe_stands_in_the_place_of_the_groups_file(recipe, more):
     config = validate(COMMAND, [recipe, "experiment=mine", *more])
@@ -309,6 +312,7 @@ def test_a_rule_that_matches_nothing_is_named():
         make_training_parts(config_of('specs=[["*norm*",null],["*",shard]]'))
 
 
+@pytest.mark.long  # test_train sweeps the main job
 def test_the_worked_example_is_swept_from_its_own_folder(tmp_path):
     """As its docstring says, on two ranks, with one job and one step."""
     text = (EXAMPLE / "shapes.py").read_text()

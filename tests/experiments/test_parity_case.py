@@ -25,6 +25,7 @@ def test_layouts_have_names_of_their_own():
     assert len(set(names)) == len(names)
 
 
+@pytest.mark.long  # test_matrix has layouts
 @pytest.mark.parametrize(
     "name",
     ["full_shard", *(pytest.param(n, marks=pytest.mark.long) for n in ("expert, shard", "LoRA on nf4"))],

@@ -60,6 +60,10 @@ def test_the_unbroken_run_is_whole(unbroken):
     assert saved["held_out"] == rows[-3]["held_out_loss"]
 
 
+@pytest.mark.suite({
+    "async-8-True-4": "while a save is written",
+    "sync-13-True-12": "before the last save",
+})  # fmt: skip
 @pytest.mark.parametrize(
     ("how", "at", "before_save", "goes_on"),
     [("sync", 3, False, 0), ("async", 6, False, 4), ("async", 8, True, 4),
@@ -80,6 +84,7 @@ def test_killed_and_started_again(unbroken, tmp_path, monkeypatch, capfd, how, a
     assert differences(unbroken, tmp_path) == []
 
 
+@pytest.mark.long  # test_killed_and_started_again is killed once
 def test_killed_again_and_again(unbroken, tmp_path, monkeypatch):
     for at in (5, 6, 9, 10, STEPS):
         with monkeypatch.context() as patch:
@@ -124,6 +129,9 @@ def test_with_replicas_no_step_is_made_again(unbroken, tmp_path, monkeypatch, ca
     assert differences(unbroken, Path(run.folder)) == []
 
 
+@pytest.mark.suite({
+    "1": "in the first step",
+})  # fmt: skip
 @pytest.mark.parametrize("at", [1, STEPS - 1])
 def test_asked_to_stop(unbroken, tmp_path, capfd, at):
     """The step is finished and saved; no held-out loss is waited for; the next start has them all."""
@@ -214,13 +222,14 @@ def test_from_another_runs_checkpoint(unbroken, tmp_path, capfd):
 # ------------------------------------------------------------------ two ranks
 
 
+TWO = (*RUN, "model.layers=1", "run.sample_tokens=0", "run.steps=10")
 ON_RANK: dict[str, Any] = {}  # what a rank of the pool has prepared
 
 
 def on_two(rank: int, folder: str, async_save: str, stop_at: int, stops: int) -> None:
     """Train on this rank; rank `stops` alone is asked before its step `stop_at`: all stop after the next."""
     stop = After(stop_at) if rank == stops else Stop()
-    config = compose(*RUN, "mesh.shard=2", f"run.async_save={async_save}")
+    config = compose(*TWO, "mesh.shard=2", f"run.async_save={async_save}")
     Path(folder).mkdir(exist_ok=True)
     with remembered_steps(ON_RANK):
         train.train(config, RunFolder(folder), [], stop)
@@ -236,7 +245,7 @@ def test_any_rank_that_is_asked_stops_all(ranks: Any, tmp_path: Path) -> None:
         ranks(2).run(on_two, str(two), async_save, at, stops)
         assert read_result(two)["status"] == "stopped"
     assert read_result(two)["step"] == 3 + 1 + 4 + 1
-    train.train(config_of(), replace(run_in(one), source=str(two / CHECKPOINTS)), [], Stop())
+    train.train(config_of(*TWO), replace(run_in(one), source=str(two / CHECKPOINTS)), [], Stop())
     ranks(2).run(on_two, str(two), "true", 99, 0)
     assert differences(whole, two) == []
     losses = [

@@ -439,11 +439,12 @@ def test_a_run_is_rewarded_and_resumes_bit_for_bit(model, data, tmp_path, monkey
     ("objective", "axes"),
     [
         ("grpo", {"shard": 2}),
-        pytest.param("grpo", {"tensor": 2}, marks=pytest.mark.long),
-        pytest.param("ppo", {"shard": 2}, marks=pytest.mark.long),
+        ("grpo", {"tensor": 2}),
+        ("ppo", {"shard": 2}),
     ],
     ids=str,
-)  # fmt: skip
+)
+@pytest.mark.long  # test_ranks_with_unequal_prompts has two that draw, test_token_budget two that are tuned
 def test_two_ranks_draw_what_one_does(ranks, model, data, tmp_path, objective, axes):
     config = config_of(model, data, tmp_path, f"objective={objective}", "run.steps=1", *SMALL,
                        "objective.tokens=2", *DOUBLE)  # fmt: skip

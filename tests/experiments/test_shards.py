@@ -243,6 +243,7 @@ def test_a_run_on_shards_and_one_that_is_cut_off(shard_folder, tmp_path, capsys)
     assert curves[0] == curves[1] and len(curves[0]) == 6
 
 
+@pytest.mark.long  # test_a_run_on_shards has one
 def test_a_run_without_a_tokenizer(numbered, tmp_path, capsys):
     for side, parts in (("train", 3), ("held_out", 2)):
         (tmp_path / side).symlink_to(numbered(400, parts).folder)

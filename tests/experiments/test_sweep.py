@@ -155,6 +155,7 @@ objective: {_target_: own_task.squares}
 """
 
 
+@pytest.mark.long  # test_own sweeps the worked example
 def test_keys_of_a_recipes_own_model_are_swept_and_shown(sweep, tmp_path, capfd, monkeypatch):
     """As a single run takes them; a folder of configurations may be called as a key is."""
     (tmp_path / "data.d" / "experiment").mkdir(parents=True)
@@ -168,6 +169,7 @@ def test_keys_of_a_recipes_own_model_are_swept_and_shown(sweep, tmp_path, capfd,
     assert "width: 5" in capfd.readouterr().out
 
 
+@pytest.mark.long  # test_a_failed_job, and a search in which every trial fails
 def test_a_search_goes_on_after_a_failed_trial(sweep):
     """Optuna's sampler is seeded: the same command again finds its trials finished."""
     arguments = ("hydra/sweeper=search_lr", "hydra.sweeper.n_trials=6", "run.seed=choice(1,13)")

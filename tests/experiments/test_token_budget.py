@@ -38,6 +38,10 @@ def parts_of(config: Any) -> tuple[Any, Any, Any]:
 # ------------------------------------------------------------------ losses
 
 
+@pytest.mark.suite({
+    "dpo": "with a reference",
+    "simpo": "without",
+})  # fmt: skip
 @pytest.mark.parametrize("name", ["dpo", "ipo", "simpo"])
 def test_packed_pairs_have_the_loss_of_padded_ones(model, data, tmp_path, name):
     config = config_of(model, data, tmp_path, "method=lora", f"objective={name}", "data.tokens=96")
@@ -54,6 +58,10 @@ def test_packed_pairs_have_the_loss_of_padded_ones(model, data, tmp_path, name):
         assert float(mean.total) == pytest.approx(float(more[each].total), rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.suite({
+    "gspo": "a loss by rows",
+    "grpo": "a loss by tokens",
+})  # fmt: skip
 @pytest.mark.parametrize("name", ["grpo", "gspo", "dr_grpo", "dapo"])
 def test_packed_answers_have_the_loss_of_padded_ones(model, data, tmp_path, name):
     config = config_of(model, data, tmp_path, f"objective={name}", "data.tokens=64", *REWARDED)
@@ -102,6 +110,7 @@ def test_it_resumes_bit_for_bit_and_is_the_same_on_every_mesh(ranks, model, data
     assert len([row for row in timeless(one) if "loss" in row]) == 4
 
 
+@pytest.mark.long  # test_it_resumes runs such a step
 def test_a_step_has_as_many_micro_batches_as_its_rows(model, data, tmp_path):
     config = config_of(model, data, tmp_path, "data.tokens=64", "data.rows=6")
     parts = finetune.build(config)

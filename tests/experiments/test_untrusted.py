@@ -431,6 +431,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("place")
 
 
+@pytest.mark.suite({
+    "own-*": "a folder",
+    "stdlib-wrong0-*": "a base that is to be trained",
+})  # fmt: skip
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [

@@ -168,6 +168,7 @@ def diverges(rank: int, folder: str) -> tuple[str, list[int]]:
     return "", []
 
 
+@pytest.mark.long  # test_nan_is_hunted_down is of one rank
 def test_all_ranks_report_where_it_arose(ranks: Any, tmp_path: Path) -> None:
     first, second = ranks(2).run(diverges, str(tmp_path / "two"))
     assert first == second and "In step 2: " in first[0] and first[1] == [1]

@@ -102,6 +102,9 @@ CASES = [
 ]
 
 
+@pytest.mark.suite({
+    "llama-*": "two axes",
+})  # fmt: skip
 @pytest.mark.parametrize(("family", "preset", "axes"), CASES)
 def test_in_and_out_again(
     saved: Callable[[str], Saved], tmp_path: Path, family: str, preset: str, axes: dict[str, int]

@@ -110,6 +110,10 @@ CASES: list[Any] = [
 ]
 
 
+@pytest.mark.suite({
+    "2-full_shard-int8-*": "of one byte",
+    "4-hybrid_shard-*": "two axes",
+})  # fmt: skip
 @pytest.mark.parametrize(("world", "preset", "codec", "options", "policy"), CASES)
 def test_qlora_sharded_is_one_process_that_decodes_the_same_codes(
     world: int, preset: str, codec: str, options: Any, policy: Any
@@ -141,6 +145,7 @@ def test_qlora_sharded_is_one_process_that_decodes_the_same_codes(
         assert surplus == []
 
 
+@pytest.mark.long  # test_tensor_axis and test_remat have masks
 def test_dropout_in_adapters_is_the_same_under_any_layout() -> None:
     """Masks depend on seed, step and rank alone: codes, sharded and recomputed, against whole weights."""
     mesh, (fn, tree) = fs.make_mesh(shard=2, simulated=True), tuned(dropout=0.4)

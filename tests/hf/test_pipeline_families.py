@@ -23,6 +23,9 @@ pytestmark = pytest.mark.filterwarnings(
 AXES = {"pipeline": 2, "shard": 2}
 
 
+@pytest.mark.suite({
+    "llama-*": "rotary tables of all stages",
+})  # fmt: skip
 @pytest.mark.parametrize(
     ("name", "preset"),
     [
@@ -45,6 +48,7 @@ def test_a_family_trains_on_two_stages_as_on_one_device(name: str, preset: str) 
         sharded.assert_same(got, expected, family.atol)
 
 
+@pytest.mark.long  # test_pipeline_state saves models of stages
 @pytest.mark.parametrize("codec", [None, pytest.param("nf4", marks=pytest.mark.long)])
 def test_files_of_two_stages_are_those_of_one_device(codec: str | None, tmp_path: Path) -> None:
     """`hf.save`, `adapters.save` and `adapters.merge`, from leaves of which each rank has some."""

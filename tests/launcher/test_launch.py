@@ -175,6 +175,7 @@ def test_folders_that_killed_processes_left_are_cleared(tmp_path, monkeypatch):
     }  # fmt: skip
 
 
+@pytest.mark.long  # test_replicas has dead ranks, test_resume memory
 @pytest.mark.executed
 def test_memory_outlives_a_rank_and_not_the_job(tmp_path, monkeypatch):
     """A restarted rank finds what a dead one wrote; what a killed launcher left is kept, or cleared."""

@@ -49,6 +49,10 @@ def main():
 """
 
 
+@pytest.mark.suite({
+    "2 - rank-*": "calls that differ",
+    "1-sys.exit()-*": "a rank that has ended",
+})  # fmt: skip
 @pytest.mark.parametrize(
     ("steps", "alone", "seconds", "why"),
     [

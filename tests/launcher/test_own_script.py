@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -81,16 +83,36 @@ def losses_of(folder: Path, how: str, before: Sequence[str] = ()) -> list[float]
     return [float(word) for word in line.split()[1:]]
 
 
+def losses_by_environment(folder: Path) -> list[float]:
+    """World size and losses of two processes that have the variables that torchrun sets."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    (folder / "own.py").write_text(SCRIPT)
+    processes = []
+    for rank in range(2):
+        place = folder / f"rank-{rank}"
+        place.mkdir()
+        env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2,
+               "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": ROOT}  # fmt: skip
+        env = {name: str(value) for name, value in env.items()}
+        processes.append(start_command([str(folder / "own.py"), "bare"], place, env=env))
+    assert [process.wait() for process in processes] == [0, 0]
+    (line,) = re.findall("^LOSSES (.*)$", (folder / "rank-0" / OUTPUT["stdout"]).read_text(), re.MULTILINE)
+    return [float(word) for word in line.split()]
+
+
 def test_losses_are_equal_however_ranks_are_started(tmp_path):
     one, *losses = losses_of(tmp_path, "bare")
     assert one == 1 and losses[0] > losses[2]
-    for started in (losses_of(tmp_path, "bare", TORCHRUN), losses_of(tmp_path, "launch")):
+    for started in (losses_by_environment(tmp_path), losses_of(tmp_path, "launch")):
         assert started == pytest.approx([2, *losses], abs=1e-10)
 
 
-@pytest.mark.long
+@pytest.mark.long  # executes torchrun, and Python
 def test_one_script_for_every_way_to_start_it(tmp_path):
     losses = losses_of(tmp_path, "bare", PYTHON)
+    assert losses_of(tmp_path, "bare", TORCHRUN) == pytest.approx([2, *losses[1:]], abs=1e-10)
     assert losses_of(tmp_path, "run_rank", PYTHON) == losses
     assert losses_of(tmp_path, "launch", TORCHRUN) == pytest.approx([2, *losses[1:]], abs=1e-10)
 
@@ -135,6 +157,7 @@ def test_a_function_without_an_importable_name_is_refused(function):
         fs.launch(function, ranks=2)
 
 
+@pytest.mark.long  # it is executed, and imports torch twice
 def test_a_script_without_a_guard_is_told_so(tmp_path):
     """It is executed: a fork has its `__main__`."""
     script = tmp_path / "bare.py"

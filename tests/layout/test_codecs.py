@@ -373,6 +373,12 @@ def three_ways() -> tuple[dict[str, Tensor], dict[str | None, Any]]:
     }
 
 
+@pytest.mark.suite({
+    "nf4-None": "into codes",
+    "None-int8": "out of them",
+    "int8-nf4": "from code to code",
+    "nf4-nf4": "as they are",
+})  # fmt: skip
 @pytest.mark.parametrize("before", [None, "int8", "nf4"])
 @pytest.mark.parametrize("after", [None, "int8", "nf4"])
 def test_a_state_is_resharded_into_codes_and_out_of_them(before: str | None, after: str | None) -> None:

@@ -273,7 +273,7 @@ def computed(draw: Any) -> tuple[LayoutSpec, fs.Mesh]:
 
 
 @given(computed())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_a_block_is_the_local_spec_s_block_of_the_computed_part(case: tuple[LayoutSpec, fs.Mesh]) -> None:
     spec, mesh = case
     check_specs({"w": spec}, mesh)

@@ -69,6 +69,23 @@ def train(row: dict[str, Any]) -> Result:
     return meshes.train_ranks(**where, **options)
 
 
+@pytest.mark.suite({
+    "lamb-four-*": "norms of whole leaves",
+    "error_feedback_sign-four-*": "padding that must not count",
+    "hutchinson-four-*-device-*": "draws of a whole leaf",
+    "ademamix-hybrid-*": "on the host",
+    "normalized_momentum-*": "one norm over all",
+    "clippy-*": "the largest of all elements",
+    "sm3-*": "slots of other shapes",
+    "muon-tensor-*": "matrices that a compute axis splits",
+    "top_k-*": "an order over the whole leaf",
+    "adafactor-experts-*": "means of stacks",
+    "adamw_8bit-*": "codes",
+    "rank_signs-*": "a stack by hand",
+    "clip_adamw_ema-*": "what stands around",
+    "dion-hybrid-*": "products over ranks",
+    "row_normalized-hybrid-*": "norms of rows",
+})  # fmt: skip
 @pytest.mark.parametrize(
     "row", [*SHORT, *(pytest.param(row, marks=pytest.mark.long) for row in LONG)],
     ids=lambda row: "-".join(map(str, row.values())),
@@ -85,6 +102,10 @@ def test_every_mesh_trains_as_one_device(row: dict[str, Any]) -> None:
     assert not still
 
 
+@pytest.mark.suite({
+    "muon-context-*": "ranks that share rows",
+    "lamb-four-*": "norms of complex leaves",
+})  # fmt: skip
 @pytest.mark.parametrize(
     ("name", "mesh", "preset", "leaves"),
     [
@@ -109,6 +130,9 @@ def test_the_short_rows_meet_all_layouts_and_optimizers() -> None:
     assert {row["name"] for row in LONG} == set(EVERY)
 
 
+@pytest.mark.suite({
+    "muon-*": "moved to the device for each update",
+})  # fmt: skip
 @pytest.mark.parametrize(
     ("name", "mesh", "preset", "tier"),
     [
@@ -177,6 +201,7 @@ def train_between(
     return out
 
 
+@pytest.mark.long  # test_checkpoint: every mesh restores every other
 @pytest.mark.parametrize(
     ("names", "last"),
     [

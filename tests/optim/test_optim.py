@@ -219,6 +219,11 @@ def moved_by(optimizer: Optimizer, gradients: list[Tensor]) -> tuple[Tensor, flo
     return params["w"], largest
 
 
+@pytest.mark.suite({
+    "8 decades": "the widest range",
+    "they trade places": "scales that change",
+    "a spike": "one that is far off",
+})  # fmt: skip
 @pytest.mark.parametrize("kind", KINDS_OF_DECADES)
 def test_adamw_8bit_stays_near_adamw_over_decades(kind):
     """A positive second moment is never coded as 0: no weight jumps."""

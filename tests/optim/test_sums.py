@@ -35,6 +35,10 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.suite({
+    "*-torch.float32-drawn": "every layout",
+    "flat-*": "every dtype, and equal numbers, which lose most",
+})  # fmt: skip
 @pytest.mark.parametrize("kind", ["equal", "drawn"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -61,6 +65,9 @@ def test_the_global_norm_of_a_large_leaf(kind: str, ranks: int) -> None:
         torch.testing.assert_close(norm.double(), want, rtol=RTOL, atol=0)
 
 
+@pytest.mark.suite({
+    "equal-*": "equal numbers lose most",
+})  # fmt: skip
 @pytest.mark.parametrize("optimizer", [fs.optim.lars(0.1), fs.optim.adafactor(0.1)], ids=lambda o: o.name)
 @pytest.mark.parametrize("kind", ["equal", "drawn"])
 def test_optimizers_that_sum_over_leaves(kind: str, optimizer: Any) -> None:

@@ -44,8 +44,19 @@ def run(traced: TracedUpdate, grad: Tensor, slots: Mapping[str, Tensor], param: 
     return update, {n.removeprefix("slots."): v for n, v in zip(traced.outputs[1:], new, strict=True)}
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.suite(but={
+    "clip_*": "each of the two by itself",
+    "two_*": "each of the two by itself",
+    "rules_of_*": "adamw_rules and sgd_rules",
+    "ema_schedule*": "ema",
+    "sgd_decay*": "sgd_rules",
+    "nesterov*": "momentum",
+    "adamw_rate*": "adamw",
+})  # fmt: skip
+@pytest.mark.parametrize(("name", "dtype"), [
+    pytest.param(name, dtype, id=f"{name}-{dtype}", marks=[pytest.mark.long] * ((i + j) % 2))
+    for i, name in enumerate(EVERY) for j, dtype in enumerate((torch.float64, torch.bfloat16))
+])  # fmt: skip
 def test_a_traced_update_is_the_update(name: str, dtype: torch.dtype) -> None:
     """Of three steps, the later ones of which start from slots that are not zero."""
     optimizer, params = EVERY[name], random_tree(0, SHAPES, dtype)

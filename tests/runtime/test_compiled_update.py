@@ -58,11 +58,32 @@ def _runs_alone(family: Family, compiled: CompiledUpdates | None) -> bool:
     return find_fused(family) is None and not is_compiled
 
 
+@pytest.mark.suite(but={
+    "clip_s*": "soap and schedule_free alone",
+    "clip_muon*": "muon",
+    "clip_adamw_8bit*": "adamw_8bit",
+    "clip_adafactor*": "adafactor",
+    "clip_lars*": "lars",
+    "clip_row*": "row_sgd",
+})  # fmt: skip
 @pytest.mark.parametrize("name", ALL)
 def test_blocks_are_updated_in_place_as_whole_leaves_are(name: str) -> None:
     follow_whole_leaves(name, None)
 
 
+@pytest.mark.suite({
+    "momentum": "one slot",
+    "adamw": "two, and a step",
+    "adamw_rules": "settings by leaf",
+    "two_clips_two_emas": "what stands around",
+    "schedule_free": "results that are two trees",
+    "muon": "whole matrices",
+    "adamw_8bit": "codes",
+    "adafactor": "sums by rows",
+    "lion": "signs",
+    "ema_schedule": "a rate that changes",
+    "two_bodies": "two optimizers",
+})  # fmt: skip
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=pytest.mark.long if n.startswith("clip_") else []) for n in COMPILABLE],
@@ -89,6 +110,11 @@ def test_what_chooses_by_values_is_not_compiled() -> None:
 COMPILED = {"update": "compiled"}  # the rest eager: it is quicker
 
 
+@pytest.mark.suite({
+    "full_shard-options0": "sharded gradients",
+    "zero2-options2": "sums of micro-batches",
+    "full_shard-options3": "on the host",
+})  # fmt: skip
 @pytest.mark.parametrize(
     ("preset", "options"),
     [

@@ -34,6 +34,14 @@ def inputs(length: int, heads: int = 2, size: int = 6) -> list[Tensor]:
     return [torch.randn(s, generator=made, dtype=F64).requires_grad_() for s in shapes]
 
 
+@pytest.mark.suite({
+    "True-None-700": "causal",
+    "False-None-700": "both ways",
+    "True-3-700": "a narrow window",
+    "False-300-700": "a wide one",
+    "True-300-20": "a window beyond the row",
+    "False-1-20": "each its own",
+})  # fmt: skip
 @pytest.mark.parametrize(
     ("causal", "window", "length"), [*itertools.product([True, False], [None, 1, 3, 300], [20, 700])]
 )
@@ -82,6 +90,11 @@ LAYOUTS: list[tuple[dict[str, int], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.suite({
+    "axes4-*": "a window over ranks",
+    "axes7-*": "no window",
+    "axes8-*": "another way to exchange",
+})  # fmt: skip
 @pytest.mark.parametrize(("axes", "how", "window"), [
     pytest.param(*layout, window, marks=[pytest.mark.long] * ((i + j) % 2))
     for i, layout in enumerate(LAYOUTS) for j, window in enumerate((3, None))

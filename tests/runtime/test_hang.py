@@ -49,6 +49,9 @@ def waits_for_nobody(rank: int, preset: str, transport: str) -> tuple[str, float
     return "no error", 0.0, ""
 
 
+@pytest.mark.suite({
+    "full_shard-p2p": "messages; test_collectives has the other transports",
+})  # fmt: skip
 @pytest.mark.parametrize(
     ("preset", "transport"),
     [

@@ -165,7 +165,7 @@ def abandoned(rank: int, transport: str, how: str) -> tuple[str, float]:
     if rank == 1:
         if how == "dies":
             os._exit(9)
-        time.sleep(4)
+        time.sleep(2)
         return "", 0.0
     began = time.monotonic()
     try:
@@ -182,6 +182,10 @@ def test_a_stage_that_dies_is_named_within_seconds(ranks, transport):
     assert seconds < 5
 
 
+@pytest.mark.suite({
+    "auto": "shared memory",
+    "p2p": "messages",
+})  # fmt: skip
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_stage_that_stays_silent_is_named_when_the_time_is_up(ranks, transport):
     text, seconds = ranks(2).run(abandoned, transport, "is silent", lost=(0, 1))[0] or ("", 0)

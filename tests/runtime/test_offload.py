@@ -34,6 +34,7 @@ def test_training_equals_the_naive_loop(tier: str, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []  # no file stays
 
 
+@pytest.mark.long  # test_meshes has masters that are moved
 @pytest.mark.parametrize(
     ("preset", "dtypes"),
     [("full_shard", "bf16 storage"), pytest.param("no_shard", "bf16 compute", marks=pytest.mark.long)],
@@ -70,6 +71,7 @@ def test_gradients_alone_and_forward_alone() -> None:
 
 
 # ------------------------------------------------------------------ the adversary
+@pytest.mark.long  # test_host_worker has adversaries, test_adversary the host
 @pytest.mark.parametrize("late", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "tier",

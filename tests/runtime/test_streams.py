@@ -114,6 +114,18 @@ def cases() -> dict[str, dict[str, Any]]:
 CASES = cases()
 
 
+@pytest.mark.suite({
+    "full_shard-device": "gathers and reductions",
+    "full_shard-streamed_all": "leaves that come and go",
+    "full_shard-all_host": "updates on the host",
+    "hybrid_shard-optimizer_host": "two communicators",
+    "zero1-streamed": "whole gradients",
+    "zero2-parameters_host": "leaves from the host",
+    "shard_grad_op-streamed": "leaves that stay gathered",
+    "no_shard-all_host": "reductions alone",
+    "tensor": "exchanges of a compute axis",
+    "overlapped": "reductions that are waited for late",
+})  # fmt: skip
 @pytest.mark.parametrize("name", CASES)
 def test_every_access_comes_after_what_it_depends_on(name: str) -> None:
     assert run(CASES[name])[0].errors == []
@@ -175,6 +187,13 @@ def waited(name: str) -> set[str]:
     return set(waits.errors[waits.steps[1].errors : waits.steps[STEPS].errors])
 
 
+@pytest.mark.suite({
+    "full_shard-streamed": "copies there and back",
+    "full_shard-optimizer_host": "an update on the host",
+    "hybrid_shard-device": "two axes",
+    "zero2-device": "gradients that are kept",
+    "tensor": "exchanges",
+})  # fmt: skip
 @pytest.mark.parametrize("name", [n for n in CASES if "full_shard" in n or "device" in n] + ["tensor"])
 def test_the_host_waits_for_nothing(name: str) -> None:
     """On tensors of `cuda:3`: no value is read, no copy blocks or is of pageable memory, none is on the CPU.
@@ -224,6 +243,9 @@ def logs_differ(name: str, packs: int | None = None) -> bool:
     return any(log != logs[0] for log in logs)
 
 
+@pytest.mark.suite({
+    "tensor": "of a compute axis beside a data axis",
+})  # fmt: skip
 @pytest.mark.parametrize("name", OF_EIGHT)
 def test_ranks_make_and_use_communicators_alike(name: str) -> None:
     """By communicator: the collectives, their order, dtypes and sizes."""

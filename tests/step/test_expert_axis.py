@@ -64,7 +64,7 @@ LAYOUTS = [
     ({"expert": 2}, "full_shard", {"memory": "host", **HOST}, {"accumulate": 2}),
     ({"expert": 2}, "full_shard", {}, {"accumulate": 2, "accumulate_mode": "local", "prefetch": 2}),
 ]
-LONG = (1, 2, 5, 9, 12)
+LONG = (0, 1, 2, 3, 4, 5, 9, 12)  # options and axes that others have in pairs; a tensor axis: test_experts
 
 
 @pytest.mark.parametrize(

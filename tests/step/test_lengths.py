@@ -140,6 +140,7 @@ def test_ranks_with_lengths_of_their_own_train_as_one_process_without_padding(ra
         assert_same(got, expected)
 
 
+@pytest.mark.long  # test_each_length has one rank
 @pytest.mark.parametrize(
     "axes",
     [
@@ -171,6 +172,9 @@ def masked(p: dict[str, Tensor], tokens: Tensor, targets: Tensor, mask: Tensor) 
     return fs.Mean(F.cross_entropy(scores, targets.flatten(), reduction="sum"), (targets != -100).sum())
 
 
+@pytest.mark.suite({
+    "context-*": "dims that an axis splits",
+})  # fmt: skip
 @pytest.mark.parametrize(
     ("axis", "dims", "fill"), [("context", (1, 2), False), ("shard", (-2, 3), -math.inf)], ids=str
 )
@@ -216,6 +220,9 @@ def test_each_length_is_traced_once() -> None:
     assert len({each.memory_analysis().peak_bytes for each in lowered}) == 3
 
 
+@pytest.mark.suite({
+    "3": "which does not divide lengths of two powers",
+})  # fmt: skip
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_lengths_are_divided_by_the_ranks_that_split_them(ranks):
     """Whatever the lengths: else some lengths would be split and others not, by other collectives."""

@@ -6,7 +6,7 @@ import itertools
 import math
 import random
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -174,14 +174,25 @@ def acting_pairs(row: Row) -> Iterator[Any]:
     yield from ((name, str(value)) for name, value in row.items())
 
 
-def covering(of: Callable[[Row], Iterator[Any]], seed: int = 0) -> Iterator[Row]:
-    """Rows that have all of `of` that valid rows have, few and of few ranks by greed."""
-    draw, pool = random.Random(seed), []
-    bits: dict[Any, int] = {}
-    while len(pool) < 2000:
+def every_value(row: Row) -> Iterator[Any]:
+    """Each axis and each value of every other factor, alone."""
+    yield from (axis for axis, size in row["axes"].items() if size > 1)
+    yield from ((name, str(value)) for name, value in row.items() if name != "axes")
+
+
+def draw_rows(seed: int, number: int = 2000) -> list[Row]:
+    draw, rows = random.Random(seed), []
+    while len(rows) < number:
         row = {name: draw.choice(values) for name, values in FACTORS.items()}
         if valid(row):
-            pool.append((sum({1 << bits.setdefault(each, len(bits)) for each in of(row)}), row))
+            rows.append(row)
+    return rows
+
+
+def covering(of: Callable[[Row], Iterator[Any]], rows: Sequence[Row]) -> Iterator[Row]:
+    """Those of the rows that have all of `of` that these rows have, few and of few ranks by greed."""
+    bits: dict[Any, int] = {}
+    pool = [(sum({1 << bits.setdefault(each, len(bits)) for each in of(row)}), row) for row in rows]
     missing = (1 << len(bits)) - 1
     while missing:
         value = lambda p: (p[0] & missing).bit_count() / (6 + math.prod(p[1]["axes"].values()))  # noqa: B023, E731
@@ -195,7 +206,8 @@ def text(row: Row) -> str:
     return "-".join(str(value).replace(" ", "") for value in row.values())
 
 
-ROWS = list(covering(acting_pairs, 6))
+ROWS = list(covering(acting_pairs, draw_rows(6)))
+FEW = list(covering(every_value, ROWS))
 
 
 @cache
@@ -265,15 +277,18 @@ def check(row: Row) -> None:
         compare(row, fs.simulate(mesh, lambda rank: train(rank, mesh, model, specs, None, step=step)))
 
 
-@pytest.mark.parametrize("row", ROWS, ids=text)
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, id=text(row), marks=[pytest.mark.long] * (row not in FEW)) for row in ROWS]
+)
 def test_features_that_meet_train_as_one_process_does(row: Row) -> None:
+    """Each value of every factor in the suite; every two that act on one another over all rows."""
     check(row)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(6))
 def test_every_pair_of_values(seed: int) -> None:
-    for row in covering(every_pair, seed):
+    for row in covering(every_pair, draw_rows(seed)):
         check(row)
 
 
@@ -288,10 +303,14 @@ def on_processes(row: Row) -> bool:
 
 
 OF_AXES = {
-    axis: row for axis in ("tensor", "context") for row in filter(on_processes, ROWS) if axis in row["axes"]
+    axis: row
+    for axis in ("context", "tensor")
+    for row in sorted(filter(on_processes, FEW), key=lambda row: -math.prod(row["axes"].values()))
+    if axis in row["axes"]
 }
 
 
+@pytest.mark.suite({"tensor": "exchanges of both passes; `test_gloo` has a ring over a context axis"})
 @pytest.mark.parametrize("axis", OF_AXES)
 def test_processes_train_as_one_process_does(ranks: Any, axis: str) -> None:
     row = OF_AXES[axis]

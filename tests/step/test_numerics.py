@@ -22,14 +22,14 @@ ADAMW = fs.optim.adamw(LR, weight_decay=DECAY)
 
 @cache
 def truth(name: str) -> reference.Trained:
-    """The naive loop over whole global batches."""
+    """Train a model by the naive loop over whole global batches."""
     model = model_of(name)
     steps = [[batch] for batch in model.batches(sharded.STEPS)]
     return reference.train(model.loss, model.params, steps, reference.adamw(LR, DECAY), frozen=model.frozen)
 
 
 def spread(*key: str | int) -> int:
-    """0, 1 or 2, so that depths vary over a matrix but not from run to run."""
+    """Return 0, 1 or 2 for a key, so that depths vary over a matrix but not from run to run."""
     return sum(str(k).encode()[0] + len(str(k)) for k in key) % 3
 
 
@@ -38,13 +38,18 @@ CUT_OTHERWISE = ("checkpoint", "early_and_late", "in_place", "islands", "odd_lea
 
 
 def _models() -> Iterator[Any]:
-    """Every other model in one layout; in two more they are long."""
+    """Yield every model with each of three layouts; one of them is quick, and the other two are long."""
     for i, name in enumerate(m for m in MODELS if m not in ("gpt", "tied", "frozen")):
         for preset in ("full_shard", "hybrid_shard", "zero1"):
             quick = preset == ("full_shard", "hybrid_shard")[i % 2]
             yield pytest.param(name, preset, marks=[] if quick else pytest.mark.long)
 
 
+@pytest.mark.suite(but={
+    "penalty-*": "test_transforms has gradients of gradients",
+    "complex_leaves-*": "test_complex",
+    "masked_mean-*": "test_matrix",
+})  # fmt: skip
 @pytest.mark.parametrize(("name", "preset"), list(_models()))
 def test_every_model(name: str, preset: str) -> None:
     world = 4 if spread(name, preset) else 2
@@ -137,10 +142,14 @@ SOME = {  # numbers of a leaf whose gradient is NaN, and whether a step that rea
 }
 
 
+@pytest.mark.suite({
+    "*-16": "all is read",
+    "one-5000": "a part is read",
+})  # fmt: skip
 @pytest.mark.parametrize("width", [16, 5000])
 @pytest.mark.parametrize("kind", SOME)
 def test_gradients_that_are_not_finite_are_said_at_once_or_by_the_next_loss(kind: str, width: int) -> None:
-    """At step 3; of a small leaf all is read. The first step to see it says so, once."""
+    """The gradient is NaN at step 3. The first step to see it says so, once; of a small leaf all is read."""
     some, at_once = SOME[kind]
     params = {"w": torch.ones(8, width)}
     step = step_of(

@@ -264,6 +264,7 @@ def test_bounded_rows_are_those_of_one_stage_and_more_are_an_error() -> None:
 
 
 # ------------------------------------------------------------------ ranks that read early or late
+@pytest.mark.long  # test_adversary, and test_stages for messages
 @pytest.mark.parametrize(
     ("preset", "chunks", "options"),
     [

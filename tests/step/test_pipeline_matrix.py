@@ -143,6 +143,11 @@ def name_of(row: Row) -> str:
     return "-".join(str(value) for value in row.values())
 
 
+@pytest.mark.suite({
+    "*-context-*": "a compute axis in each stage",
+    "2-2-4-no_shard-shard-*": "chunks, breadth first",
+    "2-1-4-zero1--*": "recomputed, ahead",
+})  # fmt: skip
 @pytest.mark.parametrize("row", SHORT, ids=name_of)
 def test_a_pipeline_trains_as_one_process_does(row: Row) -> None:
     """Losses, norms and every parameter after three steps, to 1e-10."""

@@ -81,6 +81,11 @@ def scaled_by_torch(params: dict[str, Tensor], loss: Any, batches: list[Tensor])
     return {p: v.detach() for p, v in named.items()}
 
 
+@pytest.mark.suite({
+    "device-None": "updated where gradients are",
+    "streamed-1000000000.0": "moved there, clipped",
+    "host-None": "updated on the host",
+})  # fmt: skip
 @pytest.mark.parametrize("clip", [None, 1e9])
 @pytest.mark.parametrize("policy", [{}, HOST, STREAMED], ids=["device", "host", "streamed"])
 def test_a_skipped_step_is_no_update(tmp_path: Any, policy: dict[str, str], clip: float | None) -> None:
@@ -128,6 +133,12 @@ def test_a_skipped_step_is_no_update(tmp_path: Any, policy: dict[str, str], clip
 LOSSES = {"plain": lambda total: total, "mean": lambda total: Mean(total, torch.tensor(7.0), bound=1000)}
 
 
+@pytest.mark.suite({
+    "torch.bfloat16-plain-None-None": "gradients",
+    "torch.bfloat16-plain-1000.0-clipped": "a scale, and norms",
+    "torch.float16-mean-None-clipped": "an exact mean",
+    "torch.float16-mean-1000.0-sgd": "both",
+})  # fmt: skip
 @pytest.mark.parametrize("optimizer", [None, "sgd", "clipped"])
 @pytest.mark.parametrize("loss_scale", [None, 1000.0])
 @pytest.mark.parametrize(("dtype", "kind"), [(torch.bfloat16, "plain"), (torch.float16, "mean")], ids=str)

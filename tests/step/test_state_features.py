@@ -20,6 +20,10 @@ from fnshard import LayoutSpec, Mean, P, optim
 # ------------------------------------------------------------------ what fn returns, what it takes
 
 
+@pytest.mark.suite({
+    "1-None": "gradients alone",
+    "3-optimizer1": "over micro-batches of a step",
+})  # fmt: skip
 @pytest.mark.parametrize(("accumulate", "optimizer"), [(1, None), (3, optim.sgd(0.0)), (3, None)])
 def test_aux_scalars_are_averaged_means_exact_and_tensors_local(accumulate: int, optimizer: Any) -> None:
     params = noise({"layers.0.w": (12, 7), "layers.1.w": (7, 12)})

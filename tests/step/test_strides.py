@@ -35,6 +35,15 @@ LAYOUTS = {
 INDUCTOR = [("permute", "rows", "inductor"), ("index_select", "rows", "inductor")]
 
 
+@pytest.mark.suite({
+    "permute-columns-eager": "a view of all that is there",
+    "unfold-*": "windows that overlap",
+    "expand-*": "stride 0",
+    "index_select-columns-*": "a copy with its input's strides",
+    "flip-*": "a copy whose order is another",
+    "pool-*": "an op of channels",
+    "clone-*": "a copy that keeps strides",
+})  # fmt: skip
 @pytest.mark.parametrize(
     ("view", "layout", "backend"),
     [*((v, list(LAYOUTS)[i % 3], "eager") for i, v in enumerate(VIEWS)), *INDUCTOR],

@@ -37,6 +37,9 @@ def test_constrain_says_how_a_value_is_split() -> None:
     assert any("tensor" in line for line in counts(loss))
 
 
+@pytest.mark.suite({
+    "1.0": "where nothing else is made again",
+})  # fmt: skip
 @pytest.mark.parametrize("remat", ["unit", pytest.param(0.9, marks=pytest.mark.long), 1.0])
 def test_what_was_gathered_is_gathered_again_where_a_unit_is_recomputed(remat: Any) -> None:
     """Between forward and backward a split sequence stays split, also where nothing else is made again."""
@@ -67,6 +70,9 @@ def test_exchanges_of_one_attention_travel_together(overlap: int, verbs: str) ->
     assert " ".join(found) == f"r {verbs} r e w r"
 
 
+@pytest.mark.suite({
+    "tensor": "a part of the table on each rank",
+})  # fmt: skip
 @pytest.mark.parametrize("axis", ["tensor", "context"])
 def test_tokens_outside_of_the_whole_table_are_refused(axis: str) -> None:
     """To a rank that has a part of a table, they would be another rank's."""
@@ -151,10 +157,12 @@ def dropped(p: dict[str, Tensor], tokens: Tensor) -> fs.Mean:
     return fs.losses.linear_cross_entropy(x[:, :-1], p["head.weight"], tokens[:, 1:], chunk=5)
 
 
-def test_masks_do_not_depend_on_the_mesh() -> None:
+@pytest.mark.suite({"{'tensor': 2}": "values that ranks have parts of"})
+@pytest.mark.parametrize("axes", [{"tensor": 2}, {"tensor": 2, "context": 2}], ids=str)
+def test_masks_do_not_depend_on_the_mesh(axes: dict[str, int]) -> None:
     model = replace(decoder(tied=False), loss=dropped)
     (expected,) = on_mesh(model, {"shard": 1})
-    for got in on_mesh(model, {"tensor": 2, "context": 2}):
+    for got in on_mesh(model, axes):
         assert_same(got, expected)
 
 
@@ -163,5 +171,5 @@ def test_frozen_codes_are_split_by_rows() -> None:
     coded = ("layers.0.up_proj.weight", "layers.1.down_proj.weight")
     model = replace(decoder(tied=False), frozen=coded)
     (expected,) = on_mesh(model, {"shard": 1}, coded)
-    for got in on_mesh(model, {"shard": 2, "tensor": 2}, coded):
+    for got in on_mesh(model, {"tensor": 2}, coded):
         assert_same(got, expected)

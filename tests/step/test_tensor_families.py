@@ -100,6 +100,11 @@ def matrix() -> Iterator[Any]:
                 yield pytest.param(name, axes, residual, marks=marks, id=f"{name}-{axes}-{residual}")
 
 
+@pytest.mark.suite({
+    "vit-*": "patches by a convolution",
+    "cross_attention-*": "queries and keys of two sequences",
+    "perceptron-*": "no attention, a split residual",
+})  # fmt: skip
 @pytest.mark.parametrize(("name", "axes", "residual"), list(matrix()))
 def test_any_mesh_is_one_process(name: str, axes: dict[str, int], residual: str) -> None:
     model = model_of(name)

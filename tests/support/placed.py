@@ -20,10 +20,10 @@ from fnshard.layout.resolved import ResolvedSpecs
 
 
 def cut(value: Tensor, placement: Placement | None, ranks: int, padding: float | None = None) -> list[Tensor]:
-    """What each rank has of a whole value; differentiable, but for a sum, whose parts are random.
+    """Return what each rank has of a whole value. It is differentiable, but for a sum: its parts are random.
 
     Args:
-        padding: of parts that are not even; None: random numbers.
+        padding: the number that fills up parts that are not even; None stands for random ones.
     """
     draw = torch.Generator().manual_seed(0)
     if placement == PARTIAL:
@@ -46,7 +46,11 @@ def cut(value: Tensor, placement: Placement | None, ranks: int, padding: float |
 
 
 def run_on_ranks(graph: fx.Graph, inputs: Sequence[Sequence[Tensor]], ranks: int) -> list[list[Any]]:
-    """The results of each rank; `inputs`: for each placeholder what each rank has."""
+    """Run a placed graph on all ranks, node by node, and return the results of each.
+
+    Args:
+        inputs: for each placeholder what each rank has.
+    """
     env: dict[fx.Node, list[Any]] = {}
     feed = iter(inputs)
     for node in graph.nodes:
@@ -70,6 +74,7 @@ def run_on_ranks(graph: fx.Graph, inputs: Sequence[Sequence[Tensor]], ranks: int
 def exchange_on_ranks(
     sent: list[Tensor], kind: str, axes: str, dim: int, ranks: int, to: int = 0
 ) -> list[Tensor]:
+    """Return what each rank receives of what all have sent."""
     if kind == "permute":
         return [sent[(rank - dim) % ranks] for rank in range(ranks)]
     if kind == "all_gather":
@@ -81,7 +86,7 @@ def exchange_on_ranks(
 
 
 def on_ranks(placed: Any, values: Mapping[str, Tensor], inputs: Mapping[Any, Placement], ranks: int):
-    """A placed program's inputs for each rank, from whole values by name."""
+    """Return a placed program's inputs for each rank, cut from whole values by name."""
     out = []
     for each in placed.inputs:
         if each.kind == "axis":
@@ -91,8 +96,8 @@ def on_ranks(placed: Any, values: Mapping[str, Tensor], inputs: Mapping[Any, Pla
     return out
 
 
-def traced(fn: Any, params: Mapping[str, Tensor], batch: Sequence[Tensor]) -> Program:
-    """The program of `fn(params, *batch)` on one device."""
+def trace_whole(fn: Any, params: Mapping[str, Tensor], batch: Sequence[Tensor]) -> Program:
+    """Trace `fn(params, *batch)` as one device runs it."""
     mesh = fs.make_mesh(abstract=True)
     specs = ResolvedSpecs.of(fs.presets.no_shard(params, mesh)).resolve(params)
     shapes = {p: (tuple(s.shape), s.compute_dtype) for p, s in specs.stored.items()}
@@ -110,10 +115,10 @@ def assert_placed(
     residual: Residual = "split",
     atol: float = 1e-10,
 ) -> Program:
-    """Loss and gradients of all ranks of a placed program are those of the whole one; gives it.
+    """Place a program, assert that all ranks' loss and gradients are those of the whole one, and return it.
 
     Args:
-        inputs: of leaves and batch leaves, by name.
+        inputs: the placements of leaves and batch leaves, by name.
     """
     named = {i: inputs[i.name] for i in program.inputs if i.name in inputs}
     placed = place(program, Axis("tensor", ranks, named, residual))
@@ -138,11 +143,11 @@ def assert_placed(
 
 
 def program_leaves(program: Program) -> set[str]:
-    """The leaves that gradients are asked of."""
+    """Return the leaves that take gradients."""
     named = zip(program.inputs, program.placeholders, strict=True)
     return {i.name for i, n in named if i.kind == "leaf" and n.meta["val"].requires_grad}
 
 
 def exchanges(placed: Program) -> list[str]:
-    """The kind of each exchange."""
+    """Return the kind of each exchange."""
     return [n.args[1] for n in placed.graph.find_nodes(op="call_function", target=EXCHANGE)]

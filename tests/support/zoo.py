@@ -22,6 +22,7 @@ SETTINGS: dict[str, dict[str, Any]] = {"full_shard": {"remat": "unit", "accumula
 
 
 def params(layers: int = LAYERS) -> Params:
+    """Make the leaves of a program, the same at every call."""
     draw = torch.Generator().manual_seed(0)
     shape = (WIDTH, WIDTH)
     return {
@@ -30,19 +31,20 @@ def params(layers: int = LAYERS) -> Params:
 
 
 def batches(count: int) -> Tensor:
-    """[count, ROWS, WIDTH]; each slice is a rank's, or one micro-batch of it."""
+    """Make `count` slices of rows, [count, ROWS, WIDTH]; each is a rank's batch or micro-batch."""
     draw = torch.Generator().manual_seed(1)
     return torch.randn(count, ROWS, WIDTH, dtype=torch.float64, generator=draw)
 
 
 def net(p: Params, x: Tensor) -> Tensor:
+    """Run a chain of products, each with a tanh."""
     for w in p.values():
         x = torch.tanh(x @ w)
     return x
 
 
 def between(each: Callable[[Tensor], Tensor]) -> Fn:
-    """A chain of products; `each` follows every one of them."""
+    """Make a program that is a chain of products, with `each` after every one of them."""
 
     def fn(p: Params, x: Tensor) -> Tensor:
         for w in p.values():
@@ -52,8 +54,8 @@ def between(each: Callable[[Tensor], Tensor]) -> Fn:
     return fn
 
 
-def plain(fn: Fn, parts: int) -> tuple[Tensor, list[Tensor]]:
-    """The loss of so many slices and its gradients, by torch's own autograd.
+def train_plain(fn: Fn, parts: int) -> tuple[Tensor, list[Tensor]]:
+    """Compute the loss of so many slices and its gradients by torch's own autograd.
 
     Each slice has leaves of its own, so that hooks see the gradient of one slice, as they do in a step.
     """
@@ -72,7 +74,7 @@ def plain(fn: Fn, parts: int) -> tuple[Tensor, list[Tensor]]:
 def step_on(
     fn: Fn, mesh: fs.Mesh, preset: str = "full_shard", **options: Any
 ) -> Callable[[int], tuple[Tensor, list[Tensor]]]:
-    """A rank's work: the loss of its slices and whole gradients."""
+    """Make a function of a rank, which computes the loss of its slices and whole gradients by a step."""
     specs = fs.presets.PRESETS[preset](params(), mesh)
     step = fs.shard_step(fn, specs, mesh=mesh, **{"backend": "eager", **options})
     parts = batches(mesh.size * options.get("accumulate", 1)).reshape(mesh.size, -1, WIDTH)
@@ -85,17 +87,17 @@ def step_on(
 
 
 def check(fn: Fn, results: list[tuple[Tensor, list[Tensor]]], parts: int) -> None:
-    """Every rank's loss and gradients are those of plain torch."""
-    expected = plain(fn, parts)
+    """Assert that every rank's loss and gradients are those of plain torch."""
+    expected = train_plain(fn, parts)
     for got in results:
         torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
 
 
 def table(programs: Mapping[str, Fn], twins: Mapping[str, Fn] = {}) -> Callable[[str], None]:
-    """The test that runs every program on two ranks, in one of the settings; in the other it is long.
+    """Make a test that runs every program on two ranks, in one of the settings; in the other it is long.
 
     Args:
-        twins: by name, what plain torch runs instead of a program that it only compiles.
+        twins: what plain torch runs instead of programs, by name, that are written for a compiler alone.
     """
 
     @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
@@ -112,11 +114,11 @@ def table(programs: Mapping[str, Fn], twins: Mapping[str, Fn] = {}) -> Callable[
 
 
 def check_compiled(fn: Fn, twin: Fn | None = None) -> None:
-    """On one rank, by inductor's kernels."""
+    """Assert that inductor's kernels, on one rank, compute what plain torch does with `fn`, or its `twin`."""
     mesh = fs.make_mesh(shard=1, simulated=True)
     check(twin or fn, fs.simulate(mesh, step_on(fn, mesh, backend="inductor")), 1)
 
 
 def named(*programs: Fn) -> dict[str, Fn]:
-    """Programs by the names of their functions."""
+    """Return programs by the names of their functions."""
     return {fn.__name__: fn for fn in programs}

@@ -51,7 +51,7 @@ class LatentAttention(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """SwiGLU, its two inputs as one product."""
+    """A SwiGLU whose gate and value come from one product."""
 
     def __init__(self, width: int, hidden: int):
         super().__init__()
@@ -74,7 +74,10 @@ class Experts(nn.Module):
         nn.init.normal_(self.down, std=hidden**-0.5)
 
     def forward(self, rows: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
-        """Return [N, D]; `rows` [N, D], `shares` and `chosen` [N, C]."""
+        """Return for each row the sum of what its chosen experts make of it, times their shares, [N, D].
+
+        `rows` are [N, D], `shares` and `chosen` [N, C].
+        """
         count = chosen.shape[1]
         order = chosen.flatten().argsort(stable=True)  # rows lie by expert
         ends = F.one_hot(chosen.flatten(), len(self.up)).sum(0).cumsum(0).to(torch.int32)
@@ -85,7 +88,7 @@ class Experts(nn.Module):
 
 
 class Mixture(nn.Module):
-    """A shared expert, and the best of many by a router."""
+    """An MLP that adds a shared expert to the few that a router chooses of many."""
 
     def __init__(self, width: int, experts: int, chosen: int, hidden: int):
         super().__init__()
@@ -102,7 +105,7 @@ class Mixture(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention, then + MLP or mixture, each after its norm."""
+    """A layer, which adds attention and then an MLP or a mixture to x. Each sees x after its own norm."""
 
     def __init__(self, attention: nn.Module, mlp: nn.Module, width: int):
         super().__init__()
@@ -117,7 +120,7 @@ class Block(nn.Module):
 
 
 class MixtureDecoder(nn.Module):
-    """Tokens [B, T] (integers below V) to next-token logits [B, T, V].
+    """A decoder from tokens [B, T] (integers below V) to next-token logits [B, T, V].
 
     Args:
         width: D, features per position.

@@ -38,6 +38,8 @@ class Pieces:
         bounds = [s.indices(n)[:2] for s, n in zip(wanted, self.shape, strict=True)]
         out = torch.empty([max(0, last - first) for first, last in bounds], dtype=self.dtype)
         left = out.numel()
+
+        # Of each piece the part that is wanted, by slices of the piece and of the result.
         for piece in self.pieces:
             box = [
                 (max(first, at), min(last, at + size))
@@ -52,6 +54,7 @@ class Pieces:
             here = tuple(slice(low - b[0], high - b[0]) for (low, high), b in zip(box, bounds, strict=True))
             out[here] = data[there]
             left -= math.prod(high - low for low, high in box)
+
         if left:
             raise Corrupt(f"has {out.numel() - left} of the {out.numel()} numbers that are read")
         return out
@@ -85,6 +88,7 @@ def boxes_of_run(
     if not shape:
         yield (), ()
         return
+
     row = math.prod(shape[1:])
     begin, start = divmod(first, row)
     end, stop = divmod(last, row)
@@ -92,6 +96,8 @@ def boxes_of_run(
         for offset, size in boxes_of_run(shape[1:], start, stop):
             yield (begin, *offset), (1, *size)
         return
+
+    # The end of the first row, whole rows in one box, and the beginning of the last row.
     if start:
         for offset, size in boxes_of_run(shape[1:], start, row):
             yield (begin, *offset), (1, *size)

@@ -68,17 +68,21 @@ def _read_folder(folder: Path) -> dict[tuple[str, ...], Leaf]:
         raise Corrupt(f"has a {METADATA} that holds no metadata")
     saved, stored = found.state.get("state_dict_metadata") or {}, found.state.get("storage_data") or {}
     paths = found.state.get("planner_data") or {}
+
     # By name and, of tensors, where the box begins.
     places: dict[tuple[str, tuple[int, ...] | None], Mapping[str, Any]] = {}
     for index, info in stored.items():
         at = index.state.get("offset")
         places[index.state["fqn"], None if at is None else tuple(at)] = info.state
+
     missing = sorted(
         {p["relative_path"] for p in places.values() if not (folder / p["relative_path"]).is_file()}
     )
     if missing:
         names = ", ".join(missing[:8])
         raise Corrupt(f"has a {METADATA} that names {len(missing)} files that are not there: {names}")
+
+    # A value is read when it is needed; a tensor is made of the boxes that ranks have written.
     out: dict[tuple[str, ...], Leaf] = {}
     for name, entry in saved.items():
         path = tuple(str(part) for part in paths.get(name, (name,)))
@@ -105,6 +109,7 @@ def _read_folder(folder: Path) -> dict[tuple[str, ...], Leaf]:
 
 
 def _resolve_metadata_name(module: str, name: str) -> Any:
+    """Stand in for the classes of torch that its metadata are made of, so that none is constructed."""
     if module.startswith("torch.distributed.") and name in RECORDS:
         return Inert
     return resolve_torch_name(module, name)

@@ -135,6 +135,8 @@ def cut_vectors(
         if any(len(of_rank) != len(groups) for of_rank in vectors):
             raise Corrupt(f"has {len(vectors[0])} vectors of {len(groups)} groups of parameters")
         for group, *of_group in zip(groups, *vectors, strict=True):  # all ranks' parts, one behind another
+            # Stages 1 and 2: ranks' parts of a group are one vector, which holds one parameter behind
+            # another.
             start = 0
             for name, shape in group.items():
                 cuts.append((name, shape, find_run(of_group, start, math.prod(shape))))
@@ -142,6 +144,7 @@ def cut_vectors(
             held, unit = sum(vector.shape[0] for vector in of_group), 2 * len(vectors)
             if -(-held // unit) != -(-start // unit):  # the end may be filled up to a multiple of this
                 raise Corrupt(f"has vectors of {held} numbers, and parameters of {start}")
+
     else:
         start = 0
         for name, shape in itertools.chain(*(group.items() for group in groups)):

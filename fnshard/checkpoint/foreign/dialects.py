@@ -71,6 +71,8 @@ def recognise(tree: Tree, kind: str) -> SavedState:
     steps: dict[str, int] = {}
     groups: dict[str, list[str]] = {}
     optimizers: dict[str, None] = {}
+
+    # An optimizer's state has its name in the path; a model's tensors may have the model's, or none.
     for path, leaf in tree.items():
         parts = path[:-1]
         where = next((i for i, part in enumerate(parts) if OPTIMIZERS.fullmatch(part)), None)
@@ -93,16 +95,19 @@ def recognise(tree: Tree, kind: str) -> SavedState:
                 bare[strip_wrappers(".".join(path))] = leaf
             else:
                 named[strip_wrappers(".".join(path[model + 1 :]))] = leaf
+
     params = named or bare
     if params and all(name.startswith("module.") for name in params):  # DDP's own, where it was not taken off
         params = {name.removeprefix("module."): leaf for name, leaf in params.items()}
         slots = {name.removeprefix("module."): own for name, own in slots.items()}
     if not params and not slots:
         raise Corrupt("holds no tensors of a model")
+
     if len(optimizers) > 1:
         raise Corrupt(f"holds the state of {len(optimizers)} optimizers, {', '.join(optimizers)}")
     if timeless := [name for name, own in slots.items() if "nu" in own and name not in steps]:
         raise Corrupt(f"has moments of {timeless[0]!r} and does not say after how many steps")
+
     counts = sorted(set(steps.values()))
     if len(counts) > 1:
         odd = next(name for name, count in steps.items() if count != counts[-1])
@@ -110,6 +115,8 @@ def recognise(tree: Tree, kind: str) -> SavedState:
             f"has optimizer state after {counts[0]} to {counts[-1]} updates, by parameter ({odd!r} after "
             f"{steps[odd]}), and a state here counts the updates of all"
         )
+
+    # torch's optimizers number their parameters, and may know the names beside the numbers.
     numbered = slots and all(name.isdecimal() for name in slots)
     numbers = {key: each for key, each in groups.items() if key.endswith("params")}
     given: dict[str, str] = {}  # the names that an optimizer was given, which it writes beside the numbers
@@ -138,6 +145,7 @@ def name_numbers(saved: SavedState, trained: Sequence[str]) -> Mapping[str, Mapp
     """
     if not saved.groups:
         return saved.slots
+
     (numbers, *others) = saved.groups
     if others or len(numbers) != len(trained):
         raise Corrupt(
@@ -145,6 +153,7 @@ def name_numbers(saved: SavedState, trained: Sequence[str]) -> Mapping[str, Mapp
             f"groups, and {len(trained)} train here: which is which it does not say. Save it by name, with "
             "torch.distributed.checkpoint.state_dict.get_state_dict, or torch.optim.AdamW(named_parameters)"
         )
+
     named = {name: saved.slots.get(number, {}) for number, name in zip(numbers, trained, strict=True)}
     odd = [n for n, own in named.items() for s in own.values() if s.shape not in ((), saved.params[n].shape)]
     if odd:

@@ -185,15 +185,18 @@ def write_fnshard(path: Path, saved: SavedState, **options: Any) -> None:
         f"optimizer/{name}/{slot}": tensor
         for name, own in saved.slots.items() for slot, tensor in own.items()
     }  # fmt: skip
+
     with _atomic(path) as folder:
         entries = [
             TensorToWrite(name, tuple(t.shape), t.dtype, lambda t=t: t.data[...]) for name, t in named.items()
         ]
         done, file = tensorfile.write(folder / data_file(0), entries), data_file(0)
+
         leaves = {}
         for name, t in named.items():
             chunk = Chunk((0,) * len(t.shape), tuple(t.shape), file, done.at[name], done.crc32[name])
             leaves[name] = SavedLeaf(tuple(t.shape), STATE_NAMES[t.dtype], "P()", (chunk,))
+
         files = {file: DataFile(done.bytes, done.header_bytes, done.header_crc32)}
         number = int(path.name) if path.name.isdecimal() else None
         Manifest(

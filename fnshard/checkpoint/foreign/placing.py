@@ -124,7 +124,10 @@ def match_state(
     sources, values = match_tensors(
         specs, stack_experts(saved.params, family), names, family, model, missing, ignore
     )
+
     out: dict[str, Source] = {f"params/{p}": s for p, s in {**sources, **values}.items()}
+
+    # Where state has numbers, these count the trained parameters in the order of the file.
     order = {name: number for number, name in enumerate(saved.params)}
     trained = {source.name: p for p, source in sources.items() if specs[p].trainable and source.name in order}
     slots = name_numbers(saved, sorted(trained, key=order.__getitem__))
@@ -132,6 +135,8 @@ def match_state(
     for name, own in slots.items():
         for slot, tensor in own.items():
             by_slot.setdefault(slot, {})[name] = tensor
+
+    # State lies under any name that its parameter may have.
     for slot, tensors in by_slot.items():
         tensors = stack_experts(tensors, family)
         for path, source in sources.items():

@@ -73,6 +73,7 @@ def deferred() -> Iterator[None]:
     if getattr(_here, "recorder", None) is not None:
         yield
         return
+
     recorder = Recorder()
     # The default generator belongs to all threads, so that only one block at a time may mark it.
     with _generator_lock, mock.patch.object(_here, "recorder", recorder, create=True):
@@ -146,6 +147,8 @@ class Values:
                 "build the module in `with fs.deferred():` instead of torch.device('meta'), which loses what "
                 "its constructor does, and pass the module or the tree of make_functional as it is.",
             )
+
+        # Find how each leaf is made; one that nothing fills would have no value.
         self._named = named
         self._recipes = {p: recipe for p, leaf in named.items() if (recipe := recipe_of(leaf)) is not None}
         self._slices = {p: r.tape.slice(storage_id(r.alias)) for p, r in self._recipes.items()}
@@ -250,6 +253,8 @@ class _Placeholder(Tensor):
         name = resolve_name(func) or str(func)
         problem, last = None, name.rpartition(".")[2]
         writes = WRITES.fullmatch(last) and last != "requires_grad_"
+
+        # After the block a write would be lost, and a value is not there yet.
         if isinstance(inputs[0], _Placeholder) and (writes or name == "torch.Tensor.data.__set__"):
             problem = (
                 "changes a deferred module after its fs.deferred() block, where it is lost.",

@@ -114,6 +114,8 @@ class Tape:
         todo = [(needed, len(self.calls))]
         while todo:
             memory, before = todo.pop()
+
+            # Backwards to the last write that leaves nothing of what was there before.
             writers = self.writers[memory]
             for number in reversed(writers[: bisect_left(writers, before)]):
                 if (memory, number) in visited:
@@ -171,11 +173,15 @@ class Memories:
             alias, how = draw
             fill(self.show(alias), alias.storage_offset(), key, how)
             return
+
+        # Any other call runs as it was recorded, on this leaf's numbers.
         args, kwargs = map_leaves((call.args, call.kwargs), Tensor, self.show)
         with torch.random.fork_rng(devices=[], enabled=call.random):
             if call.random:
                 torch.default_generator.manual_seed(key)
             results = leaves_of(run_call(call, args, kwargs), Tensor)
+
+        # Keep what it has made, if readers find in it what the record says; else copy it into their memory.
         shared = {storage.data_ptr() for storage in self.held.values()}
         for place, alias in call.makes.items():
             storage = results[place].untyped_storage()

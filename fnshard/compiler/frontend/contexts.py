@@ -58,6 +58,7 @@ def deterministic(on: bool) -> Iterator[None]:
         return
     for name, value in CUBLAS.items():
         os.environ.setdefault(name, value)
+
     with _exact_lock:
         chosen = (
             torch.are_deterministic_algorithms_enabled(),
@@ -65,6 +66,7 @@ def deterministic(on: bool) -> Iterator[None]:
         )
         _exact.append(_exact[0] if _exact else chosen)
         torch.use_deterministic_algorithms(True)
+
     try:
         if torch.cuda.is_initialized():
             _check_products()

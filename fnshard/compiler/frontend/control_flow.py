@@ -119,6 +119,7 @@ def _cond(pred: Any, true_fn: Function, false_fn: Function, operands: Sequence[A
     """Compute both branches, and choose their results by a predicate that depends on values."""
     if not isinstance(pred, Tensor):
         return (true_fn if pred else false_fn)(*operands)
+
     pred = pred.reshape(())
     (yes, structure), (no, other) = _branch(true_fn, operands, pred), _branch(false_fn, operands, ~pred)
     shapes = [[describe(v) for v in values] for values in (yes, no)]
@@ -131,6 +132,7 @@ def _cond(pred: Any, true_fn: Function, false_fn: Function, operands: Sequence[A
             ],
             "return tensors of the same shapes and dtypes from both.",
         )
+
     chosen = [torch.where(pred, a, b) if isinstance(a, Tensor) else a for a, b in zip(yes, no, strict=True)]
     return tree.unflatten(chosen, structure)
 

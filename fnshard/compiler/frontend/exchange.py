@@ -272,6 +272,7 @@ def _group(kind: str, axes: Axes) -> tuple[tuple[str, ...], int]:
     if mesh is None:
         return (), 1
     names = mesh.data_axes if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+
     unknown = [n for n in names if n not in mesh.names]
     if unknown or len(set(names)) < len(names):
         shown = ", ".join(map(repr, unknown or names))
@@ -280,12 +281,14 @@ def _group(kind: str, axes: Axes) -> tuple[tuple[str, ...], int]:
             + ("does not have." if unknown else "has once."),
             fix=f"axes: some of {', '.join(mesh.names)}, each once; left out, all data axes.",
         )
+
     if same := [n for n in names if n not in mesh.data_axes]:
         raise TraceError(
             f"`fn` calls fs.{kind} over {', '.join(map(repr, same))}, whose ranks take the same rows.",
             fix=f"leave it out: sums over such axes are derived from `fn`; data axes are "
             f"{', '.join(mesh.data_axes) or 'none here'}.",
         )
+
     names = tuple(n for n in names if mesh.axis_size(n) > 1)
     return names, math.prod(map(mesh.axis_size, names))
 

@@ -57,11 +57,14 @@ def bounded(x: Tensor, size: int, dim: int = 0) -> Tensor:
             f"`fn` calls fs.bounded along dim {dim} of {list(x.shape)}.",
             fix="bound what is selected, x[mask] or mask.nonzero()[:, 0], before it is reduced.",
         )
+
+    # In a trace the length is a symbol, of which the promise is noted; in plain torch it is known.
     length = x.shape[dim]
     if isinstance(length, torch.SymInt):
         torch._check(length <= size)
         if (limits := getattr(_state, "limits", None)) is not None:
             limits.promised.add(length.node.expr)
+
     elif length > size:
         raise StateError(
             f"dim {dim} of a tensor of shape {list(x.shape)} is longer than its bound of {size}.",

@@ -239,6 +239,7 @@ def _argument(node: fx.Node, name: str) -> Any:
 
 def _emit(graph: fx.Graph, old: fx.Node, args: tuple, kwargs: dict, key: fx.Node | None) -> Any:
     """Write a node into `graph`, with given arguments; a random one in the form that reads `key`."""
+    # An op that draws nothing stays as it is, or gets a form that means the same here.
     if key is None:
         if old.target in _SPARSE_GRADIENT:  # gradients are dense here
             named = zip(old.target._schema.arguments, args, strict=False)
@@ -259,6 +260,7 @@ def _emit(graph: fx.Graph, old: fx.Node, args: tuple, kwargs: dict, key: fx.Node
             "*_like and in-place forms, torch.randperm, torch.multinomial, or draw the numbers outside and "
             "pass them with the batch.",
         )
+
     bound = arguments_of(old.target, args, kwargs)
     if bound.get("generator") is not None:
         raise TraceError(_GENERATOR)

@@ -100,11 +100,13 @@ def _integers(key: Tensor, low: int, high: int, shape: list[int], dtype: torch.d
     if dtype.is_floating_point:
         low, high = -_floor(-low, dtype), _floor(high - 1, dtype) + 1
     span, half = high - low, 1 << 63
+
     # Rejection sampling with a fixed number of draws: the first hit counts. Bits below `even` hit, and give
     # all remainders equally often. A span of more than 63 bits is hit by bits that lie in it as they are.
     even = half - half % span if span < half else 0
     missed = 1 - (even / half if even else span / (2 * half))
     draws = math.ceil(32 / -math.log2(missed)) if missed > 0 else 1
+
     value = None
     for stream in range(draws):
         bits = _bits(key, shape, stream, draws)

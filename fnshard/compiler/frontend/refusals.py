@@ -40,9 +40,11 @@ def check_constants(constants: Mapping[str, Tensor]) -> None:
             "hook that calls torch.autograd.grad computes again what it differentiates, under "
             "torch.enable_grad() and from detached inputs.",
         )
+
     kinds = (tree.unusual(v) or "a conjugated view" * v.is_conj() for v in constants.values())
     if odd := [kind for kind in kinds if kind]:
         raise TraceError(f"`fn` closes over {len(odd)} tensor(s) it cannot compute with:", odd, tree.DENSE)
+
     wrong = [
         f"{describe(v)}" + (" that requires grad" if v.requires_grad else "")
         for v in constants.values()
@@ -110,6 +112,7 @@ def _check_written(program: Program, specs: Mapping[str, LayoutSpec], differenti
             wrong.append((node, name))
         elif torch.promote_types(spec.storage_dtype, spec.compute_dtype) != spec.compute_dtype:
             narrow.append((node, f"{name}, stored in {spec.storage_dtype}"))
+
     if narrow:
         raise error_at(
             f"`fn` writes to {leaves(len(narrow))} that it sees in a narrower dtype than they are stored in:",

@@ -295,12 +295,15 @@ def name_inputs(source: Source, recording: Recording) -> TracedProgram:
     values |= {Input("batch", n): v for n, v in fakes.tensors.items()}
     graph, keys, constants = normalize(recording.graph_module, len(values))
     check_constants(constants)
+
+    # Tensors of this device are read where they are, others are copied to it.
     closed_over = [v for v in constants.values() if v.device.type == device.type]
     copied = [v for v in constants.values() if v.device.type != device.type and is_plain(v)]
     constants = {n: v.detach().to(device) for n, v in constants.items()}
     with fakes.mode:
         values |= {Input("constant", n): fakes.mode.from_tensor(v) for n, v in constants.items()}
         values |= {Input("key", n): torch.empty((), dtype=torch.int64, device=device) for n in keys}
+
     program = Program(graph, tuple(values), constants, recording.outputs, fakes.mode)
     traced = TracedProgram(program, values, recording.hooks, closed_over, copied)
     with fakes.mode, torch.set_grad_enabled(source.differentiate):

@@ -216,16 +216,21 @@ def _patches(hooks: OrderedDict[int, torch.Tensor]) -> Iterator[tuple[Any, str, 
     name = "register_post_accumulate_grad_hook"
     yield torch.Tensor, name, _refuse(functions.HOOK, name)
     yield module_calls, "BackwardHook", _refuse(functions.HOOK, "a full backward hook of a module")
+
     yield from transforms.patches()
     yield from control_flow.patches()
+
+    # backward() leaves gradients in .grad, where a trace loses them; torch.autograd.grad is another matter.
     accumulates = lambda *_, accumulate_grad=False, **__: accumulate_grad  # noqa: E731
     yield torch.autograd, "_engine_run_backward", _refuse(_BACKWARD, "", accumulates)
     yield _vmap_internals, "_vmap", _refuse(_BATCHED_GRADS, "")
+
     for owner in (torch, torch.random):
         for name in ("manual_seed", "set_rng_state"):
             yield owner, name, _refuse(_SEED, f"torch.{name}")
     yield torch.inference_mode, "__enter__", _refuse(_INFERENCE, "torch.inference_mode", lambda m, *_: m.mode)
     yield saved_tensors_hooks, "__enter__", _refuse(_SAVED, "saved_tensors_hooks", _is_users_hook)
+
     for compiled in (torch.jit.ScriptFunction, torch._C.ScriptMethod):
         yield compiled, "__call__", _refuse(_SCRIPT, compiled.__name__)
     yield HigherOrderOperator, "__call__", _call_higher_order
@@ -234,6 +239,7 @@ def _patches(hooks: OrderedDict[int, torch.Tensor]) -> Iterator[tuple[Any, str, 
     yield torch.nn.SyncBatchNorm, "forward", statistics.forward_with_exchanges
     if (triton := sys.modules.get("triton.runtime.jit")) is not None:  # nobody else launches its kernels
         yield triton.KernelInterface, "__getitem__", _refuse(_LAUNCH, "")
+
     yield torch.Tensor, "data", _make_data
     yield torch.Tensor, "grad_fn", _make_grad_fn
 

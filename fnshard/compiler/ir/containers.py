@@ -53,12 +53,16 @@ class Container:
         same_keys = len(now) == len(before) and all(map(is_, now, before))
         if same_keys and all(map(is_, now.values(), before.values())):
             return
+
         pairs = {k: (before.get(k, ABSENT), now.get(k, ABSENT)) for k in {**before, **now}}
         keys = [k for k, (a, b) in pairs.items() if a is not b and (only is None or only(a, b))]
+
+        # A list has no keys of its own, and gets all members anew.
         if keys and is_a(self.owner, (list, deque, set)):
             self.owner.clear()
             (self.owner.update if is_a(self.owner, set) else self.owner.extend)(before.values())
             return
+
         for key in keys:
             self._write(key, before.get(key, ABSENT))
         if only is None and is_a(self.owner, dict) and list(self.owner) != list(before):

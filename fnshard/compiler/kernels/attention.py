@@ -118,12 +118,16 @@ def _on_cuda(
     if name == "math":
         how = {"scale": scale, "enable_gqa": enable_gqa}
         return aten._scaled_dot_product_attention_math(q, k, v, mask, dropout_p, is_causal, None, **how)[0]
+
+    # Flash takes heads of a multiple of eight; zeros add nothing to the scores.
     if name == "flash":
         head = q.shape[-1]
         q, k, v = (F.pad(t, (0, -head % 8)) if head % 8 else t for t in (q, k, v))
         scale = head**-0.5 if scale is None else scale
         flash = aten._scaled_dot_product_flash_attention
         return flash(q, k, v, dropout_p, is_causal, False, scale=scale)[0][..., :head]
+
+    # The others take a mask of numbers, of all queries and keys.
     if mask is not None:
         if mask.dtype == torch.bool:
             mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, float("-inf"))

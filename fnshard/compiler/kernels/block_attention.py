@@ -139,14 +139,17 @@ def block_attention(
     if not kind:
         out, weight, top = by_chunks(query, key, value, bias, diagonal, scale)
         return out, weight, _hide_later(top, source, is_causal, first)
+
     tensors = pad_heads(kind, query, key, value)
     if kind == "cpu":
         run = aten._scaled_dot_product_flash_attention_for_cpu
         out, top = run(*tensors, 0.0, diagonal, attn_mask=bias, scale=scale)
     else:
         out, top = aten._scaled_dot_product_flash_attention(*tensors, 0.0, diagonal, False, scale=scale)[:2]
+
     if bias is not None:  # the kernel returns 0 for queries that see nothing, and -inf is right
         top = torch.where((bias > _NEVER).any(-1), top, _NEVER)
+
     out, top = out[..., :size].reshape(*query.shape[:-1], size), top.reshape(query.shape[:-1])
     weight, top = (top > _NEVER).to(top.dtype), _hide_later(top, source, is_causal, first)
     return out.to(wide(query.dtype)).contiguous(), weight.contiguous(), top.contiguous()
@@ -184,6 +187,7 @@ def block_attention_backward(
     diagonal, kind = is_causal and first, _choose_fused(query, mask)
     k, v = (of_all_heads(query, t) for t in (key, value))
     bias = _bias(query, k, mask, source, blocks)
+
     if not kind:
         grads = by_chunks_backward(query, k, v, bias, diagonal, scale, of_sums, of_weights, scaled_by)
     else:
@@ -197,6 +201,7 @@ def block_attention_backward(
             run, rows = aten._scaled_dot_product_flash_attention_backward, (q.shape[-2], k.shape[-2])
             none = torch.zeros(2, dtype=torch.int64, device=q.device)  # no random state: no dropout
             grads = run(grad, q, k, v, result, top, None, None, *rows, 0.0, diagonal, none, none, scale=scale)
+
     grads = [
         sum_shared_heads(g[..., : shape[-1]], shape).to(query.dtype)
         for g, shape in zip(grads, shapes, strict=True)
@@ -205,6 +210,8 @@ def block_attention_backward(
         return grads
     if is_causal:
         grads = [torch.where(source >= 0, g, 0) for g in grads]
+
+    # What came before counts by its share of the new scale.
     old = torch.exp(before[0] - scaled_by)
     return [*grads, (of_sums * old.unsqueeze(-1)).contiguous(), (of_weights * old).contiguous()]
 

@@ -86,6 +86,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, 
         or heads % t.shape[1]
         or (name == "key" and t.shape[3] != size)
     ]
+
     if query.dim() != 4:
         wrong = [f"query is {list(query.shape)}, expected [B, H, T, D]"]
     elif documents is not None and (
@@ -129,6 +130,7 @@ def document_attention(
         out.copy_(torch.where(total < len(runs), rows, torch.nan))
         lse.copy_(made[1].unflatten(-1, (query.shape[0], -1)).transpose(0, 1))
         return out, lse
+
     for row, at, keys, bias, diagonal in _parts(query, documents, offset, is_causal, window):
         q, k, v = _of(row, at, query), *(of_all_heads(query, _of(row, keys, t)) for t in (key, value))
         o, top = _forward(q, k, v, bias, diagonal, scale)
@@ -155,6 +157,7 @@ def document_attention_backward(
             g.unflatten(0, (query.shape[0], -1)).transpose(1, 2)[..., : t.shape[-1]].contiguous()
             for g, t in zip(made, (query, key, value), strict=True)
         )
+
     sums = wide(query.dtype)  # several blocks of queries add to the gradients of the same keys
     to_q = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     to_key, to_value = (torch.zeros(t.shape, dtype=sums, device=query.device) for t in (key, value))
@@ -202,12 +205,16 @@ def _parts(
         ends = (ids[1:] != ids[:-1]).nonzero().flatten() + 1
         for low, high in pairwise([0, *ends.tolist(), len(ids)]):
             begin, end = max(low, start), min(high, start + length)
+
+            # A whole document within its window takes torch's own causal mask.
             whole = begin == low and (end == high or is_causal)
             if whole and (not window or high - low <= window):
                 if begin < end:
                     keys = slice(low, end if is_causal else high)
                     yield row, slice(begin - start, end - start), keys, None, is_causal
                 continue
+
+            # Others go by blocks of queries, with the keys that some query of the block sees.
             for at in range(begin, end, max(BLOCK, window)):
                 to = min(at + max(BLOCK, window), end)
                 keys = slice(

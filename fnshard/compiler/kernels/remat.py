@@ -75,6 +75,7 @@ def check(remat: Any, save: Any) -> list[str]:
         for glob, policy in policies_by_glob
         if not isinstance(glob, str) or _read_policy(policy) is None
     ]
+
     if isinstance(remat, Mapping) and not remat:
         wrong.append(f"remat={{}}: {choices}")
     if isinstance(save, str) or not isinstance(save, Sequence) or not all(isinstance(s, str) for s in save):

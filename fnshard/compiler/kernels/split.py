@@ -67,6 +67,7 @@ def _find_alike(
     same |= {
         n: None for n in exchanges if KINDS[n.args[1]].shared and set(data_axes) <= set(n.args[2].split(","))
     }
+
     writes = {p: program.results[index] for p, index in program.outputs.writes.items()}
     # Begin with all leaves, and leave those out that ranks write differently, until none is left.
     while True:

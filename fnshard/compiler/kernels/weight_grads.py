@@ -106,6 +106,7 @@ def _divide_convolutions(graph: fx.Graph) -> None:
             shape = tuple(like.shape), tuple(like.stride())
             alike = graph.call_function(aten.empty_strided.default, shape, kind)
             alike.meta["val"] = like
+
             masks = [[mask[0], False, False], [False, mask[1], mask[2]]]
             halves = [
                 graph.call_function(node.target, (grad, x, w, *rest, m))
@@ -114,6 +115,7 @@ def _divide_convolutions(graph: fx.Graph) -> None:
         for half, own in zip(halves, masks, strict=True):
             made = zip(node.meta["val"], own, strict=True)
             half.meta = {**node.meta, "val": tuple(value if m else None for value, m in made)}
+
         for item in list(node.users):
             item.replace_input_with(node, halves[item.args[1] > 0])
         graph.erase_node(node)
@@ -242,17 +244,20 @@ def _extract(
     extracted = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     stops = set(given)
+
     needed, stack = set[fx.Node](), list(results)
     while stack:
         node = stack.pop()
         if node not in needed:
             needed.add(node)
             stack += [] if node in stops else node.all_input_nodes
+
     read = [n for n in graph.nodes if n.op == "placeholder" and n in needed]
     read += [n for n in graph.nodes if n.op != "placeholder" and n in needed and n in stops]
     for node in read:
         copies[node] = extracted.placeholder(node.name)
         copies[node].meta = dict(node.meta)
+
     for node in graph.nodes:
         if node in needed and node not in copies:
             copies[node] = extracted.node_copy(node, copies.__getitem__)

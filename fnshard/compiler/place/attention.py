@@ -49,6 +49,7 @@ def _any_attention(call: Call) -> Iterator[OpStrategy]:
     scores, rank = (*query.shape[:-1], key.shape[-2]), query.dim()
     draws = call.target is own.attention.default
     splits = call.splits(query.shape, range(rank - 1), more=() if draws else (call.axis.later,))
+
     # Heads come first, as the products before have them.
     for split in sorted(splits, key=lambda split: split.dim != rank - 3):
         if draws and split.outer > 1:
@@ -76,9 +77,13 @@ def _documents(call: Call) -> Iterator[OpStrategy]:
     along, how = isinstance(at, Split) and at.dim == 2, call.axis.attention
     if along and how == "ring":
         raise _make_error(call, "it is of documents or a window", "'auto', 'ulysses' or 'gather'.")
+
+    # By queries, with gathered keys.
     for split in call.splits(query.shape, (2,), even=True) if along and how != "ulysses" else ():
         if split.outer == 1:
             yield OpStrategy((split, *[REPLICATED] * 3, *whole), split, run=partial(_rows_of_documents, call))
+
+    # By rows, or by heads, with all of a row's keys.
     for split in call.splits(query.shape, (0, 1)) if not along or how != "gather" else ():
         documents = split if split.dim == 0 else REPLICATED
         if divides(key.shape, split, call.ranks) or query.shape[split.dim] == key.shape[split.dim]:
@@ -86,6 +91,7 @@ def _documents(call: Call) -> Iterator[OpStrategy]:
         elif split.dim == 1 and (take := _take_heads(call, split)):
             inputs = (split, REPLICATED, REPLICATED, documents, *whole)
             yield OpStrategy(inputs, split, run=partial(_shared_attention, call, take, None))
+
     if along and how == "ulysses" and query.shape[1] % call.ranks:
         raise _make_error(call, f"its {query.shape[1]} heads cannot be split", "'gather' or 'auto'.")
 

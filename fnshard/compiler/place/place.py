@@ -357,6 +357,7 @@ class Placer:
             return NEVER
         if isinstance(to, Split) and not fits(value.whole.shape, to, self.axis.ranks, self.axis.update):
             return NEVER
+
         if isinstance(now, Partial):
             if to == REPLICATED or self.axis.update:
                 return 2.0 * size

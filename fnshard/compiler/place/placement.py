@@ -104,6 +104,8 @@ def through_view(
             continue
         outer = math.prod(before[first : split.dim]) * split.outer
         below, even = math.prod(before[split.dim + 1 : last]), divides(before, split, ranks)
+
+        # The dim after the view whose parts hold the same elements.
         for dim in into:
             above = math.prod(after[into[0] : dim])
             if outer % above:

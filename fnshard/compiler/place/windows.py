@@ -28,13 +28,16 @@ def _conv(call: Call) -> Iterator[OpStrategy]:
     transposed = "conv_transpose" in str(call.target) or call.arguments.get("transposed", False)
     into, out = (0, 1) if transposed else (1, 0)
     bias, ranks = call["bias"] is not None, call.ranks
+
     for split in call.splits(x.shape, [0]):
         yield OpStrategy((split, REPLICATED, *[REPLICATED] * bias), split)
+
     if call["groups"] % ranks == 0:
         groups = {"groups": call["groups"] // ranks}
         yield OpStrategy((Split(1), Split(0), *[Split(0)] * bias), Split(1), groups)
     if call["groups"] > 1:
         return
+
     for split in call.splits(weight.shape, [out]):
         yield OpStrategy((REPLICATED, split, *[Split(0, split.outer)] * bias), Split(1, split.outer))
     for split in call.splits(x.shape, [1] if not bias else [], even=True):

@@ -28,9 +28,11 @@ def recognise_causal(graph: fx.Graph) -> int:
         mask = named["attn_mask"]
         if not isinstance(mask, fx.Node) or named["is_causal"]:
             continue
+
         scores = (*node.meta["val"].shape[:-1], node.args[1].meta["val"].shape[-2])  # [..., T, S]
         if (mask, scores) not in known:
             known[mask, scores] = _kind(mask, scores)
+
         kind = known[mask, scores]
         if kind is None:
             continue
@@ -50,11 +52,14 @@ def _kind(mask: fx.Node, scores: tuple[int, ...]) -> str | None:
     value = _constant(mask)
     if value is None:
         return None
+
+    # A mask of numbers lets through by 0, and hides by the lowest number or minus infinity.
     if value.dtype != torch.bool:
         lowest = torch.finfo(value.dtype).min
         if not bool(((value == 0) | (value <= lowest)).all()):
             return None
         value = value == 0
+
     if bool(value.all()):
         return "all"
     # Where T and S differ, torch's is_causal aligns the first query with the first key, as `tril` does.

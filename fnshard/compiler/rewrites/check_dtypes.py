@@ -36,6 +36,7 @@ def check_dtypes(program: Program) -> None:
         kind = name.rstrip("_")
         if not (kind in _SAME or kind in _NORMS) or node.meta.get("autocast"):
             continue
+
         operands = _operands(node)
         dtypes = {n.meta["val"].dtype for n in operands}
         if kind in _NORMS and operands[0].meta["val"].dtype in _HALF:

@@ -163,6 +163,7 @@ def fp8_products(program: Program, rowwise: Mapping[str, bool]) -> Program:
     program = replace(program, graph=graph)
     inputs = zip(program.placeholders, program.inputs, strict=True)
     nodes = {node: each.name for node, each in inputs if each.kind == "leaf" and each.name in rowwise}
+
     found: set[str] = set()
     for node in program.graph.find_nodes(op="call_function", target=aten.linear.default):
         x, weight, *bias = node.args
@@ -179,6 +180,7 @@ def fp8_products(program: Program, rowwise: Mapping[str, bool]) -> Program:
                 made = _call(program.graph, aten.add.Tensor, (made, bias[0]), node)
         node.replace_all_uses_with(made)
         program.graph.erase_node(node)
+
     if idle := sorted(set(nodes.values()) - found):
         warnings.warn(
             report(

@@ -66,6 +66,7 @@ def _check_bases(graph: fx.Graph) -> None:
         views = {n for n in node.all_input_nodes if n in strided and _memories(n) & _memories(node)}
         if node.target is aten.as_strided.default or views:
             strided.add(node)
+
     # Gaps show only where `as_strided` looks into the memory.
     looked_into = {memory for node in strided for memory in _memories(node)}
     wrong = {}
@@ -77,6 +78,7 @@ def _check_bases(graph: fx.Graph) -> None:
                 wrong[memory] = (node, f"{describe(value)} with strides {list(value.stride())} {shown}")
             elif target in strided and bases[memory].op == "placeholder":  # a part of a larger tensor
                 wrong[memory] = (node, f"{describe(value)}, an input, by as_strided")
+
     if wrong:
         raise error_at(
             f"`fn` writes in place to {len(wrong)} tensor(s) whose strides are not those of a copy:",
@@ -342,10 +344,13 @@ class _Functional:
         write, inputs = _make_write(node, bases, set(memories), self.same)
         made = self.graph.call_function(write, tuple(map(self.read, inputs)))
         made.meta = {k: node.meta[k] for k in _KEPT if k in node.meta}
+
+        # The node returns the bases first, and then what the op returned that is none of their aliases.
         returned = [storage_id(v) in memories for v in tensors_of(node)]
         count = len(bases) + returned.count(False)
         parts = [self.graph.call_function(operator.getitem, (made, i)) for i in range(count)]
         parts = iter(parts if count > 1 else [made])
+
         self.writes.update(memories)
         for base in bases:
             self.bind(base, next(parts))
@@ -534,6 +539,8 @@ def index_strided(graph: fx.Graph) -> bool:
             continue
         with graph.inserting_before(node):
             add = graph.call_function
+
+            # The places in memory: the offset, and for each dim its stride times the index.
             places = add(
                 aten.full.default,
                 ([1] * value.dim(), value.storage_offset()),
@@ -544,6 +551,7 @@ def index_strided(graph: fx.Graph) -> bool:
                 row = add(aten.view.default, (row, [size if d == dim else 1 for d in range(value.dim())]))
                 places = add(aten.add.Tensor, (places, row), {"alpha": stride})
             new = add(aten.index.Tensor, (add(aten.view.default, (base, [-1])), [places]))
+
         new.meta |= {k: v for k, v in node.meta.items() if k in _KEPT}
         node.replace_all_uses_with(new)
         graph.erase_node(node)

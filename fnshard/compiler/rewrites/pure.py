@@ -69,6 +69,7 @@ def remove_writes(program: Program) -> Program:
                 if key not in bodies:
                     bodies[key] = pure_graph(node.target, tensors)
                 body = bodies[key]
+
             if body is not None:
                 # The autocast mode is left out: an op in place does not follow it.
                 meta = {k: v for k, v in node.meta.items() if k in ("nn_module_stack", "stack_trace")}
@@ -79,6 +80,7 @@ def remove_writes(program: Program) -> Program:
                 env[node] = graph.node_copy(node, env.__getitem__)
                 if node.op == "call_function":
                     env[node].target = ANY_STRIDES.get(node.target, node.target)
+
         eliminate_dead_code(graph)
         propagate(graph, [node.meta["val"] for node in program.placeholders])
     return replace(program, graph=graph)
@@ -222,6 +224,7 @@ def _run_write(node: fx.Node, trial: Trial, env: Mapping[fx.Node, Any], read: An
         for target, new in zip(targets, news, strict=True):
             env[target].write(new, trial.is_recorded(node, target))
         return _Alias(_Memory(result))
+
     form = _without_write(node.target)
     if isinstance(args[0] if args else None, list | tuple):  # foreach: one of its tensors after the other
         for number, target in enumerate(targets):
@@ -247,6 +250,8 @@ def _without_write(target: OpOverload) -> Callable[..., Any]:
     """
     if target in _FORMS:
         return _FORMS[target]
+
+    # In place a name ends with an underscore, or begins with __i; with `out` it is the same.
     namespace, name = target._schema.name.split("::")
     arguments = target._schema.arguments
     outs = [a.name for a in arguments if a.is_out]
@@ -254,6 +259,7 @@ def _without_write(target: OpOverload) -> Callable[..., Any]:
         name = f"__{name[3:]}"
     elif not outs:
         name = name.removesuffix("_")
+
     types = [str(a.type) for a in arguments if not a.is_out]
     packet = getattr(getattr(torch.ops, namespace), name, None)
     for overload in packet.overloads() if packet is not None else ():
@@ -354,6 +360,7 @@ def _put_back(
         if x.is_complex() or new.is_complex() or x.element_size() != new.element_size():
             raise _Unknown(look)
         return new.view(x.dtype)
+
     # From the cheapest form to the most general: a permutation, a slice, an index of places.
     shape, rank = list(x.shape), x.dim()
     with torch.no_grad():
@@ -361,16 +368,20 @@ def _put_back(
     view = view if number is None else view[number]
     if view.is_conj() or view.is_neg():
         raise _Unknown(look)
+
     sizes, strides, start = view.shape, view.stride(), view.storage_offset()
     if new.numel() == x.numel():
         order = sorted(range(view.dim()), key=lambda d: (-strides[d], sizes[d]))
         if view.permute(order).is_contiguous():
             new = new if order == sorted(order) else new.permute(order)
             return new if list(new.shape) == shape else new.reshape(shape)
+
     if number is not None and view.dim() == rank and start % math.prod(shape) == start:
         dim = next(d for d in range(rank) if sizes[d] != shape[d])
         first = start // math.prod(shape[dim + 1 :])
         return _scatter(aten.slice_scatter, x, new, dim, first, first + sizes[dim])
+
+    # No place may be shown twice: each stride steps over all that the smaller ones reach.
     reached = 0
     for stride, size in sorted(zip(strides, sizes, strict=True)):
         if size > 1 and stride <= reached:
@@ -378,6 +389,7 @@ def _put_back(
         reached += (size - 1) * stride
     if not whole.is_contiguous() or whole.storage_offset():
         raise _Unknown(look)  # as_strided counts in the actual strides
+
     places = torch.full([1] * len(sizes), start, device=x.device)
     for dim, (size, stride) in enumerate(zip(sizes, strides, strict=True)):
         row = torch.arange(size, device=x.device) * stride

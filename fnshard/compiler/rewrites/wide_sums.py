@@ -32,18 +32,24 @@ def widen_sums(graph: fx.Graph) -> None:
             continue
         if node.target is aten.linalg_vector_norm.default and _adds_nothing(*node.args[1:2]):
             continue
+
+        # Sums of few numbers lose nothing that matters, and fp64 takes time.
         many, results = node.args[0].meta["val"], node.meta["val"]
         several = not isinstance(results, Tensor)
         one = results[0] if several else results
         few = PIECE if one.numel() == 1 else ROWS * one.numel()
         if many.numel() <= few or {many.dtype, one.dtype} - NARROW:
             continue
+
+        # Widen the argument; a node with several results has an item for each.
         parts = [u for u in node.users if u.target is operator.getitem] if several else [node]
         with graph.inserting_before(node):
             wide = graph.call_function(convert, (node.args[0], torch.float64))
         wide.meta = {**node.args[0].meta, "val": many.new_empty(many.shape, dtype=torch.float64)}
         node.args = (wide, *node.args[1:])
         node.kwargs = {k: v for k, v in node.kwargs.items() if k != "dtype"}
+
+        # Round the results, which readers take in their place.
         for part in parts:
             users = list(part.users)
             with graph.inserting_after(part):

@@ -45,10 +45,13 @@ def aggregate(
         for p in written
         if ranks > 1 and specs[p].aggregated != "local" and (p not in alike or specs[p].aggregated == "sum")
     }
+
     _check(sent)
     one_unit = {p: replace(s, unit="-") for p, s in sent.items()}
     buckets = make_buckets(one_unit, mesh, lambda spec: P(), _wire_dtype, "buffers")
     buckets = tuple(replace(b, name=b.name.replace("/-", "", 1)) for b in buckets)
+
+    # One sum over ranks for each bucket.
     lines, new = [], dict(written)
     for bucket in buckets:
         flight = ValueName(Kind.FLIGHT, bucket.name)
@@ -60,6 +63,7 @@ def aggregate(
             "-", "update", reads, (flight,), bucket=bucket.name, paths=bucket.paths, rules=rules, rows=rows
         )
         lines.append(with_wait(issue, *results))
+
     shards = stored_names(new)
     summed = tuple(p for p, s in sent.items() if s.aggregated == "sum")
     store = StoreBuffers("-", "update", (*new.values(), *shards), shards, summed=summed, ranks=ranks)

@@ -205,6 +205,7 @@ def stack_buckets(
     Returns:
         Pairs of buckets, by the reduced bucket after which all that they send is there.
     """
+
     waiting: dict[Any, dict[Any, list[str]]] = {}  # by what travels together, then by form
     out: dict[str, list[tuple[Bucket, Bucket]]] = {}
     for bucket in reduced:
@@ -214,6 +215,8 @@ def stack_buckets(
             together = axes[path], dtypes[path], tiers
             form = tuple(parts[path][0]), tuple(parts[path][1])
             waiting.setdefault(together, {}).setdefault(form, []).append(path)
+
+        # Fill rows for as long as every rank gets a leaf; after the last bucket the rest goes too.
         for (over, (there, back), _), forms in waiting.items():
             n, last = mesh.axes_size(over), bucket is reduced[-1]
             rows: list[list[tuple[str, Any]]] = [[] for _ in range(n)]  # for each rank, paths and their forms

@@ -93,6 +93,7 @@ def plan_stages(
     """
     if mesh.stages == 1:
         return one_stage(segments)
+
     chunk_of = assign_chunks(segments, specs, mesh)
     stage_of = {s.index: chunk % mesh.stages for s, chunk in zip(segments.segments, chunk_of, strict=True)}
     chunks = tuple(
@@ -102,6 +103,7 @@ def plan_stages(
         )
         for chunk in dict.fromkeys(chunk_of)
     )
+
     home = homes(segments, stage_of)
     _check_writes(segments, outputs, specs, home, mesh)
     crossings: dict[tuple[int, bool], list[Crossing]] = {}
@@ -134,6 +136,7 @@ def assign_chunks(segments: Segments, specs: Mapping[str, LayoutSpec], mesh: Mes
         if chunk_of and chunk_of[highest] >= latest:
             latest, reader = chunk_of[highest], f"params[{highest!r}]"
         found.append(latest if chunk_of else None)
+
     if wrong:
         shown = [*wrong[:SHOWN], f"and {len(wrong) - SHOWN} more"][: len(wrong) + (len(wrong) > SHOWN)]
         raise SpecError(
@@ -141,6 +144,7 @@ def assign_chunks(segments: Segments, specs: Mapping[str, LayoutSpec], mesh: Mes
             shown,
             WAYS_OUT,
         )
+
     chunks = _fill(found)
     read = {chunk % mesh.stages for chunk in chunks if chunk is not None}
     if missing := [stage for stage in range(mesh.stages) if stage not in read]:
@@ -218,6 +222,7 @@ def _forward_crossings(
             readers.setdefault(name, set()).add(stage_of[segment.index])
     for each in segments.exchanges:
         readers.setdefault(each.sent, set()).add(stage_of[each.after])
+
     returned = {segments.results[index] for index in outputs.returned}
     after = segments.exchanges_after()
     stages, out = sorted(set(stage_of.values())), []

@@ -84,6 +84,8 @@ def verify(schedule: Schedule) -> Schedule:
         ScheduleError: the schedule breaks a rule, because of a bug in a pass.
     """
     state = _State(set(schedule.inputs), follow_aliases(schedule.instructions))
+
+    # Each line by itself, with what the lines before it have left.
     for number, line in enumerate(schedule.instructions):
         _check_line(state, number, line, schedule)
     for name, (number, _) in state.flying.items():
@@ -96,6 +98,8 @@ def verify(schedule: Schedule) -> Schedule:
         f"output {n} is a view of {root}, whose buffer line {state.given_back[root]} frees"
         for n in schedule.outputs for root in state.memory.get(n, ()) if root in state.given_back
     ]  # fmt: skip
+
+    # Then rules of the schedule as a whole.
     state.problems += _find_surplus_units(schedule) + _find_double_gathers(schedule)
     state.problems += _check_sums(schedule) + _check_norms(schedule) + _find_missing_duals(schedule)
     state.problems += (
@@ -117,12 +121,14 @@ def _check_line(state: _State, number: int, line: Instruction, schedule: Schedul
         elif name not in state.live:
             state.problems.append(f"{here}: reads {name}, which is not alive")
         _check_memory(state, here, line, name, schedule)
+
     # A buffer goes back to the pool once, whichever of its views frees it.
     for name in (n for n in line.drops if isinstance(line, Free) and n.is_pooled):
         for root in {name, *state.memory.get(name, ())} & state.given_back.keys():
             state.problems.append(f"{here}: gives {name} back, as line {state.given_back[root]} has done")
         state.given_back[name] = number
     state.taken |= dict.fromkeys(line.overwrites, number)
+
     # What is in flight must not change, and what changes in flight must not be touched.
     changed = {*line.drops, *line.changes} | (set(line.writes) & state.live)
     for flight, (issued, issue) in state.flying.items():
@@ -133,6 +139,7 @@ def _check_line(state: _State, number: int, line: Instruction, schedule: Schedul
         still_read = {n for n in touched if not _is_copied(issue, n)}
         if still_read and not waited:
             state.problems.append(f"{here}: changes {sorted(still_read)} while line {issued} reads it")
+
     # Flights begin at their issue and end at their Wait, which is of the same kind.
     if line.lane != COMPUTE:
         if line.writes[0] in state.flying:
@@ -144,6 +151,8 @@ def _check_line(state: _State, number: int, line: Instruction, schedule: Schedul
             state.problems.append(f"{here}: {issue.verb} has issued {line.reads[0]}")
     if isinstance(line, Free) and not line.drops:
         state.problems.append(f"{here}: frees nothing")
+
+    # What the line writes is new, but for what is kept up to date in place.
     for name in line.writes:
         in_place = name.is_state or name.is_copy(Kind.LOADED, Kind.STORED, Kind.SLOTS)
         if name in state.live and not in_place:
@@ -193,11 +202,14 @@ def _check_sums(schedule: Schedule) -> list[str]:
         if of_gradients and getattr(line, "bucket", "") in schedule.reduced:
             found.setdefault((line.bucket, line.phase), []).extend(line.axes_of(schedule))
             zeros |= set() if line.reads else {line.bucket}
+
     problems = []
     for name in schedule.reduced:
         shared = schedule.mesh.stages > 1 and schedule.specs[schedule.buckets[name].paths[0]].chunk == "all"
         if shared and name not in {bucket for bucket, _ in found}:  # a tie that nothing sums
             found[name, "backward"] = []
+
+    # What is due: the bucket's axes too, unless this stage has nothing to sum over them.
     for (name, phase), axes in found.items():
         bucket = schedule.buckets[name]
         due = gradient_axes(bucket, schedule.specs, schedule.summed_axes)
@@ -228,6 +240,7 @@ def _find_missing_duals(schedule: Schedule) -> list[str]:
     tangents = {(n.path, n.micro) for n in made}
     exchanges = [line for line in lines if isinstance(line, Exchange)]
     back = {(e.reads[0].path, e.reads[0].micro, e.kind, e.axes) for e in exchanges}
+
     problems = []
     for line in exchanges:
         received = waits.get(line.writes[0])
@@ -289,15 +302,19 @@ def _find_surplus_units(schedule: Schedule) -> list[str]:
     runs = [line for line in schedule.instructions if isinstance(line, Run)]
     last = [number for number, run in enumerate(runs) if run in ends]  # the last kernel of each round
     at = 0  # the kernel that comes next
+
     kept = {b.name for b in schedule.buckets.values() if not all(schedule.specs[p].reshard for p in b.paths)}
     alive: dict[str, str] = {}  # value or flight -> unit
     problems = []
+
     for number, line in enumerate(schedule.instructions):
         if isinstance(line, Gather) and line.bucket not in kept:
             alive[line.writes[0]] = line.unit
         if isinstance(line, Wait) and line.reads[0] in alive:
             alive.pop(line.reads[0])
             alive |= dict.fromkeys(line.writes, line.unit)
+
+        # At a kernel, all that is gathered must be read by it or by the kernels of the next rounds.
         if isinstance(line, Run):
             units = set(alive.values())
             rounds = last[bisect_left(last, at) :][: schedule.planned + 1]
@@ -341,6 +358,8 @@ def _find_double_gathers(schedule: Schedule) -> list[str]:
 
 def _find_kept_leaves(schedule: Schedule) -> list[str]:
     """Find values that depend on leaves alone and are saved, or cross a cut though they may not."""
+
+    # What is saved for the backward.
     problems = []
     for kernel in schedule.kernels.values():
         graph, source = kernel.forward.graph, kernel.source
@@ -349,6 +368,8 @@ def _find_kept_leaves(schedule: Schedule) -> list[str]:
         problems += [
             f"{kernel.name}: {_describe_node(node)} is saved" for node in saved if rests.leaves.get(node)
         ]
+
+    # What is handed from one kernel to the next. Equal kernels are looked at once.
     runs = [line for line in schedule.instructions if isinstance(line, Run)]
     read = {name for line in runs for name in line.reads if name.kind is not Kind.WRITTEN}
     known: set[tuple[str, tuple[int, ...], tuple[int, ...]]] = set()

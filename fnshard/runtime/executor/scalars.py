@@ -127,6 +127,7 @@ class Scalars:
         loss = next(feed)
         count = next(feed) if self.outputs.count is not None else None
         loss = loss / (parts if count is None else _as_divisor(count))
+
         aux = []
         for kind, *_ in self.outputs.aux:
             if kind == "scalar":
@@ -136,6 +137,7 @@ class Scalars:
             elif kind == "mean":
                 total = next(feed)
                 aux.append(total / _as_divisor(next(feed)))
+
         excesses = {limit: next(feed) for limit in self.outputs.limits}
         norm = next(feed).sqrt() if self.norms else None
         flags = {f: next(feed) for f in self.flags}

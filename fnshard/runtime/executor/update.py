@@ -68,9 +68,12 @@ def place_block(
         name: _find_extent(block_slices(shape, layout.contiguous, mesh, here))
         for name, (shape, layout) in slots.items()
     }
+
     spec = spec.local(mesh)
     mine = block_slices(spec.shape, spec.optimizer, mesh, here)
     block, extent = block_shape(spec.shape, spec.optimizer, mesh), _find_extent(mine)
+
+    # None stands for all of a block: only padding makes it larger than what is valid.
     whole = all(s.stop == b for s, b in zip(extent, block, strict=True))
     sliced = None if whole else extent
     return BlockPlace(
@@ -215,6 +218,7 @@ class Updater:
             )
             if master is not None and stored is not None:
                 copies[number] = cut(stored, leaf.place.stored)
+
         own = Leaves(
             targets,
             [cut(blocks[leaf.path], leaf.place.gradient) for leaf in leaves],

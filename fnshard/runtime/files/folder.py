@@ -119,6 +119,7 @@ def scratch_directory(prefix: str, keep: tuple[type[BaseException], ...] = ()) -
     """
     while True:  # again, if another process took the directory for a leftover before it was locked
         folder = Path(tempfile.mkdtemp(prefix=prefix))
+
         try:
             fd = _open(folder)
         except FileNotFoundError:
@@ -167,6 +168,8 @@ def memory_directory(name: str, owner: int) -> Path:
         if folder.exists():
             break
         os.close(fd)
+
+    # Renamed, so that a reader finds an owner or none, and never half of a number.
     written = folder / f".{OWNER}.{os.getpid()}"
     written.write_text(str(owner))
     os.rename(written, folder / OWNER)

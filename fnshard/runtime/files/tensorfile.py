@@ -104,6 +104,8 @@ def write(
             tensor = e.make()
             if tuple(tensor.shape) != e.shape or tensor.dtype != e.dtype:
                 raise ValueError(f"{e.name}: {list(tensor.shape)} {tensor.dtype}, announced as {e}")
+
+            # Checksums by blocks, so that a reader of a part need not read all of it.
             data, sums = bytes_of(tensor), []
             for start in range(0, len(data), BLOCK_BYTES):
                 part = data[start : start + BLOCK_BYTES]
@@ -122,6 +124,7 @@ def file_layout(
 ) -> tuple[bytes, dict[str, int]]:
     """Return the head of a file, and where in the file each tensor's data begins, in that order."""
     # Wide dtypes first, so that every tensor lies at a multiple of its item size.
+
     ordered = sorted(entries, key=lambda e: (-e.dtype.itemsize, e.name))
     header: dict[str, Any] = {"__metadata__": dict(metadata or {})}
     offset, starts = 0, {}
@@ -136,6 +139,8 @@ def file_layout(
         }
         starts[e.name] = offset
         offset += e.bytes
+
+    # Filled up with spaces to a multiple of eight, as the format allows.
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(8, "little") + text
@@ -168,6 +173,7 @@ def open_regular(folder: str | Path, name: str, size: int | None = None) -> int:
         raise Corrupt(f"{name}: {'is a link' if linked else error.strerror}") from error
     except UnicodeEncodeError as error:
         raise Corrupt(f"{name!r} is no name of a file ({error.reason})") from error
+
     found = os.fstat(fd)
     if not stat.S_ISREG(found.st_mode) or size not in (None, found.st_size):
         os.close(fd)

@@ -85,6 +85,7 @@ class PlacedTensor:
         first = self.at + self.dtype.itemsize * sum(
             b[0] * s for b, s in zip(bounds, self.stride, strict=True)
         )
+
         # The dim of the widest step first: then a box is runs of bytes, one behind another.
         order = sorted(range(len(sizes)), key=lambda dim: -self.stride[dim])
         fd = open_regular(self.path.parent, self.path.name)

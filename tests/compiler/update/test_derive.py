@@ -400,7 +400,15 @@ CASES = [(n, leaf) for n in LOCAL for leaf in LEAVES]
 CASES += [(n, leaf) for n in WHOLE for leaf in LEAVES if n in ("muon", "soap") or leaf not in ALIKE]
 
 
-@pytest.mark.parametrize(("name", "leaf"), CASES)
+# In the suite each optimizer has every third layout, and each layout every third optimizer.
+NUMBERS = {name: number for number, name in enumerate([*LOCAL, *WHOLE, *LEAVES])}
+ROWS = [
+    pytest.param(name, leaf, marks=[pytest.mark.long] * ((NUMBERS[name] + NUMBERS[leaf]) % 3 > 0))
+    for name, leaf in CASES
+]
+
+
+@pytest.mark.parametrize(("name", "leaf"), ROWS)
 def test_an_update_is_that_of_the_whole_leaf(name, leaf):
     shape, layout, mesh = LEAVES[leaf]
     check((LOCAL | WHOLE)[name](), shape, layout, mesh_of(**mesh))
@@ -433,6 +441,12 @@ def test_reductions_of_one_depth_stand_together():
     assert derived.sent_bytes == 2 * 3 / 4 * 8 * (12 + 3)  # columns, and three numbers
 
 
+@pytest.mark.suite({
+    "shape0-layout0": "wide, by rows",
+    "shape1-layout1": "high, by columns",
+    "shape0-layout2": "two dims",
+    "shape1-layout3": "two axes on one dim",
+})  # fmt: skip
 @pytest.mark.parametrize(
     "layout", [P("shard"), P(None, "shard"), P("tensor", "shard"), P(("tensor", "shard"))]
 )

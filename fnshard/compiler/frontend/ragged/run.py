@@ -266,11 +266,13 @@ def _repeat_interleave(c: RaggedOp) -> Tensor:
     length, ends = lengths[0] if dim is None else c.node.meta["val"].shape[dim], repeats.cumsum(0)
     if not isinstance(length, torch.SymInt):
         return c.run()
+
     # Entry i is a copy of the row whose end is the first beyond i.
     size = c.ragged.define(c.node, length, ends[-1], None)
     places = torch.arange(size, device=repeats.device)
     places = torch.where(places < ends[-1], places, 0)
     rows = torch.searchsorted(ends, places, right=True).clamp(max=repeats.numel() - 1)
+
     if "self" not in c.arguments:
         return rows
     table = c["self"].reshape(-1) if dim is None else c["self"]
@@ -324,12 +326,14 @@ def _index_put(c: RaggedOp) -> Tensor:
         return c.run()
     if masks and len(given) > 1:
         raise c.make_error("takes a mask next to other indices")
+
     indices = _indices(c, values.shape)
     place = next(i for i, n in enumerate(indices) if n is not None)
     if masks:
         valid = c.ragged.valid(values, list(c.dims("values"))[:1]).flatten()
     else:
         valid = functools.reduce(operator.and_, (c.ragged.valid(n.meta["val"]) for n in ragged))
+
     # Entries that are no values go into a row after the last one, which is cut off again.
     table, own, size = c["self"], indices[place], c["self"].shape[place]
     longer = torch.cat([table, torch.zeros_like(table.narrow(place, 0, 1))], place)
