@@ -2,9 +2,9 @@
 
 `python -m experiments.train` composes the configuration and checks it against this machine
 (`fit_to_machine`), takes a folder, writes both into `job.json` there and starts a process for each rank
-(`start`): the same command, with `--as-rank job.json` in place of its arguments. Ranks compose nothing
-(`be_rank`). Under `torchrun`, whose processes are ranks already, each rank composes, and rank 0 takes the
-folder; the same happens where SLURM starts one torchrun for each node.
+(`start`): on a CPU a fork of itself, elsewhere the same command with `--as-rank job.json` in place of its
+arguments. Ranks compose nothing (`be_rank`). Under `torchrun`, whose processes are ranks already, each rank
+composes, and rank 0 takes the folder; the same happens where SLURM starts one torchrun for each node.
 
 SIGTERM to the process of the command goes on to the ranks (`fnshard.launcher.local`), each of which notes it
 in a `Stop`; the job tells all ranks with its next step, saves after the one that follows, and ends. What a
@@ -132,7 +132,8 @@ class Sweep:
 def main(job: Job) -> None:
     """Run the command line of a job, or be one of its ranks."""
     if sys.argv[1:2] == [AS_RANK]:
-        be_rank(job, json.loads(Path(sys.argv[2]).read_text(encoding="utf-8")))
+        be_rank_of_file(job, Path(sys.argv[2]))
+    gc.enable()  # see `experiments`
     exit_with(lambda: run(job))
 
 
@@ -225,6 +226,8 @@ def start(
     if (several := count_nodes()) > 1:
         return start_on_nodes(job, requested, fresh, overrides, several, chosen=chosen, began=began)
 
+    torch.set_num_threads(1)  # a fork would lack threads that this process has
+
     # Check the configuration with what this machine has, and with what it names.
     config = job.prepare(fit_to_machine(requested))
 
@@ -234,16 +237,18 @@ def start(
         write_overrides(folder, overrides)
         for name in (REFUSAL, RESULT):
             (folder / name).unlink(missing_ok=True)
-        write_json(folder / "job.json", {**job_values(config, overrides), "run": dataclasses.asdict(own)})
+        job_file = folder / "job.json"
+        write_json(job_file, {**job_values(config, overrides), "run": dataclasses.asdict(own)})
 
-        # Start the ranks, and turn their errors into this process's.
+        # Start the ranks, and turn their errors into this process's. Those of a CPU are forks of it.
         try:
             launch(
-                rank_command(job, folder / "job.json"),
+                rank_command(job, job_file),
                 ranks=config.mesh.ranks,
                 logs=folder / "ranks",
                 env={"PYTHONPATH": python_path()},
                 max_restarts=config.run.max_restarts,
+                fork=partial(be_rank_of_file, job, job_file) if config.run.device == "cpu" else None,
             )
         except KeyboardInterrupt:
             reached = max((row["step"] for row in read_rows(folder / METRICS, sys.maxsize)), default=0)
@@ -469,6 +474,11 @@ def be_rank_of_torchrun(job: Job) -> NoReturn:
     be_rank(job, {**job_values(config, arguments), **requested, "chosen": composed.is_chosen})
 
 
+def be_rank_of_file(job: Job, path: Path) -> NoReturn:
+    """Be a rank of the run that a file describes, see `start`."""
+    be_rank(job, json.loads(path.read_text(encoding="utf-8")))
+
+
 def be_rank(job: Job, values: Mapping[str, Any]) -> NoReturn:
     """Join the other ranks, do the job's work, and leave.
 
@@ -480,8 +490,7 @@ def be_rank(job: Job, values: Mapping[str, Any]) -> NoReturn:
     # The first operator of any step imports this, which takes seconds. Here no other rank waits for it.
     import torch._dynamo  # noqa: F401
 
-    gc.freeze()
-    gc.enable()  # see `experiments`
+    gc.disable()  # until the first step, see `experiments`
     config, stop = build(values["config"], job.command.config), Stop()
 
     def work() -> None:

@@ -4,6 +4,7 @@ watchdog."""
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import math
 import os
@@ -244,6 +245,7 @@ class Run:
         if is_first:  # nobody waits for what is prepared next
             with timer.during(part):
                 self._report_rows(self._read())
+            gc.enable()  # see `experiments`
 
         # After the first step, and the second: what they took.
         if lowered is not None and is_writer:

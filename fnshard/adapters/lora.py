@@ -108,7 +108,7 @@ def lora(
         named, rank=rank, alpha=alpha, targets=targets, transposed=transposed, dropout=dropout,
         rank_stabilised=rank_stabilised, dora=dora, trained=trained,
     )  # fmt: skip
-    base = [_mark_frozen(leaf, path in trained) for path, leaf in named.items()]
+    base = [_as_parameter(leaf, path in trained) for path, leaf in named.items()]
     tuned = with_adapters(fn, settings)
     return tuned, {"base": tree.unflatten(base, structure), "adapters": init_adapters(settings, named, seed)}
 
@@ -203,8 +203,8 @@ def init_adapters(
     return out
 
 
-def _mark_frozen(leaf: Tensor, trains: bool) -> Tensor:
-    """Return a leaf as a parameter that does not train (or does); a buffer as it is."""
+def _as_parameter(leaf: Tensor, trains: bool) -> Tensor:
+    """Return a leaf as a parameter that trains or does not; a buffer as it is."""
     if is_buffer(leaf) or not leaf.is_floating_point():
         return leaf
     parameter = nn.Parameter(leaf.detach(), requires_grad=trains)
@@ -220,7 +220,7 @@ def with_adapters(fn: Callable[..., Any], settings: Lora) -> Callable[..., Any]:
     """
 
     @functools.wraps(fn)
-    def tuned(params: Any, *batch: Any, **keywords: Any) -> Any:
+    def run_adapted(params: Any, *batch: Any, **keywords: Any) -> Any:
         named = tree.flatten_with_paths(params["base"])[0]
         adapters = {id(named[path]): path for path in settings.targets}
         mode = _WithAdapters(settings, params["adapters"], adapters)
@@ -229,9 +229,9 @@ def with_adapters(fn: Callable[..., Any], settings: Lora) -> Callable[..., Any]:
         _check_uses(settings, mode)
         return result
 
-    tuned.lora = settings
-    tuned.eval = with_adapters(fn, replace(settings, dropout=0.0)) if settings.dropout else tuned
-    return tuned
+    run_adapted.lora = settings
+    run_adapted.eval = with_adapters(fn, replace(settings, dropout=0.0)) if settings.dropout else run_adapted
+    return run_adapted
 
 
 def _check_uses(settings: Lora, mode: _WithAdapters) -> None:

@@ -159,6 +159,7 @@ class DryKernel:
         return self._results(footprint, arguments)
 
     def _results(self, footprint: Footprint, arguments: Mapping[int, Storage]) -> list[Tensor]:
+        """Return tensors without data for the results of a call, which share storages as its own do."""
         tracker, homes, out = self.context.tracker, {}, []
 
         for each_output in footprint.outputs:
@@ -360,6 +361,7 @@ class DryTransfers:
         return None
 
     def take(self, like: Tensor, dtype: torch.dtype | None = None, *, for_host: bool = False) -> Tensor:
+        """Take a buffer of the host's pool, which hands out again what was given back."""
         dtype = dtype or like.dtype
         nbytes = like.numel() * dtype.itemsize
         stride = like.stride()

@@ -308,6 +308,8 @@ class _Counter:
         return self.kinds[node] in ("pointwise", "reduction")
 
     def _group(self, nodes: list[fx.Node]) -> Work:
+        """Return the work of operators that are fused: only what comes from outside and leaves is in
+        memory."""
         inside, reads = set(nodes), {}
         written = cheap = costly = 0.0
         for node in nodes:

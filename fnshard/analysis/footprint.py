@@ -171,6 +171,7 @@ def _read_footprint(
 
 
 def _make_arguments(likes: Sequence[Tensor], entries: Sequence[CallArgument]) -> list[Tensor]:
+    """Make arguments of these shapes and strides, of which some share a storage."""
     shared = [e.storage for e in entries]
     bases: dict[int, Tensor] = {}
     out = []

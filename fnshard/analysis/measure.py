@@ -303,6 +303,7 @@ class _Bench:
         return {"node": link, "network": link, "ranks_per_node": mesh.size if mesh else 1}
 
     def _link(self, mesh: Mesh, axes: tuple[str, ...]) -> dict[str, Any]:
+        """Measure each collective over axes by the bytes that it carries."""
         n, latency, times = mesh.axes_size(axes), math.inf, dict[str, Points]()
         for verb, (name, rows, share) in _collectives(n).items():
             issue: Callable[[Tensor, tuple[str, ...]], Handle] = getattr(self.comm, name)

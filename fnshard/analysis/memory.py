@@ -70,7 +70,8 @@ class MemoryAnalysis:
     The name of a value says its category (`storages.category_of`):
 
     - parameter shards, optimizer state: what the state holds, by spec;
-    - gathered units: full leaves in compute dtype; where ranks share memory, these lie among the buffers;
+    - gathered units: full leaves in compute dtype; where ranks share memory, these lie among the buffers, and
+      those that stay where they are stored take nothing more;
     - gradients: full ones, this rank's blocks of their sums, accumulators;
     - saved activations: what kernels return besides gradients, for the backward or the next one;
     - kernel workspaces: what lives inside a kernel alone, and temporaries of updates, norms and casts;

@@ -40,6 +40,7 @@ from torch import fx
 
 from fnshard.analysis.flops import GraphCost, graph_cost
 from fnshard.analysis.hardware import Hardware, Link, mfu
+from fnshard.analysis.transport import transport_of
 from fnshard.compiler.ir.values import SCALARS, Kind, ValueName, slots
 from fnshard.compiler.kernels.segments import Way
 from fnshard.compiler.schedule.buckets import Bucket, end_to_end
@@ -152,6 +153,10 @@ class HardwarePricer:
         alike = end_to_end(self.bucket(line), self.schedule.mesh) and line.in_place(self.schedule)
         return self.hardware.overlap and alike
 
+    def reads_in_place(self, line: Gather) -> bool:
+        """Return whether a gather copies nothing: ranks of this host read leaves where they are stored."""
+        return transport_of(self.schedule.mesh) == "shared" and line.keeps_place(self.schedule)
+
     def here_or_on_host(self, line: Instruction, size: float) -> Price:
         """Return the price of a cast or sum of so many bytes, on the host if the values rest there."""
         if not line.on_host(self.schedule):
@@ -173,6 +178,7 @@ class HardwarePricer:
         return self._flights[key]
 
     def _fly(self, verb: str, axes: tuple[str, ...], size: float) -> dict[str, Any]:
+        """Price a collective: its seconds, and how long it occupies each kind of link."""
         if (verb, axes) not in self._links:
             ranks, h = self.schedule.mesh.group_ranks(axes, 0), self.hardware
             self._links[verb, axes] = h.link(ranks), len(ranks), h.adapters(verb, ranks)
@@ -205,6 +211,7 @@ class HardwarePricer:
         return self._flights[key]
 
     def _send(self, stage: int, size: float) -> dict[str, Any]:
+        """Price a message to another stage."""
         mesh, here = self.schedule.mesh, self.schedule.stage
         ranks = mesh.partner(here, 0), mesh.partner(stage, 0)
         link = self.hardware.link(ranks)

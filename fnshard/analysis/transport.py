@@ -217,14 +217,19 @@ class Counting:
         return Flight(lambda: received)
 
     def gather_leaves(
-        self, runs: Sequence[tuple[int, int]], total: int, dtype: torch.dtype, write: Any, axes: Axes
-    ) -> Handle[list[Tensor]] | None:
+        self, runs: Sequence[tuple[int, int]], total: int, dtype: torch.dtype, write: Any, axes: Axes,
+        blocks: Any = (), move: Any = None,
+    ) -> Handle[list[Tensor]] | None:  # fmt: skip
         """Gather leaves, see `Shared.gather_leaves`.
 
-        A unit's slot is free when the last of its leaves dies.
+        A unit's slot is free when the last of its leaves dies. Leaves that stay take no memory besides that
+        of the stored blocks, which are counted already.
         """
         if self.kind != "shared" or self._ranks(axes) == 1:
             return None
+        if blocks:
+            with self.tracker.place_in(UNCOUNTED):
+                return Done([self._new(size, dtype) for _, size in runs])
         slot = self._take_unit(axes, total * dtype.itemsize, views=sum(size > 0 for _, size in runs))
         leaves = [self._in_slot(slot, size, dtype) for _, size in runs]
         write(leaves)

@@ -70,6 +70,7 @@ class UpdateMemory:
         return max([largest, *fused.values()])
 
     def _of_leaf(self, path: str, number: int, barrier: bool) -> int:
+        """Count the bytes of one leaf's update once for all leaves that are alike."""
         spec, mesh = self.schedule.specs[path], self.schedule.mesh
         known = _KNOWN.setdefault(self.schedule.families[path], {})
         layouts = tuple(spec.shape), spec.storage, spec.gradient, spec.optimizer
@@ -80,6 +81,7 @@ class UpdateMemory:
         return known[key]
 
     def _run(self, path: str, number: int, barrier: bool) -> int:
+        """Count the bytes that updating a leaf takes, by an update of fake tensors."""
         spec, mesh, family = self.schedule.specs[path], self.schedule.mesh, self.schedule.families[path]
         # Fakes of a device that torch was not built for cannot be written to.
         device = torch.device("cuda" if mesh.device_type == "cuda" and torch.cuda.is_available() else "cpu")

@@ -147,6 +147,7 @@ class Buckets:
         return name, f"{self.parameters[int(place)]}{dot}{path}"
 
     def _pad_leaf(self, name: str, leaf: Any, dims: Sequence[int]) -> Any:
+        """Fill a leaf's sequences up to the next length."""
         value: Tensor = unwrap_leaf(leaf)
         missing = [
             min(n for n in self.lengths if n >= size) - size if dim in dims else 0

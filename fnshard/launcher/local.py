@@ -17,12 +17,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from fnshard.compiler.frontend.contexts import CUBLAS
 from fnshard.errors import LaunchError
+from fnshard.launcher.fork import Forked, fork_rank, may_fork
 from fnshard.launcher.post_mortem import ERRORS, PostMortem
 from fnshard.launcher.rank import LOGS, function_command, run_rank
 from fnshard.mesh.process_group import ATTEMPT, LAUNCHER, RENDEZVOUS, under_launcher
@@ -31,7 +32,7 @@ from fnshard.runtime.files.folder import clear_memory, scratch_directory
 
 __all__ = ["LaunchError", "launch", "run_rank", "under_launcher"]
 
-Process = subprocess.Popen[bytes]
+Process = subprocess.Popen[bytes] | Forked
 
 LOOPBACK = "lo" if sys.platform.startswith("linux") else "lo0"
 POLL_S = 0.05
@@ -53,6 +54,7 @@ def launch(
     logs: str | Path | None = None,
     max_restarts: int = 0,
     env: Mapping[str, str] | None = None,
+    fork: Callable[[], NoReturn] | None = None,
 ) -> None:
     """Run a function, or a command, in `ranks` processes on this machine and wait until all have ended well.
 
@@ -78,6 +80,8 @@ def launch(
         max_restarts: how often all ranks start anew after one of them was killed by a signal or stopped
             answering. An exception, or an exit code, is the program's own and ends the job.
         env: more environment variables for the ranks; under `torchrun` a function finds them set.
+        fork: does what the command does and ends the process. Ranks then run it in forks of this process,
+            which have imported already what a command would import, if that is possible (`may_fork`).
 
     Raises:
         LaunchError: a rank failed (the error has the first one, its traceback or last line, and its log),
@@ -111,7 +115,7 @@ def launch(
         for old in folder.glob("rank*.log"):  # restarts append, another launch starts afresh
             old.unlink()
         try:
-            _run_attempts(command, ranks, folder, meeting, max_restarts, env)
+            _run_attempts(command, ranks, folder, meeting, max_restarts, env, fork)
         except LaunchError as error:
             raise error.with_traceback(None) from None  # the launcher's own frames say nothing of the program
         finally:
@@ -119,8 +123,9 @@ def launch(
 
 
 def _run_attempts(
-    command: list[str], ranks: int, logs: Path, meeting: Path, max_restarts: int, env: Mapping[str, str]
-) -> None:
+    command: list[str], ranks: int, logs: Path, meeting: Path, max_restarts: int, env: Mapping[str, str],
+    fork: Callable[[], NoReturn] | None,
+) -> None:  # fmt: skip
     """Run attempts until one ends well or none is left.
 
     Args:
@@ -151,7 +156,7 @@ def _run_attempts(
     before = {number: signal.signal(number, ask) for number in SIGNALS} if is_main else {}
     try:
         for number in range(max_restarts + 1):
-            ended = _attempt(command, ranks, number, meeting, {**common, ATTEMPT: str(number)}, asked)
+            ended = _attempt(command, ranks, number, meeting, {**common, ATTEMPT: str(number)}, asked, fork)
             if not ended.failures:
                 return
             if asked and {failure.exitcode for failure in ended.failures.values()} == {-signal.SIGTERM}:
@@ -168,7 +173,7 @@ def _run_attempts(
 
 def _attempt(
     command: list[str], ranks: int, number: int, meeting: Path, env: Mapping[str, str],
-    asked: Sequence[float],
+    asked: Sequence[float], fork: Callable[[], NoReturn] | None,
 ) -> PostMortem:  # fmt: skip
     """Start all ranks and wait until all have ended well, or one has not.
 
@@ -197,9 +202,12 @@ def _attempt(
         for rank, error in enumerate(errors):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank), ERRORS: str(error)}
             with open(Path(env[LOGS], f"rank{rank}.log"), "ab") as log:
-                streams = {"stdout": log, "stderr": log} if rank else {}
                 every = {**os.environ, **env, **own}
-                process = subprocess.Popen(command, env=every, start_new_session=True, **streams)
+                if fork is not None and may_fork():
+                    process = fork_rank(fork, every, log if rank else None)
+                else:
+                    streams = {"stdout": log, "stderr": log} if rank else {}
+                    process = subprocess.Popen(command, env=every, start_new_session=True, **streams)
             processes.append(process)
         signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
 

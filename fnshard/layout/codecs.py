@@ -124,6 +124,7 @@ def _nf4_parts(shape: Shape) -> Parts:
 
 
 def _nf4_encode(rows: Tensor) -> Mapping[str, Tensor]:
+    """Code rows in 16 levels of their block's scale, and the scales in eight bits."""
     blocks, most = _blocks(rows)
     # Scales are coded in turn: 8 bits around the mean of their group.
     groups = -(-most.shape[1] // GROUP)

@@ -79,6 +79,7 @@ class ResolvedSpecs:
 
     @cached_property
     def _stored(self) -> tuple[dict[str, LayoutSpec], tree.TreeDef]:
+        """Return the specs of what is stored: of codes their parts, of complex leaves pairs."""
         check_codecs(self.leaves)
         check_complex(self.leaves)
         if not (self.complex or any(map(is_coded, self.leaves.values()))):

@@ -402,6 +402,7 @@ def peers() -> Peers:
 
 @functools.lru_cache(maxsize=1)
 def _peers(world: Any) -> Peers:
+    """Make the peers of a process group, once."""
     # The store may have served a group that this process has left, whose keys must not be read.
     store = dist.PrefixStore(f"fnshard/{next(_made)}", _get_default_store())
     return Peers(store, dist.get_rank(), dist.get_world_size())

@@ -276,8 +276,16 @@ class Step(Compiled):
         state = state.consume()
         env |= zip(slots(state.opt_state), state.opt_state.values(), strict=True)
         env[CONTROL] = control.with_count(torch.tensor(self._scale.updates(number, state.loss_scale)))
-        stored = {n.path: env[n] for n in bound.lowered.schedule.inputs if n.kind is Kind.STORED}
-        return self._advance(state, bound, bound.run(env), stored)
+        names = [n for n in bound.lowered.schedule.inputs if n.kind is Kind.STORED]
+        before = {n.path: env[n] for n in names}
+        env = bound.run(env)
+        stored = {n.path: env[n] for n in names}
+        # Ranks that share memory move their blocks to where all of them read the leaves.
+        moved = self.resolved.as_seen({p: v for p, v in stored.items() if v is not before[p]})
+        if moved:
+            named, form = tree.flatten_with_paths(state.params)
+            state = state.replace(params=tree.unflatten([moved.get(p, v) for p, v in named.items()], form))
+        return self._advance(state, bound, env, stored)
 
     def watching(self, observer: Watch) -> AbstractContextManager[None]:
         """Let an observer see the steps that this rank runs in here, instruction by instruction.
@@ -351,6 +359,7 @@ class Step(Compiled):
 
     @cached_property
     def _slots_of_all(self) -> Slots:
+        """Return shapes and dtypes of the optimizer state of all stages' leaves."""
         return slot_blocks(self.optimizer, self.resolved.stored, self.mesh)
 
     @property

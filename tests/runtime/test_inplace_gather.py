@@ -15,6 +15,7 @@ from torch import Tensor
 
 import fnshard as fs
 from fnshard.compiler.schedule.buckets import end_to_end, leaf_runs, make_buckets
+from fnshard.compiler.schedule.instructions import Gather, Update
 from fnshard.errors import CollectiveError
 from fnshard.layout.partition import Fused
 from fnshard.layout.spec import LayoutSpec, P
@@ -132,6 +133,134 @@ def test_a_leaf_that_a_rank_keeps_costs_its_slot_and_nobody_waits(ranks, who):
         assert first == second == last
 
 
+# ------------------------------------------------------------------ leaves that stay
+def _stays(rank: int) -> dict[str, Any]:
+    """Gathers of a leaf whose blocks stay where it was gathered, and of one that a rank holds elsewhere."""
+    by = connect(make_mesh(shard=2, device="cpu"), timeout=20)
+    memory, total = by.host.memories[0], 2 * NUMEL
+    seen: dict[str, Any] = {"wrote": [], "used": []}
+
+    def gather(block: Tensor) -> tuple[Tensor, Tensor]:
+        def write(leaves: list[Tensor]) -> None:
+            seen["wrote"][-1] = True
+            leaves[0].view(2, NUMEL)[rank] = block
+
+        moved: list[Tensor] = []
+        seen["wrote"].append(False)
+        blocks = [(block, rank * NUMEL)]
+        handle = by.gather_leaves([(0, total)], total, torch.float32, write, ("shard",), blocks, moved.extend)
+        seen["used"].append(by.transport_bytes())
+        return handle.wait()[0], moved[0]
+
+    leaf, block = gather(torch.full((NUMEL,), float(rank)))
+    assert memory.offset_of(block) is not None and block.untyped_storage().nbytes() == block.nbytes
+    check([leaf], 0.0)
+    del leaf
+    by.gather_object("")  # as a step's reduction does, it lets nobody write what a peer still reads
+    block += 10.0 + rank  # what an update does
+    leaf, again = gather(block)
+    assert again is block
+    assert torch.equal(leaf.view(2, NUMEL)[:, 0], torch.tensor([10.0, 12.0]))
+    del leaf
+    for value in range(3):  # what does not stay takes other memory, again and again the same
+        check(issue(by, float(value)).wait(), float(value))
+    assert block[0] == 10.0 + 2 * rank
+    # One rank has its block elsewhere: all write theirs, and both blocks move.
+    leaf, block = gather(block.clone() if rank else block)
+    assert torch.equal(leaf.view(2, NUMEL)[:, 0], torch.tensor([10.0, 12.0]))
+    del leaf, again
+    leaf, block = gather(block)
+    del leaf, block
+    by.gather_object("")
+    check(issue(by, 1.0).wait(), 1.0)
+    seen["used"].append(by.transport_bytes())
+    by.close()
+    return seen
+
+
+def test_blocks_stay_where_their_leaf_was_gathered_as_long_as_they_live(ranks):
+    for seen in ranks(2).run(_stays):
+        assert seen["wrote"] == [True, False, True, False]
+        assert seen["used"][1] == seen["used"][0] and seen["used"][-1] == seen["used"][-2]
+
+
+def _trained(rank: int, other: bool) -> tuple[list[float], list[int], dict[str, Tensor]]:
+    """Losses of steps, how many gathers have copied leaves that may stay, and parameters.
+
+    The counts are of the other state's steps and of this one's, in turn.
+
+    Args:
+        other: whether another state trains in turn, and a rank puts blocks of its own into the state.
+    """
+    model, mesh = model_of("dense_skips"), make_mesh(shard=2, device="cpu")
+    step = sharded.make_step(mesh, model, sharded.specs_of(model, "full_shard", mesh), fs.optim.adamw(1e-2))
+    state, losses, written = step.init(model.params), [], []
+    schedule = step.lower(model.params, *sharded.part(model.batch(0), rank, 2)).schedule
+    gathers = [line for line in schedule.instructions if isinstance(line, Gather)]
+    stay = {line.bucket for line in gathers if line.keeps_place(schedule)}
+    assert len(stay) > 1
+    second = step.init(model.params) if other else None
+    plain = Packer.write_blocks
+
+    def write(self: Packer, *args: Any) -> None:
+        written[-1] += self.bucket.name in stay
+        plain(self, *args)
+
+    with mock.patch.object(Packer, "write_blocks", write):
+        for number in range(6):
+            batch = sharded.part(model.batch(number), rank, 2)
+            written.append(0)
+            if other:
+                second, _ = step(second, *sharded.part(model.batch(9 - number), rank, 2))
+            if other and number == 3 and rank:
+                state = state.copy()
+            written.append(0)
+            state, metrics = step(state, *batch)
+            losses.append(metrics["loss"].item())
+    params = fs.unshard(state.params, step.specs, mesh)
+    connection(mesh).close()
+    return losses, written, {p: v.clone() for p, v in params.items()}
+
+
+def test_a_step_copies_no_leaf_that_has_been_gathered_before(ranks):
+    alone, in_turn = (ranks(2).run(_trained, other) for other in (False, True))
+    for (losses, written, params), (others, moved, same) in zip(alone, in_turn, strict=True):
+        assert written[1] > 1 and sum(written) == written[1]
+        assert others == losses and all(torch.equal(same[p], v) for p, v in params.items())
+        assert [n for n, count in enumerate(moved) if count] == [0, 1, 7]
+
+
+def _schedule(optimizer: Any, **policy: Any) -> Any:
+    mesh = make_mesh(shard=2, abstract=True)
+    params = {f"layers.{i}.w": torch.ones(8, 8) for i in range(3)}
+    specs = fs.presets.full_shard(params, mesh, **policy)
+    loss = lambda p, x: sum((x.to(w.dtype) @ w).tanh().sum() for w in p.values())  # noqa: E731
+    how = {"mesh": mesh, "backend": "eager", "prefetch": 0, "overlap": 0}
+    step = fs.shard_step(loss, specs, optimizer=optimizer, **how)
+    return step.lower(params, torch.ones(2, 8)).schedule
+
+
+def _staying(schedule: Any) -> set[str]:
+    lines = [line for line in schedule.instructions if isinstance(line, Gather)]
+    return {line.bucket for line in lines if line.keeps_place(schedule)}
+
+
+def test_leaves_stay_where_no_rank_writes_what_another_still_reads():
+    schedule = _schedule(fs.optim.sgd(0.1))
+    buckets = {line.bucket for line in schedule.instructions if isinstance(line, Gather)}
+    assert len(buckets) == 3 and _staying(schedule) == buckets
+    # An update before the last reader: a peer may still read the leaf then.
+    lines = list(schedule.instructions)
+    update = next(line for line in lines if isinstance(line, Update))
+    lines.remove(update)
+    read = [k for k, line in enumerate(lines) if any(n.path in update.paths for n in line.drops)]
+    early = schedule.with_instructions([*lines[: read[0]], update, *lines[read[0] :]])
+    assert _staying(early) == buckets - {f"gather/{update.unit}"}
+    # The state is not this step's to move, or leaves are cast on their way.
+    assert _staying(_schedule(None)) == set()
+    assert _staying(_schedule(fs.optim.sgd(0.1), compute_dtype=torch.bfloat16)) == set()
+
+
 # ------------------------------------------------------------------ peers that fail
 def _differ(rank: int) -> str:
     by = connect(make_mesh(shard=2, device="cpu"), timeout=5)
@@ -213,11 +342,9 @@ def _watched(rank: int, clip: bool) -> dict[str, Any]:
 
         return run
 
-    def gather(
-        units: Units, name: str, runs: Any, total: int, dtype: torch.dtype, write: Any
-    ) -> list[Tensor]:
+    def gather(units: Units, name: str, runs: Any, total: int, dtype: torch.dtype, *how: Any) -> Any:
         seen["sent"] += total * dtype.itemsize if name == "reduce_pair" else 0
-        return plain(units, name, runs, total, dtype, write)
+        return plain(units, name, runs, total, dtype, *how)
 
     plain = Units.gather
     with step.watching(watch), mock.patch.object(Units, "gather", gather):

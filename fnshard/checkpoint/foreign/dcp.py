@@ -129,6 +129,7 @@ def _open_item(folder: Path, name: str, place: Mapping[str, Any]) -> Any:
 def _open_box(
     folder: Path, name: str, place: Mapping[str, Any], shape: tuple[int, ...], dtype: torch.dtype
 ) -> PlacedTensor:
+    """Read a box, of the shape and dtype that the metadata name."""
     found = _open_item(folder, name, place)
     if not isinstance(found, PlacedTensor) or found.shape != shape or found.dtype != dtype:
         kind = (

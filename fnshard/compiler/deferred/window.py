@@ -41,6 +41,7 @@ class Window(Memories):
         return self.held[memory][start - self.first : end - self.first]
 
     def execute(self, call: RecordedCall, key: int | None) -> None:
+        """Run a call on the window's elements; what it fills with one number is filled here."""
         if call.random:
             alias, how = call.draw()
             fill(self.show(alias), max(alias.storage_offset(), self.first), key, how)
@@ -67,6 +68,7 @@ def _is_by_elements(call: RecordedCall, first: int, last: int) -> bool:
     large = [a for a in call.aliases if not _is_number(a)]
     if call.random:
         return bool(large) and call.draw() is not None
+
     made = [_place(a) for a in call.makes.values() if not _is_number(a)]
     if not all(start <= first and last <= end for start, end in made):
         return False
@@ -111,10 +113,13 @@ def cut(leaf: Tensor, box: Sequence[slice], make: Callable[[Window], Tensor]) ->
         return torch.empty([len(r) for r in ranges], dtype=leaf.dtype)
     if not ranges:
         return make(Window(*_place(leaf)))[0]
+
+    # From the last dim that is cut on, elements lie in one run; short ones are made with what is between.
     dim = max((d for d, r in enumerate(ranges) if len(r) < leaf.shape[d]), default=0)
     while dim and len(ranges[dim]) * math.prod(leaf.shape[dim + 1 :]) < _SHORT:
         dim -= 1
     run = [len(ranges[dim]), *leaf.shape[dim + 1 :]]
+
     parts = []
     for outer in itertools.product(*ranges[:dim]):
         first = leaf[(*outer, ranges[dim].start)].storage_offset()

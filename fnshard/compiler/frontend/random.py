@@ -253,6 +253,7 @@ dropout_attention.register_autograd(_differentiate, setup_context=_save)
 
 @register_flop_formula(torch.ops.fnshard.dropout_attention)
 def _flops(query: Any, key: Any, value: Any, *rest: Any, out_shape: Any = None, **more: Any) -> int:
+    """Count the FLOPs of attention for torch's flop counter, by shapes."""
     return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
 
 

@@ -101,6 +101,7 @@ def _(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
 
 
 def _grouped_mm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Return both gradients, of which the second sums over each group's rows."""
     a, b, ends = ctx.saved_tensors
     to_a = grouped_mm(grad, b.mT, ends) if ctx.needs_input_grad[0] else None
     return to_a, grouped_mm(a.mT, grad, ends) if ctx.needs_input_grad[1] else None, None
@@ -113,6 +114,7 @@ grouped_mm.register_autograd(
 
 @register_flop_formula(torch.ops.fnshard.grouped_mm)
 def _flops(a: Any, b: Any, ends: Any, out_shape: Any = None, **_: Any) -> int:
+    """Count the FLOPs for torch's flop counter: each row meets one group's matrix."""
     return 2 * a[-2] * a[-1] * b[-1]
 
 

@@ -114,6 +114,7 @@ def _on_cuda(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
+    """Attend by the kernel that torch would choose for a GPU, whatever device the trace is on."""
     aten, name = torch.ops.aten, choose_kernel(q, k, v, mask, enable_gqa)
     if name == "math":
         how = {"scale": scale, "enable_gqa": enable_gqa}

@@ -248,6 +248,7 @@ def _of(row: int, places: slice, x: Tensor) -> Tensor:
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, diagonal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
+    """Compute attention [..., T, V] and the log-sum-exp of scores, of one part."""
     if q.device.type != "cpu":
         out, weight, top = by_chunks(q, k, v, bias, diagonal, scale)
         return out, top + weight.log()
@@ -261,6 +262,7 @@ def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor | None,
     diagonal: bool, scale: float,
 ) -> tuple[Tensor, ...]:  # fmt: skip
+    """Compute the gradients of queries, keys and values, of one part."""
     if q.device.type != "cpu":
         grad, out = grad.to(lse.dtype), out.to(lse.dtype)
         return by_chunks_backward(q, k, v, bias, diagonal, scale, grad, -(grad * out).sum(-1), lse)

@@ -61,6 +61,7 @@ def _features(call: Call) -> Iterator[OpStrategy]:
 
 @rule(own.bernoulli.default)
 def _bernoulli(call: Call) -> Iterator[OpStrategy]:
+    """Draw a rank's part of the numbers, by a key that counts from its first."""
     shape = call.shape
     for split in call.splits(shape):
         if split.outer > 1:

@@ -207,6 +207,7 @@ def _wide(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 @expansion(aten.softmax.int)
 def _softmax(call: Call, x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Compute the softmax by sums, and with wide numbers, as torch's own kernels do."""
     wide = _wide(x, dtype)
     parts = (wide - wide.detach().amax(dim, keepdim=True)).exp()
     return (parts / parts.sum(dim, keepdim=True)).to(dtype or x.dtype)
@@ -214,6 +215,7 @@ def _softmax(call: Call, x: Tensor, dim: int, dtype: torch.dtype | None = None) 
 
 @expansion(aten.log_softmax.int)
 def _log_softmax(call: Call, x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Compute it by a log-sum-exp, which ranks can share."""
     wide = _wide(x, dtype)
     return (wide - _logsumexp(None, wide, dim, keepdim=True)).to(dtype or x.dtype)
 
@@ -223,6 +225,7 @@ def _layer_norm(
     call: Call, x: Tensor, normalized_shape: list[int], weight: Tensor | None = None,
     bias: Tensor | None = None, eps: float = 1e-5, cudnn_enable: bool = True,
 ) -> Tensor:  # fmt: skip
+    """Compute it by means over the normalized dims."""
     wide, dims = _wide(x), list(range(-len(normalized_shape), 0))
     centred = wide - wide.mean(dims, keepdim=True)
     normed = centred * torch.rsqrt(centred.square().mean(dims, keepdim=True) + eps)
@@ -243,6 +246,7 @@ def _rms_norm(
 # ------------------------------------------------------------------ losses
 @expansion(*LOSSES)
 def _loss(call: Call, *args: Any, **kwargs: Any) -> Tensor | None:
+    """Compute the loss of each element, and reduce it by an op of its own."""
     if call["reduction"] == 0:
         return None
     each = call.on([v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)], reduction=0)
@@ -254,6 +258,7 @@ def _cross_entropy(
     call: Call, x: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1,
     ignore_index: int = -100, label_smoothing: float = 0.0,
 ) -> Tensor | None:  # fmt: skip
+    """Compute it by a log-sum-exp and the targets' scores."""
     if weight is not None or target.is_floating_point():
         return None
     wide, dim = _wide(x), min(x.dim() - 1, 1)

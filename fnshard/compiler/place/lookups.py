@@ -62,6 +62,7 @@ def _embedding(call: Call) -> Iterator[OpStrategy]:
 
 @rule(aten.gather.default, aten.take_along_dim.default)
 def _gather(call: Call) -> Iterator[OpStrategy]:
+    """Split along dims that are not looked up in, or split the indices, or the table's own dim."""
     value, index = call.tensors
     if call["dim"] is None or value.dim() == 0 or value.dim() != index.dim():
         return

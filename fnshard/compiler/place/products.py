@@ -101,6 +101,7 @@ def _add_product(call: Call) -> Iterator[OpStrategy]:
 
 @rule(aten.einsum.default)
 def _einsum(call: Call) -> Iterator[OpStrategy]:
+    """Split as a contraction, with the dims of an ellipsis given letters."""
     equation = call["equation"].replace(" ", "")
     if "->" not in equation or not equation.replace("->", "").replace(",", "").replace(".", "").islower():
         return

@@ -18,6 +18,7 @@ aten, own = torch.ops.aten, torch.ops.fnshard
     aten.unflatten.int, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default,
 )  # fmt: skip
 def _view(call: Call) -> Iterator[OpStrategy]:
+    """Split along each dim whose split the new shape can hold."""
     before = call.tensors[0].shape
     for split in call.splits(before):
         after_view = through_view(split, before, call.shape, call.ranks, call.axis.update)
@@ -131,6 +132,7 @@ def _without_last(dim: int, count: int, ranks: int) -> Callable[..., Tensor]:
 
 @rule(aten.slice.Tensor, aten.narrow.default)
 def _slice(call: Call) -> Iterator[OpStrategy]:
+    """Split along other dims, or along this one where the ranks' parts stay equal."""
     shape, named = call.tensors[0].shape, call.arguments
     dim = call["dim"] % len(shape)
     size, step = shape[dim], named.get("step", 1)

@@ -144,6 +144,7 @@ def _has_ties(node: fx.Node) -> bool:
 
 
 def _decides(node: fx.Node) -> bool:
+    """Return whether an op makes of floats something that a rounding error could change at a stroke."""
     inputs = [n for n in node.all_input_nodes if _floats(n)]
     if not inputs or not isinstance(node.target, OpOverload) or _NO_VALUES.match(_name(node)):
         return False
@@ -237,6 +238,7 @@ def drop_rounding(graph: fx.Graph) -> fx.Graph:
 
 
 def _insert(graph: fx.Graph, value: fx.Node, readers: list[fx.Node]) -> None:
+    """Round a value for some of its readers."""
     if not readers:
         return
     takes_all = len(readers) == len(value.users)

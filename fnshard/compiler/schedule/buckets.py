@@ -109,6 +109,7 @@ def _choose_name(name: str, taken: set[str]) -> str:
 def _place_leaves(
     specs: Mapping[str, LayoutSpec], mesh: Mesh, layout: Callable[[LayoutSpec], P], dtype: torch.dtype
 ) -> tuple[tuple[Piece, ...], int]:
+    """Return where each leaf lies in a bucket, and the bucket's length."""
     blocks = [block_shape(spec.shape, layout(spec), mesh) for spec in specs.values()]
     starts, total = _align([math.prod(b) for b in blocks], dtype)
     pieces = tuple(
@@ -143,16 +144,20 @@ def replica_axes(bucket: Bucket, specs: Mapping[str, LayoutSpec], axes: Sequence
     return tuple(a for a in gradient_axes(bucket, specs, axes) if a not in bucket.axes)
 
 
+def in_rank_order(bucket: Bucket, mesh: Mesh) -> bool:
+    """Return whether each leaf is the blocks of the bucket's ranks one after another, without padding."""
+    ranks = mesh.axes_size(bucket.axes)
+    split = all(p.layout.axes == p.layout.entries(0) == bucket.axes for p in bucket.pieces)  # none is Fused
+    return split and all(math.prod(p.shape) == ranks * p.numel for p in bucket.pieces)
+
+
 def end_to_end(bucket: Bucket, mesh: Mesh) -> bool:
     """Return whether a collective can read and write the leaves where they lie.
 
     It can where each leaf is the blocks of the bucket's ranks one after another, and a row is blocks without
     gaps.
     """
-    ranks = mesh.axes_size(bucket.axes)
-    split = all(p.layout.axes == p.layout.entries(0) == bucket.axes for p in bucket.pieces)  # none is Fused
-    whole = all(math.prod(p.shape) == ranks * p.numel for p in bucket.pieces)
-    return split and whole and sum(p.numel for p in bucket.pieces) == bucket.numel
+    return in_rank_order(bucket, mesh) and sum(p.numel for p in bucket.pieces) == bucket.numel
 
 
 def leaf_runs(bucket: Bucket) -> tuple[list[tuple[int, int]], int]:

@@ -37,8 +37,8 @@ PAGE = 4096
 REGION = 1 << 35  # bytes of address space for gathers, and for reductions
 WAITS = 0  # a memory's own word: 1 + the rank it waits for; negative once it gave up, or has closed
 COME, OVER = range(2)  # a group's words: messages that the rank has come to, and those that are over for it
-KIND, OFFSET, REDUCED = range(3)  # words of a row, which come after these
-ROWS, WIDTH = 2, 3
+KIND, OFFSET, REDUCED, HOME = range(4)  # words of a row, which come after these
+ROWS, WIDTH = 2, 4
 GROUP_BYTES = 8 * (2 + ROWS * WIDTH)
 SPINS = 200  # looks that only yield the processor; later ones sleep, and check whether the peer lives
 
@@ -286,6 +286,7 @@ class Message:
 
     Args:
         slot: the slot of this rank's memory that is sent; None for leaves that are gathered in place.
+        home: where these leaves lie already, as far as this rank's blocks say; 0 if they lie elsewhere.
     """
 
     channel: Channel
@@ -293,6 +294,7 @@ class Message:
     nbytes: int
     dtype: torch.dtype
     slot: Slot | None = None
+    home: int = 0
 
     def __post_init__(self) -> None:
         channel, self.number = self.channel, self.channel.issued
@@ -301,7 +303,8 @@ class Message:
 
         # Describe the message, and then count it: who reads the count may read the rest.
         words = channel.words[channel.here]
-        words[self._at(KIND)], words[self._at(OFFSET)], words[self._at(REDUCED)] = self.kind, 0, 0
+        for word, value in ((KIND, self.kind), (OFFSET, 0), (REDUCED, 0), (HOME, self.home)):
+            words[self._at(word)] = value
         if self.slot is not None:
             self.slot.use = Use(self, lambda place: channel.words[place][OVER] > self.number)
             words[self._at(OFFSET)] = self.slot.start
@@ -339,6 +342,11 @@ class Message:
         """The operation, dtype and number of elements as a number, on which ranks must agree; never zero."""
         count = self.nbytes // self.dtype.itemsize
         return 1 + OPERATIONS.index(self.name) << 56 | DTYPES.index(self.dtype) << 48 | count
+
+    def agrees_on(self, word: int) -> bool:
+        """Wait for all ranks, and return whether a word of their rows is the same on all."""
+        self.meet()
+        return len({self.reads(place, word) for place in range(len(self.channel.memories))}) == 1
 
     def poll(self, ready: Callable[[int], Any]) -> None:
         """Wait until `ready(place)` for every place of the group."""

@@ -16,8 +16,11 @@ have come to a gather, a slot that some peer still holds is one of which it has 
 takes more memory instead of waiting. Hence a rank waits only until its peers come to the same gather and have
 written their blocks.
 
-Two ranks that reduce send each other rows in the same way: in the backward, a unit's gradients travel in the
-slot that its leaves have just left.
+Leaves that a training step gathers stay where they are: each rank's stored blocks move there at the first
+gather, and updates change them there. From then on a gather copies nothing. Ranks meet, see that the blocks
+of all lie in one place, and read the leaves there. `Gather.keeps_place` says when that is safe.
+
+Two ranks that reduce send each other rows as they gather leaves, in a slot that both write to.
 """
 
 from __future__ import annotations
@@ -54,6 +57,7 @@ from fnshard.runtime.collectives.base import (
 from fnshard.runtime.collectives.mail import Mailbox
 from fnshard.runtime.collectives.messages import (
     GROUP_BYTES,
+    HOME,
     KIND,
     OFFSET,
     PAGE,
@@ -72,6 +76,7 @@ from fnshard.runtime.collectives.messages import (
 )
 
 Runs = Sequence[tuple[int, int]]  # start and length of each leaf, in elements
+Blocks = Sequence[tuple[Tensor, int]]  # stored blocks, and where each begins among all leaves, in elements
 Write = Callable[[list[Tensor]], None]
 Add = Callable[[Tensor, Tensor], None]
 
@@ -116,12 +121,14 @@ class Units:
         slots: the slots of the leader's memory.
         dead: numbers of messages whose views have died, and whose slots are not signed yet.
         alive: the signatures of messages whose views live, with a reference that notices their death.
+        homes: the memory of leaves that stay, by where it begins in the leader's.
     """
 
     channel: Channel
     slots: Slots
     dead: deque[int] = field(default_factory=deque)
     alive: dict[int, tuple[Words, weakref.ref]] = field(default_factory=dict)
+    homes: weakref.WeakValueDictionary[int, Words] = field(default_factory=weakref.WeakValueDictionary)
 
     def sweep(self) -> None:
         """Sign the slots whose views have died here, so that peers see it."""
@@ -134,18 +141,42 @@ class Units:
         """Return this rank's share of the memory, which is what it writes of each slot."""
         return -(-(self.slots.top - self.slots.floor) // len(self.channel.memories))
 
-    def gather(self, name: str, runs: Runs, total: int, dtype: torch.dtype, write: Write) -> list[Tensor]:
-        """Write this rank's blocks, and return the leaves once all ranks have written theirs."""
+    def gather(
+        self, name: str, runs: Runs, total: int, dtype: torch.dtype, write: Write, blocks: Blocks = ()
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Gather leaves, and return them with this rank's blocks as parts of them.
+
+        Ranks write their blocks, unless these lie in place already on all ranks.
+
+        Args:
+            blocks: this rank's stored blocks, if they may be parts of leaves that stay.
+        """
         self.sweep()  # before peers see that this rank has come, or slots would look as if it kept a leaf
-        message = Message(self.channel, name, total * dtype.itemsize, dtype)
-        leaves = self._views(message, runs)
-        write(leaves)
-        message.mark(REDUCED, 1)
-        message.meet()
-        message.poll(lambda place: message.reads(place, REDUCED))
+        home = self._find_home(blocks)
+        message = Message(self.channel, name, total * dtype.itemsize, dtype, home=home)
+        if home and message.agrees_on(HOME):
+            leaves, own = self._cut(self.homes[home], dtype, runs), [block for block, _ in blocks]
+        else:
+            words = self._take(message)
+            leaves = self._cut(words, dtype, runs)
+            write(leaves)
+            message.mark(REDUCED, 1)
+            message.meet()
+            message.poll(lambda place: message.reads(place, REDUCED))
+            moved = self._cut(words, dtype, [(start, block.numel()) for block, start in blocks])
+            own = [new.view(block.shape) for new, (block, _) in zip(moved, blocks, strict=True)]
         fence()
         message.release()
-        return leaves
+        return leaves, own
+
+    def _find_home(self, blocks: Blocks) -> int:
+        """Return where leaves begin in the leader's memory if these are this rank's blocks of them, or 0."""
+        memory, homes = self.channel.memories[LEADER], set()
+        for block, start in blocks:
+            offset = memory.offset_of(block)
+            homes.add(0 if offset is None else offset - start * block.itemsize)
+        home = homes.pop() if len(homes) == 1 else 0
+        return home if home in self.homes else 0
 
     def _start_of(self, message: Message) -> int:
         """Return where the message's slot begins, which the leader chooses."""
@@ -178,8 +209,8 @@ class Units:
         message.mark(OFFSET, slot.start)
         return slot.start
 
-    def _views(self, message: Message, runs: Runs) -> list[Tensor]:
-        """Return the leaves in the slot. When the last of their storages dies, this rank will sign it."""
+    def _take(self, message: Message) -> Words:
+        """Return memory for the message's leaves. When the last tensor in it has died, this rank signs it."""
         start = self._start_of(message)
         place = start + header_bytes(self.channel.mesh)
 
@@ -188,9 +219,13 @@ class Units:
         number, dead = message.number, self.dead
         died = weakref.ref(words, lambda _: dead.append(number))
         self.alive[number] = self._signatures(start), died
-        size, dtype = message.dtype.itemsize, message.dtype
+        self.homes[place] = words
+        return words
+
+    def _cut(self, words: Words, dtype: torch.dtype, runs: Runs) -> list[Tensor]:
+        """Return flat parts of memory, each with a storage of its own, so that it is pickled alone."""
         return [
-            torch.frombuffer(words, dtype=dtype, count=count, offset=start * size)
+            torch.frombuffer(words, dtype=dtype, count=count, offset=start * dtype.itemsize)
             if count
             else torch.empty(0, dtype=dtype)
             for start, count in runs
@@ -280,17 +315,23 @@ class Shared:
         return Done(result)
 
     def gather_leaves(
-        self, runs: Runs, total: int, dtype: torch.dtype, write: Write, axes: Axes
-    ) -> Handle[list[Tensor]] | None:
+        self, runs: Runs, total: int, dtype: torch.dtype, write: Write, axes: Axes, blocks: Blocks = (),
+        move: Write | None = None,
+    ) -> Handle[list[Tensor]] | None:  # fmt: skip
         """Gather leaves in place, see the module; return None if the ranks share no memory.
 
         Args:
             total: the elements of all leaves together.
             write: copies this rank's blocks into flat leaves, one for each run.
+            blocks: this rank's stored blocks, if they may be parts of leaves that stay.
+            move: takes the blocks that replace these, which are parts of the leaves.
         """
         if total == 0 or not self.shares_memory(axes):
             return None
-        return Done(self.units_of(axes).gather("gather_leaves", runs, total, dtype, write))
+        leaves, own = self.units_of(axes).gather("gather_leaves", runs, total, dtype, write, blocks)
+        if blocks:
+            move(own)
+        return Done(leaves)
 
     def reduce_pair(
         self, numel: int, dtype: torch.dtype, pack: Callable[[Tensor], None], add: Add, axes: Axes,
@@ -308,7 +349,8 @@ class Shared:
         units = self.units_of(axes)
         runs = [(0, numel), (numel, numel)]  # the rows that the first rank reads, and the second
         here, write = units.channel.here, lambda rows: pack(rows[1 - here])
-        row = units.gather("reduce_pair", runs, 2 * numel, dtype, write)[here]
+        rows, _ = units.gather("reduce_pair", runs, 2 * numel, dtype, write)
+        row = rows[here]
         out = row if in_place else torch.empty_like(row)
         add(row, out)
         return Done(out)

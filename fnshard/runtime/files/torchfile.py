@@ -224,6 +224,7 @@ def _tensor(
     storage: _Storage, offset: int, size: Sequence[int], stride: Sequence[int], requires_grad: bool = False,
     hooks: Any = None, metadata: Any = None,
 ) -> PlacedTensor:  # fmt: skip
+    """Return a tensor as it lies in the file: the function that a pickle names for one."""
     item = storage.dtype.itemsize
     span = 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True)) if math.prod(size) else 0
     if metadata or min([offset, *size, *stride]) < 0 or (offset + span) * item > storage.bytes:
@@ -235,6 +236,7 @@ def _tensor_of_dtype(
     storage: _Storage, offset: int, size: Any, stride: Any, grad: bool, hooks: Any, dtype: torch.dtype,
     metadata: Any = None,
 ) -> PlacedTensor:  # fmt: skip
+    """Return a tensor whose pickle names its dtype, as that of a newer dtype does."""
     return _tensor(replace(storage, dtype=dtype), offset, size, stride, metadata=metadata)
 
 

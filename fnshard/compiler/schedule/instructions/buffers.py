@@ -127,6 +127,7 @@ class StoreBuffers(Instruction):
         return run
 
     def _store(self, path: str, context: Context) -> Callable[[Tensor, Tensor], None]:
+        """Return a function that stores this rank's block of a leaf's new value."""
         spec, mesh = context.schedule.specs[path], context.mesh
         block = block_slices(spec.shape, spec.storage, mesh, mesh.coordinate(context.rank))
         valid = tuple(slice(0, s.stop - s.start) for s in block)

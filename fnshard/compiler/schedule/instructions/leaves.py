@@ -13,13 +13,15 @@ from torch import Tensor
 
 from fnshard.compiler.ir.values import SCALES, Kind
 from fnshard.compiler.rewrites.fp8 import scale_of
-from fnshard.compiler.schedule.buckets import end_to_end, leaf_runs
+from fnshard.compiler.schedule.buckets import end_to_end, in_rank_order, leaf_runs
+from fnshard.compiler.schedule.instructions.updates import ReduceUpdate, StackUpdate
 from fnshard.compiler.schedule.ir import (
     COMMUNICATION,
     Action,
     Context,
     Env,
     Instruction,
+    Names,
     OfBucket,
     Price,
     Pricer,
@@ -213,6 +215,35 @@ class Gather(OfBucket):
         as_sent = all(schedule.specs[p].compute_dtype == bucket.dtype for p in bucket.paths)
         return as_sent and all(n.kind is Kind.STORED for n in self.reads)
 
+    def keeps_place(self, schedule: Schedule) -> bool:
+        """Return whether stored blocks may move to where all ranks read the leaves, and stay there.
+
+        They may in a step that takes its state over, if they need no cast, and if all ranks meet between the
+        last line that reads a gathered leaf and the first one that writes to its block, or the step's end. So
+        no rank changes what another one still reads.
+        """
+        bucket, lines = schedule.buckets[self.bucket], schedule.instructions
+        specs = [schedule.specs[p] for p in bucket.paths]
+        as_stored = all(s.storage_dtype == bucket.dtype and s.memory == "device" for s in specs)
+        if not (schedule.families and as_stored and self.in_place(schedule)):
+            return False
+        if not in_rank_order(bucket, schedule.mesh):
+            return False
+        paths = set(bucket.paths)
+
+        def has(names: Names, kind: Kind) -> bool:
+            return any(n.kind is kind and n.path in paths for n in names)
+
+        read = [k for k, line in enumerate(lines) if has((*line.reads, *line.drops), Kind.GATHERED)]
+        written = [k for k, line in enumerate(lines) if has(line.writes, Kind.STORED)]
+        between = lines[max(read, default=0) + 1 : min(written, default=len(lines))]
+        return any(
+            line.lane == COMMUNICATION
+            and set(line.axes_of(schedule)) == set(bucket.axes)
+            and not isinstance(line, ReduceUpdate | StackUpdate)  # a step may skip these
+            for line in between
+        )
+
     def bind(self, context: Context) -> Action:
         """Issue the gather of blocks into leaves where they lie, or packed."""
         bucket, packer, comm = bucket_of(self, context), context.packer(self.bucket), context.comm
@@ -223,7 +254,7 @@ class Gather(OfBucket):
             stored = {p: env[n] for p, n in pairs}
             if scaled:
                 stored = {p: shard * env[SCALES][p].own for p, shard in stored.items()}
-            handle = issue(stored)
+            handle = issue(stored, lambda moved: env.update(zip(self.reads, moved, strict=True)))
             in_place = handle is not None
             if not in_place:
                 flat = comm.send_buffer(bucket.numel, bucket.dtype, bucket.axes)
@@ -233,25 +264,33 @@ class Gather(OfBucket):
 
         return run
 
-    def _bind_in_place(self, context: Context) -> Callable[[Mapping[str, Tensor]], Any]:
+    def _bind_in_place(self, context: Context) -> Callable[..., Any]:
         """Return a function that issues the gather of blocks into leaves where they lie, or returns None.
 
-        It returns None where the transport cannot, or leaves must be cast.
+        It returns None where the transport cannot, or leaves must be cast. Its arguments are the blocks, and
+        a function that takes those which replace them.
         """
         bucket, packer, comm = bucket_of(self, context), context.packer(self.bucket), context.comm
         into_shared, into_own = (getattr(comm, n, None) for n in ("gather_leaves", "gather_blocks"))
         specs, (runs, total) = context.schedule.specs, leaf_runs(bucket)
         if not self.in_place(context.schedule):
-            return lambda stored: None
+            return lambda stored, move: None
         if into_shared is not None:
-            return lambda stored: into_shared(
-                runs, total, bucket.dtype, partial(packer.write_blocks, stored), bucket.axes
-            )
+            here = context.mesh.group_ranks(bucket.axes, context.rank).index(context.rank)
+            starts = [start + here * p.numel for (start, _), p in zip(runs, bucket.pieces, strict=True)]
+            keeps = self.keeps_place(context.schedule)
+
+            def gather(stored: Mapping[str, Tensor], move: Callable[[list[Tensor]], None]) -> Any:
+                write = partial(packer.write_blocks, stored)
+                blocks = list(zip(stored.values(), starts, strict=True)) if keeps else ()
+                return into_shared(runs, total, bucket.dtype, write, bucket.axes, blocks, move)
+
+            return gather
         if into_own is None or not end_to_end(bucket, context.schedule.mesh):
-            return lambda stored: None
+            return lambda stored, move: None
         as_stored = all(specs[p].storage_dtype == bucket.dtype for p in bucket.paths)
 
-        def issue(stored: Mapping[str, Tensor]) -> Any:
+        def issue(stored: Mapping[str, Tensor], _: Any) -> Any:
             blocks = stored
             if not as_stored:
                 flat = comm.send_buffer(bucket.numel, bucket.dtype, bucket.axes)
@@ -285,6 +324,8 @@ class Gather(OfBucket):
 
     def price(self, pricer: Pricer) -> Price:
         bucket, specs = pricer.bucket(self), pricer.schedule.specs
+        if pricer.reads_in_place(self):
+            return pricer.copy(0.0, **pricer.collective("gather", bucket.axes, 0.0))
         as_stored = all(specs[p].storage_dtype == bucket.dtype for p in bucket.paths)
         return _price_of_blocks(self, pricer, copied=not (as_stored and pricer.skips_packing(self)))
 
@@ -292,7 +333,8 @@ class Gather(OfBucket):
     def wait_price(cls, wait: Wait, pricer: Pricer) -> Price:
         issue = pricer.schedule.issues[wait.reads[0]]
         size = pricer.leaf_bytes(pricer.bucket(wait), "compute_dtype")
-        return pricer.copy(0.0 if pricer.skips_packing(issue) else wait.rows_bytes(pricer.schedule) + size)
+        copied = not (pricer.skips_packing(issue) or pricer.reads_in_place(issue))
+        return pricer.copy(wait.rows_bytes(pricer.schedule) + size if copied else 0.0)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,87 @@
+"""Fork: start a rank as a copy of this process, which has imported already what the rank needs."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+
+POLL_S = 0.02
+
+
+class Forked:
+    """A forked process, with the part of `subprocess.Popen` that a launcher uses."""
+
+    def __init__(self, pid: int):
+        self.pid, self.returncode = pid, None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            if ended:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        until = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > until:
+                raise subprocess.TimeoutExpired(f"rank {self.pid}", timeout)
+            time.sleep(POLL_S)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+def may_fork() -> bool:
+    """Return whether a fork of this process would work: it has no threads, which a fork would lack.
+
+    OpenMP has threads as soon as torch has computed with several.
+    """
+    return sys.platform.startswith("linux") and threading.active_count() == 1 and torch.get_num_threads() == 1
+
+
+def fork_rank(work: Callable[[], NoReturn], env: Mapping[str, str], log: Any = None) -> Forked:
+    """Run a function in a forked process, which leads a session of its own, as a new program would.
+
+    Args:
+        work: ends the process itself.
+        env: all environment variables of the process.
+        log: an open file, which takes what the process prints; None leaves it this process's streams.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    begun, begin = os.pipe()
+    if pid := os.fork():
+        os.close(begin)
+        os.read(begun, 1)  # until the child has its session, or has died
+        os.close(begun)
+        return Forked(pid)
+    try:
+        os.setsid()
+        for stream in (1, 2) if log is not None else ():
+            os.dup2(log.fileno(), stream)
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # as an exec does: the launcher's locks are its own
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            signal.signal(number, signal.SIG_DFL)
+        os.environ.clear()
+        os.environ.update(env)
+        torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
+        random.seed()
+        np.random.seed()
+        work()
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        os._exit(1)
