@@ -64,7 +64,7 @@ class PaperShardsConfig(ShardsConfig):
 
 # The keys of the main job that a step on paper depends on. A recipe may have others, which have no effect
 # here.
-ON_PAPER = {"run": ("accumulate", "micro_order", "device_gb"), "data": ("rows",)}
+ON_PAPER = {"run": ("accumulate", "micro_order", "zero_bubble_memory", "device_gb"), "data": ("rows",)}
 
 
 def without_effect(config: Any, on_paper: Mapping[str, Sequence[str]] = ON_PAPER) -> list[str]:

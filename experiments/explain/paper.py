@@ -104,6 +104,7 @@ def explain(config: ExplainConfig) -> Paper:
             specs = specs_of(config.specs, params, dtypes_of(config.precision) | tiers)
         options = replace(
             options, accumulate=config.run.accumulate, micro_order=config.run.micro_order,
+            zero_bubble_memory=config.run.zero_bubble_memory,
             remat=strategy.remat, overlap=strategy.overlap,
             prefetch=(strategy.prefetch_forward, strategy.prefetch_backward),
         )  # fmt: skip

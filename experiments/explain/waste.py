@@ -110,7 +110,7 @@ def _put_on_paper(config: Mapping[str, Any], folder: Path) -> Paper:
     rows, run = config["data"]["rows"], config["run"]
     values = {name: config[name] for name in SHARED} | {
         "specs": config.get("specs"), "data": {"rows": rows},
-        "run": {name: run[name] for name in ("accumulate", "micro_order") if name in run},
+        "run": {n: run[n] for n in ("accumulate", "micro_order", "zero_bubble_memory") if n in run},
         "hardware": {"name": f"{MEASURED}{folder}"},
     }  # fmt: skip
     return explain(build(values, ExplainConfig))

@@ -255,7 +255,8 @@ class RunConfig:
     `device_gb` is how much `strategy=auto` may take of one rank's device, in 1e9 bytes. `disk_dir` is the
     folder for what rests on disk. `micro_order` runs each of the `accumulate` micro-batches by itself
     ("depth"), all of them unit by unit ("breadth"), or, in a pipeline, gradients of leaves apart
-    ("zero_bubble"); see `fnshard.StepOptions`. `deterministic` gives the same bits again on the same GPUs,
+    ("zero_bubble", within `zero_bubble_memory` times the memory of "depth"); see `fnshard.StepOptions`.
+    `deterministic` gives the same bits again on the same GPUs,
     and is slower; CPUs do so anyway.
 
     A checkpoint is saved every `save_every` steps (with 0 only at the end and on SIGTERM), in the background
@@ -276,6 +277,7 @@ class RunConfig:
     accumulate: PositiveInt = 1
     accumulate_mode: Literal["reduce", "local"] = "reduce"
     micro_order: Literal["depth", "breadth", "zero_bubble"] = "depth"
+    zero_bubble_memory: Annotated[float, Field(ge=1)] = 1.0
     seed: NonNegativeInt = 0
     backend: Literal["inductor", "eager"] = "inductor"
     device: str = AUTO

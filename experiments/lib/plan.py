@@ -94,7 +94,8 @@ def plan_step(
     how = {name: getattr(strategy, name) for name in ("memory", "optimizer_memory", "update_on")}
     how |= {"chunks": strategy.chunks} if strategy.chunks > 1 else {}
     options = replace(
-        options, accumulate=run.accumulate, micro_order=run.micro_order, remat=strategy.remat,
+        options, accumulate=run.accumulate, micro_order=run.micro_order,
+        zero_bubble_memory=run.zero_bubble_memory, remat=strategy.remat,
         disk_dir=run.disk_dir, prefetch=(strategy.prefetch_forward, strategy.prefetch_backward),
         overlap=strategy.overlap,
         deterministic=run.deterministic,

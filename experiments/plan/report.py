@@ -27,7 +27,7 @@ RIVALS = 5  # so many plans that were not taken are shown
 WIDE = 10  # an axis whose largest value is so many times its least is logarithmic
 # The keys and groups of the main job whose values the plan decides.
 DECIDED = ("strategy", "mesh", "specs", "data.rows", "run.accumulate", "run.accumulate_mode",
-           "run.micro_order", "run.device_gb", "run.disk_dir")  # fmt: skip
+           "run.micro_order", "run.zero_bubble_memory", "run.device_gb", "run.disk_dir")  # fmt: skip
 Say = Callable[[str], None]
 
 
@@ -78,8 +78,8 @@ def format_run_line(plan: DecoderPlan, config: PlanConfig, given: str) -> str:
     """
     words = plan.overrides(config.batch_rows).split()
     known = {word.partition("=")[0] for word in words}
-    run = {"accumulate": 1, "accumulate_mode": "reduce", "micro_order": "depth", "device_gb": None,
-           "disk_dir": None}  # fmt: skip
+    run = {"accumulate": 1, "accumulate_mode": "reduce", "micro_order": "depth", "zero_bubble_memory": 1.0,
+           "device_gb": None, "disk_dir": None}  # fmt: skip
     # The room for experts is given, and no part of the plan.
     room = config.mesh.expert_capacity
     words += [f"mesh.expert_capacity={room}"] if room is not None else []

@@ -16,7 +16,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, get_args
+from typing import Any
 
 import fnshard as fs
 from experiments.lib.checks import counted
@@ -34,7 +34,7 @@ from fnshard.compiler.schedule.instructions import Run
 from fnshard.compiler.schedule.tasks import MicroOrder
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.plot.scales import byte_text, rough, time_text
-from fnshard.search.price import MAX_KERNELS_AHEAD, PARTS, Candidate, price
+from fnshard.search.price import MAX_KERNELS_AHEAD, ORDERS, PARTS, Candidate, price
 from fnshard.search.walk import Dial, Move, SearchEffort, Walk
 from fnshard.step.batches import bytes_of_batch
 from fnshard.step.lowered import Lowered
@@ -67,6 +67,7 @@ class DecoderPlan:
         replicate, shard, tensor, context, pipeline, expert: the sizes of the mesh's axes.
         micro_rows: the rows of a rank's micro-batch.
         order: the order of micro-batches, see `StepOptions.micro_order`.
+        zero_bubble_memory: see `StepOptions`.
         remat: what is recomputed, see `StepOptions.remat`.
         keep: whether leaves stay gathered until their backward.
         optimizer: one of `TIERS`.
@@ -90,6 +91,7 @@ class DecoderPlan:
     pipeline: int = 1
     chunks: int = 1
     expert: int = 1
+    zero_bubble_memory: float = 1.0
 
     @property
     def data_ranks(self) -> int:
@@ -137,6 +139,7 @@ class DecoderPlan:
             **({"strategy.overlap": self.overlap} if self.overlap != 1 else {}),
             **({"run.accumulate": accumulate} if accumulate > 1 else {}),
             **({"run.micro_order": self.order} if self.order != "depth" else {}),
+            **({"run.zero_bubble_memory": self.zero_bubble_memory} if self.zero_bubble_memory != 1 else {}),
             **({"precision.optimizer": self.optimizer_dtype} if self.optimizer_dtype else {}),
         }  # fmt: skip
         return " ".join(f"{key}={value}" for key, value in words.items())
@@ -353,6 +356,9 @@ class Planner:
         def set_field(name: str, value: Any) -> Move:
             return lambda plan: replace(plan, **{name: value})
 
+        def set_order(order: MicroOrder, memory: float) -> Move:
+            return lambda plan: replace(plan, order=order, zero_bubble_memory=memory)
+
         def take_rows(prime: int) -> Move:
             return lambda plan: replace(plan, micro_rows=plan.micro_rows * prime)
 
@@ -382,7 +388,7 @@ class Planner:
         primes = _find_primes(self.config.batch_rows)
         return {
             "rows": [step(prime) for prime in primes for step in (take_rows, leave_rows)],
-            "order": [set_field("order", order) for order in get_args(MicroOrder)],
+            "order": [set_order(*each) for each in ORDERS],
             "optimizer": [set_field("optimizer", tier) for tier in TIERS],
             "keep": [set_field("keep", keep) for keep in (False, True)],
             "chunks": [set_field("chunks", 2**n) for n in range(MOST_CHUNKS.bit_length())],
@@ -536,7 +542,8 @@ class Planner:
             specs = _assign_chunks(specs, by_chunk)
         step = fs.shard_step(
             subject.loss, specs, mesh=mesh, optimizer=self._get_optimizer(subject.undecayed), grad_norm=True,
-            accumulate=micro, micro_order=plan.order, expert_capacity=self.config.mesh.expert_capacity,
+            accumulate=micro, micro_order=plan.order, zero_bubble_memory=plan.zero_bubble_memory,
+            expert_capacity=self.config.mesh.expert_capacity,
         )  # fmt: skip
         step.resolve(subject.params)
         return step, subject.batch(plan.micro_rows * micro)

@@ -502,7 +502,7 @@ def _flops(pricer: HardwarePricer) -> tuple[float, float, str]:
         spent += cost.flops
         for dtype, flops in cost.flops_by_dtype().items():
             dtypes[dtype] = dtypes.get(dtype, 0.0) + flops
-        if not line.backward:
+        if not line.of_backward:
             micro = line.phase.rpartition(".")[2]
             behind = back.get((line.segment, micro if "." in line.phase else "backward"), 0.0)
             model += cost.model_flops + min(2 * cost.model_flops, behind)

@@ -16,7 +16,7 @@ from fnshard.compiler.ir.program import Program
 from fnshard.compiler.kernels.differentiate import Kernel, differentiate_all, kernel_key
 from fnshard.compiler.kernels.inductor import TRACING
 from fnshard.compiler.kernels.remat import policies
-from fnshard.compiler.kernels.segments import Segments, Way
+from fnshard.compiler.kernels.segments import Segments, Way, group_by_unit
 from fnshard.compiler.kernels.split import split
 from fnshard.compiler.options import StepOptions
 from fnshard.compiler.place.experts import place_experts
@@ -24,7 +24,9 @@ from fnshard.compiler.place.place import place_axes
 from fnshard.compiler.rewrites.fp8 import fp8_products
 from fnshard.compiler.schedule.build import Plan, build, find_active
 from fnshard.compiler.schedule.ir import Schedule
+from fnshard.compiler.schedule.keeps import Keeps, count_keeps, find_fetched_again
 from fnshard.compiler.schedule.passes import Pass, default, insert_frees
+from fnshard.compiler.schedule.reruns import Rerun, plan_rerun
 from fnshard.compiler.schedule.stages import StagePlan, assign_chunks, plan_stages
 from fnshard.compiler.schedule.tasks import Task, order_pipeline
 from fnshard.compiler.schedule.together import together
@@ -133,7 +135,8 @@ def schedule_for(
         verified: whether schedules are verified. A search verifies only the plan that it chooses.
     """
     program, segments, plan = front.program, front.segments, front.plan
-    kept = policies(segments, options.remat, options.save, (s.unit for s in specs.values()))
+    units = (spec.unit for spec in specs.values())
+    kept = policies(segments, options.remat, options.save, units, mesh.data_axes)
     with TRACING, torch.inference_mode(False), torch.enable_grad():
         kernels = differentiate_all(
             segments, kept,
@@ -146,11 +149,25 @@ def schedule_for(
     offloaded = frozenset(s.index for s, p in zip(segments.segments, kept, strict=True) if p.offload)
     recomputed = frozenset(s.index for s, p in zip(segments.segments, kept, strict=True) if p.gathers_again)
     active = find_active(segments, each, program.outputs) if plan.differentiate else set()
+    reruns = [
+        plan_rerun(unit, segments, each, active, set(mesh.data_axes))
+        for unit in group_by_unit(segments.segments)
+        if plan.differentiate and kept[unit[0].index].runs_again
+    ]
     stages = plan_stages(segments, each, active, program.outputs, specs, mesh)
-    tasks = _order_tasks(stages, each, plan, cost_of) if mesh.stages > 1 else ()
+    tasks = ()
+    if mesh.stages > 1:
+        keeps = ()
+        if plan.apart:
+            fetched_again = find_fetched_again(segments, recomputed, mesh.data_axes)
+            keeps = [
+                count_keeps(chunk, segments, each, active, reruns, fetched_again)
+                for _, chunk in stages.chunks
+            ]
+        tasks = _order_tasks(stages, each, plan, cost_of, reruns, keeps)
     schedules = []
     for stage in range(mesh.stages):
-        schedule = build(segments, each, program.outputs, specs, mesh, plan, stages, stage, tasks)
+        schedule = build(segments, each, program.outputs, specs, mesh, plan, stages, stage, tasks, reruns)
         schedule = replace(schedule, offloaded=offloaded, recomputed=recomputed)
         if options.passes is None:
             schedule = run_passes(schedule, default(options.prefetch, options.overlap))
@@ -163,17 +180,30 @@ def schedule_for(
     return Stages(program, segments, kernels, tuple(schedules))
 
 
-def _order_tasks(stages: StagePlan, kernels: Sequence[Kernel], plan: Plan, cost_of: CostOf) -> list[Task]:
-    """Put the tasks of a pipeline in order, by the costs of its chunks' kernels."""
+def _order_tasks(
+    stages: StagePlan,
+    kernels: Sequence[Kernel],
+    plan: Plan,
+    cost_of: CostOf,
+    reruns: Sequence[Rerun],
+    keeps: Sequence[Keeps],
+) -> list[Task]:
+    """Put the tasks of a pipeline in order, by the costs of its chunks' kernels and by what chunks keep."""
+    again = {index for rerun in reruns for index in rerun.runs}
+
+    def cost(index: int, way: Way) -> float:
+        runs_again = way is Way.BACKWARD and index in again
+        return cost_of(kernels[index], way) + (cost_of(kernels[index], Way.FORWARD) if runs_again else 0.0)
+
     costs = {
-        (chunk, way): max(1.0, sum(cost_of(kernels[s.index], way) for s in segments))
+        (chunk, way): max(1.0, sum(cost(s.index, way) for s in segments))
         for chunk, (_, segments) in enumerate(stages.chunks)
         for way in Way
         if plan.apart or way is not Way.WEIGHTS
     }
     return order_pipeline(
         stages.chunks, plan.accumulate, plan.micro_order, plan.differentiate,
-        lambda chunk, way: costs[chunk, way],
+        lambda chunk, way: costs[chunk, way], keeps, plan.zero_bubble_memory,
     )  # fmt: skip
 
 

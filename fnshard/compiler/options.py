@@ -48,8 +48,10 @@ class StepOptions(Mapping[str, Any]):
             gradients before ranks do: "depth" limits how many are under way (1F1B, interleaved where a stage
             has several chunks), "breadth" does not (GPipe). "zero_bubble" limits them as "depth" does, and
             divides each backward in two: the cotangents that other stages wait for come first, the gradients
-            of leaves when a stage would be idle (ZB-H1 of Qi et al. 2023). Every stage then keeps as many
-            micro-batches as the first one does.
+            of leaves when a stage would be idle, or when it would keep too much (Qi et al. 2023).
+        zero_bubble_memory: with "zero_bubble", the bytes that a stage may keep for its backward, as a
+            multiple of the most that any stage keeps with "depth". With more, less time is idle, up to what p
+            micro-batches of each chunk keep on p stages.
         prefetch: how many kernels ahead gathers are issued, (forward, backward); 0 is none. All kernels of a
             unit count as one where micro-batches run breadth-first, here and for `overlap`. None is 1, and 0
             for CPU ranks that share memory, whose collectives run on the thread that computes.
@@ -69,7 +71,8 @@ class StepOptions(Mapping[str, Any]):
             is computed again), "offload" (all, on the host), "unit+offload", a fraction of what it wants; or
             a dict from unit globs to these, where units that no glob matches keep everything. With "unit" and
             with a fraction, 1.0 too, what ranks along a tensor axis have gathered of their sequences is
-            gathered again for the backward.
+            gathered again for the backward. With "unit" a unit whose rows go to experts runs forward again
+            before its backward, all-to-alls and all, so that these rows are not kept.
         save: with "unit", ops whose results are kept all the same: "matmul", "attention", "aten.mm", globs.
         disk_dir: an existing directory for what rests on disk (`LayoutSpec.memory`, `optimizer_memory`).
         deterministic: torch's deterministic algorithms alone, and no benchmarks in Inductor: the same bits
@@ -106,6 +109,7 @@ class StepOptions(Mapping[str, Any]):
     micro_rows: int | None = None
     accumulate_mode: AccumulateMode = "reduce"
     micro_order: MicroOrder = "depth"
+    zero_bubble_memory: float = 1.0
     prefetch: int | tuple[int, int] | None = None
     overlap: int | None = None
     passes: Sequence[Pass] | None = None
@@ -171,6 +175,7 @@ _EXPECTED = {
     "update": one_of(*get_args(UpdateMode)), "residual": one_of(*get_args(Residual)),
     "context_attention": one_of(*get_args(ContextAttention)),
     "expert_capacity": (lambda v: v is None or (is_number(v) and v > 0), "a number above 0, or None"),
+    "zero_bubble_memory": (lambda v: is_number(v) and v >= 1, "a number from 1"),
     "deterministic": one_of(True, False), "grad_norm": one_of(True, False), "sources": one_of(True, False),
     "shapes": (lambda v: isinstance(v, Buckets | None), "fs.Buckets([256, 512], pad=...), or None"),
     "prefetch": (

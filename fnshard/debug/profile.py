@@ -278,5 +278,5 @@ def exposed(timeline: Timeline) -> dict[int, float]:
 def kind_of(line: Instruction) -> str:
     """Return what an instruction does: its verb, or that of what it waits for; a kernel's direction."""
     if isinstance(line, Run):
-        return f"run {'backward' if line.backward else 'forward'}"
+        return f"run {'backward' if line.of_backward else 'forward'}"
     return (line.of if isinstance(line, Wait) else line).verb

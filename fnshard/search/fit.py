@@ -28,7 +28,8 @@ from fnshard.step.lowered import Lowered
 
 __all__ = ["Fit", "fit"]
 
-CHOSEN = ("accumulate", "micro_order", "remat", "save", "prefetch", "overlap")  # options that `fit` chooses
+# The options that `fit` chooses.
+CHOSEN = ("accumulate", "micro_order", "zero_bubble_memory", "remat", "save", "prefetch", "overlap")
 LIMIT_LINES = 50_000  # lines of programs and schedules of a search over meshes, about a minute's work
 QUIET_S = 3.0  # seconds between two lines on the console, and before the first
 NOT_LOOKED_AT = "not looked at, the search was cut short; fit(..., mesh=) looks at one mesh"

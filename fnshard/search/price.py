@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 from fnshard.analysis.memory import MemoryAnalysis
 from fnshard.analysis.timeline import Timeline
+from fnshard.compiler.schedule.tasks import MicroOrder
 
 PARTS = {  # the parts of a step's seconds, with words for what a plan loses by them
     "compute": "computing",
@@ -17,6 +18,8 @@ PARTS = {  # the parts of a step's seconds, with words for what a plan loses by 
     "host": "waiting for the host",  # what is left: its updates and launches
 }
 
+# The orders of micro-batches that are tried, with the memory that "zero_bubble" may take.
+ORDERS = (*((order, 1.0) for order in get_args(MicroOrder)), ("zero_bubble", 1.5), ("zero_bubble", 2.0))
 MAX_KERNELS_AHEAD = 3  # the most kernels by which gathers are issued earlier, and reductions waited for later
 MIN_WAITING_SHARE = (
     0.01  # the share of a step in waits for collectives from which on one kernel more is tried

@@ -13,7 +13,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.layout.spec import LayoutSpec, is_spec
 from fnshard.mesh import Mesh, make_mesh
 from fnshard.optim.optimizer import Optimizer
-from fnshard.search.price import MAX_KERNELS_AHEAD, Candidate, price
+from fnshard.search.price import MAX_KERNELS_AHEAD, ORDERS, Candidate, price
 from fnshard.search.walk import Dial, Move, SearchEffort
 from fnshard.step.batches import bytes_of_batch, split_batch
 from fnshard.step.lowered import Lowered
@@ -55,6 +55,7 @@ class Choice:
         mesh: the mesh on which it runs.
         accumulate: the number of micro-batches in a step.
         order: the order of these, as in `StepOptions.micro_order`.
+        zero_bubble_memory: see `StepOptions`.
         remat: what recomputed units keep.
         recomputed: the number of units that are recomputed, from the first on.
         kept: the number of units that stay gathered between forward and backward, from the last on.
@@ -76,6 +77,7 @@ class Choice:
     parameters_on_host: bool = False
     prefetch_depth: int = 1
     chunks: int | None = None
+    zero_bubble_memory: float = 1.0
 
     @property
     def effort(self) -> tuple[int, ...]:
@@ -89,7 +91,10 @@ class Choice:
         ]
         where = optimizer + (["parameters"] if self.parameters_on_host else [])
         without_limit = ", any number under way" if self.mesh.stages > 1 else " breadth-first"
-        order = {"depth": "", "breadth": without_limit, "zero_bubble": ", weight gradients apart"}[self.order]
+        apart = ", weight gradients apart"
+        if self.zero_bubble_memory != 1:
+            apart += f" in {self.zero_bubble_memory:g} times the memory"
+        order = {"depth": "", "breadth": without_limit, "zero_bubble": apart}[self.order]
         parts = [f"{self.accumulate} micro-batch{'es' if self.accumulate > 1 else ''}{order}"]
         parts.append(f"{self.recomputed} units remat={self.remat!r}" if self.recomputed else "no remat")
         parts.append(f"{self.kept} units kept gathered" if self.kept else "all resharded")
@@ -192,6 +197,9 @@ class FunctionSpace:
         def set_field(name: str, value: Any) -> Move:
             return lambda choice: replace(choice, **{name: value}) if self.on(choice.mesh).has(name) else None
 
+        def set_order(order: MicroOrder, memory: float) -> Move:
+            return lambda choice: replace(choice, order=order, zero_bubble_memory=memory)
+
         def change_micro_batches(by: int) -> Move:
             def move(choice: Choice) -> Choice | None:
                 divisors = self.on(choice.mesh).divisors
@@ -219,7 +227,7 @@ class FunctionSpace:
 
         return {
             "micro-batches": [change_micro_batches(1), change_micro_batches(-1)],
-            "order": [lambda c, order=order: replace(c, order=order) for order in get_args(MicroOrder)],
+            "order": [set_order(*each) for each in ORDERS],
             "chunks": [change_chunks(1), change_chunks(-1)],
             "optimizer": [set_field("optimizer", each) for each in OPTIMIZER],
             "parameters": [set_field("parameters_on_host", each) for each in (False, True)],
@@ -425,11 +433,13 @@ class MeshPlans:
         depth = choice.prefetch_depth
         how = {"prefetch": depth, "overlap": depth} if self.has("prefetch_depth") else {}
         how |= {"accumulate": choice.accumulate, "micro_order": choice.order}
+        how |= {"zero_bubble_memory": choice.zero_bubble_memory}
         return replace(self._step.options, remat=remat, **how)
 
     def lower(self, choice: Choice, verified: bool) -> Lowered:
         front, options = self._front(choice.accumulate), self.options_of(choice)
-        front = replace(front, plan=replace(front.plan, micro_order=choice.order))
+        order = {"micro_order": choice.order, "zero_bubble_memory": choice.zero_bubble_memory}
+        front = replace(front, plan=replace(front.plan, **order))
         specs, mesh = ResolvedSpecs.of(self.specs_of(choice)).stored, self._step.mesh
         stages = schedule_for(front, specs, mesh, options, self._kernels, verified, kernel_flops)
         sizes = bytes_of_batch(self._batch)

@@ -129,7 +129,7 @@ class Lowered:
         """The number of attentions of one forward by the torch kernel that they are frozen to, such as
         `{"cudnn": 12}`."""
         lines = [line for schedule in self.schedules for line in schedule.instructions]
-        runs = [line for line in lines if isinstance(line, Run) and not line.backward]
+        runs = [line for line in lines if isinstance(line, Run) and not line.of_backward]
         each = {k.name: backends(k.source.graph, k.forward.graph) for k in self.kernels.values()}
         return dict(sum((each[run.kernel] for run in runs), Counter()))
 

@@ -68,6 +68,7 @@ def plan_of(optimizer: Optimizer | None, specs: ResolvedSpecs, mesh: Mesh, optio
         accumulate=options.accumulate,
         accumulate_mode=options.accumulate_mode,
         micro_order=options.micro_order,
+        zero_bubble_memory=options.zero_bubble_memory,
         update=optimizer is not None,
         norms=norms,
         scalars=norms + len(REPORTED),

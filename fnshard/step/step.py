@@ -627,7 +627,8 @@ class Forward(Compiled):
 
 
 OF_TRAINING = (
-    "accumulate", "micro_rows", "accumulate_mode", "micro_order", "overlap",
+    "accumulate", "micro_rows", "accumulate_mode", "micro_order", "zero_bubble_memory",
+    "overlap",
     "loss_scale", "grad_norm", "remat", "save", "disk_dir",
     "update",
 )  # fmt: skip

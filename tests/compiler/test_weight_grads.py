@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -28,7 +29,8 @@ from fnshard.compiler.kernels.remat import NAMED, Policy
 from fnshard.compiler.kernels.segments import Way
 from fnshard.compiler.schedule.instructions import Accumulate, ReduceScatter, Run
 from fnshard.compiler.schedule.ir import Schedule
-from fnshard.compiler.schedule.tasks import Slot, bubble, order_stages, usual_room
+from fnshard.compiler.schedule.keeps import Keeps
+from fnshard.compiler.schedule.tasks import Slot, bubble, count_kept, order_stages, usual_room
 from fnshard.compiler.schedule.verify import verify
 
 pytestmark = pytest.mark.filterwarnings("ignore:accumulate=")  # few micro-batches, on purpose
@@ -255,6 +257,22 @@ def test_the_bubble_is_zb_h1s_and_no_stage_keeps_more_than_the_first_one_of_1f1b
     assert max(most_kept(apart, stage_of, stage) for stage in stage_of) == stages
 
 
+def test_a_limit_of_bytes_makes_gradients_of_leaves_earlier() -> None:
+    """Where they keep more than a forward does, stages keep what the fullest one of 1F1B keeps, and what one
+    backward hands on."""
+    stage_of, room, keeps = list(range(4)), usual_room(4, 4), [Keeps(1.0, 2.5)] * 4
+    together = order_stages(stage_of, 8, room)
+    most = max(count_kept(together, stage_of, keeps).values())
+    free, wide, tight = (
+        order_stages(stage_of, 8, room, None, APART, keeps, limit) for limit in (math.inf, 2 * most, most)
+    )
+    assert most == 4 and max(count_kept(free, stage_of, keeps).values()) == 10
+    assert max(count_kept(wide, stage_of, keeps).values()) <= 8 + 1.5
+    assert max(count_kept(tight, stage_of, keeps).values()) <= 4 + 1.5
+    idle = [bubble(slots, stage_of) for slots in (free, wide, tight, together)]
+    assert idle == sorted(idle) and idle[0] < idle[2] < idle[3]
+
+
 def test_interleaved_chunks_have_a_smaller_bubble_too_and_keep_less() -> None:
     stage_of = [c % 4 for c in range(8)]
     slots = order_stages(stage_of, 8, usual_room(4, 8), ways=APART)
@@ -292,18 +310,24 @@ def saved_gathers(one: Schedule, other: Schedule) -> int:
     return other.counts()["gather"] - one.counts()["gather"]
 
 
-def test_the_timeline_shows_the_smaller_bubble() -> None:
+def test_a_smaller_bubble_takes_memory_as_far_as_it_is_allowed() -> None:
+    """Gradients of leaves are made of twice the bytes that a forward keeps."""
     params = {f"layers.{i}.w": torch.empty(4096, 4096, device="meta") for i in range(8)}
 
-    def bubble_of(order: str) -> float:
+    def price(order: str, memory: float = 1.0) -> tuple[float, int]:
         batch = torch.empty(8 * 4096, 4096, device="meta")
         how = {"ranks": {"pipeline": 4, "shard": 1}, "device": "cuda", "accumulate": 8, "micro_order": order}
-        timeline = lower(loss, params, batch, **how).timeline("h100")
+        low = lower(loss, params, batch, **how, zero_bubble_memory=memory)
+        timeline = low.timeline("h100")
         assert timeline.model_flops == pytest.approx(timeline.hardware_flops)
-        return timeline.bubble
+        kept = max(low.memory_analysis(stage=s).peak["saved activations"] for s in range(4))
+        return timeline.bubble, kept
 
-    depth, apart = bubble_of("depth"), bubble_of("zero_bubble")
-    assert apart < 0.6 * depth, (apart, depth)
+    (depth, usual), (tight, as_much), (wide, more) = (
+        price("depth"), price("zero_bubble"), price("zero_bubble", 3)
+    )  # fmt: skip
+    assert wide < 0.6 * depth and wide < tight < 0.8 * depth
+    assert as_much <= 1.15 * usual < 2 * usual < more
 
 
 def test_the_ledger_knows_that_recomputed_inputs_live_until_their_weight_gradients() -> None:

@@ -183,7 +183,7 @@ def trained(policy: dict[str, Any], update: str, steps: int = 3) -> tuple[fs.Tra
 def test_equal_units_share_a_kernel() -> None:
     """Three layers, one kernel; leaves of another size or with other settings would take another."""
     _, _, step = trained({}, "compiled", steps=2)
-    (leaves,) = step._runner._compiled.made
+    (leaves,) = step._runner._compiled.kernels
     assert len(leaves) == 2
 
 

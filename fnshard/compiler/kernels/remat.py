@@ -8,14 +8,14 @@ checkpointing. "offload" keeps everything on the host.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch import fx
 
 from fnshard.compiler.ir.program import OpOverload
-from fnshard.compiler.kernels.segments import Segments
+from fnshard.compiler.kernels.segments import Segments, group_by_unit
 from fnshard.errors import SpecError, nearest
 
 Kept = Literal["none", "unit", "offload", "unit+offload"]
@@ -32,12 +32,15 @@ class Policy:
         save: ops whose results are kept though the budget is 0.
         gathers_again: whether what ranks have gathered of one another's sequences is gathered again for the
             backward, and not kept.
+        runs_again: whether the unit's forward runs again for its backward, with its exchanges (`Rerun`). What
+            the first forward saves is not kept.
     """
 
     budget: float = 1.0
     offload: bool = False
     save: tuple[str, ...] = ()
     gathers_again: bool = False
+    runs_again: bool = False
 
     @property
     def key(self) -> str:
@@ -97,7 +100,11 @@ def _read_policy(value: Any) -> Policy | None:
 
 
 def policies(
-    segments: Segments, remat: Remat, save: Sequence[str], units: Iterable[str]
+    segments: Segments,
+    remat: Remat,
+    save: Sequence[str],
+    units: Iterable[str],
+    data_axes: Iterable[str] = (),
 ) -> tuple[Policy, ...]:
     """Return the policy of each segment.
 
@@ -106,18 +113,36 @@ def policies(
 
     Args:
         units: the units of all leaves, which globs are matched with.
+        data_axes: the mesh's axes over which rows are split.
 
     Raises:
         SpecError: a glob matches no unit.
     """
     if not isinstance(remat, Mapping):
         chosen = _add_save(_read_policy(remat), save)
-        return (*[chosen] * (len(segments.segments) - 1), Policy())
+        every = [*[chosen] * (len(segments.segments) - 1), Policy()]
+        return _run_units_again(segments, every, set(data_axes))
     units = list(dict.fromkeys(units))
     if unused := [f"remat[{g!r}]{nearest(g, units)}" for g in remat if not fnmatch.filter(units, g)]:
         raise SpecError(f"{len(unused)} remat rule(s) match no unit:", unused, "globs of the units' names.")
     chosen = [[v for g, v in remat.items() if fnmatch.filter(s.units, g)] for s in segments.segments]
-    return tuple(_add_save(_read_policy(each[0] if each else "none"), save) for each in chosen)
+    every = [_add_save(_read_policy(each[0] if each else "none"), save) for each in chosen]
+    return _run_units_again(segments, every, set(data_axes))
+
+
+def _run_units_again(segments: Segments, chosen: Sequence[Policy], data_axes: Set[str]) -> tuple[Policy, ...]:
+    """Let those units run again that are to keep nothing but their inputs and send rows to experts."""
+    out = list(chosen)
+    for unit in group_by_unit(segments.segments):
+        within = {segment.index for segment in unit[:-1]}
+        sends_rows = any(
+            each.kind == "all_to_all" and each.after in within and data_axes.issuperset(each.axes)
+            for each in segments.exchanges
+        )
+        if sends_rows and all(chosen[s.index].budget == 0 and not chosen[s.index].save for s in unit):
+            for index in (segment.index for segment in unit):
+                out[index] = replace(chosen[index], budget=1.0, runs_again=True)
+    return tuple(out)
 
 
 def _add_save(policy: Policy, save: Sequence[str]) -> Policy:

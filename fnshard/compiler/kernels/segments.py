@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -71,6 +72,15 @@ class Exchanged:
         return f"{self.kind}({self.sent} {self.like}{dims}) over {', '.join(self.axes)} -> {self.received}"
 
 
+def may_travel_again(kind: str, axes: Sequence[str], data_axes: Sequence[str]) -> bool:
+    """Return whether ranks may exchange a value again for the backward, since they keep what they have sent.
+
+    They do so with sequences that they gather, whose parts are smaller, and with blocks that go round. What
+    `fn` itself gathers of other rows is kept.
+    """
+    return KINDS[kind].permutes or (kind == "all_gather" and set(data_axes).isdisjoint(axes))
+
+
 def last_first(exchanges: Sequence[Exchanged]) -> list[Exchanged]:
     """Return exchanges in the order of a backward: each before the one whose result it sends.
 
@@ -80,6 +90,19 @@ def last_first(exchanges: Sequence[Exchanged]) -> list[Exchanged]:
     for each in exchanges:
         depths[each.received] = depths.get(each.sent, -1) + 1
     return sorted(exchanges, key=lambda e: -depths[e.received])
+
+
+def group_by_unit(segments: Sequence[Segment]) -> list[tuple[Segment, ...]]:
+    """Group consecutive segments of one unit, which an exchange has cut. A segment that reads no leaves stays
+    with the one before it."""
+    groups: list[list[Segment]] = [[segment] for segment in segments[:1]]
+    for earlier, later in itertools.pairwise(segments):
+        before, units = set(earlier.units), set(later.units)
+        if units <= before or (before and before <= units):
+            groups[-1].append(later)
+        else:
+            groups.append([later])
+    return [tuple(group) for group in groups]
 
 
 @dataclass(frozen=True)

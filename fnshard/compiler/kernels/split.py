@@ -270,10 +270,15 @@ def _find_bounds(order: list[fx.Node], facts: _Facts, program: Program) -> list[
     first, last_read, current = 0, -1, frozenset[str]()
     arrivals = _find_arrivals(order, facts)
     for position, node in enumerate(order):
-        exchanges = [n.target is EXCHANGE for n in (node, order[position - 1])]
+        earlier = order[position - 1]
+        exchanges = [n.target is EXCHANGE for n in (node, earlier)]
         if position and (exchanges[0] != exchanges[1] or node in arrivals):
             first, last_read = position, -1
             firsts[first] = None if node.target is EXCHANGE else tuple(sorted(current))
+            # Rows that come back from experts are many more bytes than what is made of them, so that the next
+            # unit may be cut off behind that.
+            if exchanges[1] and earlier.args[1] == "all_to_all" and current:
+                last_read = position
         reads = facts.units[node]
         if not reads:
             continue

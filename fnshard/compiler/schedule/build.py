@@ -57,6 +57,7 @@ from fnshard.compiler.schedule.instructions import (
 from fnshard.compiler.schedule.instructions.exchange import exchange
 from fnshard.compiler.schedule.instructions.kernels import add_part
 from fnshard.compiler.schedule.ir import Schedule, with_wait
+from fnshard.compiler.schedule.reruns import Rerun
 from fnshard.compiler.schedule.stages import Crossing, StagePlan, one_stage
 from fnshard.compiler.schedule.tasks import MicroOrder, Round, Task, order_tasks
 from fnshard.compiler.update.derive import Compute, Reduce, Stack
@@ -81,6 +82,7 @@ class Plan:
             accumulate "local" full gradients and reduce once.
         micro_order: "depth", or "breadth", which accumulates locally whatever `accumulate_mode` says, or, in
             a pipeline, "zero_bubble".
+        zero_bubble_memory: with "zero_bubble", the bytes that a stage may keep, see `StepOptions`.
         update: whether to run the optimizer; if not, the step returns the gradients.
         norms: whether to reduce squared norms with the scalars.
         barrier: whether something global that is made of gradients (a norm, an overflow flag) stands between
@@ -96,6 +98,7 @@ class Plan:
     accumulate: int = 1
     accumulate_mode: AccumulateMode = "reduce"
     micro_order: MicroOrder = "depth"
+    zero_bubble_memory: float = 1.0
     update: bool = True
     norms: bool = False
     barrier: bool = False
@@ -131,6 +134,7 @@ def build(
     stages: StagePlan | None = None,
     stage: int = 0,
     tasks: Sequence[Task] = (),
+    reruns: Sequence[Rerun] = (),
 ) -> Schedule:
     """Return the plain schedule of one step; in a pipeline, that of one stage.
 
@@ -139,6 +143,7 @@ def build(
         stages: how stages share the program, see `plan_stages`; None where one stage runs all of it.
         stage: the stage whose schedule it is.
         tasks: the tasks of all stages of a pipeline, in the order in which they run.
+        reruns: the parts of the forward that run again for their backward.
     """
     stages = stages or one_stage(segments)
     if stages.stages > 1:
@@ -147,9 +152,10 @@ def build(
         plan = replace(plan, barrier=plan.barrier or plan.counted, counted=False)
 
     # Write out every task; those of one round share what they gather.
-    b = _Builder(segments, kernels, outputs, specs, mesh, plan, stages, stage, tasks)
+    b = _Builder(segments, kernels, outputs, specs, mesh, plan, stages, stage, tasks, reruns)
     for each in b.rounds:
-        b.held = {} if len(each) > 1 else None
+        b.is_shared_round = len(each) > 1
+        b.held = {} if b.is_shared_round else None
         for task in each:
             b.write(task)
     b.wait_for_results()
@@ -195,6 +201,7 @@ class _Builder:
     stages: StagePlan
     stage: int
     tasks: Sequence[Task] = ()
+    reruns: Sequence[Rerun] = ()
     lines: list[Instruction] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -257,6 +264,9 @@ class _Builder:
         self.arriving = sorted(self.reduces, key=lambda b: -(self.complete[b.name] or 0))
         self.stacks = self._make_stacks()
         self.rounds = self._order_rounds()
+        self.rerun_before = {rerun.unit[-1].index: rerun for rerun in self.reruns}
+        self.held_until = {rerun.unit[0].index for rerun in self.reruns}
+        self.run_twice = {segment.index for rerun in self.reruns for segment in rerun.unit}
 
         # What changes as tasks are written out.
         self.reduced: dict[str, ValueName] = {}  # the sum over ranks of each bucket's gradients
@@ -264,8 +274,11 @@ class _Builder:
         self.sent: dict[str, Made] = {}  # by path, values of an update before the leaf is computed whole
         self.tangents: dict[int, dict[ValueName, ValueName]] = {}  # by micro-batch
         self.gradients: dict[int, dict[str, ValueName]] = {}  # by micro-batch and path, those not yet summed
-        # The leaves that a round of several tasks has gathered, by bucket.
+        # By bucket, the leaves that were gathered for several tasks of a round, or for a unit that runs again
+        # and its backward.
         self.held: dict[str, dict[str, ValueName]] | None = None
+        self.is_shared_round = False  # whether the round has several tasks
+        self.again: dict[ValueName, ValueName] = {}  # the names of values that were made again
         self.sending: list[Wait] = []  # the waits for what the last task of this stage has sent
         # The waits for what other stages have sent here and nothing has read.
         self.coming: dict[ValueName, Wait] = {}
@@ -483,7 +496,8 @@ class _Builder:
             names = self.fetch(segment, segment.leaves, phase, micro)
             reads = tuple(self.name_read(n, names, micro) for n in segment.inputs)
             self.wait_for(reads)
-            saved = self.name_saved(segment, micro) if segment.index in self.active else ()
+            keeps = segment.index in self.active and segment.index not in self.run_twice
+            saved = self.name_saved(segment, micro) if keeps else ()
             writes = tuple(self.value(n, micro) for n in segment.outputs) + saved
             unread = (
                 ValueName(Kind.VALUE, f"_{n.path}", micro=n.micro) for n in self.name_saved(segment, micro)
@@ -518,7 +532,10 @@ class _Builder:
 
     def name_read(self, name: ValueName, leaves: Mapping[str, ValueName], micro: int) -> ValueName:
         """Return the name by which a micro-batch reads a leaf or value of the program."""
-        return leaves[name.path] if name.kind is Kind.LEAF else self.value(name, micro)
+        if name.kind is Kind.LEAF:
+            return leaves[name.path]
+        value = self.value(name, micro)
+        return self.again.get(value, value)
 
     def name_saved(self, segment: Segment, micro: int) -> Names:
         """Return the names of what a segment's forward saves for its backward."""
@@ -526,6 +543,32 @@ class _Builder:
         return tuple(ValueName(Kind.VALUE, f"x{segment.index}.{i}", micro=index) for i in range(count))
 
     # -------------------------------------------------------------- backward
+    def run_again(self, rerun: Rerun, micro: int, phase: str) -> None:
+        """Write out a unit's forward once more, with its exchanges, as far as its backward reads of it."""
+
+        def rename(name: ValueName) -> ValueName:
+            value = self.value(name, micro)
+            self.again[value] = ValueName(Kind.VALUE, name.path, "@again", micro=value.micro)
+            return self.again[value]
+
+        for segment in rerun.unit:
+            unit = self.unit(segment)
+            if segment.index in rerun.runs:
+                leaves = self.fetch(segment, segment.leaves, phase, micro)
+                reads = tuple(self.name_read(n, leaves, micro) for n in segment.inputs)
+                saved = self.name_saved(segment, micro)
+                self.lines.append(
+                    Run(
+                        unit, phase, reads, (*map(rename, segment.outputs), *saved),
+                        kernel=self.kernels[segment.index].name, segment=segment.index, units=segment.units,
+                        again=True,
+                    )
+                )  # fmt: skip
+            for each in self.exchanges[segment.index]:
+                if each.received in rerun.exchanges:
+                    sent, received = self.name_read(each.sent, {}, micro), rename(each.received)
+                    self.lines += exchange(each, self.mesh, unit, phase, sent, received)
+
     def backward(self, task: Task) -> None:
         """Write out a backward, or one half of it, and the reductions of gradients that it completes."""
         # The loss's own cotangent is there where the loss is made.
@@ -537,12 +580,18 @@ class _Builder:
 
         makes_last = task.way is (Way.WEIGHTS if self.plan.apart else Way.BACKWARD)
         for segment in reversed(task.segments):
+            # A unit that keeps its inputs alone runs again first.
+            if task.backward and segment.index in self.rerun_before:
+                self.held = {} if self.held is None else self.held
+                self.run_again(self.rerun_before[segment.index], micro, phase)
             # Cotangents go back through the exchanges behind the segment, and then through the segment.
             for each in last_first(self.exchanges[segment.index]) if task.backward else ():
                 self.settle(each.received, micro, self.unit(segment), phase)
                 self.exchange_back(each, self.unit(segment), phase, micro, tangents)
             if segment.index in self.active and task.way in self.kernels[segment.index].halves:
                 self.run_back(segment, task.way, micro, phase, tangents, grads)
+            if segment.index in self.held_until and not self.is_shared_round:
+                self.held = None
             if task.backward:
                 self.send(segment, task, phase)
 
@@ -558,7 +607,7 @@ class _Builder:
 
         # Other chunks, or this one's weight gradients, will add to what is left. It is summed now, so that
         # one full gradient lives, not one for each micro-batch.
-        if self.held is not None or self.accumulates:
+        if self.is_shared_round or self.accumulates:
             version = f"@{task.segments[0].index}" + ("" if makes_last else f".{task.way}")
             for bucket in self.reduces:
                 if not grads.keys().isdisjoint(bucket.paths):
@@ -596,7 +645,7 @@ class _Builder:
             if ref.kind == "input":
                 reads.append(self.name_read(segment.inputs[ref.index], names, micro))
             elif ref.kind == "output":
-                reads.append(self.value(segment.outputs[ref.index], micro))
+                reads.append(self.name_read(segment.outputs[ref.index], names, micro))
             elif ref.kind == "saved":
                 reads.append(saved[ref.index])
             elif ref.kind == "between":
@@ -672,7 +721,7 @@ class _Builder:
         Where each rank sums over micro-batches first, ranks sum behind the last one.
         """
         micro, accumulated = task.micro, self.plan.accumulate > 1
-        is_local = accumulated and (self.held is not None or self.accumulates)
+        is_local = accumulated and (self.is_shared_round or self.accumulates)
         if is_local:
             if not grads.keys().isdisjoint(bucket.paths):
                 self.accumulate(bucket, micro, phase, grads)
@@ -935,6 +984,9 @@ class _Builder:
             families=self.families,
             stage=self.stage,
             rounds={
+                (segment.index, True): len(self.rounds) + number
+                for number, rerun in enumerate(self.reruns) for segment in rerun.unit
+            } | {
                 (segment.index, task.backward): number
                 for number, tasks in enumerate(self.rounds) if len(tasks) > 1
                 for task in tasks for segment in task.segments

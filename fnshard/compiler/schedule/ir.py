@@ -379,8 +379,9 @@ class Schedule:
         families: by path, how each leaf that trains is updated.
         offloaded: segments that keep on the host what they keep for their backward.
         recomputed: segments that gather sequences again for their backward.
-        rounds: by segment and whether it is its backward, the number of the round in which all micro-batches
-            run it one after another. It is empty where each runs alone.
+        rounds: by segment and whether it is its backward, the number of the round that it belongs to: kernels
+            that share what is gathered, because all micro-batches run one after another, or because a unit
+            runs again for its backward. A segment that is not in it is a round of its own.
         stage: the stage of a pipeline that runs the schedule; `specs`, `kernels`, `buckets` and `families`
             are then those of the stage.
     """

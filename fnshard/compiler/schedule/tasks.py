@@ -11,18 +11,19 @@ In a pipeline the tasks of all stages are one list. Each stage runs its own task
 what other stages send behind a task at the same place of the list. A list scheduler makes the list
 (`order_stages`). It gives 1F1B (Narayanan et al. 2019), GPipe (Huang et al. 2019) where nothing limits how
 many micro-batches are under way, and interleaved stages (Narayanan et al. 2021) where a stage has several
-chunks. Where a backward is in two, the half that makes gradients of leaves fills time that would be idle:
-that is ZB-H1 (Qi et al. 2023, "Zero Bubble Pipeline Parallelism").
+chunks. Where a backward is in two, the half that makes gradients of leaves fills time that would be idle, as
+far as a limit of bytes lets it wait: that is ZB-H1 (Qi et al. 2023, "Zero Bubble Pipeline Parallelism").
 """
 
 from __future__ import annotations
 
-import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from fnshard.compiler.kernels.segments import Segment, Way
+from fnshard.compiler.kernels.segments import Segment, Way, group_by_unit
+from fnshard.compiler.schedule.keeps import Keeps
 
 MicroOrder = Literal["depth", "breadth", "zero_bubble"]
 Costs = Callable[[int, Way], float]  # the seconds, or any unit, that a chunk takes one way
@@ -92,11 +93,7 @@ def make_chunks(segments: Sequence[Segment], written: Iterable[tuple[str, int]])
     no leaves stays with the one before it. So do all segments between the first reader of a leaf that `fn`
     writes to and its writer, because a micro-batch reads what the one before has written.
     """
-    joined = set[int]()
-    for earlier, later in itertools.pairwise(segments):
-        before, units = set(earlier.units), set(later.units)
-        if units <= before or (before and before <= units):
-            joined.add(later.index)
+    joined = {segment.index for unit in group_by_unit(segments) for segment in unit[1:]}
     for path, writer in written:
         readers = [s.index for s in segments if path in s.leaves]
         first, last = min([*readers, writer]), max([*readers, writer])
@@ -116,6 +113,8 @@ def order_pipeline(
     order: MicroOrder,
     differentiate: bool,
     costs: Costs,
+    keeps: Sequence[Keeps] = (),
+    zero_bubble_memory: float = 1.0,
 ) -> list[Task]:
     """Return the tasks of all stages of a pipeline, in one order.
 
@@ -124,10 +123,22 @@ def order_pipeline(
         order: "depth" limits the micro-batches that are under way, "breadth" does not; "zero_bubble" limits
             them, and has the gradients of leaves apart.
         costs: a function from the number of a chunk and a way to the time that it takes.
+        keeps: what each chunk keeps of a micro-batch.
+        zero_bubble_memory: with "zero_bubble", the bytes that a stage may keep, as a multiple of the most
+            that a stage keeps with "depth".
     """
     stage_of = [stage for stage, _ in chunks]
     room = usual_room(max(stage_of) + 1, len(chunks)) if order != "breadth" else None
     ways = (Way.FORWARD, Way.BACKWARD, *([Way.WEIGHTS] if order == "zero_bubble" else []))
+    limit = math.inf
+    if differentiate and order == "zero_bubble":
+
+        def whole_costs(chunk: int, way: Way) -> float:
+            return costs(chunk, way) + (costs(chunk, Way.WEIGHTS) if way is Way.BACKWARD else 0.0)
+
+        keeps = keeps or [Keeps()] * len(chunks)
+        depth_first = order_stages(stage_of, accumulate, room, whole_costs)
+        limit = zero_bubble_memory * max(count_kept(depth_first, stage_of, keeps).values())
     return [
         Task(
             chunks[slot.chunk][1],
@@ -136,7 +147,9 @@ def order_pipeline(
             slot.micro == accumulate - 1,
             stage_of[slot.chunk],
         )
-        for slot in order_stages(stage_of, accumulate, room, costs, ways if differentiate else ways[:1])
+        for slot in order_stages(
+            stage_of, accumulate, room, costs, ways if differentiate else ways[:1], keeps, limit
+        )
     ]
 
 
@@ -162,14 +175,17 @@ def order_stages(
     room: Sequence[int] | None,
     costs: Costs | None = None,
     ways: Sequence[Way] = (Way.FORWARD, Way.BACKWARD),
+    keeps: Sequence[Keeps] = (),
+    limit: float = math.inf,
 ) -> list[Slot]:
     """Return the tasks of all stages, in the order in which they would be done.
 
     Time goes on from task to task: the stage whose next task can begin first takes it. Of two tasks that
     could begin, a forward goes first while the stage has room for one more micro-batch, so that the stages
     behind it have work sooner. Without room it waits for a backward. Separate gradients of leaves come when
-    nothing else can, or when a stage keeps each of its chunks for as many micro-batches as there are stages,
-    which is what the first stage keeps in 1F1B.
+    nothing else can. They come earlier when a stage keeps each of its chunks for as many micro-batches as
+    there are stages, which is what the first stage keeps in 1F1B, or when it would keep more bytes than the
+    limit.
 
     Args:
         stage_of: by chunk, the stage that runs it.
@@ -177,6 +193,8 @@ def order_stages(
         costs: the seconds of a chunk, or any unit, one way. With None a whole backward takes twice as long as
             a forward, and each half of one as long as a forward.
         ways: the tasks of each chunk.
+        keeps: what each chunk keeps of a micro-batch; by default one byte from task to task.
+        limit: the bytes that a stage may keep while gradients of leaves wait.
     """
     chunks, stages = len(stage_of), max(stage_of) + 1
     apart = Way.WEIGHTS in ways
@@ -186,6 +204,8 @@ def order_stages(
     free = [0.0] * stages
     # By stage, how many micro-batches wait for their backward, and for the last task that reads what is kept.
     held, kept = [0] * stages, [0] * stages
+    waiting = [0] * stages  # by stage, how many tasks of separate gradients could run
+    keeps, full = keeps or [Keeps()] * chunks, [0.0] * stages  # by stage, the bytes that it keeps
     last = ways[-1]
     out: list[Slot] = []
 
@@ -202,6 +222,9 @@ def order_stages(
 
     def has_room(chunk: int, way: Way) -> bool:
         stage = stage_of[chunk]
+        then = full[stage] + change_of_bytes(keeps[chunk], way, apart)
+        if way is not last and waiting[stage] and then > limit:
+            return False
         if way is not Way.FORWARD or room is None:
             return True
         return held[stage] < room[stage] and (kept[stage] < chunks or not apart)
@@ -224,6 +247,8 @@ def order_stages(
         done[chunk, micro, way] = free[stage] = end
         held[stage] += {Way.FORWARD: 1, Way.BACKWARD: -1, Way.WEIGHTS: 0}[way]
         kept[stage] += (way is Way.FORWARD) - (way is last)
+        full[stage] += change_of_bytes(keeps[chunk], way, apart)
+        waiting[stage] += {Way.FORWARD: 0, Way.BACKWARD: 1, Way.WEIGHTS: -1}[way]
         following[chunk, way] += 1
         if micro == micros - 1:
             del following[chunk, way]
@@ -233,6 +258,27 @@ def order_stages(
             if task in following and (at := ready(*task)) is not None:
                 able[task] = at
     return sorted(out, key=lambda slot: (slot.end, slot.start, slot.chunk))
+
+
+def change_of_bytes(keeps: Keeps, way: Way, apart: bool) -> float:
+    """Return how many more bytes a stage keeps behind a task of a chunk than before it."""
+    for_weights = keeps.for_weights if apart else 0.0
+    return {
+        Way.FORWARD: keeps.for_backward,
+        Way.BACKWARD: for_weights - keeps.for_backward,
+        Way.WEIGHTS: -for_weights,
+    }[way]
+
+
+def count_kept(slots: Sequence[Slot], stage_of: Sequence[int], keeps: Sequence[Keeps]) -> dict[int, float]:
+    """Return the most bytes that each stage keeps in an order of tasks."""
+    apart = any(slot.way is Way.WEIGHTS for slot in slots)
+    now, most = dict.fromkeys(stage_of, 0.0), dict.fromkeys(stage_of, 0.0)
+    for slot in sorted(slots, key=lambda slot: slot.start):
+        stage = stage_of[slot.chunk]
+        now[stage] += change_of_bytes(keeps[slot.chunk], slot.way, apart)
+        most[stage] = max(most[stage], now[stage])
+    return most
 
 
 def usual_room(stages: int, chunks: int) -> list[int]:

@@ -22,17 +22,24 @@ class Run(Instruction):
     Args:
         segment: the number of its segment in the program.
         units: the units whose leaves the segment reads.
+        again: whether it is a forward that runs again for its backward.
     """
 
     kernel: str = ""
     way: Way = Way.FORWARD
     segment: int = 0
     units: tuple[str, ...] = ()
+    again: bool = False
 
     @property
     def backward(self) -> bool:
         """Whether the kernel makes gradients."""
         return self.way is not Way.FORWARD
+
+    @property
+    def of_backward(self) -> bool:
+        """Whether it is a part of the backward: it makes gradients, or runs again for these."""
+        return self.backward or self.again
 
     @property
     def detail(self) -> str:
@@ -85,7 +92,7 @@ class Run(Instruction):
 def end_rounds(schedule: Schedule) -> frozenset[Run]:
     """Return the kernels that are the last of their round; where each micro-batch runs alone, all are."""
     runs = [line for line in schedule.instructions if isinstance(line, Run)]
-    rounds = [schedule.rounds.get((run.segment, run.backward), -1 - n) for n, run in enumerate(runs)]
+    rounds = [schedule.rounds.get((run.segment, run.of_backward), -1 - n) for n, run in enumerate(runs)]
     following = [*rounds[1:], None]
     return frozenset(r for r, own, next_one in zip(runs, rounds, following, strict=True) if own != next_one)
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from fnshard.compiler.ir.values import Kind, ValueName
 from fnshard.compiler.kernels.derived import SMALL
+from fnshard.compiler.kernels.segments import may_travel_again
 from fnshard.compiler.schedule.instructions import Cast, Exchange, Gather, Instruction, Run, ToDevice, Wait
 from fnshard.compiler.schedule.instructions.kernels import end_rounds, of_one_micro_batch, tiny_runs
 from fnshard.compiler.schedule.ir import Schedule, with_wait
@@ -156,12 +157,19 @@ def regather(schedule: Schedule) -> Schedule:
     Small results, as a maximum for each token, are kept. A block that came by a permutation is never kept.
     """
     lines = schedule.instructions
-    forward = [i for i in lines if isinstance(i, Exchange) and i.phase.startswith("forward")]
-    rows = set(schedule.mesh.data_axes)  # what `fn` itself gathers from other rows is kept
-    sent = {line.writes[0]: line for line in forward if line.kind == "all_gather" and not rows & {*line.axes}}
-    largest = max((line.sent_bytes for line in sent.values()), default=0)
-    sent = {flight: line for flight, line in sent.items() if line.sent_bytes * SMALL >= largest}
-    sent |= {line.writes[0]: line for line in forward if line.of_kind.permutes}
+    forward = [
+        line
+        for line in lines
+        if isinstance(line, Exchange)
+        and line.phase.startswith("forward")
+        and may_travel_again(line.kind, line.axes, schedule.mesh.data_axes)
+    ]
+    largest = max((line.sent_bytes for line in forward if not line.of_kind.permutes), default=0)
+    sent = {
+        line.writes[0]: line
+        for line in forward
+        if line.of_kind.permutes or line.sent_bytes * SMALL >= largest
+    }
     received = {
         line.writes[0]: sent[line.reads[0]]
         for line in lines
@@ -170,7 +178,7 @@ def regather(schedule: Schedule) -> Schedule:
     again: dict[ValueName, ValueName] = {}
     out: list[Instruction] = []
     for line in lines:
-        if isinstance(line, Run) and line.backward:
+        if isinstance(line, Run) and line.of_backward:
             whole = line.segment in schedule.recomputed
             names = {n for n in line.reads if n in received and (whole or received[n].of_kind.permutes)}
             for name in [n for n in dict.fromkeys(line.reads) if n in names and n not in again]:

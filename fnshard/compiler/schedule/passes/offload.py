@@ -191,7 +191,7 @@ def _offload_activations(schedule: Schedule, segments: frozenset[int]) -> Schedu
     after: dict[int, list[ValueName]] = {}
     needed: dict[int, list[ValueName]] = {}
     for name, argument in known.items():
-        backward = [i for i in readers.get(name, ()) if isinstance(lines[i], Run) and lines[i].backward]
+        backward = [i for i in readers.get(name, ()) if isinstance(lines[i], Run) and lines[i].of_backward]
         others = [i for i in readers.get(name, ()) if i not in backward]
         last = max([made[name], *others])
         if not backward or last > backward[0] or not _is_dense(argument):
@@ -228,7 +228,7 @@ def _describe_values(lines: Iterable[Instruction], schedule: Schedule) -> dict[V
     """Return the shapes and strides of the values that forward kernels hand on or save, by name."""
     out: dict[ValueName, Argument] = {}
     for line in lines:
-        if isinstance(line, Run) and not line.backward:
+        if isinstance(line, Run) and not line.of_backward:
             kernel = schedule.kernels[line.kernel]
             named = zip(line.writes, (*kernel.source.outputs, *kernel.saved), strict=True)
             out |= {n: a for n, a in named if n.kind is Kind.VALUE}
