@@ -265,6 +265,14 @@ def test_a_reward_model_is_a_directory(model, tmp_path):
         ids = tokenizer.apply_chat_template(turns, return_tensors="pt", return_dict=True)
         assert number == pytest.approx(theirs(ids["input_ids"]).logits.item(), rel=1e-5)
     assert numbers[0] != numbers[1]
+    # Those of one length are read at once; one by one if no token is there to pad with.
+    many = ["1+1=", "longer, 1+1=", "2+2=", "3+3="], ["2", "3", "4", "6"], row("") * 4
+    together = run_reward(made.reward, *many)
+    config.pad_token_id = None
+    config.save_pretrained(tmp_path)
+    (alone,) = make_rewards(str(tmp_path))
+    assert together == pytest.approx(run_reward(alone.reward, *many), rel=1e-5)
+    assert together[:2] == pytest.approx(numbers, rel=1e-5) and len(set(together)) == 4
     with pytest.raises(ConfigError, match="it has 2 labels; expected: 1"):
         two = transformers.AutoConfig.from_pretrained(model, num_labels=2, pad_token_id=0)
         transformers.AutoModelForSequenceClassification.from_config(two).save_pretrained(tmp_path / "two")
