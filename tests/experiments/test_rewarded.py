@@ -327,15 +327,13 @@ def test_rewards_see_the_conversation_and_the_record(directory, tmp_path):
     def look(name: str) -> Any:
         return lambda *given: seen.setdefault(name, given) and [0.0] * 4
 
-    prompts = SimpleNamespace(data=SimpleNamespace(tokenizer=policy))
+    read = SimpleNamespace(data=SimpleNamespace(tokenizer=policy))
     rewards = [Weighted("plain", look("plain")), Weighted("spelled", look("spelled"), control=True)]
     rewards += [Weighted(n, make_rewards(str(judges[n][0]))[0].reward) for n in ("same", "none", "other")]
     stops = SimpleNamespace(stops=frozenset(policy.stops))
 
     def numbers(*which: int, judge: str) -> list[float]:
-        job = SimpleNamespace(
-            prompts=prompts, rollouts=stops, rewards=[r for r in rewards if r.name == judge]
-        )
+        job = SimpleNamespace(prompts=read, rollouts=stops, rewards=[r for r in rewards if r.name == judge])
         found = [examples[n] for n in which]
         answers = SimpleNamespace(texts=lambda: [drawn[n] for n in which])
         return RewardedBatches._reward_answers(job, found, answers, [each.row for each in found])[judge]
