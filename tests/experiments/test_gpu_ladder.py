@@ -75,7 +75,7 @@ def toys(forked: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     def toy(config: Any, folder: Path, **how: Any) -> Iterator[dict[str, Any]]:
         yield {"found": config.backend}
 
-    for name in ("versions", "presets", "compiled", "syncs", "race", "profile", "attention"):
+    for name in ("versions", "presets", "compiled_steps", "syncs", "race", "profile", "attention"):
         forked.setattr(gpu_parts, name, toy)  # a stage's process makes its table of these
     short = {"attention": STAGES["more"].parts["attention"]}
     forked.setitem(STAGES, "more", replace(STAGES["more"], parts=short))
