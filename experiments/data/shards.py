@@ -20,7 +20,14 @@ from typing import Any
 import numpy as np
 
 from experiments.lib.checks import ConfigError
-from experiments.lib.files import DamagedError, differences, read_record, write_bytes, write_record
+from experiments.lib.files import (
+    DamagedError,
+    differences,
+    read_record,
+    take_turns,
+    write_bytes,
+    write_record,
+)
 from fnshard.errors import report
 
 # Next to folders of shards lie a record of the command that wrote them, and its tokenizer.
@@ -145,21 +152,24 @@ class Shards:
 
 
 def open_shards(folder: str | Path) -> Shards:
-    """Map a folder of shards. Others' `.npy` arrays, [tokens] of uint16 or uint32, are described first.
+    """Map a folder of shards.
+
+    Arrays [tokens] of uint16 or uint32 without a header, which another program wrote, are looked through
+    first (`describe`). Of several processes that open them at once, one does so, and the others wait.
 
     Raises:
         ConfigError: there are no arrays, or not all that the header names.
         DamagedError: the header or the checksums are not what was written.
     """
     folder = Path(folder)
-    try:
-        header = read_record(folder / HEADER)
-    except DamagedError as error:
-        raise DamagedError(f"{error} Fix: {ANEW}") from None
-    if header is None and (folder / SUMS).exists():
-        raise DamagedError(f"{folder / HEADER} is missing. Fix: {ANEW}")
+    header = _read_header(folder)
     if header is None:
-        return describe(folder)
+        with take_turns(folder):
+            header = _read_header(folder)  # another process may have written it by now
+            if header is None and (folder / SUMS).exists():
+                raise DamagedError(f"{folder / HEADER} is missing. Fix: {ANEW}")
+            if header is None:
+                return describe(folder)
     try:
         found = Shards(folder=folder, **header)
     except TypeError:
@@ -183,6 +193,14 @@ def open_shards(folder: str | Path) -> Shards:
     except OSError as error:
         raise DamagedError(f"{folder / SUMS} cannot be read ({error.strerror}). Fix: {ANEW}") from None
     return found
+
+
+def _read_header(folder: Path) -> dict[str, Any] | None:
+    """Read the header of a folder of shards; None if there is none."""
+    try:
+        return read_record(folder / HEADER)
+    except DamagedError as error:
+        raise DamagedError(f"{error} Fix: {ANEW}") from None
 
 
 def describe(folder: Path, **known: Any) -> Shards:
