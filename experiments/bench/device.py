@@ -69,7 +69,9 @@ class Gpu:
         return torch.cuda.max_memory_allocated()
 
     def clock_and_power(self) -> str:
-        query = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader"]
+        # By its id, since nvidia-smi numbers all GPUs of the host whatever CUDA_VISIBLE_DEVICES says.
+        place = f"--id=GPU-{torch.cuda.get_device_properties().uuid}"
+        query = ["nvidia-smi", place, "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader"]
         try:
             done = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
         except (OSError, subprocess.SubprocessError):
