@@ -73,7 +73,9 @@ def check_decoder(model: nn.Module) -> None:
     convolved = [f"{n}.weight" for n, m in trunk.named_modules() if isinstance(m, nn.Conv1d)]
     known = {*experts_of(trunk), *convolved}
     odd = [f"{n} {list(p.shape)}" for n, p in trunk.named_parameters() if p.dim() > 2 and n not in known]
-    wrong += [f"{odd[0]} and {len(odd) - 1} more are of experts of another kind"] if odd else []
+    if odd:
+        others = f" and {len(odd) - 1} more are" if len(odd) > 1 else " is"
+        wrong.append(f"{odd[0]}{others} of experts of another kind")
     if wrong:
         raise no_decoder(type(model).__name__, *wrong)
 
