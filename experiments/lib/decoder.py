@@ -287,9 +287,9 @@ class Sampler:
     temperature: float = 0.8
     more: tuple[Any, ...] = ()
 
-    def lower(self, params: Any) -> Lowered:
-        """Lower the program that draws a token for one row."""
-        return self.forward.lower(params, *self._windows([[0]]))
+    def lower(self, params: Any, rows: int = 1) -> Lowered:
+        """Lower the program that draws a token for each row; `more` has as many rows."""
+        return self.forward.lower(params, *self._windows([[0]] * rows), *self.more)
 
     def __call__(
         self, params: Any, prompts: Sequence[Sequence[int]], length: int, seed: int = 0

@@ -114,19 +114,20 @@ def forward_options(config: Any, mesh: fs.Mesh) -> dict[str, Any]:
 
 def _fit_on_all_ranks(*args: Any, **options: Any) -> Fit:
     """Run `fs.fit` on every rank, and compare the plans: no rank acts, or gives up, alone."""
+    failed: Exception | None = None
     try:
-        found: Fit | fs.BudgetError = fs.fit(*args, **options)
+        found = fs.fit(*args, **options)
         mine = repr(found.chosen.choice)
-    except fs.BudgetError as error:
-        found, mine = error, str(error)
+    except Exception as error:  # the others wait for this rank
+        failed, mine = error, str(error) if isinstance(error, fs.BudgetError) else repr(error)
     if dist.is_initialized():
         plans: list[str] = [""] * dist.get_world_size()
         dist.all_gather_object(plans, mine)
         if len(set(plans)) > 1:
             wrong = [f"rank {rank}: {plan}" for rank, plan in enumerate(plans)]
-            raise fs.AgreementError(report("ranks planned differently:", wrong))
-    if isinstance(found, fs.BudgetError):
-        raise found
+            raise fs.AgreementError(report("ranks planned differently:", wrong)) from failed
+    if failed is not None:
+        raise failed
     return found
 
 
