@@ -21,8 +21,9 @@ PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 class Device(Protocol):
     """A device that runs steps.
 
-    `prepare` comes before anything is measured. `clock_and_power` is one line, and "" where nothing tells it.
-    `peak_bytes` counts from `reset_peak` on. `is_well` says whether the device still answers: after an
+    `prepare` comes before anything is measured. `clock_and_power` is one line of nvidia-smi, or "".
+    `peak_bytes` counts from `reset_peak` on; on a CPU it is the process's own peak. `refuse_waits` makes a
+    wait of the host for the device an error. `is_well` says whether the device still answers: after an
     illegal access nothing runs on a GPU any more.
     """
 
@@ -42,7 +43,7 @@ class Gpu:
     """The current CUDA device."""
 
     def prepare(self) -> None:
-        """Take the workspace that cuBLAS keeps, which belongs to no contender."""
+        """Let cuBLAS allocate the workspace that it keeps, so that no contender's memory contains it."""
         one = torch.ones(8, 8, dtype=torch.bfloat16, device="cuda")
         one.mm(one)
 

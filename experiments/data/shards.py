@@ -1,7 +1,7 @@
 """Shards: a folder of `.npy` arrays of token ids, which ranks map.
 
 Next to them lies a CRC-32 of each `BLOCK_BYTES` of each array. A process compares a block with it when it
-touches the block first. All of 1 GB takes about 0.2 s, spread over the steps that read it, and a window in a
+first touches the block. All of 1 GB takes about 0.2 s, spread over the steps that read it, and a window in a
 fresh block takes 0.02 ms more. Opening shards compares sizes and the first block of each array.
 """
 
@@ -36,7 +36,7 @@ TOKENIZER_FILES = "tokenizer_files"  # in the command's record, the digests of t
 HEADER, SUMS = "shards.json", "shards.crc32"
 BLOCK_BYTES = 2**17  # bytes of a checksum, no more than the system reads ahead
 ANEW = f"write the shards anew; where the arrays are your own, delete {HEADER} and {SUMS}."
-BLOCK = 2**22  # tokens that are looked through at once
+READ_TOKENS = 2**22  # tokens that are looked through at once
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,9 @@ class Shards:
         tokenizer: the key of that tokenizer; None if it is unknown.
         eos: the token that ends each document; None if it is unknown.
         broken: the number of lines that were left out, and of parts of files in which bytes were replaced.
-        sizes: the bytes of each array's file. They are None if an older version wrote the header; then only
-            the numbers of tokens are compared.
+        sizes: the bytes of each array's file. They are None where there are no checksums: an older version
+            wrote the header, or the folder is not ours to write to. Then only the numbers of tokens are
+            compared.
         sums: the CRC-32 of the file of checksums.
     """
 
@@ -220,8 +221,8 @@ def describe(folder: Path, **known: Any) -> Shards:
     for name in files:
         array, content = np.load(folder / name, mmap_mode="r"), np.memmap(folder / name, np.uint8, "r")
         sums += [zlib.crc32(content[at : at + BLOCK_BYTES]) for at in range(0, len(content), BLOCK_BYTES)]
-        for start in range(0, len(array), BLOCK):
-            block = array[start : start + BLOCK]
+        for start in range(0, len(array), READ_TOKENS):
+            block = array[start : start + READ_TOKENS]
             largest = max(largest, int(block.max()))
             digest.update(block.astype("<u4").tobytes())
     content = np.array(sums, "<u4").tobytes()
