@@ -66,6 +66,7 @@ from experiments.tuning.table import OBJECTIVES
 from fnshard.launcher.rank import Stop
 
 BEFORE, SAMPLES = "before.json", "samples.txt"
+TASKS = ("prompts", "answers")  # the built-in data of problems, which the base "tasks" has seen
 WIDTHS = 8  # the positions of a row of answers are a multiple of it
 Measured = dict[str, Any]  # held-out numbers by name, and "answers"
 
@@ -115,14 +116,13 @@ def prepare(config: FinetuneConfig) -> FinetuneConfig:
     if wrong:
         raise ConfigError("\n".join(wrong))
 
-    # A base that is not there yet is trained once by `experiments.bases`, and kept. Built-in tasks need the
-    # base that has seen such tasks.
+    # A base that is not there yet is trained once by `experiments.bases`, and kept.
     base_options = (f"run.backend={run.backend}", f"run.device={run.device}")
+    kind = config.objective.kind
     if is_base:
-        has_builtin_tasks = (
-            config.objective.kind.data == "prompts" and data.train is None and config.model == "stdlib"
-        )
-        name = "tasks" if has_builtin_tasks else config.model
+        # Built-in tasks need the base that has seen such; a student learns them from its teacher.
+        needs_tasks = data.train is None and kind.examples in TASKS and not kind.teacher
+        name = "tasks" if needs_tasks and config.model == "stdlib" else config.model
         if name in ("stdlib", "tasks"):  # what does not fit the model shows before it is trained
             directory_of(replace(config, model=keep_base("tiny")))
         model = directory_of(replace(config, model=keep_base(name, *base_options)))

@@ -196,19 +196,27 @@ TABLE = {
     "python -m experiments.finetune data.train=mine.jsonl model=/models/llama data.tokens=16384": (
         replace(TUNE, short=f"{TUNE.short} data.tokens=512")
     ),
-    "python -m experiments.finetune objective=grpo data.train=mine.jsonl model=/models/llama data.tokens=4096 "
-    "objective.environment._target_=my_package.rollout": (
-        replace(TUNE, short=f"{TUNE.short} objective.group=2", needs="a package of one's own")
+    "python -m experiments.finetune objective=grpo data.context=64 data.tokens=2048 "
+    "objective.environment._target_=experiments.examples.second_try.rollout": (
+        replace(TINY, short=f"{TINY.short} objective.group=2")
     ),
-    "python -m experiments.finetune objective=distill objective.teacher=stdlib model=tiny": (
+    "python -m experiments.finetune objective=distill objective.teacher=stdlib model=tiny method=full": (
         replace(TINY, bases=("stdlib", "tiny"))
+    ),
+    "python -m experiments.finetune objective=distill objective.teacher=tasks objective.on_policy=true": (
+        replace(TINY, short=f"{TINY.short} objective.group=2")
     ),
     "python -m experiments.finetune objective=distill objective.teacher=/models/large model=/models/llama "
     "data.train=mine.jsonl objective.on_policy=true": (
         replace(TUNE, short=f"{TUNE.short} objective.teacher=/models/llama objective.group=2 objective.tokens=4")
     ),
     "python -m experiments.finetune objective=reward data.train=pairs.jsonl model=/models/llama": TUNE,
+    "python -m experiments.finetune objective=reward": TINY,
+    "python -m experiments.finetune objective=grpo 'objective.reward=[RUN_DIR/model,{name: solved, weight: 0}]'": (
+        replace(TINY, short=f"{TINY.short} objective.group=2")
+    ),
     "python -m experiments.finetune objective=classify": TINY,
+    "python -m experiments.finetune objective=classify objective.level=token": TINY,
     "python -m experiments.finetune objective=embed objective.dims=[16,32]": (
         replace(TINY, short=f"{TINY.short} objective.dims=[8,16]")
     ),
@@ -236,6 +244,7 @@ TABLE = {
     # -- measuring
     "python -m experiments.bench": SAMPLE,
     "python -m experiments.bench case=parity": Row(),
+    "python -m experiments.bench case=budget": Row("rounds=1 backend=eager"),
     "python -m experiments.bench size=85m dtype=bf16 rounds=20": SAMPLE,
     "python -m experiments.bench device=cuda": Row("device=cpu", needs="a GPU"),
     "python -m experiments.bench case=predict ranks=4 "
@@ -269,6 +278,7 @@ def things(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     ids = {"bos_token_id": ByteTokenizer().bos, "pad_token_id": ByteTokenizer().pad}
     sizes = {"intermediate_size": 32, "num_key_value_heads": 2, "max_position_embeddings": 512}
     write_llama(home / "llama", **sizes, **ids)
+    write_llama(home / "judge", kind="LlamaForSequenceClassification", num_labels=1, **sizes, **ids)
     (home / "text").mkdir()
     for number in range(20):
         (home / "text" / f"{number}.py").write_text(f"def f{number}(x):\n    return x + {number}\n" * 20)
@@ -286,7 +296,7 @@ def things(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     _run(f"experiments.train {BRIEF} mesh.shard=1 data.root={home}/text hydra.run.dir={run}", home)
     (home / "multirun").symlink_to(home / "outputs")
     return {
-        "/models/llama": f"{home}/llama", "/text": f"{home}/text", "/more/": f"{home}/more/",
+        "/models/llama": f"{home}/llama", "[RUN_DIR/model": f"[{home}/judge", "/text": f"{home}/text", "/more/": f"{home}/more/",
         "/models/qwen2.5-vl": f"{home}/qwen2.5-vl", "images.jsonl": str(images), "/fast/disk": f"{home}/disk", "mine.jsonl": str(mine), "pairs.jsonl": str(pairs),
         "convert FROM": f"convert {home}/weights.pt", "data.root=shards": f"data.root={home}/shards", "RUN_DIR...": f"{home}/{run}", "run=RUN_DIR": f"run={home}/{run}",
         "multirun/2030": f"{home}/multirun/2030", "outputs/2030": f"{home}/outputs/2030",

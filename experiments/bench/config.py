@@ -60,6 +60,7 @@ CASES = {
     "memory": Case("plans:run", {"rows": 4, "rounds": 3}, on_ranks=True),
     "predict": Case("plans:run", {"rows": 4, "rounds": 7, "memory": 1}, on_ranks=True),
     "bubble": Case("bubble:run", {"size": "5m", "rounds": 5, "memory": 0}, on_ranks=True),
+    "budget": Case("budget:run", {"rounds": 7}),
     "checkpoint": Case("checkpoint:run", {"rows": 2, "rounds": 9, "steps": 8}, on_ranks=True),
     "executor": Case("micro:executor", {"rounds": 200}),
     "parity": Case("parity:run", on_ranks=True),

@@ -254,6 +254,41 @@ def write_warming_files(folder: str | Path) -> tuple[Path, Path]:
     return train, _write_problems(folder, "held_out_warming", held_out)
 
 
+def write_answer_files(folder: str | Path) -> tuple[Path, Path]:
+    """Write `train_answers.jsonl` and `held_out_answers.jsonl`: problems with a right and a wrong answer.
+
+    The wrong one is a slip away, or a guess.
+    """
+    draw, names = random.Random(2), ("train_answers.jsonl", "held_out_answers.jsonl")
+    sides = [
+        [{"prompt": p, "chosen": right, "rejected": _spoil(right, draw)} for p, right in problems]
+        for problems in _draw_problems()
+    ]
+    return tuple(write_lines(Path(folder, name), lines) for name, lines in zip(names, sides, strict=True))
+
+
+def _spoil(answer: str, draw: random.Random) -> str:
+    """Return a wrong answer: the right one with a sign too few, too many or exchanged, or signs at random.
+
+    A policy finds whatever a reward model has never seen: without answers that are too long it learns these.
+    """
+    signs = "0123456789" if answer.isdigit() else "0123456789+-*"
+    while True:
+        place, sign = draw.randrange(len(answer)), draw.choice(signs)
+        wrong = draw.choice((
+            answer[:-1], answer + sign, answer[:place] + sign + answer[place + 1 :],
+            "".join(draw.choices(signs, k=draw.randint(1, 4))),
+        ))  # fmt: skip
+        # Another expression of the same numbers may be right, too.
+        is_right = wrong == answer or (not answer.isdigit() and _numbers(wrong) == _numbers(answer))
+        if wrong and not is_right:
+            return wrong
+
+
+def _numbers(text: str) -> list[str]:
+    return sorted(filter(str.isdigit, text))
+
+
 def _draw_problems() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
     """Return draws of all problems but one in `ONE_IN`, as many of each kind, and those that are held out."""
     draw, held_out, kinds = random.Random(0), [], []

@@ -580,12 +580,14 @@ def end_together(message: str, *, mistake: bool) -> NoReturn:
     not failed, as by a reward of one's own that fails on some answers.
     """
     rank, code = int(os.environ.get("RANK", "0")), 1
-    if rank == 0:
+    # A file can be told by all. Whether the others have failed, too, may not be known before they are gone.
+    tells_now = rank == 0 or LOGS in os.environ
+    if tells_now and not (rank != 0 and _refusal_path().exists()):
         code = say_why(message, mistake)
     try:
         leave_group()  # no rank ends before it has the reason
     except CollectiveError:
-        if rank != 0:
+        if not tells_now:
             code = say_why(message, mistake)
     sys.exit(code)
 

@@ -71,6 +71,7 @@ class ObjectiveKind:
         exported: the end of the name of transformers' class that opens the tuned model, if that is no
             language model any more.
         rates: a row of `method.DEFAULT_RATES`; None stands for that of its data.
+        built_in: a name of `dataset.BUILT_IN`, the data where no file is named; None stands for its data.
     """
 
     data: str
@@ -82,6 +83,12 @@ class ObjectiveKind:
     targets: str = "next"
     exported: str | None = None
     rates: str | None = None
+    built_in: str | None = None
+
+    @property
+    def examples(self) -> str:
+        """Return the name, in `dataset.BUILT_IN`, of the data that it learns from where no file is named."""
+        return self.built_in or self.data
 
     @property
     def records(self) -> str:
@@ -100,7 +107,12 @@ OBJECTIVE_KINDS = {
     "ppo": replace(REWARDED, values=True),
     "distill": ObjectiveKind("samples", teacher=True),
     "reward": ObjectiveKind(
-        "pairs", score=True, targets="ends", exported="ForSequenceClassification", rates="heads"
+        "pairs",
+        score=True,
+        targets="ends",
+        exported="ForSequenceClassification",
+        rates="heads",
+        built_in="answers",
     ),
     "classify": ObjectiveKind(
         "labels", score=True, targets="classes", exported="ForSequenceClassification", rates="heads"
@@ -180,7 +192,7 @@ class ObjectiveConfig:
         if self.on_policy:
             return replace(kind, data="prompts")
         if self.level == "token":
-            return replace(kind, exported="ForTokenClassification")
+            return replace(kind, exported="ForTokenClassification", built_in="words")
         return replace(kind, reference=True) if kind.data == "prompts" and self.beta else kind
 
 

@@ -28,6 +28,7 @@ from torch import Tensor
 
 import fnshard as fs
 from experiments.data.builtin import (
+    write_answer_files,
     write_image_files,
     write_label_files,
     write_pair_files,
@@ -62,7 +63,8 @@ OPENING = 32  # the first tokens of a plain text, which are shown as a prompt
 SHOWN = 4  # the held-out prompts that are shown
 BUILT_IN: dict[str, Callable[[Path], tuple[Path, Path]]] = {
     "samples": write_sft_files, "pairs": write_pair_files, "prompts": write_task_files,
-    "labels": write_label_files, "twins": write_twin_files,
+    "answers": write_answer_files, "labels": write_label_files, "words": write_word_files,
+    "twins": write_twin_files, "images": write_image_files,
 }  # fmt: skip
 
 DOCUMENTS = 250  # the most documents of a row, since CUDA's kernel takes 256
@@ -479,10 +481,8 @@ def prepare_data(config: FinetuneConfig) -> FinetuneConfig:
     # Without files of one's own the built-in ones of the objective are written.
     files = [data.train, data.held_out]
     if data.train is None:
-        sees = tokenizer.images and kind.data == "samples"
-        make, of = (write_image_files, "images") if sees else (BUILT_IN[kind.data], "stdlib")
-        make = write_word_files if config.objective.level == "token" else make
-        files = list(map(str, make((DATA / of).resolve())))
+        of = "images" if tokenizer.images and kind.data == "samples" else kind.examples
+        files = list(map(str, BUILT_IN[of]((DATA / of).resolve())))
     classes = config.objective.classes
     if kind.data == "labels":
         classes = classes or find_classes(files[0])

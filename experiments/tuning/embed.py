@@ -12,7 +12,7 @@ from torch import Tensor
 import fnshard as fs
 from experiments.lib.checks import ConfigError
 from experiments.tuning.config import ObjectiveConfig
-from experiments.tuning.heads import at_ends, make_hidden
+from experiments.tuning.heads import make_hidden, take_ends
 from experiments.tuning.method import Tuning
 from experiments.tuning.objectives import sides_of, split_sides
 from fnshard.losses import Mean
@@ -38,14 +38,14 @@ def embed(tuning: Tuning, config: ObjectiveConfig, *, training: bool) -> Callabl
 
     def loss(params: Any, batch: Any) -> tuple[Mean, dict[str, Mean]]:
         both, counted = sides_of(batch)
-        queries, positives = split_sides(at_ends(hidden(params, both), both), both)  # [N, D] each
+        queries, positives = split_sides(take_ends(hidden(params, both), both), both)  # [N, D] each
         numbers = batch["numbers"].flatten()
         every, known = fs.all_gather(positives), fs.all_gather(numbers)  # those of all ranks
         count = counted.sum()
         is_mine = numbers[:, None] == known[None, :]  # [N, M]
         total, right = torch.zeros((), dtype=queries.dtype, device=queries.device), {}
         for dim in dims:
-            similar = config.scale * unit(queries[:, :dim]) @ unit(every[:, :dim]).T
+            similar = config.scale * normalize(queries[:, :dim]) @ normalize(every[:, :dim]).T
             similar = similar.masked_fill(known[None, :] < 0, -1e9)  # padding is nobody's negative
             own = similar.masked_fill(~is_mine, -1e9).logsumexp(1)
             losses = similar.logsumexp(1) - own
@@ -58,6 +58,6 @@ def embed(tuning: Tuning, config: ObjectiveConfig, *, training: bool) -> Callabl
     return loss
 
 
-def unit(vectors: Tensor) -> Tensor:
+def normalize(vectors: Tensor) -> Tensor:
     """Scale vectors to length 1. A vector of zeros stays as it is, and has a gradient."""
     return vectors * (vectors.square().sum(-1, keepdim=True) + 1e-12).rsqrt()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from experiments.tuning.lm import LanguageModel
 from experiments.tuning.method import Tuning
-from experiments.tuning.objectives import Batch, members
+from experiments.tuning.objectives import Batch, one_hot_documents
 from fnshard.losses import IGNORE
 
 
@@ -36,13 +36,13 @@ def score_of(params: Any, hidden: Tensor) -> Tensor:
     return hidden @ params["score"]["weight"].to(hidden.dtype).T
 
 
-def at_ends(hidden: Tensor, batch: Batch) -> Tensor:
-    """Return the hidden state at each document's end, where its one target is.
+def take_ends(hidden: Tensor, batch: Batch) -> Tensor:
+    """Take the hidden state at each document's end, where its one target is.
 
     `hidden` is 0 elsewhere, so that a sum finds it. The result is [B, D] if each row is a document,
     and [B, 2 N, D] for packed pairs.
     """
     if "pairs" not in batch:
         return hidden.sum(1)
-    member = members(batch["documents"], 2 * batch["pairs"].shape[1], hidden.dtype)
+    member = one_hot_documents(batch["documents"], 2 * batch["pairs"].shape[1], hidden.dtype)
     return torch.einsum("bts,btd->bsd", member, hidden)

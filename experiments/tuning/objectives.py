@@ -188,13 +188,13 @@ def document_logprobs(lm: LanguageModel, params: Any, batch: Batch) -> tuple[Ten
         return row_logprobs(lm, params, batch), counted.sum(1)
     hidden = lm.hidden(params, batch["tokens"], batch["positions"], batch["documents"])
     each = -lm.losses(params, hidden, batch["targets"])
-    member = members(batch["documents"], 2 * batch["pairs"].shape[1], each.dtype)
+    member = one_hot_documents(batch["documents"], 2 * batch["pairs"].shape[1], each.dtype)
     return torch.einsum("bt,bts->bs", each, member), torch.einsum(
         "bt,bts->bs", counted.to(each.dtype), member
     )
 
 
-def members(documents: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+def one_hot_documents(documents: Tensor, count: int, dtype: torch.dtype) -> Tensor:
     """Return to which of `count` documents, from 1, each position belongs: [B, T, count] of 0 and 1."""
     numbers = torch.arange(1, count + 1, device=documents.device)
     return (documents[..., None] == numbers).to(dtype)

@@ -8,7 +8,7 @@ from typing import Any
 import torch.nn.functional as F
 
 from experiments.tuning.config import ObjectiveConfig
-from experiments.tuning.heads import at_ends, make_hidden, score_of
+from experiments.tuning.heads import make_hidden, score_of, take_ends
 from experiments.tuning.method import Tuning
 from experiments.tuning.objectives import sides_of, split_sides
 from fnshard.losses import Mean
@@ -24,7 +24,7 @@ def reward(tuning: Tuning, config: ObjectiveConfig, *, training: bool) -> Callab
 
     def loss(params: Any, batch: Any) -> tuple[Mean, dict[str, Mean]]:
         both, counted = sides_of(batch)
-        scores = score_of(params, at_ends(hidden(params, both), both))[..., 0]
+        scores = score_of(params, take_ends(hidden(params, both), both))[..., 0]
         chosen, rejected = split_sides(scores, both)
         margin, count, shares = chosen - rejected, counted.sum(), counted.to(scores.dtype)
         mean = lambda values: Mean((values * shares).sum(), count)  # noqa: E731

@@ -19,6 +19,7 @@ import inspect
 import math
 import os
 import re
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -36,6 +37,7 @@ from experiments.lib.files import first_few
 from experiments.lib.task import make_target
 from fnshard.errors import report
 
+AT_ONCE = 64  # the most conversations that a reward model reads at once
 MAKE = re.compile(r"make (\d+): (\d)(\d)=")  # in a prompt of the built-in tasks
 Rows = Sequence[Mapping[str, Any]]
 Reward = Callable[[Sequence[str], Sequence[str], Rows], Sequence[float]]
@@ -202,6 +204,9 @@ def make_model_reward(folder: str, device: torch.device | str) -> Reward:
         raise ConfigError(f"objective.reward={folder}: it has {model.config.num_labels} labels; expected: 1.")
     model.to(device).eval().requires_grad_(False)
 
+    # Transformers finds the ends of several rows by the token that pads them.
+    at_once = 1 if model.config.get_text_config().pad_token_id is None else AT_ONCE
+
     def ids_of(prompt: str, answer: str, row: Mapping[str, Any]) -> torch.Tensor:
         turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
         turns = row.get("conversation") or turns
@@ -224,9 +229,18 @@ def make_model_reward(folder: str, device: torch.device | str) -> Reward:
         return tokenizer("".join(turn["content"] for turn in turns), return_tensors="pt")["input_ids"]
 
     def reward(prompts: Sequence[str], answers: Sequence[str], rows: Rows) -> list[float]:
-        numbers = []
-        for each in zip(prompts, answers, rows, strict=True):  # one at a time, so no padding can be wrong
-            numbers.append(model(ids_of(*each).to(model.device)).logits.item())
+        every = [ids_of(*each) for each in zip(prompts, answers, rows, strict=True)]
+        numbers = [math.nan] * len(every)
+        # Those of one length go together, so that no padding can be wrong.
+        by_length: dict[int, list[int]] = defaultdict(list)
+        for n, ids in enumerate(every):
+            by_length[ids.shape[1]].append(n)
+        for alike in by_length.values():
+            for low in range(0, len(alike), at_once):
+                some = alike[low : low + at_once]
+                logits = model(torch.cat([every[n] for n in some]).to(model.device)).logits
+                for n, value in zip(some, logits[:, 0].tolist(), strict=True):
+                    numbers[n] = value
         return numbers
 
     return reward

@@ -21,17 +21,17 @@ MEMORY = {
 }
 
 
-def curve_chart(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def chart_curves(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Return a chart of what runs are judged by: lines in training, marks on held-out data."""
-    names, series = labels(outcomes), []
+    names, series = label_runs(outcomes), []
     for number, outcome in enumerate(outcomes):
         goal, colour = outcome.goal, COLOURS[number % len(COLOURS)]
         name = names[outcome.folder] if len(outcomes) > 1 else "training"
         held_out = name if len(outcomes) > 1 else "held-out"
-        series.append(line(name, points(outcome, goal.name), colour))
+        series.append(make_line(name, points(outcome, goal.name), colour))
         marks = points(outcome, goal.held_out)
         series.append(
-            line(
+            make_line(
                 held_out,
                 marks,
                 colour,
@@ -40,43 +40,44 @@ def curve_chart(outcomes: Sequence[Outcome]) -> dict[str, Any]:
                 lineStyle={"type": "dashed", "width": 1},
             )
         )
-    return chart(series, outcomes[0].goal.label if outcomes else "")
+    return make_chart(series, outcomes[0].goal.label if outcomes else "")
 
 
-def speed_chart(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def chart_speed(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Return a chart of tokens, or rows, a second, by step."""
-    names, series, label = labels(outcomes), [], ""
+    names, series, label = label_runs(outcomes), [], ""
     for number, outcome in enumerate(outcomes):
         key = next((name for row in outcome.rows for name in row if name.endswith(SPEED)), "")
         name = names[outcome.folder] if len(outcomes) > 1 else key.replace(SPEED, " a second")
         label = key.replace(SPEED, " a second") or label
         # The first step of a process compiles.
-        series.append(line(name, points(outcome, key)[1:], COLOURS[number % len(COLOURS)]))
-    return chart(series, label)
+        series.append(make_line(name, points(outcome, key)[1:], COLOURS[number % len(COLOURS)]))
+    return make_chart(series, label)
 
 
-def memory_chart(totals: Mapping[str, Any]) -> dict[str, Any]:
+def chart_memory(totals: Mapping[str, Any]) -> dict[str, Any]:
     """Return bars of what a rank's memory was predicted to take, and what was measured."""
-    return bars({text: totals[name] for name, text in MEMORY.items() if name in totals})
+    return make_bars({text: totals[name] for name, text in MEMORY.items() if name in totals})
 
 
-def peak_chart(peak: Mapping[str, int]) -> dict[str, Any]:
+def chart_peak(peak: Mapping[str, int]) -> dict[str, Any]:
     """Return bars of what the peak of a step is made of, the largest first."""
-    return bars(dict(sorted(((n, v) for n, v in peak.items() if v), key=lambda pair: -pair[1])))
+    return make_bars(dict(sorted(((n, v) for n, v in peak.items() if v), key=lambda pair: -pair[1])))
 
 
-def labels(outcomes: Sequence[Outcome]) -> dict[Any, str]:
-    """Return a name for each run, by what distinguishes it."""
+def label_runs(outcomes: Sequence[Outcome]) -> dict[Any, str]:
+    """Return a name for each run that tells it from the others."""
     return {folder: name or folder.name for folder, name in name_runs(outcomes).items()}
 
 
-def line(name: str, curve: Sequence[tuple[float, float]], colour: str, **more: Any) -> dict[str, Any]:
+def make_line(name: str, curve: Sequence[tuple[float, float]], colour: str, **more: Any) -> dict[str, Any]:
+    """Return a line of a chart, with at most `POINTS` points; numbers that are not finite are left out."""
     means = smooth(curve, POINTS)[0] if curve else []
     data = [[step, float(f"{value:.6g}")] for step, value in means if math.isfinite(value)]
     return {"name": name, "type": "line", "data": data, "color": colour, "showSymbol": False, **more}
 
 
-def chart(series: Sequence[Mapping[str, Any]], label: str) -> dict[str, Any]:
+def make_chart(series: Sequence[Mapping[str, Any]], label: str) -> dict[str, Any]:
     """Return a chart of lines by step."""
     return {
         "animation": False,
@@ -89,7 +90,7 @@ def chart(series: Sequence[Mapping[str, Any]], label: str) -> dict[str, Any]:
     }
 
 
-def bars(sizes: Mapping[str, float]) -> dict[str, Any]:
+def make_bars(sizes: Mapping[str, float]) -> dict[str, Any]:
     """Return a chart of bytes, a bar each, with words beside it."""
     return {
         "animation": False,

@@ -14,9 +14,9 @@ from experiments.lib.compose import Command
 class WebConfig:
     """The whole configuration of the page.
 
-    `folder`: where its commands run, as in a shell; the runs that it shows lie below its `outputs` and
-    `multirun`. `port`: of 127.0.0.1; 0: any that is free. `refresh_s`: between two looks at the runs.
-    `patience_s`: how long a prediction may take, a search of `strategy=auto` too.
+    Commands run in `folder`, as in a shell, and the page shows the runs below its `outputs` and `multirun`.
+    It listens on `port` of 127.0.0.1; 0 takes one that is free. It looks at the runs every `refresh_s`
+    seconds. A prediction, a search of `strategy=auto` too, may take `patience_s` seconds.
     """
 
     folder: str = "."

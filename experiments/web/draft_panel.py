@@ -15,7 +15,7 @@ from nicegui import ui
 from experiments.lib.checks import ConfigError
 from experiments.lib.config import AUTO, HARDWARE, MEASURED
 from experiments.lib.folder import OUTPUTS
-from experiments.web.charts import peak_chart
+from experiments.web.charts import chart_peak
 from experiments.web.form import JOBS, Draft, Field, Form, Group, command_line, read_form
 from experiments.web.prediction import Prediction, Predictor
 from experiments.web.runs import Runs
@@ -24,14 +24,14 @@ from fnshard.plot.scales import byte_text, time_text
 # Keys that stand above all others, where a command has them.
 FIRST = ("model", "data.train", "run.steps", "data.rows", "data.context", "optimizer.lr", "mesh.shard")
 HIDDEN = ("hardware",)  # groups of which the page has its own
-COMPOSING = threading.Lock()  # Hydra's state is the process's
+COMPOSE_LOCK = threading.Lock()  # Hydra's state is the process's
 MACHINES = {AUTO: "this machine", f"{MEASURED}{OUTPUTS}": "this machine, as its runs have measured it"}
 DEBOUNCE = "dense outlined debounce=500"
 
 
 def compose_form(draft: Draft) -> Form:
     """Read a form, in a thread."""
-    with COMPOSING:
+    with COMPOSE_LOCK:
         return read_form(draft)
 
 
@@ -231,7 +231,7 @@ class DraftPanel:
                 verdict = "fits" if found.fits else "does not fit"
                 text = f"{verdict}: {byte_text(found.peak_bytes)} of {byte_text(found.device_bytes)} a rank"
                 ui.label(text).classes("fits" if found.fits else "wrong").props("data-testid=verdict")
-                ui.echart(peak_chart(found.peak)).classes("bars")
+                ui.echart(chart_peak(found.peak)).classes("bars")
                 hours = f"{found.hours:.2g} hours" if found.hours >= 1 else f"{60 * found.hours:.2g} minutes"
                 ui.label(f"{time_text(found.step_seconds)} a step; {found.steps:,} steps take {hours}").props(
                     "data-testid=time"

@@ -14,7 +14,7 @@ from experiments.compare.table import as_text, rank_outcomes
 from experiments.lib.checks import ConfigError
 from experiments.lib.files import read_json
 from experiments.lib.record import PARTS, RUN
-from experiments.web.charts import MEMORY, curve_chart, memory_chart, speed_chart
+from experiments.web.charts import MEMORY, chart_curves, chart_memory, chart_speed
 from experiments.web.form import Draft, command_line, draft_of
 from experiments.web.runs import SAMPLES, Runs, RunView, log_of, tail
 from fnshard.plot.scales import byte_text, time_text
@@ -148,9 +148,9 @@ class RunPanel:
         totals = record.get("totals", {})
         if view.outcome is not None:
             for element, options in (
-                (self.curve, curve_chart([view.outcome])),
-                (self.speed, speed_chart([view.outcome])),
-                (self.memory, memory_chart(totals)),
+                (self.curve, chart_curves([view.outcome])),
+                (self.speed, chart_speed([view.outcome])),
+                (self.memory, chart_memory(totals)),
             ):
                 element.options.clear()
                 element.options.update(options)
@@ -165,7 +165,7 @@ class RunPanel:
         if not outcomes:
             ui.label("none of them has made a step yet")
             return
-        ui.echart(curve_chart(outcomes)).classes("chart tall").props("data-testid=comparison")
+        ui.echart(chart_curves(outcomes)).classes("chart tall").props("data-testid=comparison")
         ui.label(as_text(rank_outcomes(outcomes))).classes("printed").props("data-testid=ranking")
         places = [str(view.folder.relative_to(self.runs.root)) for view in chosen]
         ui.code(command_line("compare", places), language="bash").classes("wide command")

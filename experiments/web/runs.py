@@ -303,6 +303,7 @@ def inode_of(folder: Path) -> int:
 
 
 def stamp_of(path: Path) -> tuple[int, int]:
+    """Return the time of a file's last change and its size; zeros where it is not there."""
     with suppress(OSError):
         found = path.stat()
         return found.st_mtime_ns, found.st_size

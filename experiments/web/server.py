@@ -106,8 +106,11 @@ def listen(port: int) -> socket.socket:
 
 @dataclass(frozen=True)
 class Guard:
-    """An application in front of the page: what does not know the token, or calls this machine by another
-    name (as a page of others does whose name they have led here), gets 404."""
+    """An application in front of the page.
+
+    A request without the token gets 404, and so does one that calls this machine by another name, as a page
+    of others does whose name they have led here.
+    """
 
     app: ASGI
     token: str
@@ -118,7 +121,7 @@ class Guard:
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
             return
-        if not self.knows(scope):
+        if not self.admits(scope):
             await refuse(scope, receive, send)
             return
 
@@ -130,7 +133,7 @@ class Guard:
 
         await self.app(scope, receive, send_with_headers)
 
-    def knows(self, scope: Mapping[str, Any]) -> bool:
+    def admits(self, scope: Mapping[str, Any]) -> bool:
         """Return whether a request has the token, this machine's name, and comes from the page itself."""
         headers = {name: value.decode(errors="replace") for name, value in scope["headers"]}
         names = [f"{name}:{self.port}" for name in (HOST, "localhost")]

@@ -225,6 +225,7 @@ RUN = " ".join(
         ("checkpoint", [*TINY, "steps=2"]),
         *(pytest.param(case, overrides, marks=pytest.mark.long) for case, overrides in (
             ("executor", ["rounds=2"]),
+            ("budget", ["rounds=1", "backend=eager"]),
             ("memory", [*TINY, "memory=1", "plans=[full_shard,ddp,remat-bf16-host]"]),
             ("bubble", [*TINY, "memory=0", "plans=[pipeline2-accumulate2-2x16]"]),
             ("predict", ["ranks=1", "rounds=1", "backend=eager", "plans=[5m-full_shard]"]),

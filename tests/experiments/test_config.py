@@ -3,6 +3,7 @@ is started, nothing made."""
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import sys
@@ -333,6 +334,17 @@ def test_a_mistake_that_ranks_find_removes_what_the_command_made(monkeypatch, tm
         main(TRAIN)
     assert (tmp_path / "new/run" / METRICS).exists() == (has_steps or there == "new/run")
     assert (tmp_path / "new").exists() == (has_steps or there != "")
+
+
+def test_a_mistake_of_any_rank_is_told_and_that_of_rank_0_counts(monkeypatch, tmp_path):
+    """Also where a rank cannot know whether the others have failed, as their store is gone already."""
+    monkeypatch.setenv(jobs.LOGS, str(tmp_path / "ranks"))
+    monkeypatch.setattr(jobs, "leave_group", lambda: None)
+    for rank, said in (("1", "of rank 1"), ("0", "of rank 0"), ("1", "of rank 0")):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit, match=r"^1$"):
+            jobs.end_together(f"of rank {rank}", mistake=True)
+        assert json.loads((tmp_path / jobs.REFUSAL).read_text()) == {"message": said, "mistake": True}
 
 
 def test_a_folder_that_another_process_works_in_is_refused_and_stays(monkeypatch, tmp_path, capfd):

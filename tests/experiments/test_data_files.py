@@ -19,6 +19,7 @@ from experiments.data.records import KINDS
 from experiments.data.tokenizer import open_directory
 from experiments.lib.checks import ConfigError
 from experiments.lib.files import LineError
+from experiments.tuning import rewards
 from fnshard.errors import MissingExtraError
 
 # ------------------------------------------------------------------ what lines mean
@@ -432,3 +433,12 @@ def test_built_in_examples_are_real_split_and_the_same_every_time(tmp_path, byte
     assert [file.read_bytes() for file in files] == before
     data = prepare(files[3], byte_directory, RecordPolicy("pairs", 256), cache=tmp_path / "cache")[0]
     assert not any(data.left_out.values())
+
+
+def test_built_in_answers_are_right_and_wrong(tmp_path):
+    for file in builtin.write_answer_files(tmp_path):
+        records = [json.loads(line) for line in file.read_text().splitlines()]
+        prompts, rows = [r["prompt"] for r in records], [{"response": r["chosen"]} for r in records]
+        assert set(rewards.solved(prompts, [r["chosen"] for r in records], rows)) == {1.0}
+        assert set(rewards.solved(prompts, [r["rejected"] for r in records], rows)) == {0.0}
+        assert len({p.split(" ")[0] for p in prompts}) == 4 and all(r["rejected"] for r in records)

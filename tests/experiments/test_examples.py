@@ -9,7 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from experiments.examples import dino, ensemble_vmap, gpt, gradient_penalty_gan, maml, mlp, moe, pinn, vit
+from experiments.examples import (
+    dino,
+    ensemble_vmap,
+    gpt,
+    gradient_penalty_gan,
+    maml,
+    mlp,
+    moe,
+    pinn,
+    second_try,
+    vit,
+)
 
 
 def fell(losses: list[float], by: float) -> bool:
@@ -71,3 +82,19 @@ def test_it_learns_and_two_ranks_are_one_process(module: Any, steps: int, by: fl
 )
 def test_an_example_is_one_page(module: Any) -> None:
     assert len(inspect.getsource(module).splitlines()) < 100
+
+
+@pytest.mark.parametrize(
+    ("answers", "reward"),
+    [(["321"], 1.0), ([" 32", "321 "], 0.7), (["", "320"], 0.2), (["12", ""], 0.0), (["1", "321321"], 0.15)],
+)
+def test_a_wrong_answer_is_sent_back_once(answers: list[str], reward: float) -> None:
+    left, asked = iter(answers), {"role": "user", "content": "rev 123="}
+
+    def ask(messages: list[Any]) -> dict[str, str]:
+        assert messages[0] == asked and len(messages) % 2
+        return {"role": "assistant", "content": next(left)}
+
+    messages, found = second_try.rollout({"messages": [asked], "response": "321"}, ask)
+    assert found == pytest.approx(reward) and next(left, None) is None
+    assert [each["role"] for each in messages] == ["user", "assistant"] * len(answers)

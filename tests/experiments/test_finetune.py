@@ -160,7 +160,7 @@ def test_noise_rates_and_scales_change_what_is_trained_and_not_what_is_measured(
 
 def test_what_is_in_the_way_is_kept(model, data, tmp_path, capfd):
     """Of a folder named as what is exported, which may be the base; of answers by another configuration. Few
-    pairs, one of them held out, no samples."""
+    pairs, one of them held out, no samples, a run that goes on from another one's checkpoint."""
     few = tmp_path / "few.jsonl"
     few.write_text("".join(data["pairs"].read_text().splitlines(keepends=True)[:25]))
     folder = tmp_path / "run"
@@ -179,7 +179,12 @@ def test_what_is_in_the_way_is_kept(model, data, tmp_path, capfd):
     kept = folder / f"{EXPORTED}.1"
     assert (kept / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
     assert (folder / EXPORTED / "model.safetensors").exists()
-    assert re.search(r"\nheld-out loss: [\d.]+\n", capfd.readouterr().out)
+    config = replace(config, model=str(kept))
+    finetune.finetune(
+        config, replace(run_in(tmp_path / "on"), source=str(folder / "checkpoints" / "1")), [], Stop()
+    )
+    shown = capfd.readouterr().out
+    assert "resume: step 1 of" in shown and re.search(r"\nheld-out loss: [\d.]+\n", shown)
 
 
 @pytest.mark.parametrize("pack", [True, False])

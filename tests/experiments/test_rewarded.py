@@ -265,6 +265,14 @@ def test_a_reward_model_is_a_directory(model, tmp_path):
         ids = tokenizer.apply_chat_template(turns, return_tensors="pt", return_dict=True)
         assert number == pytest.approx(theirs(ids["input_ids"]).logits.item(), rel=1e-5)
     assert numbers[0] != numbers[1]
+    # Those of one length are read at once; one by one if no token is there to pad with.
+    many = ["1+1=", "longer, 1+1=", "2+2=", "3+3="], ["2", "3", "4", "6"], row("") * 4
+    together = run_reward(made.reward, *many)
+    config.pad_token_id = None
+    config.save_pretrained(tmp_path)
+    (alone,) = make_rewards(str(tmp_path))
+    assert together == pytest.approx(run_reward(alone.reward, *many), rel=1e-5)
+    assert together[:2] == pytest.approx(numbers, rel=1e-5) and len(set(together)) == 4
     with pytest.raises(ConfigError, match="it has 2 labels; expected: 1"):
         two = transformers.AutoConfig.from_pretrained(model, num_labels=2, pad_token_id=0)
         transformers.AutoModelForSequenceClassification.from_config(two).save_pretrained(tmp_path / "two")
@@ -319,13 +327,13 @@ def test_rewards_see_the_conversation_and_the_record(directory, tmp_path):
     def look(name: str) -> Any:
         return lambda *given: seen.setdefault(name, given) and [0.0] * 4
 
-    of = SimpleNamespace(data=SimpleNamespace(tokenizer=policy))
+    read = SimpleNamespace(data=SimpleNamespace(tokenizer=policy))
     rewards = [Weighted("plain", look("plain")), Weighted("spelled", look("spelled"), control=True)]
     rewards += [Weighted(n, make_rewards(str(judges[n][0]))[0].reward) for n in ("same", "none", "other")]
     stops = SimpleNamespace(stops=frozenset(policy.stops))
 
     def numbers(*which: int, judge: str) -> list[float]:
-        job = SimpleNamespace(of=of, rollouts=stops, rewards=[r for r in rewards if r.name == judge])
+        job = SimpleNamespace(prompts=read, rollouts=stops, rewards=[r for r in rewards if r.name == judge])
         found = [examples[n] for n in which]
         answers = SimpleNamespace(texts=lambda: [drawn[n] for n in which])
         return RewardedBatches._reward_answers(job, found, answers, [each.row for each in found])[judge]

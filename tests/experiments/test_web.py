@@ -154,7 +154,7 @@ def test_a_prediction_is_what_explain_says():
     assert found.error == "" and found.peak == paper.memory.peak and found.fits == paper.fits
     assert found.peak_bytes == paper.memory.peak_bytes
     assert found.hours == pytest.approx(50 * paper.timeline.step_seconds / 3600)
-    assert sum(bar["value"] for bar in charts.peak_chart(found.peak)["series"][0]["data"]) == found.peak_bytes
+    assert sum(bar["value"] for bar in charts.chart_peak(found.peak)["series"][0]["data"]) == found.peak_bytes
 
 
 def test_what_cannot_be_predicted_says_why():
@@ -360,7 +360,7 @@ def test_curves_are_those_of_the_rows(tmp_path):
     for name, seed in (("a", "run.seed=1"), ("b", "run.seed=2")):
         leave_run(tmp_path / name, seed, status="unfinished")
     outcomes = [outcome_of(tmp_path / name, name) for name in "ab"]
-    one, two = charts.curve_chart(outcomes[:1]), charts.curve_chart(outcomes)
+    one, two = charts.chart_curves(outcomes[:1]), charts.chart_curves(outcomes)
     training = one["series"][0]["data"]
     rows = [[row["step"], row["loss"]] for row in outcomes[0].rows if "loss" in row]
     assert training == rows and [each["name"] for each in one["series"]] == ["training", "held-out"]

@@ -26,7 +26,7 @@ SMALL = ("method.rank=2", "data.context=48", "data.rows=4", "data.held_out_rows=
          "run.device=cpu", "run.timeout_s=60", "mesh.shard=1")  # fmt: skip
 
 
-def write_llama(folder: Path, **more: Any) -> Path:
+def write_llama(folder: Path, *, kind: str = "LlamaForCausalLM", **more: Any) -> Path:
     """A model directory, of bytes."""
     tokenizer = ByteTokenizer()
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -35,7 +35,7 @@ def write_llama(folder: Path, **more: Any) -> Path:
         vocab_size=tokenizer.vocab, eos_token_id=tokenizer.eos, **{**sizes, **more}
     )
     torch.manual_seed(0)
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    getattr(transformers, kind)(config).save_pretrained(folder)
     tokenizer.save(folder)
     return folder
 
