@@ -21,8 +21,9 @@ PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 class Device(Protocol):
     """A device that runs steps.
 
-    `prepare` comes before anything is measured. `clock_and_power` is one line, and "" where nothing tells it.
-    `peak_bytes` counts from `reset_peak` on. `is_well` says whether the device still answers: after an
+    `prepare` comes before anything is measured. `clock_and_power` is one line of nvidia-smi, or "".
+    `peak_bytes` counts from `reset_peak` on; on a CPU it is the process's own peak. `refuse_waits` makes a
+    wait of the host for the device an error. `is_well` says whether the device still answers: after an
     illegal access nothing runs on a GPU any more.
     """
 
@@ -42,7 +43,7 @@ class Gpu:
     """The current CUDA device."""
 
     def prepare(self) -> None:
-        """Take the workspace that cuBLAS keeps, which belongs to no contender."""
+        """Let cuBLAS allocate the workspace that it keeps, so that no contender's memory contains it."""
         one = torch.ones(8, 8, dtype=torch.bfloat16, device="cuda")
         one.mm(one)
 
@@ -69,7 +70,9 @@ class Gpu:
         return torch.cuda.max_memory_allocated()
 
     def clock_and_power(self) -> str:
-        query = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader"]
+        # By its id, since nvidia-smi numbers all GPUs of the host whatever CUDA_VISIBLE_DEVICES says.
+        place = f"--id=GPU-{torch.cuda.get_device_properties().uuid}"
+        query = ["nvidia-smi", place, "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader"]
         try:
             done = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
         except (OSError, subprocess.SubprocessError):

@@ -1,4 +1,5 @@
-"""Batches without end. The global batch is the same on any mesh, and any other mesh resumes at any step."""
+"""Batches without end. The global batch is the same on any mesh, and a run resumes on any other mesh, at any
+step."""
 
 from __future__ import annotations
 
@@ -112,8 +113,9 @@ def place_of(mesh: fs.Mesh) -> dict[str, int]:
 
 
 def order(count: int, seed: int, start: int, stop: int) -> np.ndarray:
-    """Return the numbers of the samples from place `start` up to `stop` of an endless stream of epochs, each
-    of which has all `count` in an order of its own; int64.
+    """Return which samples stand at places `start` to `stop` of an endless stream of epochs, int64.
+
+    Each epoch has all `count` samples in an order of its own.
 
     >>> order(3, 0, 0, 7).size, sorted(order(3, 0, 3, 6).tolist())
     (7, [0, 1, 2])
@@ -132,7 +134,7 @@ def permute(places: np.ndarray, count: int, seed: int, epoch: int = 0) -> np.nda
 
     It is a Feistel network on the least even number of bits, at least four, that holds `count`. A value
     outside walks on along its cycle until it is inside (Black and Rogaway, 2002), which takes at most four
-    passes in the mean if `count` is 4 or more.
+    passes on average if `count` is 4 or more.
 
     >>> sorted(permute(np.arange(5), 5, seed=1).tolist())
     [0, 1, 2, 3, 4]

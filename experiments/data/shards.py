@@ -1,7 +1,7 @@
 """Shards: a folder of `.npy` arrays of token ids, which ranks map.
 
 Next to them lies a CRC-32 of each `BLOCK_BYTES` of each array. A process compares a block with it when it
-touches the block first. All of 1 GB takes about 0.2 s, spread over the steps that read it, and a window in a
+first touches the block. All of 1 GB takes about 0.2 s, spread over the steps that read it, and a window in a
 fresh block takes 0.02 ms more. Opening shards compares sizes and the first block of each array.
 """
 
@@ -20,7 +20,14 @@ from typing import Any
 import numpy as np
 
 from experiments.lib.checks import ConfigError
-from experiments.lib.files import DamagedError, differences, read_record, write_bytes, write_record
+from experiments.lib.files import (
+    DamagedError,
+    differences,
+    read_record,
+    take_turns,
+    write_bytes,
+    write_record,
+)
 from fnshard.errors import report
 
 # Next to folders of shards lie a record of the command that wrote them, and its tokenizer.
@@ -29,7 +36,7 @@ TOKENIZER_FILES = "tokenizer_files"  # in the command's record, the digests of t
 HEADER, SUMS = "shards.json", "shards.crc32"
 BLOCK_BYTES = 2**17  # bytes of a checksum, no more than the system reads ahead
 ANEW = f"write the shards anew; where the arrays are your own, delete {HEADER} and {SUMS}."
-BLOCK = 2**22  # tokens that are looked through at once
+READ_TOKENS = 2**22  # tokens that are looked through at once
 
 
 @dataclass(frozen=True)
@@ -46,8 +53,9 @@ class Shards:
         tokenizer: the key of that tokenizer; None if it is unknown.
         eos: the token that ends each document; None if it is unknown.
         broken: the number of lines that were left out, and of parts of files in which bytes were replaced.
-        sizes: the bytes of each array's file. They are None if an older version wrote the header; then only
-            the numbers of tokens are compared.
+        sizes: the bytes of each array's file. They are None where there are no checksums: an older version
+            wrote the header, or the folder is not ours to write to. Then only the numbers of tokens are
+            compared.
         sums: the CRC-32 of the file of checksums.
     """
 
@@ -145,21 +153,24 @@ class Shards:
 
 
 def open_shards(folder: str | Path) -> Shards:
-    """Map a folder of shards. Others' `.npy` arrays, [tokens] of uint16 or uint32, are described first.
+    """Map a folder of shards.
+
+    Arrays [tokens] of uint16 or uint32 without a header, which another program wrote, are looked through
+    first (`describe`). Of several processes that open them at once, one does so, and the others wait.
 
     Raises:
         ConfigError: there are no arrays, or not all that the header names.
         DamagedError: the header or the checksums are not what was written.
     """
     folder = Path(folder)
-    try:
-        header = read_record(folder / HEADER)
-    except DamagedError as error:
-        raise DamagedError(f"{error} Fix: {ANEW}") from None
-    if header is None and (folder / SUMS).exists():
-        raise DamagedError(f"{folder / HEADER} is missing. Fix: {ANEW}")
+    header = _read_header(folder)
     if header is None:
-        return describe(folder)
+        with take_turns(folder):
+            header = _read_header(folder)  # another process may have written it by now
+            if header is None and (folder / SUMS).exists():
+                raise DamagedError(f"{folder / HEADER} is missing. Fix: {ANEW}")
+            if header is None:
+                return describe(folder)
     try:
         found = Shards(folder=folder, **header)
     except TypeError:
@@ -185,6 +196,14 @@ def open_shards(folder: str | Path) -> Shards:
     return found
 
 
+def _read_header(folder: Path) -> dict[str, Any] | None:
+    """Read the header of a folder of shards; None if there is none."""
+    try:
+        return read_record(folder / HEADER)
+    except DamagedError as error:
+        raise DamagedError(f"{error} Fix: {ANEW}") from None
+
+
 def describe(folder: Path, **known: Any) -> Shards:
     """Look through the arrays of a folder once, and write its header and checksums where that can be.
 
@@ -202,8 +221,8 @@ def describe(folder: Path, **known: Any) -> Shards:
     for name in files:
         array, content = np.load(folder / name, mmap_mode="r"), np.memmap(folder / name, np.uint8, "r")
         sums += [zlib.crc32(content[at : at + BLOCK_BYTES]) for at in range(0, len(content), BLOCK_BYTES)]
-        for start in range(0, len(array), BLOCK):
-            block = array[start : start + BLOCK]
+        for start in range(0, len(array), READ_TOKENS):
+            block = array[start : start + READ_TOKENS]
             largest = max(largest, int(block.max()))
             digest.update(block.astype("<u4").tobytes())
     content = np.array(sums, "<u4").tobytes()

@@ -39,14 +39,19 @@ from experiments.tuning.lm import from_directory
 from experiments.tuning.model_directory import find_directory, open_model
 
 RESULTS, OF = "results.json", "of.json"
+MODEL_FILES = (".safetensors", ".json", ".jinja", ".model", ".txt")  # weights, and those of a tokenizer
 
 
 def evaluate(config: EvaluateConfig, folder: Path) -> None:
-    """Measure a model on ranks of its own. Print a table, and leave it in a folder next to all answers.
+    """Measure a model on ranks of its own. Print a table, and write it next to all answers.
+
+    Args:
+        folder: the command's own folder. The results go to `config.folder`; by default to a folder two
+            levels above, whose name is the key of the evaluation.
 
     Raises:
-        ConfigError: the device is missing, the model or files of tasks cannot be read, all of which are
-            named, or the folder has answers of something else.
+        ConfigError: the device is missing; the model or files of tasks cannot be read (one error names all);
+            or the folder has answers of another evaluation.
         MissingExtraError: a task is of lm-eval, which is not installed.
         LaunchError: a rank failed.
     """
@@ -55,9 +60,10 @@ def evaluate(config: EvaluateConfig, folder: Path) -> None:
     most = there.get(device)
     if most is not None and (config.ranks or most) > most:
         raise ConfigError(f"ranks={config.ranks}: this machine has {most} of {device}. Fix: ranks=null.")
+    fast = "float32" if device == "cpu" else "bfloat16"
     config = replace(
         config, model=str(find_directory(config.model)), device=device,
-        ranks=config.ranks or most or CPU_RANKS,
+        dtype=fast if config.dtype == AUTO else config.dtype, ranks=config.ranks or most or CPU_RANKS,
     )  # fmt: skip
 
     # Model and tasks are opened here, so that all mistakes show before ranks start.
@@ -73,13 +79,15 @@ def evaluate(config: EvaluateConfig, folder: Path) -> None:
     if wrong:
         raise ConfigError("\n".join(wrong))
 
-    # The folder's key has everything that answers depend on: the model, the settings, and the questions as
-    # they are asked.
+    # The folder's key has everything that answers depend on: the model with its tokenizer, the settings, and
+    # the questions as they are asked.
     asked = [task.digest for task in tasks]
     asked += [text for text in config.tasks if text not in own]
-    files = [*sorted(Path(config.model).glob("*.safetensors")), Path(config.model, "config.json")]
+    files = sorted(path for path in Path(config.model).iterdir() if path.suffix in MODEL_FILES)
     stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    of = {"model": stats, "shots": config.shots, "tokens": config.tokens, "tasks": asked}
+    of = {
+        "model": stats, "dtype": config.dtype, "shots": config.shots, "tokens": config.tokens, "tasks": asked,
+    }  # fmt: skip
     key = hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()[:12]
     place = Path(config.folder or folder.parents[1] / key)
     place.mkdir(parents=True, exist_ok=True)
@@ -87,7 +95,8 @@ def evaluate(config: EvaluateConfig, folder: Path) -> None:
         before = read_record(place / OF) or {}
     except DamagedError as error:
         raise ConfigError(f"{error} Fix: another folder, or delete {place}.") from None
-    if before.get("key", key if not any(place.glob("*/*.jsonl")) else None) != key:
+    has_answers = any(place.glob("*/*.jsonl"))  # without a record, nobody knows of what they are
+    if before.get("key", None if has_answers else key) != key:
         raise ConfigError(
             f"folder={place}: its answers are of another model, task or setting. Fix: another folder."
         )
@@ -106,7 +115,7 @@ def on_rank(config: EvaluateConfig, folder: str) -> None:
     """Answer this rank's part of the questions. Rank 0 writes the results."""
     mesh = fs.make_mesh(shard=-1, device=config.device)
     scorer, blocks = make_scorer(config, mesh)
-    barrier = scorer.forward(lambda params: 0).gather_strings
+    barrier = scorer.forward(lambda params: 0).gather_strings  # ranks of any program meet there
     place, found = Path(folder), {}
     own = [text for text in config.tasks if not text.startswith(f"{HARNESS}:")]
     tasks = dict(zip(own, read_tasks(own, config.shots, config.limit), strict=True))
@@ -137,9 +146,8 @@ def on_rank(config: EvaluateConfig, folder: str) -> None:
 
 def make_scorer(config: EvaluateConfig, mesh: fs.Mesh) -> tuple[Scorer, Any]:
     """Open a model directory as a scorer, with this rank's blocks of its leaves."""
-    fast = torch.float32 if mesh.device_type == "cpu" else torch.bfloat16
-    dtype = fast if config.dtype == AUTO else getattr(torch, config.dtype)
-    lm, tokenizer = from_directory(config.model, dtype), open_directory(config.model)
+    lm = from_directory(config.model, getattr(torch, config.dtype))
+    tokenizer = open_directory(config.model)
     specs = fs.presets.full_shard(lm.params, mesh)
     blocks = fs.hf.load(config.model, specs, mesh, model=lm.model)
 
@@ -172,8 +180,8 @@ def read_answers(folder: Path, task: Task) -> dict[int, dict[str, Any]]:
 
 
 def summarise(task: Task, results: dict[int, dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Return `{task/metric: {value, stderr, questions}}`, with the sample's deviation by sqrt(questions) as
-    error."""
+    """Return `{task/metric: {value, stderr, questions}}`, where `stderr` is the sample's standard deviation
+    divided by sqrt(questions)."""
     out = {}
     for metric in task.metrics:
         values = [result[metric] for result in results.values()]

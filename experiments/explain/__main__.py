@@ -16,7 +16,7 @@ from experiments.lib.files import write_text
 from fnshard import plot
 
 
-def write(config: ExplainConfig, folder: Path) -> None:
+def write_explanation(config: ExplainConfig, folder: Path) -> None:
     """Print what is known of a configuration, and write it to a folder with the schedule and pictures."""
     paper = explain(config)
     text = words.as_text(paper)
@@ -43,11 +43,11 @@ def write_waste(arguments: list[str]) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Explain the run that the one argument names, or a configuration."""
+    """Explain a run (`run=DIR`) or a configuration."""
     if any(each.startswith("run=") for each in arguments):
         exit_with(lambda: write_waste(arguments))
     else:
-        answer(COMMAND, write)
+        answer(COMMAND, write_explanation)
 
 
 if __name__ == "__main__":

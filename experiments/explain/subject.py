@@ -1,4 +1,4 @@
-"""Subject: the model that a step on paper trains, a decoder by its sizes, or what `_target_`s name."""
+"""Subject: what a step on paper trains: a decoder by its sizes, or a model and data that `_target_`s name."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def subject_of(config: Any, layers: int | None = None) -> Subject:
     """Make the subject of a configuration of `explain` or `plan`.
 
     Args:
-        layers: the number of layers in place of the model's own. A model of one's own takes it as `layers`.
+        layers: the number of layers in place of the model's own, for a language model only
+            (`PlanConfig.is_layered`). A model of one's own takes it as `layers`.
 
     Raises:
         ConfigError: a `_target_` does not import, or does not take its keys.
@@ -62,7 +63,7 @@ def subject_of(config: Any, layers: int | None = None) -> Subject:
         config = replace(config, model={**model, "layers": layers})
     task = make_task(config)
     named, structure = fs.tree.flatten_with_paths(task.params)
-    # Leaves of a module that are no parameters are buffers. All leaves of a function are parameters.
+    # Leaves of a module that are no `nn.Parameter` are buffers and do not count; those of a function all do.
     is_module = isinstance(task.init, nn.Module)
     size = sum(
         leaf.numel()

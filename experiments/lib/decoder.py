@@ -1,8 +1,8 @@
 """Decoder: a language model in plain PyTorch, and a sampler of text from it.
 
-It has RMSNorm, rotary positions, SwiGLU and grouped-query attention. Nothing in it knows of sharding. Letters
-in shape comments: B rows, T positions, D width, H query heads, G key/value heads, K head size, M hidden size
-of the MLP, V vocabulary.
+It has RMSNorm, rotary positions, SwiGLU and grouped-query attention. Nothing in the model knows of
+sharding. Letters in shape comments: B rows, T positions, D width, H query heads, G key/value heads, K head
+size, M hidden size of the MLP, V vocabulary.
 """
 
 from __future__ import annotations
@@ -130,9 +130,9 @@ class RMSNorm(nn.RMSNorm):
 
 
 def rotary(positions: int, head: int, theta: float, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines [T, K/2], computed in fp32 (bf16 angles are off by radians), in `like`'s
-    dtype.
+    """Return cosines and sines [T, K/2] in the dtype of `like`.
 
+    They are computed in fp32, since bf16 angles are off by radians.
     They are made where they are used and not kept as buffers, so that nothing is stored, cast wrongly or lost
     on the meta device.
     """
@@ -256,7 +256,8 @@ def last_logits(
 
     Args:
         hidden: a function of (params, tokens, *more) that returns [B, T, D], or logits [B, T, V].
-        head: the function of (params, [B, 1, D]) that is left to do for a position, and returns [B, 1, V].
+        head: a function of (params, [B, 1, D]) that makes the logits [B, 1, V] of one position. By default
+            `hidden` has made them.
     """
 
     def fn(params: Any, tokens: Tensor, last: Tensor, *more: Any) -> Tensor:
@@ -274,7 +275,7 @@ class Sampler:
     Nothing is cached from token to token: gathering weights that are sharded is most of what a token takes.
 
     Args:
-        forward: `last_logits` for sharded parameters. All ranks call it together, each with its rows.
+        forward: the `fs.shard_forward` of `last_logits`. All ranks call it together, each with its rows.
         context: T, the tokens of the window. When there are more, the oldest fall out.
         temperature: the number that logits are divided by; below 1 it keeps closer to the likely tokens, and
             0 takes the likeliest.
@@ -287,14 +288,14 @@ class Sampler:
     temperature: float = 0.8
     more: tuple[Any, ...] = ()
 
-    def lower(self, params: Any) -> Lowered:
-        """Lower the program that draws a token for one row."""
-        return self.forward.lower(params, *self._windows([[0]]))
+    def lower(self, params: Any, rows: int = 1) -> Lowered:
+        """Lower the program that draws a token for each row; `more` has as many rows."""
+        return self.forward.lower(params, *self._windows([[0]] * rows), *self.more)
 
     def __call__(
         self, params: Any, prompts: Sequence[Sequence[int]], length: int, seed: int = 0
     ) -> list[list[int]]:
-        """Draw `length` tokens after each prompt, and return them."""
+        """Draw `length` tokens after each prompt, which has at least one, and return them."""
         random = torch.Generator().manual_seed(seed)
         rows = [list(prompt) for prompt in prompts]
         for _ in range(length):
@@ -313,7 +314,7 @@ class Sampler:
     def _windows(self, rows: list[list[int]]) -> tuple[Tensor, Tensor]:
         """Return the arguments [B, T] and [B] of `last_logits`."""
         seen = [row[-self.context :] for row in rows]
-        # Attention is causal: no number behind `last` is read.
+        # Attention is causal: no token after `last` is read.
         padded = [row + [0] * (self.context - len(row)) for row in seen]
         last = torch.tensor([len(row) - 1 for row in seen], device=self.device)
         return torch.tensor(padded, device=self.device), last

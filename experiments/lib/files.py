@@ -12,7 +12,7 @@ import json
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -237,6 +237,20 @@ def locked(folder: Path, name: str = LOCK) -> Iterator[bool]:
         except OSError:  # a file system without locks
             pass
         yield free
+
+
+@contextmanager
+def take_turns(folder: Path) -> Iterator[None]:
+    """Let one process at a time run the block with this folder.
+
+    All may run it if there is no such folder, or its file system has no locks.
+    """
+    with ExitStack() as stack:
+        with suppress(OSError):
+            fd = os.open(folder, os.O_RDONLY)
+            stack.callback(os.close, fd)
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
 
 
 def first_few(lines: Sequence[str], most: int) -> list[str]:

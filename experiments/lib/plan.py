@@ -70,8 +70,8 @@ def plan_step(
 
     Args:
         batch: this rank's batch of one step; tensors may be meta.
-        specs: a function of a preset and options of it (fields of `LayoutSpec` for all leaves that train,
-            `chunks`) that returns specs.
+        specs: makes the specs of a preset: `specs(preset, **options)`, with fields of `LayoutSpec` for all
+            leaves that train, and `chunks`.
         hardware: the hardware that `strategy=auto` plans for, see `hardware_of`.
         along: options of the step by `MeshConfig.options`.
 
@@ -114,19 +114,20 @@ def forward_options(config: Any, mesh: fs.Mesh) -> dict[str, Any]:
 
 def _fit_on_all_ranks(*args: Any, **options: Any) -> Fit:
     """Run `fs.fit` on every rank, and compare the plans: no rank acts, or gives up, alone."""
+    failed: Exception | None = None
     try:
-        found: Fit | fs.BudgetError = fs.fit(*args, **options)
+        found = fs.fit(*args, **options)
         mine = repr(found.chosen.choice)
-    except fs.BudgetError as error:
-        found, mine = error, str(error)
+    except Exception as error:  # the others wait for this rank
+        failed, mine = error, str(error) if isinstance(error, fs.BudgetError) else repr(error)
     if dist.is_initialized():
         plans: list[str] = [""] * dist.get_world_size()
         dist.all_gather_object(plans, mine)
         if len(set(plans)) > 1:
             wrong = [f"rank {rank}: {plan}" for rank, plan in enumerate(plans)]
-            raise fs.AgreementError(report("ranks planned differently:", wrong))
-    if isinstance(found, fs.BudgetError):
-        raise found
+            raise fs.AgreementError(report("ranks planned differently:", wrong)) from failed
+    if failed is not None:
+        raise failed
     return found
 
 
@@ -135,7 +136,8 @@ def hardware_of(name: str, mesh: fs.Mesh | None = None) -> fs.Hardware:
 
     Args:
         name: a name of the table; "measure", which all ranks measure together; "measured:FOLDER", what runs
-            of a folder have measured; or "auto", which goes by the name of the mesh's device.
+            of a folder have measured; or "auto", the mesh's own device by its name, which needs `mesh` (an
+            unknown one is planned for as an H100).
 
     Raises:
         ConfigError: no run below the folder of `measured:FOLDER` has measured anything.
@@ -194,7 +196,7 @@ def specs_of(rules: Any, params: Any, policy: Mapping[str, Any]) -> Any:
         ConfigError: a rule matches nothing, or no rule matches a leaf.
     """
     try:
-        return fs.match_specs(params, [(of, rule_of(how, policy)) for of, how in rules])
+        return fs.match_specs(params, [(glob, rule_of(rule, policy)) for glob, rule in rules])
     except fs.errors.SpecError as error:
         raise ConfigError(f"specs: {error}") from None
 
@@ -212,6 +214,7 @@ def rule_of(how: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
 def peak_of(planned: fs.Hardware | None, mesh: fs.Mesh) -> fs.Hardware | None:
     """Return the hardware whose peak an MFU is a share of: one that was measured, or a GPU that the table
     knows."""
+    # Hardware that was measured has the machine's own name.
     if planned is not None and not planned.name.startswith(tuple(TABLE)):
         return planned
     if mesh.device_type != "cuda":

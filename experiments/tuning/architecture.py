@@ -1,5 +1,5 @@
-"""Architecture: the parts of a model of transformers, which are observed rather than named where that is
-possible."""
+"""Architecture: what a model of transformers consists of, found by a look at it rather than by names of
+architectures, where that is possible."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torch.overrides import TorchFunctionMode
 from experiments.lib.checks import ConfigError
 from fnshard.errors import report
 
-KINDS = ("full_attention", "sliding_attention")  # of layers that can be masked by hand
+LAYER_KINDS = ("full_attention", "sliding_attention")  # whose masks are made here
 CACHES = ("cache", "past_key_values")  # a trunk's parameter since transformers 5.24, and before
 
 
 def no_decoder(name: str, *why: str) -> ConfigError:
-    """Return the error for a model that is none of ours."""
+    """Return the error for a model that cannot be tuned here."""
     return ConfigError(
         report(
             f"{name} is no causal language model that can be tuned here:",
@@ -32,8 +32,8 @@ def no_decoder(name: str, *why: str) -> ConfigError:
 
 
 def trunk_of(model: nn.Module) -> str:
-    """Return the path of the module that is all but the head. In a model that sees it is the part that
-    writes."""
+    """Return the path of the module that is all but the head. Of a vision-language model it is the
+    decoder of its text."""
     if not hasattr(model.config, "vision_config"):
         return model.base_model_prefix
     decoder = model.get_decoder()
@@ -56,7 +56,7 @@ def check_decoder(model: nn.Module) -> None:
         wrong.append("it is an encoder: tokens see those after them")
     elif len(causal) < config.num_hidden_layers:
         wrong.append(f"{config.num_hidden_layers - len(causal)} of its layers have no causal attention")
-    other = sorted(set(getattr(config, "layer_types", None) or ()) - set(KINDS))
+    other = sorted(set(getattr(config, "layer_types", None) or ()) - set(LAYER_KINDS))
     wrong += [f"layers of the kind {kind!r}, whose masks are not known here" for kind in other]
     # What the trunk can be handed: positions, masks and a cache.
     taken = inspect.signature(trunk.forward).parameters
@@ -73,13 +73,15 @@ def check_decoder(model: nn.Module) -> None:
     convolved = [f"{n}.weight" for n, m in trunk.named_modules() if isinstance(m, nn.Conv1d)]
     known = {*experts_of(trunk), *convolved}
     odd = [f"{n} {list(p.shape)}" for n, p in trunk.named_parameters() if p.dim() > 2 and n not in known]
-    wrong += [f"{odd[0]} and {len(odd) - 1} more are of experts of another kind"] if odd else []
+    if odd:
+        others = f" and {len(odd) - 1} more are" if len(odd) > 1 else " is"
+        wrong.append(f"{odd[0]}{others} of experts of another kind")
     if wrong:
         raise no_decoder(type(model).__name__, *wrong)
 
 
 def cache_parameter(trunk: nn.Module) -> str:
-    """Return the one of `CACHES` that a trunk takes. The trunk has been checked."""
+    """Return the one of `CACHES` that a trunk takes. The trunk has passed `check_decoder`."""
     return next(name for name in CACHES if name in inspect.signature(trunk.forward).parameters)
 
 
@@ -103,9 +105,9 @@ def windows_of(trunk: nn.Module, config: Any) -> dict[str, int | None]:
     names = inspect.unwrap(type(trunk).forward).__code__.co_names
     window = getattr(config, "sliding_window", None) if _WINDOWED in names else None
     if window is None:
-        return {KINDS[0]: None}
-    kinds = getattr(config, "layer_types", None) or KINDS[1:]
-    return {kind: window if kind == KINDS[1] else None for kind in sorted(set(kinds))}
+        return {LAYER_KINDS[0]: None}
+    kinds = getattr(config, "layer_types", None) or LAYER_KINDS[1:]
+    return {kind: window if kind == LAYER_KINDS[1] else None for kind in sorted(set(kinds))}
 
 
 _WINDOWED = "create_sliding_window_causal_mask"  # of transformers
@@ -162,7 +164,8 @@ def is_plain(rest: Callable[..., Any], leaves: Mapping[str, Tensor], head: str) 
     That is observed in a run, since softcaps, scales and biases have other names in every architecture.
 
     Args:
-        rest: everything after the trunk, as a function of the leaves.
+        rest: the model as a function of the leaves, with a stand-in for its trunk, which returns
+            `inputs_embeds` as hidden states.
         leaves: the leaves, on meta.
         head: the path of the head.
     """

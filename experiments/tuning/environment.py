@@ -8,8 +8,9 @@
         return messages, reward
 
 `prompt` is the record, as rewards are given it (`tuning.rewards`). Each rollout has a thread, and waits in
-`ask` until all others wait there too, or have ended, so that the model answers all of them at once. Each
-answer is learned after the very tokens that the model was shown, since nothing is tokenised a second time.
+`ask` until all others wait there too, have ended or failed, so that the model answers all of them at once.
+Each answer is learned after the very tokens that the model was shown, since nothing is tokenised a second
+time.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ Draw = Callable[[Sequence["Turn"]], Sequence[Answer]]
 
 
 class Limit(Exception):
-    """An error that ends a rollout which asks for more than it may."""
+    """An error that `ask` raises into a rollout that has had all its turns."""
 
 
 @dataclass
@@ -63,7 +64,7 @@ class Play:
         environment: the user's function.
         turns: the most turns of a rollout.
         context: the most positions of a prompt with its answer.
-        answer: the most tokens of an answer.
+        answer_tokens: the most tokens of an answer.
         timeout: the seconds that a rollout may think between two turns.
     """
 
@@ -71,7 +72,7 @@ class Play:
     tokenizer: DirectoryTokenizer
     turns: int
     context: int
-    answer: int
+    answer_tokens: int
     timeout: float
 
     def __call__(
@@ -81,14 +82,15 @@ class Play:
 
         Args:
             draw: draws answers to turns. All ranks call it together.
-            goes_on: tells whether any rank has a turn to answer, and is told whether this one has.
+            goes_on: `goes_on(waits)` exchanges over ranks whether one has a turn to answer; the loop ends
+                where none has.
 
         Returns:
             All turns, one rollout after the other, and each rollout's reward.
 
         Raises:
             ConfigError: the environment raises, returns something else, asks for more turns than there may
-                be, thinks for too long, or has said more than the context holds.
+                be, thinks for too long, or leaves no room for an answer in the context.
         """
         talks = [_Talk(self, number, prompt) for number, prompt in enumerate(prompts)]
         for talk in talks:
@@ -105,7 +107,7 @@ class Play:
                     break
                 turns = [talk.asked for talk in waiting]
                 for talk, answer in zip(waiting, draw(turns), strict=True):
-                    talk.answer(answer)
+                    talk.hand_over(answer)
         finally:
             for talk in talks:
                 talk.close()
@@ -150,10 +152,11 @@ class _Talk:
             ids = opening(play.tokenizer, list(messages), tools)
         except LineError as error:
             raise self._make_error(str(error)) from error
-        if len(ids) - 1 + play.answer > play.context:
+        if len(ids) - 1 + play.answer_tokens > play.context:
             raise self._make_error(
-                f"turn {number + 1} takes {len(ids) - 1} positions, and an answer may have {play.answer}; "
-                f"the context has {play.context}. Fix: a larger data.context, or fewer and shorter messages"
+                f"turn {number + 1} takes {len(ids) - 1} positions, and an answer may have "
+                f"{play.answer_tokens}; the context has {play.context}. Fix: a larger data.context, or fewer "
+                "and shorter messages"
             )
         self.asked = Turn(self.number, number, ids)
         self._ready.release()
@@ -176,7 +179,7 @@ class _Talk:
             )
         return self.error is None and not self._is_over
 
-    def answer(self, answer: Answer) -> None:
+    def hand_over(self, answer: Answer) -> None:
         """Hand the model's answer to the rollout."""
         self.asked.answer = answer
         self.said.append(self.asked)

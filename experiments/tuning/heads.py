@@ -1,4 +1,4 @@
-"""Heads: a reward model's score, classes or embeddings of hidden states, in the place of next tokens.
+"""Heads: what is read off hidden states instead of next tokens: a reward model's score, classes, embeddings.
 
 A batch's `targets` say where these are read: they are a class, or 0, at the positions that count, and IGNORE
 elsewhere. A head is a leaf of the tree beside the model's, `{"score": {"weight": [C, D]}}`.
@@ -21,13 +21,13 @@ from fnshard.losses import IGNORE
 def make_hidden(tuning: Tuning, *, training: bool) -> Callable[[Any, Batch], Tensor]:
     """Make `fn(params, batch)`, which gives hidden states [B, T, D] in fp32 or wider, 0 where no target
     is."""
+    lm: LanguageModel = tuning.lm
 
     def hidden(params: Any, batch: Batch) -> Tensor:
         found = lm.hidden(params, *(batch.get(n) for n in ("tokens", "positions", "documents")))
         found = torch.where((batch["targets"] != IGNORE).unsqueeze(-1), found, 0.0)  # padding may hold NaN
         return found.to(torch.promote_types(found.dtype, torch.float32))
 
-    lm: LanguageModel = tuning.lm
     return tuning.policy(hidden, training=training)
 
 
@@ -39,7 +39,8 @@ def score_of(params: Any, hidden: Tensor) -> Tensor:
 def take_ends(hidden: Tensor, batch: Batch) -> Tensor:
     """Take the hidden state at each document's end, where its one target is.
 
-    The result is [B, D] if each row is a document, and [B, 2 N, D] for packed pairs.
+    `hidden` is 0 elsewhere, so that a sum finds it. The result is [B, D] if each row is a document,
+    and [B, 2 N, D] for packed pairs.
     """
     if "pairs" not in batch:
         return hidden.sum(1)

@@ -15,10 +15,10 @@ from fnshard.losses import Mean
 
 
 def reward(tuning: Tuning, config: ObjectiveConfig, *, training: bool) -> Callable[..., Any]:
-    """Make -log sigmoid(chosen - rejected) of the scores of a pair, averaged over all pairs of all ranks.
+    """Make the loss -log sigmoid(c - r), of the scores of a pair's chosen and rejected answers.
 
-    This is the loss of Bradley and Terry (1952) and Ouyang et al. (2022). The batch is as in
-    `objectives.preference`, with targets of 0 at the end of each answer.
+    It is averaged over all pairs of all ranks. This is the loss of Bradley and Terry (1952) and Ouyang et al.
+    (2022). The batch is as in `objectives.preference`, with targets of 0 at the end of each answer.
     """
     hidden = make_hidden(tuning, training=training)
 

@@ -37,9 +37,9 @@ SAMPLES, SAMPLE_S = 5, 6e-3
 # Columns of products' inputs, and lengths of attention. Rare dtypes get one of each.
 MATMULS, LENGTHS = (64, 128, 256, 512), (128, 256, 512, 1024)
 COUNTS = (1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)  # elements streamed
-DISK_bytes_per_s = 1e9
+DISK_BYTES_PER_S = 1e9  # assumed: the disk is not measured
 COLD_BYTES = 256 << 20  # more than a core's share of the caches
-ROWS = (1 << 10, 1 << 15, 1 << 18, 1 << 20, 1 << 22)  # elements of a rank's part in a collective
+PARTS = (1 << 10, 1 << 15, 1 << 18, 1 << 20, 1 << 22)  # elements of a rank's part in a collective
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "f64": torch.float64}
 Points = list[tuple[float, float]]
 
@@ -55,7 +55,7 @@ def measure(mesh: Mesh | None = None, clock: Callable[[], float] = time.perf_cou
     if comm is None:
         return found
     all_found = [json.loads(text) for text in comm.gather_object(json.dumps(found))]
-    # Values that are no numbers are taken from the first rank.
+    # Floats are averaged; the rest (names, flags, counts) is the first rank's.
     mean = optree.tree_map(lambda *v: statistics.fmean(v) if type(v[0]) is float else v[0], *all_found)
     return mean | {"memory_bytes": min(each["memory_bytes"] for each in all_found)}
 
@@ -231,7 +231,7 @@ class _Bench:
             "update": _curve(updated),
             "host_link_bytes_per_s": link,
             "host_update_bytes_per_s": self._update(1 << 20, host.device)[1],
-            "disk_bytes_per_s": DISK_bytes_per_s,
+            "disk_bytes_per_s": DISK_BYTES_PER_S,
             "memory_bytes": memory_bytes(self.device, self.ranks_here),
         }
 
@@ -270,7 +270,7 @@ class _Bench:
         a, out = self.random(8, 8), self.random(8, 8)
         host = torch.device("cpu")
         launch = self.seconds(lambda: torch.mm(a, a, out=out), host)
-        # A line of the executor is a closure that moves a few values of a dict. A kernel costs several lines.
+        # A line of the executor is a closure that moves a few values of a dict. A kernel costs about four.
         env, names = {f"v{i}": i for i in range(24)}, [f"v{i}" for i in range(24)]
 
         def line() -> None:
@@ -281,6 +281,7 @@ class _Bench:
 
         seconds = self.seconds(line, host)
         overlap = self.device.type != "cpu"
+        # On a device the floor is the time of the smallest operator, which runs next to the host.
         return {
             "launch_seconds": launch,
             "instruction_seconds": seconds,
@@ -294,7 +295,10 @@ class _Bench:
 
     # -------------------------------------------------------------- collectives
     def links(self, mesh: Mesh | None, copy: dict[str, Any]) -> dict[str, Any]:
-        """Measure the transport without packing and unpacking; without peers, rates are those of memory."""
+        """Measure the transport without packing and unpacking; without peers, rates are those of memory.
+
+        All ranks count as one node, and the one link that is measured stands for both kinds.
+        """
         axes = mesh.ordered(mesh.names) if mesh else ()
         if self.comm is None or not axes:
             link = {"latency_seconds": 1e-6} | dict.fromkeys(_collectives(1), copy)
@@ -308,7 +312,7 @@ class _Bench:
         for verb, (name, rows, share) in _collectives(n).items():
             issue: Callable[[Tensor, tuple[str, ...]], Handle] = getattr(self.comm, name)
             times[verb] = []
-            for count in ROWS:
+            for count in PARTS:
                 source, spare = self.random(n * count), self.random(n * count)
                 outs = [self.random(n * count) for _ in range(n)]
 

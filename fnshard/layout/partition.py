@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +20,8 @@ class Fused:
     """An axis in a `P` whose dim holds `count` equal matrices side by side, each of which the axis splits.
 
     A rank's block of a fused query, key and value [3 * d, d] is its part of each of the three, with the
-    numbers that three separate leaves would have. A `Fused` stands first on its dim, and in
-    `LayoutSpec.compute`. It follows Megatron's `partition_stride`.
+    numbers that three separate leaves would have. A `Fused` stands first on its dim. A
+    spec has it in `compute`. It follows Megatron's `partition_stride`.
 
     >>> P(None, (Fused("tensor", 3), "shard")).of(1)
     ('tensor', 'shard')
@@ -97,7 +97,7 @@ class P:
         """The layout without `Fused`: that of a tensor in which each rank's parts lie side by side."""
         return P(*map(self.of, range(len(self.parts))))
 
-    def without(self, axes: Iterable[str]) -> P:
+    def without(self, axes: Collection[str]) -> P:
         """Return the layout over the axes that are not among `axes`."""
         dims = range(len(self.parts))
         return P(*(tuple(a for a in self.entries(dim) if _name(a) not in axes) for dim in dims))
@@ -195,7 +195,8 @@ def boxes(
 
 
 def _runs(where: slice, size: int, count: int, ranks: int) -> Iterator[tuple[slice, slice]]:
-    """Cut a slice of a dim in which ranks' parts lie side by side into runs that lie together in the dim.
+    """Cut `where`, a slice of a dim whose parts were put side by side rank by rank, into runs that are
+    contiguous in the dim as it is.
 
     Yields:
         For each run, its slice of the dim, and its slice of `where`.
@@ -230,8 +231,9 @@ def side_by_side(full: Tensor, layout: P, mesh: Mesh, inverse: bool = False) -> 
 def slot_layout(slot: Sequence[int], shape: Sequence[int], layout: P, mesh: Mesh) -> P | None:
     """Return the layout of a slot: optimizer state of shape `slot`, of a leaf of `shape` that has `layout`.
 
-    It is the layout that `like_leaf` finds. A slot of another shape that has as many matrices as the leaf is
-    cut along its rows, by all axes that cut matrices of the leaf. For yet another shape the layout is None.
+    It is the layout that `like_leaf` finds. A slot of other matrices, one for each of the leaf's, is cut
+    along its rows, by all axes that cut the rows or columns of the leaf. For yet another shape the layout is
+    None.
 
     >>> from fnshard.mesh import make_mesh
     >>> slot_layout((6, 6), (6, 4), P(None, "shard"), make_mesh(shard=2, abstract=True))
@@ -248,9 +250,9 @@ def like_leaf(slot: Sequence[int], shape: Sequence[int], layout: P, mesh: Mesh) 
     """Return the layout of state whose blocks an optimizer computes from blocks of a leaf, or None.
 
     The arguments are those of `slot_layout`. A dim of the leaf's size is cut as the leaf is. A dim of size 1
-    is whole. A dim that is shorter by a whole factor, with one number for so many of the leaf's, is cut as
-    the leaf is, if no cut goes through these numbers. A state of another shape has no such layout: None.
-    State without dims is whole, and so is all state of a leaf that is whole.
+    is whole. A dim that is k times shorter, with one number for k of the leaf's, is cut as the leaf is,
+    if every cut of the leaf falls between two of these numbers. A state of another shape has no such layout:
+    None. State without dims is whole, and so is all state of a leaf that is whole.
 
     >>> from fnshard.mesh import make_mesh
     >>> like_leaf((1, 2), (6, 128), P("shard", "tensor"), make_mesh(shard=2, tensor=2, abstract=True))

@@ -21,7 +21,7 @@ from fnshard.mesh import Mesh
 # The kind of a matrix by the last name of its path, or the last two. The axis splits the outputs of
 # "columns", the inputs of "rows" (whose products are summed), the rows of "vocabulary" and the columns of
 # "heads". "qkv" and "gated" are three and two matrices side by side, and the outputs of each are split.
-# Tables of positions stay "whole".
+# Small tables, of positions and token types, stay "whole".
 _NAMES = {
     "columns": "q_proj k_proj v_proj q k v query key value wq wk wv q_lin k_lin v_lin to_q to_k to_v "
     "q_b_proj kv_b_proj gate_proj up_proj up fc1 fc_in c_fc wi wi_0 wi_1 w1 w3 lin1 linear1 "
@@ -40,7 +40,9 @@ _KINDS = {name: kind for kind, names in _NAMES.items() for name in names.split()
 
 
 def tensor_layouts(named: Mapping[str, Tensor], axis: str, mesh: Mesh) -> dict[str, P]:
-    """Return `{path: compute}` of the leaves to split over `axis`; for a leaf that it does not divide, `P()`.
+    """Return `{path: compute}` of the leaves to split over `axis`.
+
+    A leaf whose dim the axis does not divide has `P()`.
 
     Args:
         named: leaves by path; only their shapes are read.
@@ -77,7 +79,8 @@ def split_dims(named: Mapping[str, Tensor]) -> dict[str, int]:
 
     unit_of = numeric(named)
     sizes = {stem: tuple(leaves[path].shape) for stem, path in matrices.items()}
-    # Matrices are [outputs, inputs] as nn.Linear's, where no bias of the unit says [inputs, outputs] (GPT-2).
+    # Matrices are [outputs, inputs], as nn.Linear's. If in a unit a bias has the length of dim 1 and not of
+    # dim 0, all its matrices are [inputs, outputs] (GPT-2's Conv1D).
     transposed = {
         unit_of[path]
         for stem, path in matrices.items()
@@ -86,7 +89,7 @@ def split_dims(named: Mapping[str, Tensor]) -> dict[str, int]:
     output_dim = {stem: int(unit_of[path] in transposed) for stem, path in matrices.items()}
     kinds = {stem: kind for stem in (*matrices, *biases) if (kind := _kind(stem))}
 
-    # Where keys and values have fewer heads than queries, the three parts are not equal: nothing cuts these.
+    # Where keys and values have fewer heads than queries, a fused matrix has unequal parts, and stays whole.
     for stem, (first, last) in sizes.items():
         outputs, inputs = (last, first) if output_dim[stem] else (first, last)
         if kinds.get(stem) == "qkv" and outputs != 3 * inputs:

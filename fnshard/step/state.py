@@ -20,7 +20,8 @@ _FIELDS = ("step", "params", "opt_state", "loss_scale", "seed")
 class Metrics(dict[str, Any]):
     """A dict of what a step reports, by name: `loss`, `lr`, `grad_norm`, ..., `aux`.
 
-    Its values are 0-d tensors. Printing it prints their numbers; nothing waits for a device before that.
+    Its values are 0-d tensors, but for `aux`, which is what `fn` returned. Printing it prints their numbers;
+    nothing waits for a device before that.
 
     >>> metrics = Metrics(loss=torch.tensor(0.25), lr=torch.tensor(0.5), aux={"accuracy": torch.tensor(0.75)})
     >>> metrics
@@ -141,7 +142,10 @@ class TrainState:
         return self.replace(data=self.data, **fields)
 
     def replace(self, **fields: Any) -> TrainState:
-        """Return a state with some fields replaced, without `data`, the position of a restored state."""
+        """Return a state with some fields replaced.
+
+        `data` is left out unless it is given: a position in the data holds for one state.
+        """
         known = {"where": self.where, "slot_shapes": self.slot_shapes}
         return TrainState(**{**self.as_dict(), **known, **fields})
 
@@ -184,7 +188,8 @@ def check_state(value: Any, has_optimizer: bool, paths: Collection[str]) -> bool
     """Return whether a step's first argument is a TrainState, which a step with an optimizer takes.
 
     Raises:
-        StateError: it is no state and there is an optimizer, or a state and there is none, or a loss.
+        StateError: there is an optimizer and it is no state; or there is none, and it is a state, or a loss
+            where parameters belong.
     """
     training = isinstance(value, TrainState)
     if has_optimizer and not training:

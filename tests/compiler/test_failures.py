@@ -167,6 +167,7 @@ MIXED: dict[str, Fn] = {
     "index_add": lambda x: full(4).index_add(0, AT, low(2) + x),
     "cdist": lambda x: torch.cdist(full(2, 3), low(4, 3) + x),
     "binary_cross_entropy": lambda x: F.binary_cross_entropy(torch.sigmoid(full(2)), low(2) + x),
+    "binary_cross_entropy int": lambda x: F.binary_cross_entropy(torch.sigmoid(low(2) + x), AT),
     "grid_sample": lambda x: F.grid_sample(full(1, 1, 4, 4), low(1, 2, 2, 2) + x, align_corners=False),
     "lstm_cell": lambda x: torch.lstm_cell(full(2, 4), (full(2, 4),) * 2, low(16, 4) + x, low(16, 4))[0],
     "multi_head_attention": lambda x: F.multi_head_attention_forward(

@@ -7,8 +7,9 @@ import json
 import math
 import random
 import re
+import shutil
 from dataclasses import replace
-from functools import partialmethod
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -168,6 +169,21 @@ def test_two_ranks_of_the_command_answer_what_one_does_and_go_on_where_they_were
         measured(model, two, *tasks, tokens=3)
     wrong = run_command([*command, "rows=none"], tmp_path)
     assert wrong.returncode == 2 and "rows=none" in wrong.stderr
+
+
+def test_a_folder_keeps_answers_of_one_dtype_and_one_tokenizer(model, files, tmp_path):
+    def launch(fn: Any, *, args: tuple[Any, str], **_: Any) -> None:
+        Path(args[1], "results.json").write_text('{"results": {}, "table": ""}')
+
+    copied = shutil.copytree(model, tmp_path / "model")
+    ask = partial(measured, copied, tmp_path / "out", f"arc:{files['arc']}", launch=launch)
+    ask()
+    ask(dtype="float32")  # which "auto" stands for on a CPU
+    with pytest.raises(ConfigError, match="its answers are of another model, task or setting"):
+        ask(dtype="bfloat16")
+    (copied / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    with pytest.raises(ConfigError, match="its answers are of another model, task or setting"):
+        ask()
 
 
 def of_files(rank: int, fn: Any, *args: Any, **how: Any) -> Any:

@@ -333,8 +333,15 @@ def test_a_gpu_answers_what_the_stub_does(monkeypatch: pytest.MonkeyPatch) -> No
     made["nccl"] = SimpleNamespace(version=mock.create_autospec(real.nccl.version, return_value=(2, 28, 9)))
     for name, function in made.items():
         monkeypatch.setattr(torch.cuda, name, function)
-    done = subprocess.CompletedProcess([], 0, stdout="1980 MHz, 690.01 W\n")
-    monkeypatch.setattr(device.subprocess, "run", lambda *args, **how: done)
+    uuid = "7f1c06f2-3c85-4e2b-9a6f-0d1f2a3b4c5d"
+    properties = mock.create_autospec(real.get_device_properties, return_value=SimpleNamespace(uuid=uuid))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+
+    def smi(query: list[str], **how: Any) -> subprocess.CompletedProcess:
+        lines = {"--id=GPU-" + uuid: "1980 MHz, 690.01 W\n"}
+        return subprocess.CompletedProcess([], 0, stdout=lines.get(query[1], "345 MHz, 70.00 W\n"))
+
+    monkeypatch.setattr(device.subprocess, "run", smi)
     card, stub = device.Gpu(), device.Stub()
     assert card.describe()[0] == "NVIDIA H200" and len(stub.describe()) == len(card.describe())
     card.reset_peak()

@@ -298,3 +298,7 @@ def test_experts_of_another_kind_are_refused() -> None:
         ConfigError, match=rf"(?s){first} are of experts of another kind.*Fix: take a decoder"
     ):
         lm.from_config(config)
+    one = transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2))
+    one.transformer.h[0].odd = torch.nn.Parameter(torch.zeros(2, 2, 2))
+    with pytest.raises(ConfigError, match=r"h\.0\.odd \[2, 2, 2\] is of experts of another kind"):
+        lm.from_model(one)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from runs import SMALL, compose, rows_of
 
 import fnshard as fs
 from experiments import train
+from experiments.data import shards as shards_module
 from experiments.data.shards import HEADER, check_vocab, open_shards
 from experiments.data.text import is_held_out, open_tokens, table_losses
 from experiments.data.tokenizer import load_tokenizer
@@ -124,6 +127,22 @@ def test_a_job_that_was_cut_off_goes_on_and_what_is_written_is_kept(texts, tmp_p
     assert kept.items() <= times(tmp_path / "cut").items()
     made = times(tmp_path / "cut")
     assert tokenize(replace(cut_off, processes=2)) == after and times(tmp_path / "cut") == made
+
+
+def test_processes_that_open_new_arrays_at_once_find_one_header(tmp_path, monkeypatch):
+    np.save(tmp_path / "0.npy", np.arange(1000, dtype=np.uint16))
+    write, found = shards_module.write_record, []
+
+    def write_while_another_opens(*args, **how):
+        with suppress(TimeoutError):  # it waits until the header is written
+            found.append(others.submit(open_shards, tmp_path))
+            found[0].result(timeout=0.5)
+        write(*args, **how)
+
+    monkeypatch.setattr(shards_module, "write_record", write_while_another_opens)
+    with ThreadPoolExecutor(1) as others:
+        mine = open_shards(tmp_path)
+        assert len(found) == 1 and found[0].result() == mine
 
 
 # ------------------------------------------------------------------ what is refused

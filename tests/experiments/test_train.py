@@ -8,6 +8,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -163,13 +164,13 @@ def test_impossible_meshes_are_refused(overrides, machine, message):
 PAPER = fs.make_mesh(shard=2, abstract=True)
 
 
-def agreement_of(rank: int, other: Choice | None) -> str:
-    """What this rank is told where rank 1 plans something else, or finds nothing that fits."""
+def agreement_of(rank: int, other: Choice | Exception) -> str:
+    """Return the error of this rank where rank 1 plans something else, or cannot plan."""
 
     def fit() -> SimpleNamespace:
         choice = other if rank else Choice(PAPER)
-        if choice is None:
-            raise fs.BudgetError("nothing fits")
+        if isinstance(choice, Exception):
+            raise choice
         return SimpleNamespace(chosen=SimpleNamespace(choice=choice))
 
     with pytest.MonkeyPatch.context() as patch:
@@ -180,7 +181,12 @@ def agreement_of(rank: int, other: Choice | None) -> str:
 
 
 @pytest.mark.parametrize(
-    ("other", "shown"), [(Choice(PAPER, prefetch_depth=2), "prefetch_depth=2"), (None, "nothing fits")]
+    ("other", "shown"),
+    [
+        (Choice(PAPER, prefetch_depth=2), "prefetch_depth=2"),
+        (fs.BudgetError("nothing fits"), "nothing fits"),
+        (MemoryError("of this rank"), "MemoryError('of this rank')"),
+    ],
 )
 def test_no_rank_acts_on_a_plan_or_gives_up_alone(ranks, other, shown):
     first, second = ranks(2).run(agreement_of, other)
@@ -235,6 +241,17 @@ def test_a_sample_is_that_of_plain_decoding():
     broken = {path: torch.full_like(leaf, math.nan) for path, leaf in params.items()}
     with torch.no_grad():
         assert len(sampler(broken, [b"ab"], 3, seed=4)[0]) == 3
+
+
+def test_a_sampler_lowers_the_program_that_it_calls():
+    forward, images = mock.Mock(return_value=torch.zeros(2, 5)), torch.zeros(2, 3)
+    sampler = Sampler(forward, TINY.context, torch.device("cpu"), more=(images,))
+    sampler({}, [b"ab", b"c"], 1)
+    sampler.lower({}, rows=2)
+    called, lowered = (
+        [x.shape for x in call.args[1:]] for call in (forward.call_args, forward.lower.call_args)
+    )
+    assert called == lowered == [(2, 12), (2,), (2, 3)]
 
 
 # ------------------------------------------------------------------ from the command line

@@ -1,9 +1,9 @@
 """Functions: `torch.autograd.Function`, checkpoints and gradient hooks of tensors inside `fn`.
 
-A forward runs where `fn` calls it, so that its ops are ops of the program: they are cut and gathered for, get
-keys where they are random, and are made pure where they write. A backward is traced by itself, and becomes
-the derivative of one node, a `CustomGradient`. A hook is such a node whose values are its inputs. A
-checkpoint is traced as the function that it calls.
+A forward runs where `fn` calls it, so that its ops are ops of the program: they are cut into segments, which
+gather what they read; random ones get keys, and writes are made pure. A backward is traced by itself,
+and becomes the derivative of one node, a `CustomGradient`. A hook is such a node whose values are its inputs.
+A checkpoint is traced as the function that it calls.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class _State(threading.local):
     enabled = True  # the grad mode of its caller, which `apply` turns off
     # The class whose forward has run, and the inputs that it wrote to.
     returned: tuple[Any, Sequence[Tensor]] | None = None
-    no_gradient = False
+    no_gradient = False  # whether functorch calls a Function for a caller whose gradients are off
 
 
 _state = _State()
@@ -288,7 +288,7 @@ def _mark(ctx: Any, output: Any, dirty: Sequence[Tensor]) -> None:
 
 @contextmanager
 def _grad_mode(enabled: bool) -> Iterator[None]:
-    """Restore the grad mode that `apply` has turned off; the trace sees neither of the two."""
+    """Restore the grad mode that `apply` has turned off; the trace sees neither change."""
     before = torch.is_grad_enabled()
     with torch._C.DisableTorchFunction():
         torch._C._set_grad_enabled(enabled)
@@ -300,7 +300,8 @@ def _grad_mode(enabled: bool) -> Iterator[None]:
 
 
 def _checkpoint(cls: Any, args: tuple[Any, ...]) -> tuple[Any, Sequence[Tensor]]:
-    """Call the function of a reentrant checkpoint, without gradients if no input requires grad, as torch."""
+    """Call the function of a reentrant checkpoint, without gradients if no input requires grad, as torch
+    does."""
     function, _, *args = args
     check_backward_validity(args)
     needs = any(isinstance(a, Tensor) and a.requires_grad for a in args)
@@ -309,7 +310,7 @@ def _checkpoint(cls: Any, args: tuple[Any, ...]) -> tuple[Any, Sequence[Tensor]]
 
 
 def _call(cls: Any, args: tuple[Any, ...]) -> tuple[Any, Sequence[Tensor]]:
-    """Return what `cls.apply(*args)` does, and the inputs that it wrote to."""
+    """Return what `cls.apply(*args)` returns, and the inputs that it wrote to."""
     once = getattr(cls.backward, "__code__", None) is _WRAPPED_ONCE
     if once and is_inside() and not in_a_backward():
         raise TraceError(_ONCE.format(name=cls.__name__))
@@ -426,7 +427,10 @@ def _sums_to(gradient: Tensor, value: Tensor) -> bool:
 def _register_hook(
     hooks: OrderedDict[int, Tensor], _: Any, value: Tensor, hook: Callable[[Tensor], Tensor | None]
 ) -> RemovableHandle:
-    """Make a hook of a tensor a node whose values are its inputs, and its value an output of the trace."""
+    """Record a hook as a node that returns the tensor and whose derivative is the hook.
+
+    Its value becomes an output of the trace; `rewrites.hooks` then routes the tensor's readers through it.
+    """
     of_several = getattr(hook, "__module__", "") == torch.autograd.graph.__name__
     if is_inside() or of_several:
         raise TraceError(HOOK.format(name="register_multi_grad_hook" if of_several else "register_hook"))

@@ -25,6 +25,7 @@ from fnshard.compiler.ir.source_lines import call_into, place_of
 from fnshard.errors import FnshardError, TraceError, report
 from fnshard.tree import DENSE, unusual
 
+# Ways out, and COMMUNICATES, a headline. Those without an underscore are used where other modules refuse.
 MIXED = (
     "a leaf computes in its spec's compute_dtype, and the batch comes as it is: cast what comes with the "
     "batch, or what was computed in another dtype, as in x.to(weight.dtype)."
@@ -77,7 +78,7 @@ _BY_FUNCTION = {
     ),
     "one_hot": "say how many classes there are: F.one_hot(labels, num_classes=n).",
     "bincount": "say how many there will be: minlength=n.",
-    "ctc_loss": "F.ctc_loss, with lengths as tensors.",
+    "ctc_loss": "pass the lengths as tensors: F.ctc_loss(log_probs, targets, input_lengths, target_lengths).",
     "linalg_lstsq": "torch.linalg.pinv(A) @ B is its solution.",
     "repeat_interleave": "say how many rows there will be: output_size=n, or at most "
     "fs.bounded(torch.repeat_interleave(x, counts), n).",
@@ -125,7 +126,7 @@ def higher_order(name: str) -> TraceError:
 def error_at(headline: str, found: Sequence[tuple[fx.Node, str]], fix: str) -> TraceError:
     """Make an error that names nodes of a program, what is wrong with each, and its line of the user's code.
 
-    Its attribute `placed` says whether the program was traced with these lines.
+    Its attribute `placed` says whether any of the nodes knows its line.
     """
     places = [node.meta.get("stack_trace", "") for node, _ in found]
     lines = [f"{text}{place and f', at {place}'}" for (_, text), place in zip(found, places, strict=True)]
@@ -135,7 +136,8 @@ def error_at(headline: str, found: Sequence[tuple[fx.Node, str]], fix: str) -> T
 
 
 def way_out(name: str, otherwise: str = _VALUE) -> str:
-    """Return the way out for a torch function that needs values."""
+    """Return the way out for a torch function that needs values, by its name; `otherwise` for an unknown
+    name."""
     return _BY_FUNCTION.get(name, otherwise)
 
 

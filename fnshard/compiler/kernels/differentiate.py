@@ -32,7 +32,7 @@ from fnshard.compiler.kernels.derived import find_derived
 from fnshard.compiler.kernels.remat import Policy, is_saved
 from fnshard.compiler.kernels.segments import Segments, Way
 from fnshard.compiler.kernels.weight_grads import split_backward
-from fnshard.compiler.rewrites.rounding import hide_rounding, round_decisions, show_rounding
+from fnshard.compiler.rewrites.rounding import hide_rounding, round_for_joint_decisions, show_rounding
 from fnshard.errors import SpecError, TraceError
 
 
@@ -257,7 +257,7 @@ def trace_joint(source: Source, trainable: bool, target: str) -> Joint:
             )
         _check_joint(joint)
         with mode, V.set_fake_mode(mode):
-            round_decisions(joint.graph)
+            round_for_joint_decisions(joint.graph)
             _promote_scales(joint)
             numbers = {node: node.meta["seq_nr"] for node in joint.graph.nodes if "seq_nr" in node.meta}
             joint_graph_passes(joint)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor, fx
 
@@ -20,7 +22,9 @@ _SAME = frozenset([
 # These take parameters and statistics in fp32 with an input in half precision.
 _NORMS = frozenset(["layer_norm", "group_norm", "batch_norm", "instance_norm"])
 _HALF = (torch.bfloat16, torch.float16)
-_INDICES = frozenset(["index", "indices", "offsets", "target"])  # these may be integers with floats
+# These may be integers with floats, but the target of `binary_cross_entropy` is a probability.
+_INDICES = frozenset(["index", "indices", "offsets", "target"])
+_PROBABILITIES = frozenset(["binary_cross_entropy"])
 
 
 def check_dtypes(program: Program) -> None:
@@ -37,7 +41,7 @@ def check_dtypes(program: Program) -> None:
         if not (kind in _SAME or kind in _NORMS) or node.meta.get("autocast"):
             continue
 
-        operands = _operands(node)
+        operands = _operands(node, _INDICES - {"target"} if kind in _PROBABILITIES else _INDICES)
         dtypes = {n.meta["val"].dtype for n in operands}
         if kind in _NORMS and operands[0].meta["val"].dtype in _HALF:
             dtypes.discard(torch.float32)
@@ -49,20 +53,21 @@ def check_dtypes(program: Program) -> None:
         )
 
 
-def _operands(node: fx.Node) -> list[fx.Node]:
-    """Return the tensor operands of a node, without integers that count or choose."""
+def _operands(node: fx.Node, indices: Collection[str]) -> list[fx.Node]:
+    """Return the tensor operands of a node, without integers that are passed as one of `indices`."""
     found = []
     for name, argument in arguments_of(node.target, node.args, node.kwargs).items():
         for each in nodes_in(argument):
             if isinstance(each.meta["val"], Tensor):
                 dtype = each.meta["val"].dtype
-                if dtype.is_floating_point or dtype.is_complex or name not in _INDICES:
+                if dtype.is_floating_point or dtype.is_complex or name not in indices:
                     found.append(each)
     return found
 
 
 def _describe_source(node: fx.Node, names: dict[fx.Node, object]) -> str:
-    """Describe a tensor, and name the leaf or batch leaf that it is made of, if that alone in its dtype."""
+    """Describe a tensor, and name the leaf or batch leaf that it is made of, if there is but one and the
+    dtypes are equal."""
     text, source = describe(node.meta["val"]), node
     while source not in names and len(source.all_input_nodes) == 1:
         source = source.all_input_nodes[0]

@@ -10,11 +10,12 @@ in two places that no tolerance covers:
 - A decision: `x == x.max()` is false everywhere where one side is rounded and the other is not, and the
   gradient of `amax` divides by the number of ties, 0. `fnshard.rounded` stands after every operation in a
   half type that a decision depends on: `round_for_decisions` puts it into a program, op by op as eager torch
-  rounds, and `round_decisions` into a kernel's joint graph, where the comparisons of gradients show.
+  rounds, and `round_for_joint_decisions` into a kernel's joint graph, where the comparisons of gradients
+  show.
 
-Kernels hold `rounded` as an operation. Inductor lowers it to integer operations on the number's bits (BITS),
-which cost next to nothing, and through which it cannot pass a wider number. The eager backend rounds anyway,
-so `drop_rounding` leaves the operation out there.
+Kernels hold `rounded` as an operation. `kernels.inductor` lowers it to integer operations on the number's
+bits (BITS), which cost next to nothing, and through which no wider number can pass. The eager backend rounds
+anyway, so `drop_rounding` leaves the operation out there.
 """
 
 from __future__ import annotations
@@ -111,8 +112,11 @@ def round_for_decisions(graph: fx.Graph) -> None:
             _insert(graph, node, [r for r in node.users if r.target is not _ROUNDED])
 
 
-def round_decisions(graph: fx.Graph) -> None:
-    """Round for the decisions of a joint graph, which has those of gradients too, as for a program's."""
+def round_for_joint_decisions(graph: fx.Graph) -> None:
+    """Round as `round_for_decisions` does, in a joint graph, where gradients decide too.
+
+    Python numbers that half values are compared with are rounded as well.
+    """
     decisions = {node for node in graph.nodes if _decides(node)}
     for node in decisions:
         _round_numbers(node)
@@ -121,9 +125,46 @@ def round_decisions(graph: fx.Graph) -> None:
     for node in found:
         readers = [r for r in node.users if r.target is not _ROUNDED]
         if _is_in_memory(node):
-            # Other readers take a product from memory; these may be fused with it, and get it in fp32.
+            # A reader may be fused with a product and get it in fp32. Only readers that a decision depends on
+            # need it rounded.
             readers = [r for r in readers if r in on_the_way and _name(r) not in _ORDERS]
         _insert(graph, node, readers)
+
+
+def hide_rounding(graph: fx.Graph) -> bool:
+    """Replace every `rounded` by a cast to its value's own type, which torch's partitioner may recompute.
+
+    `show_rounding` undoes it.
+
+    Returns:
+        Whether there is a `rounded`.
+    """
+    nodes = graph.find_nodes(op="call_function", target=_ROUNDED)
+    for cast in _idle_casts(graph) if nodes else ():
+        cast.replace_all_uses_with(cast.args[0])
+        graph.erase_node(cast)
+    for node in nodes:
+        node.target, node.args = _CAST, (node.args[0], node.meta["val"].dtype)
+    return bool(nodes)
+
+
+def show_rounding(graph: fx.Graph) -> None:
+    """Turn every cast to its value's own type into `rounded`."""
+    for node in _idle_casts(graph):
+        node.target, node.args = _ROUNDED, (node.args[0],)
+
+
+def drop_rounding(graph: fx.Graph) -> fx.Graph:
+    """Return a graph without those `rounded` that only copy a value which nothing else reads."""
+    if not graph.find_nodes(op="call_function", target=_ROUNDED):
+        return graph
+    graph = copy.deepcopy(graph)
+    for node in graph.find_nodes(op="call_function", target=_ROUNDED):
+        value = node.args[0]
+        if value.op == "call_function" and not _moves(value) and len(value.users) == 1:
+            node.replace_all_uses_with(value)
+            graph.erase_node(node)
+    return graph
 
 
 def _on_the_way(graph: fx.Graph, decisions: set[fx.Node]) -> list[fx.Node]:
@@ -144,7 +185,7 @@ def _has_ties(node: fx.Node) -> bool:
 
 
 def _decides(node: fx.Node) -> bool:
-    """Return whether an op makes of floats something that a rounding error could change at a stroke."""
+    """Return whether an op makes of floats something that a rounding error may change altogether."""
     inputs = [n for n in node.all_input_nodes if _floats(n)]
     if not inputs or not isinstance(node.target, OpOverload) or _NO_VALUES.match(_name(node)):
         return False
@@ -159,6 +200,10 @@ def _decides(node: fx.Node) -> bool:
 
 
 def _is_in_memory(node: fx.Node) -> bool:
+    """Return whether a compiler writes a node's value to memory in its own type.
+
+    It does so for products, attention, and operators that are not ATen's.
+    """
     if not isinstance(node.target, OpOverload):
         return False
     if _name(node).startswith("aten::_scaled_dot_product"):
@@ -187,29 +232,6 @@ def _round_numbers(node: fx.Node) -> None:
         )
 
 
-def hide_rounding(graph: fx.Graph) -> bool:
-    """Replace every `rounded` by a cast to its value's own type, which torch's partitioner may recompute.
-
-    `show_rounding` undoes it.
-
-    Returns:
-        Whether there is a `rounded`.
-    """
-    nodes = graph.find_nodes(op="call_function", target=_ROUNDED)
-    for cast in _idle_casts(graph) if nodes else ():
-        cast.replace_all_uses_with(cast.args[0])
-        graph.erase_node(cast)
-    for node in nodes:
-        node.target, node.args = _CAST, (node.args[0], node.meta["val"].dtype)
-    return bool(nodes)
-
-
-def show_rounding(graph: fx.Graph) -> None:
-    """Turn every cast to its value's own type into `rounded`."""
-    for node in _idle_casts(graph):
-        node.target, node.args = _ROUNDED, (node.args[0],)
-
-
 def _idle_casts(graph: fx.Graph) -> list[fx.Node]:
     casts = graph.find_nodes(op="call_function", target=_CAST)
     return [n for n in casts if n.args[0].meta["val"].dtype == n.args[1]]
@@ -222,19 +244,6 @@ def _floats(node: fx.Node) -> list[Tensor]:
 def _tensors(node: fx.Node) -> list[Tensor]:
     value = node.meta.get("val")
     return [v for v in (value if isinstance(value, tuple | list) else [value]) if isinstance(v, Tensor)]
-
-
-def drop_rounding(graph: fx.Graph) -> fx.Graph:
-    """Return a graph without those `rounded` that only copy a value which nothing else reads."""
-    if not graph.find_nodes(op="call_function", target=_ROUNDED):
-        return graph
-    graph = copy.deepcopy(graph)
-    for node in graph.find_nodes(op="call_function", target=_ROUNDED):
-        value = node.args[0]
-        if value.op == "call_function" and not _moves(value) and len(value.users) == 1:
-            node.replace_all_uses_with(value)
-            graph.erase_node(node)
-    return graph
 
 
 def _insert(graph: fx.Graph, value: fx.Node, readers: list[fx.Node]) -> None:

@@ -76,9 +76,10 @@ class ExecutorContext:
 
     @cached_property
     def worker(self) -> Worker | None:
-        """The thread that runs lines `on_host`; None if lines are watched, or an update communicates."""
-        # Ranks must issue collectives in one order, and a second thread would issue some whenever it comes
-        # to them.
+        """The thread that runs lines `on_host`; None if nothing rests on the host, lines are watched, or an
+        update communicates."""
+        # Ranks must issue collectives in one order, and a worker would issue its own at any time between the
+        # others'.
         communicates = any(
             isinstance(line, ReduceUpdate | StackUpdate) for line in self.schedule.instructions
         )
@@ -116,7 +117,9 @@ class ExecutorContext:
             torch.cuda.current_stream(self.device).wait_event(event)
 
     def later(self, line: Instruction) -> Callable[[Callable[[], None]], None]:
-        """Return a function that runs a part of a line, on the worker if there is one and it is `on_host`."""
+        """Return a function that runs a part of a line: on the worker, if there is one and the line is
+        `on_host` or a Free; else at once."""
+        # Heavy parts hold memory until they have run, so only a few of them may wait (`Worker`).
         worker, heavy = self.worker, isinstance(line, Update | Norms | Accumulate)
         if worker is None or not (isinstance(line, Free) or line.on_host(self.schedule)):
             return lambda call: call()

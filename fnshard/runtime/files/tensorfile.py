@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 BLOCK_BYTES = 8 << 20  # the bytes that one checksum covers, and that are read to trust any of them
-# Errors that say nothing against the file itself, so that no older checkpoint is taken because of them.
+# Errors that say nothing against the file itself, and so no reason to take an older checkpoint.
 PASSING = (
     errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN,
     errno.ESTALE, errno.ETIMEDOUT,
@@ -40,7 +40,7 @@ STATE_NAMES = {dtype: name for name, dtype in STATE_DTYPES.items()}
 
 
 class Corrupt(ValueError):
-    """An error: bytes are not those that were written; the message says which."""
+    """An error: a file is not the one that was written, or no plain file; the message says which."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class TensorToWrite:
     """A tensor to be written.
 
     Args:
-        make: returns the tensor, on any device, when its turn comes; None if the caller writes it himself, to
-            the place that `file_layout` returns.
+        make: returns the tensor, on any device, when its turn comes. `write` needs it; it is None in an
+            entry for `file_layout` alone, whose caller writes the data.
     """
 
     name: str
@@ -96,7 +96,7 @@ def write(
         ValueError: the format lacks a dtype, or a tensor is not what its entry says.
     """
     head, at = file_layout(entries, metadata)
-    named, crcs, place = {e.name: e for e in entries}, {}, len(head)
+    named, crcs, size = {e.name: e for e in entries}, {}, len(head)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     try:
         _write_all(fd, memoryview(head))
@@ -112,11 +112,11 @@ def write(
                 sums.append(zlib.crc32(part))
                 _write_all(fd, part)
             crcs[e.name] = tuple(sums)
-            place += e.bytes
+            size += e.bytes
         os.fsync(fd)
     finally:
         os.close(fd)
-    return WrittenFile(place, len(head), zlib.crc32(head), at, crcs)
+    return WrittenFile(size, len(head), zlib.crc32(head), at, crcs)
 
 
 def file_layout(
@@ -124,7 +124,6 @@ def file_layout(
 ) -> tuple[bytes, dict[str, int]]:
     """Return the head of a file, and where in the file each tensor's data begins, in that order."""
     # Wide dtypes first, so that every tensor lies at a multiple of its item size.
-
     ordered = sorted(entries, key=lambda e: (-e.dtype.itemsize, e.name))
     header: dict[str, Any] = {"__metadata__": dict(metadata or {})}
     offset, starts = 0, {}
@@ -160,7 +159,11 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def open_regular(folder: str | Path, name: str, size: int | None = None) -> int:
-    """Open a plain file in a folder; a link, a device, or a path to another folder is Corrupt."""
+    """Open a plain file in a folder; a link, a device, or a path to another folder is Corrupt.
+
+    Args:
+        size: the bytes that it must have; None if they are unknown.
+    """
     if not name or os.path.basename(name) != name or name in (".", "..") or "\0" in name:
         raise Corrupt(f"{name!r} is no name of a file in this directory")
     path = Path(folder) / name

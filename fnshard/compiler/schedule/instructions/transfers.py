@@ -25,7 +25,7 @@ def _shorten(names: Names) -> str:
 
 
 def _bind_wait(wait: Wait, context: Context) -> Action:
-    """Wait until a transfer has arrived, for kernels, and where the host reads gradients, for the host too.
+    """Let kernels wait for a transfer, and the host too where it reads gradients.
 
     A worker waits in its own thread, so that the host goes on to the next line.
     """
@@ -105,7 +105,7 @@ class ToHost(OfBucket):
     """The issue of a transfer from the device to new copies on the host (`h:`).
 
     Args:
-        into: state that rests on the host or on disk, which is overwritten in place of new copies.
+        into: state that rests on the host or on disk, which is overwritten; if empty, new copies are made.
     """
 
     lane, outgoing, reads_until_waited = TRANSFER, True, True

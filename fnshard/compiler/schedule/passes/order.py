@@ -29,8 +29,8 @@ def update_in_backward(schedule: Schedule) -> Schedule:
     """Move each Update up, to where its gradient is there and its leaves are read no more.
 
     So gradient shards live for a moment only (as with torch's post-accumulate-grad hooks). Norms move up
-    before the updates, since an optimizer may scale its gradients in place. Where something global stands
-    between, the Update reads it and stays where it is.
+    before the updates, since an optimizer may scale its gradients in place. An Update that reads a number of
+    all gradients, such as the global norm, stays behind it.
     """
     lines = [i for i in schedule.instructions if not _is_of_update(i)]
     sent = {i.writes[0]: i.reads for i in schedule.instructions if i.lane == COMMUNICATION}
@@ -40,8 +40,8 @@ def update_in_backward(schedule: Schedule) -> Schedule:
 
 
 def _is_of_update(line: Instruction) -> bool:
-    """Return whether a line is part of the update: norms, stretches, exchanges, publishing, and their
-    Waits."""
+    """Return whether a line is part of the update: norms, stretches (`Update`, `ComputeStack`), exchanges
+    between them, publishing, and the Waits for these."""
     waits = isinstance(line, Wait) and line.is_for(Publish, ReduceUpdate, StackUpdate)
     return waits or isinstance(line, Norms | _UPDATES | Publish)
 
@@ -68,19 +68,21 @@ def _find_earliest(
 
 
 def insert_frees(schedule: Schedule) -> Schedule:
-    """Let each value die at its last reader: inside a kernel's call, or by a Free right after it.
+    """Let each value die at its last reader: inside that line, or by a Free right after it.
 
     Stored shards and the step's other inputs belong to the caller and are never dropped. A transfer or an
     overlapped update reads its values until its Wait. A buffer of the host's pool is read as long as its
     aliases are.
     """
     memory = follow_aliases(schedule.instructions)
-    sent = {line.writes[0]: line.reads for line in schedule.instructions if line.reads_until_waited}
+    read_until_waited = {
+        line.writes[0]: line.reads for line in schedule.instructions if line.reads_until_waited
+    }
     keep = set(schedule.inputs) | set(schedule.outputs)
     last: dict[ValueName, int] = {}
     for index, line in enumerate(schedule.instructions):
-        flown = sent.get(line.reads[0], ()) if isinstance(line, Wait) else ()
-        read = (*line.reads, *flown)
+        under_way = read_until_waited.get(line.reads[0], ()) if isinstance(line, Wait) else ()
+        read = (*line.reads, *under_way)
         pooled = (root for n in read for root in memory.get(n, ()) if root.is_pooled and root in last)
         for name in (*line.writes, *read, *pooled):
             if name not in keep:
@@ -91,7 +93,8 @@ def insert_frees(schedule: Schedule) -> Schedule:
     out: list[Instruction] = []
     for index, line in enumerate(schedule.instructions):
         names = dying.get(index, [])
-        # Kernels and Waits let go of what they read themselves, and sums of what they hand on.
+        # A kernel lets go of all that it reads, a Wait of its flight, and a sum of the sum before, which it
+        # hands on.
         handed_on = line.reads[-1:] if isinstance(line, Accumulate) and not line.first else ()
         gone = [n for n in names if isinstance(line, Run) or n.kind is Kind.FLIGHT or n in handed_on]
         inside = tuple(n for n in gone if n in line.reads)
