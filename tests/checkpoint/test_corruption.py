@@ -1,4 +1,7 @@
-"""Checkpoints whose bytes were ruined: an error names the file; nothing else is touched, read or run."""
+"""Checkpoints whose bytes were ruined: an error names the file; nothing else is touched, read or run.
+
+`restored` gives what `verify` and `restore` return, or the messages of their errors.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,8 @@ def test_both_are_whole_to_begin_with(roots: dict[str, Path], restoring: Any) ->
 
 
 # ------------------------------------------------------------------ bits and bytes
-def flipped(folder: Path, bits: list[tuple[str, int]], restoring: Any) -> None:
+def check_flips(folder: Path, bits: list[tuple[str, int]], restoring: Any) -> None:
+    """Assert that each flipped bit makes an error which names its file."""
     for name, bit in bits:
         corrupt.flip(folder, name, bit)
         for message in restored(folder, restoring):
@@ -44,9 +48,9 @@ def flipped(folder: Path, bits: list[tuple[str, int]], restoring: Any) -> None:
 def test_a_flipped_bit_is_found_and_its_file_named(
     by: str, roots: Any, restoring: Any, tmp_path: Path
 ) -> None:
-    """Five hundred of them, in any byte of any file."""
+    """Flip 250 of them, half spread over the files, half over the bytes."""
     folder = corrupt.copied(roots[by] / "300", tmp_path / "300")
-    flipped(folder, corrupt.some_bits(folder, 250, seed=1), restoring)
+    check_flips(folder, corrupt.some_bits(folder, 250, seed=1), restoring)
 
 
 @pytest.mark.long
@@ -54,10 +58,13 @@ def test_a_flipped_bit_is_found_and_its_file_named(
 @pytest.mark.parametrize("by", ["one", "two"])
 def test_every_bit(by: str, roots: Any, restoring: Any, tmp_path: Path) -> None:
     folder = corrupt.copied(roots[by] / "300", tmp_path / "300")
-    flipped(folder, [(p.name, b) for p in folder.iterdir() for b in range(8 * p.stat().st_size)], restoring)
+    check_flips(
+        folder, [(p.name, b) for p in folder.iterdir() for b in range(8 * p.stat().st_size)], restoring
+    )
 
 
-def ruined(how: str, times: int, pristine: Path, folder: Path, restoring: Any) -> None:
+def check_ruin(how: str, times: int, pristine: Path, folder: Path, restoring: Any) -> None:
+    """Assert that each file, ruined `times` times, makes an error which names it."""
     for seed in range(times):
         rng = random.Random(f"{how} {seed}")
         for name in sorted(p.name for p in pristine.iterdir()):
@@ -86,8 +93,8 @@ def ruined(how: str, times: int, pristine: Path, folder: Path, restoring: Any) -
 })  # fmt: skip
 @pytest.mark.parametrize("how", corrupt.BYTES)
 def test_a_ruined_file_is_found_and_named(how: str, roots: Any, restoring: Any, tmp_path: Path) -> None:
-    """Each file in turn: 20 ways, 4 files, 6 times."""
-    ruined(how, 6, roots["two"] / "300", tmp_path / "300", restoring)
+    """Ruin each file in turn, in each way of `corrupt.BYTES`, 6 times."""
+    check_ruin(how, 6, roots["two"] / "300", tmp_path / "300", restoring)
 
 
 @pytest.mark.long
@@ -95,7 +102,7 @@ def test_a_ruined_file_is_found_and_named(how: str, roots: Any, restoring: Any, 
 @pytest.mark.parametrize("by", ["one", "two"])
 @pytest.mark.parametrize("how", corrupt.BYTES)
 def test_a_ruined_file_many_times(how: str, by: str, roots: Any, restoring: Any, tmp_path: Path) -> None:
-    ruined(how, 200, roots[by] / "300", tmp_path / "300", restoring)
+    check_ruin(how, 200, roots[by] / "300", tmp_path / "300", restoring)
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "manifest.json.sha256", "rank-00001.safetensors"])
@@ -133,7 +140,6 @@ def test_files_that_do_not_belong_there_are_not_looked_at(roots: Any, restoring:
     (folder / "sub").symlink_to("/")
     seen, got = restored(folder, restoring)
     assert is_known(got, 300) and seen.step == 300 and not marker.exists()
-    marker.touch()
 
 
 # ------------------------------------------------------------------ manifests whose seal fits

@@ -1,7 +1,7 @@
 """Random programs in random layouts against plain autograd, and the programs that came out wrong once.
 
-`FUZZ=1000 pytest -n 0 --timeout 0 --hypothesis-show-statistics tests/compiler/test_fuzz.py` draws so
-many new ones for each test, and counts how they end; what fails is shrunk.
+`FUZZ=1000 pytest -n 0 --timeout 0 --hypothesis-show-statistics tests/compiler/test_fuzz.py` draws
+1000 new programs for each test and counts how they end (right, refused, unstable). What fails is shrunk.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EXAMPLES = int(os.environ.get("FUZZ", "0"))
 
 
 def drawn(examples: int) -> settings:
-    """So many examples, always the same; or the new ones that are asked for."""
+    """Return settings for so many examples, always the same; with FUZZ, for so many new ones."""
     return settings(
         derandomize=not EXAMPLES, max_examples=EXAMPLES or examples, deadline=None, database=None,
         suppress_health_check=list(HealthCheck),
@@ -32,6 +32,7 @@ def drawn(examples: int) -> settings:
 
 
 def check_and_count(case: Case, *runner: Any) -> None:
+    """Assert that a program is right, refused or unstable, and count which."""
     event(check(case, *runner).split(":")[0] or "right")
 
 
@@ -265,7 +266,7 @@ KEPT = {
         """,
         shapes={"u.w": (4,)},
     ),
-    "statistics of norms of a split value, which a write changes before": kept(
+    "statistics of norms of a split value that was written to before": kept(
         """
         h = F.linear(x, p["u.w"])
         with torch.no_grad(): h[..., 0].mul_(2.0)

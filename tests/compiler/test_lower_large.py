@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 BLOCKS, WIDTH, VOCAB = 80, 8192, 128256
-MODELS = {  # blocks, width, hidden, heads, kv heads, vocabulary; tokens; axes
+MODELS = {  # blocks, width, hidden, heads, kv heads, vocabulary; tokens of a row; axes of the mesh
     **{f"70b, {n} blocks": ((n, WIDTH, 28672, 64, 8, VOCAB), 2048, {"shard": 1024}) for n in (16, BLOCKS)},
     **{
         f"405b, {blocks} blocks": (
@@ -25,11 +25,11 @@ MODELS = {  # blocks, width, hidden, heads, kv heads, vocabulary; tokens; axes
         for blocks in (4, 126)
     },
 }
-LIMIT_s, LIMIT_BYTES = 60.0, 4e9
+LIMIT_SECONDS, LIMIT_BYTES = 60.0, 4e9
 
 
-def measured(name: str) -> dict[str, float]:
-    """In a process of its own."""
+def measure_apart(name: str) -> dict[str, float]:
+    """Run `measure` in a process of its own, so that its peak of memory is that of the lowering."""
     command = [sys.executable, __file__, name]
     run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
     assert run.returncode == 0, run.stderr[-2000:]
@@ -40,18 +40,18 @@ def measured(name: str) -> dict[str, float]:
 
 @pytest.mark.long
 def test_405b_on_16384_ranks_with_tensor_and_context_axes() -> None:
-    got, few = measured("405b, 126 blocks"), measured("405b, 4 blocks")
+    got, few = measure_apart("405b, 126 blocks"), measure_apart("405b, 4 blocks")
     assert got["parameters"] > 405e9
     assert got["kernels"] == few["kernels"]
     assert got["seconds"] < 120
     assert got["grown_bytes"] < 6e9
 
 
-@pytest.mark.long  # test_split: any depth makes the same kernels
-@pytest.mark.parametrize("blocks", [16, pytest.param(BLOCKS, marks=pytest.mark.long)])
+@pytest.mark.long  # in the suite, `test_split` shows that any depth makes the same kernels
+@pytest.mark.parametrize("blocks", [16, BLOCKS])
 def test_70b_on_1024_ranks_from_a_meta_tree(blocks: int) -> None:
-    """In the suite a fifth of its blocks: the rest is more of the same."""
-    got = measured(f"70b, {blocks} blocks")
+    """Lower a fifth of its blocks, and all of them."""
+    got = measure_apart(f"70b, {blocks} blocks")
     assert got["parameters"] > 69e9 * blocks / BLOCKS
     assert got["process_group"] is False
     # The embedding, the first block, its successors, the last one's end, the final norm and the head.
@@ -63,12 +63,12 @@ def test_70b_on_1024_ranks_from_a_meta_tree(blocks: int) -> None:
     # Every parameter travels twice in bf16, those two once; up to 1% of padding.
     expected = 2 * 2 * got["parameters"] - 2 * 2 * VOCAB * WIDTH
     assert expected <= got["gathered_bytes"] <= 1.01 * expected
-    assert got["seconds"] < LIMIT_s * blocks / BLOCKS
+    assert got["seconds"] < LIMIT_SECONDS * blocks / BLOCKS
     assert got["grown_bytes"] < LIMIT_BYTES * blocks / BLOCKS
 
 
 def measure(name: str) -> dict[str, float]:
-    """Lower it, and say what that took."""
+    """Lower a model, and return what that took."""
     sizes, length, axes = MODELS[name]
     import torch
     import torch.distributed as dist

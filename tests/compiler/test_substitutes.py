@@ -117,7 +117,7 @@ def test_ctc_loss_in_a_compiled_kernel() -> None:
 })  # fmt: skip
 @pytest.mark.parametrize("shape", [(5, 3), (5, 1), (5,), ()], ids=str)
 def test_gaussian_nll_loss(shape: tuple[int, ...]) -> None:
-    """A number is a variance too; one below `eps` is `eps`, whose gradient passes."""
+    """A variance may be a number. One below `eps` counts as `eps`, and its gradient is passed on anyway."""
 
     def loss(p: Any, x: Tensor) -> Tensor:
         variance = p["v"].square() if shape else 0.3
@@ -178,7 +178,7 @@ LINALG = {
 
 
 @pytest.mark.parametrize("name", LINALG)
-def test_factors_and_inverses_are_not_checked(name: str) -> None:
+def test_factors_and_inverses_are_not_checked_for_errors(name: str) -> None:
     assert_equal_to_torch(lambda p: LINALG[name](spd(p["w"]), p["v"]).sin().sum(), leaves(w=(4, 4), v=(4, 4)))
 
 
@@ -187,7 +187,7 @@ def test_an_inverse_of_a_singular_matrix_is_not_finite() -> None:
     assert not loss.isfinite()
 
 
-def test_least_squares_say_the_way_out() -> None:
+def test_least_squares_are_refused_with_a_way_out() -> None:
     with pytest.raises(fs.TraceError, match=r"(?s)lstsq.*Fix: torch.linalg.pinv\(A\) @ B"):
         our_grads(lambda p: torch.linalg.lstsq(p["w"], p["w"])[0].sum(), leaves(w=(4, 4)))
 
@@ -311,9 +311,8 @@ def test_draws_depend_on_seed_step_and_rank_and_not_on_layouts() -> None:
     for depth, preset in enumerate(("full_shard", "zero1", "no_shard")):
         torch.testing.assert_close(draws(preset, 2, depth=depth), expected, rtol=0, atol=0)
     alone = draws("full_shard", 1)
-    torch.testing.assert_close(
-        alone[0], expected[0], rtol=0, atol=0
-    )  # the first of two ranks draws as one alone
+    # The first of two ranks draws as one alone.
+    torch.testing.assert_close(alone[0], expected[0], rtol=0, atol=0)
     distinct = [*expected[0], *expected[1], draws("full_shard", 1, seed=1)[0][0]]
     assert not any(torch.equal(a["dropout"], a["second dropout"]) for a in distinct)
     for i, a in enumerate(distinct):

@@ -122,7 +122,7 @@ def test_other_data_is_refused(samples, numbered):
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(20, 400), st.integers(1, 9), st.integers(1, 12))
-def test_windows_are_every_token_but_the_first_as_a_target(numbered, tokens, parts, context):
+def test_each_token_after_the_first_is_a_target_once(numbered, tokens, parts, context):
     windows = Windows(numbered(tokens, parts), context)
     inputs, targets = windows.batch(np.arange(windows.count))
     assert inputs.flatten().tolist() == list(range(windows.count * context))
@@ -137,21 +137,6 @@ def test_ranks_along_other_axes_read_the_same():
         with simulated_rank(rank):
             places.append(place_of(mesh))
     assert places == [{"rank": rank, "ranks": 2} for rank in (0, 0, 0, 1, 1, 1)]
-
-
-# ------------------------------------------------------------------ orders, packing and packed batches
-
-
-def samples_in(batch):
-    """The prompt number and the targets of every document in a batch."""
-    found = []
-    for tokens, targets, documents in zip(
-        *(batch[n] for n in ("tokens", "targets", "documents")), strict=True
-    ):
-        for document in range(1, int(documents.max()) + 1):
-            at = documents == document
-            found.append((int(bytes(tokens[at][1:5].tolist())), tokens[at].tolist(), targets[at].tolist()))
-    return found
 
 
 # ------------------------------------------------------------------ orders
@@ -199,6 +184,18 @@ def test_rows_are_well_filled(most, context, least):
 # ------------------------------------------------------------------ packed batches
 
 
+def samples_in(batch):
+    """The prompt number and the targets of every document in a batch."""
+    found = []
+    for tokens, targets, documents in zip(
+        *(batch[n] for n in ("tokens", "targets", "documents")), strict=True
+    ):
+        for document in range(1, int(documents.max()) + 1):
+            at = documents == document
+            found.append((int(bytes(tokens[at][1:5].tolist())), tokens[at].tolist(), targets[at].tolist()))
+    return found
+
+
 def test_a_packed_batch_is_its_samples_and_nothing_leaks_between_them(samples):
     prepared = samples()
     tokenizer = ByteTokenizer()
@@ -225,7 +222,7 @@ def test_a_packed_batch_is_its_samples_and_nothing_leaks_between_them(samples):
         assert batch["positions"][row, begin:].tolist() == list(range(CONTEXT - begin))
 
 
-# ------------------------------------------------------------------ pairs, and everything once
+# ------------------------------------------------------------------ pairs, widths, and everything once
 
 
 def test_pairs_are_two_rows_of_one_prompt(samples):
@@ -254,7 +251,7 @@ def test_padded_widths_hold_the_longest_and_stay_in_the_context(samples):
 def test_once_is_every_sample_once_and_equally_many_batches(samples, ranks, packed):
     prepared = samples()
     rows = Samples(prepared, packed)
-    parts = [list(rows.one_pass(8, 10**6, rank=r, ranks=ranks)) for r in range(ranks)]
+    parts = [list(rows.one_pass(8, most=10**6, rank=r, ranks=ranks)) for r in range(ranks)]
     assert len({len(part) for part in parts}) == 1
     batches = [joined(list(batch)) for batch in zip(*parts, strict=True)]
     assert all(len(batch["tokens"]) == 8 and ("documents" in batch) == packed for batch in batches)

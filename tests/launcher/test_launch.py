@@ -19,7 +19,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from launched import HEADER, environment, is_alive, lines_of, program_of, ranks_of, run, started, wait_for
+from launched import (
+    HEADER,
+    environment,
+    is_alive,
+    program_of,
+    ranks_of,
+    run,
+    started,
+    wait_for,
+    wait_for_lines,
+)
 
 import fnshard as fs
 from fnshard.errors import CollectiveError, SpecError
@@ -352,10 +362,10 @@ def test_every_restart_is_within_ten_seconds_beyond_imports(how, count, tmp_path
         if how == "torchrun":
             started_by = subprocess.Popen([sys.executable, *TORCHRUN, *command[2:]], env=environment())
         with started_by as process:
-            lines_of(out / "times.jsonl", 2, process)
+            wait_for_lines(out / "times.jsonl", 2, process)
             killed = time.time()
             os.kill(ranks_of(process.pid)[number % 2], signal.SIGKILL)
-            times = lines_of(out / "times.jsonl", 4, process)
+            times = wait_for_lines(out / "times.jsonl", 4, process)
             assert process.wait(timeout=60) == 0
         seconds.append(max(now - killed - imports for again, _, now, imports in times if again))
     print("beyond imports, seconds:", sorted(round(s, 2) for s in seconds))

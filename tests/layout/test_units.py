@@ -22,7 +22,7 @@ def test_by_number_in_the_path() -> None:
     }
 
 
-def test_leaves_without_a_number_go_to_the_shortest_module_without_numbered_units() -> None:
+def test_other_leaves_go_to_the_shortest_module_that_has_no_numbered_unit() -> None:
     found = units.numeric(
         params("model.embed.w", "model.norm.w", "model.norm.b", "model.layers.0.w", "head.w", "scale")
     )

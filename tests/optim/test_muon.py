@@ -1,4 +1,4 @@
-"""Muon and optimizers by path: torch's own, and mistakes. Layouts: `test_layouts`."""
+"""Muon and optimizers by path: compared with torch's own; and mistakes. Layouts: `test_layouts`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from fnshard.optim import Step, adamw, by_path, muon, sgd
 from fnshard.optim.muon import orthogonalize
 from fnshard.optim.optimizer import apply_updates, init_slots
 
-DECAYED = adamw(0.1, weight_decay=[("b*", 0.0), ("*", 0.1)])  # of its own leaves the first has none
+# Below it is given the leaves a*, of which its rule b* matches none.
+DECAYED = adamw(0.1, weight_decay=[("b*", 0.0), ("*", 0.1)])
 
 
 @pytest.mark.parametrize("scale", ["original", "match_rms_adamw"])
 @pytest.mark.parametrize("nesterov", [True, False])
-def test_it_is_torchs(scale, nesterov):
+def test_muon_and_its_adamw_are_torchs(scale, nesterov):
     mine = {path: leaf for path, leaf in leaves().items() if leaf.dim() < 3}
     theirs = {path: leaf.clone().requires_grad_() for path, leaf in mine.items()}
     matrices = [theirs[path] for path in ("a.weight", "b.weight")]
@@ -54,7 +55,7 @@ def test_embeddings_and_heads_are_adamws_and_heads_of_attention_are_not():
     assert [path for path in paths if "momentum" in slots[path]] == paths[4:]
 
 
-def test_orthogonal_is_what_newton_schulz_makes():
+def test_newton_schulz_makes_nearly_orthogonal_matrices():
     for shape in ((5, 9), (9, 5), (3, 4, 6)):
         matrix = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
         values = torch.linalg.svdvals(orthogonalize(matrix))

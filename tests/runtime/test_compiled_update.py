@@ -25,7 +25,7 @@ from fnshard.runtime.executor.fused_update import find_fused
 from fnshard.runtime.executor.update import Updater
 
 ONE = fs.make_mesh(shard=1, device="cpu")
-# SOAP chooses by values; what is computed in bf16 is rounded less often in a kernel.
+# Not SOAP, which chooses by values, and not clip_muon_ema, whose bf16 products a kernel rounds less often.
 COMPILABLE = [name for name in ALL if "soap" not in name and name != "clip_muon_ema"]
 
 
@@ -35,7 +35,10 @@ def families(name: str) -> Mapping[str, Family]:
 
 
 def follow_whole_leaves(name: str, compiled: CompiledUpdates | None) -> None:
-    """Compare updates of a rank's blocks with those of whole leaves: of every shape, a scale, rules."""
+    """Compare the executor's updates in place, on one rank, with `apply_updates` on whole leaves.
+
+    The leaves have every shape. The steps have a scale, but for one.
+    """
     optimizer, params = ALL[name], random_tree(0)
     expected, slots = copy(params), init_slots(optimizer, params)
     state = copy(slots)
@@ -46,14 +49,15 @@ def follow_whole_leaves(name: str, compiled: CompiledUpdates | None) -> None:
         step = make_step(count, grads)
         expected, state = apply_updates(optimizer, grads, state, expected, step, scale)
         norm = step.norm if scale is None else step.norm * scale
+        # By path of each leaf that its own graph updates: the values for later stretches, which are none.
         assert update(grads, slots, params, {}, StepControl(step=Step(step.count, norm), scale=scale)) == {
-            path: {} for path, family in families(name).items() if _runs_alone(family, compiled)
+            path: {} for path, family in families(name).items() if _is_updated_by_its_graph(family, compiled)
         }
         assert_close(params, expected)
         assert_close(slots, state)
 
 
-def _runs_alone(family: Family, compiled: CompiledUpdates | None) -> bool:
+def _is_updated_by_its_graph(family: Family, compiled: CompiledUpdates | None) -> bool:
     is_compiled = compiled is not None and family.traced is not None and is_compilable(family)
     return find_fused(family) is None and not is_compiled
 
@@ -93,12 +97,12 @@ def test_compiled_updates_are_those_of_whole_leaves(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["sgd", "nesterov", "adamw_rules", "clip_adamw_ema", "ema_schedule"])
-def test_adamw_and_sgd_are_operators_whatever_stands_around_them(name: str) -> None:
+def test_adamw_and_sgd_run_as_fused_operators_whatever_transforms_surround_them(name: str) -> None:
     assert all(find_fused(family) for family in families(name).values() if family.traced)
 
 
 @pytest.mark.parametrize("name", ["lion", "adafactor", "two_bodies"])
-def test_what_is_no_such_operator_is_run_by_its_graph(name: str) -> None:
+def test_what_is_no_fused_operator_is_run_by_its_graph(name: str) -> None:
     assert not any(find_fused(family) for family in families(name).values())
 
 
@@ -107,7 +111,7 @@ def test_what_chooses_by_values_is_not_compiled() -> None:
 
 
 # ------------------------------------------------------------------ in a step
-COMPILED = {"update": "compiled"}  # the rest eager: it is quicker
+COMPILED = {"update": "compiled"}  # `sharded` makes the rest eager, which is quicker
 
 
 @pytest.mark.suite({
@@ -183,8 +187,8 @@ def trained(policy: dict[str, Any], update: str, steps: int = 3) -> tuple[fs.Tra
 def test_equal_units_share_a_kernel() -> None:
     """Three layers, one kernel; leaves of another size or with other settings would take another."""
     _, _, step = trained({}, "compiled", steps=2)
-    (leaves,) = step._runner._compiled.kernels
-    assert len(leaves) == 2
+    (forms,) = step._runner._compiled.kernels
+    assert len(forms) == 2
 
 
 @pytest.mark.parametrize("update", ["eager", "compiled"])
@@ -216,7 +220,7 @@ def on_paper(update: str, device: str = "cpu", **options: Any) -> Any:
 
 
 def test_auto_compiles_on_accelerators() -> None:
-    """With the backend that compiles."""
+    """They do so only together with Inductor."""
     chosen = [
         on_paper("auto", device, backend=backend)._compiled_update
         for device in ("cpu", "cuda")

@@ -89,7 +89,8 @@ def scaled_by_torch(params: dict[str, Tensor], loss: Any, batches: list[Tensor])
 @pytest.mark.parametrize("clip", [None, 1e9])
 @pytest.mark.parametrize("policy", [{}, HOST, STREAMED], ids=["device", "host", "streamed"])
 def test_a_skipped_step_is_no_update(tmp_path: Any, policy: dict[str, str], clip: float | None) -> None:
-    """Three overflows before the first update and one later; on one of two ranks, and on one that resumes."""
+    """Three overflows come before the first update and one later; on one of two ranks, and on one that
+    resumes."""
     params = {p: v.float() for p, v in noise({"layers.0.w": (4, 6), "layers.1.w": (6, 2)}).items()}
 
     def loss(params: Any, x: Tensor) -> Tensor:
@@ -137,15 +138,18 @@ LOSSES = {"plain": lambda total: total, "mean": lambda total: Mean(total, torch.
     "torch.bfloat16-plain-None-None": "gradients",
     "torch.bfloat16-plain-1000.0-clipped": "a scale, and norms",
     "torch.float16-mean-None-clipped": "an exact mean",
-    "torch.float16-mean-1000.0-sgd": "both",
+    "torch.float16-mean-1000.0-sgd": "a mean, and a scale",
 })  # fmt: skip
 @pytest.mark.parametrize("optimizer", [None, "sgd", "clipped"])
 @pytest.mark.parametrize("loss_scale", [None, 1000.0])
 @pytest.mark.parametrize(("dtype", "kind"), [(torch.bfloat16, "plain"), (torch.float16, "mean")], ids=str)
-def test_a_short_loss_rounds_no_gradient(
+def test_a_loss_in_a_half_type_rounds_no_gradient(
     dtype: torch.dtype, kind: str, loss_scale: float | None, optimizer: str | None
 ) -> None:
-    """1/3 is no bf16 number: the backward starts from a power of two, what is left is for the end."""
+    """The mean over 3 micro-batches scales by 1/3, which bf16 does not have.
+
+    So the backward starts from a power of two, and the rest of the factor is applied to reduced gradients.
+    """
     params = {"layers.0.w": torch.full((4, 3), 0.5), "layers.1.w": torch.ones(3)}
     x = torch.rand(6, 4, generator=torch.Generator().manual_seed(0))
 
@@ -172,7 +176,7 @@ def test_a_short_loss_rounds_no_gradient(
 
 
 def test_a_loss_in_fp16_starts_from_a_large_number() -> None:
-    """Gradients of 2**-26, which fp16 has not, arrive; the first scale, 2**16, is no overflow itself."""
+    """Gradients of 2**-26, which fp16 cannot hold, arrive; the first scale, 2**16, is no overflow itself."""
     params = {"layers.0.w": torch.ones(4)}
     specs = fs.match_specs(
         params, [("*", LayoutSpec(compute_dtype=torch.float16, reduce_dtype=torch.float32))]

@@ -1,4 +1,5 @@
-"""Steps of functions that read more than their arguments, compared with plain autograd at each call."""
+"""Steps of functions that read globals and closures, which guards watch; compared with plain autograd at each
+call."""
 
 from __future__ import annotations
 
@@ -20,14 +21,16 @@ Fn = Callable[[Any, Tensor], Tensor]
 
 
 def assert_plain(step: Any, fn: Fn, params: dict[str, Tensor] = PARAMS, *batch: Any) -> None:
-    """The step's loss and gradients are plain autograd's, now."""
+    """Assert that the step gives the loss and gradients of plain autograd, with what `fn` reads now."""
     batch = batch or (X,)
     torch.testing.assert_close(step(params, *batch), plain_grads(fn, params, *batch), atol=1e-12, rtol=0)
 
 
 def make(fn: Fn, **options: Any) -> Any:
+    """Make an eager step of a function of `PARAMS`."""
     return fs.shard_step(fn, SPECS, backend="eager", **options)
 
 
 def scaled(p: Any, x: Tensor, scale: Any) -> Tensor:
+    """Return a loss that depends on `scale`, a number or a tensor that the function reads."""
     return (p["w"] * x * scale).square().sum()

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def forked(request, monkeypatch):
-    """Ranks are forked from a process that has imported torch, but where a test is marked `executed`."""
+    """Ranks are forked from a process that has imported torch, except where a test is marked `executed`."""
     if request.node.get_closest_marker("executed") is None:
         monkeypatch.setattr(launcher, "subprocess", forking(popen_from_server))
 
@@ -40,7 +40,7 @@ rank = int(os.environ["RANK"])
 
 
 def program_of(tmp_path: Path, body: str, *, timeout_s: float = 60, stop: bool = False) -> Path:
-    """`body` defines `main()`; each rank runs it. With `stop` SIGTERM is noted in `stop.asked`."""
+    """Write a program whose ranks run `main()` of `body`. With `stop` SIGTERM is noted in `stop.asked`."""
     program = tmp_path / "program.py"
     how = f"device_type='cpu', timeout_s={timeout_s}" + ", stop=stop" * stop
     text = [HEADER, "stop = Stop()", textwrap.dedent(body), f"run_rank(main, {how})"]
@@ -51,7 +51,7 @@ def program_of(tmp_path: Path, body: str, *, timeout_s: float = 60, stop: bool =
 def run(
     tmp_path: Path, body: str, *, ranks: int = 2, max_restarts: int = 0, timeout_s: float = 60, **options: Any
 ) -> None:
-    """`body` defines `main()`; each rank runs it."""
+    """Launch a program whose ranks run `main()` of `body`."""
     program = program_of(tmp_path, body, timeout_s=timeout_s)
     launcher.launch(
         [sys.executable, "-u", str(program), str(tmp_path)],
@@ -67,7 +67,7 @@ def run(
 def started(
     command: list[str], out: Path, env: Mapping[str, str] | None = None, execute: bool = False, **options: Any
 ) -> Iterator[Forked | subprocess.Popen]:
-    """`launch` in a process of its own, with two ranks; all are forked unless `execute`."""
+    """Start `launch` with two ranks in a process of its own, which is forked unless `execute`."""
     starter = out / "starter.py"
     starter.write_text(
         "import pathlib; from fnshard.launcher.local import launch\n"
@@ -97,8 +97,10 @@ def children_of(process: int) -> list[int]:
 
 
 def ranks_below(process: int) -> list[tuple[int, int]]:
-    """(rank, process) of all ranks that a process has started, itself or by others; in order of ranks. They
-    are known by the environment that they were executed with."""
+    """Return (rank, process) of all ranks that a process has started, itself or through children, in order.
+
+    They are known by the environment that they were executed with.
+    """
     found = []
     for pid in children_of(process):
         with suppress(OSError):
@@ -107,12 +109,13 @@ def ranks_below(process: int) -> list[tuple[int, int]]:
     return sorted(found)
 
 
-def ranks_of(launcher: int) -> dict[int, int]:
-    """Processes by rank; nothing of a launcher that has ended."""
-    return dict(ranks_below(launcher))
+def ranks_of(process: int) -> dict[int, int]:
+    """Return the processes of a launcher by rank; none if it has ended."""
+    return dict(ranks_below(process))
 
 
-def lines_of(path: Path, count: int, process: subprocess.Popen) -> list:
+def wait_for_lines(path: Path, count: int, process: subprocess.Popen) -> list:
+    """Wait until a file has `count` lines of JSON, and return them."""
     deadline = time.monotonic() + 60
     while True:
         rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

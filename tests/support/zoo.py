@@ -37,7 +37,7 @@ def batches(count: int) -> Tensor:
 
 
 def net(p: Params, x: Tensor) -> Tensor:
-    """Run a chain of products, each with a tanh."""
+    """Return tanh(x @ w) through all leaves."""
     for w in p.values():
         x = torch.tanh(x @ w)
     return x
@@ -55,7 +55,7 @@ def between(each: Callable[[Tensor], Tensor]) -> Fn:
 
 
 def train_plain(fn: Fn, parts: int) -> tuple[Tensor, list[Tensor]]:
-    """Compute the loss of so many slices and its gradients by torch's own autograd.
+    """Compute the loss of `parts` slices and its gradients by torch's own autograd.
 
     Each slice has leaves of its own, so that hooks see the gradient of one slice, as they do in a step.
     """
@@ -94,10 +94,12 @@ def check(fn: Fn, results: list[tuple[Tensor, list[Tensor]]], parts: int) -> Non
 
 
 def table(programs: Mapping[str, Fn], twins: Mapping[str, Fn] = {}) -> Callable[[str], None]:
-    """Make a test that runs every program on two ranks, in one of the settings; in the other it is long.
+    """Make a test that runs every program on two ranks.
+
+    The suite runs each program in one of the settings, in turn; the other is `long`.
 
     Args:
-        twins: what plain torch runs instead of programs, by name, that are written for a compiler alone.
+        twins: by name, what plain torch runs in the place of a program that only a compiler can run.
     """
 
     @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
