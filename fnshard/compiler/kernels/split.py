@@ -276,8 +276,8 @@ def _find_bounds(order: list[fx.Node], facts: _Facts, program: Program) -> list[
             first, last_read = position, -1
             firsts[first] = None if node.target is EXCHANGE else tuple(sorted(current))
             # Rows that come back from experts are many more bytes than what is made of them, so that the next
-            # unit may be cut off behind that.
-            if exchanges[1] and earlier.args[1] == "all_to_all" and current:
+            # unit may be cut off behind that, unless the first reader of these rows is of the next unit.
+            if exchanges[1] and earlier.args[1] == "all_to_all" and current and not facts.units[node]:
                 last_read = position
         reads = facts.units[node]
         if not reads:
