@@ -10,6 +10,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from multiprocessing import resource_tracker
 from typing import Any, NoReturn
 
 import numpy as np
@@ -52,6 +54,22 @@ def may_fork() -> bool:
     return sys.platform.startswith("linux") and threading.active_count() == 1 and torch.get_num_threads() == 1
 
 
+def close_inherited_files() -> None:
+    """Close this process's files but its streams, as an exec does: the launcher's locks are the launcher's own.
+
+    Their numbers stay taken, by the null device. Objects of the launcher still write to them or close them
+    (a log's handler, an open file, Python's resource tracker), and a number that was free again would by
+    then be a file of this rank's.
+    """
+    null = os.open(os.devnull, os.O_RDWR)
+    for number in map(int, os.listdir("/proc/self/fd")):
+        if number > 2 and number != null:
+            with suppress(OSError):  # the listing's own
+                os.dup2(null, number, inheritable=False)
+    # A rank starts a resource tracker of its own, which outlives it.
+    resource_tracker._resource_tracker._fd = resource_tracker._resource_tracker._pid = None
+
+
 def fork_rank(work: Callable[[], NoReturn], env: Mapping[str, str], log: Any = None) -> Forked:
     """Run a function in a forked process, which leads a session of its own, as a new program would.
 
@@ -72,7 +90,7 @@ def fork_rank(work: Callable[[], NoReturn], env: Mapping[str, str], log: Any = N
         os.setsid()
         for stream in (1, 2) if log is not None else ():
             os.dup2(log.fileno(), stream)
-        os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # as an exec does: the launcher's locks are its own
+        close_inherited_files()
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, signal.SIG_DFL)
         os.environ.clear()

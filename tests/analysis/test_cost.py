@@ -277,7 +277,7 @@ def quick() -> Any:
         "MATMULS": (32, 64, 128),
         "LENGTHS": (32, 64),
         "COUNTS": (1 << 10, 1 << 11, 1 << 12, 1 << 14),
-        "ROWS": (64, 4096),
+        "PARTS": (64, 4096),
         "COLD_BYTES": 1 << 16,
     }
     return mock.patch.multiple(measuring, SAMPLES=1, SAMPLE_S=1e-6, **sizes)

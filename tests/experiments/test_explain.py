@@ -11,7 +11,7 @@ import pytest
 from runs import compose, validate
 
 from experiments.explain import words
-from experiments.explain.__main__ import write
+from experiments.explain.__main__ import write_explanation
 from experiments.explain.config import COMMAND, ExplainConfig
 from experiments.explain.paper import Paper, explain
 from experiments.explain.waste import _put_on_paper
@@ -148,7 +148,7 @@ def test_recipes_of_train_are_explained_and_what_has_no_effect_is_said() -> None
 
 def test_a_run_leaves_text_and_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = config_of("mesh.shard=4")
-    write(config, tmp_path / "run")
+    write_explanation(config, tmp_path / "run")
     assert (tmp_path / "run" / "explain.txt").read_text(encoding="utf-8") in capsys.readouterr().out
     assert (tmp_path / "run" / "memory.svg").read_text().startswith("<?xml")
     assert (tmp_path / "run" / "timeline.png").read_bytes().startswith(b"\x89PNG")
@@ -168,5 +168,5 @@ def test_a_run_by_specs_is_put_on_paper_by_its_specs(tmp_path: Path, monkeypatch
 def test_seventy_billion_parameters_on_1024_ranks_take_less_than_two_minutes(tmp_path: Path) -> None:
     overrides = ["model=70b", "strategy=full_shard", "mesh.shard=1024", "hardware=h100"]
     began = time.perf_counter()
-    write(config_of(*overrides), tmp_path)
+    write_explanation(config_of(*overrides), tmp_path)
     assert time.perf_counter() - began < 120

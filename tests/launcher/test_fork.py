@@ -79,6 +79,25 @@ def test_a_fork_that_raises_and_one_that_is_killed_are_named(tmp_path: Path) -> 
         assert words in (tmp_path / "error").read_text()
 
 
+def test_files_of_the_launcher_do_not_write_into_those_of_a_rank(tmp_path: Path) -> None:
+    """A rank's new files have other numbers than those that the launcher's objects still know."""
+    start(tmp_path, """
+        from multiprocessing import resource_tracker
+        resource_tracker.ensure_running()
+        before = open(f"{out}/before", "w", buffering=1)
+
+        def main():
+            mine = [open(f"{out}/mine{dist.get_rank()}_{n}", "w", buffering=1) for n in range(30)]
+            resource_tracker.ensure_running()  # writes to its pipe
+            before.write("of the launcher" + chr(10))
+            for file in mine:
+                file.write("whole" + chr(10))
+    """)  # fmt: skip
+    assert not (tmp_path / "error").exists()
+    assert {path.read_text() for path in tmp_path.glob("mine*")} == {"whole\n"}
+    assert len(list(tmp_path.glob("mine*"))) == 60 and (tmp_path / "before").read_text() == ""
+
+
 def test_a_process_with_threads_runs_the_command_instead(tmp_path: Path) -> None:
     start(tmp_path, """
         main, done = None, threading.Event()

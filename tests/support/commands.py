@@ -19,7 +19,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from multiprocessing import resource_tracker
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -31,6 +30,7 @@ from ranks import CONTEXT
 from updates import share_updates
 
 from fnshard.launcher import local
+from fnshard.launcher.fork import close_inherited_files
 from fnshard.mesh.process_group import LAUNCHER
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -152,8 +152,7 @@ def popen_here(
     sys.stderr.flush()
     pid = os.fork()
     if pid == 0:
-        os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # as an exec does: a lock is its launcher's alone
-        resource_tracker._resource_tracker._fd = None
+        close_inherited_files()
         arguments = [word for word in command[1:] if word != "-u"]
         _become(arguments, env=dict(env), cwd=str(cwd or os.getcwd()), streams=_streams(stdout))
 
