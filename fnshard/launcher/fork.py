@@ -55,7 +55,7 @@ def may_fork() -> bool:
 
 
 def close_inherited_files() -> None:
-    """Close this process's files but its streams, as an exec does: the launcher's locks are the launcher's own.
+    """Close this process's files but its streams, as an exec does: a lock is the launcher's alone.
 
     Their numbers stay taken, by the null device. Objects of the launcher still write to them or close them
     (a log's handler, an open file, Python's resource tracker), and a number that was free again would by
