@@ -24,24 +24,19 @@ from experiments.lib.config import MeshConfig, ScheduleConfig
 from experiments.lib.plan import axis_of, dtypes_of
 from experiments.lib.task import make_optimizer
 from experiments.plan.config import DEVICE_SHARE, PlanConfig, layer_of
-from experiments.plan.unroll import unroll
-from fnshard.analysis.flops import kernel_flops
+from experiments.plan.unroll import lower_from, trace_few_layers
 from fnshard.analysis.memory import MemoryTimeline
-from fnshard.compiler.ir.arguments import Arguments
 from fnshard.compiler.kernels.differentiate import Kernel
-from fnshard.compiler.lower import Front, schedule_for
+from fnshard.compiler.lower import Front
 from fnshard.compiler.schedule.instructions import Run
 from fnshard.compiler.schedule.tasks import MicroOrder
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.plot.scales import byte_text, rough, time_text
 from fnshard.search.price import MAX_KERNELS_AHEAD, ORDERS, PARTS, Candidate, price
 from fnshard.search.walk import Dial, Move, SearchEffort, Walk
-from fnshard.step.batches import bytes_of_batch
 from fnshard.step.lowered import Lowered
-from fnshard.step.plan import plan_of
 from fnshard.step.step import Step
 
-TRACED_LAYERS = 4  # so many layers are traced in place of more
 DEPTHS = (4, 5)  # the numbers of layers that are lowered; more where kernels go further ahead
 STAGES = (3, 4)  # the numbers of stages that are lowered in place of more
 GROUPS = (2, 3)  # the numbers of groups of micro-batches that are lowered; a group has one for each stage
@@ -518,15 +513,11 @@ class Planner:
             by_chunk: the number of layers of each chunk of a pipeline; None is what the preset makes of it.
         """
         step, batch = self.make_step(plan, layers, micro, by_chunk)
-        traces, mesh, optimizer = self._get_traces(plan), step.mesh, step.optimizer
-        resolved, options = ResolvedSpecs.of(step.specs), step.options
         front = self.trace(plan, layers, step, batch)
-        front = replace(front, plan=plan_of(optimizer, resolved, mesh, options).for_program(front.program))
-        options = replace(options, remat=plan.remat, prefetch=(plan.prefetch,) * 2, overlap=plan.overlap)
-        stages = schedule_for(front, resolved.stored, mesh, options, traces.kernels, False, kernel_flops)
-        self.work.count_schedule(sum(len(schedule.instructions) for schedule in stages.schedules))
-        sizes = bytes_of_batch(Arguments(batch, {}))
-        return Lowered(stages, options, optimizer=optimizer, batch_bytes=sizes)
+        options = replace(step.options, remat=plan.remat, prefetch=(plan.prefetch,) * 2, overlap=plan.overlap)
+        lowered = lower_from(front, step, batch, options, self._get_traces(plan).kernels)
+        self.work.count_schedule(sum(len(schedule.instructions) for schedule in lowered.schedules))
+        return lowered
 
     def make_step(
         self, plan: DecoderPlan, layers: int, micro: int, by_chunk: Sequence[int] | None = None
@@ -557,16 +548,17 @@ class Planner:
         key = layers, looked_at
         if key in fronts:
             return fronts[key]
-        few = config.odd_layers + TRACED_LAYERS
         # In a pipeline a unit that only holds a buffer is cut out, too, and a trace for one stage lacks it.
         all_train = all(spec.trainable for spec in ResolvedSpecs.of(step.specs).stored.values())
-        if config.is_layered and layers > few and (all_train or plan.pipeline == 1):
-            alone = replace(plan, pipeline=1, chunks=1, order="depth")  # stages are cut where units are
-            short = self.trace(alone, few, *self.make_step(alone, few, 1))
-            segments = unroll(short.segments, layers)
-            if segments is not None:
-                fronts[key] = replace(short, segments=segments)
-                return fronts[key]
+        if config.is_layered and (all_train or plan.pipeline == 1):
+            alone = replace(plan, pipeline=1, chunks=1, order="depth")
+
+            def trace(few: int) -> Front:
+                return self.trace(alone, few, *self.make_step(alone, few, 1))
+
+            if (front := trace_few_layers(trace, layers, config.odd_layers)) is not None:
+                fronts[key] = front
+                return front
         fronts[key] = step.front(*batch)
         self.work.count_program(len(fronts[key].program.graph.nodes))
         return fronts[key]
