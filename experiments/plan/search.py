@@ -40,6 +40,7 @@ from fnshard.step.step import Step
 DEPTHS = (4, 5)  # the numbers of layers that are lowered; more where kernels go further ahead
 STAGES = (3, 4)  # the numbers of stages that are lowered in place of more
 GROUPS = (2, 3)  # the numbers of groups of micro-batches that are lowered; a group has one for each stage
+VALUES = ("seconds", "host_bytes", "flops", "peak_flops")  # what is carried on besides the parts of the time
 MOST_CHUNKS = 8  # the most chunks of a stage
 ENDS = 2  # the units besides layers that may be a chunk each: the embedding and the head
 CACHES = 6  # so many `TraceCache`s are kept
@@ -406,11 +407,29 @@ class Planner:
         return self._price_layers(plan, depths if layers > depths[-1] else (layers,))
 
     def price_exactly(self, plan: DecoderPlan) -> Candidate:
-        """Return a plan with the bytes and time of a step of all layers."""
-        if plan.pipeline > 1:
-            lowered = self.lower(plan, self.config.layers, self.count_micro_batches(plan))
+        """Return a plan with the bytes and time of a step of all layers.
+
+        All stages of a pipeline are lowered, and of many groups of micro-batches so few that those between
+        the first and the last repeat one another: time is affine in their number, and the fullest moment is
+        among the first.
+        """
+        if plan.pipeline == 1:
+            return self._price_layers(plan, (self.config.layers,))
+        layers, micro = self.config.layers, self.count_micro_batches(plan)
+        few, more = (groups * plan.pipeline for groups in GROUPS)
+        if micro <= more:
+            lowered = self.lower(plan, layers, micro)
             return price(plan, lowered.memory_analysis(), lowered.timeline(self.hardware))
-        return self._price_layers(plan, (self.config.layers,))
+        fewer = self.lower(plan, layers, few)
+        longer = replace(self.lower(plan, layers, more), fewer=fewer)
+        memory = fewer.memory_analysis()
+        points = {
+            count: _values_of(price(plan, memory, lowered.timeline(self.hardware)))
+            for count, lowered in ((few, fewer), (more, longer))
+        }
+        batch_bytes = sum(fewer.batch_bytes.values())  # all of it is on the device from the start
+        peak = memory.peak_bytes + batch_bytes * (micro - few) // few
+        return _candidate_of(plan, peak, _extrapolate(points, micro))
 
     def _price_pipeline(self, plan: DecoderPlan) -> Candidate:
         """Return a plan with a pipeline with its bytes and time. They are extrapolated along stages, then
@@ -433,9 +452,7 @@ class Planner:
             by_depth[depth] = _extrapolate(by_group, groups)
         found = _extrapolate(by_depth, most)
         peak = max(value for name, value in found.items() if isinstance(name, int))
-        parts = {name: found[name] for name in PARTS}
-        totals = peak, found["seconds"], found["host_bytes"]
-        return Candidate(plan, *totals, parts, found["flops"], found["peak_flops"])
+        return _candidate_of(plan, peak, found)
 
     def layers_by_chunk(self, plan: DecoderPlan) -> list[int]:
         """Return the number of layers of each chunk, as presets cut them."""
@@ -463,9 +480,7 @@ class Planner:
             if len(depths) > 1:  # else the peak is known, and no layer stands for others
                 by_count[count]["peak"] = max(v for n, v in found.items() if isinstance(n, tuple))
         found = _extrapolate(by_count, micro)
-        parts = {name: found[name] for name in PARTS}
-        totals = (found[name] for name in ("peak", "seconds", "host_bytes"))
-        return Candidate(plan, *totals, parts, found["flops"], found["peak_flops"])
+        return _candidate_of(plan, found["peak"], found)
 
     def count_micro_batches(self, plan: DecoderPlan) -> int:
         """Return the number of a rank's micro-batches in a step."""
@@ -475,10 +490,8 @@ class Planner:
         """Return the price of a step of some layers and micro-batches, and its bytes by `_name_moments`."""
         lowered = self.lower(plan, layers, micro)
         found = price(plan, lowered.memory_analysis(), lowered.timeline(self.hardware))
-        return _name_moments(lowered.memory_timeline(), layers, plan.reach) | found.parts | {
-            "peak": found.peak_bytes, "seconds": found.seconds, "host_bytes": found.host_bytes,
-            "flops": found.flops, "peak_flops": found.peak_flops,
-        }  # fmt: skip
+        moments = _name_moments(lowered.memory_timeline(), layers, plan.reach)
+        return moments | _values_of(found) | {"peak": found.peak_bytes}
 
     def measure_stages(
         self, plan: DecoderPlan, layers: Sequence[int], stages: int, micro: int
@@ -493,10 +506,7 @@ class Planner:
         found = price(plan, lowered.memory_analysis(), lowered.timeline(self.hardware))
         peaks = [lowered.memory_analysis(stage=stage).peak_bytes for stage in range(stages)]
         ends = {0: peaks[0], 1: peaks[1], -2: peaks[-2], -1: peaks[-1]}
-        return {stage: float(peak) for stage, peak in ends.items()} | found.parts | {
-            "seconds": found.seconds, "host_bytes": found.host_bytes,
-            "flops": found.flops, "peak_flops": found.peak_flops,
-        }  # fmt: skip
+        return {stage: float(peak) for stage, peak in ends.items()} | _values_of(found)
 
     def make_mesh(self, plan: DecoderPlan) -> fs.Mesh:
         """Make the plan's mesh, without axes of one rank. The axes that exchange most come last, since these
@@ -594,6 +604,17 @@ class Planner:
             f"a rank has whole rows, and at most {self.hardware.ranks_per_node} share its matrices. "
             f"Fix: rows={math.lcm(rows, parts)}, or devices={math.gcd(rows, parts)}."
         )
+
+
+def _values_of(found: Candidate) -> dict[Any, float]:
+    """Return the values of a price by name, but for its peak."""
+    return {**found.parts, **{name: getattr(found, name) for name in VALUES}}
+
+
+def _candidate_of(plan: DecoderPlan, peak_bytes: float, values: Mapping[Any, float]) -> Candidate:
+    """Return the price of a plan by `_values_of` and its peak."""
+    parts = {name: values[name] for name in PARTS}
+    return Candidate(plan, peak_bytes, parts=parts, **{name: values[name] for name in VALUES})
 
 
 def _name_moments(timeline: MemoryTimeline, layers: int, reach: int) -> dict[Any, float]:
