@@ -409,27 +409,20 @@ class Planner:
     def price_exactly(self, plan: DecoderPlan) -> Candidate:
         """Return a plan with the bytes and time of a step of all layers.
 
-        All stages of a pipeline are lowered, and of many groups of micro-batches so few that those between
-        the first and the last repeat one another: time is affine in their number, and the fullest moment is
-        among the first.
+        Most of the work is the ledger of a pipeline's stages. Of many groups of micro-batches, which repeat
+        one another, few are enough to know how large values are and which stage is the fullest.
         """
         if plan.pipeline == 1:
             return self._price_layers(plan, (self.config.layers,))
-        layers, micro = self.config.layers, self.count_micro_batches(plan)
-        few, more = (groups * plan.pipeline for groups in GROUPS)
-        if micro <= more:
-            lowered = self.lower(plan, layers, micro)
-            return price(plan, lowered.memory_analysis(), lowered.timeline(self.hardware))
-        fewer = self.lower(plan, layers, few)
-        longer = replace(self.lower(plan, layers, more), fewer=fewer)
-        memory = fewer.memory_analysis()
-        points = {
-            count: _values_of(price(plan, memory, lowered.timeline(self.hardware)))
-            for count, lowered in ((few, fewer), (more, longer))
-        }
-        batch_bytes = sum(fewer.batch_bytes.values())  # all of it is on the device from the start
-        peak = memory.peak_bytes + batch_bytes * (micro - few) // few
-        return _candidate_of(plan, peak, _extrapolate(points, micro))
+        layers, micro, few = self.config.layers, self.count_micro_batches(plan), GROUPS[0] * plan.pipeline
+        lowered, fullest = self.lower(plan, layers, micro), None
+        if micro > few:
+            fewer = self.lower(plan, layers, few)
+            lowered = replace(lowered, fewer=fewer)
+            fullest = max(
+                range(plan.pipeline), key=lambda stage: fewer.memory_analysis(stage=stage).peak_bytes
+            )
+        return price(plan, lowered.memory_analysis(stage=fullest), lowered.timeline(self.hardware))
 
     def _price_pipeline(self, plan: DecoderPlan) -> Candidate:
         """Return a plan with a pipeline with its bytes and time. They are extrapolated along stages, then
