@@ -28,6 +28,8 @@ class Packer:
 
     def __init__(self, bucket: Bucket, mesh: Mesh, rank: int):
         self.bucket = bucket
+
+        # Where each rank's blocks lie in the full leaves, and in its row of the bucket.
         ranks = mesh.group_ranks(bucket.axes, rank)
         self.rows = len(ranks)
         slices = [
@@ -37,6 +39,7 @@ class Packer:
         own = list(zip(bucket.pieces, slices[self._here], strict=True))
         self._mine = {piece.key: (where, piece.block) for piece, where in own}
         self._blocks = _Cuts.of([(p.offset, p.numel) for p in bucket.pieces], bucket.numel)
+        # Leaves that are cut by `split_with_sizes`, and the runs of each rank's row that they have.
         extents = [  # [rank][leaf]: elements that are not padding
             [math.prod(s.stop - s.start for s in leaf) for leaf in row] for row in slices
         ]
@@ -60,6 +63,7 @@ class Packer:
             if not run
         ]
         self._windows = [_Window.of(piece, where) for piece, where in own]
+        # Where no block is padded, only the gaps between blocks have to be cleared.
         filled = sum(p.numel for p in bucket.pieces)
         self._unpadded = self.rows * filled == sum(map(sum, extents))
 
@@ -299,4 +303,5 @@ def local_block(full: Tensor, layout: P, mesh: Mesh, rank: int | None = None) ->
     full = side_by_side(full, layout, mesh)
     slices = block_slices(full.shape, layout.contiguous, mesh, mesh.coordinate(rank))
     block = pad_to(full[slices], block_shape(full.shape, layout, mesh))
+    # A view would keep the memory of the whole leaf.
     return block.clone(memory_format=torch.contiguous_format)

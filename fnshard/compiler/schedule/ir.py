@@ -174,6 +174,7 @@ class Instruction:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        # ReduceScatter is printed as reduce_scatter.
         name = cls.__name__
         cls.verb = "".join("_" + c.lower() if c.isupper() and i else c.lower() for i, c in enumerate(name))
 
