@@ -73,7 +73,7 @@ def find_outcomes(places: Sequence[str]) -> tuple[list[Outcome], int]:
         fix = "folders of runs or of sweeps, as outputs/2030-01-31/12-00-00, or multirun/*/*."
         raise ConfigError(report("there is nothing to compare:", [*empty, *typos], fix))
     common = Path(os.path.commonpath([str(f.parent) for f in folders]))
-    return [outcome_of(folder, str(folder.relative_to(common))) for folder in folders], len(empty)
+    return [read_outcome(folder, str(folder.relative_to(common))) for folder in folders], len(empty)
 
 
 def runs_below(folder: Path) -> Iterator[Path]:
@@ -100,7 +100,7 @@ def _folders(folder: Path) -> list[Path]:
     return sorted(below, key=lambda f: (int(f.name) if f.name.isdigit() else math.inf, f.name))
 
 
-def outcome_of(folder: Path, name: str) -> Outcome:
+def read_outcome(folder: Path, name: str) -> Outcome:
     """Read what a run has left, finished or not."""
     result = read_result(folder)
     wrong: list[str] = []

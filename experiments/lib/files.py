@@ -220,7 +220,7 @@ def commit_folder(aside: Path, final: Path) -> None:
 
 
 @contextmanager
-def locked(folder: Path, name: str = LOCK) -> Iterator[bool]:
+def lock_folder(folder: Path, name: str = LOCK) -> Iterator[bool]:
     """Hold a folder as long as the block runs, and yield whether this process does: another may hold it.
 
     A process that is killed gives it back.
