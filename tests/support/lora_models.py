@@ -24,7 +24,7 @@ def llama(**more: Any) -> Any:
 
 
 def tuned(model: Any, targets: str = "*.q_proj|*.v_proj|*.down_proj", **more: Any) -> tuple[Any, Any, Any]:
-    """The function with adapters, its tree with a B that is not zero, and the function without."""
+    """Return the function with adapters, its tree, in which B is not zero, and the function without."""
     apply, params = fs.make_functional(model)
 
     def loss(p: Any, ids: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ def tuned(model: Any, targets: str = "*.q_proj|*.v_proj|*.down_proj", **more: An
 
 
 def merged(base: dict[str, Tensor], asked: Any, found: Any) -> dict[str, Tensor]:
-    """The naive way: W + s B A."""
+    """Merge adapters in the naive way: W + s B A."""
     out = dict(base)
     for path, adapter in found.items():
         update = asked.scale * adapter["b"] @ adapter["a"]

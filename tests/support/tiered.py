@@ -48,7 +48,7 @@ def expected(clip: bool) -> reference.Trained:
 
 
 class Adversary(Transfers):
-    """Copies late (at the Wait) or early; targets hold NaN until they are waited for, and when given back."""
+    """Transfers that copy late (at the Wait) or early; targets hold NaN until the Wait and when free."""
 
     late = False
 

@@ -35,7 +35,7 @@ def step_here(mesh: fs.Mesh, preset: str = "full_shard") -> Any:
 
 
 def trained() -> tuple[nn.Module, Any]:
-    """A module and its optimizer after some steps of one process."""
+    """Train a module for some steps in one process; return it with its optimizer."""
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     for step in range(STEPS):
@@ -47,7 +47,7 @@ def trained() -> tuple[nn.Module, Any]:
 
 
 def assert_same(state: Any, model: nn.Module, optimizer: Any) -> None:
-    """A state of a mesh of one has a module's leaves and AdamW's moments, bit for bit."""
+    """Assert that a state of a mesh of one has a module's leaves and AdamW's moments, bit for bit."""
     assert int(state.step) == STEPS
     for name, value in model.state_dict().items():
         assert torch.equal(state.params[name], value), name
