@@ -20,7 +20,7 @@ Optimizers = Callable[[Params], torch.optim.Optimizer]
 
 @dataclass
 class Trained:
-    """What a loop leaves: parameters at the end, and one entry per step of the rest."""
+    """A record of a loop: parameters at the end, and one entry per step of the rest."""
 
     params: Params = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)

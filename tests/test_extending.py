@@ -160,7 +160,7 @@ def trained(make: Callable[[fs.Mesh], Any], steps: int = 3, **axes: int) -> list
 
 
 def plain(steps: int = 3) -> list[float]:
-    """The same in a loop without the library."""
+    """Train in a loop without the library, and return the losses."""
     values, losses = params(), []
     values["frozen"] = values["frozen"].half().double()
     trainable = [values[f"layers.{i}.w"].requires_grad_() for i in range(2)]

@@ -183,7 +183,7 @@ def first_script(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def fresh(namespace: dict[str, Any]) -> dict[str, Any]:
-    """The same names, and a state to consume."""
+    """Return the same names with a copy of the state, which a step may consume."""
     return {**namespace, "state": namespace["state"].copy()}
 
 
@@ -278,7 +278,7 @@ def test_all_the_systems_are_there() -> None:
 
 @pytest.mark.parametrize("page", documents(), ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
-    """To a file of the repository, and to a heading of it."""
+    """Each link leads to a file of the repository, and to a heading of it."""
     text = page.read_text(encoding="utf-8")
     for link in re.findall(r"\]\((?!https?:)(.+?)\)", re.sub(r"```.*?```", "", text, flags=re.S)):
         name, _, anchor = link.partition("#")

@@ -122,7 +122,7 @@ def test_ranks_equal_one_process(name: str, preset: str, remat: str) -> None:
 
 
 def test_uneven_rows_count_as_they_are() -> None:
-    """With a Mean, as the loss of one process is a mean over all rows."""
+    """The loss is a Mean here, so that each row counts once, as in one process."""
     x, mesh = batches()[0, :, :, 0, 0], fs.make_mesh(shard=2, simulated=True)
     params = {"w": torch.randn(3, 3, dtype=D), "bias": torch.randn(3, dtype=D)}
 

@@ -210,7 +210,7 @@ def test_peft_opens_them(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_dora_is_pefts(tmp_path: Path, ranks: int) -> None:
-    """The same forward and gradients as PEFT's of the same numbers; merged and exported from shards."""
+    """Forward and gradients are those of PEFT for the same numbers; shards are merged and exported."""
     peft = pytest.importorskip("peft")
     model, targets = llama().float(), "*.q_proj|*.down_proj"
     apply, params = fs.make_functional(model)
@@ -281,7 +281,7 @@ def opened(model: Any, **how: Any) -> Any:
     ],
 )
 def test_what_peft_has_saved_comes_in_and_goes_out_again(tmp_path: Path, how: dict[str, Any]) -> None:
-    """The same logits there, here, and there again."""
+    """PEFT, this library and PEFT again give the same logits."""
     peft = pytest.importorskip("peft")
     gpt2 = "fan_in_fan_out" in how
     plain = gpt2_model if gpt2 else lambda: llama().float()
@@ -340,7 +340,7 @@ def test_what_peft_has_and_this_has_not_is_refused_by_kind(
 
 
 def test_rows_of_zeros_stay_zeros_under_dora(tmp_path: Path) -> None:
-    """As those of a vocabulary that was padded: their norm is 0, and so is that of what they become."""
+    """A padded vocabulary has such rows: their norm is 0, and so is that of what they become."""
     params = {"w": torch.nn.Parameter(torch.cat([torch.ones(2, 3), torch.zeros(1, 3)]))}
     fn, tree = fs.lora(lambda p, x: F.linear(x, p["w"]), params, rank=1, targets="w", dora=True)
     assert torch.equal(fn(tree, torch.ones(1, 3)), torch.tensor([[3.0, 3.0, 0.0]]))

@@ -170,7 +170,7 @@ def test_tied_weights_stay_tied() -> None:
     ],
 )
 def test_a_target_that_also_goes_elsewhere_is_refused_in_whatever_it_lies(use: Any, func: str) -> None:
-    """In lists, by keyword, with itself, or where a tuple comes of it."""
+    """The target may be in a list, a keyword, given twice, or the call may return a tuple."""
     tuned_fn, tree = fs.lora(
         lambda p, x: F.linear(x, p["w"]).sum() + use(x, p["w"]), {"w": torch.randn(4, 4)}, rank=2, targets="w"
     )
@@ -186,7 +186,7 @@ def test_a_target_that_also_goes_elsewhere_is_refused_in_whatever_it_lies(use: A
 
 
 def test_a_product_that_does_more_is_refused() -> None:
-    """Of `alpha` and `out` the update would know nothing."""
+    """The update would know nothing of `alpha` and `out`."""
     for more in ({"alpha": 2.0}, {"beta": 0.5}, {"out": torch.empty(3, 4)}):
 
         def fn(p: Any, x: Tensor, more: Any = more) -> Tensor:

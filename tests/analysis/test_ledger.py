@@ -254,7 +254,7 @@ UPDATES = {
 
 @pytest.mark.parametrize("name", UPDATES)
 def test_predicted_bytes_have_what_any_update_computes(name: str) -> None:
-    """Where nothing but the update takes memory."""
+    """Nothing but the update takes memory here."""
     optimizer = UPDATES[name]
     params, mesh = {"w": torch.ones(256, 512)}, fs.make_mesh(shard=1, device="cpu")
     step = fs.shard_step(
@@ -269,7 +269,7 @@ def test_predicted_bytes_have_what_any_update_computes(name: str) -> None:
 
 
 def sent_on_rank(rank: int, preset: str, axes: Mapping[str, int]) -> tuple[int, int, int, int]:
-    """What a step's sends and sums move, counted at torch's door, and what was predicted."""
+    """Count what a step's sends and sums move, where torch takes them; return it with the prediction."""
     import torch.distributed as dist
 
     mesh = fs.make_mesh(**axes, device="cpu")

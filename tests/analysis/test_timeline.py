@@ -201,7 +201,7 @@ def test_compute_waits_for_what_it_sent_and_the_step_for_what_the_host_sends() -
 
 
 def test_an_update_on_the_host_waits_for_the_numbers_that_the_device_makes() -> None:
-    """Without gradients to send, the norm of which makes all wait, the step's count is on the device too."""
+    """If no gradients are sent, whose norm makes all wait, the step's count is on the device too."""
     fn, params, tokens = llama(2)
     how = {"policy": {"optimizer_memory": "host"}}
     clip = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.sgd(0.1))

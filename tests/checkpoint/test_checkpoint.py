@@ -50,7 +50,7 @@ def test_every_dtype_and_tier_restores_every_other(ranks: Any, tmp_path: Path) -
 
 
 def test_replicas_are_written_once(ranks: Any, tmp_path: Path) -> None:
-    """By DDP too: four ranks write one state, about a quarter each."""
+    """DDP's four ranks write one state too, about a quarter each."""
     ranks(4).run(saved.save_all, 4, str(tmp_path), ["fp32"], ["no_shard"])
     folder = tmp_path / "4-no_shard-fp32"
     one_rank = checkpoint.save(tmp_path / "one", saved.known(one()))

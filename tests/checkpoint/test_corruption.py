@@ -144,7 +144,7 @@ def test_files_that_do_not_belong_there_are_not_looked_at(roots: Any, restoring:
 
 # ------------------------------------------------------------------ manifests whose seal fits
 def edited(edit: Callable[[Any], Any], root: Path, folder: Path, restoring: Any) -> tuple[Any, Any]:
-    """What comes of a checkpoint whose manifest `edit` has changed."""
+    """Return what `restored` gives of a checkpoint whose manifest `edit` has changed."""
     manifest = json.loads((corrupt.copied(root / "300", folder) / MANIFEST).read_bytes())
     new = edit(manifest)
     corrupt.reseal(folder, manifest if new is None else new)

@@ -161,7 +161,7 @@ def test_metrics_of_a_ruined_manifest_do_not_end_a_save(roots: Any, tmp_path: Pa
 
 # ------------------------------------------------------------------ two ranks
 def both_look(rank: int, root: str, cases: list[str]) -> list[tuple[Any, ...]]:
-    """Of each root: the step that was restored, or the error; and the warnings."""
+    """Restore from each root; return the step or the error, and the warnings."""
     mesh = fs.make_mesh(shard=2, device="cpu")
     step = step_on(mesh)
     out = []

@@ -160,7 +160,7 @@ NAMES = st.text(min_size=1, max_size=12).filter(lambda name: name != "__metadata
 
 @st.composite
 def tensors(draw: Any, dtypes: Any = None) -> Tensor:
-    """Of any dtype, shape and bits; sometimes transposed."""
+    """Draw a tensor of any dtype, shape and bits, sometimes transposed."""
     dtype, shape = draw(st.sampled_from(dtypes or list(DTYPES.values()))), draw(SIZES)
     count = math.prod(shape) * dtype.itemsize
     content = draw(st.binary(min_size=count, max_size=count))
@@ -300,7 +300,7 @@ def opened(path: Path) -> Any:
 @EXAMPLES
 @given(st.data())
 def test_any_range_is_read_right_or_refused(tmp_path: Path, data: Any) -> None:
-    """Of a tensor among others; a flipped bit is found if and only if it lies in a block that is touched."""
+    """The tensor lies among others; a flipped bit is found if and only if its block is touched."""
     size, before, block = (
         data.draw(st.integers(1, 60)),
         data.draw(st.integers(0, 20)),

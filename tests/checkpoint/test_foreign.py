@@ -40,7 +40,7 @@ LOAD: Mapping[str, Callable[..., Any]] = {
 
 
 class Application:
-    """What DCP's tutorial saves: an object with a state dict of both."""
+    """An object with a state dict of model and optimizer, as in DCP's tutorial."""
 
     def __init__(self, weights: Any, moments: Any):
         self.both = {"model": weights, "optim": moments}
@@ -259,7 +259,7 @@ LAYOUTS = {"rows": P("shard"), "columns": P(None, "shard")}
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_rank_reads_its_part_alone(layout: str, tmp_path: Path, monkeypatch: Any) -> None:
-    """Of a leaf in two shards a rank of four reads a quarter, and some hundred bytes besides."""
+    """A leaf lies in two shards; a rank of four reads a quarter, and some hundred bytes besides."""
     full = torch.randn(512, 2**16 // 4)
     boxes = [((0, 0), (300, 2**14)), ((300, 0), (212, 2**14))]
     write_shards(tmp_path / "x", {"w": full}, boxes)
@@ -310,7 +310,7 @@ def folders(tmp_path: Path) -> dict[str, Path]:
 
 
 def test_a_payload_is_refused_and_does_not_run(tmp_path: Path) -> None:
-    """In the metadata, in the place of a tensor's stream, beside the tensors of a file, in a rank's file."""
+    """It lies in the metadata, in a tensor's stream, beside the tensors of a file, or in a rank's file."""
     made, marker, mesh = folders(tmp_path), tmp_path / "marker", fs.make_mesh(shard=1)
     step = step_here(mesh)
     (item,) = [file for file in made["dcp"].iterdir() if file.suffix == ".distcp"]
@@ -414,7 +414,7 @@ def test_moments_without_a_step_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_kept_name_of_the_metadata_is_read_by_torch(tmp_path: Path) -> None:
-    """What is written here is what torch's own reader makes of it, whatever the boxes."""
+    """torch's own reader reads what is written here, whatever the boxes are."""
     full = torch.randn(7, 5)
     write_shards(tmp_path / "x", {"w": full}, [((0, 0), (7, 2)), ((0, 2), (3, 3)), ((3, 2), (4, 3))])
     there = {"model": {"w": torch.zeros(7, 5)}}

@@ -42,7 +42,7 @@ def keep(rank: int, world: int, root: str, nodes: int, presets: Sequence[str]) -
 def found(
     rank: int, world: int, root: str, nodes: int, kept: Sequence[str], presets: Sequence[str]
 ) -> list[str]:
-    """What is restored of each kept preset in each preset here: its step, and what is not as it must be."""
+    """Restore each kept preset in each preset here; return its step, and what is not as it must be."""
     out = []
     for name in kept:
         for preset in presets:

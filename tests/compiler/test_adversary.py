@@ -96,7 +96,7 @@ def same_bits(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
 
 
 def tensors(value: Any) -> list[Tensor]:
-    """What a schedule's value holds: a tensor, a dict, a bucket's gradients, or what is in flight."""
+    """Return the tensors of a value: a tensor, a dict, a bucket's gradients, or what is in flight."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, Reduced):
@@ -360,7 +360,7 @@ def test_bits_on_the_host_do_not_depend_on_what_freed_buffers_hold(case: str) ->
 
 
 def frees_too_early(schedule: Schedule) -> dict[tuple[str, str], Schedule]:
-    """By the last reader's verb and what it reads, the schedule whose buffer is freed right before it."""
+    """Return schedules that free a buffer right before its last reader, by that line's verb and value."""
     lines, memory, out = list(schedule.instructions), follow_aliases(schedule.instructions), {}
     for at, free in enumerate(lines):
         for name in [n for n in free.drops if isinstance(free, Free) and n.is_pooled]:
@@ -382,7 +382,7 @@ def frees_too_early(schedule: Schedule) -> dict[tuple[str, str], Schedule]:
     [pytest.param(c, marks=[pytest.mark.long] * (c not in SHORT)) for c in ON_HOST if c != "streamed soap"],
 )
 def test_a_buffer_that_is_freed_before_a_view_of_it_is_read_is_found(case: str) -> None:
-    """Of each kind of line that reads a buffer of the host, or a view of one, by `verify` and by running."""
+    """`verify` and a run find it, for each kind of line that reads a host buffer or a view of one."""
     found: list[dict[tuple[str, str], Schedule]] = []
 
     def look(schedule: Schedule) -> Schedule:
@@ -479,7 +479,7 @@ def test_a_slot_is_not_changed_while_the_parameter_that_is_a_view_of_it_is_sent(
     "case", [pytest.param(c, marks=[pytest.mark.long] * (c not in SHORT)) for c in ON_HOST]
 )
 def test_lines_share_no_memory_that_they_do_not_declare(case: str) -> None:
-    """What a line writes lies in the memory of what `aliases` names, of what it takes over, or in its own."""
+    """A line writes to memory of its own, of what it takes over, or of what `aliases` names."""
     plain, wrong, shared = runner.bind, [], set()
 
     def watch(number: int, line: Instruction, action: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -518,7 +518,7 @@ def test_norms_are_taken_before_an_update_may_scale_its_gradients() -> None:
 
 
 def test_a_value_that_outlives_its_gathered_leaf_is_poisoned() -> None:
-    """What would lose ZeRO 3 in silence: an activation that is a view of a gathered leaf."""
+    """An activation that is a view of a gathered leaf would lose ZeRO 3 in silence."""
     leaf = torch.ones(3, 2)
     env = {"view_1": leaf.T}
     assert bury("p:w#f0.0", leaf, env)

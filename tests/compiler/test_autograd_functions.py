@@ -353,7 +353,7 @@ class Wrong(Function):
 
 
 class CallsBackward(Function):
-    """As checkpoints do that are written by hand: into the leaves that it reads."""
+    """A function that calls backward into the leaves that it reads, as checkpoints written by hand do."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

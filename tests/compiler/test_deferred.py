@@ -24,7 +24,7 @@ transformers = pytest.importorskip("transformers")
 
 
 class Gpt(nn.Module):
-    """As nanoGPT: `apply(_init)`, a tied head, residual projections scaled by depth; it prints its size."""
+    """A model like nanoGPT: `apply(_init)`, a tied head, projections scaled by depth; it prints its size."""
 
     def __init__(self, layers: int = 3, width: int = 20, *, tied: bool = True):
         super().__init__()
@@ -59,7 +59,7 @@ class Scaled(Gpt):
 
 
 class Vit(nn.Module):
-    """As timm's: truncated normals, a class token, a rate by depth that Python reads."""
+    """A ViT like timm's: truncated normals, a class token, a rate by depth that Python reads."""
 
     def __init__(self, depth: int = 2, width: int = 16):
         super().__init__()
@@ -145,7 +145,7 @@ class Orthogonal(nn.Module):
 
 
 class Drawn(nn.Module):
-    """What no window makes: complex numbers, other distributions, columns, scales; single numbers."""
+    """A model of draws that no window makes: complex ones, other distributions, columns, single numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ def same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 def whole(model: nn.Module, world: int, seed: int) -> list[dict[str, Tensor]]:
-    """What `step.init` makes on each of so many simulated ranks, put together again."""
+    """Return what `step.init` makes on each of `world` simulated ranks, put together again."""
     mesh = fs.make_mesh(shard=world, simulated=True)
     specs = fs.presets.full_shard(fs.make_functional(model)[1], mesh)
     step = fs.shard_step(lambda p: 0, specs, mesh=mesh, backend="eager")
@@ -252,7 +252,7 @@ def test_bits_are_those_of_splitmix64() -> None:
     ],
 )
 def test_draws_have_their_distribution(draw: Any, distribution: Any, dtype: torch.dtype) -> None:
-    """By Kolmogorov and Smirnov's distance, which is below 2 / sqrt(n) but once in 1500; a part is a part."""
+    """Kolmogorov and Smirnov's distance is below 2 / sqrt(n) but once in 1500; a part is drawn as it lies."""
     whole = torch.empty(100_000, dtype=dtype)
     fill(whole, 0, 3, draw)
     shares = distribution(whole.double().sort().values)
@@ -302,7 +302,7 @@ def test_leaves_are_what_their_constructors_say_on_every_mesh(name: str) -> None
 
 
 def test_boxes_are_parts_of_the_whole() -> None:
-    """Of any layout, of what can be cut: all but what is drawn or computed as a whole."""
+    """All leaves can be cut in any layout, unless they are drawn or computed as a whole."""
     for name, make in EVERY.items():
         params = fs.make_functional(deferred(make))[1]
         values = Values(params, seed=3)

@@ -62,7 +62,7 @@ SEVERAL: dict[str, Callable[[Tensor], Any]] = {
 })  # fmt: skip
 @pytest.mark.parametrize("kind", SEVERAL)
 def test_one_result_of_several(kind: str) -> None:
-    """Of an op on a leaf, read by activations of its unit and of another: per-channel quantisation."""
+    """An op on a leaf returns several, read by its unit and by another, as in per-channel quantisation."""
 
     def fn(p: Any, x: Tensor) -> Tensor:
         weights = list(p.values())

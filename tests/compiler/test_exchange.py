@@ -57,7 +57,7 @@ def nested(on: Any, p: Params, x: Tensor) -> Tensor:
 
 
 def of_leaves(on: Any, p: Params, x: Tensor) -> Tensor:
-    """Of what rests on leaves alone, small and large, of a leaf, a constant and of the loss itself."""
+    """Exchange what depends on leaves alone, small and large, a leaf, a constant and the loss itself."""
     norm = on.psum(p["layers.0.w"].square().mean())
     w = on.psum(p["layers.1.w"] * 2) + on.all_gather(p["scale"])[: p["scale"].shape[0]]
     ones = on.psum(torch.ones((), dtype=D))

@@ -129,7 +129,7 @@ MIXED = {"rules": [("up", fs.LayoutSpec(fs.P(None, "shard"), compute_dtype=FP8, 
     ] + [(2, "full_shard", MIXED), (4, "zero2", MIXED)],
 )  # fmt: skip
 def test_gradients_are_those_of_rounded_products(ranks, preset, policy):
-    """Of every rank's rows by hand, and their mean; `fn` sees what one scale for all shards rounds to."""
+    """They are the mean of all ranks', by hand; `fn` sees what one scale for all shards rounds to."""
     down = policy.get("scaling", "tensorwise")
     up = "rowwise" if policy is MIXED else down
     step, params, specs, mesh = step_on(ranks, preset, policy=policy)
@@ -201,7 +201,7 @@ def multiplies_by_rows() -> bool:
 )
 @pytest.mark.parametrize("rows", [16, 7])
 def test_the_device_s_products_are_the_emulated_ones(rows, rowwise, monkeypatch):
-    """Where it has them; here torch's own of a CPU. Rows that it does not take are emulated."""
+    """Here these are torch's products of a CPU. Rows that the device does not take are emulated."""
     draw = torch.Generator().manual_seed(0)
     x, weight, grad = (torch.randn(s, generator=draw).bfloat16() for s in ((rows, 32), (48, 32), (rows, 48)))
     weight, grad = nearest(weight, FP8).bfloat16() * 8, grad * 1e-4 * torch.linspace(0.01, 1, 48)

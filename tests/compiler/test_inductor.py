@@ -109,7 +109,7 @@ PARAMS = {"up": torch.ones(8, 4), "down": torch.ones(4, 8)}
 
 @pytest.mark.long
 def test_sums_of_many_numbers_are_right_in_compiled_kernels() -> None:
-    """To one number, and to two: lanes of fp32 are off by more than 1e-5 here."""
+    """They are summed to one number, and to two; lanes of fp32 are off by more than 1e-5 here."""
     x = torch.full((1 << 20, 2), 0.1)
 
     def fn(p: Any, x: Any) -> Any:

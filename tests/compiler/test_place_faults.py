@@ -150,7 +150,7 @@ def test_a_fault_is_refused_where_a_step_is_lowered(fault: str) -> None:
 
 
 def other_rank(op: Any) -> Plant:
-    """What a rank computes by its index, it computes by another's."""
+    """Let a rank compute by another's index what it computes by its own."""
     find = rule_of(op)
 
     def rule(call: Any) -> Iterator[OpStrategy]:

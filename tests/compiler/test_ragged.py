@@ -134,7 +134,7 @@ def repeated(p: Params, x: Tensor) -> Tensor:
 
 
 def class_means(p: Params, x: Tensor) -> Tensor:
-    """Of rows that a mask chooses; in some slices of the batch it chooses none."""
+    """Average rows that a mask chooses; in some slices of the batch it chooses none."""
     h, label = hidden(p, x), (10 * x[:, 1].abs()).long() % 3
     chosen = (x[:, 0] > 0) & (x[0, 0] > 0)
     counts = torch.bincount(label[chosen], minlength=3).clamp(min=1)
@@ -177,7 +177,7 @@ def branches(p: Params, x: Tensor, cond: Any = torch.cond) -> Tensor:
 
 
 def attention(p: Params, x: Tensor, attend: Any = flex_attention) -> Tensor:
-    """With scores that leaves shift, and a mask of blocks."""
+    """Attend with scores that leaves shift, and a mask of blocks."""
     q, k = ((x.cumsum(0) @ p[f"layers.{i}.w"]).view(1, 1, *x.shape) for i in (0, 1))
     slope = p["layers.0.w"][0, 0]
     causal = create_block_mask(lambda b, h, i, j: i >= j, None, None, len(x), len(x), device="cpu")

@@ -160,7 +160,7 @@ def test_what_decides_is_rounded_as_in_torch(narrow: torch.dtype) -> None:
 
 @pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16], ids=str)
 def test_the_gradient_of_a_maximum_counts_ties(narrow: torch.dtype) -> None:
-    """As torch.compile has it, no element equals the rounded maximum: 0 / 0."""
+    """In torch.compile no element equals the rounded maximum, so that the gradient is 0 / 0."""
     x = torch.randn(8, 17, generator=torch.Generator().manual_seed(0))
     params = {"w": torch.ones((), dtype=narrow)}
     grads = [

@@ -403,7 +403,7 @@ def test_a_unit_of_two_stages_is_named_with_its_leaves() -> None:
 
 
 def test_a_length_that_a_call_on_the_host_decides_is_refused_with_its_line() -> None:
-    """Where `fn` is traced, as on any mesh: no shape that depends on data comes to a cut."""
+    """The trace refuses it, as on any mesh: no shape that depends on data comes to a cut."""
 
     def some_rows(p: Any, x: Any) -> Any:
         first, *rest = p.values()
@@ -535,7 +535,7 @@ def test_rows_that_data_select_cross_a_cut() -> None:
 
 @pytest.mark.parametrize("adversary", ["early", "late"])
 def test_clipping_counts_a_tied_leaf_once(adversary: Any) -> None:
-    """On ranks that read early or late, bitwise alike."""
+    """Ranks read early or late, and get the same bits."""
     axes = {"pipeline": 2, "shard": 2}
     ranks = sharded.simulate(
         model_of("tied"),

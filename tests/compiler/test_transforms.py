@@ -107,7 +107,7 @@ def writes_before_a_slope(p: Params, x: Tensor) -> Tensor:
 
 
 def a_write_to_an_unsafe_view(p: Params, x: Tensor) -> Tensor:
-    """What `kron` is made of."""
+    """Write to an unsafe view, as `kron` makes one."""
     h = torch.kron(x, p["layers.0.w"][:2]).mul_(2)
     return autograd_grad(h.sin().sum(), h, create_graph=True)[0].square().mean() + net(p, x).mean()
 

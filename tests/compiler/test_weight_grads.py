@@ -258,8 +258,10 @@ def test_the_bubble_is_zb_h1s_and_no_stage_keeps_more_than_the_first_one_of_1f1b
 
 
 def test_a_limit_of_bytes_makes_gradients_of_leaves_earlier() -> None:
-    """Where they keep more than a forward does, stages keep what the fullest one of 1F1B keeps, and what one
-    backward hands on."""
+    """Stages keep as much as the fullest one of 1F1B, and what one backward hands on.
+
+    Here that is more than a forward keeps.
+    """
     stage_of, room, keeps = list(range(4)), usual_room(4, 4), [Keeps(1.0, 2.5)] * 4
     together = order_stages(stage_of, 8, room)
     most = max(count_kept(together, stage_of, keeps).values())
@@ -358,7 +360,7 @@ def find(lines: Lines, kind: type, number: int = 0, **values: Any) -> int:
 
 
 def drop_a_weight_gradient(lines: Lines) -> None:
-    """With all that reads what it makes, so that nothing else misses it."""
+    """Drop it with all that reads what it makes, so that nothing else misses it."""
     at = find(lines, Run, 2, way=Way.WEIGHTS)
     made = lines.pop(at).writes
     reader = next(n for n, i in enumerate(lines) if isinstance(i, Accumulate) and set(made) & set(i.reads))

@@ -81,7 +81,7 @@ def build(model: str) -> nn.Module:
 
 
 def batch_of(module: nn.Module) -> tuple[Tensor, Tensor]:
-    """What the module reads, and labels for those that shift them into a decoder."""
+    """Return what the module reads, and labels for those that shift them into a decoder."""
     generator = torch.Generator().manual_seed(1)
     words = torch.randint(3, WORDS, (2, ROWS, TIME), generator=generator)
     if module.main_input_name == "pixel_values":
@@ -121,7 +121,7 @@ class Narrowed(TorchDispatchMode):
 
 
 def tolerance(module: nn.Module) -> float:
-    """How far gradients may lie from autograd's: graphs round otherwise than modules, where they round."""
+    """Return how far gradients may be off: where modules round to narrow dtypes, graphs round otherwise."""
     with torch.no_grad(), Narrowed() as mode:
         loss_of(module, module, *batch_of(module))
     return NARROW_TOLERANCE if mode.seen else TOLERANCE

@@ -71,7 +71,7 @@ def hunted(
 
 
 def tensors_of(state: Any) -> list[Tensor]:
-    """What a state holds, which a hunt must leave as it is."""
+    """Return the tensors of a state, which a hunt must leave as they are."""
     return [t for _, t in tensors({"p": state.params, "o": state.opt_state})]
 
 

@@ -269,7 +269,7 @@ def test_from_a_shell_a_mistake_is_one_line(tmp_path):
 
 @pytest.mark.parametrize("local_rank", [0, 1])
 def test_under_torchrun_a_mistake_is_one_line_of_the_first_rank(monkeypatch, tmp_path, capfd, local_rank):
-    """What torchrun shows of a rank that ends so is not a traceback of ours."""
+    """torchrun shows no traceback of ours for a rank that ends so."""
     waited = []
     for name, value in {"RANK": local_rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))

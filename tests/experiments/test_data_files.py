@@ -92,7 +92,7 @@ ASK = "<|begin|><|user|>hi<|end|><|assistant|>"
 def test_texts_of_a_chat_template_have_its_control_tokens(
     prepared_from, byte_directory, line, asked, learned
 ):
-    """As transformers reads them; the line that is printed says so."""
+    """They are read as transformers reads them; the line that is printed says so."""
     data = prepared_from([line], kind="pairs" if "chosen" in line else "samples")
     for number, text in enumerate(learned):
         ids, mask = data.sample(number)

@@ -85,7 +85,7 @@ def playing(model: Any, data: Any, where: Any, name: str, *more: str) -> tuple[A
 
 
 def test_what_is_learned_is_what_was_drawn_after_what_was_shown(model, data, tmp_path):
-    """By the rows of a batch: the sampler's log-probabilities are those of the model at the same tokens."""
+    """The sampler's log-probabilities are those of the model at the same tokens of a batch."""
     parts, rewarded, state = playing(model, data, tmp_path, "asking_twice")
     turns, rewards = rewarded._play(rewarded.gather(state.params), 0, [3, 5], 2, rewarded.prompts.data.train)
     assert len(rewards) == 4 < len(turns)

@@ -121,7 +121,7 @@ def test_questions_are_in_the_harness_s_words(files):
 
 
 def test_numbers_are_those_of_plain_likelihoods(model, files, tmp_path):
-    """By transformers itself, a choice at a time."""
+    """transformers itself scores one choice at a time."""
     found = measured(model, tmp_path, *(f"{kind}:{files[kind]}" for kind in ("arc", "hellaswag", "mmlu")))
     plain, tokenizer = transformers.AutoModelForCausalLM.from_pretrained(model), ByteTokenizer()
     for kind in ("arc", "hellaswag", "mmlu"):
@@ -196,7 +196,7 @@ def of_files(rank: int, fn: Any, *args: Any, **how: Any) -> Any:
 
 
 def test_numbers_are_those_of_lm_eval(model, files, tmp_path, ranks):
-    """The same questions, asked by the harness of its own model, and of ours as one of its models."""
+    """The harness asks the same questions of its own model, and of ours as one of its models."""
     lm_eval = pytest.importorskip("lm_eval")
     docs = tmp_path / "docs.jsonl"
     questions = task_of(f"arc:{files['arc']}").questions
@@ -417,7 +417,7 @@ def test_ten_choices(tmp_path, ending, what):
 
 
 def test_parquet_of_the_other_formats(tmp_path):
-    """As the hub has them: labels of ARC in two lists, of HellaSwag as text."""
+    """The hub has labels of ARC in two lists, and those of HellaSwag as text."""
     rows = {
         "arc": {
             "id": "1",

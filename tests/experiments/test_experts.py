@@ -157,7 +157,7 @@ def test_what_adapters_of_experts_cannot_be_is_said(tmp_path):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_files_of_single_experts_are_read_and_written(name, tmp_path):
-    """As transformers writes them; each rank reads its slices, also through the middle of an expert."""
+    """transformers writes such files; each rank reads its slices, also through the middle of an expert."""
     module = built(name)
     module.save_pretrained(tmp_path / "theirs")
     mesh = fs.make_mesh(shard=3, simulated=True)

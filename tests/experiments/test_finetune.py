@@ -159,8 +159,10 @@ def test_noise_rates_and_scales_change_what_is_trained_and_not_what_is_measured(
 
 
 def test_what_is_in_the_way_is_kept(model, data, tmp_path, capfd):
-    """Of a folder named as what is exported, which may be the base; of answers by another configuration. Few
-    pairs, one of them held out, no samples, a run that goes on from another one's checkpoint."""
+    """A folder with the export's name, which may be the base, is kept, and so are another run's answers.
+
+    There are few pairs, one of them held out, no samples, and a run that goes on from another's checkpoint.
+    """
     few = tmp_path / "few.jsonl"
     few.write_text("".join(data["pairs"].read_text().splitlines(keepends=True)[:25]))
     folder = tmp_path / "run"
@@ -323,8 +325,10 @@ def test_a_model_of_the_hub_is_taken_from_the_local_cache(model, tmp_path, monke
 
 
 def test_a_base_is_made_once_by_a_command_of_its_own(tmp_path, monkeypatch, capfd):
-    """What follows looks for mistakes in it; one that is there serves torchrun, too. Those that are trained
-    have "tiny" before them: what does not fit shows in it."""
+    """A base that is there serves torchrun, too; mistakes are looked for in it.
+
+    Bases that are trained come behind "tiny", in which a mistake shows soon.
+    """
     asked = []
 
     def command(words: list[str], **_: Any) -> SimpleNamespace:

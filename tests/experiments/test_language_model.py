@@ -65,7 +65,7 @@ def test_a_window_that_a_model_does_not_look_at() -> None:
 
 
 def test_padding_sees_itself_and_no_more() -> None:
-    """Of eager attention, whose scores have a cap: a softmax over nothing is NaN in some kernels."""
+    """Attention is eager, since its scores have a cap: a softmax over nothing is NaN in some kernels."""
     model = lm.from_model(FAMILIES["gemma2"].build())
     with mock.patch.object(lm.LanguageModel, "run") as run:
         model.hidden(model.params, TOKENS, POSITIONS, DOCUMENTS)

@@ -25,7 +25,7 @@ KINDS = ["bytes", "shards", "packed", "rows", "pairs"]
 
 @pytest.fixture(scope="module")
 def loaders(samples, numbered):
-    """How each kind is made, of eight rows."""
+    """Return functions that make a loader of each kind, of eight rows."""
     kinds = {
         "bytes": Windows(ByteStream(stream()), context=16),
         "shards": Windows(numbered(211, 4), context=5),

@@ -162,8 +162,7 @@ def test_an_optimizer_of_ones_own_that_reports_no_rate_trains(tmp_path, capfd):
 
 
 def moved(chosen: str, *words: str) -> dict[str, Tensor]:
-    """What two updates of an optimizer of the configuration, by a large and a small gradient, add to
-    leaves."""
+    """Return what two updates of a configured optimizer, by a large and a small gradient, add to leaves."""
     config = validate(COMMAND, [f"optimizer={chosen}", "schedule=constant", *words])
     optimizer = make_optimizer(config.optimizer, config.schedule, 2, ("*norm*",))
     start = {"w": torch.full((4, 64), 2.0), "norm.weight": torch.full((64,), 2.0)}
@@ -314,7 +313,7 @@ def test_a_rule_that_matches_nothing_is_named():
 
 @pytest.mark.long  # test_train sweeps the main job
 def test_the_worked_example_is_swept_from_its_own_folder(tmp_path):
-    """As its docstring says, on two ranks, with one job and one step."""
+    """The command is that of its docstring, on two ranks, with one job and one step."""
     text = (EXAMPLE / "shapes.py").read_text()
     (line,) = [line.strip() for line in text.splitlines() if "--multirun" in line]
     assert len(text.splitlines()) < 100

@@ -108,7 +108,7 @@ def test_plans_that_differ_in_tiers_and_recomputation_share_traces(monkeypatch: 
 
 
 def test_more_micro_batches_are_so_many_more() -> None:
-    """Of a whole lowering with all eight."""
+    """The price is that of a whole lowering with all eight."""
     planner = planner_of(2, "rows=16", "model.layers=4")
     plan = DecoderPlan(1, 2, remat="unit")
     whole = planner.measure(plan, 4, 8)
@@ -315,7 +315,7 @@ def test_a_plan_without_a_pipeline_is_looked_at_first(monkeypatch: pytest.Monkey
 
 
 def test_a_step_goes_further_ahead_only_where_it_waits_for_collectives() -> None:
-    """By one kernel at a time, and to three at most; the main job is told to go as far."""
+    """It goes one kernel further at a time, and to three at most; the main job is told to go as far."""
     planner, plan = planner_of(8, "rows=8"), DecoderPlan(1, 8)
 
     def ahead_of(plan: DecoderPlan, waiting: float) -> set[tuple[int, int]]:
@@ -395,7 +395,7 @@ def test_a_narrower_optimizer_is_tried_where_it_is_allowed(monkeypatch: pytest.M
 
 
 def test_the_fewest_devices_for_so_many_days(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where twice the devices are twice as fast."""
+    """Twice the devices are twice as fast here."""
     fake = lambda self, plan, depths: Candidate(plan, 1e3, 2e-4 / self.devices)  # noqa: E731
     monkeypatch.setattr(Planner, "_price_layers", fake)
     config, said = config_of("days=0.14", "tokens=1e10", "rows=2", "most_devices=2"), []
@@ -515,7 +515,7 @@ def test_the_first_line_says_what_is_planned(monkeypatch, capsys, tmp_path) -> N
 def printed_run(
     monkeypatch: pytest.MonkeyPatch, folder: Path, plan: DecoderPlan, *words: str
 ) -> tuple[Any, Any]:
-    """What the command plans for, and what train composes of the line that it prints."""
+    """Return what the command plans for, and what train composes of the line that it prints."""
     kept = []
 
     def found(config: Any, hardware: Any, say: Any) -> tuple[Planner, Any]:

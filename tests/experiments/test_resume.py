@@ -281,7 +281,7 @@ def test_ranks_that_split_the_same_rows_are_one_rank(ranks: Any, tmp_path: Path,
 
 
 def test_the_same_command_again_after_sigterm_and_after_ctrl_c(tmp_path):
-    """With a folder named by the clock; a signal to the launcher reaches the ranks."""
+    """The folder is named by the clock, and a signal to the launcher reaches the ranks."""
     command = ["-m", "experiments.train", *RUN, "mesh.shard=1", "run.steps=3000", "run.sample_tokens=0"]
     shown = []
     for number, code in ((signal.SIGTERM, 0), (signal.SIGINT, 130)):

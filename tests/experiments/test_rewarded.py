@@ -90,7 +90,7 @@ def numbers(count: int) -> Tensor:
 
 
 def test_rows_that_are_free_take_the_next_prompt() -> None:
-    """With two rows for seven prompts each has the answer that it has alone."""
+    """Two rows serve seven prompts, and each prompt has the answer that it has alone."""
     mesh = fs.make_mesh(shard=1, device="cpu")
     every, params, model = rollouts(mesh, 7, stops=set(range(17, 40)))
     one = every(params, PROMPTS, numbers(7))
@@ -369,7 +369,7 @@ def test_rewards_see_the_conversation_and_the_record(directory, tmp_path):
 
 
 def test_a_reward_is_credited_to_the_tokens_of_its_answer():
-    """With no discount and a value head that says 0, each token's advantage is the whole reward."""
+    """If nothing is discounted and the value head says 0, each token's advantage is the whole reward."""
     of = SimpleNamespace(config=SimpleNamespace(objective=SimpleNamespace(lam=1.0)))
     zeros = lambda params, tokens: torch.zeros(tokens.shape)  # noqa: E731
     batches = RewardedBatches(of, None, (), None, None, None, values=zeros)

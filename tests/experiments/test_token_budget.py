@@ -150,7 +150,7 @@ def test_the_most_tokens_that_fit_are_asked_of_the_ledger(model, data, tmp_path)
 
 
 def test_a_run_goes_on_with_the_tokens_that_it_began_with(model, data, tmp_path):
-    """On a machine with more memory; one with less is refused."""
+    """It goes on on a machine with more memory; one with less is refused."""
     config = config_of(model, data, tmp_path, "data.tokens=auto", "run.device_gb=1", "data.rows=2",
                        "run.steps=4", "run.sample_tokens=0", "export=none")  # fmt: skip
     with_gb = lambda gb: replace(config, run=replace(config.run, device_gb=gb))  # noqa: E731

@@ -187,7 +187,7 @@ def full() -> None:
 
 
 def test_rows_come_once_and_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In batches; the next process skips what it writes again, and files come after the rows."""
+    """They come in batches; the next process skips what it writes again, and files come after the rows."""
     monkeypatch.setattr(feeds, "BATCH", 2)
     first, second, third = InMemory(), InMemory(), InMemory()
     process(tmp_path, first, rows_of(1, 5))

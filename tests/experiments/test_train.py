@@ -122,7 +122,7 @@ def test_precision_is_what_the_device_is_fast_in_with_an_fp32_optimizer(override
 
 
 def test_the_devices_of_a_machine_are_counted(monkeypatch):
-    """By torch's own names, which a machine without any never asks for."""
+    """They are counted by torch's names, which a machine without any never asks for."""
     assert find_accelerators() == {} or torch.accelerator.is_available()
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))

@@ -48,7 +48,7 @@ REPOSITORY = "somebody/kernels"
 
 
 def payload() -> None:
-    """What must not run; `EVIL` names it."""
+    """Do what must not happen; `EVIL` names this function."""
     raise SystemExit(RAN)  # which no `except Exception` hides
 
 

@@ -153,7 +153,7 @@ def test_few_shapes_are_made_of_many(folders, pictures):
 
 @pytest.mark.parametrize("name", ["tiny-llava", "tiny-smolvlm"])
 def test_image_tokens_are_those_of_the_processor(folders, pictures, name):
-    """Of transformers, where one opens without torchvision."""
+    """The processor is transformers', if it opens without torchvision."""
     tokenizer = open_directory(folders[name])
     images, text = tokenizer.images, f"a{tokenizer.images.token}b{tokenizer.images.token}c"
     if name == "tiny-llava":

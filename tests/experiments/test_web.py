@@ -296,7 +296,7 @@ class FakeCommand:
 
 @pytest.fixture
 def commands(monkeypatch) -> list[FakeCommand]:
-    """Those that are started."""
+    """Return the list of commands that are started."""
     found: list[FakeCommand] = []
 
     def start(command: list[str], **how: Any) -> FakeCommand:

@@ -56,7 +56,7 @@ def test_a_rank_reads_its_own_slices_alone(tmp_path: Path, layout: P) -> None:
 
 @pytest.mark.parametrize("layout", [P("shard"), P(None, "shard"), P()])
 def test_a_leaf_is_gathered_a_piece_at_a_time(layout: P) -> None:
-    """Of a leaf of 4 KiB no rank sends more than 128 bytes at once; cast on arrival."""
+    """No rank sends more than 128 bytes of a leaf of 4 KiB at once; it is cast on arrival."""
     params = {"w": torch.randn(64, 16)}
     mesh = fs.make_mesh(shard=2, simulated=True)
     specs = fs.match_specs(params, [("*", LayoutSpec(layout))])
@@ -381,7 +381,7 @@ def test_a_full_disk_fails_all_ranks_and_leaves_nothing(tmp_path: Path, call: st
 
 
 def naming(rank: int, folder: str) -> str:
-    """On a process group; returns its message."""
+    """Save with other names on one rank of a process group; return the error's message."""
     mesh = fs.make_mesh(shard=2, device="cpu")
     specs, names = sharded(mesh), {"embed": "other"} if rank == 1 else None
     with pytest.raises(fs.AgreementError) as raised:
@@ -396,7 +396,7 @@ def test_ranks_that_name_leaves_otherwise_save_nothing(ranks: Any, tmp_path: Pat
 
 
 def loading(rank: int, folder: str, how: str) -> str:
-    """On a process group; its message, after a collective that both take part in."""
+    """Load with one rank at odds; return the error's message, after a collective of both ranks."""
     mesh = fs.make_mesh(shard=2, device="cpu")
     shapes = {"w": torch.empty(6, 70, device="meta"), "b": torch.empty(4, device="meta")}
     coded = LayoutSpec(P("shard"), codec="nf4", trainable=False)

@@ -166,7 +166,7 @@ def test_ranks_end_with_their_launcher(tmp_path):
 
 
 def test_folders_that_killed_processes_left_are_cleared(tmp_path, monkeypatch):
-    """Those of living ones, of other names, and what links lead to stay."""
+    """Folders of living processes and of other names stay, and so does what links lead to."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     linked = tmp_path / "elsewhere"
     linked.mkdir()

@@ -160,7 +160,7 @@ def test_what_coding_takes_beside_the_leaf_and_its_codes_does_not_grow_with_it(
 
 @pytest.mark.parametrize("codec", BOTH)
 def test_decoding_takes_eight_bytes_a_weight_at_most(codec: str) -> None:
-    """Where nothing is fused: what is looked up, and what it is times its scale."""
+    """Nothing is fused here: these are what is looked up, and what it is times its scale."""
     value = torch.randn(1 << 9, 1 << 9)
     parts, chosen = codecs.CODECS[codec].encode(value), codecs.CODECS[codec]
     for dtype in (torch.float32, torch.bfloat16):

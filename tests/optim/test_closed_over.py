@@ -46,7 +46,7 @@ def kept(path: str, grad: Tensor, slots: Any, param: Tensor, step: Any) -> Any:
 
 
 def by_hand(update: Any, steps: int = 3) -> Tensor:
-    """In plain torch, of the whole leaf."""
+    """Compute the updates in plain torch, of the whole leaf."""
     param, snap = START.clone(), torch.zeros_like(START)
     for number in range(steps):
         rows = torch.linspace(-1, 1 + number, 4 * 4, dtype=torch.float64).reshape(4, 4)

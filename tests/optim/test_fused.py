@@ -137,7 +137,7 @@ def test_many_leaves_are_one_call_that_allocates_nothing(case: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_gradients_are_cast_by_one_call_and_scaled_by_one(dtype: torch.dtype) -> None:
-    """Those that are in the parameters' dtype already are scaled where they lie."""
+    """Gradients that have the parameters' dtype already are scaled where they lie."""
     params = [torch.ones(3, 4, dtype=dtype) for _ in range(20)]
     grads = [torch.full((3, 4), float(n), dtype=torch.bfloat16) for n in range(20)]
     with Calls() as calls:

@@ -410,7 +410,7 @@ def test_name_reads_back(name):
 
 
 def test_leaves_of_equal_settings_share_a_trace():
-    """What an optimizer takes from a path are the numbers of its rules, around it too."""
+    """An optimizer takes from a path the numbers of its rules alone, and so do those around it."""
     own = chain(clip_by_global_norm(1.0), adamw(0.1, **RULES), ema(0.9))
     assert own.settings("a.w") == own.settings("b.w") != own.settings("a.norm.w") != own.settings("embed.w")
     assert sgd(0.1).settings("a") == sgd(0.1).settings("b")

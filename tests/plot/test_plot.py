@@ -24,7 +24,7 @@ from fnshard.plot.text import blocks_of, join_alike, leaves_of
 
 
 def size_of(path: Path) -> tuple[int, int]:
-    """Of a PNG, in pixels."""
+    """Return the size of a PNG, in pixels."""
     data = path.read_bytes()
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     return struct.unpack(">II", data[16:24])
@@ -42,7 +42,7 @@ def low() -> Any:
 
 
 def slowed(line: Timeline, times: float) -> Timeline:
-    """The same step, as one that took so many times as long."""
+    """Return the timeline of a step that takes so many times as long."""
     spans = [replace(s, start=s.start * times, end=s.end * times) for s in line.spans]
     busy = {lane: seconds * times for lane, seconds in line.busy_seconds.items()}
     return replace(line, spans=tuple(spans), step_seconds=line.step_seconds * times, busy_seconds=busy)

@@ -27,7 +27,7 @@ TRANSPORTS = ("auto", "p2p", "native")
 
 
 def data(rank: int, numel: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """What `rank` sends: small whole numbers, so that sums of four are exact in every dtype."""
+    """Draw what `rank` sends: small whole numbers, so that sums of four are exact in every dtype."""
     made = torch.Generator().manual_seed(1000 * seed + rank)
     return torch.randint(0, 8, (numel,), generator=made).to(dtype)
 
@@ -102,7 +102,7 @@ def check_swap(by, axes, numel: int, dtype: torch.dtype, seed: int, buffered: bo
 
 
 def check_permute(by, axes, numel: int, dtype: torch.dtype, seed: int, buffered: bool):
-    """From one, two or all but one places before."""
+    """Permute from one, two or all but one places before."""
     mesh, ranks = by.mesh, by.mesh.group_ranks(axes)
     sent, distance = data(mesh.rank, numel, dtype, seed), (1, 2, -1)[seed % 3]
     handle = by.permute(packed(by, sent, axes) if buffered else sent, axes, distance)

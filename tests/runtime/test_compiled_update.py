@@ -142,7 +142,7 @@ def test_follows_the_reference(preset: str, options: dict[str, Any]) -> None:
 
 
 def test_a_mean_and_its_scale_are_inputs() -> None:
-    """What a Mean's count makes of the gradients differs from step to step; so does the rate."""
+    """The factor of a Mean's count differs from step to step, and so does the rate."""
     model = model_of("masked_mean")
     batches = [[sharded.part(b, i, 2) for i in range(2)] for b in model.batches(sharded.STEPS)]
     rate = fs.schedules.warmup_cosine(0.1, warmup=2, total=5)

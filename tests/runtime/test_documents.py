@@ -20,7 +20,7 @@ F64 = torch.float64
 def masked(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, documents: Tensor, window: int | None = None
 ) -> Tensor:
-    """The same by a mask."""
+    """Attend within documents by a mask."""
     run = F.pad((documents[:, 1:] != documents[:, :-1]).long().cumsum(1), (1, 0))
     distance = torch.arange(q.shape[2])[:, None] - torch.arange(q.shape[2])
     see = (run[:, :, None] == run[:, None]) & (distance.abs() < (window or q.shape[2]))

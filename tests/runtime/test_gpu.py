@@ -37,7 +37,7 @@ def mesh():
 
 
 def on_gpu(model):
-    """The same model with its parameters and batches on the GPU."""
+    """Return a model with its parameters and batches on the GPU."""
 
     def batch(seed: int) -> tuple[Tensor, ...]:
         return tuple(part.cuda() for part in model.batch(seed))
@@ -246,7 +246,7 @@ def test_tensors_on_the_host_are_moved_before_a_trace(mesh):
 
 
 def test_nothing_is_left_behind(mesh):
-    """The same bytes are held after two steps as after eight."""
+    """As many bytes are held after two steps as after eight."""
     model = on_gpu(gpt())
     specs = specs_of(model, "full_shard", mesh)
     step = make_step(mesh, model, specs, fs.optim.adamw(RATE))

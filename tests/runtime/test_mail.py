@@ -23,7 +23,7 @@ SHAPES = ((), (3,), (0, 4), (127, 5), (70_001,))
 
 
 def letter(sender: int, number: int) -> list[Tensor]:
-    """What a rank sends as its message of a number: tensors of several shapes and dtypes."""
+    """Draw a rank's message of a number: tensors of several shapes and dtypes."""
     made = torch.Generator().manual_seed(1000 * sender + number)
     shape, dtype = SHAPES[number % len(SHAPES)], DTYPES[number % len(DTYPES)]
     values = torch.randint(0, 8, (*shape, 2), generator=made).to(dtype)

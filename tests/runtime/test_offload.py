@@ -40,7 +40,7 @@ def test_training_equals_the_naive_loop(tier: str, tmp_path: Path) -> None:
     [("full_shard", "bf16 storage"), pytest.param("no_shard", "bf16 compute", marks=pytest.mark.long)],
 )
 def test_master_copies_in_other_dtypes(preset: str, dtypes: str) -> None:
-    """With a master copy in another dtype the host does bit for bit what the device does."""
+    """The host does bit for bit what the device does, if the master copy has another dtype."""
     policy = {"optimizer_dtype": torch.float32}
     policy |= {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     policy |= {"storage_dtype": torch.bfloat16} if dtypes == "bf16 storage" else {}

@@ -156,7 +156,7 @@ class Trained:
 
     @contextmanager
     def steps(self) -> Iterator[fs.TrainState]:
-        """Where steps are made: the first state."""
+        """Enter the modes in which steps are made, and yield the first state."""
         with FakeTensorMode(allow_non_fake_inputs=True), self.device, Bindings(self.device):
             params = {name: torch.ones(8, 8, device="cpu" if self.on_host else "cuda") for name in "ab"}
             params = {name: v.pin_memory() if self.on_host else v for name, v in params.items()}

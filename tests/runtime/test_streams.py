@@ -148,7 +148,7 @@ MOVING = [n for n in CASES if n.startswith(("full_shard", "zero1")) and "device"
     ],
 )
 def test_no_wait_can_be_left_out(name: str) -> None:
-    """Of the second step's, each that orders what was not ordered; but for some of those in `COVERED`."""
+    """Each wait of the second step that orders something is needed, but for some in `COVERED`."""
     log = run(CASES[name])[0]
     second = set(log.syncs[log.steps[1].syncs : log.steps[2].syncs])
     dropped = [sync for sync in log.needed if sync in second]
@@ -196,9 +196,10 @@ def waited(name: str) -> set[str]:
 })  # fmt: skip
 @pytest.mark.parametrize("name", [n for n in CASES if "full_shard" in n or "device" in n] + ["tensor"])
 def test_the_host_waits_for_nothing(name: str) -> None:
-    """On tensors of `cuda:3`: no value is read, no copy blocks or is of pageable memory, none is on the CPU.
+    """No value of `cuda:3` is read, no copy blocks or is of pageable memory, and nothing is on the CPU.
 
-    But for what is between device and host: it is there when a step ends. The first step compares replicas.
+    A step that moves values between device and host waits for them at its end. The first step compares
+    replicas.
     """
     moves = CASES[name].get("policy", {}).keys() & {"memory", "optimizer_memory"}
     moves = moves or "offload" in str(CASES[name].get("remat"))
@@ -248,7 +249,7 @@ def logs_differ(name: str, packs: int | None = None) -> bool:
 })  # fmt: skip
 @pytest.mark.parametrize("name", OF_EIGHT)
 def test_ranks_make_and_use_communicators_alike(name: str) -> None:
-    """By communicator: the collectives, their order, dtypes and sizes."""
+    """Ranks issue the same collectives on each communicator, in one order, with equal dtypes and sizes."""
     assert not logs_differ(name)
 
 

@@ -418,7 +418,7 @@ def test_without_an_optimizer_they_are_written_where_they_are_passed() -> None:
 
 
 def test_a_skipped_step_stores_what_it_has_written() -> None:
-    """As torch's AMP does: the forward is not scaled, and has run."""
+    """torch's AMP does so too: the forward is not scaled, and has run."""
     model, mesh = copy.deepcopy(model_of("batch_norm")), fs.make_mesh(shard=1)
     apply, params = fs.make_functional(model)
     specs = fs.presets.no_shard(params, mesh)

@@ -79,7 +79,7 @@ def test_the_next_block_travels_beside_the_product_of_this_one() -> None:
 @pytest.mark.long  # a copy more is time alone
 @pytest.mark.parametrize("attention", [pytest.param("auto", marks=pytest.mark.long), "ring"])
 def test_what_is_sent_is_copied_once(attention: str) -> None:
-    """Where a second axis converts it first, too."""
+    """That holds if a second axis converts it first, too."""
     mesh, model = fs.make_mesh(**TENSOR, abstract=True), model_of()
     _, step = step_on(mesh, model, attention)
     graph = step.lower(model.params, *model.batch(0)).program.graph
@@ -89,7 +89,7 @@ def test_what_is_sent_is_copied_once(attention: str) -> None:
 
 @pytest.mark.long  # two lowerings for one sum of flops
 def test_what_no_query_sees_is_no_work_of_the_model() -> None:
-    """Of a causal mask's blocks the half is computed in vain."""
+    """Half of a causal mask's blocks are computed in vain."""
     ring, ulysses = (lowered(2, a).timeline("h100") for a in ("ring", "ulysses"))
     assert ring.model_flops == ulysses.model_flops < ulysses.hardware_flops < ring.hardware_flops
 
@@ -133,7 +133,7 @@ def test_activations_of_64k_tokens_are_shared_by_all_ranks(attention: str) -> No
 })  # fmt: skip
 @pytest.mark.parametrize("fill", [torch.finfo(torch.float32).min, -1e9, -1e4])
 def test_a_ring_of_queries_whose_keys_finite_numbers_mask(fill: float) -> None:
-    """As a softmax that is spelled out; of rows of 7 the last rank has fewer keys."""
+    """The ring gives what a softmax that is spelled out gives; the last rank has fewer of the 7 keys."""
 
     def loss(p: dict[str, Tensor], x: Tensor, mask: Tensor, fused: bool = True) -> Tensor:
         q, k, v = ((x @ p[n]).unflatten(-1, (2, 4)).transpose(1, 2) for n in "qkv")

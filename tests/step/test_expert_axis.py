@@ -111,8 +111,10 @@ def lowered(
 
 
 def test_rows_travel_and_experts_do_not():
-    """Of each layer: how many rows come, the rows there and back; and in the backward the rows alone. What is
-    computed between the two products is computed where the experts are."""
+    """Each layer sends how many rows come, the rows there and back; and in the backward the rows alone.
+
+    The work between the two products is done where the experts are.
+    """
     schedule = lowered({"expert": 2}).schedule
     exchanges = [line for line in schedule.instructions if line.verb == "exchange"]
     assert {(line.kind, line.axes) for line in exchanges} == {("all_to_all", ("expert",))}

@@ -24,7 +24,7 @@ BUCKETS = fs.Buckets([4, 8, 12, 16], pad=PAD)
 
 
 def loss(p: dict[str, Tensor], tokens: Tensor, targets: Tensor) -> fs.Mean:
-    """Of tokens without positions."""
+    """Compute the loss of tokens without positions."""
     hidden = block(p, F.embedding(tokens, p["embed.weight"]), 0)
     scores = F.linear(F.layer_norm(hidden, (WIDTH,), p["norm"]), p["embed.weight"])
     return fs.Mean(

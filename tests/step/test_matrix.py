@@ -41,7 +41,7 @@ def masked_mean() -> Model:
 
 
 def packed() -> Model:
-    """On rows of several documents (token 0 ends one), whose attention does not cross."""
+    """Make a model on rows of several documents (token 0 ends one), whose attention does not cross."""
 
     def loss(params: Any, tokens: Tensor) -> Tensor:
         attend, document = F.scaled_dot_product_attention, (tokens == 0).cumsum(1)
@@ -156,12 +156,12 @@ APART = [*({one, other} for one in INNER for other in OUTER), {"preset", "model"
 
 
 def every_pair(row: Row) -> Iterator[Any]:
-    """Of all values."""
+    """Yield every pair of values."""
     return itertools.combinations(((name, str(value)) for name, value in row.items()), 2)
 
 
 def acting_pairs(row: Row) -> Iterator[Any]:
-    """Of all that values do to one another; each model on each axis, and every value once."""
+    """Yield pairs of all that values do to one another, each model on each axis, and every value once."""
     axes = [axis for axis, size in row["axes"].items() if size > 1]
     policy = [str(row["policy"])] if row["policy"] else []
     acts = {n: ACTS.get(v, (v,)) for n, v in row.items() if n not in ("axes", "policy")}
@@ -190,7 +190,7 @@ def draw_rows(seed: int, number: int = 2000) -> list[Row]:
 
 
 def covering(of: Callable[[Row], Iterator[Any]], rows: Sequence[Row]) -> Iterator[Row]:
-    """Those of the rows that have all of `of` that these rows have, few and of few ranks by greed."""
+    """Yield few of the rows, of few ranks, that together have all of `of` that the rows have, by greed."""
     bits: dict[Any, int] = {}
     pool = [(sum({1 << bits.setdefault(each, len(bits)) for each in of(row)}), row) for row in rows]
     missing = (1 << len(bits)) - 1
@@ -227,7 +227,7 @@ def truth(name: str, optimizer: str, three: bool) -> reference.Trained:
 
 @cache
 def narrow_truth(name: str, optimizer: str, three: bool) -> reference.Trained:
-    """On one rank, in bfloat16: what other meshes are near to."""
+    """Train on one rank, in bfloat16; other meshes are near to that."""
     mesh, model = fs.make_mesh(shard=1, simulated=True), as_float(model_of_row(name, three))
     specs = specs_of(model, "full_shard", mesh, compute_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     step = make_step(mesh, model, specs, RULES[optimizer][0])

@@ -58,7 +58,7 @@ def rows_sent(schedule: Any, phase: str) -> int:
 
 
 def test_rows_travel_again_and_are_not_kept() -> None:
-    """Of each of two layers: rows there and back, both once more for the backward, and their cotangents."""
+    """Each of two layers sends rows there and back, both again for the backward, and their cotangents."""
     kept, again = lowered(0.001).schedule, lowered().schedule
     assert rows_sent(kept, "forward") == rows_sent(again, "forward") == 4
     assert rows_sent(kept, "backward") == 4 and rows_sent(again, "backward") == 8

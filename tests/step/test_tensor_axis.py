@@ -75,7 +75,7 @@ def test_exchanges_of_one_attention_travel_together(overlap: int, verbs: str) ->
 })  # fmt: skip
 @pytest.mark.parametrize("axis", ["tensor", "context"])
 def test_tokens_outside_of_the_whole_table_are_refused(axis: str) -> None:
-    """To a rank that has a part of a table, they would be another rank's."""
+    """A rank that has a part of a table would take them for another rank's."""
     model, mesh = decoder(), fs.make_mesh(**{axis: 2}, simulated=True)
     specs = fs.presets.full_shard(model.params, mesh, tensor="tensor" if axis == "tensor" else None)
     step = make_step(mesh, model, specs, None)
@@ -150,7 +150,7 @@ def on_mesh(model: Any, axes: dict[str, int], coded: tuple[str, ...] = ()) -> li
 
 
 def dropped(p: dict[str, Tensor], tokens: Tensor) -> fs.Mean:
-    """With masks of values that axes split, and a loss that holds no logits."""
+    """Drop out values that axes split, and compute a loss that holds no logits."""
     x = F.dropout(F.embedding(tokens, p["embed.weight"]) + p["pos"], 0.2)
     x = F.dropout(block(p, F.dropout(block(p, x, 0), 0.4), 1), 0.3, inplace=True)
     x = F.layer_norm(x, (WIDTH,), p["norm"])

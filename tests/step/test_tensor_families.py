@@ -73,7 +73,7 @@ def normal(seed: int, *shape: int) -> torch.Tensor:
 
 @cache
 def model_of(name: str) -> Model:
-    """Of sizes that two and four ranks divide, but for heads."""
+    """Return a model of sizes that two and four ranks divide, but for heads."""
     own = {f.__name__: f for f in (perceptron, encoder, cross_attention)} | {"decoder": own_decoder}
     if name in own:
         return own[name]()

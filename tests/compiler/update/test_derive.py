@@ -215,7 +215,7 @@ def soap(every=2):
 
 
 def median():
-    """What needs the whole leaf in order, and no matrix."""
+    """Make an optimizer that needs the whole leaf in order, and no matrix."""
 
     def update(path, grad, slots, param, step):
         middle = grad.flatten().sort().values[grad.numel() // 2]
@@ -268,7 +268,7 @@ class Ranks:
         return list(found.values())
 
     def run(self, inputs):
-        """From whole inputs to whole results."""
+        """Run all ranks from whole inputs to whole results."""
         env = [dict(self.numbers) for _ in self.places]
         for name, full in inputs.items():
             for rank, place in enumerate(self.places):
@@ -416,7 +416,7 @@ def test_an_update_is_that_of_the_whole_leaf(name, leaf):
 
 # ------------------------------------------------------------------ what it costs
 def kinds(derived):
-    """What the steps are, in order."""
+    """Return the kinds of the steps, in order."""
     return [
         ("whole" if step.whole else "local") if isinstance(step, Compute)
         else step.how if isinstance(step, Reduce) else "back" if step.back else "stack"
@@ -480,7 +480,7 @@ def polar():
 
 @pytest.mark.parametrize("make", [shampoo, lambda: shampoo("qr"), polar], ids=["eigh", "qr", "svd"])
 def test_matrices_of_a_stack_are_decomposed_where_they_lie(make):
-    """Where the stack is split in equal parts: padding may have no decomposition."""
+    """That holds if the stack is split in equal parts: padding may have no decomposition."""
     assert "stack" not in kinds(check(make(), (8, 3, 4), P("shard"), mesh_of(**ONE)))
     assert "stack" in kinds(check(make(), (3, 3, 4), P("shard"), mesh_of(**ONE)))
 
