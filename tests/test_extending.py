@@ -73,7 +73,7 @@ HALF = fs.codecs.Codec(
 
 
 def gathers_first(schedule: Any) -> Any:
-    """A pass: all gathers of the forward are issued before its first kernel."""
+    """Issue all gathers of the forward before its first kernel: a pass."""
     lines = schedule.instructions
     early = [line for line in lines if isinstance(line, Gather) and line.phase.startswith("forward")]
     moved = schedule.with_instructions([*early, *(line for line in lines if line not in early)])
@@ -120,7 +120,7 @@ class NarrowAllReduce(OfBucket):
 
 
 def narrow_sums(schedule: Any) -> Any:
-    """A pass: sums of blocks are sent as fp32."""
+    """Send sums of blocks as fp32: a pass."""
 
     def narrow(line: Any) -> Any:
         if isinstance(line, AllReduce):
@@ -132,7 +132,7 @@ def narrow_sums(schedule: Any) -> Any:
 
 
 def relu_as_clamp(graph: torch.fx.Graph) -> int:
-    """A rewrite."""
+    """Replace relu by clamp in a graph: a rewrite."""
     found = [node for node in graph.nodes if node.target is torch.ops.aten.relu.default]
     for node in found:
         node.target, node.args = torch.ops.aten.clamp_min.default, (node.args[0], 0)
@@ -143,7 +143,7 @@ def relu_as_clamp(graph: torch.fx.Graph) -> int:
 
 
 def trained(make: Callable[[fs.Mesh], Any], steps: int = 3, **axes: int) -> list[float]:
-    """Losses of two ranks' steps, or of more."""
+    """Return the losses of two ranks' steps, or of more."""
     mesh = fs.make_mesh(**axes or {"shard": 2}, simulated=True)
     step = make(mesh)
 
@@ -187,7 +187,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def step_of(mesh: fs.Mesh, fn: Any = loss_fn, passes: Any = None) -> Any:
-    """A step of an optimizer, a schedule, a preset and a codec, looked up by name."""
+    """Make a step of an optimizer, a schedule, a preset and a codec, looked up by name."""
     rate = fs.schedules.SCHEDULES["staircase"](0.01, every=2)
     optimizer = fs.optim.OPTIMIZERS["signum"](rate)
     specs = fs.presets.PRESETS["by_columns"](params(), mesh)
@@ -249,7 +249,7 @@ def test_a_pass_and_a_rewrite(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def reduces_nothing(schedule: Any) -> Any:
-    """A pass with a mistake: what is reduced is never waited for."""
+    """Never wait for what is reduced: a pass with a mistake."""
     kept = [
         line for line in schedule.instructions if not (isinstance(line, Wait) and line.is_for(ReduceScatter))
     ]
@@ -257,14 +257,14 @@ def reduces_nothing(schedule: Any) -> Any:
 
 
 def waits_for_nothing(schedule: Any) -> Any:
-    """A pass with a mistake: a Wait reads nothing."""
+    """Let a Wait read nothing: a pass with a mistake."""
     return schedule.with_instructions(
         [replace(line, reads=()) if isinstance(line, Wait) else line for line in schedule.instructions]
     )
 
 
 def fails(schedule: Any) -> Any:
-    """A pass with a mistake: no line has this field."""
+    """Read a field that no line has: a pass with a mistake."""
     return [line.nothing for line in schedule.instructions]
 
 

@@ -176,7 +176,7 @@ def run_first(folder: str | Path, patch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def first_script(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The names that the first page leaves."""
+    """Yield the names that the first page leaves."""
     patch = pytest.MonkeyPatch()
     yield run_first(tmp_path_factory.mktemp("guide"), patch)
     patch.undo()
@@ -249,7 +249,7 @@ TABLES = re.findall(r"^\| (.*?)\| here \|\n\|---\|---\|\n((?:\|.*\n)+)", COMING_
 
 
 def rows() -> list[Any]:
-    """A row each: what others write, and the code or command here."""
+    """Return rows of what others write, and the code or command here."""
     found = []
     for theirs, body in TABLES:
         for line in body.splitlines():

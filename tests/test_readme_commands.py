@@ -333,7 +333,7 @@ def test_a_command_runs(command: str, things: dict[str, str], tmp_path: Path) ->
 
 
 def _as_printed(command: str) -> str:
-    """The lines below a command on its page, as a pattern in which `...` is anything."""
+    """Return the lines below a command on its page, as a pattern in which `...` is anything."""
     shown = SHOWN[command].read_text(encoding="utf-8").split(f"{command}\n", 1)[1].split("\n\n", 1)[0]
     return r"\n".join(
         re.escape(line.removeprefix("    ")).replace(r"\.\.\.", ".*") for line in shown.splitlines()

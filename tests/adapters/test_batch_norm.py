@@ -25,7 +25,7 @@ class Activated(nn.BatchNorm2d):
 
 
 class Images(nn.Module):
-    """Two norms, of which the second reads what the first made."""
+    """A model of two norms, of which the second reads what the first made."""
 
     def __init__(self, norm: Callable[[int], nn.Module], flat: bool = False):
         super().__init__()
@@ -49,7 +49,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def batches() -> Tensor:
-    """[STEPS, 6, 3, SIDE, SIDE], far from zero: squares alone would lose digits."""
+    """Draw [STEPS, 6, 3, SIDE, SIDE], far from zero: squares alone would lose digits."""
     return torch.randn(STEPS, 12, 3, SIDE, SIDE, dtype=D, generator=torch.Generator().manual_seed(1)) + 100
 
 
@@ -68,7 +68,7 @@ def synchronised(name: str) -> nn.Module:
 
 
 def plain(name: str) -> tuple[list[float], dict[str, Tensor]]:
-    """One process with all rows."""
+    """Train in one process with all rows."""
     model = model_of(name)
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=LR), []
     for batch in batches():

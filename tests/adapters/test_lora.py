@@ -257,7 +257,7 @@ PLAIN = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]}
 
 
 def opened(model: Any, **how: Any) -> Any:
-    """A model with adapters of PEFT's, of random numbers."""
+    """Make a model with adapters of PEFT's, of random numbers."""
     peft = pytest.importorskip("peft")
     found = peft.get_peft_model(model, peft.LoraConfig(**{**PLAIN, **how}))
     with torch.no_grad():

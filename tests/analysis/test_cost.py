@@ -43,7 +43,7 @@ H100 = Hardware.named("h100")
 
 
 def graphs(fn: Any, params: Any, *batch: Any) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
-    """Forward and backward of a program of one segment."""
+    """Return the forward and backward of a program of one segment."""
     (kernel,) = lower(fn, params, *batch, ranks=1, policy={"unit": "all"}).kernels.values()
     return kernel.forward, kernel.backward.module
 
@@ -272,7 +272,7 @@ def test_a_curve_is_interpolated_and_flat_beyond_its_ends() -> None:
 
 
 def quick() -> Any:
-    """One short sample of each benchmark."""
+    """Take one short sample of each benchmark."""
     sizes = {
         "MATMULS": (32, 64, 128),
         "LENGTHS": (32, 64),

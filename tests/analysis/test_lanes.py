@@ -29,7 +29,7 @@ def loss(p: Any, x: Any) -> Any:
 
 @functools.cache
 def exchanging() -> Lowered:
-    """Four ranks on two axes: leaves are sharded over `outer`, and each block sums over `inner`."""
+    """Lower a step on two axes: leaves are sharded over `outer`, and each block sums over `inner`."""
     mesh = fs.make_mesh(outer=2, inner=2, abstract=True, device="cpu")
 
     params = chain(BLOCKS, WIDTH)

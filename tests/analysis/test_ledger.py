@@ -63,7 +63,7 @@ OPTIMIZERS = {
 def decoder_step(
     mesh: fs.Mesh, case: Case, backend: str, width: int = 128, layers: int = 2, optimizer: str = "adamw"
 ) -> tuple[Any, dict[str, Tensor], Tensor]:
-    """A step of a small decoder, its full parameters and a batch [8, 64]."""
+    """Return a step of a small decoder, its full parameters and a batch [8, 64]."""
     preset, remat, policy, accumulate = case
     torch.manual_seed(0)
     model = Decoder(DecoderConfig(width=width, layers=layers, heads=4, kv_heads=2, context=64))
@@ -78,7 +78,7 @@ def decoder_step(
 
 
 def follow(step: Any, params: Mapping[str, Tensor], *batch: Tensor, steps: int = 2) -> tuple[Lowered, Any]:
-    """The lowered step, and live bytes of real steps (at the peak and between two)."""
+    """Return the lowered step, and live bytes of real steps (at the peak and between two)."""
 
     def make() -> Callable[[], None]:
         state = step.init(params)
@@ -97,7 +97,7 @@ def follow(step: Any, params: Mapping[str, Tensor], *batch: Tensor, steps: int =
 def measured_on_rank(
     rank: int, case: Case, backend: str, world: int, optimizer: str = "adamw"
 ) -> dict[str, Any]:
-    """Predicted and measured bytes of one rank, shared memory included."""
+    """Return predicted and measured bytes of one rank, shared memory included."""
     mesh = fs.make_mesh(**sharded.meshes(world, case[0]), device="cpu")
     step, params, tokens = decoder_step(mesh, case, backend, optimizer=optimizer)
     lowered, real = follow(step, params, tokens, tokens)
@@ -175,7 +175,7 @@ def test_predicted_bytes_over_the_whole_matrix(ranks: Any, case: Case, backend: 
 
 
 def there_and_back(x: Tensor) -> Tensor:
-    """Columns of all rows, and rows again: what comes is in order, and is not."""
+    """Return columns of all rows, and rows again: what comes is in order, and is not."""
     x = EXCHANGE(x, "all_to_all", "shard", 1, 2, 0)
     return EXCHANGE((x - x.mean(0)).square(), "all_to_all", "shard", 0, 2, 1)
 
@@ -189,7 +189,7 @@ EXCHANGES = {
 
 
 def exchanged_on_rank(rank: int, kind: str) -> tuple[int, int]:
-    """Peak bytes, predicted and measured, where exchanges are most of them."""
+    """Return peak bytes, predicted and measured; exchanges are most of them."""
     mesh, draw = fs.make_mesh(shard=2, device="cpu"), torch.Generator().manual_seed(0)
     params = {f"layers.{i}.w": torch.randn(64, 64, generator=draw) for i in range(3)}
 

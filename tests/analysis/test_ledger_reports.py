@@ -27,7 +27,7 @@ def loss(p: Any, x: Any) -> Any:
 
 
 def decoder(ranks: int | dict[str, int] = 4, **options: Any) -> Lowered:
-    """A small Llama, lowered; one lowering of each layout serves all tests."""
+    """Lower a small Llama; one lowering of each layout serves all tests."""
     key = repr((ranks, sorted(options.items())))
     if key not in DECODERS:
         DECODERS[key] = lower(*llama(4), ranks=ranks, **options)

@@ -64,7 +64,7 @@ plans = st.builds(
 
 @st.composite
 def machines(draw: Any) -> Hardware:
-    """Anything from all-compute to all-communication, overlapping or not."""
+    """Draw anything from all-compute to all-communication, overlapping or not."""
     rate = st.floats(1e4, 1e12)
     base = H100 if draw(st.booleans()) else Hardware.named("cpu")
     return replace(

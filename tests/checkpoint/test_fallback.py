@@ -83,7 +83,7 @@ def test_a_checkpoint_that_was_given_another_number_is_not_that_step(
 
 
 def deleted_meanwhile(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another process saves step 300 and deletes the others, when this one has listed them."""
+    """Let another process save step 300 and delete the others, when this one has listed them."""
     (root / "300").rename(root.parent / "new")
     read = manifest_file.Manifest.read
 
@@ -203,7 +203,7 @@ def test_two_ranks_fail_together(ranks: Any, roots: Any, tmp_path: Path) -> None
 
 
 def one_sees_less(rank: int, root: str, where: str) -> tuple[int, list[str]]:
-    """Rank 1 cannot read something of the newest that rank 0 can."""
+    """Let rank 1 be unable to read something of the newest checkpoint that rank 0 can."""
     mesh = fs.make_mesh(shard=2, device="cpu")
 
     def blind(folder: Path | str, name: str, size: int | None = None) -> int:

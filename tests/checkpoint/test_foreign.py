@@ -52,7 +52,7 @@ class Application:
 
 
 def flat(moments: Any) -> dict[str, Any]:
-    """Optimizer state as torchtitan has it: flattened by name."""
+    """Return optimizer state as torchtitan has it: flattened by name."""
     return {f"state.{n}.{s}": v for n, own in moments["state"].items() for s, v in own.items()}
 
 
@@ -297,7 +297,7 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor], boxes: Any) -> Non
 
 
 def folders(tmp_path: Path) -> dict[str, Path]:
-    """A checkpoint of each kind."""
+    """Make a checkpoint of each kind."""
     model, optimizer = trained()
     weights, moments = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optim": moments}, checkpoint_id=tmp_path / "dcp", no_dist=True)

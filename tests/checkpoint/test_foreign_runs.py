@@ -60,7 +60,7 @@ def sharded_by_torch() -> tuple[nn.Module, Any]:
 
 
 def go_on_from_fsdp2(rank: int, folder: str) -> dict[str, Any]:
-    """Three steps of FSDP2, three more of it and of every layout here; and three more of both from here."""
+    """Make three steps of FSDP2, three more of it and of every layout here, and three more of both."""
     model, optimizer = sharded_by_torch()
     train_theirs(model, optimizer, rank, 0)
     save_theirs(f"{folder}/theirs", model, optimizer)
@@ -96,7 +96,7 @@ def test_a_run_of_fsdp2_goes_on_here_and_back(ranks: Any, tmp_path: Path) -> Non
 
 
 def go_on_from_ddp(rank: int, folder: str) -> tuple[list[float], list[float]]:
-    """Three steps of DDP, saved as people do it, and three more of it and here."""
+    """Make three steps of DDP, save it as people do, and make three more of it and here."""
     model = DistributedDataParallel(make_model())
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     train_theirs(model, optimizer, rank, 0)

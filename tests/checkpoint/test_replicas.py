@@ -21,14 +21,14 @@ PRESETS = list(saved.MESHES)
 
 
 def memory_of(root: str, rank: int, world: int, nodes: int) -> Path:
-    """The folder of the node that a rank of equal nodes runs on."""
+    """Return the folder of the node that a rank of equal nodes runs on."""
     folder = Path(root, f"node{rank * nodes // world}")
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
 def keep(rank: int, world: int, root: str, nodes: int, presets: Sequence[str]) -> None:
-    """Steps 6 and 7 of the known state, in every preset."""
+    """Keep steps 6 and 7 of the known state, in every preset."""
     for preset in presets:
         step = saved.step_of(preset, "fp32", saved.mesh_of(preset, world))
         memory = memory_of(f"{root}/{preset}", rank, world, nodes)

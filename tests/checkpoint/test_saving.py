@@ -153,7 +153,7 @@ def test_ranks_save_in_the_background_together(ranks: Any, tmp_path: Path) -> No
 
 
 def breaking(rank: int, root: str) -> str:
-    """Only rank 1 meets an error; both get it."""
+    """Let only rank 1 meet an error, and return what this rank gets."""
     step = saved.step_of("full_shard", "fp32", saved.mesh_of("full_shard", 2))
     state = saved.known(step)
     checkpoint.save(f"{root}/1", state)
@@ -254,7 +254,7 @@ def test_ctrl_c_is_no_failed_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def alone_in_it(rank: int, root: str) -> list[str]:
-    """Rank 1 cannot even say what it would save, or make room for what it would restore."""
+    """Let rank 1 fail before it can say what it would save, or make room for what it would restore."""
     step = saved.step_of("full_shard", "fp32", saved.mesh_of("full_shard", 2))
     state, messages = saved.known(step), []
     checkpoint.save(f"{root}/1", state)

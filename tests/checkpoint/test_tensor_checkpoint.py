@@ -25,7 +25,7 @@ REAL = [name for name in MESHES if name != "1"]
 
 
 def step_on(mesh: fs.Mesh) -> Any:
-    """A step of the known state, of which the tensor axis splits one matrix, or two matrices side by side."""
+    """Make a step of the known state, of which the tensor axis splits one matrix, or two side by side."""
     ranks = mesh.axes_size(mesh.ordered({"tensor"} & set(mesh.names)))
     compute = {"layers.0.w": P(None, fs.Fused("tensor", 4 // ranks))} if ranks > 1 else None
     specs = fs.presets.full_shard(saved.params(), mesh, tensor=compute)

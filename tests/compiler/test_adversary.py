@@ -69,7 +69,7 @@ def states(
     model: Model, preset: str, optimizer: str, adversaries: Any = ADVERSARIES,
     policy: Mapping[str, Any] | None = None, **options: Any,
 ) -> list[list[dict[str, Tensor]]]:  # fmt: skip
-    """For each adversary the state of every rank after some steps, flat."""
+    """Return, for each adversary, the state of every rank after some steps, flat."""
     world = 4 if preset == "hybrid_shard" else 2
     mesh = fs.make_mesh(**sharded.meshes(world, preset), simulated=True)
     specs = sharded.specs_of(model, preset, mesh, **(policy or {}))
@@ -88,7 +88,7 @@ def states(
 
 
 def same_bits(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
-    """Equal, and no NaN anywhere (`torch.equal` says that NaN differs from itself)."""
+    """Return whether all are equal and none is NaN (`torch.equal` says that NaN differs from itself)."""
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
@@ -123,7 +123,7 @@ def bury(name: str, value: Any, env: Mapping[str, Any]) -> bool:
 
 @contextmanager
 def poisoned_frees() -> Iterator[list[str]]:
-    """All steps bound in here bury what they free; yields the names of what was filled."""
+    """Let all steps that are bound in the block bury what they free; yield the names of what was filled."""
     plain, buried = runner.bind, []
 
     def bind(context: Any) -> Callable[[Any], Any]:
@@ -222,7 +222,7 @@ def test_bits_of_updates_that_exchange(optimizer: str, preset: str) -> None:
 
 
 def first(lines: list[Instruction], kind: type, **fields: Any) -> int:
-    """Index of the first line of a kind with these fields."""
+    """Return the index of the first line of a kind with these fields."""
     return next(
         i for i, line in enumerate(lines)
         if isinstance(line, kind) and all(getattr(line, k) == v for k, v in fields.items())
@@ -257,7 +257,7 @@ def wait_left_out(lines: list[Instruction]) -> None:
 
 
 def update_with_what_an_all_reduce_may_overwrite(lines: list[Instruction]) -> None:
-    """It reads this rank's part, which is there, but which the sum in flight may be written into."""
+    """Let an update read this rank's part, which the sum in flight may be written into."""
     issue = first(lines, AllReduce)
     update = first(lines, Update, bucket=lines[issue].bucket)
     reads = (lines[issue].reads[0], *lines[update].reads[1:])
@@ -424,7 +424,7 @@ class HandsOn(Update):
 
 
 def hands_on() -> Schedule:
-    """A schedule without frees whose first update on the host hands on a view, which another line reads."""
+    """Return a schedule without frees whose first update on the host hands on a view that a line reads."""
     optimizer, options = ON_HOST["clipped"]
     model, mesh = model_of("early_and_late"), fs.make_mesh(shard=2, abstract=True)
     specs = sharded.specs_of(model, "full_shard", mesh, **options["policy"])

@@ -47,7 +47,7 @@ class Gpt(nn.Module):
 
 
 class Scaled(Gpt):
-    """Depth-scaled in place, at the very end, when each leaf has long been drawn."""
+    """A GPT that is scaled by depth in place, at the very end, when each leaf has long been drawn."""
 
     def __init__(self) -> None:
         super().__init__(tied=False)
@@ -78,7 +78,7 @@ class Vit(nn.Module):
 
 
 class Tables(nn.Module):
-    """Buffers computed from others: rotary and sinusoidal tables, a mask, relative positions; a plain one."""
+    """A module of buffers computed from others: tables, a mask, relative positions; and a plain one."""
 
     def __init__(self, length: int = 11, width: int = 8):
         super().__init__()
@@ -106,7 +106,7 @@ class Tables(nn.Module):
 
 
 class Nested(nn.Module):
-    """Layers copied from one, a module used twice, leaves that are views, drawn by parts, of other dtypes."""
+    """A module of copied layers, one used twice, and leaves that are views, drawn by parts, of any dtype."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class Nested(nn.Module):
 
 
 class Orthogonal(nn.Module):
-    """QR, sparse, identity, Dirac and spectrally normed."""
+    """A module of leaves by QR, sparse, identity, Dirac and spectrally normed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,7 +221,7 @@ def whole(model: nn.Module, world: int, seed: int) -> list[dict[str, Tensor]]:
 
 
 def alone(make: Callable[[], nn.Module], seed: int = 7) -> dict[str, Tensor]:
-    """Whole leaves, on one rank."""
+    """Draw whole leaves, on one rank."""
     return whole(deferred(make), 1, seed)[0]
 
 
@@ -474,7 +474,7 @@ def test_blocks_nest_and_models_of_two_make_one_tree() -> None:
 
 
 class Holds(nn.Module):
-    """Runs a function of itself when it is built."""
+    """A module that runs a function of itself when it is built."""
 
     def __init__(self, act: Callable[[Any], Any]):
         super().__init__()

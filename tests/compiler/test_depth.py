@@ -23,7 +23,7 @@ AT_ONCE, ONE_BY_ONE = ({"prefetch": depth, "overlap": depth} for depth in (DEEP,
 
 
 def loss(params: Mapping[str, Tensor], x: Tensor) -> Tensor:
-    """Residual blocks, so that the last gradient is as large as the first."""
+    """Compute residual blocks, so that the last gradient is as large as the first."""
     for weight in params.values():
         x = x + torch.tanh(x @ weight) / len(params)
     return x.square().mean()

@@ -31,7 +31,7 @@ def batch() -> Tensor:
 
 
 def assert_same_everywhere(fn: Callable[..., Tensor], leaves: dict[str, Tensor], x: Tensor) -> None:
-    """`fn`, a mean over rows, on two simulated ranks, against plain autograd."""
+    """Assert that `fn`, a mean over rows, gives the same on two simulated ranks as in plain autograd."""
     expected, value = reference.gradients(fn, leaves, x)
     mesh = fs.make_mesh(shard=2, simulated=True)
     specs = fs.presets.full_shard(leaves, mesh)

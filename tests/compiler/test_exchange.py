@@ -38,7 +38,7 @@ def rows(ranks: int) -> Tensor:
 
 
 def centred(on: Any, p: Params, x: Tensor) -> Tensor:
-    """Batch normalisation in two sums, each layer; the loss is this rank's own."""
+    """Normalise each layer over the batch by two sums; the loss is this rank's own."""
     for i in range(2):
         x = x @ p[f"layers.{i}.w"]
         count = on.psum(len(x))
@@ -48,7 +48,7 @@ def centred(on: Any, p: Params, x: Tensor) -> Tensor:
 
 
 def nested(on: Any, p: Params, x: Tensor) -> Tensor:
-    """A sum of what was summed, of views, of a unit in the middle, along another dim, and one read twice."""
+    """Sum what was summed, views, a unit's middle, along another dim, and a value that is read twice."""
     h = (x @ p["layers.0.w"]).tanh()
     total = on.psum(h[1:].T)
     h = h + on.psum((total * h[1:].T).sum()) / 100 + total.mean()
@@ -65,7 +65,7 @@ def of_leaves(on: Any, p: Params, x: Tensor) -> Tensor:
 
 
 def detached(on: Any, p: Params, x: Tensor) -> Tensor:
-    """Integers, no_grad and an unused sum send no cotangent."""
+    """Exchange integers, in no_grad, and a sum that nobody uses: they send no cotangent."""
     h = x @ p["layers.0.w"]
     counted = on.psum((h > 0).sum(0))
     with torch.no_grad():
@@ -94,7 +94,7 @@ def complex_numbers(on: Any, p: Params, x: Tensor) -> Tensor:
 
 
 def slopes_of_autograd(on: Any, p: Params, x: Tensor) -> Tensor:
-    """An inner derivative next to exchanges, of which it sees none."""
+    """Take an inner derivative next to exchanges, of which it sees none."""
     x = x.clone().requires_grad_()
     h = (x @ p["layers.0.w"]).tanh()
     (slope,) = torch.autograd.grad(h.square().sum(), x, create_graph=True)
@@ -126,7 +126,7 @@ PROGRAMS = [slopes_of_autograd, centred, nested, of_leaves, detached, a_mean, by
 
 
 class Together:
-    """`psum` and `all_gather` of threads that build one autograd graph."""
+    """An exchange: `psum` and `all_gather` of threads that build one autograd graph."""
 
     def __init__(self, mesh: Mesh):
         self.mesh, self.barrier = mesh, threading.Barrier(mesh.size)
@@ -161,7 +161,7 @@ class Together:
 
 
 def truth(program: Any, mesh: Mesh, x: Tensor, micros: int = 1) -> tuple[Tensor, Params]:
-    """The mean of all ranks' and micro-batches' losses, and its gradient by plain autograd."""
+    """Compute the mean of all ranks' and micro-batches' losses, and its gradient by plain autograd."""
     leaves = {p: v.clone().requires_grad_() for p, v in params().items()}
     parts = [part.chunk(micros) for part in x.chunk(mesh.size)]
     losses = [
@@ -181,7 +181,7 @@ def truth(program: Any, mesh: Mesh, x: Tensor, micros: int = 1) -> tuple[Tensor,
 def sharded(
     rank: int, program: Any, mesh: Mesh, preset: str, step: Any = None, **options: Any
 ) -> tuple[Tensor, Params]:
-    """Loss and whole gradients of this rank's rows."""
+    """Compute the loss and whole gradients of this rank's rows."""
     specs = fs.presets.PRESETS[preset](params(), mesh)
     step = step or make_step(program, mesh, preset, **options)
     loss, grads = step(step.init(params()), rows(mesh.size).chunk(mesh.size)[rank])

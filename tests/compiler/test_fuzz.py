@@ -90,7 +90,7 @@ def test_programs_on_real_ranks(ranks: Any, case: Case) -> None:  # noqa: F811
 
 
 def kept(body: str, **case: Any) -> Case:
-    """A case of the lines of `program(p, x, ids, m, y)` and of what `Case` and `Program` take."""
+    """Make a case of the lines of `program(p, x, ids, m, y)` and of what `Case` and `Program` take."""
     fields = {k: case.pop(k) for k in ("shapes", "sizes", "buffers") if k in case}
     return Case(Program(tuple(textwrap.dedent(body).strip().splitlines()), **fields), **case)
 

@@ -33,7 +33,7 @@ def cache_counts() -> dict[str, int]:
 
 
 def on_ranks(rank: int, folder: str) -> tuple[Any, ...]:
-    """Trains a step and measures with a forward, as a rank of a launcher's."""
+    """Train a step and measure with a forward, as a rank of a launcher's."""
     torch.manual_seed(0)
     params, x = {"up": torch.randn(8, 4), "down": torch.randn(4, 8)}, torch.randn(4, 4)[rank * 2 :][:2]
     mesh = fs.make_mesh(shard=2)

@@ -36,7 +36,7 @@ PAIRS = [
 
 
 def converted(now: Placement, to: Placement, ranks: int) -> torch.fx.Graph:
-    """The graph that makes of this rank's part of a value, after the rank's index, the other part."""
+    """Write the graph that makes of this rank's part of a value, after the rank's index, the other part."""
     graph = torch.fx.Graph()
     index, here = graph.placeholder("index"), graph.placeholder("here")
     by = Writer("tensor", ranks, torch.device("cpu"), graph, index)

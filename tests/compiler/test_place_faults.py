@@ -29,7 +29,7 @@ Plant = Callable[[], AbstractContextManager[Any]]
 
 
 def converting(**kinds: Any) -> Plant:
-    """Each exchange with another kind, axis or dim."""
+    """Give each exchange another kind, axis or dim."""
 
     def other(self: Writer, node: Any, kind: str, dim: int, *to: int) -> Any:
         if kind in kinds:
@@ -64,7 +64,7 @@ def unscaled(self: Any) -> list[Any]:
 
 
 def one_way(self: Any, *args: Any) -> None:
-    """No cotangent of an exchange is sent back."""
+    """Send no cotangent of an exchange back."""
 
 
 def same_way(each: Any, mesh: Any, unit: str, phase: str, sent: Any, received: Any, backward: bool = False):

@@ -54,7 +54,7 @@ def _visit(arguments: Any, found: Any) -> Any:
 
 
 def program_of(case: Case) -> tuple[Program, Call]:
-    """The program of one op, and its call, replicated."""
+    """Make the program of one op, and its call, replicated."""
     graph, mode, values = fx.Graph(), FakeTensorMode(), values_of(case)
     nodes = [graph.placeholder(f"x{i}") for i in range(len(values))]
     feed = iter(nodes)
@@ -94,7 +94,7 @@ def parts(value: Tensor, placement: Placement, ranks: int) -> list[Tensor]:
 def check(
     case: Case, program: Program, inputs: Sequence[Placement], ranks: int, attention: str = "auto"
 ) -> Program:
-    """Results and gradients of a placed program are those of the op; gives it."""
+    """Check that results and gradients of a placed program are those of the op, and return it."""
     axis = Axis("tensor", ranks, dict(zip(program.inputs, inputs, strict=True)), attention=attention)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -168,7 +168,7 @@ def test_all_placements_of_the_inputs(case: Case) -> None:
 
 
 def _ways(call: Call, ranks: int) -> Iterator[tuple[Placement, ...]]:
-    """The inputs of each way that the rule has of a call, however its tensors are split."""
+    """Yield the inputs of each way that the rule has of a call, however its tensors are split."""
     rule, seen = rule_of(call.target), set()
     options = [placements(t.shape, t.dtype, ranks) for t in call.tensors]
     for first in max(options, key=len, default=[]):

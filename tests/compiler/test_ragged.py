@@ -26,7 +26,7 @@ def hidden(p: Params, x: Tensor) -> Tensor:
 
 
 def experts(p: Params, x: Tensor, capacity: int = 0) -> Tensor:
-    """Top two of four experts, one after the other, each on the tokens that chose it."""
+    """Run two of four experts for each token, one after the other, each on the tokens that chose it."""
     weights, chosen = hidden(p, x)[:, :EXPERTS].softmax(-1).topk(2, dim=-1)
     mask, out = F.one_hot(chosen, EXPERTS).permute(2, 1, 0), torch.zeros_like(x)
     for expert in range(EXPERTS):
@@ -45,7 +45,7 @@ def experts_by_mask(p: Params, x: Tensor) -> Tensor:
 
 
 def experts_by_sorting(p: Params, x: Tensor) -> Tensor:
-    """MegaBlocks: tokens sorted by expert, one run of rows for each, and back by the inverse order."""
+    """Sort tokens by expert as MegaBlocks does, one run of rows each, and go back by the inverse order."""
     first = hidden(p, x)[:, :EXPERTS].argmax(-1)
     order, counts = first.argsort(stable=True), torch.bincount(first, minlength=EXPERTS)
     rows, starts, out = x[order], counts.cumsum(0) - counts, torch.zeros_like(x)
@@ -157,7 +157,7 @@ def counted(p: Params, x: Tensor) -> fs.Mean:
 
 
 def branches(p: Params, x: Tensor, cond: Any = torch.cond) -> Tensor:
-    """The square root and the logarithm of a negative number, in branches that are not taken."""
+    """Take the root and the logarithm of a negative number in branches that are not taken."""
     w = p["layers.1.w"]
 
     def root(z: Tensor) -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ ADAMW = fs.optim.adamw(3e-3, weight_decay=0.1)
 
 
 class Noisy(nn.Module):
-    """Blocks with dropout."""
+    """A module of blocks with dropout."""
 
     def __init__(self, blocks: int = 3, width: int = 16):
         super().__init__()
@@ -78,7 +78,7 @@ def test_not_a_bit_changes_and_dropout_draws_the_same_mask(
 
 @cache
 def three_blocks() -> Model:
-    """The first block's kernel is one of its own."""
+    """Make three blocks, the first of which has a kernel of its own."""
     return gpt(layers=3)
 
 
@@ -92,12 +92,12 @@ def lower_step(**options: Any) -> Any:
 
 @cache
 def lowered(remat: str = "none", save: str = "") -> Any:
-    """A step that is lowered once for all tests that look at it."""
+    """Lower a step once for all tests that look at it."""
     return lower_step(remat=remat, save=[save]) if save else lower_step(remat=remat)
 
 
 def saved(low: Any, prefix: str = "layers.") -> dict[str, int]:
-    """Bytes that each segment of these units keeps besides its inputs."""
+    """Return the bytes that each segment of these units keeps besides its inputs."""
     out = {}
     for line in low.schedule.instructions:
         if isinstance(line, Run) and not line.backward and line.unit.startswith(prefix):

@@ -22,7 +22,7 @@ def loss(p: Any, x: Any) -> Any:
 
 
 def tied(p: Any, x: Any) -> Any:
-    """The first leaf is read by the last unit, too."""
+    """Read the first leaf in the last unit, too."""
     first = next(iter(p.values()))
     return (run_chain(p, x) @ first.T).square().mean()
 
@@ -34,7 +34,7 @@ def lowered(fn: Any, accumulate: int, **options: Any) -> Any:
 
 @st.composite
 def programs(draw: Any) -> tuple[list[Segment], list[tuple[str, int]]]:
-    """Segments of few units, and leaves that some of them write to."""
+    """Draw segments of few units, and leaves that some of them write to."""
     count, segments = draw(st.integers(1, 8)), []
     for index in range(count):
         units = tuple(draw(st.lists(st.sampled_from("abcd"), max_size=2, unique=True)))
@@ -131,7 +131,7 @@ def test_one_gradient_of_a_tied_leaf_is_alive_at_a_time() -> None:
 
 
 def shared(p: Any, x: Any) -> Any:
-    """Every unit reads one leaf besides its own."""
+    """Let every unit read one leaf besides its own."""
     for path in list(p)[:-1]:
         x = torch.tanh(x @ (p[path] * p["scale"]))
     return x.square().mean()

@@ -131,7 +131,7 @@ def of_autograd_functional(p: Params, x: Tensor) -> Tensor:
 
 
 def ensemble(p: Params, x: Tensor) -> Tensor:
-    """`p` stacked as `stack_module_state` stacks modules."""
+    """Stack `p` as `stack_module_state` stacks modules, and run all at once."""
     stacked = {"weight": torch.stack([*p.values()])}
     outs = vmap(lambda w: functional_call(LINEAR, w, (x,)))(stacked)
     return outs.tanh().mean(0).square().mean()

@@ -43,7 +43,7 @@ CLIPPED = fs.optim.chain(fs.optim.clip_by_global_norm(0.2), fs.optim.sgd(0.1))
 
 
 def conv_block() -> tuple[Callable[..., Any], dict[str, Tensor], Tensor]:
-    """Two convolutions with a norm between them; the first one's input needs no gradient."""
+    """Make two convolutions with a norm between them; the first one's input needs no gradient."""
     shapes = {"a.w": (6, 3, 3, 3), "a.b": (6,), "n.w": (6,), "c.w": (4, 6, 3, 3), "c.b": (4,)}
     draw = torch.Generator().manual_seed(0)
     params = {p: torch.randn(s, generator=draw, dtype=torch.float64) / 3 for p, s in shapes.items()}
@@ -57,7 +57,7 @@ def conv_block() -> tuple[Callable[..., Any], dict[str, Tensor], Tensor]:
 
 
 def expert_block() -> tuple[Callable[..., Any], dict[str, Tensor], Tensor]:
-    """A router and a stack of experts between two linear layers."""
+    """Make a router and a stack of experts between two linear layers."""
     shapes = {"a.w": (8, 8), "e.router": (8, 3), "e.up": (3, 8, 16), "e.down": (3, 16, 8), "z.w": (8, 8)}
     draw = torch.Generator().manual_seed(0)
     params = {p: torch.randn(s, generator=draw, dtype=torch.float64) / 3 for p, s in shapes.items()}
@@ -88,7 +88,7 @@ def sources(block: str) -> tuple[Source, ...]:
 
 @cache
 def pairs(block: str, policy: Policy) -> list[tuple[Kernel, Kernel]]:
-    """Each kernel in one, and with weight gradients apart."""
+    """Return each kernel in one, and with weight gradients apart."""
     return [
         tuple(
             differentiate(source, policy, trainable=True, target="cpu", apart=apart)
@@ -382,7 +382,7 @@ def double_a_weight_gradient(lines: Lines) -> None:
 
 
 def reduce_before_the_last(lines: Lines) -> None:
-    """The reduction sends the sum before the last micro-batch's gradient is added."""
+    """Let the reduction send the sum before the last micro-batch's gradient is added."""
     scatter = find(lines, ReduceScatter)
     add = [
         n
@@ -422,7 +422,7 @@ def test_a_mesh_without_a_pipeline_is_refused_with_the_ways_out() -> None:
 
 @cache
 def truth(name: str, optimizer: str = "adamw") -> reference.Trained:
-    """The naive loop over whole global batches."""
+    """Train in a naive loop over whole global batches."""
     model = model_of(name)
     steps = [[batch] for batch in model.batches(sharded.STEPS)]
     made, clip = {"adamw": (reference.adamw(LR, DECAY), None), "clipped": (reference.sgd(0.1), 0.2)}[

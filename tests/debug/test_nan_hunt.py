@@ -46,7 +46,7 @@ def hunted(
     plant: Callable[[], Any] = nullcontext,
     **options: Any,
 ) -> Any:
-    """A hunt on two ranks that each hold half the batch; both must say the same."""
+    """Hunt on two ranks that each hold half the batch; both must say the same."""
     mesh = mesh_of()
     specs = PRESETS[preset](params, mesh, **(policy or {}))
     step = fs.shard_step(fn, specs, mesh=mesh, optimizer=optimizer, backend="eager", **options)
@@ -178,7 +178,7 @@ def test_nan_hunt_says_nothing_of_what_is_finite_and_of_masks() -> None:
     assert not found and str(found).endswith("loss, gradients and state are finite")
 
     def masked(params: Any, x: Tensor) -> Tensor:
-        """A mask that crosses units, and an infinity that is masked away again."""
+        """Compute with a mask that crosses units, and an infinity that is masked away again."""
         mask = torch.zeros_like(x).masked_fill(torch.ones_like(x).triu(1) > 0, float("-inf"))
         for weight in params.values():
             x = (torch.tanh(x @ weight) + mask).softmax(-1)

@@ -127,7 +127,7 @@ def token_shards(folder: Path, texts: Path) -> Subject:
 
 
 def run_folder(folder: Path) -> Subject:
-    """A run that has ended, as far as others read it: resumed, compared, generated from, predicted by."""
+    """Make a run that has ended, with all that other commands read of it."""
     config, place = config_of(), folder / "run"
     place.mkdir()
     record = RunRecord(place, {"seed": 1, "hardware": {"device": "cpu", "ranks": 1, "hosts": ["a"]}})
@@ -163,7 +163,7 @@ def run_folder(folder: Path) -> Subject:
 
 @pytest.fixture(scope="module")
 def subjects(tmp_path_factory, byte_directory, texts):
-    """`subjects(name)`: made once."""
+    """Return `subjects(name)`, which makes each subject once."""
     makers = {
         "checkpoint": checkpoint, "cache": lambda f: cache(f, byte_directory),
         "shards": lambda f: token_shards(f, texts), "run": run_folder,

@@ -28,7 +28,7 @@ QUICK = ("objective=grpo", "objective.group=2", "objective.tokens=3", "optimizer
 
 
 def asking_twice(prompt: Any, ask: Any) -> Any:
-    """Two answers, or one where the first begins with a sign below "A"; the reward is their length."""
+    """Ask twice, or once if the first answer begins with a sign below "A"; the reward is their length."""
     messages = [*prompt["messages"], ask(prompt["messages"])]
     if messages[-1]["content"][:1] >= "A":
         messages.append({"role": "user", "content": "again"})

@@ -48,7 +48,7 @@ LETTERS = "ABCD"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model of bytes whose weights are large, so that it has opinions."""
+    """Make a random model of bytes whose weights are large, so that it has opinions."""
     ids = {"bos_token_id": ByteTokenizer().bos, "pad_token_id": ByteTokenizer().pad}
     folder = tmp_path_factory.mktemp("model")
     return write_llama(folder, max_position_embeddings=256, initializer_range=0.5, **ids)
@@ -60,7 +60,7 @@ def word(draw: random.Random, most: int = 9) -> str:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A file of each format, made here."""
+    """Make a file of each format, made here."""
     folder, draw = tmp_path_factory.mktemp("tasks"), random.Random(0)
     count = range(10)
     rows: dict[str, list[dict[str, Any]]] = {
@@ -93,7 +93,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def measured(
     model: Path, folder: Path, *tasks: str, launch: Any = None, **how: Any
 ) -> dict[str, dict[str, float]]:
-    """One rank is this process; several are forked, but where `launch` says otherwise."""
+    """Evaluate on this process, or on several forked ranks unless `launch` says otherwise."""
     defaults = {"ranks": 1, "backend": "eager", "device": "cpu", "tokens": 2, "rows": 8}
     config = EvaluateConfig(**{"model": str(model), "tasks": tasks, "folder": str(folder), **defaults, **how})
     with pytest.MonkeyPatch.context() as patch:
@@ -528,7 +528,7 @@ def test_an_answer_without_a_number_never_scores(generated):
 
 @pytest.fixture(scope="module")
 def joining(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose tokenizer has tokens that span the end of a question and its answer."""
+    """Make a model whose tokenizer has tokens that span the end of a question and its answer."""
     tokenizers = pytest.importorskip("tokenizers")
     folder = tmp_path_factory.mktemp("joining")
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -579,7 +579,7 @@ def test_texts_of_many_lengths_are_measured_without_a_warning(model, tmp_path, r
 
 @pytest.fixture(scope="module")
 def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model that sees, whose weights are large."""
+    """Make a random model that sees, whose weights are large."""
     pytest.importorskip("transformers.vision_utils")
     folder = tmp_path_factory.mktemp("seeing")
     few = {**bases._TEXT, "num_hidden_layers": 1, "initializer_range": 0.3}
@@ -591,7 +591,7 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pictured(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file of MMMU's form, with images of noise beside it; one of its questions is open."""
+    """Make a file of MMMU's form, with images of noise beside it; one of its questions is open."""
     Image = pytest.importorskip("PIL.Image")
     folder, draw = tmp_path_factory.mktemp("pictured"), torch.Generator().manual_seed(0)
     for name, height, width in (("a", 24, 40), ("b", 56, 24)):

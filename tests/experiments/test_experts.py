@@ -55,7 +55,7 @@ def built(name: str) -> Any:
 
 
 def plainly(module: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and gradients of the module itself, which loops over its experts."""
+    """Compute loss and gradients by the module itself, which loops over its experts."""
     module = deepcopy(module)
     module.set_experts_implementation("eager")
     loss = module(TOKENS).logits.logsumexp(-1).mean()

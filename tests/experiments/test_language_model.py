@@ -31,7 +31,7 @@ ALONE = [(0, 0, 3), (0, 3, 9), (1, 0, 11)]  # (row, from, to)
 
 
 def close(got: Tensor, wanted: Tensor, atol: float = 1e-10) -> None:
-    """Equal as far as fp64 goes."""
+    """Assert that two tensors are equal as far as fp64 goes."""
     torch.testing.assert_close(got, wanted, rtol=0, atol=atol)
 
 
@@ -108,7 +108,7 @@ def test_documents_in_a_sharded_program(name: str) -> None:
 
 
 def attention_of(model: lm.LanguageModel, *batch: Tensor) -> list[tuple[Any, Any]]:
-    """(has a mask, is causal) of each attention of a traced forward; ("documents", window) of theirs."""
+    """Return (has a mask, is causal) of each attention of a forward; ("documents", window) of documents'."""
     specs = fs.presets.full_shard(model.params, fs.make_mesh(shard=2, abstract=True))
     forward = fs.shard_forward(model.hidden, specs, mesh=fs.make_mesh(shard=2, abstract=True))
     graph = forward.lower(model.params, *batch).program.graph
@@ -139,7 +139,7 @@ def test_one_document_a_row_keeps_the_causal_kernel() -> None:
 
 
 def made(name: str, **config: Any) -> Any:
-    """A module in fp64, all its leaves random."""
+    """Make a module in fp64, all its leaves random."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         module = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**config))

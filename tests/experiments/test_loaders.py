@@ -185,7 +185,7 @@ def test_rows_are_well_filled(most, context, least):
 
 
 def samples_in(batch):
-    """The prompt number and the targets of every document in a batch."""
+    """Return the prompt number and the targets of every document in a batch."""
     found = []
     for tokens, targets, documents in zip(
         *(batch[n] for n in ("tokens", "targets", "documents")), strict=True

@@ -96,7 +96,7 @@ def test_the_command_line_takes_a_folder_of_runs(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Two runs of the main job on this machine, of other sizes; the first with a profile."""
+    """Make two runs of the main job on this machine, of other sizes; the first with a profile."""
     folders = tmp_path_factory.mktemp("first"), tmp_path_factory.mktemp("second")
     more = ("run.save_every=0", "run.steps=8", "run.sample_tokens=2")
     train.train(config_of("run.profile=3", "run.backend=inductor", *more), run_in(folders[0]), [], Stop())

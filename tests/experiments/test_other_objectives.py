@@ -38,7 +38,7 @@ def write(path: Path, records: list[dict[str, Any]]) -> Path:
 
 @pytest.fixture(scope="module")
 def files(data: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Files of all kinds, of digits."""
+    """Write files of all kinds, of digits."""
     folder, digits = tmp_path_factory.mktemp("files"), range(48)
     labels = [{"text": f"{n:03d}", "label": "even" if n % 2 == 0 else "odd"} for n in digits]
     words = [{"tokens": [str(n), "x" * (n % 3 + 1)], "tags": ["number", "word"]} for n in digits]
@@ -52,12 +52,12 @@ def files(data: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> di
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wider model than the student, of the same bytes."""
+    """Write a wider model than the student, of the same bytes."""
     return write_llama(tmp_path_factory.mktemp("teacher"), hidden_size=24, num_attention_heads=3)
 
 
 def loaded(config: Any, **beside: Any) -> tuple[Any, Any, Any]:
-    """The tuning of a configuration, values of its tree, and the first batch of its data."""
+    """Return the tuning of a configuration, values of its tree, and the first batch of its data."""
     mesh, lm = fs.make_mesh(shard=1, device="cpu"), from_directory(config.model)
     tuning = make_tuning(config, lm)
     values = lambda path, of: fs.hf.load(path, fs.presets.full_shard(of.params, mesh), mesh, model=of.model)  # noqa: E731

@@ -37,7 +37,7 @@ SMALL = ("run.steps=4", "run.held_out_every=2", "run.save_every=2", "run.backend
 
 
 def linear(width: int) -> tuple[Any, dict[str, Tensor]]:
-    """A function and its parameters, in the place of a module."""
+    """Return a function and its parameters, in the place of a module."""
     return lambda params, x: x @ params["w"] + params["b"], {"w": torch.zeros(width, 1), "b": torch.zeros(1)}
 
 
@@ -53,7 +53,7 @@ def squares(model: Any, x: Tensor, y: Tensor, weight: float = 1.0) -> Any:
 
 
 def lamb(lr: Any, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-6, decay: float = 0.01) -> Any:
-    """The guide's LAMB, by a user who gives no `values` for the metrics."""
+    """Make the guide's LAMB as a user who gives no `values` for the metrics."""
 
     def init(path: str, param: Tensor) -> dict[str, Tensor]:
         return {"mean": torch.zeros_like(param), "square": torch.zeros_like(param)}
@@ -87,7 +87,7 @@ class Memory:
 
 
 class Broken:
-    """Items of which one raises, and one is of another shape."""
+    """A data set of which one item raises, and one is of another shape."""
 
     def __len__(self) -> int:
         return 32
@@ -247,7 +247,7 @@ objective: {_target_: own_task.squares}
 
 @pytest.fixture
 def recipe(tmp_path) -> str:
-    """A folder with a recipe that names its own model and data, and says nothing of the groups' files."""
+    """Write a folder with a recipe that names its own model and data, and nothing of the groups' files."""
     (tmp_path / "conf" / "experiment").mkdir(parents=True)
     (tmp_path / "conf" / "experiment" / "mine.yaml").write_text(RECIPE)
     return f"--config-dir={tmp_path / 'conf'}"

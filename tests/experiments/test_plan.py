@@ -232,7 +232,7 @@ SEARCHES = [(2, 0.0005), *((n, b) for n in (1, 4, 8) for b in (0.002, 0.001, 0.0
 
 
 def neighbours_of(planner: Planner, plan: DecoderPlan) -> list[DecoderPlan]:
-    """All valid plans of which one field differs, or two: axes by a factor, rows by a factor."""
+    """Return all valid plans of which one field differs, or two: axes by a factor, rows by a factor."""
 
     def factors(size: int) -> list[int]:
         return [size * 2, *([size // 2] if size % 2 == 0 else [])]
@@ -251,7 +251,7 @@ def neighbours_of(planner: Planner, plan: DecoderPlan) -> list[DecoderPlan]:
 
 
 def check_neighbours(planner: Planner, draw: random.Random, count: int, shares: list[float]) -> None:
-    """One or two fields change, and what is recomputed to one of these shares."""
+    """Check plans of which one or two fields change, and what is recomputed to one of these shares."""
     best = planner.find_best()
     assert best.peak_bytes <= planner.budget
     for plan in draw.choices(neighbours_of(planner, best.choice), k=count):

@@ -32,7 +32,7 @@ from fnshard.launcher.rank import Stop
 
 
 def expected(folder: Path, held_out: bool) -> list[int]:
-    """The tokens of a folder of text, the plain way."""
+    """Return the tokens of a folder of text, computed the plain way."""
     found: list[int] = []
     for path in sorted(folder.rglob("*"), key=lambda p: p.relative_to(folder).as_posix()):
         name = path.relative_to(folder).as_posix()

@@ -218,7 +218,7 @@ TINY = (*SMALL, "model.layers=1", "mesh.shard=1", "run.steps=2", "run.sample_tok
 
 
 def real(folder: Path, *arguments: str, env: dict[str, str] | None = None) -> tuple[int, str, Path]:
-    """A sweep of real jobs: exit code, output, folder."""
+    """Run a sweep of real jobs; return exit code, output and folder."""
     root = folder / "text"
     root.mkdir(exist_ok=True)
     for number in range(60):

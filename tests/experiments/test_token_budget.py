@@ -27,7 +27,7 @@ REWARDED = ("objective.group=4", "objective.tokens=3", "optimizer.lr=0.02")
 
 
 def parts_of(config: Any) -> tuple[Any, Any, Any]:
-    """The tuning of a configuration, parameters whose adapters do something, and its data."""
+    """Return the tuning of a configuration, parameters whose adapters do something, and its data."""
     mesh, lm = fs.make_mesh(shard=1, device="cpu"), from_directory(config.model)
     tuning = make_tuning(config, lm)
     base = fs.hf.load(config.model, fs.presets.full_shard(lm.params, mesh), mesh, model=lm.model)

@@ -83,7 +83,7 @@ def only_pickled(folder: Path) -> None:
 
 
 def own_code(folder: Path) -> None:
-    """Everything that transformers has a class for, as the folder's own."""
+    """Give a folder code of its own for everything that transformers has a class for."""
     (folder / "evil.py").write_text(CODE)
     classes = ("AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoModelForSequenceClassification",
                "AutoModelForImageTextToText", "AutoProcessor", "AutoImageProcessor")  # fmt: skip
@@ -147,14 +147,14 @@ MODELS: dict[str, Callable[[Path], None]] = {
 
 
 def opened(folder: Path) -> None:
-    """All that commands read of a model's folder."""
+    """Read all that commands read of a model's folder."""
     lm, tokenizer = open_model(folder)
     assert lm.model.config._attn_implementation in ("fnshard", "sdpa", "eager")
     chat.opening(tokenizer, [{"role": "user", "content": "x"}])
 
 
 def saved_with(folder: Path) -> None:
-    """A model that is saved with the configuration of a folder."""
+    """Save a model with the configuration of a folder."""
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig.from_pretrained(folder / "own"))
     _, params = fs.make_functional(model)
     specs = fs.presets.no_shard(params, fs.make_mesh(shard=1))
@@ -176,8 +176,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
 
 @pytest.fixture
 def guarded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """An empty folder; a kernel that is fetched, or a shell that is called, leaves `ran` in it and ends the
-    test."""
+    """Return an empty folder; a kernel that is fetched, or a shell, leaves `ran` in it and ends the test."""
     import transformers.modeling_utils as modeling
 
     def ran(*args: Any, **kwargs: Any) -> None:
@@ -191,7 +190,7 @@ def guarded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def harmless(read: Callable[[], Any]) -> None:
-    """It is read, or refused in words."""
+    """Check that something is read, or refused in words."""
     try:
         read()
     except (ConfigError, FnshardError, chat.LineError) as error:
@@ -235,7 +234,7 @@ def config_yaml(text: str) -> Callable[[Path], None]:
 
 
 def targets(*groups: str) -> Callable[[Path], None]:
-    """The whole configuration of a run, with code in it."""
+    """Write the whole configuration of a run, with code in it."""
 
     def leave(folder: Path) -> None:
         from dataclasses import asdict
@@ -427,7 +426,7 @@ def test_ends_of_a_generation_that_are_none_are_passed_over(tmp_path: Path, valu
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which bases are kept from test to test."""
+    """Make a folder in which bases are kept from test to test."""
     return tmp_path_factory.mktemp("place")
 
 

@@ -50,13 +50,13 @@ class Saved:
     logits: Tensor
 
     def forward(self, params: Any, ids: Tensor) -> Tensor:
-        """Logits, as a function of the leaves."""
+        """Compute logits as a function of the leaves."""
         return self.apply(params, input_ids=ids, use_cache=False).logits
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Saved]:
-    """A family's model, made once."""
+    """Return a function that makes a family's model once."""
     made: dict[str, Saved] = {}
 
     def of(family: str) -> Saved:
@@ -87,7 +87,7 @@ def logits(folder: Path) -> Tensor:
 
 
 def one_file(folder: Path) -> dict[str, Tensor]:
-    """Its tensors, as a file alone."""
+    """Remove a model's weight files, and return their tensors."""
     tensors = tensors_of(folder)
     for file in folder.glob("*.safetensors*"):
         file.unlink()

@@ -202,7 +202,7 @@ def processes(rank: int, folder: str, world: int) -> int:
 
 
 def peak(*, reset: bool = False) -> int:
-    """The most memory that this process has had, in bytes; from now on."""
+    """Return the most memory that this process has had, in bytes; with `reset` count anew from here."""
     if reset:
         Path("/proc/self/clear_refs").write_text("5")
     with open("/proc/self/status") as status:

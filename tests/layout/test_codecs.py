@@ -115,7 +115,7 @@ def spec_of(value: Tensor, codec: str) -> LayoutSpec:
 
 
 def peak_of(work: Callable[[], Any], *given: Tensor) -> int:
-    """Bytes of what operators make, at the worst moment, its results too."""
+    """Return the bytes of what operators make, at the worst moment, results too."""
     with torch.no_grad(), StorageTracker("cpu") as tracker:
         for value in given:
             tracker.adopt(value, INPUTS, size=0)
@@ -172,7 +172,7 @@ def test_decoding_takes_eight_bytes_a_weight_at_most(codec: str) -> None:
 
 
 def broken(value: float) -> tuple[dict[str, Tensor], Any]:
-    """Two leaves with one such value each, in the rows of another rank, and one with none."""
+    """Make two leaves with one such value each, in rows of different ranks, and one with none."""
     params = {n: torch.ones(6, 70, dtype=torch.float64) for n in ("sound", "one", "other")}
     params["one"][5, 69] = params["other"][0, 0] = value
     coded = LayoutSpec(P("shard"), codec="nf4", trainable=False)

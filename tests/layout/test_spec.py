@@ -30,7 +30,7 @@ SHARD = P("shard")
 def resolved(
     storage: P = WHOLE, shape: tuple[int, ...] = (8, 8), dtype: torch.dtype = torch.float32, **fields: Any
 ) -> LayoutSpec:
-    """A spec that has seen its leaf."""
+    """Return a spec that has seen its leaf."""
     return LayoutSpec(storage, **fields).resolve(torch.zeros(shape, dtype=dtype), "unit")
 
 

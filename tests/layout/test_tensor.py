@@ -248,7 +248,7 @@ def test_axes_that_split_nothing_are_refused(case: str) -> None:
 
 @st.composite
 def computed(draw: Any) -> tuple[LayoutSpec, fs.Mesh]:
-    """A mesh of up to four axes, and a leaf split over some of them, computed over the compute axes alone."""
+    """Draw a mesh of up to four axes, and a leaf split over some, computed over the compute axes alone."""
     sizes = {
         n: draw(st.integers(1, 3)) for n in draw(st.permutations(["replicate", "shard", "tensor", "context"]))
     }

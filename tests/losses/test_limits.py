@@ -25,7 +25,7 @@ BAD = [math.nan, math.inf, -math.inf]
 
 
 def of_tokens(name: str, **how: Any) -> Callable[..., tuple[Mean, dict[str, Mean]]]:
-    """A loss of rewards, of tensors [B, T] by name."""
+    """Return a loss of rewards, of tensors [B, T] by name."""
 
     def loss(mask: Tensor, **given: Tensor) -> tuple[Mean, dict[str, Mean]]:
         more = [given.pop(n) for n in ("values", "old_values", "returns") if n in given]
@@ -35,7 +35,7 @@ def of_tokens(name: str, **how: Any) -> Callable[..., tuple[Mean, dict[str, Mean
 
 
 def of_rows(name: str, *names: str) -> Callable[..., tuple[Mean, dict[str, Mean]]]:
-    """A loss of preferences, of tensors [B] by name."""
+    """Return a loss of preferences, of tensors [B] by name."""
     return lambda mask, **given: getattr(policy, name)(*(given[n] for n in names), counted=mask)
 
 
@@ -74,7 +74,7 @@ def tensors_for(name: str, seed: int = 0) -> dict[str, Tensor]:
 
 
 def found(name: str, mask: Tensor, given: dict[str, Tensor]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """The loss, its metrics and its gradients."""
+    """Return the loss, its metrics and its gradients."""
     given = {n: v.clone().requires_grad_() for n, v in given.items()}
     loss, aux = {**REWARDS, **ROWS}[name](mask, **given)
     slopes = torch.autograd.grad(loss.total, list(given.values()), allow_unused=True)

@@ -160,7 +160,7 @@ def test_its_peak_is_a_seventh_of_all_logits_at_once(
 
 
 class _CuBLAS(TorchDispatchMode):
-    """`mm` and `addmm` of half types with fp32 results, which torch has on CUDA alone."""
+    """A mode with `mm` and `addmm` of half types to fp32, which torch has on CUDA alone."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -196,7 +196,7 @@ def test_preferences_are_their_papers_formulas(name: str) -> None:
 
 
 def loss_of(name: str, p: Any, tokens: Tensor, x: dict[str, Tensor]) -> tuple[Mean, dict[str, Mean]]:
-    """A model of one table and one matrix; its log-probabilities."""
+    """Compute a loss of the log-probabilities of a model of one table and one matrix."""
     logits = F.embedding(tokens, p["embed"]).tanh() @ p["layers.0.w"] @ p["embed"].T
     logprobs = logits.log_softmax(-1).gather(-1, x["drawn"][..., None]).squeeze(-1)
     names = ("sampler", "advantages", "mask", "old", "reference", "sequences")

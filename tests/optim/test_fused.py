@@ -101,7 +101,7 @@ def test_the_fused_sgd_kernel_gets_no_short_dtypes_on_a_cpu(monkeypatch: pytest.
 
 
 class Calls(TorchDispatchMode):
-    """Counts operators, the bytes that they make, and the dtypes of what scales many tensors."""
+    """A mode that counts operators, the bytes that they make, and the dtypes of what scales many tensors."""
 
     def __init__(self) -> None:
         super().__init__()

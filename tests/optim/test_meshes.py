@@ -34,7 +34,7 @@ SOME = [
 
 
 def allows(row: dict[str, Any]) -> bool:
-    """Whether a layout is one, and says something of its own."""
+    """Return whether a row is a layout, and says something of its own."""
     mesh = row.get("mesh", "hybrid")
     if mesh == "experts" and row.get("leaves") == "wide":
         return False

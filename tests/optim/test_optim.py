@@ -43,7 +43,7 @@ EVERY = {**ALL, **FOREIGN}
 
 
 def torch_train(make, params, steps=6, rate=None, max_norm=None, scale=1.0):
-    """torch's optimizer on the same gradients; `make(groups)`, one group per leaf."""
+    """Train by torch's optimizer on the same gradients; `make(groups)` has one group per leaf."""
     leaves = {p: nn.Parameter(t.clone()) for p, t in params.items()}
     optimizer = make(leaves)
     scheduler = rate and torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
@@ -186,7 +186,7 @@ def test_adamw_8bit_is_torchaos():
 
 
 def decades(kind: str) -> list[Tensor]:
-    """Gradients of 200 steps, whose sizes differ within runs of 64 numbers."""
+    """Draw gradients of 200 steps, whose sizes differ within runs of 64 numbers."""
     random = torch.Generator().manual_seed(0)
     order, one = torch.randperm(256, generator=random), torch.logspace(-1, 0, 256)
     sizes = {
@@ -209,7 +209,7 @@ KINDS_OF_DECADES = [
 
 
 def moved_by(optimizer: Optimizer, gradients: list[Tensor]) -> tuple[Tensor, float]:
-    """The weights that begin at 0, and the largest step of one."""
+    """Return the weights that begin at 0, and the largest step of one."""
     params, largest = {"w": torch.zeros(8, 256)}, 0.0
     slots = init_slots(optimizer, params)
     for count, grad in enumerate(gradients):

@@ -18,7 +18,7 @@ RTOL = 1e-6
 
 
 def numbers(kind: str, count: int = COUNT) -> Tensor:
-    """Equal ones, of which each addition may round the same way, or drawn ones."""
+    """Return equal numbers, of which each addition may round the same way, or drawn ones."""
     if kind == "equal":
         return torch.full((count,), 1 / 3)
     return torch.rand(count, generator=torch.Generator().manual_seed(0)) + 0.5

@@ -198,7 +198,7 @@ def test_a_leaf_of_one_number_is_updated_as_one_of_several(dtype: torch.dtype) -
 
 
 def own(update: Any, **slots: Any) -> Optimizer:
-    """An optimizer whose update is a function of gradient, slots, parameter and step."""
+    """Make an optimizer whose update is a function of gradient, slots, parameter and step."""
     init = lambda path, param: {name: make(param) for name, make in slots.items()}  # noqa: E731
     return Optimizer("own()", init, lambda path, *args: update(*args))
 

@@ -49,7 +49,7 @@ def slowed(line: Timeline, times: float) -> Timeline:
 
 
 def by_hand() -> Timeline:
-    """Eight milliseconds: a forward of four, a gather meanwhile, a backward of three after a gap."""
+    """Write a timeline of 8 ms: a forward of four, a gather meanwhile, a backward of three after a gap."""
     spans = (
         Span(0, "communication", 0.0, 0.002, "gather", "a", "forward"),
         Span(1, "compute", 0.0, 0.004, "run", "a", "forward"),

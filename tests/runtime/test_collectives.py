@@ -48,7 +48,7 @@ def expect(got: torch.Tensor, expected: torch.Tensor, what: object) -> None:
 
 # ------------------------------------------------------------------ the contract
 def check_gather(by, axes, numel: int, dtype: torch.dtype, seed: int, buffered: bool):
-    """Issue; returns what to call at the Wait."""
+    """Issue a gather, and return what to call at the Wait."""
     mesh = by.mesh
     sent = data(mesh.rank, numel, dtype, seed)
     handle = by.all_gather(packed(by, sent, axes) if buffered else sent, axes)
@@ -116,7 +116,7 @@ def check_permute(by, axes, numel: int, dtype: torch.dtype, seed: int, buffered:
 
 
 def check_blocks(by, axes, numel: int, dtype: torch.dtype, seed: int, buffered: bool):
-    """Two leaves at once, gathered from their blocks where a backend can."""
+    """Gather two leaves at once from their blocks, if a backend can."""
     mesh = by.mesh
     sent = [data(mesh.rank, size, dtype, seed + size) for size in (numel, 2)]
     handle = getattr(by, "gather_blocks", lambda *_: None)(sent, axes)
@@ -131,7 +131,7 @@ def check_blocks(by, axes, numel: int, dtype: torch.dtype, seed: int, buffered: 
 
 
 def check_leaves(by, axes, numel: int, dtype: torch.dtype, seed: int, buffered: bool):
-    """Two leaves at once, reduced where they lie."""
+    """Reduce two leaves at once where they lie, if a backend can."""
     mesh, ranks = by.mesh, by.mesh.group_ranks(axes)
     n, here = len(ranks), ranks.index(mesh.rank)
     sent = [data(mesh.rank, n * size, dtype, seed + size) for size in (numel, 2)]
@@ -153,7 +153,7 @@ CHECKS = {
 
 
 def contract(rank: int, mesh: Mesh, transport: str = "auto") -> str:
-    """Every collective, dtype and group, and fp32 of every size; alone, then several in flight."""
+    """Check every collective, dtype and group, and fp32 of every size; alone, then several in flight."""
     by = connect(mesh, timeout=20, transport=transport)
     assert by.gather_object(f"rank {rank}") == [f"rank {r}" for r in range(mesh.size)]
     for axes in groups(mesh):
@@ -171,7 +171,7 @@ def contract(rank: int, mesh: Mesh, transport: str = "auto") -> str:
 
 
 def out_of_order(by, count: int) -> None:
-    """The first of many is waited for last, as a step's scalars are; the rest in any order."""
+    """Wait for the first of many last, as for a step's scalars; for the rest in any order."""
     dice = random.Random(1)
     first = check_reduce(by, by.mesh.names, 5, torch.float64, seed=99, buffered=False)
     checks = [dice.choice(list(CHECKS)) for _ in range(count)]
@@ -182,7 +182,7 @@ def out_of_order(by, count: int) -> None:
 
 
 def in_flight(by, rounds: int, largest: int = 3000) -> None:
-    """Random collectives, up to six at once, waited for in their order; equal on all ranks."""
+    """Issue random collectives, up to six at once, and wait in their order; equal on all ranks."""
     dice = random.Random(0)
     for seed in range(rounds):
         waiting = []
@@ -448,7 +448,7 @@ def test_ranks_take_turns(pair):
 
 
 def _reuses_too_early(rank: int, mesh: Mesh) -> torch.Tensor:
-    """A wrong schedule: the packed buffer is written between the issue and the Wait."""
+    """Write to the packed buffer between the issue and the Wait, as a wrong schedule would."""
     by = connect(mesh)
     sent = by.send_buffer(2, torch.float32, ("shard",)).fill_(rank)
     handle = by.all_gather(sent, ("shard",))
@@ -502,7 +502,7 @@ def test_slots_are_used_again_when_all_are_done():
 
 
 def _open_for_long(rank: int) -> list[float]:
-    """A gather that is open while the two rows of control words go round, and sums of those meanwhile."""
+    """Keep a gather open while the two rows of control words go round, and return sums of meanwhile."""
     by = connect(make_mesh(shard=2, device="cpu"), timeout=20)
     rows = by.all_gather(torch.tensor([float(rank)]), ("shard",))
     sums = [by.all_reduce(torch.ones(1), ("shard",)).wait() for _ in range(5 * messages.ROWS)]

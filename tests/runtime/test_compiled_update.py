@@ -156,7 +156,7 @@ def test_a_mean_and_its_scale_are_inputs() -> None:
 
 
 def blocks_of(x: Tensor, params: dict[str, Tensor]) -> Tensor:
-    """Three equal layers."""
+    """Compute three equal layers."""
     for index in range(3):
         x = torch.tanh(x @ params[f"layers.{index}.w"] + params[f"layers.{index}.b"])
     return x.square().mean()
@@ -170,7 +170,7 @@ MASTER = {**BF16, "storage_dtype": torch.bfloat16, "optimizer_dtype": torch.floa
 
 
 def trained(policy: dict[str, Any], update: str, steps: int = 3) -> tuple[fs.TrainState, list[float], Any]:
-    """Some steps of the layers on one rank: the state, losses, and the step."""
+    """Make some steps of the layers on one rank; return the state, losses and the step."""
     mesh = fs.make_mesh(shard=1, device="cpu")
     specs = fs.presets.full_shard(LAYERS, mesh, **policy)
     step = fs.shard_step(
@@ -209,7 +209,7 @@ def test_storage_in_the_compute_dtype_is_the_same_training(update: str) -> None:
 
 # ------------------------------------------------------------------ the option
 def on_paper(update: str, device: str = "cpu", **options: Any) -> Any:
-    """The layers' step, lowered on an abstract mesh."""
+    """Lower the layers' step on an abstract mesh."""
     mesh = fs.make_mesh(shard=2, abstract=True, device=device)
     step = fs.shard_step(
         lambda params, x: blocks_of(x.to(params["layers.0.w"].dtype), params),

@@ -27,7 +27,7 @@ CONFIG = DecoderConfig(width=128, layers=4, heads=4, kv_heads=2, context=64)
 
 @pytest.fixture(scope="module")
 def mesh():
-    """A mesh of one over a real NCCL group."""
+    """Yield a mesh of one over a real NCCL group."""
     if not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -125,7 +125,7 @@ def test_predicted_peak_is_what_the_allocator_saw(mesh, tier, remat):
 
 # ------------------------------------------------------------------ Inductor, and shorter dtypes
 def decoder() -> tuple[Decoder, list[tuple[Tensor, Tensor]]]:
-    """A seeded decoder in fp32 on the GPU, and batches."""
+    """Make a seeded decoder in fp32 on the GPU, and batches."""
     torch.manual_seed(0)
     model = Decoder(CONFIG).cuda()
     drawn = torch.randint(CONFIG.vocab, (10, 4, CONFIG.context + 1), device="cuda")
@@ -133,7 +133,7 @@ def decoder() -> tuple[Decoder, list[tuple[Tensor, Tensor]]]:
 
 
 def torch_losses(dtype: torch.dtype | None) -> list[float]:
-    """Plain torch: fused AdamW, autocast where a dtype is given."""
+    """Train in plain torch: fused AdamW, autocast if a dtype is given."""
     model, batches = decoder()
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.1, fused=True)
     losses = []
@@ -149,7 +149,7 @@ def torch_losses(dtype: torch.dtype | None) -> list[float]:
 
 
 def sharded_losses(mesh, metrics_of=lambda metrics: None, **how):
-    """Losses, and what `metrics_of` makes of each step's metrics."""
+    """Return losses, and what `metrics_of` makes of each step's metrics."""
     policy = {name: how.pop(name) for name in ("compute_dtype", "reduce_dtype") if name in how}
     model, batches = decoder()
     apply, params = fs.make_functional(model)

@@ -24,7 +24,7 @@ from fnshard.step import runner
 
 # ------------------------------------------------------------------ the worker
 def with_worker(kind: type[Transfers], worker: type[Worker] = Worker) -> type[Transfers]:
-    """Transfers that have one on a CPU, too."""
+    """Return transfers that have a worker on a CPU, too."""
     return type("WithWorker", (kind,), {"__post_init__": lambda self: (
         super(type(self), self).__post_init__(), setattr(self, "worker", worker(self.device)))})  # fmt: skip
 
@@ -66,7 +66,7 @@ def count_updates(path: str, grad: Tensor, slots: Any, param: Tensor, step: Any)
 def trained_by_hand(
     monkeypatch: pytest.MonkeyPatch, before: Callable[[str], None], worker: type[Worker], blocks: int = 2
 ) -> tuple[Any, fs.TrainState, Tensor]:
-    """A step on the host, its state and a batch; each update first calls `before` with its leaf's path."""
+    """Make a step on the host, its state and a batch; each update first calls `before` with its path."""
     bind = Updater.bind
 
     def bind_watched(self: Updater, paths: Any, number: int) -> Any:

@@ -36,7 +36,7 @@ LAYOUTS = [
 
 
 def issue(by: Any, value: float, axes: tuple[str, ...] = ("shard",)) -> Any:
-    """A leaf of fp32 whose part of each rank is `value` plus the rank's place."""
+    """Gather a leaf of fp32 whose part of each rank is `value` plus the rank's place."""
     ranks = by.mesh.group_ranks(axes)
     place = ranks.index(by.mesh.rank)
 
@@ -72,7 +72,7 @@ def test_all_ranks_blocks_make_up_the_leaf(shape, layout):
 
 # ------------------------------------------------------------------ slots
 def _signs_late(rank: int) -> int:
-    """`_one_after_the_other`, where rank 1 takes a while to sign what has died."""
+    """Run `_one_after_the_other` while rank 1 takes a while to sign what has died."""
     plain = Units.sweep
 
     def late(units: Units) -> None:
@@ -135,7 +135,7 @@ def test_a_leaf_that_a_rank_keeps_costs_its_slot_and_nobody_waits(ranks, who):
 
 # ------------------------------------------------------------------ leaves that stay
 def _stays(rank: int) -> dict[str, Any]:
-    """Gathers of a leaf whose blocks stay where it was gathered, and of one that a rank holds elsewhere."""
+    """Gather a leaf whose blocks stay where it was gathered, and one that a rank holds elsewhere."""
     by = connect(make_mesh(shard=2, device="cpu"), timeout=20)
     memory, total = by.host.memories[0], 2 * NUMEL
     seen: dict[str, Any] = {"wrote": [], "used": []}
@@ -185,7 +185,7 @@ def test_blocks_stay_where_their_leaf_was_gathered_as_long_as_they_live(ranks):
 
 
 def _trained(rank: int, other: bool) -> tuple[list[float], list[int], dict[str, Tensor]]:
-    """Losses of steps, how many gathers have copied leaves that may stay, and parameters.
+    """Return losses of steps, how many gathers have copied leaves that may stay, and parameters.
 
     The counts are of the other state's steps and of this one's, in turn.
 
@@ -307,7 +307,7 @@ def test_a_rank_that_does_not_come_is_named_at_the_timeout(ranks, who):
 
 # ------------------------------------------------------------------ in a step
 def _watched(rank: int, clip: bool) -> dict[str, Any]:
-    """Two steps: what lies in the group's memory, and what travels.
+    """Make two steps; return what lies in the group's memory, and what travels.
 
     Lists of whether each gathered leaf, and each reduction's sum, lies there; bytes of reductions that are
     sent and bytes of a row each; and how many units' slots the memory has.

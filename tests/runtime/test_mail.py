@@ -35,7 +35,7 @@ def likes(tensors: list[Tensor]) -> list[tuple[tuple[int, ...], torch.dtype]]:
 
 
 def exchange(by: Any, count: int) -> None:
-    """Both stages send all they have before either receives, and wait in another order than that of issue."""
+    """Send all of both stages before either receives, and wait in another order than that of issue."""
     here, peer = by.mesh.rank, by.mesh.partner(1 - by.mesh.stage)
     by.open_groups([a for a in (("shard",),) if "shard" in by.mesh.names])
     sent = [letter(here, n) for n in range(count)]
@@ -193,7 +193,7 @@ def test_a_stage_that_stays_silent_is_named_when_the_time_is_up(ranks, transport
 
 
 def waits_for_the_end(rank: int, transport: str) -> str:
-    """The second stage ends without what was sent to it; the first is told so at its flush."""
+    """Let the second stage end without what was sent to it; the first is told so at its flush."""
     by = connect(make_mesh(pipeline=2, device="cpu"), timeout=3, transport=transport)
     exchange(by, 3)
     if rank == 1:

@@ -24,7 +24,7 @@ MESH = fs.Mesh(("shard",), (1,), ("shard",), "cuda", "local")
 
 
 class Device(TorchDispatchMode):
-    """Notes where the host would wait, under a FakeTensorMode of a torch without CUDA."""
+    """A mode that notes where the host would wait, under a FakeTensorMode of a torch without CUDA."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Device(TorchDispatchMode):
 
 
 class Bindings(TorchFunctionMode):
-    """Copies and slices without C++ that asks for a driver."""
+    """A mode that copies and slices without C++ that asks for a driver."""
 
     def __init__(self, device: Device):
         super().__init__()

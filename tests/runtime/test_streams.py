@@ -50,7 +50,7 @@ SPLIT = {f"layers.{i}.{n}": p for i in range(BLOCKS)
 
 
 def run(case: Mapping[str, Any], rank: int = 0, log: Log | None = None) -> tuple[Log, Nccl, list[float]]:
-    """Some steps of one rank. With `Waits` as the log its tensors are on `cuda:3`."""
+    """Make some steps of one rank. With `Waits` as the log its tensors are on `cuda:3`."""
     case, log = dict(case), log or Log()
     nccl, emulated = Nccl(log, rank), isinstance(log, Waits)
     axes, preset, policy = case.pop("axes"), case.pop("preset"), case.pop("policy", {})
@@ -80,7 +80,7 @@ def run(case: Mapping[str, Any], rank: int = 0, log: Log | None = None) -> tuple
 
 # ------------------------------------------------------------------ streams
 def cases() -> dict[str, dict[str, Any]]:
-    """Every preset on every tier but disk, and the other features in turn."""
+    """Return every preset on every tier but disk, with the other features in turn."""
     tiers = {"device": {}} | {n: t for n, t in TIERS.items() if "disk" not in t.values()}
     turns = {
         "remat": cycle(("none", "offload", "unit", "unit+offload", 0.5)),
@@ -179,7 +179,7 @@ def test_overlapped_updates_are_those_of_one_stream() -> None:
 
 # ------------------------------------------------------------------ the host
 def waited(name: str) -> set[str]:
-    """For what the host waits in the second step and the third, of rank 3 of 8."""
+    """Return for what the host waits in the second step and the third, of rank 3 of 8."""
     case, waits = dict(CASES[name]), Waits()
     case["axes"] = {**case["axes"], "shard": 8 // len(case["axes"])}
     losses = run(case, 3)[2]
@@ -229,7 +229,7 @@ OF_EIGHT = {
 
 
 def logs_differ(name: str, packs: int | None = None) -> bool:
-    """Whether eight ranks do not make the same groups, and issue the same collectives in one order.
+    """Return whether eight ranks do not make the same groups, and issue the same collectives in one order.
 
     Args:
         packs: a rank that packs what the others reduce where it lies.

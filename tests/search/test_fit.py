@@ -81,7 +81,7 @@ def test_two_hundred_plans(name: str) -> None:
 
 
 def fit_many(name: str, budgets: int) -> None:
-    """Budgets from less than the most frugal plan takes to more than the fastest one does."""
+    """Fit budgets from less than the most frugal plan takes to more than the fastest one does."""
     search, draw = search_of(name), random.Random(name)
     roomy = search.fit(1 << 40)
     with pytest.raises(BudgetError, match="nothing fits") as refused:
@@ -224,7 +224,7 @@ def over(ranks: int, **options: Any) -> Any:
 
 @cache
 def free() -> Any:
-    """The plan of two ranks with room for any."""
+    """Return the plan of two ranks with room for any."""
     return over(2)
 
 

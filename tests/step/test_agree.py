@@ -231,7 +231,7 @@ def test_ranks_with_different_numbers_of_rows_need_an_exact_mean(trains, name, a
 
 
 def stepped(loss, batches):
-    """Two ranks, each with its own batches, one after another."""
+    """Step two ranks, each with its own batches, one after another."""
     mesh, params = fs.make_mesh(shard=2, simulated=True), {"a": torch.ones(4, 2)}
     specs, optimizer = fs.presets.full_shard(params, mesh), fs.optim.sgd(0.01)
 

@@ -37,7 +37,7 @@ class Blocks(nn.Module):
 
 
 class Counter(nn.Module):
-    """Assigned anew, and read after that."""
+    """A module whose buffer is assigned anew, and read after that."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Teacher(nn.Module):
 
 
 class TwoDtypes(nn.Module):
-    """Two averages that travel in other sums, and one that nobody reads."""
+    """A module of two averages that travel in other sums, and one that nobody reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ def plain(
     cut: Callable[[Tensor], list[Tensor]] | None = None,
     steps: int = STEPS,
 ) -> tuple[dict[str, Tensor], list[float]]:
-    """DDP's arithmetic in one process: each rank a copy of the module; gradients and statistics averaged."""
+    """Do DDP's arithmetic in one process: a copy of the module a rank; gradients and statistics averaged."""
     model, losses = copy.deepcopy(model), []
     trained = [p for p, v in model.named_parameters() if v.requires_grad]
     for batch in batches(steps):
@@ -174,7 +174,7 @@ def training(
     change: Callable[[str, LayoutSpec], LayoutSpec] = lambda path, spec: spec,
     **options: Any,
 ) -> Any:
-    """A step of the module, and the parameters that it starts from."""
+    """Return a step of the module, and the parameters that it starts from."""
     apply, params = fs.make_functional(copy.deepcopy(model))
     specs = getattr(fs.presets, preset)(params, mesh, **policy)
     specs = {p: change(p, s) for p, s in specs.items()}

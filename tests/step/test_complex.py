@@ -25,7 +25,7 @@ CLIPPED = fs.optim.chain(fs.optim.clip_by_global_norm(0.1), fs.optim.adamw(3e-3,
 
 
 def saved(model: Any, folder: Any, **policy: Any) -> tuple[Any, Any, Any]:
-    """A step on one rank, its specs, and a state of it that was saved."""
+    """Save a state of a step on one rank; return the step, its specs and the state."""
     mesh = fs.make_mesh(shard=1, device="cpu")
     specs = sharded.specs_of(model, "full_shard", mesh, **policy)
     step = sharded.make_step(mesh, model, specs, fs.optim.adamw(0.1))

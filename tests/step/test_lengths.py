@@ -122,7 +122,7 @@ LENGTHS = ((3, 5), (8, 2), (4, 4), (9, 12))  # of each rank, by step
 
 
 def trained(rank: int) -> reference.Trained:
-    """Ranks take batches of lengths of their own."""
+    """Train on ranks that take batches of lengths of their own."""
     mesh = fs.make_mesh(shard=2, device="cpu")
     step, out = step_of(mesh, optimizer=fs.optim.sgd(0.1)), reference.Trained()
     state = step.init(params())
@@ -164,7 +164,7 @@ def test_ranks_that_split_the_same_rows_may_exchange_otherwise_at_a_length(axes:
 
 
 def masked(p: dict[str, Tensor], tokens: Tensor, targets: Tensor, mask: Tensor) -> fs.Mean:
-    """Attention of each token to those that a mask [B, T, T] or [B, 1, T, T] names."""
+    """Attend from each token to those that a mask [B, T, T] or [B, 1, T, T] names."""
     q, k, v = (F.embedding(tokens, p["table"]) @ p["w"]).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
     mask = mask if mask.dim() == 4 else mask[:, None]
     x = F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)

@@ -29,7 +29,7 @@ HOST = {"memory": "host", "optimizer_memory": "host"}
 
 
 def masked_mean() -> Model:
-    """The loss as a Mean over tokens that are not 0, of which ranks have different numbers."""
+    """Make the loss as a Mean over tokens that are not 0, of which ranks have different numbers."""
 
     def loss(params: Any, tokens: Tensor) -> fs.Mean:
         mask = tokens[:, 1:] != 0
@@ -60,7 +60,7 @@ def packed() -> Model:
 
 
 def lora() -> Model:
-    """Adapters next to frozen matrices, B not zero."""
+    """Make adapters next to frozen matrices, B not zero."""
     model = decoder()
     loss, params = fs.lora(model.loss, model.params, rank=2, targets="*.q_proj|*.down_proj|*.up_proj")
     named, structure = fs.tree.flatten_with_paths(params)
@@ -87,7 +87,7 @@ RATE = fs.schedules.warmup_cosine(0.1, warmup=2, total=5)
 
 
 def by_path(path: str) -> dict[str, float]:
-    """The settings of a leaf's group."""
+    """Return the settings of a leaf's group."""
     return {
         "lr": 0.0 if path.startswith("layers.0.") else 0.01,
         "weight_decay": 0.0 if "norm" in path else 0.1,
@@ -126,7 +126,7 @@ Row = dict[str, Any]
 
 
 def valid(row: Row) -> bool:
-    """Whether a row can be run: the batch has four rows (twelve of three ranks), which ranks cut."""
+    """Return whether a row can be run: the batch has four rows (twelve of three ranks), which ranks cut."""
     axes = row["axes"]
     data = axes.get("shard", 1) * axes.get("replicate", 1)
     return (
@@ -175,7 +175,7 @@ def acting_pairs(row: Row) -> Iterator[Any]:
 
 
 def every_value(row: Row) -> Iterator[Any]:
-    """Each axis and each value of every other factor, alone."""
+    """Yield each axis and each value of every other factor, alone."""
     yield from (axis for axis, size in row["axes"].items() if size > 1)
     yield from ((name, str(value)) for name, value in row.items() if name != "axes")
 
@@ -202,7 +202,7 @@ def covering(of: Callable[[Row], Iterator[Any]], rows: Sequence[Row]) -> Iterato
 
 
 def text(row: Row) -> str:
-    """The name of a test."""
+    """Return the name of a test."""
     return "-".join(str(value).replace(" ", "") for value in row.values())
 
 
@@ -212,7 +212,7 @@ FEW = list(covering(every_value, ROWS))
 
 @cache
 def model_of_row(name: str, three: bool) -> Model:
-    """`three`: rows that three ranks divide."""
+    """Make the model of a row; with `three` it has rows that three ranks divide."""
     model = MODELS[name]()
     if not three or name == "complex":  # which has twelve
         return model
@@ -235,7 +235,7 @@ def narrow_truth(name: str, optimizer: str, three: bool) -> reference.Trained:
 
 
 def made(row: Row, mesh: fs.Mesh) -> tuple[Model, Any, Any]:
-    """The model, specs and step of a row."""
+    """Make the model, specs and step of a row."""
     model, policy = model_of_row(row["model"], row["axes"].get("shard") == 3), dict(row["policy"])
     if "compute_dtype" in policy:
         model = as_float(model)

@@ -299,7 +299,7 @@ def test_dropout_draws_on_stages_what_it_draws_on_one() -> None:
 
 
 class Normed(nn.Module):
-    """Matrices with batch norms between them."""
+    """A module of matrices with batch norms between them."""
 
     def __init__(self) -> None:
         super().__init__()

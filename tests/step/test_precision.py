@@ -65,7 +65,7 @@ RATE = schedules.linear(0.1, warmup=2, total=20)
 
 
 def scaled_by_torch(params: dict[str, Tensor], loss: Any, batches: list[Tensor]) -> dict[str, Tensor]:
-    """torch's GradScaler, AdamW and, per update made, the rate's schedule."""
+    """Train by torch's GradScaler and AdamW; the rate's schedule goes by updates made."""
     named = {p: v.clone().requires_grad_() for p, v in params.items()}
     optimizer = torch.optim.AdamW(named.values(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)

@@ -183,7 +183,7 @@ def forget_an_exchange(lines: Lines) -> None:
 
 
 def read_what_came_first(lines: Lines) -> None:
-    """A backward reads the rows of the forward, which are gone."""
+    """Let a backward read the rows of the forward, which are gone."""
     came = next(i for i in lines if isinstance(i, Wait) and i.is_for(Exchange)).writes[0]
     at, again = next(
         (n, name) for n, i in enumerate(lines) if isinstance(i, Run) and i.of_backward

@@ -137,7 +137,7 @@ def test_a_data_axis_may_have_any_name() -> None:
 
 
 def on_mesh(model: Any, axes: dict[str, int], coded: tuple[str, ...] = ()) -> list[reference.Trained]:
-    """`coded`: leaves that are frozen, in codes."""
+    """Train a model on a mesh; leaves in `coded` are frozen, in codes."""
     mesh = fs.make_mesh(**axes, simulated=True)
     policy = {"tensor": "tensor" if "tensor" in axes else None}
     specs = specs_of(model, "full_shard", mesh, **policy)

@@ -97,7 +97,7 @@ def spread():
 
 
 def keyed():
-    """Noise by the element's place and a key, by integer arithmetic."""
+    """Make an optimizer with noise by the element's place and a key, by integer arithmetic."""
 
     def update(path, grad, slots, param, step):
         place = torch.arange(param.numel(), device=param.device).view(param.shape)
@@ -159,7 +159,7 @@ def muon(dtype=None):
 
 
 def shampoo(root="eigh"):
-    """Preconditioners of both sides, by eigenvectors, or a basis by QR."""
+    """Make an optimizer with preconditioners of both sides, by eigenvectors, or a basis by QR."""
 
     def init(path, param):
         if param.dim() < 2:
@@ -187,7 +187,7 @@ def shampoo(root="eigh"):
 
 
 def soap(every=2):
-    """Adam in a basis of one side, made anew every second step by a `torch.cond`."""
+    """Make Adam in a basis of one side, made anew every second step by a `torch.cond`."""
 
     def init(path, param):
         if param.dim() < 2:
@@ -235,7 +235,7 @@ LOCAL = {
 
 # ------------------------------------------------------------------ ranks in lock step
 def cut(full, layout, mesh, at):
-    """A rank's block, whose padding is NaN (or the largest integer)."""
+    """Return a rank's block, whose padding is NaN (or the largest integer)."""
     bad = math.nan if full.is_floating_point() else torch.iinfo(full.dtype).max
     block = torch.full(block_shape(full.shape, layout, mesh), bad, dtype=full.dtype)
     for of_full, of_block in boxes(full.shape, layout, mesh, at):
@@ -249,7 +249,7 @@ def put(full, block, layout, mesh, at):
 
 
 class Ranks:
-    """All ranks of a mesh, each with its values by name."""
+    """The ranks of a mesh, each with its values by name."""
 
     def __init__(self, mesh, derived, layouts, numbers):
         self.mesh, self.derived, self.layouts, self.numbers = mesh, derived, layouts, numbers
@@ -316,7 +316,7 @@ class Ranks:
 
 
 def check_order(derived):
-    """Nothing reads an input whose result is written."""
+    """Check that nothing reads an input whose result is written."""
     written = set()
     for step in derived.steps:
         assert not written & {*(step.reads if isinstance(step, Compute) else step.sends)}
@@ -338,7 +338,7 @@ def derived_for(optimizer, shape, layout, mesh, dtype=F64):
 
 
 def check(optimizer, shape, layout, mesh, steps=3, tolerance=1e-12):
-    """Three steps of all ranks against three of the whole leaf."""
+    """Compare three steps of all ranks with three of the whole leaf."""
     torch.manual_seed(0)
     traced, layouts, derived = derived_for(optimizer, shape, layout, mesh)
     params = {"w": torch.randn(shape, dtype=F64)}
@@ -469,7 +469,7 @@ def test_matrices_that_are_whole_anyway_are_not_sent():
 
 
 def polar():
-    """The orthogonal factor of each matrix."""
+    """Make an optimizer that takes the orthogonal factor of each matrix."""
 
     def update(path, grad, slots, param, step):
         left, _, right = torch.linalg.svd(grad, full_matrices=False)
