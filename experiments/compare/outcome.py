@@ -118,18 +118,13 @@ def read_outcome(folder: Path, name: str) -> Outcome:
         measured = next((row for row in reversed(rows) if is_held_out(row)), {})
         numbers |= {name: float(value) for name, value in measured.items() if name != "step"}
         if rows:
-            steps = _read_steps(folder)
+            steps = "?"
+            with suppress(DamagedError, AttributeError):
+                steps = (read_record(folder / IDENTITY) or {}).get("run", {}).get("steps", "?")
             status = STOPPED if status == STOPPED else UNFINISHED
             reason = f"step {rows[-1]['step']} of {steps}"
     overrides = result["overrides"] or _read_overrides(folder)
     return Outcome(folder, name, status, tuple(map(str, overrides)), numbers, rows, reason, goal)
-
-
-def _read_steps(folder: Path) -> Any:
-    """Return how many steps a run is to make; "?" where that cannot be read."""
-    with suppress(DamagedError, AttributeError):
-        return (read_record(folder / IDENTITY) or {}).get("run", {}).get("steps", "?")
-    return "?"
 
 
 def _read_overrides(folder: Path) -> list[str]:

@@ -53,7 +53,10 @@ class Packer:
         ]
 
         # Blocks lie in a leaf in the order of its own axes, rows come in the group's.
-        self._order = {i: sorted(range(self.rows), key=lambda r: _first(slices[r][i])) for i in self._runs}
+        self._order = {
+            i: sorted(range(self.rows), key=lambda r: slices[r][i][0].start if slices[r][i] else 0)
+            for i in self._runs
+        }
         self._leaf_runs = {i: [extents[r][i] for r in self._order[i]] for i in self._runs}
 
         # The other leaves, as strided views; and this rank's own blocks of all leaves.
@@ -273,11 +276,6 @@ class _Window:
 
     def of_row(self, row: Tensor) -> Tensor:
         return row.as_strided(self.size, self.row_stride, self.row_offset + row.storage_offset())
-
-
-def _first(slices: Sequence[slice]) -> int:
-    """Return the first row of a block; a scalar has none."""
-    return slices[0].start if slices else 0
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
