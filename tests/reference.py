@@ -38,7 +38,7 @@ def sgd(lr: float, momentum: float = 0.0, weight_decay: float = 0.0) -> Optimize
     return lambda named: torch.optim.SGD(named.values(), lr=lr, momentum=momentum, weight_decay=weight_decay)
 
 
-def grouped(make: Any, settings: Callable[[str], Mapping[str, float]], **common: Any) -> Optimizers:
+def group_leaves(make: Any, settings: Callable[[str], Mapping[str, float]], **common: Any) -> Optimizers:
     """Make an optimizer with a parameter group per leaf, with what `settings(path)` says of it."""
     return lambda named: make([{"params": [v], **settings(p)} for p, v in named.items()], **common)
 

@@ -142,7 +142,7 @@ def relu_as_clamp(graph: torch.fx.Graph) -> int:
 # ------------------------------------------------------------------ and how it is used
 
 
-def trained(make: Callable[[fs.Mesh], Any], steps: int = 3, **axes: int) -> list[float]:
+def train_ranks(make: Callable[[fs.Mesh], Any], steps: int = 3, **axes: int) -> list[float]:
     """Return the losses of two ranks' steps, or of more."""
     mesh = fs.make_mesh(**axes or {"shard": 2}, simulated=True)
     step = make(mesh)
@@ -196,7 +196,7 @@ def step_of(mesh: fs.Mesh, fn: Any = loss_fn, passes: Any = None) -> Any:
 
 @pytest.mark.usefixtures("registered")
 def test_an_optimizer_a_schedule_a_preset_and_a_codec() -> None:
-    assert trained(step_of) == pytest.approx(plain(), abs=1e-10)
+    assert train_ranks(step_of) == pytest.approx(plain(), abs=1e-10)
 
 
 @pytest.mark.usefixtures("registered")
@@ -211,10 +211,10 @@ def test_an_instruction() -> None:
 
     axes = {"replicate": 2, "shard": 2}
     wide = step_on(fs.make_mesh(**axes, abstract=True)).lower(params(), ROWS[0])
-    expected = trained(step_on, **axes)
+    expected = train_ranks(step_on, **axes)
     narrowed = partial(step_on, passes=[narrow_sums, *fs.passes.default()])
     low = narrowed(fs.make_mesh(**axes, abstract=True)).lower(params(), ROWS[0])
-    assert trained(narrowed, **axes) == pytest.approx(expected, abs=1e-10)  # of a sign nothing is lost
+    assert train_ranks(narrowed, **axes) == pytest.approx(expected, abs=1e-10)  # of a sign nothing is lost
     sums = [n for n, i in enumerate(low.schedule.instructions) if i.verb == "narrow_all_reduce"]
     assert len(sums) == 2
     traffic, of_wide = low.comm_analysis(), wide.comm_analysis()
@@ -245,7 +245,7 @@ def test_a_pass_and_a_rewrite(monkeypatch: pytest.MonkeyPatch) -> None:
     low = own(fs.make_mesh(shard=2, abstract=True)).lower(params(), ROWS[0])
     verbs = [type(line).__name__ for line in low.schedule.instructions]
     assert verbs[:3] == ["Gather"] * 3 and verbs.index("Run") > 2 and counts == [2]
-    assert trained(own) == pytest.approx(plain(), abs=1e-10)
+    assert train_ranks(own) == pytest.approx(plain(), abs=1e-10)
 
 
 def reduces_nothing(schedule: Any) -> Any:

@@ -228,6 +228,7 @@ def lock_folder(folder: Path, name: str = LOCK) -> Iterator[bool]:
     Args:
         name: the name of the file that is locked.
     """
+    # The lock goes with the open file: the system gives it back when the process ends, however that is.
     with (folder / name).open("a") as file:
         free = True
         try:

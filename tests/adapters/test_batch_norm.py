@@ -63,7 +63,7 @@ def model_of(name: str) -> nn.Module:
     return model.train()
 
 
-def synchronised(name: str) -> nn.Module:
+def synchronise(name: str) -> nn.Module:
     return model_of(name) if name.startswith("torch's") else fs.sync_batch_norm(model_of(name))
 
 
@@ -81,14 +81,14 @@ def plain(name: str) -> tuple[list[float], dict[str, Tensor]]:
 
 
 def step_of(name: str, mesh: fs.Mesh, preset: str, **options: Any) -> tuple[Any, dict[str, Tensor]]:
-    apply, params = fs.make_functional(synchronised(name))
+    apply, params = fs.make_functional(synchronise(name))
     specs = fs.presets.PRESETS[preset](params, mesh)
     options = {"backend": "eager", **options}
     step = fs.shard_step(lambda p, x: apply(p, x), specs, mesh=mesh, optimizer=fs.optim.sgd(LR), **options)
     return step, {p: v.detach().clone() for p, v in params.items()}
 
 
-def trained(
+def train_on_rank(
     rank: int, mesh: fs.Mesh, made: tuple[Any, dict[str, Tensor]], sizes: list[int]
 ) -> tuple[list[float], dict[str, Tensor]]:
     step, params = made
@@ -117,7 +117,7 @@ def test_ranks_equal_one_process(name: str, preset: str, remat: str) -> None:
     axes = {"replicate": 2, "shard": 2} if preset == "hybrid_shard" else {"shard": 2}
     mesh = fs.make_mesh(**axes, simulated=True)
     made, sizes = step_of(name, mesh, preset, remat=remat), [12 // mesh.size] * mesh.size
-    for got in fs.simulate(mesh, lambda rank: trained(rank, mesh, made, sizes)):
+    for got in fs.simulate(mesh, lambda rank: train_on_rank(rank, mesh, made, sizes)):
         torch.testing.assert_close(got, plain(name), rtol=1e-10, atol=1e-10)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from lora_models import llama, tuned
+from lora_models import add_adapters, llama
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -103,7 +103,7 @@ def test_the_tensors_say_what_is_targeted_whatever_the_configuration_matches_by(
 
 @pytest.fixture
 def saved_adapters(tmp_path: Path) -> tuple[Path, dict[str, Tensor]]:
-    fn, tree, _ = tuned(llama().float())
+    fn, tree, _ = add_adapters(llama().float())
     adapters.save(tree, tmp_path, fn.lora, fs.match_specs(tree, [("*", LayoutSpec())]))
     return tmp_path, tree["base"]
 
@@ -199,7 +199,7 @@ def test_a_product_that_does_more_is_refused() -> None:
 
 
 def test_what_pefts_files_have_no_place_for_is_refused(tmp_path: Path) -> None:
-    fn, tree, _ = tuned(llama().float(), train="*norm*")
+    fn, tree, _ = add_adapters(llama().float(), train="*norm*")
     with pytest.raises(StateError, match=r"(?s)train with the adapters:.*norm.*fs\.adapters\.merge"):
         adapters.save(tree, tmp_path, fn.lora, fs.match_specs(tree, [("*", LayoutSpec())]))
     assert list(tmp_path.iterdir()) == []

@@ -94,7 +94,7 @@ def follow(step: Any, params: Mapping[str, Tensor], *batch: Tensor, steps: int =
     return lowered, log_live_bytes(make, torch.device("cpu"), steps)
 
 
-def measured_on_rank(
+def measure_on_rank(
     rank: int, case: Case, backend: str, world: int, optimizer: str = "adamw"
 ) -> dict[str, Any]:
     """Return predicted and measured bytes of one rank, shared memory included."""
@@ -114,7 +114,7 @@ def measured_on_rank(
 def check_case(
     pool: Any, case: Case, backend: str, world: int = 2, optimizer: str = "adamw", close: float = CLOSE
 ) -> None:
-    for got in pool.run(measured_on_rank, case, backend, world, optimizer, timeout=280.0):
+    for got in pool.run(measure_on_rank, case, backend, world, optimizer, timeout=280.0):
         assert got["kernels"] == backend
         # Shared memory has a slot or two more where a peer was late, which no schedule can know.
         for what, late in (("peak", 1 << 16), ("between", 1 << 18)):
@@ -188,7 +188,7 @@ EXCHANGES = {
 }
 
 
-def exchanged_on_rank(rank: int, kind: str) -> tuple[int, int]:
+def exchange_on_rank(rank: int, kind: str) -> tuple[int, int]:
     """Return peak bytes, predicted and measured; exchanges are most of them."""
     mesh, draw = fs.make_mesh(shard=2, device="cpu"), torch.Generator().manual_seed(0)
     params = {f"layers.{i}.w": torch.randn(64, 64, generator=draw) for i in range(3)}
@@ -212,7 +212,7 @@ def exchanged_on_rank(rank: int, kind: str) -> tuple[int, int]:
 })  # fmt: skip
 @pytest.mark.parametrize("kind", EXCHANGES)
 def test_predicted_bytes_of_exchanges_are_those_of_real_ranks(ranks: Any, kind: str) -> None:
-    for predicted, real in ranks(2).run(exchanged_on_rank, kind):
+    for predicted, real in ranks(2).run(exchange_on_rank, kind):
         assert predicted == pytest.approx(real, rel=CLOSE, abs=1 << 16)
 
 

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
-from trained import LR, STEPS, assert_same, loss_of, make_model, rows_of, step_here, trained
+from trained import LR, STEPS, assert_same, loss_of, make_model, rows_of, step_here, train_module
 from zero_folders import write_zero
 
 import fnshard as fs
@@ -70,13 +70,13 @@ DIALECTS: Mapping[str, Callable[[Any, Any], Any]] = {
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_dialects_of_dcp(dialect: str, tmp_path: Path) -> None:
-    model, optimizer = trained()
+    model, optimizer = train_module()
     dcp.save(DIALECTS[dialect](*get_state_dict(model, optimizer)), checkpoint_id=tmp_path, no_dist=True)
     assert_same(fs.checkpoint.load_dcp(tmp_path, step_here(fs.make_mesh(shard=1))), model, optimizer)
 
 
 def test_accelerate_has_two_folders(tmp_path: Path) -> None:
-    model, optimizer = trained()
+    model, optimizer = train_module()
     weights, moments = get_state_dict(model, optimizer)
     dcp.save({"model": weights}, checkpoint_id=tmp_path / "pytorch_model_fsdp_0", no_dist=True)
     step = step_here(fs.make_mesh(shard=1))
@@ -100,7 +100,7 @@ TORCH_FILES: Mapping[str, Callable[[nn.Module, Any], Any]] = {
 
 @pytest.mark.parametrize("kind", TORCH_FILES)
 def test_torch_files(kind: str, tmp_path: Path) -> None:
-    model, optimizer = trained()
+    model, optimizer = train_module()
     torch.save(TORCH_FILES[kind](model, optimizer), tmp_path / "state.pt")
     names = (lambda path: f"net.{path}") if kind == "Lightning" else None
     step = step_here(fs.make_mesh(shard=1))
@@ -126,7 +126,7 @@ def test_numbers_of_an_optimizer_that_has_names_or_several_groups(tmp_path: Path
 
 
 def test_layouts_that_are_written(tmp_path: Path) -> None:
-    model, optimizer = trained()
+    model, optimizer = train_module()
     torch.save(TORCH_FILES["named"](model, optimizer), tmp_path / "state.pt")
     step = step_here(fs.make_mesh(shard=1))
     state = fs.checkpoint.load_torch(tmp_path / "state.pt", step)
@@ -169,7 +169,7 @@ def read_keys(folder: Path) -> set[str]:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("count", [1, 3])
 def test_zero(stage: int, count: int, tmp_path: Path) -> None:
-    model, optimizer = trained()
+    model, optimizer = train_module()
     params = {n: p.detach() for n, p in model.named_parameters()}
     moments = {n: optimizer.state[p] for n, p in model.named_parameters()}
     groups = [{n: p for n, p in params.items() if p.dim() == dim} for dim in (2, 1)]
@@ -298,7 +298,7 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor], boxes: Any) -> Non
 
 def folders(tmp_path: Path) -> dict[str, Path]:
     """Make a checkpoint of each kind."""
-    model, optimizer = trained()
+    model, optimizer = train_module()
     weights, moments = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optim": moments}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     params = {n: p.detach() for n, p in model.named_parameters()}
@@ -400,7 +400,7 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
 
 
 def test_moments_without_a_step_are_refused(tmp_path: Path) -> None:
-    model, optimizer = trained()
+    model, optimizer = train_module()
     weights, moments = get_state_dict(model, optimizer)
     step = step_here(fs.make_mesh(shard=1))
     moments["state"]["0.weight"]["step"] = torch.tensor(2.0)

@@ -36,7 +36,9 @@ def save_and_restore(rank: int, root: str, saving: list[str], names: list[str]) 
     """Save on meshes, restore each of `names` on each mesh of this world: what is not as it must be."""
     wrong = []
     for name in saving:
-        fs.checkpoint.save(f"{root}/{name}", saved.known(step_on(fs.make_mesh(**MESHES[name], device="cpu"))))
+        fs.checkpoint.save(
+            f"{root}/{name}", saved.make_known(step_on(fs.make_mesh(**MESHES[name], device="cpu")))
+        )
     for name in names:
         for here in saving or REAL:
             state = fs.checkpoint.restore(

@@ -122,7 +122,7 @@ def bury(name: str, value: Any, env: Mapping[str, Any]) -> bool:
 
 
 @contextmanager
-def poisoned_frees() -> Iterator[list[str]]:
+def poison_frees() -> Iterator[list[str]]:
     """Let all steps that are bound in the block bury what they free; yield the names of what was filled."""
     plain, buried = runner.bind, []
 
@@ -166,7 +166,7 @@ def test_bits_do_not_depend_on_when_buffers_are_read(preset: str, mode: str) -> 
     if (preset, mode) == ("hybrid_shard", "once"):
         depths = [(p, o) for p in (0, 1, 2) for o in (0, 1, 2)]
     for prefetch, overlap in depths:
-        with poisoned_frees() as buried:
+        with poison_frees() as buried:
             got = states(model, preset, optimizer, prefetch=prefetch, overlap=overlap, **MODES[mode])
         assert any(n.startswith("g:") for n in buried)
         assert any(n.startswith("p:") for n in buried) == (
@@ -192,7 +192,7 @@ def test_bits_do_not_depend_on_when_buffers_are_read(preset: str, mode: str) -> 
 def test_bits_of_other_models(name: str, preset: str) -> None:
     model = model_of(name)
     expected = states(model, preset, "clipped", (None,), prefetch=0, overlap=0)[0]
-    with poisoned_frees():
+    with poison_frees():
         got = states(model, preset, "clipped", prefetch=2, overlap=1)
     assert all(same_bits(s, expected[r]) for ranks in got for r, s in enumerate(ranks))
 
@@ -212,7 +212,7 @@ def test_bits_of_updates_that_exchange(optimizer: str, preset: str) -> None:
     """Reductions and stacks of updates too: read early or late, and NaN until they are waited for."""
     model = model_of("early_and_late")
     expected = states(model, preset, optimizer, (None,), prefetch=0, overlap=0)[0]
-    with poisoned_frees() as buried:
+    with poison_frees() as buried:
         got = states(model, preset, optimizer, ("early", "late"), prefetch=1, overlap=1)
     assert any(name.startswith("u:") for name in buried) or optimizer == "averaged"
     assert all(same_bits(state, expected[rank]) for ranks in got for rank, state in enumerate(ranks))
@@ -313,7 +313,7 @@ def test_a_broken_schedule_is_named_by_verify_and_seen_by_the_adversary(breaker:
         seen = []
         for adversary in ("early", "late"):
             try:
-                with poisoned_frees():
+                with poison_frees():
                     got = states(model, preset, "adamw", (adversary,))[0]
                 seen.append(not all(same_bits(s, expected[r]) for r, s in enumerate(got)))
             except (KeyError, AttributeError, RuntimeError):
@@ -350,7 +350,7 @@ def test_bits_on_the_host_do_not_depend_on_what_freed_buffers_hold(case: str) ->
     expected = on_host(case, adversaries=(None,))[0]
     for late in (False, True):
         with (
-            poisoned_frees() as buried,
+            poison_frees() as buried,
             mock.patch.object(runner, "Transfers", Adversary),
             mock.patch.object(Adversary, "late", late),
         ):
@@ -402,7 +402,7 @@ def test_a_buffer_that_is_freed_before_a_view_of_it_is_read_is_found(case: str) 
             mock.patch.object(runner, "Transfers", Adversary),
         ):
             try:
-                with poisoned_frees():
+                with poison_frees():
                     got = on_host(case, adversaries=("late",))[0]
                 seen = not all(same_bits(s, expected[r]) for r, s in enumerate(got))
             except (KeyError, CollectiveError):  # what is freed is gone; the other rank waits for this one

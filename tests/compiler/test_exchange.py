@@ -178,7 +178,7 @@ def truth(program: Any, mesh: Mesh, x: Tensor, micros: int = 1) -> tuple[Tensor,
     return loss.detach(), dict(zip(leaves, made, strict=True))
 
 
-def sharded(
+def run_sharded(
     rank: int, program: Any, mesh: Mesh, preset: str, step: Any = None, **options: Any
 ) -> tuple[Tensor, Params]:
     """Compute the loss and whole gradients of this rank's rows."""
@@ -211,7 +211,7 @@ def test_ranks_equal_one_graph_over_all_of_them(program: Any, preset: str) -> No
     mesh, options = fs.make_mesh(replicate=2, shard=2, simulated=True), SETTINGS[preset]
     expected = truth(program, mesh, rows(mesh.size), options.get("accumulate", 1))
     step = make_step(program, mesh, preset, **options)
-    for got in fs.simulate(mesh, lambda rank: sharded(rank, program, mesh, preset, step)):
+    for got in fs.simulate(mesh, lambda rank: run_sharded(rank, program, mesh, preset, step)):
         torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
 
 
@@ -223,7 +223,7 @@ ON_PROCESSES = (centred, nested, of_leaves)  # test_gloo compiles exchanges
 
 def on_rank(rank: int) -> list[Any]:
     mesh = fs.make_mesh(replicate=1, shard=2, device="cpu")
-    return [sharded(rank, program, mesh, "full_shard") for program in ON_PROCESSES]
+    return [run_sharded(rank, program, mesh, "full_shard") for program in ON_PROCESSES]
 
 
 def test_processes_equal_one_graph(ranks: Any) -> None:

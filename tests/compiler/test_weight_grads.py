@@ -443,7 +443,7 @@ MORE: list[tuple[str, str, dict[str, int], int, dict[str, Any]]] = [
 POLICY = ("chunks", "rules")
 
 
-def trained(
+def train_model(
     name: str, preset: str, axes: Mapping[str, int], accumulate: int, options: Mapping[str, Any],
     optimizer: Any = ADAMW, order: str = "zero_bubble", **more: Any,
 ) -> list[reference.Trained]:  # fmt: skip
@@ -463,7 +463,7 @@ def test_training_equals_the_naive_loop(
     name: str, preset: str, axes: dict[str, int], accumulate: int, options: dict[str, Any]
 ) -> None:
     expected = truth(name)
-    for got in trained(name, preset, axes, accumulate, options):
+    for got in train_model(name, preset, axes, accumulate, options):
         sharded.assert_same(got, expected)
 
 
@@ -472,7 +472,7 @@ def test_training_equals_the_naive_loop(
 def test_clipped_training_on_ranks_that_read_early_or_late(adversary: Any) -> None:
     expected = truth("gpt", "clipped")
     how = {"optimizer": CLIPPED, "adversary": adversary}
-    for got in trained("gpt", "full_shard", {"pipeline": 2, "shard": 2}, 3, {"remat": "unit"}, **how):
+    for got in train_model("gpt", "full_shard", {"pipeline": 2, "shard": 2}, 3, {"remat": "unit"}, **how):
         sharded.assert_same(got, expected)
         sharded.assert_floats(got.norms, expected.norms)
 

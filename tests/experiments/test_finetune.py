@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from runs import DOUBLE, ROOT, compose, rows_of, run_in, timeless
-from tuning import SMALL, STEPS, assert_alike, config_of, tuned, tuned_until
+from tuning import SMALL, STEPS, assert_alike, config_of, tune_on_rank, tune_until
 
 import fnshard as fs
 from experiments import finetune
@@ -97,8 +97,8 @@ def test_killed_and_started_again_it_is_the_same(model, data, tmp_path, monkeypa
     monkeypatch.setattr(finetune, "build", lambda *_, **__: setup)
     finetune.finetune(config, run_in(whole), [], Stop())
 
-    tuned_until(config, broken, 4)
-    tuned(0, config, broken)
+    tune_until(config, broken, 4)
+    tune_on_rank(0, config, broken)
     assert timeless(whole) == timeless(broken)
     assert (whole / "samples.txt").read_text() == (broken / "samples.txt").read_text()
     printed = rf"optimizer.lr=(\S+), the default of objective={objective} method=qlora4 and a base of"
@@ -127,8 +127,8 @@ def test_split_over_two_ranks_it_is_the_same(ranks, model, data, tmp_path, axes,
     config = config_of(model, data, tmp_path, "export=none", "run.steps=2", "run.sample_tokens=2",
                        *DOUBLE, *more)  # fmt: skip
     one, two = tmp_path / "one", tmp_path / "two"
-    tuned(0, config, one)
-    ranks(2).run(tuned, replace(config, mesh=replace(config.mesh, **axes)), str(two))
+    tune_on_rank(0, config, one)
+    ranks(2).run(tune_on_rank, replace(config, mesh=replace(config.mesh, **axes)), str(two))
     assert_alike(two, one, rel=1e-9)
     assert (one / "samples.txt").read_text() == (two / "samples.txt").read_text()
 

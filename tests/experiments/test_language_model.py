@@ -138,7 +138,7 @@ def test_one_document_a_row_keeps_the_causal_kernel() -> None:
 # ------------------------------------------------------------------ heads and losses
 
 
-def made(name: str, **config: Any) -> Any:
+def make_module(name: str, **config: Any) -> Any:
     """Make a module in fp64, all its leaves random."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -151,13 +151,13 @@ def made(name: str, **config: Any) -> Any:
 
 
 HEADS = {
-    "llama": (True, lambda: made("Llama", **SMALL)),
-    "tied": (True, lambda: made("Gemma", **LOCAL)),
-    "softcap": (False, lambda: made("Gemma2", **LOCAL, final_logit_softcapping=0.5)),
-    "no softcap": (True, lambda: made("Gemma2", **LOCAL, final_logit_softcapping=None)),
-    "scaled": (False, lambda: made("Granite", **SMALL, logits_scaling=8.0)),
-    "multiplied": (False, lambda: made("Cohere", **SMALL, logit_scale=0.25)),
-    "bias": (False, lambda: made("Phi", **{**SMALL, "num_key_value_heads": 4})),
+    "llama": (True, lambda: make_module("Llama", **SMALL)),
+    "tied": (True, lambda: make_module("Gemma", **LOCAL)),
+    "softcap": (False, lambda: make_module("Gemma2", **LOCAL, final_logit_softcapping=0.5)),
+    "no softcap": (True, lambda: make_module("Gemma2", **LOCAL, final_logit_softcapping=None)),
+    "scaled": (False, lambda: make_module("Granite", **SMALL, logits_scaling=8.0)),
+    "multiplied": (False, lambda: make_module("Cohere", **SMALL, logit_scale=0.25)),
+    "bias": (False, lambda: make_module("Phi", **{**SMALL, "num_key_value_heads": 4})),
 }
 
 
@@ -199,7 +199,7 @@ def test_matrices() -> None:
 
 
 def test_from_a_directory(tmp_path: Path) -> None:
-    module = made("Llama", **SMALL).float()
+    module = make_module("Llama", **SMALL).float()
     module.save_pretrained(tmp_path / "model")
     model = lm.from_directory(tmp_path / "model")
     assert all(leaf.is_meta for leaf in model.params.values()) and not model.model.training

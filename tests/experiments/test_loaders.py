@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from made_data import CONTEXT, COUNT, equal, joined, stream
+from made_data import CONTEXT, COUNT, equal, join_batches, stream
 
 import fnshard as fs
 from experiments.data import loader as loading
@@ -52,7 +52,7 @@ def test_any_mesh_goes_on_at_any_step_with_the_same_global_batches(loaders, kind
         part.load_state_dict(state)
         assert part.state_dict() == state and part.step == step
     for _ in range(3):
-        assert equal(joined([next(part) for part in parts]), next(one))
+        assert equal(join_batches([next(part) for part in parts]), next(one))
     assert all(part.state_dict() == one.state_dict() for part in parts)
 
 
@@ -253,7 +253,7 @@ def test_once_is_every_sample_once_and_equally_many_batches(samples, ranks, pack
     rows = Samples(prepared, packed)
     parts = [list(rows.one_pass(8, most=10**6, rank=r, ranks=ranks)) for r in range(ranks)]
     assert len({len(part) for part in parts}) == 1
-    batches = [joined(list(batch)) for batch in zip(*parts, strict=True)]
+    batches = [join_batches(list(batch)) for batch in zip(*parts, strict=True)]
     assert all(len(batch["tokens"]) == 8 and ("documents" in batch) == packed for batch in batches)
     assert sum(int((batch["targets"] != IGNORE).sum()) for batch in batches) == prepared.learned
     if packed:

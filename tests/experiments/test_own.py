@@ -161,7 +161,7 @@ def test_an_optimizer_of_ones_own_that_reports_no_rate_trains(tmp_path, capfd):
     assert "lr" not in rows[0] and "step 2/2, loss" in capfd.readouterr().err
 
 
-def moved(chosen: str, *words: str) -> dict[str, Tensor]:
+def apply_two_updates(chosen: str, *words: str) -> dict[str, Tensor]:
     """Return what two updates of a configured optimizer, by a large and a small gradient, add to leaves."""
     config = validate(COMMAND, [f"optimizer={chosen}", "schedule=constant", *words])
     optimizer = make_optimizer(config.optimizer, config.schedule, 2, ("*norm*",))
@@ -175,16 +175,19 @@ def moved(chosen: str, *words: str) -> dict[str, Tensor]:
 
 
 def test_adamw_in_eight_bits_is_clipped_and_spares_norms_as_adamw_does():
-    eight, wide = moved("adamw_8bit", "optimizer.lr=0.01"), moved("adamw", "optimizer.lr=0.01")
+    eight, wide = (
+        apply_two_updates("adamw_8bit", "optimizer.lr=0.01"),
+        apply_two_updates("adamw", "optimizer.lr=0.01"),
+    )
     assert not eight["norm.weight"].any() and not wide["norm.weight"].any()
     torch.testing.assert_close(eight["w"], wide["w"], rtol=2e-2, atol=0)
-    unclipped = moved("adamw_8bit", "optimizer.lr=0.01", "optimizer.clip=null")
+    unclipped = apply_two_updates("adamw_8bit", "optimizer.lr=0.01", "optimizer.clip=null")
     assert (unclipped["w"] - eight["w"]).abs().min() > 0.1 * eight["w"].abs().max()
-    undecayed = moved("adamw_8bit", "optimizer.lr=0.01", "optimizer.weight_decay=0")
+    undecayed = apply_two_updates("adamw_8bit", "optimizer.lr=0.01", "optimizer.weight_decay=0")
     assert (undecayed["w"] > eight["w"]).all()
 
 
-def held_out(rank: int, config: TrainConfig) -> float:
+def measure_held_out(rank: int, config: TrainConfig) -> float:
     parts = make_training_parts(config)
     return parts.evaluate(parts.step.init(make_task(config).init).params)[0]
 
@@ -199,8 +202,8 @@ def test_held_out_rows_fewer_than_a_batch_are_measured_and_fewer_than_ranks_refu
 
 
 def test_two_ranks_measure_what_one_does(ranks):
-    alone = held_out(0, config_of())
-    assert ranks(2).run(held_out, config_of("mesh.shard=2")) == [pytest.approx(alone)] * 2
+    alone = measure_held_out(0, config_of())
+    assert ranks(2).run(measure_held_out, config_of("mesh.shard=2")) == [pytest.approx(alone)] * 2
 
 
 @pytest.mark.parametrize(

@@ -512,7 +512,7 @@ def test_the_first_line_says_what_is_planned(monkeypatch, capsys, tmp_path) -> N
     )
 
 
-def printed_run(
+def plan_and_compose(
     monkeypatch: pytest.MonkeyPatch, folder: Path, plan: DecoderPlan, *words: str
 ) -> tuple[Any, Any]:
     """Return what the command plans for, and what train composes of the line that it prints."""
@@ -549,7 +549,7 @@ def test_the_run_line_is_the_plan_whatever_a_recipe_says(recipe, tmp_path, monke
     plan = DecoderPlan(1, 8) if recipe else DecoderPlan(2, 4, micro_rows=2, optimizer="host", remat=0.5)
     words = [f"experiment={recipe}"] if recipe else SAID
     more = "rows=16", "hardware=h100", "run.steps=7"
-    config, run = printed_run(monkeypatch, tmp_path, plan, *words, *more)
+    config, run = plan_and_compose(monkeypatch, tmp_path, plan, *words, *more)
     assert run.strategy == StrategyConfig(name=plan.preset, remat=plan.remat, **plan.tiers)
     assert run.mesh == plan.mesh and run.specs is None and run.data.rows == 16 and run.run.steps == 7
     assert run.run.accumulate * plan.micro_rows * 8 == 16 and run.run.accumulate_mode == "reduce"
@@ -562,7 +562,7 @@ def test_the_run_line_keeps_what_the_plan_does_not_decide(tmp_path, monkeypatch)
     """Groups, a folder of configurations, and values that a shell would split."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine.yaml").write_text("defaults: [tiny]\nlayers: 3\n")
-    _, run = printed_run(
+    _, run = plan_and_compose(
         monkeypatch, tmp_path / "plan", DecoderPlan(1, 8), f"--config-dir={tmp_path}", "model=mine",
         "data=shards",
         "data.root='my shards'", "schedule=wsd", "tracker=tensorboard", "precision=fp32", "devices=8",
@@ -592,7 +592,7 @@ def test_a_mixture_is_split_by_experts(tmp_path, monkeypatch) -> None:
     assert DecoderPlan(1, 1, expert=4) in planner.splits()
     assert planner.is_valid(DecoderPlan(1, 1, expert=2, pipeline=2, chunks=2))
     assert not planner.is_valid(DecoderPlan(1, 2, 2))
-    _, run = printed_run(monkeypatch, tmp_path, DecoderPlan(1, 1, expert=4), *words)
+    _, run = plan_and_compose(monkeypatch, tmp_path, DecoderPlan(1, 1, expert=4), *words)
     assert run.mesh.expert == 4 and run.mesh.expert_capacity == 1.5 and run.model == config.model
 
 

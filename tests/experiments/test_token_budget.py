@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from runs import DOUBLE, compose, rows_of, timeless
-from tuning import SMALL, assert_same_on_every_mesh, config_of, tuned, tuned_until
+from tuning import SMALL, assert_same_on_every_mesh, config_of, tune_on_rank, tune_until
 
 import fnshard as fs
 from experiments import finetune
@@ -157,10 +157,10 @@ def test_a_run_goes_on_with_the_tokens_that_it_began_with(model, data, tmp_path)
     named = replace(config, data=replace(config.data, tokens=64), run=replace(config.run, device_gb=None))
     least = finetune.build(named)
     peak = least.step.lower(least.planned.tuning.params, least.batch).memory_analysis().peak_bytes / 1e9
-    tuned_until(with_gb(1.0001 * peak), tmp_path / "run", 3)
+    tune_until(with_gb(1.0001 * peak), tmp_path / "run", 3)
     with pytest.raises(ConfigError, match=r"goes on with data.tokens=64,.* Fix: more ranks"):
-        tuned(0, with_gb(0.9 * peak), tmp_path / "run")
-    tuned(0, with_gb(10 * peak), tmp_path / "run")
+        tune_on_rank(0, with_gb(0.9 * peak), tmp_path / "run")
+    tune_on_rank(0, with_gb(10 * peak), tmp_path / "run")
     assert "tokens: 64\n" in (tmp_path / "run" / "config.yaml").read_text()
     assert rows_of(tmp_path / "run")[-1]["step"] == 4
 

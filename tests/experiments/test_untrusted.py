@@ -77,7 +77,7 @@ def pickled_weights(folder: Path) -> None:
         (folder / name).write_bytes(pickle.dumps(Bomb()))
 
 
-def only_pickled(folder: Path) -> None:
+def leave_pickles(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     pickled_weights(folder)
 
@@ -128,7 +128,7 @@ def adapter(folder: Path) -> None:
 
 MODELS: dict[str, Callable[[Path], None]] = {
     "pickles beside": pickled_weights,
-    "pickles alone": only_pickled,
+    "pickles alone": leave_pickles,
     "classes of its own": own_code,
     "a type of its own": own_type,
     "attn_implementation": kernels("attn_implementation"),
@@ -146,14 +146,14 @@ MODELS: dict[str, Callable[[Path], None]] = {
 }
 
 
-def opened(folder: Path) -> None:
+def read_model_folder(folder: Path) -> None:
     """Read all that commands read of a model's folder."""
     lm, tokenizer = open_model(folder)
     assert lm.model.config._attn_implementation in ("fnshard", "sdpa", "eager")
     chat.opening(tokenizer, [{"role": "user", "content": "x"}])
 
 
-def saved_with(folder: Path) -> None:
+def save_with(folder: Path) -> None:
     """Save a model with the configuration of a folder."""
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig.from_pretrained(folder / "own"))
     _, params = fs.make_functional(model)
@@ -161,14 +161,14 @@ def saved_with(folder: Path) -> None:
     fs.hf.save(dict(params), folder / "saved", specs, fs.make_mesh(shard=1), model=model, config=folder)
 
 
-def loaded(folder: Path) -> None:
+def load_weights(folder: Path) -> None:
     fs.hf.load(folder, {"w": fs.LayoutSpec(shape=(2,))}, fs.make_mesh(shard=1))
 
 
 READERS: dict[str, Callable[[Path], Any]] = {
-    "a command": opened,
+    "a command": read_model_folder,
     "a reward": lambda folder: make_model_reward(str(folder), "cpu"),
-    "fs.hf.save": saved_with,
+    "fs.hf.save": save_with,
     "fs.adapters.load": lambda folder: fs.adapters.load(folder, {"w": torch.ones(2, 2)}),
     "load_tokenizer": load_tokenizer,
 }
@@ -217,7 +217,7 @@ def test_nothing_in_the_folder_of_a_model_that_sees_runs(guarded: Path, what: st
     folder.mkdir()
     write_model("tiny-llava", folder)
     MODELS[what](folder)
-    harmless(lambda: opened(folder))
+    harmless(lambda: read_model_folder(folder))
     assert not any("evil" in name.split(".") for name in sys.modules)
 
 
@@ -336,7 +336,7 @@ def test_nothing_in_prepared_data_shards_and_checkpoints_is_unpickled(guarded: P
     assert read_json(guarded / "prepared.json") == {}
     with pytest.raises(FnshardError):
         fs.checkpoint.verify(guarded)
-    harmless(lambda: loaded(guarded))
+    harmless(lambda: load_weights(guarded))
     with pytest.raises(FnshardError):
         fs.adapters.load(guarded, {})
 

@@ -111,7 +111,7 @@ def choose_run(page, name: str) -> None:
     page.locator("tr", has_text=name).get_by_role("checkbox").click()
 
 
-def reached(folder: Path) -> int:
+def read_newest_step(folder: Path) -> int:
     """Return the newest step of a run's metrics."""
     try:
         return max(json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines())
@@ -121,8 +121,8 @@ def reached(folder: Path) -> int:
 
 def wait_for_step(folder: Path, step: int) -> None:
     until = time.monotonic() + WAIT_S
-    while reached(folder) < step:
-        assert time.monotonic() < until, f"step {reached(folder)} of {step}"
+    while read_newest_step(folder) < step:
+        assert time.monotonic() < until, f"step {read_newest_step(folder)} of {step}"
         time.sleep(0.1)
 
 
@@ -154,7 +154,7 @@ def test_a_run_is_started_and_goes_on_without_its_browser(page, folder):
     expect_text(page, "status", "outputs/mine: running")
     playwright.expect(page.get_by_test_id("curve").locator("canvas")).to_be_visible()
     page.context.close()  # the browser goes away
-    wait_for_step(folder / "outputs" / "mine", reached(folder / "outputs" / "mine") + 5)
+    wait_for_step(folder / "outputs" / "mine", read_newest_step(folder / "outputs" / "mine") + 5)
 
 
 def test_it_is_found_again_stopped_and_resumed(page, folder):

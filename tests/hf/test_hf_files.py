@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
-from weights import MESHES, PARAMS, same, sharded, tensors_of, tree_of
+from weights import MESHES, PARAMS, same, shard_weights, tensors_of, tree_of
 
 import fnshard as fs
 from fnshard import LayoutSpec, P
@@ -96,7 +96,7 @@ def test_loaded_and_saved_again_is_bitwise_the_same(tmp_path: Path, axes: Any, p
     weight_map = {n: f"part-{number}.safetensors" for number, part in enumerate(parts) for n in part}
     (tmp_path / "in" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     mesh = fs.make_mesh(**axes, simulated=True)
-    specs = sharded(mesh, **policy)
+    specs = shard_weights(mesh, **policy)
 
     def run(rank: int) -> Any:
         blocks = fs.hf.load(tmp_path / "in", specs, mesh, disk_dir=str(tmp_path))
@@ -130,7 +130,7 @@ def test_a_directory_is_needed_where_parameters_rest_on_disk(tmp_path: Path) -> 
 
 def test_one_file_if_it_fits_and_floats_cast(tmp_path: Path) -> None:
     mesh = fs.make_mesh(shard=2, simulated=True)
-    specs = sharded(mesh)
+    specs = shard_weights(mesh)
 
     def run(rank: int) -> Any:
         blocks = fs.shard(PARAMS, specs, mesh)
@@ -152,7 +152,7 @@ def test_names_and_transposes_both_ways(tmp_path: Path) -> None:
     """A dict, or a function, from paths to names; what it leaves out is called by its path."""
     mesh = fs.make_mesh(shard=2, simulated=True)
     params = {n: PARAMS[n] for n in ("embed", "layers.0.w", "layers.0.b", "layers.1.w")}
-    specs = sharded(mesh, params)
+    specs = shard_weights(mesh, params)
     names = {"layers.0.w": fs.hf.Transposed("h.0.c.weight"), "embed": "wte"}
 
     def numbered(path: str) -> Any:
@@ -185,7 +185,7 @@ def test_what_a_step_does_not_adopt() -> None:
 def processes(rank: int, folder: str, world: int) -> int:
     """Load and save on a group; bytes that a save of blocks of 96 MiB took besides them."""
     into, mesh = Path(folder), fs.make_mesh(shard=world, device="cpu")
-    specs = sharded(mesh)
+    specs = shard_weights(mesh)
     blocks = fs.hf.load(into / "in", specs, mesh)
     same(blocks, fs.shard(PARAMS, specs, mesh))
     fs.hf.save(blocks, into / "out", specs, mesh, max_file_bytes=400)
@@ -360,7 +360,7 @@ def test_a_full_disk_fails_all_ranks_and_leaves_nothing(tmp_path: Path, call: st
 
     def run(rank: int) -> None:
         try:
-            specs = sharded(mesh)
+            specs = shard_weights(mesh)
             blocks = fs.shard(PARAMS, specs, mesh)
             fs.hf.save(blocks, tmp_path / "out", specs, mesh, max_file_bytes=400, config={"model_type": "x"})
         except (CheckpointError, StateError) as error:
@@ -383,7 +383,7 @@ def test_a_full_disk_fails_all_ranks_and_leaves_nothing(tmp_path: Path, call: st
 def naming(rank: int, folder: str) -> str:
     """Save with other names on one rank of a process group; return the error's message."""
     mesh = fs.make_mesh(shard=2, device="cpu")
-    specs, names = sharded(mesh), {"embed": "other"} if rank == 1 else None
+    specs, names = shard_weights(mesh), {"embed": "other"} if rank == 1 else None
     with pytest.raises(fs.AgreementError) as raised:
         fs.hf.save(fs.shard(PARAMS, specs, mesh), Path(folder) / "out", specs, mesh, names=names)
     return str(raised.value)

@@ -208,7 +208,7 @@ KINDS_OF_DECADES = [
 ]  # fmt: skip
 
 
-def moved_by(optimizer: Optimizer, gradients: list[Tensor]) -> tuple[Tensor, float]:
+def move_weights(optimizer: Optimizer, gradients: list[Tensor]) -> tuple[Tensor, float]:
     """Return the weights that begin at 0, and the largest step of one."""
     params, largest = {"w": torch.zeros(8, 256)}, 0.0
     slots = init_slots(optimizer, params)
@@ -228,9 +228,9 @@ def moved_by(optimizer: Optimizer, gradients: list[Tensor]) -> tuple[Tensor, flo
 def test_adamw_8bit_stays_near_adamw_over_decades(kind):
     """A positive second moment is never coded as 0: no weight jumps."""
     gradients = decades(kind)
-    exact, step = moved_by(adamw(1e-3, weight_decay=0.0), gradients)
+    exact, step = move_weights(adamw(1e-3, weight_decay=0.0), gradients)
     for block in (64, 256):
-        own, largest = moved_by(optim.adamw_8bit(1e-3, weight_decay=0.0, block=block), gradients)
+        own, largest = move_weights(optim.adamw_8bit(1e-3, weight_decay=0.0, block=block), gradients)
         assert largest < 1.7 * step and own.abs().max() < 1.4 * exact.abs().max()
     bitsandbytes = pytest.importorskip("bitsandbytes")
     theirs = nn.Parameter(torch.zeros(8, 256))

@@ -41,7 +41,7 @@ def low() -> Any:
     return lower(*llama(3), ranks=4, remat="unit", policy={"optimizer_memory": "host"})
 
 
-def slowed(line: Timeline, times: float) -> Timeline:
+def slow_down(line: Timeline, times: float) -> Timeline:
     """Return the timeline of a step that takes so many times as long."""
     spans = [replace(s, start=s.start * times, end=s.end * times) for s in line.spans]
     busy = {lane: seconds * times for lane, seconds in line.busy_seconds.items()}
@@ -65,7 +65,7 @@ DRAW = {
     "timeline": lambda low, path: fs.plot.timeline(low.timeline(Hardware.named("h100")), path),
     "one_clock": lambda low, path: fs.plot.timeline(low.timeline(Hardware.named("cpu")), path),
     "predicted_and_measured": lambda low, path: fs.plot.timeline(
-        line := low.timeline(Hardware.named("h100")), path, measured=slowed(line, 1.5)
+        line := low.timeline(Hardware.named("h100")), path, measured=slow_down(line, 1.5)
     ),
     "memory_limit": lambda low, path: fs.plot.memory(low, path, limit=2 * low.memory_analysis().peak_bytes),
 }

@@ -38,7 +38,7 @@ def groups(mesh: Mesh) -> list[tuple[str, ...]]:
     return [("replicate",), ("shard",), ("replicate", "shard"), ("shard", "replicate")]
 
 
-def packed(by, tensor: torch.Tensor, axes, rows: int = 1) -> torch.Tensor:
+def pack_rows(by, tensor: torch.Tensor, axes, rows: int = 1) -> torch.Tensor:
     return by.send_buffer(tensor.numel() // rows, tensor.dtype, axes, rows).copy_(tensor)
 
 
@@ -51,7 +51,7 @@ def check_gather(by, axes, numel: int, dtype: torch.dtype, seed: int, buffered: 
     """Issue a gather, and return what to call at the Wait."""
     mesh = by.mesh
     sent = data(mesh.rank, numel, dtype, seed)
-    handle = by.all_gather(packed(by, sent, axes) if buffered else sent, axes)
+    handle = by.all_gather(pack_rows(by, sent, axes) if buffered else sent, axes)
 
     def finish() -> None:
         rows = handle.wait()
@@ -66,7 +66,7 @@ def check_scatter(by, axes, numel: int, dtype: torch.dtype, seed: int, buffered:
     mesh, ranks = by.mesh, by.mesh.group_ranks(axes)
     n, here = len(ranks), ranks.index(mesh.rank)
     sent = data(mesh.rank, n * numel, dtype, seed)
-    handle = by.reduce_scatter(packed(by, sent, axes, n) if buffered else sent, axes)
+    handle = by.reduce_scatter(pack_rows(by, sent, axes, n) if buffered else sent, axes)
 
     def finish() -> None:
         full = sum(data(rank, n * numel, dtype, seed) for rank in ranks)
@@ -78,7 +78,7 @@ def check_scatter(by, axes, numel: int, dtype: torch.dtype, seed: int, buffered:
 def check_reduce(by, axes, numel: int, dtype: torch.dtype, seed: int, buffered: bool):
     mesh = by.mesh
     sent = data(mesh.rank, numel, dtype, seed)
-    handle = by.all_reduce(packed(by, sent, axes) if buffered else sent, axes)
+    handle = by.all_reduce(pack_rows(by, sent, axes) if buffered else sent, axes)
 
     def finish() -> None:
         full = sum(data(rank, numel, dtype, seed) for rank in mesh.group_ranks(axes))
@@ -91,7 +91,7 @@ def check_swap(by, axes, numel: int, dtype: torch.dtype, seed: int, buffered: bo
     mesh, ranks = by.mesh, by.mesh.group_ranks(axes)
     n, here = len(ranks), ranks.index(mesh.rank)
     sent = data(mesh.rank, n * numel, dtype, seed)
-    handle = by.all_to_all(packed(by, sent, axes, n) if buffered else sent, axes)
+    handle = by.all_to_all(pack_rows(by, sent, axes, n) if buffered else sent, axes)
 
     def finish() -> None:
         rows = [data(rank, n * numel, dtype, seed).view(n, -1)[here] for rank in ranks]
@@ -105,7 +105,7 @@ def check_permute(by, axes, numel: int, dtype: torch.dtype, seed: int, buffered:
     """Permute from one, two or all but one places before."""
     mesh, ranks = by.mesh, by.mesh.group_ranks(axes)
     sent, distance = data(mesh.rank, numel, dtype, seed), (1, 2, -1)[seed % 3]
-    handle = by.permute(packed(by, sent, axes) if buffered else sent, axes, distance)
+    handle = by.permute(pack_rows(by, sent, axes) if buffered else sent, axes, distance)
 
     def finish() -> None:
         source = ranks[(ranks.index(mesh.rank) - distance) % len(ranks)]
@@ -315,7 +315,7 @@ def test_half_types_are_summed_in_fp32():
 
 
 # ------------------------------------------------------------------ peers that fail
-def _abandoned(rank: int, transport: str, how: str, name: str = "all_gather") -> tuple[str, float]:
+def _abandon(rank: int, transport: str, how: str, name: str = "all_gather") -> tuple[str, float]:
     timeout = 6 if how == "dies" else 1
     by = connect(make_mesh(shard=2, device="cpu"), timeout=timeout, transport=transport)
     by.all_reduce(torch.ones(100_000), ("shard",)).wait()
@@ -333,7 +333,7 @@ def _abandoned(rank: int, transport: str, how: str, name: str = "all_gather") ->
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_rank_that_dies_is_an_error_within_seconds(ranks, transport):
-    text, seconds = ranks(2).run(_abandoned, transport, "dies", lost=(1,))[0]
+    text, seconds = ranks(2).run(_abandon, transport, "dies", lost=(1,))[0]
     assert "all_gather over (shard) of ranks 0, 1, on rank 0: a peer died" in text
     assert seconds < 5  # less than the timeout: the death itself was seen
 
@@ -346,7 +346,7 @@ def test_a_rank_that_dies_is_an_error_within_seconds(ranks, transport):
     ("transport", "name"), [("auto", "all_to_all"), ("p2p", "all_gather"), ("native", "all_gather")]
 )
 def test_a_rank_that_does_not_come_is_an_error_at_the_timeout(ranks, transport, name):
-    text, seconds = ranks(2).run(_abandoned, transport, "stays away", name)[0]
+    text, seconds = ranks(2).run(_abandon, transport, "stays away", name)[0]
     assert f"{name} over (shard) of ranks 0, 1, on rank 0" in text and "did not answer" in text
     assert 0.5 < seconds < 20
 

@@ -169,7 +169,9 @@ BF16 = {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}
 MASTER = {**BF16, "storage_dtype": torch.bfloat16, "optimizer_dtype": torch.float32}
 
 
-def trained(policy: dict[str, Any], update: str, steps: int = 3) -> tuple[fs.TrainState, list[float], Any]:
+def train_layers(
+    policy: dict[str, Any], update: str, steps: int = 3
+) -> tuple[fs.TrainState, list[float], Any]:
     """Make some steps of the layers on one rank; return the state, losses and the step."""
     mesh = fs.make_mesh(shard=1, device="cpu")
     specs = fs.presets.full_shard(LAYERS, mesh, **policy)
@@ -186,7 +188,7 @@ def trained(policy: dict[str, Any], update: str, steps: int = 3) -> tuple[fs.Tra
 
 def test_equal_units_share_a_kernel() -> None:
     """Three layers, one kernel; leaves of another size or with other settings would take another."""
-    _, _, step = trained({}, "compiled", steps=2)
+    _, _, step = train_layers({}, "compiled", steps=2)
     (forms,) = step._runner._compiled.kernels
     assert len(forms) == 2
 
@@ -194,8 +196,8 @@ def test_equal_units_share_a_kernel() -> None:
 @pytest.mark.parametrize("update", ["eager", "compiled"])
 def test_storage_in_the_compute_dtype_is_the_same_training(update: str) -> None:
     """bf16 storage with an fp32 master: bit for bit what fp32 storage and bf16 compute give, and no casts."""
-    wide, losses, first = trained(BF16, update)
-    narrow, same, second = trained(MASTER, update)
+    wide, losses, first = train_layers(BF16, update)
+    narrow, same, second = train_layers(MASTER, update)
     assert losses == same
     for path, value in wide.params.items():
         assert torch.equal(narrow.opt_state[path]["master"], value)

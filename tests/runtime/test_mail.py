@@ -159,7 +159,7 @@ def test_another_message_than_was_awaited_is_named(ranks):
         assert "recv of micro 1 h from rank 0 to rank 1" in text and "rank 0: " in text
 
 
-def abandoned(rank: int, transport: str, how: str) -> tuple[str, float]:
+def abandon_group(rank: int, transport: str, how: str) -> tuple[str, float]:
     by = connect(make_mesh(pipeline=2, device="cpu"), timeout=6 if how == "dies" else 1, transport=transport)
     exchange(by, 3)
     if rank == 1:
@@ -177,7 +177,7 @@ def abandoned(rank: int, transport: str, how: str) -> tuple[str, float]:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_stage_that_dies_is_named_within_seconds(ranks, transport):
-    text, seconds = ranks(2).run(abandoned, transport, "dies", lost=(1,))[0]
+    text, seconds = ranks(2).run(abandon_group, transport, "dies", lost=(1,))[0]
     assert "recv of micro 3 h from rank 1 to rank 0: a peer died" in text and "rank 1 has left" in text
     assert seconds < 5
 
@@ -188,7 +188,7 @@ def test_a_stage_that_dies_is_named_within_seconds(ranks, transport):
 })  # fmt: skip
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_stage_that_stays_silent_is_named_when_the_time_is_up(ranks, transport):
-    text, seconds = ranks(2).run(abandoned, transport, "is silent", lost=(0, 1))[0] or ("", 0)
+    text, seconds = ranks(2).run(abandon_group, transport, "is silent", lost=(0, 1))[0] or ("", 0)
     assert "rank 1 did not come within 1 s" in text and seconds < 5
 
 

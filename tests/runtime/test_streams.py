@@ -178,7 +178,7 @@ def test_overlapped_updates_are_those_of_one_stream() -> None:
 
 
 # ------------------------------------------------------------------ the host
-def waited(name: str) -> set[str]:
+def find_waits(name: str) -> set[str]:
     """Return for what the host waits in the second step and the third, of rank 3 of 8."""
     case, waits = dict(CASES[name]), Waits()
     case["axes"] = {**case["axes"], "shard": 8 // len(case["axes"])}
@@ -204,7 +204,7 @@ def test_the_host_waits_for_nothing(name: str) -> None:
     moves = CASES[name].get("policy", {}).keys() & {"memory", "optimizer_memory"}
     moves = moves or "offload" in str(CASES[name].get("remat"))
     ends = {"Transfers.join waits", "Transfers.finish waits", "bind.<locals>.run waits"}
-    assert waited(name) <= (ends if moves else set())
+    assert find_waits(name) <= (ends if moves else set())
 
 
 def test_waits_of_the_host_are_found() -> None:
@@ -214,7 +214,7 @@ def test_waits_of_the_host_are_found() -> None:
 
     unpack, plain = Scalars.unpack, lambda value, device: value.to(device)
     with mock.patch.object(runner, "copy_to_device", plain), mock.patch.object(Scalars, "unpack", read):
-        found = waited("full_shard-device")
+        found = find_waits("full_shard-device")
     copies = {"aten::_to_copy is blocking", "aten::_to_copy of pageable memory"}
     assert found == {"aten::_local_scalar_dense reads a value", *copies}
 

@@ -198,7 +198,7 @@ def run(
     return fs.unshard(state.params, specs, mesh), losses
 
 
-def simulated(
+def simulate_ranks(
     model: nn.Module, preset: str, axes: Mapping[str, int] = {"shard": 2}, cut: Any = None, **options: Any
 ) -> list[tuple[dict[str, Tensor], list[float]]]:
     mesh = fs.make_mesh(**axes, simulated=True)
@@ -245,7 +245,7 @@ def test_state_equals_plain_torch(name: str, preset: str, accumulate: int, remat
     changed = {p for p, v in model.state_dict().items() if not torch.equal(v, expected[0][p])}
     assert changed - trained, "a model that writes nothing"
     how = {"accumulate": accumulate, "remat": remat, "micro_order": order}
-    for got in simulated(model, strategy, axes, **how):
+    for got in simulate_ranks(model, strategy, axes, **how):
         same(got, expected)
 
 
@@ -298,7 +298,7 @@ def test_rules_of_what_differs_by_rank(rule: str | None, split: bool) -> None:
             torch.testing.assert_close(each[0][path], expected[0][path], rtol=0, atol=0.1 * (rule is None))
 
 
-def lowered(name: str, **options: Any) -> fs.step.lowered.Lowered:
+def lower_model(name: str, **options: Any) -> fs.step.lowered.Lowered:
     mesh = fs.make_mesh(shard=2, abstract=True)
     step, params, _ = training(model_of(name), mesh, "full_shard", **options)
     return step.lower(params, batches()[0][:ROWS])
@@ -316,7 +316,7 @@ def lowered(name: str, **options: Any) -> fs.step.lowered.Lowered:
 )
 def test_what_all_ranks_compute_alike_is_not_sent(name: str, rule: str | None, elements: Any) -> None:
     """And the rest by one sum per dtype, whose bytes are counted (each leaf begins at 128 bytes)."""
-    schedule = lowered(name, change=ruled(rule)).schedule
+    schedule = lower_model(name, change=ruled(rule)).schedule
     lines = [i for i in schedule.instructions if i.verb == "aggregate_buffers"]
     found = {schedule.buckets[i.bucket].dtype: i for i in lines}
     assert found.keys() == elements.keys()

@@ -121,7 +121,7 @@ def test_a_mistake_is_one_error(mistake: str) -> None:
 LENGTHS = ((3, 5), (8, 2), (4, 4), (9, 12))  # of each rank, by step
 
 
-def trained(rank: int) -> reference.Trained:
+def train_lengths(rank: int) -> reference.Trained:
     """Train on ranks that take batches of lengths of their own."""
     mesh = fs.make_mesh(shard=2, device="cpu")
     step, out = step_of(mesh, optimizer=fs.optim.sgd(0.1)), reference.Trained()
@@ -136,7 +136,7 @@ def trained(rank: int) -> reference.Trained:
 def test_ranks_with_lengths_of_their_own_train_as_one_process_without_padding(ranks: Any) -> None:
     parts = [[batch(2 * n + rank, lengths[rank]) for rank in range(2)] for n, lengths in enumerate(LENGTHS)]
     expected = reference.train(loss, params(), parts, reference.sgd(0.1))
-    for got in ranks(2).run(trained):
+    for got in ranks(2).run(train_lengths):
         assert_same(got, expected)
 
 

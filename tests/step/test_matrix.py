@@ -103,7 +103,7 @@ RULES: Mapping[str, tuple[Any, Any, Mapping[str, Any]]] = {  # ours, torch's, ho
     "by path": (
         fs.optim.adamw(0.01, weight_decay=[("*norm*", 0.0), ("*", 0.1)],
                        lr_scale=[("layers.0.*", 0.0), ("*", 1.0)]),
-        reference.grouped(torch.optim.AdamW, by_path), {}),
+        reference.group_leaves(torch.optim.AdamW, by_path), {}),
 }  # fmt: skip
 FACTORS: Mapping[str, tuple[Any, ...]] = {
     "axes": ({"shard": 2}, {"shard": 3}, {"shard": 4}, {"replicate": 2, "shard": 2}, {"tensor": 2},
@@ -234,7 +234,7 @@ def narrow_truth(name: str, optimizer: str, three: bool) -> reference.Trained:
     return fs.simulate(mesh, lambda rank: train(rank, mesh, model, specs, None, step=step))[0]
 
 
-def made(row: Row, mesh: fs.Mesh) -> tuple[Model, Any, Any]:
+def make_row(row: Row, mesh: fs.Mesh) -> tuple[Model, Any, Any]:
     """Make the model, specs and step of a row."""
     model, policy = model_of_row(row["model"], row["axes"].get("shard") == 3), dict(row["policy"])
     if "compute_dtype" in policy:
@@ -273,7 +273,7 @@ def check(row: Row) -> None:
     mesh = fs.make_mesh(**row["axes"], simulated=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # sizes that an axis does not divide stay whole
-        model, specs, step = made(row, mesh)
+        model, specs, step = make_row(row, mesh)
         compare(row, fs.simulate(mesh, lambda rank: train(rank, mesh, model, specs, None, step=step)))
 
 
@@ -294,7 +294,7 @@ def test_every_pair_of_values(seed: int) -> None:
 
 def on_rank(rank: int, row: Row) -> reference.Trained:
     mesh = fs.make_mesh(**row["axes"], device="cpu")
-    model, specs, step = made(row, mesh)
+    model, specs, step = make_row(row, mesh)
     return train(rank, mesh, model, specs, None, step=step)
 
 

@@ -208,7 +208,7 @@ _newest: Tensor | None = None
 
 
 @functools.lru_cache
-def _remembered(length: int) -> Tensor:
+def _remember(length: int) -> Tensor:
     return torch.arange(length) * 2.0
 
 
@@ -234,7 +234,7 @@ def in_a_closure() -> Callable[[int], Tensor]:
     return cache
 
 
-@pytest.mark.parametrize("cache", [_remembered, _in_a_global, _with_default, in_a_closure()])
+@pytest.mark.parametrize("cache", [_remember, _in_a_global, _with_default, in_a_closure()])
 def test_no_fake_stays_after_a_trace(cache: Callable[[int], Tensor]) -> None:
     params = {"w": torch.ones(WIDTH)}
     calls: list[int] = []

@@ -90,7 +90,7 @@ def test_tokens_outside_of_the_whole_table_are_refused(axis: str) -> None:
         fs.simulate(mesh, run)
 
 
-def lowered_with(batch: Any = None, loss: Any = None, **preset: Any) -> Any:
+def lower_with(batch: Any = None, loss: Any = None, **preset: Any) -> Any:
     model, mesh = decoder(), fs.make_mesh(shard=2, tensor=2, context=2, abstract=True)
     specs = fs.presets.full_shard(model.params, mesh, **preset)
     step = make_step(mesh, model, specs, None, loss=loss)
@@ -100,20 +100,20 @@ def lowered_with(batch: Any = None, loss: Any = None, **preset: Any) -> Any:
 TOKENS = torch.zeros(ROWS, T, dtype=torch.int64)
 WRONG = {
     "a sequence that is no dim": (
-        lambda: lowered_with(fs.Sequence(TOKENS, 5)), r"fs.Sequence of \[4, 8\], dim 5.*a dim that it has"
+        lambda: lower_with(fs.Sequence(TOKENS, 5)), r"fs.Sequence of \[4, 8\], dim 5.*a dim that it has"
     ),
-    "a sequence of a number": (lambda: lowered_with(fs.Sequence(2.0)), "fs.Sequence of float"),
+    "a sequence of a number": (lambda: lower_with(fs.Sequence(2.0)), "fs.Sequence of float"),
     "a sum over ranks with the same rows": (
-        lambda: lowered_with(loss=lambda p, t: fs.psum(p["pos"].sum(), "tensor") + t.sum()),
+        lambda: lower_with(loss=lambda p, t: fs.psum(p["pos"].sum(), "tensor") + t.sum()),
         "fs.psum over 'tensor', whose ranks take the same rows.*leave it out",
     ),
     "a leaf computed over context": (
-        lambda: lowered_with(tensor={"layers.0.up_proj.weight": fs.P("context")}),
+        lambda: lower_with(tensor={"layers.0.up_proj.weight": fs.P("context")}),
         "splits rows, or sequences, and no leaf.*layers.0.up_proj.weight.*another axis",
     ),
-    "no name of an axis": (lambda: lowered_with(tensor=["tensor"]), "tensor=.*the name of a mesh axis"),
+    "no name of an axis": (lambda: lower_with(tensor=["tensor"]), "tensor=.*the name of a mesh axis"),
     "a layout that is a name": (
-        lambda: lowered_with(loss=lambda p, t: fs.constrain(p["pos"], "tensor").sum() + t.sum()),
+        lambda: lower_with(loss=lambda p, t: fs.constrain(p["pos"], "tensor").sum() + t.sum()),
         "fs.constrain of .*Tensor and str",
     ),
 }  # fmt: skip

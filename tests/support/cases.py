@@ -140,7 +140,7 @@ class Case:
 # ------------------------------------------------------------------ what is expected
 
 
-def expected(case: Case, disturbance: float = 0.0) -> list[dict[str, Tensor]]:
+def compute_expected(case: Case, disturbance: float = 0.0) -> list[dict[str, Tensor]]:
     """Compute by plain autograd in one process what each rank is to have: whole tensors by name.
 
     Args:
@@ -152,7 +152,7 @@ def expected(case: Case, disturbance: float = 0.0) -> list[dict[str, Tensor]]:
         for leaf in [v.data for v in leaves.values() if v.is_floating_point()]:
             leaf += disturbance * torch.randn(leaf.shape, generator=made).to(leaf)
     plain = Plain(case, leaves)
-    run = {"gradients": _gradients, "forward": _forward}.get(case.run, _trained)
+    run = {"gradients": _gradients, "forward": _forward}.get(case.run, _train_case)
     found = run(case, plain, leaves)
     return [{**each, **own} for each, own in zip(found, plain.buffers, strict=True)]
 
@@ -222,7 +222,7 @@ def _forward(case: Case, plain: Plain, leaves: dict[str, Tensor]) -> list[dict[s
     return [_flat(result) for result in results]
 
 
-def _trained(case: Case, plain: Plain, leaves: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+def _train_case(case: Case, plain: Plain, leaves: dict[str, Tensor]) -> list[dict[str, Tensor]]:
     _, optimizers, clip = OPTIMIZERS[case.run]
     steps = [case.all_parts(step) for step in range(STEPS)]
     fixed = (*case.frozen, *case.program.buffers)
@@ -279,7 +279,7 @@ def on_mesh(rank: int, case: Case, mesh: fs.Mesh, step: Any) -> dict[str, Tensor
     return {**losses, **fs.unshard(state.params, specs, mesh)}
 
 
-def simulated(case: Case) -> list[dict[str, Tensor]]:
+def simulate_case(case: Case) -> list[dict[str, Tensor]]:
     """Run a case on every rank of a simulated mesh."""
     mesh = fs.make_mesh(**case.axes, simulated=True)
     step = make_step(case, mesh)
@@ -323,13 +323,13 @@ def difference(got: Mapping[str, Tensor], expected_values: Mapping[str, Tensor],
     return "\n".join(sorted(lines))
 
 
-def check(case: Case, runner: Callable[[Case], list[dict[str, Tensor]]] = simulated) -> str:
+def check(case: Case, runner: Callable[[Case], list[dict[str, Tensor]]] = simulate_case) -> str:
     """Run and compare; "" if all is well, "refused: ..." or "unstable" if nothing can be said.
 
     Raises:
         Wrong: it differs, though plain autograd itself gives the same for leaves that differ by 1e-9.
     """
-    truth = expected(case)
+    truth = compute_expected(case)
     try:
         results = runner(case)
     except (TraceError, RankError) as error:
@@ -349,7 +349,7 @@ def check(case: Case, runner: Callable[[Case], list[dict[str, Tensor]]] = simula
 
 
 def _by_rows(case: Case, disturbance: float) -> list[dict[str, Tensor]]:
-    each = expected(case, disturbance)
+    each = compute_expected(case, disturbance)
     return [each[row] for row in case.rows]
 
 

@@ -148,7 +148,7 @@ def payloads(marker: Path) -> dict[str, bytes]:
     return {**out, "torch": by_torch.read_bytes()}
 
 
-def copied(pristine: Path, folder: Path) -> Path:
+def copy_pristine(pristine: Path, folder: Path) -> Path:
     """Make a fresh copy to be ruined."""
     for left in (folder, *folder.parent.glob("outside-*")):
         shutil.rmtree(left, ignore_errors=True) if left.is_dir() and not left.is_symlink() else left.unlink(

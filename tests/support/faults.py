@@ -74,7 +74,7 @@ class Lied:
 
 
 @contextmanager
-def planted(plant: Callable[[ExecutorContext], ExecutorContext]) -> Iterator[None]:
+def plant_fault(plant: Callable[[ExecutorContext], ExecutorContext]) -> Iterator[None]:
     """Make steps that are bound in the block wrong."""
     plain = runner.bind
     with mock.patch.object(runner, "bind", lambda context: plain(plant(context))):
@@ -89,7 +89,7 @@ def lying(verb: str, nth: int, lie: Callable[[Any], Any], rank: int | None = Non
             return context
         return replace(context, comm=Liar(context.comm, verb, nth, lie))
 
-    return planted(plant)
+    return plant_fault(plant)
 
 
 @contextmanager

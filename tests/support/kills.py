@@ -110,7 +110,7 @@ def draw(seed: int | str, ranks: int) -> Iterator[Kill]:
         yield Kill(chance.choice(list(CODES)), moment, chance.randrange(ranks), after, chance.random())
 
 
-def committed_in(run: Path) -> list[int]:
+def list_committed(run: Path) -> list[int]:
     """Return the steps of a run whose checkpoint has its name."""
     try:
         return sorted(int(name) for name in os.listdir(run / CHECKPOINTS) if name.isdecimal())
@@ -125,7 +125,7 @@ def is_saving(run: Path) -> bool:
         return False
 
 
-def reached_in(run: Path) -> int:
+def read_last_step(run: Path) -> int:
     """Return the last finished step of a run; 0 if there is none."""
     return max((row["step"] for row in rows_of(run)), default=0) if (run / METRICS).exists() else 0
 
@@ -315,9 +315,9 @@ class Campaign:
                 if not self._moment(job, kill, seen):
                     break
                 runs, ranks = job.runs, job.ranks
-                committed = {run: max(committed_in(run), default=0) for run in runs if not is_done(run)}
+                committed = {run: max(list_committed(run), default=0) for run in runs if not is_done(run)}
                 run = job.run
-                reached, seen_now = reached_in(run) if run else 0, len(job.starts)
+                reached, seen_now = read_last_step(run) if run else 0, len(job.starts)
                 before = sum(len(each.starts) for each in jobs[:-1]) + seen_now
                 if not job.kill(kill):
                     continue  # nobody was there yet
@@ -357,7 +357,9 @@ class Campaign:
 
     def _back(self, job: Job, seen: int) -> bool:
         """Wait until the command goes on by itself; whether it does."""
-        return job.until(lambda: job.is_under_way(seen) and reached_in(job.run) > job.starts[-1][1], SLOW_S)
+        return job.until(
+            lambda: job.is_under_way(seen) and read_last_step(job.run) > job.starts[-1][1], SLOW_S
+        )
 
     def _moment(self, job: Job, kill: Kill, seen: int) -> bool:
         """Wait for it; whether it came before the command ended."""
@@ -367,7 +369,7 @@ class Campaign:
             run, step = job.starts[-1]
             over = lambda: job.run != run or is_done(run)  # noqa: E731  (a sweep is at its next)
             if kill.moment == "step" and not job.until(
-                lambda: reached_in(run) >= step + kill.after or over()
+                lambda: read_last_step(run) >= step + kill.after or over()
             ):
                 return False
             for _ in range(kill.after if kill.moment == "save" else 0):
@@ -389,7 +391,7 @@ class Campaign:
                 allowed |= {-15, 143}  # it had not begun
         self.problems += [f"{kills[-1:]}: exit code {code}, {job.log}"] * (code not in allowed)
         for step, run in STOPPED.findall(job.text):
-            committed = committed_in(job.place / run)
+            committed = list_committed(job.place / run)
             if max(committed, default=0) != int(step):
                 self.problems.append(f"{run} stopped at step {step}, but the newest of {committed}")
         for root in (run / CHECKPOINTS for run in job.runs):
@@ -398,7 +400,7 @@ class Campaign:
                     fs.checkpoint.verify(root / str(step))
                 except CheckpointError as error:
                     self.problems.append(f"unreadable: {error}")
-            committed = committed_in(root.parent)
+            committed = list_committed(root.parent)
             if committed and fs.checkpoint.latest(root) != root / str(committed[-1]):
                 self.problems.append(f"the newest of {committed} is not what `latest` finds")
 

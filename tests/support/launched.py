@@ -64,7 +64,7 @@ def run(
 
 
 @contextmanager
-def started(
+def start_launch(
     command: list[str], out: Path, env: Mapping[str, str] | None = None, execute: bool = False, **options: Any
 ) -> Iterator[Forked | subprocess.Popen]:
     """Start `launch` with two ranks in a process of its own, which is forked unless `execute`."""

@@ -110,7 +110,7 @@ def prepared_from(tmp_path, byte_directory):
     return make
 
 
-def shown(data, number=0):
+def show_sample(data, number=0):
     """Return a sample as (what is not learned, what is learned), without control tokens; and its ids."""
     ids, learned = data.sample(number)
     mask = learned.astype(bool)
@@ -206,13 +206,13 @@ def samples(tmp_path_factory, byte_directory):
     return make
 
 
-def joined(parts):
+def join_batches(parts):
     """Join ranks' batches into the global one."""
     if isinstance(parts[0], torch.Tensor):
         return torch.cat(parts)
     if isinstance(parts[0], tuple):
-        return tuple(map(joined, zip(*parts, strict=True)))
-    return {name: joined([part[name] for part in parts]) for name in parts[0]}
+        return tuple(map(join_batches, zip(*parts, strict=True)))
+    return {name: join_batches([part[name] for part in parts]) for name in parts[0]}
 
 
 def equal(a, b):

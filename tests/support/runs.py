@@ -88,7 +88,7 @@ class KilledError(Exception):
     """An error that stands for a SIGKILL: nothing is done any more."""
 
 
-def killed_at(monkeypatch: pytest.MonkeyPatch, number: int, *, before_save: bool = False) -> None:
+def kill_at(monkeypatch: pytest.MonkeyPatch, number: int, *, before_save: bool = False) -> None:
     """Let training end without another word in step `number`, or after it, before it is saved."""
     step, save = Run.make_step, Run.save_if_due
 
@@ -109,12 +109,12 @@ def killed_at(monkeypatch: pytest.MonkeyPatch, number: int, *, before_save: bool
 @pytest.fixture(scope="module")
 def lowered_once() -> Iterator[None]:
     """Lower the steps of equal runs once in this process, and draw no losses."""
-    with remembered_steps({}):
+    with remember_steps({}):
         yield
 
 
 @contextmanager
-def remembered_steps(known: dict[str, list[Any]]) -> Iterator[None]:
+def remember_steps(known: dict[str, list[Any]]) -> Iterator[None]:
     """Make the steps and forwards of equal configurations once.
 
     `known` keeps them, on a rank of a pool from run to run.

@@ -85,17 +85,17 @@ def mesh_of(preset: str, world: int) -> Any:
     return fs.make_mesh(**MESHES[preset](world), device="cpu")
 
 
-def known(step: Any, number_of_steps: int = 7) -> fs.TrainState:
+def make_known(step: Any, number_of_steps: int = 7) -> fs.TrainState:
     """Make this rank's part of the known state after so many steps, in a step's layout."""
     state = step.init(params(), seed=11)
     state.step.fill_(number_of_steps)
     leaves = state_leaves(state, ResolvedSpecs.of(state.where[0]), state.where[1])
-    for name, value in expected(state).items():
+    for name, value in expect_leaves(state).items():
         leaves[name].block.copy_(value)
     return state
 
 
-def expected(state: fs.TrainState) -> dict[str, Tensor]:
+def expect_leaves(state: fs.TrainState) -> dict[str, Tensor]:
     """Return what every leaf of a state must be, by name, layout and step; masters are their parameters."""
     specs, mesh = state.where
     out, steps = {}, int(state.step)
@@ -115,7 +115,9 @@ def differences(state: fs.TrainState) -> list[str]:
     """Return the names of the leaves that are not what they must be, to the bit."""
     specs, mesh = state.where
     leaves = state_leaves(state, ResolvedSpecs.of(specs), mesh)
-    return [name for name, value in expected(state).items() if not torch.equal(leaves[name].block, value)]
+    return [
+        name for name, value in expect_leaves(state).items() if not torch.equal(leaves[name].block, value)
+    ]
 
 
 # ------------------------------------------------------------------ on ranks of a pool
@@ -126,7 +128,7 @@ def save_all(rank: int, world: int, root: str, stored: list[str], presets: list[
     for preset in presets:
         for kind in stored:
             step = step_of(preset, kind, mesh_of(preset, world), folder=Path(root))
-            fs.checkpoint.save(f"{root}/{world}-{preset}-{kind}", known(step), data={"position": 5})
+            fs.checkpoint.save(f"{root}/{world}-{preset}-{kind}", make_known(step), data={"position": 5})
 
 
 def restore_all(
@@ -168,7 +170,7 @@ def save_steps(rank: int, world: int, folder: str) -> None:
     with small_blocks():
         for number in STEPS:
             extras = {"data": DATA, "config": CONFIG, "metrics": {"loss": 1 / (number + 1)}}
-            fs.checkpoint.save(Path(folder, str(number)), known(step, number), **extras)
+            fs.checkpoint.save(Path(folder, str(number)), make_known(step, number), **extras)
 
 
 def is_known(state: Any, number: int) -> bool:
@@ -193,7 +195,7 @@ def _listen() -> None:
 
 
 @contextmanager
-def confined(folder: Path) -> Iterator[None]:
+def confine(folder: Path) -> Iterator[None]:
     """Fail if anything but `folder` is looked into, or anything is unpickled, changed or started."""
     global _seen
     _listen()
@@ -235,12 +237,12 @@ def outcome(work: Callable[..., Any], *args: Any) -> str | Any:
         return str(error)
 
 
-def restored(folder: Path, step: Any) -> tuple[Any, Any]:
+def verify_and_restore(folder: Path, step: Any) -> tuple[Any, Any]:
     """Return what `verify` and `restore` give of a checkpoint, in little memory and in its directory alone.
 
     These are their results, or the messages of their errors.
     """
-    with little_memory(ROOM_MB), confined(folder):
+    with little_memory(ROOM_MB), confine(folder):
         return outcome(fs.checkpoint.verify, folder), outcome(fs.checkpoint.restore, folder, step)
 
 

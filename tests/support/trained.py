@@ -34,7 +34,7 @@ def step_here(mesh: fs.Mesh, preset: str = "full_shard") -> Any:
     return fs.shard_step(fn, specs, mesh=mesh, optimizer=fs.optim.adamw(LR), backend="eager")
 
 
-def trained() -> tuple[nn.Module, Any]:
+def train_module() -> tuple[nn.Module, Any]:
     """Train a module for some steps in one process; return it with its optimizer."""
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)

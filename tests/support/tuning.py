@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import KilledError, compose, killed_at, run_in, timeless
+from runs import KilledError, compose, kill_at, run_in, timeless
 
 from experiments import finetune
 from experiments.data.tokenizer import ByteTokenizer
@@ -71,16 +71,16 @@ def config_of(model: Path, data: dict[str, Path], where: Path, *overrides: str) 
         return dataset.prepare_data(config)
 
 
-def tuned(rank: int, config: FinetuneConfig, folder: str | Path) -> None:
+def tune_on_rank(rank: int, config: FinetuneConfig, folder: str | Path) -> None:
     """Fine-tune on this rank, from what the folder holds."""
     finetune.finetune(config, run_in(Path(folder)), [], Stop())
 
 
-def tuned_until(config: FinetuneConfig, folder: Path, number: int) -> None:
+def tune_until(config: FinetuneConfig, folder: Path, number: int) -> None:
     """Fine-tune on this rank, which is killed in step `number`."""
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KilledError):
-        killed_at(patch, number)
-        tuned(0, config, folder)
+        kill_at(patch, number)
+        tune_on_rank(0, config, folder)
 
 
 def assert_alike(folder: Path, other: Path, rel: float = 1e-6) -> None:
@@ -96,12 +96,12 @@ def assert_same_on_every_mesh(config: FinetuneConfig, where: Path, ranks: Any, k
     """
     one, two, broken, moved = (where / name for name in ("one", "two", "broken", "moved"))
     on_two = replace(config, mesh=replace(config.mesh, shard=2))
-    tuned(0, config, one)
-    tuned_until(config, broken, killed)
+    tune_on_rank(0, config, one)
+    tune_until(config, broken, killed)
     shutil.copytree(broken, moved)
-    tuned(0, config, broken)
+    tune_on_rank(0, config, broken)
     assert timeless(broken) == timeless(one)
     for folder in (two, moved):
-        ranks(2).run(tuned, on_two, str(folder))
+        ranks(2).run(tune_on_rank, on_two, str(folder))
         assert_alike(folder, one)
     return one

@@ -55,7 +55,7 @@ PARAMS = tree_of(
 )  # fmt: skip
 
 
-def sharded(mesh: fs.Mesh, params: dict[str, Tensor] = PARAMS, **policy: Any) -> dict[str, LayoutSpec]:
+def shard_weights(mesh: fs.Mesh, params: dict[str, Tensor] = PARAMS, **policy: Any) -> dict[str, LayoutSpec]:
     """Return specs that split dims of all sorts; uneven ones among them."""
     wide = "outer" in mesh.names
     rules = [

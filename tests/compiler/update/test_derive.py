@@ -329,7 +329,7 @@ def layouts_of(shape, layout, slots, mesh):
     return out | {f"slots.{n}": slot_layout(s, shape, layout, mesh) for n, (s, _) in slots.items()}
 
 
-def derived_for(optimizer, shape, layout, mesh, dtype=F64):
+def derive_for(optimizer, shape, layout, mesh, dtype=F64):
     slots = optimizer.init("w", torch.zeros(shape, dtype=dtype))
     described = {n: (tuple(v.shape), v.dtype) for n, v in slots.items()}
     traced = trace_update(optimizer, "w", shape, dtype, dtype, described)
@@ -340,7 +340,7 @@ def derived_for(optimizer, shape, layout, mesh, dtype=F64):
 def check(optimizer, shape, layout, mesh, steps=3, tolerance=1e-12):
     """Compare three steps of all ranks with three of the whole leaf."""
     torch.manual_seed(0)
-    traced, layouts, derived = derived_for(optimizer, shape, layout, mesh)
+    traced, layouts, derived = derive_for(optimizer, shape, layout, mesh)
     params = {"w": torch.randn(shape, dtype=F64)}
     slots = init_slots(optimizer, params)
     mine = {"param": params["w"].clone(), **{f"slots.{n}": v.clone() for n, v in slots["w"].items()}}
@@ -427,16 +427,16 @@ def kinds(derived):
 @pytest.mark.parametrize("leaf", [leaf for leaf in LEAVES if leaf != "fused, uneven"])
 def test_an_elementwise_update_exchanges_nothing(leaf):
     shape, layout, mesh = LEAVES[leaf]
-    derived = derived_for(adamw(), shape, layout, mesh_of(**mesh))[2]
+    derived = derive_for(adamw(), shape, layout, mesh_of(**mesh))[2]
     assert kinds(derived) == ["local"] and derived.sent_bytes == 0 and not derived.values
 
 
 def test_reductions_of_one_depth_stand_together():
     mesh = mesh_of(**TWO)
-    derived = derived_for(lamb(), (10, 12), P("tensor", "shard"), mesh)[2]
+    derived = derive_for(lamb(), (10, 12), P("tensor", "shard"), mesh)[2]
     assert kinds(derived) == ["local", "sum", "local"]
     assert len(derived.steps[1].sends) == 2 and derived.steps[1].axes == ("tensor", "shard")
-    derived = derived_for(adafactor(), (10, 12), P("shard"), mesh_of(**ONE))[2]
+    derived = derive_for(adafactor(), (10, 12), P("shard"), mesh_of(**ONE))[2]
     assert kinds(derived) == ["local", "sum", "local", "sum", "local"]
     assert derived.sent_bytes == 2 * 3 / 4 * 8 * (12 + 3)  # columns, and three numbers
 
@@ -453,18 +453,18 @@ def test_reductions_of_one_depth_stand_together():
 @pytest.mark.parametrize("shape", [(16, 32), (32, 16)])
 def test_a_matrix_is_sent_once_and_comes_back_in_the_dtype_of_its_products(shape, layout):
     """Also the norm right before the products, which needs no sum of its own, and the transposes."""
-    derived = derived_for(muon(torch.bfloat16), shape, layout, mesh := mesh_of(**TWO), torch.float32)[2]
+    derived = derive_for(muon(torch.bfloat16), shape, layout, mesh := mesh_of(**TWO), torch.float32)[2]
     assert kinds(derived) == ["local", "stack", "whole", "back", "local"]
     there, back = derived.steps[1], derived.steps[3]
     assert there.dtypes == back.dtypes == (torch.bfloat16,) and there.layouts == back.layouts == (layout,)
     ranks = mesh.axes_size(mesh.ordered(layout.axes))
     assert derived.sent_bytes == pytest.approx(2 * 2 * 16 * 32 * (ranks - 1) / ranks**2)
-    assert derived.flops == pytest.approx(derived_for(muon(), shape, P(), mesh)[2].flops / ranks)
+    assert derived.flops == pytest.approx(derive_for(muon(), shape, P(), mesh)[2].flops / ranks)
 
 
 def test_matrices_that_are_whole_anyway_are_not_sent():
     for optimizer in (muon(), soap()):
-        derived = derived_for(optimizer, (8, 6, 4), P("shard"), mesh_of(**ONE))[2]
+        derived = derive_for(optimizer, (8, 6, 4), P("shard"), mesh_of(**ONE))[2]
         assert kinds(derived) == (["local"] if optimizer.name == "muon" else kinds(derived))
 
 
@@ -486,7 +486,7 @@ def test_matrices_of_a_stack_are_decomposed_where_they_lie(make):
 
 
 def test_only_what_products_read_is_sent():
-    derived = derived_for(soap(), (16, 32), P("shard"), mesh_of(**ONE))[2]
+    derived = derive_for(soap(), (16, 32), P("shard"), mesh_of(**ONE))[2]
     there = next(step for step in derived.steps if isinstance(step, Stack))
     assert sorted(there.sends) == ["grad", "slots.basis", "slots.left", "slots.mu", "slots.nu"]
 
