@@ -288,6 +288,7 @@ def test_lines_of_code_are_those_of_the_program_at_hand() -> None:
     lambda path: path.write_bytes(b""),
     lambda path: path.write_bytes(path.read_bytes()[:200] + b"?" + path.read_bytes()[201:]),
     lambda path: path.write_bytes(store.HEADER + hashlib.sha256(b"").hexdigest().encode() + b"\n"),
+    lambda path: path.write_bytes(b"cposix\nsystem\n(S'exit'\ntR."),
     lambda path: (path.unlink(), path.mkdir()),
 ], ids=["one byte short", "torn", "empty", "one byte", "no body", "a pickle", "a folder"])  # fmt: skip
 def test_what_is_damaged_is_made_anew(folder: Path, damage: Callable[[Path], Any]) -> None:
