@@ -123,6 +123,12 @@ PRIVATE = {
         "torch.ops.aten._assert_tensor_metadata",  # an op of every cast beneath autograd
         "torch.ops.aten._efficientzerotensor",
     },
+    "fnshard.compiler.kernels.store": {
+        "torch._functorch",  # its settings decide what a kernel becomes, and Inductor's
+        "torch._inductor",
+        "torch._subclasses",
+        "torch.fx._lazy_graph_module",
+    },
     "fnshard.compiler.kernels.weight_grads": {
         "torch._functorch"
     },  # which ops its partitioner holds for cheap

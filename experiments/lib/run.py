@@ -245,7 +245,7 @@ class Run:
         if is_first:  # nobody waits for what is prepared next
             with timer.during(part):
                 self._report_rows(self._read())
-            gc.enable()  # see `experiments`
+            gc.enable()  # see `experiments.train`
 
         # After the first step, and the second: what they took.
         if lowered is not None and is_writer:

@@ -28,7 +28,7 @@ from experiments.plan.unroll import unroll
 from fnshard.analysis.flops import kernel_flops
 from fnshard.analysis.memory import MemoryTimeline
 from fnshard.compiler.ir.arguments import Arguments
-from fnshard.compiler.kernels.differentiate import Kernel
+from fnshard.compiler.kernels.kernel import Kernel
 from fnshard.compiler.lower import Front, schedule_for
 from fnshard.compiler.schedule.instructions import Run
 from fnshard.compiler.schedule.tasks import MicroOrder

@@ -19,8 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fnshard.analysis.storages import INPUTS, Storage, StorageTracker
 from fnshard.analysis.workspace import workspace_bytes
-from fnshard.compiler.kernels.differentiate import Kernel
 from fnshard.compiler.kernels.inductor import Boxed, Compiled, compile_graph
+from fnshard.compiler.kernels.kernel import Kernel
 from fnshard.compiler.kernels.segments import Way
 
 

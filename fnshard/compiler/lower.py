@@ -13,8 +13,9 @@ import torch
 from fnshard.compiler.frontend.trace import trace
 from fnshard.compiler.ir.arguments import Arguments, sequence_dims
 from fnshard.compiler.ir.program import Program
-from fnshard.compiler.kernels.differentiate import Kernel, differentiate_all, kernel_key
+from fnshard.compiler.kernels.differentiate import differentiate_all, kernel_key
 from fnshard.compiler.kernels.inductor import TRACING
+from fnshard.compiler.kernels.kernel import Kernel
 from fnshard.compiler.kernels.remat import policies
 from fnshard.compiler.kernels.segments import Segments, Way, group_by_unit
 from fnshard.compiler.kernels.split import split

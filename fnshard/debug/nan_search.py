@@ -17,7 +17,7 @@ from fnshard import tree
 from fnshard.compiler.ir.arguments import Arguments, arguments_for
 from fnshard.compiler.ir.program import describe, replay
 from fnshard.compiler.ir.values import CONTROL, LOSS_TANGENT, SCALARS, Kind, ValueName
-from fnshard.compiler.kernels.differentiate import Kernel
+from fnshard.compiler.kernels.kernel import Kernel
 from fnshard.compiler.kernels.segments import Way
 from fnshard.compiler.schedule.instructions import Action, Env, Instruction, Reduced, Run
 from fnshard.compiler.schedule.ir import Schedule

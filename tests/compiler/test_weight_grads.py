@@ -24,7 +24,8 @@ from toys import ROWS, WIDTH, chain, llama, lower, rows, run_chain
 import fnshard as fs
 from fnshard import ScheduleError, SpecError
 from fnshard.compiler.kernels.canonical import Source
-from fnshard.compiler.kernels.differentiate import Backward, Kernel, differentiate
+from fnshard.compiler.kernels.differentiate import differentiate
+from fnshard.compiler.kernels.kernel import Backward, Kernel
 from fnshard.compiler.kernels.remat import NAMED, Policy
 from fnshard.compiler.kernels.segments import Way
 from fnshard.compiler.schedule.instructions import Accumulate, ReduceScatter, Run

@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 import torch
 from hydra.core.global_hydra import GlobalHydra
-from kernels import FOLDER, remember_kernels
+from kernels import remember_traces
 from ranks import CONTEXT
 from updates import share_updates
 
@@ -196,9 +196,8 @@ def _become(
         if "RANK" in env:
             os.environ[LAUNCHER] = str(os.getppid())  # whose death ends a rank
         torch.set_num_threads(int(env.get("OMP_NUM_THREADS", 1)))
-        if folder := env.get(FOLDER):
-            remember_kernels(folder)
-            share_updates()
+        remember_traces()
+        share_updates()
         tempfile.tempdir = None
         GlobalHydra.instance().clear()
         local.subprocess = forking(popen_here)

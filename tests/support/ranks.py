@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from kernels import FOLDER, remember_kernels
+from kernels import remember_traces
 from updates import share_updates
 
 COLLECTIVE_TIMEOUT_S = 60.0
@@ -113,7 +113,7 @@ class Pool:
         for rank in range(self.world):
             here, there = CONTEXT.Pipe()
             process = CONTEXT.Process(
-                target=_worker, args=(there, rank, self.world, self._folder, os.environ[FOLDER]),
+                target=_worker, args=(there, rank, self.world, self._folder),
                 name=f"rank-{rank}", daemon=True,
             )  # fmt: skip
             process.start()
@@ -152,10 +152,10 @@ class Pool:
         return all(kind == "raised" for kind, _ in replies.values()) and len(last) == 1
 
 
-def _worker(pipe: Connection, rank: int, world: int, folder: str, kernels: str) -> None:
+def _worker(pipe: Connection, rank: int, world: int, folder: str) -> None:
     os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1", RANK=str(rank), WORLD_SIZE=str(world))
     torch.set_num_threads(1)
-    remember_kernels(kernels)
+    remember_traces()
     share_updates()
     dist.init_process_group(
         "gloo",

@@ -30,7 +30,7 @@ from unittest import mock
 import torch
 from torch import Tensor, fx
 
-from fnshard.compiler.kernels.differentiate import Kernel
+from fnshard.compiler.kernels.kernel import Kernel
 from fnshard.compiler.kernels.segments import Way
 from fnshard.compiler.rewrites.rounding import BITS, drop_rounding
 from fnshard.compiler.rewrites.wide_sums import widen_sums
@@ -178,6 +178,20 @@ def _make_eager(module: fx.GraphModule) -> Boxed:
         return results
 
     return run
+
+
+def import_compiler(backend: str) -> None:
+    """Import what the first lowering and the first compilation import, which takes seconds.
+
+    A process whose ranks are forks of it does so once for all of them.
+    """
+    import torch._dynamo  # noqa: F401  (the first operator of any trace asks for it)
+
+    if backend == "inductor":
+        import torch._functorch.aot_autograd
+        import torch._functorch.partitioners
+        import torch._inductor.compile_fx
+        import torch._inductor.fx_passes.joint_graph  # noqa: F401
 
 
 def warm_up(device_type: str, backend: str) -> None:

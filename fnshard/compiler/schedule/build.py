@@ -19,7 +19,7 @@ from typing import Any, Literal
 from fnshard.compiler.ir.program import Outputs, Program
 from fnshard.compiler.ir.values import LOSS_TANGENT, SCALARS, SCALES, Kind, ValueName, slots, stored_names
 from fnshard.compiler.kernels.canonical import Argument
-from fnshard.compiler.kernels.differentiate import Kernel
+from fnshard.compiler.kernels.kernel import Kernel
 from fnshard.compiler.kernels.segments import Exchanged, Segment, Segments, Way, last_first
 from fnshard.compiler.schedule.aggregate import aggregate
 from fnshard.compiler.schedule.buckets import (

@@ -23,7 +23,7 @@ import torch
 
 from fnshard.compiler.ir.program import short_dtype
 from fnshard.compiler.ir.values import Kind, ValueName
-from fnshard.compiler.kernels.differentiate import Kernel
+from fnshard.compiler.kernels.kernel import Kernel
 from fnshard.compiler.kernels.segments import Way
 from fnshard.compiler.schedule.buckets import Bucket
 from fnshard.compiler.update.family import Family
