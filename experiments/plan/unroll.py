@@ -15,7 +15,7 @@ from experiments.plan.config import layer_of
 from fnshard.analysis.flops import kernel_flops
 from fnshard.compiler.ir.arguments import Arguments
 from fnshard.compiler.ir.values import Kind, ValueName
-from fnshard.compiler.kernels.differentiate import Kernel
+from fnshard.compiler.kernels.kernel import Kernel
 from fnshard.compiler.kernels.segments import Exchanged, Segment, Segments
 from fnshard.compiler.lower import Front, schedule_for
 from fnshard.compiler.options import StepOptions
