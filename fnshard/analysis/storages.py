@@ -277,6 +277,8 @@ def category_of(name: ValueName) -> str:
 
 def tensors_of(value: Any) -> list[Tensor]:
     """Return the tensors of a value in an environment. Flights, and values that are no tensors, have none."""
+    if isinstance(value, Tensor):
+        return [value]
     found: list[Tensor] = []
     for leaf in optree.tree_leaves(value):
         if isinstance(leaf, Tensor):
