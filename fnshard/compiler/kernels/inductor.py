@@ -185,7 +185,7 @@ def import_compiler(backend: str) -> None:
 
     A process whose ranks are forks of it does so once for all of them.
     """
-    import torch._dynamo  # the first operator of any trace asks for it
+    import torch._dynamo  # noqa: F401  (the first operator of any trace asks for it)
 
     if backend == "inductor":
         import torch._functorch.aot_autograd
