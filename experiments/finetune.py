@@ -15,6 +15,13 @@ objective, from `tuning.table`; answers that are drawn and rewarded in `tuning.r
 
 from __future__ import annotations
 
+import gc
+
+if __name__ == "__main__":
+    # Imports and traces free little: to look for what they might have freed takes a sixth of a start.
+    # `lib.launch` turns that on again, and `lib.run` in ranks.
+    gc.disable()
+
 import json
 import math
 import sys

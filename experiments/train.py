@@ -19,6 +19,13 @@ it one step later, where `Run.check_and_replicate` decides that the loop ends, a
 
 from __future__ import annotations
 
+import gc
+
+if __name__ == "__main__":
+    # Imports and traces free little: to look for what they might have freed takes a sixth of a start.
+    # `lib.launch` turns that on again, and `lib.run` in ranks.
+    gc.disable()
+
 from collections.abc import Iterator
 from typing import Any
 

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
-from kernels import FOLDER, remember_kernels
+from kernels import remember_traces
 from ranks import pools, ranks, renew_pools  # noqa: F401  (fixtures)
 from rows import MARKER, mark_other_rows_long
 from saved import restoring, roots, short_blocks  # noqa: F401  (fixtures)
@@ -17,8 +17,8 @@ CACHE = tempfile.TemporaryDirectory(prefix="fnshard-tests-")
 os.environ["XDG_CACHE_HOME"] = CACHE.name  # jobs find what others of this session compiled, and nothing else
 torch.set_num_threads(1)
 gc.set_threshold(20_000, 20, 20)  # lowering makes many objects: the default takes a tenth of the suite
-remember_kernels(os.environ.setdefault(FOLDER, CACHE.name + "/kernels"))
-os.makedirs(os.environ[FOLDER], exist_ok=True)
+os.environ.setdefault("FNSHARD_CACHE", CACHE.name + "/fnshard")  # workers share their controller's kernels
+remember_traces()
 share_updates()
 
 # Workers begin with these, lest one of them is left with a long one when the other has ended.

@@ -40,7 +40,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from experiments import AS_RANK, python_path
-from experiments.lib.checks import ConfigError, counted
+from experiments.lib.checks import ConfigError, pluralize
 from experiments.lib.compose import (
     LOCAL,
     MISTAKE,
@@ -75,6 +75,7 @@ from experiments.lib.record import process_began
 from experiments.lib.trackers import check_installed
 from experiments.lib.watchdog import DivergedError
 from fnshard.checkpoint.replicas import most_copies
+from fnshard.compiler.kernels.inductor import import_compiler
 from fnshard.errors import (
     BudgetError,
     CheckpointError,
@@ -84,6 +85,7 @@ from fnshard.errors import (
     TraceError,
     report,
 )
+from fnshard.launcher.fork import may_fork
 from fnshard.launcher.local import LaunchError, launch, under_launcher
 from fnshard.launcher.rank import LOGS, Stop, end_with_parent, run_rank
 from fnshard.mesh.process_group import leave_group
@@ -133,7 +135,7 @@ def main(job: Job) -> None:
     """Run the command line of a job, or be one of its ranks."""
     if sys.argv[1:2] == [AS_RANK]:
         be_rank_of_file(job, Path(sys.argv[2]))
-    gc.enable()  # see `experiments`
+    gc.enable()  # see `experiments.train`
     exit_with(lambda: run(job))
 
 
@@ -240,7 +242,14 @@ def start(
         job_file = folder / "job.json"
         write_json(job_file, {**job_values(config, overrides), "run": dataclasses.asdict(own)})
 
-        # Start the ranks, and turn their errors into this process's. Those of a CPU are forks of it.
+        # Start the ranks, and turn their errors into this process's. Those of a CPU are forks of it, for
+        # which it imports once what each of them would import.
+        fork = partial(be_rank_of_file, job, job_file) if config.run.device == "cpu" and may_fork() else None
+        if fork is not None:
+            gc.disable()  # see `experiments.train`
+            import_compiler(config.run.backend)
+            gc.freeze()  # nor do ranks look through these objects again
+            gc.enable()
         try:
             launch(
                 rank_command(job, job_file),
@@ -248,7 +257,7 @@ def start(
                 logs=folder / "ranks",
                 env={"PYTHONPATH": python_path()},
                 max_restarts=config.run.max_restarts,
-                fork=partial(be_rank_of_file, job, job_file) if config.run.device == "cpu" else None,
+                fork=fork,
             )
         except KeyboardInterrupt:
             reached = max((row["step"] for row in read_rows(folder / METRICS, sys.maxsize)), default=0)
@@ -326,12 +335,12 @@ def fit_to_machine(
             )
         mesh = replace(mesh, shard=max(1, there // fixed))
     ranks = mesh.ranks
-    product = f"{_name_axes(mesh)} asks for {counted(ranks, 'rank')}"
+    product = f"{_name_axes(mesh)} asks for {pluralize(ranks, 'rank')}"
     if world and ranks != world:
         raise ConfigError(f"{product}; {world} were started. Fix: torchrun --nproc-per-node {ranks}.")
     if device != "cpu" and not world and ranks > there:
         where = "this machine has" if nodes == 1 else f"{nodes} nodes have"
-        has = counted(there, f"{device} device")
+        has = pluralize(there, f"{device} device")
         raise ConfigError(f"{product}; {where} {has}. Fix: a smaller mesh, or run.device=cpu.")
     if ranks % nodes:
         raise ConfigError(
@@ -340,12 +349,12 @@ def fit_to_machine(
     most = most_copies(nodes)
     if config.run.replicas > most and not world:
         raise ConfigError(
-            f"run.replicas={config.run.replicas}: {counted(nodes, 'node')} can hold {most}. "
+            f"run.replicas={config.run.replicas}: {pluralize(nodes, 'node')} can hold {most}. "
             f"Fix: run.replicas={most}, or more nodes."
         )
 
     # Rows divide over the ranks that take different ones.
-    over = counted(mesh.data_ranks, "rank") + " that take other rows" * (mesh.ranks > mesh.data_ranks)
+    over = pluralize(mesh.data_ranks, "rank") + " that take other rows" * (mesh.ranks > mesh.data_ranks)
     micro = f" times run.accumulate={config.run.accumulate}" if config.run.accumulate > 1 else ""
     parts = {
         "rows": (mesh.data_ranks * config.run.accumulate, over + micro),
@@ -487,11 +496,9 @@ def be_rank(job: Job, values: Mapping[str, Any]) -> NoReturn:
             `RunFolder` as a dict), or what finds it: `requested` (the configuration as the command has it),
             `fresh`, `chosen`; and perhaps `began`, of the command that started these ranks.
     """
-    # The first operator of any step imports this, which takes seconds. Here no other rank waits for it.
-    import torch._dynamo  # noqa: F401
-
-    gc.disable()  # until the first step, see `experiments`
+    gc.disable()  # until the first step, see `experiments.train`
     config, stop = build(values["config"], job.command.config), Stop()
+    import_compiler(config.run.backend)  # where no other rank waits for it
 
     def work() -> None:
         try:

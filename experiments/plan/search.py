@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import fnshard as fs
-from experiments.lib.checks import counted
+from experiments.lib.checks import pluralize
 from experiments.lib.config import MeshConfig, ScheduleConfig
 from experiments.lib.plan import axis_of, dtypes_of
 from experiments.lib.task import make_optimizer
@@ -28,7 +28,7 @@ from experiments.plan.unroll import unroll
 from fnshard.analysis.flops import kernel_flops
 from fnshard.analysis.memory import MemoryTimeline
 from fnshard.compiler.ir.arguments import Arguments
-from fnshard.compiler.kernels.differentiate import Kernel
+from fnshard.compiler.kernels.kernel import Kernel
 from fnshard.compiler.lower import Front, schedule_for
 from fnshard.compiler.schedule.instructions import Run
 from fnshard.compiler.schedule.tasks import MicroOrder
@@ -196,7 +196,7 @@ class Planner:
         if not splits:
             raise fs.BudgetError(self.describe_misfit())
         self.work = SearchEffort(say, LIMIT_LINES)
-        self.work.tell(f"{counted(splits, 'way')} to split {counted(self.devices, 'device')}")
+        self.work.tell(f"{pluralize(splits, 'way')} to split {pluralize(self.devices, 'device')}")
         walk = self.walk
         best = walk.run()
         self.work.tell("the best plan is priced with all its layers")
@@ -598,7 +598,7 @@ class Planner:
         """Return the sentence that the devices cannot share the rows, with the ways out."""
         rows, parts = self.config.batch_rows, self.devices
         return (
-            f"{counted(parts, 'device')} cannot share {rows:,} rows: "
+            f"{pluralize(parts, 'device')} cannot share {rows:,} rows: "
             f"a rank has whole rows, and at most {self.hardware.ranks_per_node} share its matrices. "
             f"Fix: rows={math.lcm(rows, parts)}, or devices={math.gcd(rows, parts)}."
         )

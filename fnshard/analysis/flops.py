@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from fnshard.analysis.hardware import Hardware
 from fnshard.analysis.storages import tensors_of
 from fnshard.compiler.ir.program import OpOverload, short_dtype
-from fnshard.compiler.kernels.differentiate import Kernel
+from fnshard.compiler.kernels.kernel import Kernel
 from fnshard.compiler.kernels.segments import Way
 
 

@@ -22,7 +22,7 @@ from fnshard import tree
 from fnshard.analysis.flops import kernel_flops
 from fnshard.analysis.hardware import Hardware
 from fnshard.compiler.ir.arguments import Arguments
-from fnshard.compiler.kernels.differentiate import Kernel
+from fnshard.compiler.kernels.kernel import Kernel
 from fnshard.compiler.lower import Front, schedule_for
 from fnshard.compiler.options import StepOptions
 from fnshard.compiler.schedule.stages import assign_chunks

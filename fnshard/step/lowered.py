@@ -267,6 +267,7 @@ class Lowered:
         if self.compiled is not None:
             return self
         kernels = self.kernels.values()
+        # A thread may have compiled some of them, or all.
         done = {} if self.ahead is None else dict(self.ahead.result())
         done |= self.compile_graphs({k: g for k, g in graphs_of(kernels).items() if k not in done})
         self.compiled = done
@@ -281,6 +282,7 @@ class Lowered:
         """
         if self.compiled is None and self.ahead is None:
             mesh = self.schedule.mesh
+            # A new thread begins on device 0, whichever this rank's is.
             start = partial(torch.cuda.set_device, mesh.device) if mesh.device_type == "cuda" else None
             shared = self.first and mesh.kind == "group" and mesh.device_type == "cpu"
             pool = ThreadPoolExecutor(1, "fnshard-compile", start)

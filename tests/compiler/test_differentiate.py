@@ -12,7 +12,8 @@ from toys import ROWS, WIDTH, assert_same_grads, chain, llama, lower, rows, run_
 
 import fnshard as fs
 from fnshard.compiler.kernels.canonical import Source
-from fnshard.compiler.kernels.differentiate import Kernel, differentiate
+from fnshard.compiler.kernels.differentiate import differentiate
+from fnshard.compiler.kernels.kernel import Kernel
 from fnshard.compiler.kernels.remat import Policy
 from fnshard.step.lowered import Lowered
 

@@ -178,7 +178,7 @@ def test_a_block_over_another_proves_it_freed():
 
 @pytest.fixture
 def command(tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """`python -m experiments.bench case=...`; gives what was written."""
+    """Return a function that runs `python -m experiments.bench case=...` and returns what was written."""
 
     def run(case: str, *overrides: str) -> dict[str, Any]:
         words = ["experiments.bench", f"hydra.run.dir={tmp_path}/out", f"case={case}", *overrides]

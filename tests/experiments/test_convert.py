@@ -44,7 +44,7 @@ def specs_here() -> tuple[Any, fs.Mesh]:
 
 
 def check(state: Any, optimizer: bool = True) -> None:
-    """A state has all parameters and moments, bit for bit."""
+    """Assert that a state has all parameters and moments, bit for bit."""
     for name, value in params().items():
         assert torch.equal(state.params[name], value), name
         if optimizer:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -29,111 +29,13 @@ from fnshard.compiler.ir.program import OpOverload, arguments_of, describe
 from fnshard.compiler.kernels.attention import choose_kernels
 from fnshard.compiler.kernels.canonical import Argument, Source
 from fnshard.compiler.kernels.derived import find_derived
+from fnshard.compiler.kernels.kernel import Backward, Kernel, Ref, Refs
 from fnshard.compiler.kernels.remat import Policy, is_saved
-from fnshard.compiler.kernels.segments import Segments, Way
+from fnshard.compiler.kernels.segments import Segments
+from fnshard.compiler.kernels.store import Recipe, make_all
 from fnshard.compiler.kernels.weight_grads import split_backward
 from fnshard.compiler.rewrites.rounding import hide_rounding, round_for_joint_decisions, show_rounding
 from fnshard.errors import SpecError, TraceError
-
-
-@dataclass(frozen=True)
-class Ref:
-    """A reference to a value that a backward kernel reads.
-
-    Args:
-        kind: "input", "output", "saved", "tangent" or "between".
-        index: the number of the value among those of its kind.
-    """
-
-    kind: str
-    index: int
-
-
-Refs = tuple[Ref, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class Backward:
-    """A backward kernel, or a half of one: `module(*inputs) -> (*gradients, *between)`.
-
-    Args:
-        inputs: the values that it reads.
-        grads: for each gradient, the number of the source's input that it belongs to.
-        shared: gradients (positions in `grads`) that may be one tensor with another result or with an input,
-            so that nobody may write to them.
-    """
-
-    module: fx.GraphModule
-    inputs: Refs
-    grads: tuple[int, ...]
-    shared: tuple[int, ...] = ()
-
-    @property
-    def graph(self) -> fx.Graph:
-        return self.module.graph
-
-    @cached_property
-    def tangent_strides(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """For each tangent that it reads, its place among the inputs and the strides it was traced with."""
-        nodes = self.graph.find_nodes(op="placeholder")
-        return tuple(
-            (i, tuple(node.meta["val"].stride()))
-            for i, (ref, node) in enumerate(zip(self.inputs, nodes, strict=True))
-            if ref.kind == "tangent"
-        )
-
-
-@dataclass(frozen=True, eq=False)
-class Kernel:
-    """A distinct segment's forward and backward, as graphs of core ATen ops.
-
-    Args:
-        forward: the graph `(*inputs) -> (*outputs, *saved)`.
-        backward: the backward, or, where the gradients of leaves are apart, the part of it that makes
-            cotangents and gradients that take no products. It is None where there is nothing to make.
-        saved: descriptions of what is kept for the backward besides inputs and outputs.
-        weights: the part of the backward that makes gradients of leaves that take products, if it is apart.
-        between: descriptions of what `backward` hands on to `weights`.
-        kept: the ops of the remat policy's `save` that it has.
-    """
-
-    name: str
-    source: Source
-    forward: fx.GraphModule
-    backward: Backward | None
-    saved: tuple[Argument, ...] = ()
-    weights: Backward | None = None
-    between: tuple[Argument, ...] = ()
-    kept: tuple[str, ...] = ()
-
-    @cached_property
-    def halves(self) -> Mapping[Way, Backward]:
-        """The backward kernels that there are, by way."""
-        both = {Way.BACKWARD: self.backward, Way.WEIGHTS: self.weights}
-        return {way: half for way, half in both.items() if half is not None}
-
-    @cached_property
-    def modules(self) -> Mapping[Way, fx.GraphModule]:
-        """The graphs that there are, by way."""
-        return {Way.FORWARD: self.forward, **{way: half.module for way, half in self.halves.items()}}
-
-    @property
-    def grads(self) -> tuple[int, ...]:
-        """The indices of the inputs that get a gradient."""
-        return tuple(index for half in self.halves.values() for index in half.grads)
-
-    @property
-    def tangents(self) -> tuple[int, ...]:
-        """The indices of the outputs that take a tangent."""
-        return tuple(i for i, a in enumerate(self.source.outputs) if a.requires_grad)
-
-    def as_text(self) -> str:
-        """Return the name, what is saved, and the code of all graphs."""
-        saved = ", ".join(map(str, self.saved))
-        codes = [module.code.strip() for module in self.modules.values()]
-        return "\n".join([f"{self.name}: saves [{saved}]", *codes])
-
-    __str__ = as_text
 
 
 @dataclass(frozen=True, eq=False)
@@ -268,6 +170,12 @@ def trace_joint(source: Source, trainable: bool, target: str) -> Joint:
     return Joint(joint, mode, differentiable)
 
 
+def _make(recipe: Recipe) -> Kernel:
+    return differentiate(
+        recipe.source, recipe.policy, trainable=recipe.trainable, target=recipe.target, apart=recipe.apart
+    )
+
+
 def kernel_key(source: str, policy: Policy, apart: bool = False) -> str:
     """Return the key of a kernel, which segments that share it have in common.
 
@@ -299,14 +207,12 @@ def differentiate_all(
         SpecError: a policy saves an op that none of its segments has.
     """
     known = {} if known is None else known
-    out: dict[str, Kernel] = {}
+    wanted: dict[str, Recipe] = {}
     for segment, policy in zip(segments.segments, policies, strict=True):
-        key = kernel_key(segment.source, policy, apart)
-        if key not in known:
-            source = segments.sources[segment.source]
-            known[key] = differentiate(source, policy, trainable=trainable, target=target, apart=apart)
-        if key not in out:
-            out[key] = replace(known[key], name=f"k{len(out)}")
+        recipe = Recipe(segments.sources[segment.source], policy, trainable, target, apart)
+        wanted.setdefault(kernel_key(segment.source, policy, apart), recipe)
+    known |= make_all({key: recipe for key, recipe in wanted.items() if key not in known}, _make)
+    out = {key: replace(known[key], name=f"k{number}") for number, key in enumerate(wanted)}
 
     # Ops that `save` names but no kernel has are a mistake.
     wanted_tags = {s for p in policies for s in p.save}
@@ -496,6 +402,7 @@ def _make_kernel(source: Source, forward: fx.GraphModule, backward: fx.GraphModu
     A value that is an input or an output is not saved again: the backward reads it as such.
     """
     flat = list(forward.graph.output_node().args[0])
+    # A value that is returned twice is read as the first of the two; an input that is returned, as the input.
     refs = {n.name: Ref("output", i) for i, n in reversed(list(enumerate(flat[: len(source.outputs)])))}
     refs |= {n.name: Ref("input", i) for i, n in enumerate(forward.graph.find_nodes(op="placeholder"))}
     saved_nodes = [n for n in flat[len(source.outputs) :] if n.name not in refs]
@@ -505,6 +412,7 @@ def _make_kernel(source: Source, forward: fx.GraphModule, backward: fx.GraphModu
 
     grads = _prune_backward(backward)
     taking = [i for i, a in enumerate(source.outputs) if a.requires_grad]
+    # The export numbers tangents from 1, over the outputs that take one.
     refs |= {f"tangents_{number}": Ref("tangent", i) for number, i in enumerate(taking, 1)}
     read = tuple(refs[n.name] for n in backward.graph.find_nodes(op="placeholder"))
     descriptions = tuple(Argument.of(_value(n), "value") for n in saved_nodes)

@@ -30,7 +30,7 @@ from unittest import mock
 import torch
 from torch import Tensor, fx
 
-from fnshard.compiler.kernels.differentiate import Kernel
+from fnshard.compiler.kernels.kernel import Kernel
 from fnshard.compiler.kernels.segments import Way
 from fnshard.compiler.rewrites.rounding import BITS, drop_rounding
 from fnshard.compiler.rewrites.wide_sums import widen_sums
@@ -180,6 +180,20 @@ def _make_eager(module: fx.GraphModule) -> Boxed:
     return run
 
 
+def import_compiler(backend: str) -> None:
+    """Import what the first lowering and the first compilation import, which takes seconds.
+
+    A process whose ranks are forks of it does so once for all of them.
+    """
+    import torch._dynamo
+
+    if backend == "inductor":
+        import torch._functorch.aot_autograd
+        import torch._functorch.partitioners
+        import torch._inductor.compile_fx
+        import torch._inductor.fx_passes.joint_graph  # noqa: F401
+
+
 def warm_up(device_type: str, backend: str) -> None:
     """Start the processes that compile for an accelerator; that takes seconds, during which one may trace."""
     if backend == "inductor" and device_type != "cpu":
@@ -319,6 +333,7 @@ def _start(kernels: list[_CppKernel]) -> Callable[[], None]:
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.codecache import CppPythonBindingsCodeCache
 
+    # One translation unit: all includes, then each kernel in a namespace of its own.
     parts = [_bind_source(kernel, f"kernel_{number}") for number, kernel in enumerate(kernels)]
     includes = dict.fromkeys(line.strip() for part in parts for line in INCLUDE.findall(part))
     spaces = [f"namespace n{number} {{\n{INCLUDE.sub('', part)}\n}}\n" for number, part in enumerate(parts)]
@@ -330,6 +345,7 @@ def _start(kernels: list[_CppKernel]) -> Callable[[], None]:
         path = Path(compiled().__spec__.origin)
         for number, kernel in enumerate(kernels):
             entry = _load_entry(path, f"kernel_{number}")
+            # The module that calls the kernel has its stand-in under some name.
             names = [name for name, value in kernel.module.items() if value is kernel]
             kernel.module.update(dict.fromkeys(names, entry))
 
@@ -340,6 +356,7 @@ def _bind_source(kernel: _CppKernel, name: str) -> str:
     """Return the source of a kernel under another name, with Inductor's Python binding."""
     from torch._inductor.codecache import CppPythonBindingsCodeCache
 
+    # Inductor writes the binding, and would then compile it; here the text alone is taken.
     sources: list[str] = []
     own = {
         "entry_function": name,

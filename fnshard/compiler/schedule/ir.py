@@ -23,7 +23,7 @@ import torch
 
 from fnshard.compiler.ir.program import short_dtype
 from fnshard.compiler.ir.values import Kind, ValueName
-from fnshard.compiler.kernels.differentiate import Kernel
+from fnshard.compiler.kernels.kernel import Kernel
 from fnshard.compiler.kernels.segments import Way
 from fnshard.compiler.schedule.buckets import Bucket
 from fnshard.compiler.update.family import Family
@@ -174,6 +174,7 @@ class Instruction:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        # ReduceScatter is printed as reduce_scatter.
         name = cls.__name__
         cls.verb = "".join("_" + c.lower() if c.isupper() and i else c.lower() for i, c in enumerate(name))
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from fnshard.compiler.frontend.exchange import KINDS
 from fnshard.compiler.ir.values import Kind, ValueName
 from fnshard.compiler.kernels.canonical import Argument
-from fnshard.compiler.kernels.differentiate import Kernel, Ref
+from fnshard.compiler.kernels.kernel import Kernel, Ref
 from fnshard.compiler.kernels.segments import Segment, Segments, Way, may_travel_again
 from fnshard.compiler.schedule.reruns import Rerun
 

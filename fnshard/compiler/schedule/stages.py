@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from fnshard.compiler.ir.program import Outputs
 from fnshard.compiler.ir.values import Kind, ValueName
-from fnshard.compiler.kernels.differentiate import Kernel
+from fnshard.compiler.kernels.kernel import Kernel
 from fnshard.compiler.kernels.segments import Segment, Segments, last_first
 from fnshard.errors import SpecError
 from fnshard.layout.spec import LayoutSpec

@@ -1,0 +1,409 @@
+"""Store: kernels are made once and kept in files, for other ranks and for later processes.
+
+To differentiate segments is most of what lowering costs, and equal segments become equal kernels. A kernel is
+kept by its content: the graph of its segment with all shapes, strides and dtypes, its policy, and what else
+decides what it becomes (torch's version and settings, and the sources of fnshard, so that another compiler
+reads no kernels of this one). A file holds rows of names and numbers, and nothing is unpickled. Kernels with
+operators that are not torch's or fnshard's are not kept, since their formulas may change.
+
+The files lie in `fnshard/kernels` in the user's cache directory (XDG_CACHE_HOME, or `~/.cache`).
+FNSHARD_CACHE names another directory, or is "off". No fault of files is an error: without them kernels are
+made anew.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import operator
+import os
+import tempfile
+import time
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
+
+from fnshard.compiler.ir.program import OpOverload
+from fnshard.compiler.kernels.canonical import Argument, Source
+from fnshard.compiler.kernels.kernel import Backward, Kernel, Ref
+from fnshard.compiler.kernels.remat import Policy
+from fnshard.compiler.kernels.segments import Way
+
+MOST_BYTES = 256 << 20  # of all files; the ones that were not read for longest go first
+MOST_IN_MEMORY = 256  # kernels that a process keeps at hand
+WAIT_S, POLL_S = 60.0, 0.01  # so long this process waits for a kernel that another one makes
+HEADER = b"fnshard kernel 1 "
+OFF = "off"
+NAMESPACES = ("aten", "prims", "prim", "fnshard", "inductor", "rngprims")  # whose operators do not change
+METAS = ("val", "seq_nr", "stack_trace", "original_aten")  # what is read of a kernel's nodes
+NAMED = {  # torch's constants that a graph may hold, by the word that marks them in a file
+    "dtype": torch.dtype,
+    "layout": torch.layout,
+    "memory_format": torch.memory_format,
+}
+PLAIN = (type(None), bool, int, float, str)
+
+
+class Recipe(NamedTuple):
+    """What a kernel is made of; the arguments of `differentiate`."""
+
+    source: Source
+    policy: Policy
+    trainable: bool
+    target: str
+    apart: bool
+
+
+def make_all(recipes: Mapping[str, Recipe], make: Callable[[Recipe], Kernel]) -> dict[str, Kernel]:
+    """Return a kernel for each recipe: from memory, from its file, or made by `make` and kept.
+
+    Ranks that make the same kernels at the same time share the work: each makes what no other one is making,
+    and then waits for the others' files.
+    """
+    folder = find_folder()
+    keys = {name: key_of(recipe) if folder else None for name, recipe in recipes.items()}
+    done: dict[str, Kernel] = {}
+    for patience in (0.0, WAIT_S):
+        for name, recipe in recipes.items():
+            key = keys[name]
+            if name not in done and key is not None and (kernel := _recall(folder, key, recipe.source)):
+                done[name] = kernel
+            if name in done or key is None:
+                continue
+            with _claim(folder, key, patience) as is_claimed:
+                if is_claimed:  # perhaps since another process has written the kernel by now
+                    kernel = _recall(folder, key, recipe.source)
+                    done[name] = kernel or _keep(folder, key, make(recipe))
+    for name, recipe in recipes.items():
+        if name not in done:  # it cannot be kept, or whoever makes it stands still
+            done[name] = make(recipe)
+    return done
+
+
+# ------------------------------------------------------------------ what decides what a kernel becomes
+
+
+def key_of(recipe: Recipe) -> str | None:
+    """Return a text that tells kernels apart by their content; None for one that must not be kept."""
+    source, policy = recipe.source, recipe.policy
+    try:
+        rows = _encode_graph(source.graph, ("val", "stack_trace"))
+        ends = [[_encode_argument(a) for a in arguments] for arguments in (source.inputs, source.outputs)]
+        what = [policy.budget, policy.save, recipe.trainable, recipe.target, recipe.apart]
+        text = json.dumps([source.code, rows, ends, what, _environment(recipe)])
+    except _NotPortableError:
+        return None
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _environment(recipe: Recipe) -> list[Any]:
+    """Return what a kernel depends on besides its segment and its policy: versions and settings."""
+    from torch._functorch import config as functorch_config
+    from torch._inductor import config as inductor_config
+
+    cuda = torch.backends.cuda
+    devices = {a.device for a in recipe.source.inputs if a.device.type == "cuda"}
+    return [
+        hash_sources(), torch.__version__, torch.version.git_version,
+        inductor_config.get_hash().hex(), functorch_config.get_hash().hex(),
+        str(torch.get_default_dtype()), torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(), torch.backends.mkldnn.enabled,
+        cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(), torch.backends.cpu.get_cpu_capability(),
+        sorted((torch.cuda.get_device_name(d), *torch.cuda.get_device_capability(d)) for d in devices),
+    ]  # fmt: skip
+
+
+@cache
+def hash_sources() -> str:
+    """Return a hash of all sources of fnshard: rules, operators and passes decide what a kernel is."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parents[2].rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+# ------------------------------------------------------------------ files
+
+
+def find_folder() -> Path | None:
+    """Return the folder of kernels; None where they are not to be kept, or nobody but the user may write."""
+    chosen = os.environ.get("FNSHARD_CACHE", "")
+    if chosen == OFF:
+        return None
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = Path(chosen or Path(home, "fnshard"), "kernels")
+    return folder if _is_own(folder) else None
+
+
+@cache
+def _is_own(folder: Path) -> bool:
+    """Make a folder if it is not there, and return whether it belongs to this user alone."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.stat()
+    except OSError:
+        return False
+    return found.st_uid == os.geteuid() and not found.st_mode & 0o022
+
+
+@contextmanager
+def _claim(folder: Path, key: str, patience: float) -> Iterator[bool]:
+    """Yield whether this process may make a kernel, or no other one does. A process that dies lets go.
+
+    Args:
+        patience: how long to wait for another process, in seconds.
+    """
+    place = int(key[:15], 16)  # each kernel has a byte of one file that has none
+    until = time.monotonic() + patience
+    with ExitStack() as stack:
+        try:
+            file = stack.enter_context(open(folder / "locks", "ab"))
+        except OSError:  # a folder to read from
+            yield True
+            return
+        while True:
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
+            except BlockingIOError:
+                if time.monotonic() < until:
+                    time.sleep(POLL_S)
+                    continue
+                yield False
+                return
+            except OSError:  # a file system without locks
+                pass
+            break
+        yield True
+
+
+_memory: OrderedDict[tuple[Path, str], Kernel] = OrderedDict()
+
+
+def _recall(folder: Path, key: str, source: Source) -> Kernel | None:
+    """Return a kernel that this process has, or that lies in a whole file."""
+    kernel = _memory.get((folder, key))
+    if kernel is None:
+        path = folder / key
+        try:
+            header, _, body = path.read_bytes().partition(b"\n")
+            if header != HEADER + hashlib.sha256(body).hexdigest().encode():
+                return None
+            kernel = _decode_kernel(json.loads(zlib.decompress(body)), source)
+            os.utime(path)
+        except Exception:  # it is not there, cut short, or of another program
+            if kernel is None:
+                return None
+    _remember(folder, key, kernel)
+    return replace(kernel, source=source)
+
+
+def _remember(folder: Path, key: str, kernel: Kernel) -> None:
+    _memory[folder, key] = kernel
+    _memory.move_to_end((folder, key))
+    if len(_memory) > MOST_IN_MEMORY:
+        _memory.popitem(last=False)
+
+
+def _keep(folder: Path, key: str, kernel: Kernel) -> Kernel:
+    """Write a kernel to its file, if that is possible, and return it."""
+    try:
+        body = zlib.compress(json.dumps(_encode_kernel(kernel)).encode(), 1)
+    except _NotPortableError:
+        return kernel
+    _remember(folder, key, kernel)
+    written = None
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix="new-", delete=False) as file:
+            written = file.name
+            file.write(HEADER + hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
+        os.replace(written, folder / key)
+        _make_room(folder)
+    except OSError:  # a full disk, or a folder to read from
+        with suppress(OSError):
+            if written is not None:
+                os.unlink(written)
+    return kernel
+
+
+def _make_room(folder: Path) -> None:
+    """Remove the files that were not read for longest, until three quarters of what is allowed are left."""
+    found = [(entry.stat(), entry.path) for entry in os.scandir(folder) if entry.name != "locks"]
+    total = sum(stat.st_size for stat, _ in found)
+    if total <= MOST_BYTES:
+        return
+    for stat, path in sorted(found, key=lambda each: each[0].st_mtime):
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+        total -= stat.st_size
+        if total <= MOST_BYTES * 3 // 4:
+            return
+
+
+# ------------------------------------------------------------------ kernels as rows of plain values
+
+
+class _NotPortableError(Exception):
+    """A graph holds something that has no meaning outside of its process."""
+
+
+def _encode_kernel(kernel: Kernel) -> dict[str, Any]:
+    return {
+        "graphs": {way: _encode_graph(module.graph, METAS) for way, module in kernel.modules.items()},
+        "halves": {
+            way: [[[ref.kind, ref.index] for ref in half.inputs], half.grads, half.shared]
+            for way, half in kernel.halves.items()
+        },
+        "saved": [_encode_argument(a) for a in kernel.saved],
+        "between": [_encode_argument(a) for a in kernel.between],
+        "kept": kernel.kept,
+    }
+
+
+def _decode_kernel(values: Mapping[str, Any], source: Source) -> Kernel:
+    mode = FakeTensorMode()
+    with _use_lazy_graph_module(True):
+        modules = {Way(way): _decode_graph(rows, mode) for way, rows in values["graphs"].items()}
+    halves = {
+        Way(way): Backward(
+            modules[Way(way)], tuple(Ref(kind, index) for kind, index in inputs), tuple(grads), tuple(shared)
+        )
+        for way, (inputs, grads, shared) in values["halves"].items()
+    }
+    saved, between = (tuple(map(_decode_argument, values[name])) for name in ("saved", "between"))
+    return Kernel(
+        "", source, modules[Way.FORWARD], halves.get(Way.BACKWARD), saved, halves.get(Way.WEIGHTS), between,
+        tuple(values["kept"]),
+    )  # fmt: skip
+
+
+def _encode_argument(argument: Argument) -> list[Any]:
+    a = argument
+    return [a.shape, a.stride, _name_of(a.dtype), str(a.device), a.requires_grad, a.kind]
+
+
+def _decode_argument(values: list[Any]) -> Argument:
+    shape, stride, dtype, device, requires_grad, kind = values
+    return Argument(
+        tuple(shape), tuple(stride), getattr(torch, dtype), torch.device(device), requires_grad, kind
+    )
+
+
+def _encode_graph(graph: fx.Graph, metas: tuple[str, ...]) -> list[Any]:
+    """Return a row for each node: op, target, arguments, name, and some of its metadata."""
+    numbers = {node: number for number, node in enumerate(graph.nodes)}
+    rows = []
+    for node in graph.nodes:
+        if node.op in ("get_attr", "call_module"):
+            raise _NotPortableError(node.op)
+        meta = {key: _encode(node.meta[key], numbers) for key in metas if node.meta.get(key) is not None}
+        target, args, kwargs = (
+            _encode(value, numbers) for value in (node.target, tuple(node.args), dict(node.kwargs))
+        )
+        rows.append([node.op, target, args, kwargs, node.name, meta])
+    return rows
+
+
+def _decode_graph(rows: list[Any], mode: FakeTensorMode) -> fx.GraphModule:
+    graph, nodes = fx.Graph(), list[fx.Node]()
+    for op, target, args, kwargs, name, meta in rows:
+        target, args, kwargs = (_decode(value, nodes, mode) for value in (target, args, kwargs))
+        node = graph.create_node(op, target, args, kwargs, name)
+        node.meta = {key: _decode(value, nodes, mode) for key, value in meta.items()}
+        nodes.append(node)
+    return _make_graph_module(torch.nn.Module(), graph)
+
+
+def _name_of(constant: Any) -> str:
+    return str(constant).removeprefix("torch.")
+
+
+def _encode(value: Any, numbers: Mapping[fx.Node, int]) -> Any:
+    """Return a value of a node as JSON has it: plain, a list, or `[word, ...]` for what JSON lacks."""
+    if type(value) in PLAIN:
+        return value
+    if isinstance(value, fx.Node):
+        return ["node", numbers[value]]
+    if isinstance(value, list | tuple):
+        kind = "list" if isinstance(value, list) else "tuple"
+        return [kind, *(_encode(each, numbers) for each in value)]
+    if isinstance(value, dict):
+        return ["dict", *([_encode(k, numbers), _encode(v, numbers)] for k, v in value.items())]
+    if isinstance(value, OpOverload) and value.namespace in NAMESPACES:
+        return ["op", value._schema.name, value._overloadname]
+    if value is operator.getitem or getattr(operator, getattr(value, "__name__", ""), None) is value:
+        return ["operator", value.__name__]
+    if isinstance(value, Tensor):
+        return ["fake", *_encode_fake(value)]
+    for word, kind in NAMED.items():
+        if isinstance(value, kind):
+            return [word, _name_of(value)]
+    if isinstance(value, torch.device):
+        return ["device", str(value)]
+    if isinstance(value, complex):
+        return ["complex", value.real, value.imag]
+    if isinstance(value, slice):
+        return ["slice", *(_encode(each, numbers) for each in (value.start, value.stop, value.step))]
+    raise _NotPortableError(type(value).__name__)
+
+
+def _decode(value: Any, nodes: list[fx.Node], mode: FakeTensorMode) -> Any:
+    """Return the value that `_encode` has written down; its fake tensors are of a mode."""
+    if not isinstance(value, list):
+        return value
+    word, *rest = value
+    if word in ("list", "tuple", "slice"):
+        kind = {"list": list, "tuple": tuple, "slice": lambda each: slice(*each)}[word]
+        return kind([_decode(each, nodes, mode) for each in rest])
+    if word == "dict":
+        return {_decode(k, nodes, mode): _decode(v, nodes, mode) for k, v in rest}
+    if word == "node":
+        return nodes[rest[0]]
+    if word == "op":
+        space, _, name = rest[0].partition("::")
+        if space not in NAMESPACES:
+            raise ValueError(space)
+        return getattr(getattr(getattr(torch.ops, space), name), rest[1] or "default")
+    if word == "operator":
+        return getattr(operator, rest[0])
+    if word == "fake":
+        return _decode_fake(mode, *rest)
+    if word in NAMED:
+        constant = getattr(torch, rest[0])
+        if not isinstance(constant, NAMED[word]):
+            raise ValueError(rest[0])
+        return constant
+    return {"device": torch.device, "complex": complex}[word](*rest)
+
+
+def _encode_fake(value: Tensor) -> list[Any]:
+    """Return what describes a tensor without its values: also where it lies in its memory, a view perhaps."""
+    if value.layout != torch.strided or value.is_conj() or value.is_neg():
+        raise _NotPortableError(type(value).__name__)
+    return [
+        list(value.shape), list(value.stride()), _name_of(value.dtype), str(value.device),
+        value.requires_grad, value.storage_offset(), value.untyped_storage().nbytes(),
+    ]  # fmt: skip
+
+
+def _decode_fake(
+    mode: FakeTensorMode, shape: list[int], stride: list[int], dtype_name: str, device: str,
+    requires_grad: bool, offset: int, storage_bytes: int,
+) -> Tensor:  # fmt: skip
+    dtype = getattr(torch, dtype_name)
+    meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    if offset or meta.untyped_storage().nbytes() != storage_bytes:
+        whole = torch.empty(storage_bytes // dtype.itemsize, dtype=dtype, device="meta")
+        meta = whole.as_strided(shape, stride, offset)
+    return FakeTensor(mode, meta.requires_grad_(requires_grad), torch.device(device))
