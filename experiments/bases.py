@@ -27,7 +27,7 @@ from experiments.data.builtin import write_text_files, write_warming_files
 from experiments.data.tokenizer import TEMPLATE, ByteTokenizer
 from experiments.lib.checks import ConfigError
 from experiments.lib.compose import compose, exit_with
-from experiments.lib.files import commit_folder, locked, write_json
+from experiments.lib.files import commit_folder, lock_folder, write_json
 from experiments.lib.folder import STOPPED
 from experiments.lib.launch import CPU_RANKS, device_of, find_accelerators, start
 from experiments.tuning.model_directory import BASES, EXPORTED, KEPT
@@ -86,7 +86,7 @@ def wait_for_lock(folder: Path) -> Iterator[None]:
     """Hold a folder as long as the block runs, once no other process does."""
     told = False
     while True:
-        with locked(folder) as free:
+        with lock_folder(folder) as free:
             if free:
                 yield
                 return

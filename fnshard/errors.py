@@ -93,7 +93,7 @@ def report(headline: str, failures: Sequence[str] = (), fix: str = "") -> str:
 
 
 def stable_repr(value: object) -> str:
-    """`repr` without memory addresses: the same text in every process.
+    """Return `repr` without memory addresses: the same text in every process.
 
     >>> stable_repr(len), stable_repr(object())
     ('<built-in function len>', '<object object>')
@@ -102,7 +102,10 @@ def stable_repr(value: object) -> str:
 
 
 def misfits(values: Mapping[str, Any], expected: Mapping[str, tuple[Callable[[Any], Any], str]]) -> list[str]:
-    """A line for each value that is not what is expected: whether one fits, and what would.
+    """Return a line for each value that is not what is expected.
+
+    Args:
+        expected: by name, a function that says whether a value fits, and what would fit, as text.
 
     >>> misfits({"rank": 0, "mode": "min"}, {"rank": counts(1), "mode": one_of("min", "max")})
     ['rank=0: a whole number, at least 1']
@@ -111,22 +114,22 @@ def misfits(values: Mapping[str, Any], expected: Mapping[str, tuple[Callable[[An
 
 
 def counts(least: int, what: str = "a whole number") -> tuple[Callable[[Any], bool], str]:
-    """Whole numbers from `least` on; no booleans."""
+    """Return what `misfits` expects of a whole number, from `least` on, which is no boolean."""
     return lambda v: is_number(v) and isinstance(v, int) and v >= least, f"{what}, at least {least}"
 
 
 def one_of(*choices: Any) -> tuple[Callable[[Any], bool], str]:
-    """One of these."""
+    """Return what `misfits` expects of a value that is one of these."""
     return lambda v: v in choices, f"one of {', '.join(map(repr, choices))}"
 
 
 def is_number(value: object) -> bool:
-    """Whether it is a finite number, and no boolean."""
+    """Return whether a value is a finite number, and no boolean."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def nearest(glob: str, names: Iterable[str]) -> str:
-    """The names that a glob may have meant, of numbered ones the first.
+    """Return the names that a glob may have meant, of numbered ones the first, as the end of a message.
 
     >>> nearest("*.wv", ["layers.0.wq", "layers.1.wq", "norm"])
     "; nearest: 'layers.0.wq', 'norm'"
@@ -137,5 +140,5 @@ def nearest(glob: str, names: Iterable[str]) -> str:
 
 
 def leaves(count: int) -> str:
-    """`1 leaf`, `2 leaves`."""
+    """Return a count of leaves as text: "1 leaf", "2 leaves"."""
     return "1 leaf" if count == 1 else f"{count} leaves"

@@ -243,6 +243,7 @@ def flatten(
         constants: whether constants and functions are leaves too.
     """
     leaves, nodes = _flatten(tree, is_leaf)
+    # What is constant belongs to the structure, where it takes part in comparisons.
     static = () if constants else _static(leaves)
     return _without(leaves, static), TreeDef(nodes, static)
 
@@ -251,6 +252,7 @@ def unflatten(leaves: Iterable[Any], structure: TreeDef) -> Any:
     """Return the tree of some leaves and a structure; the inverse of `flatten`."""
     values = list(leaves)
     for index, value in structure.constants:
+        # Their indices are among all leaves, in order: each is inserted where it was.
         values.insert(index, value)
     return optree.tree_unflatten(structure.nodes, values)
 
@@ -322,6 +324,7 @@ def _flatten(tree: Any, is_leaf: Callable[[Any], bool] | None) -> tuple[list[Any
     """Flatten by optree, which learns classes of torch's as it meets them."""
     leaves, nodes = optree.tree_flatten(tree, is_leaf, none_is_leaf=True, namespace=_SPACE)
     known = partial(optree.register_pytree_node.get, namespace=_SPACE)
+    # optree takes what it does not know for a leaf: if torch knows its class, it is taken apart after all.
     torchs = [k for k in set(builtins.map(type, leaves)) if k in pytree.SUPPORTED_NODES and known(k) is None]
     if not torchs:
         return leaves, nodes

@@ -84,7 +84,7 @@ def leave_out(names: Sequence[str]) -> Iterator[None]:
 
 
 def main(config: BenchConfig) -> None:
-    """Be a rank; the first prints the table."""
+    """Run one rank; the first prints the table."""
     ranks.join(config)
     torch.set_flush_denormal(True)
     for name in ("write_blocks", "pack_for_peer", "add_to_own"):

@@ -36,7 +36,7 @@ SIZES = ({"size": "tiny", "length": 256}, {}, {"rows": 8})  # of the stages, as 
 
 
 def lower_on_paper(config: BenchConfig) -> Schedule:
-    """The step of `full_shard`, on a GPU that is not there."""
+    """Lower the step of `full_shard` for a GPU that is not there."""
     mesh = fs.make_mesh(shard=1, abstract=True, device="cuda")
     with torch.device("meta"):
         model = Decoder(replace(config.model, context=max(config.length, config.model.context)))

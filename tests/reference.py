@@ -20,7 +20,7 @@ Optimizers = Callable[[Params], torch.optim.Optimizer]
 
 @dataclass
 class Trained:
-    """What a loop leaves: parameters at the end, and one entry per step of the rest."""
+    """A record of a loop: parameters at the end, and one entry per step of the rest."""
 
     params: Params = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
@@ -29,17 +29,17 @@ class Trained:
 
 
 def adamw(lr: float, weight_decay: float = 0.1, eps: float = 1e-8) -> Optimizers:
-    """AdamW over all trainable leaves in one group."""
+    """Make AdamW over all trainable leaves in one group."""
     return lambda named: torch.optim.AdamW(named.values(), lr=lr, weight_decay=weight_decay, eps=eps)
 
 
 def sgd(lr: float, momentum: float = 0.0, weight_decay: float = 0.0) -> Optimizers:
-    """SGD over all trainable leaves in one group."""
+    """Make SGD over all trainable leaves in one group."""
     return lambda named: torch.optim.SGD(named.values(), lr=lr, momentum=momentum, weight_decay=weight_decay)
 
 
-def grouped(make: Any, settings: Callable[[str], Mapping[str, float]], **common: Any) -> Optimizers:
-    """One parameter group per leaf, with what `settings(path)` says of it."""
+def group_leaves(make: Any, settings: Callable[[str], Mapping[str, float]], **common: Any) -> Optimizers:
+    """Make an optimizer with a parameter group per leaf, with what `settings(path)` says of it."""
     return lambda named: make([{"params": [v], **settings(p)} for p, v in named.items()], **common)
 
 
@@ -79,12 +79,12 @@ def train(
 
 
 def is_number(value: Tensor) -> bool:
-    """Whether it may train: it is of floats, or complex."""
+    """Return whether a leaf may train: it is of floats, or complex."""
     return value.is_floating_point() or value.is_complex()
 
 
 def total_loss(results: Sequence[Any]) -> Tensor:
-    """The mean of plain losses; of Means the sum of totals over the sum of counts (0 / 0 is 0)."""
+    """Return the mean of plain losses; for Means the sum of totals over the sum of counts (0 / 0 is 0)."""
     losses = [r[0] if isinstance(r, tuple) else r for r in results]
     if not isinstance(losses[0], Mean):
         return torch.stack(losses).mean()
@@ -95,7 +95,7 @@ def total_loss(results: Sequence[Any]) -> Tensor:
 def gradients(
     loss_fn: Callable[..., Any], params: Mapping[str, Tensor], *batch: Any
 ) -> tuple[Params, Tensor]:
-    """`torch.func.grad_and_value` over the float leaves."""
+    """Call `torch.func.grad_and_value` over the float leaves."""
     floats = {p: v.detach() for p, v in params.items() if is_number(v)}
     rest = {p: v.detach() for p, v in params.items() if p not in floats}
 

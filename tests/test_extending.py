@@ -73,7 +73,7 @@ HALF = fs.codecs.Codec(
 
 
 def gathers_first(schedule: Any) -> Any:
-    """A pass: all gathers of the forward are issued before its first kernel."""
+    """Issue all gathers of the forward before its first kernel: a pass."""
     lines = schedule.instructions
     early = [line for line in lines if isinstance(line, Gather) and line.phase.startswith("forward")]
     moved = schedule.with_instructions([*early, *(line for line in lines if line not in early)])
@@ -120,7 +120,7 @@ class NarrowAllReduce(OfBucket):
 
 
 def narrow_sums(schedule: Any) -> Any:
-    """A pass: sums of blocks are sent as fp32."""
+    """Send sums of blocks as fp32: a pass."""
 
     def narrow(line: Any) -> Any:
         if isinstance(line, AllReduce):
@@ -132,7 +132,7 @@ def narrow_sums(schedule: Any) -> Any:
 
 
 def relu_as_clamp(graph: torch.fx.Graph) -> int:
-    """A rewrite."""
+    """Replace relu by clamp in a graph: a rewrite."""
     found = [node for node in graph.nodes if node.target is torch.ops.aten.relu.default]
     for node in found:
         node.target, node.args = torch.ops.aten.clamp_min.default, (node.args[0], 0)
@@ -142,8 +142,8 @@ def relu_as_clamp(graph: torch.fx.Graph) -> int:
 # ------------------------------------------------------------------ and how it is used
 
 
-def trained(make: Callable[[fs.Mesh], Any], steps: int = 3, **axes: int) -> list[float]:
-    """Losses of two ranks' steps, or of more."""
+def train_ranks(make: Callable[[fs.Mesh], Any], steps: int = 3, **axes: int) -> list[float]:
+    """Return the losses of two ranks' steps, or of more."""
     mesh = fs.make_mesh(**axes or {"shard": 2}, simulated=True)
     step = make(mesh)
 
@@ -160,7 +160,7 @@ def trained(make: Callable[[fs.Mesh], Any], steps: int = 3, **axes: int) -> list
 
 
 def plain(steps: int = 3) -> list[float]:
-    """The same in a loop without the library."""
+    """Train in a loop without the library, and return the losses."""
     values, losses = params(), []
     values["frozen"] = values["frozen"].half().double()
     trainable = [values[f"layers.{i}.w"].requires_grad_() for i in range(2)]
@@ -187,7 +187,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def step_of(mesh: fs.Mesh, fn: Any = loss_fn, passes: Any = None) -> Any:
-    """A step of an optimizer, a schedule, a preset and a codec, looked up by name."""
+    """Make a step of an optimizer, a schedule, a preset and a codec, looked up by name."""
     rate = fs.schedules.SCHEDULES["staircase"](0.01, every=2)
     optimizer = fs.optim.OPTIMIZERS["signum"](rate)
     specs = fs.presets.PRESETS["by_columns"](params(), mesh)
@@ -196,7 +196,7 @@ def step_of(mesh: fs.Mesh, fn: Any = loss_fn, passes: Any = None) -> Any:
 
 @pytest.mark.usefixtures("registered")
 def test_an_optimizer_a_schedule_a_preset_and_a_codec() -> None:
-    assert trained(step_of) == pytest.approx(plain(), abs=1e-10)
+    assert train_ranks(step_of) == pytest.approx(plain(), abs=1e-10)
 
 
 @pytest.mark.usefixtures("registered")
@@ -211,10 +211,10 @@ def test_an_instruction() -> None:
 
     axes = {"replicate": 2, "shard": 2}
     wide = step_on(fs.make_mesh(**axes, abstract=True)).lower(params(), ROWS[0])
-    expected = trained(step_on, **axes)
+    expected = train_ranks(step_on, **axes)
     narrowed = partial(step_on, passes=[narrow_sums, *fs.passes.default()])
     low = narrowed(fs.make_mesh(**axes, abstract=True)).lower(params(), ROWS[0])
-    assert trained(narrowed, **axes) == pytest.approx(expected, abs=1e-10)  # of a sign nothing is lost
+    assert train_ranks(narrowed, **axes) == pytest.approx(expected, abs=1e-10)  # of a sign nothing is lost
     sums = [n for n, i in enumerate(low.schedule.instructions) if i.verb == "narrow_all_reduce"]
     assert len(sums) == 2
     traffic, of_wide = low.comm_analysis(), wide.comm_analysis()
@@ -245,11 +245,11 @@ def test_a_pass_and_a_rewrite(monkeypatch: pytest.MonkeyPatch) -> None:
     low = own(fs.make_mesh(shard=2, abstract=True)).lower(params(), ROWS[0])
     verbs = [type(line).__name__ for line in low.schedule.instructions]
     assert verbs[:3] == ["Gather"] * 3 and verbs.index("Run") > 2 and counts == [2]
-    assert trained(own) == pytest.approx(plain(), abs=1e-10)
+    assert train_ranks(own) == pytest.approx(plain(), abs=1e-10)
 
 
 def reduces_nothing(schedule: Any) -> Any:
-    """A pass with a mistake: what is reduced is never waited for."""
+    """Never wait for what is reduced: a pass with a mistake."""
     kept = [
         line for line in schedule.instructions if not (isinstance(line, Wait) and line.is_for(ReduceScatter))
     ]
@@ -257,14 +257,14 @@ def reduces_nothing(schedule: Any) -> Any:
 
 
 def waits_for_nothing(schedule: Any) -> Any:
-    """A pass with a mistake: a Wait reads nothing."""
+    """Let a Wait read nothing: a pass with a mistake."""
     return schedule.with_instructions(
         [replace(line, reads=()) if isinstance(line, Wait) else line for line in schedule.instructions]
     )
 
 
 def fails(schedule: Any) -> Any:
-    """A pass with a mistake: no line has this field."""
+    """Read a field that no line has: a pass with a mistake."""
     return [line.nothing for line in schedule.instructions]
 
 

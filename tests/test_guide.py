@@ -176,14 +176,14 @@ def run_first(folder: str | Path, patch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def first_script(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The names that the first page leaves."""
+    """Yield the names that the first page leaves."""
     patch = pytest.MonkeyPatch()
     yield run_first(tmp_path_factory.mktemp("guide"), patch)
     patch.undo()
 
 
 def fresh(namespace: dict[str, Any]) -> dict[str, Any]:
-    """The same names, and a state to consume."""
+    """Return the same names with a copy of the state, which a step may consume."""
     return {**namespace, "state": namespace["state"].copy()}
 
 
@@ -249,7 +249,7 @@ TABLES = re.findall(r"^\| (.*?)\| here \|\n\|---\|---\|\n((?:\|.*\n)+)", COMING_
 
 
 def rows() -> list[Any]:
-    """A row each: what others write, and the code or command here."""
+    """Return rows of what others write, and the code or command here."""
     found = []
     for theirs, body in TABLES:
         for line in body.splitlines():
@@ -278,7 +278,7 @@ def test_all_the_systems_are_there() -> None:
 
 @pytest.mark.parametrize("page", documents(), ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
-    """To a file of the repository, and to a heading of it."""
+    """Each link leads to a file of the repository, and to a heading of it."""
     text = page.read_text(encoding="utf-8")
     for link in re.findall(r"\]\((?!https?:)(.+?)\)", re.sub(r"```.*?```", "", text, flags=re.S)):
         name, _, anchor = link.partition("#")

@@ -159,7 +159,7 @@ def trees() -> dict[str, ast.Module]:
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
-    """Every module and every name imported, at the top or inside functions."""
+    """Yield every module and every name imported, at the top or inside functions."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -188,15 +188,17 @@ def test_public_modules_name_their_api() -> None:
 
 
 def floor_of(module: str) -> int:
-    """The index in FLOORS of the longest name that the module lies under."""
+    """Return the index in FLOORS of the longest name that the module lies under."""
     name = module.removeprefix("fnshard").removeprefix(".")
     found = [f for f in FLOORS if name == f or name.startswith(f + ".")]
     return FLOORS.index(max(found, key=len)) if found else len(FLOORS) * (name == "") - (name != "")
 
 
 def imported_modules(module: str, trees: dict[str, ast.AST]) -> set[str]:
-    """The modules that one imports, inside functions and under TYPE_CHECKING too; a package only if a name of
-    its own is meant."""
+    """Return the modules that one imports, inside functions and under TYPE_CHECKING too.
+
+    A package is among them only if a name of its own is meant.
+    """
     found: set[str] = set()
     for node in ast.walk(trees[module]):
         if isinstance(node, ast.Import):
@@ -267,7 +269,7 @@ def test_the_library_depends_on_what_it_imports_alone() -> None:
 
 
 def private_uses(tree: ast.AST) -> set[str]:
-    """Dotted torch names with a leading underscore in some part, cut after that part."""
+    """Return dotted torch names with a leading underscore in some part, cut after that part."""
     found = set()
     for name in [*imports(tree), *_chains(tree)]:
         parts = name.split(".")
@@ -320,7 +322,7 @@ def test_public_functions_and_classes_are_documented(module: str) -> None:
 
 
 def _named_by_users(module: str) -> bool:
-    """Whether it lies in a folder whose classes users meet."""
+    """Return whether a module lies in a folder whose classes users meet."""
     folders = ("layout", "losses", "optim", "adapters", "step", "checkpoint", "hf", "mesh", "tree", "errors")
     return module.split(".")[1:2] != [] and module.split(".")[1] in (*folders, "functional")
 

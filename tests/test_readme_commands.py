@@ -37,7 +37,7 @@ from experiments.web import config as web
 
 @dataclass(frozen=True)
 class Row:
-    """How a command is tested.
+    """A row of the table: how a command is tested.
 
     Args:
         short: arguments that are added; all others are as they are printed, and defaults stay.
@@ -271,7 +271,7 @@ def _lines(path: Path, *rows: dict[str, Any]) -> Path:
 
 @pytest.fixture(scope="module")
 def things(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What pages name and a reader has: `{as printed: where it is here}`."""
+    """Make what pages name and a reader has: `{as printed: where it is here}`."""
     from tuning import write_llama
 
     home = tmp_path_factory.mktemp("things")
@@ -333,7 +333,7 @@ def test_a_command_runs(command: str, things: dict[str, str], tmp_path: Path) ->
 
 
 def _as_printed(command: str) -> str:
-    """The lines below a command on its page, as a pattern in which `...` is anything."""
+    """Return the lines below a command on its page, as a pattern in which `...` is anything."""
     shown = SHOWN[command].read_text(encoding="utf-8").split(f"{command}\n", 1)[1].split("\n\n", 1)[0]
     return r"\n".join(
         re.escape(line.removeprefix("    ")).replace(r"\.\.\.", ".*") for line in shown.splitlines()
@@ -344,7 +344,7 @@ def _as_printed(command: str) -> str:
     "command", [c for c, r in TABLE.items() if "-m experiments." in c and not r.quick], ids=str
 )
 def test_a_command_composes(command: str) -> None:
-    """With all that is printed and all that makes it short."""
+    """It composes with all that is printed and all that makes it short."""
     before, _, after = command.partition("-m experiments.")
     module, *arguments = shlex.split(f"experiments.{after} {TABLE[command].short}")
     if module in SPECS and "--help" not in arguments:

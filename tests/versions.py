@@ -20,7 +20,7 @@ NEEDED += ["hydra-core", "pydantic", "pytest", "pytest-timeout", "pytest-xdist"]
 
 
 def environment(version: str) -> Path:
-    """The Python of an environment with this torch."""
+    """Return the Python of an environment with this torch, which is made if it is missing."""
     python = CACHE / version / "bin" / "python"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", CACHE / version], check=True)

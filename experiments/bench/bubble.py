@@ -86,7 +86,7 @@ def measure(config: BenchConfig, makers: dict[str, tuple[BenchTask, Maker]]) -> 
     both."""
     mesh, machines = next(iter(makers.values()))[0].mesh, []
     with start_contenders(makers) as entries:
-        lowered = {name: entry.contender.lowered(*entry.batches[0]) for name, entry in entries.items()}
+        lowered = {name: entry.contender.lower(*entry.batches[0]) for name, entry in entries.items()}
         watches = {name: Waiting(each.schedule) for name, each in lowered.items()}
         waited: dict[str, list[float]] = {name: [] for name in entries}
         works = {name: make_step(entry, watches[name], waited[name]) for name, entry in entries.items()}

@@ -272,7 +272,7 @@ class Training:
         self.state, metrics = self.step(self.state, *batch)
         return metrics["loss"]
 
-    def lowered(self, *batch: Tensor) -> Any:
+    def lower(self, *batch: Tensor) -> Any:
         return self.step.lower(self.state, *batch)
 
     def transport_bytes(self) -> int:

@@ -140,7 +140,7 @@ def compiled_steps(config: BenchConfig, folder: Path) -> Iterator[Found]:
     losses += [training.make_step().item() for _ in range(4)]
     if not all(map(math.isfinite, losses)):
         raise ValueError(f"losses are not finite: {losses}")
-    attention = training.lowered(*training.batches[0]).attention
+    attention = training.lower(*training.batches[0]).attention
     yield {"losses of five steps": losses, "attention's kernels": [f"{n} {k}" for k, n in attention.items()]}
 
 
@@ -305,7 +305,7 @@ def predict(config: BenchConfig, racer: Racer, rates: Mapping[str, Any] | None =
     Args:
         rates: hardware by a name; by default what the data sheet says of this device.
     """
-    lowered = racer.contender.lowered(*racer.batch)
+    lowered = racer.contender.lower(*racer.batch)
     if rates is None:
         rates = {"data sheet": DEVICES[config.device].hardware()}
     seconds = median(racer.seconds)

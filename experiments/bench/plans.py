@@ -145,7 +145,7 @@ def times(config: BenchConfig, makers: Mapping[str, tuple[BenchTask, Maker]]) ->
         found = {name: {"seconds": median(each)} for name, each in seconds.items()}
         for name, entry in entries.items():
             if isinstance(entry.contender, Training):
-                lowered = entry.contender.lowered(*entry.batches[0])
+                lowered = entry.contender.lower(*entry.batches[0])
                 ledger, lines = lowered.memory_analysis(), map(lowered.timeline, machines)
                 found[name]["predicted_seconds"] = median(line.step_seconds for line in lines)
                 found[name]["predicted_peak_bytes"] = ledger.peak_bytes

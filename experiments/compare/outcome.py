@@ -73,7 +73,7 @@ def find_outcomes(places: Sequence[str]) -> tuple[list[Outcome], int]:
         fix = "folders of runs or of sweeps, as outputs/2030-01-31/12-00-00, or multirun/*/*."
         raise ConfigError(report("there is nothing to compare:", [*empty, *typos], fix))
     common = Path(os.path.commonpath([str(f.parent) for f in folders]))
-    return [outcome_of(folder, str(folder.relative_to(common))) for folder in folders], len(empty)
+    return [read_outcome(folder, str(folder.relative_to(common))) for folder in folders], len(empty)
 
 
 def runs_below(folder: Path) -> Iterator[Path]:
@@ -100,7 +100,7 @@ def _folders(folder: Path) -> list[Path]:
     return sorted(below, key=lambda f: (int(f.name) if f.name.isdigit() else math.inf, f.name))
 
 
-def outcome_of(folder: Path, name: str) -> Outcome:
+def read_outcome(folder: Path, name: str) -> Outcome:
     """Read what a run has left, finished or not."""
     result = read_result(folder)
     wrong: list[str] = []
@@ -118,18 +118,13 @@ def outcome_of(folder: Path, name: str) -> Outcome:
         measured = next((row for row in reversed(rows) if is_held_out(row)), {})
         numbers |= {name: float(value) for name, value in measured.items() if name != "step"}
         if rows:
-            steps = _read_steps(folder)
+            steps = "?"
+            with suppress(DamagedError, AttributeError):
+                steps = (read_record(folder / IDENTITY) or {}).get("run", {}).get("steps", "?")
             status = STOPPED if status == STOPPED else UNFINISHED
             reason = f"step {rows[-1]['step']} of {steps}"
     overrides = result["overrides"] or _read_overrides(folder)
     return Outcome(folder, name, status, tuple(map(str, overrides)), numbers, rows, reason, goal)
-
-
-def _read_steps(folder: Path) -> Any:
-    """Return how many steps a run is to make; "?" where that cannot be read."""
-    with suppress(DamagedError, AttributeError):
-        return (read_record(folder / IDENTITY) or {}).get("run", {}).get("steps", "?")
-    return "?"
 
 
 def _read_overrides(folder: Path) -> list[str]:

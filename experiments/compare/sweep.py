@@ -8,7 +8,7 @@ from typing import Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
-from experiments.compare.outcome import find_jobs, outcome_of
+from experiments.compare.outcome import find_jobs, read_outcome
 from experiments.compare.table import write_comparison
 from experiments.lib.launch import Sweep
 
@@ -20,7 +20,7 @@ def print_table(sweep: Path, metric: str | None = None) -> int:
 
     The table is written to the sweep's folder with a CSV and a picture of curves.
     """
-    outcomes = [outcome_of(folder, folder.name) for folder in find_jobs(sweep)]
+    outcomes = [read_outcome(folder, folder.name) for folder in find_jobs(sweep)]
     known = any(metric in outcome.numbers for outcome in outcomes)
     text, ranking = write_comparison(outcomes, metric if known else None, sweep, STEM, TABLE)
     print(f"\n{text}\nresults: {sweep}", flush=True)

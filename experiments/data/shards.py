@@ -89,6 +89,7 @@ class Shards:
         arrays = np.searchsorted(self._ends, starts, side="right")
         for row, (start, array) in enumerate(zip(starts.tolist(), arrays.tolist(), strict=True)):
             done = 0
+            # A window may begin in one array and end in a later one.
             while done < length:
                 place = start + done - (int(self._ends[array - 1]) if array else 0)
                 part = self._arrays[array][place : place + length - done]
@@ -109,6 +110,7 @@ class Shards:
     def _check(self, array: int, start: int, stop: int) -> None:
         """Compare the blocks that hold these tokens with their checksums, each once."""
         tokens, seen = self._arrays[array], self._seen[array]
+        # Checksums are of blocks of the file, the array's header among them.
         first, last = (tokens.offset + at * tokens.itemsize for at in (start, stop - 1))
         first, last = first // BLOCK_BYTES, last // BLOCK_BYTES
         if seen[first : last + 1].all():
@@ -229,6 +231,7 @@ def describe(folder: Path, **known: Any) -> Shards:
     sizes = {name: (folder / name).stat().st_size for name in files}
     found = Shards(folder, digest.hexdigest(), files, largest, **known, sizes=sizes, sums=zlib.crc32(content))
     try:
+        # The header comes last: with it the folder counts as described, so that the sums must be there.
         write_bytes(folder / SUMS, content)
         write_record(folder / HEADER, {k: v for k, v in asdict(found).items() if k != "folder"}, durable=True)
     except OSError:  # the folder is not ours to write to, so the next process looks through it again

@@ -50,6 +50,7 @@ class TokenStream(Protocol):
 
 def cut_windows(stream: TokenStream, starts: np.ndarray, context: int) -> Batch:
     """Return inputs and the tokens that follow them; int64 [starts, T] each."""
+    # One token more than the context, since the targets are the inputs moved by one.
     rows = torch.from_numpy(stream.windows(starts, context + 1))  # [rows, T + 1]
     return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 

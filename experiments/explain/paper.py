@@ -7,7 +7,7 @@ from typing import Any
 
 import fnshard as fs
 from experiments.explain.config import PER_PARAMETER, ExplainConfig
-from experiments.explain.subject import Subject, subject_of
+from experiments.explain.subject import Subject, make_subject
 from experiments.lib.config import AUTO, ScheduleConfig
 from experiments.lib.plan import axis_of, dtypes_of, hardware_of, specs_of
 from experiments.lib.task import make_optimizer
@@ -84,7 +84,7 @@ def explain(config: ExplainConfig) -> Paper:
     device_bytes = hardware.memory_bytes if gigabytes is None else int(gigabytes * 1e9)
     axes = {name: size for name, size in config.mesh.axes.items() if size > 1 or name == "shard"}
     mesh = fs.make_mesh(**axes, device=device, abstract=True)  # its devices need not be here
-    subject = subject_of(config)
+    subject = make_subject(config)
     loss_fn, params, batch = subject.loss, subject.params, subject.batch(config.rows)
     optimizer = make_optimizer(config.optimizer, ScheduleConfig(name="constant"), 1, subject.undecayed)
     how = {"tensor": axis_of("tensor", mesh), **dtypes_of(config.precision)}

@@ -40,7 +40,7 @@ class Subject:
     words: str
 
 
-def subject_of(config: Any, layers: int | None = None) -> Subject:
+def make_subject(config: Any, layers: int | None = None) -> Subject:
     """Make the subject of a configuration of `explain` or `plan`.
 
     Args:

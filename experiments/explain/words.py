@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import fnshard as fs
 from experiments.explain.config import PER_PARAMETER, without_effect
 from experiments.explain.paper import Paper
-from experiments.lib.checks import counted
+from experiments.lib.checks import pluralize
 from fnshard import plot
 from fnshard.analysis.tables import columns
 from fnshard.plot.scales import byte_text, digits, time_text
@@ -75,10 +75,10 @@ def summary(paper: Paper) -> dict[str, str]:
         f"FLOPs per {subject.unit}": f"{big(each)} forward and backward, "
         f"{f'{again:.1%} more' if again >= 5e-4 else 'nothing'} recomputed",
         "mesh": f"{paper.mesh}: {config.mesh.ranks:,} × {paper.hardware.name}, "
-        f"{counted(-(-config.mesh.ranks // near), 'node')} of {min(near, config.mesh.ranks)}; "
+        f"{pluralize(-(-config.mesh.ranks // near), 'node')} of {min(near, config.mesh.ranks)}; "
         f"{over_nodes(paper.mesh, paper.hardware)}",
         "batch": f"{config.rows * config.mesh.data_ranks:,} rows{tokens}; "
-        f"{counted(config.rows, 'row')} a rank{micro}",
+        f"{pluralize(config.rows, 'row')} a rank{micro}",
         "plan": plan_line(paper),
         **({"pipeline": pipeline_line(paper)} if time.stages else {}),
         "peak memory": fits_line(paper),
@@ -149,7 +149,7 @@ def pipeline_line(paper: Paper) -> str:
     """Say how many stages there are, and how long they wait for one another."""
     chunks = paper.config.strategy.chunks if paper.found is None else paper.found.chosen.choice.chunks or 1
     return (
-        f"{counted(paper.mesh.stages, 'stage')} of {counted(chunks, 'chunk')}, "
+        f"{pluralize(paper.mesh.stages, 'stage')} of {pluralize(chunks, 'chunk')}, "
         f"{paper.options.accumulate} micro-batches: stages wait for one another "
         f"{paper.timeline.bubble:.1%} of a step; bytes and waits are those of the fullest and slowest stage"
     )

@@ -55,10 +55,10 @@ class ConfigError(ValueError):
     """The configuration is wrong; the message lists every problem."""
 
 
-def counted(number: int, of: str) -> str:
+def pluralize(number: int, of: str) -> str:
     """Return a number and what it counts.
 
-    >>> counted(1, "way"), counted(4096, "device")
+    >>> pluralize(1, "way"), pluralize(4096, "device")
     ('1 way', '4,096 devices')
     """
     return f"{number:,} {of}{'s' if number != 1 else ''}"

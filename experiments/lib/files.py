@@ -220,7 +220,7 @@ def commit_folder(aside: Path, final: Path) -> None:
 
 
 @contextmanager
-def locked(folder: Path, name: str = LOCK) -> Iterator[bool]:
+def lock_folder(folder: Path, name: str = LOCK) -> Iterator[bool]:
     """Hold a folder as long as the block runs, and yield whether this process does: another may hold it.
 
     A process that is killed gives it back.
@@ -228,6 +228,7 @@ def locked(folder: Path, name: str = LOCK) -> Iterator[bool]:
     Args:
         name: the name of the file that is locked.
     """
+    # The lock goes with the open file: the system gives it back when the process ends, however that is.
     with (folder / name).open("a") as file:
         free = True
         try:

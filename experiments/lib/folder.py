@@ -22,7 +22,7 @@ from typing import Any
 import fnshard as fs
 from experiments.lib.checks import ConfigError, flat
 from experiments.lib.config import AUTO, NEVER
-from experiments.lib.files import DamagedError, locked, read_record, write_record
+from experiments.lib.files import DamagedError, lock_folder, read_record, write_record
 from experiments.lib.metrics import METRICS, Goal, grows
 from fnshard.errors import report
 from fnshard.runtime.files.folder import in_memory, make_directory
@@ -87,7 +87,7 @@ def claim(requested: Any, fresh: Path, *, chosen: bool) -> Iterator[RunFolder]:
             folder = fresh
             first_made = next((str(p) for p in reversed((fresh, *fresh.parents)) if not p.exists()), "")
             make_directory(fresh)
-            if not stack.enter_context(locked(fresh)):
+            if not stack.enter_context(lock_folder(fresh)):
                 raise ConfigError(
                     f"another process is at work in {fresh}. Fix: await or end it, or another hydra.run.dir."
                 )
@@ -242,7 +242,7 @@ def find_unfinished(identity: Mapping[str, Any], stack: ExitStack) -> Path | Non
                     flush=True,
                 )
             continue
-        if stack.enter_context(locked(folder)):
+        if stack.enter_context(lock_folder(folder)):
             return folder
         print(f"resume: {folder} is still at work; this is another run", file=sys.stderr, flush=True)
     return None

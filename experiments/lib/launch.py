@@ -40,7 +40,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from experiments import AS_RANK, python_path
-from experiments.lib.checks import ConfigError, counted
+from experiments.lib.checks import ConfigError, pluralize
 from experiments.lib.compose import (
     LOCAL,
     MISTAKE,
@@ -335,12 +335,12 @@ def fit_to_machine(
             )
         mesh = replace(mesh, shard=max(1, there // fixed))
     ranks = mesh.ranks
-    product = f"{_name_axes(mesh)} asks for {counted(ranks, 'rank')}"
+    product = f"{_name_axes(mesh)} asks for {pluralize(ranks, 'rank')}"
     if world and ranks != world:
         raise ConfigError(f"{product}; {world} were started. Fix: torchrun --nproc-per-node {ranks}.")
     if device != "cpu" and not world and ranks > there:
         where = "this machine has" if nodes == 1 else f"{nodes} nodes have"
-        has = counted(there, f"{device} device")
+        has = pluralize(there, f"{device} device")
         raise ConfigError(f"{product}; {where} {has}. Fix: a smaller mesh, or run.device=cpu.")
     if ranks % nodes:
         raise ConfigError(
@@ -349,12 +349,12 @@ def fit_to_machine(
     most = most_copies(nodes)
     if config.run.replicas > most and not world:
         raise ConfigError(
-            f"run.replicas={config.run.replicas}: {counted(nodes, 'node')} can hold {most}. "
+            f"run.replicas={config.run.replicas}: {pluralize(nodes, 'node')} can hold {most}. "
             f"Fix: run.replicas={most}, or more nodes."
         )
 
     # Rows divide over the ranks that take different ones.
-    over = counted(mesh.data_ranks, "rank") + " that take other rows" * (mesh.ranks > mesh.data_ranks)
+    over = pluralize(mesh.data_ranks, "rank") + " that take other rows" * (mesh.ranks > mesh.data_ranks)
     micro = f" times run.accumulate={config.run.accumulate}" if config.run.accumulate > 1 else ""
     parts = {
         "rows": (mesh.data_ranks * config.run.accumulate, over + micro),

@@ -46,6 +46,7 @@ class Progress:
     def step(self, number: int, text: str, seconds: float) -> None:
         """Note that step `number` is done, and print `text` about some of the steps."""
         first = number == self.made + 1  # it compiles, so that its time says nothing of later ones
+        # What passes between steps is counted from the end of the first step on.
         self._later_s = -self.between() if first else self._later_s + seconds
         if first or number == self.steps or number % max(1, self.steps // LINES) == 0:
             self.say(f"step {number}/{self.steps}, {text}, left {self._left(number)}")

@@ -320,6 +320,7 @@ class Run:
         path = self.run_folder.checkpoints / str(number)
         with self.timer.during("saves"):
             self.report.sync()
+            # The failure of an earlier save is a warning here: the next save would raise it as its own.
             self._or_warn(fs.checkpoint.wait)
             if self.is_ending:
                 fs.checkpoint.save(path, state, **options)
@@ -420,6 +421,7 @@ def restore_newest(
         CheckpointError, ConfigError: the errors of `Run.restore`.
     """
     mesh = step.mesh
+    # Rank 0 looks, and tells the others: a file system may show each rank other folders for a moment.
     steps = fs.checkpoint.all_steps(root) if mesh.rank == 0 else []
     # Where none is whole `restore` says what is wrong: the run must not begin anew in silence.
     found = str(root if steps or (mesh.rank == 0 and has_step_folders(root)) else source or "")

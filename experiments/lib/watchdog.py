@@ -86,6 +86,7 @@ def _replay_steps(step: Any, state: fs.TrainState, loader: Iterator[tuple[Any, .
         if here == number:
             found = fs.debug.nan_hunt(step, state, batch)
             break
+        # A step consumes its state, and the hunt needs the one before the step that went wrong.
         kept = state.copy()
         state, _ = step(state, *batch)
         if not is_finite(step, state):  # an update made it, and the next step's loss showed it

@@ -132,9 +132,9 @@ class PlanConfig:
     @cached_property
     def _whole(self) -> Subject:
         """Return the model with all its layers."""
-        from experiments.explain.subject import subject_of
+        from experiments.explain.subject import make_subject
 
-        return subject_of(self)
+        return make_subject(self)
 
     @property
     def row_tokens(self) -> int:
@@ -156,12 +156,12 @@ class PlanConfig:
     def subject(self, layers: int) -> Subject:
         """Return the model and its data, with some layers. They are made once, since a model and data of
         one's own may take a while."""
-        from experiments.explain.subject import subject_of  # and with it torch
+        from experiments.explain.subject import make_subject  # and with it torch
 
         if not self.is_layered:
             return self._whole
         if layers not in self._subjects:
-            self._subjects[layers] = subject_of(self, layers)
+            self._subjects[layers] = make_subject(self, layers)
         return self._subjects[layers]
 
     @cached_property

@@ -13,7 +13,7 @@ from hydra.core.hydra_config import HydraConfig
 import fnshard as fs
 from experiments.explain.config import PER_PARAMETER, without_effect
 from experiments.explain.words import big, over_nodes
-from experiments.lib.checks import counted
+from experiments.lib.checks import pluralize
 from experiments.lib.config import StrategyConfig, TrainConfig
 from experiments.lib.files import write_json, write_text
 from experiments.lib.plan import hardware_of
@@ -111,16 +111,16 @@ def find_plan(config: PlanConfig, hardware: Hardware, say: Say) -> tuple[Planner
         return planner, best
     slow = "no number of devices that divides the rows of a step was tried"
     for devices in _list_device_counts(config, hardware):
-        say(counted(devices, "device"))
+        say(pluralize(devices, "device"))
         planner = Planner(config, devices, hardware)
         if planner.is_too_small():
-            slow = f"{counted(devices, 'device')} cannot hold the model"
+            slow = f"{pluralize(devices, 'device')} cannot hold the model"
             continue
         best = planner.find_best(say)
         took = count_days(planner, best)
         if best.peak_bytes <= planner.budget and took <= config.days:
             return planner, best
-        slow = f"{counted(devices, 'device')} would take {digits(took)} days"
+        slow = f"{pluralize(devices, 'device')} would take {digits(took)} days"
     raise fs.BudgetError(
         f"{big(config.budget)} {config.unit}s are not read in {config.days:g} days: {slow}. Fix: more rows "
         f"in a step (rows={2 * config.batch_rows}), more days, or most_devices={2 * config.most_devices}."
@@ -149,7 +149,7 @@ def make_too_big_error(planner: Planner, best: Candidate) -> fs.BudgetError:
         shorter = "shorter rows (model.context)" if config.unit == "token" else "smaller items"
         fix = f"another model or {shorter}"
     return fs.BudgetError(
-        f"nothing fits on {counted(planner.devices, 'device')}: the plan that lacks least takes "
+        f"nothing fits on {pluralize(planner.devices, 'device')}: the plan that lacks least takes "
         f"{byte_text(best.peak_bytes)} of {byte_text(planner.budget)} "
         f"({best.choice.overrides(config.batch_rows)}). Fix: {fix}."
     )
@@ -207,7 +207,7 @@ def as_text(planner: Planner, best: Candidate, given: str = "") -> str:
         "devices": f"{planner.devices:,} × {hardware.name}; {over}",
         "links": links,
         "batch": f"{config.batch_rows:,} rows{f', {big(tokens)} tokens' if unit == 'token' else ''}; a rank "
-        f"has {micro} times {counted(best.choice.micro_rows, 'row')}",
+        f"has {micro} times {pluralize(best.choice.micro_rows, 'row')}",
         "plan": best.choice.overrides(config.batch_rows),
         "peak memory": f"{byte_text(best.peak_bytes)} of {byte_text(planner.budget)}"
         + (f", {byte_text(best.host_bytes)} on the host" if best.host_bytes else ""),

@@ -27,7 +27,7 @@ from experiments.data.rows import Dataset, import_datasets
 from experiments.data.shards import COMMAND, TOKENIZER, TOKENIZER_FILES, Shards, describe, open_shards
 from experiments.data.text import is_held_out, source_files, standard_library
 from experiments.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
-from experiments.lib.checks import ConfigError, counted
+from experiments.lib.checks import ConfigError, pluralize
 from experiments.lib.files import (
     DamagedError,
     commit_folder,
@@ -118,7 +118,7 @@ def _write_shards(
         partial_folder.mkdir(exist_ok=True)
         size = sum(source.size for source in sides[side])
         count = min(max(1, round(size / (config.shard_mb * 1e6))), len(rows[side]))
-        text = f"{size / 1e6:,.1f} MB of text go into {counted(count, 'shard')}"
+        text = f"{size / 1e6:,.1f} MB of text go into {pluralize(count, 'shard')}"
         print(f"{out / side}: {text}", file=sys.stderr, flush=True)
         written = _keep_intact(partial_folder)
         for number in range(count):
@@ -260,8 +260,8 @@ def _print_end(out: Path, found: Sequence[Shards], seconds: float) -> None:
     """Print where the shards are, and what they hold."""
     for shards in found:
         broken = f", {shards.broken} broken" if shards.broken else ""
-        held = f"{counted(shards.tokens, 'token')}, {counted(shards.documents or 0, 'document')}{broken}"
-        print(f"{shards.folder}: {held}, in {counted(len(shards.files), 'shard')}")
+        held = f"{pluralize(shards.tokens, 'token')}, {pluralize(shards.documents or 0, 'document')}{broken}"
+        print(f"{shards.folder}: {held}, in {pluralize(len(shards.files), 'shard')}")
     vocab = max(shards.vocab or 0 for shards in found)
     print(
         f"done in {seconds:.1f} s\n\nresults: {out}\n"

@@ -14,7 +14,7 @@ from experiments.lib.checks import ConfigError
 from experiments.tuning.config import ObjectiveConfig
 from experiments.tuning.heads import make_hidden, take_ends
 from experiments.tuning.method import Tuning
-from experiments.tuning.objectives import sides_of, split_sides
+from experiments.tuning.objectives import join_sides, split_sides
 from fnshard.losses import Mean
 
 
@@ -37,7 +37,7 @@ def embed(tuning: Tuning, config: ObjectiveConfig, *, training: bool) -> Callabl
         )
 
     def loss(params: Any, batch: Any) -> tuple[Mean, dict[str, Mean]]:
-        both, counted = sides_of(batch)
+        both, counted = join_sides(batch)
         queries, positives = split_sides(take_ends(hidden(params, both), both), both)  # [N, D] each
         numbers = batch["numbers"].flatten()
         every, known = fs.all_gather(positives), fs.all_gather(numbers)  # those of all ranks

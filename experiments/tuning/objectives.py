@@ -81,7 +81,7 @@ def preference(tuning: Tuning, config: ObjectiveConfig, *, training: bool) -> Lo
     how = {"beta": config.kind.beta if config.beta is None else config.beta, **of_name.get(config.name, {})}
 
     def loss(params: Any, batch: Batch) -> tuple[Mean, dict[str, Mean]]:
-        both, counted = sides_of(batch)
+        both, counted = join_sides(batch)
         numbers = split_sides(policy(params, both), both)
         if config.kind.reference:
             with torch.no_grad():
@@ -154,7 +154,7 @@ def row_logprobs(lm: LanguageModel, params: Any, batch: Batch) -> Tensor:
     return -lm.losses(params, lm.hidden(params, tokens, positions), batch["targets"]).sum(-1)
 
 
-def sides_of(batch: Batch) -> tuple[Batch, Tensor]:
+def join_sides(batch: Batch) -> tuple[Batch, Tensor]:
     """Return a batch of pairs as one of documents, and which of its pairs count, bool [N].
 
     Of padded rows first come all of one side, then all of the other; packed pairs are documents already. A
@@ -169,7 +169,7 @@ def sides_of(batch: Batch) -> tuple[Batch, Tensor]:
 
 
 def split_sides(numbers: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Divide the numbers by document of a batch of `sides_of` into those of either side, [N, ...] each.
+    """Divide the numbers by document of a batch of `join_sides` into those of either side, [N, ...] each.
 
     They are [B, ...], or [B, 2 N, ...] for packed pairs.
     """

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from experiments.tuning.config import ObjectiveConfig
 from experiments.tuning.heads import make_hidden, score_of, take_ends
 from experiments.tuning.method import Tuning
-from experiments.tuning.objectives import sides_of, split_sides
+from experiments.tuning.objectives import join_sides, split_sides
 from fnshard.losses import Mean
 
 
@@ -23,7 +23,7 @@ def reward(tuning: Tuning, config: ObjectiveConfig, *, training: bool) -> Callab
     hidden = make_hidden(tuning, training=training)
 
     def loss(params: Any, batch: Any) -> tuple[Mean, dict[str, Mean]]:
-        both, counted = sides_of(batch)
+        both, counted = join_sides(batch)
         scores = score_of(params, take_ends(hidden(params, both), both))[..., 0]
         chosen, rejected = split_sides(scores, both)
         margin, count, shares = chosen - rejected, counted.sum(), counted.to(scores.dtype)

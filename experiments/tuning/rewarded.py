@@ -263,6 +263,7 @@ class RewardedBatches:
     def _pack(self, batch: Mapping[str, Any], lengths: Sequence[int]) -> Mapping[str, Any]:
         """Pack answers into as many micro-batches as the rank that needs most of them."""
         rows = self.prompts.rows_of(lengths)
+        # Each micro-batch has collectives, so that all ranks need as many; empty rows make up for the rest.
         most = max(map(int, self.exchange(str(len(rows)))))
         return self.prompts.pack_answers(batch, lengths, [*rows, *[[]] * (most - len(rows))])
 
@@ -327,6 +328,7 @@ class RewardedBatches:
     def _estimate_advantages(self, params: Any, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Compute the values before the step, and advantages and returns from them (GAE)."""
         values, mask = self.values(params, batch["tokens"]).cpu().float(), batch["targets"] != IGNORE
+        # The reward comes with the last token of an answer.
         last = mask & (mask.cumsum(1) == mask.sum(1, keepdim=True))
         rewards = torch.where(last, batch["rewards"][:, None], 0.0)
         advantages, returns = gae(rewards, values, mask, lam=self.prompts.config.objective.lam)

@@ -146,9 +146,11 @@ def draw(
     else:
         if top_p < 1:
             most, order = probs.sort(-1, descending=True)
+            # The token that reaches `top_p` counts as well, so that one is left in any case.
             kept = most.cumsum(-1) - most < top_p
             probs = torch.zeros_like(probs).scatter(-1, order, torch.where(kept, most, 0.0))
         sums = probs.cumsum(-1)
+        # Probabilities that are left may add up to less than 1: the number is scaled by their sum.
         tokens = torch.searchsorted(sums, numbers[:, None] * sums[:, -1:], right=True)[:, 0]
         tokens = tokens.clamp(max=logits.shape[-1] - 1)
     return tokens, logprobs.gather(-1, tokens[:, None])[:, 0].float(), entropy
@@ -225,11 +227,14 @@ class Rollouts:
             torch.zeros(shape, dtype=torch.int64), torch.zeros(shape[0], dtype=torch.int64),
             torch.zeros(shape), torch.zeros(shape),
         )  # fmt: skip
+        # A call may draw past the last token of an answer, by numbers that count for nothing.
         numbers = F.pad(numbers, (0, self.count))
         waiting, cache = deque(range(len(prompts))), None
         owner = np.full(self.rows, -1)  # the prompt that each row answers
         tokens, positions = np.zeros((2, self.rows), np.int64)
         while True:
+            # Forwards may be collectives: ranks say whether they want to prefill, and whether they have
+            # anything to do at all, and take the same turn.
             free = np.flatnonzero(owner < 0)
             wants = bool(waiting) and (len(free) * REFILL >= self.rows)
             said = self.agree(f"{int(wants)}{int(bool(waiting) or len(free) < self.rows)}")
@@ -280,6 +285,7 @@ class Rollouts:
         whose = torch.from_numpy(owner[rows])
         stops = torch.isin(found, torch.tensor(sorted(self.stops), dtype=torch.int64))
         at = answers.lengths[whose, None] + torch.arange(found.shape[1])
+        # Tokens up to the first that ends the answer, that one included.
         kept = (stops.cumsum(1) - stops.long() == 0) & (at < self.length)
         to = whose[:, None].expand_as(at)[kept], at[kept]
         for of, values in ((answers.tokens, found), (answers.logprobs, logprobs), (answers.entropy, entropy)):

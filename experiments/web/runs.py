@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments import python_path
-from experiments.compare.outcome import MARKS, OVERRIDES, UNFINISHED, Outcome, outcome_of
+from experiments.compare.outcome import MARKS, OVERRIDES, UNFINISHED, Outcome, read_outcome
 from experiments.lib.checks import ConfigError
 from experiments.lib.files import LOCK, read_json
 from experiments.lib.folder import IDENTITY, OUTPUTS, RESULT
@@ -236,7 +236,7 @@ class Runs:
         before, now = self.seen.get(folder), time.monotonic()
         if before is not None and (before.stamp == stamp or now - before.at < SHARE * before.took):
             return before.outcome
-        outcome = outcome_of(folder, name)
+        outcome = read_outcome(folder, name)
         self.seen[folder] = Seen(stamp, outcome, now, time.monotonic() - now)
         return outcome
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.lib.checks import ConfigError
-from experiments.lib.files import locked
+from experiments.lib.files import lock_folder
 from experiments.web.config import WebConfig
 from experiments.web.prediction import Predictor
 from experiments.web.runs import Runs
@@ -47,7 +47,7 @@ def serve(config: WebConfig) -> None:
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(f"folder={config.folder}: is no folder that can be written to. Fix: make it.")
     with ExitStack() as stack:
-        if not stack.enter_context(locked(folder, LOCK)):
+        if not stack.enter_context(lock_folder(folder, LOCK)):
             raise ConfigError(
                 f"another page is at work on {folder}. Fix: open its address, or end it; or another folder=."
             )

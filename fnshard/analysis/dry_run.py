@@ -134,6 +134,7 @@ class DryKernel:
     def __call__(self, args: list[Tensor]) -> list[Tensor]:
         tracker = self.context.tracker
         records = [tracker.follow(a) for a in args]
+        # Memory that is not counted is held over the call, so that it does not count as freed inside.
         kept = [r.reference() for r in records if r.tier == UNCOUNTED]
 
         # Arguments that nothing else holds are dropped: the kernel may free them inside.
@@ -269,6 +270,7 @@ class DryUpdater:
             _: Any,
         ) -> Parts:
             spec, line, out = schedule.specs[paths[0]], self.context.tracker.line, {}
+            # An update on the host takes no memory of the device, unless the host is the device.
             if spec.updated_on == "device" or self.context.mesh.device_type == "cpu":
                 taken = self.context.updates.bytes(paths, number, SCALARS in line.reads)
                 self.context.tracker.look(workspace=taken)
@@ -365,6 +367,7 @@ class DryTransfers:
         dtype = dtype or like.dtype
         nbytes = like.numel() * dtype.itemsize
         stride = like.stride()
+        # The buffer has the strides of a copy, which closes gaps.
         if not like.is_contiguous():
             with self.tracker.place_in(UNCOUNTED):
                 stride = torch.empty_like(like).stride()

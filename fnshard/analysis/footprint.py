@@ -102,7 +102,7 @@ def footprint_of(
     key = tuple(entries), device, id(generated)
     if key not in known:
         tracker = StorageTracker(device)
-        run = None if generated is None else generated_wrapper(generated, tracker)
+        run = None if generated is None else make_fake_wrapper(generated, tracker)
         if run is None:
             found = eager_footprint(module, entries, device)
         else:
@@ -187,6 +187,7 @@ def _make_arguments(likes: Sequence[Tensor], entries: Sequence[CallArgument]) ->
             alone = [
                 torch.empty_strided(li.shape, li.stride(), dtype=li.dtype, device="meta") for li in alike
             ]
+            # A multiple of 16 bytes can be viewed in every dtype.
             room = -(-max(entry.bytes, *(t.untyped_storage().nbytes() for t in alone)) // 16) * 16
             bases[entry.storage] = torch.empty(room, dtype=torch.uint8, device=like.device)
         out.append(bases[entry.storage].view(like.dtype).as_strided(size, stride))
@@ -244,7 +245,7 @@ class _Extern:
         return call
 
 
-def generated_wrapper(compiled: Any, tracker: StorageTracker) -> Callable[..., Any] | None:
+def make_fake_wrapper(compiled: Any, tracker: StorageTracker) -> Callable[..., Any] | None:
     """Return the Python function that Inductor generated, ready to run on fakes; None if there is none."""
     runner = getattr(compiled, "compiled_fn_runner", None)
     if getattr(runner, "partitions", None):
@@ -253,6 +254,7 @@ def generated_wrapper(compiled: Any, tracker: StorageTracker) -> Callable[..., A
     function = getattr(call, "__func__", call)
     if not isinstance(function, types.FunctionType) or "empty_strided_cpu" not in function.__globals__:
         return None
+    # The code stays Inductor's; the globals that it names are replaced in a copy.
     code, globals_ = function.__code__, dict(function.__globals__)
     globals_ |= {n: _stand_in(n, globals_[n], tracker) for n in _global_names(code) & globals_.keys()}
     made = types.FunctionType(code, globals_, function.__name__, function.__defaults__, function.__closure__)

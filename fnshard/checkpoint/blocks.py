@@ -58,6 +58,7 @@ def save_blocks(
         fields: fields of the manifest that are known from the start, the same on all ranks.
         data: this rank's position in the data, as JSON.
     """
+    # Rank 0 alone runs `begin` and `finish`, with what all ranks return.
     positions: list[Any] = []
 
     def begin(states: list[tuple[int, Any]]) -> None:
@@ -94,6 +95,8 @@ def assign_leaves(leaves: Mapping[str, LocalLeaf], mesh: Mesh) -> dict[str, Loca
     loads: dict[tuple[int, ...], dict[int, int]] = {}  # the bytes of each rank of a group so far
     groups: dict[tuple[P, bool], tuple[int, ...]] = {}
     mine = {}
+    # The largest come first, so that the small ones that follow even out the loads. A rank counts its padding
+    # too: the sizes are then alike on all ranks, and so is what each of them works out.
     for name, leaf in sorted(leaves.items(), key=lambda item: (-item[1].block.nbytes, item[0])):
         kind = leaf.layout, leaf.on_all_stages
         if kind not in groups:
@@ -185,11 +188,13 @@ def chunk_reads(targets: Mapping[str, RestoreTarget], manifest: Manifest, mesh: 
         dtype = STATE_DTYPES[saved.dtype]
         for offset, part in target.parts(mesh):
             for chunk in saved.chunks:
+                # The box that both have in common, in the full tensor; next or none, if it is empty.
                 low = [max(pair) for pair in zip(offset, chunk.offset, strict=True)]
                 ends = zip(offset, part.shape, chunk.offset, chunk.shape, strict=True)
                 high = [min(a + n, b + m) for a, n, b, m in ends]
                 if any(first >= last for first, last in zip(low, high, strict=True)):
                     continue
+                # The same box as a view of this rank's block, and where it begins in the chunk.
                 view = part
                 for dim, (first, last) in enumerate(zip(low, high, strict=True)):
                     view = view.narrow(dim, first - offset[dim], last - first)
@@ -202,6 +207,7 @@ def all_chunks(manifest: Manifest) -> Iterator[ChunkRead]:
     for name, leaf in manifest.leaves.items():
         for chunk in leaf.chunks:
             size = leaf.chunk_bytes(chunk)
+            # Read as bytes, a chunk may be cut anywhere, and no more than a block of it is in memory.
             flat = replace(chunk, shape=(size,))
             for start in range(0, size, BLOCK_BYTES):
                 nowhere = torch.empty(min(BLOCK_BYTES, size - start), dtype=torch.uint8, device="meta")
@@ -210,6 +216,7 @@ def all_chunks(manifest: Manifest) -> Iterator[ChunkRead]:
 
 def find_problems(folder: Path, manifest: Manifest, reads: Iterable[ChunkRead]) -> list[str]:
     """Read file by file, in the order of bytes, and return all that is corrupt."""
+    # Sorted by place, so that the threads read a file from its beginning to its end.
     wrong, by_file = [], dict[str, list[ChunkRead]]()
     for read in sorted(reads, key=lambda r: r.chunk.at):
         by_file.setdefault(read.chunk.file, []).append(read)
@@ -221,6 +228,7 @@ def find_problems(folder: Path, manifest: Manifest, reads: Iterable[ChunkRead]) 
                 wrong.append(str(error))
                 continue
             try:
+                # The threads can share a descriptor: each read names its own place in the file.
                 found = readers.map(partial(_find_problem, fd), of_file)
                 wrong += [f"{name}, {problem}" for problem in found if problem]
             finally:
@@ -242,11 +250,14 @@ def _find_problem(fd: int, read: ChunkRead) -> str:
 def fill_chunk(fd: int, read: ChunkRead) -> None:
     """Read the rows of a chunk that a box touches, and copy the box out of them."""
     chunk, target, dtype = read.chunk, read.target, read.dtype
+    # Only the first dim is cut in the file, where rows lie one after the other; the other dims are cut in
+    # memory. A scalar is one row.
     first, rows, row = 0, (), 1
     if chunk.shape:
         first, rows = read.start[0], (target.shape[0], *chunk.shape[1:])
         row = math.prod(chunk.shape[1:])
     size = math.prod(chunk.shape) * dtype.itemsize
+    # Rows that are wanted as they are go to the target at once, without a copy.
     same = target.dtype == dtype and target.device.type == "cpu" and target.is_contiguous()
     in_place = same and tuple(target.shape) == rows
     buffer = target if in_place else torch.empty(rows, dtype=dtype)

@@ -141,6 +141,7 @@ class Manifest:
     def write(self, folder: Path) -> None:
         """Write the manifest and its seal, which complete a checkpoint, and flush the directory."""
         text = json.dumps(vars(self), default=vars, separators=(",", ":")).encode()
+        # The seal comes last: a manifest that was cut off by a kill has none.
         for name, content in ((NAME, text), (SEAL, _seal(hashlib.sha256(text).hexdigest()))):
             with (folder / name).open("xb") as file:
                 file.write(content)
@@ -209,12 +210,14 @@ def merge_leaves(parts: Sequence[Mapping[str, SavedLeaf]], stages: Sequence[int]
     Raises:
         ValueError: ranks hold different states.
     """
+    # Ranks of a stage must have the same leaves; those of other stages have others.
     first = {stage: parts[stages.index(stage)] for stage in stages}
     wrong = {n for part, stage in zip(parts, stages, strict=True) for n in part.keys() ^ first[stage].keys()}
 
     leaves = {name: leaf for part in first.values() for name, leaf in part.items()}
     found = {}
     for name, leaf in leaves.items():
+        # The chunks of a leaf are whole only when those of all its ranks are together.
         here = [part[name] for part in parts if name in part]
         alike = {(each.shape, each.dtype, each.spec) for each in here}
         chunks = sorted((c for each in here for c in each.chunks), key=lambda chunk: chunk.offset)

@@ -138,6 +138,7 @@ class Replicas:
             try:
                 state = fill(folder, replica.manifest, self._group, partial(self._fetch, folder, replica))
             except Failed as error:
+                # What is corrupt on one rank is passed over by all, for the replica before it.
                 if not error.corrupt:
                     raise CheckpointError(f"cannot restore from {folder}:", error.lines()) from error
                 continue
@@ -160,6 +161,8 @@ class Replicas:
         own_bytes = sum(leaf.block.nbytes for leaf in mine.values())
         sizes = [int(text) for text in gather_texts(self._group, str(own_bytes))]
         shifts = range(1, self._copies + 1)
+        # Each rank sends its file to the rank of its place on the next nodes, and gets those of the nodes
+        # before.
         self._targets = [self._partner(mesh.rank, shift) for shift in shifts]
         self._sources = [[r for r in range(mesh.size) if self._partner(r, s) == mesh.rank] for s in shifts]
         taken = own_bytes + sum(sizes[r] for sources in self._sources for r in sources)
@@ -198,6 +201,7 @@ class Replicas:
 
     def _fetch(self, folder: Path, replica: _Replica, targets: Targets) -> None:
         """Fetch the files that this node's ranks read, and that only other nodes have."""
+        # All ranks learn who lacks what, and so work out the same list of transfers.
         needed = {read.chunk.file for read in chunk_reads(targets, replica.manifest, self.mesh)}
         missing = set()
         for rank, text in enumerate(gather_texts(self._group, json.dumps(sorted(needed)))):
@@ -206,6 +210,8 @@ class Replicas:
 
         received = {}
         for node, name in sorted(missing):
+            # One transfer after the other, in the same order on all ranks, between the first ranks of two
+            # nodes.
             source, target = self._nodes.index(replica.nodes[name][0]), self._nodes.index(node)
             with translate_errors(lambda: "fetching a replica"):
                 if self.mesh.rank == source:
@@ -224,6 +230,7 @@ class Replicas:
         """
         self.wait()
         leaves = state_leaves(state, self._specs, self.mesh)
+        # The copies go to the buffers of the save before, which `wait` has seen written.
         copy_to_host([(staged.block, leaves[name].block) for name, staged in self._staged.items()])
         position = encode(data.state_dict() if hasattr(data, "state_dict") else data)
         part = replace(self._plan, step=int(state.step), seed=int(state.seed), data=(position,))
@@ -291,6 +298,7 @@ class Replicas:
         """Send this rank's file and part to its partners, and return what is to be written here, by name."""
         content, part = _read_file(path), torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
         files = {f"{path.name}{PART}": part}
+        # A receiver learns from the head how much it has to make room for. Each of the three has its own tag.
         head = torch.tensor([len(content), len(part)])
 
         with translate_errors(lambda: "copying a replica"):

@@ -97,6 +97,7 @@ def reshard(
     known = _describe_all(leaves, mesh)
     new, targets = _make_blank(old, known, plain, target, disk_dir)
 
+    # From here on `leaves` alone holds the old blocks, so that each goes when it has been moved.
     del old
     state.consume(by="fs.reshard")
     if max(mesh.stages, target.stages) > 1:
@@ -209,7 +210,10 @@ def _move(
     comm, same_mesh = connection(mesh), (mesh.names, mesh.sizes) == (to.names, to.sizes)
     with torch.no_grad():
         for name in list(leaves):
+            # Popped, so that the old block is free before the next leaf is gathered.
             old = leaves.pop(name)
+            # A leaf that nobody wants is not gathered: all ranks know the same targets, and leave it out
+            # together.
             full, split, found = old.block, bool(mesh.ordered(old.layout.axes)), targets.get(name, ())
             stays = same_mesh and all(leaf.layout == old.layout for leaf in found)
             if found and split and not stays:
@@ -235,6 +239,7 @@ def _move_between_stages(
         for name, saved in known.items():
             if name.startswith("loss_scale/"):  # all ranks have the loss scale, and keep it
                 continue
+            # Ranks of other stages do not have the leaf: they take part in its gather with an empty block.
             spec, dtype = specs[path_of(name)], STATE_DTYPES[saved.dtype]
             layout = spec.storage
             if name.startswith("optimizer/"):

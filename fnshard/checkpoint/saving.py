@@ -121,6 +121,7 @@ def copy_through(
     for pair in pairs:
         target, source = (t.reshape(-1).view(torch.uint8) for t in pair)
         for piece, part in zip(target.split(len(buffers[0])), source.split(len(buffers[0])), strict=True):
+            # Both buffers are full, or being filled: the older one is emptied before the device has it again.
             if len(under_way) == len(buffers):
                 empty_oldest()
             buffer = buffers[number % len(buffers)][: len(part)]
@@ -218,6 +219,7 @@ class Saving:
             CheckpointError: it could not be written.
         """
         wait_all([self._written])
+        # It is taken off the list first, so that its error is raised once.
         if self in _in_flight:
             _in_flight.remove(self)
         self._written.result()

@@ -98,7 +98,12 @@ class Buckets:
                 is longer than all lengths.
         """
         named, structure = batch.leaves
-        globs, dims = {n: self._glob(n) for n in named}, self._dims(batch)
+        globs = {n: self._glob(n) for n in named}
+
+        # Sequences are padded, but for leaves whose pattern says that they stay; those that no pattern names
+        # are refused below.
+        kept = {glob for glob, value in self.pad.items() if value is None}
+        dims = {n: each for n, each in sequence_dims(batch).items() if globs[n] not in kept}
 
         wrong = [
             f"pad[{glob!r}]={value!r} names no leaf, or only leaves of a pattern before"
@@ -130,11 +135,6 @@ class Buckets:
         leaves = [self._pad_leaf(n, leaf, dims[n]) if n in dims else leaf for n, leaf in named.items()]
         return tree.unflatten(leaves, structure)
 
-    def _dims(self, batch: Arguments) -> dict[str, tuple[int, ...]]:
-        """Return the dims of the leaves to pad, and of those that no pattern names."""
-        kept = {glob for glob, value in self.pad.items() if value is None}
-        return {n: dims for n, dims in sequence_dims(batch).items() if self._glob(n) not in kept}
-
     def _glob(self, name: str) -> str | None:
         names = self._names(name)
         return next((glob for glob in self.pad if any(fnmatch.fnmatchcase(n, glob) for n in names)), None)
@@ -155,13 +155,14 @@ class Buckets:
         ]
         if not any(missing):
             return leaf
+        # `F.pad` takes pairs (before, after), the last dim first.
         after = [each for count in reversed(missing) for each in (0, count)]
         padded = F.pad(value, after, value=self.pad[self._glob(name) or ""])
         return replace(leaf, value=padded) if isinstance(leaf, losses.Sequence) else padded
 
 
 def _has(dtype: torch.dtype, value: Fill) -> bool:
-    """Whether a tensor can hold it, but for rounding of floats."""
+    """Return whether a tensor of a dtype can hold a value, but for the rounding of floats."""
     number = float(value or 0)
     if dtype.is_floating_point or dtype.is_complex:
         return not math.isfinite(number) or abs(number) <= torch.finfo(dtype).max

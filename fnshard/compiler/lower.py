@@ -136,6 +136,7 @@ def schedule_for(
         verified: whether schedules are verified. A search verifies only the plan that it chooses.
     """
     program, segments, plan = front.program, front.segments, front.plan
+    # What each segment keeps for its backward, and the kernels that follow from it.
     units = (spec.unit for spec in specs.values())
     kept = policies(segments, options.remat, options.save, units, mesh.data_axes)
     with TRACING, torch.inference_mode(False), torch.enable_grad():
@@ -147,6 +148,7 @@ def schedule_for(
     each = [
         kernels[kernel_key(s.source, p, plan.apart)] for s, p in zip(segments.segments, kept, strict=True)
     ]
+    # Which segments keep it elsewhere, or make it again.
     offloaded = frozenset(s.index for s, p in zip(segments.segments, kept, strict=True) if p.offload)
     recomputed = frozenset(s.index for s, p in zip(segments.segments, kept, strict=True) if p.gathers_again)
     active = find_active(segments, each, program.outputs) if plan.differentiate else set()
@@ -155,6 +157,7 @@ def schedule_for(
         for unit in group_by_unit(segments.segments)
         if plan.differentiate and kept[unit[0].index].runs_again
     ]
+    # In a pipeline, what each stage runs, and in which order.
     stages = plan_stages(segments, each, active, program.outputs, specs, mesh)
     tasks = ()
     if mesh.stages > 1:
@@ -166,6 +169,7 @@ def schedule_for(
                 for _, chunk in stages.chunks
             ]
         tasks = _order_tasks(stages, each, plan, cost_of, reruns, keeps)
+    # Write out the schedule of each stage, and let the passes make it fast.
     schedules = []
     for stage in range(mesh.stages):
         schedule = build(segments, each, program.outputs, specs, mesh, plan, stages, stage, tasks, reruns)
@@ -176,6 +180,7 @@ def schedule_for(
             schedule = run_passes(schedule, options.passes, verified=True)
         schedules.append(verify(schedule) if verified else schedule)
 
+    # The merge is the proof that stages do not wait for one another for ever.
     if verified and mesh.stages > 1:
         together(schedules)
     return Stages(program, segments, kernels, tuple(schedules))

@@ -158,12 +158,14 @@ def _replay(
     training = isinstance(state, TrainState)
     schedule = batch.call(again.lower, state).schedule
     tracker = NonFiniteTracker(schedule, again.mesh.rank, again.options.backend == "eager")
+    # A step consumes its state, and writes to it: the replay runs on a copy.
     copy = state.copy() if training else tree.map(Tensor.clone, state)
     with again.watching(tracker.watch):
         result = batch.call(again if training else partial(again, rng=rng), copy)
     loss = result[1]["loss"] if training else result[0][0] if isinstance(result[0], tuple) else result[0]
 
     first = None
+    # The second exchange is made by all ranks or by none, whichever of them has seen something.
     if any(json.loads(text) for text in again.gather_strings(json.dumps(tracker.ill))):
         own = json.dumps(tracker.first and asdict(tracker.first))
         found = [json.loads(text) for text in again.gather_strings(own)]
@@ -337,6 +339,7 @@ def _find_culprit(graph: fx.Graph, run: Callable[[Seen], Any]) -> dict[str, Any]
             ill.add(node)
             stack += [n for n in node.all_input_nodes if kinds[n]]
 
+    # In the order of the graph, so that the first is where it began.
     ops = [n for n in graph.nodes if n in ill and n.op != "placeholder"]
     made = [n for n in ops if not _inputs(n, kinds) and (kinds[n] == "nan" or not _has_infinity(n))]
     worsened = [n for n in ops if kinds[n] == "nan" and _inputs(n, kinds) == "inf"]

@@ -178,6 +178,7 @@ def _find_launched(events: Sequence[Event], hosts: Sequence[Event]) -> dict[int,
     out: dict[int, list[Event]] = {}
     for event in worked:
         call = calls.get(event.get("args", {}).get("correlation"))
+        # The last span that began before the launch is the one that it lies in, if any.
         place = bisect_right(starts, call["ts"]) - 1 if call else -1
         # What is launched between instructions, or by another thread, such as a loader's, is no span's.
         if place >= 0 and call["ts"] <= _end(hosts[place]) and call.get("tid") == hosts[place].get("tid"):
@@ -198,6 +199,7 @@ def _lanes(
         own = OPTIMIZER if line.lane == OPTIMIZER else TRANSFER if copies else COMPUTE
         lane = COMMUNICATION if "nccl" in event["name"].lower() else own
         lanes.setdefault(lane, []).append(event)
+    # An update that launched nothing is made by the host.
     if not lanes and isinstance(line, Update):
         return [(HOST, *host)]
     return [(lane, min(e["ts"] for e in own), max(map(_end, own))) for lane, own in lanes.items()]

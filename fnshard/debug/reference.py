@@ -213,6 +213,7 @@ def _run_unsharded(
     """Return the loss and gradients of the whole batch, by torch's own autograd."""
     given, structure = tree.flatten_with_paths(params)
     with torch.inference_mode(False), torch.enable_grad(), one_run():
+        # Leaves begin in the dtype that they are stored in, so that both sides start from the same numbers.
         stored = {
             p: v.detach()
             .to(s.storage_dtype if s.trainable else v.dtype, copy=True)
@@ -244,6 +245,7 @@ def _compare(
     atol: float | None,
 ) -> CheckReport:
     """Return how far the ranks' losses and gradients are from the expected ones."""
+    # A leaf whose gradient is nearly zero is judged by the size of the others.
     floor = 1e-3 * rtol * max(map(_largest, expected.values()), default=0.0) if atol is None else atol
 
     def worst(name: str, gaps: Mapping[int, float], whole: Tensor) -> GradientError:
@@ -278,6 +280,7 @@ def _gap(a: Tensor, b: Tensor) -> float:
     if a.numel() == 0:
         return 0.0
     x, y = (as_pairs(each).double() for each in (a, b))
+    # Where both are NaN or the same infinity the difference is NaN, and is no gap.
     gap = (x - y).abs().nan_to_num(nan=float("inf"))
     return float(torch.where((x == y) | (x.isnan() & y.isnan()), 0.0, gap).max())
 

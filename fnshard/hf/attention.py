@@ -60,6 +60,8 @@ def _attend(
         return sdpa_attention_forward(
             module, query, key, value, mask, dropout, scaling, sliding_window=sliding_window, **kwargs
         )
+    # The layers of a model may attend differently: a window that a layer has and does not pass on would be
+    # lost.
     kinds = getattr(getattr(module, "config", None), "layer_types", None)
     kind = kinds[module.layer_idx] if kinds else ""
     wrong = [f"{name}={kwargs[name]!r:.40}" for name in _UNKNOWN if kwargs.get(name) is not None]
@@ -75,4 +77,5 @@ def _attend(
         query, key, value, causal=getattr(module, "is_causal", True) if causal is None else causal,
         documents=mask[:, 0, 0], window=sliding_window, scale=scaling,
     )  # fmt: skip
+    # transformers takes [B, T, H, D] back, and weights, which nobody asks for here.
     return out.transpose(1, 2).contiguous(), None

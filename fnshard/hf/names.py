@@ -135,6 +135,7 @@ def family_of(config: Mapping[str, Any], model: nn.Module | None, specs: Mapping
             "give the module that make_functional was called with, or one of the same configuration.",
         )
 
+    # Buffers that are not persistent are leaves and in no file.
     saved = {id(value) for value in model.state_dict(keep_vars=True).values()}
     unsaved = tuple(glob.escape(path) for path, leaf in leaves_of(model).items() if id(leaf) not in saved)
     return replace(

@@ -70,6 +70,7 @@ class _StackedExperts:
 
 def _rows(parts: list[FileTensor], start: int, stop: int, rest: Sequence[slice]) -> Tensor:
     """Read some rows of matrices that lie one below another."""
+    # `low` is where a matrix begins in the stack of them.
     out, low = [], 0
     for part in parts:
         begin, end = max(start - low, 0), min(stop - low, part.shape[0])
@@ -298,6 +299,7 @@ def match_tensors(
             values[path] = missing[path]
         else:
             lacking[path] = f"params[{path!r}] {list(spec.shape)}: no tensor {' or '.join(map(repr, tried))}"
+    # For all buffers at once, since it takes the whole module apart.
     computed, failed = compute_buffers(model, absent) if model is not None else ({}, [])
 
     # Collect all that does not fit, so that one error names it.
@@ -333,6 +335,7 @@ def _find_prefix(paths: Mapping[str, tuple[int, ...]], names: Mapping[str, tuple
     Returns:
         Python code, or "" where no prefix does.
     """
+    # A prefix that the files have and the leaves lack, and then one that the leaves have.
     first = next(iter(paths), "")
     for start in dict.fromkeys(name.removesuffix(first) for name in names if name.endswith(f".{first}")):
         if first and all(names.get(start + path) == shape for path, shape in paths.items()):

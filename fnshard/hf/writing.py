@@ -197,6 +197,7 @@ def gather_leaf(block: Tensor, spec: LayoutSpec, mesh: Mesh, comm: Collectives, 
         return
 
     ranks = mesh.group_ranks(axes)
+    # Where each rank's block lies in the leaf: every rank can tell for all.
     parts_of = [boxes(spec.shape, spec.storage, mesh, mesh.coordinate(rank)) for rank in ranks]
     block, full = as_pairs(block), None if out is None else as_pairs(out)
     step = max(1, PIECE_BYTES // (len(ranks) * block[0].nbytes))
@@ -275,6 +276,7 @@ def split_files(entries: Sequence[TensorToWrite], max_bytes: float) -> dict[str,
     files: list[list[TensorToWrite]] = [[]]
     room = max_bytes
     for e in entries:
+        # A file has one tensor at least, however large that is.
         if files[-1] and e.bytes > room:
             files.append([])
             room = max_bytes
@@ -303,6 +305,7 @@ def _complete(
 
     file = folder / "config.json"
     values = read_config(folder) if isinstance(config, Path) else config
+    # A configuration that is copied stays as it is, byte for byte, if it fits the tensors.
     final = config_of_tensors(values, entries)
     if isinstance(config, Path) and final != values:
         file.write_text(json.dumps(final, indent=2) + "\n")

@@ -66,6 +66,7 @@ NF4 = (
     0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023,
     1.0,
 )  # fmt: skip
+# Two codes share a byte, the first in its high half.
 PAIRS = [(NF4[byte >> 4], NF4[byte & 15]) for byte in range(256)]
 
 
@@ -98,6 +99,7 @@ def _int8_parts(shape: Shape) -> Parts:
 def _int8_encode(rows: Tensor) -> Mapping[str, Tensor]:
     """Code rows so that the largest number of a block is 127."""
     blocks, most = _blocks(rows)
+    # A block of zeros has the scale 0, and is divided by 1.
     scales = most / 127
     codes = blocks / torch.where(scales > 0, scales, 1.0).unsqueeze(2)
     return {"codes": _int8(codes).flatten(1), "scales": scales}
@@ -130,6 +132,7 @@ def _nf4_encode(rows: Tensor) -> Mapping[str, Tensor]:
     groups = -(-most.shape[1] // GROUP)
     missing = -most.shape[1] % GROUP if groups > 1 else 0
     both = most, torch.ones_like(most)
+    # The last group may be padded, with zeros that neither its mean nor its spread counts.
     grouped, counted = (F.pad(each, (0, missing)).view(most.shape[0], groups, -1) for each in both)
     mean = (grouped * counted).sum(2) / counted.sum(2)
     spread = ((grouped - mean.unsqueeze(2)) * counted).abs().amax(2) / 127
@@ -141,6 +144,7 @@ def _nf4_encode(rows: Tensor) -> Mapping[str, Tensor]:
     size = _nf4_scales(kept, most.shape[1])
     unit = blocks / torch.where(size != 0, size, 1.0).unsqueeze(2)
     levels = torch.tensor(NF4, device=rows.device)
+    # The nearest level is told by the middles between levels: how many of them a number exceeds.
     middles = (levels[1:] + levels[:-1]) / 2
     codes = torch.bucketize(unit, middles, out_int32=True).to(torch.uint8).flatten(1)
     return {"codes": (codes[:, ::2] << 4) | codes[:, 1::2], **kept}
@@ -312,6 +316,7 @@ def encode(block: Tensor, spec: LayoutSpec) -> Mapping[str, Tensor]:
     if len(runs) < 2:
         return codec.encode(block)
     shape = (block.shape[0], *spec.shape[1:])
+    # Rows are coded one by one, so that a run gives what all rows at once would.
     parts = {n: torch.empty(s, dtype=d, device=block.device) for n, (s, d) in codec.parts(shape).items()}
     for run in runs:
         for name, part in codec.encode(block[run]).items():

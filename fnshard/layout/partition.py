@@ -162,7 +162,9 @@ def block_slices(
     for dim, (size, block) in enumerate(zip(shape, block_shape(shape, layout, mesh), strict=True)):
         index = 0
         for axis in layout.of(dim):
+            # The first axis is major: its ranks have the largest parts, which the next axis cuts further.
             index = index * mesh.axis_size(axis) + here[axis]
+        # Where the blocks are longer than the dim together, the last ones end early, or hold nothing.
         start = min(index * block, size)
         out.append(slice(start, min(start + block, size)))
     return tuple(out)

@@ -278,6 +278,7 @@ def _cut_evenly(sizes: Sequence[int], count: int) -> list[int]:
 
     The sum of the squares of the runs' sums is least.
     """
+    # Run by run: the best cut into one run more follows from the best cuts of all shorter beginnings.
     sums = [0, *accumulate(sizes)]
     # best[n]: the first n sizes in `run` runs, as the least sum of squares and where the runs begin.
     best: list[tuple[float, list[int]] | None] = [(0.0, [])] + [None] * len(sizes)
@@ -306,6 +307,7 @@ def best_split(shape: Sequence[int], axes: tuple[str, ...], mesh: Mesh, compute:
     P(None, 'shard')
     """
     ways, compute = mesh.axes_size(axes), compute or P()
+    # How much of its size each dim that may be split would be padded.
     pads = {
         dim: (-size % ways) / max(size, 1)
         for dim, size in enumerate(block_shape(shape, compute, mesh))

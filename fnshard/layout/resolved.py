@@ -176,6 +176,7 @@ class ResolvedSpecs:
             self.check_constants(like)
         if form == self.leaf_structure:
             return self
+        # The other tree may have its leaves in another order, or in other containers.
         return ResolvedSpecs.of(tree.unflatten([self.leaves[p] for p in given], form))
 
     def check_constants(self, params: Any) -> None:

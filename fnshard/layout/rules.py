@@ -166,6 +166,7 @@ def _find_tied_hits(tied: Mapping[str, str], rules: Sequence[Rule]) -> set[int]:
     Raises:
         SpecError: such a rule differs from the rule that the weight's path takes.
     """
+    # Every name must lead to the same spec, though perhaps by different rules.
     hits = {name: i for name in (*tied, *tied.values()) if (i := find_rule(name, rules)) is not None}
     shown = {name: f"rule {rules[i][0]!r}" for name, i in hits.items()}
     differ = [

@@ -178,8 +178,10 @@ class LayoutSpec:
         storage_dtype = self.storage_dtype or leaf.dtype
         compute_dtype, wire_dtype = self.compute_dtype or storage_dtype, self.wire_dtype
         trainable = _trainable(leaf) if self.trainable is None else self.trainable
+        # Integers train only if the spec says so, which `check_specs` then refuses.
         if not storage_dtype.is_floating_point and not storage_dtype.is_complex:
             trainable = bool(self.trainable)
+        # To `fn` and autograd the leaf is bf16: it travels in fp8 alone, and is multiplied in it.
         if trainable and compute_dtype == FP8:
             compute_dtype, wire_dtype = torch.bfloat16, FP8
 
@@ -365,6 +367,7 @@ def check_specs(specs: Mapping[str, LayoutSpec], mesh: Mesh) -> None:
     wrong: list[str] = []
     fixes: dict[str, None] = {}
     for path, spec in specs.items():
+        # The other checks read layouts whose axes and dims are known to be there.
         found = _find_unfit_layouts(spec, mesh) or [*_find_unfit_policy(spec), *_find_unjoined_layouts(spec)]
         for problem, fix in found:
             wrong.append(f"params[{path!r}] {list(spec.shape or ())} with {problem}.")
@@ -541,6 +544,7 @@ def _find_unfit_policy(spec: LayoutSpec) -> Iterator[tuple[str, str]]:
 
 def _find_unjoined_layouts(spec: LayoutSpec) -> Iterator[tuple[str, str]]:
     """Yield pairs of layouts between which no collective leads."""
+    # Axes of `compute` are in all layouts alike, so that nothing has to be joined over them.
     split = set(spec.compute.axes)
     if spec.optimizer != spec.gradient and set(spec.gradient.axes) - split:
         yield (

@@ -150,6 +150,7 @@ def _pair_matrices(sizes: Mapping[str, tuple[int, ...]], kinds: Mapping[str, str
     found: dict[str, str] = {}
     unpaired: list[str] = []
     for stem, (_, inputs) in sizes.items():
+        # All matrices so far that have as many outputs as this one has inputs, and no partner yet.
         feeding = [s for s in unpaired if sizes[s][0] == inputs]
         if kinds.get(stem, "rows") == "rows" and feeding:
             found |= dict.fromkeys(feeding, "columns") | {stem: "rows"}

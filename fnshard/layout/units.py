@@ -32,6 +32,8 @@ def numeric(params: Any) -> dict[str, str]:
     """
     paths = list(tree.flatten_with_paths(params)[0])
     numbered = {path: unit for path in paths if (unit := _through_number(path))}
+    # The modules around numbered units hold units of their own: a leaf that lies directly in one goes
+    # elsewhere.
     holds = {
         ".".join(unit.split(".")[:n]) for unit in numbered.values() for n in range(1, unit.count(".") + 1)
     }

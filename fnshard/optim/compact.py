@@ -117,6 +117,7 @@ def encode(values: Tensor, block: int, signed: bool) -> tuple[Tensor, Tensor]:
     unit = runs / torch.where(scales > 0, scales, 1.0).unsqueeze(-1)
     _, bounds, zero = make_levels(signed)
     table = torch.tensor(bounds, dtype=values.dtype, device=values.device)
+    # A code counts from the level that has the code 0: levels below it wrap around to codes near 255.
     codes = torch.bucketize(unit.contiguous(), table, out_int32=True) - zero
     return codes.remainder(256).to(torch.uint8).flatten(-2), scales
 

@@ -126,6 +126,7 @@ def orthogonalize(matrix: Tensor, steps: int = 5) -> Tensor:
     tensor([0.7000, 0.7000])
     """
     a, b, c = COEFFICIENTS
+    # Products are those of the shorter side, which are smaller.
     tall = matrix.shape[-2] > matrix.shape[-1]
     x = matrix.mT if tall else matrix
     x = x / matrix_norm(x).to(x.dtype).clamp(min=1e-7)

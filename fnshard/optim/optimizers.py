@@ -246,6 +246,7 @@ def schedule_free_adamw(
         nu = (slots["nu"] * b2).addcmul(grad, grad, value=1 - b2)
         change = grad / (nu.sqrt() / bias + eps)
         change = change + decay * param if decay else change
+        # The fast sequence has no slot: parameters lie between it and the average, and so tell where it is.
         fast = (param - b1 * slots["ema"]) / (1 - b1) - step.host(rate) * scales(path) * change
         average = slots["ema"] + step.host(share) * (fast - slots["ema"])
         return (1 - b1) * fast + b1 * average - param, {"ema": average, "nu": nu}
@@ -362,6 +363,7 @@ class Chain:
         return out
 
     def __call__(self, path: str, grad: Tensor, slots: Slots, param: Tensor, step: Step) -> Update:
+        # Only the names of slots are asked for, and a tensor on meta takes no memory.
         like = torch.empty_like(param, device="meta")
         names = self.name_slots([list(member.init(path, like)) for member in self.members])
         new: dict[str, Tensor] = {}

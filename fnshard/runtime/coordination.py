@@ -72,6 +72,7 @@ def all_or_none(gather: Callable[[str], list[str]], what: str, work: Callable[[]
 
     message = "" if failure is None else f"{type(failure).__name__}: {failure}"
     texts = [json.loads(text) for text in gather(json.dumps(message))]
+    # A mistake is raised as it is. For an error of the system the list of all ranks that had one says more.
     if failure is not None and not isinstance(failure, OSError):
         raise failure
 
@@ -102,6 +103,7 @@ def run_on_all(
     value, error = _attempt(local)
     results, first = [(value, _cause_of(error))], group is None or dist.get_rank() == 0
     if group is not None:
+        # Only rank 0 reads what the others say; these wait for its answer alone.
         every = group(pickle.dumps(results[0]), of=None if first else ())
         results = [pickle.loads(each) for each in every]
     failed = {rank: cause for rank, (_, cause) in enumerate(results) if cause is not None}
@@ -113,6 +115,7 @@ def run_on_all(
     if group is not None:
         (answer,) = group(pickle.dumps(failed) if first else b"", of=(0,))
         failed = pickle.loads(answer)
+    # Ctrl-C goes on as itself, now that the peers know.
     if error is not None and not isinstance(error, Exception):
         raise error
     if failed:

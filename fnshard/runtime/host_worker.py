@@ -21,6 +21,7 @@ class Worker:
     """
 
     def __init__(self, device: torch.device):
+        # Each thread has a current device of its own, the first GPU unless it is told another.
         start = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
         self._thread = ThreadPoolExecutor(1, "fnshard-host", start)
         self._heavy: deque[Future[None]] = deque()
@@ -29,6 +30,7 @@ class Worker:
 
     def submit(self, call: Callable[[], Any], *, heavy: bool = False) -> None:
         """Make a call after all earlier ones; wait while `PENDING` heavy ones are not done."""
+        # `result` raises nothing here: `_make` keeps the errors of calls for `wait`.
         while heavy and len(self._heavy) >= PENDING:
             self._heavy.popleft().result()
         self._last = self._thread.submit(self._make, call)

@@ -28,6 +28,8 @@ class Packer:
 
     def __init__(self, bucket: Bucket, mesh: Mesh, rank: int):
         self.bucket = bucket
+
+        # Where each rank's blocks lie in the full leaves, and in its row of the bucket.
         ranks = mesh.group_ranks(bucket.axes, rank)
         self.rows = len(ranks)
         slices = [
@@ -37,6 +39,7 @@ class Packer:
         own = list(zip(bucket.pieces, slices[self._here], strict=True))
         self._mine = {piece.key: (where, piece.block) for piece, where in own}
         self._blocks = _Cuts.of([(p.offset, p.numel) for p in bucket.pieces], bucket.numel)
+        # Leaves that are cut by `split_with_sizes`, and the runs of each rank's row that they have.
         extents = [  # [rank][leaf]: elements that are not padding
             [math.prod(s.stop - s.start for s in leaf) for leaf in row] for row in slices
         ]
@@ -50,7 +53,10 @@ class Packer:
         ]
 
         # Blocks lie in a leaf in the order of its own axes, rows come in the group's.
-        self._order = {i: sorted(range(self.rows), key=lambda r: _first(slices[r][i])) for i in self._runs}
+        self._order = {
+            i: sorted(range(self.rows), key=lambda r: slices[r][i][0].start if slices[r][i] else 0)
+            for i in self._runs
+        }
         self._leaf_runs = {i: [extents[r][i] for r in self._order[i]] for i in self._runs}
 
         # The other leaves, as strided views; and this rank's own blocks of all leaves.
@@ -60,6 +66,7 @@ class Packer:
             if not run
         ]
         self._windows = [_Window.of(piece, where) for piece, where in own]
+        # Where no block is padded, only the gaps between blocks have to be cleared.
         filled = sum(p.numel for p in bucket.pieces)
         self._unpadded = self.rows * filled == sum(map(sum, extents))
 
@@ -271,11 +278,6 @@ class _Window:
         return row.as_strided(self.size, self.row_stride, self.row_offset + row.storage_offset())
 
 
-def _first(slices: Sequence[slice]) -> int:
-    """Return the first row of a block; a scalar has none."""
-    return slices[0].start if slices else 0
-
-
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the strides of a dense tensor in row-major order."""
     out, step = [], 1
@@ -299,4 +301,5 @@ def local_block(full: Tensor, layout: P, mesh: Mesh, rank: int | None = None) ->
     full = side_by_side(full, layout, mesh)
     slices = block_slices(full.shape, layout.contiguous, mesh, mesh.coordinate(rank))
     block = pad_to(full[slices], block_shape(full.shape, layout, mesh))
+    # A view would keep the memory of the whole leaf.
     return block.clone(memory_format=torch.contiguous_format)

@@ -43,9 +43,11 @@ class Reading:
         reading = Reading(tuple(scalars), known, is_integer)
         if not under_way:
             return reading
+        # One dtype for all lets one copy bring them; fp64 has every integer up to 2**53.
         vector = torch.stack([v.detach().to(torch.float64) for v in under_way.values()])
         if device.type == "cpu":
             return replace(reading, values=vector)
+        # A copy to memory that is not pinned would make the host wait for it.
         values = torch.empty(len(is_integer), dtype=torch.float64, pin_memory=True)
         values.copy_(vector, non_blocking=True)
         event = torch.Event(device.type)

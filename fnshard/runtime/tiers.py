@@ -250,6 +250,7 @@ class Transfers:
 
         Raises: the worker's error, if one of its calls failed.
         """
+        # The worker comes first: until it is done it may begin copies on the stream.
         if self.worker is not None:
             self.worker.wait()
         if self.upward is not None:
@@ -263,6 +264,8 @@ class Transfers:
             for_host: whether the host itself writes to it, and no stream. It waits then for readers.
         """
         dtype = dtype or like.dtype
+        # `empty_like` keeps strides that leave no gaps, and closes gaps otherwise; on "meta" it allocates
+        # nothing.
         stride = torch.empty_like(like, device="meta").stride()
         nbytes = like.numel() * dtype.itemsize
         if nbytes == 0:

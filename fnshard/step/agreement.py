@@ -181,6 +181,7 @@ def compare_rows(comm: Collectives, axes: Sequence[str], mine: Mapping[str, str]
     every = [json.loads(text) for text in comm.gather_object(json.dumps(mine))]
     wrong = []
     for rank, each in enumerate(every):
+        # Each rank is compared with the first of its group: equal rows need no other comparison.
         first = min(comm.mesh.group_ranks(axes, rank))
         unlike = [n for n in {**every[first], **each} if every[first].get(n) != each.get(n)]
         wrong += [f"{n} on ranks {first} and {rank}" for n in unlike]
@@ -204,6 +205,7 @@ def checksum(value: Tensor) -> int:
     flat = value.detach().resolve_conj().contiguous().view(-1).view(torch.uint8)
     rows = len(flat) // (8 * _COLUMNS)
     words = flat[: rows * 8 * _COLUMNS]
+    # torch views bytes as words only where they begin at a whole word.
     words = (words if words.storage_offset() % 8 == 0 else words.clone()).view(torch.int64)
     sums = words.view(rows, _COLUMNS).sum(0).cpu().numpy()
     return zlib.crc32(flat[len(words) * 8 :].cpu().numpy(), zlib.crc32(sums))

@@ -177,6 +177,7 @@ class ProgramCache:
             known = self.programs.get(key)
             if known is not None:
                 return known
+            # The latest on paper is kept, so that a step after a look at its program is not traced again.
             if self.on_paper is None or not fits(self.on_paper, key):
                 self.on_paper = key, self._trace(key, batch, micro, options)
             return self.on_paper[1]
@@ -253,6 +254,7 @@ class ProgramCache:
             known = self.programs.get(key)
             if known is not None:
                 return known
+            # The program that `lower` kept for this step is now among those that run.
             lowered, self.on_paper = self.lower(batch), None
             warning = self.programs.compare(key, lowered) if len(self.programs) else None
             self.programs.put(key, lowered)

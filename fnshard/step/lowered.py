@@ -12,7 +12,14 @@ from typing import Any, get_args
 import torch
 
 from fnshard.analysis.hardware import Hardware
-from fnshard.analysis.memory import Ledger, MemoryAnalysis, MemoryTimeline, describe_peak, measure
+from fnshard.analysis.memory import (
+    Ledger,
+    MemoryAnalysis,
+    MemoryTimeline,
+    SizesOfMore,
+    describe_peak,
+    measure,
+)
 from fnshard.analysis.tables import megabytes
 from fnshard.analysis.timeline import HardwarePricer, Timeline, simulate, simulate_stages
 from fnshard.analysis.traffic import Traffic, analyse
@@ -58,6 +65,7 @@ class Lowered:
         first: whether no other batch was lowered before; ranks then compile a share each.
         ledgers: the ledgers that were made, by transport, by whether the kernels were compiled, and by stage.
         ahead: the kernels that a thread compiles.
+        fewer: a step of fewer of the same micro-batches, whose ledger says how large values are.
     """
 
     stages: Stages
@@ -69,6 +77,7 @@ class Lowered:
     first: bool = True
     ledgers: dict[Any, Ledger] = field(default_factory=dict, init=False, repr=False)
     ahead: Future[Compiled] | None = field(default=None, init=False, repr=False)
+    fewer: Lowered | None = field(default=None, repr=False)
 
     @property
     def program(self) -> Program:
@@ -184,6 +193,8 @@ class Lowered:
         """Return the bytes of all values of a stage, by name."""
         # They depend neither on the transport nor on the compiler, so that any ledger has them.
         known = next((ledger for key, ledger in self.ledgers.items() if key[2] == stage), None)
+        if known is None and self.fewer is not None:
+            return SizesOfMore(self.fewer.sizes_of(stage))
         return (known or self._ledger(stage=stage)).sizes
 
     @property
@@ -267,6 +278,7 @@ class Lowered:
         if self.compiled is not None:
             return self
         kernels = self.kernels.values()
+        # A thread may have compiled some of them, or all.
         done = {} if self.ahead is None else dict(self.ahead.result())
         done |= self.compile_graphs({k: g for k, g in graphs_of(kernels).items() if k not in done})
         self.compiled = done
@@ -281,6 +293,7 @@ class Lowered:
         """
         if self.compiled is None and self.ahead is None:
             mesh = self.schedule.mesh
+            # A new thread begins on device 0, whichever this rank's is.
             start = partial(torch.cuda.set_device, mesh.device) if mesh.device_type == "cuda" else None
             shared = self.first and mesh.kind == "group" and mesh.device_type == "cpu"
             pool = ThreadPoolExecutor(1, "fnshard-compile", start)

@@ -62,6 +62,7 @@ def plan_of(optimizer: Optimizer | None, specs: ResolvedSpecs, mesh: Mesh, optio
     """Return the plan of a training step, as far as it does not depend on what `fn` returns."""
     families = families_of(optimizer, specs.stored, mesh) if optimizer is not None else {}
     dynamic = loss_scale_of(optimizer, specs, options).dynamic
+    # An update that needs the norm, or that may be skipped, waits for the gradients of all leaves.
     stands_between = any(family.needs_norm for family in families.values()) or dynamic
     norms = stands_between or options.grad_norm
     return Plan(

@@ -52,6 +52,7 @@ class Programs:
 
     def get(self, key: BatchKey) -> Any | None:
         """Return the lowered step that fits, or None."""
+        # The latest first: a batch is most often like the one before. What is found becomes the latest.
         for index in range(len(self.entries) - 1, -1, -1):
             if fits(self.entries[index], key):
                 self.entries.append(self.entries.pop(index))

@@ -68,6 +68,7 @@ def usual_update(rule: Optimizer, path: str, dims: int) -> float | None:
         if first is None:
             return None
         param, sizes = torch.full([1] * dims, USUAL), []
+        # Two gradients tell an update that depends on their size from one that does not.
         for slope in (1e-3, 1e-2):
             grad = torch.full_like(param, slope)
             step = Step(torch.tensor(first), grad.double().norm())

@@ -140,6 +140,7 @@ class RankState:
             if total >= 0 and total != self.rows * self.comm.mesh.size:
                 self.warned_of_rows = True
                 warnings.warn(_ROWS.format(self.rows, total / self.comm.mesh.size), stacklevel=5)
+        # Numbers that a device has not made yet are not waited for: those of the step before are there.
         if excesses:
             check_limits((self.last if self.last.event is None else self.before).numbers())
         return self.last
@@ -208,6 +209,7 @@ class Runner:
                 values = [env.get(n.of(micro), env.get(n)) for n in names]
                 mine += float(replay(bound.counting, values)[0])
         every = self.rank.comm.gather_object(repr(mine))
+        # Ranks along the other axes count the same items.
         ranks = self.mesh.group_ranks(averaged_axes(self.cache.specs.stored.values(), self.mesh))
         return sum(float(every[rank]) for rank in ranks)
 

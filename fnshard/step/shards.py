@@ -183,6 +183,7 @@ def gather_full(
             rows = packer.unpack_rows(handle.wait(), bucket.dtype)
             out |= {p: side_by_side(v, split[p].storage, mesh, inverse=True) for p, v in rows.items()}
             handle.release()
+        # Leaves that are whole are copied: what is returned shares no memory with the blocks.
         out |= {p: blocks[p].to(mesh.device, copy=True) for p in here if p not in out}
         for path, home in {p: stage_of(s, mesh) for p, s in specs.items()}.items():
             what = f"leaf {path}"
@@ -315,6 +316,7 @@ def _blocks(
             blocks.append(cut_out(leaf, spec, mesh, disk_dir))
             continue
         block = torch.zeros(stored_shape(spec, mesh), dtype=named[path].dtype)
+        # What the boxes leave of the block is padding, of zeros.
         for full, own in boxes(spec.shape, spec.storage, mesh):
             block[own] = values.part(path, full)
         blocks.append(put_at_rest(block, spec, mesh, disk_dir))

@@ -44,6 +44,7 @@ def init_slots(
         block = optimizer_block(params[path], spec, mesh, rank).to(spec.optimizer_dtype)
         slots = init_block(optimizer, path, block, spec, mesh, rank)
         if spec.has_master:
+            # The block may be the stored one itself; the other tiers make a copy of it in any case.
             slots[MASTER] = block.clone() if spec.optimizer_memory == "device" else block
         out[path] = {k: to_tier(v, spec.optimizer_memory, mesh.device, disk_dir) for k, v in slots.items()}
     return out

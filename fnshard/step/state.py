@@ -135,6 +135,7 @@ class TrainState:
         """Return a state with its own tensors; those of leaves that rest on disk are in the host's memory."""
 
         def copy_tensor(tensor: Tensor) -> Tensor:
+            # What transfers to a device read must stay pinned, or the copies would block.
             pinned = tensor.device.type == "cpu" and tensor.is_pinned()
             return torch.empty_like(tensor, pin_memory=pinned).copy_(tensor)
 

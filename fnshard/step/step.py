@@ -374,6 +374,7 @@ class Step(Compiled):
             return
         specs = self.resolved.stored
         for path in filter(self.resolved.complex.__contains__, self.resolved.trainable):
+            # A rule that looks at shapes would see pairs, [..., 2], where its author sees complex numbers.
             *shape, pair = specs[path].shape
             if self.optimizer.of(path, (*shape, pair)) is not self.optimizer.of(path, shape):
                 raise OptimizerError(
@@ -690,6 +691,7 @@ def lockstep(loader: Iterable[T], step: Step) -> Iterator[T]:
                     "the loop over lockstep went on to the next batch without a step.",
                     fix="call the step once for each batch; filter batches before lockstep sees them.",
                 )
+            # A rank that began with a single batch could not have told the others by a flag in time.
             if fewest == 1 or step.flag_raised("out_of_data"):
                 return
     finally:

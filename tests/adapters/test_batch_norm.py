@@ -25,7 +25,7 @@ class Activated(nn.BatchNorm2d):
 
 
 class Images(nn.Module):
-    """Two norms, of which the second reads what the first made."""
+    """A model of two norms, of which the second reads what the first made."""
 
     def __init__(self, norm: Callable[[int], nn.Module], flat: bool = False):
         super().__init__()
@@ -49,7 +49,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def batches() -> Tensor:
-    """[STEPS, 6, 3, SIDE, SIDE], far from zero: squares alone would lose digits."""
+    """Draw [STEPS, 6, 3, SIDE, SIDE], far from zero: squares alone would lose digits."""
     return torch.randn(STEPS, 12, 3, SIDE, SIDE, dtype=D, generator=torch.Generator().manual_seed(1)) + 100
 
 
@@ -63,12 +63,12 @@ def model_of(name: str) -> nn.Module:
     return model.train()
 
 
-def synchronised(name: str) -> nn.Module:
+def synchronise(name: str) -> nn.Module:
     return model_of(name) if name.startswith("torch's") else fs.sync_batch_norm(model_of(name))
 
 
 def plain(name: str) -> tuple[list[float], dict[str, Tensor]]:
-    """One process with all rows."""
+    """Train in one process with all rows."""
     model = model_of(name)
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=LR), []
     for batch in batches():
@@ -81,14 +81,14 @@ def plain(name: str) -> tuple[list[float], dict[str, Tensor]]:
 
 
 def step_of(name: str, mesh: fs.Mesh, preset: str, **options: Any) -> tuple[Any, dict[str, Tensor]]:
-    apply, params = fs.make_functional(synchronised(name))
+    apply, params = fs.make_functional(synchronise(name))
     specs = fs.presets.PRESETS[preset](params, mesh)
     options = {"backend": "eager", **options}
     step = fs.shard_step(lambda p, x: apply(p, x), specs, mesh=mesh, optimizer=fs.optim.sgd(LR), **options)
     return step, {p: v.detach().clone() for p, v in params.items()}
 
 
-def trained(
+def train_on_rank(
     rank: int, mesh: fs.Mesh, made: tuple[Any, dict[str, Tensor]], sizes: list[int]
 ) -> tuple[list[float], dict[str, Tensor]]:
     step, params = made
@@ -117,12 +117,12 @@ def test_ranks_equal_one_process(name: str, preset: str, remat: str) -> None:
     axes = {"replicate": 2, "shard": 2} if preset == "hybrid_shard" else {"shard": 2}
     mesh = fs.make_mesh(**axes, simulated=True)
     made, sizes = step_of(name, mesh, preset, remat=remat), [12 // mesh.size] * mesh.size
-    for got in fs.simulate(mesh, lambda rank: trained(rank, mesh, made, sizes)):
+    for got in fs.simulate(mesh, lambda rank: train_on_rank(rank, mesh, made, sizes)):
         torch.testing.assert_close(got, plain(name), rtol=1e-10, atol=1e-10)
 
 
 def test_uneven_rows_count_as_they_are() -> None:
-    """With a Mean, as the loss of one process is a mean over all rows."""
+    """The loss is a Mean here, so that each row counts once, as in one process."""
     x, mesh = batches()[0, :, :, 0, 0], fs.make_mesh(shard=2, simulated=True)
     params = {"w": torch.randn(3, 3, dtype=D), "bias": torch.randn(3, dtype=D)}
 

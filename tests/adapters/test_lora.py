@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from lora_models import ids, llama, merged, tuned
+from lora_models import add_adapters, ids, llama, merge_naively
 from safetensors.torch import load_file, save_file
 
 import fnshard as fs
@@ -31,8 +31,8 @@ def test_at_first_it_changes_nothing_and_then_it_is_the_merged_weight() -> None:
     apply, params = fs.make_functional(model)
     fn, tree = fs.lora(lambda p, x: apply(p, input_ids=x).logits, params, rank=3)
     assert torch.equal(fn(tree, ids()), apply(params, input_ids=ids()).logits)
-    fn, tree, loss = tuned(model)
-    naive = loss(merged(tree["base"], fn.lora, tree["adapters"]), ids())
+    fn, tree, loss = add_adapters(model)
+    naive = loss(merge_naively(tree["base"], fn.lora, tree["adapters"]), ids())
     torch.testing.assert_close(fn(tree, ids()), naive, atol=1e-12, rtol=0)
     assert len(fn.lora.targets) == 2 * 3
 
@@ -42,8 +42,10 @@ def test_matrices_that_are_multiplied_as_they_are() -> None:
     torch.manual_seed(0)
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 64, "n_positions": 32}
     config = transformers.GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
-    fn, tree, loss = tuned(transformers.GPT2LMHeadModel(config).double(), "*.c_attn", transposed="*.c_attn")
-    naive = loss(merged(tree["base"], fn.lora, tree["adapters"]), ids())
+    fn, tree, loss = add_adapters(
+        transformers.GPT2LMHeadModel(config).double(), "*.c_attn", transposed="*.c_attn"
+    )
+    naive = loss(merge_naively(tree["base"], fn.lora, tree["adapters"]), ids())
     torch.testing.assert_close(fn(tree, ids()), naive, atol=1e-12, rtol=0)
     x = torch.randn(5, 3)
     for multiply in (
@@ -62,7 +64,9 @@ def test_matrices_that_are_multiplied_as_they_are() -> None:
         )
         with torch.no_grad():
             tree["adapters"]["w"]["b"].normal_()
-        torch.testing.assert_close(fn(tree, x), x @ merged(tree["base"], fn.lora, tree["adapters"])["w"])
+        torch.testing.assert_close(
+            fn(tree, x), x @ merge_naively(tree["base"], fn.lora, tree["adapters"])["w"]
+        )
 
 
 def test_scales_and_dropout() -> None:
@@ -86,7 +90,7 @@ def leaf_specs(specs: Any) -> dict[str, LayoutSpec]:
 
 @pytest.mark.long  # test_frozen_leaves counts collectives of units
 def test_adapters_join_the_unit_of_their_leaf_and_they_alone_are_reduced() -> None:
-    fn, tree, _ = tuned(llama())
+    fn, tree, _ = add_adapters(llama())
     mesh = fs.make_mesh(shard=8, abstract=True)
     specs = fs.presets.full_shard(tree, mesh)
     assert {s.unit for p, s in leaf_specs(specs).items() if "layers.1." in p} == {"base.model.layers.1"}
@@ -101,7 +105,7 @@ def test_adapters_join_the_unit_of_their_leaf_and_they_alone_are_reduced() -> No
 @pytest.mark.parametrize("codec", [None, "nf4"])
 def test_frozen_leaves_have_no_gradient_no_optimizer_state_and_no_collective(codec: str | None) -> None:
     """Counted on the schedule and in the ledger: LoRA and QLoRA pay for what trains, the rest is stored."""
-    fn, tree, _ = tuned(llama())
+    fn, tree, _ = add_adapters(llama())
     mesh = fs.make_mesh(shard=8, abstract=True)
     frozen = LayoutSpec(P("shard"), codec=codec, trainable=False)
     specs = fs.match_specs(tree, [("base.*_proj*", frozen), ("*", LayoutSpec(P("shard")))])
@@ -126,7 +130,7 @@ def test_frozen_leaves_have_no_gradient_no_optimizer_state_and_no_collective(cod
 
 
 def test_some_of_the_base_may_train_beside_them() -> None:
-    fn, tree, _ = tuned(llama(), train="*norm*|lm_head")
+    fn, tree, _ = add_adapters(llama(), train="*norm*|lm_head")
     trained = {p for p, v in tree["base"].items() if v.requires_grad}
     assert trained == {p for p in tree["base"] if "norm" in p or p == "lm_head.weight"}
     specs = fs.match_specs(tree, [("*", LayoutSpec())])
@@ -147,7 +151,7 @@ def test_some_of_the_base_may_train_beside_them() -> None:
 @pytest.mark.parametrize("codec", [None, "nf4"])
 def test_merging_shards_is_merging_the_whole(codec: str | None, tmp_path: Path) -> None:
     model = llama().float()
-    fn, tree, loss = tuned(model)
+    fn, tree, loss = add_adapters(model)
     mesh = fs.make_mesh(shard=3, simulated=True)
     frozen = LayoutSpec(P("shard"), codec=codec, trainable=False)
     specs = fs.match_specs(tree, [("base.*_proj*", frozen), ("*", LayoutSpec(P("shard")))])
@@ -162,7 +166,7 @@ def test_merging_shards_is_merging_the_whole(codec: str | None, tmp_path: Path) 
     if codec:
         for p in [p for p in seen if "_proj" in p]:
             seen[p] = CODECS[codec].decode(CODECS[codec].encode(seen[p]), tuple(seen[p].shape), torch.float32)
-    naive = merged(
+    naive = merge_naively(
         seen, fn.lora, {p: {n: v.detach() for n, v in a.items()} for p, a in tree["adapters"].items()}
     )
     for path, value in naive.items():
@@ -175,7 +179,7 @@ def test_merging_shards_is_merging_the_whole(codec: str | None, tmp_path: Path) 
 
 
 def test_adapters_go_out_and_in_in_pefts_format(tmp_path: Path) -> None:
-    fn, tree, _ = tuned(llama().float(), dropout=0.1)
+    fn, tree, _ = add_adapters(llama().float(), dropout=0.1)
     mesh = fs.make_mesh(shard=2, simulated=True)
     specs = fs.match_specs(tree, [("*", LayoutSpec(P("shard")))])
     fs.simulate(
@@ -198,7 +202,7 @@ def test_adapters_go_out_and_in_in_pefts_format(tmp_path: Path) -> None:
 def test_peft_opens_them(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     model = llama().float()
-    fn, tree, _ = tuned(model)
+    fn, tree, _ = add_adapters(model)
     apply, _ = fs.make_functional(model)
     logits, _ = fs.lora(lambda p, x: apply(p, input_ids=x).logits, tree["base"], rank=4, alpha=8,
                         targets="*.q_proj|*.v_proj|*.down_proj")  # fmt: skip
@@ -210,7 +214,7 @@ def test_peft_opens_them(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_dora_is_pefts(tmp_path: Path, ranks: int) -> None:
-    """The same forward and gradients as PEFT's of the same numbers; merged and exported from shards."""
+    """Forward and gradients are those of PEFT for the same numbers; shards are merged and exported."""
     peft = pytest.importorskip("peft")
     model, targets = llama().float(), "*.q_proj|*.down_proj"
     apply, params = fs.make_functional(model)
@@ -256,8 +260,8 @@ def test_dora_is_pefts(tmp_path: Path, ranks: int) -> None:
 PLAIN = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]}
 
 
-def opened(model: Any, **how: Any) -> Any:
-    """A model with adapters of PEFT's, of random numbers."""
+def make_peft_model(model: Any, **how: Any) -> Any:
+    """Make a model with adapters of PEFT's, of random numbers."""
     peft = pytest.importorskip("peft")
     found = peft.get_peft_model(model, peft.LoraConfig(**{**PLAIN, **how}))
     with torch.no_grad():
@@ -281,11 +285,11 @@ def opened(model: Any, **how: Any) -> Any:
     ],
 )
 def test_what_peft_has_saved_comes_in_and_goes_out_again(tmp_path: Path, how: dict[str, Any]) -> None:
-    """The same logits there, here, and there again."""
+    """PEFT, this library and PEFT again give the same logits."""
     peft = pytest.importorskip("peft")
     gpt2 = "fan_in_fan_out" in how
     plain = gpt2_model if gpt2 else lambda: llama().float()
-    theirs = opened(plain(), **how)
+    theirs = make_peft_model(plain(), **how)
     expected = theirs(ids()).logits
     theirs.save_pretrained(tmp_path / "theirs")
     model = plain()
@@ -332,7 +336,7 @@ def test_what_peft_has_and_this_has_not_is_refused_by_kind(
 ) -> None:
     later = {key: how[key] for key in how if key.startswith(("new_", "use_new"))}
     known = {key: value for key, value in how.items() if key not in later}
-    opened(llama().float(), **known).save_pretrained(tmp_path)
+    make_peft_model(llama().float(), **known).save_pretrained(tmp_path)
     config = tmp_path / "adapter_config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "new_size": 16, **later}))
     with pytest.raises(StateError, match=rf"(?s){says}.*merge_and_unload"):
@@ -340,7 +344,7 @@ def test_what_peft_has_and_this_has_not_is_refused_by_kind(
 
 
 def test_rows_of_zeros_stay_zeros_under_dora(tmp_path: Path) -> None:
-    """As those of a vocabulary that was padded: their norm is 0, and so is that of what they become."""
+    """A padded vocabulary has such rows: their norm is 0, and so is that of what they become."""
     params = {"w": torch.nn.Parameter(torch.cat([torch.ones(2, 3), torch.zeros(1, 3)]))}
     fn, tree = fs.lora(lambda p, x: F.linear(x, p["w"]), params, rank=1, targets="w", dora=True)
     assert torch.equal(fn(tree, torch.ones(1, 3)), torch.tensor([[3.0, 3.0, 0.0]]))
@@ -354,7 +358,7 @@ def test_rows_of_zeros_stay_zeros_under_dora(tmp_path: Path) -> None:
 
 
 def test_adapters_of_another_model_are_refused(tmp_path: Path) -> None:
-    fn, tree, _ = tuned(llama().float())
+    fn, tree, _ = add_adapters(llama().float())
     adapters.save(tree, tmp_path, fn.lora, fs.match_specs(tree, [("*", LayoutSpec())]))
     shapes = {p: v for p, v in tree["base"].items() if "layers.1" not in p}
     shapes["model.layers.0.self_attn.q_proj.weight"] = torch.empty(64, 65)

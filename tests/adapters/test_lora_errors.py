@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from lora_models import llama, tuned
+from lora_models import add_adapters, llama
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -103,7 +103,7 @@ def test_the_tensors_say_what_is_targeted_whatever_the_configuration_matches_by(
 
 @pytest.fixture
 def saved_adapters(tmp_path: Path) -> tuple[Path, dict[str, Tensor]]:
-    fn, tree, _ = tuned(llama().float())
+    fn, tree, _ = add_adapters(llama().float())
     adapters.save(tree, tmp_path, fn.lora, fs.match_specs(tree, [("*", LayoutSpec())]))
     return tmp_path, tree["base"]
 
@@ -170,7 +170,7 @@ def test_tied_weights_stay_tied() -> None:
     ],
 )
 def test_a_target_that_also_goes_elsewhere_is_refused_in_whatever_it_lies(use: Any, func: str) -> None:
-    """In lists, by keyword, with itself, or where a tuple comes of it."""
+    """The target may be in a list, a keyword, given twice, or the call may return a tuple."""
     tuned_fn, tree = fs.lora(
         lambda p, x: F.linear(x, p["w"]).sum() + use(x, p["w"]), {"w": torch.randn(4, 4)}, rank=2, targets="w"
     )
@@ -186,7 +186,7 @@ def test_a_target_that_also_goes_elsewhere_is_refused_in_whatever_it_lies(use: A
 
 
 def test_a_product_that_does_more_is_refused() -> None:
-    """Of `alpha` and `out` the update would know nothing."""
+    """The update would know nothing of `alpha` and `out`."""
     for more in ({"alpha": 2.0}, {"beta": 0.5}, {"out": torch.empty(3, 4)}):
 
         def fn(p: Any, x: Tensor, more: Any = more) -> Tensor:
@@ -199,7 +199,7 @@ def test_a_product_that_does_more_is_refused() -> None:
 
 
 def test_what_pefts_files_have_no_place_for_is_refused(tmp_path: Path) -> None:
-    fn, tree, _ = tuned(llama().float(), train="*norm*")
+    fn, tree, _ = add_adapters(llama().float(), train="*norm*")
     with pytest.raises(StateError, match=r"(?s)train with the adapters:.*norm.*fs\.adapters\.merge"):
         adapters.save(tree, tmp_path, fn.lora, fs.match_specs(tree, [("*", LayoutSpec())]))
     assert list(tmp_path.iterdir()) == []

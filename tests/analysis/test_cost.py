@@ -43,7 +43,7 @@ H100 = Hardware.named("h100")
 
 
 def graphs(fn: Any, params: Any, *batch: Any) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
-    """Forward and backward of a program of one segment."""
+    """Return the forward and backward of a program of one segment."""
     (kernel,) = lower(fn, params, *batch, ranks=1, policy={"unit": "all"}).kernels.values()
     return kernel.forward, kernel.backward.module
 
@@ -89,14 +89,14 @@ def memory(cost: GraphCost) -> list[tuple[float, float]]:
     return [(w.read_bytes, w.written_bytes) for w in cost.work if w.kind == "memory"]
 
 
-def traced(fn: Any, *args: torch.Tensor) -> torch.fx.GraphModule:
+def trace_graph(fn: Any, *args: torch.Tensor) -> torch.fx.GraphModule:
     from torch.fx.experimental.proxy_tensor import make_fx
 
     return make_fx(fn, tracing_mode="fake")(*args)
 
 
 def test_a_chain_reads_and_writes_once_where_it_is_fused() -> None:
-    graph = traced(lambda x: torch.tanh(x * 2 + 1), torch.randn(10, 10))
+    graph = trace_graph(lambda x: torch.tanh(x * 2 + 1), torch.randn(10, 10))
     assert memory(graph_cost(graph, fused=False)) == [(400, 400)] * 3
     assert memory(graph_cost(graph, fused=True)) == [(400, 400)]
     (work,) = graph_cost(graph, fused=True).work
@@ -110,22 +110,22 @@ def test_chains_end_at_matmuls_and_do_not_reach_around_them() -> None:
         y = x * 2
         return (y @ w + y) * 3
 
-    cost = graph_cost(traced(fn, torch.randn(10, 10), torch.randn(10, 10)), fused=True)
+    cost = graph_cost(trace_graph(fn, torch.randn(10, 10), torch.randn(10, 10)), fused=True)
     assert [w.kind for w in cost.work] == ["memory", "matmul", "memory"]
     assert memory(cost) == [(400, 400), (800, 400)]
 
 
 def test_a_norm_is_one_loop_and_a_sum_over_rows_ends_it() -> None:
-    normed = traced(lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1), torch.randn(10, 10))
+    normed = trace_graph(lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1), torch.randn(10, 10))
     assert memory(graph_cost(normed, fused=True)) == [(400, 400)]
-    summed = traced(lambda x: x / (x + 1).sum(0, keepdim=True), torch.randn(10, 10))
+    summed = trace_graph(lambda x: x / (x + 1).sum(0, keepdim=True), torch.randn(10, 10))
     assert memory(graph_cost(summed, fused=True)) == [(400, 40), (440, 400)]
 
 
 def test_views_cost_nothing_and_a_slice_is_read_as_a_slice() -> None:
-    graph = traced(lambda x: x.t().reshape(-1)[:10].exp(), torch.randn(10, 10))
+    graph = trace_graph(lambda x: x.t().reshape(-1)[:10].exp(), torch.randn(10, 10))
     assert memory(graph_cost(graph, fused=True))[-1][1] == 40
-    graph = traced(lambda x: x[:2].t() + 1, torch.randn(10, 10))
+    graph = trace_graph(lambda x: x[:2].t() + 1, torch.randn(10, 10))
     assert memory(graph_cost(graph, fused=True)) == [(80, 80)]
 
 
@@ -272,7 +272,7 @@ def test_a_curve_is_interpolated_and_flat_beyond_its_ends() -> None:
 
 
 def quick() -> Any:
-    """One short sample of each benchmark."""
+    """Take one short sample of each benchmark."""
     sizes = {
         "MATMULS": (32, 64, 128),
         "LENGTHS": (32, 64),

@@ -29,7 +29,7 @@ def loss(p: Any, x: Any) -> Any:
 
 @functools.cache
 def exchanging() -> Lowered:
-    """Four ranks on two axes: leaves are sharded over `outer`, and each block sums over `inner`."""
+    """Lower a step on two axes: leaves are sharded over `outer`, and each block sums over `inner`."""
     mesh = fs.make_mesh(outer=2, inner=2, abstract=True, device="cpu")
 
     params = chain(BLOCKS, WIDTH)
@@ -84,7 +84,7 @@ def test_ranks_that_meet_hold_no_link() -> None:
 
 
 def test_gathers_and_reductions_have_a_lane_each_and_share_the_link() -> None:
-    """As `Group` has a process group of NCCL for each."""
+    """`Group` has a process group of NCCL for each of the two."""
     low = lower(lambda p, x: loss(p, x), chain(BLOCKS, WIDTH), rows(WIDTH), ranks=4, prefetch=1, overlap=1)
     got = low.timeline(replace(EVEN, node=Link.even(0, 1e6)))
     lanes = [{s.communicator for s in spans_of(got, low, kind)} for kind in (Gather, ReduceScatter)]
@@ -94,7 +94,7 @@ def test_gathers_and_reductions_have_a_lane_each_and_share_the_link() -> None:
 
 
 def test_a_group_with_several_ranks_on_each_node_keeps_both_links_busy() -> None:
-    """Of a ring through eight ranks of each node one hop in eight leaves it, through each one's adapter."""
+    """A ring passes eight ranks of each node: one hop in eight leaves it, through the rank's own adapter."""
     low = lower(loss, chain(BLOCKS, WIDTH), rows(WIDTH), ranks=16)
     line = next(i for i in low.schedule.instructions if isinstance(i, Gather))
     sent = 15 / 16 * line.wire_bytes(low.schedule)

@@ -63,7 +63,7 @@ OPTIMIZERS = {
 def decoder_step(
     mesh: fs.Mesh, case: Case, backend: str, width: int = 128, layers: int = 2, optimizer: str = "adamw"
 ) -> tuple[Any, dict[str, Tensor], Tensor]:
-    """A step of a small decoder, its full parameters and a batch [8, 64]."""
+    """Return a step of a small decoder, its full parameters and a batch [8, 64]."""
     preset, remat, policy, accumulate = case
     torch.manual_seed(0)
     model = Decoder(DecoderConfig(width=width, layers=layers, heads=4, kv_heads=2, context=64))
@@ -78,7 +78,7 @@ def decoder_step(
 
 
 def follow(step: Any, params: Mapping[str, Tensor], *batch: Tensor, steps: int = 2) -> tuple[Lowered, Any]:
-    """The lowered step, and live bytes of real steps (at the peak and between two)."""
+    """Return the lowered step, and live bytes of real steps (at the peak and between two)."""
 
     def make() -> Callable[[], None]:
         state = step.init(params)
@@ -94,10 +94,10 @@ def follow(step: Any, params: Mapping[str, Tensor], *batch: Tensor, steps: int =
     return lowered, log_live_bytes(make, torch.device("cpu"), steps)
 
 
-def measured_on_rank(
+def measure_on_rank(
     rank: int, case: Case, backend: str, world: int, optimizer: str = "adamw"
 ) -> dict[str, Any]:
-    """Predicted and measured bytes of one rank, shared memory included."""
+    """Return predicted and measured bytes of one rank, shared memory included."""
     mesh = fs.make_mesh(**sharded.meshes(world, case[0]), device="cpu")
     step, params, tokens = decoder_step(mesh, case, backend, optimizer=optimizer)
     lowered, real = follow(step, params, tokens, tokens)
@@ -114,7 +114,7 @@ def measured_on_rank(
 def check_case(
     pool: Any, case: Case, backend: str, world: int = 2, optimizer: str = "adamw", close: float = CLOSE
 ) -> None:
-    for got in pool.run(measured_on_rank, case, backend, world, optimizer, timeout=280.0):
+    for got in pool.run(measure_on_rank, case, backend, world, optimizer, timeout=280.0):
         assert got["kernels"] == backend
         # Shared memory has a slot or two more where a peer was late, which no schedule can know.
         for what, late in (("peak", 1 << 16), ("between", 1 << 18)):
@@ -175,7 +175,7 @@ def test_predicted_bytes_over_the_whole_matrix(ranks: Any, case: Case, backend: 
 
 
 def there_and_back(x: Tensor) -> Tensor:
-    """Columns of all rows, and rows again: what comes is in order, and is not."""
+    """Return columns of all rows, and rows again: what comes is in order, and is not."""
     x = EXCHANGE(x, "all_to_all", "shard", 1, 2, 0)
     return EXCHANGE((x - x.mean(0)).square(), "all_to_all", "shard", 0, 2, 1)
 
@@ -188,8 +188,8 @@ EXCHANGES = {
 }
 
 
-def exchanged_on_rank(rank: int, kind: str) -> tuple[int, int]:
-    """Peak bytes, predicted and measured, where exchanges are most of them."""
+def exchange_on_rank(rank: int, kind: str) -> tuple[int, int]:
+    """Return peak bytes, predicted and measured; exchanges are most of them."""
     mesh, draw = fs.make_mesh(shard=2, device="cpu"), torch.Generator().manual_seed(0)
     params = {f"layers.{i}.w": torch.randn(64, 64, generator=draw) for i in range(3)}
 
@@ -212,7 +212,7 @@ def exchanged_on_rank(rank: int, kind: str) -> tuple[int, int]:
 })  # fmt: skip
 @pytest.mark.parametrize("kind", EXCHANGES)
 def test_predicted_bytes_of_exchanges_are_those_of_real_ranks(ranks: Any, kind: str) -> None:
-    for predicted, real in ranks(2).run(exchanged_on_rank, kind):
+    for predicted, real in ranks(2).run(exchange_on_rank, kind):
         assert predicted == pytest.approx(real, rel=CLOSE, abs=1 << 16)
 
 
@@ -254,7 +254,7 @@ UPDATES = {
 
 @pytest.mark.parametrize("name", UPDATES)
 def test_predicted_bytes_have_what_any_update_computes(name: str) -> None:
-    """Where nothing but the update takes memory."""
+    """Nothing but the update takes memory here."""
     optimizer = UPDATES[name]
     params, mesh = {"w": torch.ones(256, 512)}, fs.make_mesh(shard=1, device="cpu")
     step = fs.shard_step(
@@ -269,7 +269,7 @@ def test_predicted_bytes_have_what_any_update_computes(name: str) -> None:
 
 
 def sent_on_rank(rank: int, preset: str, axes: Mapping[str, int]) -> tuple[int, int, int, int]:
-    """What a step's sends and sums move, counted at torch's door, and what was predicted."""
+    """Count what a step's sends and sums move, where torch takes them; return it with the prediction."""
     import torch.distributed as dist
 
     mesh = fs.make_mesh(**axes, device="cpu")

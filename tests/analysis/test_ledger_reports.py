@@ -27,7 +27,7 @@ def loss(p: Any, x: Any) -> Any:
 
 
 def decoder(ranks: int | dict[str, int] = 4, **options: Any) -> Lowered:
-    """A small Llama, lowered; one lowering of each layout serves all tests."""
+    """Lower a small Llama; one lowering of each layout serves all tests."""
     key = repr((ranks, sorted(options.items())))
     if key not in DECODERS:
         DECODERS[key] = lower(*llama(4), ranks=ranks, **options)
@@ -40,7 +40,7 @@ DECODERS: dict[str, Lowered] = {}
 # ------------------------------------------------------------------ footprints
 
 
-def traced(fn: Any, *args: Tensor) -> fx.GraphModule:
+def trace_module(fn: Any, *args: Tensor) -> fx.GraphModule:
     module = torch.fx.experimental.proxy_tensor.make_fx(fn, tracing_mode="fake")(*args)
     module.graph.set_codegen(fx.graph.CodeGen())
     module.recompile()
@@ -48,7 +48,7 @@ def traced(fn: Any, *args: Tensor) -> fx.GraphModule:
 
 
 def footprint(fn: Any, entries: Sequence[CallArgument], *args: Tensor) -> Any:
-    return eager_footprint(traced(fn, *args), entries, "cpu")
+    return eager_footprint(trace_module(fn, *args), entries, "cpu")
 
 
 def above_entry(found: Any, argument_bytes: int) -> int:

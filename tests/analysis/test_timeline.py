@@ -38,7 +38,7 @@ def loss(p: Any, x: Any) -> Any:
 
 
 @functools.cache
-def lowered(
+def lower_chain(
     preset: str, ranks: int, accumulate: int = 1, prefetch: int = 1, remat: Any = "none",
     tier: str = "device", device: str = "cpu",
 ) -> Lowered:  # fmt: skip
@@ -51,7 +51,7 @@ def lowered(
 
 
 plans = st.builds(
-    lowered,
+    lower_chain,
     st.sampled_from(["full_shard", "shard_grad_op", "zero2", "zero1", "no_shard", "hybrid_shard"]),
     st.sampled_from([1, 2, 8, 16]),
     st.sampled_from([1, 2]),
@@ -64,7 +64,7 @@ plans = st.builds(
 
 @st.composite
 def machines(draw: Any) -> Hardware:
-    """Anything from all-compute to all-communication, overlapping or not."""
+    """Draw anything from all-compute to all-communication, overlapping or not."""
     rate = st.floats(1e4, 1e12)
     base = H100 if draw(st.booleans()) else Hardware.named("cpu")
     return replace(
@@ -153,27 +153,27 @@ def test_more_bandwidth_is_never_slower(low: Lowered, hardware: Hardware, factor
 
 def test_slow_links_are_exposed_and_fast_compute_does_not_help() -> None:
     slow = replace(H100, node=Link.even(0, 1e3), network=Link.even(0, 1e3))
-    got = lowered("full_shard", 2).timeline(slow)
+    got = lower_chain("full_shard", 2).timeline(slow)
     assert got.exposed_communication_seconds > 0.9 * got.step_seconds
     assert got.step_seconds == pytest.approx(got.busy_seconds[COMMUNICATION], rel=0.05)
 
 
 def test_prefetch_hides_gathers_behind_kernels() -> None:
     """Kernels and gathers of like length: with prefetch a step is hardly longer than its kernels."""
-    base = lowered("full_shard", 2, prefetch=0)
+    base = lower_chain("full_shard", 2, prefetch=0)
     runs = [i for i in base.schedule.instructions if isinstance(i, Run)]
     free = replace(H100, instruction_seconds=0.0, kernel_seconds=0.0, launch_seconds=0.0)
     pricer = HardwarePricer(base.schedule, free, base.sizes, fused=False)
     kernel = sum(r.price(pricer).device_seconds for r in runs) / len(runs)
     hardware = replace(free, node=Link.even(0, 0.5 * WIDTH * WIDTH * 4 / kernel))
     without = base.timeline(hardware).exposed_communication_seconds
-    assert lowered("full_shard", 2).timeline(hardware).exposed_communication_seconds < 0.75 * without
+    assert lower_chain("full_shard", 2).timeline(hardware).exposed_communication_seconds < 0.75 * without
 
 
 def test_an_overlapped_update_costs_kernels_a_part_of_its_time() -> None:
     free = dict.fromkeys(["instruction_seconds", "kernel_seconds", "launch_seconds", "floor_seconds"], 0.0)
     hardware = replace(H100, **free, update=Curve.flat(1e15))
-    in_turn, overlapped = (lowered("full_shard", 1, device=d).timeline(hardware) for d in ("cpu", "cuda"))
+    in_turn, overlapped = (lower_chain("full_shard", 1, device=d).timeline(hardware) for d in ("cpu", "cuda"))
     hidden = overlapped.busy_seconds[OPTIMIZER]
     assert hidden > 0 == in_turn.busy_seconds[OPTIMIZER]
     saved = (1 - SLOWDOWN) * hidden
@@ -181,7 +181,7 @@ def test_an_overlapped_update_costs_kernels_a_part_of_its_time() -> None:
 
 
 def test_on_one_thread_everything_is_exposed() -> None:
-    got = lowered("full_shard", 2, tier="stored").timeline(Hardware.named("cpu"))
+    got = lower_chain("full_shard", 2, tier="stored").timeline(Hardware.named("cpu"))
     assert got.exposed_communication_seconds == pytest.approx(got.busy_seconds[COMMUNICATION])
     assert got.exposed_transfer_seconds == pytest.approx(got.busy_seconds[TRANSFER])
     assert got.step_seconds == pytest.approx(sum(got.busy_seconds.values()))
@@ -194,14 +194,14 @@ def spans_of(got: Timeline, low: Lowered, kind: type) -> list[Any]:
 def test_compute_waits_for_what_it_sent_and_the_step_for_what_the_host_sends() -> None:
     """Nobody runs on after the Wait of a slow copy to the host: that is what the executor does."""
     slow = replace(H100, host_link_bytes_per_s=1e5)
-    for low in (lowered("full_shard", 2, remat="offload"), lowered("full_shard", 2, tier="host")):
+    for low in (lower_chain("full_shard", 2, remat="offload"), lower_chain("full_shard", 2, tier="host")):
         got = low.timeline(slow)
         assert spans_of(got, low, ToHost)
         assert got.exposed_transfer_seconds > 0.9 * got.busy_seconds[TRANSFER]
 
 
 def test_an_update_on_the_host_waits_for_the_numbers_that_the_device_makes() -> None:
-    """Without gradients to send, the norm of which makes all wait, the step's count is on the device too."""
+    """If no gradients are sent, whose norm makes all wait, the step's count is on the device too."""
     fn, params, tokens = llama(2)
     how = {"policy": {"optimizer_memory": "host"}}
     clip = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.sgd(0.1))
@@ -288,10 +288,10 @@ def test_it_prints_and_is_plain() -> None:
 
 
 def test_a_time_says_between_what_it_lies_where_that_was_compared() -> None:
-    time = lowered("full_shard", 2).timeline(H100)
+    time = lower_chain("full_shard", 2).timeline(H100)
     assert time.interval == tuple(time.step_seconds * share for share in H100.spread)
     low, high = (f"{seconds * 1e3:.4g}" for seconds in time.interval)
     assert f"({low} to {high})" in str(time).splitlines()[1]
-    own = lowered("full_shard", 2).timeline("cpu")
+    own = lower_chain("full_shard", 2).timeline("cpu")
     assert own.interval is None and "to" not in str(own).splitlines()[1]
     assert Hardware.from_dict(H100.as_dict()) == H100

@@ -50,10 +50,10 @@ def test_every_dtype_and_tier_restores_every_other(ranks: Any, tmp_path: Path) -
 
 
 def test_replicas_are_written_once(ranks: Any, tmp_path: Path) -> None:
-    """By DDP too: four ranks write one state, about a quarter each."""
+    """DDP's four ranks write one state too, about a quarter each."""
     ranks(4).run(saved.save_all, 4, str(tmp_path), ["fp32"], ["no_shard"])
     folder = tmp_path / "4-no_shard-fp32"
-    one_rank = checkpoint.save(tmp_path / "one", saved.known(one()))
+    one_rank = checkpoint.save(tmp_path / "one", saved.make_known(one()))
     size = sum(f.stat().st_size for f in one_rank.glob("*.safetensors"))
     data = [sum(t.nbytes for t in load_file(f).values()) for f in sorted(folder.glob("*.safetensors"))]
     total = sum(t.nbytes for f in one_rank.glob("*.safetensors") for t in load_file(f).values())
@@ -63,7 +63,7 @@ def test_replicas_are_written_once(ranks: Any, tmp_path: Path) -> None:
 
 
 def test_any_reader_of_safetensors_opens_it(tmp_path: Path) -> None:
-    state = saved.known(one())
+    state = saved.make_known(one())
     tensors = load_file(checkpoint.save(tmp_path / "7", state) / "rank-00000.safetensors")
     assert torch.equal(tensors["params/embed.w"], state.params["embed.w"])
     assert torch.equal(tensors["optimizer/embed.w/mu"], state.opt_state["embed.w"]["mu"])
@@ -125,7 +125,7 @@ def test_a_loss_scale_comes_back_or_begins_anew(tmp_path: Path) -> None:
 
 # ------------------------------------------------------------------ parts of it
 def test_specs_alone_restore_what_was_saved(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path / "7", saved.known(one(stored="bf16")))
+    checkpoint.save(tmp_path / "7", saved.make_known(one(stored="bf16")))
     mesh = fs.make_mesh(shard=1)
     specs = fs.presets.full_shard(saved.params(), mesh)
     state = checkpoint.restore(tmp_path / "7", specs, mesh)
@@ -135,7 +135,7 @@ def test_specs_alone_restore_what_was_saved(tmp_path: Path) -> None:
 
 def test_parameters_alone_and_a_subtree(tmp_path: Path) -> None:
     mesh = fs.make_mesh(shard=1)
-    checkpoint.save(tmp_path / "7", saved.known(one()))
+    checkpoint.save(tmp_path / "7", saved.make_known(one()))
     other = fs.shard_step(
         saved.loss_fn, fs.presets.full_shard(saved.params(), mesh), mesh=mesh, optimizer=fs.optim.sgd(0.1)
     )
@@ -150,7 +150,7 @@ def test_parameters_alone_and_a_subtree(tmp_path: Path) -> None:
 
 def test_parameters_are_saved_alone(tmp_path: Path) -> None:
     step = one()
-    blocks = saved.known(step).params
+    blocks = saved.make_known(step).params
     with pytest.raises(CheckpointError, match=r"(?s)a dict does not say.*specs=step\.specs"):
         checkpoint.save(tmp_path / "params", blocks)
     checkpoint.save(tmp_path / "params", blocks, specs=step.specs)
@@ -161,7 +161,7 @@ def test_parameters_are_saved_alone(tmp_path: Path) -> None:
 
 
 def test_everything_that_does_not_fit_is_named_at_once(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path / "7", saved.known(one()))
+    checkpoint.save(tmp_path / "7", saved.make_known(one()))
     mesh = fs.make_mesh(shard=1)
     full = saved.params()
     full["embed.w"] = torch.nn.Parameter(torch.zeros(8, 5))
@@ -187,7 +187,7 @@ def test_everything_that_does_not_fit_is_named_at_once(tmp_path: Path) -> None:
 def test_configuration_and_metrics_come_back(tmp_path: Path) -> None:
     checkpoint.save(
         tmp_path / "7",
-        saved.known(one()),
+        saved.make_known(one()),
         config={"lr": 0.1, "layers": [1, 2]},
         metrics={"held_out": 1.5},
     )
@@ -200,7 +200,7 @@ def test_configuration_and_metrics_come_back(tmp_path: Path) -> None:
 
 def positions(rank: int, root: str) -> Any:
     step = saved.step_of("full_shard", "fp32", saved.mesh_of("full_shard", 2))
-    checkpoint.save(f"{root}/7", saved.known(step), data={"rank": rank})
+    checkpoint.save(f"{root}/7", saved.make_known(step), data={"rank": rank})
     return checkpoint.restore(root, step).data
 
 
@@ -213,7 +213,7 @@ def test_ranks_with_positions_of_their_own_get_them_back(ranks: Any, tmp_path: P
 def test_a_position_is_of_its_step_alone(tmp_path: Path) -> None:
     """A step moves on in the data: the restored position does not linger to be saved again."""
     step = one()
-    checkpoint.save(tmp_path / "7", saved.known(step), data={"position": 1})
+    checkpoint.save(tmp_path / "7", saved.make_known(step), data={"position": 1})
     state = checkpoint.restore(tmp_path, step)
     assert state.data == {"position": 1}
     assert step(state, torch.ones(2))[0].data is None
@@ -238,7 +238,7 @@ def test_resharding_in_memory(stored: tuple[str, str]) -> None:
 
             def work(rank: int, a: Any = before, b: Any = after, x: Any = one_mesh, y: Any = other) -> Any:
                 old, new = saved.step_of(a, stored[0], x), saved.step_of(b, stored[1], y)
-                state = saved.known(old)
+                state = saved.make_known(old)
                 moved = fs.reshard(state, old.specs, new.specs, x, to=y)
                 with pytest.raises(StateError, match="was consumed"):
                     _ = state.params

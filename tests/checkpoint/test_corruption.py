@@ -1,6 +1,6 @@
 """Checkpoints whose bytes were ruined: an error names the file; nothing else is touched, read or run.
 
-`restored` gives what `verify` and `restore` return, or the messages of their errors.
+`verify_and_restore` gives what `verify` and `restore` return, or the messages of their errors.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import corrupt
 import pytest
-from saved import CONFIG, MANIFEST, STEPS, is_known, restored
+from saved import CONFIG, MANIFEST, STEPS, is_known, verify_and_restore
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("short_blocks")]
 
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("short_blocks")]
 def test_both_are_whole_to_begin_with(roots: dict[str, Path], restoring: Any) -> None:
     for root in roots.values():
         for number in STEPS:
-            seen, got = restored(root / str(number), restoring)
+            seen, got = verify_and_restore(root / str(number), restoring)
             assert seen.step == number and seen.metrics == {"loss": 1 / (number + 1)}
             assert seen.config == CONFIG
             assert is_known(got, number)
@@ -35,10 +35,10 @@ def check_flips(folder: Path, bits: list[tuple[str, int]], restoring: Any) -> No
     """Assert that each flipped bit makes an error which names its file."""
     for name, bit in bits:
         corrupt.flip(folder, name, bit)
-        for message in restored(folder, restoring):
+        for message in verify_and_restore(folder, restoring):
             assert isinstance(message, str) and name in message, (name, bit, message)
         corrupt.flip(folder, name, bit)
-    assert is_known(restored(folder, restoring)[1], 300)
+    assert is_known(verify_and_restore(folder, restoring)[1], 300)
 
 
 @pytest.mark.suite({
@@ -49,7 +49,7 @@ def test_a_flipped_bit_is_found_and_its_file_named(
     by: str, roots: Any, restoring: Any, tmp_path: Path
 ) -> None:
     """Flip 250 of them, half spread over the files, half over the bytes."""
-    folder = corrupt.copied(roots[by] / "300", tmp_path / "300")
+    folder = corrupt.copy_pristine(roots[by] / "300", tmp_path / "300")
     check_flips(folder, corrupt.some_bits(folder, 250, seed=1), restoring)
 
 
@@ -57,7 +57,7 @@ def test_a_flipped_bit_is_found_and_its_file_named(
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("by", ["one", "two"])
 def test_every_bit(by: str, roots: Any, restoring: Any, tmp_path: Path) -> None:
-    folder = corrupt.copied(roots[by] / "300", tmp_path / "300")
+    folder = corrupt.copy_pristine(roots[by] / "300", tmp_path / "300")
     check_flips(
         folder, [(p.name, b) for p in folder.iterdir() for b in range(8 * p.stat().st_size)], restoring
     )
@@ -68,9 +68,9 @@ def check_ruin(how: str, times: int, pristine: Path, folder: Path, restoring: An
     for seed in range(times):
         rng = random.Random(f"{how} {seed}")
         for name in sorted(p.name for p in pristine.iterdir()):
-            corrupt.copied(pristine, folder)
+            corrupt.copy_pristine(pristine, folder)
             changed = corrupt.BYTES[how](folder, name, rng) or [name]
-            for message in restored(folder, restoring):
+            for message in verify_and_restore(folder, restoring):
                 assert isinstance(message, str) and any(n in message for n in changed), (
                     how,
                     seed,
@@ -107,9 +107,9 @@ def test_a_ruined_file_many_times(how: str, by: str, roots: Any, restoring: Any,
 
 @pytest.mark.parametrize("name", ["manifest.json", "manifest.json.sha256", "rank-00001.safetensors"])
 def test_a_file_of_another_checkpoint_is_found(name: str, roots: Any, restoring: Any, tmp_path: Path) -> None:
-    folder = corrupt.copied(roots["two"] / "300", tmp_path / "300")
+    folder = corrupt.copy_pristine(roots["two"] / "300", tmp_path / "300")
     shutil.copy(roots["two"] / "200" / name, folder / name)
-    for message in restored(folder, restoring):
+    for message in verify_and_restore(folder, restoring):
         assert isinstance(message, str) and name in message
 
 
@@ -122,33 +122,33 @@ def test_a_pickle_in_any_place_is_never_run(roots: Any, restoring: Any, tmp_path
             assert marker.exists(), "the payload is none"
             marker.unlink()
         for name in sorted(p.name for p in (roots["two"] / "300").iterdir()):
-            corrupt.copied(roots["two"] / "300", folder)
+            corrupt.copy_pristine(roots["two"] / "300", folder)
             (folder / name).write_bytes(payload)
-            for message in restored(folder, restoring):
+            for message in verify_and_restore(folder, restoring):
                 assert isinstance(message, str) and name in message
             if name == MANIFEST:  # sealed, too
                 corrupt.reseal(folder, payload)
-                assert isinstance(restored(folder, restoring)[1], str)
+                assert isinstance(verify_and_restore(folder, restoring)[1], str)
         assert not marker.exists()
 
 
 def test_files_that_do_not_belong_there_are_not_looked_at(roots: Any, restoring: Any, tmp_path: Path) -> None:
-    marker, folder = tmp_path / "ran", corrupt.copied(roots["two"] / "300", tmp_path / "300")
+    marker, folder = tmp_path / "ran", corrupt.copy_pristine(roots["two"] / "300", tmp_path / "300")
     payload = corrupt.payloads(marker)["torch"]
     for name in (".metadata", "__0_0.distcp", "rank-00002.safetensors", "model.pt", "manifest.json.bak"):
         (folder / name).write_bytes(payload)
     (folder / "sub").symlink_to("/")
-    seen, got = restored(folder, restoring)
+    seen, got = verify_and_restore(folder, restoring)
     assert is_known(got, 300) and seen.step == 300 and not marker.exists()
 
 
 # ------------------------------------------------------------------ manifests whose seal fits
-def edited(edit: Callable[[Any], Any], root: Path, folder: Path, restoring: Any) -> tuple[Any, Any]:
-    """What comes of a checkpoint whose manifest `edit` has changed."""
-    manifest = json.loads((corrupt.copied(root / "300", folder) / MANIFEST).read_bytes())
+def restore_edited(edit: Callable[[Any], Any], root: Path, folder: Path, restoring: Any) -> tuple[Any, Any]:
+    """Return what `verify_and_restore` gives of a checkpoint whose manifest `edit` has changed."""
+    manifest = json.loads((corrupt.copy_pristine(root / "300", folder) / MANIFEST).read_bytes())
     new = edit(manifest)
     corrupt.reseal(folder, manifest if new is None else new)
-    return restored(folder, restoring)
+    return verify_and_restore(folder, restoring)
 
 
 def lacks_a_chunk(manifest: Any) -> None:
@@ -190,7 +190,7 @@ def of_another_format(manifest: Any) -> None:
 def test_a_manifest_that_does_not_add_up_is_refused(
     edit: Any, roots: Any, restoring: Any, tmp_path: Path
 ) -> None:
-    for message in edited(edit, roots["two"], tmp_path / "300", restoring):
+    for message in restore_edited(edit, roots["two"], tmp_path / "300", restoring):
         assert isinstance(message, str) and MANIFEST in message
 
 
@@ -218,7 +218,7 @@ def test_a_position_that_cannot_be_read_is_refused(
     def edit(manifest: Any) -> None:
         manifest["data"] = [position]
 
-    for message in edited(edit, roots["two"], tmp_path / "300", restoring):
+    for message in restore_edited(edit, roots["two"], tmp_path / "300", restoring):
         assert isinstance(message, str) and MANIFEST in message and "data: no position" in message
 
 
@@ -227,7 +227,7 @@ def test_no_other_file_is_opened(name: str, roots: Any, restoring: Any, tmp_path
     def named(manifest: Any) -> Any:
         return json.loads(json.dumps(manifest).replace("rank-00000.safetensors", name))
 
-    for message in edited(named, roots["two"], tmp_path / "300", restoring):
+    for message in restore_edited(named, roots["two"], tmp_path / "300", restoring):
         assert isinstance(message, str) and "is no name of a data file" in message
 
 
@@ -238,7 +238,7 @@ def test_a_leaf_that_is_missing_or_not_asked_for_is_named(
     def renamed(manifest: Any) -> None:
         manifest["leaves"][f"{leaf}.more" if leaf[0] == "p" else f"{leaf}more"] = manifest["leaves"].pop(leaf)
 
-    _, got = edited(renamed, roots["two"], tmp_path / "300", restoring)
+    _, got = restore_edited(renamed, roots["two"], tmp_path / "300", restoring)
     assert f"{leaf} [" in got and "is not in the checkpoint" in got and "is in the checkpoint alone" in got
 
 
@@ -247,5 +247,5 @@ def test_numbers_of_another_kind_are_not_cast(dtype: str, roots: Any, restoring:
     def edit(manifest: Any) -> None:
         manifest["leaves"]["params/frozen"]["dtype"] = dtype
 
-    _, got = edited(edit, roots["two"], tmp_path / "300", restoring)
+    _, got = restore_edited(edit, roots["two"], tmp_path / "300", restoring)
     assert f"params/frozen is torch.bfloat16 here and {dtype} there" in got

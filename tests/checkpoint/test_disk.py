@@ -157,7 +157,7 @@ import fnshard as fs, saved
 folder, which = sys.argv[1:]
 step = saved.step_of("full_shard", "fp32", fs.make_mesh(shard=1))
 if which == "first":  # the interpreter's end waits for the file
-    fs.checkpoint.save_async(folder + "/1", saved.known(step, 1))
+    fs.checkpoint.save_async(folder + "/1", saved.make_known(step, 1))
     sys.exit()
 large = fs.shard_step(
     lambda p: p["w"].sum(), {"w": fs.LayoutSpec()}, optimizer=fs.optim.sgd(0.1), backend="eager"

@@ -12,7 +12,7 @@ from typing import Any
 
 import corrupt
 import pytest
-from saved import MANIFEST, SEAL, STEPS, is_known, known, outcome, small_blocks, step_on
+from saved import MANIFEST, SEAL, STEPS, is_known, make_known, outcome, small_blocks, step_on
 
 import fnshard as fs
 from fnshard.checkpoint import blocks, manifest_file
@@ -82,8 +82,8 @@ def test_a_checkpoint_that_was_given_another_number_is_not_that_step(
     assert is_known(fs.checkpoint.restore(root / "best", restoring), 300)
 
 
-def deleted_meanwhile(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another process saves step 300 and deletes the others, when this one has listed them."""
+def delete_meanwhile(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let another process save step 300 and delete the others, when this one has listed them."""
     (root / "300").rename(root.parent / "new")
     read = manifest_file.Manifest.read
 
@@ -102,7 +102,7 @@ def test_who_reads_while_others_save_and_delete_lists_anew(
     reader: str, roots: Any, restoring: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = root_of(roots["two"], tmp_path / "root")
-    deleted_meanwhile(root, monkeypatch)
+    delete_meanwhile(root, monkeypatch)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         if reader == "restore":
@@ -116,13 +116,13 @@ def test_who_reads_while_others_save_and_delete_lists_anew(
 def test_a_checkpoint_is_deleted_in_one_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kill in the middle of it leaves nothing that is listed; the next save clears it away."""
     step, keep = step_on(fs.make_mesh()), fs.checkpoint.Keep(last=1)
-    fs.checkpoint.save(tmp_path / "1", known(step, 1))
+    fs.checkpoint.save(tmp_path / "1", make_known(step, 1))
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", lambda path, **_: None)
-        fs.checkpoint.save(tmp_path / "2", known(step, 2), keep=keep)
+        fs.checkpoint.save(tmp_path / "2", make_known(step, 2), keep=keep)
     assert {p.name for p in tmp_path.iterdir()} == {"2", ".1.gone"}
     assert fs.checkpoint.all_steps(tmp_path) == [2]
-    fs.checkpoint.save(tmp_path / "3", known(step, 3), keep=keep)
+    fs.checkpoint.save(tmp_path / "3", make_known(step, 3), keep=keep)
     assert {p.name for p in tmp_path.iterdir()} == {"3"}
 
 
@@ -152,7 +152,7 @@ def test_metrics_of_a_ruined_manifest_do_not_end_a_save(roots: Any, tmp_path: Pa
         manifest = json.loads((root / str(number) / MANIFEST).read_bytes())
         manifest["metrics"] = {"loss": value}
         corrupt.reseal(root / str(number), manifest)
-    state = known(step_on(fs.make_mesh(shard=1, device="cpu")), 400)
+    state = make_known(step_on(fs.make_mesh(shard=1, device="cpu")), 400)
     keep = fs.checkpoint.Keep(last=1, best=1)
     fs.checkpoint.save(root / "400", state, metrics={"loss": 5.0}, keep=keep)
     assert sorted(p.name for p in root.iterdir()) == ["100", "200", "300", "400"]
@@ -161,7 +161,7 @@ def test_metrics_of_a_ruined_manifest_do_not_end_a_save(roots: Any, tmp_path: Pa
 
 # ------------------------------------------------------------------ two ranks
 def both_look(rank: int, root: str, cases: list[str]) -> list[tuple[Any, ...]]:
-    """Of each root: the step that was restored, or the error; and the warnings."""
+    """Restore from each root; return the step or the error, and the warnings."""
     mesh = fs.make_mesh(shard=2, device="cpu")
     step = step_on(mesh)
     out = []
@@ -203,7 +203,7 @@ def test_two_ranks_fail_together(ranks: Any, roots: Any, tmp_path: Path) -> None
 
 
 def one_sees_less(rank: int, root: str, where: str) -> tuple[int, list[str]]:
-    """Rank 1 cannot read something of the newest that rank 0 can."""
+    """Let rank 1 be unable to read something of the newest checkpoint that rank 0 can."""
     mesh = fs.make_mesh(shard=2, device="cpu")
 
     def blind(folder: Path | str, name: str, size: int | None = None) -> int:

@@ -64,7 +64,7 @@ LAYOUTS = {
 
 
 def part_of(leaf: LocalLeaf, mesh: fs.Mesh, rank: int) -> Any:
-    """The leaf with the chunks that a rank writes, of a file of its own."""
+    """Return the leaf with the chunks that a rank writes, of a file of its own."""
     chunks, at = [], 8
     for start, part in leaf.parts(mesh) if assign_leaves({"params/w": leaf}, mesh) else ():
         chunks.append(Chunk(start, tuple(part.shape), f"rank-{rank:05d}.safetensors", at, (0,)))
@@ -160,7 +160,7 @@ NAMES = st.text(min_size=1, max_size=12).filter(lambda name: name != "__metadata
 
 @st.composite
 def tensors(draw: Any, dtypes: Any = None) -> Tensor:
-    """Of any dtype, shape and bits; sometimes transposed."""
+    """Draw a tensor of any dtype, shape and bits, sometimes transposed."""
     dtype, shape = draw(st.sampled_from(dtypes or list(DTYPES.values()))), draw(SIZES)
     count = math.prod(shape) * dtype.itemsize
     content = draw(st.binary(min_size=count, max_size=count))
@@ -173,7 +173,7 @@ def tensors(draw: Any, dtypes: Any = None) -> Tensor:
 
 
 def bits(tensor: Tensor) -> tuple[Any, ...]:
-    """All of a tensor, NaNs and signs of zero too."""
+    """Return all of a tensor, NaNs and signs of zero too."""
     flat = tensor.contiguous().reshape(-1)
     content = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
     return tensor.dtype, tuple(tensor.shape), content
@@ -202,7 +202,7 @@ TREES = st.recursive(
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal in value and in type, bit by bit."""
+    """Return whether two values are equal in type and value, bit by bit."""
     if type(a) is not type(b):
         return False
     if isinstance(a, Tensor):
@@ -300,7 +300,7 @@ def opened(path: Path) -> Any:
 @EXAMPLES
 @given(st.data())
 def test_any_range_is_read_right_or_refused(tmp_path: Path, data: Any) -> None:
-    """Of a tensor among others; a flipped bit is found if and only if it lies in a block that is touched."""
+    """The tensor lies among others; a flipped bit is found if and only if its block is touched."""
     size, before, block = (
         data.draw(st.integers(1, 60)),
         data.draw(st.integers(0, 20)),

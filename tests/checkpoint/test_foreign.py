@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
-from trained import LR, STEPS, assert_same, loss_of, make_model, rows_of, step_here, trained
+from trained import LR, STEPS, assert_same, loss_of, make_model, rows_of, step_here, train_module
 from zero_folders import write_zero
 
 import fnshard as fs
@@ -40,7 +40,7 @@ LOAD: Mapping[str, Callable[..., Any]] = {
 
 
 class Application:
-    """What DCP's tutorial saves: an object with a state dict of both."""
+    """An object with a state dict of model and optimizer, as in DCP's tutorial."""
 
     def __init__(self, weights: Any, moments: Any):
         self.both = {"model": weights, "optim": moments}
@@ -52,7 +52,7 @@ class Application:
 
 
 def flat(moments: Any) -> dict[str, Any]:
-    """Optimizer state as torchtitan has it: flattened by name."""
+    """Return optimizer state as torchtitan has it: flattened by name."""
     return {f"state.{n}.{s}": v for n, own in moments["state"].items() for s, v in own.items()}
 
 
@@ -70,13 +70,13 @@ DIALECTS: Mapping[str, Callable[[Any, Any], Any]] = {
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_dialects_of_dcp(dialect: str, tmp_path: Path) -> None:
-    model, optimizer = trained()
+    model, optimizer = train_module()
     dcp.save(DIALECTS[dialect](*get_state_dict(model, optimizer)), checkpoint_id=tmp_path, no_dist=True)
     assert_same(fs.checkpoint.load_dcp(tmp_path, step_here(fs.make_mesh(shard=1))), model, optimizer)
 
 
 def test_accelerate_has_two_folders(tmp_path: Path) -> None:
-    model, optimizer = trained()
+    model, optimizer = train_module()
     weights, moments = get_state_dict(model, optimizer)
     dcp.save({"model": weights}, checkpoint_id=tmp_path / "pytorch_model_fsdp_0", no_dist=True)
     step = step_here(fs.make_mesh(shard=1))
@@ -100,7 +100,7 @@ TORCH_FILES: Mapping[str, Callable[[nn.Module, Any], Any]] = {
 
 @pytest.mark.parametrize("kind", TORCH_FILES)
 def test_torch_files(kind: str, tmp_path: Path) -> None:
-    model, optimizer = trained()
+    model, optimizer = train_module()
     torch.save(TORCH_FILES[kind](model, optimizer), tmp_path / "state.pt")
     names = (lambda path: f"net.{path}") if kind == "Lightning" else None
     step = step_here(fs.make_mesh(shard=1))
@@ -126,7 +126,7 @@ def test_numbers_of_an_optimizer_that_has_names_or_several_groups(tmp_path: Path
 
 
 def test_layouts_that_are_written(tmp_path: Path) -> None:
-    model, optimizer = trained()
+    model, optimizer = train_module()
     torch.save(TORCH_FILES["named"](model, optimizer), tmp_path / "state.pt")
     step = step_here(fs.make_mesh(shard=1))
     state = fs.checkpoint.load_torch(tmp_path / "state.pt", step)
@@ -169,7 +169,7 @@ def read_keys(folder: Path) -> set[str]:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("count", [1, 3])
 def test_zero(stage: int, count: int, tmp_path: Path) -> None:
-    model, optimizer = trained()
+    model, optimizer = train_module()
     params = {n: p.detach() for n, p in model.named_parameters()}
     moments = {n: optimizer.state[p] for n, p in model.named_parameters()}
     groups = [{n: p for n, p in params.items() if p.dim() == dim} for dim in (2, 1)]
@@ -259,7 +259,7 @@ LAYOUTS = {"rows": P("shard"), "columns": P(None, "shard")}
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_rank_reads_its_part_alone(layout: str, tmp_path: Path, monkeypatch: Any) -> None:
-    """Of a leaf in two shards a rank of four reads a quarter, and some hundred bytes besides."""
+    """A leaf lies in two shards; a rank of four reads a quarter, and some hundred bytes besides."""
     full = torch.randn(512, 2**16 // 4)
     boxes = [((0, 0), (300, 2**14)), ((300, 0), (212, 2**14))]
     write_shards(tmp_path / "x", {"w": full}, boxes)
@@ -297,8 +297,8 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor], boxes: Any) -> Non
 
 
 def folders(tmp_path: Path) -> dict[str, Path]:
-    """A checkpoint of each kind."""
-    model, optimizer = trained()
+    """Make a checkpoint of each kind."""
+    model, optimizer = train_module()
     weights, moments = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optim": moments}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     params = {n: p.detach() for n, p in model.named_parameters()}
@@ -310,7 +310,7 @@ def folders(tmp_path: Path) -> dict[str, Path]:
 
 
 def test_a_payload_is_refused_and_does_not_run(tmp_path: Path) -> None:
-    """In the metadata, in the place of a tensor's stream, beside the tensors of a file, in a rank's file."""
+    """It lies in the metadata, in a tensor's stream, beside the tensors of a file, or in a rank's file."""
     made, marker, mesh = folders(tmp_path), tmp_path / "marker", fs.make_mesh(shard=1)
     step = step_here(mesh)
     (item,) = [file for file in made["dcp"].iterdir() if file.suffix == ".distcp"]
@@ -400,7 +400,7 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
 
 
 def test_moments_without_a_step_are_refused(tmp_path: Path) -> None:
-    model, optimizer = trained()
+    model, optimizer = train_module()
     weights, moments = get_state_dict(model, optimizer)
     step = step_here(fs.make_mesh(shard=1))
     moments["state"]["0.weight"]["step"] = torch.tensor(2.0)
@@ -414,7 +414,7 @@ def test_moments_without_a_step_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_kept_name_of_the_metadata_is_read_by_torch(tmp_path: Path) -> None:
-    """What is written here is what torch's own reader makes of it, whatever the boxes."""
+    """torch's own reader reads what is written here, whatever the boxes are."""
     full = torch.randn(7, 5)
     write_shards(tmp_path / "x", {"w": full}, [((0, 0), (7, 2)), ((0, 2), (3, 3)), ((3, 2), (4, 3))])
     there = {"model": {"w": torch.zeros(7, 5)}}

@@ -23,7 +23,7 @@ pytestmark = [
 
 
 def run_zero(rank: int, folder: str, stage: int) -> tuple[list[float], list[float]]:
-    """Three steps of ZeRO, its checkpoint, and three more of it and of a step here that reads it."""
+    """Make three steps of ZeRO and its checkpoint, and three more of it and of a step here that reads it."""
     os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": str(rank), "RANK": str(rank), "WORLD_SIZE": "2"}
     import deepspeed
 

@@ -53,15 +53,15 @@ def load_theirs(path: str, model: nn.Module, optimizer: Any) -> None:
     set_state_dict(model, optimizer, model_state_dict=tree["model"], optim_state_dict=tree["optim"])
 
 
-def sharded_by_torch() -> tuple[nn.Module, Any]:
+def shard_by_torch() -> tuple[nn.Module, Any]:
     model = make_model()
     fully_shard(model)
     return model, torch.optim.AdamW(model.parameters(), lr=LR)
 
 
 def go_on_from_fsdp2(rank: int, folder: str) -> dict[str, Any]:
-    """Three steps of FSDP2, three more of it and of every layout here; and three more of both from here."""
-    model, optimizer = sharded_by_torch()
+    """Make three steps of FSDP2, three more of it and of every layout here, and three more of both."""
+    model, optimizer = shard_by_torch()
     train_theirs(model, optimizer, rank, 0)
     save_theirs(f"{folder}/theirs", model, optimizer)
     out: dict[str, Any] = {"theirs": train_theirs(model, optimizer, rank, 3), "here": {}}
@@ -73,7 +73,7 @@ def go_on_from_fsdp2(rank: int, folder: str) -> dict[str, Any]:
         hyper = {"lr": LR} if preset == "full_shard" else None
         fs.checkpoint.save_dcp(f"{folder}/{preset}", state, optimizer=hyper)
     _, out["here again"] = train_here(step, state, rank, 6)
-    fresh, anew = sharded_by_torch()
+    fresh, anew = shard_by_torch()
     anew.param_groups[0]["lr"] = 7.0  # the saved one comes in its place
     load_theirs(f"{folder}/full_shard", fresh, anew)
     out["back"] = train_theirs(fresh, anew, rank, 6)
@@ -96,7 +96,7 @@ def test_a_run_of_fsdp2_goes_on_here_and_back(ranks: Any, tmp_path: Path) -> Non
 
 
 def go_on_from_ddp(rank: int, folder: str) -> tuple[list[float], list[float]]:
-    """Three steps of DDP, saved as people do it, and three more of it and here."""
+    """Make three steps of DDP, save it as people do, and make three more of it and here."""
     model = DistributedDataParallel(make_model())
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     train_theirs(model, optimizer, rank, 0)

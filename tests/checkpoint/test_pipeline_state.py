@@ -53,7 +53,7 @@ def name_of(axes: dict[str, int]) -> str:
 
 # ------------------------------------------------------------------ a state's leaves
 def look_at_a_state(rank: int, mesh: fs.Mesh) -> None:
-    state = saved.known(step_on(mesh, "bf16"))
+    state = saved.make_known(step_on(mesh, "bf16"))
     copy = state.copy()
     for path, spec in step_on(mesh, "bf16").specs.items():
         block, here = state.params[path], is_here(spec, mesh)
@@ -112,7 +112,7 @@ def test_a_block_of_another_stage_is_refused():
 def full_trees(rank: int, mesh: fs.Mesh) -> None:
     chained = fs.optim.chain(fs.optim.sgd(0.1), fs.optim.ema(0.9))
     step = step_on(mesh, optimizer=chained)
-    state = saved.known(step)
+    state = saved.make_known(step)
     full = fs.unshard(state.params, step.specs, mesh)
     for path, shape in saved.SHAPES.items():
         assert torch.equal(full[path], saved.number(f"{path} 7", shape).float()), path
@@ -150,7 +150,7 @@ def there_and_back(rank: int, kind: str) -> list[str]:
     meshes = [mesh_of(axes) for axes in MESHES[4]]
     for one, other in itertools.permutations(meshes, 2):
         before, after = step_on(one, kind), step_on(other, kind)
-        state = saved.known(before)
+        state = saved.make_known(before)
         specs = [before.resolved.resolve(saved.params()).tree, after.resolved.resolve(saved.params()).tree]
         moved = fs.reshard(state, *specs, one, to=other)
         wrong += [f"{one} to {other}: {name}" for name in saved.differences(moved)]
@@ -171,7 +171,7 @@ def test_a_state_goes_to_every_mesh_and_back_in_memory(ranks, kind):
 def save_all(rank: int, world: int, root: str) -> None:
     for axes in MESHES[world]:
         for kind in KINDS:
-            state = saved.known(step_on(mesh_of(axes), kind))
+            state = saved.make_known(step_on(mesh_of(axes), kind))
             checkpoint.save(f"{root}/{name_of(axes)} {kind}", state, data={"position": 5})
 
 
@@ -214,7 +214,7 @@ def test_a_checkpoint_says_nothing_of_stages_and_has_each_leaf_once(ranks, tmp_p
 def keep_replicas(rank: int, memory: str) -> list[str]:
     mesh = mesh_of({"pipeline": 2})
     step = step_on(mesh)
-    state = saved.known(step)
+    state = saved.make_known(step)
     replicas = Replicas(step, Path(memory))
     replicas.start(state)
     replicas.save(state)
@@ -231,7 +231,7 @@ def test_replicas_in_memory_have_the_leaves_of_all_stages(ranks, tmp_path):
 # ------------------------------------------------------------------ Hugging Face's files
 def through_files(rank: int, axes: dict[str, int], folder: str) -> None:
     mesh = mesh_of(axes)
-    state = saved.known(step_on(mesh))
+    state = saved.make_known(step_on(mesh))
     specs = state.where[0]
     fs.hf.save(state, f"{folder}/{name_of(axes)}")
     blocks = fs.hf.load(f"{folder}/{name_of(axes)}", specs, mesh)

@@ -21,28 +21,28 @@ PRESETS = list(saved.MESHES)
 
 
 def memory_of(root: str, rank: int, world: int, nodes: int) -> Path:
-    """The folder of the node that a rank of equal nodes runs on."""
+    """Return the folder of the node that a rank of equal nodes runs on."""
     folder = Path(root, f"node{rank * nodes // world}")
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
 def keep(rank: int, world: int, root: str, nodes: int, presets: Sequence[str]) -> None:
-    """Steps 6 and 7 of the known state, in every preset."""
+    """Keep steps 6 and 7 of the known state, in every preset."""
     for preset in presets:
         step = saved.step_of(preset, "fp32", saved.mesh_of(preset, world))
         memory = memory_of(f"{root}/{preset}", rank, world, nodes)
         kept = fs.checkpoint.Replicas(step, memory)
-        kept.start(saved.known(step))
+        kept.start(saved.make_known(step))
         for number in (5, 6, 7):
-            kept.save(saved.known(step, number), data={"position": number})
+            kept.save(saved.make_known(step, number), data={"position": number})
         kept.wait()
 
 
-def found(
+def restore_kept(
     rank: int, world: int, root: str, nodes: int, kept: Sequence[str], presets: Sequence[str]
 ) -> list[str]:
-    """What is restored of each kept preset in each preset here: its step, and what is not as it must be."""
+    """Restore each kept preset in each preset here; return its step, and what is not as it must be."""
     out = []
     for name in kept:
         for preset in presets:
@@ -68,7 +68,7 @@ def test_every_preset_restores_every_other_when_a_node_is_lost(ranks: Any, tmp_p
     for world in (4, 3, 2):
         here = PRESETS if world != 3 else PRESETS[:3]
         nodes = {4: 2, 3: 3, 2: 2}[world]
-        for of_rank in ranks(world).run(found, world, str(tmp_path), nodes, PRESETS, here):
+        for of_rank in ranks(world).run(restore_kept, world, str(tmp_path), nodes, PRESETS, here):
             assert set(of_rank) == {"7"}, of_rank
 
 
@@ -98,7 +98,7 @@ def test_what_is_lost_torn_or_flipped_is_not_restored(ranks: Any, tmp_path: Path
     """A part that is missing, a byte that differs: the step before; nothing left: nothing."""
 
     def restored() -> set[str]:
-        return set().union(*ranks(2).run(found, 2, str(tmp_path), 1, ["zero1"], ["zero1"]))
+        return set().union(*ranks(2).run(restore_kept, 2, str(tmp_path), 1, ["zero1"], ["zero1"]))
 
     ranks(2).run(keep, 2, str(tmp_path), 1, ["zero1"])
     before, last = sorted((tmp_path / "zero1" / "node0").iterdir())
@@ -115,7 +115,7 @@ def test_what_is_lost_torn_or_flipped_is_not_restored(ranks: Any, tmp_path: Path
     assert restored() == {"nothing"}
 
 
-def refused(rank: int, root: str, nodes: int, copies: int) -> str:
+def try_replicas(rank: int, root: str, nodes: int, copies: int) -> str:
     step = saved.step_of("zero1", "fp32", saved.mesh_of("zero1", 2))
     try:
         fs.checkpoint.Replicas(step, memory_of(root, rank, 2, nodes), copies=copies)
@@ -136,7 +136,7 @@ def refused(rank: int, root: str, nodes: int, copies: int) -> str:
 def test_more_copies_than_nodes_can_hold(
     ranks: Any, tmp_path: Path, nodes: int, copies: int, message: str
 ) -> None:
-    for text in ranks(2).run(refused, str(tmp_path), nodes, copies):
+    for text in ranks(2).run(try_replicas, str(tmp_path), nodes, copies):
         assert re.search(message, text)
 
 
@@ -147,4 +147,4 @@ def test_memory_that_is_not_there_or_too_small(tmp_path: Path, monkeypatch: pyte
         fs.checkpoint.Replicas(step, "a")
     monkeypatch.setattr(replicas, "control_groups", lambda: [(1000, 900)])
     with pytest.raises(CheckpointError, match=r"replicas take .* GB of this node's memory, .* are free"):
-        fs.checkpoint.Replicas(step, tmp_path).start(saved.known(step))
+        fs.checkpoint.Replicas(step, tmp_path).start(saved.make_known(step))

@@ -25,7 +25,7 @@ def one(preset: str = "full_shard", stored: str = "fp32", **more: Any) -> Any:
 
 # ------------------------------------------------------------------ whole or absent
 def test_leftovers_are_cleared_away_by_the_next_save_and_nothing_else_is(tmp_path: Path) -> None:
-    state = saved.known(one())
+    state = saved.make_known(one())
     for name in (".5.saving", ".6.old", ".mine.saving", "notes"):
         (tmp_path / name).mkdir()
     (tmp_path / ".5.saving" / "rank-00000.safetensors").write_bytes(b"torn")
@@ -44,34 +44,34 @@ def test_leftovers_are_cleared_away_by_the_next_save_and_nothing_else_is(tmp_pat
 def test_what_a_living_process_writes_is_not_cleared_away(tmp_path: Path) -> None:
     place = folders.AtomicDirectory(tmp_path / "5")
     place.begin()
-    checkpoint.save(tmp_path / "6", saved.known(one()))
+    checkpoint.save(tmp_path / "6", saved.make_known(one()))
     assert place.saving.is_dir()
     with pytest.raises(CheckpointError, match=r"(?s)cannot save .*5:.*another process is saving there"):
-        checkpoint.save(tmp_path / "5", saved.known(one()))
+        checkpoint.save(tmp_path / "5", saved.make_known(one()))
     assert place.saving.is_dir()
     place.end()
-    checkpoint.save(tmp_path / "5", saved.known(one()))
+    checkpoint.save(tmp_path / "5", saved.make_known(one()))
     assert checkpoint.all_steps(tmp_path) == [5, 6]
 
 
 def test_a_save_replaces_its_own_kind_alone(tmp_path: Path) -> None:
     step = one()
-    checkpoint.save(tmp_path / "7", saved.known(step, 3))
-    checkpoint.save(tmp_path / "7", saved.known(step, 4))
+    checkpoint.save(tmp_path / "7", saved.make_known(step, 3))
+    checkpoint.save(tmp_path / "7", saved.make_known(step, 4))
     assert checkpoint.verify(tmp_path / "7").step == 4
     (tmp_path / "8").mkdir()
     (tmp_path / "8" / "thesis.tex").write_text("not ours")
     with pytest.raises(CheckpointError, match=r"(?s)cannot save .*8:.*something else by that name"):
-        checkpoint.save(tmp_path / "8", saved.known(step))
+        checkpoint.save(tmp_path / "8", saved.make_known(step))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["7", "8"]
 
 
 def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At every write, at every flush, at every rename of it, one after the other."""
     step = one()
-    before = saved.known(step, 3)
+    before = saved.make_known(step, 3)
     checkpoint.save(tmp_path / "7", before)
-    after, count = saved.known(step, 4), 0
+    after, count = saved.make_known(step, 4), 0
     while True:
         calls = []
 
@@ -106,7 +106,7 @@ def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: py
 def test_a_step_does_not_tear_what_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The state is donated to the next steps while its bytes do not reach the disk yet."""
     step = one(stored="bf16")
-    state, gate = saved.known(step), threading.Event()
+    state, gate = saved.make_known(step), threading.Event()
     real = tensorfile.bytes_of
     monkeypatch.setattr(tensorfile, "bytes_of", lambda t: (gate.wait(30), real(t))[1])
     saving = checkpoint.save_async(tmp_path / "7", state)
@@ -124,13 +124,13 @@ def test_the_next_save_waits_and_tells_what_went_wrong(tmp_path: Path) -> None:
     step = one()
     (tmp_path / "8").mkdir()
     (tmp_path / "8" / "thesis.tex").write_text("not ours")
-    checkpoint.save_async(tmp_path / "8", saved.known(step))
+    checkpoint.save_async(tmp_path / "8", saved.make_known(step))
     with pytest.raises(CheckpointError, match=r"(?s)cannot save .*8:.*something else"):
-        checkpoint.save(tmp_path / "9", saved.known(step))
+        checkpoint.save(tmp_path / "9", saved.make_known(step))
     assert checkpoint.verify(tmp_path / "9").step == 7  # which is whole all the same
     checkpoint.wait()  # it is raised once
-    checkpoint.save_async(tmp_path / "9", saved.known(step, 9))
-    checkpoint.save_async(tmp_path / "10", saved.known(step, 10))
+    checkpoint.save_async(tmp_path / "9", saved.make_known(step, 9))
+    checkpoint.save_async(tmp_path / "10", saved.make_known(step, 10))
     assert checkpoint.all_steps(tmp_path)[0] == 9
     checkpoint.wait()
     assert checkpoint.all_steps(tmp_path) == [9, 10]
@@ -138,7 +138,7 @@ def test_the_next_save_waits_and_tells_what_went_wrong(tmp_path: Path) -> None:
 
 def background(rank: int, root: str) -> list[str]:
     step = saved.step_of("zero1", "bf16", saved.mesh_of("zero1", 2))
-    state = saved.known(step)
+    state = saved.make_known(step)
     for number in range(3):
         checkpoint.save_async(f"{root}/{number}", state, keep=checkpoint.Keep(last=2))
         if number < 2:
@@ -153,9 +153,9 @@ def test_ranks_save_in_the_background_together(ranks: Any, tmp_path: Path) -> No
 
 
 def breaking(rank: int, root: str) -> str:
-    """Only rank 1 meets an error; both get it."""
+    """Let only rank 1 meet an error, and return what this rank gets."""
     step = saved.step_of("full_shard", "fp32", saved.mesh_of("full_shard", 2))
-    state = saved.known(step)
+    state = saved.make_known(step)
     checkpoint.save(f"{root}/1", state)
     real = os.fsync
     if rank == 1:
@@ -183,11 +183,11 @@ def test_a_best_one_that_is_damaged_later_is_replaced(tmp_path: Path) -> None:
     step, keep = one(), checkpoint.Keep(last=1, best=1)
     for number in (1, 2, 3):
         checkpoint.save(
-            tmp_path / str(number), saved.known(step, number), keep=keep, metrics={"loss": 1.0 * number}
+            tmp_path / str(number), saved.make_known(step, number), keep=keep, metrics={"loss": 1.0 * number}
         )
     assert checkpoint.all_steps(tmp_path) == [1, 3]
     (tmp_path / "1" / "rank-00000.safetensors").write_bytes(b"short")
-    checkpoint.save(tmp_path / "4", saved.known(step, 4), keep=keep, metrics={"loss": 4.0})
+    checkpoint.save(tmp_path / "4", saved.make_known(step, 4), keep=keep, metrics={"loss": 4.0})
     assert checkpoint.all_steps(tmp_path) == [3, 4] and (tmp_path / "1").exists()
 
 
@@ -195,19 +195,19 @@ def test_what_was_gone_back_behind_does_not_count_among_the_last(tmp_path: Path)
     """A newer one that is corrupt must not push out the new one, or the last that is whole."""
     step = one()
     for number in (80, 90, 100):
-        checkpoint.save(tmp_path / str(number), saved.known(step, number))
+        checkpoint.save(tmp_path / str(number), saved.make_known(step, number))
     data = tmp_path / "100" / "rank-00000.safetensors"
     data.write_bytes(data.read_bytes()[:-1] + bytes([data.read_bytes()[-1] ^ 4]))
     with pytest.warns(CheckpointWarning):
         assert int(checkpoint.restore(tmp_path, step).step) == 90
-    checkpoint.save(tmp_path / "95", saved.known(step, 95), keep=checkpoint.Keep(last=1))
+    checkpoint.save(tmp_path / "95", saved.make_known(step, 95), keep=checkpoint.Keep(last=1))
     assert checkpoint.all_steps(tmp_path) == [95, 100]
     with pytest.warns(CheckpointWarning):
         assert int(checkpoint.restore(tmp_path, step).step) == 95
 
 
 def test_a_keep_that_cannot_work_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    state = saved.known(one())
+    state = saved.make_known(one())
     with pytest.raises(CheckpointError, match=r"keep=3: a fs\.checkpoint\.Keep"):
         checkpoint.save(tmp_path / "1", state, keep=3)  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match=r"(?s)goes by numbers, and this is named 'best'"):
@@ -222,7 +222,7 @@ def test_a_keep_that_cannot_work_is_refused_before_anything_is_written(tmp_path:
 
 
 def test_one_that_stepped_aside_is_found_by_its_own_name(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path / "best", saved.known(one()))
+    checkpoint.save(tmp_path / "best", saved.make_known(one()))
     (tmp_path / "best").rename(tmp_path / ".best.old")  # a save over it was killed between its two renames
     assert int(checkpoint.restore(tmp_path / "best", one()).step) == 7
 
@@ -231,7 +231,7 @@ def test_an_error_of_the_system_is_no_reason_for_an_older_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number in (1, 2):
-        checkpoint.save(tmp_path / str(number), saved.known(one(), number))
+        checkpoint.save(tmp_path / str(number), saved.make_known(one(), number))
 
     def fails(*args: Any) -> Any:
         raise OSError(24, "Too many open files")
@@ -249,14 +249,14 @@ def test_ctrl_c_is_no_failed_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(os, "fsync", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        checkpoint.save(tmp_path / "1", saved.known(one()))
+        checkpoint.save(tmp_path / "1", saved.make_known(one()))
     assert list(tmp_path.iterdir()) == []
 
 
 def alone_in_it(rank: int, root: str) -> list[str]:
-    """Rank 1 cannot even say what it would save, or make room for what it would restore."""
+    """Let rank 1 fail before it can say what it would save, or make room for what it would restore."""
     step = saved.step_of("full_shard", "fp32", saved.mesh_of("full_shard", 2))
-    state, messages = saved.known(step), []
+    state, messages = saved.make_known(step), []
     checkpoint.save(f"{root}/1", state)
     disk = saved.step_of(
         "full_shard",
@@ -284,7 +284,7 @@ def test_simulated_ranks_do_not_save(tmp_path: Path) -> None:
     mesh = fs.make_mesh(shard=2, simulated=True)
 
     def save(rank: int) -> None:
-        checkpoint.save(tmp_path / "1", saved.known(saved.step_of("full_shard", "fp32", mesh)))
+        checkpoint.save(tmp_path / "1", saved.make_known(saved.step_of("full_shard", "fp32", mesh)))
 
     with pytest.raises(CheckpointError, match="is simulated: its ranks are no processes"):
         fs.simulate(mesh, save)
@@ -292,7 +292,7 @@ def test_simulated_ranks_do_not_save(tmp_path: Path) -> None:
 
 def test_a_consumed_state_is_not_saved(tmp_path: Path) -> None:
     step = one()
-    state = saved.known(step)
+    state = saved.make_known(step)
     step(state, torch.ones(2))
     with pytest.raises(StateError, match="was consumed"):
         checkpoint.save(tmp_path / "1", state)

@@ -25,7 +25,7 @@ REAL = [name for name in MESHES if name != "1"]
 
 
 def step_on(mesh: fs.Mesh) -> Any:
-    """A step of the known state, of which the tensor axis splits one matrix, or two matrices side by side."""
+    """Make a step of the known state, of which the tensor axis splits one matrix, or two side by side."""
     ranks = mesh.axes_size(mesh.ordered({"tensor"} & set(mesh.names)))
     compute = {"layers.0.w": P(None, fs.Fused("tensor", 4 // ranks))} if ranks > 1 else None
     specs = fs.presets.full_shard(saved.params(), mesh, tensor=compute)
@@ -36,7 +36,9 @@ def save_and_restore(rank: int, root: str, saving: list[str], names: list[str]) 
     """Save on meshes, restore each of `names` on each mesh of this world: what is not as it must be."""
     wrong = []
     for name in saving:
-        fs.checkpoint.save(f"{root}/{name}", saved.known(step_on(fs.make_mesh(**MESHES[name], device="cpu"))))
+        fs.checkpoint.save(
+            f"{root}/{name}", saved.make_known(step_on(fs.make_mesh(**MESHES[name], device="cpu")))
+        )
     for name in names:
         for here in saving or REAL:
             state = fs.checkpoint.restore(
@@ -47,7 +49,7 @@ def save_and_restore(rank: int, root: str, saving: list[str], names: list[str]) 
 
 
 def test_every_mesh_restores_every_other(ranks: Any, tmp_path: Path) -> None:
-    """To the bit: parameters, moments, a buffer and a frozen leaf."""
+    """Parameters, moments, a buffer and a frozen leaf come back to the bit."""
     assert ranks(4).run(save_and_restore, str(tmp_path), REAL, REAL) == [[]] * 4
     assert save_and_restore(0, str(tmp_path), ["1"], list(MESHES)) == []
     assert ranks(4).run(save_and_restore, str(tmp_path), [], ["1"]) == [[]] * 4
@@ -61,7 +63,7 @@ def test_every_mesh_restores_every_other(ranks: Any, tmp_path: Path) -> None:
     [("2x2", "4"), ("turned", "2x2"), pytest.param("4", "turned", marks=pytest.mark.long)],
 )
 def test_training_goes_on_after_resharding(before: str, after: str) -> None:
-    """In memory: two steps on one mesh and one on another are three of one process."""
+    """State is resharded in memory: two steps on one mesh and one on another are three of one process."""
     model, optimizer = decoder(vocab=19, fused=True), fs.optim.adamw(1e-2, weight_decay=0.1)
     expected = reference.train(model.loss, model.params, by_steps(model), reference.adamw(1e-2))
     meshes = [fs.make_mesh(**MESHES[name], simulated=True) for name in (before, after)]

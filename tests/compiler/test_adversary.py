@@ -69,7 +69,7 @@ def states(
     model: Model, preset: str, optimizer: str, adversaries: Any = ADVERSARIES,
     policy: Mapping[str, Any] | None = None, **options: Any,
 ) -> list[list[dict[str, Tensor]]]:  # fmt: skip
-    """For each adversary the state of every rank after some steps, flat."""
+    """Return, for each adversary, the state of every rank after some steps, flat."""
     world = 4 if preset == "hybrid_shard" else 2
     mesh = fs.make_mesh(**sharded.meshes(world, preset), simulated=True)
     specs = sharded.specs_of(model, preset, mesh, **(policy or {}))
@@ -88,7 +88,7 @@ def states(
 
 
 def same_bits(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
-    """Equal, and no NaN anywhere (`torch.equal` says that NaN differs from itself)."""
+    """Return whether all are equal and none is NaN (`torch.equal` says that NaN differs from itself)."""
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
@@ -96,7 +96,7 @@ def same_bits(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
 
 
 def tensors(value: Any) -> list[Tensor]:
-    """What a schedule's value holds: a tensor, a dict, a bucket's gradients, or what is in flight."""
+    """Return the tensors of a value: a tensor, a dict, a bucket's gradients, or what is in flight."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, Reduced):
@@ -122,8 +122,8 @@ def bury(name: str, value: Any, env: Mapping[str, Any]) -> bool:
 
 
 @contextmanager
-def poisoned_frees() -> Iterator[list[str]]:
-    """All steps bound in here bury what they free; yields the names of what was filled."""
+def poison_frees() -> Iterator[list[str]]:
+    """Let all steps that are bound in the block bury what they free; yield the names of what was filled."""
     plain, buried = runner.bind, []
 
     def bind(context: Any) -> Callable[[Any], Any]:
@@ -166,7 +166,7 @@ def test_bits_do_not_depend_on_when_buffers_are_read(preset: str, mode: str) -> 
     if (preset, mode) == ("hybrid_shard", "once"):
         depths = [(p, o) for p in (0, 1, 2) for o in (0, 1, 2)]
     for prefetch, overlap in depths:
-        with poisoned_frees() as buried:
+        with poison_frees() as buried:
             got = states(model, preset, optimizer, prefetch=prefetch, overlap=overlap, **MODES[mode])
         assert any(n.startswith("g:") for n in buried)
         assert any(n.startswith("p:") for n in buried) == (
@@ -192,7 +192,7 @@ def test_bits_do_not_depend_on_when_buffers_are_read(preset: str, mode: str) -> 
 def test_bits_of_other_models(name: str, preset: str) -> None:
     model = model_of(name)
     expected = states(model, preset, "clipped", (None,), prefetch=0, overlap=0)[0]
-    with poisoned_frees():
+    with poison_frees():
         got = states(model, preset, "clipped", prefetch=2, overlap=1)
     assert all(same_bits(s, expected[r]) for ranks in got for r, s in enumerate(ranks))
 
@@ -212,7 +212,7 @@ def test_bits_of_updates_that_exchange(optimizer: str, preset: str) -> None:
     """Reductions and stacks of updates too: read early or late, and NaN until they are waited for."""
     model = model_of("early_and_late")
     expected = states(model, preset, optimizer, (None,), prefetch=0, overlap=0)[0]
-    with poisoned_frees() as buried:
+    with poison_frees() as buried:
         got = states(model, preset, optimizer, ("early", "late"), prefetch=1, overlap=1)
     assert any(name.startswith("u:") for name in buried) or optimizer == "averaged"
     assert all(same_bits(state, expected[rank]) for ranks in got for rank, state in enumerate(ranks))
@@ -222,7 +222,7 @@ def test_bits_of_updates_that_exchange(optimizer: str, preset: str) -> None:
 
 
 def first(lines: list[Instruction], kind: type, **fields: Any) -> int:
-    """Index of the first line of a kind with these fields."""
+    """Return the index of the first line of a kind with these fields."""
     return next(
         i for i, line in enumerate(lines)
         if isinstance(line, kind) and all(getattr(line, k) == v for k, v in fields.items())
@@ -257,7 +257,7 @@ def wait_left_out(lines: list[Instruction]) -> None:
 
 
 def update_with_what_an_all_reduce_may_overwrite(lines: list[Instruction]) -> None:
-    """It reads this rank's part, which is there, but which the sum in flight may be written into."""
+    """Let an update read this rank's part, which the sum in flight may be written into."""
     issue = first(lines, AllReduce)
     update = first(lines, Update, bucket=lines[issue].bucket)
     reads = (lines[issue].reads[0], *lines[update].reads[1:])
@@ -313,7 +313,7 @@ def test_a_broken_schedule_is_named_by_verify_and_seen_by_the_adversary(breaker:
         seen = []
         for adversary in ("early", "late"):
             try:
-                with poisoned_frees():
+                with poison_frees():
                     got = states(model, preset, "adamw", (adversary,))[0]
                 seen.append(not all(same_bits(s, expected[r]) for r, s in enumerate(got)))
             except (KeyError, AttributeError, RuntimeError):
@@ -350,7 +350,7 @@ def test_bits_on_the_host_do_not_depend_on_what_freed_buffers_hold(case: str) ->
     expected = on_host(case, adversaries=(None,))[0]
     for late in (False, True):
         with (
-            poisoned_frees() as buried,
+            poison_frees() as buried,
             mock.patch.object(runner, "Transfers", Adversary),
             mock.patch.object(Adversary, "late", late),
         ):
@@ -360,7 +360,7 @@ def test_bits_on_the_host_do_not_depend_on_what_freed_buffers_hold(case: str) ->
 
 
 def frees_too_early(schedule: Schedule) -> dict[tuple[str, str], Schedule]:
-    """By the last reader's verb and what it reads, the schedule whose buffer is freed right before it."""
+    """Return schedules that free a buffer right before its last reader, by that line's verb and value."""
     lines, memory, out = list(schedule.instructions), follow_aliases(schedule.instructions), {}
     for at, free in enumerate(lines):
         for name in [n for n in free.drops if isinstance(free, Free) and n.is_pooled]:
@@ -382,7 +382,7 @@ def frees_too_early(schedule: Schedule) -> dict[tuple[str, str], Schedule]:
     [pytest.param(c, marks=[pytest.mark.long] * (c not in SHORT)) for c in ON_HOST if c != "streamed soap"],
 )
 def test_a_buffer_that_is_freed_before_a_view_of_it_is_read_is_found(case: str) -> None:
-    """Of each kind of line that reads a buffer of the host, or a view of one, by `verify` and by running."""
+    """`verify` and a run find it, for each kind of line that reads a host buffer or a view of one."""
     found: list[dict[tuple[str, str], Schedule]] = []
 
     def look(schedule: Schedule) -> Schedule:
@@ -402,7 +402,7 @@ def test_a_buffer_that_is_freed_before_a_view_of_it_is_read_is_found(case: str) 
             mock.patch.object(runner, "Transfers", Adversary),
         ):
             try:
-                with poisoned_frees():
+                with poison_frees():
                     got = on_host(case, adversaries=("late",))[0]
                 seen = not all(same_bits(s, expected[r]) for r, s in enumerate(got))
             except (KeyError, CollectiveError):  # what is freed is gone; the other rank waits for this one
@@ -424,7 +424,7 @@ class HandsOn(Update):
 
 
 def hands_on() -> Schedule:
-    """A schedule without frees whose first update on the host hands on a view, which another line reads."""
+    """Return a schedule without frees whose first update on the host hands on a view that a line reads."""
     optimizer, options = ON_HOST["clipped"]
     model, mesh = model_of("early_and_late"), fs.make_mesh(shard=2, abstract=True)
     specs = sharded.specs_of(model, "full_shard", mesh, **options["policy"])
@@ -479,7 +479,7 @@ def test_a_slot_is_not_changed_while_the_parameter_that_is_a_view_of_it_is_sent(
     "case", [pytest.param(c, marks=[pytest.mark.long] * (c not in SHORT)) for c in ON_HOST]
 )
 def test_lines_share_no_memory_that_they_do_not_declare(case: str) -> None:
-    """What a line writes lies in the memory of what `aliases` names, of what it takes over, or in its own."""
+    """A line writes to memory of its own, of what it takes over, or of what `aliases` names."""
     plain, wrong, shared = runner.bind, [], set()
 
     def watch(number: int, line: Instruction, action: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -518,7 +518,7 @@ def test_norms_are_taken_before_an_update_may_scale_its_gradients() -> None:
 
 
 def test_a_value_that_outlives_its_gathered_leaf_is_poisoned() -> None:
-    """What would lose ZeRO 3 in silence: an activation that is a view of a gathered leaf."""
+    """An activation that is a view of a gathered leaf would lose ZeRO 3 in silence."""
     leaf = torch.ones(3, 2)
     env = {"view_1": leaf.T}
     assert bury("p:w#f0.0", leaf, env)

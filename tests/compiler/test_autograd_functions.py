@@ -46,7 +46,7 @@ class Reverse(Function):
 
 
 class SavesIntermediates(Function):
-    """Tensors on the context, saved outputs, in-place inside, a view as its result."""
+    """A function with tensors on the context, saved outputs, in-place ops, and a view as its result."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ class SavesIntermediates(Function):
 
 
 class Several(Function):
-    """Two outputs that may be read, one that is no tensor, one without derivative, one of integers."""
+    """A function of two outputs to read, one that is no tensor, one without derivative, one of integers."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor) -> Any:
@@ -87,7 +87,7 @@ class Several(Function):
 
 
 class LinearLoss(Function):
-    """Liger's fused linear cross-entropy: a loop over chunks, whose gradients the forward computes."""
+    """A loss like Liger's fused linear cross-entropy: the forward computes the gradients chunk by chunk."""
 
     @staticmethod
     @torch.amp.custom_fwd(device_type="cpu")
@@ -190,7 +190,7 @@ def hooks_of_leaves(p: Params, x: Tensor) -> Tensor:
 
 @program
 def hooks_in_a_mean(p: Params, x: Tensor) -> Tensor:
-    """They see the gradients of the mean over all slices, which count more and fewer items."""
+    """Register hooks that see gradients of the mean over all slices, which count more and fewer items."""
     y, counted = net(p, x), x[:, 0] > 0
     y.register_hook(lambda g: g.clamp(-0.01, 0.01) + g * g.abs().max())
     return fs.Mean((y.square().sum(-1) * counted).sum(), counted.sum())
@@ -211,7 +211,7 @@ def differentiated_inside(p: Params, x: Tensor) -> Tensor:
 
 @program
 def differentiated_by_autograd(p: Params, x: Tensor) -> Tensor:
-    """The whole of `fn` is traced on a level; so are the functions that are not differentiated twice."""
+    """Differentiate inside of `fn`: all of it is traced on a level, also what is not taken twice."""
     x = x.clone().requires_grad_()
     y = x
     for w in p.values():
@@ -290,7 +290,7 @@ def test_a_raw_launch_of_a_triton_kernel_is_refused(monkeypatch: pytest.MonkeyPa
 
 
 class Noisy(Function):
-    """Masks its input, and its gradient by another draw."""
+    """A function that masks its input, and its gradient by another draw."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -340,7 +340,7 @@ def test_random_numbers_are_keyed() -> None:
 
 
 class Wrong(Function):
-    """`mistake` says what its backward returns."""
+    """A function whose backward returns what `mistake` says."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mistake: Callable[[Tensor], Any]) -> Tensor:
@@ -353,7 +353,7 @@ class Wrong(Function):
 
 
 class CallsBackward(Function):
-    """As checkpoints do that are written by hand: into the leaves that it reads."""
+    """A function that calls backward into the leaves that it reads, as checkpoints written by hand do."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -375,7 +375,7 @@ once_of_one = function(torch.sin, lambda g, *_: g, "setup once")
 
 
 def implicit(x: Tensor) -> Tensor:
-    """One step from a fixed point, whose derivative a hook makes of that of another such step."""
+    """Take one step from a fixed point, whose derivative a hook makes of that of another such step."""
     start = x.detach().requires_grad_()
     end, made = torch.tanh(start * 0.5), torch.tanh(x * 0.5)
     made.register_hook(lambda g: g + torch.autograd.grad(end, start, g, retain_graph=True)[0])

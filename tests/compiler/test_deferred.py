@@ -24,7 +24,7 @@ transformers = pytest.importorskip("transformers")
 
 
 class Gpt(nn.Module):
-    """As nanoGPT: `apply(_init)`, a tied head, residual projections scaled by depth; it prints its size."""
+    """A model like nanoGPT: `apply(_init)`, a tied head, projections scaled by depth; it prints its size."""
 
     def __init__(self, layers: int = 3, width: int = 20, *, tied: bool = True):
         super().__init__()
@@ -47,7 +47,7 @@ class Gpt(nn.Module):
 
 
 class Scaled(Gpt):
-    """Depth-scaled in place, at the very end, when each leaf has long been drawn."""
+    """A GPT that is scaled by depth in place, at the very end, when each leaf has long been drawn."""
 
     def __init__(self) -> None:
         super().__init__(tied=False)
@@ -59,7 +59,7 @@ class Scaled(Gpt):
 
 
 class Vit(nn.Module):
-    """As timm's: truncated normals, a class token, a rate by depth that Python reads."""
+    """A ViT like timm's: truncated normals, a class token, a rate by depth that Python reads."""
 
     def __init__(self, depth: int = 2, width: int = 16):
         super().__init__()
@@ -78,7 +78,7 @@ class Vit(nn.Module):
 
 
 class Tables(nn.Module):
-    """Buffers computed from others: rotary and sinusoidal tables, a mask, relative positions; a plain one."""
+    """A module of buffers computed from others: tables, a mask, relative positions; and a plain one."""
 
     def __init__(self, length: int = 11, width: int = 8):
         super().__init__()
@@ -106,7 +106,7 @@ class Tables(nn.Module):
 
 
 class Nested(nn.Module):
-    """Layers copied from one, a module used twice, leaves that are views, drawn by parts, of other dtypes."""
+    """A module of copied layers, one used twice, and leaves that are views, drawn by parts, of any dtype."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class Nested(nn.Module):
 
 
 class Orthogonal(nn.Module):
-    """QR, sparse, identity, Dirac and spectrally normed."""
+    """A module of leaves by QR, sparse, identity, Dirac and spectrally normed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class Orthogonal(nn.Module):
 
 
 class Drawn(nn.Module):
-    """What no window makes: complex numbers, other distributions, columns, scales; single numbers."""
+    """A model of draws that no window makes: complex ones, other distributions, columns, single numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ HUGGING_FACE: dict[str, Callable[[], nn.Module]] = {
 EVERY = {**MODULES, **HUGGING_FACE}
 
 
-def deferred(make: Callable[[], nn.Module]) -> nn.Module:
+def make_deferred(make: Callable[[], nn.Module]) -> nn.Module:
     with fs.deferred():
         return make()
 
@@ -213,7 +213,7 @@ def same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 def whole(model: nn.Module, world: int, seed: int) -> list[dict[str, Tensor]]:
-    """What `step.init` makes on each of so many simulated ranks, put together again."""
+    """Return what `step.init` makes on each of `world` simulated ranks, put together again."""
     mesh = fs.make_mesh(shard=world, simulated=True)
     specs = fs.presets.full_shard(fs.make_functional(model)[1], mesh)
     step = fs.shard_step(lambda p: 0, specs, mesh=mesh, backend="eager")
@@ -221,8 +221,8 @@ def whole(model: nn.Module, world: int, seed: int) -> list[dict[str, Tensor]]:
 
 
 def alone(make: Callable[[], nn.Module], seed: int = 7) -> dict[str, Tensor]:
-    """Whole leaves, on one rank."""
-    return whole(deferred(make), 1, seed)[0]
+    """Draw whole leaves, on one rank."""
+    return whole(make_deferred(make), 1, seed)[0]
 
 
 # ------------------------------------------------------------------ draws
@@ -252,7 +252,7 @@ def test_bits_are_those_of_splitmix64() -> None:
     ],
 )
 def test_draws_have_their_distribution(draw: Any, distribution: Any, dtype: torch.dtype) -> None:
-    """By Kolmogorov and Smirnov's distance, which is below 2 / sqrt(n) but once in 1500; a part is a part."""
+    """Kolmogorov and Smirnov's distance is below 2 / sqrt(n) but once in 1500; a part is drawn as it lies."""
     whole = torch.empty(100_000, dtype=dtype)
     fill(whole, 0, 3, draw)
     shares = distribution(whole.double().sort().values)
@@ -284,7 +284,7 @@ def _below(x: Any) -> Tensor:
 @pytest.mark.parametrize("name", EVERY)
 def test_leaves_are_what_their_constructors_say_on_every_mesh(name: str) -> None:
     """Equal where no random number is drawn, and else in mean, deviation and bounds."""
-    model, real, other = deferred(EVERY[name]), built(EVERY[name], 7), built(EVERY[name], 8)
+    model, real, other = make_deferred(EVERY[name]), built(EVERY[name], 7), built(EVERY[name], 8)
     first, *more = (got for world in (1, 2, 4) for got in whole(model, world, seed=7))
     for got in more:
         same(got, first)
@@ -302,9 +302,9 @@ def test_leaves_are_what_their_constructors_say_on_every_mesh(name: str) -> None
 
 
 def test_boxes_are_parts_of_the_whole() -> None:
-    """Of any layout, of what can be cut: all but what is drawn or computed as a whole."""
+    """All leaves can be cut in any layout, unless they are drawn or computed as a whole."""
     for name, make in EVERY.items():
-        params = fs.make_functional(deferred(make))[1]
+        params = fs.make_functional(make_deferred(make))[1]
         values = Values(params, seed=3)
         large = [p for p, leaf in params.items() if leaf.numel() > 100]
         cut = [p for p in large if values.can_be_cut(p)]
@@ -322,7 +322,7 @@ def test_boxes_are_parts_of_the_whole() -> None:
     "layout", [P(None, fs.Fused("tensor", 3)), P("a", "b"), P(None, ("b", "a")), P("a", None, "b")]
 )
 def test_layouts_over_several_dims(layout: P) -> None:
-    model = deferred(lambda: nn.Conv2d(6, 5, 3))
+    model = make_deferred(lambda: nn.Conv2d(6, 5, 3))
     expected = whole(model, 1, 2)[0]
     mesh = fs.make_mesh(a=2, b=2, tensor=2, simulated=True)
     params = fs.make_functional(model)[1]
@@ -373,7 +373,7 @@ def test_ranks_that_make_other_leaves_are_told() -> None:
     mesh = fs.make_mesh(shard=2, simulated=True)
 
     def run(std: float, seed: int) -> None:
-        model = deferred(lambda: Holds(lambda m: nn.init.normal_(m.layer.weight, std=std)))
+        model = make_deferred(lambda: Holds(lambda m: nn.init.normal_(m.layer.weight, std=std)))
         specs = fs.presets.full_shard(fs.make_functional(model)[1], mesh)
         step = fs.shard_step(lambda p, x: (p["layer.weight"] @ x).sum(), specs, mesh=mesh, backend="eager")
         step(step.init(model, seed=seed), torch.ones(2, 2))
@@ -422,7 +422,7 @@ def test_a_rank_makes_nothing_larger_than_its_block() -> None:
             return out
 
     mesh = fs.make_mesh(shard=16, abstract=True)
-    params = fs.make_functional(deferred(Deep))[1]
+    params = fs.make_functional(make_deferred(Deep))[1]
     with Largest() as largest:
         fs.shard(params, fs.presets.full_shard(params, mesh), mesh)
     assert largest.numel == 1024 * 1024 // 16
@@ -432,7 +432,7 @@ def test_a_rank_makes_nothing_larger_than_its_block() -> None:
 
 
 def test_a_plain_tensor_that_no_seed_changes_has_its_values() -> None:
-    assert torch.equal(deferred(Tables).turns, Tables().turns)
+    assert torch.equal(make_deferred(Tables).turns, Tables().turns)
 
 
 def test_leaves_are_marked_as_those_of_the_real_module() -> None:
@@ -441,30 +441,30 @@ def test_leaves_are_marked_as_those_of_the_real_module() -> None:
         model.norm.requires_grad_(False)
         return model
 
-    params, real = fs.make_functional(deferred(make))[1], fs.make_functional(make())[1]
+    params, real = fs.make_functional(make_deferred(make))[1], fs.make_functional(make())[1]
     assert all(leaf.is_meta and type(leaf) is type(real[p]) for p, leaf in params.items())
     for mark in (lambda leaf: leaf.requires_grad, lambda leaf: getattr(leaf, "tied_names", ())):
         assert {p: mark(leaf) for p, leaf in params.items()} == {p: mark(leaf) for p, leaf in real.items()}
 
 
 def test_leaves_that_have_values_keep_them() -> None:
-    model = deferred(Tables)
+    model = make_deferred(Tables)
     model.table = torch.full((1, 11, 8), 7.0)
     assert torch.equal(whole(model, 2, 0)[0]["table"], model.table)
 
 
 def test_a_copy_has_its_recipes_too() -> None:
-    model = copy.deepcopy(deferred(Gpt))
+    model = copy.deepcopy(make_deferred(Gpt))
     assert model.head.weight is model.wte.weight
     same(whole(model, 1, 3)[0], alone(Gpt, 3))
 
 
 def test_blocks_nest_and_models_of_two_make_one_tree() -> None:
     with fs.deferred():
-        first, second = nn.Linear(3, 3), deferred(lambda: nn.Linear(3, 3))
+        first, second = nn.Linear(3, 3), make_deferred(lambda: nn.Linear(3, 3))
     for model in (first, second):
         same(whole(model, 1, 5)[0], alone(lambda: nn.Linear(3, 3), 5))
-    params = {f"{n}.{p}": v for n in "ab" for p, v in fs.make_functional(deferred(Gpt))[1].items()}
+    params = {f"{n}.{p}": v for n in "ab" for p, v in fs.make_functional(make_deferred(Gpt))[1].items()}
     mesh = fs.make_mesh(shard=1)
     got = fs.shard(params, fs.presets.no_shard(params, mesh), mesh, seed=2)
     assert not torch.equal(got["a.wte.weight"], got["b.wte.weight"])
@@ -474,7 +474,7 @@ def test_blocks_nest_and_models_of_two_make_one_tree() -> None:
 
 
 class Holds(nn.Module):
-    """Runs a function of itself when it is built."""
+    """A module that runs a function of itself when it is built."""
 
     def __init__(self, act: Callable[[Any], Any]):
         super().__init__()
@@ -515,7 +515,7 @@ OWN = f"draws from a generator of its own, {LEAF}"
 def test_what_a_constructor_must_not_do(act: Callable[[Any], Any], words: str) -> None:
     before = torch.get_rng_state()
     with pytest.raises(StateError, match=f"(?s){words}"):
-        deferred(lambda: Holds(act))
+        make_deferred(lambda: Holds(act))
     assert torch.equal(torch.zeros(2) + 1, torch.ones(2))
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -536,7 +536,7 @@ CHANGES = "changes a deferred module after its"
     ],
 )
 def test_what_needs_or_changes_values_after_the_block(act: Callable[[nn.Module], Any], words: str) -> None:
-    model = deferred(lambda: Holds(lambda module: None))
+    model = make_deferred(lambda: Holds(lambda module: None))
     with torch.no_grad(), pytest.raises((StateError, RuntimeError), match=f"(?s){words}"):
         act(model)
 
@@ -550,7 +550,7 @@ def test_a_plain_tensor_that_depends_on_the_seed_is_refused_where_it_is_used() -
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) + self.noise
 
-    model = deferred(Plain)
+    model = make_deferred(Plain)
     apply, params = fs.make_functional(model)
     specs = fs.presets.no_shard(params, fs.make_mesh(shard=1))
     step = fs.shard_step(lambda p, x: apply(p, x).sum(), specs, backend="eager")
@@ -563,7 +563,7 @@ def test_what_the_constructor_puts_on_meta_or_leaves_unset_is_named() -> None:
         module.lost = nn.Parameter(torch.ones(3, device="meta"))
 
     with pytest.raises(StateError, match=r"(?s)1 leaf on the meta device.*'lost'.*fs.deferred"):
-        whole(deferred(lambda: Holds(put)), 1, 0)
+        whole(make_deferred(lambda: Holds(put)), 1, 0)
 
     def leave_unset(module: Any) -> None:
         module.weight = nn.Parameter(torch.empty(3))
@@ -573,7 +573,7 @@ def test_what_the_constructor_puts_on_meta_or_leaves_unset_is_named() -> None:
     with pytest.raises(
         StateError, match=r"(?s)leaves 3 leaves unset.*'weight'.*'count'.*'mask'.*torch.empty makes"
     ):
-        fs.shard(*_tree(deferred(lambda: Holds(leave_unset))))
+        fs.shard(*_tree(make_deferred(lambda: Holds(leave_unset))))
 
 
 def _tree(model: nn.Module) -> tuple[Any, Any, fs.Mesh]:

@@ -23,19 +23,21 @@ AT_ONCE, ONE_BY_ONE = ({"prefetch": depth, "overlap": depth} for depth in (DEEP,
 
 
 def loss(params: Mapping[str, Tensor], x: Tensor) -> Tensor:
-    """Residual blocks, so that the last gradient is as large as the first."""
+    """Compute residual blocks, so that the last gradient is as large as the first."""
     for weight in params.values():
         x = x + torch.tanh(x @ weight) / len(params)
     return x.square().mean()
 
 
-def made(units: int) -> tuple[dict[str, Tensor], Tensor]:
+def make_chain(units: int) -> tuple[dict[str, Tensor], Tensor]:
     return {p: v.double() for p, v in chain(units, 2).items()}, rows(2).double()
 
 
-def trained(rank: int, preset: str, units: int, optimizer: str, options: dict[str, Any]) -> reference.Trained:
+def train_chain(
+    rank: int, preset: str, units: int, optimizer: str, options: dict[str, Any]
+) -> reference.Trained:
     mesh = fs.make_mesh(shard=2, device="cpu")
-    params, x = made(units)
+    params, x = make_chain(units)
     specs = fs.presets.PRESETS[preset](params, mesh)
     how = {"mesh": mesh, "optimizer": OPTIMIZERS[optimizer], "backend": "eager", "timeout": 30.0, **options}
     step = fs.shard_step(loss, specs, **how)
@@ -60,9 +62,9 @@ def trained(rank: int, preset: str, units: int, optimizer: str, options: dict[st
 def test_no_depth_reaches_a_bound(
     ranks: Any, preset: str, units: int, optimizer: str, options: dict[str, Any]
 ) -> None:
-    params, x = made(units)
+    params, x = make_chain(units)
     optimizers, rate = (reference.sgd(RATE), None) if optimizer == "sgd" else (reference.adamw(RATE), FALLING)
     expected = reference.train(loss, params, [[(x,)]] * STEPS, optimizers, rate=rate)
-    for got in ranks(2).run(trained, preset, units, optimizer, options):
+    for got in ranks(2).run(train_chain, preset, units, optimizer, options):
         torch.testing.assert_close(got.params, expected.params, rtol=0, atol=1e-10)
         assert got.losses == pytest.approx(expected.losses, rel=1e-10)

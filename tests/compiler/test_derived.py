@@ -31,7 +31,7 @@ def batch() -> Tensor:
 
 
 def assert_same_everywhere(fn: Callable[..., Tensor], leaves: dict[str, Tensor], x: Tensor) -> None:
-    """`fn`, a mean over rows, on two simulated ranks, against plain autograd."""
+    """Assert that `fn`, a mean over rows, gives the same on two simulated ranks as in plain autograd."""
     expected, value = reference.gradients(fn, leaves, x)
     mesh = fs.make_mesh(shard=2, simulated=True)
     specs = fs.presets.full_shard(leaves, mesh)
@@ -62,7 +62,7 @@ SEVERAL: dict[str, Callable[[Tensor], Any]] = {
 })  # fmt: skip
 @pytest.mark.parametrize("kind", SEVERAL)
 def test_one_result_of_several(kind: str) -> None:
-    """Of an op on a leaf, read by activations of its unit and of another: per-channel quantisation."""
+    """An op on a leaf returns several, read by its unit and by another, as in per-channel quantisation."""
 
     def fn(p: Any, x: Tensor) -> Tensor:
         weights = list(p.values())

@@ -38,7 +38,7 @@ def rows(ranks: int) -> Tensor:
 
 
 def centred(on: Any, p: Params, x: Tensor) -> Tensor:
-    """Batch normalisation in two sums, each layer; the loss is this rank's own."""
+    """Normalise each layer over the batch by two sums; the loss is this rank's own."""
     for i in range(2):
         x = x @ p[f"layers.{i}.w"]
         count = on.psum(len(x))
@@ -48,7 +48,7 @@ def centred(on: Any, p: Params, x: Tensor) -> Tensor:
 
 
 def nested(on: Any, p: Params, x: Tensor) -> Tensor:
-    """A sum of what was summed, of views, of a unit in the middle, along another dim, and one read twice."""
+    """Sum what was summed, views, a unit's middle, along another dim, and a value that is read twice."""
     h = (x @ p["layers.0.w"]).tanh()
     total = on.psum(h[1:].T)
     h = h + on.psum((total * h[1:].T).sum()) / 100 + total.mean()
@@ -57,7 +57,7 @@ def nested(on: Any, p: Params, x: Tensor) -> Tensor:
 
 
 def of_leaves(on: Any, p: Params, x: Tensor) -> Tensor:
-    """Of what rests on leaves alone, small and large, of a leaf, a constant and of the loss itself."""
+    """Exchange what depends on leaves alone, small and large, a leaf, a constant and the loss itself."""
     norm = on.psum(p["layers.0.w"].square().mean())
     w = on.psum(p["layers.1.w"] * 2) + on.all_gather(p["scale"])[: p["scale"].shape[0]]
     ones = on.psum(torch.ones((), dtype=D))
@@ -65,7 +65,7 @@ def of_leaves(on: Any, p: Params, x: Tensor) -> Tensor:
 
 
 def detached(on: Any, p: Params, x: Tensor) -> Tensor:
-    """Integers, no_grad and an unused sum send no cotangent."""
+    """Exchange integers, in no_grad, and a sum that nobody uses: they send no cotangent."""
     h = x @ p["layers.0.w"]
     counted = on.psum((h > 0).sum(0))
     with torch.no_grad():
@@ -94,7 +94,7 @@ def complex_numbers(on: Any, p: Params, x: Tensor) -> Tensor:
 
 
 def slopes_of_autograd(on: Any, p: Params, x: Tensor) -> Tensor:
-    """An inner derivative next to exchanges, of which it sees none."""
+    """Take an inner derivative next to exchanges, of which it sees none."""
     x = x.clone().requires_grad_()
     h = (x @ p["layers.0.w"]).tanh()
     (slope,) = torch.autograd.grad(h.square().sum(), x, create_graph=True)
@@ -126,7 +126,7 @@ PROGRAMS = [slopes_of_autograd, centred, nested, of_leaves, detached, a_mean, by
 
 
 class Together:
-    """`psum` and `all_gather` of threads that build one autograd graph."""
+    """An exchange: `psum` and `all_gather` of threads that build one autograd graph."""
 
     def __init__(self, mesh: Mesh):
         self.mesh, self.barrier = mesh, threading.Barrier(mesh.size)
@@ -161,7 +161,7 @@ class Together:
 
 
 def truth(program: Any, mesh: Mesh, x: Tensor, micros: int = 1) -> tuple[Tensor, Params]:
-    """The mean of all ranks' and micro-batches' losses, and its gradient by plain autograd."""
+    """Compute the mean of all ranks' and micro-batches' losses, and its gradient by plain autograd."""
     leaves = {p: v.clone().requires_grad_() for p, v in params().items()}
     parts = [part.chunk(micros) for part in x.chunk(mesh.size)]
     losses = [
@@ -178,10 +178,10 @@ def truth(program: Any, mesh: Mesh, x: Tensor, micros: int = 1) -> tuple[Tensor,
     return loss.detach(), dict(zip(leaves, made, strict=True))
 
 
-def sharded(
+def run_sharded(
     rank: int, program: Any, mesh: Mesh, preset: str, step: Any = None, **options: Any
 ) -> tuple[Tensor, Params]:
-    """Loss and whole gradients of this rank's rows."""
+    """Compute the loss and whole gradients of this rank's rows."""
     specs = fs.presets.PRESETS[preset](params(), mesh)
     step = step or make_step(program, mesh, preset, **options)
     loss, grads = step(step.init(params()), rows(mesh.size).chunk(mesh.size)[rank])
@@ -211,7 +211,7 @@ def test_ranks_equal_one_graph_over_all_of_them(program: Any, preset: str) -> No
     mesh, options = fs.make_mesh(replicate=2, shard=2, simulated=True), SETTINGS[preset]
     expected = truth(program, mesh, rows(mesh.size), options.get("accumulate", 1))
     step = make_step(program, mesh, preset, **options)
-    for got in fs.simulate(mesh, lambda rank: sharded(rank, program, mesh, preset, step)):
+    for got in fs.simulate(mesh, lambda rank: run_sharded(rank, program, mesh, preset, step)):
         torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
 
 
@@ -223,7 +223,7 @@ ON_PROCESSES = (centred, nested, of_leaves)  # test_gloo compiles exchanges
 
 def on_rank(rank: int) -> list[Any]:
     mesh = fs.make_mesh(replicate=1, shard=2, device="cpu")
-    return [sharded(rank, program, mesh, "full_shard") for program in ON_PROCESSES]
+    return [run_sharded(rank, program, mesh, "full_shard") for program in ON_PROCESSES]
 
 
 def test_processes_equal_one_graph(ranks: Any) -> None:

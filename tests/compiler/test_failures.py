@@ -27,7 +27,7 @@ BF16, HERE = torch.bfloat16, Path(__file__).name
 Fn = Callable[..., Any]
 
 
-def lowered(fn: Fn, params: dict[str, Tensor], *batch: Any, compute: torch.dtype | None = None) -> Any:
+def lower_fn(fn: Fn, params: dict[str, Tensor], *batch: Any, compute: torch.dtype | None = None) -> Any:
     specs = fs.match_specs(params, [("*", LayoutSpec(compute_dtype=compute))])
     return fs.shard_step(fn, specs, backend="eager").lower(params, *batch)
 
@@ -112,7 +112,7 @@ def test_a_torch_function_that_fails_is_one_error(name: str, monkeypatch: pytest
     with pytest.raises(
         TraceError, match=rf"(?s)(?=.*\n  at .*{HERE}:\d+  \S)(?=.*Fix: )(?=.*{words})"
     ) as caught:
-        lowered(fn, params, *batch)
+        lower_fn(fn, params, *batch)
     error = caught.value
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     assert files[-1].endswith(HERE) and not any("/torch/" in file for file in files)
@@ -134,7 +134,7 @@ def test_a_collective_of_torchs_own_is_refused_by_its_name(name: str, tmp_path: 
     try:
         words = name.replace("all_reduce", "allreduce") or "_c10d_functional.all_reduce"
         with pytest.raises(TraceError, match=rf"(?s)itself.*{words}.*at .*{HERE}:.*Fix: .*fs.all_gather"):
-            lowered(fn, W, X)
+            lower_fn(fn, W, X)
     finally:
         dist.destroy_process_group()
 
@@ -183,7 +183,7 @@ def test_ops_that_take_one_dtype_are_refused_as_eager_torch_refuses_them(name: s
         op(torch.zeros((), dtype=BF16))
     words = rf"(?s)(?=.*bf16)(?=.*{HERE}:\d+).*Fix: a leaf computes in its spec's.*x.to\(weight.dtype\)"
     with pytest.raises(TraceError, match=words):
-        lowered(lambda p, x: op(p["w"]).sum().float() + x.sum(), {"w": torch.zeros(())}, X, compute=BF16)
+        lower_fn(lambda p, x: op(p["w"]).sum().float() + x.sum(), {"w": torch.zeros(())}, X, compute=BF16)
 
 
 @pytest.mark.parametrize("op", [
@@ -196,7 +196,7 @@ def test_ops_that_take_one_dtype_are_refused_as_eager_torch_refuses_them(name: s
 ])  # fmt: skip
 def test_ops_that_take_several_dtypes_are_let_through(op: Fn) -> None:
     op(torch.ones((), dtype=BF16))
-    assert lowered(lambda p, x: op(p["w"]).sum().float(), {"w": torch.ones(())}, X, compute=BF16)
+    assert lower_fn(lambda p, x: op(p["w"]).sum().float(), {"w": torch.ones(())}, X, compute=BF16)
 
 
 # ------------------------------------------------------------------ errors of the user's own
@@ -216,7 +216,7 @@ def test_an_error_of_the_models_own_stays_what_it_is_and_says_where() -> None:
     own, cause = ValueError("the model is unhappy"), KeyError("why")
     apply, params = fs.make_functional(Unhappy(own, cause))
     with pytest.raises(ValueError, match="the model is unhappy") as caught:
-        lowered(apply, params, X)
+        lower_fn(apply, params, X)
     assert caught.value is own and own.__cause__ is cause
     line = inspect.getsourcelines(Unhappy.forward)[1] + 2
     where = f"{__file__}:{line}  raise self.error from self.cause; called with batch['0'] f32[4, 8]"
@@ -232,8 +232,8 @@ def test_an_error_that_the_model_catches_is_its_own_business() -> None:
             return (x @ p["w"]).sum() + p["v"]
 
     with pytest.raises(KeyError, match="'v'"):
-        lowered(careful, W, X)
-    assert lowered(careful, {**W, "v": torch.zeros(())}, X)
+        lower_fn(careful, W, X)
+    assert lower_fn(careful, {**W, "v": torch.zeros(())}, X)
 
 
 # ------------------------------------------------------------------ what is passed by mistake

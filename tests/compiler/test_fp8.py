@@ -21,7 +21,7 @@ NARROW = ("up", "down")
 
 
 def leaves() -> dict[str, Tensor]:
-    """Rows of `up` grow, so that each rank's shard has another largest number."""
+    """Draw leaves; rows of `up` grow, so that each rank's shard has another largest number."""
     draw = torch.Generator().manual_seed(0)
     params = {p: torch.randn(s, generator=draw) * 0.3 for p, s in SHAPES.items()}
     params["up"] *= torch.linspace(0.1, 3, 64)[:, None]
@@ -41,7 +41,7 @@ TOKENS = torch.randint(20, (4, 9), generator=torch.Generator().manual_seed(1))
 
 # ------------------------------------------------------------------ the truth, by hand
 def nearest(x: Tensor, dtype: torch.dtype, scaling: str = "tensorwise") -> Tensor:
-    """x, or each row of it, rounded to a dtype by the largest power of two that keeps it finite, in fp64."""
+    """Round x, or each row, to a dtype by the largest power of two that keeps it finite; in fp64."""
     if scaling == "rowwise":
         return torch.stack([nearest(row, dtype) for row in x.flatten(0, -2)]).view(x.shape)
     largest, most = float(x.abs().max()) or 1.0, torch.finfo(dtype).max
@@ -79,7 +79,7 @@ class Rounded(torch.autograd.Function):
 def by_hand(
     params: dict[str, Tensor], tokens: Tensor, up: str = "tensorwise", down: str = "tensorwise"
 ) -> dict[str, Tensor]:
-    """Gradients of one rank's rows, in bf16 but for the products; `up`, `down`: the scaling of each."""
+    """Compute gradients of one rank's rows, in bf16 but for the products; `up`, `down` are scalings."""
     p = {path: leaf.bfloat16().requires_grad_() for path, leaf in params.items()}
     for path, scaling in zip(NARROW, (up, down), strict=True):
         p[path] = nearest(params[path], torch.float8_e4m3fn, scaling).bfloat16().requires_grad_()
@@ -129,7 +129,7 @@ MIXED = {"rules": [("up", fs.LayoutSpec(fs.P(None, "shard"), compute_dtype=FP8, 
     ] + [(2, "full_shard", MIXED), (4, "zero2", MIXED)],
 )  # fmt: skip
 def test_gradients_are_those_of_rounded_products(ranks, preset, policy):
-    """Of every rank's rows by hand, and their mean; `fn` sees what one scale for all shards rounds to."""
+    """They are the mean of all ranks', by hand; `fn` sees what one scale for all shards rounds to."""
     down = policy.get("scaling", "tensorwise")
     up = "rowwise" if policy is MIXED else down
     step, params, specs, mesh = step_on(ranks, preset, policy=policy)
@@ -187,7 +187,7 @@ def test_rounding_matters():
 
 
 def multiplies_by_rows() -> bool:
-    """Whether torch's product on a CPU takes a scale a row (2.11's does not)."""
+    """Return whether torch's product on a CPU takes a scale a row (2.11's does not)."""
     narrow, scale = torch.zeros(16, 16).to(FP8), torch.ones(16, 1)
     try:
         torch._scaled_mm(narrow, narrow.t(), scale_a=scale, scale_b=scale.t(), out_dtype=torch.bfloat16)
@@ -201,7 +201,7 @@ def multiplies_by_rows() -> bool:
 )
 @pytest.mark.parametrize("rows", [16, 7])
 def test_the_device_s_products_are_the_emulated_ones(rows, rowwise, monkeypatch):
-    """Where it has them; here torch's own of a CPU. Rows that it does not take are emulated."""
+    """Here these are torch's products of a CPU. Rows that the device does not take are emulated."""
     draw = torch.Generator().manual_seed(0)
     x, weight, grad = (torch.randn(s, generator=draw).bfloat16() for s in ((rows, 32), (48, 32), (rows, 48)))
     weight, grad = nearest(weight, FP8).bfloat16() * 8, grad * 1e-4 * torch.linspace(0.01, 1, 48)

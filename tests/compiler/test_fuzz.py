@@ -89,14 +89,14 @@ def test_programs_on_real_ranks(ranks: Any, case: Case) -> None:  # noqa: F811
 # ------------------------------------------------------------------ found by it, and kept
 
 
-def kept(body: str, **case: Any) -> Case:
-    """A case of the lines of `program(p, x, ids, m, y)` and of what `Case` and `Program` take."""
+def make_kept(body: str, **case: Any) -> Case:
+    """Make a case of the lines of `program(p, x, ids, m, y)` and of what `Case` and `Program` take."""
     fields = {k: case.pop(k) for k in ("shapes", "sizes", "buffers") if k in case}
     return Case(Program(tuple(textwrap.dedent(body).strip().splitlines()), **fields), **case)
 
 
 KEPT = {
-    "a function whose only input with a gradient gets None": kept(
+    "a function whose only input with a gradient gets None": make_kept(
         """
         v = torch.tanh(x * p["u.w"])
         f = custom.function(lambda a, b: a * b.sin(), lambda g, y, a, b: (g * b, None), "")
@@ -104,7 +104,7 @@ KEPT = {
         """,
         shapes={"u.w": (4,)},
     ),
-    "a write to what kron gives, an unsafe view, where fn differentiates by it": kept(
+    "a write to what kron gives, an unsafe view, where fn differentiates by it": make_kept(
         """
         v = torch.kron(x.sum((0, 1)), p["u.w"])
         v.mul_(2.0)
@@ -113,7 +113,7 @@ KEPT = {
         """,
         shapes={"u.w": (2,)},
     ),
-    "what an op returns as it is, under no_grad": kept(
+    "what an op returns as it is, under no_grad": make_kept(
         """
         h = x * p["u.w"]
         with torch.no_grad(): v = h.double()
@@ -123,7 +123,7 @@ KEPT = {
         """,
         shapes={"u.w": (4,)},
     ),
-    "two writes to what torch.tensor made": kept(
+    "two writes to what torch.tensor made": make_kept(
         """
         v = torch.tensor([0.1, 2.0], dtype=torch.float64)
         v.mul_(p["u.w"].mean())
@@ -132,7 +132,7 @@ KEPT = {
         """,
         shapes={"u.w": (2,), "v.w": (2,)},
     ),
-    "masks of Python bools": kept(
+    "masks of Python bools": make_kept(
         """
         v = x * p["u.w"]
         v[..., None, [False, True, True]] = 3.0
@@ -140,14 +140,14 @@ KEPT = {
         """,
         shapes={"u.w": (3,)}, sizes=(2, 3, 3),
     ),
-    "a view of what is joined with nothing": kept(
+    "a view of what is joined with nothing": make_kept(
         """
         h = (x * p["u.w"]).view(2, 3, 2, 2).permute(0, 2, 1, 3)
         return torch.cat([h, h[..., :0]], -1).view(-1, 3, 2).square().mean()
         """,
         shapes={"u.w": (4,)}, sizes=(2, 3, 4),
     ),
-    "a cache that layers write to and read": kept(
+    "a cache that layers write to and read": make_kept(
         """
         k = x.new_zeros(3, *x.shape)
         v, h = torch.zeros_like(k), x
@@ -159,7 +159,7 @@ KEPT = {
         """,
         shapes={f"{u}.w": (4, 4) for u in "uvw"}, axes={"shard": 2}, options={"remat": "unit"},
     ),
-    "slots of a residual, and views of views of it in another unit": kept(
+    "slots of a residual, and views of views of it in another unit": make_kept(
         """
         h = x.new_zeros(x.shape[0], 3, 4)
         heads = h.unflatten(-1, (2, 2)).transpose(1, 2)
@@ -174,21 +174,21 @@ KEPT = {
         shapes={f"{u}.w": (4, 4) for u in "uvw"}, axes={"shard": 2}, preset="zero2",
         options={"accumulate": 2},
     ),
-    "softmax of a narrow value with a wide scale": kept(
+    "softmax of a narrow value with a wide scale": make_kept(
         """
         v = (y * p["u.w"].expand(1)).log_softmax(1)
         return v.square().mean() + (y / p["u.w"].exp().expand(1)).softmax(1).square().mean()
         """,
         shapes={"u.w": ()},
     ),
-    "a complex value in aux, copied to be contiguous": kept(
+    "a complex value in aux, copied to be contiguous": make_kept(
         """
         v = torch.view_as_complex(F.linear(x, p["u.w"]))
         return torch.view_as_real(v).sin().sum(), {"view": v}
         """,
         shapes={"u.w": (2, 4)},
     ),
-    "writes to windows that leave elements out, and to transposed views of what is read flat": kept(
+    "writes to windows that leave elements out, and to transposed views of what is read flat": make_kept(
         """
         h = x * p["u.w"]
         h.unfold(-2, 2, 3)[..., 0].mul_(-0.7)
@@ -198,7 +198,7 @@ KEPT = {
         """,
         shapes={"u.w": (2,)}, sizes=(3, 4, 2),
     ),
-    "bounds of lengths where fn differentiates what it has computed": kept(
+    "bounds of lengths where fn differentiates what it has computed": make_kept(
         """
         rows = fs.bounded(x.repeat_interleave(m.sum(1), 0), m.numel())
         v = torch.tanh(x @ p["u.w"])
@@ -208,7 +208,7 @@ KEPT = {
         """,
         shapes={"u.w": (2, 2)}, sizes=(3, 4, 2),
     ),
-    "a buffer gathered with a leaf that trains, in a second micro-batch": kept(
+    "a buffer gathered with a leaf that trains, in a second micro-batch": make_kept(
         """
         p["u.b"].mul_(0.9)
         return (x * p["u.w"] * p["u.b"]).square().mean()
@@ -216,7 +216,7 @@ KEPT = {
         shapes={"u.w": (4,), "u.b": (4,)}, buffers={"u.b": torch.float64}, axes={"shard": 2},
         options={"accumulate": 2},
     ),
-    "a buffer made of one that ranks write otherwise": kept(
+    "a buffer made of one that ranks write otherwise": make_kept(
         """
         p["u.b"].copy_(p["u.c"] * 0.5)
         p["u.c"].lerp_(x.mean((0, 1)), 0.5)
@@ -225,7 +225,7 @@ KEPT = {
         shapes={"u.w": (4,), "u.b": (4,), "u.c": (4,)}, axes={"shard": 2}, options={"accumulate": 2},
         buffers=dict.fromkeys(["u.b", "u.c"], torch.float64), aggregation={"u.c": "rank0"},
     ),
-    "one op that writes to one memory twice, forward": kept(
+    "one op that writes to one memory twice, forward": make_kept(
         """
         v = x * 2
         a, b = torch._foreach_mul_([v, v], 0.5)
@@ -233,7 +233,7 @@ KEPT = {
         """,
         shapes={"u.w": (4,)},
     ),
-    "one_hot where fn differentiates what it has computed": kept(
+    "one_hot where fn differentiates what it has computed": make_kept(
         """
         v = x * p["u.w"]
         slope = torch.func.vjp(lambda v: v.sin(), v)[1](v)[0]
@@ -241,7 +241,7 @@ KEPT = {
         """,
         shapes={"u.w": (4,)},
     ),
-    "the shape of a value that torch cannot differentiate": kept(
+    "the shape of a value that torch cannot differentiate": make_kept(
         """
         v = x.clone().scatter_(0, torch.full((1, 1, 1), 0), (x * p["u.w"].sum()).cos())
         w = p["v.w"].sum()
@@ -249,14 +249,14 @@ KEPT = {
         """,
         shapes={"u.w": (4,), "v.w": (4,)}, axes={"shard": 2},
     ),
-    "as_strided of leaves and micro-batches, which lie in larger memory": kept(
+    "as_strided of leaves and micro-batches, which lie in larger memory": make_kept(
         """
         w = p["u.w"].as_strided((2,), (2,), p["u.w"].storage_offset()) * p["u.v"][:2]
         return (x[:, 1:].as_strided((2, 1, 2), (1, 2, 1), x.storage_offset()).sin() * w).sum()
         """,
         shapes={"u.v": (3,), "u.w": (4,)}, axes={"shard": 2}, options={"accumulate": 2},
     ),
-    "writes to conjugates and negatives, which are lazy views": kept(
+    "writes to conjugates and negatives, which are lazy views": make_kept(
         """
         a = torch.complex(x, x * p["u.w"])
         b = a.mH
@@ -266,7 +266,7 @@ KEPT = {
         """,
         shapes={"u.w": (4,)},
     ),
-    "statistics of norms of a split value that was written to before": kept(
+    "statistics of norms of a split value that was written to before": make_kept(
         """
         h = F.linear(x, p["u.w"])
         with torch.no_grad(): h[..., 0].mul_(2.0)
@@ -279,7 +279,7 @@ KEPT = {
         axes={"shard": 1, "context": 2, "tensor": 2}, splits={"u.w": P("tensor"), "u.b": P("tensor")},
         options={"accumulate": 2},
     ),
-    "statistics of a norm whose result nobody reads": kept(
+    "statistics of a norm whose result nobody reads": make_kept(
         """
         F.batch_norm(x, p["u.b"], p["u.c"].abs_(), training=True)
         return p["u.w"].square().mean()

@@ -33,7 +33,7 @@ def cache_counts() -> dict[str, int]:
 
 
 def on_ranks(rank: int, folder: str) -> tuple[Any, ...]:
-    """Trains a step and measures with a forward, as a rank of a launcher's."""
+    """Train a step and measure with a forward, as a rank of a launcher's."""
     torch.manual_seed(0)
     params, x = {"up": torch.randn(8, 4), "down": torch.randn(4, 8)}, torch.randn(4, 4)[rank * 2 :][:2]
     mesh = fs.make_mesh(shard=2)
@@ -109,7 +109,7 @@ PARAMS = {"up": torch.ones(8, 4), "down": torch.ones(4, 8)}
 
 @pytest.mark.long
 def test_sums_of_many_numbers_are_right_in_compiled_kernels() -> None:
-    """To one number, and to two: lanes of fp32 are off by more than 1e-5 here."""
+    """They are summed to one number, and to two; lanes of fp32 are off by more than 1e-5 here."""
     x = torch.full((1 << 20, 2), 0.1)
 
     def fn(p: Any, x: Any) -> Any:

@@ -67,7 +67,7 @@ NEW = torch.__version__ >= "2.12"
 
 
 def gaps(x: Tensor) -> Tensor:
-    """A tensor of 4 numbers, with as much room between them."""
+    """Make a tensor of 4 numbers, with as much room between them."""
     return torch.empty_strided((4,), (2,), dtype=x.dtype).copy_(x)
 
 

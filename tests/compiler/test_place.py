@@ -35,8 +35,8 @@ PAIRS = [
 ]
 
 
-def converted(now: Placement, to: Placement, ranks: int) -> torch.fx.Graph:
-    """The graph that makes of this rank's part of a value, after the rank's index, the other part."""
+def write_conversion(now: Placement, to: Placement, ranks: int) -> torch.fx.Graph:
+    """Write the graph that makes of this rank's part of a value, after the rank's index, the other part."""
     graph = torch.fx.Graph()
     index, here = graph.placeholder("index"), graph.placeholder("here")
     by = Writer("tensor", ranks, torch.device("cpu"), graph, index)
@@ -46,7 +46,7 @@ def converted(now: Placement, to: Placement, ranks: int) -> torch.fx.Graph:
 
 @pytest.mark.parametrize(("now", "to", "ranks"), PAIRS, ids=str)
 def test_a_value_is_converted_by_one_exchange(now: Placement, to: Placement, ranks: int) -> None:
-    graph = converted(now, to, ranks)
+    graph = write_conversion(now, to, ranks)
     whole = torch.randn(SHAPE, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     parts = cut(whole, now, ranks, padding=torch.nan)
     if now == PARTIAL:

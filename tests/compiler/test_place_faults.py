@@ -29,7 +29,7 @@ Plant = Callable[[], AbstractContextManager[Any]]
 
 
 def converting(**kinds: Any) -> Plant:
-    """Each exchange with another kind, axis or dim."""
+    """Give each exchange another kind, axis or dim."""
 
     def other(self: Writer, node: Any, kind: str, dim: int, *to: int) -> Any:
         if kind in kinds:
@@ -64,7 +64,7 @@ def unscaled(self: Any) -> list[Any]:
 
 
 def one_way(self: Any, *args: Any) -> None:
-    """No cotangent of an exchange is sent back."""
+    """Send no cotangent of an exchange back."""
 
 
 def same_way(each: Any, mesh: Any, unit: str, phase: str, sent: Any, received: Any, backward: bool = False):
@@ -150,7 +150,7 @@ def test_a_fault_is_refused_where_a_step_is_lowered(fault: str) -> None:
 
 
 def other_rank(op: Any) -> Plant:
-    """What a rank computes by its index, it computes by another's."""
+    """Let a rank compute by another's index what it computes by its own."""
     find = rule_of(op)
 
     def rule(call: Any) -> Iterator[OpStrategy]:

@@ -41,7 +41,7 @@ def mlp(p: dict[str, Tensor], x: Tensor) -> Tensor:
 
 
 def stacked(p: dict[str, Tensor], x: Tensor) -> Tensor:
-    """Two residual blocks without biases, whose norms read the residual."""
+    """Compute two residual blocks without biases, whose norms read the residual."""
     for _ in range(2):
         x = x + mlp(p, F.rms_norm(x, (x.shape[-1],), p["norm"])) + 0 * p["c"]
     return F.rms_norm(x, (x.shape[-1],)).square().mean()
@@ -197,7 +197,7 @@ def test_any_program_on_any_split(program: Any, draw: Any) -> None:
 
 
 def drops(p: dict[str, Tensor], x: Tensor) -> Tensor:
-    """Every random op that takes a tensor."""
+    """Call every random op that takes a tensor."""
     h = F.dropout(x * p["w"], 0.4)
     h = F.alpha_dropout(h, 0.3) + torch.bernoulli(h.sigmoid())
     h = F.dropout1d(h, 0.4)
@@ -223,7 +223,7 @@ def test_masks_are_those_of_one_device(split: Split) -> None:
 
 @st.composite
 def views(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Two shapes of as many elements."""
+    """Draw two shapes of as many elements."""
     factors = draw(st.lists(st.sampled_from([1, 2, 2, 3, 4]), min_size=1, max_size=6))
     out = []
     for _ in range(2):

@@ -54,7 +54,7 @@ def _visit(arguments: Any, found: Any) -> Any:
 
 
 def program_of(case: Case) -> tuple[Program, Call]:
-    """The program of one op, and its call, replicated."""
+    """Make the program of one op, and its call, replicated."""
     graph, mode, values = fx.Graph(), FakeTensorMode(), values_of(case)
     nodes = [graph.placeholder(f"x{i}") for i in range(len(values))]
     feed = iter(nodes)
@@ -85,7 +85,7 @@ def placements(shape: Sequence[int], dtype: torch.dtype, ranks: int) -> list[Pla
 
 
 def parts(value: Tensor, placement: Placement, ranks: int) -> list[Tensor]:
-    """What each rank has; of a sum, parts that a gradient is asked of each."""
+    """Return what each rank has; the parts of a sum are leaves, each of which gets a gradient."""
     if placement != PARTIAL:
         return cut(value, placement, ranks)
     return [p.detach().requires_grad_(value.requires_grad) for p in cut(value, placement, ranks)]
@@ -94,7 +94,7 @@ def parts(value: Tensor, placement: Placement, ranks: int) -> list[Tensor]:
 def check(
     case: Case, program: Program, inputs: Sequence[Placement], ranks: int, attention: str = "auto"
 ) -> Program:
-    """Results and gradients of a placed program are those of the op; gives it."""
+    """Check that results and gradients of a placed program are those of the op, and return it."""
     axis = Axis("tensor", ranks, dict(zip(program.inputs, inputs, strict=True)), attention=attention)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -149,7 +149,7 @@ FIRST = {case.op: case for case in reversed(CASES)}
 
 @pytest.mark.parametrize("case", FIRST.values(), ids=lambda case: case.op.name())
 def test_any_placements_of_the_inputs(case: Case) -> None:
-    """Of the first case of each op on three ranks; each way of each case by itself is on two."""
+    """The first case of each op runs on three ranks; each way of each case runs on two by itself."""
     program, _ = program_of(case)
     for inputs in _combinations(case, 3, 1):
         check(case, program, inputs, 3)
@@ -168,7 +168,7 @@ def test_all_placements_of_the_inputs(case: Case) -> None:
 
 
 def _ways(call: Call, ranks: int) -> Iterator[tuple[Placement, ...]]:
-    """The inputs of each way that the rule has of a call, however its tensors are split."""
+    """Yield the inputs of each way that the rule has of a call, however its tensors are split."""
     rule, seen = rule_of(call.target), set()
     options = [placements(t.shape, t.dtype, ranks) for t in call.tensors]
     for first in max(options, key=len, default=[]):
@@ -214,7 +214,7 @@ WAYS = ["ring", "gather", "ulysses"]
     for i, way in enumerate(WAYS) for j, name in enumerate(SPLIT_ATTENTION)
 ])  # fmt: skip
 def test_attention_over_a_split_sequence(name: str, attention: str) -> None:
-    """In the suite each kind of attention is exchanged in one of the ways."""
+    """Each kind of attention is exchanged in one of the ways in the suite, and in all by hand."""
     case = placement_cases.case(SDPA, *SPLIT_ATTENTION[name])
     program, _ = program_of(case)
     for ranks in (2, 3):

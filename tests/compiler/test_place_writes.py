@@ -156,7 +156,7 @@ def assert_torchs(fn: Callable[..., Tensor], split: Split, keeps_writes: bool = 
 
 
 def taken(writes: Writes, turn: int) -> dict[str, str]:
-    """How each of the writes is made, one way after the other; `turn` moves all of them on."""
+    """Return how each of the writes is made, one way after the other; `turn` moves all of them on."""
     ways = [way for way in HOW if writes is not PIECES or way != "seen"]  # which torch refuses of pieces
     return {name: ways[(number + turn) % len(ways)] for number, name in enumerate(writes)}
 
@@ -281,7 +281,7 @@ def test_the_write_that_is_refused_is_the_one_that_the_backward_reads(refused: b
 })  # fmt: skip
 @pytest.mark.parametrize("axes", [{"context": 2}, {"shard": 2, "tensor": 2}, {"expert": 2}], ids=str)
 def test_a_step_whose_values_are_split_keeps_the_gradient_past_a_write(axes: dict[str, int]) -> None:
-    """As generation and constrained losses mask: without a line that autograd sees."""
+    """Generation and constrained losses mask so, without a line that autograd sees."""
     draw = torch.Generator().manual_seed(0)
     params = {n: torch.randn(s, dtype=f64, generator=draw) for n, s in (("w", (12, 8)), ("v", (2, 8, 12)))}
     x = torch.randn(4, 6, 8, dtype=f64, generator=draw)

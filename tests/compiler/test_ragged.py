@@ -26,7 +26,7 @@ def hidden(p: Params, x: Tensor) -> Tensor:
 
 
 def experts(p: Params, x: Tensor, capacity: int = 0) -> Tensor:
-    """Top two of four experts, one after the other, each on the tokens that chose it."""
+    """Run two of four experts for each token, one after the other, each on the tokens that chose it."""
     weights, chosen = hidden(p, x)[:, :EXPERTS].softmax(-1).topk(2, dim=-1)
     mask, out = F.one_hot(chosen, EXPERTS).permute(2, 1, 0), torch.zeros_like(x)
     for expert in range(EXPERTS):
@@ -45,7 +45,7 @@ def experts_by_mask(p: Params, x: Tensor) -> Tensor:
 
 
 def experts_by_sorting(p: Params, x: Tensor) -> Tensor:
-    """MegaBlocks: tokens sorted by expert, one run of rows for each, and back by the inverse order."""
+    """Sort tokens by expert as MegaBlocks does, one run of rows each, and go back by the inverse order."""
     first = hidden(p, x)[:, :EXPERTS].argmax(-1)
     order, counts = first.argsort(stable=True), torch.bincount(first, minlength=EXPERTS)
     rows, starts, out = x[order], counts.cumsum(0) - counts, torch.zeros_like(x)
@@ -134,7 +134,7 @@ def repeated(p: Params, x: Tensor) -> Tensor:
 
 
 def class_means(p: Params, x: Tensor) -> Tensor:
-    """Of rows that a mask chooses; in some slices of the batch it chooses none."""
+    """Average rows that a mask chooses; in some slices of the batch it chooses none."""
     h, label = hidden(p, x), (10 * x[:, 1].abs()).long() % 3
     chosen = (x[:, 0] > 0) & (x[0, 0] > 0)
     counts = torch.bincount(label[chosen], minlength=3).clamp(min=1)
@@ -157,7 +157,7 @@ def counted(p: Params, x: Tensor) -> fs.Mean:
 
 
 def branches(p: Params, x: Tensor, cond: Any = torch.cond) -> Tensor:
-    """The square root and the logarithm of a negative number, in branches that are not taken."""
+    """Take the root and the logarithm of a negative number in branches that are not taken."""
     w = p["layers.1.w"]
 
     def root(z: Tensor) -> dict[str, Tensor]:
@@ -177,7 +177,7 @@ def branches(p: Params, x: Tensor, cond: Any = torch.cond) -> Tensor:
 
 
 def attention(p: Params, x: Tensor, attend: Any = flex_attention) -> Tensor:
-    """With scores that leaves shift, and a mask of blocks."""
+    """Attend with scores that leaves shift, and a mask of blocks."""
     q, k = ((x.cumsum(0) @ p[f"layers.{i}.w"]).view(1, 1, *x.shape) for i in (0, 1))
     slope = p["layers.0.w"][0, 0]
     causal = create_block_mask(lambda b, h, i, j: i >= j, None, None, len(x), len(x), device="cpu")

@@ -18,7 +18,7 @@ DIGITS = {HALF: 11, BFLOAT: 8, SINGLE: 24, DOUBLE: 53}
 
 
 def drawn(draw: Callable[[], Any], backend: str = "eager") -> Any:
-    """What `draw()` gives inside a step."""
+    """Return what `draw()` gives inside a step."""
     params = {"w": torch.ones(())}
     step = step_of(lambda p, x: (p["w"] * x, draw()), params, backend=backend)
     (_, values), _ = step(params, torch.ones(()))

@@ -20,7 +20,7 @@ ADAMW = fs.optim.adamw(3e-3, weight_decay=0.1)
 
 
 class Noisy(nn.Module):
-    """Blocks with dropout."""
+    """A module of blocks with dropout."""
 
     def __init__(self, blocks: int = 3, width: int = 16):
         super().__init__()
@@ -78,7 +78,7 @@ def test_not_a_bit_changes_and_dropout_draws_the_same_mask(
 
 @cache
 def three_blocks() -> Model:
-    """The first block's kernel is one of its own."""
+    """Make three blocks, the first of which has a kernel of its own."""
     return gpt(layers=3)
 
 
@@ -91,13 +91,13 @@ def lower_step(**options: Any) -> Any:
 
 
 @cache
-def lowered(remat: str = "none", save: str = "") -> Any:
-    """A step that is lowered once for all tests that look at it."""
+def lower_once(remat: str = "none", save: str = "") -> Any:
+    """Lower a step once for all tests that look at it."""
     return lower_step(remat=remat, save=[save]) if save else lower_step(remat=remat)
 
 
 def saved(low: Any, prefix: str = "layers.") -> dict[str, int]:
-    """Bytes that each segment of these units keeps besides its inputs."""
+    """Return the bytes that each segment of these units keeps besides its inputs."""
     out = {}
     for line in low.schedule.instructions:
         if isinstance(line, Run) and not line.backward and line.unit.startswith(prefix):
@@ -109,7 +109,7 @@ def saved(low: Any, prefix: str = "layers.") -> dict[str, int]:
 
 
 def test_a_unit_keeps_its_inputs_alone() -> None:
-    everything, unit = lowered(), lowered(remat="unit")
+    everything, unit = lower_once(), lower_once(remat="unit")
     assert all(saved(everything).values()) and not any(saved(unit).values())
     for line in unit.schedule.instructions:
         if isinstance(line, Run) and line.backward and line.unit.startswith("layers."):
@@ -120,7 +120,7 @@ def test_a_unit_keeps_its_inputs_alone() -> None:
 
 def test_the_last_segment_keeps_what_it_wants() -> None:
     """Its backward follows at once: recomputing would only cost time."""
-    everything, unit = lowered(), lowered(remat="unit")
+    everything, unit = lower_once(), lower_once(remat="unit")
     last = [i for i in everything.schedule.instructions if isinstance(i, Run) and not i.backward][-1].unit
     assert saved(everything, last) == saved(unit, last) != {last: 0}
 
@@ -141,12 +141,12 @@ def test_selective_saving() -> None:
         graphs = [(k.backward if backward else k.forward).graph for k in kernels]
         return sum(str(n.target) in names for g in graphs for n in g.nodes)
 
-    everything, unit = lowered(), lowered(remat="unit")
-    chosen = lowered("unit", "aten.mm")
+    everything, unit = lower_once(), lower_once(remat="unit")
+    chosen = lower_once("unit", "aten.mm")
     assert made(unit, True) > made(everything, True)
     assert made(chosen, True) == made(everything, True)
     assert 0 < sum(saved(chosen).values()) < sum(saved(everything).values())
-    attended = lowered("unit", "attention")  # of several results
+    attended = lower_once("unit", "attention")  # of several results
     assert made(unit, True, ATTENTION) > made(attended, True, ATTENTION) == made(everything, True, ATTENTION)
 
 
@@ -154,11 +154,11 @@ def test_globs_choose_units() -> None:
     low = lower_step(remat={"layers.1": "unit"})
     kept = saved(low)
     assert kept["layers.1"] == 0 < kept["layers.0"]
-    assert len(low.kernels) == len(lowered().kernels) + 1 == len(lowered(remat="unit").kernels) + 1
+    assert len(low.kernels) == len(lower_once().kernels) + 1 == len(lower_once(remat="unit").kernels) + 1
 
 
 def test_what_is_offloaded_leaves_the_device_after_its_last_reader() -> None:
-    low = lowered(remat="offload")
+    low = lower_once(remat="offload")
     sent = {n for i in low.schedule.instructions if isinstance(i, ToHost) for n in i.reads}
     assert sent
     for name in sent:

@@ -39,7 +39,7 @@ def losses(p: dict[str, Tensor], x: Tensor, narrow: Round) -> tuple[Tensor, dict
 
 
 def check(fn: Any, params: dict[str, Tensor], x: Tensor, backend: str) -> Any:
-    """Values and gradients are torch's, up to the rounding of the wide type."""
+    """Check that values and gradients are torch's, up to the rounding of the wide type."""
     (_, values), grads = step_of(fn, params, backend=backend)(params, x)
     _, expected = plain_grads(fn, params, x)
     tolerance = 8 * torch.finfo(x.dtype).eps
@@ -160,7 +160,7 @@ def test_what_decides_is_rounded_as_in_torch(narrow: torch.dtype) -> None:
 
 @pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16], ids=str)
 def test_the_gradient_of_a_maximum_counts_ties(narrow: torch.dtype) -> None:
-    """As torch.compile has it, no element equals the rounded maximum: 0 / 0."""
+    """In torch.compile no element equals the rounded maximum, so that the gradient is 0 / 0."""
     x = torch.randn(8, 17, generator=torch.Generator().manual_seed(0))
     params = {"w": torch.ones((), dtype=narrow)}
     grads = [
@@ -181,7 +181,7 @@ def test_nothing_is_rounded_where_nothing_decides() -> None:
     assert "rounded" not in kernels_of(fn, params, tokens)
 
     def beside(p: Any, x: Tensor) -> Tensor:
-        """A value that decides, and one beside it that does not."""
+        """Compute a value that decides, and one beside it that does not."""
         h = x.bfloat16() @ p["w"]
         return (F.silu(h.sin()) * (h.cos() > 0.5)).float().sum() + torch.logsumexp(h.float(), -1).sum()
 

@@ -139,7 +139,7 @@ def test_collectives_of_every_preset(world: int) -> None:
 
 
 def most_alive(plan: Schedule, phase: str) -> int:
-    """The most units whose leaves are gathered or on the way while a kernel runs."""
+    """Return the most units whose leaves are gathered or on the way while a kernel runs."""
     alive: dict[str, str] = {}
     most = 0
     for line in plan.instructions:

@@ -18,17 +18,17 @@ from fnshard.step.lowered import Lowered
 
 
 def crossing(low: Lowered) -> list[list[Tensor]]:
-    """The fake values that leave each segment."""
+    """Return the fake values that leave each segment."""
     return [[low.segments.values[o] for o in s.outputs] for s in low.segments.segments]
 
 
 def saved_shapes(low: Lowered) -> set[tuple[int, ...]]:
-    """Shapes of everything that is kept for the backward besides inputs and outputs."""
+    """Return the shapes of everything that is kept for the backward besides inputs and outputs."""
     return {a.shape for k in low.kernels.values() for a in k.saved}
 
 
 def units(low: Lowered) -> list[tuple[str, ...]]:
-    """Units of each segment."""
+    """Return the units of each segment."""
     return [s.units for s in low.segments.segments]
 
 
@@ -125,7 +125,7 @@ def tall(blocks: int = 3) -> dict[str, Tensor]:
 
 
 def run_tall(params: Any, x: Tensor, weight: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """x -> tanh(x W^T W / TALL), W made from two leaves."""
+    """Compute tanh(x W^T W / TALL), with W made from two leaves."""
     for i in range(len(params) // 2):
         w = weight(params[f"layers.{i}.w"], params[f"layers.{i}.g"])  # [TALL, WIDTH]
         x = torch.tanh((x @ w.T) @ w / TALL)

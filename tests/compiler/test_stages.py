@@ -103,7 +103,7 @@ def loss(p: Any, x: Any) -> Any:
 
 
 def tied(p: Any, x: Any) -> Any:
-    """The first leaf is read by the last unit, too."""
+    """Read the first leaf in the last unit, too."""
     first = next(iter(p.values()))
     return (run_chain(p, x) @ first.T).square().mean()
 
@@ -113,7 +113,7 @@ ALL = [("layers.0.w", LayoutSpec(P("shard"), chunk="all"))]
 
 @cache
 def stages(fn: Any = loss, accumulate: int = 4, pipeline: int = 2, **options: Any) -> tuple[Schedule, ...]:
-    """The schedules of a chain of four, whose first leaf is of all stages where `fn` ties it."""
+    """Return the schedules of a chain of four, whose first leaf is of all stages where `fn` ties it."""
     policy = {"rules": ALL} if fn is tied else {}
     batch, axes = torch.zeros(accumulate * 2, WIDTH), {"pipeline": pipeline, "shard": 2}
     return lower(fn, chain(4), batch, ranks=axes, policy=policy, accumulate=accumulate, **options).schedules
@@ -233,7 +233,7 @@ def swap_sends(first: Lines, last: Lines) -> None:
 
 
 def receive_in_a_circle(first: Lines, last: Lines) -> None:
-    """The first stage waits for a cotangent before it has sent what that is of."""
+    """Let the first stage wait for a cotangent before it has sent the value."""
     come = find(first, Recv)
     wait = find(first, Wait, reads=first[come].writes)
     moved = [first.pop(wait), first.pop(come)]
@@ -403,7 +403,7 @@ def test_a_unit_of_two_stages_is_named_with_its_leaves() -> None:
 
 
 def test_a_length_that_a_call_on_the_host_decides_is_refused_with_its_line() -> None:
-    """Where `fn` is traced, as on any mesh: no shape that depends on data comes to a cut."""
+    """The trace refuses it, as on any mesh: no shape that depends on data comes to a cut."""
 
     def some_rows(p: Any, x: Any) -> Any:
         first, *rest = p.values()
@@ -460,7 +460,7 @@ def test_a_written_leaf_of_all_stages_is_refused() -> None:
 
 @cache
 def truth(name: str, optimizer: str = "adamw") -> reference.Trained:
-    """The naive loop over whole global batches."""
+    """Train in a naive loop over whole global batches."""
     model = model_of(name)
     steps = [[batch] for batch in model.batches(sharded.STEPS)]
     made, clip = {"adamw": (reference.adamw(LR, DECAY), None), "clipped": (reference.sgd(0.1), 0.2)}[
@@ -535,7 +535,7 @@ def test_rows_that_data_select_cross_a_cut() -> None:
 
 @pytest.mark.parametrize("adversary", ["early", "late"])
 def test_clipping_counts_a_tied_leaf_once(adversary: Any) -> None:
-    """On ranks that read early or late, bitwise alike."""
+    """Ranks read early or late, and get the same bits."""
     axes = {"pipeline": 2, "shard": 2}
     ranks = sharded.simulate(
         model_of("tied"),
@@ -552,7 +552,7 @@ def test_clipping_counts_a_tied_leaf_once(adversary: Any) -> None:
 
 
 class Normed(nn.Module):
-    """Matrices with batch norms between them, whose statistics depend on the order of micro-batches."""
+    """A module of matrices and batch norms, whose statistics depend on the order of micro-batches."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -208,7 +208,7 @@ COUNT = 1 << 15
 
 
 def drawn(draw: Any, *batch: Any, backend: str = "eager") -> Any:
-    """What `draw(*batch)` gives inside a step."""
+    """Return what `draw(*batch)` gives inside a step."""
     params = {"w": torch.ones(())}
     step = step_of(lambda p, *batch: (p["w"] * 1.0, draw(*batch)), params, backend=backend)
     return step(params, *batch)[0][1]

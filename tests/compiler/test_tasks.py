@@ -22,19 +22,19 @@ def loss(p: Any, x: Any) -> Any:
 
 
 def tied(p: Any, x: Any) -> Any:
-    """The first leaf is read by the last unit, too."""
+    """Read the first leaf in the last unit, too."""
     first = next(iter(p.values()))
     return (run_chain(p, x) @ first.T).square().mean()
 
 
-def lowered(fn: Any, accumulate: int, **options: Any) -> Any:
+def lower_tasks(fn: Any, accumulate: int, **options: Any) -> Any:
     how = {"micro_order": "breadth", "accumulate": accumulate, **options}
     return lower(fn, chain(4), torch.zeros(2 * accumulate, WIDTH), ranks=2, **how)
 
 
 @st.composite
 def programs(draw: Any) -> tuple[list[Segment], list[tuple[str, int]]]:
-    """Segments of few units, and leaves that some of them write to."""
+    """Draw segments of few units, and leaves that some of them write to."""
     count, segments = draw(st.integers(1, 8)), []
     for index in range(count):
         units = tuple(draw(st.lists(st.sampled_from("abcd"), max_size=2, unique=True)))
@@ -81,7 +81,7 @@ def test_every_segment_runs_once_for_each_micro_batch_and_way_behind_what_it_rea
 @pytest.mark.parametrize("preset", ["full_shard", "shard_grad_op"])
 def test_bytes_do_not_grow_with_micro_batches(preset: str) -> None:
     def wire(accumulate: int) -> dict[str, int]:
-        low, out = lowered(loss, accumulate, preset=preset), {}
+        low, out = lower_tasks(loss, accumulate, preset=preset), {}
         for line in low.schedule.instructions:
             if isinstance(line, Gather | ReduceScatter):
                 out[line.verb] = out.get(line.verb, 0) + line.wire_bytes(low.schedule)
@@ -89,7 +89,7 @@ def test_bytes_do_not_grow_with_micro_batches(preset: str) -> None:
 
     one = wire(1)
     assert one["gather"] and one == wire(2) == wire(8)
-    depth, breadth = (lowered(loss, 8, micro_order=o).schedule.counts() for o in ("depth", "breadth"))
+    depth, breadth = (lower_tasks(loss, 8, micro_order=o).schedule.counts() for o in ("depth", "breadth"))
     assert (
         depth["gather"] == 8 * breadth["gather"] and depth["reduce_scatter"] == 8 * breadth["reduce_scatter"]
     )
@@ -97,14 +97,14 @@ def test_bytes_do_not_grow_with_micro_batches(preset: str) -> None:
 
 def test_the_last_unit_runs_back_before_its_next_micro_batch() -> None:
     """So the values of one micro-batch's loss are alive at a time."""
-    runs = [i for i in lowered(loss, 3).schedule.instructions if isinstance(i, Run)]
+    runs = [i for i in lower_tasks(loss, 3).schedule.instructions if isinstance(i, Run)]
     ways = ["back" if r.backward else "forth" for r in runs if r.segment == 3]
     assert ways == ["forth", "back"] * 3
     assert [(r.segment, r.phase) for r in runs[:6]] == [(s, f"forward.{m}") for s in (0, 1) for m in range(3)]
 
 
 def test_gathers_are_issued_a_round_ahead_and_reductions_waited_for_a_round_later() -> None:
-    lines = list(lowered(loss, 3, prefetch=1, overlap=1).schedule.instructions)
+    lines = list(lower_tasks(loss, 3, prefetch=1, overlap=1).schedule.instructions)
     runs = [i for i in lines if isinstance(i, Run)]
 
     def runs_before(line: Any) -> list[Run]:
@@ -120,7 +120,7 @@ def test_gathers_are_issued_a_round_ahead_and_reductions_waited_for_a_round_late
 
 def test_one_gradient_of_a_tied_leaf_is_alive_at_a_time() -> None:
     """It is summed as it comes, from either end of the program, and reduced once."""
-    lines = lowered(tied, 4, prefetch=0, overlap=0).schedule.instructions
+    lines = lower_tasks(tied, 4, prefetch=0, overlap=0).schedule.instructions
     alive, most, path = set(), 0, next(iter(chain(4)))
     for line in lines:
         alive |= {n for n in line.writes if n.kind is Kind.GRADIENT and n.path == path}
@@ -131,7 +131,7 @@ def test_one_gradient_of_a_tied_leaf_is_alive_at_a_time() -> None:
 
 
 def shared(p: Any, x: Any) -> Any:
-    """Every unit reads one leaf besides its own."""
+    """Let every unit read one leaf besides its own."""
     for path in list(p)[:-1]:
         x = torch.tanh(x @ (p[path] * p["scale"]))
     return x.square().mean()
@@ -147,7 +147,7 @@ def test_units_that_share_a_leaf_are_chunks_of_their_own() -> None:
 
 def test_what_a_micro_batch_keeps_on_the_host_comes_back_for_its_own_kernel() -> None:
     """A load is issued one kernel ahead, and not a round."""
-    low = lowered(loss, 4, remat="unit+offload", prefetch=1, overlap=1)
+    low = lower_tasks(loss, 4, remat="unit+offload", prefetch=1, overlap=1)
     flying, most = set(), 0
     for line in low.schedule.instructions:
         flying |= set(line.writes) if isinstance(line, ToDevice) else set()

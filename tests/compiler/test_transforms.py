@@ -107,7 +107,7 @@ def writes_before_a_slope(p: Params, x: Tensor) -> Tensor:
 
 
 def a_write_to_an_unsafe_view(p: Params, x: Tensor) -> Tensor:
-    """What `kron` is made of."""
+    """Write to an unsafe view, as `kron` makes one."""
     h = torch.kron(x, p["layers.0.w"][:2]).mul_(2)
     return autograd_grad(h.sin().sum(), h, create_graph=True)[0].square().mean() + net(p, x).mean()
 
@@ -131,7 +131,7 @@ def of_autograd_functional(p: Params, x: Tensor) -> Tensor:
 
 
 def ensemble(p: Params, x: Tensor) -> Tensor:
-    """`p` stacked as `stack_module_state` stacks modules."""
+    """Stack `p` as `stack_module_state` stacks modules, and run all at once."""
     stacked = {"weight": torch.stack([*p.values()])}
     outs = vmap(lambda w: functional_call(LINEAR, w, (x,)))(stacked)
     return outs.tanh().mean(0).square().mean()

@@ -97,7 +97,7 @@ def read_while_it_is_overwritten(lines: Lines) -> None:
 
 
 def _extra_gather(found: list[Any]) -> list[Instruction]:
-    """The first gather once more, under names that nobody reads."""
+    """Add the first gather once more, under names that nobody reads."""
     gather = next(i for i in found if isinstance(i, Gather))
     wait = next(i for i in found if isinstance(i, Wait) and i.of.verb == "gather")
     names = tuple(n.of(n.micro, f"{n.version}!") for n in wait.writes)
@@ -110,7 +110,7 @@ def _extra_gather(found: list[Any]) -> list[Instruction]:
 
 
 def _update_in_flight() -> Schedule:
-    """ZeRO 2, an update moved between the issue of its publication and the wait."""
+    """Make a ZeRO 2 schedule with an update between the issue of its publication and the wait."""
     plan = lower(loss, chain(3), rows(), preset="zero2").schedule
     found = list(plan.instructions)
     publish = next(n for n, i in enumerate(found) if isinstance(i, Publish))
@@ -124,7 +124,7 @@ def _update_in_flight() -> Schedule:
 
 
 def _freed_under_an_update() -> Schedule:
-    """The gradients of an overlapped update die when it is issued."""
+    """Let the gradients of an overlapped update die when it is issued."""
     plan = lower(loss, chain(3), rows(), ranks=1, device="cuda").schedule
     found = list(plan.instructions)
     issue = at(found, OverlappedUpdate)
@@ -135,7 +135,7 @@ def _freed_under_an_update() -> Schedule:
 
 
 def _read_while_it_changes() -> Schedule:
-    """A line that reads a stored leaf between the issue of its update and the wait."""
+    """Add a line that reads a stored leaf between the issue of its update and the wait."""
     plan = lower(loss, chain(3), rows(), ranks=1, device="cuda").schedule
     found = list(plan.instructions)
     issue = at(found, OverlappedUpdate)

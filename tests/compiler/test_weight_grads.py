@@ -44,7 +44,7 @@ CLIPPED = fs.optim.chain(fs.optim.clip_by_global_norm(0.2), fs.optim.sgd(0.1))
 
 
 def conv_block() -> tuple[Callable[..., Any], dict[str, Tensor], Tensor]:
-    """Two convolutions with a norm between them; the first one's input needs no gradient."""
+    """Make two convolutions with a norm between them; the first one's input needs no gradient."""
     shapes = {"a.w": (6, 3, 3, 3), "a.b": (6,), "n.w": (6,), "c.w": (4, 6, 3, 3), "c.b": (4,)}
     draw = torch.Generator().manual_seed(0)
     params = {p: torch.randn(s, generator=draw, dtype=torch.float64) / 3 for p, s in shapes.items()}
@@ -58,7 +58,7 @@ def conv_block() -> tuple[Callable[..., Any], dict[str, Tensor], Tensor]:
 
 
 def expert_block() -> tuple[Callable[..., Any], dict[str, Tensor], Tensor]:
-    """A router and a stack of experts between two linear layers."""
+    """Make a router and a stack of experts between two linear layers."""
     shapes = {"a.w": (8, 8), "e.router": (8, 3), "e.up": (3, 8, 16), "e.down": (3, 16, 8), "z.w": (8, 8)}
     draw = torch.Generator().manual_seed(0)
     params = {p: torch.randn(s, generator=draw, dtype=torch.float64) / 3 for p, s in shapes.items()}
@@ -89,7 +89,7 @@ def sources(block: str) -> tuple[Source, ...]:
 
 @cache
 def pairs(block: str, policy: Policy) -> list[tuple[Kernel, Kernel]]:
-    """Each kernel in one, and with weight gradients apart."""
+    """Return each kernel in one, and with weight gradients apart."""
     return [
         tuple(
             differentiate(source, policy, trainable=True, target="cpu", apart=apart)
@@ -259,8 +259,10 @@ def test_the_bubble_is_zb_h1s_and_no_stage_keeps_more_than_the_first_one_of_1f1b
 
 
 def test_a_limit_of_bytes_makes_gradients_of_leaves_earlier() -> None:
-    """Where they keep more than a forward does, stages keep what the fullest one of 1F1B keeps, and what one
-    backward hands on."""
+    """Stages keep as much as the fullest one of 1F1B, and what one backward hands on.
+
+    Here that is more than a forward keeps.
+    """
     stage_of, room, keeps = list(range(4)), usual_room(4, 4), [Keeps(1.0, 2.5)] * 4
     together = order_stages(stage_of, 8, room)
     most = max(count_kept(together, stage_of, keeps).values())
@@ -359,7 +361,7 @@ def find(lines: Lines, kind: type, number: int = 0, **values: Any) -> int:
 
 
 def drop_a_weight_gradient(lines: Lines) -> None:
-    """With all that reads what it makes, so that nothing else misses it."""
+    """Drop it with all that reads what it makes, so that nothing else misses it."""
     at = find(lines, Run, 2, way=Way.WEIGHTS)
     made = lines.pop(at).writes
     reader = next(n for n, i in enumerate(lines) if isinstance(i, Accumulate) and set(made) & set(i.reads))
@@ -381,7 +383,7 @@ def double_a_weight_gradient(lines: Lines) -> None:
 
 
 def reduce_before_the_last(lines: Lines) -> None:
-    """The reduction sends the sum before the last micro-batch's gradient is added."""
+    """Let the reduction send the sum before the last micro-batch's gradient is added."""
     scatter = find(lines, ReduceScatter)
     add = [
         n
@@ -421,7 +423,7 @@ def test_a_mesh_without_a_pipeline_is_refused_with_the_ways_out() -> None:
 
 @cache
 def truth(name: str, optimizer: str = "adamw") -> reference.Trained:
-    """The naive loop over whole global batches."""
+    """Train in a naive loop over whole global batches."""
     model = model_of(name)
     steps = [[batch] for batch in model.batches(sharded.STEPS)]
     made, clip = {"adamw": (reference.adamw(LR, DECAY), None), "clipped": (reference.sgd(0.1), 0.2)}[
@@ -442,7 +444,7 @@ MORE: list[tuple[str, str, dict[str, int], int, dict[str, Any]]] = [
 POLICY = ("chunks", "rules")
 
 
-def trained(
+def train_model(
     name: str, preset: str, axes: Mapping[str, int], accumulate: int, options: Mapping[str, Any],
     optimizer: Any = ADAMW, order: str = "zero_bubble", **more: Any,
 ) -> list[reference.Trained]:  # fmt: skip
@@ -462,7 +464,7 @@ def test_training_equals_the_naive_loop(
     name: str, preset: str, axes: dict[str, int], accumulate: int, options: dict[str, Any]
 ) -> None:
     expected = truth(name)
-    for got in trained(name, preset, axes, accumulate, options):
+    for got in train_model(name, preset, axes, accumulate, options):
         sharded.assert_same(got, expected)
 
 
@@ -471,7 +473,7 @@ def test_training_equals_the_naive_loop(
 def test_clipped_training_on_ranks_that_read_early_or_late(adversary: Any) -> None:
     expected = truth("gpt", "clipped")
     how = {"optimizer": CLIPPED, "adversary": adversary}
-    for got in trained("gpt", "full_shard", {"pipeline": 2, "shard": 2}, 3, {"remat": "unit"}, **how):
+    for got in train_model("gpt", "full_shard", {"pipeline": 2, "shard": 2}, 3, {"remat": "unit"}, **how):
         sharded.assert_same(got, expected)
         sharded.assert_floats(got.norms, expected.norms)
 

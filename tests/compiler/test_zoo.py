@@ -54,7 +54,7 @@ MODELS = [f"{head}-{name}" for head, names in HEADS.items() for name in names]
 
 
 def build(model: str) -> nn.Module:
-    """The module in fp64, without dropout.
+    """Build the module in fp64, without dropout.
 
     Raises:
         Exception: whatever a configuration says of sizes that do not suit it.
@@ -81,7 +81,7 @@ def build(model: str) -> nn.Module:
 
 
 def batch_of(module: nn.Module) -> tuple[Tensor, Tensor]:
-    """What the module reads, and labels for those that shift them into a decoder."""
+    """Return what the module reads, and labels for those that shift them into a decoder."""
     generator = torch.Generator().manual_seed(1)
     words = torch.randint(3, WORDS, (2, ROWS, TIME), generator=generator)
     if module.main_input_name == "pixel_values":
@@ -90,7 +90,7 @@ def batch_of(module: nn.Module) -> tuple[Tensor, Tensor]:
 
 
 def loss_of(call: Callable[..., Any], module: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
-    """A mean over this slice's logits, which every output reaches."""
+    """Compute a mean over this slice's logits, which every output reaches."""
     known = inspect.signature(module.forward).parameters
     more: dict[str, Any] = {"labels": labels} if module.config.is_encoder_decoder else {}
     more |= {"use_cache": False} if "use_cache" in known else {}
@@ -99,7 +99,7 @@ def loss_of(call: Callable[..., Any], module: nn.Module, inputs: Tensor, labels:
 
 
 def truth(module: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
-    """The mean loss of both slices and its gradients, by plain autograd."""
+    """Compute the mean loss of both slices and its gradients, by plain autograd."""
     batch = batch_of(module)
     total = sum(loss_of(module, module, *sharded.part(batch, i, 2)) / 2 for i in range(2))
     total.backward()
@@ -109,7 +109,7 @@ def truth(module: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 class Narrowed(TorchDispatchMode):
-    """Notes whether anything is cast to less than fp64."""
+    """A mode that notes whether anything is cast to less than fp64."""
 
     seen = False
 
@@ -121,14 +121,14 @@ class Narrowed(TorchDispatchMode):
 
 
 def tolerance(module: nn.Module) -> float:
-    """How far gradients may lie from autograd's: graphs round otherwise than modules, where they round."""
+    """Return how far gradients may be off: where modules round to narrow dtypes, graphs round otherwise."""
     with torch.no_grad(), Narrowed() as mode:
         loss_of(module, module, *batch_of(module))
     return NARROW_TOLERANCE if mode.seen else TOLERANCE
 
 
 def prepare(model: str, mesh: fs.Mesh) -> Callable[[int], dict[str, float]]:
-    """A rank's work: how far its loss and gradients lie from autograd's.
+    """Return a function of a rank: how far its loss and gradients lie from autograd's.
 
     Gradients are measured relative to the largest.
     """
@@ -158,7 +158,7 @@ def _largest(value: Tensor) -> float:
 
 
 def on_rank(rank: int, model: str) -> dict[str, float] | str:
-    """`prepare` and run, on a real rank; or why the model is refused."""
+    """Prepare and run a real rank; or return why the model is refused."""
     try:
         return prepare(model, fs.make_mesh(shard=2, device="cpu"))(rank)
     except fs.TraceError as error:
@@ -166,7 +166,7 @@ def on_rank(rank: int, model: str) -> dict[str, float] | str:
 
 
 def on_simulated_ranks(model: str) -> list[dict[str, float] | str]:
-    """`on_rank`, of both ranks, in this process."""
+    """Do what `on_rank` does for both ranks, in this process."""
     mesh = fs.make_mesh(shard=2, simulated=True)
     try:
         return fs.simulate(mesh, prepare(model, mesh))

@@ -18,7 +18,7 @@ from faults import (
     loss,
     lying,
     mesh_of,
-    planted,
+    plant_fault,
     schedule_wrong,
 )
 from torch import Tensor
@@ -34,7 +34,7 @@ from fnshard.runtime.executor.context import ExecutorContext
 from fnshard.step import lowered
 
 
-def hunted(
+def hunt_on_ranks(
     fn: Callable[..., Any] = loss,
     params: Any = PARAMS,
     batch: Any = None,
@@ -46,7 +46,7 @@ def hunted(
     plant: Callable[[], Any] = nullcontext,
     **options: Any,
 ) -> Any:
-    """A hunt on two ranks that each hold half the batch; both must say the same."""
+    """Hunt on two ranks that each hold half the batch; both must say the same."""
     mesh = mesh_of()
     specs = PRESETS[preset](params, mesh, **(policy or {}))
     step = fs.shard_step(fn, specs, mesh=mesh, optimizer=optimizer, backend="eager", **options)
@@ -71,11 +71,11 @@ def hunted(
 
 
 def tensors_of(state: Any) -> list[Tensor]:
-    """What a state holds, which a hunt must leave as it is."""
+    """Return the tensors of a state, which a hunt must leave as they are."""
     return [t for _, t in tensors({"p": state.params, "o": state.opt_state})]
 
 
-def spoiled(path: str, value: float, slot: str | None = None, on: int = 1) -> Callable[[int, Any], None]:
+def spoil_with(path: str, value: float, slot: str | None = None, on: int = 1) -> Callable[[int, Any], None]:
     def spoil(rank: int, state: Any) -> None:
         if rank == on:
             (state.params[path] if slot is None else state.opt_state[path][slot])[1, 2] = value
@@ -117,12 +117,12 @@ BIG = {**PARAMS, "layers.1.w": PARAMS["layers.1.w"] * 1e6}
 NAN = float("nan")
 HUNTS: Mapping[str, tuple[AT, int | type, AT, str, str, str]] = {
     "NaN in a stored leaf": (
-        {"spoil": spoiled("layers.1.w", NAN)}, -1, {}, "nan", "stored 'layers.1.w'", ""),
+        {"spoil": spoil_with("layers.1.w", NAN)}, -1, {}, "nan", "stored 'layers.1.w'", ""),
     "NaN in one replica": (
-        {"spoil": spoiled("layers.0.w", NAN), "preset": "no_shard"}, -1, {}, "nan",
+        {"spoil": spoil_with("layers.0.w", NAN), "preset": "no_shard"}, -1, {}, "nan",
         "stored 'layers.0.w'", ""),
     "NaN in a moment": (
-        {"spoil": spoiled("layers.0.w", NAN, "mu")}, -1, {}, "nan",
+        {"spoil": spoil_with("layers.0.w", NAN, "mu")}, -1, {}, "nan",
         "slots 'layers.0.w', 'mu'", ""),
     "log of 0": ({"fn": log_in_the_middle}, Run, {"backward": False}, "inf", "value", "aten.log"),
     "sqrt at 0": ({"fn": sqrt_at_zero}, Run, {"backward": True}, "inf", "'", "aten.sqrt"),
@@ -156,7 +156,7 @@ MARKS = {log_in_the_middle: ".abs().log()", sqrt_at_zero: ".abs().sqrt()", zero_
 @pytest.mark.parametrize("fault", HUNTS)
 def test_nan_hunt_names_where_it_arose(fault: str) -> None:
     how, kind, fields, value, what, op = HUNTS[fault]
-    found = hunted(**how)
+    found = hunt_on_ranks(**how)
     assert found, found
     if kind == -1:
         assert found.first.number == -1
@@ -174,17 +174,17 @@ def test_nan_hunt_names_where_it_arose(fault: str) -> None:
 
 
 def test_nan_hunt_says_nothing_of_what_is_finite_and_of_masks() -> None:
-    found = hunted()
+    found = hunt_on_ranks()
     assert not found and str(found).endswith("loss, gradients and state are finite")
 
     def masked(params: Any, x: Tensor) -> Tensor:
-        """A mask that crosses units, and an infinity that is masked away again."""
+        """Compute with a mask that crosses units, and an infinity that is masked away again."""
         mask = torch.zeros_like(x).masked_fill(torch.ones_like(x).triu(1) > 0, float("-inf"))
         for weight in params.values():
             x = (torch.tanh(x @ weight) + mask).softmax(-1)
         return torch.where(x > 0, (x.detach() - x.detach()).log(), 0.0).exp().mean() + x.square().mean()
 
-    found = hunted(masked)
+    found = hunt_on_ranks(masked)
     assert not found, found
 
 
@@ -196,7 +196,7 @@ def test_nan_hunt_blames_the_fault_and_not_the_mask_beside_it() -> None:
         x = torch.where(x < 2, x, (x.detach() - x.detach()).log())  # infinite, and not taken
         return (x - 1).clamp(min=0).log().mean()
 
-    found = hunted(fn)
+    found = hunt_on_ranks(fn)
     assert (found.first.kind, found.first.op) == ("inf", "aten.log"), found
     assert "clamp" in found.first.source
 
@@ -208,15 +208,15 @@ def test_nan_hunt_blames_no_mask_that_comes_with_the_batch() -> None:
 
     mask = torch.zeros(4, 8).masked_fill(torch.ones(4, 8).triu(1) > 0, float("-inf"))
     broken = False
-    assert not hunted(fn, batch=mask)
+    assert not hunt_on_ranks(fn, batch=mask)
     broken = True
-    found = hunted(fn, batch=mask)
+    found = hunt_on_ranks(fn, batch=mask)
     assert (found.first.op, found.first.number > 0) == ("aten.log", True), found
 
 
 def test_nan_hunt_of_norms() -> None:
     clipped = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), ADAMW)
-    found = hunted(lambda p, x: (run_chain(p, x) * 1e30).mean(), optimizer=clipped)
+    found = hunt_on_ranks(lambda p, x: (run_chain(p, x) * 1e30).mean(), optimizer=clipped)
     assert "norms" in found.first.instruction and found.first.kind == "inf", found
 
 
@@ -239,8 +239,8 @@ def test_nan_hunt_of_an_update() -> None:
         context.updater.bind = bind
         return context
 
-    with planted(plant):
-        found = hunted()
+    with plant_fault(plant):
+        found = hunt_on_ranks()
     assert " update reduce/layers.0" in found.first.instruction
     assert found.first.what == "stored 'layers.0.w'"
 
@@ -252,7 +252,7 @@ def test_nan_hunt_says_where_a_replay_broke_off() -> None:
             DebugError, match=r"broke off at line \d+: forward layers.1 run k1.fwd(.|\n)*KeyError: 'p:"
         ),
     ):
-        hunted()
+        hunt_on_ranks()
 
 
 def test_nan_hunt_without_an_optimizer_and_with_dropout() -> None:

@@ -53,7 +53,7 @@ def late(fn: Callable[..., Any], seconds: float) -> Callable[..., Any]:
 
 
 def on_two(rank: int, folder: str, slow_s: float) -> dict[str, Any]:
-    """Three traced steps, the kernels' forward of rank 1 slowed; what this rank reads of its own trace."""
+    """Trace three steps, in which rank 1's forward kernels are slow; return what this rank reads of it."""
     step = make(fs.make_mesh(shard=2))
     state, batch = step.init(PARAMS), rows()
     lowered = step.lower(state, batch).compile()
@@ -158,8 +158,11 @@ def event(name: str, cat: str, ts: float, dur: float, correlation: int | None = 
 
 
 def gpu_trace(lowered: Any, steps: int = 3) -> list[Any]:
-    """Every instruction takes the host 10 us and launches one thing that runs 50 us later for 8 us; a gather
-    runs for 100 us on a stream of its own. The middle step is 1 us an instruction later."""
+    """Make a trace of steps on a GPU.
+
+    Every instruction takes the host 10 us and launches one thing that runs 50 us later for 8 us; a gather
+    runs for 100 us on a stream of its own. The middle step is 1 us an instruction later.
+    """
     events, number = [], 0
     for step in range(steps):
         began = 1e6 * (step + 1)

@@ -15,7 +15,7 @@ from experiments import bases, finetune
 from experiments.bases import TRAINED, make_base
 from experiments.data.builtin import _texts
 from experiments.lib.checks import ConfigError
-from experiments.lib.files import locked
+from experiments.lib.files import lock_folder
 from experiments.tuning.config import FinetuneConfig
 from experiments.tuning.model_directory import BASES, EXPORTED, KEPT
 
@@ -76,7 +76,7 @@ def test_two_processes_make_one_after_another(cwd: Path, monkeypatch: pytest.Mon
     """The second finds what the first has made."""
     (KEPT / "tiny").mkdir(parents=True)
     waits: list[float] = []
-    with locked(KEPT):
+    with lock_folder(KEPT):
         monkeypatch.setattr(
             bases.time, "sleep", lambda s: waits.append(s) or (_ for _ in ()).throw(TimeoutError)
         )

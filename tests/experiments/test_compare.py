@@ -13,7 +13,7 @@ import pytest
 from runs import leave_run
 
 from experiments.compare.__main__ import main as compare
-from experiments.compare.outcome import FAILED, OK, Outcome, find_jobs, find_outcomes, outcome_of
+from experiments.compare.outcome import FAILED, OK, Outcome, find_jobs, find_outcomes, read_outcome
 from experiments.compare.table import (
     as_text,
     differences,
@@ -45,7 +45,7 @@ def test_every_kind_of_run_is_read(tmp_path):
     write_result(tmp_path / "11", status="failed", overrides=[], error=bug)
     (tmp_path / ".submitit").mkdir()
     (tmp_path / "notes").mkdir()
-    outcomes = [outcome_of(folder, folder.name) for folder in find_jobs(tmp_path)]
+    outcomes = [read_outcome(folder, folder.name) for folder in find_jobs(tmp_path)]
     text = [(o.name, o.status, o.overrides, o.reason) for o in outcomes]
     assert text == [
         ("0", "ok", ("a=1",), ""),
@@ -188,7 +188,7 @@ def test_a_run_that_has_not_ended_says_what_it_is_after(tmp_path, status):
     write_json(tmp_path / "run.json", {"goal": REWARD.as_dict()})
     rows = [{"step": 1, "loss": 0.0, "reward": 0.5}, {"step": 1, "held_out_reward": 0.25}]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    found = outcome_of(tmp_path, "x")
+    found = read_outcome(tmp_path, "x")
     assert found.goal == REWARD and found.numbers == {"reward": 0.5, "held_out_reward": 0.25}
 
 
@@ -221,7 +221,7 @@ def test_a_curve_may_have_both_infinities(tmp_path):
     assert size == 2 and math.isnan(means[0][1]) and means[1] == (3.5, 2.0)
     leave_run(tmp_path, status="unfinished")
     (tmp_path / METRICS).write_text('{"step": 1, "loss": Infinity}\n{"step": 2, "loss": -Infinity}\n')
-    assert math.isnan(outcome_of(tmp_path, "").numbers["loss"])
+    assert math.isnan(read_outcome(tmp_path, "").numbers["loss"])
 
 
 def test_no_star_where_nobody_has_said_what_is_better(tmp_path, capsys):

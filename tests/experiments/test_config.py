@@ -21,7 +21,7 @@ from experiments.lib import launch as jobs
 from experiments.lib.checks import ConfigError
 from experiments.lib.compose import CONF, answer, from_shell, open_hydra, put_targets_in_place
 from experiments.lib.config import HARDWARE, SCHEDULES, STRATEGIES
-from experiments.lib.files import locked
+from experiments.lib.files import lock_folder
 from experiments.lib.launch import main
 from experiments.lib.metrics import METRICS
 from experiments.tokenize.config import COMMAND as TOKENIZE
@@ -269,7 +269,7 @@ def test_from_a_shell_a_mistake_is_one_line(tmp_path):
 
 @pytest.mark.parametrize("local_rank", [0, 1])
 def test_under_torchrun_a_mistake_is_one_line_of_the_first_rank(monkeypatch, tmp_path, capfd, local_rank):
-    """What torchrun shows of a rank that ends so is not a traceback of ours."""
+    """torchrun shows no traceback of ours for a rank that ends so."""
     waited = []
     for name, value in {"RANK": local_rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))
@@ -351,7 +351,7 @@ def test_a_folder_that_another_process_works_in_is_refused_and_stays(monkeypatch
     (tmp_path / "mine").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["train", *SMALL, "mesh.shard=1", "hydra.run.dir=mine"])
-    with locked(tmp_path / "mine"), pytest.raises(SystemExit, match=r"^2$"):
+    with lock_folder(tmp_path / "mine"), pytest.raises(SystemExit, match=r"^2$"):
         main(TRAIN)
     assert "another process is at work in" in capfd.readouterr().err
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["run.lock"]

@@ -99,7 +99,7 @@ def test_a_recipe_trains_for_two_steps(name, text, tmp_path, monkeypatch):
     ids=lambda value: getattr(value, "name", value),
 )
 def test_a_recipe_is_whole_and_takes_overrides(form, name):
-    """On a machine with eight GPUs."""
+    """The machine has eight GPUs."""
     asked = validate(form, [f"experiment={name}"])
     fit_to_machine(asked, accelerators={"cpu": 1} if name == "laptop" else {"cuda": 8})
     again = validate(form, [f"experiment={name}", "run.steps=10", "optimizer.lr=0.5"])

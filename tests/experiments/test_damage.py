@@ -25,7 +25,7 @@ from runs import RUN, config_of, leave_checkpoint, run_in
 
 import fnshard as fs
 from experiments import train
-from experiments.compare.outcome import outcome_of
+from experiments.compare.outcome import read_outcome
 from experiments.data.loader import Loader
 from experiments.data.prepared import RecordPolicy, open_prepared, prepare
 from experiments.data.shards import BLOCK_BYTES, HEADER, SUMS, open_shards
@@ -127,7 +127,7 @@ def token_shards(folder: Path, texts: Path) -> Subject:
 
 
 def run_folder(folder: Path) -> Subject:
-    """A run that has ended, as far as others read it: resumed, compared, generated from, predicted by."""
+    """Make a run that has ended, with all that other commands read of it."""
     config, place = config_of(), folder / "run"
     place.mkdir()
     record = RunRecord(place, {"seed": 1, "hardware": {"device": "cpu", "ranks": 1, "hosts": ["a"]}})
@@ -148,7 +148,7 @@ def run_folder(folder: Path) -> Subject:
         said = io.StringIO()
         ended = is_finished(copy, config)
         with claim(config, copy, chosen=True):
-            outcome = replace(outcome_of(copy, ""), folder=Path())
+            outcome = replace(read_outcome(copy, ""), folder=Path())
             values, run = read_config(copy), read_measurements(copy)
             known = RunRecord(copy, {})._known
             metrics = copy / METRICS
@@ -163,7 +163,7 @@ def run_folder(folder: Path) -> Subject:
 
 @pytest.fixture(scope="module")
 def subjects(tmp_path_factory, byte_directory, texts):
-    """`subjects(name)`: made once."""
+    """Return `subjects(name)`, which makes each subject once."""
     makers = {
         "checkpoint": checkpoint, "cache": lambda f: cache(f, byte_directory),
         "shards": lambda f: token_shards(f, texts), "run": run_folder,
@@ -329,7 +329,7 @@ def test_a_run_whose_metrics_are_gone_ends(tmp_path, capfd):
 def test_json_that_is_no_result_counts_as_none(text, tmp_path, capsys):
     (tmp_path / RESULT).write_text(text)
     assert read_result(tmp_path) == {"status": "no result", "overrides": []}
-    assert outcome_of(tmp_path, "").status == "no result"
+    assert read_outcome(tmp_path, "").status == "no result"
     assert str(tmp_path / RESULT) in capsys.readouterr().err
 
 

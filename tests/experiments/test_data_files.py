@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from made_data import ASSISTANT, BYTES, SYSTEM, USER, shown
+from made_data import ASSISTANT, BYTES, SYSTEM, USER, show_sample
 
 from experiments.data import builtin, prepared, rows
 from experiments.data.prepared import RecordPolicy, open_prepared, prepare
@@ -45,7 +45,7 @@ from fnshard.errors import MissingExtraError
 )
 def test_what_is_learned_is_the_response(prepared_from, line, prompt, response):
     data = prepared_from([line])
-    asked, learned, ids = shown(data)
+    asked, learned, ids = show_sample(data)
     assert (asked, learned) == (prompt, response)
     assert ids[0] == BYTES.bos and ids[-1] == BYTES.eos and data.sample(0)[1][-1] == 1
     assert data.samples == data.records == 1 and data.tokens == len(ids)
@@ -69,7 +69,7 @@ def said(content):
 )
 def test_pairs_are_two_samples_of_one_prompt(prepared_from, line):
     data = prepared_from([line], kind="pairs")
-    (asked, chosen, _), (again, rejected, _) = shown(data, 0), shown(data, 1)
+    (asked, chosen, _), (again, rejected, _) = show_sample(data, 0), show_sample(data, 1)
     assert asked == again and (chosen, rejected) == ("2", "3")
     assert (260 in data.sample(0)[0]) == (asked != "1+1=")  # a user's message where any of it is one
     assert (data.records, data.samples) == (1, 2)
@@ -92,7 +92,7 @@ ASK = "<|begin|><|user|>hi<|end|><|assistant|>"
 def test_texts_of_a_chat_template_have_its_control_tokens(
     prepared_from, byte_directory, line, asked, learned
 ):
-    """As transformers reads them; the line that is printed says so."""
+    """They are read as transformers reads them; the line that is printed says so."""
     data = prepared_from([line], kind="pairs" if "chosen" in line else "samples")
     for number, text in enumerate(learned):
         ids, mask = data.sample(number)
@@ -173,7 +173,7 @@ def test_long_samples_are_cut_if_asked(prepared_from):
         {"text": "t"},
     ]
     data = prepared_from(lines, too_long="truncate")
-    assert shown(data)[:2] == ("p" * 10, "r" * 54) and data.longest == 64
+    assert show_sample(data)[:2] == ("p" * 10, "r" * 54) and data.longest == 64
     assert data.left_out == {"broken": 0, "too_long": 1} and data.samples == 2
     pair = {"prompt": "p", "chosen": "c" * 70 + "a", "rejected": "c" * 70 + "b"}
     with pytest.raises(ConfigError, match=r"data\.jsonl: nothing to learn from \(1 too long\)"):
@@ -372,7 +372,7 @@ def test_images_that_are_bytes_in_a_table_are_named(tmp_path, byte_directory, im
 def test_a_part_of_a_file_is_held_out(prepared_from):
     content = [*({"text": f"{n}"} for n in range(100)), {"text": ""}]
     train, held = prepared_from(content, split=True, broken="skip")
-    texts = [[int(shown(data, n)[1]) for n in range(data.samples)] for data in (train, held)]
+    texts = [[int(show_sample(data, n)[1]) for n in range(data.samples)] for data in (train, held)]
     assert len(texts[1]) == 5 and sorted(texts[0] + texts[1]) == list(range(100))
     assert train.key != held.key and train.left_out["broken"] == 1
     one, other = prepared_from(content[:2], split=True)
@@ -442,3 +442,16 @@ def test_built_in_answers_are_right_and_wrong(tmp_path):
         assert set(rewards.solved(prompts, [r["chosen"] for r in records], rows)) == {1.0}
         assert set(rewards.solved(prompts, [r["rejected"] for r in records], rows)) == {0.0}
         assert len({p.split(" ")[0] for p in prompts}) == 4 and all(r["rejected"] for r in records)
+
+
+def test_built_in_twins_share_the_words_of_a_name(tmp_path):
+    sides = [
+        [json.loads(line) for line in file.read_text().splitlines()]
+        for file in builtin.write_twin_files(tmp_path)
+    ]
+    assert len(sides[0]) > 500 and len(sides[1]) > 50
+    for twin in [*sides[0], *sides[1]]:
+        name = "_".join(twin["query"].split(" "))
+        assert "_" in name and name in twin["positive"] and len(twin["positive"]) <= builtin.LONGEST_TWIN
+    queries = [twin["query"] for side in sides for twin in side]
+    assert len(set(queries)) == len(queries)  # none twice, and none on both sides

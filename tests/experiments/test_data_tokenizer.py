@@ -151,7 +151,7 @@ def test_directories_without_a_tokenizer_and_without_transformers(tmp_path, dire
 
 @pytest.mark.parametrize("source", [CHATML, MARKED])
 def test_what_assistants_wrote_is_learned(directory, source):
-    """With marks in the template, and by prefixes without."""
+    """Marks in the template say what it is; without marks, prefixes do."""
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
     tokenizer = open_directory(directory(tokenizer_config={**config, "chat_template": source}))
     text, ids = learned_text(tokenizer, conversation(tokenizer, TALK))

@@ -13,7 +13,7 @@ import pytest
 import torch
 from commands import run_command
 from runs import DOUBLE, compose, rows_of, timeless
-from tuning import SMALL, assert_same_on_every_mesh, config_of, tuned, tuned_until
+from tuning import SMALL, assert_same_on_every_mesh, config_of, tune_on_rank, tune_until
 
 import fnshard as fs
 from experiments import finetune
@@ -28,7 +28,7 @@ QUICK = ("objective=grpo", "objective.group=2", "objective.tokens=3", "optimizer
 
 
 def asking_twice(prompt: Any, ask: Any) -> Any:
-    """Two answers, or one where the first begins with a sign below "A"; the reward is their length."""
+    """Ask twice, or once if the first answer begins with a sign below "A"; the reward is their length."""
     messages = [*prompt["messages"], ask(prompt["messages"])]
     if messages[-1]["content"][:1] >= "A":
         messages.append({"role": "user", "content": "again"})
@@ -85,7 +85,7 @@ def playing(model: Any, data: Any, where: Any, name: str, *more: str) -> tuple[A
 
 
 def test_what_is_learned_is_what_was_drawn_after_what_was_shown(model, data, tmp_path):
-    """By the rows of a batch: the sampler's log-probabilities are those of the model at the same tokens."""
+    """The sampler's log-probabilities are those of the model at the same tokens of a batch."""
     parts, rewarded, state = playing(model, data, tmp_path, "asking_twice")
     turns, rewards = rewarded._play(rewarded.gather(state.params), 0, [3, 5], 2, rewarded.prompts.data.train)
     assert len(rewards) == 4 < len(turns)
@@ -194,13 +194,13 @@ def test_answers_are_drawn_once_for_several_updates(model, data, tmp_path, monke
 
     monkeypatch.setattr(RewardedBatches, "_draw", draw)
     one, broken = tmp_path / "one", tmp_path / "broken"
-    tuned(0, config, one)
+    tune_on_rank(0, config, one)
     assert drawn == [0, 2]
     rows = [row for row in rows_of(one) if "loss" in row]
     assert [row["reward"] for row in rows][::2] == [row["reward"] for row in rows][1::2]
     # The second update of a batch moves away from what sampled it; the first does not.
     assert all(rows[n]["loss"] == pytest.approx(0, abs=1e-5) for n in (0, 2))
-    tuned_until(config, broken, 4)  # between two updates: the run goes on from step 2
-    tuned(0, config, broken)
+    tune_until(config, broken, 4)  # between two updates: the run goes on from step 2
+    tune_on_rank(0, config, broken)
     assert timeless(broken) == timeless(one)
     assert json.loads((one / "result.json").read_text())["status"] == "ok"

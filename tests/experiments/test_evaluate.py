@@ -48,7 +48,7 @@ LETTERS = "ABCD"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model of bytes whose weights are large, so that it has opinions."""
+    """Make a random model of bytes whose weights are large, so that it has opinions."""
     ids = {"bos_token_id": ByteTokenizer().bos, "pad_token_id": ByteTokenizer().pad}
     folder = tmp_path_factory.mktemp("model")
     return write_llama(folder, max_position_embeddings=256, initializer_range=0.5, **ids)
@@ -60,7 +60,7 @@ def word(draw: random.Random, most: int = 9) -> str:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A file of each format, made here."""
+    """Make a file of each format, made here."""
     folder, draw = tmp_path_factory.mktemp("tasks"), random.Random(0)
     count = range(10)
     rows: dict[str, list[dict[str, Any]]] = {
@@ -90,10 +90,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made
 
 
-def measured(
+def evaluate_model(
     model: Path, folder: Path, *tasks: str, launch: Any = None, **how: Any
 ) -> dict[str, dict[str, float]]:
-    """One rank is this process; several are forked, but where `launch` says otherwise."""
+    """Evaluate on this process, or on several forked ranks unless `launch` says otherwise."""
     defaults = {"ranks": 1, "backend": "eager", "device": "cpu", "tokens": 2, "rows": 8}
     config = EvaluateConfig(**{"model": str(model), "tasks": tasks, "folder": str(folder), **defaults, **how})
     with pytest.MonkeyPatch.context() as patch:
@@ -121,8 +121,10 @@ def test_questions_are_in_the_harness_s_words(files):
 
 
 def test_numbers_are_those_of_plain_likelihoods(model, files, tmp_path):
-    """By transformers itself, a choice at a time."""
-    found = measured(model, tmp_path, *(f"{kind}:{files[kind]}" for kind in ("arc", "hellaswag", "mmlu")))
+    """transformers itself scores one choice at a time."""
+    found = evaluate_model(
+        model, tmp_path, *(f"{kind}:{files[kind]}" for kind in ("arc", "hellaswag", "mmlu"))
+    )
     plain, tokenizer = transformers.AutoModelForCausalLM.from_pretrained(model), ByteTokenizer()
     for kind in ("arc", "hellaswag", "mmlu"):
         right = {"acc": [], "acc_norm": []}
@@ -149,7 +151,7 @@ def test_two_ranks_of_the_command_answer_what_one_does_and_go_on_where_they_were
     model, files, tmp_path
 ):
     tasks = [f"arc:{files['arc']}", f"gsm8k:{files['gsm8k']}"]
-    one = measured(model, tmp_path / "one", *tasks)
+    one = evaluate_model(model, tmp_path / "one", *tasks)
     command = ["experiments.evaluate", f"model={model}", f"tasks=[{','.join(tasks)}]", "rows=8", "tokens=2",
                "backend=eager", "device=cpu", "ranks=2"]  # fmt: skip
     done = run_command(command, tmp_path)
@@ -163,10 +165,10 @@ def test_two_ranks_of_the_command_answer_what_one_does_and_go_on_where_they_were
     kept = {path: path.read_text() for path in answers}
     for path in answers:  # as a kill leaves them
         path.write_text(kept[path][: len(kept[path]) // 2])
-    assert measured(model, two, *tasks, ranks=1) == one
+    assert evaluate_model(model, two, *tasks, ranks=1) == one
     assert all(path.read_text().startswith(kept[path][: len(kept[path]) // 2]) for path in answers)
     with pytest.raises(ConfigError, match="its answers are of another model, task or setting"):
-        measured(model, two, *tasks, tokens=3)
+        evaluate_model(model, two, *tasks, tokens=3)
     wrong = run_command([*command, "rows=none"], tmp_path)
     assert wrong.returncode == 2 and "rows=none" in wrong.stderr
 
@@ -176,7 +178,7 @@ def test_a_folder_keeps_answers_of_one_dtype_and_one_tokenizer(model, files, tmp
         Path(args[1], "results.json").write_text('{"results": {}, "table": ""}')
 
     copied = shutil.copytree(model, tmp_path / "model")
-    ask = partial(measured, copied, tmp_path / "out", f"arc:{files['arc']}", launch=launch)
+    ask = partial(evaluate_model, copied, tmp_path / "out", f"arc:{files['arc']}", launch=launch)
     ask()
     ask(dtype="float32")  # which "auto" stands for on a CPU
     with pytest.raises(ConfigError, match="its answers are of another model, task or setting"):
@@ -196,7 +198,7 @@ def of_files(rank: int, fn: Any, *args: Any, **how: Any) -> Any:
 
 
 def test_numbers_are_those_of_lm_eval(model, files, tmp_path, ranks):
-    """The same questions, asked by the harness of its own model, and of ours as one of its models."""
+    """The harness asks the same questions of its own model, and of ours as one of its models."""
     lm_eval = pytest.importorskip("lm_eval")
     docs = tmp_path / "docs.jsonl"
     questions = task_of(f"arc:{files['arc']}").questions
@@ -225,11 +227,11 @@ def test_numbers_are_those_of_lm_eval(model, files, tmp_path, ranks):
         0, lm_eval.simple_evaluate, "hf", model_args=f"pretrained={model},dtype=float32",
         tasks=list(map(str, paths)), batch_size=4, device="cpu", bootstrap_iters=10,
     )  # fmt: skip
-    ours = measured(
+    ours = evaluate_model(
         model, tmp_path / "ours", *(f"lm-eval:{path}" for path in paths), ranks=2,
         launch=lambda fn, *, args, **_: ranks(2).run(of_files, fn, *args),
     )  # fmt: skip
-    direct = measured(model, tmp_path / "direct", f"arc:{files['arc']}")
+    direct = evaluate_model(model, tmp_path / "direct", f"arc:{files['arc']}")
     for name in ("acc", "acc_norm"):
         value, spread = (theirs["results"]["own_arc"][f"{name}{of},none"] for of in ("", "_stderr"))
         assert ours[f"own_arc/{name}"]["value"] == pytest.approx(value, abs=5e-4)
@@ -241,7 +243,7 @@ def test_numbers_are_those_of_lm_eval(model, files, tmp_path, ranks):
 def test_without_lm_eval_its_tasks_are_one_error_that_names_the_extra(model, tmp_path, monkeypatch):
     monkeypatch.setattr(harness, "find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"is not installed. Fix: pip install 'fnshard\[lm-eval\]'"):
-        measured(model, tmp_path, "lm-eval:arc_easy")
+        evaluate_model(model, tmp_path, "lm-eval:arc_easy")
 
 
 ENDINGS = '"activity_label": "a", "ctx_a": "b", "ctx_b": "c", "endings"'
@@ -359,7 +361,7 @@ def test_all_files_that_are_broken_are_named_together(tmp_path):
     one, two, none = (tmp_path / f"{name}.jsonl" for name in ("one", "two", "none"))
     asked = [f"arc:{one}:{one}", f"gsm8k:{none}:{two}"]
     with pytest.raises(ConfigError) as error:
-        measured(tmp_path, tmp_path / "out", *asked, shots=1)
+        evaluate_model(tmp_path, tmp_path / "out", *asked, shots=1)
     for name in ("one.jsonl", "none.jsonl", "two.jsonl", "config.json", "tokenizer.json"):
         assert name in str(error.value)
 
@@ -417,7 +419,7 @@ def test_ten_choices(tmp_path, ending, what):
 
 
 def test_parquet_of_the_other_formats(tmp_path):
-    """As the hub has them: labels of ARC in two lists, of HellaSwag as text."""
+    """The hub has labels of ARC in two lists, and those of HellaSwag as text."""
     rows = {
         "arc": {
             "id": "1",
@@ -528,7 +530,7 @@ def test_an_answer_without_a_number_never_scores(generated):
 
 @pytest.fixture(scope="module")
 def joining(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose tokenizer has tokens that span the end of a question and its answer."""
+    """Make a model whose tokenizer has tokens that span the end of a question and its answer."""
     tokenizers = pytest.importorskip("tokenizers")
     folder = tmp_path_factory.mktemp("joining")
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -554,13 +556,13 @@ def test_all_of_a_continuation_is_scored_and_nothing_of_its_context(joining, con
 
 def test_a_vocabulary_that_joins_is_measured_and_one_without_the_letters_is_refused(joining, tmp_path):
     path = leave_records(tmp_path / "x.json", json.dumps([{**LISTED, "question": "x"}]))
-    assert measured(joining, tmp_path / "out", f"mmlu:{path}")["x/acc"]["questions"] == 1
+    assert evaluate_model(joining, tmp_path / "out", f"mmlu:{path}")["x/acc"]["questions"] == 1
     other = leave_records(tmp_path / "y.json", json.dumps([{**LISTED, "choices": list("vwxyz")}]))
     with pytest.raises(ConfigError, match="no tokens for 'E'"):
-        measured(joining, tmp_path / "out", f"mmlu:{other}")
+        evaluate_model(joining, tmp_path / "out", f"mmlu:{other}")
     with pytest.raises(ConfigError, match=r"tokens=256 leaves no room .* Fix: tokens=128"):
         sums = leave_records(tmp_path / "z.jsonl", '{"question": "x", "answer": "#### 1"}')
-        measured(joining, tmp_path / "out", f"gsm8k:{sums}", tokens=256)
+        evaluate_model(joining, tmp_path / "out", f"gsm8k:{sums}", tokens=256)
 
 
 @pytest.mark.long  # test_numbers_are_those has several lengths
@@ -570,7 +572,7 @@ def test_texts_of_many_lengths_are_measured_without_a_warning(model, tmp_path, r
     path = leave_records(tmp_path / "x.json", json.dumps(rows))
     sums = [{"question": "q" * n, "answer": "#### 1"} for n in (10, 90)]
     more = leave_records(tmp_path / "y.json", json.dumps(sums))
-    measured(model, tmp_path / "out", f"mmlu:{path}", f"gsm8k:{more}", rows=1)
+    evaluate_model(model, tmp_path / "out", f"mmlu:{path}", f"gsm8k:{more}", rows=1)
     assert not [str(each.message) for each in recwarn if "compiling" in str(each.message)]
 
 
@@ -579,7 +581,7 @@ def test_texts_of_many_lengths_are_measured_without_a_warning(model, tmp_path, r
 
 @pytest.fixture(scope="module")
 def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model that sees, whose weights are large."""
+    """Make a random model that sees, whose weights are large."""
     pytest.importorskip("transformers.vision_utils")
     folder = tmp_path_factory.mktemp("seeing")
     few = {**bases._TEXT, "num_hidden_layers": 1, "initializer_range": 0.3}
@@ -591,7 +593,7 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pictured(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file of MMMU's form, with images of noise beside it; one of its questions is open."""
+    """Make a file of MMMU's form, with images of noise beside it; one of its questions is open."""
     Image = pytest.importorskip("PIL.Image")
     folder, draw = tmp_path_factory.mktemp("pictured"), torch.Generator().manual_seed(0)
     for name, height, width in (("a", 24, 40), ("b", 56, 24)):
@@ -656,8 +658,8 @@ def test_numbers_of_questions_with_images_are_those_of_transformers(seeing, pict
             logits = plain(input_ids=ids, mm_token_type_ids=is_image, **pixels).logits[0, -1]
         letters = logits[[tokenizer.encode(choice)[0] for choice in question.choices]]
         right.append(float(letters.argmax() == question.answer))
-    one = measured(seeing, tmp_path / "one", f"mmmu:{pictured}", rows=12)  # all choices at once
-    two = measured(
+    one = evaluate_model(seeing, tmp_path / "one", f"mmmu:{pictured}", rows=12)  # all choices at once
+    two = evaluate_model(
         seeing, tmp_path / "two", f"mmmu:{pictured}", ranks=2, rows=6,
         launch=lambda fn, *, args, **_: ranks(2).run(of_rank, fn, *args),
     )  # fmt: skip
@@ -695,17 +697,17 @@ def test_a_question_without_its_image_is_one_error(pictured, case):
 
 def test_images_that_cannot_be_shown_are_one_error(model, seeing, pictured, tmp_path):
     with pytest.raises(ConfigError, match=r"its questions have images, and the model does not see\. Fix"):
-        measured(model, tmp_path / "out", f"mmmu:{pictured}")
+        evaluate_model(model, tmp_path / "out", f"mmmu:{pictured}")
     with pytest.raises(ConfigError, match=r"shots=2: questions with images have none\. Fix: shots=0"):
         check_tasks((f"mmmu:{pictured}",), 2)
     (pictured.parent / "half.png").write_bytes((pictured.parent / "a.png").read_bytes()[:90])
     half = leave_records(pictured.parent / "half.jsonl", json.dumps({**PICTURED, "image_1": "half.png"}))
     with pytest.raises(ConfigError, match=r"half: question 1: an image of 90 bytes is no image that can"):
-        measured(seeing, tmp_path / "half", f"mmmu:{half}")
+        evaluate_model(seeing, tmp_path / "half", f"mmmu:{half}")
     many = {**PICTURED, "question": "<image 1><image 1>" + 1024 * "x"}
     many = leave_records(pictured.parent / "many.jsonl", json.dumps(many))
     with pytest.raises(ConfigError, match=r"many: question 1 takes \d+ tokens with its 2 images"):
-        measured(seeing, tmp_path / "many", f"mmmu:{many}")
+        evaluate_model(seeing, tmp_path / "many", f"mmmu:{many}")
 
 
 # ------------------------------------------------------------------ folders of answers, devices
@@ -713,7 +715,7 @@ def test_images_that_cannot_be_shown_are_one_error(model, seeing, pictured, tmp_
 
 def test_answers_of_a_folder_are_looked_at_before_they_count(model, files, tmp_path):
     task, out = f"arc:{files['arc']}", tmp_path / "out"
-    right = measured(model, out, task)
+    right = evaluate_model(model, out, task)
     (answers,) = out.glob("*/0.jsonl")
     good = answers.read_text()
     wrong = [
@@ -727,10 +729,10 @@ def test_answers_of_a_folder_are_looked_at_before_they_count(model, files, tmp_p
         "[" * 100_000,
     ]
     answers.write_text("\n".join(wrong) + "\n" + good[len(good) // 2 :])
-    assert measured(model, out, task) == right
+    assert evaluate_model(model, out, task) == right
     (out / "of.json").write_text("{")
     with pytest.raises(ConfigError, match=r"of\.json is not what was written.*Fix: another folder"):
-        measured(model, out, task)
+        evaluate_model(model, out, task)
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:99", "tpu", ""])
@@ -738,7 +740,7 @@ def test_a_device_that_is_not_there_is_one_error(model, files, tmp_path, device)
     if device == "cuda" and torch.cuda.is_available():
         pytest.skip("it is there")
     with pytest.raises(ConfigError, match=rf"device={device}: this machine has cpu.*device=auto"):
-        measured(model, tmp_path, f"arc:{files['arc']}", device=device)
+        evaluate_model(model, tmp_path, f"arc:{files['arc']}", device=device)
 
 
 def test_tasks_that_name_nothing_are_one_error(tmp_path):
@@ -756,7 +758,7 @@ def test_a_fine_tuned_model_is_evaluated_before_during_and_after(model, data, fi
     task = f"arc:{files['arc']}"
     config = config_of(model, data, tmp_path, f"run.evaluate=[{task}]", "data.context=48")
     finetune.finetune(config, run_in(tmp_path / "run"), [], Stop())
-    alone = measured(model, tmp_path / "alone", task)["arc/acc"]["value"]
+    alone = evaluate_model(model, tmp_path / "alone", task)["arc/acc"]["value"]
     before = json.loads((tmp_path / "run" / "before.json").read_text())
     assert before["held_out_arc/acc"] == pytest.approx(alone)
     rows = [row for row in rows_of(tmp_path / "run") if "held_out_loss" in row]

@@ -24,7 +24,7 @@ from experiments.examples import (
 
 
 def fell(losses: list[float], by: float) -> bool:
-    """Whether the mean of the last five losses is below that share of the first."""
+    """Return whether the mean of the last five losses is below that share of the first."""
     return sum(losses[-5:]) / 5 < by * losses[0]
 
 

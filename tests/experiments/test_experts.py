@@ -15,7 +15,7 @@ from families import Wide
 from runs import DOUBLE
 from safetensors.torch import load_file
 from torch import Tensor
-from tuning import config_of, tuned
+from tuning import config_of, tune_on_rank
 
 import fnshard as fs
 from experiments import bases, finetune
@@ -55,7 +55,7 @@ def built(name: str) -> Any:
 
 
 def plainly(module: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and gradients of the module itself, which loops over its experts."""
+    """Compute loss and gradients by the module itself, which loops over its experts."""
     module = deepcopy(module)
     module.set_experts_implementation("eager")
     loss = module(TOKENS).logits.logsumexp(-1).mean()
@@ -157,7 +157,7 @@ def test_what_adapters_of_experts_cannot_be_is_said(tmp_path):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_files_of_single_experts_are_read_and_written(name, tmp_path):
-    """As transformers writes them; each rank reads its slices, also through the middle of an expert."""
+    """transformers writes such files; each rank reads its slices, also through the middle of an expert."""
     module = built(name)
     module.save_pretrained(tmp_path / "theirs")
     mesh = fs.make_mesh(shard=3, simulated=True)
@@ -224,7 +224,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_mixture_is_tuned_exported_and_opened(mixture, data, tmp_path, chosen):
     config = config_of(mixture, data, tmp_path, *chosen, "optimizer.lr=0.01", "run.steps=3")
     folder = tmp_path / "run"
-    tuned(0, config, folder)
+    tune_on_rank(0, config, folder)
     result, before = (json.loads((folder / name).read_text()) for name in ("result.json", finetune.BEFORE))
     assert result["held_out_loss"] < before["held_out_loss"]
     opened = transformers.AutoModelForCausalLM.from_pretrained(folder / EXPORTED).eval()
@@ -249,8 +249,8 @@ def test_experts_on_two_ranks_are_tuned_as_on_one(ranks, mixture, data, tmp_path
     config = config_of(mixture, data, tmp_path, "export=merged", "run.steps=2", "run.sample_tokens=1",
                        *DOUBLE, *chosen)  # fmt: skip
     one, two = tmp_path / "one", tmp_path / "two"
-    tuned(0, config, one)
-    ranks(2).run(tuned, replace(config, mesh=replace(config.mesh, expert=2)), str(two))
+    tune_on_rank(0, config, one)
+    ranks(2).run(tune_on_rank, replace(config, mesh=replace(config.mesh, expert=2)), str(two))
     assert "over expert" in (two / "schedule.txt").read_text()
     found, expected = (json.loads((folder / "result.json").read_text()) for folder in (two, one))
     same = [key for key in expected if key.startswith("held_out")]
@@ -321,6 +321,6 @@ def test_a_balanced_mixture_is_spread_more_evenly(mixture, data, tmp_path):
     for weight in (0, 3):
         config = config_of(mixture, data, tmp_path, "method=full", f"objective.balance={weight}",
                            "run.steps=3", "run.sample_tokens=0", "export=none")  # fmt: skip
-        tuned(0, config, tmp_path / str(weight))
+        tune_on_rank(0, config, tmp_path / str(weight))
         found[weight] = json.loads((tmp_path / str(weight) / "result.json").read_text())["held_out_balance"]
     assert 2 <= found[3] < found[0]

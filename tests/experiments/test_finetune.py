@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from runs import DOUBLE, ROOT, compose, rows_of, run_in, timeless
-from tuning import SMALL, STEPS, assert_alike, config_of, tuned, tuned_until
+from tuning import SMALL, STEPS, assert_alike, config_of, tune_on_rank, tune_until
 
 import fnshard as fs
 from experiments import finetune
@@ -97,8 +97,8 @@ def test_killed_and_started_again_it_is_the_same(model, data, tmp_path, monkeypa
     monkeypatch.setattr(finetune, "build", lambda *_, **__: setup)
     finetune.finetune(config, run_in(whole), [], Stop())
 
-    tuned_until(config, broken, 4)
-    tuned(0, config, broken)
+    tune_until(config, broken, 4)
+    tune_on_rank(0, config, broken)
     assert timeless(whole) == timeless(broken)
     assert (whole / "samples.txt").read_text() == (broken / "samples.txt").read_text()
     printed = rf"optimizer.lr=(\S+), the default of objective={objective} method=qlora4 and a base of"
@@ -127,8 +127,8 @@ def test_split_over_two_ranks_it_is_the_same(ranks, model, data, tmp_path, axes,
     config = config_of(model, data, tmp_path, "export=none", "run.steps=2", "run.sample_tokens=2",
                        *DOUBLE, *more)  # fmt: skip
     one, two = tmp_path / "one", tmp_path / "two"
-    tuned(0, config, one)
-    ranks(2).run(tuned, replace(config, mesh=replace(config.mesh, **axes)), str(two))
+    tune_on_rank(0, config, one)
+    ranks(2).run(tune_on_rank, replace(config, mesh=replace(config.mesh, **axes)), str(two))
     assert_alike(two, one, rel=1e-9)
     assert (one / "samples.txt").read_text() == (two / "samples.txt").read_text()
 
@@ -159,8 +159,10 @@ def test_noise_rates_and_scales_change_what_is_trained_and_not_what_is_measured(
 
 
 def test_what_is_in_the_way_is_kept(model, data, tmp_path, capfd):
-    """Of a folder named as what is exported, which may be the base; of answers by another configuration. Few
-    pairs, one of them held out, no samples, a run that goes on from another one's checkpoint."""
+    """A folder with the export's name, which may be the base, is kept, and so are another run's answers.
+
+    There are few pairs, one of them held out, no samples, and a run that goes on from another's checkpoint.
+    """
     few = tmp_path / "few.jsonl"
     few.write_text("".join(data["pairs"].read_text().splitlines(keepends=True)[:25]))
     folder = tmp_path / "run"
@@ -323,8 +325,10 @@ def test_a_model_of_the_hub_is_taken_from_the_local_cache(model, tmp_path, monke
 
 
 def test_a_base_is_made_once_by_a_command_of_its_own(tmp_path, monkeypatch, capfd):
-    """What follows looks for mistakes in it; one that is there serves torchrun, too. Those that are trained
-    have "tiny" before them: what does not fit shows in it."""
+    """A base that is there serves torchrun, too; mistakes are looked for in it.
+
+    Bases that are trained come behind "tiny", in which a mistake shows soon.
+    """
     asked = []
 
     def command(words: list[str], **_: Any) -> SimpleNamespace:

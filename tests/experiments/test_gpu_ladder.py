@@ -57,7 +57,7 @@ def read_stage(folder: Path, name: str) -> dict[str, Any]:
 
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """A ladder whose processes are forked from this one."""
+    """Fork the processes of the ladder from this one."""
 
     def popen(command: Any, **how: Any) -> Any:
         with mock.patch.multiple(sys, stdout=sys.__stdout__, stderr=sys.__stderr__):
@@ -70,7 +70,7 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 @pytest.fixture
 def toys(forked: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """A ladder whose parts find a word at once."""
+    """Let the parts of the ladder find a word at once."""
 
     def toy(config: Any, folder: Path, **how: Any) -> Iterator[dict[str, Any]]:
         yield {"found": config.backend}
@@ -105,7 +105,7 @@ def test_what_dies_hangs_or_fails_is_named_and_the_rest_goes_on(toys: Any, tmp_p
     wait_or_kill, hung = gpu.wait_or_kill, gpu.stage_file(tmp_path, "speed")
 
     def wait(children: Any, seconds: float) -> Any:
-        """Be patient until the part that hangs has found something, and not then."""
+        """Wait until the part that hangs has found something, and no longer."""
         while children and children[-1].poll() is None and "7 ms" not in read_text(hung):
             time.sleep(0.01)
         is_hung = "7 ms" in read_text(hung) and not gpu.stage_file(tmp_path, "profile").exists()

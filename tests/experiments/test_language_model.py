@@ -31,7 +31,7 @@ ALONE = [(0, 0, 3), (0, 3, 9), (1, 0, 11)]  # (row, from, to)
 
 
 def close(got: Tensor, wanted: Tensor, atol: float = 1e-10) -> None:
-    """Equal as far as fp64 goes."""
+    """Assert that two tensors are equal as far as fp64 goes."""
     torch.testing.assert_close(got, wanted, rtol=0, atol=atol)
 
 
@@ -65,7 +65,7 @@ def test_a_window_that_a_model_does_not_look_at() -> None:
 
 
 def test_padding_sees_itself_and_no_more() -> None:
-    """Of eager attention, whose scores have a cap: a softmax over nothing is NaN in some kernels."""
+    """Attention is eager, since its scores have a cap: a softmax over nothing is NaN in some kernels."""
     model = lm.from_model(FAMILIES["gemma2"].build())
     with mock.patch.object(lm.LanguageModel, "run") as run:
         model.hidden(model.params, TOKENS, POSITIONS, DOCUMENTS)
@@ -108,7 +108,7 @@ def test_documents_in_a_sharded_program(name: str) -> None:
 
 
 def attention_of(model: lm.LanguageModel, *batch: Tensor) -> list[tuple[Any, Any]]:
-    """(has a mask, is causal) of each attention of a traced forward; ("documents", window) of theirs."""
+    """Return (has a mask, is causal) of each attention of a forward; ("documents", window) of documents'."""
     specs = fs.presets.full_shard(model.params, fs.make_mesh(shard=2, abstract=True))
     forward = fs.shard_forward(model.hidden, specs, mesh=fs.make_mesh(shard=2, abstract=True))
     graph = forward.lower(model.params, *batch).program.graph
@@ -138,8 +138,8 @@ def test_one_document_a_row_keeps_the_causal_kernel() -> None:
 # ------------------------------------------------------------------ heads and losses
 
 
-def made(name: str, **config: Any) -> Any:
-    """A module in fp64, all its leaves random."""
+def make_module(name: str, **config: Any) -> Any:
+    """Make a module in fp64, all its leaves random."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         module = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**config))
@@ -151,13 +151,13 @@ def made(name: str, **config: Any) -> Any:
 
 
 HEADS = {
-    "llama": (True, lambda: made("Llama", **SMALL)),
-    "tied": (True, lambda: made("Gemma", **LOCAL)),
-    "softcap": (False, lambda: made("Gemma2", **LOCAL, final_logit_softcapping=0.5)),
-    "no softcap": (True, lambda: made("Gemma2", **LOCAL, final_logit_softcapping=None)),
-    "scaled": (False, lambda: made("Granite", **SMALL, logits_scaling=8.0)),
-    "multiplied": (False, lambda: made("Cohere", **SMALL, logit_scale=0.25)),
-    "bias": (False, lambda: made("Phi", **{**SMALL, "num_key_value_heads": 4})),
+    "llama": (True, lambda: make_module("Llama", **SMALL)),
+    "tied": (True, lambda: make_module("Gemma", **LOCAL)),
+    "softcap": (False, lambda: make_module("Gemma2", **LOCAL, final_logit_softcapping=0.5)),
+    "no softcap": (True, lambda: make_module("Gemma2", **LOCAL, final_logit_softcapping=None)),
+    "scaled": (False, lambda: make_module("Granite", **SMALL, logits_scaling=8.0)),
+    "multiplied": (False, lambda: make_module("Cohere", **SMALL, logit_scale=0.25)),
+    "bias": (False, lambda: make_module("Phi", **{**SMALL, "num_key_value_heads": 4})),
 }
 
 
@@ -199,7 +199,7 @@ def test_matrices() -> None:
 
 
 def test_from_a_directory(tmp_path: Path) -> None:
-    module = made("Llama", **SMALL).float()
+    module = make_module("Llama", **SMALL).float()
     module.save_pretrained(tmp_path / "model")
     model = lm.from_directory(tmp_path / "model")
     assert all(leaf.is_meta for leaf in model.params.values()) and not model.model.training

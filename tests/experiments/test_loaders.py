@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from made_data import CONTEXT, COUNT, equal, joined, stream
+from made_data import CONTEXT, COUNT, equal, join_batches, stream
 
 import fnshard as fs
 from experiments.data import loader as loading
@@ -25,7 +25,7 @@ KINDS = ["bytes", "shards", "packed", "rows", "pairs"]
 
 @pytest.fixture(scope="module")
 def loaders(samples, numbered):
-    """How each kind is made, of eight rows."""
+    """Return functions that make a loader of each kind, of eight rows."""
     kinds = {
         "bytes": Windows(ByteStream(stream()), context=16),
         "shards": Windows(numbered(211, 4), context=5),
@@ -52,7 +52,7 @@ def test_any_mesh_goes_on_at_any_step_with_the_same_global_batches(loaders, kind
         part.load_state_dict(state)
         assert part.state_dict() == state and part.step == step
     for _ in range(3):
-        assert equal(joined([next(part) for part in parts]), next(one))
+        assert equal(join_batches([next(part) for part in parts]), next(one))
     assert all(part.state_dict() == one.state_dict() for part in parts)
 
 
@@ -185,7 +185,7 @@ def test_rows_are_well_filled(most, context, least):
 
 
 def samples_in(batch):
-    """The prompt number and the targets of every document in a batch."""
+    """Return the prompt number and the targets of every document in a batch."""
     found = []
     for tokens, targets, documents in zip(
         *(batch[n] for n in ("tokens", "targets", "documents")), strict=True
@@ -253,7 +253,7 @@ def test_once_is_every_sample_once_and_equally_many_batches(samples, ranks, pack
     rows = Samples(prepared, packed)
     parts = [list(rows.one_pass(8, most=10**6, rank=r, ranks=ranks)) for r in range(ranks)]
     assert len({len(part) for part in parts}) == 1
-    batches = [joined(list(batch)) for batch in zip(*parts, strict=True)]
+    batches = [join_batches(list(batch)) for batch in zip(*parts, strict=True)]
     assert all(len(batch["tokens"]) == 8 and ("documents" in batch) == packed for batch in batches)
     assert sum(int((batch["targets"] != IGNORE).sum()) for batch in batches) == prepared.learned
     if packed:

@@ -26,7 +26,7 @@ CPU = fs.Hardware.named("cpu")
 
 
 def record(folder: Path, lowered: Any, hardware: fs.Hardware, truth: fs.Hardware) -> None:
-    """What a run leaves on a machine that is `truth` and was taken for `hardware`."""
+    """Write what a run leaves on a machine that is `truth` and was taken for `hardware`."""
     folder.mkdir(parents=True)
     values = prediction_of(lowered, hardware) | {"measured_s": lowered.timeline(truth).step_seconds}
     (folder / RUN).write_text(json.dumps({"prediction": values}))
@@ -36,7 +36,7 @@ def record(folder: Path, lowered: Any, hardware: fs.Hardware, truth: fs.Hardware
 
 
 def test_hardware_is_what_its_runs_have_measured(tmp_path: Path) -> None:
-    """Of a machine that multiplies at half the rate and is joined at a third, by runs of other plans."""
+    """The machine multiplies at half the rate and is joined at a third; the runs are of other plans."""
     truth = scale(CPU, {"matmul": 0.5, "wire": 0.33})
     for layers, ranks in ((1, 1), (2, 2), (2, 4), (4, 2), (3, 8), (1, 8)):
         record(tmp_path / f"{layers}x{ranks}", lower(*llama(layers), ranks=ranks), CPU, truth)
@@ -96,7 +96,7 @@ def test_the_command_line_takes_a_folder_of_runs(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Two runs of the main job on this machine, of other sizes; the first with a profile."""
+    """Make two runs of the main job on this machine, of other sizes; the first with a profile."""
     folders = tmp_path_factory.mktemp("first"), tmp_path_factory.mktemp("second")
     more = ("run.save_every=0", "run.steps=8", "run.sample_tokens=2")
     train.train(config_of("run.profile=3", "run.backend=inductor", *more), run_in(folders[0]), [], Stop())
@@ -105,7 +105,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def test_the_second_prediction_is_better_than_the_first(runs: tuple[Path, Path]) -> None:
-    """Of the second run, without what it measured itself."""
+    """The second run is predicted, without what it measured itself."""
     first, second = map(read_measurements, runs)
     learned = second.step.seconds(fit_constants([first.step, *first.kinds]))
     untaught = second.step.predicted[""]

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from runs import DOUBLE, compose, rows_of
-from tuning import SMALL, assert_alike, config_of, tuned, write_llama
+from tuning import SMALL, assert_alike, config_of, tune_on_rank, write_llama
 
 import fnshard as fs
 from experiments import finetune
@@ -38,7 +38,7 @@ def write(path: Path, records: list[dict[str, Any]]) -> Path:
 
 @pytest.fixture(scope="module")
 def files(data: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Files of all kinds, of digits."""
+    """Write files of all kinds, of digits."""
     folder, digits = tmp_path_factory.mktemp("files"), range(48)
     labels = [{"text": f"{n:03d}", "label": "even" if n % 2 == 0 else "odd"} for n in digits]
     words = [{"tokens": [str(n), "x" * (n % 3 + 1)], "tags": ["number", "word"]} for n in digits]
@@ -52,12 +52,12 @@ def files(data: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> di
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wider model than the student, of the same bytes."""
+    """Write a wider model than the student, of the same bytes."""
     return write_llama(tmp_path_factory.mktemp("teacher"), hidden_size=24, num_attention_heads=3)
 
 
-def loaded(config: Any, **beside: Any) -> tuple[Any, Any, Any]:
-    """The tuning of a configuration, values of its tree, and the first batch of its data."""
+def load_tuning(config: Any, **beside: Any) -> tuple[Any, Any, Any]:
+    """Return the tuning of a configuration, values of its tree, and the first batch of its data."""
     mesh, lm = fs.make_mesh(shard=1, device="cpu"), from_directory(config.model)
     tuning = make_tuning(config, lm)
     values = lambda path, of: fs.hf.load(path, fs.presets.full_shard(of.params, mesh), mesh, model=of.model)  # noqa: E731
@@ -75,7 +75,7 @@ def test_a_student_is_as_far_from_its_teacher_as_their_tokens_are(model, files, 
     config = config_of(
         model, files, tmp_path, "objective=distill", f"objective.teacher={teacher}", "method=full"
     )
-    tuning, params, batch = loaded(config)
+    tuning, params, batch = load_tuning(config)
     loss, aux = OBJECTIVES["distill"](tuning, config.objective, training=True)(params, batch)
     total, count = 0.0, 0
     for name, lm in (("policy", tuning.lm), ("teacher", tuning.teacher)):
@@ -99,7 +99,7 @@ def test_a_student_is_as_far_from_its_teacher_as_their_tokens_are(model, files, 
 def test_a_better_answer_has_a_higher_score(model, files, tmp_path, tokens):
     config = config_of(model, files, tmp_path, "objective=reward", "method=full", f"data.tokens={tokens}")
     score = {"weight": torch.linspace(-0.1, 0.1, 16)[None]}
-    tuning, params, batch = loaded(config, score=score)
+    tuning, params, batch = load_tuning(config, score=score)
     loss, _ = OBJECTIVES["reward"](tuning, config.objective, training=False)(params, batch)
     given = dataset.open_data(config)
     rows, total, count = given.rows, 0.0, 0
@@ -117,7 +117,7 @@ def test_a_better_answer_has_a_higher_score(model, files, tmp_path, tokens):
 def test_an_embedding_is_nearest_to_its_twin_of_all_rows(model, files, tmp_path):
     config = config_of(model, files, tmp_path, "objective=embed", "method=full", "objective.dims=[8,16]",
                        "objective.scale=1")  # fmt: skip
-    tuning, params, batch = loaded(config)
+    tuning, params, batch = load_tuning(config)
     params = params["policy"]
     mesh = fs.make_mesh(shard=1, device="cpu")
     objective = OBJECTIVES["embed"](tuning, config.objective, training=False)
@@ -148,7 +148,7 @@ def last_states(folder: Path, kind: str, text: str) -> tuple[Any, Any]:
 def test_a_reward_model_is_tuned_opened_and_rewards(model, files, tmp_path, monkeypatch):
     config = config_of(model, files, tmp_path, "objective=reward", "method=full", "run.steps=12", *QUICK)
     folder = tmp_path / "run"
-    tuned(0, config, folder)
+    tune_on_rank(0, config, folder)
     result, before = read_result(folder), json.loads((folder / finetune.BEFORE).read_text())
     assert result["held_out_loss"] < before["held_out_loss"] and result["held_out_accuracy"] > 0.9
     (own,) = make_rewards(str(folder / EXPORTED))
@@ -161,7 +161,7 @@ def test_a_reward_model_is_tuned_opened_and_rewards(model, files, tmp_path, monk
     more = (f"objective.reward={folder / EXPORTED}", "objective.group=2", "objective.tokens=2", "run.steps=1",
             "schedule.floor=0")  # fmt: skip
     judged = config_of(model, files, tmp_path, "objective=grpo", *QUICK, *more, "data.held_out_rows=4")
-    tuned(0, judged, tmp_path / "judged")
+    tune_on_rank(0, judged, tmp_path / "judged")
     assert math.isfinite(read_result(tmp_path / "judged")["held_out_reward"])
 
 
@@ -173,7 +173,7 @@ def test_a_classifier_is_tuned_and_opened(model, files, tmp_path, level, method)
                        f"method={method}", "run.steps=20", "data.rows=8", *QUICK,
                        "optimizer.lr=0.005")  # fmt: skip
     folder = tmp_path / "run"
-    tuned(0, config, folder)
+    tune_on_rank(0, config, folder)
     result, before = read_result(folder), json.loads((folder / finetune.BEFORE).read_text())
     assert result["held_out_loss"] < before["held_out_loss"] and result["held_out_accuracy"] > 0.6
     kind = "AutoModelForSequenceClassification" if level == "sequence" else "AutoModelForTokenClassification"
@@ -189,7 +189,7 @@ def test_embeddings_are_tuned_and_opened(model, files, tmp_path):
     config = config_of(model, files, tmp_path, "objective=embed", "method=full", "objective.dims=[8,16]",
                        "run.steps=20", "data.rows=16", *QUICK)  # fmt: skip
     folder = tmp_path / "run"
-    tuned(0, config, folder)
+    tune_on_rank(0, config, folder)
     result, before = read_result(folder), json.loads((folder / finetune.BEFORE).read_text())
     assert result["held_out_loss"] < before["held_out_loss"]
     opened, out = last_states(folder / EXPORTED, "AutoModel", "03 q")
@@ -212,8 +212,8 @@ def test_on_two_ranks_it_is_the_same(ranks, model, files, teacher, tmp_path, obj
     config = config_of(model, files, tmp_path, f"objective={objective}", "export=none", "run.steps=2",
                        *taught, *more, *QUICK, *DOUBLE)  # fmt: skip
     one, two = tmp_path / "one", tmp_path / "two"
-    tuned(0, config, one)
-    ranks(2).run(tuned, replace(config, mesh=replace(config.mesh, shard=2)), str(two))
+    tune_on_rank(0, config, one)
+    ranks(2).run(tune_on_rank, replace(config, mesh=replace(config.mesh, shard=2)), str(two))
     assert_alike(two, one)
 
 
@@ -225,7 +225,7 @@ def test_a_student_comes_nearer_to_its_teacher(model, files, teacher, tmp_path, 
     config = config_of(model, files, tmp_path, "objective=distill", f"objective.teacher={teacher}",
                        "method=full", *QUICK, *more)  # fmt: skip
     folder = tmp_path / "run"
-    tuned(0, config, folder)
+    tune_on_rank(0, config, folder)
     result, before = read_result(folder), json.loads((folder / finetune.BEFORE).read_text())
     assert result["held_out_loss"] < before["held_out_loss"] and not result["goal"]["is_maximised"]
     assert "reward" not in rows_of(folder)[-1]

@@ -37,7 +37,7 @@ SMALL = ("run.steps=4", "run.held_out_every=2", "run.save_every=2", "run.backend
 
 
 def linear(width: int) -> tuple[Any, dict[str, Tensor]]:
-    """A function and its parameters, in the place of a module."""
+    """Return a function and its parameters, in the place of a module."""
     return lambda params, x: x @ params["w"] + params["b"], {"w": torch.zeros(width, 1), "b": torch.zeros(1)}
 
 
@@ -53,7 +53,7 @@ def squares(model: Any, x: Tensor, y: Tensor, weight: float = 1.0) -> Any:
 
 
 def lamb(lr: Any, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-6, decay: float = 0.01) -> Any:
-    """The guide's LAMB, by a user who gives no `values` for the metrics."""
+    """Make the guide's LAMB as a user who gives no `values` for the metrics."""
 
     def init(path: str, param: Tensor) -> dict[str, Tensor]:
         return {"mean": torch.zeros_like(param), "square": torch.zeros_like(param)}
@@ -87,7 +87,7 @@ class Memory:
 
 
 class Broken:
-    """Items of which one raises, and one is of another shape."""
+    """A data set of which one item raises, and one is of another shape."""
 
     def __len__(self) -> int:
         return 32
@@ -161,9 +161,8 @@ def test_an_optimizer_of_ones_own_that_reports_no_rate_trains(tmp_path, capfd):
     assert "lr" not in rows[0] and "step 2/2, loss" in capfd.readouterr().err
 
 
-def moved(chosen: str, *words: str) -> dict[str, Tensor]:
-    """What two updates of an optimizer of the configuration, by a large and a small gradient, add to
-    leaves."""
+def apply_two_updates(chosen: str, *words: str) -> dict[str, Tensor]:
+    """Return what two updates of a configured optimizer, by a large and a small gradient, add to leaves."""
     config = validate(COMMAND, [f"optimizer={chosen}", "schedule=constant", *words])
     optimizer = make_optimizer(config.optimizer, config.schedule, 2, ("*norm*",))
     start = {"w": torch.full((4, 64), 2.0), "norm.weight": torch.full((64,), 2.0)}
@@ -176,16 +175,19 @@ def moved(chosen: str, *words: str) -> dict[str, Tensor]:
 
 
 def test_adamw_in_eight_bits_is_clipped_and_spares_norms_as_adamw_does():
-    eight, wide = moved("adamw_8bit", "optimizer.lr=0.01"), moved("adamw", "optimizer.lr=0.01")
+    eight, wide = (
+        apply_two_updates("adamw_8bit", "optimizer.lr=0.01"),
+        apply_two_updates("adamw", "optimizer.lr=0.01"),
+    )
     assert not eight["norm.weight"].any() and not wide["norm.weight"].any()
     torch.testing.assert_close(eight["w"], wide["w"], rtol=2e-2, atol=0)
-    unclipped = moved("adamw_8bit", "optimizer.lr=0.01", "optimizer.clip=null")
+    unclipped = apply_two_updates("adamw_8bit", "optimizer.lr=0.01", "optimizer.clip=null")
     assert (unclipped["w"] - eight["w"]).abs().min() > 0.1 * eight["w"].abs().max()
-    undecayed = moved("adamw_8bit", "optimizer.lr=0.01", "optimizer.weight_decay=0")
+    undecayed = apply_two_updates("adamw_8bit", "optimizer.lr=0.01", "optimizer.weight_decay=0")
     assert (undecayed["w"] > eight["w"]).all()
 
 
-def held_out(rank: int, config: TrainConfig) -> float:
+def measure_held_out(rank: int, config: TrainConfig) -> float:
     parts = make_training_parts(config)
     return parts.evaluate(parts.step.init(make_task(config).init).params)[0]
 
@@ -200,8 +202,8 @@ def test_held_out_rows_fewer_than_a_batch_are_measured_and_fewer_than_ranks_refu
 
 
 def test_two_ranks_measure_what_one_does(ranks):
-    alone = held_out(0, config_of())
-    assert ranks(2).run(held_out, config_of("mesh.shard=2")) == [pytest.approx(alone)] * 2
+    alone = measure_held_out(0, config_of())
+    assert ranks(2).run(measure_held_out, config_of("mesh.shard=2")) == [pytest.approx(alone)] * 2
 
 
 @pytest.mark.parametrize(
@@ -248,7 +250,7 @@ objective: {_target_: own_task.squares}
 
 @pytest.fixture
 def recipe(tmp_path) -> str:
-    """A folder with a recipe that names its own model and data, and says nothing of the groups' files."""
+    """Write a folder with a recipe that names its own model and data, and nothing of the groups' files."""
     (tmp_path / "conf" / "experiment").mkdir(parents=True)
     (tmp_path / "conf" / "experiment" / "mine.yaml").write_text(RECIPE)
     return f"--config-dir={tmp_path / 'conf'}"
@@ -314,7 +316,7 @@ def test_a_rule_that_matches_nothing_is_named():
 
 @pytest.mark.long  # test_train sweeps the main job
 def test_the_worked_example_is_swept_from_its_own_folder(tmp_path):
-    """As its docstring says, on two ranks, with one job and one step."""
+    """The command is that of its docstring, on two ranks, with one job and one step."""
     text = (EXAMPLE / "shapes.py").read_text()
     (line,) = [line.strip() for line in text.splitlines() if "--multirun" in line]
     assert len(text.splitlines()) < 100

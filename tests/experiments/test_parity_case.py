@@ -36,7 +36,7 @@ def test_a_layout_trains_as_plain_pytorch_does(name):
 
 
 def test_a_mean_over_ranks_of_unequal_counts_is_seen(monkeypatch):
-    """What DDP's users write: each rank's own mean."""
+    """DDP's users write each rank's own mean."""
     right = MODELS["decoder"]()
 
     def mean_of_means(params, tokens, labels):

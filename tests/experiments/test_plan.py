@@ -43,7 +43,7 @@ from fnshard.analysis.hardware import Hardware
 from fnshard.compiler.ir.values import Kind, ValueName
 from fnshard.compiler.kernels.segments import Segments
 from fnshard.errors import BudgetError
-from fnshard.search.price import PARTS, Candidate
+from fnshard.search.price import PARTS, Candidate, price
 
 MODEL = (
     "model.width=64", "model.layers=6", "model.heads=4", "model.kv_heads=2", "model.context=64",
@@ -108,7 +108,7 @@ def test_plans_that_differ_in_tiers_and_recomputation_share_traces(monkeypatch: 
 
 
 def test_more_micro_batches_are_so_many_more() -> None:
-    """Of a whole lowering with all eight."""
+    """The price is that of a whole lowering with all eight."""
     planner = planner_of(2, "rows=16", "model.layers=4")
     plan = DecoderPlan(1, 2, remat="unit")
     whole = planner.measure(plan, 4, 8)
@@ -137,6 +137,25 @@ def test_few_stages_layers_and_micro_batches_say_what_a_pipeline_needs(plan: Dec
     assert near.seconds == pytest.approx(exact.seconds, rel=0.05)
     assert near.peak_bytes == pytest.approx(exact.peak_bytes, rel=0.05)
     assert near.flops == pytest.approx(exact.flops, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        DecoderPlan(1, 1, pipeline=2, order="zero_bubble", keep=True, remat="unit"),
+        pytest.param(DecoderPlan(1, 1, pipeline=2, chunks=2, keep=True), marks=pytest.mark.long),
+        pytest.param(DecoderPlan(1, 2, pipeline=4, optimizer="host", remat=0.5), marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_few_micro_batches_say_how_large_values_of_a_pipeline_are(plan: DecoderPlan) -> None:
+    """Next to the ledgers of all stages of the whole step: seconds, parts and bytes, to rounding."""
+    devices = math.prod(getattr(plan, axis) for axis in search.AXES)
+    planner = planner_of(devices, f"rows={plan.pipeline * plan.data_ranks * 5}", "model.layers=4")
+    found = planner.price_exactly(plan)
+    whole = planner.lower(plan, 4, plan.pipeline * 5)
+    exact = price(plan, whole.memory_analysis(), whole.timeline(H100))
+    assert found == exact and found.parts == exact.parts
 
 
 def test_a_pipeline_takes_micro_batches_in_groups_as_large_as_it_is() -> None:
@@ -232,7 +251,7 @@ SEARCHES = [(2, 0.0005), *((n, b) for n in (1, 4, 8) for b in (0.002, 0.001, 0.0
 
 
 def neighbours_of(planner: Planner, plan: DecoderPlan) -> list[DecoderPlan]:
-    """All valid plans of which one field differs, or two: axes by a factor, rows by a factor."""
+    """Return all valid plans of which one field differs, or two: axes by a factor, rows by a factor."""
 
     def factors(size: int) -> list[int]:
         return [size * 2, *([size // 2] if size % 2 == 0 else [])]
@@ -251,7 +270,7 @@ def neighbours_of(planner: Planner, plan: DecoderPlan) -> list[DecoderPlan]:
 
 
 def check_neighbours(planner: Planner, draw: random.Random, count: int, shares: list[float]) -> None:
-    """One or two fields change, and what is recomputed to one of these shares."""
+    """Check plans of which one or two fields change, and what is recomputed to one of these shares."""
     best = planner.find_best()
     assert best.peak_bytes <= planner.budget
     for plan in draw.choices(neighbours_of(planner, best.choice), k=count):
@@ -315,7 +334,7 @@ def test_a_plan_without_a_pipeline_is_looked_at_first(monkeypatch: pytest.Monkey
 
 
 def test_a_step_goes_further_ahead_only_where_it_waits_for_collectives() -> None:
-    """By one kernel at a time, and to three at most; the main job is told to go as far."""
+    """It goes one kernel further at a time, and to three at most; the main job is told to go as far."""
     planner, plan = planner_of(8, "rows=8"), DecoderPlan(1, 8)
 
     def ahead_of(plan: DecoderPlan, waiting: float) -> set[tuple[int, int]]:
@@ -395,7 +414,7 @@ def test_a_narrower_optimizer_is_tried_where_it_is_allowed(monkeypatch: pytest.M
 
 
 def test_the_fewest_devices_for_so_many_days(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where twice the devices are twice as fast."""
+    """Twice the devices are twice as fast here."""
     fake = lambda self, plan, depths: Candidate(plan, 1e3, 2e-4 / self.devices)  # noqa: E731
     monkeypatch.setattr(Planner, "_price_layers", fake)
     config, said = config_of("days=0.14", "tokens=1e10", "rows=2", "most_devices=2"), []
@@ -512,10 +531,10 @@ def test_the_first_line_says_what_is_planned(monkeypatch, capsys, tmp_path) -> N
     )
 
 
-def printed_run(
+def plan_and_compose(
     monkeypatch: pytest.MonkeyPatch, folder: Path, plan: DecoderPlan, *words: str
 ) -> tuple[Any, Any]:
-    """What the command plans for, and what train composes of the line that it prints."""
+    """Return what the command plans for, and what train composes of the line that it prints."""
     kept = []
 
     def found(config: Any, hardware: Any, say: Any) -> tuple[Planner, Any]:
@@ -549,7 +568,7 @@ def test_the_run_line_is_the_plan_whatever_a_recipe_says(recipe, tmp_path, monke
     plan = DecoderPlan(1, 8) if recipe else DecoderPlan(2, 4, micro_rows=2, optimizer="host", remat=0.5)
     words = [f"experiment={recipe}"] if recipe else SAID
     more = "rows=16", "hardware=h100", "run.steps=7"
-    config, run = printed_run(monkeypatch, tmp_path, plan, *words, *more)
+    config, run = plan_and_compose(monkeypatch, tmp_path, plan, *words, *more)
     assert run.strategy == StrategyConfig(name=plan.preset, remat=plan.remat, **plan.tiers)
     assert run.mesh == plan.mesh and run.specs is None and run.data.rows == 16 and run.run.steps == 7
     assert run.run.accumulate * plan.micro_rows * 8 == 16 and run.run.accumulate_mode == "reduce"
@@ -562,7 +581,7 @@ def test_the_run_line_keeps_what_the_plan_does_not_decide(tmp_path, monkeypatch)
     """Groups, a folder of configurations, and values that a shell would split."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine.yaml").write_text("defaults: [tiny]\nlayers: 3\n")
-    _, run = printed_run(
+    _, run = plan_and_compose(
         monkeypatch, tmp_path / "plan", DecoderPlan(1, 8), f"--config-dir={tmp_path}", "model=mine",
         "data=shards",
         "data.root='my shards'", "schedule=wsd", "tracker=tensorboard", "precision=fp32", "devices=8",
@@ -592,7 +611,7 @@ def test_a_mixture_is_split_by_experts(tmp_path, monkeypatch) -> None:
     assert DecoderPlan(1, 1, expert=4) in planner.splits()
     assert planner.is_valid(DecoderPlan(1, 1, expert=2, pipeline=2, chunks=2))
     assert not planner.is_valid(DecoderPlan(1, 2, 2))
-    _, run = printed_run(monkeypatch, tmp_path, DecoderPlan(1, 1, expert=4), *words)
+    _, run = plan_and_compose(monkeypatch, tmp_path, DecoderPlan(1, 1, expert=4), *words)
     assert run.mesh.expert == 4 and run.mesh.expert_capacity == 1.5 and run.model == config.model
 
 

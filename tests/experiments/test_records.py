@@ -29,7 +29,7 @@ def chat(directory):
 
 
 def written(tokenizer, record, kind="samples"):
-    """What is made of a record; what is learned stands between « and »."""
+    """Return what is made of a record; what is learned stands between « and »."""
     return [mark_learned(tokenizer, *each) for each in KINDS[kind](record, tokenizer)]
 
 
@@ -396,7 +396,7 @@ def test_fields_that_nothing_reads_are_one_counted_line(prepared_from, capsys):
 
 @pytest.mark.parametrize(("template", "eos"), [(TEMPLATE, "</s>"), (MARKED, "<|im_end|>")])
 def test_messages_say_whether_they_are_learned(directory, template, eos):
-    """With marks in the template, and without."""
+    """They do with marks in the template, and without."""
     tokenizer = open_directory(directory(tokenizer_config={"eos_token": eos, "chat_template": template}))
     talk = [said("x", loss=False), USER, said("no", weight=0), user("b", train=True), said("yes"), USER]
     ((ids, learned),) = KINDS["samples"]({"messages": talk}, tokenizer)

@@ -21,8 +21,8 @@ from runs import (
     compose,
     config_of,
     differences,
-    killed_at,
-    remembered_steps,
+    kill_at,
+    remember_steps,
     rows_of,
     run_in,
     timeless,
@@ -72,7 +72,7 @@ def test_the_unbroken_run_is_whole(unbroken):
 def test_killed_and_started_again(unbroken, tmp_path, monkeypatch, capfd, how, at, before_save, goes_on):
     config = config_of(f"run.async_save={str(how == 'async').lower()}")
     with monkeypatch.context() as patch:
-        killed_at(patch, at, before_save=before_save)
+        kill_at(patch, at, before_save=before_save)
         with pytest.raises(KilledError, match=r"^$"):
             train.train(config, run_in(tmp_path), [], Stop())
     fs.checkpoint.wait()
@@ -88,7 +88,7 @@ def test_killed_and_started_again(unbroken, tmp_path, monkeypatch, capfd, how, a
 def test_killed_again_and_again(unbroken, tmp_path, monkeypatch):
     for at in (5, 6, 9, 10, STEPS):
         with monkeypatch.context() as patch:
-            killed_at(patch, at)
+            kill_at(patch, at)
             with pytest.raises(KilledError, match=r"^$"):
                 train.train(config_of(), run_in(tmp_path), [], Stop())
     for _ in range(2):  # finished, it stays as it is
@@ -111,7 +111,7 @@ def test_with_replicas_no_step_is_made_again(unbroken, tmp_path, monkeypatch, ca
     memory /= f"fnshard-memory-{memory_name(Path(run.folder))}"
     for at, after_held_out in ((3, False), (7, False), (8, True), (STEPS, False)):
         with monkeypatch.context() as patch:
-            killed_at(patch, at, before_save=after_held_out)
+            kill_at(patch, at, before_save=after_held_out)
             with pytest.raises(KilledError, match=r"^$"):
                 train.train(config_of("run.replicas=1"), run, [], Stop())
     assert re.findall(r"resume: step (\d+) of (.*)", capfd.readouterr().out) == [
@@ -148,7 +148,7 @@ def test_asked_to_stop(unbroken, tmp_path, capfd, at):
 
 def test_a_torn_checkpoint_is_passed_over(unbroken, tmp_path, monkeypatch, capfd):
     with monkeypatch.context() as patch:
-        killed_at(patch, 10)
+        kill_at(patch, 10)
         with pytest.raises(KilledError, match=r"^$"):
             train.train(config_of(), run_in(tmp_path), [], Stop())
     (data,) = (tmp_path / CHECKPOINTS / "8").glob("*.safetensors")
@@ -231,7 +231,7 @@ def on_two(rank: int, folder: str, async_save: str, stop_at: int, stops: int) ->
     stop = After(stop_at) if rank == stops else Stop()
     config = compose(*TWO, "mesh.shard=2", f"run.async_save={async_save}")
     Path(folder).mkdir(exist_ok=True)
-    with remembered_steps(ON_RANK):
+    with remember_steps(ON_RANK):
         train.train(config, RunFolder(folder), [], stop)
     fs.checkpoint.wait()
 
@@ -281,7 +281,7 @@ def test_ranks_that_split_the_same_rows_are_one_rank(ranks: Any, tmp_path: Path,
 
 
 def test_the_same_command_again_after_sigterm_and_after_ctrl_c(tmp_path):
-    """With a folder named by the clock; a signal to the launcher reaches the ranks."""
+    """The folder is named by the clock, and a signal to the launcher reaches the ranks."""
     command = ["-m", "experiments.train", *RUN, "mesh.shard=1", "run.steps=3000", "run.sample_tokens=0"]
     shown = []
     for number, code in ((signal.SIGTERM, 0), (signal.SIGINT, 130)):

@@ -15,7 +15,7 @@ import torch
 from families import FAMILIES
 from runs import DOUBLE, KilledError, timeless
 from torch import Tensor
-from tuning import STEPS, assert_alike, config_of, tuned
+from tuning import STEPS, assert_alike, config_of, tune_on_rank
 
 import fnshard as fs
 from experiments import finetune
@@ -90,7 +90,7 @@ def numbers(count: int) -> Tensor:
 
 
 def test_rows_that_are_free_take_the_next_prompt() -> None:
-    """With two rows for seven prompts each has the answer that it has alone."""
+    """Two rows serve seven prompts, and each prompt has the answer that it has alone."""
     mesh = fs.make_mesh(shard=1, device="cpu")
     every, params, model = rollouts(mesh, 7, stops=set(range(17, 40)))
     one = every(params, PROMPTS, numbers(7))
@@ -369,7 +369,7 @@ def test_rewards_see_the_conversation_and_the_record(directory, tmp_path):
 
 
 def test_a_reward_is_credited_to_the_tokens_of_its_answer():
-    """With no discount and a value head that says 0, each token's advantage is the whole reward."""
+    """If nothing is discounted and the value head says 0, each token's advantage is the whole reward."""
     of = SimpleNamespace(config=SimpleNamespace(objective=SimpleNamespace(lam=1.0)))
     zeros = lambda params, tokens: torch.zeros(tokens.shape)  # noqa: E731
     batches = RewardedBatches(of, None, (), None, None, None, values=zeros)
@@ -404,7 +404,7 @@ def test_a_run_is_rewarded_and_resumes_bit_for_bit(model, data, tmp_path, monkey
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     setup = finetune.build(config)
     monkeypatch.setattr(finetune, "build", lambda *_, **__: setup)
-    tuned(0, config, whole)
+    tune_on_rank(0, config, whole)
     result = read_result(whole)
     assert result["status"] == "ok" and "held_out_loss" not in result
     parts = result["held_out_reward_length"] + result["held_out_reward_exact"]
@@ -427,11 +427,11 @@ def test_a_run_is_rewarded_and_resumes_bit_for_bit(model, data, tmp_path, monkey
 
         with monkeypatch.context() as patch, pytest.raises(KilledError):
             patch.setattr(of, name, dies)
-            tuned(0, config, broken)
+            tune_on_rank(0, config, broken)
 
     killed(Rollouts, "_keep", 6)
     killed(Run, "make_step", 2)
-    tuned(0, config, broken)
+    tune_on_rank(0, config, broken)
     assert timeless(whole) == timeless(broken)
 
 
@@ -450,8 +450,8 @@ def test_two_ranks_draw_what_one_does(ranks, model, data, tmp_path, objective, a
                        "objective.tokens=2", *DOUBLE)  # fmt: skip
     config = replace(config, objective=replace(config.objective, reward={"name": "length", "most": 1}))
     one, two = tmp_path / "one", tmp_path / "two"
-    tuned(0, config, one)
-    ranks(2).run(tuned, replace(config, mesh=replace(config.mesh, **axes)), str(two))
+    tune_on_rank(0, config, one)
+    ranks(2).run(tune_on_rank, replace(config, mesh=replace(config.mesh, **axes)), str(two))
     assert_alike(two, one)
 
 

@@ -147,7 +147,7 @@ def test_what_comes_before_the_first_step_is_shown(tmp_path):
 
 @pytest.fixture
 def day(cwd: Path) -> Path:
-    """Where folders of runs lie."""
+    """Return the folder in which folders of runs lie."""
     return cwd / "outputs" / "day"
 
 

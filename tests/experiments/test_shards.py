@@ -31,8 +31,8 @@ from experiments.train import train as run_training
 from fnshard.launcher.rank import Stop
 
 
-def expected(folder: Path, held_out: bool) -> list[int]:
-    """The tokens of a folder of text, the plain way."""
+def compute_tokens(folder: Path, held_out: bool) -> list[int]:
+    """Return the tokens of a folder of text, computed the plain way."""
     found: list[int] = []
     for path in sorted(folder.rglob("*"), key=lambda p: p.relative_to(folder).as_posix()):
         name = path.relative_to(folder).as_posix()
@@ -58,7 +58,7 @@ def test_shards_hold_the_text_whatever_their_size(texts, tmp_path, monkeypatch, 
     config = tokenize_config(tmp_path / "out", texts, shard_mb=shard_mb, processes=processes)
     for side, shards in zip(job.SIDES, tokenize(config), strict=True):
         stream = stream_of(shards).tolist()
-        assert stream == expected(texts, side == "held_out") and len(stream) > 1000
+        assert stream == compute_tokens(texts, side == "held_out") and len(stream) > 1000
         opened = open_shards(tmp_path / "out" / side)
         assert opened == shards and opened.tokens == len(stream) and opened.largest == EOS
         assert opened.documents == stream.count(EOS) and opened.vocab == 264
@@ -82,7 +82,7 @@ def test_a_directory_s_tokenizer_makes_shards_that_decode_to_the_text(texts, tmp
         if token == 1:
             documents.append(kept.decode(here))
             here = []
-    plain = bytes(t if t < 256 else 0 for t in expected(texts, True)).decode().split("\0")
+    plain = bytes(t if t < 256 else 0 for t in compute_tokens(texts, True)).decode().split("\0")
     assert not here and [*documents, ""] == plain
     assert trained.largest < trained.vocab == kept.vocab
 
@@ -237,7 +237,7 @@ def test_arrays_that_are_no_tokens(tmp_path):
 # ------------------------------------------------------------------ training on them
 
 
-def trained_on(shard_folder: Path, *more: str):
+def prepare_on(shard_folder: Path, *more: str):
     overrides = (
         "data=shards", f"data.root={shard_folder}", "model.vocab=264", "run.steps=4", "run.held_out_every=2",
         "run.save_every=2", "mesh.shard=1", "model.layers=1", *more,
@@ -247,13 +247,13 @@ def trained_on(shard_folder: Path, *more: str):
 
 def test_a_run_on_shards_and_one_that_is_cut_off(shard_folder, tmp_path, capsys):
     whole, cut_off = tmp_path / "whole", tmp_path / "cut"
-    run_training(trained_on(shard_folder), RunFolder(str(whole)), [], Stop())
+    run_training(prepare_on(shard_folder), RunFolder(str(whole)), [], Stop())
     said = capsys.readouterr().out
     assert "held-out loss, nats per byte: model" in said and "trigram" in said
     assert (whole / "sample.txt").read_text().startswith("def ") and (whole / "loss.png").exists()
 
     half = str(whole / "checkpoints" / "2")
-    run_training(trained_on(shard_folder), RunFolder(str(cut_off), source=half), [], Stop())
+    run_training(prepare_on(shard_folder), RunFolder(str(cut_off), source=half), [], Stop())
     assert "resume: step 2 of" in capsys.readouterr().out
     curves = [
         [{k: row[k] for k in ("step", "loss", "held_out_loss") if k in row} for row in rows_of(f)]
@@ -267,7 +267,7 @@ def test_a_run_without_a_tokenizer(numbered, tmp_path, capsys):
     for side, parts in (("train", 3), ("held_out", 2)):
         (tmp_path / side).symlink_to(numbered(400, parts).folder)
     run_training(
-        trained_on(tmp_path, "model.vocab=400", "run.steps=2"), RunFolder(str(tmp_path / "run")), [], Stop()
+        prepare_on(tmp_path, "model.vocab=400", "run.steps=2"), RunFolder(str(tmp_path / "run")), [], Stop()
     )
     said = capsys.readouterr().out
     assert "held-out loss, nats per token: model" in said and "gram" not in said
@@ -279,20 +279,20 @@ def test_shards_that_a_run_cannot_use(shard_folder, numbered, tmp_path):
     with pytest.raises(
         ConfigError, match=r"(?s)vocab=256: .*train: the largest is 257.*Fix: model.vocab=264"
     ):
-        trained_on(shard_folder, "model.vocab=256")
+        prepare_on(shard_folder, "model.vocab=256")
     with pytest.raises(ConfigError, match=r"(?s)train holds no shards.*held_out holds no shards"):
-        trained_on(tmp_path)
+        prepare_on(tmp_path)
     with pytest.raises(ConfigError, match=r"held_out: \d+ tokens; one window of model.context=900999 needs"):
-        trained_on(shard_folder, "model.context=900999")
+        prepare_on(shard_folder, "model.context=900999")
     for side in ("train", "tokenizer"):
         (tmp_path / side).symlink_to(shard_folder / side)
     (tmp_path / "held_out").symlink_to(numbered(400, 2).folder)
     with pytest.raises(ConfigError, match="are of two tokenizers"):
-        trained_on(tmp_path, "model.vocab=400")
+        prepare_on(tmp_path, "model.vocab=400")
 
 
 def test_tables_are_those_of_the_bytes(shard_folder):
-    reading = open_tokens(trained_on(shard_folder))
+    reading = open_tokens(prepare_on(shard_folder))
     held = stream_of(reading.measured)
     batches = list(reading.held_out(fs.make_mesh(shard=1, device="cpu"), 4))
     inputs, targets = (torch.cat(each) for each in zip(*batches, strict=True))

@@ -118,7 +118,7 @@ def test_ranks_on_several_nodes_know_when_their_command_began(tmp_path, monkeypa
 
 
 def test_a_worker_whose_sweep_died_before_its_job_begins_ends(tmp_path, monkeypatch):
-    """Of joblib's, which imports for seconds first: nobody would see its run."""
+    """joblib's worker imports for seconds first: nobody would see its run."""
     runtime = SimpleNamespace(output_dir=tmp_path, choices={"hydra/launcher": "joblib"})
     here = SimpleNamespace(runtime=runtime, overrides=SimpleNamespace(task=[]), mode=RunMode.MULTIRUN)
     monkeypatch.setattr(launch.HydraConfig, "get", lambda: here)
@@ -157,7 +157,7 @@ objective: {_target_: own_task.squares}
 
 @pytest.mark.long  # test_own sweeps the worked example
 def test_keys_of_a_recipes_own_model_are_swept_and_shown(sweep, tmp_path, capfd, monkeypatch):
-    """As a single run takes them; a folder of configurations may be called as a key is."""
+    """They are taken as in a single run; a folder of configurations may have the name of a key."""
     (tmp_path / "data.d" / "experiment").mkdir(parents=True)
     (tmp_path / "data.d" / "experiment" / "mine.yaml").write_text(MINE)
     mine = "--config-dir", "data.d", "experiment=mine", "data.width=64"
@@ -218,7 +218,7 @@ TINY = (*SMALL, "model.layers=1", "mesh.shard=1", "run.steps=2", "run.sample_tok
 
 
 def real(folder: Path, *arguments: str, env: dict[str, str] | None = None) -> tuple[int, str, Path]:
-    """A sweep of real jobs: exit code, output, folder."""
+    """Run a sweep of real jobs; return exit code, output and folder."""
     root = folder / "text"
     root.mkdir(exist_ok=True)
     for number in range(60):

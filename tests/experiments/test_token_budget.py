@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from runs import DOUBLE, compose, rows_of, timeless
-from tuning import SMALL, assert_same_on_every_mesh, config_of, tuned, tuned_until
+from tuning import SMALL, assert_same_on_every_mesh, config_of, tune_on_rank, tune_until
 
 import fnshard as fs
 from experiments import finetune
@@ -27,7 +27,7 @@ REWARDED = ("objective.group=4", "objective.tokens=3", "optimizer.lr=0.02")
 
 
 def parts_of(config: Any) -> tuple[Any, Any, Any]:
-    """The tuning of a configuration, parameters whose adapters do something, and its data."""
+    """Return the tuning of a configuration, parameters whose adapters do something, and its data."""
     mesh, lm = fs.make_mesh(shard=1, device="cpu"), from_directory(config.model)
     tuning = make_tuning(config, lm)
     base = fs.hf.load(config.model, fs.presets.full_shard(lm.params, mesh), mesh, model=lm.model)
@@ -150,17 +150,17 @@ def test_the_most_tokens_that_fit_are_asked_of_the_ledger(model, data, tmp_path)
 
 
 def test_a_run_goes_on_with_the_tokens_that_it_began_with(model, data, tmp_path):
-    """On a machine with more memory; one with less is refused."""
+    """It goes on on a machine with more memory; one with less is refused."""
     config = config_of(model, data, tmp_path, "data.tokens=auto", "run.device_gb=1", "data.rows=2",
                        "run.steps=4", "run.sample_tokens=0", "export=none")  # fmt: skip
     with_gb = lambda gb: replace(config, run=replace(config.run, device_gb=gb))  # noqa: E731
     named = replace(config, data=replace(config.data, tokens=64), run=replace(config.run, device_gb=None))
     least = finetune.build(named)
     peak = least.step.lower(least.planned.tuning.params, least.batch).memory_analysis().peak_bytes / 1e9
-    tuned_until(with_gb(1.0001 * peak), tmp_path / "run", 3)
+    tune_until(with_gb(1.0001 * peak), tmp_path / "run", 3)
     with pytest.raises(ConfigError, match=r"goes on with data.tokens=64,.* Fix: more ranks"):
-        tuned(0, with_gb(0.9 * peak), tmp_path / "run")
-    tuned(0, with_gb(10 * peak), tmp_path / "run")
+        tune_on_rank(0, with_gb(0.9 * peak), tmp_path / "run")
+    tune_on_rank(0, with_gb(10 * peak), tmp_path / "run")
     assert "tokens: 64\n" in (tmp_path / "run" / "config.yaml").read_text()
     assert rows_of(tmp_path / "run")[-1]["step"] == 4
 

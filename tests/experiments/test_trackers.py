@@ -32,7 +32,7 @@ FACTS = {
 
 
 def rows_of(first: int, last: int) -> list[Row]:
-    """Rows of steps, every second with a held-out loss after it."""
+    """Return rows of steps, every second with a held-out loss after it."""
     rows: list[Row] = []
     for step in range(first, last + 1):
         rows.append({"step": step, "loss": 1 / step, "lr": 0.1})
@@ -42,7 +42,7 @@ def rows_of(first: int, last: int) -> list[Row]:
 
 
 def process(folder: Path, tracker: Tracker, rows: Sequence[Row], end: str = "") -> None:
-    """One process's part of a run, whose file has these rows; without an `end` it is killed."""
+    """Follow one process's part of a run, whose file has these rows; without an `end` it is killed."""
     write_text(folder / METRICS, "".join(json.dumps(row) + "\n" for row in rows))
     feed = Feed("kept", tracker, folder / METRICS, FACTS, print)
     feed.follow(at_once=True)
@@ -55,7 +55,7 @@ def process(folder: Path, tracker: Tracker, rows: Sequence[Row], end: str = "") 
 
 
 def whole(folder: Path, make: Callable[[], Tracker], killed: Callable[[], None] = lambda: None) -> None:
-    """A run of six steps by three processes: one is killed after step 5, the next resumes from step 3."""
+    """Make six steps by three processes: one is killed after step 5, the next resumes from step 3."""
     process(folder, make(), rows_of(1, 5))
     killed()
     process(folder, make(), rows_of(1, 6))
@@ -137,7 +137,7 @@ def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def wandb_records(file: Path) -> list[Any]:
-    """The records of an offline run: a LevelDB log after a head of seven bytes, each a protobuf message."""
+    """Read the records of an offline run: protobuf messages in a LevelDB log, after a head of seven bytes."""
     from wandb.proto import wandb_internal_pb2
 
     data, at, out, part = file.read_bytes(), 7, [], b""
@@ -187,7 +187,7 @@ def full() -> None:
 
 
 def test_rows_come_once_and_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In batches; the next process skips what it writes again, and files come after the rows."""
+    """They come in batches; the next process skips what it writes again, and files come after the rows."""
     monkeypatch.setattr(feeds, "BATCH", 2)
     first, second, third = InMemory(), InMemory(), InMemory()
     process(tmp_path, first, rows_of(1, 5))

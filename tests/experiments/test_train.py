@@ -79,7 +79,9 @@ def test_remat_is_a_name_a_number_or_a_mapping():
 # ------------------------------------------------------------------ ranks
 
 
-def placed(*overrides: str, gpus: int = 0, world: int | None = None, nodes: int = 1) -> configs.TrainConfig:
+def place_run(
+    *overrides: str, gpus: int = 0, world: int | None = None, nodes: int = 1
+) -> configs.TrainConfig:
     accelerators = {"cuda": gpus} if gpus else {}
     return fit_to_machine(compose(*overrides), accelerators=accelerators, world=world, nodes=nodes)
 
@@ -101,7 +103,7 @@ def placed(*overrides: str, gpus: int = 0, world: int | None = None, nodes: int 
     ],
 )
 def test_ranks_are_all_there_are_or_as_many_as_asked(overrides, gpus, world, expected):
-    config = placed(*overrides, gpus=gpus, world=world)
+    config = place_run(*overrides, gpus=gpus, world=world)
     assert (config.run.device, config.mesh.replicate, config.mesh.shard) == expected
 
 
@@ -117,12 +119,12 @@ def test_ranks_are_all_there_are_or_as_many_as_asked(overrides, gpus, world, exp
     ],
 )
 def test_precision_is_what_the_device_is_fast_in_with_an_fp32_optimizer(overrides, gpus, expected):
-    found = placed(*overrides, gpus=gpus).precision
+    found = place_run(*overrides, gpus=gpus).precision
     assert (found.storage, found.compute, found.reduce) == expected and found.optimizer == "float32"
 
 
 def test_the_devices_of_a_machine_are_counted(monkeypatch):
-    """By torch's own names, which a machine without any never asks for."""
+    """They are counted by torch's names, which a machine without any never asks for."""
     assert find_accelerators() == {} or torch.accelerator.is_available()
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
@@ -130,7 +132,7 @@ def test_the_devices_of_a_machine_are_counted(monkeypatch):
 
 
 def test_several_nodes_have_the_ranks_of_all():
-    assert placed("data.rows=16", gpus=8, nodes=2).mesh.shard == 16
+    assert place_run("data.rows=16", gpus=8, nodes=2).mesh.shard == 16
 
 
 @pytest.mark.parametrize(
@@ -155,7 +157,7 @@ def test_several_nodes_have_the_ranks_of_all():
 )
 def test_impossible_meshes_are_refused(overrides, machine, message):
     with pytest.raises(ConfigError, match=message):
-        placed(*overrides.split(), **machine)
+        place_run(*overrides.split(), **machine)
 
 
 # ------------------------------------------------------------------ plans of several ranks

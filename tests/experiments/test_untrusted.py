@@ -48,7 +48,7 @@ REPOSITORY = "somebody/kernels"
 
 
 def payload() -> None:
-    """What must not run; `EVIL` names it."""
+    """Do what must not happen; `EVIL` names this function."""
     raise SystemExit(RAN)  # which no `except Exception` hides
 
 
@@ -77,13 +77,13 @@ def pickled_weights(folder: Path) -> None:
         (folder / name).write_bytes(pickle.dumps(Bomb()))
 
 
-def only_pickled(folder: Path) -> None:
+def leave_pickles(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     pickled_weights(folder)
 
 
 def own_code(folder: Path) -> None:
-    """Everything that transformers has a class for, as the folder's own."""
+    """Give a folder code of its own for everything that transformers has a class for."""
     (folder / "evil.py").write_text(CODE)
     classes = ("AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoModelForSequenceClassification",
                "AutoModelForImageTextToText", "AutoProcessor", "AutoImageProcessor")  # fmt: skip
@@ -128,7 +128,7 @@ def adapter(folder: Path) -> None:
 
 MODELS: dict[str, Callable[[Path], None]] = {
     "pickles beside": pickled_weights,
-    "pickles alone": only_pickled,
+    "pickles alone": leave_pickles,
     "classes of its own": own_code,
     "a type of its own": own_type,
     "attn_implementation": kernels("attn_implementation"),
@@ -146,29 +146,29 @@ MODELS: dict[str, Callable[[Path], None]] = {
 }
 
 
-def opened(folder: Path) -> None:
-    """All that commands read of a model's folder."""
+def read_model_folder(folder: Path) -> None:
+    """Read all that commands read of a model's folder."""
     lm, tokenizer = open_model(folder)
     assert lm.model.config._attn_implementation in ("fnshard", "sdpa", "eager")
     chat.opening(tokenizer, [{"role": "user", "content": "x"}])
 
 
-def saved_with(folder: Path) -> None:
-    """A model that is saved with the configuration of a folder."""
+def save_with(folder: Path) -> None:
+    """Save a model with the configuration of a folder."""
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig.from_pretrained(folder / "own"))
     _, params = fs.make_functional(model)
     specs = fs.presets.no_shard(params, fs.make_mesh(shard=1))
     fs.hf.save(dict(params), folder / "saved", specs, fs.make_mesh(shard=1), model=model, config=folder)
 
 
-def loaded(folder: Path) -> None:
+def load_weights(folder: Path) -> None:
     fs.hf.load(folder, {"w": fs.LayoutSpec(shape=(2,))}, fs.make_mesh(shard=1))
 
 
 READERS: dict[str, Callable[[Path], Any]] = {
-    "a command": opened,
+    "a command": read_model_folder,
     "a reward": lambda folder: make_model_reward(str(folder), "cpu"),
-    "fs.hf.save": saved_with,
+    "fs.hf.save": save_with,
     "fs.adapters.load": lambda folder: fs.adapters.load(folder, {"w": torch.ones(2, 2)}),
     "load_tokenizer": load_tokenizer,
 }
@@ -176,8 +176,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
 
 @pytest.fixture
 def guarded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """An empty folder; a kernel that is fetched, or a shell that is called, leaves `ran` in it and ends the
-    test."""
+    """Return an empty folder; a kernel that is fetched, or a shell, leaves `ran` in it and ends the test."""
     import transformers.modeling_utils as modeling
 
     def ran(*args: Any, **kwargs: Any) -> None:
@@ -191,7 +190,7 @@ def guarded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def harmless(read: Callable[[], Any]) -> None:
-    """It is read, or refused in words."""
+    """Check that something is read, or refused in words."""
     try:
         read()
     except (ConfigError, FnshardError, chat.LineError) as error:
@@ -218,7 +217,7 @@ def test_nothing_in_the_folder_of_a_model_that_sees_runs(guarded: Path, what: st
     folder.mkdir()
     write_model("tiny-llava", folder)
     MODELS[what](folder)
-    harmless(lambda: opened(folder))
+    harmless(lambda: read_model_folder(folder))
     assert not any("evil" in name.split(".") for name in sys.modules)
 
 
@@ -235,7 +234,7 @@ def config_yaml(text: str) -> Callable[[Path], None]:
 
 
 def targets(*groups: str) -> Callable[[Path], None]:
-    """The whole configuration of a run, with code in it."""
+    """Write the whole configuration of a run, with code in it."""
 
     def leave(folder: Path) -> None:
         from dataclasses import asdict
@@ -337,7 +336,7 @@ def test_nothing_in_prepared_data_shards_and_checkpoints_is_unpickled(guarded: P
     assert read_json(guarded / "prepared.json") == {}
     with pytest.raises(FnshardError):
         fs.checkpoint.verify(guarded)
-    harmless(lambda: loaded(guarded))
+    harmless(lambda: load_weights(guarded))
     with pytest.raises(FnshardError):
         fs.adapters.load(guarded, {})
 
@@ -427,7 +426,7 @@ def test_ends_of_a_generation_that_are_none_are_passed_over(tmp_path: Path, valu
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which bases are kept from test to test."""
+    """Make a folder in which bases are kept from test to test."""
     return tmp_path_factory.mktemp("place")
 
 

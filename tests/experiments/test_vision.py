@@ -37,7 +37,7 @@ COUNTS = (2, 1, 0, 1)  # images in the rows of a batch
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A directory of each family, with fewer blocks of text."""
+    """Make a directory of each family, with fewer blocks of text."""
     made = {name: tmp_path_factory.mktemp(name) for name in SEEING}
     few = {**bases._TEXT, "num_hidden_layers": 2}
     with torch.random.fork_rng(), mock.patch.object(bases, "_TEXT", few):
@@ -49,7 +49,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Images of noise, of different sizes."""
+    """Make images of noise, of different sizes."""
     folder, random = tmp_path_factory.mktemp("pictures"), torch.Generator().manual_seed(0)
     paths = []
     for width, height in ((40, 24), (24, 56), (64, 30), (33, 47)):
@@ -60,7 +60,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def rows_of_images(images: Any, hf: Any, pictures: list[str]) -> list[tuple[list[int], list[str]]]:
-    """Token ids of each row, and its images."""
+    """Return the token ids of each row, and its images."""
     rows, left = [], list(pictures)
     for count in COUNTS:
         paths = [left.pop() for _ in range(count)]
@@ -71,7 +71,7 @@ def rows_of_images(images: Any, hf: Any, pictures: list[str]) -> list[tuple[list
 
 
 def logits_of_transformers(model: Any, images: Any, ids: list[int], paths: list[str]) -> Tensor:
-    """The logits of one row alone, as the model itself makes them."""
+    """Compute the logits of one row alone, as the model itself makes them."""
     seen = {}
     if paths:
         each = [open_image(path) for path in paths]
@@ -153,7 +153,7 @@ def test_few_shapes_are_made_of_many(folders, pictures):
 
 @pytest.mark.parametrize("name", ["tiny-llava", "tiny-smolvlm"])
 def test_image_tokens_are_those_of_the_processor(folders, pictures, name):
-    """Of transformers, where one opens without torchvision."""
+    """The processor is transformers', if it opens without torchvision."""
     tokenizer = open_directory(folders[name])
     images, text = tokenizer.images, f"a{tokenizer.images.token}b{tokenizer.images.token}c"
     if name == "tiny-llava":
@@ -261,7 +261,7 @@ def test_images_that_changed_after_they_were_prepared_are_named(folders, picture
 
 @pytest.fixture(scope="module")
 def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Questions about one image of one size: one shape, one program."""
+    """Make questions about one image of one size: one shape, one program."""
     path = write_image_files(tmp_path_factory.mktemp("shapes"))[0]
     rows = [(line, json.loads(line)["images"]) for line in path.read_text().splitlines(keepends=True)]
     small = [line for line, (first, *more) in rows

@@ -110,7 +110,7 @@ FAR = ("optimizer.lr=1e30", "optimizer.clip=null", "schedule=constant")
 
 
 def rates(monkeypatch: pytest.MonkeyPatch, at: int, bad: float) -> None:
-    """From step `at` (the first is 1) on the rate is `bad`."""
+    """Let the rate be `bad` from step `at` on; the first is 1."""
     good, bad = torch.tensor([1e-3, bad], dtype=torch.float64)
     monkeypatch.setattr(task, "make_rate", lambda *_: lambda step: torch.where(step + 1 >= at, bad, good))
 
@@ -158,7 +158,7 @@ def test_stop_only_ends_and_off_goes_on(tmp_path: Path, monkeypatch: Any, capfd:
 
 
 def diverges(rank: int, folder: str) -> tuple[str, list[int]]:
-    """On this rank, the message that ends the run."""
+    """Return the message that ends the run on this rank, and the steps of checkpoints."""
     config = compose(*RUN, *FAR, "mesh.shard=2", "run.save_every=1")
     Path(folder).mkdir(exist_ok=True)
     try:

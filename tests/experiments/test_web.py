@@ -17,11 +17,11 @@ import pytest
 from runs import compose, leave_run
 
 from experiments import finetune, train
-from experiments.compare.outcome import outcome_of
+from experiments.compare.outcome import read_outcome
 from experiments.explain import config as explain_config
 from experiments.lib.checks import ConfigError, flat
 from experiments.lib.compose import defaults, open_hydra
-from experiments.lib.files import LOCK, locked, write_json
+from experiments.lib.files import LOCK, lock_folder, write_json
 from experiments.web import charts, prediction, server
 from experiments.web.config import WebConfig
 from experiments.web.form import Draft, draft_of, hydra_text, quote, read_form
@@ -296,7 +296,7 @@ class FakeCommand:
 
 @pytest.fixture
 def commands(monkeypatch) -> list[FakeCommand]:
-    """Those that are started."""
+    """Return the list of commands that are started."""
     found: list[FakeCommand] = []
 
     def start(command: list[str], **how: Any) -> FakeCommand:
@@ -359,7 +359,7 @@ def test_files_of_a_run_are_read_again_when_they_change(runs):
 def test_curves_are_those_of_the_rows(tmp_path):
     for name, seed in (("a", "run.seed=1"), ("b", "run.seed=2")):
         leave_run(tmp_path / name, seed, status="unfinished")
-    outcomes = [outcome_of(tmp_path / name, name) for name in "ab"]
+    outcomes = [read_outcome(tmp_path / name, name) for name in "ab"]
     one, two = charts.chart_curves(outcomes[:1]), charts.chart_curves(outcomes)
     training = one["series"][0]["data"]
     rows = [[row["step"], row["loss"]] for row in outcomes[0].rows if "loss" in row]
@@ -408,7 +408,7 @@ def test_a_port_that_is_taken_and_a_second_page_are_one_error_each(tmp_path):
         port = other.getsockname()[1]
         with pytest.raises(ConfigError, match="Fix: port=0"):
             server.serve(WebConfig(folder=str(tmp_path), port=port))
-    with locked(tmp_path, server.LOCK), pytest.raises(ConfigError, match="another page is at work"):
+    with lock_folder(tmp_path, server.LOCK), pytest.raises(ConfigError, match="another page is at work"):
         server.serve(WebConfig(folder=str(tmp_path)))
     with pytest.raises(ConfigError, match="Fix: make it"):
         server.serve(WebConfig(folder=str(tmp_path / "none")))

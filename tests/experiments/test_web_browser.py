@@ -40,7 +40,7 @@ TINY = " ".join([*SMALL, "mesh.shard=1", "run.save_every=0", "run.held_out_every
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Iterator[Path]:
-    """The page's folder, with a run that has ended."""
+    """Yield the page's folder, with a run that has ended."""
     folder = tmp_path_factory.mktemp("page").resolve()
     leave_run(folder / "outputs" / "before", "run.seed=1", held_out_loss=2.5, loss=4.6)
     yield folder
@@ -52,7 +52,7 @@ def folder(tmp_path_factory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def address(folder) -> Iterator[str]:
-    """A page that is served by a process of its own, as a user starts it."""
+    """Yield a page that is served by a process of its own, as a user starts it."""
     process = start_page(folder)
     try:
         yield read_address(process)
@@ -85,7 +85,7 @@ def browser() -> Iterator[playwright.Browser]:
 
 @pytest.fixture
 def page(browser, address) -> Iterator[playwright.Page]:
-    """The page, opened by a browser that may ask nobody else."""
+    """Yield the page, opened by a browser that may ask nobody else."""
     context = browser.new_context(viewport={"width": 1280, "height": 860})
     context.set_default_timeout(WAIT_S * 1000)
     playwright.expect.set_options(timeout=WAIT_S * 1000)
@@ -106,12 +106,12 @@ def expect_text(page, mark: str, text: str) -> None:
 
 
 def choose_run(page, name: str) -> None:
-    """Tick a run in the table."""
+    """Choose a run in the table, by its tick."""
     page.get_by_role("tab", name="runs").click()
     page.locator("tr", has_text=name).get_by_role("checkbox").click()
 
 
-def reached(folder: Path) -> int:
+def read_newest_step(folder: Path) -> int:
     """Return the newest step of a run's metrics."""
     try:
         return max(json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines())
@@ -121,8 +121,8 @@ def reached(folder: Path) -> int:
 
 def wait_for_step(folder: Path, step: int) -> None:
     until = time.monotonic() + WAIT_S
-    while reached(folder) < step:
-        assert time.monotonic() < until, f"step {reached(folder)} of {step}"
+    while read_newest_step(folder) < step:
+        assert time.monotonic() < until, f"step {read_newest_step(folder)} of {step}"
         time.sleep(0.1)
 
 
@@ -154,7 +154,7 @@ def test_a_run_is_started_and_goes_on_without_its_browser(page, folder):
     expect_text(page, "status", "outputs/mine: running")
     playwright.expect(page.get_by_test_id("curve").locator("canvas")).to_be_visible()
     page.context.close()  # the browser goes away
-    wait_for_step(folder / "outputs" / "mine", reached(folder / "outputs" / "mine") + 5)
+    wait_for_step(folder / "outputs" / "mine", read_newest_step(folder / "outputs" / "mine") + 5)
 
 
 def test_it_is_found_again_stopped_and_resumed(page, folder):

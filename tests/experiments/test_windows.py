@@ -61,7 +61,7 @@ def test_held_out_windows_fit_and_leave_room_for_a_trigram():
 
 
 def brute_force(train: bytes, order: int, given: bytes, byte: int) -> float:
-    """p(byte | given) from the definition, with dictionaries."""
+    """Compute p(byte | given) from the definition, with dictionaries."""
     p = 1 / 256
     for n in range(1, order + 1):
         context = given[len(given) - (n - 1) :]

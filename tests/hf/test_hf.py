@@ -50,13 +50,13 @@ class Saved:
     logits: Tensor
 
     def forward(self, params: Any, ids: Tensor) -> Tensor:
-        """Logits, as a function of the leaves."""
+        """Compute logits as a function of the leaves."""
         return self.apply(params, input_ids=ids, use_cache=False).logits
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Saved]:
-    """A family's model, made once."""
+    """Return a function that makes a family's model once."""
     made: dict[str, Saved] = {}
 
     def of(family: str) -> Saved:
@@ -80,14 +80,14 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Saved]:
 
 
 def logits(folder: Path) -> Tensor:
-    """What transformers' own model of these files says."""
+    """Return the logits of transformers' own model of these files."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     with torch.no_grad():
         return model(IDS, use_cache=False).logits
 
 
 def one_file(folder: Path) -> dict[str, Tensor]:
-    """Its tensors, as a file alone."""
+    """Remove a model's weight files, and return their tensors."""
     tensors = tensors_of(folder)
     for file in folder.glob("*.safetensors*"):
         file.unlink()
@@ -188,7 +188,7 @@ def test_a_step_from_meta_to_a_tuned_model(saved: Callable[[str], Saved], tmp_pa
 
 @pytest.mark.parametrize("family", ["gpt2", "qwen2"])
 def test_files_as_others_write_them(saved: Callable[[str], Saved], tmp_path: Path, family: str) -> None:
-    """Without the prefix, with old buffers, with the tied head once more, in one file."""
+    """Others write one file without the prefix, with old buffers, and with the tied head once more."""
     of = saved(family)
     folder = tmp_path / "hub"
     shutil.copytree(of.folder, folder)
@@ -235,7 +235,7 @@ def test_an_untied_head_does_not_fit_a_tied_model(saved: Callable[[str], Saved])
 def test_a_head_is_not_taken_for_an_embedding_that_is_missing(
     saved: Callable[[str], Saved], tmp_path: Path
 ) -> None:
-    """Where the model has both, whether it is given or not."""
+    """The model has both, whether it is given or not."""
     of = saved("llama")
     shutil.copytree(of.folder, tmp_path / "model")
     tensors = one_file(tmp_path / "model")

@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
-from weights import MESHES, PARAMS, same, sharded, tensors_of, tree_of
+from weights import MESHES, PARAMS, same, shard_weights, tensors_of, tree_of
 
 import fnshard as fs
 from fnshard import LayoutSpec, P
@@ -56,7 +56,7 @@ def test_a_rank_reads_its_own_slices_alone(tmp_path: Path, layout: P) -> None:
 
 @pytest.mark.parametrize("layout", [P("shard"), P(None, "shard"), P()])
 def test_a_leaf_is_gathered_a_piece_at_a_time(layout: P) -> None:
-    """Of a leaf of 4 KiB no rank sends more than 128 bytes at once; cast on arrival."""
+    """No rank sends more than 128 bytes of a leaf of 4 KiB at once; it is cast on arrival."""
     params = {"w": torch.randn(64, 16)}
     mesh = fs.make_mesh(shard=2, simulated=True)
     specs = fs.match_specs(params, [("*", LayoutSpec(layout))])
@@ -96,7 +96,7 @@ def test_loaded_and_saved_again_is_bitwise_the_same(tmp_path: Path, axes: Any, p
     weight_map = {n: f"part-{number}.safetensors" for number, part in enumerate(parts) for n in part}
     (tmp_path / "in" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     mesh = fs.make_mesh(**axes, simulated=True)
-    specs = sharded(mesh, **policy)
+    specs = shard_weights(mesh, **policy)
 
     def run(rank: int) -> Any:
         blocks = fs.hf.load(tmp_path / "in", specs, mesh, disk_dir=str(tmp_path))
@@ -130,7 +130,7 @@ def test_a_directory_is_needed_where_parameters_rest_on_disk(tmp_path: Path) -> 
 
 def test_one_file_if_it_fits_and_floats_cast(tmp_path: Path) -> None:
     mesh = fs.make_mesh(shard=2, simulated=True)
-    specs = sharded(mesh)
+    specs = shard_weights(mesh)
 
     def run(rank: int) -> Any:
         blocks = fs.shard(PARAMS, specs, mesh)
@@ -152,7 +152,7 @@ def test_names_and_transposes_both_ways(tmp_path: Path) -> None:
     """A dict, or a function, from paths to names; what it leaves out is called by its path."""
     mesh = fs.make_mesh(shard=2, simulated=True)
     params = {n: PARAMS[n] for n in ("embed", "layers.0.w", "layers.0.b", "layers.1.w")}
-    specs = sharded(mesh, params)
+    specs = shard_weights(mesh, params)
     names = {"layers.0.w": fs.hf.Transposed("h.0.c.weight"), "embed": "wte"}
 
     def numbered(path: str) -> Any:
@@ -185,7 +185,7 @@ def test_what_a_step_does_not_adopt() -> None:
 def processes(rank: int, folder: str, world: int) -> int:
     """Load and save on a group; bytes that a save of blocks of 96 MiB took besides them."""
     into, mesh = Path(folder), fs.make_mesh(shard=world, device="cpu")
-    specs = sharded(mesh)
+    specs = shard_weights(mesh)
     blocks = fs.hf.load(into / "in", specs, mesh)
     same(blocks, fs.shard(PARAMS, specs, mesh))
     fs.hf.save(blocks, into / "out", specs, mesh, max_file_bytes=400)
@@ -202,7 +202,7 @@ def processes(rank: int, folder: str, world: int) -> int:
 
 
 def peak(*, reset: bool = False) -> int:
-    """The most memory that this process has had, in bytes; from now on."""
+    """Return the most memory that this process has had, in bytes; with `reset` count anew from here."""
     if reset:
         Path("/proc/self/clear_refs").write_text("5")
     with open("/proc/self/status") as status:
@@ -360,7 +360,7 @@ def test_a_full_disk_fails_all_ranks_and_leaves_nothing(tmp_path: Path, call: st
 
     def run(rank: int) -> None:
         try:
-            specs = sharded(mesh)
+            specs = shard_weights(mesh)
             blocks = fs.shard(PARAMS, specs, mesh)
             fs.hf.save(blocks, tmp_path / "out", specs, mesh, max_file_bytes=400, config={"model_type": "x"})
         except (CheckpointError, StateError) as error:
@@ -381,9 +381,9 @@ def test_a_full_disk_fails_all_ranks_and_leaves_nothing(tmp_path: Path, call: st
 
 
 def naming(rank: int, folder: str) -> str:
-    """On a process group; returns its message."""
+    """Save with other names on one rank of a process group; return the error's message."""
     mesh = fs.make_mesh(shard=2, device="cpu")
-    specs, names = sharded(mesh), {"embed": "other"} if rank == 1 else None
+    specs, names = shard_weights(mesh), {"embed": "other"} if rank == 1 else None
     with pytest.raises(fs.AgreementError) as raised:
         fs.hf.save(fs.shard(PARAMS, specs, mesh), Path(folder) / "out", specs, mesh, names=names)
     return str(raised.value)
@@ -396,7 +396,7 @@ def test_ranks_that_name_leaves_otherwise_save_nothing(ranks: Any, tmp_path: Pat
 
 
 def loading(rank: int, folder: str, how: str) -> str:
-    """On a process group; its message, after a collective that both take part in."""
+    """Load with one rank at odds; return the error's message, after a collective of both ranks."""
     mesh = fs.make_mesh(shard=2, device="cpu")
     shapes = {"w": torch.empty(6, 70, device="meta"), "b": torch.empty(4, device="meta")}
     coded = LayoutSpec(P("shard"), codec="nf4", trainable=False)

@@ -59,7 +59,7 @@ def is_coded(path: str) -> bool:
 
 
 def as_decoded(tree: Any, codec: str | None) -> Any:
-    """Full leaves: what the codes say of those that are coded."""
+    """Return full leaves; coded ones as their codes say."""
 
     def seen(path: str, value: Tensor) -> Tensor:
         if codec is None or not is_coded(path):
@@ -73,7 +73,7 @@ def as_decoded(tree: Any, codec: str | None) -> Any:
 
 
 def specs_of(tree: Any, preset: str, mesh: fs.Mesh, codec: str | None, **policy: Any) -> Any:
-    """A preset's, with codes where the base has them."""
+    """Return a preset's specs, with codes where the base has them."""
     plain = fs.presets.PRESETS[preset](tree, mesh)
     coded = fs.presets.PRESETS[preset](tree, mesh, codec=codec, trainable=False, **policy)
     named, structure = fs.tree.flatten_with_paths(plain, is_leaf=lambda s: isinstance(s, LayoutSpec))
@@ -89,7 +89,7 @@ def batch(rows: int) -> tuple[Tensor, Tensor]:
 def gradients(
     mesh: fs.Mesh, rank: int, fn: Any, tree: Any, specs: Any, **options: Any
 ) -> tuple[float, dict[str, Tensor], list[str]]:
-    """Loss, this rank's blocks of the adapters' gradients, and leaves of the base that have one."""
+    """Return the loss, this rank's blocks of adapters' gradients, and the base's leaves that have one."""
     rows = ROWS * options.get("accumulate", 1)
     words, targets = batch(rows * mesh.size)
     mine = slice(rows * rank, rows * (rank + 1))
@@ -172,7 +172,7 @@ def test_dropout_in_adapters_is_the_same_under_any_layout() -> None:
 
 
 def peft_models(name: str) -> tuple[Any, Any, str, str]:
-    """A model, its LoRA of PEFT's, and our targets and those that are [in, out]."""
+    """Return a model, its LoRA by PEFT, our targets, and those that are [in, out]."""
     transformers = pytest.importorskip("transformers")
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
@@ -241,7 +241,7 @@ def rms(error: Tensor) -> float:
 
 
 def theirs_nf4(rows: Tensor, double: bool) -> tuple[Tensor, Tensor]:
-    """Their codes, two a byte, and what those decode to."""
+    """Return bitsandbytes' codes, two a byte, and what those decode to."""
     reference = pytest.importorskip("bitsandbytes.functional")
     codes, state = reference.quantize_4bit(rows, blocksize=64, quant_type="nf4", compress_statistics=double)
     return codes, reference.dequantize_4bit(codes, state)
@@ -254,7 +254,7 @@ def ours(rows: Tensor, codec: str) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def unlike(seed: int = 0) -> Tensor:
-    """Rows of blocks of different sizes, some of them with one weight far out."""
+    """Draw rows of blocks of different sizes, some of them with one weight far out."""
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randn(32, 64 * 20, generator=generator) * torch.rand(32, 1, generator=generator).exp()
     rows[::4, 7] *= 50

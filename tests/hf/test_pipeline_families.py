@@ -9,7 +9,7 @@ import pytest
 import reference
 import sharded
 import torch
-from lora_models import ids, llama, tuned
+from lora_models import add_adapters, ids, llama
 from safetensors.torch import load_file
 from weights import tensors_of
 
@@ -53,7 +53,7 @@ def test_a_family_trains_on_two_stages_as_on_one_device(name: str, preset: str) 
 def test_files_of_two_stages_are_those_of_one_device(codec: str | None, tmp_path: Path) -> None:
     """`hf.save`, `adapters.save` and `adapters.merge`, from leaves of which each rank has some."""
     model = llama().float()
-    fn, tree, _ = tuned(model)
+    fn, tree, _ = add_adapters(model)
     frozen = LayoutSpec(P("shard"), codec=codec, trainable=False)
 
     def write(axes: dict[str, int], folder: Path) -> None:

@@ -26,7 +26,7 @@ from launched import (
     program_of,
     ranks_of,
     run,
-    started,
+    start_launch,
     wait_for,
     wait_for_lines,
 )
@@ -153,7 +153,7 @@ def test_ranks_end_with_their_launcher(tmp_path):
         out = tmp_path / number.name
         out.mkdir()
         command = [sys.executable, str(program), str(out)]
-        with started(command, out, {"TMPDIR": str(meetings)}) as process:
+        with start_launch(command, out, {"TMPDIR": str(meetings)}) as process:
             pids = [int(wait_for(out / f"pid{rank}").read_text()) for rank in range(2)]
             assert len(list(meetings.glob("fnshard-*"))) == 1  # what the one before has left is gone
             process.send_signal(number)
@@ -166,7 +166,7 @@ def test_ranks_end_with_their_launcher(tmp_path):
 
 
 def test_folders_that_killed_processes_left_are_cleared(tmp_path, monkeypatch):
-    """Those of living ones, of other names, and what links lead to stay."""
+    """Folders of living processes and of other names stay, and so does what links lead to."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     linked = tmp_path / "elsewhere"
     linked.mkdir()
@@ -358,7 +358,7 @@ def test_every_restart_is_within_ten_seconds_beyond_imports(how, count, tmp_path
         out = tmp_path / str(number)
         out.mkdir()
         command = [sys.executable, "-u", str(program_of(out, MEETS_AGAIN)), str(out)]
-        started_by = started(command, out, execute=True, max_restarts=1)
+        started_by = start_launch(command, out, execute=True, max_restarts=1)
         if how == "torchrun":
             started_by = subprocess.Popen([sys.executable, *TORCHRUN, *command[2:]], env=environment())
         with started_by as process:

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launched import is_alive, program_of, run, started, wait_for
+from launched import is_alive, program_of, run, start_launch, wait_for
 
 from fnshard.launcher.local import LaunchError
 from fnshard.launcher.post_mortem import PostMortem
@@ -89,7 +89,7 @@ def main():
 
 def test_sigterm_is_handed_on_and_ranks_may_finish(tmp_path):
     program = program_of(tmp_path, UNTIL_ASKED.replace("LASTS", "0.3"), stop=True)
-    with started([sys.executable, str(program), str(tmp_path)], tmp_path) as process:
+    with start_launch([sys.executable, str(program), str(tmp_path)], tmp_path) as process:
         for rank in range(2):
             wait_for(tmp_path / f"ready{rank}")
         process.send_signal(signal.SIGTERM)
@@ -109,7 +109,7 @@ def test_sigterm_during_the_imports_is_kept_for_later(tmp_path):
     """The ranks have no handler yet; nobody dies of it."""
     program = program_of(tmp_path, UNTIL_ASKED.replace("LASTS", "0"), stop=True)
     program.write_text(IMPORTS + program.read_text())
-    with started([sys.executable, str(program), str(tmp_path)], tmp_path) as process:
+    with start_launch([sys.executable, str(program), str(tmp_path)], tmp_path) as process:
         for rank in range(2):
             wait_for(tmp_path / f"begun{rank}")
         process.send_signal(signal.SIGTERM)
@@ -119,7 +119,7 @@ def test_sigterm_during_the_imports_is_kept_for_later(tmp_path):
 
 def test_a_second_sigterm_ends_who_does_not_end(tmp_path):
     program = program_of(tmp_path, UNTIL_ASKED.replace("LASTS", "600"), stop=True)
-    with started([sys.executable, str(program), str(tmp_path)], tmp_path) as process:
+    with start_launch([sys.executable, str(program), str(tmp_path)], tmp_path) as process:
         for rank in range(2):
             wait_for(tmp_path / f"ready{rank}")
         process.send_signal(signal.SIGTERM)
@@ -136,7 +136,7 @@ def test_a_rank_whose_launcher_died_during_its_imports_does_not_begin(tmp_path):
     )
     waits = "while os.getppid() == int(os.environ['FNSHARD_LAUNCHER']): time.sleep(0.01)"
     program.write_text(f"{marks}\n{waits}\n{program.read_text()}")
-    with started([sys.executable, str(program), str(tmp_path)], tmp_path) as process:
+    with start_launch([sys.executable, str(program), str(tmp_path)], tmp_path) as process:
         pids = [wait_for(tmp_path / f"pid{rank}") for rank in range(2)]
         process.kill()
         process.wait(timeout=30)

@@ -59,7 +59,7 @@ if __name__ == "__main__":
 
 
 def ended(folder: Path, script: str, *arguments: str) -> tuple[int, str]:
-    """The exit code of a script, which is forked, and all that it printed."""
+    """Fork a script, and return its exit code and all that it printed."""
     (folder / "own.py").write_text(script)
     env = {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}
     code = start_command([str(folder / "own.py"), *arguments], folder, env=env).wait(300)
@@ -67,7 +67,7 @@ def ended(folder: Path, script: str, *arguments: str) -> tuple[int, str]:
 
 
 def losses_of(folder: Path, how: str, before: Sequence[str] = ()) -> list[float]:
-    """World size and losses. `before`: the words that start it; none: it is forked."""
+    """Run the script, and return world size and losses; `before` is the words that start it, else a fork."""
     if not before:
         code, shown = ended(folder, SCRIPT, how)
     else:
@@ -84,7 +84,7 @@ def losses_of(folder: Path, how: str, before: Sequence[str] = ()) -> list[float]
 
 
 def losses_by_environment(folder: Path) -> list[float]:
-    """World size and losses of two processes that have the variables that torchrun sets."""
+    """Run two processes with the variables that torchrun sets; return world size and losses."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

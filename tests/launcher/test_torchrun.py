@@ -44,7 +44,7 @@ def started(folder: Path, *command: str, **env: str) -> Iterator[subprocess.Pope
 
 
 def agent(folder: Path, number: int, port: int, memory: Path) -> Any:
-    """One of two agents with a rank each, and memory of its own, as each machine has.
+    """Start one of two agents with a rank each, and memory of its own, as each machine has.
 
     Where agents share torch's store, they publish the place where ranks meet in the first round alone: an
     agent that comes later never finds it.

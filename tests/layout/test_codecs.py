@@ -24,7 +24,7 @@ from fnshard.errors import CheckpointError, SpecError, StateError
 BOTH = ("int8", "nf4")
 
 
-def decoded(value: Tensor, codec: str, dtype: torch.dtype | None = None) -> Tensor:
+def encode_and_decode(value: Tensor, codec: str, dtype: torch.dtype | None = None) -> Tensor:
     chosen = codecs.CODECS[codec]
     return chosen.decode(chosen.encode(value), tuple(value.shape), dtype or value.dtype)
 
@@ -46,7 +46,7 @@ def full(width: int = 96, dtype: torch.dtype = torch.float64) -> dict[str, Tenso
     return out
 
 
-def coded(params: Any, codec: str, **more: Any) -> Any:
+def code_weights(params: Any, codec: str, **more: Any) -> Any:
     return fs.match_specs(
         params,
         [
@@ -84,16 +84,16 @@ def test_nf4_takes_the_nearest_level_of_its_coded_scale() -> None:
     assert (scales - exact).abs().max() <= parts["scale_scales"][..., 0].max() * 0.51
     levels = scales.unsqueeze(2).unsqueeze(3) * torch.tensor(codecs.NF4)
     nearest = (levels - value.view(8, 300, 64, 1)).abs().amin(3)
-    error = (decoded(value, "nf4") - value).abs().view(8, 300, 64)
+    error = (encode_and_decode(value, "nf4") - value).abs().view(8, 300, 64)
     torch.testing.assert_close(error, nearest, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("codec", BOTH)
 def test_zeros_and_lone_weights_survive(codec: str) -> None:
-    assert torch.equal(decoded(torch.zeros(3, 70), codec), torch.zeros(3, 70))
+    assert torch.equal(encode_and_decode(torch.zeros(3, 70), codec), torch.zeros(3, 70))
     lone = torch.zeros(2, 64)
     lone[0, 5] = -3.0
-    torch.testing.assert_close(decoded(lone, codec), lone, atol=1e-5, rtol=0)
+    torch.testing.assert_close(encode_and_decode(lone, codec), lone, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("codec", BOTH)
@@ -103,7 +103,7 @@ def test_denormals_do_not_wrap_around(codec: str, count: int) -> None:
     smallest = 2.0**-149
     value = torch.zeros(2, 64 * 300)
     value[:, ::64] = torch.linspace(-count, count, 300).round() * smallest  # 300 scales, themselves coded
-    off = (decoded(value, codec) - value).abs().max().item()
+    off = (encode_and_decode(value, codec) - value).abs().max().item()
     assert off <= 64 * smallest
 
 
@@ -115,7 +115,7 @@ def spec_of(value: Tensor, codec: str) -> LayoutSpec:
 
 
 def peak_of(work: Callable[[], Any], *given: Tensor) -> int:
-    """Bytes of what operators make, at the worst moment, its results too."""
+    """Return the bytes of what operators make, at the worst moment, results too."""
     with torch.no_grad(), StorageTracker("cpu") as tracker:
         for value in given:
             tracker.adopt(value, INPUTS, size=0)
@@ -160,7 +160,7 @@ def test_what_coding_takes_beside_the_leaf_and_its_codes_does_not_grow_with_it(
 
 @pytest.mark.parametrize("codec", BOTH)
 def test_decoding_takes_eight_bytes_a_weight_at_most(codec: str) -> None:
-    """Where nothing is fused: what is looked up, and what it is times its scale."""
+    """Nothing is fused here: these are what is looked up, and what it is times its scale."""
     value = torch.randn(1 << 9, 1 << 9)
     parts, chosen = codecs.CODECS[codec].encode(value), codecs.CODECS[codec]
     for dtype in (torch.float32, torch.bfloat16):
@@ -172,7 +172,7 @@ def test_decoding_takes_eight_bytes_a_weight_at_most(codec: str) -> None:
 
 
 def broken(value: float) -> tuple[dict[str, Tensor], Any]:
-    """Two leaves with one such value each, in the rows of another rank, and one with none."""
+    """Make two leaves with one such value each, in rows of different ranks, and one with none."""
     params = {n: torch.ones(6, 70, dtype=torch.float64) for n in ("sound", "one", "other")}
     params["one"][5, 69] = params["other"][0, 0] = value
     coded = LayoutSpec(P("shard"), codec="nf4", trainable=False)
@@ -244,10 +244,10 @@ def test_a_third_codec_can_be_registered(monkeypatch: pytest.MonkeyPatch, tmp_pa
     codecs.register(FP8)
     codecs.register(FP8)  # again is no harm
     params, x = full(), torch.randn(2, 96, dtype=torch.float64)
-    known = {p: decoded(v, "fp8") if p.endswith("w") else v for p, v in params.items()}
+    known = {p: encode_and_decode(v, "fp8") if p.endswith("w") else v for p, v in params.items()}
     assert known["layers.0.w"].sub(params["layers.0.w"]).abs().max() < 0.05
     mesh = fs.make_mesh(shard=2, simulated=True)
-    specs = coded(params, "fp8")
+    specs = code_weights(params, "fp8")
     plain = fs.match_specs(params, [("*", LayoutSpec())])
     fs.hf.save(params, tmp_path / "model", plain, fs.make_mesh(shard=1))
     step = fs.shard_step(loss_fn, specs, mesh=mesh, backend="eager")
@@ -391,7 +391,7 @@ def test_a_state_is_resharded_into_codes_and_out_of_them(before: str | None, aft
     step = fs.shard_step(
         lambda p, x: (F.linear(x, p["w"]) * p["b"]).sum(), target, mesh=mesh, backend="eager"
     )
-    seen = params["w"] if before is None else decoded(params["w"], before)
+    seen = params["w"] if before is None else encode_and_decode(params["w"], before)
 
     def work(rank: int) -> Any:
         blocks = fs.shard(params, specs[before], mesh)
@@ -405,7 +405,7 @@ def test_a_state_is_resharded_into_codes_and_out_of_them(before: str | None, aft
         return fs.unshard(tree, target, mesh)
 
     for whole in fs.simulate(mesh, work):
-        known = seen if after in (None, before) else decoded(seen, after)
+        known = seen if after in (None, before) else encode_and_decode(seen, after)
         assert torch.equal(whole["w"], known)
         assert torch.equal(whole["b"], params["b"])
 

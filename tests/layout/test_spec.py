@@ -27,10 +27,10 @@ WHOLE = P()
 SHARD = P("shard")
 
 
-def resolved(
+def resolve(
     storage: P = WHOLE, shape: tuple[int, ...] = (8, 8), dtype: torch.dtype = torch.float32, **fields: Any
 ) -> LayoutSpec:
-    """A spec that has seen its leaf."""
+    """Return a spec that has seen its leaf."""
     return LayoutSpec(storage, **fields).resolve(torch.zeros(shape, dtype=dtype), "unit")
 
 
@@ -50,7 +50,7 @@ def test_axes_and_dims() -> None:
 
 
 def test_reprs_read_back_and_values_can_be_pickled() -> None:
-    spec = resolved(P("shard"), compute_dtype=torch.bfloat16)
+    spec = resolve(P("shard"), compute_dtype=torch.bfloat16)
     for value in (P(), P("a"), P(None, ("a", "b")), spec):
         assert eval(repr(value), {"P": P, "LayoutSpec": LayoutSpec, "torch": torch}) == value
         assert pickle.loads(pickle.dumps(value)) == copy.deepcopy(value) == value
@@ -84,7 +84,7 @@ def test_an_axis_splits_one_dim() -> None:
 
 
 def test_defaults_follow_the_leaf_and_the_storage() -> None:
-    spec = resolved(P("shard"), compute_dtype=torch.bfloat16)
+    spec = resolve(P("shard"), compute_dtype=torch.bfloat16)
     assert (spec.gradient, spec.optimizer, spec.shape, spec.unit) == (P("shard"), P("shard"), (8, 8), "unit")
     assert (spec.storage_dtype, spec.compute_dtype) == (torch.float32, torch.bfloat16)
     assert (spec.reduce_dtype, spec.optimizer_dtype) == (torch.bfloat16, torch.float32)
@@ -125,14 +125,14 @@ def test_specs_are_frozen() -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        (resolved(P("model")), r"params\['x'\] \[8, 8\] with P\('model'\): the mesh has no axis 'model' "
+        (resolve(P("model")), r"params\['x'\] \[8, 8\] with P\('model'\): the mesh has no axis 'model' "
                                r"\(it has: replicate, shard\).*Fix: name one of the mesh's axes"),
-        (resolved(P("shrad")), r"name one of the mesh's axes \('shard'\?\)"),
-        (resolved(P("shard", None, "replicate")), r"3 dims named, the tensor has 2.*a scalar takes P\(\)"),
-        (resolved(P("shard"), (), torch.float32), r"1 dims named, the tensor has 0"),
-        (resolved(dtype=torch.int64, trainable=True), r"trainable=True and torch.int64.*only float"),
-        (resolved(SHARD, gradient=SHARD, optimizer=WHOLE), r"gradient=P\('shard'\), optimizer=P\(\).*slices"),
-        (resolved(SHARD, gradient=WHOLE, optimizer=P("replicate")), r"optimizer=P\('replicate'\).*gathers"),
+        (resolve(P("shrad")), r"name one of the mesh's axes \('shard'\?\)"),
+        (resolve(P("shard", None, "replicate")), r"3 dims named, the tensor has 2.*a scalar takes P\(\)"),
+        (resolve(P("shard"), (), torch.float32), r"1 dims named, the tensor has 0"),
+        (resolve(dtype=torch.int64, trainable=True), r"trainable=True and torch.int64.*only float"),
+        (resolve(SHARD, gradient=SHARD, optimizer=WHOLE), r"gradient=P\('shard'\), optimizer=P\(\).*slices"),
+        (resolve(SHARD, gradient=WHOLE, optimizer=P("replicate")), r"optimizer=P\('replicate'\).*gathers"),
     ],
 )  # fmt: skip
 def test_specs_that_do_not_fit_are_refused_with_the_way_out(spec: LayoutSpec, message: str) -> None:
@@ -142,9 +142,9 @@ def test_specs_that_do_not_fit_are_refused_with_the_way_out(spec: LayoutSpec, me
 
 def test_all_failing_leaves_are_named_at_once() -> None:
     specs = {
-        "a": resolved(P("model")),
-        "b": resolved(P("shard")),
-        "c": resolved(P("shard", "replicate", "shard2")),
+        "a": resolve(P("model")),
+        "b": resolve(P("shard")),
+        "c": resolve(P("shard", "replicate", "shard2")),
     }
     with pytest.raises(
         SpecError, match=r"(?s)2 leaves cannot take their spec on mesh \(replicate=2.*'a'.*'c'"
@@ -333,7 +333,7 @@ def test_a_chunk_is_of_one_stage_and_all_of_every() -> None:
     assert [mesh.stage_of(rank) for rank in range(4)] == [0, 0, 1, 1]
     assert [mesh.partner(1, rank) for rank in range(4)] == [2, 3, 2, 3]
     assert [stage_of(LayoutSpec(chunk=c), mesh) for c in (0, 1, 2, "all")] == [0, 1, 0, None]
-    assert [is_here(resolved(chunk=3), mesh, rank) for rank in range(4)] == [False, False, True, True]
+    assert [is_here(resolve(chunk=3), mesh, rank) for rank in range(4)] == [False, False, True, True]
     assert is_here(LayoutSpec(chunk=3), MESH, 5) and is_here(LayoutSpec(), mesh, 3)
 
 
@@ -346,9 +346,9 @@ def test_what_is_no_chunk_is_refused(chunk: Any) -> None:
 def test_the_pipeline_axis_splits_neither_leaves_nor_rows() -> None:
     mesh = fs.make_mesh(pipeline=2, shard=2, abstract=True)
     specs = {
-        "a": resolved(P("pipeline")),
-        "b": resolved(SHARD, optimizer=P(None, "pipeline")),
-        "c": resolved(),
+        "a": resolve(P("pipeline")),
+        "b": resolve(SHARD, optimizer=P(None, "pipeline")),
+        "c": resolve(),
     }
     with pytest.raises(SpecError) as error:
         check_specs(specs, mesh)

@@ -132,7 +132,7 @@ def test_buffers_and_integers_are_whole() -> None:
 
 
 def test_adapters_follow_their_matrices() -> None:
-    """Of split outputs B has a part, of split inputs A."""
+    """B has a part where outputs are split, and A where inputs are."""
     base = {"up_proj.weight": torch.randn(8, 4), "down_proj.weight": torch.randn(4, 8)}
     _, params = fs.lora(lambda p, x: x, base, rank=2, targets="*")
     assert split_dims(fs.tree.flatten_with_paths(params)[0]) == {
@@ -220,7 +220,7 @@ def test_coded_leaves_are_split_by_rows() -> None:
 
 
 def test_matrices_side_by_side_are_split_each() -> None:
-    """Of a fused query, key and value where keys have as many heads; else it is whole."""
+    """Fused q, k and v are split each if keys have as many heads as queries; else the leaf is whole."""
     params = {"qkv_proj.weight": torch.zeros(12, 4), "qkv_proj.bias": torch.zeros(12)}
     params |= {"gate_up_proj.weight": torch.zeros(8, 4), "1.qkv_proj.weight": torch.zeros(8, 4)}
     specs = fs.presets.full_shard(params, MESH, tensor="tensor")
@@ -248,7 +248,7 @@ def test_axes_that_split_nothing_are_refused(case: str) -> None:
 
 @st.composite
 def computed(draw: Any) -> tuple[LayoutSpec, fs.Mesh]:
-    """A mesh of up to four axes, and a leaf split over some of them, computed over the compute axes alone."""
+    """Draw a mesh of up to four axes, and a leaf split over some, computed over the compute axes alone."""
     sizes = {
         n: draw(st.integers(1, 3)) for n in draw(st.permutations(["replicate", "shard", "tensor", "context"]))
     }

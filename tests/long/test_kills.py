@@ -74,7 +74,7 @@ def test_nothing_is_lost(name: str, model: Path, data: dict[str, Path], tmp_path
 
 
 def given(variant: Variant, folder: Path, model: Path, data: dict[str, Path]) -> list[str]:
-    """What a command reads."""
+    """Return the arguments that name what a command reads."""
     if variant in (FINETUNE, REWARDS):
         return [f"model={model}", f"data.train={data['samples']}"]
     return [f"data.root={folder / 'text'}"]
@@ -90,7 +90,7 @@ def test_kills_are_drawn_from_the_seed() -> None:
 def leave_run(
     folder: Path, *, loss: float = 1.0, weight: float = 1.0, step: int = 2, loader: int = 2
 ) -> Path:
-    """What a run of two steps leaves."""
+    """Write what a run of two steps leaves."""
     folder.mkdir()
     rows = [{"step": 1, "loss": 2.0, "seconds": torch.rand(()).item()}, {"step": 2, "loss": loss}]
     (folder / METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))

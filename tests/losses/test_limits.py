@@ -25,7 +25,7 @@ BAD = [math.nan, math.inf, -math.inf]
 
 
 def of_tokens(name: str, **how: Any) -> Callable[..., tuple[Mean, dict[str, Mean]]]:
-    """A loss of rewards, of tensors [B, T] by name."""
+    """Return a loss of rewards, of tensors [B, T] by name."""
 
     def loss(mask: Tensor, **given: Tensor) -> tuple[Mean, dict[str, Mean]]:
         more = [given.pop(n) for n in ("values", "old_values", "returns") if n in given]
@@ -35,7 +35,7 @@ def of_tokens(name: str, **how: Any) -> Callable[..., tuple[Mean, dict[str, Mean
 
 
 def of_rows(name: str, *names: str) -> Callable[..., tuple[Mean, dict[str, Mean]]]:
-    """A loss of preferences, of tensors [B] by name."""
+    """Return a loss of preferences, of tensors [B] by name."""
     return lambda mask, **given: getattr(policy, name)(*(given[n] for n in names), counted=mask)
 
 
@@ -73,8 +73,10 @@ def tensors_for(name: str, seed: int = 0) -> dict[str, Tensor]:
     return {n: -torch.rand(shape, generator=random) - 0.1 for n in names}
 
 
-def found(name: str, mask: Tensor, given: dict[str, Tensor]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """The loss, its metrics and its gradients."""
+def compute_step(
+    name: str, mask: Tensor, given: dict[str, Tensor]
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """Return the loss, its metrics and its gradients."""
     given = {n: v.clone().requires_grad_() for n, v in given.items()}
     loss, aux = {**REWARDS, **ROWS}[name](mask, **given)
     slopes = torch.autograd.grad(loss.total, list(given.values()), allow_unused=True)
@@ -90,8 +92,8 @@ def test_what_does_not_count_is_nowhere(name: str, bad: float) -> None:
     mask = (
         mask if name in ROWS else torch.stack([torch.arange(T) > 1, mask[1:2].expand(T), torch.arange(T) < 3])
     )
-    expected = found(name, mask, given)
-    spoiled = found(name, mask, {n: v.masked_fill(~mask, bad) for n, v in given.items()})
+    expected = compute_step(name, mask, given)
+    spoiled = compute_step(name, mask, {n: v.masked_fill(~mask, bad) for n, v in given.items()})
     torch.testing.assert_close(spoiled, expected, rtol=0, atol=0)
     assert not any(slope[~mask].any() for slope in spoiled[2])
 
@@ -101,7 +103,7 @@ def test_advantages_of_rows_that_do_not_count_are_nowhere() -> None:
     given = {**tensors_for("grpo"), "advantages": torch.tensor([[1.0], [math.nan], [0.0]])}
     mask = torch.tensor([[True], [False], [True]]).expand(B, T)
     for name in REWARDS.keys() - {"ppo"}:
-        loss, metrics, slopes = found(name, mask, given)
+        loss, metrics, slopes = compute_step(name, mask, given)
         assert all(part.isfinite().all() for part in (loss, *metrics, *slopes)), name
 
 
@@ -109,7 +111,7 @@ def test_advantages_of_rows_that_do_not_count_are_nowhere() -> None:
 def test_pairs_of_probabilities_of_0_and_1_are_finite(name: str) -> None:
     values = torch.tensor([0.0, -1e-9, -1e-6, -2.0, -1e4, -1e30, -math.inf])
     given = dict(zip("abcd", torch.cartesian_prod(*[values] * 4).unbind(1), strict=True))
-    loss, metrics, slopes = found(name, torch.ones(len(given["a"]), dtype=torch.bool), given)
+    loss, metrics, slopes = compute_step(name, torch.ones(len(given["a"]), dtype=torch.bool), given)
     assert all(part.isfinite().all() for part in (loss, *metrics, *slopes))
 
 
@@ -120,7 +122,7 @@ def test_tokens_of_probability_0_and_1_are_finite(name: str) -> None:
     given = tensors_for(name)
     given |= {n: rows[:, i : i + 1].expand(-1, T) for i, n in enumerate(NUMBERS[:5])}
     given = {n: v if len(v) == len(rows) else v[:1].expand(len(rows), T) for n, v in given.items()}
-    loss, metrics, slopes = found(name, torch.ones(len(rows), T, dtype=torch.bool), given)
+    loss, metrics, slopes = compute_step(name, torch.ones(len(rows), T, dtype=torch.bool), given)
     assert all(part.isfinite().all() for part in (loss, *metrics, *slopes))
 
 

@@ -133,8 +133,7 @@ def test_a_large_vocabulary_is_never_there_for_all_tokens() -> None:
 def test_its_peak_is_a_seventh_of_all_logits_at_once(
     frozen: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the allocator saw it, with fewer tokens and words than there are, and chunks that are as large a
-    share."""
+    """The allocator's numbers count, for fewer tokens and words, with chunks of the same share."""
     tokens, width, vocabulary = 2048 // 4, 512 // 4, 128_256 // 8
     monkeypatch.setitem(fused.CHUNK_BYTES, "cpu", fused.CHUNK_BYTES["cpu"] // 32)
     monkeypatch.setattr(fused, "RUN_NUMBERS", fused.RUN_NUMBERS // 32)
@@ -161,7 +160,7 @@ def test_its_peak_is_a_seventh_of_all_logits_at_once(
 
 
 class _CuBLAS(TorchDispatchMode):
-    """`mm` and `addmm` of half types with fp32 results, which torch has on CUDA alone."""
+    """A mode with `mm` and `addmm` of half types to fp32, which torch has on CUDA alone."""
 
     def __init__(self) -> None:
         super().__init__()

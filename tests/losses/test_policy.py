@@ -42,7 +42,7 @@ def inputs_of(seed: int = 0, packed: bool = False) -> PolicyInputs:
 
 
 def by_hand(name: str, x: PolicyInputs, beta: float, clip: float, high: float, weight: Any) -> float:
-    """What the papers say, in loops."""
+    """Compute what the papers say, in loops."""
     sequences: dict[tuple[int, int], list[int]] = defaultdict(list)
     for b in range(B):
         for t in range(T):
@@ -196,7 +196,7 @@ def test_preferences_are_their_papers_formulas(name: str) -> None:
 
 
 def loss_of(name: str, p: Any, tokens: Tensor, x: dict[str, Tensor]) -> tuple[Mean, dict[str, Mean]]:
-    """A model of one table and one matrix; its log-probabilities."""
+    """Compute a loss of the log-probabilities of a model of one table and one matrix."""
     logits = F.embedding(tokens, p["embed"]).tanh() @ p["layers.0.w"] @ p["embed"].T
     logprobs = logits.log_softmax(-1).gather(-1, x["drawn"][..., None]).squeeze(-1)
     names = ("sampler", "advantages", "mask", "old", "reference", "sequences")
@@ -265,7 +265,7 @@ def test_means_are_exact_over_ranks_micro_batches_and_axes(name: str, axes: dict
 @pytest.mark.long  # the package takes seconds to import
 @pytest.mark.parametrize("kind", ["grpo", "gspo", "bnpo", "dr_grpo", "dapo"])
 def test_it_is_trls_loss(kind: str) -> None:
-    """Of its extra `parity`. TRL counts a row with no token among the sequences; here none is one."""
+    """TRL counts a row without a token among the sequences, so that no row here is one."""
     trl = pytest.importorskip("trl")
     x = inputs_of()
     mask = x.mask & x.sampler.isfinite()
@@ -299,7 +299,7 @@ def test_it_is_trls_loss(kind: str) -> None:
 
 
 def trainer_of(**own: Any) -> SimpleNamespace:
-    """What TRL's trainers read of themselves."""
+    """Return a stand-in for TRL's trainers with all that they read of themselves."""
     same = lambda value, **_: value  # noqa: E731
     accelerator = {"device": torch.device("cpu"), "gather_for_metrics": same, "gather": same}
     return SimpleNamespace(
@@ -314,8 +314,7 @@ def trainer_of(**own: Any) -> SimpleNamespace:
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["dpo", "ipo", "simpo", "orpo", "kto"])
 def test_losses_of_pairs_are_trls(kind: str) -> None:
-    """Of its extra `parity`. ORPO's second term alone: TRL's first is the mean over the batch's tokens, and
-    not of each response's."""
+    """Of ORPO only the second term is compared: TRL's first is a mean over the batch's tokens."""
     trl = pytest.importorskip("trl")
     draw, pairs, length = torch.Generator().manual_seed(0), 3, 5
     each = -torch.rand(2 * pairs, length, generator=draw, dtype=torch.float64)

@@ -15,7 +15,7 @@ from fnshard.optim import Optimizer, Step, adamw, apply_updates, init_slots
 
 
 def keep(names: str, update: Any) -> Optimizer:
-    """An optimizer whose slots of these names are zero at first."""
+    """Make an optimizer whose slots of these names are zero at first."""
     init = lambda path, param: {name: torch.zeros_like(param) for name in names.split()}  # noqa: E731
     return Optimizer(f"keeps {names}", init, update, rules=())
 

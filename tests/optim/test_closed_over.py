@@ -20,7 +20,7 @@ def loss(params: Any, x: Tensor) -> Tensor:
 
 
 def train(optimizer: Optimizer, ranks: int, steps: int = 3) -> dict[str, Tensor]:
-    """The leaf and its slots after some steps, whole."""
+    """Train some steps, and return the leaf and its slots, whole."""
     mesh = fs.make_mesh(shard=ranks, simulated=True)
     specs = fs.presets.full_shard({"w": START}, mesh)
     step = fs.shard_step(loss, specs, mesh=mesh, optimizer=optimizer, backend="eager")
@@ -40,13 +40,13 @@ def pulled(path: str, grad: Tensor, slots: Any, param: Tensor, step: Any) -> Any
 
 
 def kept(path: str, grad: Tensor, slots: Any, param: Tensor, step: Any) -> Any:
-    """Every second step the slot is the parameter as it was before; the others go back to it."""
+    """Update to a slot that every second step is the parameter of before; other steps pull back to it."""
     snap = torch.cond(step.count % 2 == 1, lambda: param, lambda: slots["snap"])
     return -0.01 * grad + 0.1 * (slots["snap"] - param), {"snap": snap}
 
 
 def by_hand(update: Any, steps: int = 3) -> Tensor:
-    """In plain torch, of the whole leaf."""
+    """Compute the updates in plain torch, of the whole leaf."""
     param, snap = START.clone(), torch.zeros_like(START)
     for number in range(steps):
         rows = torch.linspace(-1, 1 + number, 4 * 4, dtype=torch.float64).reshape(4, 4)

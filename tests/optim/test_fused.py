@@ -37,7 +37,7 @@ def leaves_of(count: int, dtype: torch.dtype, shapes: list[tuple[int, ...]] = SH
     return [*lists[:-1], [leaf.abs() for leaf in lists[-1]]] if count == 2 else lists
 
 
-def expected_of(case: str, lists: list[list[Tensor]]) -> list[list[Tensor]]:
+def update_by_leaf(case: str, lists: list[list[Tensor]]) -> list[list[Tensor]]:
     """Return new parameters and slots, leaf by leaf, by the operator itself."""
     operator, _, numbers, constants = CASES[case]
     out = []
@@ -54,7 +54,7 @@ def expected_of(case: str, lists: list[list[Tensor]]) -> list[list[Tensor]]:
 def test_in_place_is_the_operator(case: str, dtype: torch.dtype) -> None:
     operator, count, numbers, constants = CASES[case]
     lists = leaves_of(count, dtype)
-    expected = expected_of(case, lists)
+    expected = update_by_leaf(case, lists)
     IN_PLACE[operator](*lists, *numbers, *constants)
     tolerance = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1e-2}[dtype]
     torch.testing.assert_close([lists[0], *lists[2:]], expected, rtol=tolerance, atol=tolerance)
@@ -68,7 +68,7 @@ def test_in_place_minds_strides(case: str, odd: str) -> None:
     lists = leaves_of(count, torch.float64, [(7, 3), (4, 6)])
     if odd == "gradients of another dtype":
         lists[1] = [leaf.float() for leaf in lists[1]]
-    expected = expected_of(case, [lists[0], [g.double() for g in lists[1]], *lists[2:]])
+    expected = update_by_leaf(case, [lists[0], [g.double() for g in lists[1]], *lists[2:]])
     around = torch.zeros(4, 12, dtype=torch.float64)
     index = {"parameters": 0, "gradients": 1, "slots": 2}.get(odd)
     if index is not None:
@@ -95,13 +95,13 @@ def test_the_fused_sgd_kernel_gets_no_short_dtypes_on_a_cpu(monkeypatch: pytest.
     monkeypatch.setattr(torch, "_fused_sgd_", lambda *_, **__: pytest.fail("it skips numbers"))
     operator, count, numbers, constants = CASES["momentum"]
     lists = leaves_of(count, torch.bfloat16)
-    expected = expected_of("momentum", lists)
+    expected = update_by_leaf("momentum", lists)
     IN_PLACE[operator](*lists, *numbers, *constants)
     torch.testing.assert_close([lists[0], *lists[2:]], expected, rtol=0, atol=0)
 
 
 class Calls(TorchDispatchMode):
-    """Counts operators, the bytes that they make, and the dtypes of what scales many tensors."""
+    """A mode that counts operators, the bytes that they make, and the dtypes of what scales many tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class Calls(TorchDispatchMode):
         return out
 
 
-def counted(case: str, lists: list[list[Tensor]]) -> Calls:
+def count_calls(case: str, lists: list[list[Tensor]]) -> Calls:
     operator, _, numbers, constants = CASES[case]
     with Calls() as calls:
         IN_PLACE[operator](*lists, *numbers, *constants)
@@ -130,14 +130,14 @@ def counted(case: str, lists: list[list[Tensor]]) -> Calls:
 @pytest.mark.parametrize("case", CASES)
 def test_many_leaves_are_one_call_that_allocates_nothing(case: str) -> None:
     few, many = (leaves_of(CASES[case][1], torch.float32, [(30, 10)] * n) for n in (2, 20))
-    calls = counted(case, few), counted(case, many)
+    calls = count_calls(case, few), count_calls(case, many)
     assert calls[0].seen == calls[1].seen and sum(calls[1].seen.values()) <= 3
     assert calls[1].bytes <= 8
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_gradients_are_cast_by_one_call_and_scaled_by_one(dtype: torch.dtype) -> None:
-    """Those that are in the parameters' dtype already are scaled where they lie."""
+    """Gradients that have the parameters' dtype already are scaled where they lie."""
     params = [torch.ones(3, 4, dtype=dtype) for _ in range(20)]
     grads = [torch.full((3, 4), float(n), dtype=torch.bfloat16) for n in range(20)]
     with Calls() as calls:

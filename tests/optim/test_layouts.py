@@ -37,7 +37,7 @@ UNITS = {f"layers.{n}.w": (32, 48) for n in range(4)} | {"layers.0.b": (64,)}
 
 
 def test_sums_are_small_and_travel_during_the_backward() -> None:
-    """Of a matrix means of columns and numbers: no more than a row and a few."""
+    """A matrix sends means of its columns and some numbers: no more than a row and a few."""
     lowered = lower(adafactor(0.1), UNITS, shard=4)
     lines = lowered.schedule.instructions
     sums = [line for line in lines if isinstance(line, ReduceUpdate)]
@@ -66,8 +66,11 @@ def test_state_in_eight_bits_is_a_quarter() -> None:
 
 
 def test_state_goes_to_where_its_matrix_is_whole_and_back() -> None:
-    """Of four matrices each rank computes one. A gradient, two moments and both averages and bases of square
-    matrices are sent, all but the gradient come back, and an update."""
+    """Each of four ranks computes one of four matrices.
+
+    A gradient, two moments, and both averages and bases of a matrix are sent. All but the gradient come back,
+    and an update.
+    """
     layers = {f"layers.{n}.w": (32, 32) for n in range(4)}
     often, seldom = (lower(soap(0.1, precondition_frequency=each), layers, shard=4) for each in (1, 100))
     lines = often.schedule.instructions

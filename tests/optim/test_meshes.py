@@ -34,7 +34,7 @@ SOME = [
 
 
 def allows(row: dict[str, Any]) -> bool:
-    """Whether a layout is one, and says something of its own."""
+    """Return whether a row is a layout, and says something of its own."""
     mesh = row.get("mesh", "hybrid")
     if mesh == "experts" and row.get("leaves") == "wide":
         return False
@@ -241,7 +241,7 @@ def lower_layers(optimizer: fs.optim.Optimizer, ranks: int, layers: int = 48) ->
 
 @pytest.mark.parametrize("ranks", [2, 16, *(pytest.param(n, marks=pytest.mark.long) for n in (4, 8))])
 def test_muon_sends_blocks_there_and_back_and_spreads_its_work(ranks: int) -> None:
-    """In bf16, nothing else; each matrix is computed once, and no rank computes 1.05 of its share."""
+    """Only bf16 blocks travel; each matrix is computed once, and no rank computes 1.05 of its share."""
     lowered = lower_layers(fs.optim.muon(0.02), ranks)
     schedule = lowered.schedule
     sent = lowered.comm_analysis()

@@ -43,7 +43,7 @@ EVERY = {**ALL, **FOREIGN}
 
 
 def torch_train(make, params, steps=6, rate=None, max_norm=None, scale=1.0):
-    """torch's optimizer on the same gradients; `make(groups)`, one group per leaf."""
+    """Train by torch's optimizer on the same gradients; `make(groups)` has one group per leaf."""
     leaves = {p: nn.Parameter(t.clone()) for p, t in params.items()}
     optimizer = make(leaves)
     scheduler = rate and torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
@@ -186,7 +186,7 @@ def test_adamw_8bit_is_torchaos():
 
 
 def decades(kind: str) -> list[Tensor]:
-    """Gradients of 200 steps, whose sizes differ within runs of 64 numbers."""
+    """Draw gradients of 200 steps, whose sizes differ within runs of 64 numbers."""
     random = torch.Generator().manual_seed(0)
     order, one = torch.randperm(256, generator=random), torch.logspace(-1, 0, 256)
     sizes = {
@@ -208,8 +208,8 @@ KINDS_OF_DECADES = [
 ]  # fmt: skip
 
 
-def moved_by(optimizer: Optimizer, gradients: list[Tensor]) -> tuple[Tensor, float]:
-    """The weights that begin at 0, and the largest step of one."""
+def move_weights(optimizer: Optimizer, gradients: list[Tensor]) -> tuple[Tensor, float]:
+    """Return the weights that begin at 0, and the largest step of one."""
     params, largest = {"w": torch.zeros(8, 256)}, 0.0
     slots = init_slots(optimizer, params)
     for count, grad in enumerate(gradients):
@@ -228,9 +228,9 @@ def moved_by(optimizer: Optimizer, gradients: list[Tensor]) -> tuple[Tensor, flo
 def test_adamw_8bit_stays_near_adamw_over_decades(kind):
     """A positive second moment is never coded as 0: no weight jumps."""
     gradients = decades(kind)
-    exact, step = moved_by(adamw(1e-3, weight_decay=0.0), gradients)
+    exact, step = move_weights(adamw(1e-3, weight_decay=0.0), gradients)
     for block in (64, 256):
-        own, largest = moved_by(optim.adamw_8bit(1e-3, weight_decay=0.0, block=block), gradients)
+        own, largest = move_weights(optim.adamw_8bit(1e-3, weight_decay=0.0, block=block), gradients)
         assert largest < 1.7 * step and own.abs().max() < 1.4 * exact.abs().max()
     bitsandbytes = pytest.importorskip("bitsandbytes")
     theirs = nn.Parameter(torch.zeros(8, 256))
@@ -410,7 +410,7 @@ def test_name_reads_back(name):
 
 
 def test_leaves_of_equal_settings_share_a_trace():
-    """What an optimizer takes from a path are the numbers of its rules, around it too."""
+    """An optimizer takes from a path the numbers of its rules alone, and so do those around it."""
     own = chain(clip_by_global_norm(1.0), adamw(0.1, **RULES), ema(0.9))
     assert own.settings("a.w") == own.settings("b.w") != own.settings("a.norm.w") != own.settings("embed.w")
     assert sgd(0.1).settings("a") == sgd(0.1).settings("b")

@@ -18,7 +18,7 @@ RTOL = 1e-6
 
 
 def numbers(kind: str, count: int = COUNT) -> Tensor:
-    """Equal ones, of which each addition may round the same way, or drawn ones."""
+    """Return equal numbers, of which each addition may round the same way, or drawn ones."""
     if kind == "equal":
         return torch.full((count,), 1 / 3)
     return torch.rand(count, generator=torch.Generator().manual_seed(0)) + 0.5
@@ -71,7 +71,7 @@ def test_the_global_norm_of_a_large_leaf(kind: str, ranks: int) -> None:
 @pytest.mark.parametrize("optimizer", [fs.optim.lars(0.1), fs.optim.adafactor(0.1)], ids=lambda o: o.name)
 @pytest.mark.parametrize("kind", ["equal", "drawn"])
 def test_optimizers_that_sum_over_leaves(kind: str, optimizer: Any) -> None:
-    """Of a leaf in fp32 as of one in fp64."""
+    """The update of a leaf in fp32 is that of one in fp64."""
 
     def updated(dtype: torch.dtype) -> Tensor:
         param, grad = (each.view(-1, 1024).to(dtype) for each in (numbers(kind), numbers(kind).flip(0)))
@@ -85,7 +85,7 @@ def test_optimizers_that_sum_over_leaves(kind: str, optimizer: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["equal", "drawn"])
 def test_the_norm_of_a_large_matrix(kind: str) -> None:
-    """What Muon divides by: without a turn of Newton-Schulz it is all that happens."""
+    """Muon divides by it; without a turn of Newton-Schulz that is all that happens."""
     matrix = numbers(kind).view(2048, -1)
     got, want = (orthogonalize(m, steps=0).double() for m in (matrix, matrix.double()))
     torch.testing.assert_close(got, want, rtol=RTOL, atol=0)
@@ -124,7 +124,7 @@ def test_squares_of_complex_tensors_and_of_none() -> None:
 
 @pytest.mark.parametrize("count", [600, 3 * CAST])
 def test_what_is_copied_is_what_the_memory_report_says(count: int) -> None:
-    """Of leaves in half types: as many numbers as the largest has, and at most `CAST`."""
+    """Leaves in half types are copied: as many numbers as the largest has, and at most `CAST`."""
     with mock.patch.object(torch, "empty", wraps=torch.empty) as empty:
         sum_squares([torch.ones(n, dtype=torch.bfloat16) for n in (520, count)])
     assert sum(call.args[0] for call in empty.mock_calls if call.args) == min(count, CAST)

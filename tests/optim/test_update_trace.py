@@ -58,7 +58,7 @@ def run(traced: TracedUpdate, grad: Tensor, slots: Mapping[str, Tensor], param: 
     for i, name in enumerate(EVERY) for j, dtype in enumerate((torch.float64, torch.bfloat16))
 ])  # fmt: skip
 def test_a_traced_update_is_the_update(name: str, dtype: torch.dtype) -> None:
-    """Of three steps, the later ones of which start from slots that are not zero."""
+    """They agree in three steps, the later ones of which start from slots that are not zero."""
     optimizer, params = EVERY[name], random_tree(0, SHAPES, dtype)
     slots = init_slots(optimizer, params)
     graphs = {path: trace(optimizer, path, params[path], slots[path]) for path in params}
@@ -145,7 +145,7 @@ SIZES = {  # how often three shapes are traced, and what the update computes
 
 @pytest.mark.parametrize("kind", SIZES)
 def test_an_update_that_asks_for_no_size_is_traced_once(kind: str) -> None:
-    """What it computes of leaves of each shape is right, and so is their state."""
+    """Its updates of leaves of each shape are right, and so is their state."""
     traces, change = SIZES[kind]
     calls = Counter()
 
@@ -174,7 +174,7 @@ def test_an_update_that_asks_for_no_size_is_traced_once(kind: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_leaf_of_one_number_is_updated_as_one_of_several(dtype: torch.dtype) -> None:
-    """In fp32, though numbers of a step are of fp64 and of no dims either. (`lerp` takes one dtype alone.)"""
+    """It is updated in fp32, though a step's numbers are fp64 and 0-d too (`lerp` takes one dtype)."""
 
     def update(path: str, grad: Tensor, slots: Any, param: Tensor, step: Step) -> Any:
         change = grad * step.host(lambda count: 0.1 / (1 + int(count))) / step.global_norm
@@ -198,7 +198,7 @@ def test_a_leaf_of_one_number_is_updated_as_one_of_several(dtype: torch.dtype) -
 
 
 def own(update: Any, **slots: Any) -> Optimizer:
-    """An optimizer whose update is a function of gradient, slots, parameter and step."""
+    """Make an optimizer whose update is a function of gradient, slots, parameter and step."""
     init = lambda path, param: {name: make(param) for name, make in slots.items()}  # noqa: E731
     return Optimizer("own()", init, lambda path, *args: update(*args))
 

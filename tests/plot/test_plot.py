@@ -24,7 +24,7 @@ from fnshard.plot.text import blocks_of, join_alike, leaves_of
 
 
 def size_of(path: Path) -> tuple[int, int]:
-    """Of a PNG, in pixels."""
+    """Return the size of a PNG, in pixels."""
     data = path.read_bytes()
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     return struct.unpack(">II", data[16:24])
@@ -41,15 +41,15 @@ def low() -> Any:
     return lower(*llama(3), ranks=4, remat="unit", policy={"optimizer_memory": "host"})
 
 
-def slowed(line: Timeline, times: float) -> Timeline:
-    """The same step, as one that took so many times as long."""
+def slow_down(line: Timeline, times: float) -> Timeline:
+    """Return the timeline of a step that takes so many times as long."""
     spans = [replace(s, start=s.start * times, end=s.end * times) for s in line.spans]
     busy = {lane: seconds * times for lane, seconds in line.busy_seconds.items()}
     return replace(line, spans=tuple(spans), step_seconds=line.step_seconds * times, busy_seconds=busy)
 
 
 def by_hand() -> Timeline:
-    """Eight milliseconds: a forward of four, a gather meanwhile, a backward of three after a gap."""
+    """Write a timeline of 8 ms: a forward of four, a gather meanwhile, a backward of three after a gap."""
     spans = (
         Span(0, "communication", 0.0, 0.002, "gather", "a", "forward"),
         Span(1, "compute", 0.0, 0.004, "run", "a", "forward"),
@@ -65,7 +65,7 @@ DRAW = {
     "timeline": lambda low, path: fs.plot.timeline(low.timeline(Hardware.named("h100")), path),
     "one_clock": lambda low, path: fs.plot.timeline(low.timeline(Hardware.named("cpu")), path),
     "predicted_and_measured": lambda low, path: fs.plot.timeline(
-        line := low.timeline(Hardware.named("h100")), path, measured=slowed(line, 1.5)
+        line := low.timeline(Hardware.named("h100")), path, measured=slow_down(line, 1.5)
     ),
     "memory_limit": lambda low, path: fs.plot.memory(low, path, limit=2 * low.memory_analysis().peak_bytes),
 }

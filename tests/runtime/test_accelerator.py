@@ -33,7 +33,7 @@ CUDA = fs.make_mesh(shard=2, device="cuda", abstract=True)
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A machine with two GPUs, as far as `torch.accelerator` and `init_process_group` see."""
+    """Stand in for a machine with two GPUs, as far as `torch.accelerator` and `init_process_group` see."""
     seen = SimpleNamespace(count=2, index=0, groups=[], synchronized=0)
     found = {
         "is_available": lambda: True,

@@ -17,7 +17,7 @@ CUDA = fs.make_mesh(shard=2, device="cuda", abstract=True)
 
 # ------------------------------------------------------------------ attention
 def attending(dtype: torch.dtype, *, length: int, head: int, mask: bool) -> lowered.Lowered:
-    """Two layers of attention, lowered for CUDA."""
+    """Lower two layers of attention for CUDA."""
     shown = torch.rand(length, length) > 0.1 if mask else None
     params = {f"l.{n}.w": torch.ones(2 * head, 2 * head) for n in range(2)}
 

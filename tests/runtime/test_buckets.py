@@ -16,7 +16,7 @@ AXES = [(), ("a",), ("b",), ("a", "b"), ("b", "a")]
 
 @st.composite
 def cases(draw):
-    """A mesh of two axes, and leaves with a layout each."""
+    """Draw a mesh of two axes, and leaves with a layout each."""
     mesh = fs.make_mesh(a=draw(st.integers(1, 3)), b=draw(st.integers(1, 4)), abstract=True)
     leaves = {}
     for i in range(draw(st.integers(1, 4))):

@@ -27,7 +27,7 @@ TRANSPORTS = ("auto", "p2p", "native")
 
 
 def data(rank: int, numel: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """What `rank` sends: small whole numbers, so that sums of four are exact in every dtype."""
+    """Draw what `rank` sends: small whole numbers, so that sums of four are exact in every dtype."""
     made = torch.Generator().manual_seed(1000 * seed + rank)
     return torch.randint(0, 8, (numel,), generator=made).to(dtype)
 
@@ -38,7 +38,7 @@ def groups(mesh: Mesh) -> list[tuple[str, ...]]:
     return [("replicate",), ("shard",), ("replicate", "shard"), ("shard", "replicate")]
 
 
-def packed(by, tensor: torch.Tensor, axes, rows: int = 1) -> torch.Tensor:
+def pack_rows(by, tensor: torch.Tensor, axes, rows: int = 1) -> torch.Tensor:
     return by.send_buffer(tensor.numel() // rows, tensor.dtype, axes, rows).copy_(tensor)
 
 
@@ -48,10 +48,10 @@ def expect(got: torch.Tensor, expected: torch.Tensor, what: object) -> None:
 
 # ------------------------------------------------------------------ the contract
 def check_gather(by, axes, numel: int, dtype: torch.dtype, seed: int, buffered: bool):
-    """Issue; returns what to call at the Wait."""
+    """Issue a gather, and return what to call at the Wait."""
     mesh = by.mesh
     sent = data(mesh.rank, numel, dtype, seed)
-    handle = by.all_gather(packed(by, sent, axes) if buffered else sent, axes)
+    handle = by.all_gather(pack_rows(by, sent, axes) if buffered else sent, axes)
 
     def finish() -> None:
         rows = handle.wait()
@@ -66,7 +66,7 @@ def check_scatter(by, axes, numel: int, dtype: torch.dtype, seed: int, buffered:
     mesh, ranks = by.mesh, by.mesh.group_ranks(axes)
     n, here = len(ranks), ranks.index(mesh.rank)
     sent = data(mesh.rank, n * numel, dtype, seed)
-    handle = by.reduce_scatter(packed(by, sent, axes, n) if buffered else sent, axes)
+    handle = by.reduce_scatter(pack_rows(by, sent, axes, n) if buffered else sent, axes)
 
     def finish() -> None:
         full = sum(data(rank, n * numel, dtype, seed) for rank in ranks)
@@ -78,7 +78,7 @@ def check_scatter(by, axes, numel: int, dtype: torch.dtype, seed: int, buffered:
 def check_reduce(by, axes, numel: int, dtype: torch.dtype, seed: int, buffered: bool):
     mesh = by.mesh
     sent = data(mesh.rank, numel, dtype, seed)
-    handle = by.all_reduce(packed(by, sent, axes) if buffered else sent, axes)
+    handle = by.all_reduce(pack_rows(by, sent, axes) if buffered else sent, axes)
 
     def finish() -> None:
         full = sum(data(rank, numel, dtype, seed) for rank in mesh.group_ranks(axes))
@@ -91,7 +91,7 @@ def check_swap(by, axes, numel: int, dtype: torch.dtype, seed: int, buffered: bo
     mesh, ranks = by.mesh, by.mesh.group_ranks(axes)
     n, here = len(ranks), ranks.index(mesh.rank)
     sent = data(mesh.rank, n * numel, dtype, seed)
-    handle = by.all_to_all(packed(by, sent, axes, n) if buffered else sent, axes)
+    handle = by.all_to_all(pack_rows(by, sent, axes, n) if buffered else sent, axes)
 
     def finish() -> None:
         rows = [data(rank, n * numel, dtype, seed).view(n, -1)[here] for rank in ranks]
@@ -102,10 +102,10 @@ def check_swap(by, axes, numel: int, dtype: torch.dtype, seed: int, buffered: bo
 
 
 def check_permute(by, axes, numel: int, dtype: torch.dtype, seed: int, buffered: bool):
-    """From one, two or all but one places before."""
+    """Permute from one, two or all but one places before."""
     mesh, ranks = by.mesh, by.mesh.group_ranks(axes)
     sent, distance = data(mesh.rank, numel, dtype, seed), (1, 2, -1)[seed % 3]
-    handle = by.permute(packed(by, sent, axes) if buffered else sent, axes, distance)
+    handle = by.permute(pack_rows(by, sent, axes) if buffered else sent, axes, distance)
 
     def finish() -> None:
         source = ranks[(ranks.index(mesh.rank) - distance) % len(ranks)]
@@ -116,7 +116,7 @@ def check_permute(by, axes, numel: int, dtype: torch.dtype, seed: int, buffered:
 
 
 def check_blocks(by, axes, numel: int, dtype: torch.dtype, seed: int, buffered: bool):
-    """Two leaves at once, gathered from their blocks where a backend can."""
+    """Gather two leaves at once from their blocks, if a backend can."""
     mesh = by.mesh
     sent = [data(mesh.rank, size, dtype, seed + size) for size in (numel, 2)]
     handle = getattr(by, "gather_blocks", lambda *_: None)(sent, axes)
@@ -131,7 +131,7 @@ def check_blocks(by, axes, numel: int, dtype: torch.dtype, seed: int, buffered: 
 
 
 def check_leaves(by, axes, numel: int, dtype: torch.dtype, seed: int, buffered: bool):
-    """Two leaves at once, reduced where they lie."""
+    """Reduce two leaves at once where they lie, if a backend can."""
     mesh, ranks = by.mesh, by.mesh.group_ranks(axes)
     n, here = len(ranks), ranks.index(mesh.rank)
     sent = [data(mesh.rank, n * size, dtype, seed + size) for size in (numel, 2)]
@@ -153,7 +153,7 @@ CHECKS = {
 
 
 def contract(rank: int, mesh: Mesh, transport: str = "auto") -> str:
-    """Every collective, dtype and group, and fp32 of every size; alone, then several in flight."""
+    """Check every collective, dtype and group, and fp32 of every size; alone, then several in flight."""
     by = connect(mesh, timeout=20, transport=transport)
     assert by.gather_object(f"rank {rank}") == [f"rank {r}" for r in range(mesh.size)]
     for axes in groups(mesh):
@@ -171,7 +171,7 @@ def contract(rank: int, mesh: Mesh, transport: str = "auto") -> str:
 
 
 def out_of_order(by, count: int) -> None:
-    """The first of many is waited for last, as a step's scalars are; the rest in any order."""
+    """Wait for the first of many last, as for a step's scalars; for the rest in any order."""
     dice = random.Random(1)
     first = check_reduce(by, by.mesh.names, 5, torch.float64, seed=99, buffered=False)
     checks = [dice.choice(list(CHECKS)) for _ in range(count)]
@@ -182,7 +182,7 @@ def out_of_order(by, count: int) -> None:
 
 
 def in_flight(by, rounds: int, largest: int = 3000) -> None:
-    """Random collectives, up to six at once, waited for in their order; equal on all ranks."""
+    """Issue random collectives, up to six at once, and wait in their order; equal on all ranks."""
     dice = random.Random(0)
     for seed in range(rounds):
         waiting = []
@@ -315,7 +315,7 @@ def test_half_types_are_summed_in_fp32():
 
 
 # ------------------------------------------------------------------ peers that fail
-def _abandoned(rank: int, transport: str, how: str, name: str = "all_gather") -> tuple[str, float]:
+def _abandon(rank: int, transport: str, how: str, name: str = "all_gather") -> tuple[str, float]:
     timeout = 6 if how == "dies" else 1
     by = connect(make_mesh(shard=2, device="cpu"), timeout=timeout, transport=transport)
     by.all_reduce(torch.ones(100_000), ("shard",)).wait()
@@ -333,7 +333,7 @@ def _abandoned(rank: int, transport: str, how: str, name: str = "all_gather") ->
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_rank_that_dies_is_an_error_within_seconds(ranks, transport):
-    text, seconds = ranks(2).run(_abandoned, transport, "dies", lost=(1,))[0]
+    text, seconds = ranks(2).run(_abandon, transport, "dies", lost=(1,))[0]
     assert "all_gather over (shard) of ranks 0, 1, on rank 0: a peer died" in text
     assert seconds < 5  # less than the timeout: the death itself was seen
 
@@ -346,7 +346,7 @@ def test_a_rank_that_dies_is_an_error_within_seconds(ranks, transport):
     ("transport", "name"), [("auto", "all_to_all"), ("p2p", "all_gather"), ("native", "all_gather")]
 )
 def test_a_rank_that_does_not_come_is_an_error_at_the_timeout(ranks, transport, name):
-    text, seconds = ranks(2).run(_abandoned, transport, "stays away", name)[0]
+    text, seconds = ranks(2).run(_abandon, transport, "stays away", name)[0]
     assert f"{name} over (shard) of ranks 0, 1, on rank 0" in text and "did not answer" in text
     assert 0.5 < seconds < 20
 
@@ -448,7 +448,7 @@ def test_ranks_take_turns(pair):
 
 
 def _reuses_too_early(rank: int, mesh: Mesh) -> torch.Tensor:
-    """A wrong schedule: the packed buffer is written between the issue and the Wait."""
+    """Write to the packed buffer between the issue and the Wait, as a wrong schedule would."""
     by = connect(mesh)
     sent = by.send_buffer(2, torch.float32, ("shard",)).fill_(rank)
     handle = by.all_gather(sent, ("shard",))
@@ -502,7 +502,7 @@ def test_slots_are_used_again_when_all_are_done():
 
 
 def _open_for_long(rank: int) -> list[float]:
-    """A gather that is open while the two rows of control words go round, and sums of those meanwhile."""
+    """Keep a gather open while the two rows of control words go round, and return sums of meanwhile."""
     by = connect(make_mesh(shard=2, device="cpu"), timeout=20)
     rows = by.all_gather(torch.tensor([float(rank)]), ("shard",))
     sums = [by.all_reduce(torch.ones(1), ("shard",)).wait() for _ in range(5 * messages.ROWS)]

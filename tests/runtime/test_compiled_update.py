@@ -142,7 +142,7 @@ def test_follows_the_reference(preset: str, options: dict[str, Any]) -> None:
 
 
 def test_a_mean_and_its_scale_are_inputs() -> None:
-    """What a Mean's count makes of the gradients differs from step to step; so does the rate."""
+    """The factor of a Mean's count differs from step to step, and so does the rate."""
     model = model_of("masked_mean")
     batches = [[sharded.part(b, i, 2) for i in range(2)] for b in model.batches(sharded.STEPS)]
     rate = fs.schedules.warmup_cosine(0.1, warmup=2, total=5)
@@ -156,7 +156,7 @@ def test_a_mean_and_its_scale_are_inputs() -> None:
 
 
 def blocks_of(x: Tensor, params: dict[str, Tensor]) -> Tensor:
-    """Three equal layers."""
+    """Compute three equal layers."""
     for index in range(3):
         x = torch.tanh(x @ params[f"layers.{index}.w"] + params[f"layers.{index}.b"])
     return x.square().mean()
@@ -169,8 +169,10 @@ BF16 = {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}
 MASTER = {**BF16, "storage_dtype": torch.bfloat16, "optimizer_dtype": torch.float32}
 
 
-def trained(policy: dict[str, Any], update: str, steps: int = 3) -> tuple[fs.TrainState, list[float], Any]:
-    """Some steps of the layers on one rank: the state, losses, and the step."""
+def train_layers(
+    policy: dict[str, Any], update: str, steps: int = 3
+) -> tuple[fs.TrainState, list[float], Any]:
+    """Make some steps of the layers on one rank; return the state, losses and the step."""
     mesh = fs.make_mesh(shard=1, device="cpu")
     specs = fs.presets.full_shard(LAYERS, mesh, **policy)
     step = fs.shard_step(
@@ -186,7 +188,7 @@ def trained(policy: dict[str, Any], update: str, steps: int = 3) -> tuple[fs.Tra
 
 def test_equal_units_share_a_kernel() -> None:
     """Three layers, one kernel; leaves of another size or with other settings would take another."""
-    _, _, step = trained({}, "compiled", steps=2)
+    _, _, step = train_layers({}, "compiled", steps=2)
     (forms,) = step._runner._compiled.kernels
     assert len(forms) == 2
 
@@ -194,8 +196,8 @@ def test_equal_units_share_a_kernel() -> None:
 @pytest.mark.parametrize("update", ["eager", "compiled"])
 def test_storage_in_the_compute_dtype_is_the_same_training(update: str) -> None:
     """bf16 storage with an fp32 master: bit for bit what fp32 storage and bf16 compute give, and no casts."""
-    wide, losses, first = trained(BF16, update)
-    narrow, same, second = trained(MASTER, update)
+    wide, losses, first = train_layers(BF16, update)
+    narrow, same, second = train_layers(MASTER, update)
     assert losses == same
     for path, value in wide.params.items():
         assert torch.equal(narrow.opt_state[path]["master"], value)
@@ -209,7 +211,7 @@ def test_storage_in_the_compute_dtype_is_the_same_training(update: str) -> None:
 
 # ------------------------------------------------------------------ the option
 def on_paper(update: str, device: str = "cpu", **options: Any) -> Any:
-    """The layers' step, lowered on an abstract mesh."""
+    """Lower the layers' step on an abstract mesh."""
     mesh = fs.make_mesh(shard=2, abstract=True, device=device)
     step = fs.shard_step(
         lambda params, x: blocks_of(x.to(params["layers.0.w"].dtype), params),

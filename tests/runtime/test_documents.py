@@ -17,10 +17,10 @@ from fnshard.errors import TraceError
 F64 = torch.float64
 
 
-def masked(
+def attend_masked(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, documents: Tensor, window: int | None = None
 ) -> Tensor:
-    """The same by a mask."""
+    """Attend within documents by a mask."""
     run = F.pad((documents[:, 1:] != documents[:, :-1]).long().cumsum(1), (1, 0))
     distance = torch.arange(q.shape[2])[:, None] - torch.arange(q.shape[2])
     see = (run[:, :, None] == run[:, None]) & (distance.abs() < (window or q.shape[2]))
@@ -52,7 +52,7 @@ def test_values_and_gradients(causal: bool, window: int | None, length: int) -> 
     documents = documents.cumsum(1) % 2  # an id comes again
     documents[:, 5] = 7
     how: dict[str, Any] = {"causal": causal, "window": window, "documents": documents}
-    got, expected = fs.attention(*tensors, **how), masked(*tensors, **how)
+    got, expected = fs.attention(*tensors, **how), attend_masked(*tensors, **how)
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
     slope = torch.randn_like(got)
     for a, b in zip(*(torch.autograd.grad(y, tensors, slope) for y in (got, expected)), strict=True):
@@ -115,7 +115,7 @@ def test_axes(axes: dict[str, int], how: dict[str, Any], window: int | None) -> 
         return loss, fs.unshard(grads, specs, mesh)
 
     leaves = {p: v.clone().requires_grad_() for p, v in PARAMS.items()}
-    expected = loss_of(leaves, X, DOCUMENTS, masked, window)
+    expected = loss_of(leaves, X, DOCUMENTS, attend_masked, window)
     expected.backward()
     for loss, grads in fs.simulate(mesh, run):
         torch.testing.assert_close(loss, expected.detach(), rtol=0, atol=1e-10)
@@ -135,13 +135,13 @@ def test_inductor_and_bytes_are_linear() -> None:
 
     short, long = (peak(fs.attention, n) for n in (2048, 4096))
     assert 1.9 * short < long < 2.1 * short
-    short, long = (peak(masked, n) for n in (2048, 4096))
+    short, long = (peak(attend_masked, n) for n in (2048, 4096))
     assert long > 3 * short
     step = fs.shard_step(loss_of, specs, mesh=mesh)
     lowered = step.lower(PARAMS, X, DOCUMENTS)
     assert lowered.attention == {"by documents": 1}
     loss, _ = fs.simulate(mesh, lambda rank: step(fs.shard(PARAMS, specs, mesh), X, DOCUMENTS))[0]
-    torch.testing.assert_close(loss, loss_of(PARAMS, X, DOCUMENTS, masked), rtol=0, atol=1e-10)
+    torch.testing.assert_close(loss, loss_of(PARAMS, X, DOCUMENTS, attend_masked), rtol=0, atol=1e-10)
 
 
 def test_mistakes() -> None:

@@ -21,7 +21,7 @@ FORMS = {
 
 
 def dropped(q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Any = None, **form: Any) -> Tensor:
-    """The op as programs have it."""
+    """Call the op as programs have it."""
     form = {"is_causal": False, "enable_gqa": False} | form
     key = torch.tensor(7)
     return torch.ops.fnshard.attention(

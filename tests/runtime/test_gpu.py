@@ -27,7 +27,7 @@ CONFIG = DecoderConfig(width=128, layers=4, heads=4, kv_heads=2, context=64)
 
 @pytest.fixture(scope="module")
 def mesh():
-    """A mesh of one over a real NCCL group."""
+    """Yield a mesh of one over a real NCCL group."""
     if not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -37,7 +37,7 @@ def mesh():
 
 
 def on_gpu(model):
-    """The same model with its parameters and batches on the GPU."""
+    """Return a model with its parameters and batches on the GPU."""
 
     def batch(seed: int) -> tuple[Tensor, ...]:
         return tuple(part.cuda() for part in model.batch(seed))
@@ -45,7 +45,7 @@ def on_gpu(model):
     return replace(model, params={p: v.detach().cuda() for p, v in model.params.items()}, batch=batch)
 
 
-def expected(model, steps: int):
+def train_plainly(model, steps: int):
     parts = [[batch] for batch in model.batches(steps)]
     return train(model.loss, model.params, parts, adamw(RATE), frozen=model.frozen)
 
@@ -56,7 +56,7 @@ def test_presets_equal_torch(mesh, preset):
     model = on_gpu(gpt())
     specs = specs_of(model, preset, mesh)
     got = shard_train(0, mesh, model, specs, fs.optim.adamw(RATE, weight_decay=0.1))
-    assert_same(got, expected(model, len(got.losses)))
+    assert_same(got, train_plainly(model, len(got.losses)))
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
@@ -66,7 +66,7 @@ def test_models_equal_torch(mesh, name):
     got = shard_train(0, mesh, model, specs, fs.optim.adamw(RATE, weight_decay=0.1), steps=3)
     # Torch recomputes a checkpointed module with the values that functional_call has put back by then.
     truth = on_gpu(MODELS["gpt"]()) if name == "checkpoint" else model
-    assert_same(got, expected(truth, 3))
+    assert_same(got, train_plainly(truth, 3))
 
 
 TIERS = {
@@ -85,7 +85,7 @@ def test_tiers_and_remat_equal_torch(mesh, tier, remat, tmp_path):
     optimizer = fs.optim.adamw(RATE, weight_decay=0.1)
     how = {"remat": remat, "disk_dir": str(tmp_path), "accumulate": 3}
     got = shard_train(0, mesh, model, specs, optimizer, **how)
-    assert_same(got, expected(model, len(got.losses)))
+    assert_same(got, train_plainly(model, len(got.losses)))
 
 
 def test_what_rests_on_the_host_is_pinned_and_off_the_device(mesh):
@@ -125,7 +125,7 @@ def test_predicted_peak_is_what_the_allocator_saw(mesh, tier, remat):
 
 # ------------------------------------------------------------------ Inductor, and shorter dtypes
 def decoder() -> tuple[Decoder, list[tuple[Tensor, Tensor]]]:
-    """A seeded decoder in fp32 on the GPU, and batches."""
+    """Make a seeded decoder in fp32 on the GPU, and batches."""
     torch.manual_seed(0)
     model = Decoder(CONFIG).cuda()
     drawn = torch.randint(CONFIG.vocab, (10, 4, CONFIG.context + 1), device="cuda")
@@ -133,7 +133,7 @@ def decoder() -> tuple[Decoder, list[tuple[Tensor, Tensor]]]:
 
 
 def torch_losses(dtype: torch.dtype | None) -> list[float]:
-    """Plain torch: fused AdamW, autocast where a dtype is given."""
+    """Train in plain torch: fused AdamW, autocast if a dtype is given."""
     model, batches = decoder()
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.1, fused=True)
     losses = []
@@ -148,8 +148,8 @@ def torch_losses(dtype: torch.dtype | None) -> list[float]:
     return losses
 
 
-def sharded_losses(mesh, metrics_of=lambda metrics: None, **how):
-    """Losses, and what `metrics_of` makes of each step's metrics."""
+def compute_losses(mesh, metrics_of=lambda metrics: None, **how):
+    """Return losses, and what `metrics_of` makes of each step's metrics."""
     policy = {name: how.pop(name) for name in ("compute_dtype", "reduce_dtype") if name in how}
     model, batches = decoder()
     apply, params = fs.make_functional(model)
@@ -170,7 +170,7 @@ def sharded_losses(mesh, metrics_of=lambda metrics: None, **how):
 
 
 def test_inductor_equals_torch_in_fp32(mesh):
-    losses, _ = sharded_losses(mesh)
+    losses, _ = compute_losses(mesh)
     assert_floats(losses, torch_losses(None), atol=1e-4)
     assert losses[-1] < losses[0]
 
@@ -178,7 +178,7 @@ def test_inductor_equals_torch_in_fp32(mesh):
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_bf16_stays_near_autocast(mesh, backend):
     short = {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-    losses, _ = sharded_losses(mesh, backend=backend, **short)
+    losses, _ = compute_losses(mesh, backend=backend, **short)
     exact, autocast = torch_losses(None), torch_losses(torch.bfloat16)
     worst = max(abs(a - b) for a, b in zip(autocast, exact, strict=True))
     assert_floats(losses, exact, atol=max(3 * worst, 2e-2))
@@ -186,7 +186,7 @@ def test_bf16_stays_near_autocast(mesh, backend):
 
 def test_fp16_scales_its_loss(mesh):
     short = {"compute_dtype": torch.float16, "reduce_dtype": torch.float32}
-    losses, scales = sharded_losses(mesh, lambda metrics: metrics["loss_scale"].item(), **short)
+    losses, scales = compute_losses(mesh, lambda metrics: metrics["loss_scale"].item(), **short)
     assert all(scale >= 1 for scale in scales)
     assert_floats(losses, torch_losses(None), atol=5e-2)
 
@@ -246,7 +246,7 @@ def test_tensors_on_the_host_are_moved_before_a_trace(mesh):
 
 
 def test_nothing_is_left_behind(mesh):
-    """The same bytes are held after two steps as after eight."""
+    """As many bytes are held after two steps as after eight."""
     model = on_gpu(gpt())
     specs = specs_of(model, "full_shard", mesh)
     step = make_step(mesh, model, specs, fs.optim.adamw(RATE))

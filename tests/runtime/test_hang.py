@@ -29,7 +29,7 @@ KINDS = {
 
 
 def waits_for_nobody(rank: int, preset: str, transport: str) -> tuple[str, float, str]:
-    """Rank 1 makes one step, rank 0 wants two; what it says, when, and the schedule."""
+    """Let rank 1 make one step and rank 0 want two; return what it says, when, and the schedule."""
     model = model_of("gpt")
     mesh = fs.make_mesh(shard=2, device="cpu")
     mesh.connections[TIMEOUT_S] = connect(mesh, timeout=TIMEOUT_S, transport=transport)
@@ -72,8 +72,8 @@ def test_it_names_the_instruction_the_unit_and_the_rank(ranks: Any, preset: str,
     assert TIMEOUT_S - 0.5 < seconds < TIMEOUT_S + 7
 
 
-def asked_to_end(rank: int) -> str:
-    """Rank 0 was asked to end while it waits for rank 1, which computes for a while and then sleeps."""
+def ask_to_end(rank: int) -> str:
+    """Ask rank 0 to end while it waits for rank 1, which computes for a while and then sleeps."""
     here, at_work = waits.peers(), time.monotonic() + 4 * waits.LOOK_S
     here.exchange("first", b"", 60)
     if rank == 1:
@@ -92,7 +92,7 @@ def asked_to_end(rank: int) -> str:
 
 
 def test_who_is_asked_to_end_waits_for_peers_at_work_and_names_those_that_are_not(ranks: Any) -> None:
-    text = ranks(2).run(asked_to_end)[0]
+    text = ranks(2).run(ask_to_end)[0]
     assert text.startswith("True ") and "asked to end (SIGTERM) while it waited for rank 1" in text
 
 

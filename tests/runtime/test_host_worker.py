@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import sharded
 import torch
-from tiered import CLIPPED, FEATURES, PRESETS, TIERS, Adversary, expected, model_of
+from tiered import CLIPPED, FEATURES, PRESETS, TIERS, Adversary, compute_expected, model_of
 from torch import Tensor
 
 import fnshard as fs
@@ -24,7 +24,7 @@ from fnshard.step import runner
 
 # ------------------------------------------------------------------ the worker
 def with_worker(kind: type[Transfers], worker: type[Worker] = Worker) -> type[Transfers]:
-    """Transfers that have one on a CPU, too."""
+    """Return transfers that have a worker on a CPU, too."""
     return type("WithWorker", (kind,), {"__post_init__": lambda self: (
         super(type(self), self).__post_init__(), setattr(self, "worker", worker(self.device)))})  # fmt: skip
 
@@ -55,7 +55,7 @@ def test_updates_off_the_launching_thread_are_the_same(
             model_of("tied"), preset, 2, optimizer, policy=TIERS[tier], remat="offload", **options
         )
     for got in ranks:
-        sharded.assert_same(got, expected(optimizer is CLIPPED))
+        sharded.assert_same(got, compute_expected(optimizer is CLIPPED))
     assert (used or tier == "streamed") and all(name.startswith("fnshard-host") for name in used)
 
 
@@ -63,10 +63,10 @@ def count_updates(path: str, grad: Tensor, slots: Any, param: Tensor, step: Any)
     return -grad, {"seen": slots["seen"] + 1}
 
 
-def trained_by_hand(
+def train_by_hand(
     monkeypatch: pytest.MonkeyPatch, before: Callable[[str], None], worker: type[Worker], blocks: int = 2
 ) -> tuple[Any, fs.TrainState, Tensor]:
-    """A step on the host, its state and a batch; each update first calls `before` with its leaf's path."""
+    """Make a step on the host, its state and a batch; each update first calls `before` with its path."""
     bind = Updater.bind
 
     def bind_watched(self: Updater, paths: Any, number: int) -> Any:
@@ -103,7 +103,7 @@ def test_the_launching_thread_waits_where_the_step_ends_and_not_at_an_update(
     def wait(path: str) -> None:
         assert launched.wait(20)
 
-    step, state, x = trained_by_hand(monkeypatch, wait, Launching)
+    step, state, x = train_by_hand(monkeypatch, wait, Launching)
     before = {p: v.clone() for p, v in state.params.items()}
     state, _ = step(state, x)
     assert all(slots["seen"].eq(1).all() for slots in state.opt_state.values())
@@ -120,7 +120,7 @@ def test_an_update_that_fails_there_fails_the_step_and_no_later_one_is_made(
         if len(made) == 1:
             raise ZeroDivisionError("by the optimizer")
 
-    step, state, x = trained_by_hand(monkeypatch, fail_first, Worker, blocks=3)
+    step, state, x = train_by_hand(monkeypatch, fail_first, Worker, blocks=3)
     params = {p: v.clone() for p, v in state.params.items()}
     with pytest.raises(ZeroDivisionError, match="by the optimizer") as reported:
         step(state, x)

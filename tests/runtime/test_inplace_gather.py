@@ -36,7 +36,7 @@ LAYOUTS = [
 
 
 def issue(by: Any, value: float, axes: tuple[str, ...] = ("shard",)) -> Any:
-    """A leaf of fp32 whose part of each rank is `value` plus the rank's place."""
+    """Gather a leaf of fp32 whose part of each rank is `value` plus the rank's place."""
     ranks = by.mesh.group_ranks(axes)
     place = ranks.index(by.mesh.rank)
 
@@ -72,7 +72,7 @@ def test_all_ranks_blocks_make_up_the_leaf(shape, layout):
 
 # ------------------------------------------------------------------ slots
 def _signs_late(rank: int) -> int:
-    """`_one_after_the_other`, where rank 1 takes a while to sign what has died."""
+    """Run `_one_after_the_other` while rank 1 takes a while to sign what has died."""
     plain = Units.sweep
 
     def late(units: Units) -> None:
@@ -107,7 +107,7 @@ def test_two_units_alive_take_two_slots_however_late_a_rank_is(ranks, program):
         assert 2 * UNIT <= used <= 2 * UNIT + 3 * PAGE  # of two leaves of two units, this rank's half
 
 
-def _kept(rank: int, who: int) -> list[int]:
+def _keep_leaves(rank: int, who: int) -> list[int]:
     by = connect(make_mesh(shard=2, device="cpu"), timeout=20)
     (kept,), seen = issue(by, 7.0).wait(), []
     kept = kept if rank == who else None
@@ -129,13 +129,13 @@ def _kept(rank: int, who: int) -> list[int]:
 
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_leaf_that_a_rank_keeps_costs_its_slot_and_nobody_waits(ranks, who):
-    for first, second, last in ranks(2).run(_kept, who):
+    for first, second, last in ranks(2).run(_keep_leaves, who):
         assert first == second == last
 
 
 # ------------------------------------------------------------------ leaves that stay
 def _stays(rank: int) -> dict[str, Any]:
-    """Gathers of a leaf whose blocks stay where it was gathered, and of one that a rank holds elsewhere."""
+    """Gather a leaf whose blocks stay where it was gathered, and one that a rank holds elsewhere."""
     by = connect(make_mesh(shard=2, device="cpu"), timeout=20)
     memory, total = by.host.memories[0], 2 * NUMEL
     seen: dict[str, Any] = {"wrote": [], "used": []}
@@ -184,8 +184,8 @@ def test_blocks_stay_where_their_leaf_was_gathered_as_long_as_they_live(ranks):
         assert seen["used"][1] == seen["used"][0] and seen["used"][-1] == seen["used"][-2]
 
 
-def _trained(rank: int, other: bool) -> tuple[list[float], list[int], dict[str, Tensor]]:
-    """Losses of steps, how many gathers have copied leaves that may stay, and parameters.
+def _train(rank: int, other: bool) -> tuple[list[float], list[int], dict[str, Tensor]]:
+    """Return losses of steps, how many gathers have copied leaves that may stay, and parameters.
 
     The counts are of the other state's steps and of this one's, in turn.
 
@@ -223,7 +223,7 @@ def _trained(rank: int, other: bool) -> tuple[list[float], list[int], dict[str, 
 
 
 def test_a_step_copies_no_leaf_that_has_been_gathered_before(ranks):
-    alone, in_turn = (ranks(2).run(_trained, other) for other in (False, True))
+    alone, in_turn = (ranks(2).run(_train, other) for other in (False, True))
     for (losses, written, params), (others, moved, same) in zip(alone, in_turn, strict=True):
         assert written[1] > 1 and sum(written) == written[1]
         assert others == losses and all(torch.equal(same[p], v) for p, v in params.items())
@@ -277,7 +277,7 @@ def test_ranks_that_issue_different_collectives_are_an_error(ranks):
         assert f"rank 1: gather_leaves of [{2 * NUMEL}] torch.float32" in text
 
 
-def _abandoned(rank: int, who: int, dies: bool) -> tuple[str, float]:
+def _abandon(rank: int, who: int, dies: bool) -> tuple[str, float]:
     by = connect(make_mesh(shard=2, device="cpu"), timeout=6 if dies else 1)
     check(issue(by, 1.0).wait(), 1.0)
     if rank == who:
@@ -294,20 +294,20 @@ def _abandoned(rank: int, who: int, dies: bool) -> tuple[str, float]:
 
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_rank_that_dies_is_named_within_seconds(ranks, who):
-    text, seconds = ranks(2).run(_abandoned, who, True, lost=(who,))[1 - who]
+    text, seconds = ranks(2).run(_abandon, who, True, lost=(who,))[1 - who]
     assert f"gather_leaves over (shard) of ranks 0, 1, on rank {1 - who}" in text
     assert f"rank {who} has left" in text and seconds < 5
 
 
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_rank_that_does_not_come_is_named_at_the_timeout(ranks, who):
-    text, seconds = ranks(2).run(_abandoned, who, False)[1 - who]
+    text, seconds = ranks(2).run(_abandon, who, False)[1 - who]
     assert f"rank {who} did not come within 1 s" in text and 0.5 < seconds < 20
 
 
 # ------------------------------------------------------------------ in a step
-def _watched(rank: int, clip: bool) -> dict[str, Any]:
-    """Two steps: what lies in the group's memory, and what travels.
+def _watch_steps(rank: int, clip: bool) -> dict[str, Any]:
+    """Make two steps; return what lies in the group's memory, and what travels.
 
     Lists of whether each gathered leaf, and each reduction's sum, lies there; bytes of reductions that are
     sent and bytes of a row each; and how many units' slots the memory has.
@@ -382,7 +382,7 @@ def test_a_peers_row_and_ones_own_gradients_make_the_sum(shape, layout):
 @pytest.mark.parametrize("clip", [False, True])
 def test_gathered_leaves_lie_there_and_gradients_updated_at_once_stay_in_the_slot_they_left(ranks, clip):
     """At the default depths of ranks that share memory; two ranks send each other's row alone."""
-    for seen in ranks(2).run(_watched, clip):
+    for seen in ranks(2).run(_watch_steps, clip):
         assert seen["leaves"] and all(seen["leaves"])
         assert seen["sums"] and seen["slots"] == 1
         assert set(seen["sums"]) == {not clip}

@@ -23,7 +23,7 @@ SHAPES = ((), (3,), (0, 4), (127, 5), (70_001,))
 
 
 def letter(sender: int, number: int) -> list[Tensor]:
-    """What a rank sends as its message of a number: tensors of several shapes and dtypes."""
+    """Draw a rank's message of a number: tensors of several shapes and dtypes."""
     made = torch.Generator().manual_seed(1000 * sender + number)
     shape, dtype = SHAPES[number % len(SHAPES)], DTYPES[number % len(DTYPES)]
     values = torch.randint(0, 8, (*shape, 2), generator=made).to(dtype)
@@ -35,7 +35,7 @@ def likes(tensors: list[Tensor]) -> list[tuple[tuple[int, ...], torch.dtype]]:
 
 
 def exchange(by: Any, count: int) -> None:
-    """Both stages send all they have before either receives, and wait in another order than that of issue."""
+    """Send all of both stages before either receives, and wait in another order than that of issue."""
     here, peer = by.mesh.rank, by.mesh.partner(1 - by.mesh.stage)
     by.open_groups([a for a in (("shard",),) if "shard" in by.mesh.names])
     sent = [letter(here, n) for n in range(count)]
@@ -159,7 +159,7 @@ def test_another_message_than_was_awaited_is_named(ranks):
         assert "recv of micro 1 h from rank 0 to rank 1" in text and "rank 0: " in text
 
 
-def abandoned(rank: int, transport: str, how: str) -> tuple[str, float]:
+def abandon_group(rank: int, transport: str, how: str) -> tuple[str, float]:
     by = connect(make_mesh(pipeline=2, device="cpu"), timeout=6 if how == "dies" else 1, transport=transport)
     exchange(by, 3)
     if rank == 1:
@@ -177,7 +177,7 @@ def abandoned(rank: int, transport: str, how: str) -> tuple[str, float]:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_stage_that_dies_is_named_within_seconds(ranks, transport):
-    text, seconds = ranks(2).run(abandoned, transport, "dies", lost=(1,))[0]
+    text, seconds = ranks(2).run(abandon_group, transport, "dies", lost=(1,))[0]
     assert "recv of micro 3 h from rank 1 to rank 0: a peer died" in text and "rank 1 has left" in text
     assert seconds < 5
 
@@ -188,12 +188,12 @@ def test_a_stage_that_dies_is_named_within_seconds(ranks, transport):
 })  # fmt: skip
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_stage_that_stays_silent_is_named_when_the_time_is_up(ranks, transport):
-    text, seconds = ranks(2).run(abandoned, transport, "is silent", lost=(0, 1))[0] or ("", 0)
+    text, seconds = ranks(2).run(abandon_group, transport, "is silent", lost=(0, 1))[0] or ("", 0)
     assert "rank 1 did not come within 1 s" in text and seconds < 5
 
 
 def waits_for_the_end(rank: int, transport: str) -> str:
-    """The second stage ends without what was sent to it; the first is told so at its flush."""
+    """Let the second stage end without what was sent to it; the first is told so at its flush."""
     by = connect(make_mesh(pipeline=2, device="cpu"), timeout=3, transport=transport)
     exchange(by, 3)
     if rank == 1:

@@ -10,7 +10,7 @@ import pytest
 import reference
 import sharded
 import torch
-from tiered import CLIPPED, CPU, FEATURES, TIERS, Adversary, expected, model_of
+from tiered import CLIPPED, CPU, FEATURES, TIERS, Adversary, compute_expected, model_of
 from torch import Tensor
 
 import fnshard as fs
@@ -30,7 +30,7 @@ def test_training_equals_the_naive_loop(tier: str, tmp_path: Path) -> None:
         model_of("tied"), "full_shard", 2, optimizer, policy=TIERS[tier], disk_dir=str(tmp_path), **options
     )
     for got in ranks:
-        sharded.assert_same(got, expected(optimizer is CLIPPED))
+        sharded.assert_same(got, compute_expected(optimizer is CLIPPED))
     assert list(tmp_path.iterdir()) == []  # no file stays
 
 
@@ -40,7 +40,7 @@ def test_training_equals_the_naive_loop(tier: str, tmp_path: Path) -> None:
     [("full_shard", "bf16 storage"), pytest.param("no_shard", "bf16 compute", marks=pytest.mark.long)],
 )
 def test_master_copies_in_other_dtypes(preset: str, dtypes: str) -> None:
-    """With a master copy in another dtype the host does bit for bit what the device does."""
+    """The host does bit for bit what the device does, if the master copy has another dtype."""
     policy = {"optimizer_dtype": torch.float32}
     policy |= {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     policy |= {"storage_dtype": torch.bfloat16} if dtypes == "bf16 storage" else {}
@@ -97,7 +97,7 @@ def test_transfers_under_the_adversary(tier: str, late: bool) -> None:
 
 
 # ------------------------------------------------------------------ the schedule
-def lowered(tier: str, preset: str = "full_shard", **options: Any) -> Any:
+def lower_model(tier: str, preset: str = "full_shard", **options: Any) -> Any:
     model = model_of("gpt")
     mesh = fs.make_mesh(shard=4, abstract=True)
     specs = sharded.specs_of(model, preset, mesh, **TIERS[tier])
@@ -107,7 +107,7 @@ def lowered(tier: str, preset: str = "full_shard", **options: Any) -> Any:
 
 def test_transfers_are_prefetched_a_unit_ahead() -> None:
     """The load of a unit's shards is issued before the kernel in front of its gather's runs."""
-    lines = lowered("all_host").instructions
+    lines = lower_model("all_host").instructions
     loads = [i for i, line in enumerate(lines) if isinstance(line, ToDevice)]
     ahead = 0
     for i in loads:
@@ -118,7 +118,7 @@ def test_transfers_are_prefetched_a_unit_ahead() -> None:
 
 
 def test_gradients_go_to_the_host_once_and_updates_stay_there() -> None:
-    schedule = lowered("optimizer_host")
+    schedule = lower_model("optimizer_host")
     counts = schedule.counts()
     updates = [line for line in schedule.instructions if isinstance(line, Update)]
     assert counts["to_host"] == len(updates)  # gradients
@@ -129,7 +129,7 @@ def test_gradients_go_to_the_host_once_and_updates_stay_there() -> None:
 
 
 def test_streamed_slots_go_there_and_back() -> None:
-    schedule = lowered("streamed")
+    schedule = lower_model("streamed")
     sent = [n for i in schedule.instructions if isinstance(i, ToDevice) for n in i.reads]
     back = [n for i in schedule.instructions if isinstance(i, ToHost) for n in i.into]
     assert sorted(sent) == sorted(back) == sorted(f"o:{p}" for p, s in schedule.specs.items() if s.trainable)

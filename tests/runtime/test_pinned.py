@@ -19,7 +19,7 @@ CUDA = torch.device("cuda", 0)
 
 
 class Runtime:
-    """Notes what is registered. `code`: what it answers."""
+    """A CUDA runtime that notes what is registered; `code` is what it answers."""
 
     def __init__(self, code: int = 0):
         self.code, self.sizes, self.read = code, {}, []

@@ -50,7 +50,7 @@ SPLIT = {f"layers.{i}.{n}": p for i in range(BLOCKS)
 
 
 def run(case: Mapping[str, Any], rank: int = 0, log: Log | None = None) -> tuple[Log, Nccl, list[float]]:
-    """Some steps of one rank. With `Waits` as the log its tensors are on `cuda:3`."""
+    """Make some steps of one rank. With `Waits` as the log its tensors are on `cuda:3`."""
     case, log = dict(case), log or Log()
     nccl, emulated = Nccl(log, rank), isinstance(log, Waits)
     axes, preset, policy = case.pop("axes"), case.pop("preset"), case.pop("policy", {})
@@ -80,7 +80,7 @@ def run(case: Mapping[str, Any], rank: int = 0, log: Log | None = None) -> tuple
 
 # ------------------------------------------------------------------ streams
 def cases() -> dict[str, dict[str, Any]]:
-    """Every preset on every tier but disk, and the other features in turn."""
+    """Return every preset on every tier but disk, with the other features in turn."""
     tiers = {"device": {}} | {n: t for n, t in TIERS.items() if "disk" not in t.values()}
     turns = {
         "remat": cycle(("none", "offload", "unit", "unit+offload", 0.5)),
@@ -148,7 +148,7 @@ MOVING = [n for n in CASES if n.startswith(("full_shard", "zero1")) and "device"
     ],
 )
 def test_no_wait_can_be_left_out(name: str) -> None:
-    """Of the second step's, each that orders what was not ordered; but for some of those in `COVERED`."""
+    """Each wait of the second step that orders something is needed, but for some in `COVERED`."""
     log = run(CASES[name])[0]
     second = set(log.syncs[log.steps[1].syncs : log.steps[2].syncs])
     dropped = [sync for sync in log.needed if sync in second]
@@ -178,8 +178,8 @@ def test_overlapped_updates_are_those_of_one_stream() -> None:
 
 
 # ------------------------------------------------------------------ the host
-def waited(name: str) -> set[str]:
-    """For what the host waits in the second step and the third, of rank 3 of 8."""
+def find_waits(name: str) -> set[str]:
+    """Return for what the host waits in the second step and the third, of rank 3 of 8."""
     case, waits = dict(CASES[name]), Waits()
     case["axes"] = {**case["axes"], "shard": 8 // len(case["axes"])}
     losses = run(case, 3)[2]
@@ -196,14 +196,15 @@ def waited(name: str) -> set[str]:
 })  # fmt: skip
 @pytest.mark.parametrize("name", [n for n in CASES if "full_shard" in n or "device" in n] + ["tensor"])
 def test_the_host_waits_for_nothing(name: str) -> None:
-    """On tensors of `cuda:3`: no value is read, no copy blocks or is of pageable memory, none is on the CPU.
+    """No value of `cuda:3` is read, no copy blocks or is of pageable memory, and nothing is on the CPU.
 
-    But for what is between device and host: it is there when a step ends. The first step compares replicas.
+    A step that moves values between device and host waits for them at its end. The first step compares
+    replicas.
     """
     moves = CASES[name].get("policy", {}).keys() & {"memory", "optimizer_memory"}
     moves = moves or "offload" in str(CASES[name].get("remat"))
     ends = {"Transfers.join waits", "Transfers.finish waits", "bind.<locals>.run waits"}
-    assert waited(name) <= (ends if moves else set())
+    assert find_waits(name) <= (ends if moves else set())
 
 
 def test_waits_of_the_host_are_found() -> None:
@@ -213,7 +214,7 @@ def test_waits_of_the_host_are_found() -> None:
 
     unpack, plain = Scalars.unpack, lambda value, device: value.to(device)
     with mock.patch.object(runner, "copy_to_device", plain), mock.patch.object(Scalars, "unpack", read):
-        found = waited("full_shard-device")
+        found = find_waits("full_shard-device")
     copies = {"aten::_to_copy is blocking", "aten::_to_copy of pageable memory"}
     assert found == {"aten::_local_scalar_dense reads a value", *copies}
 
@@ -228,7 +229,7 @@ OF_EIGHT = {
 
 
 def logs_differ(name: str, packs: int | None = None) -> bool:
-    """Whether eight ranks do not make the same groups, and issue the same collectives in one order.
+    """Return whether eight ranks do not make the same groups, and issue the same collectives in one order.
 
     Args:
         packs: a rank that packs what the others reduce where it lies.
@@ -248,7 +249,7 @@ def logs_differ(name: str, packs: int | None = None) -> bool:
 })  # fmt: skip
 @pytest.mark.parametrize("name", OF_EIGHT)
 def test_ranks_make_and_use_communicators_alike(name: str) -> None:
-    """By communicator: the collectives, their order, dtypes and sizes."""
+    """Ranks issue the same collectives on each communicator, in one order, with equal dtypes and sizes."""
     assert not logs_differ(name)
 
 

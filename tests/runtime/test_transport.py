@@ -69,7 +69,7 @@ def test_what_is_closed_is_unmapped_with_the_last_leaf_that_lies_there(ranks):
 
 
 def waits_for_who_waits(rank):
-    """Rank 3 dies, rank 2 waits for it, and rank 0 for rank 2."""
+    """Let rank 3 die, rank 2 wait for it, and rank 0 for rank 2."""
     by = connect(fs.make_mesh(replicate=2, shard=2, device="cpu"), timeout=20)
     by.gather_object("")
     if rank == 3:

@@ -81,7 +81,7 @@ def test_two_hundred_plans(name: str) -> None:
 
 
 def fit_many(name: str, budgets: int) -> None:
-    """Budgets from less than the most frugal plan takes to more than the fastest one does."""
+    """Fit budgets from less than the most frugal plan takes to more than the fastest one does."""
     search, draw = search_of(name), random.Random(name)
     roomy = search.fit(1 << 40)
     with pytest.raises(BudgetError, match="nothing fits") as refused:
@@ -224,7 +224,7 @@ def over(ranks: int, **options: Any) -> Any:
 
 @cache
 def free() -> Any:
-    """The plan of two ranks with room for any."""
+    """Return the plan of two ranks with room for any."""
     return over(2)
 
 
@@ -237,7 +237,7 @@ def on_mesh(axes: dict[str, int], preset: str, **options: Any) -> Any:
 
 @pytest.mark.long
 def test_of_all_meshes_the_fastest_that_fits() -> None:
-    """With room no leaf is split; with less the fastest that fits is taken, and other meshes have reasons."""
+    """No leaf is split if there is room; else the fastest that fits is taken. Other meshes have reasons."""
     free = over(2)
     assert str(free.mesh) in ("(replicate=2, shard=1)", "(pipeline=2, shard=1)") and len(free.meshes) == 3
     whole = on_mesh({"replicate": 2, "shard": 1}, "hybrid_shard")
@@ -272,7 +272,7 @@ def test_meshes_that_cannot_be_are_named() -> None:
 def test_a_search_over_meshes_ends_and_says_what_it_is_at(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With a limit that is reached at once: one plan, and a line for each mesh that was left out."""
+    """The limit is reached at once: there is one plan, and a line for each mesh that was left out."""
     monkeypatch.setattr(fit_module, "LIMIT_LINES", 0)
     monkeypatch.setattr(fit_module, "QUIET_S", 0.0)
     plan = over(2)
@@ -285,7 +285,7 @@ def test_a_search_over_meshes_ends_and_says_what_it_is_at(
 
 
 def test_a_search_over_meshes_is_the_same_on_a_slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where each look at the clock is an hour after the one before."""
+    """Each look at the clock is an hour after the one before."""
     expected = free()
     late = SimpleNamespace(monotonic=count(0.0, 3600.0).__next__)
     monkeypatch.setattr(fit_module, "time", late)

@@ -33,7 +33,7 @@ def loss(params: Any, x: Any) -> Any:
 
 @cache
 def space_of(stages: int) -> Any:
-    """The plans of eight units."""
+    """Return the plans of eight units."""
     mesh = fs.make_mesh(pipeline=stages, shard=2, abstract=True, device="cpu")
     return make_space(loss, WIDE, mesh, batch=(rows(8),))
 

@@ -31,7 +31,7 @@ class Plan:
 
 @dataclass
 class Toy:
-    """More rows are faster and take more, a lower tier is slower and takes less, and one split is best."""
+    """A space: more rows are faster and larger, a lower tier is slower and smaller, one split is best."""
 
     seed: int
     priced: int = 0

@@ -161,7 +161,7 @@ class _Decaying:
         return self.rate / (1 + step)
 
 
-def scaled_by(rate):
+def scale_by(rate):
     update = lambda path, grad, slots, param, step: (-rate * grad, {})  # noqa: E731
     return fs.optim.Optimizer(f"mine({object()})", lambda path, param: {}, update)
 
@@ -172,7 +172,7 @@ OWN_FUNCTIONS = {
     "a partial": lambda rate: fs.optim.adamw(functools.partial(lambda rate, step: rate, rate)),
     "an object": lambda rate: fs.optim.chain(CLIP, fs.optim.sgd(_Decaying(rate))),
     "from step 1000 on": lambda rate: fs.optim.sgd(lambda step: 0.1 if step < 1000 else rate),
-    "an optimizer": scaled_by,
+    "an optimizer": scale_by,
 }
 
 
@@ -230,8 +230,8 @@ def test_ranks_with_different_numbers_of_rows_need_an_exact_mean(trains, name, a
     assert not refused or ("4 rows" in str(error.value) and "2 rows" in str(error.value))
 
 
-def stepped(loss, batches):
-    """Two ranks, each with its own batches, one after another."""
+def step_ranks(loss, batches):
+    """Step two ranks, each with its own batches, one after another."""
     mesh, params = fs.make_mesh(shard=2, simulated=True), {"a": torch.ones(4, 2)}
     specs, optimizer = fs.presets.full_shard(params, mesh), fs.optim.sgd(0.01)
 
@@ -247,8 +247,8 @@ def stepped(loss, batches):
 def test_leaves_of_several_counts_are_left_alone():
     """Nobody knows which of them the loss is a mean of: nodes of graphs, and as many labels on each rank."""
     loss = lambda p, x, y: (x @ p["a"].T).sum() * y.mean()  # noqa: E731
-    stepped(loss, [[(5, 3)] * 2, [(7, 3)] * 2])
-    stepped(loss, [[(3, 3)] * 2, [(7, 3)] * 2])
+    step_ranks(loss, [[(5, 3)] * 2, [(7, 3)] * 2])
+    step_ranks(loss, [[(3, 3)] * 2, [(7, 3)] * 2])
 
 
 LATER = {  # rows of the batches of two ranks, and whether that is said
@@ -265,7 +265,7 @@ def test_other_rows_at_a_later_step_are_said_once(kind):
     exact = lambda p, x: fs.Mean(total(p, x), 4 * len(x))  # noqa: E731
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        stepped(exact if kind == "it is exact" else total, [[(n,) for n in own] for own in rows])
+        step_ranks(exact if kind == "it is exact" else total, [[(n,) for n in own] for own in rows])
     texts = [str(each.message) for each in found if "mean of means" in str(each.message)]
     assert bool(texts) is said and len(texts) <= 2 and all("fs.Mean" in text for text in texts)
 

@@ -37,7 +37,7 @@ class Blocks(nn.Module):
 
 
 class Counter(nn.Module):
-    """Assigned anew, and read after that."""
+    """A module whose buffer is assigned anew, and read after that."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Teacher(nn.Module):
 
 
 class TwoDtypes(nn.Module):
-    """Two averages that travel in other sums, and one that nobody reads."""
+    """A module of two averages that travel in other sums, and one that nobody reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ def plain(
     cut: Callable[[Tensor], list[Tensor]] | None = None,
     steps: int = STEPS,
 ) -> tuple[dict[str, Tensor], list[float]]:
-    """DDP's arithmetic in one process: each rank a copy of the module; gradients and statistics averaged."""
+    """Do DDP's arithmetic in one process: a copy of the module a rank; gradients and statistics averaged."""
     model, losses = copy.deepcopy(model), []
     trained = [p for p, v in model.named_parameters() if v.requires_grad]
     for batch in batches(steps):
@@ -174,7 +174,7 @@ def training(
     change: Callable[[str, LayoutSpec], LayoutSpec] = lambda path, spec: spec,
     **options: Any,
 ) -> Any:
-    """A step of the module, and the parameters that it starts from."""
+    """Return a step of the module, and the parameters that it starts from."""
     apply, params = fs.make_functional(copy.deepcopy(model))
     specs = getattr(fs.presets, preset)(params, mesh, **policy)
     specs = {p: change(p, s) for p, s in specs.items()}
@@ -198,7 +198,7 @@ def run(
     return fs.unshard(state.params, specs, mesh), losses
 
 
-def simulated(
+def simulate_ranks(
     model: nn.Module, preset: str, axes: Mapping[str, int] = {"shard": 2}, cut: Any = None, **options: Any
 ) -> list[tuple[dict[str, Tensor], list[float]]]:
     mesh = fs.make_mesh(**axes, simulated=True)
@@ -245,7 +245,7 @@ def test_state_equals_plain_torch(name: str, preset: str, accumulate: int, remat
     changed = {p for p, v in model.state_dict().items() if not torch.equal(v, expected[0][p])}
     assert changed - trained, "a model that writes nothing"
     how = {"accumulate": accumulate, "remat": remat, "micro_order": order}
-    for got in simulated(model, strategy, axes, **how):
+    for got in simulate_ranks(model, strategy, axes, **how):
         same(got, expected)
 
 
@@ -298,7 +298,7 @@ def test_rules_of_what_differs_by_rank(rule: str | None, split: bool) -> None:
             torch.testing.assert_close(each[0][path], expected[0][path], rtol=0, atol=0.1 * (rule is None))
 
 
-def lowered(name: str, **options: Any) -> fs.step.lowered.Lowered:
+def lower_model(name: str, **options: Any) -> fs.step.lowered.Lowered:
     mesh = fs.make_mesh(shard=2, abstract=True)
     step, params, _ = training(model_of(name), mesh, "full_shard", **options)
     return step.lower(params, batches()[0][:ROWS])
@@ -316,7 +316,7 @@ def lowered(name: str, **options: Any) -> fs.step.lowered.Lowered:
 )
 def test_what_all_ranks_compute_alike_is_not_sent(name: str, rule: str | None, elements: Any) -> None:
     """And the rest by one sum per dtype, whose bytes are counted (each leaf begins at 128 bytes)."""
-    schedule = lowered(name, change=ruled(rule)).schedule
+    schedule = lower_model(name, change=ruled(rule)).schedule
     lines = [i for i in schedule.instructions if i.verb == "aggregate_buffers"]
     found = {schedule.buckets[i.bucket].dtype: i for i in lines}
     assert found.keys() == elements.keys()
@@ -418,7 +418,7 @@ def test_without_an_optimizer_they_are_written_where_they_are_passed() -> None:
 
 
 def test_a_skipped_step_stores_what_it_has_written() -> None:
-    """As torch's AMP does: the forward is not scaled, and has run."""
+    """torch's AMP does so too: the forward is not scaled, and has run."""
     model, mesh = copy.deepcopy(model_of("batch_norm")), fs.make_mesh(shard=1)
     apply, params = fs.make_functional(model)
     specs = fs.presets.no_shard(params, mesh)

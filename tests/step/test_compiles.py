@@ -50,7 +50,7 @@ def test_what_was_lowered_counts_once_and_what_was_dropped_counts_again() -> Non
 
 
 def test_a_number_of_the_batch_is_a_constant_and_the_third_value_warns_once() -> None:
-    """As a static argument of `jax.jit`; a list of numbers is one leaf; a tensor is an input."""
+    """It is like a static argument of `jax.jit`; a list of numbers is one leaf; a tensor is an input."""
     step = step_of(lambda p, x, n, ns: (p["w"] * x / n).sum() * sum(ns), {"w": torch.ones(3)})
     with warnings.catch_warnings(record=True) as caught, traces(step, 4):
         warnings.simplefilter("always")

@@ -24,8 +24,8 @@ SGD = fs.optim.sgd(0.05, momentum=0.9, nesterov=True, weight_decay=0.1)
 CLIPPED = fs.optim.chain(fs.optim.clip_by_global_norm(0.1), fs.optim.adamw(3e-3, weight_decay=0.1))
 
 
-def saved(model: Any, folder: Any, **policy: Any) -> tuple[Any, Any, Any]:
-    """A step on one rank, its specs, and a state of it that was saved."""
+def save_state(model: Any, folder: Any, **policy: Any) -> tuple[Any, Any, Any]:
+    """Save a state of a step on one rank; return the step, its specs and the state."""
     mesh = fs.make_mesh(shard=1, device="cpu")
     specs = sharded.specs_of(model, "full_shard", mesh, **policy)
     step = sharded.make_step(mesh, model, specs, fs.optim.adamw(0.1))
@@ -39,7 +39,7 @@ def saved(model: Any, folder: Any, **policy: Any) -> tuple[Any, Any, Any]:
 })  # fmt: skip
 @pytest.mark.parametrize("model", [MODEL, sharded.as_float(MODEL)], ids=["complex128", "complex64"])
 def test_they_are_saved_restored_and_moved_as_they_are(model: Any, tmp_path: Any) -> None:
-    step, specs, state = saved(model, tmp_path / "a")
+    step, specs, state = save_state(model, tmp_path / "a")
     kinds = {n: leaf.dtype for n, leaf in fs.checkpoint.manifest(tmp_path / "a").leaves.items()}
     real_name = "F64" if model is MODEL else "F32"
     assert kinds["params/layers.0.mix"] == kinds["optimizer/layers.0.mix/mu"] == real_name
@@ -100,16 +100,16 @@ def test_what_was_saved_as_complex_numbers_opens_bit_for_bit() -> None:
 
 
 def test_files_of_hugging_face_have_complex64_alone(tmp_path: Any) -> None:
-    _, specs, state = saved(sharded.as_float(MODEL), tmp_path / "a")
+    _, specs, state = save_state(sharded.as_float(MODEL), tmp_path / "a")
     fs.hf.save(state, tmp_path / "hf")
     assert all(torch.equal(v, state.params[p]) for p, v in fs.hf.load(tmp_path / "hf", specs).items())
-    _, _, state = saved(MODEL, tmp_path / "b")
+    _, _, state = save_state(MODEL, tmp_path / "b")
     with pytest.raises(StateError, match=r"(?s)no such dtype.*filter'\] is torch.complex128.*store them"):
         fs.hf.save(state, tmp_path / "no")
 
 
 def test_a_complex_leaf_and_a_real_one_of_its_pairs_are_two_leaves(tmp_path: Any) -> None:
-    saved(MODEL, tmp_path / "a")
+    save_state(MODEL, tmp_path / "a")
     real = {p: torch.view_as_real(v) if v.is_complex() else v for p, v in MODEL.params.items()}
     specs = fs.match_specs(real, [("*", LayoutSpec())])
     with pytest.raises(CheckpointError, match=r"layers.0.filter is complex there alone"):

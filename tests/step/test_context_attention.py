@@ -37,7 +37,7 @@ def step_on(mesh: fs.Mesh, model: Model, attention: str, preset: str = "full_sha
 # ------------------------------------------------------------------ counted
 
 
-def lowered(ranks: int, attention: str = "ring", model: Model | None = None, **options: Any) -> Any:
+def lower_model(ranks: int, attention: str = "ring", model: Model | None = None, **options: Any) -> Any:
     mesh, model = fs.make_mesh(context=ranks, abstract=True), model or model_of()
     _, step = step_on(mesh, model, attention, "no_shard", **options)
     return step.lower(model.params, *model.batch(0))
@@ -46,7 +46,7 @@ def lowered(ranks: int, attention: str = "ring", model: Model | None = None, **o
 @pytest.mark.parametrize("remat", [pytest.param("none", marks=pytest.mark.long), "unit"])
 def test_blocks_go_round_once_forward_twice_backward(remat: str) -> None:
     """Keys and values, again for the backward, and their gradients: as many bytes each."""
-    ranks, step = 4, lowered(4, remat=remat)
+    ranks, step = 4, lower_model(4, remat=remat)
     lines = [i for i in step.schedule.instructions if isinstance(i, Exchange) and i.unit == "layers.0"]
     found = Counter((line.phase, line.kind, line.dim) for line in lines)
     turns = range(1, ranks)
@@ -63,7 +63,7 @@ def test_blocks_go_round_once_forward_twice_backward(remat: str) -> None:
 
 def test_the_next_block_travels_beside_the_product_of_this_one() -> None:
     """And nothing of another rank's is kept between forward and backward."""
-    lines = lowered(4).schedule.instructions
+    lines = lower_model(4).schedule.instructions
     issued = {i.writes[0]: n for n, i in enumerate(lines) if isinstance(i, Exchange)}
     runs = [n for n, i in enumerate(lines) if isinstance(i, Run)]
     waits = {n: issued[i.reads[0]] for n, i in enumerate(lines) if i.verb == "wait" and i.reads[0] in issued}
@@ -79,7 +79,7 @@ def test_the_next_block_travels_beside_the_product_of_this_one() -> None:
 @pytest.mark.long  # a copy more is time alone
 @pytest.mark.parametrize("attention", [pytest.param("auto", marks=pytest.mark.long), "ring"])
 def test_what_is_sent_is_copied_once(attention: str) -> None:
-    """Where a second axis converts it first, too."""
+    """That holds if a second axis converts it first, too."""
     mesh, model = fs.make_mesh(**TENSOR, abstract=True), model_of()
     _, step = step_on(mesh, model, attention)
     graph = step.lower(model.params, *model.batch(0)).program.graph
@@ -89,8 +89,8 @@ def test_what_is_sent_is_copied_once(attention: str) -> None:
 
 @pytest.mark.long  # two lowerings for one sum of flops
 def test_what_no_query_sees_is_no_work_of_the_model() -> None:
-    """Of a causal mask's blocks the half is computed in vain."""
-    ring, ulysses = (lowered(2, a).timeline("h100") for a in ("ring", "ulysses"))
+    """Half of a causal mask's blocks are computed in vain."""
+    ring, ulysses = (lower_model(2, a).timeline("h100") for a in ("ring", "ulysses"))
     assert ring.model_flops == ulysses.model_flops < ulysses.hardware_flops < ring.hardware_flops
 
 
@@ -133,7 +133,7 @@ def test_activations_of_64k_tokens_are_shared_by_all_ranks(attention: str) -> No
 })  # fmt: skip
 @pytest.mark.parametrize("fill", [torch.finfo(torch.float32).min, -1e9, -1e4])
 def test_a_ring_of_queries_whose_keys_finite_numbers_mask(fill: float) -> None:
-    """As a softmax that is spelled out; of rows of 7 the last rank has fewer keys."""
+    """The ring gives what a softmax that is spelled out gives; the last rank has fewer of the 7 keys."""
 
     def loss(p: dict[str, Tensor], x: Tensor, mask: Tensor, fused: bool = True) -> Tensor:
         q, k, v = ((x @ p[n]).unflatten(-1, (2, 4)).transpose(1, 2) for n in "qkv")
@@ -180,4 +180,4 @@ WRONG = {
 def test_a_mistake_is_one_error(mistake: str) -> None:
     chosen, message = WRONG[mistake]
     with pytest.raises(fs.FnshardError, match=f"(?s){message}"):
-        lowered(**{"ranks": 2, **chosen})
+        lower_model(**{"ranks": 2, **chosen})

@@ -36,7 +36,7 @@ def truth(name: str, rule: str) -> reference.Trained:
     return reference.train(model.loss, model.params, by_steps(model), optimizer, clip=clip)
 
 
-def trained(
+def train_model(
     model: Model, axes: Mapping[str, int], optimizer: Any, preset: str = "full_shard", policy: Any = None,
     **options: Any,
 ) -> list[reference.Trained]:  # fmt: skip
@@ -76,7 +76,7 @@ LONG = (0, 1, 2, 3, 4, 5, 9, 12)  # options and axes that others have in pairs; 
     ids=str,
 )
 def test_every_layout_trains_as_one_process_does(rule, axes, preset, policy, options):
-    for got in trained(model_of("mixture"), axes, RULES[rule][0], preset, policy, **options):
+    for got in train_model(model_of("mixture"), axes, RULES[rule][0], preset, policy, **options):
         assert_same(got, truth("mixture", rule))
 
 
@@ -85,7 +85,7 @@ def test_any_routing_is_exact():
     model, dense = model_of("one expert"), model_of("one expert", True)
     grads, _ = reference.gradients(dense.loss, model.params, *model.batch(0))
     assert [g for g in grads.values() if g.dim() == 3 and (g.flatten(1).abs().amax(1) == 0).any()]
-    for got in trained(model, {"shard": 2, "expert": 2}, ADAMW):
+    for got in train_model(model, {"shard": 2, "expert": 2}, ADAMW):
         assert_same(got, truth("one expert", "adamw"))
 
 
@@ -93,15 +93,15 @@ def test_any_routing_is_exact():
 def test_muon_has_whole_experts_on_every_rank():
     """Each rank makes its own experts' matrices orthogonal, and sends none."""
     model, muon = model_of("mixture"), fs.optim.muon(0.02, dtype=None)
-    (expected,) = trained(model, {"shard": 1}, muon, policy={"expert": None})
-    for got in trained(model, {"expert": 2}, muon):
+    (expected,) = train_model(model, {"shard": 1}, muon, policy={"expert": None})
+    for got in train_model(model, {"expert": 2}, muon):
         assert_same(got, expected)
-    schedule = lowered({"expert": 2}, optimizer=muon).schedule
+    schedule = lower_model({"expert": 2}, optimizer=muon).schedule
     stacked = [p for name, b in schedule.buckets.items() if name.startswith("stack/") for p in b.paths]
     assert stacked and not any("experts" in path for path in stacked)
 
 
-def lowered(
+def lower_model(
     axes: Mapping[str, int], optimizer: Any = ADAMW, expert: str | None = "expert", **options: Any
 ) -> Any:
     model, mesh = model_of("mixture"), fs.make_mesh(**axes, abstract=True)
@@ -111,9 +111,11 @@ def lowered(
 
 
 def test_rows_travel_and_experts_do_not():
-    """Of each layer: how many rows come, the rows there and back; and in the backward the rows alone. What is
-    computed between the two products is computed where the experts are."""
-    schedule = lowered({"expert": 2}).schedule
+    """Each layer sends how many rows come, the rows there and back; and in the backward the rows alone.
+
+    The work between the two products is done where the experts are.
+    """
+    schedule = lower_model({"expert": 2}).schedule
     exchanges = [line for line in schedule.instructions if line.verb == "exchange"]
     assert {(line.kind, line.axes) for line in exchanges} == {("all_to_all", ("expert",))}
     rows = ROWS // 2 * T * CHOSEN
@@ -124,12 +126,12 @@ def test_rows_travel_and_experts_do_not():
     ] * 4
     gathered = {p for name, b in schedule.buckets.items() if name.startswith("gather/") for p in b.paths}
     assert not any("experts" in path for path in gathered)
-    half = lowered({"expert": 2}, expert_capacity=0.75).schedule
+    half = lower_model({"expert": 2}, expert_capacity=0.75).schedule
     assert [9 * 2, WIDTH] in [list(line.like.shape) for line in half.instructions if line.verb == "exchange"]
 
 
 def test_a_rank_holds_its_share_of_experts():
-    whole, split = (lowered({"expert": n}).memory_analysis() for n in (1, 4))
+    whole, split = (lower_model({"expert": n}).memory_analysis() for n in (1, 4))
     model = model_of("mixture")
     stacks = sum(leaf.nbytes for path, leaf in model.params.items() if "experts" in path)
     rest = sum(leaf.nbytes for leaf in model.params.values()) - stacks
@@ -139,8 +141,8 @@ def test_a_rank_holds_its_share_of_experts():
 
 def test_more_rows_than_there_is_room_for_are_told():
     with pytest.raises(fs.StateError, match=r"(?s)experts of another rank over 'expert'.*of 9, in all ranks"):
-        trained(model_of("one expert"), {"expert": 2}, ADAMW, expert_capacity=0.75)
-    for got in trained(model_of("one expert"), {"expert": 2}, ADAMW, expert_capacity=2):
+        train_model(model_of("one expert"), {"expert": 2}, ADAMW, expert_capacity=0.75)
+    for got in train_model(model_of("one expert"), {"expert": 2}, ADAMW, expert_capacity=2):
         assert_same(got, truth("one expert", "adamw"))
 
 
@@ -182,7 +184,7 @@ def test_mistakes_are_named(axes, policy, words):
 
 def test_capacity_is_more_than_nothing():
     with pytest.raises(fs.SpecError, match="expert_capacity=0: a number above 0"):
-        lowered({"expert": 2}, expert_capacity=0)
+        lower_model({"expert": 2}, expert_capacity=0)
 
 
 def test_a_stack_that_is_written_to_is_refused():

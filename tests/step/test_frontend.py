@@ -80,7 +80,7 @@ def test_a_write_under_no_grad_changes_the_value_and_lets_the_gradient_pass(writ
 
 
 def drawn(draw: Fn, count: int = 3000) -> tuple[Tensor, Tensor]:
-    """What `draw(x)` gave in a step (x: ones), and what it left in x; the gradient read the same draw."""
+    """Return what `draw(x)` gives in a step on ones, and leaves in x; the gradient reads the same draw."""
 
     def loss(p: Any, x: Tensor) -> Any:
         x = x * 1.0

@@ -30,7 +30,7 @@ def in_both_backends(rank: int) -> list[reference.Trained]:
 
 
 def test_eager_and_compiled_kernels_give_what_one_process_does(ranks: Any) -> None:
-    """In a ring; compiled with everything on the host and recomputed. `test_inductor` compiles gathers."""
+    """Attention is a ring; compiled kernels recompute, with all state on the host."""
     steps, rule = sharded.by_steps(model()), reference.sgd(0.1, 0.9)
     expected = reference.train(model().loss, model().params, steps, rule, clip=1.0)
     for of_rank in ranks(2).run(in_both_backends, timeout=300.0):

@@ -24,7 +24,7 @@ BUCKETS = fs.Buckets([4, 8, 12, 16], pad=PAD)
 
 
 def loss(p: dict[str, Tensor], tokens: Tensor, targets: Tensor) -> fs.Mean:
-    """Of tokens without positions."""
+    """Compute the loss of tokens without positions."""
     hidden = block(p, F.embedding(tokens, p["embed.weight"]), 0)
     scores = F.linear(F.layer_norm(hidden, (WIDTH,), p["norm"]), p["embed.weight"])
     return fs.Mean(
@@ -121,8 +121,8 @@ def test_a_mistake_is_one_error(mistake: str) -> None:
 LENGTHS = ((3, 5), (8, 2), (4, 4), (9, 12))  # of each rank, by step
 
 
-def trained(rank: int) -> reference.Trained:
-    """Ranks take batches of lengths of their own."""
+def train_lengths(rank: int) -> reference.Trained:
+    """Train on ranks that take batches of lengths of their own."""
     mesh = fs.make_mesh(shard=2, device="cpu")
     step, out = step_of(mesh, optimizer=fs.optim.sgd(0.1)), reference.Trained()
     state = step.init(params())
@@ -136,7 +136,7 @@ def trained(rank: int) -> reference.Trained:
 def test_ranks_with_lengths_of_their_own_train_as_one_process_without_padding(ranks: Any) -> None:
     parts = [[batch(2 * n + rank, lengths[rank]) for rank in range(2)] for n, lengths in enumerate(LENGTHS)]
     expected = reference.train(loss, params(), parts, reference.sgd(0.1))
-    for got in ranks(2).run(trained):
+    for got in ranks(2).run(train_lengths):
         assert_same(got, expected)
 
 
@@ -164,7 +164,7 @@ def test_ranks_that_split_the_same_rows_may_exchange_otherwise_at_a_length(axes:
 
 
 def masked(p: dict[str, Tensor], tokens: Tensor, targets: Tensor, mask: Tensor) -> fs.Mean:
-    """Attention of each token to those that a mask [B, T, T] or [B, 1, T, T] names."""
+    """Attend from each token to those that a mask [B, T, T] or [B, 1, T, T] names."""
     q, k, v = (F.embedding(tokens, p["table"]) @ p["w"]).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
     mask = mask if mask.dim() == 4 else mask[:, None]
     x = F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)

@@ -29,7 +29,7 @@ HOST = {"memory": "host", "optimizer_memory": "host"}
 
 
 def masked_mean() -> Model:
-    """The loss as a Mean over tokens that are not 0, of which ranks have different numbers."""
+    """Make the loss as a Mean over tokens that are not 0, of which ranks have different numbers."""
 
     def loss(params: Any, tokens: Tensor) -> fs.Mean:
         mask = tokens[:, 1:] != 0
@@ -41,7 +41,7 @@ def masked_mean() -> Model:
 
 
 def packed() -> Model:
-    """On rows of several documents (token 0 ends one), whose attention does not cross."""
+    """Make a model on rows of several documents (token 0 ends one), whose attention does not cross."""
 
     def loss(params: Any, tokens: Tensor) -> Tensor:
         attend, document = F.scaled_dot_product_attention, (tokens == 0).cumsum(1)
@@ -60,7 +60,7 @@ def packed() -> Model:
 
 
 def lora() -> Model:
-    """Adapters next to frozen matrices, B not zero."""
+    """Make adapters next to frozen matrices, B not zero."""
     model = decoder()
     loss, params = fs.lora(model.loss, model.params, rank=2, targets="*.q_proj|*.down_proj|*.up_proj")
     named, structure = fs.tree.flatten_with_paths(params)
@@ -87,7 +87,7 @@ RATE = fs.schedules.warmup_cosine(0.1, warmup=2, total=5)
 
 
 def by_path(path: str) -> dict[str, float]:
-    """The settings of a leaf's group."""
+    """Return the settings of a leaf's group."""
     return {
         "lr": 0.0 if path.startswith("layers.0.") else 0.01,
         "weight_decay": 0.0 if "norm" in path else 0.1,
@@ -103,7 +103,7 @@ RULES: Mapping[str, tuple[Any, Any, Mapping[str, Any]]] = {  # ours, torch's, ho
     "by path": (
         fs.optim.adamw(0.01, weight_decay=[("*norm*", 0.0), ("*", 0.1)],
                        lr_scale=[("layers.0.*", 0.0), ("*", 1.0)]),
-        reference.grouped(torch.optim.AdamW, by_path), {}),
+        reference.group_leaves(torch.optim.AdamW, by_path), {}),
 }  # fmt: skip
 FACTORS: Mapping[str, tuple[Any, ...]] = {
     "axes": ({"shard": 2}, {"shard": 3}, {"shard": 4}, {"replicate": 2, "shard": 2}, {"tensor": 2},
@@ -126,7 +126,7 @@ Row = dict[str, Any]
 
 
 def valid(row: Row) -> bool:
-    """Whether a row can be run: the batch has four rows (twelve of three ranks), which ranks cut."""
+    """Return whether a row can be run: the batch has four rows (twelve of three ranks), which ranks cut."""
     axes = row["axes"]
     data = axes.get("shard", 1) * axes.get("replicate", 1)
     return (
@@ -156,12 +156,12 @@ APART = [*({one, other} for one in INNER for other in OUTER), {"preset", "model"
 
 
 def every_pair(row: Row) -> Iterator[Any]:
-    """Of all values."""
+    """Yield every pair of values."""
     return itertools.combinations(((name, str(value)) for name, value in row.items()), 2)
 
 
 def acting_pairs(row: Row) -> Iterator[Any]:
-    """Of all that values do to one another; each model on each axis, and every value once."""
+    """Yield pairs of all that values do to one another, each model on each axis, and every value once."""
     axes = [axis for axis, size in row["axes"].items() if size > 1]
     policy = [str(row["policy"])] if row["policy"] else []
     acts = {n: ACTS.get(v, (v,)) for n, v in row.items() if n not in ("axes", "policy")}
@@ -175,7 +175,7 @@ def acting_pairs(row: Row) -> Iterator[Any]:
 
 
 def every_value(row: Row) -> Iterator[Any]:
-    """Each axis and each value of every other factor, alone."""
+    """Yield each axis and each value of every other factor, alone."""
     yield from (axis for axis, size in row["axes"].items() if size > 1)
     yield from ((name, str(value)) for name, value in row.items() if name != "axes")
 
@@ -190,7 +190,7 @@ def draw_rows(seed: int, number: int = 2000) -> list[Row]:
 
 
 def covering(of: Callable[[Row], Iterator[Any]], rows: Sequence[Row]) -> Iterator[Row]:
-    """Those of the rows that have all of `of` that these rows have, few and of few ranks by greed."""
+    """Yield few of the rows, of few ranks, that together have all of `of` that the rows have, by greed."""
     bits: dict[Any, int] = {}
     pool = [(sum({1 << bits.setdefault(each, len(bits)) for each in of(row)}), row) for row in rows]
     missing = (1 << len(bits)) - 1
@@ -202,7 +202,7 @@ def covering(of: Callable[[Row], Iterator[Any]], rows: Sequence[Row]) -> Iterato
 
 
 def text(row: Row) -> str:
-    """The name of a test."""
+    """Return the name of a test."""
     return "-".join(str(value).replace(" ", "") for value in row.values())
 
 
@@ -212,7 +212,7 @@ FEW = list(covering(every_value, ROWS))
 
 @cache
 def model_of_row(name: str, three: bool) -> Model:
-    """`three`: rows that three ranks divide."""
+    """Make the model of a row; with `three` it has rows that three ranks divide."""
     model = MODELS[name]()
     if not three or name == "complex":  # which has twelve
         return model
@@ -227,15 +227,15 @@ def truth(name: str, optimizer: str, three: bool) -> reference.Trained:
 
 @cache
 def narrow_truth(name: str, optimizer: str, three: bool) -> reference.Trained:
-    """On one rank, in bfloat16: what other meshes are near to."""
+    """Train on one rank, in bfloat16; other meshes are near to that."""
     mesh, model = fs.make_mesh(shard=1, simulated=True), as_float(model_of_row(name, three))
     specs = specs_of(model, "full_shard", mesh, compute_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     step = make_step(mesh, model, specs, RULES[optimizer][0])
     return fs.simulate(mesh, lambda rank: train(rank, mesh, model, specs, None, step=step))[0]
 
 
-def made(row: Row, mesh: fs.Mesh) -> tuple[Model, Any, Any]:
-    """The model, specs and step of a row."""
+def make_row(row: Row, mesh: fs.Mesh) -> tuple[Model, Any, Any]:
+    """Make the model, specs and step of a row."""
     model, policy = model_of_row(row["model"], row["axes"].get("shard") == 3), dict(row["policy"])
     if "compute_dtype" in policy:
         model = as_float(model)
@@ -273,7 +273,7 @@ def check(row: Row) -> None:
     mesh = fs.make_mesh(**row["axes"], simulated=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # sizes that an axis does not divide stay whole
-        model, specs, step = made(row, mesh)
+        model, specs, step = make_row(row, mesh)
         compare(row, fs.simulate(mesh, lambda rank: train(rank, mesh, model, specs, None, step=step)))
 
 
@@ -294,7 +294,7 @@ def test_every_pair_of_values(seed: int) -> None:
 
 def on_rank(rank: int, row: Row) -> reference.Trained:
     mesh = fs.make_mesh(**row["axes"], device="cpu")
-    model, specs, step = made(row, mesh)
+    model, specs, step = make_row(row, mesh)
     return train(rank, mesh, model, specs, None, step=step)
 
 

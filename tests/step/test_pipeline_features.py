@@ -120,7 +120,7 @@ def objective(p: Mapping[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
     ],
 )  # fmt: skip
 def test_adapters_train_beside_frozen_and_coded_leaves(codec: str | None, axes: Mapping[str, int]) -> None:
-    """As the adapters of whole leaves do, decoded once; they are of the stage of the leaf they belong to."""
+    """They train as adapters of whole leaves, decoded once, do; each is on the stage of its leaf."""
     fn, tree = fs.lora(objective, blocks_of(), rank=3, alpha=6, targets="*.q_proj|*.down")
     with torch.no_grad():
         for number, adapter in enumerate(tree["adapters"].values()):
@@ -192,7 +192,7 @@ def test_a_tied_leaf_is_of_all_stages_and_stages_between_have_zeros_of_it() -> N
 
 
 def test_leaves_that_are_not_resharded_are_gathered_once_a_step() -> None:
-    """As with torchtitan's pipelines; other presets gather them for every micro-batch."""
+    """torchtitan's pipelines do so too; other presets gather them for every micro-batch."""
     model = gpt(layers=4)
     mesh = fs.make_mesh(**AXES, abstract=True)
     batch = sharded.part(model.batch(0), 0, 2)
@@ -299,7 +299,7 @@ def test_dropout_draws_on_stages_what_it_draws_on_one() -> None:
 
 
 class Normed(nn.Module):
-    """Matrices with batch norms between them."""
+    """A module of matrices with batch norms between them."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -48,7 +48,7 @@ Row = dict[str, Any]
 
 
 def allows(row: Row) -> bool:
-    """Whether a row, or a part of one, has at most eight ranks, and a model that is soon traced."""
+    """Return whether a row, or a part of one, has at most eight ranks, and a model that is soon traced."""
     beside = axes_of(row.get("beside", ""))
     units = row.get("stages", 2) * row.get("chunks", 1)
     return (

@@ -219,7 +219,7 @@ def test_stages_with_other_programs_are_refused_before_they_run(ranks):
 
 
 def hold_other_values(rank: int) -> str:
-    """What all stages hold must be alike; a leaf of one stage is its own."""
+    """Give stages other values of a leaf that all of them hold, and return the error."""
     warnings.simplefilter("ignore")
     mesh, of = fs.make_mesh(pipeline=2, device="cpu"), model()
     specs = sharded.specs_of(of, "full_shard", mesh, rules=[("*norm*", fs.LayoutSpec(chunk="all"))])

@@ -64,8 +64,8 @@ STREAMED = {**HOST, "update_on": "device"}
 RATE = schedules.linear(0.1, warmup=2, total=20)
 
 
-def scaled_by_torch(params: dict[str, Tensor], loss: Any, batches: list[Tensor]) -> dict[str, Tensor]:
-    """torch's GradScaler, AdamW and, per update made, the rate's schedule."""
+def train_by_torch(params: dict[str, Tensor], loss: Any, batches: list[Tensor]) -> dict[str, Tensor]:
+    """Train by torch's GradScaler and AdamW; the rate's schedule goes by updates made."""
     named = {p: v.clone().requires_grad_() for p, v in params.items()}
     optimizer = torch.optim.AdamW(named.values(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
@@ -125,7 +125,7 @@ def test_a_skipped_step_is_no_update(tmp_path: Any, policy: dict[str, str], clip
         return rates, fs.unshard(state.params, specs, mesh)
 
     full = lambda params, x: torch.stack([loss(params, part) for part in x.chunk(2)]).mean()  # noqa: E731
-    expected, mesh = scaled_by_torch(params, full, batches), simulated()
+    expected, mesh = train_by_torch(params, full, batches), simulated()
     for rates, got in [*fs.simulate(mesh, run, mesh), run(0, fs.make_mesh(shard=1, device="cpu"))]:
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
         assert rates == [RATE(torch.tensor(n)).item() for n in (0, 0, 0, 0, 1, 2, 2, 3, 4)]

@@ -24,7 +24,7 @@ WIDTH = 4
 
 
 def rows(count: int = 2, seed: int = 0) -> Tensor:
-    """[count, 3, WIDTH]: a batch of sequences."""
+    """Draw a batch of sequences [count, 3, WIDTH]."""
     return torch.randn(count, 3, WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
@@ -41,7 +41,7 @@ class Kept:
 
 
 class Tables(nn.Module):
-    """Tables that grow with the sequence: in a registered buffer, in containers, in objects."""
+    """A module of tables that grow with the sequence: in a registered buffer, in containers, in objects."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Tables(nn.Module):
 
 
 class Nasty(nn.Module):
-    """One module under two names, leaves in plain containers, `nn.LSTM`, parametrised weights, tables."""
+    """A module under two names, with leaves in containers, an LSTM, parametrised weights, tables."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Nasty(nn.Module):
 
 
 def photograph(value: Any, seen: dict[int, int] | None = None) -> Any:
-    """All that hangs on a module, objects by identity, numbers by value; fails on a fake."""
+    """Return all that hangs on a module, objects by identity, numbers by value; fail on a fake."""
     seen = {} if seen is None else seen
     if id(value) in seen:
         return ("again", seen[id(value)])
@@ -208,7 +208,7 @@ _newest: Tensor | None = None
 
 
 @functools.lru_cache
-def _remembered(length: int) -> Tensor:
+def _remember(length: int) -> Tensor:
     return torch.arange(length) * 2.0
 
 
@@ -234,7 +234,7 @@ def in_a_closure() -> Callable[[int], Tensor]:
     return cache
 
 
-@pytest.mark.parametrize("cache", [_remembered, _in_a_global, _with_default, in_a_closure()])
+@pytest.mark.parametrize("cache", [_remember, _in_a_global, _with_default, in_a_closure()])
 def test_no_fake_stays_after_a_trace(cache: Callable[[int], Tensor]) -> None:
     params = {"w": torch.ones(WIDTH)}
     calls: list[int] = []
@@ -263,7 +263,7 @@ def test_a_module_that_fn_calls_by_itself_is_left_alone_too() -> None:
 
 
 class Balanced(nn.Module):
-    """Leaves a term of the loss on itself and in a list, as mixtures of experts do."""
+    """A module that leaves a term of the loss on itself and in a list, as mixtures of experts do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -303,7 +303,7 @@ def test_what_forward_leaves_on_a_module_is_read_by_fn_and_gone_after_the_trace(
 
 
 class Counting(nn.Module):
-    """Writes to a plain tensor, a buffer and a parameter."""
+    """A module that writes to a plain tensor, a buffer and a parameter."""
 
     def __init__(self, what: str):
         super().__init__()
@@ -354,7 +354,7 @@ def test_leaves_that_are_not_the_modules_are_named() -> None:
 
 
 class Hooking(nn.Module):
-    """Takes the hooks of a part away, and gives it another one."""
+    """A module that takes the hooks of a part away, and gives it another one."""
 
     def __init__(self) -> None:
         super().__init__()

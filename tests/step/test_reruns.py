@@ -42,7 +42,9 @@ def truth() -> reference.Trained:
 
 
 @cache
-def lowered(remat: Any = "unit", axes: tuple[tuple[str, int], ...] = (("expert", 2),), **options: Any) -> Any:
+def lower_model(
+    remat: Any = "unit", axes: tuple[tuple[str, int], ...] = (("expert", 2),), **options: Any
+) -> Any:
     model, mesh = model_of(), fs.make_mesh(**dict(axes), abstract=True)
     specs = fs.presets.full_shard(model.params, mesh, expert="expert")
     step = make_step(mesh, model, specs, ADAMW, remat=remat, **options)
@@ -58,8 +60,8 @@ def rows_sent(schedule: Any, phase: str) -> int:
 
 
 def test_rows_travel_again_and_are_not_kept() -> None:
-    """Of each of two layers: rows there and back, both once more for the backward, and their cotangents."""
-    kept, again = lowered(0.001).schedule, lowered().schedule
+    """Each of two layers sends rows there and back, both again for the backward, and their cotangents."""
+    kept, again = lower_model(0.001).schedule, lower_model().schedule
     assert rows_sent(kept, "forward") == rows_sent(again, "forward") == 4
     assert rows_sent(kept, "backward") == 4 and rows_sent(again, "backward") == 8
     assert len(exchanges(again, "backward")) == 10  # and how many rows each expert gets
@@ -79,7 +81,7 @@ def test_a_layer_keeps_its_input_alone() -> None:
         last = max(n for n, i in enumerate(low.schedule.instructions) if i.phase == "forward")
         return moments[last].device["saved activations"]
 
-    kept, again = bytes_kept(lowered(0.001)), bytes_kept(lowered())
+    kept, again = bytes_kept(lower_model(0.001)), bytes_kept(lower_model())
     rows = SENT[0] * WIDTH * 8
     assert kept - again >= 2 * 2 * rows, "rows there and back, of two layers"
 
@@ -90,13 +92,13 @@ def test_a_layer_keeps_its_input_alone() -> None:
 )
 def test_a_unit_is_gathered_once_for_both(options: dict[str, Any]) -> None:
     """Its leaves stay from its second forward to its backward, and reductions are those of any step."""
-    plain, again = (lowered(remat, **options).schedule.counts() for remat in ("none", "unit"))
+    plain, again = (lower_model(remat, **options).schedule.counts() for remat in ("none", "unit"))
     for verb in ("gather", "reduce_scatter", "all_reduce"):
         assert plain.get(verb) == again.get(verb), verb
 
 
 def test_a_forward_that_runs_again_is_no_model_flop() -> None:
-    plain, again = (lowered(remat).timeline("h100") for remat in ("none", "unit"))
+    plain, again = (lower_model(remat).timeline("h100") for remat in ("none", "unit"))
     assert again.model_flops == plain.model_flops and again.hardware_flops > plain.hardware_flops
 
 
@@ -114,7 +116,7 @@ MORE: list[tuple[dict[str, int], str, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-def trained(axes: Mapping[str, int], preset: str, policy: Any, options: Any, **more: Any) -> Any:
+def train_model(axes: Mapping[str, int], preset: str, policy: Any, options: Any, **more: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # a tensor axis has no rule for some of the routing
         policy = {"expert": "expert", **policy}
@@ -127,7 +129,7 @@ def trained(axes: Mapping[str, int], preset: str, policy: Any, options: Any, **m
     ids=str,
 )
 def test_training_equals_the_naive_loop(axes, preset, policy, options) -> None:
-    for got in trained(axes, preset, policy, options):
+    for got in train_model(axes, preset, policy, options):
         assert_same(got, truth())
 
 
@@ -137,7 +139,7 @@ def test_stages_run_their_units_again_and_send_no_rows_of_experts(order: str) ->
     axes = {"pipeline": 2, "expert": 2}
     options = {"accumulate": 2, "micro_order": order, "remat": "unit"}
     rules = [("embed.weight", LayoutSpec(P("expert"), chunk="all"))]
-    for got in trained(axes, "full_shard", {"rules": rules}, options):
+    for got in train_model(axes, "full_shard", {"rules": rules}, options):
         assert_same(got, truth())
 
 
@@ -145,7 +147,7 @@ def test_stages_run_their_units_again_and_send_no_rows_of_experts(order: str) ->
 @pytest.mark.parametrize("adversary", ["late", "early"])
 def test_ranks_that_read_early_or_late_do_the_same(adversary: str) -> None:
     how = ({"expert": 2}, "full_shard", {}, {"remat": "unit", "accumulate": 2})
-    for got in trained(*how, adversary=adversary):
+    for got in train_model(*how, adversary=adversary):
         assert_same(got, truth())
 
 
@@ -183,7 +185,7 @@ def forget_an_exchange(lines: Lines) -> None:
 
 
 def read_what_came_first(lines: Lines) -> None:
-    """A backward reads the rows of the forward, which are gone."""
+    """Let a backward read the rows of the forward, which are gone."""
     came = next(i for i in lines if isinstance(i, Wait) and i.is_for(Exchange)).writes[0]
     at, again = next(
         (n, name) for n, i in enumerate(lines) if isinstance(i, Run) and i.of_backward
@@ -201,7 +203,7 @@ def read_what_came_first(lines: Lines) -> None:
     ],
 )  # fmt: skip
 def test_faults_are_found(plant: Callable[[Lines], None], said: str) -> None:
-    schedule = lowered().schedule
+    schedule = lower_model().schedule
     lines = list(schedule.instructions)
     plant(lines)
     with pytest.raises(ScheduleError, match=said):
@@ -212,5 +214,5 @@ def test_faults_are_found(plant: Callable[[Lines], None], said: str) -> None:
 @LONG
 def test_saving_chosen_ops_keeps_what_has_come() -> None:
     """`save=` keeps results of a recomputed unit, which then does not run again."""
-    low = lowered(save=("matmul",))
+    low = lower_model(save=("matmul",))
     assert rows_sent(low.schedule, "backward") == 4

@@ -51,7 +51,7 @@ def test_any_leaf_name_works(world, mode):
 
 
 def in_order(p, x):
-    """What it computes depends on the order of the tree's leaves alone."""
+    """Compute what depends on the order of the tree's leaves alone."""
     for w in p.values():
         x = torch.tanh(x @ w)
     return x.sum()
@@ -149,7 +149,7 @@ def test_a_mean_may_say_how_many_items_it_counts_at_most():
 
 
 class _Counted(TorchDispatchMode):
-    """How often each operator is called."""
+    """A mode that counts how often each operator is called."""
 
     def __init__(self):
         super().__init__()
@@ -224,7 +224,7 @@ def test_a_count_is_summed_before_the_backward(how):
 
 
 def test_a_group_of_one_casts_once_where_leaves_are_kept():
-    """With reshard=False, whose price is the copy; else the last unit alone is spared, as with gathers."""
+    """reshard=False keeps the copies; else the last unit alone is spared, as with gathers."""
     params = {p: v.float() for p, v in chain(4).items()}
     for world, verb in ((1, "cast"), (2, "gather")):
         kept, freed = (

@@ -75,7 +75,7 @@ def test_exchanges_of_one_attention_travel_together(overlap: int, verbs: str) ->
 })  # fmt: skip
 @pytest.mark.parametrize("axis", ["tensor", "context"])
 def test_tokens_outside_of_the_whole_table_are_refused(axis: str) -> None:
-    """To a rank that has a part of a table, they would be another rank's."""
+    """A rank that has a part of a table would take them for another rank's."""
     model, mesh = decoder(), fs.make_mesh(**{axis: 2}, simulated=True)
     specs = fs.presets.full_shard(model.params, mesh, tensor="tensor" if axis == "tensor" else None)
     step = make_step(mesh, model, specs, None)
@@ -90,7 +90,7 @@ def test_tokens_outside_of_the_whole_table_are_refused(axis: str) -> None:
         fs.simulate(mesh, run)
 
 
-def lowered_with(batch: Any = None, loss: Any = None, **preset: Any) -> Any:
+def lower_with(batch: Any = None, loss: Any = None, **preset: Any) -> Any:
     model, mesh = decoder(), fs.make_mesh(shard=2, tensor=2, context=2, abstract=True)
     specs = fs.presets.full_shard(model.params, mesh, **preset)
     step = make_step(mesh, model, specs, None, loss=loss)
@@ -100,20 +100,20 @@ def lowered_with(batch: Any = None, loss: Any = None, **preset: Any) -> Any:
 TOKENS = torch.zeros(ROWS, T, dtype=torch.int64)
 WRONG = {
     "a sequence that is no dim": (
-        lambda: lowered_with(fs.Sequence(TOKENS, 5)), r"fs.Sequence of \[4, 8\], dim 5.*a dim that it has"
+        lambda: lower_with(fs.Sequence(TOKENS, 5)), r"fs.Sequence of \[4, 8\], dim 5.*a dim that it has"
     ),
-    "a sequence of a number": (lambda: lowered_with(fs.Sequence(2.0)), "fs.Sequence of float"),
+    "a sequence of a number": (lambda: lower_with(fs.Sequence(2.0)), "fs.Sequence of float"),
     "a sum over ranks with the same rows": (
-        lambda: lowered_with(loss=lambda p, t: fs.psum(p["pos"].sum(), "tensor") + t.sum()),
+        lambda: lower_with(loss=lambda p, t: fs.psum(p["pos"].sum(), "tensor") + t.sum()),
         "fs.psum over 'tensor', whose ranks take the same rows.*leave it out",
     ),
     "a leaf computed over context": (
-        lambda: lowered_with(tensor={"layers.0.up_proj.weight": fs.P("context")}),
+        lambda: lower_with(tensor={"layers.0.up_proj.weight": fs.P("context")}),
         "splits rows, or sequences, and no leaf.*layers.0.up_proj.weight.*another axis",
     ),
-    "no name of an axis": (lambda: lowered_with(tensor=["tensor"]), "tensor=.*the name of a mesh axis"),
+    "no name of an axis": (lambda: lower_with(tensor=["tensor"]), "tensor=.*the name of a mesh axis"),
     "a layout that is a name": (
-        lambda: lowered_with(loss=lambda p, t: fs.constrain(p["pos"], "tensor").sum() + t.sum()),
+        lambda: lower_with(loss=lambda p, t: fs.constrain(p["pos"], "tensor").sum() + t.sum()),
         "fs.constrain of .*Tensor and str",
     ),
 }  # fmt: skip
@@ -137,7 +137,7 @@ def test_a_data_axis_may_have_any_name() -> None:
 
 
 def on_mesh(model: Any, axes: dict[str, int], coded: tuple[str, ...] = ()) -> list[reference.Trained]:
-    """`coded`: leaves that are frozen, in codes."""
+    """Train a model on a mesh; leaves in `coded` are frozen, in codes."""
     mesh = fs.make_mesh(**axes, simulated=True)
     policy = {"tensor": "tensor" if "tensor" in axes else None}
     specs = specs_of(model, "full_shard", mesh, **policy)
@@ -150,7 +150,7 @@ def on_mesh(model: Any, axes: dict[str, int], coded: tuple[str, ...] = ()) -> li
 
 
 def dropped(p: dict[str, Tensor], tokens: Tensor) -> fs.Mean:
-    """With masks of values that axes split, and a loss that holds no logits."""
+    """Drop out values that axes split, and compute a loss that holds no logits."""
     x = F.dropout(F.embedding(tokens, p["embed.weight"]) + p["pos"], 0.2)
     x = F.dropout(block(p, F.dropout(block(p, x, 0), 0.4), 1), 0.3, inplace=True)
     x = F.layer_norm(x, (WIDTH,), p["norm"])

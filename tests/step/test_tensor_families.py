@@ -41,7 +41,7 @@ def own_decoder() -> Model:
 
 
 def perceptron() -> Model:
-    """Linears that have no names, in pairs."""
+    """Make linears that have no names, in pairs."""
     sizes = (8, 12, 16, 8, 4)
     layers = [m for i, o in itertools.pairwise(sizes) for m in (nn.Linear(i, o), nn.GELU())]
     apply, params = fs.make_functional(seeded(nn.Sequential, *layers))
@@ -57,7 +57,7 @@ def encoder() -> Model:
 
 
 def cross_attention() -> Model:
-    """Queries of one sequence, keys and values of another, which one product makes of each."""
+    """Make queries of one sequence, keys and values of another, which one product makes of each."""
     layer = seeded(nn.TransformerDecoderLayer, 8, 2, 16, dropout=0.0, batch_first=True)
     apply, params = fs.make_functional(layer)
     return Model(
@@ -73,7 +73,7 @@ def normal(seed: int, *shape: int) -> torch.Tensor:
 
 @cache
 def model_of(name: str) -> Model:
-    """Of sizes that two and four ranks divide, but for heads."""
+    """Return a model of sizes that two and four ranks divide, but for heads."""
     own = {f.__name__: f for f in (perceptron, encoder, cross_attention)} | {"decoder": own_decoder}
     if name in own:
         return own[name]()
@@ -91,7 +91,7 @@ def truth(name: str) -> reference.Trained:
 
 
 def matrix() -> Iterator[Any]:
-    """Each model on one mesh in the suite, the other meshes are long."""
+    """Yield each model on one mesh for the suite; the other meshes are long."""
     for i, name in enumerate(NAMES):
         for j, axes in enumerate(MESHES):
             for k, residual in enumerate(RESIDUALS):

@@ -67,7 +67,7 @@ class Attrs:
 
 
 class Mapped(dict[str, Any]):
-    """Registered with torch alone, with names, as transformers' outputs are."""
+    """A dict that is registered with torch alone, with names, as transformers' outputs are."""
 
     z, a = property(lambda self: self["z"]), property(lambda self: self["a"])
 
@@ -111,7 +111,7 @@ class Linear:
 
 
 def kind(w: Tensor, b: Tensor) -> dict[str, tuple[Any, list[str]]]:
-    """Trees of two leaves, and their paths."""
+    """Return trees of two leaves, and their paths."""
     return {
         "static fields": (
             {"layers": [Linear(w=w), Linear(w=b, act=torch.sin)]},

@@ -50,7 +50,7 @@ DEFAULTS = {
 
 @st.composite
 def layouts(draw: Any, shape: tuple[int, ...], names: tuple[str, ...]) -> LayoutSpec:
-    """Any layout that `check_specs` allows: which axes split which dims, and which of the four are split."""
+    """Draw a layout that `check_specs` allows: which axes split which dims, and what of the leaf is split."""
     chosen = draw(st.lists(st.sampled_from(names), unique=True, max_size=len(names))) if shape else []
     parts: list[Any] = [()] * len(shape)
     for axis in chosen:
@@ -67,11 +67,14 @@ def layouts(draw: Any, shape: tuple[int, ...], names: tuple[str, ...]) -> Layout
 
 @dataclass(frozen=True)
 class Case:
-    """`layouts`: specs by path, instead of a preset's; `splits`: what splits a leaf while it computes;
-    `aggregation`: of buffers; `run`: what is compared.
+    """A program in a layout.
 
-    That is "gradients", what `shard_forward` gives ("forward"), or what some steps of one of OPTIMIZERS
-    leave.
+    Args:
+        layouts: specs by path, instead of a preset's.
+        aggregation: how buffers are aggregated, by path.
+        run: what is compared: "gradients", what `shard_forward` gives ("forward"), or what some steps of one
+            of OPTIMIZERS leave.
+        splits: what splits a leaf while it computes.
     """
 
     program: Program
@@ -86,12 +89,12 @@ class Case:
 
     @property
     def ranks(self) -> int:
-        """Those that have rows of their own."""
+        """Return the number of ranks that have rows of their own."""
         return self.axes.get("replicate", 1) * self.axes["shard"] * self.axes.get("expert", 1)
 
     @property
     def atol(self) -> float:
-        """Where values are split while they compute sums have another order, which narrow dtypes show."""
+        """Return the tolerance: splits of values change the order of sums, which narrow dtypes show."""
         if not set(self.axes) - {"replicate", "shard"}:
             return ATOL
         text = "\n".join(self.program.source)
@@ -101,7 +104,7 @@ class Case:
 
     @property
     def rows(self) -> list[int]:
-        """Whose rows each rank of the mesh has."""
+        """Return, for each rank of the mesh, whose rows it has."""
         mesh = fs.make_mesh(**self.axes, simulated=True)
         return fs.simulate(mesh, lambda rank: mesh.data_rank)
 
@@ -121,26 +124,27 @@ class Case:
         return specs
 
     def parts(self, step: int, rank: int) -> list[tuple[Tensor, ...]]:
-        """A rank's micro-batches."""
+        """Return a rank's micro-batches."""
         micros = 1 if self.run == "forward" else self.options.get("accumulate", 1)
         return [self.program.part(100 * step + 10 * rank + k) for k in range(micros)]
 
     def all_parts(self, step: int) -> list[tuple[Tensor, ...]]:
-        """Those of all ranks, rank by rank."""
+        """Return the micro-batches of all ranks, rank by rank."""
         return [part for rank in range(self.ranks) for part in self.parts(step, rank)]
 
     def batch(self, step: int, rank: int) -> tuple[Tensor, ...]:
-        """What one rank hands to a step."""
+        """Return what one rank hands to a step."""
         return tuple(torch.cat(leaves) for leaves in zip(*self.parts(step, rank), strict=True))
 
 
 # ------------------------------------------------------------------ what is expected
 
 
-def expected(case: Case, disturbance: float = 0.0) -> list[dict[str, Tensor]]:
-    """By plain autograd in one process, whole tensors by name, for every rank.
+def compute_expected(case: Case, disturbance: float = 0.0) -> list[dict[str, Tensor]]:
+    """Compute by plain autograd in one process what each rank is to have: whole tensors by name.
 
-    `disturbance`: of the leaves, as a random number of this size for each element.
+    Args:
+        disturbance: the size of a random number that is added to each element of the leaves.
     """
     leaves = case.program.leaves(case.frozen)
     if disturbance:
@@ -148,13 +152,13 @@ def expected(case: Case, disturbance: float = 0.0) -> list[dict[str, Tensor]]:
         for leaf in [v.data for v in leaves.values() if v.is_floating_point()]:
             leaf += disturbance * torch.randn(leaf.shape, generator=made).to(leaf)
     plain = Plain(case, leaves)
-    run = {"gradients": _gradients, "forward": _forward}.get(case.run, _trained)
+    run = {"gradients": _gradients, "forward": _forward}.get(case.run, _train_case)
     found = run(case, plain, leaves)
     return [{**each, **own} for each, own in zip(found, plain.buffers, strict=True)]
 
 
 class Plain:
-    """The program on the parts of every rank in turn, which may write to batch and buffers.
+    """A program that runs on the parts of every rank in turn, and may write to batch and buffers.
 
     Each part has leaves of its own, so that a hook of a leaf sees the gradient of one part.
     """
@@ -178,7 +182,7 @@ class Plain:
         return result
 
     def aggregate(self) -> None:
-        """What ranks do with theirs when a step is over."""
+        """Aggregate the ranks' buffers, as a step does at its end."""
         for path, old in self.before.items():
             each = [own[path] for own in self.buffers]
             rule = self.case.aggregation.get(path) or ("mean" if old.is_floating_point() else "rank0")
@@ -218,7 +222,7 @@ def _forward(case: Case, plain: Plain, leaves: dict[str, Tensor]) -> list[dict[s
     return [_flat(result) for result in results]
 
 
-def _trained(case: Case, plain: Plain, leaves: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+def _train_case(case: Case, plain: Plain, leaves: dict[str, Tensor]) -> list[dict[str, Tensor]]:
     _, optimizers, clip = OPTIMIZERS[case.run]
     steps = [case.all_parts(step) for step in range(STEPS)]
     fixed = (*case.frozen, *case.program.buffers)
@@ -229,7 +233,7 @@ def _trained(case: Case, plain: Plain, leaves: dict[str, Tensor]) -> list[dict[s
 
 
 def _flat(result: Any, name: str = "result") -> dict[str, Tensor]:
-    """Tensors of what a program returns, by name."""
+    """Return the tensors of what a program returns, by name."""
     if isinstance(result, tuple):
         return {
             **_flat(result[0]),
@@ -244,7 +248,7 @@ def _flat(result: Any, name: str = "result") -> dict[str, Tensor]:
 
 
 def make_step(case: Case, mesh: fs.Mesh) -> Any:
-    """A step, or a forward, of the case."""
+    """Make a step, or a forward, of the case."""
     specs, options = case.specs(mesh), {"backend": "eager", **case.options}
     if case.run == "forward":
         prefetch = options.get("prefetch", (1, 1))[0]
@@ -254,7 +258,7 @@ def make_step(case: Case, mesh: fs.Mesh) -> Any:
 
 
 def on_mesh(rank: int, case: Case, mesh: fs.Mesh, step: Any) -> dict[str, Tensor]:
-    """On one rank of a mesh; whole tensors by name."""
+    """Run a case on one rank of a mesh, and return whole tensors by name."""
     rank = mesh.data_rank
     specs, params = case.specs(mesh), case.program.params
     if case.run == "forward":
@@ -275,15 +279,15 @@ def on_mesh(rank: int, case: Case, mesh: fs.Mesh, step: Any) -> dict[str, Tensor
     return {**losses, **fs.unshard(state.params, specs, mesh)}
 
 
-def simulated(case: Case) -> list[dict[str, Tensor]]:
-    """On every rank of a simulated mesh."""
+def simulate_case(case: Case) -> list[dict[str, Tensor]]:
+    """Run a case on every rank of a simulated mesh."""
     mesh = fs.make_mesh(**case.axes, simulated=True)
     step = make_step(case, mesh)
     return fs.simulate(mesh, lambda rank: on_mesh(rank, case, mesh, step))
 
 
 def on_rank(rank: int, case: Case) -> dict[str, Tensor]:
-    """In a process of a pool."""
+    """Run a case in a process of a pool."""
     mesh = fs.make_mesh(**case.axes, device="cpu")
     return on_mesh(rank, case, mesh, make_step(case, mesh))
 
@@ -304,11 +308,11 @@ REFUSED = (
 
 
 class Wrong(AssertionError):
-    """A case came out otherwise than in plain autograd."""
+    """An error: a case came out otherwise than in plain autograd."""
 
 
 def difference(got: Mapping[str, Tensor], expected_values: Mapping[str, Tensor], atol: float = ATOL) -> str:
-    """The names in which two results differ by more than `atol` (of values above 1: in proportion)."""
+    """Return the names in which two results differ by more than `atol` (of values above 1: in proportion)."""
     lines = [f"{name} is missing" for name in expected_values.keys() ^ got.keys()]
     for name in expected_values.keys() & got.keys():
         a, b = torch.as_tensor(got[name]).to(torch.complex128), expected_values[name].to(torch.complex128)
@@ -319,13 +323,13 @@ def difference(got: Mapping[str, Tensor], expected_values: Mapping[str, Tensor],
     return "\n".join(sorted(lines))
 
 
-def check(case: Case, runner: Callable[[Case], list[dict[str, Tensor]]] = simulated) -> str:
+def check(case: Case, runner: Callable[[Case], list[dict[str, Tensor]]] = simulate_case) -> str:
     """Run and compare; "" if all is well, "refused: ..." or "unstable" if nothing can be said.
 
     Raises:
         Wrong: it differs, though plain autograd itself gives the same for leaves that differ by 1e-9.
     """
-    truth = expected(case)
+    truth = compute_expected(case)
     try:
         results = runner(case)
     except (TraceError, RankError) as error:
@@ -345,7 +349,7 @@ def check(case: Case, runner: Callable[[Case], list[dict[str, Tensor]]] = simula
 
 
 def _by_rows(case: Case, disturbance: float) -> list[dict[str, Tensor]]:
-    each = expected(case, disturbance)
+    each = compute_expected(case, disturbance)
     return [each[row] for row in case.rows]
 
 
@@ -390,7 +394,7 @@ def _narrow(line: str, dtype: torch.dtype) -> str:
 
 
 def _far(value: Tensor, truth: Tensor) -> float:
-    """The largest error, of values above 1 in proportion; infinite where it is not finite."""
+    """Return the largest error, of values above 1 in proportion; infinite if it is not finite."""
     error = float((value.double() - truth.double()).abs().max()) if value.numel() else 0.0
     return error / max(1.0, float(truth.abs().max())) if error == error else float("inf")
 
@@ -403,7 +407,7 @@ def _halves(
     move: float = 0.0,
     backend: str = "eager",
 ) -> dict[str, Tensor]:
-    """Loss and gradients by a step on one rank, every float in `dtype`."""
+    """Compute the loss and gradients by a step on one rank, every float in `dtype`."""
     params = {p: (v * (1 + move)).to(dtype) for p, v in program.params.items()}
     step = fs.shard_step(program, fs.match_specs(params, [("*", LayoutSpec())]), backend=backend)
     value, grads = step(params, *(v.to(dtype) if v.is_floating_point() else v for v in batch))
@@ -420,7 +424,7 @@ def cases(
     axes: tuple[dict[str, int], ...] = AXES,
     families: Sequence[str] = tuple(grammar.FAMILIES),
 ) -> Case:
-    """Any program in any layout."""
+    """Draw a program in a layout."""
     program = draw(programs(most_units, families))
     chosen, paths = draw(st.sampled_from(axes)), sorted(program.shapes)
     options: dict[str, Any] = {
@@ -455,7 +459,7 @@ def cases(
 
 
 def _compute_splits(shape: tuple[int, ...], axes: Mapping[str, int], is_buffer: bool) -> list[P]:
-    """What may split a leaf while it computes: the tensor axis a dim, the expert axis a stack."""
+    """Return what may split a leaf while it computes: the tensor axis a dim, the expert axis a stack."""
     ways = [
         P(*[None] * d, "tensor") for d, size in enumerate(shape) if size % axes.get("tensor", size + 1) == 0
     ]
@@ -465,6 +469,6 @@ def _compute_splits(shape: tuple[int, ...], axes: Mapping[str, int], is_buffer: 
 
 @st.composite
 def any_layout(draw: Any, shape: tuple[int, ...], names: tuple[str, ...]) -> LayoutSpec:
-    """One of `layouts`, and where parameters and optimizer state rest."""
+    """Draw one of `layouts`, and where parameters and optimizer state rest."""
     tiers = st.sampled_from(["device", "device", "host"])
     return replace(draw(layouts(shape, names)), memory=draw(tiers), optimizer_memory=draw(tiers))

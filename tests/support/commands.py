@@ -48,7 +48,7 @@ def documents() -> list[Path]:
 
 
 def commands(text: str) -> Iterator[str]:
-    """Every command of a Markdown text, in blocks and in sentences, without comments and prompts.
+    """Yield every command of a Markdown text, in blocks and in sentences, without comments and prompts.
 
     >>> list(commands("Run `python -m a x=1`.\\n\\n    $ torchrun -m b  # two\\n    pip install c && pytest"))
     ['torchrun -m b', 'pip install c', 'pytest', 'python -m a x=1']
@@ -102,7 +102,7 @@ class Forked:
 
 
 def run_command(arguments: Sequence[str], cwd: Path, *, timeout: float = 280, **options: Any) -> Any:
-    """As `subprocess.run(["python", "-m", *arguments])`, output captured; see `start_command`."""
+    """Run `python -m ARGUMENTS` and return it with its output captured; see `start_command`."""
     process = start_command(["-m", *arguments], cwd, **options)
     try:
         process.wait(timeout)
@@ -117,7 +117,7 @@ def start_command(
     arguments: Sequence[str], cwd: Path, *, env: Mapping[str, str] | None = None,
     patches: Mapping[str, Any] | None = None, output: Path | None = None,
 ) -> Forked:  # fmt: skip
-    """`python ARGUMENTS` without waiting; what it prints is in the files `OUTPUT` of `cwd`.
+    """Start `python ARGUMENTS`, and do not wait; what it prints is in the files `OUTPUT` of `cwd`.
 
     Args:
         env: variables besides those of this process.
@@ -139,7 +139,7 @@ def _from_server(arguments: Sequence[str], **how: Any) -> Forked:
 
 
 def popen_from_server(command: Sequence[str], env: Mapping[str, str], stdout: Any = None, **_: Any) -> Forked:
-    """`subprocess.Popen([python, "-u", FILE, ...])`, for launches from a test's own process."""
+    """Stand in for `subprocess.Popen([python, "-u", FILE, ...])` where a test's own process launches."""
     here = [f"/proc/{os.getpid()}/fd/{number}" for number in (1, 2)]
     return _from_server(command[2:], env=dict(env), cwd=os.getcwd(), streams=_streams(stdout) or here)
 
@@ -147,7 +147,7 @@ def popen_from_server(command: Sequence[str], env: Mapping[str, str], stdout: An
 def popen_here(
     command: Sequence[str], env: Mapping[str, str], cwd: Path | None = None, stdout: Any = None, **_: Any
 ) -> Forked:
-    """`subprocess.Popen([python, ...])`: a fork of this process as it is, which has no threads."""
+    """Stand in for `subprocess.Popen([python, ...])` by a fork of this process, which has no threads."""
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
@@ -164,12 +164,12 @@ def popen_here(
 
 
 def _streams(file: Any) -> list[str]:
-    """Both streams to an open file, which may be closed when they are needed."""
+    """Return the paths of both streams of an open file, which may be closed when they are needed."""
     return [] if file is None else [os.path.abspath(file.name)] * 2
 
 
 def forking(popen: Callable[..., Forked]) -> Any:
-    """The module `subprocess`, as far as a launcher uses it."""
+    """Return a stand-in for the module `subprocess`, with all that a launcher uses of it."""
     names = ("STDOUT", "TimeoutExpired")
     return SimpleNamespace(Popen=popen, **{name: getattr(subprocess, name) for name in names})
 
@@ -178,7 +178,7 @@ def _become(
     arguments: list[str], *, env: Mapping[str, str], cwd: str, streams: Sequence[str | Path] = (),
     patches: Mapping[str, Any] | None = None, blocked: Sequence[int] | None = None,
 ) -> NoReturn:  # fmt: skip
-    """Be `python ARGUMENTS` in this process, which was just forked."""
+    """Become `python ARGUMENTS` in this process, which was just forked."""
     code = 1
     try:
         os.setsid()

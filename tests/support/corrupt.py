@@ -20,7 +20,7 @@ from saved import MANIFEST, SEAL
 
 
 def flip(folder: Path, name: str, bit: int) -> None:
-    """One bit of a file."""
+    """Flip one bit of a file."""
     with (folder / name).open("r+b") as file:
         file.seek(bit // 8)
         byte = file.read(1)[0]
@@ -29,7 +29,7 @@ def flip(folder: Path, name: str, bit: int) -> None:
 
 
 def some_bits(folder: Path, count: int, seed: int) -> list[tuple[str, int]]:
-    """Of all files: half of them spread over the files, half over the bytes."""
+    """Draw bits of all files: half of them spread over the files, half over the bytes."""
     rng, sizes = random.Random(seed), {p.name: p.stat().st_size for p in sorted(folder.iterdir())}
     names = rng.choices(list(sizes), k=count // 2)
     names += rng.choices(list(sizes), weights=list(sizes.values()), k=count - count // 2)
@@ -48,7 +48,7 @@ def _rewrite(change: Callable[[bytearray, random.Random], bytes]) -> Corruption:
 
 
 def _run(content: bytearray, rng: random.Random, new: Callable[[bytes], bytes]) -> bytes:
-    """A run of bytes made new, in a way that changes something."""
+    """Replace a run of bytes by new ones, and make sure that something changes."""
     first = rng.randrange(len(content))
     last = min(len(content), first + rng.randint(1, 64))
     made = new(bytes(content[first:last]))
@@ -59,7 +59,7 @@ def _run(content: bytearray, rng: random.Random, new: Callable[[bytes], bytes]) 
 
 
 def _instead(put: Callable[[Path, Path], None]) -> Corruption:
-    """Something else by the file's name; the file itself is kept next to the checkpoint."""
+    """Put something else by the file's name; the file itself is kept next to the checkpoint."""
 
     def corrupted(folder: Path, name: str, rng: random.Random) -> None:
         outside = folder.parent / f"outside-{name}"
@@ -131,7 +131,7 @@ def reseal(folder: Path, manifest: Any) -> None:
 
 
 class Payload:
-    """What unpickling of it does: make a file."""
+    """An object that makes a file when it is unpickled."""
 
     def __init__(self, marker: Path):
         self.marker = marker
@@ -141,15 +141,15 @@ class Payload:
 
 
 def payloads(marker: Path) -> dict[str, bytes]:
-    """Pickles of several kinds."""
+    """Return pickles of a `Payload` in several formats."""
     by_torch = marker.with_suffix(".pt")
     torch.save(Payload(marker), by_torch)
     out = {f"protocol {n}": pickle.dumps(Payload(marker), protocol=n) for n in (0, 2, 5)}
     return {**out, "torch": by_torch.read_bytes()}
 
 
-def copied(pristine: Path, folder: Path) -> Path:
-    """A fresh copy to be ruined."""
+def copy_pristine(pristine: Path, folder: Path) -> Path:
+    """Make a fresh copy to be ruined."""
     for left in (folder, *folder.parent.glob("outside-*")):
         shutil.rmtree(left, ignore_errors=True) if left.is_dir() and not left.is_symlink() else left.unlink(
             True

@@ -14,7 +14,7 @@ Fn = Callable[..., Any]
 
 
 def function(forward: Fn, backward: Fn, options: str = "") -> Fn:
-    """`apply` of a Function of the tensors that `forward(*v)` takes, to `y`, or to a tuple of them.
+    """Return `apply` of a Function from the tensors that `forward(*v)` takes to `y`, or to several.
 
     `backward(g, y, *v)` gives the gradient of the first of `v`, or a tuple of all; `g` is of `y`, or of the
     first of them. Options: "setup" (a setup_context in the place of a forward with a context), "attribute"
@@ -71,7 +71,7 @@ def function(forward: Fn, backward: Fn, options: str = "") -> Fn:
 
 @torch.library.custom_op("fnshard_fuzz::scaled_square", mutates_args=())
 def scaled_square(x: Tensor, scale: float) -> Tensor:
-    """An operator whose derivative is not that of what it computes."""
+    """Compute an operator whose derivative is not that of what it computes."""
     return x.square() * scale
 
 
@@ -87,17 +87,17 @@ scaled_square.register_autograd(
 
 
 def reentrant(fn: Fn, *v: Tensor) -> Any:
-    """A checkpoint that calls backward in its backward."""
+    """Run a checkpoint that calls backward in its backward."""
     return checkpoint.checkpoint(fn, *v, use_reentrant=True)
 
 
 def recomputed(fn: Fn, *v: Tensor) -> Any:
-    """A checkpoint that saves what it recomputes."""
+    """Run a checkpoint that saves what it recomputes."""
     return checkpoint.checkpoint(fn, *v, use_reentrant=False)
 
 
 def hooked(v: Tensor, hook: Fn) -> Tensor:
-    """With a hook, where there is a gradient."""
+    """Give a value a hook, if it has a gradient."""
     if v.requires_grad:
         v.register_hook(hook)
     return v

@@ -22,7 +22,7 @@ Damage = tuple[str, Callable[[Path], None]]  # what it is, and what does it to a
 
 @dataclass(frozen=True)
 class Subject:
-    """Something on the disk.
+    """A folder on the disk, and how it is read.
 
     Args:
         pristine: the folder; never changed.

@@ -71,7 +71,7 @@ def _inside(values: Any) -> Any:
 
 
 class Waits(Log):
-    """What the host waited for while a step ran. Of streams it knows nothing else."""
+    """A log of what the host waits for while a step runs. It notes nothing else of streams."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Waits(Log):
 
     def launch(self, stream: int, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor],
                made: Sequence[Tensor] = ()) -> None:  # fmt: skip
-        """Nothing: memory is not looked at."""
+        """Do nothing, since memory is not looked at."""
 
     def send(self, value: Tensor, device: torch.device) -> Tensor:
         return copy_to_device(value, device)
@@ -134,7 +134,7 @@ class Waits(Log):
 
 
 class _Factories(TorchDispatchMode):
-    """Tensors made on the device."""
+    """A mode that takes note of tensors that are made on the device."""
 
     def __init__(self, waits: Waits):
         super().__init__()
@@ -146,7 +146,7 @@ class _Factories(TorchDispatchMode):
 
 @contextmanager
 def on_gpu(waits: Waits) -> Iterator[None]:
-    """Inside `streams.gpu`: this rank's device is `cuda:3`."""
+    """Let this rank's device be `cuda:3`, inside of `streams.gpu`."""
     patches = [
         mock.patch.object(Mesh, "device", GPU),
         mock.patch.object(torch.cuda, "_lazy_init", lambda: None),
@@ -163,7 +163,7 @@ def on_gpu(waits: Waits) -> Iterator[None]:
 
 
 def put_on_gpu(lowered: Lowered) -> None:
-    """Its kernels, traced on the CPU, make what they make on the device."""
+    """Let kernels that were traced on the CPU make their tensors on the device."""
 
     def there(module: fx.GraphModule) -> Any:
         graph = fx.Graph()

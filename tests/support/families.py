@@ -30,7 +30,7 @@ IMAGES = {**ENCODER, "image_size": 12, "patch_size": 4, "num_labels": 5}
 
 @dataclass(frozen=True)
 class Family:
-    """How to make one, and what is known of its leaves.
+    """A family of models: how to make one, and what is known of its leaves.
 
     Args:
         head: the class's name after the family's.
@@ -46,7 +46,7 @@ class Family:
     atol: float = sharded.ATOL
 
     def build(self) -> nn.Module:
-        """The module, in fp64."""
+        """Make the module, in fp64."""
         config = getattr(transformers, f"{self.config or self.name}Config")(**self.sizes)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
@@ -82,7 +82,7 @@ FAMILIES["jetmoe"] = Family(
 
 
 class Wide:
-    """torch, in which float32 is float64: what goes through it rounds away what a test compares."""
+    """A stand-in for torch in which float32 is float64, since fp32 would round away what a test compares."""
 
     float32 = float = torch.float64
 
@@ -96,7 +96,7 @@ ROWS, TIME = 4, 7
 
 
 def model_of(module: nn.Module, time: int = TIME) -> Model:
-    """Tokens, or images, and labels drawn for a module; the loss is fp64's, unlike the models' own."""
+    """Return a module with tokens, or images, and labels; its loss is computed in fp64, unlike its own."""
     generator = torch.Generator().manual_seed(1)
     images = module.main_input_name == "pixel_values"
     shape = (ROWS,) if images else (ROWS, time)

@@ -28,7 +28,7 @@ PRESETS = fs.presets.PRESETS
 
 
 def loss(params: Mapping[str, Tensor], x: Tensor) -> Tensor:
-    """A mean over rows of a chain of three units."""
+    """Compute a mean over rows of a chain of three units."""
     return run_chain(params, x.to(params["layers.0.w"].dtype)).float().square().mean()
 
 
@@ -41,7 +41,7 @@ AT = Mapping[str, Any]
 
 @dataclass
 class Liar:
-    """Collectives of which one, the `nth` of a verb, brings something else."""
+    """Collectives of which one, the `nth` of a verb, brings a wrong result."""
 
     comm: Any
     verb: str
@@ -74,27 +74,27 @@ class Lied:
 
 
 @contextmanager
-def planted(plant: Callable[[ExecutorContext], ExecutorContext]) -> Iterator[None]:
-    """Steps bound in here are wrong."""
+def plant_fault(plant: Callable[[ExecutorContext], ExecutorContext]) -> Iterator[None]:
+    """Make steps that are bound in the block wrong."""
     plain = runner.bind
     with mock.patch.object(runner, "bind", lambda context: plain(plant(context))):
         yield
 
 
 def lying(verb: str, nth: int, lie: Callable[[Any], Any], rank: int | None = None) -> Any:
-    """A collective with a wrong result, on all ranks or on one."""
+    """Let a collective bring a wrong result, on all ranks or on one."""
 
     def plant(context: ExecutorContext) -> ExecutorContext:
         if rank not in (None, context.rank):
             return context
         return replace(context, comm=Liar(context.comm, verb, nth, lie))
 
-    return planted(plant)
+    return plant_fault(plant)
 
 
 @contextmanager
 def schedule_wrong(breaker: Callable[[list[Instruction]], None]) -> Iterator[None]:
-    """Schedules come out broken, and `verify` looks away."""
+    """Let schedules come out broken in the block, and `verify` look away."""
 
     def ignore(schedule: Schedule) -> Schedule:
         lines = list(schedule.instructions)

@@ -8,7 +8,7 @@ from fnshard.optim import Optimizer
 
 
 def lamb(lr, b1=0.9, b2=0.999, eps=1e-6, decay=0.01):
-    """You et al. 2019: Adam, scaled by the ratio of two norms of the leaf."""
+    """Make LAMB (You et al. 2019): Adam, scaled by the ratio of two norms of the leaf."""
 
     def init(path, param):
         return {"m": torch.zeros_like(param), "v": torch.zeros_like(param)}
@@ -25,7 +25,7 @@ def lamb(lr, b1=0.9, b2=0.999, eps=1e-6, decay=0.01):
 
 
 def row_normalized(lr, momentum=0.9):
-    """SCALE (Glentis et al. 2025), by rows: each row of the momentum has length 1."""
+    """Make SCALE (Glentis et al. 2025), by rows: each row of the momentum has length 1."""
 
     def update(path, grad, slots, param, step):
         m = slots["m"] * momentum + grad * (1 - momentum)
@@ -36,7 +36,7 @@ def row_normalized(lr, momentum=0.9):
 
 
 def dion(lr, rank=2, momentum=0.95):
-    """Ahn et al. 2025: momentum of low rank, by one power iteration and a QR; sign descent for vectors."""
+    """Make Dion (Ahn et al. 2025): momentum of low rank, by one power iteration and a QR; vectors by sign."""
 
     def init(path, param):
         out = {"m": torch.zeros_like(param)}
@@ -59,7 +59,7 @@ def dion(lr, rank=2, momentum=0.95):
 
 
 def error_feedback_sign(lr):
-    """EF-signSGD (Karimireddy et al. 2019): the sign times the mean size, and the rest is remembered."""
+    """Make EF-signSGD (Karimireddy et al. 2019): the sign times the mean size; the rest is remembered."""
 
     def update(path, grad, slots, param, step):
         wanted = lr * grad + slots["error"]
@@ -71,7 +71,7 @@ def error_feedback_sign(lr):
 
 
 def random_signs(key, shape):
-    """Signs that a key and an element's place decide (the finalizer of splitmix64)."""
+    """Return signs that a key and an element's place decide (the finalizer of splitmix64)."""
     numel = 1
     for size in shape:
         numel *= size
@@ -82,7 +82,7 @@ def random_signs(key, shape):
 
 
 def hutchinson(lr, b1=0.9, b2=0.99, rho=0.5):
-    """Sophia (Liu et al. 2023), of the diagonal of g gᵀ estimated with random signs z: z g (g . z)."""
+    """Make Sophia (Liu et al. 2023): random signs z estimate the diagonal of g gᵀ as z g (g . z)."""
 
     def init(path, param):
         key = torch.full([1] * param.dim(), sum(map(ord, path)), dtype=torch.int64)
@@ -99,7 +99,7 @@ def hutchinson(lr, b1=0.9, b2=0.99, rho=0.5):
 
 
 def shampoo(lr, every=2, momentum=0.9, eps=1e-3):
-    """Gupta et al. 2018: inverse fourth roots of both sides, made anew every so many steps."""
+    """Make Shampoo (Gupta et al. 2018): inverse fourth roots of both sides, made anew every few steps."""
 
     def init(path, param):
         out = {"m": torch.zeros_like(param)}
@@ -130,7 +130,7 @@ def shampoo(lr, every=2, momentum=0.9, eps=1e-3):
 
 
 def ademamix(lr, b1=0.9, b2=0.999, b3=0.9999, alpha=5.0, warmup=4, eps=1e-8, decay=0.1):
-    """Pagliardini et al. 2024: Adam with a second, slow momentum, both of its numbers warmed up."""
+    """Make AdEMAMix (Pagliardini et al. 2024): Adam with a slow momentum; both of its numbers warm up."""
 
     def slow(count):
         from math import exp, log
@@ -155,7 +155,7 @@ def ademamix(lr, b1=0.9, b2=0.999, b3=0.9999, alpha=5.0, warmup=4, eps=1e-8, dec
 
 
 def normalized_momentum(lr, beta=0.9):
-    """Cutkosky and Mehta 2020, of gradients over the norm of all of them."""
+    """Make momentum of normalized gradients (Cutkosky and Mehta 2020): divided by the global norm."""
 
     def update(path, grad, slots, param, step):
         m = slots["m"].lerp(grad / (step.global_norm.to(grad.dtype) + 1e-12), 1 - beta)
@@ -166,7 +166,7 @@ def normalized_momentum(lr, beta=0.9):
 
 
 def standardized(lr):
-    """ZNorm (Yun 2024): gradients of each layer have mean 0 and standard deviation 1."""
+    """Make ZNorm (Yun 2024): gradients of each layer have mean 0 and standard deviation 1."""
 
     def update(path, grad, slots, param, step):
         if grad.numel() == 1:
@@ -177,7 +177,7 @@ def standardized(lr):
 
 
 def clippy(lr, relative=0.1, absolute=1e-2):
-    """Clippy Adagrad (Tang et al. 2023): the leaf's step shrinks until no element moves too far."""
+    """Make Clippy Adagrad (Tang et al. 2023): a leaf's step shrinks until no element moves too far."""
 
     def update(path, grad, slots, param, step):
         total = slots["total"] + grad.square()
@@ -189,7 +189,7 @@ def clippy(lr, relative=0.1, absolute=1e-2):
 
 
 def sm3(lr):
-    """Anil et al. 2019: of second moments the largest of each row and of each column."""
+    """Make SM3 (Anil et al. 2019): it keeps the largest second moment of each row and each column."""
 
     def init(path, param):
         if param.dim() != 2:
@@ -208,7 +208,7 @@ def sm3(lr):
 
 
 def adan(lr, b1=0.98, b2=0.92, b3=0.99, decay=0.02):
-    """Xie et al. 2022: momentum of gradients and of their differences; none at the first step."""
+    """Make Adan (Xie et al. 2022): momentum of gradients and of their differences, 0 at the first step."""
 
     def init(path, param):
         return {name: torch.zeros_like(param) for name in ("m", "v", "n", "before")}
@@ -224,7 +224,7 @@ def adan(lr, b1=0.98, b2=0.92, b3=0.99, decay=0.02):
 
 
 def adam_mini(lr, b1=0.9, b2=0.99):
-    """Zhang et al. 2024: one second moment for each row of a matrix, one for any other leaf."""
+    """Make Adam-mini (Zhang et al. 2024): one second moment for a row of a matrix, or for another leaf."""
 
     def init(path, param):
         shape = [param.shape[0], 1] if param.dim() == 2 else [1] * param.dim()
@@ -240,7 +240,7 @@ def adam_mini(lr, b1=0.9, b2=0.99):
 
 
 def cautious_lion(lr, b1=0.9, b2=0.99):
-    """Liang et al. 2024: elements that disagree with their gradient do not move, others the more."""
+    """Make cautious Lion (Liang et al. 2024): elements that disagree with their gradient do not move."""
 
     def update(path, grad, slots, param, step):
         change = (b1 * slots["m"] + (1 - b1) * grad).sign()
@@ -252,7 +252,7 @@ def cautious_lion(lr, b1=0.9, b2=0.99):
 
 
 def top_k(lr, share=0.3):
-    """Deep gradient compression (Lin et al. 2018): the largest elements move, the rest is remembered."""
+    """Make deep gradient compression (Lin et al. 2018): the largest elements move, the rest is remembered."""
 
     def update(path, grad, slots, param, step):
         wanted = slots["rest"] + grad

@@ -15,7 +15,7 @@ Row = Callable[[Any], str]
 
 
 def each(names: str, template: Callable[[Any, str], str]) -> dict[str, Row]:
-    """One row per name, all of one template."""
+    """Make one row per name, all of one template."""
     return {name: (lambda g, name=name: template(g, name)) for name in names.split()}
 
 
@@ -28,7 +28,7 @@ def last_even(v: Any) -> bool:
 
 
 def positive(g: Any) -> str:
-    """A symmetric positive definite matrix [..., n, n] made of a value."""
+    """Write a symmetric positive definite matrix [..., n, n] made of a value."""
     a = g.f(2, 3, lambda v: v.shape[-1] <= 5)
     return f"({a}.mT @ {a} * 0.3 + torch.eye({a.shape[-1]}, dtype=torch.float64))"
 
@@ -228,23 +228,23 @@ OTHER_SHAPE = ("v.sum()", "v.logsumexp(-1)", "torch.cat([v, v.exp() * 0.1], -1)"
 
 
 def same(g: Any, a: Any) -> str:
-    """A function of `v` that keeps its shape, and often reads a value or a leaf outside of it."""
+    """Write a function of `v` that keeps its shape, and often reads a value or a leaf outside of it."""
     body = g.pick(SAME_SHAPE)
     return f"{body} * {g.fitting(a)}" if g.flag() else body
 
 
 def any_shape(g: Any, a: Any) -> str:
-    """A function of `v`."""
+    """Write a function of `v`."""
     return same(g, a) if g.flag() else g.pick(OTHER_SHAPE)
 
 
 def scalar(g: Any, a: Any) -> str:
-    """A function of `v` that is not linear, to a number."""
+    """Write a function of `v` that is not linear and gives a number."""
     return f"({any_shape(g, a)}).square().sum()"
 
 
 def row(g: Any) -> str:
-    """A function of one row `v`, which may read a leaf."""
+    """Write a function of one row `v`, which may read a leaf."""
     return g.pick([*SAME_SHAPE, *OTHER_SHAPE, f"v * {g.leaf()}"])
 
 
@@ -318,12 +318,12 @@ HOOKS = (
 
 
 def captured(g: Any, a: Any) -> tuple[str, str]:
-    """An argument with a default, and a factor of it: a copy of what is outside, as it is when it is read."""
+    """Write an argument whose default is a copy of a value outside, and a factor of it, or neither."""
     return (f", w={g.fitting(a)} * 1.0", " * w") if g.flag() else ("", "")
 
 
 def custom(g: Any, a: Any, options: tuple[str, ...]) -> str:
-    """A function that keeps the shape of `a`."""
+    """Write a custom function that keeps the shape of `a`."""
     forward, backward = g.pick(SAME_SHAPE), g.pick(BACKWARDS)
     (outer, factor), (outer_back, factor_back) = captured(g, a), captured(g, a)
     return f"custom.function(lambda v{outer}: ({forward}){factor}, lambda g, y, v{outer_back}: ({backward}){factor_back}, '{g.pick(options)}')"
@@ -357,13 +357,13 @@ FUNCTIONS: dict[str, Row] = {
 
 
 def mean(g: Any) -> tuple[Any, str]:
-    """The last dim of a value, and its mean over the others."""
+    """Return the size of a value's last dim, and its mean over the others."""
     a = g.f(1)
     return a.shape[-1], f"{g.fixed(a)}.reshape(-1, {a.shape[-1]}).mean(0)"
 
 
 def running(template: str) -> Row:
-    """A write of a mean `{m}` to a buffer `{b}` of as many elements."""
+    """Make a row that writes a mean `{m}` to a buffer `{b}` of as many elements."""
 
     def row(g: Any) -> str:
         size, m = mean(g)
@@ -373,13 +373,13 @@ def running(template: str) -> Row:
 
 
 def statistics(g: Any, a: Any) -> str:
-    """A running mean, and a variance elsewhere: torch reads one while it writes the other."""
+    """Write a running mean, and a variance elsewhere: torch reads one while it writes the other."""
     first, second = g.buffer(a.shape[1]), g.buffer(a.shape[1])
     return f"{first}, {g.pick([second] if first != second else [])}.abs_()"
 
 
 def part(g: Any) -> str:
-    """A view of a buffer [4, 3]."""
+    """Write a view of a buffer [4, 3]."""
     b = g.buffer(4, 3)
     view = g.pick(
         [
@@ -397,7 +397,7 @@ def part(g: Any) -> str:
 
 
 def some(g: Any) -> str:
-    """A buffer, or a view of one."""
+    """Write a buffer, or a view of one."""
     return part(g) if g.flag() else g.buffer(*g.pick([(4, 3), (g.empty.sizes[2],), (3,), ()]))
 
 

@@ -60,7 +60,7 @@ class _Libdevice:
 
 
 class _Kernel:
-    """One of Inductor's, in the first of its configurations."""
+    """A kernel of Inductor's, in the first of its configurations."""
 
     def __init__(self, source: str):
         from torch._inductor.runtime.triton_heuristics import CachingAutotuner
@@ -85,7 +85,7 @@ class _Kernel:
 
 @contextmanager
 def h100() -> Iterator[None]:
-    """As far as Inductor and Triton can tell, there is one."""
+    """Let Inductor and Triton believe that there is an H100."""
     import triton
     from torch._dynamo.device_interface import CudaInterface
     from torch._inductor import config as inductor
@@ -123,7 +123,7 @@ def h100() -> Iterator[None]:
 
 
 def on_cuda(module: Any) -> Any:
-    """A kernel's graph with its inputs, and what it makes, on a fake CUDA device."""
+    """Put a kernel's graph, its inputs and what it makes on a fake CUDA device."""
     from torch.fx.node import map_aggregate
     from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
@@ -141,7 +141,7 @@ def on_cuda(module: Any) -> Any:
 
 
 def code_of(module: Any, is_backward: bool) -> str:
-    """What Inductor writes for a graph; "" where there is nothing to compile."""
+    """Return the code that Inductor writes for a graph; "" if there is nothing to compile."""
     from torch._inductor.graph import GraphLowering
 
     written: list[str] = []
@@ -160,7 +160,7 @@ def code_of(module: Any, is_backward: bool) -> str:
 
 
 def written(module: fx.GraphModule, is_backward: bool = False) -> Callable[[Sequence[Tensor]], Any]:
-    """A kernel's graph as Inductor writes it for CUDA, for CPU tensors."""
+    """Return a kernel's graph as Inductor writes it for CUDA, as a function of CPU tensors."""
     from torch._inductor.async_compile import AsyncCompile
 
     kernel = lambda _, name, source, device_str="": _Kernel(source)  # noqa: E731
@@ -182,7 +182,7 @@ def written(module: fx.GraphModule, is_backward: bool = False) -> Callable[[Sequ
 
 
 class Model(nn.Module):
-    """Of what transformers are made of; no width is a power of two."""
+    """A model of all that transformers are made of; no width is a power of two."""
 
     def __init__(self, vocabulary: int = 37, width: int = 24):
         super().__init__()
@@ -228,7 +228,7 @@ def updates(schedule: Schedule) -> dict[tuple[LeafForm, ...], tuple[str, ...]]:
 
 
 def graphs(dtype: torch.dtype) -> Iterator[tuple[str, bool, Callable[[], fx.GraphModule]]]:
-    """Every kernel of a step forwards and backwards, and its distinct updates."""
+    """Yield every kernel of a step forwards and backwards, and its distinct updates."""
     mesh = fs.make_mesh(shard=2, abstract=True, device="cuda")
     apply, params = fs.make_functional(Model())
     policy = {"storage_dtype": dtype, "compute_dtype": dtype, "optimizer_dtype": torch.float32}
@@ -242,7 +242,7 @@ def graphs(dtype: torch.dtype) -> Iterator[tuple[str, bool, Callable[[], fx.Grap
 
 
 def graphs_of(schedule: Schedule) -> Iterator[tuple[str, bool, Callable[[], fx.GraphModule]]]:
-    """Every kernel of a schedule forwards and backwards, and its distinct updates."""
+    """Yield every kernel of a schedule forwards and backwards, and its distinct updates."""
     for kernel in schedule.kernels.values():
         for way, module in kernel.modules.items():
             yield f"{kernel.name} {way}", way is not Way.FORWARD, module

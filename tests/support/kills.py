@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from commands import start_command
-from kernels import FOLDER
 from launched import children_of, is_alive, ranks_below
 from runs import differences, rows_of
 
@@ -92,7 +91,7 @@ TORCHRUN = Variant(
 
 @dataclass(frozen=True)
 class Kill:
-    """Who is to be killed, and when, drawn from the campaign's seed."""
+    """A kill: which process it hits, and when, drawn from the campaign's seed."""
 
     mode: str
     moment: str
@@ -102,7 +101,7 @@ class Kill:
 
 
 def draw(seed: int | str, ranks: int) -> Iterator[Kill]:
-    """Kills without end; the same for the same seed."""
+    """Yield kills without end; the same for the same seed."""
     chance = random.Random(seed)
     while True:
         moment = chance.choice(MOMENTS)
@@ -110,8 +109,8 @@ def draw(seed: int | str, ranks: int) -> Iterator[Kill]:
         yield Kill(chance.choice(list(CODES)), moment, chance.randrange(ranks), after, chance.random())
 
 
-def committed_in(run: Path) -> list[int]:
-    """Steps of a run whose checkpoint has its name."""
+def list_committed(run: Path) -> list[int]:
+    """Return the steps of a run whose checkpoint has its name."""
     try:
         return sorted(int(name) for name in os.listdir(run / CHECKPOINTS) if name.isdecimal())
     except OSError:
@@ -125,8 +124,8 @@ def is_saving(run: Path) -> bool:
         return False
 
 
-def reached_in(run: Path) -> int:
-    """The last step of a run that is finished."""
+def read_last_step(run: Path) -> int:
+    """Return the last finished step of a run; 0 if there is none."""
     return max((row["step"] for row in rows_of(run)), default=0) if (run / METRICS).exists() else 0
 
 
@@ -141,7 +140,7 @@ class Job:
         self.variant, self.place, self.log = variant, place, place / f"start-{number}.log"
         path = os.pathsep.join(map(str, (ROOT, Path(__file__).parent)))  # where a reward of one's own is
         command = [*variant.command, *variant.options, *options]
-        env = {"PYTHONPATH": path, FOLDER: ""}  # nothing of other processes' lowering is remembered
+        env = {"PYTHONPATH": path, "FNSHARD_CACHE": "off"}  # as on a machine that has never seen the run
         self.process = start_command(command, place, env=env, output=self.log)
 
     @property
@@ -150,35 +149,35 @@ class Job:
 
     @property
     def runs(self) -> list[Path]:
-        """The folders of all runs, of earlier starts too, in order."""
+        """Return the folders of all runs, of earlier starts too, in order."""
         return sorted(path for path in self.place.glob(self.variant.runs) if (path / METRICS).exists())
 
     @property
     def starts(self) -> list[tuple[Path, int]]:
-        """The runs that ranks of this start began or went on with, and from which step; 0 is a new run."""
+        """Return the runs that this start began or went on with, and from which step; 0 is a new run."""
         found = [(self.place / path, int(step or 0)) for step, path in RESUMED.findall(self.text)]
         return [(self._run_of(path), step) for path, step in found]
 
     def _run_of(self, path: Path) -> Path:
-        """The run that a path is the folder of, or its checkpoints, or its memory."""
+        """Return the run whose folder a path is, or whose checkpoints or memory."""
         if path.name == CHECKPOINTS:
             return path.parent
         return next((run for run in self.runs if path.name.endswith(memory_name(run))), path)
 
     @property
     def run(self) -> Path | None:
-        """The run that this start is at work on."""
+        """Return the run that this start is at work on."""
         starts = self.starts
         return starts[-1][0] if starts else None
 
     def is_under_way(self, seen: int) -> bool:
-        """Whether a run has begun, or gone on, since `seen` of them had."""
+        """Return whether a run has begun, or gone on, since `seen` of them had."""
         starts = self.starts
         return len(starts) > seen and (starts[-1][0] / METRICS).exists()
 
     @property
     def ranks(self) -> list[int]:
-        """The processes of ranks that have not ended, in order of ranks."""
+        """Return the processes of ranks that have not ended, in order of ranks."""
         launcher = self.process.pid
         if self.variant.is_executed:
             pids = [pid for _, pid in ranks_below(launcher)]
@@ -226,7 +225,7 @@ class Job:
             self.process.wait()
 
     def problem(self, what: str) -> str:
-        """What is wrong, with the end of the log; its processes are ended."""
+        """End the processes, and return what is wrong with the end of the log."""
         self.end()
         return "\n".join([f"{what}: {self.log}", *self.text.splitlines()[-30:]])
 
@@ -251,7 +250,7 @@ class Killed:
 
 @dataclass
 class Campaign:
-    """Runs in `folder`, killed as `kills` says. `problems`: what is lost, torn, unequal or made twice."""
+    """A series of runs in `folder`, killed as `kills` says; `problems` are lost, torn or unequal things."""
 
     folder: Path
     variant: Variant
@@ -265,7 +264,7 @@ class Campaign:
     jobs: list[Job] = field(default_factory=list)
 
     def run(self) -> None:
-        """An unbroken run, or sweep, then broken ones until there were enough kills."""
+        """Make an unbroken run, or sweep, then broken ones until there were enough kills."""
         try:
             unbroken = self._unbroken()
             while len(self.done) < self.count:
@@ -289,7 +288,7 @@ class Campaign:
         return self.jobs[-1]
 
     def _unbroken(self) -> list[Path]:
-        """The folders of its runs; how long a start, a step and a save take is noted."""
+        """Make the unbroken runs, and return their folders; note how long a start, a step and a save take."""
         began, saves = time.monotonic(), [0.0]
         job = self._start(self.folder / "unbroken", 0)
         job.until(lambda: job.is_under_way(0), SLOW_S)
@@ -304,7 +303,7 @@ class Campaign:
         return job.runs
 
     def _broken(self, unbroken: Sequence[Path]) -> None:
-        """One run, or sweep, that is killed and started again until it is finished."""
+        """Make one run, or sweep, that is killed and started again until it is finished."""
         place, jobs, killed = self.folder / f"run-{len(self.jobs)}", [], []
         while not jobs or sum(map(is_done, jobs[-1].runs)) < len(unbroken):
             finished = {run: contents(run) for run in (jobs[-1].runs if jobs else ()) if is_done(run)}
@@ -315,9 +314,9 @@ class Campaign:
                 if not self._moment(job, kill, seen):
                     break
                 runs, ranks = job.runs, job.ranks
-                committed = {run: max(committed_in(run), default=0) for run in runs if not is_done(run)}
+                committed = {run: max(list_committed(run), default=0) for run in runs if not is_done(run)}
                 run = job.run
-                reached, seen_now = reached_in(run) if run else 0, len(job.starts)
+                reached, seen_now = read_last_step(run) if run else 0, len(job.starts)
                 before = sum(len(each.starts) for each in jobs[:-1]) + seen_now
                 if not job.kill(kill):
                     continue  # nobody was there yet
@@ -341,7 +340,7 @@ class Campaign:
             self.problems += [f"{broken}: {each}" for each in unlike(whole, broken, self.variant.equal)]
 
     def _follow(self, killed: Killed, later: Sequence[tuple[Path, int]], runs: Sequence[Path]) -> None:
-        """See that every run went on from what was committed, or was not stopped at all."""
+        """Check that every run went on from what was committed, or was not stopped at all."""
         went_on: dict[Path, int] = {}
         for run, step in later:
             went_on.setdefault(run, step)
@@ -357,7 +356,9 @@ class Campaign:
 
     def _back(self, job: Job, seen: int) -> bool:
         """Wait until the command goes on by itself; whether it does."""
-        return job.until(lambda: job.is_under_way(seen) and reached_in(job.run) > job.starts[-1][1], SLOW_S)
+        return job.until(
+            lambda: job.is_under_way(seen) and read_last_step(job.run) > job.starts[-1][1], SLOW_S
+        )
 
     def _moment(self, job: Job, kill: Kill, seen: int) -> bool:
         """Wait for it; whether it came before the command ended."""
@@ -367,7 +368,7 @@ class Campaign:
             run, step = job.starts[-1]
             over = lambda: job.run != run or is_done(run)  # noqa: E731  (a sweep is at its next)
             if kill.moment == "step" and not job.until(
-                lambda: reached_in(run) >= step + kill.after or over()
+                lambda: read_last_step(run) >= step + kill.after or over()
             ):
                 return False
             for _ in range(kill.after if kill.moment == "save" else 0):
@@ -389,7 +390,7 @@ class Campaign:
                 allowed |= {-15, 143}  # it had not begun
         self.problems += [f"{kills[-1:]}: exit code {code}, {job.log}"] * (code not in allowed)
         for step, run in STOPPED.findall(job.text):
-            committed = committed_in(job.place / run)
+            committed = list_committed(job.place / run)
             if max(committed, default=0) != int(step):
                 self.problems.append(f"{run} stopped at step {step}, but the newest of {committed}")
         for root in (run / CHECKPOINTS for run in job.runs):
@@ -398,18 +399,18 @@ class Campaign:
                     fs.checkpoint.verify(root / str(step))
                 except CheckpointError as error:
                     self.problems.append(f"unreadable: {error}")
-            committed = committed_in(root.parent)
+            committed = list_committed(root.parent)
             if committed and fs.checkpoint.latest(root) != root / str(committed[-1]):
                 self.problems.append(f"the newest of {committed} is not what `latest` finds")
 
 
 def contents(run: Path) -> dict[str, bytes]:
-    """What a run's steps have left in its folder."""
+    """Return what a run's steps have left in its folder."""
     return {name: (run / name).read_bytes() for name in (METRICS, RECORD, RESULT)}
 
 
 def unlike(unbroken: Path, broken: Path, equal: Sequence[str]) -> list[str]:
-    """In what two finished runs differ that should be equal."""
+    """Return in what two finished runs differ that should be equal."""
     names = [{path.name for path in run.iterdir()} for run in (unbroken, broken)]
     wrong = [*differences(unbroken, broken), *(f"{name} is missing" for name in sorted(names[0] - names[1]))]
     files = [name for name in equal if (broken / name).exists()]
@@ -419,7 +420,7 @@ def unlike(unbroken: Path, broken: Path, equal: Sequence[str]) -> list[str]:
 
 
 def gone(pids: Iterable[int], seconds: float) -> bool:
-    """Whether all of these processes have ended, soon."""
+    """Return whether all of these processes end within some seconds."""
     left, deadline = list(pids), time.monotonic() + seconds
     while left and time.monotonic() < deadline:
         left = [pid for pid in left if is_alive(pid)]

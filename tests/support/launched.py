@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def forked(request, monkeypatch):
-    """Ranks are forked from a process that has imported torch, except where a test is marked `executed`."""
+    """Fork ranks from a process that has imported torch, unless a test is marked `executed`."""
     if request.node.get_closest_marker("executed") is None:
         monkeypatch.setattr(launcher, "subprocess", forking(popen_from_server))
 
@@ -64,7 +64,7 @@ def run(
 
 
 @contextmanager
-def started(
+def start_launch(
     command: list[str], out: Path, env: Mapping[str, str] | None = None, execute: bool = False, **options: Any
 ) -> Iterator[Forked | subprocess.Popen]:
     """Start `launch` with two ranks in a process of its own, which is forked unless `execute`."""
@@ -88,7 +88,7 @@ def environment() -> dict[str, str]:
 
 
 def children_of(process: int) -> list[int]:
-    """Processes that one has started, and that have not been waited for, in order."""
+    """Return the processes that one has started and not waited for, in order."""
     found = []
     for children in Path(f"/proc/{process}/task").glob("*/children"):
         with suppress(OSError):

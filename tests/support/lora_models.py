@@ -23,8 +23,10 @@ def llama(**more: Any) -> Any:
     return transformers.LlamaForCausalLM(config).double()
 
 
-def tuned(model: Any, targets: str = "*.q_proj|*.v_proj|*.down_proj", **more: Any) -> tuple[Any, Any, Any]:
-    """The function with adapters, its tree with a B that is not zero, and the function without."""
+def add_adapters(
+    model: Any, targets: str = "*.q_proj|*.v_proj|*.down_proj", **more: Any
+) -> tuple[Any, Any, Any]:
+    """Return the function with adapters, its tree, in which B is not zero, and the function without."""
     apply, params = fs.make_functional(model)
 
     def loss(p: Any, ids: Tensor) -> Tensor:
@@ -39,8 +41,8 @@ def tuned(model: Any, targets: str = "*.q_proj|*.v_proj|*.down_proj", **more: An
     return fn, tree, loss
 
 
-def merged(base: dict[str, Tensor], asked: Any, found: Any) -> dict[str, Tensor]:
-    """The naive way: W + s B A."""
+def merge_naively(base: dict[str, Tensor], asked: Any, found: Any) -> dict[str, Tensor]:
+    """Merge adapters in the naive way: W + s B A."""
     out = dict(base)
     for path, adapter in found.items():
         update = asked.scale * adapter["b"] @ adapter["a"]

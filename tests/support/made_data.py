@@ -36,14 +36,14 @@ EVERY_BYTE = "".join(
 
 
 def learned_text(tokenizer, sample):
-    """Every learned stretch of a sample, with its control tokens, and all ids."""
+    """Return every learned stretch of a sample, with its control tokens, and all ids."""
     ids, learned = sample
     return tokenizer.decode(ids[learned.astype(bool)].tolist(), control=True), ids.tolist()
 
 
 @pytest.fixture(scope="session")
 def bpe_folder(tmp_path_factory):
-    """A model directory with a small BPE, as `transformers` would save it."""
+    """Make a model directory with a small BPE, as `transformers` would save it."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     folder = tmp_path_factory.mktemp("made")
@@ -66,7 +66,7 @@ def bpe_folder(tmp_path_factory):
 
 @pytest.fixture
 def directory(bpe_folder, tmp_path):
-    """`directory(**files)`: a copy of it with files next to `tokenizer.json`."""
+    """Return `directory(**files)`, which copies it, with files next to `tokenizer.json`."""
 
     def make(**files):
         folder = tmp_path / "model"
@@ -87,7 +87,7 @@ SYSTEM = {"role": "system", "content": "Be brief."}
 
 @pytest.fixture(scope="session")
 def byte_directory(tmp_path_factory):
-    """The byte tokenizer, as transformers opens it in a model directory."""
+    """Return the byte tokenizer, as transformers opens it in a model directory."""
     folder = tmp_path_factory.mktemp("bytes")
     BYTES.save(folder)
     return open_directory(folder)
@@ -95,8 +95,10 @@ def byte_directory(tmp_path_factory):
 
 @pytest.fixture
 def prepared_from(tmp_path, byte_directory):
-    """`prepared_from(lines, **how)`: prepared from a file of these lines; objects, or bytes as they are. With
-    `split=True` both sides."""
+    """Return `prepared_from(lines, **how)`, which prepares a file of lines: objects, or bytes as they are.
+
+    With `split=True` it returns both sides.
+    """
 
     def make(content, name="data.jsonl", *, split=False, tokenizer=byte_directory, **how):
         lines = [x if isinstance(x, bytes) else json.dumps(x).encode() for x in content]
@@ -108,8 +110,8 @@ def prepared_from(tmp_path, byte_directory):
     return make
 
 
-def shown(data, number=0):
-    """A sample as (what is not learned, what is learned), control tokens left out; and its ids."""
+def show_sample(data, number=0):
+    """Return a sample as (what is not learned, what is learned), without control tokens; and its ids."""
     ids, learned = data.sample(number)
     mask = learned.astype(bool)
     return BYTES.decode(ids[~mask].tolist()), BYTES.decode(ids[mask].tolist()), ids.tolist()
@@ -121,7 +123,7 @@ PERCENT = 30
 
 @pytest.fixture(scope="session")
 def texts(tmp_path_factory):
-    """Files of every kind and length, some 200 kB."""
+    """Make files of every kind and length, some 200 kB."""
     folder, draw = tmp_path_factory.mktemp("texts"), np.random.default_rng(0)
     words = ["the", "größer", "日本語", "𝄞", "x = 1", "\r\n", "\n", "\t", "\n\n", "\nä\n語"]
     for number in range(24):
@@ -141,7 +143,7 @@ def texts(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def shard_folder(texts, tmp_path_factory):
-    """The shards of `texts`, many small ones, in one folder."""
+    """Make the shards of `texts`, many small ones, in one folder."""
     out = tmp_path_factory.mktemp("shards")
     tokenize(tokenize_config(out, texts))
     return out
@@ -169,7 +171,7 @@ def stream(size: int = 5000, symbols: int = 256, seed: int = 0) -> torch.Tensor:
 
 @pytest.fixture(scope="session")
 def numbered(tmp_path_factory):
-    """`numbered(tokens, parts)`: shards whose tokens are their places."""
+    """Return `numbered(tokens, parts)`, which makes shards whose tokens are their places."""
     folder = tmp_path_factory.mktemp("numbered")
 
     def make(tokens: int, parts: int):
@@ -188,7 +190,7 @@ def numbered(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def samples(tmp_path_factory, byte_directory):
-    """`samples(kind, ...)`: prepared data of many lengths, its own text in every sample."""
+    """Return `samples(kind, ...)`, which prepares data of many lengths; each sample has its own text."""
     folder = tmp_path_factory.mktemp("data")
 
     def make(kind="samples", context=CONTEXT, count=COUNT, longest=40):
@@ -204,13 +206,13 @@ def samples(tmp_path_factory, byte_directory):
     return make
 
 
-def joined(parts):
-    """Ranks' batches as the global one."""
+def join_batches(parts):
+    """Join ranks' batches into the global one."""
     if isinstance(parts[0], torch.Tensor):
         return torch.cat(parts)
     if isinstance(parts[0], tuple):
-        return tuple(map(joined, zip(*parts, strict=True)))
-    return {name: joined([part[name] for part in parts]) for name in parts[0]}
+        return tuple(map(join_batches, zip(*parts, strict=True)))
+    return {name: join_batches([part[name] for part in parts]) for name in parts[0]}
 
 
 def equal(a, b):

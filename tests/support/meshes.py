@@ -141,7 +141,7 @@ def make_model(shapes: Mapping[str, Sequence[int]], skips: bool = False) -> Mode
 
 @dataclass
 class Result:
-    """Whole leaves and whole slots after training, by path and name."""
+    """A result of training: whole leaves and whole slots, by path and name."""
 
     params: dict[str, Tensor]
     slots: dict[str, dict[str, Tensor]]

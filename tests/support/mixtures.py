@@ -47,7 +47,7 @@ def mixture(skew: float = 0.0, dense: bool = False, layers: int = 2) -> Model:
 
 
 def by_experts(rows: Tensor, up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-    """Each row by its two best experts: rows are sorted by expert, as transformers does."""
+    """Compute each row by its two best experts; rows are sorted by expert, as in transformers."""
     order = ids.flatten().argsort(stable=True)
     ends = F.one_hot(ids.flatten(), EXPERTS).sum(0).cumsum(0).to(torch.int32)
     gate, value = F.grouped_mm(rows[order // CHOSEN], up.mT, offs=ends).chunk(2, -1)
@@ -56,7 +56,7 @@ def by_experts(rows: Tensor, up: Tensor, down: Tensor, weights: Tensor, ids: Ten
 
 
 def by_all(rows: Tensor, up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-    """The same in plain products."""
+    """Compute what `by_experts` does in plain products."""
     gate, value = torch.einsum("nd,efd->enf", rows, up).chunk(2, -1)
     made = torch.einsum("enf,edf->ned", F.silu(gate) * value, down)
     return (made * torch.zeros(len(rows), EXPERTS, dtype=rows.dtype).scatter(1, ids, weights)[..., None]).sum(

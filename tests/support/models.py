@@ -24,7 +24,7 @@ ROWS, TIME, WIDTH, HEADS, VOCAB, HIDDEN = 12, 5, 12, 2, 53, 19
 
 @dataclass(frozen=True)
 class Model:
-    """Parameters (a flat dict), a loss over them, and `batch(seed) -> tuple` of tensors."""
+    """A model: parameters (a flat dict), a loss over them, and `batch(seed) -> tuple` of tensors."""
 
     params: dict[str, Tensor]
     loss: Callable[..., Any]
@@ -32,7 +32,7 @@ class Model:
     frozen: tuple[str, ...] = ()
 
     def batches(self, steps: int) -> list[tuple[Tensor, ...]]:
-        """Global batches of the first `steps` steps."""
+        """Return the global batches of the first `steps` steps."""
         return [self.batch(seed) for seed in range(steps)]
 
 
@@ -41,13 +41,13 @@ def generator(seed: int) -> torch.Generator:
 
 
 def tokens(seed: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets [ROWS, TIME]."""
+    """Draw inputs and targets [ROWS, TIME]."""
     drawn = torch.randint(0, VOCAB, (ROWS, TIME + 1), generator=generator(seed))
     return drawn[:, :-1], drawn[:, 1:]
 
 
 def vectors(seed: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets [ROWS, WIDTH]."""
+    """Draw inputs and targets [ROWS, WIDTH]."""
     made = generator(seed)
     return tuple(torch.randn(ROWS, WIDTH, generator=made, dtype=torch.float64) for _ in range(2))
 
@@ -67,7 +67,7 @@ def seeded(make: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> nn.Modu
 
 
 class GPT(Llama):
-    """`loops` passes over the same blocks; `remat` wraps each in non-reentrant checkpointing."""
+    """A GPT; `loops` passes over the same blocks, `remat` wraps each in non-reentrant checkpointing."""
 
     def __init__(
         self, layers: int = 2, tied: bool = False, loops: int = 1, remat: bool = False, dropout: float = 0.0
@@ -104,7 +104,7 @@ def gpt(**kwargs: Any) -> Model:
 
 
 def frozen_gpt() -> Model:
-    """Frozen: the embedding, and all of one block but its norms."""
+    """Make a GPT in which the embedding, and all of one block but its norms, is frozen."""
     module = seeded(GPT)
     names = [
         p
@@ -120,7 +120,7 @@ def frozen_gpt() -> Model:
 
 
 class UNet(nn.Module):
-    """Strided convolutions down, skips kept until the way up."""
+    """A UNet: strided convolutions down, and skips that are kept until the way up."""
 
     def __init__(self):
         super().__init__()
@@ -142,7 +142,7 @@ def unet() -> Model:
 
 
 def dense_skips() -> Model:
-    """Every layer reads the outputs of all before it, so most values cross several cuts."""
+    """Make layers each of which reads the outputs of all before it, so that values cross several cuts."""
     params = noise({f"layers.{i}.w": (WIDTH * (i + 1), WIDTH) for i in range(4)})
 
     def loss(params, x, y):
@@ -155,7 +155,7 @@ def dense_skips() -> Model:
 
 
 def odd_leaves() -> Model:
-    """Frozen and unused leaves, int and bool leaves, scalars, leaves smaller than any mesh, an empty one."""
+    """Make frozen, unused, int, bool, scalar and empty leaves, and some smaller than any mesh."""
     shapes = {"layers.0.w": (WIDTH, 3), "layers.0.unused": (5, 2), "layers.0.scale": (), "never": (7,),
               "layers.1.w": (3, WIDTH), "layers.1.bias": (1,), "layers.1.frozen": (WIDTH,),
               "layers.1.empty": (0, 4)}  # fmt: skip
@@ -174,7 +174,7 @@ def odd_leaves() -> Model:
 
 
 def early_and_late() -> Model:
-    """Leaves of one unit read at both ends of the program, another unit between."""
+    """Read leaves of one unit at both ends of the program, and another unit between."""
     params = noise(
         {"ends.0.first": (WIDTH, 7), "ends.0.last": (7, WIDTH), "mid.0.w": (7, 7), "mid.1.w": (7, 7)}
     )
@@ -189,7 +189,7 @@ def early_and_late() -> Model:
 
 
 def penalty() -> Model:
-    """An L2 penalty over all leaves, and the product of two units' norms."""
+    """Add an L2 penalty over all leaves, and the product of two units' norms."""
     base = gpt()
 
     def loss(params, ids, targets):
@@ -201,7 +201,7 @@ def penalty() -> Model:
 
 
 def islands() -> Model:
-    """no_grad regions that span units, detach, and gradients switched on again inside."""
+    """Make no_grad regions that span units, with detach, and gradients switched on again inside."""
     params = noise({f"layers.{i}.w": (WIDTH, WIDTH) for i in range(4)})
 
     def loss(params, x, y):
@@ -219,7 +219,7 @@ def islands() -> Model:
 
 
 def detached_early() -> Model:
-    """A leaf whose gradient is complete long before its last use: an early update would be seen."""
+    """Complete a leaf's gradient long before its last use, where an early update would be seen."""
     params = noise({f"layers.{i}.w": (WIDTH, WIDTH) for i in range(3)})
 
     def loss(params, x, y):
@@ -233,7 +233,7 @@ def detached_early() -> Model:
 
 
 def derived_weights() -> Model:
-    """Weights made from leaves alone: casts at the top, weight norm, a sum and a cat over two units."""
+    """Make weights from leaves alone: casts at the top, weight norm, a sum and a cat over two units."""
     first = {"layers.0.v": (7, WIDTH), "layers.0.g": (7, 1)}
     params = noise({**first, "layers.1.w": (7, 7), "layers.2.w": (7, 7), "head.w": (WIDTH, 7)})
 
@@ -249,7 +249,7 @@ def derived_weights() -> Model:
 
 
 def several_outputs() -> Model:
-    """Ops with several results, views and in-place changes of activations around the cuts."""
+    """Use ops with several results, views and in-place changes of activations around the cuts."""
     params = noise({f"layers.{i}.w": (WIDTH, WIDTH) for i in range(3)})
 
     def loss(params, x, y):
@@ -269,7 +269,7 @@ def several_outputs() -> Model:
 
 
 def in_place() -> Model:
-    """Residuals and activations written in place, under views and across units."""
+    """Write residuals and activations in place, under views and across units."""
     params = noise({f"layers.{i}.w": (WIDTH, WIDTH) for i in range(4)})
 
     def loss(params, x, y):
@@ -289,7 +289,7 @@ def in_place() -> Model:
 
 
 def masked_mean() -> Model:
-    """A Mean over unpadded items: row i of a batch counts i % TIME of its TIME items."""
+    """Return a Mean over unpadded items: row i of a batch counts i % TIME of its TIME items."""
     base = gpt()
     apply = make_functional(seeded(GPT))[0]
 
@@ -306,7 +306,7 @@ def masked_mean() -> Model:
 
 
 def complex_leaves() -> Model:
-    """Filters in the frequency domain (FNet, S4), of odd sizes, next to real leaves in one unit."""
+    """Use filters in the frequency domain (FNet, S4), of odd sizes, next to real leaves in one unit."""
     real = noise({f"layers.{i}.{n}": s for i in range(3) for n, s in {"bias": (WIDTH,), "gain": ()}.items()})
     shapes = {"filter": (7,), "mix": (7, 7), "phase": ()}
     made = noise({f"layers.{i}.{n}": (*s, 2) for i in range(3) for n, s in shapes.items()}, seed=1)
@@ -348,5 +348,5 @@ MODELS: dict[str, Callable[[], Model]] = {
 
 @cache
 def model_of(name: str) -> Model:
-    """One object in a process: what is traced of it is remembered (`kernels`)."""
+    """Return a model, one object in a process: what is traced of it is remembered (`kernels`)."""
     return MODELS[name]()

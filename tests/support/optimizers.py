@@ -31,7 +31,7 @@ RATE = schedules.warmup_cosine(0.1, warmup=2, total=6, floor=0.01)
 
 
 def row_sgd(lr: float) -> Optimizer:
-    """A user's own optimizer that looks at whole leaves: gradients over their largest element."""
+    """Make a user's own optimizer that looks at whole leaves: gradients over their largest element."""
 
     def update(path, grad, slots, param, step):
         return -lr * grad / ((grad.abs().amax() if grad.numel() else grad.sum()) + 1e-6), {}
@@ -134,7 +134,7 @@ def assert_equal(a, b):
 
 
 def hugging_face_cosine(step: int) -> float:
-    """`get_cosine_schedule_with_warmup`'s formula, with 2 warm-up and 6 steps and floor 0.1."""
+    """Compute `get_cosine_schedule_with_warmup`, with 2 warm-up and 6 steps and floor 0.1."""
     if step < 2:
         return step / 2
     return 0.1 + 0.9 * max(0.0, 0.5 * (1 + math.cos(math.pi * min(1.0, (step - 2) / 4))))

@@ -11,12 +11,12 @@ import fnshard as fs
 
 
 def linear(width: int) -> tuple[Any, dict[str, Tensor]]:
-    """A function and its parameters, in the place of a module."""
+    """Return a function and its parameters, in the place of a module."""
     return lambda params, x: x @ params["w"] + params["b"], {"w": torch.zeros(width, 1), "b": torch.zeros(1)}
 
 
 class Embedder(nn.Module):
-    """Tokens [B, T] to logits [B, T, vocab], with a table that is no parameter."""
+    """A module from tokens [B, T] to logits [B, T, vocab], with a table that is no parameter."""
 
     def __init__(self, context: int, vocab: int):
         super().__init__()
@@ -29,14 +29,14 @@ class Embedder(nn.Module):
 
 
 def points(count: int, width: int = 64) -> tuple[Any, Any]:
-    """What is trained on, and what is measured."""
+    """Return what is trained on, and what is measured."""
     x = torch.randn(2 * count, width, generator=torch.Generator().manual_seed(0))
     items = list(zip(x, x.sum(1, keepdim=True), strict=True))
     return items[:count], items[count:]
 
 
 def squares(model: Any, x: Tensor, y: Tensor) -> Any:
-    """The mean square error, and the worst one."""
+    """Return the mean square error, and the worst one."""
     errors = (model(x) - y).square()
     return fs.Mean(errors.sum(), float(errors.numel())), {"worst": errors.amax()}
 
@@ -47,7 +47,7 @@ def digits(prompts: list[str], answers: list[str], rows: list[Any]) -> list[floa
 
 
 class Deep(nn.Module):
-    """Many layers of one width, each kept for the backward."""
+    """A stack of many layers of one width, each kept for the backward."""
 
     def __init__(self, width: int, depth: int):
         super().__init__()

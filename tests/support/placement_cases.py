@@ -15,7 +15,7 @@ f64 = torch.float64
 
 @dataclass(frozen=True)
 class Case:
-    """One call; tensors among its arguments are `Draw`s."""
+    """A call; tensors among its arguments are `Draw`s."""
 
     op: Any
     args: tuple[Any, ...]
@@ -97,7 +97,7 @@ def i(high: int, *shape: int) -> Draw:
 
 
 def p(high: int, count: int) -> Draw:
-    """Different integers."""
+    """Draw different integers."""
     return Draw(high, (count,), True)
 
 
@@ -511,6 +511,6 @@ def cases() -> list[Case]:
 
 
 def case(op: Any, *args: Any) -> Case:
-    """Of a row: keywords come last, as a dict."""
+    """Make a case of a row, in which keywords come last, as a dict."""
     kwargs = args[-1] if args and isinstance(args[-1], dict) else {}
     return Case(op, args[: len(args) - bool(kwargs)], kwargs)

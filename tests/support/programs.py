@@ -51,7 +51,7 @@ class Program:
 
     @property
     def text(self) -> str:
-        """The function, to be pasted into a test."""
+        """Return the function, to be pasted into a test."""
         return "\n".join([f"def program(p, {', '.join(BATCH)}):", *(f"    {line}" for line in self.source)])
 
     def __call__(self, p: Mapping[str, Tensor], *batch: Tensor) -> Any:
@@ -59,16 +59,16 @@ class Program:
 
     @property
     def params(self) -> dict[str, Tensor]:
-        """Values of the leaves: each depends on its own path, shape and dtype alone."""
+        """Return values of the leaves: each depends on its own path, shape and dtype alone."""
         return {p: leaf_value(p, shape, self.buffers.get(p, f64)) for p, shape in self.shapes.items()}
 
     def leaves(self, frozen: Sequence[str] = ()) -> dict[str, Tensor]:
-        """`params`, of which those that train require gradients."""
+        """Return `params`, of which those that train require gradients."""
         fixed = {*frozen, *self.buffers}
         return {p: v.requires_grad_(p not in fixed) for p, v in self.params.items()}
 
     def part(self, seed: int) -> tuple[Tensor, ...]:
-        """One rank's micro-batch."""
+        """Draw one rank's micro-batch."""
         b, t, d = self.sizes
         made = torch.Generator().manual_seed(seed + 1)
         x = torch.randn(b, t, d, generator=made, dtype=f64)
@@ -86,7 +86,7 @@ def _compiled(text: str) -> Callable[..., Any]:
 
 
 def leaf_value(path: str, shape: Sequence[int], dtype: torch.dtype = f64) -> Tensor:
-    """Of a normal distribution of width 0.5 (integers: of 5), always the same."""
+    """Draw a leaf from a normal distribution of width 0.5 (integers: of 5), always the same."""
     made = torch.Generator().manual_seed(zlib.crc32(path.encode()))
     return (torch.randn(tuple(shape), generator=made, dtype=f64) * (0.5 if dtype == f64 else 5)).to(dtype)
 
@@ -106,7 +106,7 @@ class Dropped(Exception):
 
 
 class Value(str):
-    """Source text of a tensor, with its shape as drawn."""
+    """The source text of a tensor, with its shape as drawn."""
 
     shape: tuple[int, ...]
     numel: int
@@ -217,7 +217,7 @@ class Scope:
         return options[self.draw(st.integers(0, len(options) - 1))]
 
     def those(self, fits: Callable[[Tensor], bool], *dtypes: torch.dtype) -> list[Value]:
-        """Values that fit, the latest first, and some leaves after them."""
+        """Return values that fit, the latest first, and some leaves after them."""
         dtypes = dtypes or (f64,)
         named = [(n, v) for n, v in self.values.items() if isinstance(v, Tensor)]
         leaves = [(text, self.value(text)) for text in self.leaves[-6:]]
@@ -234,27 +234,27 @@ class Scope:
         return value
 
     def f(self, least: int = 0, most: int = 4, fits: Callable[[Tensor], bool] = lambda v: True) -> Value:
-        """A float64 value of so many dims."""
+        """Pick a float64 value of so many dims."""
         return self._use(self.those(lambda v: least <= v.dim() <= most and fits(v)))
 
     def distinct(
         self, least: int = 1, most: int = 4, fits: Callable[[Tensor], bool] = lambda v: True
     ) -> Value:
-        """A value no two elements of which are close: orders and extremes are smooth there."""
+        """Pick a value no two elements of which are close: orders and extremes are smooth there."""
         return self.f(least, most, lambda v: _distinct(v) and fits(v))
 
     def like(self, a: Value) -> Value:
-        """Another value of this one's shape; itself if there is none."""
+        """Pick another value of this one's shape; itself if there is none."""
         return self._use([n for n in self.those(lambda v: v.shape == a.shape) if n != a] or [a])
 
     def fitting(self, a: Value) -> Value:
-        """A value that broadcasts to this one's shape, or a leaf that does."""
+        """Pick a value that broadcasts to this one's shape, or a leaf that does."""
         if self.upto(3) == 3:
             return self.leaf(*a.shape[self.upto(len(a.shape)) :])
         return self._use([n for n in self.those(lambda v: _broadcasts(v.shape, a.shape)) if n != a] or [a])
 
     def act(self, least: int = 0, most: int = 4) -> Value:
-        """A float64 value that may be written to: no leaf, and not in a leaf's memory."""
+        """Pick a float64 value that may be written to: no leaf, and not in a leaf's memory."""
         leaves = {v.untyped_storage()._cdata for v in self.values["p"].values()}
         return self.f(least, most, lambda v: v.untyped_storage()._cdata not in leaves)
 
@@ -267,29 +267,29 @@ class Scope:
         return self._use(self.those(lambda v: least <= v.dim() <= most, torch.int64))
 
     def ids(self) -> str:
-        """Integers below `vocab`."""
+        """Pick integers below `vocab`."""
         found = self.those(
             lambda v: v.dim() > 0 and int(v.min()) >= 0 and int(v.max()) < self.vocab, torch.int64
         )  # a number that is computed is refused as an index
         return f"({self.pick(found)} % {self.vocab})" if self.flag() else "ids"
 
     def bool(self, a: Value | None = None) -> Value:
-        """A bool value, that broadcasts to `a` if there is one; at need a comparison of `a`."""
+        """Pick a bool value that broadcasts to `a`, if that is given; at need a comparison of `a`."""
         found = self.those(lambda v: a is None or _broadcasts(v.shape, a.shape), torch.bool)
         return self.pick([*found, *([] if a is None else [f"({a} > 0.13)"])])
 
     def low(self) -> Value:
-        """A value of a smaller float dtype."""
+        """Pick a value of a smaller float dtype."""
         return self._use(self.those(lambda v: True, torch.float32, torch.bfloat16, torch.float16))
 
     def is_sequence(self, v: Tensor) -> bool:
-        """Whether it is [B, T, ...]."""
+        """Return whether a value is [B, T, ...]."""
         return tuple(v.shape[:2]) == self.empty.sizes[:2]
 
     # -------------------------------------------------------------- draws: leaves
 
     def leaf(self, *shape: int, buffer: torch.dtype | None = None) -> Value:
-        """A leaf of this shape: a new one of the unit at hand, or (then it is tied) one there is.
+        """Pick a leaf of this shape: a new one of the unit at hand, or one there is, which is then tied.
 
         `buffer`: the dtype of one that does not train, and may be written to.
         """
@@ -314,19 +314,19 @@ class Scope:
         return fits and not (buffer and value.requires_grad)
 
     def buffer(self, *shape: int) -> Value:
-        """A float leaf that may be written to."""
+        """Pick a float leaf that may be written to."""
         return self.leaf(*shape, buffer=f64)
 
     def counter(self, *shape: int) -> Value:
-        """An integer leaf that may be written to."""
+        """Pick an integer leaf that may be written to."""
         return self.leaf(*shape, buffer=torch.int64)
 
     def fixed(self, a: Value) -> str:
-        """A value for a leaf that does not train: mostly detached, else under no_grad or dropped."""
+        """Write a value for a leaf that does not train: mostly detached, else under no_grad or dropped."""
         return f"{a}.detach()" if self.upto(3) else a
 
     def any_leaf(self, least: int = 1) -> Value:
-        """A leaf that is distinct, of this unit if it is new."""
+        """Pick a leaf that is distinct, of this unit if it is new."""
         floats = [t for t in self.leaves if self.value(t).dtype == f64]
         there = [t for t in floats if self.value(t).dim() >= least]
         if there and self.flag():
@@ -346,7 +346,7 @@ class Scope:
         return self.pick([0.5, 1.5, -0.7, 2, 0.1])
 
     def dim(self, a: Value, size: int = 1) -> int:
-        """One of its dims, of at least this size, counted from either end."""
+        """Pick a dim of at least this size, counted from either end."""
         dim = self.pick([d for d in range(len(a.shape)) if a.shape[d] >= size])
         return dim - len(a.shape) if self.flag() else dim
 
@@ -357,22 +357,22 @@ class Scope:
         return self.pick([":1", "1:", ":-1", "::2", "1::2", ":"])
 
     def reshaped(self, a: Value) -> str:
-        """A shape of as many elements."""
+        """Write a shape of as many elements."""
         n = a.numel
         ways = [(-1,), (n, 1), (1, n), *((k, -1) for k in (2, 3, 4) if n % k == 0), a.shape[::-1]]
         return ", ".join(map(str, self.pick(ways))) or "1"
 
     def turn(self) -> str:
-        """The number of this turn of the block's loop."""
+        """Write the number of this turn of the block's loop."""
         return self.pick(["i"] if self.loops > 1 else [])
 
     def list(self, size: int, count: int | None = None, unique: bool = False) -> list[int]:
-        """A list of indices below `size`."""
+        """Draw a list of indices below `size`."""
         count = min(size, self.upto(3, 1)) if count is None else count
         return self.draw(st.lists(st.integers(0, size - 1), min_size=count, max_size=count, unique=unique))
 
     def indices(self, shape: Sequence[int], size: int, rows: int | None = None) -> str:
-        """A constant index tensor of as many dims as `shape`, and of at most its sizes.
+        """Write a constant index tensor of as many dims as `shape`, and of at most its sizes.
 
         `rows`: 1 makes one row of zeros, so that no element is written to twice.
         """
@@ -382,7 +382,7 @@ class Scope:
         return f"(torch.arange({math.prod(sizes)}).reshape({sizes}) * {self.upto(3, 1)} % {size})"
 
     def attention_mask(self, keys: int, one: bool = False) -> str:
-        """A bool mask of queries and keys that lets every query see one."""
+        """Write a bool mask of queries and keys that lets every query see a key."""
         ways = [
             f"torch.arange({keys}) < {self.upto(keys, 1)}",
             f"(torch.arange({keys}) < 1)[None, :]",
@@ -404,7 +404,7 @@ def _distinct(value: Tensor) -> bool:
 
 
 def tame(value: Any) -> bool:
-    """Finite and of modest size; true of what is no float tensor."""
+    """Return whether a value is finite and of modest size; what is no float tensor is."""
     if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
         return True
     if value.numel() > MOST_ELEMENTS:
@@ -417,7 +417,7 @@ def tame(value: Any) -> bool:
 
 @st.composite
 def programs(draw: Any, most_units: int = 3, families: Sequence[str] = tuple(grammar.FAMILIES)) -> Program:
-    """A program of blocks: each of a unit of its own, or of several equal ones in a loop."""
+    """Draw a program of blocks, each of a unit of its own, or of several equal ones in a loop."""
     scope = Scope(draw, draw(st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(2, 6))), families)
     for number in range(draw(st.integers(1, 4))):
         _block(scope, f"u{number}", draw(st.sampled_from([1, 1, 1, 2, most_units])))
@@ -468,7 +468,7 @@ def _line(scope: Scope) -> bool:
 
 
 def _finish(scope: Scope) -> Program:
-    """A loss of all values that no line has read."""
+    """End a program with a loss of all values that no line has read."""
     tensors = {n: v for n, v in scope.values.items() if isinstance(v, Tensor)}
     unread = {n: v for n, v in tensors.items() if n not in (*BATCH, *scope.read)}
     losses = []
@@ -493,7 +493,7 @@ def _finish(scope: Scope) -> Program:
 
 
 def valid(program: Program, frozen: Sequence[str] = ()) -> bool:
-    """Whether plain autograd takes it, and its gradients are tame."""
+    """Return whether plain autograd takes a program, and its gradients are tame."""
     leaves = program.leaves(frozen)
     try:
         result = program(dict(leaves), *program.part(0))

@@ -40,11 +40,11 @@ GRACE_S = 5.0  # what the other ranks get to answer once one has failed
 
 
 class RankError(AssertionError):
-    """Some rank raised, died or did not answer; the text holds the remote tracebacks."""
+    """An error: some rank raised, died or did not answer; the text holds the remote tracebacks."""
 
 
 class Pool:
-    """`world` gloo ranks, one thread each. A pool that lost a rank starts afresh at its next run."""
+    """A pool of `world` gloo ranks, one thread each. One that lost a rank starts afresh at its next run."""
 
     def __init__(self, world: int):
         self.world = world
@@ -56,7 +56,7 @@ class Pool:
     def run(
         self, fn: Callable[..., Any], *args: Any, timeout: float = 120.0, lost: Sequence[int] = ()
     ) -> list[Any]:
-        """`fn(rank, *args)` on every rank; results by rank.
+        """Run `fn(rank, *args)` on every rank, and return the results by rank.
 
         Args:
             timeout: seconds for all of it; then the pool is killed and the test fails.
@@ -145,7 +145,7 @@ class Pool:
             return "died", f"rank {rank}: died with exit code {self._processes[rank].exitcode}"
 
     def _agreed(self, replies: dict[int, tuple[str, Any]]) -> bool:
-        """Whether all ranks raised the same type: then no collective was left half done."""
+        """Return whether all ranks raised the same type: then no collective was left half done."""
         last = {
             text.strip().splitlines()[-1].split(":")[0] for kind, text in replies.values() if kind == "raised"
         }
@@ -189,7 +189,7 @@ def _answer(request: bytes, rank: int) -> bytes:
 
 @pytest.fixture(scope="session")
 def pools() -> Iterator[dict[int, Pool]]:
-    """The session's warm pools by their size."""
+    """Yield the session's warm pools by their size."""
     pools: dict[int, Pool] = {}
     yield pools
     for each in pools.values():
@@ -198,7 +198,7 @@ def pools() -> Iterator[dict[int, Pool]]:
 
 @pytest.fixture(scope="session")
 def ranks(pools: dict[int, Pool]) -> Callable[[int], Pool]:
-    """`ranks(world)`: the session's warm pool of that size."""
+    """Return `ranks(world)`, which gives the session's warm pool of that size."""
     return lambda world: pools.setdefault(world, Pool(world))
 
 

@@ -45,13 +45,13 @@ TIMES = ("tokens_per_s", "seconds", *VARIES)  # what two equal runs differ in
 
 
 def compose(*overrides: str, spec: Command = COMMAND) -> Any:
-    """A command's configuration, composed."""
+    """Compose a command's configuration."""
     with open_hydra(spec):
         return read(spec, compose_values(spec, overrides))
 
 
 def validate(command: Command, arguments: Sequence[str]) -> Any:
-    """The configuration that a command line means; None of a sweep, and of what Hydra answers."""
+    """Return the configuration that a command line means; None for a sweep, and if Hydra itself answers."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [command.name])
         found = from_shell(command, list(arguments))
@@ -59,7 +59,7 @@ def validate(command: Command, arguments: Sequence[str]) -> Any:
 
 
 def config_of(*overrides: str) -> TrainConfig:
-    """Small, on one rank where nobody says otherwise."""
+    """Compose a small run, on one rank unless `overrides` say otherwise."""
     return compose(*RUN, "mesh.shard=1", *overrides)
 
 
@@ -85,11 +85,11 @@ class After(Stop):
 
 
 class KilledError(Exception):
-    """Stands for a SIGKILL: nothing is done any more."""
+    """An error that stands for a SIGKILL: nothing is done any more."""
 
 
-def killed_at(monkeypatch: pytest.MonkeyPatch, number: int, *, before_save: bool = False) -> None:
-    """Training ends without another word in step `number`; or after it, before it is saved."""
+def kill_at(monkeypatch: pytest.MonkeyPatch, number: int, *, before_save: bool = False) -> None:
+    """Let training end without another word in step `number`, or after it, before it is saved."""
     step, save = Run.make_step, Run.save_if_due
 
     def stepped(self: Run, at: int, *args: Any) -> Any:
@@ -108,15 +108,17 @@ def killed_at(monkeypatch: pytest.MonkeyPatch, number: int, *, before_save: bool
 
 @pytest.fixture(scope="module")
 def lowered_once() -> Iterator[None]:
-    """Steps of equal runs are lowered once in this process, and losses are not drawn."""
-    with remembered_steps({}):
+    """Lower the steps of equal runs once in this process, and draw no losses."""
+    with remember_steps({}):
         yield
 
 
 @contextmanager
-def remembered_steps(known: dict[str, list[Any]]) -> Iterator[None]:
-    """Equal configurations make their steps and forwards once; `known` keeps them, on a rank of a pool from
-    run to run."""
+def remember_steps(known: dict[str, list[Any]]) -> Iterator[None]:
+    """Make the steps and forwards of equal configurations once.
+
+    `known` keeps them, on a rank of a pool from run to run.
+    """
     whole = train.train
 
     def trained(config: TrainConfig, *args: Any) -> None:
@@ -153,7 +155,7 @@ def cwd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def leave_run(folder: Path, *overrides: str, status: str = "ok", steps: int = 4, **numbers: Any) -> Path:
-    """What a run leaves, as far as a comparison reads it."""
+    """Write what a run leaves and a comparison reads."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = [{"step": n, "loss": 5.0 - 0.1 * n, "tokens_per_s": 10.0} for n in range(1, steps + 1)]
     rows.append({"step": steps, "held_out_loss": numbers.get("held_out_loss", 9.0)})
@@ -167,7 +169,7 @@ def leave_run(folder: Path, *overrides: str, status: str = "ok", steps: int = 4,
 
 
 def leave_checkpoint(folder: Path, number: int = 4) -> None:
-    """A checkpoint of something, whole."""
+    """Write a whole checkpoint of a small state."""
     specs = fs.match_specs({"w": torch.ones(2)}, [("*", fs.LayoutSpec())])
     params = {"w": torch.ones(2)}
     step = fs.shard_step(lambda p, x: (p["w"] * x).sum(), specs, optimizer=fs.optim.sgd(0.1), backend="eager")
@@ -175,7 +177,7 @@ def leave_checkpoint(folder: Path, number: int = 4) -> None:
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
-    """The rows of a run's metrics; of a torn last line nothing."""
+    """Read the rows of a run's metrics, without a torn last line."""
     rows = []
     for line in (folder / METRICS).read_text(encoding="utf-8").splitlines():
         try:
@@ -186,12 +188,12 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def timeless(folder: Path) -> list[dict[str, Any]]:
-    """The rows of a run's metrics without what the clock says."""
+    """Read the rows of a run's metrics without what the clock says."""
     return [{k: v for k, v in row.items() if k not in TIMES} for row in rows_of(folder)]
 
 
 def differences(unbroken: Path, broken: Path) -> list[str]:
-    """In what two runs differ that should be equal bit for bit: every loss, every parameter, the position."""
+    """Return in what two runs differ that should be equal to the bit: losses, parameters, the position."""
     wrong = []
     rows, others = timeless(unbroken), timeless(broken)
     if rows != others:

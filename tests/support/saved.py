@@ -51,20 +51,20 @@ MESHES: Mapping[str, Any] = {
 
 
 def number(name: str, shape: tuple[int, ...]) -> Tensor:
-    """The full leaf by that name: values that bf16 holds exactly."""
+    """Return the full leaf by that name: values that bf16 holds exactly."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     return torch.randint(-128, 128, shape, generator=generator).double() / 64
 
 
 def params() -> dict[str, Tensor]:
-    """Full leaves; "steps" is a buffer, "frozen" does not train."""
+    """Return full leaves; "steps" is a buffer, "frozen" does not train."""
     full: dict[str, Any] = {p: torch.nn.Parameter(number(p, s).float()) for p, s in SHAPES.items()}
     full["frozen"].requires_grad_(False)
     return full | {"steps": torch.tensor([3, 4, 5])}
 
 
 def loss_fn(p: Any, x: Tensor) -> Tensor:
-    """Uses every leaf that trains."""
+    """Compute a loss that uses every leaf that trains."""
     used = sum(p[name].square().sum() for name in SHAPES)
     return used * x.mean()
 
@@ -72,7 +72,7 @@ def loss_fn(p: Any, x: Tensor) -> Tensor:
 def step_of(
     preset: str, stored: str, mesh: Any, optimizer: Any = None, folder: Path | None = None, **options: Any
 ) -> Any:
-    """A step in that layout."""
+    """Make a step in that layout."""
     specs = getattr(fs.presets, preset)(params(), mesh, **STORED[stored])
     chosen, disk_dir = optimizer or fs.optim.adamw(0.1), folder and str(folder)
     return fs.shard_step(
@@ -81,22 +81,22 @@ def step_of(
 
 
 def mesh_of(preset: str, world: int) -> Any:
-    """The preset's axes over all ranks there are."""
+    """Make a mesh of the preset's axes over all ranks there are."""
     return fs.make_mesh(**MESHES[preset](world), device="cpu")
 
 
-def known(step: Any, number_of_steps: int = 7) -> fs.TrainState:
-    """This rank's part of the known state after so many steps, in a step's layout."""
+def make_known(step: Any, number_of_steps: int = 7) -> fs.TrainState:
+    """Make this rank's part of the known state after so many steps, in a step's layout."""
     state = step.init(params(), seed=11)
     state.step.fill_(number_of_steps)
     leaves = state_leaves(state, ResolvedSpecs.of(state.where[0]), state.where[1])
-    for name, value in expected(state).items():
+    for name, value in expect_leaves(state).items():
         leaves[name].block.copy_(value)
     return state
 
 
-def expected(state: fs.TrainState) -> dict[str, Tensor]:
-    """What every leaf of a state must be, by name, layout and step: masters are their parameters."""
+def expect_leaves(state: fs.TrainState) -> dict[str, Tensor]:
+    """Return what every leaf of a state must be, by name, layout and step; masters are their parameters."""
     specs, mesh = state.where
     out, steps = {}, int(state.step)
     for name, leaf in state_leaves(state, ResolvedSpecs.of(specs), mesh).items():
@@ -112,27 +112,29 @@ def expected(state: fs.TrainState) -> dict[str, Tensor]:
 
 
 def differences(state: fs.TrainState) -> list[str]:
-    """Names of the leaves that are not what they must be, to the bit."""
+    """Return the names of the leaves that are not what they must be, to the bit."""
     specs, mesh = state.where
     leaves = state_leaves(state, ResolvedSpecs.of(specs), mesh)
-    return [name for name, value in expected(state).items() if not torch.equal(leaves[name].block, value)]
+    return [
+        name for name, value in expect_leaves(state).items() if not torch.equal(leaves[name].block, value)
+    ]
 
 
 # ------------------------------------------------------------------ on ranks of a pool
 
 
 def save_all(rank: int, world: int, root: str, stored: list[str], presets: list[str]) -> None:
-    """The known state in every layout, each in a directory of its own."""
+    """Save the known state in every layout, each in a directory of its own."""
     for preset in presets:
         for kind in stored:
             step = step_of(preset, kind, mesh_of(preset, world), folder=Path(root))
-            fs.checkpoint.save(f"{root}/{world}-{preset}-{kind}", known(step), data={"position": 5})
+            fs.checkpoint.save(f"{root}/{world}-{preset}-{kind}", make_known(step), data={"position": 5})
 
 
 def restore_all(
     rank: int, world: int, root: str, names: list[str], stored: list[str], presets: list[str]
 ) -> list[str]:
-    """Every checkpoint in every layout here: what was not as it must be."""
+    """Restore every checkpoint in every layout here, and return what was not as it must be."""
     wrong = []
     for preset in presets:
         for kind in stored:
@@ -158,21 +160,21 @@ DATA = {"epoch": 2, "at": (3, 4), "key": b"\0\xff", 7: "seven"}
 
 
 def step_on(mesh: fs.Mesh) -> Any:
-    """A step whose state has bf16 leaves with master copies, an integer buffer and a loss scale."""
+    """Make a step whose state has bf16 leaves with master copies, an integer buffer and a loss scale."""
     return step_of("full_shard", "bf16", mesh, loss_scale="dynamic")
 
 
 def save_steps(rank: int, world: int, folder: str) -> None:
-    """Checkpoints of STEPS at `folder/<step>`."""
+    """Save checkpoints of STEPS at `folder/<step>`."""
     step = step_on(fs.make_mesh(shard=world, device="cpu"))
     with small_blocks():
         for number in STEPS:
             extras = {"data": DATA, "config": CONFIG, "metrics": {"loss": 1 / (number + 1)}}
-            fs.checkpoint.save(Path(folder, str(number)), known(step, number), **extras)
+            fs.checkpoint.save(Path(folder, str(number)), make_known(step, number), **extras)
 
 
 def is_known(state: Any, number: int) -> bool:
-    """Whether a restored state is all that was saved at that step; a message is not."""
+    """Return whether a restored state is all that was saved at that step; a message is not."""
     counters = None if isinstance(state, str) else (int(state.step), int(state.seed), state.data)
     return counters == (number, 11, DATA) and differences(state) == []
 
@@ -193,8 +195,8 @@ def _listen() -> None:
 
 
 @contextmanager
-def confined(folder: Path) -> Iterator[None]:
-    """Fails where anything but `folder` is looked into, or anything is unpickled, changed or started."""
+def confine(folder: Path) -> Iterator[None]:
+    """Fail if anything but `folder` is looked into, or anything is unpickled, changed or started."""
     global _seen
     _listen()
     _seen = []
@@ -215,7 +217,7 @@ def confined(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def little_memory(more_mb: int) -> Iterator[None]:
-    """Who asks for more than that is refused it."""
+    """Refuse memory to who asks for more than that."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (more_mb << 20), before[1]))
@@ -226,7 +228,7 @@ def little_memory(more_mb: int) -> Iterator[None]:
 
 
 def outcome(work: Callable[..., Any], *args: Any) -> str | Any:
-    """The message of the error, or what came of it; any other error is a failure of the test."""
+    """Return the message of a CheckpointError, or what `work` returns; any other error fails the test."""
     try:
         return work(*args)
     except CheckpointError as error:
@@ -235,16 +237,18 @@ def outcome(work: Callable[..., Any], *args: Any) -> str | Any:
         return str(error)
 
 
-def restored(folder: Path, step: Any) -> tuple[Any, Any]:
-    """What `verify` and `restore` make of a checkpoint, in little memory and in its directory alone: their
-    results, or the messages of their errors."""
-    with little_memory(ROOM_MB), confined(folder):
+def verify_and_restore(folder: Path, step: Any) -> tuple[Any, Any]:
+    """Return what `verify` and `restore` give of a checkpoint, in little memory and in its directory alone.
+
+    These are their results, or the messages of their errors.
+    """
+    with little_memory(ROOM_MB), confine(folder):
         return outcome(fs.checkpoint.verify, folder), outcome(fs.checkpoint.restore, folder, step)
 
 
 @contextmanager
 def small_blocks() -> Iterator[None]:
-    """Leaves of 60 bytes have several checksums, as leaves of gigabytes do."""
+    """Let leaves of 60 bytes have several checksums, as leaves of gigabytes do."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tensorfile, "BLOCK_BYTES", 32)
         yield
@@ -258,7 +262,7 @@ def short_blocks() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def roots(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Roots of three checkpoints each, by how many ranks had saved them."""
+    """Make roots of three checkpoints each, by how many ranks saved them."""
     out = {name: tmp_path_factory.mktemp(name) for name in ("one", "two")}
     save_steps(0, 1, str(out["one"]))
     ranks(2).run(save_steps, 2, str(out["two"]))
@@ -267,5 +271,5 @@ def roots(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pat
 
 @pytest.fixture(scope="session")
 def restoring() -> Any:
-    """A step on a mesh of one that such a checkpoint is of."""
+    """Make a step on a mesh of one to which such a checkpoint belongs."""
     return step_on(fs.make_mesh(shard=1, device="cpu"))

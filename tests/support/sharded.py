@@ -20,14 +20,14 @@ STEPS = 3
 
 
 def meshes(world: int, preset: str = "full_shard") -> dict[str, int]:
-    """The axes of a world: two of them for hybrid_shard."""
+    """Return the axes of a world: two of them for hybrid_shard."""
     if preset == "hybrid_shard" and world == 4:
         return {"replicate": 2, "shard": 2}
     return {"shard": world}
 
 
 def specs_of(model: Model, preset: str, mesh: Mesh, **policy: Any) -> dict[str, LayoutSpec]:
-    """A preset's specs; the model's frozen leaves do not train."""
+    """Return a preset's specs; the model's frozen leaves do not train."""
     specs = fs.presets.PRESETS[preset](model.params, mesh, **policy)
     return {**specs, **{p: replace(specs[p], trainable=False) for p in model.frozen}}
 
@@ -51,7 +51,7 @@ def as_float(model: Model) -> Model:
 
 
 def part(batch: Sequence[Any], index: int, parts: int) -> tuple[Any, ...]:
-    """This rank's rows of a global batch; what is no tensor, or `Whole`, goes to all."""
+    """Return this rank's rows of a global batch; what is no tensor, or `Whole`, goes to all."""
 
     def rows(value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -94,7 +94,7 @@ def train(
 def make_step(
     mesh: Mesh, model: Model, specs: Any, optimizer: Any, *, loss: Any = None, **options: Any
 ) -> Any:
-    """`shard_step` on the eager backend unless `options` say otherwise."""
+    """Call `shard_step`, on the eager backend unless `options` say otherwise."""
     options = {"backend": "eager", **options}
     return fs.shard_step(loss or model.loss, specs, mesh=mesh, optimizer=optimizer, **options)
 
@@ -110,7 +110,7 @@ def simulate(
     policy: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> list[Trained]:
-    """`train` on every rank of a simulated mesh, or world."""
+    """Run `train` on every rank of a simulated mesh, or world."""
     mesh = fs.make_mesh(**(meshes(axes, preset) if isinstance(axes, int) else axes), simulated=True)
     specs = specs_of(model, preset, mesh, **(policy or {}))
     step = make_step(mesh, model, specs, optimizer, **options)
@@ -122,13 +122,13 @@ def simulate(
 
 
 def assert_floats(got: Sequence[float], expected: Sequence[float], atol: float = ATOL) -> None:
-    """Equally many numbers, pairwise within `atol`."""
+    """Assert that there are equally many numbers, pairwise within `atol`."""
     pair = (torch.tensor(each, dtype=torch.float64) for each in (got, expected))
     torch.testing.assert_close(*pair, rtol=0, atol=atol)
 
 
 def assert_same(got: Trained, expected: Trained, atol: float = ATOL) -> None:
-    """Every loss and every element of every parameter within `atol`."""
+    """Assert that every loss and every element of every parameter is within `atol`."""
     assert_floats(got.losses, expected.losses, atol)
     assert got.params.keys() == expected.params.keys()
     for path, value in expected.params.items():

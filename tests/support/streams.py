@@ -42,7 +42,7 @@ Sync = tuple[str, str, int]  # the thread, the function that waits, and its how 
 
 
 class Log:
-    """What happened on streams; errors that the sanitizer found.
+    """A log of what happens on streams, and of errors that the sanitizer finds.
 
     Args:
         dropped: a wait that is left out.
@@ -59,14 +59,14 @@ class Log:
 
     @property
     def host(self) -> int:
-        """The stream that stands for this thread."""
+        """Return the stream that stands for this thread."""
         if threading.current_thread() is threading.main_thread():
             return -1
         return -threading.get_ident()
 
     @property
     def stream(self) -> int:
-        """The current one; a worker's calls are on the host where they choose none."""
+        """Return the current stream; a worker's calls are on the host unless they choose one."""
         return getattr(self._thread, "stream", COMPUTE if self.host == -1 else self.host)
 
     @contextmanager
@@ -82,11 +82,11 @@ class Log:
         self.steps.append(SimpleNamespace(syncs=len(self.syncs), errors=len(self.errors)))
 
     def watching(self) -> AbstractContextManager[Any]:
-        """This thread's ops are launches."""
+        """Return a context in which this thread's ops are launches."""
         return Watched(self)
 
     def record(self, stream: int) -> int:
-        """An event after what the stream has to do, and after what this thread has waited for."""
+        """Record an event after what the stream has to do, and after what this thread has waited for."""
         with self._lock:
             self._free()
             event = next(self._events)
@@ -97,7 +97,7 @@ class Log:
             return event
 
     def wait(self, stream: int, event: int, by: str = "") -> None:
-        """The stream waits; `by` names who asked for it, where leaving it out would be a mistake."""
+        """Let the stream wait; `by` names who asked for it, if leaving it out would be a mistake."""
         with self._lock:
             if by:
                 thread = "main" if self.host == -1 else "worker"
@@ -118,7 +118,7 @@ class Log:
         writes: Sequence[Tensor],
         made: Sequence[Tensor] = (),
     ) -> None:
-        """An op; `made`, of what it writes, is memory that the current stream allocates."""
+        """Launch an op; `made`, of what it writes, is memory that the current stream allocates."""
         with self._lock:
             self.record(stream)
             for tensor in made:
@@ -127,7 +127,7 @@ class Log:
             self._access(stream, what, read - written, written)
 
     def send(self, value: Tensor, device: torch.device) -> Tensor:
-        """By way of pinned memory, which CUDA's caching host allocator keeps until the copy is made."""
+        """Send a value through pinned memory, which CUDA's host allocator keeps until the copy is made."""
         if self.place([value], []) >= 0:  # it is there
             return value
         with _disable_current_modes():
@@ -136,7 +136,7 @@ class Log:
         return pinned
 
     def place(self, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> int:
-        """The stream of an op: the host itself where its threads have made all the op's tensors."""
+        """Return the stream of an op: the host itself, if its threads have made all the op's tensors."""
         known = [self._storages.get(_address(t), (None, None))[1] for t in (*reads, *writes)]
         return self.host if known and all(s is not None and s < 0 for s in known) else self.stream
 
@@ -147,7 +147,7 @@ class Log:
                         for e in found]  # fmt: skip
 
     def _storage(self, tensor: Tensor, allocated_on: int | None = None) -> int:
-        """Names its storage, which is no other's as long as the weak reference stays."""
+        """Return a name for a tensor's storage, which is no other's as long as the weak reference stays."""
         storage = StorageWeakRef(tensor.untyped_storage())
         return self._storages.setdefault(storage.cdata, (storage, allocated_on))[0].cdata
 
@@ -170,7 +170,7 @@ def _address(tensor: Tensor) -> int:
 
 
 class Watched(TorchDispatchMode):
-    """Ops of this thread, launched on its current stream."""
+    """A mode that launches the ops of this thread on its current stream."""
 
     def __init__(self, log: Log):
         super().__init__()
@@ -243,7 +243,7 @@ Issued = tuple[str, str, tuple[tuple[torch.dtype, int], ...]]  # communicator, c
 
 @dataclass
 class Nccl:
-    """Communicators of one rank, and what it issues on them, in order."""
+    """The communicators of one rank, and what it issues on them, in order."""
 
     log: Log
     rank: int
@@ -286,7 +286,7 @@ class Nccl:
 
 
 class Communicator:
-    """On a stream of its own, as NCCL's. Nothing is sent: a rank gets what it gave."""
+    """A communicator on a stream of its own, as NCCL's. Nothing is sent: a rank gets what it gave."""
 
     def __init__(self, nccl: Nccl, name: str):
         self.nccl, self.name, self.stream = nccl, name, Stream(nccl.log)
@@ -324,7 +324,7 @@ class Work:
 
 # ------------------------------------------------------------------ a rank
 class _Ordered(Worker):
-    """Its calls come after what its caller had waited for, and the other way round."""
+    """A worker whose calls come after what its caller had waited for, and the other way round."""
 
     def __init__(self, log: Log):
         super().__init__(CPU)
@@ -349,7 +349,7 @@ class _Ordered(Worker):
 
 @dataclass
 class _Pooled(Transfers):
-    """Who takes a buffer comes after who gave it back: a lock is between them."""
+    """Transfers in which who takes a buffer comes after who gave it back: a lock is between them."""
 
     log: Log | None = None
 
@@ -365,7 +365,7 @@ class _Pooled(Transfers):
 
 @contextmanager
 def gpu(log: Log, nccl: Nccl) -> Iterator[None]:
-    """This process is one rank of a mesh of GPUs, as far as fnshard sees."""
+    """Let this process be one rank of a mesh of GPUs, as far as fnshard sees."""
 
     def transfers(device: torch.device) -> Transfers:
         made = _Pooled(device, log=log)
@@ -395,12 +395,12 @@ def gpu(log: Log, nccl: Nccl) -> Iterator[None]:
 
 
 def cuda_mesh(**axes: int) -> Mesh:
-    """Of GPUs that are not there, for `gpu`."""
+    """Make a mesh of GPUs that are not there, for `gpu`."""
     return replace(fs.make_mesh(**axes, simulated=True), device_type="cuda")
 
 
 def read_state(log: Log, state: fs.TrainState, specs: Mapping[str, fs.LayoutSpec]) -> None:
-    """Everything, by whoever may read it between two steps."""
+    """Read all of a state, as anybody may between two steps."""
     for path, spec in specs.items():
         for tensors, tier in (
             ([state.params[path]], spec.memory),

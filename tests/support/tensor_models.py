@@ -13,7 +13,7 @@ ROWS, T, WIDTH, HEADS, VOCAB = 4, 8, 8, 4, 16
 def decoder(
     kv_heads: int = 2, tied: bool = True, layers: int = 2, vocab: int = VOCAB, fused: bool = False
 ) -> Model:
-    """Blocks of attention and an MLP with biases; `fused`: queries, keys and values are one matrix."""
+    """Make blocks of attention and an MLP with biases; `fused`: q, k and v are one matrix."""
     draw = generator(0)
     kv = kv_heads * WIDTH // HEADS
     shapes: dict[str, tuple[int, ...]] = {"embed.weight": (vocab, WIDTH), "pos": (T, WIDTH), "norm": (WIDTH,)}

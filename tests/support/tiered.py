@@ -38,7 +38,7 @@ CPU = torch.device("cpu")
 
 
 @cache
-def expected(clip: bool) -> reference.Trained:
+def compute_expected(clip: bool) -> reference.Trained:
     model = model_of("tied")
     steps = [[batch] for batch in model.batches(sharded.STEPS)]
     return reference.train(
@@ -48,7 +48,7 @@ def expected(clip: bool) -> reference.Trained:
 
 
 class Adversary(Transfers):
-    """Copies late (at the Wait) or early; targets hold NaN until they are waited for, and when given back."""
+    """Transfers that copy late (at the Wait) or early; targets hold NaN until the Wait and when free."""
 
     late = False
 
@@ -60,7 +60,7 @@ class Adversary(Transfers):
         into_state = [map_tensors(t, lambda x: x.clone()) for t in targets]
         copied = None if self.late else [map_tensors(s, lambda x: x.clone()) for s in sources]
         for target in targets:
-            map_tensors(target, _poisoned)
+            map_tensors(target, _poison)
         plain, me = super()._copy, self
 
         class Late:
@@ -84,10 +84,10 @@ class Adversary(Transfers):
         super().finish()
 
     def give(self, value: Any) -> None:
-        map_tensors(value, _poisoned)
+        map_tensors(value, _poison)
         super().give(value)
 
 
-def _poisoned(tensor: Tensor) -> Tensor:
+def _poison(tensor: Tensor) -> Tensor:
     poison(tensor)
     return tensor

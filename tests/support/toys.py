@@ -18,20 +18,20 @@ ROWS = 4
 
 
 def chain(blocks: int = 4, width: int = WIDTH) -> dict[str, Tensor]:
-    """`{layers.i.w: [width, width]}`: one unit each."""
+    """Make `{layers.i.w: [width, width]}`, each a unit."""
     draw = torch.Generator().manual_seed(0)
     return {f"layers.{i}.w": torch.randn(width, width, generator=draw) / width**0.5 for i in range(blocks)}
 
 
 def rows(width: int = WIDTH) -> Tensor:
-    """A batch [ROWS, width]."""
+    """Draw a batch [ROWS, width]."""
     return torch.randn(ROWS, width, generator=torch.Generator().manual_seed(1))
 
 
 def run_chain(
     params: Mapping[str, Tensor], x: Tensor, between: Callable[..., Tensor] | None = None
 ) -> Tensor:
-    """tanh(x @ w) through all blocks, each in the dtype its leaf computes in; `between(x, i)` after each."""
+    """Compute tanh(x @ w) through all blocks, in the dtype of each leaf, with `between(x, i)` after each."""
     for i, weight in enumerate(params.values()):
         x = torch.tanh(x.to(weight.dtype) @ weight)
         x = between(x, i) if between else x
@@ -41,7 +41,7 @@ def run_chain(
 def plain_grads(
     fn: Callable[..., Any], params: Mapping[str, Tensor], *batch: Any
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and gradients by torch's own autograd."""
+    """Compute the loss and gradients by torch's own autograd."""
     leaves = {p: v.detach().clone().requires_grad_(v.is_floating_point()) for p, v in params.items()}
     result = fn(dict(leaves), *batch)
     loss = result[0] if isinstance(result, tuple) else result
@@ -52,14 +52,14 @@ def plain_grads(
 
 
 def step_of(fn: Callable[..., Any], params: Any, **options: Any) -> Any:
-    """A step on a mesh of one, eager unless `options` say otherwise; every parameter a unit of its own."""
+    """Make a step on a mesh of one, eager unless `options` say otherwise; every parameter is a unit."""
     specs = fs.match_specs(params, [("*", fs.LayoutSpec())])
     return fs.shard_step(fn, specs, **{"backend": "eager", **options})
 
 
 @contextmanager
 def traces(step: Any, times: int) -> Iterator[None]:
-    """In here the step traces `fn` so many times."""
+    """Assert that in the block the step traces `fn` so many times."""
     before = step.compile_stats.traces
     yield
     assert step.compile_stats.traces - before == times
@@ -68,7 +68,7 @@ def traces(step: Any, times: int) -> Iterator[None]:
 def our_grads(
     fn: Callable[..., Any], params: Mapping[str, Tensor], *batch: Any
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and gradients by `shard_step` on a mesh of one."""
+    """Compute the loss and gradients by `shard_step` on a mesh of one."""
     result, grads = step_of(fn, params)(dict(params), *batch)
     return (result[0] if isinstance(result, tuple) else result), grads
 
@@ -76,7 +76,7 @@ def our_grads(
 def assert_same_grads(
     fn: Callable[..., Any], params: Mapping[str, Tensor], *batch: Any, **tolerance: Any
 ) -> None:
-    """`our_grads` equals `plain_grads`; `tolerance` is that of `assert_close`."""
+    """Assert that `our_grads` equals `plain_grads`; `tolerance` is that of `assert_close`."""
     expected = plain_grads(fn, params, *batch)
     torch.testing.assert_close(our_grads(fn, params, *batch), expected, **tolerance)
 
@@ -91,7 +91,7 @@ def lower(
     device: str = "cpu",
     **options: Any,
 ) -> Lowered:
-    """A step on an abstract mesh, on paper."""
+    """Lower a step on an abstract mesh."""
     axes = {"shard": ranks} if isinstance(ranks, int) else ranks
     mesh = fs.make_mesh(**axes, abstract=True, device=device)
     specs = fs.presets.PRESETS[preset](params, mesh, **(policy or {}))
@@ -100,7 +100,7 @@ def lower(
 
 
 class RMSNorm(nn.Module):
-    """Written by hand, in fp32, as Llama's is; or by `F.rms_norm`."""
+    """An RMS norm, written by hand in fp32, as Llama's is, or by `F.rms_norm`."""
 
     def __init__(self, width: int, by_hand: bool):
         super().__init__()
@@ -115,7 +115,7 @@ class RMSNorm(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm attention (grouped queries, rotary) and SwiGLU."""
+    """A block of pre-norm attention (grouped queries, rotary) and SwiGLU."""
 
     def __init__(self, width: int, hidden: int, heads: int, kv_heads: int, by_hand: bool):
         super().__init__()
@@ -143,7 +143,7 @@ class Block(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding, [B, H, T, D/H]."""
+    """Rotate by position (rotary embedding), [B, H, T, D/H]."""
     a, b = x.chunk(2, -1)
     return x * cos + torch.cat([-b, a], -1) * sin
 
@@ -186,7 +186,7 @@ class Llama(nn.Module):
         return self.head(self.norm(x))  # [B, T, V]
 
     def blocks(self) -> list[nn.Module]:
-        """In the order in which they are called."""
+        """Return the blocks in the order in which they are called."""
         return [*self.layers]
 
     def call(self, block: nn.Module, *args: Tensor | None) -> Tensor:
@@ -196,7 +196,7 @@ class Llama(nn.Module):
 def llama(
     blocks: int = 4, dtype: torch.dtype = torch.float32, **options: Any
 ) -> tuple[Callable[..., Any], Any, Tensor]:
-    """`loss(params, tokens)`, parameters and tokens [2, 6] of a small Llama."""
+    """Return `loss(params, tokens)`, parameters and tokens [2, 6] of a small Llama."""
     torch.manual_seed(0)
     model = Llama(blocks, **options)
     apply, params = fs.make_functional(model)

@@ -34,8 +34,8 @@ def step_here(mesh: fs.Mesh, preset: str = "full_shard") -> Any:
     return fs.shard_step(fn, specs, mesh=mesh, optimizer=fs.optim.adamw(LR), backend="eager")
 
 
-def trained() -> tuple[nn.Module, Any]:
-    """A module and its optimizer after some steps of one process."""
+def train_module() -> tuple[nn.Module, Any]:
+    """Train a module for some steps in one process; return it with its optimizer."""
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     for step in range(STEPS):
@@ -47,7 +47,7 @@ def trained() -> tuple[nn.Module, Any]:
 
 
 def assert_same(state: Any, model: nn.Module, optimizer: Any) -> None:
-    """A state of a mesh of one has a module's leaves and AdamW's moments, bit for bit."""
+    """Assert that a state of a mesh of one has a module's leaves and AdamW's moments, bit for bit."""
     assert int(state.step) == STEPS
     for name, value in model.state_dict().items():
         assert torch.equal(state.params[name], value), name

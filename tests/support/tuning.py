@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import KilledError, compose, killed_at, run_in, timeless
+from runs import KilledError, compose, kill_at, run_in, timeless
 
 from experiments import finetune
 from experiments.data.tokenizer import ByteTokenizer
@@ -27,7 +27,7 @@ SMALL = ("method.rank=2", "data.context=48", "data.rows=4", "data.held_out_rows=
 
 
 def write_llama(folder: Path, *, kind: str = "LlamaForCausalLM", **more: Any) -> Path:
-    """A model directory, of bytes."""
+    """Write a model directory whose tokens are bytes."""
     tokenizer = ByteTokenizer()
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
              "num_key_value_heads": 1, "max_position_embeddings": 64}  # fmt: skip
@@ -42,13 +42,13 @@ def write_llama(folder: Path, *, kind: str = "LlamaForCausalLM", **more: Any) ->
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model directory, random and very small."""
+    """Write a random, very small model directory."""
     return write_llama(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Files of the two kinds."""
+    """Write files of samples and of pairs."""
     folder = tmp_path_factory.mktemp("data")
     sums = [(a, b) for a in range(8) for b in range(8)]
     lines = {
@@ -61,7 +61,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def config_of(model: Path, data: dict[str, Path], where: Path, *overrides: str) -> FinetuneConfig:
-    """Placed, with its data tokenised below `where`."""
+    """Compose a configuration for one machine, with its data tokenised below `where`."""
     chosen = next((o.partition("=")[2] for o in overrides if o.startswith("objective=")), "sft")
     train = data[OBJECTIVE_KINDS[chosen].records]
     named = (f"model={model}", f"data.train={train}")
@@ -71,34 +71,37 @@ def config_of(model: Path, data: dict[str, Path], where: Path, *overrides: str) 
         return dataset.prepare_data(config)
 
 
-def tuned(rank: int, config: FinetuneConfig, folder: str | Path) -> None:
-    """On this rank, from what the folder holds."""
+def tune_on_rank(rank: int, config: FinetuneConfig, folder: str | Path) -> None:
+    """Fine-tune on this rank, from what the folder holds."""
     finetune.finetune(config, run_in(Path(folder)), [], Stop())
 
 
-def tuned_until(config: FinetuneConfig, folder: Path, number: int) -> None:
-    """On this rank, which is killed in step `number`."""
+def tune_until(config: FinetuneConfig, folder: Path, number: int) -> None:
+    """Fine-tune on this rank, which is killed in step `number`."""
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KilledError):
-        killed_at(patch, number)
-        tuned(0, config, folder)
+        kill_at(patch, number)
+        tune_on_rank(0, config, folder)
 
 
 def assert_alike(folder: Path, other: Path, rel: float = 1e-6) -> None:
-    """Two runs have the same rows, up to rounding."""
+    """Assert that two runs have the same rows, up to rounding."""
     assert [pytest.approx(row, rel=rel, abs=1e-9) for row in timeless(folder)] == timeless(other)
 
 
 def assert_same_on_every_mesh(config: FinetuneConfig, where: Path, ranks: Any, killed: int = 3) -> Path:
-    """A run on one rank, one that is killed and goes on there, one on two ranks, and one that is killed on
-    one rank and goes on on two have the same rows. Return the folder of the first."""
+    """Assert that four runs have the same rows, and return the folder of the first.
+
+    They are one on one rank, one that is killed and goes on there, one on two ranks, and one that is killed
+    on one rank and goes on on two.
+    """
     one, two, broken, moved = (where / name for name in ("one", "two", "broken", "moved"))
     on_two = replace(config, mesh=replace(config.mesh, shard=2))
-    tuned(0, config, one)
-    tuned_until(config, broken, killed)
+    tune_on_rank(0, config, one)
+    tune_until(config, broken, killed)
     shutil.copytree(broken, moved)
-    tuned(0, config, broken)
+    tune_on_rank(0, config, broken)
     assert timeless(broken) == timeless(one)
     for folder in (two, moved):
-        ranks(2).run(tuned, on_two, str(folder))
+        ranks(2).run(tune_on_rank, on_two, str(folder))
         assert_alike(folder, one)
     return one

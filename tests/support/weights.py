@@ -18,7 +18,7 @@ safetensors = pytest.importorskip("safetensors.torch")
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
-    """Everything in a directory's files."""
+    """Read everything in a directory's files."""
     found: dict[str, Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         part = safetensors.load_file(file)
@@ -28,7 +28,7 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    """Equal to the bit, names and dtypes too."""
+    """Assert that two trees are equal to the bit, names and dtypes too."""
     assert one.keys() == other.keys()
     for name, value in one.items():
         assert value.dtype == other[name].dtype and value.shape == other[name].shape, name
@@ -38,7 +38,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 
 def tree_of(**leaves: Any) -> dict[str, Tensor]:
-    """Distinct numbers in every leaf, by shape or (shape, dtype)."""
+    """Draw distinct numbers for every leaf, by shape or (shape, dtype)."""
     out = {}
     for number, (name, what) in enumerate(leaves.items()):
         shape, dtype = what if isinstance(what[-1] if what else None, torch.dtype) else (what, torch.float32)
@@ -55,8 +55,8 @@ PARAMS = tree_of(
 )  # fmt: skip
 
 
-def sharded(mesh: fs.Mesh, params: dict[str, Tensor] = PARAMS, **policy: Any) -> dict[str, LayoutSpec]:
-    """Specs that split dims of all sorts; uneven ones among them."""
+def shard_weights(mesh: fs.Mesh, params: dict[str, Tensor] = PARAMS, **policy: Any) -> dict[str, LayoutSpec]:
+    """Return specs that split dims of all sorts; uneven ones among them."""
     wide = "outer" in mesh.names
     rules = [
         ("*0.w", LayoutSpec(P(None, mesh.names[-1]), buffers=True, **policy)),
@@ -73,7 +73,7 @@ MESHES = [{"shard": 1}, {"shard": 2}, {"shard": 4}, {"outer": 2, "shard": 2}, {"
 
 @pytest.fixture
 def nothing_is_left_open() -> Iterator[None]:
-    """Every test gives its file descriptors back."""
+    """Check that every test gives its file descriptors back."""
     before = set(os.listdir("/proc/self/fd"))
     yield
     left = {

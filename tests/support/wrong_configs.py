@@ -13,13 +13,13 @@ from experiments.lib.launch import Job, main
 
 
 def split(line: str) -> list[str]:
-    """As a shell does, with quotes around braces, brackets and calls."""
+    """Split a line as a shell does, with quotes around braces, brackets and calls."""
     return re.findall(r"(?:\{[^}]*\}|\[[^\]]*\]|[^\s{\[])+", line)
 
 
 @pytest.fixture
 def error_of(tmp_path, monkeypatch, capfd):
-    """`error_of(job, *arguments)`: what a wrong command line prints; it starts and leaves nothing."""
+    """Return `error_of(job, *arguments)`, what a wrong command line prints; it starts and leaves nothing."""
 
     def run(command: Job, *arguments: str) -> str:
         monkeypatch.chdir(tmp_path)

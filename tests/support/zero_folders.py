@@ -12,13 +12,13 @@ from torch import Tensor
 
 
 def split_vector(full: Tensor, ranks: int) -> list[Tensor]:
-    """Stages 1 and 2: one vector, filled up to a multiple of 2 * ranks, in equal parts."""
+    """Split as stages 1 and 2 do: one vector, filled up to a multiple of 2 * ranks, in equal parts."""
     size = math.ceil(full.numel() / (2 * ranks)) * 2 * ranks
     return [part.clone() for part in torch.cat([full, full.new_zeros(size - full.numel())]).chunk(ranks)]
 
 
 def split_each(tensors: Sequence[Tensor], ranks: int) -> list[Tensor]:
-    """Stage 3: each tensor by itself, filled up to a multiple of the ranks."""
+    """Split as stage 3 does: each tensor by itself, filled up to a multiple of the ranks."""
     rows = []
     for tensor in tensors:
         size = math.ceil(tensor.numel() / ranks) * ranks

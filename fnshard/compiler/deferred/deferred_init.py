@@ -168,6 +168,7 @@ class Values:
         follows from the leaf's path and from its number among the calls of that leaf.
         """
         owners: dict[tuple[int, int], str] = {}
+        # First the leaves that a call draws into, so that no leaf which only reads them takes the call.
         for draws_itself in (True, False):
             for path, recipe in self._recipes.items():
                 for number in self._slices[path]:
@@ -232,6 +233,7 @@ def _close(recorder: Recorder) -> None:
         if recorder.knows(leaf):
             _make_placeholder(leaf, LeafRecipe(recorder.tape, leaf.detach()))
 
+    # What modules keep in attributes and lists gets its values, unless these depend on random numbers.
     others = [t for t in contents.tensors if id(t) not in owned and recorder.knows(t)]
     values = {id(t): value for t in others if (value := recorder.value(t)) is not None}
     for container in contents.containers:
@@ -279,6 +281,7 @@ class _Placeholder(Tensor):
 def _make_placeholder(value: Tensor, recipe: LeafRecipe | None) -> Tensor:
     """Turn a tensor into a placeholder in place, so that all references to it see that."""
     if isinstance(value, nn.Parameter):
+        # torch knows a parameter of another class by this mark.
         value._is_param = True
     value.recipe = recipe
     value.__class__ = _Placeholder

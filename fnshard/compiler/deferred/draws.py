@@ -48,6 +48,7 @@ def normal(mean: float = 0.0, std: float = 1.0) -> Draw:
     """Return the draw of a normal distribution, by the transform of Box and Muller (1958)."""
 
     def draw(bits: Tensor, dtype: torch.dtype) -> Tensor:
+        # u is above 0 in both cases, since its logarithm is taken.
         if dtype == torch.float64:
             u, turn = 1 - _unit(bits, dtype), _unit(mix(bits + GOLDEN), dtype)
         else:  # 32 bits each
@@ -74,6 +75,7 @@ def truncated_normal(mean: float, std: float, low: float, high: float) -> Draw:
     below, share = (0.5 * math.erfc(-z / 2**0.5) for z in (first, last))
 
     def draw(bits: Tensor, dtype: torch.dtype) -> Tensor:
+        # Half a step is added, since the quantile of 0 is infinite.
         u = (_unit(bits, torch.float64) + 2.0**-54).mul_(share - below).add_(below)
         return torch.special.ndtri(u).mul_(sign * std).add_(mean).clamp_(low, high)
 

@@ -78,6 +78,7 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         inputs = leaves_of((args, kwargs), Tensor)
         known = [v for v in inputs if self.knows(v)]
+        # `torch.tensor(...)` and its like end in this operator, with their values.
         if op is torch.ops.aten.lift_fresh.default and not known:
             return self.constant(args[0]) if not args[0].is_meta else args[0]
         takes_device = any(a.name == "device" for a in op._schema.arguments)
@@ -164,6 +165,7 @@ class Recorder(TorchDispatchMode):
 
         outs = [kwargs.get(a.name) for a in op._schema.arguments if a.is_out]
         filled = [v for v in written if name in _FILLS or any(v is out for out in outs)]
+        # Operators of these names read nothing but the shape of their input.
         by_shape = name.endswith("_like") or name.startswith("new_")
         read = {storage_id(v) for v in inputs if not by_shape and not any(v is f for f in filled)}
         whole = {storage_id(v) for v in filled if _is_whole(v)}

@@ -64,6 +64,7 @@ def deterministic(on: bool) -> Iterator[None]:
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
         )
+        # The first to enter sees the process's own choice; those after it would see the block's.
         _exact.append(_exact[0] if _exact else chosen)
         torch.use_deterministic_algorithms(True)
 

@@ -259,6 +259,7 @@ def _trace_exchange(kind: str, x: Any, axes: Axes, dim: int) -> Tensor:
         return x
     if x.dtype == torch.bool and kind == "psum":
         raise TraceError("`fn` calls fs.psum of booleans.", fix="x.int() to count them.")
+    # Collectives move real numbers: pairs of them have one more dim, at the end.
     if x.is_complex():
         return torch.view_as_complex(
             _trace_exchange(kind, torch.view_as_real(x), names, dim % max(x.dim(), 1))

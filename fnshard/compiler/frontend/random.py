@@ -91,6 +91,7 @@ def _exponential(key: Tensor, shape: list[int], dtype: torch.dtype, rate: float)
     """Draw exponential numbers, by inverting the distribution function."""
     wide = torch.promote_types(dtype, torch.float32)
     value = -torch.log(1.0 - _unit(key, shape, 0, wide))
+    # A draw of 0 counts as half of the smallest step.
     value = value.clamp(min=0.5 ** (_DIGITS[wide] + 1)) / rate
     return value.clamp(min=torch.finfo(dtype).tiny).to(dtype)  # never zero, as in torch: users take its log
 
@@ -98,6 +99,7 @@ def _exponential(key: Tensor, shape: list[int], dtype: torch.dtype, rate: float)
 def _integers(key: Tensor, low: int, high: int, shape: list[int], dtype: torch.dtype) -> Tensor:
     """Draw each of low, ..., high - 1 equally often, to within one part in 2^32."""
     if dtype.is_floating_point:
+        # Of a float type only numbers are drawn that it has.
         low, high = -_floor(-low, dtype), _floor(high - 1, dtype) + 1
     span, half = high - low, 1 << 63
 
@@ -219,6 +221,7 @@ def dropout_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of query, key and value; scores and masks are computed again, block by block."""
     to_query = query.new_empty(query.shape)
+    # Every block of queries adds to the gradients of all keys and values: they are summed wide.
     to_key, to_value = (t.new_zeros(t.shape, dtype=wide(t.dtype)) for t in (key, value))
     for rows in _blocks(query, key):
         shares = _shares(_scores(query, key, mask, is_causal, scale, rows), lse[..., rows])

@@ -60,6 +60,7 @@ def batch_norm(
     if running_mean is not None and running_var is not None:
         with torch.no_grad():
             running_mean.copy_(running_mean * (1 - momentum) + mean * momentum)
+            # The running variance is the unbiased one, as in torch; rows are normalised by the biased one.
             running_var.copy_(running_var * (1 - momentum) + squares / (count - 1) * momentum)
 
     # Normalise this rank's rows.

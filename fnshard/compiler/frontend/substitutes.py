@@ -126,6 +126,7 @@ def _grouped_mm(
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Stand in for `torch.nn.functional.grouped_mm`, which on fake tensors takes bfloat16 alone."""
+    # The one case in which torch's own operator runs, and passes the tracer.
     if a.device.type == "cuda" and a.dtype == b.dtype == torch.bfloat16:
         return torch._grouped_mm(a, b, offs=offs, bias=bias, out_dtype=out_dtype)
     product = torch.matmul(a, b) if offs is None else grouped_mm(a, b, offs)
@@ -175,6 +176,8 @@ def ctc_losses_backward(
     zero: bool,
 ) -> Tensor:
     """Return the gradient of `log_probs`; the sums of the forward are computed again."""
+    # Between the passes a program keeps tensors of known shapes alone, and these sums are as long as the
+    # longest target.
     made = _ctc(log_probs, targets, lengths, target_lengths, blank, zero)
     counts = lengths.tolist(), target_lengths.tolist()
     return torch.ops.aten._ctc_loss_backward(grad, log_probs, targets, *counts, *made, blank, zero)

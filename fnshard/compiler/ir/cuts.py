@@ -22,6 +22,7 @@ def minimum_cut(
     graph.add_nodes_from([source, sink])
     for one, other, price in edges:
         ends = (one, other) if forward else (other, one)
+        # Capacities are integers, so that the flow is exact. Prices have fractions of a byte.
         graph.add_edge(*ends, **({} if price is None else {"capacity": round(price * 1024)}))
     # Of equal cuts networkx returns the one with the fewest nodes on the side of its last argument.
     _, (near, far) = networkx.minimum_cut(graph, *((source, sink) if forward else (sink, source)))

@@ -196,6 +196,7 @@ def replay(
             if node.op == "placeholder":
                 env[node] = next(feed)
             else:
+                # Entering a mode takes time, so that it is done only where the mode changes.
                 if node.meta.get("autocast") != current:
                     stack.close()
                     current = node.meta.get("autocast")

@@ -244,6 +244,7 @@ def _bias(query: Tensor, key: Tensor, mask: Tensor | None, source: Tensor, block
     if mask is None:
         return None
     if mask.shape[-1] > 1:
+        # The mask's columns for this block; a negative place counts from the end.
         place = (source % blocks).reshape(1)
         mask = mask.unflatten(-1, (blocks, -1)).index_select(-2, place).squeeze(-2)
     if mask.dtype == torch.bool:
@@ -276,6 +277,7 @@ def _choose_fused(query: Tensor, mask: Tensor | None) -> str:
 def pad_heads(kind: str, *tensors: Tensor) -> list[Tensor]:
     """Return the tensors with four dims and one head size: heads are padded by zeros."""
     most = max(t.shape[-1] for t in tensors)
+    # The flash kernels of CUDA take heads of multiples of eight.
     most += -most % 8 if kind == "cuda" else 0
     wider = (t if t.shape[-1] == most else F.pad(t, (0, most - t.shape[-1])) for t in tensors)
     return [t.reshape(-1, *t.shape[-3:]) for t in wider]

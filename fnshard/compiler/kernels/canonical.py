@@ -82,6 +82,8 @@ def extract(
             copied[node].meta = {"val": node.meta["val"]}
             return copied[node]
         args, kwargs = fx.map_arg((node.args, node.kwargs), copy)
+        # Numbers follow the order of copying, whatever the program calls its nodes: equal blocks are equal
+        # text.
         target, name = ANY_STRIDES.get(node.target, node.target), f"n{len(copied) - len(inputs)}"
         copied[node] = graph.create_node("call_function", target, args, kwargs, name)
         copied[node].meta = {k: node.meta[k] for k in ("autocast", "val", "stack_trace") if k in node.meta}

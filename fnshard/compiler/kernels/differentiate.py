@@ -402,6 +402,7 @@ def _make_kernel(source: Source, forward: fx.GraphModule, backward: fx.GraphModu
     A value that is an input or an output is not saved again: the backward reads it as such.
     """
     flat = list(forward.graph.output_node().args[0])
+    # A value that is returned twice is read as the first of the two; an input that is returned, as the input.
     refs = {n.name: Ref("output", i) for i, n in reversed(list(enumerate(flat[: len(source.outputs)])))}
     refs |= {n.name: Ref("input", i) for i, n in enumerate(forward.graph.find_nodes(op="placeholder"))}
     saved_nodes = [n for n in flat[len(source.outputs) :] if n.name not in refs]
@@ -411,6 +412,7 @@ def _make_kernel(source: Source, forward: fx.GraphModule, backward: fx.GraphModu
 
     grads = _prune_backward(backward)
     taking = [i for i, a in enumerate(source.outputs) if a.requires_grad]
+    # The export numbers tangents from 1, over the outputs that take one.
     refs |= {f"tangents_{number}": Ref("tangent", i) for number, i in enumerate(taking, 1)}
     read = tuple(refs[n.name] for n in backward.graph.find_nodes(op="placeholder"))
     descriptions = tuple(Argument.of(_value(n), "value") for n in saved_nodes)

@@ -330,6 +330,7 @@ def _start(kernels: list[_CppKernel]) -> Callable[[], None]:
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.codecache import CppPythonBindingsCodeCache
 
+    # One translation unit: all includes, then each kernel in a namespace of its own.
     parts = [_bind_source(kernel, f"kernel_{number}") for number, kernel in enumerate(kernels)]
     includes = dict.fromkeys(line.strip() for part in parts for line in INCLUDE.findall(part))
     spaces = [f"namespace n{number} {{\n{INCLUDE.sub('', part)}\n}}\n" for number, part in enumerate(parts)]
@@ -341,6 +342,7 @@ def _start(kernels: list[_CppKernel]) -> Callable[[], None]:
         path = Path(compiled().__spec__.origin)
         for number, kernel in enumerate(kernels):
             entry = _load_entry(path, f"kernel_{number}")
+            # The module that calls the kernel has its stand-in under some name.
             names = [name for name, value in kernel.module.items() if value is kernel]
             kernel.module.update(dict.fromkeys(names, entry))
 
@@ -351,6 +353,7 @@ def _bind_source(kernel: _CppKernel, name: str) -> str:
     """Return the source of a kernel under another name, with Inductor's Python binding."""
     from torch._inductor.codecache import CppPythonBindingsCodeCache
 
+    # Inductor writes the binding, and would then compile it; here the text alone is taken.
     sources: list[str] = []
     own = {
         "entry_function": name,

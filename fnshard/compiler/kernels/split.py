@@ -190,6 +190,7 @@ def _order_nodes(program: Program, facts: _Facts) -> list[fx.Node]:
     home: set[str] = set()
 
     def place(node: fx.Node) -> None:
+        # What it reads comes before it, and behind it the results of an op that returns several.
         for source in _closure(node, facts):
             if source in facts.deferred and source not in placed:
                 place(source)
@@ -203,6 +204,7 @@ def _order_nodes(program: Program, facts: _Facts) -> list[fx.Node]:
                 if result not in facts.lazy:
                     place(result)
 
+    # Main nodes in their order, then deferred ones that only results need.
     wanted = {n for r in program.results for n in [r, *_closure(r, facts)]}
     for node in program.graph.nodes:
         if node.op != "call_function" or node in facts.lazy or node in facts.deferred:
@@ -270,6 +272,7 @@ def _find_bounds(order: list[fx.Node], facts: _Facts, program: Program) -> list[
     first, last_read, current = 0, -1, frozenset[str]()
     arrivals = _find_arrivals(order, facts)
     for position, node in enumerate(order):
+        # A run of exchanges begins or ends here, or the result of a permutation is read: here is a bound.
         earlier = order[position - 1]
         exchanges = [n.target is EXCHANGE for n in (node, earlier)]
         if position and (exchanges[0] != exchanges[1] or node in arrivals):
@@ -285,6 +288,8 @@ def _find_bounds(order: list[fx.Node], facts: _Facts, program: Program) -> list[
         if last_read < 0:
             firsts[first] = tuple(sorted(reads))
         elif not reads <= current:
+            # The first node that reads another unit: cut between the last read of the one before and this,
+            # where the fewest bytes cross.
             options = [c for c in range(last_read + 1, position + 1) if c not in forbidden]
             least = min(cost[c] for c in options)
             cheapest = tuple(c for c in options if cost[c] == least)
@@ -348,6 +353,7 @@ def _price_cuts(order: list[fx.Node], facts: _Facts, program: Program) -> tuple[
     for result in program.results:
         for source in [result, *_closure(result, facts)]:
             last[source] = end
+    # A value is alive from behind its maker to its last reader.
     delta = [0] * (end + 2)
     for node, i in position.items():
         until = last.get(node, i)
@@ -367,6 +373,7 @@ def _price_cuts(order: list[fx.Node], facts: _Facts, program: Program) -> tuple[
 def _make_segments(program: Program, facts: _Facts, order: list[fx.Node], bounds: list) -> Segments:
     """Return the segments between the bounds, with the exchanges between them."""
     starts = [b[0] for b in bounds] + [len(order)]
+    # By node, the segment that makes it; then the values that others read, or the program returns.
     home = {n: i for i in range(len(bounds)) for n in order[starts[i] : starts[i + 1]]}
     extra = _materialise_results(program, facts, home, bounds)
     crossing: dict[fx.Node, None] = {}
@@ -375,12 +382,14 @@ def _make_segments(program: Program, facts: _Facts, order: list[fx.Node], bounds
             if source in home and home[source] != home[node]:
                 crossing[source] = None
     crossing |= dict.fromkeys(r for r in program.results if r in home)
+    # Write out each segment, and the exchanges behind it.
     segments, sources, exchanges = [], {}, []
     for i, (start, units) in enumerate(bounds):
         nodes = order[start : starts[i + 1]] + [n for n in extra if home[n] == i]
         if units is None:
             exchanges += [_make_exchange(n, len(segments) - 1) for n in nodes]
             continue
+        # Behind the last exchanges nothing may be left to run.
         if not nodes and exchanges:
             continue
         outs = [n for n in nodes if n in crossing]

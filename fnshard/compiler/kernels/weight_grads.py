@@ -68,6 +68,7 @@ def split_backward(
     graph.output(graph.graph_copy(backward.graph, {}))
     _divide_convolutions(graph)
     inputs, results = graph.find_nodes(op="placeholder"), graph.output_node().args[0]
+    # Which half has each node, and what the second reads of the first.
     first = _find_first(graph, of_leaves, {inputs[i] for i in leaves})
     late = [n for n, (result, leaf) in enumerate(zip(results, of_leaves, strict=True))
             if leaf and result not in first and result.op != "placeholder"]  # fmt: skip
@@ -76,6 +77,7 @@ def split_backward(
     crossing = _cut(graph, second, {inputs[i] for i in leaves}, {inputs[i] for i in on_hand})
     between = [n for n in crossing if n.op != "placeholder"]
 
+    # Write both halves out as graphs.
     outputs = [results[n] for n in early] + between
     module, read, copies = _extract(backward, graph, outputs, ())
     other, read_later, _ = _extract(backward, graph, [results[n] for n in late], crossing)
@@ -168,6 +170,9 @@ def _cut(graph: fx.Graph, second: Set[fx.Node], leaves: Set[fx.Node], on_hand: S
     They are the fewest bytes from which it can be made by cheap ops. Among cuts of equally many bytes it is
     the one that runs the fewest ops again; and no view of a value that is there is read.
     """
+    # A flow from the first half to the second. Each value is an edge from its node to (node, "made") that
+    # costs its bytes: where it is cut, the value is read. An op that may not run again hangs on the first
+    # half.
     on_leaves = _find_resting(graph, leaves)
     edges: list[Edge] = []
     seen, stack = set[fx.Node](), []

@@ -110,6 +110,7 @@ def _take_heads(call: Call, split: Split) -> Callable[[Tensor, Tensor], Tensor] 
     dim, outer = split.dim, split.outer
     heads, shared = call.tensors[0].shape[dim], call.tensors[1].shape[dim]
     here, group = heads // outer // call.ranks, heads // shared
+    # A rank's heads must all lie in one group, so that they share a single head of keys and values.
     if heads % (outer * call.ranks) or group % here or shared % outer:
         return None
 

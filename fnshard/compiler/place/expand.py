@@ -112,6 +112,7 @@ def _pieces(call: Call, x: Tensor, sizes: Sequence[int], dim: int = 0) -> list[T
 @expansion(aten.logsumexp.default)
 def _logsumexp(call: Call | None, x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
     top = x.detach().amax(dim, keepdim=True)
+    # An infinite maximum would make NaN of the difference.
     top = torch.where(top.abs() == torch.inf, 0.0, top)
     total = (x - top).exp().sum(dim, keepdim=True).log() + top
     return total if keepdim else total.squeeze(dim)
@@ -148,6 +149,7 @@ def _argmax(call: Call | None, x: Tensor, dim: int | None = None, keepdim: bool 
     flat, at = (x.detach().reshape(-1), 0) if dim is None else (x.detach(), dim)
     flat = -flat if least else flat
     size = flat.shape[at]
+    # Of the places of the maximum the first is the largest negated index; all others count as past the end.
     index = torch.arange(size, device=x.device).reshape(-1, *[1] * (flat.dim() - at % flat.dim() - 1))
     found = -torch.where(flat == flat.amax(at, keepdim=True), -index, -size).amax(at, keepdim)
     return found.reshape([1] * x.dim()) if dim is None and keepdim else found
@@ -182,6 +184,7 @@ def _vector_norm(
     if ord != 2:
         return size.sum(dims, keepdim) if ord == 1 else _largest(size, dims, keepdim)
     total = size.square().sum(dims, keepdim)
+    # The inner `where` keeps the root's infinite slope at zero from making NaN of a gradient of zero.
     zero = total == 0
     return torch.where(zero, 0.0, torch.where(zero, 1.0, total).sqrt())
 

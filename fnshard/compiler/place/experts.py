@@ -221,6 +221,7 @@ class _Experts:
         """Place one op: by expert, by row where the rows are, or of whole values."""
         sources = [self.values[n] for n in operands_of(node)]
         if node.target is operator.getitem:
+            # An item of a value with several results lies as they do.
             (source,) = sources
             return replace(source, node=self.call(operator.getitem, (source.node, node.args[1])))
         if any(s.stack for s in sources):
@@ -243,6 +244,7 @@ class _Experts:
             return None
         route = self.route(ends, a.meta["val"].shape[0], b.meta["val"].shape[0], node)
         rows = of_a.node if of_a.route is route else self.to_experts(self.whole(a), route)
+        # The groups of the rows that have come end elsewhere.
         where = self.call(aten.to.dtype, (route.ends, ends.meta["val"].dtype))
         feed = iter([rows, of_b.node, where])
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: next(feed))

@@ -32,6 +32,7 @@ def _masked_lookups(call: Call, dims: Sequence[int], more: int = 0, **changes: A
 
         def run(at: Tensor, *read: Tensor, number=number, rows=rows) -> Tensor:
             here = read[number] - at * rows
+            # What another rank has is looked up at 0 here, and counts for nothing in the sum.
             inside = (here >= 0) & (here < rows)
             found = call.on([*read[:number], torch.where(inside, here, 0), *read[number + 1 :]], **changes)
             return torch.where(inside.reshape(*inside.shape, *[1] * more), found, 0)
@@ -50,6 +51,8 @@ def _embedding(call: Call) -> Iterator[OpStrategy]:
             yield OpStrategy((REPLICATED, split), split)
     for split in call.splits(table.shape, [1]):
         yield OpStrategy((split, REPLICATED), Split(indices.dim(), split.outer))
+    # The padding row has no gradient. Its index is another on each rank, so that the op itself cannot leave
+    # it out.
     padding = call["padding_idx"]
     for strategy in _masked_lookups(call, [0] if not call["scale_grad_by_freq"] else [], 1, padding_idx=-1):
 
@@ -110,6 +113,7 @@ def _index(call: Call) -> Iterator[OpStrategy]:
     for strategy in _masked_lookups(call, named, call.value.dim() - first - len(shape)):
 
         def run(at: Tensor, part: Tensor, *read: Tensor, find=strategy.run) -> Tensor:
+            # A negative index counts from the end of the whole dim.
             sizes = (value.shape[d] for d in named)
             indices = (torch.where(i < 0, i + size, i) for i, size in zip(read, sizes, strict=True))
             return find(at, part, *(index.expand(shape) for index in indices))

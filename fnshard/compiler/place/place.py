@@ -163,6 +163,7 @@ class Placer:
             if to is not None and fits(value.whole.shape, to, self.axis.ranks):
                 part = self.convert(value, to)
                 self.values[node] = replace(value, node=part, placement=to)
+                # Every rank has the whole already, should an op need it.
                 self.converted[part, REPLICATED] = value.node
 
         for node in self.program.graph.nodes:
@@ -359,6 +360,7 @@ class Placer:
             return NEVER
 
         if isinstance(now, Partial):
+            # To sum parts on all ranks takes two passes over them, to scatter the sum one.
             if to == REPLICATED or self.axis.update:
                 return 2.0 * size
             return size if self.axis.residual == "split" and now == PARTIAL else NEVER

@@ -38,6 +38,7 @@ def contraction(
     for label in longest if along is None else along:
         for outer in call.outers:
             kept, size = label in result, (sizes[label],)
+            # In a sum over the split dim every rank would add the bias, and padding would count.
             if not kept and (added or not divides(size, Split(0, outer), call.ranks)):
                 continue
             if not fits(size, Split(0, outer), call.ranks, call.axis.update):

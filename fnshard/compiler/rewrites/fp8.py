@@ -36,6 +36,8 @@ def scale_of(largest: Tensor, dtype: torch.dtype) -> Tensor:
     tensor([256.,   1.,   1.])
     """
     largest = largest.float()
+    # frexp gives a mantissa from 0.5 on: 2^(exponent - 1) is the largest power of two that is no larger. The
+    # bound keeps the quotient finite.
     _, exponent = torch.frexp(torch.finfo(dtype).max / largest.clamp(min=2.0**-100))
     return torch.where(largest > 0, torch.ldexp(torch.ones_like(largest), exponent - 1), 1.0)
 
@@ -66,6 +68,7 @@ def product(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], dtype: torch.dty
     if has_products(left.device, bool(of_left.dim())) and not any(
         size % MULTIPLE for size in (*left.shape, *right.shape)
     ):
+        # `_scaled_mm` takes its second operand by columns.
         columns = right.t().contiguous().t()
         return torch._scaled_mm(
             left.contiguous(), columns, scale_a=of_left, scale_b=of_right.contiguous(), out_dtype=dtype

@@ -18,6 +18,7 @@ def apply_hooks(graph: fx.Graph, count: int) -> None:
     output.args = (results[:end],)
     copies: set[fx.Node] = set()
     waiting = [_move_to_tensor(graph, hook, copies) for hook in results[end:]]
+    # One hook after the other: hooks that wait, and copies for them, still read the tensor itself.
     while waiting:
         hook, raw = waiting[0], copies.union(waiting)
         hook.args[0].replace_all_uses_with(hook, delete_user_cb=lambda user, raw=raw: user not in raw)

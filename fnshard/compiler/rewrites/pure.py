@@ -307,6 +307,8 @@ def _instance_norm(
 
 
 def _statistics(x: Tensor, dims: list[int], mean: Any, var: Any, momentum: float) -> list[Tensor]:
+    """Return the new running mean and variance, those that there are, as torch's kernels compute them."""
+    # In fp32 at least, with the unbiased variance; an instance norm's are means over the rows.
     wide = x.detach().to(torch.promote_types(x.dtype, torch.float32))
     count = math.prod(x.shape[d] for d in dims)
     centre = wide.mean(dims, keepdim=True)

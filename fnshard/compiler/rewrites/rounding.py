@@ -140,6 +140,8 @@ def hide_rounding(graph: fx.Graph) -> bool:
         Whether there is a `rounded`.
     """
     nodes = graph.find_nodes(op="call_function", target=_ROUNDED)
+    # Casts to their own type that are there already do nothing, and `show_rounding` could not tell them
+    # apart.
     for cast in _idle_casts(graph) if nodes else ():
         cast.replace_all_uses_with(cast.args[0])
         graph.erase_node(cast)
@@ -194,6 +196,7 @@ def _decides(node: fx.Node) -> bool:
     compares_infinity = any(isinstance(a, float) and math.isinf(a) for a in node.args)
     if compares_infinity and not any(v.dtype is torch.float16 for n in inputs for v in _floats(n)):
         return False  # a mask, or the guard of a softmax: rounding makes no infinity of another number
+    # Of several results only those count that something reads.
     read = [u for u in node.users if u.target is operator.getitem and u.users] or [node]
     values = [v for each in read for v in _tensors(each)]
     return any(not v.is_floating_point() and not v.is_complex() for v in values)

@@ -47,6 +47,7 @@ def aggregate(
     }
 
     _check(sent)
+    # Buckets are made by unit. Here all leaves are of one, so that nothing but their dtypes divides them.
     one_unit = {p: replace(s, unit="-") for p, s in sent.items()}
     buckets = make_buckets(one_unit, mesh, lambda spec: P(), _wire_dtype, "buffers")
     buckets = tuple(replace(b, name=b.name.replace("/-", "", 1)) for b in buckets)

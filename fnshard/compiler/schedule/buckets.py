@@ -210,7 +210,6 @@ def stack_buckets(
     Returns:
         Pairs of buckets, by the reduced bucket after which all that they send is there.
     """
-
     waiting: dict[Any, dict[Any, list[str]]] = {}  # by what travels together, then by form
     out: dict[str, list[tuple[Bucket, Bucket]]] = {}
     for bucket in reduced:
@@ -283,4 +282,5 @@ def common_dtype(dtypes: Sequence[torch.dtype]) -> torch.dtype:
 
 def wire_dtype(spec: LayoutSpec) -> torch.dtype:
     """Return the dtype of a gathered leaf on the wire: the spec's, or the shorter of storage and compute."""
+    # Rounding before the gather gives the numbers that rounding after it would, and sends fewer bytes.
     return spec.wire_dtype or min(spec.storage_dtype, spec.compute_dtype, key=lambda d: d.itemsize)

@@ -166,6 +166,7 @@ def build(
 
 def find_active(segments: Segments, kernels: Sequence[Kernel], outputs: Outputs) -> set[int]:
     """Return the segments whose backward runs, since some output of theirs reaches the loss."""
+    # Values that reach the loss, from the end of the program to its beginning: readers before makers.
     exchanges, reached = segments.exchanges_after(), {segments.results[outputs.loss]}
     active: set[int] = set()
     for segment in reversed(segments.segments):
@@ -370,6 +371,7 @@ class _Builder:
         Buckets that the round has gathered before are not gathered again. Behind the first micro-batch, a
         leaf that `fn` writes to is what the micro-batch before has written.
         """
+        # A leaf is gathered several times a step, and each time under another name.
         version = f"{phase[0]}{micro}.{segment.index}"
         written = self.outputs.writes if micro else ()
         names = {p: ValueName(Kind.WRITTEN, p, micro=self.index(micro - 1)) for p in paths if p in written}
@@ -426,6 +428,7 @@ class _Builder:
 
         micro = task.micro
         phase = self.phase("backward" if task.backward else "forward", micro)
+        # In the order in which that stage sends: messages of a pair arrive in order.
         for segment in reversed(task.segments) if task.backward else task.segments:
             for crossing in self.stages.behind(segment, task.backward, task.is_last):
                 if crossing.target != self.stage:
@@ -499,11 +502,10 @@ class _Builder:
             keeps = segment.index in self.active and segment.index not in self.run_twice
             saved = self.name_saved(segment, micro) if keeps else ()
             writes = tuple(self.value(n, micro) for n in segment.outputs) + saved
+            # A segment without a backward makes values that nothing reads; they need names all the same.
             unread = (
                 ValueName(Kind.VALUE, f"_{n.path}", micro=n.micro) for n in self.name_saved(segment, micro)
             )
-
-            # A segment without a backward makes values that nothing reads; they need names all the same.
             writes += () if saved else tuple(unread)
             self.lines.append(
                 Run(
@@ -578,6 +580,7 @@ class _Builder:
         tangents = self.tangents.setdefault(micro, seeded)
         grads = self.gradients.setdefault(micro, {})
 
+        # Of a backward in two, the later half makes the gradients of leaves.
         makes_last = task.way is (Way.WEIGHTS if self.plan.apart else Way.BACKWARD)
         for segment in reversed(task.segments):
             # A unit that keeps its inputs alone runs again first.
@@ -707,6 +710,7 @@ class _Builder:
     def reduce_shared(self) -> None:
         """Sum the gradients of leaves of all stages, in one order, behind the last backward."""
         micro = self.plan.accumulate - 1
+        # Several micro-batches have been summed already (`accumulates`); of a single one they have not.
         phase, grads = self.phase("backward", micro), self.gradients.get(0, {})
         for bucket in filter(self.is_shared, self.reduces):
             paths = tuple(p for p in bucket.paths if p in grads)
@@ -794,6 +798,7 @@ class _Builder:
     def issue_scalars(self, norms: Names = ()) -> None:
         """Write out the issue of the sum of scalars, with norms if there are any."""
         results = dict.fromkeys(self.segments.results[i] for i in self.outputs.summed)
+        # Each stage has the results that it makes, and zeros for the others.
         names = [n for n in results if self.stages.home.get(n, self.stage) == self.stage]
         reads = [self.value(n, m) for m in range(self.plan.accumulate) for n in names]
         self.lines.append(ReduceScalars("-", "update", (*reads, *norms), (_SCALARS_FLIGHT,)))
@@ -811,6 +816,7 @@ class _Builder:
     def finish(self) -> None:
         """Write out the end of a step that trains: shared gradients, buffers, norms, scalars, updates."""
         self.reduce_shared()
+        # Leaves that `fn` writes to get their new values only now: the backward has read the old ones.
         self.lines += self.stores
 
         if self.scalars_late:
@@ -970,6 +976,8 @@ class _Builder:
         # Every bucket that a line moves, by name.
         of_updates = (b for some in self.stacks.values() for pair in some for b in pair)
         moved = (*self.gathers, *self.reduces, *self.publishes, *of_updates, *self.aggregated)
+        # The kernels of a unit that runs again share what is gathered with its backward, and those of a
+        # round's tasks with one another.
         return Schedule(
             tuple(self.lines),
             {self.kernels[s.index].name: self.kernels[s.index] for s in self.own},

@@ -174,6 +174,7 @@ class Instruction:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        # ReduceScatter is printed as reduce_scatter.
         name = cls.__name__
         cls.verb = "".join("_" + c.lower() if c.isupper() and i else c.lower() for i, c in enumerate(name))
 
@@ -449,6 +450,21 @@ class Schedule:
     def issues(self) -> Mapping[ValueName, Instruction]:
         """The line that has issued each flight, by the flight's name."""
         return {i.writes[0]: i for i in self.instructions if i.lane != COMPUTE}
+
+    @cached_property
+    def leaf_lines(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Return, by path, the last line that reads a gathered leaf, and the first one that writes to its
+        stored block."""
+        last_read: dict[str, int] = {}
+        first_written: dict[str, int] = {}
+        for number, line in enumerate(self.instructions):
+            for name in (*line.reads, *line.drops):
+                if name.kind is Kind.GATHERED:
+                    last_read[name.path] = number
+            for name in line.writes:
+                if name.kind is Kind.STORED:
+                    first_written.setdefault(name.path, number)
+        return last_read, first_written
 
     @cached_property
     def summed_axes(self) -> tuple[str, ...]:

@@ -48,10 +48,15 @@ def plan_rerun(
         active: the segments whose backward runs.
         data_axes: the axes over which rows are split.
     """
+
+    def is_of_rows(each: Exchanged) -> bool:
+        return each.kind != "all_to_all" and not data_axes.isdisjoint(each.axes)
+
+    # What is kept: what other units read or send on, and what `fn` itself exchanges between rows.
     after, own = segments.exchanges_after(), {segment.index for segment in unit}
     kept = {n for segment in segments.segments if segment.index not in own for n in segment.inputs}
     kept |= {each.sent for each in segments.exchanges if each.after not in own}
-    kept |= {e.received for index in own for e in after[index] if _is_of_rows(e, data_axes)}
+    kept |= {e.received for index in own for e in after[index] if is_of_rows(e)}
 
     # What the backward reads, and then, from the end, what that is made of.
     wanted: set[ValueName] = set()
@@ -74,8 +79,3 @@ def plan_rerun(
             runs.add(segment.index)
             wanted |= {name for name in segment.inputs if name.kind is not Kind.LEAF}
     return Rerun(tuple(unit), frozenset(runs), frozenset(exchanges))
-
-
-def _is_of_rows(each: Exchanged, data_axes: Set[str]) -> bool:
-    """Return whether `fn` itself exchanges values between rows."""
-    return each.kind != "all_to_all" and not data_axes.isdisjoint(each.axes)

@@ -236,6 +236,7 @@ def _find_missing_duals(schedule: Schedule) -> list[str]:
     """Find exchanges whose results have cotangents that are not exchanged back."""
     lines = schedule.instructions
     waits = {w.reads[0]: w.writes[0] for w in lines if isinstance(w, Wait) and w.is_for(Exchange)}
+    # A cotangent has the path and the micro-batch of the value that it belongs to.
     made = {n for line in lines for n in line.writes if n.kind is Kind.TANGENT}
     tangents = {(n.path, n.micro) for n in made}
     exchanges = [line for line in lines if isinstance(line, Exchange)]
@@ -308,6 +309,7 @@ def _find_surplus_units(schedule: Schedule) -> list[str]:
     problems = []
 
     for number, line in enumerate(schedule.instructions):
+        # A unit is alive from the issue of its gather, whose buffers are there, to the drop of its last leaf.
         if isinstance(line, Gather) and line.bucket not in kept:
             alive[line.writes[0]] = line.unit
         if isinstance(line, Wait) and line.reads[0] in alive:

@@ -119,6 +119,7 @@ def derive(traced: TracedUpdate, shape: Sequence[int], layouts: Mapping[str, P],
     shapes = {name: tuple(node.meta["val"].shape) for name, node in traced.placeholders.items()}
     shapes[UPDATE] = tuple(shape)
     splits = find_axes(shapes, {name: lies for name, lies in layouts.items() if name in shapes}, mesh)
+    # The update by placement alone. It is the plan where nothing of it needs whole values.
     local = place_update(traced, traced.graph, splits)
     marked = find_whole(traced, local, splits, first=True)
     if not marked:

@@ -78,6 +78,7 @@ def slots_of_leaf(rule: Optimizer, path: str, shape: Sequence[int], dtype: torch
     Raises:
         OptimizerError: `init` computes it from the parameter's values, of which ranks have only parts.
     """
+    # An `init` that never looks at a shape is traced once for leaves of all shapes.
     known, shape = rule.traces, tuple(shape)
     key, any_shape = (("slots", rule.settings(path), each, dtype) for each in (shape, None))
     if key not in known and shape and any_shape in known:

@@ -179,6 +179,7 @@ def trace_update(
 
 def trace_without_writes(function: Callable[..., Any], *given: Tensor) -> fx.GraphModule:
     """Trace a function; one that writes to its own tensors is traced again, and functionalised."""
+    # Few updates write to their tensors, so that few are traced twice.
     module = make_fx(function)(*given)
     if any(mutated_args(node) for node in module.graph.nodes):
         module = make_fx(torch.func.functionalize(function))(*given)
@@ -430,6 +431,7 @@ def _cut_prologue(
     """Cut off the nodes that depend on the step's numbers alone; results that are read become inputs."""
     named = dict(zip(inputs, graph.find_nodes(op="placeholder"), strict=True))
     count, norm = named["count"], named["norm"]
+    # Numbers that depend on the count and the norm alone, and those of them that the update reads.
     alone = {count: None, norm: None}
     for node in graph.nodes:
         if node.op == "call_function" and node.all_input_nodes and alone.keys() >= {*node.all_input_nodes}:

@@ -161,6 +161,7 @@ class Pending(Generic[T]):
     release: Callable[[], Any] = lambda: None
 
     def wait(self) -> T:
+        # A handle may outlive its wait, and the tensors that the collective read must not.
         finish, self.finish, self.sent = self.finish, refuse_second_wait, None
         return finish()
 
@@ -375,6 +376,7 @@ class Group:
             if self.peer_to_peer:
                 works, parts = self._exchange(rows.view(n, -1).unbind(0), axes, group)
                 return works, lambda: sum_rows(parts, torch.empty_like(parts[0]))
+            # torch's group is in the order of the ranks' numbers, and rows are in that of the axes.
             sent = _permute_rows(rows, _invert(order))
             out = rows.new_empty(rows.numel() // n)
             work = _reduce_scatter(out, sent, group=group, async_op=True)
@@ -447,6 +449,7 @@ class Group:
 
     def flush(self) -> None:
         for sent in self.under_way:
+            # Until the receiver has counted the last message of the pair, it is the one that is late.
             channel, number = self._channel(self.mesh.rank, sent.receiver, "received"), -1
             number += peers().come.get(self._channel(self.mesh.rank, sent.receiver, "sent"), 0)
             place = Place("", "", channel, number, [sent.receiver])
@@ -503,6 +506,8 @@ class Group:
 
     def _exchange(self, sent: Sequence[Tensor], axes: Axes, group: Any) -> tuple[list[Any], list[Tensor]]:
         """Send `sent[j]` to the j-th rank of the group; return the works, and what each rank sent here."""
+        # All sends and receives are under way before any is waited for: two ranks that first wait for their
+        # sends would wait for each other.
         works, got = [], list(sent)
         for place, peer in enumerate(self.mesh.group_ranks(axes)):
             if peer != self.mesh.rank:
@@ -544,6 +549,7 @@ class Group:
 
     def close(self) -> None:
         disconnect(self)
+        # A program may destroy its process group first, and the sub-groups with it.
         groups, owned = list(self.groups.values()), dist.is_initialized()
         self.groups.clear()
         for group, _ in groups:

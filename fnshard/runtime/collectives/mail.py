@@ -109,6 +109,7 @@ class Mailbox:
             for at, tensor in zip(starts, out, strict=True):
                 tensor.view(-1).copy_(sender.flat(theirs[row] + at, tensor.nbytes, tensor.dtype))
             fence()
+            # Messages may be taken in any order; the word counts those before the first one that was not.
             awaited.remove(number)
             mine[TAKEN] = min(awaited, default=self.received[rank])
             self.host.peers.come[f"{self._name(rank, here)} taken"] = mine[TAKEN]

@@ -132,6 +132,7 @@ class Units:
 
     def sweep(self) -> None:
         """Sign the slots whose views have died here, so that peers see it."""
+        # What was read of these slots must have been read before a peer may write there.
         fence()
         while self.dead:
             self.alive.pop(self.dead.popleft())[0][self.channel.here] = 1
@@ -160,6 +161,7 @@ class Units:
             words = self._take(message)
             leaves = self._cut(words, dtype, runs)
             write(leaves)
+            # The word in which sums say that a piece is summed says here that this rank's blocks are written.
             message.mark(REDUCED, 1)
             message.meet()
             message.poll(lambda place: message.reads(place, REDUCED))
@@ -387,6 +389,7 @@ class Shared:
     def close(self) -> None:
         """Show the peers that this rank leaves, and release all memory; its last view unmaps it."""
         disconnect(self)
+        # Peers that wait for this rank see by its word that it will not come.
         if self.host.memories:
             self.own.words(WAITS, 1)[0] = -1 - self.host.rank
         for kept in (

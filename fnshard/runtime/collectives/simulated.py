@@ -168,6 +168,7 @@ class _Session:
         posts = self.exchanges.setdefault((group, number), {})
         posts[rank] = post
         if len(posts) == len(group[-1]):
+            # All ranks have the dict by now, and wait on that.
             del self.exchanges[group, number]
         self.announce()
         return posts

@@ -102,6 +102,8 @@ class ExecutorContext:
             control, own = env[CONTROL], env.get(CONTROL_ON_STREAM, (None, None))
             if own[0] is not control:
                 own = env[CONTROL_ON_STREAM] = control, control.on_stream()
+            # The update reads what the compute stream has made so far, and the compute stream waits for the
+            # event where it reads what the update makes.
             stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(stream):
                 action({**env, CONTROL: own[1]})

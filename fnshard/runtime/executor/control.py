@@ -42,9 +42,11 @@ class StepControl:
     def with_summary(self, summary: Summary) -> StepControl:
         """Return the control with the numbers of the whole step: norm, factor, and whether to skip."""
         scale, norm = self.gradient_factor(summary), summary.norm
+        # Gradients were squared and summed as they lie; the optimizer clips the scaled ones.
         if scale is not None and norm is not None:
             norm = norm * scale
         skip = self.skip_if is not None and self.skip_if(summary)
+        # The memo begins anew: its values were computed from a step without a norm.
         return replace(self, step=Step(self.step.count, norm), scale=scale, skip=skip, _memo={})
 
     def on_host(self) -> StepControl:
@@ -56,6 +58,7 @@ class StepControl:
         def move(value: Tensor | None) -> Tensor | None:
             return None if value is None else value.to(torch.device("cpu"), non_blocking=True)
 
+        # The count is on the host from the beginning.
         return replace(
             self, step=Step(self.step.count, move(self.step.norm)), scale=move(self.scale), _memo={}
         )

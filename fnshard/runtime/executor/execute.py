@@ -44,6 +44,7 @@ def bind(context: ExecutorContext) -> Callable[[Env], Env]:
         try:
             for number, action in enumerate(actions):  # noqa: B007  (known when one fails)
                 action(env)
+            # The worker may still update state, which the caller reads when the step returns.
             if worker is not None:
                 worker.wait()
             if flush is not None:
@@ -77,7 +78,8 @@ def _find_waits(schedule: Schedule) -> list[bool]:
 
     It does if it reads or drops a value that the worker may still make, or writes one that it may still read.
     """
-    out, made, read = [], set(), set()  # values that the worker may still make, and read
+    # Walk the lines with the values that the worker may still make, and those that it may still read.
+    out, made, read = [], set(), set()
     for line in schedule.instructions:
         # The worker's own lines follow each other on its thread, and need no wait.
         arrives = isinstance(line, Wait) and any(n.is_copy(Kind.HOST, Kind.REDUCED) for n in line.writes)

@@ -57,6 +57,8 @@ def gradient_factor(
     factor = None
     if unscale != 1.0:
         factor = torch.full((), unscale, dtype=torch.float64, device=device)
+    # A Mean's count is known only with the scalars: `divisor` undoes what was divided on the way, and the
+    # count divides in its place. Where nothing counts, the gradients are zero, and stay so.
     if summary is not None and summary.count is not None:
         safe = summary.count.clamp(min=torch.finfo(torch.float64).tiny)
         mean = torch.where(summary.count > 0, divisor / safe, 0.0)
@@ -112,6 +114,7 @@ class Scalars:
             is_own = any(n in own for n in names)
             parts.append(torch.stack([env[n].double() for n in names]).sum() if is_own else zero)
 
+        # Squared norms lie where the gradients do, some of them on the host.
         if self.norms:
             parts.append(torch.stack([copy_to_device(n, device) for n in norms] or [zero]).sum())
         # `full` is a kernel; copying a number to an accelerator would make the host wait.

@@ -73,6 +73,8 @@ def place_block(
     mine = block_slices(spec.shape, spec.optimizer, mesh, here)
     block, extent = block_shape(spec.shape, spec.optimizer, mesh), _find_extent(mine)
 
+    # A tensor that is stored in the optimizer's layout is the optimizer's block. Any other, as ZeRO 1 has it,
+    # is whole, and the block is cut out of it.
     # None stands for all of a block: only padding makes it larger than what is valid.
     whole = all(s.stop == b for s, b in zip(extent, block, strict=True))
     sliced = None if whole else extent
@@ -258,7 +260,8 @@ class Updater:
         master = slots.get(MASTER)
         target = cut(stored, where.stored) if master is None else cut(master, where.valid)
 
-        # Collect all that the stretch reads or keeps: state, the gradient, numbers and earlier values.
+        # Collect all that the stretch reads or keeps: state, the gradient, numbers and earlier values. A
+        # gradient that an earlier stretch has kept is one of these.
         reads, known, state = leaf.compute.reads, self._to_compute_dtypes(leaf.path, made), {}
         for name in (*reads, *leaf.flow.keeps):
             if name == PARAM:
@@ -302,6 +305,7 @@ class Updater:
         Args:
             is_kept: whether later stretches read it, after the bucket's memory is used again.
         """
+        # Where no cast is needed this is the bucket's own memory, and is scaled there.
         own = cut(block, where.gradient)
         grad = pad_to(own.to(torch.promote_types(dtype, torch.float32), copy=is_kept), where.block)
         return grad if control.scale is None else grad.mul_(copy_to_device(control.scale, grad.device))

@@ -88,6 +88,7 @@ class AtomicDirectory:
     def end(self) -> None:
         """Release the lock, and remove the directory if it has not been committed."""
         if self._lock is not None:
+            # After a commit nothing has this name any more.
             shutil.rmtree(self.saving, ignore_errors=True)
             os.close(self._lock)
             self._lock = None

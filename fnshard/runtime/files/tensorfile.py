@@ -154,6 +154,7 @@ def _write_all(fd: int, data: memoryview) -> None:
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """Return a tensor's data as bytes, without a copy if it is contiguous and on the host."""
+    # A conjugate or negative view has a flag and the bytes of other numbers.
     flat = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
 
@@ -168,6 +169,7 @@ def open_regular(folder: str | Path, name: str, size: int | None = None) -> int:
         raise Corrupt(f"{name!r} is no name of a file in this directory")
     path = Path(folder) / name
     try:
+        # O_NONBLOCK: to open a pipe would wait for somebody who writes to it.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         if error.errno in PASSING:

@@ -110,6 +110,8 @@ def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
 
 def _read_box(fd: int, at: int, stride: Sequence[int], out: Tensor) -> None:
     """Fill a tensor whose dims' steps in the file are `stride`, the widest first."""
+    # A box without gaps is read where it belongs; one with small gaps is read with them, and copied. Any
+    # other is read index by index of its widest step.
     item = out.element_size()
     span = 1 + sum((size - 1) * step for size, step in zip(out.shape, stride, strict=True))
     gaps = (span - out.numel()) * item
@@ -159,6 +161,7 @@ def unpickle(stream: io.BufferedIOBase, known: Known, storage: Callable[[Any], A
         def find_class(self, module: str, name: str) -> Any:
             module = _PYTHON_2.get(module, module)
             found = _CONTAINERS.get(f"{module}.{name}") or known(module, name)
+            # A dtype is pickled as an attribute of torch.
             if found is None and module == "torch" and "." not in name:
                 dtype = getattr(torch, name, None)
                 found = dtype if isinstance(dtype, torch.dtype) else None
@@ -227,6 +230,7 @@ def _tensor(
     """Return a tensor as it lies in the file: the function that a pickle names for one."""
     item = storage.dtype.itemsize
     span = 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True)) if math.prod(size) else 0
+    # A planted stream may name memory before its storage, or behind it.
     if metadata or min([offset, *size, *stride]) < 0 or (offset + span) * item > storage.bytes:
         raise Corrupt("names a tensor that is not in it")
     return PlacedTensor(storage.path, storage.at + offset * item, storage.dtype, tuple(size), tuple(stride))
@@ -308,6 +312,7 @@ def read_torch_file(path: Path, start: int = 0, length: int | None = None) -> An
             raise Corrupt(f"ends at byte {size}, and {start + length} are needed")
         archive = zipfile.ZipFile(_Window(fd, start, length))
         entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
+        # An archive of TorchScript is a zip of the same form, with a file of constants besides.
         if "constants.pkl" in entries or "data.pkl" not in entries:
             raise Corrupt("is a zip archive, and not one of torch.save")
         if "byteorder" in entries and archive.read(entries["byteorder"]).decode() != sys.byteorder:

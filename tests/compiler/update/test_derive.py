@@ -97,7 +97,7 @@ def spread():
 
 
 def keyed():
-    """Noise by the element's place and a key, by integer arithmetic."""
+    """Make an optimizer with noise by the element's place and a key, by integer arithmetic."""
 
     def update(path, grad, slots, param, step):
         place = torch.arange(param.numel(), device=param.device).view(param.shape)
@@ -159,7 +159,7 @@ def muon(dtype=None):
 
 
 def shampoo(root="eigh"):
-    """Preconditioners of both sides, by eigenvectors, or a basis by QR."""
+    """Make an optimizer with preconditioners of both sides, by eigenvectors, or a basis by QR."""
 
     def init(path, param):
         if param.dim() < 2:
@@ -187,7 +187,7 @@ def shampoo(root="eigh"):
 
 
 def soap(every=2):
-    """Adam in a basis of one side, made anew every second step by a `torch.cond`."""
+    """Make Adam in a basis of one side, made anew every second step by a `torch.cond`."""
 
     def init(path, param):
         if param.dim() < 2:
@@ -215,7 +215,7 @@ def soap(every=2):
 
 
 def median():
-    """What needs the whole leaf in order, and no matrix."""
+    """Make an optimizer that needs the whole leaf in order, and no matrix."""
 
     def update(path, grad, slots, param, step):
         middle = grad.flatten().sort().values[grad.numel() // 2]
@@ -235,7 +235,7 @@ LOCAL = {
 
 # ------------------------------------------------------------------ ranks in lock step
 def cut(full, layout, mesh, at):
-    """A rank's block, whose padding is NaN (or the largest integer)."""
+    """Return a rank's block, whose padding is NaN (or the largest integer)."""
     bad = math.nan if full.is_floating_point() else torch.iinfo(full.dtype).max
     block = torch.full(block_shape(full.shape, layout, mesh), bad, dtype=full.dtype)
     for of_full, of_block in boxes(full.shape, layout, mesh, at):
@@ -249,7 +249,7 @@ def put(full, block, layout, mesh, at):
 
 
 class Ranks:
-    """All ranks of a mesh, each with its values by name."""
+    """The ranks of a mesh, each with its values by name."""
 
     def __init__(self, mesh, derived, layouts, numbers):
         self.mesh, self.derived, self.layouts, self.numbers = mesh, derived, layouts, numbers
@@ -268,7 +268,7 @@ class Ranks:
         return list(found.values())
 
     def run(self, inputs):
-        """From whole inputs to whole results."""
+        """Run all ranks from whole inputs to whole results."""
         env = [dict(self.numbers) for _ in self.places]
         for name, full in inputs.items():
             for rank, place in enumerate(self.places):
@@ -316,7 +316,7 @@ class Ranks:
 
 
 def check_order(derived):
-    """Nothing reads an input whose result is written."""
+    """Check that nothing reads an input whose result is written."""
     written = set()
     for step in derived.steps:
         assert not written & {*(step.reads if isinstance(step, Compute) else step.sends)}
@@ -329,7 +329,7 @@ def layouts_of(shape, layout, slots, mesh):
     return out | {f"slots.{n}": slot_layout(s, shape, layout, mesh) for n, (s, _) in slots.items()}
 
 
-def derived_for(optimizer, shape, layout, mesh, dtype=F64):
+def derive_for(optimizer, shape, layout, mesh, dtype=F64):
     slots = optimizer.init("w", torch.zeros(shape, dtype=dtype))
     described = {n: (tuple(v.shape), v.dtype) for n, v in slots.items()}
     traced = trace_update(optimizer, "w", shape, dtype, dtype, described)
@@ -338,9 +338,9 @@ def derived_for(optimizer, shape, layout, mesh, dtype=F64):
 
 
 def check(optimizer, shape, layout, mesh, steps=3, tolerance=1e-12):
-    """Three steps of all ranks against three of the whole leaf."""
+    """Compare three steps of all ranks with three of the whole leaf."""
     torch.manual_seed(0)
-    traced, layouts, derived = derived_for(optimizer, shape, layout, mesh)
+    traced, layouts, derived = derive_for(optimizer, shape, layout, mesh)
     params = {"w": torch.randn(shape, dtype=F64)}
     slots = init_slots(optimizer, params)
     mine = {"param": params["w"].clone(), **{f"slots.{n}": v.clone() for n, v in slots["w"].items()}}
@@ -416,7 +416,7 @@ def test_an_update_is_that_of_the_whole_leaf(name, leaf):
 
 # ------------------------------------------------------------------ what it costs
 def kinds(derived):
-    """What the steps are, in order."""
+    """Return the kinds of the steps, in order."""
     return [
         ("whole" if step.whole else "local") if isinstance(step, Compute)
         else step.how if isinstance(step, Reduce) else "back" if step.back else "stack"
@@ -427,16 +427,16 @@ def kinds(derived):
 @pytest.mark.parametrize("leaf", [leaf for leaf in LEAVES if leaf != "fused, uneven"])
 def test_an_elementwise_update_exchanges_nothing(leaf):
     shape, layout, mesh = LEAVES[leaf]
-    derived = derived_for(adamw(), shape, layout, mesh_of(**mesh))[2]
+    derived = derive_for(adamw(), shape, layout, mesh_of(**mesh))[2]
     assert kinds(derived) == ["local"] and derived.sent_bytes == 0 and not derived.values
 
 
 def test_reductions_of_one_depth_stand_together():
     mesh = mesh_of(**TWO)
-    derived = derived_for(lamb(), (10, 12), P("tensor", "shard"), mesh)[2]
+    derived = derive_for(lamb(), (10, 12), P("tensor", "shard"), mesh)[2]
     assert kinds(derived) == ["local", "sum", "local"]
     assert len(derived.steps[1].sends) == 2 and derived.steps[1].axes == ("tensor", "shard")
-    derived = derived_for(adafactor(), (10, 12), P("shard"), mesh_of(**ONE))[2]
+    derived = derive_for(adafactor(), (10, 12), P("shard"), mesh_of(**ONE))[2]
     assert kinds(derived) == ["local", "sum", "local", "sum", "local"]
     assert derived.sent_bytes == 2 * 3 / 4 * 8 * (12 + 3)  # columns, and three numbers
 
@@ -453,23 +453,23 @@ def test_reductions_of_one_depth_stand_together():
 @pytest.mark.parametrize("shape", [(16, 32), (32, 16)])
 def test_a_matrix_is_sent_once_and_comes_back_in_the_dtype_of_its_products(shape, layout):
     """Also the norm right before the products, which needs no sum of its own, and the transposes."""
-    derived = derived_for(muon(torch.bfloat16), shape, layout, mesh := mesh_of(**TWO), torch.float32)[2]
+    derived = derive_for(muon(torch.bfloat16), shape, layout, mesh := mesh_of(**TWO), torch.float32)[2]
     assert kinds(derived) == ["local", "stack", "whole", "back", "local"]
     there, back = derived.steps[1], derived.steps[3]
     assert there.dtypes == back.dtypes == (torch.bfloat16,) and there.layouts == back.layouts == (layout,)
     ranks = mesh.axes_size(mesh.ordered(layout.axes))
     assert derived.sent_bytes == pytest.approx(2 * 2 * 16 * 32 * (ranks - 1) / ranks**2)
-    assert derived.flops == pytest.approx(derived_for(muon(), shape, P(), mesh)[2].flops / ranks)
+    assert derived.flops == pytest.approx(derive_for(muon(), shape, P(), mesh)[2].flops / ranks)
 
 
 def test_matrices_that_are_whole_anyway_are_not_sent():
     for optimizer in (muon(), soap()):
-        derived = derived_for(optimizer, (8, 6, 4), P("shard"), mesh_of(**ONE))[2]
+        derived = derive_for(optimizer, (8, 6, 4), P("shard"), mesh_of(**ONE))[2]
         assert kinds(derived) == (["local"] if optimizer.name == "muon" else kinds(derived))
 
 
 def polar():
-    """The orthogonal factor of each matrix."""
+    """Make an optimizer that takes the orthogonal factor of each matrix."""
 
     def update(path, grad, slots, param, step):
         left, _, right = torch.linalg.svd(grad, full_matrices=False)
@@ -480,13 +480,13 @@ def polar():
 
 @pytest.mark.parametrize("make", [shampoo, lambda: shampoo("qr"), polar], ids=["eigh", "qr", "svd"])
 def test_matrices_of_a_stack_are_decomposed_where_they_lie(make):
-    """Where the stack is split in equal parts: padding may have no decomposition."""
+    """That holds if the stack is split in equal parts: padding may have no decomposition."""
     assert "stack" not in kinds(check(make(), (8, 3, 4), P("shard"), mesh_of(**ONE)))
     assert "stack" in kinds(check(make(), (3, 3, 4), P("shard"), mesh_of(**ONE)))
 
 
 def test_only_what_products_read_is_sent():
-    derived = derived_for(soap(), (16, 32), P("shard"), mesh_of(**ONE))[2]
+    derived = derive_for(soap(), (16, 32), P("shard"), mesh_of(**ONE))[2]
     there = next(step for step in derived.steps if isinstance(step, Stack))
     assert sorted(there.sends) == ["grad", "slots.basis", "slots.left", "slots.mu", "slots.nu"]
 

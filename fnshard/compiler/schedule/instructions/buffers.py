@@ -67,6 +67,7 @@ class AggregateBuffers(OfBucket):
         pairs, rows = list(zip(self.reads, self.rules, strict=True)), self.rows
 
         def run(env: Env) -> None:
+            # Values overwrite all but gaps, which nobody reads, and the last number, which is the rows.
             flat = comm.send_buffer(numel, bucket.dtype, axes).fill_(rows)
             parts = packer.blocks(flat[: bucket.numel]).values()
             for part, (name, rule) in zip(parts, pairs, strict=True):

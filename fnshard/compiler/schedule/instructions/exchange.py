@@ -111,6 +111,7 @@ class Exchange(Instruction):
         def run(env: Env) -> None:
             value: Tensor = env[source]
             flat = comm.send_buffer(numel, dtype, axes, rows=rows)
+            # A value that is split is packed so that each receiver's part lies together.
             if rows > 1:
                 flat.view(rows, *shape).copy_(value.unflatten(dim, (rows, -1)).movedim(dim, 0))
             else:

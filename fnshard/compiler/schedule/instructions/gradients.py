@@ -140,6 +140,8 @@ class ReduceScatter(OfBucket):
         if not self.in_place(context.schedule):
             return lambda grads: None
         if pair is not None:
+            # The sum may be written over the peer's row if it dies before the next collective, which uses
+            # that memory again.
             at_once = self.is_updated_at_once(context.schedule)
 
             def issue(full: Mapping[str, Tensor]) -> Any:
@@ -272,6 +274,7 @@ class Accumulate(OfBucket):
                 copy = value.flat is None  # a gradient that was not sent may be another value's tensor too
                 env[out] = Reduced({p: b.to(specs[p].sum_dtype, copy=copy) for p, b in value.blocks.items()})
                 return
+            # The memory of the sum so far becomes that of the new one.
             total: Reduced = env.pop(before[0])
             for path, block in value.blocks.items():
                 total.blocks[path].add_(block)

@@ -133,6 +133,7 @@ class Free(Instruction):
                     transfers.give(value)
 
         def run(env: Env) -> None:
+            # Lines of the worker that come before this one may still have to read the rest.
             drop(env, others)
             if read_on_host:
                 later(lambda: drop(env, read_on_host))

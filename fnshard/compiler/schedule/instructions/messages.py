@@ -126,6 +126,7 @@ class Recv(Message):
         def take(env: Env, tensors: Sequence[Tensor]) -> None:
             for name, like, value in zip(names, likes, tensors, strict=True):
                 env[name] = value
+                # A message is dense. A kernel reads any other strides than those it was compiled for wrongly.
                 if value.stride() != like.stride and value.numel() > 1:
                     strided = torch.empty_strided(
                         like.shape, like.stride, dtype=like.dtype, device=value.device

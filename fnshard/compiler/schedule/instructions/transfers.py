@@ -31,7 +31,8 @@ def _bind_wait(wait: Wait, context: Context) -> Action:
     """
     (flight,), writes, worker = wait.reads, wait.writes, context.worker
     read_there = any(n.is_copy(Kind.HOST, Kind.REDUCED) for n in writes)
-    # The worker issued the transfer of updated shards, and the end of the step waits for the worker.
+    # The worker issues the copies of updated shards, and the end of the step waits for it and for them. Here
+    # it only drops their handle, behind the issue.
     if worker is not None and wait.on_host(context.schedule):
         return lambda env: worker.submit(lambda: env.pop(flight))
     state = {n for n in writes if n.is_state}
@@ -85,6 +86,8 @@ class ToDevice(OfBucket):
 
         def run(env: Env) -> None:
             stored = [updater.stored_part(n.path, env[n]) for n in into]
+            # The copy overwrites shards that kernels launched so far may still read; it need not wait for
+            # later ones.
             read_last = transfers.mark()
 
             def call() -> None:

@@ -35,6 +35,7 @@ def reshard(schedule: Schedule) -> Schedule:
         if isinstance(line, Gather | Cast):
             names = line.writes if isinstance(line, Cast) else results[line.writes[0]]
             earlier = latest.get(line.bucket)
+            # Drop the gather: those who read its leaves read the earlier ones, which live on.
             if earlier is not None and _lives_on(schedule, line, earlier, runs):
                 renamed |= dict(zip(names, earlier[2], strict=True))
                 last = max(last_run.get(names[0], runs), *(last_run.get(n, 0) for n in names))
@@ -90,7 +91,11 @@ def prefetch(schedule: Schedule, forward: int, backward: int) -> Schedule:
     out: list[Instruction] = []
     for line in schedule.instructions:
         depth = forward if line.phase.startswith("forward") else backward
-        moving = _may_move_up(line, sent)
+        # A gather moves, and so do the load of new copies of what it sends and the Wait between the two.
+        if isinstance(line, Wait):
+            moving = line.is_for(ToDevice) and bool(sent.intersection(line.writes))
+        else:
+            moving = isinstance(line, Gather) or (isinstance(line, ToDevice) and not line.into)
         if moving and depth:
             extra = isinstance(line, ToDevice) and any(n.kind is Kind.STORED for n in line.reads)
             each = None if of_one_micro_batch(line.reads) else ends
@@ -99,13 +104,6 @@ def prefetch(schedule: Schedule, forward: int, backward: int) -> Schedule:
             out.append(line)
     planned = 1 + max(forward, backward)
     return replace(schedule.with_instructions(out), planned=planned)
-
-
-def _may_move_up(line: Instruction, sent: set[str]) -> bool:
-    """Return whether a line may move up: a gather, a load of new copies, or the Wait between the two."""
-    if isinstance(line, Wait):
-        return line.is_for(ToDevice) and bool(sent.intersection(line.writes))
-    return isinstance(line, Gather) or (isinstance(line, ToDevice) and not line.into)
 
 
 def _find_place(
@@ -164,6 +162,7 @@ def regather(schedule: Schedule) -> Schedule:
         and line.phase.startswith("forward")
         and may_travel_again(line.kind, line.axes, schedule.mesh.data_axes)
     ]
+    # Results that are small beside the largest are kept; permuted blocks travel again whatever their size.
     largest = max((line.sent_bytes for line in forward if not line.of_kind.permutes), default=0)
     sent = {
         line.writes[0]: line
@@ -175,6 +174,8 @@ def regather(schedule: Schedule) -> Schedule:
         for line in lines
         if isinstance(line, Wait) and line.is_for(Exchange) and line.reads[0] in sent
     }
+    # Before the first kernel of the backward that reads a result, issue its exchange again under another
+    # name.
     again: dict[ValueName, ValueName] = {}
     out: list[Instruction] = []
     for line in lines:

@@ -181,6 +181,7 @@ def _offload_activations(schedule: Schedule, segments: frozenset[int]) -> Schedu
     """Send what offloaded segments keep to the host after its last reader of the forward, and load it again
     before the backward.
     """
+    # Who reads each value, and who makes it.
     lines = list(schedule.instructions)
     known = _describe_values(lines, schedule)
     readers: dict[ValueName, list[int]] = {}
@@ -188,6 +189,9 @@ def _offload_activations(schedule: Schedule, segments: frozenset[int]) -> Schedu
         for name in line.reads:
             readers.setdefault(name, []).append(index)
     made = {n: i for i, line in enumerate(lines) for n in line.writes}
+    # By line, what is sent to the host behind it, and what is loaded before it. A value stays if nothing of
+    # the backward reads it, if something else reads it after that has begun, or if it has gaps, which a copy
+    # closes.
     after: dict[int, list[ValueName]] = {}
     needed: dict[int, list[ValueName]] = {}
     for name, argument in known.items():
@@ -196,6 +200,7 @@ def _offload_activations(schedule: Schedule, segments: frozenset[int]) -> Schedu
         last = max([made[name], *others])
         if not backward or last > backward[0] or not _is_dense(argument):
             continue
+        # With fewer kernels between, the value would come back as soon as it is gone.
         between = sum(isinstance(line, Run) for line in lines[last + 1 : backward[0]])
         if between < 2 or not all(lines[i].segment in segments for i in backward):
             continue

@@ -78,6 +78,7 @@ def insert_frees(schedule: Schedule) -> Schedule:
     read_until_waited = {
         line.writes[0]: line.reads for line in schedule.instructions if line.reads_until_waited
     }
+    # Find the last line that needs each value, and which values die at each line.
     keep = set(schedule.inputs) | set(schedule.outputs)
     last: dict[ValueName, int] = {}
     for index, line in enumerate(schedule.instructions):

@@ -59,12 +59,14 @@ def overlap_updates(schedule: Schedule, depth: int) -> Schedule:
     waiting: dict[Wait, int] = {}
     out: list[Instruction] = []
     for number, line in enumerate(lines):
+        # First the Waits whose time has come, or that this line needs.
         due = [w for w, left in waiting.items() if not left or _depends(line, w)]
         out += due
         waiting = {
             w: left - (isinstance(line, Run) and line in ends) for w, left in waiting.items() if w not in due
         }
         if _can_overlap(line, schedule):
+            # The line becomes an issue of the same fields, with a Wait for what it writes.
             same = {f.name: getattr(line, f.name) for f in fields(line)}
             flight = ValueName(Kind.FLIGHT, f"update {line.bucket}")
             issue, wait = with_wait(OverlappedUpdate(**same | {"writes": (flight,)}), *line.writes)
@@ -172,6 +174,7 @@ class _Queue:
 
     def feed(self, line: Instruction) -> None:
         """Write a line, delay it, or put it into the group of a Wait that it must stay behind."""
+        # A kernel never moves: the Waits that it needs are written out before it.
         while isinstance(line, Run) and self.find_group(line) is not None:
             self.release()
         is_ordered = self.is_ordered(line)
