@@ -18,9 +18,13 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from torch import nn
+from yaml import YAMLError
 
 from experiments.data.model_files import read_model_config
 from experiments.lib.checks import ConfigError, configuration
@@ -47,6 +51,8 @@ class ConvertConfig:
     is torch where TO ends like a torch file, else dcp for a checkpoint of fnshard, and fnshard for any other.
     `model` is a model directory with a config.json, whose module says what leaves are called; null keeps
     their names. `layout` is that of a DCP folder which is written: fsdp, accelerate or torchtitan.
+    `optimizer` are the arguments of torch.optim.AdamW, such as '{lr: 3e-3}', that such a folder gets beside
+    the moments: FSDP2 loads none without.
     """
 
     source: str
@@ -54,6 +60,7 @@ class ConvertConfig:
     to: str | None = None
     model: str | None = None
     layout: str = "fsdp"
+    optimizer: dict[str, Any] | None = None
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -82,7 +89,16 @@ def parse(arguments: Sequence[str]) -> ConvertConfig:
                 f"{len(paths)} paths are given:", paths, "python -m experiments.convert FROM TO [KEY=VALUE]."
             )
         )
-    config = build({"source": paths[0], "target": paths[1], **settings}, ConvertConfig)
+    values: dict[str, Any] = {"source": paths[0], "target": paths[1], **settings}
+    if "optimizer" in settings:
+        try:
+            values["optimizer"] = OmegaConf.to_container(OmegaConf.create(settings["optimizer"]))
+        except (OmegaConfBaseException, YAMLError, AssertionError):  # the last for a number
+            given = settings["optimizer"]
+            raise ConfigError(
+                f"optimizer={given}: expected arguments of AdamW. Fix: optimizer='{{lr: 3e-3}}'."
+            ) from None
+    config = build(values, ConvertConfig)
     wrong = [] if config.to in (None, *WRITTEN) else [f"to={config.to}: one of {', '.join(WRITTEN)}"]
     if config.layout not in LAYOUTS:
         wrong.append(f"layout={config.layout}: one of {', '.join(LAYOUTS)}")
@@ -118,7 +134,9 @@ def convert(config: ConvertConfig) -> None:
             if dropped:
                 saved = replace(saved, slots={})
             target.parent.mkdir(parents=True, exist_ok=True)
-            FORMATS[to].write(target, saved, model=model, config=folder, layout=config.layout)
+            FORMATS[to].write(
+                target, saved, model=model, config=folder, layout=config.layout, optimizer=config.optimizer
+            )
         except Corrupt as error:
             raise CheckpointError(f"cannot convert {str(source)!r}: it {error}.") from error
 
@@ -126,6 +144,8 @@ def convert(config: ConvertConfig) -> None:
     size = sum(torch.Size(t.shape).numel() * t.dtype.itemsize for t in tensors) / 1e9
     state = f"optimizer state of step {saved.step}, " if saved.slots else ""
     state = "optimizer state is left out, " if dropped else state
+    if saved.slots and to == "dcp" and config.optimizer is None:
+        state += "no group of AdamW (optimizer='{lr: 3e-3}' writes one, without which FSDP2 loads none), "
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     print(
         f"{FORMATS[known].title} {source} -> {FORMATS[to].title} {target}: {len(saved.params)} parameters, "

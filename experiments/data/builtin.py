@@ -30,6 +30,7 @@ HELD_OUT_PERCENT = 10
 SIDES = (False, True)  # whether a side is held out
 MOST = {False: 2000, True: 200}  # functions of each side
 LONGEST = 240  # bytes of prompt and response
+LONGEST_TWIN = 60  # characters of a signature
 MOST_TEXTS = {False: 8_000, True: 400}  # functions of each side as plain text
 SHORTEST = 12  # characters of a response, since "Run." teaches nothing
 IMAGES, IMAGES_HELD_OUT = 1200, 64
@@ -115,13 +116,29 @@ def write_word_files(folder: str | Path) -> tuple[Path, Path]:
 
 
 def write_twin_files(folder: str | Path) -> tuple[Path, Path]:
-    """Write `train_twins.jsonl` and `held_out_twins.jsonl`: summaries, each with its function's signature."""
-    sides = (
-        [{"query": f.summary, "positive": f.prompt.split("\n")[0]} for f in _functions(side)]
-        for side in SIDES
-    )
+    """Write `train_twins.jsonl` and `held_out_twins.jsonl`: the words of functions' names, as one searches
+    for them, each with its function's signature."""
+    sides: list[dict[str, str]] = []  # `{words: signature}`
+    for side in SIDES:
+        signatures = [f.prompt.split("\n")[0] for f in _functions(side)]
+        searched = {" ".join(_words_of_name(each)): each for each in signatures if len(each) <= LONGEST_TWIN}
+        sides.append({words: each for words, each in searched.items() if " " in words})
+    train, held_out = sides
+    held_out = {words: each for words, each in held_out.items() if words not in train}
+    lines = [
+        [{"query": words, "positive": each} for words, each in side.items()] for side in (train, held_out)
+    ]
     names = ("train_twins.jsonl", "held_out_twins.jsonl")
-    return tuple(write_lines(Path(folder, name), lines) for name, lines in zip(names, sides, strict=True))
+    return tuple(write_lines(Path(folder, name), lines) for name, lines in zip(names, lines, strict=True))
+
+
+def _words_of_name(signature: str) -> list[str]:
+    """Return the words of a function's name.
+
+    >>> _words_of_name("def get_default_path(self):")
+    ['get', 'default', 'path']
+    """
+    return signature.removeprefix("def ").partition("(")[0].strip("_").split("_")
 
 
 def write_text_files(folder: Path) -> tuple[Path, Path]:

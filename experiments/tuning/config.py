@@ -117,7 +117,7 @@ OBJECTIVE_KINDS = {
     "classify": ObjectiveKind(
         "labels", score=True, targets="classes", exported="ForSequenceClassification", rates="heads"
     ),
-    "embed": ObjectiveKind("twins", targets="ends", exported="Model", rates="heads"),
+    "embed": ObjectiveKind("twins", targets="ends", exported="Model"),
 }
 
 

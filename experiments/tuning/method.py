@@ -265,6 +265,8 @@ DEFAULT_RATES: Mapping[tuple[str, str], Sequence[tuple[float, float]]] = {
     ("pairs", "adapters"): ((TINY, 5e-4), (math.inf, 5e-6)),
     ("heads", "full"): ((TINY, 1e-3), (math.inf, 1e-5)),
     ("heads", "adapters"): ((TINY, 5e-3), (math.inf, 1e-4)),
+    ("twins", "full"): ((TINY, 5e-4), (math.inf, 1e-5)),
+    ("twins", "adapters"): ((TINY, 2e-3), (math.inf, 1e-4)),  # 5e-3 leaves all texts at one point
 }
 
 

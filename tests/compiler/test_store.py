@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from test_weight_grads import conv_block, expert_block, transformer
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from toys import WIDTH, chain, lower, rows, run_chain
 
 import fnshard as fs
@@ -166,6 +167,17 @@ def test_a_kernel_from_its_file_is_the_one_that_was_made(name: str, policy: str,
         assert described(read) == described(fresh)
         for ours, theirs in zip(run(read), run(fresh), strict=True):
             assert torch.equal(ours.nan_to_num(), theirs.nan_to_num()) and ours.stride() == theirs.stride()
+
+
+def test_values_without_data_keep_all_that_describes_them() -> None:
+    mode = FakeTensorMode()
+    with mode:
+        whole = torch.empty(4, 6, dtype=torch.bfloat16)
+        values = [whole, whole[1:, 2:5], whole[0].expand(3, 6), torch.empty(3, requires_grad=True),
+                  torch.empty(0, 2), torch.tensor(1), torch.empty_strided((2, 3), (1, 2))]  # fmt: skip
+    read = [store._decode(store._encode(value, {}), [], mode) for value in values]
+    assert [_memory_of(value) for value in read] == [_memory_of(value) for value in values]
+    assert all(value.fake_mode is mode for value in read)
 
 
 def test_inductor_finds_what_it_compiled_of_the_fresh_kernel(tmp_path: Path) -> None:

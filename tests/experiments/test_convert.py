@@ -19,7 +19,7 @@ from experiments.lib.checks import ConfigError
 from fnshard.checkpoint.foreign.boxes import Pieces
 from fnshard.checkpoint.foreign.dcp import read_dcp
 from fnshard.checkpoint.foreign.formats import FORMATS, recognise_format
-from fnshard.errors import CheckpointError, StateError
+from fnshard.errors import CheckpointError, OptimizerError, StateError
 
 STEP = 7
 
@@ -96,6 +96,31 @@ def test_the_format_follows_from_the_two(tmp_path: Path) -> None:
     assert torch.load(tmp_path / "again.pt", weights_only=True).keys() == params().keys()
     run(tmp_path / "here", tmp_path / "titan", "layout=torchtitan")
     assert read_dcp(tmp_path / "titan").params.keys() == params().keys()
+
+
+def test_a_dcp_folder_gets_the_group_that_its_readers_ask_for(tmp_path: Path, capsys: Any) -> None:
+    """FSDP2's optimizer asks for rates, too, and `dcp.load` fails where one is not there."""
+    write_zero(tmp_path / "zero", 1, 2, [params()], moments(), STEP)
+    run(tmp_path / "zero", tmp_path / "without", "to=dcp")
+    assert "no group of AdamW (optimizer='{lr: 3e-3}' writes one" in capsys.readouterr().out
+    run(tmp_path / "zero", tmp_path / "with", "to=dcp", "optimizer={lr: 3e-3, betas: [0.9, 0.95]}")
+    assert "group" not in capsys.readouterr().out
+    (group,) = torch.optim.AdamW([torch.zeros(1)]).param_groups
+    asked = {"optim": {"param_groups": [{k: v for k, v in group.items() if k != "params"}]}}
+    with pytest.raises(dcp.api.CheckpointException, match=r"Missing key .*param_groups"):
+        dcp.load(asked, checkpoint_id=tmp_path / "without", no_dist=True)
+    dcp.load(asked, checkpoint_id=tmp_path / "with", no_dist=True)
+    (found,) = asked["optim"]["param_groups"]
+    assert found["lr"] == 3e-3 and list(found["betas"]) == [0.9, 0.95]
+    check(open_any(tmp_path / "with", "dcp"))
+
+
+@pytest.mark.parametrize("given", ["{lr: ", "3", "{rate: 3e-3}", "[1]"])
+def test_what_is_no_argument_of_adamw_is_refused(tmp_path: Path, given: str) -> None:
+    write_zero(tmp_path / "zero", 1, 2, [params()], moments(), STEP)
+    with pytest.raises((ConfigError, OptimizerError), match="optimizer"):
+        run(tmp_path / "zero", tmp_path / "out", "to=dcp", f"optimizer={given}")
+    assert not (tmp_path / "out").exists()
 
 
 def test_torch_reads_the_file_that_is_written(tmp_path: Path) -> None:

@@ -442,3 +442,16 @@ def test_built_in_answers_are_right_and_wrong(tmp_path):
         assert set(rewards.solved(prompts, [r["chosen"] for r in records], rows)) == {1.0}
         assert set(rewards.solved(prompts, [r["rejected"] for r in records], rows)) == {0.0}
         assert len({p.split(" ")[0] for p in prompts}) == 4 and all(r["rejected"] for r in records)
+
+
+def test_built_in_twins_share_the_words_of_a_name(tmp_path):
+    sides = [
+        [json.loads(line) for line in file.read_text().splitlines()]
+        for file in builtin.write_twin_files(tmp_path)
+    ]
+    assert len(sides[0]) > 500 and len(sides[1]) > 50
+    for twin in [*sides[0], *sides[1]]:
+        name = "_".join(twin["query"].split(" "))
+        assert "_" in name and name in twin["positive"] and len(twin["positive"]) <= builtin.LONGEST_TWIN
+    queries = [twin["query"] for side in sides for twin in side]
+    assert len(set(queries)) == len(queries)  # none twice, and none on both sides

@@ -19,7 +19,14 @@ from torch._subclasses import FakeTensorMode
 from fnshard.checkpoint.blocks import ChunkRead, fill_chunk, open_and_check
 from fnshard.checkpoint.foreign.boxes import Piece, Pieces
 from fnshard.checkpoint.foreign.dcp import find_dcp, read_dcp
-from fnshard.checkpoint.foreign.dcp_writing import LAYOUTS, TORCH_SLOTS, Item, write_items, write_metadata
+from fnshard.checkpoint.foreign.dcp_writing import (
+    LAYOUTS,
+    TORCH_SLOTS,
+    Item,
+    group_items,
+    write_items,
+    write_metadata,
+)
 from fnshard.checkpoint.foreign.deepspeed import find_deepspeed, read_deepspeed
 from fnshard.checkpoint.foreign.dialects import SavedState
 from fnshard.checkpoint.foreign.placing import Source, match_state
@@ -127,14 +134,14 @@ def read_hugging_face(path: Path, files: ExitStack) -> SavedState:
 
 
 def has_safetensors(path: Path) -> bool:
-    """Whether it is a Hugging Face folder with safetensors, or a safetensors file."""
+    """Return whether a path is a Hugging Face folder with safetensors, or a safetensors file."""
     if path.is_file():
         return path.suffix == ".safetensors"
     return (path / SINGLE).is_file() or (path / INDEX).is_file()
 
 
 def has_manifest(path: Path) -> bool:
-    """Whether it is a checkpoint here, or a folder of some."""
+    """Return whether a path is a checkpoint of fnshard's, or a folder of some."""
     return path.is_dir() and any(map(Path.is_file, [path / NAME, *path.glob(f"*/{NAME}")]))
 
 
@@ -205,9 +212,14 @@ def write_fnshard(path: Path, saved: SavedState, **options: Any) -> None:
         ).write(folder)  # fmt: skip
 
 
-def write_dcp(path: Path, saved: SavedState, *, layout: str = "fsdp", **options: Any) -> None:
-    """Write a folder of `torch.distributed.checkpoint`."""
-    param_path, slot_path, _ = LAYOUTS[layout]
+def write_dcp(
+    path: Path, saved: SavedState, *, layout: str = "fsdp", optimizer: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> None:  # fmt: skip
+    """Write a folder of `torch.distributed.checkpoint`, with the group that `optimizer`, the arguments of
+    AdamW, makes of the parameters that have moments."""
+    param_path, slot_path, group_path = LAYOUTS[layout]
+    groups = [] if optimizer is None else group_items(group_path, list(saved.slots), optimizer)
 
     def items() -> Iterator[Item]:
         for name, t in saved.params.items():
@@ -217,6 +229,7 @@ def write_dcp(path: Path, saved: SavedState, *, layout: str = "fsdp", **options:
                 yield item(slot_path(name, TORCH_SLOTS.get(slot, slot)), t)
             step = torch.tensor(float(saved.step))
             yield Item(slot_path(name, "step"), (), step.dtype, [(((), ()), lambda step=step: step)])
+        yield from groups
 
     def item(where: tuple[Any, ...], t: FileTensor) -> Item:
         return Item(where, t.shape, t.dtype, [(((0,) * len(t.shape), t.shape), lambda: t.data[...])])
