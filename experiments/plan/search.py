@@ -425,24 +425,20 @@ class Planner:
         return price(plan, lowered.memory_analysis(stage=fullest), lowered.timeline(self.hardware))
 
     def _price_pipeline(self, plan: DecoderPlan) -> Candidate:
-        """Return a plan with a pipeline with its bytes and time. They are extrapolated along stages, then
-        along groups of micro-batches, then along layers of a chunk. The fullest stage is one of the first two
-        or of the last two."""
+        """Return a plan with a pipeline with its bytes and time. They are extrapolated along groups of
+        micro-batches, then along stages, then along layers of a chunk. The fullest stage is one of the first
+        two or of the last two."""
         counts = self.layers_by_chunk(plan)
         most, groups = max(counts[1:-1] or counts), self.count_micro_batches(plan) // plan.pipeline
         least = max(plan.reach, most - min(counts))
         by_depth = {}
         for depth in (least, least + 1) if most > least + 1 else (most,):
             fewer = [max(count - most + depth, 0) for count in (counts[0], most, counts[-1])]
-            by_group = {}
-            for group in GROUPS if groups > GROUPS[-1] else (groups,):
-                by_stages = {}
-                for stages in STAGES if plan.pipeline > STAGES[-1] else (plan.pipeline,):
-                    ends = [fewer[1]] * (stages * plan.chunks - 2)
-                    layers = (fewer[0], *ends, fewer[2])
-                    by_stages[stages] = self.measure_stages(plan, layers, stages, group * stages)
-                by_group[group] = _extrapolate(by_stages, plan.pipeline)
-            by_depth[depth] = _extrapolate(by_group, groups)
+            by_stages = {}
+            for stages in STAGES if plan.pipeline > STAGES[-1] else (plan.pipeline,):
+                layers = (fewer[0], *[fewer[1]] * (stages * plan.chunks - 2), fewer[2])
+                by_stages[stages] = self.measure_stages(plan, layers, stages, groups)
+            by_depth[depth] = _extrapolate(by_stages, plan.pipeline)
         found = _extrapolate(by_depth, most)
         peak = max(value for name, value in found.items() if isinstance(name, int))
         return _candidate_of(plan, peak, found)
@@ -487,19 +483,31 @@ class Planner:
         return moments | _values_of(found) | {"peak": found.peak_bytes}
 
     def measure_stages(
-        self, plan: DecoderPlan, layers: Sequence[int], stages: int, micro: int
+        self, plan: DecoderPlan, layers: Sequence[int], stages: int, groups: int
     ) -> dict[Any, float]:
         """Return the price of a step of fewer stages, and the peaks of the first two stages (0, 1) and of the
         last two (-2, -1).
 
+        Time is extrapolated along groups of micro-batches. Groups repeat one another, so that the ledger of
+        few says how full stages are.
+
         Args:
             layers: the number of layers of each chunk.
+            groups: the number of groups of the step.
         """
-        lowered = self.lower(replace(plan, pipeline=stages), sum(layers), micro, layers)
-        found = price(plan, lowered.memory_analysis(), lowered.timeline(self.hardware))
-        peaks = [lowered.memory_analysis(stage=stage).peak_bytes for stage in range(stages)]
-        ends = {0: peaks[0], 1: peaks[1], -2: peaks[-2], -1: peaks[-1]}
-        return {stage: float(peak) for stage, peak in ends.items()} | _values_of(found)
+        some, alike = replace(plan, pipeline=stages), sum(layers)
+        few, *more = GROUPS if groups > GROUPS[-1] else (groups,)
+        fewer = self.lower(some, alike, few * stages, layers)
+        lowered = {few: fewer}
+        for group in more:
+            lowered[group] = replace(self.lower(some, alike, group * stages, layers), fewer=fewer)
+        memory = fewer.memory_analysis()
+        by_group = {
+            group: _values_of(price(plan, memory, each.timeline(self.hardware)))
+            for group, each in lowered.items()
+        }
+        peaks = {stage: fewer.memory_analysis(stage=stage % stages).peak_bytes for stage in (0, 1, -2, -1)}
+        return {stage: float(peak) for stage, peak in peaks.items()} | _extrapolate(by_group, groups)
 
     def make_mesh(self, plan: DecoderPlan) -> fs.Mesh:
         """Make the plan's mesh, without axes of one rank. The axes that exchange most come last, since these
