@@ -1,6 +1,6 @@
 """An environment for `experiments.finetune`: a wrong answer is sent back once.
 
-    python -m experiments.finetune objective=grpo data.context=64 data.tokens=2048 \\
+    python -m experiments.finetune objective=grpo objective.updates=4 data.context=64 data.tokens=2048 \\
         objective.environment._target_=experiments.examples.second_try.rollout
 
 The prompts are the built-in problems, or records of your own with a prompt and a response.
@@ -23,8 +23,9 @@ def rollout(prompt: Mapping[str, Any], ask: Ask) -> tuple[list[Message], float]:
         ask: the model.
 
     Returns:
-        What was said, and the reward: 1 for a right answer, 0.7 for one at the second try, and otherwise up
-        to 0.3 by the characters that are in place.
+        What was said, and the reward: 1 for a right answer, 0.5 for one at the second try, and else 0. There
+        is nothing for answers that are nearly right: within a group of wrong ones that would weigh as much as
+        the difference between right and wrong does elsewhere.
     """
     right = prompt["response"].strip()
     messages = [*prompt["messages"]]
@@ -33,8 +34,4 @@ def rollout(prompt: Mapping[str, Any], ask: Ask) -> tuple[list[Message], float]:
         return messages, 1.0
     messages.append({"role": "user", "content": "wrong"})
     messages.append(ask(messages))
-    answer = messages[-1]["content"].strip()
-    if answer == right:
-        return messages, 0.7
-    in_place = sum(mine == theirs for mine, theirs in zip(answer, right, strict=False))
-    return messages, 0.3 * in_place / max(len(answer), len(right))
+    return messages, 0.5 * (messages[-1]["content"].strip() == right)
