@@ -1,6 +1,7 @@
 """An environment for `experiments.finetune`: a wrong answer is sent back once.
 
-    python -m experiments.finetune objective=grpo objective.updates=4 data.rows=8 data.context=64 data.tokens=2048 \\
+    python -m experiments.finetune objective=grpo objective.updates=4 data.rows=8 \\
+        data.context=64 data.tokens=2048 \\
         objective.environment._target_=experiments.examples.second_try.rollout
 
 The prompts are the built-in problems, or records of your own with a prompt and a response.
