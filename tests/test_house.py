@@ -132,7 +132,7 @@ PRIVATE = {
     "fnshard.compiler.kernels.weight_grads": {
         "torch._functorch"
     },  # which ops its partitioner holds for cheap
-    "fnshard.compiler.kernels.inductor": {"torch._guards", "torch._inductor"},
+    "fnshard.compiler.kernels.inductor": {"torch._dynamo", "torch._guards", "torch._inductor"},
     "fnshard.runtime.executor.compiled_update": {
         "torch._inductor",  # its decompositions
         "torch._subclasses",

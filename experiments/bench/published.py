@@ -16,18 +16,24 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 import fnshard as fs
 from experiments.bench.config import BenchConfig
 from experiments.bench.measure import Result, rank_correlation, say
 from experiments.lib.decoder import Decoder, DecoderConfig, loss_function
+from experiments.plan.unroll import lower_from, trace_few_layers
 from fnshard.analysis.calibrate import Observation, fit_constants, vary
 from fnshard.analysis.hardware import Hardware
+from fnshard.compiler.lower import Front
+from fnshard.step.step import Step
 
 ROWS = Path(__file__).with_name("published_rows.csv")
 MOST_MICRO_BATCHES = 4  # in a step that is lowered, since further ones only repeat them
+SAID = 30  # so many traces are between two lines that say how many rows are priced
 SIZES = ("width", "layers", "heads", "kv_heads", "mlp", "vocab", "context")
 AXES = ("pipeline", "replicate", "shard", "tensor", "context")
 GENERATION = {"h200": "h100"}  # a chip that shares constants with another
@@ -121,8 +127,45 @@ class Comparison:
 
 def compare(row: PublishedRow) -> Comparison:
     """Lower a row's step and price it."""
-    # How long stages of a pipeline wait for one another depends on how many micro-batches there are.
-    micro = row.micro_batches if "pipeline" in row.axes else min(row.micro_batches, MOST_MICRO_BATCHES)
+    return compare_alike([row])[0]
+
+
+def find_alike(rows: Sequence[PublishedRow]) -> list[list[PublishedRow]]:
+    """Divide rows into those that one trace serves: it depends on neither data axes nor recomputation."""
+    found: dict[Any, list[PublishedRow]] = {}
+    for row in rows:
+        split = row.axes.get("tensor"), row.axes.get("context")
+        key = row.model, row.rows, row.compute_dtype, row.reduce_dtype, split
+        found.setdefault(key, []).append(row)
+    return list(found.values())
+
+
+def compare_alike(rows: Sequence[PublishedRow]) -> list[Comparison]:
+    """Lower the steps of rows that one trace serves, see `find_alike`, and price them."""
+    first, kernels = rows[0], {}
+    alone = replace(first, axes={n: s for n, s in first.axes.items() if n != "pipeline"}, chunks=1)
+
+    def trace(layers: int) -> Front:
+        step, _, batch = make_step(replace(alone, model=replace(alone.model, layers=layers)), 1)
+        return step.front(*batch)
+
+    front = trace_few_layers(trace, first.model.layers) or trace(first.model.layers)
+    found = []
+    for row in rows:
+        # How long stages of a pipeline wait for one another depends on how many micro-batches there are.
+        micro = row.micro_batches if "pipeline" in row.axes else min(row.micro_batches, MOST_MICRO_BATCHES)
+        step, _, batch = make_step(row, micro)
+        lowered = lower_from(front, step, batch, step.options, kernels)
+        ways = vary(Hardware.named(row.hardware), CONSTANTS)
+        seconds = {name: lowered.timeline(each).step_seconds for name, each in ways.items()}
+        parts = math.prod(row.axes.get(n, 1) for n in ("pipeline", "tensor", "context"))
+        tokens = batch[0].numel() / parts
+        found.append(Comparison(row, Observation(seconds, tokens / row.rate), tokens))
+    return found
+
+
+def make_step(row: PublishedRow, micro: int) -> tuple[Step, Any, tuple[Tensor, Tensor]]:
+    """Make the step of a row with so many micro-batches; return it, the parameters and a rank's batch."""
     mesh = fs.make_mesh(**row.axes, device="cpu", abstract=True)
     with torch.device("meta"):
         tokens = torch.empty(row.rows * micro, row.model.context, dtype=torch.int64)
@@ -136,11 +179,8 @@ def compare(row: PublishedRow) -> Comparison:
         loss, specs, mesh=mesh, optimizer=fs.optim.adamw(1e-4), accumulate=micro, prefetch=1, overlap=1,
         **RECOMPUTE[row.recompute],
     )  # fmt: skip
-    lowered = step.lower(params, tokens, tokens)
-    count = tokens.numel() / math.prod(row.axes.get(n, 1) for n in ("pipeline", "tensor", "context"))
-    ways = vary(Hardware.named(row.hardware), CONSTANTS)
-    seconds = {name: lowered.timeline(each).step_seconds for name, each in ways.items()}
-    return Comparison(row, Observation(seconds, count / row.rate), count)
+    step.resolve(params)
+    return step, params, (tokens, tokens)
 
 
 def run(config: BenchConfig, folder: Path) -> Result:
@@ -152,8 +192,13 @@ def run(config: BenchConfig, folder: Path) -> Result:
     """
     rows, reasons = read_published()
     say(f"{len(rows)} rows, {sum(reasons.values())} left out")
+    groups = find_alike(rows)
     with ProcessPoolExecutor(2) as pool:
-        all_rows = list(pool.map(compare, rows))
+        all_rows: list[Comparison] = []
+        for number, some in enumerate(pool.map(compare_alike, groups), 1):
+            all_rows += some
+            if number % SAID == 0:
+                say(f"{len(all_rows)} rows are priced")
     # Fit constants on some sources, and try them on the others.
     sources = split_sources(rows)
     fits = {

@@ -24,27 +24,23 @@ from experiments.lib.config import MeshConfig, ScheduleConfig
 from experiments.lib.plan import axis_of, dtypes_of
 from experiments.lib.task import make_optimizer
 from experiments.plan.config import DEVICE_SHARE, PlanConfig, layer_of
-from experiments.plan.unroll import unroll
-from fnshard.analysis.flops import kernel_flops
+from experiments.plan.unroll import lower_from, trace_few_layers
 from fnshard.analysis.memory import MemoryTimeline
-from fnshard.compiler.ir.arguments import Arguments
 from fnshard.compiler.kernels.kernel import Kernel
-from fnshard.compiler.lower import Front, schedule_for
+from fnshard.compiler.lower import Front
 from fnshard.compiler.schedule.instructions import Run
 from fnshard.compiler.schedule.tasks import MicroOrder
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.plot.scales import byte_text, rough, time_text
 from fnshard.search.price import MAX_KERNELS_AHEAD, ORDERS, PARTS, Candidate, price
 from fnshard.search.walk import Dial, Move, SearchEffort, Walk
-from fnshard.step.batches import bytes_of_batch
 from fnshard.step.lowered import Lowered
-from fnshard.step.plan import plan_of
 from fnshard.step.step import Step
 
-TRACED_LAYERS = 4  # so many layers are traced in place of more
 DEPTHS = (4, 5)  # the numbers of layers that are lowered; more where kernels go further ahead
 STAGES = (3, 4)  # the numbers of stages that are lowered in place of more
 GROUPS = (2, 3)  # the numbers of groups of micro-batches that are lowered; a group has one for each stage
+VALUES = ("seconds", "host_bytes", "flops", "peak_flops")  # what is carried on besides the parts of the time
 MOST_CHUNKS = 8  # the most chunks of a stage
 ENDS = 2  # the units besides layers that may be a chunk each: the embedding and the head
 CACHES = 6  # so many `TraceCache`s are kept
@@ -411,11 +407,22 @@ class Planner:
         return self._price_layers(plan, depths if layers > depths[-1] else (layers,))
 
     def price_exactly(self, plan: DecoderPlan) -> Candidate:
-        """Return a plan with the bytes and time of a step of all layers."""
-        if plan.pipeline > 1:
-            lowered = self.lower(plan, self.config.layers, self.count_micro_batches(plan))
-            return price(plan, lowered.memory_analysis(), lowered.timeline(self.hardware))
-        return self._price_layers(plan, (self.config.layers,))
+        """Return a plan with the bytes and time of a step of all layers.
+
+        Most of the work is the ledger of a pipeline's stages. Of many groups of micro-batches, which repeat
+        one another, few are enough to know how large values are and which stage is the fullest.
+        """
+        if plan.pipeline == 1:
+            return self._price_layers(plan, (self.config.layers,))
+        layers, micro, few = self.config.layers, self.count_micro_batches(plan), GROUPS[0] * plan.pipeline
+        lowered, fullest = self.lower(plan, layers, micro), None
+        if micro > few:
+            fewer = self.lower(plan, layers, few)
+            lowered = replace(lowered, fewer=fewer)
+            fullest = max(
+                range(plan.pipeline), key=lambda stage: fewer.memory_analysis(stage=stage).peak_bytes
+            )
+        return price(plan, lowered.memory_analysis(stage=fullest), lowered.timeline(self.hardware))
 
     def _price_pipeline(self, plan: DecoderPlan) -> Candidate:
         """Return a plan with a pipeline with its bytes and time. They are extrapolated along stages, then
@@ -438,9 +445,7 @@ class Planner:
             by_depth[depth] = _extrapolate(by_group, groups)
         found = _extrapolate(by_depth, most)
         peak = max(value for name, value in found.items() if isinstance(name, int))
-        parts = {name: found[name] for name in PARTS}
-        totals = peak, found["seconds"], found["host_bytes"]
-        return Candidate(plan, *totals, parts, found["flops"], found["peak_flops"])
+        return _candidate_of(plan, peak, found)
 
     def layers_by_chunk(self, plan: DecoderPlan) -> list[int]:
         """Return the number of layers of each chunk, as presets cut them."""
@@ -468,9 +473,7 @@ class Planner:
             if len(depths) > 1:  # else the peak is known, and no layer stands for others
                 by_count[count]["peak"] = max(v for n, v in found.items() if isinstance(n, tuple))
         found = _extrapolate(by_count, micro)
-        parts = {name: found[name] for name in PARTS}
-        totals = (found[name] for name in ("peak", "seconds", "host_bytes"))
-        return Candidate(plan, *totals, parts, found["flops"], found["peak_flops"])
+        return _candidate_of(plan, found["peak"], found)
 
     def count_micro_batches(self, plan: DecoderPlan) -> int:
         """Return the number of a rank's micro-batches in a step."""
@@ -480,10 +483,8 @@ class Planner:
         """Return the price of a step of some layers and micro-batches, and its bytes by `_name_moments`."""
         lowered = self.lower(plan, layers, micro)
         found = price(plan, lowered.memory_analysis(), lowered.timeline(self.hardware))
-        return _name_moments(lowered.memory_timeline(), layers, plan.reach) | found.parts | {
-            "peak": found.peak_bytes, "seconds": found.seconds, "host_bytes": found.host_bytes,
-            "flops": found.flops, "peak_flops": found.peak_flops,
-        }  # fmt: skip
+        moments = _name_moments(lowered.memory_timeline(), layers, plan.reach)
+        return moments | _values_of(found) | {"peak": found.peak_bytes}
 
     def measure_stages(
         self, plan: DecoderPlan, layers: Sequence[int], stages: int, micro: int
@@ -498,10 +499,7 @@ class Planner:
         found = price(plan, lowered.memory_analysis(), lowered.timeline(self.hardware))
         peaks = [lowered.memory_analysis(stage=stage).peak_bytes for stage in range(stages)]
         ends = {0: peaks[0], 1: peaks[1], -2: peaks[-2], -1: peaks[-1]}
-        return {stage: float(peak) for stage, peak in ends.items()} | found.parts | {
-            "seconds": found.seconds, "host_bytes": found.host_bytes,
-            "flops": found.flops, "peak_flops": found.peak_flops,
-        }  # fmt: skip
+        return {stage: float(peak) for stage, peak in ends.items()} | _values_of(found)
 
     def make_mesh(self, plan: DecoderPlan) -> fs.Mesh:
         """Make the plan's mesh, without axes of one rank. The axes that exchange most come last, since these
@@ -518,15 +516,11 @@ class Planner:
             by_chunk: the number of layers of each chunk of a pipeline; None is what the preset makes of it.
         """
         step, batch = self.make_step(plan, layers, micro, by_chunk)
-        traces, mesh, optimizer = self._get_traces(plan), step.mesh, step.optimizer
-        resolved, options = ResolvedSpecs.of(step.specs), step.options
         front = self.trace(plan, layers, step, batch)
-        front = replace(front, plan=plan_of(optimizer, resolved, mesh, options).for_program(front.program))
-        options = replace(options, remat=plan.remat, prefetch=(plan.prefetch,) * 2, overlap=plan.overlap)
-        stages = schedule_for(front, resolved.stored, mesh, options, traces.kernels, False, kernel_flops)
-        self.work.count_schedule(sum(len(schedule.instructions) for schedule in stages.schedules))
-        sizes = bytes_of_batch(Arguments(batch, {}))
-        return Lowered(stages, options, optimizer=optimizer, batch_bytes=sizes)
+        options = replace(step.options, remat=plan.remat, prefetch=(plan.prefetch,) * 2, overlap=plan.overlap)
+        lowered = lower_from(front, step, batch, options, self._get_traces(plan).kernels)
+        self.work.count_schedule(sum(len(schedule.instructions) for schedule in lowered.schedules))
+        return lowered
 
     def make_step(
         self, plan: DecoderPlan, layers: int, micro: int, by_chunk: Sequence[int] | None = None
@@ -557,16 +551,17 @@ class Planner:
         key = layers, looked_at
         if key in fronts:
             return fronts[key]
-        few = config.odd_layers + TRACED_LAYERS
         # In a pipeline a unit that only holds a buffer is cut out, too, and a trace for one stage lacks it.
         all_train = all(spec.trainable for spec in ResolvedSpecs.of(step.specs).stored.values())
-        if config.is_layered and layers > few and (all_train or plan.pipeline == 1):
-            alone = replace(plan, pipeline=1, chunks=1, order="depth")  # stages are cut where units are
-            short = self.trace(alone, few, *self.make_step(alone, few, 1))
-            segments = unroll(short.segments, layers)
-            if segments is not None:
-                fronts[key] = replace(short, segments=segments)
-                return fronts[key]
+        if config.is_layered and (all_train or plan.pipeline == 1):
+            alone = replace(plan, pipeline=1, chunks=1, order="depth")
+
+            def trace(few: int) -> Front:
+                return self.trace(alone, few, *self.make_step(alone, few, 1))
+
+            if (front := trace_few_layers(trace, layers, config.odd_layers)) is not None:
+                fronts[key] = front
+                return front
         fronts[key] = step.front(*batch)
         self.work.count_program(len(fronts[key].program.graph.nodes))
         return fronts[key]
@@ -602,6 +597,17 @@ class Planner:
             f"a rank has whole rows, and at most {self.hardware.ranks_per_node} share its matrices. "
             f"Fix: rows={math.lcm(rows, parts)}, or devices={math.gcd(rows, parts)}."
         )
+
+
+def _values_of(found: Candidate) -> dict[Any, float]:
+    """Return the values of a price by name, but for its peak."""
+    return {**found.parts, **{name: getattr(found, name) for name in VALUES}}
+
+
+def _candidate_of(plan: DecoderPlan, peak_bytes: float, values: Mapping[Any, float]) -> Candidate:
+    """Return the price of a plan by `_values_of` and its peak."""
+    parts = {name: values[name] for name in PARTS}
+    return Candidate(plan, peak_bytes, parts=parts, **{name: values[name] for name in VALUES})
 
 
 def _name_moments(timeline: MemoryTimeline, layers: int, reach: int) -> dict[Any, float]:

@@ -7,14 +7,24 @@ of the layer before.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from experiments.plan.config import layer_of
+from fnshard.analysis.flops import kernel_flops
+from fnshard.compiler.ir.arguments import Arguments
 from fnshard.compiler.ir.values import Kind, ValueName
+from fnshard.compiler.kernels.kernel import Kernel
 from fnshard.compiler.kernels.segments import Exchanged, Segment, Segments
+from fnshard.compiler.lower import Front, schedule_for
+from fnshard.compiler.options import StepOptions
+from fnshard.step.batches import bytes_of_batch
+from fnshard.step.lowered import Lowered
+from fnshard.step.plan import plan_of
+from fnshard.step.step import Step
 
+TRACED_LAYERS = 4  # so many layers are traced in place of more
 BEHIND = 2  # layers of the trace that stay behind those that are added: the last one may differ
 
 
@@ -38,6 +48,47 @@ class Layer:
             names = [*segment.outputs, *(each.received for each in exchanges)]
             out |= {name: (place, number) for number, name in enumerate(names)}
         return out
+
+
+def trace_few_layers(trace: Callable[[int], Front], layers: int, odd_layers: int = 0) -> Front | None:
+    """Trace few layers of a model, and return the front of a model with `layers` layers.
+
+    Its program is that of the few layers.
+
+    Args:
+        trace: a function that traces a model of so many layers, without a pipeline, whose stages would be cut
+            where units are.
+        odd_layers: the number of first layers behind which all are alike.
+
+    Returns:
+        None where that many layers are too few to gain by it, or are not alike.
+    """
+    few = odd_layers + TRACED_LAYERS
+    if layers <= few:
+        return None
+    front = trace(few)
+    segments = unroll(front.segments, layers)
+    return None if segments is None else replace(front, segments=segments)
+
+
+def lower_from(
+    front: Front, step: Step, batch: tuple[Any, ...], options: StepOptions, known: MutableMapping[str, Kernel]
+) -> Lowered:
+    """Lower a step on paper from a trace that it may share with others. Its schedules are not verified.
+
+    Args:
+        batch: a rank's batch.
+        options: the step's, or others that change nothing in its trace.
+        known: the kernels that were made from this trace before; new ones are added.
+    """
+    resolved, mesh = step.resolved, step.mesh
+    plan = plan_of(step.optimizer, resolved, mesh, options).for_program(front.program)
+    stages = schedule_for(
+        replace(front, plan=plan), resolved.stored, mesh, options, known, verified=False, cost_of=kernel_flops
+    )
+    return Lowered(
+        stages, options, optimizer=step.optimizer, batch_bytes=bytes_of_batch(Arguments(batch, {}))
+    )
 
 
 def unroll(segments: Segments, layers: int) -> Segments | None:

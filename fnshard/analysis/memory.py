@@ -173,6 +173,25 @@ class Ledger:
     sizes: Mapping[ValueName, int]
 
 
+class SizesOfMore(dict[ValueName, int]):
+    """The bytes of all values by name, of a step with more micro-batches than the one that was measured.
+
+    A value is as large as that of another micro-batch, and a copy as its original.
+    """
+
+    def __init__(self, measured: Mapping[ValueName, int]) -> None:
+        super().__init__(measured)
+        self._alike = {_without_micro(n): size for n, size in measured.items() if isinstance(n, ValueName)}
+
+    def __missing__(self, name: ValueName) -> int:
+        return self._alike[_without_micro(name)]
+
+
+def _without_micro(name: ValueName) -> ValueName:
+    original = name.original
+    return original.of(None, original.version)
+
+
 def measure(
     schedule: Schedule,
     program: Program,

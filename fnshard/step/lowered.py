@@ -12,7 +12,14 @@ from typing import Any, get_args
 import torch
 
 from fnshard.analysis.hardware import Hardware
-from fnshard.analysis.memory import Ledger, MemoryAnalysis, MemoryTimeline, describe_peak, measure
+from fnshard.analysis.memory import (
+    Ledger,
+    MemoryAnalysis,
+    MemoryTimeline,
+    SizesOfMore,
+    describe_peak,
+    measure,
+)
 from fnshard.analysis.tables import megabytes
 from fnshard.analysis.timeline import HardwarePricer, Timeline, simulate, simulate_stages
 from fnshard.analysis.traffic import Traffic, analyse
@@ -58,6 +65,7 @@ class Lowered:
         first: whether no other batch was lowered before; ranks then compile a share each.
         ledgers: the ledgers that were made, by transport, by whether the kernels were compiled, and by stage.
         ahead: the kernels that a thread compiles.
+        fewer: a step of fewer of the same micro-batches, whose ledger says how large values are.
     """
 
     stages: Stages
@@ -69,6 +77,7 @@ class Lowered:
     first: bool = True
     ledgers: dict[Any, Ledger] = field(default_factory=dict, init=False, repr=False)
     ahead: Future[Compiled] | None = field(default=None, init=False, repr=False)
+    fewer: Lowered | None = field(default=None, repr=False)
 
     @property
     def program(self) -> Program:
@@ -184,6 +193,8 @@ class Lowered:
         """Return the bytes of all values of a stage, by name."""
         # They depend neither on the transport nor on the compiler, so that any ledger has them.
         known = next((ledger for key, ledger in self.ledgers.items() if key[2] == stage), None)
+        if known is None and self.fewer is not None:
+            return SizesOfMore(self.fewer.sizes_of(stage))
         return (known or self._ledger(stage=stage)).sizes
 
     @property

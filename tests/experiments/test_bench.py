@@ -14,6 +14,7 @@ import pytest
 import torch
 from commands import run_command
 
+import fnshard as fs
 from experiments import ROOT
 from experiments.bench import micro, plans, published
 from experiments.bench.checkpoint import compare
@@ -24,6 +25,7 @@ from experiments.bench.measure import Heap, interleave, log_live_bytes, ratio, t
 from experiments.bench.sizes import read_decoder, size_names
 from experiments.lib.checks import ConfigError
 from experiments.lib.decoder import DecoderConfig
+from fnshard.analysis.calibrate import vary
 
 MB = 2**20
 
@@ -140,6 +142,23 @@ def test_a_published_row_with_a_pipeline_is_held_out_and_predicted():
     many, fewer = (published.compare(replace(few, micro_batches=count)) for count in (4, 2))
     assert many.tokens == 2 * fewer.tokens
     assert fewer.step.seconds({}) < many.step.seconds({}) < 2 * fewer.step.seconds({})  # less of it is idle
+
+
+def test_published_rows_that_share_a_trace_of_few_layers_are_priced_as_steps_lowered_in_full():
+    rows, _ = published.read_published()
+    sizes = {"width": 64, "layers": 7, "heads": 4, "kv_heads": 2, "mlp": 128, "vocab": 128, "context": 64}
+    small = replace(rows[0], model=replace(rows[0].model, **sizes), axes={"shard": 4}, rows=2)
+    same = [
+        replace(small, recompute="selective", micro_batches=2, axes={"replicate": 2, "shard": 2}),
+        replace(small, recompute="none", axes={"pipeline": 2, "shard": 2}, chunks=2, micro_batches=4),
+    ]
+    other = [replace(small, rows=1), replace(small, compute_dtype="float32")]
+    assert published.find_alike([*same, *other]) == [same, *([row] for row in other)]
+    for row, found in zip(same, published.compare_alike(same), strict=True):
+        step, params, batch = published.make_step(row, row.micro_batches)
+        for name, hardware in vary(fs.Hardware.named(row.hardware), published.CONSTANTS).items():
+            exact = step.lower(params, *batch).timeline(hardware).step_seconds
+            assert found.step.predicted[name] == pytest.approx(exact, rel=1e-12)
 
 
 # ------------------------------------------------------------------ memory

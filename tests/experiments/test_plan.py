@@ -43,7 +43,7 @@ from fnshard.analysis.hardware import Hardware
 from fnshard.compiler.ir.values import Kind, ValueName
 from fnshard.compiler.kernels.segments import Segments
 from fnshard.errors import BudgetError
-from fnshard.search.price import PARTS, Candidate
+from fnshard.search.price import PARTS, Candidate, price
 
 MODEL = (
     "model.width=64", "model.layers=6", "model.heads=4", "model.kv_heads=2", "model.context=64",
@@ -137,6 +137,25 @@ def test_few_stages_layers_and_micro_batches_say_what_a_pipeline_needs(plan: Dec
     assert near.seconds == pytest.approx(exact.seconds, rel=0.05)
     assert near.peak_bytes == pytest.approx(exact.peak_bytes, rel=0.05)
     assert near.flops == pytest.approx(exact.flops, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        DecoderPlan(1, 1, pipeline=2, order="zero_bubble", keep=True, remat="unit"),
+        pytest.param(DecoderPlan(1, 1, pipeline=2, chunks=2, keep=True), marks=pytest.mark.long),
+        pytest.param(DecoderPlan(1, 2, pipeline=4, optimizer="host", remat=0.5), marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_few_micro_batches_say_how_large_values_of_a_pipeline_are(plan: DecoderPlan) -> None:
+    """Next to the ledgers of all stages of the whole step: seconds, parts and bytes, to rounding."""
+    devices = math.prod(getattr(plan, axis) for axis in search.AXES)
+    planner = planner_of(devices, f"rows={plan.pipeline * plan.data_ranks * 5}", "model.layers=4")
+    found = planner.price_exactly(plan)
+    whole = planner.lower(plan, 4, plan.pipeline * 5)
+    exact = price(plan, whole.memory_analysis(), whole.timeline(H100))
+    assert found == exact and found.parts == exact.parts
 
 
 def test_a_pipeline_takes_micro_batches_in_groups_as_large_as_it_is() -> None:

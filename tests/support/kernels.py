@@ -23,8 +23,8 @@ _traces: OrderedDict[Any, tuple[Any, Any]] = OrderedDict()
 
 
 def remember_traces() -> None:
-    """In this process, from now on."""
-    lower.trace = _traced
+    """Remember traces in this process, from now on."""
+    lower.trace = _trace_once
 
 
 @contextmanager
@@ -35,12 +35,12 @@ def no_kernels() -> Iterator[None]:
 
 
 def _environment() -> list[tuple[str, str]]:
-    """What a function may read, and a guard does not compare; but the name of the test."""
+    """Return what a function may read and no guard compares: the environment but for the test's name."""
     return sorted(item for item in os.environ.items() if item[0] != "PYTEST_CURRENT_TEST")
 
 
-def _traced(fn: Any, shapes: Any, structure: Any, specs: Any, batch: Any, **how: Any) -> Any:
-    """The program of the same function (not an equal one) on the same shapes, while its guard holds."""
+def _trace_once(fn: Any, shapes: Any, structure: Any, specs: Any, batch: Any, **how: Any) -> Any:
+    """Return the program of this very function on these shapes; it is traced anew if its guard fails."""
     named, batch_structure = flatten_batch(batch)
     parts = [(v.shape, v.dtype) if isinstance(v, torch.Tensor) else (type(v), v) for v in named.values()]
     trainable = [bool(specs[path].trainable) for path in shapes]

@@ -140,7 +140,7 @@ class Job:
         self.variant, self.place, self.log = variant, place, place / f"start-{number}.log"
         path = os.pathsep.join(map(str, (ROOT, Path(__file__).parent)))  # where a reward of one's own is
         command = [*variant.command, *variant.options, *options]
-        env = {"PYTHONPATH": path, "FNSHARD_CACHE": "off"}  # nothing of other processes is remembered
+        env = {"PYTHONPATH": path, "FNSHARD_CACHE": "off"}  # as on a machine that has never seen the run
         self.process = start_command(command, place, env=env, output=self.log)
 
     @property

@@ -89,6 +89,7 @@ def boxes_of_run(
         yield (), ()
         return
 
+    # Rows of dim 0: the run begins in row `begin`, at place `start` of it, and ends in row `end`.
     row = math.prod(shape[1:])
     begin, start = divmod(first, row)
     end, stop = divmod(last, row)

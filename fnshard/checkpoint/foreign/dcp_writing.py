@@ -206,6 +206,7 @@ def items_of(
             own[slot_path(name, "step")] = LocalLeaf((), P(), count, param.on_all_stages)
         tensors |= own
 
+    # As in a checkpoint here: all ranks deal out the boxes in the same way, without a word.
     mine = assign_leaves({join(key): leaf for key, leaf in tensors.items()}, mesh)
     for key, leaf in tensors.items():
         boxes, parts = [], mine[join(key)].parts(mesh) if join(key) in mine else []

@@ -91,6 +91,7 @@ def read_deepspeed(path: Path) -> SavedState:
     steps = {int(count[...] if isinstance(count, PlacedTensor) else count) for count in counts}
     for slot in states[0][0] if states[0] else ():
         if isinstance(states[0][0][slot], PlacedTensor) and states[0][0][slot].shape:
+            # Moments lie as the parameters do, and are cut by the same shapes.
             moments = cut_vectors(groups, [[state[slot] for state in of_rank] for of_rank in states], stage)
             for name, tensor in moments.items():
                 slots.setdefault(name, {})[SLOTS.get(slot, slot)] = tensor

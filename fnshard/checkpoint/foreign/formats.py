@@ -134,14 +134,14 @@ def read_hugging_face(path: Path, files: ExitStack) -> SavedState:
 
 
 def has_safetensors(path: Path) -> bool:
-    """Whether it is a Hugging Face folder with safetensors, or a safetensors file."""
+    """Return whether a path is a Hugging Face folder with safetensors, or a safetensors file."""
     if path.is_file():
         return path.suffix == ".safetensors"
     return (path / SINGLE).is_file() or (path / INDEX).is_file()
 
 
 def has_manifest(path: Path) -> bool:
-    """Whether it is a checkpoint here, or a folder of some."""
+    """Return whether a path is a checkpoint of fnshard's, or a folder of some."""
     return path.is_dir() and any(map(Path.is_file, [path / NAME, *path.glob(f"*/{NAME}")]))
 
 

@@ -188,10 +188,7 @@ def import_compiler(backend: str) -> None:
     import torch._dynamo
 
     if backend == "inductor":
-        import torch._functorch.aot_autograd
-        import torch._functorch.partitioners
-        import torch._inductor.compile_fx
-        import torch._inductor.fx_passes.joint_graph  # noqa: F401
+        import torch._inductor.compile_fx  # noqa: F401  (AOTAutograd and its partitioner come with it)
 
 
 def warm_up(device_type: str, backend: str) -> None:

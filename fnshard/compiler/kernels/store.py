@@ -56,7 +56,7 @@ PLAIN = (type(None), bool, int, float, str)
 
 
 class Recipe(NamedTuple):
-    """What a kernel is made of; the arguments of `differentiate`."""
+    """A recipe for a kernel: the arguments of `differentiate`."""
 
     source: Source
     policy: Policy

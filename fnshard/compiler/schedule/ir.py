@@ -452,6 +452,21 @@ class Schedule:
         return {i.writes[0]: i for i in self.instructions if i.lane != COMPUTE}
 
     @cached_property
+    def leaf_lines(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Return, by path, the last line that reads a gathered leaf, and the first one that writes to its
+        stored block."""
+        last_read: dict[str, int] = {}
+        first_written: dict[str, int] = {}
+        for number, line in enumerate(self.instructions):
+            for name in (*line.reads, *line.drops):
+                if name.kind is Kind.GATHERED:
+                    last_read[name.path] = number
+            for name in line.writes:
+                if name.kind is Kind.STORED:
+                    first_written.setdefault(name.path, number)
+        return last_read, first_written
+
+    @cached_property
     def summed_axes(self) -> tuple[str, ...]:
         """Return the axes over whose ranks gradients and scalars are summed."""
         return summed_axes(self.specs.values(), self.mesh)

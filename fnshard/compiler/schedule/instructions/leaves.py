@@ -21,7 +21,6 @@ from fnshard.compiler.schedule.ir import (
     Context,
     Env,
     Instruction,
-    Names,
     OfBucket,
     Price,
     Pricer,
@@ -229,15 +228,10 @@ class Gather(OfBucket):
             return False
         if not in_rank_order(bucket, schedule.mesh):
             return False
-        paths = set(bucket.paths)
-
-        def has(names: Names, kind: Kind) -> bool:
-            return any(n.kind is kind and n.path in paths for n in names)
-
         # Look for a meeting of the bucket's ranks between the last reader and the first writer.
-        read = [k for k, line in enumerate(lines) if has((*line.reads, *line.drops), Kind.GATHERED)]
-        written = [k for k, line in enumerate(lines) if has(line.writes, Kind.STORED)]
-        between = lines[max(read, default=0) + 1 : min(written, default=len(lines))]
+        last_read, first_written = schedule.leaf_lines
+        read = max(last_read.get(p, 0) for p in bucket.paths)
+        between = lines[read + 1 : min(first_written.get(p, len(lines)) for p in bucket.paths)]
         return any(
             line.lane == COMMUNICATION
             and set(line.axes_of(schedule)) == set(bucket.axes)
