@@ -119,7 +119,7 @@ def prepare(config: FinetuneConfig) -> FinetuneConfig:
         attempt(lambda: make_rewards(reward), wrong)  # a mistake is refused before anything runs
     teacher = config.objective.teacher
     if teacher is not None and teacher not in BASES:
-        teacher = str(attempt(lambda: find_directory(teacher).resolve(), wrong))
+        teacher = str(attempt(lambda: find_directory(teacher, "objective.teacher").resolve(), wrong))
     if wrong:
         raise ConfigError("\n".join(wrong))
 

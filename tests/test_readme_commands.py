@@ -196,9 +196,9 @@ TABLE = {
     "python -m experiments.finetune data.train=mine.jsonl model=/models/llama data.tokens=16384": (
         replace(TUNE, short=f"{TUNE.short} data.tokens=512")
     ),
-    "python -m experiments.finetune objective=grpo data.context=64 data.tokens=2048 "
+    "python -m experiments.finetune objective=grpo objective.updates=4 data.rows=8 data.context=64 data.tokens=2048 "
     "objective.environment._target_=experiments.examples.second_try.rollout": (
-        replace(TINY, short=f"{TINY.short} objective.group=2")
+        replace(TINY, short=f"{TINY.short} objective.group=2 run.steps=4")
     ),
     "python -m experiments.finetune objective=distill objective.teacher=stdlib model=tiny method=full": (
         replace(TINY, bases=("stdlib", "tiny"))

@@ -1,6 +1,7 @@
 """An environment for `experiments.finetune`: a wrong answer is sent back once.
 
-    python -m experiments.finetune objective=grpo data.context=64 data.tokens=2048 \\
+    python -m experiments.finetune objective=grpo objective.updates=4 data.rows=8 \\
+        data.context=64 data.tokens=2048 \\
         objective.environment._target_=experiments.examples.second_try.rollout
 
 The prompts are the built-in problems, or records of your own with a prompt and a response.
@@ -23,18 +24,24 @@ def rollout(prompt: Mapping[str, Any], ask: Ask) -> tuple[list[Message], float]:
         ask: the model.
 
     Returns:
-        What was said, and the reward: 1 for a right answer, 0.7 for one at the second try, and otherwise up
-        to 0.3 by the characters that are in place.
+        What was said, and the reward: 1 for a right answer, and otherwise 0.4 times the share of characters
+        in place, of each of the two answers, so that a second try that is right is worth 0.4 at least.
     """
     right = prompt["response"].strip()
     messages = [*prompt["messages"]]
     messages.append(ask(messages))
-    if messages[-1]["content"].strip() == right:
+    first = share_in_place(messages[-1]["content"].strip(), right)
+    if first == 1:
         return messages, 1.0
     messages.append({"role": "user", "content": "wrong"})
     messages.append(ask(messages))
-    answer = messages[-1]["content"].strip()
-    if answer == right:
-        return messages, 0.7
-    in_place = sum(mine == theirs for mine, theirs in zip(answer, right, strict=False))
-    return messages, 0.3 * in_place / max(len(answer), len(right))
+    return messages, 0.4 * (first + share_in_place(messages[-1]["content"].strip(), right))
+
+
+def share_in_place(answer: str, right: str) -> float:
+    """Return the share of the characters of the longer text that are the same in both.
+
+    >>> share_in_place("32", "321"), share_in_place("321", "321")
+    (0.6666666666666666, 1.0)
+    """
+    return sum(map(str.__eq__, answer, right)) / max(len(answer), len(right))

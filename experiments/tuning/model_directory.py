@@ -127,10 +127,13 @@ def check_packages() -> None:
         raise ConfigError(report("not installed:", missing, "pip install 'fnshard[finetune]'."))
 
 
-def find_directory(model: str) -> Path:
+def find_directory(model: str, key: str = "model") -> Path:
     """Return a model's directory: the one of this name, a base's, or that of a model of the hub.
 
     Nothing is fetched, so a base has to be made, and a model of the hub downloaded, before.
+
+    Args:
+        key: the key of the configuration that names it, for errors.
 
     Raises:
         ConfigError: there is none, or a package that language models need is not installed.
@@ -141,7 +144,7 @@ def find_directory(model: str) -> Path:
             return folder
     known = f"a model directory, or {', '.join(BASES)}, which `python -m experiments.bases NAME` makes"
     if not HUB_ID.fullmatch(model):
-        raise ConfigError(f"model={model}: no directory is there. Fix: {known}.")
+        raise ConfigError(f"{key}={model}: no directory is there. Fix: {known}.")
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -150,7 +153,7 @@ def find_directory(model: str) -> Path:
     except (HFValidationError, LocalEntryNotFoundError) as error:
         raise ConfigError(
             report(
-                f"model={model}: no directory is there, and no model of this name in the Hugging Face cache "
+                f"{key}={model}: no directory is there, and no model of this name in the Hugging Face cache "
                 f"({constants.HF_HUB_CACHE}); a run fetches nothing.",
                 fix=f"download it first with `hf download {model}`; or {known}.",
             )

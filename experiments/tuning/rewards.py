@@ -30,7 +30,7 @@ import torch
 
 from experiments.data.builtin import OPERATORS
 from experiments.data.fields import words_of
-from experiments.data.model_files import LOCAL, WEIGHTS, check_reward_model, read_model_config
+from experiments.data.model_files import LOCAL, WEIGHTS, check_reward_model, quiet, read_model_config
 from experiments.data.records import last_number
 from experiments.lib.checks import TARGET, ConfigError, describe
 from experiments.lib.files import first_few
@@ -196,12 +196,23 @@ def make_model_reward(folder: str, device: torch.device | str) -> Reward:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, **LOCAL)
         config = read_model_config(Path(folder))
-        model = AutoModelForSequenceClassification.from_pretrained(folder, config=config, **WEIGHTS)
+        with quiet():  # what is missing is said below
+            model, info = AutoModelForSequenceClassification.from_pretrained(
+                folder, config=config, output_loading_info=True, **WEIGHTS
+            )
     except Exception as error:  # the files may hold anything, so errors are of every kind
         line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(f"objective.reward={folder}: {line}") from error
     if model.config.num_labels != 1:
         raise ConfigError(f"objective.reward={folder}: it has {model.config.num_labels} labels; expected: 1.")
+    if missing := sorted(info["missing_keys"]):
+        raise ConfigError(
+            report(
+                f"objective.reward={folder}: it is no reward model; its files lack",
+                missing,
+                fix="name one, which `python -m experiments.finetune objective=reward` makes.",
+            )
+        )
     model.to(device).eval().requires_grad_(False)
 
     # Transformers finds the ends of several rows by the token that pads them.

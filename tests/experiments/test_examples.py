@@ -86,7 +86,13 @@ def test_an_example_is_one_page(module: Any) -> None:
 
 @pytest.mark.parametrize(
     ("answers", "reward"),
-    [(["321"], 1.0), ([" 32", "321 "], 0.7), (["", "320"], 0.2), (["12", ""], 0.0), (["1", "321321"], 0.15)],
+    [
+        (["321"], 1.0),
+        ([" 32", "321 "], 0.4 * 5 / 3),
+        (["", "320"], 0.4 * 2 / 3),
+        (["12", ""], 0.4 / 3),
+        (["1", "321321"], 0.2),
+    ],
 )
 def test_a_wrong_answer_is_sent_back_once(answers: list[str], reward: float) -> None:
     left, asked = iter(answers), {"role": "user", "content": "rev 123="}

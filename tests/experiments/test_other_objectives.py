@@ -286,6 +286,12 @@ def test_options_of_other_objectives_are_refused(overrides, said):
         compose(*SMALL, *overrides, spec=finetune.COMMAND)
 
 
+def test_a_teacher_that_is_not_there_is_named_by_its_key(model, files, tmp_path):
+    config = config_of(model, files, tmp_path, "objective=distill", "objective.teacher=nowhere")
+    with pytest.raises(ConfigError, match=r"objective\.teacher=nowhere: no directory is there"):
+        finetune.prepare(config)
+
+
 def test_more_dims_than_there_are(model, files, tmp_path):
     config = config_of(model, files, tmp_path, "objective=embed", "objective.dims=[8,64]")
     with pytest.raises(ConfigError, match=r"objective.dims=\[8, 64\]: a hidden state has 16"):

@@ -280,6 +280,18 @@ def test_a_reward_model_is_a_directory(model, tmp_path):
         make_rewards(str(tmp_path / "two"))
 
 
+def test_a_language_model_is_no_reward_model(model, tmp_path, capfd):
+    """Its head would be random numbers, since transformers makes what the files lack."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.from_pretrained(model, num_labels=1, pad_token_id=0)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    ByteTokenizer().save(tmp_path)
+    capfd.readouterr()
+    with pytest.raises(ConfigError, match=r"(?s)it is no reward model; its files lack.*score\.weight.*Fix: "):
+        make_rewards(str(tmp_path))
+    assert "LOAD REPORT" not in "".join(capfd.readouterr())
+
+
 TURNS = (
     "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
