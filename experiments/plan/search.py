@@ -169,7 +169,9 @@ class Planner:
     seen: dict[DecoderPlan, Candidate] = field(default_factory=dict)
     _traces: dict[Any, TraceCache] = field(default_factory=dict)
     _optimizers: dict[Any, fs.optim.Optimizer] = field(default_factory=dict)
-    _layers_by_chunk: dict[tuple[int, int], list[int]] = field(default_factory=dict)  # by stages and chunks
+    _layers_by_chunk: dict[tuple[int, ...], list[int]] = field(
+        default_factory=dict
+    )  # by stages, chunks, axes
 
     @property
     def budget(self) -> int:
@@ -445,14 +447,13 @@ class Planner:
 
     def layers_by_chunk(self, plan: DecoderPlan) -> list[int]:
         """Return the number of layers of each chunk, as presets cut them."""
-        key = plan.pipeline, plan.chunks
+        key = plan.pipeline, plan.chunks, plan.tensor, plan.expert
         if key in self._layers_by_chunk:
             return self._layers_by_chunk[key]
-        subject = self.config.subject(self.config.layers)
-        units, mesh = fs.units.numeric(subject.params), self.make_mesh(plan)
-        chunk_of = fs.presets.cut_chunks(subject.params, units, mesh, plan.chunks)
-        layers = {units[path]: chunk for path, chunk in chunk_of.items() if layer_of(units[path]) is not None}
-        found = Counter(layers.values())
+        params = self.config.subject(self.config.layers).params
+        specs = self._make_specs(plan, params, self.make_mesh(plan))
+        chunk_of = {layer_of(path): spec.chunk for path, spec in specs.items() if spec.chunk != "all"}
+        found = Counter(chunk for layer, chunk in chunk_of.items() if layer is not None)
         self._layers_by_chunk[key] = [found[chunk] for chunk in range(plan.pipeline * plan.chunks)]
         return self._layers_by_chunk[key]
 
@@ -535,11 +536,7 @@ class Planner:
     ) -> tuple[Step, tuple[Any, ...]]:
         """Make the step of some layers and micro-batches; return it and a rank's batch."""
         mesh, subject = self.make_mesh(plan), self.config.subject(layers)
-        precision = self.config.precision
-        precision = replace(precision, optimizer=plan.optimizer_dtype or precision.optimizer)
-        how = {axis: axis_of(axis, mesh) for axis in ("tensor", "expert")}
-        how |= {**dtypes_of(precision), **plan.tiers}
-        specs = fs.presets.PRESETS[plan.preset](subject.params, mesh, chunks=plan.chunks, **how)
+        specs = self._make_specs(plan, subject.params, mesh)
         if by_chunk is not None:
             specs = _assign_chunks(specs, by_chunk)
         step = fs.shard_step(
@@ -549,6 +546,14 @@ class Planner:
         )  # fmt: skip
         step.resolve(subject.params)
         return step, subject.batch(plan.micro_rows * micro)
+
+    def _make_specs(self, plan: DecoderPlan, params: Any, mesh: fs.Mesh) -> Any:
+        """Return the spec tree of a plan."""
+        precision = self.config.precision
+        precision = replace(precision, optimizer=plan.optimizer_dtype or precision.optimizer)
+        how = {axis: axis_of(axis, mesh) for axis in ("tensor", "expert")}
+        how |= {**dtypes_of(precision), **plan.tiers}
+        return fs.presets.PRESETS[plan.preset](params, mesh, chunks=plan.chunks, **how)
 
     def trace(self, plan: DecoderPlan, layers: int, step: Step, batch: tuple[Any, ...]) -> Front:
         """Return the trace of a step. If there are many layers, a few are traced, and stand for the

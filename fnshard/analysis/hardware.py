@@ -13,6 +13,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
 from typing import Any
 
 from fnshard.analysis.measure import measure
@@ -21,6 +22,11 @@ from fnshard.mesh import Mesh
 from fnshard.runtime.files.json_reader import from_json
 
 __all__ = ["Curve", "Hardware", "Link", "mfu"]
+
+
+@lru_cache(maxsize=256)  # groups have up to tens of thousands of ranks, and each collective is asked for
+def _count_nodes(ranks: tuple[int, ...], ranks_per_node: int) -> int:
+    return len({rank // ranks_per_node for rank in ranks})
 
 
 def mfu(model_flops: float, seconds: float, peak_flops: float) -> float:
@@ -245,10 +251,10 @@ class Hardware:
         Args:
             name: the name of the collective, one of `COLLECTIVES`.
         """
-        nodes = {rank // self.ranks_per_node for rank in ranks}
-        if len(nodes) == 1:
+        nodes = _count_nodes(ranks, self.ranks_per_node)
+        if nodes == 1:
             return math.inf
-        per_node = len(ranks) / len(nodes)
+        per_node = len(ranks) / nodes
         return (len(ranks) - 1) / (len(ranks) - per_node) if name == "all_to_all" else per_node
 
     def rate_of(self, curves: Mapping[str, Curve], dtype: str) -> Curve:

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from glob import escape
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -71,7 +72,7 @@ def _make_preset(layouts: Layouts, axes: Callable[[Mesh], tuple[str, ...]], doc:
         unit_of = find_units(units or numeric, params, named)
         unit_of = {**unit_of, **{path: spec.unit for path, spec in by_rule.items() if spec.unit}}
         uncut = {p: leaf for p, leaf in named.items() if p in free or by_rule[p].chunk is None}
-        chunk_of = cut_chunks(uncut, unit_of, mesh, chunks)
+        chunk_of = cut_chunks(uncut, unit_of, mesh, chunks, computes)
 
         # Each leaf that no rule of the user's takes gets a rule of its own.
         own: list[Rule] = []
@@ -227,9 +228,14 @@ def _read_expert_option(
 
 
 def cut_chunks(
-    named: Mapping[str, Tensor], unit_of: Mapping[str, str], mesh: Mesh, chunks: int
+    named: Mapping[str, Tensor],
+    unit_of: Mapping[str, str],
+    mesh: Mesh,
+    chunks: int,
+    computes: Mapping[str, P] = MappingProxyType({}),
 ) -> dict[str, int]:
-    """Return the chunk of each leaf in a pipeline: units in the order of the tree, evenly by their bytes.
+    """Return the chunk of each leaf in a pipeline: units in the order of the tree, evenly by the bytes that a
+    rank computes with.
 
     Leaves that are missing in it belong to all stages: tied ones, which are read at several places, and
     tables of units that hold nothing but buffers.
@@ -237,6 +243,8 @@ def cut_chunks(
     Args:
         named: the leaves for which no rule names a chunk.
         chunks: the number of chunks of each stage.
+        computes: `LayoutSpec.compute` of leaves that are split while they compute. Of experts a rank has its
+            own alone, and so they count.
 
     Raises:
         SpecError: there are fewer units than chunks.
@@ -258,7 +266,9 @@ def cut_chunks(
     sizes: dict[str, int] = {}
     for path, leaf in free.items():
         if not is_buffer(leaf) and (leaf.dtype.is_floating_point or leaf.dtype.is_complex):
-            sizes[unit_of[path]] = sizes.get(unit_of[path], 0) + leaf.numel() * leaf.element_size()
+            parts = mesh.axes_size(computes.get(path, P()).axes)
+            size = leaf.numel() * leaf.element_size() // parts
+            sizes[unit_of[path]] = sizes.get(unit_of[path], 0) + size
     if not sizes:
         return {}
     if len(sizes) < count:

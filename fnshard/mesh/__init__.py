@@ -139,11 +139,13 @@ class Mesh:
 
     def group_ranks(self, axes: Sequence[str], rank: int | None = None) -> tuple[int, ...]:
         """Return the ranks that differ from `rank` along `axes` only, row-major in the order of `axes`."""
+        rank = self.rank if rank is None else rank
         here = self.coordinate(rank)
-        spans = [range(self.axis_size(a)) for a in axes]
-        return tuple(
-            self.rank_of({**here, **dict(zip(axes, index, strict=True))}) for index in product(*spans)
-        )
+        # Neighbours along an axis are as many ranks apart as the axes behind it have.
+        apart = {n: math.prod(self.sizes[place + 1 :]) for place, n in enumerate(self.names)}
+        spans = [range(0, self.axis_size(a) * apart[a], apart[a]) for a in axes]
+        first = rank - sum(here[a] * apart[a] for a in axes)
+        return tuple(first + sum(steps) for steps in product(*spans))
 
     def ordered(self, axes: Sequence[str]) -> tuple[str, ...]:
         """Return `axes` in the mesh's own order, without those of size one."""

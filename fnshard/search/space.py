@@ -391,7 +391,8 @@ class MeshPlans:
         cut = {path: spec for path, spec in named.items() if spec.chunk != "all"}
         leaves = {path: torch.empty(s.shape, dtype=s.storage_dtype, device="meta") for path, s in cut.items()}
         units = {path: spec.unit for path, spec in cut.items()}
-        chunk_of = presets.cut_chunks(leaves, units, self._step.mesh, chunks)
+        computes = {path: spec.compute for path, spec in cut.items()}
+        chunk_of = presets.cut_chunks(leaves, units, self._step.mesh, chunks, computes)
         new = {path: replace(spec, chunk=chunk_of.get(path, spec.chunk)) for path, spec in named.items()}
         return tree.unflatten(list(new.values()), structure)
 

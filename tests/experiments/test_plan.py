@@ -26,7 +26,7 @@ from experiments.lib.compose import CONF, answer
 from experiments.lib.config import StrategyConfig
 from experiments.plan import report, search
 from experiments.plan.__main__ import write
-from experiments.plan.config import COMMAND
+from experiments.plan.config import COMMAND, layer_of
 from experiments.plan.report import (
     as_dict,
     as_text,
@@ -613,6 +613,16 @@ def test_a_mixture_is_split_by_experts(tmp_path, monkeypatch) -> None:
     assert not planner.is_valid(DecoderPlan(1, 2, 2))
     _, run = plan_and_compose(monkeypatch, tmp_path, DecoderPlan(1, 1, expert=4), *words)
     assert run.mesh.expert == 4 and run.mesh.expert_capacity == 1.5 and run.model == config.model
+
+
+def test_layers_are_counted_in_the_chunks_that_the_step_has() -> None:
+    """Experts that are split among ranks count less than those that each rank has."""
+    _, planner = mixture_of()
+    for plan in (DecoderPlan(1, 1, pipeline=2, expert=2), DecoderPlan(1, 2, pipeline=2)):
+        specs = planner.make_step(plan, 9, 2)[0].specs
+        chunk_of = {layer_of(path): spec.chunk for path, spec in specs.items()}
+        numbers = [chunk_of[layer] for layer in range(9)]
+        assert planner.layers_by_chunk(plan) == [numbers.count(0), numbers.count(1)]
 
 
 @pytest.mark.long

@@ -97,3 +97,17 @@ def test_a_dtype_of_eight_bits_may_be_named() -> None:
         )
     assert by_name == by_dtype and by_name["norm.weight"].wire_dtype is None
     assert by_name["layers.0.up.weight"].wire_dtype == torch.float8_e4m3fn
+
+
+def test_chunks_are_even_by_what_a_rank_has_of_the_experts() -> None:
+    params = {
+        "layers.0.experts": torch.empty(4, 4, 4),
+        **{f"layers.{i}.w": torch.empty(4, 4) for i in (1, 2, 3)},
+    }
+
+    def chunks(expert: str | None) -> list[int]:
+        mesh = fs.make_mesh(pipeline=2, expert=4, abstract=True)
+        return [spec.chunk for spec in fs.presets.full_shard(params, mesh, expert=expert).values()]
+
+    assert chunks(None) == [0, 1, 1, 1]
+    assert chunks("expert") == [0, 0, 1, 1]
