@@ -169,9 +169,7 @@ class Planner:
     seen: dict[DecoderPlan, Candidate] = field(default_factory=dict)
     _traces: dict[Any, TraceCache] = field(default_factory=dict)
     _optimizers: dict[Any, fs.optim.Optimizer] = field(default_factory=dict)
-    _layers_by_chunk: dict[tuple[int, ...], list[int]] = field(
-        default_factory=dict
-    )  # by stages, chunks, axes
+    _layers_by_chunk: dict[tuple[int, ...], list[int]] = field(default_factory=dict)  # see layers_by_chunk
 
     @property
     def budget(self) -> int:
