@@ -279,7 +279,7 @@ class Planner:
     def pipelines(self) -> Iterator[DecoderPlan]:
         """Yield a plan with a pipeline for each size of the axis "tensor", as long as a larger one is better.
 
-        It has the number of stages beyond which more are slower, as many chunks as may be, one row in a
+        It has as many stages as are fastest, once they fit, as many chunks as may be, one row in a
         micro-batch, and leaves that stay gathered.
         """
         found: list[Candidate] = []
@@ -287,9 +287,10 @@ class Planner:
             best: Candidate | None = None
             for plan in self.pipelines_of(tensor):
                 next_one = self.walk.price_once(plan)
-                if best is not None and self.walk.cost(next_one) >= self.walk.cost(best):
+                if best is None or self.walk.cost(next_one) < self.walk.cost(best):
+                    best = next_one
+                elif best.fits(self.budget):
                     break
-                best = next_one
             if best is None:
                 continue
             if found and self.walk.cost(best) >= self.walk.cost(found[-1]):
