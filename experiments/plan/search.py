@@ -428,17 +428,23 @@ class Planner:
     def _price_pipeline(self, plan: DecoderPlan) -> Candidate:
         """Return a plan with a pipeline with its bytes and time. They are extrapolated along groups of
         micro-batches, then along stages, then along layers of a chunk. The fullest stage is one of the first
-        two or of the last two."""
+        or of the last two."""
         counts = self.layers_by_chunk(plan)
+        # Layers that are not like the others are in the first chunks, which are lowered as they are.
+        sums = itertools.accumulate(counts)
+        first = 1 + sum(total < self.config.odd_layers for total in sums)
         most, groups = max(counts[1:-1] or counts), self.count_micro_batches(plan) // plan.pipeline
         least = max(plan.reach, most - min(counts))
+        few_stages = tuple(count + first - 1 for count in STAGES)
         by_depth = {}
         for depth in (least, least + 1) if most > least + 1 else (most,):
-            fewer = [max(count - most + depth, 0) for count in (counts[0], most, counts[-1])]
+            begin = [max(count - most + depth, 0) for count in counts[:first]]
+            end = max(counts[-1] - most + depth, 0)
             by_stages = {}
-            for stages in STAGES if plan.pipeline > STAGES[-1] else (plan.pipeline,):
-                layers = (fewer[0], *[fewer[1]] * (stages * plan.chunks - 2), fewer[2])
-                by_stages[stages] = self.measure_stages(plan, layers, stages, groups)
+            for stages in few_stages if plan.pipeline > few_stages[-1] else (plan.pipeline,):
+                chunks = stages * plan.chunks
+                layers = (*[*begin, *[depth] * chunks][: chunks - 1], end)
+                by_stages[stages] = self.measure_stages(plan, layers, stages, groups, first)
             by_depth[depth] = _extrapolate(by_stages, plan.pipeline)
         found = _extrapolate(by_depth, most)
         peak = max(value for name, value in found.items() if isinstance(name, int))
@@ -483,10 +489,10 @@ class Planner:
         return moments | _values_of(found) | {"peak": found.peak_bytes}
 
     def measure_stages(
-        self, plan: DecoderPlan, layers: Sequence[int], stages: int, groups: int
+        self, plan: DecoderPlan, layers: Sequence[int], stages: int, groups: int, first: int
     ) -> dict[Any, float]:
-        """Return the price of a step of fewer stages, and the peaks of the first two stages (0, 1) and of the
-        last two (-2, -1).
+        """Return the price of a step of fewer stages, and the peaks of its first stages (0, 1 and so on) and
+        of the last two (-2, -1).
 
         Time is extrapolated along groups of micro-batches. Groups repeat one another, so that the ledger of
         few says how full stages are.
@@ -494,6 +500,7 @@ class Planner:
         Args:
             layers: the number of layers of each chunk.
             groups: the number of groups of the step.
+            first: the number of first chunks that differ from those behind them.
         """
         some, alike = replace(plan, pipeline=stages), sum(layers)
         few, *more = GROUPS if groups > GROUPS[-1] else (groups,)
@@ -506,7 +513,10 @@ class Planner:
             group: _values_of(price(plan, memory, each.timeline(self.hardware)))
             for group, each in lowered.items()
         }
-        peaks = {stage: fewer.memory_analysis(stage=stage % stages).peak_bytes for stage in (0, 1, -2, -1)}
+        peaks = {
+            stage: fewer.memory_analysis(stage=stage % stages).peak_bytes
+            for stage in (*range(first + 1), -2, -1)
+        }
         return {stage: float(peak) for stage, peak in peaks.items()} | _extrapolate(by_group, groups)
 
     def make_mesh(self, plan: DecoderPlan) -> fs.Mesh:
