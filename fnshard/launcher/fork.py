@@ -64,7 +64,7 @@ def close_inherited_files() -> None:
     null = os.open(os.devnull, os.O_RDWR)
     for number in map(int, os.listdir("/proc/self/fd")):
         if number > 2 and number != null:
-            with suppress(OSError):  # the listing's own
+            with suppress(OSError):
                 os.dup2(null, number, inheritable=False)
     # A rank starts a resource tracker of its own, which outlives it.
     resource_tracker._resource_tracker._fd = resource_tracker._resource_tracker._pid = None
@@ -80,11 +80,11 @@ def fork_rank(work: Callable[[], NoReturn], env: Mapping[str, str], log: Any = N
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    begun, begin = os.pipe()
+    read_end, write_end = os.pipe()
     if pid := os.fork():
-        os.close(begin)
-        os.read(begun, 1)  # until the child has its session, or has died
-        os.close(begun)
+        os.close(write_end)
+        os.read(read_end, 1)  # ends when the child has its session and closes its end, or has died
+        os.close(read_end)
         return Forked(pid)
     try:
         os.setsid()
