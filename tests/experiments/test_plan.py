@@ -597,11 +597,11 @@ SMALL_MIXTURE = (
 )  # fmt: skip
 
 
-def mixture_of() -> tuple[list[str], Planner]:
+def mixture_of(*more: str, devices: int = 4) -> tuple[list[str], Planner]:
     """Return the words of a command, and its plans."""
     own = [f"--config-dir={MIXTURE}", "experiment=deepseek_v3", *SMALL_MIXTURE]
-    words = [*own, "devices=4", "rows=32"]
-    return words, Planner(validate(COMMAND, words), 4, H100)
+    words = [*own, "rows=32", *more, f"devices={devices}"]
+    return words, Planner(validate(COMMAND, words), devices, H100)
 
 
 def test_a_mixture_is_split_by_experts(tmp_path, monkeypatch) -> None:
@@ -623,6 +623,17 @@ def test_layers_are_counted_in_the_chunks_that_the_step_has() -> None:
         chunk_of = {layer_of(path): spec.chunk for path, spec in specs.items()}
         numbers = [chunk_of[layer] for layer in range(9)]
         assert planner.layers_by_chunk(plan) == [numbers.count(0), numbers.count(1)]
+
+
+def test_first_layers_that_differ_fill_more_than_one_chunk_of_a_pipeline() -> None:
+    """The stage that stands for all others comes behind them, whatever the number of stages."""
+    _, planner = mixture_of("model.dense=3", "model.mlp=192", "rows=6", devices=6)
+    plan = DecoderPlan(pipeline=6, keep=True, remat="unit")
+    counts = planner.layers_by_chunk(plan)
+    assert counts == [2, 2, 1, 1, 2, 1] and planner.config.odd_layers == 3
+    near, exact = planner.price(plan), planner.price_exactly(plan)
+    assert near.peak_bytes == pytest.approx(exact.peak_bytes, rel=0.05)
+    assert near.seconds == pytest.approx(exact.seconds, rel=0.05)
 
 
 @pytest.mark.long
