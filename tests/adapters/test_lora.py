@@ -129,6 +129,7 @@ def test_frozen_leaves_have_no_gradient_no_optimizer_state_and_no_collective(cod
     assert whole <= sent < 2 * whole  # a bucket's leaves begin at multiples of 128 bytes
 
 
+@pytest.mark.long
 def test_some_of_the_base_may_train_beside_them() -> None:
     fn, tree, _ = add_adapters(llama(), train="*norm*|lm_head")
     trained = {p for p, v in tree["base"].items() if v.requires_grad}

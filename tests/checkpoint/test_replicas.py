@@ -60,6 +60,7 @@ def restore_kept(
     return out
 
 
+@pytest.mark.long
 def test_every_preset_restores_every_other_when_a_node_is_lost(ranks: Any, tmp_path: Path) -> None:
     """Four ranks on two nodes, then on two, three and four: also what was nowhere but at the partner's."""
     ranks(4).run(keep, 4, str(tmp_path), 2, PRESETS)
@@ -90,6 +91,7 @@ def keep_an_empty_leaf(rank: int, root: str) -> tuple[int, list[int]]:
     return int(found.step), list(found.params["none"].shape)
 
 
+@pytest.mark.long
 def test_a_leaf_without_elements(ranks: Any, tmp_path: Path) -> None:
     assert ranks(2).run(keep_an_empty_leaf, str(tmp_path)) == [(1, [0, 3])] * 2
 

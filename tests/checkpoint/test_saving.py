@@ -54,6 +54,17 @@ def test_what_a_living_process_writes_is_not_cleared_away(tmp_path: Path) -> Non
     assert checkpoint.all_steps(tmp_path) == [5, 6]
 
 
+def test_what_another_process_has_begun_since_a_commit_is_left_alone(tmp_path: Path) -> None:
+    first, second = (folders.AtomicDirectory(tmp_path / "5") for _ in range(2))
+    first.begin()
+    first.commit()
+    second.begin()
+    first.end()
+    assert second.saving.is_dir()
+    second.end()
+    assert not second.saving.exists()
+
+
 def test_a_save_replaces_its_own_kind_alone(tmp_path: Path) -> None:
     step = one()
     checkpoint.save(tmp_path / "7", saved.make_known(step, 3))

@@ -246,6 +246,7 @@ def test_real_ranks(ranks: Callable[[int], Any]) -> None:
         check(PROGRAMS[name], [each[name] for each in got], 4)
 
 
+@pytest.mark.long  # tests/step/test_gloo.py compiles a step
 @pytest.mark.parametrize(
     "name",
     [

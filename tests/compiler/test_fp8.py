@@ -111,8 +111,6 @@ MIXED = {"rules": [("up", fs.LayoutSpec(fs.P(None, "shard"), compute_dtype=FP8, 
 
 
 @pytest.mark.suite({
-    "1-no_shard-policy0": "one rank",
-    "4-hybrid_shard-policy4": "two axes",
     "2-full_shard-policy7": "rows, gathered in eight bits",
     "3-full_shard-policy11": "rows that three ranks do not divide",
     "2-no_shard-policy9": "rows, whole",
@@ -267,9 +265,7 @@ def test_products_are_priced_as_the_device_multiplies():
     assert work[FP8]["a100"].step_seconds > 0.9 * work[torch.bfloat16]["a100"].step_seconds
 
 
-@pytest.mark.suite({
-    "rowwise": "a scale of each row, which has all that one scale has",
-})  # fmt: skip
+@pytest.mark.long
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
 def test_compiled_it_is_the_same(scaling):
     found = []

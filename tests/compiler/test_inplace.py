@@ -40,7 +40,6 @@ WRITES: dict[str, Callable[[Tensor, Tensor], Any]] = {  # to h [3, 3], of w [3, 
 
 
 @pytest.mark.suite({
-    "units0-True": "through a view",
     "units1-False": "of a value of another unit",
 })  # fmt: skip
 @pytest.mark.parametrize("through_view", [False, True])

@@ -189,8 +189,6 @@ FOUND: dict[str, tuple[dict[str, int], Plant]] = {
 
 
 @pytest.mark.suite({
-    "a bias is added on every rank": "partial sums",
-    "rows of another rank's table": "lookups",
     "padding is summed": "parts that are not equal",
 })  # fmt: skip
 @pytest.mark.parametrize("fault", FOUND)

@@ -170,11 +170,7 @@ def loss_of(how: str, write: Callable[[Tensor, Tensor], Any], p: dict[str, Tenso
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.suite({
-    "ops-0-S(1)": "ops without a form in place, of a dim between others",
     "places-0-S(2)": "what writes to places, which the last dim's parts shift",
-    "views-0-S(2)": "views, those that cut and those that move the split dim",
-    "pieces-0-S(1)": "results of one op that share memory",
-    "lazy-0-S(1)": "views that conjugate and negate when they are read",
 })  # fmt: skip
 @pytest.mark.parametrize("split", [Split(1), Split(2)], ids=str)
 @pytest.mark.parametrize("turn", range(len(HOW)))

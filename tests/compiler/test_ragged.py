@@ -223,6 +223,7 @@ def bounded_experts(p: Params, x: Tensor) -> Tensor:
     return experts(p, x, capacity=6)
 
 
+@pytest.mark.long  # one graph of lengths is compiled by tests/step/test_lengths.py
 def test_inductor_compiles_it() -> None:
     check_compiled(bounded_experts)
     check_compiled(branches, TWINS["branches"])

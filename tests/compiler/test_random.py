@@ -25,6 +25,7 @@ def drawn(draw: Callable[[], Any], backend: str = "eager") -> Any:
     return values
 
 
+@pytest.mark.long
 def test_floats_keep_their_limits_in_every_dtype() -> None:
     def draw() -> dict[torch.dtype, list[Tensor]]:
         return {
@@ -73,11 +74,12 @@ SPANS = [
 MORE = [(0, 2**31), (0, 2**40), (-(2**63), 2**63 - 1), (0, 3 * 2**61), (-(2**62), 2**63 - 1)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("spans", "backend"),
     [
         (SPANS, "eager"),
-        pytest.param(MORE, "eager", marks=pytest.mark.long),
+        (MORE, "eager"),
         ([(0, 2**40), (-(2**63), 2**63 - 1)], "inductor"),
     ],
 )

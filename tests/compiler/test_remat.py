@@ -49,7 +49,6 @@ def grads_of(remat: Any, **options: Any) -> Any:
 @pytest.mark.suite({
     "unit-options0-1": "all is made again",
     "0.0-options1-1": "nothing is",
-    "0.3-options2-2": "a part is, in micro-batches",
     "offload-options3-1": "values are moved",
     "unit+offload-options4-2": "inputs are moved",
     "remat5-options5-2": "units differ",

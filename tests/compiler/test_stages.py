@@ -493,8 +493,6 @@ POLICY = ("chunks", "rules", "tensor", "memory", "optimizer_memory")
 
 @pytest.mark.suite({
     "gpt-full_shard-axes0-*": "one micro-batch",
-    "gpt-full_shard-axes1-*": "two chunks a stage, beside a shard axis",
-    "gpt-full_shard-axes6-*": "leaves and activations on the host",
     "tied-*": "a leaf of two stages",
     "dense_skips-*": "every stage reads of every other",
     "odd_leaves-*": "leaves that ranks do not divide",

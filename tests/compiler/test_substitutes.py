@@ -101,6 +101,7 @@ def test_ctc_loss(reduction: str, targets: Tensor, numbers: bool) -> None:
     torch.testing.assert_close(grads, expected, rtol=0, atol=1e-10, equal_nan=True)
 
 
+@pytest.mark.long
 def test_ctc_loss_in_a_compiled_kernel() -> None:
     params = leaves(w=(7, 3, 4))
 
@@ -320,6 +321,7 @@ def test_draws_depend_on_seed_step_and_rank_and_not_on_layouts() -> None:
             assert not any(torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.long
 def test_compiled_draws_are_those_of_eager_kernels() -> None:
     x = -torch.rand(6, 6, dtype=DOUBLE)
     torch.testing.assert_close(drawn(draw_all, x, backend="inductor"), drawn(draw_all, x), rtol=0, atol=1e-12)

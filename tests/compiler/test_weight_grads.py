@@ -434,8 +434,6 @@ def truth(name: str, optimizer: str = "adamw") -> reference.Trained:
 
 CASES: list[tuple[str, str, dict[str, int], int, dict[str, Any]]] = [
     ("gpt", "full_shard", {"pipeline": 2, "shard": 2}, 6, {"chunks": 2}),
-]  # fmt: skip
-MORE: list[tuple[str, str, dict[str, int], int, dict[str, Any]]] = [
     ("gpt", "zero2", {"pipeline": 4}, 3, {"remat": "unit"}),
     ("tied", "full_shard", {"pipeline": 2}, 3, {"rules": [("embed.weight", fs.LayoutSpec(chunk="all"))]}),
     ("frozen", "full_shard", {"pipeline": 2, "shard": 2}, 3, {"remat": "unit+offload"}),
@@ -456,9 +454,10 @@ def train_model(
     )  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "preset", "axes", "accumulate", "options"),
-    [*CASES, *[pytest.param(*case, marks=pytest.mark.long) for case in MORE]],
+    CASES,
 )
 def test_training_equals_the_naive_loop(
     name: str, preset: str, axes: dict[str, int], accumulate: int, options: dict[str, Any]
@@ -538,6 +537,7 @@ def test_orders_train_alike_everywhere(
     assert all(torch.equal(depth[p], apart[p]) for p in depth)
 
 
+@pytest.mark.long
 def test_both_halves_compile_once_for_equal_blocks() -> None:
     params, x = chain(6), rows()
     mesh = fs.make_mesh(pipeline=2, simulated=True)

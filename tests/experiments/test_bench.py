@@ -144,6 +144,7 @@ def test_a_published_row_with_a_pipeline_is_held_out_and_predicted():
     assert fewer.step.seconds({}) < many.step.seconds({}) < 2 * fewer.step.seconds({})  # less of it is idle
 
 
+@pytest.mark.long
 def test_published_rows_that_share_a_trace_of_few_layers_are_priced_as_steps_lowered_in_full():
     rows, _ = published.read_published()
     sizes = {"width": 64, "layers": 7, "heads": 4, "kv_heads": 2, "mlp": 128, "vocab": 128, "context": 64}

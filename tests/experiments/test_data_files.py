@@ -419,6 +419,7 @@ def test_without_datasets_the_extra_is_named(prepared_from, monkeypatch):
 # ------------------------------------------------------------------ built in
 
 
+@pytest.mark.long
 def test_built_in_examples_are_real_split_and_the_same_every_time(tmp_path, byte_directory):
     files = *builtin.write_sft_files(tmp_path), *builtin.write_pair_files(tmp_path)
     lines = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]

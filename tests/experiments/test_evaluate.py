@@ -147,6 +147,7 @@ def test_numbers_are_those_of_plain_likelihoods(model, files, tmp_path):
             assert of["stderr"] == pytest.approx(deviation / math.sqrt(len(values)))
 
 
+@pytest.mark.long
 def test_two_ranks_of_the_command_answer_what_one_does_and_go_on_where_they_were_cut_off(
     model, files, tmp_path
 ):

@@ -71,9 +71,7 @@ MESHES = [{"shard": 1}, {"shard": 2}, {"tensor": 2}, {"expert": 2}, {"expert": 2
 FEW = {("mixtral", 1), ("qwen3_moe", 4), ("gpt_oss", 3)}  # each axis; olmoe's stacks are mixtral's
 
 
-@pytest.mark.suite({
-    "qwen3_moe-eager-{'expert': 2, 'tensor': 2}": "two axes",
-})  # fmt: skip
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "backend", "axes"),
     [pytest.param(name, backend, axes, id=f"{name}-{backend}-{axes}",

@@ -88,7 +88,8 @@ def test_a_run_leaves_what_it_promises(model, data, tmp_path, capfd, method, obj
         torch.testing.assert_close(adapted(ids).logits, after, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("objective", ["sft", pytest.param("dpo", marks=pytest.mark.long)])
+@pytest.mark.long  # test_resume.py kills the same loop
+@pytest.mark.parametrize("objective", ["sft", "dpo"])
 def test_killed_and_started_again_it_is_the_same(model, data, tmp_path, monkeypatch, capfd, objective):
     """Bit for bit, with dropout in the adapters and codes beneath them, at the rate that nobody named."""
     config = config_of(model, data, tmp_path, f"objective={objective}", "method=qlora4", "method.dropout=0.1")
@@ -133,6 +134,7 @@ def test_split_over_two_ranks_it_is_the_same(ranks, model, data, tmp_path, axes,
     assert (one / "samples.txt").read_text() == (two / "samples.txt").read_text()
 
 
+@pytest.mark.long
 def test_noise_rates_and_scales_change_what_is_trained_and_not_what_is_measured(model, data, tmp_path):
     """NEFTune is in the training's loss alone; B has a rate of its own; DoRA's scales train."""
     finals = {}
@@ -158,6 +160,7 @@ def test_noise_rates_and_scales_change_what_is_trained_and_not_what_is_measured(
     assert finals["dora"][1] == pytest.approx(16 * finals["plain"][1], rel=1e-3)
 
 
+@pytest.mark.long
 def test_what_is_in_the_way_is_kept(model, data, tmp_path, capfd):
     """A folder with the export's name, which may be the base, is kept, and so are another run's answers.
 

@@ -92,7 +92,7 @@ def test_what_document_attention_does_not_know_is_refused() -> None:
             attend(layer, x, x, x, documents, **given)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("gemma3", marks=pytest.mark.long)])
 def test_documents_in_a_sharded_program(name: str) -> None:
     model = lm.from_model(FAMILIES[name].build())
     mesh = fs.make_mesh(shard=2, simulated=True)
@@ -125,6 +125,7 @@ def attention_of(model: lm.LanguageModel, *batch: Tensor) -> list[tuple[Any, Any
     return found
 
 
+@pytest.mark.long
 def test_one_document_a_row_keeps_the_causal_kernel() -> None:
     model = lm.from_model(FAMILIES["llama"].build())
     assert attention_of(model, TOKENS) == [(False, True)] * 2

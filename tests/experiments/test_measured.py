@@ -35,6 +35,7 @@ def record(folder: Path, lowered: Any, hardware: fs.Hardware, truth: fs.Hardware
 # ------------------------------------------------------------------ hardware
 
 
+@pytest.mark.long
 def test_hardware_is_what_its_runs_have_measured(tmp_path: Path) -> None:
     """The machine multiplies at half the rate and is joined at a third; the runs are of other plans."""
     truth = scale(CPU, {"matmul": 0.5, "wire": 0.33})
@@ -104,6 +105,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folders
 
 
+@pytest.mark.long  # two whole runs
 def test_the_second_prediction_is_better_than_the_first(runs: tuple[Path, Path]) -> None:
     """The second run is predicted, without what it measured itself."""
     first, second = map(read_measurements, runs)
@@ -112,6 +114,7 @@ def test_the_second_prediction_is_better_than_the_first(runs: tuple[Path, Path])
     assert abs(math.log(second.step.measured / learned)) < abs(math.log(second.step.measured / untaught))
 
 
+@pytest.mark.long  # reads what two whole runs wrote
 def test_a_profile_holds_every_line(runs: tuple[Path, Path]) -> None:
     profile = json.loads((runs[0] / LINES).read_text())
     assert len(profile["lines"]) == len((runs[0] / "schedule.txt").read_text().splitlines()) - 1

@@ -145,6 +145,7 @@ def last_states(folder: Path, kind: str, text: str) -> tuple[Any, Any]:
     return model, model(**{"input_ids": tokenizer(text, return_tensors="pt")["input_ids"]})
 
 
+@pytest.mark.long  # a whole story of three commands
 def test_a_reward_model_is_tuned_opened_and_rewards(model, files, tmp_path, monkeypatch):
     config = config_of(model, files, tmp_path, "objective=reward", "method=full", "run.steps=12", *QUICK)
     folder = tmp_path / "run"
@@ -220,7 +221,8 @@ def test_on_two_ranks_it_is_the_same(ranks, model, files, teacher, tmp_path, obj
 ON_POLICY = ("objective.on_policy=true", "objective.tokens=3", "objective.group=2")
 
 
-@pytest.mark.parametrize("more", [(), pytest.param(ON_POLICY, marks=pytest.mark.long)])
+@pytest.mark.long  # a whole command
+@pytest.mark.parametrize("more", [(), ON_POLICY])
 def test_a_student_comes_nearer_to_its_teacher(model, files, teacher, tmp_path, more):
     config = config_of(model, files, tmp_path, "objective=distill", f"objective.teacher={teacher}",
                        "method=full", *QUICK, *more)  # fmt: skip

@@ -94,6 +94,7 @@ def test_few_layers_say_what_all_need(plan: DecoderPlan) -> None:
     assert near.parts == pytest.approx(exact.parts, rel=1e-6, abs=1e-9)
 
 
+@pytest.mark.long
 def test_plans_that_differ_in_tiers_and_recomputation_share_traces(monkeypatch: pytest.MonkeyPatch) -> None:
     planner, plain = planner_of(2, "rows=2", FEW), DecoderPlan(1, 2)
     planner.walk.price_once(plain)
@@ -125,6 +126,7 @@ PIPELINES = [
 ]  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "plan",
     [pytest.param(k, marks=[] if n == 0 else pytest.mark.long) for n, k in enumerate(PIPELINES)],
@@ -180,7 +182,6 @@ PRINTED = {
 
 
 @pytest.mark.suite({
-    "tensor": "axes, dtypes, and leaves that stay gathered",
     "breadth": "an order",
 })  # fmt: skip
 @pytest.mark.parametrize("name", PRINTED)
@@ -278,6 +279,7 @@ def check_neighbours(planner: Planner, draw: random.Random, count: int, shares: 
         assert each.peak_bytes > planner.budget or each.seconds >= best.seconds * (1 - 1e-3), each
 
 
+@pytest.mark.long  # tests/search/test_fit.py looks at neighbours
 def test_no_neighbour_is_faster_and_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "SHARES", EIGHTHS)
     planner = planner_of(1, "rows=4", "device_gb=0.0007", FEW)
@@ -324,6 +326,7 @@ def test_pipelines_begin_with_the_fewest_stages_that_hold_what_they_gather() -> 
     assert stages_of(kept / 100) == [8]
 
 
+@pytest.mark.long
 def test_a_plan_without_a_pipeline_is_looked_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pipeline is priced in seconds, so that there should be a plan for it to beat."""
     planner = planner_of(4, "rows=16", FEW)
@@ -413,6 +416,7 @@ def test_a_narrower_optimizer_is_tried_where_it_is_allowed(monkeypatch: pytest.M
     assert best.choice.optimizer_dtype == "bfloat16" and best.peak_bytes <= planner.budget
 
 
+@pytest.mark.long  # the test below has made-up prices
 def test_the_fewest_devices_for_so_many_days(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice the devices are twice as fast here."""
     fake = lambda self, plan, depths: Candidate(plan, 1e3, 2e-4 / self.devices)  # noqa: E731
@@ -428,6 +432,7 @@ def test_the_fewest_devices_for_so_many_days(monkeypatch: pytest.MonkeyPatch) ->
         find_plan(replace(config, days=1e-9), H100, said.append)
 
 
+@pytest.mark.long  # tests/search/test_fit.py has budgets that nothing fits into
 def test_mistakes_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "SHARES", 1)  # all or nothing is recomputed
     with pytest.raises(BudgetError, match=r"7 devices cannot share 8 rows.*Fix: rows=56, or devices=1"):
@@ -498,6 +503,7 @@ def test_a_plan_takes_a_model_of_ones_own_and_a_recipe() -> None:
     assert "run.steps" in text and {k.shard * k.replicate for k in planner.seen} == {2}
 
 
+@pytest.mark.long
 def test_the_peak_of_a_model_of_ones_own_is_that_of_its_whole_step() -> None:
     """No layer of it stands for others. It is built once, and one item is read, for all prices."""
     own_task.Counted.reads = 0

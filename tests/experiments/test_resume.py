@@ -188,6 +188,7 @@ def test_a_last_save_that_fails_fails_the_run(cwd, how):
         assert json.loads((cwd / "r" / "run.json").read_text())["status"] == "failed"
 
 
+@pytest.mark.long
 def test_only_at_the_end_and_what_stays(tmp_path):
     train.train(config_of("run.save_every=0"), run_in(tmp_path / "end"), [], Stop())
     assert fs.checkpoint.all_steps(tmp_path / "end" / CHECKPOINTS) == [STEPS]
@@ -198,6 +199,7 @@ def test_only_at_the_end_and_what_stays(tmp_path):
     assert fs.checkpoint.all_steps(tmp_path / "more" / CHECKPOINTS) == sorted({5, 10, STEPS, best})
 
 
+@pytest.mark.long
 def test_from_another_runs_checkpoint(unbroken, tmp_path, capfd):
     """Its metrics come along; what the configuration changes is changed from there on."""
     source = source_of(str(unbroken))
@@ -236,6 +238,7 @@ def on_two(rank: int, folder: str, async_save: str, stop_at: int, stops: int) ->
     fs.checkpoint.wait()
 
 
+@pytest.mark.long  # test_the_same_command_again asks all of them
 def test_any_rank_that_is_asked_stops_all(ranks: Any, tmp_path: Path) -> None:
     """And the other mesh's run continues from there within rounding."""
     two, whole, one = (tmp_path / name for name in ("two", "whole", "one"))

@@ -89,6 +89,7 @@ def numbers(count: int) -> Tensor:
     return torch.rand(count, LENGTH, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
 
 
+@pytest.mark.long
 def test_rows_that_are_free_take_the_next_prompt() -> None:
     """Two rows serve seven prompts, and each prompt has the answer that it has alone."""
     mesh = fs.make_mesh(shard=1, device="cpu")
@@ -108,6 +109,7 @@ def test_rows_that_are_free_take_the_next_prompt() -> None:
         torch.testing.assert_close(logprobs[: len(answer)], expected.float(), rtol=0, atol=1e-5)
 
 
+@pytest.mark.long
 def test_without_temperature_it_is_the_likeliest_token() -> None:
     mesh = fs.make_mesh(shard=1, device="cpu")
     greedy, params, model = rollouts(mesh, 3, temperature=0.0)

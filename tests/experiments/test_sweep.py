@@ -183,6 +183,7 @@ def test_a_search_goes_on_after_a_failed_trial(sweep):
     assert sweep(*arguments, "hydra.sweep.dir=multirun/a/search") == (1, [], folder)
 
 
+@pytest.mark.long
 def test_a_search_in_which_every_trial_fails_has_its_table(sweep, capsys):
     search = ("hydra/sweeper=search_lr", "hydra.sweeper.n_trials=2")
     code, ran, folder = sweep(*search, "run.seed=13")

@@ -94,12 +94,13 @@ def test_packed_answers_have_the_loss_of_padded_ones(model, data, tmp_path, name
 # ------------------------------------------------------------------ runs
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("objective", "more"),
     [
         ("sft", ("data.tokens=64", "data.rows=4")),
-        pytest.param("dpo", ("data.tokens=64", "data.rows=2"), marks=pytest.mark.long),
-        pytest.param("grpo", ("data.tokens=32", *REWARDED), marks=pytest.mark.long),
+        ("dpo", ("data.tokens=64", "data.rows=2")),
+        ("grpo", ("data.tokens=32", *REWARDED)),
     ],
 )
 def test_it_resumes_bit_for_bit_and_is_the_same_on_every_mesh(ranks, model, data, tmp_path, objective, more):
@@ -149,6 +150,7 @@ def test_the_most_tokens_that_fit_are_asked_of_the_ledger(model, data, tmp_path)
     assert finetune.build(auto).config.data.tokens == 128
 
 
+@pytest.mark.long
 def test_a_run_goes_on_with_the_tokens_that_it_began_with(model, data, tmp_path):
     """It goes on on a machine with more memory; one with less is refused."""
     config = config_of(model, data, tmp_path, "data.tokens=auto", "run.device_gb=1", "data.rows=2",

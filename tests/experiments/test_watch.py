@@ -147,6 +147,7 @@ def test_a_state_that_is_not_finite_is_never_saved(tmp_path: Path, monkeypatch: 
         assert fs.checkpoint.verify(tmp_path / CHECKPOINTS / str(number))
 
 
+@pytest.mark.long
 def test_stop_only_ends_and_off_goes_on(tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:
     rates(monkeypatch, 2, 1e30)
     more = ("optimizer.clip=null", "run.seed=3", "run.steps=5", "run.sample_tokens=0")

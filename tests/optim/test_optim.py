@@ -165,6 +165,7 @@ def test_lars_is_the_paper_s():
     assert_close(found, by_hand)
 
 
+@pytest.mark.long
 def test_adamw_8bit_is_torchaos():
     """Codes, scales and parameters; with one scale a row, whose numbers are few."""
     torchao = pytest.importorskip("torchao.optim")

@@ -123,6 +123,7 @@ def test_axes(axes: dict[str, int], how: dict[str, Any], window: int | None) -> 
             torch.testing.assert_close(grads[path], leaf.grad, rtol=0, atol=1e-10)
 
 
+@pytest.mark.long
 def test_inductor_and_bytes_are_linear() -> None:
     """Twice as long a row takes twice the bytes; a mask takes four times as many."""
     mesh = fs.make_mesh(shard=1, simulated=True)

@@ -184,7 +184,6 @@ def test_a_stage_that_dies_is_named_within_seconds(ranks, transport):
 
 @pytest.mark.suite({
     "auto": "shared memory",
-    "p2p": "messages",
 })  # fmt: skip
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_stage_that_stays_silent_is_named_when_the_time_is_up(ranks, transport):

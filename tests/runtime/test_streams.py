@@ -142,7 +142,7 @@ MOVING = [n for n in CASES if n.startswith(("full_shard", "zero1")) and "device"
 @pytest.mark.parametrize(
     "name",
     [
-        "full_shard-device",
+        pytest.param("full_shard-device", marks=pytest.mark.long),
         "overlapped",
         *(pytest.param(n, marks=[pytest.mark.long, pytest.mark.timeout(900)]) for n in MOVING),
     ],
@@ -244,9 +244,7 @@ def logs_differ(name: str, packs: int | None = None) -> bool:
     return any(log != logs[0] for log in logs)
 
 
-@pytest.mark.suite({
-    "tensor": "of a compute axis beside a data axis",
-})  # fmt: skip
+@pytest.mark.long  # the test below has axes, too
 @pytest.mark.parametrize("name", OF_EIGHT)
 def test_ranks_make_and_use_communicators_alike(name: str) -> None:
     """Ranks issue the same collectives on each communicator, in one order, with equal dtypes and sizes."""

@@ -33,8 +33,6 @@ SETTINGS = {
     "cpu": (4, 64, 128, 4, 32, 2, "cpu", torch.float32),
     "many": (3, 128, 256, 1, 32, 64, "h100", torch.bfloat16),
 }
-BUDGETS = {"wide": 1}  # in the suite
-ALL = dict.fromkeys(SETTINGS, 34)  # over 200 triples, by hand
 
 
 class Search:
@@ -69,15 +67,10 @@ def search_of(name: str) -> Search:
     return Search(loss, params, mesh, batch=(tokens,), hardware=hardware, specs=specs)
 
 
-@pytest.mark.parametrize("name", BUDGETS)
-def test_plans_are_within_budget_and_no_neighbour_is_faster(name: str) -> None:
-    fit_many(name, BUDGETS[name])
-
-
 @pytest.mark.long
-@pytest.mark.parametrize("name", ALL)
-def test_two_hundred_plans(name: str) -> None:
-    fit_many(name, ALL[name])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_plans_are_within_budget_and_no_neighbour_is_faster(name: str) -> None:
+    fit_many(name, 34)  # over 200 triples in all
 
 
 def fit_many(name: str, budgets: int) -> None:
@@ -269,6 +262,7 @@ def test_meshes_that_cannot_be_are_named() -> None:
         over(2, device_bytes=1000)
 
 
+@pytest.mark.long
 def test_a_search_over_meshes_ends_and_says_what_it_is_at(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -284,6 +278,7 @@ def test_a_search_over_meshes_ends_and_says_what_it_is_at(
     assert tight.peak_bytes <= 0.9 * plan.peak_bytes
 
 
+@pytest.mark.long
 def test_a_search_over_meshes_is_the_same_on_a_slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each look at the clock is an hour after the one before."""
     expected = free()
@@ -293,6 +288,7 @@ def test_a_search_over_meshes_is_the_same_on_a_slow_machine(monkeypatch: pytest.
     assert str(over(2)) == str(expected) and not expected.cut_short
 
 
+@pytest.mark.long
 def test_an_optimizer_of_ones_own_that_looks_at_whole_leaves_has_every_mesh() -> None:
     scaled = lambda path, grad, slots, param, step: (-grad / grad.norm(), {})  # noqa: E731
     own = over(2, optimizer=fs.optim.Optimizer("own()", lambda path, param: {}, scaled))

@@ -42,6 +42,7 @@ def rows(count: int) -> Any:
     return torch.empty(count, 1024, 4096, device="meta")
 
 
+@pytest.mark.long
 def test_a_plan_of_a_pipeline_is_priced_as_its_step_is() -> None:
     space = space_of(2)
     found = search_space(space, space.hardware.memory_bytes)

@@ -147,6 +147,7 @@ def test_what_no_complex_leaf_can_be_is_refused_by_leaf(policy: dict[str, Any], 
             make()
 
 
+@pytest.mark.long
 def test_gradients_forwards_and_checks_are_of_complex_leaves() -> None:
     mesh = fs.make_mesh(shard=2, simulated=True)
     specs = fs.match_specs(MODEL.params, [("*mix", LayoutSpec(P(None, "shard"))), ("*", LayoutSpec())])
@@ -218,6 +219,7 @@ def test_state_of_other_shapes_than_leaves_is_split_with_them(optimizer: Any) ->
     torch.testing.assert_close(full[2], full[1], rtol=0, atol=1e-10)
 
 
+@pytest.mark.long
 def test_what_computes_with_pairs_is_what_computes_with_their_own_leaf() -> None:
     """The schedule, and every byte of it, is that of real leaves [..., 2]."""
     real = {p: torch.view_as_real(v) if v.is_complex() else v for p, v in MODEL.params.items()}

@@ -109,9 +109,7 @@ def long_step(mesh: fs.Mesh, length: int, attention: str) -> tuple[Any, dict[str
     return step, {p: v.detach() for p, v in params.items()}, torch.arange(length).unsqueeze(0) % 61
 
 
-@pytest.mark.suite({
-    "ulysses": "heads; the ring's blocks are counted above",
-})  # fmt: skip
+@pytest.mark.long
 @pytest.mark.parametrize("attention", ["ring", "ulysses"])
 def test_activations_of_64k_tokens_are_shared_by_all_ranks(attention: str) -> None:
     def activations(ranks: int) -> int:

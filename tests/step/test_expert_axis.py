@@ -64,7 +64,18 @@ LAYOUTS = [
     ({"expert": 2}, "full_shard", {"memory": "host", **HOST}, {"accumulate": 2}),
     ({"expert": 2}, "full_shard", {}, {"accumulate": 2, "accumulate_mode": "local", "prefetch": 2}),
 ]
-LONG = (0, 1, 2, 3, 4, 5, 9, 12)  # options and axes that others have in pairs; a tensor axis: test_experts
+LONG = (
+    0,
+    1,
+    2,
+    3,
+    4,
+    5,
+    6,
+    8,
+    9,
+    12,
+)  # options and axes that others have in pairs; a tensor axis: test_experts
 
 
 @pytest.mark.parametrize(
@@ -130,6 +141,7 @@ def test_rows_travel_and_experts_do_not():
     assert [9 * 2, WIDTH] in [list(line.like.shape) for line in half.instructions if line.verb == "exchange"]
 
 
+@pytest.mark.long
 def test_a_rank_holds_its_share_of_experts():
     whole, split = (lower_model({"expert": n}).memory_analysis() for n in (1, 4))
     model = model_of("mixture")
@@ -146,6 +158,7 @@ def test_more_rows_than_there_is_room_for_are_told():
         assert_same(got, truth("one expert", "adamw"))
 
 
+@pytest.mark.long
 def test_another_use_of_a_stack_gathers_it_and_says_so():
     model, dense = model_of("mixture"), model_of("mixture", True)
 

@@ -133,6 +133,7 @@ def train_lengths(rank: int) -> reference.Trained:
     return out
 
 
+@pytest.mark.long
 def test_ranks_with_lengths_of_their_own_train_as_one_process_without_padding(ranks: Any) -> None:
     parts = [[batch(2 * n + rank, lengths[rank]) for rank in range(2)] for n, lengths in enumerate(LENGTHS)]
     expected = reference.train(loss, params(), parts, reference.sgd(0.1))
@@ -220,9 +221,7 @@ def test_each_length_is_traced_once() -> None:
     assert len({each.memory_analysis().peak_bytes for each in lowered}) == 3
 
 
-@pytest.mark.suite({
-    "3": "which does not divide lengths of two powers",
-})  # fmt: skip
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_lengths_are_divided_by_the_ranks_that_split_them(ranks):
     """Whatever the lengths: else some lengths would be split and others not, by other collectives."""

@@ -238,6 +238,7 @@ def test_products_in_eight_bits_are_those_of_one_stage() -> None:
     assert losses(AXES) == losses({"shard": 2})
 
 
+@pytest.mark.long
 def test_bounded_rows_are_those_of_one_stage_and_more_are_an_error() -> None:
     params = noise({f"layers.{i}.w": (12, 12) for i in range(4)})
 

@@ -157,7 +157,7 @@ def dropped(p: dict[str, Tensor], tokens: Tensor) -> fs.Mean:
     return fs.losses.linear_cross_entropy(x[:, :-1], p["head.weight"], tokens[:, 1:], chunk=5)
 
 
-@pytest.mark.suite({"{'tensor': 2}": "values that ranks have parts of"})
+@pytest.mark.long
 @pytest.mark.parametrize("axes", [{"tensor": 2}, {"tensor": 2, "context": 2}], ids=str)
 def test_masks_do_not_depend_on_the_mesh(axes: dict[str, int]) -> None:
     model = replace(decoder(tied=False), loss=dropped)
@@ -166,6 +166,7 @@ def test_masks_do_not_depend_on_the_mesh(axes: dict[str, int]) -> None:
         assert_same(got, expected)
 
 
+@pytest.mark.long  # tests/adapters has codes on a tensor axis
 def test_frozen_codes_are_split_by_rows() -> None:
     """The codes of a rank's rows are rows of the codes; a matrix whose inputs would be split stays whole."""
     coded = ("layers.0.up_proj.weight", "layers.1.down_proj.weight")
