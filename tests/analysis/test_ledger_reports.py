@@ -80,8 +80,6 @@ def test_arguments_that_share_a_storage_die_together() -> None:
 
 @pytest.mark.suite({
     "zero2-unit": "recomputed",
-    "full_shard-none": "gathered",
-    "no_shard-none": "whole",
 })  # fmt: skip
 @pytest.mark.parametrize(("preset", "remat"), [
     ("full_shard", "none"), ("zero2", "unit"), ("no_shard", "none"), ("zero1 over tensor", "unit"),

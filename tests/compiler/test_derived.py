@@ -58,7 +58,6 @@ SEVERAL: dict[str, Callable[[Tensor], Any]] = {
 
 @pytest.mark.suite({
     "max": "values beside indices",
-    "chunk of a max": "a view of one result",
 })  # fmt: skip
 @pytest.mark.parametrize("kind", SEVERAL)
 def test_one_result_of_several(kind: str) -> None:
@@ -102,7 +101,6 @@ SHAPED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # of a leaf [WIDE, WI
 
 @pytest.mark.suite({
     "zeros_like": "made",
-    "expand_as": "a view",
 })  # fmt: skip
 @pytest.mark.parametrize("kind", SHAPED)
 def test_values_of_leaves_in_the_shape_of_an_activation(kind: str) -> None:

@@ -91,6 +91,7 @@ def ops_of(lowered: Any) -> list[str]:
     return [str(node.target) for node in lowered.program.graph.nodes]
 
 
+@pytest.mark.long
 def test_programs_without_round_trips_are_left_as_they_are() -> None:
     fn, params, tokens = llama(dtype=torch.bfloat16)
     assert "fnshard.rounded.default" not in ops_of(lower(fn, params, tokens))

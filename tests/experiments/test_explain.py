@@ -59,9 +59,6 @@ def test_everything_asked_for_is_said(paper: Paper) -> None:
 
 @pytest.mark.suite({
     "strategy_hybrid_shard-*": "two axes",
-    "strategy_offload-*": "the host",
-    "mesh.shard_1-*": "one device",
-    "strategy_no_shard-*": "whole leaves",
 })  # fmt: skip
 @pytest.mark.parametrize(
     ("overrides", "expected"),

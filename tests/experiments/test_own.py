@@ -151,6 +151,7 @@ def test_functions_of_ones_own_train_and_resume(tmp_path, monkeypatch):
     assert losses == [row["loss"] for row in rows_of(tmp_path / "broken") if "loss" in row]
 
 
+@pytest.mark.long
 def test_an_optimizer_of_ones_own_that_reports_no_rate_trains(tmp_path, capfd):
     words = [f"optimizer={{_target_: {__name__}.lamb, lr: 0.1}}", "schedule.warmup=0.5", "run.steps=2"]
     own = [word for word in OWN if not word.startswith(("optimizer", "run.steps"))]
@@ -174,6 +175,7 @@ def apply_two_updates(chosen: str, *words: str) -> dict[str, Tensor]:
     return {path: params[path] - leaf for path, leaf in start.items()}
 
 
+@pytest.mark.long
 def test_adamw_in_eight_bits_is_clipped_and_spares_norms_as_adamw_does():
     eight, wide = (
         apply_two_updates("adamw_8bit", "optimizer.lr=0.01"),

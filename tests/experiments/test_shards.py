@@ -98,6 +98,7 @@ def test_files_are_found_once_split_by_name_and_named_without_the_machine(texts)
     assert {s.name for s in named} == {"endless.txt", *(f"lines{n}.jsonl" for n in range(6))}
 
 
+@pytest.mark.long  # the test of a run that is cut off writes shards, too
 def test_a_job_that_was_cut_off_goes_on_and_what_is_written_is_kept(texts, tmp_path, monkeypatch):
     save, saved = job._save_array, []
 

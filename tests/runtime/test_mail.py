@@ -131,6 +131,7 @@ def fill_a_ring(rank: int) -> str:
     return text
 
 
+@pytest.mark.long
 def test_more_messages_than_a_ring_has_rows_are_refused(ranks):
     assert f"{mail.RING} messages before it were not taken" in ranks(2).run(fill_a_ring)[0]
 

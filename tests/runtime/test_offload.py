@@ -52,6 +52,7 @@ def test_master_copies_in_other_dtypes(preset: str, dtypes: str) -> None:
         sharded.assert_same(got, plain, atol=0)
 
 
+@pytest.mark.long
 def test_gradients_alone_and_forward_alone() -> None:
     model = model_of("gpt")
     mesh = fs.make_mesh(shard=1)

@@ -99,6 +99,7 @@ def test_what_was_saved_as_complex_numbers_opens_bit_for_bit() -> None:
     assert step(fs.checkpoint.restore(BEFORE, step), torch.ones(2))[1]["loss"].isfinite()
 
 
+@pytest.mark.long
 def test_files_of_hugging_face_have_complex64_alone(tmp_path: Any) -> None:
     _, specs, state = save_state(sharded.as_float(MODEL), tmp_path / "a")
     fs.hf.save(state, tmp_path / "hf")

@@ -207,6 +207,7 @@ def test_leaves_that_are_not_resharded_are_gathered_once_a_step() -> None:
 
 
 # ------------------------------------------------------------------ products in eight bits, bounded shapes
+@pytest.mark.long
 def test_products_in_eight_bits_are_those_of_one_stage() -> None:
     """Scales are of a stage's own leaves."""
     leaves = noise({f"layers.{i}.w": (32, 32) for i in range(4)})
