@@ -10,7 +10,7 @@ import torch
 from errors import raises
 from rows import mark_other_rows_long
 
-from fnshard.errors import LaunchError, SpecError, StateError
+from fnshard.errors import LaunchError, SpecError, StateError, TraceError
 from fnshard.optim import Optimizer, adamw, chain, clip_by_global_norm, ema, muon, schedules, sgd, soap
 
 
@@ -116,6 +116,7 @@ TRAVELLED = LaunchError(f"rank 1 of 2 failed:\n  SpecError: {OWN}\nThe log is /t
 PROBLEMS = ValueError(
     "2 problems:\n  run.steps=0: below 1. Fix: run.steps=1.\n  mesh.z: no key. Fix: mesh.shard."
 )
+QUOTED = TraceError("`fn` fails in matmul:", [f"at {__file__}:1  {__doc__}: f32[2]"], "x.mT.")
 LONG = StateError("1 leaf is lacking:", ["'q'"], "names=NAMES finds it.\n     missing='skip' leaves it out.")
 
 
@@ -136,9 +137,10 @@ LONG = StateError("1 leaf is lacking:", ["'q'"], "names=NAMES finds it.\n     mi
             {"leaves": ["run.steps=0", "mesh.z"], "fix": ["run.steps=1", "mesh.shard"], "says": "below 1"},
         ),
         (LONG, {"leaves": "'q'", "fix": ["names=NAMES", "missing='skip'"]}),
+        (QUOTED, {"leaves": ["matmul", "test_support.py:1", "f32[2]"], "fix": "x.mT"}),
         (KeyError("w"), {"leaves": "'w'"}),
     ],
-    ids=["own", "travelled", "several", "long", "plain"],
+    ids=["own", "travelled", "several", "long", "quoted", "plain"],
 )
 def test_an_error_is_asserted_by_its_leaves_and_ways_out(error: Exception, words: Any) -> None:
     with raises(type(error), **words) as caught:
@@ -158,6 +160,7 @@ def test_an_error_is_asserted_by_its_leaves_and_ways_out(error: Exception, words
         (TRAVELLED, {"fix": "/tmp/1.log"}, "fix=['/tmp/1.log']"),
         (PROBLEMS, {"leaves": "mesh.shard", "fix": "mesh.z"}, "leaves=['mesh.shard'], fix=['mesh.z']"),
         (ValueError("w"), {"leaves": "w", "fix": "w"}, "fix=['w']"),
+        (QUOTED, {"leaves": "pools of ranks"}, "leaves=['pools of ranks']"),
     ],
 )
 def test_what_an_error_lacks_is_named_beside_all_that_it_says(
