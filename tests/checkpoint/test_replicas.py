@@ -12,6 +12,7 @@ import pytest
 import saved
 import torch
 import torch.distributed as dist
+from errors import raises
 
 import fnshard as fs
 from fnshard.checkpoint import replicas
@@ -145,8 +146,13 @@ def test_more_copies_than_nodes_can_hold(
 def test_memory_that_is_not_there_or_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     step = saved.step_of("zero1", "fp32", fs.make_mesh(shard=1))
     monkeypatch.setenv("FNSHARD_MEMORY", str(tmp_path / "nowhere"))
-    with pytest.raises(CheckpointError, match=r"nowhere/fnshard-memory-a: No such file.*\s*Fix: a Linux"):
+    with raises(
+        CheckpointError,
+        leaves="nowhere/fnshard-memory-a",
+        fix=["/dev/shm", "FNSHARD_MEMORY"],
+        says="No such file",
+    ):
         fs.checkpoint.Replicas(step, "a")
     monkeypatch.setattr(replicas, "control_groups", lambda: [(1000, 900)])
-    with pytest.raises(CheckpointError, match=r"replicas take .* GB of this node's memory, .* are free"):
+    with raises(CheckpointError, fix=["fewer copies", "/dev/shm"], says="GB"):
         fs.checkpoint.Replicas(step, tmp_path).start(saved.make_known(step))

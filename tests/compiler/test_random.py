@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from errors import raises
 from torch import Tensor
 from toys import step_of
 
@@ -107,16 +108,16 @@ def test_integers_in_narrow_dtypes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("draw", "words"),
+    ("draw", "leaves"),
     [
-        (lambda: torch.randint(0, 300, (3,), dtype=torch.uint8), "randint.*out of bounds for unsigned char"),
-        (lambda: torch.randint(0, 70000, (3,), dtype=HALF), "out of bounds for c10::Half"),
-        (lambda: torch.empty(3).uniform_(2, 1), r"uniform_.*\[from, to\)"),
-        (lambda: torch.empty(3).bernoulli_(2.0), r"bernoulli_.*p to be in \[0, 1\]"),
+        (lambda: torch.randint(0, 300, (3,), dtype=torch.uint8), ["randint", "unsigned char"]),
+        (lambda: torch.randint(0, 70000, (3,), dtype=HALF), ["randint", "c10::Half"]),
+        (lambda: torch.empty(3).uniform_(2, 1), ["uniform_", "[from, to)"]),
+        (lambda: torch.empty(3).bernoulli_(2.0), ["bernoulli_", "[0, 1]"]),
     ],
 )
-def test_what_torch_refuses_is_refused(draw: Callable[[], Tensor], words: str) -> None:
-    with pytest.raises(TraceError, match=f"(?s){words}.*Fix: "):
+def test_what_torch_refuses_is_refused(draw: Callable[[], Tensor], leaves: list[str]) -> None:
+    with raises(TraceError, leaves=leaves, fix="limits that the dtype has"):
         drawn(draw)
 
 

@@ -10,6 +10,7 @@ import pytest
 import reference
 import sharded
 import torch
+from errors import raises
 from models import model_of
 from optimizers import ALL, assert_close, copy, make_step, random_tree
 from torch import Tensor
@@ -227,7 +228,7 @@ def test_auto_compiles_on_accelerators() -> None:
 
 def test_an_option_that_is_none_is_refused() -> None:
     mesh = fs.make_mesh(shard=1, device="cpu")
-    with pytest.raises(SpecError, match="update='fast': one of 'auto', 'eager', 'compiled'"):
+    with raises(SpecError, leaves="update='fast'", says="'auto', 'eager', 'compiled'"):
         fs.shard_step(
             blocks_of, fs.presets.full_shard(LAYERS, mesh), mesh=mesh, optimizer=adamw(0.1), update="fast"
         )
