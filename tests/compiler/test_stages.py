@@ -533,6 +533,7 @@ def test_rows_that_data_select_cross_a_cut() -> None:
         sharded.assert_same(got, expected)
 
 
+@pytest.mark.long
 def test_clipping_counts_a_tied_leaf_once() -> None:
     """Ranks that read early or late get the same bits."""
     axes = {"pipeline": 2, "shard": 2}
