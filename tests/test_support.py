@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 from types import SimpleNamespace
 from typing import Any
 
@@ -116,7 +117,8 @@ TRAVELLED = LaunchError(f"rank 1 of 2 failed:\n  SpecError: {OWN}\nThe log is /t
 PROBLEMS = ValueError(
     "2 problems:\n  run.steps=0: below 1. Fix: run.steps=1.\n  mesh.z: no key. Fix: mesh.shard."
 )
-QUOTED = TraceError("`fn` fails in matmul:", [f"at {__file__}:1  {__doc__}: f32[2]"], "x.mT.")
+LINE = linecache.getline(__file__, 1).strip()  # as an error quotes a line of the user's program
+QUOTED = TraceError("`fn` fails in matmul:", [f"at {__file__}:1  {LINE}: f32[2]"], "x.mT.")
 LONG = StateError("1 leaf is lacking:", ["'q'"], "names=NAMES finds it.\n     missing='skip' leaves it out.")
 
 
