@@ -307,7 +307,7 @@ def _settings(config: Any, name: str) -> Lora:
     """
     kind = config.get("peft_type") if isinstance(config, Mapping) else type(config).__name__
     if kind != "LORA":
-        raise StateError(f"{name} holds {kind!r} adapters; only LoRA is known.")
+        raise StateError(f"{name} holds {kind!r} adapters; only LoRA is known.", fix=f"{_MERGE}.")
 
     given = {**_DEFAULTS, **config}
     wrong = [

@@ -84,7 +84,10 @@ def reshard(
 
     target = to or mesh
     if target.size != mesh.size:
-        raise SpecError(f"a state on {mesh} cannot be resharded to {target}: they have not the same ranks.")
+        raise SpecError(
+            f"a state on {mesh} cannot be resharded to {target}: they have not the same ranks.",
+            fix="save it, and restore it on the other mesh, which may have any size.",
+        )
 
     # Blocks without codecs move; what changes its codec is decoded before, and coded afterwards.
     before = ResolvedSpecs.of(before).align(state.params)

@@ -148,7 +148,11 @@ def resolve_as_saved(specs: ResolvedSpecs, found: Manifest) -> ResolvedSpecs:
         return specs
     missing = [f"params/{p}" for p in named if f"params/{p}" not in saved]
     if missing:
-        raise CheckpointError("the checkpoint is of another model; it lacks:", missing[:20])
+        raise CheckpointError(
+            "the checkpoint is of another model; it lacks:",
+            missing[:20],
+            "restore it with the specs of its model.",
+        )
     of = {p: saved[f"params/{p}"] for p in named}
     shapes = {p: torch.empty(s.shape, dtype=STATE_DTYPES[s.dtype], device="meta") for p, s in of.items()}
     shapes |= {p: torch.view_as_complex(shapes[p]) for p in shapes.keys() & set(found.complex)}

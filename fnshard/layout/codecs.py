@@ -195,7 +195,8 @@ def register(codec: Codec) -> None:
         if other is not codec and other.parts((4, 3)).keys() == names:
             raise SpecError(
                 f"codec {codec.name!r} has parts {', '.join(names)}, as codec {other.name!r} has. A "
-                "checkpoint tells codecs by these names. Fix: give one of the parts another name."
+                "checkpoint tells codecs by these names.",
+                fix="give one of the parts another name.",
             )
 
     # One shape is smaller than a block, the other has several dims and no whole number of blocks.

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fnshard.errors import StateError
+from fnshard.errors import StateError, leaves
 from fnshard.runtime.host_worker import Worker
 
 KEPT_STEPS = 16  # a host buffer that was not taken for so many steps goes back to the system
@@ -147,7 +147,7 @@ def check_directory(disk_dir: str | None, paths: Sequence[str]) -> None:
 
     if problem:
         raise StateError(
-            f"{len(paths)} leaves rest on disk, and {problem}:",
+            f"{leaves(len(paths))} on disk, and {problem}:",
             shown,
             "shard_step(..., disk_dir=an existing, writable directory on a fast disk), or memory='host'.",
         )

@@ -14,7 +14,7 @@ from torch import Tensor
 from fnshard import losses, tree
 from fnshard.compiler.frontend.trace import flatten_batch
 from fnshard.compiler.ir.arguments import Arguments
-from fnshard.errors import StateError
+from fnshard.errors import StateError, leaves
 from fnshard.losses import Whole, rows_of, unwrap_leaf
 from fnshard.step.agreement import checksum
 
@@ -39,7 +39,7 @@ def split_batch(batch: Batch, parts: int, what: str = "micro-batches") -> Iterat
     ]
     if wrong and parts > 1:
         raise StateError(
-            f"{len(wrong)} batch leaves cannot be cut into {parts} equal {what} along dim 0:",
+            f"{leaves(len(wrong))} of a batch cannot be cut into {parts} equal {what} along dim 0:",
             wrong,
             f"make their first dim a multiple of {parts}, or wrap what must not be cut in fs.Whole(...).",
         )
@@ -51,10 +51,10 @@ def split_batch(batch: Batch, parts: int, what: str = "micro-batches") -> Iterat
 
 def batch_tensors(batch: Batch, names: Sequence[str]) -> tuple[dict[str, Tensor], set[str]]:
     """Return tensors of a batch by name, and the names of those that all micro-batches share (`Whole`)."""
-    leaves = Arguments.of(batch).leaves[0]
+    named = Arguments.of(batch).named[0]
     # A conjugate or a negative is a flag on other memory in torch, and programs read the memory.
-    tensors = {n: unwrap_leaf(leaves[n]).detach().resolve_conj().resolve_neg() for n in names}
-    return tensors, {n for n in names if isinstance(leaves[n], Whole)}
+    tensors = {n: unwrap_leaf(named[n]).detach().resolve_conj().resolve_neg() for n in names}
+    return tensors, {n for n in names if isinstance(named[n], Whole)}
 
 
 def bytes_of_batch(batch: Batch) -> dict[str, int]:
@@ -148,7 +148,7 @@ def check_leaves(batch: Batch, *, values: bool = False) -> None:
     tensors = {n: v for n, v in inner.items() if isinstance(v, Tensor)}
     if odd := [f"batch[{n!r}] is {kind}" for n, v in tensors.items() if (kind := tree.unusual(v))]:
         raise StateError(
-            f"{len(odd)} batch leaves that a step cannot cut and differentiate:", odd, tree.DENSE
+            f"{leaves(len(odd))} of a batch that a step cannot cut and differentiate:", odd, tree.DENSE
         )
     wrong += [
         f"batch[{n!r}] {list(v.shape)} is on the meta device, and holds no values to run with"
@@ -157,7 +157,7 @@ def check_leaves(batch: Batch, *, values: bool = False) -> None:
     ]
     if wrong:
         raise StateError(
-            f"{len(wrong)} batch leaves are not what a step takes, tensors and plain Python constants:",
+            f"{leaves(len(wrong))} of a batch, but a step takes tensors and plain Python constants:",
             wrong,
             f"{tree.how_to_register(strange.values())}torch.as_tensor(array) for an array; the object's "
             "tensors, in a dict; fs.Whole around each tensor, not around a tree of them; "

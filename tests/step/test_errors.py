@@ -138,7 +138,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str | list[str], s
         ["too many", "2 batch arguments"], ["in order", "by name"]),
     "a batch that cannot be cut": (
         lambda: step(of_two, accumulate=3)(chain(2), rows(), torch.tensor(1.0)), StateError,
-        ["2 batch leaves", "into 3", "batch['0'] [4, 8]", "batch['1'] []"], "fs.Whole"),
+        ["2 leaves", "into 3", "batch['0'] [4, 8]", "batch['1'] []"], "fs.Whole"),
     "no such field": (
         lambda: step(optimizer=SGD).init(chain(2)).parameters, AttributeError,
         ["'parameters'", "step, params"], ()),
