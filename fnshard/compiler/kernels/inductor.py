@@ -5,8 +5,8 @@ call costs a list of tensors and nothing else: no guards, no autograd function. 
 they take a list and empty it, so that an input dies when its last reader has run. Inductor is imported
 where it is used, since that takes seconds, and `import fnshard` should not.
 
-Inductor keeps what it compiles in its cache (TORCHINDUCTOR_CACHE_DIR), by the graph's text, its options, the
-versions and the processor. Other ranks of the host and later processes find it there.
+What it compiles is found again by other ranks of the host and by later processes: kernels for the CPU in
+files (`machine_code`), which run without Inductor, all others in Inductor's cache (TORCHINDUCTOR_CACHE_DIR).
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import importlib.util
+import itertools
 import json
 import os
 import platform
@@ -32,6 +33,7 @@ from fnshard.compiler.kernels import store
 
 Boxed = Callable[[list[Tensor]], Sequence[Tensor]]
 UNUSED = ("get_args", "benchmark_compiled_module")  # functions of a generated module that nobody calls
+PROCESSOR = ("vendor", "model", "flags", "CPU", "Features")  # what Linux says of one, on x86 and on Arm
 CONSTANTS = ("constants", "torchbind_constants", "frozen_param_names")  # what Inductor puts into a module
 SETTING = "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"  # it tells a library where torch reads a tensor's address
 
@@ -71,8 +73,10 @@ def key_of(module: fx.GraphModule, options: Mapping[str, Any], is_backward: bool
 def _describe_processor() -> str:
     """Return the model of the processor and its instructions, for which a compiler generates code."""
     with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
-        first = file.read().partition("\n\n")[0]
-        return "\n".join(line for line in first.splitlines() if line.startswith(("model", "vendor", "flags")))
+        first = itertools.takewhile(str.strip, file)
+        return "".join(
+            line for line in first if line.startswith(("model", "vendor", "flags", "CPU", "Features"))
+        )
     return f"{platform.machine()} {platform.processor()}"
 
 

@@ -3,7 +3,8 @@
 To differentiate segments is most of what lowering costs, and equal segments become equal kernels. A kernel is
 kept by its content: the graph of its segment with all shapes, strides and dtypes, its policy, and what else
 decides what it becomes (torch's version and settings, and the sources of fnshard, so that another compiler
-reads no kernels of this one). A file holds rows of names and numbers, and nothing is unpickled. Kernels with
+reads no kernels of this one). A file holds rows of names and numbers, and nothing is unpickled (compiled code
+lies here, too, see `machine_code`). Kernels with
 operators that are not torch's or fnshard's are not kept, since their formulas may change.
 
 The files lie in `fnshard/kernels` in the user's cache directory (XDG_CACHE_HOME, or `~/.cache`).
