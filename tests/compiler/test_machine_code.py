@@ -19,7 +19,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fnshard.analysis.footprint import make_fake_wrapper
 from fnshard.analysis.storages import StorageTracker
 from fnshard.compiler.kernels import inductor, machine_code, store
-from fnshard.losses import linear  # noqa: F401  (an operator of fnshard's)
 
 
 @pytest.fixture(autouse=True)
@@ -31,10 +30,10 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 def loss(x: Tensor, w: Tensor, bias: Tensor) -> list[Tensor]:
-    """Products, loops around them, a view, an operator that is not torch.nn's."""
+    """Products, loops around them, views, and sums."""
     y = torch.tanh(x @ w) + 0.2718
-    z = torch.addmm(bias, y, w.t()).softmax(-1)
-    return [z.sum(0), y[1:, ::2], (y + x).square().mean()]
+    z = torch.addmm(bias, y, w.permute(1, 0)).exp()
+    return [z.sum(0), y[1:, ::2], ((y + x) * y).mean()]
 
 
 def inputs() -> list[Tensor]:
@@ -135,7 +134,7 @@ def test_what_is_damaged_is_compiled_anew(folder: Path, damage: Callable[[Path, 
     with mock.patch.object(inductor.machine_code, "keep", wraps=machine_code.keep) as keep:
         found = compile_graph(graph_of())(inputs())
     assert keep.call_count == 1 and all(map(torch.equal, found, expected))
-    assert machine_code.recall(code.name) is not None  # it is whole again
+    assert machine_code.recall(code.name) is not None  # both are whole again
 
 
 @torch.library.custom_op("fnshard_test_code::doubled", mutates_args=())
@@ -174,7 +173,8 @@ async_compile = AsyncCompile()
 async_compile.wait(globals())
 del async_compile
 def call(args):
-    used, other, seeds = globals().get("used"), 1, 2
+    if len(args) > 9:
+        used, other, seeds
     return kernel(*args)
 def get_args():
     from torch._dynamo.testing import rand_strided

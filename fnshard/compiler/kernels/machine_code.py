@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import importlib.util
+import inspect
 import itertools
 import json
 import os
@@ -33,6 +34,7 @@ from fnshard.compiler.kernels import store
 
 Boxed = Callable[[list[Tensor]], Sequence[Tensor]]
 UNUSED = ("get_args", "benchmark_compiled_module")  # functions of a generated module that nobody calls
+COPIED = "assert_tensor_metadata"  # a check of Inductor's, in Python, that needs nothing but torch
 PROCESSOR = ("vendor", "model", "flags", "CPU", "Features")  # what Linux says of one, on x86 and on Arm
 CONSTANTS = ("constants", "torchbind_constants", "frozen_param_names")  # what Inductor puts into a module
 SETTING = "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"  # it tells a library where torch reads a tensor's address
@@ -122,8 +124,7 @@ def keep(key: str, compiled: Any, entries: Mapping[str, Entry]) -> None:
         with suppress(OSError):
             body = entry.library.read_bytes()
             rows[name] = [f"{hashlib.sha256(body).hexdigest()}.so", entry.name]
-            if not (folder / rows[name][0]).exists():
-                store.write_file(folder, rows[name][0], body)
+            store.write_file(folder, rows[name][0], body)
     if rows.keys() == entries.keys():
         values = json.dumps({"text": text, "entries": rows})
         store.write_file(folder, key, store.seal(zlib.compress(values.encode(), 1)))
@@ -164,13 +165,17 @@ def _without_inductor(source: str, kernels: set[str]) -> str | None:
     used = set[str]().union(*(_names_in(n) for n in body if not isinstance(n, ast.Import | ast.ImportFrom)))
     for node in [n for n in body if isinstance(n, ast.Import | ast.ImportFrom)]:
         node.names = [alias for alias in node.names if (alias.asname or alias.name) in used]
-        if "extern_kernels" in {alias.name for alias in node.names}:
+        names, place = {alias.name for alias in node.names}, body.index(node)
+        if "extern_kernels" in names:
             if not _are_torchs_own(body):
                 return None
-            body[body.index(node)] = ast.parse("import torch as extern_kernels").body[0]
+            body[place] = ast.parse("import torch as extern_kernels").body[0]
+        elif names == {COPIED}:
+            function = getattr(importlib.import_module(node.module), COPIED)
+            body[place] = ast.parse(inspect.getsource(function)).body[0]
         elif not node.names:
             body.remove(node)
-    text = ast.unparse(ast.Module(body, []))
+    text = "from __future__ import annotations\n" + ast.unparse(ast.Module(body, []))
     return None if "torch._inductor" in text or "torch._dynamo" in text else text
 
 
