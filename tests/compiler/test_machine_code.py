@@ -81,8 +81,9 @@ def test_another_process_runs_it_without_dynamo_and_inductor(folder: Path) -> No
 import sys
 from fnshard.compiler.ir import deferred_imports
 deferred_imports.defer()
-from test_machine_code import compile_graph, graph_of, inputs
-print([value.double().sum().item() for value in compile_graph(graph_of())(inputs())])
+from test_machine_code import compile_graph, config, graph_of, inputs
+with config.patch(compile_threads=2):
+    print([value.double().sum().item() for value in compile_graph(graph_of())(inputs())])
 print([name for name in ("torch._dynamo", "torch._inductor") if not deferred_imports.is_deferred(name)])
 """
     expected = [value.double().sum().item() for value in compile_graph(graph_of())(inputs())]
