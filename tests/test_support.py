@@ -1,4 +1,4 @@
-"""What tests share keeps them apart: pools of ranks, and optimizers that share their traces."""
+"""What tests share: pools of ranks, traces of optimizers, rows of matrices, and assertions of errors."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from errors import raises
 from rows import mark_other_rows_long
 
+from fnshard.errors import LaunchError, SpecError, StateError, TraceError
 from fnshard.optim import Optimizer, adamw, chain, clip_by_global_norm, ema, muon, schedules, sgd, soap
 
 
@@ -103,3 +105,74 @@ def test_a_row_that_is_not_there_is_an_error_where_all_are() -> None:
     with pytest.raises(pytest.UsageError, match="adamw"):
         mark_other_rows_long(items, is_whole=True)
     mark_other_rows_long(items, is_whole=False)
+
+
+# ------------------------------------------------------------------ assertions of errors
+
+OWN = SpecError(
+    "2 leaves are wrong:", ["params['w'] [3, 12]", "params['b'] [3]"], "transposed='w', or fs.merge."
+)
+TRAVELLED = LaunchError(f"rank 1 of 2 failed:\n  SpecError: {OWN}\nThe log is /tmp/1.log, of rank 1.")
+PROBLEMS = ValueError(
+    "2 problems:\n  run.steps=0: below 1. Fix: run.steps=1.\n  mesh.z: no key. Fix: mesh.shard."
+)
+QUOTED = TraceError("`fn` fails in matmul:", [f"at {__file__}:1  {__doc__}: f32[2]"], "x.mT.")
+LONG = StateError("1 leaf is lacking:", ["'q'"], "names=NAMES finds it.\n     missing='skip' leaves it out.")
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (
+            OWN,
+            {
+                "leaves": ["params['w']", "params['b'] [3]"],
+                "fix": ["transposed=", "fs.merge"],
+                "says": "2 leaves",
+            },
+        ),
+        (TRAVELLED, {"leaves": ["rank 1", "/tmp/1.log", "params['w']"], "fix": "transposed="}),
+        (
+            PROBLEMS,
+            {"leaves": ["run.steps=0", "mesh.z"], "fix": ["run.steps=1", "mesh.shard"], "says": "below 1"},
+        ),
+        (LONG, {"leaves": "'q'", "fix": ["names=NAMES", "missing='skip'"]}),
+        (QUOTED, {"leaves": ["matmul", "test_support.py:1", "f32[2]"], "fix": "x.mT"}),
+        (KeyError("w"), {"leaves": "'w'"}),
+    ],
+    ids=["own", "travelled", "several", "long", "quoted", "plain"],
+)
+def test_an_error_is_asserted_by_its_leaves_and_ways_out(error: Exception, words: Any) -> None:
+    with raises(type(error), **words) as caught:
+        raise error
+    assert caught.value is error
+
+
+@pytest.mark.parametrize(
+    ("error", "words", "lack"),
+    [
+        (OWN, {"leaves": ["params['w']", "params['c']"]}, "leaves=[\"params['c']\"]"),
+        (OWN, {"leaves": "transposed="}, "leaves=['transposed=']"),  # it is a way out
+        (OWN, {"fix": "params['w']"}, "fix=[\"params['w']\"]"),  # it is a leaf
+        (OWN, {"says": ["2 leaves", "2"], "fix": "merge.too"}, "fix=['merge.too']"),
+        (OWN, {"says": "1"}, "says=['1']"),  # there is a 12
+        (OWN, {"says": "eaves"}, "says=['eaves']"),
+        (TRAVELLED, {"fix": "/tmp/1.log"}, "fix=['/tmp/1.log']"),
+        (PROBLEMS, {"leaves": "mesh.shard", "fix": "mesh.z"}, "leaves=['mesh.shard'], fix=['mesh.z']"),
+        (ValueError("w"), {"leaves": "w", "fix": "w"}, "fix=['w']"),
+        (QUOTED, {"leaves": "pools of ranks"}, "leaves=['pools of ranks']"),
+    ],
+)
+def test_what_an_error_lacks_is_named_beside_all_that_it_says(
+    error: Exception, words: Any, lack: str
+) -> None:
+    with pytest.raises(pytest.fail.Exception) as failed, raises(type(error), **words):
+        raise error
+    assert f"{type(error).__name__} lacks {lack}. It is:\n{error}" in str(failed.value)
+
+
+def test_no_error_and_one_of_another_kind_fail() -> None:
+    with pytest.raises(pytest.fail.Exception), raises(ValueError, leaves="w"):
+        pass
+    with pytest.raises(TypeError), raises(KeyError, leaves="w"):
+        raise TypeError("w")

@@ -172,7 +172,7 @@ def save(
             raise StateError(f"max_file_bytes={max_file_bytes!r}: a number of bytes, more than 0.")
         empty = final.is_dir() and not final.is_symlink() and not any(final.iterdir())
         if mesh.rank == 0 and os.path.lexists(final) and not empty:
-            raise StateError(f"there is something at {str(final)!r}: save elsewhere, or remove it.")
+            raise StateError(f"there is something at {str(final)!r}.", fix="save elsewhere, or remove it.")
         return plan, model_directory(
             final, [entry for leaf in plan for entry in leaf.entries], max_file_bytes, source
         )

@@ -188,7 +188,7 @@ def register(codec: Codec) -> None:
     if not isinstance(codec, Codec):
         raise SpecError(f"fs.codecs.register takes a Codec, not {type(codec).__name__}.")
     if CODECS.get(codec.name, codec) is not codec:
-        raise SpecError(f"a codec is called {codec.name!r} already; give yours another name.")
+        raise SpecError(f"a codec is called {codec.name!r} already.", fix="give yours another name.")
 
     names = codec.parts((4, 3)).keys()
     for other in CODECS.values():

@@ -405,4 +405,4 @@ def register(name: str, preset: Callable[..., Any]) -> None:
         SpecError: another preset has the name.
     """
     if PRESETS.setdefault(name, preset) is not preset:
-        raise SpecError(f"a preset is called {name!r} already; give yours another name.")
+        raise SpecError(f"a preset is called {name!r} already.", fix="give yours another name.")

@@ -273,7 +273,7 @@ def check_mesh(mesh: Any) -> None:
         SpecError: it says how to make one.
     """
     if not isinstance(mesh, Mesh):
-        raise SpecError(f"mesh={reprlib.repr(mesh)} is no mesh: make one with fs.make_mesh(shard=8).")
+        raise SpecError(f"mesh={reprlib.repr(mesh)} is no mesh.", fix="make one with fs.make_mesh(shard=8).")
 
 
 @contextmanager

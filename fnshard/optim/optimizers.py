@@ -143,7 +143,9 @@ def adamw(
         if not isinstance(betas, tuple | list) or len(betas) != 2:
             raise OptimizerError(f"adamw: betas={betas!r} are not two numbers, as in betas=(0.9, 0.95).")
         if (b1, b2) != (0.9, 0.999):
-            raise OptimizerError(f"adamw: betas={betas!r} and b1={b1!r}, b2={b2!r}: give one or the other.")
+            raise OptimizerError(
+                f"adamw: betas={betas!r} and b1={b1!r}, b2={b2!r}.", fix="give one or the other."
+            )
         b1, b2 = betas
     name = call_text("adamw", lr=lr, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, lr_scale=lr_scale)
     check_fractions(name, b1=b1, b2=b2)
@@ -560,7 +562,7 @@ def register(name: str, make: Callable[..., Optimizer]) -> None:
         OptimizerError: another optimizer has the name.
     """
     if OPTIMIZERS.setdefault(name, make) is not make:
-        raise OptimizerError(f"an optimizer is called {name!r} already; give yours another name.")
+        raise OptimizerError(f"an optimizer is called {name!r} already.", fix="give yours another name.")
 
 
 def hyperparameters(

@@ -127,7 +127,7 @@ def register(name: str, make: Callable[..., Rate]) -> None:
         OptimizerError: another schedule has the name.
     """
     if SCHEDULES.setdefault(name, make) is not make:
-        raise OptimizerError(f"a schedule is called {name!r} already; give yours another name.")
+        raise OptimizerError(f"a schedule is called {name!r} already.", fix="give yours another name.")
 
 
 def as_schedule(rate: Rate) -> RateSchedule:

@@ -201,7 +201,7 @@ def check_state(value: Any, has_optimizer: bool, paths: Collection[str]) -> bool
             fix="state = step.init(params); state, metrics = step(state, *batch).",
         )
     if not has_optimizer and training:
-        raise StateError("this step has no optimizer: pass state.params, or make it with optimizer=.")
+        raise StateError("this step has no optimizer.", fix="pass state.params, or make it with optimizer=.")
     loss = value[0] if isinstance(value, tuple) and len(value) == 2 else value
     is_number = isinstance(loss, Tensor) and loss.dim() == 0
     if is_number and tree.flatten_with_paths(value)[0].keys() != set(paths):

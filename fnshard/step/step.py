@@ -194,7 +194,9 @@ class Step(Compiled):
             StateError: there is no optimizer, so there is no state; or there is no room on disk.
         """
         if self.optimizer is None:
-            raise StateError("this step has no optimizer, so it has no TrainState: ask for parameters alone.")
+            raise StateError(
+                "this step has no optimizer, so it has no TrainState.", fix="ask for parameters alone."
+            )
         self._cache.adopt(specs)
         self._check_optimizer()
         specs, mesh = self.resolved.stored, self.mesh

@@ -295,7 +295,7 @@ def sent_on_rank(rank: int, preset: str, axes: Mapping[str, int]) -> tuple[int, 
     finally:
         dist.isend, dist.all_reduce = isend, all_reduce
         connection(mesh).close()
-    moved = step.lower(params, tokens, tokens).comm_analysis()
+    moved = step.lower(params, tokens, tokens).comm_analysis(stage=mesh.stage)
     sums = sum(r.sent_bytes for r in moved.rows if r.verb == "all_reduce")
     full = moved["all_reduce"]["bytes"] if "all_reduce" in moved else 0
     return sent, moved.sent_bytes - sums, summed, full
@@ -303,6 +303,7 @@ def sent_on_rank(rank: int, preset: str, axes: Mapping[str, int]) -> tuple[int, 
 
 @pytest.mark.suite({
     "hybrid_shard-*": "both axes, and what full_shard sends",
+    "full_shard-axes3": "messages between stages, and sums over them",
 })  # fmt: skip
 @pytest.mark.parametrize(
     ("preset", "axes"),
@@ -310,6 +311,7 @@ def sent_on_rank(rank: int, preset: str, axes: Mapping[str, int]) -> tuple[int, 
         ("full_shard", {"shard": 4}),
         pytest.param("zero1", {"shard": 4}, marks=pytest.mark.long),
         ("hybrid_shard", {"replicate": 2, "shard": 2}),
+        ("full_shard", {"pipeline": 2, "shard": 2}),
     ],
 )
 def test_bytes_on_the_wire_are_exact(ranks: Any, preset: str, axes: dict[str, int]) -> None:

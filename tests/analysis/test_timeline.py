@@ -242,6 +242,7 @@ def test_recomputation_is_hardware_flops_and_no_model_flops() -> None:
     assert unit.mfu == pytest.approx(unit.model_flops / unit.step_seconds / H100.peak_flops["f32"])
 
 
+@pytest.mark.long
 def test_micro_batches_do_the_work_of_one_batch() -> None:
     batch = torch.zeros(4, 6, dtype=torch.int64)
     fn, params, _ = llama(2)

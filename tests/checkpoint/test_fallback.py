@@ -12,6 +12,7 @@ from typing import Any
 
 import corrupt
 import pytest
+from errors import raises
 from saved import MANIFEST, SEAL, STEPS, is_known, make_known, outcome, small_blocks, step_on
 
 import fnshard as fs
@@ -48,7 +49,7 @@ def test_the_newest_whole_one_is_taken_and_the_others_are_told_of(
     assert fs.checkpoint.latest(root) == root / "300"
     with (
         pytest.warns(CheckpointWarning),
-        pytest.raises(CheckpointError, match=r"300 is not[\s\S]*200 is not[\s\S]*100 is not"),
+        raises(CheckpointError, leaves=[str(root / step) for step in ("300", "200", "100")]),
     ):
         fs.checkpoint.restore(root, restoring)
 
@@ -76,7 +77,7 @@ def test_a_checkpoint_that_was_given_another_number_is_not_that_step(
     ):
         assert is_known(fs.checkpoint.restore(root, restoring), 200)
     for look_at in (fs.checkpoint.verify, lambda path: fs.checkpoint.restore(path, restoring)):
-        with pytest.raises(CheckpointError, match=r"400[\s\S]*saved under the name 300; rename it"):
+        with raises(CheckpointError, leaves=str(root / "400"), says=["the name 300", "rename it"]):
             look_at(root / "400")
     (root / "400").rename(root / "best")  # no number says nothing else
     assert is_known(fs.checkpoint.restore(root / "best", restoring), 300)
@@ -136,11 +137,11 @@ def test_what_is_no_checkpoint_at_all(put: str, restoring: Any, tmp_path: Path) 
     elif put == "link":
         path.symlink_to("300")
     for look_at in (fs.checkpoint.restore, fs.checkpoint.restore_params):
-        with pytest.raises(CheckpointError, match="there is no checkpoint at"):
+        with raises(CheckpointError, leaves=str(path)):
             look_at(path, restoring)
-    with pytest.raises(CheckpointError, match="300"):
+    with raises(CheckpointError, leaves="300"):
         fs.checkpoint.verify(path)
-    with pytest.raises(CheckpointError, match="there is no checkpoint at"):
+    with raises(CheckpointError, leaves=str(path)):
         fs.checkpoint.manifest(path)
     assert fs.checkpoint.all_steps(path) == [] and fs.checkpoint.latest(path) is None
 

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import safetensors
 import torch
+from errors import raises
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -100,7 +101,7 @@ def test_ranks_that_hold_different_states_are_told() -> None:
     whole = leaf.to_saved([Chunk((0,), (4,), "rank-00000.safetensors", 8, (0,))])
     other = LocalLeaf((4,), P("shard"), torch.ones(4)).to_saved()
     for parts in ([{"a": whole}, {"a": other}], [{"a": whole}, {"a": whole, "b": whole}], [{"a": other}]):
-        with pytest.raises(ValueError, match=r"ranks hold different states: [ab]"):
+        with raises(ValueError, says="different states"):
             merge_leaves(parts, [0] * len(parts))
 
 
@@ -131,20 +132,20 @@ def test_what_was_written_is_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "leaves", "says"),
     [
-        ({"inner": {"at": -1}}, r"^inner: at: -1 is not an int in range"),
-        ({"inner": {"at": True}}, r"^inner: at: True is not an int in range"),
-        ({"inner": {}}, r"^inner: at: is missing"),
-        ({"by_name": {"x": {"at": 1, "names": ["a", 2]}}}, r"^by_name: x: names: 2 is not of type str"),
-        ({"rows": [[1], [1.5]]}, r"^rows: 1.5 is not of type int"),
-        ({"maybe": 3}, r"^maybe: 3 is not an object"),
-        ({"number": "1"}, r"^number: '1' is not a number"),
-        ({"on": 1}, r"^on: 1 is not of type bool"),
+        ({"inner": {"at": -1}}, "inner: at", "-1"),
+        ({"inner": {"at": True}}, "inner: at", "True"),
+        ({"inner": {}}, "inner: at", "missing"),
+        ({"by_name": {"x": {"at": 1, "names": ["a", 2]}}}, "by_name: x: names", ["2", "str"]),
+        ({"rows": [[1], [1.5]]}, "rows", ["1.5", "int"]),
+        ({"maybe": 3}, "maybe", ["3", "an object"]),
+        ({"number": "1"}, "number", ["'1'", "a number"]),
+        ({"on": 1}, "on", ["1", "bool"]),
     ],
 )
-def test_what_is_of_another_type_is_named(change: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_what_is_of_another_type_is_named(change: Any, leaves: str, says: Any) -> None:
+    with raises(ValueError, leaves=leaves, says=says):
         from_json(Outer, PLAIN | change)
 
 
@@ -252,7 +253,7 @@ def test_what_is_nearly_plain_is_made_so(value: Any, back: Any) -> None:
     ids=lambda value: type(value).__name__,
 )  # fmt: skip
 def test_what_is_not_plain_is_refused_by_name(value: Any) -> None:
-    with pytest.raises(CheckpointError, match=r"data\['a'\]\[1\] is .*never pickles"):
+    with raises(CheckpointError, leaves="data['a'][1]", fix="tensors and arrays"):
         encode({"a": [0, value]})
 
 
@@ -370,7 +371,7 @@ def test_kept_are_the_last_the_multiples_and_the_best(
 
 @pytest.mark.parametrize("wrong", [{"last": 0}, {"every": 0}, {"best": -1}, {"mode": "low"}])
 def test_a_keep_that_cannot_be(wrong: Any) -> None:
-    with pytest.raises(CheckpointError, match=rf"{next(iter(wrong))}="):
+    with raises(CheckpointError, leaves=f"{next(iter(wrong))}="):
         Keep(**wrong)
 
 
@@ -382,5 +383,5 @@ def test_stages_have_leaves_of_their_own_and_ranks_of_one_the_same() -> None:
         [{"a": whole}, {"a": leaf.to_saved()}, {"b": whole}, {"b": leaf.to_saved()}], [0, 0, 1, 1]
     )
     assert list(found) == ["a", "b"] and all(len(each.chunks) == 1 for each in found.values())
-    with pytest.raises(ValueError, match="ranks hold different states: b"):
+    with raises(ValueError, leaves="b", says="different states"):
         merge_leaves([{"a": whole}, {"a": leaf.to_saved()}, {"b": whole}, {}], [0, 0, 1, 1])

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from corrupt import payloads
+from errors import raises
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -80,7 +81,7 @@ def test_accelerate_has_two_folders(tmp_path: Path) -> None:
     weights, moments = get_state_dict(model, optimizer)
     dcp.save({"model": weights}, checkpoint_id=tmp_path / "pytorch_model_fsdp_0", no_dist=True)
     step = step_here(fs.make_mesh(shard=1))
-    with pytest.raises(CheckpointError, match=r"0.weight/mu .* is not in the checkpoint(.|\n)*step.adopt"):
+    with raises(CheckpointError, leaves="0.weight/mu", fix="step.adopt"):
         fs.checkpoint.load_dcp(tmp_path, step)
     alone = fs.checkpoint.load_dcp(tmp_path, step.specs, step.mesh)
     assert int(step.adopt(alone.params).step) == 0 and alone.opt_state["0.weight"] == {}
@@ -121,7 +122,7 @@ def test_numbers_of_an_optimizer_that_has_names_or_several_groups(tmp_path: Path
         if kind == "named":
             assert_same(fs.checkpoint.load_torch(file, step), model, optimizer)
         else:
-            with pytest.raises(CheckpointError, match=r"in 6 groups.*by name"):
+            with raises(CheckpointError, says=["6 groups", "by name"]):
                 fs.checkpoint.load_torch(file, step)
 
 
@@ -135,7 +136,7 @@ def test_layouts_that_are_written(tmp_path: Path) -> None:
         assert_same(fs.checkpoint.load_dcp(folder, step), model, optimizer)
     keys = read_keys(tmp_path / "torchtitan")
     assert {"0.weight", "optimizer.state.0.weight.exp_avg", "optimizer.param_groups.0.weight.lr"} <= keys
-    with pytest.raises(CheckpointError, match="there is something"):
+    with raises(CheckpointError, leaves=str(tmp_path / "fsdp"), fix=["elsewhere", "remove it"]):
         fs.checkpoint.save_dcp(tmp_path / "fsdp", state)
 
 
@@ -202,7 +203,7 @@ def test_zero_files_hold_objects_of_deepspeed(tmp_path: Path, monkeypatch: Any) 
     state = fs.checkpoint.load_deepspeed(tmp_path / "z", specs, mesh)
     assert torch.equal(state.params["w"], params["w"])
     write_zero(tmp_path / "odd", 2, 2, [params], moments, 4, extra={"rates": Namesake(), "more": Namesake()})
-    with pytest.raises(CheckpointError, match=r"would run or make test_foreign.Namesake\."):
+    with raises(CheckpointError, says="test_foreign.Namesake"):
         fs.checkpoint.load_deepspeed(tmp_path / "odd", specs, mesh)
 
 
@@ -334,7 +335,7 @@ def test_a_payload_is_refused_and_does_not_run(tmp_path: Path) -> None:
     metadata.storage_data[index].offset = item.stat().st_size - len(by_torch)
     metadata.storage_data[index].length = len(by_torch)
     (made["dcp"] / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(CheckpointError, match=r"'model\.0\.weight' in .*, which is a pickle .* make"):
+    with raises(CheckpointError, leaves="'model.0.weight'", says="pickle"):
         fs.checkpoint.load_dcp(made["dcp"], step)
     assert not marker.exists()
 
@@ -370,32 +371,32 @@ def test_another_model(tmp_path: Path) -> None:
         assert "'3.bias' [5]" in text  # left over
         assert "params['3.weight'] [5, 8]" in text  # of another shape
     prefixed = fs.presets.full_shard({f"net.{p}": v for p, v in theirs.items()}, mesh)
-    with pytest.raises(StateError, match=r"path.removeprefix\('net.'\) finds all"):
+    with raises(StateError, fix="path.removeprefix('net.')"):
         fs.checkpoint.load_torch(made["torch"], prefixed, mesh)
     fs.checkpoint.load_torch(made["torch"], prefixed, mesh, names=lambda path: path.removeprefix("net."))
 
 
 def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     made, step = folders(tmp_path), step_here(fs.make_mesh(shard=1))
-    with pytest.raises(CheckpointError, match=r"there are some in it: dcp"):
+    with raises(CheckpointError, leaves=str(tmp_path), says="dcp"):
         fs.checkpoint.load_dcp(tmp_path, step)
     for kind, load in LOAD.items():
         with pytest.raises(CheckpointError):
             load(made["zero" if kind != "zero" else "dcp"], step)
     old = tmp_path / "old.bin"
     torch.save({"w": torch.ones(2)}, old, _use_new_zipfile_serialization=False)
-    with pytest.raises(CheckpointError, match=r"torch before 1\.6"):
+    with raises(CheckpointError, leaves=str(old), says="torch before 1.6"):
         fs.checkpoint.load_torch(old, step)
     rank = made["zero"] / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
     shutil.copy(rank, rank.with_name("zero_pp_rank_0_mp_rank_01_optim_states.pt"))
-    with pytest.raises(CheckpointError, match="tensor or pipeline axis"):
+    with raises(CheckpointError, leaves=str(made["zero"]), says="tensor or pipeline axis"):
         fs.checkpoint.load_deepspeed(made["zero"], step)
     torch.save([1, 2], tmp_path / "list.pt")
-    with pytest.raises(CheckpointError, match="holds a list"):
+    with raises(CheckpointError, leaves=str(tmp_path / "list.pt"), says="a list"):
         fs.checkpoint.load_torch(tmp_path / "list.pt", step)
     torch.save({"optimizer_state_dict": {"partition_count": 2}}, rank)
     rank.with_name("zero_pp_rank_0_mp_rank_01_optim_states.pt").unlink()
-    with pytest.raises(CheckpointError, match="laid out in another way"):
+    with raises(CheckpointError, leaves=str(made["zero"])):
         fs.checkpoint.load_deepspeed(made["zero"], step)
 
 
@@ -405,11 +406,11 @@ def test_moments_without_a_step_are_refused(tmp_path: Path) -> None:
     step = step_here(fs.make_mesh(shard=1))
     moments["state"]["0.weight"]["step"] = torch.tensor(2.0)
     torch.save({"model": weights, "optim": moments}, tmp_path / "x.pt")
-    with pytest.raises(CheckpointError, match=r"after 2 to 3 updates, by parameter \('0.weight' after 2\)"):
+    with raises(CheckpointError, leaves="'0.weight'", says=["2 to 3 updates", "after 2"]):
         fs.checkpoint.load_torch(tmp_path / "x.pt", step)
     del moments["state"]["0.weight"]["step"]
     torch.save({"model": weights, "optim": moments}, tmp_path / "x.pt")
-    with pytest.raises(CheckpointError, match=r"'0\.weight' and does not say after how many"):
+    with raises(CheckpointError, leaves="'0.weight'", says="steps"):
         fs.checkpoint.load_torch(tmp_path / "x.pt", step)
 
 

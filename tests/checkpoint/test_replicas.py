@@ -12,6 +12,7 @@ import pytest
 import saved
 import torch
 import torch.distributed as dist
+from errors import raises
 
 import fnshard as fs
 from fnshard.checkpoint import replicas
@@ -60,6 +61,7 @@ def restore_kept(
     return out
 
 
+@pytest.mark.long
 def test_every_preset_restores_every_other_when_a_node_is_lost(ranks: Any, tmp_path: Path) -> None:
     """Four ranks on two nodes, then on two, three and four: also what was nowhere but at the partner's."""
     ranks(4).run(keep, 4, str(tmp_path), 2, PRESETS)
@@ -90,6 +92,7 @@ def keep_an_empty_leaf(rank: int, root: str) -> tuple[int, list[int]]:
     return int(found.step), list(found.params["none"].shape)
 
 
+@pytest.mark.long
 def test_a_leaf_without_elements(ranks: Any, tmp_path: Path) -> None:
     assert ranks(2).run(keep_an_empty_leaf, str(tmp_path)) == [(1, [0, 3])] * 2
 
@@ -143,8 +146,13 @@ def test_more_copies_than_nodes_can_hold(
 def test_memory_that_is_not_there_or_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     step = saved.step_of("zero1", "fp32", fs.make_mesh(shard=1))
     monkeypatch.setenv("FNSHARD_MEMORY", str(tmp_path / "nowhere"))
-    with pytest.raises(CheckpointError, match=r"nowhere/fnshard-memory-a: No such file.*\s*Fix: a Linux"):
+    with raises(
+        CheckpointError,
+        leaves="nowhere/fnshard-memory-a",
+        fix=["/dev/shm", "FNSHARD_MEMORY"],
+        says="No such file",
+    ):
         fs.checkpoint.Replicas(step, "a")
     monkeypatch.setattr(replicas, "control_groups", lambda: [(1000, 900)])
-    with pytest.raises(CheckpointError, match=r"replicas take .* GB of this node's memory, .* are free"):
+    with raises(CheckpointError, fix=["fewer copies", "/dev/shm"], says="GB"):
         fs.checkpoint.Replicas(step, tmp_path).start(saved.make_known(step))

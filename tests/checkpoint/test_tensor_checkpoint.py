@@ -55,9 +55,7 @@ def test_every_mesh_restores_every_other(ranks: Any, tmp_path: Path) -> None:
     assert ranks(4).run(save_and_restore, str(tmp_path), [], ["1"]) == [[]] * 4
 
 
-@pytest.mark.suite({
-    "turned-2x2": "axes that change places",
-})  # fmt: skip
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("before", "after"),
     [("2x2", "4"), ("turned", "2x2"), pytest.param("4", "turned", marks=pytest.mark.long)],

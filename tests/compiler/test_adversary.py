@@ -17,6 +17,7 @@ from unittest import mock
 import pytest
 import sharded
 import torch
+from errors import raises
 from models import Model, model_of
 from tiered import TIERS, Adversary
 from torch import Tensor
@@ -273,24 +274,24 @@ def saved_value_freed_before_the_backward(lines: list[Instruction]) -> None:
 
 
 BROKEN = {
-    run_before_its_gather_is_waited_for: ("full_shard", r"run k\d.*reads p:.*, which is not alive"),
+    run_before_its_gather_is_waited_for: ("full_shard", ["run k0.fwd", "reads p:", "not alive"]),
     update_before_its_reduction_is_waited_for: (
         "full_shard",
-        r"update reduce/.*reads r:.*, which is not alive",
+        ["update reduce/", "reads r:", "not alive"],
     ),
-    publish_before_its_update: ("zero2", r"update reduce/.*changes \['s:.*while line \d+ reads it"),
-    wait_left_out: ("full_shard", r"~gather/.* is never waited for"),
+    publish_before_its_update: ("zero2", ["update reduce/", "changes ['s:", "reads it"]),
+    wait_left_out: ("full_shard", ["~gather/", "never waited for"]),
     update_with_what_an_all_reduce_may_overwrite: (
         "hybrid_shard",
-        r"update reduce/.*reads r:.*may overwrite",
+        ["update reduce/", "reads r:", "may overwrite"],
     ),
-    saved_value_freed_before_the_backward: ("full_shard", r"run k\d.bwd.*reads x.*, which is not alive"),
+    saved_value_freed_before_the_backward: ("full_shard", [".bwd", "reads", "not alive"]),
 }
 
 
 @pytest.mark.parametrize("breaker", BROKEN, ids=lambda b: b.__name__)
 def test_a_broken_schedule_is_named_by_verify_and_seen_by_the_adversary(breaker: Callable[..., None]) -> None:
-    preset, message = BROKEN[breaker]
+    preset, found = BROKEN[breaker]
     model = model_of("early_and_late")
 
     def broken(schedule: Schedule) -> Schedule:
@@ -320,7 +321,7 @@ def test_a_broken_schedule_is_named_by_verify_and_seen_by_the_adversary(breaker:
                 seen.append(True)
     assert any(seen), "the run came out right: the schedule was not broken, or the adversary is blind"
     assert caught, "verify let it pass"
-    with pytest.raises(ScheduleError, match=message):
+    with raises(ScheduleError, says=found):
         raise caught[0]
 
 
@@ -445,18 +446,18 @@ def test_frees_that_follow_no_aliases_are_found() -> None:
     verify(insert_frees(schedule))
     with mock.patch("fnshard.compiler.schedule.passes.order.follow_aliases", lambda lines: {}):
         broken = insert_frees(schedule)
-    with pytest.raises(ScheduleError, match=r"reads view, a view of h:r:.*frees"):
+    with raises(ScheduleError, says=["reads view", "a view of h:r:", "frees"]):
         verify(broken)
 
 
 def test_a_buffer_is_given_back_once_and_no_output_is_a_view_of_it() -> None:
     schedule = insert_frees(hands_on())
-    with pytest.raises(ScheduleError, match=r"output view.* is a view of h:r:"):
+    with raises(ScheduleError, says=["output view", "a view of h:r:"]):
         verify(replace(schedule, outputs=(*schedule.outputs, VIEW)))
     lines = list(schedule.instructions)
     freed = next(i for i, line in enumerate(lines) if any(n.is_pooled for n in line.drops))
     lines.insert(freed, lines[freed])
-    with pytest.raises(ScheduleError, match=r"gives h:r:.* back, as line \d+ has done"):
+    with raises(ScheduleError, says=["gives h:r:", "back", "has done"]):
         verify(schedule.with_instructions(lines))
 
 
@@ -471,7 +472,7 @@ def test_a_slot_is_not_changed_while_the_parameter_that_is_a_view_of_it_is_sent(
     update = next(line for line in lines[:sent] if set(lines[sent].reads) & set(line.writes))
     slots = tuple(n for n in update.writes if n.is_state)
     lines.insert(sent + 1, Instruction("-", "update", reads=slots, writes=slots))
-    with pytest.raises(ScheduleError, match=r"changes \['h:s:.*while line \d+ reads it"):
+    with raises(ScheduleError, says=["changes ['h:s:", "reads it"]):
         verify(schedule.with_instructions(lines))
 
 
@@ -513,7 +514,7 @@ def test_norms_are_taken_before_an_update_may_scale_its_gradients() -> None:
     lines = list(schedule.instructions)
     norms = first(lines, Norms)
     move(lines, norms, first(lines, Update, bucket=lines[norms].bucket))
-    with pytest.raises(ScheduleError, match=r"norms reduce/.*reads r:.*may overwrite"):
+    with raises(ScheduleError, says=["norms reduce/", "reads r:", "may overwrite"]):
         verify(schedule.with_instructions(lines))
 
 

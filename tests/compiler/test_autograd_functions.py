@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from custom_functions import function
+from errors import raises
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.func import grad, vmap
@@ -246,6 +247,7 @@ def test_real_ranks(ranks: Callable[[int], Any]) -> None:
         check(PROGRAMS[name], [each[name] for each in got], 4)
 
 
+@pytest.mark.long  # tests/step/test_gloo.py compiles a step
 @pytest.mark.parametrize(
     "name",
     [
@@ -285,7 +287,7 @@ def test_a_raw_launch_of_a_triton_kernel_is_refused(monkeypatch: pytest.MonkeyPa
         KernelInterface()[(1,)](x)
         return x.sum()
 
-    with pytest.raises(TraceError, match=r"(?s)launches a Triton kernel.*torch.library.triton_op"):
+    with raises(TraceError, leaves="Triton kernel", fix="torch.library.triton_op"):
         lower(fn, params(), batches(1)[0])
 
 
@@ -383,42 +385,47 @@ def implicit(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("fn", "message"),
+    ("fn", "leaves", "fix"),
     [
-        (between(lambda x: Wrong.apply(x, lambda g: g)), r"Wrong returns 1 gradient\(s\).*takes 2"),
+        (between(lambda x: Wrong.apply(x, lambda g: g)), ["Wrong", "1 gradient(s)", "takes 2"], ()),
         (
             between(lambda x: Wrong.apply(x, lambda g: (g[0, :2], None))),
-            r"(?s)cannot be gradients.*argument 0: \(2,\) for \(6, 8\)",
+            ["argument 0", "(2,) for (6, 8)"],
+            "shape",
         ),
         (
             between(lambda x: Wrong.apply(x, lambda g: (1.0, None))),
-            "(?s)cannot be gradients.*argument 0: 1.0",
+            "argument 0: 1.0",
+            "shape",
         ),
         (
             between(lambda x: Wrong.apply(x, lambda g: (g * float(g.sum()), None))),
-            "depends on a tensor's value",
+            "tensor's value",
+            (),
         ),
         (
             lambda p, x: grad(lambda z: once_of_one(z @ p["layers.0.w"]).sum())(x).sum(),
-            "differentiates Custom twice",
+            "Custom twice",
+            (),
         ),
-        (lambda p, x: grad(lambda z: swish(z @ p["layers.0.w"]).sum())(x).sum(), "a setup_context"),
-        (between(lambda x: quantized(x[x > 0]).sum() * x), "calls Custom.*length that depends on data"),
-        (between(lambda x: [x.register_hook(print), x][1]), "gradient hook that returns None"),
+        (lambda p, x: grad(lambda z: swish(z @ p["layers.0.w"]).sum())(x).sum(), (), "a setup_context"),
+        (between(lambda x: quantized(x[x > 0]).sum() * x), ["Custom", "depends on data"], ()),
+        (between(lambda x: [x.register_hook(print), x][1]), "hook that returns None", "return the gradient"),
         (
             lambda p, x: grad(lambda z: [z.register_hook(torch.neg), z.sum()][1])(x @ p["layers.0.w"]).sum(),
-            r"hook \(register_hook\)(.|\n)*Fix: .*inside itself, an autograd.Function",
+            "(register_hook)",
+            "autograd.Function",
         ),
-        (lambda p, x: HOOKED(x @ p["layers.0.w"]).sum(), r"hook \(a full backward hook of a module\)"),
-        (between(lambda x: CallsBackward.apply(x)), r"calls backward\(\)"),
+        (lambda p, x: HOOKED(x @ p["layers.0.w"]).sum(), "(a full backward hook of a module)", ()),
+        (between(lambda x: CallsBackward.apply(x)), "backward()", "torch.autograd.grad"),
     ],
 )
-def test_mistakes_are_refused(fn: Fn, message: str) -> None:
-    with pytest.raises(TraceError, match=message) as error:
+def test_mistakes_are_refused(fn: Fn, leaves: Any, fix: Any) -> None:
+    with raises(TraceError, leaves=leaves, fix=fix) as error:
         lower(fn, params(), batches(1)[0])
     assert re.search(r"((autograd|custom)_functions|zoo)\.py:", str(error.value))
 
 
 def test_a_backward_computes_what_it_differentiates() -> None:
-    with pytest.raises(TraceError, match=r"(?s)lost sight of \d value.*Fix: .*computes again what it"):
+    with raises(TraceError, says="value(s)", fix="computes again"):
         lower(between(implicit), params(), batches(1)[0])

@@ -52,7 +52,7 @@ def train_chain(
 @pytest.mark.parametrize(
     ("preset", "units", "optimizer", "options"),
     [
-        ("full_shard", DEEP, "sgd", AT_ONCE),
+        pytest.param("full_shard", DEEP, "sgd", AT_ONCE, marks=pytest.mark.long),
         pytest.param("full_shard", DEEP, "sgd", {"accumulate": 2, **ONE_BY_ONE}, marks=pytest.mark.long),
         ("no_shard", DEEP, "sgd", {}),
         ("full_shard", 1, "function", {}),

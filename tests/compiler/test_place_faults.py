@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from errors import raises
 from tensor_models import decoder
 
 import fnshard as fs
@@ -78,58 +79,58 @@ def other_axis(each: Any, mesh: Any, unit: str, phase: str, sent: Any, received:
 
 
 ONE_EXCHANGE, SUMMED = build.exchange, build.replica_axes
-REFUSED: dict[str, tuple[Plant, str]] = {
+REFUSED: dict[str, tuple[Plant, str | list[str]]] = {
     "a partial sum meets an op": (
         lambda: mock.patch.object(Writer, "convert", unconverted),
-        "from P to R stands nothing, where psum over tensor is due",
+        ["from P to R", "psum over tensor is due"],
     ),
     "an exchange over another axis": (
         converting(all_gather=lambda c, dim: ("all_gather", "shard", dim)),
-        "stands all_gather over shard, where all_gather over tensor is due",
+        ["all_gather over shard", "all_gather over tensor is due"],
     ),
     "a gather along another dim": (
-        converting(all_gather=lambda c, dim: ("all_gather", c.axis, 0)), "program placed over 'tensor'"
+        converting(all_gather=lambda c, dim: ("all_gather", c.axis, 0)), "'tensor'"
     ),
     "a sum where it is scattered": (
-        converting(reduce_scatter=lambda c, dim: ("psum", c.axis, dim)), "where reduce_scatter over tensor"
+        converting(reduce_scatter=lambda c, dim: ("psum", c.axis, dim)), "reduce_scatter over tensor is due"
     ),
     "a scatter where it is summed": (
-        converting(psum=lambda c, dim: ("all_gather", c.axis, 0)), "where psum over tensor is due"
+        converting(psum=lambda c, dim: ("all_gather", c.axis, 0)), "psum over tensor is due"
     ),
     "every rank takes the first part": (
-        lambda: mock.patch.object(Writer, "slice", first_part), "every rank takes the same part of"
+        lambda: mock.patch.object(Writer, "slice", first_part), "same part"
     ),
     "a split label is shifted": (
-        lambda: mock.patch.dict(RULES, {aten.slice.Tensor: shifted}), "program placed over 'tensor'"
+        lambda: mock.patch.dict(RULES, {aten.slice.Tensor: shifted}), "'tensor'"
     ),
     "a part of the loss is the loss": (
-        lambda: mock.patch.object(placing.Placer, "results", unscaled), "is returned"
+        lambda: mock.patch.object(placing.Placer, "results", unscaled), "returned"
     ),
     "a gradient is not summed over tensor": (
         lambda: mock.patch.object(
             build, "replica_axes", lambda b, s, axes: tuple(a for a in SUMMED(b, s, axes) if a != "tensor")
         ),
-        "is summed over .*, where .*tensor.* is due",
+        ["summed over", "tensor is due"],
     ),
     "a gradient is summed over tensor, which splits it": (
         lambda: mock.patch.object(
             build, "replica_axes", lambda b, s, axes: tuple(dict.fromkeys((*SUMMED(b, s, axes), "tensor")))
         ),
-        "is summed over .*tensor, where .* is due",
+        ["summed over", "tensor, where"],
     ),
     "a leaf is gathered over tensor, which splits it": (
-        lambda: mock.patch.object(LayoutSpec, "local", lambda spec, mesh: spec), "where shard is due"
+        lambda: mock.patch.object(LayoutSpec, "local", lambda spec, mesh: spec), "shard is due"
     ),
     "a norm counts an element twice": (
         lambda: mock.patch.object(build, "Norms", lambda *a, replicas, **k: NORMS(*a, replicas=1, **k)),
-        "count 1 replicas of",
+        "1 replicas",
     ),
     "no cotangent comes back": (
-        lambda: mock.patch.object(build._Builder, "exchange_back", one_way), "is not exchanged back"
+        lambda: mock.patch.object(build._Builder, "exchange_back", one_way), "not exchanged back"
     ),
-    "another dual": (lambda: mock.patch.object(build, "exchange", same_way), "is not exchanged back"),
+    "another dual": (lambda: mock.patch.object(build, "exchange", same_way), "not exchanged back"),
     "a dual over another axis": (
-        lambda: mock.patch.object(build, "exchange", other_axis), "is not exchanged back"
+        lambda: mock.patch.object(build, "exchange", other_axis), "not exchanged back"
     ),
 }  # fmt: skip
 NORMS = build.Norms
@@ -137,15 +138,15 @@ NORMS = build.Norms
 
 @pytest.mark.parametrize("fault", REFUSED)
 def test_a_fault_is_refused_where_a_step_is_lowered(fault: str) -> None:
-    plant, message = REFUSED[fault]
+    plant, found = REFUSED[fault]
     model, mesh = decoder(), fs.make_mesh(shard=2, tensor=2, abstract=True)
     specs = fs.presets.full_shard(model.params, mesh, tensor="tensor")
-    residual = "whole" if "psum" in message else "split"
+    residual = "whole" if "psum" in str(found) else "split"
     step = fs.shard_step(
         model.loss, specs, mesh=mesh, optimizer=fs.optim.adamw(1e-3), backend="eager", grad_norm=True,
         residual=residual,
     )  # fmt: skip
-    with plant(), pytest.raises(ScheduleError, match=message):
+    with plant(), raises(ScheduleError, says=found):
         step.lower(model.params, *model.batch(0))
 
 
@@ -189,8 +190,6 @@ FOUND: dict[str, tuple[dict[str, int], Plant]] = {
 
 
 @pytest.mark.suite({
-    "a bias is added on every rank": "partial sums",
-    "rows of another rank's table": "lookups",
     "padding is summed": "parts that are not equal",
 })  # fmt: skip
 @pytest.mark.parametrize("fault", FOUND)
@@ -199,5 +198,5 @@ def test_a_wrong_rule_is_found_by_check(fault: str) -> None:
     model, mesh = decoder(layers=1), fs.make_mesh(**axes, simulated=True)
     split = fs.presets.full_shard(model.params, mesh, tensor="tensor" if "tensor" in axes else None)
     assert fs.debug.check(model.loss, model.params, *model.batch(0), split, mesh=mesh)
-    with plant(), pytest.raises(fs.errors.DebugError, match="the loss"):
+    with plant(), raises(fs.errors.DebugError, leaves="the loss"):
         fs.debug.check(model.loss, model.params, *model.batch(0), split, mesh=mesh)

@@ -9,6 +9,7 @@ import pytest
 import sharded
 import torch
 import torch.nn.functional as F
+from errors import raises
 from models import Model, gpt
 from torch import nn
 
@@ -49,7 +50,6 @@ def grads_of(remat: Any, **options: Any) -> Any:
 @pytest.mark.suite({
     "unit-options0-1": "all is made again",
     "0.0-options1-1": "nothing is",
-    "0.3-options2-2": "a part is, in micro-batches",
     "offload-options3-1": "values are moved",
     "unit+offload-options4-2": "inputs are moved",
     "remat5-options5-2": "units differ",
@@ -185,17 +185,15 @@ def test_what_is_read_again_at_once_stays() -> None:
 
 def test_all_that_is_no_policy_is_one_mistake() -> None:
     wrong = {"a": "block", "b": 1.5, "c": True}
-    with pytest.raises(
-        SpecError, match=r"'a': 'block'.*\n.*'b': 1\.5.*\n.*'c': True.*\n.*nothing is recomputed"
-    ):
+    with raises(SpecError, leaves=["'a': 'block'", "'b': 1.5", "'c': True", "save=['mm']"]):
         lower_step(remat=wrong, save=["mm"])
 
 
 def test_globs_that_match_no_unit() -> None:
-    with pytest.raises(SpecError, match=r"1 remat rule\(s\) match no unit:\n  .*'blocks\.\*'\].*layers\.0"):
+    with raises(SpecError, leaves="'blocks.*'", says=["1 remat rule(s)", "layers.0"]):
         lower_step(remat={"blocks.*": "unit", "layers.*": "unit"})
 
 
 def test_saving_an_op_that_is_not_there() -> None:
-    with pytest.raises(SpecError, match=r"save names 1 op\(s\) that no recomputed unit has: conv"):
+    with raises(SpecError, leaves=["save", "conv"], fix="'matmul'", says="1 op(s)"):
         lower_step(remat="unit", save=["conv", "mm"])

@@ -13,6 +13,7 @@ import pytest
 import reference
 import sharded
 import torch
+from errors import raises
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import WIDTH as WIDE
@@ -187,7 +188,7 @@ def test_what_a_step_takes_is_of_the_fullest_stage() -> None:
     assert low.memory_analysis().peak_bytes == max(a.peak_bytes for a in each)
     assert sum(sum(leaf["stored"] for leaf in a.leaves.values()) for a in each) == 4 * (WIDTH + 128) * 64 // 2
     assert low.comm_analysis(stage=0)["send"] == {"count": 2, "bytes": 2 * 64 * 4 * 2}
-    with pytest.raises(SpecError, match="stage=2"):
+    with raises(SpecError, leaves="stage=2"):
         low.memory_analysis(stage=2)
 
 
@@ -263,16 +264,16 @@ def meet_in_another_order(first: Lines, last: Lines) -> None:
 @pytest.mark.parametrize(
     ("plant", "said"),
     [
-        (swap_sends, "where stage 1 receives"), (receive_in_a_circle, "for ever"),
+        (swap_sends, "stage 1 receives"), (receive_in_a_circle, "for ever"),
         (forget_a_send, "for ever"), (forget_a_recv, "no other end"), (meet_on_one_stage, "for ever"),
-        (meet_in_another_order, "where stage 0 comes to"),
+        (meet_in_another_order, "stage 0 comes to"),
     ],
 )  # fmt: skip
 def test_together_finds_what_one_stage_cannot_see(plant: Callable[..., None], said: str) -> None:
     schedules = stages(tied)
     lines = [list(s.instructions) for s in schedules]
     plant(*lines)
-    with pytest.raises(ScheduleError, match=said):
+    with raises(ScheduleError, says=said):
         together([s.with_instructions(i) for s, i in zip(schedules, lines, strict=True)])
     assert together(schedules)
 
@@ -281,7 +282,7 @@ def test_a_missing_dual_is_found() -> None:
     schedule = stages()[1]
     lines = list(schedule.instructions)
     drop_flight(lines, find(lines, Send))
-    with pytest.raises(ScheduleError, match="is not sent back"):
+    with raises(ScheduleError, says="not sent back"):
         verify(schedule.with_instructions(lines))
 
 
@@ -290,7 +291,7 @@ def test_a_foreign_leaf_that_is_read_is_found() -> None:
     lines = list(schedule.instructions)
     at = find(lines, Run)
     lines[at] = replace(lines[at], reads=(*lines[at].reads[:-1], *stored_names(["layers.0.w"])))
-    with pytest.raises(ScheduleError, match=r"s:layers\.0\.w, a leaf of another stage"):
+    with raises(ScheduleError, leaves="s:layers.0.w", says="another stage"):
         verify(schedule.with_instructions(lines))
 
 
@@ -298,7 +299,7 @@ def test_a_collective_of_another_stages_leaves_is_found() -> None:
     first, last = stages()
     at = find(first.instructions, Gather)
     lines = [*first.instructions[at : at + 2], *last.instructions]
-    with pytest.raises(ScheduleError, match=r"s:layers\.0\.w, a leaf of another stage"):
+    with raises(ScheduleError, leaves="s:layers.0.w", says="another stage"):
         verify(last.with_instructions(lines))
 
 
@@ -313,17 +314,17 @@ def test_a_reduction_before_the_last_backward_is_found() -> None:
     moved = [replace(reduction, reads=(earlier,)), lines[wait]]
     lines = [i for i in lines if i not in (reduction, lines[wait])]
     lines[before:before] = moved
-    with pytest.raises(ScheduleError, match="is in no sum"):
+    with raises(ScheduleError, says="in no sum"):
         verify(schedule.with_instructions(lines))
 
 
-@pytest.mark.parametrize(("copies", "said"), [(0, "which is not alive"), (2, "again")])
+@pytest.mark.parametrize(("copies", "said"), [(0, "not alive"), (2, "again")])
 def test_a_backward_that_is_dropped_or_doubled_is_found(copies: int, said: str) -> None:
     schedule = stages()[1]
     lines = list(schedule.instructions)
     at = find(lines, Run, 3, backward=True)
     lines[at : at + 1] = [lines[at]] * copies
-    with pytest.raises(ScheduleError, match=said):
+    with raises(ScheduleError, says=said):
         verify(schedule.with_instructions(lines))
 
 
@@ -335,13 +336,13 @@ def test_a_tie_that_is_not_summed_over_stages_is_found() -> None:
     scatter = find(lines, ReduceScatter, bucket=lines[at].bucket)
     assert lines[scatter].axes_of(schedule) == ("shard",)
     lines[at] = replace(lines[at], axes=("shard",))
-    with pytest.raises(ScheduleError, match="where pipeline, shard is due"):
+    with raises(ScheduleError, says="pipeline, shard is due"):
         verify(schedule.with_instructions(lines))
     lines = list(schedule.instructions)
     norm = find(lines, Norms, bucket=lines[at].bucket)
     assert lines[norm].replicas == 2
     lines[norm] = replace(lines[norm], replicas=1)
-    with pytest.raises(ScheduleError, match="count 1 replicas of 2"):
+    with raises(ScheduleError, says="1 replicas of 2"):
         verify(schedule.with_instructions(lines))
 
 
@@ -363,7 +364,7 @@ def test_a_tie_that_nothing_sums_is_found() -> None:
         summed.unit, summed.phase, summed.reads, result, bucket=summed.bucket, paths=summed.paths
     )
     del lines[wait]
-    with pytest.raises(ScheduleError, match="over no axis, where pipeline is due"):
+    with raises(ScheduleError, says=["over no axis", "pipeline is due"]):
         verify(schedule.with_instructions(lines))
 
 
@@ -410,8 +411,9 @@ def test_a_length_that_a_call_on_the_host_decides_is_refused_with_its_line() -> 
         kept = (x @ first)[: int((x > 0).sum())]
         return run_chain(dict(enumerate(rest)), kept).sum()
 
-    with pytest.raises(TraceError, match=r"(?s)int\(\(x > 0\)\.sum\(\)\).*Fix: "):
+    with raises(TraceError, leaves="test_stages.py:") as caught:
         lower(some_rows, chain(4), torch.zeros(4, WIDTH), ranks={"pipeline": 2, "shard": 1})
+    assert "int((x > 0).sum())" in str(caught.value) and "Fix: " in str(caught.value)
 
 
 def test_leaves_of_two_chunks_that_one_segment_reads_are_named() -> None:
@@ -421,7 +423,7 @@ def test_leaves_of_two_chunks_that_one_segment_reads_are_named() -> None:
         first, second, third, fourth = p.values()
         return (x @ (first @ second) @ (second * third) @ fourth).sum()
 
-    with pytest.raises(SpecError, match=r"layers\.1\.w'\] of chunk 0 is read .* with .*layers\.2\.w"):
+    with raises(SpecError, leaves=["params['layers.1.w'] of chunk 0", "params['layers.2.w']"]):
         lower(
             both, chain(4), torch.zeros(4, WIDTH), ranks={"pipeline": 2, "shard": 1}, policy={"rules": rules}
         )
@@ -429,18 +431,18 @@ def test_leaves_of_two_chunks_that_one_segment_reads_are_named() -> None:
 
 def test_a_stage_that_has_nothing_to_run_is_named() -> None:
     rules = [("*", LayoutSpec(P("shard"), chunk=0))]
-    with pytest.raises(SpecError, match="stage 1: no leaf is of its chunks"):
+    with raises(SpecError, leaves="stage 1", fix="LayoutSpec(chunk=0)"):
         lower(
             loss, chain(4), torch.zeros(4, WIDTH), ranks={"pipeline": 2, "shard": 1}, policy={"rules": rules}
         )
 
 
 def test_fewer_units_than_chunks_are_refused_and_fewer_micro_batches_than_stages_warned_of() -> None:
-    with pytest.raises(SpecError, match="need 6 units"):
+    with raises(SpecError, says="6 units"):
         lower(loss, chain(4), torch.zeros(4, WIDTH), ranks={"pipeline": 3, "shard": 1}, policy={"chunks": 2})
-    with pytest.raises(SpecError, match="chunks=0"):
+    with raises(SpecError, leaves="chunks=0"):
         lower(loss, chain(4), torch.zeros(4, WIDTH), policy={"chunks": 0})
-    with pytest.warns(UserWarning, match="nothing to do for 50%"):
+    with pytest.warns(UserWarning, match=r"(?s)nothing to do for 50%.*accumulate=8 leaves 11%"):
         lower(loss, chain(4), torch.zeros(4, WIDTH), ranks={"pipeline": 2, "shard": 1}, accumulate=1)
 
 
@@ -451,7 +453,7 @@ def test_a_written_leaf_of_all_stages_is_refused() -> None:
         p["seen"].add_(x.detach().sum(0))
         return run_chain({k: v for k, v in p.items() if k != "seen"}, x).sum()
 
-    with pytest.raises(SpecError, match=r"params\['seen'\] has chunk=.all."):
+    with raises(SpecError, leaves=["params['seen']", "chunk='all'"]):
         lower(counts, params, torch.zeros(4, WIDTH), ranks={"pipeline": 2, "shard": 1})
 
 
@@ -493,8 +495,6 @@ POLICY = ("chunks", "rules", "tensor", "memory", "optimizer_memory")
 
 @pytest.mark.suite({
     "gpt-full_shard-axes0-*": "one micro-batch",
-    "gpt-full_shard-axes1-*": "two chunks a stage, beside a shard axis",
-    "gpt-full_shard-axes6-*": "leaves and activations on the host",
     "tied-*": "a leaf of two stages",
     "dense_skips-*": "every stage reads of every other",
     "odd_leaves-*": "leaves that ranks do not divide",
@@ -533,22 +533,23 @@ def test_rows_that_data_select_cross_a_cut() -> None:
         sharded.assert_same(got, expected)
 
 
-@pytest.mark.parametrize("adversary", ["early", "late"])
-def test_clipping_counts_a_tied_leaf_once(adversary: Any) -> None:
-    """Ranks read early or late, and get the same bits."""
+def test_clipping_counts_a_tied_leaf_once() -> None:
+    """Ranks that read early or late get the same bits."""
     axes = {"pipeline": 2, "shard": 2}
-    ranks = sharded.simulate(
-        model_of("tied"),
-        "full_shard",
-        axes,
-        CLIPPED,
-        accumulate=3,
-        adversary=adversary,
+    plain, *others = (
+        sharded.simulate(
+            model_of("tied"), "full_shard", axes, CLIPPED, accumulate=3, grad_norm=True, adversary=mode
+        )
+        for mode in (None, "early", "late")
     )
     expected = truth("tied", "clipped")
-    for got in ranks:
+    for got in plain:
         sharded.assert_same(got, expected)
         sharded.assert_floats(got.norms, expected.norms)
+    first, *rest = itertools.chain(plain, *others)
+    for got in rest:
+        assert got.losses == first.losses and got.norms == first.norms
+        assert all(torch.equal(got.params[path], value) for path, value in first.params.items())
 
 
 class Normed(nn.Module):

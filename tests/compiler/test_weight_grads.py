@@ -15,6 +15,7 @@ import reference
 import sharded
 import torch
 import torch.nn.functional as F
+from errors import raises
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import model_of
@@ -398,8 +399,8 @@ def reduce_before_the_last(lines: Lines) -> None:
 @pytest.mark.parametrize(
     ("plant", "said"),
     [
-        (drop_a_weight_gradient, "wgrad of segment .* runs 0 times"),
-        (double_a_weight_gradient, "wgrad of segment .* runs 2 times"),
+        (drop_a_weight_gradient, ["wgrad of segment", "0 times"]),
+        (double_a_weight_gradient, ["wgrad of segment", "2 times"]),
         (reduce_before_the_last, "is in no sum"),
     ],
 )  # fmt: skip
@@ -407,13 +408,13 @@ def test_faults_of_weight_gradients_are_found(plant: Callable[[Lines], None], sa
     schedule = stages().schedules[0]
     lines = list(schedule.instructions)
     plant(lines)
-    with pytest.raises(ScheduleError, match=said):
+    with raises(ScheduleError, says=said):
         verify(schedule.with_instructions(lines))
     assert verify(schedule)
 
 
 def test_a_mesh_without_a_pipeline_is_refused_with_the_ways_out() -> None:
-    with pytest.raises(SpecError, match="zero_bubble") as error:
+    with raises(SpecError, leaves="micro_order='zero_bubble'") as error:
         lower(loss, chain(2), rows(), ranks=2, micro_order="zero_bubble")
     assert "make_mesh(pipeline=4" in str(error.value) and '"depth"' in str(error.value)
 
@@ -434,8 +435,6 @@ def truth(name: str, optimizer: str = "adamw") -> reference.Trained:
 
 CASES: list[tuple[str, str, dict[str, int], int, dict[str, Any]]] = [
     ("gpt", "full_shard", {"pipeline": 2, "shard": 2}, 6, {"chunks": 2}),
-]  # fmt: skip
-MORE: list[tuple[str, str, dict[str, int], int, dict[str, Any]]] = [
     ("gpt", "zero2", {"pipeline": 4}, 3, {"remat": "unit"}),
     ("tied", "full_shard", {"pipeline": 2}, 3, {"rules": [("embed.weight", fs.LayoutSpec(chunk="all"))]}),
     ("frozen", "full_shard", {"pipeline": 2, "shard": 2}, 3, {"remat": "unit+offload"}),
@@ -456,9 +455,10 @@ def train_model(
     )  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "preset", "axes", "accumulate", "options"),
-    [*CASES, *[pytest.param(*case, marks=pytest.mark.long) for case in MORE]],
+    CASES,
 )
 def test_training_equals_the_naive_loop(
     name: str, preset: str, axes: dict[str, int], accumulate: int, options: dict[str, Any]
@@ -538,6 +538,7 @@ def test_orders_train_alike_everywhere(
     assert all(torch.equal(depth[p], apart[p]) for p in depth)
 
 
+@pytest.mark.long
 def test_both_halves_compile_once_for_equal_blocks() -> None:
     params, x = chain(6), rows()
     mesh = fs.make_mesh(pipeline=2, simulated=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from errors import raises
 
 from experiments import bases, finetune
 from experiments.bases import TRAINED, make_base
@@ -33,7 +34,7 @@ def test_help_names_all(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 def test_each_name_has_a_recipe() -> None:
     assert {*BASES} == {*TRAINED, *bases.RANDOM, *bases.SEEING}
     for names in ([], ["stdlib", "tiny"], ["mine"]):
-        with pytest.raises(ConfigError, match=r"one of stdlib, tasks, tiny"):
+        with raises(ConfigError, says="stdlib, tasks, tiny"):
             make_base(names, [])
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from errors import raises
 from runs import leave_run
 
 from experiments.compare.__main__ import main as compare
@@ -140,7 +141,7 @@ def test_another_metric_is_a_column_and_an_unknown_one_is_refused():
         "ok",
         "0.5",
     ]
-    with pytest.raises(ConfigError, match=r"metric lost: no run has it; they have held_out_reward"):
+    with raises(ConfigError, leaves="metric lost", says="held_out_reward"):
         rank_outcomes(rows, "lost")
 
 

@@ -131,6 +131,7 @@ def test_help_names_groups_keys_and_examples_that_compose(form):
             validate(form, words[3:])
 
 
+@pytest.mark.long
 def test_other_flags_of_hydra_work(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     for arguments, said in {

@@ -8,6 +8,7 @@ import unicodedata
 
 import numpy as np
 import pytest
+from errors import raises
 from hypothesis import given
 from hypothesis import strategies as st
 from made_data import CHATML, EVERY_BYTE, MARKED, TALK, learned_text
@@ -47,7 +48,7 @@ def test_transformers_opens_the_saved_byte_tokenizer(tmp_path, kind):
     text, ids = learned_text(theirs, conversation(theirs, TALK))
     assert text == "4<|end|> Yes.\n<|end|>" and ids[:2] == [256, 259] and ids.count(257) == 5
     assert ids[: len(opening(theirs, TALK[:4]))] == opening(theirs, TALK[:4])
-    with pytest.raises(LineError, match=r"refuses it \(TemplateError: role tool: expected system, user or a"):
+    with raises(LineError, leaves="TemplateError: role tool"):
         conversation(theirs, [{"role": "tool", "content": "x"}, TALK[2]])
     assert load_tokenizer(tmp_path) == ours and theirs.key != ours.key
 
@@ -110,16 +111,16 @@ def test_end_tokens_come_from_any_of_the_files(directory):
 
 
 @pytest.mark.parametrize(
-    ("files", "message"),
+    ("files", "leaves", "fix"),
     [
-        ({}, r"model: no end token in tokenizer_config\.json or .* Fix: write \"eos_token\""),
-        ({"config": {"eos_token_id": 5000}}, "no end token"),
-        ({"tokenizer": "{}"}, r"model: transformers opens no fast tokenizer there"),
-        ({"tokenizer_config": "{"}, r"model: transformers opens no fast tokenizer there"),
+        ({}, ["model: no end token", "tokenizer_config.json"], 'write "eos_token"'),
+        ({"config": {"eos_token_id": 5000}}, "no end token", "eos_token"),
+        ({"tokenizer": "{}"}, "model: transformers", ()),
+        ({"tokenizer_config": "{"}, "model: transformers", ()),
     ],
 )
-def test_directories_that_say_too_little_or_nonsense_are_refused(directory, files, message):
-    with pytest.raises(ConfigError, match=message):
+def test_directories_that_say_too_little_or_nonsense_are_refused(directory, files, leaves, fix):
+    with raises(ConfigError, leaves=leaves, fix=fix):
         open_directory(directory(**files))
 
 
@@ -127,20 +128,20 @@ def test_no_code_of_a_directory_is_run(directory, tmp_path):
     auto = {"auto_map": {"AutoTokenizer": ["code.T", "code.T"]}, "tokenizer_class": "T", "eos_token": "</s>"}
     folder = directory(tokenizer_config=auto)
     (folder / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
-    with pytest.raises(ConfigError, match=r"transformers opens no fast tokenizer there: .*code"):
+    with raises(ConfigError, leaves=[str(folder), "code"]):
         open_directory(folder)
     assert not (tmp_path / "ran").exists()
 
 
 def test_directories_without_a_tokenizer_and_without_transformers(tmp_path, directory, monkeypatch):
-    with pytest.raises(ConfigError, match=r"nowhere holds no tokenizer\.json; it is no folder"):
+    with raises(ConfigError, leaves=["nowhere", "tokenizer.json", "no folder"]):
         load_tokenizer(tmp_path / "nowhere")
     (tmp_path / "vocab.txt").write_text("a")
-    with pytest.raises(ConfigError, match=r"(?s)it holds:\n  vocab\.txt\nFix: name a model directory"):
+    with raises(ConfigError, leaves=[str(tmp_path), "vocab.txt"], fix="a model directory"):
         load_tokenizer(tmp_path)
     folder = directory(tokenizer_config={"eos_token": "</s>"})
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(MissingExtraError, match=r"opened by transformers, which is not.*fnshard\[finetune\]"):
+    with raises(MissingExtraError, leaves="transformers", fix="fnshard[finetune]"):
         load_tokenizer(folder)
     ByteTokenizer().save(folder)
     assert load_tokenizer(folder) == ByteTokenizer()  # which needs no library
@@ -164,24 +165,24 @@ def test_what_assistants_wrote_is_learned(directory, source):
 
 
 @pytest.mark.parametrize(
-    ("source", "message"),
+    ("source", "leaves"),
     [
         (
             "{% for m in messages %}{{ m.content }}{{ '!' if messages | length > 3 }}{% endfor %}",
-            r"before messages\[4\]",
+            ["messages[4]"],
         ),
         (
             CHATML.replace("assistant\n", "assistant\n<think>\n"),
-            r"before messages\[2\] in another way than it",
+            ["messages[2]"],
         ),
-        ("{{ raise_exception('no system') }}", r"refuses it \(TemplateError: no system\)"),
-        ("{{ messages.__class__.__mro__ }}", r"refuses it \(SecurityError"),
-        ("{% if %}", r"refuses it \(TemplateSyntaxError"),
+        ("{{ raise_exception('no system') }}", ["TemplateError: no system"]),
+        ("{{ messages.__class__.__mro__ }}", ["SecurityError"]),
+        ("{% if %}", ["TemplateSyntaxError"]),
     ],
 )
-def test_templates_that_do_not_say_what_an_assistant_wrote(directory, source, message):
+def test_templates_that_do_not_say_what_an_assistant_wrote(directory, source, leaves):
     tokenizer = open_directory(directory(tokenizer_config={"eos_token": "</s>", "chat_template": source}))
-    with pytest.raises(LineError, match=message):
+    with raises(LineError, leaves=leaves):
         conversation(tokenizer, TALK)
 
 
@@ -192,7 +193,7 @@ def test_nobody_ends_a_turn_by_writing_how_turns_end(directory, content):
         [{"role": "user", "content": content}],
         [{"role": "user", "content": "a", "more": [content]}],
     ):
-        with pytest.raises(LineError, match=r"messages\[0\] spells the control token '<"):
+        with raises(LineError, leaves="messages[0]", says="control token '<"):
             opening(tokenizer, talk)
     ids, _ = encode_sample({"prompt": content, "response": "yo"}, tokenizer)[0]  # there it is one
     assert ids.tolist() == [*tokenizer.hf(f"{content}yo", add_special_tokens=False).input_ids, tokenizer.eos]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from commands import run_command
+from errors import raises
 from runs import DOUBLE, compose, rows_of, timeless
 from tuning import SMALL, assert_same_on_every_mesh, config_of, tune_on_rank, tune_until
 
@@ -117,23 +118,23 @@ def test_a_run_plays_resumes_and_is_the_same_on_every_mesh(ranks, model, data, t
 
 
 @pytest.mark.parametrize(
-    ("environment", "said"),
+    ("environment", "says", "fix"),
     [
-        (raising, r"ValueError: no such tool.*test_environment"),
-        (endless, r"asks for more than objective.turns=3 answers. Fix: end sooner"),
-        (stubborn, r"asks for more than objective.turns=3 answers"),
-        (silent, r"after turn 1 it has neither asked nor ended for 1 s"),
-        (wordless, r"it has ended without an answer of the model"),
-        (half, r"expected \(messages, reward\), got \{'role'"),
-        (growing, r"turn 1 takes \d+ positions, .*the context has 48. Fix: a larger data.context"),
+        (raising, ["ValueError: no such tool", "test_environment"], ()),
+        (endless, "objective.turns=3", ["end sooner", "objective.turns"]),
+        (stubborn, "objective.turns=3", "objective.turns"),
+        (silent, ["turn 1", "1 s"], ()),
+        (wordless, "an answer", ()),
+        (half, ["(messages, reward)", "{'role'"], ()),
+        (growing, ["turn 1", "positions", "the context has 48"], "data.context"),
     ],
 )
-def test_an_environment_that_goes_wrong_is_one_error(model, environment, said):
+def test_an_environment_that_goes_wrong_is_one_error(model, environment, says, fix):
     play = Play(environment, open_directory(model), 3, 48, 3, 1.0)
     prompts = [{"prompt": "1+1=", "messages": [{"role": "user", "content": "1+1="}]}] * 8
     draw = lambda turns: [([65, 66], torch.zeros(2), torch.zeros(2))] * len(turns)  # noqa: E731
     began = time.monotonic()
-    with pytest.raises(ConfigError, match=rf"(?s)objective.environment: the rollout of '1\+1='.*{said}"):
+    with raises(ConfigError, leaves=["objective.environment", "'1+1='"], fix=fix, says=says):
         play(prompts, draw, bool)
     assert time.monotonic() - began < 5  # the silence of one rollout, not of all
 
@@ -164,17 +165,17 @@ def test_an_environment_that_fails_on_one_rank_is_the_error_of_the_run(model, da
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "leaves", "fix"),
     [
-        (("objective=sft", *of("raising")), "is of answers to prompts, not of objective=sft"),
-        (("objective=grpo", of("raising")[0]), "data.tokens=None: turns are of many lengths"),
-        (("objective=grpo", *of("raising"), "objective.reward=exact"), "says what an answer is worth"),
-        (("objective=sft", "objective.updates=2"), "objective.updates=2: is of objectives that draw answers"),
-        (("objective=grpo", "objective.updates=4"), r"run.steps=6: has to be a multiple.*Fix: run.steps=8"),
+        (("objective=sft", *of("raising")), ["objective.environment", "objective=sft"], "objective=grpo"),
+        (("objective=grpo", of("raising")[0]), "data.tokens=None", "data.tokens="),
+        (("objective=grpo", *of("raising"), "objective.reward=exact"), "objective.reward", ()),
+        (("objective=sft", "objective.updates=2"), "objective.updates=2", ()),
+        (("objective=grpo", "objective.updates=4"), ["run.steps=6", "objective.updates=4"], "run.steps=8"),
     ],
 )
-def test_what_is_refused(overrides, said):
-    with pytest.raises(ConfigError, match=said):
+def test_what_is_refused(overrides, leaves, fix):
+    with raises(ConfigError, leaves=leaves, fix=fix):
         compose(*SMALL, *overrides, spec=finetune.COMMAND)
 
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 import yaml
 from commands import run_command
+from errors import raises
 from runs import rows_of, run_in
 from tuning import config_of, write_llama
 
@@ -147,6 +148,7 @@ def test_numbers_are_those_of_plain_likelihoods(model, files, tmp_path):
             assert of["stderr"] == pytest.approx(deviation / math.sqrt(len(values)))
 
 
+@pytest.mark.long
 def test_two_ranks_of_the_command_answer_what_one_does_and_go_on_where_they_were_cut_off(
     model, files, tmp_path
 ):
@@ -167,7 +169,7 @@ def test_two_ranks_of_the_command_answer_what_one_does_and_go_on_where_they_were
         path.write_text(kept[path][: len(kept[path]) // 2])
     assert evaluate_model(model, two, *tasks, ranks=1) == one
     assert all(path.read_text().startswith(kept[path][: len(kept[path]) // 2]) for path in answers)
-    with pytest.raises(ConfigError, match="its answers are of another model, task or setting"):
+    with raises(ConfigError, leaves="folder=", fix="another folder"):
         evaluate_model(model, two, *tasks, tokens=3)
     wrong = run_command([*command, "rows=none"], tmp_path)
     assert wrong.returncode == 2 and "rows=none" in wrong.stderr
@@ -181,10 +183,10 @@ def test_a_folder_keeps_answers_of_one_dtype_and_one_tokenizer(model, files, tmp
     ask = partial(evaluate_model, copied, tmp_path / "out", f"arc:{files['arc']}", launch=launch)
     ask()
     ask(dtype="float32")  # which "auto" stands for on a CPU
-    with pytest.raises(ConfigError, match="its answers are of another model, task or setting"):
+    with raises(ConfigError, leaves="folder=", fix="another folder"):
         ask(dtype="bfloat16")
     (copied / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    with pytest.raises(ConfigError, match="its answers are of another model, task or setting"):
+    with raises(ConfigError, leaves="folder=", fix="another folder"):
         ask()
 
 
@@ -242,114 +244,118 @@ def test_numbers_are_those_of_lm_eval(model, files, tmp_path, ranks):
 
 def test_without_lm_eval_its_tasks_are_one_error_that_names_the_extra(model, tmp_path, monkeypatch):
     monkeypatch.setattr(harness, "find_spec", lambda name: None)
-    with pytest.raises(MissingExtraError, match=r"is not installed. Fix: pip install 'fnshard\[lm-eval\]'"):
+    with raises(MissingExtraError, leaves="lm-eval", fix="pip install 'fnshard[lm-eval]'"):
         evaluate_model(model, tmp_path, "lm-eval:arc_easy")
 
 
 ENDINGS = '"activity_label": "a", "ctx_a": "b", "ctx_b": "c", "endings"'
 ARC = '{"question": "x", "choices": {"text": ["a", "b"], "label": '
 BROKEN = {
-    "nothing": ("arc", "", "nothing is in it"),
-    "no JSON": ("arc", '{"question": \n', "line 1: is no JSON"),
+    "nothing": ("arc", "", "nothing"),
+    "no JSON": ("arc", '{"question": \n', ["line 1", "no JSON"]),
     "two of three": (
         "gsm8k",
         '{"question": "x", "answer": "#### 1"}\n{"a": 1}\n[2',
-        "line 2: .*\n.*line 3: ",
+        ["line 2", "line 3"],
     ),
-    "a list": ("gsm8k", "[1]\n", "record 1: expected an object, got int"),
-    "half a list": ("gsm8k", '[{"question": "x"},\n', "the file: is no list of JSON"),
-    "deep": ("gsm8k", '{"a":' * 100_000, "line 1: is JSON that is nested too deeply"),
-    "a deep list": ("gsm8k", "[" * 100_000, "the file: .*nested too deeply"),
-    "no key": ("gsm8k", '{"question": "x"}\n', "line 1: no 'answer'"),
-    "no mark": ("gsm8k", '{"question": "x", "answer": "4"}\n', "line 1: answer: expected #### before"),
+    "a list": ("gsm8k", "[1]\n", ["record 1", "an object", "int"]),
+    "half a list": ("gsm8k", '[{"question": "x"},\n', ["the file", "list of JSON"]),
+    "deep": ("gsm8k", '{"a":' * 100_000, ["line 1", "nested"]),
+    "a deep list": ("gsm8k", "[" * 100_000, ["the file", "nested"]),
+    "no key": ("gsm8k", '{"question": "x"}\n', ["line 1", "'answer'"]),
+    "no mark": ("gsm8k", '{"question": "x", "answer": "4"}\n', ["line 1: answer", "####"]),
     "no number": (
         "gsm8k",
         '{"question": "x", "answer": "#### "}\n',
-        "line 1: answer: expected one number after",
+        ["line 1: answer", "one number"],
     ),
-    "two numbers": ("gsm8k", '{"question": "x", "answer": "#### x then 3"}\n', "line 1: .*got 'x then 3'"),
-    "no question": ("gsm8k", '{"question": " ", "answer": "#### 3"}\n', "line 1: question: is empty"),
+    "two numbers": ("gsm8k", '{"question": "x", "answer": "#### x then 3"}\n', ["line 1", "'x then 3'"]),
+    "no question": ("gsm8k", '{"question": " ", "answer": "#### 3"}\n', ["line 1: question", "empty"]),
     "half a character": (
         "gsm8k",
         '{"question": "\\ud800", "answer": "#### 3"}\n',
-        "line 1: question: holds half",
+        ["line 1: question", "half"],
     ),
-    "another letter": ("mmlu", "q,a,b,c,d,E\n", "line 1: answer 'E': one of A, B, C, D"),
-    "five columns": ("mmlu", "q,a,b,c,A\n", r"line 1: expected 6 .*got 5: q \| a \| b \| c \| A.*header"),
-    "other columns": ("mmlu", "q,a,b,c,d,A\n\nq,r,a,b,c,d,A\n", r"line 3: expected 6 .*got 7: q \| r \| a"),
+    "another letter": ("mmlu", "q,a,b,c,d,E\n", ["line 1: answer 'E'", "A, B, C, D"]),
+    "five columns": ("mmlu", "q,a,b,c,A\n", ["line 1", "expected 6", "got 5", "q | a | b | c | A", "header"]),
+    "other columns": (
+        "mmlu",
+        "q,a,b,c,d,A\n\nq,r,a,b,c,d,A\n",
+        ["line 3", "expected 6", "got 7", "q | r | a"],
+    ),
     "fewer than the header": (
         "ceval",
         "id,question,A,B,C,D,answer\n1,q,a,b,c,A\n",
-        r"line 2: .*\(id, question",
+        ["line 2", "(id, question"],
     ),
-    "a quote": ("mmlu", '"q,a,b,c,d,A\n', "line 1: is no CSV"),
-    "an empty choice": ("mmlu", "q,a,,c,d,A\n", r"line 1: choices\[1\]: is empty"),
-    "an empty question": ("mmlu", ",a,b,c,d,A\n", "line 1: question: is empty"),
+    "a quote": ("mmlu", '"q,a,b,c,d,A\n', ["line 1", "no CSV"]),
+    "an empty choice": ("mmlu", "q,a,,c,d,A\n", ["line 1: choices[1]", "empty"]),
+    "an empty question": ("mmlu", ",a,b,c,d,A\n", ["line 1: question", "empty"]),
     "no such number": (
         "mmlu",
         '[{"question": "q", "choices": ["a", "b"], "answer": 2}]',
-        "record 1: answer 2: one of 0, 1",
+        ["record 1: answer 2", "0, 1"],
     ),
     "true": (
         "mmlu",
         '[{"question": "q", "choices": ["a", "b"], "answer": true}]',
-        "record 1: answer True: one",
+        ["record 1: answer True"],
     ),
     "a cell of numpy's": (
         "mmlu",
         "question,choices,answer\nq,['a' 'b'],0\n",
-        "line 2: choices: expected two",
+        ["line 2: choices", "two"],
     ),
     "no such label": (
         "arc",
         f'{ARC} ["1", "2"]}}, "answerKey": "3"}}\n',
-        "line 1: answerKey '3': one of 1, 2",
+        ["line 1: answerKey '3'", "1, 2"],
     ),
     "fewer labels": (
         "arc",
         f'{ARC} ["1"]}}, "answerKey": "1"}}\n',
-        "line 1: choices: expected a label of its own",
+        ["line 1: choices", "a label of"],
     ),
     "equal labels": (
         "arc",
         f'{ARC} ["1", "1"]}}, "answerKey": "1"}}\n',
-        "line 1: choices: expected a label of",
+        ["line 1: choices", "a label of"],
     ),
     "no labels": (
         "arc",
         '{"question": "x", "choices": ["a", "b"], "answerKey": "A"}',
-        "line 1: choices: expected text",
+        ["line 1: choices", "text"],
     ),
     "one choice": (
         "hellaswag",
         f'{{{ENDINGS}: ["x"], "label": 0}}\n',
-        "line 1: endings: expected two choices",
+        ["line 1: endings", "two choices"],
     ),
     "a text of choices": (
         "hellaswag",
         f'{{{ENDINGS}: "xyz", "label": 0}}\n',
-        "line 1: endings: expected two choices",
+        ["line 1: endings", "two choices"],
     ),
     "a mark alone": (
         "hellaswag",
         f'{{{ENDINGS}: ["[x]", "y"], "label": 0}}\n',
-        r"line 1: endings\[0\]: is empty",
+        ["line 1: endings[0]", "empty"],
     ),
-    "no label": ("hellaswag", f'{{{ENDINGS}: ["x", "y"], "label": ""}}\n', "line 1: label '': one of 0, 1"),
-    "no text": ("gsm8k", '{"question": 5, "answer": "#### 1"}\n', "line 1: question: expected text, got 5"),
-    "bytes": ("ceval", b"q,a\n\xe9\n", "line 2: is no UTF-8"),
-    "UTF-16": ("ceval", "q,a,b,c,d,A".encode("utf-16"), "line 1: is no UTF-8"),
-    "gzip": ("gsm8k", b"\x1f\x8b\x08", "line 1: is no UTF-8"),
-    "half of Parquet": ("gsm8k", b"PAR1xxxx", "is damaged"),
+    "no label": ("hellaswag", f'{{{ENDINGS}: ["x", "y"], "label": ""}}\n', ["line 1: label ''", "0, 1"]),
+    "no text": ("gsm8k", '{"question": 5, "answer": "#### 1"}\n', ["line 1: question", "text", "5"]),
+    "bytes": ("ceval", b"q,a\n\xe9\n", ["line 2", "UTF-8"]),
+    "UTF-16": ("ceval", "q,a,b,c,d,A".encode("utf-16"), ["line 1", "UTF-8"]),
+    "gzip": ("gsm8k", b"\x1f\x8b\x08", ["line 1", "UTF-8"]),
+    "half of Parquet": ("gsm8k", b"PAR1xxxx", "damaged"),
 }
 
 
 @pytest.mark.parametrize("case", BROKEN)
 def test_a_broken_file_is_one_error_of_files_and_lines(tmp_path, case):
-    kind, text, message = BROKEN[case]
+    kind, text, leaves = BROKEN[case]
     path = tmp_path / f"broken.{'jsonl' if isinstance(text, str) and text[:1] in '[{' else 'csv'}"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(ConfigError, match=message) as error:
+    with raises(ConfigError, leaves=leaves) as error:
         task_of(f"{kind}:{path}")
     assert str(path) in str(error.value)
     assert not re.search(r"zip\(\)|int\(\)|NoneType|subscript|indices", str(error.value))
@@ -465,7 +471,7 @@ def test_a_question_is_not_among_its_own_shots(files, tmp_path, kind, other):
         assert own not in re.sub("  ", " ", before) and question.prompt.endswith(own)
         assert question.prompt.count("\n\n") == 3 + bool(begin)  # as many as were asked for
     count = len(plain)
-    with pytest.raises(ConfigError, match=rf"{count - 1} records can be shots .* and shots={count}"):
+    with raises(ConfigError, leaves=str(path), says=[f"{count - 1} records", f"shots={count}"]):
         task_of(f"{kind}:{path}:{shots}", shots=count)
 
 
@@ -495,7 +501,7 @@ def test_a_question_of_no_subject_is_asked_after_any(tmp_path):
 
 
 def test_a_name_that_is_too_long_is_no_file():
-    with pytest.raises(ConfigError, match="there is no such file"):
+    with raises(ConfigError, leaves="a" * 300, says="no such file"):
         task_of(f"gsm8k:{'a' * 300}")
 
 
@@ -515,7 +521,7 @@ def test_files_of_one_name_are_two_tasks(files, tmp_path):
     assert [task.name for task in read_tasks(texts)] == [f"{tmp_path}/{folder}/test" for folder in "ab"]
     assert [task.name for task in read_tasks(texts[:1])] == ["test"]
     assert len({task.name for task in read_tasks([texts[0], texts[0].replace("mmlu", "ceval")])}) == 2
-    with pytest.raises(ConfigError, match="is named 2 times"):
+    with raises(ConfigError, leaves=texts[0], says="2 times"):
         read_tasks([texts[0]] * 2)
 
 
@@ -558,9 +564,9 @@ def test_a_vocabulary_that_joins_is_measured_and_one_without_the_letters_is_refu
     path = leave_records(tmp_path / "x.json", json.dumps([{**LISTED, "question": "x"}]))
     assert evaluate_model(joining, tmp_path / "out", f"mmlu:{path}")["x/acc"]["questions"] == 1
     other = leave_records(tmp_path / "y.json", json.dumps([{**LISTED, "choices": list("vwxyz")}]))
-    with pytest.raises(ConfigError, match="no tokens for 'E'"):
+    with raises(ConfigError, leaves="'E'"):
         evaluate_model(joining, tmp_path / "out", f"mmlu:{other}")
-    with pytest.raises(ConfigError, match=r"tokens=256 leaves no room .* Fix: tokens=128"):
+    with raises(ConfigError, leaves="tokens=256", fix="tokens=128"):
         sums = leave_records(tmp_path / "z.jsonl", '{"question": "x", "answer": "#### 1"}')
         evaluate_model(joining, tmp_path / "out", f"gsm8k:{sums}", tokens=256)
 
@@ -676,37 +682,37 @@ def of_rank(rank: int, fn: Any, *args: Any) -> Any:
 
 PICTURED = {"question": "<image 1>?", "options": ["a", "b"], "answer": "A", "image_1": "a.png"}
 UNSEEN = {
-    "no image": ({**PICTURED, "question": "?", "image_1": None}, r"line 1: has no image \(image_1"),
-    "not there": ({**PICTURED, "image_1": "no.png"}, r"line 1: image 'no.png': there is no such file"),
-    "a number": ({**PICTURED, "image_1": 5}, "line 1: image: expected the path of a file, got 5"),
+    "no image": ({**PICTURED, "question": "?", "image_1": None}, ["line 1", "image_1"]),
+    "not there": ({**PICTURED, "image_1": "no.png"}, ["line 1", "'no.png'", "no such file"]),
+    "a number": ({**PICTURED, "image_1": 5}, ["line 1: image", "the path of a file", "5"]),
     "not given": (
         {**PICTURED, "question": "<image 2>?"},
-        "line 1: image_2: its text names it, and it",
+        "line 1: image_2",
     ),
-    "open": ({**PICTURED, "options": "[]"}, "nothing is in it but 1 open questions"),
+    "open": ({**PICTURED, "options": "[]"}, "1 open questions"),
 }
 
 
 @pytest.mark.parametrize("case", UNSEEN)
 def test_a_question_without_its_image_is_one_error(pictured, case):
-    row, message = UNSEEN[case]
+    row, leaves = UNSEEN[case]
     path = leave_records(pictured.parent / "wrong.jsonl", json.dumps(row))
-    with pytest.raises(ConfigError, match=message):
+    with raises(ConfigError, leaves=leaves):
         task_of(f"mmmu:{path}")
 
 
 def test_images_that_cannot_be_shown_are_one_error(model, seeing, pictured, tmp_path):
-    with pytest.raises(ConfigError, match=r"its questions have images, and the model does not see\. Fix"):
+    with raises(ConfigError, leaves="images", fix="a model of"):
         evaluate_model(model, tmp_path / "out", f"mmmu:{pictured}")
-    with pytest.raises(ConfigError, match=r"shots=2: questions with images have none\. Fix: shots=0"):
+    with raises(ConfigError, leaves="shots=2", fix="shots=0"):
         check_tasks((f"mmmu:{pictured}",), 2)
     (pictured.parent / "half.png").write_bytes((pictured.parent / "a.png").read_bytes()[:90])
     half = leave_records(pictured.parent / "half.jsonl", json.dumps({**PICTURED, "image_1": "half.png"}))
-    with pytest.raises(ConfigError, match=r"half: question 1: an image of 90 bytes is no image that can"):
+    with raises(ConfigError, leaves="half: question 1", says="90 bytes"):
         evaluate_model(seeing, tmp_path / "half", f"mmmu:{half}")
     many = {**PICTURED, "question": "<image 1><image 1>" + 1024 * "x"}
     many = leave_records(pictured.parent / "many.jsonl", json.dumps(many))
-    with pytest.raises(ConfigError, match=r"many: question 1 takes \d+ tokens with its 2 images"):
+    with raises(ConfigError, leaves="many: question 1", fix="leave it out", says="2 images"):
         evaluate_model(seeing, tmp_path / "many", f"mmmu:{many}")
 
 
@@ -731,7 +737,7 @@ def test_answers_of_a_folder_are_looked_at_before_they_count(model, files, tmp_p
     answers.write_text("\n".join(wrong) + "\n" + good[len(good) // 2 :])
     assert evaluate_model(model, out, task) == right
     (out / "of.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"of\.json is not what was written.*Fix: another folder"):
+    with raises(ConfigError, leaves="of.json", fix="another folder"):
         evaluate_model(model, out, task)
 
 
@@ -739,16 +745,16 @@ def test_answers_of_a_folder_are_looked_at_before_they_count(model, files, tmp_p
 def test_a_device_that_is_not_there_is_one_error(model, files, tmp_path, device):
     if device == "cuda" and torch.cuda.is_available():
         pytest.skip("it is there")
-    with pytest.raises(ConfigError, match=rf"device={device}: this machine has cpu.*device=auto"):
+    with raises(ConfigError, leaves=f"device={device}", says=["cpu", "device=auto"]):
         evaluate_model(model, tmp_path, f"arc:{files['arc']}", device=device)
 
 
 def test_tasks_that_name_nothing_are_one_error(tmp_path):
-    with pytest.raises(ConfigError, match=r"tasks=arc: expected.*\n.*tasks=quiz:x: expected FORMAT:FILE"):
+    with raises(ConfigError, leaves=["tasks=arc", "tasks=quiz:x"], says="FORMAT:FILE"):
         check_tasks(("arc", "quiz:x"))
-    with pytest.raises(ConfigError, match=r"shots=2: arc:a\.jsonl names no file of shots"):
+    with raises(ConfigError, leaves=["shots=2", "arc:a.jsonl"], fix="arc:a.jsonl:FILE"):
         check_tasks(("arc:a.jsonl",), 2)
-    with pytest.raises(ConfigError, match="there is no such file"):
+    with raises(ConfigError, leaves=str(tmp_path / "none"), says="no such file"):
         task_of(f"arc:{tmp_path / 'none'}")
     assert ConfigError in MISTAKES or issubclass(ConfigError, MISTAKES)
 
@@ -765,5 +771,5 @@ def test_a_fine_tuned_model_is_evaluated_before_during_and_after(model, data, fi
     assert [row["step"] for row in rows] == [3, 6] and all("held_out_arc/acc_norm" in row for row in rows)
     assert read_result(tmp_path / "run")["held_out_arc/acc"] == rows[-1]["held_out_arc/acc"]
     wrong = replace(config, run=replace(config.run, evaluate=("arc:none.jsonl", "lm-eval:arc_easy")))
-    with pytest.raises(ConfigError, match=r"run\.evaluate: none\.jsonl: there is no such file"):
+    with raises(ConfigError, leaves="run.evaluate: none.jsonl", says="no such file"):
         finetune.prepare(wrong)

@@ -42,6 +42,7 @@ def train_gpt(rank: int) -> list[float]:
     return gpt.train(steps=12, backend="eager")
 
 
+@pytest.mark.long  # test_the_mlp_learns, and the README's script
 def test_the_gpt_learns_on_two_ranks(ranks: Any) -> None:
     first, second = ranks(2).run(train_gpt)
     assert first == second and fell(first, by=0.8)
@@ -55,18 +56,16 @@ def in_double(rank: int, train: Callable[..., list[float]], steps: int) -> list[
         torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.suite({
-    "*ensemble_vmap*": "vmap over models; derivatives: test_transforms",
-})  # fmt: skip
+@pytest.mark.long  # tests/compiler/test_transforms.py has such programs
 @pytest.mark.parametrize(
     ("module", "steps", "by"),
     [
-        pytest.param(maml, 40, 0.85, marks=pytest.mark.long),
-        pytest.param(gradient_penalty_gan, 60, 0.9, marks=pytest.mark.long),
+        (maml, 40, 0.85),
+        (gradient_penalty_gan, 60, 0.9),
         (ensemble_vmap, 30, 0.6),
         (pinn, 30, 0.8),
-        pytest.param(moe, 30, 0.95, marks=pytest.mark.long),
-        pytest.param(dino, 60, 0.8, marks=pytest.mark.long),
+        (moe, 30, 0.95),
+        (dino, 60, 0.8),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )

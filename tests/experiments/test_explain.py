@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from errors import raises
 from runs import compose, validate
 
 from experiments.explain import words
@@ -59,9 +60,6 @@ def test_everything_asked_for_is_said(paper: Paper) -> None:
 
 @pytest.mark.suite({
     "strategy_hybrid_shard-*": "two axes",
-    "strategy_offload-*": "the host",
-    "mesh.shard_1-*": "one device",
-    "strategy_no_shard-*": "whole leaves",
 })  # fmt: skip
 @pytest.mark.parametrize(
     ("overrides", "expected"),
@@ -95,7 +93,7 @@ def test_what_does_not_fit_is_reported_and_what_would_is_found() -> None:
     )
     found = explain(config_of(*little, "strategy=auto"))
     assert found.fits and "strategy=auto:" in words.as_text(found) and "does not" not in words.as_text(found)
-    with pytest.raises(BudgetError, match="nothing fits"):
+    with raises(BudgetError, says="nothing fits"):
         explain(config_of("mesh.shard=2", "run.device_gb=0.0001", "strategy=auto"))
 
 

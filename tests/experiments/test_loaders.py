@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from errors import raises
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from made_data import CONTEXT, COUNT, equal, join_batches, stream
@@ -88,35 +89,35 @@ def test_the_state_of_another_loader_is_refused(loaders, kind):
     next(loader)
     state = loader.state_dict()
     other = loaders[kind](seed=6, rows=4)
-    with pytest.raises(
-        ValueError, match=r"drew other batches \(.*seed: saved 5, here 6; rows: saved 8, here 4"
+    with raises(
+        ValueError, leaves=["seed: saved 5, here 6", "rows: saved 8, here 4"], fix="run.resume=never"
     ):
         other.load_state_dict(state)
-    with pytest.raises(ValueError, match="a loader's state has the keys"):
+    with raises(ValueError, says=["keys", "step"]):
         loader.load_state_dict({"step": 1})
     assert other.step == 0 and loader.state_dict() == state
     for rows in (0, 8):
-        with pytest.raises(ValueError, match=f"{rows} rows do not divide over 3 ranks"):
+        with raises(ValueError, leaves=[f"{rows} rows", "3 ranks"]):
             loaders[kind](rows=rows, ranks=3)
 
 
 def test_other_data_is_refused(samples, numbered):
     state = Loader(Samples(samples()), rows=8).state_dict()
-    for other, message in [
-        (Samples(samples(), pack=False), r"\(pack: saved True, here False\)"),
-        (Samples(samples(context=64)), r"context: saved 50, here 64"),
+    for other, leaves in [
+        (Samples(samples(), pack=False), "pack: saved True, here False"),
+        (Samples(samples(context=64)), "context: saved 50, here 64"),
         (
             Samples(samples(count=66)),
-            r"\(data: its files, the tokenizer, or how .* begin anew with run\.resume=n",
+            ["data: its files", "tokenizer"],
         ),
-        (Samples(samples("pairs")), r"data: its files, the tokenizer"),
+        (Samples(samples("pairs")), ["data: its files", "tokenizer"]),
     ]:
-        with pytest.raises(ValueError, match=message):
+        with raises(ValueError, leaves=leaves, fix="run.resume=never"):
             Loader(other, rows=8).load_state_dict(state)
     state = Loader(Windows(numbered(211, 4), 5), rows=8).state_dict()
-    with pytest.raises(ValueError, match=r"drew other batches \(data: its files"):
+    with raises(ValueError, leaves="data: its files", fix="run.resume=never"):
         Loader(Windows(numbered(212, 4), 5), rows=8).load_state_dict(state)
-    with pytest.raises(ValueError, match="211 tokens are too few: a window takes 301"):
+    with raises(ValueError, leaves="211 tokens", says="301"):
         Windows(numbered(211, 4), 300)
 
 

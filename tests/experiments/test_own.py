@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import shlex
 import shutil
 import sys
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from commands import run_command
+from errors import raises
 from runs import rows_of, run_in, validate
 from torch import Tensor
 
@@ -109,12 +109,12 @@ def config_of(*words: str) -> TrainConfig:
 
 def test_an_error_of_ones_own_data_has_its_file_and_line():
     items = Items(Broken(), {})
-    with pytest.raises(ConfigError, match=rf"item 7: KeyError: 'label' \({re.escape(__file__)}:\d+\)"):
+    with raises(ConfigError, leaves=["item 7", f"({__file__}:"], says="KeyError: 'label'"):
         items.batch(np.array([1, 7]))
-    with pytest.raises(ConfigError, match=r"the items 1, 5 make no batch: .*Fix"):
+    with raises(ConfigError, leaves="items 1, 5", fix="equal shapes"):
         items.batch(np.array([1, 5]))
     target = {"_target_": f"{__name__}.points", "count": "many"}
-    with pytest.raises(ConfigError, match=rf"(?s)points'?: TypeError: .* \({re.escape(__file__)}:\d+\)"):
+    with raises(ConfigError, leaves=["points", f"({__file__}:"], says="TypeError"):
         make_target("data", target)
 
 
@@ -151,6 +151,7 @@ def test_functions_of_ones_own_train_and_resume(tmp_path, monkeypatch):
     assert losses == [row["loss"] for row in rows_of(tmp_path / "broken") if "loss" in row]
 
 
+@pytest.mark.long
 def test_an_optimizer_of_ones_own_that_reports_no_rate_trains(tmp_path, capfd):
     words = [f"optimizer={{_target_: {__name__}.lamb, lr: 0.1}}", "schedule.warmup=0.5", "run.steps=2"]
     own = [word for word in OWN if not word.startswith(("optimizer", "run.steps"))]
@@ -174,6 +175,7 @@ def apply_two_updates(chosen: str, *words: str) -> dict[str, Tensor]:
     return {path: params[path] - leaf for path, leaf in start.items()}
 
 
+@pytest.mark.long
 def test_adamw_in_eight_bits_is_clipped_and_spares_norms_as_adamw_does():
     eight, wide = (
         apply_two_updates("adamw_8bit", "optimizer.lr=0.01"),
@@ -197,7 +199,7 @@ def test_held_out_rows_fewer_than_a_batch_are_measured_and_fewer_than_ranks_refu
     data = make_data(config.data, 0)
     two = fs.make_mesh(shard=2, simulated=True)
     assert [len(batch[0]) for batch in data.held_out(two, 16)] == [1]
-    with pytest.raises(ConfigError, match=r"Fix: data\.held_out_rows=8"):
+    with raises(ConfigError, fix="data.held_out_rows=8"):
         next(data.held_out(fs.make_mesh(shard=8, simulated=True), 16))
 
 
@@ -207,37 +209,37 @@ def test_two_ranks_measure_what_one_does(ranks):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "leaves", "says"),
     [
-        (["model._target_=nowhere.Model"], r"model\._target_=nowhere\.Model: Error locating target"),
-        (["data.colour=red"], r"data\._target_=.*points: .*unexpected keyword argument 'colour'"),
-        (["model.depth=3"], r"model\._target_=.*linear: .*unexpected keyword argument 'depth'"),
-        (["tracker.own=[{_target_: no.tracker}]"], r"tracker\.own\._target_=no\.tracker: Error locating"),
-        (["objective._target_=no.loss"], r"objective\._target_=no\.loss: Error locating target 'no\.loss'"),
-        (["data._target_=builtins.dict"], r"data\._target_=builtins\.dict: expected \(train, held_out\)"),
-        (["data.rows=64"], r"a data set of 32 items, and a batch is of data\.rows=64"),
+        (["model._target_=nowhere.Model"], "model._target_=nowhere.Model", ()),
+        (["data.colour=red"], ["data._target_=", "points"], "'colour'"),
+        (["model.depth=3"], ["model._target_=", "linear"], "'depth'"),
+        (["tracker.own=[{_target_: no.tracker}]"], "tracker.own._target_=no.tracker", ()),
+        (["objective._target_=no.loss"], "objective._target_=no.loss", "'no.loss'"),
+        (["data._target_=builtins.dict"], "data._target_=builtins.dict", "(train, held_out)"),
+        (["data.rows=64"], "data.rows=64", "32 items"),
     ],
 )
-def test_what_does_not_import_or_fit_is_one_error_before_a_rank_starts(words, message):
+def test_what_does_not_import_or_fit_is_one_error_before_a_rank_starts(words, leaves, says):
     keys = {word.partition("=")[0] for word in words}
     given = [word for word in OWN if word.partition("=")[0] not in keys]
     if "data._target_=builtins.dict" in words:
         given = [word for word in given if not word.startswith("data.count")]
-    with pytest.raises(ConfigError, match=message):
+    with raises(ConfigError, leaves=leaves, says=says):
         JOB.prepare(fit_to_machine(validate(COMMAND, [*given, *words]), accelerators={}))
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "leaves"),
     [
-        (["~objective"], r"data and objective: either both are a _target_ of your own, or neither"),
-        (["data.rows=0"], r"data\.rows=0: must be a whole number above 0"),
-        (["specs=[[w,shard]]", "strategy=auto", "run.device_gb=1"], r"specs: strategy=auto chooses them"),
+        (["~objective"], ["data", "objective", "_target_"]),
+        (["data.rows=0"], ["data.rows=0", "above 0"]),
+        (["specs=[[w,shard]]", "strategy=auto", "run.device_gb=1"], ["specs", "strategy=auto"]),
     ],
 )
-def test_what_does_not_go_together_is_refused(words, message):
+def test_what_does_not_go_together_is_refused(words, leaves):
     given = [word for word in OWN if not (words == ["~objective"] and word.startswith("objective"))]
-    with pytest.raises(ConfigError, match=message):
+    with raises(ConfigError, leaves=leaves):
         validate(COMMAND, given if words == ["~objective"] else [*given, *words])
 
 
@@ -269,7 +271,7 @@ def test_a_target_of_a_recipe_stands_in_the_place_of_the_groups_file(recipe, mor
 
 
 def test_a_recipe_with_its_own_model_and_a_choice_of_another_are_refused(recipe):
-    with pytest.raises(ConfigError, match=r"model=tiny: the recipe has its own model.*Fix: leave out"):
+    with raises(ConfigError, leaves="model=tiny", fix="leave out model=tiny"):
         validate(COMMAND, [recipe, "experiment=mine", "model=tiny"])
 
 
@@ -310,7 +312,7 @@ def test_the_job_gets_what_the_recipe_says_and_a_mistake_leaves_no_folder(
 
 
 def test_a_rule_that_matches_nothing_is_named():
-    with pytest.raises(ConfigError, match=r"specs: 1 rule\(s\) match no leaf.*\n.*'\*norm\*'"):
+    with raises(ConfigError, leaves=["specs", "'*norm*'"], says="1 rule(s)"):
         make_training_parts(config_of('specs=[["*norm*",null],["*",shard]]'))
 
 

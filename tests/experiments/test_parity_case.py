@@ -35,6 +35,7 @@ def test_a_layout_trains_as_plain_pytorch_does(name):
     assert compare(layout).worst < TOLERANCE
 
 
+@pytest.mark.long  # a whole case of the bench
 def test_a_mean_over_ranks_of_unequal_counts_is_seen(monkeypatch):
     """DDP's users write each rank's own mean."""
     right = MODELS["decoder"]()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from errors import raises
 from made_data import ASSISTANT, MARKED, SYSTEM, USER
 
 from experiments.data.fields import COUNTS, NAMES, REFUSED
@@ -435,7 +436,7 @@ def test_calls_are_given_as_a_template_takes_them(directory, call, content, expe
 def test_tools_that_a_template_loses_are_refused(directory):
     template = TEMPLATE.replace("{{ tools | tojson }}", "{% for t in tools %}{{ t.function }}{% endfor %}")
     tokenizer = open_directory(directory(tokenizer_config={"eos_token": "</s>", "chat_template": template}))
-    with pytest.raises(LineError, match="nothing of add"):
+    with raises(LineError, leaves="add"):
         written(tokenizer, {"messages": [USER, ASSISTANT], "tools": [ADD["function"]]})
 
 
@@ -545,7 +546,7 @@ def test_every_message_is_shown_or_refused(directory, family, kind):
 
 def test_a_tokenizer_without_a_default_template_is_one_error(directory):
     named = [{"name": "tool_use", "template": TEMPLATE}, {"name": "rag", "template": TEMPLATE}]
-    with pytest.raises(ConfigError, match=r"rag, tool_use[\s\S]*Fix"):
+    with raises(ConfigError, leaves="rag, tool_use", fix="chat_template"):
         open_directory(directory(tokenizer_config={"eos_token": "</s>", "chat_template": named}))
     named[0]["name"] = "default"
     open_directory(directory(tokenizer_config={"eos_token": "</s>", "chat_template": named}))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from errors import raises
 from families import FAMILIES
 from runs import DOUBLE, KilledError, timeless
 from torch import Tensor
@@ -89,6 +89,7 @@ def numbers(count: int) -> Tensor:
     return torch.rand(count, LENGTH, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
 
 
+@pytest.mark.long
 def test_rows_that_are_free_take_the_next_prompt() -> None:
     """Two rows serve seven prompts, and each prompt has the answer that it has alone."""
     mesh = fs.make_mesh(shard=1, device="cpu")
@@ -108,6 +109,7 @@ def test_rows_that_are_free_take_the_next_prompt() -> None:
         torch.testing.assert_close(logprobs[: len(answer)], expected.float(), rtol=0, atol=1e-5)
 
 
+@pytest.mark.long
 def test_without_temperature_it_is_the_likeliest_token() -> None:
     mesh = fs.make_mesh(shard=1, device="cpu")
     greedy, params, model = rollouts(mesh, 3, temperature=0.0)
@@ -202,26 +204,26 @@ def test_an_error_of_ones_own_reward_has_its_file_and_line(tmp_path: Path, monke
     (tmp_path / "of_theirs.py").write_text("import of_yours\n")
     monkeypatch.syspath_prepend(tmp_path)
     (made,) = make_rewards({"_target_": "of_mine.reward"})
-    with pytest.raises(ConfigError, match=re.escape(f"({tmp_path / 'of_mine.py'}:4)")):
+    with raises(ConfigError, leaves=f"({tmp_path / 'of_mine.py'}:4)"):
         run_reward(made.reward, ["one"], ["a"], row(""))
-    with pytest.raises(ConfigError, match=re.escape(f"({tmp_path / 'of_yours.py'}:2)")):
+    with raises(ConfigError, leaves=f"({tmp_path / 'of_yours.py'}:2)"):
         make_rewards({"_target_": "of_theirs.reward"})
 
 
 def test_a_reward_of_ones_own_is_named_by_its_path() -> None:
     (made,) = make_rewards({"_target_": "test_rewarded.ones", "value": 0.25})
     assert made.name == "ones" and run_reward(made.reward, ["p"], ["a"], row("")) == [0.25]
-    for wrong, message in {
-        "exakt": "exakt: one of exact",
-        "a" * 300: "one of exact",
-        ("exact", "exact"): "rewards of different names, not exact, exact",
-        (): "rewards of different names, not none",
+    for wrong, leaves in {
+        "exakt": ["objective.reward=exakt", "exact"],
+        "a" * 300: ["objective.reward=", "exact"],
+        ("exact", "exact"): ["objective.reward", "exact, exact"],
+        (): ["objective.reward", "none"],
     }.items():
-        with pytest.raises(ConfigError, match=message):
+        with raises(ConfigError, leaves=leaves):
             make_rewards(wrong)
-    with pytest.raises(ConfigError, match=r"Error locating target 'nowhere.at_all'"):
+    with raises(ConfigError, leaves="nowhere.at_all"):
         make_rewards({"_target_": "nowhere.at_all"})
-    with pytest.raises(ConfigError, match="weight=heavy: expected a number"):
+    with raises(ConfigError, leaves=["objective.reward", "weight=heavy"], says="a number"):
         make_rewards({"name": "exact", "weight": "heavy"})
 
 
@@ -273,7 +275,7 @@ def test_a_reward_model_is_a_directory(model, tmp_path):
     (alone,) = make_rewards(str(tmp_path))
     assert together == pytest.approx(run_reward(alone.reward, *many), rel=1e-5)
     assert together[:2] == pytest.approx(numbers, rel=1e-5) and len(set(together)) == 4
-    with pytest.raises(ConfigError, match="it has 2 labels; expected: 1"):
+    with raises(ConfigError, leaves="objective.reward=", says=["2 labels", "1"]):
         two = transformers.AutoConfig.from_pretrained(model, num_labels=2, pad_token_id=0)
         transformers.AutoModelForSequenceClassification.from_config(two).save_pretrained(tmp_path / "two")
         ByteTokenizer().save(tmp_path / "two")
@@ -287,7 +289,7 @@ def test_a_language_model_is_no_reward_model(model, tmp_path, capfd):
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     ByteTokenizer().save(tmp_path)
     capfd.readouterr()
-    with pytest.raises(ConfigError, match=r"(?s)it is no reward model; its files lack.*score\.weight.*Fix: "):
+    with raises(ConfigError, leaves=[f"objective.reward={tmp_path}", "score.weight"], fix="objective=reward"):
         make_rewards(str(tmp_path))
     assert "LOAD REPORT" not in "".join(capfd.readouterr())
 
@@ -376,7 +378,7 @@ def test_rewards_see_the_conversation_and_the_record(directory, tmp_path):
         ]
     assert numbers(2, judge="same") == [expected("same", f"{prompts[2]}yes </s><|im_end|>")]
     assert numbers(1, judge="none") == [expected("none", "<s>1+1=yes </s>")]
-    with pytest.raises(ConfigError, match=r"no chat template.*Fix"):
+    with raises(ConfigError, leaves=["objective.reward=", "chat template"], fix="tokenizer_config.json"):
         numbers(0, judge="none")
 
 
@@ -469,5 +471,5 @@ def test_two_ranks_draw_what_one_does(ranks, model, data, tmp_path, objective, a
 
 def test_a_prompt_that_leaves_no_room_is_refused(model, data, tmp_path):
     config = config_of(model, data, tmp_path, "objective=grpo", "objective.tokens=61")
-    with pytest.raises(ConfigError, match=r"objective.tokens=61, and 64 is"):
+    with raises(ConfigError, leaves="objective.tokens=61", says="64"):
         finetune.build(config)

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from errors import raises
 from made_data import EOS, PERCENT, stream_of, tokenize_config
 from runs import SMALL, compose, rows_of
 
@@ -98,6 +99,7 @@ def test_files_are_found_once_split_by_name_and_named_without_the_machine(texts)
     assert {s.name for s in named} == {"endless.txt", *(f"lines{n}.jsonl" for n in range(6))}
 
 
+@pytest.mark.long  # the test of a run that is cut off writes shards, too
 def test_a_job_that_was_cut_off_goes_on_and_what_is_written_is_kept(texts, tmp_path, monkeypatch):
     save, saved = job._save_array, []
 
@@ -155,7 +157,7 @@ def test_broken_text_is_refused_by_file_and_line_or_skipped(tmp_path):
     )
     (tmp_path / "held.txt").write_text("held out")
     config = tokenize_config(tmp_path / "out", tmp_path, held_out=("held.txt",))
-    with pytest.raises(ConfigError, match=r"5 places of the text cannot be used") as caught:
+    with raises(ConfigError, says="5 places") as caught:
         tokenize(config)
     for line in (
         r"a.txt:2: is no UTF-8 (byte 0xff)",
@@ -165,7 +167,7 @@ def test_broken_text_is_refused_by_file_and_line_or_skipped(tmp_path):
         'b.jsonl:6: is no object with a "text" (AttributeError',
     ):
         assert line in str(caught.value)
-    with pytest.raises(ConfigError, match=r"train holds no shards: no such folder"):
+    with raises(ConfigError, leaves=str(tmp_path / "out" / "train"), fix="experiments.tokenize"):
         open_shards(tmp_path / "out" / "train")
     _, trained = tokenize(replace(config, broken="skip"))
     text = bytes(t if t < 256 else 0 for t in stream_of(trained).tolist()).decode()
@@ -174,37 +176,37 @@ def test_broken_text_is_refused_by_file_and_line_or_skipped(tmp_path):
 
 def test_what_cannot_be_tokenised(texts, shard_folder, tmp_path):
     cases = [
-        ({}, (tmp_path / "nowhere", tmp_path / "*.x"), r"(?s)nowhere: no such file.*\*\.x: matches no file"),
-        ({"held_out": ("*.x",)}, (texts,), r"the files cannot be split:\n  held_out: no text"),
-        ({"held_out_percent": 1}, (texts / "endless.txt",), r"held_out: no text"),
-        ({"tokenizer": str(texts)}, (texts,), r"holds no tokenizer.json"),
+        ({}, (tmp_path / "nowhere", tmp_path / "*.x"), ["nowhere", "*.x"]),
+        ({"held_out": ("*.x",)}, (texts,), ["held_out", "no text"]),
+        ({"held_out_percent": 1}, (texts / "endless.txt",), ["held_out", "no text"]),
+        ({"tokenizer": str(texts)}, (texts,), [str(texts), "tokenizer.json"]),
     ]
-    for options, files, message in cases:
-        with pytest.raises(ConfigError, match=message):
+    for options, files, leaves in cases:
+        with raises(ConfigError, leaves=leaves):
             tokenize(tokenize_config(tmp_path / "o", *files, **options))
     assert not (tmp_path / "o").exists()
-    with pytest.raises(ConfigError, match=r"is a file"):
+    with raises(ConfigError, leaves="endless.txt", fix="a folder"):
         tokenize(tokenize_config(texts / "endless.txt", texts))
-    with pytest.raises(ConfigError, match=r"(?s)holds something else:.*01\.md.*Fix: another out"):
+    with raises(ConfigError, leaves=["out=", "01.md"], fix="another out"):
         tokenize(tokenize_config(texts / "sub", texts))
-    with pytest.raises(ConfigError, match=r"(?s)shards of another command:.*shard_mb: 0.01 there, 0.02 here"):
+    with raises(ConfigError, leaves="shard_mb: 0.01 there, 0.02 here"):
         tokenize(tokenize_config(shard_folder, texts, shard_mb=0.02))
     assert COMMAND.read({"out": "o", "files": "a"}).files == ("a",)
 
 
 @pytest.mark.parametrize(
-    ("spoil", "message"),
+    ("spoil", "leaves"),
     [
-        (lambda folder: (folder / HEADER).write_text('{"a": 1}'), r"is no header of shards"),
-        (lambda folder: (folder / "000001.npy").unlink(), r"not whole:\n  000001.npy: 0 of \d+ tokens"),
-        (lambda folder: np.save(folder / "000000.npy", np.zeros(5, np.uint16)), r"000000.npy: 5 of \d+ tok"),
+        (lambda folder: (folder / HEADER).write_text('{"a": 1}'), [HEADER]),
+        (lambda folder: (folder / "000001.npy").unlink(), ["000001.npy", "0 of"]),
+        (lambda folder: np.save(folder / "000000.npy", np.zeros(5, np.uint16)), ["000000.npy", "5 of"]),
     ],
 )
-def test_a_folder_that_is_not_whole_is_refused(shard_folder, tmp_path, spoil, message):
+def test_a_folder_that_is_not_whole_is_refused(shard_folder, tmp_path, spoil, leaves):
     shutil.copytree(shard_folder / "train", tmp_path / "train")
     assert open_shards(tmp_path / "train").tokens
     spoil(tmp_path / "train")
-    with pytest.raises(ConfigError, match=message):
+    with raises(ConfigError, leaves=leaves):
         open_shards(tmp_path / "train")
 
 
@@ -219,7 +221,7 @@ def test_plain_arrays_are_read(tmp_path, dtype):
     for shards in (open_shards(tmp_path), open_shards(tmp_path)):  # looked through, then by its header
         assert (shards.tokens, shards.largest, shards.vocab, shards.tokenizer) == (1000, 612, None, None)
         assert (stream_of(shards) == stream).all() and (tmp_path / HEADER).exists()
-    with pytest.raises(ConfigError, match=r"(?s)model.vocab=612: .*the largest is 612.*Fix: model.vocab=613"):
+    with raises(ConfigError, leaves="model.vocab=612", fix="model.vocab=613", says="612"):
         check_vocab([shards], 612)
     check_vocab([shards], 613)
 
@@ -229,8 +231,7 @@ def test_arrays_that_are_no_tokens(tmp_path):
     np.save(tmp_path / "b.npy", np.zeros(3, np.float32))
     (tmp_path / "c.npy").write_bytes(b"no array")
     np.save(tmp_path / "d.npy", np.array([{}]), allow_pickle=True)
-    message = r"(?s)a.npy: uint16 \[2, 3\].*b.npy: float32.*c.npy: .*d.npy: "
-    with pytest.raises(ConfigError, match=message):
+    with raises(ConfigError, leaves=["a.npy: uint16 [2, 3]", "b.npy: float32", "c.npy", "d.npy"]):
         open_shards(tmp_path)
 
 
@@ -276,18 +277,18 @@ def test_a_run_without_a_tokenizer(numbered, tmp_path, capsys):
 
 
 def test_shards_that_a_run_cannot_use(shard_folder, numbered, tmp_path):
-    with pytest.raises(
-        ConfigError, match=r"(?s)vocab=256: .*train: the largest is 257.*Fix: model.vocab=264"
-    ):
+    with raises(ConfigError, leaves=["vocab=256", "train"], fix="model.vocab=264", says="257"):
         prepare_on(shard_folder, "model.vocab=256")
-    with pytest.raises(ConfigError, match=r"(?s)train holds no shards.*held_out holds no shards"):
+    with raises(
+        ConfigError, leaves=[str(tmp_path / "train"), str(tmp_path / "held_out")], fix="experiments.tokenize"
+    ):
         prepare_on(tmp_path)
-    with pytest.raises(ConfigError, match=r"held_out: \d+ tokens; one window of model.context=900999 needs"):
+    with raises(ConfigError, leaves=["held_out", "model.context=900999"]):
         prepare_on(shard_folder, "model.context=900999")
     for side in ("train", "tokenizer"):
         (tmp_path / side).symlink_to(shard_folder / side)
     (tmp_path / "held_out").symlink_to(numbered(400, 2).folder)
-    with pytest.raises(ConfigError, match="are of two tokenizers"):
+    with raises(ConfigError, leaves=str(tmp_path), fix="together", says="two tokenizers"):
         prepare_on(tmp_path, "model.vocab=400")
 
 

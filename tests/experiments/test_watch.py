@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from errors import raises
 from runs import RUN, After, compose, config_of, run_in
 
 import fnshard as fs
@@ -120,7 +121,7 @@ def test_nan_is_hunted_down_from_the_newest_checkpoint(tmp_path: Path, monkeypat
     rates(monkeypatch, 6, 1e30)
     config = config_of("optimizer.clip=null", "run.seed=1")
     # What overflows first, and whether the loss or a gradient shows it, is the processor's kernels' choice.
-    with pytest.raises(DivergedError, match=r"step 7: (loss|grad_norm) is nan") as caught:
+    with raises(DivergedError, leaves="step 7", says="nan") as caught:
         train.train(config, run_in(tmp_path), [], Stop())
     text = str(caught.value)
     assert re.search(r"In step 7: (inf|NaN) arose at line \d+: \w+ [\w.]+ (run|update) .*\n +in ", text), text
@@ -138,7 +139,7 @@ def test_a_state_that_is_not_finite_is_never_saved(tmp_path: Path, monkeypatch: 
     rates(monkeypatch, 3, 1e39)
     config = config_of("optimizer.clip=null", "run.seed=2", f"run.save_every={save_every}")
     at = 3 if save_every else 4
-    with pytest.raises(DivergedError, match=f"^step {at}: ") as caught:
+    with raises(DivergedError, leaves=f"step {at}") as caught:
         train.train(config, run_in(tmp_path), [], Stop())
     assert "In step 3: " in str(caught.value) and "update" in str(caught.value)
     saved = fs.checkpoint.all_steps(tmp_path / CHECKPOINTS)
@@ -147,10 +148,11 @@ def test_a_state_that_is_not_finite_is_never_saved(tmp_path: Path, monkeypatch: 
         assert fs.checkpoint.verify(tmp_path / CHECKPOINTS / str(number))
 
 
+@pytest.mark.long
 def test_stop_only_ends_and_off_goes_on(tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:
     rates(monkeypatch, 2, 1e30)
     more = ("optimizer.clip=null", "run.seed=3", "run.steps=5", "run.sample_tokens=0")
-    with pytest.raises(DivergedError, match=r"^step 3: (loss|grad_norm) is nan"):
+    with raises(DivergedError, leaves="step 3", says="nan"):
         train.train(config_of(*more, "run.watch=stop"), run_in(tmp_path / "stop"), [], Stop())
     assert "looking for" not in capfd.readouterr().err
     train.train(config_of(*more, "run.watch=off"), run_in(tmp_path / "off"), [], Stop())

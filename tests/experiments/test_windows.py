@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
+from errors import raises
 from made_data import stream
 
 from experiments.data import text as dataset
@@ -39,9 +40,14 @@ def test_split_is_by_file_and_complete(folder):
 @pytest.mark.parametrize("suffix", [".nothing", ".py"])
 def test_too_little_text_is_refused(tmp_path, suffix):
     (tmp_path / "one.py").write_text("x = 1\n")
-    with pytest.raises(ValueError, match=r"/dev/zero is no folder\. Fix: name one as data\.root"):
+    with raises(ValueError, leaves="/dev/zero", fix="data.root"):
         dataset.load_text(type(tmp_path)("/dev/zero"))
-    with pytest.raises(ValueError, match=r"hold \d bytes to train on .* Fix: name a folder with more text"):
+    with raises(
+        ValueError,
+        leaves=[str(tmp_path), repr(suffix)],
+        fix=["data.root", "data.held_out_percent"],
+        says="bytes",
+    ):
         dataset.load_text(tmp_path, suffix=suffix)
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from errors import raises
 from launched import (
     HEADER,
     environment,
@@ -95,8 +96,8 @@ def test_a_rank_that_raises_is_named_with_its_traceback_and_not_restarted(tmp_pa
         dist.all_reduce(torch.zeros(1))
     """
     began = time.monotonic()
-    with pytest.raises(
-        LaunchError, match=r"(?s)rank 1 of 2 failed: ValueError: seven is not even.*in burst"
+    with raises(
+        LaunchError, leaves="rank 1 of 2", says=["ValueError: seven is not even", "in burst"]
     ) as caught:
         run(tmp_path, body, max_restarts=2)
     assert time.monotonic() - began < 30
@@ -115,8 +116,8 @@ def test_a_killed_rank_is_named_with_its_last_line(tmp_path):
         dist.all_reduce(torch.zeros(1))
     """
     began = time.monotonic()
-    killed = r"rank 1 of 2 was killed by signal 9 \(SIGKILL\): perhaps out of memory\.\n.*about to allocate"
-    with pytest.raises(LaunchError, match=killed):
+    says = ["signal 9", "SIGKILL", "out of memory", "about to allocate"]
+    with raises(LaunchError, leaves="rank 1 of 2", says=says):
         run(tmp_path, body)
     assert time.monotonic() - began < 30
 
@@ -128,7 +129,7 @@ def test_a_rank_that_exits_early_is_named_and_not_restarted(tmp_path):
             os._exit(3)
         dist.all_reduce(torch.zeros(1))
     """
-    with pytest.raises(LaunchError, match="rank 1 of 2 ended with exit code 3, without a traceback"):
+    with raises(LaunchError, leaves="rank 1 of 2", says="exit code 3"):
         run(tmp_path, body, max_restarts=1)
 
 
@@ -258,9 +259,7 @@ def place_to_meet(monkeypatch: pytest.MonkeyPatch, host: str, port: int, rank: i
 def test_a_place_that_there_is_not_is_told_at_once(monkeypatch, host, port):
     place_to_meet(monkeypatch, host, port, rank=1)
     began = time.monotonic()
-    with pytest.raises(
-        SpecError, match=rf"(?s)rank 1 of 2 .*: there is no such place\.\n  MASTER_ADDR={host}, "
-    ):
+    with raises(SpecError, leaves=["rank 1 of 2", f"MASTER_ADDR={host}"], says="no such place"):
         join_group("cpu", 600.0)
     assert time.monotonic() - began < 30
 
@@ -270,7 +269,7 @@ def test_a_port_that_is_taken_is_told_at_once(monkeypatch):
         with socket.create_server((host, 0), family=family, dualstack_ipv6=host == "::") as taken:
             place_to_meet(monkeypatch, "localhost", taken.getsockname()[1])
             began = time.monotonic()
-            with pytest.raises(SpecError, match=r"rank 0 of 2 cannot meet the others: the port is taken\."):
+            with raises(SpecError, leaves="rank 0 of 2", says="the port is taken"):
                 join_group("cpu", 600.0)
             assert time.monotonic() - began < 30
 
@@ -284,8 +283,8 @@ def test_who_meets_nobody_or_a_stranger_is_told_in_time(monkeypatch, rank):
         place_to_meet(monkeypatch, "localhost", server.getsockname()[1], rank=rank)
         if rank == 0:
             server.close()
-        why = "who listens there does not answer" if rank else "Timed out.*1/2 clients joined"
-        with pytest.raises(CollectiveError, match=rf"rank {rank} of 2 .* within 0.5 s \({why}"):
+        why = "who listens there" if rank else "1/2 clients joined"
+        with raises(CollectiveError, leaves=f"rank {rank} of 2", says=["0.5 s", why]):
             join_group("cpu", 0.5)
     for (
         thread
@@ -301,8 +300,8 @@ def test_ranks_may_come_later_than_a_collective_may_take(monkeypatch, tmp_path):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(process_group, "MEET_S", 0.5)
     monkeypatch.setattr(process_group, "STOP_S", 0.1)
-    for asked, when in ((False, "within 0.5 s"), (True, r"before it was asked to end \(SIGTERM\)")):
-        with pytest.raises(CollectiveError, match=rf"(?s)rank 1 of 3 .* {when}\.\n  rank 0, 2 did not come"):
+    for asked, when in ((False, "within 0.5 s"), (True, "SIGTERM")):
+        with raises(CollectiveError, leaves=["rank 1 of 3", "rank 0, 2"], says=when):
             join_group("cpu", 0.1, lambda asked=asked: asked)
 
 
@@ -325,7 +324,7 @@ def test_restarts_run_out_and_each_is_told_in_one_line(tmp_path, capfd):
         open(f"{out}/{attempt()}-{rank}", "w").close()
         os.kill(os.getpid(), signal.SIGKILL)
     """
-    with pytest.raises(LaunchError, match="rank 0 of 1 was killed by signal 9"):
+    with raises(LaunchError, leaves="rank 0 of 1", says="signal 9"):
         run(tmp_path, body, ranks=1, max_restarts=1)
     assert sorted(p.name for p in tmp_path.glob("[0-9]-*")) == ["0-0", "1-0"]
     (line,) = capfd.readouterr().err.splitlines()
@@ -388,7 +387,7 @@ def failing(kind: str) -> None:
     ("kind", "name"), [("own", "JSONDecodeError"), ("library", "SpecError"), ("fn", "KeyError")]
 )
 def test_a_failure_shows_frames_of_the_program_alone(kind: str, name: str, tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match=name) as error:
+    with raises(LaunchError, says=name) as error:
         fs.launch(failing, ranks=1, args=(kind,), logs=tmp_path)
     files = re.findall(r'File "(.*?)"', str(error.value))
     assert __file__ in files and not any("fnshard/fnshard" in f or "/launcher/rank" in f for f in files)

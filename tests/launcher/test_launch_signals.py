@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from errors import raises
 from launched import is_alive, program_of, run, start_launch, wait_for
 
 from fnshard.launcher.local import LaunchError
@@ -54,24 +55,22 @@ def main():
     "1-sys.exit()-*": "a rank that has ended",
 })  # fmt: skip
 @pytest.mark.parametrize(
-    ("steps", "alone", "seconds", "why"),
+    ("steps", "alone", "seconds", "says"),
     [
-        ("2 - rank", "pass", 600, r"rank 0: step \(program.py.*rank 1: checkpoint.save \(.*fs.lockstep"),
-        ("1", "sys.exit()", 600, "only rank 0 called checkpoint.save.*rank 1: has ended"),
-        ("1", "fs.hf.save(out, state)", 600, "rank 0: checkpoint.save .*rank 1: hf.save"),
-        ("1", "os.kill(os.getpid(), signal.SIGSTOP)", 4, "rank 1 did not come within 4 s; its .* is stopped"),
+        ("2 - rank", "pass", 600, ["rank 0: step (program.py", "rank 1: checkpoint.save (", "fs.lockstep"]),
+        ("1", "sys.exit()", 600, ["only rank 0", "checkpoint.save", "rank 1: has ended"]),
+        ("1", "fs.hf.save(out, state)", 600, ["rank 0: checkpoint.save", "rank 1: hf.save"]),
+        ("1", "os.kill(os.getpid(), signal.SIGSTOP)", 4, ["rank 1", "4 s", "stopped"]),
     ],
 )
-def test_who_calls_what_alone_is_named(steps, alone, seconds, why, tmp_path):
+def test_who_calls_what_alone_is_named(steps, alone, seconds, says, tmp_path):
     body = TRAINS.replace("STEPS", steps).replace("ALONE", alone).replace("SECONDS", str(seconds))
-    with pytest.raises(LaunchError, match=f"(?s){why}"):
+    with raises(LaunchError, says=says):
         run(tmp_path, body)
 
 
 def test_a_silent_rank_is_named(tmp_path):
-    with pytest.raises(
-        LaunchError, match=r"(?s)rank 0 of 2 failed: .*Still at work, and killed: rank 1 \(log: "
-    ):
+    with raises(LaunchError, leaves=["rank 0 of 2", "rank 1 (log: "]):
         run(tmp_path, WAITS.replace("HANGS", "time.sleep(600)"), timeout_s=SILENT_s)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from errors import raises
 from families import FAMILIES
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -229,17 +230,17 @@ def test_matrices_side_by_side_are_split_each() -> None:
     assert [s.storage for s in specs.values()][:2] == [P((fused, "shard"))] * 2
 
 
-BAD: dict[str, tuple[Any, str]] = {
-    "no axis": ("tensr", r"tensor='tensr' is no axis of the mesh \(shard=2, tensor=2\).*make_mesh"),
-    "a data axis": ("shard", r"tensor='shard' is a data axis.*see the same rows"),
-    "no leaf": ({"x": P("tensor")}, r"1 leaf that the preset has no layout for.*tensor\['x'\]"),
+BAD: dict[str, tuple[Any, str, str]] = {
+    "no axis": ("tensr", "tensor='tensr'", "make_mesh"),
+    "a data axis": ("shard", "tensor='shard'", "same rows"),
+    "no leaf": ({"x": P("tensor")}, "tensor['x']", "leaves of the tree"),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
 def test_axes_that_split_nothing_are_refused(case: str) -> None:
-    value, message = BAD[case]
-    with pytest.raises(SpecError, match=f"(?s){message}"):
+    value, leaf, fix = BAD[case]
+    with raises(SpecError, leaves=leaf, fix=fix):
         fs.presets.full_shard({"up.weight": torch.zeros(8, 4)}, MESH, tensor=value)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from errors import raises
 from torch import Tensor
 
 import fnshard as fs
@@ -107,7 +108,7 @@ def test_values_that_do_not_count_are_nowhere_and_a_missing_reference_is_said() 
     (slope,) = torch.autograd.grad(loss.total, spoiled["logprobs"])
     assert float(loss.total) == float(plain.total) and not slope[gone].any() and slope.isfinite().all()
     assert slope[~gone].all()
-    with pytest.raises(ValueError, match=r"beta=0.1: inputs.reference is None"):
+    with raises(ValueError, leaves=["beta=0.1", "inputs.reference"]):
         policy.grpo(replace(x, reference=None), beta=0.1)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
+from errors import raises
 
 import fnshard as fs
 from fnshard import SpecError
@@ -61,21 +62,21 @@ def test_a_simulated_rank_is_the_threads_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("axes", "message"),
+    ("axes", "leaves", "fix"),
     [
-        ({"shard": 0}, r"(?s)mesh \(shard=0\) has a size that is not a positive integer.*Fix"),
-        ({"shard": -1, "replicate": -1}, r"one axis may be -1"),
-        ({"shard": 1.5}, r"shard=1.5"),
-        ({"shard": 8}, r"(?s)needs 8 ranks; this world has 1.*torchrun.*abstract=True"),
-        ({"shard": -1, "abstract": True}, r"where a world is known"),
-        ({"shard": 1, "data_axes": ["data"]}, r"(?s)data_axes names 'data'.*name some of: shard"),
+        ({"shard": 0}, "(shard=0)", "at least 1"),
+        ({"shard": -1, "replicate": -1}, "-1", "one axis may be -1"),
+        ({"shard": 1.5}, "shard=1.5", "at least 1"),
+        ({"shard": 8}, ["8 ranks", "has 1"], ["torchrun", "abstract=True"]),
+        ({"shard": -1, "abstract": True}, "shard=-1", "where a world is known"),
+        ({"shard": 1, "data_axes": ["data"]}, ["data_axes", "'data'"], "shard"),
     ],
 )
-def test_refused(axes: dict[str, object], message: str) -> None:
-    with pytest.raises(SpecError, match=message):
+def test_refused(axes: dict[str, object], leaves: str | list[str], fix: str | list[str]) -> None:
+    with raises(SpecError, leaves=leaves, fix=fix):
         fs.make_mesh(**axes)
 
 
 def test_an_unknown_axis_is_named() -> None:
-    with pytest.raises(SpecError, match=r"no axis 'tensor' \(it has: replicate, shard\)"):
+    with raises(SpecError, leaves="'tensor'", says="replicate, shard"):
         fs.make_mesh(replicate=2, shard=4, abstract=True).axis_size("tensor")

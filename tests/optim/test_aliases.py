@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from errors import raises
 from torch import Tensor
 
 import fnshard as fs
@@ -128,5 +129,5 @@ def test_a_short_dtype_is_scaled_before_it_overflows() -> None:
 
 def test_a_slot_is_not_called_as_the_master_copy_is() -> None:
     optimizer = keep("master", lambda path, grad, slots, param, step: (-grad, {}))
-    with pytest.raises(OptimizerError, match="'master' of params\\['w'\\]"):
+    with raises(OptimizerError, leaves="'master' of params['w']"):
         train_on(fs.make_mesh(shard=1), optimizer)

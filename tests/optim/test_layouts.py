@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from errors import raises
 from torch import Tensor
 
 import fnshard as fs
@@ -102,17 +103,17 @@ def test_a_rule_of_matrices_in_a_rule_tells_leaves_of_one_shape_apart(own: Optim
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("make", "leaves"),
     [
         (lambda: adamw_8bit(0.1, block=0), "block=0"),
-        (lambda: adafactor(0.1, d=0), "d=0: a number above 0"),
-        (lambda: adafactor(0.1, eps=(1e-3,)), r"eps=\(0.001,\)"),
-        (lambda: adafactor(0.1, beta2_decay=0.8), "beta2_decay=0.8: at most 0"),
-        (lambda: soap(0.1, b1=1.0), "b1=1.0: at least 0 and below 1"),
+        (lambda: adafactor(0.1, d=0), ["d=0", "above 0"]),
+        (lambda: adafactor(0.1, eps=(1e-3,)), "eps=(0.001,)"),
+        (lambda: adafactor(0.1, beta2_decay=0.8), ["beta2_decay=0.8", "at most 0"]),
+        (lambda: soap(0.1, b1=1.0), ["b1=1.0", "at least 0 and below 1"]),
         (lambda: soap(0.1, precondition_frequency=0), "precondition_frequency=0"),
-        (lambda: soap(0.1, adamw="adam"), "optimizer= is 'adam'"),
+        (lambda: soap(0.1, adamw="adam"), "'adam'"),
     ],
 )
-def test_mistakes_are_named(make: Any, words: str) -> None:
-    with pytest.raises(OptimizerError, match=words):
+def test_mistakes_are_named(make: Any, leaves: Any) -> None:
+    with raises(OptimizerError, leaves=leaves):
         make()

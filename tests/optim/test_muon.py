@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from errors import raises
 from matrices import leaves
 
 from fnshard.errors import OptimizerError
@@ -66,32 +67,32 @@ def test_newton_schulz_makes_nearly_orthogonal_matrices():
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("make", "leaves"),
     [
-        (lambda: muon(0.1, momentum=1.0), r"momentum=1.0: at least 0 and below 1"),
+        (lambda: muon(0.1, momentum=1.0), ["momentum=1.0", "at least 0 and below 1"]),
         (lambda: muon(0.1, ns_steps=0), "ns_steps=0"),
-        (lambda: muon(0.1, scale="none"), "scale='none': one of original, match_rms_adamw"),
+        (lambda: muon(0.1, scale="none"), ["scale='none'", "original, match_rms_adamw"]),
         (lambda: muon(0.1, weight_decay=-1), "weight_decay=-1"),
         (
             lambda: init_slots(by_path(("*bias", muon(0.1)), ("*", sgd(1))), leaves()),
-            r"(?s)none of the leaves.*b.bias.*1 dim",
+            ["none of the leaves", "params['b.bias']", "1 dim"],
         ),
-        (lambda: by_path(), "pairs of a glob and an optimizer"),
-        (lambda: by_path(("*", 0.1)), r"\('\*', 0.1\)"),
+        (lambda: by_path(), ["by_path", "a glob and an optimizer"]),
+        (lambda: by_path(("*", 0.1)), "('*', 0.1)"),
         (
             lambda: init_slots(by_path(("a*", sgd(0.1))), leaves()),
-            r"(?s)4 leaves of 5 matched by no rule.*b.weight",
+            ["4 leaves of 5", "b.weight"],
         ),
         (
             lambda: init_slots(by_path(("*", sgd(0.1)), ("b*", muon(0.1))), leaves()),
-            "rules of by_path.*no leaf",
+            ["by_path", "no leaf"],
         ),
         (
             lambda: init_slots(by_path(("a*", DECAYED), ("*", sgd(1))), leaves()),
-            r"(?s)rules of weight_decay that match no leaf.*b\*",
+            ["weight_decay", "b*"],
         ),
     ],
 )  # fmt: skip
-def test_mistakes_are_named(make, words):
-    with pytest.raises(OptimizerError, match=words):
+def test_mistakes_are_named(make, leaves):
+    with raises(OptimizerError, leaves=leaves):
         make()

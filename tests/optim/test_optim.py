@@ -8,6 +8,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from errors import raises
 from foreign import FOREIGN
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -165,6 +166,7 @@ def test_lars_is_the_paper_s():
     assert_close(found, by_hand)
 
 
+@pytest.mark.long
 def test_adamw_8bit_is_torchaos():
     """Codes, scales and parameters; with one scale a row, whose numbers are few."""
     torchao = pytest.importorskip("torchao.optim")
@@ -316,7 +318,7 @@ def test_behind_what_changes_gradients_there_is_no_norm_of_them():
         chain(sgd(1.0), sgd(1.0), reads_norm()),
     ):
         slots = init_slots(optimizer, params)
-        with pytest.raises(OptimizerError, match=r"(?s)global_norm.*clip_by_global_norm\(\.\.\.\) first"):
+        with raises(OptimizerError, leaves="step.global_norm", fix="clip_by_global_norm(...) first"):
             apply_updates(optimizer, grads, slots, params, make_step(0, grads))
     clipped = chain(clip_by_global_norm(0.5), reads_norm())
     found, _ = apply_updates(clipped, grads, init_slots(clipped, params), params, make_step(0, grads))
@@ -483,41 +485,41 @@ def test_the_rate_and_the_norm_are_metrics():
 
 def test_rules_that_do_not_meet_the_leaves_are_refused():
     params = random_tree(0)
-    with pytest.raises(OptimizerError, match=r"rules of weight_decay that match no leaf(.|\n)*'\*nrm\*'"):
+    with raises(OptimizerError, leaves=["weight_decay", "'*nrm*'"]):
         init_slots(adamw(1e-3, weight_decay=[("*nrm*", 0.0), ("*", 0.1)]), params)
-    with pytest.raises(OptimizerError, match=r"earlier rule took(.|\n)*'\*norm\*'(.|\n)*narrow globs first"):
+    with raises(OptimizerError, leaves="'*norm*'", fix="narrow globs first"):
         init_slots(chain(sgd(0.1, lr_scale=[("*", 1.0), ("*norm*", 0.0)]), ema(0.9)), params)
-    with pytest.raises(OptimizerError, match=r"4 leaves of 5 matched by no rule(.|\n)*params\['a.w'\]"):
+    with raises(OptimizerError, leaves="params['a.w']", fix='("*", value)', says="4 leaves of 5"):
         init_slots(adamw(1e-3, weight_decay=[("*norm*", 0.0)]), params)
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("make", "leaves"),
     [
-        (lambda: adamw(-1.0), r"lr=-1.0 is no rate"),
-        (lambda: adamw("3e-4"), r"lr='3e-4' is no rate"),
-        (lambda: adamw(1e-3, betas=(1.0, 0.9)), r"b1=1.0 must be at least 0 and below 1"),
-        (lambda: adamw(1e-3, betas=0.9), r"betas=0.9 are not two numbers"),
-        (lambda: adamw(1e-3, b2=0.95, betas=(0.9, 0.95)), r"betas=.* and b1=0.9, b2=0.95: give one or"),
-        (lambda: adamw(1e-3, b1=1.0), r"b1=1.0 must be at least 0 and below 1"),
-        (lambda: adamw(1e-3, weight_decay=-0.1), r"weight_decay=-0.1: -0.1 is negative"),
-        (lambda: sgd(0.1, nesterov=True), "nesterov needs a momentum"),
-        (lambda: clip_by_global_norm(0.0), "norm must be a number above 0"),
-        (lambda: clip_by_global_norm("1"), "norm must be a number above 0"),
-        (lambda: optim.schedule_free_adamw(0.1, b1=0.0), "b1 must be above 0"),
+        (lambda: adamw(-1.0), "lr=-1.0"),
+        (lambda: adamw("3e-4"), "lr='3e-4'"),
+        (lambda: adamw(1e-3, betas=(1.0, 0.9)), ["b1=1.0", "at least 0 and below 1"]),
+        (lambda: adamw(1e-3, betas=0.9), ["betas=0.9", "betas=(0.9, 0.95)"]),
+        (lambda: adamw(1e-3, b2=0.95, betas=(0.9, 0.95)), ["betas=", "b1=0.9, b2=0.95"]),
+        (lambda: adamw(1e-3, b1=1.0), ["b1=1.0", "at least 0 and below 1"]),
+        (lambda: adamw(1e-3, weight_decay=-0.1), "weight_decay=-0.1"),
+        (lambda: sgd(0.1, nesterov=True), ["nesterov", "a momentum"]),
+        (lambda: clip_by_global_norm(0.0), ["clip_by_global_norm", "above 0"]),
+        (lambda: clip_by_global_norm("1"), ["clip_by_global_norm", "above 0"]),
+        (lambda: optim.schedule_free_adamw(0.1, b1=0.0), ["b1", "above 0"]),
         (lambda: ema(1.5), "decay=1.5"),
         (lambda: ema("0.9"), "decay='0.9'"),
-        (lambda: chain(torch.optim.SGD), r"(?s)transforms of fnshard.optim.*SGD"),
-        (lambda: schedules.warmup_cosine(0.1, 10, 5), "phases do not fit in 5"),
-        (lambda: schedules.wsd(0.1, 3, 5, 3), "phases do not fit in 5"),
-        (lambda: chain(), "no members"),
-        (lambda: chain(adamw(0.1), clip_by_global_norm(1.0)), r"clip_by_global_norm\(max_norm=1.0\) at 1"),
-        (lambda: chain(ema(0.9), adamw(0.1)), r"ema\(decay=0.9\) at 0"),
-        (lambda: optim.ema_params({"w": {"mu": torch.zeros(1)}}), r"params\['w'\] has mu"),
+        (lambda: chain(torch.optim.SGD), ["chain", "SGD"]),
+        (lambda: schedules.warmup_cosine(0.1, 10, 5), "5 updates"),
+        (lambda: schedules.wsd(0.1, 3, 5, 3), "5 updates"),
+        (lambda: chain(), "chain()"),
+        (lambda: chain(adamw(0.1), clip_by_global_norm(1.0)), "clip_by_global_norm(max_norm=1.0) at 1"),
+        (lambda: chain(ema(0.9), adamw(0.1)), "ema(decay=0.9) at 0"),
+        (lambda: optim.ema_params({"w": {"mu": torch.zeros(1)}}), ["params['w']", "mu"]),
     ],
 )
-def test_mistakes_are_named(make, words):
-    with pytest.raises(OptimizerError, match=words):
+def test_mistakes_are_named(make, leaves):
+    with raises(OptimizerError, leaves=leaves):
         make()
 
 
@@ -525,7 +527,7 @@ def test_mistakes_are_named(make, words):
     "alone", [clip_by_global_norm(1.0), ema(0.9), chain(clip_by_global_norm(1.0), ema(0.9))]
 )
 def test_a_chain_without_an_update_rule_is_refused(alone: Optimizer) -> None:
-    with pytest.raises(OptimizerError, match=r"has no update rule(.|\n)*chain\(.*adamw\(3e-4\).*\)"):
+    with raises(OptimizerError, leaves="optimizer=", fix="adamw(3e-4)"):
         check_kind(alone)
     check_kind(chain(clip_by_global_norm(1.0), sgd(0.1), ema(0.9)))
     check_kind(None)
@@ -533,13 +535,13 @@ def test_a_chain_without_an_update_rule_is_refused(alone: Optimizer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("given", "leaves"),
     [
-        ("adamw", "is 'adamw', and no optimizer"),
-        (adamw, r"is adamw, and no optimizer"),
-        (torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1), r"(?s)of type SGD.*fs.optim.adamw"),
+        ("adamw", "'adamw'"),
+        (adamw, "adamw"),
+        (torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1), "SGD"),
     ],
 )
-def test_what_is_no_optimizer_is_refused(given, words):
-    with pytest.raises(OptimizerError, match=words):
+def test_what_is_no_optimizer_is_refused(given, leaves):
+    with raises(OptimizerError, leaves=leaves, fix="fs.optim.adamw"):
         check_kind(given)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from errors import raises
 from foreign import FOREIGN
 from optimizers import ALL, assert_close, make_step, plain_cond, random_tree
 from torch import Tensor, cond, fx
@@ -205,42 +206,42 @@ def own(update: Any, **slots: Any) -> Optimizer:
 
 MEAN = {"mean": torch.zeros_like}
 KEY = {"key": lambda param: torch.zeros(1, 1, dtype=torch.int64)}
-MISTAKES: dict[str, tuple[Optimizer, str]] = {  # and what the error names beside the leaf
-    "another shape": (own(lambda g, s, p, step: (g.sum(0), {})), r"the update is \[3\], not \[4, 3\]"),
-    "no tensor": (own(lambda g, s, p, step: (0.5, {})), "the update is float"),
-    "another kind": (own(lambda g, s, p, step: ((g > 0).int(), {})), "the update is torch.int32"),
-    "complex": (own(lambda g, s, p, step: (torch.fft.fft(g), {})), "the update is torch.complex64"),
-    "no pair": (own(lambda g, s, p, step: -g), r"returns one tensor.*returns \(update, slots\)"),
+MISTAKES: dict[str, tuple[Optimizer, str | list[str]]] = {  # and what the error names beside the leaf
+    "another shape": (own(lambda g, s, p, step: (g.sum(0), {})), ["update is [3]", "[4, 3]"]),
+    "no tensor": (own(lambda g, s, p, step: (0.5, {})), "update is float"),
+    "another kind": (own(lambda g, s, p, step: ((g > 0).int(), {})), "update is torch.int32"),
+    "complex": (own(lambda g, s, p, step: (torch.fft.fft(g), {})), "update is torch.complex64"),
+    "no pair": (own(lambda g, s, p, step: -g), ["one tensor", "(update, slots)"]),
     "slots of another shape": (
-        own(lambda g, s, p, step: (-g, {"mean": g.mean(0)}), **MEAN), r"slot 'mean' is \[3\], not \[4",
+        own(lambda g, s, p, step: (-g, {"mean": g.mean(0)}), **MEAN), ["slot 'mean' is [3]", "[4"],
     ),
     "slots of another kind": (
         own(lambda g, s, p, step: (-g, {"key": s["key"] * 0.5}), **KEY),
-        "slot 'key' is torch.float32, not torch.int64",
+        ["slot 'key' is torch.float32", "torch.int64"],
     ),
     "slots that no tensors are": (own(lambda g, s, p, step: (-g, {"mean": 1}), **MEAN), "slot 'mean' is int"),
     "slots that init does not make": (own(lambda g, s, p, step: (-g, {"nu": g})), "slot 'nu' is none"),
     "in place": (
         own(lambda g, s, p, step: (-s["mean"].lerp_(g, 0.1), {}), **MEAN),
-        r"in place to slots\['mean'\].*return new tensors",
+        ["slots['mean']", "new tensors"],
     ),
     "in place of the gradient": (own(lambda g, s, p, step: (g.mul_(-0.1), {})), "in place to grad"),
     "in place of the parameter": (own(lambda g, s, p, step: (p.sub_(g) * 0, {})), "in place to param"),
     "in place of a view": (own(lambda g, s, p, step: (p[0].sub_(1) + g, {})), "in place to param"),
-    "random numbers": (own(lambda g, s, p, step: (g * torch.randn_like(g), {})), "random.*keep a key"),
-    "dropout": (own(lambda g, s, p, step: (torch.nn.functional.dropout(g), {})), "random.*keep a key"),
-    "a value": (own(lambda g, s, p, step: (g / float(p.abs().max()), {})), r"float\(\).*torch.where"),
-    "an item": (own(lambda g, s, p, step: (g * g.sum().item(), {})), r"\.item\(\)"),
+    "random numbers": (own(lambda g, s, p, step: (g * torch.randn_like(g), {})), ["random", "a key"]),
+    "dropout": (own(lambda g, s, p, step: (torch.nn.functional.dropout(g), {})), ["random", "a key"]),
+    "a value": (own(lambda g, s, p, step: (g / float(p.abs().max()), {})), ["float()", "torch.where"]),
+    "an item": (own(lambda g, s, p, step: (g * g.sum().item(), {})), ".item()"),
     "a branch": (own(lambda g, s, p, step: (g if g.sum() > 0 else -g, {})), "torch.where or torch.cond"),
-    "a branch by the step": (own(lambda g, s, p, step: (g if step.count > 9 else -g, {})), r"step.host\("),
+    "a branch by the step": (own(lambda g, s, p, step: (g if step.count > 9 else -g, {})), "step.host("),
     "numpy": (own(lambda g, s, p, step: (torch.from_numpy(g.numpy()), {})), "numpy"),
     "sides of a cond": (
         own(lambda g, s, p, step: (torch.cond(step.count > 0, lambda: g, lambda: g[0]), {})),
-        "two sides of a torch.cond.*same names",
+        ["torch.cond", "same names"],
     ),
     "a write in a cond": (
         own(lambda g, s, p, step: (torch.cond(step.count > 0, lambda: p.add_(g), lambda: g), {})),
-        "a side of a torch.cond writes.*add_",
+        ["torch.cond", "add_"],
     ),
     "it fails": (own(lambda g, s, p, step: (g.nothing, {})), "AttributeError"),
 }  # fmt: skip
@@ -248,9 +249,9 @@ MISTAKES: dict[str, tuple[Optimizer, str]] = {  # and what the error names besid
 
 @pytest.mark.parametrize("kind", MISTAKES)
 def test_what_is_no_update_is_refused(kind: str) -> None:
-    optimizer, words = MISTAKES[kind]
+    optimizer, says = MISTAKES[kind]
     param = torch.zeros(4, 3)
-    with pytest.raises(OptimizerError, match=rf"(?s)^own\(\).*{words}") as error:
+    with raises(OptimizerError, leaves=["own()", "params['a.w']"], says=says) as error:
         trace(optimizer, "a.w", param, optimizer.init("a.w", param))
     text = str(error.value)
     assert "params['a.w']" in text and "Fix:" in text and len(text) < 800

@@ -94,6 +94,7 @@ def test_the_mask_is_the_same_over_any_split_and_in_the_backward(monkeypatch: An
     assert float(after - value) == pytest.approx(1e-6 * float(grads[0].sum()), rel=1e-3)
 
 
+@pytest.mark.long
 def test_its_memory_is_linear_in_the_length() -> None:
     def peak(length: int) -> int:
         x = torch.empty(1, 2, length, 64, device="meta")

@@ -408,6 +408,7 @@ def _natively(rank: int, transport: str) -> tuple[set[str], dict[str, Tensor]]:
     return used, shards
 
 
+@pytest.mark.long
 def test_torchs_own_collectives_read_and_write_leaves_where_they_lie(ranks):
     (used, own), _ = ranks(2).run(_natively, "native")
     assert {"gather_blocks", "reduce_leaves"} <= used and not {"all_gather", "reduce_scatter"} & used

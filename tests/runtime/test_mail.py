@@ -131,6 +131,7 @@ def fill_a_ring(rank: int) -> str:
     return text
 
 
+@pytest.mark.long
 def test_more_messages_than_a_ring_has_rows_are_refused(ranks):
     assert f"{mail.RING} messages before it were not taken" in ranks(2).run(fill_a_ring)[0]
 
@@ -184,7 +185,6 @@ def test_a_stage_that_dies_is_named_within_seconds(ranks, transport):
 
 @pytest.mark.suite({
     "auto": "shared memory",
-    "p2p": "messages",
 })  # fmt: skip
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_stage_that_stays_silent_is_named_when_the_time_is_up(ranks, transport):

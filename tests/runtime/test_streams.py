@@ -118,9 +118,6 @@ CASES = cases()
     "full_shard-device": "gathers and reductions",
     "full_shard-streamed_all": "leaves that come and go",
     "full_shard-all_host": "updates on the host",
-    "hybrid_shard-optimizer_host": "two communicators",
-    "zero1-streamed": "whole gradients",
-    "zero2-parameters_host": "leaves from the host",
     "shard_grad_op-streamed": "leaves that stay gathered",
     "no_shard-all_host": "reductions alone",
     "tensor": "exchanges of a compute axis",
@@ -142,7 +139,7 @@ MOVING = [n for n in CASES if n.startswith(("full_shard", "zero1")) and "device"
 @pytest.mark.parametrize(
     "name",
     [
-        "full_shard-device",
+        pytest.param("full_shard-device", marks=pytest.mark.long),
         "overlapped",
         *(pytest.param(n, marks=[pytest.mark.long, pytest.mark.timeout(900)]) for n in MOVING),
     ],
@@ -244,9 +241,7 @@ def logs_differ(name: str, packs: int | None = None) -> bool:
     return any(log != logs[0] for log in logs)
 
 
-@pytest.mark.suite({
-    "tensor": "of a compute axis beside a data axis",
-})  # fmt: skip
+@pytest.mark.long  # the test below has axes, too
 @pytest.mark.parametrize("name", OF_EIGHT)
 def test_ranks_make_and_use_communicators_alike(name: str) -> None:
     """Ranks issue the same collectives on each communicator, in one order, with equal dtypes and sizes."""

@@ -277,11 +277,17 @@ def check(row: Row) -> None:
         compare(row, fs.simulate(mesh, lambda rank: train(rank, mesh, model, specs, None, step=step)))
 
 
+@pytest.mark.suite(but={
+    "{'tensor':2}-zero2-*": "no_shard has this axis, adapters are in tests/adapters",
+    "{'context':3}-*": "test_gloo and test_context_attention have this axis",
+    "{'shard':2,'context':2}-*": "as these",
+    "*-unevenvocabulary-*": "untied has these axes",
+})  # fmt: skip
 @pytest.mark.parametrize(
     "row", [pytest.param(row, id=text(row), marks=[pytest.mark.long] * (row not in FEW)) for row in ROWS]
 )
 def test_features_that_meet_train_as_one_process_does(row: Row) -> None:
-    """Each value of every factor in the suite; every two that act on one another over all rows."""
+    """Most values of every factor in the suite; every two that act on one another over all rows."""
     check(row)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import reference
 import torch
+from errors import raises
 from torch import Tensor
 
 import fnshard as fs
@@ -67,14 +68,14 @@ def test_each_number_is_scheduled_once_with_the_same_kernels() -> None:
 
 def test_ranks_with_other_numbers_of_micro_batches_are_one_error() -> None:
     mesh = fs.make_mesh(shard=2, simulated=True)
-    with pytest.raises(fs.AgreementError, match=r"(?s)rank 0: 2\n.*rank 1: 3\n.*Fix: add micro-batches"):
+    with raises(fs.AgreementError, leaves=["rank 0: 2", "rank 1: 3"], fix="add micro-batches"):
         fs.simulate(mesh, lambda rank: train(mesh, [batches(rank)[0], batches(rank)[rank]]))
 
 
 def test_rows_that_are_no_whole_micro_batches_are_refused() -> None:
     mesh = fs.make_mesh(shard=1, device="cpu")
     x, keep = batches(0)[1]
-    with pytest.raises(fs.StateError, match=r"(?s)micro_rows=2: .*\[5, 5\].*\[5\].*Fix: add rows"):
+    with raises(fs.StateError, leaves=["micro_rows=2", "[5, 5]", "[5]"], fix="add rows"):
         train(mesh, [(x[:5], keep[:5])])
-    with pytest.raises(fs.SpecError, match="micro_rows= takes the place of accumulate="):
+    with raises(fs.SpecError, leaves=["micro_rows=", "accumulate="]):
         train(mesh, [(x, keep)], accumulate=2)

@@ -144,7 +144,6 @@ def name_of(row: Row) -> str:
 
 
 @pytest.mark.suite({
-    "*-context-*": "a compute axis in each stage",
     "2-2-4-no_shard-shard-*": "chunks, breadth first",
     "2-1-4-zero1--*": "recomputed, ahead",
 })  # fmt: skip

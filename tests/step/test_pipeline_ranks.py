@@ -144,6 +144,7 @@ def train_and_save(rank: int, axes: dict[str, int], folder: str, at: int, last: 
     return losses
 
 
+@pytest.mark.long  # tests/checkpoint/test_pipeline_state.py
 def test_a_run_goes_on_with_other_stages(ranks, tmp_path):
     """Two stages, then two data ranks, then two stages: as one process. Other numbers of them: in memory."""
     found = []

@@ -19,6 +19,7 @@ from fnshard import LayoutSpec, Mean, optim, schedules
 # ------------------------------------------------------------------ dtypes
 
 
+@pytest.mark.long
 def test_bf16_compute_with_fp32_masters_follows_the_reference() -> None:
     """Rates so small that bf16 storage alone would stand still: the master moves."""
     module = seeded(GPT).float()

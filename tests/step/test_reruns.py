@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import reference
+from errors import raises
 from mixtures import CHOSEN, ROWS, WIDTH, T, mixture
 from models import Model
 from sharded import assert_same, by_steps, make_step, simulate
@@ -206,7 +207,7 @@ def test_faults_are_found(plant: Callable[[Lines], None], said: str) -> None:
     schedule = lower_model().schedule
     lines = list(schedule.instructions)
     plant(lines)
-    with pytest.raises(ScheduleError, match=said):
+    with raises(ScheduleError, says=said):
         verify(schedule.with_instructions(lines))
     assert verify(schedule)
 

@@ -101,7 +101,6 @@ def matrix() -> Iterator[Any]:
 
 
 @pytest.mark.suite({
-    "vit-*": "patches by a convolution",
     "cross_attention-*": "queries and keys of two sequences",
     "perceptron-*": "no attention, a split residual",
 })  # fmt: skip
@@ -122,7 +121,8 @@ BLOCKS = {
 DUALS = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather", "all_to_all": "all_to_all"}
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * (n != "gpt2")) for n in BLOCKS])
+@pytest.mark.long
+@pytest.mark.parametrize("name", BLOCKS)
 def test_a_block_exchanges_as_much_as_by_hand_and_shares_its_kernels(name: str) -> None:
     mesh = fs.make_mesh(shard=2, tensor=2, abstract=True)
     found = []

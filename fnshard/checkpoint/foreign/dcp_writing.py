@@ -149,7 +149,9 @@ def save_dcp(
         if layout not in LAYOUTS:
             raise CheckpointError(f"layout={layout!r}: one of {', '.join(map(repr, LAYOUTS))}.")
         if os.path.lexists(final) and (not final.is_dir() or any(final.iterdir())) and mesh.rank == 0:
-            raise CheckpointError(f"there is something at {str(final)!r}: save elsewhere, or remove it.")
+            raise CheckpointError(
+                f"there is something at {str(final)!r}.", fix="save elsewhere, or remove it."
+            )
         resolved = ResolvedSpecs.of(specs)
         if coded := [f"params[{p!r}]: codec={s.codec!r}" for p, s in resolved.leaves.items() if is_coded(s)]:
             fix = "fs.reshard(state, specs, specs_without_codec) decodes them."

@@ -168,7 +168,7 @@ class Pending(Generic[T]):
 
 def refuse_second_wait(*_: Any) -> Any:
     """Refuse a second wait; it replaces `finish` once a handle has returned its result."""
-    raise CollectiveError("a collective was waited for twice; keep the first result.")
+    raise CollectiveError("a collective was waited for twice.", fix="keep the first result.")
 
 
 @contextmanager

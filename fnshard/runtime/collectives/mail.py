@@ -66,7 +66,9 @@ class Mailbox:
         mine, theirs = self._words(own, rank), self._words(self.host.memories[rank], self.host.rank)
         if number - theirs[TAKEN] >= RING:
             text = describe_message("send", what, self.host.rank, rank)
-            raise CollectiveError(f"{text}: {RING} messages before it were not taken; fewer micro-batches.")
+            raise CollectiveError(
+                f"{text}: {RING} messages before it were not taken.", fix="fewer micro-batches."
+            )
 
         # Copy the tensors into a slot. A sender that waited for room could wait for a receiver that waits for
         # it, so that the slots grow instead.

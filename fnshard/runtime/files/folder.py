@@ -48,6 +48,7 @@ class AtomicDirectory:
 
     final: Path
     _lock: int | None = None
+    _is_committed: bool = False
 
     @property
     def saving(self) -> Path:
@@ -71,7 +72,7 @@ class AtomicDirectory:
             if self.saving.exists():
                 raise FileExistsError(errno.EEXIST, "another process is saving there", str(self.saving))
             self.saving.mkdir()
-            self._lock = _open(self.saving)
+            self._lock, self._is_committed = _open(self.saving), False
             _lock(self._lock)
 
     def commit(self) -> None:
@@ -82,14 +83,16 @@ class AtomicDirectory:
         if self.final.exists():
             os.rename(self.final, aside)
         os.rename(self.saving, self.final)
+        self._is_committed = True
         flush_directory(self.final.parent)
         shutil.rmtree(aside, ignore_errors=True)
 
     def end(self) -> None:
         """Release the lock, and remove the directory if it has not been committed."""
         if self._lock is not None:
-            # After a commit nothing has this name any more.
-            shutil.rmtree(self.saving, ignore_errors=True)
+            # After a commit the name is free: what has it now is another process's.
+            if not self._is_committed:
+                shutil.rmtree(self.saving, ignore_errors=True)
             os.close(self._lock)
             self._lock = None
 
