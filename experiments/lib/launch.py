@@ -135,7 +135,7 @@ class Sweep:
 
 def main(job: Job) -> None:
     """Run the command line of a job, or be one of its ranks."""
-    deferred_imports.defer()  # until it is known that kernels are to be compiled
+    deferred_imports.defer()  # perhaps all kernels lie in files
     if sys.argv[1:2] == [AS_RANK]:
         be_rank_of_file(job, Path(sys.argv[2]))
     gc.enable()  # see `experiments.train`

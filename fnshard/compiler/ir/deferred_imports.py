@@ -37,8 +37,16 @@ _lock = threading.RLock()
 def defer() -> None:
     """Let this process import Dynamo and Inductor later, if it has not imported them by now."""
     for root in LIGHT:
-        if root not in sys.modules:
+        if root in sys.modules:
+            continue
+        before = set(sys.modules)
+        try:
             _defer(root)
+        except ImportError:  # another torch has its settings elsewhere
+            for name in set(sys.modules) - before:
+                if f"{name}.".startswith(f"{root}."):
+                    del sys.modules[name]
+            importlib.import_module(root)
 
 
 def load() -> None:

@@ -76,9 +76,7 @@ def _describe_processor() -> str:
     """Return the model of the processor and its instructions, for which a compiler generates code."""
     with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
         first = itertools.takewhile(str.strip, file)
-        return "".join(
-            line for line in first if line.startswith(("model", "vendor", "flags", "CPU", "Features"))
-        )
+        return "".join(line for line in first if line.startswith(PROCESSOR))
     return f"{platform.machine()} {platform.processor()}"
 
 
@@ -119,15 +117,16 @@ def keep(key: str, compiled: Any, entries: Mapping[str, Entry]) -> None:
     text = source and _without_inductor(source, set(entries))
     if folder is None or text is None:
         return
-    rows = {}
-    for name, entry in entries.items():
-        with suppress(OSError):
-            body = entry.library.read_bytes()
-            rows[name] = [f"{hashlib.sha256(body).hexdigest()}.so", entry.name]
-            store.write_file(folder, rows[name][0], body)
-    if rows.keys() == entries.keys():
-        values = json.dumps({"text": text, "entries": rows})
-        store.write_file(folder, key, store.seal(zlib.compress(values.encode(), 1)))
+    try:
+        bodies = {entry.library: entry.library.read_bytes() for entry in entries.values()}
+    except OSError:  # somebody has emptied Inductor's cache
+        return
+    names = {path: f"{hashlib.sha256(body).hexdigest()}.so" for path, body in bodies.items()}
+    for path, body in bodies.items():
+        store.write_file(folder, names[path], body)
+    rows = {name: [names[entry.library], entry.name] for name, entry in entries.items()}
+    values = json.dumps({"text": text, "entries": rows})
+    store.write_file(folder, key, store.seal(zlib.compress(values.encode(), 1)))
 
 
 def _find_source(compiled: Any) -> str | None:
