@@ -22,9 +22,12 @@ def lower(fn):
 USES = {
     # A trace and settings import neither, and what is disabled before Dynamo is there stays so.
     "disabled": """
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+with FakeTensorMode():
+    x = torch.ones(3, 3)
 trace = make_fx(lambda x: torch.tanh(x @ x).sum(), tracing_mode="fake", pre_dispatch=True)
-assert "matmul" in str(deferred_imports.trace_again(lambda: trace(torch.ones(3, 3))).graph)
+assert "matmul" in str(deferred_imports.trace_again(lambda: trace(x)).graph) and deferred() == both
 with torch._dynamo.config.patch(cache_size_limit=3), torch._inductor.config.patch(max_autotune=True):
     assert torch._dynamo.config.cache_size_limit == 3 and torch._inductor.config.max_autotune
 def plain(x): return x + 1
