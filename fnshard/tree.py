@@ -182,8 +182,8 @@ class TreeDef:
 
 DENSE = (
     "a dense tensor: x.to_dense(), and index_add in place of a sparse product; x.to_padded_tensor(0.0) of a "
-    "nested one, and its lengths; x.full_tensor() of a DTensor; x.resolve_conj() of a conjugated view; run a "
-    "lazy module once, on an example."
+    "nested one, and its lengths; x.to_tensor(0.0) of a masked one, and its mask; x.full_tensor() of a "
+    "DTensor; x.resolve_conj() of a conjugated view; run a lazy module once, on an example."
 )
 
 

@@ -278,7 +278,7 @@ def fails(schedule: Any) -> Any:
         ({"passes": [fails]}, ScheduleError, ["fails", "AttributeError"], "return"),
         ({"passes": [print]}, ScheduleError, ["print", "NoneType"], "return schedule."),
         ({"passes": ["prefetch"]}, SpecError, ["passes=", "functions from a schedule"], ()),
-        ({"passes": print}, SpecError, "passes=", "[mine]"),
+        ({"passes": print}, SpecError, ["passes=", "functions from a schedule", "[mine]"], ()),
         ({"passes": 3}, SpecError, ["passes=", "functions from a schedule"], ()),
         ({"passes": fs.passes.default(), "prefetch": 2}, SpecError, "passes=", "default(prefetch"),
     ],

@@ -104,7 +104,6 @@ def train_on_rank(
     "1d-*": "rows",
     "2d-no_shard-unit": "images, made again",
     "activated-zero2-unit": "with an activation inside",
-    "no statistics-*": "of the batch alone",
     "torch's-*": "what torch has",
 })  # fmt: skip
 @pytest.mark.parametrize(

@@ -237,6 +237,7 @@ def test_copies_of_mapped_files_hold_the_host_up() -> None:
         assert not price(low, ToHost).blocking  # gradients
 
 
+@pytest.mark.long
 def test_kernels_cost_more_uncompiled() -> None:
     low = lower(*llama(2), ranks=2)
     run = next(i for i in low.schedule.instructions if isinstance(i, Run) and "layers.0" in i.units)

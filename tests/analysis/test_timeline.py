@@ -235,6 +235,7 @@ def test_the_host_stands_still_for_the_disk() -> None:
     assert seconds["disk"] > seconds["host"]
 
 
+@pytest.mark.long
 def test_recomputation_is_hardware_flops_and_no_model_flops() -> None:
     none, unit = (lower(*llama(3), ranks=2, remat=r).timeline(H100) for r in ("none", "unit"))
     assert none.model_flops == unit.model_flops

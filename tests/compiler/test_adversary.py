@@ -335,7 +335,7 @@ ON_HOST: Mapping[str, tuple[str, Mapping[str, Any]]] = {  # an optimizer and opt
     "streamed soap": ("soap", {"policy": TIERS["streamed"]}),
     "offload": ("adamw", {"policy": TIERS["mixed"], "remat": "offload"}),
 }
-SHORT = ("soap", "clipped")
+SHORT = ("clipped",)
 
 
 def on_host(case: str, **more: Any) -> list[list[dict[str, Tensor]]]:

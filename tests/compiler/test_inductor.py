@@ -66,6 +66,7 @@ def test_ranks_of_a_host_compile_a_share_each_and_a_second_start_compiles_nothin
         assert measured == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.long
 def test_kernels_of_a_graph_are_one_shared_object(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def three(params: dict[str, Tensor], x: Tensor) -> Tensor:
         for _ in range(3):  # products stand between loops; equal loops are one kernel

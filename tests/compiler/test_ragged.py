@@ -286,7 +286,8 @@ def test_plain_torch_holds_the_bound_too() -> None:
     [
         (lambda p, x: hidden(p, x)[x[:, 0] > 0].flip(0).sum(), ["flip", "along a dim", "test_ragged"], ()),
         (lambda p, x: hidden(p, x)[x[:, 0] > 0][1:].sum(), "slice", ()),
-        (lambda p, x: hidden(p, x)[x[:, 0] > 0].roll(len(x[x > 0]), 1).sum(), ["roll", "along a dim"], ()),
+        (lambda p, x: hidden(p, x)[x[:, 0] > 0].roll(len(x[x > 0]), 1).sum(),
+         ["tensor's value", "lengths of data"], "torch.where"),
         (lambda p, x: hidden(p, x)[: (x > 0).sum().item()].sum(), "tensor's value", ()),
         (lambda p, x: (hidden(p, x)[x[:, 0] > 0].sum(), {"rows": x[x > 0]}), ["returned", "length"], ()),
         (lambda p, x: hidden(p, x)[x[:, 0] > 0].logsumexp(1).sum(), (), "takes no length"),

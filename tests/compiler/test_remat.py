@@ -51,7 +51,6 @@ def grads_of(remat: Any, **options: Any) -> Any:
     "unit-options0-1": "all is made again",
     "0.0-options1-1": "nothing is",
     "offload-options3-1": "values are moved",
-    "unit+offload-options4-2": "inputs are moved",
     "remat5-options5-2": "units differ",
     "unit-options6-1": "an op is saved",
 })  # fmt: skip

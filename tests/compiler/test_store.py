@@ -180,6 +180,7 @@ def test_values_without_data_keep_all_that_describes_them() -> None:
     assert all(value.fake_mode is mode for value in read)
 
 
+@pytest.mark.long  # test_inductor.py: a second start compiles nothing
 def test_inductor_finds_what_it_compiled_of_the_fresh_kernel(tmp_path: Path) -> None:
     """Otherwise a second start would compile everything again."""
     from torch._dynamo.utils import counters

@@ -414,7 +414,7 @@ def test_faults_of_weight_gradients_are_found(plant: Callable[[Lines], None], sa
 
 
 def test_a_mesh_without_a_pipeline_is_refused_with_the_ways_out() -> None:
-    with raises(SpecError, leaves="micro_order='zero_bubble'") as error:
+    with raises(SpecError, leaves='micro_order="zero_bubble"', fix="make_mesh(pipeline=4") as error:
         lower(loss, chain(2), rows(), ranks=2, micro_order="zero_bubble")
     assert "make_mesh(pipeline=4" in str(error.value) and '"depth"' in str(error.value)
 

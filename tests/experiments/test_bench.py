@@ -130,6 +130,7 @@ def test_every_published_row_is_predicted_or_left_out_with_a_reason():
     )
 
 
+@pytest.mark.long
 def test_a_published_row_with_a_pipeline_is_held_out_and_predicted():
     rows, _ = published.read_published()
     piped = [row for row in rows if "pipeline" in row.axes]

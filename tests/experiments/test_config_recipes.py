@@ -65,9 +65,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.suite({
-    "zero2_offload": "tiers, on the ranks that there are",
-})  # fmt: skip
+@pytest.mark.long
 @pytest.mark.parametrize("name", some(TRAIN))
 def test_a_recipe_trains_for_two_steps(name, text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -430,7 +430,7 @@ def test_a_position_in_the_data_that_is_none_is_one_error(data, says, numbered, 
     (tmp_path / "2").mkdir()
     with (
         mock.patch.object(fs.checkpoint, "restore", lambda *_: state),
-        raises(ConfigError, leaves=str(tmp_path / "2"), says=says),
+        raises(ConfigError, leaves=str(tmp_path), says=says),
     ):
         restore_newest(tmp_path, None, Made, loader)
 

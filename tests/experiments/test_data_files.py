@@ -204,7 +204,7 @@ def test_files_that_cannot_be_read(tmp_path, byte_directory):
         "": (["a folder", "save_to_disk"], "JSONL"),
         "empty.jsonl": (["empty.jsonl", "no data"], "JSONL"),
         "torn.json": (["torn.json", "JSONDecodeError"], ()),
-        "torn.parquet": (["torn.parquet", "Arrow"], ()),
+        "torn.parquet": (["torn.parquet", "ArrowInvalid"], ()),
     }
     for name, (leaves, fix) in cases.items():
         with raises(ConfigError, leaves=leaves, fix=fix):

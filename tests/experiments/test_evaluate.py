@@ -471,7 +471,7 @@ def test_a_question_is_not_among_its_own_shots(files, tmp_path, kind, other):
         assert own not in re.sub("  ", " ", before) and question.prompt.endswith(own)
         assert question.prompt.count("\n\n") == 3 + bool(begin)  # as many as were asked for
     count = len(plain)
-    with raises(ConfigError, leaves=str(path), says=[f"{count - 1} records", f"shots={count}"]):
+    with raises(ConfigError, leaves=str(shots), says=[f"{count - 1} records", f"shots={count}"]):
         task_of(f"{kind}:{path}:{shots}", shots=count)
 
 

@@ -355,6 +355,7 @@ def test_a_step_goes_further_ahead_only_where_it_waits_for_collectives() -> None
     assert ahead_of(plan, 0.5) == set()
 
 
+@pytest.mark.long
 def test_the_line_of_a_plan_that_goes_further_ahead_is_that_plan() -> None:
     planner = planner_of(8, "rows=8", two := "model.layers=2")
     words = (plan := DecoderPlan(1, 8, prefetch=2, overlap=3)).overrides(8).split()
@@ -393,6 +394,7 @@ def test_recomputation_is_as_little_as_fits(monkeypatch: pytest.MonkeyPatch) -> 
         assert found.peak_bytes <= budget and found.seconds <= least * 1.05
 
 
+@pytest.mark.long
 def test_a_budget_is_kept_and_costs_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "SHARES", EIGHTHS)
     free = planner_of(1, "rows=4", "device_gb=1", FEW)

@@ -97,6 +97,7 @@ def test_killed_again_and_again(unbroken, tmp_path, monkeypatch):
         assert differences(unbroken, tmp_path) == []
 
 
+@pytest.mark.long
 def test_with_replicas_no_step_is_made_again(unbroken, tmp_path, monkeypatch, capfd):
     """Killed, it resumes from memory; with memory lost from disk, and says so in one line."""
     memory, run = tmp_path / "memory", run_in(tmp_path / "run")

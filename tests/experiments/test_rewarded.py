@@ -399,14 +399,14 @@ def test_a_reward_is_credited_to_the_tokens_of_its_answer():
 SMALL = ("objective.group=4", "data.held_out_rows=4", "objective.tokens=3", "optimizer.lr=0.02")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("objective", "more"),
     [
-        pytest.param("grpo", ("objective.beta=0.1",), marks=pytest.mark.long),
-        pytest.param("gspo", ("method=full",), marks=pytest.mark.long),
+        ("grpo", ("objective.beta=0.1",)),
+        ("gspo", ("method=full",)),
         ("ppo", ("method=full", "objective.beta=0.1", "objective.fp32_head=true")),
-        pytest.param("ppo", (), marks=pytest.mark.long),
-        *(pytest.param(n, (), marks=pytest.mark.long) for n in ("dr_grpo", "bnpo", "dapo")),
+        *((name, ()) for name in ("ppo", "dr_grpo", "bnpo", "dapo")),
     ],
 )
 def test_a_run_is_rewarded_and_resumes_bit_for_bit(model, data, tmp_path, monkeypatch, objective, more):

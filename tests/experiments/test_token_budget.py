@@ -138,6 +138,7 @@ def test_a_row_has_no_more_documents_than_attention_takes():
 # ------------------------------------------------------------------ what fits
 
 
+@pytest.mark.long
 def test_the_most_tokens_that_fit_are_asked_of_the_ledger(model, data, tmp_path):
     """A budget of what 128 tokens take, and a hair more, is found to hold 128."""
     config = config_of(model, data, tmp_path, "data.tokens=128", "data.rows=2")

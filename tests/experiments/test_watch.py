@@ -201,6 +201,7 @@ def test_a_state_is_finite_or_not(bad: float, of: str) -> None:
 # ------------------------------------------------------------------ a trace
 
 
+@pytest.mark.long  # the test below traces, too
 def test_profile_traces_steps_after_the_first(tmp_path: Path, capfd: Any) -> None:
     config = config_of("run.profile=2", "run.steps=5", "run.save_every=0", "run.seed=5")
     train.train(config, run_in(tmp_path), [], Stop())

@@ -145,7 +145,7 @@ def test_a_module_brings_its_configuration_and_one_that_does_not_fit_is_refused(
     values = of.meta.config.to_dict()
     wider = {name: values[name] * 2 for name in ("vocab_size", "num_hidden_layers", "intermediate_size")}
     for name, value in {**wider, "tie_word_embeddings": True, "model_type": "qwen2"}.items():
-        with raises(fs.StateError, leaves="params[", fix="config=model.config"):
+        with raises(fs.StateError, leaves="config.json", fix="config=model.config"):
             fs.hf.save(blocks, tmp_path / "out", specs, mesh, model=of.meta, config=values | {name: value})
     assert not list(tmp_path.iterdir())
     fs.hf.save(blocks, tmp_path / "out", specs, mesh, model=of.meta)
@@ -377,7 +377,7 @@ def test_a_configuration_of_other_tensors_is_refused(
     values = of.meta.config.to_dict() | {name: CHANGED[name]}
     values |= {"architectures": ["LlamaForCausalLM"]} if known == "by its class" else {}
     model = {"model": of.meta} if known == "by the module" else {}
-    with raises(fs.StateError, leaves="params[", fix="config=model.config") as error:
+    with raises(fs.StateError, leaves="config.json", fix="config=model.config") as error:
         written(of, tmp_path / "out", config=values, **model)
     if name in ("vocab_size", "tie_word_embeddings"):
         assert "lm_head.weight" in str(error.value)

@@ -112,7 +112,6 @@ CASES: list[Any] = [
 
 @pytest.mark.suite({
     "2-full_shard-int8-*": "of one byte",
-    "4-hybrid_shard-*": "two axes",
 })  # fmt: skip
 @pytest.mark.parametrize(("world", "preset", "codec", "options", "policy"), CASES)
 def test_qlora_sharded_is_one_process_that_decodes_the_same_codes(

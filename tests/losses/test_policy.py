@@ -227,7 +227,6 @@ AXES = [{"shard": 2}, {"context": 2}, {"shard": 2, "tensor": 2}, {"shard": 4}]
 @pytest.mark.suite({
     "dapo-*": "over tokens of four ranks",
     "ppo-*": "with values",
-    "gspo-*": "over sequences that an axis splits",
 })  # fmt: skip
 @pytest.mark.parametrize(("name", "axes"), [
     pytest.param(name, axes, marks=[pytest.mark.long] * (i % 4 != j))

@@ -149,8 +149,12 @@ def test_inductor_and_bytes_are_linear() -> None:
 def test_mistakes() -> None:
     q, k, v = inputs(8)
     for given, leaves, says in (
-        ({"documents": torch.zeros(2, 7, dtype=torch.int64)}, "documents is int64 [2, 7]", "integers [2, 8]"),
-        ({"documents": torch.zeros(2, 8)}, "documents is float32 [2, 8]", "integers"),
+        (
+            {"documents": torch.zeros(2, 7, dtype=torch.int64)},
+            "documents are torch.int64 [2, 7]",
+            "integers [2, 8]",
+        ),
+        ({"documents": torch.zeros(2, 8)}, "documents are torch.float32 [2, 8]", "integers"),
         ({"window": 0}, "window is 0", "at least 1"),
     ):
         with raises(ValueError, leaves=leaves, says=says):

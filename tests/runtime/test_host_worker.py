@@ -33,7 +33,6 @@ def with_worker(kind: type[Transfers], worker: type[Worker] = Worker) -> type[Tr
 @pytest.mark.parametrize(
     ("tier", "preset", "kind", "feature"),
     [
-        ("optimizer_host", "zero1", Transfers, "clip"),
         ("all_host", "full_shard", Adversary, "plain"),
         ("streamed", "full_shard", Adversary, "reduce"),
         *(pytest.param(*each, marks=pytest.mark.long) for each in

@@ -57,6 +57,7 @@ def test_a_plan_of_a_pipeline_is_priced_as_its_step_is() -> None:
     assert sum(parts.values()) == pytest.approx(line.step_seconds)
 
 
+@pytest.mark.long
 def test_chunks_are_recut_and_the_best_number_is_found() -> None:
     """Four chunks a stage are all that eight units have room for; each plan is what its preset would be."""
     space = space_of(2)

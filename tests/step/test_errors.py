@@ -176,7 +176,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str | list[str], s
         "storage=P('shard')"),
     "a masked batch": (
         lambda: step()(chain(2), masked_tensor(rows(), rows() > 0)), StateError,
-        "batch['0'] is a MaskedTensor", "in a dict"),
+        "batch['0'] is a MaskedTensor", "x.to_tensor(0.0)"),
     "a product of a sparse tensor": (
         lambda: step(lambda p, x: (SPARSE.to_sparse_csr() @ loss(p, x)).sum())(chain(2), rows()), TraceError,
         "matmul(", "to_dense"),

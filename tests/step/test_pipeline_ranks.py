@@ -109,9 +109,7 @@ def forward_and_gradients(rank: int, transport: str) -> tuple[Any, ...]:
         return outputs, loss, fs.unshard(grads, specs, mesh, layout="gradient")
 
 
-@pytest.mark.suite({
-    "p2p": "what messages carry; simulated ranks have the rest",
-})  # fmt: skip
+@pytest.mark.long
 @pytest.mark.parametrize("transport", ["auto", "p2p"])
 def test_forwards_and_gradients_are_the_same_on_all_stages(ranks, transport):
     of = model()

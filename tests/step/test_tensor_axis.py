@@ -22,6 +22,7 @@ from fnshard.compiler.schedule.instructions import Exchange, Gather, Wait
 # Other meshes: test_matrix, test_context_attention.
 
 
+@pytest.mark.long
 def test_constrain_says_how_a_value_is_split() -> None:
     model = decoder(layers=1)
 

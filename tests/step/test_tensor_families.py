@@ -101,7 +101,6 @@ def matrix() -> Iterator[Any]:
 
 
 @pytest.mark.suite({
-    "cross_attention-*": "queries and keys of two sequences",
     "perceptron-*": "no attention, a split residual",
 })  # fmt: skip
 @pytest.mark.parametrize(("name", "axes", "residual"), list(matrix()))
