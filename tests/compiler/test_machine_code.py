@@ -81,15 +81,16 @@ def test_another_process_runs_it_without_dynamo_and_inductor(folder: Path) -> No
 import sys
 from fnshard.compiler.ir import deferred_imports
 deferred_imports.defer()
-from test_machine_code import compile_graph, config, graph_of, inputs
-with config.patch(compile_threads=2):
-    print([value.double().sum().item() for value in compile_graph(graph_of())(inputs())])
+from fnshard.compiler.kernels import machine_code
+from test_machine_code import inputs
+run = machine_code.recall(sys.argv[1])
+print([value.double().sum().item() for value in run(inputs())])
 print([name for name in ("torch._dynamo", "torch._inductor") if not deferred_imports.is_deferred(name)])
 """
     expected = [value.double().sum().item() for value in compile_graph(graph_of())(inputs())]
-    path = os.pathsep.join(filter(None, sys.path))
-    done = subprocess.run([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": path},
-                          capture_output=True, text=True)  # fmt: skip
+    (code,) = files(folder)["code"]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-c", program, code.name], env=env, capture_output=True, text=True)
     assert done.stdout.splitlines() == [str(expected), "[]"], done.stderr
 
 

@@ -208,11 +208,11 @@ def _recall(folder: Path, key: str, source: Source) -> Kernel | None:
     kernel = _memory.get((folder, key))
     if kernel is None:
         body = read_file(folder, key)
-        try:
-            kernel = body and _decode_kernel(json.loads(zlib.decompress(body)), source)
-        except Exception:  # it is of another program
+        if body is None:
             return None
-        if kernel is None:
+        try:
+            kernel = _decode_kernel(json.loads(zlib.decompress(body)), source)
+        except Exception:  # it is of another program
             return None
     _remember(folder, key, kernel)
     return replace(kernel, source=source)
