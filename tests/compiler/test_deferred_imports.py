@@ -61,7 +61,7 @@ assert "torch._dynamo" not in deferred() and "matmul" in text, text
 }
 
 
-@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("use", ["disabled", pytest.param("names", marks=pytest.mark.long), "in a trace"])
 def test_a_package_is_imported_when_it_is_used(use: str) -> None:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run([sys.executable, "-c", START + USES[use]], env=env, capture_output=True, text=True)
