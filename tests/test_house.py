@@ -129,6 +129,8 @@ PRIVATE = {
         "torch._subclasses",
         "torch.fx._lazy_graph_module",
     },
+    "fnshard.compiler.ir.deferred_imports": {"torch._dynamo", "torch._guards"},  # what it puts off
+    "fnshard.compiler.kernels.machine_code": {"torch._C", "torch._inductor"},
     "fnshard.compiler.kernels.weight_grads": {
         "torch._functorch"
     },  # which ops its partitioner holds for cheap

@@ -113,8 +113,11 @@ def make_shared_folder(within: str | Path | None = None) -> Iterator[Path]:
 
 @contextmanager
 def fresh_cache() -> Iterator[None]:
-    """Give what is compiled within an empty Inductor cache, which the ranks share."""
-    with make_shared_folder() as folder, mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(folder)):
+    """Give what is compiled within empty caches, which the ranks share."""
+    with (
+        make_shared_folder() as folder,
+        mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(folder), FNSHARD_CACHE=str(folder)),
+    ):
         yield
 
 

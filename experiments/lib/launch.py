@@ -75,6 +75,8 @@ from experiments.lib.record import process_began
 from experiments.lib.trackers import check_installed
 from experiments.lib.watchdog import DivergedError
 from fnshard.checkpoint.replicas import most_copies
+from fnshard.compiler.ir import deferred_imports
+from fnshard.compiler.kernels import store
 from fnshard.compiler.kernels.inductor import import_compiler
 from fnshard.errors import (
     BudgetError,
@@ -133,6 +135,7 @@ class Sweep:
 
 def main(job: Job) -> None:
     """Run the command line of a job, or be one of its ranks."""
+    deferred_imports.defer()  # perhaps all kernels lie in files
     if sys.argv[1:2] == [AS_RANK]:
         be_rank_of_file(job, Path(sys.argv[2]))
     gc.enable()  # see `experiments.train`
@@ -243,11 +246,12 @@ def start(
         write_json(job_file, {**job_values(config, overrides), "run": dataclasses.asdict(own)})
 
         # Start the ranks, and turn their errors into this process's. Those of a CPU are forks of it, for
-        # which it imports once what each of them would import.
+        # which it imports once what each of them would import: the compiler, too, where nothing is compiled.
         fork = partial(be_rank_of_file, job, job_file) if config.run.device == "cpu" and may_fork() else None
         if fork is not None:
             gc.disable()  # see `experiments.train`
-            import_compiler(config.run.backend)
+            if store.is_empty():
+                import_compiler(config.run.backend)
             gc.freeze()  # nor do ranks look through these objects again
             gc.enable()
         try:
@@ -498,7 +502,8 @@ def be_rank(job: Job, values: Mapping[str, Any]) -> NoReturn:
     """
     gc.disable()  # until the first step, see `experiments.train`
     config, stop = build(values["config"], job.command.config), Stop()
-    import_compiler(config.run.backend)  # where no other rank waits for it
+    if config.run.device != "cpu":
+        import_compiler(config.run.backend)  # where no other rank waits for it
 
     def work() -> None:
         try:

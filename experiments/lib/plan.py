@@ -13,7 +13,7 @@ import torch.distributed as dist
 import fnshard as fs
 from experiments.lib.checks import ConfigError
 from experiments.lib.config import AUTO, MEASURED, PrecisionConfig, RunConfig, StrategyConfig
-from experiments.lib.files import append, write_json, write_text
+from experiments.lib.files import write_json, write_text
 from fnshard.analysis.hardware import TABLE
 from fnshard.errors import report
 from fnshard.search.fit import Fit
@@ -166,7 +166,8 @@ def write_search(plan: Plan, folder: Path) -> None:
 
 
 def write_memory(lowered: Lowered, folder: Path) -> None:
-    """Write the ledger of a step before it runs into `memory.txt`, and print its peak."""
+    """Write the ledger of a step, with the kernels as they were compiled, into `memory.txt`, and print its
+    peak."""
     analysis = lowered.memory_analysis()
     write_text(folder / MEMORY, f"{analysis}\n")
     elsewhere = [
@@ -176,14 +177,6 @@ def write_memory(lowered: Lowered, folder: Path) -> None:
     ]
     parts = ", ".join([f"{analysis.peak_bytes / 1e6:.1f} MB on its device", *elsewhere])
     print(f"a rank's memory in a step, by prediction: {parts} (what it goes to: {MEMORY})", flush=True)
-
-
-def append_kernel_memory(lowered: Lowered, folder: Path) -> None:
-    """Append the memory with generated kernels, if there are any; it is known after the first step."""
-    analysis = lowered.memory_analysis()
-    if analysis.kernels == "eager":
-        return
-    append(folder / MEMORY, f"\nwith the kernels that were compiled:\n{analysis}\n")
 
 
 def specs_of(rules: Any, params: Any, policy: Mapping[str, Any]) -> Any:

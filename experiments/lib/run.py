@@ -33,7 +33,6 @@ from experiments.lib.metrics import HELD_OUT, Goal
 from experiments.lib.plan import (
     MEMORY,
     Plan,
-    append_kernel_memory,
     hardware_of,
     peak_of,
     write_memory,
@@ -217,7 +216,7 @@ class Run:
         part = "compile" if is_first and self.config.run.backend != "eager" else "steps"
         lowered = None
 
-        # Before the first step: its schedule and its memory, as they are predicted.
+        # Before the first step: its schedule.
         if is_first and (is_writer or self.config.run.profile):
             with timer.during("lowering"):
                 lowered = step.lower(state, *batch)
@@ -228,8 +227,6 @@ class Run:
                     self.tracer = Tracer(step, profile, lowered, planned or base, base, self.folder)
                 if is_writer:
                     write_text(self.folder / "schedule.txt", lowered.as_text() + "\n")
-                    write_memory(lowered, self.folder)
-                    self.report.work = StepWork.of(lowered, peak_of(planned, self.mesh), base)
         if nth == 2 and on_gpu:
             torch.cuda.reset_peak_memory_stats()
 
@@ -245,16 +242,18 @@ class Run:
         if is_first:  # nobody waits for what is prepared next
             with timer.during(part):
                 self._report_rows(self._read())
-            gc.enable()  # see `experiments.train`
 
-        # After the first step, and the second: what they took.
+        # After the first step, and the second: what they take, and took.
         if lowered is not None and is_writer:
             with timer.during("reports"):
-                append_kernel_memory(lowered, self.folder)
+                write_memory(lowered, self.folder)
+                self.report.work = StepWork.of(lowered, peak_of(planned, self.mesh), base)
             if self.replicas is not None:
                 self._add_memory(
                     f"replicas: {self.replicas.node_bytes / 1e6:.1f} MB of each node's host memory"
                 )
+        if is_first:
+            gc.enable()  # see `experiments.train`
         if nth == 2 and on_gpu and is_writer:
             self._add_memory(f"measured peak of a step: {torch.cuda.max_memory_allocated() / 1e6:.1f} MB")
         if self.tracer is not None and self.tracer.is_last(nth):

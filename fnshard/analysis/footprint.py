@@ -250,7 +250,7 @@ def make_fake_wrapper(compiled: Any, tracker: StorageTracker) -> Callable[..., A
     runner = getattr(compiled, "compiled_fn_runner", None)
     if getattr(runner, "partitions", None):
         return None
-    call = getattr(runner, "call", None) or getattr(compiled, "current_callable", None)
+    call = getattr(runner, "call", None) or getattr(compiled, "current_callable", compiled)
     function = getattr(call, "__func__", call)
     if not isinstance(function, types.FunctionType) or "empty_strided_cpu" not in function.__globals__:
         return None

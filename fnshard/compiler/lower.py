@@ -12,6 +12,7 @@ import torch
 
 from fnshard.compiler.frontend.trace import trace
 from fnshard.compiler.ir.arguments import Arguments, sequence_dims
+from fnshard.compiler.ir.deferred_imports import trace_again
 from fnshard.compiler.ir.program import Program
 from fnshard.compiler.kernels.differentiate import differentiate_all, kernel_key
 from fnshard.compiler.kernels.inductor import TRACING
@@ -227,7 +228,7 @@ def lower(
     Tracing keeps lines of code only for an error, for whose message `fn` is traced once more.
     """
     try:
-        front = trace_and_split(fn, specs, batch, mesh, plan, options)
+        front = trace_again(lambda: trace_and_split(fn, specs, batch, mesh, plan, options))
     except TraceError as error:
         if getattr(error, "placed", True):
             raise

@@ -40,6 +40,7 @@ def on_ranks(rank: int, folder: str) -> tuple[Any, ...]:
     mesh = fs.make_mesh(shard=2)
     specs = fs.presets.full_shard(params, mesh)
     place = {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2", "TORCHINDUCTOR_CACHE_DIR": folder}
+    place |= {"FNSHARD_CACHE": "off"}  # so that it is Inductor that looks for them
     counters.clear()
     with mock.patch.dict(os.environ, place):
         step = fs.shard_step(loss, specs, mesh=mesh, optimizer=fs.optim.adamw(1e-2))
@@ -73,6 +74,7 @@ def test_kernels_of_a_graph_are_one_shared_object(tmp_path: Path, monkeypatch: p
         return x.square().mean()
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("FNSHARD_CACHE", "off")
     params, x = {"w": torch.randn(4, 4)}, torch.randn(2, 4)
     forward = fs.shard_forward(three, fs.presets.full_shard(params, fs.make_mesh(shard=1)))
     value = forward(params, x)
@@ -102,6 +104,7 @@ def test_no_compiler_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
         raise InductorError(InvalidCxxCompiler(), None)
 
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx_inner", fails)
+    monkeypatch.setenv("FNSHARD_CACHE", "off")
     with raises(MissingExtraError, leaves="C++ compiler", fix=["g++", "CXX", 'backend="eager"']):
         step_of(loss, PARAMS, backend="inductor")(PARAMS, torch.ones(2, 4))
 

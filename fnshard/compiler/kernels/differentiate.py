@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fnshard.compiler.frontend.substitutes import LEFT_OUT, skip_checks
+from fnshard.compiler.ir import deferred_imports
 from fnshard.compiler.ir.program import OpOverload, arguments_of, describe
 from fnshard.compiler.kernels.attention import choose_kernels
 from fnshard.compiler.kernels.canonical import Argument, Source
@@ -171,6 +172,7 @@ def trace_joint(source: Source, trainable: bool, target: str) -> Joint:
 
 
 def _make(recipe: Recipe) -> Kernel:
+    deferred_imports.load()
     return differentiate(
         recipe.source, recipe.policy, trainable=recipe.trainable, target=recipe.target, apart=recipe.apart
     )

@@ -5,14 +5,13 @@ call costs a list of tensors and nothing else: no guards, no autograd function. 
 they take a list and empty it, so that an input dies when its last reader has run. Inductor is imported
 where it is used, since that takes seconds, and `import fnshard` should not.
 
-Inductor keeps what it compiles in its cache (TORCHINDUCTOR_CACHE_DIR), by the graph's text, its options, the
-versions and the processor. Other ranks of the host and later processes find it there.
+What it compiles is found again by other ranks of the host and by later processes: kernels for the CPU in
+files (`machine_code`), which run without Inductor, all others in Inductor's cache (TORCHINDUCTOR_CACHE_DIR).
 """
 
 from __future__ import annotations
 
 import copy
-import importlib.util
 import logging
 import os
 import re
@@ -30,13 +29,15 @@ from unittest import mock
 import torch
 from torch import Tensor, fx
 
+from fnshard.compiler.ir import deferred_imports
+from fnshard.compiler.kernels import machine_code
 from fnshard.compiler.kernels.kernel import Kernel
+from fnshard.compiler.kernels.machine_code import Boxed, Entry
 from fnshard.compiler.kernels.segments import Way
 from fnshard.compiler.rewrites.rounding import BITS, drop_rounding
 from fnshard.compiler.rewrites.wide_sums import widen_sums
 from fnshard.errors import MissingExtraError, SpecError
 
-Boxed = Callable[[list[Tensor]], Sequence[Tensor]]
 # Torch's tracers share state of the process, and Inductor has such state, too: whoever traces or compiles
 # holds this lock.
 TRACING = threading.RLock()
@@ -63,13 +64,18 @@ def compile_graph(
 def _generate(
     module: fx.GraphModule, options: Mapping[str, Any], is_backward: bool
 ) -> tuple[Boxed, Callable[[], None]]:
-    """Compile a graph by Inductor.
+    """Compile a graph by Inductor, or find it compiled.
 
     Returns:
         A boxed callable, and a function that waits until its C++ is compiled, for before the first call.
     """
     if not any(n.op == "call_function" for n in module.graph.nodes):
         return _make_eager(module), lambda: None  # it returns its inputs, and has nothing to compile
+    key = machine_code.key_of(module, options, is_backward)
+    known = key and machine_code.recall(key)
+    if known is not None:
+        return known, lambda: None
+    deferred_imports.load()
     from torch._inductor import config as inductor_config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.virtualized import V
@@ -97,7 +103,13 @@ def _generate(
         _compile_together() as load,
     ):
         compiled = compile_fx_inner(module, fakes, is_backward=is_backward, is_inference=False)
-    return compiled, load
+
+    def finish() -> None:
+        entries = load()
+        if key is not None:
+            machine_code.keep(key, compiled, entries)
+
+    return compiled, finish
 
 
 @cache
@@ -185,6 +197,7 @@ def import_compiler(backend: str) -> None:
 
     A process whose ranks are forks of it does so once for all of them.
     """
+    deferred_imports.load()
     import torch._dynamo
 
     if backend == "inductor":
@@ -300,18 +313,19 @@ class _CppKernel:
 
 
 @contextmanager
-def _compile_together() -> Iterator[Callable[[], None]]:
+def _compile_together() -> Iterator[Callable[[], dict[str, Entry]]]:
     """Compile the C++ kernels that Inductor generates within this context to few shared objects.
 
     Kernels of other threads are left to Inductor.
 
     Yields:
-        A function that waits until the kernels are compiled, and puts them into the modules that call them.
+        A function that waits until the kernels are compiled, puts them into the module that calls them, and
+        returns them by the names that they have there.
     """
     from torch._inductor.async_compile import AsyncCompile, get_compile_threads
 
     kernels: list[_CppKernel] = []
-    loads: list[Callable[[], None]] = []
+    loads: list[Callable[[], dict[str, Entry]]] = []
 
     def collect(self: Any, argument_types: list[str], source: str) -> Any:
         if threading.get_ident() != owner:  # a torch.compile of the user's runs at the same time
@@ -321,11 +335,11 @@ def _compile_together() -> Iterator[Callable[[], None]]:
 
     alone, owner = AsyncCompile.cpp_pybinding, threading.get_ident()
     with mock.patch.object(AsyncCompile, "cpp_pybinding", collect if get_compile_threads() > 1 else alone):
-        yield lambda: [load() for load in loads] and None
+        yield lambda: {name: entry for load in loads for name, entry in load().items()}
     loads.extend(_start(kernels[i : i + KERNELS]) for i in range(0, len(kernels), KERNELS))
 
 
-def _start(kernels: list[_CppKernel]) -> Callable[[], None]:
+def _start(kernels: list[_CppKernel]) -> Callable[[], dict[str, Entry]]:
     """Start to compile a unit, and return a function that waits for it."""
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.codecache import CppPythonBindingsCodeCache
@@ -338,13 +352,15 @@ def _start(kernels: list[_CppKernel]) -> Callable[[], None]:
     library = type("Library", (CppPythonBindingsCodeCache,), {"entry_function": "kernel_0"})
     compiled = library.load_async(unit, submit_fn=AsyncCompile.submit)
 
-    def load() -> None:
-        path = Path(compiled().__spec__.origin)
+    def load() -> dict[str, Entry]:
+        path, found = Path(compiled().__spec__.origin), dict[str, Entry]()
         for number, kernel in enumerate(kernels):
-            entry = _load_entry(path, f"kernel_{number}")
             # The module that calls the kernel has its stand-in under some name.
+            entry = Entry(path, f"kernel_{number}")
             names = [name for name, value in kernel.module.items() if value is kernel]
-            kernel.module.update(dict.fromkeys(names, entry))
+            kernel.module.update(dict.fromkeys(names, entry.load()))
+            found |= dict.fromkeys(names, entry)
+        return found
 
     return load
 
@@ -363,12 +379,3 @@ def _bind_source(kernel: _CppKernel, name: str) -> str:
     binding = type("Binding", (CppPythonBindingsCodeCache,), own)
     binding.load_pybinding_async(kernel.argument_types, NAME.sub(name, kernel.source))
     return sources[0]
-
-
-def _load_entry(path: Path, name: str) -> Any:
-    """Load one kernel, a Python module, from the shared object of its unit."""
-    spec = importlib.util.spec_from_file_location(f"{path.stem}.{name}", path)
-    module = sys.modules.get(spec.name) or importlib.util.module_from_spec(spec)
-    if spec.name not in sys.modules:
-        spec.loader.exec_module(module)
-    return getattr(module, name)

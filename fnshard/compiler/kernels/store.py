@@ -3,7 +3,8 @@
 To differentiate segments is most of what lowering costs, and equal segments become equal kernels. A kernel is
 kept by its content: the graph of its segment with all shapes, strides and dtypes, its policy, and what else
 decides what it becomes (torch's version and settings, and the sources of fnshard, so that another compiler
-reads no kernels of this one). A file holds rows of names and numbers, and nothing is unpickled. Kernels with
+reads no kernels of this one). A file holds rows of names and numbers, and nothing is unpickled (compiled code
+lies here, too, see `machine_code`). Kernels with
 operators that are not torch's or fnshard's are not kept, since their formulas may change.
 
 The files lie in `fnshard/kernels` in the user's cache directory (XDG_CACHE_HOME, or `~/.cache`).
@@ -98,22 +99,28 @@ def key_of(recipe: Recipe) -> str | None:
     """Return a text that tells kernels apart by their content; None for one that must not be kept."""
     source, policy = recipe.source, recipe.policy
     try:
-        rows = _encode_graph(source.graph, ("val", "stack_trace"))
+        rows = encode_graph(source.graph, ("val", "stack_trace"))
         ends = [[_encode_argument(a) for a in arguments] for arguments in (source.inputs, source.outputs)]
         what = [policy.budget, policy.save, recipe.trainable, recipe.target, recipe.apart]
         text = json.dumps([source.code, rows, ends, what, _environment(recipe)])
-    except _NotPortableError:
+    except NotPortableError:
         return None
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _environment(recipe: Recipe) -> list[Any]:
-    """Return what a kernel depends on besides its segment and its policy: versions and settings."""
+    """Return what a kernel depends on besides its segment and its policy."""
+    devices = {a.device for a in recipe.source.inputs if a.device.type == "cuda"}
+    names = sorted((torch.cuda.get_device_name(d), *torch.cuda.get_device_capability(d)) for d in devices)
+    return [*settings(), names]
+
+
+def settings() -> list[Any]:
+    """Return the versions and settings that decide what becomes of a graph."""
     from torch._functorch import config as functorch_config
     from torch._inductor import config as inductor_config
 
     cuda = torch.backends.cuda
-    devices = {a.device for a in recipe.source.inputs if a.device.type == "cuda"}
     return [
         hash_sources(), torch.__version__, torch.version.git_version,
         inductor_config.get_hash().hex(), functorch_config.get_hash().hex(),
@@ -121,7 +128,6 @@ def _environment(recipe: Recipe) -> list[Any]:
         torch.are_deterministic_algorithms_enabled(), torch.backends.mkldnn.enabled,
         cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(),
         cuda.cudnn_sdp_enabled(), torch.backends.cpu.get_cpu_capability(),
-        sorted((torch.cuda.get_device_name(d), *torch.cuda.get_device_capability(d)) for d in devices),
     ]  # fmt: skip
 
 
@@ -156,6 +162,12 @@ def _is_own(folder: Path) -> bool:
     except OSError:
         return False
     return found.st_uid == os.geteuid() and not found.st_mode & 0o022
+
+
+def is_empty() -> bool:
+    """Return whether this machine has kept no kernel yet."""
+    folder = find_folder()
+    return folder is None or not any(path.name != "locks" for path in folder.iterdir())
 
 
 @contextmanager
@@ -195,16 +207,13 @@ def _recall(folder: Path, key: str, source: Source) -> Kernel | None:
     """Return a kernel that this process has, or that lies in a whole file."""
     kernel = _memory.get((folder, key))
     if kernel is None:
-        path = folder / key
+        body = read_file(folder, key)
+        if body is None:
+            return None
         try:
-            header, _, body = path.read_bytes().partition(b"\n")
-            if header != HEADER + hashlib.sha256(body).hexdigest().encode():
-                return None
             kernel = _decode_kernel(json.loads(zlib.decompress(body)), source)
-            os.utime(path)
-        except Exception:  # it is not there, cut short, or of another program
-            if kernel is None:
-                return None
+        except Exception:  # it is of another program
+            return None
     _remember(folder, key, kernel)
     return replace(kernel, source=source)
 
@@ -220,21 +229,43 @@ def _keep(folder: Path, key: str, kernel: Kernel) -> Kernel:
     """Write a kernel to its file, if that is possible, and return it."""
     try:
         body = zlib.compress(json.dumps(_encode_kernel(kernel)).encode(), 1)
-    except _NotPortableError:
+    except NotPortableError:
         return kernel
     _remember(folder, key, kernel)
+    write_file(folder, key, seal(body))
+    return kernel
+
+
+def seal(body: bytes) -> bytes:
+    """Return the content of a file that `read_file` knows to be whole."""
+    return HEADER + hashlib.sha256(body).hexdigest().encode() + b"\n" + body
+
+
+def read_file(folder: Path, name: str) -> bytes | None:
+    """Return what is sealed in a file; None if that is not there, or cut short."""
+    try:
+        header, _, body = (folder / name).read_bytes().partition(b"\n")
+        if header != HEADER + hashlib.sha256(body).hexdigest().encode():
+            return None
+        os.utime(folder / name)
+    except OSError:
+        return None
+    return body
+
+
+def write_file(folder: Path, name: str, content: bytes) -> None:
+    """Write a whole file, if that is possible, and make room for it."""
     written = None
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix="new-", delete=False) as file:
             written = file.name
-            file.write(HEADER + hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
-        os.replace(written, folder / key)
+            file.write(content)
+        os.replace(written, folder / name)
         _make_room(folder)
     except OSError:  # a full disk, or a folder to read from
         with suppress(OSError):
             if written is not None:
                 os.unlink(written)
-    return kernel
 
 
 def _make_room(folder: Path) -> None:
@@ -254,13 +285,13 @@ def _make_room(folder: Path) -> None:
 # ------------------------------------------------------------------ kernels as rows of plain values
 
 
-class _NotPortableError(Exception):
+class NotPortableError(Exception):
     """A graph holds something that has no meaning outside of its process."""
 
 
 def _encode_kernel(kernel: Kernel) -> dict[str, Any]:
     return {
-        "graphs": {way: _encode_graph(module.graph, METAS) for way, module in kernel.modules.items()},
+        "graphs": {way: encode_graph(module.graph, METAS) for way, module in kernel.modules.items()},
         "halves": {
             way: [[[ref.kind, ref.index] for ref in half.inputs], half.grads, half.shared]
             for way, half in kernel.halves.items()
@@ -300,13 +331,13 @@ def _decode_argument(values: list[Any]) -> Argument:
     )
 
 
-def _encode_graph(graph: fx.Graph, metas: tuple[str, ...]) -> list[Any]:
+def encode_graph(graph: fx.Graph, metas: tuple[str, ...]) -> list[Any]:
     """Return a row for each node: op, target, arguments, name, and some of its metadata."""
     numbers = {node: number for number, node in enumerate(graph.nodes)}
     rows = []
     for node in graph.nodes:
         if node.op in ("get_attr", "call_module"):
-            raise _NotPortableError(node.op)
+            raise NotPortableError(node.op)
         meta = {key: _encode(node.meta[key], numbers) for key in metas if node.meta.get(key) is not None}
         target, args, kwargs = (
             _encode(value, numbers) for value in (node.target, tuple(node.args), dict(node.kwargs))
@@ -355,7 +386,7 @@ def _encode(value: Any, numbers: Mapping[fx.Node, int]) -> Any:
         return ["complex", value.real, value.imag]
     if isinstance(value, slice):
         return ["slice", *(_encode(each, numbers) for each in (value.start, value.stop, value.step))]
-    raise _NotPortableError(type(value).__name__)
+    raise NotPortableError(type(value).__name__)
 
 
 def _decode(value: Any, nodes: list[fx.Node], mode: FakeTensorMode) -> Any:
@@ -390,7 +421,7 @@ def _decode(value: Any, nodes: list[fx.Node], mode: FakeTensorMode) -> Any:
 def _encode_fake(value: Tensor) -> list[Any]:
     """Return what describes a tensor without its values: also where it lies in its memory, a view perhaps."""
     if value.layout != torch.strided or value.is_conj() or value.is_neg():
-        raise _NotPortableError(type(value).__name__)
+        raise NotPortableError(type(value).__name__)
     return [
         list(value.shape), list(value.stride()), _name_of(value.dtype), str(value.device),
         value.requires_grad, value.storage_offset(), value.untyped_storage().nbytes(),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import fx
 
+from fnshard.compiler.ir.deferred_imports import trace_again
 from fnshard.compiler.kernels.inductor import TRACING
 from fnshard.compiler.update.derive import Compute, DerivedUpdate, derive
 from fnshard.compiler.update.slots import Slot, slots_of_leaf
@@ -68,7 +70,8 @@ def families_of(optimizer: Optimizer, specs: Mapping[str, LayoutSpec], mesh: Mes
     with TRACING:  # simulated ranks are threads, and share the families
         for path, spec in specs.items():
             if spec.trainable:
-                out[path] = family_of(optimizer.of(path, spec.shape), path, spec, mesh)
+                rule = optimizer.of(path, spec.shape)
+                out[path] = trace_again(partial(family_of, rule, path, spec, mesh))
     return out
 
 

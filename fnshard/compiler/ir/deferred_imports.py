@@ -1,0 +1,190 @@
+"""Deferred imports: Dynamo and Inductor are imported when something of them is used.
+
+Torch's tracer and its fake tensors import both packages for a few settings, and that takes longer than the
+import of torch. Where all kernels of a step come from files, nothing else of the two is used. `defer` puts
+packages in their place that have these settings, and run the real ones when anything else is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import threading
+from collections.abc import Callable
+from contextvars import ContextVar
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, TypeVar
+
+import torch
+
+# What is imported at once of each package: modules that import nothing else of it.
+LIGHT = {
+    "torch._dynamo": ("config",),
+    "torch._inductor": ("config", "compiler_bisector", "fx_passes.dedupe_symint_uses"),
+}
+T = TypeVar("T")
+_deferred = set[str]()
+# Torch looks whether it is there, in C++, whenever it shows lines of code.
+ABSENT = ("codecache",)
+# Imported by Dynamo, and taken for granted by the tracer.
+GRANTED = ("torch._higher_order_ops.triton_kernel_wrap",)
+_is_tracing = ContextVar("_is_tracing", default=False)
+_lock = threading.RLock()
+
+
+def defer() -> None:
+    """Let this process import Dynamo and Inductor later, if it has not imported them by now."""
+    for root in LIGHT:
+        if root in sys.modules:
+            continue
+        before = set(sys.modules)
+        try:
+            _defer(root)
+        except ImportError:  # another torch has its settings elsewhere
+            for name in set(sys.modules) - before:
+                if f"{name}.".startswith(f"{root}."):
+                    del sys.modules[name]
+            importlib.import_module(root)
+
+
+def load() -> None:
+    """Import what is deferred."""
+    for root in LIGHT:
+        _run(root)
+
+
+class Needed(BaseException):
+    """A trace needs what is deferred, which does not import well in the middle of it."""
+
+
+def trace_again(trace: Callable[[], T]) -> T:
+    """Run a function that traces, and again, from its beginning, if it needs what is deferred, or fails."""
+    if not _deferred:
+        return trace()
+    token = _is_tracing.set(True)
+    try:
+        return trace()
+    except (Needed, Exception):  # perhaps since torch misses something that these packages import
+        pass
+    finally:
+        _is_tracing.reset(token)
+    load()
+    return trace()
+
+
+def is_deferred(root: str) -> bool:
+    """Return whether a package waits for its first use."""
+    return root in _deferred
+
+
+class _Deferred(ModuleType):
+    """A stand-in for a package, or a module in it, that runs the package for a name that it does not have."""
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("__") and name not in ABSENT:  # the former are asked of any module
+            _run(".".join(self.__name__.split(".")[:2]))
+            real = importlib.import_module(self.__name__)
+            if real is not self:
+                return getattr(real, name)
+            if name in vars(self):
+                return vars(self)[name]
+        raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+
+
+class _Finder:
+    """A finder of modules that runs a package before another module in it is imported."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        root = ".".join(name.split(".")[:2])
+        if name == root or root not in _deferred:
+            return None
+        _run(root)
+        return ModuleSpec(name, _Found(sys.modules[name])) if name in sys.modules else None
+
+
+class _Found:
+    """A loader of a module that its package has imported meanwhile."""
+
+    def __init__(self, module: ModuleType):
+        self._module, self._spec = module, module.__spec__
+
+    def create_module(self, _: ModuleSpec) -> ModuleType:
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec
+
+
+def _disable(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
+    """Stand in for `torch._dynamo.disable`: before Dynamo is there, nothing is to be kept from it."""
+    disabled: list[Callable[..., Any]] = []
+
+    def call(*values: Any, **named: Any) -> Any:
+        if is_deferred("torch._dynamo"):
+            return fn(*values, **named)
+        if not disabled:
+            disabled.append(torch._dynamo.disable(fn, *args, **kwargs))
+        return disabled[0](*values, **named)
+
+    return call
+
+
+class _Source:
+    """A stand-in for a description of where a tensor comes from, which tells nobody anything in a trace."""
+
+    def __init__(self, *_: Any):
+        pass
+
+
+# What torch uses of them where nothing is compiled: functions of the package, and of modules in it.
+FUNCTIONS = {"torch._dynamo": {"disable": _disable}, "torch._inductor": {}}
+MODULES: dict[str, dict[str, dict[str, Any]]] = {
+    "torch._dynamo": {
+        "utils": {"detect_fake_mode": torch._guards.detect_fake_mode},
+        "source": {"ConstantSource": _Source, "RandomValueSource": type("RandomValueSource", (), {})},
+        "trace_rules": {"clear_lru_cache": lambda: None},  # a process group asks for it; there are none yet
+    },
+    "torch._inductor": {},
+}
+
+
+def _defer(root: str) -> None:
+    spec = importlib.util.find_spec(root)
+    package = _Deferred(root)
+    vars(package).update(
+        __spec__=spec, __file__=spec.origin, __loader__=spec.loader, __package__=root,
+        __path__=spec.submodule_search_locations,
+    )  # fmt: skip
+    sys.modules[root] = package
+    setattr(torch, root.rpartition(".")[2], package)
+    vars(package).update(FUNCTIONS[root])
+    for name, functions in MODULES[root].items():
+        module = sys.modules[f"{root}.{name}"] = _Deferred(f"{root}.{name}")
+        vars(module).update(functions)
+        setattr(package, name, module)
+    for name in LIGHT[root]:
+        importlib.import_module(f"{root}.{name}")
+    for name in GRANTED:
+        importlib.import_module(name)
+    _deferred.add(root)
+    if _Finder not in sys.meta_path:
+        sys.meta_path.insert(0, _Finder)
+
+
+def _run(root: str) -> None:
+    """Run a package that is deferred, in place of its stand-in; do nothing while, or after, that happens."""
+    with _lock:
+        if root not in _deferred:
+            return
+        if _is_tracing.get():
+            raise Needed(root)
+        _deferred.remove(root)
+        package = sys.modules[root]
+        for name in (*FUNCTIONS[root], *MODULES[root]):
+            delattr(package, name)
+            sys.modules.pop(f"{root}.{name}", None)
+        importlib.reload(package)
+        package.__class__ = ModuleType

@@ -1,0 +1,191 @@
+"""Machine code: what Inductor makes of a graph for the CPU is kept in files, and runs without Inductor.
+
+Inductor's own cache keeps it, too, but to ask that cache takes the import of Inductor, which is longer than
+that of torch. A file has the Python text of the function that calls the kernels, without the imports that it
+does not use, and the names of the shared objects, which lie next to it. They are found by the graph with all
+shapes, the options, the versions and the processor, in the folder of `store`, which belongs to this user
+alone. They are run as the files of Inductor's cache are; nothing is unpickled. What cannot run by itself is
+left to Inductor.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.util
+import inspect
+import itertools
+import json
+import os
+import platform
+import sys
+import types
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from fnshard.compiler.kernels import store
+
+Boxed = Callable[[list[Tensor]], Sequence[Tensor]]
+UNUSED = ("get_args", "benchmark_compiled_module")  # functions of a generated module that nobody calls
+COPIED = "assert_tensor_metadata"  # a check of Inductor's, in Python, that needs nothing but torch
+PROCESSOR = ("vendor", "model", "flags", "CPU", "Features")  # what Linux says of one, on x86 and on Arm
+CONSTANTS = ("constants", "torchbind_constants", "frozen_param_names")  # what Inductor puts into a module
+SETTING = "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"  # it tells a library where torch reads a tensor's address
+
+
+class Entry(NamedTuple):
+    """A C++ kernel: a Python module in a shared object."""
+
+    library: Path
+    name: str
+
+    def load(self) -> Any:
+        """Return the function that calls the kernel."""
+        full = f"{self.library.stem}.{self.name}"
+        if full not in sys.modules:
+            os.environ[SETTING] = str(torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr)
+            spec = importlib.util.spec_from_file_location(full, self.library)
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            sys.modules[full] = module
+        return getattr(sys.modules[full], self.name)
+
+
+def key_of(module: fx.GraphModule, options: Mapping[str, Any], is_backward: bool) -> str | None:
+    """Return a text that tells compiled graphs apart; None for one that must not be kept."""
+    if store.find_folder() is None:
+        return None
+    try:
+        rows = store.encode_graph(module.graph, ("val",))
+        machine = [_describe_processor(), torch.get_num_threads(), os.environ.get("CXX"), sys.version]
+        text = json.dumps([rows, sorted(options.items()), is_backward, machine, store.settings()])
+    except (store.NotPortableError, TypeError):  # an option may be a function
+        return None
+    return "code-" + hashlib.sha256(text.encode()).hexdigest()
+
+
+@cache
+def _describe_processor() -> str:
+    """Return the model of the processor and its instructions, for which a compiler generates code."""
+    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
+        first = itertools.takewhile(str.strip, file)
+        return "".join(line for line in first if line.startswith(PROCESSOR))
+    return f"{platform.machine()} {platform.processor()}"
+
+
+def recall(key: str) -> Boxed | None:
+    """Return what was kept under a key, ready to be called."""
+    folder = store.find_folder()
+    body = store.read_file(folder, key)
+    if body is None:
+        return None
+    try:
+        values = json.loads(zlib.decompress(body))
+        names = dict.fromkeys(library for library, _ in values["entries"].values())
+        paths = {name: _check_library(folder / name) for name in names}
+        entries = {name: Entry(paths[library], entry) for name, (library, entry) in values["entries"].items()}
+        made = {"__name__": f"fnshard.{key}", **{name: entry.load() for name, entry in entries.items()}}
+        exec(compile(values["text"], f"<{key}>", "exec"), made)
+        return made["call"]
+    except Exception:  # a library is gone, or this machine does not load it
+        return None
+
+
+def _check_library(path: Path) -> Path:
+    """Return the path of a whole file, whose name is the hash of what it holds."""
+    if hashlib.sha256(path.read_bytes()).hexdigest() != path.stem:
+        raise ValueError(path)
+    os.utime(path)
+    return path
+
+
+def keep(key: str, compiled: Any, entries: Mapping[str, Entry]) -> None:
+    """Keep a compiled graph, if it can run without Inductor.
+
+    Args:
+        compiled: Inductor's callable.
+        entries: its C++ kernels, by the names that its module has for them.
+    """
+    folder, source = store.find_folder(), _find_source(compiled)
+    text = source and _without_inductor(source, set(entries))
+    if folder is None or text is None:
+        return
+    try:
+        bodies = {entry.library: entry.library.read_bytes() for entry in entries.values()}
+    except OSError:  # somebody has emptied Inductor's cache
+        return
+    names = {path: f"{hashlib.sha256(body).hexdigest()}.so" for path, body in bodies.items()}
+    for path, body in bodies.items():
+        store.write_file(folder, names[path], body)
+    rows = {name: [names[entry.library], entry.name] for name, entry in entries.items()}
+    values = json.dumps({"text": text, "entries": rows})
+    store.write_file(folder, key, store.seal(zlib.compress(values.encode(), 1)))
+
+
+def _find_source(compiled: Any) -> str | None:
+    """Return the text of a module that Inductor has generated; None where there is more to it than that."""
+    call = getattr(compiled, "current_callable", None)
+    function = getattr(call, "__func__", call)
+    if not isinstance(function, types.FunctionType) or set(getattr(compiled, "device_types", ())) != {"cpu"}:
+        return None
+    names = function.__globals__
+    holds = [getattr(compiled, name, None) for name in CONSTANTS]
+    parts = getattr(names.get("runner"), "partitions", None)
+    if names.get("call") != call or any(holds) or parts:
+        return None
+    try:
+        return Path(names["__file__"]).read_text(encoding="utf-8")
+    except (KeyError, OSError):
+        return None
+
+
+def _without_inductor(source: str, kernels: set[str]) -> str | None:
+    """Return a generated module without what imports or compiles; None if it needs more of Inductor.
+
+    Args:
+        kernels: the names of C++ kernels, which are given to the module before it runs.
+    """
+    body: list[ast.stmt] = []
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.If) or getattr(node, "name", None) in UNUSED:
+            continue
+        if "async_compile" not in _names_in(node):
+            body.append(node)
+        elif isinstance(node, ast.Assign) and not {t.id for t in node.targets} <= kernels | {"async_compile"}:
+            return None  # a kernel that is no C++
+
+    used = set[str]().union(*(_names_in(n) for n in body if not isinstance(n, ast.Import | ast.ImportFrom)))
+    for node in [n for n in body if isinstance(n, ast.Import | ast.ImportFrom)]:
+        node.names = [alias for alias in node.names if (alias.asname or alias.name) in used]
+        names, place = {alias.name for alias in node.names}, body.index(node)
+        if "extern_kernels" in names:
+            if not _are_torchs_own(body):
+                return None
+            body[place] = ast.parse("import torch as extern_kernels").body[0]
+        elif names == {COPIED}:
+            function = getattr(importlib.import_module(node.module), COPIED)
+            body[place] = ast.parse(inspect.getsource(function)).body[0]
+        elif not node.names:
+            body.remove(node)
+    text = "from __future__ import annotations\n" + ast.unparse(ast.Module(body, []))
+    return None if "torch._inductor" in text or "torch._dynamo" in text else text
+
+
+def _names_in(node: ast.AST) -> set[str]:
+    return {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+
+
+def _are_torchs_own(body: Sequence[ast.stmt]) -> bool:
+    """Return whether all that a module calls as `extern_kernels.name` is `torch.name`."""
+    from torch._inductor.select_algorithm import extern_kernels
+
+    attributes = [a for node in body for a in ast.walk(node) if isinstance(a, ast.Attribute)]
+    called = {a.attr for a in attributes if isinstance(a.value, ast.Name) and a.value.id == "extern_kernels"}
+    return all(getattr(torch, name, None) is getattr(extern_kernels, name) for name in called)
