@@ -51,7 +51,7 @@ def split_batch(batch: Batch, parts: int, what: str = "micro-batches") -> Iterat
 
 def batch_tensors(batch: Batch, names: Sequence[str]) -> tuple[dict[str, Tensor], set[str]]:
     """Return tensors of a batch by name, and the names of those that all micro-batches share (`Whole`)."""
-    named = Arguments.of(batch).named[0]
+    named = Arguments.of(batch).leaves[0]
     # A conjugate or a negative is a flag on other memory in torch, and programs read the memory.
     tensors = {n: unwrap_leaf(named[n]).detach().resolve_conj().resolve_neg() for n in names}
     return tensors, {n for n in names if isinstance(named[n], Whole)}
