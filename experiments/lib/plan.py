@@ -166,8 +166,7 @@ def write_search(plan: Plan, folder: Path) -> None:
 
 
 def write_memory(lowered: Lowered, folder: Path) -> None:
-    """Write the ledger of a step, with the kernels as they were compiled, into `memory.txt`, and print its
-    peak."""
+    """Write the ledger of a step and its kernels into `memory.txt`, and print its peak."""
     analysis = lowered.memory_analysis()
     write_text(folder / MEMORY, f"{analysis}\n")
     elsewhere = [
