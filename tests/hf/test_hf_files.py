@@ -123,7 +123,7 @@ def test_a_directory_is_needed_where_parameters_rest_on_disk(tmp_path: Path) -> 
     params = {"w": torch.ones(4)}
     safetensors.save_file(params, tmp_path / "model.safetensors")
     on_disk = fs.match_specs(params, [("*", LayoutSpec(memory="disk"))])
-    with raises(StateError, leaves="params['w']", fix=["disk_dir=", "memory='host'"], says="1 leaves"):
+    with raises(StateError, leaves="params['w']", fix=["disk_dir=", "memory='host'"], says="1 leaf"):
         fs.hf.load(tmp_path, on_disk)
     same(fs.hf.load(tmp_path, on_disk, disk_dir=str(tmp_path)), params)
     same(fs.hf.load(tmp_path, fs.match_specs(params, [("*", LayoutSpec(optimizer_memory="disk"))])), params)
