@@ -86,7 +86,9 @@ def parse(arguments: Sequence[str]) -> ConvertConfig:
     if len(paths) != 2:
         raise ConfigError(
             report(
-                f"{len(paths)} paths are given:", paths, "python -m experiments.convert FROM TO [KEY=VALUE]."
+                f"two paths are needed, not {len(paths)}:",
+                paths,
+                "python -m experiments.convert FROM TO [KEY=VALUE].",
             )
         )
     values: dict[str, Any] = {"source": paths[0], "target": paths[1], **settings}

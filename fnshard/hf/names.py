@@ -296,7 +296,7 @@ def check_names(names: Names, paths: Iterable[str]) -> None:
     unknown = sorted(set(names) - set(paths))
     if unknown:
         raise StateError(
-            f"names= has {len(unknown)} paths of no leaf:",
+            "names= has paths of no leaf:",
             [repr(p) for p in unknown],
             "its keys are paths of the parameter tree, its values names in the files.",
         )

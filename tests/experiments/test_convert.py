@@ -189,7 +189,7 @@ def test_mistakes(tmp_path: Path) -> None:
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "notes.txt").write_text("mine")
     for arguments, said in {
-        ("a.pt",): {"leaves": "1 paths"},
+        ("a.pt",): {"leaves": "a.pt", "fix": "FROM TO"},
         ("a.pt", "b", "layuot=fsdp"): {"leaves": "layuot=fsdp", "fix": "layout"},
         ("a.pt", "taken"): {"leaves": "taken"},
         ("a.pt", "b", "to=deepspeed"): {"leaves": "to=deepspeed", "says": "fnshard, dcp, hf, torch"},
