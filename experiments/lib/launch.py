@@ -246,11 +246,11 @@ def start(
         write_json(job_file, {**job_values(config, overrides), "run": dataclasses.asdict(own)})
 
         # Start the ranks, and turn their errors into this process's. Those of a CPU are forks of it, for
-        # which it imports once what each of them would import: the compiler, too, where nothing is compiled.
+        # which it imports once what each of them would import: the compiler, too, where no code is kept yet.
         fork = partial(be_rank_of_file, job, job_file) if config.run.device == "cpu" and may_fork() else None
         if fork is not None:
             gc.disable()  # see `experiments.train`
-            if store.is_empty():
+            if not store.has_machine_code():
                 import_compiler(config.run.backend)
             gc.freeze()  # nor do ranks look through these objects again
             gc.enable()

@@ -227,6 +227,8 @@ class Run:
                     self.tracer = Tracer(step, profile, lowered, planned or base, base, self.folder)
                 if is_writer:
                     write_text(self.folder / "schedule.txt", lowered.as_text() + "\n")
+                    if on_gpu:  # whose memory may end in this very step
+                        write_memory(lowered, self.folder)
         if nth == 2 and on_gpu:
             torch.cuda.reset_peak_memory_stats()
 

@@ -237,7 +237,8 @@ def lower(
         try:
             assign_chunks(front.segments, specs.stored, mesh)
         except SpecError:  # it is raised below, with lines
-            front = trace_and_split(fn, specs, batch, mesh, plan, replace(options, sources=True))
+            with_lines = replace(options, sources=True)
+            front = trace_again(lambda: trace_and_split(fn, specs, batch, mesh, plan, with_lines))
         _warn_of_bubble(plan, mesh)
     return schedule_for(front, specs.stored, mesh, options, cost_of=cost_of)
 

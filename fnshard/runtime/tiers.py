@@ -147,7 +147,7 @@ def check_directory(disk_dir: str | None, paths: Sequence[str]) -> None:
 
     if problem:
         raise StateError(
-            f"{leaves(len(paths))} on disk, and {problem}:",
+            f"the specs want {leaves(len(paths))} on disk, and {problem}:",
             shown,
             "shard_step(..., disk_dir=an existing, writable directory on a fast disk), or memory='host'.",
         )

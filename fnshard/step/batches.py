@@ -148,7 +148,7 @@ def check_leaves(batch: Batch, *, values: bool = False) -> None:
     tensors = {n: v for n, v in inner.items() if isinstance(v, Tensor)}
     if odd := [f"batch[{n!r}] is {kind}" for n, v in tensors.items() if (kind := tree.unusual(v))]:
         raise StateError(
-            f"{leaves(len(odd))} of a batch that a step cannot cut and differentiate:", odd, tree.DENSE
+            f"a step cannot cut and differentiate {leaves(len(odd))} of its batch:", odd, tree.DENSE
         )
     wrong += [
         f"batch[{n!r}] {list(v.shape)} is on the meta device, and holds no values to run with"
@@ -157,7 +157,7 @@ def check_leaves(batch: Batch, *, values: bool = False) -> None:
     ]
     if wrong:
         raise StateError(
-            f"{leaves(len(wrong))} of a batch, but a step takes tensors and plain Python constants:",
+            f"a step takes tensors and plain Python constants, and not {leaves(len(wrong))} of its batch:",
             wrong,
             f"{tree.how_to_register(strange.values())}torch.as_tensor(array) for an array; the object's "
             "tensors, in a dict; fs.Whole around each tensor, not around a tree of them; "

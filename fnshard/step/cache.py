@@ -16,6 +16,7 @@ from fnshard.compiler.frontend.contexts import check_autocast, deterministic
 from fnshard.compiler.frontend.indices import Indices, explain, ranges
 from fnshard.compiler.frontend.trace import flatten_batch
 from fnshard.compiler.ir.arguments import Arguments, signature_of
+from fnshard.compiler.ir.deferred_imports import trace_again
 from fnshard.compiler.kernels.inductor import warm_up
 from fnshard.compiler.lower import Front, lower, schedule_for, trace_and_split
 from fnshard.compiler.options import StepOptions
@@ -218,7 +219,8 @@ class ProgramCache:
         options = replace(self.options_of(batch), **changes)
         micro = next(split_batch(batch, options.accumulate))
         with self.lock:
-            return trace_and_split(self.fn, self.specs, micro, self.mesh, self._plan_of(options), options)
+            plan = self._plan_of(options)
+            return trace_again(lambda: trace_and_split(self.fn, self.specs, micro, self.mesh, plan, options))
 
     def tensors(self, lowered: Lowered, batch: Batch) -> tuple[dict[str, Tensor], set[str]]:
         """Return what `batch_tensors` gives of a batch, after its indices are checked.

@@ -33,6 +33,10 @@ with torch._dynamo.config.patch(cache_size_limit=3), torch._inductor.config.patc
 def plain(x): return x + 1
 disabled = torch._dynamo.disable(plain)
 assert disabled(1) == 2 and deferred() == both
+assert disabled.__name__ == "plain"
+def refused(): raise fs.SpecError("wrong")
+try: deferred_imports.trace_again(refused)
+except fs.SpecError: assert deferred() == both
 frames = []
 def backend(graph, inputs):
     frames.append(graph)
@@ -40,6 +44,25 @@ def backend(graph, inputs):
 assert torch.compile(plain, backend=backend)(torch.ones(1)).item() == 2 and len(frames) == 1
 assert torch.compile(disabled, backend=backend)(torch.ones(1)).item() == 2 and len(frames) == 1
 assert type(torch._dynamo) is type(sys) and torch._dynamo.config.cache_size_limit != 3
+""",
+    # What is no function goes to Dynamo: decorators with arguments, and modules.
+    "decorators": """
+@torch.compiler.disable(recursive=False)
+def plain(x): return x + 1
+module = torch.compiler.disable(torch.nn.Linear(2, 2))
+assert plain(1) == 2 and module.weight.shape == (2, 2) and "torch._dynamo" not in deferred()
+@torch.compiler.disable()
+def other(x): return x
+assert other(3) == 3
+""",
+    "a mistake": """
+calls = []
+def fail():
+    calls.append(0)
+    raise ValueError(f"call {len(calls)}")
+try: deferred_imports.trace_again(fail)
+except ValueError as error: assert str(error) == "call 2" and "call 1" in error.__notes__[0]
+assert deferred() == [] and len(calls) == 2
 """,
     "names": """
 assert torch._dynamo.utils.counters is not None and torch._dynamo.is_compiling() is False
@@ -61,7 +84,12 @@ assert "torch._dynamo" not in deferred() and "matmul" in text, text
 }
 
 
-@pytest.mark.parametrize("use", ["disabled", pytest.param("names", marks=pytest.mark.long), "in a trace"])
+@pytest.mark.suite({
+    "disabled": "nothing is imported",
+    "decorators": "what needs Dynamo imports it",
+    "in a trace": "which begins again",
+})  # fmt: skip
+@pytest.mark.parametrize("use", USES)
 def test_a_package_is_imported_when_it_is_used(use: str) -> None:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run([sys.executable, "-c", START + USES[use]], env=env, capture_output=True, text=True)

@@ -412,3 +412,10 @@ def test_who_waits_in_vain_makes_the_kernel_itself(folder: Path) -> None:
         holder.stdin.close()
     keep(recipe)
     assert len(files(folder)) == 1
+
+
+def test_a_folder_that_cannot_be_written_is_read(tmp_path: Path) -> None:
+    store.write_file(tmp_path, "kept", store.seal(b"all of it"))
+    with mock.patch.object(os, "utime", side_effect=PermissionError):
+        assert store.read_file(tmp_path, "kept") == b"all of it"
+    assert store.read_file(tmp_path, "another") is None

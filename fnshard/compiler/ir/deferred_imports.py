@@ -7,8 +7,10 @@ packages in their place that have these settings, and run the real ones when any
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
+import inspect
 import sys
 import threading
 from collections.abc import Callable
@@ -18,6 +20,8 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
+
+from fnshard.errors import SpecError
 
 # What is imported at once of each package: modules that import nothing else of it.
 LIGHT = {
@@ -63,15 +67,22 @@ def trace_again(trace: Callable[[], T]) -> T:
     """Run a function that traces, and again, from its beginning, if it needs what is deferred, or fails."""
     if not _deferred:
         return trace()
-    token = _is_tracing.set(True)
+    token, first = _is_tracing.set(True), None
     try:
         return trace()
-    except (Needed, Exception):  # perhaps since torch misses something that these packages import
-        pass
+    except SpecError:  # a mistake of the user's, whatever is imported
+        raise
+    except (Needed, Exception) as error:  # perhaps since torch misses something that these packages import
+        first = error
     finally:
         _is_tracing.reset(token)
     load()
-    return trace()
+    try:
+        return trace()
+    except Exception as error:
+        if isinstance(first, Exception) and str(first) != str(error):
+            error.add_note(f"Before that, the first trace failed: {type(first).__name__}: {first}")
+        raise
 
 
 def is_deferred(root: str) -> bool:
@@ -118,10 +129,17 @@ class _Found:
         module.__spec__ = self._spec
 
 
-def _disable(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
-    """Stand in for `torch._dynamo.disable`: before Dynamo is there, nothing is to be kept from it."""
+def _disable(fn: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """Stand in for `torch._dynamo.disable`: before Dynamo is there, no function is to be kept from it.
+
+    Classes, modules and decorators with arguments are left to Dynamo, which is imported for them.
+    """
+    if not inspect.isroutine(fn):
+        _run("torch._dynamo")
+        return torch._dynamo.disable(fn, *args, **kwargs)
     disabled: list[Callable[..., Any]] = []
 
+    @functools.wraps(fn)
     def call(*values: Any, **named: Any) -> Any:
         if is_deferred("torch._dynamo"):
             return fn(*values, **named)

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -107,7 +107,8 @@ def _generate(
     def finish() -> None:
         entries = load()
         if key is not None:
-            machine_code.keep(key, compiled, entries)
+            with suppress(Exception):  # what cannot be kept is compiled again
+                machine_code.keep(key, compiled, entries)
 
     return compiled, finish
 

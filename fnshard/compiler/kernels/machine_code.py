@@ -68,7 +68,7 @@ def key_of(module: fx.GraphModule, options: Mapping[str, Any], is_backward: bool
         text = json.dumps([rows, sorted(options.items()), is_backward, machine, store.settings()])
     except (store.NotPortableError, TypeError):  # an option may be a function
         return None
-    return "code-" + hashlib.sha256(text.encode()).hexdigest()
+    return store.MACHINE_CODE + hashlib.sha256(text.encode()).hexdigest()
 
 
 @cache
@@ -76,7 +76,8 @@ def _describe_processor() -> str:
     """Return the model of the processor and its instructions, for which a compiler generates code."""
     with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
         first = itertools.takewhile(str.strip, file)
-        return "".join(line for line in first if line.startswith(PROCESSOR))
+        if text := "".join(line for line in first if line.startswith(PROCESSOR)):
+            return text
     return f"{platform.machine()} {platform.processor()}"
 
 
@@ -102,7 +103,8 @@ def _check_library(path: Path) -> Path:
     """Return the path of a whole file, whose name is the hash of what it holds."""
     if hashlib.sha256(path.read_bytes()).hexdigest() != path.stem:
         raise ValueError(path)
-    os.utime(path)
+    with suppress(OSError):  # a folder to read from keeps its times
+        os.utime(path)
     return path
 
 

@@ -42,6 +42,7 @@ from fnshard.compiler.kernels.remat import Policy
 from fnshard.compiler.kernels.segments import Way
 
 MOST_BYTES = 256 << 20  # of all files; the ones that were not read for longest go first
+MACHINE_CODE = "code-"  # names of files of compiled graphs begin with it
 MOST_IN_MEMORY = 256  # kernels that a process keeps at hand
 WAIT_S, POLL_S = 60.0, 0.01  # so long this process waits for a kernel that another one makes
 HEADER = b"fnshard kernel 1 "
@@ -164,10 +165,10 @@ def _is_own(folder: Path) -> bool:
     return found.st_uid == os.geteuid() and not found.st_mode & 0o022
 
 
-def is_empty() -> bool:
-    """Return whether this machine has kept no kernel yet."""
+def has_machine_code() -> bool:
+    """Return whether this machine has kept a compiled graph."""
     folder = find_folder()
-    return folder is None or not any(path.name != "locks" for path in folder.iterdir())
+    return folder is not None and any(folder.glob(f"{MACHINE_CODE}*"))
 
 
 @contextmanager
@@ -247,9 +248,10 @@ def read_file(folder: Path, name: str) -> bytes | None:
         header, _, body = (folder / name).read_bytes().partition(b"\n")
         if header != HEADER + hashlib.sha256(body).hexdigest().encode():
             return None
-        os.utime(folder / name)
     except OSError:
         return None
+    with suppress(OSError):  # a folder to read from keeps its times
+        os.utime(folder / name)
     return body
 
 
