@@ -189,3 +189,9 @@ if __name__ == "__main__":
         made = {"kernel": max}
         exec(text, made)
         assert made["call"]([1, 2]) == 2 and "get_args" not in made
+
+
+def test_a_module_that_lacks_what_it_calls_is_not_kept() -> None:
+    whole = "import torch\ndef call(args):\n    return [kernel(torch.abs(x), len(args)) for x in args]\n"
+    assert machine_code._without_inductor(whole, {"kernel"})
+    assert machine_code._without_inductor(whole, set()) is None

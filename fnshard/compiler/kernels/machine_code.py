@@ -11,6 +11,7 @@ left to Inductor.
 from __future__ import annotations
 
 import ast
+import builtins
 import hashlib
 import importlib.util
 import inspect
@@ -18,6 +19,7 @@ import itertools
 import json
 import os
 import platform
+import symtable
 import sys
 import types
 import zlib
@@ -177,7 +179,21 @@ def _without_inductor(source: str, kernels: set[str]) -> str | None:
         elif not node.names:
             body.remove(node)
     text = "from __future__ import annotations\n" + ast.unparse(ast.Module(body, []))
-    return None if "torch._inductor" in text or "torch._dynamo" in text else text
+    if "torch._inductor" in text or "torch._dynamo" in text:
+        return None
+    return text if _find_globals(text) <= kernels | vars(builtins).keys() else None
+
+
+def _find_globals(text: str) -> set[str]:
+    """Return the global names that functions of a module read, and that nothing in the module defines."""
+    module = symtable.symtable(text, "<kept>", "exec")
+    defined = {each.get_name() for each in module.get_symbols() if each.is_assigned() or each.is_imported()}
+    tables, read = [module], set[str]()
+    while tables:
+        table = tables.pop()
+        tables += table.get_children()
+        read |= {each.get_name() for each in table.get_symbols() if each.is_global() and each.is_referenced()}
+    return read - defined
 
 
 def _names_in(node: ast.AST) -> set[str]:
