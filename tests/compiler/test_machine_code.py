@@ -159,14 +159,14 @@ def test_what_does_not_run_by_itself_is_left_to_inductor(folder: Path) -> None:
         assert torch.allclose(found, fn(inputs()[2])[0]) and files(folder)["code"] == []
 
 
-@pytest.mark.parametrize("line, runs", [
-    ("from torch._inductor.hooks import run_intermediate_hooks", True),  # nobody calls it
-    ("from torch._inductor.hooks import used", False),
-    ("other = async_compile.triton('other', '...')", False),
-    ("kernel = async_compile.cpp_pybinding([], '')", True),
-    ("seeds = torch._inductor.seeds", False),
+@pytest.mark.parametrize("line, used, runs", [
+    ("from torch._inductor.hooks import run_intermediate_hooks", "", True),
+    ("from torch._inductor.hooks import hook", "hook", False),
+    ("other = async_compile.triton('other', '...')", "other", False),
+    ("kernel = async_compile.cpp_pybinding([], '')", "kernel", True),
+    ("seeds = torch._inductor.seeds", "seeds", False),
 ])  # fmt: skip
-def test_a_module_is_kept_without_what_imports_inductor(line: str, runs: bool) -> None:
+def test_a_module_is_kept_without_what_imports_inductor(line: str, used: str, runs: bool) -> None:
     source = f"""
 import torch
 from torch._inductor.async_compile import AsyncCompile
@@ -176,7 +176,7 @@ async_compile.wait(globals())
 del async_compile
 def call(args):
     if len(args) > 9:
-        used, other, seeds
+        {used or "pass"}
     return kernel(*args)
 def get_args():
     from torch._dynamo.testing import rand_strided
