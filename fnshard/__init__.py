@@ -48,11 +48,11 @@ from fnshard.adapters.lora import lora
 from fnshard.adapters.norms import sync_batch_norm
 from fnshard.analysis.hardware import Hardware
 from fnshard.checkpoint.reshard import averaged, reshard
-from fnshard.compiler.buckets import Buckets
 from fnshard.compiler.deferred.deferred_init import deferred
 from fnshard.compiler.frontend.exchange import all_gather, constrain, psum
-from fnshard.compiler.frontend.limits import bounded
+from fnshard.compiler.frontend.size_bounds import bounded
 from fnshard.compiler.kernels.document_attention import attention
+from fnshard.compiler.length_buckets import Buckets
 from fnshard.compiler.options import StepOptions
 from fnshard.compiler.schedule import passes
 from fnshard.debug import profile

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from experiments.bench import ranks
 from experiments.bench.config import BenchConfig, read
-from experiments.bench.contenders import Plan, Training, batches, limit, make_task, repeat_step
+from experiments.bench.contenders import Setup, Training, batches, limit, make_task, repeat_step
 from experiments.bench.measure import barrier, interleave, rank
 from fnshard.analysis.tables import columns
 from fnshard.launcher.local import launch
@@ -94,7 +94,7 @@ def main(config: BenchConfig) -> None:
     feed = list(batches(task, 4))
     works: dict[str, Callable[[], Any]] = {"limit": repeat_step(limit(task), feed)}
     for name, without in VARIANTS.items():
-        step = repeat_step(Training(task, Plan()), feed)
+        step = repeat_step(Training(task, Setup()), feed)
         step()
         works[name] = partial(run_without, step, without)
     for work in works.values():

@@ -63,7 +63,7 @@ PRIVATE = {
     "fnshard.compiler.schedule.instructions.leaves": {"torch._foreach_copy_", "torch._foreach_div_"},
     "fnshard.compiler.rewrites.fp8": {"torch._scaled_mm"},
     "fnshard.compiler.schedule.instructions.updates": {"torch._foreach_copy_"},
-    "fnshard.compiler.update.slots": {"torch._subclasses"},
+    "fnshard.compiler.update.slot_shapes": {"torch._subclasses"},
     "fnshard.compiler.update.trace": {"torch._subclasses"},
     "fnshard.optim.fused": {
         "torch._foreach_copy_",
@@ -75,7 +75,7 @@ PRIVATE = {
     "fnshard.runtime.packing": {"torch._foreach_copy_"},
     "fnshard.runtime.tiers": {"torch._foreach_copy_"},
     "fnshard.runtime.collectives.simulated": {"torch._subclasses"},
-    "fnshard.mesh.waits": {"torch.distributed.distributed_c10d._get_default_store"},
+    "fnshard.mesh.deadlock": {"torch.distributed.distributed_c10d._get_default_store"},
     "fnshard.compiler.ir.program": {
         "torch._ops",  # OpOverload; others import it from there
         "torch.ops.aten._unsafe_view",
@@ -87,7 +87,7 @@ PRIVATE = {
         "torch._ops",
         "torch._vmap_internals",
     },
-    "fnshard.compiler.frontend.substitutes": {
+    "fnshard.compiler.frontend.decompositions": {
         "torch._ctc_loss",
         "torch._grouped_mm",
         "torch._higher_order_ops",
@@ -104,7 +104,7 @@ PRIVATE = {
     "fnshard.compiler.frontend.trace": {"torch._subclasses"},
     "fnshard.compiler.frontend.ragged.run": {"torch._subclasses"},
     "fnshard.compiler.frontend.control_flow": {"torch._higher_order_ops"},
-    "fnshard.compiler.frontend.limits": {"torch._check"},  # public, but for its name
+    "fnshard.compiler.frontend.size_bounds": {"torch._check"},  # public, but for its name
     "fnshard.compiler.frontend.transforms": {
         "torch._C",
         "torch._functorch",
@@ -253,7 +253,7 @@ def test_the_library_knows_no_configuration_and_no_experiments() -> None:
         for name in imports(tree)
         if (top := name.split(".")[0]) in banned
         and not (top == "matplotlib" and module.startswith("fnshard.plot."))
-        and not (top == "transformers" and module == "fnshard.hf.attention")
+        and not (top == "transformers" and module == "fnshard.hf.attention_registry")
     }
     assert found == set()
 

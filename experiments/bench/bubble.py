@@ -59,8 +59,8 @@ def run(config: BenchConfig, folder: Path) -> Result:
     Every round measures the machine anew and runs a step of each plan, so that both see it in the same moods.
     """
     makers: dict[str, tuple[BenchTask, Maker]] = {
-        name: (make_task(replace(config, **changes)), partial(Training, plan=plan))
-        for name, (plan, changes) in choose_plans(config).items()
+        name: (make_task(replace(config, **changes)), partial(Training, setup=setup))
+        for name, (setup, changes) in choose_plans(config).items()
     }
     found = measure(config, makers)
     for name, (task, make) in makers.items() if config.memory else ():

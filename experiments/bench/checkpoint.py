@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 import fnshard as fs
 from experiments.bench.config import BenchConfig
-from experiments.bench.contenders import Plan, Training, batches, make_task, repeat_step
+from experiments.bench.contenders import Setup, Training, batches, make_task, repeat_step
 from experiments.bench.measure import (
     Result,
     barrier,
@@ -41,7 +41,7 @@ def run(config: BenchConfig, folder: Path) -> Result:
     """Are saves and restores as fast as torch.distributed.checkpoint's, and what does a save cost a step?"""
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
     task = make_task(config)
-    training = Training(task, Plan())
+    training = Training(task, Setup())
     step = repeat_step(training, batches(task, 8))
     step()
     with make_shared_folder(config.folder or folder) as place:

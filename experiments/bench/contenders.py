@@ -210,7 +210,7 @@ OPTIMIZERS = {
 
 
 @dataclass(frozen=True)
-class Plan:
+class Setup:
     """One way in which fnshard trains.
 
     Args:
@@ -240,26 +240,26 @@ class Training:
 
     trains = True
 
-    def __init__(self, task: BenchTask, plan: Plan):
+    def __init__(self, task: BenchTask, setup: Setup):
         config = task.config
         mesh = fs.make_mesh(**config.axes, device=config.device)  # with a connection of its own
         apply, self._params = fs.make_functional(task.model)
 
         def loss_fn(params: Any, tokens: Tensor, targets: Tensor) -> Tensor:
             logits = apply(params, tokens)
-            return next_token_loss(F.dropout(logits, plan.dropout) if plan.dropout else logits, targets)
+            return next_token_loss(F.dropout(logits, setup.dropout) if setup.dropout else logits, targets)
 
-        compute_dtype = torch.float8_e4m3fn if plan.narrow else config.compute_dtype
-        specs = fs.presets.PRESETS[plan.preset](
-            self._params, mesh, units=(lambda p: dict.fromkeys(p, "model")) if plan.one_unit else None,
-            tensor="tensor" if config.tensor > 1 else None, chunks=plan.chunks,
+        compute_dtype = torch.float8_e4m3fn if setup.narrow else config.compute_dtype
+        specs = fs.presets.PRESETS[setup.preset](
+            self._params, mesh, units=(lambda p: dict.fromkeys(p, "model")) if setup.one_unit else None,
+            tensor="tensor" if config.tensor > 1 else None, chunks=setup.chunks,
             compute_dtype=compute_dtype, reduce_dtype=config.reduce_dtype,
-            storage_dtype=config.store_dtype, optimizer_dtype=torch.float32, **plan.tiers,
+            storage_dtype=config.store_dtype, optimizer_dtype=torch.float32, **setup.tiers,
         )  # fmt: skip
-        optimizer = OPTIMIZERS[plan.optimizer]()
-        if plan.clip is not None:
-            optimizer = fs.optim.chain(fs.optim.clip_by_global_norm(plan.clip), optimizer)
-        options = {"backend": config.backend, "accumulate": config.accumulate, **plan.options}
+        optimizer = OPTIMIZERS[setup.optimizer]()
+        if setup.clip is not None:
+            optimizer = fs.optim.chain(fs.optim.clip_by_global_norm(setup.clip), optimizer)
+        options = {"backend": config.backend, "accumulate": config.accumulate, **setup.options}
         self.step = fs.shard_step(loss_fn, specs, mesh=mesh, optimizer=optimizer, **options)
         self.begin()
 
@@ -288,11 +288,11 @@ CONTENDERS: dict[str, Callable[[BenchTask], Contender | Training]] = {
     "fsdp2_compiled": functools.partial(fsdp2, compiled=True),
     "fsdp2_local": functools.partial(fsdp2, local=True),
     "limit": limit,
-    **{name: functools.partial(Training, plan=Plan(name)) for name in FNSHARD},
-    "full_shard_fp8": functools.partial(Training, plan=Plan(narrow=True)),
-    "full_shard_breadth": functools.partial(Training, plan=Plan(options={"micro_order": "breadth"})),
-    "muon": functools.partial(Training, plan=Plan(optimizer="muon")),
-    "muon_no_shard": functools.partial(Training, plan=Plan("no_shard", optimizer="muon")),
+    **{name: functools.partial(Training, setup=Setup(name)) for name in FNSHARD},
+    "full_shard_fp8": functools.partial(Training, setup=Setup(narrow=True)),
+    "full_shard_breadth": functools.partial(Training, setup=Setup(options={"micro_order": "breadth"})),
+    "muon": functools.partial(Training, setup=Setup(optimizer="muon")),
+    "muon_no_shard": functools.partial(Training, setup=Setup("no_shard", optimizer="muon")),
 }
 
 

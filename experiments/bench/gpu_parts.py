@@ -36,7 +36,7 @@ from experiments.bench.contenders import (
     Batch,
     BenchTask,
     Contender,
-    Plan,
+    Setup,
     Training,
     batches,
     make_task,
@@ -58,12 +58,12 @@ class Trained(Training):
     """A training by `full_shard`, whose `make_step()` takes batches in turn, which lie on the device or on
     the `host`."""
 
-    def __init__(self, config: BenchConfig, plan: Plan | None = None, host: bool = False):
+    def __init__(self, config: BenchConfig, setup: Setup | None = None, host: bool = False):
         task = make_task(config)
         self.config, self.batches = config, list(batches(task, 4))
         if host:  # strided, as README's `rows[:, :-1]`
             self.batches = [(F.pad(x.cpu(), (0, 1))[:, :-1], y.cpu()) for x, y in self.batches]
-        super().__init__(task, plan or Plan())
+        super().__init__(task, setup or Setup())
 
     def begin(self) -> None:
         super().begin()
@@ -146,18 +146,18 @@ def compiled_steps(config: BenchConfig, folder: Path) -> Iterator[Found]:
 
 # What a step has besides; each may bring a wait for the device of its own.
 VARIANTS = {
-    "plain": Plan(),
-    "dropout": Plan(dropout=0.1),
-    "clipping": Plan(clip=1.0),
-    "micro-batches": Plan(options={"accumulate": 2}),
+    "plain": Setup(),
+    "dropout": Setup(dropout=0.1),
+    "clipping": Setup(clip=1.0),
+    "micro-batches": Setup(options={"accumulate": 2}),
 }
 
 
 def syncs(config: BenchConfig, folder: Path) -> Iterator[Found]:
     """Find the first place where steps 3 to 6, on batches of the host, wait for the device; a CPU cannot
     tell."""
-    for name, plan in VARIANTS.items():
-        yield {name: find_wait(Trained(shrink(config), plan, host=True))}
+    for name, setup in VARIANTS.items():
+        yield {name: find_wait(Trained(shrink(config), setup, host=True))}
 
 
 def find_wait(training: Trained) -> str:
@@ -444,7 +444,7 @@ def test_path() -> str:
 def equal_bits(config: BenchConfig, folder: Path) -> Iterator[Found]:
     """Say whether two equal runs of 20 steps have the same bits, plainly and with `deterministic=True`."""
     for name, on in (("plain", False), ("deterministic=True", True)):
-        training, runs = Trained(config, Plan(options={"deterministic": on})), []
+        training, runs = Trained(config, Setup(options={"deterministic": on})), []
         for _ in range(2):
             training.begin()
             losses = torch.stack([training.make_step() for _ in range(20)]).cpu()

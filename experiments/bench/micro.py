@@ -30,7 +30,7 @@ from fnshard.runtime.collectives.base import Done
 from fnshard.runtime.executor.context import ExecutorContext
 from fnshard.runtime.executor.control import StepControl
 from fnshard.runtime.executor.execute import bind
-from fnshard.step.plan import scalars_of
+from fnshard.step.settings import scalars_of
 
 # ------------------------------------------------------------------ executor
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import fnshard as fs
 from experiments.bench.config import BenchConfig, complete
-from experiments.bench.contenders import BenchTask, Plan, Training, ddp, make_task
+from experiments.bench.contenders import BenchTask, Setup, Training, ddp, make_task
 from experiments.bench.measure import Result, interleave, rank_correlation, ratio, say
 from experiments.bench.peers import Found, Maker, memory_of, start_contenders
 from experiments.bench.sizes import size_names
@@ -30,18 +30,18 @@ COLUMNS = {
 }  # fmt: skip
 TIERS = ("memory", "optimizer_memory")
 # A plan, None for torch's DDP, and what it changes in the configuration.
-Variant = tuple[Plan | None, dict[str, Any]]
-# Each word of a plan's name changes the configuration, a field of `Plan` or an option of `shard_step`.
+Variant = tuple[Setup | None, dict[str, Any]]
+# Each word of a plan's name changes the configuration, a field of `Setup` or an option of `shard_step`.
 WORDS: dict[str, Callable[..., tuple[str, dict[str, Any]]]] = {
     rf"({'|'.join(size_names())})": lambda size: ("changes", {"size": size}),
-    rf"({'|'.join(fs.presets.PRESETS)})": lambda preset: ("plan", {"preset": preset}),
+    rf"({'|'.join(fs.presets.PRESETS)})": lambda preset: ("setup", {"preset": preset}),
     r"bf16": lambda: ("changes", {"dtype": "bf16", "reduce": "fp32"}),
     r"(tensor|context|pipeline)(\d+)": lambda axis, size: ("changes", {axis: int(size)}),
-    r"chunks(\d+)": lambda count: ("plan", {"chunks": int(count)}),
+    r"chunks(\d+)": lambda count: ("setup", {"chunks": int(count)}),
     r"(\d+)x(\d+)": lambda rows, length: ("changes", {"rows": int(rows), "length": int(length)}),
-    r"clip": lambda: ("plan", {"clip": 1.0}),
-    r"one_unit": lambda: ("plan", {"one_unit": True}),
-    r"(optimizer_)?host": lambda part: ("plan", {"tiers": dict.fromkeys(TIERS[bool(part) :], "host")}),
+    r"clip": lambda: ("setup", {"clip": 1.0}),
+    r"one_unit": lambda: ("setup", {"one_unit": True}),
+    r"(optimizer_)?host": lambda part: ("setup", {"tiers": dict.fromkeys(TIERS[bool(part) :], "host")}),
     r"remat(\d*\.?\d+|)": lambda share: ("options", {"remat": float(share) if share else "unit"}),
     r"accumulate(\d+)": lambda times: ("options", {"accumulate": int(times)}),
 }
@@ -78,8 +78,8 @@ def run(config: BenchConfig, folder: Path) -> Result:
     Nothing is fitted to a plan.
     """
     makers: dict[str, tuple[BenchTask, Maker]] = {}
-    for name, (plan, changes) in choose_plans(config).items():
-        make = ddp if plan is None else partial(Training, plan=plan)
+    for name, (setup, changes) in choose_plans(config).items():
+        make = ddp if setup is None else partial(Training, setup=setup)
         makers[name] = make_task(replace(config, **changes)), make
     seconds, found = times(config, makers)
     for name, (task, make) in makers.items() if config.memory else ():
@@ -116,11 +116,11 @@ def choose_plans(config: BenchConfig) -> dict[str, Variant]:
 def variant(name: str) -> Variant:
     """Read a plan's name: words of `WORDS` that hyphens join, or "ddp" for torch's.
 
-    >>> plan, changes = variant("25m-zero1-bf16-remat0.5-tensor2-2x512")
-    >>> plan.options, changes["tensor"], changes["length"]
+    >>> setup, changes = variant("25m-zero1-bf16-remat0.5-tensor2-2x512")
+    >>> setup.options, changes["tensor"], changes["length"]
     ({'remat': 0.5}, 2, 512)
     """
-    found: dict[str, dict[str, Any]] = {"changes": {}, "plan": {}, "options": {}}
+    found: dict[str, dict[str, Any]] = {"changes": {}, "setup": {}, "options": {}}
     for word in name.split("-") if name != "ddp" else ():
         matches = [(re.fullmatch(pattern, word), read) for pattern, read in WORDS.items()]
         known = [read(*match.groups()) for match, read in matches if match]
@@ -128,8 +128,8 @@ def variant(name: str) -> Variant:
             raise ConfigError(f"plans={name}: {word!r} is none of {', '.join(WORDS)}, and the name not ddp.")
         where, values = known[0]
         found[where] |= values
-    plan = None if name == "ddp" else Plan(**found["plan"], options=found["options"])
-    return plan, found["changes"]
+    setup = None if name == "ddp" else Setup(**found["setup"], options=found["options"])
+    return setup, found["changes"]
 
 
 def times(config: BenchConfig, makers: Mapping[str, tuple[BenchTask, Maker]]) -> tuple[Found, Found]:

@@ -6,10 +6,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from experiments.explain import words
+from experiments.explain import text as explain_text
 from experiments.explain.config import COMMAND, ExplainConfig
-from experiments.explain.paper import explain
-from experiments.explain.waste import report_waste
+from experiments.explain.step_on_paper import explain
+from experiments.explain.time_report import report_waste
 from experiments.lib.checks import ConfigError
 from experiments.lib.compose import answer, exit_with
 from experiments.lib.files import write_text
@@ -19,7 +19,7 @@ from fnshard import plot
 def write_explanation(config: ExplainConfig, folder: Path) -> None:
     """Print what is known of a configuration, and write it to a folder with the schedule and pictures."""
     paper = explain(config)
-    text = words.as_text(paper)
+    text = explain_text.as_text(paper)
     print(text, flush=True)
     write_text(folder / "explain.txt", text + "\n")
     write_text(folder / "schedule.txt", paper.lowered.as_text() + "\n")

@@ -21,7 +21,7 @@ from fnshard.compiler.lower import Front, schedule_for
 from fnshard.compiler.options import StepOptions
 from fnshard.step.batches import bytes_of_batch
 from fnshard.step.lowered import Lowered
-from fnshard.step.plan import plan_of
+from fnshard.step.settings import step_settings
 from fnshard.step.step import Step
 
 TRACED_LAYERS = 4  # so many layers are traced in place of more
@@ -82,9 +82,15 @@ def lower_from(
         known: the kernels that were made from this trace before; new ones are added.
     """
     resolved, mesh = step.resolved, step.mesh
-    plan = plan_of(step.optimizer, resolved, mesh, options).for_program(front.program)
+    settings = step_settings(step.optimizer, resolved, mesh, options).for_program(front.program)
     stages = schedule_for(
-        replace(front, plan=plan), resolved.stored, mesh, options, known, verified=False, cost_of=kernel_flops
+        replace(front, settings=settings),
+        resolved.stored,
+        mesh,
+        options,
+        known,
+        verified=False,
+        cost_of=kernel_flops,
     )
     return Lowered(
         stages, options, optimizer=step.optimizer, batch_bytes=bytes_of_batch(Arguments(batch, {}))

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fnshard import tree
-from fnshard.compiler.frontend.substitutes import GROUPED
+from fnshard.compiler.frontend.decompositions import GROUPED
 from fnshard.errors import SpecError, TraceError, counts, is_number, leaves, misfits, nearest
 from fnshard.layout.rules import check_tree
 from fnshard.layout.spec import is_buffer

@@ -44,7 +44,7 @@ from fnshard.compiler.kernels.inductor import Compiled
 from fnshard.compiler.schedule.instructions import Env
 from fnshard.compiler.schedule.ir import Schedule
 from fnshard.compiler.update.family import Family
-from fnshard.compiler.update.slots import Slots
+from fnshard.compiler.update.slot_shapes import Slots
 from fnshard.errors import report
 from fnshard.layout.partition import block_shape
 from fnshard.layout.spec import LayoutSpec

@@ -66,7 +66,7 @@ from fnshard.compiler.schedule.instructions import (
 )
 from fnshard.compiler.schedule.instructions.messages import pair_of
 from fnshard.compiler.schedule.ir import Price, Schedule
-from fnshard.compiler.schedule.together import Place
+from fnshard.compiler.schedule.together import StageLine
 from fnshard.compiler.update.steps import flow_of
 from fnshard.compiler.update.trace import GRAD, UPDATE, Branch
 from fnshard.layout.partition import block_shape
@@ -404,7 +404,7 @@ def simulate(pricer: HardwarePricer, tokens: int | None) -> Timeline:
 
 
 def simulate_stages(
-    pricers: Sequence[HardwarePricer], order: Sequence[Place], tokens: int | None
+    pricers: Sequence[HardwarePricer], order: Sequence[StageLine], tokens: int | None
 ) -> Timeline:
     """Simulate the stages of a pipeline side by side, with one rank of each.
 

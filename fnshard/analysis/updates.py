@@ -15,7 +15,7 @@ from fnshard.analysis.storages import INPUTS, StorageTracker, tensors_of
 from fnshard.compiler.schedule.ir import Schedule
 from fnshard.compiler.update.derive import Compute
 from fnshard.compiler.update.family import Family
-from fnshard.compiler.update.slots import Slots
+from fnshard.compiler.update.slot_shapes import Slots
 from fnshard.compiler.update.steps import flow_of, stacks_of
 from fnshard.layout.partition import block_shape
 from fnshard.optim.optimizer import Step

@@ -15,7 +15,7 @@ from torch import Tensor
 from fnshard import tree
 from fnshard.checkpoint.manifest_file import Chunk, Manifest, SavedLeaf
 from fnshard.compiler.ir.values import MASTER
-from fnshard.compiler.update.slots import Slots
+from fnshard.compiler.update.slot_shapes import Slots
 from fnshard.errors import CheckpointError, leaves
 from fnshard.layout.codecs import CODECS
 from fnshard.layout.partition import P, block_shape, boxes, slot_layout

@@ -24,9 +24,9 @@ from fnshard.compiler.options import StepOptions
 from fnshard.compiler.place.experts import place_experts
 from fnshard.compiler.place.place import place_axes
 from fnshard.compiler.rewrites.fp8 import fp8_products
-from fnshard.compiler.schedule.build import Plan, build, find_active
+from fnshard.compiler.schedule.build import StepSettings, build, find_active
 from fnshard.compiler.schedule.ir import Schedule
-from fnshard.compiler.schedule.keeps import Keeps, count_keeps, find_fetched_again
+from fnshard.compiler.schedule.kept_bytes import Keeps, count_keeps, find_fetched_again
 from fnshard.compiler.schedule.passes import Pass, default, insert_frees
 from fnshard.compiler.schedule.reruns import Rerun, plan_rerun
 from fnshard.compiler.schedule.stages import StagePlan, assign_chunks, plan_stages
@@ -55,7 +55,7 @@ class Front:
 
     program: Program
     segments: Segments
-    plan: Plan
+    settings: StepSettings
 
 
 @dataclass(frozen=True)
@@ -82,21 +82,21 @@ def trace_and_split(
     specs: ResolvedSpecs,
     batch: Arguments | Sequence[Any],
     mesh: Mesh,
-    plan: Plan,
+    settings: StepSettings,
     options: StepOptions,
 ) -> Front:
     """Run the stages of lowering that look at `fn`.
 
     Args:
         batch: one micro-batch of this rank.
-        plan: what the step is to do, whatever `fn` returns.
+        settings: what the step is to do, whatever `fn` returns.
     """
     stored = specs.stored
     shapes = {p: (tuple(s.shape), s.compute_dtype) for p, s in stored.items()}
     with TRACING, torch.inference_mode(False), torch.enable_grad():  # whatever mode the caller is in
         program = trace(
             specs.decode_before(fn), shapes, specs.structure, stored, batch,
-            device=trace_device(mesh), mesh=mesh, differentiate=plan.differentiate,
+            device=trace_device(mesh), mesh=mesh, differentiate=settings.differentiate,
             sources=options.sources,
         )  # fmt: skip
 
@@ -117,7 +117,7 @@ def trace_and_split(
             if s.trainable or mesh.ordered(s.storage.axes) or (mesh.stages > 1 and s.chunk != "all")
         )
         segments = split(program, stored, cuts, mesh.ordered(mesh.data_axes))
-        return Front(program, segments, plan.for_program(program))
+        return Front(program, segments, settings.for_program(program))
 
 
 def schedule_for(
@@ -136,44 +136,44 @@ def schedule_for(
         cost_of: the costs by which the tasks of a pipeline are put in order.
         verified: whether schedules are verified. A search verifies only the plan that it chooses.
     """
-    program, segments, plan = front.program, front.segments, front.plan
+    program, segments, settings = front.program, front.segments, front.settings
     # What each segment keeps for its backward, and the kernels that follow from it.
     units = (spec.unit for spec in specs.values())
     kept = policies(segments, options.remat, options.save, units, mesh.data_axes)
     with TRACING, torch.inference_mode(False), torch.enable_grad():
         kernels = differentiate_all(
             segments, kept,
-            trainable=plan.differentiate, known=known, target=mesh.device_type, apart=plan.apart,
+            trainable=settings.differentiate, known=known, target=mesh.device_type, apart=settings.apart,
         )  # fmt: skip
 
     each = [
-        kernels[kernel_key(s.source, p, plan.apart)] for s, p in zip(segments.segments, kept, strict=True)
+        kernels[kernel_key(s.source, p, settings.apart)] for s, p in zip(segments.segments, kept, strict=True)
     ]
     # Which segments keep it elsewhere, or make it again.
     offloaded = frozenset(s.index for s, p in zip(segments.segments, kept, strict=True) if p.offload)
     recomputed = frozenset(s.index for s, p in zip(segments.segments, kept, strict=True) if p.gathers_again)
-    active = find_active(segments, each, program.outputs) if plan.differentiate else set()
+    active = find_active(segments, each, program.outputs) if settings.differentiate else set()
     reruns = [
         plan_rerun(unit, segments, each, active, set(mesh.data_axes))
         for unit in group_by_unit(segments.segments)
-        if plan.differentiate and kept[unit[0].index].runs_again
+        if settings.differentiate and kept[unit[0].index].runs_again
     ]
     # In a pipeline, what each stage runs, and in which order.
     stages = plan_stages(segments, each, active, program.outputs, specs, mesh)
     tasks = ()
     if mesh.stages > 1:
         keeps = ()
-        if plan.apart:
+        if settings.apart:
             fetched_again = find_fetched_again(segments, recomputed, mesh.data_axes)
             keeps = [
                 count_keeps(chunk, segments, each, active, reruns, fetched_again)
                 for _, chunk in stages.chunks
             ]
-        tasks = _order_tasks(stages, each, plan, cost_of, reruns, keeps)
+        tasks = _order_tasks(stages, each, settings, cost_of, reruns, keeps)
     # Write out the schedule of each stage, and let the passes make it fast.
     schedules = []
     for stage in range(mesh.stages):
-        schedule = build(segments, each, program.outputs, specs, mesh, plan, stages, stage, tasks, reruns)
+        schedule = build(segments, each, program.outputs, specs, mesh, settings, stages, stage, tasks, reruns)
         schedule = replace(schedule, offloaded=offloaded, recomputed=recomputed)
         if options.passes is None:
             schedule = run_passes(schedule, default(options.prefetch, options.overlap))
@@ -190,7 +190,7 @@ def schedule_for(
 def _order_tasks(
     stages: StagePlan,
     kernels: Sequence[Kernel],
-    plan: Plan,
+    settings: StepSettings,
     cost_of: CostOf,
     reruns: Sequence[Rerun],
     keeps: Sequence[Keeps],
@@ -206,11 +206,11 @@ def _order_tasks(
         (chunk, way): max(1.0, sum(cost(s.index, way) for s in segments))
         for chunk, (_, segments) in enumerate(stages.chunks)
         for way in Way
-        if plan.apart or way is not Way.WEIGHTS
+        if settings.apart or way is not Way.WEIGHTS
     }
     return order_pipeline(
-        stages.chunks, plan.accumulate, plan.micro_order, plan.differentiate,
-        lambda chunk, way: costs[chunk, way], keeps, plan.zero_bubble_memory,
+        stages.chunks, settings.accumulate, settings.micro_order, settings.differentiate,
+        lambda chunk, way: costs[chunk, way], keeps, settings.zero_bubble_memory,
     )  # fmt: skip
 
 
@@ -219,7 +219,7 @@ def lower(
     specs: ResolvedSpecs,
     batch: Arguments | Sequence[Any],
     mesh: Mesh,
-    plan: Plan,
+    settings: StepSettings,
     options: StepOptions,
     cost_of: CostOf = equal_costs,
 ) -> Stages:
@@ -228,25 +228,25 @@ def lower(
     Tracing keeps lines of code only for an error, for whose message `fn` is traced once more.
     """
     try:
-        front = trace_again(lambda: trace_and_split(fn, specs, batch, mesh, plan, options))
+        front = trace_again(lambda: trace_and_split(fn, specs, batch, mesh, settings, options))
     except TraceError as error:
         if getattr(error, "placed", True):
             raise
-        front = trace_and_split(fn, specs, batch, mesh, plan, replace(options, sources=True))
+        front = trace_and_split(fn, specs, batch, mesh, settings, replace(options, sources=True))
     if mesh.stages > 1:
         try:
             assign_chunks(front.segments, specs.stored, mesh)
         except SpecError:  # it is raised below, with lines
             with_lines = replace(options, sources=True)
-            front = trace_again(lambda: trace_and_split(fn, specs, batch, mesh, plan, with_lines))
-        _warn_of_bubble(plan, mesh)
+            front = trace_again(lambda: trace_and_split(fn, specs, batch, mesh, settings, with_lines))
+        _warn_of_bubble(settings, mesh)
     return schedule_for(front, specs.stored, mesh, options, cost_of=cost_of)
 
 
-def _warn_of_bubble(plan: Plan, mesh: Mesh) -> None:
+def _warn_of_bubble(settings: StepSettings, mesh: Mesh) -> None:
     """Warn if there are fewer micro-batches than stages of a pipeline."""
-    stages, micros = mesh.stages, plan.accumulate
-    if not plan.differentiate or micros >= stages:
+    stages, micros = mesh.stages, settings.accumulate
+    if not settings.differentiate or micros >= stages:
         return
     idle, less = ((stages - 1) / (count + stages - 1) for count in (micros, 4 * stages))
     warnings.warn(

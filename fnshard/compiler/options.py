@@ -8,16 +8,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar, get_args
 
-from fnshard.compiler.buckets import Buckets
 from fnshard.compiler.kernels.inductor import inductor_options
 from fnshard.compiler.kernels.remat import Remat
 from fnshard.compiler.kernels.remat import check as check_remat
+from fnshard.compiler.length_buckets import Buckets
 from fnshard.compiler.place.strategies import ContextAttention, Residual
 from fnshard.compiler.schedule.build import AccumulateMode
 from fnshard.compiler.schedule.passes import Pass
 from fnshard.compiler.schedule.tasks import MicroOrder
 from fnshard.errors import SpecError, counts, is_number, misfits, nearest, one_of
-from fnshard.mesh.waits import DEFAULT_TIMEOUT
+from fnshard.mesh.deadlock import DEFAULT_TIMEOUT
 from fnshard.optim.loss_scale import LossScale
 
 __all__ = ["StepOptions"]

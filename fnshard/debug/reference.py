@@ -26,8 +26,8 @@ from fnshard.layout.spec import LayoutSpec, is_here
 from fnshard.losses import Mean, Sequence, Whole, unwrap_leaf
 from fnshard.mesh import Mesh, make_mesh
 from fnshard.runtime.collectives.simulated import simulate
-from fnshard.step.agreement import checksum
 from fnshard.step.batches import check_leaves, split_batch
+from fnshard.step.rank_agreement import checksum
 from fnshard.step.shards import unshard
 from fnshard.step.step import Step, shard_step
 

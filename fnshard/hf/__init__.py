@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from fnshard import tree
 from fnshard.errors import StateError, leaves
-from fnshard.hf.attention import register_attention
+from fnshard.hf.attention_registry import register_attention
 from fnshard.hf.names import FAMILIES, Family, Names, Transposed, check_config, check_names, family_of
 from fnshard.hf.reading import load_block, match_tensors, open_tensors, read_config, stack_experts
 from fnshard.hf.writing import LeafToWrite, Put, leaves_to_write, model_directory, write_leaves

@@ -26,8 +26,8 @@ from fnshard.errors import LaunchError
 from fnshard.launcher.fork import Forked, fork_rank, may_fork
 from fnshard.launcher.post_mortem import ERRORS, PostMortem
 from fnshard.launcher.rank import LOGS, function_command, run_rank
+from fnshard.mesh.deadlock import process_stat
 from fnshard.mesh.process_group import ATTEMPT, LAUNCHER, RENDEZVOUS, under_launcher
-from fnshard.mesh.waits import process_stat
 from fnshard.runtime.files.folder import clear_memory, scratch_directory
 
 __all__ = ["LaunchError", "launch", "run_rank", "under_launcher"]

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from fnshard.errors import SpecError
+from fnshard.mesh.deadlock import peers
 from fnshard.mesh.process_group import accelerator, join_group, world_size
-from fnshard.mesh.waits import peers
 
 __all__ = ["Mesh", "make_mesh"]
 

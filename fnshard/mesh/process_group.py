@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from fnshard.errors import CollectiveError, SpecError
-from fnshard.mesh.waits import LEAVE, STOP_S, Place, peers
+from fnshard.mesh.deadlock import LEAVE, STOP_S, RankStatus, peers
 
 MEET_S = 60.0  # ranks have at least so long to come: some import for longer than a collective may take
 POLL_S = 0.05
@@ -324,7 +324,7 @@ def sign_off(raised: BaseException | None) -> None:
     """Show the others that this rank ends, and why; do nothing without a group."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         why = "" if raised is None else f"{type(raised).__name__}: {raised}".splitlines()[0]
-        peers().show("ended", Place("has ended", why, ended=True))
+        peers().show("ended", RankStatus("has ended", why, ended=True))
 
 
 def leave_group() -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from fnshard.errors import CheckpointError, CollectiveError
 from fnshard.mesh import Mesh
-from fnshard.mesh.waits import DEFAULT_TIMEOUT, peers
+from fnshard.mesh.deadlock import DEFAULT_TIMEOUT, peers
 from fnshard.runtime.files.tensorfile import Corrupt
 
 T = TypeVar("T")

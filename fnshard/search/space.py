@@ -440,7 +440,7 @@ class MeshPlans:
     def lower(self, choice: Choice, verified: bool) -> Lowered:
         front, options = self._front(choice.accumulate), self.options_of(choice)
         order = {"micro_order": choice.order, "zero_bubble_memory": choice.zero_bubble_memory}
-        front = replace(front, plan=replace(front.plan, **order))
+        front = replace(front, settings=replace(front.settings, **order))
         specs, mesh = ResolvedSpecs.of(self.specs_of(choice)).stored, self._step.mesh
         stages = schedule_for(front, specs, mesh, options, self._kernels, verified, kernel_flops)
         sizes = bytes_of_batch(self._batch)

@@ -16,7 +16,7 @@ from fnshard.compiler.frontend.trace import flatten_batch
 from fnshard.compiler.ir.arguments import Arguments
 from fnshard.errors import StateError, leaves
 from fnshard.losses import Whole, rows_of, unwrap_leaf
-from fnshard.step.agreement import checksum
+from fnshard.step.rank_agreement import checksum
 
 Batch = Arguments | Sequence[Any]
 BatchKey = tuple[tuple[str, Any], ...]  # what `batch_key` gives

@@ -20,7 +20,7 @@ from fnshard.compiler.ir.deferred_imports import trace_again
 from fnshard.compiler.kernels.inductor import warm_up
 from fnshard.compiler.lower import Front, lower, schedule_for, trace_and_split
 from fnshard.compiler.options import StepOptions
-from fnshard.compiler.schedule.build import Plan
+from fnshard.compiler.schedule.build import StepSettings
 from fnshard.errors import StateError, TraceError
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.layout.spec import check_specs
@@ -39,8 +39,8 @@ from fnshard.step.batches import (
     split_batch,
 )
 from fnshard.step.lowered import CompileStats, Lowered
-from fnshard.step.plan import FORWARD, check_order, fill_depths, plan_of
 from fnshard.step.programs import Programs, announce, fits
+from fnshard.step.settings import FORWARD, check_order, fill_depths, step_settings
 
 LENGTHS = 64  # the least number of programs that a step with `shapes` keeps: sequences may differ in length
 
@@ -188,17 +188,17 @@ class ProgramCache:
         announce(self.fn, self.programs, key)
         if self.mesh.kind != "abstract":
             warm_up(self.mesh.device_type, options.backend)
-        plan, known, compiled = self._plan_of(options), self._cut, None
+        settings, known, compiled = self._step_settings(options), self._cut, None
         if known is not None and fits(known, batch_key(micro)):
             # Another number of the same micro-batches needs nothing but another schedule of the same kernels.
             stages, compiled = known[1].stages, known[1].compiled
-            front = Front(stages.program, stages.segments, plan.for_program(stages.program))
+            front = Front(stages.program, stages.segments, settings.for_program(stages.program))
             stages = schedule_for(
                 front, self.specs.stored, self.mesh, options, dict(stages.kernels), cost_of=kernel_flops
             )
         else:
             self.stats.traces += 1
-            stages = lower(self.fn, self.specs, micro, self.mesh, plan, options, kernel_flops)
+            stages = lower(self.fn, self.specs, micro, self.mesh, settings, options, kernel_flops)
 
         lowered = Lowered(
             stages, options, compiled, self.optimizer, bytes_of_batch(batch),
@@ -210,17 +210,19 @@ class ProgramCache:
             self._cut = batch_key(micro), lowered
         return lowered
 
-    def _plan_of(self, options: StepOptions) -> Plan:
-        """Return the plan of a training step, or of a forward."""
-        return plan_of(self.optimizer, self.specs, self.mesh, options) if self.trains else FORWARD
+    def _step_settings(self, options: StepOptions) -> StepSettings:
+        """Return the settings of a training step, or of a forward."""
+        return step_settings(self.optimizer, self.specs, self.mesh, options) if self.trains else FORWARD
 
     def front(self, batch: Batch, **changes: Any) -> Front:
         """Return the stages that read nothing but `fn`, for this rank's batch; the cache keeps none of it."""
         options = replace(self.options_of(batch), **changes)
         micro = next(split_batch(batch, options.accumulate))
         with self.lock:
-            plan = self._plan_of(options)
-            return trace_again(lambda: trace_and_split(self.fn, self.specs, micro, self.mesh, plan, options))
+            settings = self._step_settings(options)
+            return trace_again(
+                lambda: trace_and_split(self.fn, self.specs, micro, self.mesh, settings, options)
+            )
 
     def tensors(self, lowered: Lowered, batch: Batch) -> tuple[dict[str, Tensor], set[str]]:
         """Return what `batch_tensors` gives of a batch, after its indices are checked.

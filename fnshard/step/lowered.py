@@ -28,14 +28,14 @@ from fnshard.compiler.frontend.contexts import deterministic
 from fnshard.compiler.frontend.indices import Indices
 from fnshard.compiler.ir.program import Program
 from fnshard.compiler.ir.values import ValueName
-from fnshard.compiler.kernels.attention import backends
+from fnshard.compiler.kernels.attention_backends import backends
 from fnshard.compiler.kernels.inductor import Compiled, Graphs, compile_graphs, graphs_of, share_of
 from fnshard.compiler.kernels.segments import Segments
 from fnshard.compiler.lower import Stages
 from fnshard.compiler.options import StepOptions
 from fnshard.compiler.schedule.instructions import COMMUNICATION, TRANSFER, Run
 from fnshard.compiler.schedule.ir import Schedule
-from fnshard.compiler.schedule.together import Place, together
+from fnshard.compiler.schedule.together import StageLine, together
 from fnshard.errors import BudgetError, SpecError, is_number
 from fnshard.mesh.process_group import place_on_host
 from fnshard.optim.optimizer import Optimizer
@@ -117,7 +117,7 @@ class Lowered:
         return self.stages.schedules
 
     @cached_property
-    def merged(self) -> list[Place]:
+    def merged(self) -> list[StageLine]:
         """The lines of all stages, as (stage, line), in an order in which they can be done."""
         return together(self.schedules)
 

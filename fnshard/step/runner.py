@@ -14,8 +14,8 @@ from torch import Tensor, fx
 from fnshard import tree
 from fnshard.analysis.memory import describe_peak
 from fnshard.compiler.frontend.contexts import check_autocast, deterministic
-from fnshard.compiler.frontend.limits import check_limits
 from fnshard.compiler.frontend.random import derive_keys
+from fnshard.compiler.frontend.size_bounds import check_limits
 from fnshard.compiler.ir.arguments import Arguments
 from fnshard.compiler.ir.custom_gradient import counting
 from fnshard.compiler.ir.program import Limit, replay
@@ -33,7 +33,10 @@ from fnshard.runtime.executor.scalars import Scalars
 from fnshard.runtime.executor.update import Updater
 from fnshard.runtime.readback import Reading
 from fnshard.runtime.tiers import Transfers, copy_to_device
-from fnshard.step.agreement import (
+from fnshard.step.batches import check_leaves, texts_of
+from fnshard.step.cache import ProgramCache
+from fnshard.step.lowered import Lowered
+from fnshard.step.rank_agreement import (
     Agreement,
     check_agreement,
     checksum,
@@ -41,10 +44,7 @@ from fnshard.step.agreement import (
     compare_rows,
     compare_values,
 )
-from fnshard.step.batches import check_leaves, texts_of
-from fnshard.step.cache import ProgramCache
-from fnshard.step.lowered import Lowered
-from fnshard.step.plan import items_of, scalars_of, settings_of
+from fnshard.step.settings import items_of, scalars_of, texts_to_agree
 from fnshard.step.shards import check_blocks, full_checksums
 from fnshard.step.state import TrainState
 
@@ -240,7 +240,7 @@ class Runner:
         rank, specs = self.rank, self.cache.specs
         settings = {"accumulate": str(lowered.options.accumulate)}
         if self.cache.trains and self.mesh.size > 1:
-            settings |= settings_of(self.optimizer, specs, self.options, seed, step)
+            settings |= texts_to_agree(self.optimizer, specs, self.options, seed, step)
         items, compiled = items_of(lowered.program), lowered.compiled is not None
         rank.agreement = check_agreement(rank.comm, lowered.communication(), settings, items, compiled, rows)
 

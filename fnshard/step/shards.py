@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fnshard import tree
 from fnshard.compiler.deferred.deferred_init import Values, recipe_of
 from fnshard.compiler.schedule.buckets import make_buckets
-from fnshard.compiler.update.slots import Slots
+from fnshard.compiler.update.slot_shapes import Slots
 from fnshard.errors import SpecError, StateError, leaves
 from fnshard.functional import make_functional
 from fnshard.layout.codecs import Unfit, encode, is_coded, parts_of
@@ -29,7 +29,7 @@ from fnshard.runtime.collectives.base import Collectives
 from fnshard.runtime.collectives.connect import connection
 from fnshard.runtime.packing import Packer, local_block
 from fnshard.runtime.tiers import allocate, check_directory, to_tier
-from fnshard.step.agreement import checksum
+from fnshard.step.rank_agreement import checksum
 
 __all__ = ["shard", "unshard"]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fnshard import tree
-from fnshard.compiler.frontend.limits import check_limits
+from fnshard.compiler.frontend.size_bounds import check_limits
 from fnshard.errors import StateError
 
 __all__ = ["Metrics", "TrainState"]

@@ -24,7 +24,7 @@ from fnshard.compiler.ir.values import CONTROL, LOSS_TANGENT, SCALARS, Kind, slo
 from fnshard.compiler.lower import Front
 from fnshard.compiler.options import StepOptions, read_options, takes_options
 from fnshard.compiler.update.family import families_of
-from fnshard.compiler.update.slots import Slots, slot_blocks, slot_shapes
+from fnshard.compiler.update.slot_shapes import Slots, slot_blocks, slot_shapes
 from fnshard.errors import OptimizerError, SpecError, StateError, leaves
 from fnshard.functional import make_functional
 from fnshard.layout.resolved import ResolvedSpecs, compare_paths
@@ -41,10 +41,11 @@ from fnshard.runtime.readback import Reading
 from fnshard.runtime.tiers import check_directory
 from fnshard.step.cache import ProgramCache
 from fnshard.step.lowered import CompileStats, Lowered
-from fnshard.step.plan import FLAGS, loss_scale_of
+from fnshard.step.optimizer_state import check_slots, init_slots
 from fnshard.step.programs import name_of
 from fnshard.step.rounding import warn_of_lost_updates
 from fnshard.step.runner import Bound, Runner
+from fnshard.step.settings import FLAGS, loss_scale_of
 from fnshard.step.shards import (
     blank_params,
     blank_slots,
@@ -54,7 +55,6 @@ from fnshard.step.shards import (
     init_params,
     narrow_to_storage,
 )
-from fnshard.step.slots import check_slots, init_slots
 from fnshard.step.state import Metrics, TrainState, check_state, read_rng
 
 __all__ = ["Forward", "Step", "lockstep", "shard_forward", "shard_step"]

@@ -11,6 +11,7 @@ import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from errors import raises
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from trained import LR, STEPS, assert_same, loss_of, make_model, rows_of, step_here, train_module
 from zero_folders import write_zero
@@ -184,10 +186,12 @@ def test_zero(stage: int, count: int, tmp_path: Path) -> None:
     assert all(torch.equal(whole.params[n], v) for n, v in model.state_dict().items())
 
 
-def test_zero_files_hold_objects_of_deepspeed(tmp_path: Path, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("by_name", [False, True])  # as newer Pythons, and as 3.11.0 to 3.11.3 pickle enums
+def test_zero_files_hold_objects_of_deepspeed(by_name: bool, tmp_path: Path, monkeypatch: Any) -> None:
     """These are not made, and not needed; the stage is one of them. Others are refused."""
     config = types.ModuleType("deepspeed.runtime.zero.config")
     config.ZeroStageEnum = enum.IntEnum("ZeroStageEnum", {"gradients": 2}, module=config.__name__)
+    config.ZeroStageEnum.__reduce_ex__ = reduce_by_name if by_name else reduce_by_value
     config.LossScaler = type("LossScaler", (), {"__module__": config.__name__, "scale": 1.0})
     for name in ("deepspeed", "deepspeed.runtime", "deepspeed.runtime.zero"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
@@ -338,6 +342,32 @@ def test_a_payload_is_refused_and_does_not_run(tmp_path: Path) -> None:
     with raises(CheckpointError, leaves="'model.0.weight'", says="pickle"):
         fs.checkpoint.load_dcp(made["dcp"], step)
     assert not marker.exists()
+
+
+def test_enums_are_read_as_older_pythons_pickle_them(tmp_path: Path) -> None:
+    """Python 3.11.0 to 3.11.3 pickle a member as `getattr(class, name)`; of other things that is refused."""
+    with mock.patch.object(_MEM_FORMAT_ENCODING, "__reduce_ex__", reduce_by_name):
+        made = folders(tmp_path)
+    assert b"getattr" in (made["dcp"] / ".metadata").read_bytes()
+    step = step_here(fs.make_mesh(shard=1))
+    LOAD["dcp"](made["dcp"], step)
+    (made["dcp"] / ".metadata").write_bytes(pickle.dumps(Attribute()))
+    with raises(CheckpointError, says="would run or make builtins.getattr"):
+        LOAD["dcp"](made["dcp"], step)
+
+
+def reduce_by_name(member: enum.Enum, protocol: int) -> Any:
+    return getattr, (type(member), member.name)
+
+
+def reduce_by_value(member: enum.Enum, protocol: int) -> Any:
+    return type(member), (member.value,)
+
+
+class Attribute:
+    def __reduce__(self) -> Any:
+        """Pickle this as an attribute of a class that a reader has."""
+        return getattr, (set, "__subclasses__")
 
 
 def cut_off(file: Path) -> None:

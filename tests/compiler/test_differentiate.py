@@ -11,10 +11,10 @@ from kernels import no_kernels
 from toys import ROWS, WIDTH, assert_same_grads, chain, llama, lower, rows, run_chain, step_of
 
 import fnshard as fs
-from fnshard.compiler.kernels.canonical import Source
 from fnshard.compiler.kernels.differentiate import differentiate
 from fnshard.compiler.kernels.kernel import Kernel
 from fnshard.compiler.kernels.remat import Policy
+from fnshard.compiler.kernels.segment_source import Source
 from fnshard.step.lowered import Lowered
 
 

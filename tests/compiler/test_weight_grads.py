@@ -24,14 +24,14 @@ from toys import ROWS, WIDTH, chain, llama, lower, rows, run_chain
 
 import fnshard as fs
 from fnshard import ScheduleError, SpecError
-from fnshard.compiler.kernels.canonical import Source
 from fnshard.compiler.kernels.differentiate import differentiate
 from fnshard.compiler.kernels.kernel import Backward, Kernel
 from fnshard.compiler.kernels.remat import NAMED, Policy
+from fnshard.compiler.kernels.segment_source import Source
 from fnshard.compiler.kernels.segments import Way
 from fnshard.compiler.schedule.instructions import Accumulate, ReduceScatter, Run
 from fnshard.compiler.schedule.ir import Schedule
-from fnshard.compiler.schedule.keeps import Keeps
+from fnshard.compiler.schedule.kept_bytes import Keeps
 from fnshard.compiler.schedule.tasks import Slot, bubble, count_kept, order_stages, usual_room
 from fnshard.compiler.schedule.verify import verify
 

@@ -11,11 +11,11 @@ import pytest
 from errors import raises
 from runs import compose, validate
 
-from experiments.explain import words
+from experiments.explain import text as explain_text
 from experiments.explain.__main__ import write_explanation
 from experiments.explain.config import COMMAND, ExplainConfig
-from experiments.explain.paper import Paper, explain
-from experiments.explain.waste import _put_on_paper
+from experiments.explain.step_on_paper import StepOnPaper, explain
+from experiments.explain.time_report import _put_on_paper
 from experiments.lib.checks import ConfigError
 from fnshard.analysis.hardware import mfu
 from fnshard.errors import BudgetError
@@ -26,14 +26,14 @@ def config_of(*overrides: str) -> ExplainConfig:
 
 
 @pytest.fixture(scope="module")
-def paper() -> Paper:
+def paper() -> StepOnPaper:
     return explain(config_of("mesh.shard=64", "data.rows=128", "hardware.price_per_hour=3", "tokens=1e9"))
 
 
 # ------------------------------------------------------------------ numbers
 
 
-def test_numbers_add_up(paper: Paper) -> None:
+def test_numbers_add_up(paper: StepOnPaper) -> None:
     model = paper.config.model
     assert paper.config.rows == 2 and paper.tokens_per_step == 128 * model.context
     assert sum(math.prod(s.shape) for s in paper.lowered.schedule.specs.values()) == model.parameters
@@ -47,8 +47,8 @@ def test_numbers_add_up(paper: Paper) -> None:
     assert paper.device_hours == pytest.approx(hours) and paper.cost == pytest.approx(3 * hours)
 
 
-def test_everything_asked_for_is_said(paper: Paper) -> None:
-    text = words.as_text(paper)
+def test_everything_asked_for_is_said(paper: StepOnPaper) -> None:
+    text = explain_text.as_text(paper)
     for expected in (
         f"{paper.config.model.parameters:,}", "64 × h100, 8 nodes of 8", "full_shard, no remat", "fits",
         "MFU", "tokens a day", "at $3 an hour", "saved activations", "reduce scatter",
@@ -76,7 +76,7 @@ def test_everything_asked_for_is_said(paper: Paper) -> None:
     ids=lambda value: value[0].replace("=", "_") if isinstance(value, list) else None,
 )
 def test_every_kind_of_plan_is_explained(overrides: list[str], expected: str) -> None:
-    text = words.as_text(explain(config_of(*overrides)))
+    text = explain_text.as_text(explain(config_of(*overrides)))
     assert expected in text
     assert ("$" in text) == ("an hour" in text)
     assert ("an hour" in text) == ("hardware.price_per_hour=null" not in overrides)
@@ -88,11 +88,15 @@ def test_what_does_not_fit_is_reported_and_what_would_is_found() -> None:
     bare = explain(config_of(*little))
     assert (
         not bare.fits
-        and "does not fit" in words.as_text(bare)
-        and "strategy=auto looks for" in words.as_text(bare)
+        and "does not fit" in explain_text.as_text(bare)
+        and "strategy=auto looks for" in explain_text.as_text(bare)
     )
     found = explain(config_of(*little, "strategy=auto"))
-    assert found.fits and "strategy=auto:" in words.as_text(found) and "does not" not in words.as_text(found)
+    assert (
+        found.fits
+        and "strategy=auto:" in explain_text.as_text(found)
+        and "does not" not in explain_text.as_text(found)
+    )
     with raises(BudgetError, says="nothing fits"):
         explain(config_of("mesh.shard=2", "run.device_gb=0.0001", "strategy=auto"))
 
@@ -107,7 +111,7 @@ def test_what_does_not_fit_is_reported_and_what_would_is_found() -> None:
         (["run.accumulate=2", "strategy=auto"], "strategy=auto chooses the micro-batches"),
         (["specs=[['*',shard]]", "strategy=auto"], "specs: strategy=auto chooses them by itself"),
         (
-            ["model._target_=own_task.linear", "model.vocab=8"],
+            ["model._target_=custom_task.linear", "model.vocab=8"],
             "model.context=None: a model of one's own",
         ),
     ],
@@ -119,20 +123,21 @@ def test_mistakes_are_reported(overrides: list[str], expected: str) -> None:
     assert expected in str(caught.value) and len(str(caught.value).splitlines()) == 1
 
 
-OWN = ("model._target_=own_task.linear", "model.width=64", "data._target_=own_task.points", "data.count=8",
-       "objective._target_=own_task.squares", "precision=fp32", "mesh.shard=2")  # fmt: skip
+OWN = ("model._target_=custom_task.linear", "model.width=64", "data._target_=custom_task.points",
+       "data.count=8", "objective._target_=custom_task.squares", "precision=fp32",
+       "mesh.shard=2")  # fmt: skip
 
 
 @pytest.mark.parametrize("more", [(), ("optimizer=soap",), ("specs=[[w,shard],[b,null]]",)], ids=str)
 def test_a_model_of_ones_own_is_explained_as_train_takes_it(more: tuple[str, ...]) -> None:
     found = explain(validate(COMMAND, [*OWN, *more, "data.rows=6"]))
-    text = words.as_text(found)
+    text = explain_text.as_text(found)
     assert found.subject.parameters == 65 and found.config.rows == 3 and "rows a day" in text
-    assert "tokens" not in text and "own_task.linear" in text
+    assert "tokens" not in text and "custom_task.linear" in text
 
 
 def test_buffers_are_no_parameters_and_text_has_tokens() -> None:
-    own = ("model._target_=own_task.Embedder", "model.context=8", "model.vocab=256", "precision=fp32")
+    own = ("model._target_=custom_task.Embedder", "model.context=8", "model.vocab=256", "precision=fp32")
     found = explain(validate(COMMAND, [*own, "mesh.shard=2"]))
     assert found.subject.parameters == 256 * 8 and found.tokens_per_step == 2 * 8
 
@@ -140,7 +145,7 @@ def test_buffers_are_no_parameters_and_text_has_tokens() -> None:
 def test_recipes_of_train_are_explained_and_what_has_no_effect_is_said() -> None:
     config = validate(COMMAND, ["experiment=laptop", "mesh.shard=4", "model.layers=1"])
     assert config.mesh.shard == 4 and config.run.device_gb is None
-    idle = words.without_effect(config)
+    idle = explain_text.without_effect(config)
     assert {"run.steps", "run.device"} <= set(idle) and "run.accumulate" not in idle
 
 
@@ -154,7 +159,7 @@ def test_a_run_leaves_text_and_pictures(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_a_run_by_specs_is_put_on_paper_by_its_specs(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("experiments.explain.waste.explain", lambda config: config)
+    monkeypatch.setattr("experiments.explain.time_report.explain", lambda config: config)
     run = dataclasses.asdict(compose("mesh.shard=2", "specs=[['*',shard],[embed*,null]]"))
     assert _put_on_paper(run, tmp_path).specs == [("*", "shard"), ("embed*", None)]
     assert (

@@ -15,7 +15,7 @@ from toys import llama, lower
 import fnshard as fs
 from experiments import train
 from experiments.explain.config import COMMAND
-from experiments.explain.waste import neighbours, report_waste
+from experiments.explain.time_report import neighbours, report_waste
 from experiments.lib.checks import ConfigError
 from experiments.lib.measured import LINES, hardware_of_runs, read_measurements
 from experiments.lib.plan import hardware_of

@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import own_task
+import custom_task
 import pytest
 import torch
 from errors import raises
@@ -23,7 +23,7 @@ from runs import compose, validate
 from toys import lower
 
 from experiments.explain.config import COMMAND as EXPLAIN
-from experiments.explain.paper import explain
+from experiments.explain.step_on_paper import explain
 from experiments.lib.checks import ConfigError
 from experiments.lib.compose import CONF, answer
 from experiments.lib.config import StrategyConfig
@@ -55,7 +55,7 @@ MODEL = (
 FEW = "model.layers=1"  # so few are lowered as they are
 EIGHTHS = 8  # parts of what a backward reads, where every part is tried
 H100 = Hardware.named("h100")
-HERE = "own_task"  # a module of tests/support
+HERE = "custom_task"  # a module of tests/support
 MIXTURE = CONF.parent / "experiments" / "examples" / "deepseek_v3" / "conf"
 
 
@@ -511,7 +511,7 @@ def test_a_plan_takes_a_model_of_ones_own_and_a_recipe() -> None:
 @pytest.mark.long
 def test_the_peak_of_a_model_of_ones_own_is_that_of_its_whole_step() -> None:
     """No layer of it stands for others. It is built once, and one item is read, for all prices."""
-    own_task.Counted.reads = 0
+    custom_task.Counted.reads = 0
     own = (f"model._target_={HERE}.Deep", "model.width=64", "model.depth=8", f"data._target_={HERE}.counted",
            "data.width=64", f"objective._target_={HERE}.squares", "precision=fp32", "rows=12")  # fmt: skip
     config = validate(COMMAND, own)
@@ -524,7 +524,7 @@ def test_the_peak_of_a_model_of_ones_own_is_that_of_its_whole_step() -> None:
         whole = planner.lower(plan, 1, planner.count_micro_batches(plan)).memory_analysis()
         found = planner.walk.price_once(plan), planner.price_exactly(plan)
         assert [each.peak_bytes for each in found] == [whole.peak_bytes] * 2
-    assert config.parameters == 8 * 64 * 65 and own_task.Counted.reads == 1
+    assert config.parameters == 8 * 64 * 65 and custom_task.Counted.reads == 1
 
 
 def test_the_first_line_says_what_is_planned(monkeypatch, capsys, tmp_path) -> None:
@@ -535,10 +535,11 @@ def test_the_first_line_says_what_is_planned(monkeypatch, capsys, tmp_path) -> N
     assert f"a model of {config.model.parameters:,} parameters" in said and "8 × h100" in said
     assert f"{config.batch_rows:,} rows of {config.model.context:,} tokens in a step" in said
     assert config.devices == 8 and config.hardware.name == "h100"
-    own = ["model._target_=own_task.Embedder", "model.context=8", "model.vocab=300", "days=3", "rows=64"]
+    own = ["model._target_=custom_task.Embedder", "model.context=8", "model.vocab=300", "days=3", "rows=64"]
     write(validate(COMMAND, own), tmp_path)
     assert (
-        "plan of own_task.Embedder, 64 rows of 8 tokens in a step, on the fewest" in capsys.readouterr().out
+        "plan of custom_task.Embedder, 64 rows of 8 tokens in a step, on the fewest"
+        in capsys.readouterr().out
     )
 
 

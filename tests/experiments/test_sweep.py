@@ -150,9 +150,9 @@ def test_a_failed_job_stops_no_other_and_makes_the_exit_code_one(sweep, capsys):
 
 
 MINE = """# @package _global_
-model: {_target_: own_task.linear}
-data: {_target_: own_task.points, count: 32, rows: 8, held_out_rows: 8}
-objective: {_target_: own_task.squares}
+model: {_target_: custom_task.linear}
+data: {_target_: custom_task.points, count: 32, rows: 8, held_out_rows: 8}
+objective: {_target_: custom_task.squares}
 """
 
 

@@ -30,7 +30,7 @@ from experiments.data.prepared import open_prepared
 from experiments.data.tokenizer import load_tokenizer, open_directory
 from experiments.evaluate import run as evaluation
 from experiments.evaluate.config import EvaluateConfig
-from experiments.explain.waste import report_waste
+from experiments.explain.time_report import report_waste
 from experiments.generate import GenerateConfig, generate
 from experiments.lib.checks import ConfigError, targets_in
 from experiments.lib.compose import is_mistake, text_of

@@ -146,7 +146,7 @@ def test_the_step_that_is_explained_is_the_one_that_would_run(draft, hardware):
 
 
 def test_a_prediction_is_what_explain_says():
-    from experiments.explain.paper import explain
+    from experiments.explain.step_on_paper import explain
 
     draft = Draft("train", {}, {"model.layers": "1", "run.steps": "50"})
     found = prediction.predict(draft, "cpu")

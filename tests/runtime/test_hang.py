@@ -14,7 +14,7 @@ from errors import raises
 from models import model_of
 
 import fnshard as fs
-from fnshard.mesh import waits
+from fnshard.mesh import deadlock
 from fnshard.runtime.collectives.connect import connect
 
 TIMEOUT_S = 2
@@ -75,20 +75,20 @@ def test_it_names_the_instruction_the_unit_and_the_rank(ranks: Any, preset: str,
 
 def ask_to_end(rank: int) -> str:
     """Ask rank 0 to end while it waits for rank 1, which computes for a while and then sleeps."""
-    here, at_work = waits.peers(), time.monotonic() + 4 * waits.LOOK_S
+    here, at_work = deadlock.peers(), time.monotonic() + 4 * deadlock.LOOK_S
     here.exchange("first", b"", 60)
     if rank == 1:
         while time.monotonic() < at_work:
             pass
         time.sleep(3)
         return ""
-    here.asked, waits.STOP_S = lambda: True, 1.0
+    here.asked, deadlock.STOP_S = lambda: True, 1.0
     try:
         here.exchange("second", b"", 60)
     except fs.CollectiveError as error:
         return f"{time.monotonic() > at_work} {error}"
     finally:
-        here.asked, waits.STOP_S = lambda: False, 5.0
+        here.asked, deadlock.STOP_S = lambda: False, 5.0
     return "no error"
 
 
@@ -100,7 +100,7 @@ def test_who_is_asked_to_end_waits_for_peers_at_work_and_names_those_that_are_no
 def test_a_message_longer_than_a_store_takes_at_once_comes_whole_and_nothing_of_it_stays() -> None:
     here = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     there = dist.TCPStore("127.0.0.1", here.port, is_master=False, wait_for_workers=False)
-    both = [waits.Peers(store, rank, 2) for rank, store in enumerate((here, there))]
+    both = [deadlock.Peers(store, rank, 2) for rank, store in enumerate((here, there))]
     with ThreadPoolExecutor(2) as pool:
         for sent in ([bytes(9 << 20), b"a\nb"], [b"", b"short"]):
             exchanged = pool.map(lambda p, data: p.exchange("save", data, 60.0, call="save"), both, sent)
@@ -110,9 +110,9 @@ def test_a_message_longer_than_a_store_takes_at_once_comes_whole_and_nothing_of_
 
 @pytest.mark.parametrize("of", [None, (0,)])
 def test_what_came_after_a_rank_gave_up_is_no_answer_to_its_next_try(of: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(waits, "ROLL_S", 0.0)
+    monkeypatch.setattr(deadlock, "ROLL_S", 0.0)
     store = dist.HashStore()
-    first, second = (waits.Peers(store, rank, 2) for rank in range(2))
+    first, second = (deadlock.Peers(store, rank, 2) for rank in range(2))
     with raises(fs.CollectiveError, leaves="rank 1", says="0.1 s"):
         first.exchange("save", b"early", 0.1, call="save")
     with raises(fs.CollectiveError, leaves="rank 0", says="gave up"):

@@ -25,7 +25,7 @@ from fnshard.runtime.collectives.connect import connect, connection
 from fnshard.runtime.collectives.messages import PAGE
 from fnshard.runtime.collectives.shared_memory import Units
 from fnshard.runtime.packing import Packer, local_block
-from fnshard.step.plan import fill_depths
+from fnshard.step.settings import fill_depths
 
 NUMEL = 3 * PAGE // 4  # of a rank's part: whole pages of fp32
 UNIT = 4 * NUMEL  # bytes of it

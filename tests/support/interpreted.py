@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import fnshard as fs
-from fnshard.compiler.kernels import attention
+from fnshard.compiler.kernels import attention_backends
 from fnshard.compiler.kernels.inductor import compile_graph
 from fnshard.compiler.kernels.segments import Way
 from fnshard.compiler.schedule.instructions import Update
@@ -236,7 +236,9 @@ def graphs(dtype: torch.dtype) -> Iterator[tuple[str, bool, Callable[[], fx.Grap
     optimizer = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.adamw(3e-4))
     tokens = torch.zeros(2, 11, dtype=torch.int64)
     step = fs.shard_step(lambda p, x, y: apply(p, x, y), specs, mesh=mesh, optimizer=optimizer)
-    with mock.patch.object(attention, "choose_kernel", lambda *_: "math"):  # flash attention is a library's
+    with mock.patch.object(
+        attention_backends, "choose_kernel", lambda *_: "math"
+    ):  # flash attention is a library's
         found = step.lower(params, tokens, tokens)
     yield from graphs_of(found.schedule)
 

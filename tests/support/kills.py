@@ -68,7 +68,7 @@ SMALL = (*RUN, "run.sample_tokens=4", "model.width=16", "model.layers=2", "model
 TUNED = (*RUN, "run.sample_tokens=3", "method.rank=2", "data.context=48", "data.rows=4",
          "data.held_out_rows=4")  # fmt: skip
 REWARDED = (*TUNED, "objective=grpo", "objective.group=4", "objective.tokens=3", "optimizer.lr=0.02",
-            "objective.reward={_target_: own_task.digits}")  # fmt: skip
+            "objective.reward={_target_: custom_task.digits}")  # fmt: skip
 SEEDS = (*SMALL, "run.seed=1,2,3", "hydra.sweep.dir=sweep")
 AGENT = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1000")
 ADAPTERS = ("samples.txt", "adapters/adapter_model.safetensors")

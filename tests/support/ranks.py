@@ -28,10 +28,10 @@ from kernels import remember_traces
 from updates import share_updates
 
 COLLECTIVE_TIMEOUT_S = 60.0
-# Ranks are forked from a process that has imported what they need, and has no threads.
+# Ranks are forked from a process that has imported what they need, and has no threads (`warm`).
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
-    ["torch._inductor.compile_fx", "torch.distributed", "fnshard", "hypothesis", "experiments.finetune",
+    ["warm", "torch.distributed", "fnshard", "hypothesis", "experiments.finetune",
      "transformers.models.llama.modeling_llama", "matplotlib.figure"]
 )  # fmt: skip
 # Of a pool that another module may take over: requests that it has served, and threads of a rank.

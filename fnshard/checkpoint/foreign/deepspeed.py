@@ -26,6 +26,7 @@ OPTIMIZER, MODEL = "*_optim_states.pt", "*_model_states.pt"
 UNIVERSAL = "zero"  # a folder that ds_to_universal.py makes
 # What a rank's file calls its parts of the vectors, by stage.
 VECTORS = {1: "single_partition_of_fp32_groups", 2: "single_partition_of_fp32_groups", 3: "fp32_flat_groups"}
+STAGES = {"optimizer_states": 1, "gradients": 2, "weights": 3}  # as its enum of stages names them
 _RANK = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(?:optim|model)_states\.pt")
 
 Run = tuple[PlacedTensor, int, int]  # of a vector: the first element, and how many
@@ -68,7 +69,8 @@ def read_deepspeed(path: Path) -> SavedState:
     if missing := sorted({*range(count)} - ranks.keys()):
         raise Corrupt(f"was saved by {count} ranks; missing are the files of {', '.join(map(str, missing))}")
     stage = parts[0].get("zero_stage")
-    stage = stage.args[0] if isinstance(stage, Inert) and stage.args else stage  # an enum, or its number
+    if isinstance(stage, Inert) and stage.args:  # a `ZeroStageEnum`, pickled by its value or by its name
+        stage = STAGES.get(stage.args[0], stage.args[0])
     if stage not in VECTORS:
         raise Corrupt(f"is of ZeRO stage {stage!r}; 1, 2 and 3 are read here")
 

@@ -25,7 +25,6 @@ from fnshard.compiler.frontend.contexts import LOCK, Surroundings, check_autocas
 from fnshard.compiler.frontend.exchange import DIFFERENTIABLE, copy_outgoing, tracing_on
 from fnshard.compiler.frontend.functions import HOOK
 from fnshard.compiler.frontend.host_random import GENERATORS, refuse_draws
-from fnshard.compiler.frontend.limits import Limits
 from fnshard.compiler.frontend.normalize import normalize
 from fnshard.compiler.frontend.ragged import run as ragged_run
 from fnshard.compiler.frontend.refusals import (
@@ -34,6 +33,7 @@ from fnshard.compiler.frontend.refusals import (
     check_requires_grad,
     written_inputs,
 )
+from fnshard.compiler.frontend.size_bounds import Limits
 from fnshard.compiler.frontend.transforms import Differentiable, Retrace
 from fnshard.compiler.frontend.unsupported import refusals
 from fnshard.compiler.ir import source_lines

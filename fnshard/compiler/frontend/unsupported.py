@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from fnshard.compiler.deferred.tape import leaves_of, map_leaves
 from fnshard.compiler.frontend import control_flow, functions, statistics, transforms
-from fnshard.compiler.frontend.substitutes import SUBSTITUTES, mask_positions
+from fnshard.compiler.frontend.decompositions import DECOMPOSITIONS, mask_positions
 from fnshard.compiler.frontend.transforms import Patch, while_tracing
 from fnshard.compiler.ir.failures import Call, higher_order
 from fnshard.errors import TraceError, report
@@ -123,7 +123,7 @@ def refusals(device: torch.device) -> Iterator[Calls]:
 
 
 class Calls(TorchFunctionMode):
-    """A mode that sees every torch function which `fn` calls: it refuses, substitutes or runs it.
+    """A mode that sees every torch function which `fn` calls: it refuses, decomposes or runs it.
 
     Args:
         device: the trace's device.
@@ -170,7 +170,7 @@ class Calls(TorchFunctionMode):
                 raise RuntimeError(f".{name}() is not supported on tensors without values.")
             if name in _INDEXED:
                 args = (args[0], mask_positions(args[1], args[0].shape), *args[2:])
-            return SUBSTITUTES.get(func, func)(*args, **kwargs)
+            return DECOMPOSITIONS.get(func, func)(*args, **kwargs)
         except Exception as error:
             self.failed = Call(error, func, (*args, *kwargs.values()))
             raise

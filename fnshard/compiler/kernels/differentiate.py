@@ -24,14 +24,14 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fnshard.compiler.frontend.substitutes import LEFT_OUT, skip_checks
+from fnshard.compiler.frontend.decompositions import LEFT_OUT, skip_checks
 from fnshard.compiler.ir import deferred_imports
 from fnshard.compiler.ir.program import OpOverload, arguments_of, describe
-from fnshard.compiler.kernels.attention import choose_kernels
-from fnshard.compiler.kernels.canonical import Argument, Source
-from fnshard.compiler.kernels.derived import find_derived
+from fnshard.compiler.kernels.attention_backends import choose_kernels
+from fnshard.compiler.kernels.derived_values import find_derived
 from fnshard.compiler.kernels.kernel import Backward, Kernel, Ref, Refs
 from fnshard.compiler.kernels.remat import Policy, is_saved
+from fnshard.compiler.kernels.segment_source import Argument, Source
 from fnshard.compiler.kernels.segments import Segments
 from fnshard.compiler.kernels.store import Recipe, make_all
 from fnshard.compiler.kernels.weight_grads import split_backward

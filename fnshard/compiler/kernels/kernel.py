@@ -8,7 +8,7 @@ from functools import cached_property
 
 from torch import fx
 
-from fnshard.compiler.kernels.canonical import Argument, Source
+from fnshard.compiler.kernels.segment_source import Argument, Source
 from fnshard.compiler.kernels.segments import Way
 
 

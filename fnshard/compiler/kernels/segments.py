@@ -12,7 +12,7 @@ from torch import Tensor
 from fnshard.compiler.frontend.exchange import KINDS
 from fnshard.compiler.ir.program import describe
 from fnshard.compiler.ir.values import Kind, ValueName
-from fnshard.compiler.kernels.canonical import Argument, Source
+from fnshard.compiler.kernels.segment_source import Argument, Source
 
 
 class Way(StrEnum):

@@ -24,8 +24,8 @@ from torch import fx
 from fnshard.compiler.frontend.exchange import EXCHANGE, KINDS, permutes
 from fnshard.compiler.ir.program import Input, Program, storage_id, tensors_of
 from fnshard.compiler.ir.values import Kind, ValueName
-from fnshard.compiler.kernels.canonical import Argument, extract
-from fnshard.compiler.kernels.derived import Derived, find_derived, has_own_gradient
+from fnshard.compiler.kernels.derived_values import Derived, find_derived, has_own_gradient
+from fnshard.compiler.kernels.segment_source import Argument, extract
 from fnshard.compiler.kernels.segments import Exchanged, Segment, Segments
 from fnshard.layout.spec import LayoutSpec
 

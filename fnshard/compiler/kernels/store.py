@@ -36,9 +36,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 
 from fnshard.compiler.ir.program import OpOverload
-from fnshard.compiler.kernels.canonical import Argument, Source
 from fnshard.compiler.kernels.kernel import Backward, Kernel, Ref
 from fnshard.compiler.kernels.remat import Policy
+from fnshard.compiler.kernels.segment_source import Argument, Source
 from fnshard.compiler.kernels.segments import Way
 
 MOST_BYTES = 256 << 20  # of all files; the ones that were not read for longest go first

@@ -18,8 +18,8 @@ from typing import Any, Literal
 
 from fnshard.compiler.ir.program import Outputs, Program
 from fnshard.compiler.ir.values import LOSS_TANGENT, SCALARS, SCALES, Kind, ValueName, slots, stored_names
-from fnshard.compiler.kernels.canonical import Argument
 from fnshard.compiler.kernels.kernel import Kernel
+from fnshard.compiler.kernels.segment_source import Argument
 from fnshard.compiler.kernels.segments import Exchanged, Segment, Segments, Way, last_first
 from fnshard.compiler.schedule.aggregate import aggregate
 from fnshard.compiler.schedule.buckets import (
@@ -73,7 +73,7 @@ Made = Mapping[ValueName, Set[str]]  # by the result of each line of an update, 
 
 
 @dataclass(frozen=True)
-class Plan:
+class StepSettings:
     """The part of a step that does not come from `fn`.
 
     Args:
@@ -113,7 +113,7 @@ class Plan:
         """Whether separate kernels make the gradients of leaves."""
         return self.differentiate and self.micro_order == "zero_bubble"
 
-    def for_program(self, program: Program) -> Plan:
+    def for_program(self, program: Program) -> StepSettings:
         """Return a copy with the fields that depend on `fn`'s outputs filled in."""
         counted = self.update and program.outputs.count is not None
         return replace(
@@ -130,7 +130,7 @@ def build(
     outputs: Outputs,
     specs: Mapping[str, LayoutSpec],
     mesh: Mesh,
-    plan: Plan,
+    settings: StepSettings,
     stages: StagePlan | None = None,
     stage: int = 0,
     tasks: Sequence[Task] = (),
@@ -149,17 +149,17 @@ def build(
     if stages.stages > 1:
         # Ranks of all stages meet in the sums of scalars. These stand at the end, in one order, and so do
         # updates that read them.
-        plan = replace(plan, barrier=plan.barrier or plan.counted, counted=False)
+        settings = replace(settings, barrier=settings.barrier or settings.counted, counted=False)
 
     # Write out every task; those of one round share what they gather.
-    b = _Builder(segments, kernels, outputs, specs, mesh, plan, stages, stage, tasks, reruns)
+    b = _Builder(segments, kernels, outputs, specs, mesh, settings, stages, stage, tasks, reruns)
     for each in b.rounds:
         b.is_shared_round = len(each) > 1
         b.held = {} if b.is_shared_round else None
         for task in each:
             b.write(task)
     b.wait_for_results()
-    if plan.differentiate:
+    if settings.differentiate:
         b.finish()
     return b.make_schedule()
 
@@ -198,7 +198,7 @@ class _Builder:
     outputs: Outputs
     specs: Mapping[str, LayoutSpec]
     mesh: Mesh
-    plan: Plan
+    settings: StepSettings
     stages: StagePlan
     stage: int
     tasks: Sequence[Task] = ()
@@ -240,7 +240,7 @@ class _Builder:
         published = {
             p: s
             for p, s in trained.items()
-            if self.plan.update and ordered(s.optimizer.axes) and not ordered(s.storage.axes)
+            if self.settings.update and ordered(s.optimizer.axes) and not ordered(s.storage.axes)
         }
         self.publishes = make_buckets(
             published, self.mesh, lambda s: s.optimizer, lambda s: s.storage_dtype, "publish", self.chunk
@@ -250,16 +250,16 @@ class _Builder:
         # Leaves that `fn` writes to: the names of their new values, and the sums over ranks of the last ones.
         self.written = {self.segments.results[i]: p for p, i in self.outputs.writes.items()}
         here = {n: p for n, p in self.written.items() if p in self.specs}
-        last = {p: self.value(n, self.plan.accumulate - 1) for n, p in here.items()}
+        last = {p: self.value(n, self.settings.accumulate - 1) for n, p in here.items()}
         self.aggregated, self.aggregations, self.stores = aggregate(
-            last, self.segments.alike, self.specs, self.mesh, self.plan.rows
+            last, self.segments.alike, self.specs, self.mesh, self.settings.rows
         )
 
         # The backward: which segments have one, behind which of them the gradients of each bucket are
         # complete, and the order in which these arrive.
         self.exchanges = self.segments.exchanges_after()
         self.active = (
-            find_active(self.segments, self.kernels, self.outputs) if self.plan.differentiate else set()
+            find_active(self.segments, self.kernels, self.outputs) if self.settings.differentiate else set()
         )
         self.complete = self._find_completion()
         self.arriving = sorted(self.reduces, key=lambda b: -(self.complete[b.name] or 0))
@@ -290,11 +290,11 @@ class _Builder:
         """Return the tasks of the step, of all stages, in rounds."""
         if self.piped:
             return [(task,) for task in self.tasks]
-        plan, maker = self.plan, {n: s.index for s in self.segments.segments for n in s.outputs}
+        settings, maker = self.settings, {n: s.index for s in self.segments.segments for n in s.outputs}
         maker |= {e.received: e.after for e in self.segments.exchanges}
         written = [(path, maker[name]) for name, path in self.written.items() if name in maker]
         return order_tasks(
-            self.segments.segments, written, plan.accumulate, plan.micro_order, plan.differentiate
+            self.segments.segments, written, settings.accumulate, settings.micro_order, settings.differentiate
         )
 
     def _make_stacks(self) -> dict[str, list[tuple[Bucket, Bucket]]]:
@@ -316,7 +316,7 @@ class _Builder:
     @property
     def families(self) -> dict[str, Family]:
         """The families of this stage's leaves, by path."""
-        return {p: f for p, f in self.plan.families.items() if p in self.specs}
+        return {p: f for p, f in self.settings.families.items() if p in self.specs}
 
     def chunk(self, spec: LayoutSpec) -> object:
         """Return the chunk of a leaf in a pipeline, which all leaves of a bucket have in common."""
@@ -348,7 +348,7 @@ class _Builder:
     # -------------------------------------------------------------- names
     def phase(self, name: str, micro: int) -> str:
         """Return the name of a phase, with the micro-batch where there are several."""
-        return f"{name}.{micro}" if self.plan.accumulate > 1 else name
+        return f"{name}.{micro}" if self.settings.accumulate > 1 else name
 
     def value(self, name: ValueName, micro: int) -> ValueName:
         """Return the name of a value of the program in a micro-batch."""
@@ -358,7 +358,7 @@ class _Builder:
 
     def index(self, micro: int) -> int | None:
         """Return the micro-batch as names have it: None where there is one alone."""
-        return micro if self.plan.accumulate > 1 else None
+        return micro if self.settings.accumulate > 1 else None
 
     def unit(self, segment: Segment) -> str:
         """Return the units of a segment, as its lines name them."""
@@ -524,13 +524,13 @@ class _Builder:
         # Behind the last forward, ranks join what `fn` has written, and sum scalars that nothing holds up.
         if task.is_last and task.segments[-1] is self.own[-1]:
             self.lines += self.aggregations
-            if self.plan.differentiate and not self.scalars_late:
+            if self.settings.differentiate and not self.scalars_late:
                 self.issue_scalars()
 
     @property
     def scalars_late(self) -> bool:
         """Whether scalars are summed behind the last backward: norms need it, or stages meet there."""
-        return self.plan.barrier or self.plan.norms or self.piped
+        return self.settings.barrier or self.settings.norms or self.piped
 
     def name_read(self, name: ValueName, leaves: Mapping[str, ValueName], micro: int) -> ValueName:
         """Return the name by which a micro-batch reads a leaf or value of the program."""
@@ -581,7 +581,7 @@ class _Builder:
         grads = self.gradients.setdefault(micro, {})
 
         # Of a backward in two, the later half makes the gradients of leaves.
-        makes_last = task.way is (Way.WEIGHTS if self.plan.apart else Way.BACKWARD)
+        makes_last = task.way is (Way.WEIGHTS if self.settings.apart else Way.BACKWARD)
         for segment in reversed(task.segments):
             # A unit that keeps its inputs alone runs again first.
             if task.backward and segment.index in self.rerun_before:
@@ -605,7 +605,7 @@ class _Builder:
             ]  # fmt: skip
             for bucket in done:
                 self.reduce(bucket, task, phase, grads)
-            if done and self.plan.counted and task.is_last:
+            if done and self.settings.counted and task.is_last:
                 self.wait_for_scalars()
 
         # Other chunks, or this one's weight gradients, will add to what is left. It is summed now, so that
@@ -701,7 +701,7 @@ class _Builder:
     @property
     def accumulates(self) -> bool:
         """Whether each rank sums its gradients over micro-batches before ranks sum them."""
-        return self.plan.accumulate > 1 and (self.piped or self.plan.accumulate_mode == "local")
+        return self.settings.accumulate > 1 and (self.piped or self.settings.accumulate_mode == "local")
 
     def is_shared(self, bucket: Bucket) -> bool:
         """Return whether all stages have a bucket's leaves, and so meet to sum their gradients."""
@@ -709,7 +709,7 @@ class _Builder:
 
     def reduce_shared(self) -> None:
         """Sum the gradients of leaves of all stages, in one order, behind the last backward."""
-        micro = self.plan.accumulate - 1
+        micro = self.settings.accumulate - 1
         # Several micro-batches have been summed already (`accumulates`); of a single one they have not.
         phase, grads = self.phase("backward", micro), self.gradients.get(0, {})
         for bucket in filter(self.is_shared, self.reduces):
@@ -724,7 +724,7 @@ class _Builder:
 
         Where each rank sums over micro-batches first, ranks sum behind the last one.
         """
-        micro, accumulated = task.micro, self.plan.accumulate > 1
+        micro, accumulated = task.micro, self.settings.accumulate > 1
         is_local = accumulated and (self.is_shared_round or self.accumulates)
         if is_local:
             if not grads.keys().isdisjoint(bucket.paths):
@@ -800,7 +800,7 @@ class _Builder:
         results = dict.fromkeys(self.segments.results[i] for i in self.outputs.summed)
         # Each stage has the results that it makes, and zeros for the others.
         names = [n for n in results if self.stages.home.get(n, self.stage) == self.stage]
-        reads = [self.value(n, m) for m in range(self.plan.accumulate) for n in names]
+        reads = [self.value(n, m) for m in range(self.settings.accumulate) for n in names]
         self.lines.append(ReduceScalars("-", "update", (*reads, *norms), (_SCALARS_FLIGHT,)))
 
     def wait_for_scalars(self) -> None:
@@ -821,7 +821,7 @@ class _Builder:
 
         if self.scalars_late:
             norms = []
-            for bucket in self.reduces if self.plan.norms else ():
+            for bucket in self.reduces if self.settings.norms else ():
                 reads, name = (self.reduced[bucket.name],), ValueName(Kind.NORMS, bucket.name)
                 same = self.mesh.axes_size(replica_axes(bucket, self.specs, self.summed))
                 self.lines.append(
@@ -830,9 +830,9 @@ class _Builder:
                 norms.append(name)
             self.issue_scalars(tuple(norms))
 
-        if self.plan.barrier or self.plan.counted:
+        if self.settings.barrier or self.settings.counted:
             self.wait_for_scalars()
-        if self.plan.update:
+        if self.settings.update:
             self.write_updates()
         self.wait_for_scalars()
 
@@ -841,7 +841,7 @@ class _Builder:
         for bucket in self.arriving:
             groups: dict[Any, list[str]] = {}
             for path in bucket.paths:
-                groups.setdefault(steps_key(self.plan.families[path].derived), []).append(path)
+                groups.setdefault(steps_key(self.settings.families[path].derived), []).append(path)
             for number, paths in enumerate(groups.values()):
                 self.write_stretch(bucket, tuple(paths), number)
             for there, back in self.stacks.get(bucket.name, ()):
@@ -855,7 +855,7 @@ class _Builder:
 
     def write_stretch(self, bucket: Bucket, paths: tuple[str, ...], group: int) -> None:
         """Write out the updates of leaves of one form, up to where they are sent to be computed whole."""
-        steps = self.plan.families[paths[0]].derived.steps
+        steps = self.settings.families[paths[0]].derived.steps
         end = next((i for i, step in enumerate(steps) if isinstance(step, Stack)), len(steps))
         results = self.write_steps(bucket, paths, range(end), f"{group}", {self.reduced[bucket.name]: {GRAD}})
         if end < len(steps):
@@ -872,7 +872,7 @@ class _Builder:
         Returns:
             `made`, with the results of these steps.
         """
-        derived = {path: self.plan.families[path].derived for path in paths}
+        derived = {path: self.settings.families[path].derived for path in paths}
         where = {"unit": bucket.unit, "phase": "update", "bucket": bucket.name, "paths": paths}
         for number in numbers:
             name = ValueName(Kind.UPDATED, bucket.name, f" {group}#{number}")
@@ -914,7 +914,7 @@ class _Builder:
 
     def state_reads(self, paths: tuple[str, ...]) -> Names:
         """Return what an update of leaves reads besides gradients."""
-        scalars = (SCALARS,) if self.plan.barrier or self.plan.counted else ()
+        scalars = (SCALARS,) if self.settings.barrier or self.settings.counted else ()
         spec = self.specs[paths[0]]
         # Where the host updates a leaf that the device stores, the optimizer reads its own master copy.
         params = () if spec.updated_on == "host" and spec.memory == "device" else stored_names(paths)
@@ -923,7 +923,7 @@ class _Builder:
     def write_stack(self, there: Bucket, back: Bucket) -> None:
         """Write out updates of whole leaves: the way there, the computation, the way back, the rest."""
         # What is sent there, what all ranks know anyway, and what comes back.
-        derived = {path: self.plan.families[path].derived for path in there.paths}
+        derived = {path: self.settings.families[path].derived for path in there.paths}
         work = {p: next(s for s in d.steps if isinstance(s, Compute) and s.whole) for p, d in derived.items()}
         sends = {n for d in derived.values() for n in stacks_of(d)[0].sends}
         receives = {n for d in derived.values() for n in stacks_of(d)[1].receives}
@@ -958,11 +958,11 @@ class _Builder:
 
     def make_schedule(self) -> Schedule:
         """Return the schedule of the lines that were written."""
-        last = self.plan.accumulate - 1
+        last = self.settings.accumulate - 1
         outputs = [self.value(self.segments.results[i], last) for i in self.outputs.returned]
-        if self.plan.differentiate:
+        if self.settings.differentiate:
             outputs.append(SCALARS)
-        if self.plan.differentiate and not self.plan.update:
+        if self.settings.differentiate and not self.settings.update:
             outputs += self.reduced.values()
 
         # Inputs are stored shards, and all that lines read and none writes. Slots are written in place.
@@ -986,8 +986,8 @@ class _Builder:
             self.mesh,
             tuple(inputs),
             tuple(outputs),
-            self.plan.accumulate,
-            scalars=self.plan.scalars + (len(self.outputs.summed) if self.plan.differentiate else 0),
+            self.settings.accumulate,
+            scalars=self.settings.scalars + (len(self.outputs.summed) if self.settings.differentiate else 0),
             reduced=dict(self.reduced),
             families=self.families,
             stage=self.stage,

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fnshard.compiler.kernels.segments import Segment, Way, group_by_unit
-from fnshard.compiler.schedule.keeps import Keeps
+from fnshard.compiler.schedule.kept_bytes import Keeps
 
 MicroOrder = Literal["depth", "breadth", "zero_bubble"]
 Costs = Callable[[int, Way], float]  # the seconds, or any unit, that a chunk takes one way

@@ -19,10 +19,10 @@ from fnshard.compiler.schedule.ir import Instruction, Schedule
 from fnshard.errors import ScheduleError
 from fnshard.mesh import PIPELINE
 
-Place = tuple[int, int]  # a stage and the number of one of its lines
+StageLine = tuple[int, int]  # a stage and the number of one of its lines
 
 
-def together(schedules: Sequence[Schedule]) -> list[Place]:
+def together(schedules: Sequence[Schedule]) -> list[StageLine]:
     """Merge the schedules of all stages; return (stage, line) in an order in which they can be done.
 
     Raises:
@@ -55,7 +55,7 @@ class _Merge:
     """
 
     schedules: Sequence[Schedule]
-    order: list[Place] = field(default_factory=list)
+    order: list[StageLine] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     issued: dict[tuple[int, int, type], list[Message]] = field(default_factory=dict)
     numbers: dict[tuple[int, str], int] = field(default_factory=dict)

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from fnshard.compiler.ir.values import SCALES, Kind, ValueName
-from fnshard.compiler.kernels.canonical import Source
-from fnshard.compiler.kernels.derived import Derived, find_derived
+from fnshard.compiler.kernels.derived_values import Derived, find_derived
+from fnshard.compiler.kernels.segment_source import Source
 from fnshard.compiler.schedule.buckets import gradient_axes, replica_axes
 from fnshard.compiler.schedule.instructions import (
     COMMUNICATION,

@@ -12,7 +12,7 @@ from torch import fx
 from fnshard.compiler.ir.deferred_imports import trace_again
 from fnshard.compiler.kernels.inductor import TRACING
 from fnshard.compiler.update.derive import Compute, DerivedUpdate, derive
-from fnshard.compiler.update.slots import Slot, slots_of_leaf
+from fnshard.compiler.update.slot_shapes import Slot, slots_of_leaf
 from fnshard.compiler.update.trace import GRAD, PARAM, UPDATE, TracedUpdate, slot_name, trace_update
 from fnshard.layout.partition import P, block_shape
 from fnshard.layout.spec import LayoutSpec

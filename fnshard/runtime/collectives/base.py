@@ -38,7 +38,7 @@ from torch import Tensor
 
 from fnshard.errors import CollectiveError
 from fnshard.mesh import PIPELINE, Mesh
-from fnshard.mesh.waits import DEFAULT_TIMEOUT, DUTY, Place, lost, peers, ranks_text
+from fnshard.mesh.deadlock import DEFAULT_TIMEOUT, DUTY, RankStatus, lost, peers, ranks_text
 
 Likes = Sequence[tuple[tuple[int, ...], torch.dtype]]  # shapes and dtypes of a message's tensors
 T = TypeVar("T")
@@ -438,7 +438,7 @@ class Group:
             flat = [as_bytes(t.view(-1)) for t in out if t.numel()]
             works = [dist.irecv(t, rank, group=group, tag=MESSAGE_TAG) for t in flat]
         channel, number = self._count(rank, here, "received", "sent")
-        wait = self._waiter(works, Place("", "", channel, number, [rank]), lambda: text)
+        wait = self._waiter(works, RankStatus("", "", channel, number, [rank]), lambda: text)
 
         def finish() -> list[Tensor]:
             with translate_errors(lambda: text, blame):
@@ -452,8 +452,8 @@ class Group:
             # Until the receiver has counted the last message of the pair, it is the one that is late.
             channel, number = self._channel(self.mesh.rank, sent.receiver, "received"), -1
             number += peers().come.get(self._channel(self.mesh.rank, sent.receiver, "sent"), 0)
-            place = Place("", "", channel, number, [sent.receiver])
-            wait = self._waiter(sent.works, place, lambda sent=sent: sent.what)
+            status = RankStatus("", "", channel, number, [sent.receiver])
+            wait = self._waiter(sent.works, status, lambda sent=sent: sent.what)
             with translate_errors(lambda sent=sent: sent.what, partial(_blame, [sent.receiver])):
                 wait()
         self.under_way.clear()
@@ -493,7 +493,9 @@ class Group:
         come[channel] = number = come.get(channel, 0) + 1
         return self._channel(sender, receiver, peer), number - 1
 
-    def _waiter(self, works: Sequence[Any], place: Place, what: Callable[[], str]) -> Callable[[], None]:
+    def _waiter(
+        self, works: Sequence[Any], status: RankStatus, what: Callable[[], str]
+    ) -> Callable[[], None]:
         """Return a function that waits for works: this rank does on the CPU, else the device's stream."""
 
         def wait() -> None:
@@ -502,7 +504,7 @@ class Group:
 
         if self.mesh.device_type != "cpu":
             return wait
-        return partial(peers().run, wait, place, self.timeout, what)
+        return partial(peers().run, wait, status, self.timeout, what)
 
     def _exchange(self, sent: Sequence[Tensor], axes: Axes, group: Any) -> tuple[list[Any], list[Tensor]]:
         """Send `sent[j]` to the j-th rank of the group; return the works, and what each rank sent here."""
@@ -530,7 +532,7 @@ class Group:
         # Count it, so that a rank that waits can name the one that has not come to it.
         here, channel = peers(), f"{self.name} {','.join(axes)}"
         here.come[channel] = number = here.come.get(channel, 0) + 1
-        wait = self._waiter(works, Place("", "", channel, number - 1, ranks), what)
+        wait = self._waiter(works, RankStatus("", "", channel, number - 1, ranks), what)
 
         def finish() -> Any:
             with translate_errors(what, blame):

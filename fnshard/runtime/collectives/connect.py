@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fnshard.errors import CollectiveError
 from fnshard.mesh import Mesh
-from fnshard.mesh.waits import DEFAULT_TIMEOUT
+from fnshard.mesh.deadlock import DEFAULT_TIMEOUT
 from fnshard.runtime.collectives.base import Collectives, Group, Transport
 from fnshard.runtime.collectives.shared_memory import connect_shared
 from fnshard.runtime.collectives.simulated import Simulated

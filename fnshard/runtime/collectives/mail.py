@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fnshard.errors import CollectiveError
-from fnshard.mesh.waits import Place
+from fnshard.mesh.deadlock import RankStatus
 from fnshard.runtime.collectives.base import Likes, check_alike, describe_message, likes_of, message_text
 from fnshard.runtime.collectives.messages import PAGE, Host, Memory, Slots, Words, fence
 
@@ -98,8 +98,8 @@ class Mailbox:
         text = describe_message("recv", what, rank, here)
 
         def take() -> list[Tensor]:
-            where = Place("", "", self._name(rank, here), number, [rank])
-            self.host.meet(lambda: [] if theirs[SENT] > number else [rank], where, lambda: text)
+            status = RankStatus("", "", self._name(rank, here), number, [rank])
+            self.host.meet(lambda: [] if theirs[SENT] > number else [rank], status, lambda: text)
             fence()  # the row must not be older than the count
             row = 2 + 2 * (number % RING)
             if theirs[row + KIND] != _kind(likes, what):
@@ -124,13 +124,13 @@ class Mailbox:
         here = self.host.rank
         for rank, number in self.sent.items():
             theirs = self._words(self.host.memories[rank], here)
-            where = Place("", "", f"{self._name(here, rank)} taken", number - 1, [rank])
+            status = RankStatus("", "", f"{self._name(here, rank)} taken", number - 1, [rank])
             text = describe_message("send", f"message {number}", here, rank)
 
             def missing(theirs: Words = theirs, rank: int = rank, number: int = number) -> list[int]:
                 return [] if theirs[TAKEN] >= number else [rank]
 
-            self.host.meet(missing, where, lambda text=text: text)
+            self.host.meet(missing, status, lambda text=text: text)
 
     def bytes_used(self) -> int:
         """Return the bytes of memory that were ever touched."""

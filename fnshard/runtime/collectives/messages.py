@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fnshard.errors import CollectiveError
 from fnshard.mesh import Mesh
-from fnshard.mesh.waits import Missing, Peers, Place, Wait, lost, process_stat
+from fnshard.mesh.deadlock import Missing, Peers, RankStatus, Wait, lost, process_stat
 from fnshard.runtime.collectives.base import check_alike, collective_text, describe
 
 Words = MutableSequence[int]  # 64 bits each
@@ -113,7 +113,7 @@ class Host:
     name: str  # of the connection
     peers: Peers
 
-    def meet(self, missing: Missing, where: Place, what: Callable[[], str]) -> None:
+    def meet(self, missing: Missing, status: RankStatus, what: Callable[[], str]) -> None:
         """Wait until nobody is missing.
 
         Raises:
@@ -123,7 +123,7 @@ class Host:
             if not missing():
                 return
             os.sched_yield()
-        with Wait(self.peers, where, self.timeout) as wait:
+        with Wait(self.peers, status, self.timeout) as wait:
             if cause := self.wait(missing, wait):
                 raise CollectiveError(lost(what(), cause))
 
@@ -355,8 +355,8 @@ class Message:
         def missing() -> list[int]:
             return [memory.rank for place, memory in enumerate(memories) if not ready(place)]
 
-        where = Place("", "", self.channel.name, self.number, [m.rank for m in memories])
-        host.meet(missing, where, self.what)
+        status = RankStatus("", "", self.channel.name, self.number, [m.rank for m in memories])
+        host.meet(missing, status, self.what)
 
     def what(self) -> str:
         return describe(self.name, self.channel.mesh, self.channel.axes)

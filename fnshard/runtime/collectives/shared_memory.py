@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from fnshard.mesh import PIPELINE, Mesh
-from fnshard.mesh.waits import host, peers
+from fnshard.mesh.deadlock import host, peers
 from fnshard.runtime.collectives.base import (
     Axes,
     Done,

@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fnshard.errors import CollectiveError
 from fnshard.mesh import Mesh, check_mesh, simulated_rank
-from fnshard.mesh.waits import lost
+from fnshard.mesh.deadlock import lost
 from fnshard.runtime.collectives.base import (
     Axes,
     Done,

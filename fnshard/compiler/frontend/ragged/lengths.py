@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fnshard.compiler.frontend.limits import is_promised, require
+from fnshard.compiler.frontend.size_bounds import is_promised, require
 from fnshard.compiler.ir.failures import way_out
 from fnshard.errors import TraceError
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fnshard.compiler.frontend.exchange import KINDS, ExchangeKind
 from fnshard.compiler.ir.values import Kind, ValueName
-from fnshard.compiler.kernels.canonical import Argument
+from fnshard.compiler.kernels.segment_source import Argument
 from fnshard.compiler.kernels.segments import Exchanged
 from fnshard.compiler.schedule.ir import (
     COMMUNICATION,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fnshard.compiler.ir.values import Kind, ValueName
-from fnshard.compiler.kernels.canonical import Argument
+from fnshard.compiler.kernels.segment_source import Argument
 from fnshard.compiler.kernels.segments import Way
 from fnshard.compiler.schedule.ir import Action, Context, Env, Instruction, Names, Price, Pricer, Schedule
 

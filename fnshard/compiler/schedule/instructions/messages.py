@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fnshard.compiler.ir.program import short_dtype
-from fnshard.compiler.kernels.canonical import Argument
+from fnshard.compiler.kernels.segment_source import Argument
 from fnshard.compiler.schedule.ir import (
     COMMUNICATION,
     Action,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fnshard.compiler.ir.values import Kind, ValueName
-from fnshard.compiler.kernels.derived import SMALL
+from fnshard.compiler.kernels.derived_values import SMALL
 from fnshard.compiler.kernels.segments import may_travel_again
 from fnshard.compiler.schedule.instructions import Cast, Exchange, Gather, Instruction, Run, ToDevice, Wait
 from fnshard.compiler.schedule.instructions.kernels import end_rounds, of_one_micro_batch, tiny_runs

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from fnshard.compiler.ir.values import Kind, ValueName
-from fnshard.compiler.kernels.canonical import Argument
+from fnshard.compiler.kernels.segment_source import Argument
 from fnshard.compiler.schedule.instructions import (
     Accumulate,
     AllReduce,

@@ -1,4 +1,4 @@
-"""Derived: which values of a graph are computed from leaves alone, and which of those may cross a cut.
+"""Derived values: which values of a graph are computed from leaves alone, and which of those may cross a cut.
 
 A value of one unit's leaves is computed again where it is read, with the leaves gathered there. It crosses a
 cut only if it is much smaller than they are; otherwise the cut would keep alive, as an activation, what

@@ -1,4 +1,4 @@
-"""Slots: make an optimizer's state for this rank's blocks, and check state that somebody brings."""
+"""Optimizer state: make an optimizer's state for this rank's blocks, and check state that somebody brings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fnshard.compiler.ir.values import MASTER
-from fnshard.compiler.update.slots import Slots, slots_of_leaf
+from fnshard.compiler.update.slot_shapes import Slots, slots_of_leaf
 from fnshard.errors import StateError, leaves
 from fnshard.layout.spec import LayoutSpec, is_here
 from fnshard.mesh import Mesh

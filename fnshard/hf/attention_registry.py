@@ -1,4 +1,4 @@
-"""Attention: `fs.attention` over packed documents in models of transformers, by its registry."""
+"""Attention registry: `fs.attention` over packed documents in models of transformers, by its registry."""
 
 from __future__ import annotations
 

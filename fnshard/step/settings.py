@@ -1,4 +1,4 @@
-"""Plan: the parts of a step that do not come from `fn`, as pure functions of optimizer, specs and options."""
+"""Settings: what a step does besides `fn`, as pure functions of optimizer, specs and options."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fnshard.analysis.transport import transport_of
 from fnshard.compiler.ir.program import Program
 from fnshard.compiler.kernels.segments import Segments
 from fnshard.compiler.options import StepOptions
-from fnshard.compiler.schedule.build import Plan
+from fnshard.compiler.schedule.build import StepSettings
 from fnshard.compiler.update.family import families_of
 from fnshard.errors import SpecError
 from fnshard.layout.resolved import ResolvedSpecs
@@ -18,11 +18,11 @@ from fnshard.mesh import Mesh
 from fnshard.optim.loss_scale import LossScale
 from fnshard.optim.optimizer import Optimizer
 from fnshard.runtime.executor.scalars import Scalars
-from fnshard.step.agreement import optimizer_text
+from fnshard.step.rank_agreement import optimizer_text
 
 FLAGS = ("out_of_data", "stop")  # the flags that a rank may report to the others with a step
 REPORTED = (*FLAGS, "rows")  # the numbers that ranks sum besides results and norms
-FORWARD = Plan(update=False, differentiate=False)
+FORWARD = StepSettings(update=False, differentiate=False)
 
 
 def fill_depths(options: StepOptions, mesh: Mesh) -> StepOptions:
@@ -58,14 +58,16 @@ def loss_scale_of(optimizer: Optimizer | None, specs: ResolvedSpecs, options: St
     return LossScale.choose(options.loss_scale, fp16, optimizer is not None)
 
 
-def plan_of(optimizer: Optimizer | None, specs: ResolvedSpecs, mesh: Mesh, options: StepOptions) -> Plan:
-    """Return the plan of a training step, as far as it does not depend on what `fn` returns."""
+def step_settings(
+    optimizer: Optimizer | None, specs: ResolvedSpecs, mesh: Mesh, options: StepOptions
+) -> StepSettings:
+    """Return the settings of a training step, as far as it does not depend on what `fn` returns."""
     families = families_of(optimizer, specs.stored, mesh) if optimizer is not None else {}
     dynamic = loss_scale_of(optimizer, specs, options).dynamic
     # An update that needs the norm, or that may be skipped, waits for the gradients of all leaves.
     stands_between = any(family.needs_norm for family in families.values()) or dynamic
     norms = stands_between or options.grad_norm
-    return Plan(
+    return StepSettings(
         accumulate=options.accumulate,
         accumulate_mode=options.accumulate_mode,
         micro_order=options.micro_order,
@@ -93,12 +95,12 @@ def scalars_of(
         mesh=mesh,
         specs=specs.stored,
         accumulate=options.accumulate,
-        norms=plan_of(optimizer, specs, mesh, options).norms,
+        norms=step_settings(optimizer, specs, mesh, options).norms,
         flags=REPORTED,
     )
 
 
-def settings_of(
+def texts_to_agree(
     optimizer: Optimizer | None, specs: ResolvedSpecs, options: StepOptions, seed: int, step: int
 ) -> dict[str, str]:
     """Return texts by name of what must be alike on all ranks besides the schedule."""

@@ -1,4 +1,4 @@
-"""Paper: a step that is lowered for a mesh that need not exist, and all that is known of it."""
+"""A step on paper: one that is lowered for a mesh that need not exist, and all that is known of it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fnshard.step.lowered import Lowered
 
 
 @dataclass(frozen=True)
-class Paper:
+class StepOnPaper:
     """A step on paper.
 
     Args:
@@ -74,7 +74,7 @@ class Paper:
         return None if price is None else price * self.device_hours
 
 
-def explain(config: ExplainConfig) -> Paper:
+def explain(config: ExplainConfig) -> StepOnPaper:
     """Lower the configuration's step; nothing is compiled, nothing runs."""
     name, gigabytes, found = config.hardware.name, config.run.device_gb, None
     hardware = hardware_of(name)
@@ -112,7 +112,7 @@ def explain(config: ExplainConfig) -> Paper:
         lowered = step.lower(params, *batch)
     # CPU ranks talk through shared memory, as those of the main job do; `fs.fit` plans without it.
     shared = "shared" if not hardware.overlap and mesh.size > 1 and found is None else None
-    return Paper(
+    return StepOnPaper(
         config, hardware, device_bytes, subject, mesh, specs, options, lowered,
         lowered.memory_analysis(transport=shared), lowered.memory_timeline(transport=shared),
         lowered.comm_analysis(), lowered.timeline(hardware), found,

@@ -1,4 +1,4 @@
-"""Agreement: ranks compare what they are about to run, once, before the first step.
+"""Rank agreement: ranks compare what they are about to run, once, before the first step.
 
 A rank never acts alone: one that issues other collectives than its peers hangs them all (pytorch
 PRs 155558, 193043). So the sequence of collectives is compared first, as text.

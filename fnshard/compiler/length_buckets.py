@@ -1,4 +1,4 @@
-"""Buckets: batches of many lengths, padded to a few named ones, each of which is compiled once."""
+"""Length buckets: batches of many lengths, padded to a few named ones, each of which is compiled once."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Substitutes for torch functions that a trace cannot keep, each with the same result.
+"""Decompositions of torch functions that a trace cannot keep, each with the same result.
 
-While `fn` is traced, `compiler.frontend.unsupported` calls the entry of `SUBSTITUTES` in place of torch's
+While `fn` is traced, `compiler.frontend.unsupported` calls the entry of `DECOMPOSITIONS` in place of torch's
 function, and `skip_checks` keeps linear algebra from looking at values where composite operators are taken
 apart. Draws are written with `torch.rand` and the like, which `compiler.frontend.random` makes functions of a
 key.
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from fnshard.compiler.frontend.limits import require
+from fnshard.compiler.frontend.size_bounds import require
 from fnshard.compiler.ir.source_lines import user_line
 
 
@@ -367,7 +367,7 @@ _FOREACH = {"maximum_": "clamp_min_", "minimum_": "clamp_max_"}  # of tensors th
 
 
 # ------------------------------------------------------------------ the table
-SUBSTITUTES: dict[Callable[..., Any], Callable[..., Any]] = {
+DECOMPOSITIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     **dict.fromkeys(GROUPED, _grouped_mm),
     F.ctc_loss: _ctc_loss,
     F.gaussian_nll_loss: _gaussian_nll_loss,

@@ -244,9 +244,9 @@ def test_what_does_not_go_together_is_refused(words, leaves):
 
 
 RECIPE = """# @package _global_
-model: {_target_: own_task.linear, width: 64}
-data: {_target_: own_task.points, count: 8}
-objective: {_target_: own_task.squares}
+model: {_target_: custom_task.linear, width: 64}
+data: {_target_: custom_task.points, count: 8}
+objective: {_target_: custom_task.squares}
 """
 
 
@@ -265,8 +265,8 @@ def recipe(tmp_path) -> str:
 def test_a_target_of_a_recipe_stands_in_the_place_of_the_groups_file(recipe, more):
     config = validate(COMMAND, [recipe, "experiment=mine", *more])
     width = 8 if "model.width=8" in more else 64
-    assert config.model == {"_target_": "own_task.linear", "width": width}
-    assert config.data == {"_target_": "own_task.points", "count": 8}
+    assert config.model == {"_target_": "custom_task.linear", "width": width}
+    assert config.data == {"_target_": "custom_task.points", "count": 8}
     assert isinstance(config.optimizer, dict) == ("optimizer=soap" in more)
 
 
@@ -303,7 +303,7 @@ def test_the_job_gets_what_the_recipe_says_and_a_mistake_leaves_no_folder(
     monkeypatch.setattr(jobs, "launch", launch)
     if code is None:
         main(JOB)
-        assert got[0]["model"] == {"_target_": "own_task.linear", "width": 64} and len(got[0]["data"]) == 2
+        assert got[0]["model"] == {"_target_": "custom_task.linear", "width": 64} and len(got[0]["data"]) == 2
         return
     with pytest.raises(SystemExit, match=f"^{code}$"):
         main(JOB)

@@ -1,4 +1,4 @@
-"""Words: a step on paper in plain text."""
+"""Text: a step on paper in plain text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import fnshard as fs
 from experiments.explain.config import PER_PARAMETER, without_effect
-from experiments.explain.paper import Paper
+from experiments.explain.step_on_paper import StepOnPaper
 from experiments.lib.checks import pluralize
 from fnshard import plot
 from fnshard.analysis.tables import columns
@@ -27,7 +27,7 @@ def big(value: float) -> str:
     return f"{digits(value / least)}{power}"
 
 
-def as_text(paper: Paper) -> str:
+def as_text(paper: StepOnPaper) -> str:
     """Return the whole report on a step, in named parts."""
     rows = summary(paper)
     wide = max(map(len, rows)) + 2
@@ -49,7 +49,7 @@ def as_text(paper: Paper) -> str:
 # ------------------------------------------------------------------ the summary
 
 
-def summary(paper: Paper) -> dict[str, str]:
+def summary(paper: StepOnPaper) -> dict[str, str]:
     """Return the answers to the usual questions, a line each."""
     config, time, memory = paper.config, paper.timeline, paper.memory
     # The numbers that are not among the paper's own.
@@ -117,7 +117,7 @@ def _list_sizes(sizes: Mapping[str, int]) -> list[str]:
     return [f"{byte_text(size)} {where}" for where, size in sizes.items() if size]
 
 
-def _training(paper: Paper) -> str:
+def _training(paper: StepOnPaper) -> str:
     config, days = paper.config, paper.budget / paper.tokens_per_day
     text = f"{big(paper.budget)} {paper.subject.unit}s"
     text += ": " if config.tokens else f" ({PER_PARAMETER} a parameter): "
@@ -128,7 +128,7 @@ def _training(paper: Paper) -> str:
     return f"{text}, ${big(paper.cost)} at ${config.hardware.price_per_hour:g} an hour"
 
 
-def plan_line(paper: Paper) -> str:
+def plan_line(paper: StepOnPaper) -> str:
     strategy, dtypes = paper.config.strategy, paper.config.precision
     if paper.found is not None:
         return f"strategy=auto: {paper.found.chosen.choice}"
@@ -145,7 +145,7 @@ def plan_line(paper: Paper) -> str:
     ])  # fmt: skip
 
 
-def pipeline_line(paper: Paper) -> str:
+def pipeline_line(paper: StepOnPaper) -> str:
     """Say how many stages there are, and how long they wait for one another."""
     chunks = paper.config.strategy.chunks if paper.found is None else paper.found.chosen.choice.chunks or 1
     return (
@@ -155,7 +155,7 @@ def pipeline_line(paper: Paper) -> str:
     )
 
 
-def fits_line(paper: Paper) -> str:
+def fits_line(paper: StepOnPaper) -> str:
     peak, budget = paper.memory.peak_bytes, paper.device_bytes
     left = f"fits, {byte_text(budget - peak)} are left"
     much = f"does not fit, {byte_text(peak - budget)} too many"
@@ -165,7 +165,7 @@ def fits_line(paper: Paper) -> str:
 # ------------------------------------------------------------------ tables
 
 
-def memory_table(paper: Paper) -> Table:
+def memory_table(paper: StepOnPaper) -> Table:
     """Tabulate bytes by category, at the peak and between steps."""
     memory = paper.memory
     names = sorted({*memory.peak, *memory.resident}, key=lambda name: -memory.peak.get(name, 0))
@@ -177,7 +177,7 @@ def memory_table(paper: Paper) -> Table:
     return [("one rank", "at the peak", "between steps"), *rows]
 
 
-def traffic_table(paper: Paper) -> Table:
+def traffic_table(paper: StepOnPaper) -> Table:
     """Tabulate what one rank sends, by collective, axes and phase; then transfers."""
     sums: dict[tuple[str, str, str], list[int]] = {}
     for row in paper.traffic.rows:

@@ -1,4 +1,4 @@
-"""Waste: where the time of a run went, what a step could take, and which change would save most."""
+"""Time report: where the time of a run went, what a step could take, and which change would save most."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.explain.config import ExplainConfig
-from experiments.explain.paper import Paper, explain
+from experiments.explain.step_on_paper import StepOnPaper, explain
 from experiments.lib.checks import ConfigError, targets_in
 from experiments.lib.compose import build
 from experiments.lib.config import AUTO, MEASURED
@@ -105,7 +105,7 @@ def _why_not_on_paper(config: Mapping[str, Any]) -> str:
     return "strategy=auto has looked for the best plan" if config["strategy"]["name"] == AUTO else ""
 
 
-def _put_on_paper(config: Mapping[str, Any], folder: Path) -> Paper:
+def _put_on_paper(config: Mapping[str, Any], folder: Path) -> StepOnPaper:
     """Return the run's step on paper, with the speed that it has measured."""
     rows, run = config["data"]["rows"], config["run"]
     values = {name: config[name] for name in SHARED} | {
@@ -116,7 +116,7 @@ def _put_on_paper(config: Mapping[str, Any], folder: Path) -> Paper:
     return explain(build(values, ExplainConfig))
 
 
-def _tabulate_step(measured: float, predicted: float, paper: Paper | None, is_measured: bool) -> str:
+def _tabulate_step(measured: float, predicted: float, paper: StepOnPaper | None, is_measured: bool) -> str:
     """Tabulate a step's time, its prediction, and the time of its kernels alone.
 
     Where the prediction is far off and knows nothing of this machine, the text says how it can learn.
@@ -180,7 +180,7 @@ def _tabulate_lines(profile: Mapping[str, Any], total: float, overlaps: bool) ->
 # ------------------------------------------------------------------ changes
 
 
-def _tabulate_changes(paper: Paper) -> str:
+def _tabulate_changes(paper: StepOnPaper) -> str:
     """Tabulate the changes of one key that fit and gain most tokens a second, by prediction."""
     found = []
     now = price(paper.config, paper.memory, paper.timeline)

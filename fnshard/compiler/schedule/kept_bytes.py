@@ -1,4 +1,4 @@
-"""Keeps: the bytes that a chunk of a pipeline keeps of one micro-batch, from task to task.
+"""Kept bytes: how much a chunk of a pipeline keeps of one micro-batch, from task to task.
 
 The scheduler weighs orders by them. They are sizes of values, counted before there is a schedule; the ledger
 counts storages, line by line.
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fnshard.compiler.frontend.exchange import KINDS
 from fnshard.compiler.ir.values import Kind, ValueName
-from fnshard.compiler.kernels.canonical import Argument
 from fnshard.compiler.kernels.kernel import Kernel, Ref
+from fnshard.compiler.kernels.segment_source import Argument
 from fnshard.compiler.kernels.segments import Segment, Segments, Way, may_travel_again
 from fnshard.compiler.schedule.reruns import Rerun
 

@@ -1,4 +1,4 @@
-"""Limits: bounds that `fn` promises for sizes which depend on data, and by how much a step exceeds them.
+"""Size bounds: what `fn` promises for sizes which depend on data, and by how much a step exceeds them.
 
 A trace collects them, `compiler.ir.program.Outputs` says which of the program's results they are, and they
 travel with the step's scalars, so that nothing waits for a device.

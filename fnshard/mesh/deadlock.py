@@ -94,7 +94,7 @@ def process_stat(pid: int) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Place:
+class RankStatus:
     """A description of where a rank is: it waits in a call, or has ended.
 
     Args:
@@ -116,37 +116,37 @@ class Place:
         return f"{self.call} ({self.line})" if self.line else self.call
 
 
-def stuck(places: Mapping[int, Place | None]) -> set[int]:
+def stuck(statuses: Mapping[int, RankStatus | None]) -> set[int]:
     """Return ranks that have ended, and those that wait for one that will never come; None is at work.
 
-    >>> save, ended = Place("save", "", "a", 0, (0, 1), {"a": 1}), Place("has ended", ended=True)
+    >>> save, ended = RankStatus("save", "", "a", 0, (0, 1), {"a": 1}), RankStatus("has ended", ended=True)
     >>> stuck({0: save, 1: None}), stuck({0: save, 1: ended})
     (set(), {0, 1})
     """
-    free = {rank for rank, place in places.items() if place is None}
+    free = {rank for rank, status in statuses.items() if status is None}
 
-    def waits(place: Place) -> bool:
-        others = (places[r] for r in place.ranks if r not in free and r in places)
-        return place.ended or any(other.come.get(place.channel, 0) <= place.number for other in others)
+    def waits(status: RankStatus) -> bool:
+        others = (statuses[r] for r in status.ranks if r not in free and r in statuses)
+        return status.ended or any(other.come.get(status.channel, 0) <= status.number for other in others)
 
-    while more := {r for r, place in places.items() if r not in free and not waits(place)}:
+    while more := {r for r, status in statuses.items() if r not in free and not waits(status)}:
         free |= more
-    return {*places} - free
+    return {*statuses} - free
 
 
-def explain(rank: int, places: Mapping[int, Place]) -> CollectiveError:
+def explain(rank: int, statuses: Mapping[int, RankStatus]) -> CollectiveError:
     """Make the error for a rank that would wait in vain, which says what each rank called."""
-    failed = [f"rank {r} {p}" for r, p in places.items() if p.ended and p.line]
+    failed = [f"rank {r} {p}" for r, p in statuses.items() if p.ended and p.line]
     if failed:
-        return CollectiveError(lost(places[rank], "; ".join(failed)))
+        return CollectiveError(lost(statuses[rank], "; ".join(failed)))
 
-    calls = {r: p.call for r, p in sorted(places.items())}
-    known = (places[rank], *places.values())
+    calls = {r: p.call for r, p in sorted(statuses.items())}
+    known = (statuses[rank], *statuses.values())
     call = next((p.call for p in known if p.call != LEAVE and not p.ended), LEAVE)
     alone = f"only {ranks_text([r for r in calls if calls[r] == call])} called {call}."
     head = alone if len({*calls.values()}) > 1 else f"ranks wait for each other in {call}."
     fix = f"{DUTY} {LOCKSTEP}" if "step" in calls.values() else DUTY
-    return CollectiveError(head, [f"rank {r}: {places[r]}" for r in calls], fix)
+    return CollectiveError(head, [f"rank {r}: {statuses[r]}" for r in calls], fix)
 
 
 @dataclass(eq=False)
@@ -192,7 +192,7 @@ class Peers:
             CollectiveError: ranks call different functions, wait for each other, have ended or stay silent.
         """
         number, ranks = self.come.get(channel, 0), range(self.world)
-        place = Place(*((call, "") if call else caller()), channel, number, ranks)
+        status = RankStatus(*((call, "") if call else caller()), channel, number, ranks)
         keys = [f"data/{channel}/{number}/{r}" for r in ranks]
         chosen = [*ranks] if of is None else [*of]
         self.come[channel] = number + 1
@@ -200,8 +200,8 @@ class Peers:
         # Give the data, and wait until all have given theirs.
         try:
             before = self.pieces.get(channel, 0)
-            self.pieces[channel] = self._write(keys[self.rank], place.call, data)
-            with Wait(self, place, timeout) as wait:
+            self.pieces[channel] = self._write(keys[self.rank], status.call, data)
+            with Wait(self, status, timeout) as wait:
                 for tries in itertools.count():
                     if self.store.check(keys):
                         break
@@ -210,9 +210,9 @@ class Peers:
 
             first = self.store.multi_get([keys[r] for r in chosen]) if chosen else []
             found = [self._read(keys[r], value) for r, value in zip(chosen, first, strict=True)]
-            calls = {r: Place(call or "gave up") for r, (call, _) in zip(chosen, found, strict=True)}
+            calls = {r: RankStatus(call or "gave up") for r, (call, _) in zip(chosen, found, strict=True)}
             if b"" in first:  # a rank gave up, and so does this one: its data must not answer a later try
-                raise explain(self.rank, {self.rank: place, **calls})
+                raise explain(self.rank, {self.rank: status, **calls})
 
             if number:  # all ranks have come to this message, and so have read the one before
                 old = f"data/{channel}/{number - 1}/{self.rank}"
@@ -223,10 +223,10 @@ class Peers:
             with suppress(RuntimeError):  # a rank that comes later must not take the data for an answer
                 self.store.set(keys[self.rank], b"")
             if isinstance(error, RuntimeError) and not isinstance(error, CollectiveError):
-                raise CollectiveError(lost(place, "the store that ranks met at is gone")) from error
+                raise CollectiveError(lost(status, "the store that ranks met at is gone")) from error
             raise
         if len({p.call for p in calls.values()}) > 1:
-            raise explain(self.rank, {self.rank: place, **calls})
+            raise explain(self.rank, {self.rank: status, **calls})
         return [data for _, data in found]
 
     def _write(self, key: str, call: str, data: bytes) -> int:
@@ -247,9 +247,9 @@ class Peers:
         pieces = [self.store.get(f"{key}/{at}") for at in range(int(more or 0))]
         return call.decode(), b"".join((first, *pieces))
 
-    def show(self, stream: str, place: Place | None) -> None:
+    def show(self, stream: str, status: RankStatus | None) -> None:
         """Show the others where this rank is; None is at work. The stream "ended" is never overwritten."""
-        values = place and asdict(replace(place, come=dict(self.come), ranks=[*place.ranks]))
+        values = status and asdict(replace(status, come=dict(self.come), ranks=[*status.ranks]))
         with suppress(RuntimeError):  # the store may be gone
             self.store.set(f"at/{stream}/{self.rank}", json.dumps(values))
 
@@ -257,18 +257,18 @@ class Peers:
         with suppress(RuntimeError):
             return json.loads(self.store.get(key)) if self.store.check([key]) else None
 
-    def place_of(self, rank: int, stream: str) -> Place | None:
+    def status_of(self, rank: int, stream: str) -> RankStatus | None:
         """Return where another rank is, or was when it gave up waiting; None if it is at work."""
         values = self._get(f"at/{stream}/{rank}") or self._get(f"at/ended/{rank}")
-        return values and Place(**values)
+        return values and RankStatus(**values)
 
-    def places(self, mine: Place, of: Iterable[int], stream: str) -> dict[int, Place | None]:
-        """Return the places of this rank, of others, and of all ranks that these wait for."""
-        found, ahead = dict[int, Place | None]({self.rank: mine}), [*of]
+    def statuses(self, mine: RankStatus, of: Iterable[int], stream: str) -> dict[int, RankStatus | None]:
+        """Return the statuses of this rank, of others, and of all ranks that these wait for."""
+        found, ahead = dict[int, RankStatus | None]({self.rank: mine}), [*of]
         while ahead:
             if (rank := ahead.pop()) not in found:
-                found[rank] = place = self.place_of(rank, stream)
-                ahead += place.ranks if place else ()
+                found[rank] = status = self.status_of(rank, stream)
+                ahead += status.ranks if status else ()
         return found
 
     def stat_of(self, rank: int) -> tuple[int, list[str]]:
@@ -280,7 +280,9 @@ class Peers:
         """Return the ranks whose process, on this host, has ended."""
         return {r for r in ranks if self.stat_of(r)[1][0] in "ZX"}
 
-    def run(self, work: Callable[[], Any], place: Place, timeout: float, what: Callable[[], str]) -> None:
+    def run(
+        self, work: Callable[[], Any], status: RankStatus, timeout: float, what: Callable[[], str]
+    ) -> None:
         """Run work that waits for peers outside of Python in a thread, and look at the peers meanwhile."""
         errors: list[BaseException] = []
 
@@ -292,11 +294,13 @@ class Peers:
 
         thread = threading.Thread(target=done, daemon=True)
         thread.start()
-        with Wait(self, place, timeout, what()) as wait:
+        with Wait(self, status, timeout, what()) as wait:
             self.abandoned = True
             while thread.is_alive():
                 thread.join(0.1)
-                wait.give_up(lambda: [*place.ranks], lambda _: set())  # torch itself sees ranks that are gone
+                wait.give_up(
+                    lambda: [*status.ranks], lambda _: set()
+                )  # torch itself sees ranks that are gone
             self.abandoned = False
         if errors:
             raise errors[0]
@@ -306,14 +310,14 @@ class Wait:
     """A wait for peers, in which to `look` again and again.
 
     Args:
-        what: describes the wait in errors; by default the place.
+        what: describes the wait in errors; by default the status.
     """
 
-    def __init__(self, peers: Peers, place: Place, timeout: float, what: str = ""):
-        self.peers, self.place, self.timeout, self.what = peers, place, timeout, what
+    def __init__(self, peers: Peers, status: RankStatus, timeout: float, what: str = ""):
+        self.peers, self.status, self.timeout, self.what = peers, status, timeout, what
         self.began = time.monotonic()
         self.next, self.shown = self.began + min(LOOK_S, timeout), False
-        self.stream = "" if threading.current_thread() is threading.main_thread() else place.channel
+        self.stream = "" if threading.current_thread() is threading.main_thread() else status.channel
         self.asked_at, self.asked_before = 0.0, peers.asked()
         self.ticks: dict[int, int] = {}
 
@@ -339,24 +343,24 @@ class Wait:
             return []
         self.next = time_s + LOOK_S
         if not self.shown:
-            if not self.place.call:
+            if not self.status.call:
                 call, line = caller()
-                self.place = replace(self.place, call=call, line=line)
+                self.status = replace(self.status, call=call, line=line)
             self.shown = True
-            peers.show(self.stream, self.place)
+            peers.show(self.stream, self.status)
 
         absent = [r for r in missing() if r != peers.rank]
-        places = peers.places(replace(self.place, come=peers.come), absent, self.stream)
-        ended = stuck(places)
+        statuses = peers.statuses(replace(self.status, come=peers.come), absent, self.stream)
+        ended = stuck(statuses)
         if peers.rank in ended:
-            raise explain(peers.rank, {r: p for r, p in places.items() if p is not None and r in ended})
+            raise explain(peers.rank, {r: p for r, p in statuses.items() if p is not None and r in ended})
 
         # A process that was asked to end waits on for peers that compute, and for none that stand still.
         if peers.asked():
             self.asked_at = self.asked_at or time_s
-            busy = [r for r in absent if self._busy(r) and places[r] is None]
+            busy = [r for r in absent if self._busy(r) and statuses[r] is None]
             if time_s - self.asked_at > STOP_S and not busy:
-                message = f"{self.place}: asked to end (SIGTERM) while it waited for {ranks_text(absent)}."
+                message = f"{self.status}: asked to end (SIGTERM) while it waited for {ranks_text(absent)}."
                 raise CollectiveError(message, fix="look at what these ranks did, and start them again.")
         return absent
 
@@ -371,7 +375,7 @@ class Wait:
         left = gone(absent) & {*missing()} if absent else ()
         if left or (late and missing()):
             cause = f"{ranks_text(left)} has left" if left else self._silent(absent)
-            raise CollectiveError(lost(self.what or self.place, cause))
+            raise CollectiveError(lost(self.what or self.status, cause))
 
     def _busy(self, rank: int) -> bool:
         """Return whether a process has computed, or waited for a disk, since the last look.
@@ -387,8 +391,8 @@ class Wait:
     def _silent(self, absent: list[int]) -> str:
         """Return the text of ranks that did not come in time, without those that wait for the same."""
         time.sleep(ROLL_S)
-        shown = {r: self.peers.place_of(r, self.stream) for r in absent}
-        came = {r for r, p in shown.items() if p and p.come.get(self.place.channel, 0) > self.place.number}
+        shown = {r: self.peers.status_of(r, self.stream) for r in absent}
+        came = {r for r, p in shown.items() if p and p.come.get(self.status.channel, 0) > self.status.number}
         absent = [r for r in absent if r not in came] or absent
         stats = [self.peers.stat_of(r) for r in absent]
         still = [f"; its process {pid} is stopped" for pid, stat in stats if stat[0] in "Tt"]

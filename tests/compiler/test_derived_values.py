@@ -17,7 +17,7 @@ from toys import chain, lower, rows
 import fnshard as fs
 from fnshard import ScheduleError
 from fnshard.compiler.kernels import split
-from fnshard.compiler.kernels.derived import Derived
+from fnshard.compiler.kernels.derived_values import Derived
 
 WIDE = 32  # a row is much smaller than its leaf
 BLOCKS = 3

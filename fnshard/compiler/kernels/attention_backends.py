@@ -1,4 +1,4 @@
-"""Attention: which of torch's kernels a `scaled_dot_product_attention` becomes and stays.
+"""Attention backends: which of torch's kernels a `scaled_dot_product_attention` becomes and stays.
 
 On a device torch chooses the kernel when an attention is differentiated. Steps for CUDA machines that are not
 here are traced on the CPU. There the choice is made as torch 2.11 makes it on a Hopper GPU, so that what is
@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from fnshard.compiler.ir.program import arguments_of
 from fnshard.compiler.kernels import block_attention  # noqa: F401  (its operators)
-from fnshard.compiler.kernels.canonical import Source
+from fnshard.compiler.kernels.segment_source import Source
 
 _lock = threading.RLock()  # torch's switch for cuDNN is one for all threads
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default

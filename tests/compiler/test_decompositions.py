@@ -1,4 +1,4 @@
-"""Functions that a trace cannot keep have substitutes: the values and gradients of torch's own."""
+"""Functions that a trace cannot keep have decompositions: the values and gradients of torch's own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from toys import assert_same_grads, our_grads, plain_grads, step_of
 
 import fnshard as fs
-from fnshard.compiler.frontend.substitutes import grouped_by_blocks, skip_checks
+from fnshard.compiler.frontend.decompositions import grouped_by_blocks, skip_checks
 
 DOUBLE = torch.float64
 
