@@ -14,6 +14,8 @@ import pytest
 import torch
 from commands import OUTPUT, ROOT, documents, start_command
 from runs import validate
+from torch import distributed as dist
+from transformers import PreTrainedModel
 
 import fnshard as fs
 from experiments import finetune, train
@@ -208,6 +210,14 @@ def run_together(rank: int, folder: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         # A rank of a pool may not start processes, as the DataLoader of a page does.
         patch.setitem(multiprocessing.current_process()._config, "daemon", False)
+
+        def save_once(self: PreTrainedModel, path: str) -> None:  # a download, which lies there before
+            if rank == 0:
+                save(self, path)
+            dist.barrier()
+
+        save = PreTrainedModel.save_pretrained
+        patch.setattr(PreTrainedModel, "save_pretrained", save_once)
         namespace = run_first(folder, patch)
         for page in TOGETHER:
             run(GUIDE / f"{page}.md", fresh(namespace))

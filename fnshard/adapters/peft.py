@@ -205,7 +205,8 @@ def load(
         fix = f"load them on the model that they were tuned for; or {_MERGE}."
         raise StateError(f"adapters of another model, {leaves(len(wrong))}:", wrong, fix)
     if not targets:
-        raise StateError(f"{str(folder / WEIGHTS)!r} holds no tensors.")
+        fix = "name the directory that PEFT's save_pretrained wrote, with its weights."
+        raise StateError(f"{str(folder / WEIGHTS)!r} holds no tensors.", fix=fix)
 
     # PEFT's files hold norms of rows, and adapters here the share of them that trains.
     if settings.dora:
@@ -229,7 +230,8 @@ def _read(folder: Path) -> tuple[Any, dict[str, Tensor]]:
                 fix="have PEFT write safetensors once, where you trust the file: "
                 "PeftModel.from_pretrained(base, path).save_pretrained(other).",
             ) from None
-        raise StateError(f"{str(folder)!r} holds no adapters of PEFT's: {error}") from error
+        fix = f"name a directory with {CONFIG} and {WEIGHTS}, as PEFT's save_pretrained writes them."
+        raise StateError(f"{str(folder)!r} holds no adapters of PEFT's: {error}.", fix=fix) from error
 
 
 def _share(

@@ -107,7 +107,7 @@ def test_keys_differ_where_anything_that_matters_differs() -> None:
         ("threads", "torch.get_num_threads", lambda: 7),
         ("processor", "fnshard.compiler.kernels.machine_code._describe_processor", lambda: "another"),
         ("torch", "torch.__version__", "3.0"),
-        ("sources", "fnshard.compiler.kernels.store.hash_sources", lambda: "another"),
+        ("sources", "fnshard.compiler.kernels.store.SOURCES", "another"),
     ):
         with mock.patch(place, value):
             keys[name] = machine_code.key_of(plain, {}, False)

@@ -262,7 +262,7 @@ def test_keys_differ_where_anything_that_matters_differs() -> None:
         settings.append(store.key_of(plain))
     with mock.patch.object(torch, "__version__", "3.0"):
         settings.append(store.key_of(plain))
-    with mock.patch.object(store, "hash_sources", lambda: "another fnshard"):
+    with mock.patch.object(store, "SOURCES", "another fnshard"):
         settings.append(store.key_of(plain))
     assert len({keys["plain"], *settings}) == 1 + len(settings)
     assert store.key_of(plain) == keys["plain"]

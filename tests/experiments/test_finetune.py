@@ -79,7 +79,7 @@ def test_a_run_leaves_what_it_promises(model, data, tmp_path, capfd, method, obj
     assert (folder / EXPORTED / "tokenizer.json").exists()
     generate([f"run={folder}", "prompt='<|user|>1+1='", "tokens=2"])
     again = capfd.readouterr().out
-    label = "loss" if objective == "dpo" else "loss, nats per token"  # a loss of pairs has no unit
+    label = "loss, nats per token" if objective == "sft" else "loss"  # a loss of pairs has no unit
     assert f"held-out {label}: {result['held_out_loss']:.3f}\n" in again
     assert "\n\n<|user|>1+1=\n  answer:" in again
     if method == "lora":

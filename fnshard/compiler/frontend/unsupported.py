@@ -111,7 +111,7 @@ def refusals(device: torch.device) -> Iterator[Calls]:
     with ExitStack() as stack:
         stack.callback(end)
         # A compiled submodule is traced through as the function it was made from.
-        import torch._dynamo.config as dynamo_config  # here: it brings Dynamo, which takes seconds
+        import torch._dynamo.config as dynamo_config  # here: where nothing is deferred, it imports Dynamo
 
         stack.enter_context(dynamo_config.patch(error_on_nested_fx_trace=False))
         stack.enter_context(mock.patch.object(_LOG, "disabled", True))

@@ -123,7 +123,7 @@ def settings() -> list[Any]:
 
     cuda = torch.backends.cuda
     return [
-        hash_sources(), torch.__version__, torch.version.git_version,
+        SOURCES, torch.__version__, torch.version.git_version,
         inductor_config.get_hash().hex(), functorch_config.get_hash().hex(),
         str(torch.get_default_dtype()), torch.get_float32_matmul_precision(),
         torch.are_deterministic_algorithms_enabled(), torch.backends.mkldnn.enabled,
@@ -132,13 +132,15 @@ def settings() -> list[Any]:
     ]  # fmt: skip
 
 
-@cache
 def hash_sources() -> str:
     """Return a hash of all sources of fnshard: rules, operators and passes decide what a kernel is."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parents[2].rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+SOURCES = hash_sources()  # read with the modules that run: somebody may edit them later
 
 
 # ------------------------------------------------------------------ files

@@ -20,6 +20,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_aggregate
 
+from fnshard.compiler.ir.deferred_imports import trace_again
 from fnshard.compiler.ir.program import (
     ANY_STRIDES,
     OpOverload,
@@ -111,7 +112,8 @@ def pure_graph(write: Write, tensors: Sequence[Tensor]) -> fx.Graph | None:
     replay(write.graph, tensors, trial.see)
     try:
         run = partial(_run, write, trial)
-        graph = make_fx(lambda *v: run(v), tracing_mode="fake", pre_dispatch=True)(*tensors).graph
+        trace = make_fx(lambda *v: run(v), tracing_mode="fake", pre_dispatch=True)
+        graph = trace_again(lambda: trace(*tensors)).graph
     except Exception:  # any op of the program may raise; the write then runs as it stands, on whole values
         return None
     graph.eliminate_dead_code()
