@@ -219,6 +219,13 @@ class Walk:
         if short.fits(self.budget):
             return short
         best = self.price_once(dial.at(high))
+        if not best.fits(self.budget) and best.peak_bytes >= short.peak_bytes:
+            # To save the most takes more than to save nothing, as in models of one layer. Less may fit.
+            for part in (1, 2, 3):
+                found = self.price_once(dial.at(level := part * dial.levels // 4))
+                if found.fits(self.budget):
+                    high, best = level, found
+                    break
         if not best.fits(self.budget):
             return best
         enough, halves = best, False

@@ -45,19 +45,18 @@ step = fs.shard_step(
 )
 x = torch.randn(4, width, generator=torch.Generator().manual_seed(0))
 step.lower(params, x).compile()  # what compiling holds is no matter here
-limit = 0
+room = 256 << 20  # on top of what torch and the program take, which grows with torch
 if tier == "disk":
     with open("/proc/self/status") as status:
         used = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmData"))
-    limit = used + (256 << 20)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_DATA, (used + room, used + room))
 state = step.init(model)
 losses = []
 for _ in range(steps):
     state, metrics = step(state, x)
     losses.append(metrics["loss"].item())
 size = sum(v.nbytes for slots in state.opt_state.values() for v in slots.values())
-print(json.dumps({"losses": losses, "limit": limit, "optimizer_bytes": size}))
+print(json.dumps({"losses": losses, "room": room, "optimizer_bytes": size}))
 """
 
 
@@ -74,7 +73,7 @@ def run(tier: str, folder: Path) -> dict:
 @pytest.mark.long  # gigabytes through a disk
 def test_optimizer_state_larger_than_the_process_may_be(tmp_path: Path) -> None:
     on_disk, in_memory = run("disk", tmp_path), run("device", tmp_path)
-    assert on_disk["optimizer_bytes"] == in_memory["optimizer_bytes"] > on_disk["limit"]
+    assert on_disk["optimizer_bytes"] == in_memory["optimizer_bytes"] > on_disk["room"]
     assert len(on_disk["losses"]) == STEPS
     for a, b in zip(on_disk["losses"], in_memory["losses"], strict=True):
         assert abs(a - b) <= 1e-6 * abs(b)
