@@ -143,6 +143,16 @@ def test_the_first_level_that_fits_is_found_where_bytes_are_no_line(bend: float)
         assert toy.priced <= 22
 
 
+def test_a_level_that_fits_is_found_where_the_last_takes_more_than_the_first() -> None:
+    class Sagging(Toy):
+        def price(self, plan: Plan) -> Candidate:
+            return replace(super().price(plan), peak_bytes=100 + abs(plan.saved - 8))
+
+    toy = Sagging(0)
+    found = Walk(toy, 105).within_budget(Plan())
+    assert found.choice.saved == 3 and toy.priced <= 6  # saving less takes less time
+
+
 def test_a_search_whose_work_is_up_ends_with_the_first_plan_that_fits() -> None:
     said: list[str] = []
     for budget, most in ((1000, 1), (90, 40)):
