@@ -34,9 +34,9 @@ from experiments.tuning.model_directory import find_directory
 from fnshard.checkpoint.foreign.dcp_writing import LAYOUTS
 from fnshard.checkpoint.foreign.dialects import SavedState
 from fnshard.checkpoint.foreign.formats import FORMATS, name_by_model, recognise_format
-from fnshard.checkpoint.foreign.placing import read_saved
+from fnshard.checkpoint.foreign.placing import explain_corrupt, read_saved
 from fnshard.checkpoint.foreign.torch_files import SUFFIXES
-from fnshard.errors import CheckpointError, StateError, report
+from fnshard.errors import StateError, report
 from fnshard.runtime.files.tensorfile import Corrupt
 
 KEY_VALUE = re.compile(r"\w+=")
@@ -140,7 +140,7 @@ def convert(config: ConvertConfig) -> None:
                 target, saved, model=model, config=folder, layout=config.layout, optimizer=config.optimizer
             )
         except Corrupt as error:
-            raise CheckpointError(f"cannot convert {str(source)!r}: it {error}.") from error
+            raise explain_corrupt(f"cannot convert {str(source)!r}", error) from error
 
     tensors = [*saved.params.values(), *(t for own in saved.slots.values() for t in own.values())]
     size = sum(torch.Size(t.shape).numel() * t.dtype.itemsize for t in tensors) / 1e9

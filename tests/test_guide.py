@@ -211,7 +211,7 @@ def run_together(rank: int, folder: str) -> None:
         # A rank of a pool may not start processes, as the DataLoader of a page does.
         patch.setitem(multiprocessing.current_process()._config, "daemon", False)
 
-        def save_once(self: PreTrainedModel, path: str) -> None:  # a download, which lies there before
+        def save_once(self: PreTrainedModel, path: str) -> None:  # stands for a download
             if rank == 0:
                 save(self, path)
             dist.barrier()

@@ -29,7 +29,7 @@ COLUMNS = {
     "step ms": ("seconds", 1e3), "predicted ms": ("predicted_seconds", 1e3),
 }  # fmt: skip
 TIERS = ("memory", "optimizer_memory")
-# A plan, None for torch's DDP, and what it changes in the configuration.
+# A setup, None for torch's DDP, and what a plan changes in the configuration.
 Variant = tuple[Setup | None, dict[str, Any]]
 # Each word of a plan's name changes the configuration, a field of `Setup` or an option of `shard_step`.
 WORDS: dict[str, Callable[..., tuple[str, dict[str, Any]]]] = {

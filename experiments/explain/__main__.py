@@ -6,10 +6,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from experiments.explain import text as explain_text
+from experiments.explain import report
 from experiments.explain.config import COMMAND, ExplainConfig
 from experiments.explain.step_on_paper import explain
-from experiments.explain.time_report import report_waste
+from experiments.explain.time_report import report_time
 from experiments.lib.checks import ConfigError
 from experiments.lib.compose import answer, exit_with
 from experiments.lib.files import write_text
@@ -19,7 +19,7 @@ from fnshard import plot
 def write_explanation(config: ExplainConfig, folder: Path) -> None:
     """Print what is known of a configuration, and write it to a folder with the schedule and pictures."""
     paper = explain(config)
-    text = explain_text.as_text(paper)
+    text = report.as_text(paper)
     print(text, flush=True)
     write_text(folder / "explain.txt", text + "\n")
     write_text(folder / "schedule.txt", paper.lowered.as_text() + "\n")
@@ -37,9 +37,9 @@ def write_waste(arguments: list[str]) -> None:
     if len(arguments) > 1:
         raise ConfigError(f"{' '.join(arguments)}: run=DIR stands alone, a run has its configuration.")
     folder = Path(arguments[0].removeprefix("run="))
-    text = report_waste(folder)
+    text = report_time(folder)
     print(text, flush=True)
-    write_text(folder / "waste.txt", text + "\n")
+    write_text(folder / "time.txt", text + "\n")
 
 
 def main(arguments: list[str]) -> None:

@@ -38,7 +38,7 @@ HINTS = {
 }  # fmt: skip
 
 
-def report_waste(folder: Path) -> str:
+def report_time(folder: Path) -> str:
     """Return the report on a run.
 
     Raises:

@@ -12,7 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 
 import fnshard as fs
 from experiments.explain.config import PER_PARAMETER, without_effect
-from experiments.explain.text import big, over_nodes
+from experiments.explain.report import big, over_nodes
 from experiments.lib.checks import pluralize
 from experiments.lib.config import StrategyConfig, TrainConfig
 from experiments.lib.files import write_json, write_text

@@ -15,7 +15,7 @@ from typing import Any
 
 import fnshard as fs
 from experiments.explain import config as explain_config
-from experiments.explain import text as explain_text
+from experiments.explain import report
 from experiments.explain.step_on_paper import explain
 from experiments.lib.checks import targets_in
 from experiments.lib.compose import compose, is_mistake, is_outside, text_of
@@ -92,7 +92,7 @@ def predict(draft: Draft, hardware: str) -> Prediction:
         known = is_mistake(error) or is_outside(error)
         return Prediction(command, text_of(error) if known else f"{type(error).__name__}: {error}")
     return Prediction(
-        command, "", explain_text.summary(paper), paper.device_bytes, dict(paper.memory.peak),
+        command, "", report.summary(paper), paper.device_bytes, dict(paper.memory.peak),
         paper.timeline.step_seconds, form.config.run.steps,
     )  # fmt: skip
 

@@ -26,7 +26,7 @@ from fnshard.compiler.place.place import place_axes
 from fnshard.compiler.rewrites.fp8 import fp8_products
 from fnshard.compiler.schedule.build import StepSettings, build, find_active
 from fnshard.compiler.schedule.ir import Schedule
-from fnshard.compiler.schedule.kept_bytes import Keeps, count_keeps, find_fetched_again
+from fnshard.compiler.schedule.kept_bytes import KeptBytes, count_kept_bytes, find_fetched_again
 from fnshard.compiler.schedule.passes import Pass, default, insert_frees
 from fnshard.compiler.schedule.reruns import Rerun, plan_rerun
 from fnshard.compiler.schedule.stages import StagePlan, assign_chunks, plan_stages
@@ -166,7 +166,7 @@ def schedule_for(
         if settings.apart:
             fetched_again = find_fetched_again(segments, recomputed, mesh.data_axes)
             keeps = [
-                count_keeps(chunk, segments, each, active, reruns, fetched_again)
+                count_kept_bytes(chunk, segments, each, active, reruns, fetched_again)
                 for _, chunk in stages.chunks
             ]
         tasks = _order_tasks(stages, each, settings, cost_of, reruns, keeps)
@@ -193,7 +193,7 @@ def _order_tasks(
     settings: StepSettings,
     cost_of: CostOf,
     reruns: Sequence[Rerun],
-    keeps: Sequence[Keeps],
+    keeps: Sequence[KeptBytes],
 ) -> list[Task]:
     """Put the tasks of a pipeline in order, by the costs of its chunks' kernels and by what chunks keep."""
     again = {index for rerun in reruns for index in rerun.runs}

@@ -136,11 +136,11 @@ def stuck(statuses: Mapping[int, RankStatus | None]) -> set[int]:
 
 def explain(rank: int, statuses: Mapping[int, RankStatus]) -> CollectiveError:
     """Make the error for a rank that would wait in vain, which says what each rank called."""
-    failed = [f"rank {r} {p}" for r, p in statuses.items() if p.ended and p.line]
+    failed = [f"rank {r} {s}" for r, s in statuses.items() if s.ended and s.line]
     if failed:
         return CollectiveError(lost(statuses[rank], "; ".join(failed)))
 
-    calls = {r: p.call for r, p in sorted(statuses.items())}
+    calls = {r: s.call for r, s in sorted(statuses.items())}
     known = (statuses[rank], *statuses.values())
     call = next((p.call for p in known if p.call != LEAVE and not p.ended), LEAVE)
     alone = f"only {ranks_text([r for r in calls if calls[r] == call])} called {call}."
@@ -271,14 +271,14 @@ class Peers:
                 ahead += status.ranks if status else ()
         return found
 
-    def stat_of(self, rank: int) -> tuple[int, list[str]]:
+    def process_of(self, rank: int) -> tuple[int, list[str]]:
         """Return the process of a rank and its `process_stat`; "?" for another host."""
         there, pid = self._get(f"process/{rank}") or ("", 0)
         return pid, process_stat(pid) if there and there == host() else ["?"]
 
     def gone(self, ranks: Iterable[int]) -> set[int]:
         """Return the ranks whose process, on this host, has ended."""
-        return {r for r in ranks if self.stat_of(r)[1][0] in "ZX"}
+        return {r for r in ranks if self.process_of(r)[1][0] in "ZX"}
 
     def run(
         self, work: Callable[[], Any], status: RankStatus, timeout: float, what: Callable[[], str]
@@ -353,7 +353,7 @@ class Wait:
         statuses = peers.statuses(replace(self.status, come=peers.come), absent, self.stream)
         ended = stuck(statuses)
         if peers.rank in ended:
-            raise explain(peers.rank, {r: p for r, p in statuses.items() if p is not None and r in ended})
+            raise explain(peers.rank, {r: s for r, s in statuses.items() if s is not None and r in ended})
 
         # A process that was asked to end waits on for peers that compute, and for none that stand still.
         if peers.asked():
@@ -382,7 +382,7 @@ class Wait:
 
         A process of another host counts as busy if this one began to wait after it was asked to end.
         """
-        _, (state, *rest) = self.peers.stat_of(rank)
+        _, (state, *rest) = self.peers.process_of(rank)
         ticks = sum(map(int, rest[10:12]))
         before, self.ticks[rank] = self.ticks.get(rank, ticks), ticks
         is_far = state == "?" and self.asked_before
@@ -392,9 +392,9 @@ class Wait:
         """Return the text of ranks that did not come in time, without those that wait for the same."""
         time.sleep(ROLL_S)
         shown = {r: self.peers.status_of(r, self.stream) for r in absent}
-        came = {r for r, p in shown.items() if p and p.come.get(self.status.channel, 0) > self.status.number}
+        came = {r for r, s in shown.items() if s and s.come.get(self.status.channel, 0) > self.status.number}
         absent = [r for r in absent if r not in came] or absent
-        stats = [self.peers.stat_of(r) for r in absent]
+        stats = [self.peers.process_of(r) for r in absent]
         still = [f"; its process {pid} is stopped" for pid, stat in stats if stat[0] in "Tt"]
         return f"{ranks_text(absent)} did not come within {self.timeout:g} s{''.join(still)}"
 

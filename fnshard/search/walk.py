@@ -208,11 +208,12 @@ class Walk:
         return best
 
     def least_that_fits(self, dial: Dial, limit: float) -> Candidate:
-        """Return the first setting of a dial that fits, or the last if none does.
+        """Return the first setting of a dial that fits, or the smallest of those tried if none does.
 
         Bytes fall with the level, nearly in a line, so that interpolation finds it. Every other guess halves
         what is left, in case they do not. A setting that saves too little bounds all that save more, so the
-        search ends when these can be no faster than `limit`, or than what fits.
+        search ends when these can be no faster than `limit`, or than what fits. Where the last setting takes
+        more bytes than the first, as in models of one layer, three in between are tried.
         """
         low, high = 0, dial.levels
         short = self.price_once(dial.at(low))
@@ -220,12 +221,16 @@ class Walk:
             return short
         best = self.price_once(dial.at(high))
         if not best.fits(self.budget) and best.peak_bytes >= short.peak_bytes:
-            # To save the most takes more than to save nothing, as in models of one layer. Less may fit.
-            for part in (1, 2, 3):
-                found = self.price_once(dial.at(level := part * dial.levels // 4))
+            tried = [short, best]
+            for level in (dial.levels // 4, dial.levels // 2, 3 * dial.levels // 4):
+                found = self.price_once(dial.at(level))
                 if found.fits(self.budget):
                     high, best = level, found
                     break
+                low, short = level, found
+                tried.append(found)
+            else:
+                return min(tried, key=self.cost)
         if not best.fits(self.budget):
             return best
         enough, halves = best, False

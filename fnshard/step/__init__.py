@@ -4,8 +4,8 @@ A call, from `step(state, *batch)` to a reduce-scatter:
 
     step.Step.__call__        checks the state, and passes on the numbers of this step
     cache.ProgramCache.get    returns the program of such a batch: one that is kept, or one that
-                              `compiler.lower` makes from the plan that `plan` makes of specs, optimizer and
-                              options
+                              `compiler.lower` makes from the settings that `settings` makes of specs,
+                              optimizer and options
     runner.Runner.prepare     the first time, lets ranks agree, compiles the kernels and binds the program to
                               this rank; always, makes the environment of stored blocks, batch, constants
                               and keys

@@ -44,7 +44,7 @@ from fnshard.step.rank_agreement import (
     compare_rows,
     compare_values,
 )
-from fnshard.step.settings import items_of, scalars_of, texts_to_agree
+from fnshard.step.settings import items_of, scalars_of, texts_to_compare
 from fnshard.step.shards import check_blocks, full_checksums
 from fnshard.step.state import TrainState
 
@@ -240,7 +240,7 @@ class Runner:
         rank, specs = self.rank, self.cache.specs
         settings = {"accumulate": str(lowered.options.accumulate)}
         if self.cache.trains and self.mesh.size > 1:
-            settings |= texts_to_agree(self.optimizer, specs, self.options, seed, step)
+            settings |= texts_to_compare(self.optimizer, specs, self.options, seed, step)
         items, compiled = items_of(lowered.program), lowered.compiled is not None
         rank.agreement = check_agreement(rank.comm, lowered.communication(), settings, items, compiled, rows)
 

@@ -61,7 +61,7 @@ def loss_scale_of(optimizer: Optimizer | None, specs: ResolvedSpecs, options: St
 def step_settings(
     optimizer: Optimizer | None, specs: ResolvedSpecs, mesh: Mesh, options: StepOptions
 ) -> StepSettings:
-    """Return the settings of a training step, as far as it does not depend on what `fn` returns."""
+    """Return the settings of a training step, as far as they do not depend on what `fn` returns."""
     families = families_of(optimizer, specs.stored, mesh) if optimizer is not None else {}
     dynamic = loss_scale_of(optimizer, specs, options).dynamic
     # An update that needs the norm, or that may be skipped, waits for the gradients of all leaves.
@@ -100,7 +100,7 @@ def scalars_of(
     )
 
 
-def texts_to_agree(
+def texts_to_compare(
     optimizer: Optimizer | None, specs: ResolvedSpecs, options: StepOptions, seed: int, step: int
 ) -> dict[str, str]:
     """Return texts by name of what must be alike on all ranks besides the schedule."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import io
 import os
 import pickle
 import shutil
@@ -32,7 +33,8 @@ from fnshard.checkpoint.foreign.boxes import boxes_of_run
 from fnshard.checkpoint.foreign.dcp import read_dcp
 from fnshard.checkpoint.foreign.dcp_writing import Item, write_items, write_metadata
 from fnshard.errors import CheckpointError, StateError
-from fnshard.runtime.files.torchfile import PlacedTensor, read_torch_file
+from fnshard.runtime.files.tensorfile import Corrupt
+from fnshard.runtime.files.torchfile import PlacedTensor, read_torch_file, resolve_torch_name, unpickle
 
 LOAD: Mapping[str, Callable[..., Any]] = {
     "dcp": fs.checkpoint.load_dcp, "zero": fs.checkpoint.load_deepspeed, "torch": fs.checkpoint.load_torch,
@@ -187,10 +189,15 @@ def test_zero(stage: int, count: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("by_name", [False, True])  # as newer Pythons, and as 3.11.0 to 3.11.3 pickle enums
-def test_zero_files_hold_objects_of_deepspeed(by_name: bool, tmp_path: Path, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("stage", ["optimizer_states", "gradients", "weights"])
+def test_zero_files_hold_objects_of_deepspeed(
+    stage: str, by_name: bool, tmp_path: Path, monkeypatch: Any
+) -> None:
     """These are not made, and not needed; the stage is one of them. Others are refused."""
     config = types.ModuleType("deepspeed.runtime.zero.config")
-    config.ZeroStageEnum = enum.IntEnum("ZeroStageEnum", {"gradients": 2}, module=config.__name__)
+    config.ZeroStageEnum = enum.IntEnum(
+        "ZeroStageEnum", {"optimizer_states": 1, "gradients": 2, "weights": 3}, module=config.__name__
+    )
     config.ZeroStageEnum.__reduce_ex__ = reduce_by_name if by_name else reduce_by_value
     config.LossScaler = type("LossScaler", (), {"__module__": config.__name__, "scale": 1.0})
     for name in ("deepspeed", "deepspeed.runtime", "deepspeed.runtime.zero"):
@@ -198,8 +205,9 @@ def test_zero_files_hold_objects_of_deepspeed(by_name: bool, tmp_path: Path, mon
     monkeypatch.setitem(sys.modules, config.__name__, config)
     params = {"w": torch.randn(5, 3)}
     moments = {"w": {"exp_avg": torch.randn(5, 3), "exp_avg_sq": torch.rand(5, 3)}}
-    extra = {"zero_stage": config.ZeroStageEnum.gradients, "loss_scaler": config.LossScaler()}
-    write_zero(tmp_path / "z", 2, 2, [params], moments, 4, extra=extra)
+    extra = {"zero_stage": config.ZeroStageEnum[stage], "loss_scaler": config.LossScaler()}
+    number = config.ZeroStageEnum[stage].value
+    write_zero(tmp_path / "z", number, 2, [params], moments, 4, extra=extra)
     for name in [name for name in sys.modules if name.partition(".")[0] == "deepspeed"]:
         monkeypatch.delitem(sys.modules, name)
     mesh = fs.make_mesh(shard=1)
@@ -350,7 +358,8 @@ def test_enums_are_read_as_older_pythons_pickle_them(tmp_path: Path) -> None:
         made = folders(tmp_path)
     assert b"getattr" in (made["dcp"] / ".metadata").read_bytes()
     step = step_here(fs.make_mesh(shard=1))
-    LOAD["dcp"](made["dcp"], step)
+    again = LOAD["dcp"](made["dcp"], step)
+    assert all(torch.equal(again.params[n], v) for n, v in LOAD["torch"](made["torch"], step).params.items())
     (made["dcp"] / ".metadata").write_bytes(pickle.dumps(Attribute()))
     with raises(CheckpointError, says="would run or make builtins.getattr"):
         LOAD["dcp"](made["dcp"], step)
@@ -362,6 +371,37 @@ def reduce_by_name(member: enum.Enum, protocol: int) -> Any:
 
 def reduce_by_value(member: enum.Enum, protocol: int) -> Any:
     return type(member), (member.value,)
+
+
+REBUILD = b"ctorch._utils\n_rebuild_tensor_v2\n"
+
+
+def test_a_pickle_sets_no_state_of_what_it_is_given(tmp_path: Path) -> None:
+    """Otherwise it would name other files by a tensor, or change the functions that read the next one."""
+    tensor, mesh = torch.ones(3), fs.make_mesh(shard=1)
+    torch.save({"model": {"w": Moved(tensor)}}, tmp_path / "moved.pt")
+    with raises(CheckpointError, says="sets the state of a tensor"):
+        fs.checkpoint.load_torch(tmp_path / "moved.pt", fs.presets.full_shard({"w": tensor}, mesh), mesh)
+    for state in ({"at": 0}, (None, {"__defaults__": ()})):
+        planted = b"\x80\x02" + REBUILD + pickle.dumps(state, 2)[2:-1] + b"b."
+        with raises(Corrupt):
+            unpickle(io.BytesIO(planted), resolve_torch_name)
+    assert torch.equal(read_torch_file(save_plain(tmp_path, tensor))["w"][...], tensor)
+
+
+def save_plain(folder: Path, tensor: Tensor) -> Path:
+    torch.save({"w": tensor}, folder / "plain.pt")
+    return folder / "plain.pt"
+
+
+class Moved:
+    def __init__(self, tensor: Tensor):
+        self.tensor = tensor
+
+    def __reduce__(self) -> Any:
+        """Pickle a tensor, and where in its file it is said to lie."""
+        function, arguments = self.tensor.__reduce_ex__(2)[:2]
+        return function, arguments, {"at": 0, "path": Path("/etc/hostname")}
 
 
 class Attribute:

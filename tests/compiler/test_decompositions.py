@@ -1,4 +1,4 @@
-"""Functions that a trace cannot keep have decompositions: the values and gradients of torch's own."""
+"""Decompositions give the values and gradients of torch's own functions."""
 
 from __future__ import annotations
 

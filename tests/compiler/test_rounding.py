@@ -115,7 +115,7 @@ def test_arithmetic_in_the_narrow_type_is_left_to_the_compiler() -> None:
 
 CHAINS: dict[str, Callable[[Tensor], Tensor]] = {
     "pointwise": lambda x: F.silu(x * 1.7) * 1.1 + 0.3,
-    # No rsqrt: of a few numbers torch rounds it twice, of many once.
+    # No rsqrt: torch rounds that of a short tensor twice, and that of a long one once.
     "sums": lambda x: (x * 1.3 - x.mean(-1, keepdim=True)) / (x * x).sum(-1, keepdim=True).sqrt(),
     "softmax": lambda x: x.softmax(-1) * 1.7,
     "moved and filled": lambda x: F.pad(torch.where(x > 0.07, x * 1.3, 0.3), (1, 0), value=0.1).flip(-1) * 3,

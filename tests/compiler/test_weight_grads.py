@@ -31,7 +31,7 @@ from fnshard.compiler.kernels.segment_source import Source
 from fnshard.compiler.kernels.segments import Way
 from fnshard.compiler.schedule.instructions import Accumulate, ReduceScatter, Run
 from fnshard.compiler.schedule.ir import Schedule
-from fnshard.compiler.schedule.kept_bytes import Keeps
+from fnshard.compiler.schedule.kept_bytes import KeptBytes
 from fnshard.compiler.schedule.tasks import Slot, bubble, count_kept, order_stages, usual_room
 from fnshard.compiler.schedule.verify import verify
 
@@ -264,7 +264,7 @@ def test_a_limit_of_bytes_makes_gradients_of_leaves_earlier() -> None:
 
     Here that is more than a forward keeps.
     """
-    stage_of, room, keeps = list(range(4)), usual_room(4, 4), [Keeps(1.0, 2.5)] * 4
+    stage_of, room, keeps = list(range(4)), usual_room(4, 4), [KeptBytes(1.0, 2.5)] * 4
     together = order_stages(stage_of, 8, room)
     most = max(count_kept(together, stage_of, keeps).values())
     free, wide, tight = (

@@ -11,7 +11,7 @@ import pytest
 from errors import raises
 from runs import compose, validate
 
-from experiments.explain import text as explain_text
+from experiments.explain import report
 from experiments.explain.__main__ import write_explanation
 from experiments.explain.config import COMMAND, ExplainConfig
 from experiments.explain.step_on_paper import StepOnPaper, explain
@@ -48,7 +48,7 @@ def test_numbers_add_up(paper: StepOnPaper) -> None:
 
 
 def test_everything_asked_for_is_said(paper: StepOnPaper) -> None:
-    text = explain_text.as_text(paper)
+    text = report.as_text(paper)
     for expected in (
         f"{paper.config.model.parameters:,}", "64 × h100, 8 nodes of 8", "full_shard, no remat", "fits",
         "MFU", "tokens a day", "at $3 an hour", "saved activations", "reduce scatter",
@@ -76,7 +76,7 @@ def test_everything_asked_for_is_said(paper: StepOnPaper) -> None:
     ids=lambda value: value[0].replace("=", "_") if isinstance(value, list) else None,
 )
 def test_every_kind_of_plan_is_explained(overrides: list[str], expected: str) -> None:
-    text = explain_text.as_text(explain(config_of(*overrides)))
+    text = report.as_text(explain(config_of(*overrides)))
     assert expected in text
     assert ("$" in text) == ("an hour" in text)
     assert ("an hour" in text) == ("hardware.price_per_hour=null" not in overrides)
@@ -88,14 +88,12 @@ def test_what_does_not_fit_is_reported_and_what_would_is_found() -> None:
     bare = explain(config_of(*little))
     assert (
         not bare.fits
-        and "does not fit" in explain_text.as_text(bare)
-        and "strategy=auto looks for" in explain_text.as_text(bare)
+        and "does not fit" in report.as_text(bare)
+        and "strategy=auto looks for" in report.as_text(bare)
     )
     found = explain(config_of(*little, "strategy=auto"))
     assert (
-        found.fits
-        and "strategy=auto:" in explain_text.as_text(found)
-        and "does not" not in explain_text.as_text(found)
+        found.fits and "strategy=auto:" in report.as_text(found) and "does not" not in report.as_text(found)
     )
     with raises(BudgetError, says="nothing fits"):
         explain(config_of("mesh.shard=2", "run.device_gb=0.0001", "strategy=auto"))
@@ -131,7 +129,7 @@ OWN = ("model._target_=custom_task.linear", "model.width=64", "data._target_=cus
 @pytest.mark.parametrize("more", [(), ("optimizer=soap",), ("specs=[[w,shard],[b,null]]",)], ids=str)
 def test_a_model_of_ones_own_is_explained_as_train_takes_it(more: tuple[str, ...]) -> None:
     found = explain(validate(COMMAND, [*OWN, *more, "data.rows=6"]))
-    text = explain_text.as_text(found)
+    text = report.as_text(found)
     assert found.subject.parameters == 65 and found.config.rows == 3 and "rows a day" in text
     assert "tokens" not in text and "custom_task.linear" in text
 
@@ -145,7 +143,7 @@ def test_buffers_are_no_parameters_and_text_has_tokens() -> None:
 def test_recipes_of_train_are_explained_and_what_has_no_effect_is_said() -> None:
     config = validate(COMMAND, ["experiment=laptop", "mesh.shard=4", "model.layers=1"])
     assert config.mesh.shard == 4 and config.run.device_gb is None
-    idle = explain_text.without_effect(config)
+    idle = report.without_effect(config)
     assert {"run.steps", "run.device"} <= set(idle) and "run.accumulate" not in idle
 
 

@@ -15,7 +15,7 @@ from toys import llama, lower
 import fnshard as fs
 from experiments import train
 from experiments.explain.config import COMMAND
-from experiments.explain.time_report import neighbours, report_waste
+from experiments.explain.time_report import neighbours, report_time
 from experiments.lib.checks import ConfigError
 from experiments.lib.measured import LINES, hardware_of_runs, read_measurements
 from experiments.lib.plan import hardware_of
@@ -73,7 +73,7 @@ def test_a_folder_that_says_nothing_is_one_error(tmp_path: Path, text: str | Non
         hardware_of_runs(str(tmp_path))
     if text:
         with raises(ConfigError, leaves=f"run={tmp_path}"):
-            report_waste(tmp_path)
+            report_time(tmp_path)
 
 
 def test_runs_with_other_ranks_on_a_host_say_nothing(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_a_profile_holds_every_line(runs: tuple[Path, Path]) -> None:
 
 @pytest.mark.long  # test_the_second_prediction reads what it wrote
 def test_where_the_time_of_a_run_went(runs: tuple[Path, Path]) -> None:
-    text = report_waste(runs[0])
+    text = report_time(runs[0])
     for expected in (
         "seconds of the run",
         "compile",
@@ -137,7 +137,7 @@ def test_where_the_time_of_a_run_went(runs: tuple[Path, Path]) -> None:
         "lines of a",
     ):
         assert expected in text, text
-    text = report_waste(runs[1])
+    text = report_time(runs[1])
     assert "run.profile=3 measures them" in text and "run.backend=eager" in text and "compile" not in text
 
 
@@ -154,7 +154,7 @@ def test_a_prediction_that_is_far_off_says_how_it_learns(tmp_path: Path, factor,
     config = {"data": {}, "model": {}, "hardware": {"name": name}}
     totals = {"steps": 3, "seconds": 9.0, "steps_s": 3.0, "lowering_s": 6.0}
     file.write_text(json.dumps(values | {"status": "ok", "totals": totals, "config": config}))
-    text = report_waste(tmp_path / "run")
+    text = report_time(tmp_path / "run")
     assert ("hardware=measured:" in text and "hardware=measure " in text) == is_said
     assert "lowering" in text and "compile" not in text
 

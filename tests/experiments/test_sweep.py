@@ -156,7 +156,7 @@ objective: {_target_: custom_task.squares}
 """
 
 
-@pytest.mark.long  # test_own sweeps the worked example
+@pytest.mark.long  # test_custom_parts sweeps the worked example
 def test_keys_of_a_recipes_own_model_are_swept_and_shown(sweep, tmp_path, capfd, monkeypatch):
     """They are taken as in a single run; a folder of configurations may have the name of a key."""
     (tmp_path / "data.d" / "experiment").mkdir(parents=True)

@@ -30,7 +30,7 @@ from experiments.data.prepared import open_prepared
 from experiments.data.tokenizer import load_tokenizer, open_directory
 from experiments.evaluate import run as evaluation
 from experiments.evaluate.config import EvaluateConfig
-from experiments.explain.time_report import report_waste
+from experiments.explain.time_report import report_time
 from experiments.generate import GenerateConfig, generate
 from experiments.lib.checks import ConfigError, targets_in
 from experiments.lib.compose import is_mistake, text_of
@@ -305,7 +305,7 @@ def test_nothing_in_the_folder_of_a_run_runs(guarded: Path, what: str) -> None:
         with pytest.raises((SystemExit, ConfigError)) as error:
             generate(GenerateConfig(run=str(folder), own_code=True))
         assert "own_code" not in str(error.value)
-    harmless(lambda: report_waste(folder))
+    harmless(lambda: report_time(folder))
     harmless(lambda: (read_result(folder), list(read_rows(folder / "metrics.jsonl", 9))))
     harmless(lambda: outcome.find_outcomes([str(folder)]))
     assert not (guarded / "ran").exists()

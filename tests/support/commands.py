@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 import torch
 from hydra.core.global_hydra import GlobalHydra
 from kernels import remember_traces
-from ranks import CONTEXT
+from ranks import make_process
 from updates import share_updates
 
 from fnshard.launcher import local
@@ -133,7 +133,7 @@ def start_command(
 
 def _from_server(arguments: Sequence[str], **how: Any) -> Forked:
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
-    process = CONTEXT.Process(target=_become, args=(list(arguments),), kwargs={**how, "blocked": blocked})
+    process = make_process(_become, args=(list(arguments),), kwargs={**how, "blocked": blocked})
     process.start()
     return Forked(process.pid, lambda: process.exitcode)
 

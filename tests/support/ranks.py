@@ -18,8 +18,11 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -28,7 +31,7 @@ from kernels import remember_traces
 from updates import share_updates
 
 COLLECTIVE_TIMEOUT_S = 60.0
-# Ranks are forked from a process that has imported what they need, and has no threads (`warm`).
+# Ranks are forked from a process that has imported what they need, and has no threads.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     ["warm", "torch.distributed", "fnshard", "hypothesis", "experiments.finetune",
@@ -37,6 +40,16 @@ CONTEXT.set_forkserver_preload(
 # Of a pool that another module may take over: requests that it has served, and threads of a rank.
 MOST_SERVED, MOST_THREADS = 8, 48
 GRACE_S = 5.0  # what the other ranks get to answer once one has failed
+
+
+def make_process(target: Callable[..., Any], **how: Any) -> Any:
+    """Return a process that is forked from one with these imports. It is not started."""
+    here = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    with mock.patch.dict(
+        os.environ, PYTHONPATH=os.pathsep.join(here)
+    ):  # Python 3.11 finds `warm` by it alone
+        forkserver.ensure_running()
+    return CONTEXT.Process(target=target, **how)
 
 
 class RankError(AssertionError):
@@ -112,10 +125,9 @@ class Pool:
         self._folder = tempfile.mkdtemp(prefix="ranks-")
         for rank in range(self.world):
             here, there = CONTEXT.Pipe()
-            process = CONTEXT.Process(
-                target=_worker, args=(there, rank, self.world, self._folder),
-                name=f"rank-{rank}", daemon=True,
-            )  # fmt: skip
+            process = make_process(
+                _worker, args=(there, rank, self.world, self._folder), name=f"rank-{rank}", daemon=True
+            )
             process.start()
             there.close()
             self._pipes.append(here)
@@ -157,6 +169,7 @@ def _worker(pipe: Connection, rank: int, world: int, folder: str) -> None:
     torch.set_num_threads(1)
     remember_traces()
     share_updates()
+    assert "warm" in sys.modules  # else each rank would be as slow as a fresh one
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(os.path.join(folder, "store"), world),

@@ -1,4 +1,4 @@
-"""What ranks are forked with besides imports: Inductor's patterns, which each process would trace anew."""
+"""Make Inductor's patterns once, before ranks are forked: otherwise each rank traces them anew."""
 
 import torch
 import tqdm

@@ -52,7 +52,8 @@ def read_dcp(path: Path) -> SavedState:
     if not folders:
         nearby = sorted(each.parent.name for each in path.glob(f"*/{METADATA}")) if path.is_dir() else []
         inside = f"; there are some in it: {', '.join(nearby[:8])}" if nearby else ""
-        raise Corrupt(f"has no {METADATA}, so it is no checkpoint of torch.distributed.checkpoint{inside}")
+        what = f"has no {METADATA}, so it is no checkpoint of torch.distributed.checkpoint{inside}"
+        raise Corrupt(what, f"name the folder in which {METADATA} lies.")
     tree: dict[tuple[str, ...], Leaf] = {}
     for folder in folders:
         tree |= _read_folder(folder)
@@ -119,11 +120,12 @@ def _open_item(folder: Path, name: str, place: Mapping[str, Any]) -> Any:
     """Read the `torch.save` stream of an item."""
     if place.get("transform_descriptors"):
         kind = ", ".join(map(str, place["transform_descriptors"]))
-        raise Corrupt(f"has {name!r} stored through the extension {kind}, which is not read here")
+        what = f"has {name!r} stored through the extension {kind}, which is not read here"
+        raise Corrupt(what, "save it without extensions.")
     try:
         return read_torch_file(folder / place["relative_path"], place["offset"], place["length"])
     except Corrupt as error:
-        raise type(error)(f"has {name!r} in {place['relative_path']}, which {error}") from error
+        raise type(error)(f"has {name!r} in {place['relative_path']}, which {error}", error.fix) from error
 
 
 def _open_box(

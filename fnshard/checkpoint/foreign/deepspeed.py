@@ -53,16 +53,18 @@ def read_deepspeed(path: Path) -> SavedState:
     """
     folder = find_deepspeed(path)
     if folder is None and (path / UNIVERSAL).is_dir():
-        raise Corrupt("is a universal checkpoint of DeepSpeed; name the ZeRO folder that it was made of")
+        raise Corrupt("is a universal checkpoint of DeepSpeed", "name the ZeRO folder that it was made of.")
     if folder is None:
-        raise Corrupt(f"has no {OPTIMIZER}, and no file {LATEST!r} that names a folder which has")
+        what = f"has no {OPTIMIZER}, and no file {LATEST!r} that names a folder which has"
+        raise Corrupt(what, "name the folder that DeepSpeed's save_checkpoint wrote.")
 
     # The ranks' parts of the optimizer, in the order of ranks.
     files = sorted(folder.glob(OPTIMIZER))
     ranks = {int(m[1]): file for file in files if (m := _RANK.fullmatch(file.name)) and int(m[2]) == 0}
     if len(ranks) != len(files):
         odd = [file.name for file in files if file not in ranks.values()]
-        raise Corrupt(f"is split over a tensor or pipeline axis as well, which is not read here: {odd[0]}")
+        what = f"is split over a tensor or pipeline axis as well, which is not read here: {odd[0]}"
+        raise Corrupt(what, "have DeepSpeed's zero_to_fp32.py write one file, and load that by load_torch.")
     parts = [read_object(ranks[rank])["optimizer_state_dict"] for rank in sorted(ranks)]
     counts = parts[0].get("partition_count", len(parts))
     count = max(counts) if isinstance(counts, list) else counts
@@ -72,7 +74,8 @@ def read_deepspeed(path: Path) -> SavedState:
     if isinstance(stage, Inert) and stage.args:  # a `ZeroStageEnum`, pickled by its value or by its name
         stage = STAGES.get(stage.args[0], stage.args[0])
     if stage not in VECTORS:
-        raise Corrupt(f"is of ZeRO stage {stage!r}; 1, 2 and 3 are read here")
+        what = f"is of ZeRO stage {stage!r}; 1, 2 and 3 are read here"
+        raise Corrupt(what, "load its mp_rank_00_model_states.pt by load_torch.")
 
     # The files that say which parameters there are: one for each rank in stage 3, otherwise one.
     files = sorted(folder.glob(MODEL))

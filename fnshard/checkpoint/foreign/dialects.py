@@ -18,6 +18,7 @@ from fnshard.runtime.files.tensorfile import Corrupt
 # DDP by hand                model.<name>       optimizer.state.<number>.exp_avg
 MODELS = frozenset({"model", "state_dict", "model_state_dict", "module", "model_state"})
 OPTIMIZERS = re.compile(r"optim|optimizers?(_\d+)?|optim(izer)?_states?|optim(izer)?_state_dict")
+BY_NAME = "save it by name, with torch.distributed.checkpoint.state_dict.get_state_dict"
 SLOTS = {"exp_avg": "mu", "exp_avg_sq": "nu", "momentum_buffer": "momentum"}  # torch's name: the one here
 # What wrappers add to the names of a module's leaves.
 WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
@@ -101,10 +102,11 @@ def recognise(tree: Tree, kind: str) -> SavedState:
         params = {name.removeprefix("module."): leaf for name, leaf in params.items()}
         slots = {name.removeprefix("module."): own for name, own in slots.items()}
     if not params and not slots:
-        raise Corrupt("holds no tensors of a model")
+        raise Corrupt("holds no tensors of a model", "name a checkpoint of a model's parameters.")
 
     if len(optimizers) > 1:
-        raise Corrupt(f"holds the state of {len(optimizers)} optimizers, {', '.join(optimizers)}")
+        what = f"holds the state of {len(optimizers)} optimizers, {', '.join(optimizers)}"
+        raise Corrupt(what, "save the state of one, or none.")
     if timeless := [name for name, own in slots.items() if "nu" in own and name not in steps]:
         raise Corrupt(f"has moments of {timeless[0]!r} and does not say after how many steps")
 
@@ -113,7 +115,8 @@ def recognise(tree: Tree, kind: str) -> SavedState:
         odd = next(name for name, count in steps.items() if count != counts[-1])
         raise Corrupt(
             f"has optimizer state after {counts[0]} to {counts[-1]} updates, by parameter ({odd!r} after "
-            f"{steps[odd]}), and a state here counts the updates of all"
+            f"{steps[odd]}), and a state here counts the updates of all",
+            "save it without optimizer state, and begin anew with the parameters.",
         )
 
     # torch's optimizers number their parameters, and may know the names beside the numbers.
@@ -150,15 +153,15 @@ def name_numbers(saved: SavedState, trained: Sequence[str]) -> Mapping[str, Mapp
     if others or len(numbers) != len(trained):
         raise Corrupt(
             f"numbers the optimizer state of {sum(map(len, saved.groups))} parameters in {len(saved.groups)} "
-            f"groups, and {len(trained)} train here: which is which it does not say. Save it by name, with "
-            "torch.distributed.checkpoint.state_dict.get_state_dict, or torch.optim.AdamW(named_parameters)"
+            f"groups, and {len(trained)} train here: which is which it does not say",
+            f"{BY_NAME}, or torch.optim.AdamW(named_parameters).",
         )
 
     named = {name: saved.slots.get(number, {}) for number, name in zip(numbers, trained, strict=True)}
     odd = [n for n, own in named.items() for s in own.values() if s.shape not in ((), saved.params[n].shape)]
     if odd:
         raise Corrupt(
-            f"numbers its optimizer state, and that of {odd[0]!r} by its number is of another shape; save it "
-            "by name, with torch.distributed.checkpoint.state_dict.get_state_dict"
+            f"numbers its optimizer state, and that of {odd[0]!r} by its number is of another shape",
+            f"{BY_NAME}.",
         )
     return named

@@ -101,7 +101,8 @@ def read_fnshard(path: Path, files: ExitStack) -> SavedState:
     _, folder, manifest = found
     coded = [p for p, text in manifest.specs.items() if "codec='" in text]
     if odd := [*manifest.complex, *coded]:
-        raise Corrupt(f"holds complex or coded leaves, such as {odd[0]!r}, which fs.checkpoint.restore reads")
+        what = f"holds complex or coded leaves, such as {odd[0]!r}, which other formats lack"
+        raise Corrupt(what, "read it by fs.checkpoint.restore.")
 
     def tensor(name: str) -> FileTensor:
         leaf = manifest.leaves[name]

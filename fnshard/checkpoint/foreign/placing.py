@@ -23,18 +23,14 @@ from fnshard.mesh import Mesh
 from fnshard.runtime.coordination import group_of, run_together
 from fnshard.runtime.files.folder import as_path
 from fnshard.runtime.files.tensorfile import STATE_NAMES, Corrupt
-from fnshard.runtime.files.torchfile import Refused
 from fnshard.step.state import TrainState
 
 ANEW = (
     "a step with the optimizer that it was saved with; or begin anew with the parameters: step.adopt("
     "fs.checkpoint.load_dcp(path, step.specs, step.mesh).params), and so for load_deepspeed and load_torch."
 )
-LOAD_FIX = {  # by what is wrong with the files
-    "damaged": "copy it here again, whole; or load an earlier one.",
-    "other": "load it by what wrote it, and save it by torch.distributed.checkpoint.",
-    "refused": "load it by what wrote it, where you trust it, and save nothing but tensors and numbers.",
-}
+COPY_AGAIN = "copy it here again, whole; or load an earlier one."
+SAVE_AGAIN = "load it by what wrote it, and save parameters and AdamW's state alone, by their names."
 Source = LeafSource | Tensor  # what fills a leaf: a tensor of the files, or a full value
 
 
@@ -85,7 +81,7 @@ def load_state(
                         part.copy_(_read_box(leaves[target.source], offset, part.shape))
             return state
         except Corrupt as error:
-            raise _cannot_load(path, error) from error
+            raise explain_corrupt(f"cannot load {str(path)!r}", error) from error
 
     if on.kind == "abstract":  # no other rank is there
         return load()
@@ -103,17 +99,16 @@ def read_saved(read: Callable[..., SavedState], path: Path, *others: Any) -> Sav
     except FnshardError:
         raise
     except Corrupt as error:
-        raise _cannot_load(path, error) from error
+        raise explain_corrupt(f"cannot load {str(path)!r}", error) from error
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError) as error:
         what = f"{type(error).__name__}: {error}"
         head = f"cannot load {str(path)!r}: it is laid out in another way ({what})."
-        raise CheckpointError(head, fix=LOAD_FIX["other"]) from error
+        raise CheckpointError(head, fix=SAVE_AGAIN) from error
 
 
-def _cannot_load(path: Path, error: Corrupt) -> CheckpointError:
-    """Return the error of files that are damaged, or that would run something."""
-    fix = LOAD_FIX["refused" if isinstance(error, Refused) else "damaged"]
-    return CheckpointError(f"cannot load {str(path)!r}: it {error}.", fix=fix)
+def explain_corrupt(what: str, error: Corrupt) -> CheckpointError:
+    """Return the error of files that are damaged, or of a kind that is not read."""
+    return CheckpointError(f"{what}: it {error}.", fix=error.fix or COPY_AGAIN)
 
 
 def match_state(

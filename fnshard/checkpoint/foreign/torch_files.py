@@ -48,7 +48,8 @@ def read_torch_files(path: Path) -> SavedState:
     """
     files = find_torch_files(path)
     if not files:
-        raise Corrupt(f"is no file {', '.join(SUFFIXES)}, and no folder with {SINGLE} or {INDEX}")
+        what = f"is no file {', '.join(SUFFIXES)}, and no folder with {SINGLE} or {INDEX}"
+        raise Corrupt(what, "name such a file, or the folder in which it lies.")
     tree: dict[tuple[str, ...], Leaf] = {}
     for file in files:
         for where, leaf in walk(read_object(file, is_alone=file == path)):
@@ -68,7 +69,8 @@ def read_object(file: Path, is_alone: bool = False) -> Mapping[str, Any]:
     try:
         found = read_torch_file(file)
         if not isinstance(found, Mapping):
-            raise Corrupt(f"holds a {type(found).__name__}, and no dict")
+            raise Corrupt(f"holds a {type(found).__name__}, and no dict", "name the file of a state dict.")
     except Corrupt as error:
-        raise type(error)(str(error) if is_alone else f"has {file.name}, which {error}") from error
+        what = str(error) if is_alone else f"has {file.name}, which {error}"
+        raise type(error)(what, error.fix) from error
     return found

@@ -64,7 +64,10 @@ class Needed(BaseException):
 
 
 def trace_again(trace: Callable[[], T]) -> T:
-    """Run a function that traces, and again, from its beginning, if it needs what is deferred, or fails."""
+    """Run a function that traces, and again, from its beginning, if it needs what is deferred, or fails.
+
+    Within another `trace_again`, that one begins again.
+    """
     if not _deferred:
         return trace()
     token, first = _is_tracing.set(True), None

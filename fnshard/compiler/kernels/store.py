@@ -135,12 +135,13 @@ def settings() -> list[Any]:
 def hash_sources() -> str:
     """Return a hash of all sources of fnshard: rules, operators and passes decide what a kernel is."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parents[2].rglob("*.py")):
+    sources = Path(__file__).parents[2].rglob("*.py")
+    for path in sorted(path for path in sources if path.is_file()):  # an editor's lock may be a dangling link
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
-SOURCES = hash_sources()  # read with the modules that run: somebody may edit them later
+SOURCES = hash_sources()  # at import: these are the sources that run, whatever is edited later
 
 
 # ------------------------------------------------------------------ files

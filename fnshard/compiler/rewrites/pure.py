@@ -110,13 +110,21 @@ def pure_graph(write: Write, tensors: Sequence[Tensor]) -> fx.Graph | None:
     tensors = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
     trial = Trial()
     replay(write.graph, tensors, trial.see)
+    run = partial(_run, write, trial)
+    trace = make_fx(lambda *v: run(v), tracing_mode="fake", pre_dispatch=True)
+
+    def attempt() -> fx.Graph | None:
+        try:
+            return trace(*tensors).graph
+        except _Unknown:  # there is no such form, whatever is imported
+            return None
+
     try:
-        run = partial(_run, write, trial)
-        trace = make_fx(lambda *v: run(v), tracing_mode="fake", pre_dispatch=True)
-        graph = trace_again(lambda: trace(*tensors)).graph
+        graph = trace_again(attempt)
     except Exception:  # any op of the program may raise; the write then runs as it stands, on whole values
         return None
-    graph.eliminate_dead_code()
+    if graph is not None:
+        graph.eliminate_dead_code()
     return graph
 
 

@@ -21,7 +21,7 @@ from fnshard.compiler.schedule.reruns import Rerun
 
 
 @dataclass(frozen=True)
-class Keeps:
+class KeptBytes:
     """The bytes that a chunk keeps of one micro-batch.
 
     Args:
@@ -33,14 +33,14 @@ class Keeps:
     for_weights: float = 1.0
 
 
-def count_keeps(
+def count_kept_bytes(
     chunk: Sequence[Segment],
     segments: Segments,
     kernels: Sequence[Kernel],
     active: Set[int],
     reruns: Sequence[Rerun],
     fetched_again: Set[ValueName],
-) -> Keeps:
+) -> KeptBytes:
     """Count what a chunk keeps.
 
     Args:
@@ -74,7 +74,7 @@ def count_keeps(
         for name in segment.inputs if segment.index in again else ():
             if name.kind is Kind.VALUE and name not in made_again | fetched_again:
                 early[name] = _bytes_of(segments.values[name])
-    return Keeps(float(sum(early.values())), float(sum(late.values())))
+    return KeptBytes(float(sum(early.values())), float(sum(late.values())))
 
 
 def find_fetched_again(

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fnshard.compiler.kernels.segments import Segment, Way, group_by_unit
-from fnshard.compiler.schedule.kept_bytes import Keeps
+from fnshard.compiler.schedule.kept_bytes import KeptBytes
 
 MicroOrder = Literal["depth", "breadth", "zero_bubble"]
 Costs = Callable[[int, Way], float]  # the seconds, or any unit, that a chunk takes one way
@@ -113,7 +113,7 @@ def order_pipeline(
     order: MicroOrder,
     differentiate: bool,
     costs: Costs,
-    keeps: Sequence[Keeps] = (),
+    keeps: Sequence[KeptBytes] = (),
     zero_bubble_memory: float = 1.0,
 ) -> list[Task]:
     """Return the tasks of all stages of a pipeline, in one order.
@@ -136,7 +136,7 @@ def order_pipeline(
         def whole_costs(chunk: int, way: Way) -> float:
             return costs(chunk, way) + (costs(chunk, Way.WEIGHTS) if way is Way.BACKWARD else 0.0)
 
-        keeps = keeps or [Keeps()] * len(chunks)
+        keeps = keeps or [KeptBytes()] * len(chunks)
         depth_first = order_stages(stage_of, accumulate, room, whole_costs)
         limit = zero_bubble_memory * max(count_kept(depth_first, stage_of, keeps).values())
     return [
@@ -175,7 +175,7 @@ def order_stages(
     room: Sequence[int] | None,
     costs: Costs | None = None,
     ways: Sequence[Way] = (Way.FORWARD, Way.BACKWARD),
-    keeps: Sequence[Keeps] = (),
+    keeps: Sequence[KeptBytes] = (),
     limit: float = math.inf,
 ) -> list[Slot]:
     """Return the tasks of all stages, in the order in which they would be done.
@@ -205,7 +205,7 @@ def order_stages(
     # By stage, how many micro-batches wait for their backward, and for the last task that reads what is kept.
     held, kept = [0] * stages, [0] * stages
     waiting = [0] * stages  # by stage, how many tasks of separate gradients could run
-    keeps, full = keeps or [Keeps()] * chunks, [0.0] * stages  # by stage, the bytes that it keeps
+    keeps, full = keeps or [KeptBytes()] * chunks, [0.0] * stages  # by stage, the bytes that it keeps
     last = ways[-1]
     out: list[Slot] = []
 
@@ -260,7 +260,7 @@ def order_stages(
     return sorted(out, key=lambda slot: (slot.end, slot.start, slot.chunk))
 
 
-def change_of_bytes(keeps: Keeps, way: Way, apart: bool) -> float:
+def change_of_bytes(keeps: KeptBytes, way: Way, apart: bool) -> float:
     """Return how many more bytes a stage keeps behind a task of a chunk than before it."""
     for_weights = keeps.for_weights if apart else 0.0
     return {
@@ -270,7 +270,9 @@ def change_of_bytes(keeps: Keeps, way: Way, apart: bool) -> float:
     }[way]
 
 
-def count_kept(slots: Sequence[Slot], stage_of: Sequence[int], keeps: Sequence[Keeps]) -> dict[int, float]:
+def count_kept(
+    slots: Sequence[Slot], stage_of: Sequence[int], keeps: Sequence[KeptBytes]
+) -> dict[int, float]:
     """Return the most bytes that each stage keeps in an order of tasks."""
     apart = any(slot.way is Way.WEIGHTS for slot in slots)
     now, most = dict.fromkeys(stage_of, 0.0), dict.fromkeys(stage_of, 0.0)

@@ -40,7 +40,15 @@ STATE_NAMES = {dtype: name for name, dtype in STATE_DTYPES.items()}
 
 
 class Corrupt(ValueError):
-    """An error: a file is not the one that was written, or no plain file; the message says which."""
+    """An error: a file is not the one that was written, or of no kind that is read; the message says which.
+
+    Args:
+        fix: a way out, where it is another than to bring the file again.
+    """
+
+    def __init__(self, what: str | Path = "", fix: str = ""):
+        super().__init__(what)
+        self.fix = fix
 
 
 @dataclass(frozen=True)

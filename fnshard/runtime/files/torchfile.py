@@ -19,7 +19,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import FunctionType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,6 +63,15 @@ class Inert:
         """Drop an element of what is a set there."""
 
 
+class _Function(NamedTuple):
+    """A function that a pickle may call. It may do nothing else with it: a tuple has no state to set."""
+
+    function: Callable[..., Any]
+
+    def __call__(self, *args: Any) -> Any:
+        return self.function(*args)
+
+
 @dataclass(frozen=True)
 class PlacedTensor:
     """A tensor in a file: its first element's byte, and the steps between elements along each dim.
@@ -74,6 +84,10 @@ class PlacedTensor:
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+
+    def __setstate__(self, state: Any) -> None:
+        """Refuse a state: a planted pickle would name another file by it."""
+        raise Corrupt("sets the state of a tensor that it has made")
 
     def __getitem__(self, slices: Any) -> Tensor:
         whole = tuple(slice(0, size) for size in self.shape)
@@ -167,7 +181,7 @@ def unpickle(stream: io.BufferedIOBase, known: Known, storage: Callable[[Any], A
         def find_class(self, module: str, name: str) -> Any:
             module = _PYTHON_2.get(module, module)
             if (module, name) == ("builtins", "getattr"):
-                return get_member
+                return _Function(get_member)
             found = _CONTAINERS.get(f"{module}.{name}") or known(module, name)
             # A dtype is pickled as an attribute of torch.
             if found is None and module == "torch" and "." not in name:
@@ -176,7 +190,7 @@ def unpickle(stream: io.BufferedIOBase, known: Known, storage: Callable[[Any], A
             if found is None:
                 refused[f"{module}.{name}"] = None
                 found = Inert
-            return found
+            return _Function(found) if isinstance(found, FunctionType) else found
 
         def persistent_load(self, saved: Any) -> Any:
             if storage is None:
@@ -191,9 +205,10 @@ def unpickle(stream: io.BufferedIOBase, known: Known, storage: Callable[[Any], A
     except Exception as error:  # whatever a broken or a planted pickle asks of these few types
         failure = error
     if refused:
-        part = any("DTensor" in name for name in refused)
-        hint = "; DTensors are one rank's part of a state: save it by torch.distributed.checkpoint" * part
-        raise Refused(f"is a pickle that would run or make {', '.join(refused)}{hint}")
+        fix = "load it by what wrote it, where you trust it, and save nothing but tensors and numbers."
+        if any("DTensor" in name for name in refused):
+            fix = "save it by torch.distributed.checkpoint: a DTensor here is one rank's part of a state."
+        raise Refused(f"is a pickle that would run or make {', '.join(refused)}", fix)
     if failure is not None:
         raise Corrupt(f"holds no readable pickle ({type(failure).__name__}: {failure})") from failure
     return value
@@ -214,20 +229,18 @@ IDLE = ("argparse.Namespace", "deepspeed.", "lightning.", "numpy.", "omegaconf."
         "pytorch_lightning.")  # fmt: skip
 
 
-@dataclass(frozen=True)
-class _Kind:
+class _Kind(NamedTuple):
     """A kind of storage, which a pickle names by a class."""
 
     dtype: torch.dtype
 
 
-@dataclass(frozen=True)
-class _Storage:
+class _Storage(NamedTuple):
     """A storage, as a range of bytes in a file."""
 
     path: Path
     at: int
-    bytes: int
+    size: int
     dtype: torch.dtype
 
 
@@ -239,7 +252,7 @@ def _tensor(
     item = storage.dtype.itemsize
     span = 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True)) if math.prod(size) else 0
     # A planted stream may name memory before its storage, or behind it.
-    if metadata or min([offset, *size, *stride]) < 0 or (offset + span) * item > storage.bytes:
+    if metadata or min([offset, *size, *stride]) < 0 or (offset + span) * item > storage.size:
         raise Corrupt("names a tensor that is not in it")
     return PlacedTensor(storage.path, storage.at + offset * item, storage.dtype, tuple(size), tuple(stride))
 
@@ -249,7 +262,7 @@ def _tensor_of_dtype(
     metadata: Any = None,
 ) -> PlacedTensor:  # fmt: skip
     """Return a tensor whose pickle names its dtype, as that of a newer dtype does."""
-    return _tensor(replace(storage, dtype=dtype), offset, size, stride, metadata=metadata)
+    return _tensor(storage._replace(dtype=dtype), offset, size, stride, metadata=metadata)
 
 
 _REBUILD: Mapping[str, Any] = {
@@ -324,7 +337,8 @@ def read_torch_file(path: Path, start: int = 0, length: int | None = None) -> An
         if "constants.pkl" in entries or "data.pkl" not in entries:
             raise Corrupt("is a zip archive, and not one of torch.save")
         if "byteorder" in entries and archive.read(entries["byteorder"]).decode() != sys.byteorder:
-            raise Corrupt("was written on a machine of another byte order")
+            what = "was written on a machine of another byte order"
+            raise Corrupt(what, "load it by torch.load there, and save it by safetensors.")
         if entries["data.pkl"].file_size > LIMIT_BYTES:
             raise Corrupt("has a pickle of more than 2 GiB")
 
@@ -343,8 +357,8 @@ def read_torch_file(path: Path, start: int = 0, length: int | None = None) -> An
         return unpickle(io.BytesIO(archive.read(entries["data.pkl"])), resolve_torch_name, storage)
     except zipfile.BadZipFile as error:
         raise Corrupt(
-            f"is no zip archive of torch.save ({error}); torch before 1.6 wrote others, which torch.load and "
-            "torch.save turn into one"
+            f"is no zip archive of torch.save ({error})",
+            "bring it again, whole; what torch before 1.6 wrote becomes one by torch.load and torch.save.",
         ) from error
     except (KeyError, NotImplementedError, RuntimeError, EOFError) as error:
         raise Corrupt(f"cannot be read ({type(error).__name__}: {error})") from error

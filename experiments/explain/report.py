@@ -1,4 +1,4 @@
-"""Text: a step on paper in plain text."""
+"""Report: a step on paper as plain text."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def as_text(paper: StepOnPaper) -> str:
 def summary(paper: StepOnPaper) -> dict[str, str]:
     """Return the answers to the usual questions, a line each."""
     config, time, memory = paper.config, paper.timeline, paper.memory
-    # The numbers that are not among the paper's own.
+    # Numbers that `StepOnPaper` does not have.
     subject, each = paper.subject, time.model_flops * config.mesh.ranks / max(paper.tokens_per_step, 1)
     again = time.hardware_flops / max(time.model_flops, 1) - 1
     near = paper.hardware.ranks_per_node
