@@ -21,6 +21,7 @@ import pytest
 import torch
 from commands import forking, popen_here
 from errors import raises
+from ranks import make_process
 
 import fnshard as fs
 from experiments import ROOT
@@ -59,6 +60,11 @@ def read_stage(folder: Path, name: str) -> dict[str, Any]:
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Fork the processes of the ladder from this one."""
+    fork_stages(monkeypatch)
+    return monkeypatch
+
+
+def fork_stages(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def popen(command: Any, **how: Any) -> Any:
         with mock.patch.multiple(sys, stdout=sys.__stdout__, stderr=sys.__stderr__):
@@ -66,7 +72,6 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
     monkeypatch.setattr(gpu, "subprocess", forking(popen))
     monkeypatch.setattr(fs.Hardware, "measure", lambda mesh: fs.Hardware.of("cpu"))  # which takes seconds
-    return monkeypatch
 
 
 @pytest.fixture
@@ -212,18 +217,30 @@ def test_a_device_that_is_gone_takes_a_new_process(toys: Any, tmp_path: Path) ->
 # ------------------------------------------------------------------ its parts, on a CPU
 
 
-def climb(forked: pytest.MonkeyPatch, tmp_path: Path, *chosen: str) -> dict[str, Any]:
-    """Run parts of the ladder, and return what they have found, by stage."""
-    for name, stage in STAGES.items():  # on busy cores all takes longer
-        forked.setitem(STAGES, name, replace(stage, seconds=stage.seconds and 1e5))
-    result = gpu.run(replace(CONFIG, folder=str(tmp_path), parts=chosen, until=1e6), tmp_path)
-    assert not result.failed, (tmp_path / "log.txt").read_text()
-    return {name: read_stage(tmp_path, name)["parts"] for name in STAGES}
+def climb(folder: Path, *chosen: str) -> dict[str, Any]:
+    """Run parts of the ladder, and return what they have found, by stage.
+
+    That is in a new process: a fork of one that has used autograd's threads cannot use them.
+    """
+    process = make_process(_climb, args=(folder, chosen))
+    process.start()
+    process.join()
+    assert process.exitcode == 0, (folder / "log.txt").read_text()
+    return {name: read_stage(folder, name)["parts"] for name in STAGES}
 
 
-@pytest.mark.long  # and alone: a fork of a process that has used autograd's threads cannot
-def test_the_ladder_on_a_cpu(tmp_path: Path, forked: pytest.MonkeyPatch) -> None:
-    parts = climb(forked, tmp_path, "presets", "speed", "profile.full_shard", "attention")
+def _climb(folder: Path, chosen: tuple[str, ...]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        fork_stages(patch)
+        for name, stage in STAGES.items():  # on busy cores all takes longer
+            patch.setitem(STAGES, name, replace(stage, seconds=stage.seconds and 1e5))
+        result = gpu.run(replace(CONFIG, folder=str(folder), parts=chosen, until=1e6), folder)
+    sys.exit(result.failed)
+
+
+@pytest.mark.long
+def test_the_ladder_on_a_cpu(tmp_path: Path) -> None:
+    parts = climb(tmp_path, "presets", "speed", "profile.full_shard", "attention")
     off = parts["works"]["presets"]["raw"]["off by"]
     assert len(off) == len({*fs.presets.PRESETS.values()}) and max(off.values()) < 1e-10
     rows = parts["speed"]["rows-2"]
@@ -239,10 +256,10 @@ def test_the_ladder_on_a_cpu(tmp_path: Path, forked: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.long
-def test_the_rest_of_the_ladder_on_a_cpu(tmp_path: Path, forked: pytest.MonkeyPatch) -> None:
+def test_the_rest_of_the_ladder_on_a_cpu(tmp_path: Path) -> None:
     works = ("versions", "compiled", "syncs")
     more = ("rows-8", "fp8", "muon", "equal_bits", "saves")
-    parts = climb(forked, tmp_path, *works, "speed", "profile", *more)
+    parts = climb(tmp_path, *works, "speed", "profile", *more)
     assert set(parts["works"]["syncs"].values()) == {"unknown"}
     assert parts["works"]["compiled"]["losses of five steps"]
     for name in ("full_shard", "limit", "fsdp2_compiled"):
