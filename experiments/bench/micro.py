@@ -115,6 +115,7 @@ def time_first_row(overrides: Sequence[str], place: Path, checkout: Path = ROOT)
     folder, log = Path(tempfile.mkdtemp(dir=place)), place / "log.txt"
     caches = {"XDG_CACHE_HOME": str(place / "cache"), "TORCHINDUCTOR_CACHE_DIR": str(place / "inductor")}
     env = {**os.environ, **caches, "PYTHONPATH": str(checkout)}
+    env.pop("PYTHONDONTWRITEBYTECODE", None)  # a start that compiles all modules anew is no second start
     command = [sys.executable, "-u", "-m", "experiments.train", f"hydra.run.dir={folder}", *overrides]
     first_row_s, began = 0.0, time.perf_counter()
     with (
