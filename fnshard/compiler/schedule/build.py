@@ -951,10 +951,15 @@ class _Builder:
         for path in there.paths:
             groups.setdefault(steps_key(derived[path]), []).append(path)
         for number, paths in enumerate(groups.values()):
+            # Computations on blocks may stand on either side of the way back.
             steps = derived[paths[0]].steps
-            start = next(i for i, s in enumerate(steps) if isinstance(s, Stack) and s.back) + 1
+            start = next(i for i, s in enumerate(steps) if isinstance(s, Stack)) + 1
+            rest = [
+                i for i, s in enumerate(steps[start:], start)
+                if not isinstance(s, Stack) and not (isinstance(s, Compute) and s.whole)
+            ]  # fmt: skip
             results = {n: own for path in paths for n, own in self.sent[path].items()} | {received: receives}
-            self.write_steps(back, tuple(paths), range(start, len(steps)), f"{number}", results)
+            self.write_steps(back, tuple(paths), rest, f"{number}", results)
 
     def make_schedule(self) -> Schedule:
         """Return the schedule of the lines that were written."""

@@ -76,7 +76,7 @@ def verify(schedule: Schedule) -> Schedule:
     - Whatever is alive at the end is an output.
     - Each backward, or both halves of one, run once for a micro-batch.
     - A gradient is summed once over each axis that does not split its leaf, and over no other; no gradient is
-      left out. A norm counts every element once.
+      left out, and nothing that an update makes. A norm counts every element once.
     - Where the result of an exchange has a cotangent, what was sent has one. Where a value of another stage
       has one, it is sent back. No leaf of another stage is read.
 
@@ -103,12 +103,12 @@ def verify(schedule: Schedule) -> Schedule:
     state.problems += _find_surplus_units(schedule) + _find_double_gathers(schedule)
     state.problems += _check_sums(schedule) + _check_norms(schedule) + _find_missing_duals(schedule)
     state.problems += (
-        _find_unanswered(schedule) + _find_missing_backwards(schedule) + _find_lost_gradients(schedule)
+        _find_unanswered(schedule) + _find_missing_backwards(schedule) + _find_lost_values(schedule)
     )
     if not state.problems:  # this check relies on every kernel reading what it should
         state.problems += _find_kept_leaves(schedule)
     if state.problems:
-        raise ScheduleError(f"{len(state.problems)} faults in the schedule:", state.problems[:20])
+        raise ScheduleError("faults in the schedule:", state.problems[:20])
     return schedule
 
 
@@ -282,14 +282,19 @@ def _find_unanswered(schedule: Schedule) -> list[str]:
     ]
 
 
-def _find_lost_gradients(schedule: Schedule) -> list[str]:
-    """Find gradients, or their sums over micro-batches, that nothing reads: a reduction came too early."""
+def _find_lost_values(schedule: Schedule) -> list[str]:
+    """Find values that are made and that nothing reads.
+
+    A gradient, or a sum over micro-batches, is lost where a reduction comes too early; a value of an update
+    where a computation of it is left out.
+    """
     read = {name for line in schedule.instructions for name in line.reads}
+    lost = {Kind.GRADIENT: "is in no sum", Kind.ACCUMULATED: "is in no sum", Kind.UPDATED: "is in no update"}
     return [
-        f"{number}: {name} is in no sum"
+        f"{number}: {name} {lost[name.kind]}"
         for number, line in enumerate(schedule.instructions)
         for name in line.writes
-        if name.kind in (Kind.GRADIENT, Kind.ACCUMULATED) and name not in read
+        if name.kind in lost and name not in read
     ]
 
 
