@@ -222,7 +222,9 @@ class Walk:
         best = self.price_once(dial.at(high))
         if not best.fits(self.budget) and best.peak_bytes >= short.peak_bytes:
             tried = [short, best]
-            for level in (dial.levels // 4, dial.levels // 2, 3 * dial.levels // 4):
+            for level in sorted({part * dial.levels // 4 for part in (1, 2, 3)} - {low}):
+                if short.seconds >= limit:
+                    return min(tried, key=self.cost)
                 found = self.price_once(dial.at(level))
                 if found.fits(self.budget):
                     high, best = level, found

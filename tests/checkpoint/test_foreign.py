@@ -9,6 +9,7 @@ import pickle
 import shutil
 import sys
 import types
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -382,6 +383,9 @@ def test_a_pickle_sets_no_state_of_what_it_is_given(tmp_path: Path) -> None:
     torch.save({"model": {"w": Moved(tensor)}}, tmp_path / "moved.pt")
     with raises(CheckpointError, says="sets the state of a tensor"):
         fs.checkpoint.load_torch(tmp_path / "moved.pt", fs.presets.full_shard({"w": tensor}, mesh), mesh)
+    torch.save({"model": {"w": Forged()}}, tmp_path / "forged.pt")
+    with raises(CheckpointError, says="no storage"):
+        fs.checkpoint.load_torch(tmp_path / "forged.pt", fs.presets.full_shard({"w": tensor}, mesh), mesh)
     for state in ({"at": 0}, (None, {"__defaults__": ()})):
         planted = b"\x80\x02" + REBUILD + pickle.dumps(state, 2)[2:-1] + b"b."
         with raises(Corrupt):
@@ -402,6 +406,15 @@ class Moved:
         """Pickle a tensor, and where in its file it is said to lie."""
         function, arguments = self.tensor.__reduce_ex__(2)[:2]
         return function, arguments, {"at": 0, "path": Path("/etc/hostname")}
+
+
+class Forged:
+    def __reduce__(self) -> Any:
+        """Pickle a tensor of another file, of objects that have a storage's attributes."""
+        folder, storage = OrderedDict(), OrderedDict()
+        folder.__dict__.update(parent="/etc", name="hostname")
+        storage.__dict__.update(path=folder, at=0, size=1 << 40, dtype=torch.float32)
+        return torch._utils._rebuild_tensor_v2, (storage, 0, (3,), (1,), False, OrderedDict())
 
 
 class Attribute:

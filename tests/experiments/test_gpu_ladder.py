@@ -224,8 +224,12 @@ def climb(folder: Path, *chosen: str) -> dict[str, Any]:
     """
     process = make_process(_climb, args=(folder, chosen))
     process.start()
-    process.join()
-    assert process.exitcode == 0, (folder / "log.txt").read_text()
+    try:
+        process.join()
+    finally:
+        process.kill()
+    log = folder / "log.txt"
+    assert process.exitcode == 0, log.read_text() if log.exists() else process.exitcode
     return {name: read_stage(folder, name)["parts"] for name in STAGES}
 
 

@@ -18,6 +18,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -44,12 +45,16 @@ GRACE_S = 5.0  # what the other ranks get to answer once one has failed
 
 def make_process(target: Callable[..., Any], **how: Any) -> Any:
     """Return a process that is forked from one with these imports. It is not started."""
-    here = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    with mock.patch.dict(
-        os.environ, PYTHONPATH=os.pathsep.join(here)
-    ):  # Python 3.11 finds `warm` by it alone
-        forkserver.ensure_running()
+    _start_server()
     return CONTEXT.Process(target=target, **how)
+
+
+@cache
+def _start_server() -> None:
+    """Start the process that is forked, once. Python 3.11 finds `warm` by PYTHONPATH alone."""
+    here = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(here)):
+        forkserver.ensure_running()
 
 
 class RankError(AssertionError):

@@ -64,7 +64,7 @@ def read_deepspeed(path: Path) -> SavedState:
     if len(ranks) != len(files):
         odd = [file.name for file in files if file not in ranks.values()]
         what = f"is split over a tensor or pipeline axis as well, which is not read here: {odd[0]}"
-        raise Corrupt(what, "have DeepSpeed's zero_to_fp32.py write one file, and load that by load_torch.")
+        raise Corrupt(what, "gather its parameters where it was trained, and save them by torch.save.")
     parts = [read_object(ranks[rank])["optimizer_state_dict"] for rank in sorted(ranks)]
     counts = parts[0].get("partition_count", len(parts))
     count = max(counts) if isinstance(counts, list) else counts
@@ -186,7 +186,8 @@ def tensor_of_runs(name: str, shape: Sequence[int], runs: Sequence[Run]) -> File
         at += length
     check_pieces(name, shape, pieces)
     if not runs:
-        raise Corrupt(f"has no values of {name!r} {list(shape)}; parameters without elements are not read")
+        what = f"has no values of {name!r} {list(shape)}; parameters without elements are not read"
+        raise Corrupt(what, "leave it out of the model.")
     vector = runs[0][0]
     return FileTensor(vector.path.name, Pieces(vector.dtype, shape, pieces), vector.dtype, shape)
 

@@ -108,7 +108,8 @@ def recognise(tree: Tree, kind: str) -> SavedState:
         what = f"holds the state of {len(optimizers)} optimizers, {', '.join(optimizers)}"
         raise Corrupt(what, "save the state of one, or none.")
     if timeless := [name for name, own in slots.items() if "nu" in own and name not in steps]:
-        raise Corrupt(f"has moments of {timeless[0]!r} and does not say after how many steps")
+        what = f"has moments of {timeless[0]!r} and does not say after how many steps"
+        raise Corrupt(what, "save the whole state of AdamW, with its step, or parameters alone.")
 
     counts = sorted(set(steps.values()))
     if len(counts) > 1:

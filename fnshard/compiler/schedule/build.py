@@ -925,11 +925,12 @@ class _Builder:
         # What is sent there, what all ranks know anyway, and what comes back.
         derived = {path: self.settings.families[path].derived for path in there.paths}
         work = {p: next(s for s in d.steps if isinstance(s, Compute) and s.whole) for p, d in derived.items()}
-        sends = {n for d in derived.values() for n in stacks_of(d)[0].sends}
+        sends = {p: set(stacks_of(d)[0].sends) for p, d in derived.items()}
+        arrive = {p: set(stacks_of(d)[0].receives) for p, d in derived.items()}
         receives = {n for d in derived.values() for n in stacks_of(d)[1].receives}
-        parts = tuple(dict.fromkeys(n for path in there.paths for n in find_results(self.sent[path], sends)))
-        alike = {n for compute in work.values() for n in compute.reads} - sends
-        known = tuple(dict.fromkeys(n for path in there.paths for n in find_results(self.sent[path], alike)))
+        parts = tuple(dict.fromkeys(n for p in there.paths for n in find_results(self.sent[p], sends[p])))
+        alike = {p: set(compute.reads) - arrive[p] for p, compute in work.items()}
+        known = tuple(dict.fromkeys(n for p in there.paths for n in find_results(self.sent[p], alike[p])))
 
         # The way there, the computation on the ranks that have leaves whole, and the way back.
         sent, whole, received = (
@@ -951,7 +952,7 @@ class _Builder:
         for path in there.paths:
             groups.setdefault(steps_key(derived[path]), []).append(path)
         for number, paths in enumerate(groups.values()):
-            # Computations on blocks may stand on either side of the way back.
+            # These computations read what came back, or were ready before; they stand behind it all the same.
             steps = derived[paths[0]].steps
             start = next(i for i, s in enumerate(steps) if isinstance(s, Stack)) + 1
             rest = [

@@ -112,7 +112,8 @@ class PlacedTensor:
     def part(self, first: int, shape: Sequence[int]) -> PlacedTensor:
         """Return the tensor of this shape that begins at one element, in the order of memory."""
         if self.stride != contiguous(self.shape):
-            raise Corrupt(f"has a tensor in {self.path.name} whose elements do not lie in order")
+            what = f"has a tensor in {self.path.name} whose elements do not lie in order"
+            raise Corrupt(what, "save it by .contiguous().")
         at = self.at + first * self.dtype.itemsize
         return replace(self, at=at, shape=tuple(shape), stride=contiguous(shape))
 
@@ -249,6 +250,7 @@ def _tensor(
     hooks: Any = None, metadata: Any = None,
 ) -> PlacedTensor:  # fmt: skip
     """Return a tensor as it lies in the file: the function that a pickle names for one."""
+    _check_made(storage, storage.dtype)
     item = storage.dtype.itemsize
     span = 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True)) if math.prod(size) else 0
     # A planted stream may name memory before its storage, or behind it.
@@ -257,11 +259,18 @@ def _tensor(
     return PlacedTensor(storage.path, storage.at + offset * item, storage.dtype, tuple(size), tuple(stride))
 
 
+def _check_made(storage: Any, dtype: Any) -> None:
+    """Refuse a storage that a planted pickle has put together: an object with such attributes."""
+    if type(storage) is not _Storage or not isinstance(dtype, torch.dtype):
+        raise Corrupt("names a tensor of something that is no storage")
+
+
 def _tensor_of_dtype(
     storage: _Storage, offset: int, size: Any, stride: Any, grad: bool, hooks: Any, dtype: torch.dtype,
     metadata: Any = None,
 ) -> PlacedTensor:  # fmt: skip
     """Return a tensor whose pickle names its dtype, as that of a newer dtype does."""
+    _check_made(storage, dtype)
     return _tensor(storage._replace(dtype=dtype), offset, size, stride, metadata=metadata)
 
 
@@ -335,18 +344,20 @@ def read_torch_file(path: Path, start: int = 0, length: int | None = None) -> An
         entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
         # An archive of TorchScript is a zip of the same form, with a file of constants besides.
         if "constants.pkl" in entries or "data.pkl" not in entries:
-            raise Corrupt("is a zip archive, and not one of torch.save")
+            raise Corrupt("is a zip archive, and not one of torch.save", "save a state dict by torch.save.")
         if "byteorder" in entries and archive.read(entries["byteorder"]).decode() != sys.byteorder:
             what = "was written on a machine of another byte order"
             raise Corrupt(what, "load it by torch.load there, and save it by safetensors.")
         if entries["data.pkl"].file_size > LIMIT_BYTES:
-            raise Corrupt("has a pickle of more than 2 GiB")
+            raise Corrupt("has a pickle of more than 2 GiB", "save tensors and numbers alone.")
 
         def storage(saved: Any) -> _Storage:
             _, kind, key, _, count = saved
+            if type(kind) is not _Kind:
+                raise Corrupt(f"has storage {key} of no known kind")
             entry, head = entries[f"data/{key}"], bytearray(4)
             if entry.compress_type != zipfile.ZIP_STORED:
-                raise Corrupt("is compressed")
+                raise Corrupt("is compressed", "save it by torch.save, as that leaves it.")
             # The name and the extra field of a local header have lengths of their own.
             read_exactly(fd, start + entry.header_offset + 26, memoryview(head))
             data = start + entry.header_offset + 30 + sum(struct.unpack("<HH", head))
