@@ -17,7 +17,7 @@ from fnshard.compiler.frontend.contexts import check_autocast, deterministic
 from fnshard.compiler.frontend.random import derive_keys
 from fnshard.compiler.frontend.size_bounds import check_limits
 from fnshard.compiler.ir.arguments import Arguments
-from fnshard.compiler.ir.custom_gradient import counting
+from fnshard.compiler.ir.custom_gradient import make_count_graph
 from fnshard.compiler.ir.program import Limit, replay
 from fnshard.compiler.ir.values import Kind, ValueName
 from fnshard.compiler.schedule.instructions import COMMUNICATION, Send
@@ -305,7 +305,7 @@ class Runner:
                 error.add_note(describe_peak(lowered.memory_analysis(), ", by the plan"))
                 raise
 
-        bound = Bound(lowered, in_own_modes, scalars, counting(lowered.program))
+        bound = Bound(lowered, in_own_modes, scalars, make_count_graph(lowered.program))
         known = {id(each) for each in self.cache.programs.values()}
         bindings = {k: v for k, v in rank.bound.items() if k[0] in known}
         rank.bound = bindings | {(id(lowered), rank.observer): bound}

@@ -45,14 +45,14 @@ def deferred() -> Iterator[None]:
     constructors make are equal. The numbers differ from those of `torch.manual_seed(s)` and the same
     constructors: to have these, build the module with values.
 
-    A rank makes only its own block of a leaf that is made by normal, uniform or constant fills
-    (`torch.nn.init.normal_`, `trunc_normal_`, `kaiming_uniform_`, ...), also of parts of it, and by
-    elementwise operators. It makes other leaves (`orthogonal_`, `sparse_`) whole, one at a time, and keeps
+    If a leaf is made by elementwise operators and by normal, uniform or constant fills of the leaf or of
+    parts of it (`torch.nn.init.normal_`, `trunc_normal_`, `kaiming_uniform_`, ...), a rank makes only its own
+    block. It makes other leaves (`orthogonal_`, `sparse_`) whole, one at a time, and keeps
     its block.
 
-    Everything that happens to the module belongs into the block, `model.apply(init)` and `model.to(dtype)`
-    too; after it a write to a leaf is refused. Blocks nest. An operator whose result depends on the number of
-    threads (QR) needs the same number.
+    Change the module inside the block only, also by `model.apply(init)` and `model.to(dtype)`: a write to a
+    leaf after the block is refused. Blocks nest. An operator whose result depends on the number of threads
+    (QR) needs the same number.
 
     Raises:
         StateError: the block does something that cannot be recorded: it reads a value that depends on random
@@ -78,15 +78,21 @@ def deferred() -> Iterator[None]:
     # The default generator belongs to all threads, so that only one block at a time may mark it.
     with _generator_lock, mock.patch.object(_here, "recorder", recorder, create=True):
         with ExitStack() as stack:
+            # Note the modules of the block, whose leaves get their recipes at its end.
             for register in _REGISTRATIONS:
-                stack.callback(register(recorder.meet).remove)
-            stack.enter_context(recorder.one_truncation())
+                stack.callback(register(recorder.note_module).remove)
+            stack.enter_context(recorder.record_truncations())
+
+            # Mark the generator, whose former state comes back at the end. A constructor that seeds it
+            # removes the mark, and the next draw is refused.
             stack.enter_context(torch.random.fork_rng(devices=[]))
             torch.default_generator.manual_seed(MARK)
+
+            # Record operators, and answer what constructors ask of recorded tensors.
             stack.enter_context(recorder)
             stack.enter_context(Functions(recorder))
             yield
-        _close(recorder)
+        _attach_recipes(recorder)
 
 
 _REGISTRATIONS = (
@@ -109,7 +115,7 @@ class LeafRecipe:
         return self.tape.value(self.alias)
 
     def __deepcopy__(self, memo: Any) -> LeafRecipe:
-        return self
+        return self  # a copy of a leaf has the same values: it shares the log
 
 
 def recipe_of(leaf: Any) -> LeafRecipe | None:
@@ -131,7 +137,7 @@ def on_meta(leaf: Tensor) -> Tensor:
 
 
 class Values:
-    """The values of a tree's leaves: their own, or those of their recipes under a seed.
+    """A source of the values of a tree's leaves: their own, or those of their recipes under a seed.
 
     Raises:
         StateError: leaves on the meta device carry no recipe, or their constructor leaves them unset.
@@ -150,9 +156,10 @@ class Values:
 
         # Find how each leaf is made; one that nothing fills would have no value.
         self._named = named
-        self._recipes = {p: recipe for p, leaf in named.items() if (recipe := recipe_of(leaf)) is not None}
+        recipes = {p: recipe_of(leaf) for p, leaf in named.items()}
+        self._recipes = {p: recipe for p, recipe in recipes.items() if recipe is not None}
         self._slices = {p: r.tape.slice(storage_id(r.alias)) for p, r in self._recipes.items()}
-        unset = [p for p, r in self._recipes.items() if all(r.tape.calls[n].blank for n in self._slices[p])]
+        unset = [p for p in self._recipes if all(call.is_blank for call in self._find_calls(p))]
         if unset:
             raise StateError(
                 f"the constructor leaves {leaves(len(unset))} unset:",
@@ -167,14 +174,16 @@ class Values:
         A call belongs to the leaf that it draws, or else to the first leaf that depends on it. Its key
         follows from the leaf's path and from its number among the calls of that leaf.
         """
+        # Offer each call first to the leaf that it draws into, so that no leaf which only reads it takes it.
         owners: dict[tuple[int, int], str] = {}
-        # First the leaves that a call draws into, so that no leaf which only reads them takes the call.
-        for draws_itself in (True, False):
+        for is_drawn in (True, False):
             for path, recipe in self._recipes.items():
                 for number in self._slices[path]:
                     call = recipe.tape.calls[number]
-                    if call.random and (not draws_itself or storage_id(recipe.alias) in call.memories):
+                    if call.is_random and (not is_drawn or storage_id(recipe.alias) in call.memories):
                         owners.setdefault((id(recipe.tape), number), path)
+
+        # Number the calls of each leaf in program order.
         keys: dict[int, dict[int, int]] = {id(r.tape): {} for r in self._recipes.values()}
         counts: Counter[str] = Counter()
         for (tape, number), path in sorted(owners.items()):
@@ -190,7 +199,7 @@ class Values:
 
     def can_be_cut(self, path: str) -> bool:
         """Return whether a part of a leaf can be made without the rest."""
-        return path in self._recipes and can_be_cut(self._recipes[path].alias, self._calls(path))
+        return path in self._recipes and can_be_cut(self._recipes[path].alias, self._find_calls(path))
 
     def part(self, path: str, box: Sequence[slice]) -> Tensor:
         """Make a part of a leaf that can be cut."""
@@ -199,9 +208,9 @@ class Values:
     def checksum(self, path: str) -> int:
         """Return a checksum of the calls that make a leaf which can be cut."""
         keys = [self._keys[id(self._recipes[path].tape)].get(n) for n in self._slices[path]]
-        return zlib.crc32(str([keys, *map(describe, self._calls(path))]).encode())
+        return zlib.crc32(str([keys, *map(describe, self._find_calls(path))]).encode())
 
-    def _calls(self, path: str) -> list[RecordedCall]:
+    def _find_calls(self, path: str) -> list[RecordedCall]:
         """Return the calls of the log that make a leaf."""
         return [self._recipes[path].tape.calls[n] for n in self._slices[path]]
 
@@ -222,20 +231,27 @@ def check_closed() -> None:
         raise StateError("values are read inside fs.deferred(), which records.", fix="leave the block first.")
 
 
-def _close(recorder: Recorder) -> None:
+def _attach_recipes(recorder: Recorder) -> None:
     """Put recipes on the leaves, and values in place of other tensors that the modules keep."""
     contents = Contents(*recorder.modules.values())
-    parts = [m for root in recorder.modules.values() for m in root.modules()]
-    owned = {id(leaf): leaf for m in parts for leaf in [*m._parameters.values(), *m._buffers.values()]}
-    for leaf in owned.values():
+    modules = [m for root in recorder.modules.values() for m in root.modules()]
+    registered = [v for m in modules for v in [*m._parameters.values(), *m._buffers.values()]]
+    named_leaves = {id(leaf): leaf for leaf in registered}
+    for leaf in named_leaves.values():
+        # A placeholder has its recipe from an earlier block; a lazy leaf has no shape yet.
         if leaf is None or isinstance(leaf, _Placeholder) or nn.parameter.is_lazy(leaf):
             continue
         if recorder.knows(leaf):
             _make_placeholder(leaf, LeafRecipe(recorder.tape, leaf.detach()))
 
-    # What modules keep in attributes and lists gets its values, unless these depend on random numbers.
-    others = [t for t in contents.tensors if id(t) not in owned and recorder.knows(t)]
-    values = {id(t): value for t in others if (value := recorder.value(t)) is not None}
+    # Tensors that modules keep in attributes and lists get their values, unless these depend on random
+    # numbers. The latter become placeholders without a recipe, which refuse to be read.
+    others = [t for t in contents.tensors if id(t) not in named_leaves and recorder.knows(t)]
+    values: dict[int, Tensor] = {}
+    for tensor in others:
+        value = recorder.value(tensor)
+        if value is not None:
+            values[id(tensor)] = value
     for container in contents.containers:
         container.replace(values)
     for tensor in others:
@@ -253,8 +269,8 @@ class _Placeholder(Tensor):
         kwargs = kwargs or {}
         inputs = leaves_of((args, kwargs), Tensor)
         name = resolve_name(func) or str(func)
-        problem, last = None, name.rpartition(".")[2]
-        writes = WRITES.fullmatch(last) and last != "requires_grad_"
+        problem, short_name = None, name.rpartition(".")[2]
+        writes = WRITES.fullmatch(short_name) and short_name != "requires_grad_"
 
         # After the block a write would be lost, and a value is not there yet.
         if isinstance(inputs[0], _Placeholder) and (writes or name == "torch.Tensor.data.__set__"):
@@ -262,7 +278,7 @@ class _Placeholder(Tensor):
                 "changes a deferred module after its fs.deferred() block, where it is lost.",
                 "do it inside the block, below the constructor: model.apply(init), model.to(dtype).",
             )
-        elif last in _READS or any(not isinstance(v, _Placeholder) and not v.is_meta for v in inputs):
+        elif short_name in _READS or any(not isinstance(v, _Placeholder) and not v.is_meta for v in inputs):
             problem = (
                 "needs the values of a deferred module, which has none yet.",
                 "step.init(model) makes them. What forward uses is a parameter or a buffer "

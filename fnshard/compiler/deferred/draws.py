@@ -1,7 +1,7 @@
 """Draw random numbers of a leaf as functions of a key and of each element's place in memory alone.
 
-So any part of a leaf can be drawn by itself, and is the same as in the whole. An operator that is not among
-these draws its tensor whole, from a generator that the key seeds.
+So any part of a leaf can be drawn by itself, and is the same as in the whole. An operator that is not in the
+table here draws its tensor whole, from a generator that the key seeds.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ def key_of(seed: int, path: str, number: int) -> int:
 
 def fill(out: Tensor, start: int, key: int, draw: Draw) -> None:
     """Draw a tensor, or a run of one, whose first element is at place `start` of its memory."""
+    # Number i is a hash of key + i * GOLDEN: a run needs nothing of the runs before it.
     flat = out.view(-1) if out.is_contiguous() else torch.empty(out.numel(), dtype=out.dtype)
     states = torch.arange(min(_RUN, flat.numel())) * GOLDEN
-    for at in range(0, flat.numel(), _RUN):
-        part = flat[at : at + _RUN]
-        bits = mix(states[: part.numel()] + to_int64(key + (start + at + 1) * GOLDEN))
+    for offset in range(0, flat.numel(), _RUN):
+        part = flat[offset : offset + _RUN]
+        bits = mix(states[: part.numel()] + to_int64(key + (start + offset + 1) * GOLDEN))
         part.copy_(draw(bits, torch.promote_types(out.dtype, torch.float32)))
     if not out.is_contiguous():
         out.copy_(flat.view(out.shape))
 
 
-def _unit(bits: Tensor, dtype: torch.dtype) -> Tensor:
+def _draw_unit(bits: Tensor, dtype: torch.dtype) -> Tensor:
     """Return multiples of 2^-24, or of 2^-53 in fp64, in [0, 1)."""
     digits = 53 if dtype == torch.float64 else 24
     return shift(bits, 64 - digits).to(dtype) * 2.0**-digits
@@ -50,7 +51,7 @@ def normal(mean: float = 0.0, std: float = 1.0) -> Draw:
     def draw(bits: Tensor, dtype: torch.dtype) -> Tensor:
         # u is above 0 in both cases, since its logarithm is taken.
         if dtype == torch.float64:
-            u, turn = 1 - _unit(bits, dtype), _unit(mix(bits + GOLDEN), dtype)
+            u, turn = 1 - _draw_unit(bits, dtype), _draw_unit(mix(bits + GOLDEN), dtype)
         else:  # 32 bits each
             u, turn = (shift(bits, 32).float() + 0.5) * 2.0**-32, (bits & 0xFFFFFFFF).float() * 2.0**-32
         return u.log_().mul_(-2).sqrt_().mul_(turn.mul_(2 * math.pi).cos_()).mul_(std).add_(mean)
@@ -62,7 +63,7 @@ def uniform(low: float = 0.0, high: float = 1.0) -> Draw:
     """Return the draw of a uniform distribution."""
 
     def draw(bits: Tensor, dtype: torch.dtype) -> Tensor:
-        return _unit(bits, dtype).mul_(high - low).add_(low)
+        return _draw_unit(bits, dtype).mul_(high - low).add_(low)
 
     return draw
 
@@ -72,11 +73,11 @@ def truncated_normal(mean: float, std: float, low: float, high: float) -> Draw:
     # A range above the mean is mirrored below it, where the function is near 0 and has all its digits.
     sign = -1.0 if low > mean else 1.0
     first, last = sorted(sign * (bound - mean) / std for bound in (low, high))
-    below, share = (0.5 * math.erfc(-z / 2**0.5) for z in (first, last))
+    below, up_to = (0.5 * math.erfc(-z / 2**0.5) for z in (first, last))  # probabilities of less than a bound
 
     def draw(bits: Tensor, dtype: torch.dtype) -> Tensor:
         # Half a step is added, since the quantile of 0 is infinite.
-        u = (_unit(bits, torch.float64) + 2.0**-54).mul_(share - below).add_(below)
+        u = (_draw_unit(bits, torch.float64) + 2.0**-54).mul_(up_to - below).add_(below)
         return torch.special.ndtri(u).mul_(sign * std).add_(mean).clamp_(low, high)
 
     return draw
@@ -95,5 +96,5 @@ def draw_of(name: str, given: Mapping[str, Any], dtype: torch.dtype) -> Draw | N
     """Return the draw of a random operator, given its arguments; None if it draws tensors whole."""
     if name not in _DRAWS or not dtype.is_floating_point:
         return None
-    kind, arguments = _DRAWS[name]
-    return kind(*(given[argument] for argument in arguments))
+    make_draw, names = _DRAWS[name]
+    return make_draw(*(given[n] for n in names))

@@ -38,7 +38,14 @@ _UNKNOWN_SHAPE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shap
 
 
 class Recorder(TorchDispatchMode):
-    """A mode that records operators, and knows the modules of the block and the log."""
+    """A mode that records operators in a log, and notes the modules of the block.
+
+    Attributes:
+        tape: the log.
+        modules: the modules that have registered something, by id.
+        paused: whether operators run without being recorded.
+        draws: how many random operators were recorded, which is in the generator's mark.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +54,7 @@ class Recorder(TorchDispatchMode):
         self.paused = False
         self.draws = 0
 
-    def meet(self, module: nn.Module, name: str, value: Any) -> None:
+    def note_module(self, module: nn.Module, name: str, value: Any) -> None:
         """Note a module that registers something."""
         self.modules[id(module)] = module
 
@@ -55,17 +62,17 @@ class Recorder(TorchDispatchMode):
         """Return whether a tensor is recorded: a call of the log makes or writes its memory."""
         return value.layout == torch.strided and storage_id(value) in self.tape.writers
 
-    def value(self, value: Tensor) -> Tensor | None:
+    def value(self, tensor: Tensor) -> Tensor | None:
         """Return the current values of a recorded tensor; None if they depend on random numbers."""
         with self.pause():
-            return self.tape.value(value.detach())
+            return self.tape.value(tensor.detach())
 
     def pause(self) -> AbstractContextManager[Any]:
         """Run operators in a block without recording them."""
         return mock.patch.object(self, "paused", True)
 
-    def constant(self, value: Tensor) -> Tensor:
-        """Return a recorded tensor with these values."""
+    def add_constant(self, value: Tensor) -> Tensor:
+        """Record a tensor with these values, and return it."""
         kept = value.detach().clone()
         made = torch.empty_strided(kept.shape, kept.stride(), dtype=kept.dtype, device=META)
         memory = storage_id(made)
@@ -74,87 +81,94 @@ class Recorder(TorchDispatchMode):
         return made
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator on meta tensors and record it, or as it is if it concerns no recorded tensor."""
+        """Run an operator on meta tensors and record it; run it plainly if it concerns no recorded tensor."""
         kwargs = kwargs or {}
         inputs = leaves_of((args, kwargs), Tensor)
         known = [v for v in inputs if self.knows(v)]
         # `torch.tensor(...)` and its like end in this operator, with their values.
         if op is torch.ops.aten.lift_fresh.default and not known:
-            return self.constant(args[0]) if not args[0].is_meta else args[0]
+            return self.add_constant(args[0]) if not args[0].is_meta else args[0]
+
+        # Besides operators of recorded tensors, those count that make tensors from nothing, or draw.
         takes_device = any(a.name == "device" for a in op._schema.arguments)
         device = kwargs.get("device") if takes_device else None
-        random = torch.Tag.nondeterministic_seeded in op.tags
-        makes = not inputs and (takes_device or random)
-        draws = random and not any(v.is_meta for v in inputs)
-        if self.paused or not (known or makes or draws):
+        is_random = torch.Tag.nondeterministic_seeded in op.tags
+        is_factory = not inputs and (takes_device or is_random)
+        draws = is_random and not any(v.is_meta for v in inputs)
+        if self.paused or not (known or is_factory or draws):
             return op(*args, **kwargs)
 
-        # Record it, or run it at once if its result's shape depends on values.
+        # Refuse what cannot be recorded; tensors from outside become constants of the log.
         if device is not None and device.type not in ("cpu", "meta"):
-            raise self.refusal(
+            raise self.make_refusal(
                 f"{op} on {device}", "build on the CPU: step.init puts the values where they go."
             )
-        self._check(op, inputs, _written_tensors(op, args, kwargs))
-        args, kwargs = map_leaves((args, kwargs), Tensor, lambda v: v if self.knows(v) else self.constant(v))
+        self._check_tensors(op, inputs, _written_tensors(op, args, kwargs))
+        record_foreign = lambda v: v if self.knows(v) else self.add_constant(v)  # noqa: E731
+        args, kwargs = map_leaves((args, kwargs), Tensor, record_foreign)
         if any(tag in op.tags for tag in _UNKNOWN_SHAPE):
-            return self._run_at_once(op, args, kwargs, random)
+            return self._run_at_once(op, args, kwargs, is_random)
         if kwargs.get("generator") is not None:
-            raise self.refusal(f"{op} draws from a generator of its own", _SEEDED, inputs)
-        if random:
+            raise self.make_refusal(f"{op} draws from a generator of its own", _SEEDED, inputs)
+        if is_random:
             self._check_seed(op, inputs)
+
+        # Run it on the meta device, for the shapes of its results.
         on_meta = dict(kwargs)
         if takes_device and (device is not None or not inputs):
             on_meta["device"] = META
         try:
             result = op(*args, **on_meta)
         except NotImplementedError as error:
-            raise self.refusal(
+            raise self.make_refusal(
                 f"{op} has no rule for meta tensors", "use another operator there.", inputs
             ) from error
-        return self._record(op, args, on_meta, result, random)
+        return self._record(op, args, on_meta, result, is_random)
 
-    def one_truncation(self) -> AbstractContextManager[Any]:
+    def record_truncations(self) -> AbstractContextManager[Any]:
         """Record `torch.nn.init.trunc_normal_` as one operator; torch's own draws until all are in range."""
         original = torch.nn.init._no_grad_trunc_normal_
-        return mock.patch.object(torch.nn.init, original.__name__, partial(self._trunc_normal_, original))
+        return mock.patch.object(torch.nn.init, original.__name__, partial(self._record_truncated, original))
 
-    def _trunc_normal_(
+    def _record_truncated(
         self, original: Any, tensor: Tensor, *args: Any, generator: torch.Generator | None = None
     ) -> Tensor:
         """Record a truncated normal fill of a recorded tensor; fill any other tensor by torch."""
         if not self.knows(tensor):
             return original(tensor, *args, generator=generator)
         if generator is not None:
-            raise self.refusal("trunc_normal_ draws from a generator of its own", _SEEDED, [tensor])
+            raise self.make_refusal("trunc_normal_ draws from a generator of its own", _SEEDED, [tensor])
         whole = (storage_id(tensor),) if _is_whole(tensor) else ()
         self._check_seed("trunc_normal_", [tensor])
         with self.pause():
             alias = tensor.detach()
         given = dict(zip(("mean", "std", "a", "b"), args, strict=True))
-        call = RecordedCall(torch.nn.init.trunc_normal_, (alias,), given, overwrites=whole, random=True)
+        call = RecordedCall(torch.nn.init.trunc_normal_, (alias,), given, overwrites=whole, is_random=True)
         self.tape.add(call, [storage_id(tensor)])
         return tensor
 
-    def _check(self, op: Any, inputs: list[Tensor], written: list[Tensor]) -> None:
+    def _check_tensors(self, op: Any, inputs: list[Tensor], written: list[Tensor]) -> None:
         """Refuse to read tensors that have no values, and to write to tensors that were made elsewhere."""
-        real = [v for v in inputs if not self.knows(v)]
-        if any(v.is_meta for v in real):
+        foreign = [v for v in inputs if not self.knows(v)]
+        if any(v.is_meta for v in foreign):
             fix = "make it without device='meta'; the block makes everything there anyhow."
-            raise self.refusal(f"{op} reads a tensor on the meta device that holds no values", fix, inputs)
-        if any(v is w for v in real for w in written):
+            headline = f"{op} reads a tensor on the meta device that holds no values"
+            raise self.make_refusal(headline, fix, inputs)
+        if any(v is w for v in foreign for w in written):
             fix = "make that tensor inside the block, as torch.tensor(array) does, or write to a clone."
-            raise self.refusal(f"{op} writes to a tensor with values, made outside or by numpy,", fix, inputs)
+            headline = f"{op} writes to a tensor with values, made outside or by numpy,"
+            raise self.make_refusal(headline, fix, inputs)
 
-    def _run_at_once(self, op: Any, args: Any, kwargs: Any, random: bool) -> Any:
+    def _run_at_once(self, op: Any, args: Any, kwargs: Any, is_random: bool) -> Any:
         """Run an operator at once, since its result's shape, or a choice of Python, depends on values."""
         tensors = leaves_of((args, kwargs), Tensor)
         values = {id(v): self.value(v) for v in tensors}
-        if random or any(v is None for v in values.values()) or _written_tensors(op, args, kwargs):
-            raise self.refusal(f"{op} reads a value that depends on random numbers", _DECIDE, tensors)
+        if is_random or any(v is None for v in values.values()) or _written_tensors(op, args, kwargs):
+            raise self.make_refusal(f"{op} reads a value that depends on random numbers", _DECIDE, tensors)
         args, kwargs = map_leaves((args, kwargs), Tensor, lambda v: values[id(v)])
-        return map_leaves(op(*args, **kwargs), Tensor, self.constant)
+        return map_leaves(op(*args, **kwargs), Tensor, self.add_constant)
 
-    def _record(self, op: Any, args: Any, kwargs: Any, result: Any, random: bool) -> Any:
+    def _record(self, op: Any, args: Any, kwargs: Any, result: Any, is_random: bool) -> Any:
         """Note the memories that an operator has made and written to, and return its result."""
         inputs, results = leaves_of((args, kwargs), Tensor), leaves_of(result, Tensor)
         written = _written_tensors(op, args, kwargs)
@@ -163,11 +177,12 @@ class Recorder(TorchDispatchMode):
             return result  # an alias is noted where it is used
         name = op._schema.name.removeprefix("aten::")
 
+        # Which memories does it read, and which does it overwrite as a whole?
         outs = [kwargs.get(a.name) for a in op._schema.arguments if a.is_out]
         filled = [v for v in written if name in _FILLS or any(v is out for out in outs)]
         # Operators of these names read nothing but the shape of their input.
         by_shape = name.endswith("_like") or name.startswith("new_")
-        read = {storage_id(v) for v in inputs if not by_shape and not any(v is f for f in filled)}
+        read = set() if by_shape else {storage_id(v) for v in inputs if not any(v is f for f in filled)}
         whole = {storage_id(v) for v in filled if _is_whole(v)}
 
         # The call is run later on the CPU, in the dtype that it has here.
@@ -180,16 +195,18 @@ class Recorder(TorchDispatchMode):
         new = set(map(storage_id, made.values()))
         call = RecordedCall(
             op, args, kwargs, tuple(read), tuple(new | (whole - read)), made,
-            random=random, blank="empty" in name, default_dtype=torch.get_default_dtype(),
+            is_random=is_random, is_blank="empty" in name, default_dtype=torch.get_default_dtype(),
         )  # fmt: skip
         self.tape.add(call, [*map(storage_id, written), *new])
         return result
 
-    def refusal(self, headline: str, fix: str, tensors: Sequence[Tensor] = ()) -> StateError:
+    def make_refusal(self, headline: str, fix: str, tensors: Sequence[Tensor] = ()) -> StateError:
         """Make an error with the line of the constructor, and the leaves that depend on these tensors."""
         ours = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
         frames = [f for f in traceback.extract_stack() if not f.filename.startswith(ours)]
         lines = [f"{frames[-1].filename}:{frames[-1].lineno}  {frames[-1].line}"]
+
+        # Name the leaves that share memory with these tensors, or with a call that they depend on.
         memories = {storage_id(t) for t in tensors if self.knows(t)}
         calls = [self.tape.calls[n] for memory in memories for n in self.tape.slice(memory)]
         memories = memories.union(*(call.memories for call in calls))
@@ -207,7 +224,8 @@ class Recorder(TorchDispatchMode):
         Each draw leaves a mark in the generator, by which the next one sees that nobody has seeded it since.
         """
         if torch.default_generator.initial_seed() != MARK + self.draws:
-            raise self.refusal(f"a constructor sets torch's random state, and {op} draws", _SEEDED, tensors)
+            headline = f"a constructor sets torch's random state, and {op} draws"
+            raise self.make_refusal(headline, _SEEDED, tensors)
         self.draws += 1
         torch.default_generator.manual_seed(MARK + self.draws)
 
@@ -246,7 +264,7 @@ def _call_with_values(recorder: Recorder, func: Any, tensor: Tensor, *args: Any,
     """Call a function that reads values with the tensor's values, which must be known."""
     value = recorder.value(tensor)
     if value is None:
-        raise recorder.refusal(
+        raise recorder.make_refusal(
             f"{resolve_name(func)} reads a value that depends on random numbers", _DECIDE, [tensor]
         )
     return func(value, *args, **kwargs)
@@ -254,16 +272,16 @@ def _call_with_values(recorder: Recorder, func: Any, tensor: Tensor, *args: Any,
 
 def _to(recorder: Recorder, func: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Run `.to`, for which a recorded tensor is on the CPU already."""
-    on_cpu = META if recorder.knows(tensor) else CPU
+    device_for_cpu = META if recorder.knows(tensor) else CPU
 
-    def place(value: Any) -> Any:
-        if isinstance(value, Tensor):
+    def translate(value: Any) -> Any:
+        if isinstance(value, Tensor):  # here everything is on the CPU: only its dtype counts
             return value.dtype
         is_device = isinstance(value, str | torch.device)
-        return on_cpu if is_device and torch.device(value).type == "cpu" else value
+        return device_for_cpu if is_device and torch.device(value).type == "cpu" else value
 
-    named = {"dtype" if k == "other" else k: place(v) for k, v in kwargs.items()}
-    return tensor.to(*map(place, args), **named)
+    named = {"dtype" if k == "other" else k: translate(v) for k, v in kwargs.items()}
+    return tensor.to(*map(translate, args), **named)
 
 
 def _set_item(recorder: Recorder, func: Any, tensor: Tensor, index: Any, value: Any) -> None:

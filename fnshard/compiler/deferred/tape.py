@@ -43,8 +43,8 @@ class RecordedCall:
         reads: memories whose contents it depends on.
         overwrites: memories that it makes, or fills without reading.
         makes: results that have a memory of their own, by their place among the results.
-        random: whether it draws random numbers.
-        blank: whether it makes a memory without setting it.
+        is_random: whether it draws random numbers.
+        is_blank: whether it makes a memory without setting it.
         constant: values with which it makes a memory.
         default_dtype: torch's default dtype at the call.
     """
@@ -55,8 +55,8 @@ class RecordedCall:
     reads: tuple[int, ...] = ()
     overwrites: tuple[int, ...] = ()
     makes: Mapping[int, Tensor] = field(default_factory=dict)
-    random: bool = False
-    blank: bool = False
+    is_random: bool = False
+    is_blank: bool = False
     constant: Tensor | None = None
     default_dtype: torch.dtype = torch.float32
 
@@ -83,15 +83,15 @@ class RecordedCall:
         return arguments_of(self.op, self.args, self.kwargs)
 
     def draw(self) -> tuple[Tensor, Any] | None:
-        """Return the tensor that a random operator draws, and its draw; None if that is drawn whole."""
+        """Return the tensor that a random operator draws, and its draw; None if only the whole is drawn."""
         target = self.makes.get(0) if self.makes else self.args[0]
-        how = draw_of(self.name, self.given, target.dtype) if isinstance(target, Tensor) else None
-        return None if how is None else (target, how)
+        draw = draw_of(self.name, self.given, target.dtype) if isinstance(target, Tensor) else None
+        return None if draw is None else (target, draw)
 
 
 @dataclass(slots=True)
 class Tape:
-    """A log of calls.
+    """A log of the calls of one block.
 
     Args:
         calls: the calls in program order.
@@ -115,7 +115,7 @@ class Tape:
         while todo:
             memory, before = todo.pop()
 
-            # Backwards to the last write that leaves nothing of what was there before.
+            # Go back to the last write that leaves nothing of the former contents.
             writers = self.writers[memory]
             for number in reversed(writers[: bisect_left(writers, before)]):
                 if (memory, number) in visited:
@@ -132,7 +132,7 @@ class Tape:
     def value(self, alias: Tensor) -> Tensor | None:
         """Return the current value of a tensor, or None if it depends on random numbers."""
         numbers = self.slice(storage_id(alias))
-        if any(self.calls[n].random for n in numbers):
+        if any(self.calls[n].is_random for n in numbers):
             return None
         return self.run(alias, numbers, Memories(), {})
 
@@ -144,17 +144,17 @@ class Tape:
             space: where memories are held.
             keys: keys of the random calls, by number.
         """
-        last = {memory: n for n in numbers for memory in self.calls[n].memories}
+        last_use = {memory: n for n in numbers for memory in self.calls[n].memories}
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
             for number in numbers:
                 space.execute(self.calls[number], keys.get(number))
-                for memory in [m for m in space.held if last[m] == number and m != storage_id(alias)]:
+                for memory in [m for m in space.held if last_use[m] == number and m != storage_id(alias)]:
                     del space.held[memory]
             return space.show(alias)
 
 
 class Memories:
-    """Whole memories, as the constructor has them."""
+    """A space that holds memories whole, as the constructor had them, while calls run again."""
 
     def __init__(self) -> None:
         self.held: dict[int, Any] = {}
@@ -169,31 +169,33 @@ class Memories:
 
     def execute(self, call: RecordedCall, key: int | None) -> None:
         """Run a call on real memories."""
-        if call.random and (draw := call.draw()) is not None:
-            alias, how = draw
-            fill(self.show(alias), alias.storage_offset(), key, how)
+        drawn = call.draw() if call.is_random else None
+        if drawn is not None:
+            alias, draw = drawn
+            fill(self.show(alias), alias.storage_offset(), key, draw)
             return
 
-        # Any other call runs as it was recorded, on this leaf's numbers.
+        # Run any other call as it was recorded; a random one draws from a generator that its key seeds.
         args, kwargs = map_leaves((call.args, call.kwargs), Tensor, self.show)
-        with torch.random.fork_rng(devices=[], enabled=call.random):
-            if call.random:
+        with torch.random.fork_rng(devices=[], enabled=call.is_random):
+            if call.is_random:
                 torch.default_generator.manual_seed(key)
             results = leaves_of(run_call(call, args, kwargs), Tensor)
 
-        # Keep what it has made, if readers find in it what the record says; else copy it into their memory.
+        # Keep the storage of a new tensor if its layout is the recorded one and no other memory shares it;
+        # else copy the values into a memory of the recorded layout, which later aliases of it index.
         shared = {storage.data_ptr() for storage in self.held.values()}
         for place, alias in call.makes.items():
             storage = results[place].untyped_storage()
             if (
-                _layout(results[place]) != _layout(alias)
+                _get_layout(results[place]) != _get_layout(alias)
                 or storage.data_ptr() in shared
                 or storage.nbytes() < alias.untyped_storage().nbytes()
             ):
                 self.show(alias).copy_(results[place])
             else:
                 self.held[storage_id(alias)] = storage
-            if call.blank:
+            if call.is_blank:  # nobody has set it: zeros are the same in every run
                 self.show(alias).zero_()
 
 
@@ -201,6 +203,7 @@ def run_call(call: RecordedCall, args: Any, kwargs: Any) -> Any:
     """Run a call's operator on other tensors than it was recorded with."""
     if call.constant is not None:
         return call.constant.clone()
+    # Factories without a dtype take the default, which the constructor may have changed for a while.
     before = torch.get_default_dtype()
     torch.set_default_dtype(call.default_dtype)
     try:
@@ -209,5 +212,5 @@ def run_call(call: RecordedCall, args: Any, kwargs: Any) -> Any:
         torch.set_default_dtype(before)
 
 
-def _layout(value: Tensor) -> tuple[Any, ...]:
+def _get_layout(value: Tensor) -> tuple[Any, ...]:
     return value.dtype, value.shape, value.stride(), value.storage_offset(), value.is_conj()

@@ -32,20 +32,22 @@ class Window(Memories):
         self.first, self.last = first, last
 
     def show(self, alias: Tensor) -> Tensor:
+        """Return the part of an alias in the window, flat."""
         memory = storage_id(alias)
         if _is_number(alias):
-            return self.held.setdefault(memory, torch.zeros((), dtype=alias.dtype)).view([1][: alias.dim()])
+            number = self.held.setdefault(memory, torch.zeros((), dtype=alias.dtype))
+            return number.view([1] if alias.dim() else [])
         if memory not in self.held:
             self.held[memory] = torch.zeros(self.last - self.first, dtype=alias.dtype)
-        start, end = (min(max(at, self.first), self.last) for at in _place(alias))
+        start, end = (min(max(place, self.first), self.last) for place in _get_run(alias))
         return self.held[memory][start - self.first : end - self.first]
 
     def execute(self, call: RecordedCall, key: int | None) -> None:
         """Run a call on the window's elements; what it fills with one number is filled here."""
-        if call.random:
-            alias, how = call.draw()
-            fill(self.show(alias), max(alias.storage_offset(), self.first), key, how)
-        elif (constant := _constant(call)) is not None:
+        if call.is_random:
+            alias, draw = call.draw()
+            fill(self.show(alias), max(alias.storage_offset(), self.first), key, draw)
+        elif (constant := _find_constant(call)) is not None:
             self.show(call.makes[0]).fill_(constant)
         else:
             args, kwargs = map_leaves((call.args, call.kwargs), Tensor, self.show)
@@ -55,30 +57,34 @@ class Window(Memories):
 
 def can_be_cut(leaf: Tensor, calls: Sequence[RecordedCall]) -> bool:
     """Return whether windows of a leaf can be made, given the calls that make it."""
+    # Places count elements, so that no memory may be seen in two widths, or out of order.
     widths: dict[int, int] = {}
-    for alias in [leaf, *(a for call in calls for a in call.aliases)]:  # no memory may be seen in two types
+    for alias in [leaf, *(a for call in calls for a in call.aliases)]:
         width = widths.setdefault(storage_id(alias), alias.element_size())
         if alias.is_complex() or alias.element_size() != width or not alias.is_contiguous():
             return False
-    return not _is_number(leaf) and all(_is_by_elements(call, *_place(leaf)) for call in calls)
+    return not _is_number(leaf) and all(_is_elementwise(call, *_get_run(leaf)) for call in calls)
 
 
-def _is_by_elements(call: RecordedCall, first: int, last: int) -> bool:
+def _is_elementwise(call: RecordedCall, first: int, last: int) -> bool:
     """Return whether a call makes each element of a run without reading other places."""
     large = [a for a in call.aliases if not _is_number(a)]
-    if call.random:
+    if call.is_random:
         return bool(large) and call.draw() is not None
 
-    made = [_place(a) for a in call.makes.values() if not _is_number(a)]
+    # A memory that it makes has to contain the whole run of the leaf.
+    made = [_get_run(a) for a in call.makes.values() if not _is_number(a)]
     if not all(start <= first and last <= end for start, end in made):
         return False
-    if call.constant is not None or _constant(call) is not None:
+
+    # Recorded values are made whole, which fits a single number alone; a fill fits any run.
+    if call.constant is not None or _find_constant(call) is not None:
         return call.constant is None or not large
-    by_elements = call.name in _ELEMENTWISE or torch.Tag.pointwise in call.op.tags
-    return by_elements and len({_place(a) for a in large}) < 2
+    is_elementwise = call.name in _ELEMENTWISE or torch.Tag.pointwise in call.op.tags
+    return is_elementwise and len({_get_run(a) for a in large}) < 2
 
 
-def _constant(call: RecordedCall) -> Any:
+def _find_constant(call: RecordedCall) -> Any:
     """Return the number that fills a new memory; None if the call does something else."""
     if not call.makes:
         return None
@@ -92,13 +98,14 @@ def _is_number(alias: Tensor) -> bool:
     return alias.numel() == 1 and alias.untyped_storage().nbytes() == alias.element_size()
 
 
-def _place(alias: Tensor) -> tuple[int, int]:
+def _get_run(alias: Tensor) -> tuple[int, int]:
+    """Return the first place of an alias in its memory, and the one after its last."""
     return alias.storage_offset(), alias.storage_offset() + alias.numel()
 
 
 def describe(call: RecordedCall) -> str:
     """Return a call of a leaf that can be cut as text, which is equal in all processes."""
-    args, kwargs = map_leaves((call.args, call.kwargs), Tensor, _place)
+    args, kwargs = map_leaves((call.args, call.kwargs), Tensor, _get_run)
     return f"{call.name} {args} {kwargs} {None if call.constant is None else call.constant.tolist()}"
 
 
@@ -112,14 +119,16 @@ def cut(leaf: Tensor, box: Sequence[slice], make: Callable[[Window], Tensor]) ->
     if not all(ranges):
         return torch.empty([len(r) for r in ranges], dtype=leaf.dtype)
     if not ranges:
-        return make(Window(*_place(leaf)))[0]
+        return make(Window(*_get_run(leaf)))[0]
 
-    # From the last dim that is cut on, elements lie in one run; short ones are made with what is between.
+    # From the last dim that is cut on, elements lie in one run. Short runs are joined along an outer dim,
+    # with the elements between them.
     dim = max((d for d, r in enumerate(ranges) if len(r) < leaf.shape[d]), default=0)
     while dim and len(ranges[dim]) * math.prod(leaf.shape[dim + 1 :]) < _SHORT:
         dim -= 1
     run = [len(ranges[dim]), *leaf.shape[dim + 1 :]]
 
+    # Make one run for each index of the dims before it, and cut off the elements between short ones.
     parts = []
     for outer in itertools.product(*ranges[:dim]):
         first = leaf[(*outer, ranges[dim].start)].storage_offset()

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from fnshard.compiler.frontend.transforms import is_of_a_level
 from fnshard.compiler.ir.containers import Contents, TensorSnapshot, is_plain, one_run
-from fnshard.compiler.ir.guard import CACHE, Reachable, written
+from fnshard.compiler.ir.guard import CACHE, Reachable, find_written
 from fnshard.errors import StateError, TraceError
 
 CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # else torch refuses cuBLAS in a deterministic run
@@ -127,7 +127,7 @@ class Surroundings:
         with one_run(self._modules):
             try:
                 yield
-                self.written |= {*written(self.reached, Reachable(self.fn))}
+                self.written |= {*find_written(self.reached, Reachable(self.fn))}
             finally:
                 for container, _ in self.reached.containers.values():
                     container.put_back(lambda _, now: any(map(is_fake, Contents(now).tensors)))

@@ -16,9 +16,9 @@ from fnshard import losses, tree
 
 @dataclass(frozen=True, eq=False)
 class Arguments:
-    """The arguments of `fn` after the parameters. Paths begin with the position or the keyword.
+    """A record of the arguments of `fn` after the parameters. Paths begin with the position or the keyword.
 
-    `fn` sees keywords in the order in which they are here.
+    `fn` gets keywords in the order that they have here.
 
     >>> import torch
     >>> x = torch.ones(2)
@@ -61,21 +61,21 @@ class NumberList(tuple[Any, ...]):
 
 
 def fold_lists(named: Mapping[str, Any], is_number: Callable[[Any], bool]) -> dict[str, Any]:
-    """Return leaves by path with the plain numbers of a list, or of lists in it, as one leaf.
+    """Return leaves by path, with all plain numbers of a list, and of lists in it, as one leaf.
 
     >>> fold_lists({"0": 1, "1.0": 2, "1.1": 3}, lambda leaf: True)
     {'0': 1, '1': (2, 3)}
     """
-    found: dict[str, Any] = {}
+    folded: dict[str, Any] = {}
     lists: dict[str, list[Any]] = {}
     for path, leaf in named.items():
         top = re.sub(r"(\.\d+)+$", "", path)
         if top != path and is_number(leaf):
-            found[top] = None  # keeps the place of the list
+            folded[top] = None  # keeps the place of the list
             lists.setdefault(top, []).append(leaf)
         else:
-            found[path] = leaf
-    return found | {top: NumberList(numbers) for top, numbers in lists.items()}
+            folded[path] = leaf
+    return folded | {top: NumberList(numbers) for top, numbers in lists.items()}
 
 
 def signature_of(fn: Callable[..., Any]) -> inspect.Signature | None:

@@ -49,6 +49,8 @@ class Container:
 
     def put_back(self, only: Callable[[Any, Any], bool] | None = None) -> None:
         """Undo all changes, or those of values for which `only(before, now)` is true."""
+        # Most containers are unchanged: compare by identity, since `==` of tensors and of users' objects does
+        # something else.
         now, before = read(self.owner), self.before
         same_keys = len(now) == len(before) and all(map(is_, now, before))
         if same_keys and all(map(is_, now.values(), before.values())):
@@ -57,10 +59,14 @@ class Container:
         pairs = {k: (before.get(k, ABSENT), now.get(k, ABSENT)) for k in {**before, **now}}
         keys = [k for k, (a, b) in pairs.items() if a is not b and (only is None or only(a, b))]
 
-        # A list has no keys of its own, and gets all members anew.
+        # The keys of a list are positions, which may have shifted, and those of a set are its members: both
+        # get all members anew.
         if keys and is_a(self.owner, (list, deque, set)):
             self.owner.clear()
-            (self.owner.update if is_a(self.owner, set) else self.owner.extend)(before.values())
+            if is_a(self.owner, set):
+                self.owner.update(before.values())
+            else:
+                self.owner.extend(before.values())
             return
 
         for key in keys:
@@ -82,10 +88,15 @@ class Container:
         elif is_a(owner, list):
             owner[key] = value
         elif is_a(owner, (type, CellType)):
-            delattr(owner, key) if value is ABSENT else setattr(owner, key, value)
-        elif not is_a(owner, CONTAINERS):
-            write = object.__delattr__ if value is ABSENT else object.__setattr__
-            write(owner, key, *(() if value is ABSENT else (value,)))
+            if value is ABSENT:
+                delattr(owner, key)
+            else:
+                setattr(owner, key, value)
+        elif not is_a(owner, CONTAINERS):  # an object with slots
+            if value is ABSENT:
+                object.__delattr__(owner, key)
+            else:
+                object.__setattr__(owner, key, value)
 
 
 def raw_getattr(owner: Any, name: str, default: Any = None) -> Any:
@@ -121,17 +132,19 @@ def read(owner: Any) -> dict[Any, Any]:
             return {"cell_contents": owner.cell_contents}
         except ValueError:  # an empty one
             return {}
-    found = {name: raw_getattr(owner, name, ABSENT) for name in slots(type(owner))}
-    return {name: value for name, value in found.items() if value is not ABSENT}
+    values = {name: raw_getattr(owner, name, ABSENT) for name in list_slots(type(owner))}
+    return {name: value for name, value in values.items() if value is not ABSENT}
 
 
 @lru_cache(maxsize=1024)
-def slots(kind: type) -> tuple[str, ...]:
+def list_slots(kind: type) -> tuple[str, ...]:
     """Return the names in the `__slots__` of a class and its bases."""
     if issubclass(kind, nn.Module):
         return ()
-    found = [vars(k).get("__slots__", ()) for k in kind.__mro__]
-    names = [n for s in found for n in ((s,) if isinstance(s, str) else s)]
+    names: list[str] = []
+    for each in kind.__mro__:
+        declared = vars(each).get("__slots__", ())
+        names += [declared] if isinstance(declared, str) else declared
     return tuple(n for n in names if n not in ("__dict__", "__weakref__"))
 
 
@@ -142,12 +155,12 @@ def is_library(module: Any) -> bool:
 
 def is_plain(value: Any) -> bool:
     """Return whether a value is a dense tensor of torch's own type, which counts writes to it."""
-    own = type(value) in (Tensor, nn.Parameter)
-    return own and value.layout is torch.strided and not value.is_inference()
+    is_of_torch = type(value) in (Tensor, nn.Parameter)
+    return is_of_torch and value.layout is torch.strided and not value.is_inference()
 
 
 class Contents:
-    """All `containers` and `tensors` that some roots reach, except through functions and classes."""
+    """A collection of all `containers` and `tensors` that some roots reach, but by functions and classes."""
 
     def __init__(self, *roots: Any):
         self.containers: list[Container] = []
@@ -165,8 +178,11 @@ class Contents:
                 todo += self._enter(each)
             # Other objects of torch and Python hold nothing of the user's.
             elif is_a(each, nn.Module) or not (is_a(each, type) or is_library(type(each).__module__)):
-                todo += [attributes] if is_a(attributes := raw_getattr(each, "__dict__"), dict) else []
-                todo += self._enter(each) if slots(type(each)) else ()
+                attributes = raw_getattr(each, "__dict__")
+                if is_a(attributes, dict):
+                    todo.append(attributes)
+                if list_slots(type(each)):
+                    todo += self._enter(each)
 
     def _enter(self, owner: Any) -> Collection[Any]:
         """Note a container and return its values, but for those of one that is data."""
@@ -176,7 +192,7 @@ class Contents:
 
 
 class TensorSnapshot:
-    """Copies of tensors, which are put back into those that were written to since."""
+    """A set of copies of tensors, which are put back into those that were written to since."""
 
     def __init__(self, tensors: Iterable[Tensor]):
         self.known = [(t, t.detach().clone(), t._version) for t in tensors if is_plain(t)]
@@ -195,24 +211,29 @@ _here = threading.local()  # `containers`: those of modules in this thread's run
 
 @contextmanager
 def one_run(containers: Iterable[Container] = ()) -> Iterator[None]:
-    """Run `fn` in the block: what modules write stays until its end, and is put back then.
+    """Run `fn` in the block: what modules write stays until its end, and is undone then.
 
-    These containers are put back, and those of modules that `fn` calls.
+    It is undone in these containers, and in those of modules that `fn` calls.
     """
     outer = getattr(_here, "containers", None)
     _here.containers = {id(c.owner): c for c in containers}
     try:
         yield
     finally:
-        found, _here.containers = _here.containers, outer
-        for container in found.values():
+        written, _here.containers = _here.containers, outer
+        for container in written.values():
             container.put_back()
 
 
 def put_back(containers: Iterable[Container], leaves: Mapping[int, Any]) -> None:
-    """Undo what a module wrote; in a run of `fn` only the places of its leaves, and the rest at its end."""
+    """Undo what a module wrote: all of it, or in a run of `fn` only where the module holds `leaves`.
+
+    `one_run` undoes the rest of it, at the end of the run.
+    """
     run = getattr(_here, "containers", None)
     for container in containers:
-        container.put_back(None if run is None else lambda before, _: holds(before, leaves))
-        if run is not None:
+        if run is None:
+            container.put_back()
+        else:
+            container.put_back(lambda before, _: holds(before, leaves))
             run.setdefault(id(container.owner), container)

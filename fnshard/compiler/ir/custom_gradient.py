@@ -65,7 +65,7 @@ class CustomGradient:
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:8]
 
 
-def counting(program: Program) -> fx.Graph | None:
+def make_count_graph(program: Program) -> fx.Graph | None:
     """Return a graph from a program's inputs to the count of its Mean, if a `CustomGradient` needs that.
 
     A custom backward need not be linear in its gradients. So it has to get those of the mean itself, and not
@@ -73,9 +73,11 @@ def counting(program: Program) -> fx.Graph | None:
     if the count depends on more than the batch.
     """
     program = program.traced or program
-    custom = any(isinstance(node.target, CustomGradient) for node in program.graph.nodes)
-    if program.outputs.count is None or not custom:
+    has_custom = any(isinstance(node.target, CustomGradient) for node in program.graph.nodes)
+    if program.outputs.count is None or not has_custom:
         return None
+
+    # Copy the program, and keep of it what the count depends on.
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     graph.graph_copy(program.graph, copies)
     graph.output((copies[program.results[program.outputs.count]],))
@@ -83,9 +85,9 @@ def counting(program: Program) -> fx.Graph | None:
 
     # The count is known ahead only if it reads the batch alone, and exchanges nothing.
     inputs = zip(program.inputs, program.placeholders, strict=True)
-    read = {i.kind for i, node in inputs if copies[node].users}
-    exchanges = any(getattr(node.target, "namespace", "") == "fnshard" for node in graph.nodes)
-    return None if exchanges or read - {"batch", "constant"} else graph
+    kinds_read = {i.kind for i, node in inputs if copies[node].users}
+    has_exchanges = any(getattr(node.target, "namespace", "") == "fnshard" for node in graph.nodes)
+    return None if has_exchanges or kinds_read - {"batch", "constant"} else graph
 
 
 class Attach(torch.autograd.Function):

@@ -18,12 +18,17 @@ def minimum_cut(
     """
     import networkx  # comes with torch; most steps need no cut
 
-    graph, forward = networkx.DiGraph(), outermost == "source"
+    # Of equal cuts networkx returns the one with the fewest nodes on the side of its last argument. So all
+    # edges are turned round if the sink's side is to be the larger.
+    graph, is_forward = networkx.DiGraph(), outermost == "source"
     graph.add_nodes_from([source, sink])
-    for one, other, price in edges:
-        ends = (one, other) if forward else (other, one)
-        # Capacities are integers, so that the flow is exact. Prices have fractions of a byte.
-        graph.add_edge(*ends, **({} if price is None else {"capacity": round(price * 1024)}))
-    # Of equal cuts networkx returns the one with the fewest nodes on the side of its last argument.
-    _, (near, far) = networkx.minimum_cut(graph, *((source, sink) if forward else (sink, source)))
-    return near if forward else far
+    for tail, head, price in edges:
+        ends = (tail, head) if is_forward else (head, tail)
+        if price is None:  # an edge without capacity has an infinite one
+            graph.add_edge(*ends)
+        else:  # capacities are integers, so that the flow is exact; prices have fractions of a byte
+            graph.add_edge(*ends, capacity=round(price * 1024))
+
+    first, last = (source, sink) if is_forward else (sink, source)
+    _, (near, far) = networkx.minimum_cut(graph, first, last)
+    return near if is_forward else far

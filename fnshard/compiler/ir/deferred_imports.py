@@ -2,7 +2,8 @@
 
 Torch's tracer and its fake tensors import both packages for a few settings, and that takes longer than the
 import of torch. Where all kernels of a step come from files, nothing else of the two is used. `defer` puts
-packages in their place that have these settings, and run the real ones when anything else is asked for.
+stand-ins in their place that have these settings, and import the real packages when anything else is asked
+for.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ import torch
 
 from fnshard.errors import SpecError
 
-# What is imported at once of each package: modules that import nothing else of it.
+# The modules of each package that are imported at once: they import nothing else of it.
 LIGHT = {
     "torch._dynamo": ("config",),
     "torch._inductor": ("config", "compiler_bisector", "fx_passes.dedupe_symint_uses"),
 }
 T = TypeVar("T")
 _deferred = set[str]()
-# Torch looks whether it is there, in C++, whenever it shows lines of code.
+# Names that do not load a package: torch looks for this one, in C++, whenever it shows lines of code.
 ABSENT = ("codecache",)
-# Imported by Dynamo, and taken for granted by the tracer.
+# Modules that Dynamo imports, and that the tracer takes for granted.
 GRANTED = ("torch._higher_order_ops.triton_kernel_wrap",)
 _is_tracing = ContextVar("_is_tracing", default=False)
 _lock = threading.RLock()
@@ -45,7 +46,7 @@ def defer() -> None:
             continue
         before = set(sys.modules)
         try:
-            _defer(root)
+            _put_stand_in(root)
         except ImportError:  # another torch has its settings elsewhere
             for name in set(sys.modules) - before:
                 if f"{name}.".startswith(f"{root}."):
@@ -54,13 +55,13 @@ def defer() -> None:
 
 
 def load() -> None:
-    """Import what is deferred."""
+    """Import the packages that are deferred."""
     for root in LIGHT:
-        _run(root)
+        _import_real(root)
 
 
 class Needed(BaseException):
-    """A trace needs what is deferred, which does not import well in the middle of it."""
+    """A signal that a trace needs a deferred package, which does not import well in the middle of it."""
 
 
 def trace_again(trace: Callable[[], T]) -> T:
@@ -70,15 +71,19 @@ def trace_again(trace: Callable[[], T]) -> T:
     """
     if not _deferred:
         return trace()
+
+    # Try without the packages; `Needed` ends this trace where it asks for one of them.
     token, first = _is_tracing.set(True), None
     try:
         return trace()
     except SpecError:  # a mistake of the user's, whatever is imported
         raise
-    except (Needed, Exception) as error:  # perhaps since torch misses something that these packages import
+    except (Needed, Exception) as error:  # torch may miss something that these packages import
         first = error
     finally:
         _is_tracing.reset(token)
+
+    # Import them, and trace from the beginning. An error of the first trace is shown next to the second's.
     load()
     try:
         return trace()
@@ -94,11 +99,11 @@ def is_deferred(root: str) -> bool:
 
 
 class _Deferred(ModuleType):
-    """A stand-in for a package, or a module in it, that runs the package for a name that it does not have."""
+    """A stand-in for a package, or a module in it, that imports the package for a name that it lacks."""
 
     def __getattr__(self, name: str) -> Any:
-        if not name.startswith("__") and name not in ABSENT:  # the former are asked of any module
-            _run(".".join(self.__name__.split(".")[:2]))
+        if not name.startswith("__") and name not in ABSENT:  # tools ask any module for dunder names
+            _import_real(".".join(self.__name__.split(".")[:2]))
             real = importlib.import_module(self.__name__)
             if real is not self:
                 return getattr(real, name)
@@ -108,18 +113,18 @@ class _Deferred(ModuleType):
 
 
 class _Finder:
-    """A finder of modules that runs a package before another module in it is imported."""
+    """A finder of modules that imports a deferred package before another module in it."""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         root = ".".join(name.split(".")[:2])
         if name == root or root not in _deferred:
             return None
-        _run(root)
-        return ModuleSpec(name, _Found(sys.modules[name])) if name in sys.modules else None
+        _import_real(root)
+        return ModuleSpec(name, _ImportedLoader(sys.modules[name])) if name in sys.modules else None
 
 
-class _Found:
+class _ImportedLoader:
     """A loader of a module that its package has imported meanwhile."""
 
     def __init__(self, module: ModuleType):
@@ -129,16 +134,17 @@ class _Found:
         return self._module
 
     def exec_module(self, module: ModuleType) -> None:
+        # The import system has put the finder's spec on the module; give it back its own.
         module.__spec__ = self._spec
 
 
 def _disable(fn: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Stand in for `torch._dynamo.disable`: before Dynamo is there, no function is to be kept from it.
+    """Stand in for `torch._dynamo.disable`: before Dynamo is imported, no function has to be kept from it.
 
     Classes, modules and decorators with arguments are left to Dynamo, which is imported for them.
     """
     if not inspect.isroutine(fn):
-        _run("torch._dynamo")
+        _import_real("torch._dynamo")
         return torch._dynamo.disable(fn, *args, **kwargs)
     disabled: list[Callable[..., Any]] = []
 
@@ -154,13 +160,13 @@ def _disable(fn: Any = None, *args: Any, **kwargs: Any) -> Any:
 
 
 class _Source:
-    """A stand-in for a description of where a tensor comes from, which tells nobody anything in a trace."""
+    """A stand-in for Dynamo's description of where a tensor comes from, which nobody reads in a trace."""
 
     def __init__(self, *_: Any):
         pass
 
 
-# What torch uses of them where nothing is compiled: functions of the package, and of modules in it.
+# What torch uses of the packages where nothing is compiled: functions of the package, and of modules in it.
 FUNCTIONS = {"torch._dynamo": {"disable": _disable}, "torch._inductor": {}}
 MODULES: dict[str, dict[str, dict[str, Any]]] = {
     "torch._dynamo": {
@@ -172,7 +178,8 @@ MODULES: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
-def _defer(root: str) -> None:
+def _put_stand_in(root: str) -> None:
+    """Put a stand-in for a package, with what torch uses at once, in its place."""
     spec = importlib.util.find_spec(root)
     package = _Deferred(root)
     vars(package).update(
@@ -181,6 +188,8 @@ def _defer(root: str) -> None:
     )  # fmt: skip
     sys.modules[root] = package
     setattr(torch, root.rpartition(".")[2], package)
+
+    # What is used where nothing is compiled stands in; what is light is the package's own.
     vars(package).update(FUNCTIONS[root])
     for name, functions in MODULES[root].items():
         module = sys.modules[f"{root}.{name}"] = _Deferred(f"{root}.{name}")
@@ -190,19 +199,23 @@ def _defer(root: str) -> None:
         importlib.import_module(f"{root}.{name}")
     for name in GRANTED:
         importlib.import_module(name)
+
+    # From here on the finder sees imports of the package's other modules.
     _deferred.add(root)
     if _Finder not in sys.meta_path:
         sys.meta_path.insert(0, _Finder)
 
 
-def _run(root: str) -> None:
-    """Run a package that is deferred, in place of its stand-in; do nothing while, or after, that happens."""
+def _import_real(root: str) -> None:
+    """Import a deferred package in place of its stand-in; do nothing while, or after, that happens."""
     with _lock:
         if root not in _deferred:
             return
         if _is_tracing.get():
             raise Needed(root)
-        _deferred.remove(root)
+        _deferred.remove(root)  # first, since the package's own imports come here again
+
+        # The package runs in the module that is there, which others may hold, without the stand-ins.
         package = sys.modules[root]
         for name in (*FUNCTIONS[root], *MODULES[root]):
             delattr(package, name)

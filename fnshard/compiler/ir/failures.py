@@ -129,15 +129,17 @@ def error_at(headline: str, found: Sequence[tuple[fx.Node, str]], fix: str) -> T
     Its attribute `placed` says whether any of the nodes knows its line.
     """
     places = [node.meta.get("stack_trace", "") for node, _ in found]
-    lines = [f"{text}{place and f', at {place}'}" for (_, text), place in zip(found, places, strict=True)]
-    error = TraceError(headline, lines[:8] + [f"and {len(lines) - 8} more"] * (len(lines) > 8), fix)
+    texts = [text for _, text in found]
+    lines = [f"{t}, at {p}" if p else t for t, p in zip(texts, places, strict=True)]
+    if len(lines) > 8:
+        lines = [*lines[:8], f"and {len(lines) - 8} more"]
+    error = TraceError(headline, lines, fix)
     error.placed = any(places)
     return error
 
 
 def way_out(name: str, otherwise: str = _VALUE) -> str:
-    """Return the way out for a torch function that needs values, by its name; `otherwise` for an unknown
-    name."""
+    """Return the way out for a torch function that needs values; `otherwise` if its name is not known."""
     return _BY_FUNCTION.get(name, otherwise)
 
 
@@ -171,38 +173,49 @@ def explain(
         names: the names of leaves and of the batch's tensors, by their `id`.
         batch: the batch's leaves by path.
     """
+    # Where did it fail, and in which call? The last call that failed may be one that `fn` has caught.
     place, message = place_of(error), (str(error).splitlines() or [""])[0].replace("FakeTensor", "Tensor")
     call = failed if failed is not None and failed.error is error else None
-    shown = f"{call.name}({', '.join(_show(a, names) for a in call.arguments)})" if call else ""
+    shown = f"{call.name}({', '.join(_show_argument(a, names) for a in call.arguments)})" if call else ""
 
     # From the most specific cause to the least: each case knows its headline and its way out.
     for package, headline, fix in _INTO:
         if name := call_into(package, error):
-            return _failure(f"{headline} ({name}).", place, [], fix)
+            return _make_failure(f"{headline} ({name}).", place, [], fix)
+
+    # An error of our own is complete but for the line.
     if isinstance(error, FnshardError):
-        placed = not isinstance(error, TraceError) or getattr(error, "placed", False)
-        return error if placed else TraceError(_add_place(str(error), place))
+        is_placed = not isinstance(error, TraceError) or getattr(error, "placed", False)
+        return error if is_placed else TraceError(_add_place(str(error), place))
+
+    # A value is asked for, which a fake tensor does not have.
     if _depends_on_values(error):
         symbolic = r".*data-dependent expression (.*?) \(unhinted.*|(\S+) \(<class 'torch.SymInt'>.*"
         message = re.sub(symbolic, r"\1\2, of lengths of data", message)
         headline = f"control flow or a shape in `fn` depends on a tensor's value ({message})."
         if "lengths of data" not in message:
             headline = "`fn` depends on a tensor's value, and tensors have none while it is traced:"
-        return _failure(headline, place, [shown], _fix_of_value(error, call))
+        return _make_failure(headline, place, [shown], _find_fix_for_values(error, call))
+
+    # An operator has no rule for fakes.
     if isinstance(error, UnsupportedOperatorException) or "no fake impl" in str(error):
         headline = f"`fn` calls an operator that cannot run on tensors without values: {message}"
         fix = "write it with plain torch ops; for a torch.library.custom_op add register_fake."
-        return _failure(headline, place, [], fix)
+        return _make_failure(headline, place, [], fix)
+
+    # A torch function refuses its operands, or Python does; anything else is the user's own error.
     if call is not None:
-        lines = [shown, _batch_line(fn, batch)]
-        return _failure(f"`fn` fails in {call.name}: {message}", place, lines, _fix(call, message))
+        lines = [shown, _describe_call(fn, batch)]
+        return _make_failure(f"`fn` fails in {call.name}: {message}", place, lines, _find_fix(call, message))
     if isinstance(error, TypeError) and "FakeTensor" in str(error):
-        return _failure(f"`fn` fails: {message}", place, [_batch_line(fn, batch)], _fix(None, message))
-    error.add_note(f"while `fn` was traced{place and f', at {place}'}; {_batch_line(fn, batch)}")
+        lines = [_describe_call(fn, batch)]
+        return _make_failure(f"`fn` fails: {message}", place, lines, _find_fix(None, message))
+    line = f", at {place}" if place else ""
+    error.add_note(f"while `fn` was traced{line}; {_describe_call(fn, batch)}")
     return error
 
 
-def _failure(headline: str, place: str, lines: list[str], fix: str) -> TraceError:
+def _make_failure(headline: str, place: str, lines: list[str], fix: str) -> TraceError:
     """Make the error of a failure: its place, what failed, and the way out."""
     return TraceError(headline, [*([f"at {place}"] if place else []), *filter(None, lines)], fix)
 
@@ -211,20 +224,21 @@ def _add_place(text: str, place: str) -> str:
     """Add the user's line to a report that has none."""
     if not place or f"at {place}" in text:
         return text
-    head, fix, rest = text.partition("\nFix: ")
-    return f"{head}\n  at {place}{fix}{rest}"
+    head, separator, fix = text.partition("\nFix: ")
+    return f"{head}\n  at {place}{separator}{fix}"
 
 
 def _depends_on_values(error: Exception) -> bool:
     """Return whether an error says that control flow or a shape needs a tensor's value."""
     if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
         return True
+    # torch raises these as plain RuntimeErrors, or as a class that lies in a module which brings sympy.
     words = r"data-dependent|\.\w+\(\) is not supported|SymInt.*is not tracked with proxy"
-    known = re.search(words, str(error)) is not None
-    return isinstance(error, RuntimeError) and (known or "GuardOnDataDependent" in type(error).__name__)
+    says_so = re.search(words, str(error)) is not None
+    return isinstance(error, RuntimeError) and (says_so or "GuardOnDataDependent" in type(error).__name__)
 
 
-def _fix_of_value(error: Exception, call: Call | None) -> str:
+def _find_fix_for_values(error: Exception, call: Call | None) -> str:
     """Return the way out of an error that asks for values, by the function that asked."""
     if call is None or "GuardOnDataDependent" not in type(error).__name__:
         return way_out(call.name if call else "")
@@ -234,7 +248,7 @@ def _fix_of_value(error: Exception, call: Call | None) -> str:
     return way_out(call.name, _TWO_LENGTHS if equal else _LENGTH)
 
 
-def _fix(call: Call | None, message: str) -> str:
+def _find_fix(call: Call | None, message: str) -> str:
     """Return the way out of any other failure, by the function, its operands and torch's message."""
     if call is not None and call.name in _BY_FUNCTION:
         return _BY_FUNCTION[call.name]
@@ -247,17 +261,18 @@ def _fix(call: Call | None, message: str) -> str:
     return next((fix for words, fix in _BY_MESSAGE.items() if re.search(words, message)), otherwise)
 
 
-def _show(value: Any, names: Mapping[int, str]) -> str:
+def _show_argument(value: Any, names: Mapping[int, str]) -> str:
     """Return an argument as errors show it: tensors by name and shape, other values cut to one line."""
     if isinstance(value, Tensor):
         return f"{names.get(id(value), '')} {describe(value)}".strip()
     if isinstance(value, list | tuple) and any(isinstance(v, Tensor) for v in value):
-        return f"[{', '.join(_show(v, names) for v in value[:4])}{', ...' * (len(value) > 4)}]"
+        more = ", ..." if len(value) > 4 else ""
+        return f"[{', '.join(_show_argument(v, names) for v in value[:4])}{more}]"
     text = str(value) if isinstance(value, NumberList) else repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
-def _batch_line(fn: Callable[..., Any], batch: Mapping[str, Any]) -> str:
+def _describe_call(fn: Callable[..., Any], batch: Mapping[str, Any]) -> str:
     """Describe the call of `fn`: `called with x = batch['0'] f32[4, 8], y = batch['1'] i64[4]`."""
     try:
         arguments = list(inspect.signature(fn).parameters.values())[1:]
@@ -266,10 +281,11 @@ def _batch_line(fn: Callable[..., Any], batch: Mapping[str, Any]) -> str:
     named = [a.name for a in arguments if a.kind in (a.POSITIONAL_ONLY, a.POSITIONAL_OR_KEYWORD)]
 
     def name(path: str) -> str:
-        first, _, rest = path.partition(".")
-        known = first.isdigit() and int(first) < len(named) and not rest
-        return f"{named[int(first)]} = " if known else ""
+        position, _, inner_path = path.partition(".")
+        is_argument = position.isdigit() and int(position) < len(named) and not inner_path
+        return f"{named[int(position)]} = " if is_argument else ""
 
     folded = fold_lists(batch, lambda leaf: isinstance(leaf, int | float))
-    shown = [f"{name(p)}batch[{p!r}] {_show(v, {})}" for p, v in list(folded.items())[:8]]
-    return f"called with {', '.join(shown)}{', ...' * (len(folded) > 8)}" if shown else ""
+    shown = [f"{name(p)}batch[{p!r}] {_show_argument(v, {})}" for p, v in list(folded.items())[:8]]
+    more = ", ..." if len(folded) > 8 else ""
+    return f"called with {', '.join(shown)}{more}" if shown else ""

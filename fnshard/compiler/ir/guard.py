@@ -1,9 +1,9 @@
-"""Guard the values besides its arguments that `fn` could read when it was traced; a program holds for these.
+"""Guard the values besides its arguments that `fn` could read when it was traced.
 
-They are found by walking objects: from functions to cells, defaults, partial arguments and the globals that
-their code reads; to all members of modules (`nn.Module`) and containers; to those attributes of other objects
-that code on the way names. The walk follows cells and names of functions of installed packages, and no
-globals of theirs.
+Its program is valid as long as they are the same. They are found by walking objects: from functions to cells,
+defaults, partial arguments and the globals that their code reads; to all members of modules (`nn.Module`) and
+containers; to those attributes of other objects that code on the way names. Of functions of installed
+packages the walk follows cells and names, but not globals.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from fnshard.compiler.ir.containers import (
     is_a,
     is_library,
     is_plain,
+    list_slots,
     raw_getattr,
-    slots,
 )
 from fnshard.compiler.ir.source_lines import is_users
 from fnshard.tree import is_same
@@ -52,22 +52,27 @@ _CALLED_UNNAMED = (
     "__getitem__",
     "__iter__",
 )
-_item, _attribute = "{}[{!r}]".format, "{}.{}".format
+_format_item, _format_attribute = "{}[{!r}]".format, "{}.{}".format
 Entry = tuple[Any, Any, Any]  # owner, key or attribute, value; without an owner, a long container's length
 Change = tuple[str, Any, Any]  # path, before, now
 
 
 class Reachable:
-    """All values that `fn` can reach: `entries` by path, as the user writes it (`cfg['beta']`, `model.0.p`).
+    """A walk to all values that `fn` can reach.
 
     An object's attributes count only where code that the walk has met names them, and code that is met later
     may name more. So the walk goes on until nothing new is found.
+
+    Attributes:
+        entries: all values, by path as the user writes it (`cfg['beta']`, `model.0.p`).
+        tensors: those that are tensors, by path.
+        containers: the objects that hold them, each with its path, by the object's id.
     """
 
     def __init__(self, fn: Any):
         self.entries: dict[str, Entry] = {}
         self.tensors: dict[str, Tensor] = {}
-        self.containers: dict[int, tuple[Container, str]] = {}  # by the owner's id, with its path
+        self.containers: dict[int, tuple[Container, str]] = {}
         self._seen: dict[int, Any] = {}  # objects are kept alive, so that their ids stay their own
         self._names = set(_CALLED_UNNAMED)  # all names in code so far
         self._partly: dict[int, Callable[..., str]] = {}  # owners of which named attributes alone count
@@ -98,12 +103,12 @@ class Reachable:
         if is_a(each, Tensor):
             self.tensors[path] = each
         elif is_a(each, CONTAINERS):
-            self._enter(each, path, _item)
+            self._enter(each, path, _format_item)
         elif is_a(each, type):
             self._visit_classes(each)
         elif is_a(each, ModuleType):
             if not is_library(each.__name__) and "-packages" not in (getattr(each, "__file__", "") or ""):
-                self._enter(vars(each), each.__name__, _attribute, partly=True)
+                self._enter(vars(each), each.__name__, _format_attribute, partly=True)
         elif type(each) is FunctionType:
             self._visit_function(each)
         elif is_a(each, _WRAPPERS):
@@ -116,20 +121,20 @@ class Reachable:
     def _visit_object(self, each: Any, path: str) -> None:
         """Enter an object's attributes: all of a module's, and of others those that code names."""
         is_module = is_a(each, nn.Module)
-        for name in _OF_MODULES if is_module else ():
-            if name in vars(each):  # a torch.jit module has none of them
-                self._enter(vars(each)[name], path, _attribute)
+        for name in _OF_MODULES:
+            if is_module and name in vars(each):  # a torch.jit module has none of them
+                self._enter(vars(each)[name], path, _format_attribute)
         if is_a(attributes := raw_getattr(each, "__dict__"), dict):
-            self._enter(attributes, path, _attribute, partly=not is_module)
-        if slots(type(each)):
-            self._enter(each, path, _attribute, partly=True)
+            self._enter(attributes, path, _format_attribute, partly=not is_module)
+        if list_slots(type(each)):
+            self._enter(each, path, _format_attribute, partly=True)
         self._visit_classes(type(each))
 
     def _visit_classes(self, kind: type) -> None:
         """Enter the attributes of a class and its bases, which hold methods."""
         for each in kind.__mro__:
             if not is_library(each.__module__):
-                self._enter(each, each.__name__, _attribute, partly=True)
+                self._enter(each, each.__name__, _format_attribute, partly=True)
 
     def _visit_function(self, each: FunctionType) -> None:
         """Enter what a function's code can read: cells, defaults, attributes and globals that it names."""
@@ -137,11 +142,13 @@ class Reachable:
             self._enter(cell, name, lambda name, _: name)
         if not is_users(each.__code__.co_filename):
             return
-        names, global_names = _names_in(each.__code__)
+
+        # What the user's own code names may be read from any object, and its globals from its module.
+        names, global_names = _find_names(each.__code__)
         self._names |= names
         for part in _OF_FUNCTIONS:
             self._add(each, part, getattr(each, part), f"{each.__name__}.{part}")
-        self._enter(vars(each), each.__name__, _attribute, partly=True)
+        self._enter(vars(each), each.__name__, _format_attribute, partly=True)
         if "-packages" not in each.__code__.co_filename:
             module = self.containers.setdefault(id(each.__globals__), (Container(each.__globals__), ""))
             self._add_members(*module, lambda _, name: name, global_names)
@@ -162,14 +169,15 @@ class Reachable:
         self, each: Container, path: str, path_of: Callable[..., str], names: Any = None
     ) -> None:
         """Add a container's members: all of them, or those of some names."""
-        without = _NOT_COMPARED if "_modules" in each.before else ()
+        left_out = _NOT_COMPARED if "_modules" in each.before else ()
         for key, value in each.before.items():
-            if key not in without if names is None else key in names:
+            is_member = key not in left_out if names is None else key in names
+            if is_member:
                 self._add(each.owner, key, value, path_of(path, key))
 
 
 class Guard:
-    """The values that one program has baked in.
+    """A guard of the values that one program has baked in.
 
     Args:
         reached: all that `fn` could reach before the trace.
@@ -179,14 +187,16 @@ class Guard:
 
     def __init__(self, fn: Any, reached: Reachable, written: Iterable[str], *closed_over: Iterable[Tensor]):
         self._fn, self._written = fn, frozenset(written)
-        self._beneath = tuple(path + end for path in self._written for end in ".[")
+        self._beneath = tuple(path + end for path in self._written for end in ".[")  # how its parts begin
+
         # A tensor that the program reads in place must stay where it is, and a copied one must not be written
         # to. All other tensors keep only shape and dtype.
-        few = dict(zip(("data_ptr", "_version"), map(_storages, closed_over), strict=True))
+        storages = dict(zip(("data_ptr", "_version"), map(_find_storages, closed_over), strict=True))
         self._facts = {}
         for key, fact in _FACTS.items():
-            every = reached.tensors.items()
-            tensors = {p: t for p, t in every if key not in few or _storages([t]) & few[key]}
+            tensors = reached.tensors
+            if key in storages:
+                tensors = {p: t for p, t in tensors.items() if _find_storages([t]) & storages[key]}
             self._facts[key] = fact, tensors, [*map(fact, tensors.values())]
         self._keep(reached)
 
@@ -199,24 +209,27 @@ class Guard:
         try:
             if self._is_untouched():
                 return True
+            # Some objects were replaced: a walk is worth its time only if the new ones may be equal.
             groups = ((lookup, zip(*group, strict=True)) for lookup, group in self._groups)
             if not all(_is_alike(e[2], lookup(*e[:2], ABSENT)) for lookup, group in groups for e in group):
                 return False
         except (IndexError, ValueError):  # a list is shorter, a cell is empty
             return False
+
+        # The new objects may hold others than the old ones did: compare all that is reached by now.
         again = Reachable(self._fn)
-        if self._changes(again):
+        if self._find_changes(again):
             return False
         self._keep(again)
         return True
 
     def changes(self) -> list[Change]:
         """Return all changes, each as its path, the former value and the new one."""
-        return self._changes(Reachable(self._fn))
+        return self._find_changes(Reachable(self._fn))
 
-    def _changes(self, again: Reachable) -> list[Change]:
+    def _find_changes(self, again: Reachable) -> list[Change]:
         """Return the changes since the walk that is kept: other values, and other facts of tensors."""
-        return changes(self._entries, self._entries_of(again)) + [
+        return changes(self._entries, self._select_guarded(again)) + [
             (f"{path}.{key}", value, fact(tensor))
             for key, (fact, tensors, values) in self._facts.items()
             for (path, tensor), value in zip(tensors.items(), values, strict=True)
@@ -238,40 +251,44 @@ class Guard:
 
     def _keep(self, reached: Reachable) -> None:
         """Keep the values of a walk as columns of owners, keys and values, by how they are looked up."""
-        self._entries = self._entries_of(reached)
+        # Entries are grouped, so that one `map` in C looks up all of a group.
+        self._entries = self._select_guarded(reached)
         groups: dict[Any, list[Entry]] = {}
         for owner, key, value in self._entries.values():
             owner = vars(owner) if is_a(owner, type) else owner
-            lookup = next((found for kind, found in _LOOKUPS.items() if is_a(owner, kind)), raw_getattr)
+            lookup = next((read for kind, read in _LOOKUPS.items() if is_a(owner, kind)), raw_getattr)
             if owner is not None:
                 groups.setdefault(lookup, []).append((owner, key, value))
         self._groups = [(lookup, tuple(zip(*group, strict=True))) for lookup, group in groups.items()]
-        owners = [each.owner for each, path in reached.containers.values() if self._counts(path)]
+
+        # A member that was added has no entry, but it changes the container's length.
+        owners = [each.owner for each, path in reached.containers.values() if self._is_guarded(path)]
         sized = [vars(o) if is_a(o, type) else o for o in owners if is_a(o, (*CONTAINERS, type))]
         self._sizes = sized, [len(o) for o in sized]
 
-    def _entries_of(self, reached: Reachable) -> dict[str, Entry]:
-        """Return the entries of a walk but for those that `fn` itself writes to."""
-        return {path: e for path, e in reached.entries.items() if self._counts(path)}
+    def _select_guarded(self, reached: Reachable) -> dict[str, Entry]:
+        """Return the entries of a walk without those that `fn` itself writes to."""
+        return {path: e for path, e in reached.entries.items() if self._is_guarded(path)}
 
-    def _counts(self, path: str) -> bool:
+    def _is_guarded(self, path: str) -> bool:
         """Return whether a path must not change: `fn` writes neither to it nor to what it is a part of."""
         return path not in self._written and not path.startswith(self._beneath)
 
 
 def changes(before: Mapping[str, Entry], now: Mapping[str, Entry]) -> list[Change]:
     """Return the differences between the entries of two walks."""
-    pairs = ((p, *(e.get(p, (None, None, ABSENT))[2] for e in (before, now))) for p in {**before, **now})
-    return [change for change in pairs if not _is_alike(*change[1:])]
+    absent = (None, None, ABSENT)
+    values = [(p, before.get(p, absent)[2], now.get(p, absent)[2]) for p in {**before, **now}]
+    return [(path, then, value) for path, then, value in values if not _is_alike(then, value)]
 
 
-def written(before: Reachable, now: Reachable) -> Iterator[str]:
+def find_written(before: Reachable, now: Reachable) -> Iterator[str]:
     """Yield the paths that were written to; if a container gained or lost members, the container's path."""
     for path, then, _ in changes(before.entries, now.entries):
         walk = now if then is ABSENT else before
         owner, key, _ = walk.entries[path]
         _, holder = walk.containers.get(id(owner), (None, ""))
-        yield holder if path == _item(holder, key) else path
+        yield holder if path == _format_item(holder, key) else path
 
 
 def _is_alike(then: Any, now: Any) -> bool:
@@ -279,25 +296,30 @@ def _is_alike(then: Any, now: Any) -> bool:
 
     The members of containers have entries of their own.
     """
-    small = type(then) is type(now) and is_a(then, CONTAINERS) and len(then) <= MEMBERS >= len(now)
-    return small or is_same(then, now)
+    are_containers = type(then) is type(now) and is_a(then, CONTAINERS)
+    return (are_containers and max(len(then), len(now)) <= MEMBERS) or is_same(then, now)
 
 
-def _storages(tensors: Iterable[Tensor]) -> set[int]:
-    """Return the addresses of dense tensors' memory."""
+def _find_storages(tensors: Iterable[Tensor]) -> set[int]:
+    """Return the addresses of the memory of plain tensors."""
     return {t.untyped_storage().data_ptr() for t in tensors if is_plain(t)}
 
 
 @lru_cache(maxsize=4096)
-def _names_in(code: CodeType) -> tuple[set[str], set[str]]:
+def _find_names(code: CodeType) -> tuple[set[str], set[str]]:
     """Return all `co_names` of code and of functions defined in it, and those that are read as globals.
 
     The two differ: `output.loss` does not read a script's global `loss`, which is another tensor at each
     step.
     """
-    reads = {each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"}
-    found = [(set(code.co_names), reads), *(_names_in(c) for c in code.co_consts if isinstance(c, CodeType))]
-    return set[str]().union(*(f[0] for f in found)), set[str]().union(*(f[1] for f in found))
+    names = set(code.co_names)
+    global_names = {each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"}
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            inner_names, inner_globals = _find_names(inner)
+            names |= inner_names
+            global_names |= inner_globals
+    return names, global_names
 
 
 _LOOKUPS: dict[Any, Callable[..., Any]] = {

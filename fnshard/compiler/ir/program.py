@@ -35,13 +35,13 @@ class Input:
 
     @property
     def value_name(self) -> ValueName:
-        """Return its name in segments and schedules."""
+        """Return the input's name in segments and schedules."""
         return ValueName(Kind(f"{self.kind}:"), self.name)
 
 
 @dataclass(frozen=True)
 class Limit:
-    """A fixed size that the data may exceed; by how much it does is one of the program's results, else 0.
+    """A fixed size that the data may exceed; the excess, or 0, is one of the program's results.
 
     Args:
         result: the index of that result.
@@ -196,7 +196,7 @@ def replay(
             if node.op == "placeholder":
                 env[node] = next(feed)
             else:
-                # Entering a mode takes time, so that it is done only where the mode changes.
+                # Entering a mode takes time, so do it only where the mode changes.
                 if node.meta.get("autocast") != current:
                     stack.close()
                     current = node.meta.get("autocast")
@@ -210,7 +210,7 @@ def replay(
 
 
 def propagate(graph: fx.Graph, inputs: Sequence[Tensor]) -> None:
-    """Run the graph on fakes, and keep each node's value (with its `requires_grad`) in `meta`."""
+    """Run the graph on fakes, and keep each node's value (with its `requires_grad`) in `meta["val"]`."""
 
     def keep(node: fx.Node, value: Any) -> None:
         node.meta["val"] = value
@@ -259,6 +259,8 @@ def mutated_args(node: fx.Node) -> list[fx.Node]:
     statistics = [a.name for a in arguments if a.name in _RUNNING]
     if not node.target._schema.is_mutable and not statistics:
         return []
+
+    # What the schema marks as written, and the running statistics of a norm in train mode.
     given = arguments_of(node.target, node.args, node.kwargs)
     written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
     if given.get("training") or given.get("use_input_stats"):
@@ -270,5 +272,5 @@ _RUNNING = ("running_mean", "running_var")
 
 
 def eliminate_dead_code(graph: fx.Graph) -> None:
-    """Run `graph.eliminate_dead_code()`, but keep a norm that is there for its running statistics alone."""
+    """Run `graph.eliminate_dead_code()`, but keep nodes that write, as a norm whose result nobody reads."""
     graph.eliminate_dead_code(lambda node: node.is_impure() or bool(mutated_args(node)))

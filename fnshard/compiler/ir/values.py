@@ -2,8 +2,8 @@
 
 A name is a `str`, so that it prints, hashes and is looked up as one, and it knows its parts. A schedule
 prints `s:path` for a stored shard, `r:bucket#0` for the reduced gradients of micro-batch 0, `h:s:path` for a
-copy of the shard on the host. Only this module puts such texts together or takes them apart. It stands
-beneath `schedule`, since segments name their inputs by it too.
+copy of the shard on the host. Only this module puts such texts together or takes them apart. `schedule`
+imports it from here, since segments name their inputs by it too.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ class Kind(StrEnum):
     REDUCED = "r:"  # a bucket's gradients, summed over ranks
     ACCUMULATED = "a:"  # a bucket's whole gradients, summed over micro-batches
     NORMS = "n:"  # of a bucket's gradients
-    UPDATED = "u:"  # what one stretch of an update hands on to the next, by path and name
-    FLIGHT = "~"  # a collective or transfer that is not waited for yet
+    UPDATED = "u:"  # what one stretch of an update passes to the next, by path and name
+    FLIGHT = "~"  # a collective or transfer in flight, which nothing has waited for yet
     HOST = "h:"  # a copy on the host
-    LOADED = "t:"  # a copy on the device of what rests on the host or on disk
+    LOADED = "t:"  # a copy on the device of what is kept on the host or on disk
     VALUE = ""  # of the program, or of the step ("scalars", "loss_tangent")
 
 
 class ValueName(str):
-    """A value's name.
+    """A name of a value, which knows its parts.
 
     Args:
         kind: the kind of value that it stands for.
@@ -84,7 +84,7 @@ class ValueName(str):
 
     @property
     def is_pooled(self) -> bool:
-        """Return whether it lies in a buffer of the host's pool, which transfers fill again when it is free.
+        """Return whether the value is in a buffer of the host's pool, which transfers reuse when it is free.
 
         All copies on the host do, except master parameters, which are the slot's own memory.
         """
