@@ -214,7 +214,7 @@ def test_a_deterministic_step_after_a_product_without_its_workspace_is_one_error
         def mm(self, other):
             raise RuntimeError("Deterministic behavior was enabled ... set CUBLAS_WORKSPACE_CONFIG=:4096:8")
 
-    contexts._check_products.cache_clear()
+    contexts._check_cublas.cache_clear()
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # so that it is as before when the test has ended
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch, "ones", lambda *_, **__: Ones())
@@ -222,7 +222,7 @@ def test_a_deterministic_step_after_a_product_without_its_workspace_is_one_error
     with late, contexts.deterministic(True):
         pytest.fail("the block must not run")
     assert not torch.are_deterministic_algorithms_enabled()
-    contexts._check_products.cache_clear()
+    contexts._check_cublas.cache_clear()
 
 
 def test_a_deterministic_step_is_so_where_it_is_traced_compiled_and_run(monkeypatch):

@@ -38,8 +38,10 @@ def check_autocast() -> None:
         )
 
 
-_exact: list[tuple[bool, bool]] = []  # the process's own choice, once for each thread within `deterministic`
-_exact_lock = threading.Lock()
+# The process's own choice, whether to be deterministic and whether only to warn: once for each thread that is
+# within `deterministic`.
+_process_choices: list[tuple[bool, bool]] = []
+_choices_lock = threading.Lock()
 
 
 @contextmanager
@@ -59,34 +61,35 @@ def deterministic(on: bool) -> Iterator[None]:
     for name, value in CUBLAS.items():
         os.environ.setdefault(name, value)
 
-    with _exact_lock:
-        chosen = (
+    with _choices_lock:
+        current = (
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
         )
         # The first to enter sees the process's own choice; those after it would see the block's.
-        _exact.append(_exact[0] if _exact else chosen)
+        _process_choices.append(_process_choices[0] if _process_choices else current)
         torch.use_deterministic_algorithms(True)
 
     try:
         if torch.cuda.is_initialized():
-            _check_products()
+            _check_cublas()
         yield
     finally:
-        with _exact_lock:
-            before, warns = _exact.pop()
-            if not _exact:
-                torch.use_deterministic_algorithms(before, warn_only=warns)
+        with _choices_lock:
+            was_on, warns_only = _process_choices.pop()
+            if not _process_choices:
+                torch.use_deterministic_algorithms(was_on, warn_only=warns_only)
 
 
 @cache
-def _check_products() -> None:
+def _check_cublas() -> None:
     """Multiply on the GPU, where torch raises if cuBLAS was set up without its workspace."""
+    (name,) = CUBLAS
     one = torch.ones(1, 1, device="cuda")
     try:
         one.mm(one)
     except RuntimeError as error:
-        if (name := next(iter(CUBLAS))) not in str(error):
+        if name not in str(error):
             raise
         raise StateError(
             f"deterministic=True comes too late: this process multiplied on the GPU before, without {name}.",
@@ -129,13 +132,15 @@ class Surroundings:
                 yield
                 self.written |= {*find_written(self.reached, Reachable(self.fn))}
             finally:
+                # Outside of modules undo writes of fakes alone: a counter of the user's, say, stays.
                 for container, _ in self.reached.containers.values():
                     container.put_back(lambda _, now: any(map(is_fake, Contents(now).tensors)))
+                # A cache does not show what it holds: one that was filled in the block is emptied.
                 for cache in self.reached.of_type(CACHE):
                     if cache.cache_info().misses != misses[id(cache)]:
                         cache.cache_clear()
 
 
 def is_fake(value: Tensor) -> bool:
-    """Return whether a tensor belongs to a trace, and has no numbers."""
+    """Return whether a tensor belongs to a trace and has no numbers."""
     return isinstance(value, FakeTensor) or is_of_a_level(value)

@@ -27,7 +27,7 @@ Function = Callable[..., Any]
 
 
 def patches() -> Iterator[tuple[Any, str, Patch]]:
-    """Yield the patches by which these operators are traced as they stand, without Dynamo."""
+    """Yield the patches by which these operators are traced directly, without Dynamo."""
     yield dynamo_patch()
     import torch.nn.attention.flex_attention as flex_attention  # here: 15 ms that few need
 
@@ -37,9 +37,9 @@ def patches() -> Iterator[tuple[Any, str, Patch]]:
 
 
 def dynamo_patch() -> tuple[Any, str, Patch]:
-    """Return the patch by which `torch.cond` and its like are called as they stand.
+    """Return the patch by which `torch.cond` and similar operators are called without Dynamo.
 
-    No mode of a thread sees such a call before Dynamo is asked to compile it.
+    A mode cannot do it: torch asks Dynamo to compile such a call before any mode of the thread sees it.
     """
     if hasattr(utils, "_hop_compile_and_call"):
         return utils, "_hop_compile_and_call", _call_directly
@@ -48,7 +48,7 @@ def dynamo_patch() -> tuple[Any, str, Patch]:
 
 @contextmanager
 def without_dynamo() -> Iterator[None]:
-    """Let this thread call `torch.cond` and the like without Dynamo; other threads are not affected."""
+    """Let this thread call `torch.cond` and similar operators without Dynamo; others are not affected."""
     tracer, (owner, name, patch) = threading.get_ident(), dynamo_patch()
     patched = patch(getattr(owner, name), lambda: threading.get_ident() == tracer)
     with mock.patch.object(owner, name, patched):
@@ -59,15 +59,15 @@ def without_dynamo() -> Iterator[None]:
 def _call_directly(
     _: Function, fn: Function, args: Sequence[Any], kwargs: dict[str, Any] | None = None
 ) -> Any:
-    """Call the operator as it stands."""
+    """Call the operator itself, where torch would compile the call."""
     return fn(*args, **(kwargs or {}))
 
 
 @while_tracing
 def _skip_compile(original: Function, fn: Any = None, *args: Any, **kwargs: Any) -> Any:
     """Return the function itself where torch compiles an operator's call."""
-    own = getattr(fn, "__module__", "").startswith("torch._higher_order_ops")
-    return fn if own else original(fn, *args, **kwargs)
+    is_operator = getattr(fn, "__module__", "").startswith("torch._higher_order_ops")
+    return fn if is_operator else original(fn, *args, **kwargs)
 
 
 class _Branch(TorchFunctionMode):
@@ -80,38 +80,39 @@ class _Branch(TorchFunctionMode):
     def __init__(self, taken: Tensor):
         super().__init__()
         self.taken = taken
-        # Tensors that were made in here, or gated. They are kept alive, so that no other gets the same id.
-        self.own: dict[int, Tensor] = {}
+        # Tensors that the branch has made or gated are kept alive, so that no other gets the same id.
+        self.inner: dict[int, Tensor] = {}
         self.gates: dict[int, tuple[Tensor, Tensor]] = {}
 
     def gate(self, value: Any) -> Any:
-        """Return a value behind the gate, or as it is if the branch has made it or it has no gradient."""
-        if not isinstance(value, Tensor) or id(value) in self.own or not value.requires_grad:
+        """Return a value behind the gate, or itself if the branch has made it or it has no gradient."""
+        if not isinstance(value, Tensor) or id(value) in self.inner or not value.requires_grad:
             return value
         if id(value) not in self.gates:
             gated = torch.where(self.taken, value, value.detach())
-            self.gates[id(value)], self.own[id(gated)] = (value, gated), gated
+            self.gates[id(value)], self.inner[id(gated)] = (value, gated), gated
         return self.gates[id(value)][1]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        writes = WRITES.fullmatch(name) and args and isinstance(args[0], Tensor)
-        if writes and id(args[0]) not in self.own:
+        is_write = WRITES.fullmatch(name) and args and isinstance(args[0], Tensor)
+        if is_write and id(args[0]) not in self.inner:
             raise TraceError(
                 f"a branch of torch.cond writes to a tensor from outside, {describe(args[0])}, by {name}.",
                 fix="branches are pure: return the new value, or clone the tensor in the branch first.",
             )
         args, kwargs = fx.node.map_aggregate((tuple(args), dict(kwargs or {})), self.gate)
-        made = func(*args, **kwargs)
-        self.own |= {id(v): v for v in leaves_of(made, Tensor)}
-        return made
+        result = func(*args, **kwargs)
+        self.inner |= {id(v): v for v in leaves_of(result, Tensor)}
+        return result
 
 
-def _branch(fn: Function, operands: Sequence[Any], taken: Tensor) -> tuple[list[Any], Any]:
+def _run_branch(fn: Function, operands: Sequence[Any], taken: Tensor) -> tuple[list[Any], Any]:
     """Run a branch on gated operands, and return its results as flat values and structure."""
     mode = _Branch(taken)
     with mode:
         leaves, structure = tree.flatten(fn(*operands), constants=True)
+    # A branch may return a tensor from outside, which no call in it has gated.
     return [mode.gate(v) for v in leaves], structure
 
 
@@ -120,19 +121,19 @@ def _cond(pred: Any, true_fn: Function, false_fn: Function, operands: Sequence[A
     if not isinstance(pred, Tensor):
         return (true_fn if pred else false_fn)(*operands)
 
+    # Run both branches, and compare what they return.
     pred = pred.reshape(())
-    (yes, structure), (no, other) = _branch(true_fn, operands, pred), _branch(false_fn, operands, ~pred)
-    shapes = [[describe(v) for v in values] for values in (yes, no)]
-    if structure != other or shapes[0] != shapes[1]:
+    yes, structure = _run_branch(true_fn, operands, pred)
+    no, other_structure = _run_branch(false_fn, operands, ~pred)
+    yes_shapes, no_shapes = [describe(v) for v in yes], [describe(v) for v in no]
+    if structure != other_structure or yes_shapes != no_shapes:
         raise TraceError(
             "the branches of a torch.cond return different structures, shapes or dtypes:",
-            [
-                f"{name} branch: {', '.join(found)}"
-                for name, found in zip(("true", "false"), shapes, strict=True)
-            ],
+            [f"true branch: {', '.join(yes_shapes)}", f"false branch: {', '.join(no_shapes)}"],
             "return tensors of the same shapes and dtypes from both.",
         )
 
+    # Choose tensors by the predicate; constants are equal in both, as their descriptions are.
     chosen = [torch.where(pred, a, b) if isinstance(a, Tensor) else a for a, b in zip(yes, no, strict=True)]
     return tree.unflatten(chosen, structure)
 
@@ -149,8 +150,8 @@ def _flex_attention(query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> An
     from torch._higher_order_ops.flex_attention import math_attention
 
     queries, keys = query.shape[-2], key.shape[-2]
-    known = isinstance(queries, int) and isinstance(keys, int)  # not lengths that follow data
-    if known and queries * keys > FLEX_SCORES:
+    are_known = isinstance(queries, int) and isinstance(keys, int)  # not lengths that depend on data
+    if are_known and queries * keys > FLEX_SCORES:
         raise TraceError(
             f"flex_attention of {queries} queries and {keys} keys makes {queries * keys:,} scores a head, "
             f"all of them in memory; at most {FLEX_SCORES:,} are taken.",

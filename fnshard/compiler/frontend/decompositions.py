@@ -31,17 +31,17 @@ def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
 
     Args:
         a: [M, K], or [G, M, K] where the groups are columns of `b`.
-        b: [K, N], or [G, K, N] where the groups are rows of `a`; if both are flat, groups are parts of K.
+        b: [K, N], or [G, K, N] where the groups are rows of `a`; if both are 2-d, groups are parts of K.
         ends: int32 [G], the end of each group.
 
     Returns:
-        [M, N], or [G, M, N] if both are flat.
+        [M, N], or [G, M, N] if both are 2-d.
     """
     if a.device.type != "cpu":
         return grouped_by_blocks(a, b, ends)
     stops = ends.tolist()
-    parts = [slice(*ends) for ends in zip([0, *stops], stops, strict=False)]
-    out = torch.zeros(_grouped_shape(a, b, ends), dtype=a.dtype, device=a.device)
+    parts = [slice(start, stop) for start, stop in zip([0, *stops], stops, strict=False)]
+    out = torch.zeros(_get_grouped_shape(a, b, ends), dtype=a.dtype, device=a.device)
     for g, part in enumerate(parts):
         if a.dim() == b.dim():
             out[g] = a[:, part] @ b[part]
@@ -60,10 +60,10 @@ def grouped_by_blocks(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
 
     Groups are padded to whole blocks, whose greatest number is known without the groups' sizes.
     """
-    if a.dim() == 3:
+    if a.dim() == 3:  # groups are columns of `b`: compute the transposed product, where they are rows
         return grouped_by_blocks(b.mT, a.mT, ends).mT.contiguous()
-    flat = a.dim() == b.dim()
-    rows = a.mT if flat else a
+    sums_groups = a.dim() == b.dim()  # groups are parts of the dim that is summed over
+    rows = a.mT if sums_groups else a
 
     # Number the blocks, find the group of each, and the rows that it takes.
     counts = ends - torch.cat([ends.new_zeros(1), ends[:-1]])
@@ -73,31 +73,34 @@ def grouped_by_blocks(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     group = torch.searchsorted(last, number, right=True).clamp(max=len(ends) - 1)
     first = (ends - counts)[group] + (number - (last - blocks)[group]) * GROUP_BLOCK
     index = first[:, None] + torch.arange(GROUP_BLOCK, device=a.device)
-    index = torch.where(
-        index < ends[group, None], index, len(rows)
-    )  # padding reads a row of zeros at the end
+    # Padding reads a row of zeros, which is appended to the rows.
+    index = torch.where(index < ends[group, None], index, len(rows))
+    rows, other = (F.pad(t, (0, 0, 0, 1)) for t in (rows, b if sums_groups else rows))
 
     # Multiply some blocks at a time, and put their rows where they belong.
-    rows, other = (F.pad(t, (0, 0, 0, 1)) for t in (rows, b if flat else rows))
-    out = a.new_zeros(len(ends), a.shape[0], b.shape[1]) if flat else a.new_zeros(len(rows), b.shape[2])
+    if sums_groups:
+        out = a.new_zeros(len(ends), a.shape[0], b.shape[1])
+    else:
+        out = a.new_zeros(len(rows), b.shape[2])
     groups = torch.arange(len(ends), device=a.device)
     for some, where in zip(group.split(BLOCKS_AT_ONCE), index.split(BLOCKS_AT_ONCE), strict=True):
-        if flat:  # by a product, which sums in one order; atomic additions do not
+        if sums_groups:  # by a product, which sums in one order; atomic additions do not
             of_group = (groups[:, None] == some).to(a.dtype)
             out += torch.tensordot(of_group, rows[where].mT @ other[where], 1)
         else:
             out.index_put_((where,), rows[where] @ b[some])
-    return out if flat else out[:-1]
+    return out if sums_groups else out[:-1]
 
 
-def _grouped_shape(a: Tensor, b: Tensor, ends: Tensor) -> list[int]:
-    """Return the shape of the products: with groups as first dim where both tensors are flat."""
-    return [*ends.shape * (a.dim() == b.dim()), a.shape[-2], b.shape[-1]]
+def _get_grouped_shape(a: Tensor, b: Tensor, ends: Tensor) -> list[int]:
+    """Return the shape of the products: with groups as first dim where both tensors are 2-d."""
+    groups = list(ends.shape) if a.dim() == b.dim() else []
+    return [*groups, a.shape[-2], b.shape[-1]]
 
 
 @grouped_mm.register_fake
 def _(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    return a.new_empty(_grouped_shape(a, b, ends))
+    return a.new_empty(_get_grouped_shape(a, b, ends))
 
 
 def _grouped_mm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -126,7 +129,7 @@ def _grouped_mm(
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Stand in for `torch.nn.functional.grouped_mm`, which on fake tensors takes bfloat16 alone."""
-    # The one case in which torch's own operator runs, and passes the tracer.
+    # In this case alone torch's own operator both runs and passes the tracer.
     if a.device.type == "cuda" and a.dtype == b.dtype == torch.bfloat16:
         return torch._grouped_mm(a, b, offs=offs, bias=bias, out_dtype=out_dtype)
     product = torch.matmul(a, b) if offs is None else grouped_mm(a, b, offs)
@@ -150,10 +153,10 @@ def ctc_losses(
         lengths, target_lengths: integers [B].
         zero: whether the gradients of infinite losses are zero.
     """
-    return _ctc(log_probs, targets, lengths, target_lengths, blank, zero)[0].clone()
+    return _run_ctc(log_probs, targets, lengths, target_lengths, blank, zero)[0].clone()
 
 
-def _ctc(
+def _run_ctc(
     log_probs: Tensor, targets: Tensor, lengths: Tensor, target_lengths: Tensor, blank: int, zero: bool
 ) -> tuple[Tensor, Tensor]:
     """Compute the losses and the sums that their gradient reads, by torch's op for lengths on the host."""
@@ -178,9 +181,9 @@ def ctc_losses_backward(
     """Return the gradient of `log_probs`; the sums of the forward are computed again."""
     # Between the passes a program keeps tensors of known shapes alone, and these sums are as long as the
     # longest target.
-    made = _ctc(log_probs, targets, lengths, target_lengths, blank, zero)
+    losses_and_sums = _run_ctc(log_probs, targets, lengths, target_lengths, blank, zero)
     counts = lengths.tolist(), target_lengths.tolist()
-    return torch.ops.aten._ctc_loss_backward(grad, log_probs, targets, *counts, *made, blank, zero)
+    return torch.ops.aten._ctc_loss_backward(grad, log_probs, targets, *counts, *losses_and_sums, blank, zero)
 
 
 @ctc_losses_backward.register_fake
@@ -210,17 +213,17 @@ def _ctc_loss(
     zero_infinity: bool = False,
 ) -> Tensor:
     """Stand in for `F.ctc_loss`, which reads lengths from tensors when it is called."""
-    device, batched = log_probs.device, log_probs.dim() == 3
+    device, is_batched = log_probs.device, log_probs.dim() == 3
     lengths, target_lengths = (
         torch.as_tensor(n).to(device).reshape(-1) for n in (input_lengths, target_lengths)
     )
-    rows = log_probs if batched else log_probs.unsqueeze(1)
+    rows = log_probs if is_batched else log_probs.unsqueeze(1)
     losses = ctc_losses(rows, targets.to(device).long(), lengths, target_lengths, blank, zero_infinity)
     if zero_infinity:
         losses = torch.where(losses == math.inf, 0.0, losses)
-    if reduction == "mean":
+    if reduction == "mean":  # torch divides each loss by its target's length first
         losses = losses / target_lengths.to(losses.dtype).clamp(min=1)
-    return _reduce(losses if batched else losses.squeeze(0), reduction)
+    return _reduce(losses if is_batched else losses.squeeze(0), reduction)
 
 
 def _reduce(losses: Tensor, reduction: str) -> Tensor:
@@ -243,12 +246,13 @@ def _gaussian_nll_loss(
     if not isinstance(var, Tensor):
         return F.gaussian_nll_loss(input, target, var, full, eps, reduction)
     if var.shape != input.shape:
-        differing = [size for own, size in zip(input.shape, var.shape, strict=False) if own != size]
+        differing = [n for size, n in zip(input.shape, var.shape, strict=False) if n != size]
         if var.shape == input.shape[:-1]:
             var = var.unsqueeze(-1)
         elif var.dim() != input.dim() or differing != [1]:
             raise ValueError("var is of incorrect size")
-    var = var.detach().clamp(min=eps) + (var - var.detach())  # its gradient passes, as in torch
+    # The clamp does not stop the gradient of small variances, as in torch.
+    var = var.detach().clamp(min=eps) + (var - var.detach())
     losses = 0.5 * (var.log() + (input - target) ** 2 / var)
     return _reduce(losses + 0.5 * math.log(2 * math.pi) if full else losses, reduction)
 
@@ -258,11 +262,14 @@ def _bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) 
     if not minlength:
         return torch.bincount(input, weights, minlength)
     index = input.long()
-    ones = torch.ones_like(index) if weights is None else weights
-    ones = ones if weights is None or ones.is_floating_point() else ones.double()
+    if weights is None:
+        weights = torch.ones_like(index)
+    elif not weights.is_floating_point():
+        weights = weights.double()
+    # The greatest of no numbers is an error; a length that depends on data is not known to be 0.
     if isinstance(index.numel(), torch.SymInt) or index.numel():
         require(index.max().clamp(min=0) + 1 - minlength, minlength, "bincount", user_line())
-    return ones.new_zeros(minlength).index_add(0, index.clamp(max=minlength - 1), ones)
+    return weights.new_zeros(minlength).index_add(0, index.clamp(max=minlength - 1), weights)
 
 
 # ------------------------------------------------------------------ draws
@@ -293,8 +300,10 @@ def _multinomial(
     weights = input.detach().double()
     shape = weights.shape if not replacement else (*weights.shape[:-1], num_samples)
     shares = torch.rand(shape, generator=generator, dtype=weights.dtype, device=weights.device)
+
+    # Without replacement: exponential waiting times, of which the shortest, divided by weights, are taken.
     if not replacement:
-        times = -torch.log1p(-shares)  # waiting times; the shortest, weighted, are taken
+        times = -torch.log1p(-shares)
         scores = weights / times.clamp(min=torch.finfo(times.dtype).tiny)
         return _write_out(scores.topk(num_samples).indices, out)
 
@@ -311,10 +320,10 @@ def _normal(
     tensors = [v.detach() for v in (mean, std) if isinstance(v, Tensor)]
     if not tensors:
         return torch.normal(mean, std, *size, generator=generator, **options)
-    shape, like = torch.broadcast_shapes(*(v.shape for v in tensors)), tensors[0]
-    drawn = torch.randn(shape, generator=generator, dtype=like.dtype, device=like.device)
+    shape, first = torch.broadcast_shapes(*(v.shape for v in tensors)), tensors[0]
+    drawn = torch.randn(shape, generator=generator, dtype=first.dtype, device=first.device)
     mean, std = (v.detach() if isinstance(v, Tensor) else v for v in (mean, std))
-    return _write_out((drawn * std + mean).to(like.dtype), options.get("out"))
+    return _write_out((drawn * std + mean).to(first.dtype), options.get("out"))
 
 
 # ------------------------------------------------------------------ factors and inverses
@@ -325,21 +334,22 @@ LEFT_OUT = {_CHECK: lambda *_, **__: None}  # a decomposition to nothing
 
 @contextmanager
 def skip_checks() -> Iterator[None]:
-    """Leave out torch's checks of factors and inverses: of a singular matrix they are not finite then.
+    """Leave out torch's checks of factors and inverses: those of a singular matrix are not finite then.
 
     Such a check is control flow on values, which no kernel has. torch decomposes it to nothing only while the
     check counts as an op without effects.
     """
     import torch._higher_order_ops.effects as effects  # here: it brings Dynamo, which takes seconds
 
-    thread = threading.get_ident()  # what others compile meanwhile keeps its check
+    thread = threading.get_ident()  # what other threads compile meanwhile keeps its check
 
-    def others(op: Any, *more: Any) -> bool:
-        return not (op is _CHECK and threading.get_ident() == thread) and has_effects(op, *more)
+    def has_other_effects(op: Any, *more: Any) -> bool:
+        is_skipped = op is _CHECK and threading.get_ident() == thread
+        return not is_skipped and has_effects(op, *more)
 
     with _lock:
         has_effects = effects.has_effects
-        with mock.patch.object(effects, "has_effects", others):
+        with mock.patch.object(effects, "has_effects", has_other_effects):
             yield
 
 
@@ -350,20 +360,20 @@ def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
     return (tensor.unsqueeze(-1) == torch.arange(num_classes, device=tensor.device)).long()
 
 
-def _write_each(name: str) -> Callable[..., Any]:
+def _make_foreach(name: str) -> Callable[..., Any]:
     """Return `torch._foreach_mul_`, say, as one write after another: two may go to the same memory."""
 
-    def write(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> list[Tensor]:
-        at = lambda v, i: v[i] if isinstance(v, list | tuple) else v  # noqa: E731
+    def write_each(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> list[Tensor]:
+        select = lambda v, i: v[i] if isinstance(v, list | tuple) else v  # noqa: E731
         for i, tensor in enumerate(tensors):
-            method = getattr(tensor, _FOREACH.get(name, name))
-            method(*(at(v, i) for v in args), **{k: at(v, i) for k, v in kwargs.items()})
+            method = getattr(tensor, _METHODS.get(name, name))
+            method(*(select(v, i) for v in args), **{k: select(v, i) for k, v in kwargs.items()})
         return list(tensors)
 
-    return write
+    return write_each
 
 
-_FOREACH = {"maximum_": "clamp_min_", "minimum_": "clamp_max_"}  # of tensors that have no such method
+_METHODS = {"maximum_": "clamp_min_", "minimum_": "clamp_max_"}  # a tensor has no methods of the former names
 
 
 # ------------------------------------------------------------------ the table
@@ -379,7 +389,7 @@ DECOMPOSITIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.normal: _normal,
     F.one_hot: _one_hot,
     **{
-        getattr(torch, name): _write_each(name.removeprefix("_foreach_"))
+        getattr(torch, name): _make_foreach(name.removeprefix("_foreach_"))
         for name in dir(torch)
         if name.startswith("_foreach_") and name.endswith("_")
     },
@@ -401,25 +411,27 @@ def mask_positions(index: Any, shape: Sequence[int]) -> Any:
     [1]
     """
     parts = index if isinstance(index, tuple) else (index,)
-    found = tuple(
-        [i for i, v in enumerate(part) if v] if _is_mask(part, _dim(parts, k, len(shape)), shape) else part
-        for k, part in enumerate(parts)
-    )
-    return found if isinstance(index, tuple) else found[0]
+    replaced: list[Any] = []
+    for place, part in enumerate(parts):
+        # Every part but None and ... indexes one dim; behind an ellipsis they are counted from the last dim.
+        before, behind = parts[:place], parts[place:]
+        if any(p is ... for p in before):
+            dim = len(shape) - sum(p is not None for p in behind)
+        else:
+            dim = sum(p is not None for p in before)
+        is_mask = _is_mask(part, dim, shape)
+        replaced.append([i for i, v in enumerate(part) if v] if is_mask else part)
+    return tuple(replaced) if isinstance(index, tuple) else replaced[0]
 
 
 def _is_mask(part: Any, dim: int, shape: Sequence[int]) -> bool:
-    """Return whether a part of an index is a list of bools, for the dim at its place."""
+    """Return whether a part of an index, which indexes this dim, is a list of bools.
+
+    Raises:
+        IndexError: it is one, and not as long as the dim.
+    """
     if not isinstance(part, list) or not part or not all(isinstance(v, bool) for v in part):
         return False
     if dim >= len(shape) or len(part) != shape[dim]:
         raise IndexError(f"a mask of {len(part)} for dim {dim} of a tensor of shape {list(shape)}")
     return True
-
-
-def _dim(parts: Sequence[Any], place: int, dims: int) -> int:
-    """Return the dim that the part at a place indexes; every part but None and ... indexes one."""
-    before, rest = parts[:place], parts[place:]
-    if any(p is ... for p in before):
-        return dims - sum(p is not None for p in rest)
-    return sum(p is not None for p in before)

@@ -2,8 +2,8 @@
 
 Each exchange is one op of a program. By `constrain`, `fn` says that a value is split.
 
-No kernel runs an exchange, and autograd never sees one: `kernels.split` cuts the program where it stands, the
-schedule has a line `Exchange` in its place, and in the backward the line of its dual.
+No kernel runs an exchange, and autograd never sees one: `kernels.split` cuts the program there, the schedule
+has a line `Exchange` in its place, and in the backward the line of its dual.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["all_gather", "constrain", "psum"]
 
 @dataclass(frozen=True)
 class ExchangeKind:
-    """A kind of exchange: what ranks make of a value that each of them has.
+    """A kind of exchange: how ranks combine a value that each of them has.
 
     Args:
         collective: the method of `Collectives` that carries it.
@@ -39,7 +39,7 @@ class ExchangeKind:
             their sum is minimised.
         splits: whether a dim is cut into as many rows as there are ranks, and each receives its own row;
             otherwise all ranks receive the same.
-        joins: whether received rows lie one after another along a dim; otherwise they are summed.
+        joins: whether received rows are concatenated along a dim; otherwise they are summed.
         permutes: whether each rank receives what one other has sent, the one `dim` places before it.
     """
 
@@ -52,6 +52,7 @@ class ExchangeKind:
 
     @property
     def shared(self) -> bool:
+        """Return whether all ranks receive the same."""
         return not self.splits and not self.permutes
 
     def sent_share(self, ranks: int) -> Fraction:
@@ -66,7 +67,8 @@ class ExchangeKind:
 
     def dims(self, dim: int, to: int) -> tuple[int | None, int | None]:
         """Return the dim that it splits and the dim that it joins, None where it does not."""
-        return (dim if self.splits else None, (to if self.splits else dim) if self.joins else None)
+        joined = to if self.splits else dim
+        return dim if self.splits else None, joined if self.joins else None
 
     def dual_dims(self, dim: int, to: int) -> tuple[int, int]:
         """Return `dim` and `to` of its dual."""
@@ -75,7 +77,7 @@ class ExchangeKind:
         return (to, dim) if self.splits and self.joins else (dim, to)
 
     def dims_text(self, dim: int, to: int) -> str:
-        """Return the text of its dims in a schedule: both where it has two, the distance of a permutation."""
+        """Return the text of its dims in a schedule: of an all-to-all both, of a permutation the distance."""
         if self.permutes:
             return f" by {dim}"
         return f" dim {dim} to {to}" if self.splits and self.joins else ""
@@ -103,7 +105,7 @@ KINDS = {
 }
 
 _LIB = torch.library.Library("fnshard", "FRAGMENT")
-# `outgoing` copies what is sent: the message lies in memory of its own, and counts as an activation.
+# `outgoing` copies what is sent: the message has memory of its own, and counts as an activation.
 _LIB.define("outgoing(Tensor x) -> Tensor")
 _LIB.impl("outgoing", lambda x: x.clone(memory_format=torch.contiguous_format), "CompositeImplicitAutograd")
 
@@ -134,26 +136,25 @@ _exchange.register_autograd(_refuse_derivative)
 EXCHANGE, OUTGOING = torch.ops.fnshard.exchange.default, torch.ops.fnshard.outgoing.default
 
 
-class _OnPaper(torch.autograd.Function):
+class _FakeExchange(torch.autograd.Function):
     """An exchange of fake tensors that autograd passes through, and that keeps nothing for its backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *how: Any) -> Tensor:
-        ctx.sent = x.shape, how
-        return _exchange(x, *how)
+    def forward(ctx: Any, x: Tensor, *options: Any) -> Tensor:
+        ctx.shape, ctx.options = x.shape, options
+        return _exchange(x, *options)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        shape, how = ctx.sent
-        return grad.new_empty(shape), *[None] * len(how)
+        return grad.new_empty(ctx.shape), *[None] * len(ctx.options)
 
 
 # Replacements under which a backward of the loss can be tried; inner derivatives of an exchange stay refused.
-DIFFERENTIABLE = {EXCHANGE: _OnPaper.apply}
+DIFFERENTIABLE = {EXCHANGE: _FakeExchange.apply}
 
 
 def permutes(node: fx.Node) -> bool:
-    """Return whether a node is an exchange of one block, which is issued where it stands."""
+    """Return whether a node is an exchange of one block, which is issued at its own place."""
     return node.target is EXCHANGE and KINDS[node.args[1]].permutes
 
 
@@ -210,7 +211,7 @@ def psum(x: Summed, axes: Axes = None) -> Summed:
     {'count': 1, 'bytes': 12}
     """
     if isinstance(x, int | float) and not isinstance(x, bool):
-        return x * _group("psum", axes)[1]
+        return x * _find_group("psum", axes)[1]
     return _trace_exchange("psum", x, axes, 0)
 
 
@@ -235,15 +236,18 @@ def all_gather(x: Tensor, dim: int = 0, axes: Axes = None) -> Tensor:
 
 def _trace_exchange(kind: str, x: Any, axes: Axes, dim: int) -> Tensor:
     """Check the call of an exchange by `fn`, and write it into the trace."""
+    # Refuse other values, mesh axes and dims than an exchange takes.
     if not isinstance(x, Tensor):
         fix = "fs.tree.map for a tree; of a length that depends on data its count, as in fs.psum(mask.sum())."
         raise TraceError(f"`fn` calls fs.{kind} of {type(x).__name__}; it takes a tensor.", fix=fix)
-    names, ranks = _group(kind, axes)
+    names, ranks = _find_group(kind, axes)
     if not isinstance(dim, int) or (not -x.dim() <= dim < x.dim() and kind != "psum"):
         raise TraceError(
             f"`fn` calls fs.{kind} along dim {dim!r} of {list(x.shape)}.",
             fix="a dim that it has, x.reshape(1) of a 0-d tensor; mesh axes by name, axes='shard'.",
         )
+
+    # Refuse calls where the op itself would be differentiated or batched.
     if getattr(_state, "mesh", None) is not None and transforms.is_nested():
         raise TraceError(
             f"`fn` calls fs.{kind} inside a torch.func transform.",
@@ -259,7 +263,7 @@ def _trace_exchange(kind: str, x: Any, axes: Axes, dim: int) -> Tensor:
         return x
     if x.dtype == torch.bool and kind == "psum":
         raise TraceError("`fn` calls fs.psum of booleans.", fix="x.int() to count them.")
-    # Collectives move real numbers: pairs of them have one more dim, at the end.
+    # Collectives move real numbers: a complex number is sent as two, along one more dim at the end.
     if x.is_complex():
         return torch.view_as_complex(
             _trace_exchange(kind, torch.view_as_real(x), names, dim % max(x.dim(), 1))
@@ -267,12 +271,13 @@ def _trace_exchange(kind: str, x: Any, axes: Axes, dim: int) -> Tensor:
     return EXCHANGE(x, kind, ",".join(names), dim % max(x.dim(), 1), ranks)
 
 
-def _group(kind: str, axes: Axes) -> tuple[tuple[str, ...], int]:
+def _find_group(kind: str, axes: Axes) -> tuple[tuple[str, ...], int]:
     """Return the axes of an exchange, those of size one left out, and how many ranks they span."""
     mesh: Mesh | None = getattr(_state, "mesh", None)
     if mesh is None:
         return (), 1
-    names = mesh.data_axes if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+    axes = (axes,) if isinstance(axes, str) else axes
+    names = mesh.data_axes if axes is None else tuple(axes)
 
     unknown = [n for n in names if n not in mesh.names]
     if unknown or len(set(names)) < len(names):
@@ -283,9 +288,10 @@ def _group(kind: str, axes: Axes) -> tuple[tuple[str, ...], int]:
             fix=f"axes: some of {', '.join(mesh.names)}, each once; left out, all data axes.",
         )
 
-    if same := [n for n in names if n not in mesh.data_axes]:
+    others = [n for n in names if n not in mesh.data_axes]
+    if others:
         raise TraceError(
-            f"`fn` calls fs.{kind} over {', '.join(map(repr, same))}, whose ranks take the same rows.",
+            f"`fn` calls fs.{kind} over {', '.join(map(repr, others))}, whose ranks take the same rows.",
             fix=f"leave it out: sums over such axes are derived from `fn`; data axes are "
             f"{', '.join(mesh.data_axes) or 'none here'}.",
         )
@@ -328,10 +334,14 @@ def constrain(x: Tensor, layout: P, axes: str | Sequence[str] | None = None) -> 
         )
     if mesh is None:
         return x
+
+    # Which axes does the call say something of? It may name tensor and context axes alone.
     placed = [n for n in mesh.names if n not in mesh.data_axes]
-    axes = (axes,) if isinstance(axes, str) else axes
-    spoken = list(axes if axes is not None else layout.axes or placed)
-    unknown = [a for a in {**dict.fromkeys(spoken), **dict.fromkeys(layout.axes)} if a not in placed]
+    if axes is None:
+        constrained = list(layout.axes or placed)
+    else:
+        constrained = [axes] if isinstance(axes, str) else list(axes)
+    unknown = [a for a in dict.fromkeys([*constrained, *layout.axes]) if a not in placed]
     shown = ", ".join(mesh.data_axes) or "none"
     if unknown or len(layout.parts) > x.dim():
         problem = (
@@ -344,5 +354,7 @@ def constrain(x: Tensor, layout: P, axes: str | Sequence[str] | None = None) -> 
             fix=f"name axes that are no data axes ({', '.join(placed) or 'this mesh has none'}), at most one "
             "entry for each dim of x.",
         )
-    dims = [next((d for d in range(x.dim()) if axis in layout.of(d)), -1) for axis in spoken]
-    return CONSTRAIN(x, spoken, dims)
+
+    # For each axis the dim that it splits; -1 where `x` is whole.
+    dims = [next((d for d in range(x.dim()) if axis in layout.of(d)), -1) for axis in constrained]
+    return CONSTRAIN(x, constrained, dims)

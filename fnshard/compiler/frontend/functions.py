@@ -1,9 +1,9 @@
 """Functions: `torch.autograd.Function`, checkpoints and gradient hooks of tensors inside `fn`.
 
 A forward runs where `fn` calls it, so that its ops are ops of the program: they are cut into segments, which
-gather what they read; random ones get keys, and writes are made pure. A backward is traced by itself,
-and becomes the derivative of one node, a `CustomGradient`. A hook is such a node whose values are its inputs.
-A checkpoint is traced as the function that it calls.
+gather what they read; random ones get keys, and writes are made pure. A backward is traced by itself, and
+becomes the derivative of one node, a `CustomGradient`. A hook is such a node whose values are its inputs. A
+checkpoint is traced as the function that it calls.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _RAGGED = report(
 )
 
 Backward = Callable[..., Sequence[Tensor | None]]
-Here = Callable[[], bool]
+IsTracer = Callable[[], bool]
 
 
 class _State(threading.local):
@@ -86,10 +86,10 @@ def patches(hooks: OrderedDict[int, Tensor]) -> Iterator[tuple[Any, str, Patch]]
     Args:
         hooks: takes the value of every hook. They are to be outputs of the trace, for `rewrites.hooks`.
     """
-    yield FunctionMeta, "setup_context", _setup_context
-    yield FunctionMeta, "forward", _forward
-    yield torch, "equal", _equal
-    yield CustomGradient, "__call__", _record
+    yield FunctionMeta, "setup_context", _make_setup_context
+    yield FunctionMeta, "forward", _make_forward
+    yield torch, "equal", _compare
+    yield CustomGradient, "__call__", _record_rule
     yield torch.Tensor, "register_hook", while_tracing(partial(_register_hook, hooks))
 
 
@@ -102,19 +102,19 @@ def attach(values: Sequence[Tensor], inputs: Sequence[Tensor], backward: Backwar
     """
     if any(isinstance(size, torch.SymInt) for v in (*values, *inputs) for size in v.shape):
         raise TraceError(_RAGGED.format(name=name))
-    receivers: list[Tensor] = []
+    receivers: list[Tensor] = []  # the inputs that get a gradient
 
-    def flat(*gradients: Tensor) -> list[Tensor]:
-        plain = torch.autocast(gradients[0].device.type, enabled=False)
-        with mock.patch.object(_state, "gradients", gradients), plain, torch.no_grad():
-            found = list(zip(inputs, backward(*gradients), strict=True))
-        receivers[:] = [x for x, g in found if g is not None]
-        return [g for _, g in found if g is not None]
+    def run_backward(*gradients: Tensor) -> list[Tensor]:
+        no_autocast = torch.autocast(gradients[0].device.type, enabled=False)
+        with mock.patch.object(_state, "gradients", gradients), no_autocast, torch.no_grad():
+            pairs = list(zip(inputs, backward(*gradients), strict=True))
+        receivers[:] = [x for x, g in pairs if g is not None]
+        return [g for _, g in pairs if g is not None]
 
     # Trace the backward by itself; what it reads besides gradients and values are its captures.
     with hide_from_trace():
         gradients = [torch.empty_like(v, memory_format=torch.contiguous_format) for v in values]
-        module = trace_apart(flat, gradients)
+        module = trace_apart(run_backward, gradients)
         if receivers:
             graph, captured, keys = _make_pure(module, gradients, values)
     if not receivers:  # no input gets a gradient; out here the detach is traced
@@ -124,8 +124,9 @@ def attach(values: Sequence[Tensor], inputs: Sequence[Tensor], backward: Backwar
     lowest, highest = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
     drawn = [torch.randint(lowest, highest, (), device=values[0].device) for _ in range(keys)]
     captured = [c.detach() if c._is_view() and c._version else c for c in captured]  # a view written to
-    made = CustomGradient(name, graph, len(values), len(receivers))(*values, *receivers, *captured, *drawn)
-    return [made] if isinstance(made, Tensor) else list(made)
+    rule = CustomGradient(name, graph, len(values), len(receivers))
+    results = rule(*values, *receivers, *captured, *drawn)
+    return [results] if isinstance(results, Tensor) else list(results)
 
 
 def _make_pure(
@@ -140,14 +141,15 @@ def _make_pure(
     # A tensor that the backward closes over is either one of the forward's values, or a captured one.
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     with graph.inserting_after(placeholders[len(gradients) - 1]):
-        given = [graph.placeholder(f"value{i}") for i in reversed(range(len(values)))][::-1]
+        # All are inserted right after the gradients, so that the last to be made comes first.
+        value_nodes = [graph.placeholder(f"value{i}") for i in reversed(range(len(values)))][::-1]
     captured: list[Tensor] = []
     for node, constant in zip(placeholders[len(gradients) :], constants.values(), strict=False):
         place = next((i for i, v in enumerate(values) if v is constant), None)
         if place is None:
             captured.append(constant)
         else:
-            node.replace_all_uses_with(given[place])
+            node.replace_all_uses_with(value_nodes[place])
             graph.erase_node(node)
 
     # Make it pure; no op in it may depend on strides, since gradients arrive with any.
@@ -164,16 +166,16 @@ def _make_pure(
 
 
 @while_tracing
-def _record(original: Callable[..., Any], rule: CustomGradient, *args: Tensor) -> Any:
+def _record_rule(original: Callable[..., Any], rule: CustomGradient, *args: Tensor) -> Any:
     """Record a call of a `CustomGradient` as one node of the trace that runs."""
     if get_proxy_mode() is None:
         return original(rule, *args)
     tracer = get_proxy_mode().tracer
     note_grad_mode()
     with hide_from_trace():
-        made = original(rule, *args)
+        results = original(rule, *args)
     proxy = tracer.create_proxy("call_function", rule, tuple(map(tracer.unwrap_proxy, args)), {})
-    return track_tensor_tree(made, proxy, constant=None, tracer=tracer)
+    return track_tensor_tree(results, proxy, constant=None, tracer=tracer)
 
 
 def in_a_backward() -> bool:
@@ -182,17 +184,17 @@ def in_a_backward() -> bool:
 
 
 @while_tracing
-def _equal(original: Callable[..., bool], a: Tensor, b: Tensor) -> bool:
+def _compare(original: Callable[..., bool], a: Tensor, b: Tensor) -> bool:
     """Say that a gradient equals nothing, so that no shortcut of a backward (for ones, say) is traced.
 
     What a backward does for any gradient is right for a special one too.
     """
-    compared = any(g is v for g in _state.gradients for v in (a, b))
-    return not compared and original(a, b)
+    is_of_gradient = any(g is v for g in _state.gradients for v in (a, b))
+    return not is_of_gradient and original(a, b)
 
 
 class _Context(FunctionCtx):
-    """A `ctx` for the forward of a Function; the tensors that it saves are those of the trace."""
+    """A `ctx` for the forward of a Function; `saved_tensors` are the tensors of the trace themselves."""
 
     to_save = non_differentiable = dirty_tensors = ()
     materialize_grads = True
@@ -210,27 +212,31 @@ class _Context(FunctionCtx):
 # calls `cls.forward` with gradients off; and properties of the metaclass come before attributes of the class.
 
 
-def _setup_context(_: None, here: Here) -> property:
+def _make_setup_context(_: None, is_tracer: IsTracer) -> property:
     """Return the property that `apply` reads first: it notes who was called, and in which grad mode."""
 
     def setup_context(cls: Any) -> Any:
-        found = _find_inherited(cls, "setup_context")
-        if not here() or cls in (torch.autograd.Function, _SingleLevelFunction):
-            return found
+        original = _find_inherited(cls, "setup_context")
+        if not is_tracer() or cls in (torch.autograd.Function, _SingleLevelFunction):
+            return original
+
+        # The forward has run, and `apply` sets up its context: mark what was written to or has no gradient.
         if _state.returned is not None and _state.returned[0] is cls:
             (_, dirty), _state.returned = _state.returned, None
-            return lambda ctx, inputs, output: _mark(ctx, output, dirty)
-        users = issubclass(cls, torch.autograd.Function)  # otherwise functorch calls it for one of its levels
-        if users and not _has_setup_context(cls) and torch._C._are_functorch_transforms_active():
+            return lambda ctx, inputs, output: _mark_context(ctx, output, dirty)
+
+        # `apply` begins: note the class for `forward`.
+        is_users = issubclass(cls, torch.autograd.Function)  # else functorch calls it for one of its levels
+        if is_users and not _has_setup_context(cls) and torch._C._are_functorch_transforms_active():
             raise TraceError(_OLD_STYLE)
         _state.called, _state.enabled = cls, torch.is_grad_enabled()
-        return found
+        return original
 
     return property(setup_context)
 
 
-def _forward(_: None, here: Here) -> property:
-    """Return the property that `apply` reads next: the class's forward, or what runs in its place."""
+def _make_forward(_: None, is_tracer: IsTracer) -> property:
+    """Return the property that `apply` reads next: a function that runs the forward as the trace needs it."""
 
     def forward(cls: Any) -> Any:
         original = _find_inherited(cls, "forward")
@@ -242,17 +248,18 @@ def _forward(_: None, here: Here) -> property:
             _state.called = None
             return _run_forward(cls, original, args, _state.enabled)
 
-        return call if here() else original
+        return call if is_tracer() else original
 
     return property(forward)
 
 
 def _find_inherited(cls: Any, name: str) -> Any:
-    """Return an attribute of a class past the properties of its metaclass that stand in its way."""
+    """Return an attribute of a class, which properties of its metaclass hide."""
     return next(c.__dict__[name] for c in cls.__mro__ if name in c.__dict__).__get__(None, cls)
 
 
 def _has_setup_context(cls: Any) -> bool:
+    """Return whether a Function defines `setup_context`, so that its forward takes no context."""
     return _find_inherited(cls, "setup_context") is not _find_inherited(_SingleLevelFunction, "setup_context")
 
 
@@ -262,24 +269,25 @@ def _run_forward(cls: Any, forward: Callable[..., Any], args: tuple[Any, ...], e
         # functorch turns gradients on again for the levels beneath its own.
         with mock.patch.object(_state, "no_gradient", _state.no_gradient or not enabled):
             return forward(*args)
-    operator = cls.__module__ == "torch._library.autograd"  # a custom_op: the tracer keeps it as it is
-    if operator or cls is Attach:
+    is_custom_op = cls.__module__ == "torch._library.autograd"  # which is one op of the trace
+    if is_custom_op or cls is Attach:
         return forward(*args)
     if cls.__module__.startswith(("torch.distributed", "torch.nn.modules._functions")):
         raise TraceError(f"{COMMUNICATES} ({cls.__name__}).", fix=ONE_DEVICE)
 
+    # `apply` has turned gradients off: run the forward and attach its backward in the caller's grad mode.
     takes_context = not _has_setup_context(cls)
-    with _grad_mode(enabled):
-        run = _OF_CHECKPOINTS.get((cls.__module__, cls.__name__), _call)
+    with _restore_grad_mode(enabled):
+        run = _OF_CHECKPOINTS.get((cls.__module__, cls.__name__), _run_function)
         output, dirty = run(cls, args[takes_context:])
     if takes_context:
-        _mark(args[0], output, dirty)
+        _mark_context(args[0], output, dirty)
     else:
         _state.returned = cls, dirty
     return output
 
 
-def _mark(ctx: Any, output: Any, dirty: Sequence[Tensor]) -> None:
+def _mark_context(ctx: Any, output: Any, dirty: Sequence[Tensor]) -> None:
     """Mark the context that `apply` has made: its outputs need gradients where those of the trace do."""
     outputs = output if isinstance(output, tuple) else (output,)
     ctx.mark_dirty(*dirty)
@@ -287,7 +295,7 @@ def _mark(ctx: Any, output: Any, dirty: Sequence[Tensor]) -> None:
 
 
 @contextmanager
-def _grad_mode(enabled: bool) -> Iterator[None]:
+def _restore_grad_mode(enabled: bool) -> Iterator[None]:
     """Restore the grad mode that `apply` has turned off; the trace sees neither change."""
     before = torch.is_grad_enabled()
     with torch._C.DisableTorchFunction():
@@ -299,21 +307,22 @@ def _grad_mode(enabled: bool) -> Iterator[None]:
             torch._C._set_grad_enabled(before)
 
 
-def _checkpoint(cls: Any, args: tuple[Any, ...]) -> tuple[Any, Sequence[Tensor]]:
-    """Call the function of a reentrant checkpoint, without gradients if no input requires grad, as torch
-    does."""
+def _run_checkpoint(cls: Any, args: tuple[Any, ...]) -> tuple[Any, Sequence[Tensor]]:
+    """Call a reentrant checkpoint's function; as in torch, without gradients if no input requires grad."""
     function, _, *args = args
     check_backward_validity(args)
-    needs = any(isinstance(a, Tensor) and a.requires_grad for a in args)
-    with torch.set_grad_enabled(torch.is_grad_enabled() and needs):
+    needs_gradient = any(isinstance(a, Tensor) and a.requires_grad for a in args)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and needs_gradient):
         return function(*args), ()
 
 
-def _call(cls: Any, args: tuple[Any, ...]) -> tuple[Any, Sequence[Tensor]]:
+def _run_function(cls: Any, args: tuple[Any, ...]) -> tuple[Any, Sequence[Tensor]]:
     """Return what `cls.apply(*args)` returns, and the inputs that it wrote to."""
-    once = getattr(cls.backward, "__code__", None) is _WRAPPED_ONCE
-    if once and is_inside() and not in_a_backward():
+    is_once = getattr(cls.backward, "__code__", None) is _WRAPPED_ONCE
+    if is_once and is_inside() and not in_a_backward():
         raise TraceError(_ONCE.format(name=cls.__name__))
+
+    # Run the forward with a context of ours, whose saved tensors are those of the trace.
     ctx, forward = _Context(tuple(_needs_gradient(a) for a in args)), _find_inherited(cls, "forward")
     with torch.no_grad():
         if _has_setup_context(cls):
@@ -325,10 +334,10 @@ def _call(cls: Any, args: tuple[Any, ...]) -> tuple[Any, Sequence[Tensor]]:
     # The forward's ops ran under no_grad. Outputs that have a gradient get the traced backward as derivative.
     outputs = output if isinstance(output, tuple) else (output,)
     results = [o.detach() if isinstance(o, Tensor) and o.requires_grad else o for o in outputs]
-    enabled = torch.is_grad_enabled() and not _state.no_gradient
-    if enabled and any(ctx.needs_input_grad):
-        for place, made in _attach_backward(cls, ctx, args, outputs).items():
-            results[place] = made
+    is_recorded = torch.is_grad_enabled() and not _state.no_gradient
+    if is_recorded and any(ctx.needs_input_grad):
+        for place, value in _attach_backward(cls, ctx, args, outputs).items():
+            results[place] = value
 
     # An output that is an input which was written to stays that tensor, so that other readers see it.
     for place, value in enumerate(outputs):
@@ -338,7 +347,7 @@ def _call(cls: Any, args: tuple[Any, ...]) -> tuple[Any, Sequence[Tensor]]:
 
 
 _OF_CHECKPOINTS: dict[tuple[str, str], Callable[..., tuple[Any, Sequence[Tensor]]]] = {
-    ("torch.utils.checkpoint", "CheckpointFunction"): _checkpoint,
+    ("torch.utils.checkpoint", "CheckpointFunction"): _run_checkpoint,
     # PyTorch 2.11 marks the inputs of a checkpoint by this function. Nothing remains of it in a trace.
     ("torch.utils.checkpoint", "_NoopSaveInputs"): lambda cls, args: (args[0].detach(), ()),
 }
@@ -350,29 +359,30 @@ def _attach_backward(
     """Return the outputs that have a gradient, by their place, with `cls.backward` as their derivative."""
 
     def has_gradient(value: Any) -> bool:
-        blocked = any(value is each for each in ctx.non_differentiable)
-        return isinstance(value, Tensor) and _is_smooth(value) and not blocked
+        is_marked = any(value is each for each in ctx.non_differentiable)
+        return isinstance(value, Tensor) and _is_smooth(value) and not is_marked
 
-    places = [i for i, value in enumerate(outputs) if has_gradient(value)]
-    takes = [i for i, needs in enumerate(ctx.needs_input_grad) if needs]
+    smooth_outputs = [i for i, value in enumerate(outputs) if has_gradient(value)]
+    smooth_inputs = [i for i, needs_gradient in enumerate(ctx.needs_input_grad) if needs_gradient]
 
     def backward(*gradients: Tensor) -> list[Tensor | None]:
-        every: list[Tensor | None] = [
-            torch.zeros(v.shape, dtype=v.dtype, device=v.device)
-            if isinstance(v, Tensor) and ctx.materialize_grads
-            else None
-            for v in outputs
-        ]
-        for place, gradient in zip(places, gradients, strict=True):
-            every[place] = gradient
-        run = cls.backward if cls.vjp is torch.autograd.Function.vjp else cls.vjp
-        found = _check_gradients(cls.__name__, run(ctx, *every), args)
-        return [found[i] for i in takes]
+        # The user's backward takes one gradient for each output: zeros, or None, where there is none.
+        of_outputs: list[Tensor | None] = [None] * len(outputs)
+        if ctx.materialize_grads:
+            for i, value in enumerate(outputs):
+                if isinstance(value, Tensor):
+                    of_outputs[i] = torch.zeros(value.shape, dtype=value.dtype, device=value.device)
+        for i, gradient in zip(smooth_outputs, gradients, strict=True):
+            of_outputs[i] = gradient
 
-    if not places:
+        run = cls.backward if cls.vjp is torch.autograd.Function.vjp else cls.vjp
+        of_inputs = _check_gradients(cls.__name__, run(ctx, *of_outputs), args)
+        return [of_inputs[i] for i in smooth_inputs]
+
+    if not smooth_outputs:
         return {}
-    made = attach([outputs[i] for i in places], [args[i] for i in takes], backward, cls.__name__)
-    return dict(zip(places, made, strict=True))
+    values, inputs = [outputs[i] for i in smooth_outputs], [args[i] for i in smooth_inputs]
+    return dict(zip(smooth_outputs, attach(values, inputs, backward, cls.__name__), strict=True))
 
 
 def _needs_gradient(value: Any) -> bool:
@@ -384,56 +394,56 @@ def _needs_gradient(value: Any) -> bool:
 
 
 def _is_smooth(value: Tensor) -> bool:
+    """Return whether a tensor's dtype can have gradients."""
     return value.is_floating_point() or value.is_complex()
 
 
-def _check_gradients(name: str, found: Any, args: Sequence[Any]) -> list[Tensor | None]:
+def _check_gradients(name: str, returned: Any, args: Sequence[Any]) -> list[Tensor | None]:
     """Return the gradients that a backward returned, one for each argument of the forward.
 
     Raises:
         TraceError: there are too few or too many, or one is no tensor of its argument's shape.
     """
-    found = list(found) if isinstance(found, tuple | list) else [found]
-    while len(found) > len(args) and found[-1] is None:
-        found.pop()
-    if len(found) != len(args):
+    gradients = list(returned) if isinstance(returned, tuple | list) else [returned]
+    while len(gradients) > len(args) and gradients[-1] is None:  # as in torch, surplus Nones are dropped
+        gradients.pop()
+    if len(gradients) != len(args):
         raise TraceError(
-            f"the backward of {name} returns {len(found)} gradient(s), and its forward takes {len(args)} "
+            f"the backward of {name} returns {len(gradients)} gradient(s), and its forward takes {len(args)} "
             "argument(s).",
             fix="return one for each, None where there is none.",
         )
 
-    wrong = [
-        f"argument {i}: {tuple(g.shape)} for {tuple(a.shape)}"
-        if isinstance(g, Tensor)
-        else f"argument {i}: {g!r}"
-        for i, (g, a) in enumerate(zip(found, args, strict=True))
-        if g is not None and isinstance(a, Tensor) and not (isinstance(g, Tensor) and _sums_to(g, a))
-    ]
+    wrong = []
+    for i, (gradient, value) in enumerate(zip(gradients, args, strict=True)):
+        if gradient is None or not isinstance(value, Tensor):
+            continue
+        if not isinstance(gradient, Tensor):
+            wrong.append(f"argument {i}: {gradient!r}")
+            continue
+        # A value that was broadcast may get a larger gradient, which autograd sums to its shape.
+        sizes = zip(reversed(value.shape), reversed(gradient.shape), strict=False)
+        has_dims = value.dim() <= gradient.dim()
+        if not has_dims or not all(size in (1, of_gradient) for size, of_gradient in sizes):
+            wrong.append(f"argument {i}: {tuple(gradient.shape)} for {tuple(value.shape)}")
     if wrong:
         raise TraceError(
             f"the backward of {name} returns values that cannot be gradients of their arguments:", wrong,
             "a gradient has its argument's shape.",
         )  # fmt: skip
-    return found
-
-
-def _sums_to(gradient: Tensor, value: Tensor) -> bool:
-    """Return whether a gradient has its value's shape, or one that autograd sums to it."""
-    pairs = zip(reversed(value.shape), reversed(gradient.shape), strict=False)
-    return value.dim() <= gradient.dim() and all(own in (1, size) for own, size in pairs)
+    return gradients
 
 
 def _register_hook(
     hooks: OrderedDict[int, Tensor], _: Any, value: Tensor, hook: Callable[[Tensor], Tensor | None]
 ) -> RemovableHandle:
-    """Record a hook as a node that returns the tensor and whose derivative is the hook.
+    """Record a hook as a node that returns the tensor, and whose derivative is the hook.
 
     Its value becomes an output of the trace; `rewrites.hooks` then routes the tensor's readers through it.
     """
-    of_several = getattr(hook, "__module__", "") == torch.autograd.graph.__name__
-    if is_inside() or of_several:
-        raise TraceError(HOOK.format(name="register_multi_grad_hook" if of_several else "register_hook"))
+    is_multi_grad = getattr(hook, "__module__", "") == torch.autograd.graph.__name__
+    if is_inside() or is_multi_grad:
+        raise TraceError(HOOK.format(name="register_multi_grad_hook" if is_multi_grad else "register_hook"))
     if not value.requires_grad:
         raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")
 

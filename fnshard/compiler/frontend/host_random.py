@@ -26,12 +26,13 @@ def refuse_draws(error: Callable[[str], Exception], own: Sequence[Any] = ()) -> 
         own: further generators, of the types in `GENERATORS`.
     """
     named = [*_SHARED, *((f"a {type(g).__name__} that it closes over", g) for g in own)]
-    known = [(name, g, _state(g)) for name, g in named]
+    states = [(name, generator, _read_state(generator)) for name, generator in named]
     yield
-    for name, generator, state in known:
-        if _state(generator) != state:
+    for name, generator, state in states:
+        if _read_state(generator) != state:
             raise error(name)
 
 
-def _state(generator: Any) -> bytes:
+def _read_state(generator: Any) -> bytes:
+    """Return a generator's state; of one that reads the operating system's, which has none, nothing."""
     return b"" if isinstance(generator, random.SystemRandom) else pickle.dumps(generator)

@@ -43,15 +43,15 @@ class Lookup:
 
     def is_outside(self, values: Tensor) -> bool:
         """Return whether any of these indices is outside."""
-        found = values.numpy()  # NumPy uses one thread; torch's threads wait for each other on a busy machine
+        numbers = values.numpy()  # NumPy uses one thread; torch's wait for each other on a busy machine
         if self.ignored is not None:
-            found = found[found != self.ignored]
-        return bool(found.size) and not (self.lowest <= found.min() and found.max() < self.size)
+            numbers = numbers[numbers != self.ignored]
+        return bool(numbers.size) and not (self.lowest <= numbers.min() and numbers.max() < self.size)
 
 
 @dataclass(frozen=True)
 class Indices:
-    """A program's lookups that can be checked; `compute` makes their indices of the inputs `names`."""
+    """A program's lookups that can be checked; `compute` makes their indices from the inputs `names`."""
 
     lookups: tuple[Lookup, ...]
     names: tuple[tuple[str, str], ...]
@@ -61,29 +61,33 @@ class Indices:
     def of(program: Program) -> Indices:
         """Find the lookups whose indices depend on integers of the batch and constants on the CPU alone.
 
-        They are those of the program of whole values: an index outside of a part of a table may be another
-        rank's.
+        They are those of the program of whole values: an index that is outside of this rank's part of a
+        table may be in another rank's.
         """
         program = program.traced or program
 
         # Go forwards: which nodes can be computed on the CPU?
         known = dict(zip(program.placeholders, program.inputs, strict=True))
         integer_inputs = {n: i for n, i in known.items() if n.meta["val"].dtype in _INTEGERS}
-        found = {n for n, i in integer_inputs.items() if i.kind == "batch"}
-        most = max(FEW, 4 * sum(n.meta["val"].numel() for n in found))
-        found |= {
+        computable = {n for n, i in integer_inputs.items() if i.kind == "batch"}
+        most = max(FEW, 4 * sum(n.meta["val"].numel() for n in computable))
+        computable |= {
             n for n, i in integer_inputs.items() if i.kind == "constant" and program.constants[i.name].is_cpu
         }
         for node in program.graph.nodes:
-            value, of_torch = node.meta.get("val"), getattr(node.target, "namespace", "") == "aten"
-            if of_torch and isinstance(value, Tensor) and value.dtype in _INTEGERS and value.numel() <= most:
-                found |= {node} if found.issuperset(node.all_input_nodes) else set()
-        lookups = tuple(k for n in program.graph.nodes for k in _lookups(n) if k.index in found)
+            value, is_aten = node.meta.get("val"), getattr(node.target, "namespace", "") == "aten"
+            is_cheap = isinstance(value, Tensor) and value.dtype in _INTEGERS and value.numel() <= most
+            if is_aten and is_cheap and computable.issuperset(node.all_input_nodes):
+                computable.add(node)
+        lookups = tuple(k for n in program.graph.nodes for k in _find_lookups(n) if k.index in computable)
 
-        # Go backwards: which of them do the indices need? These are copied into a graph of their own.
+        # Go backwards: which of them do the indices need?
         needed = {k.index for k in lookups}
         for node in reversed(program.graph.nodes):
-            needed.update(node.all_input_nodes if node in needed else ())
+            if node in needed:
+                needed.update(node.all_input_nodes)
+
+        # Copy these into a graph of their own, in which tensors are made on the CPU.
         copied: dict[fx.Node, fx.Node] = {}
         graph = fx.Graph()
         for node in program.graph.nodes:
@@ -100,7 +104,7 @@ class Indices:
     ) -> list[tuple[Lookup, Tensor]]:
         """Return the lookups that would fail, with their indices.
 
-        A batch on a device is not looked at, which would stop the device: the list is empty.
+        Reading a batch on a device would make the host wait for it: the list is then empty.
 
         Args:
             values: the values of one micro-batch, by name.
@@ -121,44 +125,44 @@ def explain(program: Program, outside: Sequence[tuple[Lookup, Tensor]]) -> list[
         name = f"leaf {table.name!r} " if table is not None and table.kind == "leaf" else ""
         place = lookup.node.meta.get("stack_trace", "")
         op, shape = lookup.node.target.overloadpacket.__name__, describe(lookup.table.meta["val"])
-        lines.append(
-            f"{op} of {name}{shape} takes {lookup.lowest} to {lookup.size - 1}, and gets {_range(values)}"
-            f"{place and f', at {place}'}"
-        )
+        takes = f"takes {lookup.lowest} to {lookup.size - 1}, and gets {_describe_range(values)}"
+        lines.append(f"{op} of {name}{shape} {takes}" + (f", at {place}" if place else ""))
     return lines
 
 
 def ranges(named: Mapping[str, Any]) -> list[str]:
     """Describe the integer leaves of a batch, each with its least and its greatest number."""
     return [
-        f"batch[{n!r}] {describe(v)}: {_range(v)}"
+        f"batch[{n!r}] {describe(v)}: {_describe_range(v)}"
         for n, v in named.items()
         if isinstance(v, Tensor) and v.numel() and not v.is_floating_point() and v.dtype != torch.bool
     ]
 
 
-def _range(values: Tensor) -> str:
+def _describe_range(values: Tensor) -> str:
     """Return the least and the greatest of some integers, in words."""
     low, high = map(int, torch.aminmax(values))
     return str(low) if low == high else f"{low} to {high}"
 
 
-def _lookups(node: fx.Node) -> Iterator[Lookup]:
+def _find_lookups(node: fx.Node) -> Iterator[Lookup]:
     """Yield a node's lookups: one for each tensor of indices."""
     packet = getattr(node.target, "overloadpacket", None)
     name = getattr(packet, "__name__", "")
+    # A custom operator may have the name of one of torch's.
     if (
         node.op != "call_function"
         or packet is not getattr(torch.ops.aten, name, None)
         or name not in _INDICES
     ):
         return
-    passed = arguments_of(node.target, node.args, node.kwargs)
-    table, index = passed[_TABLES.get(name, "self")], passed[_INDICES[name]]
-    shape, ignored = table.meta["val"].shape, passed.get("ignore_index")
+    arguments = arguments_of(node.target, node.args, node.kwargs)
+    table, index = arguments[_TABLES.get(name, "self")], arguments[_INDICES[name]]
+    shape, ignored = table.meta["val"].shape, arguments.get("ignore_index")
     if not shape:
         return
 
+    # Which dims are indexed, by which indices, and from which least number on?
     if name in ("index", "index_put"):
         used = [(d, i) for d, i in enumerate(index) if i is not None]
         if any(i.meta["val"].dtype in (torch.bool, torch.uint8) for _, i in used):
@@ -167,7 +171,7 @@ def _lookups(node: fx.Node) -> Iterator[Lookup]:
     elif name == "take":
         places = [(shape.numel(), index, -shape.numel())]
     else:
-        dim = passed.get("dim", 0 if name in _TABLES else min(1, len(shape) - 1))
+        dim = arguments.get("dim", 0 if name in _TABLES else min(1, len(shape) - 1))
         places = [(shape[dim], index, 0)]
     for size, indices, lowest in places:
         if indices.meta["val"].dtype in (torch.int64, torch.int32):

@@ -34,7 +34,7 @@ from fnshard.errors import TraceError, report
 aten = torch.ops.aten
 
 # Ops that read nothing but the shape or dtype of their second tensor, each with the op that takes these
-# instead. Read as a tensor, it would be kept for another kernel, which would owe it a gradient.
+# instead. Otherwise the tensor would be kept for another kernel, which would have to return its gradient.
 _LIKE: dict[Any, tuple[Any, Callable[[Tensor], Any]]] = {
     aten.expand_as.default: (aten.expand.default, lambda v: list(v.shape)),
     aten.view_as.default: (aten.view.default, lambda v: list(v.shape)),
@@ -51,17 +51,19 @@ def normalize(module: fx.GraphModule, inputs: int) -> tuple[fx.Graph, list[str],
     """
     graph = fx.Graph()
     env: dict[fx.Node, Any] = {}
-    olds = [n for n in module.graph.nodes if n.op == "placeholder"]
-    if len(olds) != inputs:
-        raise AssertionError(f"traced {len(olds)} inputs, expected {inputs}")
-    for i, old in enumerate(olds):
+    placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
+    if len(placeholders) != inputs:
+        raise AssertionError(f"traced {len(placeholders)} inputs, expected {inputs}")
+    for i, old in enumerate(placeholders):
         env[old] = graph.placeholder(f"in{i}")
 
     # A collective that `fn` calls itself would have no line in the schedule, which orders and checks them.
     named = ((n, str(n.target)) for n in module.graph.nodes)
-    exchanges = [(n, name) for n, name in named if re.match(r"_?c10d|_dtensor", name)]
-    if exchanges:
-        raise error_at(f"{COMMUNICATES}:", exchanges, ONE_DEVICE)
+    collectives = [(n, name) for n, name in named if re.match(r"_?c10d|_dtensor", name)]
+    if collectives:
+        raise error_at(f"{COMMUNICATES}:", collectives, ONE_DEVICE)
+
+    # Remove views and constants that nobody reads, before constants become inputs.
     for old in reversed(module.graph.nodes):
         # After a write autograd makes views of the base anew, where the base has no name; nobody reads them.
         if not old.users and (old.op == "get_attr" or getattr(old.target, "is_view", False)):
@@ -73,7 +75,9 @@ def normalize(module: fx.GraphModule, inputs: int) -> tuple[fx.Graph, list[str],
     for old in [n for n in module.graph.nodes if n.op == "get_attr"]:
         value = getattr(module, old.target)
         if not isinstance(value, Tensor):
-            raise TraceError(_GENERATOR) if "Generator" in repr(value) else higher_order(old.target)
+            if "Generator" in repr(value):
+                raise TraceError(_GENERATOR)
+            raise higher_order(old.target)
         constants[old.target] = value
         if old.target not in read:
             read[old.target] = graph.placeholder(old.target)
@@ -90,7 +94,7 @@ def normalize(module: fx.GraphModule, inputs: int) -> tuple[fx.Graph, list[str],
 
 def _copy_body(module: fx.GraphModule, graph: fx.Graph, env: dict, keys: dict) -> None:
     """Copy all nodes but inputs; grad modes become detaches, autocast modes become `meta["autocast"]`."""
-    grad = True
+    is_grad_enabled = True
     autocast: dict[fx.Node, tuple[Any, ...]] = {}
     detached: dict[fx.Node, fx.Node] = {}
 
@@ -111,7 +115,7 @@ def _copy_body(module: fx.GraphModule, graph: fx.Graph, env: dict, keys: dict) -
 
         # Modes of grad and autocast are no ops: they say how later nodes are copied.
         if old.target is torch._C._set_grad_enabled:
-            grad = bool(old.args[0])
+            is_grad_enabled = bool(old.args[0])
             detached.clear()
             continue
         if old.target is torch.amp.autocast_mode._enter_autocast:
@@ -123,37 +127,39 @@ def _copy_body(module: fx.GraphModule, graph: fx.Graph, env: dict, keys: dict) -
 
         # Some nodes are not copied: a change of shape in place becomes a view, and dropout in eval mode is
         # its input.
-        known = isinstance(old.target, OpOverload | CustomGradient)
-        if not known and getattr(old.target, "__module__", "") != "_operator":
+        is_known = isinstance(old.target, OpOverload | CustomGradient)
+        if not is_known and getattr(old.target, "__module__", "") != "_operator":
             raise higher_order(str(old.target))
         if torch.Tag.inplace_view in getattr(old.target, "tags", ()):
             # The tensor gets another shape, and its memory stays: from here on its name means a view of it.
             args, kwargs = fx.map_arg((old.args, old.kwargs), env.__getitem__)
-            env[old] = env[old.args[0]] = graph.call_function(_view_form(old.target), args, kwargs)
+            env[old] = env[old.args[0]] = graph.call_function(_find_view_form(old.target), args, kwargs)
             continue
-        _check_out(old)
-        if _is_inert(old):
+        _check_out_shape(old)
+        if _is_inactive_dropout(old):
             env[old] = env[old.args[0]]
             continue
-        if not grad and (same := _find_same(old)) is not None:
-            env[old] = env[same]
+        returned = None if is_grad_enabled else _find_returned_input(old)
+        if returned is not None:
+            env[old] = env[returned]
             continue
 
         # All others are copied, random ones as ops that read a key.
-        args, kwargs = fx.map_arg((old.args, old.kwargs), env.__getitem__ if grad else detach)
+        args, kwargs = fx.map_arg((old.args, old.kwargs), env.__getitem__ if is_grad_enabled else detach)
         before = set(graph.nodes) if old in keys else set()
-        made = _emit(graph, old, args, kwargs, keys.get(old))
-        fresh = [n for n in graph.nodes if n not in before] if old in keys else [made]
+        made = _write_node(graph, old, args, kwargs, keys.get(old))
+        fresh = [n for n in graph.nodes if n not in before] if old in keys else [made]  # a draw is several
         # A write under no_grad goes to an alias: what is read after it is the tensor itself, whose
         # gradient passes the write as if it were not there, as in torch.
-        written = [] if grad else mutated_args(old)
-        env[old] = env[written[0]] if len(written) == 1 == len(old.target._schema.returns) else made
+        written = [] if is_grad_enabled else mutated_args(old)
+        returns_written = len(written) == 1 and len(old.target._schema.returns) == 1
+        env[old] = env[written[0]] if returns_written else made
         for node in fresh:
             if isinstance(node, fx.Node) and node.op == "call_function" and autocast:
                 node.meta["autocast"] = tuple(autocast.values())
 
 
-def _find_same(node: fx.Node) -> fx.Node | None:
+def _find_returned_input(node: fx.Node) -> fx.Node | None:
     """Return the input that a node returns as it is, if it does, as a cast to its own dtype does.
 
     Under no_grad such a value keeps its gradient, and no other does. The tracer names it after the op that
@@ -166,14 +172,16 @@ def _find_same(node: fx.Node) -> fx.Node | None:
     memories = {storage_id(v) for v in inputs.values() if isinstance(v, Tensor)}
     if not isinstance(node.meta.get("val"), Tensor) or storage_id(node.meta["val"]) not in memories:
         return None
+
+    # One that shares memory with an input may be a view of it: run the op, and see what it returns.
     args, kwargs = fx.map_arg((source.args, source.kwargs), inputs.__getitem__)
     with torch.no_grad():
-        made = source.target(*args, **kwargs)
-    value = made if place is None else made[place]
+        result = source.target(*args, **kwargs)
+    value = result if place is None else result[place]
     return next((n for n, v in inputs.items() if v is value), None)
 
 
-def _view_form(target: OpOverload) -> OpOverload:
+def _find_view_form(target: OpOverload) -> OpOverload:
     """Return `aten.transpose` for `aten.transpose_`, say.
 
     Raises:
@@ -182,24 +190,24 @@ def _view_form(target: OpOverload) -> OpOverload:
     packet = getattr(aten, target._schema.name.removeprefix("aten::").removesuffix("_"))
     types = [str(a.type) for a in target._schema.arguments]
     for name in packet.overloads():
-        found = getattr(packet, name)
-        if found.is_view and [str(a.type) for a in found._schema.arguments] == types:
-            return found
+        overload = getattr(packet, name)
+        if overload.is_view and [str(a.type) for a in overload._schema.arguments] == types:
+            return overload
     raise TraceError(
         f"`fn` changes what memory a tensor has by {target}, which a trace loses.",
         fix="make a new tensor (x.reshape, x.new_zeros, torch.cat) and use that from there on.",
     )
 
 
-def _check_out(old: fx.Node) -> None:
+def _check_out_shape(old: fx.Node) -> None:
     """Refuse `out=` of another shape than the result's: torch would give that tensor other memory."""
     if not isinstance(old.target, OpOverload) or not old.target._schema.is_mutable:
         return
     if not any(a.is_out for a in old.target._schema.arguments):
         return
-    made = zip(mutated_args(old), tensors_of(old), strict=False)
-    pairs = [(n.meta["val"].shape, v.shape) for n, v in made]
-    wrong = [f"{list(before)} for {list(after)}" for before, after in pairs if before != after]
+    outs = zip(mutated_args(old), tensors_of(old), strict=False)
+    shapes = [(n.meta["val"].shape, result.shape) for n, result in outs]
+    wrong = [f"{list(given)} for {list(needed)}" for given, needed in shapes if given != needed]
     if wrong:
         raise TraceError(
             f"`fn` calls {old.target} with an out= of another shape than the result's:",
@@ -219,39 +227,41 @@ def _is_random(node: fx.Node) -> bool:
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return False
     if node.target is aten.scaled_dot_product_attention.default:
-        return _argument(node, "dropout_p") != 0
-    if _is_inert(node):
+        return _get_argument(node, "dropout_p") != 0
+    if _is_inactive_dropout(node):
         return False
-    if node.target in _RECURRENT and not (_argument(node, "train") and _argument(node, "dropout")):
+    if node.target in _RECURRENT and not (_get_argument(node, "train") and _get_argument(node, "dropout")):
         return False
     return torch.Tag.nondeterministic_seeded in node.target.tags or node.target in _RANDOM
 
 
-def _is_inert(node: fx.Node) -> bool:
-    """Return whether it is dropout in eval mode."""
-    return node.target in _INERT and not _argument(node, "train")
+def _is_inactive_dropout(node: fx.Node) -> bool:
+    """Return whether a node is dropout in eval mode."""
+    return node.target in _DROPOUTS and not _get_argument(node, "train")
 
 
-def _argument(node: fx.Node, name: str) -> Any:
+def _get_argument(node: fx.Node, name: str) -> Any:
     """Return an argument of a node by name, or its default."""
     return arguments_of(node.target, node.args, node.kwargs)[name]
 
 
-def _emit(graph: fx.Graph, old: fx.Node, args: tuple, kwargs: dict, key: fx.Node | None) -> Any:
+def _write_node(graph: fx.Graph, old: fx.Node, args: tuple, kwargs: dict, key: fx.Node | None) -> Any:
     """Write a node into `graph`, with given arguments; a random one in the form that reads `key`."""
     # An op that draws nothing stays as it is, or gets a form that means the same here.
     if key is None:
         if old.target in _SPARSE_GRADIENT:  # gradients are dense here
             named = zip(old.target._schema.arguments, args, strict=False)
-            args = tuple(given if a.name != "sparse" else False for a, given in named)
+            args = tuple(False if a.name == "sparse" else value for a, value in named)
             kwargs = {k: v for k, v in kwargs.items() if k != "sparse"}
         target = old.target
         if target in _LIKE and isinstance(old.args[1], fx.Node):
-            target, read = _LIKE[target]
-            args = (args[0], read(old.args[1].meta["val"]), *args[2:])
+            target, read_property = _LIKE[target]
+            args = (args[0], read_property(old.args[1].meta["val"]), *args[2:])
         node = graph.call_function(target, args, kwargs)
         node.meta = {k: v for k, v in old.meta.items() if k in ("nn_module_stack", "stack_trace")}
         return node
+
+    # A random op becomes one that reads the key.
     if old.target not in _RANDOM:
         raise error_at(
             f"`fn` draws random numbers with {old.target}, which has no counter-based form here:",
@@ -290,27 +300,34 @@ def _check_draw(old: fx.Node) -> None:
         ) from error
 
 
+# A rule of a random op: from its arguments, the key and the fake result to the op that reads the key, and its
+# arguments.
 Draw = Callable[[dict[str, Any], fx.Node, Tensor], tuple[Any, tuple[Any, ...]]]
 
 
 def _draw_shape(target: Any, *names: str) -> Draw:
     """Return the rule of an op that takes shape, dtype and the arguments of these names."""
-    return lambda b, key, val: (target, (key, list(val.shape), val.dtype, *(b[n] for n in names)))
+    return lambda given, key, val: (target, (key, list(val.shape), val.dtype, *(given[n] for n in names)))
 
 
-def _draw_integers(b: dict[str, Any], key: fx.Node, val: Tensor) -> tuple[Any, tuple[Any, ...]]:
+def _draw_integers(given: dict[str, Any], key: fx.Node, val: Tensor) -> tuple[Any, tuple[Any, ...]]:
     """Draw integers: the rule of `randint` in all its forms."""
-    return ops.integers.default, (key, b.get("low", 0), b["high"], list(val.shape), val.dtype)
+    return ops.integers.default, (key, given.get("low", 0), given["high"], list(val.shape), val.dtype)
 
 
 def _draw_mask(target: Any, *more: Any) -> Draw:
     """Return the rule of a kind of dropout, which reads its input and the probability of a zero."""
-    return lambda b, key, val: (target, (b["input"] if "input" in b else b["self"], key, b["p"], *more))
+
+    def rule(given: dict[str, Any], key: fx.Node, val: Tensor) -> tuple[Any, tuple[Any, ...]]:
+        x = given["input"] if "input" in given else given["self"]
+        return target, (x, key, given["p"], *more)
+
+    return rule
 
 
 def _draw_below(target: Any, name: str = "p") -> Draw:
     """Return the rule of an op that gives 1 where a uniform number is below the argument of this name."""
-    return lambda b, key, val: (target, (b[name], key, list(val.shape), val.dtype))
+    return lambda given, key, val: (target, (given[name], key, list(val.shape), val.dtype))
 
 
 _RANDOM: dict[Any, Draw] = {
@@ -328,10 +345,10 @@ _RANDOM: dict[Any, Draw] = {
     **dict.fromkeys(
         (aten.randint.default, aten.randint.low, aten.randint.generator, aten.randint.low_generator,
          aten.randint_like.default, aten.randint_like.low_dtype), _draw_integers),
-    aten.scaled_dot_product_attention.default: lambda b, key, val: (
+    aten.scaled_dot_product_attention.default: lambda given, key, val: (
         ops.attention.default,
-        (b["query"], b["key"], b["value"], b["attn_mask"], key, b["dropout_p"], b["is_causal"], b["scale"],
-         b["enable_gqa"])),
+        (given["query"], given["key"], given["value"], given["attn_mask"], key, given["dropout_p"],
+         given["is_causal"], given["scale"], given["enable_gqa"])),
 }  # fmt: skip
 for _end in ("", "_"):
     _RANDOM |= {
@@ -340,7 +357,7 @@ for _end in ("", "_"):
         getattr(aten, f"alpha_dropout{_end}").default: _draw_mask(ops.alpha_dropout.default, False),
         getattr(aten, f"feature_alpha_dropout{_end}").default: _draw_mask(ops.alpha_dropout.default, True),
     }
-_INERT = {
+_DROPOUTS = {
     getattr(aten, f"{name}{inplace}").default
     for name in ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
     for inplace in ("", "_")

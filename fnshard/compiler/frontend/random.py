@@ -1,9 +1,9 @@
 """Counter-based random ops: a value is a hash of (key, element index), never of hidden state.
 
-So a mask drawn again under recompute is the same mask, on any backend, and equal blocks stay equal code: the
-key is an input. The hash is splitmix64's finaliser (Steele, Lea & Flood 2014). The ops are composite:
-autograd and Inductor see plain integer arithmetic, which fuses into its consumer. An op that is given
-`strides` draws a part of a larger tensor, which has these strides (`key_at`).
+So a mask that is drawn again under recompute is the same mask, on any backend. And equal blocks stay equal
+code, since the key is an input. The hash is splitmix64's finaliser (Steele, Lea & Flood 2014). The ops are
+composite: autograd and Inductor see plain integer arithmetic, which fuses into its consumer. An op that is
+given `strides` draws a part of a larger tensor, which has these strides (`key_at`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fnshard.losses.linear import wide
 
 _LIB = torch.library.Library("fnshard", "DEF")
 
-Strides = list[int] | None  # how far apart elements are in the whole draw that they are a part of
+Strides = list[int] | None  # of a part in the whole draw: how far apart its elements are there
 _DIGITS = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 53}  # of a significand
 _STREAMS = 2  # independent hashes for each element: a normal number takes two
 
@@ -34,7 +34,7 @@ def key_at(key: Tensor, element: Tensor | int) -> Tensor:
     return key + element * _STREAMS
 
 
-def _bits(
+def _draw_bits(
     key: Tensor, shape: list[int], stream: int, streams: int = _STREAMS, strides: Strides = None
 ) -> Tensor:
     """Return 64 random bits for each element, as int64; `stream` is one of `streams` independent hashes."""
@@ -50,17 +50,17 @@ def _bits(
     return mix(key + (index * streams + stream))
 
 
-def _unit(
+def _draw_unit(
     key: Tensor, shape: list[int], stream: int = 0, dtype: torch.dtype = torch.float32,
     strides: Strides = None,
 ) -> Tensor:  # fmt: skip
     """Draw multiples of 2^-digits in [0, 1), exact in `dtype`; half types are returned in fp32."""
     digits = _DIGITS[dtype]
     wide = torch.promote_types(dtype, torch.float32)
-    return shift(_bits(key, shape, stream, strides=strides), 64 - digits).to(wide) * 2.0**-digits
+    return shift(_draw_bits(key, shape, stream, strides=strides), 64 - digits).to(wide) * 2.0**-digits
 
 
-def _draw_parts(draw: Callable[..., Tensor], key: Tensor, shape: list[int], dtype: torch.dtype) -> Tensor:
+def _draw_complex(draw: Callable[..., Tensor], key: Tensor, shape: list[int], dtype: torch.dtype) -> Tensor:
     """Draw complex numbers whose real and imaginary parts come from `draw`."""
     return torch.view_as_complex(draw(key, [*shape, 2], dtype.to_real()))
 
@@ -68,8 +68,8 @@ def _draw_parts(draw: Callable[..., Tensor], key: Tensor, shape: list[int], dtyp
 def _uniform(key: Tensor, shape: list[int], dtype: torch.dtype, low: float = 0.0, high: float = 1.0):
     """Draw uniform numbers in [low, high)."""
     if dtype.is_complex:
-        return _draw_parts(lambda *a: _uniform(*a, low, high), key, shape, dtype)
-    value = _unit(key, shape, 0, dtype)
+        return _draw_complex(lambda *a: _uniform(*a, low, high), key, shape, dtype)
+    value = _draw_unit(key, shape, 0, dtype)
     if (low, high) == (0.0, 1.0):
         return value.to(dtype)
     value = (value * (high - low) + low).to(dtype)
@@ -79,10 +79,10 @@ def _uniform(key: Tensor, shape: list[int], dtype: torch.dtype, low: float = 0.0
 def _normal(key: Tensor, shape: list[int], dtype: torch.dtype, mean: float = 0.0, std: float = 1.0):
     """Draw normal numbers."""
     if dtype.is_complex:
-        return _draw_parts(_normal, key, shape, dtype) * (std * 0.5**0.5) + mean
+        return _draw_complex(_normal, key, shape, dtype) * (std * 0.5**0.5) + mean
     wide = torch.promote_types(dtype, torch.float32)
-    u1 = 1.0 - _unit(key, shape, 0, wide)  # in (0, 1]: its log is finite
-    u2 = _unit(key, shape, 1, wide)
+    u1 = 1.0 - _draw_unit(key, shape, 0, wide)  # in (0, 1]: its log is finite
+    u2 = _draw_unit(key, shape, 1, wide)
     value = torch.sqrt(-2.0 * torch.log(u1)) * torch.cos(2.0 * math.pi * u2)  # Box & Muller 1958
     return (value if (mean, std) == (0.0, 1.0) else value * std + mean).to(dtype)
 
@@ -90,7 +90,7 @@ def _normal(key: Tensor, shape: list[int], dtype: torch.dtype, mean: float = 0.0
 def _exponential(key: Tensor, shape: list[int], dtype: torch.dtype, rate: float) -> Tensor:
     """Draw exponential numbers, by inverting the distribution function."""
     wide = torch.promote_types(dtype, torch.float32)
-    value = -torch.log(1.0 - _unit(key, shape, 0, wide))
+    value = -torch.log(1.0 - _draw_unit(key, shape, 0, wide))
     # A draw of 0 counts as half of the smallest step.
     value = value.clamp(min=0.5 ** (_DIGITS[wide] + 1)) / rate
     return value.clamp(min=torch.finfo(dtype).tiny).to(dtype)  # never zero, as in torch: users take its log
@@ -100,27 +100,28 @@ def _integers(key: Tensor, low: int, high: int, shape: list[int], dtype: torch.d
     """Draw each of low, ..., high - 1 equally often, to within one part in 2^32."""
     if dtype.is_floating_point:
         # Of a float type only numbers are drawn that it has.
-        low, high = -_floor(-low, dtype), _floor(high - 1, dtype) + 1
+        low, high = -_round_down(-low, dtype), _round_down(high - 1, dtype) + 1
     span, half = high - low, 1 << 63
 
-    # Rejection sampling with a fixed number of draws: the first hit counts. Bits below `even` hit, and give
-    # all remainders equally often. A span of more than 63 bits is hit by bits that lie in it as they are.
+    # Rejection sampling with a fixed number of draws, of which the last hit counts. Bits below `even` hit,
+    # and give all remainders equally often. Where a span has more than 63 bits, `even` is 0, and bits that
+    # lie in it hit as they are.
     even = half - half % span if span < half else 0
     missed = 1 - (even / half if even else span / (2 * half))
     draws = math.ceil(32 / -math.log2(missed)) if missed > 0 else 1
 
     value = None
     for stream in range(draws):
-        bits = _bits(key, shape, stream, draws)
+        bits = _draw_bits(key, shape, stream, draws)
         last = value
         value = shift(bits, 1) % span + low if even else bits.clamp(low, high - 1)
-        if last is not None:
+        if last is not None:  # a miss keeps the value of the draw before it
             hit = shift(bits, 1) < even if even else value == bits
             value = torch.where(hit, value, last)
     return value.to(dtype)
 
 
-def _floor(value: int, dtype: torch.dtype) -> int:
+def _round_down(value: int, dtype: torch.dtype) -> int:
     """Return the largest number of a float type that is at most `value`."""
     drop = max(0, abs(value).bit_length() - _DIGITS[dtype])
     return value >> drop << drop
@@ -132,7 +133,7 @@ def _dropout(
     """Zero elements with probability p, and scale the others so that the mean stays."""
     if p >= 1.0:
         return x * 0
-    keep = _unit(key, shape or list(x.shape), strides=strides) >= p
+    keep = _draw_unit(key, shape or list(x.shape), strides=strides) >= p
     return x * keep.to(x.dtype) * (1.0 / (1.0 - p))  # a factor in x's dtype would be rounded before
 
 
@@ -143,10 +144,10 @@ def dropout_factors(x: Tensor, key: Tensor, p: float, strides: Strides = None) -
 
 def _feature_dropout(x: Tensor, key: Tensor, p: float, strides: Strides = None) -> Tensor:
     """Zero whole channels, [B, C, ...]."""
-    return _dropout(x, key, p, strides, _features(x))
+    return _dropout(x, key, p, strides, _get_feature_shape(x))
 
 
-def _features(x: Tensor) -> list[int]:
+def _get_feature_shape(x: Tensor) -> list[int]:
     """Return the shape of one number for each channel."""
     return list(x.shape[:2]) + [1] * (x.dim() - 2)
 
@@ -155,8 +156,8 @@ def _alpha_dropout(x: Tensor, key: Tensor, p: float, features: bool, strides: St
     """Drop as in Klambauer et al. 2017: dropped elements take SELU's lower limit; mean and variance stay."""
     if p >= 1.0:
         return x * 0
-    keep = _unit(key, _features(x) if features else list(x.shape), strides=strides) >= p
-    keep = keep.to(x.dtype)
+    shape = _get_feature_shape(x) if features else list(x.shape)
+    keep = (_draw_unit(key, shape, strides=strides) >= p).to(x.dtype)
     a = ((_SELU_LIMIT**2 * p + 1) * (1 - p)) ** -0.5
     return x * (keep * a) + (keep - 1 + p) * (_SELU_LIMIT * a)
 
@@ -168,7 +169,7 @@ def _bernoulli(
     p: Tensor | float, key: Tensor, shape: list[int], dtype: torch.dtype, strides: Strides = None
 ) -> Tensor:
     """Draw ones with probability p, else zeros; p is compared in fp64, in which it is exact."""
-    return (_unit(key, shape, 0, torch.float64, strides) < p).to(dtype)
+    return (_draw_unit(key, shape, 0, torch.float64, strides) < p).to(dtype)
 
 
 # ------------------------------------------------------------------ attention
@@ -176,7 +177,7 @@ def _bernoulli(
 # that any block of it can be made by itself, and drawn again in the backward: no tensor is [T, S].
 
 BLOCK_BYTES = 1 << 24  # the scores of one block; their random bits take several times as many
-LONG = 1 << 20  # scores of a row and head, from which on attention works block by block
+LONG = 1 << 20  # from so many scores of a row and head on, attention works block by block
 
 
 def attention_like(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -203,14 +204,13 @@ def dropout_attention(
         draw: the key of the random numbers, which are those of scores with these `strides`.
     """
     out, lse = attention_like(query, key, value)
-    for rows in _blocks(query, key):
-        scores = _scores(query, key, mask, is_causal, scale, rows)
+    for rows in _cut_blocks(query, key):
+        scores = _compute_scores(query, key, mask, is_causal, scale, rows)
         top = scores.logsumexp(-1)
         lse[..., rows] = top
-        shares = _shares(scores, top)
-        out[..., rows, :] = (shares * _factors_of_rows(shares, draw, p, strides, rows)).to(
-            value.dtype
-        ) @ value
+        shares = _compute_shares(scores, top)
+        kept = shares * _draw_factors(shares, draw, p, strides, rows)
+        out[..., rows, :] = kept.to(value.dtype) @ value
     return out, lse
 
 
@@ -223,15 +223,14 @@ def dropout_attention_backward(
     to_query = query.new_empty(query.shape)
     # Every block of queries adds to the gradients of all keys and values: they are summed wide.
     to_key, to_value = (t.new_zeros(t.shape, dtype=wide(t.dtype)) for t in (key, value))
-    for rows in _blocks(query, key):
-        shares = _shares(_scores(query, key, mask, is_causal, scale, rows), lse[..., rows])
-        kept = _factors_of_rows(shares, draw, p, strides, rows)
-        g = grad[..., rows, :]
-
-        to_value += (shares * kept).to(g.dtype).mT @ g
+    for rows in _cut_blocks(query, key):
+        shares = _compute_shares(_compute_scores(query, key, mask, is_causal, scale, rows), lse[..., rows])
+        factors = _draw_factors(shares, draw, p, strides, rows)
+        grad_rows = grad[..., rows, :]
+        to_value += (shares * factors).to(grad_rows.dtype).mT @ grad_rows
 
         # Through the softmax: the slope of each share, less their mean that is weighted by the shares.
-        slope = (g @ value.mT) * kept
+        slope = (grad_rows @ value.mT) * factors
         slope = (shares * (slope - (slope * shares).sum(-1, keepdim=True)) * scale).to(key.dtype)
         to_query[..., rows, :] = slope @ key
         to_key += slope.mT @ query[..., rows, :]
@@ -270,36 +269,37 @@ def _flops_backward(
 # ------------------------------------------------------------------ a block of queries
 
 
-def _blocks(query: Tensor, key: Tensor) -> Iterator[slice]:
+def _cut_blocks(query: Tensor, key: Tensor) -> Iterator[slice]:
     """Yield slices of queries whose scores take about `BLOCK_BYTES`."""
     length = query.shape[-2]
     row = math.prod(query.shape[:-2]) * key.shape[-2] * query.element_size()
     rows = max(1, min(length, BLOCK_BYTES // max(row, 1)))
-    return (slice(at, min(at + rows, length)) for at in range(0, length, rows))
+    return (slice(start, min(start + rows, length)) for start in range(0, length, rows))
 
 
-def _scores(
+def _compute_scores(
     query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float, rows: slice
 ) -> Tensor:
     """Return the scores of a slice of queries, with the mask of all queries applied."""
     scores = ((query[..., rows, :] * scale) @ key.mT).to(wide(query.dtype))
     if is_causal:
-        places = torch.arange(key.shape[-2], device=key.device)
-        own = torch.arange(rows.start, rows.stop, device=key.device)
-        scores.masked_fill_(places > own[:, None], -math.inf)
+        key_places = torch.arange(key.shape[-2], device=key.device)
+        query_places = torch.arange(rows.start, rows.stop, device=key.device)
+        scores.masked_fill_(key_places > query_places[:, None], -math.inf)
     if mask is None:
         return scores
+    # A mask of one row is that of all queries.
     part = mask if mask.dim() < 2 or mask.shape[-2] == 1 else mask[..., rows, :]
     return scores.masked_fill_(~part, -math.inf) if part.dtype == torch.bool else scores + part
 
 
-def _shares(scores: Tensor, lse: Tensor) -> Tensor:
+def _compute_shares(scores: Tensor, lse: Tensor) -> Tensor:
     """Return the softmax of scores, given their log-sum-exp; 0 for a query that sees nothing, as in torch."""
     return (scores - lse.masked_fill(lse == -math.inf, 0.0)[..., None]).exp()
 
 
-def _factors_of_rows(shares: Tensor, draw: Tensor, p: float, strides: list[int], rows: slice) -> Tensor:
-    """Return dropout's factors for a slice of queries."""
+def _draw_factors(shares: Tensor, draw: Tensor, p: float, strides: list[int], rows: slice) -> Tensor:
+    """Return dropout's factors for a slice of queries: those of its first element on in the whole draw."""
     return dropout_factors(shares, key_at(draw, rows.start * strides[-2]), p, strides)
 
 
@@ -312,6 +312,8 @@ def _attention(q, k, v, mask, key, p, is_causal, scale, enable_gqa, strides=None
     if enable_gqa:
         k = k.repeat_interleave(q.shape[-3] // k.shape[-3], -3)
         v = v.repeat_interleave(q.shape[-3] // v.shape[-3], -3)
+
+    # Of many scores no tensor is made. A mask's gradient would need one.
     size = q.shape[-2] * k.shape[-2]
     if size >= LONG and not (mask is not None and mask.requires_grad) and q.shape[:-2] == k.shape[:-2]:
         if strides is None:
@@ -353,8 +355,9 @@ ops = torch.ops.fnshard
 
 def derive_keys(seed: int, step: int, rank: int, micro: int, count: int) -> Tensor:
     """Return int64[count] on the host: a key for each random op, a function of the arguments alone."""
-    state = torch.tensor([seed, step, rank, micro], dtype=torch.int64)
+    # Each number is mixed into the key of those before it, so that (1, 2) and (2, 1) have other keys.
+    numbers = torch.tensor([seed, step, rank, micro], dtype=torch.int64)
     key = torch.tensor(0, dtype=torch.int64)
-    for part in state:
+    for part in numbers:
         key = mix(key * GOLDEN + part + 1)
     return mix(torch.arange(1, count + 1, dtype=torch.int64) * GOLDEN + key)

@@ -41,12 +41,13 @@ def check_constants(constants: Mapping[str, Tensor]) -> None:
             "torch.enable_grad() and from detached inputs.",
         )
 
-    kinds = (tree.unusual(v) or "a conjugated view" * v.is_conj() for v in constants.values())
-    if odd := [kind for kind in kinds if kind]:
+    kinds = [tree.unusual(v) or ("a conjugated view" if v.is_conj() else "") for v in constants.values()]
+    odd = [kind for kind in kinds if kind]
+    if odd:
         raise TraceError(f"`fn` closes over {len(odd)} tensor(s) it cannot compute with:", odd, tree.DENSE)
 
     wrong = [
-        f"{describe(v)}" + (" that requires grad" if v.requires_grad else "")
+        describe(v) + (" that requires grad" if v.requires_grad else "")
         for v in constants.values()
         if v.requires_grad or v.nbytes > CLOSURE_LIMIT_BYTES
     ]
@@ -67,28 +68,24 @@ def check_program(program: Program, specs: Mapping[str, LayoutSpec], differentia
     ]
     if odd:
         raise error_at("`fn` makes tensors that cannot be cut and differentiated:", odd, tree.DENSE)
-    _check_written_constants(program)
-    _check_written(program, specs, differentiate)
+
+    # By now the tracer has run such a write, once and on the tensor itself. A value that `fn` leaves there
+    # for the next step (a counter, an average) would be lost.
+    written_constants = [describe(program.constants[n]) for n in written_inputs(program, "constant")]
+    if written_constants:
+        raise TraceError(
+            f"`fn` writes in place to {len(written_constants)} tensor(s) that it closes over:",
+            written_constants,
+            "clone it first; what must live from step to step is a leaf of the parameter tree "
+            "(trainable=False), which a step stores.",
+        )
+    _check_written_leaves(program, specs, differentiate)
+
     check_dtypes(program)
     if differentiate and not program.results[program.outputs.loss].meta["val"].requires_grad:
         raise TraceError(
             "the loss depends on no trainable leaf.",
             fix="set trainable=True in the spec of a leaf it reads, and look for detach or no_grad.",
-        )
-
-
-def _check_written_constants(program: Program) -> None:
-    """Refuse writes to tensors that `fn` closes over.
-
-    The tracer has run the write by then, once and on the tensor itself. A value that `fn` leaves there for
-    the next step (a counter, an average) would be lost.
-    """
-    if constants := [describe(program.constants[name]) for name in written_inputs(program, "constant")]:
-        raise TraceError(
-            f"`fn` writes in place to {len(constants)} tensor(s) that it closes over:",
-            constants,
-            "clone it first; what must live from step to step is a leaf of the parameter tree "
-            "(trainable=False), which a step stores.",
         )
 
 
@@ -99,11 +96,11 @@ def written_inputs(program: Program, kind: str) -> dict[str, fx.Node]:
         for arg in mutated_args(node):
             first.setdefault(storage_id(arg.meta["val"]), node)
     named = zip(program.placeholders, program.inputs, strict=True)
-    found = {i.name: first.get(storage_id(n.meta["val"])) for n, i in named if i.kind == kind}
-    return {path: node for path, node in found.items() if node is not None}
+    writers = {i.name: first.get(storage_id(n.meta["val"])) for n, i in named if i.kind == kind}
+    return {name: node for name, node in writers.items() if node is not None}
 
 
-def _check_written(program: Program, specs: Mapping[str, LayoutSpec], differentiate: bool) -> None:
+def _check_written_leaves(program: Program, specs: Mapping[str, LayoutSpec], differentiate: bool) -> None:
     """Refuse writes to leaves that train, or that `fn` sees rounded; a forward may write to none."""
     wrong, narrow = [], []
     for path, node in written_inputs(program, "leaf").items():

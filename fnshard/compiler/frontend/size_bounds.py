@@ -1,7 +1,7 @@
 """Size bounds: what `fn` promises for sizes which depend on data, and by how much a step exceeds them.
 
-A trace collects them, `compiler.ir.program.Outputs` says which of the program's results they are, and they
-travel with the step's scalars, so that nothing waits for a device.
+A trace collects the bounds. `compiler.ir.program.Outputs` says which of the program's results the excesses
+are, and they travel with the step's scalars, so that nothing waits for a device.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ def bounded(x: Tensor, size: int, dim: int = 0) -> Tensor:
     length = x.shape[dim]
     if isinstance(length, torch.SymInt):
         torch._check(length <= size)
-        if (limits := getattr(_state, "limits", None)) is not None:
+        limits = getattr(_state, "limits", None)
+        if limits is not None:
             limits.promised.add(length.node.expr)
-
     elif length > size:
         raise StateError(
             f"dim {dim} of a tensor of shape {list(x.shape)} is longer than its bound of {size}.",
@@ -85,7 +85,7 @@ def check_limits(numbers: Mapping[Any, float]) -> None:
         raise StateError(
             "the batch needs more than `fn` has a bound for; what the step has computed is wrong:",
             [
-                f"{limit.op}{limit.place and f' at {limit.place}'}: {more} more than its bound of "
+                f"{limit.op}{f' at {limit.place}' if limit.place else ''}: {more} more than its bound of "
                 f"{limit.size}, in all ranks and micro-batches together"
                 for limit, more in exceeded.items()
             ],
@@ -115,10 +115,10 @@ class Limits:
 
     def append(self, outputs: Outputs, values: list[Tensor]) -> tuple[Outputs, list[Tensor]]:
         """Append the limits and excesses collected so far to outputs and values, and begin anew."""
-        found = tuple(replace(n, result=len(values) + i) for i, (n, _) in enumerate(self.found))
+        limits = tuple(replace(n, result=len(values) + i) for i, (n, _) in enumerate(self.found))
         values = values + [excess for _, excess in self.found]
         self.found.clear()
-        return replace(outputs, limits=outputs.limits + found), values
+        return replace(outputs, limits=outputs.limits + limits), values
 
 
 def is_promised(length: torch.SymInt) -> bool:

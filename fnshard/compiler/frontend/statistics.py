@@ -42,6 +42,7 @@ def batch_norm(
     """
     if not training or psum(1, axes) == 1:
         return F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
+
     # This rank's own statistics, centred by its own mean so that nothing cancels.
     channels, shape = x.shape[1], (1, -1, *[1] * (x.dim() - 2))
     dims = [0, *range(2, x.dim())]
@@ -57,6 +58,7 @@ def batch_norm(
     mean = (means * counts).sum(0) / count
     squares = squares.sum(0) + (counts * (means - mean).square()).sum(0)
 
+    # Update the running statistics, which are leaves that the step stores.
     if running_mean is not None and running_var is not None:
         with torch.no_grad():
             running_mean.copy_(running_mean * (1 - momentum) + mean * momentum)

@@ -1,4 +1,4 @@
-"""Trace `fn` on fake leaves into a Program, as a list of stages.
+"""Trace `fn` on fake leaves into a Program, in stages.
 
 This is the only module that uses torch's proxy tracer before autograd dispatch, and that makes fake tensors.
 """
@@ -85,7 +85,7 @@ def trace(
         batch: this rank's micro-batch: tensors (real, meta or fake) and constants.
         mesh: the mesh whose axes the exchanges of `fn` name.
         differentiate: whether `fn` is a loss; otherwise it may return anything, and is traced under no_grad.
-        sources: keep where each node comes from (`compiler.ir.source_lines`), which is slow.
+        sources: whether to note the line of each node (`compiler.ir.source_lines`), which is slow.
 
     Raises:
         TraceError: `fn` does something that cannot be captured; the message shows the way out.
@@ -116,7 +116,7 @@ def trace(
         # Before each later step the guard looks whether something that `fn` read has changed since.
         tensors = traced.closed_over, traced.copied
         guard = Guard(source.runs, surroundings.reached, surroundings.written, *tensors)
-        return replace(traced.program, guard=guard, rows=_rows(source.batch))
+        return replace(traced.program, guard=guard, rows=_count_rows(source.batch))
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +141,15 @@ class Source:
 
 @dataclass(frozen=True, eq=False)
 class Fakes:
-    """Tensors without values, by path: leaves, and the tensors of a batch, which has constants too."""
+    """A set of tensors without values.
+
+    Args:
+        mode: the mode that they belong to.
+        leaves: the leaves by path.
+        tensors: the tensors of the batch by path.
+        batch: all leaves of the batch by path, constants too, as they were passed.
+        structure: the structure of the batch.
+    """
 
     mode: FakeTensorMode
     leaves: Mapping[str, Tensor]
@@ -151,22 +159,22 @@ class Fakes:
 
     @classmethod
     def of(cls, source: Source) -> Fakes:
+        """Make fakes of the leaves and the batch of a source."""
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         batch, structure = flatten_batch(source.batch)
+        leaf_values: dict[str, Tensor] = {}
         with mode:
-            made = {
-                path: torch.empty(tuple(shape), dtype=dtype, device=source.device).requires_grad_(
-                    source.differentiate and bool(source.specs[path].trainable) and dtype.is_floating_point
-                )
-                for path, (shape, dtype) in source.shapes.items()
-            }
+            for path, (shape, dtype) in source.shapes.items():
+                trains = source.differentiate and bool(source.specs[path].trainable)
+                leaf = torch.empty(tuple(shape), dtype=dtype, device=source.device)
+                leaf_values[path] = leaf.requires_grad_(trains and dtype.is_floating_point)
+            # These are contiguous: collation may give tensors other strides, which the step copies.
             tensors = {
-                # Micro-batching and collation may hand over any strides; the step copies those that are odd.
                 name: torch.empty(v.shape, dtype=v.dtype, device=source.device)
                 for name, v in batch.items()
                 if isinstance(v, Tensor)
             }
-        return cls(mode, made, tensors, batch, structure)
+        return cls(mode, leaf_values, tensors, batch, structure)
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,8 +213,11 @@ class TracedProgram:
 
 
 @dataclass(eq=False)
-class _Flat:
-    """A form of `fn` that takes and returns flat tensors; it notes their names and how `fn`'s outputs lie."""
+class _FlatFunction:
+    """A form of `fn` that takes and returns lists of tensors.
+
+    It notes the names of the tensors (`names`, by id), and how `fn`'s outputs lie among them (`outputs`).
+    """
 
     source: Source
     fakes: Fakes
@@ -225,6 +236,7 @@ class _Flat:
         self.names |= {id(v): f"params[{p!r}]" for p, v in zip(fakes.leaves, leaf_values, strict=True)}
         self.names |= {id(v): f"batch[{n!r}]" for n, v in tensors.items()}
 
+        # Run it, and flatten what it returns; by how much limits are exceeded is returned too.
         with self.surroundings.one_run():
             result = args.call(source.fn, tree.unflatten(leaf_values, source.structure))
             check_requires_grad(fakes.leaves, before, leaf_values)
@@ -253,34 +265,37 @@ def capture(
         TraceError: `fn` failed; torch's own error is explained in terms of `fn`'s code.
     """
     fakes = Fakes.of(source)
-    flat = _Flat(source, fakes, surroundings, limits)
+    flat = _FlatFunction(source, fakes, surroundings, limits)
     inputs = [*fakes.leaves.values()], [*fakes.tensors.values()]
 
-    run, traced = prepare(flat), partial(make_fx, tracing_mode="fake", pre_dispatch=True)
+    run, trace_function = prepare(flat), partial(make_fx, tracing_mode="fake", pre_dispatch=True)
     with refusals(source.device) as calls, torch.set_grad_enabled(source.differentiate):
+        # Values of hooks are further results.
+        run_with_hooks = lambda leaves, batch: [*run(leaves, batch), *calls.hooks.values()]  # noqa: E731
         try:
             try:
                 with source_lines.record() if source.sources else nullcontext():
-                    made = traced(lambda leaves, batch: [*run(leaves, batch), *calls.hooks.values()])(*inputs)
-                return Recording(made, len(calls.hooks), flat.outputs, fakes)
+                    module = trace_function(run_with_hooks)(*inputs)
+                return Recording(module, len(calls.hooks), flat.outputs, fakes)
             except (DynamicOutputShapeException, DataDependentOutputException):
                 # A length depends on data: trace with symbols, then run that graph on padded tensors.
                 calls.hooks.clear()
                 padded = partial(flat.run_padded, ragged_run.capture(run, *inputs))
                 if calls.hooks:
                     raise TraceError(HOOK.format(name="where lengths depend on data")) from None
-                return Recording(traced(padded)(*inputs), 0, flat.outputs, fakes)
+                return Recording(trace_function(padded)(*inputs), 0, flat.outputs, fakes)
         except Exception as error:
+            # Say what failed in terms of `fn`'s code.
             if type(error).__module__ == "torch._dynamo.exc":
                 raise higher_order("torch.cond or another operator that takes functions") from error
             batch = {**fakes.batch, **fakes.tensors}
-            found = explain(error, calls.failed, flat.names, source.fn, batch)
-            trail = None if getattr(found, "placed", False) else user_traceback(error)
-    raise found.with_traceback(trail)  # out here, so that torch's own error is not chained to it
+            explained = explain(error, calls.failed, flat.names, source.fn, batch)
+            frames = None if getattr(explained, "placed", False) else user_traceback(error)
+    raise explained.with_traceback(frames)  # out here, so that torch's own error is not chained to it
 
 
 def flatten_batch(batch: Arguments | Sequence[Any]) -> tuple[dict[str, Any], tree.TreeDef]:
-    """Return `{path: leaf}` of a batch, `Whole` and `Sequence` taken off, and its structure."""
+    """Return `{path: leaf}` of a batch, without the wrappers `Whole` and `Sequence`, and its structure."""
     named, structure = Arguments.of(batch).leaves
     return {n: unwrap_leaf(v) for n, v in named.items()}, structure
 
@@ -315,38 +330,40 @@ def return_writes(source: Source, traced: TracedProgram) -> TracedProgram:
     """Append the new values of leaves that `fn` writes to, such as buffers, to the results, before hooks."""
     program = traced.program
     written, end = written_inputs(program, "leaf"), len(program.results) - traced.hooks
-    results, last = program.results[:end], program.results[end:]
+    results, hooks = program.results[:end], program.results[end:]
     named = zip(program.placeholders, program.inputs, strict=True)
-    nodes = [n for n, i in named if i.kind == "leaf" and i.name in written]
-    program.graph.output_node().args = ([*results, *nodes, *last],)
+    leaf_nodes = [n for n, i in named if i.kind == "leaf" and i.name in written]
+    # A leaf's placeholder as a result is its new value, once `remove_writes` has made the writes pure.
+    program.graph.output_node().args = ([*results, *leaf_nodes, *hooks],)
     writes = {path: len(results) + number for number, path in enumerate(written)}
     return replace(traced, program=replace(program, outputs=replace(program.outputs, writes=writes)))
 
 
 def remove_writes(source: Source, traced: TracedProgram) -> TracedProgram:
     """Replace every write in place by a new value, so that the program is pure."""
-    with traced.program.fake_mode, torch.set_grad_enabled(source.differentiate):
+    program = traced.program
+    with program.fake_mode, torch.set_grad_enabled(source.differentiate):
+        # Look for writes to values that the backward reads while the program still has its writes.
         if source.differentiate:
-            program = traced.program
             check_backward(program.graph, program.outputs.loss, traced.examples(), DIFFERENTIABLE)
-        pure = functionalize(traced.program.graph)
-        if pure is not traced.program.graph:
+        pure = functionalize(program.graph)
+        if pure is not program.graph:
             propagate(pure, traced.examples())
         if index_strided(pure):
             propagate(pure, traced.examples())
-    return replace(traced, program=replace(traced.program, graph=pure))
+    return replace(traced, program=replace(program, graph=pure))
 
 
 def rewrite(source: Source, traced: TracedProgram) -> TracedProgram:
-    """Apply hooks at their tensors, and write masks, casts and exchanges as later stages know them."""
+    """Apply hooks at their tensors, and write masks, casts and exchanges as later stages expect them."""
     graph = traced.program.graph
     apply_hooks(graph, traced.hooks)
-    for each in (recognise_causal, keep_rounding, round_for_decisions, copy_outgoing):
-        each(graph)
+    for rewrite_graph in (recognise_causal, keep_rounding, round_for_decisions, copy_outgoing):
+        rewrite_graph(graph)
     return replace(traced, hooks=0)
 
 
-def _rows(batch: Arguments) -> int:
+def _count_rows(batch: Arguments) -> int:
     """Return how many rows a rank's batch has, which is the first dim of its first tensor that has one."""
     values = batch.leaves[0].values()
     return next((v.shape[0] for v in values if isinstance(v, Tensor) and v.dim()), 1)
@@ -367,24 +384,28 @@ def _read_outputs(result: Any, loss: bool) -> tuple[Outputs, list[Tensor]]:
     values: list[Tensor] = []
 
     def add(value: Tensor) -> int:
+        """Append a result, and return its index."""
         values.append(value)
         return len(values) - 1
 
-    def aux_entry(leaf: Any) -> tuple[Any, ...]:
+    def describe_leaf(leaf: Any) -> tuple[Any, ...]:
+        """Return the entry of `Outputs.aux` for a leaf, whose tensors become results."""
         if isinstance(leaf, Mean):
             _check_mean(leaf, "aux")
-            return ("mean", add(leaf.total), add(_count(leaf)))
+            return ("mean", add(leaf.total), add(_make_count(leaf)))
         if isinstance(leaf, Tensor):
             if not loss or leaf.dim():
                 return ("tensor", add(leaf))
-            return ("complex", add(leaf.real), add(leaf.imag)) if leaf.is_complex() else ("scalar", add(leaf))
+            if leaf.is_complex():
+                return ("complex", add(leaf.real), add(leaf.imag))
+            return ("scalar", add(leaf))
         return ("python", leaf)
 
     # A function that is not differentiated may return any tree of tensors and constants.
     if not loss:
         flat, structure = tree.flatten(result, constants=True)
         _check_leaves(flat, result, "output")
-        return Outputs(None, None, structure, tuple(aux_entry(leaf) for leaf in flat)), values
+        return Outputs(None, None, structure, tuple(describe_leaf(leaf) for leaf in flat)), values
 
     # A loss is a number, or a Mean, or either with aux.
     head, aux = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
@@ -406,30 +427,31 @@ def _read_outputs(result: Any, loss: bool) -> tuple[Outputs, list[Tensor]]:
             fix="reduce it: loss.mean(), or fs.Mean(total, count) for an exact mean over all ranks.",
         )
 
+    # The loss is the first result, and its count the second; those of aux follow.
     index = add(total)
-    count = add(_count(head)) if isinstance(head, Mean) else None
+    count = add(_make_count(head)) if isinstance(head, Mean) else None
     flat, structure = tree.flatten(aux, constants=True) if aux is not None else ([], None)
     _check_leaves(flat, aux, "aux")
-    entries = tuple(aux_entry(leaf) for leaf in flat)
+    entries = tuple(describe_leaf(leaf) for leaf in flat)
     bound = head.bound if isinstance(head, Mean) else None
     return Outputs(index, count, structure, entries, bound), values
 
 
 def _check_leaves(flat: list[Any], result: Any, place: str) -> None:
-    """Refuse objects that are no tree: a tensor inside would be the tracer's, without numbers."""
+    """Refuse objects of unregistered classes: a tensor in one would stay the tracer's, without numbers."""
     wrong = [i for i, v in enumerate(flat) if not isinstance(v, Tensor | Mean) and not tree.is_constant(v)]
     if wrong:
         paths = list(tree.flatten_with_paths(result, constants=True)[0]) if flat[0] is not result else []
-        names = [f"{place}[{paths[i]!r}] is {_class(flat[i])}" for i in wrong] if paths else []
+        names = [f"{place}[{paths[i]!r}] is {_describe_class(flat[i])}" for i in wrong] if paths else []
         raise TraceError(
             f"`fn` returns {leaves(len(wrong))} that are neither tensors nor plain constants:",
-            names or [f"{place} is {_class(result)}"],
+            names or [f"{place} is {_describe_class(result)}"],
             f"{tree.how_to_register(flat[i] for i in wrong)}return tensors and constants, in dicts, "
             "lists, tuples and registered classes.",
         )
 
 
-def _class(value: Any) -> str:
+def _describe_class(value: Any) -> str:
     """Return the name of a value's class, as errors show it."""
     return f"{type(value).__name__}{', a dataclass' if is_dataclass(value) else ''}"
 
@@ -439,12 +461,12 @@ def _check_mean(mean: Mean, place: str) -> None:
     wrong = []
     total, count, bound = mean.total, mean.count, mean.bound
     if not isinstance(total, Tensor) or total.dim() != 0 or not total.dtype.is_floating_point:
-        wrong.append(f"total is {_kind(total)}, not a 0-d float tensor")
-    counted = isinstance(count, Tensor) and count.dim() == 0 and not count.dtype.is_complex
-    if not counted and not _is_number(count) and not isinstance(count, torch.SymInt):
-        wrong.append(f"count is {_kind(count)}, not a 0-d tensor or a number")
+        wrong.append(f"total is {_describe_value(total)}, not a 0-d float tensor")
+    is_scalar = isinstance(count, Tensor) and count.dim() == 0 and not count.dtype.is_complex
+    if not is_scalar and not _is_number(count) and not isinstance(count, torch.SymInt):
+        wrong.append(f"count is {_describe_value(count)}, not a 0-d tensor or a number")
     if bound is not None and not (_is_number(bound) and 0 < bound < float("inf")):
-        wrong.append(f"bound is {_kind(bound)}, not a positive finite number or None")
+        wrong.append(f"bound is {_describe_value(bound)}, not a positive finite number or None")
     if wrong:
         raise TraceError(
             f"`fn` returns in {place} a Mean that is none:",
@@ -457,12 +479,12 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _kind(value: Any) -> str:
+def _describe_value(value: Any) -> str:
     """Describe a value in an error: a tensor by shape and dtype, any other by class and text."""
     return describe(value) if isinstance(value, Tensor) else f"{type(value).__name__} {str(value)[:40]}"
 
 
-def _count(mean: Mean) -> Tensor:
+def _make_count(mean: Mean) -> Tensor:
     """Return the count of a Mean as a float tensor, 0-d, on the device of its total."""
     count = mean.count
     if isinstance(count, Tensor):

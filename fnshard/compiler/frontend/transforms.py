@@ -42,11 +42,12 @@ from fnshard import tree
 from fnshard.errors import TraceError
 
 Transform = Callable[..., Any]
-Patch = Callable[[Any, Callable[[], bool]], Any]  # (the original attribute, "is it the tracer?") -> new one
+# (the original attribute, whether this is the tracing thread) -> the new attribute
+Patch = Callable[[Any, Callable[[], bool]], Any]
 _state = threading.local()
 
 
-def _set(**state: Any) -> AbstractContextManager[Any]:
+def _set_state(**state: Any) -> AbstractContextManager[Any]:
     """Set the state of this thread in a block."""
     return mock.patch.multiple(_state, **state, create=True)
 
@@ -54,9 +55,9 @@ def _set(**state: Any) -> AbstractContextManager[Any]:
 def while_tracing(run: Callable[..., Any]) -> Patch:
     """Return a patch of a function by which the tracing thread calls `run(original, *args)` instead."""
 
-    def patch(original: Any, here: Callable[[], bool]) -> Any:
+    def patch(original: Any, is_tracer: Callable[[], bool]) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            return run(original, *args, **kwargs) if here() else original(*args, **kwargs)
+            return run(original, *args, **kwargs) if is_tracer() else original(*args, **kwargs)
 
         return call
 
@@ -82,7 +83,7 @@ def is_of_a_level(value: Tensor) -> bool:
 
 
 def patches() -> Iterator[tuple[Any, str, Patch]]:
-    """Yield the patches of functorch's entries, which lie beneath the public names."""
+    """Yield the patches of functorch's entry points, which the public functions call."""
     yield apis, "vmap_impl", _replay
     yield eager_transforms, "grad_impl", _replay
     yield eager_transforms, "grad_and_value_impl", _replay
@@ -99,7 +100,7 @@ def patches() -> Iterator[tuple[Any, str, Patch]]:
 
 @while_tracing
 def _replay(original: Transform, *args: Any, **kwargs: Any) -> Any:
-    """Trace a transform that `fn` calls by itself; one inside of it runs as it stands."""
+    """Trace by itself a transform that `fn` calls; a transform inside of it runs unchanged."""
     return original(*args, **kwargs) if is_inside() else inline(original, args, kwargs)
 
 
@@ -147,20 +148,20 @@ def _require_grad(original: Transform, *args: Any, **kwargs: Any) -> Tensor:
         return original(*args, **kwargs)
 
 
-def _apply_operator(original: Any, here: Callable[[], bool]) -> classmethod:
+def _apply_operator(original: Any, is_tracer: Callable[[], bool]) -> classmethod:
     """Differentiate a custom_op level by level, as torch's ops are.
 
     functorch would take its autograd for that of a user's Function.
     """
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if not (here() and is_inside() and cls.__module__ == "torch._library.autograd"):
+        if not (is_tracer() and is_inside() and cls.__module__ == "torch._library.autograd"):
             return original.__get__(None, cls)(*args, **kwargs)
-        forward, enabled = cls.forward, torch.is_grad_enabled()
+        forward, is_grad_enabled = cls.forward, torch.is_grad_enabled()
 
         # `apply` turns gradients off, and with them those of the levels beneath.
         def run_forward(*args: Any) -> Any:
-            with torch.set_grad_enabled(enabled):
+            with torch.set_grad_enabled(is_grad_enabled):
                 return forward(*args)
 
         methods = {"forward": staticmethod(run_forward), "backward": staticmethod(cls.backward)}
@@ -174,38 +175,40 @@ def _apply_operator(original: Any, here: Callable[[], bool]) -> classmethod:
 class Differentiable:
     """A form of `run`, from tensors to tensors, on a level of functorch where autograd records what it does.
 
-    Plain autograd would not do: it detaches the values that it saves, and a second derivative would end
+    Plain autograd is not enough: it detaches the values that it saves, and a second derivative would end
     there.
     """
 
     run: Callable[..., list[Tensor]]
 
     def __call__(self, *args: Any) -> list[Tensor]:
-        return inline(self._on_a_level(args), args, {})
+        return inline(self._wrap_in_level(args), args, {})
 
     def capture(self, *args: Any) -> fx.GraphModule:
         """Return the ops of `run` alone."""
-        return _capture(self._on_a_level(args), args, {})[0]
+        return _capture(self._wrap_in_level(args), args, {})[0]
 
-    def _on_a_level(self, inputs: Any) -> Callable[..., list[Tensor]]:
+    def _wrap_in_level(self, inputs: Any) -> Callable[..., list[Tensor]]:
+        """Return `run` on a new level, on which those inputs require grad that do so outside."""
         trained = [v.requires_grad for v in tree.flatten(inputs)[0]]
 
         def run(*args: Any) -> Any:
             with eager_transforms.grad_increment_nesting() as level:
                 leaves, structure = tree.flatten(args)
                 wrapped = [eager_transforms._wrap_tensor_for_grad(v, level) for v in leaves]
-                with _set(level=level):
-                    for v, on in zip(wrapped, trained, strict=True):
-                        v.requires_grad_(on)
-                    made = self.run(*tree.unflatten(wrapped, structure))
-                return eager_transforms._undo_create_differentiable(made, level)
+                with _set_state(level=level):
+                    for value, requires_grad in zip(wrapped, trained, strict=True):
+                        value.requires_grad_(requires_grad)
+                    results = self.run(*tree.unflatten(wrapped, structure))
+                return eager_transforms._undo_create_differentiable(results, level)
 
         return run
 
 
 def inline(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Trace `run(*args, **kwargs)` by itself, beneath autograd, and run its ops where the caller stands."""
+    """Trace `run(*args, **kwargs)` by itself, beneath autograd, and run its ops in the caller's trace."""
     graph, inputs, (values, structure) = _capture(run, args, kwargs)
+    # The graph may switch gradients off: the block restores the caller's mode.
     with torch.set_grad_enabled(torch.is_grad_enabled()):
         results = iter(fx.Interpreter(graph).run(*inputs))
     return tree.unflatten([next(results) if isinstance(v, Tensor) else v for v in values], structure)
@@ -217,23 +220,26 @@ def _capture(
     """Return the ops of `run`, the tensors that they take, and its result as flat values and structure."""
     leaves, structure = tree.flatten((args, kwargs), constants=True)
     inputs = [v for v in leaves if isinstance(v, Tensor)]
-    made: list[Any] = []
+    result: list[Any] = []  # flat values and structure
 
-    def flat(*tensors: Tensor) -> list[Tensor]:
-        rest = iter(tensors)
-        filled = [next(rest) if isinstance(v, Tensor) else v for v in leaves]
+    def run_flat(*tensors: Tensor) -> list[Tensor]:
+        feed = iter(tensors)
+        filled = [next(feed) if isinstance(v, Tensor) else v for v in leaves]
         run_args, run_kwargs = tree.unflatten(filled, structure)
         # Fused attention has no second derivative, so that attention in here is plain ops.
-        with plain_attention(), _GradModes() as modes, _set(grad_modes=modes):
-            made[:] = tree.flatten(run(*run_args, **run_kwargs), constants=True)
-        return [v for v in made[0] if isinstance(v, Tensor)]
+        with plain_attention(), _GradModes() as modes, _set_state(grad_modes=modes):
+            result[:] = tree.flatten(run(*run_args, **run_kwargs), constants=True)
+        return [v for v in result[0] if isinstance(v, Tensor)]
 
-    return trace_apart(flat, inputs), inputs, made
+    return trace_apart(run_flat, inputs), inputs, result
 
 
 def trace_apart(run: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> fx.GraphModule:
     """Trace `run(*inputs)` by itself, beneath autograd; tensors that it closes over are attributes."""
-    with _set(inside=True), hide_from_trace(), _without_cache(inputs):
+    # A view that comes from the cache of fake tensors has no place in forward-mode AD: turn the cache off.
+    fake_mode = detect_fake_mode(inputs)
+    no_cache = nullcontext() if fake_mode is None else mock.patch.object(fake_mode, "cache_enabled", False)
+    with _set_state(inside=True), hide_from_trace(), no_cache:
         # Without a table, PyTorch 2.14 turns a detach into an alias, which has a gradient.
         trace = make_fx(lambda values: run(*values), decomposition_table={}, _allow_fake_constant=True)
         return trace([v.detach() for v in inputs])
@@ -253,7 +259,7 @@ def get_chosen_kernels() -> list[bool] | None:
 @contextmanager
 def plain_attention() -> Iterator[None]:
     """Have attention in the block computed by plain ops."""
-    with sdpa_kernel(SDPBackend.MATH), _set(kernels=attention_kernels()):
+    with sdpa_kernel(SDPBackend.MATH), _set_state(kernels=attention_kernels()):
         yield
 
 
@@ -279,6 +285,7 @@ class _GradModes(TorchDispatchMode):
         self.enabled, self.tracer = torch.is_grad_enabled(), get_proxy_mode().tracer
 
     def note(self) -> None:
+        """Write a change of the grad mode into the graph, if there was one since the last op."""
         proxies = get_proxy_mode()
         if proxies is None or proxies.tracer is not self.tracer:  # the op belongs to another, inner trace
             return
@@ -288,12 +295,6 @@ class _GradModes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.note()
-        if func is torch.ops.aten._efficientzerotensor.default:
+        if func is torch.ops.aten._efficientzerotensor.default:  # a tangent of zeros, which has no memory
             func = torch.ops.aten.zeros.default
         return func(*args, **(kwargs or {}))
-
-
-def _without_cache(inputs: Sequence[Tensor]) -> AbstractContextManager[Any]:
-    """Turn off the cache of fake tensors: a view that comes from it has no place in forward-mode AD."""
-    mode = detect_fake_mode(inputs)
-    return nullcontext() if mode is None else mock.patch.object(mode, "cache_enabled", False)

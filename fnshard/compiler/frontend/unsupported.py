@@ -75,7 +75,7 @@ _DEVICE = report(
     fix="take the device of a tensor there is: torch.zeros(n, device=x.device), x.new_zeros(n).",
 )
 
-_NEWEST = (2, 15)  # the newest that tests/versions.py has tried
+_NEWEST = (2, 15)  # the newest torch that tests/versions.py has tried
 
 
 def check_version(version: str) -> None:
@@ -87,7 +87,7 @@ def check_version(version: str) -> None:
 
 check_version(torch.__version__)
 
-_LOG = logging.getLogger("torch._subclasses.fake_tensor")  # it logs tracebacks of torch's insides
+_LOG = logging.getLogger("torch._subclasses.fake_tensor")  # it logs tracebacks through torch's internals
 
 
 @contextmanager
@@ -100,25 +100,25 @@ def refusals(device: torch.device) -> Iterator[Calls]:
     """
     tracer: int | None = threading.get_ident()
 
-    def here() -> bool:
+    def is_tracer() -> bool:
         return threading.get_ident() == tracer
 
     # A function that somebody imported by name while tracing stays patched, and must do no harm afterwards.
-    def end() -> None:
+    def forget_tracer() -> None:
         nonlocal tracer
         tracer = None
 
     with ExitStack() as stack:
-        stack.callback(end)
-        # A compiled submodule is traced through as the function it was made from.
+        stack.callback(forget_tracer)
+        # A compiled submodule is traced as the function that it was made from.
         import torch._dynamo.config as dynamo_config  # here: where nothing is deferred, it imports Dynamo
 
         stack.enter_context(dynamo_config.patch(error_on_nested_fx_trace=False))
         stack.enter_context(mock.patch.object(_LOG, "disabled", True))
         calls = Calls(device)
-        for owner, name, patch in _patches(calls.hooks):
+        for owner, name, patch in _collect_patches(calls.hooks):
             original = inspect.getattr_static(owner, name, None)
-            stack.enter_context(mock.patch.object(owner, name, patch(original, here), create=True))
+            stack.enter_context(mock.patch.object(owner, name, patch(original, is_tracer), create=True))
         yield stack.enter_context(calls)
 
 
@@ -145,7 +145,7 @@ class Calls(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        # Refuse other devices and other choices of attention kernels than those around the step.
+        # Refuse a device other than the step's own.
         requested = kwargs.get("device")
         if func is torch.Tensor.to and len(args) > 1 and isinstance(args[1], str | torch.device):
             requested = args[1]
@@ -156,11 +156,12 @@ class Calls(TorchFunctionMode):
             if kind not in (self.device.type, "cpu", "meta"):
                 raise TraceError(_DEVICE.format(requested=kind, name=name, device=self.device.type))
 
+        # Refuse a choice of attention kernels other than that around the step.
         kernels = transforms.get_chosen_kernels() or self.kernels
         if "attention" in name and transforms.attention_kernels() != kernels:
             raise TraceError(_KERNELS)
 
-        # Run the function, or what stands in for it.
+        # Run the function, or its decomposition.
         if self.device.type != "cpu":
             args, kwargs = self._move_to_device(name, args, kwargs)
         if name in _READS:
@@ -181,7 +182,7 @@ class Calls(TorchFunctionMode):
         A tensor that `fn` closes over, or makes without naming a device, would be copied from the host in
         every step.
         """
-        if name in _MADE and "device" not in kwargs:
+        if name in _FACTORIES and "device" not in kwargs:
             return args, kwargs | {"device": self.device}
         kinds = {t.device.type for t in leaves_of((args, kwargs), torch.Tensor)}
         if name == "copy_" or not kinds >= {"cpu", self.device.type}:
@@ -193,30 +194,22 @@ class Calls(TorchFunctionMode):
         return map_leaves((args, kwargs), torch.Tensor, move)
 
 
-_MADE = {
-    "arange",
-    "empty",
-    "eye",
-    "full",
-    "linspace",
-    "logspace",
-    "ones",
-    "tril_indices",
-    "triu_indices",
-    "zeros",
-}
+_FACTORIES = {
+    "arange", "empty", "eye", "full", "linspace", "logspace", "ones", "tril_indices", "triu_indices", "zeros",
+}  # fmt: skip
 _INDEXED = {"__getitem__", "__setitem__"}
-_MEMORY = {"__dlpack__", "__reduce_ex__"}
+_MEMORY = {"__dlpack__", "__reduce_ex__"}  # functions that hand out memory, which a fake tensor lacks
 _READS = {"item", "tolist", "__float__", "__int__", "__index__", "__complex__"}
 
 
-def _patches(hooks: OrderedDict[int, torch.Tensor]) -> Iterator[tuple[Any, str, Patch]]:
+def _collect_patches(hooks: OrderedDict[int, torch.Tensor]) -> Iterator[tuple[Any, str, Patch]]:
     """Yield (owner, name of an attribute, patch) for all that is replaced while a trace runs."""
     yield from functions.patches(hooks)
     name = "register_post_accumulate_grad_hook"
     yield torch.Tensor, name, _refuse(functions.HOOK, name)
     yield module_calls, "BackwardHook", _refuse(functions.HOOK, "a full backward hook of a module")
 
+    # Transforms and operators that take functions are traced by themselves.
     yield from transforms.patches()
     yield from control_flow.patches()
 
@@ -225,19 +218,22 @@ def _patches(hooks: OrderedDict[int, torch.Tensor]) -> Iterator[tuple[Any, str, 
     yield torch.autograd, "_engine_run_backward", _refuse(_BACKWARD, "", accumulates)
     yield _vmap_internals, "_vmap", _refuse(_BATCHED_GRADS, "")
 
+    # State of the process or the thread that a trace does not keep.
     for owner in (torch, torch.random):
         for name in ("manual_seed", "set_rng_state"):
             yield owner, name, _refuse(_SEED, f"torch.{name}")
     yield torch.inference_mode, "__enter__", _refuse(_INFERENCE, "torch.inference_mode", lambda m, *_: m.mode)
     yield saved_tensors_hooks, "__enter__", _refuse(_SAVED, "saved_tensors_hooks", _is_users_hook)
 
+    # Code that the tracer does not see.
     for compiled in (torch.jit.ScriptFunction, torch._C.ScriptMethod):
         yield compiled, "__call__", _refuse(_SCRIPT, compiled.__name__)
     yield HigherOrderOperator, "__call__", _call_higher_order
     # A distribution's check of its arguments is control flow on values.
-    yield Distribution, "_validate_args", lambda original, here: False
+    yield Distribution, "_validate_args", lambda original, is_tracer: False
     yield torch.nn.SyncBatchNorm, "forward", statistics.forward_with_exchanges
-    if (triton := sys.modules.get("triton.runtime.jit")) is not None:  # nobody else launches its kernels
+    triton = sys.modules.get("triton.runtime.jit")
+    if triton is not None:  # without the module nobody launches a kernel
         yield triton.KernelInterface, "__getitem__", _refuse(_LAUNCH, "")
 
     yield torch.Tensor, "data", _make_data
@@ -245,7 +241,7 @@ def _patches(hooks: OrderedDict[int, torch.Tensor]) -> Iterator[tuple[Any, str, 
 
 
 def _refuse(message: str, name: str, when: Callable[..., bool] = lambda *_, **__: True) -> Patch:
-    """Return a patch that raises `message` of a call for whose arguments `when` is true."""
+    """Return a patch that raises `message` for a call if `when` is true of its arguments."""
 
     def run(original: Any, *args: Any, **kwargs: Any) -> Any:
         if when(*args, **kwargs):
@@ -267,20 +263,20 @@ def _call_higher_order(original: Any, op: HigherOrderOperator, *args: Any, **kwa
     if name in control_flow.OPERATORS:
         return control_flow.OPERATORS[name](*args, **kwargs)
     is_launch = name == "triton_kernel_wrapper_mutation"
-    in_an_op = is_launch and get_proxy_mode() is None  # a `triton_op`, which is one op of the program
-    if in_an_op or (transforms.is_inside() and name == "custom_function_call"):  # functorch's own
+    is_in_op = is_launch and get_proxy_mode() is None  # in a `triton_op`, which is one op of the program
+    if is_in_op or (transforms.is_inside() and name == "custom_function_call"):  # functorch's own
         return original(op, *args, **kwargs)
     raise TraceError(_LAUNCH) if is_launch else higher_order(name)
 
 
-def _make_data(original: Any, here: Callable[[], bool]) -> property:
+def _make_data(original: Any, is_tracer: Callable[[], bool]) -> property:
     """Let `.data` be `.detach()` for the tracer, and refuse to assign to it."""
 
     def read(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach() if here() else original.__get__(tensor)
+        return tensor.detach() if is_tracer() else original.__get__(tensor)
 
     def write(tensor: torch.Tensor, value: torch.Tensor) -> None:
-        if here():
+        if is_tracer():
             raise TraceError(_SET_DATA.format(name="data"))
         original.__set__(tensor, value)
 
@@ -299,11 +295,11 @@ class _Node:
         return getattr(self._node, name)
 
 
-def _make_grad_fn(original: Any, here: Callable[[], bool]) -> property:
+def _make_grad_fn(original: Any, is_tracer: Callable[[], bool]) -> property:
     """Let `.grad_fn` be a node whose hooks are refused."""
 
     def read(tensor: torch.Tensor) -> Any:
         node = original.__get__(tensor)
-        return _Node(node) if here() and node is not None else node
+        return _Node(node) if is_tracer() and node is not None else node
 
     return property(read)

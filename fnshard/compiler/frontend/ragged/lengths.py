@@ -16,7 +16,8 @@ from fnshard.compiler.frontend.size_bounds import is_promised, require
 from fnshard.compiler.ir.failures import way_out
 from fnshard.errors import TraceError
 
-_ROOTS: dict[Any, Callable[..., Any]] = {
+# Functions of Python's arithmetic with lengths, each with the one that computes it on tensors.
+_NODE_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.sym_float: lambda v: v,
     torch.sym_max: torch.maximum,
     torch.sym_min: torch.minimum,
@@ -25,12 +26,12 @@ _ROOTS: dict[Any, Callable[..., Any]] = {
 
 
 class Unbounded(Exception):
-    """An error: nothing says how long a tensor can be whose length depends on data."""
+    """A signal that a length depends on data, and that no bound of it is known."""
 
 
 @dataclass
 class Ragged:
-    """A graph with symbolic lengths while it is run with tensors of known sizes.
+    """A run of a graph with symbolic lengths on tensors of known sizes.
 
     Args:
         values: the value of each node that has run.
@@ -47,14 +48,24 @@ class Ragged:
 
     @cached_property
     def equal(self) -> dict[Any, Any]:
-        """Return expressions that `fn` takes for a simpler one, which torch would assert when it runs."""
-        asserted = [a.expr for each in self.shape_env.deferred_runtime_asserts.values() for a in each]
-        pairs = [map(self.shape_env.replace, e.args) for e in asserted if type(e).__name__ == "Equality"]
-        ordered = [sorted(p, key=lambda e: (not e.is_Integer, not e.is_Symbol, str(e))) for p in pairs]
-        return {other: simple for simple, other in ordered if simple != other}
+        """Return expressions that `fn` takes for a simpler one, each with the latter.
+
+        torch would assert at run time that they are equal.
+        """
+        equal: dict[Any, Any] = {}
+        for asserts in self.shape_env.deferred_runtime_asserts.values():
+            for each in asserts:
+                if type(each.expr).__name__ != "Equality":
+                    continue
+                # An integer is simpler than a symbol, and a symbol than an expression.
+                sides = map(self.shape_env.replace, each.expr.args)
+                simple, other = sorted(sides, key=lambda e: (not e.is_Integer, not e.is_Symbol, str(e)))
+                if simple != other:
+                    equal[other] = simple
+        return equal
 
     def expression(self, length: Any) -> Any:
-        """Return the simplest sympy expression of a length that is a SymInt; an int as it is."""
+        """Return the simplest sympy expression of a length that is a SymInt; an int itself."""
         if not isinstance(length, torch.SymInt):
             return length
         expression = self.shape_env.replace(length.node.expr)
@@ -69,7 +80,7 @@ class Ragged:
             Unbounded: it is not known.
         """
         expression = self.expression(length)
-        return expression if isinstance(expression, int) else _most(expression, self.sizes)
+        return expression if isinstance(expression, int) else _compute_most(expression, self.sizes)
 
     def count(self, length: Any) -> Any:
         """Return how many entries of a dim of this length are values: an int, or a 0-d int64 tensor."""
@@ -91,12 +102,12 @@ class Ragged:
             value: a tensor of the symbolic trace.
             dims: the dims to look at; None is all.
         """
-        found = []
+        masks = []
         for dim, length in self.dims(value).items():
             if dims is None or dim in dims:
-                known = torch.arange(self.size(length), device=value.device) < self.count(length)
-                found.append(known.view(-1, *[1] * (value.dim() - dim - 1)))
-        return functools.reduce(operator.and_, found) if found else None
+                mask = torch.arange(self.size(length), device=value.device) < self.count(length)
+                masks.append(mask.view(-1, *[1] * (value.dim() - dim - 1)))
+        return functools.reduce(operator.and_, masks) if masks else None
 
     def fill(self, node: fx.Node, fill: Any, dims: Collection[int] | None = None) -> Tensor:
         """Return a node's tensor with the number `fill` where its entries are no values."""
@@ -112,13 +123,13 @@ class Ragged:
         return value
 
     def number(self, node: fx.Node) -> Any:
-        """Return the true value of a length, or of what Python's arithmetic made of one, as a tensor."""
+        """Return the true value of a length, or of Python's arithmetic with lengths, as a tensor."""
         if not isinstance(node, fx.Node):
             return node
         if isinstance(node.meta["val"], torch.SymInt):
             return self.count(node.meta["val"])
         values = [v.double() if isinstance(v, Tensor) else v for v in map(self.number, node.args)]
-        return _ROOTS.get(node.target, node.target)(*values)
+        return _NODE_FUNCTIONS.get(node.target, node.target)(*values)
 
     def define(self, node: fx.Node, length: Any, needed: Tensor, most: int | None) -> int:
         """Record the count of a length that a node makes, and return its size.
@@ -137,9 +148,9 @@ class Ragged:
             raise Unbounded
         size = min(bounds)
 
-        # The step reports a length that exceeds its size, or that differs from one it is combined with.
+        # The step reports a length that exceeds its size, or that differs from one that it is combined with.
         is_new = length.node._expr not in self.met
-        excess = self._count(length, needed.clamp(max=size), needed)
+        excess = self._record_count(length, needed.clamp(max=size), needed)
         if is_new and excess is None and (size != most or is_promised(length)):
             excess = needed - size
         self.sizes.setdefault(self.expression(length), size)
@@ -150,17 +161,19 @@ class Ragged:
 
     def check_equal(self) -> None:
         """Have the step report lengths that differ although `fn` takes them for equal."""
-        known = [p for p in self.equal.items() if symbols(p[0]) | symbols(p[1]) <= self.counts.keys()]
-        values = [[_evaluate(e, self.counts) for e in pair] for pair in known]
-        if values:
-            require(sum((a - b).abs() for a, b in values), 0, "a length that `fn` takes for another")
+        pairs = []
+        for other, simple in self.equal.items():
+            if symbols(other) | symbols(simple) <= self.counts.keys():
+                pairs.append((_evaluate(other, self.counts), _evaluate(simple, self.counts)))
+        if pairs:
+            require(sum((a - b).abs() for a, b in pairs), 0, "a length that `fn` takes for another")
 
-    def _count(self, length: Any, count: Tensor, needed: Tensor) -> Tensor | None:
+    def _record_count(self, length: Any, count: Tensor, needed: Tensor) -> Tensor | None:
         """Record a count; or return by how much it differs from the length that `fn` combines it with."""
-        own, expression = length.node._expr, self.expression(length)
-        is_met, is_known = own in self.met, symbols(expression) <= self.counts.keys()
-        self.met.add(own)
-        if not is_known:
+        symbol, expression = length.node._expr, self.expression(length)
+        is_met, is_known = symbol in self.met, symbols(expression) <= self.counts.keys()
+        self.met.add(symbol)
+        if not is_known:  # the first length of this expression defines its count
             self.counts[expression] = count
             return None
         return None if is_met else (needed - self.count(length)).abs()
@@ -168,22 +181,30 @@ class Ragged:
 
 @dataclass(frozen=True)
 class RaggedOp:
-    """A node whose inputs or outputs are ragged, with its arguments by name, of known sizes."""
+    """A node whose inputs or outputs are ragged.
+
+    Args:
+        ragged: the run that it is a part of.
+        node: the node.
+        arguments: its arguments by name, with tensors of known sizes.
+        raw: its arguments by name, with nodes in the place of tensors.
+    """
 
     ragged: Ragged
     node: fx.Node
     arguments: dict[str, Any]
-    raw: dict[str, Any]  # nodes in the place of tensors
+    raw: dict[str, Any]
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]
 
     @property
     def name(self) -> str:
-        """The op's name, without the underscore of an op in place."""
+        """The name of the op, without the underscore of one that works in place."""
         return op_name(self.node).rstrip("_")
 
     def dims(self, name: str) -> dict[int, Any]:
+        """Return the ragged dims of an argument, each with its length."""
         node = self.raw[name]
         return self.ragged.dims(node.meta["val"]) if isinstance(node, fx.Node) else {}
 
@@ -209,7 +230,7 @@ def make_error(node: fx.Node, text: str) -> TraceError:
     name, place = op_name(node), node.meta.get("stack_trace", "")
     error = TraceError(
         "a shape in `fn` depends on a tensor's value, where known sizes cannot stand for it:",
-        [*([f"at {place}"] if place else []), f"{name} {text}"],
+        [f"at {place}", f"{name} {text}"] if place else [f"{name} {text}"],
         way_out(
             name,
             "fs.bounded(x, size) says how long x is at most; or mask instead of selecting: torch.where, "
@@ -230,16 +251,17 @@ def symbols(expression: Any) -> set[Any]:
     return getattr(expression, "free_symbols", set())
 
 
-def _most(expression: Any, sizes: Mapping[Any, int]) -> int:
+def _compute_most(expression: Any, sizes: Mapping[Any, int]) -> int:
     """Return the largest value of an expression of lengths, each between 0 and its size."""
     if expression.is_Symbol or expression.is_Integer:
         return _evaluate(expression, sizes)
-    operation = _operation(expression)
+    operation = _name_operation(expression)
+    # A product with a negative factor is at most 0, since lengths are not negative.
     if operation == "Mul" and any(e.is_Integer and e < 0 for e in expression.args):
         return 0
     if operation == "Min":
-        return min(_most(e, sizes) for e in expression.args if symbols(e) <= sizes.keys())
-    return functools.reduce(_ARITHMETIC[operation], [_most(e, sizes) for e in expression.args])
+        return min(_compute_most(e, sizes) for e in expression.args if symbols(e) <= sizes.keys())
+    return functools.reduce(_ARITHMETIC[operation], [_compute_most(e, sizes) for e in expression.args])
 
 
 def _evaluate(expression: Any, counts: Mapping[Any, Any]) -> Any:
@@ -251,25 +273,31 @@ def _evaluate(expression: Any, counts: Mapping[Any, Any]) -> Any:
     if expression.is_Integer:
         return int(expression)
     values = [_evaluate(e, counts) for e in expression.args]
-    return functools.reduce(_ARITHMETIC[_operation(expression)], values)
+    return functools.reduce(_ARITHMETIC[_name_operation(expression)], values)
 
 
-def _operation(expression: Any) -> str:
-    """Return the name of a sympy expression's operation, if it is one that is known."""
-    name = "Add" if expression.is_Add else "Mul" if expression.is_Mul else type(expression).__name__
+def _name_operation(expression: Any) -> str:
+    """Return the name of a sympy expression's operation.
+
+    Raises:
+        Unbounded: it is none of those that are known here.
+    """
+    name = type(expression).__name__
+    if expression.is_Add or expression.is_Mul:
+        name = "Add" if expression.is_Add else "Mul"
     if name not in _ARITHMETIC:
         raise Unbounded
     return name
 
 
-def _extreme(choose: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, Any], Any]:
+def _make_extreme(choose: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, Any], Any]:
     """Return a minimum or maximum of numbers and 0-d tensors."""
 
-    def of(a: Any, b: Any) -> Any:
-        found = choose(torch.as_tensor(a), torch.as_tensor(b))
-        return found if isinstance(a, Tensor) or isinstance(b, Tensor) else int(found)
+    def compute(a: Any, b: Any) -> Any:
+        value = choose(torch.as_tensor(a), torch.as_tensor(b))
+        return value if isinstance(a, Tensor) or isinstance(b, Tensor) else int(value)
 
-    return of
+    return compute
 
 
 _ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
@@ -277,6 +305,6 @@ _ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
     "Mul": operator.mul,
     "Pow": operator.pow,
     "FloorDiv": operator.floordiv,
-    "Min": _extreme(torch.minimum),
-    "Max": _extreme(torch.maximum),
+    "Min": _make_extreme(torch.minimum),
+    "Max": _make_extreme(torch.maximum),
 }
