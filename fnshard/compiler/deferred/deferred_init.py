@@ -198,7 +198,7 @@ class Values:
         return self._run(path, Memories())
 
     def can_be_cut(self, path: str) -> bool:
-        """Return whether a part of a leaf can be made without the rest."""
+        """Return whether a part of a leaf can be made without the other parts."""
         return path in self._recipes and can_be_cut(self._recipes[path].alias, self._find_calls(path))
 
     def part(self, path: str, box: Sequence[slice]) -> Tensor:
@@ -272,7 +272,7 @@ class _Placeholder(Tensor):
         problem, short_name = None, name.rpartition(".")[2]
         writes = WRITES.fullmatch(short_name) and short_name != "requires_grad_"
 
-        # After the block a write would be lost, and a value is not there yet.
+        # After the block a write would be lost, and a value has not been made yet.
         if isinstance(inputs[0], _Placeholder) and (writes or name == "torch.Tensor.data.__set__"):
             problem = (
                 "changes a deferred module after its fs.deferred() block, where it is lost.",
@@ -289,9 +289,9 @@ class _Placeholder(Tensor):
         return super().__torch_function__(func, types, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        made = on_meta(self) if recipe_of(self) else torch.empty_like(self).as_subclass(Tensor)
-        memo[id(self)] = _make_placeholder(made, recipe_of(self))
-        return made
+        copy = on_meta(self) if recipe_of(self) else torch.empty_like(self).as_subclass(Tensor)
+        memo[id(self)] = _make_placeholder(copy, recipe_of(self))
+        return copy
 
 
 def _make_placeholder(value: Tensor, recipe: LeafRecipe | None) -> Tensor:

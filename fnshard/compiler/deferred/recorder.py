@@ -126,7 +126,7 @@ class Recorder(TorchDispatchMode):
         return self._record(op, args, on_meta, result, is_random)
 
     def record_truncations(self) -> AbstractContextManager[Any]:
-        """Record `torch.nn.init.trunc_normal_` as one operator; torch's own draws until all are in range."""
+        """Record `torch.nn.init.trunc_normal_` as one operator: torch's own draws until all are in range."""
         original = torch.nn.init._no_grad_trunc_normal_
         return mock.patch.object(torch.nn.init, original.__name__, partial(self._record_truncated, original))
 
@@ -160,7 +160,7 @@ class Recorder(TorchDispatchMode):
             raise self.make_refusal(headline, fix, inputs)
 
     def _run_at_once(self, op: Any, args: Any, kwargs: Any, is_random: bool) -> Any:
-        """Run an operator at once, since its result's shape, or a choice of Python, depends on values."""
+        """Run an operator on known values, since the shape of its result, or Python, depends on them."""
         tensors = leaves_of((args, kwargs), Tensor)
         values = {id(v): self.value(v) for v in tensors}
         if is_random or any(v is None for v in values.values()) or _written_tensors(op, args, kwargs):

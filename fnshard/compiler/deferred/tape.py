@@ -28,9 +28,9 @@ def map_leaves(value: Any, kind: type, fn: Callable[[Any], Any]) -> Any:
 
 def leaves_of(value: Any, kind: type) -> list[Any]:
     """Return the arguments or results of an operator that have a type, in order."""
-    found: list[Any] = []
-    map_leaves(value, kind, found.append)
-    return found
+    leaves: list[Any] = []
+    map_leaves(value, kind, leaves.append)
+    return leaves
 
 
 @dataclass(slots=True)
@@ -108,8 +108,8 @@ class Tape:
         self.calls.append(call)
 
     def slice(self, needed: int) -> list[int]:
-        """Return the calls that the contents of a memory depend on, in program order."""
-        found: set[int] = set()
+        """Return the numbers of the calls that the contents of a memory depend on, in program order."""
+        numbers: set[int] = set()
         visited: set[tuple[int, int]] = set()
         todo = [(needed, len(self.calls))]
         while todo:
@@ -122,12 +122,12 @@ class Tape:
                     break
                 visited.add((memory, number))
                 call = self.calls[number]
-                if number not in found:
-                    found.add(number)
+                if number not in numbers:
+                    numbers.add(number)
                     todo += [(read, number) for read in call.reads]
                 if memory in call.overwrites:
                     break
-        return sorted(found)
+        return sorted(numbers)
 
     def value(self, alias: Tensor) -> Tensor | None:
         """Return the current value of a tensor, or None if it depends on random numbers."""

@@ -1,7 +1,7 @@
-"""Make a window of a leaf, a run of its elements, without the rest of them.
+"""Make a window of a leaf, a run of its elements, without the other elements.
 
-That is possible if the leaf lies in one piece, and every call that it depends on is elementwise, over one run
-of memory each (such as a padding row that is set to zero). The same element of another memory is then at the
+That is possible if the leaf is contiguous, and every call that it depends on is elementwise, over one run of
+memory each (such as a padding row that is set to zero). The same element of another memory is then at the
 same place.
 """
 
@@ -43,7 +43,7 @@ class Window(Memories):
         return self.held[memory][start - self.first : end - self.first]
 
     def execute(self, call: RecordedCall, key: int | None) -> None:
-        """Run a call on the window's elements; what it fills with one number is filled here."""
+        """Run a call on the window's elements; `torch.zeros` and its like fill the window alone."""
         if call.is_random:
             alias, draw = call.draw()
             fill(self.show(alias), max(alias.storage_offset(), self.first), key, draw)

@@ -85,9 +85,9 @@ def deterministic(on: bool) -> Iterator[None]:
 def _check_cublas() -> None:
     """Multiply on the GPU, where torch raises if cuBLAS was set up without its workspace."""
     (name,) = CUBLAS
-    one = torch.ones(1, 1, device="cuda")
+    matrix = torch.ones(1, 1, device="cuda")
     try:
-        one.mm(one)
+        matrix.mm(matrix)
     except RuntimeError as error:
         if name not in str(error):
             raise
@@ -99,7 +99,7 @@ def _check_cublas() -> None:
 
 
 class Surroundings:
-    """A record of what `fn` can reach besides its arguments, and of what it writes there.
+    """A record of the objects that `fn` can reach besides its arguments, and of those that it writes to.
 
     It is a context: if the block fails, tensors that were written to in it get their numbers back.
     """

@@ -1,7 +1,7 @@
 """Control flow: `torch.cond` and `flex_attention` inside `fn`, as plain operators.
 
-Both branches of a `cond` are computed, and a `torch.where` chooses. What the other branch makes of its
-inputs, NaN for instance, reaches neither results nor gradients.
+Both branches of a `cond` are computed, and a `torch.where` chooses. Values of the other branch, NaN for
+instance, reach neither results nor gradients.
 """
 
 from __future__ import annotations

@@ -190,7 +190,7 @@ def psum(x: Summed, axes: Axes = None) -> Summed:
     function of the whole batch in both: `psum(x.sum(0)) / psum(len(x))` is the mean over all rows.
 
     The gradient is that of the function of the whole batch: the cotangent of `x` is the sum of all ranks'
-    cotangents. Under `accumulate`, ranks exchange what they have of one micro-batch. The result is kept for
+    cotangents. Under `accumulate`, ranks exchange the values of one micro-batch. The result is kept for
     the backward, under `remat` too. It works as `jax.lax.psum` does.
 
     Args:
@@ -218,7 +218,7 @@ def psum(x: Summed, axes: Axes = None) -> Summed:
 def all_gather(x: Tensor, dim: int = 0, axes: Axes = None) -> Tensor:
     """Join the `x` of all ranks that hold other rows of the batch, one after another along `dim`.
 
-    They lie in the order of the batch's rows, so that outside of a step, in one process with all rows, the
+    They are in the order of the batch's rows, so that outside of a step, in one process with all rows, the
     result is `x` itself. Losses that compare with every row of the batch need it (SimCLR, CLIP). In the
     backward each rank gets the sum of all ranks' cotangents of its own rows, by a reduce-scatter. It works as
     `jax.lax.all_gather(tiled=True)` does.
@@ -308,8 +308,8 @@ CONSTRAIN = torch.ops.fnshard.constrain.default
 def constrain(x: Tensor, layout: P, axes: str | Sequence[str] | None = None) -> Tensor:
     """Split `x` over the tensor and context axes as `layout` says, where `fn` is sharded.
 
-    The values stay the same. Where `x` is split in another way, an exchange brings it there, and the
-    exchange's dual in the backward. Outside of a step the result is `x` itself. It works as
+    The values stay the same. Where `x` is split in another way, an exchange moves it, and in the backward the
+    exchange's dual. Outside of a step the result is `x` itself. It works as
     `jax.lax.with_sharding_constraint` does.
 
     Args:

@@ -111,7 +111,7 @@ def attach(values: Sequence[Tensor], inputs: Sequence[Tensor], backward: Backwar
         receivers[:] = [x for x, g in pairs if g is not None]
         return [g for _, g in pairs if g is not None]
 
-    # Trace the backward by itself; what it reads besides gradients and values are its captures.
+    # Trace the backward by itself. Tensors that it reads besides gradients and values are its captures.
     with hide_from_trace():
         gradients = [torch.empty_like(v, memory_format=torch.contiguous_format) for v in values]
         module = trace_apart(run_backward, gradients)
@@ -266,7 +266,7 @@ def _has_setup_context(cls: Any) -> bool:
 def _run_forward(cls: Any, forward: Callable[..., Any], args: tuple[Any, ...], enabled: bool) -> Any:
     """Run `cls.forward` in the place of `cls.apply`, whose caller's grad mode is `enabled`."""
     if not issubclass(cls, torch.autograd.Function):  # functorch calls it for one of its levels
-        # functorch turns gradients on again for the levels beneath its own.
+        # functorch turns gradients on again for the levels below its own.
         with mock.patch.object(_state, "no_gradient", _state.no_gradient or not enabled):
             return forward(*args)
     is_custom_op = cls.__module__ == "torch._library.autograd"  # which is one op of the trace
@@ -402,7 +402,7 @@ def _check_gradients(name: str, returned: Any, args: Sequence[Any]) -> list[Tens
     """Return the gradients that a backward returned, one for each argument of the forward.
 
     Raises:
-        TraceError: there are too few or too many, or one is no tensor of its argument's shape.
+        TraceError: it returned too few or too many, or one that is no tensor of its argument's shape.
     """
     gradients = list(returned) if isinstance(returned, tuple | list) else [returned]
     while len(gradients) > len(args) and gradients[-1] is None:  # as in torch, surplus Nones are dropped

@@ -11,21 +11,21 @@ from typing import Any
 import numpy as np
 
 GENERATORS = (random.Random, np.random.RandomState, np.random.Generator, np.random.BitGenerator)
-# The generators behind the functions of the modules, such as random.random().
+# The generators that functions of the modules draw from, such as random.random().
 _SHARED = (("Python's random", random.random.__self__), ("numpy.random", np.random.random.__self__))
 
 
 @contextmanager
-def refuse_draws(error: Callable[[str], Exception], own: Sequence[Any] = ()) -> Iterator[None]:
-    """Refuse a block that draws numbers from the generators of Python and NumPy, or from `own`.
+def refuse_draws(error: Callable[[str], Exception], others: Sequence[Any] = ()) -> Iterator[None]:
+    """Refuse a block that draws numbers from the generators of Python and NumPy, or from `others`.
 
-    A generator that the block makes for itself is not seen; neither is `os.urandom`.
+    Draws from a generator that the block makes for itself, and from `os.urandom`, are not noticed.
 
     Args:
         error: makes the error that is raised, given the generator's name.
-        own: further generators, of the types in `GENERATORS`.
+        others: further generators, of the types in `GENERATORS`.
     """
-    named = [*_SHARED, *((f"a {type(g).__name__} that it closes over", g) for g in own)]
+    named = [*_SHARED, *((f"a {type(g).__name__} that it closes over", g) for g in others)]
     states = [(name, generator, _read_state(generator)) for name, generator in named]
     yield
     for name, generator, state in states:

@@ -1,9 +1,9 @@
 """Indices by which a program looks up rows of a table, checked on the CPU before the step runs.
 
 A kernel that meets an index outside of its table names nothing, ends the process (a loop of Inductor's on
-several threads) or spoils the device. So indices that torch's own operations make of the batch's integers
-alone are computed beforehand too, as long as there are few numbers. Those that depend on floats, parameters,
-a custom operation, or tensors on a device are left to the kernel.
+several threads) or spoils the device. So indices that torch's own operations compute from the batch's
+integers alone are computed beforehand too, as long as they are few numbers. Those that depend on floats,
+parameters, a custom operation, or tensors on a device are left to the kernel.
 """
 
 from __future__ import annotations

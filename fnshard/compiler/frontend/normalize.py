@@ -147,20 +147,20 @@ def _copy_body(module: fx.GraphModule, graph: fx.Graph, env: dict, keys: dict) -
         # All others are copied, random ones as ops that read a key.
         args, kwargs = fx.map_arg((old.args, old.kwargs), env.__getitem__ if is_grad_enabled else detach)
         before = set(graph.nodes) if old in keys else set()
-        made = _write_node(graph, old, args, kwargs, keys.get(old))
-        fresh = [n for n in graph.nodes if n not in before] if old in keys else [made]  # a draw is several
-        # A write under no_grad goes to an alias: what is read after it is the tensor itself, whose
-        # gradient passes the write as if it were not there, as in torch.
+        copy = _write_node(graph, old, args, kwargs, keys.get(old))
+        fresh = [n for n in graph.nodes if n not in before] if old in keys else [copy]  # a draw is several
+        # A write under no_grad goes to an alias. Later nodes read the tensor itself, whose gradient ignores
+        # the write, as in torch.
         written = [] if is_grad_enabled else mutated_args(old)
         returns_written = len(written) == 1 and len(old.target._schema.returns) == 1
-        env[old] = env[written[0]] if returns_written else made
+        env[old] = env[written[0]] if returns_written else copy
         for node in fresh:
             if isinstance(node, fx.Node) and node.op == "call_function" and autocast:
                 node.meta["autocast"] = tuple(autocast.values())
 
 
 def _find_returned_input(node: fx.Node) -> fx.Node | None:
-    """Return the input that a node returns as it is, if it does, as a cast to its own dtype does.
+    """Return the input that a node returns unchanged, as a cast to the same dtype does; None if it does not.
 
     Under no_grad such a value keeps its gradient, and no other does. The tracer names it after the op that
     returned it last, so that a detach would wrongly cut the gradient off.
@@ -185,7 +185,7 @@ def _find_view_form(target: OpOverload) -> OpOverload:
     """Return `aten.transpose` for `aten.transpose_`, say.
 
     Raises:
-        TraceError: there is none: the op (resize_, set_) changes the memory itself.
+        TraceError: the op (resize_, set_) has no such form, since it changes the memory itself.
     """
     packet = getattr(aten, target._schema.name.removeprefix("aten::").removesuffix("_"))
     types = [str(a.type) for a in target._schema.arguments]
@@ -247,7 +247,7 @@ def _get_argument(node: fx.Node, name: str) -> Any:
 
 def _write_node(graph: fx.Graph, old: fx.Node, args: tuple, kwargs: dict, key: fx.Node | None) -> Any:
     """Write a node into `graph`, with given arguments; a random one in the form that reads `key`."""
-    # An op that draws nothing stays as it is, or gets a form that means the same here.
+    # An op that draws nothing is copied, or replaced by one that computes the same here.
     if key is None:
         if old.target in _SPARSE_GRADIENT:  # gradients are dense here
             named = zip(old.target._schema.arguments, args, strict=False)

@@ -21,7 +21,7 @@ from fnshard.losses.linear import wide
 
 _LIB = torch.library.Library("fnshard", "DEF")
 
-Strides = list[int] | None  # of a part in the whole draw: how far apart its elements are there
+Strides = list[int] | None  # the distances of a part's elements in the whole draw
 _DIGITS = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 53}  # of a significand
 _STREAMS = 2  # independent hashes for each element: a normal number takes two
 

@@ -41,11 +41,13 @@ def check_constants(constants: Mapping[str, Tensor]) -> None:
             "torch.enable_grad() and from detached inputs.",
         )
 
+    # Sparse, nested and other unusual tensors cannot be cut.
     kinds = [tree.unusual(v) or ("a conjugated view" if v.is_conj() else "") for v in constants.values()]
     odd = [kind for kind in kinds if kind]
     if odd:
         raise TraceError(f"`fn` closes over {len(odd)} tensor(s) it cannot compute with:", odd, tree.DENSE)
 
+    # Constants have no gradients and are not sharded: a tensor that trains or is large is an argument.
     wrong = [
         describe(v) + (" that requires grad" if v.requires_grad else "")
         for v in constants.values()
@@ -91,6 +93,7 @@ def check_program(program: Program, specs: Mapping[str, LayoutSpec], differentia
 
 def written_inputs(program: Program, kind: str) -> dict[str, fx.Node]:
     """Return the inputs of a kind that `fn` writes to, in their order, each with the first node that does."""
+    # A write to a view is one to the input whose memory it shows.
     first: dict[int, fx.Node] = {}
     for node in program.graph.nodes:
         for arg in mutated_args(node):
@@ -102,7 +105,7 @@ def written_inputs(program: Program, kind: str) -> dict[str, fx.Node]:
 
 def _check_written_leaves(program: Program, specs: Mapping[str, LayoutSpec], differentiate: bool) -> None:
     """Refuse writes to leaves that train, or that `fn` sees rounded; a forward may write to none."""
-    wrong, narrow = [], []
+    wrong, narrow = [], []  # leaves that must not be written to; those whose updates would be rounded
     for path, node in written_inputs(program, "leaf").items():
         spec, name = specs[path], f"params[{path!r}] by {str(node.target).removesuffix('.default')}"
         if spec.trainable or not differentiate:

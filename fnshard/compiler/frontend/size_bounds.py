@@ -141,6 +141,7 @@ def require(excess: Tensor, size: int, op: str, place: str = "") -> None:
     Raises:
         TraceError: the call is inside `torch.func`, from where no value can be reported.
     """
+    # A value of a functorch level cannot become a result of the program.
     if transforms.is_nested():
         raise TraceError(
             f"{op} has a bound of {size} inside a transform of torch.func, which cannot report that it is "

@@ -101,8 +101,8 @@ def trace(
         ),
         Limits() as limits,
     ):
-        # A `fn` that differentiates values it has already computed stops the first trace, and is traced again
-        # on a level of functorch, where autograd records all that it computes.
+        # If `fn` differentiates values that it has already computed, the first trace stops. The second runs
+        # on a level of functorch, where autograd records all that `fn` computes.
         try:
             recording = capture(source, surroundings, limits, lambda run: run)
         except Retrace:
@@ -113,7 +113,7 @@ def trace(
         for stage in (return_writes, remove_writes, rewrite):
             traced = stage(source, traced)
 
-        # Before each later step the guard looks whether something that `fn` read has changed since.
+        # Before each later step the guard checks whether anything that `fn` read has changed.
         tensors = traced.closed_over, traced.copied
         guard = Guard(source.runs, surroundings.reached, surroundings.written, *tensors)
         return replace(traced.program, guard=guard, rows=_count_rows(source.batch))
@@ -216,7 +216,8 @@ class TracedProgram:
 class _FlatFunction:
     """A form of `fn` that takes and returns lists of tensors.
 
-    It notes the names of the tensors (`names`, by id), and how `fn`'s outputs lie among them (`outputs`).
+    It notes the names of tensors for errors (`names`, by id), and which results are which of `fn`'s outputs
+    (`outputs`).
     """
 
     source: Source
@@ -236,7 +237,7 @@ class _FlatFunction:
         self.names |= {id(v): f"params[{p!r}]" for p, v in zip(fakes.leaves, leaf_values, strict=True)}
         self.names |= {id(v): f"batch[{n!r}]" for n, v in tensors.items()}
 
-        # Run it, and flatten what it returns; by how much limits are exceeded is returned too.
+        # Run it, and flatten its result; the excesses of limits are results too.
         with self.surroundings.one_run():
             result = args.call(source.fn, tree.unflatten(leaf_values, source.structure))
             check_requires_grad(fakes.leaves, before, leaf_values)
@@ -245,7 +246,7 @@ class _FlatFunction:
         return values
 
     def run_padded(self, run: Callable[..., list[Tensor]], *values: list[Tensor]) -> list[Tensor]:
-        """Run `run`, which computes what `fn` does on padded tensors, where lengths depend on data."""
+        """Return the results of `run`, which computes `fn` on padded tensors where lengths depend on data."""
         self.outputs, results = self.limits.append(self.outputs, run(*values))
         return results
 
@@ -305,6 +306,7 @@ def name_inputs(source: Source, recording: Recording) -> TracedProgram:
 
     Tensors that `fn` closes over, and keys of random numbers, become inputs beside leaves and batch.
     """
+    # Leaves and batch come first; `normalize` adds constants and keys after them.
     fakes, device = recording.fakes, source.device
     values = {Input("leaf", p): v for p, v in fakes.leaves.items()}
     values |= {Input("batch", n): v for n, v in fakes.tensors.items()}
@@ -319,6 +321,7 @@ def name_inputs(source: Source, recording: Recording) -> TracedProgram:
         values |= {Input("constant", n): fakes.mode.from_tensor(v) for n, v in constants.items()}
         values |= {Input("key", n): torch.empty((), dtype=torch.int64, device=device) for n in keys}
 
+    # Run the graph on fakes: later stages read shapes, dtypes and memories of its values.
     program = Program(graph, tuple(values), constants, recording.outputs, fakes.mode)
     traced = TracedProgram(program, values, recording.hooks, closed_over, copied)
     with fakes.mode, torch.set_grad_enabled(source.differentiate):
@@ -373,7 +376,7 @@ def _count_rows(batch: Arguments) -> int:
 
 
 def _read_outputs(result: Any, loss: bool) -> tuple[Outputs, list[Tensor]]:
-    """Return the result of `fn` as flat tensors, and a description of how they lie in it.
+    """Return the result of `fn` as flat tensors, and a description of which is which.
 
     Args:
         loss: whether the result is a loss, or `(loss, aux)`; otherwise it is any tree.

@@ -2,13 +2,13 @@
 
 A trace before autograd does not see what happens on functorch's levels, nor in the backward engine. So a
 call of `grad`, `jvp` or `vmap` (and of `jacfwd`, `hessian`, which call these; nested in any order) is traced
-by itself, on the same fake tensors and beneath the levels, and its ops are replayed into the trace of `fn`.
+by itself, on the same fake tensors and below the levels, and its ops are replayed into the trace of `fn`.
 They are then ops like any others: cut, gathered for and differentiated once more. Tensors that the function
 closes over are replayed as themselves, so that their gradients are not lost.
 
-A call that differentiates values which are already there (`torch.autograd.grad`, a pullback of `vjp`, dual
-numbers) stops the trace by `Retrace`. Then `fn` as a whole is traced in this way, on a level of its own
-(`Differentiable`), on which autograd records all that `fn` computes.
+A call that differentiates values which `fn` has already computed (`torch.autograd.grad`, a pullback of `vjp`,
+dual numbers) stops the trace by `Retrace`. Then `fn` as a whole is traced in this way, on a level of its own
+(`Differentiable`), where autograd records all that `fn` computes.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def while_tracing(run: Callable[..., Any]) -> Patch:
 def is_inside() -> bool:
     """Return whether this thread traces a transform by itself.
 
-    No patch interferes with what functorch calls then.
+    Patches then leave alone what functorch calls.
     """
     return getattr(_state, "inside", False)
 
@@ -159,7 +159,7 @@ def _apply_operator(original: Any, is_tracer: Callable[[], bool]) -> classmethod
             return original.__get__(None, cls)(*args, **kwargs)
         forward, is_grad_enabled = cls.forward, torch.is_grad_enabled()
 
-        # `apply` turns gradients off, and with them those of the levels beneath.
+        # `apply` turns gradients off, and with them those of the levels below.
         def run_forward(*args: Any) -> Any:
             with torch.set_grad_enabled(is_grad_enabled):
                 return forward(*args)
@@ -206,7 +206,7 @@ class Differentiable:
 
 
 def inline(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Trace `run(*args, **kwargs)` by itself, beneath autograd, and run its ops in the caller's trace."""
+    """Trace `run(*args, **kwargs)` by itself, below autograd, and run its ops in the caller's trace."""
     graph, inputs, (values, structure) = _capture(run, args, kwargs)
     # The graph may switch gradients off: the block restores the caller's mode.
     with torch.set_grad_enabled(torch.is_grad_enabled()):
@@ -226,7 +226,7 @@ def _capture(
         feed = iter(tensors)
         filled = [next(feed) if isinstance(v, Tensor) else v for v in leaves]
         run_args, run_kwargs = tree.unflatten(filled, structure)
-        # Fused attention has no second derivative, so that attention in here is plain ops.
+        # Fused attention has no second derivative: compute it by plain ops.
         with plain_attention(), _GradModes() as modes, _set_state(grad_modes=modes):
             result[:] = tree.flatten(run(*run_args, **run_kwargs), constants=True)
         return [v for v in result[0] if isinstance(v, Tensor)]
@@ -235,7 +235,7 @@ def _capture(
 
 
 def trace_apart(run: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> fx.GraphModule:
-    """Trace `run(*inputs)` by itself, beneath autograd; tensors that it closes over are attributes."""
+    """Trace `run(*inputs)` by itself, below autograd; tensors that it closes over are attributes."""
     # A view that comes from the cache of fake tensors has no place in forward-mode AD: turn the cache off.
     fake_mode = detect_fake_mode(inputs)
     no_cache = nullcontext() if fake_mode is None else mock.patch.object(fake_mode, "cache_enabled", False)
@@ -285,7 +285,7 @@ class _GradModes(TorchDispatchMode):
         self.enabled, self.tracer = torch.is_grad_enabled(), get_proxy_mode().tracer
 
     def note(self) -> None:
-        """Write a change of the grad mode into the graph, if there was one since the last op."""
+        """Write the grad mode into the graph, if it has changed since the last op."""
         proxies = get_proxy_mode()
         if proxies is None or proxies.tracer is not self.tracer:  # the op belongs to another, inner trace
             return

@@ -198,7 +198,7 @@ _FACTORIES = {
     "arange", "empty", "eye", "full", "linspace", "logspace", "ones", "tril_indices", "triu_indices", "zeros",
 }  # fmt: skip
 _INDEXED = {"__getitem__", "__setitem__"}
-_MEMORY = {"__dlpack__", "__reduce_ex__"}  # functions that hand out memory, which a fake tensor lacks
+_MEMORY = {"__dlpack__", "__reduce_ex__"}  # functions that read memory, which a fake tensor lacks
 _READS = {"item", "tolist", "__float__", "__int__", "__index__", "__complex__"}
 
 

@@ -195,11 +195,11 @@ class TensorSnapshot:
     """A set of copies of tensors, which are put back into those that were written to since."""
 
     def __init__(self, tensors: Iterable[Tensor]):
-        self.known = [(t, t.detach().clone(), t._version) for t in tensors if is_plain(t)]
+        self._copies = [(t, t.detach().clone(), t._version) for t in tensors if is_plain(t)]
 
     def put_back(self) -> list[Tensor]:
         """Put the copies back into tensors that were written to, and return these tensors."""
-        written = [(t, copy) for t, copy, version in self.known if t._version != version]
+        written = [(t, copy) for t, copy, version in self._copies if t._version != version]
         with torch.no_grad():
             for tensor, copy in written:
                 tensor.copy_(copy)
@@ -228,7 +228,7 @@ def one_run(containers: Iterable[Container] = ()) -> Iterator[None]:
 def put_back(containers: Iterable[Container], leaves: Mapping[int, Any]) -> None:
     """Undo what a module wrote: all of it, or in a run of `fn` only where the module holds `leaves`.
 
-    `one_run` undoes the rest of it, at the end of the run.
+    `one_run` undoes the other writes, at the end of the run.
     """
     run = getattr(_here, "containers", None)
     for container in containers:

@@ -42,8 +42,8 @@ class CustomGradient:
 
     def __call__(self, *args: Tensor) -> Any:
         """Return the values, in memory of their own; a tuple if there are several."""
-        made = Attach.apply(self, *args)
-        return made[0] if self.values == 1 else made
+        results = Attach.apply(self, *args)
+        return results[0] if self.values == 1 else results
 
     @property
     def __name__(self) -> str:
@@ -91,7 +91,7 @@ def make_count_graph(program: Program) -> fx.Graph | None:
 
 
 class Attach(torch.autograd.Function):
-    """A function of autograd that carries out a `CustomGradient`."""
+    """A function of autograd that runs a `CustomGradient`."""
 
     generate_vmap_rule = True
 

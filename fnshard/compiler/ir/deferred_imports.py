@@ -172,7 +172,7 @@ MODULES: dict[str, dict[str, dict[str, Any]]] = {
     "torch._dynamo": {
         "utils": {"detect_fake_mode": torch._guards.detect_fake_mode},
         "source": {"ConstantSource": _Source, "RandomValueSource": type("RandomValueSource", (), {})},
-        "trace_rules": {"clear_lru_cache": lambda: None},  # a process group asks for it; there are none yet
+        "trace_rules": {"clear_lru_cache": lambda: None},  # a process group calls it; nothing is cached yet
     },
     "torch._inductor": {},
 }
@@ -189,7 +189,7 @@ def _put_stand_in(root: str) -> None:
     sys.modules[root] = package
     setattr(torch, root.rpartition(".")[2], package)
 
-    # What is used where nothing is compiled stands in; what is light is the package's own.
+    # Of what is used where nothing is compiled, put in stand-ins, and import the light modules.
     vars(package).update(FUNCTIONS[root])
     for name, functions in MODULES[root].items():
         module = sys.modules[f"{root}.{name}"] = _Deferred(f"{root}.{name}")
@@ -215,7 +215,7 @@ def _import_real(root: str) -> None:
             raise Needed(root)
         _deferred.remove(root)  # first, since the package's own imports come here again
 
-        # The package runs in the module that is there, which others may hold, without the stand-ins.
+        # Others may hold the stand-in: run the package in the same module, without the stand-in's names.
         package = sys.modules[root]
         for name in (*FUNCTIONS[root], *MODULES[root]):
             delattr(package, name)

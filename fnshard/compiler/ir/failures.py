@@ -1,7 +1,7 @@
 """Explain failures of `fn` on tensors without values to the person who wrote `fn`.
 
 A torch function that fails becomes one TraceError: the function, its operands by leaf and batch argument, the
-line of the user's code, and the way out. An error that the user's own code raises stays as it is.
+line of the user's code, and the way out. An error that the user's own code raises stays the same.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ def _depends_on_values(error: Exception) -> bool:
     """Return whether an error says that control flow or a shape needs a tensor's value."""
     if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
         return True
-    # torch raises these as plain RuntimeErrors, or as a class that lies in a module which brings sympy.
+    # torch raises these as plain RuntimeErrors, or as a class whose module would import sympy.
     words = r"data-dependent|\.\w+\(\) is not supported|SymInt.*is not tracked with proxy"
     says_so = re.search(words, str(error)) is not None
     return isinstance(error, RuntimeError) and (says_so or "GuardOnDataDependent" in type(error).__name__)

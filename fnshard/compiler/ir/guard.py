@@ -187,7 +187,7 @@ class Guard:
 
     def __init__(self, fn: Any, reached: Reachable, written: Iterable[str], *closed_over: Iterable[Tensor]):
         self._fn, self._written = fn, frozenset(written)
-        self._beneath = tuple(path + end for path in self._written for end in ".[")  # how its parts begin
+        self._parts_begin = tuple(path + end for path in self._written for end in ".[")
 
         # A tensor that the program reads in place must stay where it is, and a copied one must not be written
         # to. All other tensors keep only shape and dtype.
@@ -272,7 +272,7 @@ class Guard:
 
     def _is_guarded(self, path: str) -> bool:
         """Return whether a path must not change: `fn` writes neither to it nor to what it is a part of."""
-        return path not in self._written and not path.startswith(self._beneath)
+        return path not in self._written and not path.startswith(self._parts_begin)
 
 
 def changes(before: Mapping[str, Entry], now: Mapping[str, Entry]) -> list[Change]:

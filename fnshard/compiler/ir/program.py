@@ -57,7 +57,7 @@ class Limit:
 
 @dataclass(frozen=True)
 class Outputs:
-    """A description of how `fn`'s outputs lie in the program's flat results.
+    """A description of which of the program's flat results are which of `fn`'s outputs.
 
     A forward-only program has no loss, and no "scalar" entries.
 
@@ -84,14 +84,14 @@ class Outputs:
     def summed(self) -> list[int]:
         """Return the indices that ranks sum: the loss, a Mean's count, scalars and Means of aux, limits."""
         count = [] if self.count is None else [self.count]
-        aux = [i for kind, *rest in self.aux if kind in ("scalar", "complex", "mean") for i in rest]
+        aux = [i for kind, *indices in self.aux if kind in ("scalar", "complex", "mean") for i in indices]
         return [self.loss, *count, *aux, *(limit.result for limit in self.limits)]
 
     @property
     def returned(self) -> list[int]:
         """Return the indices of a rank's own results: tensors of aux; without a loss, all that is summed."""
         kinds = ("tensor",) if self.loss is not None else ("tensor", "mean")
-        aux = [i for kind, *rest in self.aux if kind in kinds for i in rest]
+        aux = [i for kind, *indices in self.aux if kind in kinds for i in indices]
         return aux if self.loss is not None else [*aux, *(limit.result for limit in self.limits)]
 
 
@@ -103,7 +103,7 @@ class Program:
         graph: the graph of composite ATen ops.
         inputs: names of the graph's placeholders, in order.
         constants: the tensors that `fn` closes over, by name.
-        outputs: how `fn`'s outputs lie in the results.
+        outputs: which results are which of `fn`'s outputs.
         fake_mode: the mode of the nodes' fake tensors.
         guard: the program is valid as long as it holds.
         rows: the rows of one rank's micro-batch.
@@ -235,9 +235,9 @@ def tensors_of(node: fx.Node) -> list[Tensor]:
 
 def nodes_in(arguments: Any) -> list[fx.Node]:
     """Return all nodes in the arguments of a call, in order."""
-    found: list[fx.Node] = []
-    fx.map_arg(arguments, found.append)
-    return found
+    nodes: list[fx.Node] = []
+    fx.map_arg(arguments, nodes.append)
+    return nodes
 
 
 def arguments_of(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

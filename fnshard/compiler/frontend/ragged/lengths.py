@@ -110,12 +110,12 @@ class Ragged:
         return functools.reduce(operator.and_, masks) if masks else None
 
     def fill(self, node: fx.Node, fill: Any, dims: Collection[int] | None = None) -> Tensor:
-        """Return a node's tensor with the number `fill` where its entries are no values."""
+        """Return a node's tensor with the number `fill` where its entries are padding."""
         valid, value = self.valid(node.meta["val"], dims), self.values[node]
         return value if valid is None else value.masked_fill(~valid, fill)
 
     def index(self, node: fx.Node) -> Tensor:
-        """Return a node's integers, with the first of them, or 0, where entries are no values."""
+        """Return a node's integers, with the first of them, or 0, where entries are padding."""
         value = self.values[node]
         for dim, length in self.dims(node.meta["val"]).items():
             first = torch.where(self.count(length) > 0, value.narrow(dim, 0, 1), 0)
@@ -209,7 +209,7 @@ class RaggedOp:
         return self.ragged.dims(node.meta["val"]) if isinstance(node, fx.Node) else {}
 
     def fill(self, name: str, fill: Any, dims: Collection[int] | None = None) -> Any:
-        """Return an argument with the number `fill` where its entries are no values."""
+        """Return an argument with the number `fill` where its entries are padding."""
         return self.ragged.fill(self.raw[name], fill, dims) if self.dims(name) else self[name]
 
     def run(self, /, **changed: Any) -> Any:

@@ -163,7 +163,7 @@ def _find_rule(call: RaggedOp) -> Rule:
     """Return the rule of a call's op.
 
     Raises:
-        TraceError: there is none.
+        TraceError: the op has none.
     """
     name = call.name
     if name in _RULES and not (name in ("max", "min") and "other" in call.arguments):
@@ -344,7 +344,7 @@ def _index_put(call: RaggedOp) -> Tensor:
     else:
         valid = functools.reduce(operator.and_, (call.ragged.valid(n.meta["val"]) for n in ragged))
 
-    # Entries that are no values go into a row after the last one, which is cut off again.
+    # Padding goes into a row after the last one, which is cut off again.
     table, index, size = call["self"], indices[place], call["self"].shape[place]
     longer = torch.cat([table, torch.zeros_like(table.narrow(place, 0, 1))], place)
     indices[place] = torch.where(valid, torch.where(index < 0, index + size, index), size)
@@ -352,7 +352,7 @@ def _index_put(call: RaggedOp) -> Tensor:
 
 
 def _index_add(call: RaggedOp) -> Tensor:
-    """Add rows to a tensor; rows that are no values count as 0."""
+    """Add rows to a tensor; padding rows count as 0."""
     if not call.dims("index"):
         return call.run()
     rows = call.fill("source", 0, [call["dim"] % call["self"].dim()])
@@ -379,7 +379,7 @@ def _make_reduction(fill: Callable[[Tensor], Any]) -> Rule:
 
 
 def _moment(call: RaggedOp) -> Tensor:
-    """Return the mean, the variance or the standard deviation of the values."""
+    """Return the mean, the variance or the standard deviation without padding."""
     dims, shape = _find_reduced_dims(call), call.raw["self"].meta["val"].shape
     if not set(dims) & call.dims("self").keys():
         return call.run()
@@ -401,7 +401,7 @@ def _loss(call: RaggedOp) -> Tensor:
     """Return a loss of pairs of elements: the sum or the mean over values."""
     if not call.arguments.get("reduction"):
         return call.run()
-    each = call.run(reduction=0)
+    losses = call.run(reduction=0)
     tensors = [n for n in call.raw.values() if isinstance(n, fx.Node) and isinstance(n.meta["val"], Tensor)]
     shape = max((n.meta["val"] for n in tensors), key=lambda v: v.dim())
     if any(n.meta["val"].dim() not in (0, shape.dim()) for n in tensors):
@@ -410,7 +410,7 @@ def _loss(call: RaggedOp) -> Tensor:
     # Elements that are padding in any of the tensors count as 0, and the mean is over the others.
     masks = [call.ragged.valid(n.meta["val"]) for n in tensors]
     valid = [mask for mask in masks if mask is not None]
-    total = (torch.where(functools.reduce(operator.and_, valid), each, 0) if valid else each).sum()
+    total = (torch.where(functools.reduce(operator.and_, valid), losses, 0) if valid else losses).sum()
     return total / math.prod(map(call.ragged.count, shape.shape)) if call["reduction"] == 1 else total
 
 
