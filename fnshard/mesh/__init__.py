@@ -124,6 +124,7 @@ class Mesh:
     def coordinate(self, rank: int | None = None) -> dict[str, int]:
         """Return `{axis: index}` of a rank (default: this one)."""
         rank = self.rank if rank is None else rank
+        # Peel off the axes from the last one, which varies fastest.
         out: dict[str, int] = {}
         for name, size in zip(reversed(self.names), reversed(self.sizes), strict=True):
             out[name] = rank % size
@@ -142,10 +143,11 @@ class Mesh:
         rank = self.rank if rank is None else rank
         here = self.coordinate(rank)
         # Neighbours along an axis are as many ranks apart as the axes behind it have.
-        apart = {n: math.prod(self.sizes[place + 1 :]) for place, n in enumerate(self.names)}
-        spans = [range(0, self.axis_size(a) * apart[a], apart[a]) for a in axes]
-        first = rank - sum(here[a] * apart[a] for a in axes)
-        return tuple(first + sum(steps) for steps in product(*spans))
+        strides = {n: math.prod(self.sizes[i + 1 :]) for i, n in enumerate(self.names)}
+        steps = [range(0, self.axis_size(a) * strides[a], strides[a]) for a in axes]
+        # The group's first rank has the index 0 along each of its axes.
+        first = rank - sum(here[a] * strides[a] for a in axes)
+        return tuple(first + sum(each) for each in product(*steps))
 
     def ordered(self, axes: Sequence[str]) -> tuple[str, ...]:
         """Return `axes` in the mesh's own order, without those of size one."""
@@ -191,14 +193,18 @@ def make_mesh(
     if abstract and simulated:
         raise SpecError("a mesh is abstract (no ranks) or simulated (ranks are threads), not both.")
 
-    usual = "cpu" if simulated else accelerator()
-    device_type = usual if device is None else _device_type(device, abstract)
-    world, started = None, dist.is_available() and dist.is_initialized()
+    # Find the device, and the sizes; only a mesh of processes has a world that -1 could take the rest of.
+    if device is not None:
+        device_type = _check_device(device, abstract)
+    else:
+        device_type = "cpu" if simulated else accelerator()
+    has_group = dist.is_available() and dist.is_initialized()
+    world = None
     if not (abstract or simulated):
-        world = dist.get_world_size() if started else world_size()
-    sizes = _sizes(axes, world)
+        world = dist.get_world_size() if has_group else world_size()
+    sizes = _resolve_sizes(axes, world)
 
-    # Which axes split the batch by rows.
+    # Choose the axes that split the batch by rows.
     if data_axes is None:
         data_axes = [n for n in names if n not in COMPUTE_AXES]
     chosen = tuple(data_axes) if isinstance(data_axes, list | tuple) else (data_axes,)
@@ -214,12 +220,13 @@ def make_mesh(
             fix="leave it out, or call an axis that splits rows by another name, as 'replicate'.",
         )
 
-    # Make the mesh; several ranks meet first.
+    # Make the mesh. Several ranks meet first.
     if abstract or simulated:
         return Mesh(names, sizes, chosen, device_type, "abstract" if abstract else "simulated")
-    if world == 1 and not started:
+    if world == 1 and not has_group:
         return Mesh(names, sizes, chosen, device_type, "local")
     join_group(device_type)
+    # torch makes the groups of a mesh by collectives that do not say who is missing, as this exchange does.
     peers().exchange("meshes", b"", peers().timeout)
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -227,8 +234,8 @@ def make_mesh(
     return Mesh(names, sizes, chosen, device_type, "group", device_mesh)
 
 
-def _sizes(axes: Mapping[str, int], world: int | None) -> tuple[int, ...]:
-    """Return the sizes of axes, with -1 replaced by what is left of the world."""
+def _resolve_sizes(axes: Mapping[str, int], world: int | None) -> tuple[int, ...]:
+    """Return the sizes of axes, in which -1 is replaced by what the others leave of the world."""
     bad = [f"{n}={s}" for n, s in axes.items() if type(s) is not int or (s < 1 and s != -1)]
     free = [n for n, s in axes.items() if s == -1]
     shown = ", ".join(f"{n}={s!r}" for n, s in axes.items())
@@ -250,27 +257,27 @@ def _sizes(axes: Mapping[str, int], world: int | None) -> tuple[int, ...]:
     return sizes
 
 
-def _device_type(device: str, abstract: bool) -> str:
+def _check_device(device: str, abstract: bool) -> str:
     """Return the type of a device that this machine has, or of any device for an abstract mesh."""
     try:
-        found = torch.device(device).type
+        device_type = torch.device(device).type
     except (RuntimeError, TypeError) as error:
         raise SpecError(
             f"device={device!r} is no kind of device.", fix='"cpu", "cuda" or another that torch knows.'
         ) from error
-    if found not in ("cpu", accelerator()) and not abstract:
+    if device_type not in ("cpu", accelerator()) and not abstract:
         raise SpecError(
             f"device={device!r}: torch {torch.__version__} finds none on this machine.",
             fix=f"leave it out for {accelerator()!r}; abstract=True lowers for others.",
         )
-    return found
+    return device_type
 
 
 def check_mesh(mesh: Any) -> None:
     """Refuse a value that is no mesh.
 
     Raises:
-        SpecError: it says how to make one.
+        SpecError: the value is no mesh; the error says how to make one.
     """
     if not isinstance(mesh, Mesh):
         raise SpecError(f"mesh={reprlib.repr(mesh)} is no mesh.", fix="make one with fs.make_mesh(shard=8).")

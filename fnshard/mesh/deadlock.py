@@ -1,11 +1,11 @@
 """Notice ranks that wait in vain: each shows the others what it waits for, in the store they met at.
 
-Whatever ranks exchange on their hosts goes through that store (`Peers.exchange`), so that nothing is issued
-to which some rank may never come. A rank that has waited for LOOK_S shows there in which call, and how many
-messages of each channel it has come to; one that ends signs off. So a rank that waits for one that has ended,
-or that waits for it in turn, learns it at its next look and says which ranks called what. That is exact: what
-a rank shows is true until it has what it waits for. A rank that shows nothing is at work, and is waited for
-until the timeout.
+Whatever ranks exchange on their hosts goes through that store (`Peers.exchange`), so that no rank issues a
+collective to which another may never come. A rank that has waited for LOOK_S writes there in which call it
+waits, and how many messages of each channel it has come to. A rank that ends signs off. So a rank that waits
+for one that has ended, or for one that waits for it in turn, learns this at its next look, and says which
+ranks called what. This is exact: what a rank shows stays true until it has what it waits for. A rank that
+shows nothing is at work, and the others wait for it until the timeout.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ DUTY = "all ranks make the same calls in the same order: none of them below `if 
 LOCKSTEP = "Where batches ran out on some ranks: `for batch in fs.lockstep(loader, step)`."
 NOT_USERS = {*sys.stdlib_module_names, "torch", "optree", "numpy"} - {"__main__"}
 Missing = Callable[[], list[int]]  # the ranks that have not come yet
-_made = itertools.count()
+_group_numbers = itertools.count()
 
 
 def lost(what: object, cause: str) -> str:
-    """Return the text of a `CollectiveError`."""
+    """Describe a collective that failed because of a peer, as the text of a `CollectiveError`."""
     return report(
         f"{what}: a peer died, left, or did not answer in time.",
         [cause],
@@ -53,25 +53,26 @@ def lost(what: object, cause: str) -> str:
 
 
 def ranks_text(ranks: Collection[int]) -> str:
-    """Return `rank 1, 3`, say."""
+    """Name some ranks: `rank 1, 3`."""
     return f"rank {', '.join(map(str, sorted(ranks)))}"
 
 
 def caller() -> tuple[str, str]:
     """Return the library's function that this thread is in, as its user calls it, and the call's line."""
+    # Walk outwards. The last frame of the library before one of the user's is the call that the user wrote.
     frame, call = sys._getframe(1), ""
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
         if module.startswith("fnshard.") and module != __name__:
-            call = _public_name(module.split(".")[1], frame.f_code.co_qualname.partition(".<locals>")[0])
+            call = _name_call(module.split(".")[1], frame.f_code.co_qualname.partition(".<locals>")[0])
         elif call and module.partition(".")[0] not in {*NOT_USERS, "fnshard"}:
             return call, f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
         frame = frame.f_back
     return call, ""
 
 
-def _public_name(package: str, name: str) -> str:
-    """Return a function's name as a user writes it: `fs.shard`, `step`, `checkpoint.save`."""
+def _name_call(package: str, name: str) -> str:
+    """Name a function as a user writes it: `fs.shard`, `step`, `checkpoint.save`."""
     name = name.replace("Step.__call__", "step").replace("Forward.__call__", "shard_forward")
     is_method = name[:1].isupper() or name in ("step", "shard_forward")
     named = f"fs.{name}" if name in sys.modules["fnshard"].__all__ else f"{package}.{name}"
@@ -85,9 +86,10 @@ def host() -> str:
 
 
 def process_stat(pid: int) -> list[str]:
-    """Return Linux's fields of a process of this host, from its state on, a letter; X if there is none."""
+    """Return Linux's fields of a process of this host, from its state (a letter) on; ["X"] if it is gone."""
     try:
         with open(f"/proc/{pid}/stat") as file:
+            # The name before the state is in parentheses, and may itself contain spaces and parentheses.
             return file.read().rpartition(")")[2].split()
     except OSError:
         return ["X"]
@@ -99,8 +101,8 @@ class RankStatus:
 
     Args:
         call, line: the call and line of the program; or "has ended", and its exception.
-        channel, number, ranks: the message that it waits in, and the ranks that have to come to it.
-        come: how many messages of each channel it has come to.
+        channel, number, ranks: the message that it waits for, and the ranks that have to come to it.
+        counts: how many messages of each channel it has come to.
         ended: whether it has ended.
     """
 
@@ -109,7 +111,7 @@ class RankStatus:
     channel: str = ""
     number: int = -1
     ranks: Collection[int] = ()
-    come: Mapping[str, int] = field(default_factory=dict)
+    counts: Mapping[str, int] = field(default_factory=dict)
     ended: bool = False
 
     def __str__(self) -> str:
@@ -117,46 +119,54 @@ class RankStatus:
 
 
 def stuck(statuses: Mapping[int, RankStatus | None]) -> set[int]:
-    """Return ranks that have ended, and those that wait for one that will never come; None is at work.
+    """Find the ranks that have ended, and those that wait for one that will never come.
+
+    A rank whose status is None is at work.
 
     >>> save, ended = RankStatus("save", "", "a", 0, (0, 1), {"a": 1}), RankStatus("has ended", ended=True)
     >>> stuck({0: save, 1: None}), stuck({0: save, 1: ended})
     (set(), {0, 1})
     """
+    # Ranks at work are free. So is a rank that waits for free ranks alone, since these may still come. When
+    # no more ranks become free, the others wait for each other, or for a rank that has ended.
     free = {rank for rank, status in statuses.items() if status is None}
 
-    def waits(status: RankStatus) -> bool:
+    def is_held_up(status: RankStatus) -> bool:
         others = (statuses[r] for r in status.ranks if r not in free and r in statuses)
-        return status.ended or any(other.come.get(status.channel, 0) <= status.number for other in others)
+        return status.ended or any(other.counts.get(status.channel, 0) <= status.number for other in others)
 
-    while more := {r for r, status in statuses.items() if r not in free and not waits(status)}:
+    while more := {r for r, status in statuses.items() if r not in free and not is_held_up(status)}:
         free |= more
     return {*statuses} - free
 
 
 def explain(rank: int, statuses: Mapping[int, RankStatus]) -> CollectiveError:
-    """Make the error for a rank that would wait in vain, which says what each rank called."""
+    """Make the error of a rank that would wait in vain, which says what each rank called."""
+    # A rank that failed is the cause of all else.
     failed = [f"rank {r} {s}" for r, s in statuses.items() if s.ended and s.line]
     if failed:
         return CollectiveError(lost(statuses[rank], "; ".join(failed)))
 
+    # Otherwise name a call that some ranks wait in, if possible this rank's own, and who made it.
     calls = {r: s.call for r, s in sorted(statuses.items())}
     known = (statuses[rank], *statuses.values())
     call = next((p.call for p in known if p.call != LEAVE and not p.ended), LEAVE)
-    alone = f"only {ranks_text([r for r in calls if calls[r] == call])} called {call}."
-    head = alone if len({*calls.values()}) > 1 else f"ranks wait for each other in {call}."
+    if len({*calls.values()}) > 1:
+        head = f"only {ranks_text([r for r in calls if calls[r] == call])} called {call}."
+    else:
+        head = f"ranks wait for each other in {call}."
     fix = f"{DUTY} {LOCKSTEP}" if "step" in calls.values() else DUTY
     return CollectiveError(head, [f"rank {r}: {statuses[r]}" for r in calls], fix)
 
 
 @dataclass(eq=False)
 class Peers:
-    """The ranks of the default process group, as this one sees them.
+    """A view of the ranks of the default process group from one of them.
 
     Args:
         store: the store that ranks met at.
         rank, world: this rank, and how many there are.
-        come: how many messages of each channel this rank has come to.
+        counts: how many messages of each channel this rank has come to.
         pieces: how many pieces beyond the first its last message of each channel had.
         asked: says whether this process was asked to end.
         timeout: the timeout of exchanges without one of their own.
@@ -166,7 +176,7 @@ class Peers:
     store: dist.Store
     rank: int
     world: int
-    come: dict[str, int] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
     pieces: dict[str, int] = field(default_factory=dict)
     asked: Callable[[], bool] = lambda: False
     timeout: float = 600.0
@@ -179,7 +189,7 @@ class Peers:
     def exchange(
         self, channel: str, data: bytes, timeout: float, of: Iterable[int] | None = None, call: str = ""
     ) -> list[bytes]:
-        """Give data to all ranks, and return that of every rank, by rank, once all have come.
+        """Give data to all ranks, and return every rank's data, by rank, once all have come.
 
         Args:
             channel: the channel of which this is each rank's next message.
@@ -191,16 +201,17 @@ class Peers:
         Raises:
             CollectiveError: ranks call different functions, wait for each other, have ended or stay silent.
         """
-        number, ranks = self.come.get(channel, 0), range(self.world)
+        number, ranks = self.counts.get(channel, 0), range(self.world)
         status = RankStatus(*((call, "") if call else caller()), channel, number, ranks)
         keys = [f"data/{channel}/{number}/{r}" for r in ranks]
         chosen = [*ranks] if of is None else [*of]
-        self.come[channel] = number + 1
+        self.counts[channel] = number + 1
 
         # Give the data, and wait until all have given theirs.
         try:
             before = self.pieces.get(channel, 0)
             self.pieces[channel] = self._write(keys[self.rank], status.call, data)
+            # The first looks follow closely, since most ranks come at once; later ones spare the store.
             with Wait(self, status, timeout) as wait:
                 for tries in itertools.count():
                     if self.store.check(keys):
@@ -208,18 +219,20 @@ class Peers:
                     wait.give_up(lambda: [r for r in ranks if not self.store.check([keys[r]])], self.gone)
                     time.sleep(min(0.05, 1e-5 * tries))
 
+            # Read it, with the calls in which the ranks gave it.
             first = self.store.multi_get([keys[r] for r in chosen]) if chosen else []
-            found = [self._read(keys[r], value) for r, value in zip(chosen, first, strict=True)]
-            calls = {r: RankStatus(call or "gave up") for r, (call, _) in zip(chosen, found, strict=True)}
+            received = [self._read(keys[r], value) for r, value in zip(chosen, first, strict=True)]
+            calls = {r: RankStatus(call or "gave up") for r, (call, _) in zip(chosen, received, strict=True)}
             if b"" in first:  # a rank gave up, and so does this one: its data must not answer a later try
                 raise explain(self.rank, {self.rank: status, **calls})
 
-            if number:  # all ranks have come to this message, and so have read the one before
+            # All ranks have come to this message, so they have read the one before, which may go.
+            if number:
                 old = f"data/{channel}/{number - 1}/{self.rank}"
                 for key in (old, *(f"{old}/{at}" for at in range(before))):
                     self.store.delete_key(key)
         except BaseException as error:
-            self.come[channel] = number
+            self.counts[channel] = number
             with suppress(RuntimeError):  # a rank that comes later must not take the data for an answer
                 self.store.set(keys[self.rank], b"")
             if isinstance(error, RuntimeError) and not isinstance(error, CollectiveError):
@@ -227,7 +240,7 @@ class Peers:
             raise
         if len({p.call for p in calls.values()}) > 1:
             raise explain(self.rank, {self.rank: status, **calls})
-        return [data for _, data in found]
+        return [data for _, data in received]
 
     def _write(self, key: str, call: str, data: bytes) -> int:
         """Write a message in pieces, and return how many there are beyond the first.
@@ -242,39 +255,40 @@ class Peers:
 
     def _read(self, key: str, value: bytes) -> tuple[str, bytes]:
         """Return the call and the data of a message, given its first piece; empty if its rank gave up."""
-        call, _, rest = value.partition(b"\n")
-        more, _, first = rest.partition(b"\n")
-        pieces = [self.store.get(f"{key}/{at}") for at in range(int(more or 0))]
+        call, _, value = value.partition(b"\n")
+        count, _, first = value.partition(b"\n")
+        pieces = [self.store.get(f"{key}/{at}") for at in range(int(count or 0))]
         return call.decode(), b"".join((first, *pieces))
 
     def show(self, stream: str, status: RankStatus | None) -> None:
         """Show the others where this rank is; None is at work. The stream "ended" is never overwritten."""
-        values = status and asdict(replace(status, come=dict(self.come), ranks=[*status.ranks]))
+        values = status and asdict(replace(status, counts=dict(self.counts), ranks=[*status.ranks]))
         with suppress(RuntimeError):  # the store may be gone
             self.store.set(f"at/{stream}/{self.rank}", json.dumps(values))
 
-    def _get(self, key: str) -> Any:
+    def _read_json(self, key: str) -> Any:
+        """Read a JSON value from the store; None if there is none, or the store is gone."""
         with suppress(RuntimeError):
             return json.loads(self.store.get(key)) if self.store.check([key]) else None
 
     def status_of(self, rank: int, stream: str) -> RankStatus | None:
         """Return where another rank is, or was when it gave up waiting; None if it is at work."""
-        values = self._get(f"at/{stream}/{rank}") or self._get(f"at/ended/{rank}")
+        values = self._read_json(f"at/{stream}/{rank}") or self._read_json(f"at/ended/{rank}")
         return values and RankStatus(**values)
 
     def statuses(self, mine: RankStatus, of: Iterable[int], stream: str) -> dict[int, RankStatus | None]:
         """Return the statuses of this rank, of others, and of all ranks that these wait for."""
-        found, ahead = dict[int, RankStatus | None]({self.rank: mine}), [*of]
-        while ahead:
-            if (rank := ahead.pop()) not in found:
-                found[rank] = status = self.status_of(rank, stream)
-                ahead += status.ranks if status else ()
-        return found
+        statuses, pending = dict[int, RankStatus | None]({self.rank: mine}), [*of]
+        while pending:
+            if (rank := pending.pop()) not in statuses:
+                statuses[rank] = status = self.status_of(rank, stream)
+                pending += status.ranks if status else ()
+        return statuses
 
     def process_of(self, rank: int) -> tuple[int, list[str]]:
         """Return the process of a rank and its `process_stat`; "?" for another host."""
-        there, pid = self._get(f"process/{rank}") or ("", 0)
-        return pid, process_stat(pid) if there and there == host() else ["?"]
+        its_host, pid = self._read_json(f"process/{rank}") or ("", 0)
+        return pid, process_stat(pid) if its_host and its_host == host() else ["?"]
 
     def gone(self, ranks: Iterable[int]) -> set[int]:
         """Return the ranks whose process, on this host, has ended."""
@@ -286,21 +300,20 @@ class Peers:
         """Run work that waits for peers outside of Python in a thread, and look at the peers meanwhile."""
         errors: list[BaseException] = []
 
-        def done() -> None:
+        def catch_errors() -> None:
             try:
                 work()
             except BaseException as error:
                 errors.append(error)
 
-        thread = threading.Thread(target=done, daemon=True)
+        thread = threading.Thread(target=catch_errors, daemon=True)
         thread.start()
         with Wait(self, status, timeout, what()) as wait:
-            self.abandoned = True
+            self.abandoned = True  # stays so if this thread gives up, and the other still waits
             while thread.is_alive():
                 thread.join(0.1)
-                wait.give_up(
-                    lambda: [*status.ranks], lambda _: set()
-                )  # torch itself sees ranks that are gone
+                # torch itself sees ranks that are gone, so that nobody is looked up here.
+                wait.give_up(lambda: [*status.ranks], lambda _: set())
             self.abandoned = False
         if errors:
             raise errors[0]
@@ -316,18 +329,19 @@ class Wait:
     def __init__(self, peers: Peers, status: RankStatus, timeout: float, what: str = ""):
         self.peers, self.status, self.timeout, self.what = peers, status, timeout, what
         self.began = time.monotonic()
-        self.next, self.shown = self.began + min(LOOK_S, timeout), False
+        self.next_look, self.is_shown = self.began + min(LOOK_S, timeout), False
+        # A thread besides the main one shows its waits apart, since both may wait at once.
         self.stream = "" if threading.current_thread() is threading.main_thread() else status.channel
         self.asked_at, self.asked_before = 0.0, peers.asked()
-        self.ticks: dict[int, int] = {}
+        self.ticks: dict[int, int] = {}  # by rank, the CPU time that its process had used at the last look
 
     def __enter__(self) -> Wait:
         return self
 
     def __exit__(self, kind: type | None, *_: Any) -> None:
-        if self.shown and kind is None:
+        if self.is_shown and kind is None:
             self.peers.show(self.stream, None)
-        elif self.shown:  # the others have to see that this rank gave up, before it is forgotten
+        elif self.is_shown:  # the others have to see that this rank gave up, before it is forgotten
             timer = threading.Timer(3 * LOOK_S, self.peers.show, [self.stream, None])
             timer.daemon = True
             timer.start()
@@ -339,26 +353,30 @@ class Wait:
             CollectiveError: they will never come, or this process was asked to end.
         """
         time_s, peers = time.monotonic(), self.peers
-        if time_s < self.next and not now:
+        if time_s < self.next_look and not now:
             return []
-        self.next = time_s + LOOK_S
-        if not self.shown:
+        self.next_look = time_s + LOOK_S
+
+        # Show the others, at the first look, where this rank waits.
+        if not self.is_shown:
             if not self.status.call:
                 call, line = caller()
                 self.status = replace(self.status, call=call, line=line)
-            self.shown = True
+            self.is_shown = True
             peers.show(self.stream, self.status)
 
+        # Give up if the missing ranks, by what they show, will never come.
         absent = [r for r in missing() if r != peers.rank]
-        statuses = peers.statuses(replace(self.status, come=peers.come), absent, self.stream)
-        ended = stuck(statuses)
-        if peers.rank in ended:
-            raise explain(peers.rank, {r: s for r, s in statuses.items() if s is not None and r in ended})
+        statuses = peers.statuses(replace(self.status, counts=peers.counts), absent, self.stream)
+        hopeless = stuck(statuses)
+        if peers.rank in hopeless:
+            shown = {r: s for r, s in statuses.items() if s is not None and r in hopeless}
+            raise explain(peers.rank, shown)
 
-        # A process that was asked to end waits on for peers that compute, and for none that stand still.
+        # A process that was asked to end goes on waiting for peers that compute, but not for idle ones.
         if peers.asked():
             self.asked_at = self.asked_at or time_s
-            busy = [r for r in absent if self._busy(r) and statuses[r] is None]
+            busy = [r for r in absent if self._is_busy(r) and statuses[r] is None]
             if time_s - self.asked_at > STOP_S and not busy:
                 message = f"{self.status}: asked to end (SIGTERM) while it waited for {ranks_text(absent)}."
                 raise CollectiveError(message, fix="look at what these ranks did, and start them again.")
@@ -374,25 +392,27 @@ class Wait:
         absent = self.look(missing, now=late)
         left = gone(absent) & {*missing()} if absent else ()
         if left or (late and missing()):
-            cause = f"{ranks_text(left)} has left" if left else self._silent(absent)
+            cause = f"{ranks_text(left)} has left" if left else self._describe_silence(absent)
             raise CollectiveError(lost(self.what or self.status, cause))
 
-    def _busy(self, rank: int) -> bool:
+    def _is_busy(self, rank: int) -> bool:
         """Return whether a process has computed, or waited for a disk, since the last look.
 
         A process of another host counts as busy if this one began to wait after it was asked to end.
         """
-        _, (state, *rest) = self.peers.process_of(rank)
-        ticks = sum(map(int, rest[10:12]))
+        _, (state, *fields) = self.peers.process_of(rank)
+        ticks = sum(map(int, fields[10:12]))  # in user mode and in the kernel
         before, self.ticks[rank] = self.ticks.get(rank, ticks), ticks
         is_far = state == "?" and self.asked_before
         return is_far or state == "D" or ticks - before > BUSY * LOOK_S * os.sysconf("SC_CLK_TCK")
 
-    def _silent(self, absent: list[int]) -> str:
-        """Return the text of ranks that did not come in time, without those that wait for the same."""
+    def _describe_silence(self, absent: list[int]) -> str:
+        """Describe the ranks that did not come in time, without those that wait for the same."""
+        # Give ranks that wait for the same silent rank time to show it: they are not to blame.
         time.sleep(ROLL_S)
+        channel, number = self.status.channel, self.status.number
         shown = {r: self.peers.status_of(r, self.stream) for r in absent}
-        came = {r for r, s in shown.items() if s and s.come.get(self.status.channel, 0) > self.status.number}
+        came = {r for r, s in shown.items() if s and s.counts.get(channel, 0) > number}
         absent = [r for r in absent if r not in came] or absent
         stats = [self.peers.process_of(r) for r in absent]
         still = [f"; its process {pid} is stopped" for pid, stat in stats if stat[0] in "Tt"]
@@ -401,12 +421,12 @@ class Wait:
 
 def peers() -> Peers:
     """Return the peers of the default process group."""
-    return _peers(dist.group.WORLD)
+    return _make_peers(dist.group.WORLD)
 
 
 @functools.lru_cache(maxsize=1)
-def _peers(world: Any) -> Peers:
+def _make_peers(world: Any) -> Peers:
     """Make the peers of a process group, once."""
     # The store may have served a group that this process has left, whose keys must not be read.
-    store = dist.PrefixStore(f"fnshard/{next(_made)}", _get_default_store())
+    store = dist.PrefixStore(f"fnshard/{next(_group_numbers)}", _get_default_store())
     return Peers(store, dist.get_rank(), dist.get_world_size())

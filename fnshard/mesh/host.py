@@ -14,21 +14,24 @@ def control_groups(root: Path = Path("/")) -> list[tuple[int, int]]:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return []
-    found = []
+    limits = []
     for line in lines:
-        _, controllers, group = line.split(":", 2)
+        # A line is "number:controllers:path"; the one hierarchy of version 2 names no controllers.
+        _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
-        top, most, used = (
-            ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes")
-            if controllers
-            else ("", "memory.max", "memory.current")
-        )
-        inside = Path(group.lstrip("/"))
-        for folder in (inside, *inside.parents):  # a container may see its own group as the top
-            place = root / "sys/fs/cgroup" / top / folder
+        if controllers:
+            top, limit_file, usage_file = "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            top, limit_file, usage_file = "", "memory.max", "memory.current"
+
+        # Every enclosing group limits this process too. A container may see its own group as the top.
+        group = Path(path.lstrip("/"))
+        for each in (group, *group.parents):
+            folder = root / "sys/fs/cgroup" / top / each
             try:
-                found.append((int((place / most).read_text()), int((place / used).read_text())))
+                limit = int((folder / limit_file).read_text())
+                limits.append((limit, int((folder / usage_file).read_text())))
             except (OSError, ValueError):  # not mounted here, or "max"
                 continue
-    return found
+    return limits

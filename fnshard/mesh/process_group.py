@@ -24,7 +24,7 @@ import torch.distributed as dist
 from fnshard.errors import CollectiveError, SpecError
 from fnshard.mesh.deadlock import LEAVE, STOP_S, RankStatus, peers
 
-MEET_S = 60.0  # ranks have at least so long to come: some import for longer than a collective may take
+MEET_S = 60.0  # the least time that ranks have to come: some import for longer than a collective may take
 POLL_S = 0.05
 SLACK_S = 5.0  # how long after its timeout torch may take to end by itself and say why
 LAUNCHER = "FNSHARD_LAUNCHER"  # the process of `fs.launch` that started this one
@@ -47,7 +47,7 @@ def world_size() -> int:
         SpecError: the launcher gives its processes nothing to meet by, or WORLD_SIZE is no number.
     """
     if "WORLD_SIZE" in os.environ:
-        return _number("WORLD_SIZE")
+        return _read_number("WORLD_SIZE")
     for variable, launcher in OTHER_LAUNCHERS.items():
         count = os.environ.get(variable, "1")
         if count.isdigit() and int(count) > 1:
@@ -60,15 +60,16 @@ def world_size() -> int:
 
 def place_on_host() -> tuple[int, int]:
     """Return this process's number among the ranks of its machine, and how many there are."""
-    names = "LOCAL_RANK", "LOCAL_WORLD_SIZE"
-    return (_number(names[0]), _number(names[1])) if all(n in os.environ for n in names) else (0, 1)
+    if "LOCAL_RANK" not in os.environ or "LOCAL_WORLD_SIZE" not in os.environ:
+        return 0, 1
+    return _read_number("LOCAL_RANK"), _read_number("LOCAL_WORLD_SIZE")
 
 
-def _number(variable: str) -> int:
-    """Return the value of an environment variable that counts something.
+def _read_number(variable: str) -> int:
+    """Read an environment variable that counts something.
 
     Raises:
-        SpecError: it is no number.
+        SpecError: its value is no number.
     """
     value = os.environ[variable]
     if not value.isdecimal():
@@ -119,11 +120,11 @@ def join_group(
     # A rank takes the device of its number on this machine.
     if device_type != "cpu":
         names = [name for name in ("LOCAL_RANK", "RANK") if name in os.environ]
-        local, there = _number(names[0]) if names else 0, torch.accelerator.device_count()
-        if not there:
+        local, count = _read_number(names[0]) if names else 0, torch.accelerator.device_count()
+        if not count:
             raise SpecError(f"device={device_type!r}: this machine has none.", fix='device="cpu".')
         # Each rank may see only its own device, as number 0.
-        torch.accelerator.set_device_index(local % there)
+        torch.accelerator.set_device_index(local % count)
     if world == 1:
         return
 
@@ -135,21 +136,22 @@ def join_group(
             f"WORLD_SIZE={world}, and {', '.join(missing)} not set: this rank cannot meet the others.",
             fix="start the ranks by torchrun or fs.launch, which set them; or unset WORLD_SIZE.",
         )
-    rank = _number("RANK")
+    rank = _read_number("RANK")
     if rank >= world:
         raise SpecError(
             f"RANK={rank}, and WORLD_SIZE={world}: ranks count from 0.",
             fix="start the ranks by torchrun or fs.launch, which set both.",
         )
 
-    # Meet in a store, name this start, wait until all ranks are there, and only then make the group.
+    # Meet in a store, name this start, wait until all ranks are there, and only then make the group: torch,
+    # where some rank is missing, does not say which.
     timeout, patience = (datetime.timedelta(seconds=s) for s in (timeout_s, max(timeout_s, MEET_S)))
     if RENDEZVOUS in os.environ:
         store = dist.FileStore(str(Path(os.environ[RENDEZVOUS]) / f"store-{attempt()}"), world)
     else:
         store = _open_store(rank, world, patience, asked)
-        store = dist.PrefixStore(_name_of_start(store, rank, world, patience, asked), store)
-    _wait_for_all(store, rank, world, patience, asked, "" if device_type == "cpu" else _name_of_device())
+        store = dist.PrefixStore(_name_start(store, rank, world, patience, asked), store)
+    _wait_for_all(store, rank, world, patience, asked, "" if device_type == "cpu" else _name_device())
     store.set_timeout(timeout)
     make_group(device_type, store, rank, world, timeout)
     peers().asked, peers().timeout = asked, timeout_s
@@ -173,20 +175,21 @@ def make_group(
 def _wait_until(ready: Callable[[], Any], timeout: datetime.timedelta, asked: Callable[[], bool]) -> bool:
     """Wait until `ready()`, at most until the timeout, and return whether it is."""
     until = time.monotonic() + timeout.total_seconds()
-    while not (came := bool(ready())) and time.monotonic() < until:
-        until = min(until, time.monotonic() + STOP_S) if asked() else until
+    while not (is_ready := bool(ready())) and time.monotonic() < until:
+        if asked():  # a process that was asked to end has little patience left
+            until = min(until, time.monotonic() + STOP_S)
         time.sleep(POLL_S)
-    return came
+    return is_ready
 
 
-def _name_of_start(
+def _name_start(
     store: dist.Store, rank: int, world: int, timeout: datetime.timedelta, asked: Callable[[], bool]
 ) -> str:
-    """Return a name that the ranks of this start share, and no start before them.
+    """Agree on a name that the ranks of this start share with each other, and with no earlier start.
 
     torchrun's store may outlive its ranks, and a rank that reads the addresses of dead ones there hangs.
-    Agents of several machines need not count restarts alike. So rank 0 names each start, and answers ranks
-    that come.
+    The agents of several machines need not count restarts alike. So rank 0 names each start, and tells the
+    name to each rank that comes.
 
     Raises:
         CollectiveError: rank 0 did not come in time.
@@ -215,7 +218,7 @@ def _name_of_start(
 def _make_error(
     rank: int, world: int, timeout: datetime.timedelta, missing: list[int], asked: Callable[[], bool]
 ) -> CollectiveError:
-    """Return the error of ranks that did not meet, with those that did not come."""
+    """Make the error of a rank that waited in vain, which names the ranks that did not come."""
     within = "before it was asked to end (SIGTERM)" if asked() else f"within {timeout.total_seconds():g} s"
     message = f"rank {rank} of {world} cannot meet the others {within}."
     who = f"rank {', '.join(map(str, missing))} did not come"
@@ -223,11 +226,12 @@ def _make_error(
     return CollectiveError(message, [who], fix)
 
 
-def _name_of_device() -> str:
-    """Return a name of this rank's accelerator that is unique among machines."""
+def _name_device() -> str:
+    """Name this rank's accelerator, uniquely among all machines."""
     index = torch.accelerator.current_device_index()
-    own = torch.cuda.get_device_properties(index).uuid if torch.cuda.is_available() else index
-    return f"device {own} of {socket.gethostname()}"
+    # Ranks that each see a single device all number it 0, but its uuid tells them apart.
+    number = torch.cuda.get_device_properties(index).uuid if torch.cuda.is_available() else index
+    return f"device {number} of {socket.gethostname()}"
 
 
 def _wait_for_all(
@@ -243,6 +247,7 @@ def _wait_for_all(
         CollectiveError: some ranks did not come in time; it names them.
         SpecError: several ranks have the same device, which NCCL does not support.
     """
+    # Count this rank at its device before it says that it is here: once all are here, the count is complete.
     keys = [f"here/{r}" for r in range(world)]
     if device:
         store.add(device, 1)
@@ -259,12 +264,13 @@ def _wait_for_all(
 
 
 def _open_store(rank: int, world: int, timeout: datetime.timedelta, asked: Callable[[], bool]) -> dist.Store:
-    """Return the store at `MASTER_ADDR`:`MASTER_PORT`.
+    """Open the store at `MASTER_ADDR`:`MASTER_PORT`.
 
     Raises:
         SpecError: there is no such host or port, or the port is taken; it is raised at once.
         CollectiveError: rank 0 did not come in time.
     """
+    # Check the address first: what is wrong with it, waiting cannot mend.
     host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     where = f"MASTER_ADDR={host}, MASTER_PORT={port}"
     message = f"rank {rank} of {world} cannot meet the others"
@@ -276,24 +282,23 @@ def _open_store(rank: int, world: int, timeout: datetime.timedelta, asked: Calla
         fix = "the name, or address, and port of rank 0's machine, the same on all ranks."
         raise SpecError(f"{message}: there is no such place.", [f"{where}: {error}"], fix) from None
 
-    # Meet there.
-    found: list[dist.Store | Exception] = []
+    # Meet there. torch runs in a thread: if another program listens there, it waits without end.
+    result: list[dist.Store | Exception] = []
 
     def meet() -> None:
         try:
-            found.append(next(iter(dist.rendezvous("env://", rank, world, timeout=timeout)))[0])
+            result.append(next(iter(dist.rendezvous("env://", rank, world, timeout=timeout)))[0])
         except Exception as error:
-            found.append(error)
+            result.append(error)
 
-    # torch runs in a thread: if another program listens there, it waits for its answer without end.
     threading.Thread(target=meet, name=MEETING, daemon=True).start()
-    if not _wait_until(lambda: found, timeout + datetime.timedelta(seconds=SLACK_S), asked):
+    if not _wait_until(lambda: result, timeout + datetime.timedelta(seconds=SLACK_S), asked):
         if asked():
             raise _make_error(rank, world, timeout, [0] if rank else list(range(1, world)), asked)
-        found.append(TimeoutError("who listens there does not answer, and may be another program"))
+        result.append(TimeoutError("who listens there does not answer, and may be another program"))
 
-    # Return the store, or say what went wrong: a taken port is a mistake, the rest may be others' fault.
-    store = found[0]
+    # Return the store, or say what went wrong: a taken port is a mistake here, all else may be others' fault.
+    store = result[0]
     if not isinstance(store, Exception):
         while isinstance(store, dist.PrefixStore):  # torch's prefix is each agent's own count of restarts
             store = store.underlying_store
@@ -316,6 +321,7 @@ def _leave() -> None:
     """Leave the group when the process ends, and tell the others why."""
     if dist.is_initialized():
         sign_off(getattr(sys, "last_value", None))  # the exception that ends this program, if any
+        # A group in which a thread of `Peers.run` still waits is left as it is.
         if _joined and not peers().abandoned:
             dist.destroy_process_group()
 

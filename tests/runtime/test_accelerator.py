@@ -118,7 +118,7 @@ def test_nccls_communicators_go_before_kernels_and_give_up_in_time(monkeypatch):
     nccl = SimpleNamespace(Options=SimpleNamespace)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
     monkeypatch.setattr(dist, "new_subgroups_by_enumeration", lambda *_, **how: (made.append(how), [])[::-1])
-    monkeypatch.setattr(base, "peers", Mock(return_value=Mock(come={})))
+    monkeypatch.setattr(base, "peers", Mock(return_value=Mock(counts={})))
     group = Group(CUDA, timeout=10.0)
     group.group(("shard",), "gather")
     (own,) = made

@@ -279,7 +279,7 @@ class Nccl:
             base,
             _all_gather=gather,
             _reduce_scatter=scatter,
-            peers=mock.Mock(return_value=mock.Mock(come={})),
+            peers=mock.Mock(return_value=mock.Mock(counts={})),
         )
         yield mock.patch.object(Group, "gather_object", everywhere)
         yield mock.patch.object(connect, "connect", lambda mesh, timeout: Group(mesh, timeout))

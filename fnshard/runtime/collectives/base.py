@@ -451,7 +451,7 @@ class Group:
         for sent in self.under_way:
             # Until the receiver has counted the last message of the pair, it is the one that is late.
             channel, number = self._channel(self.mesh.rank, sent.receiver, "received"), -1
-            number += peers().come.get(self._channel(self.mesh.rank, sent.receiver, "sent"), 0)
+            number += peers().counts.get(self._channel(self.mesh.rank, sent.receiver, "sent"), 0)
             status = RankStatus("", "", channel, number, [sent.receiver])
             wait = self._waiter(sent.works, status, lambda sent=sent: sent.what)
             with translate_errors(lambda sent=sent: sent.what, partial(_blame, [sent.receiver])):
@@ -489,8 +489,8 @@ class Group:
 
     def _count(self, sender: int, receiver: int, mine: str, peer: str = "") -> tuple[str, int]:
         """Count a message at this end; return the channel in which the peer counts it, and its number."""
-        come, channel = peers().come, self._channel(sender, receiver, mine)
-        come[channel] = number = come.get(channel, 0) + 1
+        counts, channel = peers().counts, self._channel(sender, receiver, mine)
+        counts[channel] = number = counts.get(channel, 0) + 1
         return self._channel(sender, receiver, peer), number - 1
 
     def _waiter(
@@ -531,7 +531,7 @@ class Group:
 
         # Count it, so that a rank that waits can name the one that has not come to it.
         here, channel = peers(), f"{self.name} {','.join(axes)}"
-        here.come[channel] = number = here.come.get(channel, 0) + 1
+        here.counts[channel] = number = here.counts.get(channel, 0) + 1
         wait = self._waiter(works, RankStatus("", "", channel, number - 1, ranks), what)
 
         def finish() -> Any:

@@ -85,7 +85,7 @@ class Mailbox:
         mine[row + OFFSET], mine[row + KIND] = slot.start, _kind(likes, what)
         fence()
         self.sent[rank] = mine[SENT] = number + 1
-        self.host.peers.come[self._name(self.host.rank, rank)] = number + 1
+        self.host.peers.counts[self._name(self.host.rank, rank)] = number + 1
 
     def recv(self, likes: Likes, rank: int, what: str) -> Callable[[], list[Tensor]]:
         """Count the next message from a rank, and return a function that waits for it and copies it out."""
@@ -114,7 +114,7 @@ class Mailbox:
             # Messages may be taken in any order; the word counts those before the first one that was not.
             awaited.remove(number)
             mine[TAKEN] = min(awaited, default=self.received[rank])
-            self.host.peers.come[f"{self._name(rank, here)} taken"] = mine[TAKEN]
+            self.host.peers.counts[f"{self._name(rank, here)} taken"] = mine[TAKEN]
             return out
 
         return take

@@ -309,7 +309,7 @@ class Message:
             self.slot.use = Use(self, lambda place: channel.words[place][OVER] > self.number)
             words[self._at(OFFSET)] = self.slot.start
         fence()
-        words[COME] = channel.host.peers.come[channel.name] = self.number + 1
+        words[COME] = channel.host.peers.counts[channel.name] = self.number + 1
 
     def release(self) -> None:
         """Say that this rank reads no slot of the message any more; a second call does nothing."""
