@@ -1,4 +1,4 @@
-"""Fork: start a rank as a copy of this process, which has imported already what the rank needs."""
+"""Fork: start a rank as a copy of this process, which has already imported what the rank needs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Forked:
 
 
 def may_fork() -> bool:
-    """Return whether a fork of this process would work: it has no threads, which a fork would lack.
+    """Return whether a fork of this process would work: it must have no threads, which a fork would lack.
 
     OpenMP has threads as soon as torch has computed with several.
     """
@@ -78,14 +78,19 @@ def fork_rank(work: Callable[[], NoReturn], env: Mapping[str, str], log: Any = N
         env: all environment variables of the process.
         log: an open file, which takes what the process prints; None leaves it this process's streams.
     """
+    # The child has a copy of what is buffered, and would print it a second time.
     sys.stdout.flush()
     sys.stderr.flush()
+
+    # The parent waits until the child leads its session: the launcher ends ranks by their process groups.
     read_end, write_end = os.pipe()
     if pid := os.fork():
         os.close(write_end)
-        os.read(read_end, 1)  # ends when the child has its session and closes its end, or has died
+        os.read(read_end, 1)  # returns when the child has its session and closes its end, or has died
         os.close(read_end)
         return Forked(pid)
+
+    # The child takes on what a new program would have: session, streams, signals, environment, seeds.
     try:
         os.setsid()
         for stream in (1, 2) if log is not None else ():

@@ -39,11 +39,8 @@ POLL_S = 0.05
 LAST_WORDS_S = 1.0  # the time for other ranks to report their own errors after one has failed
 KILLED_S = 30.0  # how long to wait for a killed process
 GRACE_S = 600.0  # how long ranks may take to end once they were asked; a last save may take long
-SIGNALS = (
-    signal.SIGTERM,
-    signal.SIGHUP,
-    signal.SIGQUIT,
-)  # each asks ranks to end; a second one ends everything
+# Each asks ranks to end; a second one ends everything.
+SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def launch(
@@ -88,13 +85,15 @@ def launch(
             other processes cannot import the function, the command is a string, or there are no ranks.
         KeyboardInterrupt, SystemExit: a signal ended this process; the ranks were ended first.
     """
-    words = isinstance(program, list | tuple) and not args
-    if not (callable(program) or words) or not isinstance(ranks, int) or ranks < 1:
+    is_command = isinstance(program, list | tuple) and not args
+    if not (callable(program) or is_command) or not isinstance(ranks, int) or ranks < 1:
         raise LaunchError(
             f"fs.launch({program!r}, ranks={ranks!r}): a function, or a list of words without args=, on at "
             "least one rank.",
             fix='fs.launch([sys.executable, "train.py"], ranks=2).',
         )
+
+    # A process that torchrun started is a rank already; one that `launch` started must not start more.
     env = env or {}
     if callable(program):
         if LAUNCHER in os.environ:
@@ -131,6 +130,7 @@ def _run_attempts(
     Args:
         meeting: a folder for the ranks' files.
     """
+    # The environment that all ranks share. They divide the CPUs among them.
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     common = {
         **{name: os.environ.get(name, value) for name, value in CUBLAS.items()},
@@ -143,20 +143,22 @@ def _run_attempts(
         "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "GROUP_RANK": "0",
         **env,
     }  # fmt: skip
+
     asked: list[float] = []  # when the first signal came
 
-    def ask(number: int, _: Any) -> None:
-        """Note the first signal, which `_attempt` passes on to the ranks; a second one ends everything."""
+    def note_signal(number: int, _: Any) -> None:
+        """Note the first signal, which `_run_attempt` passes on to ranks; a second one ends everything."""
         if asked:
             raise SystemExit(128 + number)
         asked.append(time.monotonic())
 
-    # SIGINT stays KeyboardInterrupt.
+    # SIGINT stays KeyboardInterrupt. Python lets no thread but the main one handle signals.
     is_main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, ask) for number in SIGNALS} if is_main else {}
+    before = {number: signal.signal(number, note_signal) for number in SIGNALS} if is_main else {}
     try:
         for number in range(max_restarts + 1):
-            ended = _attempt(command, ranks, number, meeting, {**common, ATTEMPT: str(number)}, asked, fork)
+            attempt_env = {**common, ATTEMPT: str(number)}
+            ended = _run_attempt(command, ranks, number, meeting, attempt_env, asked, fork)
             if not ended.failures:
                 return
             if asked and {failure.exitcode for failure in ended.failures.values()} == {-signal.SIGTERM}:
@@ -171,7 +173,7 @@ def _run_attempts(
             signal.signal(number, handler or signal.SIG_DFL)
 
 
-def _attempt(
+def _run_attempt(
     command: list[str], ranks: int, number: int, meeting: Path, env: Mapping[str, str],
     asked: Sequence[float], fork: Callable[[], NoReturn] | None,
 ) -> PostMortem:  # fmt: skip
@@ -182,12 +184,13 @@ def _attempt(
     """
     errors = [meeting / f"error-{number}-{rank}.json" for rank in range(ranks)]
     processes: list[Process] = []
-    told = False
+    is_passed_on = False
 
     def pause() -> None:
-        nonlocal told
-        if asked and not told:
-            told = True
+        """Sleep a moment, and pass a signal on to the ranks, or kill those that did not end in time."""
+        nonlocal is_passed_on
+        if asked and not is_passed_on:
+            is_passed_on = True
             for process in processes:
                 process.send_signal(signal.SIGTERM)
         if asked and time.monotonic() > asked[0] + GRACE_S:
@@ -200,14 +203,15 @@ def _attempt(
     unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         for rank, error in enumerate(errors):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), ERRORS: str(error)}
+            of_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank), ERRORS: str(error)}
+            rank_env = {**os.environ, **env, **of_rank}
             with open(Path(env[LOGS], f"rank{rank}.log"), "ab") as log:
-                every = {**os.environ, **env, **own}
+                # Rank 0 keeps the console, and writes its log itself.
                 if fork is not None and may_fork():
-                    process = fork_rank(fork, every, log if rank else None)
+                    process = fork_rank(fork, rank_env, log if rank else None)
                 else:
                     streams = {"stdout": log, "stderr": log} if rank else {}
-                    process = subprocess.Popen(command, env=every, start_new_session=True, **streams)
+                    process = subprocess.Popen(command, env=rank_env, start_new_session=True, **streams)
             processes.append(process)
         signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
 
@@ -218,7 +222,7 @@ def _attempt(
         while time.monotonic() < until and any(p.poll() is None for p in processes):
             pause()
 
-        # Note who has failed, and who was still at work or stood still.
+        # Note who has failed, and who is still at work or stopped, before all that live are killed.
         killed = [rank for rank, p in enumerate(processes) if p.poll() is None]
         stopped = [rank for rank in killed if process_stat(processes[rank].pid)[0] in "Tt"]
         failures = {r: _read_failure(r, p, errors[r]) for r, p in enumerate(processes) if p.poll()}

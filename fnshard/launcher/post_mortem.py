@@ -15,7 +15,7 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 ERRORS = "TORCHELASTIC_ERROR_FILE"  # the file in which a rank leaves its error
-# Words of errors that a rank raises when *another* one died: never the cause of a failure, but its echo.
+# Words of errors that a rank raises when *another* one died: they echo a failure, and never cause it.
 ECHOES = (
     "CollectiveError",
     "Connection closed by peer",
@@ -36,7 +36,7 @@ class PostMortem:
     Args:
         failures: the ranks that failed by themselves.
         killed: those that had to be killed afterwards.
-        stopped: those of the killed that did not run (SIGSTOP).
+        stopped: those of the killed ranks that did not run (SIGSTOP).
     """
 
     failures: Mapping[int, ProcessFailure]
@@ -45,7 +45,7 @@ class PostMortem:
 
     @property
     def cause(self) -> int:
-        """The rank that is to blame: one whose peer died, or that was asked to end, is only an echo."""
+        """The rank that is to blame; one whose peer died, or that was asked to end, only echoes that."""
         return min(self.failures, key=lambda r: (echo_level(self.failures[r]), self.failures[r].timestamp))
 
     @property
@@ -72,9 +72,9 @@ class PostMortem:
         """Describe the end of the rank that is to blame: its traceback, its signal or its exit code."""
         rank = self.cause
         failure, log = self.failures[rank], logs / f"rank{rank}.log"
-        text = _traceback_of(failure)
+        text = _find_traceback(failure)
         if text:
-            raised = _exception_lines(text)[0]
+            raised = _find_exception_lines(text)[0]
             head = f"rank {rank} of {ranks} failed: {raised}"
             # `sys.exit(message)` has no traceback.
             body = drop_internal_frames(text.rstrip()).removeprefix(raised).lstrip("\n")
@@ -84,30 +84,31 @@ class PostMortem:
                 ended = f"was killed by signal {-failure.exitcode} ({failure.signal_name()})"
                 ended += ": perhaps out of memory." if failure.exitcode == -9 else "."
             head = f"rank {rank} of {ranks} {ended}"
-            body = f"Last line of its log: {_last_line(log)}"
+            body = f"Last line of its log: {_read_last_line(log)}"
         return "\n".join(filter(None, [head, body, f"Log: {log}"]))
 
 
 def echo_level(failure: ProcessFailure) -> int:
-    """Return a number that is the higher, the less likely a rank's end is the cause of the others'."""
-    text = _traceback_of(failure)
+    """Rate how unlikely it is that a rank's end caused that of the others: 0 is a cause, 4 surely none."""
+    text = _find_traceback(failure)
     if text:
-        return 3 if any(sign in line for sign in ECHOES for line in _exception_lines(text)) else 0
+        is_echo = any(words in line for words in ECHOES for line in _find_exception_lines(text))
+        return 3 if is_echo else 0
     if failure.exitcode < 0:  # NCCL ends a process that has waited too long by SIGABRT
         return {signal.SIGABRT: 2, signal.SIGTERM: 4}.get(-failure.exitcode, 0)
     return 1
 
 
 def write_message(message: str) -> None:
-    """Report from a rank why it ends, as the traceback of an exception would be reported."""
+    """Report from a rank why it ends, in the file to which `record` writes an exception's traceback."""
     if ERRORS in os.environ:
         values = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
         with suppress(OSError):
             Path(os.environ[ERRORS]).write_text(json.dumps({"message": values}), encoding="utf-8")
 
 
-def _traceback_of(failure: ProcessFailure) -> str:
-    """Return a rank's traceback, or its message alone."""
+def _find_traceback(failure: ProcessFailure) -> str:
+    """Return a rank's traceback, or its message alone; "" if it has left neither."""
     message = failure.error_file_data.get("message")
     if isinstance(message, dict):
         return message.get("extraInfo", {}).get("py_callstack") or message.get("message", "")
@@ -125,29 +126,32 @@ def drop_internal_frames(text: str) -> str:
     fails by an exception that is not its own.
     """
     kept: list[str] = []
-    for head, frames, message in _tracebacks(text):
+    for head, frames, message in _split_tracebacks(text):
         files = [frame[1] for frame in frames]
-        own = message.startswith("fnshard.errors.") or not (files and files[-1].startswith(LIBRARY))
+        ends_in_library = bool(files) and files[-1].startswith(LIBRARY)
+        hides_library = message.startswith("fnshard.errors.") or not ends_in_library
         shown = [
             frame[0] for frame, file in zip(frames, files, strict=True)
-            if not any(s in file for s in STARTERS) and not (own and file.startswith(LIBRARY))
+            if not any(s in file for s in STARTERS) and not (hides_library and file.startswith(LIBRARY))
         ]  # fmt: skip
-        kept += [head, *shown] if shown or not frames else []
+        # Where every frame was left out, the head goes too, and the message is left alone.
+        if shown or not frames:
+            kept += [head, *shown]
         kept.append(message)
     return "".join(kept)
 
 
-_HEAD = re.compile(  # the head of a traceback that stands first, or after the one that led to it
+_HEAD = re.compile(  # the head of the first traceback, or of one that follows the traceback of its cause
     r"(?:^|(?<=another exception occurred:\n\n)|(?<=direct cause of the following exception:\n\n))"
     r"Traceback \(most recent call last\):\n"
 )
 _FRAME = re.compile(r'  File "(.*?)".*(?:\n(?:    |  \[).*)*(?:\n|$)')
 
 
-def _tracebacks(text: str) -> Iterator[tuple[str, list[re.Match[str]], str]]:
-    """Yield the head, the frames and the rest of each traceback in a text; together these are the text.
+def _split_tracebacks(text: str) -> Iterator[tuple[str, list[re.Match[str]], str]]:
+    """Yield the head, the frames and the message of each traceback in a text; together these are the text.
 
-    The rest is the exception's own words, in which lines may look like frames.
+    A message may have lines that look like frames, so that frames are matched only right after a head.
     """
     heads = list(_HEAD.finditer(text))
     starts = [*(h.start() for h in heads), len(text)]
@@ -161,14 +165,14 @@ def _tracebacks(text: str) -> Iterator[tuple[str, list[re.Match[str]], str]]:
         yield head[0], frames, text[at:end]
 
 
-def _exception_lines(text: str) -> list[str]:
+def _find_exception_lines(text: str) -> list[str]:
     """Return the lines of the last exception's type and message."""
-    *_, (_, _, message) = _tracebacks(text.rstrip())
+    *_, (_, _, message) = _split_tracebacks(text.rstrip())
     return [line for line in message.splitlines() if not line.startswith("    ")] or [text.splitlines()[-1]]
 
 
-def _last_line(log: Path) -> str:
-    """Return the last line of a log that is not empty."""
+def _read_last_line(log: Path) -> str:
+    """Read the last line of a log that is not blank."""
     try:
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     except OSError:

@@ -1,4 +1,4 @@
-"""Run one rank of many: it joins the others, does its work, leaves with them, and ends.
+"""Run one rank of many: join the others, do the work, leave with them, and end the process.
 
 A program that `fs.launch` or `torchrun` starts calls `run_rank(main)`; without a launcher it is the only
 rank.
@@ -68,10 +68,13 @@ def run_rank(
         timeout_s: how long a collective waits for a silent peer.
         stop: notes a SIGTERM; with None a SIGTERM ends this process at once.
     """
+    # Set up signals.
     if under_launcher():
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # the launcher reports Ctrl-C; ranks just end
         end_with_parent(signal.SIGKILL, launcher())
     signal.signal(signal.SIGTERM, signal.SIG_DFL if stop is None else stop.ask)
+
+    # Set up the streams. A console that fails must not end the training.
     log = None
     if LOGS in os.environ and os.environ["RANK"] == "0":  # the others' output is in their files already
         path = Path(os.environ[LOGS], "rank0.log")
@@ -80,8 +83,8 @@ def run_rank(
     # From here on a SIGTERM is handled, also one that was held back during the imports.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
-    # What this rank does, between joining the others and leaving with them.
     def run_in_group() -> None:
+        """Join the others, run `main`, and leave with them."""
         join_group(device_type, timeout_s, lambda: stop is not None and stop.asked)
         try:
             main()
@@ -94,7 +97,7 @@ def run_rank(
         checkpoint.wait()  # a save that is still being written must not be lost, nor its failure
         leave_group()
 
-    # Do it, and find the exit code and what the launcher is told.
+    # Run it. `record` reports an exception to the launcher; find the exit code, and report all else.
     code, raised = 1, None
     try:
         record(run_in_group)()
@@ -112,8 +115,7 @@ def run_rank(
             traceback.print_exc(file=log)  # the launcher shows it on the console
 
     sign_off(raised)
-    # A gloo rank can abort while the interpreter tears its threads down, so that this
-    # process ends without it.
+    # A gloo rank can abort while the interpreter tears its threads down, so this process ends without.
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr, log):
         if stream is not None:
@@ -132,13 +134,14 @@ def function_command(function: Callable[..., Any], args: Sequence[Any], folder: 
         LaunchError: other processes cannot import the function (a lambda, a function inside another, one of a
             notebook), or the arguments cannot be pickled.
     """
-    main = spawn.get_preparation_data("rank")
-    main.pop("authkey", None)
+    preparation = spawn.get_preparation_data("rank")
+    preparation.pop("authkey", None)  # the key of `multiprocessing`'s own pipes, which refuses to be pickled
     file = folder / "function.pickle"
     try:
-        if function.__module__ == "__main__" and not {"init_main_from_name", "init_main_from_path"} & {*main}:
+        has_main = "init_main_from_name" in preparation or "init_main_from_path" in preparation
+        if function.__module__ == "__main__" and not has_main:
             raise AttributeError("it is defined in no file")
-        file.write_bytes(pickle.dumps(main) + pickle.dumps((function, tuple(args))))
+        file.write_bytes(pickle.dumps(preparation) + pickle.dumps((function, tuple(args))))
     except (AttributeError, TypeError, pickle.PicklingError) as error:
         raise LaunchError(
             f"{stable_repr(function)} and its args= cannot be sent to other processes: {error}.",
@@ -162,7 +165,7 @@ def run_function(path: str) -> NoReturn:
 
 
 class Console:
-    """A stream that never ends a program: if a disk is full or nobody listens, it writes nothing.
+    """A stream whose errors never end a program: if a disk is full or nobody listens, it writes nothing.
 
     Lines go to a file as well, except those that are drawn over.
     """
