@@ -16,7 +16,7 @@ from fnshard.mesh.deadlock import DEFAULT_TIMEOUT, peers
 from fnshard.runtime.files.tensorfile import Corrupt
 
 T = TypeVar("T")
-Exchange = Callable[..., list[bytes]]  # what every rank gives, or those do that `of` names
+Exchange = Callable[..., list[bytes]]  # gives data to all ranks, and returns theirs, or that of ranks `of`
 Cause = tuple[str, bool]  # why a rank failed, and whether what it read is corrupt
 
 
@@ -51,17 +51,18 @@ def group_of(mesh: Mesh, timeout: float | None, purpose: str = "checkpoint") -> 
 
 
 def gather_texts(group: Exchange | None, text: str) -> list[str]:
-    """Return the text that every rank says."""
+    """Gather the texts of all ranks, by rank. A collective."""
     return [text] if group is None else [t.decode() for t in group(text.encode())]
 
 
 def all_or_none(gather: Callable[[str], list[str]], what: str, work: Callable[[], T] | None) -> T | None:
-    """Do the work of the ranks that have any; if it fails on one of them, it fails on all. A collective.
+    """Do the work of the ranks that have any; a failure on one rank fails all of them. A collective.
 
     Raises:
         Exception: what `work` raised here.
-        CheckpointError: it failed on another rank, or here by an error of the system.
+        CheckpointError: the work failed on another rank, or here by an error of the system.
     """
+    # Do this rank's work; keep an error until the others have learned of it.
     value, failure = None, None
     try:
         value = work() if work is not None else None
@@ -72,7 +73,7 @@ def all_or_none(gather: Callable[[str], list[str]], what: str, work: Callable[[]
 
     message = "" if failure is None else f"{type(failure).__name__}: {failure}"
     texts = [json.loads(text) for text in gather(json.dumps(message))]
-    # A mistake is raised as it is. For an error of the system the list of all ranks that had one says more.
+    # A mistake is raised unchanged. For an error of the system the list of all ranks that had one says more.
     if failure is not None and not isinstance(failure, OSError):
         raise failure
 
@@ -100,29 +101,30 @@ def run_on_all(
         CollectiveError: a peer died, or did not answer in time.
     """
     # Every rank does its own part, and rank 0 gets what all return, or why they failed.
-    value, error = _attempt(local)
-    results, first = [(value, _cause_of(error))], group is None or dist.get_rank() == 0
+    value, error = _catch_error(local)
+    results, is_first = [(value, _describe_cause(error))], group is None or dist.get_rank() == 0
     if group is not None:
-        # Only rank 0 reads what the others say; these wait for its answer alone.
-        every = group(pickle.dumps(results[0]), of=None if first else ())
+        # Only rank 0 reads the others' results; these wait for its answer alone.
+        every = group(pickle.dumps(results[0]), of=None if is_first else ())
         results = [pickle.loads(each) for each in every]
     failed = {rank: cause for rank, (_, cause) in enumerate(results) if cause is not None}
 
     # Rank 0 does the rest, and tells all ranks who failed.
     if results and not failed and on_first is not None:
-        _, error = _attempt(lambda: on_first([result for result, _ in results]))
-        failed = {} if error is None else {0: _cause_of(error)}
+        _, error = _catch_error(lambda: on_first([result for result, _ in results]))
+        failed = {} if error is None else {0: _describe_cause(error)}
     if group is not None:
-        (answer,) = group(pickle.dumps(failed) if first else b"", of=(0,))
+        (answer,) = group(pickle.dumps(failed) if is_first else b"", of=(0,))
         failed = pickle.loads(answer)
-    # Ctrl-C goes on as itself, now that the peers know.
+
+    # Ctrl-C is raised unchanged, after the peers have learned of it.
     if error is not None and not isinstance(error, Exception):
         raise error
     if failed:
         raise Failed(failed) from error
 
 
-def _attempt(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+def _catch_error(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
     """Return what `work` returns, or the exception that it raises."""
     try:
         return work(), None
@@ -130,7 +132,8 @@ def _attempt(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
         return None, error
 
 
-def _cause_of(error: BaseException | None) -> Cause | None:
+def _describe_cause(error: BaseException | None) -> Cause | None:
+    """Return the cause of a failure in a form that can be sent to other ranks; None if there was none."""
     if error is None:
         return None
     return str(error) or type(error).__name__, isinstance(error, Corrupt)

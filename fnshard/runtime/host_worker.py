@@ -22,22 +22,23 @@ class Worker:
 
     def __init__(self, device: torch.device):
         # Each thread has a current device of its own, the first GPU unless it is told another.
-        start = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
-        self._thread = ThreadPoolExecutor(1, "fnshard-host", start)
+        set_device = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
+        self._thread = ThreadPoolExecutor(1, "fnshard-host", set_device)
         self._heavy: deque[Future[None]] = deque()
         self._last: Future[None] | None = None
         self._error: BaseException | None = None
 
     def submit(self, call: Callable[[], Any], *, heavy: bool = False) -> None:
         """Make a call after all earlier ones; wait while `PENDING` heavy ones are not done."""
-        # `result` raises nothing here: `_make` keeps the errors of calls for `wait`.
+        # `result` raises nothing here: `_run` keeps the errors of calls for `wait`.
         while heavy and len(self._heavy) >= PENDING:
             self._heavy.popleft().result()
-        self._last = self._thread.submit(self._make, call)
+        self._last = self._thread.submit(self._run, call)
         if heavy:
             self._heavy.append(self._last)
 
-    def _make(self, call: Callable[[], Any]) -> None:
+    def _run(self, call: Callable[[], Any]) -> None:
+        """Make a call in the thread, unless an earlier one has failed."""
         if self._error is None:
             try:
                 call()

@@ -19,7 +19,7 @@ MOST_GAPS = 16  # gaps that are cleared one by one, each by a launch of its own
 
 
 class Packer:
-    """A mover of a bucket's leaves into flat rows and out of them; sizes and places are computed once.
+    """A packer of a bucket's leaves into flat rows, and out of them; sizes and places are computed once.
 
     A leaf that is split along dim 0 alone is, rank by rank, a run of its elements. Such runs are cut out of
     rows and leaves by one `split_with_sizes` each, and copied by one `_foreach_copy_`, as in FSDP2's copy-in
@@ -36,23 +36,24 @@ class Packer:
             [block_slices(p.shape, p.layout, mesh, mesh.coordinate(r)) for p in bucket.pieces] for r in ranks
         ]
         self._here = ranks.index(rank)
-        own = list(zip(bucket.pieces, slices[self._here], strict=True))
-        self._mine = {piece.key: (where, piece.block) for piece, where in own}
+        pieces_here = list(zip(bucket.pieces, slices[self._here], strict=True))
+        self._mine = {piece.key: (where, piece.block) for piece, where in pieces_here}
         self._blocks = _Cuts.of([(p.offset, p.numel) for p in bucket.pieces], bucket.numel)
-        # Leaves that are cut by `split_with_sizes`, and the runs of each rank's row that they have.
+
+        # Find the leaves that `split_with_sizes` cuts, and the runs of each rank's row that they have.
         extents = [  # [rank][leaf]: elements that are not padding
             [math.prod(s.stop - s.start for s in leaf) for leaf in row] for row in slices
         ]
-        runs = [  # a leaf of which several ranks have the same part consists of no such runs
-            all(not p.layout.of(d) for d in range(1, len(p.shape))) and sum(have) == math.prod(p.shape)
-            for p, have in zip(bucket.pieces, zip(*extents, strict=True), strict=True)
+        has_runs = [  # a leaf of which several ranks have the same part consists of no such runs
+            all(not p.layout.of(d) for d in range(1, len(p.shape))) and sum(counts) == math.prod(p.shape)
+            for p, counts in zip(bucket.pieces, zip(*extents, strict=True), strict=True)
         ]
-        self._runs = [i for i, run in enumerate(runs) if run]
+        self._runs = [i for i, is_cut in enumerate(has_runs) if is_cut]
         self._row_runs = [
             _Cuts.of([(bucket.pieces[i].offset, row[i]) for i in self._runs], bucket.numel) for row in extents
         ]
 
-        # Blocks lie in a leaf in the order of its own axes, rows come in the group's.
+        # Blocks lie in a leaf in the order of its own axes, and rows in the order of the group's.
         self._order = {
             i: sorted(range(self.rows), key=lambda r: slices[r][i][0].start if slices[r][i] else 0)
             for i in self._runs
@@ -62,10 +63,10 @@ class Packer:
         # The other leaves, as strided views; and this rank's own blocks of all leaves.
         self._strided = [
             (i, [_Window.of(bucket.pieces[i], row[i]) for row in slices])
-            for i, run in enumerate(runs)
-            if not run
+            for i, is_cut in enumerate(has_runs)
+            if not is_cut
         ]
-        self._windows = [_Window.of(piece, where) for piece, where in own]
+        self._windows = [_Window.of(piece, where) for piece, where in pieces_here]
         # Where no block is padded, only the gaps between blocks have to be cleared.
         filled = sum(p.numel for p in bucket.pieces)
         self._unpadded = self.rows * filled == sum(map(sum, extents))
@@ -83,10 +84,11 @@ class Packer:
 
     def write_blocks(self, blocks: Mapping[str, Tensor], leaves: Sequence[Tensor]) -> None:
         """Copy this rank's stored blocks to their places in flat full leaves, cast to the leaves' dtype."""
-        own = [blocks[p.key].contiguous() for p in self.bucket.pieces]
+        # A window's strides are those of a contiguous block.
+        contiguous = [blocks[p.key].contiguous() for p in self.bucket.pieces]
         torch._foreach_copy_(
             [w.of_full(leaf) for w, leaf in zip(self._windows, leaves, strict=True)],
-            [w.of_block(block) for w, block in zip(self._windows, own, strict=True)],
+            [w.of_block(block) for w, block in zip(self._windows, contiguous, strict=True)],
         )
 
     def unpack_rows(self, rows: Sequence[Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -103,11 +105,11 @@ class Packer:
     def unpack_into(self, rows: Sequence[Tensor], full_leaves: Mapping[str, Tensor]) -> None:
         """Copy one row per rank into existing, contiguous full leaves."""
         pieces = self.bucket.pieces
-        to, out_of = self._runs_of([full_leaves[p.key] for p in pieces], rows)
+        targets, sources = self._pair_runs([full_leaves[p.key] for p in pieces], rows)
         for i, windows in self._strided:
-            to += [w.of_full(full_leaves[pieces[i].key]) for w in windows]
-            out_of += [w.of_row(row) for w, row in zip(windows, rows, strict=True)]
-        torch._foreach_copy_(to, out_of)
+            targets += [w.of_full(full_leaves[pieces[i].key]) for w in windows]
+            sources += [w.of_row(row) for w, row in zip(windows, rows, strict=True)]
+        torch._foreach_copy_(targets, sources)
 
     def pack_full(self, full_leaves: Mapping[str, Tensor], out: Tensor) -> None:
         """Copy full gradients into rows [n * numel], one per rank; a missing leaf is zero."""
@@ -130,36 +132,44 @@ class Packer:
         sent = [row for row in rows if row is not None]
         self._clear(out, sent, everywhere=not self._unpadded or len(full_leaves) != len(pieces))
         contiguous = [full_leaves[p.key].contiguous() if p.key in full_leaves else None for p in pieces]
-        out_of, to = self._runs_of(contiguous, rows)
+        sources, targets = self._pair_runs(contiguous, rows)
         for i, windows in self._strided:
             if contiguous[i] is not None:
                 pairs = [(w, row) for w, row in zip(windows, rows, strict=True) if row is not None]
-                out_of += [w.of_full(contiguous[i]) for w, _ in pairs]
-                to += [w.of_row(row) for w, row in pairs]
-        torch._foreach_copy_(to, out_of)
+                sources += [w.of_full(contiguous[i]) for w, _ in pairs]
+                targets += [w.of_row(row) for w, row in pairs]
+        torch._foreach_copy_(targets, sources)
 
     def _clear(self, out: Tensor, rows: Sequence[Tensor], everywhere: bool = False) -> None:
         """Write zeros where no block lies, which for most buckets is after the last one; or everywhere."""
         gaps = [] if everywhere else [gap for row in rows for gap in self._blocks.gaps_of(row)]
-        for part in [out] if everywhere or len(gaps) > MOST_GAPS else gaps:
-            part.zero_()
+        if everywhere or len(gaps) > MOST_GAPS:
+            out.zero_()
+            return
+        for gap in gaps:
+            gap.zero_()
 
-    def _runs_of(
+    def _pair_runs(
         self, full_leaves: Sequence[Tensor | None], rows: Sequence[Tensor | None]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Return matching 1-d views of leaves and of rows, for leaves that are split along dim 0."""
-        of_rows = [row if row is None else cuts.of_flat(row)
-                   for cuts, row in zip(self._row_runs, rows, strict=True)]  # fmt: skip
-        left: list[Tensor] = []
-        right: list[Tensor] = []
-        for k, i in enumerate(self._runs):
+        """Return matching 1-d views of leaves and of rows, for leaves that are split along dim 0.
+
+        A leaf or a row that is None is left out.
+        """
+        cut_rows = [row if row is None else cuts.of_flat(row)
+                    for cuts, row in zip(self._row_runs, rows, strict=True)]  # fmt: skip
+        of_leaves: list[Tensor] = []
+        of_rows: list[Tensor] = []
+        for place, i in enumerate(self._runs):
             full = full_leaves[i]
-            if full is not None:
-                runs = zip(full.view(-1).split_with_sizes(self._leaf_runs[i]), self._order[i], strict=True)
-                pairs = [(run, of_rows[r][k]) for run, r in runs if of_rows[r] is not None]
-                left += [run for run, _ in pairs]
-                right += [part for _, part in pairs]
-        return left, right
+            if full is None:
+                continue
+            runs = full.view(-1).split_with_sizes(self._leaf_runs[i])
+            for run, r in zip(runs, self._order[i], strict=True):
+                if cut_rows[r] is not None:
+                    of_leaves.append(run)
+                    of_rows.append(cut_rows[r][place])
+        return of_leaves, of_rows
 
     def cut(self, full_leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return this rank's blocks of full leaves: views, or copies where they are padded."""
@@ -169,7 +179,7 @@ class Packer:
 
 
 class Stacks:
-    """A mover of leaves that single ranks compute whole: each gets a row [numel / n] from every rank.
+    """A packer of leaves that single ranks compute whole: each gets a row [numel / n] from every rank.
 
     Tensors are named by path and name.
     """
@@ -242,10 +252,12 @@ class _Cuts:
         return _Cuts(tuple(sizes), tuple(data), tuple(sorted({*range(len(sizes))} - {*data})))
 
     def of_flat(self, flat: Tensor) -> Sequence[Tensor]:
+        """Return views of the runs."""
         parts = flat.split_with_sizes(self.sizes)
         return [parts[i] for i in self.data] if self.gaps else parts
 
     def gaps_of(self, flat: Tensor) -> Sequence[Tensor]:
+        """Return views of the gaps."""
         parts = flat.split_with_sizes(self.sizes) if self.gaps else ()
         return [parts[i] for i in self.gaps]
 
@@ -269,12 +281,15 @@ class _Window:
         return _Window(size, strides, offset, contiguous_strides(piece.block), piece.offset)
 
     def of_full(self, full: Tensor) -> Tensor:
+        """View the block in a contiguous full leaf."""
         return full.as_strided(self.size, self.full_stride, self.full_offset + full.storage_offset())
 
     def of_block(self, block: Tensor) -> Tensor:
+        """View a contiguous padded block without its padding."""
         return block.as_strided(self.size, self.row_stride, block.storage_offset())
 
     def of_row(self, row: Tensor) -> Tensor:
+        """View the block in its rank's row."""
         return row.as_strided(self.size, self.row_stride, self.row_offset + row.storage_offset())
 
 

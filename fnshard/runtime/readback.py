@@ -43,6 +43,7 @@ class Reading:
         reading = Reading(tuple(scalars), known, is_integer)
         if not under_way:
             return reading
+
         # One dtype for all lets one copy bring them; fp64 has every integer up to 2**53.
         vector = torch.stack([v.detach().to(torch.float64) for v in under_way.values()])
         if device.type == "cpu":
@@ -64,9 +65,10 @@ class Reading:
         if self.event is not None:
             self.event.synchronize()
         arrived = self.values.tolist() if self.values is not None else []
-        found = {n: int(v) if w else v for (n, w), v in zip(self.sent.items(), arrived, strict=True)}
-        found |= self.known
-        return {n: found[n] for n in self.names}
+        numbers = dict(self.known)
+        for (name, is_integer), value in zip(self.sent.items(), arrived, strict=True):
+            numbers[name] = int(value) if is_integer else value
+        return {n: numbers[n] for n in self.names}
 
     def without(self, name: Hashable) -> Reading:
         """Return a reading without one number."""

@@ -102,6 +102,8 @@ def allocate_pinned(nbytes: int, device: torch.device) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     pages = RegisteredMemory(-1, nbytes)
     flat = torch.frombuffer(pages, dtype=torch.uint8)
+
+    # Lock the pages.
     address, process = flat.data_ptr(), os.getpid()
     with torch.cuda.device(device):  # otherwise a new thread makes a context on the first GPU
         code = cudart.cudaHostRegister(address, nbytes, 0)
@@ -113,6 +115,7 @@ def allocate_pinned(nbytes: int, device: torch.device) -> Tensor:
             "all ranks of a machine share its memory), raise `ulimit -l`, or memory='disk'.",
         )
 
+    # CUDA must forget the pages before they are unmapped.
     def unregister() -> None:
         if os.getpid() == process:  # a forked child has a copy of the mapping, and no CUDA
             with torch.cuda.device(device):
@@ -133,7 +136,6 @@ def check_directory(disk_dir: str | None, paths: Sequence[str]) -> None:
     """
     if not paths:
         return
-    shown = [f"params[{p!r}]" for p in paths[:4]] + (["..."] if len(paths) > 4 else [])
     problem = None
     if disk_dir is None:
         problem = "no directory was named for it"
@@ -146,6 +148,9 @@ def check_directory(disk_dir: str | None, paths: Sequence[str]) -> None:
             problem = f"disk_dir={disk_dir!r} cannot be written to ({error.strerror})"
 
     if problem:
+        shown = [f"params[{p!r}]" for p in paths[:4]]
+        if len(paths) > 4:
+            shown.append("...")
         raise StateError(
             f"the specs want {leaves(len(paths))} on disk, and {problem}:",
             shown,
@@ -196,9 +201,9 @@ class Transfers:
     """Copies between the device and the host, with a stream for each direction.
 
     On a CPU a transfer is a copy, done when it is issued. Buffers on the host that a step takes and gives
-    back are used again, and freed when `KEPT_STEPS` steps did without. That is safe: a copy into one is
-    issued after the wait for its last reader, and `_copy` lets its stream wait for all that the compute
-    stream has waited for.
+    back are used again, and freed after `KEPT_STEPS` steps that did not take them. To use them again is safe:
+    a copy into one is issued after the wait for its last reader, and `_copy` lets its stream wait for all
+    that the compute stream has waited for.
     """
 
     device: torch.device
@@ -225,12 +230,11 @@ class Transfers:
         Args:
             after: a `mark` after which the copy may begin; None is now.
         """
-        targets = into or [
-            map_tensors(
-                v, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=self.device)
-            )
-            for v in values
-        ]
+
+        def allocate_like(host: Tensor) -> Tensor:
+            return torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=self.device)
+
+        targets = into or [map_tensors(v, allocate_like) for v in values]
         return self._copy(values, targets, self.upward, after)
 
     def to_host(self, values: Sequence[Any], into: Sequence[Any] | None = None) -> Transfer:
@@ -261,15 +265,17 @@ class Transfers:
 
         Args:
             dtype: a dtype in place of the tensor's.
-            for_host: whether the host itself writes to it, and no stream. It waits then for readers.
+            for_host: whether the host itself writes to it, and no stream. The host then waits for readers.
         """
-        dtype = dtype or like.dtype
         # `empty_like` keeps strides that leave no gaps, and closes gaps otherwise; on "meta" it allocates
         # nothing.
         stride = torch.empty_like(like, device="meta").stride()
+        dtype = dtype or like.dtype
         nbytes = like.numel() * dtype.itemsize
         if nbytes == 0:
             return torch.empty(like.shape, dtype=dtype)
+
+        # Use a free buffer of that size again, or allocate one.
         with self.lock:
             self.last_used[nbytes] = self.steps
             flat = self.free[nbytes].pop() if self.free.get(nbytes) else None
@@ -307,6 +313,8 @@ class Transfers:
             self.upward.synchronize()
             self.downward.synchronize()
         self.issued = False
+
+        # Free the buffers of sizes that no step took for a while.
         self.steps += 1
         for nbytes in [n for n in self.free if self.last_used.get(n, 0) + KEPT_STEPS < self.steps]:
             del self.free[nbytes]
@@ -314,6 +322,11 @@ class Transfers:
     def _copy(
         self, sources: Sequence[Any], targets: Sequence[Any], stream: Any, after: Any = None
     ) -> Transfer:
+        """Issue a copy of each source to its target on a stream; on a CPU, copy at once.
+
+        Args:
+            after: an event after which the copy may begin; None is the current end of the compute stream.
+        """
         self.issued = True
         pairs = [pair for s, t in zip(sources, targets, strict=True) for pair in _pair_tensors(s, t)]
         if stream is None:

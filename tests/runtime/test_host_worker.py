@@ -46,9 +46,9 @@ def test_updates_off_the_launching_thread_are_the_same(
     used: list[str] = []
 
     class Noted(Worker):
-        def _make(self, call: Any) -> None:
+        def _run(self, call: Any) -> None:
             used.append(current_thread().name)
-            super()._make(call)
+            super()._run(call)
 
     with mock.patch.object(runner, "Transfers", with_worker(kind, Noted)):
         ranks = sharded.simulate(

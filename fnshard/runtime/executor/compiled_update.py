@@ -35,15 +35,17 @@ def is_compiled(update: str, backend: str, device_type: str) -> bool:
 def is_compilable(family: Family) -> bool:
     """Return whether an update is a single graph, without exchange, branch or a rank's index.
 
-    It must not hand state on either: Inductor drops the copy that protects a slot from its replacement.
+    It must not return state that it has read, either: Inductor drops the copy that protects a slot from its
+    replacement.
     """
     step, *others = family.derived.steps
     graph = step.graph
-    chooses = any(isinstance(node.target, Branch) for node in graph.nodes)
+    has_branch = any(isinstance(node.target, Branch) for node in graph.nodes)
     results = graph.output_node().args[0]
     clone = torch.ops.aten.clone.default
-    hands_on = any(n.target is clone and n.args[0].op == "placeholder" for n in results)
-    return not (others or chooses or hands_on or any(name.startswith("index.") for name in step.reads))
+    returns_state = any(n.target is clone and n.args[0].op == "placeholder" for n in results)
+    reads_index = any(name.startswith("index.") for name in step.reads)
+    return not (others or has_branch or returns_state or reads_index)
 
 
 @dataclass(frozen=True)
@@ -73,9 +75,9 @@ def number_dtypes(family: Family) -> dict[str, torch.dtype]:
 
 
 def stack_numbers(family: Family, control: StepControl, device: torch.device) -> Tensor:
-    """Return a family's numbers of this step and the factor of its gradients, fp64 [n + 1].
+    """Stack a family's numbers of this step and the factor of its gradients, fp64 [n + 1].
 
-    In fp64 counts and truth values are exact too.
+    Counts and truth values are exact in fp64 too.
     """
 
     def make() -> Tensor:
@@ -87,7 +89,7 @@ def stack_numbers(family: Family, control: StepControl, device: torch.device) ->
 
 
 def trace_kernel(leaves: Sequence[LeafForm], device: torch.device) -> fx.GraphModule:
-    """Return the update of leaves of these forms as a graph that writes in place.
+    """Trace the update of leaves of these forms as a graph that writes in place.
 
     Its inputs are a vector of numbers for each family, then the tensors of each leaf in the order of
     `LeafForm.tensors_like`. It writes to all but gradients and numbers.
@@ -98,21 +100,20 @@ def trace_kernel(leaves: Sequence[LeafForm], device: torch.device) -> fx.GraphMo
     families = list(dict.fromkeys(leaf.family for leaf in leaves))
 
     def update(*values: Tensor) -> list[Tensor]:
-        vectors, rest = dict(zip(families, values, strict=False)), iter(values[len(families) :])
+        vectors, tensors = dict(zip(families, values, strict=False)), iter(values[len(families) :])
         out = []
         for leaf in leaves:
             # Name the leaf's tensors and numbers as the traced update does, in the dtypes that it was traced
             # with.
             (step,) = leaf.family.derived.steps
             *numbers, scale = vectors[leaf.family].unbind()
-            grad, param, *others = (next(rest) for _ in leaf.tensors_like)
+            grad, param, *others = (next(tensors) for _ in leaf.tensors_like)
             copies, slots = others[: leaf.copied], others[leaf.copied :]
             wide = torch.promote_types(param.dtype, torch.float32)
             given = {GRAD: grad.to(wide) * scale, PARAM: param}
             given |= {f"slots.{n}": v for n, v in zip(leaf.family.slots, slots, strict=True)}
-            for name, number in zip(number_dtypes(leaf.family), numbers, strict=True):
-                kind = number_dtypes(leaf.family)[name]
-                given[name] = number.to(wide if kind.is_floating_point else kind)
+            for (name, dtype), number in zip(number_dtypes(leaf.family).items(), numbers, strict=True):
+                given[name] = number.to(wide if dtype.is_floating_point else dtype)
             given |= {n: v.to(device) for n, v in leaf.family.traced.constants.items()}
 
             # Run it, and return new values in the order of the tensors that `_write_back` writes them to.
@@ -126,6 +127,7 @@ def trace_kernel(leaves: Sequence[LeafForm], device: torch.device) -> fx.GraphMo
             ]
         return out
 
+    # Trace it on tensors without data, as a graph without views and writes.
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         fakes = [
             torch.empty_strided(shape, stride, dtype=dtype, device=device)
@@ -143,13 +145,18 @@ def trace_kernel(leaves: Sequence[LeafForm], device: torch.device) -> fx.GraphMo
     return module
 
 
-def _write_back(module: fx.GraphModule, tensors_like: Sequence[Sequence[Form]], firsts: int) -> None:
-    """Write the graph's results to the inputs whose new values they are, and return nothing."""
-    inputs = module.graph.find_nodes(op="placeholder")[firsts:]
+def _write_back(module: fx.GraphModule, tensors_like: Sequence[Sequence[Form]], vectors: int) -> None:
+    """Let a graph write its results to the inputs whose new values they are, and return nothing.
+
+    Args:
+        tensors_like: the forms of each leaf's tensors, of which all but the gradient get new values.
+        vectors: the number of vectors of numbers, which are the first inputs.
+    """
+    inputs = module.graph.find_nodes(op="placeholder")[vectors:]
     targets = []
-    for each in tensors_like:
-        mine, inputs = inputs[: len(each)], inputs[len(each) :]
-        targets += mine[1:]
+    for forms in tensors_like:
+        of_leaf, inputs = inputs[: len(forms)], inputs[len(forms) :]
+        targets += of_leaf[1:]
     output = module.graph.output_node()
     with module.graph.inserting_before(output):
         for target, value in zip(targets, output.args[0], strict=True):
@@ -193,11 +200,11 @@ class CompiledUpdates:
             copied: whether each has a master copy and a stored one.
         """
         leaves = tuple(
-            LeafForm(family, copy, tuple(map(form_of, own)))
-            for family, own, copy in zip(families, tensors, copied, strict=True)
+            LeafForm(family, is_copied, tuple(map(form_of, of_leaf)))
+            for family, of_leaf, is_copied in zip(families, tensors, copied, strict=True)
         )
         device = tensors[0][0].device
         kernel, vectors = self.get(leaves, device), {}
         for leaf in leaves:
             vectors.setdefault(leaf.family, stack_numbers(leaf.family, control, device))
-        kernel([*vectors.values(), *(value for own in tensors for value in own)])
+        kernel([*vectors.values(), *(value for of_leaf in tensors for value in of_leaf)])

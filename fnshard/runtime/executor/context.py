@@ -1,4 +1,4 @@
-"""The context that a schedule's instructions are bound to: everything that runs them, and is no tensor.
+"""The context that a schedule's instructions are bound to: everything that they need besides tensors.
 
 An instruction takes from it what it needs when it is bound (collectives, kernels, the optimizer, transfers),
 so that running a step looks nothing up.
@@ -50,7 +50,7 @@ class ExecutorContext:
         scalars: how the step's scalars are summed.
         updater: runs the optimizer's updates.
         freed: is called with each value that dies (tests poison it).
-        transfers: copies between tiers, if something rests on the host or on disk.
+        transfers: copies between tiers, if something is stored on the host or on disk.
         watch: wraps every instruction, once, when it is bound (`fs.debug`).
         packers: packers of buckets, made when they are first needed.
     """
@@ -76,8 +76,8 @@ class ExecutorContext:
 
     @cached_property
     def worker(self) -> Worker | None:
-        """The thread that runs lines `on_host`; None if nothing rests on the host, lines are watched, or an
-        update communicates."""
+        """The thread that runs lines `on_host`; None if nothing is stored on the host, lines are watched, or
+        an update communicates."""
         # Ranks must issue collectives in one order, and a worker would issue its own at any time between the
         # others'.
         communicates = any(
@@ -99,14 +99,16 @@ class ExecutorContext:
         def run(env: Env) -> Any:
             # Values that are made once a step are made once on each stream, or a kernel of this stream could
             # read one that the other stream has not computed yet.
-            control, own = env[CONTROL], env.get(CONTROL_ON_STREAM, (None, None))
-            if own[0] is not control:
-                own = env[CONTROL_ON_STREAM] = control, control.on_stream()
+            control = env[CONTROL]
+            source, on_stream = env.get(CONTROL_ON_STREAM, (None, None))
+            if source is not control:
+                on_stream = control.on_stream()
+                env[CONTROL_ON_STREAM] = control, on_stream
             # The update reads what the compute stream has made so far, and the compute stream waits for the
             # event where it reads what the update makes.
             stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(stream):
-                action({**env, CONTROL: own[1]})
+                action({**env, CONTROL: on_stream})
                 event = torch.cuda.Event()
                 event.record(stream)
             return event
@@ -119,9 +121,9 @@ class ExecutorContext:
             torch.cuda.current_stream(self.device).wait_event(event)
 
     def later(self, line: Instruction) -> Callable[[Callable[[], None]], None]:
-        """Return a function that runs a part of a line: on the worker, if there is one and the line is
+        """Return a function that makes a call for a line: on the worker, if there is one and the line is
         `on_host` or a Free; else at once."""
-        # Heavy parts hold memory until they have run, so only a few of them may wait (`Worker`).
+        # Heavy calls hold memory until they have run, so only a few of them may wait (`Worker`).
         worker, heavy = self.worker, isinstance(line, Update | Norms | Accumulate)
         if worker is None or not (isinstance(line, Free) or line.on_host(self.schedule)):
             return lambda call: call()

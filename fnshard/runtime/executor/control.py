@@ -20,7 +20,7 @@ class StepControl:
     Args:
         gradient_factor: returns the factor of gradients, if any, given the step's scalars (None before they
             are known).
-        skip_if: says by the scalars whether the step updates nothing; None if it always does.
+        skip_if: says by the scalars whether the step updates nothing; None if it always updates.
         flags: numbers that this rank reports with the step, by name.
         step: the Step that the optimizer reads; its norm is that of the scaled gradients.
         scale: the factor of gradients, 0-d; None if there is none.
@@ -42,7 +42,7 @@ class StepControl:
     def with_summary(self, summary: Summary) -> StepControl:
         """Return the control with the numbers of the whole step: norm, factor, and whether to skip."""
         scale, norm = self.gradient_factor(summary), summary.norm
-        # Gradients were squared and summed as they lie; the optimizer clips the scaled ones.
+        # The norm is that of unscaled gradients, and the optimizer clips the scaled ones.
         if scale is not None and norm is not None:
             norm = norm * scale
         skip = self.skip_if is not None and self.skip_if(summary)

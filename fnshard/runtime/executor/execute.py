@@ -28,7 +28,7 @@ def bind(context: ExecutorContext) -> Callable[[Env], Env]:
     lines = context.schedule.instructions
     actions: list[Action] = [line.bind(context) for line in lines]
 
-    # Lines that touch what the host's thread makes or reads wait for it first.
+    # Lines that touch what the host's thread makes or reads first wait for it.
     worker = context.worker
     if worker is not None:
         waits = _find_waits(context.schedule)
@@ -78,33 +78,35 @@ def _find_waits(schedule: Schedule) -> list[bool]:
 
     It does if it reads or drops a value that the worker may still make, or writes one that it may still read.
     """
-    # Walk the lines with the values that the worker may still make, and those that it may still read.
-    out, made, read = [], set(), set()
+    waits = []
+    made, read = set(), set()  # the values that the worker may still make, and those that it may still read
     for line in schedule.instructions:
         # The worker's own lines follow each other on its thread, and need no wait.
         arrives = isinstance(line, Wait) and any(n.is_copy(Kind.HOST, Kind.REDUCED) for n in line.writes)
         if not arrives and line.on_host(schedule):
             made |= set(line.writes)
             read |= set(line.reads)
-            out.append(False)
+            waits.append(False)
             continue
 
         # Any other line waits once, for all that the worker was given so far.
-        gone = {n for n in getattr(line, "drops", ()) if not is_dropped_by_worker(n)}
-        out.append(bool(made & {*line.reads, *line.writes, *gone} or read & {*line.writes, *gone}))
-        if out[-1]:
+        dropped = {n for n in getattr(line, "drops", ()) if not is_dropped_by_worker(n)}
+        awaits_value = bool(made & {*line.reads, *line.writes, *dropped})
+        awaits_reader = bool(read & {*line.writes, *dropped})
+        waits.append(awaits_value or awaits_reader)
+        if waits[-1]:
             made, read = set(), set()
         if arrives:  # the wait is a stream's, so that the host may not have the value yet
             made |= set(line.writes)
-    return out
+    return waits
 
 
 def _name_line(line: Instruction, number: int) -> str:
-    """Return an instruction as errors name it."""
+    """Name an instruction for an error."""
     return f"line {number} of the schedule, {line.phase} {line.unit} {line.verb} {line.detail}"
 
 
 def cut_batch(values: Mapping[str, Tensor], uncut: set[str], parts: int) -> list[dict[str, Tensor]]:
     """Cut a batch into micro-batches: views of leaves' parts along dim 0; leaves in `uncut` stay whole."""
-    cut = {n: [v] * parts if n in uncut or parts == 1 else v.chunk(parts) for n, v in values.items()}
-    return [{n: each[micro] for n, each in cut.items()} for micro in range(parts)]
+    chunks = {n: [v] * parts if n in uncut or parts == 1 else v.chunk(parts) for n, v in values.items()}
+    return [{n: of_leaf[micro] for n, of_leaf in chunks.items()} for micro in range(parts)]

@@ -1,4 +1,4 @@
-"""Run updates that are one operator with a fused kernel (AdamW, SGD) in place on many leaves.
+"""Run updates that consist of one operator with a fused kernel (AdamW, SGD) in place on many leaves.
 
 A traced update that scales its gradient, calls such an operator, and perhaps keeps an average of the new
 parameters is recognised by its graph. It then runs as torch's own fused optimizers do.
@@ -44,14 +44,14 @@ class FusedUpdate:
     writes: tuple[str, ...] = ()
 
 
-_found: weakref.WeakKeyDictionary[Family, FusedUpdate | None] = weakref.WeakKeyDictionary()
+_known_updates: weakref.WeakKeyDictionary[Family, FusedUpdate | None] = weakref.WeakKeyDictionary()
 
 
 def find_fused(family: Family) -> FusedUpdate | None:
     """Return how the operator in a family's update runs in place; None if that would be another update."""
-    if family not in _found:
-        _found[family] = _match_fused(family)
-    return _found[family]
+    if family not in _known_updates:
+        _known_updates[family] = _match_fused(family)
+    return _known_updates[family]
 
 
 def _match_fused(family: Family) -> FusedUpdate | None:
@@ -71,8 +71,11 @@ def _match_fused(family: Family) -> FusedUpdate | None:
             arguments.append(argument)
             continue
         source = _skip_casts(argument)
-        while number == 1 and source.target is aten.mul.Tensor and _is_step_number(source.args[1], names):
-            factors.append(names[source.args[1]])
+        while number == 1 and source.target is aten.mul.Tensor:
+            factor = source.args[1]
+            if not isinstance(factor, fx.Node) or not names.get(factor, "").startswith("number."):
+                break
+            factors.append(names[factor])
             source = _skip_casts(source.args[0])
         if source not in names:
             return None
@@ -80,23 +83,21 @@ def _match_fused(family: Family) -> FusedUpdate | None:
     if arguments[:2] != [PARAM, GRAD]:
         return None
 
-    # Its results replace the arguments that they are new values of.
-    made = {n.args[1]: n for n in node.users if n.target is operator.getitem} or {0: node}
+    # Its results are the new values of the arguments that the kernel overwrites, in their order.
+    values = {n.args[1]: n for n in node.users if n.target is operator.getitem}
+    if not values:  # the operator has a single result
+        values = {0: node}
     written = [UPDATE, *(a for a in arguments[2:] if isinstance(a, str) and a.startswith("slots."))]
     outputs = {name: _skip_casts(results[name]) for name in written if name in results}
-    if any(outputs.get(name) is not made.get(i) for i, name in enumerate(written)):
+    if any(outputs.get(name) is not values.get(i) for i, name in enumerate(written)):
         return None
 
-    # The rest may read the new parameter, but nothing else that is overwritten by then,
-    # the gradient included.
+    # The rest may read the new parameter, but nothing else that is overwritten by then, gradients included.
     rest = {name: value for name, value in results.items() if name not in written}
-    found = _extract_rest(graph, node, made[0], names, rest, {PARAM, GRAD, *written})
-    return None if found is None else FusedUpdate(node.target, tuple(arguments), tuple(factors), *found)
-
-
-def _is_step_number(value: Any, names: Mapping[fx.Node, str]) -> bool:
-    """Return whether an argument is a number of the step."""
-    return isinstance(value, fx.Node) and names.get(value, "").startswith("number.")
+    extracted = _extract_rest(graph, node, values[0], names, rest, {PARAM, GRAD, *written})
+    if extracted is None:
+        return None
+    return FusedUpdate(node.target, tuple(arguments), tuple(factors), *extracted)
 
 
 def _skip_casts(node: fx.Node) -> fx.Node:
@@ -121,7 +122,7 @@ def _extract_rest(
     if not results:
         return None, (), ()
 
-    # From the results back to inputs, and to sums of parameter and update.
+    # Walk from the results back to inputs, and to sums of parameter and update, which are the new parameter.
     sources: dict[fx.Node, str] = {}
     needed, waiting = set(), list(results.values())
     while waiting:
@@ -140,6 +141,7 @@ def _extract_rest(
     if overwritten & set(sources.values()):
         return None
 
+    # Copy the nodes on the way into a graph of their own.
     graph = fx.Graph()
     inputs = {name: graph.placeholder(name.replace(".", "_")) for name in dict.fromkeys(sources.values())}
     env = {node: inputs[name] for node, name in sources.items()}
@@ -175,22 +177,26 @@ def run_fused(
         numbers: returns an input of the update that is no tensor of a leaf, by its name.
         scale: the factor of gradients besides the update's own.
     """
-    # The operator itself, once for all leaves.
+    # Run the operator itself, once for all leaves.
     for name in fused.factors:
         scale = numbers(name) if scale is None else scale * numbers(name)
     grads = prepare_gradients(leaves.grads, leaves.params, scale)
     lists = {PARAM: leaves.params, GRAD: grads, **{f"slots.{n}": own for n, own in leaves.slots.items()}}
-    arguments = [
-        a if not isinstance(a, str) else lists[a] if a in lists else float(numbers(a))
-        for a in fused.arguments
-    ]
+    arguments = []
+    for argument in fused.arguments:
+        if not isinstance(argument, str):  # a constant
+            arguments.append(argument)
+        else:
+            arguments.append(lists[argument] if argument in lists else float(numbers(argument)))
     IN_PLACE[fused.operator](*arguments)
 
-    # What else the update computes of the new parameters, such as their average, leaf by leaf.
-    for number in range(len(leaves.params)) if fused.rest is not None else ():
-        given = {NEW: leaves.params[number], **{n: own[number] for n, own in lists.items()}}
-        results = fused.rest(*[given[n] if n in given else numbers(n) for n in fused.reads])
-        for name, value in zip(fused.writes, results, strict=True):
-            given[name].copy_(value)
+    # Compute the rest from the new parameters, such as their average, leaf by leaf.
+    if fused.rest is not None:
+        for i, param in enumerate(leaves.params):
+            given = {NEW: param, **{name: tensors[i] for name, tensors in lists.items()}}
+            results = fused.rest(*[given[n] if n in given else numbers(n) for n in fused.reads])
+            for name, value in zip(fused.writes, results, strict=True):
+                given[name].copy_(value)
+    # Round the master copies into the stored leaves.
     if leaves.copies:
         torch._foreach_copy_(list(leaves.copies.values()), [leaves.params[i] for i in leaves.copies])

@@ -30,7 +30,7 @@ class Summary:
     Args:
         loss, aux: means over ranks and micro-batches.
         count: the count of the loss's Mean, or None.
-        norm: the norm of the summed gradients as they lie, not yet unscaled, or None.
+        norm: the norm of the summed gradients before they are unscaled, or None.
         flags: sums of the ranks' flags.
         excesses: by how much each limit of the program is exceeded, summed.
     """
@@ -88,7 +88,7 @@ class Scalars:
     flags: tuple[str, ...] = ()
 
     def square_norm(self, bucket: Bucket, blocks: Mapping[str, Tensor], replicas: int) -> Tensor:
-        """Return a bucket's squared norm over its replicas, 0-d in fp64: the sum over ranks is exact."""
+        """Return a bucket's squared norm, 0-d in fp64, divided by its replicas, over which ranks will sum."""
         return sum_squares([blocks[p] for p in bucket.paths]) / replicas
 
     @property
@@ -111,8 +111,8 @@ class Scalars:
         for index in self.outputs.summed:
             name = self.results[index]
             names = [name] if self.accumulate == 1 else [name.of(m) for m in range(self.accumulate)]
-            is_own = any(n in own for n in names)
-            parts.append(torch.stack([env[n].double() for n in names]).sum() if is_own else zero)
+            is_made_here = any(n in own for n in names)
+            parts.append(torch.stack([env[n].double() for n in names]).sum() if is_made_here else zero)
 
         # Squared norms lie where the gradients do, some of them on the host.
         if self.norms:
@@ -125,12 +125,14 @@ class Scalars:
 
     def unpack(self, vector: Tensor) -> Summary:
         """Read the summed vector, in the order in which `pack` has written it."""
+        # The loss, and its count if it is a Mean.
         feed = iter(vector.unbind(0))
-        parts = self._ranks * self.accumulate  # a mean over so many losses
+        parts = self._ranks * self.accumulate  # the number of losses that are averaged
         loss = next(feed)
         count = next(feed) if self.outputs.count is not None else None
         loss = loss / (parts if count is None else _as_divisor(count))
 
+        # The aux; its constants and tensors do not travel in the vector.
         aux = []
         for kind, *_ in self.outputs.aux:
             if kind == "scalar":
@@ -141,6 +143,7 @@ class Scalars:
                 total = next(feed)
                 aux.append(total / _as_divisor(next(feed)))
 
+        # Limits, the norm and the flags.
         excesses = {limit: next(feed) for limit in self.outputs.limits}
         norm = next(feed).sqrt() if self.norms else None
         flags = {f: next(feed) for f in self.flags}
@@ -153,11 +156,13 @@ class Scalars:
         means = iter(summary.aux)
         last = self.accumulate - 1 if self.accumulate > 1 else None
         leaves = []
-        for kind, *rest in self.outputs.aux:
+        for kind, *details in self.outputs.aux:
             if kind in ("scalar", "complex", "mean"):
                 leaves.append(next(means))
+            elif kind == "python":  # a constant of the program
+                leaves.append(details[0])
             else:
-                leaves.append(rest[0] if kind == "python" else env[self.results[rest[0]].of(last)])
+                leaves.append(env[self.results[details[0]].of(last)])
         return tree.unflatten(leaves, self.outputs.aux_structure)
 
 

@@ -43,9 +43,9 @@ class BlockPlace:
 
     Args:
         block: the padded shape of the optimizer's block.
-        stored, gradient: the slices of the local tensors that it is, without padding.
+        stored, gradient: the slices of these local tensors that make up the block, without padding.
         valid: the part of the block that is no padding.
-        slots: the same part for slots that are not of the leaf's shape.
+        slots: the unpadded parts of slots that do not have the leaf's shape.
     """
 
     block: tuple[int, ...]
@@ -61,7 +61,7 @@ def place_block(
     """Return where a rank's optimizer block lies in its stored and its gradient block.
 
     Args:
-        slots: whole shapes and layouts of the slots that are not of the leaf's shape.
+        slots: whole shapes and layouts of the slots that do not have the leaf's shape.
     """
     here = mesh.coordinate(rank)
     extents = {
@@ -155,8 +155,8 @@ class Updater:
                 return {}
             if compiled:
                 self._update_compiled(compiled, blocks, slots, params, control)
-            for family, some in fused.items():
-                self._update_fused(family, some, blocks, slots, params, control)
+            for family, members in fused.items():
+                self._update_fused(family, members, blocks, slots, params, control)
             out = {}
             for leaf in leaves:
                 path = leaf.path
@@ -179,9 +179,11 @@ class Updater:
             work[path] = next(s for s in derived.steps if isinstance(s, Compute) and s.whole)
 
         def compute(parts: Parts, made: Parts, control: StepControl) -> Parts:
+            if control.skip:
+                return {}
             out = {}
-            for path, sent in parts.items() if not control.skip else ():
-                # What came from other ranks, with matrices that were fused side by side put apart.
+            for path, sent in parts.items():
+                # Collect what came from other ranks; matrices that were fused side by side are separated.
                 there, back = stacks_of(self.families[path].derived)
                 values = self._to_compute_dtypes(path, made.get(path, {}))
                 for name, to, layout, dtype in zip(
@@ -189,6 +191,7 @@ class Updater:
                 ):
                     part = sent[name].to(self.device(path), dtype)
                     values[to] = side_by_side(part, layout, self.mesh, inverse=True)
+                # Compute the leaf's stretch, and fuse matrices again in what travels back.
                 step = work[path]
                 given = [values[n] if n in values else self._read_input(path, n, control) for n in step.reads]
                 values |= zip(step.writes, step.run(*given), strict=True)
@@ -215,26 +218,25 @@ class Updater:
         targets, copies = [], {}
         for number, leaf in enumerate(leaves):
             stored, master = params.get(leaf.path), slots[leaf.path].get(MASTER)
-            targets.append(
-                cut(stored, leaf.place.stored) if master is None else cut(master, leaf.place.valid)
-            )
-            if master is not None and stored is not None:
+            if master is None:
+                targets.append(cut(stored, leaf.place.stored))
+                continue
+            targets.append(cut(master, leaf.place.valid))
+            if stored is not None:
                 copies[number] = cut(stored, leaf.place.stored)
 
-        own = Leaves(
-            targets,
-            [cut(blocks[leaf.path], leaf.place.gradient) for leaf in leaves],
-            {
-                name: [
-                    cut(slots[leaf.path][name], leaf.place.slots.get(name, leaf.place.valid))
-                    for leaf in leaves
-                ]
-                for name in family.slots
-            },
-            copies,
-        )
-        path = leaves[0].path
-        run_fused(find_fused(family), own, lambda name: self._read_input(path, name, control), control.scale)
+        # Give the operator all tensors without their padding.
+        gradients = [cut(blocks[leaf.path], leaf.place.gradient) for leaf in leaves]
+        cut_slots = {}
+        for name in family.slots:
+            extents = [leaf.place.slots.get(name, leaf.place.valid) for leaf in leaves]
+            of_leaves = zip(leaves, extents, strict=True)
+            cut_slots[name] = [cut(slots[leaf.path][name], extent) for leaf, extent in of_leaves]
+        path = leaves[0].path  # leaves of a family read the same numbers
+        run_fused(
+            find_fused(family), Leaves(targets, gradients, cut_slots, copies),
+            lambda name: self._read_input(path, name, control), control.scale,
+        )  # fmt: skip
 
     def _update_compiled(
         self, leaves: Sequence[LeafStep], blocks: Tensors, slots: Mapping[str, Tensors], params: Tensors,
@@ -243,12 +245,13 @@ class Updater:
         """Update leaves by one kernel of Inductor's, which reads gradients in their dtype on the wire."""
         tensors, copied = [], []
         for leaf in leaves:
-            where, own = leaf.place, slots[leaf.path]
-            stored = cut(params[leaf.path], where.stored)
-            both = [own[MASTER], stored] if MASTER in own else [stored]
-            copied.append(MASTER in own)
-            grad = cut(blocks[leaf.path], where.gradient)
-            tensors.append([grad, *both, *(own[name] for name in leaf.family.slots)])
+            place, of_leaf = leaf.place, slots[leaf.path]
+            stored = cut(params[leaf.path], place.stored)
+            has_master = MASTER in of_leaf
+            written = [of_leaf[MASTER], stored] if has_master else [stored]
+            copied.append(has_master)
+            grad = cut(blocks[leaf.path], place.gradient)
+            tensors.append([grad, *written, *(of_leaf[name] for name in leaf.family.slots)])
         self.compiled.run([leaf.family for leaf in leaves], tensors, copied, control)
 
     def _update_leaf(
@@ -256,24 +259,26 @@ class Updater:
         control: StepControl,
     ) -> dict[str, Tensor]:  # fmt: skip
         """Run a stretch of a leaf's update: write final results, and return values for later stretches."""
-        where = leaf.place
+        place = leaf.place
         master = slots.get(MASTER)
-        target = cut(stored, where.stored) if master is None else cut(master, where.valid)
+        target = cut(stored, place.stored) if master is None else cut(master, place.valid)
 
         # Collect all that the stretch reads or keeps: state, the gradient, numbers and earlier values. A
         # gradient that an earlier stretch has kept is one of these.
         reads, known, state = leaf.compute.reads, self._to_compute_dtypes(leaf.path, made), {}
         for name in (*reads, *leaf.flow.keeps):
             if name == PARAM:
-                state[name] = pad_to(target, where.block) if master is None else master
+                state[name] = pad_to(target, place.block) if master is None else master
             elif is_state(name):
                 state[name] = slots[name.removeprefix("slots.")]
             elif name == GRAD and GRAD not in known:
                 known[name] = self._scale_gradient(
-                    block, where, target.dtype, control, GRAD in leaf.flow.keeps
+                    block, place, target.dtype, control, GRAD in leaf.flow.keeps
                 )
             elif name in reads and name not in known:
                 known[name] = self._read_input(leaf.path, name, control)
+
+        # Compute the stretch.
         given = [state[name] if is_state(name) else known[name] for name in reads]
         known |= zip(leaf.compute.writes, leaf.compute.run(*given), strict=True)
 
@@ -288,17 +293,17 @@ class Updater:
         # Write the results that are final, padding cut off.
         for name in leaf.flow.commits:
             if name == UPDATE:
-                target.add_(cut(known[name], where.valid))
+                target.add_(cut(known[name], place.valid))
                 if master is not None and stored is not None:
-                    cut(stored, where.stored).copy_(target)
+                    cut(stored, place.stored).copy_(target)
                 continue
             slot = name.removeprefix("slots.")
-            extent = where.slots.get(slot, where.valid)
+            extent = place.slots.get(slot, place.valid)
             cut(slots[slot], extent).copy_(cut(known[name], extent))
         return kept
 
     def _scale_gradient(
-        self, block: Tensor, where: BlockPlace, dtype: torch.dtype, control: StepControl, is_kept: bool
+        self, block: Tensor, place: BlockPlace, dtype: torch.dtype, control: StepControl, is_kept: bool
     ) -> Tensor:
         """Return the optimizer's block of a gradient, in fp32 at least, scaled in place if possible.
 
@@ -306,8 +311,8 @@ class Updater:
             is_kept: whether later stretches read it, after the bucket's memory is used again.
         """
         # Where no cast is needed this is the bucket's own memory, and is scaled there.
-        own = cut(block, where.gradient)
-        grad = pad_to(own.to(torch.promote_types(dtype, torch.float32), copy=is_kept), where.block)
+        unpadded = cut(block, place.gradient)
+        grad = pad_to(unpadded.to(torch.promote_types(dtype, torch.float32), copy=is_kept), place.block)
         return grad if control.scale is None else grad.mul_(copy_to_device(control.scale, grad.device))
 
     def _to_compute_dtypes(self, path: str, made: Tensors) -> dict[str, Tensor]:
@@ -321,34 +326,31 @@ class Updater:
     def _read_input(self, path: str, name: str, control: StepControl) -> Tensor:
         """Return an input of an update that is not a leaf's tensor: a number, a constant, a rank's index."""
         family, device = self.families[path], self.device(path)
-        kind, _, rest = name.partition(".")  # "number.0", "constant.name" or "index.axis,axis"
-        if kind == "number":
-            return control.once((family, device), lambda: self._compute_numbers(family, device, control))[
-                int(rest)
-            ]
-        if kind == "constant":
-            key = family, name, device
-            if key not in self._constants:
-                self._constants[key] = family.traced.constants[name].to(device)
-            return self._constants[key]
+        kind, _, key = name.partition(".")  # "number.0", "constant.name" or "index.axis,axis"
 
-        # The rank's place among those along some axes, the last of which counts fastest.
-        axes = tuple(rest.split(","))
+        # Numbers on the host stay there: 0-d tensors on the host combine with tensors of any device, and
+        # `torch.cond` reads them there without waiting.
+        def compute_numbers() -> list[Tensor]:
+            return [
+                n if n.device == device or n.device.type == "cpu" else copy_to_device(n, device)
+                for n in family.traced.prologue.numbers(control.step)
+            ]
+
+        if kind == "number":
+            return control.once((family, device), compute_numbers)[int(key)]
+        if kind == "constant":
+            if (family, name, device) not in self._constants:
+                self._constants[family, name, device] = family.traced.constants[name].to(device)
+            return self._constants[family, name, device]
+
+        # The rank's place among those along some axes, the last of which varies fastest.
+        axes = tuple(key.split(","))
         if (axes, device) not in self._constants:
             here, place = self.mesh.coordinate(self.rank), 0
             for axis in axes:
                 place = place * self.mesh.axis_size(axis) + here[axis]
             self._constants[axes, device] = torch.tensor(place, device=device)
         return self._constants[axes, device]
-
-    def _compute_numbers(self, family: Family, device: torch.device, control: StepControl) -> list[Tensor]:
-        """Return a family's numbers of this step.
-
-        Those on the host stay there: 0-d tensors on the host combine with tensors of any device, and
-        `torch.cond` reads them there without waiting.
-        """
-        return [n if n.device == device or n.device.type == "cpu" else copy_to_device(n, device)
-                for n in family.traced.prologue.numbers(control.step)]  # fmt: skip
 
     def device(self, path: str) -> torch.device:
         """Return the device on which a leaf is updated."""
@@ -358,15 +360,15 @@ class Updater:
         return torch.device("cpu") if on_host else self.mesh.device
 
     def _make_leaf_step(self, path: str, number: int) -> LeafStep:
-        """Return stretch `number` of a leaf's update; where its blocks lie is computed once."""
+        """Make stretch `number` of a leaf's update; where its blocks lie is computed once."""
         family, spec = self.families[path], self.specs[path]
         if path not in self.places:
-            odd = {
+            of_other_shapes = {
                 n: (slot.shape, family.layouts[n])
                 for n, slot in family.slots.items()
                 if slot.shape != tuple(spec.shape)
             }
-            self.places[path] = place_block(spec, self.mesh, self.rank, odd)
+            self.places[path] = place_block(spec, self.mesh, self.rank, of_other_shapes)
         step, flow = family.derived.steps[number], flow_of(family.derived, number)
         return LeafStep(path, family, self.places[path], step, flow)
 

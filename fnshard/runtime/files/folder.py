@@ -1,8 +1,9 @@
 """A checkpoint's directory, which exists whole or not at all.
 
-It is written as `.name.saving` and renamed when every byte of it is on the disk. A directory that has the
-name already is moved aside as `.name.old` then. A process that saves holds a lock on the directory, which is
-gone when the process is killed: a directory that nobody holds is a leftover, and the next save removes it.
+It is written as `.name.saving`, and renamed when every byte of it is on the disk. If another directory has
+the name by then, that one is first moved aside as `.name.old`. A process that saves holds a lock on the
+directory, which the system releases when the process is killed: a directory that nobody has locked is a
+leftover, and the next save removes it.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class AtomicDirectory:
     """A directory for one checkpoint; rank 0 calls `begin`, `commit` and, in any case, `end`."""
 
     final: Path
-    _lock: int | None = None
+    _lock_fd: int | None = None
     _is_committed: bool = False
 
     @property
@@ -68,12 +69,12 @@ class AtomicDirectory:
         # The parent is locked, so that no other process removes the directory before this one has locked it.
         with _open_directory(self.final.parent) as parent:
             _lock(parent)
-            _clean(self.final.parent)
+            _remove_leftovers(self.final.parent)
             if self.saving.exists():
                 raise FileExistsError(errno.EEXIST, "another process is saving there", str(self.saving))
             self.saving.mkdir()
-            self._lock, self._is_committed = _open(self.saving), False
-            _lock(self._lock)
+            self._lock_fd, self._is_committed = _open(self.saving), False
+            _lock(self._lock_fd)
 
     def commit(self) -> None:
         """Give the directory its name."""
@@ -89,12 +90,13 @@ class AtomicDirectory:
 
     def end(self) -> None:
         """Release the lock, and remove the directory if it has not been committed."""
-        if self._lock is not None:
+        if self._lock_fd is not None:
             # After a commit the name is free: what has it now is another process's.
             if not self._is_committed:
                 shutil.rmtree(self.saving, ignore_errors=True)
-            os.close(self._lock)
-            self._lock = None
+            # The lock goes last, so that no other save begins while the directory is being removed.
+            os.close(self._lock_fd)
+            self._lock_fd = None
 
 
 def remove_directory(folder: Path) -> None:
@@ -121,9 +123,9 @@ def scratch_directory(prefix: str, keep: tuple[type[BaseException], ...] = ()) -
     Args:
         keep: exceptions after which the directory stays, for the user.
     """
-    while True:  # again, if another process took the directory for a leftover before it was locked
+    # Try again if another process took the directory for a leftover before it was locked.
+    while True:
         folder = Path(tempfile.mkdtemp(prefix=prefix))
-
         try:
             fd = _open(folder)
         except FileNotFoundError:
@@ -132,9 +134,10 @@ def scratch_directory(prefix: str, keep: tuple[type[BaseException], ...] = ()) -
         if folder.exists():
             break
         os.close(fd)
+
     try:
         for left in sorted(folder.parent.glob(f"{prefix}*")):
-            _clear(left)
+            _remove_if_unlocked(left)
         yield folder
     except keep:
         (folder / KEPT).touch()
@@ -158,14 +161,15 @@ def memory_directory(name: str, owner: int) -> Path:
     Raises:
         OSError: the machine has no such memory, another user has the name, or another owner the directory.
     """
+    # Make it and lock it; try again if another process took it for a leftover before it was locked.
     folder = memory_root() / f"{MEMORY_PREFIX}{name}"
-    while True:  # again, if another process took the directory for a leftover before it was locked
+    while True:
         with suppress(FileExistsError):
             folder.mkdir(mode=0o700)
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        found = os.fstat(fd)
-        theirs = _owner(folder) not in (None, owner)
-        if found.st_uid != os.geteuid() or found.st_mode & 0o077 or (theirs and _lives(_owner(folder))):
+        status, other = os.fstat(fd), _read_owner(folder)
+        is_in_use = other not in (None, owner) and _is_alive(other)
+        if status.st_uid != os.geteuid() or status.st_mode & 0o077 or is_in_use:
             os.close(fd)
             raise FileExistsError(errno.EEXIST, "it is in use, or open to others", str(folder))
         fcntl.flock(fd, fcntl.LOCK_SH)  # until this process ends
@@ -173,7 +177,7 @@ def memory_directory(name: str, owner: int) -> Path:
             break
         os.close(fd)
 
-    # Renamed, so that a reader finds an owner or none, and never half of a number.
+    # Note the owner in a file that is renamed, so that a reader finds a whole number or none.
     written = folder / f".{OWNER}.{os.getpid()}"
     written.write_text(str(owner))
     os.rename(written, folder / OWNER)
@@ -184,9 +188,9 @@ def memory_directory(name: str, owner: int) -> Path:
 def clear_memory(owner: int | None = None) -> None:
     """Remove directories that ended processes left in memory, if their owner has ended too, or is `owner`."""
     for left in sorted(memory_root().glob(f"{MEMORY_PREFIX}*")):
-        pid = _owner(left)
-        if pid is None or pid == owner or not _lives(pid):
-            _clear(left)
+        pid = _read_owner(left)
+        if pid is None or pid == owner or not _is_alive(pid):
+            _remove_if_unlocked(left)
 
 
 def in_memory(name: str) -> bool:
@@ -195,19 +199,19 @@ def in_memory(name: str) -> bool:
 
 
 def memory_root() -> Path:
-    """Return the folder of such directories: `FNSHARD_MEMORY`, by default `/dev/shm`."""
+    """Return the folder of the directories in memory: `FNSHARD_MEMORY`, by default `/dev/shm`."""
     return Path(os.environ.get(MEMORY, SHARED_MEMORY))
 
 
-def _owner(folder: Path) -> int | None:
-    """Return the process that a directory in memory belongs to; None if nothing readable says so."""
+def _read_owner(folder: Path) -> int | None:
+    """Read which process a directory in memory belongs to; None if nothing readable says so."""
     try:
         return int((folder / OWNER).read_text())
     except (OSError, ValueError):
         return None
 
 
-def _lives(pid: int) -> bool:
+def _is_alive(pid: int) -> bool:
     """Return whether a process exists, by sending it no signal."""
     try:
         os.kill(pid, 0)
@@ -218,7 +222,7 @@ def _lives(pid: int) -> bool:
     return True
 
 
-def _clear(left: Path) -> None:
+def _remove_if_unlocked(left: Path) -> None:
     """Remove a directory of this user that nobody has locked; without locks, it stays."""
     try:
         fd = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -254,11 +258,12 @@ def flush_file(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _clean(root: Path) -> None:
+def _remove_leftovers(root: Path) -> None:
     """Remove the leftovers of killed processes, and give a replaced checkpoint its name back."""
     for left in [path for end in ("saving", "old", "gone") for path in sorted(root.glob(f".*.{end}"))]:
-        unfinished = left.suffix == ".saving" and is_checkpoint_directory(left, DCP)
-        if not (unfinished or is_checkpoint_directory(left)) or _is_held(left):
+        # Remove nothing but a save's own files, and only if no process is still writing them.
+        is_unfinished_dcp = left.suffix == ".saving" and is_checkpoint_directory(left, DCP)
+        if not (is_unfinished_dcp or is_checkpoint_directory(left)) or _is_held(left):
             continue
         final = left.with_name(left.stem[1:])
         if left.suffix == ".old" and not final.exists():
@@ -268,6 +273,7 @@ def _clean(root: Path) -> None:
 
 
 def _open(folder: Path) -> int:
+    """Open a directory, which can then be locked and flushed."""
     return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
 
@@ -281,13 +287,14 @@ def _lock(fd: int, flags: int = 0) -> bool:
 
 
 def _is_held(folder: Path) -> bool:
-    """Return whether a process that lives has locked a directory."""
+    """Return whether a live process has locked a directory."""
     with _open_directory(folder) as fd:
         return not _lock(fd, fcntl.LOCK_NB)
 
 
 @contextmanager
 def _open_directory(folder: Path) -> Iterator[int]:
+    """Open a directory for the block."""
     fd = _open(folder)
     try:
         yield fd

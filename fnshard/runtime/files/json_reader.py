@@ -40,23 +40,24 @@ def from_json(kind: type[T], value: Any) -> T:
 def reader(kind: Any) -> Read:
     """Return the function that reads a type.
 
-    It is made once a type, since that evaluates annotations; so a manifest of a million chunks is read fast.
+    The function is made once for each type, since making it evaluates annotations: so a manifest of a million
+    chunks is read fast.
     """
     origin, args = get_origin(kind), get_args(kind)
     if kind is Any:
         return lambda value: value
     if is_dataclass(kind):
-        return _dataclass_reader(kind)
+        return _make_dataclass_reader(kind)
     if origin is Annotated:
         return lambda value: _check(value, type(value) is int and value in args[1], f"an int in {args[1]}")
     if origin is types.UnionType:
-        some = reader(args[0])
-        return lambda value: None if value is None else some(value)
+        inner = reader(args[0])
+        return lambda value: None if value is None else inner(value)
     if origin is tuple:
         item = reader(args[0])
         return lambda value: tuple(map(item, _check(value, type(value) is list, "a list")))
     if origin is Mapping:
-        return _mapping_reader(reader(args[1]))
+        return _make_mapping_reader(reader(args[1]))
     if kind is float:
         return lambda value: float(_check(value, type(value) in (int, float), "a number"))
     return lambda value: _check(value, type(value) is kind, f"of type {kind.__name__}")
@@ -69,39 +70,40 @@ def _check(value: Any, fits: bool, expected: str) -> Any:
     return value
 
 
-def _mapping_reader(item: Read) -> Read:
+def _make_mapping_reader(item: Read) -> Read:
     """Return a function that reads objects of any keys, whose values `item` reads."""
 
     def read_items(value: Any) -> Any:
-        found = {}
+        items = {}
         for name, each in _check(value, type(value) is dict, "an object").items():
             try:
-                found[name] = item(each)
+                items[name] = item(each)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
-        return found
+        return items
 
     return read_items
 
 
-def _dataclass_reader(kind: Any) -> Read:
+def _make_dataclass_reader(kind: Any) -> Read:
     """Return a function that reads objects as a dataclass, field by field."""
     hints = get_type_hints(kind, include_extras=True)
-    readers = [
+    readers = [  # the name of each field, what reads it, and whether it is required
         (f.name, reader(hints[f.name]), f.default is MISSING and f.default_factory is MISSING)
         for f in fields(kind)
     ]
 
     def read_fields(value: Any) -> Any:
-        given, found = _check(value, type(value) is dict, "an object"), dict[str, Any]()
+        given = _check(value, type(value) is dict, "an object")
+        arguments: dict[str, Any] = {}
         for name, read, required in readers:
             try:
                 if name in given:
-                    found[name] = read(given[name])
+                    arguments[name] = read(given[name])
                 elif required:
                     raise ValueError("is missing")
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
-        return kind(**found)
+        return kind(**arguments)
 
     return read_fields

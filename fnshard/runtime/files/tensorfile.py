@@ -40,10 +40,10 @@ STATE_NAMES = {dtype: name for name, dtype in STATE_DTYPES.items()}
 
 
 class Corrupt(ValueError):
-    """An error: a file is not the one that was written, or of no kind that is read; the message says which.
+    """An error: a file is not what was written, or is of no kind that is read; the message says which.
 
     Args:
-        fix: a way out, where it is another than to bring the file again.
+        fix: a way out, if it is another than to bring the file again.
     """
 
     def __init__(self, what: str | Path = "", fix: str = ""):
@@ -113,7 +113,7 @@ def write(
             if tuple(tensor.shape) != e.shape or tensor.dtype != e.dtype:
                 raise ValueError(f"{e.name}: {list(tensor.shape)} {tensor.dtype}, announced as {e}")
 
-            # Checksums by blocks, so that a reader of a part need not read all of it.
+            # Each block has a checksum of its own, so that a reader of a part need not read the whole tensor.
             data, sums = bytes_of(tensor), []
             for start in range(0, len(data), BLOCK_BYTES):
                 part = data[start : start + BLOCK_BYTES]
@@ -147,7 +147,7 @@ def file_layout(
         starts[e.name] = offset
         offset += e.bytes
 
-    # Filled up with spaces to a multiple of eight, as the format allows.
+    # Pad the header with spaces to a multiple of eight, as the format allows: the data then begins at one.
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(8, "little") + text
@@ -187,14 +187,13 @@ def open_regular(folder: str | Path, name: str, size: int | None = None) -> int:
     except UnicodeEncodeError as error:
         raise Corrupt(f"{name!r} is no name of a file ({error.reason})") from error
 
-    found = os.fstat(fd)
-    if not stat.S_ISREG(found.st_mode) or size not in (None, found.st_size):
-        os.close(fd)
-        what = (
-            f"has {found.st_size} bytes, written were {size}" if stat.S_ISREG(found.st_mode) else "is no file"
-        )
-        raise Corrupt(f"{name}: {what}")
-    return fd
+    status = os.fstat(fd)
+    is_file = stat.S_ISREG(status.st_mode)
+    if is_file and size in (None, status.st_size):
+        return fd
+    os.close(fd)
+    what = f"has {status.st_size} bytes, written were {size}" if is_file else "is no file"
+    raise Corrupt(f"{name}: {what}")
 
 
 def read_exactly(fd: int, at: int, buffer: memoryview) -> None:
@@ -216,13 +215,13 @@ def read_and_check(fd: int, at: int, size: int, crc32: Sequence[int], start: int
     """
     end = start + len(out)
     for index in range(start // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
-        # A block that is asked for in full goes where it belongs at once; of the others a part is copied.
+        # A block that is wanted in full is read into its place; any other is read apart, and a part copied.
         low, high = index * BLOCK_BYTES, min((index + 1) * BLOCK_BYTES, size)
-        inside = start <= low and high <= end
-        block = out[low - start : high - start] if inside else memoryview(bytearray(high - low))
+        is_inside = start <= low and high <= end
+        block = out[low - start : high - start] if is_inside else memoryview(bytearray(high - low))
         read_exactly(fd, at + low, block)
         if zlib.crc32(block) != crc32[index]:
             raise Corrupt(f"bytes {at + low} to {at + high} are not what was written (checksum differs)")
-        if not inside:
+        if not is_inside:
             first, last = max(start, low), min(end, high)
             out[first - start : last - start] = block[first - low : last - low]

@@ -1,9 +1,9 @@
-"""Torchfile: the tensors of `torch.save` streams, found where they lie and read by rows; nothing runs.
+"""Torchfile: find the tensors of `torch.save` streams, and read parts of them, without running any code.
 
 A stream is a zip archive: a pickle that says what lies where, and the bytes of each storage, not compressed.
-The pickle is read with a table of what it may name. Tensors become `PlacedTensor`s, which hold a place in a
-file and no data. A name that the table has not is never looked up: an `Inert` stands in its place, and the
-stream is refused with all such names.
+The pickle is read with a table of the names that it may use. Tensors become `PlacedTensor`s, which hold a
+place in a file and no data. A name that is not in the table is never looked up: an `Inert` takes its place,
+and the stream is refused with a list of all such names.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from torch import Tensor
 
 from fnshard.runtime.files.tensorfile import Corrupt, open_regular, read_exactly
 
-SPARE_BYTES = 1 << 16  # a gap that is read along with what lies around it
+SPARE_BYTES = 1 << 16  # the largest gap that is read along with what lies around it
 LIMIT_BYTES = 2 << 30  # of a pickle
 
 
 class Refused(Corrupt):
-    """A pickle that names what may not run here."""
+    """An error: a pickle names what may not run here."""
 
 
 class Inert:
-    """An object of a pickle that is not made: it keeps what it would be made of, and does nothing."""
+    """A stand-in for an object of a pickle: it keeps what the object would be made of, and does nothing."""
 
     def __new__(cls, *args: Any, **keywords: Any) -> Inert:
         """Keep the arguments."""
@@ -54,13 +54,13 @@ class Inert:
         pass
 
     def append(self, value: Any) -> None:
-        """Drop an element of what is a list there."""
+        """Drop an element, if the object is a list."""
 
     def extend(self, values: Any) -> None:
-        """Drop elements of what is a list there."""
+        """Drop elements, if the object is a list."""
 
     def add(self, value: Any) -> None:
-        """Drop an element of what is a set there."""
+        """Drop an element, if the object is a set."""
 
 
 class _Function(NamedTuple):
@@ -100,7 +100,7 @@ class PlacedTensor:
             b[0] * s for b, s in zip(bounds, self.stride, strict=True)
         )
 
-        # The dim of the widest step first: then a box is runs of bytes, one behind another.
+        # Order dims by their steps, the widest first: a box is then runs of bytes, one behind another.
         order = sorted(range(len(sizes)), key=lambda dim: -self.stride[dim])
         fd = open_regular(self.path.parent, self.path.name)
         try:
@@ -110,7 +110,7 @@ class PlacedTensor:
         return out
 
     def part(self, first: int, shape: Sequence[int]) -> PlacedTensor:
-        """Return the tensor of this shape that begins at one element, in the order of memory."""
+        """Return the tensor of this shape that begins at element number `first` of this one."""
         if self.stride != contiguous(self.shape):
             what = f"has a tensor in {self.path.name} whose elements do not lie in order"
             raise Corrupt(what, "save it by .contiguous().")
@@ -119,14 +119,14 @@ class PlacedTensor:
 
 
 def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the steps between elements of a tensor in order."""
+    """Return the steps between elements along each dim of a contiguous tensor."""
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def _read_box(fd: int, at: int, stride: Sequence[int], out: Tensor) -> None:
     """Fill a tensor whose dims' steps in the file are `stride`, the widest first."""
-    # A box without gaps is read where it belongs; one with small gaps is read with them, and copied. Any
-    # other is read index by index of its widest step.
+    # A box without gaps is read into its place. One with small gaps is read with these, and copied. Any other
+    # is read index by index along its widest step.
     item = out.element_size()
     span = 1 + sum((size - 1) * step for size, step in zip(out.shape, stride, strict=True))
     gaps = (span - out.numel()) * item
@@ -143,8 +143,8 @@ def _read_box(fd: int, at: int, stride: Sequence[int], out: Tensor) -> None:
 
 # ------------------------------------------------------------------ pickles
 
-_PYTHON_2 = {"__builtin__": "builtins", "copy_reg": "copyreg"}  # how protocol 2 calls modules
-Known = Callable[[str, str], Any]  # what a module's name stands for; None: nothing that may be used
+_PYTHON_2 = {"__builtin__": "builtins", "copy_reg": "copyreg"}  # modules by their names in protocol 2
+Known = Callable[[str, str], Any]  # (module, name) -> what the name stands for, or None if it may not be used
 
 _CONTAINERS: Mapping[str, Any] = {
     "builtins.set": set,
@@ -167,7 +167,7 @@ def unpickle(stream: io.BufferedIOBase, known: Known, storage: Callable[[Any], A
         storage: makes what the pickle refers to from outside of it.
 
     Raises:
-        Refused: it names something else; all such names.
+        Refused: it names something else; the error lists all such names.
         Corrupt: it is no pickle.
     """
     refused: dict[str, None] = {}
@@ -180,6 +180,7 @@ def unpickle(stream: io.BufferedIOBase, known: Known, storage: Callable[[Any], A
 
     class Reader(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> Any:
+            # Look the name up in the tables alone: to import a module would run its code.
             module = _PYTHON_2.get(module, module)
             if (module, name) == ("builtins", "getattr"):
                 return _Function(get_member)
@@ -198,6 +199,7 @@ def unpickle(stream: io.BufferedIOBase, known: Known, storage: Callable[[Any], A
                 raise pickle.UnpicklingError("it refers to what is not in it")
             return storage(saved)
 
+    # Keep an error for later: names that were refused say more, if there are any.
     value, failure = None, None
     try:
         value = Reader(stream, encoding="latin1").load()
@@ -225,12 +227,12 @@ _STORAGES = {
     "ComplexDoubleStorage": torch.complex128, "UntypedStorage": torch.uint8,
 }  # fmt: skip
 
-# Objects beside the tensors of a training state that are not needed, and so not made.
+# Prefixes of the names of objects that a training state has beside its tensors, and that nobody needs here.
 IDLE = ("argparse.Namespace", "deepspeed.", "lightning.", "numpy.", "omegaconf.", "pathlib.",
         "pytorch_lightning.")  # fmt: skip
 
 
-class _Kind(NamedTuple):
+class _StorageKind(NamedTuple):
     """A kind of storage, which a pickle names by a class."""
 
     dtype: torch.dtype
@@ -245,12 +247,12 @@ class _Storage(NamedTuple):
     dtype: torch.dtype
 
 
-def _tensor(
+def _make_tensor(
     storage: _Storage, offset: int, size: Sequence[int], stride: Sequence[int], requires_grad: bool = False,
     hooks: Any = None, metadata: Any = None,
 ) -> PlacedTensor:  # fmt: skip
-    """Return a tensor as it lies in the file: the function that a pickle names for one."""
-    _check_made(storage, storage.dtype)
+    """Describe a tensor as it lies in the file; a pickle calls this in place of torch's function."""
+    _check_storage(storage, storage.dtype)
     item = storage.dtype.itemsize
     span = 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True)) if math.prod(size) else 0
     # A planted stream may name memory before its storage, or behind it.
@@ -259,25 +261,25 @@ def _tensor(
     return PlacedTensor(storage.path, storage.at + offset * item, storage.dtype, tuple(size), tuple(stride))
 
 
-def _check_made(storage: Any, dtype: Any) -> None:
-    """Refuse a storage that a planted pickle has put together: an object with such attributes."""
+def _check_storage(storage: Any, dtype: Any) -> None:
+    """Refuse what is no storage: a planted pickle may pass any object with such attributes."""
     if type(storage) is not _Storage or not isinstance(dtype, torch.dtype):
         raise Corrupt("names a tensor of something that is no storage")
 
 
-def _tensor_of_dtype(
+def _make_tensor_of_dtype(
     storage: _Storage, offset: int, size: Any, stride: Any, grad: bool, hooks: Any, dtype: torch.dtype,
     metadata: Any = None,
 ) -> PlacedTensor:  # fmt: skip
-    """Return a tensor whose pickle names its dtype, as that of a newer dtype does."""
-    _check_made(storage, dtype)
-    return _tensor(storage._replace(dtype=dtype), offset, size, stride, metadata=metadata)
+    """Describe a tensor whose dtype the pickle names apart from its storage, as it does for newer dtypes."""
+    _check_storage(storage, dtype)
+    return _make_tensor(storage._replace(dtype=dtype), offset, size, stride, metadata=metadata)
 
 
 _REBUILD: Mapping[str, Any] = {
-    "torch._utils._rebuild_tensor": _tensor,
-    "torch._utils._rebuild_tensor_v2": _tensor,
-    "torch._utils._rebuild_tensor_v3": _tensor_of_dtype,
+    "torch._utils._rebuild_tensor": _make_tensor,
+    "torch._utils._rebuild_tensor_v2": _make_tensor,
+    "torch._utils._rebuild_tensor_v3": _make_tensor_of_dtype,
     "torch._utils._rebuild_parameter": lambda data, *args: data,
     "torch._utils._rebuild_parameter_with_state": lambda data, *args: data,
     "torch._tensor._rebuild_from_type_v2": lambda make, kind, args, state: make(*args),
@@ -290,11 +292,11 @@ def resolve_torch_name(module: str, name: str) -> Any:
     """Return what a name in the pickle of a `torch.save` stream stands for."""
     full = f"{module}.{name}"
     if module in ("torch", "torch.storage") and name in _STORAGES:
-        return _Kind(_STORAGES[name])
+        return _StorageKind(_STORAGES[name])
     return _REBUILD.get(full) or (Inert if full.startswith(IDLE) else None)
 
 
-class _Window(io.RawIOBase):
+class _FilePart(io.RawIOBase):
     """A part of an open file, as a file of its own."""
 
     def __init__(self, fd: int, start: int, length: int):
@@ -327,10 +329,10 @@ def read_torch_file(path: Path, start: int = 0, length: int | None = None) -> An
     """Return the object of a `torch.save` stream, with a `PlacedTensor` for every tensor.
 
     Args:
-        start, length: of the stream in the file; default all of it.
+        start, length: where the stream lies in the file; by default it is all of it.
 
     Raises:
-        Refused: it holds objects of other kinds; names their classes.
+        Refused: the stream holds objects of other kinds; the error names their classes.
         Corrupt: it is no such stream, or ends too early.
     """
     fd = open_regular(path.parent, path.name)
@@ -340,7 +342,9 @@ def read_torch_file(path: Path, start: int = 0, length: int | None = None) -> An
             length = size - start
         if start < 0 or length < 0 or start + length > size:
             raise Corrupt(f"ends at byte {size}, and {start + length} are needed")
-        archive = zipfile.ZipFile(_Window(fd, start, length))
+
+        # List the archive, whose files all lie in one folder of any name.
+        archive = zipfile.ZipFile(_FilePart(fd, start, length))
         entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
         # An archive of TorchScript is a zip of the same form, with a file of constants besides.
         if "constants.pkl" in entries or "data.pkl" not in entries:
@@ -351,9 +355,10 @@ def read_torch_file(path: Path, start: int = 0, length: int | None = None) -> An
         if entries["data.pkl"].file_size > LIMIT_BYTES:
             raise Corrupt("has a pickle of more than 2 GiB", "save tensors and numbers alone.")
 
-        def storage(saved: Any) -> _Storage:
+        def find_storage(saved: Any) -> _Storage:
+            """Find the bytes of a storage, given what the pickle says of it."""
             _, kind, key, _, count = saved
-            if type(kind) is not _Kind:
+            if type(kind) is not _StorageKind:
                 raise Corrupt(f"has storage {key} of no known kind")
             entry, head = entries[f"data/{key}"], bytearray(4)
             if entry.compress_type != zipfile.ZIP_STORED:
@@ -365,7 +370,7 @@ def read_torch_file(path: Path, start: int = 0, length: int | None = None) -> An
                 raise Corrupt(f"has less of storage {key} than it says")
             return _Storage(path, data, entry.file_size, kind.dtype)
 
-        return unpickle(io.BytesIO(archive.read(entries["data.pkl"])), resolve_torch_name, storage)
+        return unpickle(io.BytesIO(archive.read(entries["data.pkl"])), resolve_torch_name, find_storage)
     except zipfile.BadZipFile as error:
         raise Corrupt(
             f"is no zip archive of torch.save ({error})",
