@@ -23,7 +23,7 @@ from fnshard.mesh import make_mesh
 from fnshard.runtime.collectives.base import Group
 from fnshard.runtime.collectives.connect import connect, connection
 from fnshard.runtime.collectives.messages import PAGE
-from fnshard.runtime.collectives.shared_memory import Units
+from fnshard.runtime.collectives.shared_memory import SharedLeaves
 from fnshard.runtime.packing import Packer, local_block
 from fnshard.step.settings import fill_depths
 
@@ -73,13 +73,13 @@ def test_all_ranks_blocks_make_up_the_leaf(shape, layout):
 # ------------------------------------------------------------------ slots
 def _signs_late(rank: int) -> int:
     """Run `_one_after_the_other` while rank 1 takes a while to sign what has died."""
-    plain = Units.sweep
+    plain = SharedLeaves.sweep
 
-    def late(units: Units) -> None:
+    def late(units: SharedLeaves) -> None:
         time.sleep(0.002 * rank)  # far longer than it takes the leader to look
         plain(units)
 
-    with mock.patch.object(Units, "sweep", late):
+    with mock.patch.object(SharedLeaves, "sweep", late):
         return _one_after_the_other(rank)
 
 
@@ -342,15 +342,15 @@ def _watch_steps(rank: int, clip: bool) -> dict[str, Any]:
 
         return run
 
-    def gather(units: Units, name: str, runs: Any, total: int, dtype: torch.dtype, *how: Any) -> Any:
+    def gather(units: SharedLeaves, name: str, runs: Any, total: int, dtype: torch.dtype, *how: Any) -> Any:
         seen["sent"] += total * dtype.itemsize if name == "reduce_pair" else 0
         return plain(units, name, runs, total, dtype, *how)
 
-    plain = Units.gather
-    with step.watching(watch), mock.patch.object(Units, "gather", gather):
+    plain = SharedLeaves.gather
+    with step.watching(watch), mock.patch.object(SharedLeaves, "gather", gather):
         for _ in range(2):
             state, _ = step(state, *batch)
-    (units,) = shared.units.values()
+    (units,) = shared.shared_leaves.values()
     largest = max(2 * b.numel * b.dtype.itemsize for b in buckets.values())
     seen["slots"] = (units.slots.top - units.slots.floor) // largest
     shared.close()

@@ -1,4 +1,4 @@
-"""Collectives as an argument of the executor: the ways in which a rank exchanges flat tensors with peers.
+"""Collectives, an argument of the executor: the ways in which a rank exchanges flat tensors with peers.
 
 `fnshard.runtime.collectives.connect` picks the implementation: `Group` (a `torch.distributed` process group,
 or one rank alone), `Simulated` (ranks are threads, `fnshard.runtime.collectives.simulated`), `Shared` (CPU
@@ -50,8 +50,8 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 Transport = Literal["auto", "p2p", "native"]
-# torch's `Work`s, and a function that returns the result. Until then it holds the tensors that the collective
-# reads: on a stream their memory would otherwise be given to others while it is still being read.
+# torch's `Work`s, and a function that returns the result. Until it is called, it holds the tensors that the
+# collective reads: on a stream their memory would otherwise be given to others while it is still being read.
 Started = tuple[Sequence[Any], Callable[[], Any]]
 
 MESSAGE_TAG = 1  # gloo's tag of messages; collectives from rank to rank have 0
@@ -137,7 +137,7 @@ class Collectives(Protocol):
 
 @dataclass(frozen=True)
 class Done(Generic[T]):
-    """A handle whose result is there already."""
+    """A handle whose result is known already."""
 
     value: T
     release: Callable[[], Any] = lambda: None
@@ -152,7 +152,7 @@ class Pending(Generic[T]):
 
     Args:
         finish: makes the result; all that it needs lives until then.
-        sent: the tensor that is read until then, for those who look for it.
+        sent: the tensor that is read until then, for tests that look for it.
         release: called when a gather's rows have been copied out.
     """
 
@@ -216,7 +216,7 @@ def check_alike(what: str, kinds: Mapping[int, str]) -> None:
         ranks = {kind: [str(r) for r in kinds if kinds[r] == kind] for kind in kinds.values()}
         raise CollectiveError(
             f"{what}: ranks issued different collectives or sizes.",
-            [f"rank {', '.join(those)}: {kind}" for kind, those in ranks.items()],
+            [f"rank {', '.join(members)}: {kind}" for kind, members in ranks.items()],
             f"{DUTY} Their programs and specs must be alike too.",
         )
 
@@ -245,7 +245,7 @@ def drop_axes_of_one(mesh: Mesh, axes: Axes) -> tuple[str, ...]:
 
 
 def as_bytes(flat: Tensor) -> Tensor:
-    """View [k] as uint8 [k * itemsize]: a gather only copies, so that no backend needs to know the dtype."""
+    """View [k] as uint8 [k * itemsize]: a gather only copies, so that no backend has to know the dtype."""
     return flat.view(torch.uint8)
 
 
@@ -268,16 +268,17 @@ def sum_rows(parts: Sequence[Tensor], out: Tensor) -> Tensor:
 
 def all_to_all_at(parts: Sequence[Tensor], place: int) -> Tensor:
     """Return an all-to-all's result at a place of the group, given what each rank sent."""
-    return torch.cat(_rows(parts, place))
+    return torch.cat(_select_rows(parts, place))
 
 
 def reduce_scatter_at(parts: Sequence[Tensor], place: int) -> Tensor:
     """Return a reduce-scatter's result at a place of the group."""
-    rows = _rows(parts, place)
+    rows = _select_rows(parts, place)
     return sum_rows(rows, torch.empty_like(rows[0]))
 
 
-def _rows(parts: Sequence[Tensor], place: int) -> list[Tensor]:
+def _select_rows(parts: Sequence[Tensor], place: int) -> list[Tensor]:
+    """Return the row that each rank sent to a place of the group."""
     count = parts[0].numel() // len(parts)
     return [part[place * count : (place + 1) * count] for part in parts]
 
@@ -289,7 +290,7 @@ def permute_at(parts: Sequence[Tensor], place: int, distance: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Sent:
-    """A message whose copies live until its receiver has them; gloo says so only to those who wait."""
+    """A message whose copies live until its receiver has them, which gloo tells only those who wait."""
 
     works: Sequence[Any]
     copies: Sequence[Tensor]
@@ -305,8 +306,14 @@ class Sent:
 class Group:
     """Collectives of torch.distributed, asynchronous, on sub-groups that are made at their first use.
 
-    With `peer_to_peer`, gathers and reduce-scatters are sends from rank to rank, since gloo's own collectives
-    stage everything in full-size temporaries.
+    Args:
+        mesh: the mesh whose axes name the groups.
+        timeout: seconds after which a silent peer is an error.
+        peer_to_peer: whether gathers and reduce-scatters are sends from rank to rank, since gloo's own
+            collectives stage everything in full-size temporaries.
+        groups: torch's sub-groups by axes and purpose, see `group`.
+        under_way: messages whose receivers may not have them yet.
+        name: the same name on all ranks, under which they count their collectives.
     """
 
     mesh: Mesh
@@ -329,7 +336,7 @@ class Group:
             out = flat.new_empty(n * flat.numel())
             work = _all_gather(as_bytes(out), as_bytes(flat), group=group, async_op=True)
             rows = out.view(n, -1).unbind(0)
-            return [work], lambda: (flat, [rows[place] for place in order])[1]
+            return [work], lambda: _return_last(flat, [rows[place] for place in order])
 
         return self._issue("all_gather", axes, [flat], start)
 
@@ -338,13 +345,13 @@ class Group:
 
         Return None if that is not possible: pack them into one row then.
         """
-        if not self._in_place(axes):
+        if not self._can_run_in_place(axes):
             return None
         out = [b.new_empty(self.mesh.axes_size(axes) * b.numel()) for b in blocks]
 
         def start(group: Any, _: Sequence[int]) -> Started:
-            to, sent = ([as_bytes(t) for t in each] for each in (out, blocks))
-            return [group.allgather_into_tensor_coalesced(to, sent)], lambda: (blocks, out)[1]
+            targets, sent = [as_bytes(t) for t in out], [as_bytes(t) for t in blocks]
+            return [group.allgather_into_tensor_coalesced(targets, sent)], lambda: _return_last(blocks, out)
 
         return self._issue("gather_blocks", axes, out, start)
 
@@ -353,18 +360,18 @@ class Group:
 
         Return None if that is not possible: pack them into rows then.
         """
-        if not self._in_place(axes):
+        if not self._can_run_in_place(axes):
             return None
         sizes = [leaf.numel() // self.mesh.axes_size(axes) for leaf in leaves]
         out = leaves[0].new_empty(sum(sizes))
 
         def start(group: Any, _: Sequence[int]) -> Started:
             parts = list(out.split(sizes))
-            return [group.reduce_scatter_tensor_coalesced(parts, leaves)], lambda: (leaves, out)[1]
+            return [group.reduce_scatter_tensor_coalesced(parts, leaves)], lambda: _return_last(leaves, out)
 
         return self._issue("reduce_leaves", axes, out, start)
 
-    def _in_place(self, axes: Axes) -> bool:
+    def _can_run_in_place(self, axes: Axes) -> bool:
         """Return whether torch's own collectives serve a group: its ranks must ascend along the axes."""
         ranks = self.mesh.group_ranks(axes)
         return len(ranks) > 1 and not self.peer_to_peer and list(ranks) == sorted(ranks)
@@ -380,7 +387,7 @@ class Group:
             sent = _permute_rows(rows, _invert(order))
             out = rows.new_empty(rows.numel() // n)
             work = _reduce_scatter(out, sent, group=group, async_op=True)
-            return [work], lambda: (sent, out)[1]
+            return [work], lambda: _return_last(sent, out)
 
         return self._issue("reduce_scatter", axes, rows, start)
 
@@ -388,7 +395,7 @@ class Group:
         def start(group: Any, order: Sequence[int]) -> Started:
             sent, out = _permute_rows(rows, _invert(order)), torch.empty_like(rows)
             work = dist.all_to_all_single(as_bytes(out), as_bytes(sent), group=group, async_op=True)
-            return [work], lambda: (sent, _permute_rows(out, order))[1]
+            return [work], lambda: _return_last(sent, _permute_rows(out, order))
 
         return self._issue("all_to_all", axes, rows, start)
 
@@ -396,14 +403,15 @@ class Group:
         n, here = self.mesh.axes_size(axes), self.mesh.group_ranks(axes).index(self.mesh.rank)
 
         def start(group: Any, order: Sequence[int]) -> Started:
-            # An all-to-all in which each rank has bytes for one rank alone.
+            # An all-to-all in which each rank has bytes for one rank alone, and gets some of one rank alone.
             sent, out = as_bytes(flat), torch.empty_like(flat)
-            to, come = (
-                [len(sent) * (o == order[(here + step) % n]) for o in range(n)]
-                for step in (distance, -distance)
+            sent_sizes, got_sizes = [0] * n, [0] * n
+            sent_sizes[order[(here + distance) % n]] = len(sent)
+            got_sizes[order[(here - distance) % n]] = len(sent)
+            work = dist.all_to_all_single(
+                as_bytes(out), sent, got_sizes, sent_sizes, group=group, async_op=True
             )
-            work = dist.all_to_all_single(as_bytes(out), sent, come, to, group=group, async_op=True)
-            return [work], lambda: (flat, out)[1]
+            return [work], lambda: _return_last(flat, out)
 
         return self._issue("permute", axes, flat, start) if distance % n else Done(flat)
 
@@ -418,10 +426,11 @@ class Group:
         # The copies let the sender go on, on a stream too. Without them two stages that send to each other
         # would each wait for the other to receive: a deadlock.
         copies = [t.detach().clone(memory_format=torch.contiguous_format) for t in tensors]
+        # Free the copies of messages that have arrived.
         self.under_way[:] = [sent for sent in self.under_way if not sent.is_over()]
         text = describe_message("send", what, here, rank)
         with translate_errors(lambda: text, partial(_blame, [rank])):
-            group = self._direction(here, rank)
+            group = self._find_direction_group(here, rank)
             flat = [as_bytes(t.view(-1)) for t in copies if t.numel()]
             works = [dist.isend(t, rank, group=group, tag=MESSAGE_TAG) for t in flat]
         self._count(here, rank, "sent")
@@ -434,11 +443,11 @@ class Group:
         text = describe_message("recv", what, rank, here)
         blame = partial(_blame, [rank])
         with translate_errors(lambda: text, blame):
-            group = self._direction(rank, here)
+            group = self._find_direction_group(rank, here)
             flat = [as_bytes(t.view(-1)) for t in out if t.numel()]
             works = [dist.irecv(t, rank, group=group, tag=MESSAGE_TAG) for t in flat]
         channel, number = self._count(rank, here, "received", "sent")
-        wait = self._waiter(works, RankStatus("", "", channel, number, [rank]), lambda: text)
+        wait = self._make_wait(works, RankStatus("", "", channel, number, [rank]), lambda: text)
 
         def finish() -> list[Tensor]:
             with translate_errors(lambda: text, blame):
@@ -449,21 +458,24 @@ class Group:
 
     def flush(self) -> None:
         for sent in self.under_way:
-            # Until the receiver has counted the last message of the pair, it is the one that is late.
-            channel, number = self._channel(self.mesh.rank, sent.receiver, "received"), -1
-            number += peers().counts.get(self._channel(self.mesh.rank, sent.receiver, "sent"), 0)
+            # Until the receiver has counted the last message of the pair, it is the receiver that is late.
+            channel = self._name_channel(self.mesh.rank, sent.receiver, "received")
+            count = peers().counts.get(self._name_channel(self.mesh.rank, sent.receiver, "sent"), 0)
+            number = count - 1
             status = RankStatus("", "", channel, number, [sent.receiver])
-            wait = self._waiter(sent.works, status, lambda sent=sent: sent.what)
+            wait = self._make_wait(sent.works, status, lambda sent=sent: sent.what)
             with translate_errors(lambda sent=sent: sent.what, partial(_blame, [sent.receiver])):
                 wait()
         self.under_way.clear()
 
     def open_groups(self, groups: Iterable[Axes], pairs: Iterable[tuple[int, int]] = ()) -> None:
+        # Make them in one order on all ranks.
         for axes in sorted({tuple(axes) for axes in groups if self.mesh.axes_size(axes) > 1}):
             for purpose in ("gather", "reduce"):
                 self.group(axes, purpose)
-        for purpose in ("up", "down") if self.mesh.stages > 1 else ():
-            self.group((PIPELINE,), purpose)
+        if self.mesh.stages > 1:
+            for direction in ("up", "down"):
+                self.group((PIPELINE,), direction)
         if self.mesh.device_type == "cpu":
             return
         # NCCL connects a pair at its first message, for which both ends wait. Connect all pairs here, in one
@@ -475,7 +487,7 @@ class Group:
             elif self.mesh.stage == receiver:
                 self.recv(likes_of([word]), self.mesh.partner(sender), "the first message").wait()
 
-    def _direction(self, sender: int, receiver: int) -> Any:
+    def _find_direction_group(self, sender: int, receiver: int) -> Any:
         """Return the group that carries messages in this direction.
 
         NCCL runs the messages of a group one after another, so that in a single group a send and a receive of
@@ -483,20 +495,20 @@ class Group:
         """
         return self.group((PIPELINE,), "up" if sender < receiver else "down")[0]
 
-    def _channel(self, sender: int, receiver: int, what: str) -> str:
-        """Return the name under which one end counts messages of a pair, for ranks that look who is late."""
+    def _name_channel(self, sender: int, receiver: int, what: str) -> str:
+        """Name the count of a pair's messages at one end, by which other ranks see who is late."""
         return f"{self.name} {sender}>{receiver} {what}"
 
     def _count(self, sender: int, receiver: int, mine: str, peer: str = "") -> tuple[str, int]:
         """Count a message at this end; return the channel in which the peer counts it, and its number."""
-        counts, channel = peers().counts, self._channel(sender, receiver, mine)
+        counts, channel = peers().counts, self._name_channel(sender, receiver, mine)
         counts[channel] = number = counts.get(channel, 0) + 1
-        return self._channel(sender, receiver, peer), number - 1
+        return self._name_channel(sender, receiver, peer), number - 1
 
-    def _waiter(
+    def _make_wait(
         self, works: Sequence[Any], status: RankStatus, what: Callable[[], str]
     ) -> Callable[[], None]:
-        """Return a function that waits for works: this rank does on the CPU, else the device's stream."""
+        """Return a function that waits for works: on the CPU this rank waits, else the device's stream."""
 
         def wait() -> None:
             for work in works:
@@ -508,7 +520,7 @@ class Group:
 
     def _exchange(self, sent: Sequence[Tensor], axes: Axes, group: Any) -> tuple[list[Any], list[Tensor]]:
         """Send `sent[j]` to the j-th rank of the group; return the works, and what each rank sent here."""
-        # All sends and receives are under way before any is waited for: two ranks that first wait for their
+        # All sends and receives are issued before any is waited for: two ranks that first waited for their
         # sends would wait for each other.
         works, got = [], list(sent)
         for place, peer in enumerate(self.mesh.group_ranks(axes)):
@@ -530,9 +542,9 @@ class Group:
             works, take = start(*self.group(axes, purpose_of(name)))
 
         # Count it, so that a rank that waits can name the one that has not come to it.
-        here, channel = peers(), f"{self.name} {','.join(axes)}"
-        here.counts[channel] = number = here.counts.get(channel, 0) + 1
-        wait = self._waiter(works, RankStatus("", "", channel, number - 1, ranks), what)
+        counts, channel = peers().counts, f"{self.name} {','.join(axes)}"
+        counts[channel] = number = counts.get(channel, 0) + 1
+        wait = self._make_wait(works, RankStatus("", "", channel, number - 1, ranks), what)
 
         def finish() -> Any:
             with translate_errors(what, blame):
@@ -552,10 +564,10 @@ class Group:
     def close(self) -> None:
         disconnect(self)
         # A program may destroy its process group first, and the sub-groups with it.
-        groups, owned = list(self.groups.values()), dist.is_initialized()
+        groups = list(self.groups.values())
         self.groups.clear()
-        for group, _ in groups:
-            if owned:
+        if dist.is_initialized():
+            for group, _ in groups:
                 dist.destroy_process_group(group)
 
     def group(self, axes: Axes, purpose: str) -> tuple[Any, tuple[int, ...]]:
@@ -573,10 +585,11 @@ class Group:
         axes = tuple(axes)
         key = (axes, "all" if backend == "gloo" else purpose)
         if key not in self.groups:
+            # Each rank names the ranks of all groups along these axes, in one order.
             every = sorted({tuple(sorted(self.mesh.group_ranks(axes, r))) for r in range(self.mesh.size)})
             peers().exchange("groups", b"", self.timeout)  # it names a missing rank, which torch does not
 
-            slack = SLACK_S if backend == "gloo" else 0.0  # `Wait` ends before, and says why
+            slack = SLACK_S if backend == "gloo" else 0.0  # `Wait` ends earlier, and says why
             timeout = datetime.timedelta(seconds=self.timeout + slack)
             options = None
             if backend == "nccl":  # so that kernels which fill the device do not hold communication up
@@ -591,11 +604,20 @@ class Group:
 
 
 def _blame(ranks: Sequence[int], line: str) -> str:
-    """Return the cause of a failure with the ranks that are gone; torch says only that a connection broke."""
+    """Return the cause of a failure with the ranks that are gone; torch says only that a connection broke.
+
+    Args:
+        line: torch's own words, which are the cause if no rank is gone.
+    """
     until = time.monotonic() + GONE_S
     while not (gone := peers().gone(ranks)) and time.monotonic() < until:
         time.sleep(0.05)
     return f"{ranks_text(gone)} has left" if gone else line
+
+
+def _return_last(*values: Any) -> Any:
+    """Return the last value; a lambda that calls this holds the others until it is called itself."""
+    return values[-1]
 
 
 def _invert(order: Sequence[int]) -> list[int]:
@@ -604,7 +626,7 @@ def _invert(order: Sequence[int]) -> list[int]:
 
 
 def _permute_rows(rows: Tensor, order: Sequence[int]) -> Tensor:
-    """Return [n * k] whose j-th row is row `order[j]`, which is `rows` itself if no row moves."""
+    """Return [n * k] whose j-th row is row `order[j]` of `rows`, or `rows` itself if no row moves."""
     if list(order) == sorted(order):
         return rows
     return rows.view(len(order), -1)[list(order)].view(-1)

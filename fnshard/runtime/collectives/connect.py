@@ -36,7 +36,7 @@ def connect(mesh: Mesh, *, timeout: float = DEFAULT_TIMEOUT, transport: Transpor
     if mesh.kind == "simulated":
         return Simulated(mesh)
     on_cpu = mesh.device_type == "cpu"
-    group = Group(mesh, timeout, on_cpu and transport != "native")
+    group = Group(mesh, timeout, peer_to_peer=on_cpu and transport != "native")
     if on_cpu and transport == "auto" and mesh.size > 1:
         return connect_shared(group) or group
     return group
@@ -53,7 +53,8 @@ def connection(mesh: Mesh, *, timeout: float | None = None) -> Collectives:
     known = mesh.connections
     if timeout is None and known:
         return next(iter(known.values()))
-    chosen = DEFAULT_TIMEOUT if timeout is None else timeout
-    if chosen not in known:
-        known[chosen] = connect(mesh, timeout=chosen)
-    return known[chosen]
+    if timeout is None:
+        timeout = DEFAULT_TIMEOUT
+    if timeout not in known:
+        known[timeout] = connect(mesh, timeout=timeout)
+    return known[timeout]

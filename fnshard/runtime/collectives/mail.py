@@ -1,8 +1,9 @@
 """Send messages from one rank to another of a host, through memory that both see.
 
 A sender writes a message into a slot of its own memory, notes in a *ring* where it lies, and goes on. The
-receiver copies it out when it waits for it, and counts it. Both count the messages of each ordered pair of
-ranks. A ring has so many rows that no pipeline fills it; a slot is used again when its message was taken.
+receiver copies the message out when it waits for it, and counts it. Both ends count the messages of each
+ordered pair of ranks. A ring has so many rows that no pipeline fills it; a slot is used again when its
+message was taken.
 """
 
 from __future__ import annotations
@@ -62,8 +63,9 @@ class Mailbox:
 
     def send(self, tensors: Sequence[Tensor], rank: int, what: str) -> None:
         """Copy a message to where its receiver finds it."""
-        own, number = self.host.memories[self.host.rank], self.sent.get(rank, 0)
-        mine, theirs = self._words(own, rank), self._words(self.host.memories[rank], self.host.rank)
+        memory, number = self.host.memories[self.host.rank], self.sent.get(rank, 0)
+        mine = self._view_words(memory, rank)
+        theirs = self._view_words(self.host.memories[rank], self.host.rank)
         if number - theirs[TAKEN] >= RING:
             text = describe_message("send", what, self.host.rank, rank)
             raise CollectiveError(
@@ -73,19 +75,19 @@ class Mailbox:
         # Copy the tensors into a slot. A sender that waited for room could wait for a receiver that waits for
         # it, so that the slots grow instead.
         likes = likes_of(tensors)
-        starts, nbytes = _places(likes)
+        starts, nbytes = _place_tensors(likes)
         slot = self.slots.fit(nbytes, grow=True)
         for at, tensor in zip(starts, tensors, strict=True):
-            flat = own.flat(slot.start + at, tensor.nbytes, tensor.dtype)
+            flat = memory.flat(slot.start + at, tensor.nbytes, tensor.dtype)
             flat.view(tensor.shape).copy_(tensor.detach())
         slot.use = Letter(lambda: theirs[TAKEN] > number)
 
         # Note where they lie, and then count the message.
         row = 2 + 2 * (number % RING)
-        mine[row + OFFSET], mine[row + KIND] = slot.start, _kind(likes, what)
+        mine[row + OFFSET], mine[row + KIND] = slot.start, _hash_kind(likes, what)
         fence()
         self.sent[rank] = mine[SENT] = number + 1
-        self.host.peers.counts[self._name(self.host.rank, rank)] = number + 1
+        self.host.peers.counts[self._name_channel(self.host.rank, rank)] = number + 1
 
     def recv(self, likes: Likes, rank: int, what: str) -> Callable[[], list[Tensor]]:
         """Count the next message from a rank, and return a function that waits for it and copies it out."""
@@ -94,19 +96,19 @@ class Mailbox:
         self.received[rank] = number + 1
         awaited = self.awaited.setdefault(rank, set())
         awaited.add(number)
-        theirs, mine = self._words(sender, here), self._words(self.host.memories[here], rank)
+        theirs, mine = self._view_words(sender, here), self._view_words(self.host.memories[here], rank)
         text = describe_message("recv", what, rank, here)
 
         def take() -> list[Tensor]:
-            status = RankStatus("", "", self._name(rank, here), number, [rank])
+            status = RankStatus("", "", self._name_channel(rank, here), number, [rank])
             self.host.meet(lambda: [] if theirs[SENT] > number else [rank], status, lambda: text)
             fence()  # the row must not be older than the count
             row = 2 + 2 * (number % RING)
-            if theirs[row + KIND] != _kind(likes, what):
+            if theirs[row + KIND] != _hash_kind(likes, what):
                 check_alike(text, {rank: "another message", here: message_text(likes, what)})
 
             # Copy them out, and then say so: the sender uses the slot again.
-            starts, _ = _places(likes)
+            starts, _ = _place_tensors(likes)
             out = [torch.empty(shape, dtype=dtype) for shape, dtype in likes]
             for at, tensor in zip(starts, out, strict=True):
                 tensor.view(-1).copy_(sender.flat(theirs[row] + at, tensor.nbytes, tensor.dtype))
@@ -114,7 +116,7 @@ class Mailbox:
             # Messages may be taken in any order; the word counts those before the first one that was not.
             awaited.remove(number)
             mine[TAKEN] = min(awaited, default=self.received[rank])
-            self.host.peers.counts[f"{self._name(rank, here)} taken"] = mine[TAKEN]
+            self.host.peers.counts[f"{self._name_channel(rank, here)} taken"] = mine[TAKEN]
             return out
 
         return take
@@ -123,8 +125,8 @@ class Mailbox:
         """Wait until the receivers have taken all messages."""
         here = self.host.rank
         for rank, number in self.sent.items():
-            theirs = self._words(self.host.memories[rank], here)
-            status = RankStatus("", "", f"{self._name(here, rank)} taken", number - 1, [rank])
+            theirs = self._view_words(self.host.memories[rank], here)
+            status = RankStatus("", "", f"{self._name_channel(here, rank)} taken", number - 1, [rank])
             text = describe_message("send", f"message {number}", here, rank)
 
             def missing(theirs: Words = theirs, rank: int = rank, number: int = number) -> list[int]:
@@ -136,17 +138,17 @@ class Mailbox:
         """Return the bytes of memory that were ever touched."""
         return self.slots.top - self.slots.floor + len(self.sent) * RING_BYTES
 
-    def _words(self, memory: Memory, peer: int) -> Words:
+    def _view_words(self, memory: Memory, peer: int) -> Words:
         """Return the words in which a memory's rank counts its messages with a peer."""
         return memory.words(self.start + peer * RING_BYTES, RING_BYTES // 8)
 
-    def _name(self, sender: int, receiver: int) -> str:
-        """Return the name under which both ends count the messages of a pair."""
+    def _name_channel(self, sender: int, receiver: int) -> str:
+        """Name the channel in which both ends count the messages of a pair."""
         return f"{self.host.name} {sender}>{receiver}"
 
 
-def _places(likes: Likes) -> tuple[list[int], int]:
-    """Return where the tensors of a message lie in its slot, and how long it is."""
+def _place_tensors(likes: Likes) -> tuple[list[int], int]:
+    """Return where each tensor of a message begins in its slot, and the bytes of the message."""
     starts, end = [], 0
     for shape, dtype in likes:
         starts.append(end)
@@ -155,6 +157,6 @@ def _places(likes: Likes) -> tuple[list[int], int]:
     return starts, end
 
 
-def _kind(likes: Likes, what: str) -> int:
-    """Return a number for the text of a message, on which both ends must agree."""
+def _hash_kind(likes: Likes, what: str) -> int:
+    """Hash the text of a message, on which both ends must agree."""
     return zlib.crc32(message_text(likes, what).encode())

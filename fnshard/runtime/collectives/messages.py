@@ -2,12 +2,12 @@
 
 A rank's memory is an anonymous memory file (memfd: sparse, and gone with its last process, so that nothing is
 left even after SIGKILL), mapped by all ranks of the host. It holds *slots* with the rank's data and, for each
-group, control words: how many messages the rank has come to, how many are over for it, and two *rows* that
+group, control words: how many messages the rank has come to, how many it has finished, and two *rows* that
 describe its last two messages. To meet, a rank names a slot in its row, counts up, and looks until all have
 done so; then it reads their slots in place. No rank comes to a message before all have come to the one before
 it, so that two rows are enough.
 
-A message runs where it is issued, on the caller's thread. All ranks issue their messages in one order, those
+A message runs on the thread that issues it. All ranks issue their messages in one order, those
 of several groups too. Every control word has a single writer.
 """
 
@@ -36,8 +36,8 @@ Words = MutableSequence[int]  # 64 bits each
 PAGE = 4096
 REGION = 1 << 35  # bytes of address space for gathers, and for reductions
 WAITS = 0  # a memory's own word: 1 + the rank it waits for; negative once it gave up, or has closed
-COME, OVER = range(2)  # a group's words: messages that the rank has come to, and those that are over for it
-KIND, OFFSET, REDUCED, HOME = range(4)  # words of a row, which come after these
+ARRIVED, FINISHED = range(2)  # a group's words: how many messages the rank has come to, and has finished
+KIND, OFFSET, REDUCED, RESIDENT = range(4)  # words of a row, which come after these
 ROWS, WIDTH = 2, 4
 GROUP_BYTES = 8 * (2 + ROWS * WIDTH)
 SPINS = 200  # looks that only yield the processor; later ones sleep, and check whether the peer lives
@@ -90,20 +90,20 @@ class Memory:
         return torch.frombuffer(self.file, dtype=dtype, count=nbytes // dtype.itemsize, offset=offset)
 
     def offset_of(self, flat: Tensor) -> int | None:
-        """Return where in this memory a tensor lies, or None if it lies elsewhere."""
+        """Return where in this memory a tensor begins, or None if it lies elsewhere."""
         offset = flat.data_ptr() - self.address
         return offset if 0 <= offset < len(self.file) else None
 
-    def left(self) -> bool:
+    def has_left(self) -> bool:
         """Return whether its process has closed it, has given up waiting, has ended, or is a zombie."""
         return self.words(WAITS, 1)[0] < 0 or process_stat(self.pid)[0] in "ZX"
 
 
 @dataclass(frozen=True, eq=False)
 class Host:
-    """The ranks whose memory this rank sees, and for which it waits by looking again and again.
+    """The ranks whose memory this rank sees, and for which it waits by polling.
 
-    A rank's memory says for which rank it waits, and after it has given up, which one failed it. So an error
+    A rank's memory says for which rank it waits and, after it has given up, which one failed it. So an error
     names the rank that died, and not a peer that waits for it. A rank that has given up counts as gone.
     """
 
@@ -139,28 +139,30 @@ class Host:
                 # Look rarely whether the peer lives: that reads a file of the system.
                 peer = self.memories[absent[0]]
                 waits[0] = 1 + peer.rank
-                rare = looks % 256 == 255
-                gone = rare and peer.left()
-                if rare:
-                    wait.look(missing, now=gone)
-                late = time.monotonic() > wait.began + self.timeout
-                if (gone or late) and peer.rank in missing():  # a peer may have sent its data and then left
-                    return self._cause(peer)
+                has_left = False
+                if looks % 256 == 255:
+                    has_left = peer.has_left()
+                    wait.look(missing, now=has_left)
+                is_late = time.monotonic() > wait.began + self.timeout
+                # A peer may have sent its data and then left.
+                if (has_left or is_late) and peer.rank in missing():
+                    return self._blame(peer)
                 time.sleep(1e-4)
         finally:
-            waits[0] = -waits[0]  # who has given up shows it, with the rank that failed it
+            waits[0] = -waits[0]  # a rank that gives up shows it, with the rank that failed it
 
-    def _cause(self, peer: Memory) -> str:
+    def _blame(self, peer: Memory) -> str:
         """Return who is to blame, and for what: the peer, or the rank that it waits for, and so on."""
+        # Follow who waits for whom, up to a rank that waits for none, or that was passed before.
         culprit, seen = peer, {self.rank}
         while culprit.rank not in seen:
             seen.add(culprit.rank)
             waits = culprit.words(WAITS, 1)[0]
-            # A rank that was killed in a wait is to blame itself.
-            if waits < 0 or (waits and not culprit.left()):
+            # A rank that was killed while it waited is itself to blame.
+            if waits < 0 or (waits and not culprit.has_left()):
                 culprit = self.memories[abs(waits) - 1]
         culprit = peer if culprit.rank == self.rank else culprit
-        if culprit.left():
+        if culprit.has_left():
             return f"rank {culprit.rank} has left"
         stopped = process_stat(culprit.pid)[0] in "Tt"  # by SIGSTOP, or a debugger
         still = f"; its process {culprit.pid} is stopped" if stopped else ""
@@ -200,7 +202,7 @@ class Slot:
 
 
 class Slots:
-    """The slots of one region, by start. The lowest gap that fits is taken, so that memory is used again."""
+    """The slots of one region, by start. A new one takes the lowest gap that fits: memory is used again."""
 
     def __init__(self, start: int):
         self.floor = self.top = start  # memory beyond `top` was never used
@@ -251,7 +253,7 @@ class Slots:
         return None
 
     def _find_owed(self) -> list[Use]:
-        """Return the uses that this rank has finished, but some peer has not."""
+        """Return the uses that this rank has finished, and some peer has not."""
         return [s.use for s in self.live if s.use is not None and s.use.finished]
 
     def _find_gap(self, size: int) -> tuple[int, int]:
@@ -286,7 +288,8 @@ class Message:
 
     Args:
         slot: the slot of this rank's memory that is sent; None for leaves that are gathered in place.
-        home: where these leaves lie already, as far as this rank's blocks say; 0 if they lie elsewhere.
+        resident: where in the leader's memory these leaves lie already, as far as this rank's blocks tell; 0
+            if they lie elsewhere.
     """
 
     channel: Channel
@@ -294,22 +297,22 @@ class Message:
     nbytes: int
     dtype: torch.dtype
     slot: Slot | None = None
-    home: int = 0
+    resident: int = 0
 
     def __post_init__(self) -> None:
         channel, self.number = self.channel, self.channel.issued
         channel.issued += 1
         channel.open.add(self.number)
 
-        # Describe the message, and then count it: who reads the count may read the rest.
+        # Describe the message, and then count it: a peer that reads the new count may read the rest.
         words = channel.words[channel.here]
-        for word, value in ((KIND, self.kind), (OFFSET, 0), (REDUCED, 0), (HOME, self.home)):
-            words[self._at(word)] = value
+        for word, value in ((KIND, self.kind), (OFFSET, 0), (REDUCED, 0), (RESIDENT, self.resident)):
+            words[self._locate(word)] = value
         if self.slot is not None:
-            self.slot.use = Use(self, lambda place: channel.words[place][OVER] > self.number)
-            words[self._at(OFFSET)] = self.slot.start
+            self.slot.use = Use(self, lambda place: channel.words[place][FINISHED] > self.number)
+            words[self._locate(OFFSET)] = self.slot.start
         fence()
-        words[COME] = channel.host.peers.counts[channel.name] = self.number + 1
+        words[ARRIVED] = channel.host.peers.counts[channel.name] = self.number + 1
 
     def release(self) -> None:
         """Say that this rank reads no slot of the message any more; a second call does nothing."""
@@ -317,24 +320,24 @@ class Message:
         if self.number in channel.open:
             channel.open.remove(self.number)
             fence()
-            # Messages may be released in any order; the word says how many from the first one on are over.
+            # Messages may be released in any order; the word counts those before the first that is open.
             words = channel.words[channel.here]
-            words[OVER] = min(channel.open, default=words[COME])
+            words[FINISHED] = min(channel.open, default=words[ARRIVED])
 
     def parts(self) -> list[Tensor]:
         """Wait for all ranks, and return what each has sent, in place, in group order."""
         self.meet()
         return [
-            memory.flat(self.reads(place, OFFSET), self.nbytes, self.dtype)
+            memory.flat(self.read(place, OFFSET), self.nbytes, self.dtype)
             for place, memory in enumerate(self.channel.memories)
         ]
 
     def meet(self) -> None:
         """Wait for all ranks, and refuse a collective that is not the same on all."""
-        self.poll(lambda place: self.reads(place, KIND))
-        kinds = [self.reads(place, KIND) for place in range(len(self.channel.memories))]
+        self.poll(lambda place: self.read(place, KIND))
+        kinds = [self.read(place, KIND) for place in range(len(self.channel.memories))]
         if len(set(kinds)) > 1:
-            texts = map(_text_of, kinds)
+            texts = map(_describe_kind, kinds)
             check_alike(self.what(), {m.rank: t for m, t in zip(self.channel.memories, texts, strict=True)})
 
     @property
@@ -346,7 +349,7 @@ class Message:
     def agrees_on(self, word: int) -> bool:
         """Wait for all ranks, and return whether a word of their rows is the same on all."""
         self.meet()
-        return len({self.reads(place, word) for place in range(len(self.channel.memories))}) == 1
+        return len({self.read(place, word) for place in range(len(self.channel.memories))}) == 1
 
     def poll(self, ready: Callable[[int], Any]) -> None:
         """Wait until `ready(place)` for every place of the group."""
@@ -359,26 +362,27 @@ class Message:
         host.meet(missing, status, self.what)
 
     def what(self) -> str:
+        """Describe the collective for an error."""
         return describe(self.name, self.channel.mesh, self.channel.axes)
 
-    def reads(self, place: int, word: int) -> int:
-        """Return a word of the message at a place of the group; zero while that rank has not come to it."""
+    def read(self, place: int, word: int) -> int:
+        """Read a word of the message at a place of the group; zero while that rank has not come to it."""
         words = self.channel.words[place]
-        if words[COME] <= self.number:
+        if words[ARRIVED] <= self.number:
             return 0
         fence()  # the word must not be older than the count
-        return words[self._at(word)]
+        return words[self._locate(word)]
 
     def mark(self, word: int, value: int) -> None:
-        """Show the peers a word; whatever was written before is visible to them then."""
+        """Show the peers a word; they see it no earlier than whatever was written before it."""
         fence()
-        self.channel.words[self.channel.here][self._at(word)] = value
+        self.channel.words[self.channel.here][self._locate(word)] = value
 
-    def _at(self, word: int) -> int:
+    def _locate(self, word: int) -> int:
         """Return where a word of the message lies among a rank's words for the group."""
         return 2 + WIDTH * (self.number % ROWS) + word
 
 
-def _text_of(kind: int) -> str:
-    """Return the operation, dtype and number of elements that `Message.kind` packs into a number."""
+def _describe_kind(kind: int) -> str:
+    """Describe the operation, dtype and number of elements that `Message.kind` packs into a number."""
     return collective_text(OPERATIONS[(kind >> 56) - 1], kind & ((1 << 48) - 1), DTYPES[kind >> 48 & 255])

@@ -10,15 +10,15 @@ Each rank writes its own blocks to their places, and every rank's leaves are vie
 nothing is unpacked, and a host holds a gathered unit once instead of once a rank. The group's first rank,
 its leader, chooses the slot in its memory, and followers wait for that.
 
-A slot is used again once no rank holds a view of it: each rank signs it when the storages that it made of it
-have died, and before it comes to a gather it signs all slots whose storages died by then. So when all ranks
-have come to a gather, a slot that some peer still holds is one of which it has kept a leaf, and the leader
-takes more memory instead of waiting. Hence a rank waits only until its peers come to the same gather and have
-written their blocks.
+A slot is used again once no rank holds a view of it. Each rank signs a slot when the storages that it made of
+it have died, and before it comes to a gather it signs all slots whose storages have died by then. So when all
+ranks have come to a gather, a peer that has not signed a slot has kept one of its leaves, and the leader
+takes more memory instead of waiting. Hence a rank waits only until its peers have come to the same gather and
+have written their blocks.
 
-Leaves that a training step gathers stay where they are: each rank's stored blocks move there at the first
-gather, and updates change them there. From then on a gather copies nothing. Ranks meet, see that the blocks
-of all lie in one place, and read the leaves there. `Gather.keeps_place` says when that is safe.
+Leaves that a training step gathers are *resident*: each rank's stored blocks move to that memory at the first
+gather, and updates change them there. From then on a gather copies nothing: ranks meet, see that the blocks
+of all of them lie in one place, and read the leaves there. `Gather.keeps_place` says when that is safe.
 
 Two ranks that reduce send each other rows as they gather leaves, in a slot that both write to.
 """
@@ -57,12 +57,12 @@ from fnshard.runtime.collectives.base import (
 from fnshard.runtime.collectives.mail import Mailbox
 from fnshard.runtime.collectives.messages import (
     GROUP_BYTES,
-    HOME,
     KIND,
     OFFSET,
     PAGE,
     REDUCED,
     REGION,
+    RESIDENT,
     WAITS,
     Channel,
     Host,
@@ -113,7 +113,7 @@ def header_bytes(mesh: Mesh) -> int:
 
 
 @dataclass(eq=False)
-class Units:
+class SharedLeaves:
     """Leaves that the ranks of a group gather in place, as one rank sees them.
 
     Args:
@@ -121,18 +121,18 @@ class Units:
         slots: the slots of the leader's memory.
         dead: numbers of messages whose views have died, and whose slots are not signed yet.
         alive: the signatures of messages whose views live, with a reference that notices their death.
-        homes: the memory of leaves that stay, by where it begins in the leader's.
+        residents: the memory of leaves that may be resident, by where it begins in the leader's memory.
     """
 
     channel: Channel
     slots: Slots
     dead: deque[int] = field(default_factory=deque)
     alive: dict[int, tuple[Words, weakref.ref]] = field(default_factory=dict)
-    homes: weakref.WeakValueDictionary[int, Words] = field(default_factory=weakref.WeakValueDictionary)
+    residents: weakref.WeakValueDictionary[int, Words] = field(default_factory=weakref.WeakValueDictionary)
 
     def sweep(self) -> None:
         """Sign the slots whose views have died here, so that peers see it."""
-        # What was read of these slots must have been read before a peer may write there.
+        # Whatever this rank reads of these slots, it must have read before a peer may write there.
         fence()
         while self.dead:
             self.alive.pop(self.dead.popleft())[0][self.channel.here] = 1
@@ -150,82 +150,87 @@ class Units:
         Ranks write their blocks, unless these lie in place already on all ranks.
 
         Args:
-            blocks: this rank's stored blocks, if they may be parts of leaves that stay.
+            blocks: this rank's stored blocks, if they may be parts of resident leaves.
         """
         self.sweep()  # before peers see that this rank has come, or slots would look as if it kept a leaf
-        home = self._find_home(blocks)
-        message = Message(self.channel, name, total * dtype.itemsize, dtype, home=home)
-        if home and message.agrees_on(HOME):
-            leaves, own = self._cut(self.homes[home], dtype, runs), [block for block, _ in blocks]
+
+        # Find where in the leader's memory the leaves begin, if these blocks are parts of resident leaves.
+        memory, starts = self.channel.memories[LEADER], set()
+        for block, start in blocks:
+            offset = memory.offset_of(block)
+            starts.add(0 if offset is None else offset - start * block.itemsize)
+        resident = starts.pop() if len(starts) == 1 else 0
+        if resident not in self.residents:
+            resident = 0
+
+        # Read them there if those of all ranks are; otherwise let each rank write its blocks to a new slot.
+        message = Message(self.channel, name, total * dtype.itemsize, dtype, resident=resident)
+        if resident and message.agrees_on(RESIDENT):
+            leaves = self._cut_runs(self.residents[resident], dtype, runs)
+            own = [block for block, _ in blocks]
         else:
-            words = self._take(message)
-            leaves = self._cut(words, dtype, runs)
+            words = self._take_memory(message)
+            leaves = self._cut_runs(words, dtype, runs)
             write(leaves)
-            # The word in which sums say that a piece is summed says here that this rank's blocks are written.
+            # In an all-reduce this word says that a piece is summed; here, that a rank's blocks are written.
             message.mark(REDUCED, 1)
             message.meet()
-            message.poll(lambda place: message.reads(place, REDUCED))
-            moved = self._cut(words, dtype, [(start, block.numel()) for block, start in blocks])
+            message.poll(lambda place: message.read(place, REDUCED))
+            moved = self._cut_runs(words, dtype, [(start, block.numel()) for block, start in blocks])
             own = [new.view(block.shape) for new, (block, _) in zip(moved, blocks, strict=True)]
         fence()
         message.release()
         return leaves, own
 
-    def _find_home(self, blocks: Blocks) -> int:
-        """Return where leaves begin in the leader's memory if these are this rank's blocks of them, or 0."""
-        memory, homes = self.channel.memories[LEADER], set()
-        for block, start in blocks:
-            offset = memory.offset_of(block)
-            homes.add(0 if offset is None else offset - start * block.itemsize)
-        home = homes.pop() if len(homes) == 1 else 0
-        return home if home in self.homes else 0
-
-    def _start_of(self, message: Message) -> int:
-        """Return where the message's slot begins, which the leader chooses."""
+    def _agree_on_start(self, message: Message) -> int:
+        """Return where the message's slot begins: the leader chooses it, and the others wait for that."""
         nbytes = header_bytes(self.channel.mesh) + message.nbytes
         if self.channel.here != LEADER:
-            message.poll(lambda place: place != LEADER or message.reads(place, KIND))
-            if message.reads(LEADER, KIND) != message.kind:
+            message.poll(lambda place: place != LEADER or message.read(place, KIND))
+            # If the leader issued another collective, `meet` raises the error that says so.
+            if message.read(LEADER, KIND) != message.kind:
                 message.meet()
-            message.poll(lambda place: place != LEADER or message.reads(place, OFFSET))
-            self.slots.reach(message.reads(LEADER, OFFSET), nbytes)
-            return message.reads(LEADER, OFFSET)
+            message.poll(lambda place: place != LEADER or message.read(place, OFFSET))
+            self.slots.reach(message.read(LEADER, OFFSET), nbytes)
+            return message.read(LEADER, OFFSET)
 
-        # The leader looks for a slot that no rank holds a leaf in. Once all ranks have come, those that hold
-        # some keep them, and the memory grows.
-        found: list[Slot] = []
+        # The leader looks for a slot in which no rank holds a leaf. If all ranks have come and there is none,
+        # they have kept leaves in all slots, and the memory grows.
+        slot = None
 
-        def ready(place: int) -> bool:
-            if not found and (slot := self.slots.fit(nbytes)) is not None:
-                found.append(slot)
-            return bool(found or message.reads(place, KIND))
+        def can_go_on(place: int) -> bool:
+            nonlocal slot
+            if slot is None:
+                slot = self.slots.fit(nbytes)
+            return slot is not None or bool(message.read(place, KIND))
 
-        message.poll(ready)
-        slot = found[0] if found else self.slots.fit(nbytes, grow=True)
+        message.poll(can_go_on)
+        if slot is None:
+            slot = self.slots.fit(nbytes, grow=True)
 
         # Clear the signatures of the slot's last use before the followers see where it is.
-        signed = self._signatures(slot.start)
+        signed = self._view_signatures(slot.start)
         for place in range(len(self.channel.memories)):
             signed[place] = 0
         slot.use = Use(message, signed.__getitem__)
         message.mark(OFFSET, slot.start)
         return slot.start
 
-    def _take(self, message: Message) -> Words:
-        """Return memory for the message's leaves. When the last tensor in it has died, this rank signs it."""
-        start = self._start_of(message)
+    def _take_memory(self, message: Message) -> Words:
+        """Take memory for the message's leaves. When the last tensor in it has died, this rank signs it."""
+        start = self._agree_on_start(message)
         place = start + header_bytes(self.channel.mesh)
 
         # The storages of all leaves keep this one object alive, so that its death is that of the last one.
         words = self.channel.memories[LEADER].words(place, -(-message.nbytes // 8))
         number, dead = message.number, self.dead
         died = weakref.ref(words, lambda _: dead.append(number))
-        self.alive[number] = self._signatures(start), died
-        self.homes[place] = words
+        self.alive[number] = self._view_signatures(start), died
+        self.residents[place] = words
         return words
 
-    def _cut(self, words: Words, dtype: torch.dtype, runs: Runs) -> list[Tensor]:
-        """Return flat parts of memory, each with a storage of its own, so that it is pickled alone."""
+    def _cut_runs(self, words: Words, dtype: torch.dtype, runs: Runs) -> list[Tensor]:
+        """Return flat parts of a memory, each with a storage of its own, so that it is pickled alone."""
         return [
             torch.frombuffer(words, dtype=dtype, count=count, offset=start * dtype.itemsize)
             if count
@@ -233,8 +238,8 @@ class Units:
             for start, count in runs
         ]
 
-    def _signatures(self, start: int) -> Words:
-        """Return the words of a slot in which each rank says that its views have died."""
+    def _view_signatures(self, start: int) -> Words:
+        """View the words of a slot in which each rank says that its views have died."""
         return self.channel.memories[LEADER].words(start, len(self.channel.memories))
 
 
@@ -260,9 +265,19 @@ def _make_collective(name: str, make: Callable[..., Any], scattered: bool = Fals
 class Shared:
     """Collectives through shared memory for groups whose ranks share a host; others go through `base`.
 
-    Reductions, of which each rank reads its own row, have slots apart from gathers. They come and go in
-    another rhythm, and in one heap both would leave gaps in each other's way. Memory is sparse, so that gaps
+    Reductions, of which each rank reads its own row, have slots apart from those of gathers. They are taken
+    and freed in another rhythm, and in one heap the two would fragment it. Memory is sparse, so that gaps
     between the regions cost nothing.
+
+    Args:
+        base: the collectives of groups that span hosts.
+        hosts: the host of each rank.
+        host: the ranks of this rank's host.
+        gathers, reductions: the slots of this rank's memory.
+        channels: the channels of groups, by axes.
+        shared_leaves: the leaves that groups gather in place, by axes.
+        together: whether the ranks along some axes share a host, by axes.
+        mail: the messages to other stages.
     """
 
     base: Group
@@ -271,7 +286,7 @@ class Shared:
     gathers: Slots = field(default_factory=lambda: Slots(REGION))
     reductions: Slots = field(default_factory=lambda: Slots(2 * REGION))
     channels: dict[tuple[str, ...], Channel] = field(default_factory=dict)
-    units: dict[tuple[str, ...], Units] = field(default_factory=dict)
+    shared_leaves: dict[tuple[str, ...], SharedLeaves] = field(default_factory=dict)
     together: dict[tuple[str, ...], bool] = field(default_factory=dict)
     mail: Mailbox = field(init=False)
 
@@ -325,12 +340,12 @@ class Shared:
         Args:
             total: the elements of all leaves together.
             write: copies this rank's blocks into flat leaves, one for each run.
-            blocks: this rank's stored blocks, if they may be parts of leaves that stay.
+            blocks: this rank's stored blocks, if they may be parts of resident leaves.
             move: takes the blocks that replace these, which are parts of the leaves.
         """
         if total == 0 or not self.shares_memory(axes):
             return None
-        leaves, own = self.units_of(axes).gather("gather_leaves", runs, total, dtype, write, blocks)
+        leaves, own = self.leaves_of(axes).gather("gather_leaves", runs, total, dtype, write, blocks)
         if blocks:
             move(own)
         return Done(leaves)
@@ -348,10 +363,10 @@ class Shared:
         """
         if numel == 0 or self.mesh.axes_size(axes) != 2 or not self.shares_memory(axes):
             return None
-        units = self.units_of(axes)
+        shared = self.leaves_of(axes)
         runs = [(0, numel), (numel, numel)]  # the rows that the first rank reads, and the second
-        here, write = units.channel.here, lambda rows: pack(rows[1 - here])
-        rows, _ = units.gather("reduce_pair", runs, 2 * numel, dtype, write)
+        here, write = shared.channel.here, lambda rows: pack(rows[1 - here])
+        rows, _ = shared.gather("reduce_pair", runs, 2 * numel, dtype, write)
         row = rows[here]
         out = row if in_place else torch.empty_like(row)
         add(row, out)
@@ -382,18 +397,19 @@ class Shared:
 
     def transport_bytes(self) -> int:
         """Return the bytes of this rank's memory that were ever touched, and its share of leaves in place."""
-        own = sum(s.top - s.floor for s in (self.gathers, self.reductions)) + self.mail.bytes_used()
         head = head_bytes(len(group_names(self.mesh)))
-        return head + own + sum(units.bytes_used() for units in self.units.values())
+        slots = sum(s.top - s.floor for s in (self.gathers, self.reductions))
+        in_place = sum(leaves.bytes_used() for leaves in self.shared_leaves.values())
+        return head + slots + self.mail.bytes_used() + in_place
 
     def close(self) -> None:
         """Show the peers that this rank leaves, and release all memory; its last view unmaps it."""
         disconnect(self)
-        # Peers that wait for this rank see by its word that it will not come.
+        # Peers that wait for this rank read in its word that it will not come.
         if self.host.memories:
             self.own.words(WAITS, 1)[0] = -1 - self.host.rank
         for kept in (
-            self.channels, self.units, self.host.memories, self.gathers.live, self.reductions.live,
+            self.channels, self.shared_leaves, self.host.memories, self.gathers.live, self.reductions.live,
             self.mail.slots.live,
         ):  # fmt: skip
             kept.clear()
@@ -437,17 +453,18 @@ class Shared:
             self.channels[named] = Channel(name, named, self.mesh, self.host, memories, words, here)
         return self.channels[named]
 
-    def units_of(self, axes: Axes) -> Units:
+    def leaves_of(self, axes: Axes) -> SharedLeaves:
         """Return the leaves that the ranks along these axes gather in place."""
         channel = self.channel(axes)
-        if channel.axes not in self.units:
+        if channel.axes not in self.shared_leaves:
             floor = (3 + group_names(self.mesh).index(channel.axes)) * REGION
-            self.units[channel.axes] = Units(channel, Slots(floor))
-        return self.units[channel.axes]
+            self.shared_leaves[channel.axes] = SharedLeaves(channel, Slots(floor))
+        return self.shared_leaves[channel.axes]
 
 
 def _sum_by_pieces(message: Message, parts: list[Tensor], result: Tensor) -> None:
-    """Sum one piece of all parts, show it in this rank's slot, and read the other ranks' pieces there."""
+    """Sum one piece of all parts, show it in this rank's slot, and read the other ranks' pieces in theirs."""
+    # Sum this rank's piece. No peer reads that piece of this rank's part, so the sum may overwrite it there.
     here, count = message.channel.here, result.numel()
     step = math.ceil(count / len(parts))
     pieces = [slice(min(j * step, count), min((j + 1) * step, count)) for j in range(len(parts))]
@@ -455,9 +472,11 @@ def _sum_by_pieces(message: Message, parts: list[Tensor], result: Tensor) -> Non
     sum_rows([part[mine] for part in parts], result[mine])
     parts[here][mine] = result[mine]
     message.mark(REDUCED, 1)
+
+    # Copy the others' pieces, as soon as they are summed.
     for place, piece in enumerate(pieces):
         if place != here:
-            message.poll(lambda at, place=place: at != place or message.reads(at, REDUCED))
+            message.poll(lambda at, place=place: at != place or message.read(at, REDUCED))
             fence()
             result[piece] = parts[place][piece]
 

@@ -103,6 +103,7 @@ def simulate(
     # registers dies with its thread, and the next mode reads it. So the first one is entered in this thread.
     with FakeTensorMode():
         pass
+
     for thread in threads:
         thread.start()
     session.watch(threads)
@@ -113,7 +114,7 @@ def simulate(
 
 @dataclass
 class _Session:
-    """A `simulate` call, in which its ranks meet. The one rank that runs has the `turn`."""
+    """A `simulate` call, in which its ranks meet. The one rank that runs holds the `turn`."""
 
     size: int
     adversary: Adversary
@@ -126,7 +127,7 @@ class _Session:
     results: dict[int, Any] = field(default_factory=dict)
     gone: set[int] = field(default_factory=set)
     failure: BaseException | None = None
-    seen: float = field(default_factory=time.monotonic)
+    last_progress: float = field(default_factory=time.monotonic)
 
     @contextmanager
     def running(self, rank: int) -> Iterator[None]:
@@ -145,18 +146,20 @@ class _Session:
         """Wait for all ranks, and give up on those that neither end nor come to a collective."""
         while any(thread.is_alive() for thread in threads):
             next(thread for thread in threads if thread.is_alive()).join(0.2)
-            if time.monotonic() - self.seen > self.timeout + 1.0:
+            if time.monotonic() - self.last_progress > self.timeout + 1.0:
                 stuck = ", ".join(t.name for t in threads if t.is_alive())
                 text = f"nothing happened for {self.timeout:g} s; still running: {stuck}"
                 self.fail(CollectiveError(lost("simulate", text)))
                 return
 
     def fail(self, error: BaseException) -> None:
+        """Note the first error, which stops all ranks at their next collective."""
         if self.failure is None:
             self.failure = error
 
     def announce(self) -> None:
-        self.seen = time.monotonic()
+        """Let ranks that wait look again, since something has changed."""
+        self.last_progress = time.monotonic()
         self.turn.notify_all()
 
     def join(self, group: tuple[Any, ...], rank: int, post: _Post) -> dict[int, _Post]:
@@ -168,26 +171,26 @@ class _Session:
         posts = self.exchanges.setdefault((group, number), {})
         posts[rank] = post
         if len(posts) == len(group[-1]):
-            # All ranks have the dict by now, and wait on that.
+            # All ranks have the dict by now, and need no name for it.
             del self.exchanges[group, number]
         self.announce()
         return posts
 
     def wait(self, ready: Callable[[], bool], peer: int, what: str) -> None:
         """Let other ranks have their turn until `ready()`."""
-        came = self.turn.wait_for(
+        in_time = self.turn.wait_for(
             lambda: ready() or self.failure is not None or peer in self.gone, self.timeout
         )
         if self.failure is not None:
             raise CollectiveError(lost(what, f"another rank raised {self.failure!r}"))
         if not ready():
-            late = "has returned" if came else f"did not come within {self.timeout:g} s"
-            raise CollectiveError(lost(what, f"rank {peer} {late}"))
+            cause = "has returned" if in_time else f"did not come within {self.timeout:g} s"
+            raise CollectiveError(lost(what, f"rank {peer} {cause}"))
 
 
 @dataclass
 class _Post:
-    """A message of one rank, with a copy of its input once that was read."""
+    """A rank's contribution to an exchange, with a copy of its input once that was read."""
 
     kind: str
     value: Any = None
@@ -236,15 +239,15 @@ class Simulated:
 
     def send(self, tensors: Sequence[Tensor], rank: int, what: str) -> Handle[None]:
         # An adversary does nothing here: a send copies its tensors at once.
-        session, name = self._session(), self._message("send", self.mesh.rank, rank)
+        session, name = self._find_session(), self._name_message("send", self.mesh.rank, rank)
         copies = [t.detach().clone(memory_format=torch.contiguous_format) for t in tensors]
         session.messages[name] = _Post(message_text(likes_of(tensors), what), copies)
         session.announce()
         return Done(None)
 
     def recv(self, likes: Likes, rank: int, what: str) -> Handle[list[Tensor]]:
-        session, here = self._session(), self.mesh.rank
-        name, text = self._message("recv", rank, here), describe_message("recv", what, rank, here)
+        session, here = self._find_session(), self.mesh.rank
+        name, text = self._name_message("recv", rank, here), describe_message("recv", what, rank, here)
 
         def finish() -> list[Tensor]:
             session.wait(lambda: name in session.messages, rank, text)
@@ -254,9 +257,9 @@ class Simulated:
 
         return Pending(finish)
 
-    def _message(self, end: str, sender: int, receiver: int) -> Hashable:
+    def _name_message(self, end: str, sender: int, receiver: int) -> Hashable:
         """Name the next message from one rank to another, as its sender or its receiver counts it."""
-        counts, pair = self._session().counts, (self.mesh.names, self.mesh.sizes, sender, receiver)
+        counts, pair = self._find_session().counts, (self.mesh.names, self.mesh.sizes, sender, receiver)
         number = counts[end, pair] = counts.get((end, pair), 0) + 1
         return pair, number
 
@@ -289,8 +292,10 @@ class Simulated:
         """Return `make(what each rank has sent, this one's place in the group)` when it is waited for."""
         if self.mesh.axes_size(axes) == 1:
             return Done(sent)
-        session, named, is_text = self._session(), drop_axes_of_one(self.mesh, axes), isinstance(sent, str)
-        what, ranks, here = describe(name, self.mesh, named), self.mesh.group_ranks(named), self.mesh.rank
+        session, is_text = self._find_session(), isinstance(sent, str)
+        named = drop_axes_of_one(self.mesh, axes)
+        ranks, here = self.mesh.group_ranks(named), self.mesh.rank
+        what = describe(name, self.mesh, named)
         post = _Post(name if is_text else collective_text(name, sent.numel(), sent.dtype))
 
         def read() -> None:
@@ -298,8 +303,8 @@ class Simulated:
             session.announce()
 
         def finish() -> Any:
-            # All ranks must have issued the same, and have read their inputs, of which late ones do it here.
-            if late:
+            # All ranks must have issued the same, and have read their inputs, which late ones do here.
+            if is_late:
                 read()
             for rank in ranks:
                 session.wait(lambda rank=rank: rank in posts, rank, what)
@@ -308,13 +313,14 @@ class Simulated:
                 session.wait(lambda rank=rank: posts[rank].value is not None, rank, what)
             return make([posts[rank].value for rank in ranks], ranks.index(here))
 
-        late = session.adversary == "late"
-        if not late:
+        is_late = session.adversary == "late"
+        if not is_late:
             read()
         posts = session.join((self.mesh.names, self.mesh.sizes, named, ranks), here, post)
         return Pending(finish, sent, release)
 
-    def _session(self) -> _Session:
+    def _find_session(self) -> _Session:
+        """Return the `simulate` call that this thread is a rank of, unless it has failed."""
         session = getattr(_thread, "session", None)
         if session is None or session.size != self.mesh.size:
             raise CollectiveError(
