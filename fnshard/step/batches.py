@@ -1,4 +1,4 @@
-"""Check and cut batches, which a step is given besides its state; say what a lowering reads of them."""
+"""Check and cut batches, which a step is given besides its state; describe what a lowering reads of them."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ def split_batch(batch: Batch, parts: int, what: str = "micro-batches") -> Iterat
     Raises:
         StateError: leaves have no dim 0, or one that is no multiple of `parts`.
     """
+    # Check the leaves that are cut; `Whole` leaves and constants are not.
     named, structure = Arguments.of(batch).leaves
     tensors = {n: unwrap_leaf(v) for n, v in named.items() if isinstance(v, Tensor | losses.Sequence)}
     wrong = [
@@ -43,6 +44,8 @@ def split_batch(batch: Batch, parts: int, what: str = "micro-batches") -> Iterat
             wrong,
             f"make their first dim a multiple of {parts}, or wrap what must not be cut in fs.Whole(...).",
         )
+
+    # A single part is the batch itself, whose leaves need no dim 0.
     rows = {n: v.shape[0] // parts for n, v in tensors.items() if parts > 1}
     for i in range(parts):
         cut = [rows_of(v, i * rows[n], rows[n]) if n in rows else v for n, v in named.items()]
@@ -76,12 +79,13 @@ class TensorShape(NamedTuple):
     sequence: int | tuple[int, ...] | None = 1
 
     def __str__(self) -> str:
+        prefix = "whole " if self.whole else ""
         along = "" if self.sequence == 1 else f" sequence {self.sequence}"
-        return f"{'whole ' * self.whole}{list(self.shape)} {self.dtype}{along}"
+        return f"{prefix}{list(self.shape)} {self.dtype}{along}"
 
 
 class Constant(NamedTuple):
-    """A batch leaf that is no tensor: its value is part of the program."""
+    """A description of a batch leaf that is no tensor: its value is part of the program."""
 
     kind: type
     value: Any
@@ -93,7 +97,7 @@ class Constant(NamedTuple):
 
     @property
     def is_number(self) -> bool:
-        """Whether a tensor could take its place."""
+        """Whether the leaf is a number, whose place a tensor could take."""
         return issubclass(self.kind, Number)
 
     def __str__(self) -> str:
@@ -115,7 +119,7 @@ def batch_key(batch: Batch) -> BatchKey:
 
 
 def texts_of(batch: Batch) -> dict[str, str]:
-    """Return a text for each leaf that is equal for equal leaves: shape, constant, checksum of the tensor."""
+    """Describe each leaf by a text that is equal for equal leaves: shape or constant, and a checksum."""
     key, named = dict(batch_key(batch)), Arguments.of(batch).leaves[0]
     values = {n: unwrap_leaf(v) for n, v in named.items()}
     sums = {n: checksum(v) for n, v in values.items() if isinstance(v, Tensor)}
@@ -132,6 +136,7 @@ def check_leaves(batch: Batch, *, values: bool = False) -> None:
     Raises:
         StateError: there are such leaves; it names them all.
     """
+    # Leaves of other types, and sequences along dims that they do not have.
     named = Arguments.of(batch).leaves[0]
     inner = {n: unwrap_leaf(v) for n, v in named.items()}
     strange = {n: v for n, v in inner.items() if not isinstance(v, (Tensor, *tree.CONSTANTS))}
@@ -145,8 +150,11 @@ def check_leaves(batch: Batch, *, values: bool = False) -> None:
             kind = str(list(value.shape)) if isinstance(value, Tensor) else type(value).__name__
             wrong.append(f"batch[{name!r}]: fs.Sequence of {kind}, dim {leaf.dim}")
 
+    # Tensors that are sparse, nested or the like, and those without values.
     tensors = {n: v for n, v in inner.items() if isinstance(v, Tensor)}
-    if odd := [f"batch[{n!r}] is {kind}" for n, v in tensors.items() if (kind := tree.unusual(v))]:
+    unusual = {n: tree.unusual(v) for n, v in tensors.items()}
+    odd = [f"batch[{n!r}] is {kind}" for n, kind in unusual.items() if kind]
+    if odd:
         raise StateError(
             f"a step cannot cut and differentiate {leaves(len(odd))} of its batch:", odd, tree.DENSE
         )
@@ -174,7 +182,7 @@ def check_arguments(fn: Callable[..., Any], batch: Batch) -> None:
     passed = Arguments.of(batch)
     try:
         signature = inspect.signature(fn)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError):  # a builtin, say, does not tell what it takes
         return
     try:
         passed.call(signature.bind, None)

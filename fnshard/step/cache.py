@@ -1,4 +1,4 @@
-"""Cache: the programs of a step, kept by what they read of a batch; each is lowered once."""
+"""Cache: keep the programs of a step by what they read of a batch, so that each is lowered once."""
 
 from __future__ import annotations
 
@@ -82,12 +82,16 @@ class ProgramCache:
         context = mesh.axis_size("context") if "context" in mesh.names else 1
         self.shapes = options.shapes and options.shapes.of_function(self._signature, context)
         self.optimizer = optimizer
-        self._take(ResolvedSpecs.of(specs))
-        many = options.shapes is not None or options.micro_rows is not None  # of batches, on purpose
-        self.programs = Programs(max(options.cache, LENGTHS), True) if many else Programs(options.cache)
+        self._set_specs(ResolvedSpecs.of(specs))
+        if options.shapes is not None or options.micro_rows is not None:  # batches differ on purpose
+            self.programs = Programs(max(options.cache, LENGTHS), lengths=True)
+        else:
+            self.programs = Programs(options.cache)
 
+        # The latest program that `lower` made, and where the number of micro-batches varies, the latest one
+        # by the key of one micro-batch.
         self.on_paper: tuple[BatchKey, Lowered] | None = None
-        self._cut: tuple[BatchKey, Lowered] | None = None  # by one micro-batch, where their number varies
+        self._latest_micro: tuple[BatchKey, Lowered] | None = None
         self.lock = threading.RLock()
         self.stats = CompileStats()
 
@@ -106,18 +110,17 @@ class ProgramCache:
         """Complete handwritten specs from a tree of full leaves, in the form of that tree."""
         with self.lock:
             specs = self.specs.resolve(params)
-            if not self.specs.complete or not self._lowered:
-                self._take(specs)
+            if not self.specs.complete or not self._has_programs:
+                self._set_specs(specs)
 
     def share(self, other: ProgramCache) -> None:
-        """Take over the programs of another cache, which has the same options; both then share them."""
+        """Use the programs of another cache, which has the same options; both then share them."""
         self.programs, self.lock = other.programs, other.lock
 
     def follow(self, blocks: Any) -> None:
-        """Take the form of a tree of stored blocks: `fn` sees the parameters' own tree, not the specs'.
+        """Take the form of a tree of stored blocks: `fn` sees the tree of parameters, not that of specs.
 
-        Programs that are lowered keep the form that they were lowered with. On one rank, blocks complete the
-        specs.
+        Programs keep the form that they were lowered with. On one rank, blocks complete the specs.
 
         Raises:
             StateError: there are several ranks, and the specs do not know their leaves.
@@ -128,21 +131,21 @@ class ProgramCache:
                 raise StateError("the specs do not know the leaves' full shapes.", fix=fix)
             return self.resolve(blocks)
         with self.lock:
-            if not self._lowered and tree.flatten(blocks)[1] != self.specs.structure:
-                self._take(self.specs.align(blocks))
+            if not self._has_programs and tree.flatten(blocks)[1] != self.specs.structure:
+                self._set_specs(self.specs.align(blocks))
 
     def adopt(self, specs: Any) -> None:
-        """Take specs that complete these, if these leave something open."""
+        """Take specs that complete those of this cache, if these leave something open."""
         if not self.specs.complete:
-            self._take(ResolvedSpecs.of(specs))
+            self._set_specs(ResolvedSpecs.of(specs))
 
     @property
-    def _lowered(self) -> bool:
-        """Return whether programs were lowered with the form of the parameters' tree."""
+    def _has_programs(self) -> bool:
+        """Whether programs were lowered already, with the form that the parameters' tree has now."""
         return len(self.programs) > 0 or self.on_paper is not None
 
-    def _take(self, specs: ResolvedSpecs) -> None:
-        """Take specs as this cache's, after they are checked."""
+    def _set_specs(self, specs: ResolvedSpecs) -> None:
+        """Check specs, and take them as those of this cache."""
         if specs.complete:
             check_specs(specs.seen, self.mesh)
         self.specs = specs
@@ -158,8 +161,9 @@ class ProgramCache:
             return self.options
         leaves = Arguments.of(batch).leaves[0]
         cut = {n: unwrap_leaf(v) for n, v in leaves.items() if isinstance(v, Tensor | losses.Sequence)}
-        rows = {n: v.shape[0] if v.dim() else 0 for n, v in cut.items()}
-        if len(counts := set(rows.values())) != 1 or not (count := counts.pop()) or count % size:
+        counts = {v.shape[0] if v.dim() else 0 for v in cut.values()}
+        count = counts.pop() if len(counts) == 1 else 0
+        if count == 0 or count % size:
             raise StateError(
                 f"micro_rows={size}: a batch has as many rows in each of its leaves, a multiple of {size}:",
                 [f"batch[{n!r}] {list(v.shape)}" for n, v in cut.items()],
@@ -168,7 +172,7 @@ class ProgramCache:
         return replace(self.options, accumulate=count // size, micro_rows=None)
 
     def lower(self, batch: Batch) -> Lowered:
-        """Lower this rank's batch; the last one lowered is kept for the step that may follow."""
+        """Lower this rank's batch; the latest program is kept for the step that may follow."""
         check_arguments(self.fn, batch)
         check_leaves(batch)
         options = self.options_of(batch)
@@ -180,15 +184,17 @@ class ProgramCache:
                 return known
             # The latest on paper is kept, so that a step after a look at its program is not traced again.
             if self.on_paper is None or not fits(self.on_paper, key):
-                self.on_paper = key, self._trace(key, batch, micro, options)
+                self.on_paper = key, self._make_program(key, batch, micro, options)
             return self.on_paper[1]
 
-    def _trace(self, key: BatchKey, batch: Batch, micro: Arguments, options: StepOptions) -> Lowered:
+    def _make_program(self, key: BatchKey, batch: Batch, micro: Arguments, options: StepOptions) -> Lowered:
         """Make the program of a batch, from the kernels of the last one where they fit."""
         announce(self.fn, self.programs, key)
         if self.mesh.kind != "abstract":
             warm_up(self.mesh.device_type, options.backend)
-        settings, known, compiled = self._step_settings(options), self._cut, None
+
+        # Schedule known kernels, or trace and split `fn`.
+        settings, known, compiled = self._step_settings(options), self._latest_micro, None
         if known is not None and fits(known, batch_key(micro)):
             # Another number of the same micro-batches needs nothing but another schedule of the same kernels.
             stages, compiled = known[1].stages, known[1].compiled
@@ -204,10 +210,11 @@ class ProgramCache:
             stages, options, compiled, self.optimizer, bytes_of_batch(batch),
             stats=self.stats, first=not len(self.programs),
         )  # fmt: skip
+        # A thread may still compile the kernels that were taken over.
         if compiled is None and known is not None and stages.program is known[1].program:
-            lowered.ahead = known[1].ahead  # the thread that compiles these kernels
+            lowered.ahead = known[1].ahead
         if self.options.micro_rows is not None:
-            self._cut = batch_key(micro), lowered
+            self._latest_micro = batch_key(micro), lowered
         return lowered
 
     def _step_settings(self, options: StepOptions) -> StepSettings:
@@ -225,7 +232,7 @@ class ProgramCache:
             )
 
     def tensors(self, lowered: Lowered, batch: Batch) -> tuple[dict[str, Tensor], set[str]]:
-        """Return what `batch_tensors` gives of a batch, after its indices are checked.
+        """Return what `batch_tensors` returns for a batch, after a check of its indices.
 
         An index outside its table would read other memory, or stop a GPU without a line of code.
 
@@ -250,7 +257,7 @@ class ProgramCache:
     def get(self, batch: Batch) -> Lowered:
         """Return the program of a batch: one that is kept, or one that is lowered now.
 
-        A warning says so where batches need new programs again and again.
+        Warn where batches need new programs again and again.
         """
         check_leaves(batch, values=True)
         key = batch_key(batch)
@@ -258,7 +265,7 @@ class ProgramCache:
             known = self.programs.get(key)
             if known is not None:
                 return known
-            # The program that `lower` kept for this step is now among those that run.
+            # The program that `lower` kept for this step moves to those that run.
             lowered, self.on_paper = self.lower(batch), None
             warning = self.programs.compare(key, lowered) if len(self.programs) else None
             self.programs.put(key, lowered)

@@ -1,4 +1,4 @@
-"""`Lowered`: a step on paper, of which every stage can be printed."""
+"""`Lowered`: a step that was lowered but has not run, each stage of which can be printed."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Lowered:
     Args:
         batch_bytes: the bytes of this rank's batch, by leaf.
         stats: the counter of what is compiled.
-        first: whether no other batch was lowered before; ranks then compile a share each.
+        first: whether no other batch was lowered before it; ranks then compile a share each.
         ledgers: the ledgers that were made, by transport, by whether the kernels were compiled, and by stage.
         ahead: the kernels that a thread compiles.
         fewer: a step of fewer of the same micro-batches, whose ledger says how large values are.
@@ -118,13 +118,13 @@ class Lowered:
 
     @cached_property
     def merged(self) -> list[StageLine]:
-        """The lines of all stages, as (stage, line), in an order in which they can be done."""
+        """The lines of all stages, as (stage, line), in an order in which they can be executed."""
         return together(self.schedules)
 
     def communication(self) -> list[str]:
-        """Return the sequence of collectives and messages with their shapes, which every rank must hold.
+        """Return the sequence of collectives and messages with their shapes, which all ranks must agree on.
 
-        In a pipeline it is that of all stages, in the order in which they are `merged`.
+        In a pipeline it is the sequence of all stages, in the order of `merged`.
         """
         if len(self.schedules) == 1:
             return list(self.schedule.communication(shapes=True))
@@ -151,8 +151,8 @@ class Lowered:
     ) -> MemoryAnalysis:
         """Return the bytes of one rank: its peak and the parts, between steps, on host and disk, by leaf.
 
-        After `compile` with Inductor they are counted in its generated code, fusion and all; before, or with
-        the eager backend, from the lifetimes of values in the kernels' graphs.
+        After `compile` with Inductor they are counted in its generated code, which includes fusion; before
+        that, or with the eager backend, from the lifetimes of values in the kernels' graphs.
 
         Args:
             transport: "shared" (CPU ranks of one host), "p2p" or "native"; None takes the mesh's own.
@@ -161,31 +161,32 @@ class Lowered:
         Raises:
             SpecError: there is no such transport, or no such stage.
         """
-        return self._ledger(transport, stage).analysis
+        return self._find_ledger(transport, stage).analysis
 
     def memory_timeline(
         self, *, transport: TransportKind | None = None, stage: int | None = None
     ) -> MemoryTimeline:
         """Return the bytes by category at every instruction of the schedule, each at its worst moment."""
-        return self._ledger(transport, stage).timeline
+        return self._find_ledger(transport, stage).timeline
 
-    def _ledger(self, transport: TransportKind | None = None, stage: int | None = None) -> Ledger:
-        """Return the ledger of a stage; without one, that of the fullest stage."""
+    def _find_ledger(self, transport: TransportKind | None = None, stage: int | None = None) -> Ledger:
+        """Return the ledger of a stage; for None, that of the fullest stage."""
         kinds, stages = get_args(TransportKind), len(self.schedules)
         if transport is not None and transport not in kinds:
             raise SpecError(f"transport={transport!r}: one of {', '.join(map(repr, kinds))}, or None.")
         if stage is not None and stage not in range(stages):
             raise SpecError(f"stage={stage!r}: a number from 0 to {stages - 1}, or None for the fullest.")
         if stage is None:
-            ledgers = [self._ledger(transport, each) for each in range(stages)]
+            ledgers = [self._find_ledger(transport, each) for each in range(stages)]
             return max(ledgers, key=lambda ledger: ledger.analysis.peak_bytes)
 
+        # A ledger is made once for each transport and stage, and again when the kernels are compiled.
         kind = transport or transport_of(self.schedule.mesh)
         key = kind, self.compiled is None, stage
         if key not in self.ledgers:
             self.ledgers[key] = measure(
                 self.schedules[stage], self.program, self.batch_bytes, self.compiled, kind,
-                self._compiled_update,
+                self._is_update_compiled,
             )  # fmt: skip
         return self.ledgers[key]
 
@@ -195,7 +196,7 @@ class Lowered:
         known = next((ledger for key, ledger in self.ledgers.items() if key[2] == stage), None)
         if known is None and self.fewer is not None:
             return SizesOfMore(self.fewer.sizes_of(stage))
-        return (known or self._ledger(stage=stage)).sizes
+        return (known or self._find_ledger(stage=stage)).sizes
 
     @property
     def sizes(self) -> Mapping[ValueName, int]:
@@ -212,7 +213,8 @@ class Lowered:
         """
         if not is_number(bytes) or bytes <= 0:
             raise SpecError(f"assert_fits({bytes!r}): a number of bytes above 0, such as 24e9.")
-        peak = (analysis := self.memory_analysis()).peak_bytes
+        analysis = self.memory_analysis()
+        peak = analysis.peak_bytes
         if peak > bytes:
             detail = f", {megabytes(bytes)} MB are allowed ({megabytes(peak - bytes)} MB too many)"
             raise BudgetError(describe_peak(analysis, detail))
@@ -225,13 +227,13 @@ class Lowered:
         Args:
             stage: the stage of a pipeline whose ranks are counted; None is the one whose ranks send most.
         """
-        found = []
+        analyses = []
         for each in range(len(self.schedules)) if stage is None else (stage,):
             schedule = self.schedules[each]
-            # Sizes of values are asked for where something travels to the host alone: they need a ledger.
-            transfers = any(line.lane == TRANSFER for line in schedule.instructions)
-            found.append(analyse(schedule, self.sizes_of(each) if transfers else {}))
-        return max(found, key=lambda traffic: traffic.sent_bytes)
+            # The sizes of values need a ledger, and are asked for only where something travels to the host.
+            has_transfers = any(line.lane == TRANSFER for line in schedule.instructions)
+            analyses.append(analyse(schedule, self.sizes_of(each) if has_transfers else {}))
+        return max(analyses, key=lambda traffic: traffic.sent_bytes)
 
     def timeline(self, hardware: Hardware | str) -> Timeline:
         """Simulate a step on `hardware`: its time, what is exposed, MFU; see `analysis.timeline`.
@@ -245,23 +247,23 @@ class Lowered:
         Raises:
             SpecError: it is neither.
         """
-        fused = self.options.backend == "inductor"
-        found = Hardware.of(hardware)
+        fused, machine = self.options.backend == "inductor", Hardware.of(hardware)
         pricers = [
-            HardwarePricer(schedule, found, self.sizes_of(stage), fused, self._compiled_update)
+            HardwarePricer(schedule, machine, self.sizes_of(stage), fused, self._is_update_compiled)
             for stage, schedule in enumerate(self.schedules)
         ]
         if len(pricers) == 1:
-            return simulate(pricers[0], self._tokens())
-        return simulate_stages(pricers, self.merged, self._tokens())
+            return simulate(pricers[0], self._count_tokens())
+        return simulate_stages(pricers, self.merged, self._count_tokens())
 
     @property
-    def _compiled_update(self) -> bool:
+    def _is_update_compiled(self) -> bool:
+        """Whether Inductor compiles the optimizer's updates too."""
         options, device_type = self.options, self.schedule.mesh.device_type
         return self.optimizer is not None and is_compiled(options.update, options.backend, device_type)
 
-    def _tokens(self) -> int | None:
-        """Return the tokens of one step on all ranks, or None where nobody knows them.
+    def _count_tokens(self) -> int | None:
+        """Count the tokens of one step on all ranks; return None where that is not known.
 
         They are the numbers of an int64 leaf of the batch with two dims, of all micro-batches together. Where
         such leaves differ in size, it is not known which of them has the tokens.
@@ -279,9 +281,9 @@ class Lowered:
             return self
         kernels = self.kernels.values()
         # A thread may have compiled some of them, or all.
-        done = {} if self.ahead is None else dict(self.ahead.result())
-        done |= self.compile_graphs({k: g for k, g in graphs_of(kernels).items() if k not in done})
-        self.compiled = done
+        compiled = {} if self.ahead is None else dict(self.ahead.result())
+        compiled |= self.compile_graphs({k: g for k, g in graphs_of(kernels).items() if k not in compiled})
+        self.compiled = compiled
         return self
 
     def compile_async(self) -> Lowered:
@@ -293,11 +295,13 @@ class Lowered:
         """
         if self.compiled is None and self.ahead is None:
             mesh = self.schedule.mesh
+            # Ranks of a host share the entries of PyTorch's cache, unless each has a device of its own.
+            is_shared = self.first and mesh.kind == "group" and mesh.device_type == "cpu"
+            place, count = place_on_host() if is_shared else (0, 1)
+            share = share_of(graphs_of(self.kernels.values()), place, count)
             # A new thread begins on device 0, whichever this rank's is.
-            start = partial(torch.cuda.set_device, mesh.device) if mesh.device_type == "cuda" else None
-            shared = self.first and mesh.kind == "group" and mesh.device_type == "cpu"
-            pool = ThreadPoolExecutor(1, "fnshard-compile", start)
-            share = share_of(graphs_of(self.kernels.values()), *(place_on_host() if shared else (0, 1)))
+            set_device = partial(torch.cuda.set_device, mesh.device) if mesh.device_type == "cuda" else None
+            pool = ThreadPoolExecutor(1, "fnshard-compile", set_device)
             self.ahead = pool.submit(self.compile_graphs, share)
             pool.shutdown(wait=False)
         return self
@@ -311,13 +315,15 @@ class Lowered:
         """Compile some of this step's graphs, and count them."""
         options = self.options
         with deterministic(options.deterministic):
-            done = compile_graphs(graphs, backend=options.backend, options=options.inductor)
-        self.stats.compiles += len(done) if options.backend != "eager" else 0
-        return done
+            compiled = compile_graphs(graphs, backend=options.backend, options=options.inductor)
+        if options.backend != "eager":
+            self.stats.compiles += len(compiled)
+        return compiled
 
     def __str__(self) -> str:
         return self.as_text()
 
     def __repr__(self) -> str:
         attention = "".join(f"{n} {name} attentions, " for name, n in self.attention.items())
-        return f"Lowered({self.schedule!r}, {attention}{'not ' if self.compiled is None else ''}compiled)"
+        state = "not compiled" if self.compiled is None else "compiled"
+        return f"Lowered({self.schedule!r}, {attention}{state})"

@@ -1,4 +1,4 @@
-"""Optimizer state: make an optimizer's state for this rank's blocks, and check state that somebody brings."""
+"""Optimizer state: make an optimizer's state for this rank's blocks, and check state that a caller passes."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def init_slots(
     rank: int,
     disk_dir: str | None = None,
 ) -> dict[str, dict[str, Tensor]]:
-    """Return the optimizer's state of this rank's blocks, in its tier, with master copies where due.
+    """Make the optimizer's state of this rank's blocks, in its tier, with the specs' master copies.
 
-    No more than one leaf's state at a time is outside its tier.
+    At most one leaf's state at a time is outside its tier.
 
     Args:
         params: the stored blocks of all leaves. Leaves that do not train, or that another stage has, get no
@@ -53,25 +53,25 @@ def init_slots(
 def init_block(
     optimizer: Optimizer, path: str, block: Tensor, spec: LayoutSpec, mesh: Mesh, rank: int
 ) -> dict[str, Tensor]:
-    """Return the state of a rank's block of a leaf."""
+    """Make the state of a rank's block of a leaf."""
     rule, shape = optimizer.of(path, spec.shape), tuple(spec.shape)
     out, wholes = {}, None
     for name, slot in slots_of_leaf(rule, path, shape, block.dtype).items():
-        own = slot.block(spec, mesh)
         if slot.copied:
             out[name] = block.to(slot.dtype, copy=True)
         elif slot.fill is not None:
-            out[name] = torch.full(own, slot.fill, dtype=slot.dtype, device=block.device)
+            sizes = slot.block(spec, mesh)
+            out[name] = torch.full(sizes, slot.fill, dtype=slot.dtype, device=block.device)
         else:
-            # The slot is neither zeros nor a copy, as an identity or a ramp. It is made for the whole leaf,
-            # whose numbers it does not read, and cut.
+            # The slot is neither a constant nor a copy, but an identity or a ramp, say. It is made for the
+            # whole leaf, whose numbers it does not read, and cut.
             wholes = wholes or rule.init(path, torch.zeros((), dtype=block.dtype).expand(shape))
             out[name] = local_block(wholes[name], slot.layout(spec, mesh), mesh, rank).to(block.device)
     return out
 
 
 def optimizer_block(stored: Tensor, spec: LayoutSpec, mesh: Mesh, rank: int) -> Tensor:
-    """Return the optimizer's padded block of a stored leaf."""
+    """Return the optimizer's padded block of a stored leaf, which may be the stored block itself."""
     if spec.storage == spec.optimizer:
         return stored
     where = place_block(spec, mesh, rank, {})
@@ -93,14 +93,14 @@ def check_slots(
     """
     wrong = [f"{p!r}: has state and none is wanted" for p in state if p not in expected]
     for path, slots in expected.items():
-        found = state.get(path, {})
-        if found.keys() != slots.keys():
-            has, wants = (", ".join(sorted(s)) or "none" for s in (found, slots))
+        given_slots = state.get(path, {})
+        if given_slots.keys() != slots.keys():
+            has, wants = (", ".join(sorted(s)) or "none" for s in (given_slots, slots))
             wrong.append(f"{path!r}: has slots {has}; wanted are {wants}")
             continue
         where = mesh.device_type if specs[path].optimizer_memory == "device" else "cpu"
         for name, (shape, dtype) in slots.items():
-            value = found[name]
+            value = given_slots[name]
             if value.shape != shape or value.dtype != dtype or value.device.type != where:
                 given = f"{list(value.shape)} {value.dtype} on {value.device.type}"
                 wrong.append(f"{path!r}: {name} is {given}; wanted is {list(shape)} {dtype} on {where}")

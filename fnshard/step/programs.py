@@ -1,4 +1,4 @@
-"""Programs: the lowered steps that are kept, which of them fits a batch, and what to warn of."""
+"""Programs: keep lowered steps, find the one that fits a batch, and warn of batches that need many."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fnshard.tree import is_same
 LOG = logging.getLogger("fnshard")
 Change = tuple[str, Any, Any]  # name, before, now
 Leaf = TensorShape | Constant | NumberList  # the leaves of a key
-MANY = 3  # as many values of one name are traced before a warning says so
+MANY = 3  # how many values of one name are traced before a warning says so
 
 
 @dataclass(eq=False)
@@ -52,7 +52,7 @@ class Programs:
 
     def get(self, key: BatchKey) -> Any | None:
         """Return the lowered step that fits, or None."""
-        # The latest first: a batch is most often like the one before. What is found becomes the latest.
+        # Look at the latest first: a batch is most often like the one before. What fits becomes the latest.
         for index in range(len(self.entries) - 1, -1, -1):
             if fits(self.entries[index], key):
                 self.entries.append(self.entries.pop(index))
@@ -69,6 +69,7 @@ class Programs:
 
         For the first batch there are no changes.
         """
+        # A batch with a known key needs a new program since `fn` reads other values than are baked in.
         latest = next((lowered for known, lowered in reversed(self.entries) if known == key), None)
         baked = latest.program.guard.changes() if latest else []
         if baked or not self.entries:
@@ -86,7 +87,7 @@ class Programs:
         last = self.entries[-1][1]
         # Other numbers of micro-batches have other collectives; `compare_micros` looks after these.
         is_alike = lowered.options.accumulate == last.options.accumulate
-        if is_alike and _over_rows(lowered.schedule) != _over_rows(last.schedule):
+        if is_alike and _list_row_collectives(lowered.schedule) != _list_row_collectives(last.schedule):
             raise StateError(
                 f"{'a value that `fn` reads' if baked else 'this batch'} makes `fn` a program with other "
                 "collectives than the batches before:",
@@ -98,7 +99,7 @@ class Programs:
         if baked or all(isinstance(v, Constant | NumberList) for _, *both in changed for v in both):
             return self._explain_repeats(changed)
 
-        # What is left is other leaves, or other shapes: of lengths on purpose, or of one batch after another.
+        # What remains is other leaves or other shapes, some of which differ on purpose: lengths.
         other_leaves = not all(isinstance(n, Leaf) and type(b) is type(n) for _, b, n in changed)
         full = len(self) == self.size  # many lengths are warned of once, when the first of them is dropped
         if (self.lengths and not full) or (self.warned and not other_leaves):
@@ -110,15 +111,13 @@ class Programs:
                 "lengths has fewer; shard_step(cache=) keeps more."
             )
 
-        more = f", and {len(changed) - 1} more" * (len(changed) > 1)
-        way = (
-            "give all the same leaves"
-            if other_leaves
-            else "pad to few shapes, shapes=fs.Buckets([256, 512], pad=...)"
-        )
+        more = f", and {len(changed) - 1} more" if len(changed) > 1 else ""
+        remedy = "pad to few shapes, shapes=fs.Buckets([256, 512], pad=...)"
+        if other_leaves:
+            remedy = "give all the same leaves"
         return (
             f"compiling again for a new batch ({len(self) + 1}, {self.size} are kept): {lines(changed)[0]}"
-            f"{more}. So will each one more, without a word: {way}; shard_step(cache=) keeps more."
+            f"{more}. So will each one more, without a word: {remedy}; shard_step(cache=) keeps more."
         )
 
     def _explain_repeats(self, changes: list[Change]) -> str | None:
@@ -128,7 +127,8 @@ class Programs:
             values = self.seen.setdefault(name, [before])
             if len(values) < MANY and not any(_is_equal(each, now) for each in values):
                 values.append(now)
-                many += [f"{name} was {', '.join(map(describe, values))}"] * (len(values) == MANY)
+                if len(values) == MANY:
+                    many.append(f"{name} was {', '.join(map(describe, values))}")
         if not many:
             return None
         return report(
@@ -139,20 +139,20 @@ class Programs:
         )
 
 
-def _over_rows(schedule: Schedule) -> list[str]:
-    """Return the collectives among ranks with rows of their own.
+def _list_row_collectives(schedule: Schedule) -> list[str]:
+    """List the collectives among ranks with rows of their own.
 
-    Ranks that split the same rows have the same batch, and may exchange otherwise at another length.
+    Ranks that split the same rows have the same batch, and may exchange other things at another length.
     """
-    rows = {*schedule.mesh.data_axes}
-    lines = [i for i in schedule.instructions if i.lane == COMMUNICATION]
-    placed = [isinstance(i, Exchange) and rows.isdisjoint(i.axes_of(schedule)) for i in lines]
+    data_axes = {*schedule.mesh.data_axes}
+    issued = [i for i in schedule.instructions if i.lane == COMMUNICATION]
+    splits_rows = [isinstance(i, Exchange) and data_axes.isdisjoint(i.axes_of(schedule)) for i in issued]
     texts = schedule.communication()
-    return [text for text, alone in zip(texts, placed, strict=True) if not alone]
+    return [text for text, is_left_out in zip(texts, splits_rows, strict=True) if not is_left_out]
 
 
 def fits(entry: tuple[BatchKey, Any], key: BatchKey) -> bool:
-    """Return whether a lowered step is for such a batch, and all that it has baked in still holds."""
+    """Return whether a lowered step is for such a batch, and all values that it has baked in still hold."""
     return entry[0] == key and entry[1].program.guard.holds()
 
 

@@ -1,4 +1,4 @@
-"""Rank agreement: ranks compare what they are about to run, once, before the first step.
+"""Rank agreement: compare over all ranks what they are about to run, once, before the first step.
 
 A rank never acts alone: one that issues other collectives than its peers hangs them all (pytorch
 PRs 155558, 193043). So the sequence of collectives is compared first, as text.
@@ -61,14 +61,15 @@ def check_agreement(
     programs, counts, ready, rows_of = zip(*every, strict=True)
     differing = [rank for rank, each in enumerate(programs) if each != programs[0]]
     if differing:
-        _explain_difference(comm, text, differing)
+        _raise_difference(comm, text, differing)
 
+    # Ranks' losses are averaged, which is a mean over all rows only if ranks have equally many.
     if None not in rows_of and len(set(rows_of)) > 1:
-        ranks = {count: [str(r) for r, own in enumerate(rows_of) if own == count] for count in rows_of}
+        ranks = {count: [str(r) for r, rows in enumerate(rows_of) if rows == count] for count in rows_of}
         raise AgreementError(
             "ranks have batches of different numbers of rows, and the loss is no fs.Mean: each rank's would "
             "count alike, a mean of means.",
-            [f"rank {', '.join(some)}: {count} rows" for count, some in ranks.items()],
+            [f"rank {', '.join(members)}: {count} rows" for count, members in ranks.items()],
             "return fs.Mean(losses.sum(), count), which is exact over all rows of all ranks; or give all "
             "ranks equally many.",
         )
@@ -86,7 +87,7 @@ def compare_micros(comm: Collectives, count: int) -> None:
     if len(set(every)) > 1:
         raise AgreementError(
             "ranks have different numbers of micro-batches in a step:",
-            [f"rank {rank}: {own}" for rank, own in enumerate(every)],
+            [f"rank {rank}: {text}" for rank, text in enumerate(every)],
             "add micro-batches that count for nothing, up to the most that any rank has.",
         )
 
@@ -139,13 +140,13 @@ def compare_values(
     if mesh.size == 1:
         return
 
-    # Of each leaf that several ranks store alike, this rank reports the sum of its block, by its place along
-    # the axes that split the leaf; and of a leaf that it has had whole, the checksum of all of it.
+    # For each leaf that several ranks store alike, this rank reports the sum of its block, by its place along
+    # the axes that split the leaf; for a leaf that it was given whole, it reports the checksum of all of it.
     alike = {p: s for p, s in specs.items() if s.trainable or s.aggregation != "local"}
-    shared = {p: mesh.ordered(s.storage.axes) for p, s in alike.items()}
-    shared = {p: axes for p, axes in shared.items() if mesh.axes_size(axes) < mesh.size}
-    own = {p: axes for p, axes in shared.items() if is_here(specs[p], mesh)}
-    sums = zip(own.items(), _checksums([blocks[p] for p in own]), strict=True)
+    split_axes = {p: mesh.ordered(s.storage.axes) for p, s in alike.items()}
+    shared = {p: axes for p, axes in split_axes.items() if mesh.axes_size(axes) < mesh.size}
+    stored = {p: axes for p, axes in shared.items() if is_here(specs[p], mesh)}
+    sums = zip(stored.items(), _summarize_blocks([blocks[p] for p in stored]), strict=True)
     mine = {p: {str([here[a] for a in axes]): value} for (p, axes), value in sums}
     for path in alike.keys() & given.keys():
         mine.setdefault(path, {})["whole"] = str(given[path])
@@ -156,8 +157,9 @@ def compare_values(
     for path in alike:
         values: dict[str, str] = {}
         for rank, each in enumerate(every):
-            own = each.get(path, {})
-            if any(values.setdefault(place, value) != value for place, value in own.items()):
+            # The first rank at a place sets the value, with which the others are compared.
+            reported = each.get(path, {})
+            if any(values.setdefault(place, value) != value for place, value in reported.items()):
                 wrong.append(f"params[{path!r}] on rank {rank}")
                 break
     if wrong:
@@ -204,17 +206,20 @@ def checksum(value: Tensor) -> int:
     """
     flat = value.detach().resolve_conj().contiguous().view(-1).view(torch.uint8)
     rows = len(flat) // (8 * _COLUMNS)
-    words = flat[: rows * 8 * _COLUMNS]
+    table = flat[: rows * 8 * _COLUMNS]
     # torch views bytes as words only where they begin at a whole word.
-    words = (words if words.storage_offset() % 8 == 0 else words.clone()).view(torch.int64)
+    if table.storage_offset() % 8 != 0:
+        table = table.clone()
+    words = table.view(torch.int64)
     sums = words.view(rows, _COLUMNS).sum(0).cpu().numpy()
+    # Bytes beyond the last full row are summed by themselves.
     return zlib.crc32(flat[len(words) * 8 :].cpu().numpy(), zlib.crc32(sums))
 
 
-def _checksums(blocks: Sequence[Tensor]) -> list[str]:
+def _summarize_blocks(blocks: Sequence[Tensor]) -> list[str]:
     """Return the sum and the norm of each block, to nine digits.
 
-    Equal tensors agree in so many digits on any number of threads, whose sums are rounded differently.
+    Equal tensors agree in so many digits, although sums are rounded differently on another number of threads.
     """
     if not blocks:
         return []
@@ -225,10 +230,10 @@ def _checksums(blocks: Sequence[Tensor]) -> list[str]:
     return [f"{x:.9e} {y:.9e}" for x, y in zip(sums.tolist(), norms.tolist(), strict=True)]
 
 
-def _explain_difference(comm: Collectives, program: str, differing: list[int]) -> None:
+def _raise_difference(comm: Collectives, program: str, differing: list[int]) -> None:
     """Raise an error that shows where programs differ.
 
-    A collective: all ranks know that some differ, so all come here, and one more exchange shows in what.
+    A collective: all ranks know that some differ, so all come here, and one more exchange shows how.
     """
     every = [json.loads(text) for text in comm.gather_object(program)]
     first, rank = every[0], differing[0]
@@ -237,21 +242,28 @@ def _explain_difference(comm: Collectives, program: str, differing: list[int]) -
     options = [n for n in unlike if n not in collectives]
 
     # Show the first collective that differs, and all else that does.
-    shown = list[str]()
+    shown: list[str] = []
     for name in [*collectives[:1], *options]:
         here, there = first.get(name, "(none)"), every[rank].get(name, "(none)")
         same = next((i for i, (a, b) in enumerate(zip(here, there, strict=False)) if a != b), 0)
-        shown += [f"{name} on rank {r}: {_cut(text, same)}" for r, text in ((0, here), (rank, there))]
-    fix = "build model and specs the same way on every rank (no branch on the rank, no unordered set); "
-    fix += "lower(...).as_text() shows the whole schedule."
-    if not collectives:
+        shown += [f"{name} on rank {r}: {_cut_around(text, same)}" for r, text in ((0, here), (rank, there))]
+    if collectives:
+        what = ["collectives", *options]
+        fix = (
+            "build model and specs the same way on every rank (no branch on the rank, no unordered set); "
+            "lower(...).as_text() shows the whole schedule."
+        )
+    else:
+        what = options
         fix = "give the step the same on every rank; a function may depend on its arguments alone."
-    ranks, what = ", ".join(map(str, differing)), ", ".join(["collectives"] * bool(collectives) + options)
-    raise AgreementError(f"rank(s) {ranks} hold another program than rank 0: unlike {what}.", shown, fix)
+    ranks = ", ".join(map(str, differing))
+    message = f"rank(s) {ranks} hold another program than rank 0: unlike {', '.join(what)}."
+    raise AgreementError(message, shown, fix)
 
 
-def _cut(text: str, same: int, length: int = 160) -> str:
+def _cut_around(text: str, same: int, length: int = 160) -> str:
     """Cut a long text around the place where two begin to differ, after `same` characters."""
     start = max(0, same - length // 2) if len(text) > length else 0
-    before, after = "..." * bool(start), "..." * (len(text) > start + length)
+    before = "..." if start > 0 else ""
+    after = "..." if len(text) > start + length else ""
     return f"{before}{text[start : start + length]}{after}"

@@ -1,4 +1,4 @@
-"""Rounding: a warning for leaves whose updates are lost, since their optimizer keeps too few digits."""
+"""Rounding: warn of leaves whose updates are lost, since their optimizer keeps too few digits."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from fnshard.errors import leaves, report
 from fnshard.layout.spec import LayoutSpec
 from fnshard.optim.optimizer import Optimizer, Step, update_leaf
 
-COUNTS = (0, *(2**n for n in range(21)))  # steps whose rates are read: they nearly find a schedule's largest
-USUAL = 0.1  # Weights of this size are to move; most of a model's are smaller, those of norms are 1.
+# Steps whose rates are read: the highest rate among them is nearly the highest of the schedule.
+COUNTS = (0, *(2**n for n in range(21)))
+USUAL = 0.1  # weights of this size have to move; most of a model's are smaller, and those of norms are 1
 
 
 def warn_of_lost_updates(optimizer: Optimizer, specs: Mapping[str, LayoutSpec]) -> None:
@@ -22,6 +23,7 @@ def warn_of_lost_updates(optimizer: Optimizer, specs: Mapping[str, LayoutSpec]) 
     It says nothing where the size of updates depends on that of gradients (`sgd`), nor of optimizers that
     have no rate among their `values`.
     """
+    # Find the leaves whose updates are lost. Leaves with the same rule have updates of the same size.
     lost, largest = {}, 0.0
     known: dict[Any, float | None] = {}
     for path, spec in specs.items():
@@ -35,7 +37,7 @@ def warn_of_lost_updates(optimizer: Optimizer, specs: Mapping[str, LayoutSpec]) 
 
         # A number moves if the update is at least half of the distance to its neighbour.
         size, half = known[key], torch.finfo(dtype).eps / 2
-        if size and size < half * USUAL:  # At a rate of 0 nothing is lost.
+        if size and size < half * USUAL:  # at a rate of 0 nothing is lost
             lost[path] = (
                 f"params[{path!r}] {list(spec.shape)}: {dtype}, nothing above {size / half:.2g} moves"
             )
@@ -44,11 +46,13 @@ def warn_of_lost_updates(optimizer: Optimizer, specs: Mapping[str, LayoutSpec]) 
         return
 
     lines = [*lost.values()]
+    if len(lines) > 8:
+        lines = [*lines[:8], "..."]
     warnings.warn(
         report(
             f"an update of {optimizer} moves a number by {largest:.2g} at most, and the optimizer keeps "
             f"{leaves(len(lost))} in so few digits that this is rounded away:",
-            [*lines[:8], *["..."] * (len(lines) > 8)],
+            lines,
             "optimizer_dtype=torch.float32 in their specs (presets take it too): the optimizer then has a "
             "master copy, and the leaves stay in storage_dtype.",
         ),
@@ -63,6 +67,7 @@ def usual_update(rule: Optimizer, path: str, dims: int) -> float | None:
     largest rate.
     """
     try:
+        # Read the rates; the first step that has one is the one to compute.
         rates = {n: float(rule.values(Step(torch.tensor(n), torch.ones(())))["lr"]) for n in COUNTS}
         first = next((n for n, rate in rates.items() if rate > 0), None)
         if first is None:

@@ -1,4 +1,4 @@
-"""Runner: it lets ranks agree on a batch's program, compiles it, binds it to this rank and feeds it."""
+"""Runner: let ranks agree on a batch's program, compile it, bind it to this rank and feed it."""
 
 from __future__ import annotations
 
@@ -53,13 +53,14 @@ def find_layout(params: Any, specs: Any = None, mesh: Mesh | None = None) -> tup
     """Return the parameter tree of a state, its specs and its mesh: as given, or as the state knows them.
 
     Args:
-        params: a state, or a parameter tree, which is returned unchanged. The specs are None where nobody
-            knows them.
+        params: a state, or a parameter tree, which is returned unchanged.
+        specs, mesh: what is known besides the state. Specs that nobody knows are returned as None.
     """
-    training = isinstance(params, TrainState)
-    known = params.where if training and params.where is not None else (None, None)
-    blocks = params.params if training else params
-    return blocks, known[0] if specs is None else specs, mesh or known[1] or make_mesh()
+    blocks, known_specs, known_mesh = params, None, None
+    if isinstance(params, TrainState):
+        blocks = params.params
+        known_specs, known_mesh = params.where or (None, None)
+    return blocks, known_specs if specs is None else specs, mesh or known_mesh or make_mesh()
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Bound:
     counting: fx.Graph | None
 
 
-_NO_COUNT = -(2.0**40)  # makes a sum of rows negative
+_NO_COUNT = -(2.0**40)  # the rows of a rank that has no count: it makes the sum over ranks negative
 _ROWS = (
     "a batch of {} rows, where ranks have {:.4g} on average, and the loss is no fs.Mean: each rank's counts "
     "alike, a mean of means. return fs.Mean(losses.sum(), count), which is exact over all rows; or leave "
@@ -95,9 +96,9 @@ class RankState:
         bound: the bound steps by the identity of the lowered step, and by who watches it.
         observer: who watches the steps that run now.
         raised: the flags that this rank raises with its next step.
-        before, last: the numbers of the last two steps, the flags of all ranks among them.
+        before, last: the numbers of the last two steps, including the flags of all ranks.
         calls: the number of steps that were begun.
-        rows: the number of rows of the batch that is at work, where all its leaves have the same and each
+        rows: the number of rows of the batch of this step, if all its leaves have the same number and each
             rank's loss counts alike; else None.
         warned_of_rows: whether this rank has warned of a short batch.
         was_finite: whether the loss of the last step was finite.
@@ -135,12 +136,15 @@ class RankState:
         self.raised.clear()
         named = {**scalars, **{("flag", f): v for f, v in flags.items()}, **excesses}
         self.before, self.last = self.last, Reading.of(named, self.transfers.device)
+
+        # The sum of rows is negative if some rank has no count.
         if self.rows is not None and self.last.event is None and not self.warned_of_rows:
             total = float(flags["rows"])
             if total >= 0 and total != self.rows * self.comm.mesh.size:
                 self.warned_of_rows = True
                 warnings.warn(_ROWS.format(self.rows, total / self.comm.mesh.size), stacklevel=5)
-        # Numbers that a device has not made yet are not waited for: those of the step before are there.
+
+        # Do not wait for numbers that a device has not computed yet: those of the step before are there.
         if excesses:
             check_limits((self.last if self.last.event is None else self.before).numbers())
         return self.last
@@ -154,7 +158,7 @@ class Runner:
         self.options, self.optimizer = cache.options, cache.optimizer
         self.compares_replicas = True
         # The axes whose ranks compute parts of the same rows.
-        self._parts = self.mesh.ordered(set(self.mesh.names) - set(self.mesh.data_axes))
+        self._part_axes = self.mesh.ordered(set(self.mesh.names) - set(self.mesh.data_axes))
         self._ranks: dict[int, RankState] = {}
         # The specs, and the shapes, dtypes and devices of the last blocks that were checked against them.
         self._checked: tuple[Any, list[Any]] = None, []
@@ -175,19 +179,22 @@ class Runner:
         The first time, ranks agree on the step, and the program is compiled and bound.
         """
         # Compare what ranks were given, before a difference becomes a deadlock or a wrong number.
-        if self._parts:
+        if self._part_axes:
             self._compare_rows(batch)
+
+        # Find the program.
         lowered, rank = self.cache.get(batch), self.rank
         if self.options.micro_rows is not None and self.mesh.size > 1:
             compare_micros(rank.comm, lowered.options.accumulate)
 
-        blocks = self._blocks(params)
+        # Check what it is to run on.
+        blocks = self._check_blocks(params)
         tensors, whole = self.cache.tensors(lowered, batch)
         # Rows are compared over ranks where the loss is a mean over them, and all leaves have the same
         # number.
         counts = {v.shape[0] for n, v in tensors.items() if n not in whole and v.dim()}
-        plain = self.cache.trains and lowered.program.outputs.count is None
-        rank.rows = counts.pop() if plain and len(counts) == 1 else None
+        is_mean_of_rows = self.cache.trains and lowered.program.outputs.count is None
+        rank.rows = counts.pop() if is_mean_of_rows and len(counts) == 1 else None
 
         # The first time: agree on the program, compile it and bind it.
         bound = rank.bound.get((id(lowered), rank.observer))
@@ -196,20 +203,24 @@ class Runner:
                 self._agree(lowered, blocks, full_checksums(params), seed, step, rank.rows)
             lowered.compile()
             bound = self._bind(lowered)
-        return bound, self._inputs(lowered, blocks, tensors, whole, seed, step)
+        return bound, self._make_inputs(lowered, blocks, tensors, whole, seed, step)
 
     def count(self, bound: Bound, env: Mapping[Any, Tensor]) -> float | None:
         """Count a Mean's items on all ranks, if a hook or a backward of `fn`'s has to know. A collective."""
         if bound.counting is None:
             return None
-        program, parts, mine = bound.lowered.program, bound.lowered.options.accumulate, 0.0
+        program, parts = bound.lowered.program, bound.lowered.options.accumulate
+
+        # Run the graph that counts on each micro-batch; leaves have one name for all of them.
+        mine = 0.0
         names = [i.value_name for i in (program.traced or program).inputs]
         for micro in range(parts) if parts > 1 else [None]:
             with torch.no_grad():
                 values = [env.get(n.of(micro), env.get(n)) for n in names]
                 mine += float(replay(bound.counting, values)[0])
         every = self.rank.comm.gather_object(repr(mine))
-        # Ranks along the other axes count the same items.
+
+        # Ranks along the other axes count the same items, and are left out.
         ranks = self.mesh.group_ranks(averaged_axes(self.cache.specs.stored.values(), self.mesh))
         return sum(float(every[rank]) for rank in ranks)
 
@@ -223,7 +234,7 @@ class Runner:
         rank.calls += 1
         if rank.calls == 1 or (self.cache.trains and rank.calls & (rank.calls - 1) == 0):
             check_leaves(batch, values=True)
-            compare_rows(rank.comm, self._parts, texts_of(batch))
+            compare_rows(rank.comm, self._part_axes, texts_of(batch))
 
     def _agree(
         self, lowered: Lowered, blocks: Mapping[str, Tensor], given: Mapping[str, int], seed: int, step: int,
@@ -237,6 +248,7 @@ class Runner:
             given: checksums of the full leaves that blocks were cut out of, by path.
             rows: the number of rows of this rank's batch, where all ranks must have as many; else None.
         """
+        # Compare the programs, and all that must be alike besides.
         rank, specs = self.rank, self.cache.specs
         settings = {"accumulate": str(lowered.options.accumulate)}
         if self.cache.trains and self.mesh.size > 1:
@@ -258,16 +270,19 @@ class Runner:
 
         # Ranks that compute parts of the same rows must close over the same tensors.
         constants = lowered.program.constants
-        if self._parts and constants:
-            read = {f"a tensor {list(v.shape)} that `fn` closes over, {n},": v for n, v in constants.items()}
-            compare_rows(rank.comm, self._parts, {n: str(checksum(v)) for n, v in read.items()})
+        if self._part_axes and constants:
+            closed_over = {}
+            for name, value in constants.items():
+                text = f"a tensor {list(value.shape)} that `fn` closes over, {name},"
+                closed_over[text] = str(checksum(value))
+            compare_rows(rank.comm, self._part_axes, closed_over)
 
         # Processes of one host share Inductor's cache on disk, so that each compiles a share. Accelerators do
         # not: the cache has entries of its own for each device.
-        shared = (self.mesh.kind, self.mesh.device_type) == ("group", "cpu")
-        if shared and self.options.backend != "eager" and not rank.agreement.compiled:
+        is_shared = (self.mesh.kind, self.mesh.device_type) == ("group", "cpu")
+        if is_shared and self.options.backend != "eager" and not rank.agreement.compiled:
             lowered.compile_share()
-            rank.comm.gather_object("")
+            rank.comm.gather_object("")  # wait until all shares are in the cache
 
     @contextmanager
     def watching(self, observer: Watch) -> Iterator[None]:
@@ -282,6 +297,7 @@ class Runner:
 
     def _bind(self, lowered: Lowered) -> Bound:
         """Bind a compiled step to this rank, and drop the bindings of programs that are no longer kept."""
+        # Give the schedule all that it runs with.
         mesh, rank, specs = self.mesh, self.rank, self.cache.specs
         scalars = updater = None
         if self.cache.trains:
@@ -296,7 +312,7 @@ class Runner:
         )  # fmt: skip
         run = bind(context)
 
-        def in_own_modes(env: dict[str, Any]) -> dict[str, Any]:
+        def run_in_modes(env: dict[str, Any]) -> dict[str, Any]:
             try:
                 check_autocast()
                 with deterministic(lowered.options.deterministic):
@@ -305,34 +321,35 @@ class Runner:
                 error.add_note(describe_peak(lowered.memory_analysis(), ", by the plan"))
                 raise
 
-        bound = Bound(lowered, in_own_modes, scalars, make_count_graph(lowered.program))
+        # Keep the binding with those of the programs that the cache still has.
+        bound = Bound(lowered, run_in_modes, scalars, make_count_graph(lowered.program))
         known = {id(each) for each in self.cache.programs.values()}
         bindings = {k: v for k, v in rank.bound.items() if k[0] in known}
         rank.bound = bindings | {(id(lowered), rank.observer): bound}
         return bound
 
-    def _blocks(self, params: Any) -> dict[str, Tensor]:
-        """Return this rank's stored blocks by path, in the order of the specs, after they are checked."""
-        resolved, before = self.cache.specs, self._checked
+    def _check_blocks(self, params: Any) -> dict[str, Tensor]:
+        """Check this rank's stored blocks, and return them by path, in the order of the specs."""
+        resolved, (checked_specs, checked_forms) = self.cache.specs, self._checked
         specs, structure = resolved.stored, resolved.structure
-        blocks, form = tree.flatten(params)
-        # They are compared at every step, and not by identity: a tensor's `.data` may have been assigned.
-        found = [(v.shape, v.dtype, v.device) if isinstance(v, Tensor) else type(v) for v in blocks]
-        changed = form != structure or before[0] is not specs or before[1] != found
-        if changed or resolved.complex:
+        blocks, tree_form = tree.flatten(params)
+        # Compare their forms at every step, and not identities: a tensor's `.data` may have been assigned.
+        forms = [(v.shape, v.dtype, v.device) if isinstance(v, Tensor) else type(v) for v in blocks]
+        is_checked = tree_form == structure and checked_specs is specs and checked_forms == forms
+        if not is_checked or resolved.complex:
             named = resolved.blocks_of(params)
-            if changed:
+            if not is_checked:
                 compare_paths(specs, named)
                 resolved.check_constants(params)
                 check_blocks(specs, named, self.mesh)
-                if form == structure:
-                    self._checked = specs, found
+                if tree_form == structure:
+                    self._checked = specs, forms
             blocks = [named[p] for p in specs]
 
         # A schedule writes in place, which torch refuses for what requires grad.
         return dict(zip(specs, [v.detach() if v.requires_grad else v for v in blocks], strict=True))
 
-    def _inputs(
+    def _make_inputs(
         self,
         lowered: Lowered,
         blocks: Mapping[str, Tensor],
@@ -341,7 +358,7 @@ class Runner:
         seed: int,
         step: int,
     ) -> dict[str, Any]:
-        """Return what a schedule starts from: stored blocks, batch, constants and random keys."""
+        """Make the environment that a schedule starts from: stored blocks, batch, constants and keys."""
         mesh, parts, program = self.mesh, lowered.options.accumulate, lowered.program
         names = lowered.names
 
@@ -358,9 +375,11 @@ class Runner:
         for axis in names["axis"]:
             index = torch.full((), mesh.coordinate()[axis], dtype=torch.int64, device=mesh.device)
             env[ValueName(Kind.AXIS, axis)] = index
-        for micro in range(parts if names["key"] else 0):
-            index = micro if parts > 1 else None
-            keys = derive_keys(seed, step, mesh.data_rank, micro, len(names["key"]))
-            keys = copy_to_device(keys, mesh.device).unbind(0)
-            env |= {ValueName(Kind.KEY, n, micro=index): k for n, k in zip(names["key"], keys, strict=True)}
+        if names["key"]:
+            for micro in range(parts):
+                index = micro if parts > 1 else None
+                keys = derive_keys(seed, step, mesh.data_rank, micro, len(names["key"]))
+                keys = copy_to_device(keys, mesh.device).unbind(0)
+                for name, key in zip(names["key"], keys, strict=True):
+                    env[ValueName(Kind.KEY, name, micro=index)] = key
         return env

@@ -1,4 +1,4 @@
-"""Settings: what a step does besides `fn`, as pure functions of optimizer, specs and options."""
+"""Settings: derive what a step does besides `fn`, by pure functions of optimizer, specs and options."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FORWARD = StepSettings(update=False, differentiate=False)
 
 
 def fill_depths(options: StepOptions, mesh: Mesh) -> StepOptions:
-    """Return options in which the depths of the default passes are filled in, where nobody gave them.
+    """Return options in which the depths of the default passes are filled in, where the user gave none.
 
     CPU ranks that share memory move bytes on the thread that computes. Nothing would travel while a kernel
     runs, and buffers that wait would only take memory: their depths are 0.
@@ -35,11 +35,12 @@ def fill_depths(options: StepOptions, mesh: Mesh) -> StepOptions:
         return options
     depth = 0 if transport_of(mesh) == "shared" else 1
     prefetch = depth if options.prefetch is None else options.prefetch
-    return replace(options, prefetch=prefetch, overlap=depth if options.overlap is None else options.overlap)
+    overlap = depth if options.overlap is None else options.overlap
+    return replace(options, prefetch=prefetch, overlap=overlap)
 
 
 def check_order(options: StepOptions, mesh: Mesh) -> None:
-    """Refuse an order of micro-batches that fills the idle time of stages, where there are none.
+    """Refuse an order of micro-batches that fills the idle time of stages, if there are no stages.
 
     Raises:
         SpecError: the order is "zero_bubble", and the mesh has no pipeline.
@@ -65,8 +66,8 @@ def step_settings(
     families = families_of(optimizer, specs.stored, mesh) if optimizer is not None else {}
     dynamic = loss_scale_of(optimizer, specs, options).dynamic
     # An update that needs the norm, or that may be skipped, waits for the gradients of all leaves.
-    stands_between = any(family.needs_norm for family in families.values()) or dynamic
-    norms = stands_between or options.grad_norm
+    waits_for_all = any(family.needs_norm for family in families.values()) or dynamic
+    norms = waits_for_all or options.grad_norm
     return StepSettings(
         accumulate=options.accumulate,
         accumulate_mode=options.accumulate_mode,
@@ -75,7 +76,7 @@ def step_settings(
         update=optimizer is not None,
         norms=norms,
         scalars=norms + len(REPORTED),
-        barrier=stands_between,
+        barrier=waits_for_all,
         families=families,
     )
 
@@ -118,6 +119,6 @@ def items_of(program: Program) -> float:
         return program.outputs.bound
     nodes = zip(program.placeholders, program.inputs, strict=True)
     values = [n.meta["val"] for n, i in nodes if i.kind == "batch"]
-    whole = [v.numel() for v in values if not v.is_floating_point()]
+    integers = [v.numel() for v in values if not v.is_floating_point()]
     rows = [v.shape[0] for v in values if v.dim()]
-    return max([1, *(whole or rows)])
+    return max([1, *(integers or rows)])  # without integers a row is the best guess of an item

@@ -1,7 +1,7 @@
 """Shards: make this rank's blocks of a parameter tree, put them together again, and check them.
 
-Each rank makes only its own blocks, and their numbers do not depend on the mesh. A leaf that another stage of
-a pipeline has is *foreign*, and a rank's block of it is a tensor without elements.
+Each rank makes only its own blocks, and their numbers do not depend on the mesh. A leaf that belongs to
+another stage of a pipeline is *foreign*, and this rank's block of it is a tensor without elements.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def shard(
 ) -> Any:
     """Cut a full tree into this rank's stored blocks: padded, in storage dtype, on their tier.
 
-    Nothing moves between ranks: every rank must hold the same full tree, bit for bit, which its first step
-    compares. Leaves of a module built under `deferred` are made one at a time, and nothing but the block
-    where that is possible.
+    Nothing moves between ranks: every rank must hold the same full tree, bit for bit, which the first step
+    checks. Leaves of a module built under `deferred` are made one at a time; where possible, nothing of them
+    is made but the block.
 
     Args:
         disk_dir: the directory for leaves with memory="disk".
@@ -89,7 +89,7 @@ def check_is_used(seed: int, named: Mapping[str, Tensor]) -> None:
 
 
 def put_at_rest(block: Tensor, spec: LayoutSpec, mesh: Mesh, disk_dir: str | None) -> Any:
-    """Bring a block into its storage dtype and tier; a coded leaf becomes the dict of its parts."""
+    """Convert a block to its storage dtype and tier; encode a coded leaf as the dict of its parts."""
     if is_coded(spec):
         parts = encode(block, spec)
         return {n: put_at_rest(parts[n], s, mesh, disk_dir) for n, s in parts_of(spec).items()}
@@ -99,7 +99,7 @@ def put_at_rest(block: Tensor, spec: LayoutSpec, mesh: Mesh, disk_dir: str | Non
 
 
 def foreign_block(spec: LayoutSpec, mesh: Mesh) -> Any:
-    """Return the empty block in the place of another stage's leaf; of a coded leaf, a dict of its parts."""
+    """Return the empty block that stands for another stage's leaf; for a coded leaf, a dict of its parts."""
     if is_coded(spec):
         return {name: foreign_block(part, mesh) for name, part in parts_of(spec).items()}
     device = mesh.device if spec.memory == "device" else torch.device("cpu")
@@ -129,8 +129,11 @@ def unshard(
     if layout not in ("storage", "gradient", "optimizer"):
         raise SpecError(f"layout={layout!r}: 'storage', 'gradient' or 'optimizer', a field of LayoutSpec.")
     resolved = ResolvedSpecs.of(specs)
+    # In a tree of gradients, put the specs' constant, or a gap, in the place of each None.
     if layout != "optimizer":
-        shards = _fill_gaps(shards, resolved)
+        fill = tree.constants_of(resolved.tree, is_spec) | dict.fromkeys(resolved.stored, _GAP)
+        values, form = tree.flatten_with_paths(shards, constants=True)
+        shards = tree.unflatten([fill.get(p) if v is None else v for p, v in values.items()], form)
         resolved = resolved.align(shards)
     if not resolved.complete:
         raise SpecError(
@@ -139,9 +142,10 @@ def unshard(
             "step.specs of a step that has seen the full leaves, or match_specs(params, rules).",
         )
 
+    # Find the blocks of all leaves, and how they are laid out.
     named = resolved.stored
     given = {p: None if v is _GAP else v for p, v in resolved.blocks_of(shards).items()}
-    # Slots come by path: frozen leaves are missing, and so are those of other stages.
+    # Slots are given by path, without frozen leaves and those of other stages.
     if layout == "optimizer":
         given = dict.fromkeys((p for p, s in named.items() if not s.trainable), None) | given
         foreign = {p: _store_as(s, layout) for p, s in named.items() if s.trainable and not is_here(s, mesh)}
@@ -150,6 +154,7 @@ def unshard(
     if layout != "storage":
         named = {p: _store_as(s, layout) for p, s in named.items() if given[p] is not None}
 
+    # Check them, and gather the leaves.
     check_blocks(named, given, mesh, fix=_UNSHARD)
     out = gather_full({p: given[p] for p in named}, named, mesh, connection(mesh))
     # A tree of gradients or slots has the form that `fn` sees: a coded leaf is one leaf, and None.
@@ -172,10 +177,12 @@ def gather_full(
     if mesh.stages > 1:
         comm.open_groups([mesh.ordered(s.storage.axes) for s in specs.values()])
 
-    # Gather each leaf where it is stored, and send it from there to the other stages.
     with torch.no_grad():
-        stored = lambda s: s.storage.contiguous  # noqa: E731
-        for bucket in make_buckets(split, mesh, stored, lambda s: s.storage_dtype, "unshard"):
+        # Gather the leaves of this stage, bucket by bucket.
+        buckets = make_buckets(
+            split, mesh, lambda s: s.storage.contiguous, lambda s: s.storage_dtype, "unshard"
+        )
+        for bucket in buckets:
             packer = Packer(bucket, mesh, mesh.rank)
             flat = comm.send_buffer(bucket.numel, bucket.dtype, bucket.axes)
             packer.pack_blocks({p: blocks[p] for p in bucket.paths}, flat)
@@ -185,26 +192,21 @@ def gather_full(
             handle.release()
         # Leaves that are whole are copied: what is returned shares no memory with the blocks.
         out |= {p: blocks[p].to(mesh.device, copy=True) for p in here if p not in out}
-        for path, home in {p: stage_of(s, mesh) for p, s in specs.items()}.items():
-            what = f"leaf {path}"
-            if home == mesh.stage and mesh.stages > 1:
-                for stage in {*range(mesh.stages)} - {home}:
+
+        # Send each leaf from its stage to all others.
+        for path, spec in specs.items():
+            owner, what = stage_of(spec, mesh), f"leaf {path}"
+            if owner == mesh.stage and mesh.stages > 1:
+                for stage in {*range(mesh.stages)} - {owner}:
                     comm.send([out[path]], mesh.partner(stage), what)
                 comm.flush()  # wait, lest a stage run ahead of those that take its leaves
             elif path not in here:
-                like = tuple(specs[path].shape), blocks[path].dtype
-                (out[path],) = comm.recv([like], mesh.partner(home), what).wait()
+                like = tuple(spec.shape), blocks[path].dtype
+                (out[path],) = comm.recv([like], mesh.partner(owner), what).wait()
     return {path: out[path] for path in specs}
 
 
 _GAP = PathLeaf("no gradient")
-
-
-def _fill_gaps(grads: Any, specs: ResolvedSpecs) -> Any:
-    """Fill in the Nones of a tree of gradients: the specs' constant, or a gap of a leaf without one."""
-    fill = tree.constants_of(specs.tree, is_spec) | dict.fromkeys(specs.stored, _GAP)
-    given, form = tree.flatten_with_paths(grads, constants=True)
-    return tree.unflatten([fill.get(p) if v is None else v for p, v in given.items()], form)
 
 
 def _store_as(spec: LayoutSpec, layout: str) -> LayoutSpec:
@@ -263,11 +265,12 @@ def init_params(
     Args:
         source: the tree or module, whose leaves have values, or recipes (`deferred`).
         seed: the seed of deferred leaves; default 0.
-        disk_dir: the directory for leaves that rest on disk.
+        disk_dir: the directory for leaves that are stored on disk.
         trains: whether there is an optimizer. The seed is then also that of the random ops of all steps to
-            come, and leaves with a wider master copy come in its dtype, so that the copy can be taken of them
-            before `narrow_to_storage`.
+            come, and leaves with a wider master copy are made in its dtype, so that the copy can be taken of
+            them before `narrow_to_storage`.
     """
+    # Check the tree, the seed and the specs.
     number = 0 if seed is None else seed
     check_seed(number)
     is_module = isinstance(source, nn.Module)
@@ -286,10 +289,10 @@ def init_params(
         if spec.has_master:
             wide = torch.promote_types(spec.storage_dtype, spec.optimizer_dtype)
             specs[path] = replace(spec, storage_dtype=wide)
-    return tree.unflatten(_blocks(named, specs, mesh, disk_dir, number), resolved.leaf_structure)
+    return tree.unflatten(_make_blocks(named, specs, mesh, disk_dir, number), resolved.leaf_structure)
 
 
-def _blocks(
+def _make_blocks(
     named: Mapping[str, Tensor], specs: Mapping[str, LayoutSpec], mesh: Mesh, disk_dir: str | None, seed: int
 ) -> list[Any]:
     """Make this rank's blocks of full leaves, in the specs' order; of deferred leaves only what it needs."""
@@ -304,7 +307,7 @@ def _blocks(
             f"{leaves(len(wrong))} of other shapes than their specs:", wrong, "pass full leaves."
         )
 
-    # Make one leaf after another; where it can be cut, no more of it than this rank's boxes.
+    # Make one leaf after another; of a leaf that can be cut, only this rank's boxes.
     unfit, blocks, values = Unfit(), [], Values(named, seed)
     for path, spec in specs.items():
         if not is_here(spec, mesh) and not is_coded(spec):
@@ -317,17 +320,17 @@ def _blocks(
             continue
         block = torch.zeros(stored_shape(spec, mesh), dtype=named[path].dtype)
         # What the boxes leave of the block is padding, of zeros.
-        for full, own in boxes(spec.shape, spec.storage, mesh):
-            block[own] = values.part(path, full)
+        for in_leaf, in_block in boxes(spec.shape, spec.storage, mesh):
+            block[in_block] = values.part(path, in_leaf)
         blocks.append(put_at_rest(block, spec, mesh, disk_dir))
         if mesh.kind != "abstract" and mesh.ordered(spec.storage.axes):
-            _mark(blocks[-1], values.checksum(path))
+            _note_checksum(blocks[-1], values.checksum(path))
     unfit.refuse()
     return blocks
 
 
 def narrow_to_storage(shards: Any, resolved: ResolvedSpecs, mesh: Mesh, disk_dir: str | None) -> Any:
-    """Bring blocks into their storage dtype, after the master copies were taken of them."""
+    """Convert blocks to their storage dtype, after the master copies were taken of them."""
     specs = resolved.stored
 
     def narrow(block: Tensor, spec: LayoutSpec) -> Any:
@@ -339,8 +342,9 @@ def narrow_to_storage(shards: Any, resolved: ResolvedSpecs, mesh: Mesh, disk_dir
         p: b if b.dtype == specs[p].storage_dtype else narrow(b, specs[p])
         for p, b in resolved.blocks_of(shards).items()
     })  # fmt: skip
+    # Ranks still compare the full leaves, whose checksums the new blocks carry on.
     for path, given in full_checksums(shards).items():
-        _mark(stored[path], given)
+        _note_checksum(stored[path], given)
     return tree.unflatten(stored.values(), tree.flatten(shards)[1])
 
 
@@ -353,11 +357,11 @@ def cut_out(leaf: Tensor, spec: LayoutSpec, mesh: Mesh, disk_dir: str | None) ->
         return foreign_block(spec, mesh)
     block = put_at_rest(local_block(leaf, spec.storage, mesh), spec, mesh, disk_dir)
     if mesh.kind != "abstract" and mesh.ordered(spec.storage.axes):
-        _mark(block, checksum(leaf))
+        _note_checksum(block, checksum(leaf))
     return block
 
 
-def _mark(block: Any, given: int) -> None:
+def _note_checksum(block: Any, given: int) -> None:
     """Note the checksum of the full leaf on a block, or its parts, together with the count of writes to it.
 
     An inference tensor, which counts no writes, gets no such note.
@@ -370,14 +374,18 @@ def _mark(block: Any, given: int) -> None:
 def full_checksums(params: Any) -> dict[str, int]:
     """Return the checksums of the full leaves that blocks were cut out of, by path.
 
-    A block that was written to since has none: its `_version` is another.
+    A block that was written to since has none: its `_version` has changed.
     """
-    marks = {p: (v, v.given) for p, v in tree.flatten_with_paths(params)[0].items() if hasattr(v, "given")}
-    return {p: given for p, (v, (given, version)) in marks.items() if v._version == version}
+    checksums = {}
+    for path, block in tree.flatten_with_paths(params)[0].items():
+        given, version = getattr(block, "given", (None, None))
+        if given is not None and block._version == version:
+            checksums[path] = given
+    return checksums
 
 
 def blank_params(specs: Mapping[str, LayoutSpec], mesh: Mesh, disk_dir: str | None) -> dict[str, Tensor]:
-    """Make zeros for each leaf, of its stored block's shape, in the tier where it rests."""
+    """Make zeros for each leaf, of its stored block's shape, in the tier where it is stored."""
     check_directory(disk_dir, [p for p, s in specs.items() if "disk" in (s.memory, s.optimizer_memory)])
     return {
         p: zeros(stored_shape(s, mesh), s.storage_dtype, s.memory, mesh, disk_dir)
@@ -390,7 +398,7 @@ def blank_params(specs: Mapping[str, LayoutSpec], mesh: Mesh, disk_dir: str | No
 def blank_slots(
     slots: Slots, specs: Mapping[str, LayoutSpec], mesh: Mesh, disk_dir: str | None
 ) -> dict[str, dict[str, Tensor]]:
-    """Make zeros for each leaf's optimizer state, in the tier where it rests."""
+    """Make zeros for each leaf's optimizer state, in the tier where it is stored."""
     return {
         p: {n: zeros(*kind, specs[p].optimizer_memory, mesh, disk_dir) for n, kind in own.items()}
         for p, own in slots.items()
@@ -398,7 +406,7 @@ def blank_slots(
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, tier: str, mesh: Mesh, disk_dir: str | None) -> Tensor:
-    """Make a block of zeros in the tier where it rests."""
+    """Make a block of zeros in a tier."""
     if tier == "device":
         return torch.zeros(shape, dtype=dtype, device=mesh.device)
     return allocate(shape, dtype, tier, mesh.device, disk_dir).zero_()

@@ -1,4 +1,4 @@
-"""TrainState: everything that a resume needs, as plain local tensors."""
+"""TrainState: all that a training run needs to resume, as plain local tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FIELDS = ("step", "params", "opt_state", "loss_scale", "seed")
 class Metrics(dict[str, Any]):
     """A dict of what a step reports, by name: `loss`, `lr`, `grad_norm`, ..., `aux`.
 
-    Its values are 0-d tensors, but for `aux`, which is what `fn` returned. Printing it prints their numbers;
+    Its values are 0-d tensors, except `aux`, which is what `fn` returned. Printing it prints their numbers;
     nothing waits for a device before that.
 
     >>> metrics = Metrics(loss=torch.tensor(0.25), lr=torch.tensor(0.5), aux={"accuracy": torch.tensor(0.75)})
@@ -37,9 +37,10 @@ class Metrics(dict[str, Any]):
 
     def scalars(self) -> dict[str, Tensor]:
         """Return the 0-d tensors by name, also those of an `aux` dict, as "aux.loss" where names clash."""
+        named: dict[str, Any] = dict(self)
         aux = self.get("aux")
-        inner = aux.items() if isinstance(aux, dict) else ()
-        named = {**self, **{f"aux.{k}" if k in self else str(k): v for k, v in inner}}
+        if isinstance(aux, dict):
+            named |= {f"aux.{k}" if k in self else str(k): v for k, v in aux.items()}
         return {
             n: v for n, v in named.items() if isinstance(v, Tensor) and v.dim() == 0 and not v.is_complex()
         }
@@ -56,7 +57,7 @@ class Metrics(dict[str, Any]):
         tensors, reading = getattr(self, "_sent", ({}, None))
         arrived = reading.numbers() if reading is not None else {}
         check_limits(arrived)
-        # What was assigned since the step is read anew.
+        # A tensor that was assigned since the step is not in the reading.
         return {n: arrived[n] if tensors.get(n) is v else v.item() for n, v in self.scalars().items()}
 
     @property
@@ -75,15 +76,16 @@ class TrainState:
     """One rank's part of a training run between two steps.
 
     Args:
-        step: the number of steps made, also those that dynamic loss scaling skipped: 0-d int64 on the host.
+        step: the number of steps made, including those that dynamic loss scaling skipped: 0-d int64 on the
+            host.
         params: the parameter tree of stored shards (padded blocks, see `LayoutSpec.storage`).
         opt_state: `{path: {slot: block}}`, in `LayoutSpec.optimizer`; "master" is the copy in
             `optimizer_dtype` where that differs from storage. Slots of a complex leaf are real, [..., 2].
         loss_scale: `{"scale": 0-d fp32, "good_steps": 0-d int64, "skipped_steps": 0-d int64}` where the
             scale is dynamic, else empty.
         seed: the seed, 0-d int64; random ops draw from (seed, step, rank, micro-batch).
-        where: the spec tree and the mesh that the tensors are laid out by, where they are known
-            (`step.init` knows them): a checkpoint then needs neither as an argument.
+        where: the spec tree and the mesh by which the tensors are laid out, if they are known (`step.init`
+            knows them): a checkpoint then needs neither as an argument.
         data: the position in the data that was saved with the state, if it was restored.
         slot_shapes: by path and slot, the shapes of whole slots that do not have their leaf's shape.
 
@@ -132,10 +134,10 @@ class TrainState:
         return {name: getattr(self, name) for name in _FIELDS}
 
     def copy(self) -> TrainState:
-        """Return a state with its own tensors; those of leaves that rest on disk are in the host's memory."""
+        """Return a state with its own tensors; those of leaves on disk are copied to the host's memory."""
 
         def copy_tensor(tensor: Tensor) -> Tensor:
-            # What transfers to a device read must stay pinned, or the copies would block.
+            # Tensors that are copied to a device must stay pinned, or these copies would block.
             pinned = tensor.device.type == "cpu" and tensor.is_pinned()
             return torch.empty_like(tensor, pin_memory=pinned).copy_(tensor)
 
@@ -156,7 +158,7 @@ class TrainState:
         A step does so before it runs, so that one that fails half way leaves no state that looks whole.
 
         Args:
-            by: who takes the tensors, as an error says it; None is the step that follows this state.
+            by: what takes the tensors, as an error names it; None is the step that follows this state.
         """
         fields = self.as_dict()
         self._consumed_by = by or f"step {int(fields['step'])}"
@@ -202,6 +204,8 @@ def check_state(value: Any, has_optimizer: bool, paths: Collection[str]) -> bool
         )
     if not has_optimizer and training:
         raise StateError("this step has no optimizer.", fix="pass state.params, or make it with optimizer=.")
+
+    # A loop that was written for an optimizer passes a loss on. But a 0-d tensor may also be all parameters.
     loss = value[0] if isinstance(value, tuple) and len(value) == 2 else value
     is_number = isinstance(loss, Tensor) and loss.dim() == 0
     if is_number and tree.flatten_with_paths(value)[0].keys() != set(paths):

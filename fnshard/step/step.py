@@ -1,4 +1,4 @@
-"""`shard_step` makes of a pure function and its specs a `Step`, a compiled, sharded training step.
+"""Make a `Step`, a compiled, sharded training step, from a pure function and its specs (`shard_step`).
 
 `shard_forward` makes a forward without a backward, and `lockstep` is for ranks whose data end at different
 steps.
@@ -63,7 +63,7 @@ T = TypeVar("T")
 
 
 class Compiled:
-    """A base of steps and forwards, which has their programs by batch and runs them on ranks."""
+    """A base of steps and forwards, which keeps their programs by batch and runs them on ranks."""
 
     def __init__(self, cache: ProgramCache):
         self.mesh, self.options = cache.mesh, cache.options
@@ -95,7 +95,7 @@ class Step(Compiled):
         self.optimizer = optimizer
         self._chosen_scale: LossScale | None = None
         self._checked_slots: Any = None
-        self._warned_of_nan = self._checked_updates = False
+        self._warned_of_nan = self._checked_optimizer = False
         self._check_optimizer()
 
     def __repr__(self) -> str:
@@ -117,7 +117,7 @@ class Step(Compiled):
 
     @property
     def resolved(self) -> ResolvedSpecs:
-        """The specs by path, of leaves and of stored tensors."""
+        """The specs of leaves and of stored tensors, by path."""
         return self._cache.specs
 
     def resolve(self, params: Any) -> None:
@@ -153,7 +153,7 @@ class Step(Compiled):
         return self._begin(shards, seed or 0)
 
     def adopt(self, blocks: Any, *, seed: int = 0) -> Any:
-        """Make the state before the first step of parameters that are sharded already; it takes them over.
+        """Make the state before the first step from parameters that are sharded already; it takes them over.
 
         Without an optimizer the blocks are returned unchanged.
 
@@ -173,19 +173,20 @@ class Step(Compiled):
         return self._begin(blocks, seed)
 
     def _begin(self, shards: Any, seed: int) -> Any:
-        """Make the first state of parameter shards."""
+        """Make the first state from parameter shards."""
         if self.optimizer is None:
             return shards
         self._check_optimizer()
         resolved, mesh, disk_dir = self.resolved, self.mesh, self.options.disk_dir
         blocks = resolved.blocks_of(shards)
+        # Master copies are taken before the stored blocks lose their digits.
         slots = init_slots(self.optimizer, blocks, resolved.stored, mesh, mesh.rank, disk_dir)
         shards = narrow_to_storage(shards, resolved, mesh, disk_dir)
         step, number = torch.zeros((), dtype=torch.int64), torch.tensor(seed, dtype=torch.int64)
-        return self._state(step, shards, slots, number)
+        return self._make_state(step, shards, slots, number)
 
     def blank(self, specs: Any) -> TrainState:
-        """Make a state of zeros for a restore to fill in, laid out and resting as this step's states are.
+        """Make a state of zeros for a restore to fill in, laid out and stored as this step's states are.
 
         Args:
             specs: the step's specs with the shapes of their leaves, if the step has not seen these yet.
@@ -203,9 +204,9 @@ class Step(Compiled):
         params = blank_params(specs, mesh, self.options.disk_dir)
         slots = blank_slots(self._slots, specs, mesh, self.options.disk_dir)
         step, seed = (torch.zeros((), dtype=torch.int64) for _ in range(2))
-        return self._state(step, self.resolved.tree_of(params), slots, seed)
+        return self._make_state(step, self.resolved.tree_of(params), slots, seed)
 
-    def _state(self, step: Tensor, blocks: Any, slots: Any, seed: Tensor) -> TrainState:
+    def _make_state(self, step: Tensor, blocks: Any, slots: Any, seed: Tensor) -> TrainState:
         """Make a state with a fresh loss scale, which knows its specs, its mesh and its slots' shapes."""
         shapes = slot_shapes(self.optimizer, self.resolved.stored)
         where = (self.specs, self.mesh)
@@ -242,16 +243,18 @@ class Step(Compiled):
                 parameters; or ranks that split the same rows got different ones.
             CollectiveError: a peer died or stayed silent.
         """
+        # Check the state, and take the numbers that it holds.
         training = check_state(state, self.optimizer is not None, self._cache.specs.stored)
         params = state.params if training else state
         self._cache.follow(params)
         seed, number = (int(state.seed), int(state.step)) if training else read_rng(rng)
         if training:
-            keywords |= {} if rng is None else {"rng": rng}
+            if rng is not None:
+                keywords["rng"] = rng
             self._check_slots(state.opt_state)
             self._scale.check(state.loss_scale)
 
-        # Find the program of this batch, and all that it begins with but gradients' scale.
+        # Find the program of this batch, and the values that it starts from, except the scale of gradients.
         passed = self._cache.arguments(batch, keywords)
         bound, env = self._runner.prepare(params, passed, seed, number)
 
@@ -259,11 +262,11 @@ class Step(Compiled):
         # it starts from a power of two there, and norm and updates are scaled by the rest.
         scale, program = self._scale.scale(state.loss_scale if training else {}), bound.lowered.program
         loss = program.results[program.outputs.loss].meta["val"]
-        divisor = self._divisor(bound, env)
+        divisor = self._find_divisor(bound, env)
         start, rest = exact_seed(float(scale) / divisor, loss.dtype)
         env[LOSS_TANGENT] = torch.full((), start, dtype=loss.dtype, device=self.mesh.device)
 
-        # The factor is known in full when the step's scalars are, on which skipping depends too.
+        # The rest of the factor is known together with the step's scalars, on which skipping depends too.
         control = StepControl(
             gradient_factor=lambda summary: gradient_factor(
                 summary, rest / float(scale), divisor, self.mesh.device
@@ -272,7 +275,7 @@ class Step(Compiled):
             flags=self._runner.rank.reports,
         )
         if not training:
-            return self._gradients(bound, bound.run(env | {CONTROL: control}))
+            return self._collect_gradients(bound, bound.run(env | {CONTROL: control}))
 
         # From here on the tensors of the state are written to.
         state = state.consume()
@@ -281,8 +284,9 @@ class Step(Compiled):
         names = [n for n in bound.lowered.schedule.inputs if n.kind is Kind.STORED]
         before = {n.path: env[n] for n in names}
         env = bound.run(env)
-        stored = {n.path: env[n] for n in names}
+
         # Ranks that share memory move their blocks to where all of them read the leaves.
+        stored = {n.path: env[n] for n in names}
         moved = self.resolved.as_seen({p: v for p, v in stored.items() if v is not before[p]})
         if moved:
             named, form = tree.flatten_with_paths(state.params)
@@ -361,7 +365,7 @@ class Step(Compiled):
 
     @cached_property
     def _slots_of_all(self) -> Slots:
-        """Return shapes and dtypes of the optimizer state of all stages' leaves."""
+        """The shapes and dtypes of the optimizer state of all stages' leaves."""
         return slot_blocks(self.optimizer, self.resolved.stored, self.mesh)
 
     @property
@@ -370,9 +374,12 @@ class Step(Compiled):
         specs = self.resolved.stored
         return {p: own for p, own in self._slots_of_all.items() if is_here(specs[p], self.mesh)}
 
-    def _check_updates(self) -> None:
-        """Refuse, once, an optimizer that may not update these leaves; warn where its updates are lost."""
-        if self._checked_updates:
+    def _check_optimizer(self) -> None:
+        """Refuse an optimizer that may not update these leaves; warn where its updates are lost.
+
+        This is done once, as soon as the leaves are known.
+        """
+        if self.optimizer is None or not self.resolved.complete or self._checked_optimizer:
             return
         specs = self.resolved.stored
         for path in filter(self.resolved.complex.__contains__, self.resolved.trainable):
@@ -386,40 +393,36 @@ class Step(Compiled):
         families_of(self.optimizer, specs, self.mesh)  # it refuses an optimizer that cannot be traced
         if self.mesh.rank == 0:
             warn_of_lost_updates(self.optimizer, specs)
-        self._checked_updates = True
+        self._checked_optimizer = True
 
     @property
     def _scale(self) -> LossScale:
+        """The loss scale, which depends on the dtypes of leaves, and is fixed once all leaves are known."""
         if self._chosen_scale is None or not self.resolved.complete:
             self._chosen_scale = loss_scale_of(self.optimizer, self.resolved, self.options)
         return self._chosen_scale
 
-    def _divisor(self, bound: Bound, env: dict[str, Any]) -> float:
+    def _find_divisor(self, bound: Bound, env: dict[str, Any]) -> float:
         """Return what gradients are divided by on the way: the number of parts, a Mean's count or bound."""
         if bound.lowered.program.outputs.count is None:
             ranks = self.mesh.axes_size(averaged_axes(self.resolved.stored.values(), self.mesh))
             return float(ranks * bound.lowered.options.accumulate)
         return self._runner.count(bound, env) or float(self._runner.rank.agreement.items)
 
-    def _check_optimizer(self) -> None:
-        """Check the optimizer against the leaves, as soon as these are known."""
-        if self.optimizer is not None and self.resolved.complete:
-            self._check_updates()
-
     def _check_slots(self, state: dict[str, dict[str, Tensor]]) -> None:
         """Refuse an optimizer state of another step, leaf by leaf where it is not the one seen before."""
-        found = [(p, n, v.shape, v.dtype, v.device) for p, own in state.items() for n, v in own.items()]
-        if self._checked_slots != (list(state), found):  # another state than was checked leaf by leaf
+        forms = [(p, n, v.shape, v.dtype, v.device) for p, own in state.items() for n, v in own.items()]
+        if self._checked_slots != (list(state), forms):  # it has another form than was checked leaf by leaf
             check_slots(state, self._slots, self.resolved.stored, self.mesh)
-            self._checked_slots = list(state), found
+            self._checked_slots = list(state), forms
 
-    def _gradients(self, bound: Bound, env: dict[str, Any]) -> Any:
-        """Return the loss, with any `aux`, and the gradients of a step without an optimizer."""
+    def _collect_gradients(self, bound: Bound, env: dict[str, Any]) -> Any:
+        """Collect the loss, any `aux`, and the gradients of a step without an optimizer."""
         summary, control = env[SCALARS], env[CONTROL]
         self._runner.rank.finish_step({}, summary.flags, summary.excesses)
         factor = control.gradient_factor(summary)
 
-        # Gradients of this rank's leaves, and empty ones of leaves of other stages.
+        # Collect the gradients of this rank's leaves, and empty ones for leaves of other stages.
         blocks: dict[str, Tensor] = {}
         for name in bound.lowered.schedule.reduced.values():
             blocks |= env[name].blocks
@@ -428,17 +431,19 @@ class Step(Compiled):
             scaled = block if factor is None else block * factor.to(block.device)
             grads[path] = scaled.to(self.resolved.stored[path].storage_dtype)
         for path in self.resolved.trainable:
-            if not is_here(spec := self.resolved.stored[path], self.mesh):
+            spec = self.resolved.stored[path]
+            if not is_here(spec, self.mesh):
                 grads[path] = foreign_block(replace(spec, memory="device"), self.mesh)
 
         loss = summary.loss.to(env[LOSS_TANGENT].dtype)
-        self._say_if_not_finite("without an optimizer", loss, list(grads.items()), "gradients")
+        self._warn_if_not_finite("without an optimizer", loss, list(grads.items()), "gradients")
 
         # Give them the tree that `fn` sees.
         aux = bound.scalars.aux_tree(summary, env)
         grads, structure = self.resolved.as_seen(grads), self.resolved.structure.of_gradients
         ordered = map(grads.get, self.resolved.stored)
-        return (loss if aux is None else (loss, aux)), tree.unflatten(ordered, structure)
+        value = loss if aux is None else (loss, aux)
+        return value, tree.unflatten(ordered, structure)
 
     def _advance(
         self, state: TrainState, bound: Bound, env: dict[str, Any], stored: Mapping[str, Tensor]
@@ -453,7 +458,7 @@ class Step(Compiled):
         summary, control = env[SCALARS], env[CONTROL]
         loss_scale = self._scale.after(state.loss_scale, control.skip)
 
-        # The metrics, still on the device.
+        # Collect the metrics, which are still on the device.
         metrics = Metrics(loss=summary.loss)
         if summary.norm is not None:
             factor = control.gradient_factor(summary)
@@ -463,26 +468,30 @@ class Step(Compiled):
         if aux is not None:
             metrics["aux"] = aux
 
-        # A norm shows gradients that are not finite; where there is none, blocks of the parameters do.
+        # A norm shows gradients that are not finite. Where there is none, the parameters show them.
         number = int(state.step)
         if summary.norm is not None:
             norm = [("grad_norm", metrics["grad_norm"])] if self.mesh.rank == 0 else []
-            self._say_if_not_finite(f"step {number}", summary.loss, norm, "gradients")
+            self._warn_if_not_finite(f"step {number}", summary.loss, norm, "gradients")
         else:
-            after = self._read_after(stored, whole=number & (number - 1) == 0)
-            self._say_if_not_finite(f"step {number}", summary.loss, after, "parameters after its update")
+            blocks = self._select_blocks(stored, whole=number & (number - 1) == 0)
+            self._warn_if_not_finite(f"step {number}", summary.loss, blocks, "parameters after its update")
 
         rank = self._runner.rank
         metrics.with_reading(rank.finish_step(metrics.scalars(), summary.flags, summary.excesses))
         # A skipped step is a step (its batch and its random numbers are used up) and no update.
         return state.replace(step=state.step + 1, loss_scale=loss_scale), metrics
 
-    def _read_after(self, stored: Mapping[str, Tensor], whole: bool) -> Sequence[tuple[str, Tensor]]:
-        """Return what a step looks at of this rank's blocks of the leaves that train and are in memory.
+    def _select_blocks(self, stored: Mapping[str, Tensor], whole: bool) -> Sequence[tuple[str, Tensor]]:
+        """Select the parts of this rank's blocks that a step checks, of leaves that train and are in memory.
 
-        Reading all of them takes a hundredth of a step, so steps 0, 1, 2, 4, 8, ... do. The other steps read
-        small blocks, and the first row and column of large ones: numbers that are not finite in an
-        activation's gradient make whole rows or columns of a weight so. What they miss, the next loss shows.
+        Reading all of the blocks takes a hundredth of a step, so steps 0, 1, 2, 4, 8, ... do it. The other
+        steps read small blocks, and the first row and column of large ones: numbers that are not finite in an
+        activation's gradient make whole rows or columns of a weight so. What these steps miss, the next loss
+        shows.
+
+        Args:
+            whole: whether all of each block is read.
         """
         if self.mesh.device_type != "cpu":
             return ()
@@ -491,15 +500,15 @@ class Step(Compiled):
         blocks = [(p, stored[p]) for p in trained if specs[p].memory != "disk"]
         if whole:
             return blocks
-        return [(path, line) for path, block in blocks for line in _lines_of(block)]
+        return [(path, line) for path, block in blocks for line in _sample_lines(block)]
 
-    def _say_if_not_finite(
+    def _warn_if_not_finite(
         self, where: str, loss: Tensor, values: Sequence[tuple[str, Tensor]], what: str
     ) -> None:
         """Warn, once, of a finite loss beside values that are not finite, or of the loss that follows these.
 
-        It looks on the CPU alone, where nothing has to wait for it. A dynamic loss scale skips such a step,
-        and nothing is said.
+        Values are read on the CPU alone, where nothing has to wait for that. A dynamic loss scale skips such
+        a step, so that there is no warning of it.
         """
         if self.mesh.device_type != "cpu" or self._warned_of_nan or self._scale.dynamic:
             return
@@ -512,37 +521,42 @@ class Step(Compiled):
                 self._warn_of_nan(f"{where}: the loss is {float(loss):.6g}, and the one before was finite.")
             return
 
-        # A finite loss: look at the values, by one sum of each block.
+        # The loss is finite: check the values by a sum of each large block, and one of all small blocks, for
+        # which a call each would take longer.
         floats = [(n, v) for n, v in values if v.is_floating_point() and v.element_size() > 1]
         sums = [v.detach().sum(dtype=torch.float32) for _, v in floats if v.numel() > SMALL]
-        few = [v.detach().flatten() for _, v in floats if v.numel() <= SMALL]
-        sums += (
-            [torch.cat(few).sum(dtype=torch.float32)] if few else []
-        )  # one call: a sum of each takes longer
+        small = [v.detach().flatten() for _, v in floats if v.numel() <= SMALL]
+        if small:
+            sums.append(torch.cat(small).sum(dtype=torch.float32))
         if not sums or bool(torch.isfinite(torch.stack(sums)).all()):
             return
-        # A sum passes NaN and inf on in one read. It may also overflow by itself, so values are read again.
+
+        # A sum shows NaN and inf in one read. It may also overflow by itself, so the values are read again.
         ill = list(dict.fromkeys(n for n, v in floats if not bool(torch.isfinite(v).all())))
         if ill:
+            named = ", ".join(ill[:3])
+            if len(ill) > 3:
+                named += " and others"
             self._warn_of_nan(
-                f"{where}: the loss is {float(loss):.6g}, and its {what} are not finite: "
-                f"{', '.join(ill[:3])}{' and others' if len(ill) > 3 else ''}."
+                f"{where}: the loss is {float(loss):.6g}, and its {what} are not finite: {named}."
             )
 
     def _warn_of_nan(self, found: str) -> None:
         """Warn, with the call that finds where the first NaN came from."""
         self._warned_of_nan = True
-        kept = "kept" if self.optimizer is not None else "params"
-        way = "kept = state.copy() before the step, and " * (kept == "kept")
-        way += f"fs.debug.nan_hunt(step, {kept}, batch) after it names where that began."
-        warnings.warn(f"{found} {way}", stacklevel=5)
+        if self.optimizer is None:
+            remedy = "fs.debug.nan_hunt(step, params, batch) after it names where that began."
+        else:
+            remedy = "kept = state.copy() before the step, and "
+            remedy += "fs.debug.nan_hunt(step, kept, batch) after it names where that began."
+        warnings.warn(f"{found} {remedy}", stacklevel=5)
 
 
 SMALL = 4096  # a block of so many numbers is read whole
 
 
-def _lines_of(block: Tensor) -> Sequence[Tensor]:
-    """Return a small block whole, and of a large one the first row and column, of each matrix of a stack."""
+def _sample_lines(block: Tensor) -> Sequence[Tensor]:
+    """Return a small block whole; of a large one, the first row and column, of each matrix of a stack."""
     if block.numel() <= SMALL or block.dim() < 2:
         return (block,)
     if block.dim() > 3:  # a convolution's weight
@@ -611,24 +625,30 @@ class Forward(Compiled):
         Raises:
             FnshardError: the errors of `Step.__call__`.
         """
-        training = isinstance(params, TrainState)
-        seed, number = (int(params.seed), int(params.step)) if training else (0, 0)
-        blocks = params.params if training else params
+        # Find the program of this batch, and run it.
+        blocks, seed, number = params, 0, 0
+        if isinstance(params, TrainState):
+            blocks, seed, number = params.params, int(params.seed), int(params.step)
         self._cache.follow(blocks)
         bound, inputs = self._runner.prepare(blocks, self._cache.arguments(batch, keywords), seed, number)
         env, lowered = bound.run(inputs), bound.lowered
+
+        # Refuse a result beyond a limit of `fn`'s.
         outputs, results = lowered.program.outputs, lowered.segments.results
         self._runner.rank.finish_step({}, {}, {limit: env[results[limit.result]] for limit in outputs.limits})
+
+        # Put the outputs together as `fn` returns them.
         values: list[Any] = []
-        for kind, *rest in outputs.aux:
+        for kind, *details in outputs.aux:
             if kind == "python":  # a constant of the program
-                values += rest
+                values += details
             else:  # a tensor, or the sum and the count of a Mean
-                tensors = [env[results[i]] for i in rest]
+                tensors = [env[results[i]] for i in details]
                 values.append(Mean(*tensors) if kind == "mean" else tensors[0])
         return tree.unflatten(values, outputs.aux_structure)
 
 
+# Options of a backward and an update, which a forward refuses.
 OF_TRAINING = (
     "accumulate", "micro_rows", "accumulate_mode", "micro_order", "zero_bubble_memory",
     "overlap",
@@ -657,8 +677,8 @@ def shard_forward(fn: Callable[..., Any], specs: Any, *, mesh: Mesh | None = Non
     >>> shard_forward(lambda p, x: p["w"] * x, specs, backend="eager")(params, torch.arange(3.0))
     tensor([0., 1., 2.])
     """
-    chosen, usual = read_options("shard_forward", options), StepOptions()
-    unused = [f"{name}={chosen[name]!r}" for name in OF_TRAINING if chosen[name] != usual[name]]
+    chosen, defaults = read_options("shard_forward", options), StepOptions()
+    unused = [f"{name}={chosen[name]!r}" for name in OF_TRAINING if chosen[name] != defaults[name]]
     if unused:
         raise SpecError(
             "a forward has no backward and no update, and so no use for:", unused, "leave them out."
@@ -671,11 +691,12 @@ def lockstep(loader: Iterable[T], step: Step) -> Iterator[T]:
 
     Each rank takes two batches ahead. A rank whose next batch is its last raises a flag, which travels with
     the loss of the step before, and the others see it a step later. So nobody waits for a device, and no
-    collective is added, except one before the first batch. Batches that the others have left are not used.
+    collective is added, except one before the first batch. Batches that other ranks have left are not used.
 
         for tokens, targets in fs.lockstep(loader, step):
             state, metrics = step(state, tokens, targets)
     """
+    # Take two batches ahead, and compare how many the ranks have.
     source = iter(loader)
     ahead = deque(islice(source, 2))
     fewest = min(int(text) for text in step.gather_strings(str(len(ahead))))

@@ -219,7 +219,7 @@ def on_paper(update: str, device: str = "cpu", **options: Any) -> Any:
 def test_auto_compiles_on_accelerators() -> None:
     """They do so only together with Inductor."""
     chosen = [
-        on_paper("auto", device, backend=backend)._compiled_update
+        on_paper("auto", device, backend=backend)._is_update_compiled
         for device in ("cpu", "cuda")
         for backend in ("eager", "inductor")
     ]

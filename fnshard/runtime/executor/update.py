@@ -140,13 +140,19 @@ class Updater:
         """Return a function that runs step `number` of leaves' updates on their blocks, where these lie."""
         # Each leaf is updated in one of three ways: by a compiled kernel together with others, by a fused
         # operator together with its family, or by its own graph.
-        leaves = [self._make_leaf_step(path, number) for path in paths]
-        compiled = [leaf for leaf in leaves if self._is_compiled(leaf)]
+        compiled: list[LeafStep] = []
         fused: dict[Family, list[LeafStep]] = {}
-        for leaf in leaves:
-            if leaf not in compiled and find_fused(leaf.family) is not None:
+        others: list[LeafStep] = []
+        for leaf in [self._make_leaf_step(path, number) for path in paths]:
+            # A kernel of Inductor's updates whole blocks on the device, without padding.
+            on_device = self.specs[leaf.path].updated_on == "device"
+            has_work = bool(leaf.compute.reads) and leaf.place.valid is None
+            if self.compiled is not None and on_device and has_work and is_compilable(leaf.family):
+                compiled.append(leaf)
+            elif find_fused(leaf.family) is not None:
                 fused.setdefault(leaf.family, []).append(leaf)
-        leaves = [leaf for leaf in leaves if leaf not in compiled and leaf.family not in fused]
+            else:
+                others.append(leaf)
 
         def update(
             blocks: Tensors, slots: Mapping[str, Tensors], params: Tensors, made: Parts, control: StepControl
@@ -158,7 +164,7 @@ class Updater:
             for family, members in fused.items():
                 self._update_fused(family, members, blocks, slots, params, control)
             out = {}
-            for leaf in leaves:
+            for leaf in others:
                 path = leaf.path
                 out[path] = self._update_leaf(
                     leaf, blocks.get(path), slots[path], params.get(path), made.get(path, {}), control
@@ -202,12 +208,6 @@ class Updater:
             return out
 
         return compute
-
-    def _is_compiled(self, leaf: LeafStep) -> bool:
-        """Return whether a kernel of Inductor's updates a leaf, which is on the device and has no padding."""
-        on_device = self.specs[leaf.path].updated_on == "device"
-        has_work = bool(leaf.compute.reads) and leaf.place.valid is None
-        return self.compiled is not None and on_device and has_work and is_compilable(leaf.family)
 
     def _update_fused(
         self, family: Family, leaves: Sequence[LeafStep], blocks: Tensors, slots: Mapping[str, Tensors],
