@@ -76,13 +76,13 @@ class PostMortem:
         if text:
             raised = _find_exception_lines(text)[0]
             head = f"rank {rank} of {ranks} failed: {raised}"
-            # `sys.exit(message)` has no traceback.
+            # `sys.exit(message)` has no traceback, and the head has its first line already.
             body = drop_internal_frames(text.rstrip()).removeprefix(raised).lstrip("\n")
         else:
             ended = f"ended with exit code {failure.exitcode}, without a traceback."
             if failure.exitcode < 0:
-                ended = f"was killed by signal {-failure.exitcode} ({failure.signal_name()})"
-                ended += ": perhaps out of memory." if failure.exitcode == -9 else "."
+                reason = ": perhaps out of memory" if failure.exitcode == -signal.SIGKILL else ""
+                ended = f"was killed by signal {-failure.exitcode} ({failure.signal_name()}){reason}."
             head = f"rank {rank} of {ranks} {ended}"
             body = f"Last line of its log: {_read_last_line(log)}"
         return "\n".join(filter(None, [head, body, f"Log: {log}"]))

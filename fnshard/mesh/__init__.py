@@ -178,8 +178,8 @@ def make_mesh(
         device: "cpu", "cuda", ...; by default the accelerator if there is one, and "cpu" if simulated.
         abstract: make a mesh of any size without process group and devices, for `lower` alone.
         simulated: make the ranks threads of this process (tests, debugging).
-        axes: sizes by name; one may be -1, which is the rest of the world. Without axes it is `shard=-1`, all
-            ranks there are, or a single rank if abstract or simulated.
+        axes: sizes by name; one may be -1, which takes all remaining ranks. Without axes it is `shard=-1`,
+            all ranks, or a single rank if abstract or simulated.
 
     Raises:
         SpecError: the product of the sizes is not the number of ranks, a size, device or data axis is
@@ -193,7 +193,7 @@ def make_mesh(
     if abstract and simulated:
         raise SpecError("a mesh is abstract (no ranks) or simulated (ranks are threads), not both.")
 
-    # Find the device, and the sizes; only a mesh of processes has a world that -1 could take the rest of.
+    # Find the device and the sizes. Only a mesh of processes has a world, of which -1 takes what is left.
     if device is not None:
         device_type = _check_device(device, abstract)
     else:
@@ -236,15 +236,17 @@ def make_mesh(
 
 def _resolve_sizes(axes: Mapping[str, int], world: int | None) -> tuple[int, ...]:
     """Return the sizes of axes, in which -1 is replaced by what the others leave of the world."""
-    bad = [f"{n}={s}" for n, s in axes.items() if type(s) is not int or (s < 1 and s != -1)]
+    # Refuse sizes that are no sizes; at most one may be free, and only in a world of known size.
+    is_bad = any(type(s) is not int or (s < 1 and s != -1) for s in axes.values())
     free = [n for n, s in axes.items() if s == -1]
     shown = ", ".join(f"{n}={s!r}" for n, s in axes.items())
-    if bad or len(free) > 1 or (free and world is None):
+    if is_bad or len(free) > 1 or (free and world is None):
         raise SpecError(
             f"mesh ({shown}) has a size that is not a positive integer.",
             fix="give each axis a size of at least 1; one axis may be -1 where a world is known.",
         )
 
+    # Fill in the free size; their product must then be the world's.
     fixed = math.prod(s for s in axes.values() if s != -1)
     sizes = tuple(s if s != -1 else (world or 1) // fixed for s in axes.values())
     if world is not None and math.prod(sizes) != world:

@@ -2,7 +2,7 @@
 
 Whatever ranks exchange on their hosts goes through that store (`Peers.exchange`), so that no rank issues a
 collective to which another may never come. A rank that has waited for LOOK_S writes there in which call it
-waits, and how many messages of each channel it has come to. A rank that ends signs off. So a rank that waits
+waits, and how many messages of each channel it has reached. A rank that ends signs off. So a rank that waits
 for one that has ended, or for one that waits for it in turn, learns this at its next look, and says which
 ranks called what. This is exact: what a rank shows stays true until it has what it waits for. A rank that
 shows nothing is at work, and the others wait for it until the timeout.
@@ -101,8 +101,8 @@ class RankStatus:
 
     Args:
         call, line: the call and line of the program; or "has ended", and its exception.
-        channel, number, ranks: the message that it waits for, and the ranks that have to come to it.
-        counts: how many messages of each channel it has come to.
+        channel, number, ranks: the message that it waits for, and the ranks that have to reach it.
+        counts: how many messages of each channel it has reached.
         ended: whether it has ended.
     """
 
@@ -166,7 +166,7 @@ class Peers:
     Args:
         store: the store that ranks met at.
         rank, world: this rank, and how many there are.
-        counts: how many messages of each channel this rank has come to.
+        counts: how many messages of each channel this rank has reached.
         pieces: how many pieces beyond the first its last message of each channel had.
         asked: says whether this process was asked to end.
         timeout: the timeout of exchanges without one of their own.
@@ -226,7 +226,7 @@ class Peers:
             if b"" in first:  # a rank gave up, and so does this one: its data must not answer a later try
                 raise explain(self.rank, {self.rank: status, **calls})
 
-            # All ranks have come to this message, so they have read the one before, which may go.
+            # All ranks have reached this message, so they have read the one before, which can be deleted.
             if number:
                 old = f"data/{channel}/{number - 1}/{self.rank}"
                 for key in (old, *(f"{old}/{at}" for at in range(before))):

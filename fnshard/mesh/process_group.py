@@ -24,7 +24,7 @@ import torch.distributed as dist
 from fnshard.errors import CollectiveError, SpecError
 from fnshard.mesh.deadlock import LEAVE, STOP_S, RankStatus, peers
 
-MEET_S = 60.0  # the least time that ranks have to come: some import for longer than a collective may take
+MEET_S = 60.0  # the least time that ranks have to meet: some import for longer than a collective may take
 POLL_S = 0.05
 SLACK_S = 5.0  # how long after its timeout torch may take to end by itself and say why
 LAUNCHER = "FNSHARD_LAUNCHER"  # the process of `fs.launch` that started this one
@@ -143,8 +143,8 @@ def join_group(
             fix="start the ranks by torchrun or fs.launch, which set both.",
         )
 
-    # Meet in a store, name this start, wait until all ranks are there, and only then make the group: torch,
-    # where some rank is missing, does not say which.
+    # Meet in a store, name this start, wait until all ranks are there, and only then make the group: torch
+    # does not say which rank is missing.
     timeout, patience = (datetime.timedelta(seconds=s) for s in (timeout_s, max(timeout_s, MEET_S)))
     if RENDEZVOUS in os.environ:
         store = dist.FileStore(str(Path(os.environ[RENDEZVOUS]) / f"store-{attempt()}"), world)
@@ -270,7 +270,7 @@ def _open_store(rank: int, world: int, timeout: datetime.timedelta, asked: Calla
         SpecError: there is no such host or port, or the port is taken; it is raised at once.
         CollectiveError: rank 0 did not come in time.
     """
-    # Check the address first: what is wrong with it, waiting cannot mend.
+    # Check the address first: waiting would not mend a wrong one.
     host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     where = f"MASTER_ADDR={host}, MASTER_PORT={port}"
     message = f"rank {rank} of {world} cannot meet the others"

@@ -23,7 +23,7 @@ class Reading:
         names: the names of all tensors, in order.
         known: the numbers of those that were on the host already.
         sent: the names of the others, and whether each is an integer.
-        values: the others' numbers, float64[len(sent)] on the host, which are there after `event`.
+        values: the others' numbers, float64[len(sent)] on the host, which are valid after `event`.
         event: the end of the copy; None on a CPU.
     """
 

@@ -136,6 +136,8 @@ def check_directory(disk_dir: str | None, paths: Sequence[str]) -> None:
     """
     if not paths:
         return
+
+    # Find what is wrong with the directory; a file is made there to see whether it can be.
     problem = None
     if disk_dir is None:
         problem = "no directory was named for it"
@@ -254,7 +256,7 @@ class Transfers:
 
         Raises: the worker's error, if one of its calls failed.
         """
-        # The worker comes first: until it is done it may begin copies on the stream.
+        # Wait for the worker first: until it is done it may begin copies on the stream.
         if self.worker is not None:
             self.worker.wait()
         if self.upward is not None:

@@ -131,6 +131,7 @@ class ProgramCache:
                 raise StateError("the specs do not know the leaves' full shapes.", fix=fix)
             return self.resolve(blocks)
         with self.lock:
+            # What `fn` was traced with must not change under its programs.
             if not self._has_programs and tree.flatten(blocks)[1] != self.specs.structure:
                 self._set_specs(self.specs.align(blocks))
 
@@ -243,7 +244,8 @@ class ProgramCache:
         for values in cut_batch(tensors, whole, lowered.options.accumulate):
             if not lowered.indices.outside(values, lowered.program.constants):
                 continue
-            program = self.front(batch, sources=True).program  # traced again, with the lines of code
+            # Trace it again with the lines of code, which the error names: to keep them always would be slow.
+            program = self.front(batch, sources=True).program
             program = program.traced or program
             outside = Indices.of(program).outside(values, program.constants)
             raise StateError(

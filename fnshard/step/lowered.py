@@ -128,10 +128,11 @@ class Lowered:
         """
         if len(self.schedules) == 1:
             return list(self.schedule.communication(shapes=True))
+        # Take each stage's texts in order, at the places that its lines have among those of all stages.
         lines = [schedule.instructions for schedule in self.schedules]
         places = [(s, n) for s, n in self.merged if lines[s][n].lane == COMMUNICATION]
-        feeds = [iter(schedule.communication(shapes=True)) for schedule in self.schedules]
-        return [f"stage {stage}: {next(feeds[stage])}" for stage, _ in places]
+        texts = [iter(schedule.communication(shapes=True)) for schedule in self.schedules]
+        return [f"stage {stage}: {next(texts[stage])}" for stage, _ in places]
 
     @property
     def attention(self) -> dict[str, int]:
@@ -270,9 +271,10 @@ class Lowered:
         """
         program = self.stages.program
         named = zip(program.inputs, program.placeholders, strict=True)
-        values = {known.name: node.meta["val"] for known, node in named if known.kind == "batch"}
-        rows = {n for n, v in values.items() if v.dim() == 2 and v.dtype == torch.int64}
-        counts = {self.batch_bytes[n] // 8 for n in rows & set(self.batch_bytes)}
+        values = {each.name: node.meta["val"] for each, node in named if each.kind == "batch"}
+        tokens = {n for n, v in values.items() if v.dim() == 2 and v.dtype == torch.int64}
+        # The program has the shapes of one micro-batch, and `batch_bytes` counts all of them.
+        counts = {self.batch_bytes[n] // 8 for n in tokens & set(self.batch_bytes)}
         return counts.pop() * self.schedule.mesh.data_size if len(counts) == 1 else None
 
     def compile(self) -> Lowered:

@@ -91,6 +91,7 @@ def check_slots(
     Raises:
         StateError: slots are missing, or of other shapes, dtypes or devices; it names them all.
     """
+    # Leaves with state that should have none, then leaves with other slots, then slots of other forms.
     wrong = [f"{p!r}: has state and none is wanted" for p in state if p not in expected]
     for path, slots in expected.items():
         given_slots = state.get(path, {})

@@ -104,10 +104,13 @@ def optimizer_text(optimizer: Optimizer | None, specs: Mapping[str, LayoutSpec])
     path = next((p for p, s in specs.items() if s.trainable), None)
     if optimizer is None or path is None:
         return str(optimizer)
+
+    # The leaf has the path, and as many dims, as the first one that trains, since rules may look at both.
     shape = (2,) * len(specs[path].shape)
     param = torch.arange(1, 1 + 2 ** len(shape), dtype=torch.float64).view(shape) / 8
     grad = param * 3 - 1
 
+    # Update it at several steps, since rates may depend on the step.
     out = stable_repr(optimizer)
     for count in _PROBED:
         step = Step(torch.tensor(count), grad.norm())
@@ -235,6 +238,7 @@ def _raise_difference(comm: Collectives, program: str, differing: list[int]) -> 
 
     A collective: all ranks know that some differ, so all come here, and one more exchange shows how.
     """
+    # Compare rank 0 with the first rank that differs from it.
     every = [json.loads(text) for text in comm.gather_object(program)]
     first, rank = every[0], differing[0]
     unlike = [n for n in {**first, **every[rank]} if first.get(n) != every[rank].get(n)]

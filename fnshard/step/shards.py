@@ -40,8 +40,8 @@ def shard(
     """Cut a full tree into this rank's stored blocks: padded, in storage dtype, on their tier.
 
     Nothing moves between ranks: every rank must hold the same full tree, bit for bit, which the first step
-    checks. Leaves of a module built under `deferred` are made one at a time; where possible, nothing of them
-    is made but the block.
+    checks. Leaves of a module built under `deferred` are made one at a time; where possible, only their
+    blocks are made.
 
     Args:
         disk_dir: the directory for leaves with memory="disk".
@@ -115,7 +115,7 @@ def unshard(
 ) -> Any:
     """Put this rank's blocks together to the full tree, on every rank, in the blocks' dtype. A collective.
 
-    Coded leaves come decoded, in `compute_dtype`.
+    Coded leaves are returned decoded, in `compute_dtype`.
 
     Args:
         layout: the field of the specs that says how the blocks lie: "storage" for parameters; "gradient" for
@@ -199,7 +199,7 @@ def gather_full(
             if owner == mesh.stage and mesh.stages > 1:
                 for stage in {*range(mesh.stages)} - {owner}:
                     comm.send([out[path]], mesh.partner(stage), what)
-                comm.flush()  # wait, lest a stage run ahead of those that take its leaves
+                comm.flush()  # this stage must not run ahead of those that take its leaves
             elif path not in here:
                 like = tuple(spec.shape), blocks[path].dtype
                 (out[path],) = comm.recv([like], mesh.partner(owner), what).wait()

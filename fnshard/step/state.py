@@ -194,6 +194,7 @@ def check_state(value: Any, has_optimizer: bool, paths: Collection[str]) -> bool
         StateError: there is an optimizer and it is no state; or there is none, and it is a state, or a loss
             where parameters belong.
     """
+    # A step with an optimizer takes a state; without one it takes parameters.
     training = isinstance(value, TrainState)
     if has_optimizer and not training:
         returned = isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], TrainState)

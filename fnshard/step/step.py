@@ -259,17 +259,17 @@ class Step(Compiled):
         bound, env = self._runner.prepare(params, passed, seed, number)
 
         # The backward starts from the loss scale over the number of parts. A short dtype would round that, so
-        # it starts from a power of two there, and norm and updates are scaled by the rest.
+        # it starts from a power of two there, and norm and updates are scaled by the remaining factor.
         scale, program = self._scale.scale(state.loss_scale if training else {}), bound.lowered.program
         loss = program.results[program.outputs.loss].meta["val"]
         divisor = self._find_divisor(bound, env)
-        start, rest = exact_seed(float(scale) / divisor, loss.dtype)
+        start, remainder = exact_seed(float(scale) / divisor, loss.dtype)
         env[LOSS_TANGENT] = torch.full((), start, dtype=loss.dtype, device=self.mesh.device)
 
-        # The rest of the factor is known together with the step's scalars, on which skipping depends too.
+        # The factor is complete when the step's scalars are known, on which skipping depends too.
         control = StepControl(
             gradient_factor=lambda summary: gradient_factor(
-                summary, rest / float(scale), divisor, self.mesh.device
+                summary, remainder / float(scale), divisor, self.mesh.device
             ),
             skip_if=(lambda s: not bool(torch.isfinite(s.norm))) if self._scale.dynamic else None,
             flags=self._runner.rank.reports,
@@ -435,6 +435,7 @@ class Step(Compiled):
             if not is_here(spec, self.mesh):
                 grads[path] = foreign_block(replace(spec, memory="device"), self.mesh)
 
+        # The loss has the dtype in which `fn` returned it.
         loss = summary.loss.to(env[LOSS_TANGENT].dtype)
         self._warn_if_not_finite("without an optimizer", loss, list(grads.items()), "gradients")
 
@@ -599,7 +600,7 @@ def shard_step(
     >>> step(params, torch.arange(3.0))
     (tensor(3.), {'w': tensor([0., 1., 2.])})
 
-    Gradients come in `storage_dtype`; leaves that do not train have None. To get whole gradients, call
+    Gradients have `storage_dtype`; leaves that do not train have None. To get whole gradients, call
     `fs.unshard(grads, specs, mesh, layout="gradient")`.
     """
     return Step(fn, specs, mesh or make_mesh(), optimizer, read_options("shard_step", options))

@@ -16,7 +16,7 @@ ranks that share hosts, `fnshard.runtime.collectives.shared_memory`). All keep o
   wait.
 - Messages from one rank to another of the pipeline (`send`, `recv`) are received in the order in which they
   are sent, whatever else either end does. A send copies, so that nothing ever waits for its receiver.
-- On a pipeline, whose ranks come to their collectives in different orders, `open_groups` comes first.
+- On a pipeline, whose stages issue their collectives in different orders, `open_groups` is called first.
 - A peer that dies, leaves or stays silent for `timeout` seconds is a `CollectiveError`, never a hang. On
   accelerators NCCL's watchdog ends the process instead, which the launcher reports.
 """
@@ -175,7 +175,7 @@ def refuse_second_wait(*_: Any) -> Any:
 def translate_errors(what: Callable[[], str], blame: Callable[[str], str] | None = None) -> Iterator[None]:
     """Turn a transport's RuntimeError into a `CollectiveError` that says where, keeping the cause.
 
-    An error of the device (no memory is left, a kernel failed) is this rank's own, and stays as it is.
+    An error of the device (no memory is left, a kernel failed) is this rank's own, and is raised unchanged.
 
     Args:
         what: describes the collective.
@@ -438,6 +438,7 @@ class Group:
         return Done(None)
 
     def recv(self, likes: Likes, rank: int, what: str) -> Handle[list[Tensor]]:
+        # Post the receives, tensor by tensor, in the order of the sends.
         here = self.mesh.rank
         out = [torch.empty(shape, dtype=dtype, device=self.mesh.device) for shape, dtype in likes]
         text = describe_message("recv", what, rank, here)
@@ -446,6 +447,8 @@ class Group:
             group = self._find_direction_group(rank, here)
             flat = [as_bytes(t.view(-1)) for t in out if t.numel()]
             works = [dist.irecv(t, rank, group=group, tag=MESSAGE_TAG) for t in flat]
+
+        # Count the message, so that a wait for it can name a sender that is late.
         channel, number = self._count(rank, here, "received", "sent")
         wait = self._make_wait(works, RankStatus("", "", channel, number, [rank]), lambda: text)
 
@@ -541,7 +544,7 @@ class Group:
         with translate_errors(what, blame):
             works, take = start(*self.group(axes, purpose_of(name)))
 
-        # Count it, so that a rank that waits can name the one that has not come to it.
+        # Count it, so that a rank that waits can name the one that has not reached it.
         counts, channel = peers().counts, f"{self.name} {','.join(axes)}"
         counts[channel] = number = counts.get(channel, 0) + 1
         wait = self._make_wait(works, RankStatus("", "", channel, number - 1, ranks), what)

@@ -2,9 +2,9 @@
 
 A rank's memory is an anonymous memory file (memfd: sparse, and gone with its last process, so that nothing is
 left even after SIGKILL), mapped by all ranks of the host. It holds *slots* with the rank's data and, for each
-group, control words: how many messages the rank has come to, how many it has finished, and two *rows* that
-describe its last two messages. To meet, a rank names a slot in its row, counts up, and looks until all have
-done so; then it reads their slots in place. No rank comes to a message before all have come to the one before
+group, control words: how many messages the rank has reached, how many it has finished, and two *rows* that
+describe its last two messages. To meet, a rank names a slot in its row, counts up, and polls until all have
+done so; then it reads their slots in place. No rank reaches a message before all have reached the one before
 it, so that two rows are enough.
 
 A message runs on the thread that issues it. All ranks issue their messages in one order, those
@@ -36,7 +36,7 @@ Words = MutableSequence[int]  # 64 bits each
 PAGE = 4096
 REGION = 1 << 35  # bytes of address space for gathers, and for reductions
 WAITS = 0  # a memory's own word: 1 + the rank it waits for; negative once it gave up, or has closed
-ARRIVED, FINISHED = range(2)  # a group's words: how many messages the rank has come to, and has finished
+REACHED, FINISHED = range(2)  # a group's words: how many messages the rank has reached, and has finished
 KIND, OFFSET, REDUCED, RESIDENT = range(4)  # words of a row, which come after these
 ROWS, WIDTH = 2, 4
 GROUP_BYTES = 8 * (2 + ROWS * WIDTH)
@@ -211,8 +211,8 @@ class Slots:
     def take(self, nbytes: int) -> Slot:
         """Take a slot of at least `nbytes`; wait for slots that only peers hold rather than use more memory.
 
-        That cannot deadlock: all ranks run one program, so that peers finish without this rank whatever it
-        has finished itself.
+        That cannot deadlock: all ranks run one program, and what this rank has finished, its peers can finish
+        without it.
         """
         while (slot := self.fit(nbytes)) is None:
             use = self._find_owed()[0]
@@ -284,7 +284,7 @@ class Channel:
 
 @dataclass(eq=False)
 class Message:
-    """A collective of one group, from this rank's side; making it announces that the rank has come to it.
+    """A collective of one group, from this rank's side; making it announces that the rank has reached it.
 
     Args:
         slot: the slot of this rank's memory that is sent; None for leaves that are gathered in place.
@@ -312,7 +312,7 @@ class Message:
             self.slot.use = Use(self, lambda place: channel.words[place][FINISHED] > self.number)
             words[self._locate(OFFSET)] = self.slot.start
         fence()
-        words[ARRIVED] = channel.host.peers.counts[channel.name] = self.number + 1
+        words[REACHED] = channel.host.peers.counts[channel.name] = self.number + 1
 
     def release(self) -> None:
         """Say that this rank reads no slot of the message any more; a second call does nothing."""
@@ -322,7 +322,7 @@ class Message:
             fence()
             # Messages may be released in any order; the word counts those before the first that is open.
             words = channel.words[channel.here]
-            words[FINISHED] = min(channel.open, default=words[ARRIVED])
+            words[FINISHED] = min(channel.open, default=words[REACHED])
 
     def parts(self) -> list[Tensor]:
         """Wait for all ranks, and return what each has sent, in place, in group order."""
@@ -366,9 +366,9 @@ class Message:
         return describe(self.name, self.channel.mesh, self.channel.axes)
 
     def read(self, place: int, word: int) -> int:
-        """Read a word of the message at a place of the group; zero while that rank has not come to it."""
+        """Read a word of the message at a place of the group; zero while that rank has not reached it."""
         words = self.channel.words[place]
-        if words[ARRIVED] <= self.number:
+        if words[REACHED] <= self.number:
             return 0
         fence()  # the word must not be older than the count
         return words[self._locate(word)]

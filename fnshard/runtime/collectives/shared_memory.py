@@ -11,10 +11,10 @@ nothing is unpacked, and a host holds a gathered unit once instead of once a ran
 its leader, chooses the slot in its memory, and followers wait for that.
 
 A slot is used again once no rank holds a view of it. Each rank signs a slot when the storages that it made of
-it have died, and before it comes to a gather it signs all slots whose storages have died by then. So when all
-ranks have come to a gather, a peer that has not signed a slot has kept one of its leaves, and the leader
-takes more memory instead of waiting. Hence a rank waits only until its peers have come to the same gather and
-have written their blocks.
+it have died, and before it issues a gather it signs all slots whose storages have died by then. So when all
+ranks have issued a gather, a peer that has not signed a slot has kept one of its leaves, and the leader takes
+more memory instead of waiting. Hence a rank waits only until its peers have issued the same gather and have
+written their blocks.
 
 Leaves that a training step gathers are *resident*: each rank's stored blocks move to that memory at the first
 gather, and updates change them there. From then on a gather copies nothing: ranks meet, see that the blocks
@@ -152,7 +152,8 @@ class SharedLeaves:
         Args:
             blocks: this rank's stored blocks, if they may be parts of resident leaves.
         """
-        self.sweep()  # before peers see that this rank has come, or slots would look as if it kept a leaf
+        # Sign before peers see that this rank has issued the gather, or it would seem to have kept leaves.
+        self.sweep()
 
         # Find where in the leader's memory the leaves begin, if these blocks are parts of resident leaves.
         memory, starts = self.channel.memories[LEADER], set()

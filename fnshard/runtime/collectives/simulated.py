@@ -86,6 +86,8 @@ def simulate(
         )
     if adversary not in (None, "early", "late"):
         raise CollectiveError(f"adversary={adversary!r}: one of None, 'early', 'late'.")
+
+    # Each rank is a thread with the caller's context and its grad mode.
     session = _Session(mesh.size, adversary, timeout)
     grad = torch.is_grad_enabled()
 
@@ -292,6 +294,7 @@ class Simulated:
         """Return `make(what each rank has sent, this one's place in the group)` when it is waited for."""
         if self.mesh.axes_size(axes) == 1:
             return Done(sent)
+        # Describe what this rank issues, so that ranks can see whether they have issued the same.
         session, is_text = self._find_session(), isinstance(sent, str)
         named = drop_axes_of_one(self.mesh, axes)
         ranks, here = self.mesh.group_ranks(named), self.mesh.rank

@@ -99,6 +99,7 @@ def trace_kernel(leaves: Sequence[LeafForm], device: torch.device) -> fx.GraphMo
 
     families = list(dict.fromkeys(leaf.family for leaf in leaves))
 
+    # A pure function of all inputs, whose results are written back afterwards.
     def update(*values: Tensor) -> list[Tensor]:
         vectors, tensors = dict(zip(families, values, strict=False)), iter(values[len(families) :])
         out = []

@@ -52,7 +52,7 @@ class StepControl:
     def on_host(self) -> StepControl:
         """Return the control with its numbers on their way to the host.
 
-        Nobody waits for them here: the caller records an event, after which they are there.
+        This does not wait for them: the caller records an event, after which they have arrived.
         """
 
         def move(value: Tensor | None) -> Tensor | None:

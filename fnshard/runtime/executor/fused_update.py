@@ -32,14 +32,14 @@ class FusedUpdate:
         operator: a key of `IN_PLACE`.
         arguments: its arguments in order: names of the update's inputs, or constants.
         factors: names of numbers that the gradient is multiplied by first.
-        rest: a graph from `reads` to slots `writes` that runs after the operator, and may read the new
-            parameter.
+        tail: a graph from `reads` to slots `writes` that runs after the operator, and may read the new
+            parameter; None if there is nothing else to compute.
     """
 
     operator: Any
     arguments: tuple[Any, ...]
     factors: tuple[str, ...]
-    rest: fx.GraphModule | None
+    tail: fx.GraphModule | None
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
 
@@ -55,10 +55,10 @@ def find_fused(family: Family) -> FusedUpdate | None:
 
 
 def _match_fused(family: Family) -> FusedUpdate | None:
-    """Recognise an update by its graph: scale the gradient, call the operator, compute the rest."""
-    (step, *others) = family.derived.steps
+    """Recognise an update by its graph: scale the gradient, call the operator, compute other slots."""
+    (step, *later_steps) = family.derived.steps
     nodes = [n for n in step.graph.nodes if n.target in IN_PLACE]
-    if others or len(nodes) != 1:
+    if later_steps or len(nodes) != 1:
         return None
     node, graph = nodes[0], step.graph
     names = dict(zip(graph.find_nodes(op="placeholder"), step.reads, strict=True))
@@ -92,9 +92,9 @@ def _match_fused(family: Family) -> FusedUpdate | None:
     if any(outputs.get(name) is not values.get(i) for i, name in enumerate(written)):
         return None
 
-    # The rest may read the new parameter, but nothing else that is overwritten by then, gradients included.
-    rest = {name: value for name, value in results.items() if name not in written}
-    extracted = _extract_rest(graph, node, values[0], names, rest, {PARAM, GRAD, *written})
+    # Other results may read the new parameter, but nothing else that is overwritten, gradients included.
+    others = {name: value for name, value in results.items() if name not in written}
+    extracted = _extract_tail(graph, node, values[0], names, others, {PARAM, GRAD, *written})
     if extracted is None:
         return None
     return FusedUpdate(node.target, tuple(arguments), tuple(factors), *extracted)
@@ -111,7 +111,7 @@ def _skip_casts(node: fx.Node) -> fx.Node:
     return node
 
 
-def _extract_rest(
+def _extract_tail(
     update: fx.Graph, fused: fx.Node, change: fx.Node, names: Mapping[fx.Node, str],
     results: Mapping[str, fx.Node], overwritten: set[str],
 ) -> tuple[fx.GraphModule | None, tuple[str, ...], tuple[str, ...]] | None:  # fmt: skip
@@ -190,11 +190,11 @@ def run_fused(
             arguments.append(lists[argument] if argument in lists else float(numbers(argument)))
     IN_PLACE[fused.operator](*arguments)
 
-    # Compute the rest from the new parameters, such as their average, leaf by leaf.
-    if fused.rest is not None:
+    # Compute other slots from the new parameters, such as their average, leaf by leaf.
+    if fused.tail is not None:
         for i, param in enumerate(leaves.params):
             given = {NEW: param, **{name: tensors[i] for name, tensors in lists.items()}}
-            results = fused.rest(*[given[n] if n in given else numbers(n) for n in fused.reads])
+            results = fused.tail(*[given[n] if n in given else numbers(n) for n in fused.reads])
             for name, value in zip(fused.writes, results, strict=True):
                 given[name].copy_(value)
     # Round the master copies into the stored leaves.

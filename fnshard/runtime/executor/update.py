@@ -75,7 +75,7 @@ def place_block(
 
     # A tensor that is stored in the optimizer's layout is the optimizer's block. Any other, as ZeRO 1 has it,
     # is whole, and the block is cut out of it.
-    # None stands for all of a block: only padding makes it larger than what is valid.
+    # None means all of a block: only padding makes it larger than what is valid.
     whole = all(s.stop == b for s, b in zip(extent, block, strict=True))
     sliced = None if whole else extent
     return BlockPlace(
@@ -137,7 +137,7 @@ class Updater:
     _constants: dict[Any, Tensor] = field(default_factory=dict)
 
     def bind(self, paths: Sequence[str], number: int) -> UpdateOf:
-        """Return a function that runs step `number` of leaves' updates on their blocks, where these lie."""
+        """Return a function that runs step `number` of leaves' updates on their blocks, in place."""
         # Each leaf is updated in one of three ways: by a compiled kernel together with others, by a fused
         # operator together with its family, or by its own graph.
         compiled: list[LeafStep] = []
@@ -381,7 +381,8 @@ class Updater:
         control = env[CONTROL]
         if self.specs[bucket.paths[0]].updated_on != "host" or self.mesh.device_type == "cpu":
             return control, None
-        # The environment keeps the copy beside the control that it was made of: a newer control has another.
+        # The environment keeps the copy together with the control that it was made from, since a newer
+        # control needs another.
         sent = env.get(CONTROL_ON_HOST)
         if sent is None or sent[0] is not control:
             on_host, event = control.on_host(), torch.Event(self.mesh.device_type)

@@ -135,6 +135,7 @@ def scratch_directory(prefix: str, keep: tuple[type[BaseException], ...] = ()) -
             break
         os.close(fd)
 
+    # Remove what killed processes left, and run the block; `KEPT` tells others to spare the directory.
     try:
         for left in sorted(folder.parent.glob(f"{prefix}*")):
             _remove_if_unlocked(left)

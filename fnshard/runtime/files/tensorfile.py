@@ -175,6 +175,8 @@ def open_regular(folder: str | Path, name: str, size: int | None = None) -> int:
     """
     if not name or os.path.basename(name) != name or name in (".", "..") or "\0" in name:
         raise Corrupt(f"{name!r} is no name of a file in this directory")
+
+    # An error that may pass is raised unchanged: it says nothing against the file.
     path = Path(folder) / name
     try:
         # O_NONBLOCK: to open a pipe would wait for somebody who writes to it.
@@ -187,6 +189,7 @@ def open_regular(folder: str | Path, name: str, size: int | None = None) -> int:
     except UnicodeEncodeError as error:
         raise Corrupt(f"{name!r} is no name of a file ({error.reason})") from error
 
+    # Look at the open file itself, since the path may name another by now.
     status = os.fstat(fd)
     is_file = stat.S_ISREG(status.st_mode)
     if is_file and size in (None, status.st_size):

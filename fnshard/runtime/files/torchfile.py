@@ -337,6 +337,7 @@ def read_torch_file(path: Path, start: int = 0, length: int | None = None) -> An
     """
     fd = open_regular(path.parent, path.name)
     try:
+        # Find the stream.
         size = os.fstat(fd).st_size
         if length is None:
             length = size - start
