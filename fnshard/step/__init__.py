@@ -12,6 +12,6 @@ A call, from `step(state, *batch)` to a reduce-scatter:
     runner.Bound.run          in `runtime.executor`, executes one instruction of the schedule after the other;
                               a ReduceScatter issues its collective, and a later Wait takes its result (CPU
                               ranks that share memory pack and sum at the Wait)
-    step.Step._advance        makes the new state and the metrics; without an optimizer, `_gradients` makes
-                              loss and gradients
+    step.Step._advance        makes the new state and the metrics; without an optimizer,
+                              `_collect_gradients` makes loss and gradients
 """

@@ -7,8 +7,8 @@ describe its last two messages. To meet, a rank names a slot in its row, counts 
 done so; then it reads their slots in place. No rank reaches a message before all have reached the one before
 it, so that two rows are enough.
 
-A message runs on the thread that issues it. All ranks issue their messages in one order, those
-of several groups too. Every control word has a single writer.
+A message runs on the thread that issues it. All ranks issue their messages in one order, across groups too.
+Every control word has a single writer.
 """
 
 from __future__ import annotations

@@ -179,10 +179,10 @@ class Updater:
         Its arguments are these leaves, the values that all ranks have made of them, and the step's control;
         it returns the tensors to send back.
         """
-        work = {}
+        whole_steps = {}
         for path in bucket.paths:
             derived = self.families[path].derived
-            work[path] = next(s for s in derived.steps if isinstance(s, Compute) and s.whole)
+            whole_steps[path] = next(s for s in derived.steps if isinstance(s, Compute) and s.whole)
 
         def compute(parts: Parts, made: Parts, control: StepControl) -> Parts:
             if control.skip:
@@ -198,7 +198,7 @@ class Updater:
                     part = sent[name].to(self.device(path), dtype)
                     values[to] = side_by_side(part, layout, self.mesh, inverse=True)
                 # Compute the leaf's stretch, and fuse matrices again in what travels back.
-                step = work[path]
+                step = whole_steps[path]
                 given = [values[n] if n in values else self._read_input(path, n, control) for n in step.reads]
                 values |= zip(step.writes, step.run(*given), strict=True)
                 out[path] = {

@@ -43,6 +43,7 @@ def reader(kind: Any) -> Read:
     The function is made once for each type, since making it evaluates annotations: so a manifest of a million
     chunks is read fast.
     """
+    # Types with arguments are told by their origin; the last line serves `str`, `bool` and `int`.
     origin, args = get_origin(kind), get_args(kind)
     if kind is Any:
         return lambda value: value
