@@ -183,7 +183,7 @@ def get_args():
 if __name__ == "__main__":
     from torch._inductor.wrapper_benchmark import compiled_module_main
 """
-    text = machine_code._without_inductor(source, {"kernel"})
+    text = machine_code._strip_inductor(source, {"kernel"})
     assert (text is not None) == runs
     if runs:
         made = {"kernel": max}
@@ -193,5 +193,5 @@ if __name__ == "__main__":
 
 def test_a_module_that_lacks_what_it_calls_is_not_kept() -> None:
     whole = "import torch\ndef call(args):\n    return [kernel(torch.abs(x), len(args)) for x in args]\n"
-    assert machine_code._without_inductor(whole, {"kernel"})
-    assert machine_code._without_inductor(whole, set()) is None
+    assert machine_code._strip_inductor(whole, {"kernel"})
+    assert machine_code._strip_inductor(whole, set()) is None

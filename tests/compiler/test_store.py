@@ -25,7 +25,7 @@ from toys import WIDTH, chain, lower, rows, run_chain
 
 import fnshard as fs
 from fnshard.compiler.kernels import store
-from fnshard.compiler.kernels.differentiate import _make as make
+from fnshard.compiler.kernels.differentiate import _make_from_recipe as make
 from fnshard.compiler.kernels.kernel import Kernel
 from fnshard.compiler.kernels.remat import NAMED, Policy
 from fnshard.compiler.kernels.segment_source import Source

@@ -192,7 +192,7 @@ def test_verify_finds_weights_that_are_saved() -> None:
     lower(fn, chain(3), rows())
     with (
         no_kernels(),
-        mock.patch.object(differentiate, "_must_recompute", save_derived),
+        mock.patch.object(differentiate, "_tag_recomputed", save_derived),
         raises(ScheduleError, says=["rests on leaves", "saved"]),
     ):
         lower(fn, chain(3), rows())

@@ -1,1 +1,1 @@
-"""Kernels: they are made of a Program, which is cut into segments, differentiated, and compiled."""
+"""Kernels: a Program is cut into segments, and each distinct segment is differentiated and compiled."""

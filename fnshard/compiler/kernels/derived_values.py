@@ -1,7 +1,7 @@
 """Derived values: which values of a graph are computed from leaves alone, and which of those may cross a cut.
 
 A value of one unit's leaves is computed again where it is read, with the leaves gathered there. It crosses a
-cut only if it is much smaller than they are; otherwise the cut would keep alive, as an activation, what
+cut only if it is much smaller than the leaves; otherwise the cut would keep alive, as an activation, what
 sharding had taken apart. A value of several units' leaves (a product of two matrices, a running average) may
 cross as activations do, since computing it again would gather all of those units at once, time and again. So
 may a value that is sent to other ranks.
@@ -41,16 +41,16 @@ class Derived:
         return frozenset(u for n in self.leaves.get(node, ()) if (u := self.unit_of[n]) is not None)
 
     def is_small(self, node: fx.Node) -> bool:
-        """Return whether it is one tensor, made by an op, and much smaller than the leaves it depends on."""
+        """Return whether a node is one tensor, made by an op, and much smaller than the leaves behind it."""
         value = node.meta.get("val")
         if node.op != "call_function" or not isinstance(value, Tensor):
             return False
         return value.numel() * SMALL <= sum(n.meta["val"].numel() for n in self.leaves.get(node, ()))
 
     def may_cross(self, node: fx.Node) -> bool:
-        """Return whether another segment may read it, in place of computing it again."""
-        several = len(self.units(node)) > 1
-        return node not in self or several or self.is_small(node) or has_own_gradient(node)
+        """Return whether another segment may read a value, in place of computing it again."""
+        has_several_units = len(self.units(node)) > 1
+        return node not in self or has_several_units or self.is_small(node) or has_own_gradient(node)
 
 
 def has_own_gradient(node: fx.Node) -> bool:
@@ -71,11 +71,12 @@ def find_derived(
         leaves: placeholders that are leaves, with their units; a leaf that is nowhere gathered has None.
         constants: placeholders that are constants. An op that reads nothing (an arange) is a constant too.
     """
-    found: dict[fx.Node, frozenset[fx.Node]] = {n: frozenset() for n in constants}
-    found |= {n: frozenset([n]) for n in leaves}
+    leaves_of: dict[fx.Node, frozenset[fx.Node]] = {n: frozenset() for n in constants}
+    leaves_of |= {n: frozenset([n]) for n in leaves}
     for node in graph.nodes:
+        # What is sent to other ranks cannot be computed again by one rank alone.
         if node.op != "call_function" or node.target in (OUTGOING, EXCHANGE):
             continue
-        if all(n in found for n in node.all_input_nodes):
-            found[node] = frozenset().union(*(found[n] for n in node.all_input_nodes))
-    return Derived(found, leaves)
+        if all(n in leaves_of for n in node.all_input_nodes):
+            leaves_of[node] = frozenset().union(*(leaves_of[n] for n in node.all_input_nodes))
+    return Derived(leaves_of, leaves)

@@ -1,4 +1,4 @@
-"""Differentiate: it makes a forward and a backward graph of each distinct segment.
+"""Differentiate: make a forward and a backward graph of each distinct segment.
 
 This is the only module that uses AOTAutograd's joint export and its min-cut partitioner (He & Yu, MLSys
 2023). Values that depend on leaves alone are recomputed, never saved, since leaves are gathered again for the
@@ -41,7 +41,7 @@ from fnshard.errors import SpecError, TraceError
 
 @dataclass(frozen=True, eq=False)
 class Joint:
-    """A segment's forward and backward in one graph, before it is decided what is kept between the two.
+    """A joint graph of a segment's forward and backward, in which it is still open what the forward saves.
 
     Without a backward it is the forward alone, and `is_differentiable` is False.
     """
@@ -60,28 +60,28 @@ def differentiate(
         policy: what is saved. (Random ops are functions of a key that is an input, so that recomputation
             draws the same numbers.)
         trainable: whether there is a backward.
-        target: the type of device that it will run on; it may be traced elsewhere.
+        target: the type of device that the kernel will run on; it may be traced on another.
         apart: whether a separate kernel makes the gradients of leaves.
     """
-    # They are imported here because they bring Dynamo and Inductor, which take seconds, and `import fnshard`
-    # should not.
+    # These modules import Dynamo and Inductor, which takes seconds, and `import fnshard` should not.
     import torch._functorch.config as functorch_config
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.virtualized import V
     from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 
-    # Trace both directions as one graph, tag what must be kept or made again, and cut the graph in two.
+    # Trace both directions as one graph, tag what must be saved or recomputed, and cut the graph in two.
     traced = trace_joint(source, trainable, target)
     mode = traced.mode
     context = torch._guards.tracing(torch._guards.TracingContext(mode))
     with context, _use_lazy_graph_module(True), mode, V.set_fake_mode(mode):
-        joint = _make_graph_module(traced.module, copy.deepcopy(traced.module.graph))  # it is rewritten here
+        # A copy, since the trace is shared by policies and is rewritten here.
+        joint = _make_graph_module(traced.module, copy.deepcopy(traced.module.graph))
         if not traced.is_differentiable:
             _flatten_signature(joint)
             return Kernel("", source, joint, None)
-        kept = _must_save(joint, source, policy.save) if policy.save else ()
-        _must_recompute(joint, source)
-        rounds = hide_rounding(joint.graph)
+        kept = _tag_saved(joint, source, policy.save) if policy.save else ()
+        _tag_recomputed(joint, source)
+        has_rounding = hide_rounding(joint.graph)
 
         # With a budget of 0 the partitioner saves inputs and heeds no tags. With tags on every op it has no
         # choice left, so that the budget may be 1.
@@ -96,17 +96,18 @@ def differentiate(
             )
 
     # Undo what was hidden from the partitioner.
-    for graph in (forward.graph, backward.graph) if rounds else ():
-        show_rounding(graph)
+    if has_rounding:
+        show_rounding(forward.graph)
+        show_rounding(backward.graph)
     for node in [*forward.graph.nodes, *backward.graph.nodes]:
         if isinstance(node.target, _Unseeded):
             node.target = node.target.op
     kernel = replace(_make_kernel(source, forward, backward), kept=kept)
-    return _put_apart(kernel) if apart else kernel
+    return _divide_backward(kernel) if apart else kernel
 
 
-def _put_apart(kernel: Kernel) -> Kernel:
-    """Divide a kernel's backward, so that gradients of leaves that take products are made apart."""
+def _divide_backward(kernel: Kernel) -> Kernel:
+    """Divide a kernel's backward, so that another kernel makes the gradients of leaves that take products."""
     whole, inputs = kernel.backward, kernel.source.inputs
     kinds = [inputs[ref.index].kind if ref.kind == "input" else ref.kind for ref in whole.inputs]
     halves = split_backward(
@@ -116,18 +117,20 @@ def _put_apart(kernel: Kernel) -> Kernel:
         on_hand={i for i, kind in enumerate(kinds) if kind in ("batch", "constant", "axis", "key")},
     )
 
-    def half(module: fx.GraphModule | None, read: Refs, grads: Iterable[int]) -> Backward | None:
-        return module and Backward(module, read, tuple(whole.grads[n] for n in grads), _find_shared(module))
+    def make_half(module: fx.GraphModule | None, refs: Refs, grads: Iterable[int]) -> Backward | None:
+        if module is None:
+            return None
+        return Backward(module, refs, tuple(whole.grads[n] for n in grads), _find_shared(module))
 
-    first, second = (
-        tuple(whole.inputs[n] for n in read) for read in (halves.first_inputs, halves.second_inputs)
-    )
-    between = tuple(Ref("between", number) for number in range(len(halves.between)))
+    # The second half reads some of the backward's inputs, and then what the first half hands on.
+    first_refs = tuple(whole.inputs[n] for n in halves.first_inputs)
+    second_refs = tuple(whole.inputs[n] for n in halves.second_inputs)
+    second_refs += tuple(Ref("between", number) for number in range(len(halves.between)))
     return replace(
         kernel,
-        backward=half(halves.first, first, halves.first_grads),
-        weights=half(halves.second, (*second, *between), halves.second_grads),
-        between=tuple(Argument.of(_value(n), "value") for n in halves.between),
+        backward=make_half(halves.first, first_refs, halves.first_grads),
+        weights=make_half(halves.second, second_refs, halves.second_grads),
+        between=tuple(Argument.of(_get_value(n), "value") for n in halves.between),
     )
 
 
@@ -140,6 +143,7 @@ def trace_joint(source: Source, trainable: bool, target: str) -> Joint:
     from torch._inductor.virtualized import V
     from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
+    # Fake tensors as the source's inputs.
     mode = FakeTensorMode()
     with mode:
         args = tuple(
@@ -148,14 +152,16 @@ def trace_joint(source: Source, trainable: bool, target: str) -> Joint:
             )
             for a in source.inputs
         )
-    differentiable = trainable and any(a.requires_grad for a in source.outputs)
+
+    # Export the joint graph, and run Inductor's passes over it.
+    is_differentiable = trainable and any(a.requires_grad for a in source.outputs)
     context = torch._guards.tracing(torch._guards.TracingContext(mode))
     with context, _use_lazy_graph_module(True):  # each stage would generate code that nobody runs
         with _explain_refusals(), skip_checks(), choose_kernels(source, target):
             joint = aot_export_joint_simple(
                 lambda *values: tuple(map(_lay_out, source(*values), source.outputs)),
                 args,
-                trace_joint=differentiable,
+                trace_joint=is_differentiable,
                 decompositions={**select_decomp_table(), **LEFT_OUT, **_ZEROS},
             )
         _check_joint(joint)
@@ -168,10 +174,11 @@ def trace_joint(source: Source, trainable: bool, target: str) -> Joint:
             # metadata of the operation. A node stays the derivative of the operation that it was.
             for node in numbers.keys() & set(joint.graph.nodes):
                 node.meta["seq_nr"] = numbers[node]
-    return Joint(joint, mode, differentiable)
+    return Joint(joint, mode, is_differentiable)
 
 
-def _make(recipe: Recipe) -> Kernel:
+def _make_from_recipe(recipe: Recipe) -> Kernel:
+    """Differentiate a recipe's source; `store` calls this for kernels that it does not have."""
     deferred_imports.load()
     return differentiate(
         recipe.source, recipe.policy, trainable=recipe.trainable, target=recipe.target, apart=recipe.apart
@@ -179,11 +186,12 @@ def _make(recipe: Recipe) -> Kernel:
 
 
 def kernel_key(source: str, policy: Policy, apart: bool = False) -> str:
-    """Return the key of a kernel, which segments that share it have in common.
+    """Return the key of a kernel, which all segments that share the kernel have in common.
 
     It is the source's own key where the kernel keeps everything, and makes all gradients in one backward.
     """
-    return " ".join([source, *filter(None, [policy.key, "apart" * apart])])
+    parts = [source, policy.key, "apart" if apart else ""]
+    return " ".join(part for part in parts if part)
 
 
 def differentiate_all(
@@ -201,34 +209,36 @@ def differentiate_all(
 
     Args:
         policies: the policy of each segment.
-        known: kernels that were made before, by key; new ones are added to it.
+        known: kernels that were made before, by key; new ones are added to them.
         target: the type of device that they will run on.
         apart: whether separate kernels make the gradients of leaves.
 
     Raises:
         SpecError: a policy saves an op that none of its segments has.
     """
+    # Make the kernels that are not known yet, and name all in the order of their first use.
     known = {} if known is None else known
     wanted: dict[str, Recipe] = {}
     for segment, policy in zip(segments.segments, policies, strict=True):
         recipe = Recipe(segments.sources[segment.source], policy, trainable, target, apart)
         wanted.setdefault(kernel_key(segment.source, policy, apart), recipe)
-    known |= make_all({key: recipe for key, recipe in wanted.items() if key not in known}, _make)
-    out = {key: replace(known[key], name=f"k{number}") for number, key in enumerate(wanted)}
+    known |= make_all({key: recipe for key, recipe in wanted.items() if key not in known}, _make_from_recipe)
+    kernels = {key: replace(known[key], name=f"k{number}") for number, key in enumerate(wanted)}
 
     # Ops that `save` names but no kernel has are a mistake.
-    wanted_tags = {s for p in policies for s in p.save}
-    missing = sorted(wanted_tags - {s for kernel in out.values() for s in kernel.kept})
+    requested = {s for p in policies for s in p.save}
+    missing = sorted(requested - {s for kernel in kernels.values() for s in kernel.kept})
     if trainable and missing:
-        saving = [(s, p) for s, p in zip(segments.segments, policies, strict=True) if p.save]
-        keys = {kernel_key(s.source, p, apart) for s, p in saving}
-        nodes = [n for k in keys for n in out[k].forward.graph.nodes if isinstance(n.target, OpOverload)]
+        # The fix offers the ops of the kernels that save any.
+        pairs = zip(segments.segments, policies, strict=True)
+        keys = {kernel_key(segment.source, policy, apart) for segment, policy in pairs if policy.save}
+        nodes = [n for k in keys for n in kernels[k].forward.graph.nodes if isinstance(n.target, OpOverload)]
         ops = {n.target._schema.name.replace("::", ".") for n in nodes}
         raise SpecError(
             f"save names {len(missing)} op(s) that no recomputed unit has: {', '.join(missing)}.",
             fix=f"'matmul', 'attention', or a glob on: {', '.join(sorted(ops))}.",
         )
-    return out
+    return kernels
 
 
 def _promote_scales(joint: fx.GraphModule) -> None:
@@ -255,21 +265,20 @@ def _promote_scales(joint: fx.GraphModule) -> None:
 def _lay_out(value: Tensor, traced: Argument) -> Tensor:
     """Return an output with the strides that its readers were traced with.
 
-    Where ops are taken apart, other strides may come out (index_select of a permuted value). And a composite
+    Where ops are decomposed, other strides may come out (index_select of a permuted value). And a composite
     op may end in a view (some attention does), which the export refuses to return.
     """
     if value.stride() != traced.stride and 0 not in traced.stride:
-        return torch.empty_strided(traced.shape, traced.stride, dtype=value.dtype, device=value.device).copy_(
-            value
-        )
+        empty = torch.empty_strided(traced.shape, traced.stride, dtype=value.dtype, device=value.device)
+        return empty.copy_(value)
     return value if value._base is None else value.clone()
 
 
 @contextmanager
 def _explain_refusals() -> Iterator[None]:
-    """Turn errors of torch that only show where ops are taken apart into errors that a user understands.
+    """Turn errors of torch that only show when ops are decomposed into errors that a user understands.
 
-    Such are derivatives of unknown shape, and writes in place that torch cannot undo.
+    Such errors come from derivatives of unknown shape, and from writes in place that torch cannot undo.
     """
     try:
         yield
@@ -290,17 +299,20 @@ def _explain_refusals() -> Iterator[None]:
 def _check_joint(joint: fx.GraphModule) -> None:
     """Refuse what only shows beneath the composite ops: random numbers, and ops with side effects."""
     # These assertions hold already, and torch 2.11 cannot partition them.
-    holds = torch.ops.aten._assert_tensor_metadata.default
-    for check in joint.graph.find_nodes(op="call_function", target=holds):
-        joint.graph.erase_node(check)
+    assertion = torch.ops.aten._assert_tensor_metadata.default
+    for node in joint.graph.find_nodes(op="call_function", target=assertion):
+        joint.graph.erase_node(node)
 
+    # Ops with side effects are wrapped in `with_effects(token, op, ...)`.
     calls = [n for n in joint.graph.nodes if n.op == "call_function"]
     effects = [str(n.args[1]) for n in calls if getattr(n.target, "__name__", "") == "with_effects"]
+
     # Attention kernels count as random for torch, and draw only where their dropout is not 0.
     seeded = [n for n in calls if _is_seeded(n)]
     random = [
         str(n.target) for n in seeded if arguments_of(n.target, n.args, n.kwargs).get("dropout_p") != 0.0
     ]
+
     if effects:
         raise TraceError(
             f"`fn` calls operators that act besides returning values ({', '.join(effects[:4])}).",
@@ -319,45 +331,52 @@ _ZEROS = {torch.ops.aten._efficientzerotensor.default: lambda size, **kind: torc
 
 
 def _flatten_signature(module: fx.GraphModule) -> None:
-    """Let a module take and return flat tensors, as kernels do; an exported module has pytrees."""
+    """Let a module take and return flat tensors, as kernels do; an exported module takes pytrees."""
     module.graph.set_codegen(fx.graph.CodeGen())
     module.recompile()
 
 
-def _must_recompute(joint: fx.GraphModule, source: Source) -> None:
+def _tag_recomputed(joint: fx.GraphModule, source: Source) -> None:
     """Tag values that depend on leaves and constants alone, and views of inputs, to be recomputed.
 
-    Leaves, constants and inputs are there again in the backward.
+    The backward has leaves, constants and inputs again.
     """
-    named = list(zip(joint.graph.find_nodes(op="placeholder"), source.inputs, strict=False))
-    rests = find_derived(joint.graph, {}, [n for n, a in named if a.kind in ("leaf", "constant", "axis")])
-    of_input = {n for n, _ in named}
+    # A joint graph has more placeholders than the source has inputs: the tangents.
+    described = list(zip(joint.graph.find_nodes(op="placeholder"), source.inputs, strict=False))
+    constants = [n for n, a in described if a.kind in ("leaf", "constant", "axis")]
+    derived = find_derived(joint.graph, {}, constants)
+    views = {n for n, _ in described}
     for node in [n for n in joint.graph.nodes if n.op == "call_function"]:
-        is_view = _is_view(node) and of_input.issuperset(node.all_input_nodes)
-        of_input.update([node] if is_view else [])
-        if is_view or node in rests:
+        is_view = _is_view(node) and views.issuperset(node.all_input_nodes)
+        if is_view:
+            views.add(node)
+        if is_view or node in derived:
             _tag(node)
 
 
-def _must_save(joint: fx.GraphModule, source: Source, save: Sequence[str]) -> tuple[str, ...]:
+def _tag_saved(joint: fx.GraphModule, source: Source, save: Sequence[str]) -> tuple[str, ...]:
     """Tag every op of the forward: results that `save` names are kept, all others are recomputed.
 
-    An op with several results has the tag of these, because the partitioner goes by the op's.
+    An op and its several results have one tag, because the partitioner goes by the op's.
 
     Returns:
         Those of `save` that name an op.
     """
     placeholders = joint.graph.find_nodes(op="placeholder")
     backward = set(placeholders[len(source.inputs) :])  # the tangents, and all that depends on them
-    kept, named = dict[str, None](), dict[fx.Node, list[str]]()  # names are found before a tag hides the op
+    kept: dict[str, None] = {}
+    matches: dict[fx.Node, list[str]] = {}  # they are kept, since a tag may hide the op that `save` names
     for node in joint.graph.nodes:
-        if node.op != "call_function" or backward.intersection(node.all_input_nodes):
-            backward.update([node] if node.op == "call_function" else [])
+        if node.op != "call_function":
+            continue
+        if backward.intersection(node.all_input_nodes):
+            backward.add(node)
             continue
         made_by = node.args[0] if node.target is operator.getitem else node
-        hits = named.setdefault(made_by, [s for s in save if is_saved(made_by, s)])
-        kept |= dict.fromkeys(hits)
-        _tag(node, bool(hits))
+        if made_by not in matches:
+            matches[made_by] = [s for s in save if is_saved(made_by, s)]
+        kept |= dict.fromkeys(matches[made_by])
+        _tag(node, bool(matches[made_by]))
     return tuple(kept)
 
 
@@ -369,13 +388,13 @@ def _tag(node: fx.Node, saved: bool = False) -> None:
 
 
 def _is_seeded(node: fx.Node) -> bool:
-    """Return whether torch takes an op for random."""
+    """Return whether torch counts an op as random."""
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 @dataclass(frozen=True)
 class _Unseeded:
-    """A stand-in for an op that torch takes for random and that is not (attention without dropout).
+    """A stand-in for an op that torch counts as random and that is not (attention without dropout).
 
     The partitioner would thread a generator's state through the op where it has a tag.
     """
@@ -403,8 +422,9 @@ def _make_kernel(source: Source, forward: fx.GraphModule, backward: fx.GraphModu
 
     A value that is an input or an output is not saved again: the backward reads it as such.
     """
+    # Name what the forward has by how the backward may refer to it. A value that is returned twice is read as
+    # the first of the two; an input that is returned, as the input.
     flat = list(forward.graph.output_node().args[0])
-    # A value that is returned twice is read as the first of the two; an input that is returned, as the input.
     refs = {n.name: Ref("output", i) for i, n in reversed(list(enumerate(flat[: len(source.outputs)])))}
     refs |= {n.name: Ref("input", i) for i, n in enumerate(forward.graph.find_nodes(op="placeholder"))}
     saved_nodes = [n for n in flat[len(source.outputs) :] if n.name not in refs]
@@ -412,36 +432,33 @@ def _make_kernel(source: Source, forward: fx.GraphModule, backward: fx.GraphModu
     _set_outputs(forward, flat[: len(source.outputs)] + saved_nodes)
     _flatten_signature(forward)
 
-    grads = _prune_backward(backward)
-    taking = [i for i, a in enumerate(source.outputs) if a.requires_grad]
-    # The export numbers tangents from 1, over the outputs that take one.
-    refs |= {f"tangents_{number}": Ref("tangent", i) for number, i in enumerate(taking, 1)}
-    read = tuple(refs[n.name] for n in backward.graph.find_nodes(op="placeholder"))
-    descriptions = tuple(Argument.of(_value(n), "value") for n in saved_nodes)
-    return Kernel("", source, forward, Backward(backward, read, grads, _find_shared(backward)), descriptions)
-
-
-def _prune_backward(backward: fx.GraphModule) -> tuple[int, ...]:
-    """Drop missing gradients and unused inputs; return the number of the input that each gradient is of."""
-    flat = list(backward.graph.output_node().args[0])
-    kept = tuple(i for i, n in enumerate(flat) if isinstance(n, fx.Node))
-    _set_outputs(backward, [flat[i] for i in kept])
+    # Drop missing gradients and unused inputs of the backward.
+    results = backward.graph.output_node().args[0]
+    grads = tuple(i for i, n in enumerate(results) if isinstance(n, fx.Node))
+    _set_outputs(backward, [results[i] for i in grads])
     for node in backward.graph.find_nodes(op="placeholder"):
         if not node.users:
             backward.graph.erase_node(node)
     _flatten_signature(backward)
-    return kept
+
+    # Describe what the backward reads and the forward saves. The export numbers tangents from 1, over the
+    # outputs that take one.
+    differentiable = [i for i, a in enumerate(source.outputs) if a.requires_grad]
+    refs |= {f"tangents_{number}": Ref("tangent", i) for number, i in enumerate(differentiable, 1)}
+    inputs = tuple(refs[n.name] for n in backward.graph.find_nodes(op="placeholder"))
+    saved = tuple(Argument.of(_get_value(n), "value") for n in saved_nodes)
+    return Kernel("", source, forward, Backward(backward, inputs, grads, _find_shared(backward)), saved)
 
 
 def _find_shared(backward: fx.GraphModule) -> tuple[int, ...]:
     """Return the positions of results that may share memory with another one or with an input."""
 
-    def base(node: fx.Node) -> fx.Node:
+    def find_base(node: fx.Node) -> fx.Node:
         while node.op == "call_function" and _is_view(node):
             node = node.args[0]
         return node
 
-    bases = [base(n) for n in backward.graph.output_node().args[0]]
+    bases = [find_base(n) for n in backward.graph.output_node().args[0]]
     return tuple(i for i, n in enumerate(bases) if n.op == "placeholder" or bases.count(n) > 1)
 
 
@@ -449,11 +466,12 @@ def _set_outputs(module: fx.GraphModule, nodes: Iterable[fx.Node]) -> None:
     """Let a graph return these nodes."""
     output = module.graph.output_node()
     output.args = (tuple(nodes),)
+    # These notes of the export and the partitioner describe the old outputs.
     for key in ("desc", "partitioner_tag"):
         output.meta.pop(key, None)
 
 
-def _value(node: fx.Node) -> Tensor:
+def _get_value(node: fx.Node) -> Tensor:
     """Return the fake tensor of a node that is saved."""
     value: Any = node.meta["val"]
     if not isinstance(value, Tensor):

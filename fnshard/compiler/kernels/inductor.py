@@ -1,12 +1,12 @@
-"""Inductor: the only module that calls it, to compile kernels through torch.compile's stack.
+"""Inductor: compile kernels through torch.compile's stack. No other module calls Inductor.
 
 A kernel's graphs are handed to Inductor's inner compiler, beneath Dynamo and AOTAutograd, so that a
 call costs a list of tensors and nothing else: no guards, no autograd function. Callables are boxed:
 they take a list and empty it, so that an input dies when its last reader has run. Inductor is imported
 where it is used, since that takes seconds, and `import fnshard` should not.
 
-What it compiles is found again by other ranks of the host and by later processes: kernels for the CPU in
-files (`machine_code`), which run without Inductor, all others in Inductor's cache (TORCHINDUCTOR_CACHE_DIR).
+Other ranks of the host and later processes find what was compiled: kernels for the CPU in files
+(`machine_code`), which run without Inductor, all others in Inductor's cache (TORCHINDUCTOR_CACHE_DIR).
 """
 
 from __future__ import annotations
@@ -69,10 +69,11 @@ def _generate(
     Returns:
         A boxed callable, and a function that waits until its C++ is compiled, for before the first call.
     """
+    # Take what needs no compilation: a graph that returns its inputs, or one that was compiled before.
     if not any(n.op == "call_function" for n in module.graph.nodes):
-        return _make_eager(module), lambda: None  # it returns its inputs, and has nothing to compile
+        return _make_eager(module), lambda: None
     key = machine_code.key_of(module, options, is_backward)
-    known = key and machine_code.recall(key)
+    known = None if key is None else machine_code.recall(key)
     if known is not None:
         return known, lambda: None
     deferred_imports.load()
@@ -80,8 +81,9 @@ def _generate(
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.virtualized import V
 
-    module = fx.GraphModule(module, copy.deepcopy(module.graph))  # Inductor rewrites what it compiles
-    _lower_rounding()
+    # Prepare a copy of the graph, since Inductor rewrites what it compiles.
+    module = fx.GraphModule(module, copy.deepcopy(module.graph))
+    _register_rounding()
     placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
     fakes = [n.meta["val"] for n in placeholders]
     mode = next((f.fake_mode for f in fakes if hasattr(f, "fake_mode")), None)
@@ -90,15 +92,16 @@ def _generate(
         with V.set_fake_mode(mode) if mode is not None else nullcontext():
             widen_sums(module.graph)
         module.recompile()  # Inductor's cache on disk knows a graph by its code
-    flat = module.graph.output_node().args[0]
     # The strides of all outputs are kept as traced, since the backward was traced with them.
-    module.graph.output_node().meta["user_visible_output_idxs"] = list(range(len(flat)))
+    output = module.graph.output_node()
+    output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
+
     with (
         _explain_missing_compiler(),
         V.set_fake_mode(mode) if mode is not None else torch.no_grad(),
         inductor_config.patch({**(vector_settings() if on_cpu else {}), **options}),
         torch._guards.tracing(torch._guards.TracingContext(mode)),
-        _with_shape_env(mode),
+        _provide_shape_env(mode),
         torch.no_grad(),
         _compile_together() as load,
     ):
@@ -114,7 +117,7 @@ def _generate(
 
 
 @cache
-def _lower_rounding() -> None:
+def _register_rounding() -> None:
     """Tell Inductor how to lower `fnshard.rounded`: as a pass through the bits of the number's type."""
     from torch._inductor.lowering import make_pointwise, register_lowering
     from torch._inductor.virtualized import ops
@@ -131,12 +134,13 @@ def _lower_rounding() -> None:
         return make_pointwise(pass_through)(x)
 
 
-def _with_shape_env(mode: Any) -> AbstractContextManager[Any]:
-    """Give a fake mode an empty shape environment, for which Inductor's cache asks; all sizes are known."""
+def _provide_shape_env(mode: Any) -> AbstractContextManager[Any]:
+    """Give a fake mode an empty shape environment, which Inductor's cache asks for; all sizes are known."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    has_one = mode is None or mode.shape_env is not None
-    return nullcontext() if has_one else mock.patch.object(mode, "shape_env", ShapeEnv())
+    if mode is None or mode.shape_env is not None:
+        return nullcontext()
+    return mock.patch.object(mode, "shape_env", ShapeEnv())
 
 
 @contextmanager
@@ -163,10 +167,12 @@ def vector_settings() -> dict[str, bool]:
     from torch._inductor import config, cpu_vec_isa
     from torch._inductor.cpp_builder import get_cpp_compiler
 
-    here, used = cpu_vec_isa.x86_isa_checker(), torch.backends.cpu.get_cpu_capability().lower()
-    if config.cpp.vec_isa_ok is not None or used not in here or (used == "avx2" and "avx512" in here):
+    # Change nothing where the user has set the option, or where torch runs with less than the CPU has.
+    of_cpu, of_torch = cpu_vec_isa.x86_isa_checker(), torch.backends.cpu.get_cpu_capability().lower()
+    is_less = of_torch not in of_cpu or (of_torch == "avx2" and "avx512" in of_cpu)
+    if config.cpp.vec_isa_ok is not None or is_less:
         return {}
-    sets = [isa for isa in cpu_vec_isa.supported_vec_isa_list if str(isa) in here]
+    sets = [isa for isa in cpu_vec_isa.supported_vec_isa_list if str(isa) in of_cpu]
     flags = [flag for isa in sets for flag in isa.build_arch_flags().split()]
     try:
         command = [get_cpp_compiler(), *flags, "-E", "-x", "c++", os.devnull]
@@ -202,11 +208,14 @@ def import_compiler(backend: str) -> None:
     import torch._dynamo
 
     if backend == "inductor":
-        import torch._inductor.compile_fx  # noqa: F401  (AOTAutograd and its partitioner come with it)
+        import torch._inductor.compile_fx  # noqa: F401  (it imports AOTAutograd and its partitioner)
 
 
 def warm_up(device_type: str, backend: str) -> None:
-    """Start the processes that compile for an accelerator; that takes seconds, during which one may trace."""
+    """Start the processes that compile for an accelerator.
+
+    They take seconds to start, during which the caller may trace.
+    """
     if backend == "inductor" and device_type != "cpu":
         from torch._inductor import async_compile
 
@@ -224,37 +233,40 @@ def graphs_of(kernels: Iterable[Kernel]) -> Graphs:
 
 def share_of(graphs: Graphs, place: int, parts: int) -> Graphs:
     """Return one of `parts` shares of graphs, which take about equally long to compile."""
+    # The largest graph first, each to the share that has the fewest nodes so far.
     sizes, shares = [0] * parts, [Graphs() for _ in range(parts)]
     for key in sorted(graphs, key=lambda k: -len(graphs[k].graph.nodes)):
-        least = sizes.index(min(sizes))
-        sizes[least] += len(graphs[key].graph.nodes)
-        shares[least][key] = graphs[key]
+        smallest = sizes.index(min(sizes))
+        sizes[smallest] += len(graphs[key].graph.nodes)
+        shares[smallest][key] = graphs[key]
     return shares[place]
 
 
 def compile_graphs(graphs: Graphs, *, backend: str, options: Mapping[str, Any]) -> Compiled:
-    """Compile each graph to a boxed callable; the logger "fnshard" hears how far it is (INFO)."""
+    """Compile each graph to a boxed callable; the logger "fnshard" reports the progress (INFO)."""
     if backend == "eager":
         return {key: _make_eager(graph) for key, graph in graphs.items()}
     if not graphs:
         return {}
-    done: dict[tuple[str, Way], tuple[Boxed, Callable[[], None]]] = {}
+
+    # All graphs are lowered before the first wait, so that C++ is compiled beside the lowering.
+    generated: dict[tuple[str, Way], tuple[Boxed, Callable[[], None]]] = {}
     with TRACING:
         for number, ((name, way), graph) in enumerate(graphs.items(), 1):
-            _say(f"compiling kernel {number} of {len(graphs)}")
-            done[name, way] = _generate(graph, options, way is not Way.FORWARD)
-        for _, load in done.values():
+            _report_progress(f"compiling kernel {number} of {len(graphs)}")
+            generated[name, way] = _generate(graph, options, way is not Way.FORWARD)
+        for _, load in generated.values():
             load()
-    _say(f"compiled {len(graphs)} kernel{'s' if len(graphs) > 1 else ''}", end="\n")
-    return {key: compiled for key, (compiled, _) in done.items()}
+    _report_progress(f"compiled {len(graphs)} kernel{'s' if len(graphs) > 1 else ''}", end="\n")
+    return {key: compiled for key, (compiled, _) in generated.items()}
 
 
-def _say(text: str, end: str = "") -> None:
+def _report_progress(text: str, end: str = "") -> None:
     """Tell the logger; where nobody listens to it, rank 0 prints to a terminal, in one line."""
     LOG.info(text)
-    unheard = not LOG.isEnabledFor(logging.INFO) and os.environ.get("RANK", "0") == "0"
-    in_front = threading.current_thread() is threading.main_thread()  # steps run beside other threads
-    if unheard and in_front and sys.stderr.isatty():
+    is_unheard = not LOG.isEnabledFor(logging.INFO) and os.environ.get("RANK", "0") == "0"
+    is_main = threading.current_thread() is threading.main_thread()  # steps run beside other threads
+    if is_unheard and is_main and sys.stderr.isatty():
         print(f"\rfnshard: {text}\x1b[K", end=end, file=sys.stderr, flush=True)
 
 
@@ -268,6 +280,7 @@ def inductor_options(mode: str | None, options: Mapping[str, Any] | None) -> dic
         return {}
     from torch._inductor import list_mode_options, list_options
 
+    # A mode is a set of options, which `options` overrides.
     merged: dict[str, Any] = {}
     if mode not in (None, "default"):
         known = list_mode_options()
@@ -277,6 +290,8 @@ def inductor_options(mode: str | None, options: Mapping[str, Any] | None) -> dic
             )
         merged.update(known[mode])
     merged.update(options or {})
+
+    # Refuse what torch does not have, and what the executor cannot run.
     unknown = [f"options[{name!r}]" for name in merged if name not in list_options()]
     if unknown:
         raise SpecError(
@@ -293,12 +308,12 @@ def inductor_options(mode: str | None, options: Mapping[str, Any] | None) -> dic
 
 
 # ------------------------------------------------------------------ C++, many kernels a unit
-# Inductor gives each C++ kernel to the compiler by itself, and four fifths of such a run are alike for all:
-# the compiler reads the templates of Inductor's headers. Here the kernels of a graph share a translation
-# unit, in which each has its namespace, and is a Python module of one shared object. Inductor's threads
-# compile units while the next graph is lowered, and its cache keeps them by their text.
+# Inductor gives each C++ kernel to the compiler by itself, and four fifths of each run are spent on the same
+# work: the compiler reads the templates of Inductor's headers. Here the kernels of a graph share a
+# translation unit, in which each has a namespace, and each becomes a Python module of one shared object.
+# Inductor's threads compile units while the next graph is lowered, and its cache keeps them by their text.
 
-KERNELS = 16  # the most kernels of a unit: larger graphs have several, and use several processors
+KERNELS = 16  # the most kernels of a unit: larger graphs have several units, and use several processors
 INCLUDE = re.compile(r"^[ \t]*#[ \t]*include\b.*$", re.MULTILINE)
 NAME = re.compile(r"\bkernel(?=\s*\()")  # the name that Inductor gives every kernel
 HEADER = "#define PY_SSIZE_T_CLEAN\n#include <Python.h>\n"
@@ -327,20 +342,25 @@ def _compile_together() -> Iterator[Callable[[], dict[str, Entry]]]:
 
     kernels: list[_CppKernel] = []
     loads: list[Callable[[], dict[str, Entry]]] = []
+    compile_alone, owner = AsyncCompile.cpp_pybinding, threading.get_ident()
 
     def collect(self: Any, argument_types: list[str], source: str) -> Any:
         if threading.get_ident() != owner:  # a torch.compile of the user's runs at the same time
-            return alone(self, argument_types, source)
+            return compile_alone(self, argument_types, source)
+        # The caller is the module that Inductor has generated; it keeps the result under some name.
         kernels.append(_CppKernel(argument_types, source, sys._getframe(1).f_globals))
         return kernels[-1]
 
-    alone, owner = AsyncCompile.cpp_pybinding, threading.get_ident()
-    with mock.patch.object(AsyncCompile, "cpp_pybinding", collect if get_compile_threads() > 1 else alone):
-        yield lambda: {name: entry for load in loads for name, entry in load().items()}
-    loads.extend(_start(kernels[i : i + KERNELS]) for i in range(0, len(kernels), KERNELS))
+    def load_all() -> dict[str, Entry]:
+        return {name: entry for load in loads for name, entry in load().items()}
+
+    method = collect if get_compile_threads() > 1 else compile_alone
+    with mock.patch.object(AsyncCompile, "cpp_pybinding", method):
+        yield load_all
+    loads.extend(_start_unit(kernels[i : i + KERNELS]) for i in range(0, len(kernels), KERNELS))
 
 
-def _start(kernels: list[_CppKernel]) -> Callable[[], dict[str, Entry]]:
+def _start_unit(kernels: list[_CppKernel]) -> Callable[[], dict[str, Entry]]:
     """Start to compile a unit, and return a function that waits for it."""
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.codecache import CppPythonBindingsCodeCache
@@ -350,18 +370,20 @@ def _start(kernels: list[_CppKernel]) -> Callable[[], dict[str, Entry]]:
     includes = dict.fromkeys(line.strip() for part in parts for line in INCLUDE.findall(part))
     spaces = [f"namespace n{number} {{\n{INCLUDE.sub('', part)}\n}}\n" for number, part in enumerate(parts)]
     unit = HEADER + "\n".join([*includes, *spaces])
+
+    # Inductor imports a shared object as the module of one kernel; `Entry` loads the others from it.
     library = type("Library", (CppPythonBindingsCodeCache,), {"entry_function": "kernel_0"})
     compiled = library.load_async(unit, submit_fn=AsyncCompile.submit)
 
     def load() -> dict[str, Entry]:
-        path, found = Path(compiled().__spec__.origin), dict[str, Entry]()
+        path, entries = Path(compiled().__spec__.origin), dict[str, Entry]()
         for number, kernel in enumerate(kernels):
-            # The module that calls the kernel has its stand-in under some name.
+            # Replace the stand-in in the module that calls the kernel, under whatever name it has there.
             entry = Entry(path, f"kernel_{number}")
             names = [name for name, value in kernel.module.items() if value is kernel]
             kernel.module.update(dict.fromkeys(names, entry.load()))
-            found |= dict.fromkeys(names, entry)
-        return found
+            entries |= dict.fromkeys(names, entry)
+        return entries
 
     return load
 
@@ -370,13 +392,13 @@ def _bind_source(kernel: _CppKernel, name: str) -> str:
     """Return the source of a kernel under another name, with Inductor's Python binding."""
     from torch._inductor.codecache import CppPythonBindingsCodeCache
 
-    # Inductor writes the binding, and would then compile it; here the text alone is taken.
+    # Inductor writes the binding and passes it to `load_async`, which here only takes the text.
     sources: list[str] = []
-    own = {
+    attributes = {
         "entry_function": name,
         "call_entry_function": f"{name}({{}}); Py_RETURN_NONE;",
         "load_async": classmethod(lambda _, source, *__, **___: sources.append(source)),
     }
-    binding = type("Binding", (CppPythonBindingsCodeCache,), own)
+    binding = type("Binding", (CppPythonBindingsCodeCache,), attributes)
     binding.load_pybinding_async(kernel.argument_types, NAME.sub(name, kernel.source))
     return sources[0]

@@ -1,4 +1,4 @@
-"""Kernel: a distinct segment's forward and backward, as graphs, and what passes between the two."""
+"""Kernels as data: a distinct segment's forward and backward, as graphs, and what passes between the two."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Backward:
         inputs: the values that it reads.
         grads: for each gradient, the number of the source's input that it belongs to.
         shared: gradients (positions in `grads`) that may be one tensor with another result or with an input,
-            so that nobody may write to them.
+            so that no reader may write to them.
     """
 
     module: fx.GraphModule
@@ -50,7 +50,7 @@ class Backward:
 
     @cached_property
     def tangent_strides(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """For each tangent that it reads, its place among the inputs and the strides it was traced with."""
+        """The tangents that it reads, each by its index among the inputs, with the strides of its trace."""
         nodes = self.graph.find_nodes(op="placeholder")
         return tuple(
             (i, tuple(node.meta["val"].stride()))
@@ -65,12 +65,12 @@ class Kernel:
 
     Args:
         forward: the graph `(*inputs) -> (*outputs, *saved)`.
-        backward: the backward, or, where the gradients of leaves are apart, the part of it that makes
-            cotangents and gradients that take no products. It is None where there is nothing to make.
+        backward: the backward, or, where another kernel makes the gradients of leaves, the half of it that
+            makes cotangents and gradients that take no products. It is None where there is nothing to make.
         saved: descriptions of what is kept for the backward besides inputs and outputs.
-        weights: the part of the backward that makes gradients of leaves that take products, if it is apart.
+        weights: the half of the backward that makes gradients of leaves that take products, if it is divided.
         between: descriptions of what `backward` hands on to `weights`.
-        kept: the ops of the remat policy's `save` that it has.
+        kept: the ops of the remat policy's `save` that the kernel has.
     """
 
     name: str
@@ -84,13 +84,13 @@ class Kernel:
 
     @cached_property
     def halves(self) -> Mapping[Way, Backward]:
-        """The backward kernels that there are, by way."""
+        """The backward kernels by way, without those that have nothing to make."""
         both = {Way.BACKWARD: self.backward, Way.WEIGHTS: self.weights}
         return {way: half for way, half in both.items() if half is not None}
 
     @cached_property
     def modules(self) -> Mapping[Way, fx.GraphModule]:
-        """The graphs that there are, by way."""
+        """The graphs by way: the forward, and those of `halves`."""
         return {Way.FORWARD: self.forward, **{way: half.module for way, half in self.halves.items()}}
 
     @property

@@ -1,4 +1,4 @@
-"""Remat: what each segment keeps for its backward, by name or by budget.
+"""Remat: decide what each segment keeps for its backward, by name or by budget.
 
 "unit" recomputes a whole block from its input (Chen et al. 2016; activation checkpointing in FSDP and
 Lightning). A fraction goes to the min-cut partitioner as its memory budget. `save` is torch's selective
@@ -28,10 +28,10 @@ class Policy:
 
     Args:
         budget: the fraction kept of what the backward wants; 0 keeps nothing but the segment's inputs.
-        offload: whether what is kept rests on the host between forward and backward.
+        offload: whether what is kept moves to the host between forward and backward.
         save: ops whose results are kept though the budget is 0.
-        gathers_again: whether what ranks have gathered of one another's sequences is gathered again for the
-            backward, and not kept.
+        gathers_again: whether ranks gather one another's parts of sequences again for the backward, and do
+            not keep them.
         runs_again: whether the unit's forward runs again for its backward, with its exchanges (`Rerun`). What
             the first forward saves is not kept.
     """
@@ -72,26 +72,26 @@ def check(remat: Any, save: Any) -> list[str]:
     choices = (
         f"one of {', '.join(map(repr, NAMED))}, a fraction from 0 to 1, or a dict from unit globs to those"
     )
-    policies_by_glob = list(remat.items()) if isinstance(remat, Mapping) else [("", remat)]
-    wrong = [
-        f"remat={f'{{{glob!r}: {policy!r}}}' if glob else repr(policy)}: {choices}"
-        for glob, policy in policies_by_glob
-        if not isinstance(glob, str) or _read_policy(policy) is None
-    ]
-
+    values_by_glob = list(remat.items()) if isinstance(remat, Mapping) else [("", remat)]
+    wrong, recomputes = [], False
+    for glob, value in values_by_glob:
+        policy = _read_policy(value)
+        if not isinstance(glob, str) or policy is None:
+            text = f"{{{glob!r}: {value!r}}}" if glob else repr(value)
+            wrong.append(f"remat={text}: {choices}")
+        recomputes |= policy is not None and policy.budget == 0
     if isinstance(remat, Mapping) and not remat:
         wrong.append(f"remat={{}}: {choices}")
+
     if isinstance(save, str) or not isinstance(save, Sequence) or not all(isinstance(s, str) for s in save):
         wrong.append(f"save={save!r}: a list of ops, such as ['matmul', 'attention'] or ['aten.mm']")
-    elif save and not any(
-        p is not None and p.budget == 0 for p in (_read_policy(v) for _, v in policies_by_glob)
-    ):
+    elif save and not recomputes:
         wrong.append(f"save={list(save)!r}: nothing is recomputed; it goes with remat='unit'")
     return wrong
 
 
 def _read_policy(value: Any) -> Policy | None:
-    """Return the policy that a name or a fraction stands for; None where it stands for none."""
+    """Return the policy that a name or a fraction stands for; None for any other value."""
     if isinstance(value, str):
         return NAMED.get(value)
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1:
@@ -118,34 +118,42 @@ def policies(
     Raises:
         SpecError: a glob matches no unit.
     """
+    # One policy for all segments but the last.
     if not isinstance(remat, Mapping):
-        chosen = _add_save(_read_policy(remat), save)
-        every = [*[chosen] * (len(segments.segments) - 1), Policy()]
-        return _run_units_again(segments, every, set(data_axes))
+        policy = _add_save(_read_policy(remat), save)
+        chosen = [*[policy] * (len(segments.segments) - 1), Policy()]
+        return _run_units_again(segments, chosen, set(data_axes))
+
+    # The first glob that matches one of a segment's units.
     units = list(dict.fromkeys(units))
-    if unused := [f"remat[{g!r}]{nearest(g, units)}" for g in remat if not fnmatch.filter(units, g)]:
+    unused = [f"remat[{glob!r}]{nearest(glob, units)}" for glob in remat if not fnmatch.filter(units, glob)]
+    if unused:
         raise SpecError(f"{len(unused)} remat rule(s) match no unit:", unused, "globs of the units' names.")
-    chosen = [[v for g, v in remat.items() if fnmatch.filter(s.units, g)] for s in segments.segments]
-    every = [_add_save(_read_policy(each[0] if each else "none"), save) for each in chosen]
-    return _run_units_again(segments, every, set(data_axes))
+    chosen = []
+    for segment in segments.segments:
+        values = (value for glob, value in remat.items() if fnmatch.filter(segment.units, glob))
+        chosen.append(_add_save(_read_policy(next(values, "none")), save))
+    return _run_units_again(segments, chosen, set(data_axes))
 
 
 def _run_units_again(segments: Segments, chosen: Sequence[Policy], data_axes: Set[str]) -> tuple[Policy, ...]:
-    """Let those units run again that are to keep nothing but their inputs and send rows to experts."""
-    out = list(chosen)
+    """Let units run again that send rows to experts and are to keep nothing but their inputs."""
+    changed = list(chosen)
     for unit in group_by_unit(segments.segments):
+        # Exchanges behind the last segment lie between units.
         within = {segment.index for segment in unit[:-1]}
         sends_rows = any(
             each.kind == "all_to_all" and each.after in within and data_axes.issuperset(each.axes)
             for each in segments.exchanges
         )
         if sends_rows and all(chosen[s.index].budget == 0 and not chosen[s.index].save for s in unit):
-            for index in (segment.index for segment in unit):
-                out[index] = replace(chosen[index], budget=1.0, runs_again=True)
-    return tuple(out)
+            for segment in unit:
+                changed[segment.index] = replace(chosen[segment.index], budget=1.0, runs_again=True)
+    return tuple(changed)
 
 
 def _add_save(policy: Policy, save: Sequence[str]) -> Policy:
+    """Return a policy with the ops to save, which matter only where all else is recomputed."""
     return replace(policy, save=tuple(save) if policy.budget == 0 else ())
 
 
@@ -153,6 +161,7 @@ def is_saved(node: fx.Node, save: str) -> bool:
     """Return whether `save` (a group, or a glob on "mm" or "aten.mm") names this node's op."""
     if not isinstance(node.target, OpOverload):
         return False
-    name = node.target._schema.name.replace("::", ".")
-    globs, short = GROUPS.get(save, (save,)), name.split(".", 1)[1]
-    return any(fnmatch.fnmatchcase(n, g.removesuffix(".default")) for g in globs for n in (name, short))
+    full_name = node.target._schema.name.replace("::", ".")
+    names = (full_name, full_name.split(".", 1)[1])  # "aten.mm" and "mm"
+    globs = [glob.removesuffix(".default") for glob in GROUPS.get(save, (save,))]
+    return any(fnmatch.fnmatchcase(name, glob) for glob in globs for name in names)

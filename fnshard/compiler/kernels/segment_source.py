@@ -68,7 +68,7 @@ def extract(
         lazy: nodes that are copied into each segment that reads them.
         placeholders: the inputs of the program.
     """
-    inside = set(nodes)
+    main = set(nodes)
     copied: dict[fx.Node, fx.Node] = {}
     inputs: dict[fx.Node, str] = {}
     graph = fx.Graph()
@@ -76,11 +76,13 @@ def extract(
     def copy(node: fx.Node) -> fx.Node:
         if node in copied:
             return copied[node]
-        if node in placeholders or (node not in inside and node not in lazy):
+        # What another segment makes, and each input of the program, is an input of this segment.
+        if node in placeholders or (node not in main and node not in lazy):
             inputs[node] = placeholders[node].kind if node in placeholders else "value"
             copied[node] = graph.placeholder(f"a{len(inputs) - 1}")
             copied[node].meta = {"val": node.meta["val"]}
             return copied[node]
+
         args, kwargs = fx.map_arg((node.args, node.kwargs), copy)
         # Numbers follow the order of copying, whatever the program calls its nodes: equal blocks are equal
         # text.
@@ -89,27 +91,29 @@ def extract(
         copied[node].meta = {k: node.meta[k] for k in ("autocast", "val", "stack_trace") if k in node.meta}
         return copied[node]
 
+    # Copy the nodes, and move placeholders to the front, in the order of their first use.
     for node in nodes:
         copy(node)
     first = next((n for n in graph.nodes if n.op == "call_function"), None)
-    for placeholder in graph.find_nodes(op="placeholder") if first is not None else ():
-        first.prepend(placeholder)  # placeholders stand first, in the order of their first use
+    if first is not None:
+        for placeholder in graph.find_nodes(op="placeholder"):
+            first.prepend(placeholder)
     graph.output([copied[n] for n in outputs])
+
+    # Describe the ends, and name the inputs as the program does.
     names = tuple(
         placeholders[n].value_name if n in placeholders else ValueName(Kind.VALUE, n.name) for n in inputs
     )
     ins = tuple(Argument.of(n.meta["val"], kind) for n, kind in inputs.items())
     outs = tuple(Argument.of(n.meta["val"], "value") for n in outputs)
-    code = _print(graph, ins, outs)
+    code = _print_code(graph, ins, outs)
     return Source(graph, ins, outs, hashlib.sha256(code.encode()).hexdigest()[:16], code), names
 
 
-def _print(graph: fx.Graph, inputs: Sequence[Argument], outputs: Sequence[Argument]) -> str:
-    """Print all that a kernel depends on: equal texts are one kernel."""
-    lines = [
-        f"{n.name}: {a} {a.stride} {a.device}"
-        for n, a in zip([n for n in graph.nodes if n.op == "placeholder"], inputs, strict=True)
-    ]
+def _print_code(graph: fx.Graph, inputs: Sequence[Argument], outputs: Sequence[Argument]) -> str:
+    """Print everything that a kernel depends on: equal texts are one kernel."""
+    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+    lines = [f"{n.name}: {a} {a.stride} {a.device}" for n, a in zip(placeholders, inputs, strict=True)]
     for node in graph.nodes:
         if node.op == "call_function":
             kwargs = "".join(f", {k}={v!r}" for k, v in node.kwargs.items())

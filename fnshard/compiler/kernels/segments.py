@@ -1,4 +1,4 @@
-"""Segments: a program that is cut, as data: runs of code and the exchanges between them."""
+"""Segments: a program that has been cut, as data: runs of code and the exchanges between them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fnshard.compiler.kernels.segment_source import Argument, Source
 class Way(StrEnum):
     """A way through a segment; the enum's value is how a schedule prints it.
 
-    BACKWARD makes all gradients. Where those of leaves are apart, it makes the cotangents that others wait
+    BACKWARD makes all gradients. Where a backward is divided, BACKWARD makes the cotangents that others wait
     for, and WEIGHTS makes the gradients of leaves that are left.
     """
 
@@ -33,7 +33,7 @@ class Segment:
 
     Args:
         index: its number.
-        units: the units whose leaves it reads, as far as these are gathered or reduced.
+        units: the units of those leaves that it reads and that are gathered or reduced.
         inputs, outputs: names of values, which print as "leaf:layers.0.w", "batch:0", "key:key0", "mul_3".
         source: the key of its code, which equal segments share.
     """
@@ -51,10 +51,12 @@ class Segment:
 
 @dataclass(frozen=True)
 class Exchanged:
-    """An exchange after segment `after`, by the names of the value that is sent and of its result.
+    """An exchange between ranks that follows a segment.
 
     Args:
         dim, to: the dims along which values are split or joined; see `frontend.exchange`.
+        after: the index of the segment.
+        sent, received: the names of the value that is sent and of its result.
         like: a description of the value that is sent.
     """
 
@@ -75,8 +77,8 @@ class Exchanged:
 def may_travel_again(kind: str, axes: Sequence[str], data_axes: Sequence[str]) -> bool:
     """Return whether ranks may exchange a value again for the backward, since they keep what they have sent.
 
-    They do so with sequences that they gather, whose parts are smaller, and with blocks that go round. What
-    `fn` itself gathers of other rows is kept.
+    They may exchange again sequences that they gather, whose parts are smaller, and blocks that go round a
+    ring. What `fn` itself gathers over data axes is kept.
     """
     return KINDS[kind].permutes or (kind == "all_gather" and set(data_axes).isdisjoint(axes))
 
@@ -89,16 +91,18 @@ def last_first(exchanges: Sequence[Exchanged]) -> list[Exchanged]:
     depths: dict[ValueName, int] = {}
     for each in exchanges:
         depths[each.received] = depths.get(each.sent, -1) + 1
-    return sorted(exchanges, key=lambda e: -depths[e.received])
+    return sorted(exchanges, key=lambda e: -depths[e.received])  # a stable sort
 
 
 def group_by_unit(segments: Sequence[Segment]) -> list[tuple[Segment, ...]]:
-    """Group consecutive segments of one unit, which an exchange has cut. A segment that reads no leaves stays
-    with the one before it."""
+    """Group consecutive segments of one unit, which exchanges have cut.
+
+    A segment that reads no leaves belongs to the group before it.
+    """
     groups: list[list[Segment]] = [[segment] for segment in segments[:1]]
     for earlier, later in itertools.pairwise(segments):
-        before, units = set(earlier.units), set(later.units)
-        if units <= before or (before and before <= units):
+        units_before, units = set(earlier.units), set(later.units)
+        if units <= units_before or (units_before and units_before <= units):
             groups[-1].append(later)
         else:
             groups.append([later])
@@ -107,7 +111,7 @@ def group_by_unit(segments: Sequence[Segment]) -> list[tuple[Segment, ...]]:
 
 @dataclass(frozen=True)
 class Segments:
-    """A program that is cut.
+    """A program that has been cut.
 
     Args:
         sources: the distinct codes by their keys; equal segments share one.
@@ -125,18 +129,18 @@ class Segments:
     exchanges: tuple[Exchanged, ...] = ()
 
     def exchanges_after(self) -> dict[int, list[Exchanged]]:
-        """Return the exchanges by the index of the segment they stand after."""
+        """Return the exchanges by the index of the segment that they follow."""
         return {s.index: [e for e in self.exchanges if e.after == s.index] for s in self.segments}
 
     def as_text(self) -> str:
         """Return a text with one line per segment: what it reads, and what crosses out of it."""
         names = {key: f"k{i}" for i, key in enumerate(self.sources)}
-        lines, after = [], self.exchanges_after()
+        lines, exchanges = [], self.exchanges_after()
         for s in self.segments:
             out = ", ".join(f"{o} {describe(self.values[o])}" for o in s.outputs)
             reads = ", ".join(i for i in s.inputs if i.kind is not Kind.LEAF)
             lines.append(f"{s.index}: {names[s.source]}[{'+'.join(s.units)}]({reads}) -> {out}")
-            lines += [f"   {e}" for e in after[s.index]]
+            lines += [f"   {e}" for e in exchanges[s.index]]
         return "\n".join(lines)
 
     __str__ = as_text

@@ -1,13 +1,13 @@
-"""Store: kernels are made once and kept in files, for other ranks and for later processes.
+"""Store: make kernels once and keep them in files, for other ranks and for later processes.
 
-To differentiate segments is most of what lowering costs, and equal segments become equal kernels. A kernel is
-kept by its content: the graph of its segment with all shapes, strides and dtypes, its policy, and what else
-decides what it becomes (torch's version and settings, and the sources of fnshard, so that another compiler
-reads no kernels of this one). A file holds rows of names and numbers, and nothing is unpickled (compiled code
-lies here, too, see `machine_code`). Kernels with
-operators that are not torch's or fnshard's are not kept, since their formulas may change.
+Most of the time of lowering goes into differentiating segments, and equal segments become equal kernels. A
+kernel's key is a hash of its content: the graph of its segment with all shapes, strides and dtypes, its
+policy, and what else decides what it becomes (torch's version and settings, and the sources of fnshard, so
+that another compiler reads no kernels of this one). A file holds rows of names and numbers, and nothing is
+unpickled (the folder has compiled code, too, see `machine_code`). Kernels with operators that are not torch's
+or fnshard's are not kept, since their formulas may change.
 
-The files lie in `fnshard/kernels` in the user's cache directory (XDG_CACHE_HOME, or `~/.cache`).
+The files are in `fnshard/kernels` in the user's cache directory (XDG_CACHE_HOME, or `~/.cache`).
 FNSHARD_CACHE names another directory, or is "off". No fault of files is an error: without them kernels are
 made anew.
 """
@@ -41,14 +41,14 @@ from fnshard.compiler.kernels.remat import Policy
 from fnshard.compiler.kernels.segment_source import Argument, Source
 from fnshard.compiler.kernels.segments import Way
 
-MOST_BYTES = 256 << 20  # of all files; the ones that were not read for longest go first
+MOST_BYTES = 256 << 20  # of all files; the least recently read are removed first
 MACHINE_CODE = "code-"  # names of files of compiled graphs begin with it
 MOST_IN_MEMORY = 256  # kernels that a process keeps at hand
-WAIT_S, POLL_S = 60.0, 0.01  # so long this process waits for a kernel that another one makes
+WAIT_S, POLL_S = 60.0, 0.01  # how long this process waits for a kernel that another one makes
 HEADER = b"fnshard kernel 1 "
 OFF = "off"
 NAMESPACES = ("aten", "prims", "prim", "fnshard", "inductor", "rngprims")  # whose operators do not change
-METAS = ("val", "seq_nr", "stack_trace", "original_aten")  # what is read of a kernel's nodes
+METAS = ("val", "seq_nr", "stack_trace", "original_aten")  # the metadata of a kernel's nodes that is read
 NAMED = {  # torch's constants that a graph may hold, by the word that marks them in a file
     "dtype": torch.dtype,
     "layout": torch.layout,
@@ -76,19 +76,25 @@ def make_all(recipes: Mapping[str, Recipe], make: Callable[[Recipe], Kernel]) ->
     folder = find_folder()
     keys = {name: key_of(recipe) if folder else None for name, recipe in recipes.items()}
     done: dict[str, Kernel] = {}
+
+    # The first pass makes what no other process is making, and the second waits for the others.
     for patience in (0.0, WAIT_S):
         for name, recipe in recipes.items():
             key = keys[name]
-            if name not in done and key is not None and (kernel := _recall(folder, key, recipe.source)):
-                done[name] = kernel
             if name in done or key is None:
+                continue
+            kernel = _recall(folder, key, recipe.source)
+            if kernel is not None:
+                done[name] = kernel
                 continue
             with _claim(folder, key, patience) as is_claimed:
                 if is_claimed:  # perhaps since another process has written the kernel by now
                     kernel = _recall(folder, key, recipe.source)
                     done[name] = kernel or _keep(folder, key, make(recipe))
+
+    # What is left cannot be kept, or the process that makes it has not finished in time.
     for name, recipe in recipes.items():
-        if name not in done:  # it cannot be kept, or whoever makes it stands still
+        if name not in done:
             done[name] = make(recipe)
     return done
 
@@ -102,18 +108,13 @@ def key_of(recipe: Recipe) -> str | None:
     try:
         rows = encode_graph(source.graph, ("val", "stack_trace"))
         ends = [[_encode_argument(a) for a in arguments] for arguments in (source.inputs, source.outputs)]
-        what = [policy.budget, policy.save, recipe.trainable, recipe.target, recipe.apart]
-        text = json.dumps([source.code, rows, ends, what, _environment(recipe)])
+        choices = [policy.budget, policy.save, recipe.trainable, recipe.target, recipe.apart]
+        devices = {a.device for a in source.inputs if a.device.type == "cuda"}
+        gpus = sorted((torch.cuda.get_device_name(d), *torch.cuda.get_device_capability(d)) for d in devices)
+        text = json.dumps([source.code, rows, ends, choices, [*settings(), gpus]])
     except NotPortableError:
         return None
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _environment(recipe: Recipe) -> list[Any]:
-    """Return what a kernel depends on besides its segment and its policy."""
-    devices = {a.device for a in recipe.source.inputs if a.device.type == "cuda"}
-    names = sorted((torch.cuda.get_device_name(d), *torch.cuda.get_device_capability(d)) for d in devices)
-    return [*settings(), names]
 
 
 def settings() -> list[Any]:
@@ -148,24 +149,27 @@ SOURCES = hash_sources()  # at import: these are the sources that run, whatever 
 
 
 def find_folder() -> Path | None:
-    """Return the folder of kernels; None where they are not to be kept, or nobody but the user may write."""
+    """Return the folder of kernels; None if they are not to be kept, or others may write to the folder."""
     chosen = os.environ.get("FNSHARD_CACHE", "")
     if chosen == OFF:
         return None
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    folder = Path(chosen or Path(home, "fnshard"), "kernels")
-    return folder if _is_own(folder) else None
+    cache_home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = Path(chosen or Path(cache_home, "fnshard"), "kernels")
+    return folder if _make_private_folder(folder) else None
 
 
 @cache
-def _is_own(folder: Path) -> bool:
-    """Make a folder if it is not there, and return whether it belongs to this user alone."""
+def _make_private_folder(folder: Path) -> bool:
+    """Make a folder if it does not exist, and return whether it belongs to this user alone.
+
+    Its files decide what runs, so that nobody else may write them.
+    """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.stat()
+        status = folder.stat()
     except OSError:
         return False
-    return found.st_uid == os.geteuid() and not found.st_mode & 0o022
+    return status.st_uid == os.geteuid() and not status.st_mode & 0o022
 
 
 def has_machine_code() -> bool:
@@ -176,22 +180,25 @@ def has_machine_code() -> bool:
 
 @contextmanager
 def _claim(folder: Path, key: str, patience: float) -> Iterator[bool]:
-    """Yield whether this process may make a kernel, or no other one does. A process that dies lets go.
+    """Lock a kernel, and yield whether this process may make it: false if another one is making it.
+
+    The system releases the lock of a process that dies.
 
     Args:
         patience: how long to wait for another process, in seconds.
     """
-    place = int(key[:15], 16)  # each kernel has a byte of one file that has none
+    # Each kernel has one byte of a file that stays empty: a range beyond the end may be locked, too.
+    byte = int(key[:15], 16)
     until = time.monotonic() + patience
     with ExitStack() as stack:
         try:
             file = stack.enter_context(open(folder / "locks", "ab"))
-        except OSError:  # a folder to read from
+        except OSError:  # nobody keeps a kernel in a read-only folder, so that there is none to wait for
             yield True
             return
         while True:
             try:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
             except BlockingIOError:
                 if time.monotonic() < until:
                     time.sleep(POLL_S)
@@ -208,7 +215,7 @@ _memory: OrderedDict[tuple[Path, str], Kernel] = OrderedDict()
 
 
 def _recall(folder: Path, key: str, source: Source) -> Kernel | None:
-    """Return a kernel that this process has, or that lies in a whole file."""
+    """Return a kernel from memory, or from its file if that is whole; None if there is neither."""
     kernel = _memory.get((folder, key))
     if kernel is None:
         body = read_file(folder, key)
@@ -216,13 +223,14 @@ def _recall(folder: Path, key: str, source: Source) -> Kernel | None:
             return None
         try:
             kernel = _decode_kernel(json.loads(zlib.decompress(body)), source)
-        except Exception:  # it is of another program
+        except Exception:  # another program has written it
             return None
     _remember(folder, key, kernel)
     return replace(kernel, source=source)
 
 
 def _remember(folder: Path, key: str, kernel: Kernel) -> None:
+    """Keep a kernel in memory; with too many, forget the least recently used one."""
     _memory[folder, key] = kernel
     _memory.move_to_end((folder, key))
     if len(_memory) > MOST_IN_MEMORY:
@@ -246,40 +254,43 @@ def seal(body: bytes) -> bytes:
 
 
 def read_file(folder: Path, name: str) -> bytes | None:
-    """Return what is sealed in a file; None if that is not there, or cut short."""
+    """Return what is sealed in a file; None if the file does not exist, or is cut short."""
     try:
         header, _, body = (folder / name).read_bytes().partition(b"\n")
         if header != HEADER + hashlib.sha256(body).hexdigest().encode():
             return None
     except OSError:
         return None
-    with suppress(OSError):  # a folder to read from keeps its times
+    with suppress(OSError):  # `_make_room` goes by this time; a read-only folder keeps its times
         os.utime(folder / name)
     return body
 
 
 def write_file(folder: Path, name: str, content: bytes) -> None:
-    """Write a whole file, if that is possible, and make room for it."""
-    written = None
+    """Write a file, if that is possible, and remove old ones if all together are too large.
+
+    Readers see the whole file or none.
+    """
+    temporary = None
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix="new-", delete=False) as file:
-            written = file.name
+            temporary = file.name
             file.write(content)
-        os.replace(written, folder / name)
+        os.replace(temporary, folder / name)
         _make_room(folder)
-    except OSError:  # a full disk, or a folder to read from
+    except OSError:  # a full disk, or a read-only folder
         with suppress(OSError):
-            if written is not None:
-                os.unlink(written)
+            if temporary is not None:
+                os.unlink(temporary)
 
 
 def _make_room(folder: Path) -> None:
-    """Remove the files that were not read for longest, until three quarters of what is allowed are left."""
-    found = [(entry.stat(), entry.path) for entry in os.scandir(folder) if entry.name != "locks"]
-    total = sum(stat.st_size for stat, _ in found)
+    """If files are too large, remove the least recently read, down to three quarters of what is allowed."""
+    files = [(entry.stat(), entry.path) for entry in os.scandir(folder) if entry.name != "locks"]
+    total = sum(stat.st_size for stat, _ in files)
     if total <= MOST_BYTES:
         return
-    for stat, path in sorted(found, key=lambda each: each[0].st_mtime):
+    for stat, path in sorted(files, key=lambda each: each[0].st_mtime):
         with suppress(FileNotFoundError):
             os.unlink(path)
         total -= stat.st_size
@@ -308,6 +319,7 @@ def _encode_kernel(kernel: Kernel) -> dict[str, Any]:
 
 
 def _decode_kernel(values: Mapping[str, Any], source: Source) -> Kernel:
+    """Return the kernel that `_encode_kernel` has written down, for a source of the same code."""
     mode = FakeTensorMode()
     with _use_lazy_graph_module(True):
         modules = {Way(way): _decode_graph(rows, mode) for way, rows in values["graphs"].items()}
@@ -324,9 +336,8 @@ def _decode_kernel(values: Mapping[str, Any], source: Source) -> Kernel:
     )  # fmt: skip
 
 
-def _encode_argument(argument: Argument) -> list[Any]:
-    a = argument
-    return [a.shape, a.stride, _name_of(a.dtype), str(a.device), a.requires_grad, a.kind]
+def _encode_argument(a: Argument) -> list[Any]:
+    return [a.shape, a.stride, _get_name(a.dtype), str(a.device), a.requires_grad, a.kind]
 
 
 def _decode_argument(values: list[Any]) -> Argument:
@@ -361,7 +372,7 @@ def _decode_graph(rows: list[Any], mode: FakeTensorMode) -> fx.GraphModule:
     return _make_graph_module(torch.nn.Module(), graph)
 
 
-def _name_of(constant: Any) -> str:
+def _get_name(constant: Any) -> str:
     return str(constant).removeprefix("torch.")
 
 
@@ -384,7 +395,7 @@ def _encode(value: Any, numbers: Mapping[fx.Node, int]) -> Any:
         return ["fake", *_encode_fake(value)]
     for word, kind in NAMED.items():
         if isinstance(value, kind):
-            return [word, _name_of(value)]
+            return [word, _get_name(value)]
     if isinstance(value, torch.device):
         return ["device", str(value)]
     if isinstance(value, complex):
@@ -395,7 +406,7 @@ def _encode(value: Any, numbers: Mapping[fx.Node, int]) -> Any:
 
 
 def _decode(value: Any, nodes: list[fx.Node], mode: FakeTensorMode) -> Any:
-    """Return the value that `_encode` has written down; its fake tensors are of a mode."""
+    """Return the value that `_encode` has written down, with fake tensors of the given mode."""
     if not isinstance(value, list):
         return value
     word, *rest = value
@@ -424,11 +435,11 @@ def _decode(value: Any, nodes: list[fx.Node], mode: FakeTensorMode) -> Any:
 
 
 def _encode_fake(value: Tensor) -> list[Any]:
-    """Return what describes a tensor without its values: also where it lies in its memory, a view perhaps."""
+    """Return a description of a tensor without its values, and of its place in its storage."""
     if value.layout != torch.strided or value.is_conj() or value.is_neg():
         raise NotPortableError(type(value).__name__)
     return [
-        list(value.shape), list(value.stride()), _name_of(value.dtype), str(value.device),
+        list(value.shape), list(value.stride()), _get_name(value.dtype), str(value.device),
         value.requires_grad, value.storage_offset(), value.untyped_storage().nbytes(),
     ]  # fmt: skip
 
@@ -439,6 +450,7 @@ def _decode_fake(
 ) -> Tensor:  # fmt: skip
     dtype = getattr(torch, dtype_name)
     meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    # A view of a larger storage becomes a view again.
     if offset or meta.untyped_storage().nbytes() != storage_bytes:
         whole = torch.empty(storage_bytes // dtype.itemsize, dtype=dtype, device="meta")
         meta = whole.as_strided(shape, stride, offset)

@@ -1,14 +1,14 @@
-"""Weight gradients: they divide the graph of a backward, so that the gradients of leaves may be made later.
+"""Weight gradients: divide the graph of a backward, so that the gradients of leaves may be made later.
 
 The first half makes the cotangents of the values that a segment reads, for which the segment before it waits,
-in a pipeline another stage. The second half makes the gradients of leaves, for which only the update waits
-(Qi et al. 2023, "Zero Bubble Pipeline Parallelism"). No product runs twice. What the second
-half reads of the first, or of what the forward has saved, is the cheapest cut between the two in bytes: views
-and elementwise ops may be run again on the other side of it.
+or in a pipeline another stage. The second half makes the gradients of leaves, for which only the update waits
+(Qi et al. 2023, "Zero Bubble Pipeline Parallelism"). No product runs twice. What the second half reads of the
+first, or of what the forward has saved, is the cheapest cut between the two in bytes: views and elementwise
+ops may run again in the second half.
 
-The second half reads no leaf, so that nobody gathers for it. Ops that read a leaf are in the first half, and
-so are gradients that take no product (those of norms and biases), since the first half has read all that they
-are made of.
+The second half reads no leaf, so that nothing is gathered for it. Ops that read a leaf are in the first half,
+and so are gradients that take no product (those of norms and biases), since the first half has read all that
+they are made of.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PRODUCTS = {
     aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.addbmm, aten.mv, aten.dot, aten.convolution,
     aten.convolution_backward, aten._grouped_mm, aten._scaled_mm, aten._scaled_grouped_mm,
 }  # fmt: skip
-_ON_HAND = 1 / 1024  # the price in bytes of a value that is there anyway: a batch, a constant, a key
+_ON_HAND = 1 / 1024  # the price in bytes of a value that is in memory anyway: a batch, a constant, a key
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,9 +39,9 @@ class Halves:
     Args:
         first: the graph `(*inputs) -> (*gradients, *between)`; None where it has nothing to do.
         first_inputs: the numbers of the whole backward's inputs that it reads.
-        first_grads: the numbers of the whole backward's results that it gives.
+        first_grads: the numbers of the whole backward's results that it returns.
         between: what it hands on to the second half, as nodes of its graph.
-        second: the graph `(*inputs, *between) -> gradients`; None where the first half gives all.
+        second: the graph `(*inputs, *between) -> gradients`; None where the first half returns all.
         second_inputs, second_grads: the numbers of its inputs and results.
     """
 
@@ -68,27 +68,29 @@ def split_backward(
     graph.output(graph.graph_copy(backward.graph, {}))
     _divide_convolutions(graph)
     inputs, results = graph.find_nodes(op="placeholder"), graph.output_node().args[0]
-    # Which half has each node, and what the second reads of the first.
-    first = _find_first(graph, of_leaves, {inputs[i] for i in leaves})
-    late = [n for n, (result, leaf) in enumerate(zip(results, of_leaves, strict=True))
-            if leaf and result not in first and result.op != "placeholder"]  # fmt: skip
-    early = [n for n in range(len(results)) if n not in late]
+
+    # Assign nodes and results to the halves, and find what the second reads of the first.
+    first = _find_first_half(graph, of_leaves, {inputs[i] for i in leaves})
+    early, late = [], []
+    for number, (result, of_leaf) in enumerate(zip(results, of_leaves, strict=True)):
+        is_late = of_leaf and result not in first and result.op != "placeholder"
+        (late if is_late else early).append(number)
     second = _find_ancestors([results[n] for n in late]) - first - set(inputs)
-    crossing = _cut(graph, second, {inputs[i] for i in leaves}, {inputs[i] for i in on_hand})
+    crossing = _find_cheapest_cut(graph, second, {inputs[i] for i in leaves}, {inputs[i] for i in on_hand})
     between = [n for n in crossing if n.op != "placeholder"]
 
     # Write both halves out as graphs.
     outputs = [results[n] for n in early] + between
-    module, read, copies = _extract(backward, graph, outputs, ())
-    other, read_later, _ = _extract(backward, graph, [results[n] for n in late], crossing)
-    place = {node: number for number, node in enumerate(inputs)}
+    first_module, first_reads, copies = _extract(backward, graph, outputs, ())
+    second_module, second_reads, _ = _extract(backward, graph, [results[n] for n in late], crossing)
+    number_of = {node: number for number, node in enumerate(inputs)}
     return Halves(
-        module if outputs else None,
-        tuple(place[n] for n in read),
+        first_module if outputs else None,
+        tuple(number_of[n] for n in first_reads),
         tuple(early),
         tuple(copies[n] for n in between),
-        other if late else None,
-        tuple(place[n] for n in read_later if n in place),
+        second_module if late else None,
+        tuple(number_of[n] for n in second_reads if n in number_of),
         tuple(late),
     )
 
@@ -99,81 +101,89 @@ def _divide_convolutions(graph: fx.Graph) -> None:
     The second needs nothing of the weight but its shape, and gets an empty tensor.
     """
     for node in graph.find_nodes(op="call_function", target=aten.convolution_backward.default):
-        grad, x, weight, *rest, mask = node.args
+        grad, x, weight, *options, mask = node.args
         if not (mask[1] or mask[2]):
             continue
-        like = weight.meta["val"]
+        value = weight.meta["val"]
         with graph.inserting_before(node):
-            kind = {"dtype": like.dtype, "device": like.device}
-            shape = tuple(like.shape), tuple(like.stride())
-            alike = graph.call_function(aten.empty_strided.default, shape, kind)
-            alike.meta["val"] = like
+            shape = tuple(value.shape), tuple(value.stride())
+            kind = {"dtype": value.dtype, "device": value.device}
+            empty = graph.call_function(aten.empty_strided.default, shape, kind)
+            empty.meta["val"] = value
 
             masks = [[mask[0], False, False], [False, mask[1], mask[2]]]
             halves = [
-                graph.call_function(node.target, (grad, x, w, *rest, m))
-                for w, m in zip((weight, alike), masks, strict=True)
+                graph.call_function(node.target, (grad, x, w, *options, m))
+                for w, m in zip((weight, empty), masks, strict=True)
             ]
-        for half, own in zip(halves, masks, strict=True):
-            made = zip(node.meta["val"], own, strict=True)
-            half.meta = {**node.meta, "val": tuple(value if m else None for value, m in made)}
+        for half, half_mask in zip(halves, masks, strict=True):
+            pairs = zip(node.meta["val"], half_mask, strict=True)
+            half.meta = {**node.meta, "val": tuple(v if is_made else None for v, is_made in pairs)}
 
+        # Result 0 is the input's gradient. Unread, its op would still count as a reader of a leaf.
         for item in list(node.users):
-            item.replace_input_with(node, halves[item.args[1] > 0])
+            item.replace_input_with(node, halves[0 if item.args[1] == 0 else 1])
         graph.erase_node(node)
         if not mask[0]:
             graph.erase_node(halves[0])
 
 
-def _find_first(graph: fx.Graph, of_leaves: Sequence[bool], leaves: Set[fx.Node]) -> set[fx.Node]:
+def _find_first_half(graph: fx.Graph, of_leaves: Sequence[bool], leaves: Set[fx.Node]) -> set[fx.Node]:
     """Return the nodes of the first half.
 
     They are the nodes that cotangents depend on, those that read a leaf, and those of gradients that take no
     further product.
     """
     results = graph.output_node().args[0]
-    first = _find_ancestors(r for r, leaf in zip(results, of_leaves, strict=True) if not leaf)
-    on_leaves = _find_resting(graph, leaves)
+    first = _find_ancestors(r for r, of_leaf in zip(results, of_leaves, strict=True) if not of_leaf)
+
+    # Readers of a leaf, or of a value of leaves alone, with all that they read.
+    on_leaves = _find_made_of_leaves(graph, leaves)
     readers = [n for n in graph.nodes if n.op == "call_function" and n not in on_leaves]
     first |= _find_ancestors(n for n in readers if not on_leaves.isdisjoint(n.all_input_nodes))
-    for result, leaf in zip(results, of_leaves, strict=True):
-        if leaf and result not in first:
-            own = _find_ancestors([result]) - first
-            first |= own if result in on_leaves or not any(map(_is_product, own)) else set()
-    # The results of an op of several are taken apart in its own half, since only tensors cross.
+
+    # Gradients of leaves that take no product beyond those of the first half.
+    for result, of_leaf in zip(results, of_leaves, strict=True):
+        if of_leaf and result not in first:
+            added = _find_ancestors([result]) - first
+            if result in on_leaves or not any(map(_is_product, added)):
+                first |= added
+    # An op of several results has these in its half, since only tensors cross.
     return first | {n for n in graph.nodes if n.target is operator.getitem and n.args[0] in first}
 
 
-def _find_resting(graph: fx.Graph, leaves: Set[fx.Node]) -> set[fx.Node]:
+def _find_made_of_leaves(graph: fx.Graph, leaves: Set[fx.Node]) -> set[fx.Node]:
     """Return the leaves, and the nodes that depend on leaves alone."""
-    found = set(leaves)
+    made = set(leaves)
     for node in graph.nodes:
-        if node.op == "call_function" and node.all_input_nodes and found.issuperset(node.all_input_nodes):
-            found.add(node)
-    return found
+        if node.op == "call_function" and node.all_input_nodes and made.issuperset(node.all_input_nodes):
+            made.add(node)
+    return made
 
 
 def _find_ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """Return nodes with all nodes that they depend on."""
-    found, stack = set[fx.Node](), list(nodes)
+    ancestors, stack = set[fx.Node](), list(nodes)
     while stack:
         node = stack.pop()
-        if node not in found:
-            found.add(node)
+        if node not in ancestors:
+            ancestors.add(node)
             stack += node.all_input_nodes
-    return found
+    return ancestors
 
 
-def _cut(graph: fx.Graph, second: Set[fx.Node], leaves: Set[fx.Node], on_hand: Set[fx.Node]) -> list[fx.Node]:
+def _find_cheapest_cut(
+    graph: fx.Graph, second: Set[fx.Node], leaves: Set[fx.Node], on_hand: Set[fx.Node]
+) -> list[fx.Node]:
     """Return the values that the second half reads.
 
-    They are the fewest bytes from which it can be made by cheap ops. Among cuts of equally many bytes it is
-    the one that runs the fewest ops again; and no view of a value that is there is read.
+    They are the fewest bytes from which cheap ops can make it. Among cuts of equally many bytes it is the one
+    that runs the fewest ops again; and the second half reads a value, not a view of it.
     """
     # A flow from the first half to the second. Each value is an edge from its node to (node, "made") that
-    # costs its bytes: where it is cut, the value is read. An op that may not run again hangs on the first
-    # half.
-    on_leaves = _find_resting(graph, leaves)
+    # costs its bytes: where this edge is cut, the second half reads the value. An op that may not run again
+    # has an edge from the first half that cannot be cut.
+    on_leaves = _find_made_of_leaves(graph, leaves)
     edges: list[Edge] = []
     seen, stack = set[fx.Node](), []
 
@@ -183,14 +193,14 @@ def _cut(graph: fx.Graph, second: Set[fx.Node], leaves: Set[fx.Node], on_hand: S
             seen.add(node)
             stack.append(node)
 
+    # Begin with what the second half reads, and go back through the ops that may run again.
     for node in [n for n in graph.nodes if n in second]:
         for source in node.all_input_nodes:
             if source not in second:
                 read(source, "second")
     while stack:
         node = stack.pop()
-        price = _price_of(node)
-        edges.append((node, (node, "made"), _ON_HAND if node in on_hand else price))
+        edges.append((node, (node, "made"), _ON_HAND if node in on_hand else _price_value(node)))
         if _is_cheap(node) and on_leaves.isdisjoint(node.all_input_nodes):
             for source in node.all_input_nodes:
                 read(source, node)
@@ -198,11 +208,13 @@ def _cut(graph: fx.Graph, second: Set[fx.Node], leaves: Set[fx.Node], on_hand: S
             edges.append(("first", node, None))
     if not edges:
         return []
+
+    # A value is read whose edge leaves the side of the first half.
     near = minimum_cut(edges, "first", "second", outermost="source")
     return [n for n in graph.nodes if n in near and n in seen and (n, "made") not in near]
 
 
-def _price_of(node: fx.Node) -> float | None:
+def _price_value(node: fx.Node) -> float | None:
     """Return the bytes of a node's value, as a price; None for several values, which do not cross."""
     value = node.meta.get("val")
     if not isinstance(value, Tensor):
@@ -220,7 +232,7 @@ def _is_product(node: fx.Node) -> bool:
 
 
 @cache
-def _known_ops() -> Any:
+def _list_known_ops() -> Any:
     """Return the lists of torch's partitioner: the views, and the ops that may run a second time."""
     from torch._functorch.partitioners import get_default_op_list
 
@@ -229,13 +241,19 @@ def _known_ops() -> Any:
 
 def _is_cheap(node: fx.Node) -> bool:
     """Return whether an op may run a second time: it is a view, or elementwise, and sums nothing up."""
-    known = _known_ops()
-    if node.op != "call_function" or not (known.is_recomputable(node) or known.is_view(node)):
+    known = _list_known_ops()
+    if node.op != "call_function":
         return False
-    sizes = [v.numel() for n in node.all_input_nodes if isinstance(v := n.meta.get("val"), Tensor)]
+    if known.is_view(node):
+        return True
+    if not known.is_recomputable(node):
+        return False
+
+    # A result with fewer elements than an input is a reduction.
     value = node.meta.get("val")
-    is_sum = isinstance(value, Tensor) and value.numel() < max(sizes, default=0)
-    return known.is_view(node) or not is_sum
+    inputs = [n.meta.get("val") for n in node.all_input_nodes]
+    sizes = [each.numel() for each in inputs if isinstance(each, Tensor)]
+    return not isinstance(value, Tensor) or value.numel() >= max(sizes, default=0)
 
 
 def _extract(
@@ -250,13 +268,16 @@ def _extract(
     copies: dict[fx.Node, fx.Node] = {}
     stops = set(given)
 
+    # Go back from the results to what is given.
     needed, stack = set[fx.Node](), list(results)
     while stack:
         node = stack.pop()
         if node not in needed:
             needed.add(node)
-            stack += [] if node in stops else node.all_input_nodes
+            if node not in stops:
+                stack += node.all_input_nodes
 
+    # Placeholders come first, then what is given; then all other nodes in their order.
     read = [n for n in graph.nodes if n.op == "placeholder" and n in needed]
     read += [n for n in graph.nodes if n.op != "placeholder" and n in needed and n in stops]
     for node in read:
