@@ -21,8 +21,8 @@ _LIMIT = 1 << 27  # a mask of more elements stays explicit
 
 def recognise_causal(graph: fx.Graph) -> int:
     """Rewrite each attention whose mask is causal or lets all through, and return how many were rewritten."""
-    known: dict[tuple[fx.Node, tuple[int, ...]], str | None] = {}
-    found = 0
+    known: dict[tuple[fx.Node, tuple[int, ...]], str | None] = {}  # layers share their mask
+    rewritten = 0
     for node in graph.find_nodes(op="call_function", target=_ATTENTION):
         named = arguments_of(node.target, node.args, node.kwargs)
         mask = named["attn_mask"]
@@ -31,25 +31,25 @@ def recognise_causal(graph: fx.Graph) -> int:
 
         scores = (*node.meta["val"].shape[:-1], node.args[1].meta["val"].shape[-2])  # [..., T, S]
         if (mask, scores) not in known:
-            known[mask, scores] = _kind(mask, scores)
+            known[mask, scores] = _classify_mask(mask, scores)
 
         kind = known[mask, scores]
         if kind is None:
             continue
         node.args = (*node.args[:3], None, named["dropout_p"], kind == "causal")
-        found += 1
-    if found:
+        rewritten += 1
+    if rewritten:
         graph.eliminate_dead_code()
-    return found
+    return rewritten
 
 
-def _kind(mask: fx.Node, scores: tuple[int, ...]) -> str | None:
+def _classify_mask(mask: fx.Node, scores: tuple[int, ...]) -> str | None:
     """Return "causal", "all", or None for any other mask, as it is broadcast to `scores` [..., T, S]."""
     shape = mask.meta["val"].shape
     t, s = scores[-2:]
     if max(shape.numel(), t * s) > _LIMIT or torch.broadcast_shapes(shape, scores) != scores:
         return None
-    value = _constant(mask)
+    value = _evaluate_constant(mask)
     if value is None:
         return None
 
@@ -67,8 +67,9 @@ def _kind(mask: fx.Node, scores: tuple[int, ...]) -> str | None:
     return "causal" if bool((value == below).all()) else None
 
 
-def _constant(mask: fx.Node) -> Tensor | None:
+def _evaluate_constant(mask: fx.Node) -> Tensor | None:
     """Return the mask's value if it depends on no input, else None."""
+    # Collect the nodes that the mask is made of, each after those that it reads.
     order: list[fx.Node] = []
     seen: set[fx.Node] = set()
 
@@ -83,6 +84,8 @@ def _constant(mask: fx.Node) -> Tensor | None:
 
     if not visit(mask):
         return None
+
+    # Run them on the CPU, whatever device the program is traced for.
     env: dict[fx.Node, Any] = {}
     for node in order:
         called = fx.map_arg((node.args, node.kwargs), env.__getitem__)

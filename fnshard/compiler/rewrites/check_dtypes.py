@@ -41,7 +41,8 @@ def check_dtypes(program: Program) -> None:
         if not (kind in _SAME or kind in _NORMS) or node.meta.get("autocast"):
             continue
 
-        operands = _operands(node, _INDICES - {"target"} if kind in _PROBABILITIES else _INDICES)
+        indices = _INDICES - {"target"} if kind in _PROBABILITIES else _INDICES
+        operands = _find_operands(node, indices)
         dtypes = {n.meta["val"].dtype for n in operands}
         if kind in _NORMS and operands[0].meta["val"].dtype in _HALF:
             dtypes.discard(torch.float32)
@@ -53,26 +54,28 @@ def check_dtypes(program: Program) -> None:
         )
 
 
-def _operands(node: fx.Node, indices: Collection[str]) -> list[fx.Node]:
+def _find_operands(node: fx.Node, indices: Collection[str]) -> list[fx.Node]:
     """Return the tensor operands of a node, without integers that are passed as one of `indices`."""
-    found = []
+    operands = []
     for name, argument in arguments_of(node.target, node.args, node.kwargs).items():
         for each in nodes_in(argument):
             if isinstance(each.meta["val"], Tensor):
                 dtype = each.meta["val"].dtype
                 if dtype.is_floating_point or dtype.is_complex or name not in indices:
-                    found.append(each)
-    return found
+                    operands.append(each)
+    return operands
 
 
 def _describe_source(node: fx.Node, names: dict[fx.Node, object]) -> str:
-    """Describe a tensor, and name the leaf or batch leaf that it is made of, if there is but one and the
-    dtypes are equal."""
+    """Describe a tensor, and name the leaf or batch leaf that it is made of.
+
+    It is named if there is only one, and of the same dtype.
+    """
     text, source = describe(node.meta["val"]), node
     while source not in names and len(source.all_input_nodes) == 1:
         source = source.all_input_nodes[0]
-    place = names.get(source)
-    if place is None or source.meta["val"].dtype != node.meta["val"].dtype:
+    origin = names.get(source)
+    if origin is None or source.meta["val"].dtype != node.meta["val"].dtype:
         return text
-    where = {"leaf": f"params[{place.name!r}]", "batch": f"batch[{place.name!r}]"}.get(place.kind, "")
-    return f"{where} {text}".strip()
+    name = {"leaf": f"params[{origin.name!r}]", "batch": f"batch[{origin.name!r}]"}.get(origin.kind, "")
+    return f"{name} {text}".strip()

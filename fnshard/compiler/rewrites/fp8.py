@@ -79,13 +79,15 @@ def product(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], dtype: torch.dty
 @torch.library.custom_op("fnshard::fp8_linear", mutates_args=())
 def fp8_linear(x: Tensor, weight: Tensor, rowwise: bool = False) -> Tensor:
     """Multiply x [..., K], rounded to e4m3, by a weight [N, K] that a scale fits into e4m3; [..., N]."""
-    rows, turned = x.reshape(-1, x.shape[-1]), round_to_fp8(weight, E4M3, rowwise)
-    made = product(round_to_fp8(rows, E4M3, rowwise), _transpose(turned), x.dtype)
-    return made.view(*x.shape[:-1], weight.shape[0])
+    columns = _transpose(round_to_fp8(weight, E4M3, rowwise))
+    rows = round_to_fp8(x.reshape(-1, x.shape[-1]), E4M3, rowwise)
+    return product(rows, columns, x.dtype).view(*x.shape[:-1], weight.shape[0])
 
 
-def _transpose(of: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    return of[0].t(), of[1].t()
+def _transpose(rounded: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Transpose rounded numbers and their inverse scales."""
+    numbers, inverse = rounded
+    return numbers.t(), inverse.t()
 
 
 @fp8_linear.register_fake
@@ -97,9 +99,9 @@ def _(x: Tensor, weight: Tensor, rowwise: bool = False) -> Tensor:
 def fp8_linear_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of x and weight, made of the output's gradient rounded to e5m2."""
     flat, rows = (t.reshape(-1, t.shape[-1]) for t in (grad, x))
-    of_grad, of_rows = round_to_fp8(flat, E5M2), round_to_fp8(rows, E4M3)
-    to_x = product(of_grad, round_to_fp8(weight, E4M3), x.dtype).view(x.shape)
-    return to_x, product(_transpose(of_grad), of_rows, weight.dtype)
+    flat, rows = round_to_fp8(flat, E5M2), round_to_fp8(rows, E4M3)
+    to_x = product(flat, round_to_fp8(weight, E4M3), x.dtype).view(x.shape)
+    return to_x, product(_transpose(flat), rows, weight.dtype)
 
 
 @fp8_linear_backward.register_fake
@@ -110,10 +112,11 @@ def _(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 @torch.library.custom_op("fnshard::fp8_linear_to_input", mutates_args=())
 def fp8_linear_to_input(grad: Tensor, weight: Tensor) -> Tensor:
     """Return the input's gradient, from the output's times the scales of the leaf's rows, rounded to e5m2."""
-    narrow, scales = round_to_fp8(weight, E4M3, rowwise=True)
-    flat = round_to_fp8(grad.reshape(-1, grad.shape[-1]) * scales.t().to(grad.dtype), E5M2, rowwise=True)
-    made = product(flat, (narrow, scales.new_ones(1, weight.shape[1])), grad.dtype)
-    return made.view(*grad.shape[:-1], weight.shape[1])
+    # The sum runs over the weight's rows, so that their scales go into the other factor, and ones remain.
+    numbers, inverse = round_to_fp8(weight, E4M3, rowwise=True)
+    flat = round_to_fp8(grad.reshape(-1, grad.shape[-1]) * inverse.t().to(grad.dtype), E5M2, rowwise=True)
+    to_x = product(flat, (numbers, inverse.new_ones(1, weight.shape[1])), grad.dtype)
+    return to_x.view(*grad.shape[:-1], weight.shape[1])
 
 
 @fp8_linear_to_input.register_fake
@@ -124,12 +127,12 @@ def _(grad: Tensor, weight: Tensor) -> Tensor:
 LINEAR = torch.ops.fnshard.fp8_linear.default
 
 
-def _save(ctx: Any, inputs: tuple[Tensor, Tensor, bool], output: Tensor) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Tensor, Tensor, bool], output: Tensor) -> None:
     *tensors, ctx.rowwise = inputs
     ctx.save_for_backward(*tensors)
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+def _compute_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
     x, weight = ctx.saved_tensors
     if not ctx.rowwise:
         return *fp8_linear_backward(grad, x, weight), None
@@ -137,21 +140,21 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
     return fp8_linear_to_input(grad, weight), flat.t() @ rows, None
 
 
-fp8_linear.register_autograd(_backward, setup_context=_save)
+fp8_linear.register_autograd(_compute_gradients, setup_context=_save_for_backward)
 
 
 @register_flop_formula(torch.ops.fnshard.fp8_linear)
-def _flops(x: Any, weight: Any, *_args: Any, out_shape: Any = None, **_: Any) -> int:
+def _count_flops(x: Any, weight: Any, *_args: Any, out_shape: Any = None, **_: Any) -> int:
     return 2 * torch.Size(x).numel() * weight[0]
 
 
 @register_flop_formula(torch.ops.fnshard.fp8_linear_to_input)
-def _input_flops(grad: Any, weight: Any, out_shape: Any = None, **_: Any) -> int:
+def _count_input_flops(grad: Any, weight: Any, out_shape: Any = None, **_: Any) -> int:
     return 2 * torch.Size(grad).numel() * weight[1]
 
 
 @register_flop_formula(torch.ops.fnshard.fp8_linear_backward)
-def _backward_flops(grad: Any, x: Any, weight: Any, out_shape: Any = None, **_: Any) -> int:
+def _count_backward_flops(grad: Any, x: Any, weight: Any, out_shape: Any = None, **_: Any) -> int:
     return 4 * torch.Size(x).numel() * weight[0]
 
 
@@ -165,26 +168,28 @@ def fp8_products(program: Program, rowwise: Mapping[str, bool]) -> Program:
     graph.output(graph.graph_copy(program.graph, {}))
     program = replace(program, graph=graph)
     inputs = zip(program.placeholders, program.inputs, strict=True)
-    nodes = {node: each.name for node, each in inputs if each.kind == "leaf" and each.name in rowwise}
+    paths = {node: each.name for node, each in inputs if each.kind == "leaf" and each.name in rowwise}
 
-    found: set[str] = set()
+    # Replace each linear layer of such a leaf, with its bias in an op of its own.
+    replaced: set[str] = set()
     for node in program.graph.find_nodes(op="call_function", target=aten.linear.default):
         x, weight, *bias = node.args
         if (
-            weight not in nodes
+            weight not in paths
             or node.meta.get("autocast")
             or x.meta["val"].dtype != weight.meta["val"].dtype
         ):
             continue
-        found.add(nodes[weight])
+        replaced.add(paths[weight])
         with program.graph.inserting_before(node):
-            made = _call(program.graph, LINEAR, (x, weight, rowwise[nodes[weight]]), node)
+            out = _insert_call(program.graph, LINEAR, (x, weight, rowwise[paths[weight]]), node)
             if bias and bias[0] is not None:
-                made = _call(program.graph, aten.add.Tensor, (made, bias[0]), node)
-        node.replace_all_uses_with(made)
+                out = _insert_call(program.graph, aten.add.Tensor, (out, bias[0]), node)
+        node.replace_all_uses_with(out)
         program.graph.erase_node(node)
 
-    if idle := sorted(set(nodes.values()) - found):
+    idle = sorted(set(paths.values()) - replaced)
+    if idle:
         warnings.warn(
             report(
                 f"{leaves(len(idle))} in fp8 that no linear layer reads, rounded and multiplied as they are:",
@@ -196,7 +201,8 @@ def fp8_products(program: Program, rowwise: Mapping[str, bool]) -> Program:
     return program
 
 
-def _call(graph: fx.Graph, target: Any, args: Any, like: fx.Node) -> fx.Node:
+def _insert_call(graph: fx.Graph, target: Any, args: Any, like: fx.Node) -> fx.Node:
+    """Insert a call with the metadata of another node, whose value has the same shape and dtype."""
     node = graph.call_function(target, args)
     node.meta = dict(like.meta)
     return node

@@ -17,30 +17,33 @@ def apply_hooks(graph: fx.Graph, count: int) -> None:
     end = len(results) - count
     output.args = (results[:end],)
     copies: set[fx.Node] = set()
-    waiting = [_move_to_tensor(graph, hook, copies) for hook in results[end:]]
+    hooks = [_move_to_tensor(graph, hook, copies) for hook in results[end:]]
+
     # One hook after the other: hooks that wait, and copies for them, still read the tensor itself.
-    while waiting:
-        hook, raw = waiting[0], copies.union(waiting)
-        hook.args[0].replace_all_uses_with(hook, delete_user_cb=lambda user, raw=raw: user not in raw)
-        waiting.pop(0)
+    for number, hook in enumerate(hooks):
+        kept = copies.union(hooks[number:])
+        hook.args[0].replace_all_uses_with(hook, delete_user_cb=lambda user, kept=kept: user not in kept)
 
 
 def _move_to_tensor(graph: fx.Graph, hook: fx.Node, copies: set[fx.Node]) -> fx.Node:
-    """Move a hook to right after its tensor, behind copies of values that it captures and come later."""
+    """Move a hook to right after its tensor, and add the copies that this takes to `copies`.
+
+    Values that the hook captures, and that are made after its tensor, are copied before the hook.
+    """
     order = {node: i for i, node in enumerate(graph.nodes)}
     inputs = sum(node.op == "placeholder" for node in graph.nodes)
-    end = max(order[hook.args[0]] + 1, inputs)
-    early: dict[fx.Node, fx.Node] = {}
+    position = max(order[hook.args[0]] + 1, inputs)
+    copy_of: dict[fx.Node, fx.Node] = {}
 
     def copy(node: fx.Node) -> fx.Node:
-        if order[node] < end:
+        if order[node] < position:
             return node
-        if node not in early:
-            early[node] = graph.node_copy(node, copy)
-        return early[node]
+        if node not in copy_of:
+            copy_of[node] = graph.node_copy(node, copy)
+        return copy_of[node]
 
-    with graph.inserting_before(list(graph.nodes)[end]):
-        placed = graph.node_copy(hook, copy)
-    copies.update(early.values())
+    with graph.inserting_before(list(graph.nodes)[position]):
+        moved = graph.node_copy(hook, copy)
+    copies.update(copy_of.values())
     graph.erase_node(hook)
-    return placed
+    return moved

@@ -3,8 +3,8 @@
 A write changes one tensor and all that shares its memory. Here it becomes one node: a pure function from the
 memory's first tensor, its base, to a copy on which the op runs through the same views. A later reader of the
 base, or of a view of it, reads the copy instead, through views that are made again. Autograd passes through
-the copy, the views and the op as it does in torch, so that no op needs a rule of its own, and AOTAutograd
-makes functional ops of them within a kernel.
+the copy, the views and the op as it does in torch, so that ops need no rules here, and AOTAutograd makes
+functional ops of them within a kernel.
 """
 
 from __future__ import annotations
@@ -55,27 +55,32 @@ def functionalize(graph: fx.Graph) -> fx.Graph:
     _check_bases(graph)
     _check_expanded(graph)
     _check_detached(graph)
-    return _Functional().run(graph)
+    return _Functionalizer().run(graph)
 
 
 def _check_bases(graph: fx.Graph) -> None:
     """Refuse writes to tensors with gaps or overlaps where strides show: a copy of such a tensor is dense."""
-    bases = _bases(graph)
+    # Find what `as_strided` returns, with all views of it.
+    bases = _find_bases(graph)
     strided: set[fx.Node] = set()
     for node in graph.nodes:
-        views = {n for n in node.all_input_nodes if n in strided and _memories(n) & _memories(node)}
+        views = {n for n in node.all_input_nodes if n in strided and _find_memories(n) & _find_memories(node)}
         if node.target is aten.as_strided.default or views:
             strided.add(node)
 
-    # Gaps show only where `as_strided` looks into the memory.
-    looked_into = {memory for node in strided for memory in _memories(node)}
+    # Overlaps always show, and gaps only where `as_strided` looks into the memory.
+    strided_memories = {memory for node in strided for memory in _find_memories(node)}
     wrong = {}
     for node in graph.nodes:
-        for memory, target in {(m, n) for n in mutated_args(node) for m in _memories(n)}:
+        for memory, target in {(m, n) for n in mutated_args(node) for m in _find_memories(n)}:
             value = bases[memory].meta["val"]
-            shown = "overlaps itself" if _overlaps(value) else "has gaps" if memory in looked_into else ""
-            if shown and aten.clone.default(value).stride() != value.stride():
-                wrong[memory] = (node, f"{describe(value)} with strides {list(value.stride())} {shown}")
+            fault = ""
+            if _has_overlap(value):
+                fault = "overlaps itself"
+            elif memory in strided_memories:
+                fault = "has gaps"
+            if fault and aten.clone.default(value).stride() != value.stride():
+                wrong[memory] = (node, f"{describe(value)} with strides {list(value.stride())} {fault}")
             elif target in strided and bases[memory].op == "placeholder":  # a part of a larger tensor
                 wrong[memory] = (node, f"{describe(value)}, an input, by as_strided")
 
@@ -108,27 +113,27 @@ def _before_expand(node: fx.Node, target: fx.Node) -> tuple[fx.Node, bool]:
     """Return the tensor to write to: one number everywhere may be written to the tensor before an `expand`.
 
     Returns:
-        That tensor, and whether a `detach` stands between it and the target.
+        That tensor, and whether there is a `detach` between it and the target.
     """
-    detached = False
+    is_detached = False
     while node.target in (aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor):
         view = target
         while view.target is aten.detach.default:
             view = view.args[0]
         if view.target not in (aten.expand.default, aten.broadcast_to.default):
             break
-        detached |= view is not target
+        is_detached |= view is not target
         target = view.args[0]
-    return target, detached
+    return target, is_detached
 
 
 def _is_its_source(node: fx.Node) -> bool:
-    """Return whether a node is a `detach` that cannot be told from its input, as of `torch.tensor(...)`."""
+    """Return whether a node is a `detach` that cannot be told from its input, as in `torch.tensor(...)`."""
     if node.target is not aten.detach.default:
         return False
     source = node.args[0]
-    fresh = all(_memories(source).isdisjoint(_memories(n)) for n in source.all_input_nodes)
-    return fresh and len(source.users) == 1 and not source.meta["val"].requires_grad
+    is_fresh = all(_find_memories(source).isdisjoint(_find_memories(n)) for n in source.all_input_nodes)
+    return is_fresh and len(source.users) == 1 and not source.meta["val"].requires_grad
 
 
 def _check_detached(graph: fx.Graph) -> None:
@@ -148,7 +153,7 @@ def _check_detached(graph: fx.Graph) -> None:
 
 @dataclass(frozen=True)
 class Trial:
-    """A run of a graph as it stands, which shows what shares memory, and which writes autograd sees.
+    """A run of a graph without changes, which shows what shares memory, and which writes autograd sees.
 
     Autograd does not see a write through `detach`, or by an op that has no derivative (`logical_and_`).
 
@@ -167,14 +172,15 @@ class Trial:
     def see(self, node: fx.Node, value: Any) -> None:
         """Note the value of a node that has run, and its inputs whose history has changed."""
         self.values[node] = value
-        found = tensors_in(value)
+        tensors = tensors_in(value)
         for read in node.all_input_nodes:
             for tensor in tensors_in(self.values[read]):
                 memory = storage_id(tensor)
                 if self.bases[memory].grad_fn is not self.histories[memory]:
                     self.recorded.add((node, read))
-                found.append(tensor)
-        for memory, tensor in [(storage_id(tensor), tensor) for tensor in found]:
+                tensors.append(tensor)
+        for tensor in tensors:
+            memory = storage_id(tensor)
             self.histories[memory] = self.bases.setdefault(memory, tensor).grad_fn
 
     def is_recorded(self, node: fx.Node, target: fx.Node) -> bool:
@@ -187,7 +193,7 @@ def _is_detached(node: fx.Node) -> bool:
     while node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node):
         if node.target is aten.detach.default:
             return True
-        if _memories(node).isdisjoint(_memories(node.args[0])):
+        if _find_memories(node).isdisjoint(_find_memories(node.args[0])):
             return False
         node = node.args[0]
     return False
@@ -198,7 +204,7 @@ def check_backward(
 ) -> None:
     """Refuse a write that autograd does not see, to a value that the backward of the loss reads.
 
-    torch says nothing of one through `.data`, and takes the derivative at the new values.
+    torch does not report a write through `.data`, and takes the derivative at the new values.
 
     Args:
         loss: the index of the loss among the results.
@@ -211,31 +217,34 @@ def check_backward(
     writes = {node: [t for t in mutated_args(node) if _is_detached(t)] for node in graph.nodes}
     if not any(writes.values()):
         return
-    trial = Trial()
-    read: list[tuple[int, int]] = []  # memories that the backward reads, and how many nodes had run by then
 
-    def keep(saved: Tensor) -> tuple[Tensor, int]:
+    # Run forward and backward, and note what the backward reads and when the forward has saved it.
+    trial = Trial()
+    reads: list[tuple[int, int]] = []  # a memory, and how many nodes had run when a tensor of it was saved
+
+    def pack(saved: Tensor) -> tuple[Tensor, int]:
         return saved, len(trial.values)
 
-    def give(kept: tuple[Tensor, int]) -> Tensor:
-        read.append((storage_id(kept[0]), kept[1]))
-        return kept[0]
+    def unpack(packed: tuple[Tensor, int]) -> Tensor:
+        saved, count = packed
+        reads.append((storage_id(saved), count))
+        return saved
 
     trained = [v for v in inputs if v.requires_grad]
-    with torch.autograd.graph.saved_tensors_hooks(keep, give):
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         total = replay(graph, inputs, trial.see, instead)[loss]
     if not total.requires_grad:
         return
     with suppress(RuntimeError):  # a fault of the backward itself is reported where its kernels are made
         torch.autograd.grad(total, trained, torch.ones_like(total), allow_unused=True)
 
-    # Wrong is a write past autograd, after the value was saved, to memory that the backward reads.
+    # A write is wrong if it goes past autograd, after the value was saved, to memory that the backward reads.
     wrong = [
         (node, f"{describe(trial.values[target])} by {node.target}")
         for number, (node, targets) in enumerate(writes.items())
         for target in targets
         if not trial.is_recorded(node, target)
-        and any(m == storage_id(trial.values[target]) and saved < number for m, saved in read)
+        and any(m == storage_id(trial.values[target]) and count < number for m, count in reads)
     ]
     if wrong:
         raise error_at(
@@ -245,9 +254,9 @@ def check_backward(
         )
 
 
-def _overlaps(value: Tensor) -> bool:
+def _has_overlap(value: Tensor) -> bool:
     """Return whether two elements of a tensor may lie in the same place."""
-    end = 0  # how far the dims so far reach
+    end = 0  # the last place that the dims so far reach
     for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
         if size > 1 and stride <= end:
             return True
@@ -257,9 +266,9 @@ def _overlaps(value: Tensor) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Write:
-    """An op in place as a pure function of the bases that it writes to, and of all else that it reads.
+    """A pure function that does what an op in place does, of its bases and of all else that the op reads.
 
-    It returns written copies of the bases, and after them what else the op returns; one tensor, or several.
+    It returns written copies of the bases, and after them what else the op returns: one tensor, or several.
     """
 
     graph: fx.Graph
@@ -275,25 +284,27 @@ class Write:
 
     def __str__(self) -> str:
         """Return the op and the views that it writes through, of inputs x0, x1, ...; equal for equal code."""
-        numbers = {n: f"x{i}" for i, n in enumerate(n for n in self.graph.nodes if n.op == "placeholder")}
+        placeholders = [n for n in self.graph.nodes if n.op == "placeholder"]
+        names = {n: f"x{i}" for i, n in enumerate(placeholders)}
 
-        def text(value: Any) -> str:
+        def show(value: Any) -> str:
             if isinstance(value, list | tuple):
-                return f"[{', '.join(map(text, value))}]"
+                return f"[{', '.join(map(show, value))}]"
             if not isinstance(value, fx.Node):
                 return repr(value)
-            if value.target is aten.clone.default and value.args[0] in numbers:
+            # The copy of a base is written as the base itself.
+            if value.target is aten.clone.default and value.args[0] in names:
                 value = value.args[0]
-            if value in numbers:
-                return numbers[value]
-            arguments = [*map(text, value.args), *(f"{k}={text(v)}" for k, v in value.kwargs.items())]
+            if value in names:
+                return names[value]
+            arguments = [*map(show, value.args), *(f"{k}={show(v)}" for k, v in value.kwargs.items())]
             name = getattr(value.target, "__name__", str(value.target)).removesuffix(".default")
             return f"{name}({', '.join(arguments)})"
 
-        return text(self.op)
+        return show(self.op)
 
 
-class _Functional:
+class _Functionalizer:
     """A pass over a program: nodes of the old graph are keys, and `read` gives their current new node."""
 
     def __init__(self) -> None:
@@ -301,12 +312,12 @@ class _Functional:
         self.writes: Counter[int] = Counter()  # how often each memory was written to so far
         self.current: dict[fx.Node, fx.Node] = {}
         self.made_at: dict[fx.Node, dict[int, int]] = {}  # `writes` of its memories when `current` was made
-        self.same: dict[fx.Node, fx.Node] = {}  # a node that is another: the result of an op in place
+        self.same: dict[fx.Node, fx.Node] = {}  # results of ops in place, with the nodes that they are
         self.results: dict[fx.Node, list[fx.Node]] = {}  # the results of an op in place that has several
 
     def run(self, graph: fx.Graph) -> fx.Graph:
         """Copy the graph node by node, with writes in the form of new values."""
-        self.bases = _bases(graph)
+        self.bases = _find_bases(graph)
         for node in graph.nodes:
             if node.op == "output":
                 self.graph.output([self.read(n) for n in node.args[0]])
@@ -322,46 +333,47 @@ class _Functional:
         return self.graph
 
     def bind(self, node: fx.Node, value: fx.Node) -> None:
-        """Let `node` be `value` from here on: a node of the new graph, or whatever an old node stands for."""
+        """Let `node` be `value` from here on: a node of the new graph, or that of an old node."""
         if value.graph is self.graph:
             self.current[node] = value
-            self.made_at[node] = self._writes(node)
+            self.made_at[node] = self._count_writes(node)
         else:
             self.same[node] = self.same.get(value, value)
 
     def read(self, node: fx.Node) -> fx.Node:
-        """Return `node` as it is now: a view of memory that was written to since is made again."""
+        """Return the current new node of `node`: a view of memory that was written since is made again."""
         node = self.same.get(node, node)
-        if self.made_at[node] != self._writes(node):
+        if self.made_at[node] != self._count_writes(node):
             self.bind(node, self.graph.node_copy(node, self.read))
         return self.current[node]
 
     def write(self, node: fx.Node) -> None:
-        """Write a `Write` for `node`: its results become the bases, and whatever else `node` returned."""
+        """Insert a `Write` for `node`: its results become the bases, and whatever else `node` returned."""
         targets = mutated_args(node)
-        memories = list(dict.fromkeys(m for n in targets for m in _memories(n)))
+        memories = list(dict.fromkeys(m for n in targets for m in _find_memories(n)))
         bases = [self.bases[m] for m in memories]
         write, inputs = _make_write(node, bases, set(memories), self.same)
-        made = self.graph.call_function(write, tuple(map(self.read, inputs)))
-        made.meta = {k: node.meta[k] for k in _KEPT if k in node.meta}
+        new = self.graph.call_function(write, tuple(map(self.read, inputs)))
+        new.meta = {k: node.meta[k] for k in _KEPT if k in node.meta}
 
-        # The node returns the bases first, and then what the op returned that is none of their aliases.
-        returned = [storage_id(v) in memories for v in tensors_of(node)]
-        count = len(bases) + returned.count(False)
-        parts = [self.graph.call_function(operator.getitem, (made, i)) for i in range(count)]
-        parts = iter(parts if count > 1 else [made])
+        # The new node returns the bases first, and then what the op returns that is no alias of them.
+        is_alias = [storage_id(v) in memories for v in tensors_of(node)]
+        count = len(bases) + is_alias.count(False)
+        parts = [self.graph.call_function(operator.getitem, (new, i)) for i in range(count)]
+        parts = iter(parts if count > 1 else [new])
 
+        # Readers of a base take its copy from here on. Aliases that the op returns are its targets, in order.
         self.writes.update(memories)
         for base in bases:
             self.bind(base, next(parts))
         aliases = iter(targets)
-        self.results[node] = [next(aliases if alias else parts) for alias in returned]
+        self.results[node] = [next(aliases if each else parts) for each in is_alias]
         if isinstance(node.meta["val"], Tensor):
             self.bind(node, self.results[node][0])
 
-    def _writes(self, node: fx.Node) -> dict[int, int]:
+    def _count_writes(self, node: fx.Node) -> dict[int, int]:
         """Return how often each memory of a node was written to so far."""
-        return {m: self.writes[m] for m in _memories(node)}
+        return {m: self.writes[m] for m in _find_memories(node)}
 
 
 def _make_write(
@@ -371,7 +383,8 @@ def _make_write(
     body = fx.Graph()
     inputs: list[fx.Node] = []
     inside: dict[fx.Node, fx.Node] = {}
-    # Views that no write can go through are copied; these are the functions that write them back, and inputs.
+    # Views that no write can go through are copied. Each entry is the function that writes a copy back, and
+    # its arguments.
     copies: list[tuple[Any, ...]] = []
 
     def enter(old: fx.Node) -> fx.Node:
@@ -381,12 +394,12 @@ def _make_write(
     def place(old: fx.Node) -> fx.Node:
         old = same.get(old, old)
         if old not in inside:
-            inside[old] = enter(old) if memories.isdisjoint(_memories(old)) else copy(old)
+            inside[old] = enter(old) if memories.isdisjoint(_find_memories(old)) else copy(old)
         return inside[old]
 
     def copy(old: fx.Node) -> fx.Node:
         new = body.node_copy(old, place)
-        new.meta = {}  # all of it runs in the modes of the whole
+        new.meta = {}  # the whole body runs in the modes of the write
         if old.target is aten._unsafe_view.default:
             new.target = aten.view.default  # autograd sees a write through this one
         if old.target is aten.unfold.default:
@@ -400,29 +413,32 @@ def _make_write(
     for base in bases:
         inside[base] = body.call_function(aten.clone.default, (enter(base),))
 
-    # The op writes to the copies. One with odd strides is laid out by rows for it, and written back after it.
+    # The op writes to the copies. A copy whose strides do not fall is laid out by rows for the op, and the
+    # result is written back.
     targets: dict[fx.Node, fx.Node] = {}
     laid_out: list[tuple[fx.Node, fx.Node]] = []
     for old in dict.fromkeys(mutated_args(node)):
-        before, detached = _before_expand(node, old)
-        targets[old] = place(before)
-        if detached:
-            targets[old] = body.call_function(aten.detach.default, (targets[old],))
+        before, is_detached = _before_expand(node, old)
+        target = place(before)
+        if is_detached:
+            target = body.call_function(aten.detach.default, (target,))
         if not _is_row_major(before):
-            laid_out.append((targets[old], body.call_function(lay_out_by_rows, (targets[old],))))
-            targets[old] = laid_out[-1][1]
+            rows = body.call_function(lay_out_by_rows, (target,))
+            laid_out.append((target, rows))
+            target = rows
+        targets[old] = target
     op = body.node_copy(node, lambda n: targets.get(n) or place(n))
-    op.meta, op.target = {}, _TAKEN_APART.get(op.target, op.target)
+    op.meta, op.target = {}, _DECOMPOSED.get(op.target, op.target)
 
     # Undo the copies in reverse order, then return the bases and all results in other memory.
     for target, rows in laid_out:
         body.call_function(aten.copy_.default, (target, rows))
-    for back, *values in reversed(copies):
-        body.call_function(back, tuple(values))
-    values, several = tensors_of(node), not isinstance(node.meta["val"], Tensor)
-    others = [i for i, v in enumerate(values) if storage_id(v) not in memories]
-    fresh = [body.call_function(operator.getitem, (op, i)) if several else op for i in others]
-    body.output((*(inside[base] for base in bases), *fresh))
+    for write_back, *arguments in reversed(copies):
+        body.call_function(write_back, tuple(arguments))
+    has_several = not isinstance(node.meta["val"], Tensor)
+    others = [i for i, v in enumerate(tensors_of(node)) if storage_id(v) not in memories]
+    results = [body.call_function(operator.getitem, (op, i)) if has_several else op for i in others]
+    body.output((*(inside[base] for base in bases), *results))
     return Write(body, op), inputs
 
 
@@ -440,8 +456,8 @@ def put_windows(windows: Tensor, x: Tensor, dim: int, size: int, step: int) -> T
     """Return a copy of x with the numbers of these windows in their places."""
     dim %= x.dim()
     starts = torch.arange(windows.shape[dim], device=x.device) * step
-    places = (starts[:, None] + torch.arange(size, device=x.device)).flatten()
-    return x.index_copy(dim, places, windows.movedim(-1, dim + 1).flatten(dim, dim + 1))
+    indices = (starts[:, None] + torch.arange(size, device=x.device)).flatten()
+    return x.index_copy(dim, indices, windows.movedim(-1, dim + 1).flatten(dim, dim + 1))
 
 
 # Views that conjugate or negate when they are read, each its own inverse. A write through one would leave a
@@ -453,7 +469,7 @@ _LAZY = {
 
 
 def resolve(x: Tensor) -> Tensor:
-    """Return the numbers of a tensor, in memory of their own if it is a lazy view."""
+    """Return the numbers of a tensor; those of a lazy view are computed into new memory."""
     return x.resolve_conj().resolve_neg()
 
 
@@ -485,7 +501,7 @@ def write_polygamma(x: Tensor, order: int) -> Tensor:
     return x.copy_(torch.polygamma(order, x.clone()))  # a clone, since autograd keeps the op's input
 
 
-_TAKEN_APART = {  # ops that AOTAutograd cannot make functional
+_DECOMPOSED = {  # ops that AOTAutograd cannot make functional
     aten.fill_diagonal_.default: fill_diagonal, aten.polygamma_.default: write_polygamma,
 }  # fmt: skip
 
@@ -508,7 +524,7 @@ def lay_out_by_rows(x: Tensor) -> Tensor:
 _KEPT = ("autocast", "nn_module_stack", "stack_trace")
 
 
-def _bases(graph: fx.Graph) -> dict[int, fx.Node]:
+def _find_bases(graph: fx.Graph) -> dict[int, fx.Node]:
     """Return the first tensor in each memory."""
     bases: dict[int, fx.Node] = {}
     for node in graph.nodes:
@@ -517,21 +533,24 @@ def _bases(graph: fx.Graph) -> dict[int, fx.Node]:
     return bases
 
 
-def _memories(node: fx.Node) -> set[int]:
-    """Return the memories of a node's tensors."""
+def _find_memories(node: fx.Node) -> set[int]:
+    """Return the memories of a node's tensors, by the identities of their storages."""
     return {storage_id(value) for value in tensors_of(node)}
 
 
 def index_strided(graph: fx.Graph) -> bool:
-    """Turn each `as_strided` into an index of the dense tensor whose memory it reads; return whether any was.
+    """Turn each `as_strided` into an index of the dense tensor whose memory it reads.
 
-    The op's offset counts from the start of the memory. A program is traced with tensors that have memory of
-    their own, but a step's leaves, micro-batches and saved values may be parts of larger tensors.
+    The op's offset counts from the start of the memory. In the trace each tensor has memory of its own, but a
+    step's leaves, micro-batches and saved values may be parts of larger tensors.
 
     Args:
         graph: a graph without writes; new nodes get no values.
+
+    Returns:
+        Whether the graph has changed.
     """
-    bases, changed = _bases(graph), False
+    bases, has_changed = _find_bases(graph), False
     for node in graph.find_nodes(op="call_function", target=aten.as_strided.default):
         value = node.meta["val"]
         base = bases[storage_id(value)]
@@ -540,8 +559,8 @@ def index_strided(graph: fx.Graph) -> bool:
         with graph.inserting_before(node):
             add = graph.call_function
 
-            # The places in memory: the offset, and for each dim its stride times the index.
-            places = add(
+            # The positions in memory: the offset, and for each dim its stride times the index.
+            positions = add(
                 aten.full.default,
                 ([1] * value.dim(), value.storage_offset()),
                 {"dtype": torch.int64, "device": value.device},
@@ -549,11 +568,11 @@ def index_strided(graph: fx.Graph) -> bool:
             for dim, (size, stride) in enumerate(zip(value.shape, value.stride(), strict=True)):
                 row = add(aten.arange.start_step, (0, size), {"dtype": torch.int64, "device": value.device})
                 row = add(aten.view.default, (row, [size if d == dim else 1 for d in range(value.dim())]))
-                places = add(aten.add.Tensor, (places, row), {"alpha": stride})
-            new = add(aten.index.Tensor, (add(aten.view.default, (base, [-1])), [places]))
+                positions = add(aten.add.Tensor, (positions, row), {"alpha": stride})
+            new = add(aten.index.Tensor, (add(aten.view.default, (base, [-1])), [positions]))
 
         new.meta |= {k: v for k, v in node.meta.items() if k in _KEPT}
         node.replace_all_uses_with(new)
         graph.erase_node(node)
-        changed = True
-    return changed
+        has_changed = True
+    return has_changed

@@ -1,9 +1,9 @@
 """Replace every `Write` of a program by ops that make new tensors, each of which can be placed by itself.
 
-A `Write` is one node whose inside changes copies through views. Here its op becomes the one of the same name
+A `Write` is one node whose body changes copies through views. Here its op becomes the one of the same name
 that returns its result (`mul_` becomes `mul`), and new values are put back into the memory's first tensor,
-view by view. A write through `detach`, as every write under `no_grad` is, changes values alone: the gradient
-passes it, as in torch, by `with_values`.
+view by view. A write through `detach`, as every write under `no_grad` is, changes values alone: `with_values`
+passes the gradient on as if there were no write, as torch does.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ _LIB.define("with_values(Tensor x, Tensor values) -> Tensor", tags=(torch.Tag.po
 
 def _with_values(x: Tensor, values: Tensor) -> Tensor:
     """Return a copy with other values, and the gradient of `x`."""
-    made = x.clone()
-    made.detach().copy_(values)
-    return made
+    out = x.clone()
+    out.detach().copy_(values)
+    return out
 
 
 _LIB.impl("with_values", _with_values, "CompositeImplicitAutograd")
-WITH_VALUES = torch.ops.fnshard.with_values.default  # the values of one tensor, the gradient of another
+WITH_VALUES = torch.ops.fnshard.with_values.default
 
 
 def remove_writes(program: Program) -> Program:
@@ -62,6 +62,7 @@ def remove_writes(program: Program) -> Program:
     bodies: dict[Any, fx.Graph | None] = {}
     with program.fake_mode, torch.enable_grad():
         for node in program.graph.nodes:
+            # Equal writes of equal tensors have one body.
             body = None
             if isinstance(node.target, Write):
                 tensors = [n.meta["val"] for n in node.args]
@@ -87,9 +88,9 @@ def remove_writes(program: Program) -> Program:
     return replace(program, graph=graph)
 
 
-def _inline(graph: fx.Graph, body: fx.Graph, reads: Sequence[fx.Node], meta: Mapping[str, Any]) -> Any:
-    """Write the nodes of a body that reads these nodes, and return its result or list of results."""
-    env = dict(zip(body.find_nodes(op="placeholder"), reads, strict=True))
+def _inline(graph: fx.Graph, body: fx.Graph, inputs: Sequence[fx.Node], meta: Mapping[str, Any]) -> Any:
+    """Insert the nodes of a body with these inputs, and return its result or list of results."""
+    env = dict(zip(body.find_nodes(op="placeholder"), inputs, strict=True))
     for node in body.nodes:
         if node.op == "call_function":
             target = ANY_STRIDES.get(node.target, node.target)
@@ -106,11 +107,12 @@ def pure_graph(write: Write, tensors: Sequence[Tensor]) -> fx.Graph | None:
     Args:
         tensors: a fake tensor for each input of the write.
     """
-    # make_fx takes a tensor that comes twice for one input, so that each gets a tensor of its own.
+    # A trial run shows what shares memory. `make_fx` takes a tensor that is passed twice for one input, so
+    # that each input gets a new tensor.
     tensors = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
     trial = Trial()
     replay(write.graph, tensors, trial.see)
-    run = partial(_run, write, trial)
+    run = partial(_run_on_memories, write, trial)
     trace = make_fx(lambda *v: run(v), tracing_mode="fake", pre_dispatch=True)
 
     def attempt() -> fx.Graph | None:
@@ -121,7 +123,7 @@ def pure_graph(write: Write, tensors: Sequence[Tensor]) -> fx.Graph | None:
 
     try:
         graph = trace_again(attempt)
-    except Exception:  # any op of the program may raise; the write then runs as it stands, on whole values
+    except Exception:  # any op of the program may raise; the `Write` then stays, and runs on whole values
         return None
     if graph is not None:
         graph.eliminate_dead_code()
@@ -135,14 +137,14 @@ class _Unknown(Exception):
 # ------------------------------------------------------------------ the run
 @dataclass
 class _Memory:
-    """A memory, which holds the current value of the tensor that is written to."""
+    """A memory, with the current value of the tensor that is written to."""
 
     value: Tensor
 
 
 @dataclass(frozen=True)
-class _Step:
-    """A view: `look` at a tensor through it, and `put` new numbers back there."""
+class _View:
+    """A view as two functions: `look` at a tensor through it, and `put` new numbers back into a copy."""
 
     look: Callable[[Tensor], Tensor]
     put: Callable[[Tensor, Tensor], Tensor]
@@ -153,12 +155,12 @@ class _Alias:
     """A memory seen through some views."""
 
     memory: _Memory
-    steps: tuple[_Step, ...] = ()
+    views: tuple[_View, ...] = ()
 
     def read(self) -> Tensor:
         value = self.memory.value
-        for step in self.steps:
-            value = step.look(value)
+        for view in self.views:
+            value = view.look(value)
         return value
 
     def write(self, new: Tensor, recorded: bool) -> None:
@@ -167,35 +169,38 @@ class _Alias:
         Args:
             recorded: whether the gradient follows the new numbers; otherwise it stays that of the old ones.
         """
+        # Look through the views from the whole memory to the numbers that are replaced.
         old = self.memory.value
-        needed = old.requires_grad and not recorded
-        shown = [old.detach() if needed else old]
-        for step in self.steps:
-            shown.append(step.look(shown[-1]))
-        # A view refuses numbers that torch conjugates or negates when they are read.
+        keeps_gradient = old.requires_grad and not recorded
+        shown = [old.detach() if keeps_gradient else old]
+        for view in self.views:
+            shown.append(view.look(shown[-1]))
+
+        # Cast and expand the new numbers as `copy_` does, and put them back view by view. A view refuses
+        # numbers that torch conjugates or negates when they are read.
         new = in_place.resolve(new.detach() if new.requires_grad and not recorded else new)
         new = new if new.dtype == shown[-1].dtype else new.to(shown[-1].dtype)
         new = new if new.shape == shown[-1].shape else new.expand(shown[-1].shape)
-        for step, whole in zip(reversed(self.steps), reversed(shown[:-1]), strict=True):
-            new = step.put(whole, new)
-        self.memory.value = WITH_VALUES(old, new) if needed else new
+        for view, whole in zip(reversed(self.views), reversed(shown[:-1]), strict=True):
+            new = view.put(whole, new)
+        self.memory.value = WITH_VALUES(old, new) if keeps_gradient else new
 
 
-def _run(write: Write, trial: Trial, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _run_on_memories(write: Write, trial: Trial, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Run a write node by node on memories, whose values are replaced where it writes.
 
     Args:
-        trial: a run of the write as it stands.
+        trial: a run of the write without changes.
     """
-    env: dict[fx.Node, Any] = {}
-    feed = iter(values)
+    env: dict[fx.Node, Any] = {}  # by node an alias, or a list of them
+    remaining = iter(values)
 
     def read(value: Any) -> Any:
         return map_aggregate(value, lambda v: env[v].read() if isinstance(v, fx.Node) else v)
 
     for node in write.graph.nodes:
         if node.op == "placeholder":
-            env[node] = _Alias(_Memory(next(feed)))
+            env[node] = _Alias(_Memory(next(remaining)))
         elif node.op == "output":
             return tuple(read(node.args[0]))
         elif node.target in _HELPERS:
@@ -212,9 +217,9 @@ def _run(write: Write, trial: Trial, values: Sequence[Tensor]) -> tuple[Tensor, 
         elif (source := _find_source(node, trial)) is not None and isinstance(env[source], _Alias):
             env[node] = _look_through(node, source, trial, env[source], read)
         else:
-            made = node.target(*read(node.args), **read(dict(node.kwargs)))
-            several = isinstance(made, list | tuple)
-            env[node] = [_Alias(_Memory(v)) for v in made] if several else _Alias(_Memory(made))
+            out = node.target(*read(node.args), **read(dict(node.kwargs)))
+            has_several = isinstance(out, list | tuple)
+            env[node] = [_Alias(_Memory(v)) for v in out] if has_several else _Alias(_Memory(out))
     raise AssertionError("a graph without an output")
 
 
@@ -226,23 +231,26 @@ def _find_source(node: fx.Node, trial: Trial) -> fx.Node | None:
 
 
 def _run_write(node: fx.Node, trial: Trial, env: Mapping[fx.Node, Any], read: Any) -> Any:
-    """Write the result of the op's form without a write, and return what the node stands for then."""
+    """Write the result of the op's pure form to its targets, and return the aliases that the op returns."""
     targets = mutated_args(node)
     args, kwargs = read(node.args), read(dict(node.kwargs))
+
+    # Norms write running statistics, and return another tensor.
     if node.target in _NORMS:
         result, news = _NORMS[node.target](**arguments_of(node.target, args, kwargs))
         for target, new in zip(targets, news, strict=True):
             env[target].write(new, trial.is_recorded(node, target))
         return _Alias(_Memory(result))
 
-    form = _without_write(node.target)
-    if isinstance(args[0] if args else None, list | tuple):  # foreach: one of its tensors after the other
+    pure_form = _find_pure_form(node.target)
+    if isinstance(args[0] if args else None, list | tuple):
+        # A foreach op takes one tensor after the other, each read after the writes before it.
         for number, target in enumerate(targets):
             one = [[read(a)[number]] if isinstance(a, list | tuple) else read(a) for a in node.args]
-            env[target].write(form(*one, **kwargs)[0], trial.is_recorded(node, target))
+            env[target].write(pure_form(*one, **kwargs)[0], trial.is_recorded(node, target))
     else:
-        made = form(*args, **kwargs)
-        news = list(made) if isinstance(made, list | tuple) else [made]
+        out = pure_form(*args, **kwargs)
+        news = list(out) if isinstance(out, list | tuple) else [out]
         if len(targets) != len(news):
             raise _Unknown(node.target)
         for target, new in zip(targets, news, strict=True):
@@ -252,7 +260,7 @@ def _run_write(node: fx.Node, trial: Trial, env: Mapping[fx.Node, Any], read: An
 
 # ------------------------------------------------------------------ ops
 @cache
-def _without_write(target: OpOverload) -> Callable[..., Any]:
+def _find_pure_form(target: OpOverload) -> Callable[..., Any]:
     """Return the op whose result this one writes: `aten.mul.Tensor` for `aten.mul_.Tensor` and `mul.out`.
 
     Raises:
@@ -261,7 +269,7 @@ def _without_write(target: OpOverload) -> Callable[..., Any]:
     if target in _FORMS:
         return _FORMS[target]
 
-    # In place a name ends with an underscore, or begins with __i; with `out` it is the same.
+    # The name of an op in place ends with an underscore, or begins with __i; `out` does not change the name.
     namespace, name = target._schema.name.split("::")
     arguments = target._schema.arguments
     outs = [a.name for a in arguments if a.is_out]
@@ -270,12 +278,13 @@ def _without_write(target: OpOverload) -> Callable[..., Any]:
     elif not outs:
         name = name.removesuffix("_")
 
+    # The pure form is the overload that takes arguments of the same types, without the outputs.
     types = [str(a.type) for a in arguments if not a.is_out]
     packet = getattr(getattr(torch.ops, namespace), name, None)
     for overload in packet.overloads() if packet is not None else ():
-        found = getattr(packet, overload)
-        if not found._schema.is_mutable and [str(a.type) for a in found._schema.arguments] == types:
-            return lambda *args, **kwargs: found(*args, **{k: v for k, v in kwargs.items() if k not in outs})
+        op = getattr(packet, overload)
+        if not op._schema.is_mutable and [str(a.type) for a in op._schema.arguments] == types:
+            return lambda *args, **kwargs: op(*args, **{k: v for k, v in kwargs.items() if k not in outs})
     raise _Unknown(target)
 
 
@@ -304,7 +313,7 @@ def _batch_norm(
     """Return the normed input, and the new values of the running statistics that there are."""
     normed = aten.batch_norm(input, weight, bias, None, None, True, momentum, eps, cudnn_enabled)
     dims = [d for d in range(input.dim()) if d != 1]
-    return normed, _statistics(input, dims, running_mean, running_var, momentum)
+    return normed, _compute_statistics(input, dims, running_mean, running_var, momentum)
 
 
 def _instance_norm(
@@ -313,19 +322,20 @@ def _instance_norm(
 ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
     """Return the normed input, and the new values of the running statistics that there are."""
     normed = aten.instance_norm(input, weight, bias, None, None, True, momentum, eps, cudnn_enabled)
-    return normed, _statistics(input, list(range(2, input.dim())), running_mean, running_var, momentum)
+    dims = list(range(2, input.dim()))
+    return normed, _compute_statistics(input, dims, running_mean, running_var, momentum)
 
 
-def _statistics(x: Tensor, dims: list[int], mean: Any, var: Any, momentum: float) -> list[Tensor]:
-    """Return the new running mean and variance, those that there are, as torch's kernels compute them."""
+def _compute_statistics(x: Tensor, dims: list[int], mean: Any, var: Any, momentum: float) -> list[Tensor]:
+    """Return the new running mean and variance, those that are not None, as torch's kernels compute them."""
     # In fp32 at least, with the unbiased variance; an instance norm's are means over the rows.
     wide = x.detach().to(torch.promote_types(x.dtype, torch.float32))
     count = math.prod(x.shape[d] for d in dims)
     centre = wide.mean(dims, keepdim=True)
     spread = (wide - centre).square().sum(dims) / (count - 1)
-    found = [(mean, centre.squeeze(dims)), (var, spread)]
-    rows = [(old, new.mean(0) if new.dim() > 1 else new) for old, new in found if old is not None]
-    return [(1 - momentum) * old + momentum * new for old, new in rows]
+    pairs = [(mean, centre.squeeze(dims)), (var, spread)]
+    pairs = [(old, new.mean(0) if new.dim() > 1 else new) for old, new in pairs if old is not None]
+    return [(1 - momentum) * old + momentum * new for old, new in pairs]
 
 
 _NORMS = {aten.batch_norm.default: _batch_norm, aten.instance_norm.default: _instance_norm}
@@ -335,25 +345,27 @@ _NORMS = {aten.batch_norm.default: _batch_norm, aten.instance_norm.default: _ins
 def _look_through(
     node: fx.Node, source: fx.Node, trial: Trial, alias: _Alias, read: Any
 ) -> _Alias | list[_Alias]:
-    """Return an alias seen through the view that a node is, or a list of these for each of its views."""
-    rest, kwargs = read(node.args), read(dict(node.kwargs))
+    """Return the alias that a view of another alias is, or a list of them if the op returns several views."""
+    args, kwargs = read(node.args), read(dict(node.kwargs))
     if node.args[0] is not source:
         raise _Unknown(node.target)
 
     def look(x: Tensor) -> Any:
-        return node.target(x, *rest[1:], **kwargs)
+        return node.target(x, *args[1:], **kwargs)
 
     def put(x: Tensor, new: Tensor, number: int | None = None) -> Tensor:
         if node.target in _PUTS:
             which = {} if number is None else {"number": number}
-            return _PUTS[node.target](x, new, *rest[1:], **kwargs, **which)
+            return _PUTS[node.target](x, new, *args[1:], **kwargs, **which)
         return _put_back(x, new, look, number, trial.values[source])
 
     if isinstance(trial.values[node], Tensor):
-        step = _Step(look, put)
-        return _Alias(alias.memory, (*alias.steps, step))
-    steps = [_Step(lambda x, i=i: look(x)[i], partial(put, number=i)) for i in range(len(trial.values[node]))]
-    return [_Alias(alias.memory, (*alias.steps, step)) for step in steps]
+        return _Alias(alias.memory, (*alias.views, _View(look, put)))
+    aliases = []
+    for i in range(len(trial.values[node])):
+        view = _View(lambda x, i=i: look(x)[i], partial(put, number=i))
+        aliases.append(_Alias(alias.memory, (*alias.views, view)))
+    return aliases
 
 
 def _put_back(
@@ -368,32 +380,35 @@ def _put_back(
     Raises:
         _Unknown: the view shows other numbers than those of x, or one place several times.
     """
+    # A view with another dtype shows the same bits.
     if x.dtype != new.dtype:
         if x.is_complex() or new.is_complex() or x.element_size() != new.element_size():
             raise _Unknown(look)
         return new.view(x.dtype)
 
-    # From the cheapest form to the most general: a permutation, a slice, an index of places.
+    # Look at a dense tensor through the view, for its strides.
     shape, rank = list(x.shape), x.dim()
     with torch.no_grad():
         view = look(torch.empty(shape, dtype=x.dtype, device=x.device))
     view = view if number is None else view[number]
     if view.is_conj() or view.is_neg():
         raise _Unknown(look)
-
     sizes, strides, start = view.shape, view.stride(), view.storage_offset()
+
+    # From the cheapest form to the most general. First a permutation of all numbers.
     if new.numel() == x.numel():
         order = sorted(range(view.dim()), key=lambda d: (-strides[d], sizes[d]))
         if view.permute(order).is_contiguous():
             new = new if order == sorted(order) else new.permute(order)
             return new if list(new.shape) == shape else new.reshape(shape)
 
+    # A slice, such as `split` returns.
     if number is not None and view.dim() == rank and start % math.prod(shape) == start:
         dim = next(d for d in range(rank) if sizes[d] != shape[d])
         first = start // math.prod(shape[dim + 1 :])
         return _scatter(aten.slice_scatter, x, new, dim, first, first + sizes[dim])
 
-    # No place may be shown twice: each stride steps over all that the smaller ones reach.
+    # An index of positions. None may be shown twice: each stride steps over all that the smaller ones reach.
     reached = 0
     for stride, size in sorted(zip(strides, sizes, strict=True)):
         if size > 1 and stride <= reached:
@@ -402,19 +417,20 @@ def _put_back(
     if not whole.is_contiguous() or whole.storage_offset():
         raise _Unknown(look)  # as_strided counts in the actual strides
 
-    places = torch.full([1] * len(sizes), start, device=x.device)
+    positions = torch.full([1] * len(sizes), start, device=x.device)
     for dim, (size, stride) in enumerate(zip(sizes, strides, strict=True)):
         row = torch.arange(size, device=x.device) * stride
-        places = places + row.reshape([size if d == dim else 1 for d in range(len(sizes))])
-    return x.reshape(-1).index_copy(0, places.reshape(-1), new.reshape(-1)).reshape(shape)
+        positions = positions + row.reshape([size if d == dim else 1 for d in range(len(sizes))])
+    return x.reshape(-1).index_copy(0, positions.reshape(-1), new.reshape(-1)).reshape(shape)
 
 
 def _scatter(op: Any, x: Tensor, new: Tensor, *where: Any, **named: Any) -> Tensor:
     """Run an op that puts numbers into a copy; complex ones in halves, as its gradient takes only reals."""
     if not x.is_complex():
         return op(x, new, *where, **named)
-    halves = (op(a, b, *where, **named) for a, b in ((x.real, new.real), (x.imag, new.imag)))
-    return torch.complex(*halves)
+    halves = (x.real, new.real), (x.imag, new.imag)
+    real, imaginary = (op(a, b, *where, **named) for a, b in halves)
+    return torch.complex(real, imaginary)
 
 
 _PUTS: dict[Any, Callable[..., Tensor]] = {

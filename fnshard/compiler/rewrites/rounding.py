@@ -5,13 +5,12 @@ in two places that no tolerance covers:
 
 - A cast to a narrower float type and back: Inductor makes `x.to(torch.bfloat16).float()` x, and fake
   quantisation nothing. `keep_rounding` puts `fnshard.rounded` after such casts of a program, so that
-  gradients are rounded as well. Casts between which something is computed in the narrow type stay as they
-  are.
+  gradients are rounded as well. Casts between which something is computed in the narrow type are left alone.
 - A decision: `x == x.max()` is false everywhere where one side is rounded and the other is not, and the
-  gradient of `amax` divides by the number of ties, 0. `fnshard.rounded` stands after every operation in a
-  half type that a decision depends on: `round_for_decisions` puts it into a program, op by op as eager torch
-  rounds, and `round_for_joint_decisions` into a kernel's joint graph, where the comparisons of gradients
-  show.
+  gradient of `amax` divides by the number of ties, 0. `fnshard.rounded` is inserted after every operation in
+  a half type that a decision depends on: by `round_for_decisions` into a program, op by op as eager torch
+  rounds, and by `round_for_joint_decisions` into a kernel's joint graph, which has the comparisons of
+  gradients.
 
 Kernels hold `rounded` as an operation. `kernels.inductor` lowers it to integer operations on the number's
 bits (BITS), which cost next to nothing, and through which no wider number can pass. The eager backend rounds
@@ -33,6 +32,7 @@ from fnshard.compiler.ir.program import OpOverload
 
 # An integer type of the same width. Inductor keeps casts to fp8 by itself.
 BITS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}
+_HALF = {torch.float16, torch.bfloat16}
 _CASTS = frozenset(["aten::to", "aten::_to_copy", "aten::type_as", "prims::convert_element_type"])
 _MOVERS = frozenset(f"aten::{name}" for name in (
     "clone", "cat", "stack", "index", "index_select", "gather", "where", "masked_fill", "flip", "roll",
@@ -87,16 +87,16 @@ _ROUNDED, _CAST = torch.ops.fnshard.rounded.default, torch.ops.prims.convert_ele
 def keep_rounding(graph: fx.Graph) -> None:
     """Put `rounded` between the casts of a program that round a float and widen it again."""
     for cast in list(graph.nodes):
-        if not _rounds(cast):
+        if not _is_narrowing(cast):
             continue
-        back = list(dict.fromkeys(_casts_after(cast)))
-        alone = len(cast.users) == 1
-        if back:
-            _insert(graph, cast, list(cast.users))
-        for widening in back:
-            if not alone or widening.args[0].target is not _ROUNDED:
+        casts_back = list(dict.fromkeys(_find_later_casts(cast)))
+        has_one_reader = len(cast.users) == 1
+        if casts_back:
+            _insert_rounding(graph, cast, list(cast.users))
+        for widening in casts_back:
+            if not has_one_reader or widening.args[0].target is not _ROUNDED:
                 # The gradient of each cast is rounded before it is added to others.
-                _insert(graph, widening.args[0], [widening])
+                _insert_rounding(graph, widening.args[0], [widening])
 
 
 def round_for_decisions(graph: fx.Graph) -> None:
@@ -104,12 +104,12 @@ def round_for_decisions(graph: fx.Graph) -> None:
 
     A decision makes no float of floats (a comparison, an index, a cast to integers), or it jumps (`floor`,
     `sign`), or its gradient compares (`amax`). The walk back from it ends at inputs and products, which are
-    in memory in their own type. Values on no such way stay as they are.
+    in memory in their own type. Values that no decision depends on are left alone.
     """
-    decisions = {node for node in graph.nodes if _decides(node) or _has_ties(node)}
-    for node in _on_the_way(graph, decisions):
+    decisions = {node for node in graph.nodes if _is_decision(node) or _has_ties(node)}
+    for node in _find_dependencies(graph, decisions):
         if not _is_in_memory(node):
-            _insert(graph, node, [r for r in node.users if r.target is not _ROUNDED])
+            _insert_rounding(graph, node, [r for r in node.users if r.target is not _ROUNDED])
 
 
 def round_for_joint_decisions(graph: fx.Graph) -> None:
@@ -117,18 +117,26 @@ def round_for_joint_decisions(graph: fx.Graph) -> None:
 
     Python numbers that half values are compared with are rounded as well.
     """
-    decisions = {node for node in graph.nodes if _decides(node)}
+    # Eager torch rounds a Python number to the type of the tensor that it is compared with.
+    decisions = {node for node in graph.nodes if _is_decision(node)}
     for node in decisions:
-        _round_numbers(node)
-    found = _on_the_way(graph, decisions)
-    on_the_way = {*found, *decisions}
-    for node in found:
+        types = {v.dtype for n in node.all_input_nodes for v in _list_floats(n)}
+        if len(types) == 1 and types < _HALF and _get_name(node) in (_COMPARISONS | _STEPS):
+            [dtype] = types
+            node.args = tuple(
+                torch.tensor(a, dtype=dtype).item() if isinstance(a, float) else a for a in node.args
+            )
+
+    # Round the values that decisions depend on.
+    dependencies = _find_dependencies(graph, decisions)
+    relevant = {*dependencies, *decisions}
+    for node in dependencies:
         readers = [r for r in node.users if r.target is not _ROUNDED]
         if _is_in_memory(node):
             # A reader may be fused with a product and get it in fp32. Only readers that a decision depends on
             # need it rounded.
-            readers = [r for r in readers if r in on_the_way and _name(r) not in _ORDERS]
-        _insert(graph, node, readers)
+            readers = [r for r in readers if r in relevant and _get_name(r) not in _ORDERS]
+        _insert_rounding(graph, node, readers)
 
 
 def hide_rounding(graph: fx.Graph) -> bool:
@@ -140,19 +148,21 @@ def hide_rounding(graph: fx.Graph) -> bool:
         Whether there is a `rounded`.
     """
     nodes = graph.find_nodes(op="call_function", target=_ROUNDED)
-    # Casts to their own type that are there already do nothing, and `show_rounding` could not tell them
-    # apart.
-    for cast in _idle_casts(graph) if nodes else ():
+    if not nodes:
+        return False
+
+    # Existing casts to their own type do nothing, and `show_rounding` could not tell them apart.
+    for cast in _find_idle_casts(graph):
         cast.replace_all_uses_with(cast.args[0])
         graph.erase_node(cast)
     for node in nodes:
         node.target, node.args = _CAST, (node.args[0], node.meta["val"].dtype)
-    return bool(nodes)
+    return True
 
 
 def show_rounding(graph: fx.Graph) -> None:
     """Turn every cast to its value's own type into `rounded`."""
-    for node in _idle_casts(graph):
+    for node in _find_idle_casts(graph):
         node.target, node.args = _ROUNDED, (node.args[0],)
 
 
@@ -163,42 +173,46 @@ def drop_rounding(graph: fx.Graph) -> fx.Graph:
     graph = copy.deepcopy(graph)
     for node in graph.find_nodes(op="call_function", target=_ROUNDED):
         value = node.args[0]
-        if value.op == "call_function" and not _moves(value) and len(value.users) == 1:
+        if value.op == "call_function" and not _is_move(value) and len(value.users) == 1:
             node.replace_all_uses_with(value)
             graph.erase_node(node)
     return graph
 
 
-def _on_the_way(graph: fx.Graph, decisions: set[fx.Node]) -> list[fx.Node]:
+def _find_dependencies(graph: fx.Graph, decisions: set[fx.Node]) -> list[fx.Node]:
     """Return the operations in a half type that decisions depend on."""
-    found: set[fx.Node] = set()
+    reached: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        if node in decisions or (node in found and not _is_in_memory(node)):
-            found.update(n for n in node.all_input_nodes if _floats(n))
-    return [n for n in graph.nodes if n in found and _computes(n)]
+        if node in decisions or (node in reached and not _is_in_memory(node)):
+            reached.update(n for n in node.all_input_nodes if _list_floats(n))
+    return [n for n in graph.nodes if n in reached and _is_half_computation(n)]
 
 
 def _has_ties(node: fx.Node) -> bool:
     """Return whether the gradient of an operation compares its input with its result."""
-    infinite = any(isinstance(a, float) and math.isinf(a) for a in node.args)
-    return _name(node) in _EXTREMES or (
-        infinite and _name(node) in ("aten::linalg_vector_norm", "aten::norm")
-    )
+    if _get_name(node) in ("aten::linalg_vector_norm", "aten::norm"):
+        return any(isinstance(a, float) and math.isinf(a) for a in node.args)
+    return _get_name(node) in _EXTREMES
 
 
-def _decides(node: fx.Node) -> bool:
+def _is_decision(node: fx.Node) -> bool:
     """Return whether an op makes of floats something that a rounding error may change altogether."""
-    inputs = [n for n in node.all_input_nodes if _floats(n)]
-    if not inputs or not isinstance(node.target, OpOverload) or _NO_VALUES.match(_name(node)):
+    inputs = [n for n in node.all_input_nodes if _list_floats(n)]
+    if not inputs or not isinstance(node.target, OpOverload) or _NO_VALUES.match(_get_name(node)):
         return False
-    if _name(node) in _STEPS or node.kwargs.get("rounding_mode"):
+    if _get_name(node) in _STEPS or node.kwargs.get("rounding_mode"):
         return True
+
+    # A comparison with infinity is a mask, or the guard of a softmax. Rounding makes no infinity of another
+    # number, except in fp16.
     compares_infinity = any(isinstance(a, float) and math.isinf(a) for a in node.args)
-    if compares_infinity and not any(v.dtype is torch.float16 for n in inputs for v in _floats(n)):
-        return False  # a mask, or the guard of a softmax: rounding makes no infinity of another number
-    # Of several results only those count that something reads.
+    if compares_infinity and not any(v.dtype is torch.float16 for n in inputs for v in _list_floats(n)):
+        return False
+
+    # An op that makes integers or booleans of floats decides. Of several results only those count that are
+    # read.
     read = [u for u in node.users if u.target is operator.getitem and u.users] or [node]
-    values = [v for each in read for v in _tensors(each)]
+    values = [v for each in read for v in _list_tensors(each)]
     return any(not v.is_floating_point() and not v.is_complex() for v in values)
 
 
@@ -209,47 +223,40 @@ def _is_in_memory(node: fx.Node) -> bool:
     """
     if not isinstance(node.target, OpOverload):
         return False
-    if _name(node).startswith("aten::_scaled_dot_product"):
+    if _get_name(node).startswith("aten::_scaled_dot_product"):
         return True
-    own = node.target.namespace not in ("aten", "prims") and node.target is not _ROUNDED
-    return own or _name(node) in _PRODUCTS
+    is_custom = node.target.namespace not in ("aten", "prims") and node.target is not _ROUNDED
+    return is_custom or _get_name(node) in _PRODUCTS
 
 
-def _computes(node: fx.Node) -> bool:
+def _is_half_computation(node: fx.Node) -> bool:
     """Return whether a node computes numbers of a half type, which a compiler may hold in a wider one."""
     if node.op != "call_function" or not isinstance(node.meta.get("val"), Tensor):
         return False
-    half = node.meta["val"].dtype in (torch.float16, torch.bfloat16)
-    fills = any(isinstance(a, float) for a in (*node.args, *node.kwargs.values()))
-    moves = (_moves(node) and not fills and not _rounds(node)) or _name(node) in _CHOOSE
-    return half and not moves and node.target is not _ROUNDED
+    # A move that fills gaps with a Python number computes, since that number is not rounded yet.
+    has_fill = any(isinstance(a, float) for a in (*node.args, *node.kwargs.values()))
+    is_copy = _is_move(node) and not has_fill and not _is_narrowing(node)
+    computes = not is_copy and _get_name(node) not in _CHOOSE and node.target is not _ROUNDED
+    return computes and node.meta["val"].dtype in _HALF
 
 
-def _round_numbers(node: fx.Node) -> None:
-    """Round Python numbers that a half value is compared with, as eager torch rounds them."""
-    types = {v.dtype for n in node.all_input_nodes for v in _floats(n)}
-    if len(types) == 1 and types < {torch.float16, torch.bfloat16} and _name(node) in (_COMPARISONS | _STEPS):
-        [dtype] = types
-        node.args = tuple(
-            torch.tensor(a, dtype=dtype).item() if isinstance(a, float) else a for a in node.args
-        )
-
-
-def _idle_casts(graph: fx.Graph) -> list[fx.Node]:
+def _find_idle_casts(graph: fx.Graph) -> list[fx.Node]:
+    """Return the casts of values to the type that they have."""
     casts = graph.find_nodes(op="call_function", target=_CAST)
     return [n for n in casts if n.args[0].meta["val"].dtype == n.args[1]]
 
 
-def _floats(node: fx.Node) -> list[Tensor]:
-    return [v for v in _tensors(node) if v.is_floating_point()]
+def _list_floats(node: fx.Node) -> list[Tensor]:
+    return [v for v in _list_tensors(node) if v.is_floating_point()]
 
 
-def _tensors(node: fx.Node) -> list[Tensor]:
+def _list_tensors(node: fx.Node) -> list[Tensor]:
     value = node.meta.get("val")
-    return [v for v in (value if isinstance(value, tuple | list) else [value]) if isinstance(v, Tensor)]
+    values = value if isinstance(value, tuple | list) else [value]
+    return [v for v in values if isinstance(v, Tensor)]
 
 
-def _insert(graph: fx.Graph, value: fx.Node, readers: list[fx.Node]) -> None:
+def _insert_rounding(graph: fx.Graph, value: fx.Node, readers: list[fx.Node]) -> None:
     """Round a value for some of its readers."""
     if not readers:
         return
@@ -263,7 +270,7 @@ def _insert(graph: fx.Graph, value: fx.Node, readers: list[fx.Node]) -> None:
         reader.replace_input_with(value, node)
 
 
-def _rounds(node: fx.Node) -> bool:
+def _is_narrowing(node: fx.Node) -> bool:
     """Return whether a node is a cast that loses digits or range."""
     if not _is_cast(node) or node.meta["val"].dtype not in BITS:
         return False
@@ -272,26 +279,28 @@ def _rounds(node: fx.Node) -> bool:
 
 
 def _is_cast(node: fx.Node) -> bool:
-    if _name(node) not in _CASTS or not isinstance(node.args[0], fx.Node):
+    """Return whether a node casts one float type to another."""
+    if _get_name(node) not in _CASTS or not isinstance(node.args[0], fx.Node):
         return False
     before, after = node.args[0].meta["val"], node.meta["val"]
     return before.is_floating_point() and after.is_floating_point() and before.dtype != after.dtype
 
 
-def _casts_after(cast: fx.Node) -> Iterator[fx.Node]:
-    """Yield later casts to another float type of the cast's value, which ops may have moved in between."""
-    for user in cast.users:
+def _find_later_casts(node: fx.Node) -> Iterator[fx.Node]:
+    """Yield later casts of a node's value to another float type, between which ops may have moved it."""
+    for user in node.users:
         if _is_cast(user):
             yield user
-        elif _moves(user):
-            yield from _casts_after(user)
+        elif _is_move(user):
+            yield from _find_later_casts(user)
 
 
-def _moves(node: fx.Node) -> bool:
+def _is_move(node: fx.Node) -> bool:
+    """Return whether a node moves numbers without computing any: a view, a copy, an item of several."""
     if node.target is operator.getitem:
         return True
-    return _name(node) in _MOVERS or (isinstance(node.target, OpOverload) and node.target.is_view)
+    return _get_name(node) in _MOVERS or (isinstance(node.target, OpOverload) and node.target.is_view)
 
 
-def _name(node: fx.Node) -> str:
+def _get_name(node: fx.Node) -> str:
     return node.target._schema.name if isinstance(node.target, OpOverload) else ""

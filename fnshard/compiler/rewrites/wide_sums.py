@@ -20,7 +20,7 @@ SUMS = {
     aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim, aten.linalg_vector_norm.default,
     aten.var.correction, aten.var_mean.correction, aten.std.correction, aten.std_mean.correction,
 }  # fmt: skip
-ROWS = 16 * PIECE  # from so many numbers for each of several results; a row of a model's width stays in fp32
+ROWS = 16 * PIECE  # the most numbers for each of several results in fp32, such as a row of a model's width
 NARROW = {torch.float32, torch.bfloat16, torch.float16}
 
 
@@ -30,22 +30,25 @@ def widen_sums(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target not in SUMS:
             continue
-        if node.target is aten.linalg_vector_norm.default and _adds_nothing(*node.args[1:2]):
-            continue
+        # A norm of these orders is a count, the largest number or the smallest, and loses nothing.
+        if node.target is aten.linalg_vector_norm.default:
+            order = node.args[1] if len(node.args) > 1 else 2
+            if order == 0 or math.isinf(order):
+                continue
 
         # Sums of few numbers lose nothing that matters, and fp64 takes time.
-        many, results = node.args[0].meta["val"], node.meta["val"]
-        several = not isinstance(results, Tensor)
-        one = results[0] if several else results
-        few = PIECE if one.numel() == 1 else ROWS * one.numel()
-        if many.numel() <= few or {many.dtype, one.dtype} - NARROW:
+        summed, results = node.args[0].meta["val"], node.meta["val"]
+        has_several = not isinstance(results, Tensor)
+        result = results[0] if has_several else results
+        few = PIECE if result.numel() == 1 else ROWS * result.numel()
+        if summed.numel() <= few or {summed.dtype, result.dtype} - NARROW:
             continue
 
         # Widen the argument; a node with several results has an item for each.
-        parts = [u for u in node.users if u.target is operator.getitem] if several else [node]
+        parts = [u for u in node.users if u.target is operator.getitem] if has_several else [node]
         with graph.inserting_before(node):
             wide = graph.call_function(convert, (node.args[0], torch.float64))
-        wide.meta = {**node.args[0].meta, "val": many.new_empty(many.shape, dtype=torch.float64)}
+        wide.meta = {**node.args[0].meta, "val": summed.new_empty(summed.shape, dtype=torch.float64)}
         node.args = (wide, *node.args[1:])
         node.kwargs = {k: v for k, v in node.kwargs.items() if k != "dtype"}
 
@@ -53,15 +56,10 @@ def widen_sums(graph: fx.Graph) -> None:
         for part in parts:
             users = list(part.users)
             with graph.inserting_after(part):
-                rounded = graph.call_function(convert, (part, one.dtype))
+                rounded = graph.call_function(convert, (part, result.dtype))
             rounded.meta = dict(part.meta)
             part.meta = {**part.meta, "val": part.meta["val"].to(torch.float64)}
             for user in users:
                 user.replace_input_with(part, rounded)
-        if several:
+        if has_several:
             node.meta = {**node.meta, "val": type(results)(v.to(torch.float64) for v in results)}
-
-
-def _adds_nothing(order: float = 2) -> bool:
-    """Return whether a norm of this order is the largest number, the smallest, or a count."""
-    return order == 0 or math.isinf(order)
