@@ -1,8 +1,8 @@
-"""Attention backends: which of torch's kernels a `scaled_dot_product_attention` becomes and stays.
+"""Attention backends: fix which of torch's kernels a `scaled_dot_product_attention` becomes.
 
-On a device torch chooses the kernel when an attention is differentiated. Steps for CUDA machines that are not
-here are traced on the CPU. There the choice is made as torch 2.11 makes it on a Hopper GPU, so that what is
-planned is what will run.
+Torch chooses the kernel for the tensors' device when an attention is differentiated. A step for CUDA may be
+traced on the CPU of another machine. Then the choice is made here, as torch 2.11 makes it on a Hopper GPU, so
+that the planned kernel is the one that will run.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def backends(source: fx.Graph, forward: fx.Graph) -> Counter[str]:
     fused = Counter(_FUSED[n] for n in names if n in _FUSED)
 
     # An attention that has no fused kernel in the forward was decomposed into plain products.
-    own = torch.ops.fnshard
+    ops = torch.ops.fnshard
     operators = (
-        _ATTENTION, own.attention.default, own.attention_turn.default, own.document_attention.default,
+        _ATTENTION, ops.attention.default, ops.attention_turn.default, ops.document_attention.default,
     )  # fmt: skip
     attentions = sum(n.target in operators for n in source.nodes)
     return fused + Counter(math=attentions - fused.total())

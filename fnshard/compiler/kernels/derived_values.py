@@ -2,9 +2,9 @@
 
 A value of one unit's leaves is computed again where it is read, with the leaves gathered there. It crosses a
 cut only if it is much smaller than the leaves; otherwise the cut would keep alive, as an activation, what
-sharding had taken apart. A value of several units' leaves (a product of two matrices, a running average) may
-cross as activations do, since computing it again would gather all of those units at once, time and again. So
-may a value that is sent to other ranks.
+sharding has divided among ranks. A value of several units' leaves (a product of two matrices, a running
+average) may cross as activations do, since computing it again would gather all of those units at once, time
+and again. So may a value that is sent to other ranks.
 """
 
 from __future__ import annotations

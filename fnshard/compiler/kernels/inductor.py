@@ -38,8 +38,8 @@ from fnshard.compiler.rewrites.rounding import BITS, drop_rounding
 from fnshard.compiler.rewrites.wide_sums import widen_sums
 from fnshard.errors import MissingExtraError, SpecError
 
-# Torch's tracers share state of the process, and Inductor has such state, too: whoever traces or compiles
-# holds this lock.
+# Torch's tracers and Inductor have state that is global to the process: each trace and each compilation holds
+# this lock.
 TRACING = threading.RLock()
 LOG = logging.getLogger("fnshard")
 
@@ -92,14 +92,17 @@ def _generate(
         with V.set_fake_mode(mode) if mode is not None else nullcontext():
             widen_sums(module.graph)
         module.recompile()  # Inductor's cache on disk knows a graph by its code
+
     # The strides of all outputs are kept as traced, since the backward was traced with them.
     output = module.graph.output_node()
     output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
 
+    # Compile it. Threads compile the C++ meanwhile; `finish` waits for them, and keeps what they have made.
+    settings = {**vector_settings(), **options} if on_cpu else dict(options)
     with (
         _explain_missing_compiler(),
-        V.set_fake_mode(mode) if mode is not None else torch.no_grad(),
-        inductor_config.patch({**(vector_settings() if on_cpu else {}), **options}),
+        V.set_fake_mode(mode) if mode is not None else nullcontext(),
+        inductor_config.patch(settings),
         torch._guards.tracing(torch._guards.TracingContext(mode)),
         _provide_shape_env(mode),
         torch.no_grad(),

@@ -44,7 +44,7 @@ class Policy:
 
     @property
     def key(self) -> str:
-        """A text that tells kernels of one source apart; "" where everything is kept, on whatever tier."""
+        """A text that tells kernels of one source apart; "" where everything is kept, on any tier."""
         return "" if self.budget == 1 else f"keep {self.budget:g} {'+'.join(self.save)}".strip()
 
 
@@ -73,6 +73,8 @@ def check(remat: Any, save: Any) -> list[str]:
         f"one of {', '.join(map(repr, NAMED))}, a fraction from 0 to 1, or a dict from unit globs to those"
     )
     values_by_glob = list(remat.items()) if isinstance(remat, Mapping) else [("", remat)]
+
+    # Each value must be a policy, and each key of a dict a glob.
     wrong, recomputes = [], False
     for glob, value in values_by_glob:
         policy = _read_policy(value)
@@ -83,6 +85,7 @@ def check(remat: Any, save: Any) -> list[str]:
     if isinstance(remat, Mapping) and not remat:
         wrong.append(f"remat={{}}: {choices}")
 
+    # The ops to save are a list, which only a policy that recomputes can use.
     if isinstance(save, str) or not isinstance(save, Sequence) or not all(isinstance(s, str) for s in save):
         wrong.append(f"save={save!r}: a list of ops, such as ['matmul', 'attention'] or ['aten.mm']")
     elif save and not recomputes:

@@ -429,11 +429,16 @@ def _make_segments(
 def _make_exchange(node: fx.Node, after: int) -> Exchanged:
     """Return the description of an exchange that follows a segment."""
     sent, kind, axes, dim, _, *to = node.args
-    names = (ValueName(Kind.VALUE, n.name) for n in (sent, node))
     return Exchanged(
-        kind, tuple(axes.split(",")), dim, after, *names, Argument.of(sent.meta["val"], "value"),
-        *(to or [0]),
-    )  # fmt: skip
+        kind=kind,
+        axes=tuple(axes.split(",")),
+        dim=dim,
+        after=after,
+        sent=ValueName(Kind.VALUE, sent.name),
+        received=ValueName(Kind.VALUE, node.name),
+        like=Argument.of(sent.meta["val"], "value"),
+        to=to[0] if to else 0,
+    )
 
 
 def _copy_aliased_results(
@@ -457,7 +462,8 @@ def _copy_aliased_results(
         value = result.meta["val"]
         copy.meta["val"] = torch.empty_like(value, requires_grad=value.requires_grad)
 
-        # A written leaf's new value is made as soon as its unit and all that it reads have been made.
+        # A written leaf's new value is copied in the first segment that reads its unit and comes after all
+        # that the value depends on.
         run_of[copy] = len(bounds) - 1
         if number in written and result in facts.lazy:
             units = facts.units[result]

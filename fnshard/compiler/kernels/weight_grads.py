@@ -62,7 +62,7 @@ def split_backward(
     Args:
         of_leaves: for each result, whether it is the gradient of a leaf.
         leaves: the numbers of the inputs that are leaves.
-        on_hand: the numbers of the inputs that are in memory whoever reads them.
+        on_hand: the numbers of the inputs that are in memory in any case.
     """
     graph = fx.Graph()
     graph.output(graph.graph_copy(backward.graph, {}))

@@ -10,8 +10,9 @@ def apply_hooks(graph: fx.Graph, count: int) -> None:
 
     Args:
         count: the number of hooks, which are `CustomGradient`s of one value and the graph's last results. In
-            torch the hook that was registered first sees a gradient first, so it stands next to the readers.
+            torch the hook that was registered first sees a gradient first, so it is next to the readers.
     """
+    # Remove the hooks from the results, and move each to its tensor.
     output = graph.output_node()
     results = list(output.args[0])
     end = len(results) - count

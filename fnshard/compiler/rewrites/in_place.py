@@ -175,6 +175,7 @@ class Trial:
         tensors = tensors_in(value)
         for read in node.all_input_nodes:
             for tensor in tensors_in(self.values[read]):
+                # A write that autograd sees gives the base another `grad_fn`.
                 memory = storage_id(tensor)
                 if self.bases[memory].grad_fn is not self.histories[memory]:
                     self.recorded.add((node, read))
@@ -387,6 +388,7 @@ def _make_write(
     # its arguments.
     copies: list[tuple[Any, ...]] = []
 
+    # Inside the body, a value in other memory is an input, and a view of a base is made again from its copy.
     def enter(old: fx.Node) -> fx.Node:
         inputs.append(old)
         return body.placeholder(f"x{len(inputs) - 1}")
@@ -405,7 +407,7 @@ def _make_write(
         if old.target is aten.unfold.default:
             new.target = read_windows
             copies.append((write_windows, new, *new.args))
-        if old.target in _LAZY:
+        if old.target in _LAZY:  # the view's numbers are computed, and readers take these
             (x,), new = new.args, body.call_function(resolve, (new,))
             copies.append((write_lazy, new, x, old.target))
         return new
@@ -448,7 +450,7 @@ def read_windows(x: Tensor, dim: int, size: int, step: int) -> Tensor:
 
 
 def write_windows(windows: Tensor, x: Tensor, dim: int, size: int, step: int) -> None:
-    """Write the windows that `read_windows` has copied back."""
+    """Write windows of x, which `read_windows` has copied, back to x."""
     x.copy_(put_windows(windows, x, dim, size, step))
 
 
@@ -474,7 +476,7 @@ def resolve(x: Tensor) -> Tensor:
 
 
 def write_lazy(written: Tensor, x: Tensor, view: Any) -> None:
-    """Write the copy that `resolve` has made of a view of x back."""
+    """Write a view of x, which `resolve` has copied, back to x."""
     x.copy_(resolve(view(written)))
 
 

@@ -310,7 +310,7 @@ def _batch_norm(
     input: Tensor, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool,
     momentum: float, eps: float, cudnn_enabled: bool,
 ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
-    """Return the normed input, and the new values of the running statistics that there are."""
+    """Return the normed input, and the new values of those running statistics that are not None."""
     normed = aten.batch_norm(input, weight, bias, None, None, True, momentum, eps, cudnn_enabled)
     dims = [d for d in range(input.dim()) if d != 1]
     return normed, _compute_statistics(input, dims, running_mean, running_var, momentum)
@@ -320,7 +320,7 @@ def _instance_norm(
     input: Tensor, weight: Any, bias: Any, running_mean: Any, running_var: Any, use_input_stats: bool,
     momentum: float, eps: float, cudnn_enabled: bool,
 ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
-    """Return the normed input, and the new values of the running statistics that there are."""
+    """Return the normed input, and the new values of those running statistics that are not None."""
     normed = aten.instance_norm(input, weight, bias, None, None, True, momentum, eps, cudnn_enabled)
     dims = list(range(2, input.dim()))
     return normed, _compute_statistics(input, dims, running_mean, running_var, momentum)

@@ -145,7 +145,7 @@ def hide_rounding(graph: fx.Graph) -> bool:
     `show_rounding` undoes it.
 
     Returns:
-        Whether there is a `rounded`.
+        Whether the graph has any.
     """
     nodes = graph.find_nodes(op="call_function", target=_ROUNDED)
     if not nodes:
