@@ -21,7 +21,7 @@ from fnshard.mesh import Mesh
 from fnshard.optim.optimizer import Optimizer
 from fnshard.optim.optimizers import adamw
 from fnshard.search.price import Candidate
-from fnshard.search.space import Choice, FunctionSpace, meshes_of, preset_for
+from fnshard.search.space import Choice, FunctionSpace, choose_preset, list_meshes
 from fnshard.search.walk import SearchEffort, Walk
 from fnshard.step.batches import check_arguments
 from fnshard.step.lowered import Lowered
@@ -43,10 +43,12 @@ class Fit:
         specs, mesh, options: arguments for `shard_step(fn, specs, mesh=mesh, optimizer=..., **options)`.
         chosen: the plan with its price.
         rejected: the plans that differ in one decision, each with the reason why it was not taken.
+        device_bytes: the budget.
         lowered: the step on paper.
         timeline: the predicted run of the step.
+        looked_at: the number of plans that were priced.
         meshes: the other meshes of as many ranks, each with the reason why it was not taken.
-        cut_short: whether the search ended before it was through, so that there may be a faster plan.
+        cut_short: whether the search ended before it had tried all moves, so that there may be a faster plan.
     """
 
     specs: Any
@@ -92,21 +94,28 @@ class Fit:
         }
 
     def __str__(self) -> str:
-        cut = ", where the search was cut short" * self.cut_short
+        cut = ", where the search was cut short" if self.cut_short else ""
         lines = [f"within {format_bytes(self.device_bytes)}, of {self.looked_at} plans looked at{cut}:"]
-        between = [f"{s * 1e3:.1f}" for s in self.timeline.interval or ()]
-        why = [f"on {self.mesh}"] * bool(self.meshes) + [f"{' to '.join(between)} ms"] * bool(between)
-        lines.append(f"  {plan_line(self.chosen)}  <- " + ", ".join(["chosen", *why]))
-        lines += [f"  {plan_line(candidate)}: {why}" for candidate, why in self.rejected]
+
+        # The chosen plan, with its mesh if there was a choice, and its interval if the hardware has one.
+        notes = ["chosen"]
+        if self.meshes:
+            notes.append(f"on {self.mesh}")
+        if self.timeline.interval:
+            bounds = [f"{seconds * 1e3:.1f}" for seconds in self.timeline.interval]
+            notes.append(f"{' to '.join(bounds)} ms")
+        lines.append(f"  {format_plan(self.chosen)}  <- {', '.join(notes)}")
+
+        lines += [f"  {format_plan(candidate)}: {why}" for candidate, why in self.rejected]
         lines += [f"  on {mesh}: {why}" for mesh, why in self.meshes]
         return "\n".join(lines)
 
 
-def plan_line(candidate: Candidate) -> str:
+def format_plan(candidate: Candidate) -> str:
     """Return a plan and its price in one line."""
+    price = f"{format_bytes(candidate.peak_bytes):>10} {candidate.seconds * 1e3:10.1f} ms"
     host = f" ({format_bytes(candidate.host_bytes)} there)" if candidate.host_bytes else ""
-    took = f"{format_bytes(candidate.peak_bytes):>10} {candidate.seconds * 1e3:10.1f} ms"
-    return f"{took}  {candidate.choice}{host}"
+    return f"{price}  {candidate.choice}{host}"
 
 
 def format_bytes(nbytes: float) -> str:
@@ -136,18 +145,18 @@ def fit(
 
     A plan has specs, micro-batches and their order, remat, prefetch and, with `ranks`, a mesh. A batch is not
     cut into micro-batches if `fn` has an exchange (`fs.psum`) over a data axis, since that would be another
-    function. With `ranks` the search makes so many plans that it takes about a minute, the same ones on every
-    rank and machine. It says on the console what it is at, and names in `meshes` what it left out.
+    function. With `ranks` the search takes about a minute, and looks at the same plans on every rank and
+    machine. It reports its progress on the console, and names in `meshes` the meshes that it left out.
 
     Args:
         fn, params: arguments of `shard_step` and `Step.lower`. The parameters may be meta.
         mesh: the mesh, which may be abstract.
         batch: this rank's batch of one step, with all micro-batches, which may be meta. With `ranks` it is
-            that of all ranks.
+            the batch of all ranks.
         ranks: the number of ranks, in place of a mesh. The search looks at all ways to split them into
             `pipeline`, `replicate`, `shard` and, within a node, `tensor`.
         keywords: the part of the batch that `fn` takes by name.
-        device_bytes: the bytes of one rank's device; by default all that `hardware` has.
+        device_bytes: the budget of one rank's device; by default all the memory of `hardware`.
         hardware: the hardware for which time is predicted, a `Hardware` or the name of one.
         optimizer: the optimizer; by default AdamW.
         specs: the specs to start from, whose layouts and dtypes are taken as they are; by default
@@ -194,16 +203,17 @@ def make_space(
         SpecError: arguments are wrong. The error names all of them.
     """
     if ranks is not None:
-        whole = type(ranks) is int and ranks >= 1
-        if mesh is not None or not whole or not (specs is None or callable(specs)):
+        is_count = type(ranks) is int and ranks >= 1
+        if mesh is not None or not is_count or not (specs is None or callable(specs)):
             raise SpecError(f"ranks={ranks!r}: a whole number from 1, for which fit chooses the mesh.",
                             fix="leave mesh= out, and give specs= as a function of a mesh.")  # fmt: skip
-    # All other mistakes are named together.
-    usual = StepOptions()
+
+    # One error names all other mistakes. `read_options` raises it, and adds those in the options.
+    defaults = StepOptions()
     wrong = [
         f"{name}={options[name]!r}: fit chooses it; leave it out"
         for name in CHOSEN
-        if name in options and options[name] != usual[name]
+        if name in options and options[name] != defaults[name]
     ]
     if isinstance(params, nn.Module):
         wrong.append("params is a module: apply, params = fs.make_functional(module)")
@@ -215,13 +225,14 @@ def make_space(
         )
     if not isinstance(hardware, str | Hardware):
         wrong.append(f"hardware={hardware!r}: a name such as 'h100', or a Hardware")
-    given = read_options("fit", options, wrong)
+    step_options = read_options("fit", options, wrong)
     hardware = Hardware.of(hardware)
     arguments = arguments_for(fn, tuple(batch), keywords)
     check_arguments(fn, arguments)
+
+    # A search over meshes takes long: it has a limit, and reports its progress.
     if ranks is not None:
-        meshes = tuple(meshes_of(ranks, hardware.ranks_per_node))
-        layouts = specs if specs is not None else lambda mesh: preset_for(params, mesh)
+        meshes = tuple(list_meshes(ranks, hardware.ranks_per_node))
         began = time.monotonic()
 
         def say(text: str) -> None:
@@ -230,9 +241,14 @@ def make_space(
         work = SearchEffort(say, LIMIT_LINES, QUIET_S)
     else:
         meshes, work = (mesh,), SearchEffort()
-        layouts = lambda mesh: presets.full_shard(params, mesh) if specs is None else specs  # noqa: E731
+
+    def specs_for(mesh: Mesh) -> Any:
+        if ranks is None:
+            return presets.full_shard(params, mesh) if specs is None else specs
+        return choose_preset(params, mesh) if specs is None else specs(mesh)
+
     optimizer = adamw(1e-3) if optimizer is None else optimizer
-    return FunctionSpace(fn, params, arguments, meshes, layouts, optimizer, hardware, given, work)
+    return FunctionSpace(fn, params, arguments, meshes, specs_for, optimizer, hardware, step_options, work)
 
 
 def search_space(space: FunctionSpace, budget: int, seen: dict[Choice, Candidate] | None = None) -> Fit:
@@ -246,23 +262,36 @@ def search_space(space: FunctionSpace, budget: int, seen: dict[Choice, Candidate
     """
     if not is_number(budget) or budget <= 0:
         raise SpecError(f"device_bytes={budget!r}: a number of bytes, more than 0.")
-    walk = Walk(space, budget, space.work, {} if seen is None else seen, plan_line)
+    walk = Walk(space, budget, space.work, {} if seen is None else seen, format_plan)
     best = walk.run()
     if best is None or not best.fits(budget):
-        raise nothing_fits(space, walk, best)
-    plans, mesh = space.on(best.choice.mesh), best.choice.mesh
-    around = [walk.seen[c] for c in space.neighbours(best.choice) if c in walk.seen]
-    around.sort(key=lambda c: (not c.fits(budget), c.seconds))
-    others = tuple((other, why) for other, why in reasons(space, walk, best).items() if other != mesh)
+        raise explain_nothing_fits(space, walk, best)
+
+    # Say why the neighbours of the best plan, and the other meshes, were not taken.
+    mesh = best.choice.mesh
+    neighbours = [walk.seen[c] for c in space.neighbours(best.choice) if c in walk.seen]
+    neighbours.sort(key=lambda c: (not c.fits(budget), c.seconds))  # those that fit come first
+    meshes = {other: why for other, why in explain_meshes(space, walk, best).items() if other != mesh}
+
+    # Plans are priced without verifying their schedules, so the best one is lowered again.
     lowered = space.lower(best.choice)
+    plans = space.on(mesh)
     return Fit(
-        plans.specs_of(best.choice), plans.options_of(best.choice), best, budget,
-        tuple((c, why_not(c, best, budget)) for c in around), lowered, lowered.timeline(space.hardware),
-        mesh, len(walk.seen), others, space.work.is_spent() or NOT_LOOKED_AT in dict(others).values(),
-    )  # fmt: skip
+        specs=plans.specs_of(best.choice),
+        options=plans.options_of(best.choice),
+        chosen=best,
+        device_bytes=budget,
+        rejected=tuple((c, explain_rejection(c, best, budget)) for c in neighbours),
+        lowered=lowered,
+        timeline=lowered.timeline(space.hardware),
+        mesh=mesh,
+        looked_at=len(walk.seen),
+        meshes=tuple(meshes.items()),
+        cut_short=space.work.is_spent() or NOT_LOOKED_AT in meshes.values(),
+    )
 
 
-def why_not(candidate: Candidate, best: Candidate, budget: int) -> str:
+def explain_rejection(candidate: Candidate, best: Candidate, budget: int) -> str:
     """Say why a plan was not taken."""
     if not candidate.fits(budget):
         return f"{format_bytes(candidate.peak_bytes - budget)} too many"
@@ -270,7 +299,7 @@ def why_not(candidate: Candidate, best: Candidate, budget: int) -> str:
     return f"fits, {slower:.1%} slower" if slower > 0 else "fits, as fast"
 
 
-def reasons(space: FunctionSpace, walk: Walk, best: Candidate | None) -> dict[Mesh, str]:
+def explain_meshes(space: FunctionSpace, walk: Walk, best: Candidate | None) -> dict[Mesh, str]:
     """Say why each mesh was not taken, by the best of its plans that were looked at.
 
     Args:
@@ -278,30 +307,38 @@ def reasons(space: FunctionSpace, walk: Walk, best: Candidate | None) -> dict[Me
     """
     why: dict[Mesh, str] = {}
     for mesh in space.meshes:
-        own = [c for c in walk.seen.values() if c.choice.mesh == mesh]
-        if not own:
+        priced = [c for c in walk.seen.values() if c.choice.mesh == mesh]
+        if not priced:
             why[mesh] = space.left_out.get(mesh, NOT_LOOKED_AT)
             continue
-        found, free = min(own, key=walk.cost), min(own, key=lambda c: c.seconds)
-        lacks = format_bytes(found.peak_bytes - walk.budget)
-        if best is not None and found.fits(walk.budget):
-            why[mesh] = f"{found.relative_slowdown(best):.1%} slower"
-        elif best is not None and free.seconds >= best.seconds:
-            why[mesh] = f"at least {free.relative_slowdown(best):.1%} slower"
+
+        # Where no priced plan fits, the fastest of them is a lower bound on those that would.
+        cheapest, fastest = min(priced, key=walk.cost), min(priced, key=lambda c: c.seconds)
+        if best is not None and cheapest.fits(walk.budget):
+            why[mesh] = f"{cheapest.relative_slowdown(best):.1%} slower"
+        elif best is not None and fastest.seconds >= best.seconds:
+            why[mesh] = f"at least {fastest.relative_slowdown(best):.1%} slower"
         else:
+            lacks = format_bytes(cheapest.peak_bytes - walk.budget)
             why[mesh] = f"nothing fits into {format_bytes(walk.budget)}: {lacks} too many"
     return why
 
 
-def nothing_fits(space: FunctionSpace, walk: Walk, least: Candidate | None) -> BudgetError:
-    """Make the error of a budget that is too small, with the least that would do and what it goes to."""
+def explain_nothing_fits(space: FunctionSpace, walk: Walk, least: Candidate | None) -> BudgetError:
+    """Make the error of a budget that is too small.
+
+    Args:
+        least: the plan that lacks least; None if no mesh has a plan.
+    """
     if len(space.meshes) > 1 or least is None:
-        causes = [f"{mesh}: {cause}" for mesh, cause in reasons(space, walk, None).items()]
+        causes = [f"{mesh}: {cause}" for mesh, cause in explain_meshes(space, walk, None).items()]
         return BudgetError(
             f"nothing fits on {space.meshes[0].size} ranks, whatever the mesh:",
             causes,
             "more ranks, or rows that they divide.",
         )
+
+    # On one mesh, name the smallest budget that would do, and what the memory goes to.
     analysis = space.lower(least.choice).memory_analysis()
     largest = sorted(analysis.peak.items(), key=lambda item: -item[1])[:3]
     return BudgetError(

@@ -21,9 +21,7 @@ PARTS = {  # the parts of a step's seconds, with words for what a plan loses by 
 # The orders of micro-batches that are tried, with the memory that "zero_bubble" may take.
 ORDERS = (*((order, 1.0) for order in get_args(MicroOrder)), ("zero_bubble", 1.5), ("zero_bubble", 2.0))
 MAX_KERNELS_AHEAD = 3  # the most kernels by which gathers are issued earlier, and reductions waited for later
-MIN_WAITING_SHARE = (
-    0.01  # the share of a step in waits for collectives from which on one kernel more is tried
-)
+MIN_WAITING_SHARE = 0.01  # the share of a step in waits for collectives from which one more kernel is tried
 
 
 @dataclass(frozen=True)
@@ -31,14 +29,14 @@ class Candidate:
     """A plan and the predictions for it.
 
     Args:
-        choice: the plan, of any class that has `effort`, what it does to save memory. Of two plans that are
-            as fast, the one with less effort is better.
+        choice: the plan, of any class that has `effort`, numbers that say what it does to save memory. Of two
+            plans that are as fast, the one with less effort is better.
         peak_bytes: the bytes of a rank's device at the peak.
         seconds: the seconds of a step.
         host_bytes: the bytes of a rank's host.
         parts: the parts of the seconds, by the names of `PARTS`.
         flops: the model FLOPs of a rank.
-        peak_flops: the peak FLOPs of a device, a second.
+        peak_flops: the peak FLOPs per second of a device.
     """
 
     choice: Any
@@ -58,7 +56,7 @@ class Candidate:
         return self.peak_bytes <= budget
 
     def waits_for_collectives(self) -> bool:
-        """Return whether it waits for collectives for so long that one more kernel ahead may pay."""
+        """Return whether it waits for collectives so long that issuing gathers one kernel earlier may pay."""
         return self.parts.get("communication", 0.0) > MIN_WAITING_SHARE * self.seconds
 
     def relative_slowdown(self, other: Candidate) -> float:
@@ -80,13 +78,16 @@ def price(choice: Any, memory: MemoryAnalysis, timeline: Timeline) -> Candidate:
 
 
 def parts_of(timeline: Timeline) -> dict[str, float]:
-    """Return the parts of a step's seconds, by the names of `PARTS`. In a pipeline they are means of
-    stages."""
+    """Return the parts of a step's seconds, by the names of `PARTS`.
+
+    In a pipeline they are means over the stages.
+    """
     stages = timeline.stages or (timeline,)
 
     def mean(seconds: Iterable[float]) -> float:
         return sum(seconds) / len(stages)
 
+    # The host's part is the remainder, as no lane records it.
     known = {
         "compute": mean(each.busy_seconds.get("compute", 0.0) for each in stages),
         "communication": mean(each.exposed_communication_seconds for each in stages),

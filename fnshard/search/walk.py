@@ -3,11 +3,11 @@
 A space says which plans there are, how one becomes another, and what each of them costs. Its moves are coarse
 decisions: an axis, the number of rows at a time, or the place of the optimizer's state.
 
-A plan may also save memory by working more, with units that are computed or gathered again. That is not a
-move but a dial. The more it saves, the slower the step is and the less memory it takes. So the best setting
-is about the first that fits, and is found by interpolation for every plan that is looked at. The setting that
-saves nothing bounds all others from below, and a plan that is slower even then is passed by after a single
-price.
+A plan may also trade time for memory, with units that are computed or gathered again. That is not a move but
+a dial. The further it is turned, the slower the step is and the less memory it takes. So the best setting is
+about the first that fits, and is found by interpolation for every plan that is looked at. The setting that
+saves nothing is a lower bound on the time of all others, and a plan that is too slow even then is dropped
+after a single price.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class Dial:
 
 
 class Space(Protocol):
-    """The plans that there are. They are hashable, and have what `Candidate.choice` says.
+    """A set of plans, which are hashable and have the `effort` that `Candidate.choice` asks for.
 
     A plan becomes another by a move, which changes a decision such as an axis, or by a dial, which says how
     much it saves. Its neighbours are priced last.
     """
 
     def starts(self) -> Iterable[Any]:
-        """Return the plans at which a walk may begin. It goes on from the best two."""
+        """Return the plans at which a walk may begin. It continues from the best two."""
 
     def moves(self) -> Mapping[str, Sequence[Move]]:
         """Return the moves by the decision that they change.
@@ -60,7 +60,7 @@ class Space(Protocol):
         """Return the ways in which a plan can save memory, at least one. All begin at the same plan."""
 
     def returning_dials(self, choice: Any) -> Sequence[Dial]:
-        """Return dials by which a plan whose own dial is set gets back what it has saved too much."""
+        """Return dials that undo savings which a plan, once its own dial is set, does not need."""
 
     def neighbours(self, choice: Any) -> Sequence[Any]:
         """Return the plans that differ from one in one decision. They are priced without turning a dial."""
@@ -74,13 +74,13 @@ class Space(Protocol):
 
 @dataclass
 class SearchEffort:
-    """The work that a search has done, and its reports of that.
+    """A counter of the work that a search has done, which also reports its progress.
 
     Work is counted in lines of programs and schedules, not in seconds, so that all ranks, and busy machines,
     find the same plan.
 
     Args:
-        say: shows a line of text.
+        say: a function that shows a line of text.
         limit: the number of lines after which the search is content with the best plan so far.
         silence_s: the seconds between two reports if nothing of note is found.
         made: the number of lines so far.
@@ -96,7 +96,7 @@ class SearchEffort:
     told: float = field(default_factory=time.monotonic)
 
     def is_spent(self, share: float = 1.0) -> bool:
-        """Return whether a share of the work is done, as one more schedule may be as long as the longest."""
+        """Return whether one more schedule, as long as the longest, would exceed a share of the limit."""
         return self.made + self.longest > share * self.limit
 
     def count_program(self, lines: int) -> None:
@@ -114,7 +114,7 @@ class SearchEffort:
         self.told = time.monotonic()
 
     def murmur(self, text: str) -> None:
-        """Report what the search is at, if it was silent for long."""
+        """Report progress, if the last report was long ago."""
         if time.monotonic() - self.told > self.silence_s:
             self.tell(text)
 
@@ -125,7 +125,7 @@ class Walk:
 
     Args:
         seen: the plans with their prices, which searches for other budgets may share.
-        describe: puts a candidate in a few words, for reports.
+        describe: a function that puts a candidate in a few words, for reports.
     """
 
     space: Space
@@ -138,29 +138,30 @@ class Walk:
         """Return the fastest plan found that fits.
 
         No plan one move away is faster and fits, and none two moves away, as far as `descend` tries these. A
-        search whose effort is spent returns the best so far. If nothing fits, that is the plan that lacks
-        least, and None if there is no plan at all.
+        search whose effort is spent returns the best plan so far. If nothing fits, the result is the plan
+        that lacks least, and None if there is no plan at all.
         """
-        # Begin at the best two starts, at the second only if it is nearly as good and memory decides.
-        begun: list[Candidate] = []
+        # Price the plans to start from, with half of the effort: the other half is for the descents.
+        starts: list[Candidate] = []
         for choice in self.space.starts():
-            rival = min(begun, key=self.cost, default=None)
-            # Half of the effort is for going on from these.
+            rival = min(starts, key=self.cost, default=None)
             if rival is not None and self.is_content_with(rival, share=0.5):
                 break
-            begun.append(self.within_budget(choice, rival))
-            self.work.murmur(self.describe(begun[-1]))
-        if not begun:
+            starts.append(self.within_budget(choice, rival))
+            self.work.murmur(self.describe(starts[-1]))
+        if not starts:
             return None
-        first, *others = sorted(begun, key=self.cost)
+
+        # Descend from the best, and from the second only if it is nearly as good and memory decides.
+        first, *others = sorted(starts, key=self.cost)
         self.work.tell(self.describe(first))
         best = self.descend(first)
-        for other in others[:1]:
-            rivals = self.is_pressed(best) and other.seconds < RIVALRY * first.seconds
-            if rivals or not best.fits(self.budget):
-                best = min(best, self.descend(other), key=self.cost)
+        for second in others[:1]:
+            is_rival = self.is_pressed(best) and second.seconds < RIVALRY * first.seconds
+            if is_rival or not best.fits(self.budget):
+                best = min(best, self.descend(second), key=self.cost)
 
-        # A descent may end in a hollow. Plans that save as much as possible, or were seen, may be better.
+        # A descent may end in a local minimum. The most frugal plans, or any that were seen, may be better.
         if not best.fits(self.budget):
             for choice in self.space.frugal():
                 self.price_once(choice)
@@ -173,7 +174,7 @@ class Walk:
         return candidate.cost(self.budget)
 
     def is_pressed(self, best: Candidate) -> bool:
-        """Return whether a faster plan takes too much, so that with more room the best would be another."""
+        """Return whether a faster plan takes too much memory: a larger budget has another best plan."""
         return any(not c.fits(self.budget) and c.seconds < best.seconds for c in self.seen.values())
 
     def is_content_with(self, best: Candidate, share: float = 1.0) -> bool:
@@ -181,7 +182,7 @@ class Walk:
         return self.work.is_spent(share) and best.fits(self.budget)
 
     def price_once(self, choice: Any) -> Candidate:
-        """Return a plan's price, which is made once."""
+        """Return a plan with its price, which is computed once."""
         if choice not in self.seen:
             self.seen[choice] = self.space.price(choice)
         return self.seen[choice]
@@ -193,12 +194,15 @@ class Walk:
         Args:
             rival: another plan. If it fits, settings that can be no faster are not looked for.
         """
+        # Savings cost time, so a plan that saves nothing is the fastest setting: it fits, or is a bound.
         dials = self.space.dials(choice)
-        free = self.price_once(dials[0].at(0))
+        fastest = self.price_once(dials[0].at(0))
         limit = rival.seconds if rival is not None and rival.fits(self.budget) else math.inf
-        if free.fits(self.budget) or free.seconds >= limit:
-            return free
-        best = free
+        if fastest.fits(self.budget) or fastest.seconds >= limit:
+            return fastest
+
+        # Turn each dial as far as needed, and then give back what the best setting saves in excess.
+        best = fastest
         for dial in dials:
             if dial.levels:
                 best = min(best, self.least_that_fits(dial, limit), key=self.cost)
@@ -210,41 +214,47 @@ class Walk:
     def least_that_fits(self, dial: Dial, limit: float) -> Candidate:
         """Return the first setting of a dial that fits, or the smallest of those tried if none does.
 
-        Bytes fall with the level, nearly in a line, so that interpolation finds it. Every other guess halves
-        what is left, in case they do not. A setting that saves too little bounds all that save more, so the
-        search ends when these can be no faster than `limit`, or than what fits. Where the last setting takes
-        more bytes than the first, as in models of one layer, three in between are tried.
+        Bytes fall nearly linearly with the level, so interpolation finds it. Every other guess halves the
+        interval instead, in case they do not. A setting that saves too little is a lower bound on the time of
+        all that save more, so the search ends when these can be no faster than `limit`, or than what fits.
+        Where the last setting takes more bytes than the first, as in models of one layer, three in between
+        are tried.
         """
+        # Setting `low`, whose price is `short`, does not fit. `high` is to be the lowest one known to fit.
         low, high = 0, dial.levels
         short = self.price_once(dial.at(low))
         if short.fits(self.budget):
             return short
         best = self.price_once(dial.at(high))
+
+        # If bytes do not fall at all, there is nothing to interpolate: look for any setting that fits.
         if not best.fits(self.budget) and best.peak_bytes >= short.peak_bytes:
             tried = [short, best]
             for level in sorted({part * dial.levels // 4 for part in (1, 2, 3)} - {low}):
                 if short.seconds >= limit:
                     return min(tried, key=self.cost)
-                found = self.price_once(dial.at(level))
-                if found.fits(self.budget):
-                    high, best = level, found
+                priced = self.price_once(dial.at(level))
+                if priced.fits(self.budget):
+                    high, best = level, priced
                     break
-                low, short = level, found
-                tried.append(found)
+                low, short = level, priced
+                tried.append(priced)
             else:
                 return min(tried, key=self.cost)
         if not best.fits(self.budget):
             return best
-        enough, halves = best, False
+
+        # Narrow the interval, by interpolation and bisection in turns.
+        enough, bisects = best, False
         while high - low > 1 and short.seconds < min(limit, best.seconds) * (1 - CLOSE):
             share = (short.peak_bytes - self.budget) / max(short.peak_bytes - enough.peak_bytes, 1)
-            guess = (low + high) // 2 if halves else low + math.ceil(share * (high - low))
-            level, halves = min(max(guess, low + 1), high - 1), not halves
-            found = self.price_once(dial.at(level))
-            if found.fits(self.budget):
-                high, enough, best = level, found, min(best, found, key=self.cost)
+            guess = (low + high) // 2 if bisects else low + math.ceil(share * (high - low))
+            level, bisects = min(max(guess, low + 1), high - 1), not bisects
+            priced = self.price_once(dial.at(level))
+            if priced.fits(self.budget):
+                high, enough, best = level, priced, min(best, priced, key=self.cost)
             else:
-                low, short = level, found
+                low, short = level, priced
         return best
 
     # -------------------------------------------------------------- from plan to plan
@@ -258,12 +268,14 @@ class Walk:
         while not self.is_content_with(best):
             begun = best
             for moves in self.space.moves().values():
-                while True:  # a decision goes on in a direction as long as that pays
+                while True:  # repeat the moves of one decision as long as that pays
                     better = self.improve(best, self.one_move_away(best.choice, moves))
                     if better is best:
                         break
                     best = better
                     self.work.murmur(self.describe(best))
+
+            # No single move helped: try pairs of moves, then neighbours. Stop if these do not help either.
             if best is begun:
                 best = self.improve(best, self.two_moves_away(best.choice, self.is_pressed(best)))
             if best is begun:
@@ -273,7 +285,7 @@ class Walk:
         return best
 
     def improve(self, best: Candidate, others: Iterable[Any]) -> Candidate:
-        """Return the best of a plan and of others, each with as much saved as it needs."""
+        """Return the best of a plan and of others, whose dials are turned as far as they need."""
         for choice in others:
             if self.is_content_with(best):
                 break
@@ -284,37 +296,48 @@ class Walk:
     def price_neighbours(self, best: Candidate) -> Candidate:
         """Return the best of a plan and of its neighbours."""
         for choice in self.space.neighbours(best.choice):
+            # A price that is known costs no effort.
             if choice in self.seen or not self.is_content_with(best):
                 best = min(best, self.price_once(choice), key=self.cost)
         return best
 
     def one_move_away(self, choice: Any, moves: Iterable[Move]) -> list[Any]:
         """Return the valid plans that are one of these moves away."""
-        found = dict.fromkeys(move(choice) for move in moves)
-        return [c for c in found if c is not None and c != choice and self.space.is_valid(c)]
+        others = dict.fromkeys(move(choice) for move in moves)
+        return [c for c in others if c is not None and c != choice and self.space.is_valid(c)]
 
     def two_moves_away(self, choice: Any, through_valid: bool = True) -> list[Any]:
-        """Return the valid plans that are two moves away, those first whose moves alone lose least time.
+        """Return the valid plans that are two moves away. Those whose moves alone lose least time come first.
 
         Args:
-            through_valid: whether pairs are tried of which either move alone is valid.
+            through_valid: whether pairs are tried whose first move alone gives a valid plan.
         """
+        # The plans one move away, and the time that each move alone loses.
         moves = [move for each in self.space.moves().values() for move in each]
-        alone = {move: c for move in moves if (c := move(choice)) is not None and c != choice}
+        results = {move: move(choice) for move in moves}
+        alone = {move: c for move, c in results.items() if c is not None and c != choice}
         near = {choice, *(c for c in alone.values() if self.space.is_valid(c))}
         lost = {move: self.seconds_lost(c, choice) for move, c in alone.items()}
-        both: dict[Any, float] = {}
+
+        # The plans two moves away, each with the least sum of losses of the pairs that lead to it.
+        losses: dict[Any, float] = {}
         for first, between in alone.items():
-            for second in moves if through_valid or between not in near else ():
-                if (pair := second(between)) is not None:
-                    loses = lost[first] + lost.get(second, 0.0)
-                    both[pair] = min(both.get(pair, math.inf), loses)
-        return sorted((c for c in both if c not in near and self.space.is_valid(c)), key=both.__getitem__)
+            if between in near and not through_valid:
+                continue
+            for second in moves:
+                plan = second(between)
+                if plan is not None:
+                    loss = lost[first] + lost.get(second, 0.0)
+                    losses[plan] = min(losses.get(plan, math.inf), loss)
+        far = [c for c in losses if c not in near and self.space.is_valid(c)]
+        return sorted(far, key=losses.__getitem__)
 
     def seconds_lost(self, choice: Any, other: Any) -> float:
-        """Return the seconds by which a plan is slower than another if both save nothing; 0 without a
-        price."""
+        """Return the seconds by which a plan is slower than another if both save nothing.
+
+        The result is 0 if either has not been priced.
+        """
         if not self.space.is_valid(choice):
             return 0.0
-        found, known = (self.seen.get(self.space.dials(c)[0].at(0)) for c in (choice, other))
-        return 0.0 if found is None or known is None else found.seconds - known.seconds
+        mine, its = (self.seen.get(self.space.dials(c)[0].at(0)) for c in (choice, other))
+        return 0.0 if mine is None or its is None else mine.seconds - its.seconds
