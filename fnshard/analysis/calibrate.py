@@ -1,10 +1,10 @@
 """Calibration: a `Hardware` corrected by steps that were measured.
 
-A prediction is kept together with what it becomes if one constant is `STEP` times as large. The difference is
-the share of its seconds that hangs on that constant, and goes as one over it. The constants that bring many
-predictions nearest to what was measured are a least-squares fit of logarithms by Gauss-Newton. In it small
-changes are preferred (ridge regression, Hoerl and Kennard, Technometrics 1970), since measurements say
-nothing about a constant that bounds no step.
+Each prediction is kept together with what it becomes if one constant is `STEP` times as large. The difference
+gives the part of its seconds that is inversely proportional to that constant. The constants that bring many
+predictions nearest to the measurements are a least-squares fit of logarithms by Gauss-Newton. The fit prefers
+small changes (ridge regression, Hoerl and Kennard, Technometrics 1970), since measurements say nothing about
+a constant that bounds no step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STEP = 1.2  # the factor by which a constant is changed, to see what it does
 PRIOR = 1e-3  # the weight of "no change", as a share of the observations' weight
 ROUNDS = 20  # rounds of Gauss-Newton
 MOST = math.log(5)  # the most by which a constant changes, as a logarithm
-FEW = 5  # different steps, from which on predictions have an interval
+FEW = 5  # the number of different steps from which predictions have an interval
 # The rates and times of a `Hardware` that go up and down together, by constant.
 CONSTANTS: dict[str, tuple[str, ...]] = {
     "matmul": ("flops",),
@@ -42,7 +42,7 @@ class Observation:
 
     Args:
         predicted: the predicted seconds, by the name of the constant that is `STEP` times as large, or by ""
-            for the hardware as it is.
+            for unchanged hardware.
         measured: the measured seconds.
         weight: the weight next to other observations.
     """
@@ -52,15 +52,15 @@ class Observation:
     weight: float = 1.0
 
     def share(self, constant: str) -> float:
-        """Return the seconds that go as one over a constant; 0 for one that was not tried."""
+        """Return the seconds that are inversely proportional to a constant; 0 for one that was not varied."""
         saved = self.predicted[""] - self.predicted.get(constant, self.predicted[""])
         return saved / (1 - 1 / STEP)
 
     def seconds(self, by: Mapping[str, float]) -> float:
         """Predict the seconds if constants are so many times as large.
 
-        That is exact if nothing overlaps. Otherwise shares may add up to more than all, and a thousandth of
-        the seconds is left at least.
+        That is exact if nothing overlaps. Otherwise the shares may add up to more than all seconds, and the
+        result is at least a thousandth of them.
         """
         base = self.predicted[""]
         return max(base / 1000, base + sum(self.share(c) * (1 / value - 1) for c, value in by.items()))
@@ -78,7 +78,7 @@ def scale(hardware: Hardware, by: Mapping[str, float]) -> Hardware:
 
 
 def _scale(name: str, value: Any, factor: float) -> Any:
-    """Return a part of `Hardware` that is so many times as fast: rates grow, and seconds shrink."""
+    """Return a field of `Hardware`, called `name`, that is so many times as fast: seconds shrink."""
     if isinstance(value, Curve):
         return Curve(tuple((size, rate * factor) for size, rate in value.points))
     if isinstance(value, Mapping):
@@ -112,9 +112,12 @@ def fit_constants(
     measured = torch.tensor([each.measured for each in observations], dtype=torch.float64)
     prior = PRIOR * weights.sum()
     for _ in range(ROUNDS if observations else 0):
+        # The derivatives of the logarithms of predictions by the logarithms of factors.
         by = dict(zip(constants, logs.exp().tolist(), strict=True))
         seconds = torch.tensor([each.seconds(by) for each in observations], dtype=torch.float64)
         slopes = -shares / logs.exp() / seconds[:, None]
+
+        # One step to the solution of the linearised problem, in which the prior pulls factors to 1.
         weighted = slopes.T * weights
         least = weighted @ slopes + prior * torch.eye(len(constants), dtype=torch.float64)
         step = torch.linalg.solve(least, weighted @ (measured / seconds).log() - prior * logs)
@@ -125,21 +128,27 @@ def fit_constants(
 def correct(hardware: Hardware, runs: Sequence[Sequence[Observation]], name: str) -> Hardware:
     """Return hardware as runs have measured it.
 
-    If `FEW` or more different steps were measured, the interval of a prediction is that of each of them by
-    the constants of the others.
+    If `FEW` or more different steps were measured, the interval of a prediction has the ratios of measured to
+    predicted seconds of all of them, each predicted by constants that were fitted to the others.
 
     Args:
         runs: the observations of each run, of which the first is of its whole step.
     """
     by = fit_constants([each for run in runs for each in run])
+
+    # Runs with equal predictions are of the same step.
     steps: dict[tuple[float, ...], list[Sequence[Observation]]] = {}
     for run in runs:
         steps.setdefault(tuple(run[0].predicted.values()), []).append(run)
+
+    # Leave one step out, predict it by the constants of the others, and compare.
     ratios = [1.0]
     for key, same in steps.items():
-        others = fit_constants(
-            [o for other, some in steps.items() if other != key for run in some for o in run]
-        )
-        ratios += [run[0].measured / run[0].seconds(others) for run in same]
+        others: list[Observation] = []
+        for other, other_runs in steps.items():
+            if other != key:
+                others += [each for run in other_runs for each in run]
+        constants = fit_constants(others)
+        ratios += [run[0].measured / run[0].seconds(constants) for run in same]
     spread = (min(ratios), max(ratios)) if len(steps) >= FEW else None
     return replace(scale(hardware, by), name=name, spread=spread)

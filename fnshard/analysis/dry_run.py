@@ -1,8 +1,8 @@
 """Dry run: run a schedule's own bindings on tensors without data, to count the memory that they take.
 
-Stand-ins take the place of the executor's parts: collectives that send nothing (`transport`), kernels that
-give what their graphs would (`footprint`), an optimizer that takes the memory of its update (`updates`), and
-packing that moves nothing, since the memory it takes does not depend on the number of rows.
+Stand-ins replace the executor's parts: collectives that send nothing (`transport`), kernels that return what
+their graphs would (`footprint`), an optimizer that takes the memory of its update (`updates`), and packing
+that moves nothing, since the memory that it takes does not depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ from fnshard.runtime.host_worker import PENDING
 from fnshard.runtime.packing import contiguous_strides, pad_to, parts_of
 from fnshard.runtime.tiers import Transfer, map_tensors
 
-# The bindings of these lines and of their Waits make no tensors themselves, so a mode would only cost time.
+# The bindings of these lines and of their Waits make no tensors themselves, and the stand-ins that they call
+# report theirs to the tracker. So a dispatch mode would only cost time.
 QUIET = (Run, Free, Gather, Update, OverlappedUpdate)
 FootprintOf = Callable[[str, Way, Sequence[CallArgument]], Footprint]
 
@@ -54,8 +55,10 @@ FootprintOf = Callable[[str, Way, Sequence[CallArgument]], Footprint]
 class DryContext:
     """A context to which lines are bound without devices, see `compiler.schedule.ir.Context`.
 
+    There are no streams and no worker: everything runs at once, in the order of lines.
+
     Args:
-        footprint: gives the footprint of a kernel by name and way.
+        footprint: a function that returns the footprint of a kernel, by its name and way.
         updates: the memory that updates take besides what they change.
         sizes: the bytes of all values so far, by name.
     """
@@ -111,6 +114,7 @@ class DryContext:
         self._note_sizes(env, env)
         for index, line in enumerate(self.schedule.instructions):
             self.tracker.begin(line)
+            # A Wait is as quiet as the line that it waits for.
             kind = line.of if isinstance(line, Wait) else type(line)
             with self.tracker if kind not in QUIET else nullcontext():
                 line.bind(self)(env)
@@ -118,6 +122,7 @@ class DryContext:
             self._note_sizes(line.writes, env)
 
     def _note_sizes(self, names: Iterable[Any], env: Env) -> None:
+        """Note the bytes of values that are new in the environment."""
         for name in names:
             if name in env and name not in self.sizes:
                 self.sizes[name] = sum(t.nbytes for t in tensors_of(env[name]))
@@ -125,7 +130,7 @@ class DryContext:
 
 @dataclass(frozen=True)
 class DryKernel:
-    """A kernel in which arguments die and results appear as its footprint says."""
+    """A kernel that frees arguments and makes results as its footprint says."""
 
     context: DryContext
     name: str
@@ -146,67 +151,71 @@ class DryKernel:
             dropped = record.reference() is None
             entries.append(CallArgument(number, dropped, record.bytes if dropped else 0))
 
-        # What the call makes; a line's name says what a new storage is for.
+        # The storages that the call makes. The name of a value that lies in one says what it is for.
         footprint = self.context.footprint(self.name, self.way, tuple(entries))
         arguments = {numbers[id(r)]: r for r in records}
         unborn = [Storage(n, "", "device") for n in footprint.new_bytes]
-        for name, each_output in zip(tracker.line.writes, footprint.outputs, strict=True):
-            if each_output.new is not None and not unborn[each_output.new].category:
-                unborn[each_output.new].category = category_of(name)
+        for name, output in zip(tracker.line.writes, footprint.outputs, strict=True):
+            if output.new is not None and not unborn[output.new].category:
+                unborn[output.new].category = category_of(name)
 
+        # The worst moment inside the call: arguments that died with `args.clear()`, but that the kernel has
+        # not freed by then, still count.
         dead = [r for n, r in arguments.items() if r.reference() is None and n not in footprint.freed]
         tracker.look(footprint.workspace_bytes, dead, [unborn[j] for j in footprint.alive])
         del kept
-        return self._results(footprint, arguments)
+        return self._make_results(footprint, arguments)
 
-    def _results(self, footprint: Footprint, arguments: Mapping[int, Storage]) -> list[Tensor]:
-        """Return tensors without data for the results of a call, which share storages as its own do."""
-        tracker, homes, out = self.context.tracker, {}, []
+    def _make_results(self, footprint: Footprint, arguments: Mapping[int, Storage]) -> list[Tensor]:
+        """Make tensors without data for the results of a call, which share storages as the real ones do."""
+        tracker, storages, out = self.context.tracker, {}, []
 
-        for each_output in footprint.outputs:
-            shape, stride, dtype = each_output.shape, each_output.stride, each_output.dtype
+        for output in footprint.outputs:
+            shape, stride, dtype = output.shape, output.stride, output.dtype
 
-            # The storage that it is a part of: a new one, by its number, or an argument's, below zero.
-            key = each_output.new if each_output.argument is None else -1 - each_output.argument
+            # The storage that it lies in: a new one, by its number, or an argument's, by a number below zero.
+            key = output.new if output.argument is None else -1 - output.argument
             value = None
-            if key not in homes:
+            if key not in storages:
                 argument = arguments[-1 - key] if key < 0 else None
-                homes[key] = argument.reference() if argument else None
-                if homes[key] is None:
+                storages[key] = argument.reference() if argument else None
+                # A new storage, or that of an argument which died with `args.clear()`, is made again.
+                if storages[key] is None:
                     size = argument.bytes if argument else footprint.new_bytes[key]
                     value = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
                     if value.untyped_storage().nbytes() < size:  # the value is a part of its storage
                         value = torch.empty(size, dtype=torch.uint8, device="meta")
                     tracker.follow(value)
-                    homes[key] = value.untyped_storage()
+                    storages[key] = value.untyped_storage()
 
-            # Not the first of its storage, or of another form than what made it.
+            # View the storage, unless the tensor that made it has this form already.
             if value is None or value.dtype != dtype or value.shape != shape:
-                value = torch.empty(0, dtype=dtype, device="meta").set_(homes[key], 0, shape, stride)
+                value = torch.empty(0, dtype=dtype, device="meta").set_(storages[key], 0, shape, stride)
             out.append(value)
         return out
 
 
-def _blocks(bucket: Bucket, flat: Tensor) -> Iterator[tuple[Piece, Tensor]]:
+def _iterate_blocks(bucket: Bucket, flat: Tensor) -> Iterator[tuple[Piece, Tensor]]:
+    """Yield the pieces of a bucket, each with its block as a view of the flat."""
     for p in bucket.pieces:
         yield p, flat.as_strided(p.block, contiguous_strides(p.block), p.offset)
 
 
 class Packing:
-    """A `runtime.packing.Packer` that copies nothing, since nobody looks at `rows`."""
+    """A `runtime.packing.Packer` that copies nothing, since nothing reads what `rows` hold."""
 
     def __init__(self, bucket: Bucket, context: DryContext) -> None:
         self.bucket, self.rows = bucket, context.mesh.axes_size(bucket.axes)
         self._context = context
 
     def blocks(self, flat: Tensor) -> dict[str, Tensor]:
-        return {p.path: block for p, block in _blocks(self.bucket, flat)}
+        return {p.path: block for p, block in _iterate_blocks(self.bucket, flat)}
 
     def cut(self, full_leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
         mesh = self._context.mesh
         here = mesh.coordinate(self._context.rank)
-        mine = {p: block_slices(p.shape, p.layout, mesh, here) for p in self.bucket.pieces}
-        return {p.path: pad_to(full_leaves[p.path][where], p.block) for p, where in mine.items()}
+        slices = {p: block_slices(p.shape, p.layout, mesh, here) for p in self.bucket.pieces}
+        return {p.path: pad_to(full_leaves[p.path][block], p.block) for p, block in slices.items()}
 
     def pack_blocks(self, blocks: Mapping[str, Tensor], out: Tensor) -> None:
         self.pack_full({p.path: blocks[p.path] for p in self.bucket.pieces})
@@ -214,6 +223,7 @@ class Packing:
     write_blocks = pack_blocks
 
     def pack_full(self, full_leaves: Mapping[str, Tensor], *rows: Tensor) -> None:
+        # Packing copies leaves that are not contiguous first, and holds the copies until all are packed.
         copied = [self._context.tracker.follow(full.contiguous()) for full in full_leaves.values()]
         self._context.tracker.look()
         del copied
@@ -236,7 +246,7 @@ class DryStacks:
         self._mine = row_of_rank(bucket, ranks.index(context.rank), len(ranks))
 
     def blocks(self, flat: Tensor) -> Parts:
-        return parts_of(self.bucket, {p.key: block for p, block in _blocks(self.bucket, flat)})
+        return parts_of(self.bucket, {p.key: block for p, block in _iterate_blocks(self.bucket, flat)})
 
     def pack_blocks(self, *_: Any) -> None:
         pass
@@ -250,7 +260,7 @@ class DryStacks:
 
 @dataclass
 class DryUpdater:
-    """The optimizer and the step's scalars: the executor's `Updater` and `Scalars`, without numbers."""
+    """A stand-in for the optimizer and the step's scalars, the executor's `Updater` and `Scalars`."""
 
     context: DryContext
 
@@ -282,7 +292,7 @@ class DryUpdater:
         return update
 
     def _keep(self, path: str, name: str, slots: Any, params: Any) -> Tensor:
-        """Return a value that a stretch hands on: state as it is, or a new tensor."""
+        """Return a value that a stretch of an update hands on: state in place, or a new tensor."""
         slot = name.removeprefix("slots.")
         if slot != name:
             return slots[path][slot]
@@ -333,8 +343,12 @@ class DryUpdater:
 class DryTransfers:
     """A `runtime.tiers.Transfers` that moves nothing.
 
-    Host buffers come from a pool, which only grows. Those of gradients go back when the worker is done with
-    them.
+    Host buffers are taken from a pool, which only grows. Those of gradients are given back when the worker is
+    done with them.
+
+    Args:
+        free: the buffers that the pool can hand out, by their bytes.
+        late: gradients that the worker may still read, the oldest first.
     """
 
     tracker: StorageTracker
@@ -349,12 +363,13 @@ class DryTransfers:
             pairs = zip(values, into, strict=True)
             self.tracker.look(max((v.nbytes for v, t in pairs if v.dtype != t.dtype), default=0))
         new = lambda t: self.tracker.new(t.shape, t.dtype, t.stride())  # noqa: E731
-        return self._flight(into or [map_tensors(v, new) for v in values])
+        return self._start_flight(into or [map_tensors(v, new) for v in values])
 
     def to_host(self, values: Sequence[Any], into: Sequence[Any] | None = None) -> Transfer:
-        return self._flight(into or [map_tensors(v, self.take) for v in values])
+        return self._start_flight(into or [map_tensors(v, self.take) for v in values])
 
-    def _flight(self, values: Sequence[Any]) -> Transfer:
+    def _start_flight(self, values: Sequence[Any]) -> Transfer:
+        # A copy is for what its original is for.
         for name, value in zip(self.tracker.line.reads, values, strict=True):
             self.tracker.categorise(name, value)
         return Transfer(values, torch.device("meta"))
@@ -366,8 +381,8 @@ class DryTransfers:
         """Take a buffer of the host's pool, which hands out again what was given back."""
         dtype = dtype or like.dtype
         nbytes = like.numel() * dtype.itemsize
+        # The buffer has the strides of a copy, which has no gaps.
         stride = like.stride()
-        # The buffer has the strides of a copy, which closes gaps.
         if not like.is_contiguous():
             with self.tracker.place_in(UNCOUNTED):
                 stride = torch.empty_like(like).stride()
@@ -379,6 +394,8 @@ class DryTransfers:
         return flat.view(dtype).as_strided(like.shape, stride)
 
     def give(self, value: Any) -> None:
+        """Give a value's buffers back to the pool, or, of gradients, once the worker has read them."""
+        # The host runs at most `PENDING` tasks ahead of the worker.
         if isinstance(value, Reduced) and self.tracker.device != "cpu":
             self.late.append(value)
             if len(self.late) <= PENDING:

@@ -1,6 +1,6 @@
 """Footprint: find what one kernel call does to memory by running it on fake tensors.
 
-Python's own reference counts say when a value dies. So the graph is run on tensors without data by the very
+Python's own reference counts say when a value dies. So the graph runs on tensors without data in the same
 interpreter, or wrapper of generated code, that will run it for real, while a `StorageTracker` follows their
 storages. Only the memory that an operator takes for itself while it runs is estimated, by `workspace_bytes`.
 """
@@ -30,7 +30,7 @@ class CallArgument:
 
     Args:
         storage: a number, which is equal for arguments that share a storage.
-        dropped: whether nobody but the call holds that storage.
+        dropped: whether only the call holds that storage.
         bytes: the bytes of a dropped storage.
     """
 
@@ -44,8 +44,8 @@ class Output:
     """A result of a call.
 
     Args:
-        new: the number of its storage among those that the call made.
-        argument: the number of the argument's storage that it lies in.
+        new: the number of its storage among those that the call made; None if it lies in another.
+        argument: the number of the argument's storage that it lies in; None if it lies in no argument's.
     """
 
     new: int | None
@@ -61,8 +61,8 @@ class Footprint:
 
     Args:
         new_bytes: the bytes of each storage that is made and returned.
-        alive: those of them that are there already at the worst moment.
-        freed: the arguments' storages that are gone at the worst moment.
+        alive: the numbers of those that exist already at the worst moment.
+        freed: the numbers of the arguments' storages that are freed by the worst moment.
         workspace_bytes: the bytes that are taken besides at the worst moment.
     """
 
@@ -81,7 +81,7 @@ def eager_footprint(module: fx.GraphModule, entries: Sequence[CallArgument], dev
             CPU.
     """
     run = compile_graph(module, backend="eager", options={}, is_backward=False)
-    return call_footprint(run, _inputs_of(module), entries, StorageTracker(device))
+    return call_footprint(run, _get_inputs(module), entries, StorageTracker(device))
 
 
 _KNOWN: weakref.WeakKeyDictionary[fx.GraphModule, dict[Any, tuple[Footprint, Any]]] = (
@@ -92,9 +92,10 @@ _KNOWN: weakref.WeakKeyDictionary[fx.GraphModule, dict[Any, tuple[Footprint, Any
 def footprint_of(
     kernel: Kernel, way: Way, entries: Sequence[CallArgument], compiled: Compiled | None, device: str
 ) -> Footprint:
-    """Return the footprint of one kernel's call on a type of device. Each is found once.
+    """Return the footprint of one kernel's call on a type of device. Each is computed once.
 
-    It is that of Inductor's code if there is a Python wrapper, and not one in C++ or a CUDA graph.
+    It is the footprint of Inductor's code if that has a Python wrapper, and not one in C++ or a CUDA graph.
+    Otherwise the graph runs node by node.
     """
     module = kernel.modules[way]
     generated = None if compiled is None else compiled[kernel.name, way]
@@ -106,12 +107,12 @@ def footprint_of(
         if run is None:
             found = eager_footprint(module, entries, device)
         else:
-            found = call_footprint(run, _inputs_of(module), entries, tracker)
+            found = call_footprint(run, _get_inputs(module), entries, tracker)
         known[key] = found, generated  # kept alive, so that its id is not taken again
     return known[key][0]
 
 
-def _inputs_of(module: fx.GraphModule) -> list[Tensor]:
+def _get_inputs(module: fx.GraphModule) -> list[Tensor]:
     return [n.meta["val"] for n in module.graph.find_nodes(op="placeholder")]
 
 
@@ -137,6 +138,7 @@ def call_footprint(
             tracker.adopt(arg, INPUTS, size=entry.bytes): entry.storage
             for entry, arg in zip(entries, args, strict=True)
         }
+        # The call may free an argument only if nothing else holds it; boxed code empties the list `args`.
         kept = [a for a, e in zip(args, entries, strict=True) if not e.dropped]
         with tracker:
             tracker.look()
@@ -154,19 +156,24 @@ def _read_footprint(
     Args:
         numbers: the numbers of the arguments' storages.
     """
-    peak, places, outputs = tracker.peak, {}, []
+    # Number the storages that were made and returned, in the order of results.
+    peak, new_numbers, outputs = tracker.peak, {}, []
     for value in results:
         record = tracker.alive.get(value.untyped_storage()._cdata)  # None if it is a constant's
         argument = numbers.get(record)
-        new = None if record is None or record in numbers else places.setdefault(record, len(places))
+        new = None
+        if record is not None and record not in numbers:
+            new = new_numbers.setdefault(record, len(new_numbers))
         outputs.append(Output(new, argument, tuple(value.stride()), tuple(value.shape), value.dtype))
+
+    # What was alive at the worst moment and is not returned counts as workspace.
     alive = set(peak.made)
     return Footprint(
         outputs=tuple(outputs),
-        new_bytes=tuple(record.bytes for record in places),
-        alive=tuple(place for record, place in places.items() if record in alive),
+        new_bytes=tuple(record.bytes for record in new_numbers),
+        alive=tuple(number for record, number in new_numbers.items() if record in alive),
         freed=tuple(sorted(numbers[record] for record in tracker.freed[: peak.freed])),
-        workspace_bytes=peak.workspace + sum(record.bytes for record in alive if record not in places),
+        workspace_bytes=peak.workspace + sum(record.bytes for record in alive if record not in new_numbers),
     )
 
 
@@ -183,19 +190,21 @@ def _make_arguments(likes: Sequence[Tensor], entries: Sequence[CallArgument]) ->
 
         # A storage that several share has room for the largest of them.
         if entry.storage not in bases:
-            alike = [li for li, e in zip(likes, entries, strict=True) if e.storage == entry.storage]
-            alone = [
-                torch.empty_strided(li.shape, li.stride(), dtype=li.dtype, device="meta") for li in alike
-            ]
+            size_bytes = entry.bytes
+            for each, other in zip(likes, entries, strict=True):
+                if other.storage == entry.storage:
+                    alone = torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device="meta")
+                    size_bytes = max(size_bytes, alone.untyped_storage().nbytes())
             # A multiple of 16 bytes can be viewed in every dtype.
-            room = -(-max(entry.bytes, *(t.untyped_storage().nbytes() for t in alone)) // 16) * 16
+            room = -(-size_bytes // 16) * 16
             bases[entry.storage] = torch.empty(room, dtype=torch.uint8, device=like.device)
         out.append(bases[entry.storage].view(like.dtype).as_strided(size, stride))
     return out
 
 
-def _stand_in(name: str, value: Any, tracker: StorageTracker) -> Any:
-    """Return a stand-in for a global of generated code. Kernels are silent, and allocations fake."""
+def _make_stand_in(name: str, value: Any, tracker: StorageTracker) -> Any:
+    """Return a stand-in for a global of generated code. Kernels do nothing, and allocations are fake."""
+    # Functions that allocate or view memory run on fakes.
     if name.startswith("empty_strided_"):
         device = name.removeprefix("empty_strided_").removesuffix("_pinned")
         return lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=device)
@@ -203,6 +212,8 @@ def _stand_in(name: str, value: Any, tracker: StorageTracker) -> Any:
         return lambda x, size, stride, offset=0: x.as_strided(size, stride, x.storage_offset() + offset)
     if name == "extern_kernels":
         return _Extern(value, tracker)
+
+    # Modules, constants and torch's own operators stay. Anything else is a compiled kernel or a check.
     kept = types.ModuleType | torch.dtype | torch.device | Tensor | type | int | float | str
     if isinstance(value, kept) or type(value).__module__.startswith("torch._ops"):
         return value
@@ -211,9 +222,10 @@ def _stand_in(name: str, value: Any, tracker: StorageTracker) -> Any:
     return _Silent()
 
 
-def _global_names(code: types.CodeType) -> set[str]:
+def _list_global_names(code: types.CodeType) -> set[str]:
+    """Return the names that code and the functions nested in it look up outside of themselves."""
     inner = [c for c in code.co_consts if isinstance(c, types.CodeType)]
-    return set(code.co_names).union(*(_global_names(c) for c in inner))
+    return set(code.co_names).union(*(_list_global_names(c) for c in inner))
 
 
 class _Silent:
@@ -247,6 +259,7 @@ class _Extern:
 
 def make_fake_wrapper(compiled: Any, tracker: StorageTracker) -> Callable[..., Any] | None:
     """Return the Python function that Inductor generated, ready to run on fakes; None if there is none."""
+    # Find the wrapper. A graph in partitions, or one without the allocators of a Python wrapper, has none.
     runner = getattr(compiled, "compiled_fn_runner", None)
     if getattr(runner, "partitions", None):
         return None
@@ -254,9 +267,11 @@ def make_fake_wrapper(compiled: Any, tracker: StorageTracker) -> Callable[..., A
     function = getattr(call, "__func__", call)
     if not isinstance(function, types.FunctionType) or "empty_strided_cpu" not in function.__globals__:
         return None
+
     # The code stays Inductor's; the globals that it names are replaced in a copy.
     code, globals_ = function.__code__, dict(function.__globals__)
-    globals_ |= {n: _stand_in(n, globals_[n], tracker) for n in _global_names(code) & globals_.keys()}
+    for name in _list_global_names(code) & globals_.keys():
+        globals_[name] = _make_stand_in(name, globals_[name], tracker)
     made = types.FunctionType(code, globals_, function.__name__, function.__defaults__, function.__closure__)
     runner = getattr(call, "__self__", None)
     return made if runner is None else types.MethodType(made, runner)

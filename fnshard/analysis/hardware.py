@@ -53,7 +53,7 @@ def mfu(model_flops: float, seconds: float, peak_flops: float) -> float:
 class Curve:
     """A rate in units per second by size: `(size, rate)` in rising sizes.
 
-    In between it is interpolated by the size's logarithm.
+    Between two points it is interpolated linearly in the logarithm of the size.
 
     >>> Curve(((1e6, 10.0), (1e8, 30.0))).at(1e7)
     20.0
@@ -74,13 +74,13 @@ class Curve:
         return Curve(((1.0, float(rate)),))
 
     def at(self, size: float) -> float:
-        """Return the units per second for work of `size` units; beyond the ends that of the nearest point."""
-        place = bisect_left(self.points, (size, 0.0))
-        if place == 0:
+        """Return the units per second for work of `size` units; beyond an end, that of the end."""
+        position = bisect_left(self.points, (size, 0.0))
+        if position == 0:
             return self.points[0][1]
-        if place == len(self.points):
+        if position == len(self.points):
             return self.points[-1][1]
-        (low, below), (high, above) = self.points[place - 1], self.points[place]
+        (low, below), (high, above) = self.points[position - 1], self.points[position]
         share = (math.log(size) - math.log(low)) / (math.log(high) - math.log(low))
         return below + share * (above - below)
 
@@ -98,8 +98,8 @@ class Curve:
 class Link:
     """A link that joins the ranks of a group.
 
-    It takes seconds to meet, and has rates by bytes moved: the bytes per second that one rank sends, and
-    receives at the same time, in each collective.
+    It has a latency, which ranks take to meet, and rates by bytes moved: the bytes per second that one rank
+    sends, and receives at the same time, in each collective.
     """
 
     latency_seconds: float
@@ -119,7 +119,7 @@ COLLECTIVES = tuple(f.name for f in fields(Link)[1:])  # those for which a link 
 
 @dataclass(frozen=True)
 class Hardware:
-    """The hardware that one rank has to work with.
+    """The hardware that one rank works with.
 
     Args:
         memory_bytes: the memory of the rank's device.
@@ -176,7 +176,7 @@ class Hardware:
 
     @staticmethod
     def named(name: str) -> Hardware:
-        """Return one of the table: "h100", "h200", "a100", "b200", "gb200", "mi300x", "l4", "cpu" and others.
+        """Return hardware of the table: "h100", "h200", "a100", "b200", "gb200", "mi300x", "l4", "cpu", ...
 
         Raises:
             SpecError: there is no such name. The error lists the known ones.
@@ -191,7 +191,7 @@ class Hardware:
 
     @staticmethod
     def of(hardware: Hardware | str) -> Hardware:
-        """Return hardware as it is, or one of the table by name.
+        """Return the hardware itself, or the hardware of this name in the table.
 
         Raises:
             SpecError: it is neither, or there is no such name.
@@ -207,6 +207,7 @@ class Hardware:
         """
         words = set(re.split(r"[^a-z0-9]+", name.lower()))
         known = [key for key in TABLE if words.issuperset(key.split("-"))]
+        # The longest key is the most specific one: "a100-40gb" is not "a100".
         return TABLE[max(known, key=len)] if known else None
 
     @staticmethod
@@ -227,21 +228,21 @@ class Hardware:
     def link(self, ranks: tuple[int, ...]) -> Link:
         """Return the link of a group of ranks.
 
-        It is that of a node, or goes through the network by the group's `adapters`, and is then never faster
-        than within the node.
+        Within a node it is the node's link. Between nodes it is the network, which the group enters through
+        its `adapters`, and is never faster than within the node.
         """
         if self.adapters("gather", ranks) == math.inf:
             return self.node
 
-        def through(name: str) -> Curve:
-            outer, inner = getattr(self.network, name), getattr(self.node, name)
+        def join_adapters(name: str) -> Curve:
+            network, node = getattr(self.network, name), getattr(self.node, name)
             adapters = self.adapters(name, ranks)
-            return Curve(tuple((size, min(rate * adapters, inner.at(size))) for size, rate in outer.points))
+            return Curve(tuple((size, min(rate * adapters, node.at(size))) for size, rate in network.points))
 
-        return Link(self.network.latency_seconds, **{name: through(name) for name in COLLECTIVES})
+        return Link(self.network.latency_seconds, **{name: join_adapters(name) for name in COLLECTIVES})
 
     def adapters(self, name: str, ranks: tuple[int, ...]) -> float:
-        """Count the adapters that carry what one rank of a group sends, of which its own carries one part.
+        """Count the adapters that carry what one rank of a group sends.
 
         A ring of a group that has several ranks on each node sends through all their adapters at once (NCCL's
         parallel rings). In an all-to-all each rank sends to those of other nodes through its own adapter, and
@@ -260,7 +261,7 @@ class Hardware:
     def rate_of(self, curves: Mapping[str, Curve], dtype: str) -> Curve:
         """Return the curve of a dtype.
 
-        If it is not in the table, fp8 is emulated in bf16, and others go at fp32's rate.
+        A dtype without a curve has another's: fp8 is emulated in bf16, and others have fp32's rate.
         """
         emulated = "bf16" if dtype.startswith("float8") else "f32"
         return curves.get(dtype) or curves.get(emulated) or curves["f32"]
@@ -292,10 +293,12 @@ def _gpu(
     reached: tuple[float, float, float, float],
     spread: tuple[float, float] | None,
 ) -> Hardware:
-    """Make a GPU from data-sheet rates times what training reaches of them; it takes a row of `SHEETS`."""
+    """Make a GPU from a row of `SHEETS`: data-sheet rates times the shares of them that training reaches."""
     matmul, attention, streaming, wire = reached
-    rates = dict(zip(("bf16", "f16", "f32", "f64"), (tflops[0], *tflops[:3]), strict=True))
-    rates |= dict.fromkeys(("float8_e4m3fn", "float8_e5m2"), tflops[3]) if tflops[3] else {}
+    bf16, f32, f64, fp8 = tflops
+    rates = {"bf16": bf16, "f16": bf16, "f32": f32, "f64": f64}
+    if fp8:
+        rates |= {"float8_e4m3fn": fp8, "float8_e5m2": fp8}
     streamed = Curve.flat(memory[1] * 1e12 * streaming)
     node, network, host = (each * 1e9 * wire for each in links)
     return Hardware(
@@ -331,7 +334,7 @@ def _gpu(
 # of four sources (llm-foundry has 216 of them, 125M to 70B on 8 to 512 GPUs). `SPREAD` holds nine tenths of
 # their times, as shares of what the other sources' constants predict; of four sources that were held out, 10
 # of 12 rates lie in it (`experiments.bench case=published`). Chips that were not compared are taken to reach
-# as much as those nearest to them, without an interval.
+# the same shares as those nearest to them, without an interval.
 AMPERE, HOPPER = (0.71, 0.37, 0.62, 0.77), (0.67, 0.23, 0.54, 0.64)
 SPREAD = (0.74, 1.23)
 # Data sheets have GB and TB/s of memory; dense TFLOP/s in bf16, fp32 (no TF32), fp64 and fp8; GB/s of a GPU,

@@ -1,6 +1,6 @@
 """Measure: micro-benchmarks of the machine at hand, as the plain values of a `Hardware`.
 
-They are the parts of a step, one by one, and never a step: matmuls, attention, streaming, exponentials,
+They measure the parts of a step one by one, and never a step: matmuls, attention, streaming, exponentials,
 copies, the fused AdamW, the collectives of a mesh's real transport, and calls. On a mesh of several ranks all
 run each benchmark at the same time, since they share memory and caches in a step too. The disk is not
 measured.
@@ -50,23 +50,25 @@ def measure(mesh: Mesh | None = None, clock: Callable[[], float] = time.perf_cou
     device = mesh.device if mesh else accelerator or torch.device("cpu")
     comm = connection(mesh) if mesh and mesh.size > 1 else None
     bench = _Bench(device, comm, clock)
-    found = bench.compute() | bench.memory() | bench.calls()
-    found |= bench.links(mesh, found["copy"])
+    values = bench.compute() | bench.memory() | bench.calls()
+    values |= bench.links(mesh, values["copy"])
     if comm is None:
-        return found
-    all_found = [json.loads(text) for text in comm.gather_object(json.dumps(found))]
-    # Floats are averaged; the rest (names, flags, counts) is the first rank's.
-    mean = optree.tree_map(lambda *v: statistics.fmean(v) if type(v[0]) is float else v[0], *all_found)
-    return mean | {"memory_bytes": min(each["memory_bytes"] for each in all_found)}
+        return values
+
+    # Average floats over ranks. Names, flags and counts are the first rank's, except for memory: all ranks
+    # have to fit.
+    by_rank = [json.loads(text) for text in comm.gather_object(json.dumps(values))]
+    mean = optree.tree_map(lambda *v: statistics.fmean(v) if type(v[0]) is float else v[0], *by_rank)
+    return mean | {"memory_bytes": min(each["memory_bytes"] for each in by_rank)}
 
 
-def _curve(points: Points) -> dict[str, Any]:
+def _make_curve(points: Points) -> dict[str, Any]:
     return {"points": [[float(size), float(rate)] for size, rate in points]}
 
 
 @dataclass
 class _Bench:
-    """A set of benchmarks on one device. With `comm` all ranks start each of them together."""
+    """A set of benchmarks on one device. With `comm`, all ranks start each of them together."""
 
     device: torch.device
     comm: Collectives | None
@@ -74,7 +76,7 @@ class _Bench:
 
     @property
     def large(self) -> int:
-        """Return the factor by which an accelerator gets more work than a CPU, along one dim."""
+        """Return the factor by which an accelerator's work is larger than a CPU's along one dim."""
         return 1 if self.device.type == "cpu" else 8
 
     @cached_property
@@ -91,9 +93,12 @@ class _Bench:
         """
         if self.device.type != "cpu" or self.comm is None:
             return False
-        own = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+        if hasattr(os, "sched_getaffinity"):
+            own_cores = os.sched_getaffinity(0)
+        else:
+            own_cores = range(os.cpu_count() or 1)
         hosts: dict[str, list[set[int]]] = {}
-        for text in self.comm.gather_object(json.dumps([socket.gethostname(), sorted(own)])):
+        for text in self.comm.gather_object(json.dumps([socket.gethostname(), sorted(own_cores)])):
             host, cores = json.loads(text)
             hosts.setdefault(host, []).append(set(cores))
         return any(len(ranks) > len(set().union(*ranks)) for ranks in hosts.values())
@@ -105,8 +110,9 @@ class _Bench:
         work()
         wait()
         if self.comm is not None:
-            self.comm.gather_object("")
+            self.comm.gather_object("")  # a barrier
 
+        # Repeat a call often enough that one sample takes `SAMPLE_S`.
         began = self.clock()
         work()
         wait()
@@ -132,77 +138,84 @@ class _Bench:
     # -------------------------------------------------------------- arithmetic
     def compute(self) -> dict[str, Any]:
         """Measure matmuls and attention by dtype, exponentials and scattered additions."""
-        found: dict[str, Any] = {"flops": {}, "attention": {}, "attention_heads": {}}
-
-        # Products, by size, and attention, by length.
+        flops, attention, heads = {}, {}, {}
         for name, dtype in DTYPES.items():
-            common = name in ("f32", "bf16")
-            sizes = MATMULS if common else MATMULS[2:3]  # a CPU takes minutes to multiply large ones in f16
-            found["flops"][name] = _curve([self._matmul(self.large * n, dtype) for n in sizes])
-            lengths = LENGTHS if common else LENGTHS[1:2]
-            found["attention"][name] = _curve([self._attention(self.large * n, dtype) for n in lengths])
-            if common:
-                found["attention_heads"][name] = self._heads(self.large * LENGTHS[1], dtype)
-        found["peak_flops"] = {n: max(r for _, r in c["points"]) for n, c in found["flops"].items()}
+            # Products by size, and attention by length. Rare dtypes get one of each.
+            is_common = name in ("f32", "bf16")
+            sizes = MATMULS if is_common else MATMULS[2:3]  # a CPU takes minutes for large ones in f16
+            flops[name] = _make_curve([self._measure_matmul(self.large * n, dtype) for n in sizes])
+            lengths = LENGTHS if is_common else LENGTHS[1:2]
+            attention[name] = _make_curve([self._measure_attention(self.large * n, dtype) for n in lengths])
 
-        # Elementwise operations.
+            # Attention at head sizes around 64, as shares of the rate there, at which lengths are measured.
+            if is_common:
+                length = self.large * LENGTHS[1]
+                rates = {head: self._measure_attention(length, dtype, head)[1] for head in (32, 64, 128)}
+                heads[name] = _make_curve([(float(head), rate / rates[64]) for head, rate in rates.items()])
+        peaks = {name: max(rate for _, rate in curve["points"]) for name, curve in flops.items()}
+
+        # Exponentials.
         count = 1 << 16 if self.large == 1 else 1 << 24
         x, out = self.random(count), torch.empty(count, device=self.device)
-        found["transcendental"] = count / self.seconds(lambda: torch.exp(x, out=out))
-        # In registers an elementwise operation costs as much as a multiply-add of a matmul.
-        found["elementwise"] = found["peak_flops"]["f32"] / 2
+        transcendental = count / self.seconds(lambda: torch.exp(x, out=out))
 
         # Additions to rows that an index names.
         rows, table = self.random(4096, 256), torch.zeros(256, 256, device=self.device)
         index = torch.randint(256, (4096,), device=self.device)
-        found["scatter"] = rows.nbytes / self.seconds(lambda: table.index_add_(0, index, rows))
-        return found
+        scatter = rows.nbytes / self.seconds(lambda: table.index_add_(0, index, rows))
+        return {
+            "flops": flops,
+            "attention": attention,
+            "attention_heads": heads,
+            "peak_flops": peaks,
+            "transcendental": transcendental,
+            # In registers an elementwise operation costs as much as a multiply-add of a matmul.
+            "elementwise": peaks["f32"] / 2,
+            "scatter": scatter,
+        }
 
-    def _matmul(self, n: int, dtype: torch.dtype) -> tuple[float, float]:
+    def _measure_matmul(self, n: int, dtype: torch.dtype) -> tuple[float, float]:
         """Return FLOPs and FLOP/s of a layer's products, [2n, n] @ [n, 11/4 n] as in an MLP.
 
         Square ones would be up to a quarter faster. The rate is the mean of the forward's and the backward's,
         on operands that no cache holds.
         """
-        rows, wide = 2 * n, 11 * n // 4
-        shapes = (rows, n), (wide, n), (rows, wide)
+        rows, hidden = 2 * n, 11 * n // 4
+        shapes = (rows, n), (hidden, n), (rows, hidden)
         size = sum(a * b for a, b in shapes) * dtype.itemsize
-        first = [self.random(*shape, dtype=dtype) for shape in shapes]
-        turn = itertools.cycle([[each.clone() for each in first] for _ in range(self._cold(size))])
+        operands = [self.random(*shape, dtype=dtype) for shape in shapes]
+        copies = [[each.clone() for each in operands] for _ in range(self._count_cold_buffers(size))]
+        turn = itertools.cycle(copies)
 
         def forward() -> None:
             x, weight, y = next(turn)
             torch.mm(x, weight.t(), out=y)
 
-        def of_rows() -> None:
+        def input_gradient() -> None:
             x, weight, y = next(turn)
             torch.mm(y, weight, out=x)
 
-        def of_weights() -> None:
+        def weight_gradient() -> None:
             x, weight, y = next(turn)
             torch.mm(y.t(), x, out=weight)
 
-        seconds = statistics.fmean(map(self.seconds, (forward, of_rows, of_weights)))
-        return 2.0 * rows * n * wide, 2.0 * rows * n * wide / seconds
+        seconds = statistics.fmean(map(self.seconds, (forward, input_gradient, weight_gradient)))
+        flops = 2.0 * rows * n * hidden
+        return flops, flops / seconds
 
-    def _heads(self, length: int, dtype: torch.dtype) -> dict[str, Any]:
-        """Return rates at head sizes around 64, as shares of the rate there."""
-        rates = [(float(head), self._attention(length, dtype, head)[1]) for head in (32, 64, 128)]
-        return _curve([(head, rate / rates[1][1]) for head, rate in rates])
-
-    def _attention(self, length: int, dtype: torch.dtype, head: int = 64) -> tuple[float, float]:
+    def _measure_attention(self, length: int, dtype: torch.dtype, head: int = 64) -> tuple[float, float]:
         """Return length and FLOP/s of causal attention [2, 4, length, head], forward and backward.
 
-        Heads lie as projections leave them.
+        Heads have the strides that projections give them.
         """
-        made = [self.random(2, length, 4, head, dtype=dtype).transpose(1, 2) for _ in range(4)]
-        q, k, v = (each.requires_grad_() for each in made[:3])
-        tangent = made[3]
+        *inputs, tangent = [self.random(2, length, 4, head, dtype=dtype).transpose(1, 2) for _ in range(4)]
+        q, k, v = (each.requires_grad_() for each in inputs)
 
         def both() -> None:
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
             torch.autograd.grad(out, (q, k, v), tangent)
 
+        # Two products forward and five backward, of which the causal mask leaves half, for 2 x 4 heads.
         flops = 0.5 * (2 + 5) * 2.0 * 8 * length * length * head
         return float(length), flops / self.seconds(both)
 
@@ -215,9 +228,9 @@ class _Bench:
         for count in counts:
             a, b = self.random(count), self.random(count)
             streamed.append((12.0 * count, 12.0 * count / self.seconds(lambda a=a, b=b: a + b)))
-            copied.append(self._copy(count))
+            copied.append(self._measure_copy(count))
             if count in counts[2:-1]:  # smaller updates would measure the call itself, 50 us of Python
-                updated.append(self._update(count, self.device))
+                updated.append(self._measure_update(count, self.device))
 
         # The link between a device and its host, from pinned memory.
         host = torch.empty(1 << 22)
@@ -226,37 +239,39 @@ class _Bench:
         link = host.nbytes / self.seconds(lambda: device.copy_(host, non_blocking=True))
 
         return {
-            "memory": _curve(streamed),
-            "copy": _curve(copied),
-            "update": _curve(updated),
+            "memory": _make_curve(streamed),
+            "copy": _make_curve(copied),
+            "update": _make_curve(updated),
             "host_link_bytes_per_s": link,
-            "host_update_bytes_per_s": self._update(1 << 20, host.device)[1],
+            "host_update_bytes_per_s": self._measure_update(1 << 20, host.device)[1],
             "disk_bytes_per_s": DISK_BYTES_PER_S,
             "memory_bytes": memory_bytes(self.device, self.ranks_here),
         }
 
-    def _copy(self, count: int) -> tuple[float, float]:
+    def _measure_copy(self, count: int) -> tuple[float, float]:
         """Return bytes and bytes/s of a copy and a cast that find nothing in a cache, as with parameters."""
-        pairs = [torch.zeros(2, count, device=self.device).unbind(0) for _ in range(self._cold(8 * count))]
+        buffers = self._count_cold_buffers(8 * count)
+        pairs = [torch.zeros(2, count, device=self.device).unbind(0) for _ in range(buffers)]
         turn = itertools.cycle(pairs)
 
         def copy() -> None:
-            to, out_of = next(turn)
-            to.copy_(out_of)
+            target, source = next(turn)
+            target.copy_(source)
 
         def cast() -> None:
             next(turn)[1].to(torch.bfloat16)
 
         return 8.0 * count, (8.0 + 6.0) * count / (self.seconds(copy) + self.seconds(cast))
 
-    def _cold(self, size: int) -> int:
-        """Count the buffers of `size` bytes that take turns, so that each has left the caches again."""
-        return max(1, min(2048, COLD_BYTES * (1 + (self.large > 1)) // size))
+    def _count_cold_buffers(self, size: int) -> int:
+        """Return how many buffers of this size take turns, so that each has left the caches by its turn."""
+        cold_bytes = COLD_BYTES if self.large == 1 else 2 * COLD_BYTES
+        return max(1, min(2048, cold_bytes // size))
 
-    def _update(self, count: int, device: torch.device) -> tuple[float, float]:
-        """Return bytes and bytes/s of the fused AdamW in fp32, cold: it reads four tensors, writes three."""
-        size, optimizers = 28.0 * count, []
-        for _ in range(self._cold(28 * count)):
+    def _measure_update(self, count: int, device: torch.device) -> tuple[float, float]:
+        """Return bytes and bytes/s of the fused AdamW in fp32, whose tensors no cache holds."""
+        size, optimizers = 28.0 * count, []  # it reads four tensors and writes three
+        for _ in range(self._count_cold_buffers(28 * count)):
             param = torch.nn.Parameter(torch.zeros(count, device=device))
             param.grad = torch.zeros(count, device=device)
             optimizers.append(torch.optim.AdamW([param], fused=True))
@@ -267,9 +282,11 @@ class _Bench:
     # -------------------------------------------------------------- calls
     def calls(self) -> dict[str, Any]:
         """Measure the time that the host spends on starting work."""
+        # Timed as on a CPU, a call does not wait for the device.
         a, out = self.random(8, 8), self.random(8, 8)
         host = torch.device("cpu")
         launch = self.seconds(lambda: torch.mm(a, a, out=out), host)
+
         # A line of the executor is a closure that moves a few values of a dict. A kernel costs about four.
         env, names = {f"v{i}": i for i in range(24)}, [f"v{i}" for i in range(24)]
 
@@ -280,36 +297,41 @@ class _Bench:
             env.update(zip(names, args, strict=True))
 
         seconds = self.seconds(line, host)
-        overlap = self.device.type != "cpu"
+
         # On a device the floor is the time of the smallest operator, which runs next to the host.
+        overlap = self.device.type != "cpu"
+        floor = self.seconds(lambda: torch.mm(a, a, out=out)) if overlap else 0.0
+        if self.device.type == "cuda":
+            name = torch.cuda.get_device_name(self.device)
+        else:
+            name = f"{platform.machine()} {self.device.type}"
         return {
             "launch_seconds": launch,
             "instruction_seconds": seconds,
             "kernel_seconds": 4 * seconds,
-            "floor_seconds": self.seconds(lambda: torch.mm(a, a, out=out)) if overlap else 0.0,
+            "floor_seconds": floor,
             "overlap": overlap,
-            "name": torch.cuda.get_device_name(self.device)
-            if self.device.type == "cuda"
-            else f"{platform.machine()} {self.device.type}",
+            "name": name,
         }
 
     # -------------------------------------------------------------- collectives
     def links(self, mesh: Mesh | None, copy: dict[str, Any]) -> dict[str, Any]:
         """Measure the transport without packing and unpacking; without peers, rates are those of memory.
 
-        All ranks count as one node, and the one link that is measured stands for both kinds.
+        All ranks count as one node, and the link that is measured is used for both kinds.
         """
         axes = mesh.ordered(mesh.names) if mesh else ()
         if self.comm is None or not axes:
-            link = {"latency_seconds": 1e-6} | dict.fromkeys(_collectives(1), copy)
+            link = {"latency_seconds": 1e-6} | dict.fromkeys(_list_collectives(1), copy)
         else:
-            link = self._link(mesh, axes)
+            link = self._measure_link(mesh, axes)
         return {"node": link, "network": link, "ranks_per_node": mesh.size if mesh else 1}
 
-    def _link(self, mesh: Mesh, axes: tuple[str, ...]) -> dict[str, Any]:
+    def _measure_link(self, mesh: Mesh, axes: tuple[str, ...]) -> dict[str, Any]:
         """Measure each collective over axes by the bytes that it carries."""
+        # The seconds of each collective by bytes, and the least seconds of any.
         n, latency, times = mesh.axes_size(axes), math.inf, dict[str, Points]()
-        for verb, (name, rows, share) in _collectives(n).items():
+        for verb, (name, rows, share) in _list_collectives(n).items():
             issue: Callable[[Tensor, tuple[str, ...]], Handle] = getattr(self.comm, name)
             times[verb] = []
             for count in PARTS:
@@ -325,19 +347,21 @@ class _Bench:
                         out.copy_(row)
                     handle.release()
 
+                # Subtract the copies into and out of buffers. What is left may be less than the noise.
                 copy = self.seconds(lambda source=source, spare=spare: spare.copy_(source))
                 copies, seconds = (1 + n if verb == "gather" else 1) * copy, self.seconds(once)
                 latency = min(latency, seconds)
                 times[verb].append((share * source.nbytes, max(seconds - copies, seconds / 20)))
 
-        def beyond(points: Points) -> Points:
-            # The least time is that of the meeting itself. What is left over grows with the bytes.
+        def find_rates(points: Points) -> Points:
+            # The least time is the latency of the meeting. Only the seconds beyond it grow with the bytes.
             return [(size, size / max(seconds - latency, seconds / 20)) for size, seconds in points[1:]]
 
-        return {"latency_seconds": latency} | {v: _curve(beyond(points)) for v, points in times.items()}
+        curves = {verb: _make_curve(find_rates(points)) for verb, points in times.items()}
+        return {"latency_seconds": latency, **curves}
 
 
-def _collectives(n: int) -> dict[str, tuple[str, int, float]]:
+def _list_collectives(n: int) -> dict[str, tuple[str, int, float]]:
     """Return, by rate of a link, the collective, the rows of its buffer, and how often its bytes are sent."""
     share = (n - 1) / n
     return {
@@ -349,7 +373,7 @@ def _collectives(n: int) -> dict[str, tuple[str, int, float]]:
 
 
 def memory_bytes(device: torch.device, ranks: int) -> int:
-    """Return the memory of one rank's device. The ranks of a host share that of a CPU."""
+    """Return the memory of one rank's device. CPU ranks share the memory of their host."""
     if device.type == "cpu":
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return min([total, *(limit for limit, _ in control_groups())]) // ranks

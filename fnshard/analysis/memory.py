@@ -1,8 +1,8 @@
 """Memory: the ledger of every byte of a step, from its schedule, before anything runs.
 
 `measure` runs a schedule's bindings on tensors without data (`dry_run`), and finds the storages that are
-alive at each instruction, by category, unit and tier. Kernels are counted by `footprint`, by the liveness of
-their graphs, or by the code that Inductor generated if they have been compiled.
+alive at each instruction, by category, unit and tier. `footprint` counts kernels, by the liveness of their
+graphs, or by the code that Inductor generated if they have been compiled.
 
 Some bytes are not counted: those that the caller holds besides the state and the batch; those that libraries
 take for themselves (gloo's staging, NCCL's channels, cuBLAS's workspace); allocations that a caching
@@ -43,7 +43,6 @@ from fnshard.compiler.ir.values import LOSS_TANGENT, MASTER, Kind, ValueName
 from fnshard.compiler.kernels.inductor import Compiled
 from fnshard.compiler.schedule.instructions import Env
 from fnshard.compiler.schedule.ir import Schedule
-from fnshard.compiler.update.family import Family
 from fnshard.compiler.update.slot_shapes import Slots
 from fnshard.errors import report
 from fnshard.layout.partition import block_shape
@@ -57,12 +56,12 @@ class MemoryAnalysis:
 
     Args:
         peak_bytes: the bytes on the device at the worst moment.
-        at: the number of the instruction in which that moment is.
+        at: the number of the instruction in which the peak is.
         line: the instruction in words.
         peak: the bytes at that moment by category.
         resident: the bytes on the device between steps by category, without the batch.
         host_bytes, disk_bytes: the bytes on the host and on the disk at their peaks.
-        host_resident_bytes, disk_resident_bytes: the same between steps.
+        host_resident_bytes, disk_resident_bytes: the bytes there between steps.
         leaves: by path, the bytes of the stored shard, optimizer state, gathered parameter and gradient
             shard.
         kernels: "eager" or "inductor", by whose liveness kernels were counted.
@@ -70,11 +69,11 @@ class MemoryAnalysis:
     The name of a value says its category (`storages.category_of`):
 
     - parameter shards, optimizer state: what the state holds, by spec;
-    - gathered units: full leaves in compute dtype; where ranks share memory, these lie among the buffers, and
-      those that stay where they are stored take nothing more;
+    - gathered units: full leaves in compute dtype; where ranks share memory, these are among the buffers, and
+      those that are read where they are stored take nothing more;
     - gradients: full ones, this rank's blocks of their sums, accumulators;
     - saved activations: what kernels return besides gradients, for the backward or the next one;
-    - kernel workspaces: what lives inside a kernel alone, and temporaries of updates, norms and casts;
+    - kernel workspaces: what lives only inside a kernel, and temporaries of updates, norms and casts;
     - transfer and bucket buffers: packed rows, what collectives take, copies between tiers;
     - inputs: the batch, constants, random keys.
     """
@@ -108,12 +107,10 @@ class MemoryAnalysis:
             if self.peak.get(c) or self.resident.get(c)
         ]
         rows.append(("device", megabytes(self.peak_bytes), megabytes(self.resident_bytes)))
-        for tier, peak, rest in (
-            ("host", self.host_bytes, self.host_resident_bytes),
-            ("disk", self.disk_bytes, self.disk_resident_bytes),
-        ):
-            if peak:
-                rows.append((tier, megabytes(peak), megabytes(rest)))
+        if self.host_bytes:
+            rows.append(("host", megabytes(self.host_bytes), megabytes(self.host_resident_bytes)))
+        if self.disk_bytes:
+            rows.append(("disk", megabytes(self.disk_bytes), megabytes(self.disk_resident_bytes)))
         return "\n".join([*columns(rows), f"peak in instruction {self.at}: {self.line}"])
 
 
@@ -162,7 +159,7 @@ _WAYS_OUT = {
 
 @dataclass(frozen=True)
 class Ledger:
-    """The findings of `measure`.
+    """A step's memory as `measure` finds it.
 
     Args:
         sizes: the bytes of all values of the step, by name.
@@ -174,20 +171,21 @@ class Ledger:
 
 
 class SizesOfMore(dict[ValueName, int]):
-    """The bytes of all values by name, of a step with more micro-batches than the one that was measured.
+    """A dict of the bytes of all values, of a step with more micro-batches than the one that was measured.
 
-    A value is as large as that of another micro-batch, and a copy as its original.
+    A value is as large as the same value of another micro-batch, and a copy is as large as its original.
     """
 
     def __init__(self, measured: Mapping[ValueName, int]) -> None:
         super().__init__(measured)
-        self._alike = {_without_micro(n): size for n, size in measured.items() if isinstance(n, ValueName)}
+        self._alike = {_drop_micro_batch(n): size for n, size in measured.items() if isinstance(n, ValueName)}
 
     def __missing__(self, name: ValueName) -> int:
-        return self._alike[_without_micro(name)]
+        return self._alike[_drop_micro_batch(name)]
 
 
-def _without_micro(name: ValueName) -> ValueName:
+def _drop_micro_batch(name: ValueName) -> ValueName:
+    """Return the name of the original of a value, without its micro-batch."""
     original = name.original
     return original.of(None, original.version)
 
@@ -206,15 +204,20 @@ def measure(
         program: the program, for its inputs.
         batch_bytes: the bytes of the whole batch's leaves on this rank, by name.
         compiled: the kernels, if Inductor has compiled them.
-        transport: the way in which ranks talk.
+        transport: the way in which ranks communicate.
         compiled_update: whether updates are compiled.
     """
     mesh = schedule.mesh
     tracker = StorageTracker(mesh.device_type)
     comm = Counting(mesh, transport, tracker)
-    slots = {
-        path: _slots_on_rank(family, schedule.specs[path], mesh) for path, family in schedule.families.items()
-    }
+
+    # The shapes and dtypes of the optimizer's state on this rank, master copies included.
+    slots = {}
+    for path, family in schedule.families.items():
+        spec = schedule.specs[path]
+        slots[path] = dict(family.blocks)
+        if spec.has_master:
+            slots[path][MASTER] = block_shape(spec.shape, spec.optimizer, mesh), spec.optimizer_dtype
 
     context = DryContext(
         schedule,
@@ -227,7 +230,7 @@ def measure(
         rank=mesh.rank,
     )
 
-    # Run it, and find the worst moment; the transport's own buffers are there throughout.
+    # Run all lines, and find the worst moment. The transport's own buffers are held throughout.
     env, constants = _make_inputs(tracker, schedule, program, batch_bytes, slots)
     context.run(env)
     transport_bytes = comm.transport_bytes()
@@ -250,18 +253,10 @@ def measure(
         host_resident_bytes=tracker.live["host"],
         disk_bytes=tracker.worst["disk"],
         disk_resident_bytes=tracker.live["disk"],
-        leaves=_bytes_by_leaf(schedule.specs, slots, mesh),
+        leaves=_count_leaf_bytes(schedule.specs, slots, mesh),
         kernels="eager" if eager else "inductor",
     )
     return Ledger(analysis, MemoryTimeline(moments), context.sizes)
-
-
-def _slots_on_rank(
-    family: Family, spec: LayoutSpec, mesh: Mesh
-) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Return shapes and dtypes of a leaf's state on a rank, its master copy included."""
-    master = {MASTER: (block_shape(spec.shape, spec.optimizer, mesh), spec.optimizer_dtype)}
-    return {**family.blocks, **(master if spec.has_master else {})}
 
 
 def _make_inputs(
@@ -279,35 +274,42 @@ def _make_inputs(
         tracker.adopt(value, *where)
         return value
 
+    # The state: this rank's blocks of parameters, and the optimizer's slots.
     for path, spec in schedule.specs.items():
         shape = block_shape(spec.shape, spec.storage, mesh)
         env[ValueName(Kind.STORED, path)] = new(shape, spec.storage_dtype, PARAMETERS, spec.memory)
     for path, parts in slots.items():
         where = OPTIMIZER, schedule.specs[path].optimizer_memory
         env[ValueName(Kind.SLOTS, path)] = {n: new(*part, *where) for n, part in parts.items()}
-    # Micro-batches lie in the storage of the whole batch; keys and the like have their own.
+
+    # Micro-batches lie in the storage of the whole batch. Random keys, constants and others have their own.
     whole = {ValueName(Kind.BATCH, n): new((size,), torch.uint8, INPUTS) for n, size in batch_bytes.items()}
     for node, entry in zip(program.placeholders, program.inputs, strict=True):
         value, base = node.meta["val"], entry.value_name
         if entry.kind == "leaf":
             continue
         size = value.untyped_storage().nbytes()
-        constants += size if entry.kind == "constant" else 0
-        once = accumulate == 1 or entry.kind in ("constant", "axis")
-        for micro in [None] if once else range(accumulate):
-            home = whole[base] if base in whole else new((size,), torch.uint8, INPUTS)
+        if entry.kind == "constant":
+            constants += size
+        is_shared = accumulate == 1 or entry.kind in ("constant", "axis")  # by all micro-batches
+        for micro in [None] if is_shared else range(accumulate):
+            flat = whole[base] if base in whole else new((size,), torch.uint8, INPUTS)
             empty = torch.empty(0, dtype=value.dtype, device="meta")
-            env[base.of(micro)] = empty.set_(home.untyped_storage(), 0, value.shape, value.stride())
-    kept = sum(constant_bytes(m) for k in schedule.kernels.values() for m in k.modules.values())
+            env[base.of(micro)] = empty.set_(flat.untyped_storage(), 0, value.shape, value.stride())
+
+    # What kernels hold for themselves, the tangent of the loss, and numbers that are too small to count.
+    kernel_constants = 0
+    for kernel in schedule.kernels.values():
+        kernel_constants += sum(constant_bytes(module) for module in kernel.modules.values())
     env[LOSS_TANGENT] = new((), torch.float32, INPUTS)
-    env["kernels' constants"] = new((kept,), torch.uint8, INPUTS)
+    env["kernels' constants"] = new((kernel_constants,), torch.uint8, INPUTS)
     for name in schedule.inputs:
         if name not in env:
             env[name] = new((), torch.float32, INPUTS, UNCOUNTED)
-    return env, constants + kept
+    return env, constants + kernel_constants
 
 
-def _bytes_by_leaf(specs: Mapping[str, LayoutSpec], slots: Slots, mesh: Mesh) -> dict[str, dict[str, int]]:
+def _count_leaf_bytes(specs: Mapping[str, LayoutSpec], slots: Slots, mesh: Mesh) -> dict[str, dict[str, int]]:
     """Return the bytes of each leaf's stored shard, optimizer's slots, gathered leaf and gradient shard."""
     return {
         path: {

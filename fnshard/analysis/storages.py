@@ -1,8 +1,8 @@
 """Storages: follow the memory that is alive while a schedule's lines run on tensors without data.
 
-A `StorageTracker` is a dispatch mode, which follows every storage that an operator makes by a weak reference
-until it dies, as torch's own memory trackers do. The purpose of a storage is known when the line that made it
-has ended, from the name that refers to it. `footprint` and `updates` follow one call with it, without lines.
+A `StorageTracker` is a dispatch mode. Like torch's own memory trackers, it follows every storage that an
+operator makes by a weak reference until it dies. The purpose of a storage is known when the line that made it
+has ended, from the name that refers to it. `footprint` and `updates` use a tracker for a single call.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ class Storage:
     """The memory of one allocation.
 
     Args:
+        category: its purpose, or "" while that is not known.
         slot: the slot of shared memory that it lies in, which is free when the last of its tensors dies.
+        reference: a weak reference to torch's own storage.
     """
 
     bytes: int
@@ -49,7 +51,7 @@ class Storage:
 
 @dataclass(frozen=True)
 class Moment:
-    """A line of the schedule at its worst moment: device bytes by category, and bytes of the other tiers."""
+    """A line of the schedule at its worst moment: device bytes by category, and bytes in other tiers."""
 
     index: int
     instruction: Instruction
@@ -71,11 +73,11 @@ class Moment:
 
 @dataclass
 class Peak:
-    """The worst moment of a line.
+    """A line's worst moment so far.
 
     Args:
-        categories: the bytes of older storages, by category.
-        made: the storages that the line has made.
+        categories: the bytes of storages that earlier lines have made, by category.
+        made: the storages that the line itself has made.
         freed: the number of older storages that had died in the line by then.
         workspace: the bytes that an operator takes and gives back.
     """
@@ -93,9 +95,9 @@ class StorageTracker(TorchDispatchMode):
     Args:
         device: the type of device that the lines are for. The tensors themselves have no data.
 
-    Its `categories` are the bytes on the device that earlier lines have made, and `worst` the most so far on
-    the host and on disk. `peak` is the worst moment of the line under way, and `freed` has the older storages
-    that have died in it.
+    `live` has the bytes that are alive now, by tier, and `categories` those on the device that earlier lines
+    have made. `worst` has the most bytes so far on the host and on disk. `peak` is the worst moment of the
+    current line, and `freed` has the older storages that have died in it.
     """
 
     def __init__(self, device: str) -> None:
@@ -109,20 +111,24 @@ class StorageTracker(TorchDispatchMode):
         self.line: Instruction | None = None
         self.tier, self.slot = "device", None  # where new storages lie
         self.peak, self.freed = Peak(), []
-        self._made: dict[int, Storage] = {}  # those of the line under way that are alive, by address
+        self._made: dict[int, Storage] = {}  # those of the current line that are alive, by address
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.name.startswith("aten::_fused_"):
             return None  # such operators work in place, and fake tensors do not know them
+
+        # Run the library's own operators as Python code, so that what that allocates is followed too.
         if (code := code_of(func, args, self.device)) is not None:
             with self:
                 out = code()
         elif func in _IN_PLACE:
             out = args[0]  # a sum in place takes a "meta" tensor a millisecond
         elif func is torch.ops.aten.cat.default and len({(t.dtype, t.dim()) for t in args[0]}) == 1:
-            out = _join(*args)  # the operator itself takes a hundred times as long on "meta"
+            out = _make_joined(*args)  # the operator itself takes a hundred times as long on "meta"
         else:
             out = func(*args, **(kwargs or {}))
+
+        # Follow what it returns, and look at what it took besides.
         for value in out if isinstance(out, tuple | list) else (out,):
             if isinstance(value, Tensor):
                 self.follow(value)
@@ -131,7 +137,7 @@ class StorageTracker(TorchDispatchMode):
         return out
 
     def follow(self, value: Tensor) -> Storage:
-        """Return the record of a tensor's storage. One that is unknown has just been made."""
+        """Return the record of a tensor's storage. A storage that is unknown has just been made."""
         storage = value.untyped_storage()
         address = storage._cdata
         if address not in self.alive:
@@ -151,12 +157,13 @@ class StorageTracker(TorchDispatchMode):
         return value
 
     def _size(self, storage: Any, tier: str) -> int:
-        """Return the bytes that an allocation takes of memory."""
+        """Return the bytes of memory that an allocation takes."""
         size = storage.nbytes()
         on_cuda = tier == "device" and self.device == "cuda"
         return -(-size // CUDA_BLOCK_BYTES) * CUDA_BLOCK_BYTES if on_cuda else size
 
     def _watch(self, address: int, storage: Any, record: Storage) -> None:
+        """Count a storage as alive until torch frees it."""
         record.reference = weakref.ref(storage, lambda _: self._forget(address))
         self.alive[address] = record
         self.live[record.tier] += record.bytes
@@ -166,17 +173,18 @@ class StorageTracker(TorchDispatchMode):
         self.live[dead.tier] -= dead.bytes
         if dead.slot is not None:
             dead.slot.let_go()
+        # `categories` counts only storages of earlier lines.
         if self._made.pop(address, None) is None:
             self.freed.append(dead)
             self._count(dead, -dead.bytes)
 
     def _count(self, record: Storage, size: int) -> None:
-        """Add to the bytes that earlier lines have made."""
+        """Add to the bytes on the device that earlier lines have made."""
         if record.tier == "device":
             self.categories[record.category] += size
 
     def adopt(self, value: Tensor, category: str, tier: str = "device", size: int | None = None) -> Storage:
-        """Follow memory that is there from the start. It counts as `size` bytes, or else as what it takes."""
+        """Follow memory that exists from the start. It counts as `size` bytes, by default as its own."""
         storage = value.untyped_storage()
         if storage._cdata not in self.alive:
             record = Storage(self._size(storage, tier) if size is None else size, category, tier)
@@ -186,12 +194,13 @@ class StorageTracker(TorchDispatchMode):
 
     @contextmanager
     def place_in(self, tier: str, slot: Any = None) -> Iterator[None]:
-        """Let storages that are made within lie in another tier, or in a slot of shared memory."""
+        """Place storages that are made in this context in another tier, or in a slot of shared memory."""
         before, self.tier, self.slot = self.tier, tier, slot
         yield
         self.tier, self.slot = before, None
 
     def begin(self, line: Instruction) -> None:
+        """Begin a line."""
         self.line, self.peak, self.freed = line, Peak(), []
         self.look()
 
@@ -205,17 +214,21 @@ class StorageTracker(TorchDispatchMode):
         """
         for tier, most in self.worst.items():
             self.worst[tier] = max(most, self.live[tier])
-        here = self.live["device"] + workspace
+        total = self.live["device"] + workspace
         if dead or unborn:
-            here += sum(s.bytes for s in (*dead, *unborn) if s.tier == "device")
-        if here > self.peak.bytes:
-            categories = dict(self.categories)
-            ours = [s for s in dead if not s.category]
-            for gone in dead:
-                if gone.tier == "device" and gone.category:
-                    categories[gone.category] += gone.bytes
-            made = (*self._made.values(), *ours, *unborn)
-            self.peak = Peak(here, categories, made, len(self.freed), workspace)
+            total += sum(s.bytes for s in (*dead, *unborn) if s.tier == "device")
+        if total <= self.peak.bytes:
+            return
+
+        # Storages without a category are this line's own.
+        categories, uncategorised = dict(self.categories), []
+        for storage in dead:
+            if not storage.category:
+                uncategorised.append(storage)
+            elif storage.tier == "device":
+                categories[storage.category] += storage.bytes
+        made = (*self._made.values(), *uncategorised, *unborn)
+        self.peak = Peak(total, categories, made, len(self.freed), workspace)
 
     def end(self, index: int, env: Mapping[str, Any]) -> None:
         """End the line, whose names say what its storages are for."""
@@ -224,24 +237,26 @@ class StorageTracker(TorchDispatchMode):
             if name in env:
                 self.categorise(name, env[name])
 
+        # Memory without a name is a workspace or a buffer, by the kind of line. What is alive counts from now
+        # on as made by an earlier line.
         computes = line.lane in (COMPUTE, OPTIMIZER_LANE) and not isinstance(line, Wait)
-        rest = WORKSPACES if computes else BUFFERS  # the purpose of memory that dies in the line that took it
+        unnamed = WORKSPACES if computes else BUFFERS
         peak = self.peak
         for made in self._made.values():
-            made.category = made.category or rest
+            made.category = made.category or unnamed
             self._count(made, made.bytes)
         self._made = {}
-        peak.categories[rest] += peak.workspace
 
-        # What was there at the worst moment, some of which has died since: now it is known what it was for.
+        # The line's own storages at the worst moment, of which some have died since.
+        peak.categories[unnamed] += peak.workspace
         for record in peak.made:
-            record.category = record.category or rest
+            record.category = record.category or unnamed
             if record.tier == "device":
                 peak.categories[record.category] += record.bytes
         self.moments.append(Moment(index, line, peak.categories, self.live["host"], self.live["disk"]))
 
     def categorise(self, name: ValueName, value: Any) -> None:
-        """Say by a value's name what its memory is for, if nothing has said so."""
+        """Set the purpose of a value's memory by the value's name, if it is not known."""
         category = category_of(name)
         for tensor in tensors_of(value):
             record = self.follow(tensor)
@@ -256,8 +271,8 @@ _IN_PLACE = (torch.ops.aten.add_.Tensor, torch.ops.aten.copy_.default)
 _SENT = (Kind.NORMS, Kind.UPDATED, Kind.WRITTEN, Kind.FLIGHT)
 
 
-def _join(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """Return an empty tensor of the shape that joining some gives."""
+def _make_joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Make an empty tensor of the shape that `torch.cat` returns."""
     first, shape = parts[0], list(parts[0].shape)
     shape[dim] = sum(part.shape[dim] for part in parts)
     return torch.empty(shape, dtype=first.dtype, device=first.device)
@@ -276,7 +291,7 @@ def category_of(name: ValueName) -> str:
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """Return the tensors of a value in an environment. Flights, and values that are no tensors, have none."""
+    """Return the tensors in a value of an environment. Flights, and values that are no tensors, have none."""
     if isinstance(value, Tensor):
         return [value]
     found: list[Tensor] = []

@@ -1,10 +1,10 @@
 """Traffic: count the bytes that a step's collectives and transfers move, from its schedule.
 
-Each collective has two numbers. `bytes` are those of the whole buffer: all rows of a gather, a scatter or an
-all-to-all, the flat of a sum, or a rank's block of a permutation. `sent_bytes` are those that one rank puts
-on the wire: (n-1)/n of the first three, 2(n-1)/n of a sum, and the block. They are exact for fnshard's own
-sends from rank to rank, and for rings (Patarasuk & Yuan, 2009). Ranks that share memory send nothing. The
-small sum of scalars is counted by itself.
+Each collective has two numbers. `bytes` counts the whole buffer: all rows of a gather, a scatter or an
+all-to-all, the flat of a sum, or a rank's block of a permutation. `sent_bytes` counts what one rank sends:
+(n-1)/n of the first three, 2(n-1)/n of a sum, and the block. These are exact for fnshard's own sends from
+rank to rank, and for rings (Patarasuk & Yuan, 2009). Ranks that share memory send nothing. The small sum of
+scalars is counted by itself.
 """
 
 from __future__ import annotations
@@ -64,17 +64,17 @@ class Traffic(Mapping[str, dict[str, int]]):
 
     @property
     def sent_bytes(self) -> int:
-        """Count the bytes that this rank sends to others in a step, without scalars."""
+        """Count the bytes that this rank sends to others in a step, except for scalars."""
         return sum(r.sent_bytes for r in self.rows if r.axes)
 
     @property
     def to_device_bytes(self) -> int:
-        """Count the bytes that come from the host or the disk."""
+        """Count the bytes that are copied from the host or the disk to the device."""
         return sum(r.bytes for r in self.rows if r.verb == "to_device")
 
     @property
     def to_host_bytes(self) -> int:
-        """Count the bytes that go to the host or the disk."""
+        """Count the bytes that are copied from the device to the host or the disk."""
         return sum(r.bytes for r in self.rows if r.verb == "to_host")
 
     def by(self, what: str) -> dict[Any, dict[str, int]]:
@@ -103,17 +103,19 @@ class Traffic(Mapping[str, dict[str, int]]):
         grouped: dict[tuple[str, str, str], list[Row]] = {}
         for row in self.rows:
             grouped.setdefault((row.verb, ", ".join(row.axes) or "-", row.phase), []).append(row)
-            grouped.setdefault(("all", "", ""), []).extend([row] if row.axes else [])
-        grouped["all", "", ""] = grouped.pop(("all", "", ""), [])  # last
+        grouped["all", "", ""] = [row for row in self.rows if row.axes]  # without transfers
+
         cells = [("collective", "axes", "phase", "count", "MB", "MB sent")]
-        for key, some in grouped.items():
-            count, size, sent = (sum(getattr(r, n) for r in some) for n in ("count", "bytes", "sent_bytes"))
+        for key, rows in grouped.items():
+            count = sum(row.count for row in rows)
+            size = sum(row.bytes for row in rows)
+            sent = sum(row.sent_bytes for row in rows)
             cells.append((*key, str(count), megabytes(size), megabytes(sent)))
         return "\n".join(columns(cells))
 
 
 def analyse(schedule: Schedule, sizes: Mapping[ValueName, int]) -> Traffic:
-    """Count all that a schedule moves between ranks, and between device, host and disk.
+    """Count the bytes that a schedule moves between ranks, and between device, host and disk.
 
     Args:
         sizes: the bytes of values by name. Only those that transfers read are needed.

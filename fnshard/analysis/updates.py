@@ -24,7 +24,7 @@ from fnshard.runtime.executor.control import StepControl
 from fnshard.runtime.executor.fused_update import find_fused
 from fnshard.runtime.executor.update import Updater
 
-# Bytes by family, for as long as that lives: schedules of one optimizer and mesh share them.
+# Bytes by family, for as long as the family lives: schedules of one optimizer and mesh share them.
 _KNOWN: weakref.WeakKeyDictionary[Family, dict[Any, int]] = weakref.WeakKeyDictionary()
 
 
@@ -34,7 +34,7 @@ class UpdateMemory:
 
     Args:
         slots: the shapes and dtypes of the state on this rank.
-        compiled: whether updates on the device are compiled, which take nothing.
+        compiled: whether updates on the device are compiled. Those take no memory besides.
     """
 
     schedule: Schedule
@@ -51,10 +51,11 @@ class UpdateMemory:
     def bytes(self, paths: Sequence[str], number: int, barrier: bool) -> int:
         """Count the bytes that one stretch of the updates of leaves takes, on the device that updates them.
 
-        Leaves are updated one after the other, so that the largest one counts. Leaves of an operator in place
-        are updated together.
+        Leaves are updated one after the other, so the largest one counts. Leaves with a fused operator are
+        updated together.
 
         Args:
+            number: the number of the stretch.
             barrier: whether the step's scalars are known by then, so that gradients may be scaled by them.
         """
         largest, fused = 0, dict[Family, int]()
@@ -63,38 +64,38 @@ class UpdateMemory:
             if self.compiled and spec.updated_on == "device" and is_compilable(family):
                 continue
             if find_fused(family) is None:
-                largest = max(largest, self._of_leaf(path, number, barrier))
-            elif self._sum_dtype(path) != spec.optimizer_dtype:  # gradients are cast first
+                largest = max(largest, self._count_leaf_bytes(path, number, barrier))
+            elif self._get_sum_dtype(path) != spec.optimizer_dtype:  # gradients are cast first
                 block = block_shape(spec.shape, spec.optimizer, self.schedule.mesh)
                 fused[family] = fused.get(family, 0) + size_of(block, spec.optimizer_dtype)
         return max([largest, *fused.values()])
 
-    def _of_leaf(self, path: str, number: int, barrier: bool) -> int:
-        """Count the bytes of one leaf's update once for all leaves that are alike."""
+    def _count_leaf_bytes(self, path: str, number: int, barrier: bool) -> int:
+        """Count the bytes of one leaf's update, once for all leaves that are alike."""
         spec, mesh = self.schedule.specs[path], self.schedule.mesh
         known = _KNOWN.setdefault(self.schedule.families[path], {})
         layouts = tuple(spec.shape), spec.storage, spec.gradient, spec.optimizer
-        dtypes = spec.storage_dtype, self._sum_dtype(path)
+        dtypes = spec.storage_dtype, self._get_sum_dtype(path)
         key = number, barrier, layouts, dtypes, spec.memory, spec.updated_on, mesh.device_type, mesh.rank
         if key not in known:
-            known[key] = self._run(path, number, barrier)
+            known[key] = self._run_update(path, number, barrier)
         return known[key]
 
-    def _run(self, path: str, number: int, barrier: bool) -> int:
+    def _run_update(self, path: str, number: int, barrier: bool) -> int:
         """Count the bytes that updating a leaf takes, by an update of fake tensors."""
         spec, mesh, family = self.schedule.specs[path], self.schedule.mesh, self.schedule.families[path]
         # Fakes of a device that torch was not built for cannot be written to.
         device = torch.device("cuda" if mesh.device_type == "cuda" and torch.cuda.is_available() else "cpu")
         nodes = family.traced.placeholders if family.traced else {}
-        like = [node.meta["val"].dtype for name, node in nodes.items() if name.startswith("number.")]
+        number_dtypes = [n.meta["val"].dtype for name, n in nodes.items() if name.startswith("number.")]
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
             # Bind the update as a step does, and make what it is called with.
-            numbers = [torch.empty((), dtype=dtype) for dtype in like]
+            numbers = [torch.empty((), dtype=dtype) for dtype in number_dtypes]
             updater = Updater({path: family}, {path: spec}, mesh, mesh.rank, without_data=device)
             update = updater.bind((path,), number)
 
             block = torch.empty(
-                block_shape(spec.shape, spec.gradient, mesh), dtype=self._sum_dtype(path), device=device
+                block_shape(spec.shape, spec.gradient, mesh), dtype=self._get_sum_dtype(path), device=device
             )
             stored = torch.empty(
                 block_shape(spec.shape, spec.storage, mesh), dtype=spec.storage_dtype, device=device
@@ -106,7 +107,7 @@ class UpdateMemory:
             control = StepControl(step=Step(torch.tensor(0)), scale=scale)
             control.once((family, updater.device(path)), lambda: numbers)
 
-            # What it is given is counted elsewhere, and so is what it returns.
+            # Its arguments are counted elsewhere, and so are its results.
             tracker = StorageTracker(mesh.device_type)
             for value in tensors_of([block, stored, own_slots, made]):
                 tracker.adopt(value, INPUTS, size=0)
@@ -121,25 +122,26 @@ class UpdateMemory:
         known, key = _KNOWN.setdefault(family, {}), (self.schedule.mesh.device_type, "whole")
         if key not in known:
             step = next(s for s in family.derived.steps if isinstance(s, Compute) and s.whole)
-            there, _ = stacks_of(family.derived)
+            sent, _ = stacks_of(family.derived)
 
-            # Shapes and dtypes of what it reads: sent to it, numbers of the step, values of earlier steps.
-            kinds = dict(zip(there.receives, zip(there.shapes, there.dtypes, strict=True), strict=True))
+            # Shapes and dtypes of what it reads: values sent to it, inputs of the update, and values of
+            # earlier steps.
+            kinds = dict(zip(sent.receives, zip(sent.shapes, sent.dtypes, strict=True), strict=True))
             inputs = {n: node.meta["val"] for n, node in family.traced.placeholders.items()}
             kinds |= {n: (tuple(v.shape), v.dtype) for n, v in inputs.items() if n in step.reads}
 
             tracker = StorageTracker(self.schedule.mesh.device_type)
             with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
                 kinds |= {n: family.derived.values[n] for n in step.reads if n not in kinds}
-                given = [torch.empty(shape, dtype=dtype) for shape, dtype in map(kinds.get, step.reads)]
-                for value in given:
+                arguments = [torch.empty(shape, dtype=dtype) for shape, dtype in map(kinds.get, step.reads)]
+                for value in arguments:
                     tracker.adopt(value, INPUTS, size=0)
                 with tracker:
-                    kept = sum(t.nbytes for t in tensors_of(step.run(*given)))
+                    kept = sum(t.nbytes for t in tensors_of(step.run(*arguments)))
             known[key] = max(tracker.peak.bytes - kept, 0)
         return known[key]
 
-    def _sum_dtype(self, path: str) -> torch.dtype:
+    def _get_sum_dtype(self, path: str) -> torch.dtype:
         spec = self.schedule.specs[path]
         return spec.sum_dtype if path in self._summed else spec.reduce_dtype
 

@@ -1,8 +1,8 @@
 """Workspace: count what torch's own operators allocate while they run, besides their results.
 
 The table was read off torch's sources and compared with the profiler's memory events (torch 2.11 to 2.13). It
-has the results between an operator's kernels, the operands that it casts or makes contiguous first, and the
-scratch buffers that it takes from torch's allocator. The library's own operators are run instead (`code_of`).
+has the intermediate results of an operator, the operands that it casts or makes contiguous first, and the
+scratch buffers that it takes from torch's allocator. The library's own operators run instead (`code_of`).
 
 Some memory depends on the processor or on a library's heuristic, and is not in the table: oneDNN's
 convolutions and the last tenth of its bf16 scratch, and what cuBLAS and cuDNN take.
@@ -42,18 +42,21 @@ def workspace_bytes(op: Any, args: Args, kwargs: Mapping[str, Any], out: Any, de
     if rule is not None:
         return rule(args, kwargs, out)
     if device == "cpu" and name not in _CASTS and torch.Tag.pointwise in getattr(op, "tags", ()):
-        return _promotion(args, out)
+        return _count_promotion(args, out)
     return 0
 
 
-def _promotion(args: Args, out: Any) -> int:
+def _count_promotion(args: Args, out: Any) -> int:
     """Count casts of operands. CPU loops take operands of one dtype, and others are cast as a whole first."""
     tensors = [a for a in args if isinstance(a, Tensor)]
     dtypes = {t.dtype for t in tensors}
+    # A comparison of operands of one dtype casts nothing, though its result is of another.
     if len(dtypes) == 1 and (not isinstance(out, Tensor) or out.dtype in dtypes or out.dtype == torch.bool):
         return 0
-    wide = [t for t in tensors if t.dim()] or tensors
-    common = functools.reduce(torch.promote_types, [t.dtype for t in wide])
+
+    # The common dtype is that of the result, and in comparisons that of the operands that are no scalars.
+    deciding = [t for t in tensors if t.dim()] or tensors
+    common = functools.reduce(torch.promote_types, [t.dtype for t in deciding])
     if isinstance(out, Tensor) and out.dtype != torch.bool:
         common = out.dtype
     return sum(t.numel() * common.itemsize for t in tensors if t.dtype != common)
@@ -65,8 +68,9 @@ def _matmul(a: Tensor, b: Tensor) -> int:
         return 0
     rows, inner, columns = a.shape[-2], a.shape[-1], b.shape[-1]
     block = min(rows, 64)
-    turned = min(rows, 256) * min(inner, 928) * 2 if a.stride(-1) != 1 and inner > 1 else 0
-    return 1024 + block * (min(columns, 256) * 4 + min(inner, 512) * 2) + turned
+    # A transposed operand is copied in blocks, too.
+    transposed = min(rows, 256) * min(inner, 928) * 2 if a.stride(-1) != 1 and inner > 1 else 0
+    return 1024 + block * (min(columns, 256) * 4 + min(inner, 512) * 2) + transposed
 
 
 def _flash(args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
@@ -74,7 +78,7 @@ def _flash(args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
 
     These are read off FlashAttentionKernel.cpp.
     """
-    rows, columns, wide, half = _flash_blocks(args[0], args[1])
+    rows, columns, wide, half = _size_flash_blocks(args[0], args[1])
     scores = rows * columns
     each = (scores + 2 * rows + rows * args[0].shape[-1]) * wide + (scores * 2 if half else 0)
     return each * torch.get_num_threads()
@@ -82,12 +86,13 @@ def _flash(args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
 
 def _flash_backward(args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
     """Count each thread's two blocks of scores and its row of sums."""
-    rows, columns, wide, half = _flash_blocks(args[1], args[2])
+    rows, columns, wide, half = _size_flash_blocks(args[1], args[2])
     scores = rows * columns
     return ((2 * scores + rows) * wide + (2 * scores * 2 if half else 0)) * torch.get_num_threads()
 
 
-def _flash_blocks(q: Tensor, k: Tensor) -> tuple[int, int, int, bool]:
+def _size_flash_blocks(q: Tensor, k: Tensor) -> tuple[int, int, int, bool]:
+    """Return the rows and columns of a block of scores, their item size, and whether inputs are halves."""
     length = q.shape[-2]
     rows = 256 if length >= 768 else 64 if length >= 192 else 32
     half = q.dtype in HALVES
@@ -106,8 +111,9 @@ def _sum(args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
     return x.numel() * dtype.itemsize if dtype != x.dtype and x.dtype not in HALVES else 0
 
 
-def _cast(x: Tensor) -> int:
+def _mean(args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
     """Count a copy of half types in fp32."""
+    x = args[0]
     return x.numel() * 4 if x.dtype in HALVES and x.dim() else 0
 
 
@@ -126,6 +132,7 @@ def _index(args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
 
 
 def _index_put(args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
+    """Count a cast of the values."""
     into, _, values = args[:3]
     return values.numel() * into.dtype.itemsize if values.dtype != into.dtype else 0
 
@@ -187,6 +194,7 @@ def _document_backward(query: Tensor, key: Tensor, value: Tensor) -> int:
 
 
 Rule = Callable[[Args, Mapping[str, Any], Any], int]
+# By device and operator, the rule that counts the bytes of a call from its arguments and its result.
 _RULES: dict[tuple[str, str], Rule] = {
     ("cpu", "mm"): lambda args, kwargs, out: _matmul(args[0], args[1]),
     ("cpu", "bmm"): lambda args, kwargs, out: _matmul(args[0], args[1]),
@@ -197,7 +205,7 @@ _RULES: dict[tuple[str, str], Rule] = {
     ("cpu", "document_attention_backward"): lambda args, kwargs, out: _document_backward(*args[1:4]),
     ("cpu", "_unsafe_masked_index_put_accumulate"): _masked_put,
     ("cpu", "sum"): _sum,
-    ("cpu", "mean"): lambda args, kwargs, out: _cast(args[0]),
+    ("cpu", "mean"): _mean,
     ("cpu", "embedding"): lambda args, kwargs, out: 0 if args[1].is_contiguous() else args[1].nbytes,
     ("cpu", "convolution"): lambda args, kwargs, out: _columns(args[0], out, args[1], args[6]),
     ("cpu", "convolution_backward"): lambda args, kwargs, out: (
@@ -205,7 +213,7 @@ _RULES: dict[tuple[str, str], Rule] = {
     ),
     ("cpu", "gather"): lambda args, kwargs, out: out.numel() * 4 if args[0].dtype in HALVES else 0,
     ("cpu", "scatter"): lambda args, kwargs, out: args[0].numel() * 4 if args[0].dtype in HALVES else 0,
-    ("cpu", "where"): lambda args, kwargs, out: _promotion(args[1:], out),
+    ("cpu", "where"): lambda args, kwargs, out: _count_promotion(args[1:], out),
     ("cpu", "index"): _index,
     ("cuda", "index"): _index,
     ("cpu", "index_put"): _index_put,
@@ -230,7 +238,7 @@ _CODE: dict[OpOverload, Callable[..., Any]] = {
     **{each._opoverload: each._init_fn for each in _OPERATORS},
     **DECOMPOSITIONS,  # next to other operators, an update by AdamW or SGD runs by its formula
 }
-# The places of hidden states and of the tokens at once among the arguments.
+# The positions of the hidden states, and of the number of tokens at once, among the arguments.
 _CHUNKS = {
     linear.token_parts._opoverload: (0, 3),
     linear.token_parts_backward._opoverload: (3, 6),
@@ -240,14 +248,15 @@ _CHUNKS = {
 def code_of(op: Any, args: Args, device: str) -> Callable[[], Any] | None:
     """Return the Python code of an operator of this library on its arguments; None for any other operator.
 
-    On paper the code is for another device than that of its arguments, and takes as many tokens at once as
-    there.
+    The code runs on arguments on another device than `device`, but takes as many tokens at once as there.
     """
     if op not in _CODE:
         return None
     args = list(args)
     if op in _CHUNKS:
-        at, place = _CHUNKS[op]
+        at, chunk_at = _CHUNKS[op]
         hidden, weight = args[at : at + 2]
-        args[place] = linear.chunk_of(hidden.shape[0], weight.shape[0], args[place], hidden.dtype, device)
+        args[chunk_at] = linear.chunk_of(
+            hidden.shape[0], weight.shape[0], args[chunk_at], hidden.dtype, device
+        )
     return functools.partial(_CODE[op], *args)

@@ -12,7 +12,7 @@ from toys import WIDTH, chain, lower
 
 import fnshard as fs
 from fnshard.analysis.flops import kernel_flops
-from fnshard.analysis.timeline import _Together
+from fnshard.analysis.timeline import _OverlappedClock
 from fnshard.compiler.ir.values import Kind, ValueName
 from fnshard.compiler.schedule.instructions import COMMUNICATION, Gather, ReduceScatter, Run, Send, Wait
 from fnshard.compiler.schedule.ir import Price
@@ -110,7 +110,7 @@ def test_tasks_are_put_in_order_by_the_flops_of_their_kernels(monkeypatch: pytes
 
 
 def test_a_message_shares_a_link_with_a_gather_and_does_not_queue_behind_it() -> None:
-    clock = _Together()
+    clock = _OverlappedClock()
     line = {name: ValueName(Kind.FLIGHT, name) for name in ("leaf", "message", "later")}
     gather = Gather("u", "forward", (), (line["leaf"],), bucket="b")
     again = Gather("u", "forward", (), (line["later"],), bucket="b")
