@@ -1,10 +1,10 @@
 """Checkpoint: save a training state to disk, complete or not at all, and restore it onto any mesh.
 
-A checkpoint is a directory with one safetensors file for each rank, and a manifest with a checksum for every
-byte of them. A root is a directory of checkpoints that are named by their steps. Nothing in them is ever
+A checkpoint is a directory with one safetensors file for each rank, and a manifest with checksums of all
+bytes in them. A root is a directory of checkpoints that are named by their steps. Nothing in them is ever
 unpickled. `load_dcp`, `load_deepspeed`, `load_torch` and `save_dcp` are for checkpoints of other libraries.
-Checksums guard against corruption. They do not guard against an attacker, who can write wrong numbers and
-their checksums.
+Checksums guard against corruption, but not against an attacker, who can write wrong numbers and their
+checksums.
 """
 
 from __future__ import annotations
@@ -113,15 +113,15 @@ def save(
 def save_async(path: str | Path, state: Any, **options: Any) -> Saving:
     """Write a checkpoint in the background; return when the state is copied to the host.
 
-    The next step may then have the state. The next save waits for this one, and so do the end of the process
-    and `wait`. Leaves that rest on disk are copied to the host's memory, too.
+    The next step may then consume the state. The next save waits for this one, and so do the end of the
+    process and `wait`. Leaves that are kept on disk are copied to the host's memory, too.
 
     Args:
         options: the options of `save`.
 
     Raises:
         CheckpointError: the errors of `save`. What fails in the background is raised by `Saving.wait`, by
-            `wait`, and by the next save (when that one is under way).
+            `wait`, or by the next save (once that one is under way).
     """
     before = wait_for_save()
     saving = Saving(save_job(path, state, **options).stage())
@@ -136,11 +136,10 @@ def all_steps(root: str | Path) -> list[int]:
 
 
 def latest(root: str | Path) -> Path | None:
-    """Return the newest complete checkpoint in a directory; a checkpoint is its own latest.
+    """Return the newest complete checkpoint in a directory, or the directory if it is a complete checkpoint.
 
     A checkpoint is complete if its manifest is what was written, if all files have their full length, and if
-    it still has the number that it was saved under. Every byte is compared when it is restored, or by
-    `verify`.
+    it still has the number that it was saved under. `restore` and `verify` compare every byte.
     """
     return next((folder for _, folder, _ in find_complete(as_path(root, "latest(root)"))), None)
 
@@ -166,13 +165,13 @@ def verify(path: str | Path) -> Manifest:
     folder = as_path(path, "verify(path)").absolute()
     try:
         found = Manifest.read(folder)
-        wrong = list(filter(None, [name_problem(folder, found)])) + find_problems(
-            folder, found, all_chunks(found)
-        )
+        wrong = find_problems(folder, found, all_chunks(found))
+        if problem := name_problem(folder, found):
+            wrong.insert(0, problem)
     except (Corrupt, OSError) as error:
-        raise _explain_unlike(folder, [str(error)]) from error
+        raise _explain_corrupt(folder, [str(error)]) from error
     if wrong:
-        raise _explain_unlike(folder, wrong)
+        raise _explain_corrupt(folder, wrong)
     return found
 
 
@@ -187,15 +186,15 @@ def restore(
     """Restore a checkpoint as a state of this step, on this mesh, whatever it was saved from. A collective.
 
     Each rank reads the boxes that it needs and compares their checksums. dtypes and tiers are those of the
-    specs given: a master copy is filled from the saved one, or from the parameter; a parameter in another
-    dtype from the master copy, if there was one.
+    specs given here. A master copy is filled from the saved one, or else from the parameter. A parameter that
+    was saved in another dtype is filled from the master copy, if that was saved.
 
     Args:
         path: a checkpoint; or a root, whose newest checkpoint is restored. If that is not what was written, a
             `CheckpointWarning` says so, and the one before is restored.
         step_or_specs: a step with an optimizer; or a spec tree, with the mesh: optimizer state is then what
             the checkpoint has.
-        disk_dir: the directory for leaves of specs that rest on disk (a step knows its directory).
+        disk_dir: the directory for leaves that specs keep on disk (a step knows its directory).
         timeout: the seconds after which a silent peer is an error.
 
     Returns:
@@ -206,7 +205,7 @@ def restore(
     """
     root = as_path(path, "restore(path, step)")
     on, fill = state_filler(step_or_specs, mesh, disk_dir)
-    return _newest(root, fill, on, timeout)
+    return _restore_newest(root, fill, on, timeout)
 
 
 def restore_params(
@@ -230,13 +229,15 @@ def restore_params(
     Raises:
         CheckpointError: the errors of `restore`; or the globs match nothing.
     """
-    root, globs = as_path(path, "restore_params(path, step)"), [only] if isinstance(only, str) else only
+    root = as_path(path, "restore_params(path, step)")
+    globs = [only] if isinstance(only, str) else only
     if globs is not None and not (isinstance(globs, Sequence) and all(isinstance(g, str) for g in globs)):
         raise CheckpointError(f"only={only!r}: a glob of paths, or a list of them.")
 
     resolved, on = specs_and_mesh(step_or_specs, mesh)
 
     def make(found: Manifest) -> tuple[Any, dict[str, Any]]:
+        # Choose the leaves: all, or those of which a glob matches the path.
         saved = {n: leaf for n, leaf in found.leaves.items() if n.startswith("params/")}
         if globs is None:
             check_codecs_alike(resolved.leaves, found.leaves)
@@ -249,6 +250,7 @@ def restore_params(
                 raise CheckpointError(f"only={only!r} matches no leaf of the specs{near}.")
             specs = ResolvedSpecs.of(some)
 
+        # Make blank blocks. A master copy may fill a parameter, so the saved ones are among the sources.
         specs = resolve_as_saved(specs, found)
         masters = {n: leaf for n, leaf in found.leaves.items() if n.startswith("optimizer/")}
         params = specs.tree_of(blank_params(specs.stored, on, disk_dir))
@@ -261,10 +263,12 @@ def restore_params(
         load_blocks(folder, found, targets, on, group)
         return params
 
-    return _newest(root, fill, on, timeout)
+    return _restore_newest(root, fill, on, timeout)
 
 
-def _newest(path: Path, fill: Callable[[Path, Manifest, Any], Any], mesh: Mesh, timeout: float | None) -> Any:
+def _restore_newest(
+    path: Path, fill: Callable[[Path, Manifest, Any], Any], mesh: Mesh, timeout: float | None
+) -> Any:
     """Return what `fill` makes of the newest complete checkpoint, the same one on all ranks."""
     before = wait_for_save()
     if before is not None:
@@ -272,18 +276,20 @@ def _newest(path: Path, fill: Callable[[Path, Manifest, Any], Any], mesh: Mesh, 
     group = group_of(mesh, timeout)
 
     def list_folders() -> list[Path]:
-        work = partial(list_candidates, path) if mesh.rank == 0 else list
-        seen = run_together(group, f"looking for {path}", lambda: list(map(str, work())))
-        return list(map(Path, json.loads(gather_texts(group, json.dumps(seen))[0])))
+        list_here = partial(list_candidates, path) if mesh.rank == 0 else list
+        texts = run_together(group, f"looking for {path}", lambda: list(map(str, list_here())))
+        return list(map(Path, json.loads(gather_texts(group, json.dumps(texts))[0])))
 
     # All ranks take the folders that rank 0 sees, and pass over those that are incomplete for any rank.
-    found = left = list_folders()
+    first_seen = candidates = list_folders()
     passed: dict[Path, CheckpointError] = {}
-    while left:
-        folder = left[0]
+    while candidates:
+        folder = candidates[0]
         if passed and mesh.rank == 0:
             last = list(passed.values())[-1]
             warnings.warn(f"{last}\nTaking {folder} instead.", CheckpointWarning, stacklevel=3)
+
+        # Ranks exchange what is wrong before any of them fills a leaf, which is a collective.
         read, wrong = run_together(group, f"restoring {folder}", partial(open_checkpoint, folder))
         lines = [f"rank {rank}: {text}" for rank, text in enumerate(gather_texts(group, wrong)) if text]
         try:
@@ -293,18 +299,21 @@ def _newest(path: Path, fill: Callable[[Path, Manifest, Any], Any], mesh: Mesh, 
             lines = error.lines()
             if not error.corrupt:
                 raise CheckpointError(f"cannot restore {folder}:", lines) from error
+
         # A save of another process may have deleted the folder after it had written a newer one.
         again = list_folders()
         if folder in again:
-            passed[folder] = _explain_unlike(folder, lines)
-        left = [each for each in again if each not in passed]
-    if not passed or (found == [path.absolute()] and not any(path.glob("manifest*"))):
+            passed[folder] = _explain_corrupt(folder, lines)
+        candidates = [each for each in again if each not in passed]
+
+    # A directory without any manifest is no damaged checkpoint, but none.
+    if not passed or (first_seen == [path.absolute()] and not any(path.glob("manifest*"))):
         raise _explain_nothing(path)
     errors = list(passed.values())
     raise errors[0] if len(errors) == 1 else CheckpointError("\n".join(map(str, errors)))
 
 
-def _explain_unlike(folder: Path, wrong: Sequence[str]) -> CheckpointError:
+def _explain_corrupt(folder: Path, wrong: Sequence[str]) -> CheckpointError:
     return CheckpointError(f"{folder} is not what was written:", wrong)
 
 

@@ -1,6 +1,6 @@
 """Blocks: write a checkpoint's blocks once, to one safetensors file a rank, and read them onto any mesh.
 
-Which rank writes a block follows from layouts and mesh, so that no rank has to ask another. The manifest is
+Layouts and mesh determine which rank writes a block, so that no rank has to ask another. The manifest is
 written last. A rank reads what overlaps its own blocks and nothing else, whatever mesh the checkpoint was
 saved on. No byte reaches a tensor before its checksum is compared.
 """
@@ -49,16 +49,16 @@ def save_blocks(
     fields: Mapping[str, Any],
     data: Any,
 ) -> None:
-    """Write this rank's leaves into a directory, and commit it when those of all ranks are there.
+    """Write this rank's leaves into a directory, and commit it when all ranks have written theirs.
 
-    A collective that fails on all ranks, if it fails on any.
+    It is a collective that fails on all ranks, if it fails on any.
 
     Args:
         leaves: the leaves by name.
         fields: fields of the manifest that are known from the start, the same on all ranks.
         data: this rank's position in the data, as JSON.
     """
-    # Rank 0 alone runs `begin` and `finish`, with what all ranks return.
+    # Only rank 0 runs `begin` and `finish`, on what all ranks return.
     positions: list[Any] = []
 
     def begin(states: list[tuple[int, Any]]) -> None:
@@ -69,6 +69,7 @@ def save_blocks(
         directory.begin()
 
     def finish(written: list[tuple[DataFile | None, dict[str, SavedLeaf]]]) -> None:
+        # Where all ranks are at the same position, it is saved once, and fits a mesh of any size.
         alike = all(position == positions[0] for position in positions)
         files = {data_file(rank): file for rank, (file, _) in enumerate(written) if file is not None}
         saved = merge_leaves([leaves for _, leaves in written], [mesh.stage_of(r) for r in range(mesh.size)])
@@ -77,7 +78,7 @@ def save_blocks(
         directory.commit()
 
     run_on_all(group, lambda: (fields["step"], data), begin)
-    run_on_all(group, lambda: _write(directory, leaves, mesh), finish)
+    run_on_all(group, lambda: _write_rank(directory, leaves, mesh), finish)
 
 
 def assign_leaves(leaves: Mapping[str, LocalLeaf], mesh: Mesh) -> dict[str, LocalLeaf]:
@@ -91,17 +92,19 @@ def assign_leaves(leaves: Mapping[str, LocalLeaf], mesh: Mesh) -> dict[str, Loca
     >>> list(assign_leaves(leaves, make_mesh(replicate=2, abstract=True)))
     ['a', 'c']
     """
-    # Ranks that hold the same blocks are a group. Every rank deals out the leaves of all, in the same order.
+    # Ranks that hold the same blocks are a group. Every rank assigns the leaves of all, in the same order.
     loads: dict[tuple[int, ...], dict[int, int]] = {}  # the bytes of each rank of a group so far
     groups: dict[tuple[P, bool], tuple[int, ...]] = {}
     mine = {}
-    # The largest come first, so that the small ones that follow even out the loads. A rank counts its padding
-    # too: the sizes are then alike on all ranks, and so is what each of them works out.
+    # The largest leaves come first, so that the small ones that follow even out the loads. A rank counts its
+    # padding too: sizes are then equal on all ranks, and so all compute the same assignment.
     for name, leaf in sorted(leaves.items(), key=lambda item: (-item[1].block.nbytes, item[0])):
         kind = leaf.layout, leaf.on_all_stages
         if kind not in groups:
-            apart = {*leaf.layout.axes, *([] if leaf.on_all_stages else [PIPELINE])}
-            groups[kind] = mesh.group_ranks([a for a in mesh.names if a not in apart])
+            splitting = set(leaf.layout.axes)
+            if not leaf.on_all_stages:
+                splitting.add(PIPELINE)
+            groups[kind] = mesh.group_ranks([a for a in mesh.names if a not in splitting])
         holders = groups[kind]
         load = loads.setdefault(holders, dict.fromkeys(holders, 0))
         rank = min(holders, key=load.__getitem__)
@@ -111,13 +114,13 @@ def assign_leaves(leaves: Mapping[str, LocalLeaf], mesh: Mesh) -> dict[str, Loca
     return mine
 
 
-def _write(
+def _write_rank(
     directory: AtomicDirectory, leaves: Mapping[str, LocalLeaf], mesh: Mesh
 ) -> tuple[DataFile | None, dict[str, SavedLeaf]]:
     """Write this rank's file.
 
     Returns:
-        The file, None where the rank has nothing to write; and all leaves, each with its chunks in the file.
+        The file, None if the rank has nothing to write; and all leaves, each with its chunks in the file.
     """
     mine = assign_leaves(leaves, mesh)
     file, chunks = write_blocks(directory.saving, mine, mesh) if mine else (None, {})
@@ -129,6 +132,7 @@ def write_blocks(
 ) -> tuple[DataFile, dict[str, list[Chunk]]]:
     """Write leaves to this rank's file, flushed and with checksums; return it and each leaf's chunks."""
     parts = [(name, leaf, *part) for name, leaf in mine.items() for part in leaf.parts(mesh)]
+
     # The name of a box in the file says where it begins, unless it is the full leaf.
     titles = [
         name if part.shape == leaf.shape else f"{name}@{','.join(map(str, start))}"
@@ -140,6 +144,7 @@ def write_blocks(
         for title, (_, _, _, part) in zip(titles, parts, strict=True)
     ]
 
+    # Write them, and describe each box as a chunk of its leaf.
     file = data_file(mesh.rank)
     done = write(folder / file, entries)
     chunks: dict[str, list[Chunk]] = {}
@@ -171,7 +176,7 @@ def load_blocks(
 ) -> None:
     """Fill this rank's leaves from a checkpoint of any mesh.
 
-    A collective that fails on all ranks, if it fails on any.
+    It is a collective that fails on all ranks, if it fails on any.
     """
 
     def fill() -> None:
@@ -188,12 +193,13 @@ def chunk_reads(targets: Mapping[str, RestoreTarget], manifest: Manifest, mesh: 
         dtype = STATE_DTYPES[saved.dtype]
         for offset, part in target.parts(mesh):
             for chunk in saved.chunks:
-                # The box that both have in common, in the full tensor; next or none, if it is empty.
+                # The box of the full tensor that both have in common, which may be empty.
                 low = [max(pair) for pair in zip(offset, chunk.offset, strict=True)]
                 ends = zip(offset, part.shape, chunk.offset, chunk.shape, strict=True)
                 high = [min(a + n, b + m) for a, n, b, m in ends]
                 if any(first >= last for first, last in zip(low, high, strict=True)):
                     continue
+
                 # The same box as a view of this rank's block, and where it begins in the chunk.
                 view = part
                 for dim, (first, last) in enumerate(zip(low, high, strict=True)):
@@ -210,37 +216,38 @@ def all_chunks(manifest: Manifest) -> Iterator[ChunkRead]:
             # Read as bytes, a chunk may be cut anywhere, and no more than a block of it is in memory.
             flat = replace(chunk, shape=(size,))
             for start in range(0, size, BLOCK_BYTES):
-                nowhere = torch.empty(min(BLOCK_BYTES, size - start), dtype=torch.uint8, device="meta")
-                yield ChunkRead(name, flat, torch.uint8, (start,), nowhere)
+                discarded = torch.empty(min(BLOCK_BYTES, size - start), dtype=torch.uint8, device="meta")
+                yield ChunkRead(name, flat, torch.uint8, (start,), discarded)
 
 
 def find_problems(folder: Path, manifest: Manifest, reads: Iterable[ChunkRead]) -> list[str]:
     """Read file by file, in the order of bytes, and return all that is corrupt."""
-    # Sorted by place, so that the threads read a file from its beginning to its end.
+    # Sort by position, so that the threads read a file from its beginning to its end.
     wrong, by_file = [], dict[str, list[ChunkRead]]()
     for read in sorted(reads, key=lambda r: r.chunk.at):
         by_file.setdefault(read.chunk.file, []).append(read)
     with ThreadPoolExecutor(READERS) as readers:
-        for name, of_file in by_file.items():
+        for name, file_reads in by_file.items():
             try:
                 fd = open_and_check(folder, name, manifest.files[name])
             except Corrupt as error:
                 wrong.append(str(error))
                 continue
             try:
-                # The threads can share a descriptor: each read names its own place in the file.
-                found = readers.map(partial(_find_problem, fd), of_file)
-                wrong += [f"{name}, {problem}" for problem in found if problem]
+                # The threads can share a descriptor, since each read names its own position in the file.
+                problems = readers.map(partial(_fill_or_explain, fd), file_reads)
+                wrong += [f"{name}, {problem}" for problem in problems if problem]
             finally:
                 os.close(fd)
     return wrong
 
 
-def _find_problem(fd: int, read: ChunkRead) -> str:
+def _fill_or_explain(fd: int, read: ChunkRead) -> str:
     """Fill one target; return what is wrong with the bytes, or ""."""
     try:
         fill_chunk(fd, read)
     except (Corrupt, OSError) as error:
+        # Errors that may pass, such as too many open files, say nothing about the bytes.
         if isinstance(error, OSError) and error.errno in PASSING:
             raise
         return f"{read.leaf}: {error}"
@@ -250,16 +257,17 @@ def _find_problem(fd: int, read: ChunkRead) -> str:
 def fill_chunk(fd: int, read: ChunkRead) -> None:
     """Read the rows of a chunk that a box touches, and copy the box out of them."""
     chunk, target, dtype = read.chunk, read.target, read.dtype
-    # Only the first dim is cut in the file, where rows lie one after the other; the other dims are cut in
-    # memory. A scalar is one row.
+    # Only the first dim is cut in the file, where rows are contiguous; the other dims are cut in memory. A
+    # scalar is one row.
     first, rows, row = 0, (), 1
     if chunk.shape:
         first, rows = read.start[0], (target.shape[0], *chunk.shape[1:])
         row = math.prod(chunk.shape[1:])
     size = math.prod(chunk.shape) * dtype.itemsize
-    # Rows that are wanted as they are go to the target at once, without a copy.
-    same = target.dtype == dtype and target.device.type == "cpu" and target.is_contiguous()
-    in_place = same and tuple(target.shape) == rows
+
+    # Whole rows that need no cast are read into the target itself, without a copy.
+    is_plain = target.dtype == dtype and target.device.type == "cpu" and target.is_contiguous()
+    in_place = is_plain and tuple(target.shape) == rows
     buffer = target if in_place else torch.empty(rows, dtype=dtype)
     out = memoryview(buffer.view(-1).view(torch.uint8).numpy())
     read_and_check(fd, chunk.at, size, chunk.crc32, first * row * dtype.itemsize, out)
@@ -270,10 +278,10 @@ def fill_chunk(fd: int, read: ChunkRead) -> None:
 
 
 def open_and_check(folder: Path, name: str, file: DataFile) -> int:
-    """Open a data file whose length and header are as they were written, and return its descriptor.
+    """Open a data file, check its length and header, and return its descriptor.
 
     Raises:
-        Corrupt: they are not.
+        Corrupt: they are not what was written.
     """
     fd = open_regular(folder, name, file.bytes)
     try:

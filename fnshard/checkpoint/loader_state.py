@@ -1,4 +1,7 @@
-"""Write a loader's position as JSON and read it back: types that JSON lacks are tagged, none is pickled."""
+"""Loader state: write a loader's position as JSON and read it back.
+
+Types that JSON lacks are tagged, and nothing is pickled.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +32,11 @@ def encode(value: Any, name: str = "data") -> Any:
     if value is None or type(value) in (bool, int, float, str):
         return value
 
-    # Numbers and arrays of NumPy, tensors, bytes.
+    # Numbers and arrays of NumPy, tensors and bytes.
     if isinstance(value, np.generic) and not isinstance(value.item(), np.generic):
         return encode(value.item(), name)
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc" and value.dtype.itemsize <= 8:
-        # torch takes no other byte order, and no array that must not be written to: `astype` makes a copy.
+        # torch takes neither another byte order nor a read-only array, so `astype` makes a copy.
         native = torch.from_numpy(value.astype(value.dtype.newbyteorder("=")))
         return _tag("array", encode(native, name))
     if isinstance(value, Tensor) and value.dtype in NAMES and value.layout == torch.strided:
@@ -42,7 +45,7 @@ def encode(value: Any, name: str = "data") -> Any:
     if isinstance(value, bytes):
         return _tag("bytes", base64.b64encode(value).decode())
 
-    # Containers; JSON's own dicts have strings as keys.
+    # Containers. Only dicts whose keys are strings, and not mistaken for a tag, are JSON's own.
     if isinstance(value, tuple):
         return _tag("tuple", [encode(v, f"{name}[{i}]") for i, v in enumerate(value)])
     if isinstance(value, list):
@@ -60,7 +63,7 @@ def encode(value: Any, name: str = "data") -> Any:
 
 
 def decode(value: Any) -> Any:
-    """Decode what `encode` has made."""
+    """Decode a value that `encode` has made."""
     if isinstance(value, list):
         return [decode(v) for v in value]
     if not isinstance(value, dict):
@@ -75,8 +78,9 @@ def _tag(kind: str, of: Any) -> dict[str, Any]:
 
 
 def _read_tensor(of: Any) -> Tensor:
-    """Return a tensor of its dtype's name, its shape and its bytes in base64."""
+    """Return the tensor of a dtype's name, a shape and bytes in base64."""
     name, shape, text = of
+    # `frombuffer` refuses an empty buffer.
     if math.prod(shape) == 0:
         return torch.empty(shape, dtype=DTYPES[name])
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=DTYPES[name]).reshape(shape)

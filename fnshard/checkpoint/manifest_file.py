@@ -1,9 +1,9 @@
-"""Manifest: the list of what a checkpoint holds, as JSON: written last, read first, sealed by a checksum.
+"""Manifest: the list of what a checkpoint holds, as JSON. It is written last, read first, and has a checksum.
 
 `manifest.json` names every leaf (shape, dtype, spec, and its chunks with their checksums) and every file.
-`manifest.json.sha256` is a file that `sha256sum -c` reads. Files are named by ranks, and a manifest with any
-other name in it is refused: nothing outside the directory is ever opened. Whoever writes a manifest and its
-seal can make a reader take wrong numbers, but not other files.
+`manifest.json.sha256`, its seal, is a file that `sha256sum -c` reads. Files are named by ranks, and a
+manifest with any other name in it is refused: nothing outside the directory is ever opened. An attacker who
+writes a manifest and its seal can make a reader take wrong numbers, but not other files.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class SavedLeaf:
     Args:
         dtype: its dtype, as safetensors files name it.
         spec: the `P` that it was stored by, as text.
-        chunks: its chunks; in a manifest all of them, each part of the tensor once; on one rank, those that
-            the rank has written.
+        chunks: its chunks. In a manifest these are all, with each part of the tensor once; on one rank, those
+            that the rank has written.
     """
 
     shape: tuple[Count, ...]
@@ -73,7 +73,8 @@ class SavedLeaf:
 
     def in_pairs(self) -> SavedLeaf:
         """Return the leaf with pairs of real numbers in place of complex ones, which are the same bytes."""
-        if not (dtype := STATE_DTYPES[self.dtype]).is_complex:
+        dtype = STATE_DTYPES[self.dtype]
+        if not dtype.is_complex:
             return self
         chunks = [replace(c, offset=(*c.offset, 0), shape=(*c.shape, 2)) for c in self.chunks]
         return SavedLeaf((*self.shape, 2), STATE_NAMES[dtype.to_real()], self.spec, tuple(chunks))
@@ -91,6 +92,7 @@ class SavedLeaf:
         Raises:
             ValueError: they do not.
         """
+        # The shape, and each chunk by itself.
         if math.prod(max(size, 1) for size in self.shape) >= 1 << 63:
             raise ValueError(f"{name}{list(self.shape)} is no shape of a tensor")
         if any(not len(c.offset) == len(c.shape) == len(self.shape) for c in self.chunks):
@@ -101,8 +103,11 @@ class SavedLeaf:
                 raise ValueError(f"{name}a chunk that is not in it")
             if len(chunk.crc32) != -(-self.chunk_bytes(chunk) // tensorfile.BLOCK_BYTES):
                 raise ValueError(f"{name}checksums of other blocks")
-        numbers, places = sum(math.prod(c.shape) for c in self.chunks), {c.offset for c in self.chunks}
-        if numbers != math.prod(self.shape) or len(places) != len(self.chunks):
+
+        # All chunks together, by their count. Only a forged manifest has boxes that overlap and leave a gap.
+        count = sum(math.prod(c.shape) for c in self.chunks)
+        offsets = {c.offset for c in self.chunks}
+        if count != math.prod(self.shape) or len(offsets) != len(self.chunks):
             raise ValueError(f"{name}its chunks are not the whole of it, each part once")
 
 
@@ -116,12 +121,12 @@ class Manifest:
         leaves: the leaves by name.
         files: the data files by name.
         specs: by path, each leaf's whole `LayoutSpec` as text, for people.
-        data: the positions in the data by rank; one entry where all ranks are alike.
+        data: the positions in the data by rank; one entry if all ranks are alike.
         config: the resolved configuration, if any.
-        metrics: numbers that came with the save.
+        metrics: the metrics that were given to the save.
         versions: the version of torch.
         complex: paths of parameters that are complex numbers to their model, and pairs of real ones here.
-        number: the number that its directory was named by; None where it had another name.
+        number: the number that its directory was named by; None if it had another name.
     """
 
     step: Count
@@ -142,7 +147,7 @@ class Manifest:
         """Write the manifest and its seal, which complete a checkpoint, and flush the directory."""
         text = json.dumps(vars(self), default=vars, separators=(",", ":")).encode()
         # The seal comes last: a manifest that was cut off by a kill has none.
-        for name, content in ((NAME, text), (SEAL, _seal(hashlib.sha256(text).hexdigest()))):
+        for name, content in ((NAME, text), (SEAL, _make_seal(hashlib.sha256(text).hexdigest()))):
             with (folder / name).open("xb") as file:
                 file.write(content)
                 file.flush()
@@ -151,44 +156,46 @@ class Manifest:
 
     @staticmethod
     def read(folder: Path) -> Manifest:
-        """Read the manifest of a checkpoint, and check it by its seal and in itself, without the data files.
+        """Read the manifest of a checkpoint; check its seal and its consistency, but not the data files.
 
         Raises:
-            Corrupt: something is wrong; it says with which file.
+            Corrupt: something is wrong. The error names the file.
         """
         text, seal = _read_file(folder, NAME), _read_file(folder, SEAL)
-        if seal != _seal(hashlib.sha256(text).hexdigest()):
+        if seal != _make_seal(hashlib.sha256(text).hexdigest()):
             raise Corrupt(f"{NAME} and {SEAL} do not belong together (checksum differs)")
         try:
             values = json.loads(text)
             if values["format"] != FORMAT:
                 raise ValueError(f"its format is {values['format']!r}, this reads {FORMAT!r}")
-            found = _read_manifest(values)
-            if odd := [name for name in found.files if not DATA.fullmatch(name)]:
+            manifest = _read_manifest(values)
+
+            # Names of files, the chunks of each leaf, and positions in the data.
+            if odd := [name for name in manifest.files if not DATA.fullmatch(name)]:
                 raise ValueError(f"{odd[0]!r} is no name of a data file")
-            for name, leaf in found.leaves.items():
+            for name, leaf in manifest.leaves.items():
                 leaf.check(f"{name}: ")
-                if odd := {chunk.file for chunk in leaf.chunks} - found.files.keys():
+                if odd := {chunk.file for chunk in leaf.chunks} - manifest.files.keys():
                     raise ValueError(f"{name}: a chunk in {min(odd)!r}, which is not among its files")
-            for position in found.data:
+            for position in manifest.data:
                 _check_position(position)
 
             # Earlier versions saved complex leaves, and their optimizer state, as complex numbers.
-            complexes = {n for n, leaf in found.leaves.items() if leaf.dtype in ("C64", "C128")}
+            complexes = {n for n, leaf in manifest.leaves.items() if leaf.dtype in ("C64", "C128")}
             if old := tuple(n.removeprefix("params/") for n in complexes if n.startswith("params/")):
-                pairs = {n: leaf.in_pairs() for n, leaf in found.leaves.items()}
-                found = replace(found, leaves=pairs, complex=old)
-            return found
+                pairs = {n: leaf.in_pairs() for n, leaf in manifest.leaves.items()}
+                manifest = replace(manifest, leaves=pairs, complex=old)
+            return manifest
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
             raise Corrupt(
                 f"{NAME} is no manifest of a checkpoint ({type(error).__name__}: {error})"
             ) from error
 
     def check_files(self, folder: Path) -> None:
-        """Refuse a directory where data files are missing, or not of their full length.
+        """Refuse a directory in which data files are missing, or do not have their full length.
 
         Raises:
-            Corrupt: there are such; it names every one.
+            Corrupt: there are such files. The error names every one.
         """
         wrong = []
         for name, file in self.files.items():
@@ -210,29 +217,30 @@ def merge_leaves(parts: Sequence[Mapping[str, SavedLeaf]], stages: Sequence[int]
     Raises:
         ValueError: ranks hold different states.
     """
-    # Ranks of a stage must have the same leaves; those of other stages have others.
+    # Ranks of a stage must have the same leaves. Other stages have other leaves.
     first = {stage: parts[stages.index(stage)] for stage in stages}
-    wrong = {n for part, stage in zip(parts, stages, strict=True) for n in part.keys() ^ first[stage].keys()}
+    wrong: set[str] = set()
+    for part, stage in zip(parts, stages, strict=True):
+        wrong |= part.keys() ^ first[stage].keys()
 
+    # Join the chunks of each leaf, which must be whole, and of the same tensor on all ranks.
     leaves = {name: leaf for part in first.values() for name, leaf in part.items()}
-    found = {}
+    merged = {}
     for name, leaf in leaves.items():
-        # The chunks of a leaf are whole only when those of all its ranks are together.
-        here = [part[name] for part in parts if name in part]
-        alike = {(each.shape, each.dtype, each.spec) for each in here}
-        chunks = sorted((c for each in here for c in each.chunks), key=lambda chunk: chunk.offset)
-        found[name] = replace(leaf, chunks=tuple(chunks))
-
+        by_rank = [part[name] for part in parts if name in part]
+        kinds = {(each.shape, each.dtype, each.spec) for each in by_rank}
+        chunks = sorted((c for each in by_rank for c in each.chunks), key=lambda chunk: chunk.offset)
+        merged[name] = replace(leaf, chunks=tuple(chunks))
         try:
-            found[name].check()
+            merged[name].check()
         except ValueError:
             wrong.add(name)
-        if len(alike) > 1:
+        if len(kinds) > 1:
             wrong.add(name)
 
     if wrong:
         raise ValueError(f"ranks hold different states: {', '.join(sorted(wrong)[:SHOWN])}")
-    return found
+    return merged
 
 
 def _check_position(position: Any) -> None:
@@ -247,7 +255,7 @@ def _check_position(position: Any) -> None:
         raise ValueError(f"data: no position of a loader ({type(error).__name__}: {error})") from error
 
 
-def _seal(digest: str) -> bytes:
+def _make_seal(digest: str) -> bytes:
     """Return the content of a seal, as `sha256sum` writes it."""
     return f"{digest}  {NAME}\n".encode()
 

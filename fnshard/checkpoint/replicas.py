@@ -1,11 +1,11 @@
 """Replicas: copies of a training state in host memory, so that a run goes on where it was when ranks die.
 
-A replica is a checkpoint whose files lie in memory that outlives a rank, in a folder of this node's /dev/shm.
+A replica is a checkpoint whose files are in memory that outlives a rank, in a folder of this node's /dev/shm.
 Ranks find it when they are started again, by `fs.launch` or by `torchrun`. Each save has its own folder, and
 the last complete one stays while the next is written. A rank copies its blocks to the host; its file, the
-checksums and the copy on a partner's node are made in the background while the next step runs. Next to each
-file lies a manifest of that file alone, which is written when the files of all ranks are there, so that no
-incomplete state is taken for a complete one. Gemini (Wang et al., SOSP 2023) has the same placement.
+checksums and the copy on a partner's node are made in the background while the next step runs. Each file has
+a manifest of its own, a part, which is written when the files of all ranks are, so that no incomplete state
+is taken for a complete one. Gemini (Wang et al., SOSP 2023) has the same placement.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ ROOM = 3  # a rank needs room for three times its file: the last copy, the next 
 
 
 def most_copies(nodes: int) -> int:
-    """Return how many copies nodes can hold; on a single node it is one, which outlives the node's ranks."""
+    """Return how many copies nodes can hold: one on a single node, where it outlives the node's ranks."""
     return max(1, nodes - 1)
 
 
@@ -84,7 +84,7 @@ class Replicas:
     def __init__(self, step: Step, memory: str | Path, *, copies: int = 1, timeout: float | None = None):
         self.step, self.mesh = step, step.mesh
         self._group = group_of(self.mesh, timeout, "replicas")
-        self.memory = run_together(self._group, "replicas", lambda: _folder_of(memory))
+        self.memory = run_together(self._group, "replicas", lambda: _find_memory(memory))
 
         # Ranks of one host and folder are a node. Several nodes copy to each other over a group of their own.
         hosts = gather_texts(self._group, f"{socket.gethostname()}:{self.memory.resolve()}")
@@ -119,18 +119,20 @@ class Replicas:
             newer_than: states of this step or before are not wanted; None is returned if there is no newer
                 one.
         """
+        # The first rank of each node lists what is there, and all ranks learn it.
         found: dict[str, dict[str, _Part]] = {}  # by folder and data file
-        here = _parts_in(self.memory) if self._is_first else []
+        here = _list_parts(self.memory) if self._is_first else []
         for rank, listed in enumerate(gather_texts(self._group, json.dumps(here))):
             for folder, name, text in json.loads(listed):
                 part = found.setdefault(folder, {}).setdefault(name, (text, []))
                 part[1].append(self._nodes[rank])
 
-        # The newest of those that are complete and not corrupt.
-        replicas = filter(None, (_replica_of(folder, parts) for folder, parts in found.items()))
+        # Take the newest of those that are complete and not corrupt.
+        replicas = [_join_parts(folder, parts) for folder, parts in found.items()]
+        complete = [replica for replica in replicas if replica is not None]
         _, fill = state_filler(self.step, None)
         self.lost = bool(found) or attempt() > 0
-        for replica in sorted(replicas, key=lambda replica: -replica.manifest.step):
+        for replica in sorted(complete, key=lambda replica: -replica.manifest.step):
             if replica.manifest.step <= newer_than:
                 self.lost = False
                 break
@@ -138,7 +140,7 @@ class Replicas:
             try:
                 state = fill(folder, replica.manifest, self._group, partial(self._fetch, folder, replica))
             except Failed as error:
-                # What is corrupt on one rank is passed over by all, for the replica before it.
+                # If a replica is corrupt on one rank, all ranks go on with the one before it.
                 if not error.corrupt:
                     raise CheckpointError(f"cannot restore from {folder}:", error.lines()) from error
                 continue
@@ -157,20 +159,24 @@ class Replicas:
         leaves = state_leaves(state, self._specs, mesh)
         mine = assign_leaves(leaves, mesh)
 
-        # What this node will hold: its ranks' own blocks, and those of the ranks that copy to it.
+        # Each rank sends its file to the rank of its place on the next nodes, and receives those of the nodes
+        # before.
         own_bytes = sum(leaf.block.nbytes for leaf in mine.values())
         sizes = [int(text) for text in gather_texts(self._group, str(own_bytes))]
         shifts = range(1, self._copies + 1)
-        # Each rank sends its file to the rank of its place on the next nodes, and gets those of the nodes
-        # before.
-        self._targets = [self._partner(mesh.rank, shift) for shift in shifts]
-        self._sources = [[r for r in range(mesh.size) if self._partner(r, s) == mesh.rank] for s in shifts]
+        self._targets = [self._find_partner(mesh.rank, shift) for shift in shifts]
+        self._sources = []
+        for shift in shifts:
+            sources = [rank for rank in range(mesh.size) if self._find_partner(rank, shift) == mesh.rank]
+            self._sources.append(sources)
+
+        # A node holds its ranks' own blocks, and those of the ranks that copy to it.
         taken = own_bytes + sum(sizes[r] for sources in self._sources for r in sources)
         by_rank = zip(self._nodes, gather_texts(self._group, str(taken)), strict=True)
         self.node_bytes = ROOM * sum(int(text) for node, text in by_rank if node == self._node)
         run_together(self._group, "replicas", self._check_room)
 
-        # The room is there: take it, and make what all manifests have in common.
+        # Take the room, and make what the manifests of all saves have in common.
         self._staged = make_host_copies(mine)
         axes = dict(zip(mesh.names, mesh.sizes, strict=True))
         self._plan = Manifest(
@@ -181,9 +187,11 @@ class Replicas:
         )  # fmt: skip
 
     def _check_room(self) -> None:
-        """Refuse replicas that do not fit into this node's memory, beside those that are there."""
-        there = os.statvfs(self.memory)
-        free = [there.f_bavail * there.f_frsize, *(max(0, limit - used) for limit, used in control_groups())]
+        """Refuse replicas that do not fit into this node's memory, in place of those that are there."""
+        # Both the file system and the control groups of this process may be limits.
+        volume = os.statvfs(self.memory)
+        free = [volume.f_bavail * volume.f_frsize]
+        free += [max(0, limit - used) for limit, used in control_groups()]
         taken = sum(path.stat().st_size for path in self.memory.glob("*/*"))
         if self.node_bytes > min(free) + taken:
             raise CheckpointError(
@@ -192,26 +200,26 @@ class Replicas:
                 fix="fewer copies, more nodes, or a larger /dev/shm.",
             )
 
-    def _partner(self, rank: int, shift: int) -> int:
+    def _find_partner(self, rank: int, shift: int) -> int:
         """Return the rank that holds copies of a rank's blocks: that of its place, `shift` nodes further."""
         count = max(self._nodes) + 1
         by_node = [[r for r, n in enumerate(self._nodes) if n == node] for node in range(count)]
-        there = by_node[(self._nodes[rank] + shift) % count]
-        return there[by_node[self._nodes[rank]].index(rank) % len(there)]
+        place = by_node[self._nodes[rank]].index(rank)
+        partners = by_node[(self._nodes[rank] + shift) % count]
+        return partners[place % len(partners)]  # nodes may have different numbers of ranks
 
     def _fetch(self, folder: Path, replica: _Replica, targets: Targets) -> None:
         """Fetch the files that this node's ranks read, and that only other nodes have."""
-        # All ranks learn who lacks what, and so work out the same list of transfers.
+        # All ranks learn which node lacks which file, and so compute the same list of transfers.
         needed = {read.chunk.file for read in chunk_reads(targets, replica.manifest, self.mesh)}
         missing = set()
         for rank, text in enumerate(gather_texts(self._group, json.dumps(sorted(needed)))):
             node = self._nodes[rank]
             missing |= {(node, name) for name in json.loads(text) if node not in replica.nodes[name]}
 
+        # Transfer one file after the other, in the same order on all ranks, between first ranks of two nodes.
         received = {}
         for node, name in sorted(missing):
-            # One transfer after the other, in the same order on all ranks, between the first ranks of two
-            # nodes.
             source, target = self._nodes.index(replica.nodes[name][0]), self._nodes.index(node)
             with translate_errors(lambda: "fetching a replica"):
                 if self.mesh.rank == source:
@@ -223,20 +231,20 @@ class Replicas:
         run_together(self._group, "fetching a replica", lambda: _write_files(folder, received))
 
     def save(self, state: TrainState, data: Any = None) -> None:
-        """Copy a state, and return when the copy is on the host, so that the next step may have the state.
+        """Copy a state, and return when the copy is on the host, so that the next step may consume the state.
 
         Raises:
             CheckpointError: the save before failed.
         """
         self.wait()
         leaves = state_leaves(state, self._specs, self.mesh)
-        # The copies go to the buffers of the save before, which `wait` has seen written.
+        # The buffers are those of the save before, whose files are written after `wait`.
         copy_to_host([(staged.block, leaves[name].block) for name, staged in self._staged.items()])
         position = encode(data.state_dict() if hasattr(data, "state_dict") else data)
         part = replace(self._plan, step=int(state.step), seed=int(state.seed), data=(position,))
         self._count += 1
         folder = self.memory / f"{self._token}-{self._count}"
-        self._thread = threading.Thread(target=self._run, args=(folder, part), daemon=True)
+        self._thread = threading.Thread(target=self._write_and_exchange, args=(folder, part), daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
@@ -264,24 +272,24 @@ class Replicas:
         if self._is_first:
             shutil.rmtree(self.memory, ignore_errors=True)
 
-    def _run(self, folder: Path, part: Manifest) -> None:
+    def _write_and_exchange(self, folder: Path, part: Manifest) -> None:
         """Write and exchange the files of one save, in the background.
 
-        Parts come last: a save without those of all ranks is not taken for complete.
+        Parts are written last: a save without those of all ranks is not taken for complete.
         """
         try:
             what = f"writing a replica of step {part.step}"
-            text = run_together(self._group, what, lambda: self._write(folder, part))
+            text = run_together(self._group, what, lambda: self._write_file(folder, part))
             files = self._exchange(text, folder / data_file(self.mesh.rank))
             run_together(self._group, what, lambda: _write_files(folder, files))
             self._last = folder.name
-        except Exception as error:
+        except Exception as error:  # `wait` raises it
             self._error = error
 
-    def _write(self, folder: Path, part: Manifest) -> str:
+    def _write_file(self, folder: Path, part: Manifest) -> str:
         """Write this rank's file, and return the text of its part.
 
-        All folders but the last complete one are removed before.
+        All folders but the last complete one are removed first.
         """
         if self._is_first:
             for old in self.memory.iterdir():
@@ -295,15 +303,15 @@ class Replicas:
         return f"{zlib.crc32(text.encode()):08x} {text}"
 
     def _exchange(self, text: str, path: Path) -> dict[str, Tensor]:
-        """Send this rank's file and part to its partners, and return what is to be written here, by name."""
+        """Send this rank's file and part to its partners, and return the files to write here, by name."""
         content, part = _read_file(path), torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
         files = {f"{path.name}{PART}": part}
-        # A receiver learns from the head how much it has to make room for. Each of the three has its own tag.
+        # The head tells a receiver the sizes of the two that follow. Each of the three has its own tag.
         head = torch.tensor([len(content), len(part)])
 
         with translate_errors(lambda: "copying a replica"):
             for target, sources in zip(self._targets, self._sources, strict=True):
-                # All ranks send before they receive: sends that block would wait for each other.
+                # All ranks send before they receive, without blocking: sends that block would deadlock.
                 sends = [
                     dist.isend(tensor, target, group=self._between, tag=tag)
                     for tag, tensor in enumerate((head, content, part))
@@ -311,17 +319,17 @@ class Replicas:
                 for source in sources:
                     sizes = torch.zeros(2, dtype=torch.int64)
                     dist.recv(sizes, source, group=self._between, tag=0)
-                    for tag, end in enumerate(("", PART)):
-                        received = torch.empty(int(sizes[tag]), dtype=torch.uint8)
-                        dist.recv(received, source, group=self._between, tag=tag + 1)
-                        files[f"{data_file(source)}{end}"] = received
+                    for number, ending in enumerate(("", PART)):
+                        received = torch.empty(int(sizes[number]), dtype=torch.uint8)
+                        dist.recv(received, source, group=self._between, tag=number + 1)
+                        files[f"{data_file(source)}{ending}"] = received
                 for send in sends:
                     send.wait()
         return files
 
 
-def _folder_of(memory: str | Path) -> Path:
-    """Return the folder of replicas that a name stands for, which is made if there is none."""
+def _find_memory(memory: str | Path) -> Path:
+    """Return the folder of replicas that a name means, which is made if there is none."""
     if isinstance(memory, Path):
         return memory
     try:
@@ -340,22 +348,22 @@ def _read_file(path: Path) -> Tensor:
 
 
 def _write_files(folder: Path, contents: Mapping[str, Tensor]) -> None:
-    """Write files in this order, so that each is there whole or not at all."""
+    """Write files in this order. Each is complete as soon as it has its name."""
     for name, content in contents.items():
         folder.mkdir(mode=0o700, exist_ok=True)
         (folder / f".{name}").write_bytes(memoryview(content.numpy()))
         os.rename(folder / f".{name}", folder / name)
 
 
-def _parts_in(memory: Path) -> list[tuple[str, str, str]]:
-    """Return (folder, data file, manifest of that file) of every whole part in a node's memory."""
-    found = []
+def _list_parts(memory: Path) -> list[tuple[str, str, str]]:
+    """Return (folder, data file, manifest of that file) of every undamaged part in a node's memory."""
+    parts = []
     for path in sorted(memory.glob(f"*/rank-*{PART}")):
         with suppress(OSError, ValueError):
             checksum, _, text = path.read_text().partition(" ")
             if int(checksum, 16) == zlib.crc32(text.encode()):
-                found.append((path.parent.name, path.stem, text))
-    return found
+                parts.append((path.parent.name, path.stem, text))
+    return parts
 
 
 @dataclass(frozen=True)
@@ -371,19 +379,22 @@ class _Replica:
     nodes: Mapping[str, list[int]]
 
 
-def _replica_of(folder: str, parts: Mapping[str, _Part]) -> _Replica | None:
-    """Return the replica that the parts of one save make up; None if a block or a rank's position lacks."""
+def _join_parts(folder: str, parts: Mapping[str, _Part]) -> _Replica | None:
+    """Return the replica that the parts of one save make up; None if it is incomplete."""
+    # The mesh that it was saved on says how many parts there must be, one for each rank.
     try:
-        read = [from_json(Manifest, json.loads(parts[name][0])) for name in sorted(parts)]
-        axes = read[0].mesh["axes"]
+        by_rank = [from_json(Manifest, json.loads(parts[name][0])) for name in sorted(parts)]
+        axes = by_rank[0].mesh["axes"]
         mesh = Mesh(tuple(axes), tuple(axes.values()), (), kind="abstract")
-        if len(read) < mesh.size:
+        if len(by_rank) < mesh.size:
             return None
-        saved = merge_leaves([part.leaves for part in read], [mesh.stage_of(r) for r in range(len(read))])
+        stages = [mesh.stage_of(rank) for rank in range(len(by_rank))]
+        leaves = merge_leaves([part.leaves for part in by_rank], stages)
     except (ValueError, RecursionError):
         return None
-    files = {name: file for part in read for name, file in part.files.items()}
-    data = tuple(position for part in read for position in part.data)
+
+    files = {name: file for part in by_rank for name, file in part.files.items()}
+    data = tuple(position for part in by_rank for position in part.data)
     alike = all(position == data[0] for position in data)
-    manifest = replace(read[0], leaves=saved, files=files, data=data[:1] if alike else data)
+    manifest = replace(by_rank[0], leaves=leaves, files=files, data=data[:1] if alike else data)
     return _Replica(folder, manifest, {name: nodes for name, (_, nodes) in parts.items()})

@@ -1,4 +1,4 @@
-"""Reshard: bring a state from one layout to another in memory, leaf by leaf."""
+"""Reshard: move a state from one layout to another in memory, leaf by leaf."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def reshard(
 ) -> Any:
     """Return the same state in another layout, without a file. A collective; the old state is consumed.
 
-    The ranks that a leaf is split over gather it, and each cuts its block. Old and new state are in memory
+    The ranks that a leaf is split over gather it, and each takes its block. Old and new state are in memory
     together. dtypes, tiers and master copies are treated as in `fnshard.checkpoint.restore`. A leaf whose
     codec changes is decoded before and coded afterwards, block by block.
 
@@ -61,7 +61,7 @@ def reshard(
         before, after: spec trees of the same leaves.
         mesh: the mesh that the state is on; by default, one axis over all ranks.
         to: a mesh of the same ranks with other axes; by default `mesh`.
-        disk_dir: the directory for leaves that rest on disk afterwards.
+        disk_dir: the directory for leaves that are kept on disk afterwards.
 
     Raises:
         SpecError: the trees have other leaves, or the meshes other sizes.
@@ -89,18 +89,25 @@ def reshard(
             fix="save it, and restore it on the other mesh, which may have any size.",
         )
 
-    # Blocks without codecs move; what changes its codec is decoded before, and coded afterwards.
+    # Leaves whose codec changes move decoded, from specs `before` to specs `plain`.
     before = ResolvedSpecs.of(before).align(state.params)
     after = ResolvedSpecs.of(after).align(before.tree)
     old, before, plain = _decode_changed(state, before, after)
     compare_paths(before.stored, plain.stored)
     check_complex_alike(plain.complex, before.complex)
 
+    # Describe the old leaves, in the same order on each rank. Stages of a pipeline tell each other theirs.
     leaves = state_leaves(old, before, mesh)
-    known = _describe_all(leaves, mesh)
+    known = {name: leaf.to_saved() for name, leaf in leaves.items()}
+    if mesh.stages > 1:
+        own = {name: (leaf.shape, leaf.dtype) for name, leaf in known.items()}
+        union: dict[str, Any] = {}
+        for text in connection(mesh).gather_object(json.dumps(own)):
+            union |= json.loads(text)
+        known = {n: SavedLeaf(tuple(shape), dtype, "", ()) for n, (shape, dtype) in sorted(union.items())}
     new, targets = _make_blank(old, known, plain, target, disk_dir)
 
-    # From here on `leaves` alone holds the old blocks, so that each goes when it has been moved.
+    # From here on only `leaves` holds the old blocks, so that each is freed when it has been moved.
     del old
     state.consume(by="fs.reshard")
     if max(mesh.stages, target.stages) > 1:
@@ -113,13 +120,13 @@ def reshard(
 def averaged(state: TrainState, name: str = "ema", *, disk_dir: str | None = None) -> TrainState:
     """Return a state whose parameters are the averages that `fs.optim.ema` keeps, to evaluate or save.
 
-    A collective where parameters and optimizer state lie differently. `state` stays usable. The new state
-    shares its leaves that do not train, and has no optimizer state.
+    It is a collective where parameters and optimizer state have different layouts. `state` stays usable. The
+    new state shares its leaves that do not train, and has no optimizer state.
 
     Args:
         state: a state of `step.init`, `step.adopt` or a restore.
         name: the slot of the averages; a second `ema` of a chain keeps "ema_2".
-        disk_dir: the directory for averages of leaves that rest on disk; with None they rest on the host.
+        disk_dir: the directory for averages of leaves that are kept on disk; with None they are on the host.
 
     Raises:
         OptimizerError: leaves that train lack that slot.
@@ -136,7 +143,7 @@ def averaged(state: TrainState, name: str = "ema", *, disk_dir: str | None = Non
     (specs, mesh), averages = state.where, ema_params(state.opt_state, name)
     resolved = ResolvedSpecs.of(specs)
 
-    # Averages lie as optimizer state does, and go to where parameters lie.
+    # Averages have the layout of optimizer state, and move to the layout of parameters.
     on_disk = "host" if disk_dir is None else "disk"
     here = specs_here(resolved.stored, mesh)
     after = {p: resolved.stored[p] for p in resolved.trainable if p in averages or p not in here}
@@ -158,19 +165,10 @@ def averaged(state: TrainState, name: str = "ema", *, disk_dir: str | None = Non
     blocks = {p: averages[p] if p in averages else foreign_block(s, mesh) for p, s in before.items()}
     moved = resolved.as_seen(reshard(blocks, before, after, mesh, disk_dir=disk_dir))
 
+    # Leaves that do not train stay.
     leaves, structure = tree.flatten_with_paths(state.params)
     params = tree.unflatten([moved.get(path, leaf) for path, leaf in leaves.items()], structure)
     return TrainState(state.step.clone(), params, {}, {}, state.seed.clone(), where=state.where)
-
-
-def _describe_all(leaves: Mapping[str, LocalLeaf], mesh: Mesh) -> dict[str, SavedLeaf]:
-    """Describe the leaves of all ranks, in the same order on each rank. A collective on a pipeline."""
-    known = {n: leaf.to_saved() for n, leaf in leaves.items()}
-    if mesh.stages == 1:
-        return known
-    texts = connection(mesh).gather_object(json.dumps({n: (s.shape, s.dtype) for n, s in known.items()}))
-    every = {name: what for text in texts for name, what in json.loads(text).items()}
-    return {name: SavedLeaf(tuple(shape), dtype, "", ()) for name, (shape, dtype) in sorted(every.items())}
 
 
 def _make_blank(
@@ -209,23 +207,24 @@ def _move(
     mesh: Mesh,
     to: Mesh,
 ) -> None:
-    """Fill the new state, leaf by leaf; a leaf that is split, and gets another layout, is gathered."""
+    """Fill the new state, leaf by leaf. A leaf that is split and changes its layout is gathered."""
     comm, same_mesh = connection(mesh), (mesh.names, mesh.sizes) == (to.names, to.sizes)
     with torch.no_grad():
         for name in list(leaves):
-            # Popped, so that the old block is free before the next leaf is gathered.
+            # Pop the leaf, so that the old block is freed before the next leaf is gathered.
             old = leaves.pop(name)
-            # A leaf that nobody wants is not gathered: all ranks know the same targets, and leave it out
-            # together.
-            full, split, found = old.block, bool(mesh.ordered(old.layout.axes)), targets.get(name, ())
-            stays = same_mesh and all(leaf.layout == old.layout for leaf in found)
-            if found and split and not stays:
+            filled = targets.get(name, ())
+            is_split = bool(mesh.ordered(old.layout.axes))
+            stays = same_mesh and all(leaf.layout == old.layout for leaf in filled)
+            # A leaf that fills nothing is not gathered. All ranks have the same targets, so none waits.
+            full = old.block
+            if filled and is_split and not stays:
                 spec = replace(
                     specs[path_of(name)], shape=old.shape, storage=old.layout, storage_dtype=full.dtype
                 )
                 full = gather_full({name: full}, {name: spec}, mesh, comm)[name]
-            for leaf in found:
-                leaf.block.copy_(full if split and stays else local_block(full, leaf.layout, to))
+            for leaf in filled:
+                leaf.block.copy_(full if is_split and stays else local_block(full, leaf.layout, to))
 
 
 def _move_between_stages(
@@ -236,7 +235,7 @@ def _move_between_stages(
     mesh: Mesh,
     to: Mesh,
 ) -> None:
-    """Fill the new state, leaf by leaf; all ranks have each leaf whole for a moment."""
+    """Fill the new state, leaf by leaf. All ranks hold each leaf whole for a moment."""
     comm = connection(mesh)
     with torch.no_grad():
         for name, saved in known.items():
@@ -258,7 +257,7 @@ def _move_between_stages(
 def _decode_changed(
     state: TrainState, before: ResolvedSpecs, after: ResolvedSpecs
 ) -> tuple[TrainState, ResolvedSpecs, ResolvedSpecs]:
-    """Decode the leaves whose codec changes; return the state, its specs, and the specs to move it to."""
+    """Decode the leaves whose codec changes. Return the state, its specs, and the specs to move it to."""
     old, new = before.leaves, after.leaves
     changed = {p for p in old if old[p].codec != new[p].codec}
     if not changed:
@@ -266,25 +265,25 @@ def _decode_changed(
     check_codecs({p: new[p] for p in changed})
     blocks = tree.flatten_with_paths(state.params)[0]
 
-    def plain(specs: ResolvedSpecs) -> ResolvedSpecs:
-        return before.with_leaves(_plain(s) if p in changed else s for p, s in specs.leaves.items())
+    def drop_codecs(specs: ResolvedSpecs) -> ResolvedSpecs:
+        return before.with_leaves(_drop_codec(s) if p in changed else s for p, s in specs.leaves.items())
 
     with torch.no_grad():
         values = [
-            block_of(blocks, p, s) if p in changed else _tree_value(blocks, p, s) for p, s in old.items()
+            block_of(blocks, p, s) if p in changed else _get_tree_value(blocks, p, s) for p, s in old.items()
         ]
     fields = {**state.as_dict(), "params": tree.unflatten(values, before.leaf_structure)}
-    return state.replace(**fields, data=state.data), plain(before), plain(after)
+    return state.replace(**fields, data=state.data), drop_codecs(before), drop_codecs(after)
 
 
-def _plain(spec: LayoutSpec) -> LayoutSpec:
-    """Return the spec of a leaf without its codec. It exists for a moment, and so does not rest on disk."""
+def _drop_codec(spec: LayoutSpec) -> LayoutSpec:
+    """Return the spec of a leaf without its codec. It is short-lived, and so not kept on disk."""
     if spec.codec is None:
         return spec
     return replace(spec, codec=None, memory="host" if spec.memory == "disk" else spec.memory)
 
 
-def _tree_value(blocks: Mapping[str, Tensor], path: str, spec: LayoutSpec) -> Any:
+def _get_tree_value(blocks: Mapping[str, Tensor], path: str, spec: LayoutSpec) -> Any:
     """Return a leaf as the tree holds it: a coded leaf is a dict of its parts."""
     return {n: blocks[f"{path}.{n}"] for n in parts_of(spec)} if is_coded(spec) else blocks[path]
 
@@ -292,7 +291,7 @@ def _tree_value(blocks: Mapping[str, Tensor], path: str, spec: LayoutSpec) -> An
 def _encode_changed(
     state: TrainState, plain: ResolvedSpecs, after: ResolvedSpecs, mesh: Mesh, disk_dir: str | None
 ) -> TrainState:
-    """Code the leaves of a state of `plain` specs as `after` says.
+    """Code the leaves of a state of `plain` specs by the codecs of `after`.
 
     It is a collective: all ranks refuse, or none.
     """
@@ -310,7 +309,7 @@ def _encode_changed(
     all_or_none(connection(mesh).gather_object, "coding leaves", check)
     with torch.no_grad():
         values = [
-            put_at_rest(blocks[p], s, mesh, disk_dir) if p in changed else _tree_value(blocks, p, s)
+            put_at_rest(blocks[p], s, mesh, disk_dir) if p in changed else _get_tree_value(blocks, p, s)
             for p, s in after.leaves.items()
         ]
     new = state.replace(params=tree.unflatten(values, after.leaf_structure))

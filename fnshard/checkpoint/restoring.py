@@ -1,4 +1,4 @@
-"""Restoring: make the blank state of a step, and fill it with what a manifest names."""
+"""Restoring: make the blank state of a step, and fill it from a checkpoint."""
 
 from __future__ import annotations
 
@@ -55,32 +55,36 @@ def state_maker(
     """
     resolved, on = specs_and_mesh(step_or_specs, mesh)
 
-    def blank(found: Manifest) -> TrainState:
-        specs = resolve_as_saved(resolved, found)
+    def blank(manifest: Manifest) -> TrainState:
+        # A step knows its optimizer's slots. Specs alone have those that the checkpoint has.
+        specs = resolve_as_saved(resolved, manifest)
         if isinstance(step_or_specs, Step):
             return step_or_specs.blank(specs.tree)
         named = specs.stored
-        slots = blank_slots(saved_slots(found.leaves, specs_here(named, on), on), named, on, disk_dir)
+        slots = blank_slots(saved_slots(manifest.leaves, specs_here(named, on), on), named, on, disk_dir)
         params = specs.tree_of(blank_params(named, on, disk_dir))
-        scale = {n: n.partition("/")[2] for n in found.leaves if n.startswith("loss_scale/")}
-        loss_scale = {k: torch.zeros((), dtype=STATE_DTYPES[found.leaves[n].dtype]) for n, k in scale.items()}
+        loss_scale = {}
+        for name, leaf in manifest.leaves.items():
+            if name.startswith("loss_scale/"):
+                field = name.partition("/")[2]
+                loss_scale[field] = torch.zeros((), dtype=STATE_DTYPES[leaf.dtype])
         zero = torch.zeros((), dtype=torch.int64)
-        shapes = saved_slot_shapes(found.leaves, named)
+        shapes = saved_slot_shapes(manifest.leaves, named)
         where = (specs.tree, on)
         return TrainState(zero, params, slots, loss_scale, zero.clone(), where=where, slot_shapes=shapes)
 
-    def make(found: Manifest) -> tuple[TrainState, Targets]:
-        check_codecs_alike(resolved.leaves, found.leaves)
-        state = blank(found)
+    def make(manifest: Manifest) -> tuple[TrainState, Targets]:
+        check_codecs_alike(resolved.leaves, manifest.leaves)
+        state = blank(manifest)
         specs = ResolvedSpecs.of(state.where[0])
         leaves = state_leaves(state, specs, on)
-        # A scale that was not saved begins anew.
-        scaled = any(n.startswith("loss_scale/") for n in found.leaves)
-        leaves = {n: h for n, h in leaves.items() if scaled or not n.startswith("loss_scale/")}
+        # A loss scale that was not saved begins anew.
+        if not any(n.startswith("loss_scale/") for n in manifest.leaves):
+            leaves = {n: leaf for n, leaf in leaves.items() if not n.startswith("loss_scale/")}
         foreign = specs.stored.keys() - specs_here(specs.stored, on).keys()
-        state.step.fill_(found.step)
-        state.seed.fill_(found.seed)
-        return state, restore_targets(leaves, found.leaves, set(specs.trainable), foreign, fix)
+        state.step.fill_(manifest.step)
+        state.seed.fill_(manifest.seed)
+        return state, restore_targets(leaves, manifest.leaves, set(specs.trainable), foreign, fix)
 
     return on, make
 
@@ -96,27 +100,28 @@ def state_filler(
     on, make = state_maker(step_or_specs, mesh, disk_dir)
 
     def fill(
-        folder: Path, found: Manifest, group: Any, fetch: Callable[[Targets], None] | None = None
+        folder: Path, manifest: Manifest, group: Any, fetch: Callable[[Targets], None] | None = None
     ) -> TrainState:
-        state, targets = run_together(group, f"restoring {folder}", lambda: make(found))
+        state, targets = run_together(group, f"restoring {folder}", lambda: make(manifest))
         if fetch is not None:
             fetch(targets)
-        load_blocks(folder, found, targets, on, group)
-        state.data = _find_position(found, on)
+        load_blocks(folder, manifest, targets, on, group)
+        state.data = _find_position(manifest, on)
         return state
 
     return on, fill
 
 
-def _find_position(found: Manifest, mesh: Mesh) -> Any:
-    """Return this rank's position in the data as it was saved; None where it was saved for other ranks."""
-    if len(found.data) < 2:
-        return decode(found.data[0]) if found.data else None
-    if len(found.data) == mesh.size:
-        return decode(found.data[mesh.rank])
+def _find_position(manifest: Manifest, mesh: Mesh) -> Any:
+    """Return this rank's position in the data as it was saved; None if it was saved for other ranks."""
+    if len(manifest.data) < 2:
+        return decode(manifest.data[0]) if manifest.data else None
+    if len(manifest.data) == mesh.size:
+        return decode(manifest.data[mesh.rank])
     warnings.warn(
-        f"step {found.step} was saved with a position in the data for each of {len(found.data)} ranks, here "
-        f"are {mesh.size}: state.data is None. A loader whose state is alike on all ranks fits any mesh.",
+        f"step {manifest.step} was saved with a position in the data for each of {len(manifest.data)} ranks, "
+        f"here are {mesh.size}: state.data is None. "
+        "A loader whose state is alike on all ranks fits any mesh.",
         CheckpointWarning,
         stacklevel=5,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -22,8 +23,8 @@ class Keep:
     Args:
         last: the number of newest checkpoints that stay; at least 1.
         every: checkpoints whose step is a multiple of this stay, too.
-        best: the number of best checkpoints that stay, too, by a metric that came with their save. NaN is no
-            metric.
+        best: the number of best checkpoints that stay, too, by a metric that was given to their save. NaN is
+            no metric.
         metric: the name of the metric.
         mode: whether the "min" or the "max" is best.
 
@@ -63,18 +64,18 @@ def find_complete(root: Path) -> Iterator[tuple[int, Path, Manifest]]:
     """Yield complete checkpoints with their steps, the newest first.
 
     They are those in the directory that are named by a number, which is then the step; or the directory
-    itself. Where one is gone before it is read, a save has written a newer one and deleted it. The directory
-    is then listed anew, and what is newer comes out of order.
+    itself. If one is deleted before it is read, a save has written a newer one. The directory is listed
+    again then, and the newer one is yielded out of order.
     """
     seen: set[Path] = set()
     while folder := next((each for each in list_candidates(root) if each not in seen), None):
-        found, _ = open_checkpoint(folder)
-        if found is None and not folder.exists():
+        manifest, _ = open_checkpoint(folder)
+        if manifest is None and not folder.exists():
             continue
         seen.add(folder)
-        if found is not None:
-            number = _number(folder)
-            yield found.step if number is None else number, folder, found
+        if manifest is not None:
+            number = _read_number(folder)
+            yield manifest.step if number is None else number, folder, manifest
 
 
 def open_checkpoint(folder: Path) -> tuple[Manifest | None, str]:
@@ -84,41 +85,46 @@ def open_checkpoint(folder: Path) -> tuple[Manifest | None, str]:
         OSError: the file system fails in a way that may pass.
     """
     try:
-        found = Manifest.read(folder)
-        found.check_files(folder)
+        manifest = Manifest.read(folder)
+        manifest.check_files(folder)
     except (Corrupt, OSError) as error:
         if isinstance(error, OSError) and error.errno in PASSING:
             raise
         return None, str(error)
-    wrong = name_problem(folder, found)
-    return (None, wrong) if wrong else (found, "")
+    wrong = name_problem(folder, manifest)
+    return (None, wrong) if wrong else (manifest, "")
 
 
-def name_problem(folder: Path, found: Manifest) -> str:
+def name_problem(folder: Path, manifest: Manifest) -> str:
     """Say that a checkpoint is named by another number than it was saved under; return "" if it is not."""
-    number = _number(folder)
-    if number is None or found.number in (None, number):
+    number = _read_number(folder)
+    if number is None or manifest.number in (None, number):
         return ""
-    return f"it was saved under the name {found.number}; rename it to that"
+    return f"it was saved under the name {manifest.number}; rename it to that"
 
 
 def list_candidates(root: Path) -> list[Path]:
     """Return folders that may be checkpoints, the newest first.
 
-    A checkpoint that stepped aside for a save that was killed is among them.
+    A save moves the earlier checkpoint of its name aside, to `.NAME.old`. If the save was killed, that folder
+    is among the candidates.
     """
+    # The root itself may be the checkpoint.
     root = root.absolute()
     if not root.is_dir():
         aside = root.with_name(f".{root.name}.old")
         return [aside] if aside.is_dir() else []
     if (root / NAME).exists() or (root / SEAL).exists():
         return [root]
+
+    # Otherwise they are its folders that are named by numbers. A new checkpoint goes before one moved aside.
     folders = {p for p in root.iterdir() if p.is_dir() and not p.is_symlink()}
     numbered = {p.name: p for p in folders if p.name.isdecimal()}
     aside = {p.stem[1:]: p for p in folders if p.suffix == ".old" and p.stem[1:].isdecimal()}
     if not numbered and not aside:
         return [root]
-    return [path for _, path in sorted((int(name), path) for name, path in (aside | numbered).items())][::-1]
+    by_number = sorted((int(name), path) for name, path in (aside | numbered).items())
+    return [path for _, path in reversed(by_number)]
 
 
 def prune(written: Path, keep: Keep) -> None:
@@ -128,31 +134,32 @@ def prune(written: Path, keep: Keep) -> None:
     corrupt, and then they must not count among the last. Manifests of checkpoints that stay because of their
     step are not read, so that a save takes no longer for them.
     """
-    here = int(written.name)
-    numbered = {_number(folder): folder for folder in list_candidates(written.parent)}
-    folders = {step: folder for step, folder in numbered.items() if step is not None and step <= here}
-    metrics = {step: _metrics(folder) if keep.best else {} for step, folder in folders.items()}
+    new_step = int(written.name)
+    numbered = {_read_number(folder): folder for folder in list_candidates(written.parent)}
+    folders = {step: folder for step, folder in numbered.items() if step is not None and step <= new_step}
 
-    complete = functools.cache(lambda step: open_checkpoint(folders[step])[0] is not None)
+    # Read metrics only if they are needed. A manifest that cannot be read has none.
+    metrics: dict[int, Mapping[str, float]] = {}
+    for step, folder in folders.items():
+        metrics[step] = {}
+        if keep.best:
+            with suppress(Corrupt, OSError):
+                metrics[step] = Manifest.read(folder).metrics
+
     # Incomplete checkpoints do not count among the last or the best: choose again without them.
-    chosen = replace(keep, every=None)
-    while broken := [step for step in chosen.choose(metrics) if not complete(step)]:
-        for step in broken:
+    is_complete = functools.cache(lambda step: open_checkpoint(folders[step])[0] is not None)
+    last_and_best = replace(keep, every=None)
+    while incomplete := [step for step in last_and_best.choose(metrics) if not is_complete(step)]:
+        for step in incomplete:
             del metrics[step]
-    for step in metrics.keys() - keep.choose(metrics) - {here}:
-        if complete(step) and is_checkpoint_directory(folders[step]):
+
+    # Delete only complete ones, and only if they hold nothing but files of a save.
+    for step in metrics.keys() - keep.choose(metrics) - {new_step}:
+        if is_complete(step) and is_checkpoint_directory(folders[step]):
             remove_directory(folders[step])
 
 
-def _number(folder: Path) -> int | None:
-    """Return the step that a folder is named by, also one that stepped aside; None for another name."""
+def _read_number(folder: Path) -> int | None:
+    """Return the step that a folder is named by, even if it was moved aside; None for another name."""
     name = folder.name.removeprefix(".").removesuffix(".old")
     return int(name) if name.isdecimal() else None
-
-
-def _metrics(folder: Path) -> Mapping[str, float]:
-    """Return the metrics that came with a save; an empty dict where they cannot be read."""
-    try:
-        return Manifest.read(folder).metrics
-    except (Corrupt, OSError):
-        return {}

@@ -1,4 +1,4 @@
-"""Saving: a save that is under way, at once or in the background."""
+"""Saving: run a save, at once or in the background."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PIECE_BYTES = 64 << 20  # the size of a pinned buffer
 
 @dataclass(frozen=True)
 class SaveJob:
-    """A save: what is written, where, and with which ranks.
+    """A save that is ready to run: what is written, where, and with which ranks.
 
     Args:
         leaves: this rank's leaves, by name.
@@ -62,11 +62,12 @@ class SaveJob:
         try:
             save_blocks(self.directory, self.leaves, self.mesh, self.group, self.fields, self.data)
         except Failed as error:
-            rest = "what was saved before is as it was; make room, or save elsewhere."
-            raise CheckpointError(f"cannot save {self.directory.final}:", error.lines(), rest) from error
+            fix = "what was saved before is as it was; make room, or save elsewhere."
+            raise CheckpointError(f"cannot save {self.directory.final}:", error.lines(), fix) from error
         finally:
             self.directory.end()
 
+        # The checkpoint is complete, so an old one that cannot be deleted is only a warning.
         if self.keep is not None:
             if self.mesh.rank == 0:
                 try:
@@ -79,7 +80,7 @@ class SaveJob:
 
 
 def copy_to_host(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Copy each second tensor to the first, which lies on the host, and wait for the copies.
+    """Copy each second tensor to the first, which is on the host, and wait for the copies.
 
     Tensors on a device are copied through two pinned buffers, so that no more than these is pinned however
     large a state is: the device fills one while the host empties the other.
@@ -87,12 +88,12 @@ def copy_to_host(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     for copy, block in pairs:
         if block.device.type == "cpu":
             copy.copy_(block)
-    away = [(copy, block) for copy, block in pairs if block.device.type != "cpu" and block.numel()]
-    if away:
-        device = away[0][1].device.type
-        size = min(PIECE_BYTES, max(block.nbytes for _, block in away))
+    from_device = [(copy, block) for copy, block in pairs if block.device.type != "cpu" and block.numel()]
+    if from_device:
+        device = from_device[0][1].device.type
+        size = min(PIECE_BYTES, max(block.nbytes for _, block in from_device))
         buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-        copy_through(away, buffers, lambda: torch.Event(device))
+        copy_through(from_device, buffers, lambda: torch.Event(device))
 
 
 def copy_through(
@@ -121,7 +122,7 @@ def copy_through(
     for pair in pairs:
         target, source = (t.reshape(-1).view(torch.uint8) for t in pair)
         for piece, part in zip(target.split(len(buffers[0])), source.split(len(buffers[0])), strict=True):
-            # Both buffers are full, or being filled: the older one is emptied before the device has it again.
+            # Both buffers are full, or being filled: empty the older one before the device fills it again.
             if len(under_way) == len(buffers):
                 empty_oldest()
             buffer = buffers[number % len(buffers)][: len(part)]
@@ -140,24 +141,26 @@ def save_job(
     timeout: float | None = None,
 ) -> SaveJob:  # fmt: skip
     """Make the job that `fnshard.checkpoint.save` was called for, on all ranks or on none. A collective."""
-    final, (_, specs, mesh) = as_path(path, "save(path, state)").absolute(), find_layout(state, specs, mesh)
+    final = as_path(path, "save(path, state)").absolute()
+    _, specs, mesh = find_layout(state, specs, mesh)
     group = group_of(mesh, timeout)
 
     def job() -> SaveJob:
         if specs is None:
             fix = "save(path, state) of a TrainState; of a tree of blocks also specs=step.specs, mesh=mesh."
             raise CheckpointError(f"a {type(state).__name__} does not say how it is laid out.", fix=fix)
-        resolved, training = ResolvedSpecs.of(specs), isinstance(state, TrainState)
-        leaves = (state_leaves if training else check_param_leaves)(state, resolved, mesh)
+        resolved, is_training = ResolvedSpecs.of(specs), isinstance(state, TrainState)
+        leaves = (state_leaves if is_training else check_param_leaves)(state, resolved, mesh)
 
-        directory, numbers = AtomicDirectory(final), _check_metrics(metrics)
+        directory, numbers = AtomicDirectory(final), _read_metrics(metrics)
         if keep is not None:
             _check_keep(keep, directory.final, numbers)
 
+        # The fields of the manifest that are the same on all ranks, and this rank's position in the data.
         axes = dict(zip(mesh.names, mesh.sizes, strict=True))
         fields = {
-            "step": int(state.step) if training else 0,
-            "seed": int(state.seed) if training else 0,
+            "step": int(state.step) if is_training else 0,
+            "seed": int(state.seed) if is_training else 0,
             "mesh": {"axes": axes, "data_axes": list(mesh.data_axes)},
             "specs": {path: repr(replace(spec, chunk="all")) for path, spec in resolved.stored.items()},
             "complex": tuple(sorted(resolved.complex)),
@@ -166,14 +169,13 @@ def save_job(
             "versions": {"torch": str(torch.__version__)},
             "number": int(final.name) if final.name.isdecimal() else None,
         }
-
         position = data.state_dict() if hasattr(data, "state_dict") else data
         return SaveJob(directory, leaves, mesh, group, fields, encode(position), keep)
 
     return run_together(group, f"saving {path}", job)
 
 
-def _check_metrics(metrics: Any) -> dict[str, float]:
+def _read_metrics(metrics: Any) -> dict[str, float]:
     """Return metrics as numbers by name.
 
     Raises:
@@ -186,19 +188,19 @@ def _check_metrics(metrics: Any) -> dict[str, float]:
 
 
 def _check_keep(keep: Any, final: Path, metrics: Mapping[str, float]) -> None:
-    """Refuse a `keep=` that is none, or cannot go by this checkpoint's name or metrics."""
+    """Refuse a `keep=` that is no `Keep`, or that cannot use this checkpoint's name or metrics."""
     if not isinstance(keep, Keep):
         raise CheckpointError(f"keep={keep!r}: a fs.checkpoint.Keep, as Keep(last=3).")
     if not final.name.isdecimal():
         fix = "name checkpoints by their steps: save(f'{root}/{step}', ...)."
         raise CheckpointError(f"keep= goes by numbers, and this is named {final.name!r}.", fix=fix)
     if keep.best and metrics and keep.metric not in metrics:
-        has = ", ".join(metrics)
-        raise CheckpointError(f"keep= goes by {keep.metric!r}, and this save comes with {has} alone.")
+        known = ", ".join(metrics)
+        raise CheckpointError(f"keep= goes by {keep.metric!r}, and this save comes with {known} alone.")
 
 
 class Saving:
-    """A save in the background."""
+    """A save that runs in the background."""
 
     def __init__(self, job: SaveJob):
         self.path = job.directory.final
@@ -209,17 +211,17 @@ class Saving:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Return whether it has ended, successfully or not."""
         return self._written.done()
 
     def wait(self) -> Path:
-        """Wait until it is complete.
+        """Wait until it is complete, and return its path.
 
         Raises:
             CheckpointError: it could not be written.
         """
         wait_all([self._written])
-        # It is taken off the list first, so that its error is raised once.
+        # Remove it from the list first, so that `wait_for_save` does not raise its error again.
         if self in _in_flight:
             _in_flight.remove(self)
         self._written.result()
@@ -241,7 +243,7 @@ def wait() -> None:
 
 
 def wait_for_save() -> BaseException | None:
-    """Wait for the save in the background; return its error if it failed and nobody has raised that."""
+    """Wait for the save in the background; return its error if it failed and that was not raised yet."""
     error = None
     for saving in list(_in_flight):
         try:
@@ -253,7 +255,7 @@ def wait_for_save() -> BaseException | None:
 
 @atexit.register
 def _report_failure() -> None:
-    """Print the error of a last save that failed, if it was not raised."""
+    """Print the error of the last save at exit, if it failed and that was not raised."""
     error = wait_for_save()
     if error is not None:
         print(error, file=sys.stderr, flush=True)

@@ -52,12 +52,15 @@ class LocalLeaf:
 
     def parts(self, mesh: Mesh) -> list[tuple[tuple[int, ...], Tensor]]:
         """Return the block without padding, in boxes of the full tensor: where each begins, and a view."""
-        found = boxes(self.shape, self.layout, mesh)
-        parts = [(tuple(s.start for s in full), self.block[mine]) for full, mine in found]
-        return [(start, part) for start, part in parts if part.numel()]
+        parts = []
+        for full_slices, block_slices in boxes(self.shape, self.layout, mesh):
+            part = self.block[block_slices]
+            if part.numel():
+                parts.append((tuple(s.start for s in full_slices), part))
+        return parts
 
     def to_saved(self, chunks: Sequence[Chunk] = ()) -> SavedLeaf:
-        """Return the full leaf as a manifest names it."""
+        """Return the full leaf as a manifest describes it."""
         return SavedLeaf(self.shape, STATE_NAMES[self.block.dtype], repr(self.layout), tuple(chunks))
 
 
@@ -77,14 +80,14 @@ def check_param_leaves(params: Any, specs: ResolvedSpecs, mesh: Mesh) -> dict[st
 
 
 def state_leaves(state: TrainState, specs: ResolvedSpecs, mesh: Mesh) -> dict[str, LocalLeaf]:
-    """Return the leaves of all tensors of a state except its two counters, by name."""
+    """Return the leaves of a state by name: all its tensors except the step and the seed."""
     scale = {f"loss_scale/{k}": LocalLeaf((), P(), v) for k, v in state.loss_scale.items()}
     slots = slot_leaves(state.opt_state, state.slot_shapes, specs.stored, mesh)
     return check_param_leaves(state.params, specs, mesh) | slots | scale
 
 
 def param_leaves(blocks: Mapping[str, Tensor], specs: Specs, mesh: Mesh) -> dict[str, LocalLeaf]:
-    """Return the leaves of this rank's blocks of parameters by name, without a check."""
+    """Return the leaves of this rank's blocks of parameters by name, without checking them."""
     here = specs_here(specs, mesh).items()
     return {f"params/{p}": LocalLeaf(s.shape, s.storage, blocks[p], s.chunk == "all") for p, s in here}
 
@@ -103,18 +106,20 @@ def slot_leaves(
         shapes: the shapes of whole slots that do not have their leaf's shape.
 
     Raises:
-        CheckpointError: nobody knows how some slots lie.
+        CheckpointError: the layout of some slots is not known.
     """
     out, odd = {}, []
     for path, slots in state.items():
         spec = specs[path]
         for name, value in slots.items():
-            # A slot whose whole shape nobody has noted has its leaf's, or is the same on all ranks.
+            # A slot whose whole shape is not noted has its leaf's, or is the same on all ranks.
             own, whole = tuple(value.shape), shapes.get(path, {}).get(name)
-            known = whole is not None
-            if not known:
+            is_noted = whole is not None
+            if not is_noted:
                 whole = spec.shape if own == block_shape(spec.shape, spec.optimizer, mesh) else own
-            layout = slot_layout(whole, spec.shape, spec.optimizer, mesh) or (P() if known else None)
+
+            # It is split as its leaf is, or whole if that is noted. Its block must have the shape of this.
+            layout = slot_layout(whole, spec.shape, spec.optimizer, mesh) or (P() if is_noted else None)
             if layout is not None and own == block_shape(whole, layout, mesh):
                 out[f"optimizer/{path}/{name}"] = LocalLeaf(whole, layout, value, spec.chunk == "all")
             else:
@@ -131,21 +136,23 @@ def slot_leaves(
 
 
 def path_of(name: str) -> str:
-    """Return the path that a name is about: that of "params/a.w" and "optimizer/a.w/mu" is "a.w"."""
+    """Return the path of a name's parameter: "a.w" for "params/a.w" and for "optimizer/a.w/mu"."""
     kind, _, rest = name.partition("/")
     return rest.rpartition("/")[0] if kind == "optimizer" else rest
 
 
-def resolve_as_saved(specs: ResolvedSpecs, found: Manifest) -> ResolvedSpecs:
+def resolve_as_saved(specs: ResolvedSpecs, manifest: Manifest) -> ResolvedSpecs:
     """Return specs that know their shapes: their own, or else those of the saved parameters.
 
     Raises:
         CheckpointError: the checkpoint lacks some of the parameters.
     """
-    saved, named = found.leaves, specs.stored
+    saved, named = manifest.leaves, specs.stored
     if specs.complete:
-        check_complex_alike(specs.complex, named.keys() & set(found.complex))
+        check_complex_alike(specs.complex, named.keys() & set(manifest.complex))
         return specs
+
+    # Take shapes and dtypes from the saved parameters, of which pairs may be complex numbers to the model.
     missing = [f"params/{p}" for p in named if f"params/{p}" not in saved]
     if missing:
         raise CheckpointError(
@@ -153,10 +160,13 @@ def resolve_as_saved(specs: ResolvedSpecs, found: Manifest) -> ResolvedSpecs:
             missing[:20],
             "restore it with the specs of its model.",
         )
-    of = {p: saved[f"params/{p}"] for p in named}
-    shapes = {p: torch.empty(s.shape, dtype=STATE_DTYPES[s.dtype], device="meta") for p, s in of.items()}
-    shapes |= {p: torch.view_as_complex(shapes[p]) for p in shapes.keys() & set(found.complex)}
-    return specs.resolve(tree.unflatten(shapes.values(), specs.structure))
+    likes = {}
+    for path in named:
+        leaf = saved[f"params/{path}"]
+        likes[path] = torch.empty(leaf.shape, dtype=STATE_DTYPES[leaf.dtype], device="meta")
+        if path in manifest.complex:
+            likes[path] = torch.view_as_complex(likes[path])
+    return specs.resolve(tree.unflatten(likes.values(), specs.structure))
 
 
 def saved_slots(saved: Mapping[str, SavedLeaf], specs: Specs, mesh: Mesh) -> Slots:
@@ -173,12 +183,13 @@ def saved_slots(saved: Mapping[str, SavedLeaf], specs: Specs, mesh: Mesh) -> Slo
         if slot == MASTER and not spec.has_master:
             continue
 
+        # Moments and their like have the optimizer's dtype. Counts, and slots of other shapes, keep theirs.
         layout = slot_layout(leaf.shape, spec.shape, spec.optimizer, mesh)
-        alike = leaf.shape == spec.shape and (dtype.is_floating_point or dtype.is_complex)
+        is_moment = leaf.shape == spec.shape and (dtype.is_floating_point or dtype.is_complex)
         shape = leaf.shape if layout is None else block_shape(leaf.shape, layout, mesh)
-        out[path][slot] = shape, spec.optimizer_dtype if alike else dtype
+        out[path][slot] = shape, spec.optimizer_dtype if is_moment else dtype
 
-    # A master copy is there where these specs have one, saved or not.
+    # Leaves have a master copy where these specs ask for one, saved or not.
     for path in out:
         if (spec := specs[path]).has_master:
             block = block_shape(spec.shape, spec.optimizer, mesh)
@@ -206,8 +217,8 @@ def restore_targets(
 ) -> dict[str, RestoreTarget]:
     """Return the saved leaf that is to fill each leaf.
 
-    A master copy is filled from the saved one, or from the parameter where none was saved. A parameter whose
-    dtype is not the saved one's is filled from the master copy, where that has more digits.
+    A master copy is filled from the saved one, or from the parameter if none was saved. A parameter that was
+    saved in another dtype is filled from the master copy, if that has more digits.
 
     Args:
         trained: paths of the leaves whose saved state must not be left out.
@@ -217,6 +228,7 @@ def restore_targets(
     Raises:
         CheckpointError: the checkpoint is of another model or another optimizer.
     """
+    # Each leaf here needs a source of its shape and kind.
     wrong, out = [], {}
     for name, leaf in leaves_here.items():
         source = _find_source(name, leaf, saved)
@@ -224,15 +236,16 @@ def restore_targets(
             wrong.append(f"{name} {list(leaf.shape)} is not in the checkpoint")
         elif saved[source].shape != leaf.shape:
             wrong.append(f"{name} is {list(leaf.shape)} here and {list(saved[source].shape)} there")
-        elif _kind(leaf.block.dtype) != _kind(STATE_DTYPES[saved[source].dtype]):
+        elif _classify(leaf.block.dtype) != _classify(STATE_DTYPES[saved[source].dtype]):
             wrong.append(f"{name} is {leaf.block.dtype} here and {saved[source].dtype} there")
         else:
             out[name] = RestoreTarget(leaf.shape, leaf.layout, leaf.block, leaf.on_all_stages, source)
 
-    elsewhere = {n for n in saved if path_of(n) in foreign}
-    for name in [n for n in saved if n not in leaves_here and n not in elsewhere]:
-        # Parameters must not be left out, nor state of leaves that train. A master copy may: its numbers are
-        # those of the parameter.
+    # Saved parameters must not be left out, nor state of leaves that train. A master copy may: its numbers
+    # are those of the parameter.
+    for name in saved:
+        if name in leaves_here or path_of(name) in foreign:
+            continue
         kind, _, rest = name.partition("/")
         path, _, slot = rest.rpartition("/")
         if kind == "params" or (kind == "optimizer" and slot != MASTER and path in trained):
@@ -256,24 +269,26 @@ def check_complex_alike(here: Set[str], there: Set[str]) -> None:
 
 def check_codecs_alike(specs: Specs, saved: Mapping[str, SavedLeaf]) -> None:
     """Refuse saved leaves whose codec is not the one that these specs name."""
+    # A coded leaf is saved as its parts, PATH.PART.
     parts: dict[str, set[str]] = {}
     for name in saved:
         path, _, part = name.rpartition(".")
         parts.setdefault(path, set()).add(part)
 
+    # The names of its parts say which codec a leaf has, since no two codecs have the same ones.
     wrong: dict[str, tuple[str | None, str | None]] = {}
     for path, spec in specs.items():
         name, shape = f"params/{path}", spec.shape or (1, 1)
-        own = [n for n, codec in CODECS.items() if codec.parts(shape).keys() == parts.get(name)]
-        found = None if name in saved or not own else own[0]  # no two codecs have parts of the same names
-        if found != spec.codec and (found is not None or name in saved):
-            wrong[path] = spec.codec, found
+        codecs = [n for n, codec in CODECS.items() if codec.parts(shape).keys() == parts.get(name)]
+        saved_codec = None if name in saved or not codecs else codecs[0]
+        if saved_codec != spec.codec and (saved_codec is not None or name in saved):
+            wrong[path] = spec.codec, saved_codec
 
     if wrong:
         lines = [f"params[{p!r}]: codec={here!r} here, {there!r} there" for p, (here, there) in wrong.items()]
-        codecs = " and ".join(dict.fromkeys(f"codec={there!r}" for _, there in wrong.values()))
+        named = " and ".join(dict.fromkeys(f"codec={there!r}" for _, there in wrong.values()))
         fix = (
-            f"specs with {codecs} read it; then fs.reshard(state, those_specs, these_specs) codes or decodes "
+            f"specs with {named} read it; then fs.reshard(state, those_specs, these_specs) codes or decodes "
             "(of parameters alone: fs.checkpoint.restore_params)."
         )
         what = f"the checkpoint has {leaves(len(wrong))} coded otherwise than the specs say:"
@@ -281,18 +296,20 @@ def check_codecs_alike(specs: Specs, saved: Mapping[str, SavedLeaf]) -> None:
 
 
 def some_of(lines: list[str], most: int = 20) -> list[str]:
-    """Return as many lines as one error lists, and a line that says how many more there are."""
+    """Return the lines that one error shows, with a last one that says how many more there are."""
     return lines[:most] + ([f"and {len(lines) - most} more"] if len(lines) > most else [])
 
 
 def make_host_copies(leaves: Mapping[str, LocalLeaf]) -> dict[str, LocalLeaf]:
-    """Return the leaves with empty blocks in the host's memory, which are to be filled."""
-    empty = {n: torch.empty(leaf.block.shape, dtype=leaf.block.dtype) for n, leaf in leaves.items()}
-    return {n: replace(leaf, block=empty[n]) for n, leaf in leaves.items()}
+    """Return the leaves with uninitialised blocks in the host's memory."""
+    copies = {}
+    for name, leaf in leaves.items():
+        copies[name] = replace(leaf, block=torch.empty(leaf.block.shape, dtype=leaf.block.dtype))
+    return copies
 
 
-def _kind(dtype: torch.dtype) -> tuple[bool, bool, bool]:
-    """Return the kind of a dtype's numbers: floats are cast to other floats, not to integers."""
+def _classify(dtype: torch.dtype) -> tuple[bool, bool, bool]:
+    """Return the kind of a dtype's numbers. Floats are cast to other floats, but not to integers."""
     return dtype.is_floating_point, dtype.is_complex, dtype == torch.bool
 
 
@@ -302,8 +319,9 @@ def _find_source(name: str, leaf: LocalLeaf, saved: Mapping[str, SavedLeaf]) -> 
     if kind == "params":
         master = f"optimizer/{path}/{MASTER}"
         if name in saved and master in saved:
-            mine, its = (STATE_DTYPES[saved[n].dtype] for n in (name, master))
-            return master if mine != leaf.block.dtype and its.itemsize > mine.itemsize else name
+            saved_dtype, master_dtype = (STATE_DTYPES[saved[n].dtype] for n in (name, master))
+            is_cast = saved_dtype != leaf.block.dtype
+            return master if is_cast and master_dtype.itemsize > saved_dtype.itemsize else name
     elif name not in saved and kind == "optimizer" and name.endswith(f"/{MASTER}"):
         name = f"params/{path.removesuffix(f'/{MASTER}')}"
     return name if name in saved else None

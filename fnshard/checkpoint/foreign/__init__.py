@@ -1,9 +1,10 @@
-"""Foreign: training states that others have saved, as states here; and states here as others load them.
+"""Foreign: read training states that other libraries have saved, and write states that they can load.
 
 `dialects` says where a saved tree has parameters and optimizer state. `dcp`, `deepspeed` and `torch_files`
 find tensors in files without reading them. `placing` matches these with leaves, and each rank reads its own
-blocks. `dcp_writing` is the way back. Nothing in a file is ever run (`runtime.files.torchfile`).
-None of these formats has checksums: a missing or truncated file is found, a flipped bit of a value is not.
+blocks. `dcp_writing` writes DCP folders, and `formats` converts files in one process. Nothing in a file is
+ever run (`runtime.files.torchfile`). None of these formats has checksums: a missing or truncated file is
+found, a flipped bit of a value is not.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ __all__ = ["load_dcp", "load_deepspeed", "load_torch", "save_dcp"]
 def load_dcp(
     path: str | Path, step_or_specs: Any, mesh: Mesh | None = None, **options: Unpack[LoadOptions]
 ) -> TrainState:
-    """Return a checkpoint of `torch.distributed.checkpoint` as a state here, on any mesh. A collective.
+    """Load a checkpoint of `torch.distributed.checkpoint` as a state, on any mesh. A collective.
 
     FSDP2, torchtitan, Lightning and Accelerate save such folders. Each rank reads what overlaps its blocks.
-    AdamW's state and SGD's momentum are found by the parameter's name, or by its number where one group has
-    all parameters in the module's order. Rates and decays are those of the step here. A master copy is filled
+    AdamW's state and SGD's momentum are found by the parameter's name, or by its number if one group has all
+    parameters in the module's order. Rates and decays are those of the step here. A master copy is filled
     from the parameter.
 
     Args:
@@ -42,7 +43,7 @@ def load_dcp(
             is called by its path.
         missing: full values, by path, of leaves that the checkpoint lacks.
         ignore: globs of parameters there that no leaf takes.
-        disk_dir: the directory for leaves of specs that rest on disk (a step knows its directory).
+        disk_dir: the directory for leaves that specs keep on disk (a step knows its directory).
         timeout: the seconds after which a silent peer is an error.
 
     Raises:
@@ -66,7 +67,7 @@ def load_dcp(
 def load_deepspeed(
     path: str | Path, step_or_specs: Any, mesh: Mesh | None = None, **options: Unpack[LoadOptions]
 ) -> TrainState:
-    """Return a checkpoint of DeepSpeed's ZeRO 1, 2 or 3 as a state here, on any mesh. A collective.
+    """Load a checkpoint of DeepSpeed's ZeRO 1, 2 or 3 as a state, on any mesh. A collective.
 
     Parameters are the fp32 copies that ZeRO trains. Each rank reads its own rows of the ranks' vectors. The
     file that zero_to_fp32.py makes is a state dict, for `load_torch`.
@@ -85,10 +86,10 @@ def load_deepspeed(
 def load_torch(
     path: str | Path, step_or_specs: Any, mesh: Mesh | None = None, **options: Unpack[LoadOptions]
 ) -> TrainState:
-    """Return what `torch.save` wrote, a state dict or a training state, as a state here. A collective.
+    """Load what `torch.save` wrote, a state dict or a training state, as a state. A collective.
 
-    Each rank reads its own rows. A training state is `{"model": ..., "optimizer": ...}` or whatever Lightning
-    and others call the two.
+    Each rank reads its own rows. A training state is `{"model": ..., "optimizer": ...}`, with the two under
+    any of the names that Lightning and others use.
 
     Args:
         path: a .pt, .pth, .bin or .ckpt file; or a folder with pytorch_model.bin, or its index.

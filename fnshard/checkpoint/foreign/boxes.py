@@ -1,4 +1,4 @@
-"""Boxes: a tensor that lies in files in pieces, read a box at a time."""
+"""Boxes: read a tensor of which files have pieces, a box at a time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Data = Any
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a tensor: where it begins, its shape, and what opens its data when it is needed."""
+    """A box of a tensor: where it begins, its shape, and a function that opens its data when needed."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -37,40 +37,42 @@ class Pieces:
         wanted = tuple(slice(0, size) for size in self.shape) if slices is ... else slices
         bounds = [s.indices(n)[:2] for s, n in zip(wanted, self.shape, strict=True)]
         out = torch.empty([max(0, last - first) for first, last in bounds], dtype=self.dtype)
-        left = out.numel()
+        missing = out.numel()
 
-        # Of each piece the part that is wanted, by slices of the piece and of the result.
         for piece in self.pieces:
-            box = [
+            # The overlap of the piece with the wanted box, by its bounds in the full tensor.
+            overlap = [
                 (max(first, at), min(last, at + size))
                 for (first, last), at, size in zip(bounds, piece.offset, piece.shape, strict=True)
             ]
-            if any(low >= high for low, high in box):
+            if any(low >= high for low, high in overlap):
                 continue
-            data = piece.open()
-            there = tuple(
-                slice(low - at, high - at) for (low, high), at in zip(box, piece.offset, strict=True)
-            )
-            here = tuple(slice(low - b[0], high - b[0]) for (low, high), b in zip(box, bounds, strict=True))
-            out[here] = data[there]
-            left -= math.prod(high - low for low, high in box)
 
-        if left:
-            raise Corrupt(f"has {out.numel() - left} of the {out.numel()} numbers that are read")
+            # The same box as slices of the piece and of the result.
+            of_piece, of_out = [], []
+            for (low, high), at, (first, _) in zip(overlap, piece.offset, bounds, strict=True):
+                of_piece.append(slice(low - at, high - at))
+                of_out.append(slice(low - first, high - first))
+            out[tuple(of_out)] = piece.open()[tuple(of_piece)]
+            missing -= math.prod(high - low for low, high in overlap)
+
+        if missing:
+            raise Corrupt(f"has {out.numel() - missing} of the {out.numel()} numbers that are read")
         return out
 
 
 def check_pieces(name: str, shape: Sequence[int], pieces: Sequence[Piece]) -> None:
     """Refuse pieces that are not the whole of a tensor, each part once."""
-    inside = all(
+    is_inside = all(
         at >= 0 and at + size <= whole
         for piece in pieces
         for at, size, whole in zip(piece.offset, piece.shape, shape, strict=True)
     )
+    # Empty pieces may share an offset.
     some = [piece for piece in pieces if math.prod(piece.shape)]
-    numbers, places = sum(math.prod(p.shape) for p in some), {p.offset for p in some}
-    if not inside or numbers != math.prod(shape) or len(places) != len(some):
-        raise Corrupt(f"has {numbers} of the {math.prod(shape)} numbers of {name!r} {list(shape)}")
+    count, offsets = sum(math.prod(p.shape) for p in some), {p.offset for p in some}
+    if not is_inside or count != math.prod(shape) or len(offsets) != len(some):
+        raise Corrupt(f"has {count} of the {math.prod(shape)} numbers of {name!r} {list(shape)}")
 
 
 def boxes_of_run(

@@ -1,7 +1,7 @@
 """DCP: folders of `torch.distributed.checkpoint`, as FSDP2, torchtitan, Lightning and Accelerate write them.
 
-A folder has `.metadata`, a pickle of dataclasses that say which file has which box of each tensor, and from
-which byte on; there lies a stream of `torch.save`. Nothing in either is run (`runtime.files.torchfile`). The
+A folder has `.metadata`, a pickle of dataclasses that say which file has which box of each tensor, and at
+which byte. A stream of `torch.save` begins there. Nothing in either is run (`runtime.files.torchfile`). The
 format has no checksums: a flipped bit of a value is not found.
 """
 
@@ -22,7 +22,7 @@ from fnshard.runtime.files.tensorfile import Corrupt, open_regular
 from fnshard.runtime.files.torchfile import Inert, PlacedTensor, read_torch_file, resolve_torch_name, unpickle
 
 METADATA = ".metadata"
-# What `.metadata` is made of; torch has moved them, under the same names.
+# The classes in `.metadata`, by name alone, since torch has moved them between modules.
 RECORDS = frozenset({
     "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
     "MetadataIndex", "StorageMeta", "_StorageInfo", "_MEM_FORMAT_ENCODING",
@@ -32,7 +32,7 @@ RECORDS = frozenset({
 def find_dcp(path: Path) -> list[Path]:
     """Return the folders of a checkpoint; none if it is no such checkpoint.
 
-    They are the folder itself, or model and optimizer side by side, as Accelerate has them.
+    They are the folder itself, or those of model and optimizer side by side, as Accelerate saves them.
     """
     if (path / METADATA).is_file():
         return [path]
@@ -62,6 +62,7 @@ def read_dcp(path: Path) -> SavedState:
 
 def _read_folder(folder: Path) -> dict[tuple[str, ...], Leaf]:
     """Return the tensors and other values of one folder, by their paths in the saved tree."""
+    # The tree's entries, where each lies in files, and the paths of which the names are joined.
     fd = open_regular(folder, METADATA)
     with open(fd, "rb") as file:
         found = unpickle(io.BytesIO(file.read()), _resolve_metadata_name)
@@ -70,7 +71,7 @@ def _read_folder(folder: Path) -> dict[tuple[str, ...], Leaf]:
     saved, stored = found.state.get("state_dict_metadata") or {}, found.state.get("storage_data") or {}
     paths = found.state.get("planner_data") or {}
 
-    # By name and, of tensors, where the box begins.
+    # Places in files, by the entry's name and, for tensors, where the box begins.
     places: dict[tuple[str, tuple[int, ...] | None], Mapping[str, Any]] = {}
     for index, info in stored.items():
         at = index.state.get("offset")
@@ -83,7 +84,7 @@ def _read_folder(folder: Path) -> dict[tuple[str, ...], Leaf]:
         names = ", ".join(missing[:8])
         raise Corrupt(f"has a {METADATA} that names {len(missing)} files that are not there: {names}")
 
-    # A value is read when it is needed; a tensor is made of the boxes that ranks have written.
+    # Values are read when they are needed. A tensor consists of the boxes that ranks have written.
     out: dict[tuple[str, ...], Leaf] = {}
     for name, entry in saved.items():
         path = tuple(str(part) for part in paths.get(name, (name,)))
@@ -92,12 +93,14 @@ def _read_folder(folder: Path) -> dict[tuple[str, ...], Leaf]:
             if place is not None:
                 out[path] = partial(_open_item, folder, name, place)
             continue
+
         # `TensorProperties` has been written as a tuple and as a dict.
         shape, properties = tuple(entry.state["size"]), entry.state["properties"].state
         dtype = properties["dtype"] if isinstance(properties, dict) else properties[0]
         pieces = []
         for chunk in entry.state["chunks"]:
             offset, size = tuple(chunk.state["offsets"]), tuple(chunk.state["sizes"])
+            # A tensor in one piece may be stored without an offset.
             place = places.get((name, offset)) or (places.get((name, None)) if not any(offset) else None)
             if place is None:
                 raise Corrupt(
@@ -110,7 +113,7 @@ def _read_folder(folder: Path) -> dict[tuple[str, ...], Leaf]:
 
 
 def _resolve_metadata_name(module: str, name: str) -> Any:
-    """Stand in for the classes of torch that its metadata are made of, so that none is constructed."""
+    """Return a stand-in for torch's classes of metadata, so that none of them is constructed."""
     if module.startswith("torch.distributed.") and name in RECORDS:
         return Inert
     return resolve_torch_name(module, name)

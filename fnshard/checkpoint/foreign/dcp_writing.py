@@ -1,7 +1,7 @@
-"""DCP writing: a state as a folder that `torch.distributed.checkpoint.load` reads on any number of ranks.
+"""DCP writing: write a folder that `torch.distributed.checkpoint.load` reads on any number of ranks.
 
 Each rank writes a file of `torch.save` streams, one for each box that it has to write; rank 0 writes
-`.metadata` when all files are there. Until then the folder has another name.
+`.metadata` when all files are written. Until then the folder has another name.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from fnshard.step.state import TrainState
 Path_ = tuple[Any, ...]  # keys of nested dicts and lists
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # where it begins, its shape
 
-# By who reads it: the path of a parameter, of a slot, and of a number of the parameter's group, in the tree
-# that is saved.
+# By the reader of a folder: functions that return the path, in the saved tree, of a parameter, of a slot, and
+# of an option of the parameter's group.
 LAYOUTS: Mapping[
     str, tuple[Callable[[str], Path_], Callable[[str, str], Path_], Callable[[str, str], Path_]]
 ] = {
@@ -61,7 +61,7 @@ TORCH_SLOTS = {ours: theirs for theirs, ours in SLOTS.items()}
 
 @dataclass(frozen=True)
 class Item:
-    """An entry of a checkpoint: a tensor, by what makes each box that is written here; or a value."""
+    """An entry of a checkpoint: a tensor, with a function that makes each box to write here; or a value."""
 
     path: Path_
     shape: tuple[int, ...] = ()
@@ -82,7 +82,10 @@ def join(path: Path_) -> str:
 
 @dataclass(frozen=True)
 class WrittenItem:
-    """An entry without its data: by box, the file and the bytes where it lies; the box of a value is None."""
+    """An entry without its data, but with the places of its boxes: (box, file, first byte, bytes).
+
+    A value has one place, whose box is None.
+    """
 
     item: Item
     places: tuple[tuple[Box | None, str, int, int], ...]
@@ -105,7 +108,7 @@ def save_dcp(
     written under another name, flushed, and renamed when it is complete.
 
     Args:
-        path: a folder that is not there yet, on a file system that all ranks see.
+        path: a folder that does not exist yet, on a file system that all ranks see.
         state: a `TrainState`, or a tree of stored blocks.
         specs, mesh: its layout, if the state does not know it.
         names: a dict or a function from paths to torch's names; by default a leaf is called by its path.
@@ -134,13 +137,12 @@ def save_dcp(
     >>> there
     {'model': {'w': tensor([0., 1., 2.])}}
     """
-    final, (_, specs, mesh) = (
-        as_path(path, "save_dcp(path, state)").absolute(),
-        find_layout(state, specs, mesh),
-    )
+    final = as_path(path, "save_dcp(path, state)").absolute()
+    _, specs, mesh = find_layout(state, specs, mesh)
     group = group_of(mesh, timeout)
 
     def plan() -> tuple[AtomicDirectory, list[Item]]:
+        # Refuse what cannot be written, before anything is.
         if specs is None:
             fix = (
                 "save_dcp(path, state) of a TrainState; of a tree of blocks also specs=step.specs, mesh=mesh."
@@ -185,34 +187,40 @@ def items_of(
     optimizer: Mapping[str, Any] | None,
 ) -> Iterator[Item]:
     """Yield the entries of a state, each with the boxes that this rank writes."""
+    # Each leaf's name in the folder.
     check_names(names, specs.leaves)
     param_path, slot_path, group_path = LAYOUTS[layout]
-    called = {p: (names(p) if callable(names) else (names or {}).get(p)) or p for p in specs.stored}
-    twice = sorted({name for name in called.values() if list(called.values()).count(name) > 1})
+    torch_names = {p: (names(p) if callable(names) else (names or {}).get(p)) or p for p in specs.stored}
+    values = list(torch_names.values())
+    twice = sorted({name for name in values if values.count(name) > 1})
     if twice:
         raise CheckpointError(f"names= gives {twice[0]!r} to several leaves.", fix="give each its own name.")
-    training = isinstance(state, TrainState)
-    local = (state_leaves if training else check_param_leaves)(state, specs, mesh)
+
+    # The entries: parameters, from their master copies if they have such, and slots with the step.
+    is_training = isinstance(state, TrainState)
+    local = (state_leaves if is_training else check_param_leaves)(state, specs, mesh)
     tensors: dict[Path_, LocalLeaf] = {}
     pairs: set[Path_] = set()  # entries of complex leaves
-    for path, name in called.items():
+    for path, name in torch_names.items():
         if f"params/{path}" not in local:  # another stage has it
             continue
-        param, slots = local[f"params/{path}"], state.opt_state.get(path, {}) if training else {}
-        own = {param_path(name): local[f"optimizer/{path}/{MASTER}"] if MASTER in slots else param}
+        param, slots = local[f"params/{path}"], state.opt_state.get(path, {}) if is_training else {}
+        entries = {param_path(name): local[f"optimizer/{path}/{MASTER}"] if MASTER in slots else param}
         for slot in slots.keys() - {MASTER}:
-            own[slot_path(name, TORCH_SLOTS.get(slot, slot))] = local[f"optimizer/{path}/{slot}"]
-        pairs |= own.keys() if path in specs.complex else set()
+            entries[slot_path(name, TORCH_SLOTS.get(slot, slot))] = local[f"optimizer/{path}/{slot}"]
+        if path in specs.complex:
+            pairs |= entries.keys()
         if slots:
             count = torch.tensor(float(state.step))
-            own[slot_path(name, "step")] = LocalLeaf((), P(), count, param.on_all_stages)
-        tensors |= own
+            entries[slot_path(name, "step")] = LocalLeaf((), P(), count, param.on_all_stages)
+        tensors |= entries
 
-    # As in a checkpoint here: all ranks deal out the boxes in the same way, without a word.
+    # As in a checkpoint here, all ranks assign the boxes in the same way, without communication.
     mine = assign_leaves({join(key): leaf for key, leaf in tensors.items()}, mesh)
     for key, leaf in tensors.items():
         boxes, parts = [], mine[join(key)].parts(mesh) if join(key) in mine else []
         for start, part in parts:
+            # A complex leaf is stored as pairs, and torch's reader expects complex numbers.
             if key in pairs:
                 start, part = start[:-1], torch.view_as_complex(part.contiguous())
             boxes.append(((start, tuple(part.shape)), lambda part=part: part))
@@ -220,41 +228,46 @@ def items_of(
             yield Item(key, leaf.shape[:-1], leaf.block.dtype.to_complex(), boxes)
         else:
             yield Item(key, leaf.shape, leaf.block.dtype, boxes)
+
+    # Groups are the same for all ranks.
     if optimizer is not None and mesh.rank == 0:
-        names_there = [called[p] for p in specs.trainable]
-        yield from group_items(group_path, names_there, optimizer)
+        yield from group_items(group_path, [torch_names[p] for p in specs.trainable], optimizer)
 
 
 def group_items(
     group_path: Callable[[str, str], Path_], names: Sequence[str], optimizer: Mapping[str, Any]
 ) -> Iterator[Item]:
-    """Yield the entries of AdamW's one group of parameters, with torch's defaults for what is not given."""
+    """Yield the entries of AdamW's one group of parameters, with torch's defaults for other options."""
     try:
         (group,) = torch.optim.AdamW([torch.zeros(1)], **optimizer).param_groups
     except (TypeError, ValueError) as error:
         raise OptimizerError(
             f"optimizer={optimizer!r}: no arguments of torch.optim.AdamW ({error})."
         ) from error
-    numbers = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+    # A flattened layout has the options for each parameter. Others have them once, and a list of parameters.
     by_name = group_path("", "lr") != group_path("other", "lr")
     for name in names if by_name else [""]:
-        yield from (Item(group_path(name, key), value=value) for key, value in numbers.items())
+        yield from (Item(group_path(name, key), value=value) for key, value in options.items())
     if not by_name:
         yield Item(group_path("", "params"), value=list(names))
 
 
 def write_items(folder: Path, rank: int, items: Iterable[Item]) -> list[WrittenItem]:
-    """Write a rank's file, one box at a time, and return what lies where."""
+    """Write a rank's file, one box at a time, and return the items with their places."""
     file, out = f"__{rank}_0.distcp", []
     with (folder / file).open("xb") as stream:
         for item in items:
-            tensor = item.dtype is not None
+            is_tensor = item.dtype is not None
             places = []
-            for box, make in item.boxes if tensor else [(None, lambda item=item: item.value)]:
+            for box, make in item.boxes if is_tensor else [(None, lambda item=item: item.value)]:
                 value, at = make(), stream.tell()
-                if tensor:  # a view would bring all that it is a view of
+                if is_tensor:
                     value = value.detach().to("cpu").contiguous()
-                    value = value.clone() if value.untyped_storage().nbytes() != value.nbytes else value
+                    # `torch.save` writes a tensor's whole storage, so a view is copied.
+                    if value.untyped_storage().nbytes() != value.nbytes:
+                        value = value.clone()
                 torch.save(value, stream)
                 places.append((box, file, at, stream.tell() - at))
             out.append(WrittenItem(replace(item, boxes=(), value=None), tuple(places)))
@@ -267,13 +280,14 @@ def write_items(folder: Path, rank: int, items: Iterable[Item]) -> list[WrittenI
 
 def write_metadata(folder: Path, written: Iterable[WrittenItem]) -> None:
     """Write `.metadata` of all ranks' entries, and flush the folder."""
-    # It brings DTensor, whose import is a quarter of `import fnshard`'s.
+    # These import DTensor, which would take a quarter of the time of `import fnshard`.
     from torch.distributed.checkpoint import metadata
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     entries: dict[str, Any] = {}
     stored: dict[metadata.MetadataIndex, _StorageInfo] = {}
     paths: dict[str, Path_] = {}
+    # The boxes of a tensor are those of all ranks.
     for each in written:
         item, name = each.item, each.item.name
         paths[name] = item.path

@@ -1,4 +1,4 @@
-"""Dialects: where a training state keeps parameters and optimizer state, by who saved it."""
+"""Dialects: find parameters and optimizer state in saved trees, whoever saved them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from fnshard.hf.reading import FileTensor
 from fnshard.runtime.files.tensorfile import Corrupt
 
-# Keys under which a saved tree has a module's state dict, and an optimizer's. With them:
+# Keys under which a saved tree has a module's state dict, and an optimizer's:
 # FSDP2 and DCP's tutorials  model.<name>       optim.state.<name>.exp_avg
 # torchtitan                 <name>             optimizer.state.<name>.exp_avg
 # Accelerate                 model.<name>       optimizer.state.<name>.exp_avg, in a folder of its own
@@ -23,21 +23,21 @@ SLOTS = {"exp_avg": "mu", "exp_avg_sq": "nu", "momentum_buffer": "momentum"}  # 
 # What wrappers add to the names of a module's leaves.
 WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
 
-Leaf = FileTensor | Callable[[], Any]  # a tensor, or what reads a value that is none
+Leaf = FileTensor | Callable[[], Any]  # a tensor, or a function that reads another value
 Tree = Mapping[tuple[str, ...], Leaf]
 
 
 @dataclass(frozen=True)
 class SavedState:
-    """A training state in files of others.
+    """A training state in files of another library.
 
     Args:
-        kind: what it is, for messages.
-        params: by name.
-        slots: by the parameter's name and the slot's, as optimizers are called here.
-        step: how many updates were made.
-        groups: of an optimizer that numbers its parameters, the numbers of each group: then these are the
-            names in `slots`.
+        kind: the kind of files, for messages.
+        params: the parameters by name.
+        slots: optimizer state by the parameter's name and the slot's, as slots are called here.
+        step: the number of updates that were made.
+        groups: the numbers of each group's parameters, if the optimizer numbers them. The names in `slots`
+            are then such numbers.
     """
 
     kind: str
@@ -73,23 +73,24 @@ def recognise(tree: Tree, kind: str) -> SavedState:
     groups: dict[str, list[str]] = {}
     optimizers: dict[str, None] = {}
 
-    # An optimizer's state has its name in the path; a model's tensors may have the model's, or none.
+    # The path of an optimizer's state has the optimizer's key. That of a parameter may have the model's.
     for path, leaf in tree.items():
         parts = path[:-1]
         where = next((i for i, part in enumerate(parts) if OPTIMIZERS.fullmatch(part)), None)
         if where is not None:
-            rest = ".".join(path[where + 1 :])
-            if found := re.fullmatch(r"(\d+\.(?=state\.))?state\.(.+)\.(\w+)", rest):
-                number, name, slot = found.groups()
+            # Either the slot of a parameter, perhaps after the optimizer's number, or a group's list.
+            inner = ".".join(path[where + 1 :])
+            if match := re.fullmatch(r"(\d+\.(?=state\.))?state\.(.+)\.(\w+)", inner):
+                number, name, slot = match.groups()
                 optimizers[f"{path[where]}.{number or ''}"] = None
                 name = strip_wrappers(name)
                 if slot == "step":
                     steps[name] = int(leaf() if callable(leaf) else leaf.data[...])
                 elif isinstance(leaf, FileTensor):
                     slots.setdefault(name, {})[SLOTS.get(slot, slot)] = leaf
-            elif found := re.fullmatch(r"(?:\d+\.)?param_groups\.(\d+)\.(params|param_names)", rest):
+            elif match := re.fullmatch(r"(?:\d+\.)?param_groups\.(\d+)\.(params|param_names)", inner):
                 names = [str(each) for each in (leaf() if callable(leaf) else [])]
-                groups.setdefault(found[1] + found[2], names)
+                groups.setdefault(match[1] + match[2], names)
         elif isinstance(leaf, FileTensor):
             model = max((i for i, part in enumerate(parts) if part in MODELS), default=None)
             if model is None:
@@ -97,20 +98,21 @@ def recognise(tree: Tree, kind: str) -> SavedState:
             else:
                 named[strip_wrappers(".".join(path[model + 1 :]))] = leaf
 
+    # DDP puts "module." before all names, which users may have taken off or not.
     params = named or bare
-    if params and all(name.startswith("module.") for name in params):  # DDP's own, where it was not taken off
+    if params and all(name.startswith("module.") for name in params):
         params = {name.removeprefix("module."): leaf for name, leaf in params.items()}
         slots = {name.removeprefix("module."): own for name, own in slots.items()}
     if not params and not slots:
         raise Corrupt("holds no tensors of a model", "name a checkpoint of a model's parameters.")
 
+    # A state here has one optimizer, and one count of updates.
     if len(optimizers) > 1:
         what = f"holds the state of {len(optimizers)} optimizers, {', '.join(optimizers)}"
         raise Corrupt(what, "save the state of one, or none.")
     if timeless := [name for name, own in slots.items() if "nu" in own and name not in steps]:
         what = f"has moments of {timeless[0]!r} and does not say after how many steps"
         raise Corrupt(what, "save the whole state of AdamW, with its step, or parameters alone.")
-
     counts = sorted(set(steps.values()))
     if len(counts) > 1:
         odd = next(name for name, count in steps.items() if count != counts[-1])
@@ -120,20 +122,23 @@ def recognise(tree: Tree, kind: str) -> SavedState:
             "save it without optimizer state, and begin anew with the parameters.",
         )
 
-    # torch's optimizers number their parameters, and may know the names beside the numbers.
-    numbered = slots and all(name.isdecimal() for name in slots)
-    numbers = {key: each for key, each in groups.items() if key.endswith("params")}
-    given: dict[str, str] = {}  # the names that an optimizer was given, which it writes beside the numbers
-    for key, each in numbers.items():
-        given |= dict(zip(each, groups.get(f"{key.removesuffix('params')}param_names", []), strict=False))
-    if numbered and slots.keys() <= given.keys():
-        slots, numbered = {strip_wrappers(given[number]): own for number, own in slots.items()}, False
-    by_group = [each for _, each in sorted(numbers.items())] if numbered else []
-    return SavedState(kind, params, slots, counts[0] if counts else 0, by_group)
+    # torch's optimizers number their parameters. If they were given names, they save these with the numbers.
+    numbered_groups: list[list[str]] = []
+    if slots and all(name.isdecimal() for name in slots):
+        numbers = {key: each for key, each in groups.items() if key.endswith("params")}
+        names_by_number: dict[str, str] = {}
+        for key, each in numbers.items():
+            names = groups.get(f"{key.removesuffix('params')}param_names", [])
+            names_by_number |= dict(zip(each, names, strict=False))
+        if slots.keys() <= names_by_number.keys():
+            slots = {strip_wrappers(names_by_number[number]): own for number, own in slots.items()}
+        else:
+            numbered_groups = [each for _, each in sorted(numbers.items())]
+    return SavedState(kind, params, slots, counts[0] if counts else 0, numbered_groups)
 
 
 def strip_wrappers(name: str) -> str:
-    """Return the name of a leaf without the modules that wrappers put around its own.
+    """Return the name of a leaf without the modules that wrappers add.
 
     >>> strip_wrappers("layers.0._orig_mod.weight")
     'layers.0.weight'
@@ -142,10 +147,11 @@ def strip_wrappers(name: str) -> str:
 
 
 def name_numbers(saved: SavedState, trained: Sequence[str]) -> Mapping[str, Mapping[str, FileTensor]]:
-    """Return optimizer state by name, where it has numbers: the order of the trained parameters in the file.
+    """Return optimizer state by name. Numbers count the trained parameters in the order of the file.
 
     Raises:
-        Corrupt: several groups, whose order is not the module's; another number of parameters, or others.
+        Corrupt: there are several groups, whose order is not the module's; or another number of parameters,
+            or parameters of other shapes.
     """
     if not saved.groups:
         return saved.slots

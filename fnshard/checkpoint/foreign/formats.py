@@ -1,4 +1,4 @@
-"""Formats: what training states are saved as, by what is in a folder or file; one process reads and writes.
+"""Formats: recognise, read and write training states of several formats, in one process.
 
 A tensor is read when it is written, so that no more than one of them is in memory.
 """
@@ -54,7 +54,7 @@ FILE_BYTES = 5e9  # of one file of a Hugging Face folder
 class Format:
     """A format of checkpoints: its name, and functions that recognise, read and write it.
 
-    One without `write` is only read. `keeps_optimizer` says whether it has a place for moments.
+    A format without `write` is only read. `keeps_optimizer` says whether it has a place for moments.
     """
 
     title: str
@@ -69,7 +69,7 @@ class Format:
 
 @dataclass(frozen=True)
 class CheckedChunk:
-    """The data of a chunk of a checkpoint here, compared with its checksums as it is read."""
+    """The data of a chunk of a fnshard checkpoint, compared with its checksums as it is read."""
 
     folder: Path
     manifest: Manifest
@@ -90,21 +90,21 @@ class CheckedChunk:
 
 
 def read_fnshard(path: Path, files: ExitStack) -> SavedState:
-    """Return what a checkpoint here holds, or the newest complete one of a root.
+    """Return what a fnshard checkpoint holds, or the newest complete one of a root.
 
     Raises:
         Corrupt: there is none; it holds complex or coded leaves.
     """
-    found = next(find_complete(path), None)
-    if found is None:
+    newest = next(find_complete(path), None)
+    if newest is None:
         raise Corrupt("holds no complete checkpoint")
-    _, folder, manifest = found
+    _, folder, manifest = newest
     coded = [p for p, text in manifest.specs.items() if "codec='" in text]
     if odd := [*manifest.complex, *coded]:
         what = f"holds complex or coded leaves, such as {odd[0]!r}, which other formats lack"
         raise Corrupt(what, "read it by fs.checkpoint.restore.")
 
-    def tensor(name: str) -> FileTensor:
+    def open_leaf(name: str) -> FileTensor:
         leaf = manifest.leaves[name]
         dtype = STATE_DTYPES[leaf.dtype]
         pieces = [
@@ -113,6 +113,7 @@ def read_fnshard(path: Path, files: ExitStack) -> SavedState:
         ]
         return FileTensor(folder.name, Pieces(dtype, leaf.shape, pieces), dtype, leaf.shape)
 
+    # Sort leaves by their names. A master copy has more digits than the parameter, and replaces it.
     params: dict[str, FileTensor] = {}
     slots: dict[str, dict[str, FileTensor]] = {}
     masters: dict[str, FileTensor] = {}
@@ -120,12 +121,11 @@ def read_fnshard(path: Path, files: ExitStack) -> SavedState:
         kind, _, rest = name.partition("/")
         leaf, _, slot = rest.rpartition("/")
         if kind == "params":
-            params[rest] = tensor(name)
+            params[rest] = open_leaf(name)
         elif kind == "optimizer" and slot == MASTER:
-            masters[leaf] = tensor(name)
+            masters[leaf] = open_leaf(name)
         elif kind == "optimizer":
-            slots.setdefault(leaf, {})[slot] = tensor(name)
-    # A master copy knows more digits than the parameter.
+            slots.setdefault(leaf, {})[slot] = open_leaf(name)
     return SavedState("fnshard", params | masters, slots, manifest.step)
 
 
@@ -150,26 +150,26 @@ def has_manifest(path: Path) -> bool:
 
 
 def name_by_model(saved: SavedState, model: nn.Module) -> SavedState:
-    """Return a state whose names are the paths of a module's leaves; with the buffers that it makes.
+    """Return a state whose names are the paths of a module's leaves, with the buffers that the module makes.
 
     Raises:
-        StateError: tensors of another module.
+        StateError: the tensors are of another module.
     """
     specs = ResolvedSpecs.of(match_specs(make_functional(model)[1], [("*", LayoutSpec())]))
     found = match_state(saved, specs, model, None, {}, ())
-    params = {p: _as_tensor(found[f"params/{p}"]) for p in specs.leaves}
+    params = {p: _open_source(found[f"params/{p}"]) for p in specs.leaves}
     slots: dict[str, dict[str, FileTensor]] = {}
     for name, source in found.items():
         kind, _, rest = name.partition("/")
         path, _, slot = rest.rpartition("/")
         if kind == "optimizer":
-            slots.setdefault(path, {})[slot] = _as_tensor(source)
+            slots.setdefault(path, {})[slot] = _open_source(source)
     return SavedState(saved.kind, params, slots, saved.step)
 
 
 @dataclass(frozen=True)
-class _Read:
-    """The data of a leaf, whatever fills it."""
+class _LeafData:
+    """The data of a leaf, read from its source."""
 
     source: LeafSource
 
@@ -178,33 +178,33 @@ class _Read:
         return self.source.read(whole if slices is ... else slices)
 
 
-def _as_tensor(source: Source) -> FileTensor:
+def _open_source(source: Source) -> FileTensor:
+    """Return what fills a leaf as a tensor that is read when needed."""
     if isinstance(source, Tensor):
         return FileTensor("the module", source, source.dtype, tuple(source.shape))
-    return FileTensor(source.saved.file, _Read(source), source.saved.dtype, source.shape)
+    return FileTensor(source.saved.file, _LeafData(source), source.saved.dtype, source.shape)
 
 
 # ------------------------------------------------------------------ writing
 
 
 def write_fnshard(path: Path, saved: SavedState, **options: Any) -> None:
-    """Write a checkpoint, as of a mesh of one; `restore` puts it onto any."""
-    named = {f"params/{name}": tensor for name, tensor in saved.params.items()} | {
-        f"optimizer/{name}/{slot}": tensor
-        for name, own in saved.slots.items() for slot, tensor in own.items()
-    }  # fmt: skip
+    """Write a checkpoint as from a mesh of one rank; `restore` reads it onto any mesh."""
+    named = {f"params/{name}": tensor for name, tensor in saved.params.items()}
+    for name, own in saved.slots.items():
+        named |= {f"optimizer/{name}/{slot}": tensor for slot, tensor in own.items()}
 
-    with _atomic(path) as folder:
+    # One data file, in which each leaf is a single chunk, and the manifest.
+    with _write_atomically(path) as folder:
         entries = [
             TensorToWrite(name, tuple(t.shape), t.dtype, lambda t=t: t.data[...]) for name, t in named.items()
         ]
-        done, file = tensorfile.write(folder / data_file(0), entries), data_file(0)
-
+        file = data_file(0)
+        done = tensorfile.write(folder / file, entries)
         leaves = {}
         for name, t in named.items():
             chunk = Chunk((0,) * len(t.shape), tuple(t.shape), file, done.at[name], done.crc32[name])
             leaves[name] = SavedLeaf(tuple(t.shape), STATE_NAMES[t.dtype], "P()", (chunk,))
-
         files = {file: DataFile(done.bytes, done.header_bytes, done.header_crc32)}
         number = int(path.name) if path.name.isdecimal() else None
         Manifest(
@@ -217,31 +217,37 @@ def write_dcp(
     path: Path, saved: SavedState, *, layout: str = "fsdp", optimizer: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> None:  # fmt: skip
-    """Write a folder of `torch.distributed.checkpoint`, with the group that `optimizer`, the arguments of
-    AdamW, makes of the parameters that have moments."""
+    """Write a folder of `torch.distributed.checkpoint`.
+
+    Args:
+        optimizer: arguments of AdamW, for the group of the parameters that have moments.
+    """
     param_path, slot_path, group_path = LAYOUTS[layout]
     groups = [] if optimizer is None else group_items(group_path, list(saved.slots), optimizer)
 
     def items() -> Iterator[Item]:
         for name, t in saved.params.items():
-            yield item(param_path(name), t)
+            yield make_item(param_path(name), t)
         for name, own in saved.slots.items():
             for slot, t in own.items():
-                yield item(slot_path(name, TORCH_SLOTS.get(slot, slot)), t)
+                yield make_item(slot_path(name, TORCH_SLOTS.get(slot, slot)), t)
             step = torch.tensor(float(saved.step))
             yield Item(slot_path(name, "step"), (), step.dtype, [(((), ()), lambda step=step: step)])
         yield from groups
 
-    def item(where: tuple[Any, ...], t: FileTensor) -> Item:
+    def make_item(where: tuple[Any, ...], t: FileTensor) -> Item:
         return Item(where, t.shape, t.dtype, [(((0,) * len(t.shape), t.shape), lambda: t.data[...])])
 
-    with _atomic(path) as folder:
+    with _write_atomically(path) as folder:
         write_metadata(folder, write_items(folder, 0, items()))
 
 
 def write_torch(path: Path, saved: SavedState, **options: Any) -> None:
-    """Write a `torch.save` file: a state dict; where there is optimizer state, `{"model": ..., "optim":
-    {"state": ...}}`, by name, which `set_optimizer_state_dict` takes with the groups of an optimizer."""
+    """Write a `torch.save` file, a state dict.
+
+    If there is optimizer state, it is `{"model": ..., "optim": {"state": ...}}` by name, which
+    `set_optimizer_state_dict` takes with the groups of an optimizer.
+    """
     slots = {
         name: {TORCH_SLOTS.get(slot, slot): tensor for slot, tensor in own.items()}
         for name, own in saved.slots.items()
@@ -253,19 +259,22 @@ def write_torch(path: Path, saved: SavedState, **options: Any) -> None:
         return torch.empty(tuple(tensor.shape), dtype=tensor.dtype)
 
     try:
-        # The file is laid out without values, which are then written to their places one by one.
+        # Lay the file out without values.
         with FakeTensorMode(), torch.serialization.skip_data(materialize_fake_tensors=True):
             model = {name: like(tensor) for name, tensor in saved.params.items()}
             state = {name: {slot: like(t) for slot, t in own.items()} for name, own in slots.items()}
             steps = {name: {**own, "step": float(saved.step)} for name, own in state.items()}
             torch.save({"model": model, "optim": {"state": steps}} if slots else model, aside)
-        laid = read_torch_file(aside)
-        model, state = (laid["model"], laid["optim"]["state"]) if slots else (laid, {})
+
+        # Write the values to their places one by one, so that no more than one is in memory.
+        laid_out = read_torch_file(aside)
+        model, state = (laid_out["model"], laid_out["optim"]["state"]) if slots else (laid_out, {})
         places = [(model[name], tensor) for name, tensor in saved.params.items()]
         places += [(state[name][slot], t) for name, own in slots.items() for slot, t in own.items()]
         fd = os.open(aside, os.O_WRONLY | os.O_CLOEXEC)
         try:
             for place, tensor in places:
+                # The system may write fewer bytes than it is given.
                 data, at = bytes_of(tensor.data[...]), place.at
                 while len(data):
                     count = os.pwrite(fd, data, at)
@@ -290,8 +299,9 @@ def write_hugging_face(
     """Write the weights as safetensors files, with the configuration and tokenizer of `config`.
 
     Args:
-        model: the module whose paths the names are: it says how files call them, and which they leave out.
+        model: the module whose paths the names are. It says how files call them, and which they leave out.
     """
+    # Without a module, names are written as they are.
     known = read_config(config) if config is not None else {}
     if model is None:
         entries = [TensorToWrite(name, tuple(t.shape), t.dtype) for name, t in saved.params.items()]
@@ -299,6 +309,8 @@ def write_hugging_face(
             for name, tensor in saved.params.items():
                 put(name, tensor.data[...])
         return
+
+    # With a module, leaves are named, tied and split as the files of its family have them.
     specs = ResolvedSpecs.of(match_specs(make_functional(model)[1], [("*", LayoutSpec())])).leaves
     specs = {p: replace(s, storage_dtype=saved.params[p].dtype) for p, s in specs.items()}
     plan = leaves_to_write({}, specs, family_of(known, model, specs), None)
@@ -309,8 +321,8 @@ def write_hugging_face(
 
 
 @contextmanager
-def _atomic(path: Path) -> Iterator[Path]:
-    """Give a folder that has its name when the block is over, and flushed; after an exception it is gone."""
+def _write_atomically(path: Path) -> Iterator[Path]:
+    """Yield a folder that is flushed and gets its name when the block ends, or is removed on an error."""
     directory = AtomicDirectory(path.absolute())
     try:
         directory.begin()
@@ -323,7 +335,7 @@ def _atomic(path: Path) -> Iterator[Path]:
         directory.end()
 
 
-# In this order something is recognised: a folder of DeepSpeed's may hold a pytorch_model.bin as well.
+# In the order in which they are tried: a folder of DeepSpeed's may hold a pytorch_model.bin as well.
 FORMATS: Mapping[str, Format] = {
     "fnshard": Format("fnshard checkpoint", has_manifest, read_fnshard, write_fnshard),
     "dcp": Format("DCP folder", find_dcp, lambda path, files: read_dcp(path), write_dcp),
@@ -334,10 +346,10 @@ FORMATS: Mapping[str, Format] = {
 
 
 def recognise_format(path: Path) -> str:
-    """Return the name of the format of what is at a path.
+    """Return the name of the format of a folder or file.
 
     Raises:
-        CheckpointError: nothing is there, or nothing that is known.
+        CheckpointError: it does not exist, or its format is not known.
     """
     if not path.exists():
         raise CheckpointError(f"{str(path)!r} is not there.", fix="name a folder or a file.")

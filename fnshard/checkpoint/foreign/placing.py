@@ -1,4 +1,4 @@
-"""Placing: a training state of others, as a state here: leaves matched by name, each rank reading its own."""
+"""Placing: make a state from another library's: match leaves by name, and read each rank's own blocks."""
 
 from __future__ import annotations
 
@@ -53,15 +53,17 @@ def load_state(
     mesh: Mesh | None,
     options: LoadOptions,
 ) -> TrainState:
-    """Return a state that is filled from files of others; see `fnshard.checkpoint.load_dcp`.
+    """Return a state that is filled from another library's files; see `fnshard.checkpoint.load_dcp`.
 
     Args:
-        read: finds a state's tensors in the files at a path.
+        read: a function that finds a state's tensors in the files at a path.
         caller: the public function, for its errors.
     """
     if unknown := options.keys() - LoadOptions.__annotations__.keys():
         known = ", ".join(LoadOptions.__annotations__)
         raise TypeError(f"{caller}() has no option {', '.join(sorted(unknown))}; it has {known}.")
+
+    # Read the arguments.
     path = as_path(path, f"{caller}(path, step)")
     resolved, on = specs_and_mesh(step_or_specs, mesh)
     check_resolved(resolved.tree, on)
@@ -73,8 +75,9 @@ def load_state(
         try:
             saved = read_saved(read, path)
             leaves = match_state(saved, resolved, model, options.get("names"), missing, globs)
+            # Make a blank state as for a restore, and fill each rank's boxes of its leaves.
             _, make = state_maker(step_or_specs, on, options.get("disk_dir"), ANEW)
-            state, targets = make(_manifest_of(saved, leaves))
+            state, targets = make(_make_manifest(saved, leaves))
             with torch.no_grad():
                 for target in targets.values():
                     for offset, part in target.parts(on):
@@ -83,7 +86,7 @@ def load_state(
         except Corrupt as error:
             raise explain_corrupt(f"cannot load {str(path)!r}", error) from error
 
-    if on.kind == "abstract":  # no other rank is there
+    if on.kind == "abstract":  # there are no other ranks
         return load()
     return run_together(group_of(on, options.get("timeout")), f"loading {str(path)!r}", load)
 
@@ -119,10 +122,10 @@ def match_state(
     missing: Mapping[str, Tensor],
     ignore: Sequence[str],
 ) -> dict[str, Source]:
-    """Return what fills each leaf of a state, by the names that checkpoints here have.
+    """Return what fills each leaf of a state, by the names that leaves have in checkpoints here.
 
     Raises:
-        StateError: names and shapes that do not fit the specs; all of them.
+        StateError: names or shapes do not fit the specs. The error has all of them.
     """
     specs = resolved.leaves
     check_names(names, specs)
@@ -130,10 +133,9 @@ def match_state(
     sources, values = match_tensors(
         specs, stack_experts(saved.params, family), names, family, model, missing, ignore
     )
-
     out: dict[str, Source] = {f"params/{p}": s for p, s in {**sources, **values}.items()}
 
-    # Where state has numbers, these count the trained parameters in the order of the file.
+    # If optimizer state has numbers, these count the trained parameters in the order of the file.
     order = {name: number for number, name in enumerate(saved.params)}
     trained = {source.name: p for p, source in sources.items() if specs[p].trainable and source.name in order}
     slots = name_numbers(saved, sorted(trained, key=order.__getitem__))
@@ -142,33 +144,30 @@ def match_state(
         for slot, tensor in own.items():
             by_slot.setdefault(slot, {})[name] = tensor
 
-    # State lies under any name that its parameter may have.
+    # A slot may be saved under any of the names that its parameter may have.
     for slot, tensors in by_slot.items():
         tensors = stack_experts(tensors, family)
         for path, source in sources.items():
-            called = [source.name, *possible_names(path, family)]
-            name = next((n for n in called if n in tensors), None)
+            names_there = [source.name, *possible_names(path, family)]
+            name = next((n for n in names_there if n in tensors), None)
             if name is not None and specs[path].trainable:
                 out[f"optimizer/{path}/{slot}"] = LeafSource(name, tensors[name], source.transposed)
     return out
 
 
-def _manifest_of(saved: SavedState, leaves: Mapping[str, Source]) -> Manifest:
-    """Return a manifest of leaves that lie in files of others; it names no chunks."""
-    found = {}
+def _make_manifest(saved: SavedState, leaves: Mapping[str, Source]) -> Manifest:
+    """Make a manifest of leaves that are in another library's files. It names no chunks."""
+    described, complex_paths = {}, []
     for name, source in leaves.items():
-        tensor = source if isinstance(source, Tensor) else source.saved
-        leaf = SavedLeaf(tuple(source.shape), STATE_NAMES[tensor.dtype], "P()", ())
-        found[name] = leaf.in_pairs()
-    complex_ = tuple(
-        n.removeprefix("params/") for n, s in leaves.items()
-        if n.startswith("params/") and (s if isinstance(s, Tensor) else s.saved).dtype.is_complex
-    )  # fmt: skip
-    return Manifest(saved.step, 0, {}, found, {}, {}, (), None, {}, {}, complex_)
+        dtype = source.dtype if isinstance(source, Tensor) else source.saved.dtype
+        described[name] = SavedLeaf(tuple(source.shape), STATE_NAMES[dtype], "P()", ()).in_pairs()
+        if dtype.is_complex and name.startswith("params/"):
+            complex_paths.append(name.removeprefix("params/"))
+    return Manifest(saved.step, 0, {}, described, {}, {}, (), None, {}, {}, tuple(complex_paths))
 
 
 def _read_box(source: Source, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-    """Read a box of a leaf; of a complex one, whose last dim is the pair, pairs."""
+    """Read a box of a leaf. Of a complex leaf, whose last dim here is the pair, it has pairs."""
     slices = tuple(slice(at, at + size) for at, size in zip(offset, shape, strict=True))
     slices = slices[: len(source.shape)]
     return as_pairs(source[slices] if isinstance(source, Tensor) else source.read(slices))

@@ -1,4 +1,4 @@
-"""Torch files: state dicts that `torch.save` wrote, in one file or in several with an index."""
+"""Torch files: read state dicts that `torch.save` wrote, in one file or in several with an index."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SUFFIXES = (".pt", ".bin", ".pth", ".ckpt")
 def find_torch_files(path: Path) -> list[Path]:
     """Return the files of a state dict; none if there is no state dict at the path.
 
-    It is one file, or those of a folder as Hugging Face and DeepSpeed write it.
+    The path is a file, or a folder as Hugging Face and DeepSpeed write it.
 
     Raises:
         Corrupt: an index that names no files.
@@ -55,7 +55,7 @@ def read_torch_files(path: Path) -> SavedState:
         for where, leaf in walk(read_object(file, is_alone=file == path)):
             if isinstance(leaf, PlacedTensor):
                 tree[where] = FileTensor(file.name, leaf, leaf.dtype, leaf.shape)
-            elif not isinstance(leaf, Inert):
+            elif not isinstance(leaf, Inert):  # an object that was not constructed
                 tree[where] = lambda leaf=leaf: leaf
     return recognise(tree, "torch.save")
 
@@ -64,7 +64,7 @@ def read_object(file: Path, is_alone: bool = False) -> Mapping[str, Any]:
     """Return the dict that a file holds, with tensors that are not read yet.
 
     Args:
-        is_alone: it is the whole checkpoint, so that an error need not name it again.
+        is_alone: whether it is the whole checkpoint, so that an error need not name it again.
     """
     try:
         found = read_torch_file(file)
