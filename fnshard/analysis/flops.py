@@ -138,6 +138,7 @@ def _get_argument(node: fx.Node, name: str, default: Any) -> Any:
 
 
 def _is_attention(node: fx.Node) -> bool:
+    # By name: torch has one operator for each kernel, and the library has its own.
     name = getattr(node.target, "__name__", "")
     return "attention" in name and isinstance(node.target, OpOverload)
 
@@ -351,17 +352,17 @@ class _Counter:
 
             # A node has the level of what it is fused with, and is one above all others that it reads.
             fusable = self._is_fusable(node)
-            own, bases = 0, [self.bases[s] for s in node.all_input_nodes]
+            own_level, bases = 0, [self.bases[s] for s in node.all_input_nodes]
             for base in bases:
                 if base in level:
                     joins = fusable and self._is_fusable(base) and not self._ends_level(base)
-                    own = max(own, level[base] + (0 if joins else 1))
+                    own_level = max(own_level, level[base] + (0 if joins else 1))
 
             # Unite its group with those of the values that it reads, if they have the same level.
-            level[node] = own
+            level[node] = own_level
             owner[node] = node
             for base in bases if fusable else ():
-                is_level = base in level and level[base] == own
+                is_level = base in level and level[base] == own_level
                 if is_level and self._is_fusable(base) and not self._ends_level(base):
                     owner[_find_root(owner, base)] = _find_root(owner, node)
 

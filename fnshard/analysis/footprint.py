@@ -105,10 +105,10 @@ def footprint_of(
         tracker = StorageTracker(device)
         run = None if generated is None else make_fake_wrapper(generated, tracker)
         if run is None:
-            found = eager_footprint(module, entries, device)
+            footprint = eager_footprint(module, entries, device)
         else:
-            found = call_footprint(run, _get_inputs(module), entries, tracker)
-        known[key] = found, generated  # kept alive, so that its id is not taken again
+            footprint = call_footprint(run, _get_inputs(module), entries, tracker)
+        known[key] = footprint, generated  # kept alive, so that its id is not taken again
     return known[key][0]
 
 
@@ -143,9 +143,9 @@ def call_footprint(
         with tracker:
             tracker.look()
             results = [r for r in run(args) if isinstance(r, Tensor)]
-        found = _read_footprint(tracker, results, numbers)
+        footprint = _read_footprint(tracker, results, numbers)
         del kept, results
-    return found
+    return footprint
 
 
 def _read_footprint(

@@ -301,6 +301,7 @@ def _gpu(
         rates |= {"float8_e4m3fn": fp8, "float8_e5m2": fp8}
     streamed = Curve.flat(memory[1] * 1e12 * streaming)
     node, network, host = (each * 1e9 * wire for each in links)
+    # Rates that no data sheet has are shares of those that it has, or typical values.
     return Hardware(
         name,
         memory_bytes=int(memory[0] * 1e9),

@@ -105,12 +105,13 @@ class _Bench:
 
     def seconds(self, work: Callable[[], Any], device: torch.device | None = None) -> float:
         """Return the median seconds of one call, after a first one that warms up."""
+        # Warm up, and begin together with all ranks.
         kind = (device or self.device).type
         wait = (lambda: None) if kind == "cpu" else torch.accelerator.synchronize
         work()
         wait()
         if self.comm is not None:
-            self.comm.gather_object("")  # a barrier
+            self.comm.gather_object("")
 
         # Repeat a call often enough that one sample takes `SAMPLE_S`.
         began = self.clock()
@@ -180,6 +181,7 @@ class _Bench:
         Square ones would be up to a quarter faster. The rate is the mean of the forward's and the backward's,
         on operands that no cache holds.
         """
+        # Several sets of operands take turns, so that none of them is in a cache.
         rows, hidden = 2 * n, 11 * n // 4
         shapes = (rows, n), (hidden, n), (rows, hidden)
         size = sum(a * b for a, b in shapes) * dtype.itemsize
@@ -187,6 +189,7 @@ class _Bench:
         copies = [[each.clone() for each in operands] for _ in range(self._count_cold_buffers(size))]
         turn = itertools.cycle(copies)
 
+        # The three products write over their operands, whose values do not matter.
         def forward() -> None:
             x, weight, y = next(turn)
             torch.mm(x, weight.t(), out=y)

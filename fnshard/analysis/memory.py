@@ -219,6 +219,7 @@ def measure(
         if spec.has_master:
             slots[path][MASTER] = block_shape(spec.shape, spec.optimizer, mesh), spec.optimizer_dtype
 
+    # A kernel's footprint depends on how its arguments are held, which is known when it is called.
     context = DryContext(
         schedule,
         tracker,

@@ -234,6 +234,7 @@ def restore_params(
     if globs is not None and not (isinstance(globs, Sequence) and all(isinstance(g, str) for g in globs)):
         raise CheckpointError(f"only={only!r}: a glob of paths, or a list of them.")
 
+    # As in `restore`, but with parameters alone, and perhaps only some.
     resolved, on = specs_and_mesh(step_or_specs, mesh)
 
     def make(found: Manifest) -> tuple[Any, dict[str, Any]]:

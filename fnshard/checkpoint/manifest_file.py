@@ -161,6 +161,7 @@ class Manifest:
         Raises:
             Corrupt: something is wrong. The error names the file.
         """
+        # Check the seal before the text is parsed.
         text, seal = _read_file(folder, NAME), _read_file(folder, SEAL)
         if seal != _make_seal(hashlib.sha256(text).hexdigest()):
             raise Corrupt(f"{NAME} and {SEAL} do not belong together (checksum differs)")

@@ -96,6 +96,7 @@ class Replicas:
         self._node = self._nodes[self.mesh.rank]
         self._is_first = self._nodes.index(self._node) == self.mesh.rank  # the first rank of its node
 
+        # On a single node the memory itself is the copy, and nothing is sent.
         self._copies = copies if len(names) > 1 else 0
         if not 1 <= copies <= most_copies(len(names)):
             raise CheckpointError(

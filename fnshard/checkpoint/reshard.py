@@ -162,6 +162,7 @@ def averaged(state: TrainState, name: str = "ema", *, disk_dir: str | None = Non
         for p, s in after.items()
     }  # fmt: skip
 
+    # Ranks of other stages do not have a leaf, but take part in moving it.
     blocks = {p: averages[p] if p in averages else foreign_block(s, mesh) for p, s in before.items()}
     moved = resolved.as_seen(reshard(blocks, before, after, mesh, disk_dir=disk_dir))
 

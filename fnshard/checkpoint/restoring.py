@@ -81,9 +81,10 @@ def state_maker(
         # A loss scale that was not saved begins anew.
         if not any(n.startswith("loss_scale/") for n in manifest.leaves):
             leaves = {n: leaf for n, leaf in leaves.items() if not n.startswith("loss_scale/")}
-        foreign = specs.stored.keys() - specs_here(specs.stored, on).keys()
+        # The step and the seed are in the manifest itself. Leaves of other stages may stay in the checkpoint.
         state.step.fill_(manifest.step)
         state.seed.fill_(manifest.seed)
+        foreign = specs.stored.keys() - specs_here(specs.stored, on).keys()
         return state, restore_targets(leaves, manifest.leaves, set(specs.trainable), foreign, fix)
 
     return on, make

@@ -118,6 +118,7 @@ def copy_through(
         arrived.synchronize()
         target.copy_(buffer)
 
+    # As bytes, tensors of all dtypes are cut into pieces of a buffer's size.
     number = 0
     for pair in pairs:
         target, source = (t.reshape(-1).view(torch.uint8) for t in pair)
@@ -145,6 +146,7 @@ def save_job(
     _, specs, mesh = find_layout(state, specs, mesh)
     group = group_of(mesh, timeout)
 
+    # All ranks check their arguments, and fail together, before any of them writes.
     def job() -> SaveJob:
         if specs is None:
             fix = "save(path, state) of a TrainState; of a tree of blocks also specs=step.specs, mesh=mesh."

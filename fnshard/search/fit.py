@@ -226,6 +226,8 @@ def make_space(
     if not isinstance(hardware, str | Hardware):
         wrong.append(f"hardware={hardware!r}: a name such as 'h100', or a Hardware")
     step_options = read_options("fit", options, wrong)
+
+    # The arguments are right by themselves; the batch must fit `fn`, too.
     hardware = Hardware.of(hardware)
     arguments = arguments_for(fn, tuple(batch), keywords)
     check_arguments(fn, arguments)

@@ -208,12 +208,15 @@ class FunctionSpace:
         the host, how far ahead units are gathered, or the sizes of two axes of the mesh.
         """
 
+        # A move returns None if there is no such plan; `is_valid` refuses others.
         def set_field(name: str, value: Any) -> Move:
             return lambda choice: replace(choice, **{name: value}) if self.on(choice.mesh).has(name) else None
 
         def set_order(order: MicroOrder, memory: float) -> Move:
             return lambda choice: replace(choice, order=order, zero_bubble_memory=memory)
 
+        # Counts of micro-batches and of chunks go up and down their lists. One that is not in the list, as
+        # after a move to another mesh, has no neighbour.
         def change_micro_batches(by: int) -> Move:
             def move(choice: Choice) -> Choice | None:
                 divisors = self.on(choice.mesh).divisors

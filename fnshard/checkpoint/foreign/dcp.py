@@ -36,9 +36,10 @@ def find_dcp(path: Path) -> list[Path]:
     """
     if (path / METADATA).is_file():
         return [path]
-    found = sorted(each.parent for each in path.glob(f"*/{METADATA}")) if path.is_dir() else []
-    names = [each.name.rstrip("0123456789") for each in found]
-    return found if sorted(names) in (["pytorch_model_fsdp_"], ["optimizer_", "pytorch_model_fsdp_"]) else []
+    folders = sorted(each.parent for each in path.glob(f"*/{METADATA}")) if path.is_dir() else []
+    names = sorted(each.name.rstrip("0123456789") for each in folders)
+    is_accelerate = names in (["pytorch_model_fsdp_"], ["optimizer_", "pytorch_model_fsdp_"])
+    return folders if is_accelerate else []
 
 
 def read_dcp(path: Path) -> SavedState:
@@ -62,14 +63,15 @@ def read_dcp(path: Path) -> SavedState:
 
 def _read_folder(folder: Path) -> dict[tuple[str, ...], Leaf]:
     """Return the tensors and other values of one folder, by their paths in the saved tree."""
-    # The tree's entries, where each lies in files, and the paths of which the names are joined.
+    # The entries by name, their places in files, and their paths in the saved tree.
     fd = open_regular(folder, METADATA)
     with open(fd, "rb") as file:
-        found = unpickle(io.BytesIO(file.read()), _resolve_metadata_name)
-    if not isinstance(found, Inert) or not isinstance(found.state, dict):
+        metadata = unpickle(io.BytesIO(file.read()), _resolve_metadata_name)
+    if not isinstance(metadata, Inert) or not isinstance(metadata.state, dict):
         raise Corrupt(f"has a {METADATA} that holds no metadata")
-    saved, stored = found.state.get("state_dict_metadata") or {}, found.state.get("storage_data") or {}
-    paths = found.state.get("planner_data") or {}
+    saved = metadata.state.get("state_dict_metadata") or {}
+    stored = metadata.state.get("storage_data") or {}
+    paths = metadata.state.get("planner_data") or {}
 
     # Places in files, by the entry's name and, for tensors, where the box begins.
     places: dict[tuple[str, tuple[int, ...] | None], Mapping[str, Any]] = {}
@@ -135,12 +137,10 @@ def _open_box(
     folder: Path, name: str, place: Mapping[str, Any], shape: tuple[int, ...], dtype: torch.dtype
 ) -> PlacedTensor:
     """Read a box, of the shape and dtype that the metadata name."""
-    found = _open_item(folder, name, place)
-    if not isinstance(found, PlacedTensor) or found.shape != shape or found.dtype != dtype:
-        kind = (
-            f"{list(found.shape)} {found.dtype}" if isinstance(found, PlacedTensor) else type(found).__name__
-        )
-        raise Corrupt(
-            f"has {name!r} in {place['relative_path']} as {kind}, and {METADATA} says {list(shape)} {dtype}"
-        )
-    return found
+    box = _open_item(folder, name, place)
+    if isinstance(box, PlacedTensor) and box.shape == shape and box.dtype == dtype:
+        return box
+    kind = f"{list(box.shape)} {box.dtype}" if isinstance(box, PlacedTensor) else type(box).__name__
+    raise Corrupt(
+        f"has {name!r} in {place['relative_path']} as {kind}, and {METADATA} says {list(shape)} {dtype}"
+    )

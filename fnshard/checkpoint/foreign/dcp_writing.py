@@ -162,6 +162,7 @@ def save_dcp(
 
     directory, items = run_together(group, f"saving {path}", plan)
 
+    # Rank 0 makes the folder, all ranks write their files, and rank 0 writes the metadata and renames it.
     def finish(written: list[list[WrittenItem]]) -> None:
         write_metadata(directory.saving, [item for of_rank in written for item in of_rank])
         directory.commit()

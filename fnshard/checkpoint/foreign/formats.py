@@ -104,6 +104,7 @@ def read_fnshard(path: Path, files: ExitStack) -> SavedState:
         what = f"holds complex or coded leaves, such as {odd[0]!r}, which other formats lack"
         raise Corrupt(what, "read it by fs.checkpoint.restore.")
 
+    # A leaf's chunks are its pieces, which open when they are read.
     def open_leaf(name: str) -> FileTensor:
         leaf = manifest.leaves[name]
         dtype = STATE_DTYPES[leaf.dtype]
@@ -156,10 +157,10 @@ def name_by_model(saved: SavedState, model: nn.Module) -> SavedState:
         StateError: the tensors are of another module.
     """
     specs = ResolvedSpecs.of(match_specs(make_functional(model)[1], [("*", LayoutSpec())]))
-    found = match_state(saved, specs, model, None, {}, ())
-    params = {p: _open_source(found[f"params/{p}"]) for p in specs.leaves}
+    sources = match_state(saved, specs, model, None, {}, ())
+    params = {p: _open_source(sources[f"params/{p}"]) for p in specs.leaves}
     slots: dict[str, dict[str, FileTensor]] = {}
-    for name, source in found.items():
+    for name, source in sources.items():
         kind, _, rest = name.partition("/")
         path, _, slot = rest.rpartition("/")
         if kind == "optimizer":
@@ -353,10 +354,11 @@ def recognise_format(path: Path) -> str:
     """
     if not path.exists():
         raise CheckpointError(f"{str(path)!r} is not there.", fix="name a folder or a file.")
-    found = next((name for name, each in FORMATS.items() if each.finds(path)), None)
-    if found is None:
-        inside = sorted(each.name for each in path.iterdir())[:8] if path.is_dir() else []
-        titles = ", ".join(each.title for each in FORMATS.values())
-        what = f"{str(path)!r} is of no known format{'; in it are:' if inside else '.'}"
-        raise CheckpointError(what, inside, f"name one of these: {titles}.")
-    return found
+    for name, each in FORMATS.items():
+        if each.finds(path):
+            return name
+
+    inside = sorted(each.name for each in path.iterdir())[:8] if path.is_dir() else []
+    titles = ", ".join(each.title for each in FORMATS.values())
+    what = f"{str(path)!r} is of no known format{'; in it are:' if inside else '.'}"
+    raise CheckpointError(what, inside, f"name one of these: {titles}.")

@@ -67,10 +67,10 @@ def read_object(file: Path, is_alone: bool = False) -> Mapping[str, Any]:
         is_alone: whether it is the whole checkpoint, so that an error need not name it again.
     """
     try:
-        found = read_torch_file(file)
-        if not isinstance(found, Mapping):
-            raise Corrupt(f"holds a {type(found).__name__}, and no dict", "name the file of a state dict.")
+        saved = read_torch_file(file)
+        if not isinstance(saved, Mapping):
+            raise Corrupt(f"holds a {type(saved).__name__}, and no dict", "name the file of a state dict.")
     except Corrupt as error:
         what = str(error) if is_alone else f"has {file.name}, which {error}"
         raise type(error)(what, error.fix) from error
-    return found
+    return saved
