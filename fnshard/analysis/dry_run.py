@@ -369,7 +369,7 @@ class DryTransfers:
         return self._start_flight(into or [map_tensors(v, self.take) for v in values])
 
     def _start_flight(self, values: Sequence[Any]) -> Transfer:
-        # A copy is for what its original is for.
+        # A copy has the purpose of its original.
         for name, value in zip(self.tracker.line.reads, values, strict=True):
             self.tracker.categorise(name, value)
         return Transfer(values, torch.device("meta"))
@@ -394,7 +394,7 @@ class DryTransfers:
         return flat.view(dtype).as_strided(like.shape, stride)
 
     def give(self, value: Any) -> None:
-        """Give a value's buffers back to the pool, or, of gradients, once the worker has read them."""
+        """Give a value's buffers back to the pool, those of gradients once the worker has read them."""
         # The host runs at most `PENDING` tasks ahead of the worker.
         if isinstance(value, Reduced) and self.tracker.device != "cpu":
             self.late.append(value)

@@ -184,7 +184,7 @@ class StorageTracker(TorchDispatchMode):
             self.categories[record.category] += size
 
     def adopt(self, value: Tensor, category: str, tier: str = "device", size: int | None = None) -> Storage:
-        """Follow memory that exists from the start. It counts as `size` bytes, by default as its own."""
+        """Follow memory that exists from the start. It counts as `size` bytes, by default its own size."""
         storage = value.untyped_storage()
         if storage._cdata not in self.alive:
             record = Storage(self._size(storage, tier) if size is None else size, category, tier)

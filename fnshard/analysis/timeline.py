@@ -377,7 +377,8 @@ class Timeline:
             ("  exposed communication", self.exposed_communication_seconds),
             ("  exposed transfer", self.exposed_transfer_seconds),
         ]
-        rows += [("  bubble", self.bubble_seconds)] if self.stages else []
+        if self.stages:
+            rows.append(("  bubble", self.bubble_seconds))
 
         lines = [f"{self.ranks} x {self.hardware}"]
         lines += [f"{name:24s} {s * 1e3:12.3f} ms  {s / step:6.1%}" for name, s in rows]

@@ -94,7 +94,9 @@ def _flash_backward(args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
 def _size_flash_blocks(q: Tensor, k: Tensor) -> tuple[int, int, int, bool]:
     """Return the rows and columns of a block of scores, their item size, and whether inputs are halves."""
     length = q.shape[-2]
-    rows = 256 if length >= 768 else 64 if length >= 192 else 32
+    rows = 32
+    if length >= 192:
+        rows = 256 if length >= 768 else 64
     half = q.dtype in HALVES
     return min(rows, length), min(512, k.shape[-2]), 4 if half else q.dtype.itemsize, half
 

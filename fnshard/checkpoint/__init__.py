@@ -307,7 +307,7 @@ def _restore_newest(
             passed[folder] = _explain_corrupt(folder, lines)
         candidates = [each for each in again if each not in passed]
 
-    # A directory without any manifest is no damaged checkpoint, but none.
+    # A directory without any manifest is not a damaged checkpoint, but no checkpoint.
     if not passed or (first_seen == [path.absolute()] and not any(path.glob("manifest*"))):
         raise _explain_nothing(path)
     errors = list(passed.values())

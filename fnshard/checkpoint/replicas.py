@@ -99,9 +99,9 @@ class Replicas:
         # On a single node the memory itself is the copy, and nothing is sent.
         self._copies = copies if len(names) > 1 else 0
         if not 1 <= copies <= most_copies(len(names)):
+            nodes = "1 node" if len(names) == 1 else f"{len(names)} nodes"
             raise CheckpointError(
-                f"replicas={copies}: {len(names)} node{'s' * (len(names) > 1)} can hold "
-                f"1 to {most_copies(len(names))}.",
+                f"replicas={copies}: {nodes} can hold 1 to {most_copies(len(names))}.",
                 fix="one copy needs the node alone, n copies need n + 1 nodes.",
             )
 
@@ -177,7 +177,7 @@ class Replicas:
         self.node_bytes = ROOM * sum(int(text) for node, text in by_rank if node == self._node)
         run_together(self._group, "replicas", self._check_room)
 
-        # Take the room, and make what the manifests of all saves have in common.
+        # Allocate the buffers, and make what the manifests of all saves have in common.
         self._staged = make_host_copies(mine)
         axes = dict(zip(mesh.names, mesh.sizes, strict=True))
         self._plan = Manifest(
@@ -239,7 +239,7 @@ class Replicas:
         """
         self.wait()
         leaves = state_leaves(state, self._specs, self.mesh)
-        # The buffers are those of the save before, whose files are written after `wait`.
+        # The buffers are those of the save before, whose files are written by the time that `wait` returns.
         copy_to_host([(staged.block, leaves[name].block) for name, staged in self._staged.items()])
         position = encode(data.state_dict() if hasattr(data, "state_dict") else data)
         part = replace(self._plan, step=int(state.step), seed=int(state.seed), data=(position,))

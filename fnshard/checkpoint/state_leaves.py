@@ -118,7 +118,7 @@ def slot_leaves(
             if not is_noted:
                 whole = spec.shape if own == block_shape(spec.shape, spec.optimizer, mesh) else own
 
-            # It is split as its leaf is, or whole if that is noted. Its block must have the shape of this.
+            # It is split as its leaf is. If it cannot be, it is whole on each rank, if its shape is noted.
             layout = slot_layout(whole, spec.shape, spec.optimizer, mesh) or (P() if is_noted else None)
             if layout is not None and own == block_shape(whole, layout, mesh):
                 out[f"optimizer/{path}/{name}"] = LocalLeaf(whole, layout, value, spec.chunk == "all")
@@ -297,7 +297,9 @@ def check_codecs_alike(specs: Specs, saved: Mapping[str, SavedLeaf]) -> None:
 
 def some_of(lines: list[str], most: int = 20) -> list[str]:
     """Return the lines that one error shows, with a last one that says how many more there are."""
-    return lines[:most] + ([f"and {len(lines) - most} more"] if len(lines) > most else [])
+    if len(lines) <= most:
+        return lines
+    return [*lines[:most], f"and {len(lines) - most} more"]
 
 
 def make_host_copies(leaves: Mapping[str, LocalLeaf]) -> dict[str, LocalLeaf]:

@@ -87,7 +87,7 @@ def parts_of(timeline: Timeline) -> dict[str, float]:
     def mean(seconds: Iterable[float]) -> float:
         return sum(seconds) / len(stages)
 
-    # The host's part is the remainder, as no lane records it.
+    # The host's part is what is left: its updates and launches.
     known = {
         "compute": mean(each.busy_seconds.get("compute", 0.0) for each in stages),
         "communication": mean(each.exposed_communication_seconds for each in stages),

@@ -102,7 +102,7 @@ def _read_folder(folder: Path) -> dict[tuple[str, ...], Leaf]:
         pieces = []
         for chunk in entry.state["chunks"]:
             offset, size = tuple(chunk.state["offsets"]), tuple(chunk.state["sizes"])
-            # A tensor in one piece may be stored without an offset.
+            # The box at the tensor's beginning may be stored without an offset.
             place = places.get((name, offset)) or (places.get((name, None)) if not any(offset) else None)
             if place is None:
                 raise Corrupt(

@@ -219,8 +219,8 @@ def items_of(
     # As in a checkpoint here, all ranks assign the boxes in the same way, without communication.
     mine = assign_leaves({join(key): leaf for key, leaf in tensors.items()}, mesh)
     for key, leaf in tensors.items():
-        boxes, parts = [], mine[join(key)].parts(mesh) if join(key) in mine else []
-        for start, part in parts:
+        boxes = []
+        for start, part in mine[join(key)].parts(mesh) if join(key) in mine else ():
             # A complex leaf is stored as pairs, and torch's reader expects complex numbers.
             if key in pairs:
                 start, part = start[:-1], torch.view_as_complex(part.contiguous())
@@ -230,7 +230,7 @@ def items_of(
         else:
             yield Item(key, leaf.shape, leaf.block.dtype, boxes)
 
-    # Groups are the same for all ranks.
+    # Options are the same for all ranks, so rank 0 writes them.
     if optimizer is not None and mesh.rank == 0:
         yield from group_items(group_path, [torch_names[p] for p in specs.trainable], optimizer)
 

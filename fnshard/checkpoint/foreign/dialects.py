@@ -89,8 +89,8 @@ def recognise(tree: Tree, kind: str) -> SavedState:
                 elif isinstance(leaf, FileTensor):
                     slots.setdefault(name, {})[SLOTS.get(slot, slot)] = leaf
             elif match := re.fullmatch(r"(?:\d+\.)?param_groups\.(\d+)\.(params|param_names)", inner):
-                names = [str(each) for each in (leaf() if callable(leaf) else [])]
-                groups.setdefault(match[1] + match[2], names)
+                names = leaf() if callable(leaf) else []
+                groups.setdefault(match[1] + match[2], [str(each) for each in names])
         elif isinstance(leaf, FileTensor):
             model = max((i for i, part in enumerate(parts) if part in MODELS), default=None)
             if model is None:

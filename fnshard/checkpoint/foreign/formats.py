@@ -311,7 +311,7 @@ def write_hugging_face(
                 put(name, tensor.data[...])
         return
 
-    # With a module, leaves are named, tied and split as the files of its family have them.
+    # With a module, its family says how leaves are named in files, and which are left out.
     specs = ResolvedSpecs.of(match_specs(make_functional(model)[1], [("*", LayoutSpec())])).leaves
     specs = {p: replace(s, storage_dtype=saved.params[p].dtype) for p, s in specs.items()}
     plan = leaves_to_write({}, specs, family_of(known, model, specs), None)
