@@ -267,7 +267,9 @@ class StorageTracker(TorchDispatchMode):
             record.category = record.category or category
 
 
+# Operators whose result is their first argument.
 _IN_PLACE = (torch.ops.aten.add_.Tensor, torch.ops.aten.copy_.default)
+# Kinds of values whose memory counts as buffers.
 _SENT = (Kind.NORMS, Kind.UPDATED, Kind.WRITTEN, Kind.FLIGHT)
 
 

@@ -123,6 +123,7 @@ class HardwarePricer:
             graph = queue.pop()
             costs.append(graph_cost(graph, fused=False))
             queue += [n.target.false for n in graph.graph.nodes if isinstance(n.target, Branch)]
+
         h = self.hardware
         host = h.instruction_seconds + sum(cost.host_seconds(h) for cost in costs)
         return Price(sum(cost.seconds(h) for cost in costs), host)
@@ -623,16 +624,17 @@ class _OverlappedClock(_Clock):
             queue = price.communicator or price.lane
             start = issued = max(self.host, self.free.get(queue, 0.0), inputs_ready, self.free[COMPUTE])
             flight = price.flight_seconds
-            for name, seconds in price.link_seconds.items():
+            for name, link_seconds in price.link_seconds.items():
                 # A link goes on with the next flight, even if this one still waits for its other link.
                 begins = max(issued, self.free_links.get(name, 0.0))
-                self.free_links[name] = begins + seconds
-                # A message shares the link with what is under way, and all else queues behind that.
+                self.free_links[name] = begins + link_seconds
+                # A message shares the link with earlier flights, and all others queue behind those.
                 if isinstance(line, Send):
-                    flight += min(seconds, begins - issued)
+                    flight += min(link_seconds, begins - issued)
                 else:
                     start = max(start, begins)
 
+            # Readers wait until the flight ends, and the host too if the copy is not asynchronous.
             end = self.note(index, line, price.lane, start, flight, price.communicator)
             self.free[queue] = end
             self.ready |= dict.fromkeys(line.writes, end)
@@ -658,6 +660,7 @@ class _OverlappedClock(_Clock):
         self.ready |= dict.fromkeys(line.writes, end)
         if line.is_for(ToDevice) and all(n.kind is Kind.STORED for n in line.writes):
             return
+        # Time for which compute waits for other stages is idle, and for any other flight it is exposed.
         if line.reads[0] in self.held:
             self.idle += max(0.0, end - max(self.host, self.free[COMPUTE]))
         else:

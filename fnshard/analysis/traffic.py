@@ -124,7 +124,7 @@ def analyse(schedule: Schedule, sizes: Mapping[ValueName, int]) -> Traffic:
     scalars = 0
     for line in schedule.instructions:
         if isinstance(line, ReduceScalars):
-            scalars += 8 * schedule.scalars
+            scalars += 8 * schedule.scalars  # in fp64
             continue
         # A transfer moves whole values; a collective sends a share of its buffer, which depends on the ranks.
         if line.lane == TRANSFER:

@@ -73,6 +73,7 @@ class Flight:
         self._take, self._until_wait, self._until_release = take, until_wait, until_release
 
     def wait(self) -> Any:
+        # Drop what the flight holds, so that the tracker sees it die.
         result, self._take, self._until_wait = self._take(), None, None
         return result
 
@@ -102,6 +103,7 @@ class Counting:
         """Count the shared memory that the steps so far have touched."""
         if self.kind != "shared":
             return 0
+        # The ranks of a group use the slots of units together, so each of them counts its share.
         words = head_bytes(len(group_names(self.mesh)))
         units = sum(-(-heap.top // self.mesh.axes_size(axes)) for axes, heap in self.units.items())
         return words + self.gathers.top + self.reductions.top + units
@@ -133,6 +135,7 @@ class Counting:
         n = self._count_ranks(axes)
         if n == 1:
             return Done([flat])
+        # One view serves for all rows, since nothing reads their values.
         rows = [flat] * n
         if self.kind == "shared":
             return Flight(lambda: rows, until_release=self._pack(flat, self.gathers))

@@ -148,6 +148,7 @@ class UpdateMemory:
 
 def make_earlier_parts(family: Family, number: int) -> dict[str, torch.Tensor]:
     """Make tensors like those that earlier steps of the update have handed on, by name."""
+    # Exchanges hand on what they receive, and stretches what they keep.
     names = dict[str, None]()
     for before, step in enumerate(family.derived.steps[:number]):
         if not isinstance(step, Compute):

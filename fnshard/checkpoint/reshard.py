@@ -184,6 +184,7 @@ def _make_blank(
     Args:
         saved: descriptions of the old leaves, by name.
     """
+    # Blank blocks of parameters, and of the slots that the old state has.
     named = specs.stored
     here = specs_here(named, mesh)
     params = blank_params(named, mesh, disk_dir)
@@ -193,6 +194,8 @@ def _make_blank(
         state.step.clone(), specs.tree_of(params), slots, scale, state.seed.clone(), where=(specs.tree, mesh),
         data=state.data, slot_shapes=state.slot_shapes,
     )  # fmt: skip
+
+    # A saved leaf may fill several: a parameter fills a master copy that was not kept before, too.
     targets: dict[str, list[RestoreTarget]] = {}
     blank = param_leaves(params, named, mesh) | slot_leaves(slots, state.slot_shapes, named, mesh)
     foreign = named.keys() - here.keys()

@@ -208,7 +208,7 @@ class Saving:
         self.path = job.directory.final
         pool = ThreadPoolExecutor(1, f"saving {self.path}")
         self._written = pool.submit(job.write)
-        pool.shutdown(wait=False)
+        pool.shutdown(wait=False)  # its thread ends with the job
         _in_flight.append(self)
 
     @property
@@ -247,7 +247,7 @@ def wait() -> None:
 def wait_for_save() -> BaseException | None:
     """Wait for the save in the background; return its error if it failed and that was not raised yet."""
     error = None
-    for saving in list(_in_flight):
+    for saving in list(_in_flight):  # a copy, since `wait` removes the save
         try:
             saving.wait()
         except BaseException as failure:

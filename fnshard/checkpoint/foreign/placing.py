@@ -127,6 +127,7 @@ def match_state(
     Raises:
         StateError: names or shapes do not fit the specs. The error has all of them.
     """
+    # Parameters, by the names that the user or the model's family gives them.
     specs = resolved.leaves
     check_names(names, specs)
     family = family_of({}, model, specs)
