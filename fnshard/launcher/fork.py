@@ -103,6 +103,7 @@ def fork_rank(work: Callable[[], NoReturn], env: Mapping[str, str], log: Any = N
         torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
         random.seed()
         np.random.seed()
+        torch.seed()
         work()
     except BaseException:
         sys.excepthook(*sys.exc_info())

@@ -11,7 +11,7 @@ from commands import OUTPUT, start_command
 
 PROGRAM = """
 import fcntl, json, os, random, signal, sys, threading
-import torch, torch.distributed as dist
+import numpy as np, torch, torch.distributed as dist
 from fnshard.launcher.local import LaunchError, launch
 from fnshard.launcher.rank import run_rank
 
@@ -51,14 +51,15 @@ def test_ranks_are_forks_with_their_own_environment_log_and_session(tmp_path: Pa
             print("hello from", rank)
             seen = {"starter": starter == os.getppid(), "total": total.item(), "held": held,
                     "threads": torch.get_num_threads(), "session": os.getsid(0) == os.getpid(),
-                    "drawn": random.random()}
+                    "drawn": [random.random(), np.random.rand(), torch.rand(()).item()]}
             with open(f"{out}/{rank}.json", "w") as file:
                 json.dump(seen, file)
     """)  # fmt: skip
     assert shown == ("hello from 0\n", "")
     assert not (tmp_path / "command0").exists() and not (tmp_path / "error").exists()
     seen: list[dict[str, Any]] = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    assert seen[0].pop("drawn") != seen[1].pop("drawn")
+    drawn = [each.pop("drawn") for each in seen]
+    assert all(first != second for first, second in zip(*drawn, strict=True))
     expected = {"starter": True, "total": 3.0, "held": False, "threads": 3, "session": True}
     assert seen == [expected] * 2
     for rank in range(2):
