@@ -25,7 +25,7 @@ from fnshard.layout.spec import LayoutSpec
 
 aten = torch.ops.aten
 convert, exchange, slice_part = Writer.convert, Writer.exchange, Writer.slice
-results = placing.Placer.results
+write_results = placing.Placer.write_results
 Plant = Callable[[], AbstractContextManager[Any]]
 
 
@@ -60,7 +60,7 @@ def shifted(call: Any) -> Iterator[OpStrategy]:
 
 
 def unscaled(self: Any) -> list[Any]:
-    results(self)
+    write_results(self)
     return [source for _, source, *_ in self.record.results]
 
 
@@ -104,7 +104,7 @@ REFUSED: dict[str, tuple[Plant, str | list[str]]] = {
         lambda: mock.patch.dict(RULES, {aten.slice.Tensor: shifted}), "'tensor'"
     ),
     "a part of the loss is the loss": (
-        lambda: mock.patch.object(placing.Placer, "results", unscaled), "returned"
+        lambda: mock.patch.object(placing.Placer, "write_results", unscaled), "returned"
     ),
     "a gradient is not summed over tensor": (
         lambda: mock.patch.object(

@@ -32,18 +32,19 @@ aten, own = torch.ops.aten, torch.ops.fnshard
 
 @rule(aten.scaled_dot_product_attention.default, own.attention.default)
 def _attention(call: Call) -> Iterator[OpStrategy]:
-    """Split along batch and heads; of fewer heads of keys and values each rank takes those that it needs.
+    """Split along batch and heads. Of fewer heads of keys and values each rank takes those that it needs.
 
     Without a causal mask queries may be split too. Over a split sequence it runs as `context_attention` says.
     """
-    at = call.current[0]
-    if call.axis.attention == "auto" or not isinstance(at, Split) or at.dim != call.tensors[0].dim() - 2:
-        yield from _any_attention(call)
+    now = call.current[0]
+    over_sequence = isinstance(now, Split) and now.dim == call.tensors[0].dim() - 2
+    if call.axis.attention == "auto" or not over_sequence:
+        yield from _split_rows_or_heads(call)
     else:
         yield from {"ulysses": _ulysses, "gather": _gather, "ring": _ring}[call.axis.attention](call)
 
 
-def _any_attention(call: Call) -> Iterator[OpStrategy]:
+def _split_rows_or_heads(call: Call) -> Iterator[OpStrategy]:
     """Split along the batch, heads, or queries without a causal mask."""
     query, key = call.tensors[0], call.tensors[1]
     scores, rank = (*query.shape[:-1], key.shape[-2]), query.dim()
@@ -52,20 +53,22 @@ def _any_attention(call: Call) -> Iterator[OpStrategy]:
 
     # Heads come first, as the products before have them.
     for split in sorted(splits, key=lambda split: split.dim != rank - 3):
+        # The numbers of a rank's dropout are one run of those of whole scores.
         if draws and split.outer > 1:
             continue
-        rest = tuple(broadcast(t.shape, scores, split) for t in call.tensors[3:])
-        here = partial(_drawn_attention, call, split) if draws else None
+        others = tuple(broadcast(t.shape, scores, split) for t in call.tensors[3:])  # a mask, a random key
+        attend = partial(_attend_with_dropout, call, split) if draws else None
         if split.dim == rank - 2:
+            # A rank's queries begin anywhere in the sequence, and the op's causal mask at its start.
             if not call["is_causal"]:
-                yield OpStrategy((split, REPLICATED, REPLICATED, *rest), split, run=here)
+                yield OpStrategy((split, REPLICATED, REPLICATED, *others), split, run=attend)
         elif divides(key.shape, split, call.ranks) or query.shape[split.dim] == key.shape[split.dim]:
-            yield OpStrategy((split, split, split, *rest), split, run=here)
+            yield OpStrategy((split, split, split, *others), split, run=attend)
         elif split.dim == rank - 3 and (take := _take_heads(call, split)):
             yield OpStrategy(
-                (split, REPLICATED, REPLICATED, *rest),
+                (split, REPLICATED, REPLICATED, *others),
                 split,
-                run=partial(_shared_attention, call, take, here),
+                run=partial(_attend_to_shared_heads, call, take, attend),
             )
 
 
@@ -73,31 +76,33 @@ def _any_attention(call: Call) -> Iterator[OpStrategy]:
 def _documents(call: Call) -> Iterator[OpStrategy]:
     """Split along rows and heads, or queries of a split sequence, with whole keys."""
     query, key = call.tensors[:2]
-    at, whole = call.current[0], (REPLICATED,) * (len(call.tensors) - 4)
-    along, how = isinstance(at, Split) and at.dim == 2, call.axis.attention
-    if along and how == "ring":
+    now, whole = call.current[0], (REPLICATED,) * (len(call.tensors) - 4)
+    over_sequence, mode = isinstance(now, Split) and now.dim == 2, call.axis.attention
+    if over_sequence and mode == "ring":
         raise _make_error(call, "it is of documents or a window", "'auto', 'ulysses' or 'gather'.")
 
     # By queries, with gathered keys.
-    for split in call.splits(query.shape, (2,), even=True) if along and how != "ulysses" else ():
-        if split.outer == 1:
-            yield OpStrategy((split, *[REPLICATED] * 3, *whole), split, run=partial(_rows_of_documents, call))
+    if over_sequence and mode != "ulysses":
+        for split in call.splits(query.shape, (2,), even=True):
+            if split.outer == 1:
+                run = partial(_attend_from_offset, call)
+                yield OpStrategy((split, *[REPLICATED] * 3, *whole), split, run=run)
 
     # By rows, or by heads, with all of a row's keys.
-    for split in call.splits(query.shape, (0, 1)) if not along or how != "gather" else ():
+    for split in call.splits(query.shape, (0, 1)) if not over_sequence or mode != "gather" else ():
         documents = split if split.dim == 0 else REPLICATED
         if divides(key.shape, split, call.ranks) or query.shape[split.dim] == key.shape[split.dim]:
             yield OpStrategy((split, split, split, documents, *whole), split)
         elif split.dim == 1 and (take := _take_heads(call, split)):
             inputs = (split, REPLICATED, REPLICATED, documents, *whole)
-            yield OpStrategy(inputs, split, run=partial(_shared_attention, call, take, None))
+            yield OpStrategy(inputs, split, run=partial(_attend_to_shared_heads, call, take, None))
 
-    if along and how == "ulysses" and query.shape[1] % call.ranks:
+    if over_sequence and mode == "ulysses" and query.shape[1] % call.ranks:
         raise _make_error(call, f"its {query.shape[1]} heads cannot be split", "'gather' or 'auto'.")
 
 
-def _rows_of_documents(call: Call, index: Tensor, *tensors: Tensor) -> Any:
-    """Attend from a rank's rows, which begin at an offset of the sequence."""
+def _attend_from_offset(call: Call, index: Tensor, *tensors: Tensor) -> Any:
+    """Attend from a rank's queries, which begin at an offset of the sequence."""
     offset = index * tensors[0].shape[2]
     return call.on(tensors[:4], offset=offset if call["offset"] is None else tensors[4] + offset)
 
@@ -109,27 +114,32 @@ def _take_heads(call: Call, split: Split) -> Callable[[Tensor, Tensor], Tensor] 
     """
     dim, outer = split.dim, split.outer
     heads, shared = call.tensors[0].shape[dim], call.tensors[1].shape[dim]
-    here, group = heads // outer // call.ranks, heads // shared
+    local_heads, group = heads // outer // call.ranks, heads // shared
     # A rank's heads must all lie in one group, so that they share a single head of keys and values.
-    if heads % (outer * call.ranks) or group % here or shared % outer:
+    if heads % (outer * call.ranks) or group % local_heads or shared % outer:
         return None
 
     def take(index: Tensor, x: Tensor) -> Tensor:
-        at = (index * here // group).reshape(1)
-        return x.unflatten(dim, (outer, -1)).index_select(dim + 1, at).flatten(dim, dim + 1)
+        shared_head = (index * local_heads // group).reshape(1)
+        return x.unflatten(dim, (outer, -1)).index_select(dim + 1, shared_head).flatten(dim, dim + 1)
 
     return take
 
 
-def _shared_attention(
-    call: Call, take: Any, here: Any, index: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Tensor
-) -> Tensor:
-    """Attend with the heads of keys and values that this rank's queries share."""
-    tensors = [query, take(index, key), take(index, value), *rest]
-    return call.on(tensors) if here is None else here(index, *tensors)
+def _attend_to_shared_heads(
+    call: Call, take: Any, attend: Any, index: Tensor, query: Tensor, key: Tensor, value: Tensor,
+    *others: Tensor,
+) -> Tensor:  # fmt: skip
+    """Attend to the heads of keys and values that this rank's queries share.
+
+    Args:
+        attend: a function to call in place of the op, or None.
+    """
+    tensors = [query, take(index, key), take(index, value), *others]
+    return call.on(tensors) if attend is None else attend(index, *tensors)
 
 
-def _drawn_attention(call: Call, split: Split, index: Tensor, *tensors: Tensor, **changes: Any) -> Tensor:
+def _attend_with_dropout(call: Call, split: Split, index: Tensor, *tensors: Tensor, **changes: Any) -> Tensor:
     """Attend with the dropout that whole scores would have."""
     *tensors, key = tensors
     scores = (*call.tensors[0].shape[:-1], call.tensors[1].shape[-2])
@@ -140,7 +150,7 @@ def _drawn_attention(call: Call, split: Split, index: Tensor, *tensors: Tensor, 
 def _ulysses(call: Call) -> Iterator[OpStrategy]:
     """Split along the heads (DeepSpeed Ulysses, Jacobs et al. 2023)."""
     heads = call.tensors[0].dim() - 3
-    strategies = [strategy for strategy in _any_attention(call) if strategy.output.dim == heads]
+    strategies = [strategy for strategy in _split_rows_or_heads(call) if strategy.output.dim == heads]
     if not strategies:
         raise _make_error(
             call, f"its {call.shape[heads]} heads cannot be split", "'ring', 'gather' or 'auto'."
@@ -150,15 +160,14 @@ def _ulysses(call: Call) -> Iterator[OpStrategy]:
 
 def _make_error(call: Call, why: str, fix: str) -> TraceError:
     """Return the error of an attention that the chosen way cannot split."""
-    how = f"context_attention={call.axis.attention!r} over {call.axis.name!r}, {call.ranks} ranks"
-    error = TraceError(
-        f"{how}: an attention cannot run so.", [why + (call.place and f", at {call.place}")], fix
-    )
-    error.placed = bool(call.place)
+    option = f"context_attention={call.axis.attention!r} over {call.axis.name!r}, {call.ranks} ranks"
+    place = f", at {call.source_line}" if call.source_line else ""
+    error = TraceError(f"{option}: an attention cannot run so.", [why + place], fix)
+    error.placed = bool(call.source_line)  # without a line, `lower` traces once more to find it
     return error
 
 
-def _along_queries(call: Call) -> tuple[Split, list[Any]]:
+def _split_queries(call: Call) -> tuple[Split, list[Any]]:
     """Return a split of the queries' sequence, and the placements of masks and random keys under it."""
     query, key = call.tensors[:2]
     split, scores = Split(query.dim() - 2), (*query.shape[:-1], key.shape[-2])
@@ -167,29 +176,29 @@ def _along_queries(call: Call) -> tuple[Split, list[Any]]:
 
 def _gather(call: Call) -> Iterator[OpStrategy]:
     """Split along the queries; keys and values are whole."""
-    split, rest = _along_queries(call)
+    split, others = _split_queries(call)
     draws = call.target is own.attention.default
-    here = partial(_drawn_attention, call, split) if draws else None
-    run = partial(_causal_rows, call, split) if call["is_causal"] else here
-    yield OpStrategy((split, REPLICATED, REPLICATED, *rest), split, run=run)
+    attend = partial(_attend_with_dropout, call, split) if draws else None
+    run = partial(_attend_causally, call, split) if call["is_causal"] else attend
+    yield OpStrategy((split, REPLICATED, REPLICATED, *others), split, run=run)
 
 
-def _causal_rows(call: Call, split: Split, index: Tensor, *tensors: Tensor) -> Tensor:
+def _attend_causally(call: Call, split: Split, index: Tensor, *tensors: Tensor) -> Tensor:
     """Attend with a rank's rows of the causal mask."""
     rows, columns = call.part(call.tensors[0].shape, split), call.tensors[1].shape[-2]
-    at = torch.arange(rows, device=index.device) + index * rows
-    seen = at.unsqueeze(1) >= torch.arange(columns, device=index.device)
+    positions = torch.arange(rows, device=index.device) + index * rows
+    seen = positions.unsqueeze(1) >= torch.arange(columns, device=index.device)
     if call.target is own.attention.default:
-        return _drawn_attention(call, split, index, *tensors, mask=seen, is_causal=False)
+        return _attend_with_dropout(call, split, index, *tensors, mask=seen, is_causal=False)
     return call.on(tensors, attn_mask=seen, is_causal=False)
 
 
 def _ring(call: Call) -> Iterator[OpStrategy]:
     """Split along the queries and the keys."""
-    if why := problem(call):
+    if why := find_problem(call):
         raise _make_error(call, why, "'auto', 'ulysses' or 'gather'.")
-    split, rest = _along_queries(call)
-    yield OpStrategy((split, split, split, *rest), split, run=partial(ring, call))
+    split, others = _split_queries(call)
+    yield OpStrategy((split, split, split, *others), split, run=partial(attend_in_ring, call))
 
 
 @rule(own.attention_turn.default)
@@ -200,16 +209,19 @@ def _attention_turn(call: Call) -> Iterator[OpStrategy]:
     for split in call.splits(query.shape, range(rank - 2), even=True):
         carry = (split,) * len(call["carry"])
         mask = tuple(broadcast(t.shape, scores, split) for t in call.tensors[3 + len(carry) :])
-        more = (*carry, REPLICATED, *mask)
+        others = (*carry, REPLICATED, *mask)  # the turn's source is a number, which all ranks have
         if divides(block.shape, split, call.ranks):
-            yield OpStrategy((split, split, *more), split)
+            yield OpStrategy((split, split, *others), split)
         elif split.dim == rank - 3 and (take := _take_heads(call, split)):
-            yield OpStrategy((split, REPLICATED, *more), split, run=partial(_shared_block, call, take))
+            run = partial(_attend_to_block, call, take)
+            yield OpStrategy((split, REPLICATED, *others), split, run=run)
 
 
-def _shared_block(call: Call, take: Any, index: Tensor, query: Tensor, block: Tensor, *rest: Tensor) -> Any:
+def _attend_to_block(
+    call: Call, take: Any, index: Tensor, query: Tensor, block: Tensor, *others: Tensor
+) -> Any:
     """Attend to a block of the heads that this rank's queries share."""
-    return call.on([query, take(index, block), *rest])
+    return call.on([query, take(index, block), *others])
 
 
 @rule(own.attention_merged.default)
@@ -219,15 +231,18 @@ def _merge_attention(call: Call) -> Iterator[OpStrategy]:
         yield OpStrategy((split, split), split)
 
 
-def ring(call: Call, index: Tensor, query: Tensor, key: Tensor, value: Tensor, *mask: Tensor) -> Tensor:
+def attend_in_ring(
+    call: Call, index: Tensor, query: Tensor, key: Tensor, value: Tensor, *mask: Tensor
+) -> Tensor:
     """Compute this rank's part of an attention from its queries, keys and values."""
     dtype, ranks, carry = call.value.dtype, call.ranks, []
     query, key, value = (t.to(dtype) for t in (query, key, value))
     scale = query.shape[-1] ** -0.5 if call["scale"] is None else call["scale"]
-    block = sent = OUTGOING(torch.cat([key, value], -1))
+    block = sent = OUTGOING(torch.cat([key, value], -1))  # keys and values travel as one message
 
-    source, seen = index, _over_blocks(call, mask[0] if mask else None)
+    source, seen = index, _pad_mask(call, mask[0] if mask else None)
     for turn in range(1, ranks + 1):
+        # The next block is on its way while this one is computed with. After the last turn none follows.
         following = EXCHANGE(sent, "permute", call.axis.name, turn, ranks) if turn < ranks else None
         carry = own.attention_turn(query, block, carry, source, seen, ranks, call["is_causal"], scale)
         # The source is handed on as a value, so that all turns are one kernel.
@@ -235,7 +250,7 @@ def ring(call: Call, index: Tensor, query: Tensor, key: Tensor, value: Tensor, *
     return own.attention_merged(carry[0], carry[1], dtype)
 
 
-def _over_blocks(call: Call, mask: Tensor | None) -> Tensor | None:
+def _pad_mask(call: Call, mask: Tensor | None) -> Tensor | None:
     """Return a mask over the keys of all blocks, which hides the padding of the last ones.
 
     A causal mask hides it already: it comes after all queries.
@@ -251,9 +266,9 @@ def _over_blocks(call: Call, mask: Tensor | None) -> Tensor | None:
     return F.pad(mask.expand(*mask.shape[:-1], keys), (0, missing), value=unseen)
 
 
-def problem(call: Call) -> str:
+def find_problem(call: Call) -> str:
     """Return why a call cannot run as a ring; "" if it can."""
-    query, key, *rest = call.tensors
+    query, key, *others = call.tensors
     split = Split(query.dim() - 2)
     if call.target is not aten.scaled_dot_product_attention.default or call["dropout_p"]:
         return "it has dropout"
@@ -263,6 +278,6 @@ def problem(call: Call) -> str:
         return f"it is causal, of {query.shape[-2]} queries and {key.shape[-2]} keys"
     if query.dim() not in (3, 4) or query.shape[:-3] != key.shape[:-3]:
         return f"its queries are {list(query.shape)} and its keys {list(key.shape)}"
-    if any(mask.requires_grad for mask in rest[1:]):
+    if any(mask.requires_grad for mask in others[1:]):
         return "its mask has a gradient"
     return ""

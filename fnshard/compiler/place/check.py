@@ -1,8 +1,8 @@
 """Check a placed program against its types. A fault that is found here would train, and train wrong.
 
-The walk of `place` writes down the placement of each value and the strategy of each op. This module reads the
-graph that came of it, and derives the types again: whether an op's rule has its strategy, what the op reads,
-which exchange stands between two placements, and how large each rank's part is.
+The walk of `place` records the placement of each value and the strategy of each op. This module reads the
+graph that the walk has written, and derives the types again: whether an op's rule has its strategy, what the
+op reads, which exchange turns one placement into another, and how large each rank's part is.
 """
 
 from __future__ import annotations
@@ -68,93 +68,95 @@ class Record:
         Raises:
             ScheduleError: there is a bug in a rule, in the walk, or in a rewrite after it.
         """
-        here = set(graph.nodes)
+        # Nodes that nothing reads have left the graph, and their records are not looked at.
+        alive = set(graph.nodes)
         returned = list(graph.output_node().args[0])
-        problems = [*self._reads(here), *self._exchanges(here), *self._results(returned)]
+        problems = [
+            *self._check_reads(alive), *self._check_exchanges(alive), *self._check_results(returned)
+        ]  # fmt: skip
+        # Parts have sizes only once values are propagated, which a graph with a fault may not survive.
         if not problems:
             try:
                 run()
             except RuntimeError as error:
                 problems = [str(error).splitlines()[0]]
             else:
-                problems = list(self._shapes(here))
+                problems = list(self._check_shapes(alive))
         if problems:
             raise ScheduleError(
                 f"{len(problems)} faults in the program placed over {self.axis!r}:", problems[:20]
             )
 
-    def _reads(self, here: set[fx.Node]) -> Iterator[str]:
+    def _check_reads(self, alive: set[fx.Node]) -> Iterator[str]:
         """Yield ops that read something else than their strategy says, or whose rule lacks that strategy."""
         for call, strategy, reads, node in self.calls:
-            if node not in here:
+            if node not in alive:
                 continue
             for read, to in zip(reads, strategy.inputs, strict=True):
                 now = self.values[read][0]
                 if now != to:
                     yield f"{node}: {call.target} reads {read}, which is {now}, as {to}"
-                if strategy.run is None and read in here and read not in node.all_input_nodes:
+                if strategy.run is None and read in alive and read not in node.all_input_nodes:
                     yield f"{node}: {call.target} does not read {read}, as it was placed to"
-            if not self._is_known(call, strategy):
+
+            # The rule is asked again for its strategies. Whole values are right for every op.
+            if {*strategy.inputs, strategy.output} <= {REPLICATED}:
+                continue
+            rule = rule_of(call.target)
+            known = [(s.inputs, s.output, s.changes) for s in (rule(call) if rule else ())]
+            if (strategy.inputs, strategy.output, strategy.changes) not in known:
                 taken = ", ".join(map(str, strategy.inputs))
                 yield f"{node}: {call.target} has no rule from {taken} to {strategy.output}"
 
-    def _is_known(self, call: Call, strategy: OpStrategy) -> bool:
-        """Return whether the op's rule yields this strategy. Whole values are right for every op."""
-        if {*strategy.inputs, strategy.output} <= {REPLICATED}:
-            return True
-        find = rule_of(call.target)
-        known = () if find is None else find(call)
-        return any(
-            (w.inputs, w.output, w.changes) == (strategy.inputs, strategy.output, strategy.changes)
-            for w in known
-        )
-
-    def _exchanges(self, here: set[fx.Node]) -> Iterator[str]:
+    def _check_exchanges(self, alive: set[fx.Node]) -> Iterator[str]:
         """Yield conversions without their one exchange over this axis, or with another."""
         for source, result, now, to in self.conversions:
-            if result not in here:
+            if result not in alive:
                 continue
+            # Parts of a maximum are gathered, and each rank takes the maximum of them.
             expected = "all_gather" if now == Partial("max") else EXCHANGES[type(now), type(to)]
-            found = [n for n in _behind(source, result) if n.target is EXCHANGE]
-            kinds = [(n.args[1], n.args[2], n.args[4]) for n in found]
+            exchanges = [n for n in _find_between(source, result) if n.target is EXCHANGE]
+            kinds = [(n.args[1], n.args[2], n.args[4]) for n in exchanges]
             if kinds != ([(expected, self.axis, self.ranks)] if expected else []):
                 shown = ", ".join(f"{kind} over {axis}" for kind, axis, _ in kinds) or "nothing"
                 due = f"{expected} over {self.axis}" if expected else "nothing"
                 yield f"{result}: from {now} to {to} stands {shown}, where {due} is due"
-            if expected is None and self.index not in _behind(source, result):
+            # A slice that does not read the rank's index would cut the same part on all ranks.
+            if expected is None and self.index not in _find_between(source, result):
                 yield f"{result}: every rank takes the same part of {source}"
 
-    def _shapes(self, here: set[fx.Node]) -> Iterator[str]:
+    def _check_shapes(self, alive: set[fx.Node]) -> Iterator[str]:
         """Yield nodes whose parts are not as large as their placement says."""
         for node, (placement, whole) in self.values.items():
-            if node not in here:
+            if node not in alive:
                 continue
             for value, full in zip(tensors_of(node), tensors_in(whole), strict=True):
                 expected = local_shape(full.shape, placement, self.ranks)
                 if tuple(value.shape) != expected:
-                    found, full_shape = list(value.shape), list(full.shape)
-                    yield f"{node}: {placement} of {full_shape} is {list(expected)}, not {found}"
+                    actual, full_shape = list(value.shape), list(full.shape)
+                    yield f"{node}: {placement} of {full_shape} is {list(expected)}, not {actual}"
 
-    def _results(self, outputs: Sequence[fx.Node]) -> Iterator[str]:
+    def _check_results(self, outputs: Sequence[fx.Node]) -> Iterator[str]:
         """Yield results that are not whole, not parts times the number of ranks, and not as their leaf."""
         for (summed, source, result, due), returned in zip(self.results, outputs, strict=True):
             placement = self.values[source][0]
             if result is not returned:
                 yield f"{returned} is returned for {result}"
             elif summed and placement == PARTIAL:
+                # Results of ranks are averaged later, so that a part must be scaled by their number.
                 if result.args[:2] != (source, self.ranks):
                     yield f"{result}: a part of a sum is returned, and not times {self.ranks}"
             elif self.values[result][0] != due:
                 yield f"{result}: {self.values[result][0]} is returned"
 
 
-def _behind(source: fx.Node, result: fx.Node) -> list[fx.Node]:
+def _find_between(source: fx.Node, result: fx.Node) -> list[fx.Node]:
     """Return the nodes between a value and a result that was made of it, and all else that these read."""
-    seen, stack, found = {source}, [result], []
+    seen, stack, between = {source}, [result], []
     while stack:
         node = stack.pop()
         if node not in seen:
             seen.add(node)
-            found.append(node)
+            between.append(node)
             stack += node.all_input_nodes
-    return found
+    return between

@@ -32,6 +32,7 @@ def _dropout(call: Call) -> Iterator[OpStrategy]:
     strides = strides_of(call, shape)
     for split in call.splits(shape):
         dim, count = split.dim, call.part(shape, split)
+        # With the split dim seen as [outer, block], an entry of `outer` is a block of all ranks away.
         apart = [*strides[:dim], strides[dim] * (shape[dim] // split.outer), *strides[dim:]]
 
         def run(index: Tensor, x: Tensor, key: Tensor, split=split, count=count, apart=apart) -> Tensor:
@@ -43,7 +44,7 @@ def _dropout(call: Call) -> Iterator[OpStrategy]:
 
 
 @rule(own.feature_dropout.default, own.alpha_dropout.default)
-def _features(call: Call) -> Iterator[OpStrategy]:
+def _feature_dropout(call: Call) -> Iterator[OpStrategy]:
     """Split ops that draw a number for each feature, or element; dims that share it see it on all ranks."""
     features = call.arguments.get("features", True)
     drawn = [*call.shape[:2], *[1] * (len(call.shape) - 2)] if features else call.shape
@@ -52,7 +53,7 @@ def _features(call: Call) -> Iterator[OpStrategy]:
             continue
 
         def run(index: Tensor, x: Tensor, key: Tensor, split=split) -> Tensor:
-            if drawn[split.dim] > 1:
+            if drawn[split.dim] > 1:  # else all ranks draw the same numbers, by the same key
                 key = key_at(key, first_drawn(call, index, split, drawn))
             return call.on([x, key], strides=strides_of(call, drawn))
 

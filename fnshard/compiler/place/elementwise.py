@@ -15,8 +15,8 @@ from fnshard.optim.fused import DECOMPOSITIONS
 
 aten, own = torch.ops.aten, torch.ops.fnshard
 
-# For each op the tensors that may be parts of a sum (x), so that the result is one: it is
-# linear in them together.
+# Linear ops. A pattern has a character for each tensor of the call. If those at "x" are parts of a sum, and
+# those at "." are whole, the result is a part of a sum: the op is linear in all at "x" together.
 _LINEAR = {
     **dict.fromkeys(
         (
@@ -44,25 +44,24 @@ def elementwise(call: Call) -> Iterator[OpStrategy]:
     for split in call.splits(call.shape):
         yield OpStrategy(tuple(broadcast(t.shape, call.shape, split) for t in call.tensors), split)
     patterns = _LINEAR.get(call.target, ())
+    # A cast to the same dtype is a copy. Any other rounds, and rounded parts have another sum.
     if call.target in _CASTS and call.value.dtype == call.tensors[0].dtype:
         patterns = ("x" + "." * (len(call.tensors) - 1),)
     for pattern in patterns:
+        # Fewer tensors mean a number among the operands: `x + 2` would add 2 on every rank.
         if len(pattern) == len(call.tensors) and call.value.dtype != torch.bool:
             yield OpStrategy(tuple(PARTIAL if c == "x" else REPLICATED for c in pattern), PARTIAL)
+
+    # A whole tensor that is broadcast, as a bias is, is added to the first rank's part alone.
     if "xx" in patterns and len(call.tensors) == 2:
-        yield from _add_bias(call)
+        for number, bias in enumerate(call.tensors):
+            if bias.numel() < call.value.numel() and call.tensors[1 - number].shape == call.value.shape:
+                inputs = [PARTIAL, PARTIAL]
+                inputs[number] = REPLICATED
+                yield OpStrategy(tuple(inputs), PARTIAL, run=partial(_add_on_first_rank, call, number))
 
 
-def _add_bias(call: Call) -> Iterator[OpStrategy]:
-    """Add a tensor that is broadcast to parts of a sum, as a bias is, to the first rank's part alone."""
-    for number, bias in enumerate(call.tensors):
-        if bias.numel() < call.value.numel() and call.tensors[1 - number].shape == call.value.shape:
-            inputs = [PARTIAL, PARTIAL]
-            inputs[number] = REPLICATED
-            yield OpStrategy(tuple(inputs), PARTIAL, run=partial(_on_first_rank, call, number))
-
-
-def _on_first_rank(call: Call, number: int, index: Tensor, *tensors: Tensor) -> Tensor:
+def _add_on_first_rank(call: Call, number: int, index: Tensor, *tensors: Tensor) -> Tensor:
     """Add the bias on the first rank, and zeros on all others."""
     bias = torch.where(index == 0, tensors[number], 0)
     return call.on([bias if n == number else t for n, t in enumerate(tensors)])
@@ -86,13 +85,14 @@ rule(
 def _fill_like(call: Call) -> Iterator[OpStrategy]:
     """Split the result like the tensor, of which only the shape is read."""
     now = call.current[0]
+    # Parts of a sum have the shape of the whole, and nothing else of them is read.
     yield OpStrategy((now,), now if isinstance(now, Split) else REPLICATED)
 
 
 @rule(
     aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default,
 )  # fmt: skip
-def _fill(call: Call) -> Iterator[OpStrategy]:
+def _new_filled(call: Call) -> Iterator[OpStrategy]:
     """Take a tensor of any placement, of which only the dtype is read."""
     yield OpStrategy(call.current, REPLICATED)
 

@@ -1,6 +1,6 @@
 """Expand ops whose split arguments no rule takes into smaller ops, which have rules.
 
-So a softmax or a norm over a split dim, and a cross-entropy over a split vocabulary, become a few reductions
+A softmax or a norm over a split dim, and a cross-entropy over a split vocabulary, become a few reductions
 whose parts are summed, as Megatron-LM writes them by hand (Shoeybi et al. 2019). A composite op without a
 rule is expanded by torch's own definition.
 """
@@ -48,17 +48,18 @@ def expand_call(call: Call, autocast: bool) -> fx.Graph | None:
         autocast: whether the call runs under autocast. The graph does not, and casts its tensors to the dtype
             of the result instead.
     """
-    known = call.target in EXPANSIONS
-    if not known and call.target in RULES:
+    # The definition: one of this module, or torch's own for an op that no rule takes as it is.
+    is_registered = call.target in EXPANSIONS
+    if not is_registered and call.target in RULES:
         return None
-    definition = partial(EXPANSIONS[call.target], call) if known else call.target.decompose
+    definition = partial(EXPANSIONS[call.target], call) if is_registered else call.target.decompose
     args, kwargs = call.rebuild({})
     if definition(*args, **kwargs) in (None, NotImplemented):
         return None
     results = call.value if is_list(call.value) else [call.value]
     dtype = next((v.dtype for v in results if v.is_floating_point()), None) if autocast else None
 
-    def of_tensors(*tensors: Tensor) -> Any:
+    def compute(*tensors: Tensor) -> Any:
         feed = iter(t.to(dtype) if dtype and t.is_floating_point() else t for t in tensors)
         take = lambda value: next(feed) if isinstance(value, Tensor) else value  # noqa: E731
         return definition(*map_aggregate(args, take), **map_aggregate(kwargs, take))
@@ -66,12 +67,13 @@ def expand_call(call: Call, autocast: bool) -> fx.Graph | None:
     # make_fx takes a tensor that comes twice for one input, so that each gets a tensor of its own.
     inputs = [t.detach().requires_grad_(t.requires_grad) for t in call.tensors]
     # A trace before dispatch sees composite ops as they are, and one after it takes them apart.
-    graph = make_fx(of_tensors, {}, tracing_mode="fake", pre_dispatch=known)(*inputs).graph
+    graph = make_fx(compute, {}, tracing_mode="fake", pre_dispatch=is_registered)(*inputs).graph
+
     # The walk can place nothing but ops from tensors to tensors that write to none.
     graph.eliminate_dead_code()
     for node in graph.nodes:
-        lost = node.op == "call_function" and node.meta.get("val") is None
-        if lost or node.op == "get_attr" or mutated_args(node):
+        has_no_value = node.op == "call_function" and node.meta.get("val") is None
+        if has_no_value or node.op == "get_attr" or mutated_args(node):
             return None
     return graph
 
@@ -99,7 +101,7 @@ def _conv(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None = None, *mo
 
 # ------------------------------------------------------------------ parts
 @expansion(aten.split_with_sizes.default, aten.split.sizes)
-def _pieces(call: Call, x: Tensor, sizes: Sequence[int], dim: int = 0) -> list[Tensor]:
+def _split_sizes(call: Call, x: Tensor, sizes: Sequence[int], dim: int = 0) -> list[Tensor]:
     """Split matrices that lie side by side.
 
     A piece may hold several matrices: one the queries, and another keys and values.
@@ -111,6 +113,7 @@ def _pieces(call: Call, x: Tensor, sizes: Sequence[int], dim: int = 0) -> list[T
 # ------------------------------------------------------------------ reductions
 @expansion(aten.logsumexp.default)
 def _logsumexp(call: Call | None, x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
+    # The maximum is subtracted for the range of exp alone, so that it needs no gradient.
     top = x.detach().amax(dim, keepdim=True)
     # An infinite maximum would make NaN of the difference.
     top = torch.where(top.abs() == torch.inf, 0.0, top)
@@ -120,10 +123,10 @@ def _logsumexp(call: Call | None, x: Tensor, dim: Any, keepdim: bool = False) ->
 
 @expansion(aten.amax.default, aten.max.default)
 def _amax(call: Call | None, x: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor | None:
-    return _largest(x, dims_of(dim, x.dim()), keepdim) if x.requires_grad else None
+    return _take_maximum(x, dims_of(dim, x.dim()), keepdim) if x.requires_grad else None
 
 
-def _largest(x: Tensor, dims: Sequence[int], keepdim: bool) -> Tensor:
+def _take_maximum(x: Tensor, dims: Sequence[int], keepdim: bool) -> Tensor:
     """Return the maximum; equal ones share its gradient equally, on whichever rank they are."""
     if not x.requires_grad:
         return x.amax(dims, keepdim)
@@ -133,7 +136,7 @@ def _largest(x: Tensor, dims: Sequence[int], keepdim: bool) -> Tensor:
 
 @expansion(aten.amin.default, aten.min.default)
 def _amin(call: Call, x: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
-    return -_largest(-x, dims_of(dim, x.dim()), keepdim)
+    return -_take_maximum(-x, dims_of(dim, x.dim()), keepdim)
 
 
 @expansion(aten.all.default, aten.all.dim)
@@ -146,13 +149,13 @@ def _all(call: Call, x: Tensor, dim: Any = None, keepdim: bool = False) -> Tenso
 def _argmax(call: Call | None, x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
     """Return the index of the largest number, of the first if several are equal."""
     least = call is not None and call.target is aten.argmin.default
-    flat, at = (x.detach().reshape(-1), 0) if dim is None else (x.detach(), dim)
-    flat = -flat if least else flat
-    size = flat.shape[at]
+    values, along = (x.detach().reshape(-1), 0) if dim is None else (x.detach(), dim)
+    values = -values if least else values
+    size = values.shape[along]
     # Of the places of the maximum the first is the largest negated index; all others count as past the end.
-    index = torch.arange(size, device=x.device).reshape(-1, *[1] * (flat.dim() - at % flat.dim() - 1))
-    found = -torch.where(flat == flat.amax(at, keepdim=True), -index, -size).amax(at, keepdim)
-    return found.reshape([1] * x.dim()) if dim is None and keepdim else found
+    index = torch.arange(size, device=x.device).reshape(-1, *[1] * (values.dim() - along % values.dim() - 1))
+    first = -torch.where(values == values.amax(along, keepdim=True), -index, -size).amax(along, keepdim)
+    return first.reshape([1] * x.dim()) if dim is None and keepdim else first
 
 
 @expansion(aten.max.dim, aten.min.dim)
@@ -165,10 +168,11 @@ def _max_dim(call: Call, x: Tensor, dim: int, keepdim: bool = False) -> tuple[Te
 @expansion(aten.var.correction, aten.std.correction, aten.var.dim, aten.std.dim)
 def _var(call: Call, x: Tensor, dim: Any = None, *more: Any, **named: Any) -> Tensor:
     dims, keep = dims_of(dim, x.dim()), call["keepdim"]
-    less = call["correction"] if "correction" in call.arguments else int(call["unbiased"])
+    # Some overloads have `correction`, which may be None, and some the older `unbiased`.
+    correction = call["correction"] if "correction" in call.arguments else int(call["unbiased"])
     count = math.prod(x.shape[d] for d in dims)
     var = (x - x.mean(dims, keepdim=True)).square().sum(dims, keepdim=keep)
-    var = var / (count - (1 if less is None else less))
+    var = var / (count - (1 if correction is None else correction))
     return var.sqrt() if call.target in (aten.std.correction, aten.std.dim) else var
 
 
@@ -182,7 +186,7 @@ def _vector_norm(
     dims = dims_of(dim, x.dim())
     size = (x if dtype is None else x.to(dtype)).abs()
     if ord != 2:
-        return size.sum(dims, keepdim) if ord == 1 else _largest(size, dims, keepdim)
+        return size.sum(dims, keepdim) if ord == 1 else _take_maximum(size, dims, keepdim)
     total = size.square().sum(dims, keepdim)
     # The inner `where` keeps the root's infinite slope at zero from making NaN of a gradient of zero.
     zero = total == 0
@@ -192,17 +196,18 @@ def _vector_norm(
 @expansion(aten.cumsum.default)
 def _cumsum(call: Call, x: Tensor, dim: int, *, dtype: Any = None) -> Tensor | None:
     """Sum each rank's run, and add the sums of those before it."""
+    # The totals below have an entry for each rank. They are gathered: to expand them, too, would never end.
     if x.dim() == 0 or x.shape[dim] % call.ranks or x.shape[dim] == call.ranks:
         return None
-    at = dim % x.dim()
-    runs = x.unflatten(at, (call.ranks, -1))
-    totals = runs.sum(at + 1, dtype=dtype)
-    before = aten.cumsum(totals, at, dtype=dtype) - totals
-    return (aten.cumsum(runs, at + 1, dtype=dtype) + before.unsqueeze(at + 1)).flatten(at, at + 1)
+    dim = dim % x.dim()
+    runs = x.unflatten(dim, (call.ranks, -1))
+    totals = runs.sum(dim + 1, dtype=dtype)
+    before = aten.cumsum(totals, dim, dtype=dtype) - totals
+    return (aten.cumsum(runs, dim + 1, dtype=dtype) + before.unsqueeze(dim + 1)).flatten(dim, dim + 1)
 
 
 # ------------------------------------------------------------------ softmax and norms
-def _wide(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def _widen(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Cast to `dtype`, and to fp32 if it is narrower."""
     x = x if dtype is None else x.to(dtype)
     return x.to(torch.promote_types(x.dtype, torch.float32))
@@ -211,15 +216,15 @@ def _wide(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 @expansion(aten.softmax.int)
 def _softmax(call: Call, x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
     """Compute the softmax by sums, and with wide numbers, as torch's own kernels do."""
-    wide = _wide(x, dtype)
+    wide = _widen(x, dtype)
     parts = (wide - wide.detach().amax(dim, keepdim=True)).exp()
     return (parts / parts.sum(dim, keepdim=True)).to(dtype or x.dtype)
 
 
 @expansion(aten.log_softmax.int)
 def _log_softmax(call: Call, x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Compute it by a log-sum-exp, which ranks can share."""
-    wide = _wide(x, dtype)
+    """Compute the log-softmax by a log-sum-exp, which ranks can share."""
+    wide = _widen(x, dtype)
     return (wide - _logsumexp(None, wide, dim, keepdim=True)).to(dtype or x.dtype)
 
 
@@ -228,8 +233,8 @@ def _layer_norm(
     call: Call, x: Tensor, normalized_shape: list[int], weight: Tensor | None = None,
     bias: Tensor | None = None, eps: float = 1e-5, cudnn_enable: bool = True,
 ) -> Tensor:  # fmt: skip
-    """Compute it by means over the normalized dims."""
-    wide, dims = _wide(x), list(range(-len(normalized_shape), 0))
+    """Compute the norm by means over the normalized dims, in wide numbers."""
+    wide, dims = _widen(x), list(range(-len(normalized_shape), 0))
     centred = wide - wide.mean(dims, keepdim=True)
     normed = centred * torch.rsqrt(centred.square().mean(dims, keepdim=True) + eps)
     normed = normed if weight is None else normed * weight
@@ -240,7 +245,7 @@ def _layer_norm(
 def _rms_norm(
     call: Call, x: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    wide, dims = _wide(x), list(range(-len(normalized_shape), 0))
+    wide, dims = _widen(x), list(range(-len(normalized_shape), 0))
     eps = torch.finfo(x.dtype).eps if eps is None else eps
     normed = wide * torch.rsqrt(wide.square().mean(dims, keepdim=True) + eps)
     return (normed if weight is None else normed * weight).to(x.dtype)
@@ -261,10 +266,10 @@ def _cross_entropy(
     call: Call, x: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1,
     ignore_index: int = -100, label_smoothing: float = 0.0,
 ) -> Tensor | None:  # fmt: skip
-    """Compute it by a log-sum-exp and the targets' scores."""
+    """Compute the cross-entropy by a log-sum-exp and the targets' scores."""
     if weight is not None or target.is_floating_point():
         return None
-    wide, dim = _wide(x), min(x.dim() - 1, 1)
+    wide, dim = _widen(x), min(x.dim() - 1, 1)
     sums = _logsumexp(None, wide, dim)
     losses = sums - _choose_targets(wide, target, ignore_index)
     if label_smoothing:
@@ -275,10 +280,12 @@ def _cross_entropy(
 def _choose_targets(x: Tensor, target: Tensor, ignore: int) -> Tensor:
     """Return the number of each row's target, and any number for an ignored one."""
     dim = min(x.dim() - 1, 1)
+    # An ignored target may be no index at all, so that 0 is looked up in its place.
     return x.gather(dim, torch.where(target != ignore, target, 0).unsqueeze(dim)).squeeze(dim)
 
 
 def _reduce_counted(losses: Tensor, counted: Tensor, reduction: int) -> Tensor:
+    """Reduce the losses of rows: 0 leaves them, 1 is the mean of those that count, 2 the sum."""
     losses = torch.where(counted, losses, 0.0)
     if reduction == 0:
         return losses
@@ -302,10 +309,12 @@ def _token_parts(
     """Compute one part from the ranks' parts of it, without all logits at once if these are even."""
     if parts != 1:
         return None
+    # A vocabulary that ranks do not divide: all logits at once. A target outside of it has the logit 0.
     if weight.shape[0] % call.ranks:
-        logits, inside = _wide(aten.linear(hidden, weight)), (targets >= 0) & (targets < weight.shape[0])
+        logits, inside = _widen(aten.linear(hidden, weight)), (targets >= 0) & (targets < weight.shape[0])
         chosen = logits.gather(1, torch.where(inside, targets, 0).unsqueeze(1)).squeeze(1)
         sums, chosen = _logsumexp(None, logits, 1), torch.where(inside, chosen, 0.0)
         return sums.unsqueeze(0), chosen.unsqueeze(0)
+    # Otherwise as many parts as ranks, which the op computes without all logits, and their sums.
     sums, chosen = own.token_parts(hidden, weight, targets, chunk, call.ranks)
     return _logsumexp(None, sums, 0, keepdim=True), chosen.sum(0, keepdim=True)

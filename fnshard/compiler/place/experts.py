@@ -9,6 +9,7 @@ stack gathers it whole. This rewrite runs before `place`, to which the exchanges
 
 from __future__ import annotations
 
+import math
 import operator
 import warnings
 from collections.abc import Mapping, Sequence
@@ -58,14 +59,13 @@ def place_experts(
         stacks = {p for p, s in specs.items() if axis in s.compute.axes}
         if stacks:
             with program.fake_mode, torch.enable_grad():
-                program = _Experts(
-                    remove_writes(program), axis, mesh.axis_size(axis), stacks, capacity
-                ).place()
+                pure = remove_writes(program)
+                program = _ExpertPlacer(pure, axis, mesh.axis_size(axis), stacks, capacity).place()
     return program
 
 
 # ------------------------------------------------------------------ where rows go
-def departures(ends: Tensor, rows: int, experts: int, ranks: int, room: int) -> tuple[Tensor, ...]:
+def plan_departures(ends: Tensor, rows: int, experts: int, ranks: int, room: int) -> tuple[Tensor, ...]:
     """Plan where rows go that are sorted by expert.
 
     Args:
@@ -77,7 +77,7 @@ def departures(ends: Tensor, rows: int, experts: int, ranks: int, room: int) -> 
         expert gets; [rows], the place that each row comes back from; and 0-d, how many rows have no room. An
         index past the end stands for no row.
     """
-    # The rows of each rank's experts are one run; the message has room for so many of it.
+    # The rows of each rank's experts are one run, `first` to `last`; the message has `room` places for it.
     ends = ends.to(torch.int64)
     starts = torch.cat([ends.new_zeros(1), ends[:-1]])
     last = ends.view(ranks, -1)[:, -1]
@@ -85,9 +85,9 @@ def departures(ends: Tensor, rows: int, experts: int, ranks: int, room: int) -> 
     slots = first[:, None] + torch.arange(room, device=ends.device)
     sent = torch.where(slots < last[:, None], slots, rows).flatten()
 
-    # How many of each expert's rows found room.
-    most = (first + room)[:, None].expand(ranks, experts // ranks).reshape(experts)
-    counts = torch.minimum(ends, most) - torch.minimum(starts, most)
+    # How many of each expert's rows have room: those before the row at which the run is cut off.
+    cut_off = (first + room)[:, None].expand(ranks, experts // ranks).reshape(experts)
+    counts = torch.minimum(ends, cut_off) - torch.minimum(starts, cut_off)
 
     # The way back: the place of a row in the message of its expert's rank.
     row = torch.arange(rows, device=ends.device)
@@ -97,7 +97,7 @@ def departures(ends: Tensor, rows: int, experts: int, ranks: int, room: int) -> 
     return sent, counts, back, (last - first - room).clamp(min=0).sum()
 
 
-def arrivals(counts: Tensor, ranks: int, room: int) -> tuple[Tensor, ...]:
+def plan_arrivals(counts: Tensor, ranks: int, room: int) -> tuple[Tensor, ...]:
     """Plan how to sort rows that have come, each rank's sorted by expert.
 
     Args:
@@ -108,31 +108,38 @@ def arrivals(counts: Tensor, ranks: int, room: int) -> tuple[Tensor, ...]:
         int64 [ranks * room], the order by expert; [ranks * room], the way back; and [experts of this rank],
         the end of each expert's rows.
     """
+    # A group is the rows of one rank for one expert. In the message groups lie by rank, then by expert.
     counts = counts.view(ranks, -1)
     upto, experts, total = counts.cumsum(1), counts.shape[1], ranks * room
-    before, sorted_counts = upto - counts, counts.t().reshape(-1)  # by expert, then by rank
+    before, sorted_counts = upto - counts, counts.t().reshape(-1)  # sorted: by expert, then by rank
 
     # The order: for each place by expert, the place in the message where its row lies.
     sums = sorted_counts.cumsum(0)
     number = torch.arange(total, device=counts.device)
     group = torch.searchsorted(sums, number, right=True).clamp(max=len(sums) - 1)
     expert, rank = group // ranks, group % ranks
-    come = rank * room + before[rank, expert] + number - (sums - sorted_counts)[group]
-    order = torch.where(number < sums[-1], come, total)
+    place = rank * room + before[rank, expert] + number - (sums - sorted_counts)[group]
+    order = torch.where(number < sums[-1], place, total)
 
-    # And its inverse: for each place in the message, that by expert.
+    # The way back is its inverse: for each place in the message, that by expert.
     slot = torch.arange(room, device=counts.device).expand(ranks, room).contiguous()
-    of_slot = torch.searchsorted(upto, slot, right=True)
-    inside, of_slot = of_slot < experts, of_slot.clamp(max=experts - 1)
-    start = (sums - sorted_counts).view(experts, ranks).t().gather(1, of_slot)
-    back = torch.where(inside, start + slot - before.gather(1, of_slot), total).flatten()
+    expert = torch.searchsorted(upto, slot, right=True)
+    is_used, expert = expert < experts, expert.clamp(max=experts - 1)
+    start = (sums - sorted_counts).view(experts, ranks).t().gather(1, expert)
+    back = torch.where(is_used, start + slot - before.gather(1, expert), total).flatten()
     return order, back, counts.sum(0).cumsum(0)
 
 
 # ------------------------------------------------------------------ the program
 @dataclass(frozen=True)
 class _Route:
-    """A route of rows to their experts and back: nodes with the results of `departures` and `arrivals`."""
+    """A route of rows to their experts and back.
+
+    Args:
+        rows, room: how many rows there are, and how many of them may go to each rank.
+        sent, back: nodes with results of `plan_departures`.
+        order, restored, ends: nodes with the results of `plan_arrivals`.
+    """
 
     rows: int
     room: int
@@ -145,16 +152,33 @@ class _Route:
 
 @dataclass(frozen=True)
 class _RoutedValue:
-    """A value's node: `stack`, that it has a rank's experts alone; `route`, that its rows are at theirs."""
+    """A value of the new program.
+
+    Args:
+        node: its node.
+        is_stack: whether each rank has the part of its own experts alone.
+        route: the route on which its rows have gone to their experts, or None if they have not.
+    """
 
     node: fx.Node
-    stack: bool = False
+    is_stack: bool = False
     route: _Route | None = None
 
 
 @dataclass
-class _Experts:
-    """The walk over a program, in which rows travel to the ranks of their experts and back."""
+class _ExpertPlacer:
+    """A walk over a program that writes one in which rows travel to the ranks of their experts and back.
+
+    Args:
+        axis, ranks: the axis that splits stacks, and how many ranks it has.
+        stacks: the paths of the leaves that it splits.
+        capacity: as in `place_experts`.
+        values: the value of each node of the program.
+        wholes: values that were made whole again, by their node of the program.
+        routes: routes by the ends of experts' rows and the number of rows.
+        excesses: how many rows found no room, with the limit that this breaks.
+        gathered: texts of ops for which whole stacks are gathered, for one warning.
+    """
 
     program: Program
     axis: str
@@ -169,41 +193,21 @@ class _Experts:
 
     def __post_init__(self) -> None:
         device = self.program.placeholders[0].meta["val"].device
-        self.write = Writer(self.axis, self.ranks, device)
-        self.graph, self.call = self.write.graph, self.write.call
+        self.writer = Writer(self.axis, self.ranks, device)
+        self.graph, self.call = self.writer.graph, self.writer.call
 
     def place(self) -> Program:
         """Walk over the program, forward, and return the new one."""
         for node, each in zip(self.program.placeholders, self.program.inputs, strict=True):
-            stack = each.kind == "leaf" and each.name in self.stacks
-            self.values[node] = _RoutedValue(self.graph.placeholder(node.name), stack)
+            is_stack = each.kind == "leaf" and each.name in self.stacks
+            self.values[node] = _RoutedValue(self.graph.placeholder(node.name), is_stack)
         for node in self.program.graph.nodes:
             if node.op == "call_function":
-                self.write.follow(node)
+                self.writer.follow(node)
                 self.values[node] = self.visit(node)
-        outputs = self.outputs()
-        self.warn()
+        outputs = self.write_outputs()
         eliminate_dead_code(self.graph)
-        wholes = [(n.meta["val"], self.values[n].stack) for n in self.program.placeholders]
-        fakes = [local_value(v, Split(0), self.ranks) if stack else v for v, stack in wholes]
-        propagate(self.graph, fakes)
-        return replace(self.program, graph=self.graph, outputs=outputs, traced=self.program)
 
-    def outputs(self) -> Any:
-        """Write the outputs. Results are whole, so that no new value of a stack can be among them."""
-        old, written = self.program.outputs, self.stacks & self.program.outputs.writes.keys()
-        if written:
-            raise TraceError(
-                f"`fn` writes to params[{min(written)!r}], a stack that {self.axis!r} splits.",
-                fix="keep what `fn` writes to whole: LayoutSpec(compute=P()).",
-            )
-        results = [self.whole(n) for n in self.program.results]
-        limits = tuple(replace(n, result=len(results) + i) for i, (n, _) in enumerate(self.excesses))
-        self.graph.output((*results, *(excess for _, excess in self.excesses)))
-        return replace(old, limits=old.limits + limits)
-
-    def warn(self) -> None:
-        """Warn of ops for which whole stacks are gathered."""
         if self.gathered:
             warnings.warn(
                 report(
@@ -216,6 +220,26 @@ class _Experts:
                 stacklevel=2,
             )
 
+        # Each rank is given its experts' part of a stack, and every other input whole.
+        inputs = [(n.meta["val"], self.values[n].is_stack) for n in self.program.placeholders]
+        fakes = [local_value(v, Split(0), self.ranks) if is_stack else v for v, is_stack in inputs]
+        propagate(self.graph, fakes)
+        return replace(self.program, graph=self.graph, outputs=outputs, traced=self.program)
+
+    def write_outputs(self) -> Any:
+        """Write the outputs. Results are whole, so that no new value of a stack can be among them."""
+        old, written = self.program.outputs, self.stacks & self.program.outputs.writes.keys()
+        if written:
+            raise TraceError(
+                f"`fn` writes to params[{min(written)!r}], a stack that {self.axis!r} splits.",
+                fix="keep what `fn` writes to whole: LayoutSpec(compute=P()).",
+            )
+        # Behind the program's results stand the numbers of rows without room, which limits name.
+        results = [self.make_whole(n) for n in self.program.results]
+        limits = tuple(replace(n, result=len(results) + i) for i, (n, _) in enumerate(self.excesses))
+        self.graph.output((*results, *(excess for _, excess in self.excesses)))
+        return replace(old, limits=old.limits + limits)
+
     # -------------------------------------------------------------- one op
     def visit(self, node: fx.Node) -> _RoutedValue:
         """Place one op: by expert, by row where the rows are, or of whole values."""
@@ -224,35 +248,40 @@ class _Experts:
             # An item of a value with several results lies as they do.
             (source,) = sources
             return replace(source, node=self.call(operator.getitem, (source.node, node.args[1])))
-        if any(s.stack for s in sources):
-            for rule in (self.product, self.of_stacks):
+        if any(s.is_stack for s in sources):
+            for rule in (self.place_product, self.place_by_expert):
                 if (value := rule(node, sources)) is not None:
                     return value
-        if any(s.route for s in sources) and (value := self.of_rows(node, sources)) is not None:
+        if any(s.route for s in sources) and (value := self.place_by_row(node, sources)) is not None:
             return value
-        stacks = [n.meta["val"] for n, s in zip(operands_of(node), sources, strict=True) if s.stack]
+
+        # No rule takes it. Rows come back, and stacks are gathered.
+        stacks = [n.meta["val"] for n, s in zip(operands_of(node), sources, strict=True) if s.is_stack]
         self.gathered += [f"{node.target}: {v.numel() * v.element_size() / 1e6:.3f} MB" for v in stacks]
-        args, kwargs = fx.map_arg((node.args, node.kwargs), self.whole)
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self.make_whole)
         return _RoutedValue(self.call(node.target, args, kwargs))
 
-    def product(self, node: fx.Node, sources: Sequence[_RoutedValue]) -> _RoutedValue | None:
+    def place_product(self, node: fx.Node, sources: Sequence[_RoutedValue]) -> _RoutedValue | None:
         """Multiply rows by a stack, on the ranks of its experts."""
         if node.target not in GROUPED or len(sources) != 3:
             return None
-        (a, b, ends), (of_a, of_b, of_ends) = operands_of(node), sources
-        if a.meta["val"].dim() != 2 or not of_b.stack or of_ends.stack or of_ends.route:
+        (rows, stack, ends), (rows_now, stack_now, ends_now) = operands_of(node), sources
+        if rows.meta["val"].dim() != 2 or not stack_now.is_stack or ends_now.is_stack or ends_now.route:
             return None
-        route = self.route(ends, a.meta["val"].shape[0], b.meta["val"].shape[0], node)
-        rows = of_a.node if of_a.route is route else self.to_experts(self.whole(a), route)
-        # The groups of the rows that have come end elsewhere.
-        where = self.call(aten.to.dtype, (route.ends, ends.meta["val"].dtype))
-        feed = iter([rows, of_b.node, where])
+        route = self.find_route(ends, rows.meta["val"].shape[0], stack.meta["val"].shape[0], node)
+        # Rows that a product before has sent there, by the same ends, are there already.
+        local_rows = rows_now.node
+        if rows_now.route is not route:
+            local_rows = self.send_to_experts(self.make_whole(rows), route)
+        # The rows that have come are other ones, so that their groups have other ends.
+        local_ends = self.call(aten.to.dtype, (route.ends, ends.meta["val"].dtype))
+        feed = iter([local_rows, stack_now.node, local_ends])
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: next(feed))
         return _RoutedValue(self.call(node.target, args, kwargs), route=route)
 
-    def of_stacks(self, node: fx.Node, sources: Sequence[_RoutedValue]) -> _RoutedValue | None:
+    def place_by_expert(self, node: fx.Node, sources: Sequence[_RoutedValue]) -> _RoutedValue | None:
         """Place an op that works expert by expert, as for a leaf that is split along its first dim."""
-        if not all(s.stack for s in sources) or not isinstance(node.target, OpOverload):
+        if not all(s.is_stack for s in sources) or not isinstance(node.target, OpOverload):
             return None
         find = rule_of(node.target)
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
@@ -261,16 +290,17 @@ class _Experts:
         for strategy in find(call) if find else ():
             if strategy.inputs == split and strategy.output == Split(0) and strategy.run is None:
                 local = local_arguments(node, call, strategy, [s.node for s in sources])
-                return _RoutedValue(self.call(node.target, *local), stack=True)
+                return _RoutedValue(self.call(node.target, *local), is_stack=True)
         return None
 
-    def of_rows(self, node: fx.Node, sources: Sequence[_RoutedValue]) -> _RoutedValue | None:
+    def place_by_row(self, node: fx.Node, sources: Sequence[_RoutedValue]) -> _RoutedValue | None:
         """Place an op that works row by row, where the rows are."""
         routes = {s.route for s in sources}
         if len(routes) > 1 or not isinstance(node.target, OpOverload):
             return None
 
-        # The first dim, the rows', must stay as it is.
+        # The first dim is that of the rows. A view must keep it, an op along a dim must take another one, and
+        # all that an elementwise op reads must have it.
         (route,) = routes
         values = [n.meta["val"] for n in operands_of(node)]
         dims, args = values[0].dim(), list(node.args)
@@ -281,10 +311,10 @@ class _Experts:
             args[1] = [self.ranks * route.room, *size[1:]]
         elif node.target in ALONG_A_DIM:
             names = [a.name for a in node.target._schema.arguments]
-            at = names.index("dim")
-            dim = args[at] if at < len(args) else node.kwargs.get("dim", 0)
-            new = node.target in (aten.unsqueeze.default, aten.stack.default)
-            if dim % (dims + new) == 0:
+            number = names.index("dim")
+            dim = args[number] if number < len(args) else node.kwargs.get("dim", 0)
+            adds_dim = node.target in (aten.unsqueeze.default, aten.stack.default)
+            if dim % (dims + adds_dim) == 0:
                 return None
         elif torch.Tag.pointwise in node.target.tags:
             if any(v.dim() != dims or v.shape[0] != route.rows for v in values):
@@ -295,23 +325,26 @@ class _Experts:
         return _RoutedValue(self.call(node.target, args, kwargs), route=route)
 
     # -------------------------------------------------------------- exchanges
-    def route(self, ends: fx.Node, rows: int, experts: int, node: fx.Node) -> _Route:
+    def find_route(self, ends: fx.Node, rows: int, experts: int, node: fx.Node) -> _Route:
         """Return the route of these rows, which is written once for all products of them."""
         if (ends, rows) not in self.routes:
+            # An even share of the rows, times the capacity, has room on each rank.
             ranks, share = self.ranks, -(-rows // self.ranks)
-            room = rows if self.capacity is None else min(rows, int(-(-share * self.capacity // 1)))
+            room = rows if self.capacity is None else min(rows, math.ceil(share * self.capacity))
             shape = (experts, rows, room)
-            sent, counts, back, excess = self.write.inline(
-                ("departures", *shape), lambda e: departures(e, rows, experts, ranks, room),
-                [ends.meta["val"]], [self.whole(ends)],
+            sent, counts, back, excess = self.writer.inline(
+                ("departures", *shape), lambda e: plan_departures(e, rows, experts, ranks, room),
+                [ends.meta["val"]], [self.make_whole(ends)],
             )  # fmt: skip
 
             # Ranks tell each other how many rows come for each expert; from that each knows their order.
-            come = self.swap(counts)
-            order, restored, local_ends = self.write.inline(
-                ("arrivals", *shape), lambda c: arrivals(c, ranks, room),
-                [ends.meta["val"].new_empty(experts, dtype=torch.int64)], [come],
+            arriving = self.exchange_rows(counts)
+            order, restored, local_ends = self.writer.inline(
+                ("arrivals", *shape), lambda c: plan_arrivals(c, ranks, room),
+                [ends.meta["val"].new_empty(experts, dtype=torch.int64)], [arriving],
             )  # fmt: skip
+
+            # A step whose routing needs more room than there is fails: a limit checks it when the step runs.
             if room < rows:
                 op = f"the experts of another rank over {self.axis!r} (shard_step(expert_capacity=))"
                 limit = Limit(-1, room, op, node.meta.get("stack_trace", ""))
@@ -319,30 +352,31 @@ class _Experts:
             self.routes[ends, rows] = _Route(rows, room, sent, back, order, restored, local_ends)
         return self.routes[ends, rows]
 
-    def to_experts(self, rows: fx.Node, route: _Route) -> fx.Node:
+    def send_to_experts(self, rows: fx.Node, route: _Route) -> fx.Node:
         """Send rows to the ranks of their experts, sorted there by expert."""
-        return self.take(self.swap(self.take(rows, route.sent)), route.order)
+        received = self.exchange_rows(self.take_rows(rows, route.sent))
+        return self.take_rows(received, route.order)
 
-    def whole(self, node: fx.Node) -> fx.Node:
+    def make_whole(self, node: fx.Node) -> fx.Node:
         """Return a value as the traced program has it: rows in this rank's order, and all experts."""
         value = self.values[node]
-        if not value.stack and value.route is None:
+        if not value.is_stack and value.route is None:
             return value.node
         if node not in self.wholes:
             if value.route is not None:
+                # Sort rows by the ranks that they came from, send them back, and put them in their own order.
                 dims, route = node.meta["val"].dim(), value.route
-                there = self.take(value.node, route.restored, dims)
-                made = self.take(self.swap(there), route.back, dims)
+                by_rank = self.take_rows(value.node, route.restored, dims)
+                self.wholes[node] = self.take_rows(self.exchange_rows(by_rank), route.back, dims)
             else:
-                made = self.write.exchange(value.node, "all_gather", 0)
-            self.wholes[node] = made
+                self.wholes[node] = self.writer.exchange(value.node, "all_gather", 0)
         return self.wholes[node]
 
-    def swap(self, node: fx.Node) -> fx.Node:
+    def exchange_rows(self, node: fx.Node) -> fx.Node:
         """Exchange rows: each rank gets its share of every rank's."""
-        return self.write.exchange(node, "all_to_all", 0, 0)
+        return self.writer.exchange(node, "all_to_all", 0, 0)
 
-    def take(self, rows: fx.Node, index: fx.Node, dims: int = 2) -> fx.Node:
+    def take_rows(self, rows: fx.Node, index: fx.Node, dims: int = 2) -> fx.Node:
         """Take rows by their index; one past the end is zeros."""
-        more = self.call(aten.constant_pad_nd.default, (rows, [0, 0] * (dims - 1) + [0, 1]))
-        return self.call(aten.index_select.default, (more, 0, index))
+        padded = self.call(aten.constant_pad_nd.default, (rows, [0, 0] * (dims - 1) + [0, 1]))
+        return self.call(aten.index_select.default, (padded, 0, index))

@@ -61,6 +61,7 @@ def fits(shape: Sequence[int], split: Split, ranks: int, empty: bool = False) ->
     """Return whether a tensor can be split so that each rank has some of it, or if `empty` padding alone."""
     if split.dim >= len(shape) or shape[split.dim] % split.outer or math.prod(shape) == 0:
         return False
+    # Parts are as long as the first. So the ranks before the last must not take all of the dim.
     size = shape[split.dim] // split.outer
     return empty or -(-size // ranks) * (ranks - 1) < size
 
@@ -99,9 +100,11 @@ def through_view(
     >>> through_view(Split(1), (4, 6), (24,), 2), through_view(Split(0, outer=4), (24,), (4, 6), 2)
     (Split(dim=0, outer=4), Split(dim=1, outer=1))
     """
-    for first, last, into in _groups(before, after):
+    # Look at the run of dims that the split dim is in: the view leaves all other dims as they are.
+    for first, last, into in _group_dims(before, after):
         if not first <= split.dim < last:
             continue
+        # Seen as one dim, the run is split into `outer` blocks of all ranks.
         outer = math.prod(before[first : split.dim]) * split.outer
         below, even = math.prod(before[split.dim + 1 : last]), divides(before, split, ranks)
 
@@ -113,6 +116,7 @@ def through_view(
             after_view = Split(dim, outer // above)
             if even and divides(after, after_view, ranks):
                 return after_view
+            # Uneven parts stay the same only if as many elements lie below the dim as before.
             if (
                 not even
                 and math.prod(after[dim + 1 : into[-1] + 1]) == below
@@ -123,16 +127,17 @@ def through_view(
     return None
 
 
-def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[int, int, list[int]]]:
+def _group_dims(before: Sequence[int], after: Sequence[int]) -> list[tuple[int, int, list[int]]]:
     """Return runs of dims of equal product: first and last (exclusive) dim before, and the dims after."""
-    out, i, j = [], 0, 0
+    groups, i, j = [], 0, 0
     while i < len(before) and j < len(after):
-        first, start, left, right = i, j, before[i], after[j]
+        # Take one dim of each side, and more of the side whose product is smaller, until both are equal.
+        first, start, size_before, size_after = i, j, before[i], after[j]
         i, j = i + 1, j + 1
-        while left != right:
-            if left < right:
-                left, i = left * before[i], i + 1
+        while size_before != size_after:
+            if size_before < size_after:
+                size_before, i = size_before * before[i], i + 1
             else:
-                right, j = right * after[j], j + 1
-        out.append((first, i, list(range(start, j))))
-    return out
+                size_after, j = size_after * after[j], j + 1
+        groups.append((first, i, list(range(start, j))))
+    return groups

@@ -21,18 +21,18 @@ def _reduce(call: Call, over: Partial | None = None) -> Iterator[OpStrategy]:
     dims = dims_of(call.arguments.get("dim"), rank)
     for split in call.splits(call.tensors[0].shape):
         if split.dim not in dims:
-            gone = 0 if keep else sum(d < split.dim for d in dims)
-            yield OpStrategy((split,), Split(split.dim - gone, split.outer))
+            removed = 0 if keep else sum(d < split.dim for d in dims)
+            yield OpStrategy((split,), Split(split.dim - removed, split.outer))
         elif over is not None:
             even = divides(call.tensors[0].shape, split, call.ranks)
-            yield OpStrategy((split,), over, run=None if even else _without_padding(call, split, over))
+            yield OpStrategy((split,), over, run=None if even else _mask_padding(call, split, over))
 
 
-def _without_padding(call: Call, split: Split, over: Partial) -> Callable[..., Tensor]:
+def _mask_padding(call: Call, split: Split, over: Partial) -> Callable[..., Tensor]:
     """Return the op with a number that is neutral to it in the place of padding."""
     value, size = call.tensors[0], call.tensors[0].shape[split.dim] // split.outer
     part, trailing = call.part(value.shape, split), [1] * (value.dim() - split.dim - 1)
-    neutral = 0 if over == PARTIAL or call.value.dtype == torch.bool else _least(value.dtype)
+    neutral = 0 if over == PARTIAL or call.value.dtype == torch.bool else _find_lowest(value.dtype)
 
     def run(index: Tensor, x: Tensor) -> Tensor:
         inside = torch.arange(part, device=x.device) + index * part < size
@@ -42,7 +42,7 @@ def _without_padding(call: Call, split: Split, over: Partial) -> Callable[..., T
     return run
 
 
-def _least(dtype: torch.dtype) -> float:
+def _find_lowest(dtype: torch.dtype) -> float:
     """Return the number that no maximum is below."""
     return -torch.inf if dtype.is_floating_point else torch.iinfo(dtype).min
 
@@ -59,19 +59,19 @@ def _sum(call: Call) -> Iterator[OpStrategy]:
 def _mean(call: Call) -> Iterator[OpStrategy]:
     """Weigh each part's mean by its share of a split dim."""
     for strategy in _reduce(call, PARTIAL):
-        yield (
-            replace(strategy, run=_share_of_mean(call, strategy)) if strategy.output == PARTIAL else strategy
-        )
+        if strategy.output != PARTIAL:
+            yield strategy
+            continue
+        # A mean divides by the length of the part, padding included, which the share takes into account.
+        (split,), shape = strategy.inputs, call.tensors[0].shape
+        share = call.part(shape, split) * split.outer / shape[split.dim]
+
+        def run(index: Tensor, x: Tensor, masked=strategy.run, share=share) -> Tensor:
+            return (masked(index, x) if masked is not None else call.on([x])) * share
+
+        yield replace(strategy, run=run)
     if call["dtype"] is None:
         yield OpStrategy((PARTIAL,), PARTIAL)
-
-
-def _share_of_mean(call: Call, strategy: OpStrategy) -> Callable[..., Tensor]:
-    """Return a part's mean, weighed by how much of the split dim the part is."""
-    (split,), shape = strategy.inputs, call.tensors[0].shape
-    share = call.part(shape, split) * split.outer / shape[split.dim]
-    mean = strategy.run or (lambda index, x: call.on([x]))
-    return lambda index, x: mean(index, x) * share
 
 
 @rule(aten.amax.default, aten.max.default, aten.any.default, aten.any.dim)
@@ -91,7 +91,8 @@ def _other_reductions(call: Call) -> Iterator[OpStrategy]:
     yield from _reduce(call)
 
 
-_SUMS_ALONG = {aten.cumsum.default, aten.flip.default, aten.roll.default}
+# Of those below, the ops that pass parts of a sum.
+_LINEAR = {aten.cumsum.default, aten.flip.default, aten.roll.default}
 
 
 @rule(
@@ -100,14 +101,14 @@ _SUMS_ALONG = {aten.cumsum.default, aten.flip.default, aten.roll.default}
     aten.sort.stable, aten.argsort.default, aten.topk.default, aten.roll.default, aten.logcumsumexp.default,
     aten.glu.default, aten.kthvalue.default,
 )  # fmt: skip
-def _along(call: Call) -> Iterator[OpStrategy]:
+def _along_dims(call: Call) -> Iterator[OpStrategy]:
     """Split along dims that the op does not work along."""
     rank, named = call.tensors[0].dim(), call.arguments
-    works = dims_of(named["dims"] if "dims" in named else named["dim"], rank)
-    order = [None if d in works else d for d in range(rank)]
+    worked_on = dims_of(named["dims"] if "dims" in named else named["dim"], rank)
+    order = [None if d in worked_on else d for d in range(rank)]
     if len(call.shape) < rank:
         order = [d for d in order if d is not None]
-    linear = call.target in _SUMS_ALONG and named.get("dtype") is None
+    linear = call.target in _LINEAR and named.get("dtype") is None
     yield from move_dims(call, order, linear)
 
 
@@ -126,10 +127,11 @@ def _loss(call: Call) -> Iterator[OpStrategy]:
 
 
 @rule(aten.cross_entropy_loss.default, aten.nll_loss.default, aten.nll_loss_nd.default)
-def _of_targets(call: Call) -> Iterator[OpStrategy]:
+def _target_loss(call: Call) -> Iterator[OpStrategy]:
     """Split the loss of each row; one that is reduced is expanded."""
     value, target = call.tensors[:2]
     probabilities = target.shape == value.shape  # and not numbers of classes
+    # Dim 1 is that of the classes, which the result does not have.
     if call["reduction"] == 0 and call["weight"] is None and value.dim() > 1:
         for split in call.splits(value.shape, [d for d in range(value.dim()) if d != 1]):
             rows = Split(split.dim - (split.dim > 1), split.outer)
@@ -143,9 +145,10 @@ def _token_parts(call: Call) -> Iterator[OpStrategy]:
     for split in call.splits(hidden.shape, [0]):
         yield OpStrategy((split, REPLICATED, split), Split(1, split.outer))
     if parts % call.ranks == 0:
-        count, here = weight.shape[0] // call.ranks, parts // call.ranks
+        rows, local_parts = weight.shape[0] // call.ranks, parts // call.ranks
 
         def run(index: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-            return call.on([hidden, weight, targets - index * count], parts=here)
+            # Targets count from the first row of a rank's vocabulary.
+            return call.on([hidden, weight, targets - index * rows], parts=local_parts)
 
         yield OpStrategy((REPLICATED, Split(0), REPLICATED), Split(0), run=run)

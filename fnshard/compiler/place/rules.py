@@ -1,10 +1,10 @@
 """Rules: how an op can run over a mesh axis, given the dims that its arguments can be split along.
 
-A rule belongs to one op, or to a family of them, and yields an `OpStrategy` for each way to run it. The way
-with whole values on all ranks is always there. A strategy that runs the op itself on parts changes some
-arguments (sizes) at most; any other has a `run`. An op that would need a gather under all its strategies may
-have an expansion (`expand`), its definition in smaller ops. Each rule is tested by brute force,
-`tests/compiler/test_place_rules.py`.
+A rule belongs to one op, or to a family of them, and yields an `OpStrategy` for each way to run it. To run on
+whole values on all ranks is always possible, and needs no rule. A strategy that runs the op itself on parts
+changes some arguments (sizes) at most; any other has a `run`. An op that would need a gather under all its
+strategies may have an expansion (`expand`), its definition in smaller ops. Each rule is tested by brute
+force, `tests/compiler/test_place_rules.py`.
 """
 
 from __future__ import annotations
@@ -45,9 +45,11 @@ def _exchange(call: Call) -> Iterator[OpStrategy]:
     scattered, joined = KINDS[call["kind"]].dims(call["dim"], call["to"])
     for split in call.splits(call.tensors[0].shape):
         outer = split.outer
-        if split.dim == scattered and outer % others:
-            continue
-        outer = outer // others if split.dim == scattered else outer
-        outer = outer * others if split.dim == joined else outer
+        if split.dim == scattered:
+            if outer % others:
+                continue
+            outer //= others
+        if split.dim == joined:
+            outer *= others
         yield OpStrategy((split,), Split(split.dim, outer))
     yield OpStrategy((PARTIAL,), PARTIAL)

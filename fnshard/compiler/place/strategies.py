@@ -74,7 +74,7 @@ class Call:
         value: its result.
         current: the placements that its tensors have now.
         axis: the axis to place it over.
-        place: its line of the user's code, if that is known.
+        source_line: its line of the user's code, if that is known.
     """
 
     target: Any
@@ -83,7 +83,7 @@ class Call:
     value: Any
     current: tuple[Placement, ...]
     axis: Axis
-    place: str = ""
+    source_line: str = ""
 
     @property
     def ranks(self) -> int:
@@ -101,7 +101,7 @@ class Call:
 
     @cached_property
     def outers(self) -> tuple[int, ...]:
-        """Return the `outer` of all splits that its tensors have, and 1, which stands first."""
+        """Return the `outer` of all splits that its tensors have, and 1, the first."""
         return tuple(sorted({1} | {p.outer for p in self.current if isinstance(p, Split)}))
 
     @cached_property
@@ -134,6 +134,7 @@ class Call:
         """Call the op on other tensors in the places of its own, and with some arguments changed."""
         feed = iter(tensors)
         take = lambda value: next(feed) if isinstance(value, Tensor) else value  # noqa: E731
+        # In the order of `tensors`, which takes lists apart.
         named = {n: [take(v) for v in a] if is_list(a) else take(a) for n, a in self.arguments.items()}
         args, kwargs = self.rebuild(named | changes)
         return self.target(*args, **kwargs)
@@ -205,9 +206,9 @@ RULES: dict[Any, Rule] = {}
 def rule(*targets: Any) -> Callable[[Rule], Rule]:
     """Register a function as the rule of these ops."""
 
-    def add(of: Rule) -> Rule:
-        RULES.update(dict.fromkeys(targets, of))
-        return of
+    def add(function: Rule) -> Rule:
+        RULES.update(dict.fromkeys(targets, function))
+        return function
 
     return add
 
@@ -244,6 +245,7 @@ def local_arguments(
     node: fx.Node, call: Call, strategy: OpStrategy, reads: Sequence[fx.Node]
 ) -> tuple[Any, Any]:
     """Return arguments and keywords of the local call, with no default that the program does not pass."""
+    # What the program passes, with this rank's values in the places of whole ones.
     schema, feed = call.target._schema.arguments, iter(reads)
     positional = [a.name for a in schema if not a.kwarg_only]
     passed = dict(zip(positional, node.args, strict=False)) | dict(node.kwargs)
@@ -252,7 +254,9 @@ def local_arguments(
         for a in schema
         if a.name in passed
     }
+
+    # Positional arguments up to the last one that is passed or changed; the rest by keyword.
     named = call.arguments | local | dict(strategy.changes)
-    needed = max([len(node.args), *(positional.index(n) + 1 for n in strategy.changes if n in positional)])
-    keywords = [n for n in (local | dict(strategy.changes)) if n not in positional[:needed]]
-    return tuple(named[n] for n in positional[:needed]), {n: named[n] for n in keywords}
+    count = max([len(node.args), *(positional.index(n) + 1 for n in strategy.changes if n in positional)])
+    keywords = [n for n in (local | dict(strategy.changes)) if n not in positional[:count]]
+    return tuple(named[n] for n in positional[:count]), {n: named[n] for n in keywords}

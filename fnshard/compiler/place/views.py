@@ -41,9 +41,13 @@ def _transpose(call: Call) -> Iterator[OpStrategy]:
 
 @rule(aten.t.default, aten.numpy_T.default, aten.mT.default, aten.mH.default)
 def _t(call: Call) -> Iterator[OpStrategy]:
-    rank = call.value.dim()
-    whole = call.target in (aten.t.default, aten.numpy_T.default)
-    yield from move_dims(call, list(range(rank))[::-1] if whole else [*range(rank - 2), rank - 1, rank - 2])
+    """Split along any dim; `.T` reverses all dims, `.mT` and `.mH` the last two."""
+    order = list(range(call.value.dim()))
+    if call.target in (aten.t.default, aten.numpy_T.default):
+        order.reverse()
+    else:
+        order[-2:] = reversed(order[-2:])
+    yield from move_dims(call, order)
 
 
 @rule(aten.permute.default)
@@ -52,18 +56,18 @@ def _permute(call: Call) -> Iterator[OpStrategy]:
 
 
 @rule(aten.view_as_real.default, aten.view_as_complex.default)
-def _last(call: Call) -> Iterator[OpStrategy]:
-    """Split an op that adds a last dim, or takes one away."""
+def _complex_view(call: Call) -> Iterator[OpStrategy]:
+    """Split along all dims but the last, of real and imaginary parts, which the op adds or takes away."""
     rank = min(call.value.dim(), call.tensors[0].dim())
-    more = [None] * (call.value.dim() - rank)
-    yield from move_dims(call, [*range(rank), *more])
+    added = [None] * (call.value.dim() - rank)
+    yield from move_dims(call, [*range(rank), *added])
 
 
 @rule(aten.diagonal.default)
 def _diagonal(call: Call) -> Iterator[OpStrategy]:
     rank = call.tensors[0].dim()
-    gone = {call["dim1"] % rank, call["dim2"] % rank}
-    yield from move_dims(call, [*(d for d in range(rank) if d not in gone), None])
+    removed = {call["dim1"] % rank, call["dim2"] % rank}
+    yield from move_dims(call, [*(d for d in range(rank) if d not in removed), None])
 
 
 @rule(aten.unfold.default)
@@ -84,9 +88,9 @@ def _expand(call: Call) -> Iterator[OpStrategy]:
 @rule(aten.repeat.default)
 def _repeat(call: Call) -> Iterator[OpStrategy]:
     """Place a repetition; the blocks of a dim that is repeated lie one after another."""
-    more = len(call["repeats"]) - call.tensors[0].dim()
+    new_dims = len(call["repeats"]) - call.tensors[0].dim()
     for split in call.splits(call.tensors[0].shape):
-        dim = split.dim + more
+        dim = split.dim + new_dims
         if call["repeats"][dim]:
             yield OpStrategy((split,), Split(dim, split.outer * call["repeats"][dim]))
     yield OpStrategy((PARTIAL,), PARTIAL)
@@ -96,31 +100,34 @@ def _repeat(call: Call) -> Iterator[OpStrategy]:
 def _repeat_interleave(call: Call) -> Iterator[OpStrategy]:
     if call["dim"] is not None or call.tensors[0].dim() == 1:
         for split in call.splits(call.tensors[0].shape):
+            # Each rank's part of the result must be its own entries, repeated: with uneven parts it is not.
             if call.part(call.shape, split) == call.part(call.tensors[0].shape, split) * call["repeats"]:
                 yield OpStrategy((split,), split, {"output_size": None})
     yield OpStrategy((PARTIAL,), PARTIAL)
 
 
-def _cut(call: Call, split: Split, dim: int, start: int, end: int) -> tuple[Split, int, int] | None:
+def _cut_range(call: Call, split: Split, dim: int, start: int, end: int) -> tuple[Split, int, int] | None:
     """Return the split of a range of a dim, and where the range begins and ends in each rank's part.
 
     The range has to be a whole number of blocks, or all but a few entries of the last rank. None otherwise.
     """
     if split.dim != dim:
         return split, start, end
+    # Whole blocks, of each of which every rank has a part.
     shape = call.tensors[0].shape
     block, part = shape[dim] // split.outer, call.part(shape, split)
     if start % block == 0 and end % block == 0 and start < end:
         return Split(dim, (end - start) // block), start // block * part, end // block * part
-    rest = [end - start if d == dim else size for d, size in enumerate(shape)]
-    some = fits(rest, split, call.ranks, call.axis.update)
-    if split.outer == 1 and start == 0 and some and call.part(rest, split) == part:
-        return split, 0, part  # only the last rank loses some
+    # All but a few entries at the end: parts stay as long, and the last rank's are padded.
+    shortened = [end - start if d == dim else size for d, size in enumerate(shape)]
+    can_split = fits(shortened, split, call.ranks, call.axis.update)
+    if split.outer == 1 and start == 0 and can_split and call.part(shortened, split) == part:
+        return split, 0, part
     return None
 
 
-def _without_last(dim: int, count: int, ranks: int) -> Callable[..., Tensor]:
-    """Return a function that cuts off the last numbers of the last rank, by writing padding over them."""
+def _pad_last_rank(dim: int, count: int, ranks: int) -> Callable[..., Tensor]:
+    """Return a function that writes padding over the last `count` numbers of the last rank's part."""
 
     def run(index: Tensor, x: Tensor) -> Tensor:
         kept, cut = x.split([x.shape[dim] - count, count], dim)
@@ -133,21 +140,26 @@ def _without_last(dim: int, count: int, ranks: int) -> Callable[..., Tensor]:
 @rule(aten.slice.Tensor, aten.narrow.default)
 def _slice(call: Call) -> Iterator[OpStrategy]:
     """Split along other dims, or along this one where the ranks' parts stay equal."""
+    # The range, as torch reads it: a negative start counts from the end, and one past the end is the end.
     shape, named = call.tensors[0].shape, call.arguments
     dim = call["dim"] % len(shape)
     size, step = shape[dim], named.get("step", 1)
     start = named["start"] or 0
     start = max(start + size, 0) if start < 0 else min(start, size)
-    last = start + call.shape[dim] * step
+    end = start + call.shape[dim] * step
+
     for split in call.splits(shape):
         if split.dim == dim and step != 1:
             continue
-        if (found := _cut(call, split, dim, start, last)) is not None:
-            after, first, end = found
-            take = lambda index, x, first=first, end=end: aten.slice(x, dim, first, end, step)  # noqa: E731
-            if split == Split(dim) and last < size and not call.axis.update:
-                take = _without_last(dim, call.part(shape, split) * call.ranks - last, call.ranks)
-            yield OpStrategy((split,), after, run=take)
+        local_range = _cut_range(call, split, dim, start, end)
+        if local_range is None:
+            continue
+        after, first, last = local_range
+        run = lambda index, x, first=first, last=last: aten.slice(x, dim, first, last, step)  # noqa: E731
+        # Entries that are cut off become padding, which in an update may hold anything.
+        if split == Split(dim) and end < size and not call.axis.update:
+            run = _pad_last_rank(dim, call.part(shape, split) * call.ranks - end, call.ranks)
+        yield OpStrategy((split,), after, run=run)
     yield OpStrategy((PARTIAL,), PARTIAL)
 
 
@@ -157,15 +169,16 @@ def _select(call: Call) -> Iterator[OpStrategy]:
     shape = call.tensors[0].shape
     dim = call["dim"] % len(shape)
     yield from move_dims(call, [d for d in range(len(shape)) if d != dim])
-    if call.value.dtype == torch.bool:
+    if call.value.dtype == torch.bool:  # ranks cannot sum booleans
         return
     for split in call.splits(shape, [dim]):
+        # The block of all ranks that has the entry, the rank in it, and the place in that rank's part.
         part = call.part(shape, split)
-        block, rest = divmod(call["index"] % shape[dim], shape[dim] // split.outer)
-        owner, at = rest // part, block * part + rest % part
+        block, offset = divmod(call["index"] % shape[dim], shape[dim] // split.outer)
+        owner, place = offset // part, block * part + offset % part
 
-        def run(index: Tensor, x: Tensor, owner=owner, at=at) -> Tensor:
-            return torch.where(index == owner, x.select(dim, at), 0)
+        def run(index: Tensor, x: Tensor, owner=owner, place=place) -> Tensor:
+            return torch.where(index == owner, x.select(dim, place), 0)
 
         yield OpStrategy((split,), PARTIAL, run=run)
 
@@ -176,12 +189,12 @@ def _select(call: Call) -> Iterator[OpStrategy]:
 def _split(call: Call) -> Iterator[OpStrategy]:
     """Split along other dims, or along its own if equal matrices lie side by side, each of them split."""
     shape, pieces = call.tensors[0].shape, call.value
-    dim, gone = call["dim"] % len(shape), call.target is aten.unbind.int
+    dim, removes_dim = call["dim"] % len(shape), call.target is aten.unbind.int
     equal = len({v.shape for v in pieces}) == 1
     for split in call.splits(shape):
         if split.dim != dim:
-            yield OpStrategy((split,), Split(split.dim - (gone and dim < split.dim), split.outer))
-        elif not gone and equal and split.outer % len(pieces) == 0:
+            yield OpStrategy((split,), Split(split.dim - (removes_dim and dim < split.dim), split.outer))
+        elif not removes_dim and equal and split.outer % len(pieces) == 0:
             size = call.part(shape, split) * split.outer // len(pieces)
             take = lambda index, x, size=size: x.split(size, dim)  # noqa: E731
             yield OpStrategy((split,), Split(dim, split.outer // len(pieces)), run=take)
@@ -191,26 +204,30 @@ def _split(call: Call) -> Iterator[OpStrategy]:
 @rule(aten.cat.default, aten.stack.default)
 def _cat(call: Call) -> Iterator[OpStrategy]:
     """Split along other dims, or along its own if the tensors are equal in shape; each is split then."""
-    new, rank = call.target is aten.stack.default, call.value.dim()
+    adds_dim, rank = call.target is aten.stack.default, call.value.dim()
     dim = call["dim"] % rank
     # torch leaves an empty tensor of one dim out, whatever the others are.
-    full = [new or t.shape != (0,) for t in call.tensors]
-    sizes = [t.shape[dim] for t, counts in zip(call.tensors, full, strict=True) if counts and not new]
+    counted = [adds_dim or t.shape != (0,) for t in call.tensors]
+    sizes = [t.shape[dim] for t, counts in zip(call.tensors, counted, strict=True) if counts and not adds_dim]
 
-    def each(placement: Placement) -> tuple[Placement, ...]:
-        return tuple(placement if counts else REPLICATED for counts in full)
+    def place_each(placement: Placement) -> tuple[Placement, ...]:
+        return tuple(placement if counts else REPLICATED for counts in counted)
 
     for split in call.splits(call.shape, [d for d in range(rank) if d != dim]):
-        yield OpStrategy(each(Split(split.dim - (new and dim < split.dim), split.outer)), split)
+        yield OpStrategy(place_each(Split(split.dim - (adds_dim and dim < split.dim), split.outer)), split)
+
+    # Along its own dim: the results of ranks lie side by side, as many as there are tensors.
     if len(set(sizes)) == 1:
         for split in call.splits([sizes[0] if d == dim else s for d, s in enumerate(call.shape)], [dim]):
-            yield OpStrategy(each(split), Split(dim, split.outer * len(sizes)))
-    yield OpStrategy(each(PARTIAL), PARTIAL)
+            yield OpStrategy(place_each(split), Split(dim, split.outer * len(sizes)))
+    yield OpStrategy(place_each(PARTIAL), PARTIAL)
 
 
 @rule(aten.constant_pad_nd.default, aten.pad.default)
 def _pad(call: Call) -> Iterator[OpStrategy]:
+    """Split along the dims that are not padded."""
     rank, pad = call.tensors[0].dim(), call["pad"]
+    # Torch lists pairs (before, after) from the last dim. Only padding with zeros is linear.
     kept = [d for d in range(rank) if not any(pad[2 * (rank - 1 - d) :][:2])]
     yield from move_dims(call, [d if d in kept else None for d in range(rank)], linear=not call["value"])
 
@@ -219,7 +236,7 @@ def _pad(call: Call) -> Iterator[OpStrategy]:
 def _scatter(call: Call) -> Iterator[OpStrategy]:
     """Split along the dims that are written as a whole."""
     dim = call["dim"] % call.value.dim()
-    gone = call.target is aten.select_scatter.default
+    lacks_dim = call.target is aten.select_scatter.default  # what is written
     for split in call.splits(call.shape, [d for d in range(call.value.dim()) if d != dim]):
-        yield OpStrategy((split, Split(split.dim - (gone and dim < split.dim), split.outer)), split)
+        yield OpStrategy((split, Split(split.dim - (lacks_dim and dim < split.dim), split.outer)), split)
     yield OpStrategy((PARTIAL, PARTIAL), PARTIAL)

@@ -26,22 +26,26 @@ def _conv(call: Call) -> Iterator[OpStrategy]:
     if x.dim() != weight.dim():
         return
     transposed = "conv_transpose" in str(call.target) or call.arguments.get("transposed", False)
-    into, out = (0, 1) if transposed else (1, 0)
-    bias, ranks = call["bias"] is not None, call.ranks
+    in_dim, out_dim = (0, 1) if transposed else (1, 0)  # of the weight
+    has_bias, ranks = call["bias"] is not None, call.ranks
 
+    # The batch.
     for split in call.splits(x.shape, [0]):
-        yield OpStrategy((split, REPLICATED, *[REPLICATED] * bias), split)
+        yield OpStrategy((split, REPLICATED, *[REPLICATED] * has_bias), split)
 
+    # Groups: each rank has whole ones, with their channels.
     if call["groups"] % ranks == 0:
         groups = {"groups": call["groups"] // ranks}
-        yield OpStrategy((Split(1), Split(0), *[Split(0)] * bias), Split(1), groups)
+        yield OpStrategy((Split(1), Split(0), *[Split(0)] * has_bias), Split(1), groups)
     if call["groups"] > 1:
         return
 
-    for split in call.splits(weight.shape, [out]):
-        yield OpStrategy((REPLICATED, split, *[Split(0, split.outer)] * bias), Split(1, split.outer))
-    for split in call.splits(x.shape, [1] if not bias else [], even=True):
-        yield OpStrategy((split, Split(into, split.outer)), PARTIAL)
+    # Output channels, or input channels into parts of a sum, to which every rank would add a bias.
+    for split in call.splits(weight.shape, [out_dim]):
+        yield OpStrategy((REPLICATED, split, *[Split(0, split.outer)] * has_bias), Split(1, split.outer))
+    if not has_bias:
+        for split in call.splits(x.shape, [1], even=True):
+            yield OpStrategy((split, Split(in_dim, split.outer)), PARTIAL)
 
 
 @rule(aten.group_norm.default)
@@ -56,7 +60,7 @@ def _group_norm(call: Call) -> Iterator[OpStrategy]:
 @rule(aten.batch_norm.default)
 def _batch_norm(call: Call) -> Iterator[OpStrategy]:
     """Split channels, or the batch if nothing is averaged over it. Running statistics stay whole."""
-    if call["training"] and call["running_mean"] is not None:
+    if call["training"] and call["running_mean"] is not None:  # it writes to them
         return
     if not call["training"]:
         yield from move_dims(call, [None if d == 1 else d for d in range(len(call.shape))], linear=False)
@@ -70,8 +74,8 @@ def _norm(call: Call) -> Iterator[OpStrategy]:
     yield from move_dims(call, range(call.tensors[0].dim() - len(call["normalized_shape"])), linear=False)
 
 
-def _of_last(count: int, *names: str) -> None:
-    """Register the rule of ops that work along the last `count` dims of their first tensor, all overloads."""
+def _register_last_dims(count: int, *names: str) -> None:
+    """Register a rule of ops that work along the last `count` dims of their first tensor, all overloads."""
 
     def along(call: Call) -> Iterator[OpStrategy]:
         yield from move_dims(call, range(call.tensors[0].dim() - count), linear=False)
@@ -81,12 +85,12 @@ def _of_last(count: int, *names: str) -> None:
         rule(*(getattr(packet, o) for o in packet.overloads() if "out" not in o))(along)
 
 
-_of_last(1, "max_pool1d", "avg_pool1d", "adaptive_avg_pool1d", "adaptive_max_pool1d")
-_of_last(
+_register_last_dims(1, "max_pool1d", "avg_pool1d", "adaptive_avg_pool1d", "adaptive_max_pool1d")
+_register_last_dims(
     2, "tril", "triu", "upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2d", "max_pool2d",
     "avg_pool2d", "adaptive_avg_pool2d", "adaptive_max_pool2d", "reflection_pad2d", "replication_pad2d",
 )  # fmt: skip
-_of_last(
+_register_last_dims(
     3, "max_pool3d", "avg_pool3d", "adaptive_avg_pool3d", "adaptive_max_pool3d", "pixel_shuffle",
     "pixel_unshuffle",
 )  # fmt: skip
@@ -103,6 +107,6 @@ _of_last(
 def _decomposition(call: Call) -> Iterator[OpStrategy]:
     """Place each matrix of a stack by itself. In an update only even splits: padding may be singular."""
     (matrices,) = call.tensors
-    for way in move_dims(call, range(matrices.dim() - 2), linear=False):
-        if not call.axis.update or divides(matrices.shape, way.inputs[0], call.ranks):
-            yield way
+    for strategy in move_dims(call, range(matrices.dim() - 2), linear=False):
+        if not call.axis.update or divides(matrices.shape, strategy.inputs[0], call.ranks):
+            yield strategy

@@ -60,7 +60,7 @@ class Writer:
         sent = self.call(OUTGOING, (node,))
         return self.call(EXCHANGE, (sent, kind, self.axis, dim, self.ranks, *to))
 
-    def once(self, key: Any, make: Callable[[], fx.Graph | None]) -> fx.Graph | None:
+    def make_once(self, key: Any, make: Callable[[], fx.Graph | None]) -> fx.Graph | None:
         """Return a graph that is made once for all equal keys."""
         if key not in self.bodies:
             self.bodies[key] = make()
@@ -70,8 +70,9 @@ class Writer:
         self, key: Any, run: Callable[..., Any], fakes: Sequence[Tensor], reads: Sequence[fx.Node]
     ) -> Any:
         """Write the nodes of a function, traced on `fakes`, that reads the nodes `reads`."""
+        # make_fx would take a function's defaults for inputs, so that it gets a function without any.
         trace = make_fx(lambda *values: run(*values), tracing_mode="fake", pre_dispatch=True)
-        body = self.once(key, lambda: trace(*fakes).graph)
+        body = self.make_once(key, lambda: trace(*fakes).graph)
         made = dict(zip(body.find_nodes(op="placeholder"), reads, strict=True))
         for node in body.nodes:
             if node.op == "call_function":
@@ -85,12 +86,12 @@ class Writer:
         """
         if now == REPLICATED:
             return self.slice(node, shape, to)
-        if now == Partial("max"):
-            one = self.call(aten.unsqueeze.default, (node, 0))
-            return self.call(aten.amax.default, (self.exchange(one, "all_gather", 0), [0]))
+        if now == Partial("max"):  # there is no exchange of this kind: gather all parts, and take the maximum
+            row = self.call(aten.unsqueeze.default, (node, 0))
+            return self.call(aten.amax.default, (self.exchange(row, "all_gather", 0), [0]))
         if now == PARTIAL and to == REPLICATED:
             return self.exchange(node, "psum", 0)
-        return self.along(node, shape, now, to)
+        return self.exchange_dims(node, shape, now, to)
 
     def slice(self, node: fx.Node, shape: Sequence[int], to: Split) -> fx.Node:
         """Cut this rank's part from a value that all ranks have."""
@@ -100,32 +101,40 @@ class Writer:
             place = self.call(aten.reshape.default, (self.index, [1]))
         else:  # pad with the last number, so that no op makes an infinity of the padding alone
             size = shape[to.dim] // to.outer
-            part = -(-size // ranks)
+            length = -(-size // ranks)
             node = self.unflatten(node, shape, to, [to.outer, size])
-            first = self.call(aten.mul.Tensor, (self.index, part))
-            at = self.call(aten.arange.default, (part,), {"device": self.device})
-            place = self.call(aten.clamp.default, (self.call(aten.add.Tensor, (at, first)), None, size - 1))
-        mine = self.call(aten.index_select.default, (node, to.dim + 1, place))
-        return self.call(aten.reshape.default, (mine, list(local_shape(shape, to, ranks))))
+            first = self.call(aten.mul.Tensor, (self.index, length))
+            offsets = self.call(aten.arange.default, (length,), {"device": self.device})
+            place = self.call(aten.add.Tensor, (offsets, first))
+            place = self.call(aten.clamp.default, (place, None, size - 1))
+        part = self.call(aten.index_select.default, (node, to.dim + 1, place))
+        return self.call(aten.reshape.default, (part, list(local_shape(shape, to, ranks))))
 
     def unflatten(self, node: fx.Node, shape: Sequence[int], split: Split, dims: list[int]) -> fx.Node:
         """Reshape the split dim into several."""
         shape = [*shape[: split.dim], *dims, *shape[split.dim + 1 :]]
         return self.call(aten.reshape.default, (node, shape))
 
-    def along(self, node: fx.Node, shape: Sequence[int], now: Placement, to: Placement) -> fx.Node:
+    def exchange_dims(self, node: fx.Node, shape: Sequence[int], now: Placement, to: Placement) -> fx.Node:
         """Gather along the dim that is split, and scatter along that of `to`; uneven parts travel padded."""
         ranks = self.ranks
         splits = [p for p in (to, now) if isinstance(p, Split)]
-        kind = "all_to_all" if len(splits) == 2 else "all_gather" if splits[0] is now else "reduce_scatter"
+        if len(splits) == 2:
+            kind = "all_to_all"
+        elif splits[0] is now:
+            kind = "all_gather"
+        else:
+            kind = "reduce_scatter"
 
         # Dims that are cut in their middle become two dims meanwhile, so that a part is a run along one.
         sizes: list[int] = []
-        outers = {s.dim: s.outer for s in splits if s.outer != 1}  # each becomes a dim of its own meanwhile
+        outers = {s.dim: s.outer for s in splits if s.outer != 1}
         for dim, size in enumerate(local_shape(shape, now, ranks)):
             sizes += [outers[dim], size // outers[dim]] if dim in outers else [size]
         node = self.call(aten.reshape.default, (node, sizes)) if outers else node
         dims = [s.dim + sum(d <= s.dim for d in outers) for s in splits]
+
+        # Equal parts are sent: padding is added before the exchange, and cut off behind it.
         if isinstance(to, Split) and not divides(shape, to, ranks):
             node = self.pad(node, sizes, dims[0])
         node = self.exchange(node, kind, *dims)
@@ -140,5 +149,5 @@ class Writer:
         count = -sizes[dim] % self.ranks
         last = self.call(aten.slice.Tensor, (node, dim, sizes[dim] - 1, sizes[dim]))
         shape = [*sizes[:dim], count, *sizes[dim + 1 :]]
-        more = self.call(aten.expand.default, (self.call(aten.detach.default, (last,)), shape))
-        return self.call(aten.cat.default, ([node, more], dim))
+        padding = self.call(aten.expand.default, (self.call(aten.detach.default, (last,)), shape))
+        return self.call(aten.cat.default, ([node, padding], dim))

@@ -118,7 +118,7 @@ def place_update(traced: TracedUpdate, graph: fx.Graph, splits: Splits) -> Place
         program = program if last is None else last.finish()
         own = {Input("leaf", n): of[name_of(axes)] for n, of in splits.of.items() if name_of(axes) in of}
         axis = Axis(name_of(axes), splits.mesh.axes_size(axes), own, residual="whole", update=True)
-        last = Placer.of(program, axis)
+        last = Placer.walk_over(program, axis)
         for node, current in now.items():
             if (value := last.values.get(current)) is not None:
                 where[node][axis.name] = value.placement
