@@ -57,10 +57,11 @@ class Buckets:
     parameters: tuple[str, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
+        # Collect all that is wrong, for one error.
         is_length, what = counts(1)
-        several = isinstance(self.lengths, Sequence) and not isinstance(self.lengths, str)
+        is_sequence = isinstance(self.lengths, Sequence) and not isinstance(self.lengths, str)
         wrong = []
-        if not several or not self.lengths or not all(map(is_length, self.lengths)):
+        if not is_sequence or not self.lengths or not all(map(is_length, self.lengths)):
             wrong.append(f"lengths={self.lengths!r}: a list of lengths, each {what}")
         if not isinstance(self.pad, Mapping):
             wrong.append(f"pad={self.pad!r}: a dict from globs of batch leaves to numbers")
@@ -87,7 +88,7 @@ class Buckets:
         """
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         parameters = [] if signature is None else signature.parameters.values()
-        names = tuple(p.name for p in parameters if p.kind in kinds)[1:]
+        names = tuple(p.name for p in parameters if p.kind in kinds)[1:]  # the first is that of the leaves
         return replace(self, parameters=names, lengths=[n + -n % context for n in self.lengths])
 
     def padded(self, batch: Arguments) -> Arguments:
@@ -98,13 +99,14 @@ class Buckets:
                 is longer than all lengths.
         """
         named, structure = batch.leaves
-        globs = {n: self._glob(n) for n in named}
+        globs = {n: self._find_glob(n) for n in named}
 
         # Sequences are padded, but for leaves whose pattern says that they stay; those that no pattern names
         # are refused below.
         kept = {glob for glob, value in self.pad.items() if value is None}
         dims = {n: each for n, each in sequence_dims(batch).items() if globs[n] not in kept}
 
+        # Refuse patterns without a leaf, and leaves that cannot be padded, in one error.
         wrong = [
             f"pad[{glob!r}]={value!r} names no leaf, or only leaves of a pattern before"
             for glob, value in self.pad.items()
@@ -117,7 +119,7 @@ class Buckets:
                 wrong.append(f"{text} has a sequence, dim {dims[name][0]}, and no pattern names it")
             elif isinstance(named[name], Tensor) and leaf.dim() > 2:
                 wrong.append(f"{text} has more than two dims, and does not say which are sequences")
-            elif not _has(leaf.dtype, value):
+            elif not _can_hold(leaf.dtype, value):
                 wrong.append(f"{text} cannot hold {value!r}")
             elif (size := max(leaf.shape[dim] for dim in dims[name])) > self.lengths[-1]:
                 wrong.append(f"{text} is {size} long, and the longest of lengths {self.lengths[-1]}")
@@ -129,17 +131,18 @@ class Buckets:
                 "first, values that count for nothing; "
                 "None for a leaf that stays as it is. fs.Sequence(tensor, dim) names a sequence, "
                 "fs.Sequence(mask, (1, 2)) those of a mask [B, T, T], None that there is none. The leaves: "
-                f"{', '.join(' or '.join(self._names(n)) for n in named)}.",
+                f"{', '.join(' or '.join(self._list_names(n)) for n in named)}.",
             )
 
         leaves = [self._pad_leaf(n, leaf, dims[n]) if n in dims else leaf for n, leaf in named.items()]
         return tree.unflatten(leaves, structure)
 
-    def _glob(self, name: str) -> str | None:
-        names = self._names(name)
+    def _find_glob(self, name: str) -> str | None:
+        """Return the first pattern that names a leaf, or None."""
+        names = self._list_names(name)
         return next((glob for glob in self.pad if any(fnmatch.fnmatchcase(n, glob) for n in names)), None)
 
-    def _names(self, name: str) -> tuple[str, ...]:
+    def _list_names(self, name: str) -> tuple[str, ...]:
         """Return the names of a leaf: by position, and by the parameter of `fn`."""
         place, dot, path = name.partition(".")
         if not place.isdigit() or int(place) >= len(self.parameters):
@@ -157,11 +160,11 @@ class Buckets:
             return leaf
         # `F.pad` takes pairs (before, after), the last dim first.
         after = [each for count in reversed(missing) for each in (0, count)]
-        padded = F.pad(value, after, value=self.pad[self._glob(name) or ""])
+        padded = F.pad(value, after, value=self.pad[self._find_glob(name) or ""])
         return replace(leaf, value=padded) if isinstance(leaf, losses.Sequence) else padded
 
 
-def _has(dtype: torch.dtype, value: Fill) -> bool:
+def _can_hold(dtype: torch.dtype, value: Fill) -> bool:
     """Return whether a tensor of a dtype can hold a value, but for the rounding of floats."""
     number = float(value or 0)
     if dtype.is_floating_point or dtype.is_complex:

@@ -93,6 +93,7 @@ def trace_and_split(
     """
     stored = specs.stored
     shapes = {p: (tuple(s.shape), s.compute_dtype) for p, s in stored.items()}
+    # The program of one device, whole.
     with TRACING, torch.inference_mode(False), torch.enable_grad():  # whatever mode the caller is in
         program = trace(
             specs.decode_before(fn), shapes, specs.structure, stored, batch,
@@ -100,6 +101,7 @@ def trace_and_split(
             sources=options.sources,
         )  # fmt: skip
 
+        # Linear layers of leaves that travel in eight bits multiply in eight bits, too.
         narrow = {p: s.scaling == "rowwise" for p, s in stored.items() if s.wire_dtype is not None}
         if narrow:
             program = fp8_products(program, narrow)
@@ -137,6 +139,7 @@ def schedule_for(
         verified: whether schedules are verified. A search verifies only the plan that it chooses.
     """
     program, segments, settings = front.program, front.segments, front.settings
+
     # What each segment keeps for its backward, and the kernels that follow from it.
     units = (spec.unit for spec in specs.values())
     kept = policies(segments, options.remat, options.save, units, mesh.data_axes)
@@ -146,34 +149,38 @@ def schedule_for(
             trainable=settings.differentiate, known=known, target=mesh.device_type, apart=settings.apart,
         )  # fmt: skip
 
-    each = [
-        kernels[kernel_key(s.source, p, settings.apart)] for s, p in zip(segments.segments, kept, strict=True)
-    ]
+    policy_of = list(zip(segments.segments, kept, strict=True))
+    kernel_of = [kernels[kernel_key(s.source, p, settings.apart)] for s, p in policy_of]  # by segment
+
     # Which segments keep it elsewhere, or make it again.
-    offloaded = frozenset(s.index for s, p in zip(segments.segments, kept, strict=True) if p.offload)
-    recomputed = frozenset(s.index for s, p in zip(segments.segments, kept, strict=True) if p.gathers_again)
-    active = find_active(segments, each, program.outputs) if settings.differentiate else set()
+    offloaded = frozenset(s.index for s, p in policy_of if p.offload)
+    recomputed = frozenset(s.index for s, p in policy_of if p.gathers_again)
+    active = find_active(segments, kernel_of, program.outputs) if settings.differentiate else set()
     reruns = [
-        plan_rerun(unit, segments, each, active, set(mesh.data_axes))
+        plan_rerun(unit, segments, kernel_of, active, set(mesh.data_axes))
         for unit in group_by_unit(segments.segments)
         if settings.differentiate and kept[unit[0].index].runs_again
     ]
+
     # In a pipeline, what each stage runs, and in which order.
-    stages = plan_stages(segments, each, active, program.outputs, specs, mesh)
+    stages = plan_stages(segments, kernel_of, active, program.outputs, specs, mesh)
     tasks = ()
     if mesh.stages > 1:
         keeps = ()
-        if settings.apart:
+        if settings.apart:  # only the order of separate gradients is limited by bytes
             fetched_again = find_fetched_again(segments, recomputed, mesh.data_axes)
             keeps = [
-                count_kept_bytes(chunk, segments, each, active, reruns, fetched_again)
+                count_kept_bytes(chunk, segments, kernel_of, active, reruns, fetched_again)
                 for _, chunk in stages.chunks
             ]
-        tasks = _order_tasks(stages, each, settings, cost_of, reruns, keeps)
+        tasks = _order_tasks(stages, kernel_of, settings, cost_of, reruns, keeps)
+
     # Write out the schedule of each stage, and let the passes make it fast.
     schedules = []
     for stage in range(mesh.stages):
-        schedule = build(segments, each, program.outputs, specs, mesh, settings, stages, stage, tasks, reruns)
+        schedule = build(
+            segments, kernel_of, program.outputs, specs, mesh, settings, stages, stage, tasks, reruns
+        )
         schedule = replace(schedule, offloaded=offloaded, recomputed=recomputed)
         if options.passes is None:
             schedule = run_passes(schedule, default(options.prefetch, options.overlap))
@@ -196,14 +203,17 @@ def _order_tasks(
     keeps: Sequence[KeptBytes],
 ) -> list[Task]:
     """Put the tasks of a pipeline in order, by the costs of its chunks' kernels and by what chunks keep."""
-    again = {index for rerun in reruns for index in rerun.runs}
+    run_again = {index for rerun in reruns for index in rerun.runs}
 
-    def cost(index: int, way: Way) -> float:
-        runs_again = way is Way.BACKWARD and index in again
-        return cost_of(kernels[index], way) + (cost_of(kernels[index], Way.FORWARD) if runs_again else 0.0)
+    def count_cost(index: int, way: Way) -> float:
+        cost = cost_of(kernels[index], way)
+        if way is Way.BACKWARD and index in run_again:
+            cost += cost_of(kernels[index], Way.FORWARD)
+        return cost
 
+    # A task takes some time even where its kernels take none: the order is made by times.
     costs = {
-        (chunk, way): max(1.0, sum(cost(s.index, way) for s in segments))
+        (chunk, way): max(1.0, sum(count_cost(s.index, way) for s in segments))
         for chunk, (_, segments) in enumerate(stages.chunks)
         for way in Way
         if settings.apart or way is not Way.WEIGHTS
@@ -225,7 +235,8 @@ def lower(
 ) -> Stages:
     """Run all stages for one batch shape, which needs no device and no process group.
 
-    Tracing keeps lines of code only for an error, for whose message `fn` is traced once more.
+    A trace has no lines of code, unless `sources` asks for them. If an error would name one, `fn` is traced
+    once more.
     """
     try:
         front = trace_again(lambda: trace_and_split(fn, specs, batch, mesh, settings, options))
@@ -239,24 +250,20 @@ def lower(
         except SpecError:  # it is raised below, with lines
             with_lines = replace(options, sources=True)
             front = trace_again(lambda: trace_and_split(fn, specs, batch, mesh, settings, with_lines))
-        _warn_of_bubble(settings, mesh)
-    return schedule_for(front, specs.stored, mesh, options, cost_of=cost_of)
 
-
-def _warn_of_bubble(settings: StepSettings, mesh: Mesh) -> None:
-    """Warn if there are fewer micro-batches than stages of a pipeline."""
+    # With fewer micro-batches than stages, most stages wait most of the time.
     stages, micros = mesh.stages, settings.accumulate
-    if not settings.differentiate or micros >= stages:
-        return
-    idle, less = ((stages - 1) / (count + stages - 1) for count in (micros, 4 * stages))
-    warnings.warn(
-        report(
-            f"accumulate={micros}, on {stages} stages of a pipeline: they have nothing to do for {idle:.0%} "
-            "of a step.",
-            fix=f"accumulate={4 * stages} leaves {less:.0%}; batches are cut into as many micro-batches.",
-        ),
-        stacklevel=2,
-    )
+    if settings.differentiate and micros < stages:
+        idle, less = ((stages - 1) / (count + stages - 1) for count in (micros, 4 * stages))
+        warnings.warn(
+            report(
+                f"accumulate={micros}, on {stages} stages of a pipeline: they have nothing to do for "
+                f"{idle:.0%} of a step.",
+                fix=f"accumulate={4 * stages} leaves {less:.0%}; batches are cut into as many micro-batches.",
+            ),
+            stacklevel=1,
+        )
+    return schedule_for(front, specs.stored, mesh, options, cost_of=cost_of)
 
 
 def run_passes(schedule: Schedule, passes: Sequence[Pass], verified: bool = False) -> Schedule:
@@ -269,8 +276,8 @@ def run_passes(schedule: Schedule, passes: Sequence[Pass], verified: bool = Fals
         ScheduleError: a pass, which is named, fails, breaks a rule, or returns no schedule.
     """
     for each in passes:
-        name = getattr(getattr(each, "func", each), "__name__", repr(each))
-        with _say_where(f"in the pass {name}"):
+        name = getattr(getattr(each, "func", each), "__name__", repr(each))  # a partial has a `func`
+        with _locate_errors(f"in the pass {name}"):
             schedule = each(schedule)
         if not isinstance(schedule, Schedule):
             kind = type(schedule).__name__
@@ -279,14 +286,14 @@ def run_passes(schedule: Schedule, passes: Sequence[Pass], verified: bool = Fals
                 fix="return schedule.with_instructions([...]), or the schedule as it came.",
             )
         if verified:
-            with _say_where(f"behind the pass {name}"):
+            with _locate_errors(f"behind the pass {name}"):
                 verify(insert_frees(schedule))
     return insert_frees(schedule)
 
 
 @contextmanager
-def _say_where(place: str) -> Iterator[None]:
-    """Make any error that a pass or its lines raise one that says where, since a pass may be the user's."""
+def _locate_errors(place: str) -> Iterator[None]:
+    """Turn any error of a pass, or of its lines, into one that names the place: a pass may be the user's."""
     try:
         yield
     except FnshardError as error:

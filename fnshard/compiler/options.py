@@ -144,7 +144,7 @@ class StepOptions(Mapping[str, Any]):
         LossScale.choose(self.loss_scale, fp16=False)
         _ = self.inductor  # refuses what torch.compile does not have
 
-        # Sequences in one form, so that equal options compare equal.
+        # Write sequences in one form, so that equal options compare equal.
         depth = (self.prefetch, self.prefetch) if isinstance(self.prefetch, int) else self.prefetch
         passes = None if self.passes is None else tuple(self.passes)
         for name, value in {"prefetch": depth, "passes": passes, "save": tuple(self.save)}.items():
@@ -200,9 +200,10 @@ def takes_options(function: F) -> F:
     `help` and an editor's console read it. They are declared nowhere else.
     """
     signature = inspect.signature(function)
-    own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-    options = inspect.signature(StepOptions, eval_str=True).parameters.values()  # their names are of here
-    function.__signature__ = signature.replace(parameters=[*own, *options])
+    declared = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    # Annotations are evaluated, since the function's own module may not have these names.
+    options = inspect.signature(StepOptions, eval_str=True).parameters.values()
+    function.__signature__ = signature.replace(parameters=[*declared, *options])
     return function
 
 

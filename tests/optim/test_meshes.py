@@ -20,7 +20,7 @@ from pairs import cover_pairs
 import fnshard as fs
 from fnshard.compiler.schedule.buckets import row_of_rank
 from fnshard.compiler.schedule.instructions import ComputeStack, ReduceScalars, StackUpdate, Update
-from fnshard.compiler.update.derive import flops_of
+from fnshard.compiler.update.derive import count_flops
 
 LAYOUTS = {
     "mesh": [name for name in MESHES if name != "context"], "preset": PRESETS, "leaves": list(SHAPES),
@@ -261,12 +261,12 @@ def test_muon_sends_blocks_there_and_back_and_spreads_its_work(ranks: int) -> No
                 own = row_of_rank(schedule.buckets[line.bucket], rank, ranks)
                 computed += own.paths
                 nodes = [n for path in own.paths for n in line.work[path].graph.nodes]
-                flops[rank] += sum(map(flops_of, nodes))
+                flops[rank] += sum(map(count_flops, nodes))
     assert sorted(computed) == sorted(f"layers.{n}.w" for n in range(48))
     assert 0 < flops[0] == max(flops) <= 1.05 * sum(flops) / ranks
     elsewhere = (n for line in schedule.instructions if isinstance(line, Update)
                  for work in line.work.values() for n in work.graph.nodes)  # fmt: skip
-    assert not any(map(flops_of, elsewhere))
+    assert not any(map(count_flops, elsewhere))
 
 
 def test_adamw_says_nothing_and_updates_each_bucket_at_once() -> None:

@@ -183,8 +183,8 @@ class Placer:
             sources = [self.values[n] for n in operands_of(node)]
             is_op = isinstance(node.target, OpOverload)
             default = Placer.place_op if is_op and sources else Placer.place_whole
-            place = _SPECIAL.get(node.target if is_op else type(node.target), default)
-            self.values[node] = place(self, node, sources)
+            method = _SPECIAL.get(node.target if is_op else type(node.target), default)
+            self.values[node] = method(self, node, sources)
             return
 
         source, number = self.values[node.args[0]], node.args[1]

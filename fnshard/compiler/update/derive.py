@@ -2,7 +2,9 @@
 
 `place` types every value over the axes that split the leaf: elementwise ops stay local, and sums and maxima
 over split dims become reductions. Ops that need whole matrices run on one rank for each leaf, between two
-exchanges of stacks (`whole`), wherever that is cheaper than the plan of `place` alone.
+exchanges of stacks (`whole`), wherever that is cheaper than the plan of `place` alone. `derive` chooses,
+`sort_by_depth` and `assign_nodes` decide what is computed between which exchanges, and `write_steps` writes
+that down.
 """
 
 from __future__ import annotations
@@ -87,9 +89,9 @@ class DerivedUpdate:
 
     Args:
         steps: computations and exchanges in turn. A result is written after the last read of the input of its
-            name. Exchanges between the same computations stand together.
-        values: shapes and dtypes of values: local ones, but whole ones of values that a stack receives and of
-            those that are computed of them.
+            name. Exchanges between the same computations follow one another.
+        values: the shape and dtype that each value has on a rank. A value that a stack receives, or that is
+            computed from such values alone, is whole.
         sent_bytes: the bytes that a rank sends for one leaf, on average over many leaves.
         flops: the FLOPs of products and decompositions that a rank computes for one leaf, on average too.
     """
@@ -136,9 +138,10 @@ def derive(traced: TracedUpdate, shape: Sequence[int], layouts: Mapping[str, P],
             break
         marked |= more
 
+    # Of the rounds, the cheapest: fewer nodes on whole values may be dearer, or cheaper, than more.
     best = min(plans, key=lambda plan: plan.price)
     # The plan of `place` alone is written out only if it may be cheaper.
-    if splits.apart or 2 * best.price < local.about_sent:
+    if splits.apart or 2 * best.price < local.estimated_bytes:
         return best
     return min(best, write_steps(local, splits), key=lambda plan: plan.price)
 
@@ -152,7 +155,8 @@ class Order:
         inputs: names of the placeholders.
         elsewhere: the node that is computed on whole values.
         returned: its results, and their numbers.
-        depth: how many exchanges come before each node; a computation elsewhere counts as two.
+        depth: how many exchanges come before each node. A computation elsewhere counts as two, one there and
+            one back.
         results: the results that are written at each depth.
         direct: results that come back from elsewhere as they are.
     """
@@ -166,7 +170,7 @@ class Order:
     direct: Mapping[fx.Node, str]
 
     @property
-    def at(self) -> int | None:
+    def stack_depth(self) -> int | None:
         """The depth after which blocks are sent to the rank that has the leaf whole, or None."""
         return None if self.elsewhere is None else self.depth[self.elsewhere] - 2
 
@@ -180,45 +184,52 @@ class Order:
         exchanged = node.target is reduced or node is self.elsewhere or node in self.returned
         return node.op == "call_function" and not exchanged
 
-    def sends(self, depth: int) -> list[fx.Node]:
+    def find_sent(self, depth: int) -> list[fx.Node]:
         """Return the values of a depth that are sent."""
         sent = [n.args[0] for n in self.graph.nodes if n.target is reduced]
-        sent += [] if self.elsewhere is None else list(self.elsewhere.args)
+        if self.elsewhere is not None:
+            sent += self.elsewhere.args
         return [n for n in dict.fromkeys(sent) if self.depth[n] == depth]
 
 
 def sort_by_depth(placed: PlacedUpdate) -> Order:
     """Find when each node can be computed, and when results can be written."""
+    # The depth of a node: that of what it reads, and its own exchanges.
     graph = placed.graph
     inputs = dict(zip(graph.find_nodes(op="placeholder"), placed.inputs, strict=True))
     elsewhere = next((n for n in graph.nodes if isinstance(n.target, Elsewhere)), None)
     returned = {} if elsewhere is None else {n: n.args[1] for n in elsewhere.users}
     depth: dict[fx.Node, int] = {}
     for node in graph.nodes:
-        behind = max((depth[n] for n in node.all_input_nodes), default=0)
-        depth[node] = behind + (1 if node.target is reduced else 2 if node is elsewhere else 0)
+        depth[node] = max((depth[n] for n in node.all_input_nodes), default=0)
+        if node.target is reduced:
+            depth[node] += 1
+        elif node is elsewhere:
+            depth[node] += 2
 
-    # While blocks are away, at the depth in between, ranks compute what reductions need.
+    # While blocks are away, at the depth in between, ranks compute what reductions need. If no reduction
+    # needs the nodes that could run then, they run when the blocks are back.
     if elsewhere is not None:
-        at = depth[elsewhere] - 2
-        if not any(n.target is reduced and depth[n] == at + 2 for n in graph.nodes):
-            # No reduction needs the nodes that could run while blocks are away. They run when these are back.
+        back = depth[elsewhere]
+        if not any(n.target is reduced and depth[n] == back for n in graph.nodes):
             for node in graph.nodes:
-                if depth[node] == at + 1 and node.target is not reduced and node.op != "output":
-                    depth[node] = at + 2
+                if depth[node] == back - 1 and node.target is not reduced and node.op != "output":
+                    depth[node] = back
 
     # A result is written when the input of its name has been read for the last time.
     last = {}
     for node, name in inputs.items():
         read = [depth[u] for u in node.users if u.op == "call_function"]
         last[name] = max(read, default=0)
-    last[UPDATE] = last[PARAM]
+    last[UPDATE] = last[PARAM]  # the update is written into the parameter
+
+    # A result that comes back from elsewhere, and that nothing else reads, is written as it arrives.
     results: dict[int, list[tuple[str, fx.Node]]] = {}
     direct: dict[fx.Node, str] = {}
     outputs = graph.output_node().args[0]
     for name, node in zip(placed.outputs, outputs, strict=True):
-        alone = len(node.users) == 1 and outputs.count(node) == 1
-        if node in returned and alone and last[name] <= depth[node]:
+        is_read_once = len(node.users) == 1 and outputs.count(node) == 1
+        if node in returned and is_read_once and last[name] <= depth[node]:
             direct[node] = name
         else:
             results.setdefault(max(depth[node], last[name]), []).append((name, node))
@@ -235,21 +246,23 @@ def assign_nodes(order: Order) -> list[tuple[list[fx.Node], list[fx.Node]]]:
     replaced = {name: when for when, pairs in order.results.items() for name, _ in pairs}
     if UPDATE in replaced:
         replaced[PARAM] = replaced[UPDATE]
+
     kept: set[fx.Node] = set()
     parts: list[list[fx.Node]] = []
     for now in range(order.last, -1, -1):  # backwards: later depths say what earlier ones have to keep
         # What this depth must have computed: results, what is sent, and what later depths asked for.
-        due = {n for _, n in order.results.get(now, ())} | set(order.sends(now))
+        due = {n for _, n in order.results.get(now, ())} | set(order.find_sent(now))
         due |= {n for n in kept if order.depth[n] == now}
-        behind = set(due)
+        needed = set(due)
         for node in reversed(order.graph.nodes):
-            if node in behind and order.is_local(node):
-                behind.update(node.all_input_nodes)
-        own = {n for n in behind if order.is_local(n) and order.depth[n] == now}
+            if node in needed and order.is_local(node):
+                needed.update(node.all_input_nodes)
+        own = {n for n in needed if order.is_local(n) and order.depth[n] == now}
         read = {n for node in own for n in node.all_input_nodes}
 
-        # The cut: a kept value is written once and read, an input is read once more or was read anyway.
-        earlier = behind - own
+        # The cut: a kept value is written once and read, an input is read once more or was read anyway. An
+        # input that has been replaced by its result cannot be read. Products are not computed a second time.
+        earlier = needed - own
         edges: list[Edge] = []
         for node in earlier:
             size = bytes_of(node.meta["val"])
@@ -258,7 +271,7 @@ def assign_nodes(order: Order) -> list[tuple[list[fx.Node], list[fx.Node]]]:
                 price = 0 if node in read else size
                 if replaced.get(order.inputs.get(node), now) < now:
                     price = None
-            if not order.is_local(node) or flops_of(node):
+            if not order.is_local(node) or count_flops(node):
                 edges.append(("inputs", (node, "in"), None))
             edges.append(((node, "in"), (node, "out"), price))
             edges += [
@@ -268,16 +281,10 @@ def assign_nodes(order: Order) -> list[tuple[list[fx.Node], list[fx.Node]]]:
                 edges.append(((node, "out"), "here", None))
 
         # A node through which the cut goes is kept; those behind it are computed again.
-        before = (
-            minimum_cut(edges, "inputs", "here", outermost="sink")
-            if any(map(order.is_local, earlier))
-            else set()
-        )
-        again = {n for n in earlier if order.is_local(n) and (n, "in") not in before}
-        if before:
-            kept |= {
-                n for n in earlier if order.is_local(n) and (n, "in") in before and (n, "out") not in before
-            }
+        local = {n for n in earlier if order.is_local(n)}
+        before = minimum_cut(edges, "inputs", "here", outermost="sink") if local else set()
+        kept |= {n for n in local if (n, "in") in before and (n, "out") not in before}
+        again = {n for n in local if (n, "in") not in before}
         parts.append([n for n in order.graph.nodes if n in own or n in again])
     parts.reverse()
     return [
@@ -286,12 +293,13 @@ def assign_nodes(order: Order) -> list[tuple[list[fx.Node], list[fx.Node]]]:
 
 
 def write_steps(placed: PlacedUpdate, splits: Splits, region: Region | None = None) -> DerivedUpdate:
-    """Write the steps of a placed update, which is cut where exchanges stand."""
+    """Write the steps of a placed update, which is cut at its exchanges."""
     order = sort_by_depth(placed)
-    mesh, at, elsewhere = splits.mesh, order.at, order.elsewhere
+    mesh, sent_at, elsewhere = splits.mesh, order.stack_depth, order.elsewhere
     names, values = {**order.inputs, **order.direct}, {}
 
-    def new(shape: Sequence[int], dtype: torch.dtype) -> str:
+    def add_value(shape: Sequence[int], dtype: torch.dtype) -> str:
+        """Note a new value, and return its name."""
         values[f"v{len(values)}"] = tuple(shape), dtype
         return f"v{len(values) - 1}"
 
@@ -301,26 +309,28 @@ def write_steps(placed: PlacedUpdate, splits: Splits, region: Region | None = No
             value, shape = node.meta["val"], node.meta["val"].shape
             if (number := order.returned.get(node)) is not None:
                 shape = block_shape(region.values[number].shape, region.layouts[number], mesh)
-            names[node] = new(shape, value.dtype)
+            names[node] = add_value(shape, value.dtype)
         return names[node]
 
     steps: list[Compute | Reduce | Stack] = []
     whole_reads: list[str] = []
     flops = sent = 0.0
     share = (splits.ranks - 1) / splits.ranks
-    # At each depth: whole leaves first, if they have come, then this rank's blocks, then exchanges.
     for now, (nodes, kept) in enumerate(assign_nodes(order)):
-        if at is not None and now == at + 1:
-            writes = [new(value.shape, value.dtype) for value in region.values]
+        # Whole leaves first, if they have come. Each rank computes its share of them.
+        if sent_at is not None and now == sent_at + 1:
+            writes = [add_value(value.shape, value.dtype) for value in region.values]
             steps.append(Compute(region.graph, tuple(whole_reads), tuple(writes), whole=True))
-            flops += sum(map(flops_of, region.graph.nodes)) / splits.ranks
+            flops += sum(map(count_flops, region.graph.nodes)) / splits.ranks
 
-        leaving = [n for n in dict.fromkeys([*kept, *order.sends(now)]) if order.is_local(n)]
+        # Then this rank's blocks: what later steps read, what is sent, and results.
+        leaving = [n for n in dict.fromkeys([*kept, *order.find_sent(now)]) if order.is_local(n)]
         written = [*((name_of(n), n) for n in leaving), *order.results.get(now, ())]
         if written:
             steps.append(write_compute(nodes, written, name_of))
-            flops += sum(map(flops_of, nodes))
+            flops += sum(map(count_flops, nodes))
 
+        # Then reductions: those of one kind over the same axes travel together.
         exchanges: dict[tuple[How, tuple[str, ...]], list[fx.Node]] = {}
         for node in order.graph.nodes:
             if node.target is reduced and order.depth[node] == now + 1:
@@ -328,20 +338,23 @@ def write_steps(placed: PlacedUpdate, splits: Splits, region: Region | None = No
         for (how, axes), reductions in exchanges.items():
             sends = tuple(name_of(n.args[0]) for n in reductions)
             steps.append(Reduce(how, axes, sends, tuple(map(name_of, reductions))))
-            sent += sum(reduced_bytes(n, mesh) for n in reductions)
+            ranks = mesh.axes_size(axes)
+            sent += sum(2 * (ranks - 1) / ranks * bytes_of(n.meta["val"]) for n in reductions)
 
-        if at is not None and now == at:
+        # And blocks that go to the rank that computes the leaf whole, or come back from it. What all ranks
+        # have is not sent.
+        if sent_at is not None and now == sent_at:
             stacked = []
             reads = zip(elsewhere.args, region.reads, region.find_layouts(placed, splits), strict=True)
             for node, read, layout in reads:
                 whole = read.meta["val"]
-                whole_reads.append(new(whole.shape, whole.dtype) if layout.axes else name_of(node))
+                whole_reads.append(add_value(whole.shape, whole.dtype) if layout.axes else name_of(node))
                 if layout.axes:
                     stacked.append((name_of(node), whole_reads[-1], layout, tuple(whole.shape), whole.dtype))
                     sent += share * bytes_of(whole) / mesh.axes_size(mesh.ordered(layout.axes))
             columns = list(zip(*stacked, strict=True)) or [()] * 5
             steps.append(Stack(*columns, splits.axes))
-        elif at is not None and now == at + 1:
+        elif sent_at is not None and now == sent_at + 1:
             stacked = []
             for node, number in sorted(order.returned.items(), key=lambda pair: pair[1]):
                 layout, whole = region.layouts[number], region.values[number]
@@ -375,19 +388,12 @@ def write_compute(
     return Compute(graph, reads, tuple(n for n, _ in writes))
 
 
-def reduced_bytes(node: fx.Node, mesh: Mesh) -> float:
-    """Return the bytes that a rank sends for a reduction."""
-    if node.target is not reduced:
-        return 0.0
-    ranks = mesh.axes_size(node.args[2])
-    return 2 * (ranks - 1) / ranks * bytes_of(node.meta["val"])
-
-
-def flops_of(node: fx.Node) -> float:
+def count_flops(node: fx.Node) -> float:
     """Return the FLOPs of a product, or of a decomposition of matrices."""
     target = node.target
     if not isinstance(target, OpOverload):
         return 0.0
+    # torch's registry has no decompositions: an estimate, 10 m n min(m, n) for each matrix.
     if "linalg" in str(target) and node.all_input_nodes:
         value = node.all_input_nodes[0].meta["val"]
         return 10.0 * value.numel() * min(value.shape[-2:], default=0) if value.dim() > 1 else 0.0

@@ -81,6 +81,7 @@ def family_of(rule: Optimizer, path: str, spec: LayoutSpec, mesh: Mesh) -> Famil
     Args:
         rule: the leaf's optimizer.
     """
+    # Leaves share what nothing but these settings determines.
     known, shape, dtype = rule.traces, tuple(spec.shape), spec.optimizer_dtype
     key = "family", rule.settings(path), shape, dtype, spec.optimizer, mesh.names, mesh.sizes
     if key not in known:
@@ -88,7 +89,7 @@ def family_of(rule: Optimizer, path: str, spec: LayoutSpec, mesh: Mesh) -> Famil
         traced = None if 0 in shape else find_trace(rule, path, spec, slots)
         layouts = {name: slot.layout(spec, mesh) for name, slot in slots.items()}
         blocks = {name: (slot.block(spec, mesh), slot.dtype) for name, slot in slots.items()}
-        derived = _derive(traced, layouts, spec, mesh)
+        derived = _derive_steps(traced, layouts, spec, mesh)
         block = block_shape(shape, spec.optimizer, mesh)
         known[key] = Family(rule, slots, layouts, blocks, block, dtype, traced, derived)
     return known[key]
@@ -107,31 +108,35 @@ def find_trace(rule: Optimizer, path: str, spec: LayoutSpec, slots: Mapping[str,
     if key not in known and any_shape in known:
         known[key] = known[any_shape].resize(shape)
     elif key not in known:
+        # A gradient comes in fp32 at least, however narrow the parameter is.
         described = {name: (slot.shape, slot.dtype) for name, slot in slots.items()}
         wide = torch.promote_types(dtype, torch.float32)
         known[key] = traced = trace_update(rule, path, shape, dtype, wide, described)
+        # An update that has looked at a size may have put it into the graph as a number.
         if any_shape and traced.is_elementwise and not traced.asks and not traced.constants:
             known[any_shape] = traced
     return known[key]
 
 
-def _derive(
+def _derive_steps(
     traced: TracedUpdate | None, slot_layouts: Mapping[str, P], spec: LayoutSpec, mesh: Mesh
 ) -> DerivedUpdate:
     """Return the steps of a rank, which are empty for a leaf without elements."""
     if traced is None:
-        return DerivedUpdate((_empty_step(),), {}, 0.0, 0.0)
+        return DerivedUpdate((_make_empty_step(),), {}, 0.0, 0.0)
     layouts = dict.fromkeys((GRAD, PARAM, UPDATE), spec.optimizer)
     layouts |= {slot_name(name): layout for name, layout in slot_layouts.items()}
     derived = derive(traced, tuple(spec.shape), layouts, mesh)
     # A computation begins and ends every update, if only an empty one: schedules rely on it.
     steps = list(derived.steps)
-    steps = steps if isinstance(steps[0], Compute) else [_empty_step(), *steps]
-    steps = steps if isinstance(steps[-1], Compute) else [*steps, _empty_step()]
+    if not isinstance(steps[0], Compute):
+        steps.insert(0, _make_empty_step())
+    if not isinstance(steps[-1], Compute):
+        steps.append(_make_empty_step())
     return replace(derived, steps=tuple(steps))
 
 
-def _empty_step() -> Compute:
+def _make_empty_step() -> Compute:
     """Return a step that computes nothing."""
     graph = fx.Graph()
     graph.output(())

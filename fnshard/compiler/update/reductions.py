@@ -56,10 +56,11 @@ class PlacedUpdate:
         return None if whole is None else local_shape(whole.shape, placement, self.last.axis.ranks)
 
     @property
-    def about_sent(self) -> float:
-        """About how many bytes a rank sends along a single flat axis; 0 for several axes, or none."""
+    def estimated_bytes(self) -> float:
+        """An estimate of the bytes that a rank sends along a single flat axis; 0 for none or several."""
         if self.last is None or len(self.splits.flat) > 1:
             return 0.0
+        # A gather becomes a sum too (`write_reductions`), so that each conversion sends its whole twice.
         ranks, record, alive = self.last.axis.ranks, self.last.record, set(self.walked)
         wholes = [
             record.values[new][1]
@@ -70,6 +71,7 @@ class PlacedUpdate:
 
     @cached_property
     def _finished(self) -> tuple[fx.Graph, tuple[str, ...]]:
+        """The graph, with exchanges written as reductions, and the names of its placeholders."""
         program = self.program if self.last is None else self.last.finish()
         with program.fake_mode, torch.no_grad():
             return write_reductions(program, self.splits)
@@ -86,13 +88,14 @@ class PlacedUpdate:
 
 
 def reduced(x: Tensor, how: How, axes: tuple[str, ...]) -> Tensor:
-    """Stand for a reduction in a graph; no kernel runs this function."""
+    """Mark a reduction in a graph; no kernel runs this function."""
     return x.clone()
 
 
 def place_update(traced: TracedUpdate, graph: fx.Graph, splits: Splits) -> PlacedUpdate:
     """Place a graph of the update's inputs and results over all axes that split something."""
-    # A constant of the leaf's shape has to be cut as the leaf is, so that its update is placed in full.
+    # An elementwise update needs no walk: each rank runs it on its block. But a constant of the leaf's shape
+    # has to be cut as the leaf is, so that its update is placed in full.
     has_constants = any(value.dim() for value in traced.constants.values())
     if graph is traced.graph and traced.is_elementwise and not splits.apart and not has_constants:
         traced = traced.resize(block_shape(splits.shapes[PARAM], splits.layouts[PARAM], splits.mesh))
@@ -102,9 +105,10 @@ def place_update(traced: TracedUpdate, graph: fx.Graph, splits: Splits) -> Place
     env: dict[fx.Node, fx.Node] = {}
     copy = fx.Graph()
     copy.output(copy.graph_copy(graph, env))
-    for node, own in env.items():
-        own.meta.setdefault("origin", node.name)
-        own.target = ANY_STRIDES.get(own.target, own.target)
+    for node, copied in env.items():
+        copied.meta.setdefault("origin", node.name)
+        # Blocks have other strides than the leaf.
+        copied.target = ANY_STRIDES.get(copied.target, copied.target)
     kinds = {name: "leaf" if name in splits.layouts else "batch" for name in traced.inputs}
     inputs = tuple(Input(kinds[name], name) for name in traced.inputs)
     outputs = Outputs(None, None, None, writes={name: i for i, name in enumerate(traced.outputs)})
@@ -116,8 +120,9 @@ def place_update(traced: TracedUpdate, graph: fx.Graph, splits: Splits) -> Place
     last = None
     for axes in splits.flat:
         program = program if last is None else last.finish()
-        own = {Input("leaf", n): of[name_of(axes)] for n, of in splits.of.items() if name_of(axes) in of}
-        axis = Axis(name_of(axes), splits.mesh.axes_size(axes), own, residual="whole", update=True)
+        name = name_of(axes)
+        placements = {Input("leaf", n): of[name] for n, of in splits.of.items() if name in of}
+        axis = Axis(name, splits.mesh.axes_size(axes), placements, residual="whole", update=True)
         last = Placer.walk_over(program, axis)
         for node, current in now.items():
             if (value := last.values.get(current)) is not None:
@@ -128,11 +133,12 @@ def place_update(traced: TracedUpdate, graph: fx.Graph, splits: Splits) -> Place
 
 def is_maximum(exchange: fx.Node) -> bool:
     """Return whether an exchange gathers parts of a maximum, which its only reader takes."""
+    # `Writer.convert` writes it as unsqueeze, gather and amax.
     sent, kind, *_ = exchange.args
     users = list(exchange.users)
-    of_all = [u.target for u in users] == [aten.amax.default] and users[0].args[1] == [0]
+    takes_maximum = [u.target for u in users] == [aten.amax.default] and users[0].args[1] == [0]
     sent = sent.args[0] if sent.target is OUTGOING else sent
-    return kind == "all_gather" and of_all and sent.target is aten.unsqueeze.default
+    return kind == "all_gather" and takes_maximum and sent.target is aten.unsqueeze.default
 
 
 def write_reductions(program: Program, splits: Splits) -> tuple[fx.Graph, tuple[str, ...]]:
@@ -140,11 +146,11 @@ def write_reductions(program: Program, splits: Splits) -> tuple[fx.Graph, tuple[
     # The inputs, and this rank's number along each axis.
     graph, env, known = fx.Graph(), {}, {}
     names = [i.name if i.kind != "axis" else f"index.{i.name}" for i in program.inputs]
-    cut_out = any(isinstance(n.target, Elsewhere) for n in program.graph.nodes)
+    has_region = any(isinstance(n.target, Elsewhere) for n in program.graph.nodes)
     for name, node in zip(names, program.placeholders, strict=True):
         env[node] = known[name] = graph.placeholder(node.name)
         value = node.meta["val"]
-        if name in splits.apart and cut_out:  # otherwise it is read as if it were whole
+        if name in splits.apart and has_region:  # otherwise it is read as if it were whole
             value = value.new_empty(block_shape(value.shape, splits.layouts[name], splits.mesh))
         env[node].meta["val"] = value
     for axes in splits.flat:
@@ -171,19 +177,19 @@ def write_reductions(program: Program, splits: Splits) -> tuple[fx.Graph, tuple[
 
     def reduce(x: fx.Node, how: How, axes: str) -> fx.Node:
         over = axes.split(",")
+        # A sum of a sum over other axes is one sum over all of them.
         if x.target is reduced and x.args[1] == how:
             x, over = x.args[0], [*x.args[2], *over]
         return call(reduced, x, how, splits.mesh.ordered(over))
 
     def gather(x: fx.Node, local: Tensor, axes: str, dim: int, ranks: int) -> fx.Node:
         """Write a gather as a sum: each rank adds its own part, and zeros for the others'."""
-        mine = call(
-            aten.eq.Tensor, call(aten.arange.default, ranks, device=local.device), known[f"index.{axes}"]
-        )
-        mine = call(aten.reshape.default, mine, [ranks, *[1] * (local.dim() - dim)])
+        numbers = call(aten.arange.default, ranks, device=local.device)
+        is_own = call(aten.eq.Tensor, numbers, known[f"index.{axes}"])
+        is_own = call(aten.reshape.default, is_own, [ranks, *[1] * (local.dim() - dim)])
         if local.dtype == torch.bool:
             x = call(aten.to.dtype, x, torch.uint8)
-        parts = call(aten.where.ScalarOther, mine, call(aten.unsqueeze.default, x, dim), 0)
+        parts = call(aten.where.ScalarOther, is_own, call(aten.unsqueeze.default, x, dim), 0)
         shape = [s * ranks if d == dim else s for d, s in enumerate(local.shape)]
         x = reduce(call(aten.reshape.default, parts, shape), "sum", axes)
         return call(aten.to.dtype, x, torch.bool) if local.dtype == torch.bool else x
@@ -198,10 +204,11 @@ def write_reductions(program: Program, splits: Splits) -> tuple[fx.Graph, tuple[
             sent, kind, axes, dim, ranks = node.args
             x, local = env[sent], sent.meta["val"]
             if is_maximum(node):
-                x, boolean = x.args[0], local.dtype == torch.bool
-                top = reduce(call(aten.to.dtype, x, torch.uint8) if boolean else x, "max", axes)
+                # The unsqueeze before it is undone, and the amax behind it is the maximum itself.
+                x, is_boolean = x.args[0], local.dtype == torch.bool
+                top = reduce(call(aten.to.dtype, x, torch.uint8) if is_boolean else x, "max", axes)
                 (user,) = node.users
-                env[user] = call(aten.to.dtype, top, torch.bool) if boolean else top
+                env[user] = call(aten.to.dtype, top, torch.bool) if is_boolean else top
             elif kind == "psum":
                 env[node] = reduce(x, "sum", axes)
             else:

@@ -52,8 +52,8 @@ def slot_blocks(optimizer: Optimizer, specs: Mapping[str, LayoutSpec], mesh: Mes
     out = {}
     for path, spec in specs.items():
         if spec.trainable:
-            own = slots_of_leaf(optimizer.of(path, spec.shape), path, spec.shape, spec.optimizer_dtype)
-            out[path] = {name: (slot.block(spec, mesh), slot.dtype) for name, slot in own.items()}
+            slots = slots_of_leaf(optimizer.of(path, spec.shape), path, spec.shape, spec.optimizer_dtype)
+            out[path] = {name: (slot.block(spec, mesh), slot.dtype) for name, slot in slots.items()}
             if spec.has_master:
                 out[path][MASTER] = block_shape(spec.shape, spec.optimizer, mesh), spec.optimizer_dtype
     return out
@@ -66,9 +66,10 @@ def slot_shapes(
     out = {}
     for path, spec in specs.items():
         if spec.trainable:
-            own = slots_of_leaf(optimizer.of(path, spec.shape), path, spec.shape, spec.optimizer_dtype)
-            odd = {name: slot.shape for name, slot in own.items() if slot.shape != tuple(spec.shape)}
-            out |= {path: odd} if odd else {}
+            slots = slots_of_leaf(optimizer.of(path, spec.shape), path, spec.shape, spec.optimizer_dtype)
+            odd = {name: slot.shape for name, slot in slots.items() if slot.shape != tuple(spec.shape)}
+            if odd:
+                out[path] = odd
     return out
 
 
@@ -94,11 +95,12 @@ def _trace_init(
     rule: Optimizer, path: str, shape: Sequence[int], dtype: torch.dtype
 ) -> tuple[dict[str, Slot], bool]:
     """Return the state of a leaf, and whether a leaf of any other shape would have the same."""
+    # Trace `init` on a fake parameter.
     names: list[str] = []
     watch = Watch()
 
     def init(param: Tensor) -> list[Tensor]:
-        made = watch.see(rule.init)(path, param)
+        made = watch.wrap(rule.init)(path, param)
         names[:] = made
         return list(made.values())
 
@@ -111,7 +113,7 @@ def _trace_init(
     (param,) = module.graph.find_nodes(op="placeholder")
     out, wrong, is_like_any = {}, [], not watch.asks
     for name, node in zip(names, module.graph.output_node().args[0], strict=True):
-        value, source, fill = node.meta["val"], _find_original(node), _fill_of(node)
+        value, source, fill = node.meta["val"], _find_original(node), _find_fill(node)
         out[name] = Slot(tuple(value.shape), value.dtype, fill, source is param and fill is None)
         if fill is None and source is not param and _reads_values(node, param):
             wrong.append(f"params[{path!r}]: slot {name!r}")
@@ -148,7 +150,7 @@ def _find_original(node: fx.Node) -> fx.Node:
     return node
 
 
-def _fill_of(node: fx.Node) -> float | None:
+def _find_fill(node: fx.Node) -> float | None:
     """Return the number that a tensor is filled with, or None."""
     node = _find_original(node)
     if node.target in _FULLS and isinstance(node.args[-1], int | float):

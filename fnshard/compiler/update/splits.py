@@ -52,22 +52,22 @@ class Splits:
 def find_axes(shapes: Mapping[str, tuple[int, ...]], layouts: Mapping[str, P], mesh: Mesh) -> Splits:
     """Find the axes to place over: those that split one dim become one, unless slots are split otherwise."""
     # Axes that split one dim of the leaf. The first of a fused dim splits each matrix in it, and is alone.
-    leaf, elementary = layouts[PARAM], []
+    leaf, groups = layouts[PARAM], []
     for dim in range(len(leaf.parts)):
         axes = [a for a in leaf.of(dim) if mesh.axis_size(a) > 1]
-        groups = [axes[:1], axes[1:]] if leaf.fused(dim) > 1 else [axes]
-        elementary.append([tuple(g) for g in groups if g])
+        of_dim = [axes[:1], axes[1:]] if leaf.fused(dim) > 1 else [axes]
+        groups += [tuple(g) for g in of_dim if g]
     rank_of = mesh.names.index
-    together = sorted((g for groups in elementary for g in groups), key=lambda g: rank_of(g[0]))
+    together = sorted(groups, key=lambda g: rank_of(g[0]))
     alone = sorted(((a,) for g in together for a in g), key=lambda g: rank_of(g[0]))
 
     # Fewer axes mean fewer walks and exchanges, but slots may be split over some of them alone.
-    found = []
+    candidates = []
     for flat in (tuple(together), tuple(alone)):
         of = {name: split_over(shapes[name], layout, flat, mesh) for name, layout in layouts.items()}
         apart = frozenset(name for name, each in of.items() if each is None)
-        found.append(Splits(mesh, shapes, layouts, flat, {n: s or {} for n, s in of.items()}, apart))
-    return min(found, key=lambda splits: len(splits.apart))
+        candidates.append(Splits(mesh, shapes, layouts, flat, {n: s or {} for n, s in of.items()}, apart))
+    return min(candidates, key=lambda splits: len(splits.apart))
 
 
 def split_over(
@@ -77,18 +77,19 @@ def split_over(
     out = {}
     for dim, size in enumerate(shape):
         # The flat axes that split this dim, in the order in which they split it.
-        rest = tuple(a for a in layout.of(dim) if mesh.axis_size(a) > 1)
-        fused = layout.fused(dim) if rest and rest[0] == layout.of(dim)[0] else 1
+        remaining = tuple(a for a in layout.of(dim) if mesh.axis_size(a) > 1)
+        fused = layout.fused(dim) if remaining and remaining[0] == layout.of(dim)[0] else 1
         parts = []
         for axes in flat:
-            if rest and rest[: len(axes)] == axes:
+            if remaining and remaining[: len(axes)] == axes:
                 parts.append(axes)
-                rest = rest[len(axes) :]
+                remaining = remaining[len(axes) :]
 
         # Blocks are padded at the end of a dim: several splits of an uneven dim would pad in its middle.
         ranks = mesh.axes_size([a for axes in parts for a in axes])
-        if rest or (len(parts) > 1 and size % ranks) or math.prod(shape) == 0:
+        if remaining or (len(parts) > 1 and size % ranks) or math.prod(shape) == 0:
             return None
+        # The first axis alone cuts each matrix of a fused dim, and into equal parts.
         if fused > 1 and (len(parts[0]) > 1 or size % (fused * mesh.axes_size(parts[0]))):
             return None
         for number, axes in enumerate(parts):

@@ -30,21 +30,24 @@ class Flow:
 
 def flow_of(derived: DerivedUpdate, number: int) -> Flow:
     """Return the values that are written and kept after step `number`, a `Compute`."""
+    # Each result is written by the stretch that computes it, or by the next one if it has come back.
     stretches = [i for i, s in enumerate(derived.steps) if isinstance(s, Compute) and not s.whole]
     commits, keeps = [], dict[str, None]()
-    for made, step in enumerate(derived.steps):
+    for made_at, step in enumerate(derived.steps):
         names = step.writes if isinstance(step, Compute) else step.receives
-        if number == min((i for i in stretches if i >= made), default=None):
+        if number == min((i for i in stretches if i >= made_at), default=None):
             commits += [n for n in names if n == UPDATE or is_state(n)]
 
     # The gradient is scaled once, and then handed on. State that is sent, or that a rank with the whole leaf
     # reads, goes out from the first stretch, before anything is written to it.
-    first = number == stretches[0]
-    here = {*derived.steps[number].writes, *((GRAD,) if first else ())}
+    is_first = number == stretches[0]
+    here = {*derived.steps[number].writes}
+    if is_first:
+        here.add(GRAD)
     for step in derived.steps[number + 1 :]:
         names = step.reads if isinstance(step, Compute) else step.sends
         keeps |= dict.fromkeys(n for n in names if n in here and not is_state(n))
-        if first and not (isinstance(step, Compute) and not step.whole):
+        if is_first and not (isinstance(step, Compute) and not step.whole):
             keeps |= dict.fromkeys(n for n in names if is_state(n))
     return Flow(tuple(commits), tuple(keeps))
 

@@ -133,6 +133,7 @@ def trace_update(
         OptimizerError: the update writes in place, reads values, draws random numbers, or returns something
             that is no update.
     """
+    # Fake inputs: gradient, parameter, slots, and the step's numbers.
     names = list(slots)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
         grad, param = torch.empty(tuple(shape), dtype=grad_dtype), torch.empty(tuple(shape), dtype=dtype)
@@ -143,8 +144,8 @@ def trace_update(
     outputs: list[str] = []
 
     def run(grad: Tensor, param: Tensor, *given: Tensor) -> list[Tensor]:
-        *own, count, norm = given
-        functions.clear()
+        *state, count, norm = given
+        functions.clear()  # it may be traced twice
 
         def evaluate(function: Callable[[Tensor], Any], of: Tensor) -> Tensor:
             if of is not count:
@@ -155,14 +156,13 @@ def trace_update(
             functions.append(function)
             return ON_HOST(count, len(functions) - 1)
 
-        slots_here = dict(zip(names, own, strict=True))
         step = Step(count, norm, evaluate)
-        update, new = update_leaf(optimizer, path, grad, slots_here, param, step)
+        update, new = update_leaf(optimizer, path, grad, dict(zip(names, state, strict=True)), param, step)
         outputs[:] = [UPDATE, *(slot_name(n) for n in new)]
         return [update, *new.values()]
 
     watch = Watch()
-    optimizer = replace(optimizer, update=watch.see(optimizer.update))
+    optimizer = replace(optimizer, update=watch.wrap(optimizer.update))
     with explain_failures(optimizer, path), TRACING, without_dynamo(), mode, torch.no_grad():
         module = trace_without_writes(run, grad, param, *state, count, norm)
 
@@ -293,7 +293,7 @@ class Watch(TorchFunctionMode):
         super().__init__()
         self.asks = False
 
-    def see(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function, watched."""
 
         def call(*args: Any) -> Any:
@@ -305,19 +305,19 @@ class Watch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.higher_order.cond:
             with self:
-                return _trace_both(*args, **(kwargs or {}))
+                return _trace_both_sides(*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
         made = out if isinstance(out, tuple | list) and len(out) else [out]  # an empty shape is a tuple too
         self.asks |= not all(isinstance(value, Tensor | torch.dtype | torch.device) for value in made)
         return out
 
 
-class _Side(TorchFunctionMode):
+class _SideMode(TorchFunctionMode):
     """A mode that refuses writes of one side of a `torch.cond` to tensors that the other sees too."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.made: dict[int, Any] = {}
+        self.made: dict[int, Any] = {}  # the side's own tensors by id, kept alive so that no id comes twice
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
@@ -330,13 +330,13 @@ class _Side(TorchFunctionMode):
         return out
 
 
-def _trace_both(
+def _trace_both_sides(
     pred: Tensor, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Sequence[Any] = ()
 ) -> Any:
     """Write both sides of a `torch.cond` into the graph; `_fold_branches` separates them later."""
-    with _Side():
+    with _SideMode():
         true, structure = tree.flatten(true_fn(*operands))
-    with _Side():
+    with _SideMode():
         false, other = tree.flatten(false_fn(*operands))
     forms = [[(v.shape, v.dtype) if isinstance(v, Tensor) else v for v in side] for side in (true, false)]
     if structure != other or forms[0] != forms[1]:
@@ -349,28 +349,29 @@ def _trace_both(
 
 def _fold_branches(graph: fx.Graph) -> None:
     """Move the nodes that only one side of a `torch.cond` reads into a graph that runs if it is chosen."""
+    # The last choice first: an earlier one may be on a side of it, and is then folded within that.
     while choices := graph.find_nodes(op="call_function", target=ONE_OF):
         # The nodes of each side: those whose every reader is of that side, from its results backwards.
         chosen = choices[-1]
         condition, true, false = chosen.args
-        own: list[list[fx.Node]] = []
+        nodes_of: list[list[fx.Node]] = []
         for side, others in ((true, (*false, condition)), (false, (*true, condition))):
-            mine: dict[fx.Node, None] = {}
+            own: dict[fx.Node, None] = {}
             for node in reversed(list(graph.nodes)):
                 users = {*node.users}
                 if node in side and node not in others:
                     users -= {chosen}
                 elif not users:
                     continue
-                if node.op == "call_function" and users <= mine.keys():
-                    mine[node] = None
-            own.append(list(reversed(mine)))
+                if node.op == "call_function" and users <= own.keys():
+                    own[node] = None
+            nodes_of.append(list(reversed(own)))
 
         # Both graphs take all that either reads.
-        read = [v for nodes in own for node in nodes for v in node.all_input_nodes] + [*true, *false]
-        operands = [v for v in dict.fromkeys(read) if v not in own[0] and v not in own[1]]
+        read = [v for nodes in nodes_of for node in nodes for v in node.all_input_nodes] + [*true, *false]
+        operands = [v for v in dict.fromkeys(read) if v not in nodes_of[0] and v not in nodes_of[1]]
         bodies = []
-        for side, nodes in zip((true, false), own, strict=True):
+        for side, nodes in zip((true, false), nodes_of, strict=True):
             body = fx.Graph()
             made = {v: body.placeholder(f"operand_{i}") for i, v in enumerate(operands)}
             for outer, inner in made.items():
@@ -383,7 +384,7 @@ def _fold_branches(graph: fx.Graph) -> None:
 
         # The choice becomes one node, and the sides leave the graph.
         chosen.target, chosen.args = Branch(*bodies), (condition, *operands)
-        for nodes in own:
+        for nodes in nodes_of:
             for node in reversed(nodes):
                 graph.erase_node(node)
 
@@ -429,9 +430,9 @@ def _cut_prologue(
     graph: fx.Graph, inputs: list[str], functions: Sequence[Callable[[Tensor], Any]]
 ) -> Prologue:
     """Cut off the nodes that depend on the step's numbers alone; results that are read become inputs."""
+    # Numbers that depend on the count and the norm alone, and those of them that the update reads.
     named = dict(zip(inputs, graph.find_nodes(op="placeholder"), strict=True))
     count, norm = named["count"], named["norm"]
-    # Numbers that depend on the count and the norm alone, and those of them that the update reads.
     alone = {count: None, norm: None}
     for node in graph.nodes:
         if node.op == "call_function" and node.all_input_nodes and alone.keys() >= {*node.all_input_nodes}:
@@ -440,6 +441,7 @@ def _cut_prologue(
                 alone[node] = None
     read = [node for node in alone if any(user not in alone for user in node.users)]
 
+    # The prologue. What the host computes is among its inputs.
     hosts, prologue = [node for node in alone if node.target is ON_HOST], fx.Graph()
     made = {node: prologue.placeholder(node.name) for node in (count, norm, *hosts)}
     for node in alone:

@@ -89,32 +89,33 @@ def find_whole(traced: TracedUpdate, placed: PlacedUpdate, splits: Splits, first
         first: leave elementwise nodes out, if there are others. They need no whole values by themselves, and
             gather only because of the others.
     """
-    whole = {node.name: node for node in traced.graph.nodes}
+    # Nodes for which `place` gathers.
+    traced_nodes = {node.name: node for node in traced.graph.nodes}
     nodes = placed.walked
     gathers = [n for n in nodes if n.target is EXCHANGE and n.args[1] == "all_gather" and not is_maximum(n)]
-    found = {node.meta["origin"] for node in gathers}
+    names = {node.meta["origin"] for node in gathers}
     if first:
-        found = {name for name in found if rule_of(whole[name].target) is not elementwise} or found
+        names = {name for name in names if rule_of(traced_nodes[name].target) is not elementwise} or names
 
     # Products that sum over a part of their dim, of which `place` would add up the results over ranks.
     for node in nodes:
-        source = whole.get(node.meta.get("origin"))
+        source = traced_nodes.get(node.meta.get("origin"))
         if source is not None and node.target in PRODUCTS and source.target in PRODUCTS:
-            shape = placed.shape_of(summed_argument(node))
-            if shape is not None and shape[-1] < summed_argument(source).meta["val"].shape[-1]:
-                found.add(source.name)
+            shape = placed.shape_of(find_summed(node))
+            if shape is not None and shape[-1] < find_summed(source).meta["val"].shape[-1]:
+                names.add(source.name)
 
     # Readers and makers of tensors whose blocks are no splits.
     for name, node in traced.placeholders.items():
         if name in splits.apart:
-            found |= {user.name for user in node.users if user.op == "call_function"}
+            names |= {user.name for user in node.users if user.op == "call_function"}
     for name, node in traced.results.items():
         if name in splits.apart and node.op == "call_function":
-            found.add(node.name)
-    return found
+            names.add(node.name)
+    return names
 
 
-def summed_argument(product: fx.Node) -> fx.Node:
+def find_summed(product: fx.Node) -> fx.Node:
     """Return the argument of a product whose last dim it sums over."""
     return product.args[PRODUCTS[product.target]]
 
@@ -155,7 +156,9 @@ def find_region(
     read = {n for node in inside for n in node.all_input_nodes if n not in inside}
 
     # The way out: later nodes may be computed before results are sent back, if their other inputs are cheap
-    # to send. Values that all ranks have are free, and a sum over blocks that have come back is not.
+    # to send. Values that all ranks have are free, and a sum over blocks that have come back is not. In the
+    # network a node "out" is computed in the region, "back" is a value of it that is sent back, "read" an
+    # outer value that is sent there, and "made" one that the region computes a second time.
     edges = []
     results = set(graph.output_node().args[0])
     for node in core | after:
@@ -223,6 +226,7 @@ def cut_out(traced: TracedUpdate, inside: set[fx.Node], owned: set[fx.Node], pri
     for node in nodes:
         if node not in owned and all(n in new for n in node.all_input_nodes):
             new[node] = outside.node_copy(node, new.__getitem__)
+    # A result whose blocks are no splits is placed as if all ranks had it whole.
     by_axis = tuple(
         {} if name is not None else split_over(n.meta["val"].shape, layout, splits.flat, splits.mesh) or {}
         for n, name, layout in returned
@@ -249,7 +253,7 @@ def cut_out(traced: TracedUpdate, inside: set[fx.Node], owned: set[fx.Node], pri
 # ------------------------------------------------------------------ bytes
 @dataclass(frozen=True, eq=False)
 class Prices:
-    """The prices of sending values of an update to the rank that has the leaf whole, and back."""
+    """A list of prices: the bytes to send values to the rank that has the leaf whole, and back."""
 
     traced: TracedUpdate
     placed: PlacedUpdate
@@ -264,12 +268,13 @@ class Prices:
         share = (ranks - 1) / ranks
         if self.name_of(node) in self.splits.apart:
             return share * bytes_of(value) / ranks
+        # All ranks have it already, but they have paid for the reductions that it is made of.
         if not self.is_split(node):
             return self.reductions[node]
-        lies = self.placed.where[node]
-        if layout_of(value.shape, lies, self.splits) is None:
+        placements = self.placed.where[node]
+        if layout_of(value.shape, placements, self.splits) is None:
             return None
-        parts = math.prod(self.splits.size(name) for name, p in lies.items() if isinstance(p, Split))
+        parts = math.prod(self.splits.size(name) for name, p in placements.items() if isinstance(p, Split))
         return share * bytes_of(value) / parts
 
     def is_split(self, node: fx.Node) -> bool:
@@ -310,26 +315,27 @@ class Prices:
         for name, result in self.traced.results.items():
             if result is node and name not in splits.apart:
                 return splits.layouts[name]
-        found = like_leaf(shape, splits.shapes["param"], splits.layouts["param"], splits.mesh)
-        if found is None or split_over(shape, found, splits.flat, splits.mesh) is None:
+        layout = like_leaf(shape, splits.shapes["param"], splits.layouts["param"], splits.mesh)
+        if layout is None or split_over(shape, layout, splits.flat, splits.mesh) is None:
             return P()
-        return found
+        return layout
 
     def name_of(self, node: fx.Node) -> str | None:
         """Return the name of a node that is an input, or None."""
         return next((name for name, n in self.traced.placeholders.items() if n is node), None)
 
 
-def layout_of(shape: Sequence[int], lies: Mapping[str, Placement], splits: Splits) -> P | None:
+def layout_of(shape: Sequence[int], placements: Mapping[str, Placement], splits: Splits) -> P | None:
     """Return the layout that expresses the placements of a value, or None if no layout does."""
     parts: list[list[Any]] = [[] for _ in shape]
     for axes in splits.flat:
-        to = lies.get(name_of(axes))
+        to = placements.get(name_of(axes))
         if isinstance(to, Split):
             first = Fused(axes[0], to.outer) if to.outer > 1 else axes[0]
             if to.outer > 1 and (parts[to.dim] or len(axes) > 1):
                 return None
             parts[to.dim] += [first, *axes[1:]]
+    # The layout must mean the very splits of the placements, those of fused and uneven dims too.
     layout = P(*map(tuple, parts))
-    given = {name: p for name, p in lies.items() if isinstance(p, Split)}
+    given = {name: p for name, p in placements.items() if isinstance(p, Split)}
     return layout if split_over(shape, layout, splits.flat, splits.mesh) == given else None
