@@ -36,8 +36,9 @@ class StepOptions(Mapping[str, Any]):
 
     Args:
         accumulate: micro-batches per step; batch leaves are cut along dim 0, unless `Whole`.
-        micro_rows: in the place of `accumulate`, the rows of a micro-batch: a batch is cut into as many as it
-            takes, on all ranks as many. Each number of them is scheduled once, with the same kernels.
+        micro_rows: instead of `accumulate`, the rows of a micro-batch: a batch is cut into as many
+            micro-batches as it takes, the same number on all ranks. Each number is scheduled once, with the
+            same kernels.
         accumulate_mode: "reduce" every micro-batch, or accumulate "local" full gradients and reduce once.
         micro_order: "depth": each micro-batch runs forward and backward before the next. "breadth": all run
             through one unit before the next unit, so that a unit's leaves are gathered once forward and once
@@ -56,10 +57,10 @@ class StepOptions(Mapping[str, Any]):
             unit count as one where micro-batches run breadth-first, here and for `overlap`. None is 1, and 0
             for CPU ranks that share memory, whose collectives run on the thread that computes.
         overlap: how many kernels later reductions are waited for, and updates, which GPUs compute on a stream
-            of their own where nothing global stands before them (clipping, an `fs.Mean`); None as with
+            of their own where they wait for nothing global (clipping, an `fs.Mean`); None as with
             `prefetch`.
-        passes: functions from a schedule to a schedule, in the place of `prefetch` and `overlap`:
-            `fs.passes.default(prefetch=2) + [mine]`. The schedule is verified behind each of them.
+        passes: functions from a schedule to a schedule, instead of `prefetch` and `overlap`:
+            `fs.passes.default(prefetch=2) + [mine]`. The schedule is verified after each of them.
         backend: "inductor", or "eager": the same graphs uncompiled.
         mode, options: as `torch.compile` takes them, but for those that make CUDA graphs, which are an error.
         loss_scale: a number, "dynamic", or None: dynamic where a leaf trains in fp16. With a dynamic scale,
@@ -67,14 +68,14 @@ class StepOptions(Mapping[str, Any]):
             the rate's schedule; what `fn` has written to leaves is stored all the same, as BatchNorm's
             statistics are in torch. The host then waits for its norm, and a device idles before updates.
         grad_norm: put the global gradient norm into the metrics (clipping does anyway).
-        remat: what is kept for the backward: "none" (all that it wants), "unit" (a unit's inputs; the rest
-            is computed again), "offload" (all, on the host), "unit+offload", a fraction of what it wants; or
+        remat: what is kept for the backward: "none" (all that it needs), "unit" (a unit's inputs; the rest
+            is computed again), "offload" (all, on the host), "unit+offload", a fraction of what it needs; or
             a dict from unit globs to these, where units that no glob matches keep everything. With "unit" and
             with a fraction, 1.0 too, what ranks along a tensor axis have gathered of their sequences is
             gathered again for the backward. With "unit" a unit whose rows go to experts runs forward again
             before its backward, all-to-alls and all, so that these rows are not kept.
         save: with "unit", ops whose results are kept all the same: "matmul", "attention", "aten.mm", globs.
-        disk_dir: an existing directory for what rests on disk (`LayoutSpec.memory`, `optimizer_memory`).
+        disk_dir: an existing directory for what is stored on disk (`LayoutSpec.memory`, `optimizer_memory`).
         deterministic: torch's deterministic algorithms alone, and no benchmarks in Inductor: the same bits
             again on the same GPUs. An op that has none is an error. CPUs give the same bits without.
         update: "compiled": Inductor makes one kernel of a unit's update, casts and stored copies in it;
@@ -91,11 +92,11 @@ class StepOptions(Mapping[str, Any]):
             stacks of experts (`LayoutSpec.compute`), as a multiple of an even share. None: for all rows, so
             any routing fits; with less, a step that needs more is a StateError, and says how much.
         shapes: pads batches to few lengths, `fs.Buckets([256, 512], pad={"labels": -100, "*": 0})`.
-        cache: how many programs are kept compiled, by batch shape and by the values that `fn` reads; with
+        cache: how many compiled programs are kept, by batch shape and by the values that `fn` reads; with
             `shapes` at least 64.
         timeout: seconds after which a silent peer is an error.
-        sources: programs keep which line of your code each of their ops comes from; tracing takes longer.
-            Errors name lines without it.
+        sources: let programs keep the line of your code that each of their ops comes from; tracing takes
+            longer. Errors name lines without it.
 
     Raises:
         SpecError: every field that is not what it may be, in one error.

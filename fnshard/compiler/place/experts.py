@@ -75,7 +75,7 @@ def plan_departures(ends: Tensor, rows: int, experts: int, ranks: int, room: int
     Returns:
         int64 [ranks * room], the row that each place of the message holds; [experts], how many rows each
         expert gets; [rows], the place that each row comes back from; and 0-d, how many rows have no room. An
-        index past the end stands for no row.
+        index past the end means no row.
     """
     # The rows of each rank's experts are one run, `first` to `last`; the message has `room` places for it.
     ends = ends.to(torch.int64)
@@ -108,12 +108,13 @@ def plan_arrivals(counts: Tensor, ranks: int, room: int) -> tuple[Tensor, ...]:
         int64 [ranks * room], the order by expert; [ranks * room], the way back; and [experts of this rank],
         the end of each expert's rows.
     """
-    # A group is the rows of one rank for one expert. In the message groups lie by rank, then by expert.
+    # A group is the rows of one rank for one expert. In the message groups are in the order of ranks, then of
+    # experts.
     counts = counts.view(ranks, -1)
     upto, experts, total = counts.cumsum(1), counts.shape[1], ranks * room
     before, sorted_counts = upto - counts, counts.t().reshape(-1)  # sorted: by expert, then by rank
 
-    # The order: for each place by expert, the place in the message where its row lies.
+    # The order: for each place in the sorted rows, the place in the message that holds its row.
     sums = sorted_counts.cumsum(0)
     number = torch.arange(total, device=counts.device)
     group = torch.searchsorted(sums, number, right=True).clamp(max=len(sums) - 1)
@@ -121,7 +122,7 @@ def plan_arrivals(counts: Tensor, ranks: int, room: int) -> tuple[Tensor, ...]:
     place = rank * room + before[rank, expert] + number - (sums - sorted_counts)[group]
     order = torch.where(number < sums[-1], place, total)
 
-    # The way back is its inverse: for each place in the message, that by expert.
+    # The way back is its inverse: for each place in the message, that in the sorted rows.
     slot = torch.arange(room, device=counts.device).expand(ranks, room).contiguous()
     expert = torch.searchsorted(upto, slot, right=True)
     is_used, expert = expert < experts, expert.clamp(max=experts - 1)
@@ -234,7 +235,7 @@ class _ExpertPlacer:
                 f"`fn` writes to params[{min(written)!r}], a stack that {self.axis!r} splits.",
                 fix="keep what `fn` writes to whole: LayoutSpec(compute=P()).",
             )
-        # Behind the program's results stand the numbers of rows without room, which limits name.
+        # Behind the program's results come the numbers of rows without room, to which limits refer.
         results = [self.make_whole(n) for n in self.program.results]
         limits = tuple(replace(n, result=len(results) + i) for i, (n, _) in enumerate(self.excesses))
         self.graph.output((*results, *(excess for _, excess in self.excesses)))
@@ -245,7 +246,7 @@ class _ExpertPlacer:
         """Place one op: by expert, by row where the rows are, or of whole values."""
         sources = [self.values[n] for n in operands_of(node)]
         if node.target is operator.getitem:
-            # An item of a value with several results lies as they do.
+            # An item is where the value with several results is.
             (source,) = sources
             return replace(source, node=self.call(operator.getitem, (source.node, node.args[1])))
         if any(s.is_stack for s in sources):

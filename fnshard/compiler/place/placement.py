@@ -116,7 +116,7 @@ def through_view(
             after_view = Split(dim, outer // above)
             if even and divides(after, after_view, ranks):
                 return after_view
-            # Uneven parts stay the same only if as many elements lie below the dim as before.
+            # Uneven parts stay the same only if an index of the dim spans as many elements as before.
             if (
                 not even
                 and math.prod(after[dim + 1 : into[-1] + 1]) == below

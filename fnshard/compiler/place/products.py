@@ -115,7 +115,7 @@ def _einsum(call: Call) -> Iterator[OpStrategy]:
     left, result = equation.split("->")
     operands = left.split(",")
 
-    # Letters of the alphabet's end that the equation leaves stand for the dims of an ellipsis.
+    # The dims of an ellipsis get letters that the equation does not use, from the end of the alphabet.
     most = max(t.dim() - len(o.replace("...", "")) for o, t in zip(operands, call.tensors, strict=True))
     batch = [c for c in "zyxwvutsrqponmlkjihgfedcba" if c not in equation][:most]
     for i, (o, t) in enumerate(zip(operands, call.tensors, strict=True)):

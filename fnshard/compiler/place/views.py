@@ -87,7 +87,7 @@ def _expand(call: Call) -> Iterator[OpStrategy]:
 
 @rule(aten.repeat.default)
 def _repeat(call: Call) -> Iterator[OpStrategy]:
-    """Place a repetition; the blocks of a dim that is repeated lie one after another."""
+    """Split along any dim; a dim that is repeated becomes several blocks, each of them split."""
     new_dims = len(call["repeats"]) - call.tensors[0].dim()
     for split in call.splits(call.tensors[0].shape):
         dim = split.dim + new_dims

@@ -56,7 +56,7 @@ class Writer:
         return node
 
     def exchange(self, node: fx.Node, kind: str, dim: int, *to: int) -> fx.Node:
-        """Write an exchange of a copy of a value: a message lies in memory of its own."""
+        """Write an exchange of a copy of a value: a message has memory of its own."""
         sent = self.call(OUTGOING, (node,))
         return self.call(EXCHANGE, (sent, kind, self.axis, dim, self.ranks, *to))
 
@@ -95,6 +95,7 @@ class Writer:
 
     def slice(self, node: fx.Node, shape: Sequence[int], to: Split) -> fx.Node:
         """Cut this rank's part from a value that all ranks have."""
+        # The dim is seen as [outer, ranks, rest]. The index of the rank chooses in the middle.
         ranks = self.ranks
         if divides(shape, to, ranks):
             node = self.unflatten(node, shape, to, [to.outer, ranks, shape[to.dim] // to.outer // ranks])
@@ -126,7 +127,7 @@ class Writer:
         else:
             kind = "reduce_scatter"
 
-        # Dims that are cut in their middle become two dims meanwhile, so that a part is a run along one.
+        # For the exchange, a dim that is cut in its middle becomes two: a part is then a run along one.
         sizes: list[int] = []
         outers = {s.dim: s.outer for s in splits if s.outer != 1}
         for dim, size in enumerate(local_shape(shape, now, ranks)):

@@ -31,8 +31,8 @@ def aggregate(
         rows: the number of rows of this rank's batch.
 
     Returns:
-        Buckets, issues and stores. Issues stand after the last forward, stores after the last backward, which
-        reads old values.
+        Buckets, issues and stores. Issues belong after the last forward; stores after the last backward,
+        which reads old values.
 
     Raises:
         SpecError: a leaf's dtype has no such aggregation.
@@ -40,16 +40,19 @@ def aggregate(
     ranks = mesh.data_size
     if not written:
         return (), [], []
+
+    # What all ranks compute alike is not sent, but a sum is: it counts every rank's value.
     sent = {
         p: specs[p]
         for p in written
         if ranks > 1 and specs[p].aggregated != "local" and (p not in alike or specs[p].aggregated == "sum")
     }
 
-    _check(sent)
+    _refuse_dtypes(sent)
+
     # Buckets are made by unit. Here all leaves are of one, so that nothing but their dtypes divides them.
     one_unit = {p: replace(s, unit="-") for p, s in sent.items()}
-    buckets = make_buckets(one_unit, mesh, lambda spec: P(), _wire_dtype, "buffers")
+    buckets = make_buckets(one_unit, mesh, lambda spec: P(), _choose_wire_dtype, "buffers")
     buckets = tuple(replace(b, name=b.name.replace("/-", "", 1)) for b in buckets)
 
     # One sum over ranks for each bucket.
@@ -65,13 +68,14 @@ def aggregate(
         )
         lines.append(with_wait(issue, *results))
 
+    # New values, sent or not, are stored by one line.
     shards = stored_names(new)
     summed = tuple(p for p, s in sent.items() if s.aggregated == "sum")
     store = StoreBuffers("-", "update", (*new.values(), *shards), shards, summed=summed, ranks=ranks)
     return buckets, [issue for issue, _ in lines], [*(wait for _, wait in lines), store]
 
 
-def _wire_dtype(spec: LayoutSpec) -> torch.dtype:
+def _choose_wire_dtype(spec: LayoutSpec) -> torch.dtype:
     """Return a dtype that is wide enough for the sum, and for any single value."""
     dtype = spec.compute_dtype
     if not dtype.is_floating_point:
@@ -79,7 +83,7 @@ def _wire_dtype(spec: LayoutSpec) -> torch.dtype:
     return torch.float64 if spec.aggregated == "sum" else torch.promote_types(dtype, torch.float32)
 
 
-def _check(sent: Mapping[str, LayoutSpec]) -> None:
+def _refuse_dtypes(sent: Mapping[str, LayoutSpec]) -> None:
     """Refuse leaves whose dtype has no such aggregation: a mean of integers, a sum of booleans."""
     wrong = [
         f"params[{p!r}], {s.aggregated!r} of {s.compute_dtype}"

@@ -8,6 +8,7 @@ is summed, and is cut off before `fn`, a checkpoint or a norm can see it.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -93,9 +94,16 @@ def make_buckets(
     for path, spec in specs.items():
         key = (spec.unit, mesh.ordered(layout(spec).axes), dtype(spec), apart(spec))
         groups.setdefault(key, []).append(path)
+
     out: list[Bucket] = []
     for (unit, axes, wire, _), paths in groups.items():
-        pieces, numel = _place_leaves({p: specs[p] for p in paths}, mesh, layout, wire)
+        # Where each leaf's block lies in a row.
+        blocks = [block_shape(specs[p].shape, layout(specs[p]), mesh) for p in paths]
+        starts, numel = _align_starts([math.prod(b) for b in blocks], wire)
+        pieces = tuple(
+            Piece(path, specs[path].shape, layout(specs[path]), block, start)
+            for path, block, start in zip(paths, blocks, starts, strict=True)
+        )
         name = _choose_name(f"{purpose}/{unit}", {b.name for b in out})
         out.append(Bucket(name, unit, axes, wire, pieces, numel))
     return tuple(out)
@@ -103,20 +111,8 @@ def make_buckets(
 
 def _choose_name(name: str, taken: set[str]) -> str:
     """Return `name`, or the first of `name:1`, `name:2`, ... that no other bucket has."""
-    return next(n for n in (name, *(f"{name}:{i}" for i in range(1, len(taken) + 2))) if n not in taken)
-
-
-def _place_leaves(
-    specs: Mapping[str, LayoutSpec], mesh: Mesh, layout: Callable[[LayoutSpec], P], dtype: torch.dtype
-) -> tuple[tuple[Piece, ...], int]:
-    """Return where each leaf lies in a bucket, and the bucket's length."""
-    blocks = [block_shape(spec.shape, layout(spec), mesh) for spec in specs.values()]
-    starts, total = _align([math.prod(b) for b in blocks], dtype)
-    pieces = tuple(
-        Piece(path, spec.shape, layout(spec), block, start)
-        for (path, spec), block, start in zip(specs.items(), blocks, starts, strict=True)
-    )
-    return pieces, total
+    numbered = (f"{name}:{i}" for i in itertools.count(1))
+    return next(n for n in itertools.chain([name], numbered) if n not in taken)
 
 
 def gradient_axes(bucket: Bucket, specs: Mapping[str, LayoutSpec], axes: Sequence[str]) -> tuple[str, ...]:
@@ -128,6 +124,7 @@ def gradient_axes(bucket: Bucket, specs: Mapping[str, LayoutSpec], axes: Sequenc
     Args:
         axes: all axes over which gradients are summed.
     """
+    # All leaves of a bucket have these settings in common (`make_buckets`).
     spec = specs[bucket.paths[0]]
     apart = (*spec.compute.axes, *(() if spec.chunk == "all" else (PIPELINE,)))
     return tuple(a for a in axes if a not in apart)
@@ -147,12 +144,13 @@ def replica_axes(bucket: Bucket, specs: Mapping[str, LayoutSpec], axes: Sequence
 def in_rank_order(bucket: Bucket, mesh: Mesh) -> bool:
     """Return whether each leaf is the blocks of the bucket's ranks one after another, without padding."""
     ranks = mesh.axes_size(bucket.axes)
-    split = all(p.layout.axes == p.layout.entries(0) == bucket.axes for p in bucket.pieces)  # none is Fused
-    return split and all(math.prod(p.shape) == ranks * p.numel for p in bucket.pieces)
+    # Layouts that split dim 0 alone, over all axes of the bucket. None is `Fused`.
+    are_rows = all(p.layout.axes == p.layout.entries(0) == bucket.axes for p in bucket.pieces)
+    return are_rows and all(math.prod(p.shape) == ranks * p.numel for p in bucket.pieces)
 
 
 def end_to_end(bucket: Bucket, mesh: Mesh) -> bool:
-    """Return whether a collective can read and write the leaves where they lie.
+    """Return whether a collective can read and write the leaves in place, without packing them.
 
     It can where each leaf is the blocks of the bucket's ranks one after another, and a row is blocks without
     gaps.
@@ -161,16 +159,16 @@ def end_to_end(bucket: Bucket, mesh: Mesh) -> bool:
 
 
 def leaf_runs(bucket: Bucket) -> tuple[list[tuple[int, int]], int]:
-    """Return where a bucket's full leaves lie in one memory: (start, length) of each, and the total.
+    """Return the places of a bucket's full leaves in one memory: (start, length) of each, and the total.
 
     All are numbers of elements.
     """
     sizes = [math.prod(p.shape) for p in bucket.pieces]
-    starts, total = _align(sizes, bucket.dtype)
+    starts, total = _align_starts(sizes, bucket.dtype)
     return list(zip(starts, sizes, strict=True)), total
 
 
-def _align(sizes: Sequence[int], dtype: torch.dtype) -> tuple[list[int], int]:
+def _align_starts(sizes: Sequence[int], dtype: torch.dtype) -> tuple[list[int], int]:
     """Return the starts of runs of these sizes, each at a multiple of 128 bytes, and the start of the next.
 
     Runs that are together shorter than 128 bytes are not padded: a scalar is no reason to send so many.
@@ -208,11 +206,12 @@ def stack_buckets(
         axes: by path, the axes whose ranks share the work.
 
     Returns:
-        Pairs of buckets, by the reduced bucket after which all that they send is there.
+        Pairs of buckets, by the reduced bucket after which all that they send is known.
     """
     waiting: dict[Any, dict[Any, list[str]]] = {}  # by what travels together, then by form
     out: dict[str, list[tuple[Bucket, Bucket]]] = {}
     for bucket in reduced:
+        # The leaves of this bucket join those that wait for enough others.
         for path in (p for p in bucket.paths if p in parts):
             spec = specs[path]
             tiers = spec.updated_on, spec.optimizer_memory, spec.memory
@@ -220,19 +219,21 @@ def stack_buckets(
             form = tuple(parts[path][0]), tuple(parts[path][1])
             waiting.setdefault(together, {}).setdefault(form, []).append(path)
 
-        # Fill rows for as long as every rank gets a leaf; after the last bucket the rest goes too.
+        # Fill rows for as long as every rank gets a leaf; after the last bucket all others go too.
         for (over, (there, back), _), forms in waiting.items():
-            n, last = mesh.axes_size(over), bucket is reduced[-1]
+            n, is_last = mesh.axes_size(over), bucket is reduced[-1]
             rows: list[list[tuple[str, Any]]] = [[] for _ in range(n)]  # for each rank, paths and their forms
             turn = 0  # the rank that takes the next leaf, so that those with gaps differ
             for form, paths in forms.items():
-                while len(paths) >= n or (last and paths):
-                    some = [paths.pop(0) for _ in range(min(n, len(paths)))]
-                    own = ["" for _ in range(n)]
-                    for path in some:
-                        own[turn % n], turn = path, turn + 1
-                    for row, path in zip(rows, own, strict=True):
+                while len(paths) >= n or (is_last and paths):
+                    column = [""] * n  # the path that each rank takes; "" leaves a gap in its row
+                    for _ in range(min(n, len(paths))):
+                        column[turn % n] = paths.pop(0)
+                        turn += 1
+                    for row, path in zip(rows, column, strict=True):
                         row.append((path, form))
+
+            # Rows are as long for every rank, and each becomes one row of both buckets.
             if rows[0]:
                 names = {b.name for some in out.values() for pair in some for b in pair}
                 name = _choose_name(bucket.name.replace("reduce", "stack", 1), names)
@@ -250,8 +251,9 @@ def _make_stack(
 ) -> Bucket:  # fmt: skip
     """Return the bucket of what goes to each rank's row of leaves (side 0), or comes back (1)."""
     values = [[(path, part) for path, form in row for part in form[side]] for row in rows]
+    # The leaves of a column have one form, so that the first row tells where blocks lie in all of them.
     blocks = [block_shape(shape, layout, mesh) for _, (_, shape, layout) in values[0]]
-    starts, numel = _align([math.prod(b) for b in blocks], dtype)
+    starts, numel = _align_starts([math.prod(b) for b in blocks], dtype)
     pieces = tuple(
         Piece(path, shape, layout, block, owner * numel + start, slot)
         for owner, row in enumerate(values)
@@ -264,9 +266,9 @@ def _make_stack(
 def row_of_rank(bucket: Bucket, place: int, ranks: int) -> Bucket:
     """Return the bucket of the leaves that one of the ranks owns, in its row."""
     numel = bucket.numel // ranks
-    mine = [p for p in bucket.pieces if p.offset // numel == place]
+    pieces = [p for p in bucket.pieces if p.offset // numel == place]
     return replace(
-        bucket, pieces=tuple(replace(p, offset=p.offset - place * numel) for p in mine), numel=numel
+        bucket, pieces=tuple(replace(p, offset=p.offset - place * numel) for p in pieces), numel=numel
     )
 
 

@@ -219,7 +219,7 @@ class Instruction:
         return self.axes
 
     def wire_text(self, schedule: Schedule, shapes: bool = False) -> str:
-        """Return what all ranks must have alike of a collective, besides verb and axes.
+        """Return the text in which a collective must agree on all ranks, besides verb and axes.
 
         Args:
             shapes: include shapes that depend on the batch's.
@@ -228,16 +228,16 @@ class Instruction:
 
     def bind(self, context: Context) -> Action:
         """Return the action that the executor runs on an environment."""
-        raise self._missing("bind")
+        raise self._make_missing_error("bind")
 
     def price(self, pricer: Pricer) -> Price:
         """Return the seconds that it takes, by lane."""
-        raise self._missing("price")
+        raise self._make_missing_error("price")
 
     @classmethod
     def bind_wait(cls, wait: Wait, context: Context) -> Action:
         """Return the action of the Wait for a flight that this class has issued."""
-        raise cls._missing("bind_wait")
+        raise cls._make_missing_error("bind_wait")
 
     @classmethod
     def wait_price(cls, wait: Wait, pricer: Pricer) -> Price:
@@ -250,7 +250,7 @@ class Instruction:
         return wait.bucket
 
     @classmethod
-    def _missing(cls, method: str) -> ScheduleError:
+    def _make_missing_error(cls, method: str) -> ScheduleError:
         return ScheduleError(f"the instruction {cls.__name__} has no {method}(); see `Instruction`.")
 
 
@@ -335,22 +335,23 @@ def are_stored(names: Names) -> bool:
 def follow_aliases(lines: Sequence[Instruction]) -> dict[ValueName, frozenset[ValueName]]:
     """Return for each value the state, gradients and buffers whose memory it may be a part of.
 
-    These are slots, reduced gradients and buffers of the host's pool, itself among them.
-
+    These are slots, reduced gradients and buffers of the host's pool. If the value is one, it is among them.
     State keeps its memory, whoever writes to it.
     """
-    of_slots = {n for line in lines for n in line.reads if n.kind is Kind.SLOTS}
-    out = {n: frozenset({n}) for n in of_slots}
+    # Slots are there from the start. Any other value has the roots of its aliases, and may be one itself.
+    slots = {n for line in lines for n in line.reads if n.kind is Kind.SLOTS}
+    roots_of = {n: frozenset({n}) for n in slots}
     for line in lines:
         aliases = line.aliases()
         for name in line.writes:
             if name.is_state:
                 continue
-            own = {name} if name.is_pooled or name.original.kind is Kind.REDUCED else set()
-            handed_on = {root for n in aliases.get(name, ()) for root in out.get(n, ())}
-            if own or handed_on:
-                out[name] = frozenset(own | handed_on)
-    return out
+            roots = {root for n in aliases.get(name, ()) for root in roots_of.get(n, ())}
+            if name.is_pooled or name.original.kind is Kind.REDUCED:
+                roots.add(name)
+            if roots:
+                roots_of[name] = frozenset(roots)
+    return roots_of
 
 
 def reduced_names(names: Names) -> Names:
@@ -427,15 +428,14 @@ class Schedule:
         for number, i in enumerate(self.instructions):
             fields = (i.phase, i.unit, i.verb)
             row = "  ".join(f.ljust(w) for f, w in zip(fields, widths, strict=True))
-            lines.append(f"{number:4d}  {row}  {i.detail}{self._wire(i)}".rstrip())
+            line = f"{number:4d}  {row}  {i.detail}"
+            # What travels: the dtype of a bucket, and the bytes.
+            if size := i.wire_bytes(self):
+                bucket = self.buckets.get(getattr(i, "bucket", ""))
+                dtype = f"{short_dtype(bucket.dtype)} " if bucket else ""
+                line += f"  {dtype}{size / 1e6:.3f} MB"
+            lines.append(line.rstrip())
         return "\n".join(lines)
-
-    def _wire(self, instruction: Instruction) -> str:
-        size = instruction.wire_bytes(self)
-        if not size:
-            return ""
-        bucket = self.buckets.get(getattr(instruction, "bucket", ""))
-        return f"  {short_dtype(bucket.dtype) + ' ' if bucket else ''}{size / 1e6:.3f} MB"
 
     def communication(self, shapes: bool = False) -> tuple[str, ...]:
         """Return the sequence of collectives, which every rank must hold.
@@ -453,8 +453,7 @@ class Schedule:
 
     @cached_property
     def leaf_lines(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Return, by path, the last line that reads a gathered leaf, and the first one that writes to its
-        stored block."""
+        """By path, the last line that reads a gathered leaf, and the first that writes to its block."""
         last_read: dict[str, int] = {}
         first_written: dict[str, int] = {}
         for number, line in enumerate(self.instructions):

@@ -49,30 +49,31 @@ def count_kept_bytes(
         reruns: the parts of the forward that run again for their backward.
         fetched_again: values that ranks exchange a second time for the backward, instead of keeping them.
     """
+    # What is computed or exchanged a second time is not kept.
     own = {segment.index for segment in chunk}
     again = {index: rerun for rerun in reruns for index in rerun.runs}
     made_again = {n for index in again.keys() & own for n in segments.segments[index].outputs}
     made_again |= {name for index in again.keys() & own for name in again[index].exchanges}
+    not_kept = made_again | fetched_again
+
     early: dict[object, int] = {}  # by value, the bytes that wait for the backward
-    late: dict[object, int] = {}
+    late: dict[object, int] = {}  # those that wait for the gradients of leaves
     for segment in chunk:
         if segment.index not in active:
             continue
         kernel = kernels[segment.index]
         for way, half in kernel.halves.items():
             for ref in half.inputs:
-                name, size = _describe(ref, segment, kernel, segments)
-                of_forward = ref.kind in ("input", "output", "saved")
-                transient = name in made_again | fetched_again or (
-                    ref.kind == "saved" and segment.index in again
-                )
-                if of_forward and not transient:
+                name, size = _describe_value(ref, segment, kernel, segments)
+                is_of_forward = ref.kind in ("input", "output", "saved")
+                is_saved_again = ref.kind == "saved" and segment.index in again
+                if is_of_forward and name not in not_kept and not is_saved_again:
                     early[name] = size
                 if way is Way.WEIGHTS:
                     late[name] = size
         # What a unit reads when it runs again waits for its backward, too.
         for name in segment.inputs if segment.index in again else ():
-            if name.kind is Kind.VALUE and name not in made_again | fetched_again:
+            if name.kind is Kind.VALUE and name not in not_kept:
                 early[name] = _bytes_of(segments.values[name])
     return KeptBytes(float(sum(early.values())), float(sum(late.values())))
 
@@ -98,9 +99,11 @@ def find_fetched_again(
     )
 
 
-def _describe(ref: Ref, segment: Segment, kernel: Kernel, segments: Segments) -> tuple[object, int]:
-    """Return a name for a value that a backward reads, and its bytes, which are 0 for what is there anyway:
-    leaves, the batch, constants and keys."""
+def _describe_value(ref: Ref, segment: Segment, kernel: Kernel, segments: Segments) -> tuple[object, int]:
+    """Return a name for a value that a backward reads, and its bytes.
+
+    Leaves, the batch, constants and keys are there anyway, and count as 0 bytes.
+    """
     if ref.kind == "input":
         name = segment.inputs[ref.index]
         return name, _bytes_of(segments.values[name]) if name.kind is Kind.VALUE else 0

@@ -40,8 +40,8 @@ def plan_rerun(
 ) -> Rerun:
     """Find out what has to run again, so that the backward of a unit can read it.
 
-    Values that other units read are kept for these. So is what `fn` itself has exchanged between rows
-    (`fs.psum`).
+    Values that other units read are kept for these, and so are the results of exchanges between rows that
+    `fn` itself asks for (`fs.psum`).
 
     Args:
         kernels: the kernel of each segment.
@@ -49,19 +49,20 @@ def plan_rerun(
         data_axes: the axes over which rows are split.
     """
 
-    def is_of_rows(each: Exchanged) -> bool:
+    def is_between_rows(each: Exchanged) -> bool:
         return each.kind != "all_to_all" and not data_axes.isdisjoint(each.axes)
 
     # What is kept: what other units read or send on, and what `fn` itself exchanges between rows.
     after, own = segments.exchanges_after(), {segment.index for segment in unit}
     kept = {n for segment in segments.segments if segment.index not in own for n in segment.inputs}
     kept |= {each.sent for each in segments.exchanges if each.after not in own}
-    kept |= {e.received for index in own for e in after[index] if is_of_rows(e)}
+    kept |= {e.received for index in own for e in after[index] if is_between_rows(e)}
 
     # What the backward reads, and then, from the end, what that is made of.
     wanted: set[ValueName] = set()
     runs: set[int] = set()
     exchanges: set[ValueName] = set()
+    # A saved value exists only once its segment has run.
     for segment in unit:
         halves = kernels[segment.index].halves.values() if segment.index in active else ()
         for ref in (ref for half in halves for ref in half.inputs):
@@ -70,6 +71,7 @@ def plan_rerun(
             elif ref.kind in ("input", "output"):
                 names = segment.inputs if ref.kind == "input" else segment.outputs
                 wanted.add(names[ref.index])
+    # Leaves are no results of other segments: they are gathered once more.
     for segment in reversed(unit):
         for each in last_first(after[segment.index]):
             if each.received in wanted - kept:

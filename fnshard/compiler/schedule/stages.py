@@ -51,14 +51,14 @@ class StagePlan:
     Args:
         chunks: consecutive segments, with the stage that runs them.
         stage_of: the stage of each segment, by its number.
-        home: by value, the stage that makes it.
+        maker_of: by value, the stage that makes it.
         crossings: by segment and whether it is its backward, what is sent behind it.
     """
 
     stages: int
     chunks: tuple[tuple[int, tuple[Segment, ...]], ...]
     stage_of: Mapping[int, int]
-    home: Mapping[ValueName, int]
+    maker_of: Mapping[ValueName, int]
     crossings: Mapping[tuple[int, bool], tuple[Crossing, ...]] = field(default_factory=dict)
 
     def behind(self, segment: Segment, backward: bool, is_last: bool) -> list[Crossing]:
@@ -70,7 +70,7 @@ class StagePlan:
 def one_stage(segments: Segments) -> StagePlan:
     """Return the plan of a mesh without a pipeline, where one stage runs all of the program."""
     stage_of = {s.index: 0 for s in segments.segments}
-    return StagePlan(1, ((0, segments.segments),), stage_of, dict.fromkeys(homes(segments, stage_of), 0))
+    return StagePlan(1, ((0, segments.segments),), stage_of, find_makers(segments, stage_of))
 
 
 def plan_stages(
@@ -94,6 +94,7 @@ def plan_stages(
     if mesh.stages == 1:
         return one_stage(segments)
 
+    # Chunk c runs on stage c mod stages.
     chunk_of = assign_chunks(segments, specs, mesh)
     stage_of = {s.index: chunk % mesh.stages for s, chunk in zip(segments.segments, chunk_of, strict=True)}
     chunks = tuple(
@@ -104,14 +105,16 @@ def plan_stages(
         for chunk in dict.fromkeys(chunk_of)
     )
 
-    home = homes(segments, stage_of)
-    _check_writes(segments, outputs, specs, home, mesh)
+    # What crosses from stage to stage, forward and backward.
+    maker_of = find_makers(segments, stage_of)
+    _refuse_writes(segments, outputs, specs, maker_of, mesh)
     crossings: dict[tuple[int, bool], list[Crossing]] = {}
-    for key, crossing in _forward_crossings(segments, stage_of, home, outputs):
+    for key, crossing in [
+        *_find_forward_crossings(segments, stage_of, outputs),
+        *_find_backward_crossings(segments, kernels, set(active), stage_of, maker_of, outputs),
+    ]:
         crossings.setdefault(key, []).append(crossing)
-    for key, crossing in _backward_crossings(segments, kernels, set(active), stage_of, home, outputs):
-        crossings.setdefault(key, []).append(crossing)
-    return StagePlan(mesh.stages, chunks, stage_of, home, {k: tuple(m) for k, m in crossings.items()})
+    return StagePlan(mesh.stages, chunks, stage_of, maker_of, {k: tuple(m) for k, m in crossings.items()})
 
 
 def assign_chunks(segments: Segments, specs: Mapping[str, LayoutSpec], mesh: Mesh) -> list[int]:
@@ -121,60 +124,61 @@ def assign_chunks(segments: Segments, specs: Mapping[str, LayoutSpec], mesh: Mes
         SpecError: a segment reads leaves of two chunks; the program reads chunks in another order than
             theirs; or a stage has no segment.
     """
-    found: list[int | None] = []
+    # A segment belongs to the highest chunk among its leaves. To read a leaf of a lower one, or of one lower
+    # than an earlier segment's, is an error.
+    chunks: list[int | None] = []
     wrong: list[str] = []
     latest, reader = 0, ""  # the highest chunk so far, and a leaf of it
     for segment in segments.segments:
         chunk_of = {p: specs[p].chunk for p in segment.leaves if specs[p].chunk != "all"}
         highest = max(chunk_of, key=chunk_of.__getitem__, default="")
         for path, chunk in chunk_of.items():
-            where = f"params[{path!r}] of chunk {chunk} is read{_line_of(segments, segment, path)}"
+            where = f"params[{path!r}] of chunk {chunk} is read{_find_line(segments, segment, path)}"
             if chunk < latest:
                 wrong.append(f"{where}, after {reader} of chunk {latest}")
             elif chunk < chunk_of[highest]:
                 wrong.append(f"{where}, together with params[{highest!r}] of chunk {chunk_of[highest]}")
         if chunk_of and chunk_of[highest] >= latest:
             latest, reader = chunk_of[highest], f"params[{highest!r}]"
-        found.append(latest if chunk_of else None)
+        chunks.append(latest if chunk_of else None)
 
     if wrong:
-        shown = [*wrong[:SHOWN], f"and {len(wrong) - SHOWN} more"][: len(wrong) + (len(wrong) > SHOWN)]
+        shown = wrong[:SHOWN]
+        if len(wrong) > SHOWN:
+            shown.append(f"and {len(wrong) - SHOWN} more")
         raise SpecError(
             f"`fn` does not read the leaves of {mesh.stages} stages one stage after another:",
             shown,
             WAYS_OUT,
         )
 
-    chunks = _fill(found)
-    read = {chunk % mesh.stages for chunk in chunks if chunk is not None}
-    if missing := [stage for stage in range(mesh.stages) if stage not in read]:
+    # A segment without a chunk joins the one before it, the first ones the next.
+    latest = next((chunk for chunk in chunks if chunk is not None), None)
+    for number, chunk in enumerate(chunks):
+        latest = latest if chunk is None else chunk
+        chunks[number] = latest
+
+    has_segment = {chunk % mesh.stages for chunk in chunks if chunk is not None}
+    if missing := [stage for stage in range(mesh.stages) if stage not in has_segment]:
         raise SpecError(
             f"{len(missing)} of {mesh.stages} stages have nothing to run: `fn` reads no leaf of theirs.",
-            [f"stage {stage}: {_leaves_of(stage, specs, mesh)}" for stage in missing],
+            [f"stage {stage}: {_describe_leaves(stage, specs, mesh)}" for stage in missing],
             "presets give each stage units, fs.presets.full_shard(params, mesh); in specs of your own "
             "LayoutSpec(chunk=0), 1, ... says it by leaf. A mesh needs no more stages than there are units.",
         )
     return chunks
 
 
-def _fill(found: Sequence[int | None]) -> list[int | None]:
-    """Give each segment without a chunk that of the one before it, the first ones that of the next."""
-    latest = next((chunk for chunk in found if chunk is not None), None)
-    out = []
-    for chunk in found:
-        latest = latest if chunk is None else chunk
-        out.append(latest)
-    return out
-
-
-def _leaves_of(stage: int, specs: Mapping[str, LayoutSpec], mesh: Mesh) -> str:
+def _describe_leaves(stage: int, specs: Mapping[str, LayoutSpec], mesh: Mesh) -> str:
     """Describe the leaves of a stage that has nothing to run, for an error."""
     own = [f"params[{p!r}]" for p, s in specs.items() if s.chunk != "all" and s.chunk % mesh.stages == stage]
-    more = f" and {len(own) - 3} more" * (len(own) > 3)
-    return f"has {', '.join(own[:3])}{more}, which `fn` does not read" if own else "no leaf is of its chunks"
+    if not own:
+        return "no leaf is of its chunks"
+    more = f" and {len(own) - 3} more" if len(own) > 3 else ""
+    return f"has {', '.join(own[:3])}{more}, which `fn` does not read"
 
 
-def _line_of(segments: Segments, segment: Segment, path: str) -> str:
+def _find_line(segments: Segments, segment: Segment, path: str) -> str:
     """Return where `fn` reads a leaf in a segment, if lines were kept."""
     graph = segments.sources[segment.source].graph
     inputs = zip(graph.find_nodes(op="placeholder"), segment.inputs, strict=True)
@@ -183,21 +187,21 @@ def _line_of(segments: Segments, segment: Segment, path: str) -> str:
     return f" at {line}" if line else ""
 
 
-def _check_writes(
-    segments: Segments, outputs: Outputs, specs: Mapping[str, LayoutSpec], home: Mapping[ValueName, int],
+def _refuse_writes(
+    segments: Segments, outputs: Outputs, specs: Mapping[str, LayoutSpec], maker_of: Mapping[ValueName, int],
     mesh: Mesh,
 ) -> None:  # fmt: skip
-    """Refuse leaves that `fn` writes to on another stage than theirs.
+    """Refuse leaves that `fn` writes to on a stage that does not hold them.
 
     Micro-batches hand such leaves on in order, which they can do within one stage alone.
     """
     wrong = []
     for path, index in outputs.writes.items():
-        made, chunk = home.get(segments.results[index], 0), specs[path].chunk
+        maker, chunk = maker_of.get(segments.results[index], 0), specs[path].chunk
         if chunk == "all":
-            wrong.append(f'params[{path!r}] has chunk="all", and stage {made} writes to it')
-        elif chunk % mesh.stages != made:
-            wrong.append(f"params[{path!r}] of stage {chunk % mesh.stages} is written by stage {made}")
+            wrong.append(f'params[{path!r}] has chunk="all", and stage {maker} writes to it')
+        elif chunk % mesh.stages != maker:
+            wrong.append(f"params[{path!r}] of stage {chunk % mesh.stages} is written by stage {maker}")
     if wrong:
         raise SpecError(
             "`fn` writes to leaves that other stages hold:",
@@ -206,16 +210,17 @@ def _check_writes(
         )
 
 
-def homes(segments: Segments, stage_of: Mapping[int, int]) -> dict[ValueName, int]:
+def find_makers(segments: Segments, stage_of: Mapping[int, int]) -> dict[ValueName, int]:
     """Return the stage that makes each value of the program."""
-    out = {name: stage_of[s.index] for s in segments.segments for name in s.outputs}
-    return out | {e.received: stage_of[e.after] for e in segments.exchanges}
+    made = {name: stage_of[s.index] for s in segments.segments for name in s.outputs}
+    return made | {e.received: stage_of[e.after] for e in segments.exchanges}
 
 
-def _forward_crossings(
-    segments: Segments, stage_of: Mapping[int, int], home: Mapping[ValueName, int], outputs: Outputs
+def _find_forward_crossings(
+    segments: Segments, stage_of: Mapping[int, int], outputs: Outputs
 ) -> list[tuple[tuple[int, bool], Crossing]]:
     """Return what is sent behind each segment's forward: values that other stages read, and results."""
+    # The stages that read each value, in a segment or in an exchange.
     readers: dict[ValueName, set[int]] = {}
     for segment in segments.segments:
         for name in segment.inputs:
@@ -223,6 +228,7 @@ def _forward_crossings(
     for each in segments.exchanges:
         readers.setdefault(each.sent, set()).add(stage_of[each.after])
 
+    # To each other stage: what it reads, and the results that `fn` returns, which every stage hands out.
     returned = {segments.results[index] for index in outputs.returned}
     after = segments.exchanges_after()
     stages, out = sorted(set(stage_of.values())), []
@@ -239,17 +245,16 @@ def _forward_crossings(
     return out
 
 
-def _backward_crossings(
+def _find_backward_crossings(
     segments: Segments, kernels: Sequence[Kernel], active: set[int], stage_of: Mapping[int, int],
-    home: Mapping[ValueName, int], outputs: Outputs,
+    maker_of: Mapping[ValueName, int], outputs: Outputs,
 ) -> list[tuple[tuple[int, bool], Crossing]]:  # fmt: skip
     """Return what is sent behind each segment's backward: cotangents that a stage has added up."""
     if outputs.loss is None:
         return []
+    # By value and stage, the segment that adds to its cotangent last.
     after, has_tangent = segments.exchanges_after(), {segments.results[outputs.loss]}
-    last: dict[
-        tuple[ValueName, int], int
-    ] = {}  # by value and stage, the segment that adds to its cotangent last
+    last: dict[tuple[ValueName, int], int] = {}
     for segment in reversed(segments.segments):
         added = []
         for each in last_first(after[segment.index]):
@@ -260,13 +265,16 @@ def _backward_crossings(
             added += [segment.inputs[index] for index in kernels[segment.index].grads]
             has_tangent.update(added)
         last |= {(n, stage_of[segment.index]): segment.index for n in added if n.kind is not Kind.LEAF}
+
     # A segment without a backward does not ask for the cotangents of what it makes.
     asked = {s.outputs[i] for s in segments.segments if s.index in active for i in kernels[s.index].tangents}
     asked |= {e.received for e in segments.exchanges if e.like.requires_grad}
+
+    # Behind that segment the cotangents go to the stage that has made the values.
     sent: dict[tuple[int, int, int], list[ValueName]] = {}
     for (name, stage), index in last.items():
-        if home[name] != stage and name in asked:
-            sent.setdefault((index, stage, home[name]), []).append(name)
+        if maker_of[name] != stage and name in asked:
+            sent.setdefault((index, stage, maker_of[name]), []).append(name)
     return [
         ((index, True), Crossing(stage, target, tuple(names), backward=True))
         for (index, stage, target), names in sent.items()

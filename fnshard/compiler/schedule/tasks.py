@@ -70,19 +70,21 @@ def order_tasks(
         differentiate: whether there is a backward.
     """
     micros, ways = range(accumulate), (Way.FORWARD, Way.BACKWARD) if differentiate else (Way.FORWARD,)
+    # Depth-first: each micro-batch runs through the whole program, in a round of its own.
     if order == "depth" or accumulate == 1:
         last = accumulate - 1
         return [(Task(segments, m, way, m == last),) for m in micros for way in ways]
 
-    def run(chunk: Sequence[Segment], micro: int, way: Way) -> Task:
+    def make_task(chunk: Sequence[Segment], micro: int, way: Way) -> Task:
         return Task(chunk, micro, way, micro == accumulate - 1)
 
+    # Breadth-first: all micro-batches run through a chunk in one round.
     *chunks, end = make_chunks(segments, written)
-    forward = [tuple(run(chunk, m, Way.FORWARD) for m in micros) for chunk in chunks]
-    backward = [tuple(run(chunk, m, Way.BACKWARD) for m in micros) for chunk in reversed(chunks)]
+    forward = [tuple(make_task(chunk, m, Way.FORWARD) for m in micros) for chunk in chunks]
+    backward = [tuple(make_task(chunk, m, Way.BACKWARD) for m in micros) for chunk in reversed(chunks)]
     # The backward of the last chunk needs nothing but its forward, so that the logits of one micro-batch live
     # at a time.
-    last_round = tuple(run(end, m, way) for m in micros for way in ways)
+    last_round = tuple(make_task(end, m, way) for m in micros for way in ways)
     return [*forward, last_round, *(backward if differentiate else ())]
 
 
@@ -93,6 +95,7 @@ def make_chunks(segments: Sequence[Segment], written: Iterable[tuple[str, int]])
     no leaves stays with the one before it. So do all segments between the first reader of a leaf that `fn`
     writes to and its writer, because a micro-batch reads what the one before has written.
     """
+    # The numbers of segments that stay with the one before them.
     joined = {segment.index for unit in group_by_unit(segments) for segment in unit[1:]}
     for path, writer in written:
         readers = [s.index for s in segments if path in s.leaves]
@@ -129,8 +132,12 @@ def order_pipeline(
     """
     stage_of = [stage for stage, _ in chunks]
     room = usual_room(max(stage_of) + 1, len(chunks)) if order != "breadth" else None
-    ways = (Way.FORWARD, Way.BACKWARD, *([Way.WEIGHTS] if order == "zero_bubble" else []))
+    ways: tuple[Way, ...] = (Way.FORWARD, Way.BACKWARD)
     limit = math.inf
+    if order == "zero_bubble":
+        ways += (Way.WEIGHTS,)
+
+    # The limit of "zero_bubble" is relative to what stages keep with "depth", whose backwards are whole.
     if differentiate and order == "zero_bubble":
 
         def whole_costs(chunk: int, way: Way) -> float:
@@ -196,12 +203,13 @@ def order_stages(
         keeps: what each chunk keeps of a micro-batch; by default one byte from task to task.
         limit: the bytes that a stage may keep while gradients of leaves wait.
     """
+    # The state of the simulation: what is done, and what each stage keeps.
     chunks, stages = len(stage_of), max(stage_of) + 1
     apart = Way.WEIGHTS in ways
     costs = costs or (lambda chunk, way: 2.0 if way is Way.BACKWARD and not apart else 1.0)
     following = {(c, way): 0 for c in range(chunks) for way in ways}  # by chunk and way, the next micro-batch
     done: dict[tuple[int, int, Way], float] = {}  # by task, when it ends
-    free = [0.0] * stages
+    free = [0.0] * stages  # by stage, when it has done its last task
     # By stage, how many micro-batches wait for their backward, and for the last task that reads what is kept.
     held, kept = [0] * stages, [0] * stages
     waiting = [0] * stages  # by stage, how many tasks of separate gradients could run
@@ -209,7 +217,7 @@ def order_stages(
     last = ways[-1]
     out: list[Slot] = []
 
-    def ready(chunk: int, way: Way) -> float | None:
+    def find_start(chunk: int, way: Way) -> float | None:
         """Return when all that the next task of a chunk needs is done; None if that is not planned yet."""
         micro = following[chunk, way]
         before = {
@@ -221,46 +229,55 @@ def order_stages(
         return max((done[b] for b in before), default=0.0) if all(b in done for b in before) else None
 
     def has_room(chunk: int, way: Way) -> bool:
+        # Separate gradients that wait give bytes back: they run before a task that would exceed the limit.
         stage = stage_of[chunk]
-        then = full[stage] + change_of_bytes(keeps[chunk], way, apart)
-        if way is not last and waiting[stage] and then > limit:
+        bytes_then = full[stage] + count_change(keeps[chunk], way, apart)
+        if way is not last and waiting[stage] and bytes_then > limit:
             return False
         if way is not Way.FORWARD or room is None:
             return True
         return held[stage] < room[stage] and (kept[stage] < chunks or not apart)
 
-    able = {task: at for task in following if (at := ready(*task)) is not None}
-    while able:
-        begins = {(c, way): max(at, free[stage_of[c]]) for (c, way), at in able.items()}
+    # By task that can begin, when what it needs is done.
+    possible = {task: at for task in following if (at := find_start(*task)) is not None}
+    while possible:
+        begins = {(c, way): max(at, free[stage_of[c]]) for (c, way), at in possible.items()}
         # The task that begins first comes first. Of a stage's chunks it is the one that a group of as many
         # micro-batches as there are stages has to go through next.
         chunk, way = min(
-            [task for task in able if has_room(*task)] or able,
+            [task for task in possible if has_room(*task)] or possible,
             key=lambda t: (
                 begins[t], ways.index(t[1]), following[t] // stages,
                 t[0] if t[1] is Way.FORWARD else -t[0], following[t],
             ),
         )  # fmt: skip
+
+        # Run it, and note what its stage keeps then.
         micro, stage, start = following[chunk, way], stage_of[chunk], begins[chunk, way]
         end = start + costs(chunk, way)
         out.append(Slot(chunk, micro, way, start, end))
         done[chunk, micro, way] = free[stage] = end
         held[stage] += {Way.FORWARD: 1, Way.BACKWARD: -1, Way.WEIGHTS: 0}[way]
-        kept[stage] += (way is Way.FORWARD) - (way is last)
-        full[stage] += change_of_bytes(keeps[chunk], way, apart)
+        if way is Way.FORWARD:
+            kept[stage] += 1
+        if way is last:
+            kept[stage] -= 1
+        full[stage] += count_change(keeps[chunk], way, apart)
         waiting[stage] += {Way.FORWARD: 0, Way.BACKWARD: 1, Way.WEIGHTS: -1}[way]
         following[chunk, way] += 1
         if micro == micros - 1:
             del following[chunk, way]
+
+        # The tasks whose start this changes: those of its chunk, and the one that reads what it has made.
         neighbour = chunk + 1 if way is Way.FORWARD else chunk - 1
         for task in ((chunk, way), (neighbour, way), *((chunk, other) for other in ways)):
-            able.pop(task, None)
-            if task in following and (at := ready(*task)) is not None:
-                able[task] = at
+            possible.pop(task, None)
+            if task in following and (at := find_start(*task)) is not None:
+                possible[task] = at
     return sorted(out, key=lambda slot: (slot.end, slot.start, slot.chunk))
 
 
-def change_of_bytes(keeps: KeptBytes, way: Way, apart: bool) -> float:
+def count_change(keeps: KeptBytes, way: Way, apart: bool) -> float:
     """Return how many more bytes a stage keeps behind a task of a chunk than before it."""
     for_weights = keeps.for_weights if apart else 0.0
     return {
@@ -278,7 +295,7 @@ def count_kept(
     now, most = dict.fromkeys(stage_of, 0.0), dict.fromkeys(stage_of, 0.0)
     for slot in sorted(slots, key=lambda slot: slot.start):
         stage = stage_of[slot.chunk]
-        now[stage] += change_of_bytes(keeps[slot.chunk], slot.way, apart)
+        now[stage] += count_change(keeps[slot.chunk], slot.way, apart)
         most[stage] = max(most[stage], now[stage])
     return most
 

@@ -37,8 +37,8 @@ from fnshard.errors import ScheduleError
 
 
 @dataclass
-class _State:
-    """The knowledge of values at one line of a schedule.
+class _Knowledge:
+    """The knowledge about values at one line of a schedule.
 
     Args:
         live: the values that are alive.
@@ -83,7 +83,7 @@ def verify(schedule: Schedule) -> Schedule:
     Raises:
         ScheduleError: the schedule breaks a rule, because of a bug in a pass.
     """
-    state = _State(set(schedule.inputs), follow_aliases(schedule.instructions))
+    state = _Knowledge(set(schedule.inputs), follow_aliases(schedule.instructions))
 
     # Each line by itself, with what the lines before it have left.
     for number, line in enumerate(schedule.instructions):
@@ -100,11 +100,11 @@ def verify(schedule: Schedule) -> Schedule:
     ]  # fmt: skip
 
     # Then rules of the schedule as a whole.
-    state.problems += _find_surplus_units(schedule) + _find_double_gathers(schedule)
-    state.problems += _check_sums(schedule) + _check_norms(schedule) + _find_missing_duals(schedule)
-    state.problems += (
-        _find_unanswered(schedule) + _find_missing_backwards(schedule) + _find_lost_values(schedule)
-    )
+    for find in (
+        _find_surplus_units, _find_double_gathers, _check_sums, _check_norms, _find_missing_duals,
+        _find_unanswered, _find_missing_backwards, _find_lost_values,
+    ):  # fmt: skip
+        state.problems += find(schedule)
     if not state.problems:  # this check relies on every kernel reading what it should
         state.problems += _find_kept_leaves(schedule)
     if state.problems:
@@ -112,8 +112,9 @@ def verify(schedule: Schedule) -> Schedule:
     return schedule
 
 
-def _check_line(state: _State, number: int, line: Instruction, schedule: Schedule) -> None:
+def _check_line(state: _Knowledge, number: int, line: Instruction, schedule: Schedule) -> None:
     """Check one line against what is known of values before it, and note what it changes."""
+    # What it reads is alive, and nobody has written to its memory or given that back.
     here = f"{number}: {line.verb} {line.detail}"
     for name in line.reads:
         if name.leaf and name.leaf not in schedule.specs:
@@ -132,12 +133,13 @@ def _check_line(state: _State, number: int, line: Instruction, schedule: Schedul
     # What is in flight must not change, and what changes in flight must not be touched.
     changed = {*line.drops, *line.changes} | (set(line.writes) & state.live)
     for flight, (issued, issue) in state.flying.items():
-        waited = isinstance(line, Wait) and flight in line.reads
-        if not waited and (torn := {*line.reads, *line.writes} & set(issue.changes)):
+        if isinstance(line, Wait) and flight in line.reads:
+            continue
+        if torn := {*line.reads, *line.writes} & set(issue.changes):
             state.problems.append(f"{here}: touches {sorted(torn)} while line {issued} changes it")
         touched = {n for n in issue.reads if n != flight and {n, *state.memory.get(n, ())} & changed}
         still_read = {n for n in touched if not _is_copied(issue, n)}
-        if still_read and not waited:
+        if still_read:
             state.problems.append(f"{here}: changes {sorted(still_read)} while line {issued} reads it")
 
     # Flights begin at their issue and end at their Wait, which is of the same kind.
@@ -162,7 +164,9 @@ def _check_line(state: _State, number: int, line: Instruction, schedule: Schedul
     state.live -= set(line.drops)
 
 
-def _check_memory(state: _State, here: str, line: Instruction, name: ValueName, schedule: Schedule) -> None:
+def _check_memory(
+    state: _Knowledge, here: str, line: Instruction, name: ValueName, schedule: Schedule
+) -> None:
     """Look for lines that have overwritten or given back the memory that a value is, or is a view of."""
     for root in {name, *state.memory.get(name, ())}:
         view = "" if root == name else f", a view of {root}"
@@ -195,22 +199,24 @@ def _is_copied(issue: Instruction, name: ValueName) -> bool:
 
 def _check_sums(schedule: Schedule) -> list[str]:
     """Find buckets whose gradients are summed over too many axes or too few."""
-    found: dict[tuple[str, str], list[str]] = {}
+    # The axes over which lines sum, by bucket and phase: each micro-batch may sum for itself.
+    summed: dict[tuple[str, str], list[str]] = {}
     zeros: set[str] = set()  # buckets for which this stage has no gradients
     for line in schedule.instructions:
         of_gradients = line.lane == COMMUNICATION and not isinstance(line, ReduceUpdate)
         if of_gradients and getattr(line, "bucket", "") in schedule.reduced:
-            found.setdefault((line.bucket, line.phase), []).extend(line.axes_of(schedule))
-            zeros |= set() if line.reads else {line.bucket}
+            summed.setdefault((line.bucket, line.phase), []).extend(line.axes_of(schedule))
+            if not line.reads:
+                zeros.add(line.bucket)
 
     problems = []
     for name in schedule.reduced:
         shared = schedule.mesh.stages > 1 and schedule.specs[schedule.buckets[name].paths[0]].chunk == "all"
-        if shared and name not in {bucket for bucket, _ in found}:  # a tie that nothing sums
-            found[name, "backward"] = []
+        if shared and name not in {bucket for bucket, _ in summed}:  # a tie that nothing sums
+            summed[name, "backward"] = []
 
     # What is due: the bucket's axes too, unless this stage has nothing to sum over them.
-    for (name, phase), axes in found.items():
+    for (name, phase), axes in summed.items():
         bucket = schedule.buckets[name]
         due = gradient_axes(bucket, schedule.specs, schedule.summed_axes)
         expected = sorted(axis for axis in due if name not in zeros or axis not in bucket.axes)
@@ -234,6 +240,7 @@ def _check_norms(schedule: Schedule) -> list[str]:
 
 def _find_missing_duals(schedule: Schedule) -> list[str]:
     """Find exchanges whose results have cotangents that are not exchanged back."""
+    # What exchanges have received, and the cotangents that exchanges take back.
     lines = schedule.instructions
     waits = {w.reads[0]: w.writes[0] for w in lines if isinstance(w, Wait) and w.is_for(Exchange)}
     # A cotangent has the path and the micro-batch of the value that it belongs to.
@@ -244,6 +251,7 @@ def _find_missing_duals(schedule: Schedule) -> list[str]:
 
     problems = []
     for line in exchanges:
+        # An exchange of cotangents is itself a dual, and needs none.
         received = waits.get(line.writes[0])
         if received is None or not line.like.requires_grad or received.kind is Kind.TANGENT:
             continue
@@ -304,17 +312,17 @@ def _find_surplus_units(schedule: Schedule) -> list[str]:
     The next rounds are `planned` ones, and one more where a kernel among them is tiny. So at most the units
     of that many rounds are alive; a kernel may read several.
     """
+    # Kernels and where their rounds end, and the buckets that stay gathered on purpose.
     tiny, ends = tiny_runs(schedule), end_rounds(schedule)
     runs = [line for line in schedule.instructions if isinstance(line, Run)]
     last = [number for number, run in enumerate(runs) if run in ends]  # the last kernel of each round
-    at = 0  # the kernel that comes next
-
+    at = 0  # the number of the next kernel
     kept = {b.name for b in schedule.buckets.values() if not all(schedule.specs[p].reshard for p in b.paths)}
     alive: dict[str, str] = {}  # value or flight -> unit
     problems = []
 
     for number, line in enumerate(schedule.instructions):
-        # A unit is alive from the issue of its gather, whose buffers are there, to the drop of its last leaf.
+        # A unit is alive from the issue of its gather, which allocates buffers, to the drop of its last leaf.
         if isinstance(line, Gather) and line.bucket not in kept:
             alive[line.writes[0]] = line.unit
         if isinstance(line, Wait) and line.reads[0] in alive:
@@ -343,7 +351,7 @@ def _find_surplus_units(schedule: Schedule) -> list[str]:
 def _find_double_gathers(schedule: Schedule) -> list[str]:
     """Find buckets that are gathered while an earlier version of them is alive, or that are never read."""
     alive: dict[str, str] = {}  # gathered value or flight -> bucket
-    unread: dict[str, int] = {}
+    unread: dict[str, int] = {}  # bucket -> the line that has gathered it
     problems = []
     for number, line in enumerate(schedule.instructions):
         for name in {n for n in line.reads if n in alive and n.kind is Kind.GATHERED}:
@@ -370,10 +378,10 @@ def _find_kept_leaves(schedule: Schedule) -> list[str]:
     problems = []
     for kernel in schedule.kernels.values():
         graph, source = kernel.forward.graph, kernel.source
-        rests = _derive(graph, source, ["" for a in source.inputs if a.kind == "leaf"])
+        derived = _find_dependencies(graph, source, ["" for a in source.inputs if a.kind == "leaf"])
         saved = graph.output_node().args[0][len(source.outputs) :]
         problems += [
-            f"{kernel.name}: {_describe_node(node)} is saved" for node in saved if rests.leaves.get(node)
+            f"{kernel.name}: {_describe_node(node)} is saved" for node in saved if derived.leaves.get(node)
         ]
 
     # What is handed from one kernel to the next. Equal kernels are looked at once.
@@ -390,13 +398,13 @@ def _find_kept_leaves(schedule: Schedule) -> list[str]:
             continue
         known.add((kernel.name, alike, handed_on))
         outputs = kernel.source.graph.output_node().args[0]
-        rests = _derive(kernel.source.graph, kernel.source, units)
-        crossing = [outputs[i] for i in handed_on if not rests.may_cross(outputs[i])]
+        derived = _find_dependencies(kernel.source.graph, kernel.source, units)
+        crossing = [outputs[i] for i in handed_on if not derived.may_cross(outputs[i])]
         problems += [f"{kernel.name}: {_describe_node(node)} is handed on" for node in crossing]
     return problems
 
 
-def _derive(graph: fx.Graph, source: Source, units: Sequence[str]) -> Derived:
+def _find_dependencies(graph: fx.Graph, source: Source, units: Sequence[str]) -> Derived:
     """Return what nodes of a kernel's graph depend on.
 
     Args:

@@ -69,8 +69,8 @@ class Stack:
     Args:
         sends: values and inputs of the update, or on the way back whole values.
         receives: values, and on the way back results too.
-        layouts, shapes, dtypes: how each tensor's blocks lie (all ranks have one that is `P()`), its whole
-            shape and its dtype.
+        layouts, shapes, dtypes: the layout of each tensor's blocks (all ranks have one that is `P()`), its
+            whole shape and its dtype.
         back: whether whole tensors go back to become blocks.
     """
 
@@ -120,7 +120,7 @@ def derive(traced: TracedUpdate, shape: Sequence[int], layouts: Mapping[str, P],
     """
     shapes = {name: tuple(node.meta["val"].shape) for name, node in traced.placeholders.items()}
     shapes[UPDATE] = tuple(shape)
-    splits = find_axes(shapes, {name: lies for name, lies in layouts.items() if name in shapes}, mesh)
+    splits = find_axes(shapes, {name: each for name, each in layouts.items() if name in shapes}, mesh)
     # The update by placement alone. It is the plan where nothing of it needs whole values.
     local = place_update(traced, traced.graph, splits)
     marked = find_whole(traced, local, splits, first=True)

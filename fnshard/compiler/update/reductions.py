@@ -114,7 +114,7 @@ def place_update(traced: TracedUpdate, graph: fx.Graph, splits: Splits) -> Place
     outputs = Outputs(None, None, None, writes={name: i for i, name in enumerate(traced.outputs)})
     program = Program(copy, inputs, {}, outputs, traced.fake_mode)
 
-    # Place it over one axis after another, and note where each node of the update has come to lie.
+    # Place it over one axis after another, and note the placement of each node of the update.
     now = dict(env)
     where: dict[fx.Node, dict[str, Placement]] = {node: {} for node in env}
     last = None

@@ -244,14 +244,14 @@ class Branch:
     def __call__(self, condition: Tensor, *tensors: Tensor) -> list[Tensor]:
         """Run one of the graphs, or on fake tensors both, so that both count for memory.
 
-        The host waits for a condition that lies on a device.
+        The host waits for a condition that is on a device.
         """
         is_true = isinstance(condition, FakeTensor) or bool(condition)
         if isinstance(condition, FakeTensor):
             self.false(*tensors)
         made = (self.true if is_true else self.false)(*tensors)
-        # Results lie as the trace says, in memory of their own: a side may return one of its inputs, to which
-        # the update writes later.
+        # Results have the strides of the trace, and memory of their own: a side may return one of its inputs,
+        # to which the update writes later.
         given = {value.untyped_storage()._cdata for value in tensors}
         return [
             value.clone(memory_format=torch.contiguous_format)

@@ -127,10 +127,10 @@ def find_region(
     """Find the nodes to compute on whole values, so that the fewest bytes are sent, and cut them out.
 
     Args:
-        placed: the update by placement alone, which says how its values lie.
+        placed: the update by placement alone, which has the placements of its values.
         marked: names of the nodes that need whole values.
     """
-    # The core is all that lies between marked nodes; what comes before and after it may go either way.
+    # The core is all that is between marked nodes; nodes before and after it may join the region or not.
     graph, prices = traced.graph, Prices(traced, placed, splits)
     calls = [node for node in graph.nodes if node.op == "call_function"]
     before, after = set(), set()  # nodes that marked nodes depend on, and nodes that depend on marked ones

@@ -62,8 +62,8 @@ class AggregateBuffers(OfBucket):
     def bind(self, context: Context) -> Action:
         bucket, comm, axes = bucket_of(self, context), context.comm, self.axes_of(context.schedule)
         packer, numel, (flight,) = context.packer(self.bucket), self.numel(context.schedule), self.writes
-        here = context.mesh.coordinate(context.rank)
-        first = all(here[axis] == 0 for axis in axes)
+        coordinate = context.mesh.coordinate(context.rank)
+        is_first = all(coordinate[axis] == 0 for axis in axes)
         pairs, rows = list(zip(self.reads, self.rules, strict=True)), self.rows
 
         def run(env: Env) -> None:
@@ -71,7 +71,7 @@ class AggregateBuffers(OfBucket):
             flat = comm.send_buffer(numel, bucket.dtype, axes).fill_(rows)
             parts = packer.blocks(flat[: bucket.numel]).values()
             for part, (name, rule) in zip(parts, pairs, strict=True):
-                if rule == "rank0" and not first:
+                if rule == "rank0" and not is_first:
                     part.zero_()
                 else:
                     part.copy_(env[name])
@@ -119,7 +119,7 @@ class StoreBuffers(Instruction):
 
     def bind(self, context: Context) -> Action:
         names = list(zip(self.reads, self.reads[len(self.writes) :], strict=False))
-        stores = [self._store(name.path, context) for name in self.writes]
+        stores = [self._make_store(name.path, context) for name in self.writes]
 
         def run(env: Env) -> None:
             for (new, stored), store in zip(names, stores, strict=True):
@@ -127,8 +127,9 @@ class StoreBuffers(Instruction):
 
         return run
 
-    def _store(self, path: str, context: Context) -> Callable[[Tensor, Tensor], None]:
+    def _make_store(self, path: str, context: Context) -> Callable[[Tensor, Tensor], None]:
         """Return a function that stores this rank's block of a leaf's new value."""
+        # The rank's block of the leaf, and the part of the padded shard that holds it.
         spec, mesh = context.schedule.specs[path], context.mesh
         block = block_slices(spec.shape, spec.storage, mesh, mesh.coordinate(context.rank))
         valid = tuple(slice(0, s.stop - s.start) for s in block)

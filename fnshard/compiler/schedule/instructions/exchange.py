@@ -80,33 +80,35 @@ class Exchange(Instruction):
 
     def received_shape(self, schedule: Schedule) -> tuple[int, ...]:
         """Return the shape of the result."""
-        return self.of_kind.received_shape(self.like.shape, self.dim, self.to, self._ranks(schedule))
+        return self.of_kind.received_shape(self.like.shape, self.dim, self.to, self._count_ranks(schedule))
 
-    def _ranks(self, schedule: Schedule) -> int:
+    def _count_ranks(self, schedule: Schedule) -> int:
+        """Return the number of ranks that take part."""
         return schedule.mesh.axes_size(self.axes)
 
-    def _rows(self, schedule: Schedule) -> tuple[int, tuple[int, ...]]:
+    def _find_rows(self, schedule: Schedule) -> tuple[int, tuple[int, ...]]:
         """Return the number of rows that a value is packed in, and the shape of a row.
 
         There is a row for each receiver where the value is split, else one.
         """
-        ranks = self._ranks(schedule)
+        ranks = self._count_ranks(schedule)
         return ranks if self.of_kind.splits else 1, self.of_kind.row(self.like.shape, self.dim, ranks)
 
-    def _join_dim(self, schedule: Schedule) -> int | None:
-        """Return the dim along which received rows are joined; None where they lie in order as they come."""
+    def _find_join_dim(self, schedule: Schedule) -> int | None:
+        """Return the dim along which received rows are joined; None if they are the result as they come."""
+        # Rows follow one another in memory. If nothing precedes the joined dim, that is their order already.
         _, joined = self.of_kind.dims(self.dim, self.to)
-        _, shape = self._rows(schedule)
+        _, shape = self._find_rows(schedule)
         in_order = self.of_kind.splits and math.prod(shape[:joined]) == 1
         return None if in_order else joined
 
     def bind(self, context: Context) -> Action:
         """Pack the value, in rows where it is split, and issue the collective."""
         comm, (source,), (flight,), axes, dim = context.comm, self.reads, self.writes, self.axes, self.dim
-        rows, shape = self._rows(context.schedule)
+        rows, shape = self._find_rows(context.schedule)
         numel, dtype = math.prod(shape), self.like.dtype
         issue: Callable[..., Any] = getattr(comm, self.of_kind.collective)
-        more = (dim,) if self.of_kind.permutes else ()
+        distance = (dim,) if self.of_kind.permutes else ()  # `dim` says how far a permutation moves values
 
         def run(env: Env) -> None:
             value: Tensor = env[source]
@@ -116,7 +118,7 @@ class Exchange(Instruction):
                 flat.view(rows, *shape).copy_(value.unflatten(dim, (rows, -1)).movedim(dim, 0))
             else:
                 flat.view(value.shape).copy_(value)
-            env[flight] = issue(flat, axes, *more)
+            env[flight] = issue(flat, axes, *distance)
 
         return run
 
@@ -125,30 +127,31 @@ class Exchange(Instruction):
         """Take the sum, or put the rows of all ranks together."""
         issue: Exchange = context.schedule.issues[wait.reads[0]]
         (out,), shape = wait.writes, issue.received_shape(context.schedule)
-        ranks, joined = issue._ranks(context.schedule), issue._join_dim(context.schedule)
-        _, row_shape = issue._rows(context.schedule)
+        ranks, joined = issue._count_ranks(context.schedule), issue._find_join_dim(context.schedule)
+        _, row_shape = issue._find_rows(context.schedule)
 
         def take(env: Env, result: Any) -> None:
             if joined is None:
                 env[out] = result.view(shape)
+                return
+            # Transports hand out rows in one tensor, or a list of them.
+            if isinstance(result, Tensor):
+                rows = result.view(ranks, *row_shape).unbind(0)
             else:
-                if isinstance(result, Tensor):
-                    rows = result.view(ranks, *row_shape).unbind(0)
-                else:
-                    rows = [row.view(row_shape) for row in result]
-                env[out] = torch.cat(rows, joined)
+                rows = [row.view(row_shape) for row in result]
+            env[out] = torch.cat(rows, joined)
 
         return on_arrival(wait, take)
 
     def price(self, pricer: Pricer) -> Price:
-        ranks, size = self._ranks(pricer.schedule), self.wire_bytes(pricer.schedule)
+        ranks, size = self._count_ranks(pricer.schedule), self.wire_bytes(pricer.schedule)
         if self.of_kind.permutes:  # it is priced as an all-to-all that sends as much
             size = size * ranks / (ranks - 1)
         return pricer.copy(2 * self.sent_bytes, **pricer.collective(self.of_kind.rate, self.axes, size))
 
     @classmethod
     def wait_price(cls, wait: Wait, pricer: Pricer) -> Price:
-        joined = pricer.schedule.issues[wait.reads[0]]._join_dim(pricer.schedule)
+        joined = pricer.schedule.issues[wait.reads[0]]._find_join_dim(pricer.schedule)
         return pricer.copy(0.0 if joined is None else 2 * pricer.bytes_of(wait.writes))
 
 

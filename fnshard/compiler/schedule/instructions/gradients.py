@@ -51,6 +51,7 @@ class Reduced:
         """
         if self.flat is None:
             return Reduced({p: make(b) for p, b in self.blocks.items()})
+        # The same views, of the other row.
         flat, start = make(self.flat), self.flat.storage_offset()
         return Reduced(
             {
@@ -67,7 +68,7 @@ class Reduced:
         return [(b, other.blocks[p]) for p, b in self.blocks.items()]
 
 
-def _full_gradients(line: OfBucket) -> Callable[[Env], Mapping[str, Tensor]]:
+def _make_reader(line: OfBucket) -> Callable[[Env], Mapping[str, Tensor]]:
     """Return a function that reads a line's full gradients by path, one each or an accumulator of all."""
     if line.reads and not line.paths:
         (name,) = line.reads
@@ -93,7 +94,7 @@ class ReduceScatter(OfBucket):
     lane, trips, outgoing, wire_bytes = COMMUNICATION, 1, True, OfBucket.rows_bytes
 
     def in_place(self, schedule: Schedule) -> bool:
-        """Return whether a transport may read gradients where they lie: all are there, and need no cast.
+        """Return whether a transport may read gradients in place: all exist, and none needs a cast.
 
         The gradients then live until the Wait.
         """
@@ -105,9 +106,9 @@ class ReduceScatter(OfBucket):
     def is_updated_at_once(self, schedule: Schedule) -> bool:
         """Return whether nothing but one Update reads the sums, before any kernel or collective runs."""
         lines = schedule.instructions
-        wait = next(k for k, i in enumerate(lines) if isinstance(i, Wait) and self.writes[0] in i.reads)
+        wait = next(n for n, i in enumerate(lines) if isinstance(i, Wait) and self.writes[0] in i.reads)
         reduced = set(lines[wait].writes)
-        readers = [k for k, i in enumerate(lines) if reduced & set(i.reads)]
+        readers = [n for n, i in enumerate(lines) if reduced & set(i.reads)]
         return (
             len(readers) == 1
             and isinstance(lines[readers[0]], Update)
@@ -116,30 +117,31 @@ class ReduceScatter(OfBucket):
         )
 
     def bind(self, context: Context) -> Action:
-        """Issue the reduction of gradients where they lie, or packed."""
+        """Issue the reduction of gradients in place, or packed."""
         bucket, packer, comm = bucket_of(self, context), context.packer(self.bucket), context.comm
-        full, (flight,), issue = _full_gradients(self), self.writes, self._bind_in_place(context)
+        read_full, (flight,), issue = _make_reader(self), self.writes, self._bind_in_place(context)
 
         def run(env: Env) -> None:
-            handle = issue(full(env))
-            if handle is None:
+            handle = issue(read_full(env))
+            if handle is None:  # pack them, a row for each receiver
                 rows = comm.send_buffer(bucket.numel, bucket.dtype, bucket.axes, rows=packer.rows)
-                packer.pack_full(full(env), rows)
+                packer.pack_full(read_full(env), rows)
                 handle = comm.reduce_scatter(rows, bucket.axes)
             env[flight] = handle
 
         return run
 
     def _bind_in_place(self, context: Context) -> Callable[[Mapping[str, Tensor]], Any]:
-        """Return a function that issues the reduction of gradients where they lie, or returns None.
+        """Return a function that issues the reduction of gradients in place, or returns None.
 
         It returns None where the transport cannot, or gradients must be cast.
         """
         bucket, packer, comm = bucket_of(self, context), context.packer(self.bucket), context.comm
-        pair, of_leaves = (getattr(comm, n, None) for n in ("reduce_pair", "reduce_leaves"))
+        # Some transports have one of these methods, others neither.
+        reduce_pair, reduce_leaves = (getattr(comm, n, None) for n in ("reduce_pair", "reduce_leaves"))
         if not self.in_place(context.schedule):
             return lambda grads: None
-        if pair is not None:
+        if reduce_pair is not None:
             # The sum may be written over the peer's row if it dies before the next collective, which uses
             # that memory again.
             at_once = self.is_updated_at_once(context.schedule)
@@ -147,11 +149,11 @@ class ReduceScatter(OfBucket):
             def issue(full: Mapping[str, Tensor]) -> Any:
                 grads = {p: g.contiguous() for p, g in full.items()}
                 pack, add = partial(packer.pack_for_peer, grads), partial(packer.add_to_own, grads)
-                return pair(bucket.numel, bucket.dtype, pack, add, bucket.axes, at_once)
+                return reduce_pair(bucket.numel, bucket.dtype, pack, add, bucket.axes, at_once)
 
             return issue
-        if of_leaves is not None and end_to_end(bucket, context.schedule.mesh):
-            return lambda grads: of_leaves([grads[p].reshape(-1) for p in bucket.paths], bucket.axes)
+        if reduce_leaves is not None and end_to_end(bucket, context.schedule.mesh):
+            return lambda grads: reduce_leaves([grads[p].reshape(-1) for p in bucket.paths], bucket.axes)
         return lambda grads: None
 
     def price(self, pricer: Pricer) -> Price:
@@ -180,29 +182,32 @@ class AllReduce(OfBucket):
         return schedule.buckets[self.bucket].row_bytes
 
     @property
-    def _of_blocks(self) -> bool:
+    def _is_of_blocks(self) -> bool:
         """Return whether it sums blocks that a ReduceScatter has left."""
         return bool(self.reads) and self.reads[0].kind is Kind.REDUCED
 
     def bind(self, context: Context) -> Action:
-        """Pack full gradients, or send the row that is there."""
+        """Pack full gradients, or send the row that a ReduceScatter has left."""
         bucket, packer, comm = bucket_of(self, context), context.packer(self.bucket), context.comm
         (flight,), axes, reads = self.writes, self.axes, self.reads
-        full = None if self._of_blocks else _full_gradients(self)
+        read_full = None if self._is_of_blocks else _make_reader(self)
 
         def run(env: Env) -> None:
-            if full is None:
+            if read_full is None:
                 flat = env[reads[0]].flat
             else:
                 flat = comm.send_buffer(bucket.numel, bucket.dtype, axes)
-                packer.pack_full(full(env), flat) if reads else flat.zero_()
+                if reads:
+                    packer.pack_full(read_full(env), flat)
+                else:  # another stage reads the leaves, and this one does not
+                    flat.zero_()
             env[flight] = comm.all_reduce(flat, axes)
 
         return run
 
     def price(self, pricer: Pricer) -> Price:
         bucket = pricer.bucket(self)
-        full = 0.0 if self._of_blocks else pricer.leaf_bytes(bucket, "compute_dtype") + bucket.row_bytes
+        full = 0.0 if self._is_of_blocks else pricer.leaf_bytes(bucket, "compute_dtype") + bucket.row_bytes
         return pricer.copy(full, **pricer.collective("all_reduce", self.axes, bucket.row_bytes))
 
     bind_wait = staticmethod(_bind_wait)
@@ -214,10 +219,11 @@ class Local(OfBucket):
 
     def bind(self, context: Context) -> Action:
         bucket, device = bucket_of(self, context), context.device
-        full, (out,) = _full_gradients(self), self.writes
+        read_full, (out,) = _make_reader(self), self.writes
 
         def run(env: Env) -> None:
-            grads = full(env)
+            # A leaf that no kernel reads has a gradient of zeros.
+            grads = read_full(env)
             blocks = [
                 grads[p.path] if p.path in grads else torch.zeros(p.block, dtype=bucket.dtype, device=device)
                 for p in bucket.pieces
@@ -247,17 +253,17 @@ class Accumulate(OfBucket):
         return self.reads[0].kind is Kind.HOST
 
     def aliases(self) -> Mapping[ValueName, Names]:
-        """Return the row that has come as an alias of the first sum; later sums take over the one before."""
-        as_it_came = self.first and not self._of_full_gradients and self.reads[0].kind is not Kind.HOST
-        return {self.writes[0]: self.reads} if as_it_came else {}
+        """Return the row that has come as an alias of the first sum. Later sums overwrite the one before."""
+        takes_over = self.first and not self._is_of_full_gradients and self.reads[0].kind is not Kind.HOST
+        return {self.writes[0]: self.reads} if takes_over else {}
 
     @property
-    def _of_full_gradients(self) -> bool:
+    def _is_of_full_gradients(self) -> bool:
         """Return whether it sums full gradients, before ranks do."""
         return self.writes[0].kind is Kind.ACCUMULATED
 
     def bind(self, context: Context) -> Action:
-        if self._of_full_gradients:
+        if self._is_of_full_gradients:
             return self._bind_full(context)
         specs, (out,), first = context.schedule.specs, self.writes, self.first
         new, *before = self.reads
@@ -271,7 +277,8 @@ class Accumulate(OfBucket):
                 env[out] = Reduced({p: make(p, b).copy_(b) for p, b in value.blocks.items()})
                 return
             if first:
-                copy = value.flat is None  # a gradient that was not sent may be another value's tensor too
+                # A gradient that was not sent may be another value's tensor too. A row that has come is not.
+                copy = value.flat is None
                 env[out] = Reduced({p: b.to(specs[p].sum_dtype, copy=copy) for p, b in value.blocks.items()})
                 return
             # The memory of the sum so far becomes that of the new one.
@@ -284,11 +291,11 @@ class Accumulate(OfBucket):
 
     def _bind_full(self, context: Context) -> Action:
         """Sum full gradients by leaf; each stage or segment may add other leaves."""
-        specs, (out,), full = context.schedule.specs, self.writes, _full_gradients(self)
+        specs, (out,), read_full = context.schedule.specs, self.writes, _make_reader(self)
         before = next((n for n in self.reads if n.kind is Kind.ACCUMULATED), None)
 
         def run(env: Env) -> None:
-            new = full(env)
+            new = read_full(env)
             if before is None:
                 env[out] = {p: g.to(specs[p].sum_dtype, copy=True) for p, g in new.items()}
                 return
@@ -303,7 +310,7 @@ class Accumulate(OfBucket):
         return run
 
     def price(self, pricer: Pricer) -> Price:
-        if self._of_full_gradients:
+        if self._is_of_full_gradients:
             specs = pricer.schedule.specs
             size = float(sum(math.prod(specs[p].shape) * specs[p].sum_dtype.itemsize for p in self.paths))
         else:

@@ -45,17 +45,15 @@ class Run(Instruction):
     def detail(self) -> str:
         def describe(names: Names) -> str:
             leaves = [n for n in names if n.kind in (Kind.GATHERED, Kind.STORED, Kind.GRADIENT)]
-            rest = [n for n in names if n not in leaves]
+            values = [n for n in names if n not in leaves]
             kinds = sorted({n.kind for n in leaves})
-            return ", ".join(rest + [f"{sum(n.kind is k for n in leaves)} {k}" for k in kinds])
+            return ", ".join(values + [f"{sum(n.kind is k for n in leaves)} {k}" for k in kinds])
 
         return f"{self.kernel}.{self.way}({describe(self.reads)}) -> {describe(self.writes)}"
 
     def bind(self, context: Context) -> Action:
-        fn, half = (
-            context.kernels[self.kernel, self.way],
-            context.schedule.kernels[self.kernel].halves.get(self.way),
-        )
+        fn = context.kernels[self.kernel, self.way]
+        half = context.schedule.kernels[self.kernel].halves.get(self.way)
         reads, writes, drops, freed = self.reads, self.writes, self.drops, context.freed
         strides = half.tangent_strides if half else ()
         # Gradients that share memory with another result are copied: reductions may write to them.
@@ -94,7 +92,7 @@ def end_rounds(schedule: Schedule) -> frozenset[Run]:
     runs = [line for line in schedule.instructions if isinstance(line, Run)]
     rounds = [schedule.rounds.get((run.segment, run.of_backward), -1 - n) for n, run in enumerate(runs)]
     following = [*rounds[1:], None]
-    return frozenset(r for r, own, next_one in zip(runs, rounds, following, strict=True) if own != next_one)
+    return frozenset(run for run, now, then in zip(runs, rounds, following, strict=True) if now != then)
 
 
 def of_one_micro_batch(names: Names) -> bool:
@@ -115,8 +113,8 @@ class Free(Instruction):
             (Kind.LOADED, Kind.SLOTS): "loaded slots",
         }
         kinds = [(n.kind, n.original.kind) for n in self.drops]
-        rest = [n for n, kind in zip(self.drops, kinds, strict=True) if kind not in words]
-        return ", ".join(rest + [f"{count} {words[k]}" for k in words if (count := kinds.count(k))])
+        others = [n for n, kind in zip(self.drops, kinds, strict=True) if kind not in words]
+        return ", ".join(others + [f"{count} {words[k]}" for k in words if (count := kinds.count(k))])
 
     def bind(self, context: Context) -> Action:
         freed, transfers, later = context.freed, context.transfers, context.later(self)
@@ -133,7 +131,7 @@ class Free(Instruction):
                     transfers.give(value)
 
         def run(env: Env) -> None:
-            # Lines of the worker that come before this one may still have to read the rest.
+            # Lines that the worker has yet to run may read the values that it drops.
             drop(env, others)
             if read_on_host:
                 later(lambda: drop(env, read_on_host))
@@ -173,6 +171,7 @@ class Add(Instruction):
 
 def add_part(known: dict[Any, ValueName], key: Any, fresh: ValueName, unit: str, phase: str) -> list[Add]:
     """Note one more part of the gradient of `key`; return the line that adds it to earlier ones, if any."""
+    # A version that ends with "+" is a sum, whose memory nothing else refers to.
     before = known.get(key)
     known[key] = fresh if before is None else fresh.of(fresh.micro, f"{fresh.version}+")
     if before is None:

@@ -1,4 +1,4 @@
-"""Leaves: lines that bring them to where they are read, by casts and gathers, or publish an update."""
+"""Leaves: lines that cast and gather them for kernels, or gather what an update has written."""
 
 from __future__ import annotations
 
@@ -89,21 +89,25 @@ class Scales(Instruction):
     def bind_wait(cls, wait: Wait, context: Context) -> Action:
         """Make scales by path (`Scale`)."""
         (out,), issue = wait.writes, context.schedule.issues[wait.reads[0]]
-        schedule, here = context.schedule, context.mesh.coordinate(context.rank)
+        schedule, coordinate = context.schedule, context.mesh.coordinate(context.rank)
         counts, specs = issue.counts(schedule), [schedule.specs[p] for p in issue.paths]
         by_row = any(s.scaling == "rowwise" for s in specs)
 
         def take(env: Env, rows: Sequence[Tensor]) -> None:
-            sent = torch.stack(list(rows))
+            sent = torch.stack(list(rows))  # [ranks, numbers]
+            # One scale for each leaf, of the largest number of all ranks.
             if not by_row:
                 scales = scale_of(sent.amax(0), FP8).unbind()
                 env[out] = {path: Scale(s, s) for path, s in zip(issue.paths, scales, strict=True)}
                 return
+            # Or one for each row of some leaves. All scales are computed by one call.
             parts = zip(sent.split(counts, 1), specs, strict=True)
-            largest = [_largest(part, spec, context.mesh, issue.axes) for part, spec in parts]
+            largest = [_join_largest(part, spec, context.mesh, issue.axes) for part, spec in parts]
             scales = scale_of(torch.cat(largest), FP8).split([len(each) for each in largest])
-            both = zip(issue.paths, scales, specs, strict=True)
-            env[out] = {path: _of_shard(full, spec, context.mesh, here) for path, full, spec in both}
+            env[out] = {
+                path: _make_scale(full, spec, context.mesh, coordinate)
+                for path, full, spec in zip(issue.paths, scales, specs, strict=True)
+            }
 
         return on_arrival(wait, take)
 
@@ -112,7 +116,7 @@ class Scales(Instruction):
         return pricer.copy(pricer.bytes_of(self.reads), **pricer.collective("gather", self.axes, size))
 
 
-def _largest(parts: Tensor, spec: LayoutSpec, mesh: Mesh, axes: Sequence[str]) -> Tensor:
+def _join_largest(parts: Tensor, spec: LayoutSpec, mesh: Mesh, axes: Sequence[str]) -> Tensor:
     """Return the largest number of a leaf, [1], or of each of its rows.
 
     Args:
@@ -128,16 +132,17 @@ def _largest(parts: Tensor, spec: LayoutSpec, mesh: Mesh, axes: Sequence[str]) -
     return parts.amax(1).view(-1)[: spec.shape[0]]
 
 
-def _of_shard(full: Tensor, spec: LayoutSpec, mesh: Mesh, here: Mapping[str, int]) -> Scale:
+def _make_scale(full: Tensor, spec: LayoutSpec, mesh: Mesh, coordinate: Mapping[str, int]) -> Scale:
     """Return a leaf's scales with those of a rank's padded shard.
 
     Args:
         full: the scales of the leaf, [1] or one for each row.
+        coordinate: the rank's place on the mesh.
     """
     if spec.scaling != "rowwise":
         return Scale(full[0], full[0])
     full = full.view(-1, 1)
-    own = full[block_slices(spec.shape, spec.storage, mesh, here)[0]]
+    own = full[block_slices(spec.shape, spec.storage, mesh, coordinate)[0]]
     padding = block_shape(spec.shape, spec.storage, mesh)[0] - len(own)
     return Scale(F.pad(own, (0, 0, 0, padding), value=1.0) if padding else own, full)
 
@@ -156,6 +161,7 @@ class Cast(OfBucket):
 
         def run(env: Env) -> None:
             tensors = [env[n] for n in reads[: len(writes)]]
+            # Eight bits: scale, round to the wire's dtype, and divide by the scale again.
             if scaled:
                 scales = [env[SCALES][p] for p in bucket.paths]
                 tensors = [(t * s.own).to(bucket.dtype) for t, s in zip(tensors, scales, strict=True)]
@@ -182,7 +188,7 @@ def cast_together(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]
     return out
 
 
-def _price_of_blocks(line: OfBucket, pricer: Pricer, copied: bool = True) -> Price:
+def _price_blocks(line: OfBucket, pricer: Pricer, copied: bool = True) -> Price:
     """Return the price of packing stored blocks, if they are `copied`, and of gathering them."""
     bucket = pricer.bucket(line)
     packed = pricer.block_bytes(bucket, "storage_dtype") + bucket.row_bytes if copied else 0.0
@@ -240,15 +246,16 @@ class Gather(OfBucket):
         )
 
     def bind(self, context: Context) -> Action:
-        """Issue the gather of blocks into leaves where they lie, or packed."""
+        """Issue the gather of blocks into leaves in place, or packed."""
         bucket, packer, comm = bucket_of(self, context), context.packer(self.bucket), context.comm
         pairs, (flight,) = list(zip(bucket.paths, self.reads, strict=False)), self.writes
-        issue, scaled = self._bind_in_place(context), SCALES in self.reads
+        issue, scaled = self._bind_in_place(context), SCALES in self.reads  # scales come behind the blocks
 
         def run(env: Env) -> None:
             stored = {p: env[n] for p, n in pairs}
             if scaled:
                 stored = {p: shard * env[SCALES][p].own for p, shard in stored.items()}
+            # Where stored blocks move into the memory that all ranks read, the state gets the moved ones.
             handle = issue(stored, lambda moved: env.update(zip(self.reads, moved, strict=True)))
             in_place = handle is not None
             if not in_place:
@@ -260,19 +267,20 @@ class Gather(OfBucket):
         return run
 
     def _bind_in_place(self, context: Context) -> Callable[..., Any]:
-        """Return a function that issues the gather of blocks into leaves where they lie, or returns None.
+        """Return a function that issues the gather of blocks into leaves in place, or returns None.
 
         It returns None where the transport cannot, or leaves must be cast. Its arguments are the blocks, and
         a function that takes those which replace them.
         """
         bucket, packer, comm = bucket_of(self, context), context.packer(self.bucket), context.comm
+        # Some transports have one of these methods, others neither.
         into_shared, into_own = (getattr(comm, n, None) for n in ("gather_leaves", "gather_blocks"))
         specs, (runs, total) = context.schedule.specs, leaf_runs(bucket)
         if not self.in_place(context.schedule):
             return lambda stored, move: None
         if into_shared is not None:
-            here = context.mesh.group_ranks(bucket.axes, context.rank).index(context.rank)
-            starts = [start + here * p.numel for (start, _), p in zip(runs, bucket.pieces, strict=True)]
+            number = context.mesh.group_ranks(bucket.axes, context.rank).index(context.rank)
+            starts = [start + number * p.numel for (start, _), p in zip(runs, bucket.pieces, strict=True)]
             keeps = self.keeps_place(context.schedule)
 
             def gather(stored: Mapping[str, Tensor], move: Callable[[list[Tensor]], None]) -> Any:
@@ -323,7 +331,7 @@ class Gather(OfBucket):
             return pricer.copy(0.0, **pricer.collective("gather", bucket.axes, 0.0))
         # Blocks that must be cast are packed into a row first, whose parts are then gathered into leaves.
         as_stored = all(specs[p].storage_dtype == bucket.dtype for p in bucket.paths)
-        return _price_of_blocks(self, pricer, copied=not (as_stored and pricer.skips_packing(self)))
+        return _price_blocks(self, pricer, copied=not (as_stored and pricer.skips_packing(self)))
 
     @classmethod
     def wait_price(cls, wait: Wait, pricer: Pricer) -> Price:
@@ -362,7 +370,7 @@ class Publish(OfBucket):
 
         return on_arrival(wait, take)
 
-    price = _price_of_blocks
+    price = _price_blocks
 
     @classmethod
     def wait_price(cls, wait: Wait, pricer: Pricer) -> Price:

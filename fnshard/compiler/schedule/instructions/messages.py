@@ -47,10 +47,12 @@ class Message(Instruction):
 
     @property
     def size_bytes(self) -> int:
+        """The bytes of all values."""
         return sum(math.prod(a.shape) * a.dtype.itemsize for a in self.likes)
 
     @property
     def shown(self) -> str:
+        """The values with their dtypes and shapes, as text."""
         pairs = zip(self.values, self.likes, strict=True)
         return ", ".join(f"{n} {short_dtype(a.dtype)}[{', '.join(map(str, a.shape))}]" for n, a in pairs)
 

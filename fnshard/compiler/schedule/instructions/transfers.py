@@ -1,4 +1,4 @@
-"""Transfers: the lines that move values between the device and host memory or disk, where they rest."""
+"""Transfers: the lines that move values between the device and host memory or disk."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from fnshard.compiler.schedule.ir import (
 
 
 def _shorten(names: Names) -> str:
-    return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
+    """Return the first two names, and how many more there are."""
+    more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+    return ", ".join(names[:2]) + more
 
 
 def _bind_wait(wait: Wait, context: Context) -> Action:
@@ -30,7 +32,7 @@ def _bind_wait(wait: Wait, context: Context) -> Action:
     A worker waits in its own thread, so that the host goes on to the next line.
     """
     (flight,), writes, worker = wait.reads, wait.writes, context.worker
-    read_there = any(n.is_copy(Kind.HOST, Kind.REDUCED) for n in writes)
+    is_read_on_host = any(n.is_copy(Kind.HOST, Kind.REDUCED) for n in writes)
     # The worker issues the copies of updated shards, and the end of the step waits for it and for them. Here
     # it only drops their handle, behind the issue.
     if worker is not None and wait.on_host(context.schedule):
@@ -39,8 +41,8 @@ def _bind_wait(wait: Wait, context: Context) -> Action:
 
     def run(env: Env) -> None:
         handle = env.pop(flight)
-        targets = handle.wait(on_host=read_there and worker is None)
-        if read_there and worker is not None:
+        targets = handle.wait(on_host=is_read_on_host and worker is None)
+        if is_read_on_host and worker is not None:
             worker.submit(lambda: handle.wait(on_host=True))
         for n, value in zip(writes, targets, strict=True):
             if n not in state:  # state was written in place
@@ -108,7 +110,7 @@ class ToHost(OfBucket):
     """The issue of a transfer from the device to new copies on the host (`h:`).
 
     Args:
-        into: state that rests on the host or on disk, which is overwritten; if empty, new copies are made.
+        into: state on the host or on disk, which is overwritten; if empty, new copies are made.
     """
 
     lane, outgoing, reads_until_waited = TRANSFER, True, True

@@ -76,10 +76,10 @@ class ReduceScalars(Instruction):
     def bind(self, context: Context) -> Action:
         """Pack this rank's numbers, and issue the sum."""
         axes, (flight,) = self.axes_of(context.schedule), self.writes
-        norms, own = [n for n in self.reads if n.kind is Kind.NORMS], frozenset(self.reads)
+        norms, made_here = [n for n in self.reads if n.kind is Kind.NORMS], frozenset(self.reads)
 
         def run(env: Env) -> None:
-            vector = context.scalars.pack(env, [env[n] for n in norms], own)
+            vector = context.scalars.pack(env, [env[n] for n in norms], made_here)
             env[flight] = context.comm.all_reduce(vector, axes)
 
         return run
@@ -143,21 +143,24 @@ class Update(OfBucket):
                 out[name] = tuple(n for n in state if n.original.kind is Kind.SLOTS and n.path == name.path)
         return out
 
-    def _names_of(self, kind: Kind) -> dict[str, ValueName]:
+    def _find_names(self, kind: Kind) -> dict[str, ValueName]:
         """Return the values of a kind that it reads, by path."""
         return {n.path: n for n in self.reads if n.original.kind is kind}
 
     def bind(self, context: Context) -> Action:
+        # What it reads: gradients, what earlier steps have made, slots and parameters.
         bucket, updater, later = bucket_of(self, context), context.updater, context.later(self)
         update = updater.bind(self.paths, self.number)
         gradients = reduced_names(self.reads)
         earlier = [n for n in self.reads if n.kind is Kind.UPDATED]
-        own_slots, params = self._names_of(Kind.SLOTS), self._names_of(Kind.STORED)
+        own_slots, params = self._find_names(Kind.SLOTS), self._find_names(Kind.STORED)
+        # What it writes: values for later steps, and master copies for the device. State changes in place.
         handed_on = next((n for n in self.writes if n.kind is Kind.UPDATED), None)
         commits = self.writes[0].original.kind is Kind.STORED
         masters = dict(zip(self.paths, self.writes, strict=False)) if commits and not params else {}
 
         def run(env: Env) -> None:
+            # The control is taken now; gradients are read when the line runs, perhaps in the host's worker.
             control, event = updater.control_for(env, bucket)
 
             def call() -> None:
@@ -224,6 +227,7 @@ class ReduceUpdate(OfBucket):
 
     def wire_bytes(self, schedule: Schedule) -> int:
         ranks = schedule.mesh.axes_size(self.axes)
+        # A maximum is taken of the gathered rows of all ranks.
         return self.dtype.itemsize * self.numel * (ranks if self.how == "max" else 1)
 
     def sent_share(self, ranks: int) -> Fraction:

@@ -23,6 +23,7 @@ def reshard(schedule: Schedule) -> Schedule:
     backward of one micro-batch. In a pipeline leaves of such units stay for the whole step, since some
     micro-batch is always between its forward and its backward.
     """
+    # By value, after how many kernels it is read last; by flight, the leaves that its Wait makes.
     lines = list(schedule.instructions)
     last_run = _find_last_reads(lines)
     results = {line.reads[0]: line.writes for line in lines if isinstance(line, Wait)}
@@ -36,7 +37,7 @@ def reshard(schedule: Schedule) -> Schedule:
             names = line.writes if isinstance(line, Cast) else results[line.writes[0]]
             earlier = latest.get(line.bucket)
             # Drop the gather: those who read its leaves read the earlier ones, which live on.
-            if earlier is not None and _lives_on(schedule, line, earlier, runs):
+            if earlier is not None and _can_live_on(schedule, line, earlier, runs):
                 renamed |= dict(zip(names, earlier[2], strict=True))
                 last = max(last_run.get(names[0], runs), *(last_run.get(n, 0) for n in names))
                 latest[line.bucket] = (last, *earlier[1:])
@@ -50,7 +51,7 @@ def reshard(schedule: Schedule) -> Schedule:
     return schedule.with_instructions(out)
 
 
-def _lives_on(schedule: Schedule, line: Gather | Cast, earlier: tuple, runs: int) -> bool:
+def _can_live_on(schedule: Schedule, line: Gather | Cast, earlier: tuple, runs: int) -> bool:
     """Return whether a bucket's earlier leaves may live on until a later gather of them.
 
     Args:
@@ -60,7 +61,7 @@ def _lives_on(schedule: Schedule, line: Gather | Cast, earlier: tuple, runs: int
     last, phase, _ = earlier
     if last == runs:
         return True
-    keeps = not all(schedule.specs[p].reshard for p in schedule.buckets[line.bucket].paths)
+    keeps = not all(schedule.specs[p].reshard for p in schedule.buckets[line.bucket].paths)  # reshard=False
     if schedule.mesh.stages > 1:
         return keeps
     same_micro = phase.replace("forward", "backward") == line.phase
@@ -97,9 +98,10 @@ def prefetch(schedule: Schedule, forward: int, backward: int) -> Schedule:
         else:
             moving = isinstance(line, Gather) or (isinstance(line, ToDevice) and not line.into)
         if moving and depth:
+            # A load of stored shards is one kernel earlier than the gather that sends them.
             extra = isinstance(line, ToDevice) and any(n.kind is Kind.STORED for n in line.reads)
-            each = None if of_one_micro_batch(line.reads) else ends
-            out.insert(_find_place(out, line, depth + extra, tiny, each), line)
+            round_ends = None if of_one_micro_batch(line.reads) else ends
+            out.insert(_find_place(out, line, depth + extra, tiny, round_ends), line)
         else:
             out.append(line)
     planned = 1 + max(forward, backward)
@@ -121,12 +123,12 @@ def _find_place(
     Args:
         ends: the last kernels of rounds; with None each kernel counts.
     """
-    free = True  # whether a tiny kernel may still be passed for nothing
+    may_pass_tiny = True  # whether a tiny kernel may still be passed without counting
     reads = set(moved.reads)
     leaves = {n.path for n in moved.reads if n.original.kind is Kind.STORED}
     loaded = {n for n in moved.reads if n.kind is Kind.STORED}
 
-    def earlier(name: ValueName) -> bool:
+    def is_earlier_version(name: ValueName) -> bool:
         gathered = name.kind is Kind.GATHERED and name.path in leaves
         return gathered or (name.kind is Kind.LOADED and name.source in loaded)
 
@@ -138,11 +140,14 @@ def _find_place(
         if overtakes or reads.intersection(line.writes):
             break
         if isinstance(line, Run):
-            within = ends is not None and line not in ends
-            passes, free = within or (free and line in tiny), free and line not in tiny
-            if (depth == 0 and not passes) or any(earlier(n) for n in line.reads):
+            # A kernel counts, unless its round ends later, or it is the first tiny one.
+            is_within_round = ends is not None and line not in ends
+            is_free = is_within_round or (may_pass_tiny and line in tiny)
+            may_pass_tiny = may_pass_tiny and line not in tiny
+            if (depth == 0 and not is_free) or any(is_earlier_version(n) for n in line.reads):
                 break
-            depth -= not passes
+            if not is_free:
+                depth -= 1
             place = index
     return place
 
@@ -154,6 +159,7 @@ def regather(schedule: Schedule) -> Schedule:
     split (Korthikanti et al. 2022). The second gather is a line like the first, with its bytes and its price.
     Small results, as a maximum for each token, are kept. A block that came by a permutation is never kept.
     """
+    # The exchanges of the forward that may travel again.
     lines = schedule.instructions
     forward = [
         line
@@ -174,14 +180,17 @@ def regather(schedule: Schedule) -> Schedule:
         for line in lines
         if isinstance(line, Wait) and line.is_for(Exchange) and line.reads[0] in sent
     }
+
     # Before the first kernel of the backward that reads a result, issue its exchange again under another
     # name.
     again: dict[ValueName, ValueName] = {}
     out: list[Instruction] = []
     for line in lines:
         if isinstance(line, Run) and line.of_backward:
-            whole = line.segment in schedule.recomputed
-            names = {n for n in line.reads if n in received and (whole or received[n].of_kind.permutes)}
+            is_recomputed = line.segment in schedule.recomputed
+            names = {
+                n for n in line.reads if n in received and (is_recomputed or received[n].of_kind.permutes)
+            }
             for name in [n for n in dict.fromkeys(line.reads) if n in names and n not in again]:
                 fresh = name.of(name.micro, f"{name.version}@{line.segment}")
                 second = replace(

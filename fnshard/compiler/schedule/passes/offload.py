@@ -1,14 +1,14 @@
-"""Offload: a pass that brings what rests on the host or on disk to where it is read, and back.
+"""Offload: a pass that brings what is stored on the host or on disk to where it is read, and back.
 
-Every value has a home: a stored shard in `memory`, optimizer slots and resting gradient shards in
-`optimizer_memory`, what an offloaded segment saves on the host. Every instruction has a place: an Update
-where `update_on` says, sums and norms of resting gradients where these are, all else on the device. Where the
-two differ, a transfer is written between them. The pass keeps numerics.
+Every value is stored on a tier: a stored shard in `memory`, optimizer slots and gradient shards that wait for
+the update in `optimizer_memory`, what an offloaded segment saves on the host. Every instruction runs on one,
+too: an Update where `update_on` says, sums and norms of gradients that are on the host there, all else on the
+device. Where the two differ, a transfer is written between them. The pass keeps numerics.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from fnshard.compiler.ir.values import Kind, ValueName
@@ -29,22 +29,25 @@ from fnshard.compiler.schedule.ir import Schedule, with_wait
 
 def offload(schedule: Schedule) -> Schedule:
     """Write the transfers that specs and remat ask for, each issued and waited for at once."""
+    # Nothing to move: everything is on the device.
     segments = schedule.offloaded
     tiers = {t for s in schedule.specs.values() for t in (s.memory, s.optimizer_memory)}
     if tiers == {"device"} and not segments:
         return schedule
     if segments:
         schedule = _offload_activations(schedule, segments)
-    state = _State(schedule)
+
+    # Stored shards, slots and gradients, line by line. Gradients on the host have another name there.
+    walk = _OffloadWalk(schedule)
     for line in schedule.instructions:
-        state.add(line)
-    outputs = tuple(state.host.get(n, n) for n in schedule.outputs)
-    reduced = {b: state.host.get(n, n) for b, n in schedule.reduced.items()}
-    return replace(schedule.with_instructions(state.out), outputs=outputs, reduced=reduced)
+        walk.add(line)
+    outputs = tuple(walk.host.get(n, n) for n in schedule.outputs)
+    reduced = {b: walk.host.get(n, n) for b, n in schedule.reduced.items()}
+    return replace(schedule.with_instructions(walk.out), outputs=outputs, reduced=reduced)
 
 
 @dataclass
-class _State:
+class _OffloadWalk:
     """A walk through a schedule that rewrites its lines.
 
     Args:
@@ -68,28 +71,29 @@ class _State:
     def __post_init__(self) -> None:
         lines = self.schedule.instructions
         self.updates = {i.bucket: i for i in lines if isinstance(i, Update) and i.number == 0}
-        self.normed = any(isinstance(i, Norms) for i in lines)
-        finals = {n for i in lines if not isinstance(i, AllReduce) for n in i.reads} | set(
-            self.schedule.outputs
-        )
-        self.finals = {n for n in finals if n.kind is Kind.REDUCED}
+        self.has_norms = any(isinstance(i, Norms) for i in lines)
+        # Reduced gradients that are read as such. A part of a sum, which an AllReduce completes, is not.
+        read = {n for i in lines if not isinstance(i, AllReduce) for n in i.reads}
+        self.finals = {n for n in read | set(self.schedule.outputs) if n.kind is Kind.REDUCED}
 
-    def rests(self, bucket: str) -> bool:
-        """Return whether the bucket's gradient shards lie on the host until they are used."""
+    def waits_on_host(self, bucket: str) -> bool:
+        """Return whether the bucket's gradient shards are on the host until they are used."""
         spec = self.schedule.specs[self.schedule.buckets[bucket].paths[0]]
         update = self.updates.get(bucket)
         at_once = update is not None and self.schedule.accumulate == 1
-        at_once = at_once and not (self.normed and "scalars" in update.reads)  # norms come at the end
+        at_once = at_once and not (self.has_norms and "scalars" in update.reads)  # norms come at the end
         return spec.optimizer_memory != "device" and not (spec.updated_on == "device" and at_once)
 
-    def on_host(self, line: Instruction) -> bool:
+    def is_on_host(self, line: Instruction) -> bool:
         """Return whether the instruction runs on the host."""
-        local = isinstance(line, Accumulate) and line.writes[0].kind is Kind.ACCUMULATED
-        rests = isinstance(line, Accumulate | Norms) and not local and self.rests(line.bucket)
-        return rests or line.on_host(self.schedule)
+        # Full gradients, which a rank sums before ranks do, stay on the device.
+        is_of_full = isinstance(line, Accumulate) and line.writes[0].kind is Kind.ACCUMULATED
+        if isinstance(line, Accumulate | Norms) and not is_of_full and self.waits_on_host(line.bucket):
+            return True
+        return line.on_host(self.schedule)
 
-    def home(self, name: ValueName) -> str:
-        """Return the tier that a state value rests on."""
+    def find_tier(self, name: ValueName) -> str:
+        """Return the tier that a state value is stored on, and "device" for any other value."""
         if not name.is_state:
             return "device"
         spec = self.schedule.specs[name.path]
@@ -98,7 +102,7 @@ class _State:
     def add(self, line: Instruction) -> None:
         """Write a line, with the transfers around it."""
         self.runs += isinstance(line, Run)
-        if self.on_host(line):
+        if self.is_on_host(line):
             self.add_on_host(line)
         else:
             self.add_on_device(line)
@@ -107,10 +111,11 @@ class _State:
     def add_on_host(self, line: Instruction) -> None:
         """Write a line that runs on the host.
 
-        Its gradients were sent there before. What it writes and the device stores is sent to the device.
+        Its gradients were sent there before. Shards that it writes and the device stores are sent to the
+        device.
         """
         reads = tuple(self.host.get(n, n) for n in line.reads)
-        moved = [n for n in line.writes if n.kind is Kind.STORED and self.home(n) == "device"]
+        moved = [n for n in line.writes if n.kind is Kind.STORED and self.find_tier(n) == "device"]
         gradients = {n: n.on_host() for n in line.writes if n.kind is Kind.REDUCED}
         self.host |= gradients
         names = gradients | {n: n.on_host() for n in moved}
@@ -121,33 +126,36 @@ class _State:
     def add_on_device(self, line: Instruction) -> None:
         """Write a line that runs on the device.
 
-        What it reads from elsewhere is loaded before it. What it writes of that, and gradients that rest on
+        What it reads from elsewhere is loaded before it. What it writes of that, and gradients that wait on
         the host, are sent there behind it.
         """
-        away = [n for n in dict.fromkeys(line.reads) if self.home(n) != "device"]
+        # Read copies in the place of what is not on the device.
+        away = [n for n in dict.fromkeys(line.reads) if self.find_tier(n) != "device"]
         away += [self.host[n] for n in dict.fromkeys(line.reads) if n in self.host]
         self.load(line, away)
         names = {n: self.loaded[n][0] for n in away} | {
             n: self.loaded[h][0] for n, h in self.host.items() if h in away
         }
-        back = [n for n in line.writes if self.home(n) != "device"]
+        back = [n for n in line.writes if self.find_tier(n) != "device"]
         # A Publish that was issued on a copy is waited for into that copy.
         names |= {n: self.loaded[n][0] for n in back}
         reads, writes = (tuple(names.get(n, n) for n in side) for side in (line.reads, line.writes))
         self.out.append(replace(line, reads=reads, writes=writes))
+
+        # Note when copies were read last, and send back what is stored elsewhere.
         for n in away:
             copy, _, _, at = self.loaded[n]
             self.loaded[n] = (copy, self.runs, line.phase, at)
         if back:
             self.out += _transfer(ToHost, line, [names[n] for n in back], back, into=True)
         for n in line.writes:
-            if n in self.finals and self.rests(line.bucket):
+            if n in self.finals and self.waits_on_host(line.bucket):
                 self.host[n] = n.on_host()
                 self.out += _transfer(ToHost, line, [n], [self.host[n]])
 
     def load(self, line: Instruction, names: Sequence[ValueName]) -> None:
-        """Write the load of values in front of a line, for those without a copy that is still there."""
-        fresh = [n for n in names if not self.still_there(n, line)]
+        """Write the load of values in front of a line, for those without a copy that can be read again."""
+        fresh = [n for n in names if not self.is_still_loaded(n, line)]
         copies = [n.on_device(self.made) for n in fresh]
         if fresh:
             self.made += 1
@@ -156,7 +164,7 @@ class _State:
                 n: (c, self.runs, line.phase, len(self.out)) for n, c in zip(fresh, copies, strict=True)
             }
 
-    def still_there(self, name: ValueName, line: Instruction) -> bool:
+    def is_still_loaded(self, name: ValueName, line: Instruction) -> bool:
         """Return whether an earlier copy can be read again: no kernel has run since, or its unit is kept."""
         if name not in self.loaded or name.kind is not Kind.STORED:
             return False
@@ -178,8 +186,9 @@ def _transfer(
 
 
 def _offload_activations(schedule: Schedule, segments: frozenset[int]) -> Schedule:
-    """Send what offloaded segments keep to the host after its last reader of the forward, and load it again
-    before the backward.
+    """Send what offloaded segments keep to the host, and load it again before the backward.
+
+    It is sent behind its last reader of the forward.
     """
     # Who reads each value, and who makes it.
     lines = list(schedule.instructions)
@@ -189,6 +198,7 @@ def _offload_activations(schedule: Schedule, segments: frozenset[int]) -> Schedu
         for name in line.reads:
             readers.setdefault(name, []).append(index)
     made = {n: i for i, line in enumerate(lines) for n in line.writes}
+
     # By line, what is sent to the host behind it, and what is loaded before it. A value stays if nothing of
     # the backward reads it, if something else reads it after that has begun, or if it has gaps, which a copy
     # closes.
@@ -207,14 +217,8 @@ def _offload_activations(schedule: Schedule, segments: frozenset[int]) -> Schedu
         after.setdefault(last, []).append(name)
         for i in backward:
             needed.setdefault(i, []).append(name)
-    return schedule.with_instructions(_with_transfers(lines, after, needed))
 
-
-def _with_transfers(
-    lines: Sequence[Instruction],
-    after: Mapping[int, Sequence[ValueName]],
-    needed: Mapping[int, Sequence[ValueName]],
-) -> list[Instruction]:
+    # Write the transfers. Each reader of the backward loads a copy of its own.
     out: list[Instruction] = []
     for index, line in enumerate(lines):
         if index in needed:
@@ -226,7 +230,7 @@ def _with_transfers(
         if index in after:
             names = after[index]
             out += _transfer(ToHost, line, names, [n.on_host() for n in names])
-    return out
+    return schedule.with_instructions(out)
 
 
 def _describe_values(lines: Iterable[Instruction], schedule: Schedule) -> dict[ValueName, Argument]:

@@ -1,4 +1,4 @@
-"""Order: passes that choose where updates stand, and where values die. They keep numerics."""
+"""Order: passes that choose when updates run, and when values die. They keep numerics."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _UPDATES = Update | ReduceUpdate | StackUpdate | ComputeStack
 
 
 def update_in_backward(schedule: Schedule) -> Schedule:
-    """Move each Update up, to where its gradient is there and its leaves are read no more.
+    """Move each Update up, behind the line that makes its gradient and the last one that reads its leaves.
 
     So gradient shards live for a moment only (as with torch's post-accumulate-grad hooks). Norms move up
     before the updates, since an optimizer may scale its gradients in place. An Update that reads a number of
@@ -40,8 +40,10 @@ def update_in_backward(schedule: Schedule) -> Schedule:
 
 
 def _is_of_update(line: Instruction) -> bool:
-    """Return whether a line is part of the update: norms, stretches (`Update`, `ComputeStack`), exchanges
-    between them, publishing, and the Waits for these."""
+    """Return whether a line is part of the update.
+
+    These are norms, stretches (`Update`, `ComputeStack`), exchanges between them, publishing, and the Waits.
+    """
     waits = isinstance(line, Wait) and line.is_for(Publish, ReduceUpdate, StackUpdate)
     return waits or isinstance(line, Norms | _UPDATES | Publish)
 
@@ -91,6 +93,7 @@ def insert_frees(schedule: Schedule) -> Schedule:
     dying: dict[int, list[ValueName]] = {}
     for name, index in last.items():
         dying.setdefault(index, []).append(name)
+
     out: list[Instruction] = []
     for index, line in enumerate(schedule.instructions):
         names = dying.get(index, [])

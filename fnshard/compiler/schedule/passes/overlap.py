@@ -26,16 +26,16 @@ from fnshard.mesh import PIPELINE
 
 
 def overlap(schedule: Schedule, depth: int) -> Schedule:
-    """Move the Waits of what leaves, and all lines that rest on them, below `depth` more kernels.
+    """Move the Waits of what leaves, and all lines that depend on them, below `depth` more kernels.
 
     Reductions, permutations, transfers to the host and exchanges of updates leave: no kernel reads their
     results soon. So a unit's gradients travel while the next unit's backward computes, and at most `depth` +
     1 buckets of full gradients are in flight. The kernels of one round count as one, except for values of one
     micro-batch.
 
-    A stage of a pipeline waits for reductions behind all its kernels. If it stood still for them, it would
-    hold up the stages that wait for what it makes, and each of these the next; and the sums of gradients are
-    in memory for most of the step anyway. A kernel never moves: what it reads is waited for in time, and no
+    A stage of a pipeline waits for reductions behind all its kernels. If it waited earlier, it would hold up
+    the stages that wait for what it makes, and each of these the next; and the sums of gradients are in
+    memory for most of the step anyway. A kernel never moves: what it reads is waited for in time, and no
     gather overtakes a kernel. Collectives of all stages keep the order in which other stages come to them.
     """
     permuted = {i.writes[0] for i in schedule.instructions if isinstance(i, Exchange) and i.of_kind.permutes}
@@ -50,7 +50,7 @@ def overlap(schedule: Schedule, depth: int) -> Schedule:
 def overlap_updates(schedule: Schedule, depth: int) -> Schedule:
     """Issue each update on another stream and wait for it `depth` kernels later.
 
-    This holds where the device has streams, where all that the update reads and writes rests on the device,
+    This holds where the device has streams, where all that the update reads and writes is on the device,
     and where a kernel runs before anything depends on the update.
     """
     if not depth or schedule.mesh.device_type != "cuda":
@@ -60,27 +60,26 @@ def overlap_updates(schedule: Schedule, depth: int) -> Schedule:
     out: list[Instruction] = []
     for number, line in enumerate(lines):
         # First the Waits whose time has come, or that this line needs.
-        due = [w for w, left in waiting.items() if not left or _depends(line, w)]
+        due = [w for w, left in waiting.items() if not left or _depends_on(line, w)]
         out += due
-        waiting = {
-            w: left - (isinstance(line, Run) and line in ends) for w, left in waiting.items() if w not in due
-        }
+        ends_round = isinstance(line, Run) and line in ends
+        waiting = {w: left - ends_round for w, left in waiting.items() if w not in due}
         if _can_overlap(line, schedule):
             # The line becomes an issue of the same fields, with a Wait for what it writes.
             same = {f.name: getattr(line, f.name) for f in fields(line)}
             flight = ValueName(Kind.FLIGHT, f"update {line.bucket}")
             issue, wait = with_wait(OverlappedUpdate(**same | {"writes": (flight,)}), *line.writes)
-            if _overlaps(wait, lines[number + 1 :]):
+            if _comes_after_kernel(wait, lines[number + 1 :]):
                 line = issue
                 waiting[wait] = depth
         out.append(line)
     return schedule.with_instructions([*out, *waiting])
 
 
-def _overlaps(wait: Wait, later: Sequence[Instruction]) -> bool:
+def _comes_after_kernel(wait: Wait, later: Sequence[Instruction]) -> bool:
     """Return whether a kernel comes before the first line that needs the Wait."""
-    first = next((line for line in later if isinstance(line, Run) or _depends(line, wait)), None)
-    return isinstance(first, Run) and not _depends(first, wait)
+    first = next((line for line in later if isinstance(line, Run) or _depends_on(line, wait)), None)
+    return isinstance(first, Run) and not _depends_on(first, wait)
 
 
 def _can_overlap(line: Instruction, schedule: Schedule) -> bool:
@@ -112,8 +111,8 @@ def wait_late(schedule: Schedule) -> Schedule:
 def issue_early(schedule: Schedule) -> Schedule:
     """Move each permutation of a backward above one kernel that does not make what it sends.
 
-    So it travels while the block before it computes. In a forward, permutations stand where they travel
-    during a kernel already.
+    So it travels while the block before it computes. In a forward, permutations travel during a kernel
+    already.
     """
     out: list[Instruction] = []
     for line in schedule.instructions:
@@ -156,19 +155,23 @@ class _Group:
 
 
 class _Queue:
-    """A queue of Waits that are delayed, each with the lines that rest on it.
+    """A queue of Waits that are delayed, each with the lines that depend on it.
 
     Args:
         depth: the number of rounds, or kernels, by which a Wait is delayed.
-        also: flights whose Waits are delayed though kernels read their results.
+        permuted: flights whose Waits are delayed though kernels read their results.
         ends: the last kernels of rounds.
         ordered: flights of collectives that keep their order.
     """
 
     def __init__(
-        self, depth: int, also: Collection[ValueName], ends: Collection[Run], ordered: frozenset[ValueName]
+        self,
+        depth: int,
+        permuted: Collection[ValueName],
+        ends: Collection[Run],
+        ordered: frozenset[ValueName],
     ):
-        self.depth, self.also, self.ends, self.ordered = depth, also, ends, ordered
+        self.depth, self.permuted, self.ends, self.ordered = depth, permuted, ends, ordered
         self.out: list[Instruction] = []
         self.waiting: list[_Group] = []
 
@@ -177,11 +180,13 @@ class _Queue:
         # A kernel never moves: the Waits that it needs are written out before it.
         while isinstance(line, Run) and self.find_group(line) is not None:
             self.release()
+        # Any other line waits with the first group that it depends on.
         is_ordered = self.is_ordered(line)
         if (group := self.find_group(line)) is not None:
             group.add(line, is_ordered)
             return
-        outgoing = isinstance(line, Wait) and (line.of.outgoing or line.reads[0] in self.also)
+        # A Wait for what leaves begins a group.
+        outgoing = isinstance(line, Wait) and (line.of.outgoing or line.reads[0] in self.permuted)
         if outgoing and self.depth:
             group = _Group(self.depth, [])
             group.add(line, is_ordered)
@@ -192,6 +197,7 @@ class _Queue:
             self.tick(line in self.ends)
 
     def is_ordered(self, line: Instruction) -> bool:
+        """Return whether it issues a collective that keeps its order."""
         return not self.ordered.isdisjoint(line.writes)
 
     def find_group(self, line: Instruction) -> _Group | None:
@@ -207,18 +213,19 @@ class _Queue:
             self.release(due[0])
 
     def release(self, number: int = 0) -> None:
-        """Write out a delayed Wait, and feed the lines behind it again: some may rest on another Wait."""
-        first, *rest = self.waiting.pop(number).lines
-        self.out.append(first)
-        for line in rest:
+        """Write out a delayed Wait, and feed the lines behind it again: some may depend on another Wait."""
+        wait, *dependent = self.waiting.pop(number).lines
+        self.out.append(wait)
+        for line in dependent:
             self.feed(line)
 
     def flush(self) -> None:
+        """Write out all Waits that are still delayed."""
         while self.waiting:
             self.release()
 
 
-def _depends(line: Instruction, other: Instruction) -> bool:
+def _depends_on(line: Instruction, other: Instruction) -> bool:
     """Return whether `line` must stay behind `other`: it reads or writes what that writes, or the reverse."""
     return bool(
         set(line.reads) & set(other.writes)
