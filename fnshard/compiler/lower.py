@@ -203,6 +203,7 @@ def _order_tasks(
     keeps: Sequence[KeptBytes],
 ) -> list[Task]:
     """Put the tasks of a pipeline in order, by the costs of its chunks' kernels and by what chunks keep."""
+    # A segment that runs again does so in the task of its backward.
     run_again = {index for rerun in reruns for index in rerun.runs}
 
     def count_cost(index: int, way: Way) -> float:
@@ -244,6 +245,7 @@ def lower(
         if getattr(error, "placed", True):
             raise
         front = trace_and_split(fn, specs, batch, mesh, settings, replace(options, sources=True))
+    # The error of a program that stages cannot share among them names lines of code.
     if mesh.stages > 1:
         try:
             assign_chunks(front.segments, specs.stored, mesh)

@@ -126,6 +126,18 @@ def test_a_mistake_is_one_error(mistake: str) -> None:
         run()
 
 
+def test_a_view_of_a_gathered_value_need_not_fit_its_strides() -> None:
+    """A gather makes a value contiguous that `fn` has as a transpose, so that its view back is a copy."""
+
+    def loss(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        y = fs.constrain((x @ p["w"]).transpose(1, 2), fs.P())
+        return (y.transpose(1, 2).view(-1) ** 2).mean()
+
+    params, mesh = {"w": torch.randn(4, 6)}, fs.make_mesh(tensor=2, simulated=True)
+    specs = fs.match_specs(params, [("*", fs.LayoutSpec(fs.P(), compute=fs.P(None, "tensor")))])
+    assert fs.debug.check(loss, params, torch.randn(2, 3, 4), specs, mesh)
+
+
 def test_a_data_axis_may_have_any_name() -> None:
     """Along "context" that splits rows, no sequence is split."""
     model, mesh = decoder(), fs.make_mesh(context=2, data_axes=["context"], simulated=True)

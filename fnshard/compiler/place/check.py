@@ -78,7 +78,7 @@ class Record:
         if not problems:
             try:
                 run()
-            except RuntimeError as error:
+            except (RuntimeError, ValueError) as error:  # fake tensors raise both
                 problems = [str(error).splitlines()[0]]
             else:
                 problems = list(self._check_shapes(alive))

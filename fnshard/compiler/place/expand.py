@@ -61,7 +61,10 @@ def expand_call(call: Call, autocast: bool) -> fx.Graph | None:
 
     def compute(*tensors: Tensor) -> Any:
         feed = iter(t.to(dtype) if dtype and t.is_floating_point() else t for t in tensors)
-        take = lambda value: next(feed) if isinstance(value, Tensor) else value  # noqa: E731
+
+        def take(value: Any) -> Any:
+            return next(feed) if isinstance(value, Tensor) else value
+
         return definition(*map_aggregate(args, take), **map_aggregate(kwargs, take))
 
     # make_fx takes a tensor that comes twice for one input, so that each gets a tensor of its own.

@@ -199,6 +199,7 @@ class _ExpertPlacer:
 
     def place(self) -> Program:
         """Walk over the program, forward, and return the new one."""
+        # Inputs, then ops in order, then outputs.
         for node, each in zip(self.program.placeholders, self.program.inputs, strict=True):
             is_stack = each.kind == "leaf" and each.name in self.stacks
             self.values[node] = _RoutedValue(self.graph.placeholder(node.name), is_stack)

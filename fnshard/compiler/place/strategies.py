@@ -133,7 +133,10 @@ class Call:
     def on(self, tensors: Sequence[Tensor], **changes: Any) -> Any:
         """Call the op on other tensors in the places of its own, and with some arguments changed."""
         feed = iter(tensors)
-        take = lambda value: next(feed) if isinstance(value, Tensor) else value  # noqa: E731
+
+        def take(value: Any) -> Any:
+            return next(feed) if isinstance(value, Tensor) else value
+
         # In the order of `tensors`, which takes lists apart.
         named = {n: [take(v) for v in a] if is_list(a) else take(a) for n, a in self.arguments.items()}
         args, kwargs = self.rebuild(named | changes)

@@ -155,7 +155,10 @@ def _slice(call: Call) -> Iterator[OpStrategy]:
         if local_range is None:
             continue
         after, first, last = local_range
-        run = lambda index, x, first=first, last=last: aten.slice(x, dim, first, last, step)  # noqa: E731
+
+        def run(index: Tensor, x: Tensor, first=first, last=last) -> Tensor:
+            return aten.slice(x, dim, first, last, step)
+
         # Entries that are cut off become padding, which in an update may hold anything.
         if split == Split(dim) and end < size and not call.axis.update:
             run = _pad_last_rank(dim, call.part(shape, split) * call.ranks - end, call.ranks)
@@ -196,8 +199,11 @@ def _split(call: Call) -> Iterator[OpStrategy]:
             yield OpStrategy((split,), Split(split.dim - (removes_dim and dim < split.dim), split.outer))
         elif not removes_dim and equal and split.outer % len(pieces) == 0:
             size = call.part(shape, split) * split.outer // len(pieces)
-            take = lambda index, x, size=size: x.split(size, dim)  # noqa: E731
-            yield OpStrategy((split,), Split(dim, split.outer // len(pieces)), run=take)
+
+            def run(index: Tensor, x: Tensor, size=size) -> list[Tensor]:
+                return x.split(size, dim)
+
+            yield OpStrategy((split,), Split(dim, split.outer // len(pieces)), run=run)
     yield OpStrategy((PARTIAL,), PARTIAL)
 
 

@@ -130,6 +130,7 @@ def order_pipeline(
         zero_bubble_memory: with "zero_bubble", the bytes that a stage may keep, as a multiple of the most
             that a stage keeps with "depth".
     """
+    # How many micro-batches a stage may have under way.
     stage_of = [stage for stage, _ in chunks]
     room = usual_room(max(stage_of) + 1, len(chunks)) if order != "breadth" else None
     ways: tuple[Way, ...] = (Way.FORWARD, Way.BACKWARD)
@@ -146,6 +147,7 @@ def order_pipeline(
         keeps = keeps or [KeptBytes()] * len(chunks)
         depth_first = order_stages(stage_of, accumulate, room, whole_costs)
         limit = zero_bubble_memory * max(count_kept(depth_first, stage_of, keeps).values())
+
     return [
         Task(
             chunks[slot.chunk][1],
@@ -239,7 +241,11 @@ def order_stages(
         return held[stage] < room[stage] and (kept[stage] < chunks or not apart)
 
     # By task that can begin, when what it needs is done.
-    possible = {task: at for task in following if (at := find_start(*task)) is not None}
+    possible: dict[tuple[int, Way], float] = {}
+    for task in following:
+        if (at := find_start(*task)) is not None:
+            possible[task] = at
+
     while possible:
         begins = {(c, way): max(at, free[stage_of[c]]) for (c, way), at in possible.items()}
         # The task that begins first comes first. Of a stage's chunks it is the one that a group of as many

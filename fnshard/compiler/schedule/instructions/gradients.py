@@ -137,7 +137,7 @@ class ReduceScatter(OfBucket):
         It returns None where the transport cannot, or gradients must be cast.
         """
         bucket, packer, comm = bucket_of(self, context), context.packer(self.bucket), context.comm
-        # Some transports have one of these methods, others neither.
+        # A transport may lack either of these methods.
         reduce_pair, reduce_leaves = (getattr(comm, n, None) for n in ("reduce_pair", "reduce_leaves"))
         if not self.in_place(context.schedule):
             return lambda grads: None
@@ -273,8 +273,8 @@ class Accumulate(OfBucket):
         def add(env: Env) -> None:
             value: Reduced = env[new]
             if first and take:  # a copy, since what a transfer brought goes back to its pool
-                make = lambda p, b: take(b, specs[p].sum_dtype, for_host=True)  # noqa: E731
-                env[out] = Reduced({p: make(p, b).copy_(b) for p, b in value.blocks.items()})
+                buffers = {p: take(b, specs[p].sum_dtype, for_host=True) for p, b in value.blocks.items()}
+                env[out] = Reduced({p: buffers[p].copy_(b) for p, b in value.blocks.items()})
                 return
             if first:
                 # A gradient that was not sent may be another value's tensor too. A row that has come is not.

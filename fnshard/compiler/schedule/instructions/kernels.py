@@ -114,7 +114,7 @@ class Free(Instruction):
         }
         kinds = [(n.kind, n.original.kind) for n in self.drops]
         others = [n for n, kind in zip(self.drops, kinds, strict=True) if kind not in words]
-        return ", ".join(others + [f"{count} {words[k]}" for k in words if (count := kinds.count(k))])
+        return ", ".join(others + [f"{kinds.count(k)} {word}" for k, word in words.items() if k in kinds])
 
     def bind(self, context: Context) -> Action:
         freed, transfers, later = context.freed, context.transfers, context.later(self)

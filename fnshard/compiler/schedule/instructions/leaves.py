@@ -273,11 +273,13 @@ class Gather(OfBucket):
         a function that takes those which replace them.
         """
         bucket, packer, comm = bucket_of(self, context), context.packer(self.bucket), context.comm
-        # Some transports have one of these methods, others neither.
+        # A transport may lack either of these methods.
         into_shared, into_own = (getattr(comm, n, None) for n in ("gather_leaves", "gather_blocks"))
         specs, (runs, total) = context.schedule.specs, leaf_runs(bucket)
         if not self.in_place(context.schedule):
             return lambda stored, move: None
+
+        # Ranks that share memory write their blocks into leaves that all of them read.
         if into_shared is not None:
             number = context.mesh.group_ranks(bucket.axes, context.rank).index(context.rank)
             starts = [start + number * p.numel for (start, _), p in zip(runs, bucket.pieces, strict=True)]
@@ -291,6 +293,8 @@ class Gather(OfBucket):
             return gather
         if into_own is None or not end_to_end(bucket, context.schedule.mesh):
             return lambda stored, move: None
+
+        # Otherwise the transport receives blocks into a rank's own leaves.
         as_stored = all(specs[p].storage_dtype == bucket.dtype for p in bucket.paths)
 
         def issue(stored: Mapping[str, Tensor], _: Any) -> Any:
