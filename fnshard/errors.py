@@ -1,4 +1,4 @@
-"""Every error a user's mistake can raise: one message, all failing leaves, the way out."""
+"""The errors that a user's mistake raises. One message lists all failing leaves and says the way out."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class CheckpointWarning(UserWarning):
 
 
 class DebugError(FnshardError, AssertionError):
-    """A check of `fs.debug` found a difference, or a compilation too many. `report`: its findings."""
+    """A check of `fs.debug` failed; `report` has its findings."""
 
     def __init__(self, headline: str, failures: Sequence[str] = (), fix: str = "", *, report: object = None):
         super().__init__(headline, failures, fix)
@@ -114,7 +114,7 @@ def misfits(values: Mapping[str, Any], expected: Mapping[str, tuple[Callable[[An
 
 
 def counts(least: int, what: str = "a whole number") -> tuple[Callable[[Any], bool], str]:
-    """Return what `misfits` expects of a whole number, from `least` on, which is no boolean."""
+    """Return what `misfits` expects of a whole number that is at least `least`, and no boolean."""
     return lambda v: is_number(v) and isinstance(v, int) and v >= least, f"{what}, at least {least}"
 
 
@@ -129,11 +129,14 @@ def is_number(value: object) -> bool:
 
 
 def nearest(glob: str, names: Iterable[str]) -> str:
-    """Return the names that a glob may have meant, of numbered ones the first, as the end of a message.
+    """Return the end of a message, with the names that a glob may have meant.
+
+    Of names that differ in their numbers alone (one per layer) only the first is suggested.
 
     >>> nearest("*.wv", ["layers.0.wq", "layers.1.wq", "norm"])
     "; nearest: 'layers.0.wq', 'norm'"
     """
+    # Reversed, so that of names with the same pattern the first one stays in the dict.
     first = {re.sub(r"\d+", "0", name): name for name in reversed(list(names))}
     close = difflib.get_close_matches(glob.strip("*"), first, n=3, cutoff=0)
     return f"; nearest: {', '.join(repr(first[name]) for name in close)}" if close else ""

@@ -1,8 +1,7 @@
-"""`make_functional` makes of an unmodified `nn.Module` a pure function over a flat `{path: tensor}`."""
+"""`make_functional` turns an unmodified `nn.Module` into a pure function over a flat `{path: tensor}`."""
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,9 +26,9 @@ def make_functional(model: nn.Module) -> tuple[Callable[..., Any], dict[str, Ten
     A call leaves the module as it was: what forward writes to its attributes, containers and submodules (a
     table that it caches, a counter in Python) is undone, also where it raises. While a step traces `fn`, that
     happens when `fn` has returned, so that `fn` may read what forward has left (`model.aux_loss`). During a
-    call the module holds the other leaves, wherever it keeps its own; one call runs at a time. In eager
-    evaluation, activation checkpointing inside the module recomputes from the module's own leaves: leave it
-    off there.
+    call the module holds the leaves that are passed, wherever it keeps its own; one call runs at a time. In
+    eager evaluation, activation checkpointing inside the module recomputes from the module's own leaves:
+    leave it off there.
 
     What forward writes to its buffers, in place or by assigning them (BatchNorm's running statistics, the
     vectors of spectral_norm, a queue), goes into the tensors that were passed, as in
@@ -63,21 +62,29 @@ def make_functional(model: nn.Module) -> tuple[Callable[..., Any], dict[str, Ten
         kind = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
         fix = "a tree of tensors of one's own is a parameter tree as it is: fs.match_specs(params, rules)."
         raise TraceError(f"make_functional takes a model, an nn.Module, not {kind}.", fix=fix)
-    model = model.module if isinstance(model, tree.PARALLEL) else model  # whose forward would communicate
+    if isinstance(model, tree.PARALLEL):
+        model = model.module  # the wrapper's own forward would communicate
     _check_hooks(model)
     _check_memory(model)
+
+    # Leaves are the module's own tensors. Those of a module without memory are meta tensors, and buffers are
+    # marked as such.
     params: dict[str, Tensor] = {}
-    names: dict[str, list[str]] = {}
     for path, leaf in leaves_of(model).items():
         if recipe_of(leaf) is not None:
             params[path] = on_meta(leaf)
+        elif isinstance(leaf, nn.Parameter | nn.Buffer):
+            params[path] = leaf
         else:
-            params[path] = leaf if isinstance(leaf, nn.Parameter | nn.Buffer) else _mark(leaf)
+            params[path] = nn.Buffer(leaf.detach())
+
+    # A tied weight knows its other names. They are set on an alias, so that the module's own is unchanged.
+    other_names: dict[str, list[str]] = {}
     for other, path in aliases(model).items():
-        names.setdefault(path, []).append(other)
-    for path, others in names.items():
+        other_names.setdefault(path, []).append(other)
+    for path, others in other_names.items():
         if recipe_of(params[path]) is None:
-            params[path] = _alias(params[path])  # no mark is left on the module's own
+            params[path] = _make_alias(params[path])
         params[path].tied_names = tuple(others)
 
     def apply(params: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
@@ -87,23 +94,28 @@ def make_functional(model: nn.Module) -> tuple[Callable[..., Any], dict[str, Ten
     return apply, params
 
 
-_swapping = threading.RLock()  # a module has one place for each leaf
+# A module has one place for each leaf, so that one call at a time may fill these places. The lock is
+# reentrant, since a forward may call the `apply` of another module.
+_swap_lock = threading.RLock()
 
 
 @contextmanager
 def _swap_leaves(model: nn.Module, params: Mapping[str, Tensor]) -> Iterator[None]:
     """Give a module other leaves in the block, wherever it keeps its own; afterwards it is as it was."""
-    with _swapping:
-        places = list(_places(model))
-        stored = {id(place.leaf): place.path for place in reversed(places)}  # of tied ones the first
+    with _swap_lock:
+        # Find the places of leaves. A tied leaf is stored under its first name: in reverse that one is kept.
+        places = list(_find_places(model))
+        stored = {id(place.leaf): place.path for place in reversed(places)}
         _check_paths(model, places, stored, params)
         others = {i: params[path] for i, path in stored.items()}
+
+        # Remember what forward may write to: leaves by their versions, the module's other tensors by numbers.
         plain = [path for path, leaf in params.items() if is_plain(leaf)]
         versions = {path: params[path]._version for path in plain if params[path].requires_grad}
         contents = Contents(model)
         # A trace looks after the numbers of what it meets: copied here, they would be part of its program.
-        traced = len(plain) < len(params)
-        numbers = TensorSnapshot(t for t in contents.tensors if not traced and id(t) not in others)
+        is_traced = len(plain) < len(params)
+        numbers = TensorSnapshot(t for t in contents.tensors if not is_traced and id(t) not in others)
 
         # Replace the leaves, run the forward, and put everything back, also what it wrote.
         try:
@@ -121,7 +133,7 @@ def _swap_leaves(model: nn.Module, params: Mapping[str, Tensor]) -> Iterator[Non
         wrong = [path for path, version in versions.items() if params[path]._version != version]
         buffers = {stored[id(at.leaf)] for at in places if at.is_buffer}
         assigned = {p: values for p, values in now.items() if any(v is not params[p] for v in values)}
-        wrong += [p for p, values in assigned.items() if p not in buffers or not _fit(values, params[p])]
+        wrong += [p for p, values in assigned.items() if p not in buffers or not _can_take(params[p], values)]
         _check_written(wrong, written)
         with torch.no_grad():
             # Copies first: what is assigned to one buffer may be another one.
@@ -131,18 +143,28 @@ def _swap_leaves(model: nn.Module, params: Mapping[str, Tensor]) -> Iterator[Non
 
 def _check_memory(model: nn.Module) -> None:
     """Refuse a parameter that trains on memory of another leaf: in torch both change, here each by itself."""
-    named, found = leaves_of(model), dict[int, dict[str, Tensor]]()
+    named = leaves_of(model)
+    by_storage: dict[int, dict[str, Tensor]] = {}
     for path, leaf in named.items():
         memory = getattr(recipe_of(leaf), "alias", leaf)
         if memory.layout == torch.strided and not nn.parameter.is_lazy(leaf):
-            found.setdefault(storage_id(memory), {})[path] = memory
-    wrong = [
-        f"params[{first!r}] and params[{second!r}]"
-        for group in found.values()
-        for first, second in itertools.pairwise(sorted(group, key=lambda p: group[p].storage_offset()))
-        if (named[first].requires_grad or named[second].requires_grad)
-        and _overlap(group[first], group[second])
-    ]
+            by_storage.setdefault(storage_id(memory), {})[path] = memory
+
+    # Compare each leaf with those that begin before it ends; no other can have an element in common with it.
+    wrong: list[str] = []
+    for group in by_storage.values():
+        starts = {p: t.storage_offset() * t.itemsize for p, t in group.items()}
+        in_order = sorted(group, key=lambda p: starts[p])
+        for index, first in enumerate(in_order):
+            leaf = group[first]
+            last = sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True))
+            end = starts[first] + (last + 1) * leaf.itemsize
+            for second in in_order[index + 1 :]:
+                if starts[second] >= end:
+                    break
+                trains = named[first].requires_grad or named[second].requires_grad
+                if trains and _has_overlap(leaf, group[second]):
+                    wrong.append(f"params[{first!r}] and params[{second!r}]")
     if wrong:
         raise StateError(
             f"leaves of {type(model).__name__} that are no tie share their memory, and would drift apart:",
@@ -152,7 +174,7 @@ def _check_memory(model: nn.Module) -> None:
         )
 
 
-def _overlap(*tensors: Tensor) -> bool:
+def _has_overlap(*tensors: Tensor) -> bool:
     """Return whether two tensors of one storage have an element of it in common."""
     # NumPy knows the exact answer for strided views, and reads none of their memory.
     memory = np.empty(tensors[0].untyped_storage().nbytes(), np.uint8)  # nobody reads it or writes to it
@@ -167,11 +189,11 @@ def _overlap(*tensors: Tensor) -> bool:
     return np.shares_memory(*views)
 
 
-def _fit(values: Sequence[Any], leaf: Tensor) -> bool:
+def _can_take(leaf: Tensor, values: Sequence[Any]) -> bool:
     """Return whether a leaf can take what was assigned: one tensor of its kind, under all of its names."""
     value = values[0]
-    same = isinstance(value, Tensor) and (value.shape, value.dtype) == (leaf.shape, leaf.dtype)
-    return same and all(v is value for v in values)
+    is_alike = isinstance(value, Tensor) and (value.shape, value.dtype) == (leaf.shape, leaf.dtype)
+    return is_alike and all(v is value for v in values)
 
 
 class _LeafPlace(NamedTuple):
@@ -184,7 +206,7 @@ class _LeafPlace(NamedTuple):
     is_buffer: bool
 
 
-def _places(model: nn.Module) -> Iterator[_LeafPlace]:
+def _find_places(model: nn.Module) -> Iterator[_LeafPlace]:
     """Yield the places of parameters and buffers, by all of their names."""
     modules = list(tree.named_modules(model))
     for is_buffer in (False, True):
@@ -241,22 +263,17 @@ def _check_written(paths: Iterable[str], attributes: Sequence[Tensor]) -> None:
         )
 
 
-def _mark(leaf: Tensor) -> Tensor:
-    """Return an alias that is marked as a buffer."""
-    return nn.Buffer(leaf.detach())
-
-
-def _alias(leaf: Tensor) -> Tensor:
+def _make_alias(leaf: Tensor) -> Tensor:
     """Return an alias with the marks that the leaf has."""
     if isinstance(leaf, nn.Parameter):
         return nn.Parameter(leaf.detach(), requires_grad=leaf.requires_grad)
-    return _mark(leaf)
+    return nn.Buffer(leaf.detach())
 
 
 def leaves_of(model: nn.Module) -> dict[str, Tensor]:
     """Return a module's own parameters and buffers, each by the first of its names."""
     first: dict[int, tuple[str, Tensor]] = {}
-    for place in _places(model):
+    for place in _find_places(model):
         first.setdefault(id(place.leaf), (place.path, place.leaf))
     return dict(first.values())
 
@@ -264,5 +281,5 @@ def leaves_of(model: nn.Module) -> dict[str, Tensor]:
 def aliases(model: nn.Module) -> dict[str, str]:
     """Return `{other name: the path it is stored under}` of tied parameters and buffers."""
     first = {id(leaf): path for path, leaf in leaves_of(model).items()}
-    named = [(place.path, first[id(place.leaf)]) for place in _places(model)]
+    named = [(place.path, first[id(place.leaf)]) for place in _find_places(model)]
     return {other: path for other, path in named if other != path}

@@ -3,7 +3,7 @@
 optree is used in a namespace of its own, in which dicts keep insertion order. Elsewhere optree sorts keys,
 and mixing the two permutes parameters in silence. None is a leaf. A class that `torch.utils._pytree` knows
 (torch.func flattens by it) is known here too. Constants and functions are part of a tree's structure, as
-static fields are in Equinox. Where they are values (of a batch, of what `fn` returns), `constants=True` makes
+static fields are in Equinox. Where they are values (in a batch, in what `fn` returns), `constants=True` makes
 leaves of them.
 """
 
@@ -29,7 +29,8 @@ from fnshard.errors import SpecError
 __all__ = ["register"]
 
 _SPACE = "fnshard"
-_ORDER = optree.dict_insertion_ordered(True, namespace=_SPACE)  # back to sorted as soon as nobody holds it
+# A context manager that is never left. It is kept, since optree sorts keys again once it is collected.
+_ORDER = optree.dict_insertion_ordered(True, namespace=_SPACE)
 _ORDER.__enter__()
 
 CONSTANTS = (
@@ -63,26 +64,29 @@ def register(
     >>> list(flatten_with_paths({"x": Batch(torch.ones(2), torch.ones(2))})[0])
     ['x.tokens', 'x.mask']
     """
-    by_hand = flatten is not None and unflatten is not None
-    if not isinstance(cls, type) or not (by_hand or (_has_fields(cls) and flatten is unflatten)):
+    has_functions = flatten is not None and unflatten is not None
+    has_none = flatten is None and unflatten is None
+    if not isinstance(cls, type) or not (has_functions or (has_none and _has_fields(cls))):
         raise SpecError(
             f"fs.tree.register({getattr(cls, '__name__', cls)}): no dataclass or attrs class, and "
             "not two functions.",
             fix="fs.tree.register(cls, flatten, unflatten): flatten(object) -> {name: child} and back.",
         )
+    # First torch learns the class, unless it knows it; optree takes the class from torch's registry.
     if cls not in pytree.SUPPORTED_NODES:
-        if by_hand:
+        if has_functions:
             _register_with_torch(cls, flatten, unflatten)
         elif is_dataclass(cls):
             pytree.register_dataclass(cls)
         else:
+            # attrs may give a field another name in the constructor, its alias.
             fields = {a.name: a.alias for a in cls.__attrs_attrs__ if a.init}
             _register_with_torch(
                 cls,
                 lambda value: {name: getattr(value, name) for name in fields},
                 lambda children: cls(**{fields[name]: child for name, child in children.items()}),
             )
-    _adopt(cls)
+    _register_with_optree(cls)
     return cls
 
 
@@ -110,15 +114,19 @@ def _register_with_torch(
     pytree.register_pytree_node(cls, split, join, flatten_with_keys_fn=split_with_keys)
 
 
-def _adopt(cls: type) -> None:
-    """Make a class that torch knows known to optree; children that have no names there go by their index."""
+def _register_with_optree(cls: type) -> None:
+    """Tell optree about a class that torch knows; children that torch has no names for take their index."""
     node = pytree.SUPPORTED_NODES[cls]
 
     def split(value: Any) -> tuple[list[Any], Any, tuple[str, ...]]:
         children, context = node.flatten_fn(value)
-        keys = node.flatten_with_keys_fn and node.flatten_with_keys_fn(value)[0]
-        names = tuple(_key(k) for k, _ in keys) if keys else tuple(builtins.map(str, range(len(children))))
-        return children, (names, context), names  # names count in comparisons
+        keys = node.flatten_with_keys_fn(value)[0] if node.flatten_with_keys_fn is not None else None
+        if keys:
+            names = tuple(_name_torch_key(key) for key, _ in keys)
+        else:
+            names = tuple(str(index) for index in range(len(children)))
+        # Names are part of the metadata, so that trees with other names are not equal.
+        return children, (names, context), names
 
     def join(metadata: Any, children: Iterable[Any]) -> Any:
         return node.unflatten_fn(list(children), metadata[1])
@@ -137,7 +145,9 @@ def how_to_register(values: Iterable[Any]) -> str:
     """Return the way out for leaves that are objects; "" where none of them has a class of its own."""
     kinds = {type(v): "" if _has_fields(type(v)) else ", flatten, unflatten" for v in values}
     calls = [
-        f"fs.tree.register({k.__name__}{rest})" for k, rest in kinds.items() if k.__module__ not in _PLAIN
+        f"fs.tree.register({cls.__name__}{functions})"
+        for cls, functions in kinds.items()
+        if cls.__module__ not in _PLAIN
     ]
     return f"for an object of tensors {' and '.join(calls)}, once, after its class; " if calls else ""
 
@@ -191,10 +201,18 @@ def unusual(value: Tensor) -> str:
     """Return what an unusual tensor is, "nested" say; "" for one with strides, a shape and plain numbers."""
     if isinstance(value, nn.parameter.UninitializedTensorMixin):
         return "without a shape yet"
-    kind, name = type(value), str(value.layout).removeprefix("torch.")
-    other = kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ and kind.__name__ != "FakeTensor"
-    kinds = {"nested": value.is_nested, name: name != "strided", "quantized": value.is_quantized}
-    return next((k for k, found in (*kinds.items(), (f"a {kind.__name__}", other)) if found), "")
+    if value.is_nested:
+        return "nested"
+    if value.layout != torch.strided:
+        return str(value.layout).removeprefix("torch.")
+    if value.is_quantized:
+        return "quantized"
+    # A subclass that handles operators itself, as DTensor does, need not hold plain numbers. A fake tensor
+    # stands for a plain one.
+    cls = type(value)
+    if cls.__torch_dispatch__ is not Tensor.__torch_dispatch__ and cls.__name__ != "FakeTensor":
+        return f"a {cls.__name__}"
+    return ""
 
 
 def is_constant(value: Any) -> bool:
@@ -244,8 +262,8 @@ def flatten(
     """
     leaves, nodes = _flatten(tree, is_leaf)
     # What is constant belongs to the structure, where it takes part in comparisons.
-    static = () if constants else _static(leaves)
-    return _without(leaves, static), TreeDef(nodes, static)
+    static = () if constants else _find_static(leaves)
+    return _drop_static(leaves, static), TreeDef(nodes, static)
 
 
 def unflatten(leaves: Iterable[Any], structure: TreeDef) -> Any:
@@ -283,9 +301,9 @@ def flatten_with_paths(
     {'a.w': 1, 'b.0': 2, 'b.1': 3}
     """
     leaves, nodes = _flatten(tree, is_leaf)
-    paths = _paths(nodes)
-    static = () if constants else _static(leaves)
-    named = dict(zip(_without(paths, static), _without(leaves, static), strict=True))
+    paths = _list_paths(nodes)
+    static = () if constants else _find_static(leaves)
+    named = dict(zip(_drop_static(paths, static), _drop_static(leaves, static), strict=True))
     return named, TreeDef(nodes, static)
 
 
@@ -309,10 +327,17 @@ COMPILED = "_orig_mod"  # the name under which torch.compile keeps a module
 def named_modules(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield all modules by all of their names, to which wrappers (torch.compile, DDP) add nothing."""
     yield name, module
-    wrapping = (COMPILED, "_checkpoint_wrapped_module", *["module"] * isinstance(module, _WRAPPERS))
+    # The keys under which a wrapper keeps the module that it wraps; "module" is one in these classes alone.
+    wrapped_keys = [COMPILED, "_checkpoint_wrapped_module"]
+    if isinstance(module, _WRAPPERS):
+        wrapped_keys.append("module")
     for key, child in module._modules.items():
-        if child is not None:
-            yield from named_modules(child, name if key in wrapping else f"{name}.{key}" if name else key)
+        if child is None:
+            continue
+        if key in wrapped_keys:
+            yield from named_modules(child, name)
+        else:
+            yield from named_modules(child, f"{name}.{key}" if name else key)
 
 
 def unwrap_module(module: Any) -> Any:
@@ -321,22 +346,29 @@ def unwrap_module(module: Any) -> Any:
 
 
 def _flatten(tree: Any, is_leaf: Callable[[Any], bool] | None) -> tuple[list[Any], optree.PyTreeSpec]:
-    """Flatten by optree, which learns classes of torch's as it meets them."""
+    """Flatten by optree, and teach it the classes that only torch knows as they are met."""
     leaves, nodes = optree.tree_flatten(tree, is_leaf, none_is_leaf=True, namespace=_SPACE)
-    known = partial(optree.register_pytree_node.get, namespace=_SPACE)
-    # optree takes what it does not know for a leaf: if torch knows its class, it is taken apart after all.
-    torchs = [k for k in set(builtins.map(type, leaves)) if k in pytree.SUPPORTED_NODES and known(k) is None]
-    if not torchs:
+    find_node = partial(optree.register_pytree_node.get, namespace=_SPACE)
+    # optree takes an object of a class that it does not know for a leaf. If torch knows the class, register
+    # it, and flatten again.
+    unknown = [
+        cls
+        for cls in set(builtins.map(type, leaves))
+        if cls in pytree.SUPPORTED_NODES and find_node(cls) is None
+    ]
+    if not unknown:
         return leaves, nodes
-    for kind in torchs:
-        _adopt(kind)
+    for cls in unknown:
+        _register_with_optree(cls)
     return _flatten(tree, is_leaf)
 
 
 @lru_cache(maxsize=256)
-def _paths(nodes: optree.PyTreeSpec) -> tuple[str, ...]:
-    """Return the paths of all leaves, constants too."""
-    paths = tuple(".".join(_name(entry) for entry in accessor) or "value" for accessor in nodes.accessors())
+def _list_paths(nodes: optree.PyTreeSpec) -> tuple[str, ...]:
+    """Return the paths of all leaves and constants; that of a tree which is a single leaf is "value"."""
+    paths = tuple(
+        ".".join(_name_entry(entry) for entry in accessor) or "value" for accessor in nodes.accessors()
+    )
     alike = [repr(path) for path, count in Counter(paths).items() if count > 1]
     if alike:
         raise SpecError(
@@ -347,8 +379,9 @@ def _paths(nodes: optree.PyTreeSpec) -> tuple[str, ...]:
     return paths
 
 
-def _static(leaves: list[Any]) -> tuple[tuple[int, Any], ...]:
+def _find_static(leaves: list[Any]) -> tuple[tuple[int, Any], ...]:
     """Return the leaves that are part of the structure, with their index."""
+    # Most trees hold plain tensors alone, for which the set of their types is enough.
     if set(builtins.map(type, leaves)) <= _TENSORS:
         return ()
     return tuple((i, v) for i, v in enumerate(leaves) if is_static(v))
@@ -357,19 +390,22 @@ def _static(leaves: list[Any]) -> tuple[tuple[int, Any], ...]:
 _TENSORS = {Tensor, nn.Parameter}
 
 
-def _without(values: Sequence[Any], static: tuple[tuple[int, Any], ...]) -> Sequence[Any]:
-    """Return the values of all other leaves."""
+def _drop_static(values: Sequence[Any], static: tuple[tuple[int, Any], ...]) -> Sequence[Any]:
+    """Return the values, given for all leaves, of the leaves that are not in `static`."""
     if not static:
         return values
-    left_out = {i for i, _ in static}
-    return [v for i, v in enumerate(values) if i not in left_out]
+    dropped = {i for i, _ in static}
+    return [v for i, v in enumerate(values) if i not in dropped]
 
 
-def _name(entry: Any) -> str:
-    """Return the name of a step into a node: the field's of a named tuple, where its entry is an index."""
+def _name_entry(entry: Any) -> str:
+    """Return the name of a step into a node; a named tuple's entry is an index, and `field` is its name."""
     return str(getattr(entry, "field", entry.entry))
 
 
-def _key(key: Any) -> str:
-    """Return the name of a step into a node, of torch's entries."""
-    return next((str(getattr(key, a)) for a in ("key", "idx", "name") if hasattr(key, a)), str(key))
+def _name_torch_key(key: Any) -> str:
+    """Return the name of a step into a node from torch's MappingKey, SequenceKey or GetAttrKey."""
+    for attribute in ("key", "idx", "name"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)

@@ -86,3 +86,11 @@ def test_parameters_that_share_memory_are_tied_or_refused(share: Any, deferred: 
         fs.make_functional(model)
     for module in (apart, model.requires_grad_(False)):
         assert len(fs.make_functional(module)[1]) == 2
+
+
+def test_memory_is_compared_beyond_the_next_leaf_in_it() -> None:
+    whole = torch.randn(10)
+    parts = nn.ParameterList([nn.Parameter(t, requires_grad=False) for t in (whole, whole[:2])])
+    parts.append(nn.Parameter(whole[5:7]))
+    with raises(fs.StateError, leaves=["params['0'] and params['2']"], fix=["b.weight = a.weight"]):
+        fs.make_functional(parts)
