@@ -1,9 +1,9 @@
-"""Codecs: frozen leaves stored, sharded, gathered and offloaded as codes, decoded where they are used.
+"""Codecs, by which frozen leaves are stored, sharded, gathered and offloaded as codes.
 
-A coded leaf "w" is stored as several leaves, its parts ("w.codes", "w.scales"), and `fn` is given what they
-decode to. That is an expression of leaves alone, so the compiler decodes inside the kernel that uses the
-weight and never keeps it. Every row of a leaf (dim 0) is coded by itself: on any mesh, the codes of a shard
-of rows are a shard of the codes.
+A coded leaf "w" is stored as several leaves, its parts ("w.codes", "w.scales"), and `fn` gets what they
+decode to. Decoding is an expression of leaves alone, so the compiler decodes inside the kernel that uses the
+weight and never keeps the result. Every row of a leaf (dim 0) is coded by itself: on any mesh, the codes of a
+shard of rows are a shard of the codes.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Codec:
     decode: Callable[[Mapping[str, Tensor], Shape, torch.dtype], Tensor]
 
 
-BLOCK, GROUP = 64, 256  # weights to a scale, scales to a scale of scales (Dettmers et al. 2023)
+BLOCK, GROUP = 64, 256  # weights per scale, scales per scale of scales (Dettmers et al. 2023)
 RUN = 1 << 20  # weights that are coded at once
 
 # The 16 quantiles of a normal distribution, scaled to [-1, 1], with an exact zero (QLoRA, appendix E).
@@ -70,13 +70,13 @@ NF4 = (
 PAIRS = [(NF4[byte >> 4], NF4[byte & 15]) for byte in range(256)]
 
 
-def _columns(shape: Shape) -> tuple[int, int]:
+def _count_blocks(shape: Shape) -> tuple[int, int]:
     """Return the number of blocks and of groups in a row."""
     blocks = -(-math.prod(shape[1:]) // BLOCK)
     return blocks, -(-blocks // GROUP)
 
 
-def _blocks(rows: Tensor) -> tuple[Tensor, Tensor]:
+def _cut_blocks(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Cut rows into fp32 blocks [n, blocks, BLOCK], zero-padded; return them and their largest magnitudes."""
     flat = rows.reshape(rows.shape[0], -1).float()
     flat = F.pad(flat, (0, -flat.shape[1] % BLOCK))
@@ -84,40 +84,42 @@ def _blocks(rows: Tensor) -> tuple[Tensor, Tensor]:
     return blocks, blocks.abs().amax(2)
 
 
-def _rows(blocks: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
-    """Put blocks together to rows of the leaf's shape, without their padding."""
+def _join_blocks(blocks: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
+    """Join blocks to rows of the leaf's shape, and drop the padding."""
     flat = blocks.reshape(blocks.shape[0], -1)
     return flat[:, : math.prod(shape[1:])].reshape(shape).to(dtype)
 
 
 def _int8_parts(shape: Shape) -> Parts:
-    """Return shapes and dtypes of the parts: a code of eight bits per number, a scale per block."""
-    blocks, _ = _columns(shape)
+    """Return the parts' shapes and dtypes: a code of eight bits per number, a scale per block."""
+    blocks, _ = _count_blocks(shape)
     return {"codes": ((shape[0], blocks * BLOCK), torch.int8), "scales": ((shape[0], blocks), torch.float32)}
 
 
 def _int8_encode(rows: Tensor) -> Mapping[str, Tensor]:
     """Code rows so that the largest number of a block is 127."""
-    blocks, most = _blocks(rows)
+    blocks, magnitudes = _cut_blocks(rows)
     # A block of zeros has the scale 0, and is divided by 1.
-    scales = most / 127
+    scales = magnitudes / 127
     codes = blocks / torch.where(scales > 0, scales, 1.0).unsqueeze(2)
-    return {"codes": _int8(codes).flatten(1), "scales": scales}
+    return {"codes": _round_to_int8(codes).flatten(1), "scales": scales}
 
 
-def _int8(values: Tensor) -> Tensor:
-    """Round to int8. The scale of denormals is so coarse that quotients may exceed 127."""
+def _round_to_int8(values: Tensor) -> Tensor:
+    """Round to int8, and clamp: the scale of denormals is so coarse that quotients may exceed 127."""
     return values.round().clamp(-127, 127).to(torch.int8)
 
 
 def _int8_decode(parts: Mapping[str, Tensor], shape: Shape, dtype: torch.dtype) -> Tensor:
+    """Multiply codes by the scale of their block."""
     scales = parts["scales"]
     codes = parts["codes"].view(*scales.shape, BLOCK)
-    return _rows(codes.float() * scales.unsqueeze(2), shape, dtype)
+    return _join_blocks(codes.float() * scales.unsqueeze(2), shape, dtype)
 
 
 def _nf4_parts(shape: Shape) -> Parts:
-    blocks, groups = _columns(shape)
+    """Return the parts' shapes and dtypes: half a byte per number, a byte per block, two floats per group."""
+    blocks, groups = _count_blocks(shape)
     return {
         "codes": ((shape[0], blocks * BLOCK // 2), torch.uint8),
         "scales": ((shape[0], groups * GROUP if groups > 1 else blocks), torch.int8),
@@ -127,30 +129,31 @@ def _nf4_parts(shape: Shape) -> Parts:
 
 def _nf4_encode(rows: Tensor) -> Mapping[str, Tensor]:
     """Code rows in 16 levels of their block's scale, and the scales in eight bits."""
-    blocks, most = _blocks(rows)
-    # Scales are coded in turn: 8 bits around the mean of their group.
-    groups = -(-most.shape[1] // GROUP)
-    missing = -most.shape[1] % GROUP if groups > 1 else 0
-    both = most, torch.ones_like(most)
-    # The last group may be padded, with zeros that neither its mean nor its spread counts.
-    grouped, counted = (F.pad(each, (0, missing)).view(most.shape[0], groups, -1) for each in both)
+    blocks, scales = _cut_blocks(rows)
+    count = scales.shape[1]
+    # Scales are coded in turn: 8 bits around the mean of their group. A last group that is shorter is padded,
+    # with zeros that neither its mean nor its spread counts.
+    groups = -(-count // GROUP)
+    padding = -count % GROUP if groups > 1 else 0
+    grouped = F.pad(scales, (0, padding)).view(scales.shape[0], groups, -1)
+    counted = F.pad(torch.ones_like(scales), (0, padding)).view(scales.shape[0], groups, -1)
     mean = (grouped * counted).sum(2) / counted.sum(2)
     spread = ((grouped - mean.unsqueeze(2)) * counted).abs().amax(2) / 127
     step = torch.where(spread > 0, spread, 1.0).unsqueeze(2)
-    scales = _int8((grouped - mean.unsqueeze(2)) * counted / step)
-    kept = {"scales": scales.flatten(1), "scale_scales": torch.stack([spread, mean], 2)}
+    codes_of_scales = _round_to_int8((grouped - mean.unsqueeze(2)) * counted / step)
+    coded_scales = {"scales": codes_of_scales.flatten(1), "scale_scales": torch.stack([spread, mean], 2)}
 
-    # Codes are the nearest to what the scales, as coded, will make of them.
-    size = _nf4_scales(kept, most.shape[1])
-    unit = blocks / torch.where(size != 0, size, 1.0).unsqueeze(2)
+    # Numbers are divided by the scales as they will be decoded, which makes up for the rounding of scales.
+    decoded = _nf4_decode_scales(coded_scales, count)
+    unit = blocks / torch.where(decoded != 0, decoded, 1.0).unsqueeze(2)
     levels = torch.tensor(NF4, device=rows.device)
-    # The nearest level is told by the middles between levels: how many of them a number exceeds.
+    # A number's nearest level is the number of middles between levels that it exceeds.
     middles = (levels[1:] + levels[:-1]) / 2
     codes = torch.bucketize(unit, middles, out_int32=True).to(torch.uint8).flatten(1)
-    return {"codes": (codes[:, ::2] << 4) | codes[:, 1::2], **kept}
+    return {"codes": (codes[:, ::2] << 4) | codes[:, 1::2], **coded_scales}
 
 
-def _nf4_scales(parts: Mapping[str, Tensor], blocks: int) -> Tensor:
+def _nf4_decode_scales(parts: Mapping[str, Tensor], blocks: int) -> Tensor:
     """Decode the scale of each block, [n, blocks] in fp32."""
     spread, mean = parts["scale_scales"].unbind(2)
     grouped = parts["scales"].view(*spread.shape, -1).float()
@@ -158,15 +161,17 @@ def _nf4_scales(parts: Mapping[str, Tensor], blocks: int) -> Tensor:
 
 
 def _nf4_decode(parts: Mapping[str, Tensor], shape: Shape, dtype: torch.dtype) -> Tensor:
-    rows, size = parts["codes"].shape
-    blocks = size * 2 // BLOCK
-    values = _nf4_levels(parts["codes"]).view(rows, blocks, BLOCK) * _nf4_scales(parts, blocks).unsqueeze(2)
-    return _rows(values, shape, dtype)
-
-
-def _nf4_levels(codes: Tensor) -> Tensor:
-    """Decode both codes of a byte at once: unfused, decoding takes 8 bytes per weight instead of 16."""
-    return torch.tensor(PAIRS, device=codes.device).index_select(0, codes.flatten().int())
+    """Look codes up, and multiply their levels by the scale of their block."""
+    codes = parts["codes"]
+    blocks = codes.shape[1] * 2 // BLOCK
+    # Both codes of a byte are looked up at once: unfused, this takes 8 bytes per weight instead of 16. The
+    # levels have no name, so that they are freed before `_join_blocks` copies the product.
+    pairs = torch.tensor(PAIRS, device=codes.device)
+    values = (
+        pairs.index_select(0, codes.flatten().int()).view(codes.shape[0], blocks, BLOCK)
+        * _nf4_decode_scales(parts, blocks).unsqueeze(2)
+    )  # fmt: skip
+    return _join_blocks(values, shape, dtype)
 
 
 CODECS: dict[str, Codec] = {
@@ -190,6 +195,7 @@ def register(codec: Codec) -> None:
     if CODECS.get(codec.name, codec) is not codec:
         raise SpecError(f"a codec is called {codec.name!r} already.", fix="give yours another name.")
 
+    # A checkpoint knows a codec by the names of its parts.
     names = codec.parts((4, 3)).keys()
     for other in CODECS.values():
         if other is not codec and other.parts((4, 3)).keys() == names:
@@ -239,8 +245,8 @@ def check_codecs(specs: Mapping[str, LayoutSpec]) -> None:
         SpecError: a codec is unknown; a leaf trains, is no float or has less than two dims; a layout cuts
             rows.
     """
-    found = {path: _explain_misfit(spec) for path, spec in specs.items() if is_coded(spec)}
-    wrong = {path: problem for path, problem in found.items() if problem is not None}
+    problems = {path: _explain_misfit(spec) for path, spec in specs.items() if is_coded(spec)}
+    wrong = {path: problem for path, problem in problems.items() if problem is not None}
     if wrong:
         lines = [f"params[{p!r}] {list(specs[p].shape)} with {what}." for p, (what, _) in wrong.items()]
         fixes = dict.fromkeys(fix for _, fix in wrong.values())
@@ -278,11 +284,11 @@ class Unfit:
         """Add a leaf that is to be encoded, or rows of it, if its values are not finite in fp32."""
         if not is_coded(spec) or values.is_meta:
             return
-        finite = (int(values[run].detach().float().isfinite().sum()) for run in _runs(values))
+        finite = (int(values[run].detach().float().isfinite().sum()) for run in _cut_runs(values))
         count = values.numel() - sum(finite)
         if count:
-            of = f"params[{path!r}] {list(spec.shape)} with codec={spec.codec!r}"
-            self.lines.append(f"{of}: {count} of {values.numel()} values")
+            leaf = f"params[{path!r}] {list(spec.shape)} with codec={spec.codec!r}"
+            self.lines.append(f"{leaf}: {count} of {values.numel()} values")
 
     def refuse(self) -> None:
         """Raise one error for all leaves that were added.
@@ -313,8 +319,10 @@ def is_coded(spec: Any) -> bool:
 
 def encode(block: Tensor, spec: LayoutSpec) -> Mapping[str, Tensor]:
     """Encode a block of rows, some of them at a time: the temporaries take 16 bytes for each weight."""
-    codec, runs, block = CODECS[spec.codec], _runs(block), block.detach()
-    if len(runs) < 2:
+    codec = CODECS[spec.codec]
+    block = block.detach()
+    runs = _cut_runs(block)
+    if len(runs) == 1:
         return codec.encode(block)
     shape = (block.shape[0], *spec.shape[1:])
     # Rows are coded one by one, so that a run gives what all rows at once would.
@@ -325,8 +333,8 @@ def encode(block: Tensor, spec: LayoutSpec) -> Mapping[str, Tensor]:
     return parts
 
 
-def _runs(rows: Tensor) -> list[Any]:
-    """Return indices that cut rows into runs of about `RUN` weights, of a row at least.
+def _cut_runs(rows: Tensor) -> list[Any]:
+    """Return indices that cut rows into runs of about `RUN` weights, and of one row at least.
 
     A tensor on meta, which takes no memory, is one run.
     """

@@ -1,4 +1,4 @@
-"""Pairs: complex leaves, which are real tensors [..., 2] for all but `fn` and the user.
+"""Pairs of real numbers: complex leaves are real tensors [..., 2] to all but `fn` and the user.
 
 The specs of stored tensors (`ResolvedSpecs.stored`) describe the pairs, so that gathers, reductions, updates
 and checkpoints need no rule for complex numbers. `fn`, and the trees that a user gives and gets, have complex
@@ -39,12 +39,16 @@ def check_complex(specs: Mapping[str, LayoutSpec]) -> None:
     Raises:
         SpecError: there are such leaves; it names them all.
     """
-    wrong, fixes = [], {}
+    wrong: list[str] = []
+    fixes: dict[str, None] = {}  # in order, each once
     for path, spec in specs.items():
-        of = {name: getattr(spec, name) for name in DTYPE_FIELDS if spec.resolved and getattr(spec, name)}
-        if odd := [name for name in of if of[name].is_complex != is_complex(spec)]:
-            wrong.append(f"params[{path!r}] {spec.storage_dtype} with {odd[0]}={of[odd[0]]}")
-            fixes[f"{odd[0]}=torch.complex64 for it, or None" if is_complex(spec) else f"a real {odd[0]}"] = 0
+        dtypes = {name: getattr(spec, name) for name in DTYPE_FIELDS if spec.resolved}
+        odd = [name for name, d in dtypes.items() if d is not None and d.is_complex != is_complex(spec)]
+        if odd:
+            name = odd[0]
+            wrong.append(f"params[{path!r}] {spec.storage_dtype} with {name}={dtypes[name]}")
+            fix = f"{name}=torch.complex64 for it, or None" if is_complex(spec) else f"a real {name}"
+            fixes[fix] = None
     if wrong:
         raise SpecError(
             f"{leaves(len(wrong))} would change between complex and real numbers:",

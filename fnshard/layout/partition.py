@@ -1,4 +1,4 @@
-"""`P`, which says how a tensor's dims are split over mesh axes, and the blocks that ranks then have."""
+"""`P`, the split of a tensor's dims over mesh axes, and the blocks that ranks have by it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Fused:
     """An axis in a `P` whose dim holds `count` equal matrices side by side, each of which the axis splits.
 
     A rank's block of a fused query, key and value [3 * d, d] is its part of each of the three, with the
-    numbers that three separate leaves would have. A `Fused` stands first on its dim. A
-    spec has it in `compute`. It follows Megatron's `partition_stride`.
+    numbers that three separate leaves would have. `Fused` is the first axis of its dim, and the `compute` of
+    a spec names it. It follows Megatron's `partition_stride`.
 
     >>> P(None, (Fused("tensor", 3), "shard")).of(1)
     ('tensor', 'shard')
@@ -51,8 +51,12 @@ class P:
     def __init__(self, *parts: Axes):
         cleaned: list[Axes] = []
         for part in parts:
-            alone = isinstance(part, str) or not isinstance(part, Iterable)
-            axes = () if part is None else (part,) if alone else tuple(part)
+            if part is None:
+                axes = ()
+            elif isinstance(part, str) or not isinstance(part, Iterable):
+                axes = (part,)
+            else:
+                axes = tuple(part)
             if not all(isinstance(_name(a), str) and _name(a) for a in axes):
                 fix = "P('shard') splits dim 0, P(None, 'shard') dim 1."
                 raise SpecError(
@@ -75,7 +79,7 @@ class P:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """All axes that it names, in the order of dims."""
+        """All axes that the layout names, in the order of dims."""
         return tuple(a for dim in range(len(self.parts)) for a in self.of(dim))
 
     def of(self, dim: int) -> tuple[str, ...]:
@@ -85,7 +89,9 @@ class P:
     def entries(self, dim: int) -> tuple[Axis, ...]:
         """Return the axes that split `dim`, major first; an axis that is `Fused` stays so."""
         part = self.parts[dim] if dim < len(self.parts) else None
-        return () if part is None else part if isinstance(part, tuple) else (part,)
+        if part is None:
+            return ()
+        return part if isinstance(part, tuple) else (part,)
 
     def fused(self, dim: int) -> int:
         """Return the number of matrices that lie side by side along `dim`, each split by the first axis."""
@@ -116,8 +122,8 @@ class P:
 
         if self != self.contiguous:
             raise SpecError(f"{self!r}: DTensor splits a dim in contiguous parts.")
-        where = {axis: dim for dim in range(len(self.parts)) for axis in self.of(dim)}
-        return tuple(Shard(where[n]) if n in where else Replicate() for n in mesh.names)
+        dim_of = {axis: dim for dim in range(len(self.parts)) for axis in self.of(dim)}
+        return tuple(Shard(dim_of[n]) if n in dim_of else Replicate() for n in mesh.names)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, P) and self.parts == other.parts
@@ -158,16 +164,16 @@ def block_slices(
     if any(layout.fused(dim) > 1 for dim in range(len(layout.parts))):
         raise ValueError(f"{layout!r}: a block is not one slice of the tensor.")
     here = mesh.coordinate() if coordinate is None else coordinate
-    out = []
+    slices = []
     for dim, (size, block) in enumerate(zip(shape, block_shape(shape, layout, mesh), strict=True)):
         index = 0
         for axis in layout.of(dim):
             # The first axis is major: its ranks have the largest parts, which the next axis cuts further.
             index = index * mesh.axis_size(axis) + here[axis]
-        # Where the blocks are longer than the dim together, the last ones end early, or hold nothing.
+        # Where all blocks together are longer than the dim, the last ones end early, or hold nothing.
         start = min(index * block, size)
-        out.append(slice(start, min(start + block, size)))
-    return tuple(out)
+        slices.append(slice(start, min(start + block, size)))
+    return tuple(slices)
 
 
 Slices = tuple[slice, ...]
@@ -186,17 +192,19 @@ def boxes(
     >>> [full for full, block in boxes((8,), P(Fused("tensor", 2)), mesh, {"tensor": 1})]
     [(slice(2, 4, None),), (slice(6, 8, None),)]
     """
+    # Find where the block lies in a tensor whose parts are side by side, rank by rank, and from there dim by
+    # dim where its runs lie in the tensor itself.
     slices = block_slices(shape, layout.contiguous, mesh, coordinate)
-    dims = []
+    runs = []
     for dim, (size, where) in enumerate(zip(shape, slices, strict=True)):
         count = layout.fused(dim)
         ranks = mesh.axis_size(layout.of(dim)[0]) if count > 1 else 1
-        dims.append(list(_runs(where, size, count, ranks)))
+        runs.append(list(_cut_into_runs(where, size, count, ranks)))
     # A tensor without dims has one box, with no slices: the product of no lists is one empty tuple.
-    return [(tuple(f for f, _ in box), tuple(b for _, b in box)) for box in itertools.product(*dims)]
+    return [(tuple(f for f, _ in box), tuple(b for _, b in box)) for box in itertools.product(*runs)]
 
 
-def _runs(where: slice, size: int, count: int, ranks: int) -> Iterator[tuple[slice, slice]]:
+def _cut_into_runs(where: slice, size: int, count: int, ranks: int) -> Iterator[tuple[slice, slice]]:
     """Cut `where`, a slice of a dim whose parts were put side by side rank by rank, into runs that are
     contiguous in the dim as it is.
 
@@ -222,11 +230,14 @@ def side_by_side(full: Tensor, layout: P, mesh: Mesh, inverse: bool = False) -> 
         inverse: move them back.
     """
     for dim in range(full.dim()):
-        if (count := layout.fused(dim)) > 1:
-            ranks = mesh.axis_size(layout.of(dim)[0])
-            part = full.shape[dim] // count // ranks
-            sizes = (ranks, count, part) if inverse else (count, ranks, part)
-            full = full.unflatten(dim, sizes).transpose(dim, dim + 1).flatten(dim, dim + 2)
+        count = layout.fused(dim)
+        if count == 1:
+            continue
+        # The dim is [count, ranks, part]; side by side it is [ranks, count, part].
+        ranks = mesh.axis_size(layout.of(dim)[0])
+        part = full.shape[dim] // count // ranks
+        sizes = (ranks, count, part) if inverse else (count, ranks, part)
+        full = full.unflatten(dim, sizes).transpose(dim, dim + 1).flatten(dim, dim + 2)
     return full
 
 
@@ -241,9 +252,11 @@ def slot_layout(slot: Sequence[int], shape: Sequence[int], layout: P, mesh: Mesh
     >>> slot_layout((6, 6), (6, 4), P(None, "shard"), make_mesh(shard=2, abstract=True))
     P('shard')
     """
-    found = like_leaf(slot, shape, layout, mesh)
-    if found is not None or len(slot) != len(shape) or len(slot) < 2 or slot[:-2] != shape[:-2]:
-        return found
+    as_leaf = like_leaf(slot, shape, layout, mesh)
+    if as_leaf is not None:
+        return as_leaf
+    if len(slot) != len(shape) or len(slot) < 2 or slot[:-2] != shape[:-2]:
+        return None
     rows = mesh.ordered({axis for dim in (-2, -1) for axis in layout.of(len(shape) + dim)})
     return P(*(layout.entries(dim) for dim in range(len(shape) - 2)), rows)
 
@@ -265,11 +278,17 @@ def like_leaf(slot: Sequence[int], shape: Sequence[int], layout: P, mesh: Mesh) 
     if len(slot) != len(shape):
         return None
     parts = []
-    for dim, (own, size) in enumerate(zip(slot, shape, strict=True)):
-        entries, pieces = layout.entries(dim), mesh.axes_size(layout.of(dim)) * layout.fused(dim)
-        if own != size and own != 1 and (own == 0 or size % own or own % pieces):
-            return None
-        parts.append(None if own == 1 != size else entries)
+    for dim, (slot_size, size) in enumerate(zip(slot, shape, strict=True)):
+        if slot_size == size:
+            parts.append(layout.entries(dim))
+        elif slot_size == 1:
+            parts.append(None)
+        else:
+            # One number for k of the leaf's: no cut of the leaf may fall inside of such a group.
+            pieces = mesh.axes_size(layout.of(dim)) * layout.fused(dim)
+            if slot_size == 0 or size % slot_size or slot_size % pieces:
+                return None
+            parts.append(layout.entries(dim))
     return P(*parts)
 
 

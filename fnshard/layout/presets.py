@@ -1,9 +1,10 @@
-"""Presets: the common strategies by name, each a function from parameters and a mesh to specs."""
+"""Presets: common strategies by name. Each is a function from parameters and a mesh to specs."""
 
 from __future__ import annotations
 
 import fnmatch
 import warnings
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from glob import escape
 from itertools import accumulate
@@ -61,41 +62,45 @@ def _make_preset(layouts: Layouts, axes: Callable[[Mesh], tuple[str, ...]], doc:
         by_rule = {p: rules[i][1] for p in named if (i := find_rule(p, rules)) is not None}
         free = {path: leaf for path, leaf in named.items() if path not in by_rule}
 
-        # What matrices compute, and the unit and chunk of each leaf.
-        coded = bool(policy.get("codec"))
-        asked = LayoutSpec(compute_dtype=policy.get("compute_dtype")).compute_dtype  # a dtype, or its name
-        narrow = asked == FP8 and policy.get("trainable") is not False
+        # Find the axes that split what leaves compute (`compute`), by the options for tensor and expert axes.
+        is_coded = bool(policy.get("codec"))
         computes = {
-            **_read_tensor_option(named, free, tensor, mesh, coded),
+            **_read_tensor_option(named, free, tensor, mesh, is_coded),
             **_read_expert_option(free, expert, mesh, policy),
         }
+
+        # Find the unit and the chunk of each leaf. A rule may name either, and then decides.
         unit_of = find_units(units or numeric, params, named)
         unit_of = {**unit_of, **{path: spec.unit for path, spec in by_rule.items() if spec.unit}}
         uncut = {p: leaf for p, leaf in named.items() if p in free or by_rule[p].chunk is None}
         chunk_of = cut_chunks(uncut, unit_of, mesh, chunks, computes)
 
+        # The spec reads the dtype that the policy asks for, which may be given by its name.
+        compute_dtype = LayoutSpec(compute_dtype=policy.get("compute_dtype")).compute_dtype
+        asks_for_fp8 = compute_dtype == FP8 and policy.get("trainable") is not False
+
         # Each leaf that no rule of the user's takes gets a rule of its own.
-        own: list[Rule] = []
+        preset_rules: list[Rule] = []
         in_bf16: list[str] = []
         for path, leaf in free.items():
             compute = computes.get(path, P())
-            over = tuple(a for a in axes(mesh) if a not in compute.axes)
             if is_buffer(leaf) or not (leaf.dtype.is_floating_point or leaf.dtype.is_complex):
                 layout = P()
             else:
-                split = leaf.shape[:1] if coded else leaf.shape  # codecs code rows: only dim 0 may be cut
-                layout = best_split(split, over, mesh, compute)
+                shape = leaf.shape[:1] if is_coded else leaf.shape  # codecs code rows: only dim 0 may be cut
+                storing_axes = tuple(a for a in axes(mesh) if a not in compute.axes)
+                layout = best_split(shape, storing_axes, mesh, compute)
             fields = {"compute": compute, **layouts(layout), **policy}
-            if narrow and not _multiplies_in_fp8(path, leaf, compute):
+            # Where fp8 does not fit, the leaf computes in bf16; a warning names the matrices among these.
+            if asks_for_fp8 and not _is_multiplied_in_fp8(path, leaf, compute):
                 fields["compute_dtype"] = torch.bfloat16
                 if leaf.dim() == 2 and leaf.dtype.is_floating_point and not is_buffer(leaf):
                     in_bf16.append(f"params[{path!r}] {list(leaf.shape)}")
-            own.append((escape(path), LayoutSpec(**fields)))
+            preset_rules.append((escape(path), LayoutSpec(**fields)))
         if in_bf16:
-            shown = [*in_bf16[:8], *["..."] * (len(in_bf16) > 8)]
-            message = report(f"{leaves(len(in_bf16))} of two dims stay in bf16, not fp8:", shown)
+            message = report(f"{leaves(len(in_bf16))} of two dims stay in bf16, not fp8:", _cut_list(in_bf16))
             warnings.warn(message, stacklevel=2)
-        return apply_rules(params, [*rules, *own], unit_of, chunk_of)
+        return apply_rules(params, [*rules, *preset_rules], unit_of, chunk_of)
 
     preset.__doc__ = doc + (
         "\n\n    Args:\n        params: a tree of full shapes; real, meta or fake tensors.\n"
@@ -118,11 +123,16 @@ def _make_preset(layouts: Layouts, axes: Callable[[Mesh], tuple[str, ...]], doc:
     return preset
 
 
-def _multiplies_in_fp8(path: str, leaf: Tensor, compute: P) -> bool:
+def _is_multiplied_in_fp8(path: str, leaf: Tensor, compute: P) -> bool:
     """Return whether products with a leaf are in eight bits, where the policy asks for fp8."""
     trains = leaf.requires_grad or not isinstance(leaf, nn.Parameter)
     at_the_ends = any(fnmatch.fnmatchcase(path, glob) for glob in EMBEDDINGS.split("|"))
     return trains and fits_fp8(leaf.shape) and not compute.axes and not at_the_ends
+
+
+def _cut_list(lines: list[str]) -> list[str]:
+    """Return the first eight lines of a message, and "..." in place of the others."""
+    return lines if len(lines) <= 8 else [*lines[:8], "..."]
 
 
 def _read_tensor_option(
@@ -130,13 +140,13 @@ def _read_tensor_option(
     free: Mapping[str, Tensor],
     tensor: str | Mapping[str, P] | None,
     mesh: Mesh,
-    coded: bool,
+    is_coded: bool,
 ) -> Mapping[str, P]:
-    """Return `{path: compute}` as `tensor=` says; a warning names the leaves that it cannot split.
+    """Return `{path: compute}` as `tensor=` says, and warn of leaves that the axis cannot split.
 
     Args:
         free: the leaves that no rule takes.
-        coded: whether leaves are coded, by rows, which nothing cuts.
+        is_coded: whether leaves are coded. Codecs code rows, which then no axis may cut.
 
     Raises:
         SpecError: `tensor` is no axis whose ranks see the same rows, or a dict that names other leaves or
@@ -173,9 +183,9 @@ def _read_tensor_option(
             fix="name an axis whose ranks see the same rows: make_mesh(shard=4, tensor=2), tensor='tensor'.",
         )
 
-    # By the name of an axis, layouts are found; what stays whole is told.
+    # For the name of an axis, layouts are found by the names of leaves; a warning tells what stays whole.
     layouts = tensor_layouts(named, tensor, mesh)
-    if coded:
+    if is_coded:
         layouts = {path: P(*layout.parts[:1]) for path, layout in layouts.items()}
     whole = {path: free[path] for path, layout in layouts.items() if path in free and not layout.axes}
     ranks = mesh.axis_size(tensor)
@@ -186,9 +196,9 @@ def _read_tensor_option(
             report(
                 f"{leaves(len(whole))} of {size / 1e6:.2f} MB cannot be split over {tensor!r}, and are whole "
                 f"on each of its {ranks} ranks:",
-                [*lines[:8], *["..."] * (len(lines) > 8)],
+                _cut_list(lines),
                 f"pad the vocabulary or the width to a multiple of {ranks}"
-                + (", or leave codec=None: rows are coded whole." if coded else "."),
+                + (", or leave codec=None: rows are coded whole." if is_coded else "."),
             ),
             stacklevel=3,
         )
@@ -234,17 +244,17 @@ def cut_chunks(
     chunks: int,
     computes: Mapping[str, P] = MappingProxyType({}),
 ) -> dict[str, int]:
-    """Return the chunk of each leaf in a pipeline: units in the order of the tree, evenly by the bytes that a
-    rank computes with.
+    """Return the chunk of each leaf in a pipeline.
 
-    Leaves that are missing in it belong to all stages: tied ones, which are read at several places, and
-    tables of units that hold nothing but buffers.
+    A chunk is consecutive units in the order of the tree, and all have about as many bytes that a rank
+    computes with. Leaves that are missing in the result belong to all stages: tied ones, which are read at
+    several places, and tables of units that hold nothing but buffers.
 
     Args:
         named: the leaves for which no rule names a chunk.
         chunks: the number of chunks of each stage.
-        computes: `LayoutSpec.compute` of leaves that are split while they compute. Of experts a rank has its
-            own alone, and so they count.
+        computes: `LayoutSpec.compute` of leaves that are split while they compute. A rank has only its own
+            experts, for example, and only these count.
 
     Raises:
         SpecError: there are fewer units than chunks.
@@ -260,7 +270,7 @@ def cut_chunks(
     if mesh.stages == 1:
         return {}
 
-    # A unit is as large as its parameters; one that holds buffers alone belongs to all stages.
+    # A unit is as large as its parameters. A unit of buffers alone has no size, and belongs to all stages.
     count = mesh.stages * chunks
     free = {path: leaf for path, leaf in named.items() if not getattr(leaf, "tied_names", ())}
     sizes: dict[str, int] = {}
@@ -278,31 +288,33 @@ def cut_chunks(
             fix="a smaller pipeline, fewer chunks, or smaller units (units=).",
         )
 
-    bounds = _cut_evenly([*sizes.values()], count)
-    chunk_of = {unit: sum(bound <= place for bound in bounds) for place, unit in enumerate(sizes)}
+    starts = _cut_evenly([*sizes.values()], count)
+    chunk_of = {unit: bisect_right(starts, index) for index, unit in enumerate(sizes)}
     return {path: chunk_of[unit_of[path]] for path in free if unit_of[path] in chunk_of}
 
 
 def _cut_evenly(sizes: Sequence[int], count: int) -> list[int]:
-    """Return where `count` runs of sizes begin, but for the first, so that their sums are most even.
+    """Cut sizes into `count` runs whose sums are most even: the sum of the sums' squares is least.
 
-    The sum of the squares of the runs' sums is least.
+    Returns:
+        The index at which each run but the first begins.
     """
-    # Run by run: the best cut into one run more follows from the best cuts of all shorter beginnings.
+    # Dynamic programming: the best cut into one run more follows from the best cuts of all shorter prefixes.
     sums = [0, *accumulate(sizes)]
-    # best[n]: the first n sizes in `run` runs, as the least sum of squares and where the runs begin.
+    # best[n] is the best cut of the first n sizes into `run` runs: its sum of squares, and where runs begin.
     best: list[tuple[float, list[int]] | None] = [(0.0, [])] + [None] * len(sizes)
     for run in range(1, count + 1):
-        following: list[tuple[float, list[int]] | None] = [None] * (len(sizes) + 1)
+        longer: list[tuple[float, list[int]] | None] = [None] * (len(sizes) + 1)
         for end in range(run, len(sizes) + 1):
-            total, begun, start = min(
+            total, starts, start = min(
                 (best[start][0] + float(sums[end] - sums[start]) ** 2, best[start][1], start)
                 for start in range(run - 1, end)
                 if best[start] is not None
             )
-            following[end] = total, [*begun, start]
-        best = following
-    return best[-1][1][1:]
+            longer[end] = total, [*starts, start]
+        best = longer
+    _, starts = best[-1]
+    return starts[1:]
 
 
 def best_split(shape: Sequence[int], axes: tuple[str, ...], mesh: Mesh, compute: P | None = None) -> P:
@@ -316,32 +328,33 @@ def best_split(shape: Sequence[int], axes: tuple[str, ...], mesh: Mesh, compute:
     >>> best_split((50257, 768), ("shard",), make_mesh(shard=8, abstract=True))
     P(None, 'shard')
     """
-    ways, compute = mesh.axes_size(axes), compute or P()
-    # How much of its size each dim that may be split would be padded.
+    ranks = mesh.axes_size(axes)
+    compute = compute or P()
+    # For each dim that may be split, the share by which it would be padded.
     pads = {
-        dim: (-size % ways) / max(size, 1)
+        dim: (-size % ranks) / max(size, 1)
         for dim, size in enumerate(block_shape(shape, compute, mesh))
-        if not compute.of(dim) or shape[dim] % (mesh.axes_size(compute.of(dim)) * ways) == 0
+        if not compute.of(dim) or shape[dim] % (mesh.axes_size(compute.of(dim)) * ranks) == 0
     }
     if not axes or not pads:
         return compute
-    chosen = min(pads, key=lambda dim: pads[dim])
-    return P(*(compute.entries(d) + (axes if d == chosen else ()) for d in range(len(shape))))
+    split_dim = min(pads, key=lambda dim: pads[dim])
+    return P(*(compute.entries(d) + (axes if d == split_dim else ()) for d in range(len(shape))))
 
 
-def _all_axes(mesh: Mesh) -> tuple[str, ...]:
+def _list_all_axes(mesh: Mesh) -> tuple[str, ...]:
     """Return the axes whose ranks compute with the same leaves, so that each may store a part."""
     return (*mesh.data_axes, *(n for n in mesh.names if n == "context" and n not in mesh.data_axes))
 
 
-def _inner_axes(mesh: Mesh) -> tuple[str, ...]:
-    """Return the axes of `_all_axes` without "replicate", or with it if there is no other."""
-    return tuple(a for a in _all_axes(mesh) if a != "replicate") or _all_axes(mesh)
+def _list_inner_axes(mesh: Mesh) -> tuple[str, ...]:
+    """Return the axes of `_list_all_axes` without "replicate", or with it if there is no other."""
+    return tuple(a for a in _list_all_axes(mesh) if a != "replicate") or _list_all_axes(mesh)
 
 
 full_shard = _make_preset(
     lambda s: {"storage": s},
-    _all_axes,
+    _list_all_axes,
     """Shard parameters, gradients and optimizer state over all data axes and the context axis.
 
     Parameters are gathered for forward, freed, and gathered again for backward. FSDP calls this FULL_SHARD,
@@ -349,33 +362,33 @@ full_shard = _make_preset(
 )
 shard_grad_op = _make_preset(
     lambda s: {"storage": s, "reshard": False},
-    _all_axes,
+    _list_all_axes,
     """Shard as `full_shard` does, but gather parameters once and keep them until after backward.
 
     FSDP calls this SHARD_GRAD_OP.""",
 )
 zero2 = _make_preset(
     lambda s: {"storage": P(), "gradient": s, "optimizer": s},
-    _all_axes,
+    _list_all_axes,
     """Shard gradients and optimizer state, and keep parameters whole: DeepSpeed's ZeRO 2.
 
     Updated shards are gathered at the end of the step.""",
 )
 zero1 = _make_preset(
     lambda s: {"storage": P(), "gradient": P(), "optimizer": s},
-    _all_axes,
+    _list_all_axes,
     """Shard optimizer state, and keep parameters and gradients whole: DeepSpeed's ZeRO 1.
 
     Updated shards are gathered at the end of the step.""",
 )
 no_shard = _make_preset(
     lambda s: {"storage": P()},
-    _all_axes,
+    _list_all_axes,
     """Keep everything whole on every rank and sum gradients, as DDP and FSDP's NO_SHARD do.""",
 )
 hybrid_shard = _make_preset(
     lambda s: {"storage": s},
-    _inner_axes,
+    _list_inner_axes,
     """Shard as `full_shard` does over the inner data axes, with replicas over the axis "replicate".
 
     Without an axis "replicate", or with no other to split over, it is `full_shard`. FSDP calls this

@@ -48,14 +48,18 @@ class ResolvedSpecs:
         """
         named, structure = tree.flatten_with_paths(specs, is_leaf=is_spec)
         wrong = {p: s for p, s in named.items() if not is_spec(s)}
-        wrong |= {} if named else tree.constants_of(specs)
+        if not named:
+            # A tree without leaves may have constants, which are no specs either.
+            wrong |= tree.constants_of(specs)
         if wrong:
             lines = [f"specs[{path!r}] is {type(value).__name__}" for path, value in wrong.items()]
             layout = next((value for value in wrong.values() if isinstance(value, P)), None)
             fix = (
                 "make it with match_specs(params, rules) or a preset, as fs.presets.full_shard(params, mesh)"
             )
-            fix += "." if layout is None else f"; a P goes into a LayoutSpec: LayoutSpec({layout!r})."
+            if layout is not None:
+                fix += f"; a P goes into a LayoutSpec: LayoutSpec({layout!r})"
+            fix += "."
             raise SpecError("a spec tree holds LayoutSpecs alone:", lines, fix)
         return ResolvedSpecs(specs, named, structure)
 
@@ -79,15 +83,19 @@ class ResolvedSpecs:
 
     @cached_property
     def _stored(self) -> tuple[dict[str, LayoutSpec], tree.TreeDef]:
-        """Return the specs of what is stored: of codes their parts, of complex leaves pairs."""
+        """The specs of stored tensors, and their structure: parts of coded leaves, pairs for complex ones."""
         check_codecs(self.leaves)
         check_complex(self.leaves)
         if not (self.complex or any(map(is_coded, self.leaves.values()))):
             return self.leaves, self.leaf_structure
-        parts = [
-            parts_of(s) if is_coded(s) else pairs_of(s) if is_complex(s) else s for s in self.leaves.values()
-        ]
-        return tree.flatten_with_paths(tree.unflatten(parts, self.leaf_structure), is_leaf=is_spec)
+        # A coded leaf is replaced by a dict of parts, so that its tree has a level more.
+        stored: list[LayoutSpec | dict[str, LayoutSpec]] = []
+        for spec in self.leaves.values():
+            if is_coded(spec):
+                stored.append(parts_of(spec))
+            else:
+                stored.append(pairs_of(spec) if is_complex(spec) else spec)
+        return tree.flatten_with_paths(tree.unflatten(stored, self.leaf_structure), is_leaf=is_spec)
 
     @cached_property
     def complex(self) -> frozenset[str]:
@@ -136,12 +144,12 @@ class ResolvedSpecs:
         Raises:
             SpecError: the tree has other leaves.
         """
-        here = self.align(params)
-        if here.complete:
-            return here
+        aligned = self.align(params)
+        if aligned.complete:
+            return aligned
         full, unit_of = tree.flatten_with_paths(params)[0], numeric(params)
-        return here.with_leaves(
-            s if s.resolved else s.resolve(full[p], unit_of[p]) for p, s in here.leaves.items()
+        return aligned.with_leaves(
+            s if s.resolved else s.resolve(full[p], unit_of[p]) for p, s in aligned.leaves.items()
         )
 
     def align(self, like: Any) -> ResolvedSpecs:
@@ -164,13 +172,14 @@ class ResolvedSpecs:
         if not parts.keys().isdisjoint(given):
 
             def is_one_leaf(node: Any) -> bool:
-                of = node.values() if isinstance(node, dict) else ()
-                return bool(of) and all(isinstance(v, PathLeaf) and v.path in parts for v in of)
+                children = node.values() if isinstance(node, dict) else ()
+                return bool(children) and all(isinstance(v, PathLeaf) and v.path in parts for v in children)
 
             nodes, form = tree.flatten(tree.unflatten(map(PathLeaf, given), form), is_one_leaf)
             given = dict.fromkeys(
                 n.path if isinstance(n, PathLeaf) else parts[next(iter(n.values())).path] for n in nodes
             )
+
         compare_paths(self.leaves, given)
         if self.leaf_structure.constants:
             self.check_constants(like)
@@ -185,13 +194,14 @@ class ResolvedSpecs:
         Raises:
             SpecError: some differ; it names them all, with both values.
         """
-        known, now = (tree.constants_of(t, is_spec) for t in (self.tree, params))
-        pairs = {p: (known.get(p, _ABSENT), now.get(p, _ABSENT)) for p in known | now}
-        wrong = [
-            f"params[{p!r}] is {_describe(is_)}, the specs were made with {_describe(was)}"
-            for p, (was, is_) in pairs.items()
-            if not tree.is_same(was, is_)
-        ]
+        expected, given = tree.constants_of(self.tree, is_spec), tree.constants_of(params, is_spec)
+        wrong: list[str] = []
+        for path in expected | given:
+            before, now = expected.get(path, _ABSENT), given.get(path, _ABSENT)
+            if not tree.is_same(before, now):
+                wrong.append(
+                    f"params[{path!r}] is {_describe(now)}, the specs were made with {_describe(before)}"
+                )
         if wrong:
             raise SpecError(
                 f"the tree's constants, which are part of the program, differ in {leaves(len(wrong))}:",
@@ -201,9 +211,11 @@ class ResolvedSpecs:
             )
 
     def decode_tree(self, blocks: Mapping[str, Tensor]) -> Any:
-        """Return the tree that `fn` sees, from full stored tensors; coded leaves come in `compute_dtype`."""
-        full, specs = self.as_seen(blocks), self.leaves.items()
-        values = [decode(full, p, s, s.compute_dtype) if is_coded(s) else full[p] for p, s in specs]
+        """Return the tree that `fn` sees, from full stored tensors; decode codes in `compute_dtype`."""
+        full = self.as_seen(blocks)
+        values = [
+            decode(full, p, s, s.compute_dtype) if is_coded(s) else full[p] for p, s in self.leaves.items()
+        ]
         return tree.unflatten(values, self.leaf_structure)
 
     def decode_before(self, fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -212,7 +224,7 @@ class ResolvedSpecs:
             return fn
 
         @functools.wraps(fn)
-        def of_parts(params: Any, *batch: Any, **keywords: Any) -> Any:
+        def decode_and_call(params: Any, *batch: Any, **keywords: Any) -> Any:
             seen = self.decode_tree(tree.flatten_with_paths(params)[0])
             values = tree.flatten_with_paths(seen)[0]
             # A write to decoded values would be lost with them: torch counts the writes to each tensor.
@@ -227,7 +239,7 @@ class ResolvedSpecs:
                 )
             return result
 
-        return of_parts
+        return decode_and_call
 
 
 @dataclass(frozen=True)
@@ -238,6 +250,7 @@ class PathLeaf:
 
 
 def _describe(value: Any) -> str:
+    """Return a constant as an error shows it, "nothing" for one that a tree lacks."""
     return "nothing" if value is _ABSENT else repr(value)
 
 

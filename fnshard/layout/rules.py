@@ -1,4 +1,4 @@
-"""Rules: globs on paths that give every leaf a spec. An unused rule, or a leaf without one, is an error."""
+"""Rules: globs on paths give every leaf a spec. An unused rule, or a leaf without one, is an error."""
 
 from __future__ import annotations
 
@@ -72,9 +72,20 @@ def apply_rules(
             uncovered.append(f"params[{path!r}] {list(leaf.shape)} {leaf.dtype}")
             continue
         used.add(hit)
-        spec = _apply_rule(rules[hit][1], leaf)
+        spec = rules[hit][1]
+        is_float = leaf.dtype.is_floating_point or leaf.dtype.is_complex
+        if not spec.buffers and (is_buffer(leaf) or not is_float):
+            # Such a leaf is replicated in its own dtype, and takes few of the rule's fields.
+            spec = LayoutSpec(
+                unit=spec.unit,
+                trainable=False,
+                reshard=spec.reshard,
+                aggregation=spec.aggregation,
+                chunk=spec.chunk,
+            )
         specs.append(spec.resolve(leaf, unit_of[path], chunk_of.get(path, "all")))
 
+    # A rule that no leaf takes is most often a typing error, or comes after a wider one.
     unused = [_explain_unused(i, rules, named, tied) for i in range(len(rules)) if i not in used]
     if uncovered:
         raise SpecError(
@@ -120,11 +131,16 @@ def check_tree(named: Mapping[str, Any]) -> None:
     Raises:
         SpecError: it is one of these; the error says how to get a tree from it.
     """
-    alone = None if "value" not in named or isinstance(named["value"], Tensor) else named["value"]
-    wrong = next((v for v in named.values() if isinstance(v, nn.Module | Iterator)), alone)
+    wrong = next((v for v in named.values() if isinstance(v, nn.Module | Iterator)), None)
+    if wrong is None and not isinstance(named.get("value"), Tensor):
+        wrong = named.get("value")  # the path that a single leaf has
     if wrong is not None:
-        article = "the module" if isinstance(wrong, nn.Module) else "a"
-        kind = "an iterator" if isinstance(wrong, Iterator) else f"{article} {type(wrong).__name__}"
+        if isinstance(wrong, Iterator):
+            kind = "an iterator"
+        elif isinstance(wrong, nn.Module):
+            kind = f"the module {type(wrong).__name__}"
+        else:
+            kind = f"a {type(wrong).__name__}"
         raise SpecError(
             f"the parameters are a tree of tensors, not {kind}.",
             fix="apply, params = fs.make_functional(model): params is {path: tensor}, and "
@@ -138,16 +154,17 @@ def check_rules(rules: Any) -> list[Rule]:
     Raises:
         SpecError: this is not a list of pairs of a glob and a spec.
     """
-    listed = isinstance(rules, Sequence) and not isinstance(rules, str)
-    pairs = [r for r in rules if isinstance(r, Sequence) and len(r) == 2] if listed else []
-    out = [(glob, from_plain(spec)) for glob, spec in pairs]
-    if not listed or len(out) != len(rules) or not all(isinstance(g, str) and is_spec(s) for g, s in out):
+    is_list = isinstance(rules, Sequence) and not isinstance(rules, str)
+    pairs = [r for r in rules if isinstance(r, Sequence) and len(r) == 2] if is_list else []
+    checked = [(glob, from_plain(spec)) for glob, spec in pairs]
+    are_rules = all(isinstance(glob, str) and is_spec(spec) for glob, spec in checked)
+    if not is_list or len(checked) != len(rules) or not are_rules:
         raise SpecError(
             "rules are a list of (glob, LayoutSpec) pairs, in the order they are tried; a P goes into a "
             f"LayoutSpec; these are {type(rules).__name__} {str(rules)[:80]}.",
             fix='[("*norm*", LayoutSpec()), ("*", LayoutSpec(P("shard")))].',
         )
-    return out
+    return checked
 
 
 def tied_names(named: Mapping[str, Tensor]) -> dict[str, str]:
@@ -156,7 +173,7 @@ def tied_names(named: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def find_rule(path: str, rules: Sequence[Rule]) -> int | None:
-    """Return the number of the rule that a path takes, or None."""
+    """Return the index of the first rule whose glob matches a path, or None."""
     return next((i for i, (glob, _) in enumerate(rules) if fnmatch.fnmatchcase(path, glob)), None)
 
 
@@ -198,18 +215,8 @@ def _explain_unused(
     return f"rule {glob!r} matches no leaf{nearest(glob, named)}"
 
 
-def _apply_rule(spec: LayoutSpec, leaf: Tensor) -> LayoutSpec:
-    """Return a rule's spec as it holds for a leaf: a buffer takes few of the fields, see `match_specs`."""
-    floating = leaf.dtype.is_floating_point or leaf.dtype.is_complex
-    if spec.buffers or (floating and not is_buffer(leaf)):
-        return spec
-    return LayoutSpec(
-        unit=spec.unit, trainable=False, reshard=spec.reshard, aggregation=spec.aggregation, chunk=spec.chunk
-    )
-
-
 def check_params(named: Mapping[str, Any]) -> None:
-    """Refuse a tree with leaves that no layout is for.
+    """Refuse a tree with leaves that no layout fits.
 
     Raises:
         SpecError: leaves are not tensors, or tensors without plain numbers (`tree.unusual`); it names them.

@@ -1,18 +1,18 @@
-"""`LayoutSpec`: what one leaf's layout *means*.
+"""`LayoutSpec`, which says what one leaf's layout *means*.
 
 Four tensors per leaf
 ---------------------
 Every trainable leaf has four tensors in a step; each has a shape, a dtype, a place and a lifetime:
 
-- The *stored shard* has the layout `storage`, `storage_dtype`, and rests in `memory`. It lives between steps.
-  Where it rests on the host or on disk, a copy of it is on the device from its ToDevice to the packing of its
-  bucket.
+- The *stored shard* has the layout `storage` and `storage_dtype`, and is kept in `memory`. It lives between
+  steps. Where it is kept on the host or on disk, a copy of it is on the device from its ToDevice to the
+  packing of its bucket.
 - The *gathered parameter* has the layout `compute` (full), `compute_dtype`, and is on the device. It lives
   from its unit's Gather to its Free, in forward and again in backward.
 - The *full gradient* has the shape and the dtype of the gathered parameter. It lives from the backward kernel
   to the packing of its bucket.
 - The *gradient shard* has the layout `gradient`, and `reduce_dtype` on the wire. It lives from the reduction
-  to the update (through all micro-batches, where gradients are accumulated), and rests with the optimizer
+  to the update (through all micro-batches, where gradients are accumulated), and is kept with the optimizer
   state.
 
 Optimizer state has the layout `optimizer`, and holds a master copy of the leaf where `optimizer_dtype`
@@ -62,19 +62,19 @@ class LayoutSpec:
     Args:
         storage: the layout between steps.
         compute: the axes that split what `fn` computes with the leaf: a rank gathers its part over the other
-            axes of storage alone. Axes of `compute` stand first in storage, dim by dim:
+            axes of storage alone. Storage names the axes of `compute` first, dim by dim:
             `LayoutSpec(P(("tensor", "shard")), compute=P("tensor"))`; storage=P() takes them by itself.
             Where matrices lie side by side (a fused query, key and value), `P(Fused("tensor", 3))` splits
             each of them. A data axis splits stacks of experts [E, M, N] along dim 0: rows go to the ranks
-            that have their experts, and to all else it is a data axis.
+            that have their experts, and for all other leaves it is a data axis.
         gradient: the layout of the reduced gradient; by default that of `storage`. ZeRO 2 shards gradients of
             leaves that are stored whole.
         optimizer: the layout of optimizer state and update.
-        memory: where the stored shard rests: "device", "host" (pinned where there is CUDA) or "disk" (mapped
-            files in the directory given to the step).
-        optimizer_memory: where optimizer state rests, and gradient shards with it.
-        update_on: where the optimizer runs, "host" or "device"; by default, where its state rests. With
-            update_on="device", state that rests on the host is streamed through the device.
+        memory: where the stored shard is kept: "device", "host" (pinned where there is CUDA) or "disk"
+            (mapped files in the directory given to the step).
+        optimizer_memory: where optimizer state is kept, and gradient shards with it.
+        update_on: where the optimizer runs, "host" or "device"; by default, where its state is. With
+            update_on="device", state that is kept on the host is streamed through the device.
         scaling: what has a scale in fp8: with "tensorwise" the whole leaf, the whole input and the whole
             gradient of a product; with "rowwise" each of their rows. Gradients of leaves are then products
             in bf16.
@@ -84,7 +84,7 @@ class LayoutSpec:
         unit: the name of the leaves that are gathered, freed and reduced together; None asks the unit policy.
         reshard: free the gathered leaf after forward and gather it again for backward. False keeps it
             between, in a pipeline for the whole step.
-        buffers: (in a rule) whether the rule takes buffers and non-float leaves too.
+        buffers: (in a rule) whether the rule holds for buffers and non-float leaves too.
         aggregation: what becomes of a leaf that `fn` writes to (a running average, a queue, a counter), whose
             new values differ by rank. "mean" averages over ranks, weighted by their rows; "sum" adds all
             ranks' changes; "rank0" takes the first rank's; "local" leaves each rank its own, and a checkpoint
@@ -123,15 +123,16 @@ class LayoutSpec:
     shape: tuple[int, ...] | None = None
 
     def __new__(cls, *args: Any, **fields: Any) -> Self:
-        """Refuse unknown options with the names that there are, where Python would raise a TypeError."""
+        """Refuse unknown options by an error that names the known ones, before Python raises a TypeError."""
         check_fields("LayoutSpec", fields, ("shape",))
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for name in PARTITION_FIELDS:
-            object.__setattr__(self, name, _partition(name, getattr(self, name)))
+            object.__setattr__(self, name, _parse_partition(name, getattr(self, name)))
         for name in (*DTYPE_FIELDS, "wire_dtype"):
-            object.__setattr__(self, name, _dtype(name, getattr(self, name)))
+            object.__setattr__(self, name, _parse_dtype(name, getattr(self, name)))
+        # Name the first field whose value is not allowed, and what is.
         if wrong := misfits(vars(self), _EXPECTED):
             value, _, expected = wrong[0].rpartition(": ")
             raise SpecError(f"LayoutSpec({value}): {expected}.")
@@ -148,7 +149,7 @@ class LayoutSpec:
 
     @property
     def aggregated(self) -> Aggregation:
-        """The way in which ranks aggregate what `fn` writes to the leaf."""
+        """How ranks aggregate what `fn` writes to the leaf."""
         return self.aggregation or ("mean" if self.compute_dtype.is_floating_point else "rank0")
 
     @property
@@ -164,8 +165,8 @@ class LayoutSpec:
     @property
     def has_master(self) -> bool:
         """Whether the optimizer has its own copy of the leaf: its dtype differs, or the host updates it."""
-        elsewhere = self.updated_on == "host" and self.memory == "device"
-        return bool(self.trainable) and (elsewhere or self.optimizer_dtype != self.storage_dtype)
+        is_elsewhere = self.updated_on == "host" and self.memory == "device"
+        return bool(self.trainable) and (is_elsewhere or self.optimizer_dtype != self.storage_dtype)
 
     def resolve(self, leaf: Tensor, unit: str, chunk: int | Literal["all"] = "all") -> LayoutSpec:
         """Return a copy with all defaults filled in.
@@ -177,10 +178,18 @@ class LayoutSpec:
         """
         storage_dtype = self.storage_dtype or leaf.dtype
         compute_dtype, wire_dtype = self.compute_dtype or storage_dtype, self.wire_dtype
-        trainable = _trainable(leaf) if self.trainable is None else self.trainable
+
+        # By default a parameter trains if it requires grad, and any other leaf of floats if it is no buffer.
         # Integers train only if the spec says so, which `check_specs` then refuses.
-        if not storage_dtype.is_floating_point and not storage_dtype.is_complex:
-            trainable = bool(self.trainable)
+        if self.trainable is not None:
+            trainable = self.trainable
+        elif not (storage_dtype.is_floating_point or storage_dtype.is_complex):
+            trainable = False
+        elif isinstance(leaf, nn.Parameter):
+            trainable = leaf.requires_grad
+        else:
+            trainable = (leaf.dtype.is_floating_point or leaf.dtype.is_complex) and not is_buffer(leaf)
+
         # To `fn` and autograd the leaf is bf16: it travels in fp8 alone, and is multiplied in it.
         if trainable and compute_dtype == FP8:
             compute_dtype, wire_dtype = torch.bfloat16, FP8
@@ -208,7 +217,7 @@ class LayoutSpec:
     def local(self, mesh: Mesh) -> LayoutSpec:
         """Return the spec of the part that a rank computes with, as if that were a leaf.
 
-        It is without the axes of `compute`; a spec that has no such axes is returned unchanged.
+        Its layouts are without the axes of `compute`; a spec that has no such axes is returned unchanged.
 
         >>> from fnshard.mesh import make_mesh
         >>> spec = LayoutSpec(P(("tensor", "shard")), compute=P("tensor")).resolve(torch.empty(8, 2), "unit")
@@ -219,8 +228,9 @@ class LayoutSpec:
         if not set(self.compute.axes) & set(self.storage.axes):
             return self
         shape = block_shape(self.shape, self.compute, mesh)
-        rest = {f: getattr(self, f).without(self.compute.axes) for f in ("storage", "gradient", "optimizer")}
-        return replace(self, shape=shape, **rest)
+        names = ("storage", "gradient", "optimizer")
+        layouts = {name: getattr(self, name).without(self.compute.axes) for name in names}
+        return replace(self, shape=shape, **layouts)
 
 
 _EXPECTED = {
@@ -265,7 +275,7 @@ def check_fields(of: str, names: Iterable[str], more: Sequence[str] = ()) -> Non
         )
 
 
-def _partition(name: str, value: Any) -> P | None:
+def _parse_partition(name: str, value: Any) -> P | None:
     """Return a field as a `P`, which may be given as the list of its parts."""
     if value is None or isinstance(value, P):
         return value
@@ -277,7 +287,7 @@ def _partition(name: str, value: Any) -> P | None:
     return P(*value)
 
 
-def _dtype(name: str, value: Any) -> torch.dtype | None:
+def _parse_dtype(name: str, value: Any) -> torch.dtype | None:
     """Return a field as a dtype, which may be given by its name."""
     if value is None or isinstance(value, torch.dtype):
         return value
@@ -290,21 +300,13 @@ def _dtype(name: str, value: Any) -> torch.dtype | None:
     return meant
 
 
-def _trainable(leaf: Tensor) -> bool:
-    """Return whether a leaf trains by default: a parameter that requires grad, or floats that are no
-    buffer."""
-    if isinstance(leaf, nn.Parameter):
-        return leaf.requires_grad
-    return (leaf.dtype.is_floating_point or leaf.dtype.is_complex) and not is_buffer(leaf)
-
-
 def is_buffer(leaf: Any) -> bool:
     """Return whether `make_functional` marked this leaf as a module's buffer."""
     return isinstance(leaf, nn.Buffer)
 
 
 def is_spec(value: Any) -> bool:
-    """Return whether a value is a LayoutSpec: the leaf test of spec trees."""
+    """Return whether a value is a LayoutSpec, which is what counts as a leaf of a spec tree."""
     return isinstance(value, LayoutSpec)
 
 
@@ -341,7 +343,10 @@ def summed_axes(specs: Iterable[LayoutSpec], mesh: Mesh) -> tuple[str, ...]:
     These are the axes that split the batch by rows or along its sequence, the program by depth, or leaves in
     any layout. Along any other axis all ranks do the same.
     """
-    named = {a for s in specs for p in (s.compute, s.storage, s.gradient, s.optimizer) for a in p.axes}
+    named: set[str] = set()
+    for spec in specs:
+        for layout in (spec.compute, spec.storage, spec.gradient, spec.optimizer):
+            named.update(layout.axes)
     return mesh.ordered({*mesh.data_axes, *COMPUTE_AXES, *named})
 
 
@@ -367,9 +372,11 @@ def check_specs(specs: Mapping[str, LayoutSpec], mesh: Mesh) -> None:
     wrong: list[str] = []
     fixes: dict[str, None] = {}
     for path, spec in specs.items():
-        # The other checks read layouts whose axes and dims are known to be there.
-        found = _find_unfit_layouts(spec, mesh) or [*_find_unfit_policy(spec), *_find_unjoined_layouts(spec)]
-        for problem, fix in found:
+        # The other checks read layouts whose axes and dims are known to exist.
+        problems = _find_unfit_layouts(spec, mesh)
+        if not problems:
+            problems = [*_find_unfit_policy(spec), *_find_unjoined_layouts(spec)]
+        for problem, fix in problems:
             wrong.append(f"params[{path!r}] {list(spec.shape or ())} with {problem}.")
             fixes[fix] = None
 
@@ -385,15 +392,16 @@ def check_specs(specs: Mapping[str, LayoutSpec], mesh: Mesh) -> None:
 
 def _check_units(specs: Mapping[str, LayoutSpec], mesh: Mesh) -> None:
     """Refuse units whose leaves belong to several stages, since one kernel may read all of a unit."""
-    homes: dict[str, dict[int, str]] = {}  # by unit and stage, a leaf as the error names it
+    by_unit: dict[str, dict[int, str]] = {}  # for each unit and stage, a leaf as the error names it
     for path, spec in specs.items():
-        if (stage := stage_of(spec, mesh)) is not None:
-            homes.setdefault(spec.unit, {}).setdefault(stage, f"params[{path!r}] of chunk {spec.chunk}")
-    apart = {unit: own for unit, own in homes.items() if len(own) > 1}
-    if apart:
+        stage = stage_of(spec, mesh)
+        if stage is not None:
+            by_unit.setdefault(spec.unit, {}).setdefault(stage, f"params[{path!r}] of chunk {spec.chunk}")
+    wrong = {unit: by_stage for unit, by_stage in by_unit.items() if len(by_stage) > 1}
+    if wrong:
         raise SpecError(
-            f"{len(apart)} of {len(homes)} units have leaves of several stages:",
-            [f"unit {unit!r}: {', '.join(own.values())}" for unit, own in apart.items()],
+            f"{len(wrong)} of {len(by_unit)} units have leaves of several stages:",
+            [f"unit {unit!r}: {', '.join(by_stage.values())}" for unit, by_stage in wrong.items()],
             'give a unit\'s leaves one chunk, rules=[("layers.3.*", LayoutSpec(chunk=1))], or some of them '
             "another unit: LayoutSpec(unit=...).",
         )
@@ -402,31 +410,34 @@ def _check_units(specs: Mapping[str, LayoutSpec], mesh: Mesh) -> None:
 def _find_unfit_layouts(spec: LayoutSpec, mesh: Mesh) -> list[tuple[str, str]]:
     """Return what is wrong with a spec's layouts on a mesh, each with its fix."""
     for field in ("storage", "gradient", "optimizer", "compute"):
-        layout, out = getattr(spec, field), list[tuple[str, str]]()
+        layout = getattr(spec, field)
+        problems: list[tuple[str, str]] = []
         for axis in layout.axes:
             if axis == PIPELINE:
                 fix = (
                     f"leave {PIPELINE!r} out: chunk says which stage stores a leaf, chunk='all' that all do."
                 )
-                out.append((f"{field}={layout!r}: {axis!r} splits the program, and no leaf", fix))
+                problems.append((f"{field}={layout!r}: {axis!r} splits the program, and no leaf", fix))
             elif axis not in mesh.names:
                 what = f"{layout!r}: the mesh has no axis {axis!r} (it has: {', '.join(mesh.names)})"
                 close = difflib.get_close_matches(axis, mesh.names, n=1)
                 meant = f" ({close[0]!r}?)" if close else ""
                 fix = f"name one of the mesh's axes{meant}, or make the mesh with an axis {axis!r}."
-                out.append((what, fix))
+                problems.append((what, fix))
 
         named, dims = len(layout.parts), len(spec.shape)
         if named > dims:
             what = f"{field}={layout!r}: {named} dims named, the tensor has {dims}"
-            out.append((what, "name at most as many dims as the tensor has; a scalar takes P()."))
-        if out:
-            return out
+            problems.append((what, "name at most as many dims as the tensor has; a scalar takes P()."))
+        if problems:
+            return problems
+
+    # Dims and axes exist: what remains is whether they fit each other, and the axes of `compute`.
     return [*_find_unfit_fused(spec, mesh), *_find_unfit_compute(spec, mesh)]
 
 
 def _find_unfit_fused(spec: LayoutSpec, mesh: Mesh) -> Iterator[tuple[str, str]]:
-    """Yield what is wrong with `Fused` axes: they must stand in `compute`, and split each matrix evenly."""
+    """Yield what is wrong with `Fused` axes: `compute` must name them, and each matrix be split evenly."""
     for field in ("storage", "gradient", "optimizer", "compute"):
         layout = getattr(spec, field)
         for dim, size in enumerate(spec.shape):
@@ -483,11 +494,12 @@ def _find_unfit_compute(spec: LayoutSpec, mesh: Mesh) -> Iterator[tuple[str, str
                 "name compute's axes first, dim by dim: P(('tensor', 'shard')), compute=P('tensor').",
             )
         for dim, size in enumerate(spec.shape):
-            ways = mesh.axes_size(layout.of(dim))
-            padded = layout.of(dim) == spec.compute.of(dim) and every_rank_has_some(size, ways)
-            if spec.compute.of(dim) and size % ways and not padded:
+            ranks = mesh.axes_size(layout.of(dim))
+            # A dim that `compute` alone splits may be padded, if no rank is left without numbers.
+            may_pad = layout.of(dim) == spec.compute.of(dim) and every_rank_has_some(size, ranks)
+            if spec.compute.of(dim) and size % ranks and not may_pad:
                 yield (
-                    f"compute={spec.compute!r}, {field}={layout!r}: {ways} ranks do not divide dim {dim}",
+                    f"compute={spec.compute!r}, {field}={layout!r}: {ranks} ranks do not divide dim {dim}",
                     "split another dim over the data axes, or pad the dim to a multiple.",
                 )
 
@@ -508,12 +520,13 @@ def _find_unfit_policy(spec: LayoutSpec) -> Iterator[tuple[str, str]]:
             f"fp8 and compute={spec.compute!r}": bool(spec.compute.axes),
             f"fp8 and memory={spec.memory!r}": spec.memory != "device",
         }
-        for problem in (p for p, is_one in problems.items() if is_one):
-            yield (
-                problem,
-                "compute_dtype=torch.bfloat16 for the leaf; fp8 is for matrices that train, rest on the "
-                "device and are whole while they compute.",
-            )
+        fix = (
+            "compute_dtype=torch.bfloat16 for the leaf; fp8 is for matrices that train, rest on the "
+            "device and are whole while they compute."
+        )
+        for problem, is_wrong in problems.items():
+            if is_wrong:
+                yield problem, fix
     if not spec.trainable and spec.aggregation == "local" and spec.storage.axes:
         yield (
             f"aggregation='local' and storage={spec.storage!r}",
@@ -522,7 +535,7 @@ def _find_unfit_policy(spec: LayoutSpec) -> Iterator[tuple[str, str]]:
     if not spec.trainable:
         return
 
-    # A leaf that trains is in floats everywhere, and of eight bits on the wire at most.
+    # A leaf that trains is in floats everywhere, and floats of eight bits are for the wire alone.
     if not spec.compute_dtype.is_floating_point and not spec.compute_dtype.is_complex:
         yield f"trainable=True and {spec.compute_dtype}", "only floats train: trainable=False."
     for name in ("compute_dtype", "reduce_dtype"):

@@ -1,4 +1,4 @@
-"""Tensor: which leaves a tensor axis splits, and along which dim: columns, rows, heads, vocabulary.
+"""Tensor parallelism: which leaves a tensor axis splits, and along which dim.
 
 The names that models give their matrices decide it. Matrices of other names are paired: the outputs of one
 are the inputs of a later one, and are split between them (Megatron-LM, Shoeybi et al. 2019). The choice
@@ -35,7 +35,7 @@ _NAMES = {
     "gated": "gate_up_proj",
     "whole": "wpe pos position_embedding position_embeddings embed_positions token_type_embeddings",
 }
-_FUSED = {"qkv": 3, "gated": 2}  # matrices side by side
+_FUSED = {"qkv": 3, "gated": 2}  # how many matrices lie side by side
 _KINDS = {name: kind for kind, names in _NAMES.items() for name in names.split()}
 
 
@@ -55,27 +55,32 @@ def tensor_layouts(named: Mapping[str, Tensor], axis: str, mesh: Mesh) -> dict[s
     """
     ranks = mesh.axis_size(axis)
 
-    def layout(path: str, dim: int) -> P:
-        size, kind = named[path].shape[dim], _kind(_stem(getattr(named[path], "adapts", path)))
+    layouts: dict[str, P] = {}
+    for path, dim in split_dims(named).items():
+        leaf = named[path]
+        size = leaf.shape[dim]
+        # An adapter is split as the matrix is that it adapts.
+        kind = _find_kind(_strip_name(getattr(leaf, "adapts", path)))
         count = _FUSED.get(kind, 1)
-        padded = kind == "vocabulary" and every_rank_has_some(size, ranks)
-        fits = padded or size % (count * ranks) == 0
-        return P(*[None] * dim, Fused(axis, count)) if fits else P()
-
-    return {path: layout(path, dim) for path, dim in split_dims(named).items()}
+        # Only a vocabulary may be padded.
+        can_pad = kind == "vocabulary" and every_rank_has_some(size, ranks)
+        fits = can_pad or size % (count * ranks) == 0
+        layouts[path] = P(*[None] * dim, Fused(axis, count)) if fits else P()
+    return layouts
 
 
 def split_dims(named: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return `{path: dim}` of the leaves to split.
+    """Return `{path: dim}`, the dim along which a tensor axis splits each leaf that it splits.
 
     >>> import torch
     >>> split_dims({"0.weight": torch.empty(6, 4), "0.bias": torch.empty(6), "2.weight": torch.empty(3, 6)})
     {'0.weight': 0, '0.bias': 0, '2.weight': 1}
     """
+    # Matrices and their biases, by the path that they have in common.
     floats = {p: v for p, v in named.items() if v.is_floating_point() and v.dim() in (1, 2)}
     leaves = {p: v for p, v in floats.items() if not is_buffer(v) and not hasattr(v, "adapts")}
-    matrices = {_stem(p): p for p, v in leaves.items() if v.dim() == 2}
-    biases = {_stem(p): p for p, v in leaves.items() if v.dim() == 1 and p.endswith("bias")}
+    matrices = {_strip_name(p): p for p, v in leaves.items() if v.dim() == 2}
+    biases = {_strip_name(p): p for p, v in leaves.items() if v.dim() == 1 and p.endswith("bias")}
 
     unit_of = numeric(named)
     sizes = {stem: tuple(leaves[path].shape) for stem, path in matrices.items()}
@@ -87,56 +92,62 @@ def split_dims(named: Mapping[str, Tensor]) -> dict[str, int]:
         if stem in biases and sizes[stem][0] != len(leaves[biases[stem]]) == sizes[stem][1]
     }
     output_dim = {stem: int(unit_of[path] in transposed) for stem, path in matrices.items()}
-    kinds = {stem: kind for stem in (*matrices, *biases) if (kind := _kind(stem))}
+    kinds = {stem: kind for stem in (*matrices, *biases) if (kind := _find_kind(stem))}
 
     # Where keys and values have fewer heads than queries, a fused matrix has unequal parts, and stays whole.
     for stem, (first, last) in sizes.items():
         outputs, inputs = (last, first) if output_dim[stem] else (first, last)
         if kinds.get(stem) == "qkv" and outputs != 3 * inputs:
             kinds[stem] = "whole"
-    for scope in _scopes({stem: unit_of[path] for stem, path in matrices.items()}):
-        kinds |= _pair_matrices({s: sizes[s][::-1] if output_dim[s] else sizes[s] for s in scope}, kinds)
+
+    # Matrices whose names tell nothing are paired by their sizes, unit by unit.
+    for group in _group_matrices({stem: unit_of[path] for stem, path in matrices.items()}):
+        kinds |= _pair_matrices({s: sizes[s][::-1] if output_dim[s] else sizes[s] for s in group}, kinds)
 
     # From kinds to dims. A bias of outputs is split where the outputs are.
-    out = dict[str, int]()
+    dim_of: dict[str, int] = {}
     for stem, kind in kinds.items():
         if stem in matrices and kind != "whole":
             outputs = output_dim[stem]
             dims = {"rows": 1 - outputs, "vocabulary": 0, "heads": 1}
-            out[matrices[stem]] = dims.get(kind, outputs)
+            dim_of[matrices[stem]] = dims.get(kind, outputs)
         if stem in biases and kind in ("columns", "vocabulary", *_FUSED):
-            out[biases[stem]] = 0
+            dim_of[biases[stem]] = 0
 
     # LoRA's `a` is [rank, inputs] and `b` [outputs, rank]: the one that meets the split dim is split with it.
     for path, leaf in named.items():
         base = getattr(leaf, "adapts", None)
-        if base in out and path.endswith(".b" if out[base] == output_dim[_stem(base)] else ".a"):
-            out[path] = 0 if path.endswith(".b") else 1
-    return {path: out[path] for path in named if path in out}
+        if base not in dim_of:
+            continue
+        splits_outputs = dim_of[base] == output_dim[_strip_name(base)]
+        if path.endswith(".b" if splits_outputs else ".a"):
+            dim_of[path] = 0 if splits_outputs else 1
+    return {path: dim_of[path] for path in named if path in dim_of}
 
 
-def _stem(path: str) -> str:
-    """Return what the paths of a matrix and its bias have in common."""
+def _strip_name(path: str) -> str:
+    """Return what the paths of a matrix and its bias have in common, a path without its last name."""
     return re.sub(r"(^|[._])(weight|bias)$", "", path)
 
 
-def _kind(stem: str) -> str | None:
+def _find_kind(stem: str) -> str | None:
     """Return the kind of a matrix by the last names of its path; None for names that nobody knows."""
     names = stem.split(".")
     return _KINDS.get(".".join(names[-2:])) or _KINDS.get(names[-1])
 
 
-def _scopes(unit_of: Mapping[str, str]) -> Iterable[list[str]]:
-    """Group the matrices among which pairs are sought: those of one unit.
+def _group_matrices(unit_of: Mapping[str, str]) -> Iterable[list[str]]:
+    """Group matrices by their unit; pairs are looked for within a group.
 
     Units of a single matrix beneath one module, as an `nn.Sequential` has them, are one group.
     """
     count = Counter(unit_of.values())
-    scopes: dict[tuple[str, bool], list[str]] = {}
+    groups: dict[tuple[str, bool], list[str]] = {}
     for stem, unit in unit_of.items():
-        alone = count[unit] == 1
-        scopes.setdefault((unit.rpartition(".")[0] if alone else unit, alone), []).append(stem)
-    return scopes.values()
+        is_alone = count[unit] == 1
+        name = unit.rpartition(".")[0] if is_alone else unit
+        groups.setdefault((name, is_alone), []).append(stem)
+    return groups.values()
 
 
 def _pair_matrices(sizes: Mapping[str, tuple[int, ...]], kinds: Mapping[str, str]) -> dict[str, str]:
@@ -147,14 +158,14 @@ def _pair_matrices(sizes: Mapping[str, tuple[int, ...]], kinds: Mapping[str, str
     Args:
         sizes: (outputs, inputs) of each matrix, in the order of the model.
     """
-    found: dict[str, str] = {}
+    paired: dict[str, str] = {}
     unpaired: list[str] = []
     for stem, (_, inputs) in sizes.items():
         # All matrices so far that have as many outputs as this one has inputs, and no partner yet.
         feeding = [s for s in unpaired if sizes[s][0] == inputs]
         if kinds.get(stem, "rows") == "rows" and feeding:
-            found |= dict.fromkeys(feeding, "columns") | {stem: "rows"}
+            paired |= dict.fromkeys(feeding, "columns") | {stem: "rows"}
             unpaired = [s for s in unpaired if s not in feeding]
         elif stem not in kinds:
             unpaired.append(stem)
-    return found
+    return paired

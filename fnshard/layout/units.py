@@ -1,11 +1,11 @@
-"""Unit policies: which leaves are gathered, freed and reduced together.
+"""Unit policies, which say what leaves are gathered, freed and reduced together.
 
 A policy is a function `params -> {path: unit}`. FSDP calls these auto-wrap policies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -19,7 +19,7 @@ UnitPolicy = Callable[[Any], Mapping[str, str]]
 
 
 def numeric(params: Any) -> dict[str, str]:
-    """Return units by the numeric part of paths: "layers.0.attn.wq" is in unit "layers.0". The default.
+    """Return units by the numeric part of paths, by default: "layers.0.attn.wq" is in unit "layers.0".
 
     A leaf with no number in its path goes to the shortest module that holds no numbered unit, so
     "model.embed.weight" next to "model.layers.0..." is in unit "model.embed".
@@ -30,21 +30,17 @@ def numeric(params: Any) -> dict[str, str]:
     {'model.embed.w': 'model.embed', 'model.layers.0.a.w': 'model.layers.0', \
 'model.layers.0.b.w': 'model.layers.0', 'head.w': 'head'}
     """
-    paths = list(tree.flatten_with_paths(params)[0])
-    numbered = {path: unit for path in paths if (unit := _through_number(path))}
-    # The modules around numbered units hold units of their own: a leaf that lies directly in one goes
-    # elsewhere.
-    holds = {
-        ".".join(unit.split(".")[:n]) for unit in numbered.values() for n in range(1, unit.count(".") + 1)
-    }
-    return {path: numbered.get(path) or _top(path, holds) for path in paths}
+    unit_of = {path: _cut_after_number(path) for path in tree.flatten_with_paths(params)[0]}
+    # A module around a unit is no unit itself: a leaf that lies directly in one is a unit of its own.
+    outer = _find_outer_modules(unit for unit in unit_of.values() if unit is not None)
+    return {path: unit or _find_module(path, outer) for path, unit in unit_of.items()}
 
 
 def by_class(model: nn.Module, *classes: type[nn.Module]) -> UnitPolicy:
     """Return a policy by module class: each instance of `classes` is a unit (FSDP's `ModuleWrapPolicy`).
 
-    Of nested instances the innermost holds the leaf. For leaves outside all of them, `numeric`'s rule for
-    paths without a number holds.
+    A leaf in nested instances belongs to the innermost. Leaves outside all of them follow `numeric`'s rule
+    for paths without a number.
 
     Raises:
         SpecError: no class is given, something is not a module class, or the model has no such module.
@@ -53,8 +49,8 @@ def by_class(model: nn.Module, *classes: type[nn.Module]) -> UnitPolicy:
         given = ", ".join(map(repr, classes)) or "none"
         raise SpecError(f"by_class takes module classes, and got {given}.", fix="by_class(model, Block).")
     modules = list(tree.named_modules(model))
-    roots = [name for name, module in modules if isinstance(module, classes) and name]
-    if not roots:
+    instances = [name for name, module in modules if isinstance(module, classes) and name]
+    if not instances:
         names = ", ".join(c.__name__ for c in classes)
         has = dict.fromkeys(type(m).__name__ for name, m in modules if name)
         raise SpecError(
@@ -63,17 +59,17 @@ def by_class(model: nn.Module, *classes: type[nn.Module]) -> UnitPolicy:
         )
 
     def policy(params: Any) -> dict[str, str]:
-        holds = {".".join(r.split(".")[:n]) for r in roots for n in range(1, r.count(".") + 1)}
-        out = {}
+        outer = _find_outer_modules(instances)
+        unit_of: dict[str, str] = {}
         for path in tree.flatten_with_paths(params)[0]:
-            inside = [r for r in roots if path.startswith(r + ".")]
-            out[path] = max(inside, key=len) if inside else _top(path, holds)
-        return out
+            around = [name for name in instances if path.startswith(name + ".")]
+            unit_of[path] = max(around, key=len) if around else _find_module(path, outer)
+        return unit_of
 
     return policy
 
 
-def _through_number(path: str) -> str | None:
+def _cut_after_number(path: str) -> str | None:
     """Return a path up to its first number; None if there is no number before the leaf's own name."""
     parts = path.split(".")
     for i, part in enumerate(parts[:-1]):
@@ -82,11 +78,20 @@ def _through_number(path: str) -> str | None:
     return None
 
 
-def _top(path: str, holds: set[str]) -> str:
-    """Return the shortest module around a leaf that is not one of `holds`, the modules that hold units."""
+def _find_outer_modules(units: Iterable[str]) -> set[str]:
+    """Return all modules that have one of these units inside."""
+    outer: set[str] = set()
+    for unit in units:
+        parts = unit.split(".")
+        outer.update(".".join(parts[:n]) for n in range(1, len(parts)))
+    return outer
+
+
+def _find_module(path: str, outer: set[str]) -> str:
+    """Return the shortest module around a leaf that is not among `outer`, or the leaf's own path."""
     parts = path.split(".")
     for n in range(1, len(parts)):
         prefix = ".".join(parts[:n])
-        if prefix and prefix not in holds:
+        if prefix and prefix not in outer:
             return prefix
     return path

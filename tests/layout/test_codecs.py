@@ -80,7 +80,7 @@ def test_any_rows_are_coded_by_themselves(codec: str, rows: int, rest: list[int]
 def test_nf4_takes_the_nearest_level_of_its_coded_scale() -> None:
     value = torch.randn(8, 64 * 300)  # 300 scales: two groups of them, one not full
     parts = codecs.CODECS["nf4"].encode(value)
-    scales = codecs._nf4_scales(parts, 300)
+    scales = codecs._nf4_decode_scales(parts, 300)
     exact = value.view(8, 300, 64).abs().amax(2)
     assert (scales - exact).abs().max() <= parts["scale_scales"][..., 0].max() * 0.51
     levels = scales.unsqueeze(2).unsqueeze(3) * torch.tensor(codecs.NF4)
@@ -139,7 +139,7 @@ def test_runs_of_rows_make_the_codes_of_all(
     announced = codecs.CODECS[codec].parts(shape)
     assert {n: (tuple(v.shape), v.dtype) for n, v in made.items()} == announced
     assert all(torch.equal(made[n], full[n]) for n in full)
-    assert codecs._runs(value.to("meta")) == [...], "70B weights on paper take no time either"
+    assert codecs._cut_runs(value.to("meta")) == [...], "70B weights on paper take no time either"
     on_meta = codecs.encode(value.to("meta"), spec_of(value, codec))
     assert {n: (tuple(v.shape), v.dtype) for n, v in on_meta.items()} == announced
 
