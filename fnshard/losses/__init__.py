@@ -1,4 +1,4 @@
-"""Losses of language models, and the types that `fn` may return, or a batch may hold, besides plain tensors.
+"""Losses of language models, and types for what `fn` returns and for leaves of a batch.
 
 The losses never hold the logits of a whole batch.
 """
@@ -35,7 +35,7 @@ class Whole:
 
 @dataclass(frozen=True)
 class Sequence:
-    """A batch leaf whose sequence is `dim`, which the context axis of a mesh splits; None if it has none.
+    """A batch leaf whose sequence lies along `dim`, which the context axis splits; None if it has none.
 
     The sequence of any other tensor is its second dim, if it has two. A mask [B, T, T] has several, `(1, 2)`:
     `fs.Buckets` pads them all, and the context axis splits the first.
@@ -47,11 +47,13 @@ class Sequence:
     @property
     def dims(self) -> tuple[int, ...]:
         """All sequence dims, as they were named."""
-        return () if self.dim is None else self.dim if isinstance(self.dim, tuple) else (self.dim,)
+        if self.dim is None:
+            return ()
+        return self.dim if isinstance(self.dim, tuple) else (self.dim,)
 
     @property
     def fits(self) -> bool:
-        """Return whether the value is a tensor that has these dims."""
+        """Whether the value is a tensor that has these dims."""
         value = self.value
         return isinstance(value, Tensor) and all(
             isinstance(d, int) and -value.dim() <= d < value.dim() for d in self.dims
@@ -59,7 +61,7 @@ class Sequence:
 
 
 def rows_of(leaf: Any, start: int, count: int) -> Any:
-    """Return a batch leaf with these rows alone."""
+    """Return `count` rows of a batch leaf, from `start` on."""
     rows = unwrap_leaf(leaf).narrow(0, start, count)
     return replace(leaf, value=rows) if isinstance(leaf, Sequence) else rows
 
@@ -109,7 +111,8 @@ def linear_token_losses(
             "expected are [..., D], [V, D] and [...]."
         )
     counted = targets != ignore
-    hidden = torch.where(counted.unsqueeze(-1), hidden, 0.0)  # NaN of padding would give 0 * NaN in gradients
+    # NaN in the hidden states of padding would give 0 * NaN in gradients.
+    hidden = torch.where(counted.unsqueeze(-1), hidden, 0.0)
     sums, chosen = token_parts(hidden.reshape(-1, hidden.shape[-1]), weight, targets.reshape(-1), chunk, 1)
     is_word = (targets >= 0) & (targets < weight.shape[0])
     losses = torch.where(is_word, (sums - chosen).view(targets.shape), torch.inf)
@@ -125,9 +128,9 @@ def next_token(logits: Tensor, tokens: Tensor, *, ignore: int = IGNORE) -> Mean:
     """
     targets = tokens[:, 1:]
     counted = targets != ignore
-    shown = torch.where(counted.unsqueeze(-1), logits[:, :-1].float(), 0.0)  # padding may hold NaN
-    losses = F.cross_entropy(shown.flatten(0, 1), targets.flatten(), ignore_index=ignore, reduction="sum")
-    return Mean(losses, counted.sum(), bound=float(targets.numel()))
+    safe = torch.where(counted.unsqueeze(-1), logits[:, :-1].float(), 0.0)  # padding may hold NaN
+    total = F.cross_entropy(safe.flatten(0, 1), targets.flatten(), ignore_index=ignore, reduction="sum")
+    return Mean(total, counted.sum(), bound=float(targets.numel()))
 
 
 def sequence_logprobs(
@@ -146,8 +149,9 @@ def load_balance(
 ) -> Mean:  # fmt: skip
     """Compute the load balance, the auxiliary loss of a mixture's routers (Fedus et al. 2022, equation 4).
 
-    It is E times the sum over experts of the share of tokens that go there times its mean probability, both
-    over all layers and all rows. It is at least `top_k`, and equals transformers' `load_balancing_loss_func`.
+    It is E times a sum over experts: the share of tokens that go to the expert, times its mean probability,
+    both over all layers and all rows. It is at least `top_k`, and equals transformers'
+    `load_balancing_loss_func`.
 
     Args:
         router_logits: the router's logits of each layer, [N, E].
@@ -165,11 +169,12 @@ def load_balance(
         logits = torch.where(counted[:, None] != 0, logits, 0.0)
     probs = logits.softmax(-1)
 
+    # Count how many of each token's choices go to each expert; tokens that do not count have the weight 0.
     layers, tokens, experts = probs.shape
     weight = probs.new_ones(tokens) if counted is None else counted.to(probs.dtype)
-    went = F.one_hot(probs.detach().topk(top_k, -1).indices, experts).sum((0, 2)).to(probs.dtype)  # [N, E]
+    chosen = F.one_hot(probs.detach().topk(top_k, -1).indices, experts).sum((0, 2)).to(probs.dtype)  # [N, E]
 
     # Shares are those of all ranks' tokens, so that the product is one of means over the whole batch.
     count = layers * weight.sum()
-    shares = psum(weight @ went) / psum(count).clamp(min=1)
+    shares = psum(weight @ chosen) / psum(count).clamp(min=1)
     return Mean(experts * (torch.einsum("lne,n->e", probs, weight) * shares).sum(), count)

@@ -1,9 +1,10 @@
 """Fused linear cross-entropy: a linear layer and its cross-entropy as one operator, in chunks of tokens.
 
 Logits over a vocabulary of 128k are by far the largest tensor of a language model, and are needed for one
-number a token. Here the logits of at most `chunk` tokens exist at once. The backward computes them again from
-the log-sum-exp of each token, which the forward keeps (Liger kernels, Hsu et al. 2024; Wijmans et al. 2024).
-It is a custom operator, since a compiler that takes it apart would hold all chunks at once.
+number per token. Here the logits of at most `chunk` tokens exist at once. The backward computes them again,
+and their softmax by the log-sum-exp of each token, which the forward keeps (Liger kernels, Hsu et al. 2024;
+Wijmans et al. 2024).
+The loss is a custom operator, since a compiler that takes it apart would hold all chunks at once.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-# The default bytes of logits at once, in the product's dtype and fp32. A GPU needs products of
-# thousands of rows.
+# The bytes of logits at once by default, in the product's dtype and fp32 together. A GPU is only fast with
+# products of thousands of rows.
 CHUNK_BYTES = {"cpu": 1 << 27, "cuda": 1 << 30}
-RUN_NUMBERS = 1 << 22  # the numbers of a half type's gradient at once, if it is added by runs of rows
+RUN_NUMBERS = 1 << 22  # the numbers of a half-precision gradient at once, if it is added by runs of rows
 
 
 def chunk_of(tokens: int, vocabulary: int, chunk: int, dtype: torch.dtype, device: str) -> int:
@@ -46,14 +47,14 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
+def _compute_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     """Compute the logits of a chunk, in fp32 or fp64."""
     if sums_wide(hidden.dtype, hidden.device.type):
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     return (hidden @ weight.t()).to(wide(hidden.dtype))
 
 
-def _slopes(
+def _differentiate_logits(
     of_sums: Tensor, of_chosen: Tensor, sums: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor,
     counted: Tensor,
 ) -> Tensor:  # fmt: skip
@@ -63,7 +64,7 @@ def _slopes(
         of_sums, of_chosen: gradients of the log-sum-exp, and of the target's logit if it is `counted`.
     """
     # The softmax, times the gradient of its log-sum-exp, plus the gradient of the target's own logit.
-    logits = _logits(hidden, weight)
+    logits = _compute_logits(hidden, weight)
     logits.sub_(sums.unsqueeze(1)).exp_().mul_(of_sums.unsqueeze(1))
     chosen = torch.where(counted, of_chosen, 0.0).unsqueeze(1)
     logits.scatter_add_(1, torch.where(counted, targets, 0).unsqueeze(1), chosen)
@@ -78,6 +79,7 @@ def _add_products(total: Tensor, one: Tensor, other: Tensor) -> None:
     if sums_wide(other.dtype, other.device.type):
         torch.addmm(total, one, other, out_dtype=total.dtype, out=total)
         return
+    # A product of halves is of half precision here, and is widened as it is added.
     rows = max(1, RUN_NUMBERS // max(other.shape[1], 1))
     for low in range(0, total.shape[0], rows):
         total[low : low + rows].add_(one[low : low + rows] @ other)
@@ -102,24 +104,24 @@ def token_parts(
     sums = hidden.new_empty((parts, hidden.shape[0]), dtype=wide(hidden.dtype))
     chosen = torch.empty_like(sums)
     for p, rows, part in _each_part(hidden, weight, chunk, parts):
-        here, inside = _within(targets[part], p, rows)
-        logits = _logits(hidden[part], rows)
+        here, inside = _find_in_part(targets[part], p, rows)
+        logits = _compute_logits(hidden[part], rows)
         sums[p, part] = torch.logsumexp(logits, 1)
         chosen[p, part] = torch.where(inside, logits.gather(1, here.unsqueeze(1)).squeeze(1), 0.0)
-        del logits  # before the next are made
+        del logits  # before those of the next chunk are allocated
     return sums, chosen
 
 
 def _each_part(hidden: Tensor, weight: Tensor, chunk: int, parts: int) -> Iterator[tuple[int, Tensor, slice]]:
-    """Yield each part's number and rows, with each chunk of tokens."""
+    """Yield each part's number and rows of the weight, with the slice of each chunk of tokens."""
     for p, rows in enumerate(weight.chunk(parts)):
         count = chunk_of(hidden.shape[0], rows.shape[0], chunk, hidden.dtype, hidden.device.type)
         for low in range(0, hidden.shape[0], count):
             yield p, rows, slice(low, low + count)
 
 
-def _within(targets: Tensor, part: int, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return targets as rows of a part, 0 for those that it does not have, and which it has."""
+def _find_in_part(targets: Tensor, part: int, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return targets as rows of a part, with 0 for those outside of it, and whether each is inside."""
     here = targets - part * rows.shape[0]
     inside = (here >= 0) & (here < rows.shape[0])
     return torch.where(inside, here, 0), inside
@@ -127,8 +129,8 @@ def _within(targets: Tensor, part: int, rows: Tensor) -> tuple[Tensor, Tensor]:
 
 @token_parts.register_fake
 def _(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, parts: int) -> tuple[Tensor, Tensor]:
-    made = hidden.new_empty((parts, hidden.shape[0]), dtype=wide(hidden.dtype))
-    return made, torch.empty_like(made)
+    sums = hidden.new_empty((parts, hidden.shape[0]), dtype=wide(hidden.dtype))
+    return sums, torch.empty_like(sums)
 
 
 @torch.library.custom_op("fnshard::token_parts_backward", mutates_args=())
@@ -142,20 +144,22 @@ def token_parts_backward(
         of_sums, of_chosen: gradients of the forward's results.
         sums: the log-sum-exp that the forward kept.
     """
+    # The gradient of the hidden states is a sum over parts; that of several is added up in the wide dtype.
     to_hidden = torch.empty_like(hidden, dtype=sums.dtype if sums.shape[0] > 1 else hidden.dtype)
     to_weight = torch.zeros(weight.shape if of_weight else (0,), dtype=sums.dtype, device=weight.device)
     count = weight.shape[0] // sums.shape[0]
     for p, rows, part in _each_part(hidden, weight, chunk, sums.shape[0]):
-        here, inside = _within(targets[part], p, rows)
-        slope = of_sums[p, part], of_chosen[p, part]
-        slopes = _slopes(*slope, sums[p, part], hidden[part], rows, here, inside)
+        here, inside = _find_in_part(targets[part], p, rows)
+        slopes = _differentiate_logits(
+            of_sums[p, part], of_chosen[p, part], sums[p, part], hidden[part], rows, here, inside
+        )
         if p == 0:
             to_hidden[part] = slopes @ rows
         else:
             to_hidden[part] += slopes @ rows
         if of_weight:
             _add_products(to_weight[p * count : (p + 1) * count], slopes.t(), hidden[part])
-        del slopes  # before the next are made
+        del slopes  # before those of the next chunk are allocated
     return to_hidden.to(hidden.dtype), to_weight.to(weight.dtype)
 
 
@@ -167,7 +171,7 @@ def _(
     return torch.empty_like(hidden), weight.new_empty(weight.shape if of_weight else (0,))
 
 
-def _parts_backward(ctx: Any, of_sums: Tensor, of_chosen: Tensor) -> tuple[Tensor | None, ...]:
+def _run_backward(ctx: Any, of_sums: Tensor, of_chosen: Tensor) -> tuple[Tensor | None, ...]:
     """Compute the gradients of `token_parts`; that of the weight only where it trains."""
     hidden, weight, targets, sums = ctx.saved_tensors
     of_weight = ctx.needs_input_grad[1]
@@ -177,13 +181,13 @@ def _parts_backward(ctx: Any, of_sums: Tensor, of_chosen: Tensor) -> tuple[Tenso
     return to_hidden, to_weight if of_weight else None, None, None, None
 
 
-def _keep_parts(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    """Keep inputs and the log-sum-exp, of which the backward makes logits again."""
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Keep the inputs and the log-sum-exp, from which the backward computes the softmax again."""
     hidden, weight, targets, ctx.chunk, _ = inputs
     ctx.save_for_backward(hidden, weight, targets, output[0])
 
 
-token_parts.register_autograd(_parts_backward, setup_context=_keep_parts)
+token_parts.register_autograd(_run_backward, setup_context=_save_for_backward)
 
 
 @register_flop_formula(torch.ops.fnshard.token_parts)

@@ -1,4 +1,4 @@
-"""A loss as a sum and a count."""
+"""`Mean`, a loss as a sum and a count."""
 
 from __future__ import annotations
 

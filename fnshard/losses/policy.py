@@ -1,7 +1,8 @@
 """Losses of language models that learn from rewards and preferences, as pure functions of log-probabilities.
 
-Losses of rewards take one `PolicyInputs`. Each returns the loss and metrics, as `fn` of a step may. A mean is
-exact over ranks, micro-batches, tensor and context axes; a mean of means would weigh tokens unequally.
+Losses of rewards take one `PolicyInputs`. Each loss returns a `Mean` and metrics, which `fn` of a step may
+return as they are. A mean is exact over ranks, micro-batches, tensor and context axes; a mean of means would
+weigh tokens unequally.
 
 Tokens that do not count (padding, prompts) may hold anything, NaN and infinity too. They are replaced before
 any function sees them: a weight of 0 after a function would leave 0 * NaN in the loss or in gradients. A
@@ -29,7 +30,7 @@ __all__ = [
 
 Loss = tuple[Mean, dict[str, Mean]]
 
-LEAST_LOGPROB = -1e6  # it stands for the logarithm of 0; 90,000 tokens at 11 nats each are above it
+LEAST_LOGPROB = -1e6  # in place of the logarithm of 0; 90,000 tokens at 11 nats each are above it
 MOST_GAP = 20.0  # for larger differences of log-probabilities the exponential, 5e8, continues as a line
 
 
@@ -71,10 +72,10 @@ class PolicyInputs:
         """
         mask = self.mask & self.sampler.isfinite()
         named = {n: getattr(self, n) for n in ("logprobs", "sampler", "old", "reference")}
-        shown = {n: _finite(v, mask) for n, v in named.items() if v is not None}
+        logprobs = {n: _make_finite(v, mask) for n, v in named.items() if v is not None}
         advantages = torch.where(mask, self.advantages, 0.0)
         entropy = None if self.entropy is None else torch.where(mask, self.entropy, 0.0)
-        return replace(self, mask=mask, advantages=advantages, entropy=entropy, **shown)
+        return replace(self, mask=mask, advantages=advantages, entropy=entropy, **logprobs)
 
     def sums(self, values: Tensor) -> Tensor:
         """Sum [B, T] over the counted tokens of each sequence, into [B, S]."""
@@ -91,7 +92,7 @@ class PolicyInputs:
 
     @property
     def _member(self) -> Tensor:
-        """Return which sequence of its row each token belongs to, bool [B, T, S]."""
+        """Whether each token belongs to each sequence of its row, bool [B, T, S]."""
         return self.sequences[..., None] == torch.arange(self.max_sequences, device=self.sequences.device)
 
     def lengths(self) -> Tensor:
@@ -117,8 +118,8 @@ class Correction:
 
     def weights(self, inputs: PolicyInputs) -> Tensor:
         """Return the weights of tokens, [B, T], without gradient."""
-        gap = (_old(inputs) - inputs.sampler).detach()
-        weights = _exp(inputs.spread(inputs.sums(gap)) if self.level == "sequence" else gap)
+        gap = (_get_old_logprobs(inputs) - inputs.sampler).detach()
+        weights = _exp_bounded(inputs.spread(inputs.sums(gap)) if self.level == "sequence" else gap)
         if self.how == "truncate":
             return weights.clamp(max=self.high)
         return torch.where((weights >= self.low) & (weights <= self.high), weights, 0.0)
@@ -156,7 +157,7 @@ def grpo(
     (-2.0, 0.0)
     """
     inputs = inputs.counted
-    each, aux = _token_losses(inputs, _ratios(inputs), clip, clip_high, beta, correction)
+    each, aux = _compute_token_losses(inputs, _compute_ratios(inputs), clip, clip_high, beta, correction)
     return _average_sequences(inputs, each), aux
 
 
@@ -169,8 +170,9 @@ def gspo(
     Arguments and results are those of `grpo`.
     """
     inputs = inputs.counted
-    means = inputs.sums(inputs.logprobs - _old(inputs)) / inputs.lengths().clamp(min=1)
-    each, aux = _token_losses(inputs, _exp(inputs.spread(means)), clip, clip_high, beta, correction)
+    means = inputs.sums(inputs.logprobs - _get_old_logprobs(inputs)) / inputs.lengths().clamp(min=1)
+    ratios = _exp_bounded(inputs.spread(means))
+    each, aux = _compute_token_losses(inputs, ratios, clip, clip_high, beta, correction)
     return _average_sequences(inputs, each), aux
 
 
@@ -187,10 +189,10 @@ def dr_grpo(
         max_length: the most tokens that a sequence may have.
     """
     inputs = inputs.counted
-    each, aux = _token_losses(inputs, _ratios(inputs), clip, clip_high, beta, correction)
-    there = inputs.lengths() > 0
+    each, aux = _compute_token_losses(inputs, _compute_ratios(inputs), clip, clip_high, beta, correction)
+    has_tokens = inputs.lengths() > 0
     total = torch.where(inputs.mask, each, 0.0).sum() / max_length
-    return Mean(total, there.sum(), bound=float(there.numel())), aux
+    return Mean(total, has_tokens.sum(), bound=float(has_tokens.numel())), aux
 
 
 def bnpo(
@@ -199,7 +201,7 @@ def bnpo(
 ) -> Loss:  # fmt: skip
     """Take the mean over all tokens of all ranks, as TRL's `loss_type="bnpo"`; the rest is as in `grpo`."""
     inputs = inputs.counted
-    each, aux = _token_losses(inputs, _ratios(inputs), clip, clip_high, beta, correction)
+    each, aux = _compute_token_losses(inputs, _compute_ratios(inputs), clip, clip_high, beta, correction)
     return _average_tokens(inputs, each), aux
 
 
@@ -209,7 +211,7 @@ def dapo(
 ) -> Loss:  # fmt: skip
     """Optimise by DAPO (Yu et al. 2025): `bnpo`, clipped higher above than below.
 
-    Its other parts belong into the training loop.
+    The other parts of DAPO belong in the training loop.
     """
     return bnpo(inputs, clip=clip, clip_high=clip_high, beta=beta, correction=correction)
 
@@ -232,10 +234,10 @@ def ppo(
     """
     inputs = inputs.counted
     values, old_values, returns = (torch.where(inputs.mask, v, 0.0) for v in (values, old_values, returns))
-    each, aux = _token_losses(inputs, _ratios(inputs), clip, None, beta, correction)
-    near = old_values + (values - old_values).clamp(-clip_values, clip_values)
-    errors = 0.5 * torch.maximum((values - returns).square(), (near - returns).square())
-    aux["value_loss"] = _metric(inputs, errors)
+    each, aux = _compute_token_losses(inputs, _compute_ratios(inputs), clip, None, beta, correction)
+    clipped = old_values + (values - old_values).clamp(-clip_values, clip_values)
+    errors = 0.5 * torch.maximum((values - returns).square(), (clipped - returns).square())
+    aux["value_loss"] = _make_metric(inputs, errors)
     return _average_tokens(inputs, each + value_weight * errors), aux
 
 
@@ -243,9 +245,9 @@ def group_advantages(rewards: Tensor, size: int, *, scale: bool = True, eps: flo
     """Return rewards [N] less their group's mean, divided by its deviation.
 
     Args:
-        size: the size of a group, which is so many neighbours (one prompt's samples).
+        size: the size of a group: the samples of one prompt, which are neighbours.
         scale: False leaves the deviation out, as Dr. GRPO does.
-        eps: is added to the deviation. A group of one, or of equal rewards, has advantage 0.
+        eps: a number that is added to the deviation. A group of one, or of equal rewards, has advantage 0.
 
     Raises:
         StateError: `size` does not divide the number of rewards.
@@ -261,10 +263,12 @@ def group_advantages(rewards: Tensor, size: int, *, scale: bool = True, eps: flo
         )
     wide = rewards if rewards.is_floating_point() else rewards.to(torch.get_default_dtype())
     groups = wide.reshape(-1, size)
-    apart = groups - groups.mean(1, keepdim=True)
-    deviation = groups.std(1, keepdim=True, correction=min(1, size - 1))
-    spread = deviation + eps
-    return (apart / torch.where(spread > 0, spread, 1.0) if scale else apart).reshape(-1)
+    advantages = groups - groups.mean(1, keepdim=True)
+    if scale:
+        # A group of one has no sample deviation: without the correction it is 0.
+        deviation = groups.std(1, keepdim=True, correction=min(1, size - 1)) + eps
+        advantages = advantages / torch.where(deviation > 0, deviation, 1.0)
+    return advantages.reshape(-1)
 
 
 def gae(
@@ -273,45 +277,48 @@ def gae(
     """Estimate advantages and returns [B, T] (GAE, Schulman et al. 2016), for use in a loop.
 
     Args:
-        rewards, values: [B, T]; a sequence's reward stands at its last token.
+        rewards, values: [B, T]; a sequence's reward is that of its last token.
         mask: bool [B, T], true for sampled tokens, which are one run in each row.
         gamma, lam: the discount, and the decay with which errors of later tokens count.
     """
-    following = torch.zeros_like(values[:, 0])
-    after = torch.zeros_like(values[:, 0])
+    # From the last token back: the next token's advantage and value are 0 where no sampled token follows.
+    next_advantage = torch.zeros_like(values[:, 0])
+    next_value = torch.zeros_like(values[:, 0])
     advantages = torch.zeros_like(values)
     for t in range(values.shape[1] - 1, -1, -1):
-        here = mask[:, t]
-        delta = rewards[:, t] + gamma * after - values[:, t]
-        following = torch.where(here, delta + gamma * lam * following, 0.0)
-        after = torch.where(here, values[:, t], 0.0)
-        advantages[:, t] = following
+        is_sampled = mask[:, t]
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        next_advantage = torch.where(is_sampled, delta + gamma * lam * next_advantage, 0.0)
+        next_value = torch.where(is_sampled, values[:, t], 0.0)
+        advantages[:, t] = next_advantage
     return advantages, torch.where(mask, advantages + values, 0.0)
 
 
-def _old(inputs: PolicyInputs) -> Tensor:
+def _get_old_logprobs(inputs: PolicyInputs) -> Tensor:
     """Return log-probabilities by the policy before these updates, without gradient."""
     return (inputs.sampler if inputs.old is None else inputs.old).detach()
 
 
-def _ratios(inputs: PolicyInputs) -> Tensor:
+def _compute_ratios(inputs: PolicyInputs) -> Tensor:
     """Return exp(logprobs - old) of each token."""
-    return _exp(inputs.logprobs - _old(inputs))
+    return _exp_bounded(inputs.logprobs - _get_old_logprobs(inputs))
 
 
-def _finite(logprobs: Tensor, counted: Tensor | None) -> Tensor:
+def _make_finite(logprobs: Tensor, counted: Tensor | None) -> Tensor:
     """Return finite log-probabilities, with 0 in place of those that do not count."""
-    shown = logprobs if counted is None else torch.where(counted != 0, logprobs, 0.0)
-    return shown.clamp(min=max(LEAST_LOGPROB, torch.finfo(shown.dtype).min / 4))
+    if counted is not None:
+        logprobs = torch.where(counted != 0, logprobs, 0.0)
+    # A quarter of a short dtype's range, so that a margin of four of them does not overflow.
+    return logprobs.clamp(min=max(LEAST_LOGPROB, torch.finfo(logprobs.dtype).min / 4))
 
 
-def _exp(gap: Tensor) -> Tensor:
+def _exp_bounded(gap: Tensor) -> Tensor:
     """Return exp(gap), and from `MOST_GAP` on its tangent: large gaps have a finite value and a slope."""
     near = gap.clamp(max=MOST_GAP)
     return near.exp() * (1 + (gap - near))
 
 
-def _token_losses(
+def _compute_token_losses(
     inputs: PolicyInputs, ratios: Tensor, clip: float, clip_high: float | None, beta: float,
     correction: Correction | None,
 ) -> tuple[Tensor, dict[str, Mean]]:  # fmt: skip
@@ -327,31 +334,34 @@ def _token_losses(
     if correction is not None:
         each = each * correction.weights(inputs)
 
-    beyond = ((ratios < 1 - clip) & (gains < 0)) | ((ratios > 1 + high) & (gains > 0))
+    # A ratio counts as clipped only where the bound makes its token's gain smaller.
+    is_clipped = ((ratios < 1 - clip) & (gains < 0)) | ((ratios > 1 + high) & (gains > 0))
     aux = {
-        "clip_fraction": _metric(inputs, beyond.to(ratios.dtype)),
-        "mismatch": _metric(inputs, _divergence(_old(inputs), inputs.sampler)),
+        "clip_fraction": _make_metric(inputs, is_clipped.to(ratios.dtype)),
+        "mismatch": _make_metric(inputs, _estimate_kl(_get_old_logprobs(inputs), inputs.sampler)),
     }
     if inputs.reference is not None:
-        divergence = _divergence(inputs.logprobs, inputs.reference)
-        aux["kl"] = _metric(inputs, divergence)
+        divergence = _estimate_kl(inputs.logprobs, inputs.reference)
+        aux["kl"] = _make_metric(inputs, divergence)
         each = each + beta * divergence if beta else each
     if inputs.entropy is not None:
-        aux["entropy"] = _metric(inputs, inputs.entropy)
+        aux["entropy"] = _make_metric(inputs, inputs.entropy)
     return each, aux
 
 
-def _divergence(ours: Tensor, theirs: Tensor) -> Tensor:
+def _estimate_kl(ours: Tensor, theirs: Tensor) -> Tensor:
     """Return an unbiased estimate of KL(ours | theirs) that is never negative (Schulman 2020, "k3")."""
     gap = theirs - ours
-    return _exp(gap) - gap - 1
+    return _exp_bounded(gap) - gap - 1
 
 
-def _metric(inputs: PolicyInputs, values: Tensor) -> Mean:
+def _make_metric(inputs: PolicyInputs, values: Tensor) -> Mean:
+    """Return the mean over counted tokens, without gradient."""
     return Mean(torch.where(inputs.mask, values, 0.0).detach().sum(), inputs.mask.sum())
 
 
 def _average_tokens(inputs: PolicyInputs, each: Tensor) -> Mean:
+    """Return the mean over counted tokens."""
     total = torch.where(inputs.mask, each, 0.0).sum()
     return Mean(total, inputs.mask.sum(), bound=float(inputs.mask.numel()))
 
@@ -383,7 +393,7 @@ def dpo(
 
     Args:
         chosen, rejected, reference_chosen, reference_rejected: log-probabilities [B], `sequence_logprobs`.
-        beta: how expensive it is to leave the reference.
+        beta: the weight of the distance from the reference.
         label_smoothing: the share of pairs that may be the wrong way round (Mitchell 2023).
         counted: bool [B], false for pairs that are padding; by default all count.
 
@@ -396,12 +406,12 @@ def dpo(
     (0.6444, 1.0)
     """
     chosen, rejected, reference_chosen, reference_rejected = (
-        _finite(each, counted) for each in (chosen, rejected, reference_chosen, reference_rejected)
+        _make_finite(each, counted) for each in (chosen, rejected, reference_chosen, reference_rejected)
     )
     gains, losses = beta * (chosen - reference_chosen), beta * (rejected - reference_rejected)
     margin = gains - losses
     each = -F.logsigmoid(margin) * (1 - label_smoothing) - F.logsigmoid(-margin) * label_smoothing
-    return _pair_losses(each, gains, losses, counted)
+    return _average_pairs(each, gains, losses, counted)
 
 
 def ipo(
@@ -413,10 +423,10 @@ def ipo(
     The arguments are mean log-probabilities of a response's tokens [B]. The results are those of `dpo`.
     """
     chosen, rejected, reference_chosen, reference_rejected = (
-        _finite(each, counted) for each in (chosen, rejected, reference_chosen, reference_rejected)
+        _make_finite(each, counted) for each in (chosen, rejected, reference_chosen, reference_rejected)
     )
     gains, losses = chosen - reference_chosen, rejected - reference_rejected
-    return _pair_losses((gains - losses - 1 / (2 * beta)).square(), beta * gains, beta * losses, counted)
+    return _average_pairs((gains - losses - 1 / (2 * beta)).square(), beta * gains, beta * losses, counted)
 
 
 def orpo(chosen: Tensor, rejected: Tensor, *, beta: float = 0.1, counted: Tensor | None = None) -> Loss:
@@ -427,12 +437,12 @@ def orpo(chosen: Tensor, rejected: Tensor, *, beta: float = 0.1, counted: Tensor
     The arguments are mean log-probabilities of a response's tokens [B]; there is no reference. The first term
     is each response's mean, as in the paper; TRL's is the mean over the batch's tokens.
     """
-    chosen, rejected = _finite(chosen, counted), _finite(rejected, counted)
-    # The odds of a probability of 1 are infinite, so that it counts as one rounding less.
-    near = [p.clamp(max=-torch.finfo(p.dtype).eps) for p in (chosen, rejected)]
-    odds = [p - torch.log(-torch.expm1(p)) for p in near]
-    each = -chosen - beta * F.logsigmoid(odds[0] - odds[1])
-    return _pair_losses(each, beta * chosen, beta * rejected, counted)
+    chosen, rejected = _make_finite(chosen, counted), _make_finite(rejected, counted)
+    # The odds of a probability of 1 are infinite: it counts as one rounding less.
+    bounded = [p.clamp(max=-torch.finfo(p.dtype).eps) for p in (chosen, rejected)]
+    log_odds = [p - torch.log(-torch.expm1(p)) for p in bounded]
+    each = -chosen - beta * F.logsigmoid(log_odds[0] - log_odds[1])
+    return _average_pairs(each, beta * chosen, beta * rejected, counted)
 
 
 def simpo(
@@ -443,8 +453,8 @@ def simpo(
 
     The arguments are mean log-probabilities of a response's tokens [B]; there is no reference.
     """
-    gains, losses = beta * _finite(chosen, counted), beta * _finite(rejected, counted)
-    return _pair_losses(-F.logsigmoid(gains - losses - margin), gains, losses, counted)
+    gains, losses = beta * _make_finite(chosen, counted), beta * _make_finite(rejected, counted)
+    return _average_pairs(-F.logsigmoid(gains - losses - margin), gains, losses, counted)
 
 
 def kto(
@@ -466,24 +476,27 @@ def kto(
     Returns:
         The loss, and the mean `reward`.
     """
-    rewards = beta * (_finite(logprobs, counted) - _finite(reference, counted))
+    rewards = beta * (_make_finite(logprobs, counted) - _make_finite(reference, counted))
     z = beta * divergence.detach().clamp(min=0)
     good = desirable.to(rewards.dtype)
+    # 1 - s(x) is s(-x): the sign of rewards - z is turned for desirable responses.
     each = (good * weights[0] + (1 - good) * weights[1]) * torch.sigmoid((1 - 2 * good) * (rewards - z))
-    mean = _make_mean(rewards, counted)
+    mean = _make_averager(rewards, counted)
     return mean(each, float(each.numel())), {"reward": mean(rewards.detach())}
 
 
-def _make_mean(like: Tensor, counted: Tensor | None) -> Callable[..., Mean]:
+def _make_averager(like: Tensor, counted: Tensor | None) -> Callable[..., Mean]:
+    """Return a function from values like `like`, one per row, to their `Mean` over the rows that count."""
     if counted is None:
         return lambda value, bound=None: Mean(value.sum(), float(like.numel()), bound)
-    count, shares = counted.sum(), counted.to(like.dtype)
-    return lambda value, bound=None: Mean(torch.where(counted != 0, value * shares, 0.0).sum(), count, bound)
+    count, weights = counted.sum(), counted.to(like.dtype)
+    return lambda value, bound=None: Mean(torch.where(counted != 0, value * weights, 0.0).sum(), count, bound)
 
 
-def _pair_losses(each: Tensor, gains: Tensor, losses: Tensor, counted: Tensor | None) -> Loss:
+def _average_pairs(each: Tensor, gains: Tensor, losses: Tensor, counted: Tensor | None) -> Loss:
     """Return a loss of pairs, and metrics of the rewards of chosen and rejected responses."""
-    mean, margin = _make_mean(each, counted), (gains - losses).detach()
+    mean = _make_averager(each, counted)
+    margin = (gains - losses).detach()
     return mean(each, float(each.numel())), {
         "chosen_reward": mean(gains.detach()),
         "rejected_reward": mean(losses.detach()),

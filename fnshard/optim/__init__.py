@@ -1,4 +1,4 @@
-"""Optimizers: the contract, `adamw`, `muon`, `soap` and others, chains of them, schedules, loss scaling."""
+"""Optimizers (`adamw`, `muon`, `soap` and others), chains of them, rate schedules and loss scaling."""
 
 from fnshard.optim.compact import adafactor, adamw_8bit
 from fnshard.optim.muon import muon

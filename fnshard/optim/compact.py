@@ -1,4 +1,4 @@
-"""Optimizers whose state is smaller than their parameters: 8-bit AdamW and Adafactor."""
+"""Optimizers whose state is smaller than their parameters: 8-bit AdamW, and Adafactor."""
 
 from __future__ import annotations
 
@@ -47,15 +47,16 @@ def adamw_8bit(
     """
     if wrong := misfits({"block": block}, {"block": counts(1)}):
         raise OptimizerError("adamw_8bit: no such optimizer:", wrong)
+    # The update is AdamW's, on decoded moments; so is the name, with "_8bit" and `block` added.
     wide = adamw(lr, b1, b2, eps, weight_decay, lr_scale, betas=betas)
     name = wide.name.replace("adamw(", "adamw_8bit(", 1)
     if block != 64:
         name = f"{name.removesuffix(')')}, block={block})"
 
     def init(path: str, param: Tensor) -> dict[str, Tensor]:
-        *rows, width = param.shape if param.dim() > 1 else (0,)
-        if width == 0 or width % block:
+        if param.dim() < 2 or param.shape[-1] == 0 or param.shape[-1] % block:
             return wide.init(path, param)
+        *rows, width = param.shape
         codes = torch.zeros_like(param, dtype=torch.uint8)
         scales = param.new_zeros(*rows, width // block, dtype=torch.float32)
         return {"mu": codes, "mu_scales": scales, "nu": codes.clone(), "nu_scales": scales.clone()}
@@ -75,7 +76,7 @@ def adamw_8bit(
     return Optimizer(name, init, update, rules=wide.rules, values=wide.values)
 
 
-LEAST_MOMENT = 1e-7  # the code 0 of a second moment stands for this part of its run's largest
+LEAST_MOMENT = 1e-7  # what code 0 of a second moment means, as a part of its run's largest
 
 
 @cache
@@ -90,21 +91,27 @@ def make_levels(signed: bool) -> tuple[tuple[float, ...], tuple[float, ...], int
         The 256 values, ascending, in (0, 1], or in [-1, 1] if signed; the bounds between numbers that are
         coded as neighbouring values; and the index of the value that has the code 0.
     """
-    out = [0.0 if signed else LEAST_MOMENT, 1.0]
+    levels = [0.0 if signed else LEAST_MOMENT, 1.0]
     for decade in range(7):
-        count = 2 ** (decade + (not signed))  # equal parts of the decade, with a level in the middle of each
+        # A decade has equal parts, and a level in the middle of each. Without signs there are twice as many.
+        count = 2**decade if signed else 2 ** (decade + 1)
         values = [10.0 ** (decade - 6) * (0.1 + 0.9 * (n + 0.5) / count) for n in range(count)]
-        out += values + [-value for value in values] * signed
-    out.sort()
-    pairs = list(itertools.pairwise(out))
+        levels += values
+        if signed:
+            levels += [-value for value in values]
+    levels.sort()
+
+    # A signed number gets the nearest level, a second moment the one whose root has the nearest reciprocal.
+    pairs = list(itertools.pairwise(levels))
     if signed:
-        return tuple(out), tuple((a + b) / 2 for a, b in pairs), out.index(0.0)
-    return tuple(out), tuple((2 / (a**-0.5 + b**-0.5)) ** 2 for a, b in pairs), 0
+        return tuple(levels), tuple((a + b) / 2 for a, b in pairs), levels.index(0.0)
+    return tuple(levels), tuple((2 / (a**-0.5 + b**-0.5)) ** 2 for a, b in pairs), 0
 
 
 def decode(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
-    """Return the numbers that codes stand for, in the dtype of the scales."""
+    """Return the numbers that codes mean, in the dtype of the scales."""
     levels, _, zero = make_levels(signed)
+    # Codes count from the level that has code 0, and those of the levels below it follow at the end.
     table = torch.tensor([*levels[zero:], *levels[:zero]], dtype=scales.dtype, device=codes.device)
     unit = table[codes.int()].unflatten(-1, (scales.shape[-1], -1))
     return (unit * scales.unsqueeze(-1)).flatten(-2)
@@ -117,12 +124,12 @@ def encode(values: Tensor, block: int, signed: bool) -> tuple[Tensor, Tensor]:
     unit = runs / torch.where(scales > 0, scales, 1.0).unsqueeze(-1)
     _, bounds, zero = make_levels(signed)
     table = torch.tensor(bounds, dtype=values.dtype, device=values.device)
-    # A code counts from the level that has the code 0: levels below it wrap around to codes near 255.
+    # A code counts from the level that has code 0: levels below it wrap around to codes near 255.
     codes = torch.bucketize(unit.contiguous(), table, out_int32=True) - zero
     return codes.remainder(256).to(torch.uint8).flatten(-2), scales
 
 
-EXPECTED = {  # the numbers that Adafactor takes
+EXPECTED = {  # the values that Adafactor's arguments may have
     "beta2_decay": (lambda v: is_number(v) and v <= 0, "at most 0"),
     "eps": (
         lambda v: isinstance(v, tuple | list) and len(v) == 2 and (v[0] is None or v[0] > 0) and v[1] > 0,
@@ -184,7 +191,7 @@ def adafactor(
             moment = slots["moment"].lerp(square, weight)
             new = {"moment": moment}
         else:
-            # Means are sums over counts, which are right for a leaf of no rows too.
+            # Means are written as sums over counts, which are right for a leaf without rows, too.
             height, width = param.shape[-2:]
             row = square.sum(-1, keepdim=True) / max(width, 1)
             column = square.sum(-2, keepdim=True) / max(height, 1)
@@ -197,7 +204,7 @@ def adafactor(
             moment = new["rows"] * new["columns"] / new["mean"].clamp(min=least)
         change = grad * moment.clamp(min=least * least).rsqrt()
 
-        # Scale by the parameter's size, and limit the update's own.
+        # Scale by the parameter's root mean square, and limit that of the update to `d`.
         numel = max(param.numel(), 1)
         size = (param.square().sum() / numel).sqrt().clamp(min=eps[1])
         excess = ((change.square().sum() / numel).sqrt() / d).clamp(min=1.0)

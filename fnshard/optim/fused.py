@@ -53,11 +53,11 @@ def adamw_(
 
     def update_fused(params: list[Tensor], grads: list[Tensor], mu: list[Tensor], nu: list[Tensor]) -> None:
         # The kernel wants one fp32 count per leaf, on its device, and only reads it: all leaves share one.
-        made = torch.full((), count + 1, dtype=torch.float32, device=params[0].device)
+        counts = [torch.full((), count + 1, dtype=torch.float32, device=params[0].device)] * len(params)
         # The kernel would read a tensor as rate through an fp32 pointer; a Python number is exact.
         torch._fused_adamw_(
-            params, grads, mu, nu, [], [made] * len(params), lr=lr, beta1=b1, beta2=b2, weight_decay=decay,
-            eps=eps, amsgrad=False, maximize=False,
+            params, grads, mu, nu, [], counts, lr=lr, beta1=b1, beta2=b2, weight_decay=decay, eps=eps,
+            amsgrad=False, maximize=False,
         )  # fmt: skip
 
     def update_plain(param: Tensor, grad: Tensor, mu: Tensor, nu: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -139,7 +139,7 @@ ADAMW = torch.ops.fnshard.adamw.default
 SGD = torch.ops.fnshard.sgd.default
 SGD_MOMENTUM = torch.ops.fnshard.sgd_momentum.default
 
-# Each operator in plain ops.
+# Each operator as a function in plain ops.
 DECOMPOSITIONS: dict[Any, Callable[..., Tensor | tuple[Tensor, ...]]] = {
     ADAMW: decompose_adamw,
     SGD: decompose_sgd,
@@ -175,6 +175,7 @@ def _update_in_place(
         if is_right(param) and is_fusable(param, slots):
             fused.append((param, grad, *slots))
             continue
+
         # Short dtypes are computed in fp32, as in all updates.
         wide = [t.to(torch.promote_types(param.dtype, torch.float32)) for t in (param, grad, *slots)]
         update, *new = update_plain(*wide)
@@ -204,12 +205,14 @@ def prepare_gradients(grads: list[Tensor], params: list[Tensor], scale: Tensor |
         # Scale before the cast: a short dtype would overflow while the loss scale is still in the gradients.
         torch._foreach_mul_(grads, scale.to(grads[0].dtype))
         scale = None
+    # Cast or copy the gradients that the kernels cannot read, all in one call.
     out = [
         g if g.dtype == p.dtype and g.is_contiguous() else torch.empty_like(p)
         for g, p in zip(grads, params, strict=True)
     ]
-    if made := [(o, g) for o, g in zip(out, grads, strict=True) if o is not g]:
-        torch._foreach_copy_(*map(list, zip(*made, strict=True)))
+    copies = [(o, g) for o, g in zip(out, grads, strict=True) if o is not g]
+    if copies:
+        torch._foreach_copy_(*map(list, zip(*copies, strict=True)))
     if scale is not None:
         # A factor of another dtype costs CUDA a kernel per leaf; one of 16 bits would lose digits.
         dtype = out[0].dtype

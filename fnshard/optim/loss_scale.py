@@ -1,4 +1,4 @@
-"""Loss scaling for fp16: constant, or dynamic as in Micikevicius et al. 2018 (and torch's GradScaler)."""
+"""Loss scaling for fp16, constant or dynamic (Micikevicius et al. 2018, as torch's GradScaler)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from fnshard.errors import SpecError, StateError, is_number
 
 State = Mapping[str, Tensor]
-GROWTH_INTERVAL = 2000  # good steps
+GROWTH_INTERVAL = 2000  # the good steps after which a dynamic scale doubles
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,8 @@ class LossScale:
                 "skipped_steps": state["skipped_steps"] + 1,
             }
         good = state["good_steps"] + 1
-        grown = int(good) % GROWTH_INTERVAL == 0
-        scale = state["scale"] * 2 if grown else state["scale"]
+        is_due = int(good) % GROWTH_INTERVAL == 0
+        scale = state["scale"] * 2 if is_due else state["scale"]
         return {"scale": scale, "good_steps": good, "skipped_steps": state["skipped_steps"]}
 
     def metrics(self, state: State) -> dict[str, Tensor]:
@@ -115,7 +115,8 @@ class LossScale:
 def exact_seed(value: float, dtype: torch.dtype) -> tuple[float, float]:
     """Return `(seed, rest)`, whose product is `value`: a backward starts from `seed` in the loss's dtype.
 
-    A short dtype would round the value, and all gradients with it, so that its seed is a power of two.
+    A dtype of less than 32 bits would round the value, and all gradients with it. There the seed is a power
+    of two, which is exact.
 
     >>> exact_seed(1 / 3, torch.bfloat16)
     (0.25, 1.3333333333333333)
@@ -125,6 +126,7 @@ def exact_seed(value: float, dtype: torch.dtype) -> tuple[float, float]:
     info = torch.finfo(dtype)
     if info.bits >= 32:
         return value, 1.0
+    # The power of two at or below the value, within the range of the dtype, denormals included.
     seed = 2.0 ** (math.frexp(value)[1] - 1)
     largest, smallest = 2.0 ** (math.frexp(info.max)[1] - 1), info.smallest_normal * info.eps
     seed = min(max(seed, smallest), largest)

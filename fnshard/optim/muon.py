@@ -43,9 +43,9 @@ def muon(
 ) -> Optimizer:
     """Make `torch.optim.Muon` for matrices, and for stacks of them ("experts"); AdamW for all other leaves.
 
-    Ranks that have shards of equal matrices exchange them in `dtype`, so that each orthogonalises its share
-    of whole matrices, and sends shards back, as in torchtitan's and Moonlight's distributed forms. A stack
-    that is split between its matrices is not sent. Momentum is laid out as AdamW's.
+    Ranks that have shards of matrices of one shape exchange them in `dtype`: each rank orthogonalises its
+    share of whole matrices, and sends shards back, as in torchtitan's and Moonlight's distributed forms. A
+    stack that is split between its matrices is not sent. Momentum is laid out as AdamW's.
 
     Args:
         lr: a rate, or a schedule.
@@ -55,10 +55,10 @@ def muon(
             sqrt(max(1, rows / columns)).
         others: globs, joined by "|", of matrices that AdamW updates: embeddings and heads.
         adamw: the optimizer of all other leaves; by default `adamw(lr, weight_decay=weight_decay)`.
-        dtype: the dtype that Newton-Schulz is computed in; None is the update's own.
+        dtype: the dtype in which Newton-Schulz is computed; None is that of the update.
 
     Raises:
-        OptimizerError: numbers that are out of range.
+        OptimizerError: numbers are out of range.
 
     >>> optimizer = muon(0.02)
     >>> [sorted(optimizer.init("w", torch.zeros(shape))) for shape in ((2, 2), (2,))]
@@ -109,13 +109,15 @@ def for_matrices(
     check_kind(adamw)
     globs = others.split("|")
 
-    def which(path: str, shape: Sequence[int]) -> int:
+    def choose_part(path: str, shape: Sequence[int]) -> int:
         is_matrix = len(shape) == 2 or (len(shape) == 3 and "experts" in path)
         return int(not is_matrix or any(fnmatch.fnmatchcase(path, glob) for glob in globs))
 
-    rest = make_adamw(lr, weight_decay=weight_decay) if adamw is None else adamw
-    name = matrices.name if adamw is None else f"{matrices.name.removesuffix(')')}, adamw={adamw})"
-    choice = Choice((matrices, rest), which)
+    if adamw is None:
+        name, adamw = matrices.name, make_adamw(lr, weight_decay=weight_decay)
+    else:
+        name = f"{matrices.name.removesuffix(')')}, adamw={adamw})"
+    choice = Choice((matrices, adamw), choose_part)
     return replace(choose_by(name, choice), values=choice.values)
 
 
@@ -126,7 +128,7 @@ def orthogonalize(matrix: Tensor, steps: int = 5) -> Tensor:
     tensor([0.7000, 0.7000])
     """
     a, b, c = COEFFICIENTS
-    # Products are those of the shorter side, which are smaller.
+    # x xᵀ is a matrix of x's first side: take the shorter one as that.
     tall = matrix.shape[-2] > matrix.shape[-1]
     x = matrix.mT if tall else matrix
     x = x / matrix_norm(x).to(x.dtype).clamp(min=1e-7)

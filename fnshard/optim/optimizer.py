@@ -142,11 +142,12 @@ class Optimizer:
         for rule in self.rules or ():
             rule.check(shapes)
         if self.choose is not None:
+            # Each optimizer that leaves are left to checks its own leaves.
             parts: dict[Optimizer, dict[str, Sequence[int]]] = {}
             for path, shape in shapes.items():
                 parts.setdefault(self.choose(path, shape), {})[path] = shape
-            for part, own in parts.items():
-                part.check(own)
+            for part, part_shapes in parts.items():
+                part.check(part_shapes)
 
 
 @torch.no_grad()
@@ -176,20 +177,20 @@ def apply_updates(
     """
     if scale is not None and step.norm is not None:
         step = replace(step, norm=step.norm * scale)
-    out, new = {}, {}
+    new_params, new_slots = {}, {}
     for path, grad in grads.items():
         param = params[path]
         update, changed = update_leaf(optimizer, path, grad, slots[path], param, step, scale)
-        out[path] = param + update
-        new[path] = {**slots[path], **changed}
-    return out, new
+        new_params[path] = param + update
+        new_slots[path] = {**slots[path], **changed}
+    return new_params, new_slots
 
 
 def update_leaf(
     optimizer: Optimizer, path: str, grad: Tensor, slots: Slots, param: Tensor, step: Step,
     scale: Tensor | None = None,
 ) -> Update:  # fmt: skip
-    """Return the update of one leaf and the slots that change, computed in fp32 at least, in their dtypes."""
+    """Return the update of one leaf and the slots that change, in the dtypes that they are kept in."""
     # Compute in fp32 at least, whatever the parameter and its slots are kept in.
     wide = torch.promote_types(param.dtype, torch.float32)
     grad = grad.to(wide)
@@ -198,19 +199,20 @@ def update_leaf(
     state = {
         n: v.to(torch.promote_types(v.dtype, wide)) if v.is_floating_point() else v for n, v in slots.items()
     }
-    own = optimizer.of(path, param.shape)
     if param.dim() == 0:
         step = narrow_numbers(step, wide)
-    made = own.update(path, grad, state, param.to(wide), step)
-    check_update(own, path, made, param, slots)
-    update, new = made
+    leaf_optimizer = optimizer.of(path, param.shape)
+    result = leaf_optimizer.update(path, grad, state, param.to(wide), step)
+    check_update(leaf_optimizer, path, result, param, slots)
+    update, new = result
     return update.to(param.dtype), {n: v.to(slots[n].dtype) for n, v in new.items()}
 
 
 def narrow_numbers(step: Step, dtype: torch.dtype) -> Step:
     """Return a step whose numbers have this dtype, for a leaf that is a single number.
 
-    Together with it, fp64 numbers would make results fp64; with larger tensors a 0-d number does not.
+    By torch's promotion a 0-d fp64 number makes the result of another 0-d tensor fp64, but not that of a
+    larger tensor.
     """
     return replace(
         step,
@@ -219,8 +221,8 @@ def narrow_numbers(step: Step, dtype: torch.dtype) -> Step:
     )
 
 
-def check_update(optimizer: Optimizer, path: str, made: Any, param: Tensor, slots: Slots) -> None:
-    """Check that an update has returned an update of the leaf and slots of it.
+def check_update(optimizer: Optimizer, path: str, result: Any, param: Tensor, slots: Slots) -> None:
+    """Check that an optimizer's `update` has returned an update of the leaf, and slots of it.
 
     Raises:
         OptimizerError: something has another type, name, shape or kind of numbers. Floats may be wider.
@@ -230,11 +232,12 @@ def check_update(optimizer: Optimizer, path: str, made: Any, param: Tensor, slot
         "update(path, grad, slots, param, step) returns (update, slots): a tensor of the leaf's shape, and a "
         "dict of those slots that change, of the shapes and dtypes that init gives them."
     )
-    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], Mapping)):
-        kind = "one tensor" if isinstance(made, Tensor) else type(made).__name__
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)):
+        kind = "one tensor" if isinstance(result, Tensor) else type(result).__name__
         raise OptimizerError(f"{optimizer} returns {kind} for {leaf}.", fix=fix)
 
-    update, new = made
+    # The update must be like the parameter, and each slot like the one that it replaces.
+    update, new = result
     wrong = [f"slot {name!r} is none that init makes" for name in new if name not in slots]
     pairs = {"the update": (update, param)}
     pairs |= {f"slot {name!r}": (value, slots[name]) for name, value in new.items() if name in slots}

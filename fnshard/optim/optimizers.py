@@ -1,4 +1,4 @@
-"""The optimizers `sgd`, `adamw` and others, clipping, averages, chains and choices by path.
+"""The optimizers `sgd`, `adamw` and others, with clipping, averages, chains and choices by path.
 
 Each is a function of one whole leaf in plain torch; the contract is `fnshard.optim.optimizer`.
 """
@@ -104,9 +104,9 @@ def lars(
         decay = decays(path)
         change = grad + decay * param if decay else grad
         if param.dim() > 1:
-            size, slope = param.square().sum().sqrt(), grad.square().sum().sqrt()
-            ratio = trust * size / (slope + decay * size + eps)
-            change = change * torch.where((size > 0) & (slope > 0), ratio, 1.0)
+            param_norm, grad_norm = param.square().sum().sqrt(), grad.square().sum().sqrt()
+            ratio = trust * param_norm / (grad_norm + decay * param_norm + eps)
+            change = change * torch.where((param_norm > 0) & (grad_norm > 0), ratio, 1.0)
         trace = momentum * slots["momentum"] + change
         return -step.host(rate) * scales(path) * trace, {"momentum": trace}
 
@@ -130,7 +130,7 @@ def adamw(
     *,
     betas: tuple[float, float] | None = None,
 ) -> Optimizer:
-    """Make `torch.optim.AdamW`, its numerics and its defaults: the decay is `lr * weight_decay * param`.
+    """Make `torch.optim.AdamW`, with its numerics and defaults: the decay is `lr * weight_decay * param`.
 
     `weight_decay` and `lr_scale` take a number, or `(glob, number)` rules on paths, first match wins.
     `betas=(b1, b2)` is torch's spelling of the two. The decay shrinks a leaf that `fn` does not read; torch
@@ -177,7 +177,8 @@ def lion(
     """Make Lion (Chen et al. 2023, algorithm 2): the sign of a mean of momentum and gradient; one slot.
 
     `weight_decay` and `lr_scale` take a number, or `(glob, number)` rules on paths, first match wins; the
-    decay is `lr * weight_decay * param`. Rates are a third to a tenth of AdamW's, decays as much larger.
+    decay is `lr * weight_decay * param`. Rates are a third to a tenth of AdamW's, and decays larger by as
+    much.
 
     >>> lion(1e-4).init("w", torch.ones(2))
     {'mu': tensor([0., 0.])}
@@ -227,11 +228,11 @@ def schedule_free_adamw(
     if not b1 > 0:
         raise OptimizerError(f"{name}: b1 must be above 0: the average would have no part in the parameters.")
     rate, decays, scales = hyperparameters(lr, weight_decay, lr_scale)
-    sums = [(0.0, 0.0)]  # by step: the largest rate so far, and the sum of its squares
 
+    sums = [(0.0, 0.0)]  # by step: the largest rate so far, and the sum of its squares
     lock = threading.Lock()  # simulated ranks, and the host's worker, are threads
 
-    def share(count: Tensor) -> float:
+    def weigh_newest(count: Tensor) -> float:
         """Return the newest point's weight in the average; points weigh as the largest rate squared."""
         with lock:
             while len(sums) < int(count) + 2:
@@ -248,9 +249,9 @@ def schedule_free_adamw(
         nu = (slots["nu"] * b2).addcmul(grad, grad, value=1 - b2)
         change = grad / (nu.sqrt() / bias + eps)
         change = change + decay * param if decay else change
-        # The fast sequence has no slot: parameters lie between it and the average, and so tell where it is.
+        # The fast sequence has no slot: parameters lie between it and the average, and so determine it.
         fast = (param - b1 * slots["ema"]) / (1 - b1) - step.host(rate) * scales(path) * change
-        average = slots["ema"] + step.host(share) * (fast - slots["ema"])
+        average = slots["ema"] + step.host(weigh_newest) * (fast - slots["ema"])
         return (1 - b1) * fast + b1 * average - param, {"ema": average, "nu": nu}
 
     return Optimizer(name, init, update, rules=(decays, scales), values=lambda step: {"lr": step.host(rate)})
@@ -323,16 +324,16 @@ def ema(decay: Rate) -> Optimizer:
 
 def ema_params(slots: Mapping[str, Slots], name: str = "ema") -> dict[str, Tensor]:
     """Return the averaged parameters from an optimizer's state, in its layout; see `fs.averaged`."""
-    bare = [
-        f"params[{path!r}] has {', '.join(own_slots) or 'none'}"
-        for path, own_slots in slots.items()
-        if name not in own_slots
+    wrong = [
+        f"params[{path!r}] has {', '.join(leaf_slots) or 'none'}"
+        for path, leaf_slots in slots.items()
+        if name not in leaf_slots
     ]
-    if bare:
+    if wrong:
         raise OptimizerError(
-            f"{leaves(len(bare))} without a slot {name!r}:", bare, "end the chain with ema(decay)."
+            f"{leaves(len(wrong))} without a slot {name!r}:", wrong, "end the chain with ema(decay)."
         )
-    return {path: own_slots[name] for path, own_slots in slots.items()}
+    return {path: leaf_slots[name] for path, leaf_slots in slots.items()}
 
 
 # ------------------------------------------------------------------ several in order
@@ -346,33 +347,34 @@ class Chain:
 
     def init(self, path: str, param: Tensor) -> dict[str, Tensor]:
         """Return the slots of all members, by the chain's names."""
-        own = [member.init(path, param) for member in self.members]
-        names = self.name_slots([list(slots) for slots in own])
-        return {
-            outer[name]: slot for slots, outer in zip(own, names, strict=True) for name, slot in slots.items()
-        }
+        states = [member.init(path, param) for member in self.members]
+        renames = self.name_slots([list(state) for state in states])
+        out: dict[str, Tensor] = {}
+        for state, rename in zip(states, renames, strict=True):
+            out.update({rename[name]: slot for name, slot in state.items()})
+        return out
 
-    def name_slots(self, own: Sequence[Sequence[str]]) -> list[dict[str, str]]:
-        """Return, for each member, the chain's names of its slots: a name that is taken gets a number."""
+    def name_slots(self, members: Sequence[Sequence[str]]) -> list[dict[str, str]]:
+        """Return `{name: name in the chain}` of each member's slots: a name that is taken gets a number."""
         counts: dict[str, int] = {}
-        out = []
-        for names in own:
-            outer = {}
+        renames: list[dict[str, str]] = []
+        for names in members:
+            rename: dict[str, str] = {}
             for name in names:
                 counts[name] = counts.get(name, 0) + 1
-                outer[name] = name if counts[name] == 1 else f"{name}_{counts[name]}"
-            out.append(outer)
-        return out
+                rename[name] = name if counts[name] == 1 else f"{name}_{counts[name]}"
+            renames.append(rename)
+        return renames
 
     def __call__(self, path: str, grad: Tensor, slots: Slots, param: Tensor, step: Step) -> Update:
         # Only the names of slots are asked for, and a tensor on meta takes no memory.
         like = torch.empty_like(param, device="meta")
-        names = self.name_slots([list(member.init(path, like)) for member in self.members])
+        renames = self.name_slots([list(member.init(path, like)) for member in self.members])
         new: dict[str, Tensor] = {}
-        for member, outer in zip(self.members, names, strict=True):
-            state = {name: slots[own] for name, own in outer.items()}
+        for member, rename in zip(self.members, renames, strict=True):
+            state = {name: slots[name_in_chain] for name, name_in_chain in rename.items()}
             grad, changed = member.update(path, grad.to(param.dtype), state, param, step)
-            new.update({outer[name]: value for name, value in changed.items()})
+            new.update({rename[name]: value for name, value in changed.items()})
             # The next member sees the norm of the gradients that it gets, if that is known.
             if isinstance(member.update, Clip):
                 step = replace(step, norm=step.global_norm * member.update.factor(step))
@@ -400,11 +402,14 @@ def chain(*transforms: Optimizer) -> Optimizer:
             strange,
             "chain(clip_by_global_norm(1.0), adamw(3e-4)); torch.optim's are no pure functions.",
         )
-    members = tuple(
-        m for t in transforms for m in (t.update.members if isinstance(t.update, Chain) else (t,))
-    )
+    # A chain within a chain is taken apart.
+    members: tuple[Optimizer, ...] = ()
+    for transform in transforms:
+        members += transform.update.members if isinstance(transform.update, Chain) else (transform,)
     if not members:
         raise OptimizerError("chain() has no members.")
+
+    # Clipping needs the norm of the gradients themselves, and an average the final update.
     clips = [isinstance(member.update, Clip) for member in members]
     averages = [isinstance(member.update, Average) for member in members]
     wrong = [
@@ -424,14 +429,17 @@ def chain(*transforms: Optimizer) -> Optimizer:
     # If a member leaves each leaf to one of several optimizers, there is a chain around each of these.
     at = next((at for at, member in enumerate(members) if member.choose is not None), None)
     if at is not None:
-        around = cache(lambda part: chain(*members[:at], part, *members[at + 1 :]))
-        choose = lambda path, shape: around(members[at].choose(path, shape))  # noqa: E731
+        chain_around = cache(lambda part: chain(*members[:at], part, *members[at + 1 :]))
+        choose = lambda path, shape: chain_around(members[at].choose(path, shape))  # noqa: E731
         return replace(choose_by(name, choose), rules=members[at].rules, values=values)
 
-    known = [member.rules for member in members]
-    rules = None if None in known else tuple(rule for own in known for rule in own)
-    made = Chain(members)
-    return Optimizer(name, made.init, made, rules=rules, values=values)
+    # Leaves are alike to the chain if they are alike to each member; one without rules does not say.
+    if any(member.rules is None for member in members):
+        rules = None
+    else:
+        rules = tuple(rule for member in members for rule in member.rules)
+    combined = Chain(members)
+    return Optimizer(name, combined.init, combined, rules=rules, values=values)
 
 
 def check_kind(optimizer: object) -> None:
@@ -445,14 +453,17 @@ def check_kind(optimizer: object) -> None:
         return
     # An optimizer of torch or optax has a counterpart, which the error names.
     if not isinstance(optimizer, Optimizer):
-        word, way = isinstance(optimizer, str), "optimizer=fs.optim.adamw(3e-4), or another of dir(fs.optim)."
-        type_name = f"of type {type(optimizer).__name__}"
-        kind = getattr(optimizer, "__name__", repr(optimizer) if word else type_name)
-        fix = way if word else counterpart(optimizer)
+        if isinstance(optimizer, str):
+            kind, fix = repr(optimizer), "optimizer=fs.optim.adamw(3e-4), or another of dir(fs.optim)."
+        else:
+            kind = getattr(optimizer, "__name__", f"of type {type(optimizer).__name__}")
+            fix = counterpart(optimizer)
         raise OptimizerError(f"optimizer= is {kind}, and no optimizer of fs.optim.", fix=fix)
 
-    for part in optimizer.choose.parts if isinstance(optimizer.choose, Choice) else ():
-        check_kind(part)
+    # An optimizer that leaves each leaf to another has no update rule of its own: check the others.
+    if isinstance(optimizer.choose, Choice):
+        for part in optimizer.choose.parts:
+            check_kind(part)
     if optimizer.choose is not None:
         return
 
@@ -506,12 +517,19 @@ class PartRules(PathRules):
         """Check the globs, and that a part for matrices gets at least one matrix."""
         super().check(shapes)
         for index, part in enumerate(self.parts):
-            own = {path: shape for path, shape in shapes.items() if int(self(path)) == index}
+            part_shapes = {path: shape for path, shape in shapes.items() if int(self(path)) == index}
             choice = part.choose
-            if isinstance(choice, Choice) and own and all(choice.which(p, s) for p, s in own.items()):
+            # The first part of an optimizer for matrices is the one that updates them.
+            if not isinstance(choice, Choice) or not part_shapes:
+                continue
+            if all(choice.which(path, shape) != 0 for path, shape in part_shapes.items()):
+                lines = []
+                for path, shape in part_shapes.items():
+                    dims = "1 dim" if len(shape) == 1 else f"{len(shape)} dims"
+                    lines.append(f"params[{path!r}], of {dims}")
                 raise OptimizerError(
                     f"{self.name} gives {part} none of the leaves that it is for:",
-                    [f"params[{p!r}], of {len(s)} dim{'s' * (len(s) != 1)}" for p, s in own.items()][:12],
+                    lines[:12],
                     "name these to another optimizer: muon is for matrices that are no embeddings and heads.",
                 )
 
@@ -519,7 +537,7 @@ class PartRules(PathRules):
 def by_path(*rules: tuple[str, Optimizer]) -> Optimizer:
     """Update each leaf by the optimizer of the first glob that its path matches, as `optax.multi_transform`.
 
-    What goes around all of them, clipping first and `ema` last, is a `chain` with this in it.
+    For clipping and an `ema` of all leaves, put this into a `chain`.
 
     Raises:
         OptimizerError: there are no rules, or one is not a pair of a glob and an optimizer; and, once all
@@ -529,21 +547,22 @@ def by_path(*rules: tuple[str, Optimizer]) -> Optimizer:
     >>> {path: list(optimizer.init(path, torch.zeros(2))) for path in ("bias", "w")}
     {'bias': [], 'w': ['mu', 'nu']}
     """
-    wrong = [
-        f"{rule!r}" for rule in rules
-        if not (isinstance(rule, tuple) and len(rule) == 2 and isinstance(rule[0], str)
-                and isinstance(rule[1], Optimizer))
-    ]  # fmt: skip
+    wrong: list[str] = []
+    for rule in rules:
+        is_pair = isinstance(rule, tuple) and len(rule) == 2
+        if not is_pair or not isinstance(rule[0], str) or not isinstance(rule[1], Optimizer):
+            wrong.append(f"{rule!r}")
     if wrong or not rules:
         raise OptimizerError(
             "by_path takes pairs of a glob and an optimizer:", wrong or ["there are none"],
             'by_path(("*norm*", adamw(3e-4)), ("*", muon(0.02))).',
         )  # fmt: skip
     name = f"by_path({', '.join(f'({glob!r}, {optimizer.name})' for glob, optimizer in rules)})"
+    # The number of a leaf by these rules is the index of its optimizer.
     globs = tuple((glob, float(index)) for index, (glob, _) in enumerate(rules))
-    numbers = PartRules(name, globs, parts=tuple(optimizer for _, optimizer in rules))
-    choice = Choice(numbers.parts, lambda path, shape: int(numbers(path)))
-    return replace(choose_by(name, choice), rules=(numbers,), values=choice.values)
+    part_rules = PartRules(name, globs, parts=tuple(optimizer for _, optimizer in rules))
+    choice = Choice(part_rules.parts, lambda path, shape: int(part_rules(path)))
+    return replace(choose_by(name, choice), rules=(part_rules,), values=choice.values)
 
 
 # ------------------------------------------------------------------ by name, and what constructors share

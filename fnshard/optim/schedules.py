@@ -24,7 +24,7 @@ ByPath = float | Sequence[tuple[str, float]]
 
 
 def call_text(name: str, **arguments: object) -> str:
-    """Return the text of a call, which evaluates to the same object.
+    """Return the text of a call that makes the same object.
 
     >>> call_text("constant", value=0.1)
     'constant(value=0.1)'
@@ -58,7 +58,7 @@ class RateSchedule:
             return torch.tensor(float(rate), dtype=torch.float64)
         if not isinstance(rate, Tensor) or rate.dim() != 0:
             raise OptimizerError(
-                f"the schedule {self.text} returned {_kind(rate)}, not a number or a 0-d tensor.",
+                f"the schedule {self.text} returned {_describe(rate)}, not a number or a 0-d tensor.",
                 fix="compute one rate from the step, as lambda step: 0.1 * 0.99**step.",
             )
         return rate
@@ -67,10 +67,11 @@ class RateSchedule:
         return self.text
 
 
-def _kind(value: object) -> str:
-    return (
-        f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else f"{type(value).__name__} {value!r}"
-    )
+def _describe(value: object) -> str:
+    """Return what a schedule returned, as its error names it."""
+    if isinstance(value, Tensor):
+        return f"a tensor {list(value.shape)}"
+    return f"{type(value).__name__} {value!r}"
 
 
 def constant(value: float) -> RateSchedule:
@@ -137,10 +138,12 @@ def as_schedule(rate: Rate) -> RateSchedule:
     if callable(rate):
         return RateSchedule(stable_repr(rate), rate)
     if not isinstance(rate, int | float) or not 0 <= rate < math.inf:
-        raise OptimizerError(
-                f"lr={rate!r} is no rate." if isinstance(rate, str | float | int) else
-                f"lr is of type {type(rate).__name__}, and no rate.",
-                fix=counterpart(rate))  # fmt: skip
+        # The text of an object, such as a model's parameters, may be long: name its type alone.
+        if isinstance(rate, str | float | int):
+            message = f"lr={rate!r} is no rate."
+        else:
+            message = f"lr is of type {type(rate).__name__}, and no rate."
+        raise OptimizerError(message, fix=counterpart(rate))
     return replace(constant(float(rate)), text=repr(rate))
 
 
@@ -159,7 +162,7 @@ def counterpart(value: object) -> str:
 
 
 def rate_first(make: Callable[Arguments, Made]) -> Callable[Arguments, Made]:
-    """Decorate an optimizer's constructor: a call in torch's order, parameters first, gets a clear error."""
+    """Decorate an optimizer's constructor so that a call in torch's order, parameters first, is refused."""
 
     @functools.wraps(make)
     def check_and_make(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Made:
@@ -173,22 +176,23 @@ def rate_first(make: Callable[Arguments, Made]) -> Callable[Arguments, Made]:
 def _ramp(
     peak: float, warmup: int, total: int, floor: float, shape: Callable[[Tensor], Tensor]
 ) -> Callable[[Tensor], Tensor]:
-    """Return a function that rises to `peak`, and then falls to `floor`.
+    """Return a function of the step that rises from 0 to `peak`, and then falls to `floor`.
 
     Args:
         shape: the form of the fall: it goes from 1 to 0 as its argument goes from 0 to 1.
     """
 
-    def function(step: Tensor) -> Tensor:
-        at = step.to(torch.float64)
-        fallen = ((at - warmup) / max(1, total - warmup)).clamp(0, 1)
+    def compute_rate(step: Tensor) -> Tensor:
+        step = step.to(torch.float64)
+        fallen = ((step - warmup) / max(1, total - warmup)).clamp(0, 1)
         falling = floor + (peak - floor) * shape(fallen)
-        return torch.where(at < warmup, peak / max(1, warmup) * at, falling)
+        return torch.where(step < warmup, peak / max(1, warmup) * step, falling)
 
-    return function
+    return compute_rate
 
 
 def _check_phases(text: str, warmup: int, total: int, decay: int = 0) -> None:
+    """Refuse phases that are negative, or longer than all updates."""
     if min(warmup, decay) < 0 or total < 1 or warmup + decay > total:
         raise OptimizerError(
             f"{text}: the phases do not fit in {total} updates.", fix="0 <= warmup (+ decay) <= total."
@@ -198,6 +202,11 @@ def _check_phases(text: str, warmup: int, total: int, decay: int = 0) -> None:
 @dataclass(frozen=True)
 class PathRules:
     """A number for each leaf: that of the first `(glob, value)` rule whose glob matches the path.
+
+    Args:
+        name: what the numbers are, "weight_decay" say, as errors call them.
+        rules: pairs of a glob and a number.
+        rest: the number of leaves that no glob matches, if there is one.
 
     >>> PathRules.of("weight_decay", [("*norm*", 0.0), ("*", 0.1)])("layers.0.norm.weight")
     0.0
@@ -214,10 +223,15 @@ class PathRules:
         Raises:
             OptimizerError: a value is negative or no number.
         """
-        number = isinstance(value, int | float)
-        rules = () if number else tuple((glob, float(x)) for glob, x in value)
-        rest = float(value) if number else None
-        wrong = [f"{x}" for x in (*(x for _, x in rules), rest or 0.0) if not 0 <= x < math.inf]
+        rules: tuple[tuple[str, float], ...] = ()
+        rest = None
+        if isinstance(value, int | float):
+            rest = float(value)
+            numbers = [rest]
+        else:
+            rules = tuple((glob, float(number)) for glob, number in value)
+            numbers = [number for _, number in rules]
+        wrong = [f"{number}" for number in numbers if not 0 <= number < math.inf]
         if wrong:
             raise OptimizerError(f"{name}={value!r}: {', '.join(wrong)} is negative or not finite.")
         return PathRules(name, rules, rest)
@@ -240,22 +254,25 @@ class PathRules:
         """
         paths = list(paths)
         found = {path: self._find(path) for path in paths}
-        bare = [f"params[{path!r}]" for path, (_, value) in found.items() if value is None]
-        if bare:
+        uncovered = [f"params[{path!r}]" for path, (_, value) in found.items() if value is None]
+        if uncovered:
             raise OptimizerError(
-                f"{leaves(len(bare))} of {len(paths)} matched by no rule of {self.name}:",
-                bare,
+                f"{leaves(len(uncovered))} of {len(paths)} matched by no rule of {self.name}:",
+                uncovered,
                 'add a last rule ("*", value) for the rest.',
             )
         used = {index for index, _ in found.values()}
-        idle = [f"{r!r}{nearest(r[0], paths)}" for index, r in enumerate(self.rules) if index not in used]
-        if idle:
+        unused = [f"{r!r}{nearest(r[0], paths)}" for index, r in enumerate(self.rules) if index not in used]
+        if unused:
             raise OptimizerError(
                 f"rules of {self.name} that match no leaf, or only leaves an earlier rule took:",
-                idle,
+                unused,
                 "mend or delete them, narrow globs first.",
             )
 
     def _find(self, path: str) -> tuple[int, float | None]:
-        hits = ((i, x) for i, (glob, x) in enumerate(self.rules) if fnmatch.fnmatchcase(path, glob))
-        return next(hits, (-1, self.rest))
+        """Return the index and the number of the first rule that matches; -1 and `rest` if none does."""
+        for index, (glob, number) in enumerate(self.rules):
+            if fnmatch.fnmatchcase(path, glob):
+                return index, number
+        return -1, self.rest

@@ -36,10 +36,10 @@ def soap(
 
     AdamW updates all other leaves.
 
-    The state is averages of G Gᵀ and Gᵀ G, their bases, and Adam's moments in these bases. If ranks have
-    shards of a matrix, all its state travels to the rank that computes, and back: for a square matrix seven
-    tensors of its size in fp32, 14 times the bytes of `muon`. The first step makes bases and changes no
-    matrix.
+    The state is averages of G Gᵀ and Gᵀ G, their eigenbases, and Adam's moments in these bases. If ranks
+    have shards of a matrix, all its state travels to the rank that computes, and back: for a square matrix
+    seven tensors of its size in fp32, 14 times the bytes of `muon`. The first step makes bases and changes
+    no matrix.
 
     A gradient of lower rank than its sides leaves a part of the basis undetermined, which rounding then
     decides: runs on other meshes may differ by more than rounding.
@@ -49,13 +49,13 @@ def soap(
         b1, b2, eps: Adam's numbers.
         weight_decay: after Adam's step, `lr * weight_decay` of the new parameter is subtracted.
         shampoo_beta: the decay of the averages; None is `b2`.
-        precondition_frequency: after how many steps bases are made anew, by one power iteration and a QR.
+        precondition_frequency: the steps after which bases are refreshed, by a power iteration and a QR.
         max_precond_dim: the longest side that gets a basis.
         others: globs, joined by "|", of matrices that AdamW updates: embeddings and heads.
         adamw: the optimizer of all other leaves; by default `adamw(lr, weight_decay=weight_decay)`.
 
     Raises:
-        OptimizerError: numbers that are out of range.
+        OptimizerError: numbers are out of range.
 
     >>> slots = soap(3e-3).init("w", torch.zeros(2, 3))
     >>> {name: tuple(slot.shape) for name, slot in slots.items() if "basis" in name}
@@ -67,14 +67,15 @@ def soap(
         "others": others,
     }  # fmt: skip
     defaults = {"shampoo_beta": None, "max_precond_dim": 10000, "others": EMBEDDINGS}
+    # The name shows what was asked for, and leaves these options out where they have their default.
     name = call_text("soap", **{k: v for k, v in given.items() if k not in defaults or v != defaults[k]})
     if wrong := misfits({k: v for k, v in given.items() if k in EXPECTED}, EXPECTED):
         raise OptimizerError(f"{name}: no such optimizer:", wrong)
     rate = as_schedule(lr)
-    average = 1 - (b2 if shampoo_beta is None else shampoo_beta)
+    gram_weight = 1 - (b2 if shampoo_beta is None else shampoo_beta)
 
     def correct_bias(count: Tensor) -> float:
-        """Return Adam's factor of an update whose moments have seen one gradient less than the steps."""
+        """Return Adam's factor of an update. Moments have seen `count` gradients: the first is left out."""
         n = int(count)
         return (1 - b2**n) ** 0.5 / (1 - b1**n) if n else 0.0
 
@@ -89,7 +90,7 @@ def soap(
 
     def update(path: str, grad: Tensor, slots: Slots, param: Tensor, step: Step) -> Update:
         sides = {side: dim for side, dim in SIDES.items() if side in slots}
-        grams = {side: slots[side].lerp(gram(grad, dim), average) for side, dim in sides.items()}
+        grams = {side: slots[side].lerp(gram(grad, dim), gram_weight) for side, dim in sides.items()}
         bases = {side: slots[f"{side}_basis"] for side in sides}
 
         # Run Adam in the bases of the step before.
@@ -111,9 +112,10 @@ def soap(
             return rotate(rotate(mu, bases, back=True), new), turned.clone(), *new.values()
 
         def keep() -> tuple[Tensor, ...]:
+            """Return copies: no branch of `torch.cond` may return one of its inputs."""
             return mu.clone(), nu.clone(), *(bases[side].clone() for side in sides)
 
-        # The first step makes bases, and every so many steps they are made anew.
+        # The first step makes bases, and every `precondition_frequency` steps they are refreshed.
         is_first = step.count == 0
         if sides:
             is_due = step.count % precondition_frequency == 0
@@ -150,7 +152,7 @@ def gram(grad: Tensor, dim: int) -> Tensor:
 
 
 def rotate(values: Tensor, bases: Mapping[str, Tensor], back: bool = False) -> Tensor:
-    """Return matrices in other bases of their sides, or `back` from there."""
+    """Return matrices in the bases of their sides, or from these `back` in the standard basis."""
     for side, basis in bases.items():
         if SIDES[side] == -2:
             values = (basis if back else basis.mT) @ values
@@ -160,7 +162,7 @@ def rotate(values: Tensor, bases: Mapping[str, Tensor], back: bool = False) -> T
 
 
 def find_eigenbasis(grams: Tensor) -> Tensor:
-    """Return eigenvectors, those of large values first.
+    """Return the eigenvectors of symmetric matrices, those of the largest eigenvalues first.
 
     Numbers that are not finite, which only a step that will be skipped has, give arbitrary vectors.
     """

@@ -1,8 +1,8 @@
-"""Sums over whole leaves, for which one fp32 number is not enough.
+"""Sums over whole leaves, for which one fp32 accumulator is not enough.
 
-torch's norms on a CPU add all squares of a leaf to one fp32 number a lane. For 6e7 numbers the norm is off by
-0.3%, and by another amount on another mesh (pytorch issues 68326, 151761). Its `sum` adds in pairs, and is
-right.
+torch's norms on a CPU add all squares of a leaf to one fp32 accumulator per SIMD lane. For 6e7 numbers the
+norm is off by 0.3%, and by another amount on another mesh (pytorch issues 68326, 151761). Its `sum` adds in
+pairs, and is right.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-# Numbers whose squares are added in fp32. If they are equal, each addition may round the same way.
+# How many squares are added in fp32. If the numbers are equal, each addition may round the same way.
 PIECE = 512
-CAST = 1 << 18  # numbers that are copied at a time, if they are widened or have gaps
+CAST = 1 << 18  # how many numbers are copied at a time, if they are widened or have gaps
 
 
 def sum_squares(tensors: Sequence[Tensor]) -> Tensor:
@@ -28,43 +28,46 @@ def sum_squares(tensors: Sequence[Tensor]) -> Tensor:
     """
     tensors = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in tensors]
     wide = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
-    most = min(CAST, max((t.numel() for t in tensors if t.is_cpu), default=0))
-    norms: list[Tensor] = []  # the norms of pieces, each [n]
-    rest: list[Tensor] = []
+    buffer_size = min(CAST, max((t.numel() for t in tensors if t.is_cpu), default=0))
     buffer: Tensor | None = None
+    norms: list[Tensor] = []  # the norms of pieces, each [n]
+    whole: list[Tensor] = []  # tensors that need no cutting, whose norms one call computes
     for tensor in tensors:
         # An accelerator's kernel sums by blocks, and takes all leaves in one launch.
         if tensor.numel() <= PIECE or not tensor.is_cpu:
-            rest.append(tensor)
+            whole.append(tensor)
             continue
 
-        for part in _parts(tensor, copied=tensor.dtype != wide):
-            copied = part.dtype != wide or not part.is_contiguous()
-            if copied:
+        # Widen a part, or close its gaps, in a buffer that all parts share; then take the norm of each piece.
+        for part in _cut_into_parts(tensor, is_copied=tensor.dtype != wide):
+            is_copied = part.dtype != wide or not part.is_contiguous()
+            if is_copied:
                 if buffer is None or buffer.numel() < part.numel():
-                    buffer = torch.empty(max(part.numel(), most), dtype=wide)
+                    buffer = torch.empty(max(part.numel(), buffer_size), dtype=wide)
                 part = buffer[: part.numel()].view(part.shape).copy_(part)
-            flat, even = part.view(-1), part.numel() // PIECE * PIECE
+            flat = part.view(-1)
+            even = part.numel() // PIECE * PIECE
             pieces, tail = flat.split_with_sizes((even, part.numel() - even))
             norms.append(torch.linalg.vector_norm(pieces.view(-1, PIECE), dim=1))
             if even < len(flat):
-                rest.append(tail.clone() if copied else tail)  # the next part overwrites the buffer
-    if rest:
-        norms.append(torch.stack(torch._foreach_norm(rest, 2, dtype=wide)))
+                whole.append(tail.clone() if is_copied else tail)  # the next part overwrites the buffer
+    if whole:
+        norms.append(torch.stack(torch._foreach_norm(whole, 2, dtype=wide)))
     if not norms:
         return torch.zeros((), dtype=torch.float64)
     return torch.cat(norms).double().square().sum()
 
 
-def _parts(tensor: Tensor, copied: bool) -> Sequence[Tensor]:
+def _cut_into_parts(tensor: Tensor, is_copied: bool) -> Sequence[Tensor]:
     """Return views of a tensor that together have all its numbers, in any order.
 
-    A tensor without gaps that is not `copied` is one flat view; others are slices of about `CAST` numbers.
+    A tensor without gaps that is not copied is one flat view; others are slices of about `CAST` numbers.
     """
+    # Permuted to the order in memory, a transposed tensor is contiguous.
     if not tensor.is_contiguous():
         tensor = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
     if tensor.is_contiguous():
-        return tensor.view(-1).split(CAST if copied else tensor.numel())
+        return tensor.view(-1).split(CAST if is_copied else tensor.numel())
     longest = max(range(tensor.dim()), key=lambda d: tensor.shape[d])
     return tensor.split(max(1, tensor.shape[longest] * CAST // tensor.numel()), dim=longest)
 
@@ -76,7 +79,10 @@ def matrix_norm(matrix: Tensor) -> Tensor:
     tensor([4., 4.], dtype=torch.float64)
     """
     width, wide = matrix.shape[-1], torch.promote_types(matrix.dtype, torch.float32)
+    # Rows are cut into equal pieces of at most `PIECE`. Where these would be short, a row is one piece.
     piece = max((d for d in range(1, PIECE + 1) if width % d == 0), default=1)
-    pieces = matrix.unflatten(-1, (-1, piece if piece >= PIECE // 8 else max(width, 1)))
+    if piece < PIECE // 8:
+        piece = max(width, 1)
+    pieces = matrix.unflatten(-1, (-1, piece))
     rows = torch.linalg.vector_norm(pieces, dim=-1, dtype=wide)
     return torch.linalg.vector_norm(rows.double(), dim=(-2, -1), keepdim=True)
