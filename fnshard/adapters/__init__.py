@@ -1,4 +1,4 @@
-"""Adapters: merge, save and load those of LoRA, as PEFT's files; and batch norm over all ranks."""
+"""Adapters: merge LoRA's, save and load them as PEFT's files; and batch norm over all ranks."""
 
 from fnshard.adapters.peft import load, merge, save
 from fnshard.compiler.frontend.statistics import batch_norm

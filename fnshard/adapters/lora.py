@@ -1,7 +1,8 @@
 """LoRA: low-rank adapters for frozen weights, as a rewrite of what `fn` computes (Hu et al. 2021).
 
 Wherever `fn` multiplies by a targeted leaf W, x Wᵀ becomes x Wᵀ + s (x Aᵀ) Bᵀ. The operator is changed, not a
-module: any pure function will do, the merged weight is never formed, and W, which is frozen, has no gradient.
+module, so that `fn` may be any pure function. The merged weight is never formed, and W, which is frozen, has
+no gradient.
 W may be coded (`LayoutSpec(codec="nf4")`: QLoRA, Dettmers et al. 2023).
 """
 
@@ -37,7 +38,7 @@ class Lora:
         alpha: the update is multiplied by alpha / rank, or by alpha / sqrt(rank) where `rank_stabilised`
             (rsLoRA, Kalajdzievski 2023).
         targets: the paths of the leaves that have an adapter.
-        transposed: those of them that `fn` multiplies by as they are, [in, out], as GPT-2 does.
+        transposed: the targets that are [in, out], as GPT-2's are: `fn` multiplies by them as they are.
         dropout: the share of the adapters' input that is dropped.
         dora: scale each row of W + s B A to the norm that the row had in W, times a number that trains and
             starts at 1 (DoRA, Liu et al. 2024; there the product of the two trains).
@@ -53,12 +54,12 @@ class Lora:
 
     @property
     def scale(self) -> float:
-        """Return s, by which the update is multiplied."""
+        """The factor s, by which the update is multiplied."""
         return self.alpha / (math.sqrt(self.rank) if self.rank_stabilised else self.rank)
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Return the names of the tensors that PEFT's files have for each target."""
+        """The names of the tensors that PEFT's files have for each target."""
         return ("a", "b", "magnitude") if self.dora else ("a", "b")
 
 
@@ -88,8 +89,8 @@ def lora(
         rank, alpha, dropout, rank_stabilised, dora: see `Lora`; the returned function has it as `.lora`.
         targets: globs of leaves, with or without ".weight", joined by "|", or a list of them.
         transposed: globs of those among them that are [in, out].
-        train: globs of base leaves that train all the same ("*norm*|lm_head*").
-        seed: seeds A.
+        train: globs of base leaves that train, too ("*norm*|lm_head*").
+        seed: the seed of A.
 
     Raises:
         SpecError: a number is out of range, a glob matches nothing, or a leaf is not a matrix (or a stack of
@@ -108,7 +109,18 @@ def lora(
         named, rank=rank, alpha=alpha, targets=targets, transposed=transposed, dropout=dropout,
         rank_stabilised=rank_stabilised, dora=dora, trained=trained,
     )  # fmt: skip
-    base = [_as_parameter(leaf, path in trained) for path, leaf in named.items()]
+
+    # The base is frozen, but for leaves that `train` names. Buffers and integers are left as they are.
+    base: list[Tensor] = []
+    for path, leaf in named.items():
+        if is_buffer(leaf) or not leaf.is_floating_point():
+            base.append(leaf)
+            continue
+        parameter = nn.Parameter(leaf.detach(), requires_grad=path in trained)
+        if hasattr(leaf, "tied_names"):
+            parameter.tied_names = tuple(f"base.{name}" for name in leaf.tied_names)
+        base.append(parameter)
+
     tuned = with_adapters(fn, settings)
     return tuned, {"base": tree.unflatten(base, structure), "adapters": init_adapters(settings, named, seed)}
 
@@ -117,22 +129,27 @@ def settings_of(
     named: Mapping[str, Tensor], *, rank: int, alpha: float, targets: str | Sequence[str], transposed: str,
     dropout: float, rank_stabilised: bool, dora: bool, trained: Sequence[str] = (),
 ) -> Lora:  # fmt: skip
-    """Return the settings that the arguments of `lora` mean for leaves by path, which may be on meta.
+    """Return the settings that the arguments of `lora` mean, without making an adapter.
 
-    No adapter is made.
+    Args:
+        named: leaves by path, which may be on meta.
+        trained: the paths of the leaves that train.
 
     Raises:
         SpecError: as in `lora`.
     """
     if wrong := misfits({"rank": rank, "alpha": alpha, "dropout": dropout}, _EXPECTED):
         raise SpecError("no such adapters:", wrong)
-    chosen = match_leaves("targets", targets, named)
-    turned = match_leaves("transposed", transposed, chosen) if transposed else []
-    wrong = [line for p in chosen for line in _misfits(p, named[p], rank, p in trained, dora)]
+    target_paths = match_leaves("targets", targets, named)
+    transposed_paths = match_leaves("transposed", transposed, target_paths) if transposed else []
+    problems = [_explain_misfit(p, named[p], rank, p in trained, dora) for p in target_paths]
+    wrong = [problem for problem in problems if problem is not None]
     if wrong:
         fix = f"name matrices that are frozen and at least {rank} both ways, or take a smaller rank."
         raise SpecError(f"{leaves(len(wrong))} cannot have an adapter:", wrong, fix)
-    return Lora(rank, float(alpha), tuple(chosen), tuple(turned), dropout, rank_stabilised, dora)
+    return Lora(
+        rank, float(alpha), tuple(target_paths), tuple(transposed_paths), dropout, rank_stabilised, dora
+    )
 
 
 _EXPECTED = {
@@ -142,17 +159,19 @@ _EXPECTED = {
 }
 
 
-def _misfits(path: str, leaf: Tensor, rank: int, trains: bool, dora: bool) -> list[str]:
-    """Return why a leaf cannot have an adapter: no line if it can, one if it cannot."""
-    of = f"params[{path!r}] {list(leaf.shape)}"
+def _explain_misfit(path: str, leaf: Tensor, rank: int, trains: bool, dora: bool) -> str | None:
+    """Return why a leaf cannot have an adapter; None if it can."""
+    name = f"params[{path!r}] {list(leaf.shape)}"
     if trains:
-        return [f"{of} trains and has an adapter"]
+        return f"{name} trains and has an adapter"
     if leaf.dim() not in (2, 3) or not leaf.is_floating_point():
-        return [f"{of} {leaf.dtype} is no matrix of floats"]
+        return f"{name} {leaf.dtype} is no matrix of floats"
     if leaf.dim() == 3 and dora:
-        return [f"{of} is a matrix of each expert, and dora is for one"]
-    small = min(leaf.shape[-2:])
-    return [f"{of}: rank={rank} is more than {small}"] if rank > small else []
+        return f"{name} is a matrix of each expert, and dora is for one"
+    shorter = min(leaf.shape[-2:])
+    if rank > shorter:
+        return f"{name}: rank={rank} is more than {shorter}"
+    return None
 
 
 def match_leaves(
@@ -170,16 +189,17 @@ def match_leaves(
         globs = "|".join(globs)
     if not isinstance(globs, str):
         raise SpecError(f"{what}={globs!r}: globs of leaves, joined by '|', or a list of them.")
-    hits: dict[str, list[str]] = {g: [] for g in globs.split("|")}
+    matches: dict[str, set[str]] = {pattern: set() for pattern in globs.split("|")}
     for path in paths:
-        for pattern, found in hits.items():
+        for pattern, matched in matches.items():
             if any(fnmatch.fnmatchcase(n, pattern) for n in (path, path.removesuffix(".weight"))):
-                found.append(path)
+                matched.add(path)
 
-    unused = [f"{g!r}{nearest(g, paths)}" for g, found in hits.items() if not found]
+    unused = [f"{pattern!r}{nearest(pattern, paths)}" for pattern, matched in matches.items() if not matched]
     if unused:
         raise SpecError(f"{what}={globs!r} matches no leaf by:", unused, "globs of the leaves' paths.")
-    return [p for p in paths if any(p in found for found in hits.values())]
+    matched = set().union(*matches.values())
+    return [path for path in paths if path in matched]
 
 
 def init_adapters(
@@ -188,8 +208,11 @@ def init_adapters(
     """Return new adapters: A as `nn.Linear` would initialise it, B zero; the same on every rank."""
     out = {}
     for number, path in enumerate(settings.targets):
-        *experts, rows, columns = shapes[path].mT.shape if path in settings.transposed else shapes[path].shape
-        dtype = shapes[path].dtype if shapes[path].dtype.itemsize > 2 else torch.float32
+        leaf = shapes[path]
+        *experts, rows, columns = leaf.mT.shape if path in settings.transposed else leaf.shape
+        # Adapters of weights in short dtypes train in fp32.
+        dtype = leaf.dtype if leaf.dtype.itemsize > 2 else torch.float32
+        # The generator is seeded by the target's number, so that A is the same on every rank.
         generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
         bound = 1 / math.sqrt(columns)
         a = torch.empty(*experts, settings.rank, columns, dtype=dtype)
@@ -199,18 +222,8 @@ def init_adapters(
         if settings.dora:
             out[path]["g"] = nn.Parameter(torch.ones(rows, dtype=dtype))
         for part in out[path].values():
-            part.adapts = f"base.{path}"  # the leaf whose unit it joins
+            part.adapts = f"base.{path}"  # `find_units` puts it in the unit of that leaf
     return out
-
-
-def _as_parameter(leaf: Tensor, trains: bool) -> Tensor:
-    """Return a leaf as a parameter that trains or does not; a buffer as it is."""
-    if is_buffer(leaf) or not leaf.is_floating_point():
-        return leaf
-    parameter = nn.Parameter(leaf.detach(), requires_grad=trains)
-    if hasattr(leaf, "tied_names"):
-        parameter.tied_names = tuple(f"base.{name}" for name in leaf.tied_names)
-    return parameter
 
 
 def with_adapters(fn: Callable[..., Any], settings: Lora) -> Callable[..., Any]:
@@ -222,8 +235,8 @@ def with_adapters(fn: Callable[..., Any], settings: Lora) -> Callable[..., Any]:
     @functools.wraps(fn)
     def run_adapted(params: Any, *batch: Any, **keywords: Any) -> Any:
         named = tree.flatten_with_paths(params["base"])[0]
-        adapters = {id(named[path]): path for path in settings.targets}
-        mode = _WithAdapters(settings, params["adapters"], adapters)
+        targets = {id(named[path]): path for path in settings.targets}
+        mode = _AdapterMode(settings, params["adapters"], targets)
         with mode:
             result = fn(params["base"], *batch, **keywords)
         _check_uses(settings, mode)
@@ -234,10 +247,10 @@ def with_adapters(fn: Callable[..., Any], settings: Lora) -> Callable[..., Any]:
     return run_adapted
 
 
-def _check_uses(settings: Lora, mode: _WithAdapters) -> None:
-    """Refuse targets that `fn` also uses in other ways: merged, they would make it another function."""
+def _check_uses(settings: Lora, mode: _AdapterMode) -> None:
+    """Refuse targets that `fn` does not multiply by, or also uses otherwise, which merging would change."""
     wrong = [f"params[{p!r}]: `fn` multiplies by it nowhere" for p in settings.targets if p not in mode.used]
-    wrong += [f"params[{p!r}]: `fn` also gives it to {', '.join(n)}" for p, n in mode.others.items()]
+    wrong += [f"params[{p!r}]: `fn` also gives it to {', '.join(n)}" for p, n in mode.other_uses.items()]
     if wrong:
         raise TraceError(
             f"{leaves(len(wrong))} cannot have an adapter:",
@@ -249,7 +262,7 @@ def _check_uses(settings: Lora, mode: _WithAdapters) -> None:
         )
 
 
-class _WithAdapters(TorchFunctionMode):
+class _AdapterMode(TorchFunctionMode):
     """A mode that adds an adapter's update to each product with a target.
 
     A target is known by its `id`, and so is a transpose of it that `fn` makes.
@@ -261,7 +274,7 @@ class _WithAdapters(TorchFunctionMode):
         # Transposes of targets by id. They are kept alive, so that no other tensor gets the same id.
         self.transposes: dict[int, Tensor] = {}
         self.used: set[str] = set()
-        self.others: dict[str, dict[str, None]] = {}
+        self.other_uses: dict[str, dict[str, None]] = {}  # for each target, the names of other functions
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -272,40 +285,45 @@ class _WithAdapters(TorchFunctionMode):
             return out
 
         # A transpose of a target is known as that target from here on.
-        names, turned = _PLACES.get(func, ((), False))
         if func in _TRANSPOSES and id(args[0]) in self.targets and {*args[1:]} in ({-2, -1}, {1, 2}, set()):
             self.transposes[id(out)], self.targets[id(out)] = out, self.targets[id(args[0])]
             return out
 
+        # Find the target that the function multiplies by, if there is one.
+        names, takes_in_out = _PRODUCTS.get(func, ((), False))
+        arguments = dict(zip(names, args, strict=False)) | kwargs
+        matrix = arguments.get(names[-1]) if names else None
+        path = self.targets.get(id(matrix))
+
         # Any use but as the matrix of a product, the right way round, is noted as another one.
-        given = dict(zip(names, args, strict=False)) | kwargs
-        path = self.targets.get(id(given[names[-1]])) if names and names[-1] in given else None
-        turned = turned and not (path is not None and id(given[names[-1]]) in self.transposes)
-        stacked = path is not None and given[names[-1]].dim() == 3
-        if (
-            path is None or (path in self.settings.transposed) != turned or given.keys() & _UNLIKE
-            or stacked != (func in GROUPED)
-        ):  # fmt: skip
-            self._note(func, (args, kwargs))
+        if path is not None:
+            is_in_out = takes_in_out != (id(matrix) in self.transposes)
+            fits = is_in_out == (path in self.settings.transposed)
+            fits = fits and (matrix.dim() == 3) == (func in GROUPED) and not arguments.keys() & _UNLIKE
+        if path is None or not fits:
+            self._note_other_use(func, (args, kwargs))
             return out
 
         # Add the update; DoRA scales the rows of W + s B A, of which a bias is no part.
-        self._note(func, {k: v for k, v in given.items() if k != names[-1]})
+        self._note_other_use(func, {k: v for k, v in arguments.items() if k != names[-1]})
         self.used.add(path)
-        update = self._update(given[names[-2]], self.adapters[path], given.get("offs")).to(out.dtype)
+        x = arguments[names[-2]]
+        update = self._compute_update(x, self.adapters[path], arguments.get("offs")).to(out.dtype)
         if not self.settings.dora:
             return out + update
-        scale = row_scale(given[names[-1]], self.adapters[path], self.settings, turned).to(out.dtype)
-        bias = given.get("bias")
+        scale = row_scale(matrix, self.adapters[path], self.settings, takes_in_out).to(out.dtype)
+        bias = arguments.get("bias")
         return (out + update) * scale if bias is None else (out - bias + update) * scale + bias
 
-    def _note(self, func: Any, given: Any) -> None:
-        """Note the targets among what a function is given, in whatever containers, as used in another way."""
-        for path in {self.targets.get(id(leaf)) for leaf in tree.flatten(given)[0]} - {None}:
-            self.others.setdefault(path, {})[getattr(func, "__name__", str(func))] = None
+    def _note_other_use(self, func: Any, arguments: Any) -> None:
+        """Note that a function is given targets, in whatever containers, which it does not multiply by."""
+        for leaf in tree.flatten(arguments)[0]:
+            path = self.targets.get(id(leaf))
+            if path is not None:
+                self.other_uses.setdefault(path, {})[getattr(func, "__name__", str(func))] = None
 
-    def _update(self, x: Tensor, adapter: Mapping[str, Tensor], ends: Tensor | None) -> Tensor:
-        """Return s (x Aᵀ) Bᵀ; `ends` says where the rows of each expert end, where there are several."""
+    def _compute_update(self, x: Tensor, adapter: Mapping[str, Tensor], ends: Tensor | None) -> Tensor:
+        """Return s (x Aᵀ) Bᵀ; for stacks of experts, `ends` has the row at which each expert's rows end."""
         a, b = adapter["a"].to(x.dtype), adapter["b"].to(x.dtype)
         if self.settings.dropout:
             x = F.dropout(x, self.settings.dropout, training=True)
@@ -325,15 +343,16 @@ def row_scale(weight: Tensor, adapter: Mapping[str, Tensor], settings: Lora, tra
     """
     with torch.no_grad():
         wide = torch.promote_types(weight.dtype, torch.float32)
-        whole = (weight.t() if transposed else weight).to(wide)
+        weight = (weight.t() if transposed else weight).to(wide)
         update = settings.scale * (adapter["b"].to(wide) @ adapter["a"].to(wide))
-        changed = (whole + update).norm(dim=1)
-        norms = whole.norm(dim=1) / changed.clamp_min(torch.finfo(wide).tiny)  # rows of 0 stay 0
-    return adapter["g"].to(wide) * norms
+        new_norms = (weight + update).norm(dim=1)
+        ratios = weight.norm(dim=1) / new_norms.clamp_min(torch.finfo(wide).tiny)  # rows of 0 stay 0
+    return adapter["g"].to(wide) * ratios
 
 
-# By function: the names of its arguments up to the matrix, and whether it takes the matrix as [in, out].
-_PLACES: Mapping[Any, tuple[tuple[str, ...], bool]] = {
+# For each function that multiplies by a matrix: the names of its arguments, of which the last is the matrix,
+# and whether it takes the matrix as [in, out].
+_PRODUCTS: Mapping[Any, tuple[tuple[str, ...], bool]] = {
     F.linear: (("input", "weight"), False),
     torch.ops.aten.linear: (("input", "weight"), False),
     torch.matmul: (("input", "other"), True),

@@ -17,10 +17,10 @@ AnyModule = TypeVar("AnyModule", bound=nn.Module)
 def sync_batch_norm(model: AnyModule) -> AnyModule:
     """Make every BatchNorm of a model normalise by the whole batch; change it in place and return it.
 
-    The modules of `torch.nn.SyncBatchNorm.convert_sync_batchnorm` do the same in a step. Here they stay the
-    modules that they are (a norm with an activation in it keeps that, which torch's loses), with the same
-    parameters and buffers; in eval mode they compute as before. The gradient and the running statistics are
-    those of one process with all rows. A model that was converted cannot be pickled whole.
+    The modules of `torch.nn.SyncBatchNorm.convert_sync_batchnorm` do the same in a step. Here the modules
+    stay as they are, with the same parameters and buffers, and a norm with an activation in it keeps that,
+    which torch's conversion loses; in eval mode they compute as before. The gradient and the running
+    statistics are those of one process with all rows. A model that was converted cannot be pickled whole.
 
     >>> import fnshard as fs
     >>> model = fs.sync_batch_norm(nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4)))
@@ -30,13 +30,13 @@ def sync_batch_norm(model: AnyModule) -> AnyModule:
     """
     for module in model.modules():
         if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
-            module.__class__ = _synchronise(type(module))
+            module.__class__ = _make_synchronised(type(module))
     return model
 
 
 @cache
-def _synchronise(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass whose forward normalises by the whole batch; one for each class."""
+def _make_synchronised(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return a subclass whose forward normalises by the whole batch, always the same one for a class."""
     if hasattr(kind, "synchronised"):
         return kind
 

@@ -70,6 +70,34 @@ def test_matrices_that_are_multiplied_as_they_are() -> None:
         )
 
 
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize(
+    ("multiply", "transposed"),
+    [
+        (F.linear, ""),
+        (lambda x, w: x @ w, "w"),
+        (lambda x, w: x @ w.mT, ""),
+        (lambda x, w: F.linear(x, w.mT), "w"),
+    ],
+)
+@pytest.mark.parametrize("shape", [(4, 4), (5, 4)])
+def test_transposes_in_fn_are_seen(multiply: Any, transposed: str, dora: bool, shape: tuple) -> None:
+    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return multiply(x, p["w"])
+
+    weight = {"w": torch.randn(shape).T if transposed else torch.randn(shape)}
+    tuned, tree = fs.lora(fn, weight, rank=2, targets="w", transposed=transposed, dora=dora)
+    with torch.no_grad():
+        tree["adapters"]["w"]["b"].normal_()
+    merged, _ = adapters.merge(tree, tuned.lora, fs.match_specs(tree, [("*", LayoutSpec())]))
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(tuned(tree, x), fn(merged, x), atol=1e-5, rtol=1e-4)
+    # A square matrix that is multiplied the other way round has the shapes of one that is not.
+    other, tree = fs.lora(fn, weight, rank=2, targets="w", transposed="" if transposed else "w")
+    with raises(fs.TraceError, leaves="params['w']", fix="transposed=", says="nowhere"):
+        other(tree, x)
+
+
 def test_scales_and_dropout() -> None:
     params = {"w": torch.zeros(4, 8)}
     for stabilised, scale in ((False, 16 / 4), (True, 16 / math.sqrt(4))):
