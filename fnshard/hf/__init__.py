@@ -1,4 +1,4 @@
-"""hf: load and save weights in the Hugging Face format, leaf by leaf; no rank ever holds the full model.
+"""Load and save weights in the Hugging Face format, leaf by leaf; no rank ever holds the full model.
 
     with fs.deferred():
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
@@ -57,13 +57,13 @@ def load(
 ) -> Any:
     """Load a model directory's weights as this rank's stored blocks, for `Step.adopt` or `shard_forward`.
 
-    The files are mapped, and each rank reads its own slices of them. A collective: all ranks fail, or none;
-    nothing else moves between them. Float tensors are cast to the specs' `storage_dtype`.
+    The files are mapped, and each rank reads its own slices of them. It is a collective: all ranks fail, or
+    none; nothing else moves between them. Float tensors are cast to the specs' `storage_dtype`.
 
     Args:
         path: a directory with `model.safetensors`, or with several files and their index; or one file.
         specs: the specs of the blocks, which know the full shapes.
-        mesh: the mesh; by default, one axis "shard" over all ranks that there are.
+        mesh: the mesh; by default, one axis "shard" over all ranks.
         model: the module that has the leaves, best built under `fs.deferred`. It says which prefix files may
             leave out and which names are tied, and has or makes the buffers that are not saved (rotary
             frequencies).
@@ -71,7 +71,7 @@ def load(
             copy of the block). A leaf for which it has nothing, or None, is called by its path.
         missing: full values, by path, of leaves that the files lack.
         ignore: globs of tensors that no leaf takes.
-        disk_dir: the directory for leaves that rest on disk.
+        disk_dir: the directory for leaves that are kept on disk.
 
     Raises:
         StateError: there are no safetensors files, or broken ones; leaves have no tensor, tensors have no
@@ -89,20 +89,25 @@ def load(
     tensor([0., 1., 2.])
     """
     mesh, path = mesh or make_mesh(), as_path(path, "load(path, specs)")
-    globs, model = [ignore] if isinstance(ignore, str) else list(ignore), tree.unwrap_module(model)
+    globs = [ignore] if isinstance(ignore, str) else list(ignore)
+    model = tree.unwrap_module(model)
 
     def read() -> Any:
+        # Check what can be checked before a file is opened.
         resolved = check_resolved(specs, mesh)
         named = resolved.leaves
         check_names(names, named)
         family = family_of(read_config(path), model, named)
         check_directory(disk_dir, [p for p, s in named.items() if s.memory == "disk"])
+
+        # Find a tensor or a value for every leaf, and only then read blocks.
         with open_tensors(path) as files:
             tensors = stack_experts(files, family)
             sources, values = match_tensors(named, tensors, names, family, model, missing or {}, globs)
-            unfit, found = Unfit(), {**sources, **values}
+            source_of = {**sources, **values}
+            unfit = Unfit()
             with torch.no_grad():
-                blocks = [load_block(p, s, mesh, disk_dir, found[p], unfit) for p, s in named.items()]
+                blocks = [load_block(p, s, mesh, disk_dir, source_of[p], unfit) for p, s in named.items()]
             unfit.refuse()
         return tree.unflatten(blocks, resolved.leaf_structure)
 
@@ -133,7 +138,7 @@ def save(
 
     Args:
         params: a tree of stored blocks, or a `TrainState`.
-        path: a directory that is not there yet, or is empty, where rank 0 sees it.
+        path: a directory that does not exist or is empty, where rank 0 sees it.
         specs, mesh: the layout of the blocks; a state of `step.init` or `step.adopt` knows them.
         model: the module that has the leaves, on any device: it says which buffers are not saved.
         names: what the files are to call leaves, as in `load`; by default, their paths.
@@ -159,29 +164,31 @@ def save(
     final, model = as_path(path, "save(params, path)").absolute(), tree.unwrap_module(model)
 
     def make_plan() -> tuple[list[LeafToWrite], AbstractContextManager[Put]]:
-        source = _config(config, model)
-        known = read_config(source) if isinstance(source, Path) else source
+        # Check that the blocks are those of the specs.
+        source = _find_config(config, model)
+        values = read_config(source) if isinstance(source, Path) else source
         resolved = check_resolved(specs, mesh)
-        own = resolved.blocks_of(stored)
-        compare_paths(resolved.stored, own)
-        check_blocks(resolved.stored, own, mesh)
+        stored_blocks = resolved.blocks_of(stored)
+        compare_paths(resolved.stored, stored_blocks)
+        check_blocks(resolved.stored, stored_blocks, mesh)
+
+        # Plan what the files hold, and check it against the configuration.
         named = resolved.leaves
-        plan = leaves_to_write(blocks, named, family_of(known, model, named), dtype, names=names)
-        check_config(known, model, {leaf.path: leaf.spec.shape for leaf in plan})
+        plan = leaves_to_write(blocks, named, family_of(values, model, named), dtype, names=names)
+        check_config(values, model, {leaf.path: leaf.spec.shape for leaf in plan})
         if not (isinstance(max_file_bytes, int | float) and max_file_bytes > 0):
             raise StateError(f"max_file_bytes={max_file_bytes!r}: a number of bytes, more than 0.")
-        empty = final.is_dir() and not final.is_symlink() and not any(final.iterdir())
-        if mesh.rank == 0 and os.path.lexists(final) and not empty:
+        is_empty = final.is_dir() and not final.is_symlink() and not any(final.iterdir())
+        if mesh.rank == 0 and os.path.lexists(final) and not is_empty:
             raise StateError(f"there is something at {str(final)!r}.", fix="save elsewhere, or remove it.")
-        return plan, model_directory(
-            final, [entry for leaf in plan for entry in leaf.entries], max_file_bytes, source
-        )
+        entries = [entry for leaf in plan for entry in leaf.entries]
+        return plan, model_directory(final, entries, max_file_bytes, source)
 
     write_leaves(f"saving to {str(final)!r}", make_plan, mesh, connection(mesh))
 
 
 def check_resolved(specs: Any, mesh: Mesh) -> ResolvedSpecs:
-    """Return specs by path, after they are checked.
+    """Check specs, and return them by path.
 
     Raises:
         StateError: some do not know the shapes of their leaves.
@@ -189,10 +196,10 @@ def check_resolved(specs: Any, mesh: Mesh) -> ResolvedSpecs:
     """
     resolved = ResolvedSpecs.of(specs)
     if not resolved.complete:
-        bare = resolved.incomplete
+        incomplete = resolved.incomplete
         raise StateError(
-            f"the specs do not know the full shapes of {leaves(len(bare))}:",
-            bare[:8] + ["..."] * (len(bare) > 8),
+            f"the specs do not know the full shapes of {leaves(len(incomplete))}:",
+            incomplete if len(incomplete) <= 8 else [*incomplete[:8], "..."],
             "make them with match_specs or a preset, from make_functional(model).",
         )
     check_codecs(resolved.leaves)
@@ -200,11 +207,11 @@ def check_resolved(specs: Any, mesh: Mesh) -> ResolvedSpecs:
     return resolved
 
 
-def _config(config: Any, model: nn.Module | None) -> Mapping[str, Any] | Path:
+def _find_config(config: Any, model: nn.Module | None) -> Mapping[str, Any] | Path:
     """Return the configuration as a dict, which is empty where there is none, or as a path that exists."""
-    own = getattr(model, "config", None)
-    if config is None and hasattr(own, "to_dict"):
-        return {**own.to_dict(), "architectures": [type(model).__name__]}
+    model_config = getattr(model, "config", None)
+    if config is None and hasattr(model_config, "to_dict"):
+        return {**model_config.to_dict(), "architectures": [type(model).__name__]}
     if config is None or isinstance(config, Mapping):
         return config or {}
     if hasattr(config, "to_dict"):

@@ -1,4 +1,4 @@
-"""Attention registry: `fs.attention` over packed documents in models of transformers, by its registry."""
+"""`fs.attention` over packed documents for models of transformers, by its registry of attentions."""
 
 from __future__ import annotations
 
@@ -60,22 +60,28 @@ def _attend(
         return sdpa_attention_forward(
             module, query, key, value, mask, dropout, scaling, sliding_window=sliding_window, **kwargs
         )
-    # The layers of a model may attend differently: a window that a layer has and does not pass on would be
-    # lost.
-    kinds = getattr(getattr(module, "config", None), "layer_types", None)
-    kind = kinds[module.layer_idx] if kinds else ""
+
+    # Refuse what would be left out: options that `fs.attention` lacks, and a window that a layer has and does
+    # not pass on.
+    layer_types = getattr(getattr(module, "config", None), "layer_types", None)
+    layer_type = layer_types[module.layer_idx] if layer_types else ""
     wrong = [f"{name}={kwargs[name]!r:.40}" for name in _UNKNOWN if kwargs.get(name) is not None]
-    wrong += [f"dropout={dropout}"] if dropout else []
-    wrong += ["a window that it does not pass on"] if "sliding" in kind and sliding_window is None else []
+    if dropout:
+        wrong.append(f"dropout={dropout}")
+    if "sliding" in layer_type and sliding_window is None:
+        wrong.append("a window that it does not pass on")
     if wrong:
         raise ValueError(
             f"{type(module).__name__} attends with {', '.join(wrong)}, which fs.attention does not know: "
             "pass a mask of T x T, or set_attn_implementation('eager')."
         )
+
     causal = kwargs.get("is_causal")
+    if causal is None:
+        causal = getattr(module, "is_causal", True)
+    documents = mask[:, 0, 0]
     out = attention(
-        query, key, value, causal=getattr(module, "is_causal", True) if causal is None else causal,
-        documents=mask[:, 0, 0], window=sliding_window, scale=scaling,
-    )  # fmt: skip
-    # transformers takes [B, T, H, D] back, and weights, which nobody asks for here.
+        query, key, value, causal=causal, documents=documents, window=sliding_window, scale=scaling
+    )
+    # transformers expects [B, T, H, D], and the attention's weights, which are not computed.
     return out.transpose(1, 2).contiguous(), None

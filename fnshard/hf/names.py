@@ -1,4 +1,4 @@
-"""Names: what the files of a Hugging Face model call a leaf, and which of their tensors are no leaf."""
+"""Names of leaves in the files of a Hugging Face model, and names of tensors there that are no leaf."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fnshard.runtime.files.tensorfile import TensorToWrite
 
 @dataclass(frozen=True)
 class Transposed:
-    """A name in `names=` of a tensor that is the leaf's transpose, as GPT-2's are of an `nn.Linear`'s."""
+    """A name, given by `names=`, of a tensor that is a leaf's transpose, as GPT-2's of an `nn.Linear`'s."""
 
     name: str
 
@@ -41,7 +41,7 @@ _ROTARY = ("*rotary_emb.*inv_freq",)  # also "original_inv_freq", and those of e
 class Family:
     """The facts of an architecture by which names in files differ from paths of leaves.
 
-    The module given as `model=` says the first three of them.
+    The first three come from the module given as `model=`.
 
     Args:
         prefix: the module that some files leave out, and some models are: "model" of "model.layers.0".
@@ -131,11 +131,11 @@ def family_of(config: Mapping[str, Any], model: nn.Module | None, specs: Mapping
     if wrong:
         raise SpecError(
             f"model={type(model).__name__} is another model than the leaves are of, in {leaves(len(wrong))}:",
-            wrong[:12] + ["..."] * (len(wrong) > 12),
+            wrong if len(wrong) <= 12 else [*wrong[:12], "..."],
             "give the module that make_functional was called with, or one of the same configuration.",
         )
 
-    # Buffers that are not persistent are leaves and in no file.
+    # Buffers that are not persistent are leaves, but no file has them.
     saved = {id(value) for value in model.state_dict(keep_vars=True).values()}
     unsaved = tuple(glob.escape(path) for path, leaf in leaves_of(model).items() if id(leaf) not in saved)
     return replace(
@@ -163,27 +163,35 @@ def check_config(values: Mapping[str, Any], model: nn.Module | None, shapes: Map
     Raises:
         StateError: the configuration does not fit.
     """
-    here = {path: list(shape) for path, shape in shapes.items()}
+    actual = {path: list(shape) for path, shape in shapes.items()}
     kind, own = values.get("model_type"), getattr(model, "config", None)
-    other_kind = own is not None and kind not in (None, getattr(own, "model_type", kind))
-    wrong = [f"model_type: the module's is {own.model_type!r}, config.json's {kind!r}"] if other_kind else []
-    if kind and hasattr(model, "config_class") and not wrong:
-        made, failure = _shapes_of(type(model), type(own), values)
-        if failure and not _shapes_of(type(model), type(own), own.to_dict())[1]:
-            wrong = [f"config.json makes no {type(model).__name__}: {failure}"]
-        wrong += [f"{p!r}: {here.get(p, 'no such leaf')}, and {made.get(p, 'none')} by config.json"
-                  for p in {**here, **made} if made and here.get(p) != made.get(p)]  # fmt: skip
+    has_class = bool(kind) and hasattr(model, "config_class")
+    wrong: list[str] = []
+    built: dict[str, list[int]] = {}
+    compared: Iterable[str] = ()
+    if own is not None and kind not in (None, getattr(own, "model_type", kind)):
+        wrong.append(f"model_type: the module's is {own.model_type!r}, config.json's {kind!r}")
+    elif has_class:
+        built, failure = _build_shapes(type(model), type(own), values)
+        # A class that cannot be built by its own configuration, either, says nothing of this one.
+        if failure and not _build_shapes(type(model), type(own), own.to_dict())[1]:
+            wrong.append(f"config.json makes no {type(model).__name__}: {failure}")
+        compared = {**actual, **built} if built else ()
+    elif kind and model is None:
+        classes = _find_class(values)
+        if classes is not None:
+            built, _ = _build_shapes(*classes, values)
+            # Leaves may have any names here: all are compared only where most have the class's names.
+            known = actual.keys() & built.keys()
+            compared = {**actual, **built} if 2 * len(known) > len(built) else known
+    wrong += [f"{p!r}: {actual.get(p, 'no such leaf')}, and {built.get(p, 'none')} by config.json"
+              for p in compared if actual.get(p) != built.get(p)]  # fmt: skip
 
-        sizes = [] if wrong else [n for n in SIZES if n in values and hasattr(own, n)]
+    # Leaves of the right shapes do not show all sizes: that of heads, for example.
+    if has_class and not wrong:
+        sizes = [n for n in SIZES if values.get(n) is not None and hasattr(own, n)]
         wrong += [f"{n}: the module's is {getattr(own, n)!r}, config.json's {values[n]!r}"
-                  for n in sizes if values[n] is not None and values[n] != getattr(own, n)]  # fmt: skip
-    elif kind and model is None and (named := _class_of(values)):
-        made, failure = _shapes_of(*named, values)
-        known = here.keys() & made.keys()
-        # Leaves may have any names here: the class's are compared where most have them.
-        compared = {**here, **made} if 2 * len(known) > len(made) else known
-        wrong += [f"{p!r}: {here.get(p, 'no such leaf')}, and {made.get(p, 'none')} by config.json"
-                  for p in compared if here.get(p) != made.get(p)]  # fmt: skip
+                  for n in sizes if values[n] != getattr(own, n)]  # fmt: skip
     if wrong:
         raise StateError(
             f"the configuration does not fit {leaves(len(wrong))}:",
@@ -192,40 +200,42 @@ def check_config(values: Mapping[str, Any], model: nn.Module | None, shapes: Map
         )
 
 
-def _shapes_of(
+def _build_shapes(
     make: Callable[[Any], nn.Module], config_class: Any, values: Mapping[str, Any]
 ) -> tuple[dict[str, list[int]], str]:
     """Return the shapes of the leaves that a class makes of a configuration and that files have.
 
-    Where the class cannot be built so, there are none, and the second result says why.
+    Where the class cannot be built this way, there are none, and the second result says why.
     """
     try:  # a user's class may have to be built in another way
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            asked = config_class.from_dict(dict(values))
-            for name in (name for name in _CHOICES if hasattr(asked, name)):
-                setattr(asked, name, None)  # the file's choice may be code of the hub
-            built = make(asked)
-            saved = built.state_dict(keep_vars=True)
-            return {p: list(v.shape) for p, v in make_functional(built)[1].items() if p in saved}, ""
+            config = config_class.from_dict(dict(values))
+            for name in _CHOICES:
+                if hasattr(config, name):
+                    setattr(config, name, None)  # the file's choice may be code of the hub
+            model = make(config)
+            saved = model.state_dict(keep_vars=True)
+            return {p: list(v.shape) for p, v in make_functional(model)[1].items() if p in saved}, ""
     except Exception as error:
         return {}, " ".join(str(error).split())[:200] or type(error).__name__
 
 
-def _class_of(values: Mapping[str, Any]) -> tuple[Any, Any] | None:
+def _find_class(values: Mapping[str, Any]) -> tuple[Any, Any] | None:
     """Return the class of transformers that a configuration names, and the class of its configuration.
 
-    Without a name it is the class of language models of its kind. None is where there is no such class, where
-    transformers is not installed, and where the configuration comes with code.
+    If it names none, take the class of language models of its kind. Return None if there is no such class, if
+    transformers is not installed, or if the configuration comes with code.
     """
     if "auto_map" in values:
         return None
-    with suppress(Exception):
+    with suppress(Exception):  # the configuration may hold anything
         library = importlib.import_module("transformers")
-        usual = library.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-        (name,) = values.get("architectures") or [usual[values["model_type"]]]
-        named = getattr(library, name)
-        return (named, named.config_class) if named.config_class.model_type == values["model_type"] else None
+        causal_lms = library.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        (name,) = values.get("architectures") or [causal_lms[values["model_type"]]]
+        model_class = getattr(library, name)
+        if model_class.config_class.model_type == values["model_type"]:
+            return model_class, model_class.config_class
     return None
 
 
@@ -239,18 +249,19 @@ def config_of_tensors(values: Mapping[str, Any], entries: Sequence[TensorToWrite
     for entry in entries:
         if entry.dtype.is_floating_point:
             floats[entry.dtype] = floats.get(entry.dtype, 0) + math.prod(entry.shape)
-    out = dict(values)
+    config = dict(values)
     if all(entry.dtype.is_floating_point and entry.dtype.itemsize > 1 for entry in entries):
-        out.pop("quantization_config", None)
+        config.pop("quantization_config", None)
     if not floats:
-        return out
+        return config
     name = str(max(floats, key=floats.__getitem__)).removeprefix("torch.")
 
-    def fill_in(part: dict[str, Any], whole: bool) -> dict[str, Any]:
-        inner = {k: fill_in(v, False) if isinstance(v, dict) else v for k, v in part.items()}
-        return inner | {k: name for k in DTYPES & part.keys() if whole or part[k] is not None}
+    def fill_in(part: dict[str, Any], is_whole: bool) -> dict[str, Any]:
+        filled = {k: fill_in(v, False) if isinstance(v, dict) else v for k, v in part.items()}
+        # A part that names no dtype keeps none.
+        return filled | {k: name for k in DTYPES & part.keys() if is_whole or part[k] is not None}
 
-    return fill_in(out, True)
+    return fill_in(config, True)
 
 
 DTYPES = frozenset({"dtype", "torch_dtype"})  # the entry's name in transformers 5, and before
@@ -262,7 +273,9 @@ def read_name(path: str, names: Names) -> Named | None:
     Raises:
         StateError: it is neither a name nor `Transposed`.
     """
-    named = names(path) if callable(names) else names.get(path) if names is not None else None
+    if names is None:
+        return None
+    named = names(path) if callable(names) else names.get(path)
     if named is not None and not isinstance(named, str | Transposed):
         raise StateError(
             f"names gives {type(named).__name__} for params[{path!r}].",
@@ -273,14 +286,16 @@ def read_name(path: str, names: Names) -> Named | None:
 
 def possible_names(path: str, family: Family) -> list[str]:
     """Return the names that files may have for a leaf, the likeliest first."""
-    out: list[str] = []
-    start = f"{family.prefix}."
-    for own in [path, *(other for other, stored in family.tied.items() if stored == path)]:
-        for name in dict.fromkeys((own, family.name(own))):
-            out.append(name)
+    names: list[str] = []
+    prefix = f"{family.prefix}."
+    other_paths = [other for other, stored in family.tied.items() if stored == path]
+    for known_path in [path, *other_paths]:
+        # Each by its path and by the family's name for it, and both with the prefix or without it.
+        for name in dict.fromkeys((known_path, family.name(known_path))):
+            names.append(name)
             if family.prefix:
-                out.append(name.removeprefix(start) if name.startswith(start) else start + name)
-    return out
+                names.append(name.removeprefix(prefix) if name.startswith(prefix) else prefix + name)
+    return names
 
 
 def check_names(names: Names, paths: Iterable[str]) -> None:

@@ -1,4 +1,4 @@
-"""Reading: open the safetensors files of a model, match tensors with leaves, and read each rank's slices."""
+"""Read models: open safetensors files, match their tensors with leaves, and read each rank's slices."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from fnshard.step.shards import cut_out, foreign_block, put_at_rest, zeros
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-SHOWN = 40  # the number of lines that an error has of each kind of problem
+SHOWN = 40  # how many lines an error has at most for each kind of problem
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class FileTensor:
 
 @dataclass(frozen=True)
 class _StackedExperts:
-    """The data of a leaf whose experts lie in files one by one.
+    """The data of a leaf that stacks experts, which the files hold one by one.
 
     Args:
         parts: the matrices of each expert, which lie one below another in the leaf.
@@ -65,19 +65,19 @@ class _StackedExperts:
     def __getitem__(self, slices: Any) -> Tensor:
         experts, rows, *rest = (slice(None), slice(None)) if slices is ... else slices
         start, stop, _ = rows.indices(sum(part.shape[0] for part in self.parts[0]))
-        return torch.stack([_rows(parts, start, stop, rest) for parts in self.parts[experts]])
+        return torch.stack([_read_rows(parts, start, stop, rest) for parts in self.parts[experts]])
 
 
-def _rows(parts: list[FileTensor], start: int, stop: int, rest: Sequence[slice]) -> Tensor:
+def _read_rows(parts: list[FileTensor], start: int, stop: int, rest: Sequence[slice]) -> Tensor:
     """Read some rows of matrices that lie one below another."""
-    # `low` is where a matrix begins in the stack of them.
-    out, low = [], 0
+    pieces = []
+    first = 0  # the row at which a matrix begins in the stack of them
     for part in parts:
-        begin, end = max(start - low, 0), min(stop - low, part.shape[0])
+        begin, end = max(start - first, 0), min(stop - first, part.shape[0])
         if begin < end:
-            out.append(part.data[(slice(begin, end), *rest)])
-        low += part.shape[0]
-    return torch.cat(out)
+            pieces.append(part.data[(slice(begin, end), *rest)])
+        first += part.shape[0]
+    return torch.cat(pieces)
 
 
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
@@ -88,39 +88,45 @@ def stack_experts(tensors: Mapping[str, FileTensor], family: Family) -> Mapping[
 
     Other tensors stay, and so do experts of which some are missing or differ in shape.
     """
-    found: dict[str, dict[tuple[int, str], str]] = {}
-    for name in tensors if family.experts else ():
-        if match := _EXPERT.fullmatch(name):
-            found.setdefault(match[1], {})[int(match[2]), match[3]] = name
+    if not family.experts:
+        return tensors
 
-    # Replace those of which every expert is there, alike.
-    out = dict(tensors)
-    for prefix, names in found.items():
+    # Find the names of single experts' tensors: for each layer, by the expert's number and its part.
+    by_layer: dict[str, dict[tuple[int, str], str]] = {}
+    for name in tensors:
+        if match := _EXPERT.fullmatch(name):
+            by_layer.setdefault(match[1], {})[int(match[2]), match[3]] = name
+
+    # Replace those of which every expert exists, alike.
+    stacked = dict(tensors)
+    for prefix, names in by_layer.items():
         count = 1 + max(number for number, _ in names)
         for leaf, parts in family.experts.items():
-            own = [[names.get((number, part), "") for part in parts] for number in range(count)]
-            every = [[tensors.get(name) for name in row] for row in own]
-            if any(None in row for row in every):
+            part_names = [[names.get((number, part), "") for part in parts] for number in range(count)]
+            experts = [[tensors.get(name) for name in row] for row in part_names]
+            if any(None in row for row in experts):
                 continue
-            if len({tuple((part.shape, part.dtype) for part in row) for row in every}) > 1:
+            if len({tuple((part.shape, part.dtype) for part in row) for row in experts}) > 1:
                 continue
-            first = every[0]
+            first = experts[0]
             shape = (count, sum(part.shape[0] for part in first), *first[0].shape[1:])
-            out[f"{prefix}.{leaf}"] = FileTensor(first[0].file, _StackedExperts(every), first[0].dtype, shape)
-            for name in (name for row in own for name in row):
-                del out[name]
-    return out
+            data = _StackedExperts(experts)
+            stacked[f"{prefix}.{leaf}"] = FileTensor(first[0].file, data, first[0].dtype, shape)
+            for row in part_names:
+                for name in row:
+                    del stacked[name]
+    return stacked
 
 
 @contextmanager
 def open_tensors(path: Path) -> Iterator[dict[str, FileTensor]]:
-    """Open a model directory, or one file, and return its tensors by name; the files are open meanwhile.
+    """Open a model directory, or one file, and yield its tensors by name; the files are open in the block.
 
     Raises:
         StateError: there are no weights, or files that cannot be read; it names them all.
     """
     if path.is_dir():
-        folder, index = path, _index(path)
+        folder, index = path, _read_index(path)
         files = sorted(set(index.values())) or [SINGLE]
     elif path.is_file():
         folder, index, files = path.parent, {}, [path.name]
@@ -132,17 +138,17 @@ def open_tensors(path: Path) -> Iterator[dict[str, FileTensor]]:
     with ExitStack() as stack:
         for name in files:
             try:
-                found = _tensors_of(folder, name, stack)
+                in_file = _open_file(folder, name, stack)
             except (OSError, ValueError, SafetensorError) as error:
                 problems.append(f"{name!r}: {error}")
                 continue
 
-            # Names must be unique, and be where the index says.
-            twice = found.keys() & tensors.keys()
+            # Each name may occur once, in the file that the index says.
+            twice = in_file.keys() & tensors.keys()
             problems += [f"{t!r} is in {tensors[t].file} and in {name}" for t in twice]
-            lost = [t for t, file in index.items() if file == name and t not in found]
+            lost = [t for t, file in index.items() if file == name and t not in in_file]
             problems += [f"{name}: the index says that {t!r} is there, and it is not" for t in lost]
-            tensors |= found
+            tensors |= in_file
         if problems:
             raise StateError(
                 f"the weights in {str(path)!r} cannot be read:",
@@ -153,43 +159,44 @@ def open_tensors(path: Path) -> Iterator[dict[str, FileTensor]]:
         yield tensors
 
 
-def _tensors_of(folder: Path, name: str, stack: ExitStack) -> dict[str, FileTensor]:
+def _open_file(folder: Path, name: str, stack: ExitStack) -> dict[str, FileTensor]:
     """Open one file, which `stack` closes, and return its tensors by name."""
+    # The name comes from an index, which may be a stranger's: it must not lead out of the directory.
     path = folder / name
     if path.parent != folder or name == "..":
         raise ValueError("no name of a file in this directory")
     if not path.is_file():  # a pipe would wait for its writer
         raise ValueError("no such file")
     file = stack.enter_context(safe_open(path, "pt"))
-    out = {}
+    tensors = {}
     for tensor in file.keys():  # noqa: SIM118 - safe_open is no mapping
         data = file.get_slice(tensor)
         if data.get_dtype() not in DTYPES:
             raise ValueError(f"{tensor!r} is of the dtype {data.get_dtype()}, which torch does not have")
-        out[tensor] = FileTensor(name, data, DTYPES[data.get_dtype()], tuple(data.get_shape()))
-    return out
+        tensors[tensor] = FileTensor(name, data, DTYPES[data.get_dtype()], tuple(data.get_shape()))
+    return tensors
 
 
-def _index(folder: Path) -> dict[str, str]:
-    """Return `{tensor: file}` of the index; it is empty where there is one file alone."""
+def _read_index(folder: Path) -> dict[str, str]:
+    """Return `{tensor: file}` of the index; it is empty if there is one file alone."""
     if (folder / SINGLE).exists():
         return {}
     if not (folder / INDEX).exists():
         raise _explain_nothing(folder, f"there is neither {SINGLE} nor {INDEX}")
-    found = read_json(folder / INDEX).get("weight_map")
-    if not found or not isinstance(found, dict) or not all(isinstance(f, str) for f in found.values()):
+    files = read_json(folder / INDEX).get("weight_map")
+    if not files or not isinstance(files, dict) or not all(isinstance(f, str) for f in files.values()):
         raise StateError(
             f"{INDEX} in {str(folder)!r} has no weight_map from tensors to files.",
             fix="fetch or copy it once more.",
         )
-    return found
+    return files
 
 
 def _explain_nothing(path: Path, why: str) -> StateError:
-    """Return the error for a path without weights, with what lies there in their place."""
-    there = sorted(p.name for p in path.iterdir()) if path.is_dir() else []
-    pickles = [name for name in there if name.endswith(PICKLES)]
-    others = [name for name in there if name.endswith(".safetensors")]
+    """Return the error for a path without weights, which names what the directory has instead."""
+    names = sorted(p.name for p in path.iterdir()) if path.is_dir() else []
+    pickles = [name for name in names if name.endswith(PICKLES)]
+    others = [name for name in names if name.endswith(".safetensors")]
     if pickles and not others:
         return StateError(
             f"{str(path)!r} holds pickled weights alone, which are not read here:",
@@ -197,14 +204,14 @@ def _explain_nothing(path: Path, why: str) -> StateError:
             "fs.checkpoint.load_torch(path, specs, mesh, model=model).params reads their tensors and runs "
             "nothing; `python -m experiments.convert PATH OTHER to=hf` writes safetensors.",
         )
-    return StateError(
-        f"no weights in {str(path)!r}: {why}.",
-        others,
-        "name one of these files."
-        if others
-        else "path= is a local directory of a Hugging Face model (of "
-        "a model on the hub: what huggingface_hub.snapshot_download returns), or a .safetensors file.",
-    )
+    if others:
+        fix = "name one of these files."
+    else:
+        fix = (
+            "path= is a local directory of a Hugging Face model (of a model on the hub: what "
+            "huggingface_hub.snapshot_download returns), or a .safetensors file."
+        )
+    return StateError(f"no weights in {str(path)!r}: {why}.", others, fix)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -250,7 +257,7 @@ class LeafSource:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the shape of the leaf."""
+        """The shape of the leaf."""
         return self.saved.shape[::-1] if self.transposed else self.saved.shape
 
     def read(self, slices: Slices) -> Tensor:
@@ -274,7 +281,9 @@ def match_tensors(
     Raises:
         StateError: leaves lack a tensor, tensors have no leaf, or they do not fit; it names all of them.
     """
-    if codes := find_codes(n for n in tensors if not any(fnmatch.fnmatchcase(n, g) for g in ignore)):
+    used = [n for n in tensors if not any(fnmatch.fnmatchcase(n, g) for g in ignore)]
+    codes = find_codes(used)
+    if codes is not None:
         raise StateError(
             f"the files hold codes of {codes[0]}, as {codes[1]!r}, which are not decoded.",
             fix="name the directory that they were made from, whose weights are numbers.",
@@ -284,37 +293,43 @@ def match_tensors(
     # makes.
     sources: dict[str, LeafSource] = {}
     values: dict[str, Tensor] = {}
-    absent: list[str] = []
+    unsaved: list[str] = []
     lacking: dict[str, str] = {}
     for path, spec in specs.items():
         named = read_name(path, names)
         if named is None and model is not None and not family.saves(path) and path not in missing:
-            absent.append(path)  # the module makes it: what a file may hold is rounded, or of another length
+            unsaved.append(path)  # the module makes it: what a file may hold is rounded, or of another length
             continue
-        tried = possible_names(path, family) if named is None else [getattr(named, "name", named)]
-        found = next((name for name in tried if name in tensors), None)
-        if found is not None:
-            sources[path] = LeafSource(found, tensors[found], isinstance(named, Transposed))
+        candidates = possible_names(path, family) if named is None else [getattr(named, "name", named)]
+        name = next((name for name in candidates if name in tensors), None)
+        if name is not None:
+            sources[path] = LeafSource(name, tensors[name], isinstance(named, Transposed))
         elif path in missing:
             values[path] = missing[path]
         else:
-            lacking[path] = f"params[{path!r}] {list(spec.shape)}: no tensor {' or '.join(map(repr, tried))}"
-    # For all buffers at once, since it takes the whole module apart.
-    computed, failed = compute_buffers(model, absent) if model is not None else ({}, [])
+            text = " or ".join(map(repr, candidates))
+            lacking[path] = f"params[{path!r}] {list(spec.shape)}: no tensor {text}"
+    # For all buffers at once, since this makes a function of the whole module.
+    computed, failed = compute_buffers(model, unsaved) if model is not None else ({}, [])
 
     # Collect all that does not fit, so that one error names it.
     surplus, untied = _find_surplus(sources, tensors, family, ignore)
-    there = {p: f"the files have it, as {source.name!r}" for p, source in sources.items()}
-    unused = [f"missing[{p!r}]: {there.get(p, 'no such leaf')}" for p in missing if p not in values]
+    unused: list[str] = []
+    for path in missing:
+        if path in sources:
+            unused.append(f"missing[{path!r}]: the files have it, as {sources[path].name!r}")
+        elif path not in values:
+            unused.append(f"missing[{path!r}]: no such leaf")
     unused += [f"ignore={g!r} matches no tensor" for g in ignore if not fnmatch.filter(tensors, g)]
 
     # For each leaf that lacks a tensor, suggest the nearest name among the free tensors of its shape.
     taken = {source.name for source in sources.values()}
-    free = [n for n in tensors if n not in taken and not any(fnmatch.fnmatchcase(n, g) for g in ignore)]
-    alike = {p: [n for n in free if tensors[n].shape == specs[p].shape] or free for p in lacking}
-    shown = [f"{text}{nearest(path, alike[path])}" for path, text in islice(lacking.items(), SHOWN)]
-    lines = [*shown, *islice(lacking.values(), SHOWN, None)]
-    _refuse(
+    free = [n for n in used if n not in taken]
+    lines = list(lacking.values())
+    for index, path in enumerate(islice(lacking, SHOWN)):
+        alike = [n for n in free if tensors[n].shape == specs[path].shape]
+        lines[index] += nearest(path, alike or free)
+    _check_problems(
         {
             "lacking": lines + failed,
             "surplus": surplus,
@@ -335,18 +350,22 @@ def _find_prefix(paths: Mapping[str, tuple[int, ...]], names: Mapping[str, tuple
     Returns:
         Python code, or "" where no prefix does.
     """
-    # A prefix that the files have and the leaves lack, and then one that the leaves have.
-    first = next(iter(paths), "")
-    for start in dict.fromkeys(name.removesuffix(first) for name in names if name.endswith(f".{first}")):
-        if first and all(names.get(start + path) == shape for path, shape in paths.items()):
-            return f"names=lambda path: {start!r} + path"
-    start = f"{first.partition('.')[0]}."
-    if first and all(names.get(path.removeprefix(start)) == shape for path, shape in paths.items()):
-        return f"names=lambda path: path.removeprefix({start!r})"
+    if not paths:
+        return ""
+    first = next(iter(paths))
+    # Try each prefix that the files have and the leaves lack.
+    for prefix in dict.fromkeys(name.removesuffix(first) for name in names if name.endswith(f".{first}")):
+        if all(names.get(prefix + path) == shape for path, shape in paths.items()):
+            return f"names=lambda path: {prefix!r} + path"
+    # Then try the one that the leaves have and the files may lack.
+    prefix = f"{first.partition('.')[0]}."
+    if all(names.get(path.removeprefix(prefix)) == shape for path, shape in paths.items()):
+        return f"names=lambda path: path.removeprefix({prefix!r})"
     return ""
 
 
-CODES: Mapping[str, tuple[str, ...]] = {  # what stands beside the codes of a matrix, by who writes them
+# Suffixes of tensors that files hold beside the codes of a matrix, by what writes them.
+CODES: Mapping[str, tuple[str, ...]] = {
     "bitsandbytes": (".absmax", ".quant_map", ".SCB", ".weight_format"),
     "GPTQ or AWQ": (".qweight", ".qzeros"),
     "fp8": (".weight_scale_inv", ".weight_scale"),
@@ -357,8 +376,8 @@ CODES: Mapping[str, tuple[str, ...]] = {  # what stands beside the codes of a ma
 def find_codes(names: Iterable[str]) -> tuple[str, str] | None:
     """Return the kind of codes that some tensors are, and the name that shows it; None for plain numbers."""
     for name in names:
-        for kind, ends in CODES.items():
-            if name.endswith(ends):
+        for kind, suffixes in CODES.items():
+            if name.endswith(suffixes):
                 return kind, name
     return None
 
@@ -374,7 +393,7 @@ _FIXES = {
 }
 
 
-def _refuse(kinds: Mapping[str, list[str]], names: str = "") -> None:
+def _check_problems(kinds: Mapping[str, list[str]], names: str = "") -> None:
     """Raise one error for all problems, if there are any.
 
     Args:
@@ -385,12 +404,15 @@ def _refuse(kinds: Mapping[str, list[str]], names: str = "") -> None:
     if not count:
         return
     lines: list[str] = []
-    for found in kinds.values():
-        lines += found[:SHOWN] + [f"... and {len(found) - SHOWN} more"] * (len(found) > SHOWN)
-    fixes = "\n     ".join(_FIXES[kind] for kind, found in kinds.items() if found)
-    fixes = f"{names} finds all that are lacking.\n     {fixes}" if names else fixes
+    for problems in kinds.values():
+        lines += problems[:SHOWN]
+        if len(problems) > SHOWN:
+            lines.append(f"... and {len(problems) - SHOWN} more")
+    fixes = [_FIXES[kind] for kind, problems in kinds.items() if problems]
+    if names:
+        fixes.insert(0, f"{names} finds all that are lacking.")
     what = "1 problem" if count == 1 else f"{count} problems"
-    raise StateError(f"files and specs do not fit each other, {what}:", lines, fixes)
+    raise StateError(f"files and specs do not fit each other, {what}:", lines, "\n     ".join(fixes))
 
 
 def _find_surplus(
@@ -402,19 +424,19 @@ def _find_surplus(
     """Find tensors that no leaf takes, and tied weights of which the files hold two that differ."""
     taken = {source.name for source in sources.values()}
     globs = [*ignore, *family.ignored]
-    again = {name: path for path in sources for name in possible_names(path, family)}
+    path_of = {name: path for path in sources for name in possible_names(path, family)}
 
     surplus: list[str] = []
     untied: list[str] = []
     for name, saved in tensors.items():
         if name in taken or any(fnmatch.fnmatchcase(name, g) for g in globs):
             continue
-        if name not in again:
+        if name not in path_of:
             surplus.append(f"{name!r} {saved}: no leaf takes it")
             continue
 
-        # The other name of a tied weight, which must hold the same numbers.
-        path = again[name]
+        # This is another name of a tied weight, which must hold the same numbers.
+        path = path_of[name]
         other = sources[path]
         if saved.dtype != other.saved.dtype or not torch.equal(saved.data[...], other.saved.data[...]):
             untied.append(f"{name!r} {saved} is not what {other.name!r} is, and params[{path!r}] is both")
@@ -429,8 +451,8 @@ def _find_unfit(specs: Mapping[str, LayoutSpec], sources: Mapping[str, LeafSourc
         if source.transposed and len(saved.shape) != 2:
             wrong.append(f"params[{path!r}]: {source.name!r} {saved} is no matrix to be transposed")
         elif source.shape != spec.shape:
-            turned = " (its transpose would fit)" if source.shape[::-1] == spec.shape else ""
-            wrong.append(f"params[{path!r}] {list(spec.shape)}: {source.name!r} is {saved}{turned}")
+            hint = " (its transpose would fit)" if source.shape[::-1] == spec.shape else ""
+            wrong.append(f"params[{path!r}] {list(spec.shape)}: {source.name!r} is {saved}{hint}")
         elif not _can_cast(saved.dtype, spec.storage_dtype):
             wrong.append(
                 f"params[{path!r}] is stored as {spec.storage_dtype}: {source.name!r} is {saved}, which is "
@@ -455,14 +477,13 @@ def _find_unfit_values(specs: Mapping[str, LayoutSpec], values: Mapping[str, Ten
 def _can_cast(saved: torch.dtype, stored: torch.dtype) -> bool:
     """Return whether a tensor can be cast to its leaf's storage dtype.
 
-    That is so between floats of two bytes or more. Floats of one byte are codes, which need a scale.
+    Floats of two bytes or more can be cast to each other, and so can complex numbers. Floats of one byte are
+    codes, which need a scale.
     """
-
-    def kind(dtype: torch.dtype) -> str:
-        wide = dtype.is_floating_point and dtype.itemsize > 1
-        return "float" if wide else "complex" if dtype.is_complex else str(dtype)
-
-    return kind(saved) == kind(stored)
+    if saved.is_complex or stored.is_complex:
+        return saved.is_complex and stored.is_complex
+    both_wide = all(dtype.is_floating_point and dtype.itemsize > 1 for dtype in (saved, stored))
+    return both_wide or saved == stored
 
 
 def load_block(
@@ -479,13 +500,14 @@ def load_block(
     if not is_here(spec, mesh):
         return foreign_block(spec, mesh)
 
+    # Read the block's slices into memory of its tier; a coded leaf's are read first, and then coded.
     shape = block_shape(spec.shape, spec.storage, mesh)
-    if is_coded(spec):  # rows are read into memory, and then coded
+    if is_coded(spec):
         block = torch.zeros(shape, dtype=spec.storage_dtype)
     else:
         block = zeros(shape, spec.storage_dtype, spec.memory, mesh, disk_dir)
-    for slices, own in boxes(spec.shape, spec.storage, mesh):  # padding stays zero
-        block[own] = source.read(slices)
+    for slices, slices_of_block in boxes(spec.shape, spec.storage, mesh):  # padding stays zero
+        block[slices_of_block] = source.read(slices)
     if is_coded(spec):
         unfit.look(path, spec, block)
         return put_at_rest(block, spec, mesh, disk_dir)

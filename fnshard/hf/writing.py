@@ -1,4 +1,4 @@
-"""Writing: gather leaves one by one to rank 0, which fills safetensors files and then names their folder."""
+"""Write models: gather leaves one by one to rank 0, which fills safetensors files and names their folder."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ COPIED = (
     "spiece.model",
 )  # fmt: skip
 
-Put = Callable[[str, Tensor], None]  # it writes a whole tensor of a name, in its dtype
+Put = Callable[[str, Tensor], None]  # a function that writes a whole tensor, by its name, in its dtype
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ class LeafToWrite:
     """A leaf that is to be written.
 
     Args:
+        path, spec: the leaf.
         make: a function that returns this rank's block.
         name: its name in the files.
         dtype: its dtype in the files.
@@ -71,9 +72,11 @@ class LeafToWrite:
     @property
     def names(self) -> list[str]:
         """The names of the tensors: one, or those of each expert's matrices in turn."""
+        if not self.experts:
+            return [self.name]
         prefix = self.name.rpartition(".")[0]
-        experts = range(self.spec.shape[0]) if self.experts else ()
-        return [f"{prefix}.{e}.{part}.weight" for e in experts for part in self.experts] or [self.name]
+        count = self.spec.shape[0]
+        return [f"{prefix}.{expert}.{part}.weight" for expert in range(count) for part in self.experts]
 
 
 def leaves_to_write(
@@ -84,7 +87,7 @@ def leaves_to_write(
     *,
     names: Names = None,
 ) -> list[LeafToWrite]:
-    """Return how stored blocks, given by path, are written.
+    """Return what is written of stored blocks, which are given by path.
 
     Raises:
         StateError: `names` or `dtype` do not fit, or files cannot hold the dtype of a leaf.
@@ -93,25 +96,28 @@ def leaves_to_write(
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise StateError(f"dtype={dtype!r}: a float dtype, such as torch.bfloat16, or None.")
 
-    out, wrong, taken = [], [], {}
+    out: list[LeafToWrite] = []
+    wrong: list[str] = []
+    path_of: dict[str, str] = {}  # by names that are taken
     for path, spec in specs.items():
         named = read_name(path, names)
         if named is None and not family.saves(path):
             continue
-        transposed = isinstance(named, Transposed)
+        is_transposed = isinstance(named, Transposed)
         name = named.name if isinstance(named, Transposed) else named or family.name(path)
-        if transposed and len(spec.shape) != 2:
+        if is_transposed and len(spec.shape) != 2:
             wrong.append(f"params[{path!r}] {list(spec.shape)} is to be transposed, and is no matrix")
-        if name in taken:
-            wrong.append(f"{name!r} is to be params[{taken[name]!r}] and params[{path!r}]")
-        taken[name] = path
+        if name in path_of:
+            wrong.append(f"{name!r} is to be params[{path_of[name]!r}] and params[{path!r}]")
+        path_of[name] = path
 
-        # Integers and eight bits keep their dtype.
-        wide = spec.storage_dtype.is_floating_point and spec.storage_dtype.itemsize > 1
-        kind = dtype if dtype is not None and wide else spec.storage_dtype
+        # Integers and floats of eight bits keep their dtype.
+        is_wide_float = spec.storage_dtype.is_floating_point and spec.storage_dtype.itemsize > 1
+        file_dtype = dtype if dtype is not None and is_wide_float else spec.storage_dtype
         make = partial(block_of, blocks, path, spec)
-        parts = family.parts(path) if named is None else ()
-        out.append(LeafToWrite(path, spec, make, name, kind, transposed, parts))
+        # A name of the user's is that of one tensor, whatever the family has.
+        experts = family.parts(path) if named is None else ()
+        out.append(LeafToWrite(path, spec, make, name, file_dtype, is_transposed, experts))
 
     if wrong:
         raise StateError("names= does not fit the leaves:", wrong, "give each leaf its own name.")
@@ -129,7 +135,7 @@ def write_leaves(
     mesh: Mesh,
     comm: Collectives,
 ) -> None:
-    """Plan, gather, and write on rank 0: all ranks do each of these, or none. A collective.
+    """Plan, gather, and write on rank 0: all ranks succeed in each of these, or none. A collective.
 
     Args:
         what: what an error calls it.
@@ -139,7 +145,7 @@ def write_leaves(
     all_ranks = partial(all_or_none, comm.gather_object, what)
     plan, files = all_ranks(make_plan)
 
-    # Collectives follow: all ranks must mean the same file.
+    # Collectives follow, so that all ranks must mean the same file and the same leaves: compare a digest.
     lines = [(leaf.path, leaf.name, leaf.transposed, leaf.dtype, leaf.spec) for leaf in plan]
     digests = comm.gather_object(hashlib.sha256(repr((what, mesh, lines)).encode()).hexdigest())
     odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
@@ -149,26 +155,29 @@ def write_leaves(
             fix="give the same path, specs, names and dtype on every rank.",
         )
 
-    first, put = mesh.rank == 0, None
+    is_writer = mesh.rank == 0
+    put = None
     try:
-        put = all_ranks(files.__enter__ if first else None)
+        put = all_ranks(files.__enter__ if is_writer else None)
         if mesh.stages > 1:
             comm.open_groups([mesh.ordered(leaf.spec.storage.axes) for leaf in plan])
         for leaf in plan:
-            # The first rank of the leaf's stage gathers it; rank 0, which writes it, may be of another one.
-            home = mesh.partner(stage_of(leaf.spec, mesh) or 0, rank=0)
-            full = torch.empty(leaf.spec.shape, dtype=leaf.dtype) if mesh.rank in (0, home) else None
+            # The first rank of the leaf's stage gathers it.
+            gatherer = mesh.partner(stage_of(leaf.spec, mesh) or 0, rank=0)
+            full = torch.empty(leaf.spec.shape, dtype=leaf.dtype) if mesh.rank in (0, gatherer) else None
             if is_here(leaf.spec, mesh):
-                gather_leaf(leaf.make(), leaf.spec, mesh, comm, full if mesh.rank == home else None)
-            if home and mesh.rank == home:
+                gather_leaf(leaf.make(), leaf.spec, mesh, comm, full if mesh.rank == gatherer else None)
+
+            # Rank 0, which writes it, may be of another stage.
+            if gatherer != 0 and mesh.rank == gatherer:
                 comm.send([full], 0, f"leaf {leaf.path}")
                 comm.flush()
-            elif home and first:
-                (full,) = comm.recv([(tuple(full.shape), full.dtype)], home, f"leaf {leaf.path}").wait()
-            all_ranks(partial(put_leaf, put, leaf, full) if first else None)
-        all_ranks(partial(files.__exit__, None, None, None) if first else None)
+            elif gatherer != 0 and is_writer:
+                (full,) = comm.recv([(tuple(full.shape), full.dtype)], gatherer, f"leaf {leaf.path}").wait()
+            all_ranks(partial(put_leaf, put, leaf, full) if is_writer else None)
+        all_ranks(partial(files.__exit__, None, None, None) if is_writer else None)
 
-    # `__exit__` of the files removes what they hold so far.
+    # Only rank 0 has entered the files, whose `__exit__` removes what was written so far.
     except BaseException as error:
         if put is not None:
             files.__exit__(type(error), error, error.__traceback__)
@@ -197,27 +206,29 @@ def gather_leaf(block: Tensor, spec: LayoutSpec, mesh: Mesh, comm: Collectives, 
         return
 
     ranks = mesh.group_ranks(axes)
-    # Where each rank's block lies in the leaf: every rank can tell for all.
-    parts_of = [boxes(spec.shape, spec.storage, mesh, mesh.coordinate(rank)) for rank in ranks]
-    block, full = as_pairs(block), None if out is None else as_pairs(out)
+    # Where each rank's block lies in the leaf, which every rank knows of all.
+    boxes_of_ranks = [boxes(spec.shape, spec.storage, mesh, mesh.coordinate(rank)) for rank in ranks]
+    block = as_pairs(block)
+    full = None if out is None else as_pairs(out)
     step = max(1, PIECE_BYTES // (len(ranks) * block[0].nbytes))
 
-    # A piece of rows of every rank's block at a time, from which rank `out` takes the valid part.
+    # Gather some rows of every rank's block at a time. The rank that has `out` copies them to their places.
     for low in range(0, block.shape[0], step):
         piece = block[low : low + step]
         flat = comm.send_buffer(piece.numel(), piece.dtype, axes)
         flat.view(piece.shape).copy_(piece)
         handle = comm.all_gather(flat, axes)
-        for part, parts in zip(handle.wait(), parts_of, strict=True):
+        for gathered, rank_boxes in zip(handle.wait(), boxes_of_ranks, strict=True):
             if full is None:
                 continue
-            rows = part.view(piece.shape)
-            for where, own in parts:  # slices of the leaf, and of the rank's block without its padding
-                begin, end = max(low, own[0].start), min(low + len(rows), own[0].stop)
+            rows = gathered.view(piece.shape)
+            # A box has slices of the leaf, and of the rank's block without its padding.
+            for in_leaf, in_block in rank_boxes:
+                begin, end = max(low, in_block[0].start), min(low + len(rows), in_block[0].stop)
                 if begin < end:
-                    first = where[0].start - own[0].start
-                    valid = rows[(slice(begin - low, end - low), *own[1:])]
-                    full[(slice(first + begin, first + end), *where[1:])] = valid
+                    shift = in_leaf[0].start - in_block[0].start
+                    valid = rows[(slice(begin - low, end - low), *in_block[1:])]
+                    full[(slice(shift + begin, shift + end), *in_leaf[1:])] = valid
         handle.release()
 
 
@@ -231,26 +242,27 @@ def model_directory(
         final: the path of the folder when it is complete. It replaces an empty directory, and nothing else.
         max_bytes: the most bytes of a file.
     """
-
-    folder, files = final.with_name(f".{final.name}.writing"), split_files(entries, max_bytes)
+    # What a save that was killed has left is in the way.
+    folder = final.with_name(f".{final.name}.writing")
+    files = split_files(entries, max_bytes)
     if folder.is_symlink() or folder.is_file():
         folder.unlink()
     shutil.rmtree(folder, ignore_errors=True)
 
-    # Heads first, so that tensors can come in any order.
+    # Write the headers first: they say where each tensor goes, so that tensors can be written in any order.
     places: dict[str, tuple[Path, int]] = {}
     try:
         folder.mkdir(parents=True)
-        for file, some in files.items():
-            head, starts = file_layout(some, FORMAT)
+        for file, file_entries in files.items():
+            header, starts = file_layout(file_entries, FORMAT)
             path = folder / file
             path.touch()
-            _write_at(path, memoryview(head), 0)
+            _write_at(path, memoryview(header), 0)
             places |= {name: (path, start) for name, start in starts.items()}
         yield lambda name, tensor: _write_at(places[name][0], bytes_of(tensor), places[name][1])
 
-        # Renamed when all of it is on the disk: a folder of that name is complete.
-        _complete(folder, files, config)
+        # Rename the folder when all of it is on the disk, so that a folder of the final name is complete.
+        _add_index_and_config(folder, files, config)
         for path in folder.iterdir():
             flush_file(path)
         flush_directory(folder)
@@ -264,6 +276,7 @@ def _write_at(path: Path, data: memoryview, at: int) -> None:
     """Write bytes at a place of a file, which may be longer or shorter."""
     fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
+        # The system may write less than asked for.
         while len(data):
             count = os.pwrite(fd, data, at)
             data, at = data[count:], at + count
@@ -275,39 +288,46 @@ def split_files(entries: Sequence[TensorToWrite], max_bytes: float) -> dict[str,
     """Return tensors by file, in order: files of at most so many bytes, or of one larger tensor."""
     files: list[list[TensorToWrite]] = [[]]
     room = max_bytes
-    for e in entries:
+    for entry in entries:
         # A file has one tensor at least, however large that is.
-        if files[-1] and e.bytes > room:
+        if files[-1] and entry.bytes > room:
             files.append([])
             room = max_bytes
-        files[-1].append(e)
-        room -= e.bytes
+        files[-1].append(entry)
+        room -= entry.bytes
     if len(files) == 1:
         return {SINGLE: files[0]}
-    return {f"model-{n:05d}-of-{len(files):05d}.safetensors": some for n, some in enumerate(files, 1)}
+    return {f"model-{n:05d}-of-{len(files):05d}.safetensors": file for n, file in enumerate(files, 1)}
 
 
-def _complete(
+def _add_index_and_config(
     folder: Path, files: Mapping[str, Sequence[TensorToWrite]], config: Mapping[str, Any] | Path
 ) -> None:
     """Add what a model directory has besides weights: the index of several files, and the configuration."""
     if len(files) > 1:
-        where = {e.name: file for file, entries in files.items() for e in entries}
+        file_of = {e.name: file for file, entries in files.items() for e in entries}
         total = sum(e.bytes for entries in files.values() for e in entries)
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
-    entries = [entry for some in files.values() for entry in some]
-    if isinstance(config, Path):
-        found = [config] if config.is_file() else sorted({p for g in COPIED for p in config.glob(g)})
-        for source in filter(Path.is_file, found):
-            shutil.copyfile(source, folder / ("config.json" if config.is_file() else source.name))
-
+    entries = [entry for file_entries in files.values() for entry in file_entries]
     file = folder / "config.json"
-    values = read_config(folder) if isinstance(config, Path) else config
-    # A configuration that is copied stays as it is, byte for byte, if it fits the tensors.
+    if not isinstance(config, Path):
+        final = config_of_tensors(config, entries)
+        if final:
+            file.write_text(json.dumps(final, indent=2, sort_keys=True, default=str) + "\n")
+        return
+
+    # Copy a configuration, or all files of a directory that belong to the model but its weights.
+    if config.is_file():
+        shutil.copyfile(config, file)
+    else:
+        for source in sorted({path for glob in COPIED for path in config.glob(glob)}):
+            if source.is_file():
+                shutil.copyfile(source, folder / source.name)
+
+    # A copied configuration is kept byte for byte, if it fits the tensors.
+    values = read_config(folder)
     final = config_of_tensors(values, entries)
-    if isinstance(config, Path) and final != values:
+    if final != values:
         file.write_text(json.dumps(final, indent=2) + "\n")
-    elif final and not isinstance(config, Path):
-        file.write_text(json.dumps(final, indent=2, sort_keys=True, default=str) + "\n")
