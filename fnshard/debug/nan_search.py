@@ -1,4 +1,4 @@
-"""NaN search: replay a step from its state and batch, pure values, and find where NaN or inf arose."""
+"""The search for NaN: replay a step from its state and batch, and find where NaN or inf arose."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ class NonFinite:
     """The place where NaN or inf arose: nothing that ran before held it.
 
     Args:
-        number: the line of the schedule, -1 for what was there before the step.
+        kind: "nan" or "inf".
+        number: the line of the schedule, -1 for a value from before the step.
         instruction: that line as text.
-        what: the first leaf or value that holds NaN or inf, and `count`, how much of it.
+        what: the first leaf or value that holds NaN or inf, and `count`, how many of its numbers are.
         op, node: the op that made it, and its node in the kernel's graph.
         of: the forward's op, where `op` is part of a derivative.
         inputs: whether the op's inputs are finite.
@@ -68,11 +69,12 @@ class NonFinite:
         if self.op:
             of = f", the derivative of {self.of}" if self.of else ""
             lines.append(f"  by {self.op} (node {self.node}{of}) from {self.inputs} to {self.gives}")
-        lines += [f"  at {self.source}"] if self.source else []
+        if self.source:
+            lines.append(f"  at {self.source}")
         if self.only:
-            by = f"the {self.only} kernel {self.kernel}" if self.kernel else f"what {self.only} compiles"
+            culprit = f"the {self.only} kernel {self.kernel}" if self.kernel else f"what {self.only} compiles"
             lines += [
-                f"  only by {by}: on the eager backend the step is finite",
+                f"  only by {culprit}: on the eager backend the step is finite",
                 '  Way out: backend="eager" (run.backend=eager), or compute that part of `fn` in fp32.',
             ]
         return "\n".join(lines)
@@ -115,15 +117,15 @@ def nan_hunt(
     reported. Nothing is reported where loss, gradients and the updated state are finite.
 
     Args:
-        step: what `shard_step` made; it is not changed, its flags stay as they are.
+        step: the step that `shard_step` made, which is not changed.
         state: a TrainState from before the step; without an optimizer this rank's blocks.
         batch: a tuple of what `fn` takes after the parameters, or the one argument.
         keywords: what it takes by name.
-        rng: without an optimizer, as for the step.
+        rng: without an optimizer, the random state, as for the step.
 
     Raises:
         StateError: the state was consumed, or state or batch are not this step's.
-        DebugError: the replay itself broke off; says at which line.
+        DebugError: the replay itself broke off; the error says at which line.
 
     >>> import torch
     >>> from fnshard import LayoutSpec, match_specs, shard_step
@@ -140,21 +142,22 @@ def nan_hunt(
             fix="step = fs.shard_step(...).",
         )
     batch = arguments_for(step.fn, batch, keywords)
-    eager = partial(_replay, step.replay(backend="eager", sources=True), state, batch, rng)
+    replay_eagerly = partial(_replay, step.replay(backend="eager", sources=True), state, batch, rng)
     if step.options.backend == "eager":
-        first, loss = eager()
+        first, loss = replay_eagerly()
     else:
         first, loss = _replay(step.replay(), state, batch, rng)
         if first is not None:
-            by_op, _ = eager()
-            first = by_op or replace(first, only=step.options.backend)
+            # The eager backend names the op. If it finds nothing, a compiled kernel is at fault.
+            first_op, _ = replay_eagerly()
+            first = first_op or replace(first, only=step.options.backend)
     return NanReport(first, int(state.step) if isinstance(state, TrainState) else rng[1], loss)
 
 
 def _replay(
     again: Step, state: Any, batch: Arguments, rng: tuple[int, int]
 ) -> tuple[NonFinite | None, float]:
-    """Replay a step: return where all ranks together first see NaN or inf, and the loss."""
+    """Replay a step, and return where NaN or inf arose first on any rank, and the loss."""
     training = isinstance(state, TrainState)
     schedule = batch.call(again.lower, state).schedule
     tracker = NonFiniteTracker(schedule, again.mesh.rank, again.options.backend == "eager")
@@ -162,28 +165,30 @@ def _replay(
     copy = state.copy() if training else tree.map(Tensor.clone, state)
     with again.watching(tracker.watch):
         result = batch.call(again if training else partial(again, rng=rng), copy)
-    loss = result[1]["loss"] if training else result[0][0] if isinstance(result[0], tuple) else result[0]
+    loss = result[1]["loss"] if training else result[0]
+    if isinstance(loss, tuple):
+        loss = loss[0]  # `fn` returns aux, too
 
-    first = None
-    # The second exchange is made by all ranks or by none, whichever of them has seen something.
-    if any(json.loads(text) for text in again.gather_strings(json.dumps(tracker.ill))):
-        own = json.dumps(tracker.first and asdict(tracker.first))
-        found = [json.loads(text) for text in again.gather_strings(own)]
-        # Of all ranks the earliest line is the cause: a rank that receives NaN waits for it on a later line
-        # than the one on which another sent it.
-        first = min((NonFinite(**f) for f in found if f), key=lambda f: (f.number, f.rank), default=None)
-    return first, float(loss)
+    # All ranks make the second exchange, or none, whichever of them has seen something.
+    if not any(json.loads(text) for text in again.gather_strings(json.dumps(tracker.is_ill))):
+        return None, float(loss)
+    text = json.dumps(None if tracker.first is None else asdict(tracker.first))
+    of_ranks = [json.loads(text) for text in again.gather_strings(text)]
+    # Of all ranks the earliest line is the cause: a rank that receives NaN waits for it on a later line than
+    # the one on which another sent it.
+    places = [NonFinite(**fields) for fields in of_ranks if fields is not None]
+    return min(places, key=lambda place: (place.number, place.rank), default=None), float(loss)
 
 
 @dataclass
 class NonFiniteTracker:
-    """A watcher of a replay on one rank: whether each value is finite, and where one first got worse.
+    """A watcher of a replay on one rank, which records where a value first got worse than those before.
 
     Args:
-        eager: kernels run op by op; otherwise they are compiled, and may give what their ops do not.
+        eager: whether kernels run op by op; compiled ones may give what their ops do not.
         first: where NaN or inf first arose, once that is known.
         kinds: the health of every value so far.
-        ill: whether the loss, a gradient or the state became not finite, or the state was not to begin with.
+        is_ill: whether the loss, a gradient or the state is not finite, or the state was not before the step.
     """
 
     schedule: Schedule
@@ -191,15 +196,16 @@ class NonFiniteTracker:
     eager: bool
     first: NonFinite | None = None
     kinds: dict[str, Health] = field(default_factory=dict)
-    ill: bool = False
+    is_ill: bool = False
 
     def watch(self, number: int, line: Instruction, action: Action) -> Action:
-        """Return what the replay runs in an instruction's place: the same, and a look at what it wrote."""
+        """Return an action that runs the given one, and then inspects what it wrote."""
 
         def run(env: Env) -> None:
             if number == 0:
                 self.begin(env)
             try:
+                # A kernel's inputs are kept, since it may drop what it reads.
                 args = [env[n] for n in line.reads] if isinstance(line, Run) else None
                 action(env)
             except FnshardError:  # of a peer
@@ -209,40 +215,44 @@ class NonFiniteTracker:
                     f"the run broke off at line {number}: {describe_line(line)}",
                     [f"{type(error).__name__}: {error}".splitlines()[0]],
                 ) from error
-            self.look(number, line, args, env)
+            self.inspect(number, line, args, env)
 
         return run
 
     def begin(self, env: Env) -> None:
-        """Look at what was there before the step; -inf alone is a mask, except in the state."""
+        """Inspect the values from before the step; -inf alone is a mask, except in the state."""
         for name, value in env.items():
             if name == CONTROL:
                 continue
             for part, tensor, kind in self._find_nonfinite(name, value):
                 is_mask = kind == "inf" and not bool((tensor == float("inf")).any())
-                if name.is_state or not is_mask:
-                    what = describe_value(name, part), count_nonfinite(tensor)
-                    self.first = self.first or NonFinite(kind, -1, "", *what, self.rank)
-                    self.ill |= name.is_state
+                if is_mask and not name.is_state:
+                    continue
+                self.is_ill |= name.is_state
+                if self.first is None:
+                    what, count = describe_value(name, part), count_nonfinite(tensor)
+                    self.first = NonFinite(kind, -1, "", what, count, self.rank)
 
-    def look(self, number: int, line: Instruction, args: list[Tensor] | None, env: Env) -> None:
+    def inspect(self, number: int, line: Instruction, args: list[Tensor] | None, env: Env) -> None:
         """Compare what an instruction wrote with what it read."""
         before = worst_health([self.kinds.get(n, "") for n in line.reads])
-        news = []
+        worse = []
         for name in line.writes:
             value = env.get(name)
-            if value is None or name.kind is Kind.FLIGHT:  # not yet there: as healthy as what was sent
+            if value is None or name.kind is Kind.FLIGHT:  # it has not arrived: as healthy as what was sent
                 self.kinds[name] = before
                 continue
             parts = self._find_nonfinite(name, value)
+            self.is_ill |= bool(parts) and _is_result(name)
             # A kernel that reads an infinity and writes one may have passed on a mask's: `note` asks its ops.
-            suspect = args is not None and before == "inf"
-            # NaN where nothing read was NaN, or inf where all was finite, is the instruction's doing.
-            worse = {"nan": before != "nan", "inf": not before}
-            news += [(name, p, t, k) for p, t, k in parts if suspect or worse[k]]
-            self.ill |= bool(parts) and _counts(name)
-        if news and self.first is None:
-            self.note(number, line, args, news)
+            is_suspect = args is not None and before == "inf"
+            for part, tensor, kind in parts:
+                # NaN where nothing read was NaN, or inf where all was finite, is the instruction's doing.
+                got_worse = before != "nan" if kind == "nan" else before == ""
+                if is_suspect or got_worse:
+                    worse.append((name, part, tensor, kind))
+        if worse and self.first is None:
+            self.note(number, line, args, worse)
 
     def _find_nonfinite(self, name: ValueName, value: Any) -> list[tuple[str, Tensor, Health]]:
         """Record how healthy a value is, and return its parts that are not finite."""
@@ -250,22 +260,22 @@ class NonFiniteTracker:
         self.kinds[name] = worst_health([kind for _, _, kind in parts])
         return [each for each in parts if each[2]]
 
-    def note(self, number: int, line: Instruction, args: list[Tensor] | None, news: list[Any]) -> None:
-        """Record the value that got worse, NaN before inf, and, of a kernel, the op that made it so."""
-        name, part, tensor, kind = max(news, key=lambda n: n[3] == "nan")
-        text = describe_line(line)
-        arose = NonFinite(kind, number, text, describe_value(name, part), count_nonfinite(tensor), self.rank)
+    def note(self, number: int, line: Instruction, args: list[Tensor] | None, worse: list[Any]) -> None:
+        """Record the first value that got worse, NaN before inf, and the op of a kernel that made it so."""
+        name, part, tensor, kind = max(worse, key=lambda each: each[3] == "nan")
+        what, count = describe_value(name, part), count_nonfinite(tensor)
+        place = NonFinite(kind, number, describe_line(line), what, count, self.rank)
         if args is not None:
             kernel = self.schedule.kernels[line.kernel]
             origin = first_nonfinite_op(kernel, args, line.way)
             if origin is None and kind == "inf" and (self.eager or gives_inf(kernel, args, line.way)):
                 return  # an infinity that the program wrote on purpose
-            arose = replace(arose, **(origin or {}), kernel=f"{line.kernel}.{line.way}")
-        self.first = arose
+            place = replace(place, **(origin or {}), kernel=f"{line.kernel}.{line.way}")
+        self.first = place
 
 
-def _counts(name: ValueName) -> bool:
-    """Return whether a value is one that a step is for: the loss and norms, a gradient, or the state."""
+def _is_result(name: ValueName) -> bool:
+    """Return whether a value is among a step's results: the loss and norms, a gradient, or the state."""
     plain = name.original
     return plain == SCALARS or plain.is_state or plain.kind in (Kind.REDUCED, Kind.ACCUMULATED)
 
@@ -280,19 +290,25 @@ def first_nonfinite_op(kernel: Kernel, args: Sequence[Tensor], way: Way) -> dict
         Fields of a `NonFinite`: `kind`, `op` and `node` in the graph that ran, `inputs`, `gives`, `of` and
         `source`, which is "" if it is not known. None where no op is to blame.
     """
+    of = source = ""
     with torch.no_grad():
         if way is not Way.FORWARD:
             module = kernel.modules[way]
-            found = _find_culprit(module.graph, partial(_interpret, module, args))
-            of, source = _forward_of(kernel, found["node"]) if found else ("", "")
+            culprit = _find_culprit(module.graph, partial(_interpret, module, args))
+            if culprit:
+                of, source = _find_forward(kernel, culprit["node"])
         else:
-            found = _find_culprit(kernel.source.graph, partial(replay, kernel.source.graph, args))
-            of, source = "", _line(found["node"]) if found else ""
-            # The graph that is compiled decomposes some ops, and its ops may leave another range.
-            found = found or _find_culprit(kernel.forward.graph, partial(_interpret, kernel.forward, args))
-    if not found:
+            culprit = _find_culprit(kernel.source.graph, partial(replay, kernel.source.graph, args))
+            if culprit:
+                source = _read_source(culprit["node"])
+            else:
+                # The graph that is compiled decomposes some ops, and its ops may leave the range of a dtype
+                # where the op itself does not.
+                culprit = _find_culprit(kernel.forward.graph, partial(_interpret, kernel.forward, args))
+    if not culprit:
         return None
-    return {**found, "op": _op(found["node"]), "node": found["node"].name, "of": of, "source": source}
+    node = culprit["node"]
+    return {**culprit, "op": _name_op(node), "node": node.name, "of": of, "source": source}
 
 
 def gives_inf(kernel: Kernel, args: Sequence[Tensor], way: Way) -> bool:
@@ -331,26 +347,29 @@ def _find_culprit(graph: fx.Graph, run: Callable[[Seen], Any]) -> dict[str, Any]
     run(look)
 
     # Only what leads to a result counts: an infinity that was masked away again does no harm.
-    ill = set()
+    harmful: set[fx.Node] = set()
     stack = [n for n in graph.output_node().all_input_nodes if kinds[n]]
     while stack:
         node = stack.pop()
-        if node not in ill:
-            ill.add(node)
+        if node not in harmful:
+            harmful.add(node)
             stack += [n for n in node.all_input_nodes if kinds[n]]
 
-    # In the order of the graph, so that the first is where it began.
-    ops = [n for n in graph.nodes if n in ill and n.op != "placeholder"]
-    made = [n for n in ops if not _inputs(n, kinds) and (kinds[n] == "nan" or not _has_infinity(n))]
-    worsened = [n for n in ops if kinds[n] == "nan" and _inputs(n, kinds) == "inf"]
-    node = next(iter([*made, *worsened]), None)
+    # List them in the order of the graph, so that the first is where it began. An infinity among an op's own
+    # constants is a mask's.
+    ops = [n for n in graph.nodes if n in harmful and n.op != "placeholder"]
+    from_finite = [
+        n for n in ops if not _judge_inputs(n, kinds) and (kinds[n] == "nan" or not _has_infinity(n))
+    ]
+    from_infinite = [n for n in ops if kinds[n] == "nan" and _judge_inputs(n, kinds) == "inf"]
+    node = next(iter([*from_finite, *from_infinite]), None)
     if node is None:
         return {}
-    inputs = "an input that holds inf" if _inputs(node, kinds) else "finite inputs"
+    inputs = "an input that holds inf" if _judge_inputs(node, kinds) else "finite inputs"
     return {"node": node, "kind": kinds[node], "inputs": inputs, "gives": describe(node.meta.get("val"))}
 
 
-def _inputs(node: fx.Node, kinds: Mapping[fx.Node, Health]) -> Health:
+def _judge_inputs(node: fx.Node, kinds: Mapping[fx.Node, Health]) -> Health:
     """Return the worst health of a node's inputs."""
     return worst_health([kinds[n] for n in node.all_input_nodes])
 
@@ -362,42 +381,47 @@ def _has_infinity(node: fx.Node) -> bool:
     return any(isinstance(v, float) and math.isinf(v) for v in constants)
 
 
-def _op(node: fx.Node) -> str:
+def _name_op(node: fx.Node) -> str:
     """Return an op's name as reports show it."""
     return str(node.target).removesuffix(".default")
 
 
-def _forward_of(kernel: Kernel, node: fx.Node) -> tuple[str, str]:
+def _find_forward(kernel: Kernel, node: fx.Node) -> tuple[str, str]:
     """Return the forward's op whose derivative or recomputation a backward's node is part of, and its line.
 
     Autograd numbers its functions, and the export keeps the number on the nodes of forward and backward; a
     node that is recomputed keeps its name.
     """
+    # Find the node in the forward: by its name where it is recomputed, else by autograd's number.
     number = node.meta.get("seq_nr")
-    ahead = [n for n in kernel.forward.graph.nodes if n.op == "call_function"]
-    again = [n for n in ahead if n.name == node.name and n.target == node.target]  # recomputed
-    own = again or [n for n in ahead if number is not None and n.meta.get("seq_nr") == number]
+    forward = [n for n in kernel.forward.graph.nodes if n.op == "call_function"]
+    candidates = [n for n in forward if n.name == node.name and n.target == node.target]
+    if not candidates and number is not None:
+        candidates = [n for n in forward if n.meta.get("seq_nr") == number]
 
+    # Find its line in the source, the graph that knows lines. The export may fold or split ops of the source,
+    # so the two are aligned.
     sources = [n for n in kernel.source.graph.nodes if n.op == "call_function"]
-    # The export may fold or split ops of the source, so the two are aligned.
-    targets = [[str(n.target) for n in nodes] for nodes in (ahead, sources)]
+    targets = [[str(n.target) for n in nodes] for nodes in (forward, sources)]
     blocks = SequenceMatcher(None, *targets, autojunk=False).get_matching_blocks()
-    for candidate in reversed(own):
-        place = ahead.index(candidate)
-        block = next((b for b in blocks if b.a <= place < b.a + b.size), None)
+    for candidate in reversed(candidates):
+        index = forward.index(candidate)
+        block = next((b for b in blocks if b.a <= index < b.a + b.size), None)
         if block is not None:
-            return _op(candidate), _line(sources[block.b + place - block.a])
+            return _name_op(candidate), _read_source(sources[block.b + index - block.a])
+
+    # Without a line, return the name of an op that the source has, too.
     known = {n.target for n in sources}
-    return next((_op(n) for n in reversed(own) if n.target in known), ""), ""
+    return next((_name_op(n) for n in reversed(candidates) if n.target in known), ""), ""
 
 
-def _line(node: fx.Node) -> str:
+def _read_source(node: fx.Node) -> str:
     """Return the line of the user's code that a node comes from, or ""."""
     return node.meta.get("stack_trace", "")
 
 
 def tensors(value: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield a value's tensors by leaf, slot or field, or "" for a tensor itself; none of one in flight."""
+    """Yield a value's tensors by leaf, slot or field, or "" for a tensor itself; skip one in flight."""
     if isinstance(value, Tensor):
         yield "", value
     elif isinstance(value, Reduced):
@@ -417,18 +441,19 @@ def health(tensor: Tensor) -> Health:
     if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.numel() == 0:
         return ""
     tensor = widen_float8(tensor)
+    # Most tensors are finite, for which one pass is enough.
     if bool(torch.isfinite(tensor).all()):
         return ""
     return "nan" if bool(torch.isnan(tensor).any()) else "inf"
 
 
 def widen_float8(tensor: Tensor) -> Tensor:
-    """Return 8-bit floats in fp32, as they have next to no ops of their own; other tensors as they are."""
+    """Return 8-bit floats in fp32, since few ops take them; return other tensors unchanged."""
     return tensor.float() if tensor.is_floating_point() and tensor.element_size() == 1 else tensor
 
 
 def worst_health(kinds: Iterable[Health]) -> Health:
-    """Return the worst of several: NaN before inf before finite."""
+    """Return the worst of several: NaN is worse than inf, and inf than finite."""
     return max(kinds, key=HEALTH_ORDER.index, default="")
 
 
@@ -443,8 +468,10 @@ def count_nonfinite(tensor: Tensor) -> str:
 def describe_value(name: ValueName, part: str = "") -> str:
     """Return a value's name, and which part of it, as text: `gathered 'layers.0.w'`."""
     plain = name.original
-    if plain in (SCALARS, LOSS_TANGENT):
-        return f"the step's {part}" if plain == SCALARS else "the loss scale"
+    if plain == SCALARS:
+        return f"the step's {part}"
+    if plain == LOSS_TANGENT:
+        return "the loss scale"
     kind = plain.kind.name.lower()
     return f"{kind} {plain.leaf or plain.removeprefix(plain.kind)!r}" + (f", {part!r}" if part else "")
 

@@ -1,4 +1,4 @@
-"""Profile: trace a step's instructions as spans with `torch.profiler`, and read them back as a `Timeline`.
+"""Profiles: trace a step's instructions as spans with `torch.profiler`, and read them as a `Timeline`.
 
     with fs.profile.traced(step, "trace.json"):      # a few steps, after the first, which compiles
         for batch in batches:
@@ -48,9 +48,10 @@ from fnshard.step.step import Step
 __all__ = ["by_kind", "exposed", "kind_of", "measured", "table", "traced"]
 
 PREFIX = "fnshard"
-LAUNCHES = ("cuda_runtime", "cuda_driver")  # categories of events in a trace: what the host asked for
-DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # and what the device did
-MICRO = 1e-6  # the unit of a trace
+# Categories of events in a trace: what the host asked for, and what the device did.
+LAUNCHES = ("cuda_runtime", "cuda_driver")
+DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+MICRO = 1e-6  # the unit of a trace's times, in seconds
 Event = Mapping[str, Any]
 
 
@@ -72,32 +73,34 @@ def _record(number: int, line: Instruction, action: Action) -> Action:
 
 @contextmanager
 def traced(step: Step, path: str | Path) -> Iterator[None]:
-    """Write a Chrome trace of the steps made in here, with a span for each instruction of the schedule.
+    """Write a Chrome trace of the steps in the block, with a span for each instruction of the schedule.
 
     On several ranks each may trace its own, or one alone. Look at the trace in https://ui.perfetto.dev, or
     read it with `measured`.
 
     Args:
-        step: one that has run before, or compiling would be in the trace.
+        step: a step that has run before, since otherwise its compilation would be in the trace.
         path: the file of the trace, JSON; its folder is made.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     on_gpu = step.mesh.device_type == "cuda"
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    activities = [ProfilerActivity.CPU]
+    if on_gpu:
+        activities.append(ProfilerActivity.CUDA)
     with torch.profiler.profile(activities=activities) as profiler:
         with step.watching(_record):
             yield
         if on_gpu:
-            torch.cuda.synchronize()
+            torch.cuda.synchronize()  # so that the trace has the last kernels, too
     profiler.export_chrome_trace(str(path))
 
 
 def measured(trace: str | Path | Mapping[str, Any], lowered: Lowered, hardware: Any = None) -> Timeline:
-    """Read a step as it ran: by instruction the median start and length over the traced steps.
+    """Read a step as it ran: for each instruction the median start and length over the traced steps.
 
-    On a CPU every instruction is a stretch of the one thread, on the lane of its kind. On CUDA what counts
-    are the kernels and copies that an instruction launched, and the updates that the host makes.
+    On a CPU every instruction is a stretch of the one thread, on the lane of its kind. On CUDA it is the
+    kernels and copies that the instruction launched, or the update that the host makes.
 
     Args:
         trace: what `traced` wrote, or the same as a dict.
@@ -110,27 +113,29 @@ def measured(trace: str | Path | Mapping[str, Any], lowered: Lowered, hardware: 
     """
     values = trace if isinstance(trace, Mapping) else json.loads(Path(trace).read_text(encoding="utf-8"))
     events = [e for e in values.get("traceEvents", ()) if e.get("ph") == "X"]
-    hosts = _spans(events, lowered.schedule)
-    launched = _find_launched(events, hosts)
+    host_spans = _find_spans(events, lowered.schedule)
+    launched = _find_launched(events, host_spans)
 
+    # Collect for each line and lane its start and length in every step, and the length of every step.
     stretches: dict[tuple[int, str], list[tuple[float, float]]] = {}
     seconds = []
-    for spans in _steps(hosts):
-        began = spans[0]["ts"]
-        ended = max(map(_end, spans))
+    for spans in _cut_into_steps(host_spans):
+        step_start = spans[0]["ts"]
+        step_end = max(map(_find_end, spans))
         for span in spans:
-            number = _number(span)
-            for lane, start, end in _lanes(span, lowered.schedule.instructions[number], launched):
-                ended = max(ended, end)
-                stretches.setdefault((number, lane), []).append((start - began, end - start))
-        seconds.append((ended - began) * MICRO)
-    return _timeline(stretches, statistics.median(seconds), lowered, hardware)
+            number = _read_number(span)
+            for lane, start, end in _find_lanes(span, lowered.schedule.instructions[number], launched):
+                step_end = max(step_end, end)  # the device may finish after the host
+                stretches.setdefault((number, lane), []).append((start - step_start, end - start))
+        seconds.append((step_end - step_start) * MICRO)
+    return _make_timeline(stretches, statistics.median(seconds), lowered, hardware)
 
 
-def _spans(events: Iterable[Event], schedule: Schedule) -> list[Event]:
+def _find_spans(events: Iterable[Event], schedule: Schedule) -> list[Event]:
     """Return the host's spans of instructions, in order of time; refuse those of another schedule."""
-    named = [e for e in events if e["name"].startswith(f"{PREFIX} ") and e.get("cat") not in
-             (*DEVICE, "gpu_user_annotation")]  # fmt: skip
+    # The profiler copies a span to the device's side of the trace, as an annotation there.
+    not_host = (*DEVICE, "gpu_user_annotation")
+    named = [e for e in events if e["name"].startswith(f"{PREFIX} ") and e.get("cat") not in not_host]
     if not named:
         raise SpecError(
             "no instruction of a schedule is in this trace.",
@@ -147,95 +152,109 @@ def _spans(events: Iterable[Event], schedule: Schedule) -> list[Event]:
     return sorted(named, key=lambda e: e["ts"])
 
 
-def _number(span: Event) -> int:
-    """Return the line of the schedule that a span is of."""
+def _read_number(span: Event) -> int:
+    """Return the number of a span's line in the schedule."""
     return int(span["name"].split(" ", 2)[1])
 
 
-def _end(event: Event) -> float:
+def _find_end(event: Event) -> float:
     """Return the time at which an event ends, in microseconds."""
     return event["ts"] + event["dur"]
 
 
-def _steps(spans: Sequence[Event]) -> list[list[Event]]:
+def _cut_into_steps(spans: Sequence[Event]) -> list[list[Event]]:
     """Cut spans into steps, where the schedule begins anew; leave out a step that failed before its end."""
-    out: list[list[Event]] = []
+    steps: list[list[Event]] = []
     for span in spans:
-        if not out or _number(span) <= _number(out[-1][-1]):
-            out.append([])
-        out[-1].append(span)
-    longest = max(map(len, out))
-    return [each for each in out if len(each) == longest]
+        if not steps or _read_number(span) <= _read_number(steps[-1][-1]):
+            steps.append([])
+        steps[-1].append(span)
+    longest = max(map(len, steps))
+    return [step for step in steps if len(step) == longest]
 
 
-def _find_launched(events: Sequence[Event], hosts: Sequence[Event]) -> dict[int, list[Event]] | None:
+def _find_launched(events: Sequence[Event], host_spans: Sequence[Event]) -> dict[int, list[Event]] | None:
     """Return what the device did for each span of the host, by the span's `id`; None without a device."""
-    worked = [e for e in events if e.get("cat") in DEVICE]
-    if not worked:
+    on_device = [e for e in events if e.get("cat") in DEVICE]
+    if not on_device:
         return None
+    # An event on the device and the host's call that launched it have the same correlation number.
     calls = {e.get("args", {}).get("correlation"): e for e in events if e.get("cat") in LAUNCHES}
-    starts = [span["ts"] for span in hosts]
-    out: dict[int, list[Event]] = {}
-    for event in worked:
+    starts = [span["ts"] for span in host_spans]
+    launched: dict[int, list[Event]] = {}
+    for event in on_device:
         call = calls.get(event.get("args", {}).get("correlation"))
-        # The last span that began before the launch is the one that it lies in, if any.
-        place = bisect_right(starts, call["ts"]) - 1 if call else -1
+        if call is None:
+            continue
+        # The last span that began before the launch is the one that the launch is in, if any.
+        index = bisect_right(starts, call["ts"]) - 1
+        if index < 0:
+            continue
         # What is launched between instructions, or by another thread, such as a loader's, is no span's.
-        if place >= 0 and call["ts"] <= _end(hosts[place]) and call.get("tid") == hosts[place].get("tid"):
-            out.setdefault(id(hosts[place]), []).append(event)
-    return out
+        span = host_spans[index]
+        if call["ts"] <= _find_end(span) and call.get("tid") == span.get("tid"):
+            launched.setdefault(id(span), []).append(event)
+    return launched
 
 
-def _lanes(
+def _find_lanes(
     span: Event, line: Instruction, launched: Mapping[int, list[Event]] | None
 ) -> list[tuple[str, float, float]]:
     """Return when an instruction was at work, lane by lane: (lane, start, end)."""
-    host = span["ts"], _end(span)
+    start, end = span["ts"], _find_end(span)
     if launched is None:  # a machine that does one thing at a time: waiting is communication
-        return [(line.of.lane if isinstance(line, Wait) else line.lane, *host)]
+        return [(line.of.lane if isinstance(line, Wait) else line.lane, start, end)]
+
+    # Sort what the device did by its lane; an instruction may use several.
     lanes: dict[str, list[Event]] = {}
     for event in launched.get(id(span), ()):
-        copies = event["cat"] == "gpu_memcpy" and line.lane == TRANSFER
-        own = OPTIMIZER if line.lane == OPTIMIZER else TRANSFER if copies else COMPUTE
-        lane = COMMUNICATION if "nccl" in event["name"].lower() else own
+        if "nccl" in event["name"].lower():
+            lane = COMMUNICATION
+        elif line.lane == OPTIMIZER:
+            lane = OPTIMIZER
+        elif line.lane == TRANSFER and event["cat"] == "gpu_memcpy":
+            lane = TRANSFER
+        else:
+            lane = COMPUTE
         lanes.setdefault(lane, []).append(event)
     # An update that launched nothing is made by the host.
     if not lanes and isinstance(line, Update):
-        return [(HOST, *host)]
-    return [(lane, min(e["ts"] for e in own), max(map(_end, own))) for lane, own in lanes.items()]
+        return [(HOST, start, end)]
+    return [(lane, min(e["ts"] for e in done), max(map(_find_end, done))) for lane, done in lanes.items()]
 
 
-def _timeline(
+def _make_timeline(
     stretches: Mapping[tuple[int, str], Sequence[tuple[float, float]]],
     seconds: float,
     lowered: Lowered,
     hardware: Any,
 ) -> Timeline:
     """Return a timeline of the medians over the steps."""
-    paper = lowered.timeline(Hardware.of(hardware or "cpu"))  # FLOPs are the same on any
-    communicators = {(s.index, s.lane): s.communicator for s in paper.spans}
+    # What a trace does not tell is that of the predicted timeline; FLOPs are the same on any hardware.
+    predicted = lowered.timeline(Hardware.of(hardware or "cpu"))
+    communicators = {(s.index, s.lane): s.communicator for s in predicted.spans}
     spans = []
     for (number, lane), intervals in stretches.items():
         line = lowered.schedule.instructions[number]
         start = statistics.median(s for s, _ in intervals) * MICRO
         end = start + statistics.median(d for _, d in intervals) * MICRO
-        about = line.verb, line.unit, line.phase
-        spans.append(Span(number, lane, start, end, *about, communicators.get((number, lane), "")))
+        communicator = communicators.get((number, lane), "")
+        spans.append(Span(number, lane, start, end, line.verb, line.unit, line.phase, communicator))
     spans.sort(key=lambda s: (s.start, s.index))
     busy = [s for s in spans if s.lane in (COMPUTE, HOST)]
-    tokens = paper.tokens_per_second
+    tokens = predicted.tokens_per_second
     return Timeline(
-        "measured" if hardware is None else f"{paper.hardware}, measured",
+        "measured" if hardware is None else f"{predicted.hardware}, measured",
         seconds,
         tuple(spans),
         {lane: time_alone([s for s in spans if s.lane == lane]) for lane in LANES},
         time_alone([s for s in spans if s.lane == COMMUNICATION], busy),
         time_alone([s for s in spans if s.lane == TRANSFER], busy),
-        paper.model_flops,
-        paper.hardware_flops,
-        math.nan if hardware is None else paper.peak_flops,
-        paper.ranks,
-        None if tokens is None else tokens * paper.step_seconds / seconds,
+        predicted.model_flops,
+        predicted.hardware_flops,
+        math.nan if hardware is None else predicted.peak_flops,
+        predicted.ranks,
+        None if tokens is None else tokens * predicted.step_seconds / seconds,
     )
 
 
@@ -244,17 +263,18 @@ def table(lowered: Lowered, predicted: Timeline, measured: Timeline) -> str:
 
     A Wait counts as what it waits for. A kind that has neither time is left out.
     """
+    # Kinds are sorted by the longer of both times.
     lines = lowered.schedule.instructions
-    both = [by_kind(t, lines) for t in (predicted, measured)]
-    kinds = sorted(set(both[0]) | set(both[1]), key=lambda k: -max(t.get(k, 0.0) for t in both))
+    times = [by_kind(t, lines) for t in (predicted, measured)]
+    kinds = sorted(set(times[0]) | set(times[1]), key=lambda k: -max(t.get(k, 0.0) for t in times))
     rows = [("step", predicted.step_seconds, measured.step_seconds)]
-    rows += [(f"  {k}", both[0].get(k, 0.0), both[1].get(k, 0.0)) for k in kinds]
+    rows += [(f"  {k}", times[0].get(k, 0.0), times[1].get(k, 0.0)) for k in kinds]
     exposed = [t.exposed_communication_seconds for t in (predicted, measured)]
     rows.append(("exposed communication", *exposed))
     out = [f"{'':24s} {'predicted':>12s} {'measured':>12s} {'ratio':>7s}   (predicted: {predicted.hardware})"]
-    for name, a, b in rows:
-        ratio = f"{b / a:7.2f}" if a else f"{'-':>7s}"
-        out.append(f"{name:24s} {a * 1e3:9.3f} ms {b * 1e3:9.3f} ms {ratio}")
+    for name, before, after in rows:
+        ratio = f"{after / before:7.2f}" if before else f"{'-':>7s}"
+        out.append(f"{name:24s} {before * 1e3:9.3f} ms {after * 1e3:9.3f} ms {ratio}")
     return "\n".join(out)
 
 
@@ -268,7 +288,7 @@ def by_kind(timeline: Timeline, lines: Sequence[Instruction]) -> dict[str, float
 
 
 def exposed(timeline: Timeline) -> dict[int, float]:
-    """Return the seconds of each collective and transfer in which nothing is computed, by its line."""
+    """Return, for the line of each collective and transfer, the seconds in which nothing is computed."""
     busy = [s for s in timeline.spans if s.lane in (COMPUTE, HOST)]
     out: dict[int, float] = {}
     for span in timeline.spans:

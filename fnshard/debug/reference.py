@@ -1,6 +1,6 @@
-"""Reference: compare a sharded step with the unsharded function that it was made from, in one process.
+"""Compare a sharded step with the unsharded function that it was made from, in one process.
 
-The program that a step keeps is compared, too, with what that function does now.
+The program that a step keeps is also compared with what that function does now.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class CheckReport:
 
     @property
     def failed(self) -> tuple[GradientError, ...]:
-        """Return the leaves beyond the tolerance, worst first; the loss before them."""
-        return tuple(a for a in (self.loss, *self.leaves) if not a.within)
+        """The errors beyond the tolerance: the loss, and then the leaves, worst first."""
+        return tuple(error for error in (self.loss, *self.leaves) if not error.within)
 
     def __bool__(self) -> bool:
         return not self.failed
@@ -76,13 +76,15 @@ class CheckReport:
         )
         head += f"{len(self.failed)} beyond" if self.failed else "all within"
         lines = [f"{head} rtol={self.rtol:g}", "  absolute   relative   worst on  leaf", str(self.loss)]
-        lines += [str(a) for a in self.leaves[:SHOWN]]
+        lines += [str(error) for error in self.leaves[:SHOWN]]
         if len(self.leaves) > SHOWN:
             lines.append(f"  ... and {len(self.leaves) - SHOWN} more")
-        return "\n".join(lines if self else [*lines, _FIX])
+        if self.failed:
+            lines.append(_WAY_OUT)
+        return "\n".join(lines)
 
 
-_FIX = (
+_WAY_OUT = (
     "Fix: `fn` returns a mean over rows, as a step gives the mean over the parts of the batch (of a sum, one "
     "part of it): fs.Mean(total, count) where parts count unequally, fs.psum where rows meet. Where a "
     "lower precision is meant, rtol=; NaN is fs.debug.nan_hunt's."
@@ -129,11 +131,12 @@ def check(
     True
     """
     resolved = ResolvedSpecs.of(specs).resolve(params)
-    mesh, named = _simulated_mesh(mesh, resolved.leaves.values()), resolved.leaves
+    named = resolved.leaves
+    mesh = _check_simulated(mesh, named.values())
     params, batch = on_device(mesh, params), on_device(mesh, arguments_for(fn, batch, keywords))
     check_leaves(batch)
 
-    # The sharded step, with all ranks in this process.
+    # Run the sharded step, with all ranks in this process.
     parts = list(split_batch(batch, mesh.data_size, "parts, one a rank,"))
     step = shard_step(fn, resolved.tree, mesh=mesh, **{**options, "backend": "eager"})
     program = parts[0].call(step.lower, params).program
@@ -142,26 +145,29 @@ def check(
             "`fn` draws random numbers, other ones on each rank: there is no one truth to compare with.",
             fix="model.eval() before make_functional, or dropout=0.",
         )
-    losses, grads, leaves = _run_sharded(step, params, parts)
+    losses, grads, seen = _run_sharded(step, params, parts)
 
     # The tolerance is that of the coarsest dtype that rounds a leaf.
     if rtol is None:
-        dtypes = [d for s in named.values() for d in _dtypes(s)] or [torch.float32]
+        dtypes = [d for s in named.values() for d in _list_rounding_dtypes(s)] or [torch.float32]
         rtol = max(TOLERANCES.get(d, 0.2) for d in dtypes)
 
-    # The truth: `fn` on the whole batch, and torch's autograd.
-    loss, expected = _run_unsharded(fn, leaves, named, tree.map(unwrap_leaf, batch, constants=True))
-    found = _compare(mesh, losses, grads, loss, expected, named, rtol, atol)
-    if not found and strict:
-        raise DebugError(str(found), report=found)
-    return found
+    # Compare with the truth: `fn` on the whole batch, and torch's autograd.
+    loss, expected = _run_unsharded(fn, seen, named, tree.map(unwrap_leaf, batch, constants=True))
+    report = _compare(mesh, losses, grads, loss, expected, named, rtol, atol)
+    if report.failed and strict:
+        raise DebugError(str(report), report=report)
+    return report
 
 
-def _simulated_mesh(mesh: Mesh | None, specs: Iterable[LayoutSpec]) -> Mesh:
+def _check_simulated(mesh: Mesh | None, specs: Iterable[LayoutSpec]) -> Mesh:
     """Return the mesh, which must be simulated; without one, two ranks along every axis that specs name."""
     if mesh is None:
-        named = [a for s in specs for p in (s.storage, s.gradient, s.optimizer) for a in p.axes]
-        return make_mesh(**dict.fromkeys(named or ["shard"], 2), simulated=True)
+        axes: list[str] = []
+        for spec in specs:
+            for layout in (spec.storage, spec.gradient, spec.optimizer):
+                axes += layout.axes
+        return make_mesh(**dict.fromkeys(axes or ["shard"], 2), simulated=True)
     if mesh.kind != "simulated":
         sizes = ", ".join(f"{n}={s}" for n, s in zip(mesh.names, mesh.sizes, strict=True))
         raise SpecError(
@@ -182,7 +188,7 @@ def on_device(mesh: Mesh, values: Any) -> Any:
     return tree.map(move, values)
 
 
-def _dtypes(spec: LayoutSpec) -> list[torch.dtype]:
+def _list_rounding_dtypes(spec: LayoutSpec) -> list[torch.dtype]:
     """Return the dtypes that round a leaf's values or its gradient."""
     if not spec.trainable:
         return [spec.compute_dtype] if spec.compute_dtype.is_floating_point else []
@@ -199,12 +205,13 @@ def _run_sharded(
         blocks = step.init(params)
         result, grads = parts[mesh.data_rank].call(step, blocks)
         loss = result[0] if isinstance(result, tuple) else result
-        coded = any(map(is_coded, step.resolved.leaves.values()))
-        whole = unshard(blocks, step.specs, mesh) if coded else params
-        return loss.detach(), tree.flatten_with_paths(grads)[0], whole
+        # Codes round leaves: what `fn` sees is what they decode to.
+        has_codes = any(map(is_coded, step.resolved.leaves.values()))
+        seen = unshard(blocks, step.specs, mesh) if has_codes else params
+        return loss.detach(), tree.flatten_with_paths(grads)[0], seen
 
-    losses, grads, whole = zip(*simulate(mesh, run), strict=True)
-    return list(losses), list(grads), whole[0]
+    losses, grads, seen = zip(*simulate(mesh, run), strict=True)
+    return list(losses), list(grads), seen[0]
 
 
 def _run_unsharded(
@@ -214,12 +221,10 @@ def _run_unsharded(
     given, structure = tree.flatten_with_paths(params)
     with torch.inference_mode(False), torch.enable_grad(), one_run():
         # Leaves begin in the dtype that they are stored in, so that both sides start from the same numbers.
-        stored = {
-            p: v.detach()
-            .to(s.storage_dtype if s.trainable else v.dtype, copy=True)
-            .requires_grad_(s.trainable)
-            for (p, s), v in zip(specs.items(), given.values(), strict=True)
-        }
+        stored: dict[str, Tensor] = {}
+        for (path, spec), value in zip(specs.items(), given.values(), strict=True):
+            dtype = spec.storage_dtype if spec.trainable else value.dtype
+            stored[path] = value.detach().to(dtype, copy=True).requires_grad_(spec.trainable)
         seen = {
             p: v.to(specs[p].compute_dtype) if v.is_floating_point() or v.is_complex() else v
             for p, v in stored.items()
@@ -246,36 +251,43 @@ def _compare(
 ) -> CheckReport:
     """Return how far the ranks' losses and gradients are from the expected ones."""
     # A leaf whose gradient is nearly zero is judged by the size of the others.
-    floor = 1e-3 * rtol * max(map(_largest, expected.values()), default=0.0) if atol is None else atol
+    floor = 1e-3 * rtol * max(map(_find_largest, expected.values()), default=0.0) if atol is None else atol
 
-    def worst(name: str, gaps: Mapping[int, float], whole: Tensor) -> GradientError:
+    def find_worst(name: str, gaps: Mapping[int, float], whole: Tensor) -> GradientError:
         """Return the error of the rank that is farthest from the unsharded tensor."""
-        rank, scale = max(gaps, key=gaps.__getitem__), _largest(whole)
-        gap = gaps[rank]
-        relative = gap / scale if scale else float("inf") if gap else 0.0
+        rank = max(gaps, key=gaps.__getitem__)
+        gap, scale = gaps[rank], _find_largest(whole)
+        if gap == 0:
+            relative = 0.0
+        elif scale == 0:
+            relative = float("inf")
+        else:
+            relative = gap / scale
         return GradientError(name, gap, relative, rank, gap <= floor + rtol * scale)
 
-    leaves = []
+    errors: list[GradientError] = []
     for path, full in expected.items():
-        spec, gaps = specs[path], {}
+        spec = specs[path]
+        gaps: dict[int, float] = {}
         for rank, blocks in enumerate(grads):
-            if is_here(spec, mesh, rank):  # ranks of other stages have none of it
-                places = boxes(spec.shape, spec.gradient, mesh, mesh.coordinate(rank))  # without its padding
-                gaps[rank] = max(_gap(blocks[path][mine], full[slices]) for slices, mine in places)
-        leaves.append(worst(path, gaps, full))
-    leaves.sort(key=lambda a: (a.within, -a.relative))
-    whole = worst("(the loss)", {rank: _gap(own, loss) for rank, own in enumerate(losses)}, loss)
-    return CheckReport(mesh, whole, tuple(leaves), rtol)
+            # Ranks of other stages have no gradient of the leaf; boxes leave a block's padding out.
+            if is_here(spec, mesh, rank):
+                rank_boxes = boxes(spec.shape, spec.gradient, mesh, mesh.coordinate(rank))
+                gaps[rank] = max(_measure_gap(blocks[path][block], full[leaf]) for leaf, block in rank_boxes)
+        errors.append(find_worst(path, gaps, full))
+    errors.sort(key=lambda error: (error.within, -error.relative))
+    loss_gaps = {rank: _measure_gap(rank_loss, loss) for rank, rank_loss in enumerate(losses)}
+    return CheckReport(mesh, find_worst("(the loss)", loss_gaps, loss), tuple(errors), rtol)
 
 
-def _largest(tensor: Tensor) -> float:
-    """Return the largest finite number of a tensor."""
+def _find_largest(tensor: Tensor) -> float:
+    """Return the largest magnitude among a tensor's finite numbers."""
     numbers = as_pairs(tensor)
     finite = numbers.double()[numbers.isfinite()]
     return float(finite.abs().max()) if finite.numel() else 0.0
 
 
-def _gap(a: Tensor, b: Tensor) -> float:
+def _measure_gap(a: Tensor, b: Tensor) -> float:
     """Return the largest difference: 0 for NaN or inf at the same places, infinite for one at others."""
     if a.numel() == 0:
         return 0.0
@@ -318,19 +330,20 @@ def check_stale(step: Step, state: Any, /, *batch: Any, **keywords: Any) -> None
     """
     kept = step.lower(state, *batch, **keywords).program
     traced = step.front(*batch, **keywords).program
-    lines = list(difflib.unified_diff(_lines(kept), _lines(traced), lineterm="", n=0))[2:]
+    # The first two lines of a diff name files. Of the others only those that were taken out or put in count.
+    lines = list(difflib.unified_diff(_write_lines(kept), _write_lines(traced), lineterm="", n=0))[2:]
     lines = [f"{line[0]} {line[1:]}" for line in lines if line[0] in "+-"]
     if not lines:
         return
-    more = [f"and {len(lines) - SHOWN} more"] * (len(lines) > SHOWN)
+    shown = lines if len(lines) <= SHOWN else [*lines[:SHOWN], f"and {len(lines) - SHOWN} more"]
     raise DebugError(
         f"`fn` is no longer what the step runs for this batch, {len(lines)} lines differ:",
-        lines[:SHOWN] + more,
+        shown,
         "pass what changes with the batch as a tensor, or make the step again.",
     )
 
 
-def _lines(program: Program) -> list[str]:
+def _write_lines(program: Program) -> list[str]:
     """Return a program as lines of text, with its autocast modes and checksums of its constants."""
     nodes = [n for n in program.graph.nodes if n.meta.get("autocast")]
     modes = [f"{n.name} under autocast {n.meta['autocast']}" for n in nodes]

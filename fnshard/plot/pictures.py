@@ -36,7 +36,7 @@ def memory(memory: Any, path: str | Path, *, limit: float | None = None) -> Path
     totals = totals_of(series)
     count = len(totals)
     scale, unit = byte_unit(max(totals, default=0))
-    # A category has the same colour in every picture, also where another one is empty.
+    # Colours are given before empty categories are left out: a category has the same one in every picture.
     colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(series)}
     shown = {name: values for name, values in series.items() if any(values)}
     figure, [[axes]] = figure_of(11, 5)
@@ -49,6 +49,7 @@ def memory(memory: Any, path: str | Path, *, limit: float | None = None) -> Path
         linewidth=0,
     )
 
+    # Mark the peak, and the limit if it is near.
     peak = max(range(count), key=totals.__getitem__, default=0)
     if count:
         axes.plot([peak], [totals[peak] * scale], "v", color="black", clip_on=False)
@@ -66,7 +67,13 @@ def memory(memory: Any, path: str | Path, *, limit: float | None = None) -> Path
 
     axes.set_ylim(0, 1.2 * top * scale or 1)
     axes.set_xlim(0, max(count - 1, 1))
-    _mark_phases(axes, lines)
+    for name, start, end in phase_runs(lines):
+        if end - start < max(3, len(lines) / 30):  # the name of so short a phase would not fit
+            continue
+        middle = (start + end) / 2
+        axes.text(middle, 0.99, name, transform=axes.get_xaxis_transform(), ha="center", va="top")
+        if start:
+            axes.axvline(start, color="black", linewidth=0.6, linestyle=":")
     axes.set_xlabel("instruction of the schedule")
     axes.set_ylabel(f"{unit} on one rank")
     axes.set_title("memory of one rank during a step, by what it holds", fontsize=11, loc="left")
@@ -91,12 +98,13 @@ def totals_of(series: Mapping[str, Sequence[float]]) -> list[float]:
 def phase_runs(lines: Sequence[str]) -> list[tuple[str, int, int]]:
     """Return each phase with its first instruction and the one after its last.
 
-    Updates in the midst of a phase belong to it.
+    Updates within a phase belong to it.
     """
-    plain = [line.split(" ", 1)[0].replace(".", " ") for line in lines]
-    last_of = {p: i for i, p in enumerate(plain)}
+    phases = [line.split(" ", 1)[0].replace(".", " ") for line in lines]
+    last_of = {phase: index for index, phase in enumerate(phases)}
     runs: list[tuple[str, int, int]] = []
-    for index, phase in enumerate(plain):
+    for index, phase in enumerate(phases):
+        # The phase that runs goes on after this update.
         if runs and phase.startswith("update") and last_of[runs[-1][0]] > index:
             phase = runs[-1][0]
         if runs and runs[-1][0] == phase:
@@ -104,17 +112,6 @@ def phase_runs(lines: Sequence[str]) -> list[tuple[str, int, int]]:
         else:
             runs.append((phase, index, index + 1))
     return runs
-
-
-def _mark_phases(axes: Any, lines: Sequence[str]) -> None:
-    """Draw a line and a name where a phase of the schedule begins."""
-    for name, start, end in phase_runs(lines):
-        if end - start >= max(3, len(lines) / 30):  # the name of a shorter phase would not fit
-            axes.text(
-                (start + end) / 2, 0.99, name, transform=axes.get_xaxis_transform(), ha="center", va="top"
-            )
-            if start:
-                axes.axvline(start, color="black", linewidth=0.6, linestyle=":")
 
 
 def timeline(timeline: Timeline, path: str | Path, *, measured: Timeline | None = None) -> Path:
@@ -128,21 +125,24 @@ def timeline(timeline: Timeline, path: str | Path, *, measured: Timeline | None 
     Raises:
         SpecError: an argument is not a `Timeline`, but a `Lowered`, say, which knows no hardware.
     """
-    shown = {"": check_timeline(timeline)} if measured is None else {"predicted": check_timeline(timeline)}
-    shown |= {} if measured is None else {"measured": check_timeline(measured)}
+    if measured is None:
+        shown = {"": check_timeline(timeline)}
+    else:
+        shown = {"predicted": check_timeline(timeline), "measured": check_timeline(measured)}
     longest = max(each.step_seconds for each in shown.values())
     scale, unit = time_unit(longest)
     lanes = {name: spans_by_lane(each) for name, each in shown.items()}
     heights = [max(len(rows), 1) for rows in lanes.values()]
-    figure, grid = figure_of(
-        11, 0.9 + sum(0.6 + 0.8 * h for h in heights), len(shown), sharex=True, height_ratios=heights
-    )
+    height = 0.9 + sum(0.6 + 0.8 * rows for rows in heights)
+    figure, grid = figure_of(11, height, len(shown), sharex=True, height_ratios=heights)
+    # After `figure_of`, which says how to install matplotlib where it is missing.
     from matplotlib.patches import Patch
 
     colours: dict[str, str] = {}
     for axes, (name, each) in zip(grid.flat, shown.items(), strict=True):
         colours |= _draw_lanes(axes, lanes[name], scale, longest)
         axes.set_title(f"{name}: {headline(each)}" if name else headline(each), fontsize=11, loc="left")
+    # Axes share their time, and a legend.
     grid.flat[0].set_xlim(0, longest * scale or 1)
     grid.flat[-1].set_xlabel(f"{unit} since the step began")
     handles = [Patch(color=colour, label=name) for name, colour in colours.items()]
@@ -167,19 +167,22 @@ def stages(timeline: Timeline, path: str | Path) -> Path:
     shown = stages_of(timeline)
     scale, unit = time_unit(timeline.step_seconds)
     figure, [[axes]] = figure_of(11, 1.2 + 0.7 * len(shown))
+    # After `figure_of`, which says how to install matplotlib where it is missing.
     from matplotlib.patches import Patch
 
+    # Draw each stage as a row: its tasks with the numbers of their micro-batches, and below them what it sends.
     thin = timeline.step_seconds / 60  # a number would not fit
     colours = PHASES | {"send": COLOURS[7]}
-    for place, stage in enumerate(shown):
+    for row, stage in enumerate(shown):
         for phase, micro, start, end in tasks_of(stage):
             bar = [(start * scale, (end - start) * scale)]
-            axes.broken_barh(bar, (place - 0.4, 0.6), facecolors=colours[phase], edgecolors="white")
+            axes.broken_barh(bar, (row - 0.4, 0.6), facecolors=colours[phase], edgecolors="white")
             if end - start > thin and micro:
                 middle = (start + end) / 2 * scale
-                axes.text(middle, place - 0.1, micro, ha="center", va="center", color="white", fontsize=7)
+                axes.text(middle, row - 0.1, micro, ha="center", va="center", color="white", fontsize=7)
         sent = [(s.start * scale, (s.end - s.start) * scale) for s in stage.spans if s.verb == "send"]
-        axes.broken_barh(sent, (place + 0.24, 0.14), facecolors=colours["send"])
+        axes.broken_barh(sent, (row + 0.24, 0.14), facecolors=colours["send"])
+
     axes.set_yticks(range(len(shown)), [f"stage {n}\n{each.bubble:.1%} idle" for n, each in enumerate(shown)])
     axes.set_ylim(len(shown) - 0.5, -0.5)
     axes.set_xlim(0, timeline.step_seconds * scale or 1)
@@ -257,8 +260,9 @@ def span_name(span: Span) -> str:
     """Return a span's name in legends: its verb, or the phase of a kernel."""
     if span.lane != "compute":
         return span.verb.replace("_", " ")
-    phase = span.phase.split(".")[0]
-    return phase if span.verb == "run" else "update" if span.verb == "update" else REST
+    if span.verb == "run":
+        return span.phase.split(".")[0]
+    return "update" if span.verb == "update" else REST
 
 
 def _draw_lanes(
@@ -267,7 +271,7 @@ def _draw_lanes(
     """Draw the bars of all lanes on an axis of `longest` seconds; return the colours by name."""
     colours: dict[str, str] = {}
     thin = longest * scale / 200
-    for place, (lane, spans) in enumerate(lanes.items()):
+    for row, (lane, spans) in enumerate(lanes.items()):
         bars = [(s.start * scale, (s.end - s.start) * scale) for s in spans]
         if lane == "compute":
             faces = [PHASES.get(span_name(s), COLOURS[7]) for s in spans]
@@ -275,10 +279,9 @@ def _draw_lanes(
             faces = [LANE_VERBS.get(s.verb, COLOURS[8]) for s in spans]
         colours |= zip(map(span_name, spans), faces, strict=True)
 
-        # White edges tell bars apart, but would hide thin bars, which an edge of their own colour widens.
+        # White edges tell bars apart. They would hide thin bars, which get an edge of their own colour.
         edges = ["white" if width > thin else face for (_, width), face in zip(bars, faces, strict=True)]
-        edge = {"edgecolors": edges, "linewidth": 0.4}
-        axes.broken_barh(bars, (place - 0.36, 0.72), facecolors=faces, **edge)
+        axes.broken_barh(bars, (row - 0.36, 0.72), facecolors=faces, edgecolors=edges, linewidth=0.4)
 
     axes.set_yticks(range(len(lanes)), lanes)
     axes.set_ylim(max(len(lanes), 1) - 0.5, -0.5)
@@ -311,8 +314,9 @@ def save(figure: Any, path: str | Path) -> Path:
     from matplotlib import rc_context
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    more = {"metadata": {"Date": None}} if kind == "svg" else {}
-    with rc_context({"svg.hashsalt": "fnshard"}):  # the same picture, the same bytes
+    # Without a date, and with fixed ids, the same picture has the same bytes.
+    options = {"metadata": {"Date": None}} if kind == "svg" else {}
+    with rc_context({"svg.hashsalt": "fnshard"}):
         # "tight": a title longer than the axes widens the picture, instead of being cut off.
-        figure.savefig(path, dpi=130, format=kind, bbox_inches="tight", pad_inches=0.1, **more)
+        figure.savefig(path, dpi=130, format=kind, bbox_inches="tight", pad_inches=0.1, **options)
     return path

@@ -1,12 +1,12 @@
-"""Scales: write bytes, seconds, numbers and ranks as short text."""
+"""Write bytes, seconds, numbers and ranks as short text."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
-SECONDS = ((10.0, 1.0, "s"), (1e-3, 1e3, "ms"), (0.0, 1e6, "µs"))  # from so many seconds on, factor, unit
-RUNS = 3  # so many runs of ranks are written out; of more, the middle is left out
+SECONDS = ((10.0, 1.0, "s"), (1e-3, 1e3, "ms"), (0.0, 1e6, "µs"))  # least seconds, factor, unit
+RUNS = 3  # the most runs of ranks that are written out; of more, the middle is left out
 
 
 def byte_unit(size: float) -> tuple[float, str]:
@@ -27,7 +27,7 @@ def byte_text(size: float) -> str:
 
 def time_unit(seconds: float) -> tuple[float, str]:
     """Return the factor from seconds to a unit, and the unit's name, for times up to `seconds`."""
-    return next((times, unit) for least, times, unit in SECONDS if seconds >= least)
+    return next((factor, unit) for least, factor, unit in SECONDS if seconds >= least)
 
 
 def time_text(seconds: float) -> str:
@@ -46,11 +46,13 @@ def digits(value: float) -> str:
     >>> digits(0.0321), digits(3.14159), digits(123456.7), digits(0)
     ('0.0321', '3.142', '123,457', '0')
     """
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}" if abs(value) >= 1e-3 else f"{value:.0f}"
+    if 1e-3 <= abs(value) < 1000:
+        return f"{value:.4g}"
+    return f"{value:,.0f}"
 
 
 def rough(value: float) -> float:
-    """Round to two significant digits: for numbers that are known no better.
+    """Round to two significant digits, for numbers that are not known more exactly.
 
     >>> time_text(rough(59.3527)), digits(rough(12_345))
     ('59 s', '12,000')
@@ -72,5 +74,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
             runs[-1][1] = rank
         else:
             runs.append([rank, rank])
-    shown = [f"{a}" if a == b else f"{a}-{b}" for a, b in runs]
-    return ", ".join(shown) if len(shown) <= RUNS else f"{shown[0]}, {shown[1]} … {shown[-1]}"
+    texts = [f"{first}" if first == last else f"{first}-{last}" for first, last in runs]
+    if len(texts) > RUNS:
+        return f"{texts[0]}, {texts[1]} … {texts[-1]}"
+    return ", ".join(texts)

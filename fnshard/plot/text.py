@@ -1,4 +1,4 @@
-"""Text: draw the pictures of `fnshard.plot` in characters, for a terminal; each function returns a string.
+"""Draw the pictures of `fnshard.plot` in characters, for a terminal; each function returns a string.
 
 >>> import torch, fnshard as fs
 >>> mesh = fs.make_mesh(shard=4, abstract=True)
@@ -43,7 +43,7 @@ FIELDS = ("storage", "gradient", "optimizer")
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a part of a path that is a number
 EIGHTHS = " ▁▂▃▄▅▆▇█"
 PARTS = " ▏▎▍▌▋▊▉█"
-MOST_ROWS = 16  # so many blocks are shown; of more, those in the middle are left out
+MOST_ROWS = 16  # the most blocks that are shown; of more, those in the middle are left out
 LETTERS = {
     "forward": "F", "backward": "B", "update": "U", "packing and the rest": "P", "gather": "G",
     "reduce scatter": "R", "all reduce": "A", "publish": "W", "reduce scalars": "S", "to device": "I",
@@ -70,13 +70,12 @@ def leaf(spec: LayoutSpec | P, mesh: Mesh, *, shape: Sequence[int] | None = None
     layouts, full = layouts_of(spec, shape)
     lines = [f"{list(full)} on {mesh}"]
     for layout, fields in layouts.items():
-        rows = [
-            (f"  {block}", f"ranks {ranks_text(r)}") for block, r in blocks_of(layout, full, mesh).items()
-        ]
-        lines += [f"{fields}: {layout!r}"]
+        blocks = blocks_of(layout, full, mesh)
+        rows = [(f"  {block}", f"ranks {ranks_text(ranks)}") for block, ranks in blocks.items()]
+        lines.append(f"{fields}: {layout!r}")
         if len(rows) > MOST_ROWS:
             rows[MOST_ROWS - 3 : -2] = [("  ⋮", "")]
-        lines += _columns(rows, (str.ljust, str.ljust))
+        lines += _align_columns(rows, (str.ljust, str.ljust))
     return "\n".join(lines)
 
 
@@ -93,24 +92,21 @@ def tree(specs: Any, mesh: Mesh, *, params: Any = None, width: int = 32) -> str:
         SpecError: specs know no shapes, or do not fit the mesh.
     """
     leaves = leaves_of(specs, mesh, params)
-    full, one = sum(x.bytes for x in leaves), sum(x.mine for x in leaves)
+    full, on_rank = sum(leaf.bytes for leaf in leaves), sum(leaf.mine for leaf in leaves)
 
+    # Each row has a count of alike leaves, their name, spec and bytes, and a bar.
     rows = join_alike(leaves)
-    most = max((x.bytes for x in rows), default=0)
-    counts = [f"{x.count} × " if x.count > 1 else "" for x in rows]
-    wide = max(map(len, counts), default=0)
-    cells = [
-        (
-            f"{count.rjust(wide)}{x.path} {list(x.shape)}",
-            x.label,
-            byte_text(x.bytes),
-            _bar(x.bytes / most if most else 0.0, width),
-        )
-        for x, count in zip(rows, counts, strict=True)
-    ]
+    most = max((row.bytes for row in rows), default=0)
+    counts = [f"{row.count} × " if row.count > 1 else "" for row in rows]
+    count_width = max(map(len, counts), default=0)
+    cells = []
+    for row, count in zip(rows, counts, strict=True):
+        name = f"{count.rjust(count_width)}{row.path} {list(row.shape)}"
+        bar = _draw_bar(row.bytes / most if most else 0.0, width)
+        cells.append((name, row.label, byte_text(row.bytes), bar))
 
-    title = f"{count_of(len(leaves))}, {byte_text(full)} stored; {byte_text(one)} on one rank of {mesh}"
-    return "\n".join([title, *_columns(cells, (str.ljust, str.ljust, str.rjust, str.ljust))])
+    title = f"{count_of(len(leaves))}, {byte_text(full)} stored; {byte_text(on_rank)} on one rank of {mesh}"
+    return "\n".join([title, *_align_columns(cells, (str.ljust, str.ljust, str.rjust, str.ljust))])
 
 
 def memory(memory: Any, *, width: int = 72, height: int = 8) -> str:
@@ -134,33 +130,40 @@ def memory(memory: Any, *, width: int = 72, height: int = 8) -> str:
     if not totals:
         return "nothing runs"
 
-    peak = max(range(len(totals)), key=totals.__getitem__)
-    top, width = totals[peak] or 1, min(width, len(totals))
-    columns = [
-        max(totals[len(totals) * i // width : max(len(totals) * (i + 1) // width, 1)]) for i in range(width)
-    ]
+    # A column shows the largest of the instructions that fall into it.
+    count = len(totals)
+    peak = max(range(count), key=totals.__getitem__)
+    top, width = totals[peak] or 1, min(width, count)
+    columns = [max(totals[count * i // width : max(count * (i + 1) // width, 1)]) for i in range(width)]
     scale, unit = byte_unit(top)
     high, low = f"{digits(top * scale)} {unit}", f"0 {unit}"
     left = max(len(high), len(low))
 
+    # Draw rows from the top; a cell is full, empty, or so many eighths.
     out = []
     for row in range(height, 0, -1):
-        cells = "".join(EIGHTHS[min(max(round(8 * (c / top * height - (row - 1))), 0), 8)] for c in columns)
+        cells = ""
+        for column in columns:
+            eighths = round(8 * (column / top * height - (row - 1)))
+            cells += EIGHTHS[min(max(eighths, 0), 8)]
         out.append(f"{(high if row == height else '').rjust(left)} |{cells}".rstrip())
     out.append(f"{low.rjust(left)} +{'-' * width}")
-    out.append(" " * (left + 2) + _phase_line(lines, len(totals), width))
-    at = f": {lines[peak]}" if lines else ""
-    return "\n".join([*out, f"peak {byte_text(totals[peak])} in line {peak}{at}"])
+    out.append(" " * (left + 2) + _write_phases(lines, count, width))
+    peak_line = f": {lines[peak]}" if lines else ""
+    return "\n".join([*out, f"peak {byte_text(totals[peak])} in line {peak}{peak_line}"])
 
 
-def _phase_line(lines: Sequence[str], count: int, width: int) -> str:
+def _write_phases(lines: Sequence[str], count: int, width: int) -> str:
     """Return the names of phases at the columns where they begin, shortened to fit."""
-    out = ""
+    text = ""
     for name, start, end in phase_runs(lines):
-        at, until = width * start // count, width * end // count
-        room = until - at
-        out = out.ljust(at)[:at] + (name if len(name) < room else name[: max(room - 1, min(room, 1))])
-    return out
+        column = width * start // count
+        room = width * end // count - column
+        # A space follows each name, unless there is room for one letter alone.
+        if len(name) >= room:
+            name = name[: max(room - 1, min(room, 1))]
+        text = text.ljust(column)[:column] + name
+    return text
 
 
 def timeline(timeline: Any, *, width: int = 72) -> str:
@@ -173,15 +176,17 @@ def timeline(timeline: Any, *, width: int = 72) -> str:
     Raises:
         SpecError: the argument is not a `Timeline`.
     """
-    lanes, seconds = spans_by_lane(check_timeline(timeline)), timeline.step_seconds
+    lanes = spans_by_lane(check_timeline(timeline))
+    seconds = timeline.step_seconds
     left = max(map(len, lanes), default=0)
-    out, used = [headline(timeline)], dict[str, None]()
+    out = [headline(timeline)]
+    used: dict[str, None] = {}  # the names that the legend explains, in order
     for lane, spans in lanes.items():
         used |= dict.fromkeys(map(span_name, spans))
-        out.append(f"{lane.ljust(left)} |{_lane(spans, seconds, width)}|")
+        out.append(f"{lane.ljust(left)} |{_draw_lane(spans, seconds, width)}|")
     scale, unit = time_unit(seconds)
     out.append(f"{' ' * left}  0{f'{digits(seconds * scale)} {unit}'.rjust(width - 1)}")
-    letters = ", ".join(f"{_letter(name)} {name}" for name in used)
+    letters = ", ".join(f"{_choose_letter(name)} {name}" for name in used)
     return "\n".join([*out, f"{letters}; small: less than half of the time, ·: nothing"])
 
 
@@ -199,50 +204,61 @@ def stages(timeline: Any, *, width: int = 72) -> str:
     left = len(f"stage {len(shown) - 1}")
     out = [f"{len(shown)} stages, bubble {timeline.bubble:.1%}: the share of the step in which they wait"]
     for number, stage in enumerate(shown):
-        works = [span for span in stage.spans if span.verb in ("run", "update")]
-        sent = [span for span in stage.spans if span.verb == "send"]
+        tasks = [span for span in stage.spans if span.verb in ("run", "update")]
+        sends = [span for span in stage.spans if span.verb == "send"]
         name = f"stage {number}".ljust(left)
-        out.append(f"{name} |{_lane(works, seconds, width)}| {stage.bubble:.1%} idle")
-        out.append(f"{'sends'.rjust(left)} |{_lane(sent, seconds, width)}|")
+        out.append(f"{name} |{_draw_lane(tasks, seconds, width)}| {stage.bubble:.1%} idle")
+        out.append(f"{'sends'.rjust(left)} |{_draw_lane(sends, seconds, width)}|")
     scale, unit = time_unit(seconds)
     out.append(f"{' ' * left}  0{f'{digits(seconds * scale)} {unit}'.rjust(width - 1)}")
     return "\n".join([*out, "F forward, B backward, U update, > sent; small: less than half of the time"])
 
 
-def _lane(spans: Iterable[Any], longest: float, width: int) -> str:
+def _draw_lane(spans: Iterable[Any], longest: float, width: int) -> str:
     """Return one letter per part of a lane: that of the work that takes most of the part."""
+    # Add up, for each part, the seconds of each kind of work.
     parts: list[dict[str, float]] = [{} for _ in range(width)]
-    each = longest / width or 1.0
+    part_seconds = longest / width or 1.0
     for span in spans:
-        name, last = span_name(span), min(int(span.end / each), width - 1)
-        for place in range(min(int(span.start / each), width - 1), last + 1):
-            seconds = min(span.end, (place + 1) * each) - max(span.start, place * each)
-            parts[place][name] = parts[place].get(name, 0.0) + max(seconds, 0.0)
-    out = ""
+        name = span_name(span)
+        first = min(int(span.start / part_seconds), width - 1)
+        last = min(int(span.end / part_seconds), width - 1)
+        for i in range(first, last + 1):
+            seconds = min(span.end, (i + 1) * part_seconds) - max(span.start, i * part_seconds)
+            parts[i][name] = parts[i].get(name, 0.0) + max(seconds, 0.0)
+
+    # Write a small letter where work takes less than half of the part.
+    text = ""
     for part in parts:
         busy = sum(part.values())
         # A span that ends with a part may, by rounding, reach a little into the next one.
-        letter = _letter(max(part, key=part.__getitem__)) if busy > 1e-6 * each else "·"
-        out += letter if busy >= each / 2 else letter.lower()
-    return out
+        letter = _choose_letter(max(part, key=part.__getitem__)) if busy > 1e-6 * part_seconds else "·"
+        text += letter if busy >= part_seconds / 2 else letter.lower()
+    return text
 
 
-def _letter(name: str) -> str:
+def _choose_letter(name: str) -> str:
     """Return the letter of a kind of work."""
     return LETTERS.get(name, name[:1].upper())
 
 
-def _bar(share: float, width: int) -> str:
+def _draw_bar(share: float, width: int) -> str:
     """Return a bar of that share of a width, to an eighth of a character; a share above 0 is always seen."""
-    full, rest = divmod(round(share * width * 8), 8)
-    bar = PARTS[8] * full + (PARTS[rest] if rest else "")
+    full, eighths = divmod(round(share * width * 8), 8)
+    bar = PARTS[8] * full
+    if eighths:
+        bar += PARTS[eighths]
     return bar or (PARTS[1] if share else "")
 
 
-def _columns(rows: Sequence[Sequence[str]], how: Sequence[Any]) -> list[str]:
-    """Return each row's cells side by side; `how` aligns each column, such as by `str.ljust`."""
-    wide = [max(len(row[i]) for row in rows) for i in range(len(how))] if rows else []
-    return ["  ".join(f(c, w) for f, c, w in zip(how, row, wide, strict=True)).rstrip() for row in rows]
+def _align_columns(rows: Sequence[Sequence[str]], aligns: Sequence[Any]) -> list[str]:
+    """Return each row's cells side by side; `aligns` has a function for each column, such as `str.ljust`."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [align(cell, width) for align, cell, width in zip(aligns, row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return lines
 
 
 # ------------------------------------------------------------------ layouts
@@ -261,9 +277,9 @@ def blocks_of(layout: P, shape: Sequence[int], mesh: Mesh) -> dict[str, list[int
     ranks: dict[str, list[int]] = {}
     for rank in range(mesh.size):
         for full, _ in boxes(shape, layout, mesh, mesh.coordinate(rank)):
-            empty = any(each.start >= each.stop for each in full)
+            is_empty = any(each.start >= each.stop for each in full)
             text = f"[{', '.join(f'{each.start}:{each.stop}' for each in full)}]"
-            ranks.setdefault("padding" if empty else text, []).append(rank)
+            ranks.setdefault("padding" if is_empty else text, []).append(rank)
     return ranks
 
 
@@ -321,7 +337,8 @@ def leaves_of(specs: Any, mesh: Mesh, params: Any = None) -> list[LeafBytes]:
         specs, mesh, params: as for `tree`.
     """
     resolved = ResolvedSpecs.of(specs)
-    resolved = resolved if params is None else resolved.resolve(params)
+    if params is not None:
+        resolved = resolved.resolve(params)
     if not resolved.complete:
         lines = [f"{leaf} knows no shape" for leaf in resolved.incomplete]
         raise SpecError("specs were written by hand:", lines, "pass params=, or fs.match_specs.")
@@ -361,9 +378,12 @@ def label_of(spec: LayoutSpec) -> str:
         other = {"gradient": spec.gradient, "optimizer": spec.optimizer}
         parts += [f"{name} {layout!r}" for name, layout in other.items() if layout != spec.storage]
 
-    parts += [f"computed {spec.compute!r}"] if spec.compute.axes else []
-    parts += [] if spec.reshard or not spec.storage.axes else ["kept gathered"]
-    parts += [] if spec.memory == "device" else [f"on the {spec.memory}"]
+    if spec.compute.axes:
+        parts.append(f"computed {spec.compute!r}")
+    if spec.storage.axes and not spec.reshard:
+        parts.append("kept gathered")
+    if spec.memory != "device":
+        parts.append(f"on the {spec.memory}")
     if spec.trainable and spec.optimizer_memory != "device":
         streamed = " (streamed)" if spec.updated_on == "device" else ""
         parts.append(f"optimizer on the {spec.optimizer_memory}{streamed}")
@@ -372,9 +392,11 @@ def label_of(spec: LayoutSpec) -> str:
 
 def join_alike(leaves: Sequence[LeafBytes]) -> list[LeafBytes]:
     """Join leaves whose paths differ in numbers alone and whose shapes and specs are equal; largest first."""
-    found: dict[tuple[str, tuple[int, ...], str], LeafBytes] = {}
+    joined: dict[tuple[str, tuple[int, ...], str], LeafBytes] = {}
     for leaf in leaves:
         path = NUMBER.sub("*", leaf.path)
-        seen = found.setdefault((path, leaf.shape, leaf.label), LeafBytes(path, leaf.shape, leaf.label))
-        seen.bytes, seen.mine, seen.count = seen.bytes + leaf.bytes, seen.mine + leaf.mine, seen.count + 1
-    return sorted(found.values(), key=lambda leaf: -leaf.bytes)
+        row = joined.setdefault((path, leaf.shape, leaf.label), LeafBytes(path, leaf.shape, leaf.label))
+        row.bytes += leaf.bytes
+        row.mine += leaf.mine
+        row.count += 1
+    return sorted(joined.values(), key=lambda row: -row.bytes)
