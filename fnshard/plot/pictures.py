@@ -170,7 +170,7 @@ def stages(timeline: Timeline, path: str | Path) -> Path:
     # After `figure_of`, which says how to install matplotlib where it is missing.
     from matplotlib.patches import Patch
 
-    # Draw each stage as a row: its tasks with the numbers of their micro-batches, and below them what it sends.
+    # Draw each stage as a row: its tasks, with the numbers of their micro-batches, and below what it sends.
     thin = timeline.step_seconds / 60  # a number would not fit
     colours = PHASES | {"send": COLOURS[7]}
     for row, stage in enumerate(shown):
