@@ -83,9 +83,13 @@ def make_functional(model: nn.Module) -> tuple[Callable[..., Any], dict[str, Ten
     for other, path in aliases(model).items():
         other_names.setdefault(path, []).append(other)
     for path, others in other_names.items():
-        if recipe_of(params[path]) is None:
-            params[path] = _make_alias(params[path])
-        params[path].tied_names = tuple(others)
+        leaf = params[path]
+        if recipe_of(leaf) is None and isinstance(leaf, nn.Parameter):
+            leaf = nn.Parameter(leaf.detach(), requires_grad=leaf.requires_grad)
+        elif recipe_of(leaf) is None:
+            leaf = nn.Buffer(leaf.detach())
+        leaf.tied_names = tuple(others)
+        params[path] = leaf
 
     def apply(params: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
         with _swap_leaves(model, params):
@@ -133,7 +137,12 @@ def _swap_leaves(model: nn.Module, params: Mapping[str, Tensor]) -> Iterator[Non
         wrong = [path for path, version in versions.items() if params[path]._version != version]
         buffers = {stored[id(at.leaf)] for at in places if at.is_buffer}
         assigned = {p: values for p, values in now.items() if any(v is not params[p] for v in values)}
-        wrong += [p for p, values in assigned.items() if p not in buffers or not _can_take(params[p], values)]
+        for path, values in assigned.items():
+            value, leaf = values[0], params[path]
+            is_alike = isinstance(value, Tensor) and (value.shape, value.dtype) == (leaf.shape, leaf.dtype)
+            is_one = all(v is value for v in values)  # under all of its names
+            if path not in buffers or not is_alike or not is_one:
+                wrong.append(path)
         _check_written(wrong, written)
         with torch.no_grad():
             # Copies first: what is assigned to one buffer may be another one.
@@ -187,13 +196,6 @@ def _has_overlap(*tensors: Tensor) -> bool:
         for t in tensors
     ]
     return np.shares_memory(*views)
-
-
-def _can_take(leaf: Tensor, values: Sequence[Any]) -> bool:
-    """Return whether a leaf can take what was assigned: one tensor of its kind, under all of its names."""
-    value = values[0]
-    is_alike = isinstance(value, Tensor) and (value.shape, value.dtype) == (leaf.shape, leaf.dtype)
-    return is_alike and all(v is value for v in values)
 
 
 class _LeafPlace(NamedTuple):
@@ -261,13 +263,6 @@ def _check_written(paths: Iterable[str], attributes: Sequence[Tensor]) -> None:
             "register what forward changes as a buffer of one shape and dtype (register_buffer); compute the "
             "rest as local values.",
         )
-
-
-def _make_alias(leaf: Tensor) -> Tensor:
-    """Return an alias with the marks that the leaf has."""
-    if isinstance(leaf, nn.Parameter):
-        return nn.Parameter(leaf.detach(), requires_grad=leaf.requires_grad)
-    return nn.Buffer(leaf.detach())
 
 
 def leaves_of(model: nn.Module) -> dict[str, Tensor]:
