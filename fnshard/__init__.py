@@ -15,21 +15,20 @@ Several ranks are started by `fs.launch(main, ranks=2)`, or by `torchrun`. READM
 
 A folder imports only from those above it (`tests/test_house.py` holds it).
 
-- `errors`, `tree`, `mesh/`: errors with a way out; pytrees; ranks on named axes, joining and leaving
-  them.
-- `layout/`: what a leaf's layout means: `P`, `LayoutSpec`, rules, presets, units, codecs.
+- `errors`, `tree`, `mesh/`: errors with a way out; pytrees; ranks on named axes, and how they join and
+  leave.
+- `layout/`: the meaning of a leaf's layout: `P`, `LayoutSpec`, rules, presets, units, codecs.
 - `losses/`, `optim/`: means, and losses of language models; optimizers, rates, loss scaling.
 - `compiler/`: `options` (`StepOptions`), `deferred` (modules without memory), `frontend` (`fn` to a
   Program), `rewrites` of its graph, `place` (what each value is over tensor and context axes), `kernels`
   (the Program cut into segments, which are differentiated and compiled), `schedule` (instructions, their
   order, passes, checks; in a pipeline one schedule for each stage, merged by `together`). `lower` lists
-  these stages. `functional`, above most of them, makes a function
-  of an `nn.Module`.
+  these stages. `functional`, above most of them, turns an `nn.Module` into a function.
 - `runtime/`: collectives (gloo, NCCL, shared memory, simulated), files, tiers of memory, and the
   executor, a loop over the instructions of a schedule.
 - `analysis/`: memory, time, traffic and FLOPs of a step before it runs.
 - `step/`: `shard_step` and `Step`, whose module follows a call to the wire; states, lengths. `search/`:
-  one walk through plans by their price, which `fit` and `experiments.plan` take.
+  one walk through plans by their price, which `fit` and `experiments.plan` use.
 - `hf/`, `checkpoint/`, `adapters/`: Hugging Face's format; saving and restoring onto any mesh, and the
   checkpoints of others; LoRA.
 - `debug/`, `plot/`, `launcher/`: comparing with plain autograd, hunting NaN, profiling; pictures; ranks

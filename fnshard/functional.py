@@ -152,6 +152,7 @@ def _swap_leaves(model: nn.Module, params: Mapping[str, Tensor]) -> Iterator[Non
 
 def _check_memory(model: nn.Module) -> None:
     """Refuse a parameter that trains on memory of another leaf: in torch both change, here each by itself."""
+    # Group leaves by their storage; the recipe of a deferred leaf has a tensor that stands for it.
     named = leaves_of(model)
     by_storage: dict[int, dict[str, Tensor]] = {}
     for path, leaf in named.items():

@@ -265,6 +265,7 @@ def _compare(
             relative = gap / scale
         return GradientError(name, gap, relative, rank, gap <= floor + rtol * scale)
 
+    # Each rank has a block of a leaf's gradient, which is compared with its part of the whole one.
     errors: list[GradientError] = []
     for path, full in expected.items():
         spec = specs[path]

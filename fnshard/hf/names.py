@@ -123,6 +123,8 @@ def family_of(config: Mapping[str, Any], model: nn.Module | None, specs: Mapping
         return known
     if not isinstance(model, nn.Module):
         raise SpecError(f"model= is {type(model).__name__}.", fix="the nn.Module that the leaves are of.")
+
+    # The model's leaves must be those of the specs.
     owned = make_functional(model)[1]
     wrong = [f"params[{p!r}] has no spec, and the model has it" for p in owned if p not in specs]
     wrong += [f"specs[{p!r}] has no leaf in the model" for p in specs if p not in owned]

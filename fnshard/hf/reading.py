@@ -125,6 +125,7 @@ def open_tensors(path: Path) -> Iterator[dict[str, FileTensor]]:
     Raises:
         StateError: there are no weights, or files that cannot be read; it names them all.
     """
+    # The files of a directory are those that its index names, or one file without an index.
     if path.is_dir():
         folder, index = path, _read_index(path)
         files = sorted(set(index.values())) or [SINGLE]
@@ -149,6 +150,7 @@ def open_tensors(path: Path) -> Iterator[dict[str, FileTensor]]:
             lost = [t for t, file in index.items() if file == name and t not in in_file]
             problems += [f"{name}: the index says that {t!r} is there, and it is not" for t in lost]
             tensors |= in_file
+        # All files were tried, so that one error names all problems.
         if problems:
             raise StateError(
                 f"the weights in {str(path)!r} cannot be read:",

@@ -288,6 +288,7 @@ def cut_chunks(
             fix="a smaller pipeline, fewer chunks, or smaller units (units=).",
         )
 
+    # A unit is in the last chunk that begins at or before it.
     starts = _cut_evenly([*sizes.values()], count)
     chunk_of = {unit: bisect_right(starts, index) for index, unit in enumerate(sizes)}
     return {path: chunk_of[unit_of[path]] for path in free if unit_of[path] in chunk_of}

@@ -149,7 +149,7 @@ class LayoutSpec:
 
     @property
     def aggregated(self) -> Aggregation:
-        """How ranks aggregate what `fn` writes to the leaf."""
+        """The aggregation over ranks of what `fn` writes to the leaf."""
         return self.aggregation or ("mean" if self.compute_dtype.is_floating_point else "rank0")
 
     @property
@@ -425,6 +425,7 @@ def _find_unfit_layouts(spec: LayoutSpec, mesh: Mesh) -> list[tuple[str, str]]:
                 fix = f"name one of the mesh's axes{meant}, or make the mesh with an axis {axis!r}."
                 problems.append((what, fix))
 
+        # Every dim that the layout names must exist, too.
         named, dims = len(layout.parts), len(spec.shape)
         if named > dims:
             what = f"{field}={layout!r}: {named} dims named, the tensor has {dims}"

@@ -64,11 +64,13 @@ def muon(
     >>> [sorted(optimizer.init("w", torch.zeros(shape))) for shape in ((2, 2), (2,))]
     [['momentum'], ['mu', 'nu']]
     """
-    name = call_text(
-        "muon", lr=lr, momentum=momentum, nesterov=nesterov, ns_steps=ns_steps, weight_decay=weight_decay,
-        scale=scale, **({} if others == EMBEDDINGS else {"others": others}),
-        **({} if dtype == torch.bfloat16 else {"dtype": dtype}),
-    )  # fmt: skip
+    # The name leaves out `others` and `dtype` where they have their defaults.
+    given = {
+        "lr": lr, "momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps,
+        "weight_decay": weight_decay, "scale": scale, "others": others, "dtype": dtype,
+    }  # fmt: skip
+    defaults = {"others": EMBEDDINGS, "dtype": torch.bfloat16}
+    name = call_text("muon", **{k: v for k, v in given.items() if k not in defaults or v != defaults[k]})
     expected = {
         "momentum": (lambda v: is_number(v) and 0 <= v < 1, "at least 0 and below 1"),
         "ns_steps": counts(1),
@@ -76,12 +78,12 @@ def muon(
         "scale": (lambda v: v in SCALES, f"one of {', '.join(SCALES)}"),
         "others": (lambda v: isinstance(v, str), 'globs, joined by "|"'),
     }
-    given = {key: value for key, value in locals().items() if key in expected}
-    if wrong := misfits(given, expected):
+    if wrong := misfits({key: given[key] for key in expected}, expected):
         raise OptimizerError(f"{name}: no such optimizer:", wrong)
     rate = as_schedule(lr)
 
     def update(path: str, grad: Tensor, slots: Slots, param: Tensor, step: Step) -> Update:
+        # Orthogonalise the momentum, or with Nesterov what it will be, and scale it by the matrix's shape.
         mu = slots["momentum"].lerp(grad, 1 - momentum)
         change = grad.lerp(mu, momentum) if nesterov else mu
         change = orthogonalize(change if dtype is None else change.to(dtype), ns_steps).to(param.dtype)

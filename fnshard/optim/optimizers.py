@@ -103,6 +103,7 @@ def lars(
     def update(path: str, grad: Tensor, slots: Slots, param: Tensor, step: Step) -> Update:
         decay = decays(path)
         change = grad + decay * param if decay else grad
+        # Leaves of one dim, biases and norms, are not scaled.
         if param.dim() > 1:
             param_norm, grad_norm = param.square().sum().sqrt(), grad.square().sum().sqrt()
             ratio = trust * param_norm / (grad_norm + decay * param_norm + eps)
@@ -139,6 +140,7 @@ def adamw(
     >>> adamw(3e-4, weight_decay=0.1)
     adamw(lr=0.0003, b1=0.9, b2=0.999, eps=1e-08, weight_decay=0.1, lr_scale=1.0)
     """
+    # `betas` is another spelling of b1 and b2, which must then have their defaults.
     if betas is not None:
         if not isinstance(betas, tuple | list) or len(betas) != 2:
             raise OptimizerError(f"adamw: betas={betas!r} are not two numbers, as in betas=(0.9, 0.95).")
@@ -242,6 +244,7 @@ def schedule_free_adamw(
         return most**2 / total if total else 0.0
 
     def init(path: str, param: Tensor) -> dict[str, Tensor]:
+        # The average has the name under which `fs.averaged` finds it.
         return {"ema": param.clone(), "nu": torch.zeros_like(param)}
 
     def update(path: str, grad: Tensor, slots: Slots, param: Tensor, step: Step) -> Update:
