@@ -275,7 +275,7 @@ def _compute_share(
 
     base_norms = _compute_row_norms(whole, leaf in settings.transposed).to(norms.device)
     wide = torch.promote_types(norms.dtype, torch.float32)
-    # No share of 0 gives another norm.
+    # A norm of 0 stays 0, whatever its share.
     lost = (base_norms == 0) & (norms != 0)
     if lost.any():
         raise StateError(

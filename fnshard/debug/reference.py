@@ -331,7 +331,7 @@ def check_stale(step: Step, state: Any, /, *batch: Any, **keywords: Any) -> None
     """
     kept = step.lower(state, *batch, **keywords).program
     traced = step.front(*batch, **keywords).program
-    # The first two lines of a diff name files. Of the others only those that were taken out or put in count.
+    # The first two lines of a diff name files; of the others, keep those that were removed or added.
     lines = list(difflib.unified_diff(_write_lines(kept), _write_lines(traced), lineterm="", n=0))[2:]
     lines = [f"{line[0]} {line[1:]}" for line in lines if line[0] in "+-"]
     if not lines:

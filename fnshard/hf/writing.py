@@ -242,7 +242,7 @@ def model_directory(
         final: the path of the folder when it is complete. It replaces an empty directory, and nothing else.
         max_bytes: the most bytes of a file.
     """
-    # What a save that was killed has left is in the way.
+    # A save that was killed may have left a folder of that name.
     folder = final.with_name(f".{final.name}.writing")
     files = split_files(entries, max_bytes)
     if folder.is_symlink() or folder.is_file():

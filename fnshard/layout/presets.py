@@ -183,7 +183,7 @@ def _read_tensor_option(
             fix="name an axis whose ranks see the same rows: make_mesh(shard=4, tensor=2), tensor='tensor'.",
         )
 
-    # For the name of an axis, layouts are found by the names of leaves; a warning tells what stays whole.
+    # For an axis, find layouts by the names of leaves, and warn of leaves that stay whole.
     layouts = tensor_layouts(named, tensor, mesh)
     if is_coded:
         layouts = {path: P(*layout.parts[:1]) for path, layout in layouts.items()}

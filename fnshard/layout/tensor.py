@@ -59,7 +59,7 @@ def tensor_layouts(named: Mapping[str, Tensor], axis: str, mesh: Mesh) -> dict[s
     for path, dim in split_dims(named).items():
         leaf = named[path]
         size = leaf.shape[dim]
-        # An adapter is split as the matrix is that it adapts.
+        # An adapter is split as the matrix that it adapts.
         kind = _find_kind(_strip_name(getattr(leaf, "adapts", path)))
         count = _FUSED.get(kind, 1)
         # Only a vocabulary may be padded.

@@ -83,7 +83,7 @@ def muon(
     rate = as_schedule(lr)
 
     def update(path: str, grad: Tensor, slots: Slots, param: Tensor, step: Step) -> Update:
-        # Orthogonalise the momentum, or with Nesterov what it will be, and scale it by the matrix's shape.
+        # Orthogonalise the momentum, or Nesterov's look-ahead, and scale it by the matrix's shape.
         mu = slots["momentum"].lerp(grad, 1 - momentum)
         change = grad.lerp(mu, momentum) if nesterov else mu
         change = orthogonalize(change if dtype is None else change.to(dtype), ns_steps).to(param.dtype)
@@ -130,7 +130,7 @@ def orthogonalize(matrix: Tensor, steps: int = 5) -> Tensor:
     tensor([0.7000, 0.7000])
     """
     a, b, c = COEFFICIENTS
-    # x xᵀ is a matrix of x's first side: take the shorter one as that.
+    # x xᵀ is as large as the first side of x, which therefore is the shorter one.
     tall = matrix.shape[-2] > matrix.shape[-1]
     x = matrix.mT if tall else matrix
     x = x / matrix_norm(x).to(x.dtype).clamp(min=1e-7)

@@ -142,7 +142,7 @@ class Optimizer:
         for rule in self.rules or ():
             rule.check(shapes)
         if self.choose is not None:
-            # Each optimizer that leaves are left to checks its own leaves.
+            # Each optimizer checks the leaves that are left to it.
             parts: dict[Optimizer, dict[str, Sequence[int]]] = {}
             for path, shape in shapes.items():
                 parts.setdefault(self.choose(path, shape), {})[path] = shape
