@@ -62,6 +62,10 @@ def _make_preset(layouts: Layouts, axes: Callable[[Mesh], tuple[str, ...]], doc:
         by_rule = {p: rules[i][1] for p in named if (i := find_rule(p, rules)) is not None}
         free = {path: leaf for path, leaf in named.items() if path not in by_rule}
 
+        # The spec reads the dtype that the policy asks for, which may be given by its name.
+        compute_dtype = LayoutSpec(compute_dtype=policy.get("compute_dtype")).compute_dtype
+        asks_for_fp8 = compute_dtype == FP8 and policy.get("trainable") is not False
+
         # Find the axes that split what leaves compute (`compute`), by the options for tensor and expert axes.
         is_coded = bool(policy.get("codec"))
         computes = {
@@ -74,10 +78,6 @@ def _make_preset(layouts: Layouts, axes: Callable[[Mesh], tuple[str, ...]], doc:
         unit_of = {**unit_of, **{path: spec.unit for path, spec in by_rule.items() if spec.unit}}
         uncut = {p: leaf for p, leaf in named.items() if p in free or by_rule[p].chunk is None}
         chunk_of = cut_chunks(uncut, unit_of, mesh, chunks, computes)
-
-        # The spec reads the dtype that the policy asks for, which may be given by its name.
-        compute_dtype = LayoutSpec(compute_dtype=policy.get("compute_dtype")).compute_dtype
-        asks_for_fp8 = compute_dtype == FP8 and policy.get("trainable") is not False
 
         # Each leaf that no rule of the user's takes gets a rule of its own.
         preset_rules: list[Rule] = []
