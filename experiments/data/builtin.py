@@ -58,11 +58,10 @@ class Function:
 def write_sft_files(folder: str | Path) -> tuple[Path, Path]:
     """Write `train.jsonl` and `held_out.jsonl`: prompts and responses."""
     train, held_out = (
-        [{"prompt": f.prompt, "response": f.summary} for f in _functions(side)] for side in SIDES
+        [{"prompt": f.prompt, "response": f.summary} for f in _list_functions(side)] for side in SIDES
     )
-    return write_lines(Path(folder, "train.jsonl"), train), write_lines(
-        Path(folder, "held_out.jsonl"), held_out
-    )
+    folder = Path(folder)
+    return write_lines(folder / "train.jsonl", train), write_lines(folder / "held_out.jsonl", held_out)
 
 
 def write_pair_files(folder: str | Path) -> tuple[Path, Path]:
@@ -72,7 +71,11 @@ def write_pair_files(folder: str | Path) -> tuple[Path, Path]:
     model that knows nothing of docstrings writes next.
     """
     train, held_out = (
-        [{"prompt": f.prompt, "chosen": f.summary, "rejected": f.code} for f in _functions(side) if f.code]
+        [
+            {"prompt": f.prompt, "chosen": f.summary, "rejected": f.code}
+            for f in _list_functions(side)
+            if f.code
+        ]
         for side in SIDES
     )
     folder = Path(folder)
@@ -84,19 +87,14 @@ def write_pair_files(folder: str | Path) -> tuple[Path, Path]:
 
 def write_label_files(folder: str | Path) -> tuple[Path, Path]:
     """Write `train_labels.jsonl` and `held_out_labels.jsonl`: summaries, lines of code and signatures."""
-    sides = (
-        [
-            {"text": text.strip(), "label": label}
-            for f in _functions(side)
-            for label, text in (
-                ("summary", f.summary),
-                ("code", f.code),
-                ("signature", f.prompt.split("\n")[0]),
-            )
-            if text.strip()
-        ]
-        for side in SIDES
-    )
+    sides = []
+    for side in SIDES:
+        lines = []
+        for f in _list_functions(side):
+            texts = {"summary": f.summary, "code": f.code, "signature": f.prompt.split("\n")[0]}
+            # The code is empty where a function has none besides its docstring, or where it is too long.
+            lines += [{"text": text.strip(), "label": label} for label, text in texts.items() if text.strip()]
+        sides.append(lines)
     names = ("train_labels.jsonl", "held_out_labels.jsonl")
     return tuple(write_lines(Path(folder, name), lines) for name, lines in zip(names, sides, strict=True))
 
@@ -107,7 +105,7 @@ def write_word_files(folder: str | Path) -> tuple[Path, Path]:
     sides = []
     for side in SIDES:
         lines = []
-        for f in _functions(side):
+        for f in _list_functions(side):
             words = f.summary.split()
             lines.append({"tokens": words, "tags": ["long" if len(word) > 4 else "short" for word in words]})
         sides.append(lines)
@@ -120,37 +118,40 @@ def write_twin_files(folder: str | Path) -> tuple[Path, Path]:
     for them, each with its function's signature."""
     sides: list[dict[str, str]] = []  # `{words: signature}`
     for side in SIDES:
-        signatures = [f.prompt.split("\n")[0] for f in _functions(side)]
-        searched = {" ".join(_words_of_name(each)): each for each in signatures if len(each) <= LONGEST_TWIN}
-        sides.append({words: each for words, each in searched.items() if " " in words})
+        signatures: dict[str, str] = {}
+        for function in _list_functions(side):
+            signature = function.prompt.split("\n")[0]
+            # The words of `def get_default_path(self):` are "get default path".
+            name = signature.removeprefix("def ").partition("(")[0]
+            words = " ".join(name.strip("_").split("_"))
+            if len(signature) <= LONGEST_TWIN:
+                signatures[words] = signature
+        # One word alone, such as "close", says too little to search for.
+        sides.append({words: signature for words, signature in signatures.items() if " " in words})
     train, held_out = sides
-    held_out = {words: each for words, each in held_out.items() if words not in train}
-    lines = [
-        [{"query": words, "positive": each} for words, each in side.items()] for side in (train, held_out)
-    ]
+    held_out = {words: signature for words, signature in held_out.items() if words not in train}
     names = ("train_twins.jsonl", "held_out_twins.jsonl")
-    return tuple(write_lines(Path(folder, name), lines) for name, lines in zip(names, lines, strict=True))
-
-
-def _words_of_name(signature: str) -> list[str]:
-    """Return the words of a function's name.
-
-    >>> _words_of_name("def get_default_path(self):")
-    ['get', 'default', 'path']
-    """
-    return signature.removeprefix("def ").partition("(")[0].strip("_").split("_")
+    paths = []
+    for name, side in zip(names, (train, held_out), strict=True):
+        records = [{"query": words, "positive": signature} for words, signature in side.items()]
+        paths.append(write_lines(Path(folder, name), records))
+    return tuple(paths)
 
 
 def write_text_files(folder: Path) -> tuple[Path, Path]:
     """Write `text.jsonl` and `held_out_text.jsonl`: functions without docstrings, so that tuning shows."""
-    train, held_out = (({"text": t} for t in islice(_texts(side), n)) for side, n in MOST_TEXTS.items())
+    train, held_out = (
+        ({"text": text} for text in islice(_unparse_functions(side), most))
+        for side, most in MOST_TEXTS.items()
+    )
     return write_lines(folder / "text.jsonl", train), write_lines(folder / "held_out_text.jsonl", held_out)
 
 
-def _texts(held_out: bool) -> Iterator[str]:
+def _unparse_functions(held_out: bool) -> Iterator[str]:
     """Yield the functions of one side as text, without docstrings."""
-    for path in _files(held_out):
-        for function in _functions_in(_parse(path)):
+    for path in _list_files(held_out):
+        for function in _find_functions(_parse(path)):
+            # Functions and classes inside of it lose their docstrings, too.
             for node in ast.walk(function):
                 kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
                 if isinstance(node, kinds) and ast.get_docstring(node) is not None:
@@ -158,31 +159,31 @@ def _texts(held_out: bool) -> Iterator[str]:
             yield ast.unparse(function)
 
 
-def _files(held_out: bool) -> list[Path]:
-    """Return the files of one side, mixed by a hash of their names."""
+def _list_files(held_out: bool) -> list[Path]:
+    """Return the files of one side, in the order of a hash of their names, which mixes packages."""
     root = standard_library()
     names = [n for n in source_files(root) if is_held_out(n, HELD_OUT_PERCENT) == held_out]
     return [root / name for name in sorted(names, key=lambda n: sha256(n.encode()).digest())]
 
 
 @lru_cache(maxsize=2)
-def _functions(held_out: bool) -> tuple[Function, ...]:
+def _list_functions(held_out: bool) -> tuple[Function, ...]:
     """Return the distinct functions of one side."""
-    known = {(f.prompt, f.summary) for f in _functions(False)} if held_out else set()
-    found: dict[str, Function] = {}
-    for path in _files(held_out):
+    trained_on = {(f.prompt, f.summary) for f in _list_functions(False)} if held_out else set()
+    by_prompt: dict[str, Function] = {}
+    for path in _list_files(held_out):
         for function in _read_functions(path):
             # Two classes may have the same method, such as `close`, in files of both sides.
-            if (function.prompt, function.summary) not in known:
-                found.setdefault(function.prompt, function)
-        if len(found) >= MOST[held_out]:
+            if (function.prompt, function.summary) not in trained_on:
+                by_prompt.setdefault(function.prompt, function)
+        if len(by_prompt) >= MOST[held_out]:
             break
-    return tuple(found.values())[: MOST[held_out]]
+    return tuple(by_prompt.values())[: MOST[held_out]]
 
 
 def _read_functions(path: Path) -> Iterator[Function]:
     """Yield those documented functions of a file that are short enough, and whose summary says enough."""
-    for node in _functions_in(_parse(path)):
+    for node in _find_functions(_parse(path)):
         paragraph = (ast.get_docstring(node) or "").strip().partition("\n\n")[0]
         summary = "" if "\n" in paragraph else paragraph.strip()  # a whole sentence, as a rule
         prompt = f'def {node.name}({ast.unparse(node.args)}):\n    """'
@@ -192,7 +193,7 @@ def _read_functions(path: Path) -> Iterator[Function]:
 
 
 def _parse(path: Path) -> ast.Module:
-    """Parse a file. The library has some that are there to be broken, which are taken as empty."""
+    """Parse a file. The library has files that are broken on purpose, which are taken as empty."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # old files have escapes that Python warns of
@@ -201,23 +202,25 @@ def _parse(path: Path) -> ast.Module:
         return ast.Module([], [])
 
 
-def _functions_in(tree: ast.Module | ast.ClassDef) -> Iterator[ast.FunctionDef]:
+def _find_functions(tree: ast.Module | ast.ClassDef) -> Iterator[ast.FunctionDef]:
     """Yield the functions of modules and classes; those inside functions are left out."""
     for node in tree.body:
         if isinstance(node, ast.FunctionDef):
             yield node
         elif isinstance(node, ast.ClassDef):
-            yield from _functions_in(node)
+            yield from _find_functions(node)
 
 
 def write_image_files(folder: str | Path) -> tuple[Path, Path]:
     """Write images of shapes, one or two to a question, and `train_images.jsonl`, `held_out_images.jsonl`."""
     from PIL import Image, ImageDraw
 
-    folder, draw, records = Path(folder), random.Random(0), []
+    folder, draw = Path(folder), random.Random(0)
     (folder / "images").mkdir(parents=True, exist_ok=True)
     kinds = [(colour, shape) for colour in COLOURS for shape in SHAPES]
-    paths = []
+    images: list[tuple[str, str]] = []  # each image's path, and what it shows
+
+    # Each image is one shape at a random place on a bright grey ground.
     for number in range(IMAGES):
         colour, shape = draw.choice(kinds)
         width, height = draw.randrange(24, 65, 8), draw.randrange(24, 65, 8)
@@ -234,16 +237,21 @@ def write_image_files(folder: str | Path) -> tuple[Path, Path]:
             pen.polygon(corners, COLOURS[colour])
         path = Path("images") / f"{number}.png"
         image.save(folder / path)
-        paths.append((str(path), f"{colour} {shape}"))
-    for number, (path, said) in enumerate(paths):
+        images.append((str(path), f"{colour} {shape}"))
+
+    # Three questions in four are about one image, and the fourth is about two.
+    records = []
+    for number, (path, answer) in enumerate(images):
         if number % 4:
-            records.append({"images": [path], "prompt": "<image>What is it?", "response": said})
+            records.append({"images": [path], "prompt": "<image>What is it?", "response": answer})
         else:
             # Both images are of one side, so that no held-out image is trained on.
-            own_side = paths[:IMAGES_HELD_OUT] if number < IMAGES_HELD_OUT else paths[IMAGES_HELD_OUT:]
-            other, second = draw.choice(own_side)
-            asked = "<image><image>What are they?"
-            records.append({"images": [path, other], "prompt": asked, "response": f"{said}, {second}"})
+            same_side = images[:IMAGES_HELD_OUT] if number < IMAGES_HELD_OUT else images[IMAGES_HELD_OUT:]
+            other_path, other_answer = draw.choice(same_side)
+            records.append({
+                "images": [path, other_path], "prompt": "<image><image>What are they?",
+                "response": f"{answer}, {other_answer}",
+            })  # fmt: skip
     train = write_lines(folder / "train_images.jsonl", records[IMAGES_HELD_OUT:])
     return train, write_lines(folder / "held_out_images.jsonl", records[:IMAGES_HELD_OUT])
 
@@ -285,9 +293,10 @@ def write_answer_files(folder: str | Path) -> tuple[Path, Path]:
 
 
 def _spoil(answer: str, draw: random.Random) -> str:
-    """Return a wrong answer: the right one with a sign too few, too many or exchanged, or signs at random.
+    """Return a wrong answer: the right one with a character removed, added or replaced, or random characters.
 
-    A policy finds whatever a reward model has never seen: without answers that are too long it learns these.
+    A policy finds whatever a reward model has never seen. If no wrong answer were too long, it would learn to
+    give such answers.
     """
     signs = "0123456789" if answer.isdigit() else "0123456789+-*"
     while True:
@@ -296,39 +305,44 @@ def _spoil(answer: str, draw: random.Random) -> str:
             answer[:-1], answer + sign, answer[:place] + sign + answer[place + 1 :],
             "".join(draw.choices(signs, k=draw.randint(1, 4))),
         ))  # fmt: skip
-        # Another expression of the same numbers may be right, too.
-        is_right = wrong == answer or (not answer.isdigit() and _numbers(wrong) == _numbers(answer))
+        # Another expression of the same digits may be right, too.
+        is_right = wrong == answer or (not answer.isdigit() and _sort_digits(wrong) == _sort_digits(answer))
         if wrong and not is_right:
             return wrong
 
 
-def _numbers(text: str) -> list[str]:
+def _sort_digits(text: str) -> list[str]:
     return sorted(filter(str.isdigit, text))
 
 
 def _draw_problems() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """Return draws of all problems but one in `ONE_IN`, as many of each kind, and those that are held out."""
-    draw, held_out, kinds = random.Random(0), [], []
-    for of_a_kind in (
-        {f"rev {text}=": text[::-1] for text in _digits(3, 10)},
-        {f"sort {text}=": "".join(sorted(text)) for text in _digits(3, 10)},
-        {f"sum {text}=": str(sum(map(int, text))) for text in _digits(3, 7)},
-        dict(_countdowns()),
-    ):
-        problems = list(of_a_kind.items())
+    """Return problems to train on, drawn with repetition, and held-out ones.
+
+    One in `ONE_IN` problems of each kind is held out, and `DRAWN` are drawn from the others, equally many of
+    each kind.
+    """
+    draw, held_out, drawn_from = random.Random(0), [], []
+    kinds = (
+        {f"rev {text}=": text[::-1] for text in _list_digits(3, 10)},
+        {f"sort {text}=": "".join(sorted(text)) for text in _list_digits(3, 10)},
+        {f"sum {text}=": str(sum(map(int, text))) for text in _list_digits(3, 7)},
+        dict(_make_countdowns()),
+    )
+    for answers in kinds:
+        problems = list(answers.items())
         draw.shuffle(problems)
         share = len(problems) // ONE_IN
         held_out += problems[:share]
-        kinds.append(problems[share:])
-    return [draw.choice(kinds[number % len(kinds)]) for number in range(DRAWN)], held_out
+        drawn_from.append(problems[share:])
+    return [draw.choice(drawn_from[number % len(kinds)]) for number in range(DRAWN)], held_out
 
 
-def _digits(count: int, base: int) -> Iterator[str]:
+def _list_digits(count: int, base: int) -> Iterator[str]:
     return map("".join, itertools.product(map(str, range(base)), repeat=count))
 
 
-def _countdowns() -> Iterator[tuple[str, str]]:
-    """Yield two digits and the number that they are to make, and how they make it."""
+def _make_countdowns() -> Iterator[tuple[str, str]]:
+    """Yield prompts that ask how two digits make a number, with the expression that answers each."""
     for small, large in itertools.combinations_with_replacement(range(1, 10), 2):
         for sign in "+-*" if small * large > 18 else "+-":  # so that the number shows which sign it is
             yield f"make {OPERATORS[sign](large, small)}: {small}{large}=", f"{large}{sign}{small}"

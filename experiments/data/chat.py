@@ -53,42 +53,48 @@ def conversation(
     if not any(learns):
         raise LineError("no message is learned: their weight, train or loss say so")
     paths = pictures_in(tokenizer, messages)
-    shown, how = _fit_to_template(tokenizer, messages, tools, options)
-    if not MARKED.search(tokenizer.hf.get_chat_template(tools=tools)):
-        text = _render_text(tokenizer, shown, how)
-        spans = _find_learned_spans(tokenizer, shown, learns, how, text)
-        return encode_rendered(
-            tokenizer, *(tokenizer.images.expand(text, spans, paths) if paths else (text, spans))
-        )
+    shown, variables = _fit_to_template(tokenizer, messages, tools, options)
 
+    # A template without marks: prefixes of the text show what is learned.
+    if not MARKED.search(tokenizer.hf.get_chat_template(tools=tools)):
+        text = _render_text(tokenizer, shown, variables)
+        spans = _find_learned_spans(tokenizer, shown, learns, variables, text)
+        if paths:
+            text, spans = tokenizer.images.expand(text, spans, paths)
+        return encode_rendered(tokenizer, text, spans)
+
+    # A template with marks: transformers returns the mask of all that assistants wrote.
     encoded = _render(
-        tokenizer, shown, how, tokenize=True, return_dict=True, return_assistant_tokens_mask=True,
+        tokenizer, shown, variables, tokenize=True, return_dict=True, return_assistant_tokens_mask=True,
         tokenizer_kwargs={"return_offsets_mapping": True},
     )  # fmt: skip
     ids, learned = (np.array(encoded[name]) for name in ("input_ids", "assistant_masks"))
     starts, stops = np.array(encoded["offset_mapping"]).reshape(-1, 2).T
+    # Assistants' messages before `first` belong to the prompt, so they are not learned.
     if first:
         number = next(n for n in range(first, len(shown)) if shown[n]["role"] == "assistant")
-        prompt = _render_text(tokenizer, shown[:number], how, ask=True)
-        _check_prefix(_render_text(tokenizer, shown, how).startswith(prompt), number)
+        prompt = _render_text(tokenizer, shown[:number], variables, ask=True)
+        _check_prefix(_render_text(tokenizer, shown, variables).startswith(prompt), number)
         learned[starts < len(prompt)] = 0
-    # A message that says otherwise stands where a rendering that ends with it goes beyond the one before.
+    # A message may say otherwise than its role. Its tokens are those that a rendering which ends with it has
+    # more than the rendering before it.
     for number, message in enumerate(shown):
         if number < first or learns[number] is (message["role"] == "assistant"):
             continue
-        whole = _render_text(tokenizer, shown, how)
-        with_it = _render_text(tokenizer, shown[: number + 1], how)
-        start = len(_render_text(tokenizer, shown[:number], how)) if number else 0
+        whole = _render_text(tokenizer, shown, variables)
+        with_it = _render_text(tokenizer, shown[: number + 1], variables)
+        start = len(_render_text(tokenizer, shown[:number], variables)) if number else 0
         _check_prefix(whole.startswith(with_it), number)
         learned[(stops > start) & (starts < len(with_it))] = 0
         only = [n == number and each for n, each in enumerate(learns)]
-        for start, end in _find_learned_spans(tokenizer, shown, only, how, whole):
+        for start, end in _find_learned_spans(tokenizer, shown, only, variables, whole):
             learned[(stops > start) & (starts < end)] = 1
     if not paths:
         return ids.astype(np.uint32), learned.astype(np.uint8)
+    # Image tokens are expanded in the text, so what is learned is carried over by characters.
     spans = [(int(starts[n]), int(stops[n])) for n in np.flatnonzero(learned)]
     return encode_rendered(
-        tokenizer, *tokenizer.images.expand(_render_text(tokenizer, shown, how), spans, paths)
+        tokenizer, *tokenizer.images.expand(_render_text(tokenizer, shown, variables), spans, paths)
     )
 
 
@@ -98,10 +104,10 @@ def pictures_in(tokenizer: DirectoryTokenizer, messages: Messages) -> list[Any]:
     Raises:
         LineError: there are some, but the tokenizer's model does not see.
     """
-    found = [part.get("image") for m in messages for part in parts(m) if part.get("type") == "image"]
-    if found and tokenizer.images is None:
+    images = [part.get("image") for m in messages for part in parts(m) if part.get("type") == "image"]
+    if images and tokenizer.images is None:
         raise LineError("has images, and the model's directory no image processor that is known here")
-    return found
+    return images
 
 
 def parts(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -120,13 +126,14 @@ def encode_rendered(tokenizer: DirectoryTokenizer, text: str, spans: Sequence[tu
     ids, learned = np.array(encoded["input_ids"]), np.zeros(len(encoded["input_ids"]))
     starts, ends = np.array(encoded["offset_mapping"]).T
     for start, end in spans:
+        # A token that is partly inside a span is learned.
         learned[(ends > start) & (starts < end)] = 1
     return ids.astype(np.uint32), learned.astype(np.uint8)
 
 
 def is_rendered(tokenizer: DirectoryTokenizer, *texts: Any) -> bool:
     """Return whether any of these texts spells a control token of the tokenizer."""
-    return any(isinstance(text, str) and _control_pattern(tokenizer).search(text) for text in texts)
+    return any(isinstance(text, str) and _make_control_pattern(tokenizer).search(text) for text in texts)
 
 
 def opening(
@@ -145,34 +152,35 @@ def opening(
         LineError: the conversation cannot be shown, for one of the reasons of `conversation`.
     """
     named = pictures_in(tokenizer, messages)
-    shown, how = _fit_to_template(tokenizer, messages, tools, options)
+    shown, variables = _fit_to_template(tokenizer, messages, tools, options)
     if not named:
-        return _render(tokenizer, shown, how, add_generation_prompt=True, tokenize=True, return_dict=False)
-    text = _render_text(tokenizer, shown, how, ask=True)
+        return _render(
+            tokenizer, shown, variables, add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+    text = _render_text(tokenizer, shown, variables, ask=True)
     expanded, _ = tokenizer.images.expand(text, [], named if pictures is None else pictures)
     return encode_rendered(tokenizer, expanded, [])[0].tolist()
 
 
 def hidden_fields(tokenizer: DirectoryTokenizer, messages: Messages, tools: list[Any] | None) -> set[str]:
-    """Return the fields of messages that the chat template does not speak of.
+    """Return the fields of messages that the chat template does not mention.
 
     Raises:
         LineError: an assistant's thoughts are among them.
     """
     template = tokenizer.hf.get_chat_template(tools=tools)
-    found = {
-        name
-        for m in messages
-        for name, v in m.items()
-        if v not in (None, "", []) and name not in OF_A_MESSAGE
-    }
-    found = {name for name in found if not re.search(rf"\b{re.escape(name)}\b", template)}
-    if thoughts := sorted(found & set(THOUGHTS)):
+    hidden = set()
+    for message in messages:
+        for name, value in message.items():
+            is_extra = value not in (None, "", []) and name not in OF_A_MESSAGE
+            if is_extra and not re.search(rf"\b{re.escape(name)}\b", template):
+                hidden.add(name)
+    if thoughts := sorted(hidden & set(THOUGHTS)):
         raise LineError(
             f"messages: {' and '.join(thoughts)}: the chat template does not show it (write it into content, "
             "or take a template that does)"
         )
-    return found
+    return hidden
 
 
 # ------------------------------------------------------------------ what a template is shown
@@ -186,66 +194,73 @@ def _fit_to_template(
 ) -> tuple[Messages, dict[str, Any]]:
     """Return messages and variables as the chat template takes them.
 
-    The fields that say what is learned are left out, and the arguments of calls are objects.
+    The fields that say what is learned are left out, and the arguments of calls are objects unless the
+    template joins them to texts.
 
     Raises:
-        LineError: the template does not show something that is there.
+        LineError: the template does not show all of the conversation.
     """
     options = options or {}
     template = tokenizer.hf.get_chat_template(tools=tools)
     _check_controls(tokenizer, [*messages, *(tools or []), options])
-    there = {"tools": bool(tools), "tool_calls": any(m.get("tool_calls") for m in messages)}
-    there |= dict.fromkeys(options, True)
-    if hidden := [
-        n for n, is_there in there.items() if is_there and not re.search(rf"\b{re.escape(n)}\b", template)
-    ]:
+    # Jinja drops a variable that a template does not name without an error.
+    has_calls = any(message.get("tool_calls") for message in messages)
+    given = {"tools": bool(tools), "tool_calls": has_calls, **dict.fromkeys(options, True)}
+    hidden = [
+        n for n, is_given in given.items() if is_given and not re.search(rf"\b{re.escape(n)}\b", template)
+    ]
+    if hidden:
         raise LineError(f"the chat template does not show {' and '.join(hidden)} (take one that does)")
+    # An option is passed as a keyword, which must not be one of the tokenizer's own.
     taken = {"messages", *inspect.signature(tokenizer.hf.apply_chat_template).parameters}
     if ours := sorted(options.keys() & taken):
         raise LineError(
             f"{' and '.join(ours)}: is an option of the tokenizer, and no variable of a chat template"
         )
 
-    how, hidden = {"tools": tools, **options}, {*LEARNED, DETAIL}
-    shown = [{name: v for name, v in message.items() if name not in hidden} for message in messages]
+    variables, left_out = {"tools": tools, **options}, {*LEARNED, DETAIL}
+    shown = [{name: v for name, v in message.items() if name not in left_out} for message in messages]
+    # Templates of models that see no images may know texts alone, so parts are joined.
     for message in shown:
         texts = parts(message)
         if texts and tokenizer.images is None and all(part.get("type") == "text" for part in texts):
             message["content"] = "".join(part["text"] for part in texts)
+
     # Messages are tried as they are written, and then as those templates take them that know fewer roles, or
-    # that join the arguments of calls to texts.
+    # that join the arguments of calls to texts. If all are refused, the error is that of the first try.
     refused, tried = [], []
     nulls = (None, "") if ASKS_NULL.search(template) else ("",)
     for null, as_text, roles in product(nulls, (False, True), ({}, ALIASES)):
         call = partial(_rewrite_call, as_text=as_text)
-        talk = [_replace_calls({**m, "role": roles.get(m["role"], m["role"])}, call) for m in shown]
-        talk = [{**m, "content": null if m.get("content") is None else m["content"]} for m in talk]
-        if talk in tried:
+        turns = [_replace_calls({**m, "role": roles.get(m["role"], m["role"])}, call) for m in shown]
+        turns = [{**m, "content": null if m.get("content") is None else m["content"]} for m in turns]
+        if turns in tried:
             continue
         try:
-            _check_shown(tokenizer, talk, how)
+            _check_shown(tokenizer, turns, variables)
         except LineError as error:
             refused.append(error)
-            tried.append(talk)
+            tried.append(turns)
         else:
-            return talk, how
+            return turns, variables
     raise refused[0]
 
 
-def _check_shown(tokenizer: DirectoryTokenizer, messages: Messages, how: Mapping[str, Any]) -> None:
+def _check_shown(tokenizer: DirectoryTokenizer, messages: Messages, variables: Mapping[str, Any]) -> None:
     """Check that a chat template shows everything.
 
-    It is shown marks in the place of each message's words and of the names of calls and tools. All of them
-    have to stand in what it writes.
+    Marks replace each message's words and the names of calls and tools, and the rendered text has to contain
+    all of them.
 
     Raises:
-        LineError: some of them do not, or the template refuses the conversation.
+        LineError: some marks are missing, or the template refuses the conversation.
     """
     # If the template refuses the words themselves, its own error says so.
-    _render_text(tokenizer, messages, how)
+    _render_text(tokenizer, messages, variables)
     marks: dict[str, str] = {}
 
     def mark(what: str) -> str:
+        # The number has a letter on both sides, so that mark 1 is not found in mark 11.
         name = f"x{len(marks)}x-stands-here"
         marks[name] = what
         return name
@@ -257,7 +272,8 @@ def _check_shown(tokenizer: DirectoryTokenizer, messages: Messages, how: Mapping
         whole = {**inner, "name": mark(f"{inner['name']} (write tools and calls as {FUNCTION})")}
         return {**function, "function": whole} if "function" in function else whole
 
-    talk = []
+    # Replace all words and names by marks, each with a description for the error.
+    turns = []
     for number, message in enumerate(messages):
         content = message["content"]
         beside = " beside a call" if message.get("tool_calls") else ""
@@ -269,9 +285,11 @@ def _check_shown(tokenizer: DirectoryTokenizer, messages: Messages, how: Mapping
                 {**part, "text": mark(what)} if part.get("type") == "text" and part["text"].strip() else part
                 for part in content
             ]
-        talk.append(_replace_calls({**message, "content": content}, mark_name))
-    tools = how.get("tools") and [mark_name(tool) for tool in how["tools"]]
-    text = _render_text(tokenizer, talk, {**how, "tools": tools})
+        turns.append(_replace_calls({**message, "content": content}, mark_name))
+    tools = variables.get("tools") and [mark_name(tool) for tool in variables["tools"]]
+
+    # Every mark has to be in the rendered text.
+    text = _render_text(tokenizer, turns, {**variables, "tools": tools})
     if missing := [what for name, what in marks.items() if name not in text]:
         raise LineError(
             f"the chat template shows nothing of {'; '.join(missing[:3])} (write it in a way that the "
@@ -288,12 +306,15 @@ def _replace_calls(message: Mapping[str, Any], function: Callable[[Any], Any]) -
 def _rewrite_call(call: Mapping[str, Any], as_text: bool) -> dict[str, Any]:
     """Return a call of a tool with its arguments as an object, or as the JSON of it."""
     function = call.get("function", call)
-    said = function.get("arguments")
-    if not as_text:
-        said = (json.loads(said) if said.strip() else {}) if isinstance(said, str) else said or {}
-    elif not isinstance(said, str):
-        said = json.dumps(said or {}, ensure_ascii=False)
-    whole = {**function, "arguments": said}
+    arguments = function.get("arguments")
+    if as_text:
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments or {}, ensure_ascii=False)
+    elif isinstance(arguments, str):
+        arguments = json.loads(arguments) if arguments.strip() else {}
+    else:
+        arguments = arguments or {}
+    whole = {**function, "arguments": arguments}
     return {**call, "function": whole} if "function" in call else whole
 
 
@@ -304,15 +325,22 @@ def _find_learned_spans(
     tokenizer: DirectoryTokenizer,
     messages: Messages,
     learns: Sequence[bool | list[Mapping[str, Any]]],
-    how: Mapping[str, Any],
+    variables: Mapping[str, Any],
     whole: str,
 ) -> list[Span]:
     """Find the parts of a conversation's text that are learned.
 
     They are the words of those messages that are learned, with the tokens that end them.
+
+    Args:
+        learns: for each message whether it is learned, or which of its characters are (`train_detail`).
+        whole: the text of all messages.
+
+    Raises:
+        LineError: a rendering is not the beginning of the next one, or a message cannot be found in its own.
     """
     spans: list[Span] = []
-    full = ""
+    full = ""  # the text up to the last message that was looked at
     for number, learned in enumerate(learns):
         if not learned:
             continue
@@ -323,16 +351,18 @@ def _find_learned_spans(
                 'messages[0] is an assistant\'s, so there is no prompt that asks for it (write {"text": ...} '
                 "where there is none)"
             )
-        prompt = _render_text(tokenizer, messages[:number], how, ask=is_assistant) if number else ""
-        before, full = full, _render_text(tokenizer, messages[: number + 1], how)
+        # An assistant's turn is what a rendering that ends with it has more than the prompt that asks for it.
+        prompt = _render_text(tokenizer, messages[:number], variables, ask=is_assistant) if number else ""
+        before, full = full, _render_text(tokenizer, messages[: number + 1], variables)
         _check_prefix(prompt.startswith(before) and full.startswith(prompt), number)
         start, end = len(prompt), _find_end(tokenizer, full, len(prompt))
         if is_assistant and learned is True:
             spans.append((start, end))
             continue
-        # A rendering with a mark in the content's place shows where the content stands.
+        # Of other messages the content alone is learned: a rendering with a mark in its place shows where it
+        # begins.
         mark = f"here-{number}-stands-what-was-said"
-        marked = _render_text(tokenizer, [*messages[:number], {**message, "content": mark}], how)
+        marked = _render_text(tokenizer, [*messages[:number], {**message, "content": mark}], variables)
         at = marked.find(mark)
         words = content if isinstance(content, str) and full.startswith(content, at) else str(content).strip()
         if at < 0 or marked[:at] + words + marked[at + len(mark) :] != full:
@@ -340,7 +370,8 @@ def _find_learned_spans(
                 f"messages[{number}]: train: the chat template does not write its content as it is"
             )
         if learned is not True:
-            # Offsets count within the content, whose ends a template may strip. The last one is learned, too.
+            # Offsets count from the content's first character, even if the template strips it; `end_offset`
+            # is that of the last character which is learned.
             zero, end = at - str(content).find(words), at + len(words)
             spans += [
                 (max(at, zero + d["begin_offset"]), min(end, zero + d["end_offset"] + 1))
@@ -348,6 +379,7 @@ def _find_learned_spans(
                 if d["train"]
             ]
             continue
+        # The end token right behind the content is learned, too, if the template writes one.
         stops, end = tokenizer.hf.convert_ids_to_tokens(list(tokenizer.stops)), at + len(words)
         spans.append((at, end + max((len(stop) for stop in stops if full.startswith(stop, end)), default=0)))
     _check_prefix(whole.startswith(full), len(messages) - 1)
@@ -355,14 +387,20 @@ def _find_learned_spans(
 
 
 def _find_end(tokenizer: DirectoryTokenizer, text: str, start: int) -> int:
-    """Return the end of an answer, which is that of its last end token, whatever a template writes after
-    it."""
-    ends = tokenizer.hf.convert_ids_to_tokens(list(tokenizer.stops))
-    return max((at + len(end) for end in ends if (at := text.rfind(end, start)) >= 0), default=len(text))
+    """Return the end of an answer: that of its last end token, or of the text if it has none.
+
+    What a template writes after it, such as a line break, is never generated.
+    """
+    ends = []
+    for stop in tokenizer.hf.convert_ids_to_tokens(list(tokenizer.stops)):
+        at = text.rfind(stop, start)
+        if at >= 0:
+            ends.append(at + len(stop))
+    return max(ends, default=len(text))
 
 
-def _check_prefix(holds: bool, number: int) -> None:
-    if not holds:
+def _check_prefix(is_prefix: bool, number: int) -> None:
+    if not is_prefix:
         raise LineError(
             f"the chat template writes what stands before messages[{number}] in another way than it asks for "
             "it, so the assistant's part is unknown (use prompt and response, or a template with "
@@ -371,30 +409,36 @@ def _check_prefix(holds: bool, number: int) -> None:
 
 
 def _render_text(
-    tokenizer: DirectoryTokenizer, messages: Messages, how: Mapping[str, Any], ask: bool = False
+    tokenizer: DirectoryTokenizer, messages: Messages, variables: Mapping[str, Any], ask: bool = False
 ) -> str:
-    return _render(tokenizer, messages, how, add_generation_prompt=ask, tokenize=False)
+    """Return the text of messages; with `ask` the prompt that makes a model answer them."""
+    return _render(tokenizer, messages, variables, add_generation_prompt=ask, tokenize=False)
 
 
-def _render(tokenizer: DirectoryTokenizer, messages: Messages, how: Mapping[str, Any], **options: Any) -> Any:
+def _render(
+    tokenizer: DirectoryTokenizer, messages: Messages, variables: Mapping[str, Any], **options: Any
+) -> Any:
+    """Apply the chat template, and turn every error of it into a `LineError`."""
     try:
-        return tokenizer.hf.apply_chat_template([dict(m) for m in messages], **how, **options)
+        return tokenizer.hf.apply_chat_template([dict(m) for m in messages], **variables, **options)
     except Exception as error:  # templates are programs: anything can come out of one
         raise LineError(f"the chat template refuses it ({type(error).__name__}: {error})") from error
 
 
 def _check_controls(tokenizer: DirectoryTokenizer, messages: Messages) -> None:
     """Refuse text that would become a control token, so that nobody ends a turn by writing how turns end."""
-    find = _control_pattern(tokenizer)
+    pattern = _make_control_pattern(tokenizer)
     for number, message in enumerate(messages):
-        if found := find.search(json.dumps(message, ensure_ascii=False, default=str)):
+        # A call's arguments and a tool's schema are searched, too: JSON has all texts of a message.
+        if found := pattern.search(json.dumps(message, ensure_ascii=False, default=str)):
             raise LineError(
                 f"messages[{number}] spells the control token {found[0]!r} (write it otherwise; what a "
                 "chat template has rendered goes into text, or prompt and response)"
             )
 
 
-def _control_pattern(tokenizer: DirectoryTokenizer) -> re.Pattern[str]:
+def _make_control_pattern(tokenizer: DirectoryTokenizer) -> re.Pattern[str]:
+    """Return a pattern of the tokenizer's control tokens."""
     added = tokenizer.hf.added_tokens_decoder.values()
     return _compile_spelling(tuple(token.content for token in added if token.special))
 
@@ -402,4 +446,5 @@ def _control_pattern(tokenizer: DirectoryTokenizer) -> re.Pattern[str]:
 @lru_cache(maxsize=8)
 def _compile_spelling(texts: Sequence[str]) -> re.Pattern[str]:
     """Make a pattern that finds any of some texts, and nothing if there are none."""
+    # The longest alternative is first, since the first that matches counts.
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")

@@ -42,12 +42,8 @@ FORMS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     ),
     "prompts": (("messages",), ("prompt",), ("text",)),
 }  # fmt: skip
-REFERENCES = (
-    *NAMES["response"],
-    "solution",
-    "ground_truth",
-    "reference_answer",
-)  # rewards compare with these
+# Rewards compare answers with these.
+REFERENCES = (*NAMES["response"], "solution", "ground_truth", "reference_answer")
 KNOWN = {
     "samples": "'messages', 'prompt' and 'response', 'instruction' and 'output', 'text'",
     "pairs": "'prompt', 'chosen' and 'rejected'; 'messages' and 'rejected_response'",
@@ -120,10 +116,11 @@ def read(record: Record, kind: str) -> Exchange:
     Raises:
         LineError: it has none of the forms, or a field has a wrong value or a meaning that cannot be obeyed.
     """
+    # Find out which form the record has, and what it calls the parts of it.
     whole = record
     record = without_nulls(_unwrap(record))
-    _refuse(record, kind)
-    names = {part: name for part, known in NAMES.items() if (name := _find_name(known, record))}
+    _refuse_fields(record, kind)
+    names = _name_parts(record)
     form = _find_form(record, names, kind)
     if form is None:
         raise LineError(_describe_unknown(whole, kind))
@@ -132,32 +129,87 @@ def read(record: Record, kind: str) -> Exchange:
         names[part] for part in (*form, "system", "history", "tools", "options", "images") if part in names
     }
 
-    # A system's text and a history stand before all else. A template is shown tools and options beside them.
+    # Read what may be beside any form: tools and options for the template, and a system's text and a history,
+    # which begin the conversation.
     value["tools"], value["options"] = _decode(value.get("tools")), _decode(value.get("options"))
     if isinstance(value["tools"], list):
         value["tools"] = list(map(_decode, value["tools"]))
-    checks = {"tools": _tools, "options": _options, "system": _string, "history": _history}
-    here = {part: is_wrong for part, is_wrong in checks.items() if part in names}
-    check({names[p]: value[p] for p in here}, **{names[p]: is_wrong for p, is_wrong in here.items()})
+    checks = {
+        "tools": _check_tools, "options": _check_options, "system": _check_string, "history": _check_history,
+    }  # fmt: skip
+    present = [part for part in checks if part in names]
+    check({names[p]: value[p] for p in present}, **{names[p]: checks[p] for p in present})
     system, history = value.get("system") or "", value.get("history") or []
     before = [{"role": "system", "content": system}] if system.strip() else []
     before += [{"role": r, "content": said} for pair in history for r, said in zip(TURNS, pair, strict=True)]
 
-    # The parts of the form are checked. Errors call them by the names that they have in the record.
+    # Check the parts of the form. Errors call them by the names that they have in the record.
     is_chat = bool(before or value["tools"] or value["options"] or value.get("images"))
     said = {part: as_turns(value[part], names[part]) for part in form}
     if "prompt" in form:
         said["prompt"] = _join_prompt(record, names["prompt"], said["prompt"], is_chat, used)
-    check({names[p]: said[p] for p in form}, **{names[p]: _check_of(p, names[p], kind) for p in form})
-    prompt, answers, segments = said.get("prompt"), (), ()
+    check({names[p]: said[p] for p in form}, **{names[p]: _choose_check(p, names[p], kind) for p in form})
+
+    # Divide them into a prompt and the answers to it.
+    segments = ()
     if form == ("segments",):
         segments = tuple((part["text"], bool(part["label"])) for part in said["segments"])
-    elif kind == "samples" and form[0] in ("messages", "text"):
+    prompt, answers = _divide(record, form, said, names, kind)
+    if "only_last" in record and answers and isinstance(answers[0], list) and kind == "samples":
+        used.add("only_last")
+        if record["only_last"]:
+            answers = (_learn_last_only(answers[0]),)
+
+    if kind == "samples":
+        _refuse_other_forms(record, names, form, answers)
+
+    # A text alone and segments have no turns, so nothing would show a system's text, a history, tools or
+    # options.
+    extra = next(
+        (names[p] for p in ("system", "history", "tools", "options") if p in names and value[p]), None
+    )
+    has_turns = prompt is not None or (answers and isinstance(answers[0], list))
+    if extra and not has_turns:
+        raise LineError(
+            f"{extra}: is obeyed beside messages, or a prompt and its response, and not beside {form[0]}"
+        )
+
+    # Put all of it together.
+    # A history is learned beside a prompt that is a text, as in LLaMA-Factory and ms-swift.
+    learns = bool(history) and isinstance(prompt, str)
+    if before and prompt is None:
+        answers = (_put_in_front(before, answers[0]),)
+    elif before:
+        if isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}]
+        prompt = _put_in_front(before, prompt)
+    unread = tuple(name for name in record if name not in used and not _is_nothing(record[name]))
+    return Exchange(
+        prompt, answers, learns and kind == "samples", value["tools"] or None, value["options"] or {},
+        value.get("images"), segments, unread,
+    )  # fmt: skip
+
+
+def _divide(
+    record: Record, form: Sequence[str], said: Mapping[str, Any], names: Mapping[str, str], kind: str
+) -> tuple[Any, tuple[Any, ...]]:
+    """Divide the parts of a record into a prompt, which may be None, and the answers to it.
+
+    Args:
+        said: the parts of the form, which are checked.
+        names: the names of parts in the record.
+
+    Raises:
+        LineError: nothing is asked, or the answers of a pair are the same.
+    """
+    prompt, answers = said.get("prompt"), ()
+    if kind == "samples" and form[0] in ("messages", "text"):
         answers = (said[form[0]],)
         if "response" in form:  # it answers the last message, which is not an assistant's
-            last = said["response"]
-            last = [{"role": "assistant", "content": last}] if isinstance(last, str) else last
-            answers = ([*said["messages"], *last],)
+            response = said["response"]
+            if isinstance(response, str):
+                response = [{"role": "assistant", "content": response}]
+            answers = ([*said["messages"], *response],)
     elif kind == "prompts":  # rewards compare with an answer in another field, or in the last message
         prompt, reference = said.get(form[0]), _find_reference(record)
         if form == ("messages",) and _says(prompt[-1], "assistant"):
@@ -181,48 +233,22 @@ def read(record: Record, kind: str) -> Exchange:
             prompt, *answers = _split_common_beginning(*answers)
     elif "response" in form:
         answers = (said["response"],)
-    if "only_last" in record and answers and isinstance(answers[0], list) and kind == "samples":
-        used.add("only_last")
-        answers = (_learn_last_only(answers[0]) if record["only_last"] else answers[0],)
-
-    if kind == "samples":
-        _check_others(record, names, form, answers)
-
-    # All parts come together.
-    extra = next(
-        (names[p] for p in ("system", "history", "tools", "options") if p in names and value[p]), None
-    )
-    if prompt is None and extra and not isinstance((*answers, "")[0], list):
-        raise LineError(
-            f"{extra}: is obeyed beside messages, or a prompt and its response, and not beside {form[0]}"
-        )
-    # A history is learned beside a prompt that is a text, as in LLaMA-Factory and ms-swift.
-    learns = bool(history) and isinstance(prompt, str)
-    if before and prompt is None:
-        answers = (_put_in_front(before, answers[0]),)
-    elif before:
-        prompt = _put_in_front(
-            before, [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        )
-    unread = tuple(name for name in record if name not in used and not _is_nothing(record[name]))
-    return Exchange(
-        prompt, tuple(answers), learns and kind == "samples", value["tools"] or None, value["options"] or {},
-        value.get("images"), segments, unread,
-    )  # fmt: skip
+    return prompt, tuple(answers)
 
 
 def kinds_of(record: Record) -> tuple[str, ...]:
     """Return the kinds of data of which a record has a form, the likeliest first; "answers" for KTO's."""
     record = without_nulls(_unwrap(record))
-    names = {part: name for part, known in NAMES.items() if (name := _find_name(known, record))}
+    names = _name_parts(record)
     if "response" in names and any(isinstance(record.get(name), bool) for name in WANTED):
         return ("answers",)
-    found = [kind for kind in ("pairs", "samples", "prompts") if _find_form(record, names, kind)]
-    talk = as_turns(record.get(names.get("messages", "")), names.get("messages", ""))
-    is_asked_alone = isinstance(talk, list) and not any(_says(turn, "assistant") for turn in talk)
-    if is_asked_alone and "response" not in names:
-        found = [kind for kind in found if kind != "samples"]
-    return tuple(found)
+    kinds = [kind for kind in ("pairs", "samples", "prompts") if _find_form(record, names, kind)]
+    # Messages without an answer have the form of samples, but nothing that is learned.
+    turns = as_turns(record.get(names.get("messages", "")), names.get("messages", ""))
+    is_unanswered = isinstance(turns, list) and not any(_says(turn, "assistant") for turn in turns)
+    if is_unanswered and "response" not in names:
+        kinds = [kind for kind in kinds if kind != "samples"]
+    return tuple(kinds)
 
 
 def read_learned(message: Mapping[str, Any]) -> bool | list[Mapping[str, Any]]:
@@ -231,6 +257,7 @@ def read_learned(message: Mapping[str, Any]) -> bool | list[Mapping[str, Any]]:
     Raises:
         LineError: the message contradicts itself, or says something between yes and no.
     """
+    # Weights and flags have to be 0 or 1, and to agree with each other.
     role = message.get("role")
     said = {name: message[name] for name in LEARNED if message.get(name) is not None}
     if wrong := [f"{name}={value!r}" for name, value in said.items() if value not in (0, 1)]:
@@ -239,10 +266,10 @@ def read_learned(message: Mapping[str, Any]) -> bool | list[Mapping[str, Any]]:
         )
     if len(set(map(bool, said.values()))) > 1:
         raise LineError(f"{' and '.join(said)} say different things")
-    # Spans of characters go before what is said of the whole message.
+    # Spans of characters override what is said of the whole message.
     if detail := message.get(DETAIL):
-        whole = isinstance(detail, list) and all(isinstance(part, Mapping) for part in detail)
-        if not whole or not all({"begin_offset", "end_offset", "train"} <= part.keys() for part in detail):
+        is_list = isinstance(detail, list) and all(isinstance(part, Mapping) for part in detail)
+        if not is_list or not all({"begin_offset", "end_offset", "train"} <= part.keys() for part in detail):
             raise LineError(f"{DETAIL}: expected a list of objects with begin_offset, end_offset and train")
         content = message.get("content")
         if not isinstance(content, str):
@@ -257,6 +284,7 @@ def read_learned(message: Mapping[str, Any]) -> bool | list[Mapping[str, Any]]:
             if not isinstance(train, bool):
                 raise LineError(f"{DETAIL}: train={train!r}: expected true or false")
         return detail
+    # Assistants are learned unless a field says otherwise, and others only if one says so.
     if role != "assistant":
         return any(value for name, value in said.items() if name in OF_ANY_ROLE)
     return all(said.values())
@@ -266,7 +294,7 @@ def read_learned(message: Mapping[str, Any]) -> bool | list[Mapping[str, Any]]:
 
 
 def as_turns(value: Any, name: str) -> Any:
-    """Return messages by role and content, whatever they call these. Other values stay as they are.
+    """Return messages with `role` and `content`, whatever they call these. Other values stay as they are.
 
     Raises:
         LineError: a message that calls a tool holds no JSON of the call.
@@ -280,27 +308,30 @@ def as_turns(value: Any, name: str) -> Any:
         if not isinstance(message, Mapping):
             turns.append(message)
             continue
+        # The role is named, is a flag, or is the key of what is said.
         message = without_nulls(message)
         role = message.get("role", message.get("from"))
         if role is None and "is_user" in message:
-            role = TURNS[not message["is_user"]]
+            role = "user" if message["is_user"] else "assistant"
         if role is None and "human" in message:  # a question and its answer at once
             both = {"user": message.get("human"), "assistant": message.get("assistant")}
             turns += [{"role": r, "content": said} for r, said in both.items() if said is not None]
             continue
+        # All other fields are kept.
         content = next((message[n] for n in ("content", "value", "text") if n in message), None)
-        turn = {n: v for n, v in message.items() if n not in ("role", "from", "is_user", "value", "text")}
-        role = role.strip().lower() if isinstance(role, str) else role
-        turn = {"role": ROLES.get(role, role) if isinstance(role, str) else role, **turn}
+        others = {n: v for n, v in message.items() if n not in ("role", "from", "is_user", "value", "text")}
+        if isinstance(role, str):
+            role = role.strip().lower()
+        turn = {"role": ROLES.get(role, role) if isinstance(role, str) else role, **others}
         if "content" not in turn and content is not None:
             turn["content"] = content
+        # The content of such a role is the JSON of one call, or of several.
         if role in CALLING:
             try:
                 calls = json.loads(content)
-                calls = [
-                    {"type": "function", "function": dict(c)}
-                    for c in (calls if isinstance(calls, list) else [calls])
-                ]
+                if not isinstance(calls, list):
+                    calls = [calls]
+                calls = [{"type": "function", "function": dict(call)} for call in calls]
             except (TypeError, ValueError):
                 raise LineError(
                     f"{name}: [{number}]: expected the JSON of a call, with name and arguments"
@@ -311,7 +342,9 @@ def as_turns(value: Any, name: str) -> Any:
                 turn = {**turn, **last, "tool_calls": [*last.get("tool_calls", []), *calls]}
             else:
                 turn = {**turn, "content": None, "tool_calls": calls}
-        turns.append({"content": None, **{n: v for n, v in turn.items() if n != "tool_calls" or v != []}})
+        if turn.get("tool_calls") == []:
+            del turn["tool_calls"]
+        turns.append({"content": None, **turn})
     return turns
 
 
@@ -324,41 +357,39 @@ def without_nulls(value: Any) -> Any:
 
 
 def has_nulls(record: Record) -> bool:
-    """Return whether a null stands in a record's tools, or in its calls."""
-    every = _collect_schemas(record)
-    return without_nulls(every) != every
+    """Return whether a record's tools, or its calls, contain a null."""
+    schemas = _collect_schemas(record)
+    return without_nulls(schemas) != schemas
 
 
 def has_objects(record: Record) -> bool:
     """Return whether a record's tools, or the arguments of a call, are objects and not JSON in a text."""
-    every = [
-        each for found in _collect_schemas(record) for each in (found if isinstance(found, list) else [found])
-    ]
-    functions = [each.get("function", each) for each in every if isinstance(each, Mapping)]
+    schemas = []
+    for value in _collect_schemas(record):
+        schemas += value if isinstance(value, list) else [value]
+    functions = [schema.get("function", schema) for schema in schemas if isinstance(schema, Mapping)]
     return any(isinstance(f, Mapping) and not isinstance(f.get("arguments"), str) for f in functions)
 
 
 def _collect_schemas(record: Record) -> list[Any]:
     """Return a record's tools and the calls in its messages."""
     record = _unwrap(record)
-    tools = [record.get(name) for name in NAMES["tools"]]
-    talks = [
-        record[n]
-        for part in ("messages", "prompt", "response", "chosen", "rejected")
-        for n in NAMES[part]
-        if n in record
-    ]
-    turns = [turn for talk in talks if isinstance(talk, list) for turn in talk if isinstance(turn, Mapping)]
-    return [each for each in (*tools, *(turn.get("tool_calls") for turn in turns)) if each is not None]
+    schemas = [record.get(name) for name in NAMES["tools"]]
+    for part in ("messages", "prompt", "response", "chosen", "rejected"):
+        for turns in (record.get(name) for name in NAMES[part]):
+            if isinstance(turns, list):
+                schemas += [turn.get("tool_calls") for turn in turns if isinstance(turn, Mapping)]
+    return [schema for schema in schemas if schema is not None]
 
 
 def _find_reference(record: Record) -> str:
-    """Return the answer in a prompt's record, or "" if it has none of words or a number."""
+    """Return the answer in a prompt's record as text, or "" if it has no words or number for one."""
     for value in map(record.get, REFERENCES):
         if isinstance(value, str) and value.strip():
             return value
         if isinstance(value, int | float) and not isinstance(value, bool):
             return str(value)
+        # An answer may be a message, or a conversation that ends in it.
         turn = value[-1] if isinstance(value, list) and value else value
         if _says(turn, "assistant") and words_of(turn):
             return words_of(turn)
@@ -372,8 +403,13 @@ def words_of(turn: Mapping[str, Any]) -> str:
 
 
 def _put_in_front(before: list[Any], turns: list[Any]) -> list[Any]:
-    """Return messages with others in front of them. There is one system's message at most, which is the
-    first."""
+    """Return messages with others in front of them.
+
+    The result has at most one system's message, which is the first.
+
+    Raises:
+        LineError: both begin with a system's message, and the two differ.
+    """
     if not _says(turns[0], "system") or not _says(before[0], "system"):
         start = 1 if _says(turns[0], "system") else 0
         return [*turns[:start], *before, *turns[start:]]
@@ -392,9 +428,15 @@ def _learn_last_only(turns: list[Any]) -> list[Any]:
 
 
 def _split_common_beginning(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
-    """Return the common beginning of two answers, and the rest of each. Texts are divided between words."""
+    """Return the common beginning of two answers, and what follows it in each. Texts are divided between
+    words.
+
+    Raises:
+        LineError: they have no common beginning.
+    """
     both = list(enumerate(zip(chosen, rejected, strict=False)))
     alike = next((n for n, (one, other) in both if one != other), len(both))
+    # A text is cut before the last blank that both have, so that each answer begins with a whole word.
     if isinstance(chosen, str):
         alike = max((n for n in range(alike) if chosen[n].isspace()), default=0)
     if not alike and isinstance(chosen, list):
@@ -418,44 +460,52 @@ def _unwrap(record: Record) -> Record:
     inner = record.get("input")
     if not isinstance(inner, Mapping) or "messages" not in inner:
         return record
-    calls = {n: v for n, v in inner.items() if n != "parallel_tool_calls"}
-    return {**calls, **{name: value for name, value in record.items() if name != "input"}}
+    # Whether a model may call several tools at once is a setting of a request, and says nothing of the data.
+    unwrapped = {name: value for name, value in inner.items() if name != "parallel_tool_calls"}
+    return {**unwrapped, **{name: value for name, value in record.items() if name != "input"}}
+
+
+def _name_parts(record: Record) -> dict[str, str]:
+    """Return the name in a record of each part of `NAMES` that it has."""
+    return {part: name for part, known in NAMES.items() if (name := _find_name(known, record))}
 
 
 def _find_name(known: Sequence[str], record: Record) -> str | None:
     """Return the first of some names that holds something, or the first of those that are empty."""
-    there = [name for name in known if record.get(name) is not None]
-    return next((name for name in there if not _is_nothing(record[name])), there[0] if there else None)
+    present = [name for name in known if record.get(name) is not None]
+    filled = [name for name in present if not _is_nothing(record[name])]
+    return next((name for name in (*filled, *present)), None)
 
 
 def _find_form(record: Record, names: Mapping[str, str], kind: str) -> tuple[str, ...] | None:
     """Return the parts of a record that make it one of `kind`."""
     forms = [form for form in FORMS[kind] if all(part in names for part in form)]
-    talk = as_turns(record[names["messages"]], names["messages"]) if "messages" in names else None
-    is_answered = isinstance(talk, list) and bool(talk) and _says(talk[-1], "assistant")
-    if (
-        is_answered and ("messages", "chosen", "rejected") in forms
-    ):  # the answers are whole conversations, too
+    turns = as_turns(record[names["messages"]], names["messages"]) if "messages" in names else None
+    is_answered = isinstance(turns, list) and bool(turns) and _says(turns[-1], "assistant")
+    # Beside messages that end in an answer, chosen and rejected are whole conversations, too.
+    if is_answered and ("messages", "chosen", "rejected") in forms:
         forms = [form for form in forms if form[0] != "messages"]
-    if is_answered or not talk:
+    # A response answers messages only if they ask.
+    if is_answered or not turns:
         forms = [form for form in forms if form != ("messages", "response")]
     # If there are several, the first with the fewest empty parts counts.
     return min(forms, key=lambda form: sum(_is_nothing(record[names[p]]) for p in form), default=None)
 
 
-def _check_others(
+def _refuse_other_forms(
     record: Record, names: Mapping[str, str], form: Sequence[str], answers: Sequence[str | list[Any]]
 ) -> None:
     """Refuse a record that says something else in another form, since one of the two would be lost.
 
     An `answer` beside messages is for rewards to compare with, and may be in other words.
     """
-    last = answers[0] if answers else ""
-    learned = last if isinstance(last, str) else words_of(last[-1])
+    answer = answers[0] if answers else ""
+    learned = answer if isinstance(answer, str) else words_of(answer[-1])
     for other in FORMS["samples"]:
         field = names.get(other[-1], "")
         if set(other) <= set(form) or not set(other) <= names.keys() or field in ("", "answer"):
             continue
+        # Only texts can be compared with what is learned.
         said = record[field]
         if (
             other in (("messages", "response"), ("segments",))
@@ -463,6 +513,7 @@ def _check_others(
             or not said.strip()
         ):
             continue
+        # One may say more than the other, such as a text with the prompt in it.
         if not learned.strip() or (said.strip() not in learned and learned.strip() not in said):
             both = " and ".join(names[part] for part in form)
             raise LineError(
@@ -472,24 +523,28 @@ def _check_others(
 
 def _describe_unknown(record: Record, kind: str) -> str:
     """Say what a record of no form lacks."""
-    there = {
-        part: name for part, known in NAMES.items() if (name := next((n for n in known if n in record), None))
-    }
-    form = next((f for f in FORMS[kind] if all(part in there for part in f)), None)
-    if form is None and kind == "pairs" and {"chosen", "rejected"} & there.keys():
+    # Unlike in `_find_name`, a null counts, since the error is about it.
+    names = {}
+    for part, known in NAMES.items():
+        present = [name for name in known if name in record]
+        if present:
+            names[part] = present[0]
+    form = next((f for f in FORMS[kind] if all(part in names for part in f)), None)
+    if form is None and kind == "pairs" and {"chosen", "rejected"} & names.keys():
         form = ("chosen", "rejected")
     if form is not None:  # all of its fields are there, but some are null
-        named = {there.get(part, part): record.get(there.get(part)) for part in form}
+        named = {names.get(part, part): record.get(names.get(part)) for part in form}
         try:
-            check(named, **{there.get(p, p): _check_of(p, there.get(p, p), kind) for p in form})
+            check(named, **{names.get(p, p): _choose_check(p, names.get(p, p), kind) for p in form})
         except LineError as error:
             return str(error)
     return f"has none of {KNOWN[kind]}; it has {', '.join(map(repr, record)) or 'no fields'}"
 
 
-def _refuse(record: Record, kind: str) -> None:
-    """Refuse fields whose meaning cannot be obeyed."""
+def _refuse_fields(record: Record, kind: str) -> None:
+    """Refuse fields whose meaning cannot be obeyed, all of them in one error."""
     wrong = {name: why for name, why in REFUSED.items() if not _is_nothing(record.get(name))}
+    # A reward may read weights and labels, but no other objective can.
     if kind != "prompts":
         why = "says how much a record counts, which cannot be obeyed; leave records out, or repeat them"
         wrong |= {
@@ -499,6 +554,7 @@ def _refuse(record: Record, kind: str) -> None:
         wrong |= {name: why for name in WANTED if isinstance(record.get(name), bool)}
     if kind == "pairs" and not _is_nothing(record.get(_find_name(NAMES["images"], record) or "")):
         wrong[_find_name(NAMES["images"], record)] = "are learned with objective=sft alone"
+    # A question's context in a field of its own would be lost.
     asked = _find_name(NAMES["prompt"], record)
     if asked and _is_nothing(record.get(_find_name(NAMES["messages"], record) or "")):
         why = "is no part of the prompt here; write all of it into one field, prompt, and leave this one out"
@@ -511,17 +567,23 @@ def _refuse(record: Record, kind: str) -> None:
 
 
 def _join_prompt(record: Record, name: str, prompt: Any, is_chat: bool, used: set[str]) -> Any:
-    """Return an instruction with its input, which Dolly calls context. Prompts of other names have none."""
+    """Return an instruction with its input, which Dolly calls context. Prompts of other names have none.
+
+    Args:
+        name: the field of the prompt.
+        used: the fields that are read, to which that of the input is added.
+    """
     if "instruction" not in record or name not in ("instruction", "input"):
         return prompt
     if name == "input":  # the instruction is empty
         more = ""
-        check(record, input=_text)
+        check(record, input=_check_text)
     else:
         second = "context" if _is_nothing(record.get("input")) else "input"
         more = record.get(second) or ""
         used.add(second)
-        check({name: prompt, second: more}, **{name: _text, second: _string})
+        check({name: prompt, second: more}, **{name: _check_text, second: _check_string})
+    # In a chat the template ends the question; a text alone needs a blank line before the answer.
     if is_chat:
         return "\n".join(part for part in (prompt, more) if part)
     return "".join(f"{part}\n\n" for part in (prompt, more) if part)
@@ -553,73 +615,79 @@ def check(record: Record, **fields: Callable[[Any], str]) -> None:
     Raises:
         LineError: all that is wrong with any of them.
     """
-    wrong = [f"{name}: {why}" for name, is_wrong in fields.items() if (why := is_wrong(record.get(name)))]
+    faults = {name: find_fault(record.get(name)) for name, find_fault in fields.items()}
+    wrong = [f"{name}: {fault}" for name, fault in faults.items() if fault]
     if wrong:
         raise LineError("; ".join(wrong))
 
 
-def _check_of(part: str, name: str, kind: str) -> Callable[[Any], str]:
-    """Return the check of a part of a form."""
+def _choose_check(part: str, name: str, kind: str) -> Callable[[Any], str]:
+    """Return the function for `check` that says what is wrong with a part of a form."""
     if part == "messages" or (part in ("chosen", "rejected") and name == "messages"):
-        return _messages
+        return _check_messages
     if part == "prompt":
-        return _prompt if name == "prompt" and kind != "prompts" else _said
-    return {"text": _text, "segments": _segments}.get(part, _said)
+        return _check_prompt if name == "prompt" and kind != "prompts" else _check_said
+    return {"text": _check_text, "segments": _check_segments}.get(part, _check_said)
 
 
-def _string(value: Any) -> str:
+# Each of these functions returns what is wrong with a value, or "" if nothing is.
+
+
+def _check_string(value: Any) -> str:
     if not isinstance(value, str):
         return f"expected a text, got {'null' if value is None else type(value).__name__}"
-    return "" if value.isprintable() or _is_unicode(value) else "holds half of a surrogate pair"
-
-
-def _is_unicode(text: str) -> bool:
     try:
-        text.encode()
+        value.encode()
     except UnicodeEncodeError:
-        return False
-    return True
+        return "holds half of a surrogate pair"
+    return ""
 
 
-def _text(value: Any) -> str:
-    return _string(value) or ("" if value.strip() else "is empty")
+def _check_text(value: Any) -> str:
+    return _check_string(value) or ("" if value.strip() else "is empty")
 
 
-def _messages(value: Any) -> str:
+def _check_messages(value: Any) -> str:
     if not isinstance(value, list) or not value:
         return f"expected a list of messages, got {'an empty one' if value == [] else type(value).__name__}"
-    return "; ".join(f"[{n}]: {why}" for n, message in enumerate(value) if (why := _message(message)))
+    return "; ".join(f"[{n}]: {why}" for n, message in enumerate(value) if (why := _check_message(message)))
 
 
-def _message(message: Any) -> str:
+def _check_message(message: Any) -> str:
     if not isinstance(message, Mapping):
         return "expected an object with 'role' and 'content'"
     calls, content = message.get("tool_calls"), message.get("content")
-    said = _text if message.get("role") == "assistant" and not calls else _string
+    # What is learned has to say something, or to call a tool; others may be empty.
+    check_content = _check_text if message.get("role") == "assistant" and not calls else _check_string
     if isinstance(content, list):
-        if wrong := _parts(content):
+        if wrong := _check_parts(content):
             return f"content: {wrong}"
         content = "".join(part.get("text", " ") for part in content)
+    # Fields of OpenAI's calls before there were tools.
     old = [f"{name}: {CALLS}" for name in ("functions", "function_call") if message.get(name)]
     try:
-        check({**message, "content": "" if calls and content is None else content}, role=_text, content=said)
+        check(
+            {**message, "content": "" if calls and content is None else content},
+            role=_check_text,
+            content=check_content,
+        )
         read_learned(message)
     except LineError as error:
         return "; ".join([str(error), *old])
-    return "; ".join(old) or ("" if calls is None else _calls(calls))
+    return "; ".join(old) or ("" if calls is None else _check_calls(calls))
 
 
-def _parts(value: list[Any]) -> str:
+def _check_parts(value: list[Any]) -> str:
     for part in value:
         kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind == "text" and _string(part.get("text")):
-            return f"a part's text: {_string(part.get('text'))}"
+        if kind == "text" and _check_string(part.get("text")):
+            return f"a part's text: {_check_string(part.get('text'))}"
         if kind not in ("text", "image", "image_url"):
             return "expected a text, or parts of the types 'text' and 'image'"
     return ""
 
 
-def _calls(value: Any) -> str:
+def _check_calls(value: Any) -> str:
     if not isinstance(value, list) or not value:
         return "tool_calls: expected a list of calls"
     functions = [call.get("function", call) if isinstance(call, Mapping) else None for call in value]
@@ -630,42 +698,44 @@ def _calls(value: Any) -> str:
     return ""
 
 
-def _segments(value: Any) -> str:
-    whole = isinstance(value, list) and value and all(isinstance(part, Mapping) for part in value)
-    if not whole or any(_string(p.get("text")) or not isinstance(p.get("label"), bool) for p in value):
+def _check_segments(value: Any) -> str:
+    is_list = isinstance(value, list) and value and all(isinstance(part, Mapping) for part in value)
+    if not is_list or any(
+        _check_string(p.get("text")) or not isinstance(p.get("label"), bool) for p in value
+    ):
         return "expected a list of objects with a text, and a label that is true or false"
     return ""
 
 
-def _tools(value: Any) -> str:
+def _check_tools(value: Any) -> str:
     if value is None:
         return ""
     if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
         return "expected a list of objects, or the JSON of one"
     functions = [tool.get("function", tool) for tool in value]
-    whole = all(isinstance(f, Mapping) and isinstance(f.get("name", ""), str) for f in functions)
-    return "" if whole else "expected objects with a function, which has a name"
+    are_named = all(isinstance(f, Mapping) and isinstance(f.get("name", ""), str) for f in functions)
+    return "" if are_named else "expected objects with a function, which has a name"
 
 
-def _options(value: Any) -> str:
+def _check_options(value: Any) -> str:
     is_object = isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
-    return (
-        "" if value is None or is_object else "expected an object: a value for each variable of the template"
-    )
+    if value is None or is_object:
+        return ""
+    return "expected an object: a value for each variable of the template"
 
 
-def _history(value: Any) -> str:
-    pairs = isinstance(value, list) and all(
+def _check_history(value: Any) -> str:
+    are_pairs = isinstance(value, list) and all(
         isinstance(pair, list | tuple) and len(pair) == 2 for pair in value
     )
-    if not pairs or any(_string(said) for pair in value for said in pair):
+    if not are_pairs or any(_check_string(said) for pair in value for said in pair):
         return "expected a list of pairs: what was asked, and what was answered"
     return ""
 
 
-def _said(value: Any) -> str:
-    return _messages(value) if isinstance(value, list) else _text(value)
+def _check_said(value: Any) -> str:
+    return _check_messages(value) if isinstance(value, list) else _check_text(value)
 
 
-def _prompt(value: Any) -> str:
-    return _messages(value) if isinstance(value, list) else _string(value)
+def _check_prompt(value: Any) -> str:
+    return _check_messages(value) if isinstance(value, list) else _check_string(value)

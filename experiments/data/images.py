@@ -56,11 +56,14 @@ class Images:
         Raises:
             LineError: an image that cannot be opened, a template that does not show all images.
         """
+        # The template writes one token for each image.
         parts = text.split(self.token)
         if len(parts) != len(pictures) + 1:
             raise LineError(f"has {len(pictures)} images, of which the chat template shows {len(parts) - 1}")
+
+        # Replace it by as many as the image has features, and keep where the text grows.
         out, at = parts[0], len(parts[0])
-        ends = []  # the end of each token, and how much longer `out` is there
+        ends = []  # the end of each token in `text`, and how much longer `out` is there
         for picture, part in zip(pictures, parts[1:], strict=True):
             out, at = out + self.kind.text(self, open_image(picture)), at + len(self.token)
             ends.append((at, len(out) - at))
@@ -88,28 +91,36 @@ class Images:
         others."""
         from PIL import Image
 
-        found = self._pixels([Image.new("RGB", (64, 64))])
-        return {name: part if name == "grid" else torch.zeros_like(part[:0]) for name, part in found.items()}
+        tensors = self._pixels([Image.new("RGB", (64, 64))])
+        return {
+            name: part if name == "grid" else torch.zeros_like(part[:0]) for name, part in tensors.items()
+        }
 
-    def features(self, found: Mapping[str, Tensor]) -> int:
+    def features(self, tensors: Mapping[str, Tensor]) -> int:
         """Return how many features a row's images have."""
-        many = len(found["pixels"])
-        return many * self._of_tile if self.kind.layout == "tiles" else many // self.merged
+        count = len(tensors["pixels"])
+        if self.kind.layout == "tiles":
+            return count * self.features_of_tile
+        return count // self.patches_per_feature
 
     @property
-    def merged(self) -> int:
+    def patches_per_feature(self) -> int:
         """Count the patches that become one feature."""
         return self.config.vision_config.spatial_merge_size**2
 
     @property
-    def _of_tile(self) -> int:
+    def features_of_tile(self) -> int:
         """Count the features of a tile."""
         vision = self.config.vision_config
         side = vision.image_size // vision.patch_size // getattr(self.config, "scale_factor", 1)
-        whole = getattr(self.config, "vision_feature_select_strategy", "") == "full"
-        return side * side + (whole and "clip" in vision.model_type)  # CLIP has one more, for the whole tile
+        features = side * side
+        is_full = getattr(self.config, "vision_feature_select_strategy", "") == "full"
+        if is_full and "clip" in vision.model_type:  # CLIP has one more, for the whole tile
+            features += 1
+        return features
 
     def _pixels(self, images: list[Any]) -> dict[str, Tensor]:
+        """Return opened images as the model takes them."""
         if self.kind.layout == "tiles":
             nested = hasattr(self.config, "scale_factor")
             values = self.hf(images=[images] if nested else images, return_tensors="pt")["pixel_values"]
@@ -118,23 +129,25 @@ class Images:
 
         patches, vision = self.hf(images=images, return_tensors="pt"), self.config.vision_config
         grid, merge = patches["image_grid_thw"], vision.spatial_merge_size
+        # Patches of one image attend to each other alone, as tokens of one document do.
         number = torch.arange(1, len(grid) + 1)
-        found = {
+        tensors = {
             "pixels": patches["pixel_values"], "places": get_vision_position_ids(grid, merge), "grid": grid,
             "documents": number.repeat_interleave(grid.prod(-1)),
         }  # fmt: skip
+        # Some layers of Qwen2.5-VL attend within windows, whose patches are put next to each other.
         if hasattr(vision, "window_size"):
             order, bounds = get_vision_window_index(grid, merge, vision.window_size, vision.patch_size)
             windows = torch.arange(1, len(bounds)).repeat_interleave(bounds.diff())
-            found |= {"order": order, "windows": windows}
-        return found
+            tensors |= {"order": order, "windows": windows}
+        return tensors
 
 
 def open_image(picture: Picture) -> Any:
     """Open an image, upright and in RGB.
 
     Raises:
-        LineError: it is not there, or no image.
+        LineError: there is no such file, or it is no image.
     """
     from PIL import Image, ImageOps
 
@@ -149,7 +162,8 @@ def open_image(picture: Picture) -> Any:
 
 
 def _write_tiles(images: Images, image: Any) -> str:
-    return images.token * images._of_tile
+    """Write the tokens of one tile, as which Llava takes every image."""
+    return images.token * images.features_of_tile
 
 
 def _write_split_tiles(images: Images, image: Any) -> str:
@@ -157,16 +171,20 @@ def _write_split_tiles(images: Images, image: Any) -> str:
     2024)."""
     counts = images.hf(images=[[image]], return_row_col_info=True)
     (rows,), (columns,) = counts["rows"][0], counts["cols"][0]
-    fake, tile = "<fake_token_around_image>", images.token * images._of_tile
-    lines = [
-        "".join(f"{fake}<row_{r + 1}_col_{c + 1}>{tile}" for c in range(columns)) + "\n" for r in range(rows)
-    ]
-    return "".join(lines) + ("\n" if rows else "") + f"{fake}<global-img>{tile}{fake}"
+    fake, tile = "<fake_token_around_image>", images.token * images.features_of_tile
+    text = ""
+    for row in range(1, rows + 1):
+        text += "".join(f"{fake}<row_{row}_col_{column}>{tile}" for column in range(1, columns + 1)) + "\n"
+    # A small image is not split, and has no rows.
+    if rows:
+        text += "\n"
+    return text + f"{fake}<global-img>{tile}{fake}"
 
 
 def _write_patches(images: Images, image: Any) -> str:
+    """Write one token for each group of patches that becomes one feature, as Qwen2-VL does."""
     grid = images.hf(images=[image])["image_grid_thw"][0]
-    return images.token * (int(np.prod(grid)) // images.merged)
+    return images.token * (int(np.prod(grid)) // images.patches_per_feature)
 
 
 KINDS: Mapping[str, ImageKind] = {  # by the model_type of config.json

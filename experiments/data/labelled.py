@@ -31,21 +31,28 @@ KNOWN = {
 
 def kinds_of_labels(record: Record) -> list[str]:
     """Return the kinds, "labels" and "twins", whose fields a record has."""
-    has = lambda names: any(record.get(name) is not None for name in names)  # noqa: E731
-    labels = (has(TEXTS) and has(LABELS)) or (has(WORDS) and has(TAGS))
-    return ["labels"] * labels + ["twins"] * (has(QUERIES) and has(POSITIVES))
+    kinds = []
+    if (_has(record, TEXTS) and _has(record, LABELS)) or (_has(record, WORDS) and _has(record, TAGS)):
+        kinds.append("labels")
+    if _has(record, QUERIES) and _has(record, POSITIVES):
+        kinds.append("twins")
+    return kinds
+
+
+def _has(record: Record, names: Sequence[str]) -> bool:
+    return any(record.get(name) is not None for name in names)
 
 
 def classes_in(records: Iterator[Record]) -> list[str]:
     """Return the classes that records name, in the order of their names. Broken records are passed over."""
-    found: set[str] = set()
+    classes: set[str] = set()
     for record in records:
         try:
             _, labels = _read_labels(record)
         except LineError:
             continue
-        found |= set(labels)
-    return sorted(found)
+        classes |= set(labels)
+    return sorted(classes)
 
 
 def encode_labels(
@@ -63,20 +70,22 @@ def encode_labels(
         raise LineError(
             f"names the class {', '.join(map(repr, unknown))}, and the classes are {', '.join(classes)}"
         )
+    # The words are tokenised as one text, so that each has the tokens that it has in a sentence.
     text = " ".join(words)
     encoded = tokenizer.hf(
         text, add_special_tokens=False, split_special_tokens=True, return_offsets_mapping=True
     )
     ids, learned = list(encoded.input_ids), np.zeros(len(encoded.input_ids), np.uint8)
     ends = [end for _, end in encoded.offset_mapping]
-    stop = 0
+    stop = 0  # the end of the word in the text
     for word, label in zip(words, labels, strict=True):
         stop += len(word)
-        # A word's label stands at the last token that ends no later than the word.
+        # A word's label is at the last token that ends no later than the word.
         at = max((n for n, end in enumerate(ends) if end <= stop), default=0)
         if at < len(learned):
             learned[at] = 1 + classes.index(label)
-        stop += 1
+        stop += 1  # the space behind it
+    # Tokens that begin and end a text have no label.
     begin = len(tokenizer.begin)
     mask = np.concatenate([np.zeros(begin, np.uint8), learned, np.zeros(1, np.uint8)])
     return [(np.array([*tokenizer.begin, *ids, tokenizer.eos], np.uint32), mask)]
@@ -89,7 +98,7 @@ def encode_twins(record: Record, tokenizer: DirectoryTokenizer) -> list[Sample]:
     for text in texts:
         ids = [*tokenizer.begin, *tokenizer.encode(text), tokenizer.eos]
         mask = np.zeros(len(ids), np.uint8)
-        mask[-2:] = 1
+        mask[-2:] = 1  # the last token of the text, and the end
         samples.append((np.array(ids, np.uint32), mask))
     return samples
 
@@ -112,14 +121,16 @@ def _read_labels(record: Record) -> tuple[list[str], list[str]]:
 
 
 def _find_name(record: Mapping[str, Any], names: Sequence[str], kind: str) -> str:
+    """Return the first of some names that a record has; `kind` is for the error if it has none."""
     name = next((n for n in names if record.get(n) is not None), None)
     if name is None:
-        there = ", ".join(map(repr, record)) or "no fields"
-        raise LineError(f"has none of {KNOWN[kind]}; it has {there}")
+        present = ", ".join(map(repr, record)) or "no fields"
+        raise LineError(f"has none of {KNOWN[kind]}; it has {present}")
     return name
 
 
 def _read_text(record: Record, name: str) -> str:
+    """Return a field that has to be a text with words."""
     value = record[name]
     if not isinstance(value, str) or not value.strip():
         raise LineError(f"{name}: expected a text, got {value!r:.60}")
@@ -127,6 +138,7 @@ def _read_text(record: Record, name: str) -> str:
 
 
 def _read_label(value: Any, name: str) -> str:
+    """Return a class as a text, since files name classes by words or by numbers."""
     if not isinstance(value, str | int) or value == "":
         raise LineError(f"{name}: expected a name or a whole number, got {value!r:.60}")
     return str(value)

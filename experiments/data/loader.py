@@ -35,14 +35,14 @@ class Loader:
 
     The global batch of step s depends on (seed, s) alone, and each rank takes an equal part of its rows. So
     1, 2 or 4 ranks see the same batches, and a resumed run sees those of an uninterrupted one. No batch is
-    partial: where an epoch ends, the next one fills it.
+    partial: rows of the next epoch fill the last batch of an epoch.
 
     Args:
         source: the rows.
         rows: the rows of the *global* batch, a multiple of `ranks`.
         seed: the seed of the orders.
-        rank, ranks: the place of this loader along the mesh's data axes, which says what part of the rows it
-            yields.
+        rank, ranks: the number of this loader and the count of loaders along the mesh's data axes. They say
+            which part of the rows it yields.
         repeat: the number of steps that get the same batch.
         step: the next step to yield; read only.
 
@@ -67,6 +67,7 @@ class Loader:
 
     def __next__(self) -> tuple[Any, ...]:
         part = self.rows // self.ranks
+        # Rows are numbered without end, epoch after epoch, and batches take them one after the other.
         first = self.step // self.repeat * self.rows + self.rank * part
         batch = self.source.batch(order(self.source.count, self.seed, first, first + part))
         self.step += 1
@@ -78,7 +79,7 @@ class Loader:
         return {**self.source.key, "seed": self.seed, "rows": self.rows, **repeat, "step": self.step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from the step at which `state_dict` was taken.
+        """Resume at the step at which `state_dict` was taken.
 
         Raises:
             ValueError: it is the state of a loader that drew other batches.
@@ -88,6 +89,7 @@ class Loader:
             raise ValueError(f"a loader's state is a mapping, not a {type(state).__name__}.")
         if set(state) != set(mine):
             raise ValueError(f"a loader's state has the keys {sorted(mine)}; got {sorted(state)}.")
+        # All but the step has to be equal, since the batches depend on it.
         differ = {
             k: f"{k}: saved {state[k]}, here {v}" for k, v in mine.items() if k != "step" and state[k] != v
         }
@@ -113,7 +115,7 @@ def place_of(mesh: fs.Mesh) -> dict[str, int]:
 
 
 def order(count: int, seed: int, start: int, stop: int) -> np.ndarray:
-    """Return which samples stand at places `start` to `stop` of an endless stream of epochs, int64.
+    """Return the samples at places `start` to `stop` of an endless stream of epochs; int64.
 
     Each epoch has all `count` samples in an order of its own.
 
@@ -122,35 +124,36 @@ def order(count: int, seed: int, start: int, stop: int) -> np.ndarray:
     """
     pieces = [np.empty(0, np.int64)]
     while start < stop:
+        # Take what is left of this epoch, or what is left of the request.
         epoch, place = divmod(start, count)
-        many = min(stop - start, count - place)
-        pieces.append(permute(np.arange(place, place + many), count, seed, epoch))
-        start += many
+        taken = min(stop - start, count - place)
+        pieces.append(permute(np.arange(place, place + taken), count, seed, epoch))
+        start += taken
     return np.concatenate(pieces)
 
 
 def permute(places: np.ndarray, count: int, seed: int, epoch: int = 0) -> np.ndarray:
     """Find the sample at each of `places`, by a bijection of 0 .. count - 1 that is never stored; int64.
 
-    It is a Feistel network on the least even number of bits, at least four, that holds `count`. A value
-    outside walks on along its cycle until it is inside (Black and Rogaway, 2002), which takes at most four
-    passes on average if `count` is 4 or more.
+    The bijection is a Feistel network on the least even number of bits, at least four, that holds `count`. A
+    value outside of the range is permuted again until it is inside ("cycle walking", Black and Rogaway,
+    2002), which takes at most four passes on average if `count` is 4 or more.
 
     >>> sorted(permute(np.arange(5), 5, seed=1).tolist())
     [0, 1, 2, 3, 4]
     """
     half = max(2, ((count - 1).bit_length() + 1) // 2)
     keys = np.random.SeedSequence((seed, epoch)).generate_state(ROUNDS, np.uint64)
-    values = _network(places.astype(np.uint64), half, keys)
+    values = _run_network(places.astype(np.uint64), half, keys)
     outside = values >= count
     while outside.any():
-        values[outside] = _network(values[outside], half, keys)
+        values[outside] = _run_network(values[outside], half, keys)
         outside = values >= count
     return values.astype(np.int64)
 
 
-def _network(values: np.ndarray, half: int, keys: np.ndarray) -> np.ndarray:
-    """Run the Feistel network on values of two halves of `half` bits; a round mixes one into the other."""
+def _run_network(values: np.ndarray, half: int, keys: np.ndarray) -> np.ndarray:
+    """Run the Feistel network on values of two halves of `half` bits. Each round mixes one into the other."""
     bits, mask = np.uint64(half), np.uint64(2**half - 1)
     left, right = values >> bits, values & mask
     for key in keys:

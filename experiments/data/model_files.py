@@ -56,11 +56,13 @@ def read_model_config(folder: Path) -> Any:
     Raises:
         ConfigError: it is damaged, or of no kind that transformers knows.
     """
+    # Numbers are checked first, since transformers may build lists of as many elements as they say.
     wrong = wrong_numbers(folder / "config.json")
     if wrong:
         raise ConfigError(report(f"{folder / 'config.json'} cannot be used:", first_few(wrong, 10), MEND))
     from transformers import AutoConfig
 
+    # What the file says about kernels is overwritten, since a name of the hub would be fetched and run.
     try:
         config = AutoConfig.from_pretrained(folder, **LOCAL)
         config._attn_implementation = attention_of(config)
@@ -102,17 +104,18 @@ def attention_of(config: Any) -> str | None:
     """Return the attention of a configuration's model: eager if it says so, else None for transformers'
     choice.
 
-    That is a choice among torch's. A name of the hub would be fetched and run.
+    transformers chooses among torch's own implementations, while a name of the hub in the file would be
+    fetched and run.
     """
     return "eager" if getattr(config, "_attn_implementation", None) == "eager" else None
 
 
 def wrong_numbers(path: Path) -> list[str]:
-    """Say what a config.json cannot have: sizes, layers and heads out of bounds, or dtypes that torch
+    """Return what is wrong with a config.json: sizes, layers and heads out of bounds, or dtypes that torch
     lacks."""
     try:
         values = json.loads(path.read_bytes())
-        found = dict(_fields(values)) if isinstance(values, dict) else {}
+        fields = dict(_flatten_fields(values)) if isinstance(values, dict) else {}
     except RecursionError:
         return ["it is nested too deeply"]
     except (OSError, ValueError) as error:
@@ -122,11 +125,12 @@ def wrong_numbers(path: Path) -> list[str]:
     import torch
 
     wrong: list[str] = []
-    for key, value in found.items():
+    for key, value in fields.items():
         name = key.rpartition(".")[2]
         if value is None:
             continue
-        # Every number has an upper bound, by its name; those of sizes and layers have a lower one, too.
+        # Every number has an upper bound, by its name; those of sizes and layers have a lower one, too. A
+        # number in a list has the bound of the list's name.
         most = next(most for kind, most in KINDS if kind.search(re.sub(r"\[\d+\]$", "", name)))
         if name in LAYERS + SIZES:
             least = int(name not in OFF)
@@ -140,21 +144,22 @@ def wrong_numbers(path: Path) -> list[str]:
             known = isinstance(value, str) and getattr(torch, value.removeprefix("torch."), None)
             if not isinstance(known, torch.dtype):
                 wrong.append(f"{key}={_shorten(value)}: a dtype of torch's, as bfloat16")
+        # No token can go to more experts than there are.
         if name == "num_experts_per_tok" and not wrong:
-            experts = [found.get(key.removesuffix(name) + each) for each in EXPERTS]
+            experts = [fields.get(key.removesuffix(name) + each) for each in EXPERTS]
             if any(type(count) is int and (count < value or value == 0 < count) for count in experts):
                 wrong.append(f"{key}={value}: there are {max(filter(None, experts), default=0)} experts")
     return wrong
 
 
-def _fields(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten_fields(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the fields of a configuration, and of the objects and lists in it, by dotted names."""
     for name, value in values.items():
         if isinstance(value, dict):
-            yield from _fields(value, f"{prefix}{name:.40}.")
+            yield from _flatten_fields(value, f"{prefix}{name:.40}.")
             continue
         if isinstance(value, list):
-            yield from _fields({f"{name:.40}[{n}]": each for n, each in enumerate(value)}, prefix)
+            yield from _flatten_fields({f"{name:.40}[{n}]": each for n, each in enumerate(value)}, prefix)
         yield f"{prefix}{name:.40}", value
 
 
@@ -165,7 +170,7 @@ def _shorten(value: Any) -> str:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Let transformers print errors alone as long as the block runs, and no progress bars."""
+    """Silence transformers while the block runs: it prints errors alone, and no progress bars."""
     from transformers.utils import logging
 
     level, shown = logging.get_verbosity(), logging.is_progress_bar_enabled()

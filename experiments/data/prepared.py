@@ -222,6 +222,7 @@ def prepare(
             line.
         MissingExtraError: `datasets` is not installed.
     """
+    # The folder's name is a digest of all that the samples depend on.
     path = readable(path)
     root = path.resolve().parent  # paths of its images are relative to it
     chosen = {name: value for name, value in vars(policy).items() if value or name == "needs"}
@@ -231,22 +232,28 @@ def prepare(
         with each.open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     folder = Path(cache) / digest.hexdigest()[:32]
+
+    # Open what an earlier call has prepared, or prepare it.
     try:
         found = None
         if folder.exists():
             try:
-                found = [open_prepared(folder / side, read_all=True) for side in _sides(split)]
+                found = [open_prepared(folder / side, read_all=True) for side in _name_sides(split)]
             except ConfigError as error:
                 what = str(error).partition("Fix: ")[0].strip()
                 print(f"{what} It is prepared anew.", file=sys.stderr, flush=True)
-                # Processes that map the old files keep them. Another process may have been faster.
+                # The folder is renamed before it is deleted: processes that map the old files keep them, and
+                # another process may already have moved it.
                 aside = folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:8]}.partial")
                 with suppress(FileNotFoundError):
                     folder.rename(aside)
-                shutil.rmtree(aside, ignore_errors=True) if aside.is_dir() else aside.unlink(missing_ok=True)
+                if aside.is_dir():
+                    shutil.rmtree(aside, ignore_errors=True)
+                else:
+                    aside.unlink(missing_ok=True)
         if found is None:
             _prepare_folder(folder, path, tokenizer, policy, split)
-            found = [open_prepared(folder / side) for side in _sides(split)]
+            found = [open_prepared(folder / side) for side in _name_sides(split)]
     except OSError as error:
         raise ConfigError(f"{cache}: prepared data cannot be written there: {error}.") from error
     if any(found[0].left_out.values()) or found[0].unread:
@@ -263,7 +270,7 @@ def find_classes(path: str | Path) -> tuple[str, ...]:
     path = readable(path)
     with TemporaryDirectory() as work:
         rows = rows_of(path, Path(work))
-        found = classes_in(_readable_records(rows))
+        found = classes_in(_read_valid_records(rows))
     if not 2 <= len(found) <= MOST_CLASSES:
         said = f"{len(found)} classes{': ' if found else ''}{', '.join(found[:8])}"
         raise ConfigError(
@@ -273,7 +280,8 @@ def find_classes(path: str | Path) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _readable_records(rows: Dataset) -> Iterator[Mapping[str, Any]]:
+def _read_valid_records(rows: Dataset) -> Iterator[Mapping[str, Any]]:
+    """Yield the records of rows, without those that are broken."""
     for row in rows:
         with suppress(LineError):  # `prepare` refuses such a line by its number
             yield record_of(row)
@@ -290,6 +298,7 @@ def open_prepared(folder: str | Path, *, read_all: bool = False) -> Prepared:
         ConfigError: the folder holds something else.
         DamagedError: the folder is not what was written.
     """
+    # Read the facts about the data, which have a checksum of their own.
     folder = Path(folder)
     fix = f"delete {folder.parent}: the same command prepares it anew."
     try:
@@ -298,6 +307,7 @@ def open_prepared(folder: str | Path, *, read_all: bool = False) -> Prepared:
         raise DamagedError(f"{error} Fix: {fix}") from error
     if facts is None:
         raise ConfigError(f"{folder} holds no prepared data. Fix: prepare it anew.")
+    # Compare the files with the facts. The key shows whether the folder was renamed or copied to this place.
     wrong = differences(folder, facts.pop("files"), read_all=read_all)
     if facts["key"] != f"{folder.parent.name}/{folder.name}":
         wrong.append(f"{FACTS}: is of {facts['key']}")
@@ -306,7 +316,7 @@ def open_prepared(folder: str | Path, *, read_all: bool = False) -> Prepared:
     return Prepared(folder=folder, **facts)
 
 
-def _sides(split: bool) -> tuple[str, ...]:
+def _name_sides(split: bool) -> tuple[str, ...]:
     return ("train", "held_out") if split else ("all",)
 
 
@@ -315,7 +325,7 @@ def _prepare_folder(
 ) -> None:
     """Prepare a folder under another name and rename it, so that it is complete or absent.
 
-    Where two processes prepare the same, the folder of the first one stays.
+    If two processes prepare the same, the folder of the first one is kept.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(mkdtemp(prefix=f"{folder.name}.", suffix=".partial", dir=folder.parent))
@@ -335,15 +345,19 @@ def _prepare_folder(
                     f"{path}: one record can be used, so none can be held out of training. Fix: name a file "
                     "to evaluate on with data.held_out=FILE, or add records."
                 )
-            many = max(1, len(kept) // HELD_OUT_EVERY)
+            count = max(1, len(kept) // HELD_OUT_EVERY)
             drawn = np.random.default_rng(0).permutation(len(kept))
-            parts = [kept.select(np.sort(side), keep_in_memory=True) for side in (drawn[many:], drawn[:many])]
+            sides = drawn[count:], drawn[:count]
+            parts = [kept.select(np.sort(side), keep_in_memory=True) for side in sides]
         # Write both sides, and give the folder its name.
         done = aside / "done"
-        for side, part in zip(_sides(split), parts, strict=True):
+        for side, part in zip(_name_sides(split), parts, strict=True):
             key = f"{folder.name}/{side}"
-            own = {"key": key, "kind": policy.kind, "context": policy.context, "pad": tokenizer.pad}
-            _write_arrays(done / side, part, {**own, "left_out": left_out, "unread": unread})
+            facts = {
+                "key": key, "kind": policy.kind, "context": policy.context, "pad": tokenizer.pad,
+                "left_out": left_out, "unread": unread,
+            }  # fmt: skip
+            _write_arrays(done / side, part, facts)
         commit_folder(done, folder)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
@@ -356,11 +370,12 @@ def _encode_row(
     row: Mapping[str, Any], index: int, tokenizer: DirectoryTokenizer, policy: RecordPolicy, root: Path
 ) -> dict[str, Any]:
     """Tokenise a row. If it cannot be used, the result has a reason and no samples."""
-    found = {"line": line_of(row, index), "tokens": [], "learned": [], "images": [], "reason": "", "why": "",
-             "rendered": False, "row": "", "unread": [], "kinds": []}  # fmt: skip
+    result = {"line": line_of(row, index), "tokens": [], "learned": [], "images": [], "reason": "", "why": "",
+              "rendered": False, "row": "", "unread": [], "kinds": []}  # fmt: skip
+    # Read the record and tokenise it.
     try:
         record = record_of(row)
-        found["kinds"] = [*kinds_of(record), *kinds_of_labels(record)]
+        result["kinds"] = [*kinds_of(record), *kinds_of_labels(record)]
         if policy.kind == "labels":
             said, samples = Exchange(), encode_labels(record, tokenizer, policy.classes, policy.words)
         elif policy.kind == "twins":
@@ -368,64 +383,68 @@ def _encode_row(
         else:
             said = read(record, policy.kind)
         if policy.kind == "samples":
-            said, found["images"] = with_images(said, root)
+            said, result["images"] = with_images(said, root)
         elif policy.kind == "prompts":  # the objective says itself that it draws no answers to images
-            found["images"] = images_in(said)
+            result["images"] = images_in(said)
         if policy.kind not in ("labels", "twins"):
             samples = encode(said, policy.kind, tokenizer)
+        # Fields that nothing reads are counted, and named when all is done.
         turns = [turn for part in (said.prompt, *said.answers) if isinstance(part, list) for turn in part]
-        found["unread"] = [
-            *said.unread,
-            *(f"messages.{n}" for n in hidden_fields(tokenizer, turns, said.tools)),
-        ]
+        hidden = hidden_fields(tokenizer, turns, said.tools)
+        result["unread"] = [*said.unread, *(f"messages.{name}" for name in hidden)]
         if policy.kind == "prompts":
             whole = row_of(record, said, tokenizer)
-            found["row"], found["unread"] = json.dumps(whole, default=str), []  # rewards are given all of it
+            result["row"], result["unread"] = (
+                json.dumps(whole, default=str),
+                [],
+            )  # rewards are given all of it
             for need in policy.needs:
                 NEEDS[need](whole)
     except Exception as error:  # data can be anything, and the line's number says more than a traceback
         why = str(error) if isinstance(error, LineError) else f"{type(error).__name__}: {error}"
         why = why[:LONGEST_WHY].encode("utf-8", "backslashreplace").decode()  # it may quote half a character
-        return {**found, "reason": BROKEN, "why": why, "chat": False}
-    if is_json(row):
-        found["unread"] += [NULLS] if has_nulls(record) else []
-    else:  # in a table all objects have the same fields, in one order and of one type
-        found["unread"] += [ORDER] if has_objects(record) else []
+        return {**result, "reason": BROKEN, "why": why, "chat": False}
+    if is_json(row) and has_nulls(record):
+        result["unread"].append(NULLS)
+    if not is_json(row) and has_objects(record):
+        # In a table all objects have the same fields, in one order and of one type.
+        result["unread"].append(ORDER)
+
+    # The last token is never an input, so a conversation that is to be seen whole gets one more.
     texts = [said.prompt, *said.answers, *(text for text, _ in said.segments)]
     if policy.whole and (said.is_chat or is_rendered(tokenizer, *texts)):
         samples = [
             (np.append(ids, np.uint32(tokenizer.eos)), np.append(m, np.uint8(0))) for ids, m in samples
         ]
-    found["chat"], found["rendered"] = said.is_chat, not said.is_chat and is_rendered(tokenizer, *texts)
+    result["chat"], result["rendered"] = said.is_chat, not said.is_chat and is_rendered(tokenizer, *texts)
 
     # The policy says what becomes of a record that is longer than the context, or than the budget.
     is_prompt = policy.kind == "prompts"
     longest = max(len(tokens) for tokens, _ in samples) - 1
-    if is_prompt:  # its own answer is no part of any row
+    if is_prompt:  # its own answer is for rewards alone, and no part of any row
         ids, answered = samples[0]
         longest = (int(np.argmax(answered)) if answered.any() else len(ids)) - 1
-    long, why = longest > policy.context, ""
+    is_long, why = longest > policy.context, ""
     # Half an image is no image, and half a prompt asks something else.
-    if long and (policy.too_long != "truncate" or found["images"] or is_prompt):
+    if is_long and (policy.too_long != "truncate" or result["images"] or is_prompt):
         why = f"takes {longest} positions, the context has {policy.context}"
     if not is_prompt:
         samples = [tuple(part[: policy.context + 1] for part in each) for each in samples]
     whole = longest + policy.answer if is_prompt else sum(len(tokens) - 1 for tokens, _ in samples)
     if not why and policy.tokens is not None and whole > policy.tokens:
         with_answer = f" with an answer of {policy.answer}" if is_prompt else ""
-        long = True
+        is_long = True
         why = f"takes {whole} positions{with_answer}, the budget of data.tokens is {policy.tokens}"
 
-    # The first token is never a target, since nothing stands before it. Labels stand at the tokens
-    # themselves.
+    # The first token is never a target, since nothing precedes it, but labels are at the tokens themselves.
     learns_first = policy.kind in ("labels", "twins")
     if not why and not is_prompt and not all(m[0 if learns_first else 1 :].any() for _, m in samples):
         why = "no token is left to learn"
     if not why and policy.kind == "pairs" and np.array_equal(samples[0][0], samples[1][0]):
         why = "chosen and rejected differ only after the context"
     if why:
-        return {**found, "reason": TOO_LONG if long else BROKEN, "why": why}
-    return {**found, "tokens": [tokens for tokens, _ in samples], "learned": [mask for _, mask in samples]}
+        return {**result, "reason": TOO_LONG if is_long else BROKEN, "why": why}
+    return {**result, "tokens": [tokens for tokens, _ in samples], "learned": [mask for _, mask in samples]}
 
 
 def _keep_usable(path: Path, encoded: Dataset, policy: RecordPolicy) -> tuple[Dataset, dict[str, int]]:
@@ -438,7 +457,8 @@ def _keep_usable(path: Path, encoded: Dataset, policy: RecordPolicy) -> tuple[Da
     left_out = {name: int((reasons == name).sum()) for name in (BROKEN, TOO_LONG)}
     refused = [name for name, count in left_out.items() if count and getattr(policy, name) == "refuse"]
     if left_out[BROKEN]:
-        _check_kind(path, encoded, reasons, policy.kind)
+        _refuse_other_kind(path, encoded, reasons, policy.kind)
+    # Name the refused lines, all of them in one error.
     if refused:
         wrong = encoded.select(np.flatnonzero(np.isin(reasons, refused)), keep_in_memory=True)
         lines = [f"{path}:{row['line']}: {row['why']}" for row in wrong.select(range(min(len(wrong), SHOWN)))]
@@ -458,18 +478,22 @@ def _keep_usable(path: Path, encoded: Dataset, policy: RecordPolicy) -> tuple[Da
     return kept, left_out
 
 
-def _check_kind(path: Path, encoded: Dataset, reasons: np.ndarray, kind: str) -> None:
+def _refuse_other_kind(path: Path, encoded: Dataset, reasons: np.ndarray, kind: str) -> None:
     """Refuse a file whose records are all of another kind, in one error that does not list its lines."""
-    forms = [kinds for kinds in encoded["kinds"][:] if kinds]
-    if (reasons == "").any() or not forms or any(kind in kinds for kinds in forms):
+    # `kinds` has the kinds of data that each record could be, the likeliest first.
+    known = [kinds for kinds in encoded["kinds"][:] if kinds]
+    if (reasons == "").any() or not known or any(kind in kinds for kinds in known):
         return
-    found = {name: sum(kinds[0] == name for kinds in forms) for name in OBJECTIVES}
-    held = max(found, key=found.__getitem__)
-    what, ways = OBJECTIVES[held][0], [OBJECTIVES[held][1]] if held != "answers" else []
-    many = f"{'all' if found[held] == len(forms) else found[held]} of its {len(forms)} records"
+    counts = {name: sum(kinds[0] == name for kinds in known) for name in OBJECTIVES}
+    held = max(counts, key=counts.__getitem__)
+    share = "all" if counts[held] == len(known) else counts[held]
+    (what, other_objective), (needed, objective) = OBJECTIVES[held], OBJECTIVES[kind]
+    ways = [f"name a file of {needed}"]
+    if held != "answers":  # no objective learns from them
+        ways = [other_objective, *ways]
     raise ConfigError(
-        f"{path}: holds {what} ({many}), and {OBJECTIVES[kind][1]} learns from {OBJECTIVES[kind][0]}. "
-        f"Fix: {', or '.join([*ways, f'name a file of {OBJECTIVES[kind][0]}'])}."
+        f"{path}: holds {what} ({share} of its {len(known)} records), and {objective} learns from {needed}. "
+        f"Fix: {', or '.join(ways)}."
     )
 
 
@@ -477,12 +501,14 @@ def _write_arrays(folder: Path, part: Dataset, facts: Mapping[str, Any]) -> None
     """Write the samples of some rows as arrays, and the facts about them."""
     folder.mkdir(parents=True)
     sizes, learned, chats, rendered, most = [], 0, False, 0, 0
+    # Rows are written block by block, so that memory holds one block of them.
     with (folder / "tokens.bin").open("wb") as tokens_file, (folder / "learned.bin").open("wb") as mask_file:
         for block in part.with_format("arrow").iter(1024):
             tokens, masks = (block[name].combine_chunks().flatten() for name in ("tokens", "learned"))
             lengths, mask = tokens.value_lengths().to_numpy(), masks.flatten().to_numpy()
             tokens.flatten().to_numpy().tofile(tokens_file)
             mask.tofile(mask_file)
+            # A first token is no target, so it does not count as learned.
             firsts = np.cumsum(lengths) - lengths
             learned += int((mask != 0).sum()) - int((mask[firsts] != 0).sum())
             chats |= any(block["chat"].to_pylist())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ def encode_pair(record: Record, tokenizer: DirectoryTokenizer) -> list[Sample]:
 
 
 def encode_prompt(record: Record, tokenizer: DirectoryTokenizer) -> list[Sample]:
-    """Tokenise a prompt that is answered later. The record's answer, if it has one, stands behind it."""
+    """Tokenise a prompt that is answered later, followed by the record's own answer if it has one."""
     return encode(read(record, "prompts"), "prompts", tokenizer)
 
 
@@ -45,18 +45,27 @@ def encode(said: Exchange, kind: str, tokenizer: DirectoryTokenizer) -> list[Sam
     Texts are taken as they are. Those that spell a control token of the tokenizer were written by a chat
     template (see `chat.encode_rendered`). If any part is messages, or there are tools or a system's text,
     texts are messages of a user and an assistant, and the chat template writes all of it.
+
+    Raises:
+        LineError: the chat template cannot show it, or the answers of a pair are the same or have different
+            prompts.
     """
     turns = [turn for part in (said.prompt, *said.answers) if isinstance(part, list) for turn in part]
     if kind == "pairs" and any(part.get("type") != "text" for turn in turns for part in parts(turn)):
         raise LineError("images: are learned with objective=sft alone")
+    # Segments are one text, of which some parts are learned.
     if said.segments:
         text, spans = "", []
         for part, is_learned in said.segments:
-            spans += [(len(text), len(text) + len(part))] if is_learned else []
+            if is_learned:
+                spans.append((len(text), len(text) + len(part)))
             text += part
         return [encode_rendered(tokenizer, text, spans)]
     if kind == "prompts":
         return [_encode_question(tokenizer, said)]
+
+    # Answers belong to a chat, are a text without a prompt, follow a prompt that a template has rendered, or
+    # follow a plain prompt.
     if said.is_chat:
         found = [_encode_chat(tokenizer, said, answer) for answer in said.answers]
     elif said.prompt is None:
@@ -72,6 +81,8 @@ def encode(said: Exchange, kind: str, tokenizer: DirectoryTokenizer) -> list[Sam
     else:
         begin = [*tokenizer.begin, *tokenizer.encode(said.prompt)]
         found = [_join(begin, [*tokenizer.encode_after(each), tokenizer.eos]) for each in said.answers]
+
+    # Both answers of a pair have to follow the same tokens.
     if kind == "pairs":
         prompts = [ids[: int(np.argmax(learned))].tolist() for ids, learned in found]
         if np.array_equal(found[0][0], found[1][0]):
@@ -89,7 +100,10 @@ def _encode_question(tokenizer: DirectoryTokenizer, said: Exchange) -> Sample:
         ids = encode_rendered(tokenizer, said.prompt, [])[0].tolist()
     else:
         ids = [*tokenizer.begin, *tokenizer.encode(said.prompt)]
-    return _join(ids, [t for words in said.answers for t in (*tokenizer.encode_after(words), tokenizer.eos)])
+    answer = []
+    for words in said.answers:  # one, or none
+        answer += [*tokenizer.encode_after(words), tokenizer.eos]
+    return _join(ids, answer)
 
 
 def row_of(record: Record, said: Exchange, tokenizer: DirectoryTokenizer) -> dict[str, Any]:
@@ -109,7 +123,7 @@ def last_number(text: str, whole: bool = False) -> float | None:
     """Return the last number of a text, or that after "####" if there is one, as in GSM8K's answers.
 
     Args:
-        whole: whether nothing else may stand behind "####", as in a reference.
+        whole: whether nothing else may follow "####", as in a reference.
 
     >>> last_number("3 and then 4"), last_number("5 + 5 #### -$10"), last_number("#### x then 3")
     (4.0, -10.0, None)
@@ -117,7 +131,8 @@ def last_number(text: str, whole: bool = False) -> float | None:
     _, mark, end = text.rpartition("####")
     end = end.strip()
     if not mark:
-        *_, found = [None, *re.finditer(NUMBER, text)]
+        numbers = list(re.finditer(NUMBER, text))
+        found = numbers[-1] if numbers else None
     elif whole:
         found = re.fullmatch(NUMBER, end.rstrip("."))
     else:
@@ -126,11 +141,13 @@ def last_number(text: str, whole: bool = False) -> float | None:
 
 
 def _need_response(row: Record) -> None:
+    """Check that a prompt's row has an answer of its own."""
     if not str(row.get("response", "")).strip():
         raise LineError("has no response, which objective.reward compares answers with")
 
 
 def _need_number(row: Record) -> None:
+    """Check that a prompt's row has an answer of its own with a number in it."""
     _need_response(row)
     if last_number(row["response"], whole=True) is None:
         where = ' after "####"' if "####" in row["response"] else ""
@@ -147,6 +164,9 @@ def _encode_chat(tokenizer: DirectoryTokenizer, said: Exchange, response: str | 
     """Tokenise messages, and a response to them that may begin with them.
 
     One of the two may lack the system's message in front.
+
+    Raises:
+        LineError: the response begins with another prompt, or no assistant's message is learned.
     """
     before = [] if said.prompt is None else _as_messages(said.prompt, "user")
     answer = _as_messages(response, "assistant")
@@ -158,9 +178,10 @@ def _encode_chat(tokenizer: DirectoryTokenizer, said: Exchange, response: str | 
         system = [turn for turn in before[:1] if turn["role"] == "system"]
         for start, asked in ((0, before), (1, before), (0, before[len(system) :])):
             stop = start + len(asked)
-            if asked and list(map(_comparable_turn, answer[start:stop])) == list(
-                map(_comparable_turn, asked)
-            ):
+            same = [_comparable_turn(turn) for turn in answer[start:stop]] == [
+                _comparable_turn(turn) for turn in asked
+            ]
+            if asked and same:
                 whole = answer if len(asked) == len(before) else [*system, *answer]
                 first = len(whole) - len(answer) + stop
                 break
@@ -173,15 +194,18 @@ def _encode_chat(tokenizer: DirectoryTokenizer, said: Exchange, response: str | 
 
 
 def _as_messages(said: str | list[Any], role: str) -> list[Any]:
+    """Return messages, or a text as a message of a role."""
     return [{"role": role, "content": said}] if isinstance(said, str) else list(said)
 
 
 def _comparable_turn(message: Mapping[str, Any]) -> tuple[str, Any]:
+    """Return who says what, without blanks around it and without other fields."""
     content = message.get("content") or ""
     return message["role"], content.strip() if isinstance(content, str) else content
 
 
-def _join(asked: Any, learned: list[int]) -> Sample:
+def _join(asked: Sequence[int], learned: list[int]) -> Sample:
+    """Return tokens of which the first ones are not learned, and the others are."""
     mask = np.repeat(np.array([0, 1], np.uint8), [len(asked), len(learned)])
     return np.array([*asked, *learned], np.uint32), mask
 
@@ -195,9 +219,9 @@ PLACES = ("image", "path", "url", "image_url")  # keys of an image among a messa
 def with_images(said: Exchange, root: Path) -> tuple[Exchange, list[str]]:
     """Return the content of a record with its images as parts of messages, and their paths in order.
 
-    A record may have a list of `images` (or one `image`). They stand where its texts say "<image>", or else
-    before the first message of a user. It may instead have parts `{"type": "image", "image": path}` in
-    messages.
+    A record may have a list of `images` (or one `image`). They replace "<image>" in its texts, or precede the
+    first message of a user if no text has it. A record may instead have parts `{"type": "image", "image":
+    path}` in messages.
 
     Args:
         root: the folder to which paths are relative.
@@ -214,7 +238,8 @@ def with_images(said: Exchange, root: Path) -> tuple[Exchange, list[str]]:
         raise LineError("images: are of messages, or of a prompt and its response")
     asked = [] if said.prompt is None else _as_messages(said.prompt, "user")
     messages = [dict(m) for m in (*asked, *_as_messages(said.answers[0], "assistant"))]
-    # Each image has a mark in a text; without any all stand before the first message of a user.
+
+    # Each image has a mark in a text; if no text has one, all are put before the first message of a user.
     marks = sum(m["content"].count(MARK) for m in messages if isinstance(m.get("content"), str))
     if listed and not marks:
         first = next((m for m in messages if m.get("role") == "user"), messages[0])
@@ -223,40 +248,46 @@ def with_images(said: Exchange, root: Path) -> tuple[Exchange, list[str]]:
         first["content"] = f"{MARK * len(listed)}{first['content']}"
     elif listed and marks != len(listed):
         raise LineError(f"images: has {len(listed)}, and {MARK} stands {marks} times in its texts")
+
     # Texts with marks become lists of parts, and the paths in parts are made absolute.
-    queue, found = iter(listed), []
+    queue, paths = iter(listed), []
     for message in messages:
         content = message.get("content")
         if listed and isinstance(content, str) and MARK in content:
-            text, *rest = content.split(MARK)
-            content = [{"type": "text", "text": text}]
-            for after in rest:
-                content += [{"type": "image", "image": next(queue)}, {"type": "text", "text": after}]
+            first_text, *texts = content.split(MARK)
+            content = [{"type": "text", "text": first_text}]
+            for text in texts:
+                content += [{"type": "image", "image": next(queue)}, {"type": "text", "text": text}]
             content = [part for part in content if part["type"] == "image" or part["text"]]
-        content = list(content) if isinstance(content, list) else content
-        for n, part in enumerate(content if isinstance(content, list) else []):
-            if isinstance(part, Mapping) and part.get("type") in ("image", "image_url"):
-                content[n] = {"type": "image", "image": _find_path(part, root)}
-                found.append(content[n]["image"])
+        if isinstance(content, list):
+            content = list(content)  # the record's own list stays as it is
+            for n, part in enumerate(content):
+                if isinstance(part, Mapping) and part.get("type") in ("image", "image_url"):
+                    content[n] = {"type": "image", "image": _find_path(part, root)}
+                    paths.append(content[n]["image"])
         message["content"] = content
-    if not found:
+    if not paths:
         return said, []
     prompt, answer = messages[: len(asked)], messages[len(asked) :]
-    return replace(said, prompt=None if said.prompt is None else prompt, answers=(answer,)), found
+    return replace(said, prompt=None if said.prompt is None else prompt, answers=(answer,)), paths
 
 
 def images_in(said: Exchange) -> list[str]:
     """Return the images of a record as it writes them, each cut to 200 characters."""
-    listed = said.images if isinstance(said.images, list) else [said.images] if said.images else []
+    listed = said.images or []
+    if not isinstance(listed, list):
+        listed = [listed]
     turns = [turn for part in (said.prompt, *said.answers) if isinstance(part, list) for turn in part]
     in_turns = [part for turn in turns for part in parts(turn) if part.get("type") != "text"]
     return [f"{image!s:.200}" for image in (*listed, *in_turns)]
 
 
 def _find_path(image: Any, root: Path) -> str:
+    """Return the absolute path of an image, which may be nested in objects."""
     named = image
     while isinstance(named, Mapping):  # {"type": "image_url", "image_url": {"url": ...}}
         path = named.get("path")
+        # A table may hold bytes with the path of their file, which is enough if the file is still there.
         if named.get("bytes") is not None and not (isinstance(path, str) and (root / path).is_file()):
             raise LineError(
                 "images: bytes are not read; save each as a file, and write its path in their place"

@@ -17,7 +17,7 @@ from fnshard.errors import MissingExtraError
 Dataset = Any  # `datasets.Dataset`
 ONE, SEVERAL = "state.json", "dataset_dict.json"  # files in a folder of `save_to_disk`: one split, or several
 PARQUET, BOM = b"PAR1", b"\xef\xbb\xbf"
-LOOKED = 1 << 20  # bytes at the beginning of a file that are looked at
+PEEKED = 1 << 20  # bytes at the beginning of a file that `readable` looks at
 # Columns of files of JSON, whose records have fields of all kinds; no table has such names.
 LINE, JSON = "line of the file", "json of the line"
 DEEPEST = 100  # lists and objects inside each other
@@ -60,7 +60,7 @@ def readable(path: str | Path) -> Path:
     else:
         try:
             with path.open("rb") as file:
-                start = file.read(LOOKED).removeprefix(BOM).strip()
+                start = file.read(PEEKED).removeprefix(BOM).strip()
             if not start:
                 wrong = "there are no data in it"
             elif not start.startswith((PARQUET, b"{", b"[")):
@@ -92,9 +92,10 @@ def rows_of(path: Path, work: Path) -> Dataset:
             name = path / "train" if (path / SEVERAL).is_file() else path
             return _keep_encoded(datasets.load_from_disk(str(name)))
         with path.open("rb") as file:
-            parquet = file.read(len(PARQUET)) == PARQUET
-        if parquet:
+            is_parquet = file.read(len(PARQUET)) == PARQUET
+        if is_parquet:
             return _keep_encoded(datasets.Dataset.from_parquet(str(path), cache_dir=str(work)))
+        # Each line of JSON is kept as bytes, since a table would give all records the same fields and types.
         features = datasets.Features({LINE: datasets.Value("int64"), JSON: datasets.Value("large_binary")})
         rows = {"gen_kwargs": {"path": str(path)}, "features": features, "cache_dir": str(work)}
         return datasets.Dataset.from_generator(_read_json_records, **rows)
@@ -116,14 +117,12 @@ def _keep_encoded(rows: Dataset) -> Dataset:
 
 
 def _read_json_records(path: str) -> Iterator[dict[str, Any]]:
+    """Yield the number and the JSON of each record of a list of JSON, or of each line of JSONL."""
     with open(path, "rb") as file:
-        begin = file.read(4096).removeprefix(b"\xef\xbb\xbf").split()
+        words = file.read(4096).removeprefix(BOM).split()
         file.seek(0)
-        if begin and begin[0][:2] in (
-            b"[",
-            b"[{",
-            b"[]",
-        ):  # a list of objects; other "[" begin a line of JSONL
+        # These begin a list of objects, and another "[" a line of JSONL.
+        if words and words[0][:2] in (b"[", b"[{", b"[]"):
             for number, record in enumerate(json.load(file), 1):
                 yield {LINE: number, JSON: json.dumps(record).encode()}
             return
@@ -138,7 +137,7 @@ def is_json(row: Mapping[str, Any]) -> bool:
 
 
 def line_of(row: Mapping[str, Any], index: int) -> int:
-    """Return the number, from 1, of the line or record that a row is."""
+    """Return the number, from 1, of a row's line in a file of JSON, or of its record in a table."""
     return row[LINE] if is_json(row) else index + 1
 
 
@@ -165,8 +164,8 @@ def record_of(row: Mapping[str, Any]) -> dict[str, Any]:
 def _check_values(record: Mapping[str, Any]) -> None:
     """Refuse a record with half a surrogate pair, which no file of results could hold, or with too much
     depth."""
-    # Level by level and not by recursion, which fails on what is nested too deeply; each value comes with the
-    # name of its field.
+    # Values are searched level by level and not by recursion, which would fail on what is nested too deeply.
+    # Each value comes with the name of its field.
     level, depth = [(name, (name, value)) for name, value in record.items()], 0
     while level:
         depth += 1
@@ -174,7 +173,7 @@ def _check_values(record: Mapping[str, Any]) -> None:
             raise LineError(f"{level[0][0]}: is nested more than {DEEPEST} deep")
         below = []
         for name, value in level:
-            if isinstance(value, Mapping):
+            if isinstance(value, Mapping):  # its keys are texts, too
                 below += [(name, each) for pair in value.items() for each in pair]
             elif isinstance(value, list | tuple):
                 below += [(name, each) for each in value]
@@ -197,6 +196,7 @@ def map_rows(rows: Dataset, function: Callable[..., Any], features: Mapping[str,
         return datasets.List(make_type(kind[0])) if isinstance(kind, list) else datasets.Value(kind)
 
     columns = datasets.Features({name: make_type(kind) for name, kind in features.items()})
+    # The number of cores that this process may use, which can be less than the machine has.
     processes = min(len(os.sched_getaffinity(0)), len(rows) // ROWS_A_PROCESS)
     return rows.map(
         function, with_indices=True, remove_columns=rows.column_names, features=columns,

@@ -36,7 +36,7 @@ TOKENIZER_FILES = "tokenizer_files"  # in the command's record, the digests of t
 HEADER, SUMS = "shards.json", "shards.crc32"
 BLOCK_BYTES = 2**17  # bytes of a checksum, no more than the system reads ahead
 ANEW = f"write the shards anew; where the arrays are your own, delete {HEADER} and {SUMS}."
-READ_TOKENS = 2**22  # tokens that are looked through at once
+READ_TOKENS = 2**22  # tokens that are read at once
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,7 @@ class Shards:
         if starts.size and (starts.min() < 0 or starts.max() + length > self.tokens):
             raise IndexError(f"windows of {length} from {starts.min()} to {starts.max()} of {self.tokens}.")
         out = np.empty((len(starts), length), np.int64)
+        # An array's end is the start of the next one, so a start at it belongs to the next.
         arrays = np.searchsorted(self._ends, starts, side="right")
         for row, (start, array) in enumerate(zip(starts.tolist(), arrays.tolist(), strict=True)):
             done = 0
@@ -101,16 +102,18 @@ class Shards:
 
     @cached_property
     def _ends(self) -> np.ndarray:
+        """Return the end of each array in the stream."""
         return np.array(list(accumulate(self.files.values())), np.int64)
 
     @cached_property
     def _arrays(self) -> list[np.ndarray]:
+        """Map the arrays."""
         return [np.load(self.folder / name, mmap_mode="r") for name in self.files]
 
     def _check(self, array: int, start: int, stop: int) -> None:
-        """Compare the blocks that hold these tokens with their checksums, each once."""
+        """Compare the blocks that hold these tokens with their checksums, each block once."""
         tokens, seen = self._arrays[array], self._seen[array]
-        # Checksums are of blocks of the file, the array's header among them.
+        # Checksums are of blocks of the file, which begins with the array's header.
         first, last = (tokens.offset + at * tokens.itemsize for at in (start, stop - 1))
         first, last = first // BLOCK_BYTES, last // BLOCK_BYTES
         if seen[first : last + 1].all():
@@ -141,7 +144,7 @@ class Shards:
 
     @cached_property
     def _seen(self) -> list[np.ndarray]:
-        """Flags of the blocks of each array that have been compared."""
+        """Return a flag for each block of each array, which says whether it has been compared."""
         return [np.zeros(len(sums), bool) for sums in self._sums]
 
     def check(self, *, read_all: bool) -> None:
@@ -150,15 +153,17 @@ class Shards:
         Raises:
             DamagedError: one differs.
         """
-        for array, many in enumerate(self.files.values() if self.sizes is not None else ()):
-            self._check(array, 0, many if read_all else 1)
+        if self.sizes is None:
+            return
+        for array, count in enumerate(self.files.values()):
+            self._check(array, 0, count if read_all else 1)
 
 
 def open_shards(folder: str | Path) -> Shards:
     """Map a folder of shards.
 
-    Arrays [tokens] of uint16 or uint32 without a header, which another program wrote, are looked through
-    first (`describe`). Of several processes that open them at once, one does so, and the others wait.
+    Arrays [tokens] of uint16 or uint32 without a header, which another program wrote, are read once to write
+    the header (`describe`). Of several processes that open them at once, one does so, and the others wait.
 
     Raises:
         ConfigError: there are no arrays, or not all that the header names.
@@ -174,28 +179,31 @@ def open_shards(folder: str | Path) -> Shards:
             if header is None:
                 return describe(folder)
     try:
-        found = Shards(folder=folder, **header)
+        shards = Shards(folder=folder, **header)
     except TypeError:
         raise ConfigError(f"{folder / HEADER} is no header of shards. Fix: write the shards anew.") from None
-    there = {n: (folder / n).stat().st_size if (folder / n).is_file() else 0 for n in found.files}
-    sizes = found.sizes or {}
-    cut = [f"{n}: {there[n]} of {size} bytes" for n, size in sizes.items() if there.get(n) != size]
+
+    # Compare the arrays' tokens and bytes with the header.
+    present = {n: (folder / n).stat().st_size if (folder / n).is_file() else 0 for n in shards.files}
+    sizes = shards.sizes or {}
+    cut = [f"{n}: {present[n]} of {size} bytes" for n, size in sizes.items() if present.get(n) != size]
     try:
         tokens = _count_tokens(folder)
     except ConfigError:  # an array cannot be read, and its size says more
         if not cut:
             raise
-        tokens = found.files
-    wrong = [f"{n}: {tokens.get(n, 0)} of {m} tokens" for n, m in found.files.items() if tokens.get(n) != m]
+        tokens = shards.files
+    wrong = [f"{n}: {tokens.get(n, 0)} of {m} tokens" for n, m in shards.files.items() if tokens.get(n) != m]
     wrong = wrong or cut
     if wrong:
         fix = f"write the shards anew; where you changed arrays of your own, delete {HEADER} and {SUMS}."
         raise ConfigError(report(f"{folder} is not whole:", wrong, fix))
+    # The first block of each array is compared at once, and the others when they are read.
     try:
-        found.check(read_all=False)
+        shards.check(read_all=False)
     except OSError as error:
         raise DamagedError(f"{folder / SUMS} cannot be read ({error.strerror}). Fix: {ANEW}") from None
-    return found
+    return shards
 
 
 def _read_header(folder: Path) -> dict[str, Any] | None:
@@ -207,10 +215,13 @@ def _read_header(folder: Path) -> dict[str, Any] | None:
 
 
 def describe(folder: Path, **known: Any) -> Shards:
-    """Look through the arrays of a folder once, and write its header and checksums where that can be.
+    """Read the arrays of a folder once, and write its header and checksums if the folder can be written to.
 
     Args:
         known: further fields of `Shards`.
+
+    Raises:
+        ConfigError: the folder has no arrays, or other ones.
     """
     files = _count_tokens(folder)
     if not files:
@@ -218,6 +229,7 @@ def describe(folder: Path, **known: Any) -> Shards:
         raise ConfigError(
             f"{folder} holds no shards: {there}. Fix: python -m experiments.tokenize writes them."
         )
+    # The key is a digest of the tokens alone, whatever their type and their division into arrays.
     digest, largest = hashlib.sha256(), 0
     sums: list[int] = []
     for name in files:
@@ -229,21 +241,29 @@ def describe(folder: Path, **known: Any) -> Shards:
             digest.update(block.astype("<u4").tobytes())
     content = np.array(sums, "<u4").tobytes()
     sizes = {name: (folder / name).stat().st_size for name in files}
-    found = Shards(folder, digest.hexdigest(), files, largest, **known, sizes=sizes, sums=zlib.crc32(content))
+    shards = Shards(
+        folder, digest.hexdigest(), files, largest, **known, sizes=sizes, sums=zlib.crc32(content)
+    )
     try:
-        # The header comes last: with it the folder counts as described, so that the sums must be there.
+        # The header is written last: with it the folder counts as described, so the checksums must exist.
         write_bytes(folder / SUMS, content)
-        write_record(folder / HEADER, {k: v for k, v in asdict(found).items() if k != "folder"}, durable=True)
-    except OSError:  # the folder is not ours to write to, so the next process looks through it again
+        write_record(
+            folder / HEADER, {k: v for k, v in asdict(shards).items() if k != "folder"}, durable=True
+        )
+    except OSError:  # the folder is not ours to write to, so the next process reads it again
         with suppress(OSError):
             (folder / SUMS).unlink()
-        return replace(found, sizes=None)
-    return found
+        return replace(shards, sizes=None)
+    return shards
 
 
 def _count_tokens(folder: Path) -> dict[str, int]:
-    """Return the number of tokens of each array of a folder."""
-    found, wrong = {}, []
+    """Return the number of tokens of each array of a folder.
+
+    Raises:
+        ConfigError: arrays cannot be read, or are not of tokens. The error names all of them.
+    """
+    counts, wrong = {}, []
     for path in sorted(folder.glob("*.npy")):
         try:
             array = np.load(path, mmap_mode="r")  # nothing is unpickled
@@ -252,11 +272,11 @@ def _count_tokens(folder: Path) -> dict[str, int]:
             continue
         if array.ndim != 1 or array.dtype.kind != "u" or array.dtype.itemsize not in (2, 4) or not len(array):
             wrong.append(f"{path.name}: {array.dtype} {list(array.shape)}")
-        found[path.name] = array.size
+        counts[path.name] = array.size
     if wrong:
         fix = "one array of uint16 or uint32 [tokens] a file."
         raise ConfigError(report(f"{folder}: not arrays of tokens:", wrong, fix))
-    return found
+    return counts
 
 
 def check_tokenizer(root: Path) -> None:

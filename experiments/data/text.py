@@ -8,7 +8,7 @@ import os
 import sysconfig
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
 from zlib import crc32
@@ -59,7 +59,7 @@ def held_out_starts(length: int, rows: int, context: int) -> Tensor:
     """Return the starts of `rows` windows, spread evenly over a stream and the same in every run; int64
     [rows].
 
-    They are 2 or later, so that a trigram table has its context at every target.
+    They are 2 or later, so that a trigram table has two bytes of context at every target.
     """
     return torch.linspace(2, length - context - 1, rows, dtype=torch.float64).long()
 
@@ -122,6 +122,7 @@ class ByteStream:
 
 
 def standard_library() -> Path:
+    """Return the folder of Python's standard library."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 
@@ -130,6 +131,7 @@ def source_files(root: Path, suffix: str = ".py") -> list[str]:
     `SKIP`."""
     names = []
     for folder, folders, files in os.walk(root):
+        # `os.walk` goes into the folders that this list has afterwards.
         folders[:] = [f for f in folders if f not in SKIP]
         names += [(Path(folder) / f).relative_to(root).as_posix() for f in files if f.endswith(suffix)]
     return sorted(names)
@@ -172,10 +174,12 @@ def load_text(
 
 
 def _join_files(root: Path, names: list[str]) -> Tensor:
+    """Return the bytes of files one after the other, each followed by a `SEPARATOR`."""
     joined = bytearray()
     for name in names:
         joined += (root / name).read_bytes()
         joined.append(SEPARATOR)
+    # torch makes no tensor of an empty buffer.
     return torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0, dtype=torch.uint8)
 
 
@@ -220,6 +224,7 @@ class Dataset:
 
     def held_out(self, mesh: fs.Mesh, rows: int) -> Iterator[Batch]:
         """Yield this rank's held-out windows, at most `rows` at once; int64 [rows, T] twice."""
+        # All batches have the same number of rows, so that one compiled program serves them.
         mine = self.starts.chunk(mesh.data_size)[mesh.data_rank]
         for starts in mine.split(math.gcd(len(mine), rows)):
             yield cut_windows(self.measured, starts.numpy(), self.config.context)
@@ -233,7 +238,7 @@ class Dataset:
         if self.unit != "byte":
             return {}
         train = self.train.windows(np.zeros(1, np.int64), min(self.train.tokens, MOST_COUNTED))
-        # Each window comes with the two tokens before it, so that trigrams have their context at every
+        # Each window is read with the two tokens before it, so that trigrams have their context at every
         # target.
         windows = self.measured.windows(self.starts.numpy() - 2, self.config.context + 3)
         targets = torch.arange(windows.size).reshape(windows.shape)[:, 3:].flatten()
@@ -250,6 +255,7 @@ class Dataset:
 
 
 def _to_bytes(tokens: np.ndarray) -> Tensor:
+    """Return the byte of each token. Control tokens of the byte tokenizer become zeros."""
     return torch.from_numpy(np.where(tokens < VOCAB, tokens, 0).astype(np.uint8).reshape(-1))
 
 
@@ -279,26 +285,29 @@ def open_tokens(config: TrainConfig) -> Dataset:
     """Open the shards below `data.root`, and the tokenizer next to them."""
     root, least = Path(config.data.root), config.context + 3
     wrong: list[str] = []
-    opened = [attempt(lambda name=name: open_shards(root / name), wrong) for name in ("train", "held_out")]
-    found = [shards for shards in opened if shards is not None]
-    wrong += [
-        f"{s.folder}: {s.tokens} tokens; one window of model.context={config.context} needs {least}."
-        for s in found
-        if s.tokens < least
-    ]
-    attempt(lambda: check_vocab(found, config.vocab), wrong)
-    if len({s.tokenizer for s in found}) > 1:
+
+    # Open both sides, whose tokens have to fit the model. What is wrong is collected into one error.
+    sides = [attempt(partial(open_shards, root / name), wrong) for name in ("train", "held_out")]
+    opened = [shards for shards in sides if shards is not None]
+    for shards in opened:
+        if shards.tokens < least:
+            window = f"one window of model.context={config.context} needs {least}"
+            wrong.append(f"{shards.folder}: {shards.tokens} tokens; {window}.")
+    attempt(lambda: check_vocab(opened, config.vocab), wrong)
+    if len({shards.tokenizer for shards in opened}) > 1:
         wrong.append(f"{root}: train and held_out are of two tokenizers. Fix: write them together.")
+
+    # Open the tokenizer, unless it is damaged. Shards of another program may have none.
     tokenizer, before = None, len(wrong)
     attempt(lambda: check_tokenizer(root), wrong)
     if len(wrong) == before and (root / TOKENIZER).is_dir():
         tokenizer = attempt(lambda: load_tokenizer(root / TOKENIZER), wrong)
-    if tokenizer and any(s.tokenizer not in (None, tokenizer.key) for s in found):
+    if tokenizer and any(shards.tokenizer not in (None, tokenizer.key) for shards in opened):
         wrong.append(f"{root / TOKENIZER} is not the tokenizer that the shards were made with.")
     if wrong:
         raise ConfigError("\n".join(wrong))
-    in_bytes = found[0].tokenizer == ByteTokenizer().key
-    return Dataset(config, *found, tokenizer, "byte" if in_bytes else "token")
+    unit = "byte" if opened[0].tokenizer == ByteTokenizer().key else "token"
+    return Dataset(config, *opened, tokenizer, unit)
 
 
 # ------------------------------------------------------------------ tables that a model has to beat
@@ -315,13 +324,14 @@ def table_losses(train: Tensor, held_out: Tensor, at: Tensor) -> dict[str, float
         train, held_out: uint8 [bytes].
         at: int64 positions of 2 or more, since a table reads the two bytes before each.
     """
+    # Each order's p is the prior of the next one.
     p = torch.full(at.shape, 1.0 / VOCAB, dtype=torch.float64)
     losses = {}
     for order, name in enumerate(("unigram", "bigram", "trigram"), 1):
         counts = count_ngrams(train, order)
         index = tuple(held_out[at - back].long() for back in range(order - 1, -1, -1))
-        here, total = counts[index].double(), counts.sum(-1)[index[:-1]].double()
-        p = (here + STRENGTH * p) / (total + STRENGTH)
+        count, total = counts[index].double(), counts.sum(-1)[index[:-1]].double()
+        p = (count + STRENGTH * p) / (total + STRENGTH)
         losses[name] = -p.log().mean().item()
     return {name: losses[name] for name in ("bigram", "trigram")}
 
@@ -332,6 +342,7 @@ def count_ngrams(stream: Tensor, order: int) -> Tensor:
     >>> count_ngrams(torch.tensor([1, 2, 1, 2], dtype=torch.uint8), 2)[1, 2].item()
     2
     """
+    # A run's code is the number that its bytes are the digits of.
     codes = torch.zeros(stream.numel() - order + 1, dtype=torch.int32)
     for back in range(order):
         codes.mul_(VOCAB).add_(stream[back : back + codes.numel()])

@@ -69,7 +69,7 @@ class ByteTokenizer:
         return [np.frombuffer(text.encode(), np.uint8).astype(np.uint32) for text in texts]
 
     def decode(self, ids: Sequence[int], control: bool = False) -> str:
-        """Return the text of ids. Broken UTF-8 shows as a replacement sign.
+        """Return the text of ids. Broken UTF-8 becomes replacement characters.
 
         Args:
             control: whether to spell control tokens, which are otherwise left out.
@@ -89,9 +89,10 @@ class ByteTokenizer:
         """
         from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-        file = Tokenizer(models.BPE({sign: byte for byte, sign in enumerate(_byte_signs())}, []))
+        file = Tokenizer(models.BPE({sign: byte for byte, sign in enumerate(_list_byte_signs())}, []))
         file.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         file.decoder = decoders.ByteLevel()
+        # Ids are given in order, so spare tokens fill those between the built-in ones and `more`.
         spare = [f"<|spare_{number}|>" for number in range(self.vocab - len(CONTROL) - 256)] if more else []
         names = [*CONTROL, *spare, *more]
         file.add_special_tokens([AddedToken(name, normalized=False) for name in names])
@@ -106,12 +107,13 @@ class ByteTokenizer:
             "pad_token": "<|pad|>",
             "clean_up_tokenization_spaces": False,
             "chat_template": template,
-            **({} if more else {BUILT_IN: self.key}),
         }
+        if not more:  # `load_tokenizer` may then read the files without transformers
+            config[BUILT_IN] = self.key
         write_json(folder / CONFIG, config)
 
 
-def _byte_signs() -> list[str]:
+def _list_byte_signs() -> list[str]:
     """Return GPT-2's printable sign of every byte: its own if it has one, else one from 256 on."""
     plain = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
@@ -160,11 +162,13 @@ class DirectoryTokenizer:
 
         They lack the space that some tokenizers put in front of every text.
         """
+        # Behind a line break the text has no such space, unless a token joins the two.
         line_break, both = self.encode("\n"), self.encode(f"\n{text}")
         follows = both[: len(line_break)] == line_break
         return both[len(line_break) :] if follows else self.encode(text)
 
     def decode(self, ids: Sequence[int], control: bool = False) -> str:
+        # A model may have more rows than the tokenizer has tokens.
         known = [i for i in ids if i < self.vocab]
         return self.hf.decode(known, skip_special_tokens=not control, clean_up_tokenization_spaces=False)
 
@@ -210,6 +214,7 @@ def open_directory(directory: str | Path) -> DirectoryTokenizer:
         ConfigError: the file is missing, transformers does not open it, or no file names an end token.
         MissingExtraError: transformers is not installed.
     """
+    # Nothing is fetched: the tokenizer's file has to be here.
     folder = Path(directory)
     if not (folder / FILE).is_file():
         there = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else []
@@ -237,9 +242,13 @@ def open_directory(directory: str | Path) -> DirectoryTokenizer:
         hf.backend_tokenizer.no_padding()
     except Exception as error:  # the libraries raise errors of every kind, plain Exception too
         raise ConfigError(f"{folder}: transformers opens no fast tokenizer there: {error!s:.300}.") from error
+
+    # Every end token becomes a control token, so that no text of data can end a generation.
     stops = _find_stops(hf, folder)
     hf.add_tokens([hf.convert_ids_to_tokens(stop) for stop in stops], special_tokens=True)
     begin = (hf.bos_token_id,) if hf("").input_ids[:1] == [hf.bos_token_id] else ()
+
+    # Find the chat template; without one, `PLAIN` is used.
     hf.chat_template = hf.chat_template or read_json(folder / OLD_TEMPLATE).get("chat_template")
     templates = hf.chat_template.values() if isinstance(hf.chat_template, dict) else [hf.chat_template]
     if odd := [each for each in templates if each is not None and not isinstance(each, str)]:
@@ -250,10 +259,12 @@ def open_directory(directory: str | Path) -> DirectoryTokenizer:
             f"{folder}: its chat templates are {names}, and none is the default. "
             f"Fix: write one of them as chat_template into {CONFIG}, or name it default."
         )
-    plain = hf.chat_template is None
-    if plain:
+    is_plain = hf.chat_template is None
+    if is_plain:
         hf.eos_token = hf.convert_ids_to_tokens(stops[0])
         hf.chat_template = ("{{ bos_token }}" if begin else "") + PLAIN
+
+    # The key depends on all that decides which ids a text gets.
     images = None
     if any((folder / name).is_file() for name in PROCESSORS):
         images = open_images(folder, hf)
@@ -267,7 +278,7 @@ def open_directory(directory: str | Path) -> DirectoryTokenizer:
         stops=stops,
         pad=stops[0] if hf.pad_token_id is None else hf.pad_token_id,
         key=hashlib.sha256(identity.encode()).hexdigest(),
-        plain=plain,
+        plain=is_plain,
         images=images,
     )
 

@@ -14,7 +14,7 @@ from errors import raises
 
 from experiments import bases, finetune
 from experiments.bases import TRAINED, make_base
-from experiments.data.builtin import _texts
+from experiments.data.builtin import _unparse_functions
 from experiments.lib.checks import ConfigError
 from experiments.lib.files import lock_folder
 from experiments.tuning.config import FinetuneConfig
@@ -69,7 +69,7 @@ def test_bases_are_made_once_one_after_another(cwd: Path, monkeypatch: pytest.Mo
 
 def test_a_base_sees_no_docstrings() -> None:
     """They are what it is tuned on later."""
-    texts = [*islice(_texts(False), 50), *islice(_texts(True), 50)]
+    texts = [*islice(_unparse_functions(False), 50), *islice(_unparse_functions(True), 50)]
     assert len({*texts}) > 90 and not any(ast.get_docstring(ast.parse(text).body[0]) for text in texts)
 
 

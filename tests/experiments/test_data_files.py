@@ -430,7 +430,7 @@ def test_built_in_examples_are_real_split_and_the_same_every_time(tmp_path, byte
     assert all(p.startswith("def ") and p.endswith('):\n    """') and "\n" not in r for p, r in both[0])
     assert all((x["prompt"], x["chosen"]) in both[0] and x["chosen"] != x["rejected"] for x in lines[2])
     before = [file.read_bytes() for file in files]
-    builtin._functions.cache_clear()
+    builtin._list_functions.cache_clear()
     files = *builtin.write_sft_files(tmp_path), *builtin.write_pair_files(tmp_path)
     assert [file.read_bytes() for file in files] == before
     data = prepare(files[3], byte_directory, RecordPolicy("pairs", 256), cache=tmp_path / "cache")[0]
