@@ -28,11 +28,14 @@ def targets_in(values: Any, key: str = "") -> list[str]:
         pairs = values.items()
     elif isinstance(values, list | tuple):
         pairs = enumerate(values)
-    found: list[str] = []
+    targets: list[str] = []
     for name, value in pairs:
-        at = f"{key}.{name}".removeprefix(".")
-        found += [f"{at}={value!s:.80}"] if name == TARGET else targets_in(value, at)
-    return found
+        path = f"{key}.{name}".removeprefix(".")
+        if name == TARGET:
+            targets.append(f"{path}={value!s:.80}")
+        else:
+            targets += targets_in(value, path)
+    return targets
 
 
 def flat(values: Any, key: str = "") -> Iterator[tuple[str, Any]]:
@@ -46,7 +49,10 @@ def flat(values: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 def configuration(cls: type[T]) -> type[T]:
-    """Make a frozen dataclass by keyword, whose keys and types pydantic checks: no others, numbers finite."""
+    """Make a frozen dataclass with keyword arguments, of which pydantic checks keys and types.
+
+    It refuses unknown keys, and numbers that are not finite.
+    """
     cls.__pydantic_config__ = {"extra": "forbid", "allow_inf_nan": False, "coerce_numbers_to_str": True}
     return dataclass(frozen=True, kw_only=True)(cls)
 
@@ -66,10 +72,12 @@ def pluralize(number: int, of: str) -> str:
 
 def describe(error: BaseException) -> str:
     """Return what an error of the user's own code says, and the file and line in that code."""
+    # The first cause is the user's error; Hydra and the jobs wrap it in their own.
     while error.__cause__ is not None:
         error = error.__cause__
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"
+    # The last frame outside of libraries and of this repository is in the user's code.
     libraries = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     others = tuple(f"{path}{os.sep}" for path in (*libraries, ROOT / "fnshard", ROOT / "experiments"))
     frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith("<")]
@@ -79,7 +87,7 @@ def describe(error: BaseException) -> str:
 
 
 def refusal(problems: Sequence[str]) -> ConfigError:
-    """Return one error of all problems; one alone stands in one line.
+    """Return one error that lists all problems. A single problem takes one line.
 
     >>> print(refusal(["run.steps=0: must be 1 or more."]))
     run.steps=0: must be 1 or more.
@@ -94,7 +102,7 @@ def refusal(problems: Sequence[str]) -> ConfigError:
 
 
 def attempt(make: Callable[[], T], wrong: list[str]) -> T | None:
-    """Return what `make` gives; or None, and add what its ConfigError says to `wrong`."""
+    """Return the result of `make`. If it raises a ConfigError, add its text to `wrong` and return None."""
     try:
         return make()
     except ConfigError as error:

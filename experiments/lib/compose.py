@@ -132,7 +132,7 @@ def answer(command: Command, task: Callable[[Any, Path], Any]) -> None:
         task: what it does with its configuration and the folder for its results.
     """
 
-    def one(composed: DictConfig) -> Any:
+    def run_one(composed: DictConfig) -> Any:
         logging.getLogger("fnshard").setLevel(logging.WARNING)  # else Hydra shows how far a lowering is
         return task(read(command, composed), Path(HydraConfig.get().runtime.output_dir).resolve())
 
@@ -141,7 +141,7 @@ def answer(command: Command, task: Callable[[Any, Path], Any]) -> None:
         if isinstance(composed, Composed):
             task(composed.config, composed.folder)
         elif composed:
-            run_sweep(command, one)
+            run_sweep(command, run_one)
 
     exit_with(run)
 
@@ -156,6 +156,7 @@ def from_shell(command: Command, arguments: Sequence[str] | None = None) -> Comp
     Raises:
         ConfigError: something is wrong with the command line.
     """
+    # The flags are Hydra's, which parses them again if it has to answer.
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("-m", "--multirun", action="store_true")
@@ -173,6 +174,8 @@ def from_shell(command: Command, arguments: Sequence[str] | None = None) -> Comp
     given = sys.argv[1:] if arguments is None else arguments
     sys.argv[1:] = [each for each in given if each not in ("-r", "--run")]  # a run is what happens anyway
     known, arguments = parser.parse_known_args(sys.argv[1:])
+
+    # Answer help, and refuse flags that are unsafe, that nothing here knows, or that contradict each other.
     if known.help:
         print(help_of(command))
         return False
@@ -196,9 +199,11 @@ def from_shell(command: Command, arguments: Sequence[str] | None = None) -> Comp
     asked = sorted(flags & {"--multirun", *SHOWN})
     if len(asked) > 1:
         raise ConfigError(f"{' and '.join(asked)}: only one of them can be answered. Fix: leave one out.")
+
+    # Let Hydra show what is asked for, check a sweep, or compose a run.
     before = [each for each in sys.argv[1:] if each not in arguments]  # Hydra's parser takes flags first
     if flags & SHOWN:
-        # Values that cannot be are shown, too, but no keys that nobody has.
+        # Wrong values are shown, too, but unknown keys are refused.
         prefixes: tuple[str, ...] = ()
         if known.cfg or known.info:
             with open_hydra(command, known.config_dir):
@@ -219,8 +224,9 @@ def from_shell(command: Command, arguments: Sequence[str] | None = None) -> Comp
 def run_sweep(command: Command, task: Callable[[DictConfig], Any]) -> None:
     """Let Hydra run `task` for each run of `sys.argv`; exceptions pass through unchanged."""
     register(command.config, f"{command.name}_schema")
+    # Otherwise Hydra prints an exception and exits by itself; its own exceptions are passed on, too.
     before = os.environ.get("HYDRA_FULL_ERROR")
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions of Hydra's own are passed on, too
+    os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
         hydra.main(version_base="1.3", config_path=str(command.conf), config_name=command.name)(task)()
     finally:
@@ -240,7 +246,7 @@ def exit_with(run: Callable[[], None]) -> None:
         expected = code == MISTAKE or is_outside(error)
         if os.environ.get("HYDRA_FULL_ERROR") == "1" or not expected:
             raise
-        if int(os.environ.get("RANK", "0")) == 0:
+        if int(os.environ.get("RANK", "0")) == 0:  # all ranks of torchrun have the same command line
             print(f"error: {text_of(error)}", file=sys.stderr, flush=True)
         sys.exit(code)
 
@@ -251,12 +257,12 @@ def is_mistake(error: Exception) -> bool:
 
 
 def is_outside(error: Exception) -> bool:
-    """Return whether something else than the program failed: a rank, a disk, an agreement."""
+    """Return whether something outside of the program failed: a rank, a disk, an agreement."""
     return isinstance(error, FnshardError) or (isinstance(error, OSError) and error.errno in OF_THE_MACHINE)
 
 
 def text_of(error: Exception) -> str:
-    """Return the text of an exception; one of OmegaConf's with the key that it is about."""
+    """Return the text of an exception. That of OmegaConf's begins with the key that it is about."""
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         name = str(error.filename)
         return f"{name:.60}...: no file has a name of {len(name)} characters."
@@ -279,13 +285,13 @@ def compose(command: Command, arguments: Sequence[str], config_dir: str | None =
         ConfigError: Hydra refuses it; a key of Hydra's does nothing in a single run; or keys and values are
             wrong, all of which are listed.
     """
+    # Keys of Hydra's that do nothing in a single run.
     keys = {each: re.split("[=@]", each.lstrip("+~"))[0] for each in arguments}
     of_hydra = [each for each in arguments if keys[each].startswith(("hydra.", "hydra/"))]
-    idle = [
-        each
-        for each in of_hydra
-        if not any(keys[each] == a or keys[each].startswith(f"{a}.") for a in (*ACTING, LAUNCHER))
-    ]
+    acting = (*ACTING, LAUNCHER)
+    below_acting = tuple(f"{key}." for key in acting)
+    idle = [e for e in of_hydra if keys[e] not in acting and not keys[e].startswith(below_acting)]
+
     with open_hydra(command, config_dir):
         composed = compose_values(command, arguments)
         with_hydra = composed.hydra
@@ -301,7 +307,7 @@ def compose(command: Command, arguments: Sequence[str], config_dir: str | None =
                 f"one job, too; of Hydra's keys a single run has {', '.join(ACTING)}."
             )
 
-        # Hydra has seen keys with `++`. Its record gets what the command line says.
+        # Hydra has composed keys with `++` in front. Its record gets what the command line says.
         task = [each for each in arguments if each not in of_hydra]
         name = with_hydra.job.config.override_dirname
         named = sorted(each for each in task if keys[each] not in name.exclude_keys)
@@ -312,6 +318,7 @@ def compose(command: Command, arguments: Sequence[str], config_dir: str | None =
         with_hydra.runtime.output_dir = str(folder)
         HydraConfig.instance().set_config(composed)  # for what looks there, as resolvers do
         config = read(command, composed)
+    # Hydra would do this itself if it started the run.
     os.environ.update({name: str(value) for name, value in with_hydra.job.env_set.items()})
     is_chosen = any(each.startswith("hydra.run.dir=") for each in arguments)
     return Composed(config, folder, list(with_hydra.overrides.task), is_chosen)
@@ -329,7 +336,7 @@ def read(command: Command, composed: DictConfig) -> Any:
 
 @contextmanager
 def open_hydra(command: Command, config_dir: str | None = None) -> Iterator[None]:
-    """Open Hydra on the files of a command; errors of Hydra in the block become a ConfigError.
+    """Open Hydra on the files of a command. Errors of Hydra in the block become a ConfigError.
 
     Raises:
         ConfigError: `config_dir` is no directory, or Hydra refuses what is composed in the block.
@@ -352,24 +359,30 @@ def open_hydra(command: Command, config_dir: str | None = None) -> Iterator[None
 def compose_values(command: Command, arguments: Sequence[str]) -> DictConfig:
     """Compose arguments inside of `open_hydra`. A key that does not exist is added: pydantic reports it with
     all other mistakes."""
-    loader, forced = GlobalHydra.instance().config_loader(), []
+    # A single run has one value for each key.
     for override in OverridesParser.create().parse_overrides(arguments):
         if override.is_sweep_override():
             raise ConfigError(
                 f"{override.input_line}: several values are a sweep. Fix: --multirun; or quotes for text, "
                 "[a,b] for a list."
             )
+
+    # `++` lets Hydra add a key that does not exist. It stays away from groups, which choose files.
+    loader, forced = GlobalHydra.instance().config_loader(), []
     for argument in put_targets_in_place(arguments):
         key, is_value, _ = argument.partition("=")
         is_plain = is_value and not key.startswith(("+", "~", "hydra.", "hydra/")) and "@" not in key
-        # Groups are folders, whose names have no dots. Others are not looked for: Hydra copies all it knows.
+        # Groups are folders, whose names have no dots. Other keys are not looked up, which is slow: Hydra
+        # copies all that it knows.
         is_group = "." not in key and loader.get_group_options(key)
         forced.append(f"++{argument}" if is_plain and not is_group else argument)
+
+    # Compose, and once more without the files of groups that a recipe replaces by a `_target_`.
     try:
         composed = hydra.compose(command.name, forced, return_hydra_config=True)
         if gone := find_groups_to_drop(composed, lambda more: hydra.compose(command.name, [*forced, *more])):
             composed = hydra.compose(command.name, [*forced, *gone], return_hydra_config=True)
-    except ConfigError:
+    except ConfigError:  # a ValueError, too
         raise
     except ValueError as error:  # a choice that is no name, a file that is no text
         raise ConfigError(f"{' '.join(arguments)}: {error}") from None
@@ -400,15 +413,20 @@ def put_targets_in_place(arguments: Sequence[str]) -> list[str]:
     ['hardware.name=measured:outputs']
     """
     arguments = [re.sub(f"^hardware=(?={MEASURED})", "hardware.name=", each) for each in arguments]
-    targets = {found[1] for found in map(TARGET_KEY.fullmatch, arguments) if found}
+    # Keys below a `GROUP._target_=` are those of what is called, which the files of the group do not have.
+    targets = {match[1] for match in map(TARGET_KEY.fullmatch, arguments) if match}
     out = [f"~{group}" for group in TARGET_GROUPS if group in targets]
     for argument in arguments:
-        found, (key, is_value, _) = TARGET_VALUE.fullmatch(argument), argument.partition("=")
-        if found:
-            out += [f"++{argument}"] if found[1] == OBJECTIVE else [f"~{found[1]}", f"+{argument}"]
+        key, is_value, _ = argument.partition("=")
+        match = TARGET_VALUE.fullmatch(argument)
+        if match and match[1] == OBJECTIVE:
+            out.append(f"++{argument}")
+        elif match:
+            out += [f"~{match[1]}", f"+{argument}"]
+        elif is_value and any(key.startswith(f"{target}.") for target in targets):
+            out.append(f"++{argument}")
         else:
-            below = is_value and any(key.startswith(f"{each}.") for each in targets)
-            out.append(f"++{argument}" if below else argument)
+            out.append(argument)
     return out
 
 
@@ -428,10 +446,10 @@ def find_groups_to_drop(composed: DictConfig, load: Callable[[list[str]], DictCo
         values = composed.get(group)
         if not isinstance(values, DictConfig) or TARGET not in values:
             continue
-        if composed.hydra.runtime.choices.get(group) is None:
+        if composed.hydra.runtime.choices.get(group) is None:  # no file of it was chosen
             continue
-        if TARGET not in (load([f"~{group}"]).get(group) or {}):
-            continue  # the file has it
+        if TARGET not in (load([f"~{group}"]).get(group) or {}):  # the file has it
+            continue
         said = [o for o in composed.hydra.overrides.task if o.startswith(f"{group}=")]
         if said:
             raise ConfigError(
@@ -448,11 +466,11 @@ def plain_values(command: Command, composed: DictConfig) -> dict[str, Any]:
     Raises:
         ConfigError: a value refers to one that is missing.
     """
-    here = GlobalHydra.instance()
-    in_sweep = HydraConfig.initialized() and here.is_initialized() and "hydra" not in composed
+    # In a run that Hydra starts, it has composed the files of all groups, those that a recipe replaces by a
+    # `_target_` among them.
+    is_open = GlobalHydra.instance().is_initialized()
+    in_sweep = HydraConfig.initialized() and is_open and "hydra" not in composed
     if in_sweep and any(TARGET in (composed.get(group) or {}) for group in TARGET_GROUPS):
-        # This is one of the runs that Hydra starts, and Hydra has composed the files of groups in whose place
-        # a recipe has a `_target_`.
         task = list(HydraConfig.get().overrides.task)
         whole = hydra.compose(command.name, task, return_hydra_config=True)
         gone = find_groups_to_drop(whole, lambda more: hydra.compose(command.name, [*task, *more]))
@@ -473,14 +491,18 @@ def check_sweep(command: Command, arguments: Sequence[str], config_dir: str | No
     Raises:
         ConfigError: the errors of `compose`, for all of these runs together.
     """
-    prefixes, problems = set[str](), list[str]()
+    prefixes: set[str] = set()
+    problems: list[str] = []
     with open_hydra(command, config_dir):
         parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
+        # The arguments that each argument of the sweep stands for.
         choices: list[list[str]] = []
         for argument in arguments:
-            is_target = TARGET_VALUE.fullmatch(argument)
-            (override,) = (None,) if is_target else parser.parse_overrides([argument])
-            if override is None or not override.is_sweep_override():
+            if TARGET_VALUE.fullmatch(argument):  # one value, which has its own keys
+                choices.append([argument])
+                continue
+            (override,) = parser.parse_overrides([argument])
+            if not override.is_sweep_override():
                 choices.append([argument])
             elif override.value_type != ValueType.INTERVAL_SWEEP:
                 values = list(islice(override.sweep_string_iterator(), SWEPT))
@@ -489,6 +511,7 @@ def check_sweep(command: Command, arguments: Sequence[str], config_dir: str | No
                         f"{argument}: no value is meant by it. Fix: a pattern or range that has some."
                     )
                 choices.append([f"{override.get_key_element()}={value}" for value in values])
+        # Run i takes the ith value of each argument, or the last one that there is.
         for i in range(max(map(len, choices), default=1)):
             chosen = [texts[min(i, len(texts) - 1)] for texts in choices]
             values = plain_values(command, compose_values(command, chosen))
@@ -554,8 +577,9 @@ def register(kind: type = TrainConfig, name: str = "train_schema") -> None:
     """
     Plugins.instance().register(SharedGroups)
     store, top = ConfigStore.instance(), defaults(kind)
-    for group, kinds in _groups_of(kind).items():
-        has_alternatives = len(_options_of(kind)[group]) > 1
+    # A group of several dataclasses has no default among the values: a file chooses one of the schemas.
+    for group, kinds in _find_groups(kind).items():
+        has_alternatives = len(_list_types(kind)[group]) > 1
         if has_alternatives:
             top.pop(group)
         for each in kinds:
@@ -567,33 +591,44 @@ def register(kind: type = TrainConfig, name: str = "train_schema") -> None:
 
 def defaults(kind: type) -> dict[str, Any]:
     """Return the defaults of a dataclass as nested plain values, `???` where there is none."""
-    groups, out = _groups_of(kind), {}
+    groups, out = _find_groups(kind), {}
     for each in dataclasses.fields(kind):
-        value = MISSING if each.default is dataclasses.MISSING else each.default
-        plain = list(value) if type(value) is tuple else value
-        out[each.name] = defaults(groups[each.name][0]) if each.name in groups else plain
+        if each.name in groups:
+            out[each.name] = defaults(groups[each.name][0])
+        elif each.default is dataclasses.MISSING:
+            out[each.name] = MISSING
+        else:
+            out[each.name] = list(each.default) if type(each.default) is tuple else each.default
     return out
 
 
 @cache
-def _options_of(kind: type) -> dict[str, tuple[Any, ...]]:
+def _list_types(kind: type) -> dict[str, tuple[Any, ...]]:
     """Return the members of each field's union, or its type alone."""
-    unions = (typing.Union, types.UnionType)
-    hints = typing.get_type_hints(kind).items()
-    return {n: typing.get_args(h) if typing.get_origin(h) in unions else (h,) for n, h in hints}
+    out = {}
+    for name, hint in typing.get_type_hints(kind).items():
+        is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+        out[name] = typing.get_args(hint) if is_union else (hint,)
+    return out
 
 
 @cache
-def _groups_of(kind: type) -> dict[str, list[type]]:
+def _find_groups(kind: type) -> dict[str, list[type]]:
     """Return the fields that are dataclasses, or one of several of them."""
-    groups = {name: list(filter(dataclasses.is_dataclass, o)) for name, o in _options_of(kind).items()}
-    return {name: kinds for name, kinds in groups.items() if kinds}
+    groups = {}
+    for name, members in _list_types(kind).items():
+        kinds = [member for member in members if dataclasses.is_dataclass(member)]
+        if kinds:
+            groups[name] = kinds
+    return groups
 
 
 def _choose(kind: type, group: str, value: Any) -> type | None:
-    """Return the dataclass of a group's value, by its `name`; None where it may be, and is, a `_target_`."""
-    kinds, values = _groups_of(kind)[group], value if isinstance(value, Mapping) else {}
-    if TARGET in values and len(_options_of(kind)[group]) > len(kinds):
+    """Return the dataclass of a group's value, by its `name`; None if it may be, and is, a `_target_`."""
+    kinds = _find_groups(kind)[group]
+    values = value if isinstance(value, Mapping) else {}
+    # A `Target` is a dict: a member of the union that is no dataclass.
+    if TARGET in values and len(_list_types(kind)[group]) > len(kinds):
         return None
     return next((each for each in kinds if getattr(each, "name", None) == values.get("name")), kinds[0])
 
@@ -603,15 +638,7 @@ def kinds_of(kind: type, values: Mapping[str, Any]) -> dict[str, type | None]:
 
     It is None where the group is a `_target_`.
     """
-    return {group: _choose(kind, group, values.get(group)) for group in _groups_of(kind)}
-
-
-def _list_keys(kind: type, values: Mapping[str, Any]) -> list[str]:
-    """Return the dotted keys that there are; among alternatives, those of the dataclass that `values`
-    choose."""
-    known = defaults(kind)
-    known |= {group: defaults(each) for group, each in kinds_of(kind, values).items() if each is not None}
-    return [key for key, _ in flat(known)]
+    return {group: _choose(kind, group, values.get(group)) for group in _find_groups(kind)}
 
 
 # ------------------------------------------------------------------ the check, by pydantic
@@ -639,32 +666,39 @@ def build(values: Mapping[str, Any], kind: type = TrainConfig) -> Any:
 def check(values: Mapping[str, Any], kind: type) -> tuple[Any, list[Problem]]:
     """Return the dataclasses, None if something is wrong, and every problem."""
     try:
-        return _adapter(kind).validate_python(_without_missing(values)), []
+        return _make_adapter(kind).validate_python(_drop_missing(values)), []
     except ValidationError as error:
-        return None, list(_problems(error, kind, values))
+        return None, list(_list_problems(error, kind, values))
 
 
 @cache
-def _adapter(kind: type) -> TypeAdapter[Any]:
+def _make_adapter(kind: type) -> TypeAdapter[Any]:
+    """Make pydantic's validator of a dataclass, which takes a while."""
     return TypeAdapter(kind)
 
 
-def _without_missing(values: Any) -> Any:
+def _drop_missing(values: Any) -> Any:
+    """Return values without keys that have no value, which pydantic then reports as missing."""
     if isinstance(values, Mapping):
-        return {k: _without_missing(v) for k, v in values.items() if not isinstance(v, str) or v != MISSING}
+        return {k: _drop_missing(v) for k, v in values.items() if not isinstance(v, str) or v != MISSING}
     return values
 
 
-def _problems(error: ValidationError, kind: type, values: Mapping[str, Any]) -> Iterator[Problem]:
+def _list_problems(error: ValidationError, kind: type, values: Mapping[str, Any]) -> Iterator[Problem]:
     """Yield the mistakes that pydantic has found, with the keys that were probably meant."""
-    known, seen = _list_keys(kind, values), set()
+    # The keys that exist, of alternatives those of the dataclass that the values choose.
+    nested = defaults(kind)
+    nested |= {group: defaults(each) for group, each in kinds_of(kind, values).items() if each is not None}
+    known = [key for key, _ in flat(nested)]
+
+    seen = set()
     for each in error.errors(include_url=False):
         parts = [str(part) for part in each["loc"]]
         group = parts[0] if len(parts) > 1 else ""
         # pydantic tries all alternatives of a group: only the errors of the chosen one count.
-        if group in _groups_of(kind) and len(_options_of(kind)[group]) > 1:
+        if group in _find_groups(kind) and len(_list_types(kind)[group]) > 1:
             branch, chosen = parts.pop(1), _choose(kind, group, values.get(group))
-            others = [k.__name__ for k in _groups_of(kind)[group] if k is not chosen]
+            others = [k.__name__ for k in _find_groups(kind)[group] if k is not chosen]
             if branch in others or (chosen and branch != chosen.__name__):
                 continue
         # Indices of tuples, and names of types, are no parts of a key.
@@ -672,39 +706,43 @@ def _problems(error: ValidationError, kind: type, values: Mapping[str, Any]) -> 
         if each["type"] == "value_error":
             yield from (Problem(text, "rule") for text in str(each["ctx"]["error"]).split("\n  "))
         elif each["type"] == "unexpected_keyword_argument":
-            found = flat(each["input"], key)
-            yield from (Problem(f"{at}={_show(v)}: {_no_such_key(at, known)}", "key") for at, v in found)
+            for path, value in flat(each["input"], key):
+                yield Problem(f"{path}={_spell(value)}: {_suggest_key(path, known)}", "key")
         elif key not in seen:
             seen.add(key)
-            value = MISSING if each["type"] == "missing" else _show(each["input"])
-            yield Problem(f"{key}={value}: {_message(each)}")
+            value = MISSING if each["type"] == "missing" else _spell(each["input"])
+            yield Problem(f"{key}={value}: {_describe_error(each)}")
 
 
-def _show(value: Any) -> Any:
+def _spell(value: Any) -> Any:
     """Return a value as a command line has it."""
     return "null" if value is None else value
 
 
-def _no_such_key(key: str, known: list[str]) -> str:
+def _suggest_key(key: str, known: list[str]) -> str:
     """Return the message about a key that does not exist.
 
     It names the key that is probably meant (one of the same name elsewhere, or the most similar one), and the
     keys that there are.
     """
-    at, _, last = key.rpartition(".")
-    while at and not any(k.startswith(f"{at}.") for k in known):
-        at = at.rpartition(".")[0]
-    below = [k.removeprefix(f"{at}.").partition(".")[0] for k in known if not at or k.startswith(f"{at}.")]
+    # The deepest group on the way to the key that exists, and the keys in it.
+    group, _, last = key.rpartition(".")
+    while group and not any(k.startswith(f"{group}.") for k in known):
+        group = group.rpartition(".")[0]
+    inside = [k for k in known if not group or k.startswith(f"{group}.")]
+    names = dict.fromkeys(k.removeprefix(f"{group}.").partition(".")[0] for k in inside)
     same = [k for k in known if k.rpartition(".")[2] == last]
     meant = same or difflib.get_close_matches(key, known, n=1, cutoff=0.7)
     hint = f"Did you mean {meant[0]}? " if meant else ""
-    return f"no such key. {hint}{at or 'The top'} has {', '.join(dict.fromkeys(below))}."
+    return f"no such key. {hint}{group or 'The top'} has {', '.join(names)}."
 
 
-def _message(error: Mapping[str, Any]) -> str:
+def _describe_error(error: Mapping[str, Any]) -> str:
     """Return pydantic's own message, with the choice that was probably meant."""
     if error["type"] == "dataclass_type":
         return "expected keys below it."
-    choices = re.findall("'([^']*)'", error["ctx"]["expected"]) if error["type"] == "literal_error" else []
+    choices = []
+    if error["type"] == "literal_error":
+        choices = re.findall("'([^']*)'", error["ctx"]["expected"])
     meant = difflib.get_close_matches(str(error["input"]), choices, n=1)
     return f"{error['msg']}." + (f" Did you mean {meant[0]}?" if meant else "")

@@ -33,7 +33,7 @@ NEVER = "never"  # a value of run.resume
 MULTIPLE = 32  # padded rows have a multiple of so many positions
 STRATEGIES = (*PRESETS, AUTO)
 HARDWARE = (AUTO, *sorted(TABLE), "measure")
-MEASURED = "measured:"  # it stands before a folder of runs, whose measurements correct the hardware
+MEASURED = "measured:"  # followed by a folder of runs, whose measurements correct the hardware
 SCHEDULES = tuple(schedules.SCHEDULES)
 
 
@@ -49,7 +49,7 @@ def _check_target(values: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-# It stands in place of a group's dataclass: hydra.utils.instantiate calls what `_target_` names with the
+# A user's own group, in place of a dataclass: hydra.utils.instantiate calls what `_target_` names with the
 # other keys.
 Target = Annotated[dict[str, Any], AfterValidator(_check_target)]
 TARGET_ROWS = {"rows": 8, "held_out_rows": 128}  # keys of a `data` that is a `_target_`, with their defaults
@@ -79,8 +79,11 @@ class MeshConfig:
 
     @property
     def axes(self) -> dict[str, int]:
-        """The axes that `fnshard.make_mesh` takes. Ranks of a tensor group are neighbours; stages, which send
-        least, lie farthest from each other."""
+        """Return the axes that `fnshard.make_mesh` takes.
+
+        The last axis varies fastest, so ranks of a tensor group are neighbours, and stages, which send least,
+        are farthest apart.
+        """
         stages = {"pipeline": self.pipeline} if self.pipeline > 1 else {}
         sizes = stages | {"replicate": self.replicate, "shard": self.shard or 1}
         split = {"expert": self.expert, "context": self.context, "tensor": self.tensor}
@@ -92,12 +95,12 @@ class MeshConfig:
 
     @property
     def data_ranks(self) -> int:
-        """The number of ranks that take different rows."""
+        """Return the number of ranks that take different rows."""
         return self.replicate * (self.shard or 1) * self.expert
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options of `fnshard.shard_step` and `shard_forward` that choose what runs along the axes."""
+        """Return the options of `fnshard.shard_step` and `shard_forward` that choose what runs along axes."""
         return {"context_attention": self.context_attention, "expert_capacity": self.expert_capacity}
 
 
@@ -105,9 +108,10 @@ class MeshConfig:
 class StrategyConfig:
     """A preset of `fnshard.presets`, how many units are gathered ahead, and what saves memory.
 
-    `overlap` is how many kernels later reductions are waited for; null lets `shard_step` choose. `remat`,
-    `memory`, `optimizer_memory` and `update_on` are options of `shard_step` and `LayoutSpec`. `chunks` is the
-    number of chunks of each stage of a pipeline. `auto` is no preset: `fnshard.fit` chooses all of these.
+    `overlap` is the number of kernels after which a reduction is waited for; null lets `shard_step` choose.
+    `remat`, `memory`, `optimizer_memory` and `update_on` are options of `shard_step` and `LayoutSpec`.
+    `chunks` is the number of chunks of each stage of a pipeline. `auto` is no preset: `fnshard.fit` chooses
+    all of these.
     """
 
     name: Literal[STRATEGIES] = "full_shard"
@@ -132,8 +136,10 @@ class StrategyConfig:
 
 @configuration
 class PrecisionConfig:
-    """dtypes of stored parameters, of compute, of gradients that are summed, and of the optimizer; null takes
-    what the device is fast in. `scaling` gives fp8 a scale for each tensor or each row."""
+    """The dtypes of stored parameters, of compute, of gradients that are summed, and of the optimizer.
+
+    null takes what the device is fast in. `scaling` gives fp8 a scale for each tensor or each row.
+    """
 
     storage: Dtype | None = None
     compute: Dtype | Literal["float8_e4m3fn"] | None = None
@@ -142,12 +148,18 @@ class PrecisionConfig:
     scaling: Literal["tensorwise", "rowwise"] = "tensorwise"
 
     def on(self, device: str, sums: bool) -> PrecisionConfig:
-        """Return it with no null: fp32 on CPUs; elsewhere bf16 and an fp32 master, and fp32 gradients where
-        ranks or micro-batches are summed."""
+        """Return a copy without null: fp32 on CPUs, and elsewhere bf16 with an fp32 master.
+
+        Args:
+            sums: whether gradients of ranks or micro-batches are summed, which is done in fp32.
+        """
         fast = "float32" if device == "cpu" else "bfloat16"
-        chosen = dict.fromkeys(("storage", "compute", "reduce", "optimizer"), fast) | {"optimizer": "float32"}
-        chosen |= {"reduce": "float32"} if sums else {}
-        return replace(self, **{name: value for name, value in chosen.items() if getattr(self, name) is None})
+        defaults = {
+            "storage": fast, "compute": fast, "reduce": "float32" if sums else fast, "optimizer": "float32",
+        }  # fmt: skip
+        return replace(
+            self, **{name: value for name, value in defaults.items() if getattr(self, name) is None}
+        )
 
 
 @configuration
@@ -253,11 +265,10 @@ class RunConfig:
     """The length of a run, its device, its checkpoints, its reports.
 
     `device_gb` is how much `strategy=auto` may take of one rank's device, in 1e9 bytes. `disk_dir` is the
-    folder for what rests on disk. `micro_order` runs each of the `accumulate` micro-batches by itself
-    ("depth"), all of them unit by unit ("breadth"), or, in a pipeline, gradients of leaves apart
+    folder for tensors that are kept on disk. `micro_order` runs each of the `accumulate` micro-batches by
+    itself ("depth"), all of them unit by unit ("breadth"), or, in a pipeline, gradients of leaves apart
     ("zero_bubble", within `zero_bubble_memory` times the memory of "depth"); see `fnshard.StepOptions`.
-    `deterministic` gives the same bits again on the same GPUs,
-    and is slower; CPUs do so anyway.
+    `deterministic` gives the same bits again on the same GPUs, and is slower; CPUs do so anyway.
 
     A checkpoint is saved every `save_every` steps (with 0 only at the end and on SIGTERM), in the background
     with `async_save`. The last `keep` checkpoints stay, those of every `keep_every` steps, and the
@@ -302,7 +313,7 @@ class RunConfig:
 
     @property
     def sample_length(self) -> int:
-        """The tokens of a sample. Each takes a forward, and a look at a few steps should not wait for 256."""
+        """Return the tokens of a sample. Each takes a forward, so a run of a few steps gets a short one."""
         return min(256, 2 * self.steps) if self.sample_tokens is None else self.sample_tokens
 
 
@@ -355,6 +366,7 @@ class TrainConfig:
             for name, rows in rows_of(self.data).items()
             if type(rows) is not int or rows < 1
         ]
+        # The strategy, the specs and the mesh have to go together, and the user's own parts with the others.
         wrong += specs_twice(self.strategy, self.specs)
         unnamed = nameless_sizes(self.model, self.data, self.objective)
         wrong += unnamed
@@ -372,19 +384,20 @@ class TrainConfig:
 
     @property
     def context(self) -> int:
-        """T, the longest sequence that the model is trained for."""
+        """Return T, the longest sequence that the model is trained for."""
         return self.model.context if isinstance(self.model, DecoderConfig) else self.model.get("context")
 
     @property
     def vocab(self) -> int:
-        """V, the size of the vocabulary."""
+        """Return V, the size of the vocabulary."""
         return self.model.vocab if isinstance(self.model, DecoderConfig) else self.model.get("vocab")
 
 
 def specs_twice(strategy: StrategyConfig, specs: Any) -> list[str]:
-    """Return why specs cannot be given: the strategy looks for them."""
-    both = specs is not None and strategy.name == AUTO
-    return ["specs: strategy=auto chooses them by itself; leave null."] if both else []
+    """Return what is wrong with specs that are given, if the strategy chooses them."""
+    if specs is None or strategy.name != AUTO:
+        return []
+    return ["specs: strategy=auto chooses them by itself; leave null."]
 
 
 def nameless_sizes(model: Any, data: Any, objective: Any) -> list[str]:
@@ -403,8 +416,9 @@ def nameless_sizes(model: Any, data: Any, objective: Any) -> list[str]:
 
 def rows_of(data: Any) -> dict[str, int]:
     """Return `rows` and `held_out_rows` of a group, or of a `_target_`."""
-    own = isinstance(data, dict)
-    return {n: data.get(n, least) if own else getattr(data, n) for n, least in TARGET_ROWS.items()}
+    if isinstance(data, dict):
+        return {name: data.get(name, default) for name, default in TARGET_ROWS.items()}
+    return {name: getattr(data, name) for name in TARGET_ROWS}
 
 
 def misfits(strategy: StrategyConfig, run: RunConfig, fits: bool = False) -> list[str]:
@@ -444,8 +458,10 @@ def idle_chunks(mesh: MeshConfig, strategy: StrategyConfig, specs: Any) -> list[
 
 def refuse_pipeline(mesh: MeshConfig, job: str) -> list[str]:
     """Return what is wrong with a mesh for a job that runs no pipelines."""
+    if mesh.pipeline == 1:
+        return []
     fix = "Fix: mesh.pipeline=1, and mesh.shard or mesh.tensor."
-    return [f"mesh.pipeline={mesh.pipeline}: {job} runs no pipelines. {fix}"] * (mesh.pipeline > 1)
+    return [f"mesh.pipeline={mesh.pipeline}: {job} runs no pipelines. {fix}"]
 
 
 def uneven_splits(model: DecoderConfig, mesh: MeshConfig) -> list[str]:
@@ -456,7 +472,9 @@ def uneven_splits(model: DecoderConfig, mesh: MeshConfig) -> list[str]:
     ['mesh.tensor=4: has to divide model.kv_heads=2. Fix: mesh.tensor=2.']
     """
     sizes = {"heads": model.heads, "kv_heads": model.kv_heads, "mlp": model.hidden, "vocab": model.vocab}
-    wrong = [f"mesh.expert={mesh.expert}: the model has no experts. Fix: mesh.expert=1."] * (mesh.expert > 1)
+    wrong = []
+    if mesh.expert > 1:
+        wrong.append(f"mesh.expert={mesh.expert}: the model has no experts. Fix: mesh.expert=1.")
     for axis, split in {"tensor": sizes, "context": {"context": model.context}}.items():
         ranks = getattr(mesh, axis)
         uneven = [f"model.{name}={size}" for name, size in split.items() if size % ranks]

@@ -71,16 +71,17 @@ class DecoderConfig:
 
     @property
     def head(self) -> int:
-        """K, the features of a head."""
+        """Return K, the features of a head."""
         return self.width // self.heads
 
     @property
     def hidden(self) -> int:
-        """M, the features inside the MLP."""
+        """Return M, the features inside the MLP."""
         return self.mlp or math.ceil(8 * self.width / 3 / 32) * 32
 
     @property
     def parameters(self) -> int:
+        """Return the number of parameters."""
         attention = self.width * self.head * (2 * self.heads + 2 * self.kv_heads)
         block = attention + 3 * self.width * self.hidden + 2 * self.width
         return self.layers * block + self.width + self.vocab * self.width * (1 if self.tied else 2)
@@ -132,13 +133,12 @@ class RMSNorm(nn.RMSNorm):
 def rotary(positions: int, head: int, theta: float, like: Tensor) -> tuple[Tensor, Tensor]:
     """Return cosines and sines [T, K/2] in the dtype of `like`.
 
-    They are computed in fp32, since bf16 angles are off by radians.
-    They are made where they are used and not kept as buffers, so that nothing is stored, cast wrongly or lost
-    on the meta device.
+    They are computed in fp32, since bf16 angles are off by radians. They are made where they are used and not
+    kept as buffers, so that nothing is stored, cast wrongly or lost on the meta device.
     """
-    at = torch.arange(positions, device=like.device, dtype=torch.float32)
+    position = torch.arange(positions, device=like.device, dtype=torch.float32)
     pair = torch.arange(0, head, 2, device=like.device, dtype=torch.float32)
-    angles = at[:, None] * torch.exp(pair * (-math.log(theta) / head))  # [T, K/2]
+    angles = position[:, None] * torch.exp(pair * (-math.log(theta) / head))  # [T, K/2]
     return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
 
 
@@ -251,8 +251,8 @@ Logits = Callable[..., Tensor]
 def last_logits(
     hidden: Callable[..., Tensor], head: Callable[[Any, Tensor], Tensor] = lambda _, x: x
 ) -> Logits:
-    """Return `fn(params, tokens [B, T], last [B], *more) -> logits [B, V]`, of what follows `last` in each
-    row.
+    """Return `fn(params, tokens [B, T], last [B], *more) -> logits [B, V]`, where the logits are those of the
+    token that follows position `last` of each row.
 
     Args:
         hidden: a function of (params, tokens, *more) that returns [B, T, D], or logits [B, T, V].
@@ -262,6 +262,7 @@ def last_logits(
 
     def fn(params: Any, tokens: Tensor, last: Tensor, *more: Any) -> Tensor:
         every = hidden(params, tokens, *more)
+        # The head makes V numbers of a position, so it gets one position of each row.
         index = last[:, None, None].expand(-1, 1, every.shape[-1])
         return head(params, every.gather(1, index)).squeeze(1)
 
@@ -296,11 +297,12 @@ class Sampler:
         self, params: Any, prompts: Sequence[Sequence[int]], length: int, seed: int = 0
     ) -> list[list[int]]:
         """Draw `length` tokens after each prompt, which has at least one, and return them."""
+        # Ranks draw on the CPU with one seed, so that those with the same logits draw the same tokens.
         random = torch.Generator().manual_seed(seed)
         rows = [list(prompt) for prompt in prompts]
         for _ in range(length):
             logits = self.forward(params, *self._windows(rows), *self.more)  # [B, V]
-            # A model that is not finite (run.watch=off) gives noise, not an error: all ranks continue.
+            # A model that is not finite (run.watch=off) gives noise, not an error, so all ranks continue.
             logits = logits.float().cpu().nan_to_num()
             if self.temperature:
                 weights = torch.softmax(logits / self.temperature, dim=-1)
@@ -314,7 +316,7 @@ class Sampler:
     def _windows(self, rows: list[list[int]]) -> tuple[Tensor, Tensor]:
         """Return the arguments [B, T] and [B] of `last_logits`."""
         seen = [row[-self.context :] for row in rows]
-        # Attention is causal: no token after `last` is read.
+        # Attention is causal: the padding after `last` is never read.
         padded = [row + [0] * (self.context - len(row)) for row in seen]
         last = torch.tensor([len(row) - 1 for row in seen], device=self.device)
         return torch.tensor(padded, device=self.device), last

@@ -37,8 +37,7 @@ class DamagedError(ConfigError):
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Let an OSError in the block name this file, if it names none: `write` and `flush` do not name
-    theirs."""
+    """Let an OSError in the block name this file, if it names none, as those of `write` and `flush`."""
     try:
         yield
     except OSError as error:
@@ -48,7 +47,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def write_text(path: Path, text: str | Iterable[str], *, durable: bool = False) -> None:
-    """Write a file aside, then rename it: a reader finds all of it, or what was there before.
+    """Write a file under another name and rename it: a reader finds all of it, or what was there before.
 
     Args:
         durable: whether it must outlive a power cut.
@@ -63,6 +62,7 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def _write_aside(path: Path, parts: Iterable[bytes], *, durable: bool) -> None:
+    """Write a file under another name, flush it if it is to be durable, and rename it."""
     make_directory(path.parent)
     partial = path.with_name(f"{path.name}.partial")
     try:
@@ -75,23 +75,24 @@ def _write_aside(path: Path, parts: Iterable[bytes], *, durable: bool) -> None:
     except OSError:
         partial.unlink(missing_ok=True)
         raise
-    if durable:
+    if durable:  # a name is content of its directory
         flush_directory(path.parent)
 
 
 def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> Path:
-    """Write JSONL by way of a path of its own, since another process may be writing the same file."""
+    """Write JSONL. Processes may write the same file at once, so each writes under a name of its own."""
     aside = path.with_name(f"{path.name}.{uuid4().hex[:8]}")
     write_text(aside, (f"{json.dumps(record, ensure_ascii=False)}\n" for record in records))
     return aside.replace(path)
 
 
 def write_json(path: Path, values: Any, *, durable: bool = False) -> None:
+    """Write a value as JSON, as `write_text` does."""
     write_text(path, json.dumps(values, indent=1) + "\n", durable=durable)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object that a file holds; {} where there is no such file, or it holds none."""
+    """Return the object that a file holds; {} if there is no such file, or it holds something else."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, *UNREADABLE):
@@ -105,7 +106,7 @@ def write_record(path: Path, values: Mapping[str, Any], *, durable: bool = False
 
 
 def checksum(values: Mapping[str, Any]) -> str:
-    """Return the CRC-32 of an object as JSON; it is the same for what JSON reads back.
+    """Return the CRC-32 of an object as JSON. An object that was written and read back has the same.
 
     >>> checksum({"a": (1, 0.1)}) == checksum({"a": [1, 0.1]})
     True
@@ -114,7 +115,7 @@ def checksum(values: Mapping[str, Any]) -> str:
 
 
 def read_record(path: Path, *, sealed: bool = False) -> dict[str, Any] | None:
-    """Read what `write_record` wrote; None where there is no such file.
+    """Read what `write_record` wrote; None if there is no such file.
 
     Args:
         sealed: whether to refuse an object without a checksum, which an older version may have written.
@@ -126,14 +127,15 @@ def read_record(path: Path, *, sealed: bool = False) -> dict[str, Any] | None:
         values = json.loads(path.read_bytes())
         if not isinstance(values, dict):
             raise ValueError(f"it holds a {type(values).__name__}, no object")
-        last = next(reversed(values), None)  # its checksum, if it has one; the name may be what is damaged
-        rest = {name: value for name, value in values.items() if name != last}
-        fits = values.get(last) == checksum(rest)
+        # The checksum is the last key, if there is one. Its name may be what is damaged.
+        last = next(reversed(values), None)
+        content = {name: value for name, value in values.items() if name != last}
+        fits = values.get(last) == checksum(content)
         if (fits or SUM in values) and not (fits and last == SUM):
             raise ValueError("its checksum differs")
         if sealed and not fits:
             raise ValueError("it has no checksum")
-        return rest if fits else values
+        return content if fits else values
     except FileNotFoundError:
         return None
     except UNREADABLE as error:
@@ -143,12 +145,12 @@ def read_record(path: Path, *, sealed: bool = False) -> dict[str, Any] | None:
 
 
 def write_sealed(path: Path, text: str) -> None:
-    """Write a text whose first line is a comment with the checksum of the rest, for `read_sealed`."""
+    """Write a text after a first line, a comment, with its checksum, for `read_sealed`."""
     write_text(path, f"{SEAL}{zlib.crc32(text.encode()):08x}\n{text}")
 
 
 def read_sealed(path: Path) -> str:
-    """Read what `write_sealed` wrote; a text without such a first line is an older version's.
+    """Read what `write_sealed` wrote. A text without such a first line is an older version's.
 
     Raises:
         DamagedError: the file holds something else.
@@ -159,25 +161,25 @@ def read_sealed(path: Path) -> str:
         raise DamagedError(f"{path} is not what was written ({error}).") from None
     except OSError as error:
         raise DamagedError(f"{path} cannot be read ({error.strerror}).") from None
-    head, _, rest = text.partition("\n")
-    found = f"{zlib.crc32(rest.encode()):08x}"
-    # The words before the checksum may be what is damaged.
-    is_sealed = head.startswith(SEAL) or head.endswith(found)
-    if SEAL.startswith(text) or (is_sealed and head != f"{SEAL}{found}"):
+    head, _, content = text.partition("\n")
+    crc = f"{zlib.crc32(content.encode()):08x}"
+    # The words before the checksum may be what is damaged, or the file may end in them.
+    is_sealed = head.startswith(SEAL) or head.endswith(crc)
+    if SEAL.startswith(text) or (is_sealed and head != f"{SEAL}{crc}"):
         raise DamagedError(
             f"{path} is not what was written (its checksum differs). Fix: put it back; or, if you changed "
             "it, delete its first line."
         )
-    return rest if is_sealed else text
+    return content if is_sealed else text
 
 
 def digest_of(path: Path) -> list[int]:
     """Return the size and the CRC-32 of a file, which is read a piece at a time."""
-    size, found = 0, 0
+    size, crc = 0, 0
     with path.open("rb") as file:
         while piece := file.read(PIECE_BYTES):
-            size, found = size + len(piece), zlib.crc32(piece, found)
-    return [size, found]
+            size, crc = size + len(piece), zlib.crc32(piece, crc)
+    return [size, crc]
 
 
 def digests_of(folder: Path) -> dict[str, list[int]]:
@@ -193,13 +195,13 @@ def differences(folder: Path, digests: Mapping[str, Sequence[int]], *, read_all:
         read_all: whether to read every byte; if not, only sizes are compared.
     """
     wrong = []
-    for name, (size, found) in digests.items():
+    for name, (size, crc) in digests.items():
         path = folder / name
         try:
-            there = path.stat().st_size
-            if there != size:
-                wrong.append(f"{name}: {there} of {size} bytes")
-            elif read_all and digest_of(path)[1] != found:
+            present = path.stat().st_size
+            if present != size:
+                wrong.append(f"{name}: {present} of {size} bytes")
+            elif read_all and digest_of(path)[1] != crc:
                 wrong.append(f"{name}: its checksum differs")
         except OSError as error:
             wrong.append(f"{name}: {error.strerror}")
@@ -207,9 +209,12 @@ def differences(folder: Path, digests: Mapping[str, Sequence[int]], *, read_all:
 
 
 def commit_folder(aside: Path, final: Path) -> None:
-    """Give a folder its name, after all files in it are flushed; a folder that has the name already stays."""
+    """Flush all files of a folder, and rename it. If a folder of that name exists, it is kept."""
     for path in aside.rglob("*"):
-        (flush_directory if path.is_dir() else flush_file)(path)
+        if path.is_dir():
+            flush_directory(path)
+        else:
+            flush_file(path)
     flush_directory(aside)
     try:
         aside.rename(final)
@@ -221,23 +226,23 @@ def commit_folder(aside: Path, final: Path) -> None:
 
 @contextmanager
 def lock_folder(folder: Path, name: str = LOCK) -> Iterator[bool]:
-    """Hold a folder as long as the block runs, and yield whether this process does: another may hold it.
+    """Lock a folder while the block runs, and yield whether this process has the lock: another may have it.
 
     A process that is killed gives it back.
 
     Args:
         name: the name of the file that is locked.
     """
-    # The lock goes with the open file: the system gives it back when the process ends, however that is.
+    # The lock belongs to the open file, which the system closes when the process ends, however that is.
     with (folder / name).open("a") as file:
-        free = True
+        has_lock = True
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            free = False
+            has_lock = False
         except OSError:  # a file system without locks
             pass
-        yield free
+        yield has_lock
 
 
 @contextmanager
@@ -260,9 +265,12 @@ def first_few(lines: Sequence[str], most: int) -> list[str]:
     >>> first_few(["a", "b", "c"], 1)
     ['a', 'and 2 more']
     """
-    return [*lines[:most], *([f"and {len(lines) - most} more"] if len(lines) > most else [])]
+    if len(lines) <= most:
+        return list(lines)
+    return [*lines[:most], f"and {len(lines) - most} more"]
 
 
 def append(path: Path, text: str) -> None:
+    """Add a text to the end of a file."""
     with naming(path), path.open("a", encoding="utf-8") as file:
         file.write(text)

@@ -79,6 +79,7 @@ def claim(requested: Any, fresh: Path, *, chosen: bool) -> Iterator[RunFolder]:
     source_path = None if resume in (AUTO, NEVER) else str(Path(resume).resolve())
     identity = identity_of(requested, source_path)
     with ExitStack() as stack:
+        # Take the folder of an unfinished run, or make a new one.
         folder = None
         if not chosen and resume != NEVER:
             folder = find_unfinished(identity, stack)
@@ -91,7 +92,9 @@ def claim(requested: Any, fresh: Path, *, chosen: bool) -> Iterator[RunFolder]:
                 raise ConfigError(
                     f"another process is at work in {fresh}. Fix: await or end it, or another hydra.run.dir."
                 )
-            _check_chosen(fresh, identity, resume)
+            _refuse_chosen(fresh, identity, resume)
+
+        # The run's own checkpoints come before the one that `run.resume` names.
         has_own = fs.checkpoint.latest(folder / CHECKPOINTS) is not None
         source = None if source_path is None or has_own else source_of(resume)
         write_record(folder / IDENTITY, identity, durable=True)
@@ -106,7 +109,8 @@ def discard(run: RunFolder) -> bool:
         Whether it is gone.
     """
     folder, rows = Path(run.folder), Path(run.folder, METRICS)
-    if not run.first_made or (rows.exists() and rows.stat().st_size) or any(run.checkpoints.glob("*")):
+    has_rows = rows.exists() and rows.stat().st_size
+    if not run.first_made or has_rows or any(run.checkpoints.glob("*")):
         return False
     shutil.rmtree(folder, ignore_errors=True)
     with suppress(OSError):  # another process may be at work above it; why the run ended matters more
@@ -118,7 +122,7 @@ def discard(run: RunFolder) -> bool:
 
 
 def _can_resume(folder: Path) -> bool:
-    """Return whether a checkpoint is there, or a replica in memory."""
+    """Return whether a run has a whole checkpoint, or a replica in memory."""
     return fs.checkpoint.latest(folder / CHECKPOINTS) is not None or in_memory(memory_name(folder))
 
 
@@ -128,7 +132,7 @@ def has_step_folders(root: Path) -> bool:
 
 
 def newest_step(folder: Path) -> int | None:
-    """Return the step that a run goes on from on disk, if it has saved any."""
+    """Return the newest step that a run has saved to disk, or None."""
     return max(fs.checkpoint.all_steps(folder / CHECKPOINTS), default=None)
 
 
@@ -138,11 +142,15 @@ def identity_of(requested: Any, source: str | None = None) -> dict[str, Any]:
     values["run"] = {k: v for k, v in values["run"].items() if k not in FREE}
     values["hardware"] = requested.hardware.name  # prices change no results
     values.pop("tracker", None)  # trackers do not change a run
+    # Tuples become lists, as in what is read back.
     return json.loads(json.dumps(values | {"starts_from": source}))
 
 
 def memory_name(folder: Path) -> str:
-    """Return the name of a run's folder in memory. Another run in a folder that was made anew has another."""
+    """Return the name of a run's folder in memory.
+
+    A folder that was deleted and made anew has another inode, so another name.
+    """
     return hashlib.sha256(f"{folder}:{folder.stat().st_ino}".encode()).hexdigest()[:16]
 
 
@@ -168,8 +176,8 @@ def source_of(resume: str) -> str:
     return str(path)
 
 
-def _check_chosen(folder: Path, identity: Mapping[str, Any], resume: str) -> None:
-    """Refuse a folder whose checkpoints are not to be resumed, and leave it alone.
+def _refuse_chosen(folder: Path, identity: Mapping[str, Any], resume: str) -> None:
+    """Refuse a folder that the command names if its checkpoints must not be resumed. Nothing is changed.
 
     Raises:
         ConfigError: its checkpoints are of another configuration or damaged, or `run.resume` is "never".
@@ -187,7 +195,8 @@ def _check_chosen(folder: Path, identity: Mapping[str, Any], resume: str) -> Non
             f"run.resume=never: {folder} holds checkpoints, the newest of step {steps[-1]}. "
             f"Fix: another hydra.run.dir, or delete {folder / CHECKPOINTS}."
         )
-    # They are to be resumed, so they have to be of this very configuration.
+
+    # They will be resumed, so they have to be of this configuration.
     try:
         there = read_record(folder / IDENTITY)
     except DamagedError as error:
@@ -222,15 +231,18 @@ def find_unfinished(identity: Mapping[str, Any], stack: ExitStack) -> Path | Non
 
     It is locked until the stack unwinds. None is returned where a newer folder is finished.
     """
-    found, root = [], OUTPUTS.resolve()
+    # All runs of this identity, wherever they are below `outputs/`.
+    same, root = [], OUTPUTS.resolve()
     for path in (*root.glob(f"*/*/{IDENTITY}"), *root.glob(f"*/*/*/{IDENTITY}")):
         try:
             if read_record(path) == identity:
-                found.append(path)
+                same.append(path)
         except DamagedError as error:
             fix = f"delete it, and hydra.run.dir={path.parent} goes on there."
             print(f"resume: {error} The folder is passed over. Fix: {fix}", file=sys.stderr, flush=True)
-    for path in sorted(found, key=lambda path: (path.stat().st_mtime_ns, path), reverse=True):
+
+    # Take the newest that can be resumed and that no process is at work in, unless a newer one is finished.
+    for path in sorted(same, key=lambda path: (path.stat().st_mtime_ns, path), reverse=True):
         folder = path.parent
         if read_result(folder)["status"] == "ok":  # this run is done; the same command makes another one
             return None
@@ -259,22 +271,22 @@ def write_result(folder: Path, **values: Any) -> None:
 def read_result(folder: Path) -> dict[str, Any]:
     """Read what `write_result` has left in a folder.
 
-    The status is "no result" where there is none, or where it is damaged, which is printed.
+    The status is "no result" if there is none, or if it is damaged, which is printed.
     """
-    none: dict[str, Any] = {"status": "no result", "overrides": []}
+    nothing: dict[str, Any] = {"status": "no result", "overrides": []}
     try:
-        found = read_record(folder / RESULT)
-        if found is None:
-            return none
+        result = read_record(folder / RESULT)
+        if result is None:
+            return nothing
         # Any JSON may carry a checksum: tables read these four fields, and must not fail on another type.
         kinds = {"status": str, "overrides": list, "reason": str, "error": str}
-        is_result = {"status", "overrides"} <= found.keys()
-        if not is_result or not all(isinstance(found.get(n, kind()), kind) for n, kind in kinds.items()):
+        is_result = {"status", "overrides"} <= result.keys()
+        if not is_result or not all(isinstance(result.get(n, kind()), kind) for n, kind in kinds.items()):
             raise DamagedError(f"{folder / RESULT} holds no result.")
-        return found
+        return result
     except DamagedError as error:
         print(f"{error} It counts as none.", file=sys.stderr, flush=True)
-        return none
+        return nothing
 
 
 def search_value(
@@ -296,8 +308,9 @@ def search_value(
     value = result.get(name) if result["status"] == "ok" else None
     if type(value) not in (int, float):
         return None
+    # The run's own goal knows which is better. Of another metric its name tells, unless the user has said it.
     if metric is not None:
-        turned = bool(grows(name, goal)) and direction == "minimize" and not is_said
+        is_negated = bool(grows(name, goal)) and direction == "minimize" and not is_said
     else:
-        turned = goal.is_maximised != (direction == "maximize")
-    return -float(value) if turned else float(value)
+        is_negated = goal.is_maximised != (direction == "maximize")
+    return -float(value) if is_negated else float(value)

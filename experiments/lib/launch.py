@@ -42,6 +42,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from experiments import AS_RANK, python_path
 from experiments.lib.checks import ConfigError, pluralize
 from experiments.lib.compose import (
+    FAILURE,
     LOCAL,
     MISTAKE,
     Command,
@@ -98,7 +99,7 @@ FIRST_PORT, PORTS = 20_000, 10_000  # a rendezvous under SLURM takes one of thes
 # Errors that depend on inputs that are equal on all ranks, so that all ranks have them.
 ALIKE = (SpecError, TraceError, OptimizerError, HydraException)
 REFUSAL = "refused.json"  # it says why the ranks ended together; the process that started them reads it
-PATIENCE_S = 30.0  # so long a rank waits for torchrun to end it, where the command line is wrong
+PATIENCE_S = 30.0  # the seconds that a rank waits for torchrun to end it, if the command line is wrong
 NO_TRIAL = "No trials are completed"  # Optuna's error where every trial of a search has failed
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)  # errors of a disk, not of the program
 
@@ -124,7 +125,7 @@ class Job:
 
 
 class Sweep:
-    """A place for the sweep that this process has begun; its table's callback sets it before the first
+    """A place for the sweep that this process has begun, which its table's callback sets before the first
     job."""
 
     begun: DictConfig | None = None
@@ -135,7 +136,7 @@ class Sweep:
 
 def main(job: Job) -> None:
     """Run the command line of a job, or be one of its ranks."""
-    deferred_imports.defer()  # perhaps all kernels lie in files
+    deferred_imports.defer()  # the compiler is not needed if files have all kernels
     if sys.argv[1:2] == [AS_RANK]:
         be_rank_of_file(job, Path(sys.argv[2]))
     gc.enable()  # see `experiments.train`
@@ -171,7 +172,7 @@ def run(job: Job) -> None:
                 with suppress(SystemExit):
                     instantiate(last.hydra.callbacks.table).on_multirun_end(last)
             if NO_TRIAL in str(error):  # each trial has printed why it failed
-                sys.exit(1)
+                sys.exit(FAILURE)
             raise
 
 
@@ -188,13 +189,15 @@ def run_of_sweep(job: Job, sweep: int, composed: DictConfig) -> float | None:
     folder, launcher = Path(here.runtime.output_dir).resolve(), here.runtime.choices["hydra/launcher"]
     overrides = list(here.overrides.task)
     if launcher == SIDE_BY_SIDE and os.getpid() != sweep:
-        end_with_parent(signal.SIGTERM, sweep)  # a worker would finish its job, unseen
-    try:  # a run that fails must not take the table of all runs with it
+        end_with_parent(signal.SIGTERM, sweep)  # otherwise a worker outlives the command, unseen
+
+    # A run that fails is a row of the table, and the other runs follow.
+    try:
         requested = read(job.command, composed)
         if requested.run.resume != NEVER and is_finished(folder, requested):
             print(f"resume: {folder} is finished", flush=True)
         elif start(job, requested, folder, overrides, chosen=True) == STOPPED and launcher == LOCAL:
-            raise SystemExit(0)  # so is the sweep
+            raise SystemExit(0)  # whoever stopped this run stopped the sweep
     except Exception as error:
         known = is_mistake(error) or is_outside(error)
         text = f"error: {text_of(error)}" if known else "".join(traceback.format_exception(error))
@@ -202,6 +205,8 @@ def run_of_sweep(job: Job, sweep: int, composed: DictConfig) -> float | None:
         reason = "" if known else f"{type(error).__name__}: {error}".splitlines()[0]
         with suppress(OSError):  # on a full disk
             write_result(folder, status="failed", overrides=overrides, error=text, reason=reason)
+
+    # A search needs one number. Its direction is an enumeration of the sweeper's, or a text.
     direction = getattr(here.sweeper, "direction", None) or "minimize"
     is_said = any(o.lstrip("+").startswith("hydra.sweeper.direction=") for o in here.overrides.hydra)
     name = str(getattr(direction, "name", direction))
@@ -237,16 +242,16 @@ def start(
     config = job.prepare(fit_to_machine(requested))
 
     # Take the folder, which no other process gets until the block is left, and write for the ranks there.
-    with claim(requested, fresh, chosen=chosen) as found:
-        own, folder = replace(found, began=began), Path(found.folder)
+    with claim(requested, fresh, chosen=chosen) as claimed:
+        run_folder, folder = replace(claimed, began=began), Path(claimed.folder)
         write_overrides(folder, overrides)
         for name in (REFUSAL, RESULT):
             (folder / name).unlink(missing_ok=True)
         job_file = folder / "job.json"
-        write_json(job_file, {**job_values(config, overrides), "run": dataclasses.asdict(own)})
+        write_json(job_file, {**job_values(config, overrides), "run": dataclasses.asdict(run_folder)})
 
-        # Start the ranks, and turn their errors into this process's. Those of a CPU are forks of it, for
-        # which it imports once what each of them would import: the compiler, too, where no code is kept yet.
+        # Ranks on a CPU are forks of this process, which imports once what each of them would import: the
+        # compiler, too, if no code is kept yet.
         fork = partial(be_rank_of_file, job, job_file) if config.run.device == "cpu" and may_fork() else None
         if fork is not None:
             gc.disable()  # see `experiments.train`
@@ -254,6 +259,8 @@ def start(
                 import_compiler(config.run.backend)
             gc.freeze()  # nor do ranks look through these objects again
             gc.enable()
+
+        # Start the ranks, and turn their errors into this process's.
         try:
             launch(
                 rank_command(job, job_file),
@@ -275,8 +282,10 @@ def start(
                     f"{folder} was deleted while the run was at work in it: nothing of it is left. Fix: the "
                     "same command begins anew."
                 ) from None
+            # Ranks that ended together have left their reason. A mistake leaves no folder behind if no step
+            # was made.
             refused = read_json(folder / REFUSAL)
-            if refused.get("mistake") and discard(found):
+            if refused.get("mistake") and discard(claimed):
                 raise ConfigError(refused["message"]) from None
             kind = ConfigError if refused.get("mistake") else LaunchError
             known = kind(refused["message"]) if refused else error
@@ -287,6 +296,7 @@ def start(
 
 
 def job_values(config: Any, overrides: list[str]) -> dict[str, Any]:
+    """Return what a rank needs of a command, see `be_rank`."""
     return {"config": dataclasses.asdict(config), "overrides": overrides}
 
 
@@ -328,28 +338,27 @@ def fit_to_machine(
         raise ConfigError(f"run.disk_dir={disk_dir!r} is no directory. Fix: make it, or name another.")
     device, mesh = device_of("run.device", config.run.device, accelerators), config.mesh
 
-    # Ranks: as many as the mesh asks for, or as there are.
+    # Ranks: as many as the mesh asks for, or as many as there are devices or processes.
     fixed = mesh.replicate * mesh.expert * mesh.tensor * mesh.context
-    there = world or nodes * (CPU_RANKS if device == "cpu" else accelerators[device])
+    available = world or nodes * (CPU_RANKS if device == "cpu" else accelerators[device])
     if mesh.shard is None:
-        if there % fixed and (world or fixed < there):
+        if available % fixed and (world or fixed < available):
             raise ConfigError(
-                f"{_name_axes(mesh)} does not divide {there} ranks. "
+                f"{_name_axes(mesh)} does not divide {available} ranks. "
                 "Fix: another mesh.replicate, or say mesh.shard too."
             )
-        mesh = replace(mesh, shard=max(1, there // fixed))
+        mesh = replace(mesh, shard=max(1, available // fixed))
     ranks = mesh.ranks
     product = f"{_name_axes(mesh)} asks for {pluralize(ranks, 'rank')}"
     if world and ranks != world:
         raise ConfigError(f"{product}; {world} were started. Fix: torchrun --nproc-per-node {ranks}.")
-    if device != "cpu" and not world and ranks > there:
+    if device != "cpu" and not world and ranks > available:
         where = "this machine has" if nodes == 1 else f"{nodes} nodes have"
-        has = pluralize(there, f"{device} device")
+        has = pluralize(available, f"{device} device")
         raise ConfigError(f"{product}; {where} {has}. Fix: a smaller mesh, or run.device=cpu.")
     if ranks % nodes:
-        raise ConfigError(
-            f"{product}, which do not divide over {nodes} nodes. Fix: mesh.shard={max(1, there // fixed)}."
-        )
+        fix = f"mesh.shard={max(1, available // fixed)}"
+        raise ConfigError(f"{product}, which do not divide over {nodes} nodes. Fix: {fix}.")
     most = most_copies(nodes)
     if config.run.replicas > most and not world:
         raise ConfigError(
@@ -357,8 +366,10 @@ def fit_to_machine(
             f"Fix: run.replicas={most}, or more nodes."
         )
 
-    # Rows divide over the ranks that take different ones.
-    over = pluralize(mesh.data_ranks, "rank") + " that take other rows" * (mesh.ranks > mesh.data_ranks)
+    # Rows have to divide over the ranks that take different ones, and over micro-batches.
+    over = pluralize(mesh.data_ranks, "rank")
+    if mesh.ranks > mesh.data_ranks:
+        over += " that take other rows"
     micro = f" times run.accumulate={config.run.accumulate}" if config.run.accumulate > 1 else ""
     parts = {
         "rows": (mesh.data_ranks * config.run.accumulate, over + micro),
@@ -373,8 +384,9 @@ def fit_to_machine(
     if wrong:
         raise ConfigError(report("the batch cannot be cut:", wrong, " ".join(fixes)))
 
-    sums = ranks > 1 or config.run.accumulate > 1 or config.strategy.name == AUTO
-    sums = sums or getattr(config.data, "tokens", None) is not None  # a budget of tokens makes micro-batches
+    # Gradients are summed over ranks or micro-batches, of which a budget of tokens or the search makes some.
+    has_budget = getattr(config.data, "tokens", None) is not None
+    sums = ranks > 1 or config.run.accumulate > 1 or config.strategy.name == AUTO or has_budget
     return replace(
         config,
         mesh=mesh,
@@ -391,7 +403,7 @@ def find_accelerators() -> dict[str, int]:
 
 
 def device_of(key: str, asked: str, accelerators: Mapping[str, int]) -> str:
-    """Return the type of device that a key asks for: "auto" is the accelerator, where there is one.
+    """Return the type of device that a key asks for: "auto" is the accelerator, or a CPU if there is none.
 
     Raises:
         ConfigError: this machine has none of it.
@@ -404,7 +416,7 @@ def device_of(key: str, asked: str, accelerators: Mapping[str, int]) -> str:
 
 
 def _name_axes(mesh: Any) -> str:
-    """Return the axes that are named, and those of several ranks, as a message has them."""
+    """Return the axes of a mesh and their sizes, as a message has them."""
     sizes = {"replicate": mesh.replicate, "shard": mesh.shard}
     split = {name: getattr(mesh, name) for name in ("pipeline", "expert", "tensor", "context")}
     sizes |= {name: size for name, size in split.items() if size > 1}
@@ -430,15 +442,16 @@ def start_on_nodes(
     job_file = fresh / f"job.{os.environ['SLURM_NODEID']}.json"
     run = {"requested": dataclasses.asdict(requested), "fresh": str(fresh), "chosen": chosen, "began": began}
     write_json(job_file, {**job_values(config, overrides), **run})
+    # The ranks' command begins with Python and `-u`, which torchrun adds itself.
     agent = torchrun_arguments(config.mesh.ranks // nodes, config.run.max_restarts)
-    environment = {**os.environ, "PYTHONPATH": python_path()}
-    if subprocess.run([sys.executable, *agent, *rank_command(job, job_file)[2:]], env=environment).returncode:
+    command = [sys.executable, *agent, *rank_command(job, job_file)[2:]]
+    if subprocess.run(command, env={**os.environ, "PYTHONPATH": python_path()}).returncode:
         raise LaunchError(f"the ranks on {nodes} nodes failed: the output of torchrun says why.")
     return read_result(fresh)["status"]
 
 
 def torchrun_arguments(ranks: int, max_restarts: int) -> list[str]:
-    """Return the arguments of Python on each node of a job of submitit's, in front of the ranks' own.
+    """Return the arguments of Python that start torchrun on each node of submitit's job.
 
     Args:
         ranks: the number of ranks of a node.
@@ -477,8 +490,8 @@ def be_rank_of_torchrun(job: Job) -> NoReturn:
     except Exception as error:
         if not is_mistake(error) or os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise  # torchrun shows the traceback
-        # All ranks have this command line. The first of each machine prints what is wrong with it, and
-        # torchrun ends the others when that one has ended.
+        # All ranks have this command line, so all find the mistake. The first rank of each machine prints it,
+        # and torchrun ends the others when that one has ended.
         if os.environ.get("LOCAL_RANK", "0") != "0":
             time.sleep(PATIENCE_S)
         print(f"error: {text_of(error)}", file=sys.stderr, flush=True)
@@ -503,7 +516,7 @@ def be_rank(job: Job, values: Mapping[str, Any]) -> NoReturn:
     gc.disable()  # until the first step, see `experiments.train`
     config, stop = build(values["config"], job.command.config), Stop()
     if config.run.device != "cpu":
-        import_compiler(config.run.backend)  # where no other rank waits for it
+        import_compiler(config.run.backend)  # before ranks meet, so that none waits for another's import
 
     def work() -> None:
         try:
@@ -511,8 +524,9 @@ def be_rank(job: Job, values: Mapping[str, Any]) -> NoReturn:
                 if int(os.environ.get("RANK", "0")) == 0 and LOGS in os.environ:
                     for name in (REFUSAL, RESULT):  # files of an earlier attempt
                         _refusal_path().with_name(name).unlink(missing_ok=True)
-                own = config if "run" in values else prepare_on_ranks(job, config)
-                job.work(own, run, list(values["overrides"]), stop)
+                # Where torchrun started the ranks, no process has prepared for them.
+                prepared = config if "run" in values else prepare_on_ranks(job, config)
+                job.work(prepared, run, list(values["overrides"]), stop)
         except BudgetError as error:
             end_together(f"run.device_gb={config.run.device_gb:g}: {error}", mistake=True)
         except DamagedError as error:  # perhaps only this rank has the error, as below
@@ -532,13 +546,14 @@ def prepare_on_ranks(job: Job, config: Any) -> Any:
 
     The first rank of each machine prepares, and the others find the files there.
     """
-    problem = ""
-    for local in (True, False):
-        if local == (os.environ.get("LOCAL_RANK", "0") == "0"):
+    problem, is_first = "", os.environ.get("LOCAL_RANK", "0") == "0"
+    for turn_of_first in (True, False):
+        if turn_of_first == is_first:
             try:
                 config = job.prepare(config)
             except ConfigError as error:
                 problem = str(error)
+        # Ranks meet after each turn: the others begin when the first ones are done, and all end if one fails.
         problems = [problem]
         if dist.is_initialized():
             problems = [""] * dist.get_world_size()
@@ -586,13 +601,14 @@ def describe_full_disk(error: OSError) -> str:
 def end_together(message: str, *, mistake: bool) -> NoReturn:
     """End all ranks with exit code 1.
 
-    The reason goes to a file for the process that started them; where none of ours did, it goes to stderr.
+    The reason goes to a file for the process that started them, or to stderr if torchrun did.
 
-    As a rule all ranks have the same reason, and rank 0 tells it; another rank does where the others have
-    not failed, as by a reward of one's own that fails on some answers.
+    As a rule all ranks have the same reason, and rank 0 tells it. Another rank tells it if the others have
+    not failed, as when a user's reward fails on some answers.
     """
     rank, code = int(os.environ.get("RANK", "0")), 1
-    # A file can be told by all. Whether the others have failed, too, may not be known before they are gone.
+    # With a file every rank tells its reason at once: it may not know whether the others have failed, too,
+    # before they are gone. On stderr the reason would show repeatedly, so rank 0 comes first.
     tells_now = rank == 0 or LOGS in os.environ
     if tells_now and not (rank != 0 and _refusal_path().exists()):
         code = say_why(message, mistake)
@@ -605,7 +621,7 @@ def end_together(message: str, *, mistake: bool) -> NoReturn:
 
 
 def say_why(message: str, mistake: bool) -> int | str:
-    """Say why ranks end; return the exit code, or the message where nobody could be told."""
+    """Say why ranks end. Return the exit code, or the message if it could not be written."""
     if LOGS not in os.environ:
         print(f"error: {message}", file=sys.stderr, flush=True)
         return 1
@@ -617,4 +633,5 @@ def say_why(message: str, mistake: bool) -> int | str:
 
 
 def _refusal_path() -> Path:
+    """Return the file for the reason, in the run's folder, above that of the ranks' logs."""
     return Path(os.environ[LOGS]).parent / REFUSAL

@@ -47,31 +47,35 @@ class MeasuredRun:
 def lines_of(lowered: Lowered, hardware: fs.Hardware, measured: Timeline) -> dict[str, Any]:
     """Return what a profile keeps: predicted and measured seconds of each line of the schedule, and of each
     kind of line, of which those that were predicted count for `hardware_of_runs`."""
-    lines = lowered.schedule.instructions
+    # Each line of the schedule, and how long it keeps the device waiting.
+    instructions = lowered.schedule.instructions
     waits = fs.profile.exposed(measured)
-    seconds = [_sum_by_line(lowered.timeline(hardware)), _sum_by_line(measured)]
-    kinds = fs.profile.by_kind(measured, lines)
-    found: dict[str, dict[str, float]] = {}
-    for constant, each in vary(hardware).items():
-        for kind, value in fs.profile.by_kind(lowered.timeline(each), lines).items():
-            found.setdefault(kind, {})[constant] = value
-    return {
-        "lines": [
-            {
-                "kind": fs.profile.kind_of(line), "unit": line.unit, "phase": line.phase,
-                "predicted_s": seconds[0].get(n, 0.0), "measured_s": seconds[1].get(n, 0.0),
-                "exposed_s": waits.get(n, 0.0),
-            }
-            for n, line in enumerate(lines)
-        ],
-        "kinds": [
-            {"kind": kind, "predicted_s": values, "measured_s": kinds[kind]}
-            for kind, values in found.items() if kinds.get(kind) and all(values.values())
-        ],
-    }  # fmt: skip
+    predicted_s, measured_s = _sum_by_line(lowered.timeline(hardware)), _sum_by_line(measured)
+    lines = [
+        {
+            "kind": fs.profile.kind_of(line), "unit": line.unit, "phase": line.phase,
+            "predicted_s": predicted_s.get(n, 0.0), "measured_s": measured_s.get(n, 0.0),
+            "exposed_s": waits.get(n, 0.0),
+        }
+        for n, line in enumerate(instructions)
+    ]  # fmt: skip
+
+    # Each kind of line, predicted once for the hardware and once for each constant of it that is changed, so
+    # that `calibrate` knows what the seconds depend on.
+    measured_kinds = fs.profile.by_kind(measured, instructions)
+    predicted_kinds: dict[str, dict[str, float]] = {}
+    for constant, varied in vary(hardware).items():
+        for kind, value in fs.profile.by_kind(lowered.timeline(varied), instructions).items():
+            predicted_kinds.setdefault(kind, {})[constant] = value
+    kinds = []
+    for kind, values in predicted_kinds.items():
+        if measured_kinds.get(kind) and all(values.values()):
+            kinds.append({"kind": kind, "predicted_s": values, "measured_s": measured_kinds[kind]})
+    return {"lines": lines, "kinds": kinds}
 
 
 def _sum_by_line(timeline: Timeline) -> dict[int, float]:
+    """Return the seconds of each line of a schedule."""
     out: dict[int, float] = {}
     for span in timeline.spans:
         out[span.index] = out.get(span.index, 0.0) + span.end - span.start
@@ -85,33 +89,36 @@ def read_measurements(folder: Path) -> MeasuredRun | None:
         ValueError, KeyError, TypeError, AttributeError: a file is damaged.
     """
     record = read_record(folder / RUN) or {}
-    found, there = record.get("prediction") or {}, record.get("hardware", {})
-    if found.get("measured_s") is None:
+    prediction, facts = record.get("prediction") or {}, record.get("hardware", {})
+    if prediction.get("measured_s") is None:
         return None
-    machine = {name: there.get(name) for name in ("device", "gpu", "gpu_memory_bytes", "cores")}
-    machine["ranks_of_host"] = there.get("ranks", 1) / max(1, len(there.get("hosts", ())))
-    step = Observation(found["predicted_s"], float(found["measured_s"]))
+    machine = {name: facts.get(name) for name in ("device", "gpu", "gpu_memory_bytes", "cores")}
+    machine["ranks_of_host"] = facts.get("ranks", 1) / max(1, len(facts.get("hosts", ())))
+    step = Observation(prediction["predicted_s"], float(prediction["measured_s"]))
     if not step.predicted[""] > 0:
         raise ValueError("nothing was predicted")
+
+    # A kind of line has the weight of its share of the predicted step.
     kinds: tuple[Observation, ...] = ()
     if (folder / LINES).exists():
         profile = read_record(folder / LINES) or {}
-        values, _ = profile["kinds"], (profile["lines"], profile["exposed_s"])
+        values, _ = profile["kinds"], (profile["lines"], profile["exposed_s"])  # damaged if one is missing
         total = sum(each["predicted_s"][""] for each in values)
         kinds = tuple(
             Observation(v["predicted_s"], v["measured_s"], v["predicted_s"][""] / total) for v in values
         )
-    return MeasuredRun(found["hardware"], machine, step, kinds)
+    return MeasuredRun(prediction["hardware"], machine, step, kinds)
 
 
 def hardware_of_runs(place: str) -> fs.Hardware:
     """Return the hardware of the newest run in a folder or below it, corrected by measurements.
 
-    They are those of all runs there that ran on such a machine, with as many ranks on a host.
+    The measurements are those of all runs there on such a machine, with as many ranks on a host.
 
     Raises:
         ConfigError: no run has measured anything, or files are damaged.
     """
+    # Read all runs, from the oldest to the newest.
     folders = sorted(
         (path.parent for path in Path(place).rglob(RUN)), key=lambda f: (f / RUN).stat().st_mtime
     )
@@ -132,6 +139,7 @@ def hardware_of_runs(place: str) -> fs.Hardware:
             f"hardware={MEASURED}{place}: no run in it says what it measured; those of experiments.train and "
             "experiments.finetune do, from their second step on."
         )
+
     # Correct the hardware of the newest run by all runs on such a machine.
     last = known[-1]
     base = fs.Hardware.from_dict(last.hardware)
@@ -181,12 +189,12 @@ class Tracer:
 
     @property
     def _trace(self) -> Path:
-        """The file of this rank. That of rank 0 stays, and those of others are read and removed."""
+        """Return the file of this rank. That of rank 0 is kept, and the others are read and removed."""
         rank = self.step.mesh.rank
         return self.folder / FOLDER / (f"rank-{rank}.json" if rank else TRACE)
 
     def write(self) -> str:
-        """End the trace and write what was measured; return a line about it, or "" where nothing was.
+        """End the trace and write what was measured. Return a line about it, or "" if no step was traced.
 
         All ranks call it together.
         """
@@ -195,6 +203,7 @@ class Tracer:
             return ""
         folder, predicted = self.folder / FOLDER, self._predicted
         measured = fs.profile.measured(self._trace, self.lowered, self.hardware)
+        # All ranks say how long they waited; rank 0 writes.
         waited = self.step.gather_strings(str(measured.exposed_communication_seconds))
         if self.step.mesh.rank:
             self._trace.unlink()

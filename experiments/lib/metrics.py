@@ -23,12 +23,12 @@ import numpy as np
 from experiments.lib.files import UNREADABLE, first_few, naming
 
 METRICS, SUMS = "metrics.jsonl", "metrics.crc32"
-RECENT, LOSSES = 1000, 64  # the seconds, and the numbers, of so many last steps are kept
+RECENT, LOSSES = 1000, 64  # the last steps whose seconds are kept, and whose losses are
 SUM = re.compile(rb"[0-9a-f]{8}")
 SHOWN = 8  # the number of lines that a message names
 SMOOTH = 60  # the most points of a smoothed curve
-HELD_OUT = "held_out_"  # it stands before the name of a number that is measured on held-out data
-# Words in the names of numbers of which more is better, or less. Of other numbers nobody knows.
+HELD_OUT = "held_out_"  # the prefix of numbers that are measured on held-out data
+# Words in the names of numbers of which more is better, or less. Of other numbers it is not known.
 GROWING = ("accuracy", "acc", "match", "reward", "rewards", "margin", "margins", "mfu", "per_s", "f1", "auc",
            "bleu", "rouge", "recall", "iou")  # fmt: skip
 SHRINKING = ("loss", "perplexity", "bigram", "trigram", "nll", "error", "mae", "mse", "rmse", "wer", "kl",
@@ -51,12 +51,12 @@ class Goal:
 
     @property
     def held_out(self) -> str:
-        """The name of the number on held-out data."""
+        """Return the name of the number on held-out data."""
         return HELD_OUT + self.name
 
     @property
     def label(self) -> str:
-        """The number with its unit, as an axis has it.
+        """Return the number's name with its unit, for an axis.
 
         >>> Goal(unit="nats per byte").label, Goal("reward", is_maximised=True).label
         ('loss, nats per byte', 'reward')
@@ -65,7 +65,7 @@ class Goal:
 
     @property
     def aim(self) -> str:
-        """The words for what the run does about the number.
+        """Return in words what the run does about the number.
 
         >>> Goal(unit="nats per byte").aim, Goal("reward", is_maximised=True).aim
         ('minimises the loss, in nats per byte', 'maximises the reward')
@@ -78,8 +78,7 @@ class Goal:
 
     @staticmethod
     def of(values: Any) -> Goal | None:
-        """Read what `as_dict` returned; None where it is something else, as in a run of an earlier
-        version."""
+        """Read what `as_dict` returned; None if it is something else, as in runs of older versions."""
         try:
             goal = Goal(**values)
         except TypeError:
@@ -89,9 +88,9 @@ class Goal:
 
 
 def grows(name: str, goal: Goal | None = None) -> bool | None:
-    """Return whether more of a number is better; None where nobody has said it.
+    """Return whether more of a number is better; None if that is not known.
 
-    The goal says it of its own number, and words in its name say it of any other.
+    The goal says it of its own number, and words in the name of any other.
 
     >>> grows("held_out_accuracy"), grows("held_out_arc/acc_norm"), grows("loss"), grows("held_out_loss")
     (True, True, False, False)
@@ -101,9 +100,11 @@ def grows(name: str, goal: Goal | None = None) -> bool | None:
     """
     if goal is not None and name.removeprefix(HELD_OUT) == goal.name:
         return goal.is_maximised
-    words = name.removeprefix(HELD_OUT).replace("/", "_").lower().split("_")
-    known = [any(f"_{word}_" in f"_{'_'.join(words)}_" for word in side) for side in (GROWING, SHRINKING)]
-    return None if not any(known) else known[0]
+    # Underscores on both sides keep "acc" from being found in "space", and let "per_s" be a word.
+    words = f"_{name.removeprefix(HELD_OUT).replace('/', '_').lower()}_"
+    if any(f"_{word}_" in words for word in GROWING):
+        return True
+    return False if any(f"_{word}_" in words for word in SHRINKING) else None
 
 
 def is_held_out(row: Mapping[str, Any]) -> bool:
@@ -123,12 +124,12 @@ def line_of(row: Mapping[str, Any]) -> tuple[str, str]:
 def read_rows(path: Path | None, made: int, wrong: list[str] | None = None) -> Iterator[dict[str, Any]]:
     """Read the rows of a metrics file up to step `made`.
 
-    The held-out loss after that step is left out, since a resumed run measures it again. A line that is not
-    what was written, or no row, is left out, and so is a last line without its end, as a killed process
-    leaves one. Where there are fewer checksums than lines, lines are not compared with them.
+    The held-out loss after that step is left out, since a resumed run measures it again. A line that is
+    damaged, or is no row, is left out, and so is a last line without its end, which a killed process may
+    leave. If there are fewer checksums than lines, lines are not compared with them.
 
     Args:
-        wrong: a list that gets texts for damaged lines and missing rows, when all rows are read.
+        wrong: a list to which texts about damaged lines and missing rows are added when all rows are read.
     """
     if path is None:
         return
@@ -138,24 +139,27 @@ def read_rows(path: Path | None, made: int, wrong: list[str] | None = None) -> I
         with path.open("rb") as lines:
             count = sum(line.endswith(b"\n") for line in lines)
     try:
-        found = [int(each, 16) for each in SUM.findall((path.parent / SUMS).read_bytes())]
-        sums = np.sort(np.array(found, np.uint32))
+        written = [int(each, 16) for each in SUM.findall((path.parent / SUMS).read_bytes())]
+        sums = np.sort(np.array(written, np.uint32))
     except OSError:  # an older version wrote no checksums
-        found, sums = [], None
+        written, sums = [], None
     if not path.exists():
-        if wrong is not None and found:
+        if wrong is not None and written:
             wrong.append(f"{path} is missing")
         return
-    if sums is not None and len(found) < count:  # the checksums themselves are damaged
+    if sums is not None and len(written) < count:  # the checksums themselves are damaged
         sums = None
         if wrong is not None:
-            few = f"{len(found)} checksums of {count} lines"
+            few = f"{len(written)} checksums of {count} lines"
             wrong.append(f"{path.parent / SUMS}: {few}: whether these are as they were written is not known")
-    damaged, missing, last, ended = [], [], 0, not found
+
+    # Yield the rows, and note which are damaged, whether steps are missing, and whether the row of the last
+    # checksum was seen.
+    damaged, missing, last, has_end = [], [], 0, not written
     with path.open("rb") as lines:
         for number, line in enumerate(islice(lines, count), 1):
-            row = _row_of(line, sums)
-            ended = ended or (row is not None and zlib.crc32(line) == found[-1])
+            row = _parse_row(line, sums)
+            has_end = has_end or (row is not None and zlib.crc32(line) == written[-1])
             if row is None:
                 damaged.append(str(number))
             elif row["step"] < made or (row["step"] == made and not is_held_out(row)):
@@ -164,32 +168,36 @@ def read_rows(path: Path | None, made: int, wrong: list[str] | None = None) -> I
                         missing.append(f"{last + 1} to {row['step'] - 1}")
                     last = max(last, row["step"])
                 yield row
+
+    # Say what is wrong.
     if wrong is not None and damaged:
         wrong.append(f"{path}: damaged lines are left out: {', '.join(first_few(damaged, SHOWN))}")
     if wrong is not None and missing:
         wrong.append(f"{path}: no rows of steps {', '.join(first_few(missing, SHOWN))}")
     # A run that is killed may have written a checksum without its line, of a step after `made`.
-    if wrong is not None and last < made and sums is not None and not (ended or damaged):
+    if wrong is not None and last < made and sums is not None and not (has_end or damaged):
         wrong.append(f"{path}: the last row that was written is missing")
 
 
-def _row_of(line: bytes, sums: np.ndarray | None) -> dict[str, Any] | None:
+def _parse_row(line: bytes, sums: np.ndarray | None) -> dict[str, Any] | None:
     """Return the row that a line holds; None if it is not among the lines that were written, or no row."""
     if sums is not None:
-        own = zlib.crc32(line)
-        at = int(np.searchsorted(sums, own))
-        if at == len(sums) or int(sums[at]) != own:
+        crc = zlib.crc32(line)
+        at = int(np.searchsorted(sums, crc))
+        if at == len(sums) or int(sums[at]) != crc:
             return None
     try:
         row = json.loads(line)
     except UNREADABLE:
         return None
-    numbers = isinstance(row, dict) and all(
-        type(value) in (int, float)
-        for name, value in row.items()
-        if name in ("loss", "seconds") or is_held_out({name: value})
-    )
-    return row if numbers and type(row.get("step")) is int else None
+    # What reports and pictures compute with has to be numbers, whatever a line of valid JSON holds.
+    if not isinstance(row, dict) or type(row.get("step")) is not int:
+        return None
+    for name, value in row.items():
+        is_needed = name in ("loss", "seconds") or name.startswith(HELD_OUT)
+        if is_needed and type(value) not in (int, float):
+            return None
+    return row
 
 
 @dataclass
@@ -257,12 +265,14 @@ def draw_run(
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
+    # Each row is of a training step, or of a measurement.
     trained, measured = [], []
     for row in read_rows(metrics, sys.maxsize):
         if goal.held_out in row:
             measured.append((row["step"], row[goal.held_out]))
         elif goal.name in row:
             trained.append((row["step"], row[goal.name]))
+    # Draw the curves, and the tables as level lines.
     means, size = smooth(trained, SMOOTH)
     if size > 1:
         axes.plot(*zip(*trained, strict=True), lw=0.5, alpha=0.3, color="tab:blue")

@@ -42,7 +42,7 @@ class Plan:
 
 
 def axis_of(name: str, mesh: fs.Mesh) -> str | None:
-    """Return an axis as presets take it in `tensor=` and `expert=`: None where the mesh has none."""
+    """Return an axis as presets take it in `tensor=` and `expert=`: None if the mesh does not have it."""
     return name if name in mesh.names else None
 
 
@@ -66,7 +66,7 @@ def plan_step(
     hardware: str = AUTO,
     along: Mapping[str, Any] | None = None,
 ) -> Plan:
-    """Make specs and options of the step by a strategy; the same on every rank, as its inputs are.
+    """Make specs and options of the step by a strategy. They are equal on all ranks, as the inputs are.
 
     Args:
         batch: this rank's batch of one step; tensors may be meta.
@@ -83,6 +83,7 @@ def plan_step(
         accumulate_mode=run.accumulate_mode, backend=run.backend, timeout=run.timeout_s, grad_norm=True,
         **(along or {}),
     )  # fmt: skip
+    # The search chooses specs and options.
     if strategy.name == AUTO:
         planned_for = hardware_of(hardware, mesh)
         found = _fit_on_all_ranks(
@@ -91,16 +92,17 @@ def plan_step(
         )  # fmt: skip
         options = replace(found.options, deterministic=run.deterministic)
         return Plan(found.specs, options, found, planned_for)
-    how = {name: getattr(strategy, name) for name in ("memory", "optimizer_memory", "update_on")}
-    how |= {"chunks": strategy.chunks} if strategy.chunks > 1 else {}
+    # The strategy is a preset with these fields.
+    fields = {name: getattr(strategy, name) for name in ("memory", "optimizer_memory", "update_on")}
+    if strategy.chunks > 1:
+        fields["chunks"] = strategy.chunks
     options = replace(
         options, accumulate=run.accumulate, micro_order=run.micro_order,
         zero_bubble_memory=run.zero_bubble_memory, remat=strategy.remat,
         disk_dir=run.disk_dir, prefetch=(strategy.prefetch_forward, strategy.prefetch_backward),
-        overlap=strategy.overlap,
-        deterministic=run.deterministic,
+        overlap=strategy.overlap, deterministic=run.deterministic,
     )  # fmt: skip
-    return Plan(specs(fs.presets.PRESETS[strategy.name], **how), options)
+    return Plan(specs(fs.presets.PRESETS[strategy.name], **fields), options)
 
 
 def forward_options(config: Any, mesh: fs.Mesh) -> dict[str, Any]:
@@ -113,12 +115,12 @@ def forward_options(config: Any, mesh: fs.Mesh) -> dict[str, Any]:
 
 
 def _fit_on_all_ranks(*args: Any, **options: Any) -> Fit:
-    """Run `fs.fit` on every rank, and compare the plans: no rank acts, or gives up, alone."""
+    """Run `fs.fit` on every rank and compare the plans, so that no rank acts, or gives up, alone."""
     failed: Exception | None = None
     try:
         found = fs.fit(*args, **options)
         mine = repr(found.chosen.choice)
-    except Exception as error:  # the others wait for this rank
+    except Exception as error:  # it is raised later, since the others wait for this rank
         failed, mine = error, str(error) if isinstance(error, fs.BudgetError) else repr(error)
     if dist.is_initialized():
         plans: list[str] = [""] * dist.get_world_size()
@@ -152,8 +154,8 @@ def hardware_of(name: str, mesh: fs.Mesh | None = None) -> fs.Hardware:
         return fs.Hardware.named(name)
     if mesh.device_type == "cpu":
         return fs.Hardware.named("cpu")
-    called = torch.cuda.get_device_name() if mesh.device_type == "cuda" else ""
-    return fs.Hardware.of_gpu(called) or fs.Hardware.named("h100")
+    gpu = torch.cuda.get_device_name() if mesh.device_type == "cuda" else ""
+    return fs.Hardware.of_gpu(gpu) or fs.Hardware.named("h100")
 
 
 def write_search(plan: Plan, folder: Path) -> None:
@@ -200,7 +202,9 @@ def rule_of(how: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
     >>> rule_of("shard", {"memory": "host"}), rule_of({"storage": [None, "shard"]}, {"memory": "device"})
     ({'memory': 'host', 'storage': ['shard']}, {'memory': 'device', 'storage': [None, 'shard']})
     """
-    return {**fields, **({"storage": [how]} if isinstance(how, str) else how or {})}
+    if isinstance(how, str):
+        how = {"storage": [how]}
+    return {**fields, **(how or {})}
 
 
 def peak_of(planned: fs.Hardware | None, mesh: fs.Mesh) -> fs.Hardware | None:

@@ -77,7 +77,7 @@ def facts_of(config: Any, job: str, overrides: Sequence[str], mesh: fs.Mesh, hos
 def git_of(file: Path) -> dict[str, Any] | None:
     """Return the commit of a file's repository, and whether tracked files have changed since.
 
-    It is None where git does not track the file: an installed copy may lie in somebody else's repository.
+    It is None if git does not track the file: an installed copy may be inside of somebody else's repository.
     """
 
     def git(*arguments: str) -> str:
@@ -96,17 +96,17 @@ def git_of(file: Path) -> dict[str, Any] | None:
 
 def packages() -> dict[str, str]:
     """Return the versions of those of `PACKAGES` that are installed."""
-    found = {}
+    versions = {}
     for name in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
     # torch's own version names the CUDA that it was built for, which the metadata of PyPI's builds leave out.
-    return found | {"torch": torch.__version__}
+    return versions | {"torch": torch.__version__}
 
 
 def machine(mesh: fs.Mesh) -> dict[str, Any]:
     """Return the facts of this rank's device and host."""
-    found = {
+    facts = {
         "device": mesh.device_type,
         "cores": os.cpu_count(),
         "system": platform.platform(),
@@ -114,8 +114,8 @@ def machine(mesh: fs.Mesh) -> dict[str, Any]:
     }
     if mesh.device_type == "cuda":
         gpu = torch.cuda.get_device_properties(mesh.device)
-        found |= {"gpu": gpu.name, "gpu_memory_bytes": gpu.total_memory, "cuda": torch.version.cuda}
-    return found
+        facts |= {"gpu": gpu.name, "gpu_memory_bytes": gpu.total_memory, "cuda": torch.version.cuda}
+    return facts
 
 
 # ------------------------------------------------------------------ time and work
@@ -124,8 +124,9 @@ def machine(mesh: fs.Mesh) -> dict[str, Any]:
 def process_began() -> float:
     """Return the time at which this process began, before any import, in seconds of `time.time`.
 
-    Where the system does not say it, return the time now.
+    If the system does not say it, return the present time.
     """
+    # The name of the program is in parentheses, and may hold blanks: fields are counted from behind it.
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         ticks = int(fields[19])  # the time from the machine's start to this process's
@@ -158,16 +159,18 @@ class TimeSpent:
 
     @contextmanager
     def during(self, part: str) -> Iterator[None]:
-        self._turn()
+        """Count the seconds of the block for a part."""
+        self._charge()
         self._open.append(part)
         try:
             yield
         finally:
-            self._turn()
+            self._charge()
             self._open.pop()
 
     def parts(self) -> dict[str, float]:
-        self._turn()
+        """Return the seconds of each part so far."""
+        self._charge()
         return dict(self.seconds)
 
     def between_steps(self) -> float:
@@ -179,9 +182,9 @@ class TimeSpent:
     def since(folder: Path, began: float) -> tuple[TimeSpent, float]:
         """Return the clock of a process that works on the run of a folder, and the time from which it counts.
 
-        It counts from the command's begin; or from this process's, where an earlier process of the same
-        command, as before a restart, has counted from there; or from now, where a user's program calls the
-        job.
+        It counts from the beginning of the command. If an earlier process of the same command has counted
+        from there, as before a restart, it counts from the beginning of this process; and if a user's program
+        calls the job, from now.
         """
         if not began:
             return TimeSpent(), 0.0
@@ -195,7 +198,8 @@ class TimeSpent:
         timer.seconds["start"] = max(0.0, time.time() - began)
         return timer, began
 
-    def _turn(self) -> None:
+    def _charge(self) -> None:
+        """Add the seconds since the last call to the innermost part."""
         since, self._since = self._since, self.clock()
         self.seconds[self._open[-1]] += self._since - since
 
@@ -205,7 +209,7 @@ class StepWork:
     """The prediction of a step, for one rank.
 
     Args:
-        peak_flops: the hardware's FLOPs a second; NaN where they are not known.
+        peak_flops: the hardware's FLOPs a second; NaN if they are not known.
         attention: the number of attentions of one forward by torch kernel.
         prediction: the prediction of its time, as `run.json` keeps it.
     """
@@ -219,7 +223,7 @@ class StepWork:
 
     @staticmethod
     def of(lowered: Any, hardware: fs.Hardware | None, predicted_for: fs.Hardware | None = None) -> StepWork:
-        """Read the work off a lowered step; any hardware has the same FLOPs.
+        """Read the work off a lowered step. Its FLOPs are the same on any hardware.
 
         Args:
             hardware: the hardware whose peak an MFU is a share of.
@@ -238,8 +242,8 @@ class StepWork:
 
 def prediction_of(lowered: Lowered, hardware: fs.Hardware) -> dict[str, Any]:
     """Return what `run.json` keeps of a step before it runs."""
-    found = {name: lowered.timeline(each).step_seconds for name, each in vary(hardware).items()}
-    return {"hardware": hardware.as_dict(), "predicted_s": found}
+    predicted = {name: lowered.timeline(each).step_seconds for name, each in vary(hardware).items()}
+    return {"hardware": hardware.as_dict(), "predicted_s": predicted}
 
 
 def peak_memory(device_type: str) -> dict[str, int]:
@@ -250,11 +254,11 @@ def peak_memory(device_type: str) -> dict[str, int]:
     """
     if device_type == "cuda":
         return {"measured_peak_bytes": torch.cuda.max_memory_allocated()}
-    return {"process_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    return {"process_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}  # in KiB
 
 
 def read_run_record(folder: Path) -> dict[str, Any]:
-    """Read what earlier processes have left in `run.json`; an empty dict where there is no such file.
+    """Read what earlier processes have left in `run.json`; an empty dict if there is no such file.
 
     Raises:
         DamagedError: it is no record of a run.
@@ -262,11 +266,13 @@ def read_run_record(folder: Path) -> dict[str, Any]:
     known = read_record(folder / RUN) or {}
     attempts, totals = known.get("attempts", []), known.get("totals", {})
     is_record = isinstance(attempts, list) and isinstance(totals, dict)
-    for each in attempts if is_record else ():
-        numbers = isinstance(each, dict) and isinstance(each.get("spent_s"), dict)
-        is_record &= numbers and all(
-            type(value) in (int, float) for value in (each.get("seconds"), *each["spent_s"].values())
-        )
+    # The seconds of all attempts are added up, so they have to be numbers.
+    for attempt in attempts if is_record else ():
+        if isinstance(attempt, dict) and isinstance(attempt.get("spent_s"), dict):
+            seconds = (attempt.get("seconds"), *attempt["spent_s"].values())
+            is_record &= all(type(value) in (int, float) for value in seconds)
+        else:
+            is_record = False
     if not is_record:
         raise DamagedError(f"{folder / RUN} is no record of a run.")
     return known
@@ -306,7 +312,7 @@ class RunRecord:
         prediction: Mapping[str, Any] | None = None,
         **measured: float,
     ) -> dict[str, Any]:
-        """Write the record after step `step`. A number that is NaN is not known, and its earlier value stays.
+        """Write the record after step `step`. Of numbers that are NaN, so not known, earlier values are kept.
 
         Args:
             attention: that of `StepWork`; None if it is not known yet.
@@ -315,6 +321,7 @@ class RunRecord:
         Returns:
             The totals over all processes.
         """
+        # The entry of this process, which replaces the one that it wrote before.
         parts = self.timer.parts()
         attempt = {
             "started": self._started,
@@ -324,6 +331,7 @@ class RunRecord:
             "seconds": round(sum(parts.values()), 4),
             "spent_s": {name: round(seconds, 4) for name, seconds in parts.items()},
         }
+        # Seconds are added up over all processes; other numbers are the last ones.
         attempts = [*self._known.get("attempts", []), attempt]
         totals = {**self._known.get("totals", {}), "steps": step}
         totals["seconds"] = round(sum(each["seconds"] for each in attempts), 4)
@@ -363,9 +371,11 @@ def in_words(totals: Mapping[str, Any]) -> str:
     spent on: compile 5.0 s (25%), steps 12.0 s (60%), evaluation 2.0 s (10%), saves 1.0 s (5%)
     """
     seconds = max(totals["seconds"], 1e-9)
+    # The first line: steps, speed and memory.
     head = [f"{totals['steps']} steps in {seconds:.1f} s"]
     head += [f"{v:,.0f} {n.removesuffix('_per_s')}/s" for n, v in totals.items() if n.endswith("_per_s")]
-    head += [f"MFU {totals['mfu']:.1%}"] if "mfu" in totals else []
+    if "mfu" in totals:
+        head.append(f"MFU {totals['mfu']:.1%}")
     sizes = {name: f"{totals[name] / 1e6:.1f} MB" for name in totals if name.endswith("_peak_bytes")}
     memory = ""
     if "predicted_peak_bytes" in sizes:
@@ -374,6 +384,7 @@ def in_words(totals: Mapping[str, Any]) -> str:
         memory = f"; a step needs {predicted} of each rank's memory, by prediction"
         if measured is not None:
             memory = f"; peak memory of the device {measured}, predicted {predicted}"
+    # The second line: where the seconds went.
     parts = [(name, totals.get(f"{name}_s", 0.0)) for name in PARTS]
     shares = (f"{name} {each:.1f} s ({each / seconds:.0%})" for name, each in parts if each >= 0.05)
     return f"{', '.join(head)}{memory}\nspent on: {', '.join(shares)}"

@@ -41,7 +41,7 @@ class Progress:
     def __post_init__(self) -> None:
         self._hinted, self._later_s = -math.inf, 0.0
         self._open = ExitStack()
-        self._open.enter_context(_log_to(self._hint))
+        self._open.enter_context(_show_logs(self._hint))
 
     def step(self, number: int, text: str, seconds: float) -> None:
         """Note that step `number` is done, and print `text` about some of the steps."""
@@ -49,21 +49,24 @@ class Progress:
         # What passes between steps is counted from the end of the first step on.
         self._later_s = -self.between() if first else self._later_s + seconds
         if first or number == self.steps or number % max(1, self.steps // LINES) == 0:
-            self.say(f"step {number}/{self.steps}, {text}, left {self._left(number)}")
+            self.say(f"step {number}/{self.steps}, {text}, left {self._estimate_left(number)}")
 
     def say(self, text: str) -> None:
+        """Print a line."""
         print(text, file=self.stream, flush=True)
 
     def close(self) -> None:
-        """Stop showing what is logged; this may be called again."""
+        """Stop showing what is logged. It may be called more than once."""
         self._open.close()
 
     def _hint(self, text: str) -> None:
+        """Print a line unless another was printed a short time ago."""
         if time.monotonic() - self._hinted > HINT_S:
             self._hinted = time.monotonic()
             self.say(text)
 
-    def _left(self, number: int) -> str:
+    def _estimate_left(self, number: int) -> str:
+        """Return the time that is left after step `number`, in minutes and seconds."""
         made = number - self.made - 1
         if made == 0:
             return "?"
@@ -72,15 +75,14 @@ class Progress:
 
 
 @contextmanager
-def _log_to(show: Callable[[str], None]) -> Iterator[None]:
-    """Let `show` get what fnshard logs in the block, because lowering and compiling a first step take a
-    while."""
+def _show_logs(show: Callable[[str], None]) -> Iterator[None]:
+    """Pass what fnshard logs in the block to `show`, because lowering and compiling a step take a while."""
     logger, handler = logging.getLogger("fnshard"), logging.Handler(logging.INFO)
     handler.emit = lambda record: show(record.getMessage())
     before = logger.level, logger.propagate
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    logger.propagate = False  # where logging is set up, it would be printed twice
+    logger.propagate = False  # it would be printed twice if a user has set up logging
     try:
         yield
     finally:
@@ -98,6 +100,7 @@ class Silent:
     def nothing(self, *_: Any, **__: Any) -> None:
         """Do nothing: rank 0 alone reports."""
 
+    # The methods of `Report`.
     __enter__ = __exit__ = step = held_out = say = sync = close = finish = nothing
 
 
@@ -108,7 +111,7 @@ class Report:
     Args:
         folder: the folder of the run.
         steps: the number of steps of the run.
-        tokens: the tokens of a step on all ranks; or rows, where `unit` says so.
+        tokens: the tokens of a step on all ranks, or its rows if `unit` says so.
         record: `run.json`, with the facts that trackers get.
         made: the number of steps that were made before; rows of later ones, by an earlier process, are
             dropped.
@@ -142,7 +145,7 @@ class Report:
         self._opened = os.fstat(self._file.fileno())
         facts = self.record.facts
         self._feeds = [Feed(name, tracker, path, facts, self.say) for name, tracker in self.trackers.items()]
-        self._write("running")  # so that a run that is killed early has left its facts
+        self._write_record("running")  # so that a run that is killed early has left its facts
         self._finished = False
 
     def _take_over(self, path: Path) -> None:
@@ -150,6 +153,7 @@ class Report:
 
         If some are damaged or missing, print that, and keep the file as it was under another name.
         """
+        # Add up the rows of earlier processes, and say what is wrong with them.
         wrong: list[str] = []
         row = None
         for row in read_rows(self.earlier, self.made, wrong):
@@ -164,21 +168,25 @@ class Report:
             kept = path.with_name(f"{METRICS}.damaged")
             kept.write_bytes(path.read_bytes())
             self.say(f"the run goes on without them; the file as it was is {kept}")
-        # The files are replaced one after the other. If this process is killed in between, there are
-        # checksums of more lines than there are, the last one's among them.
+
+        # The files are replaced one after the other. If this process is killed in between, there are more
+        # checksums than lines, and that of the last line is among them, so that nothing counts as damaged.
         sums = self.folder / SUMS
         if row is not None:
             before = sums.read_bytes() if sums.exists() else b""
             write_bytes(sums, before + b"\n" + line_of(row)[1].encode())
-        kept = [read_rows(self.earlier, self.made) for _ in range(2)]
-        write_text(path, (line_of(row)[0] for row in kept[0]), durable=True)
-        write_text(sums, (line_of(row)[1] for row in kept[1]), durable=True)
+        # Rows are read twice, since a long run has too many to hold in memory. The second time it may be the
+        # file that was just written, which has the same rows.
+        rows = read_rows(self.earlier, self.made)
+        write_text(path, (line_of(row)[0] for row in rows), durable=True)
+        rows = read_rows(self.earlier, self.made)
+        write_text(sums, (line_of(row)[1] for row in rows), durable=True)
 
     def __enter__(self) -> Report:
         return self
 
     def __exit__(self, _: Any, error: BaseException | None, *__: Any) -> None:
-        """Close the report; a run that breaks off has failed."""
+        """Close the report. A run that breaks off has failed."""
         # On a full disk closing fails, too: the first error counts.
         with suppress(OSError) if error is not None else nullcontext():
             self.close()
@@ -188,30 +196,32 @@ class Report:
     def step(self, number: int, values: Mapping[str, float], seconds: float) -> None:
         """Report that step `number` (from 1) took `seconds` and gave `values`."""
         speed = {speed_name(self.unit): float(f"{self.tokens / seconds:.8g}")}
-        self._row(step=number, **values, **speed, seconds=float(f"{seconds:.8g}"))
-        self._progress.step(number, self._text(values), seconds)
+        self._write_row(step=number, **values, **speed, seconds=float(f"{seconds:.8g}"))
+        self._progress.step(number, self._describe_step(values), seconds)
 
     def held_out(self, number: int, value: float, more: Mapping[str, float]) -> None:
         """Report the goal's number on held-out data after step `number`, and what else was measured there."""
         found = {self.goal.held_out: value, **more}
-        self._row(step=number, **found)
+        self._write_row(step=number, **found)
         shown = ", ".join(f"{name.replace('_', ' ')} {each:.3f}" for name, each in found.items())
         self.say(f"step {number}/{self.steps}, {shown.replace('held out', 'held-out')}")
 
     def say(self, text: str) -> None:
+        """Print a line."""
         self._progress.say(text)
 
     def sync(self) -> None:
-        """Flush the rows, so that they outlive a power cut, as the checkpoint does that is written next."""
+        """Flush the rows, so that they outlive a power cut as the checkpoint does, which is written next."""
         self._check_folder()
         for name, file in ((SUMS, self._sums), (METRICS, self._file)):
             with naming(self.folder / name):
                 os.fsync(file.fileno())
-        self._write("running")
+        self._write_record("running")
         for feed in self._feeds:
             feed.follow(at_once=True)
 
     def close(self) -> None:
+        """End the progress lines, and close the files."""
         self._progress.close()
         for name, file in ((SUMS, self._sums), (METRICS, self._file)):
             with naming(self.folder / name):
@@ -231,12 +241,13 @@ class Report:
         if status != "failed":
             self._check_folder()
         self._finished = True
-        totals = self._write(status)
+        totals = self._write_record(status)
         for feed in self._feeds:
             feed.finish(status, artifacts, **{**totals, **summary})
         return totals
 
-    def _write(self, status: str) -> dict[str, Any]:
+    def _write_record(self, status: str) -> dict[str, Any]:
+        """Write `run.json` with what is known so far, and return its totals."""
         totals, work, seconds = self.totals, self.work, self.totals.step_seconds()
         measured = {
             speed_name(self.unit): self.tokens / seconds,
@@ -244,19 +255,20 @@ class Report:
             **peak_memory(self.device_type),
         }
         if work is not None:
+            counted = "token" if self.unit == "byte" else self.unit
             measured |= {
                 "mfu": work.mfu(seconds),
-                f"flops_per_{'token' if self.unit == 'byte' else self.unit}": work.model_flops
-                * work.ranks
-                / self.tokens,
+                f"flops_per_{counted}": work.model_flops * work.ranks / self.tokens,
                 "predicted_peak_bytes": work.peak_bytes,
             }
-        known = work is not None and math.isfinite(seconds)
-        predicted = {**work.prediction, "measured_s": seconds} if known else None
-        reached = totals.reached or self.made
-        return self.record.write(status, reached, work and work.attention, predicted, **measured)
+        # Without a finished step there is nothing that a prediction could be compared with.
+        is_measured = work is not None and math.isfinite(seconds)
+        predicted = {**work.prediction, "measured_s": seconds} if is_measured else None
+        attention = None if work is None else work.attention
+        return self.record.write(status, totals.reached or self.made, attention, predicted, **measured)
 
-    def _row(self, **row: Any) -> None:
+    def _write_row(self, **row: Any) -> None:
+        """Write a row and its checksum, and let trackers follow."""
         self._check_folder()
         self.totals.add(row)
         line, checksum = line_of(row)
@@ -269,10 +281,10 @@ class Report:
             feed.follow()
 
     def _check_folder(self) -> None:
-        """Refuse to go on if the file that rows go to was deleted or replaced.
+        """Check that the file of rows still is the one that was opened.
 
         Raises:
-            DamagedError: it was.
+            DamagedError: it was deleted or replaced, so that rows would be lost.
         """
         path = self.folder / METRICS
         try:
@@ -286,7 +298,8 @@ class Report:
             "goes on from the newest checkpoint that is left, or begins anew."
         )
 
-    def _text(self, values: Mapping[str, float]) -> str:
+    def _describe_step(self, values: Mapping[str, float]) -> str:
+        """Return a step's numbers for a line of progress."""
         name = self.goal.name
         shown = [f"{name} {values[name]:.3f}"]
         if "lr" in values:  # a user's optimizer need not report it
@@ -298,7 +311,9 @@ class Report:
         seconds, speed = self.totals.step_seconds(WINDOW), speed_name(self.unit).removesuffix("_per_s")
         shown.append(f"{self.tokens / seconds:,.0f} {speed}/s")
         mfu = self.work.mfu(seconds) if self.work is not None else math.nan
-        return ", ".join(shown if math.isnan(mfu) else [*shown, f"MFU {mfu:.1%}"])
+        if not math.isnan(mfu):
+            shown.append(f"MFU {mfu:.1%}")
+        return ", ".join(shown)
 
 
 def metrics_next_to(folder: Path, found: str) -> Path | None:

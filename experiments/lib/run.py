@@ -88,10 +88,10 @@ class Run:
 
     Args:
         job: the module of `experiments` that was started.
-        config: on this machine; it has `run` and `tracker`, as `TrainConfig` does.
-        folder: the run's, which no other process works in.
+        config: the configuration on this machine, which has `run` and `tracker` as `TrainConfig` does.
+        folder: the folder of the run, in which no other process works.
         overrides: the arguments of the command line.
-        stop: becomes `asked` at a SIGTERM to this rank. The next step carries the news to all ranks; they
+        stop: a request that is `asked` after a SIGTERM to this rank. The next step tells all ranks, which
             make one more, save, and end.
     """
 
@@ -112,11 +112,11 @@ class Run:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Write a row for every step whose numbers have arrived, and say of a run that breaks off that it has
-        failed."""
+        """Write a row for every step whose numbers have arrived. A run that breaks off has failed."""
+        # Numbers that have not arrived are not waited for, since another rank may be gone.
         if self._launched:
             with suppress(RuntimeError, OSError):
-                self._report_rows(self._read(wait=False))
+                self._report_rows(self._read_numbers(wait=False))
         self.report.__exit__(kind, error, trace)
 
     # ------------------------------------------------------------------ the start
@@ -127,10 +127,10 @@ class Run:
         make_loader: Callable[[], Loader],
         make_state: Callable[[], fs.TrainState],
     ) -> tuple[fs.TrainState, Loader]:
-        """Return the state to go on from, and a loader that stands after the batches it has seen.
+        """Return the state to go on from, and a loader that continues after the batches that it has seen.
 
-        The state is that of the run's newest checkpoint, or of a newer replica in memory; where there is
-        neither, that of the checkpoint that `run.resume` names; else the one before the first step.
+        The state is that of the run's newest checkpoint, or of a newer replica in memory. If there is
+        neither, it is that of the checkpoint that `run.resume` names, or else the one before the first step.
 
         Raises:
             CheckpointError: there are checkpoints, but none is whole, or fits the model and the optimizer.
@@ -146,7 +146,9 @@ class Run:
         def load(replicas: fs.checkpoint.Replicas | None = None) -> tuple[fs.TrainState, Loader, str]:
             loader = make_loader()
             state, found = restore_newest(folder.checkpoints, folder.source, step, loader, replicas)
-            return make_state() if state is None else state, loader, found
+            if state is None:
+                state = make_state()
+            return state, loader, found
 
         self._load_again = lambda: load()[:2]  # for the watchdog
         state, loader, self._found = load(self.replicas)
@@ -157,12 +159,12 @@ class Run:
         return state, loader
 
     def open_report(self, state: fs.TrainState, plan: Plan, goal: Goal, tokens: int, unit: str) -> None:
-        """Open the run's files and trackers, start the watchdog and the replicas; set `first`, the step to
-        make.
+        """Open the run's files and trackers, and start the watchdog and the replicas. Set `first`, the number
+        of the next step.
 
         Args:
-            tokens: of one step, of all ranks.
-            unit: what one of them is, "byte", "token" or "row".
+            tokens: the tokens of one step, of all ranks.
+            unit: what `tokens` counts: "byte", "token" or "row".
         """
         config, made = self.config, int(state.step)
         self.plan, self.goal, self.first = plan, goal, made + 1
@@ -188,8 +190,10 @@ class Run:
     # ------------------------------------------------------------------ the loop
 
     def numbers(self) -> Iterator[int]:
-        """Yield the numbers of the steps to make, until all ranks know that one of them was asked to stop;
-        the remaining steps are left to the next process."""
+        """Yield the numbers of the steps to make, until all ranks know that one of them was asked to stop.
+
+        The remaining steps are left to the next process.
+        """
         for number in range(self.first, self.config.run.steps + 1):
             if self.stop_request.asked:
                 self._step.raise_flag("stop")
@@ -204,9 +208,9 @@ class Run:
     def make_step(self, number: int, state: fs.TrainState, batch: tuple[Any, ...]) -> fs.TrainState:
         """Make step `number`, and report the numbers of the step before.
 
-        The device works on this step while the host reads those, so it never waits for the host. A row's
-        seconds pass from the call of a step until the step before it has finished; on a busy device that is
-        the time of one step.
+        The device works on this step while the host reads those, so it never waits for the host. The seconds
+        of a row are those from the call of a step until the step before it has finished; on a busy device
+        that is the time of one step.
 
         Raises:
             SpecError, TraceError, ...: the errors of `fs.shard_step`.
@@ -216,7 +220,7 @@ class Run:
         part = "compile" if is_first and self.config.run.backend != "eager" else "steps"
         lowered = None
 
-        # Before the first step: its schedule.
+        # Before the first step, lower it, since its schedule and its memory are written before it runs.
         if is_first and (is_writer or self.config.run.profile):
             with timer.during("lowering"):
                 lowered = step.lower(state, *batch)
@@ -229,23 +233,23 @@ class Run:
                     write_text(self.folder / "schedule.txt", lowered.as_text() + "\n")
                     if on_gpu:  # whose memory may end in this very step
                         write_memory(lowered, self.folder)
-        if nth == 2 and on_gpu:
+        if nth == 2 and on_gpu:  # compiling has its own peak
             torch.cuda.reset_peak_memory_stats()
 
-        # The step.
+        # Launch the step, and read the numbers of the step before.
         tracing = nullcontext() if self.tracer is None else self.tracer.on(nth)
         with tracing, timer.during(part):
             began = time.perf_counter()
             state, metrics = step(state, *batch)
-            finished = self._read()
+            rows = self._read_numbers()
             seconds = time.perf_counter() - began
-        self._report_rows(finished)
+        self._report_rows(rows)
         self._launched.append(Launched(number, metrics, seconds))
         if is_first:  # nobody waits for what is prepared next
             with timer.during(part):
-                self._report_rows(self._read())
+                self._report_rows(self._read_numbers())
 
-        # After the first step, and the second: what they take, and took.
+        # After the first two steps, report what a step takes by prediction, and what it took.
         if lowered is not None and is_writer:
             with timer.during("reports"):
                 write_memory(lowered, self.folder)
@@ -265,20 +269,23 @@ class Run:
     def check_and_replicate(self, number: int, state: fs.TrainState, loader: Loader) -> None:
         """Decide what follows step `number`, and copy its state to other nodes' memory, if that is due.
 
-        Sets `is_ending`, whether all ranks are to stop after it; and `watch.fault`, if something is not
-        finite: the numbers that were read last (of this step where it is saved, copied or measured, else of
-        the one before), or the state that is to be saved.
+        Set `is_ending`, whether all ranks stop after it; and `watch.fault`, if something is not finite: the
+        numbers that were read last (of this step if it is saved, copied or measured, else of the one before),
+        or the state that is to be saved.
 
         The copy is made at once, so that a rank that is killed while the model is measured costs no step. The
         last state goes to disk alone, so that a run which goes on from memory has a step left to make and to
         save.
         """
+        # Decide what follows.
         run = self.config.run
         self.is_ending = self._step.flag_raised("stop")
         self._is_save_due = number == run.steps or (run.save_every > 0 and number % run.save_every == 0)
         copies = self.replicas is not None and number % run.replica_every == 0 and number < run.steps
+
+        # Read this step's numbers now if its state is used, so that no bad one is saved, copied or measured.
         if self.is_ending or self._is_save_due or copies or self.is_measured_after(number):
-            self._report_rows(self._read())
+            self._report_rows(self._read_numbers())
         with self.timer.during("saves"):
             if self.is_ending or self._is_save_due:
                 self.watch.check_state(state, number)
@@ -291,21 +298,26 @@ class Run:
         return number > 0 and not self.is_ending and (number % run.held_out_every == 0 or number == run.steps)
 
     def report_held_out(self, number: int, value: float, more: Mapping[str, float]) -> float:
-        """Report the goal's number on held-out data after step `number`, and what else was measured; return
-        it."""
+        """Report the goal's number on held-out data after step `number`, and what else was measured.
+
+        Returns:
+            The goal's number.
+        """
         self.report.held_out(number, value, {HELD_OUT + name: each for name, each in more.items()})
         return value
 
     def save_if_due(self, number: int, state: fs.TrainState, loader: Loader, held_out: float | None) -> None:
-        """Save step `number` to the run's folder with the goal's number on held-out data, if it has one; do
-        nothing if no save is due. Where the run ends here, the checkpoint is on the disk when this returns.
+        """Save step `number` to the run's folder with the goal's number on held-out data, if it has one.
 
-        A step that cannot be written, and is not the last, is reported: training continues, and what was
-        saved before is still there.
+        Nothing is done if no save is due. If the run ends here, the checkpoint is on the disk when this
+        returns.
+
+        If a step cannot be written that is not the last, this is reported, and training continues: earlier
+        checkpoints still exist.
 
         Raises:
-            CheckpointError: the last step cannot be written: nobody would write it again. In the background
-                `fs.checkpoint.wait` raises it.
+            CheckpointError: the last step cannot be written, which no later save would make up for. In the
+                background `fs.checkpoint.wait` raises it.
         """
         run = self.config.run
         if not (self.is_ending or self._is_save_due):
@@ -321,8 +333,8 @@ class Run:
         path = self.run_folder.checkpoints / str(number)
         with self.timer.during("saves"):
             self.report.sync()
-            # The failure of an earlier save is a warning here: the next save would raise it as its own.
-            self._or_warn(fs.checkpoint.wait)
+            # If an earlier save failed in the background, warn: else the next save would raise its error.
+            self._warn_on_failure(fs.checkpoint.wait)
             if self.is_ending:
                 fs.checkpoint.save(path, state, **options)
                 return
@@ -331,18 +343,22 @@ class Run:
             if number == run.steps:
                 write()
             else:
-                self._or_warn(write)
+                self._warn_on_failure(write)
 
-    def _or_warn(self, work: Callable[[], Any]) -> None:
+    def _warn_on_failure(self, work: Callable[[], Any]) -> None:
+        """Do something with checkpoints, and print its error."""
         try:
             work()
         except CheckpointError as error:  # on all ranks
             if self.mesh.rank == 0:
                 print(f"not saved, training goes on: {error}", file=sys.stderr, flush=True)
 
-    def _read(self, *, wait: bool = True) -> list[tuple[Launched, dict[str, float]]]:
-        """Return the numbers of the step that was launched last, once; without `wait`, only if they have
-        arrived."""
+    def _read_numbers(self, *, wait: bool = True) -> list[tuple[Launched, dict[str, float]]]:
+        """Return the numbers of the step that was launched last, once.
+
+        Args:
+            wait: whether to wait for them; if not, they are lost if they have not arrived.
+        """
         rows = [(each, each.metrics.numbers()) for each in self._launched if wait or each.metrics.ready]
         self._launched.clear()
         return rows
@@ -355,10 +371,12 @@ class Run:
             self.watch.look(launched.number, values)
 
     def _add_memory(self, text: str) -> None:
+        """Print a line about memory, and add it to `memory.txt`."""
         append(self.folder / MEMORY, f"\n{text}\n")
         self.report.say(text)
 
     def _write_trace(self) -> None:
+        """Write the trace of the steps that were traced, if there is one that is not written yet."""
         if self.tracer is not None:
             with self.timer.during("tracing"):
                 text = self.tracer.write()
@@ -391,6 +409,7 @@ class Run:
         Returns:
             Its time and memory, as text.
         """
+        # The numbers of the result: means of the last steps, what the job has measured, and the speed.
         rows, goal, speed = self.report.totals, self.goal, speed_name(self.report.unit)
         losses, trained = list(rows.losses)[-20:], list(rows.trained)[-20:]
         summary = {
@@ -399,9 +418,11 @@ class Run:
             **measured,
             speed: self.report.tokens / rows.step_seconds(),
         }
-        # Where metrics were lost, and no step was left to make, the rows' numbers are not known.
+        # If metrics were lost, and no step was left to make, the rows' numbers are not known.
         unknown = {n for n in ("loss", goal.name, speed) if math.isnan(summary[n]) and not losses}
         summary = {name: value for name, value in summary.items() if name not in unknown}
+
+        # Hand it to the trackers and to `run.json`, and leave it for tables.
         names = (f"{goal.name}.png", sample, "config.yaml", "schedule.txt")
         artifacts = [self.folder / name for name in names]
         totals = self.report.finish("ok", [a for a in artifacts if a.exists()], **summary)
@@ -413,20 +434,22 @@ class Run:
 def restore_newest(
     root: Path, source: str | None, step: Any, loader: Any, replicas: fs.checkpoint.Replicas | None = None
 ) -> tuple[fs.TrainState | None, str]:
-    """Return the state to go on from, and the directory it was found in; None where there is no checkpoint.
+    """Return the state to go on from, and the directory it was found in; None if there is no checkpoint.
 
-    It is the newest state that memory and `root` have; where they have none, that of `source`. The loader is
+    It is the newest state that memory and `root` have, or that of `source` if they have none. The loader is
     moved behind the batches that the state has seen.
 
     Raises:
         CheckpointError, ConfigError: the errors of `Run.restore`.
     """
     mesh = step.mesh
-    # Rank 0 looks, and tells the others: a file system may show each rank other folders for a moment.
+    # Rank 0 looks, and tells the others: a file system may show each rank other folders for a moment. If no
+    # checkpoint is whole, `restore` says what is wrong with them, since the run must not begin anew silently.
     steps = fs.checkpoint.all_steps(root) if mesh.rank == 0 else []
-    # Where none is whole `restore` says what is wrong: the run must not begin anew in silence.
     found = str(root if steps or (mesh.rank == 0 and has_step_folders(root)) else source or "")
     newest, found = json.loads(step.gather_strings(json.dumps([max(steps, default=-1), found]))[0])
+
+    # Take a newer state from memory, or else the checkpoint.
     state = None if replicas is None else replicas.restore(newer_than=newest)
     if replicas is not None and replicas.lost and mesh.rank == 0:
         print(f"replicas: no step is complete in memory, going on from {found or 'the start'}", flush=True)
@@ -436,6 +459,8 @@ def restore_newest(
         state = fs.checkpoint.restore(found, step, mesh)
     if state is None:
         return None, ""
+
+    # Move the loader. A state that was saved without one has seen a batch for each step.
     try:
         loader.load_state_dict(state.data or {**loader.state_dict(), "step": int(state.step)})
         if loader.step != int(state.step):  # a step takes one batch

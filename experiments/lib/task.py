@@ -44,15 +44,17 @@ def make_target(group: str, values: Mapping[str, Any], *arguments: Any, partly: 
         partly: return a function that calls it later, with more arguments.
 
     Raises:
-        ConfigError: it does not import, or does not take these keys, or fails.
+        ConfigError: its name cannot be imported, or it does not take these keys, or fails.
     """
     try:
         return instantiate(dict(values), *arguments, _convert_="all", _partial_=partly)
     except InstantiationException as error:
-        said = " ".join(str(error).splitlines()[:2])
-        if (own := describe(error)).endswith(")"):  # the error is in the user's code, at this file and line
-            said = f"{said.partition(':')[0].partition(', set env var')[0]}: {own}"
-        raise ConfigError(f"{group}.{TARGET}={values[TARGET]}: {said}") from error
+        message = " ".join(str(error).splitlines()[:2])
+        # An error in the user's code has a file and a line, which say more than what Hydra adds to it.
+        cause = describe(error)
+        if cause.endswith(")"):
+            message = f"{message.partition(':')[0].partition(', set env var')[0]}: {cause}"
+        raise ConfigError(f"{group}.{TARGET}={values[TARGET]}: {message}") from error
 
 
 @dataclass(frozen=True)
@@ -64,9 +66,15 @@ class Items:
 
     @property
     def count(self) -> int:
+        """Return the number of items."""
         return len(self.items)
 
     def batch(self, numbers: np.ndarray) -> tuple[Any, ...]:
+        """Return the items of these numbers, as arguments of a step.
+
+        Raises:
+            ConfigError: an item cannot be read, or they have different shapes or types.
+        """
         items = []
         for number in map(int, numbers):
             try:
@@ -76,9 +84,11 @@ class Items:
         try:
             batch = default_collate(items)
         except Exception as error:
-            first = ", ".join(map(str, numbers[:8].tolist()))
+            named = ", ".join(map(str, numbers[:8].tolist()))
+            if len(numbers) > 8:
+                named += ", ..."
             raise ConfigError(
-                f"data: the items {first}{', ...' if len(numbers) > 8 else ''} make no batch: "
+                f"data: the items {named} make no batch: "
                 f"{type(error).__name__}: {error}. Fix: give all of them equal shapes and types."
             ) from error
         return tuple(batch) if isinstance(batch, list | tuple) else (batch,)
@@ -102,7 +112,7 @@ class TargetData:
 
     @property
     def tokens(self) -> int:
-        """The number of rows of one step."""
+        """Return the number of rows of one step."""
         return self.rows
 
     def loader(self, mesh: fs.Mesh) -> Loader:
@@ -110,11 +120,12 @@ class TargetData:
         return Loader(self.train, self.rows, self.seed, **place_of(mesh))
 
     def held_out(self, mesh: fs.Mesh, rows: int) -> Iterator[tuple[Any, ...]]:
-        """Yield this rank's held-out batches of `rows` rows, or of fewer where there are not so many; rows
-        that do not fill a batch are left out.
+        """Yield this rank's held-out batches of `rows` rows, or of fewer if there are not so many.
+
+        Rows that do not fill a batch of every rank are left out.
 
         Raises:
-            ConfigError: some rank would have none.
+            ConfigError: some rank would have no row.
         """
         count = min(self.measured.count, self.held_out_rows)
         if count < mesh.data_size:
@@ -139,12 +150,13 @@ def make_data(values: Mapping[str, Any], seed: int) -> TargetData:
     """
     target = {name: value for name, value in values.items() if name not in TARGET_ROWS}
     rows, held_out_rows = rows_of(values).values()
-    pair, of = make_target("data", target), f"data.{TARGET}={values[TARGET]}"
-    whole = isinstance(pair, tuple | list) and len(pair) == 2
-    if not whole or not all(hasattr(each, "__len__") and hasattr(each, "__getitem__") for each in pair):
-        raise ConfigError(f"{of}: expected (train, held_out), two data sets with len() and [number].")
+    pair, name = make_target("data", target), f"data.{TARGET}={values[TARGET]}"
+    is_pair = isinstance(pair, tuple | list) and len(pair) == 2
+    if not is_pair or not all(hasattr(each, "__len__") and hasattr(each, "__getitem__") for each in pair):
+        raise ConfigError(f"{name}: expected (train, held_out), two data sets with len() and [number].")
     if (least := min(map(len, pair))) < rows:
-        raise ConfigError(f"{of}: a data set of {least} items, and a batch is of data.rows={rows}.")
+        raise ConfigError(f"{name}: a data set of {least} items, and a batch is of data.rows={rows}.")
+    # The items are the user's, so a resumed run is compared by the arguments that made them.
     key = {"data": json.dumps(target, sort_keys=True, default=str)}
     return TargetData(Items(pair[0], key), Items(pair[1], key), rows, held_out_rows, seed)
 
@@ -160,15 +172,18 @@ def make_model(values: Mapping[str, Any]) -> Any:
 def average_over_rows(loss: Callable[..., Any], apply: Callable[..., Any]) -> Loss:
     """Make `fn(params, *batch)` of a loss `(model, *batch)`, with exact means over all ranks' rows.
 
-    The loss returns a mean over the batch's rows or an `fs.Mean`; or a pair of that and a dict of more.
+    The loss returns a mean over the batch's rows, or an `fs.Mean`; or a pair of that and a dict of more.
     """
 
     def mean_loss(params: Any, *batch: Any) -> tuple[Mean, dict[str, Mean]]:
         rows = float(next(len(leaf) for leaf in fs.tree.flatten(batch)[0] if isinstance(leaf, Tensor)))
-        found = loss(partial(apply, params), *batch)
-        value, aux = found if isinstance(found, tuple) else (found, {})
-        mean = lambda v: v if isinstance(v, Mean) else Mean(v * rows, rows)  # noqa: E731
-        return mean(value), {name: mean(each) for name, each in aux.items()}
+
+        def weigh(value: Any) -> Mean:
+            return value if isinstance(value, Mean) else Mean(value * rows, rows)
+
+        returned = loss(partial(apply, params), *batch)
+        value, aux = returned if isinstance(returned, tuple) else (returned, {})
+        return weigh(value), {name: weigh(each) for name, each in aux.items()}
 
     return mean_loss
 
@@ -179,24 +194,23 @@ def check_targets(config: TrainConfig) -> None:
     Raises:
         ConfigError: the errors of `make_target`, `make_data` and `make_model`, of all groups together.
     """
-    makes: list[Callable[[], Any]] = []
-    if isinstance(config.model, dict):
-        makes.append(lambda: _without_values(config.model))
-    if isinstance(config.data, dict):
-        makes.append(lambda: make_data(config.data, 0))
-    others = {"objective": config.objective, "optimizer": config.optimizer}
-    named = [(group, each) for group, each in others.items() if isinstance(each, dict)]
-    named += [("tracker.own", each) for each in config.tracker.own]
-    makes += [partial(make_target, group, each, partly=True) for group, each in named]
     wrong: list[str] = []
-    for make in makes:
-        attempt(make, wrong)
+    if isinstance(config.model, dict):
+        attempt(partial(_make_deferred_model, config.model), wrong)
+    if isinstance(config.data, dict):
+        attempt(partial(make_data, config.data, 0), wrong)
+    # The others need what ranks make, so they are imported, and not called.
+    groups = {"objective": config.objective, "optimizer": config.optimizer}
+    named = [(group, each) for group, each in groups.items() if isinstance(each, dict)]
+    named += [("tracker.own", each) for each in config.tracker.own]
+    for group, each in named:
+        attempt(partial(make_target, group, each, partly=True), wrong)
     if wrong:
         raise refusal(wrong)
 
 
-def _without_values(model: Mapping[str, Any]) -> Any:
-    """Return what `make_model` does, without a module's values, which ranks make."""
+def _make_deferred_model(model: Mapping[str, Any]) -> Any:
+    """Make a model without its parameters' values, which ranks make."""
     with fs.deferred():
         return make_model(model)
 
@@ -226,6 +240,7 @@ class Task:
 
 def make_task(config: TrainConfig) -> Task:
     """Make a decoder that learns next tokens, or what `_target_`s name."""
+    # `step.init` makes the values of a module's parameters.
     with fs.deferred():
         model = make_model(config.model) if isinstance(config.model, dict) else Decoder(config.model)
     if not isinstance(model, nn.Module):  # nobody makes the values of such parameters later
@@ -234,10 +249,10 @@ def make_task(config: TrainConfig) -> Task:
     init = model if isinstance(model, nn.Module) else params
     if config.objective is not None:
         loss = average_over_rows(make_target("objective", config.objective, partly=True), apply)
-        vectors = (
-            glob.escape(p) for p, leaf in fs.tree.flatten_with_paths(params)[0].items() if leaf.dim() < 2
-        )
-        return Task(init, apply, params, loss, loss, tuple(vectors))
+        # Of a model that is not known, vectors do not decay: biases and norms' weights.
+        leaves, _ = fs.tree.flatten_with_paths(params)
+        vectors = tuple(glob.escape(path) for path, leaf in leaves.items() if leaf.dim() < 2)
+        return Task(init, apply, params, loss, loss, vectors)
 
     def next_token(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
         return next_token_loss(model(tokens), targets)

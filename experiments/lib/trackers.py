@@ -26,7 +26,7 @@ from experiments.lib.files import DamagedError, read_record, write_record
 from fnshard.errors import report
 
 Row = Mapping[str, Any]  # a row of metrics.jsonl: "step", and numbers by name
-FOLDER = "trackers"  # a folder in the run's: for each tracker, a file of how many rows it has
+FOLDER = "trackers"  # a folder in the run's, with a file for each tracker that says how many rows it has
 EVERY_S = 1.0  # the seconds between two looks at the file: many rows at once cost less
 ANSWERS_S = 60.0  # the seconds that a tracker may take for what it is asked
 BATCH = 1000  # the most rows, or numbers, that are logged at once
@@ -118,6 +118,7 @@ class Feed:
         self._attempt(end)
 
     def _attempt(self, work: Callable[[], None]) -> None:
+        """Do something with the tracker, unless it has failed, and note if it fails."""
         if self.failed:
             return
 
@@ -128,7 +129,7 @@ class Feed:
             except BaseException as error:  # whatever the tracker's library raises, SystemExit too
                 reasons.append(f"{type(error).__name__}: {error}".splitlines()[0])
 
-        # In a thread, which may be left behind: a library that waits for its server cannot be interrupted.
+        # A thread may be left behind, whereas a library that waits for its server cannot be interrupted.
         reasons: list[str] = []
         thread = threading.Thread(target=attempt, name=f"tracker {self.name}", daemon=True)
         thread.start()
@@ -141,6 +142,8 @@ class Feed:
             )
 
     def _log(self) -> None:
+        """Log the rows that the tracker does not have."""
+        # Start it before the first rows.
         if self._file is None:
             try:
                 known = read_record(self._note) or {}
@@ -151,7 +154,9 @@ class Feed:
             self._id = self.tracker.start(RunInfo(self.metrics.parent, self.facts, known.get("id", "")))
             write_record(self._note, {"id": self._id, "rows": self._logged})
             self._file = self.metrics.open("rb")
-        while not self.failed and (rows := list(islice(_rows(self._file), BATCH))):
+        # `failed` is set while this runs if the tracker takes too long: whatever it does then is dropped.
+        while not self.failed and (rows := list(islice(_read_rows(self._file), BATCH))):
+            # The tracker has the first `_logged` rows of the file, by this process or an earlier one.
             new = rows[max(0, self._logged - self._read) :]
             self._read += len(rows)
             if new:
@@ -160,8 +165,8 @@ class Feed:
                 write_record(self._note, {"id": self._id, "rows": self._logged})
 
 
-def _rows(file: BinaryIO) -> Iterator[Row]:
-    """Yield the rows behind the file's position; a line without its end is left for later."""
+def _read_rows(file: BinaryIO) -> Iterator[Row]:
+    """Yield the rows behind the file's position. A line without its end is left for later."""
     while (line := file.readline()).endswith(b"\n"):
         yield json.loads(line)
     file.seek(-len(line), 1)
@@ -181,7 +186,7 @@ class TensorBoard:
 
         self._writer, self._step = SummaryWriter(str(run.folder / "tensorboard")), 0
         if not run.id:
-            self._text("run", json.dumps(run.facts, indent=1))
+            self._add_text("run", json.dumps(run.facts, indent=1))
         return "tensorboard"
 
     def log(self, rows: Sequence[Row]) -> None:
@@ -197,21 +202,20 @@ class TensorBoard:
 
             self._writer.add_image(path.stem, image.imread(path)[..., :3], self._step, dataformats="HWC")
         else:
-            self._text(path.name, path.read_text(encoding="utf-8", errors="replace"))
+            self._add_text(path.name, path.read_text(encoding="utf-8", errors="replace"))
 
     def finish(self, status: str, summary: Mapping[str, Any]) -> None:
-        self._text("result", json.dumps({"status": status, **summary}, indent=1))
+        self._add_text("result", json.dumps({"status": status, **summary}, indent=1))
         self._writer.close()
 
-    def _text(self, name: str, text: str) -> None:
+    def _add_text(self, name: str, text: str) -> None:
         indented = "".join(f"    {line}\n" for line in text.splitlines())  # Markdown shows it unchanged
         self._writer.add_text(name, indented, self._step)
 
 
 # ------------------------------------------------------------------ Weights & Biases
 
-# It is kept from collecting output, which is in ranks/rank0.log, and code, packages and machine, which are
-# facts.
+# wandb would collect output, which is in ranks/rank0.log, and code, packages and machine, which are facts.
 QUIET = {
     "silent": True, "console": "off", "disable_git": True, "save_code": False, "x_save_requirements": False,
     "x_disable_stats": True, "x_disable_machine_info": True, "symlink": False,
@@ -221,7 +225,7 @@ QUIET = {
 class WandB:
     """A run of `project`; a process that resumes it adds another folder with the same id.
 
-    Offline unless `WANDB_MODE` says otherwise: no login, no network, no question.
+    It is offline unless `WANDB_MODE` says otherwise, so it needs no login and no network, and asks nothing.
     """
 
     def __init__(self, project: str):
@@ -289,11 +293,12 @@ class MLflow:
         if run.id:
             self._client.update_run(run.id, "RUNNING")
             return run.id
+        # A new run of the experiment, which is made if need be, with the facts as parameters.
         known = self._client.get_experiment_by_name(self._experiment)
-        at = known.experiment_id if known else self._client.create_experiment(self._experiment)
+        experiment = known.experiment_id if known else self._client.create_experiment(self._experiment)
         git = run.facts.get("git") or {}
         tags = {"mlflow.source.git.commit": git["revision"]} if git else {}
-        self._run = self._client.create_run(at, run_name=run.folder.name, tags=tags).info.run_id
+        self._run = self._client.create_run(experiment, run_name=run.folder.name, tags=tags).info.run_id
         params = [Param(name, str(value)[:LONGEST]) for name, value in flat(run.facts)]
         for first in range(0, len(params), PARAMS):
             self._client.log_batch(self._run, params=params[first : first + PARAMS])

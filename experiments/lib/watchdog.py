@@ -26,15 +26,16 @@ class DivergedError(RuntimeError):
 
 
 def fault_of(values: Mapping[str, float]) -> str:
-    """Return what is wrong with a step's values, or nothing.
+    """Return what is wrong with a step's values, or "".
 
-    With a dynamic loss scale an overflow is skipped; it is a fault where the scale cannot go lower.
+    A dynamic loss scale skips an overflow, which is a fault only if the scale cannot go lower.
     """
     wrong = [f"{name} is {values[name]}" for name in WATCHED if not math.isfinite(values.get(name, 0.0))]
     if not wrong or values.get("loss_scale", 0.0) > 1.0:
         return ""
     loss = values.get("loss", math.nan)
-    return " and ".join(wrong) + (f", beside a finite loss of {loss:.6g}" if math.isfinite(loss) else "")
+    note = f", beside a finite loss of {loss:.6g}" if math.isfinite(loss) else ""
+    return " and ".join(wrong) + note
 
 
 def is_finite(step: Any, state: fs.TrainState) -> bool:
@@ -43,8 +44,8 @@ def is_finite(step: Any, state: fs.TrainState) -> bool:
     largest: dict[torch.device, list[torch.Tensor]] = {}
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.numel():
-            wide = leaf.float() if leaf.element_size() == 1 else leaf
-            # The largest magnitude: NaN and inf come through, and nothing is allocated.
+            wide = leaf.float() if leaf.element_size() == 1 else leaf  # fp8 has no norms
+            # The largest magnitude is NaN or inf if any element is, and needs no memory of the leaf's size.
             largest.setdefault(leaf.device, []).append(torch.linalg.vector_norm(wide, math.inf).double())
     finite = all(bool(torch.stack(each).isfinite().all()) for each in largest.values())
     return not any(step.gather_strings("" if finite else "not finite"))
@@ -54,25 +55,25 @@ Load = Callable[[], tuple[fs.TrainState, Iterator[tuple[Any, ...]]]]
 
 
 def hunt(step: Any, load_again: Load, number: int, say: Callable[[str], None]) -> str:
-    """Return where NaN or inf of step `number` arose, in words; all ranks call it together.
+    """Return where NaN or inf of step `number` arose, in words. All ranks call it together.
 
-    States are donated: the one before the step is gone. A resumed run is the same bit for bit, so the run's
+    States are donated, so the one before the step is gone. A resumed run is the same bit for bit: the run's
     newest checkpoint (or its first state) is taken, the steps up to the fault are made again, and that one is
     replayed by `fs.debug.nan_hunt`: as it ran, and on the eager backend.
 
     Args:
-        load_again: returns the state to resume, and a loader that stands there.
-        say: takes lines on what is done, and how long it took.
+        load_again: a function that returns the state to resume, and a loader that continues from there.
+        say: a function that gets lines about what is done.
     """
     began = time.perf_counter()
-    with suppress(CheckpointError):  # a failed save was reported; older ones are there
+    with suppress(CheckpointError):  # a failed save was reported, and older ones exist
         fs.checkpoint.wait()
     try:
         state, loader = load_again()
-        at = int(state.step)
-        again = number - at - 1
-        some = "1 step is" if again == 1 else f"{again} steps are"
-        say(f"looking for where it arose: from step {at}, {some} made again")
+        start = int(state.step)
+        count = number - start - 1
+        steps = "1 step is" if count == 1 else f"{count} steps are"
+        say(f"looking for where it arose: from step {start}, {steps} made again")
         where = _replay_steps(step, state, loader, number)
     except FnshardError as error:
         where = f"where it arose could not be found: {error}"
@@ -80,6 +81,7 @@ def hunt(step: Any, load_again: Load, number: int, say: Callable[[str], None]) -
 
 
 def _replay_steps(step: Any, state: fs.TrainState, loader: Iterator[tuple[Any, ...]], number: int) -> str:
+    """Make steps again up to step `number`, or to the first whose state is not finite, and hunt there."""
     while True:
         batch = tree.map(lambda part: part.to(step.mesh.device), next(loader))
         here = int(state.step) + 1
@@ -103,13 +105,13 @@ def _replay_steps(step: Any, state: fs.TrainState, loader: Iterator[tuple[Any, .
 
 @dataclass
 class Watchdog:
-    """A look at every step on one rank.
+    """A check of every step on one rank.
 
     Args:
-        mode: "hunt": a NaN ends the run, and the message says where it arose; "stop": it ends the run; "off":
-            nothing is looked at.
+        mode: "hunt" ends the run at a NaN and says where it arose, "stop" only ends it, and "off" checks
+            nothing.
         load_again: see `hunt`.
-        say: rank 0's lines.
+        say: a function that gets lines about what is done, on rank 0.
     """
 
     step: Any
@@ -120,18 +122,17 @@ class Watchdog:
     _number: int = field(default=0, init=False)
 
     def look(self, number: int, values: Mapping[str, float]) -> None:
-        """Look at what step `number` reports, which may be read when the next one has been launched."""
+        """Check what step `number` reports, which may be read when the next one has been launched."""
         if self.mode != "off" and not self.fault:
             self.fault, self._number = fault_of(values), number
 
     def check_state(self, state: fs.TrainState, number: int) -> None:
-        """Note a state that is not finite, so that it is not saved over good ones; all ranks call it
-        together."""
+        """Note a state that is not finite, so that it does not replace good ones. All ranks call it."""
         if self.mode != "off" and not self.fault and not is_finite(self.step, state):
             self.fault, self._number = "parameters or optimizer state are not finite", number
 
     def diagnose(self) -> DivergedError:
-        """Return what ends the run, on all ranks; nobody keeps the bad state any more."""
+        """Return the error that ends the run, on all ranks. The caller has released the bad state."""
         number = self._number
         head = f"step {number}: {self.fault}; nothing of it is saved."
         self.say(head)
