@@ -21,54 +21,53 @@ class HarnessModel:
     """A model with the methods that the harness calls. All ranks run the harness, and share the questions."""
 
     def __init__(self, scorer: Scorer, params: Any):
-        super().__init__()
+        super().__init__()  # of lm-eval's `LM`, see `harness_results`
         self.scorer, self.params = scorer, params
         self.gather = scorer.forward(lambda params: 0).gather_strings
 
     def loglikelihood(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
         """Return the log-likelihood of each (context, continuation), and whether it is the likeliest."""
         pairs = [self.scorer.pair(*request.args) for request in requests]
-        begin = list(self.scorer.tokenizer.begin or self.scorer.tokenizer.stops[:1])  # for an empty context
+        # The first token needs a context, so an empty one becomes the token that begins or ends texts.
+        begin = list(self.scorer.tokenizer.begin or self.scorer.tokenizer.stops[:1])
         groups = [[(context or begin, after)] for context, after in pairs]
         mine = {number: found[0] for number, found in self.scorer.logprobs(self.params, groups)}
-        return [tuple(each) for each in self._all(mine, len(requests))]
+        return [tuple(each) for each in self._gather_all(mine, len(requests))]
 
     def loglikelihood_rolling(self, requests: Sequence[Instance]) -> list[float]:
-        """Return the log-likelihood of whole texts. Of those longer than the model's context the end
-        counts."""
+        """Return the log-likelihood of whole texts. Of one longer than the model's context the end counts."""
         begin = list(self.scorer.tokenizer.begin or self.scorer.tokenizer.stops[:1])
         groups = [[(begin, self.scorer.tokenizer.encode(*request.args))] for request in requests]
         mine = {number: found[0][0] for number, found in self.scorer.logprobs(self.params, groups)}
-        return self._all(mine, len(requests))
+        return self._gather_all(mine, len(requests))
 
     def generate_until(self, requests: Sequence[Instance]) -> list[str]:
         """Return greedy answers to (context, options), each up to one of the options' `until`."""
-        out: dict[int, str] = {}
-        for most in sorted({how.get("max_gen_toks", self.scorer.tokens) for _, how in map(_args, requests)}):
-            of = [
-                n
-                for n, r in enumerate(requests)
-                if _args(r)[1].get("max_gen_toks", self.scorer.tokens) == most
-            ]
-            prompts = [_args(requests[number])[0] for number in of]
-            mine = dict(self.scorer.answers(self.params, prompts, most))
-            out |= dict(zip(of, self._all(mine, len(of)), strict=True))
+        # Answer requests with the same limit of tokens together, as they share a program.
+        asked: list[tuple[str, dict[str, Any]]] = [request.args for request in requests]
+        limits = [options.get("max_gen_toks", self.scorer.tokens) for _, options in asked]
+        texts: dict[int, str] = {}
+        for limit in sorted(set(limits)):
+            numbers = [number for number, each in enumerate(limits) if each == limit]
+            prompts = [asked[number][0] for number in numbers]
+            mine = dict(self.scorer.answers(self.params, prompts, limit))
+            texts |= dict(zip(numbers, self._gather_all(mine, len(numbers)), strict=True))
+
+        # Cut each answer at the first of its stops.
         answers = []
-        for number, request in enumerate(requests):
-            stops, text = _args(request)[1].get("until") or [], out[number]
+        for number, (_, options) in enumerate(asked):
+            stops, text = options.get("until") or [], texts[number]
             for stop in [stops] if isinstance(stops, str) else stops:
                 text = text.split(stop)[0] if stop else text
             answers.append(text)
         return answers
 
-    def _all(self, mine: dict[int, Any], count: int) -> list[Any]:
+    def _gather_all(self, mine: dict[int, Any], count: int) -> list[Any]:
         """Return the results of all ranks in the order of requests; `mine` has this rank's, by number."""
-        found = {int(n): v for each in self.gather(json.dumps(mine)) for n, v in json.loads(each).items()}
-        return [found[number] for number in range(count)]
-
-
-def _args(request: Instance) -> tuple[str, dict[str, Any]]:
-    return request.args
+        results: dict[int, Any] = {}
+        for part in self.gather(json.dumps(mine)):  # JSON makes texts of the numbers
+            results |= {int(number): result for number, result in json.loads(part).items()}
+        return [results[number] for number in range(count)]
 
 
 def check_harness() -> None:
@@ -82,8 +81,8 @@ def check_harness() -> None:
 
 
 @cache
-def _task_manager() -> Any:
-    """Return the tasks of the harness, whose thousands of files take ten seconds to read."""
+def _open_task_manager() -> Any:
+    """Open the tasks of the harness, whose thousands of files take ten seconds to read."""
     from lm_eval.tasks import TaskManager
 
     return TaskManager()
@@ -103,14 +102,17 @@ def harness_results(
     import lm_eval
     from lm_eval.api.model import LM
 
+    # lm-eval is imported here alone, so its class of models becomes a base here.
     model = type("Model", (HarnessModel, LM), {})(scorer, params)
     try:
         found = lm_eval.simple_evaluate(
             model, tasks=[task], num_fewshot=config.shots or None, limit=config.limit,
-            bootstrap_iters=1000, log_samples=False, task_manager=_task_manager(),
+            bootstrap_iters=1000, log_samples=False, task_manager=_open_task_manager(),
         )  # fmt: skip
     except (KeyError, ValueError, FileNotFoundError) as error:
         raise ConfigError(f"tasks=lm-eval:{task}: {error}") from error
+
+    # Its metrics are named "METRIC,FILTER", and each has a standard error.
     out: dict[str, dict[str, float]] = {}
     if found is None:  # only the first rank of a machine has results
         return out
@@ -119,9 +121,11 @@ def harness_results(
         count = found["n-samples"].get(name, {}).get("effective", 0)
         for metric, value in metrics.items():
             kind, _, how = metric.partition(",")
-            if how and not kind.endswith("_stderr") and isinstance(value, float):
-                label = f"{name}/{kind}" + ("" if how == "none" else f" ({how})")
-                spread = metrics.get(f"{kind}_stderr,{how}")
-                spread = spread if isinstance(spread, float) else float("nan")
-                out[label] = {"value": value, "stderr": spread, "questions": count}
+            if not how or kind.endswith("_stderr") or not isinstance(value, float):
+                continue
+            label = f"{name}/{kind}" if how == "none" else f"{name}/{kind} ({how})"
+            stderr = metrics.get(f"{kind}_stderr,{how}")
+            if not isinstance(stderr, float):
+                stderr = float("nan")
+            out[label] = {"value": value, "stderr": stderr, "questions": count}
     return out

@@ -48,8 +48,10 @@ def read_records(path: Path) -> Iterator[tuple[str, Record | RecordError]]:
     begin, suffix = text.lstrip()[:1], path.suffix.lower()
     if suffix == ".csv" or (begin not in "[{" and not suffix.startswith(".json")):
         yield from _read_csv(text)
+    elif begin == "[":
+        yield from _read_json_list(text)
     else:
-        yield from _read_json_list(text) if begin == "[" else _read_json_lines(text)
+        yield from _read_json_lines(text)
 
 
 def _read_json_lines(text: str) -> Iterator[tuple[str, Record | RecordError]]:
@@ -67,6 +69,7 @@ def _read_json_lines(text: str) -> Iterator[tuple[str, Record | RecordError]]:
 
 
 def _check_object(value: Any) -> Record | RecordError:
+    """Return a value that is an object, or the error that it is none."""
     if isinstance(value, dict):
         return value
     return RecordError(f"expected an object, got {type(value).__name__}")
@@ -85,6 +88,7 @@ def _read_json_list(text: str) -> Iterator[tuple[str, Record | RecordError]]:
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[str, Record]]:
+    """Yield the rows of a table without their nulls, since a table gives each row all fields."""
     try:
         import pyarrow
         from pyarrow import parquet
@@ -103,9 +107,9 @@ def _read_csv(text: str) -> Iterator[tuple[str, Record | RecordError]]:
     """Yield the rows of a file by the names of its header. MMLU's files have none, and are read by places."""
     rows = csv.reader(io.StringIO(text, newline=""), strict=True)
     header: list[str] | None = None
-    columns = 0  # of every row, as the first one that is not blank has them
+    columns = 0  # the number of columns of every row, which the first one that is not blank has
     while True:
-        line = rows.line_num + 1  # a row may go over several
+        line = rows.line_num + 1  # a row may take several lines
         try:
             row = next(rows)
         except StopIteration:
@@ -115,6 +119,7 @@ def _read_csv(text: str) -> Iterator[tuple[str, Record | RecordError]]:
             return
         if not any(cell.strip() for cell in row):
             continue
+        # The first row is a header, or says how many columns there are.
         if not columns:
             header = _find_header(row)
             columns = len(row) if header or len(row) in HEADERLESS else HEADERLESS[0]
@@ -122,12 +127,10 @@ def _read_csv(text: str) -> Iterator[tuple[str, Record | RecordError]]:
                 continue
         if len(row) != columns:
             names = header or ["question", *LETTERS[: columns - 2], "letter"]
-            way = "" if header else "; other numbers of choices need a header"
+            note = "" if header else "; other numbers of choices need a header"
             cells = " | ".join(f"{cell:.40}" for cell in row)
-            yield (
-                f"line {line}",
-                RecordError(f"expected {columns} columns ({', '.join(names)}), got {len(row)}: {cells}{way}"),
-            )
+            why = f"expected {columns} columns ({', '.join(names)}), got {len(row)}: {cells}{note}"
+            yield f"line {line}", RecordError(why)
         elif header:
             yield f"line {line}", dict(zip(header, row, strict=True))
         else:
@@ -141,8 +144,13 @@ def _find_header(row: list[str]) -> list[str] | None:
     lower = [name.lower() for name in names]
     if "answer" not in lower or not {"question", "prompt"} & set(lower):
         return None
-    known = {"prompt": "question"} if "question" not in lower else {}
-    return [
-        name.upper() if len(name) == 1 and name.isalpha() else known.get(name.lower(), name.lower())
-        for name in names
-    ]
+    # Columns of choices are capital letters, and a prompt is the question unless there is one.
+    header = []
+    for name in names:
+        if len(name) == 1 and name.isalpha():
+            header.append(name.upper())
+        elif name.lower() == "prompt" and "question" not in lower:
+            header.append("question")
+        else:
+            header.append(name.lower())
+    return header

@@ -55,9 +55,10 @@ def evaluate(config: EvaluateConfig, folder: Path) -> None:
         MissingExtraError: a task is of lm-eval, which is not installed.
         LaunchError: a rank failed.
     """
-    there = find_accelerators()
-    device = device_of("device", config.device, there)
-    most = there.get(device)
+    # Fill in what depends on this machine.
+    accelerators = find_accelerators()
+    device = device_of("device", config.device, accelerators)
+    most = accelerators.get(device)
     if most is not None and (config.ranks or most) > most:
         raise ConfigError(f"ranks={config.ranks}: this machine has {most} of {device}. Fix: ranks=null.")
     fast = "float32" if device == "cpu" else "bfloat16"
@@ -89,13 +90,15 @@ def evaluate(config: EvaluateConfig, folder: Path) -> None:
         "model": stats, "dtype": config.dtype, "shots": config.shots, "tokens": config.tokens, "tasks": asked,
     }  # fmt: skip
     key = hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()[:12]
+
+    # Take the folder, unless it has answers of something else.
     place = Path(config.folder or folder.parents[1] / key)
     place.mkdir(parents=True, exist_ok=True)
     try:
         before = read_record(place / OF) or {}
     except DamagedError as error:
         raise ConfigError(f"{error} Fix: another folder, or delete {place}.") from None
-    has_answers = any(place.glob("*/*.jsonl"))  # without a record, nobody knows of what they are
+    has_answers = any(place.glob("*/*.jsonl"))  # without a record it is not known what they answer
     if before.get("key", None if has_answers else key) != key:
         raise ConfigError(
             f"folder={place}: its answers are of another model, task or setting. Fix: another folder."
@@ -119,6 +122,8 @@ def on_rank(config: EvaluateConfig, folder: str) -> None:
     place, found = Path(folder), {}
     own = [text for text in config.tasks if not text.startswith(f"{HARNESS}:")]
     tasks = dict(zip(own, read_tasks(own, config.shots, config.limit), strict=True))
+
+    # lm-eval runs its own tasks. Of others each rank answers a part of the questions that have no answer yet.
     for number, text in enumerate(config.tasks):
         if text.startswith(f"{HARNESS}:"):
             found |= harness_results(text.partition(":")[2], scorer, blocks, config)

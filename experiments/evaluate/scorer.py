@@ -52,10 +52,18 @@ class Scorer:
         Args:
             done: the numbers of questions that are left out.
         """
-        numbers = [n for n in range(len(task.questions)) if n not in done]
-        choose = [n for n in numbers if task.questions[n].choices]
-        yield from self._score_choices(params, task, choose)
-        yield from self._grade_answers(params, task, [n for n in numbers if not task.questions[n].choices])
+        open_numbers = [n for n in range(len(task.questions)) if n not in done]
+        with_choices = [n for n in open_numbers if task.questions[n].choices]
+        without = [n for n in open_numbers if not task.questions[n].choices]
+        yield from self._score_choices(params, task, with_choices)
+
+        # Questions without choices are answered by greedy texts, which are graded.
+        prompts = [task.questions[number].prompt for number in without]
+        for place, answer in self.answers(params, prompts, self.tokens):
+            for stop in STOPS:
+                answer = answer.split(stop)[0]
+            question = task.questions[without[place]]
+            yield without[place], {**grade_answer(question, answer), "answer": answer}
 
     def logprobs(
         self,
@@ -73,7 +81,9 @@ class Scorer:
         """
         rows = max([self.rows, *map(len, groups)])
         lengths = [max(len(a) + len(b) for a, b in group) - 1 for group in groups]
-        for width, mine in self._rounds(lengths, [len(group) for group in groups], rows):
+        for width, mine in self._make_rounds(lengths, [len(group) for group in groups], rows):
+            # Each pair is a row, whose targets are the tokens that follow its context. If it is too long, the
+            # end of it counts.
             tokens = torch.zeros(rows, width, dtype=torch.int64)
             targets = torch.full_like(tokens, IGNORE)
             for row, (context, after) in enumerate(pair for number in mine for pair in groups[number]):
@@ -82,29 +92,33 @@ class Scorer:
                 first = max(0, last - len(after))
                 tokens[row, :last] = whole[:-1]
                 targets[row, first:last] = whole[first + 1 :]
+            # All rows of a program have images or none has, so padding gets empty ones.
             images, size = (), None
             if pictures is not None:
                 seen = [pictures[number] for number in mine for _ in groups[number]]
                 seen += [()] * (rows - len(seen))
                 images = (self.lm.vision.rows(self.tokenizer.images, seen, tokens),)
                 size = images[0]["pixels"].shape
-            run = self._program((width, size), _make_scores)
-            found = run(params, tokens, targets, *images)
-            both = iter(zip(*(each.tolist() for each in found), strict=True))
-            yield from ((number, list(islice(both, len(groups[number])))) for number in mine)
+            run = self._compile_once((width, size), _make_scores)
+            logprobs, are_likeliest = run(params, tokens, targets, *images)
+            # The rows of a group follow each other; those at the end are padding.
+            scores = iter(zip(logprobs.tolist(), are_likeliest.tolist(), strict=True))
+            for number in mine:
+                yield number, list(islice(scores, len(groups[number])))
 
     def answers(self, params: Any, prompts: Sequence[str], tokens: int) -> Iterator[tuple[int, str]]:
         """Yield the number of each of this rank's prompts with a greedy answer."""
         most = (self.lm.context or 2**31) - tokens
         encoded = [self.encode(prompt)[-most:] for prompt in prompts]
         stops, count = frozenset(self.tokenizer.stops), min(TOGETHER, tokens)
-        for wide, mine in self._rounds(list(map(len, encoded)), [1] * len(encoded), self.rows):
+        for wide, mine in self._make_rounds(list(map(len, encoded)), [1] * len(encoded), self.rows):
+            # The answer has to fit behind the prompt. A temperature of 0 takes the likeliest token.
             width = min(wide, most)
-            decode = self._program(width, make_next_draws, count, 0.0, 1.0)
+            first = self._compile_once(width, make_first_draw, width + tokens, 0.0, 1.0)
+            decode = self._compile_once(width, make_next_draws, count, 0.0, 1.0)
             rollouts = Rollouts(
-                self._program(width, make_first_draw, width + tokens, 0.0, 1.0), decode, count, self.rows,
-                width, tokens, stops, decode.gather_strings, self.mesh.device,
-            )  # fmt: skip
+                first, decode, count, self.rows, width, tokens, stops, decode.gather_strings, self.mesh.device
+            )
             unused = torch.zeros(len(mine), tokens, dtype=torch.float64)
             drawn = rollouts(params, [encoded[number] for number in mine], unused)
             for number, row in zip(mine, drawn.texts(), strict=True):
@@ -175,16 +189,7 @@ class Scorer:
             )
         return pairs
 
-    def _grade_answers(self, params: Any, task: Task, numbers: Sequence[int]) -> Iterator[tuple[int, dict]]:
-        """Answer questions by greedy texts, and grade these."""
-        prompts = [task.questions[number].prompt for number in numbers]
-        for place, answer in self.answers(params, prompts, self.tokens):
-            for stop in STOPS:
-                answer = answer.split(stop)[0]
-            question = task.questions[numbers[place]]
-            yield numbers[place], {**grade_answer(question, answer), "answer": answer}
-
-    def _program(self, shape: Any, make: Callable[..., Callable[..., Any]], *how: float) -> Any:
+    def _compile_once(self, shape: Any, make: Callable[..., Callable[..., Any]], *how: float) -> Any:
         """Return the program of a shape, which is compiled once, however often a model is measured.
 
         Each shape has its own program, since one that meets another shape warns its user, who can do nothing
@@ -195,12 +200,12 @@ class Scorer:
             self._programs[key] = self.forward(make(self.lm, *how))
         return self._programs[key]
 
-    def _rounds(
+    def _make_rounds(
         self, lengths: Sequence[int], sizes: Sequence[int], rows: int
     ) -> Iterator[tuple[int, list[int]]]:
-        """Yield a width, and this rank's numbers, whose sizes come to `rows` at most.
+        """Yield a width, and this rank's numbers, whose sizes add up to `rows` at most.
 
-        The longest come first, so that memory that suffices for these suffices for all.
+        The longest are first, so that memory that suffices for these suffices for all.
         """
         waiting = deque(sorted(range(len(lengths)), key=lambda number: -lengths[number]))
         while waiting:
@@ -209,6 +214,7 @@ class Scorer:
             while width < lengths[waiting[0]]:
                 width *= 2
             width = min(width, self.lm.context or width)
+            # All ranks divide the numbers in the same way, and each takes its part, which may be empty.
             for _ in range(self.mesh.data_size):
                 ranks.append([])
                 room = rows
@@ -219,7 +225,7 @@ class Scorer:
 
 
 def find_misfits(task: Task, lm: LanguageModel, tokenizer: DirectoryTokenizer, tokens: int) -> list[str]:
-    """Say why a model cannot answer a task's questions.
+    """Return why a model cannot answer a task's questions, if it cannot.
 
     It may not see their images, have no room for an answer, or have a tokenizer without tokens for a choice.
     """
@@ -235,9 +241,9 @@ def find_misfits(task: Task, lm: LanguageModel, tokenizer: DirectoryTokenizer, t
             f"positions. Fix: tokens={lm.context // 2}."
         ]
     texts = list(dict.fromkeys(chosen))
-    empty = texts and [
-        text for text, ids in zip(texts, tokenizer.encode_many(texts), strict=True) if not len(ids)
-    ]
+    if not texts:
+        return []
+    empty = [text for text, ids in zip(texts, tokenizer.encode_many(texts), strict=True) if not len(ids)]
     return [f"{task.name}: the tokenizer of the model has no tokens for {text!r:.60}" for text in empty[:5]]
 
 

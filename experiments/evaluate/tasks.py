@@ -79,10 +79,10 @@ class Task:
     @property
     def digest(self) -> str:
         """Return a digest of everything that its questions ask."""
-        found = hashlib.sha256(repr(self.questions).encode())
-        for image in chain.from_iterable(question.images for question in self.questions):
-            found.update(hashlib.sha256(image).digest())
-        return found.hexdigest()
+        digest = hashlib.sha256(repr(self.questions).encode())
+        for image in chain.from_iterable(question.images for question in self.questions):  # not in the repr
+            digest.update(hashlib.sha256(image).digest())
+        return digest.hexdigest()
 
 
 def check_tasks(tasks: Sequence[str], shots: int = 0) -> None:
@@ -116,10 +116,10 @@ def read_tasks(texts: Sequence[str], shots: int = 0, limit: int | None = None) -
     wrong += [f"{text}: is named {count} times." for text, count in Counter(texts).items() if count > 1]
     if wrong:
         raise ConfigError("\n".join(wrong))
-    # The shortest names that tell all tasks apart.
+    # Take the shortest names that tell all tasks apart.
     paths = [Path(text.split(":")[1]).with_suffix("") for text in texts]
-    ways = [path.name for path in paths], [str(path) for path in paths], list(texts)
-    names = next(way for way in ways if len(set(way)) == len(way))
+    choices = [path.name for path in paths], [str(path) for path in paths], list(texts)
+    names = next(each for each in choices if len(set(each)) == len(each))
     return [replace(task, name=name) for task, name in zip(found, names, strict=True)]
 
 
@@ -135,6 +135,7 @@ def task_of(text: str, shots: int = 0, limit: int | None = None) -> Task:
     kind, *files = text.split(":")
     if kind not in FORMATS:
         raise ConfigError(f"{text}: only experiments.evaluate runs such tasks.")
+    # Read the questions, and the shots if there are any.
     read, opening = FORMATS[kind]
     paths = [Path(file) for file in files[: 1 + bool(shots)]]
     wrong: list[str] = []
@@ -142,10 +143,13 @@ def task_of(text: str, shots: int = 0, limit: int | None = None) -> Task:
     if wrong:
         raise ConfigError("\n".join(wrong))
     (asked, left_out), (known, _) = every[paths[0]], every[paths[-1]]
+
     # Records are listed by the subject that they name. A question that names none is asked after any.
     by_subject: dict[str | None, list[int]] = {}
     for number, shot in enumerate(known):
         by_subject.setdefault(shot.subject, []).append(number)
+
+    # Each question begins with the format's words and its shots.
     asked, questions = asked[:limit], []
     for question in asked:
         words = opening(question.subject or re.sub(r"_(test|val|dev)$", "", paths[0].stem))
@@ -182,6 +186,7 @@ def grade_answer(question: Question, generated: str) -> dict[str, float]:
 
 
 def _normalise_number(text: str) -> str:
+    """Return a number as it is compared: without separators, currency and a final dot."""
     return re.sub(r"[,$]|\.$", "", text.strip()).lower()
 
 
@@ -205,7 +210,9 @@ def read_questions(path: Path, read: Callable[[Record], Question | None]) -> tup
         except RecordError as error:
             wrong.append(f"{place}: {error}")
     if wrong or not good:
-        nothing = f"nothing is in it but {left_out} open questions" if left_out else "nothing is in it"
+        nothing = "nothing is in it"
+        if left_out:
+            nothing += f" but {left_out} open questions"
         raise ConfigError(report(f"{path} cannot be read:", first_few(wrong, SHOWN) or [nothing]))
     return good, left_out
 
@@ -227,6 +234,7 @@ def _require_text(record: Record, *names: str, blank: bool = False) -> str:
 
 
 def _check_text(name: str, value: Any, *, blank: bool = False) -> str:
+    """Check that a value is a text, which is not blank unless it may be, and return it."""
     if not isinstance(value, str):
         raise RecordError(f"{name}: expected text, got {value!r:.80}")
     if not blank and not value.strip():
@@ -250,14 +258,14 @@ def _find_label(name: str, answer: Any, labels: Sequence[Any]) -> int:
     return list(labels).index(answer)
 
 
-def _normalise(question: str, choices: Sequence[str] = ()) -> tuple[str, ...]:
+def _normalise_words(question: str, choices: Sequence[str] = ()) -> tuple[str, ...]:
     """Make `Question.asked`, in which blanks, capitals and the order of choices make no difference."""
     words = [" ".join(text.casefold().split()) for text in (question, *choices)]
     return (words[0], *sorted(words[1:]))
 
 
 def _read_image(image: Any, root: Path) -> bytes:
-    """Return the bytes of an image, which stand in a column of Parquet or in a file that is named."""
+    """Return the bytes of an image, which a column of Parquet holds, or a file that is named."""
     if isinstance(image, dict):
         image = image.get("bytes") or image.get("path")
     if isinstance(image, bytes):
@@ -280,6 +288,7 @@ def _read_lettered(record: Record, ask: str) -> Question:
     Its fields are `question`; `choices` or `options`, or `A`, `B` and so on; `answer`, a letter, or the
     number of a choice in a list from 0; and `subject` or `category`.
     """
+    # The choices are a list, the text of one, or columns.
     listed = next((record[name] for name in ("choices", "options") if record.get(name) is not None), None)
     if isinstance(listed, str):  # a cell of CSV
         try:
@@ -294,12 +303,16 @@ def _read_lettered(record: Record, ask: str) -> Question:
     choices, answer = _check_choices("choices", columns), _require(record, "answer")
     if len(choices) > len(LETTERS):
         raise RecordError(f"choices: expected {len(LETTERS)} at most, got {len(choices)}")
+
+    # The answer is a letter, or in a list the number of a choice.
     letters = list(LETTERS[: len(choices)])
     if isinstance(answer, str) and listed is not None and answer.strip().isdecimal():
         answer = int(answer)
     is_letter = isinstance(answer, str)
     answer = answer.strip() if is_letter else answer
     right = _find_label("answer", answer, letters if is_letter else range(len(choices)))
+
+    # Ask for the letter, of which the likeliest is chosen.
     question = _require_text(record, "question")
     lines = [f"{letter}. {choice}" for letter, choice in zip(letters, choices, strict=True)]
     subject = record.get("subject") or record.get("category")
@@ -308,7 +321,7 @@ def _read_lettered(record: Record, ask: str) -> Question:
         tuple(letters),
         right,
         subject if isinstance(subject, str) else None,
-        _normalise(question, choices),
+        _normalise_words(question, choices),
     )
 
 
@@ -329,24 +342,26 @@ def _read_arc(record: Record) -> Question:
     if not len(choices) == len(labels) == len(set(labels)):
         raise RecordError(f"choices: expected a label of its own for each, got {labels!r:.80}")
     right = _find_label("answerKey", str(_require(record, "answerKey")).strip(), labels)
-    return Question(f"Question: {stem}\nAnswer:", tuple(choices), right, None, _normalise(stem, choices))
+    return Question(
+        f"Question: {stem}\nAnswer:", tuple(choices), right, None, _normalise_words(stem, choices)
+    )
 
 
 def _read_hellaswag(record: Record) -> Question:
     """Read `activity_label`, `ctx_a`, `ctx_b`, `endings` and `label`."""
     endings = _require(record, "endings")
     if isinstance(endings, list):
-        endings = [_plain(each) if isinstance(each, str) else each for each in endings]
+        endings = [_strip_marks(each) if isinstance(each, str) else each for each in endings]
     choices, label = _check_choices("endings", endings), _require(record, "label")
     if isinstance(label, str) and label.strip().isdecimal():
         label = int(label)
     right = _find_label("label", label, range(len(choices)))
     context = f"{_require_text(record, 'ctx_a')} {_require_text(record, 'ctx_b', blank=True).capitalize()}"
-    prompt = _plain(f"{_require_text(record, 'activity_label')}: {context}")
-    return Question(prompt, tuple(choices), right, None, _normalise(prompt, choices))
+    prompt = _strip_marks(f"{_require_text(record, 'activity_label')}: {context}")
+    return Question(prompt, tuple(choices), right, None, _normalise_words(prompt, choices))
 
 
-def _plain(text: str) -> str:
+def _strip_marks(text: str) -> str:
     """Return a text without the marks of WikiHow's articles."""
     return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
@@ -359,7 +374,7 @@ def _read_gsm8k(record: Record) -> Question:
         raise RecordError(f"answer: expected {MARK} before the number")
     if last_number(answer, whole=True) is None:
         raise RecordError(f"answer: expected one number after {MARK}, got {right.strip()!r:.80}")
-    return Question(f"Question: {question}\nAnswer:", (), answer, None, _normalise(question))
+    return Question(f"Question: {question}\nAnswer:", (), answer, None, _normalise_words(question))
 
 
 def _read_mmmu(record: Record) -> Question | None:
@@ -370,12 +385,17 @@ def _read_mmmu(record: Record) -> Question | None:
     """
     if record.get("question_type") == "open" or record.get("options") in ("[]", []):
         return None
-    listed = record.get("images", record.get("image"))
-    listed = listed if isinstance(listed, list) else [listed] if listed else []
+
+    # Images by number: those of a list, and those of columns.
+    listed = record.get("images", record.get("image")) or []
+    if not isinstance(listed, list):
+        listed = [listed]
     images = dict(enumerate(listed, 1))
     for name, value in record.items():
         if (column := re.fullmatch(r"image_([0-9]+)", name)) and value:
             images[int(column[1])] = value
+
+    # Replace each mark in the text, and note which image it shows: without a number it is the next one.
     question = _read_lettered(record, ask=MMMU_ASKS)
     shown: list[int] = []
 

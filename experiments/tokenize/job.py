@@ -65,9 +65,17 @@ def tokenize(config: TokenizeConfig) -> list[Shards]:
     """
     tokenizer = load_tokenizer(config.tokenizer) if config.tokenizer else ByteTokenizer()
     sides = split_files(find_text(config.files), config.held_out_percent, config.held_out)
-    out, command = Path(config.out), _describe_command(config, tokenizer, sides)
+    out = Path(config.out)
+
+    # Everything that the shards' bytes depend on: only the same command may go on in a folder.
+    files = [[side, str(s.path), s.name, s.size, s.stamp] for side in SIDES for s in sides[side]]
+    command = {
+        "format": FORMAT, "tokenizer": tokenizer.key, "shard_mb": config.shard_mb, "broken": config.broken,
+        "files": hashlib.sha256(json.dumps(files).encode()).hexdigest(),
+    }  # fmt: skip
     try:
-        _check_free(out, command)
+        _refuse_taken(out, command)
+        # Check the sides that are finished, and write the others.
         began = time.perf_counter()
         finished = [side for side in SIDES if (out / side).exists()]
         for shards in [open_shards(out / side) for side in finished]:
@@ -77,7 +85,18 @@ def tokenize(config: TokenizeConfig) -> list[Shards]:
         found = [open_shards(out / side) for side in SIDES]
     except OSError as error:
         raise ConfigError(f"{out}: shards cannot be written there: {error}.") from error
-    _print_end(out, found, time.perf_counter() - began)
+
+    # Print where the shards are, what they hold, and what comes next.
+    for shards in found:
+        broken = f", {shards.broken} broken" if shards.broken else ""
+        held = f"{pluralize(shards.tokens, 'token')}, {pluralize(shards.documents or 0, 'document')}{broken}"
+        print(f"{shards.folder}: {held}, in {pluralize(len(shards.files), 'shard')}")
+    vocab = max(shards.vocab or 0 for shards in found)
+    print(
+        f"done in {time.perf_counter() - began:.1f} s\n\nresults: {out}\n"
+        f"to train on them: python -m experiments.train data=shards data.root={out} model.vocab={vocab}",
+        flush=True,
+    )
     return found
 
 
@@ -93,6 +112,7 @@ def _write_shards(
     Raises:
         ConfigError: texts have problems, and `config.broken` refuses them.
     """
+    # Read all text first: its problems are reported before anything is tokenised.
     rows = {side: _read_rows(out / WORK / side, sides[side], config.processes, command) for side in SIDES}
     problems = {side: [each for each in rows[side]["problem"][:] if each] for side in SIDES}
     if config.broken == "refuse" and any(problems.values()):
@@ -116,6 +136,7 @@ def _write_shards(
             continue
         partial_folder = out / f"{side}.partial"
         partial_folder.mkdir(exist_ok=True)
+        # Rows are divided evenly into shards of about the size that is asked for.
         size = sum(source.size for source in sides[side])
         count = min(max(1, round(size / (config.shard_mb * 1e6))), len(rows[side]))
         text = f"{size / 1e6:,.1f} MB of text go into {pluralize(count, 'shard')}"
@@ -126,9 +147,10 @@ def _write_shards(
             if path.name not in written:
                 part = rows[side].shard(count, number, keep_in_memory=True)
                 _save_array(path, _encode(part, tokenizer, config.processes, out / WORK / f"{side}-{number}"))
-                if path.exists():
+                if path.exists():  # there is none of rows without text
                     written[path.name] = digest_of(path)
                     write_record(partial_folder / WRITTEN, written, durable=True)
+        # The shards are complete: describe them, and give the folder its name.
         (partial_folder / WRITTEN).unlink(missing_ok=True)
         documents = int(np.count_nonzero(rows[side]["end"][:]))
         describe(
@@ -171,6 +193,7 @@ def _read_rows(
     if known is None or differences(work, known, read_all=True):
         shutil.rmtree(work, ignore_errors=True)
         known = None
+    # `datasets` finds the rows of an earlier process by the fingerprint.
     rows = datasets.Dataset.from_generator(
         read_pieces, gen_kwargs={"files": list(files)}, features=features, cache_dir=str(work),
         num_proc=_count_processes(processes, len(files)), fingerprint=command["files"],
@@ -201,43 +224,38 @@ def _encode(rows: Dataset, tokenizer: Tokenizer, processes: int | None, work: Pa
 
 
 def _encode_batch(batch: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
-    end = {True: np.array([tokenizer.eos], np.uint32), False: np.empty(0, np.uint32)}
+    """Return the tokens of each row of a batch, with an end token if its document ends there."""
+    end = np.array([tokenizer.eos], np.uint32)
     encoded = tokenizer.encode_many(batch["text"])
-    return {"tokens": [np.concatenate([i, end[e]]) for i, e in zip(encoded, batch["end"], strict=True)]}
+    tokens = [
+        np.concatenate([ids, end]) if is_end else ids
+        for ids, is_end in zip(encoded, batch["end"], strict=True)
+    ]
+    return {"tokens": tokens}
 
 
 def _save_array(path: Path, tokens: np.ndarray) -> None:
     """Write an array under another name and rename it, so that it is complete or absent.
 
-    Rows may hold no text at all; then there is no array.
+    Rows may hold no text at all, and then there is no array.
     """
-    if len(tokens):
-        aside = path.with_suffix(".writing")
-        with aside.open("wb") as file:
-            np.save(file, tokens)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
+    if not len(tokens):
+        return
+    aside = path.with_suffix(".writing")
+    with aside.open("wb") as file:
+        np.save(file, tokens)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)
 
 
 def _count_processes(asked: int | None, most: int) -> int | None:
+    """Return how many processes share some work; None if this one does it alone."""
     count = min(asked or len(os.sched_getaffinity(0)), most)
     return count if count > 1 else None
 
 
-# ------------------------------------------------------------------ what is there
-
-
-def _describe_command(
-    config: TokenizeConfig, tokenizer: Tokenizer, sides: Mapping[str, Sequence[TextFile]]
-) -> dict[str, Any]:
-    """Return what the shards' bytes depend on."""
-    files = [[side, str(s.path), s.name, s.size, s.stamp] for side in SIDES for s in sides[side]]
-    own = {"format": FORMAT, "tokenizer": tokenizer.key, "shard_mb": config.shard_mb, "broken": config.broken}
-    return {**own, "files": hashlib.sha256(json.dumps(files).encode()).hexdigest()}
-
-
-def _check_free(out: Path, command: Mapping[str, Any]) -> None:
+def _refuse_taken(out: Path, command: Mapping[str, Any]) -> None:
     """Refuse to write into a folder that holds something else, or the shards of another command."""
     if out.exists() and not out.is_dir():
         raise ConfigError(f"out={out} is a file. Fix: name a folder.")
@@ -254,20 +272,6 @@ def _check_free(out: Path, command: Mapping[str, Any]) -> None:
     if differ:
         fix = "another out, or delete that one."
         raise ConfigError(report(f"{out} holds shards of another command:", differ, fix))
-
-
-def _print_end(out: Path, found: Sequence[Shards], seconds: float) -> None:
-    """Print where the shards are, and what they hold."""
-    for shards in found:
-        broken = f", {shards.broken} broken" if shards.broken else ""
-        held = f"{pluralize(shards.tokens, 'token')}, {pluralize(shards.documents or 0, 'document')}{broken}"
-        print(f"{shards.folder}: {held}, in {pluralize(len(shards.files), 'shard')}")
-    vocab = max(shards.vocab or 0 for shards in found)
-    print(
-        f"done in {seconds:.1f} s\n\nresults: {out}\n"
-        f"to train on them: python -m experiments.train data=shards data.root={out} model.vocab={vocab}",
-        flush=True,
-    )
 
 
 # ------------------------------------------------------------------ texts
@@ -297,7 +301,7 @@ class TextFile:
 
     @property
     def is_jsonl(self) -> bool:
-        """Whether each line is a document; else the file is one document."""
+        """Return whether each line is a document; otherwise the file is one document."""
         return self.path.suffix in LINES
 
 
@@ -312,27 +316,26 @@ def find_text(named: Sequence[str] | None) -> list[TextFile]:
     if named is None:
         root = standard_library()
         return [_stat_file(name, root / name) for name in source_files(root)]
-    found: dict[Path, TextFile] = {}
+    files: dict[Path, TextFile] = {}
     wrong = []
     for each in named:
-        paths = sorted(_find_named(each))
+        paths = sorted(_list_files(each))
         if not paths:
-            wrong.append(
-                f"{each}: {'matches no file' if WILD & set(each) else 'no such file, or no text in it'}"
-            )
+            why = "matches no file" if WILD & set(each) else "no such file, or no text in it"
+            wrong.append(f"{each}: {why}")
         for name, path in paths:
-            found.setdefault(path.resolve(), _stat_file(name, path))
+            files.setdefault(path.resolve(), _stat_file(name, path))
     if wrong:
         known = ", ".join(f"*{suffix}" for suffix in (*TEXT, *LINES))
         fix = f"name folders (their {known} are taken), globs in quotes, or files."
         raise ConfigError(report("no text where files says:", wrong, fix))
-    return list(found.values())
+    return list(files.values())
 
 
 def split_files(
     sources: Iterable[TextFile], percent: int, held_out: Sequence[str]
 ) -> dict[str, list[TextFile]]:
-    """Return `{"train": ..., "held_out": ...}`, by a hash of each file's name, or as globs say.
+    """Return the files of each side, `{"train": ..., "held_out": ...}`, by a hash of their names or by globs.
 
     Args:
         percent: how many of a hundred files are held out, about.
@@ -340,9 +343,11 @@ def split_files(
     """
     sides: dict[str, list[TextFile]] = {"train": [], "held_out": []}
     for source in sources:
-        matches = any(PurePath(source.name).match(glob) for glob in held_out)
-        held = matches if held_out else is_held_out(source.name, percent)
-        sides["held_out" if held else "train"].append(source)
+        if held_out:
+            is_held = any(PurePath(source.name).match(pattern) for pattern in held_out)
+        else:
+            is_held = is_held_out(source.name, percent)
+        sides["held_out" if is_held else "train"].append(source)
     empty = [side for side, files in sides.items() if not sum(source.size for source in files)]
     if empty:
         fix = "files are held out whole: name more of them, another held_out_percent, or some as held_out."
@@ -350,16 +355,17 @@ def split_files(
     return sides
 
 
-def _find_named(each: str) -> Iterator[tuple[str, Path]]:
+def _list_files(each: str) -> Iterator[tuple[str, Path]]:
     """Yield the names and paths of the files of a folder, or of those that a glob or a name means."""
     root = Path(each)
     if root.is_dir():
         for path in root.rglob("*"):
             name = path.relative_to(root)
-            hidden = any(part.startswith(".") or part == "__pycache__" for part in name.parts)
-            if path.suffix in (*TEXT, *LINES) and not hidden and path.is_file():
+            is_hidden = any(part.startswith(".") or part == "__pycache__" for part in name.parts)
+            if path.suffix in (*TEXT, *LINES) and not is_hidden and path.is_file():
                 yield name.as_posix(), path
     else:
+        # A file may have a name that is a glob, too.
         for path in map(Path, [each] if root.is_file() else glob.glob(each, recursive=True)):
             if path.is_file():
                 yield path.name, path
@@ -375,17 +381,19 @@ def read_pieces(files: Sequence[TextFile]) -> Iterator[dict[str, Any]]:
     `problem` with it."""
     for source in files:
         with source.path.open(encoding="utf-8-sig", errors="surrogateescape", newline="\n") as file:
-            yield from (_read_lines if source.is_jsonl else _read_document)(source.path, file)
+            read = _read_lines if source.is_jsonl else _read_document
+            yield from read(source.path, file)
 
 
 def _read_document(path: Path, file: TextIO) -> Iterator[dict[str, Any]]:
-    """Yield a text, which is one document, cut at ends of lines; bytes that are no UTF-8 are replaced."""
+    """Yield a text, which is one document, cut at ends of lines. Bytes that are no UTF-8 are replaced."""
     line = 1
     while text := file.read(PIECE):
-        text += file.readline(PIECE)
+        text += file.readline(PIECE)  # a line is cut only if it is longer than a piece
         wrong = NO_UTF8.search(text)
         problem = ""
         if wrong:
+            # Only the first such byte of a piece is reported.
             number = line + text.count("\n", 0, wrong.start())
             problem = f"{path}:{number}: is no UTF-8 (byte 0x{ord(wrong[0]) - 0xDC00:02x})"
         yield {"text": NO_UTF8.sub("\N{REPLACEMENT CHARACTER}", text), "end": False, "problem": problem}
@@ -394,13 +402,13 @@ def _read_document(path: Path, file: TextIO) -> Iterator[dict[str, Any]]:
 
 
 def _read_lines(path: Path, file: TextIO) -> Iterator[dict[str, Any]]:
-    """Yield the "text" of each line; an empty one is no document."""
+    """Yield the "text" of each line. An empty one is no document."""
     for number, line in enumerate(file, 1):
         if not line.strip():
             continue
         try:
             text = json.loads(line)["text"]
-            text.encode()
+            text.encode()  # fails on half a surrogate pair, and on what is no text
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             why = f'is no object with a "text" ({type(error).__name__}: {error})'
             yield {"text": "", "end": False, "problem": f"{path}:{number}: {why}"}
