@@ -6,7 +6,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 AS_RANK = "--as-rank"  # what a rank of a job is started with
-# What other packages log at every start, and nobody who runs a command can use: by logger, a part of it.
+# Messages that other packages log at every start, and that are of no use to who runs a command: by logger, a
+# part of the message.
 NOISE = {
     "torch.utils.cpp_extension": "No CUDA runtime is found",
     "torch.utils._pytree": "is an Enum subclass",
@@ -16,5 +17,5 @@ for _name, _part in NOISE.items():
 
 
 def python_path() -> str:
-    """`PYTHONPATH` for a process that imports `experiments`, wherever it is started."""
+    """Return the `PYTHONPATH` of a process that imports `experiments`, wherever it is started."""
     return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))

@@ -3,7 +3,7 @@
     python -m experiments.bases stdlib      # what `experiments.finetune` tunes where no model is named
     python -m experiments.bases tiny        # random weights
 
-It is made once and kept as a Hugging Face model directory, `outputs/bases/NAME`; `model=NAME` names it.
+A base is made once and kept as a Hugging Face model directory, `outputs/bases/NAME`; `model=NAME` names it.
 "stdlib" and "tasks" are trained by runs of `experiments.finetune`, which take further arguments, such as
 `run.backend=eager`; a run that was cut off goes on.
 """
@@ -65,8 +65,9 @@ def make_base(names: Sequence[str], settings: Sequence[str]) -> None:
     """
     if len(names) != 1 or names[0] not in BASES:
         raise ConfigError(f"{' '.join(names) or 'no name'}: one of {', '.join(BASES)}.")
+    # Another process may be making a base, perhaps the same.
     KEPT.mkdir(parents=True, exist_ok=True)
-    with wait_for_lock(KEPT):  # another process may make one, perhaps this one
+    with wait_for_lock(KEPT):
         needed = [names[0]]
         while needed[0] in TRAINED:
             needed.insert(0, TRAINED[needed[0]][0])
@@ -83,23 +84,23 @@ def make_base(names: Sequence[str], settings: Sequence[str]) -> None:
 
 @contextmanager
 def wait_for_lock(folder: Path) -> Iterator[None]:
-    """Hold a folder as long as the block runs, once no other process does."""
-    told = False
+    """Lock a folder while the block runs, after waiting for other processes that have the lock."""
+    has_told = False
     while True:
-        with lock_folder(folder) as free:
-            if free:
+        with lock_folder(folder) as has_lock:
+            if has_lock:
                 yield
                 return
-        if not told:
+        if not has_told:
             print(f"another process makes a base in {folder}: waiting for it", flush=True)
-        told = True
+        has_told = True
         time.sleep(1.0)
 
 
 def train_base(name: str, folder: Path, settings: Sequence[str]) -> None:
     """Train a base by a run of `experiments.finetune`, on two ranks of a CPU or on one device."""
-    base, write_files, own = TRAINED[name]
-    composed = compose(finetune.COMMAND, [*RUN, *own, *settings])
+    base, write_files, recipe = TRAINED[name]
+    composed = compose(finetune.COMMAND, [*RUN, *recipe, *settings])
     config, run = composed.config, folder.parent / "runs" / name
     device = device_of("run.device", config.run.device, find_accelerators())
     train, held_out = map(str, write_files(run))
@@ -109,6 +110,7 @@ def train_base(name: str, folder: Path, settings: Sequence[str]) -> None:
         mesh=replace(config.mesh, shard=CPU_RANKS if device == "cpu" else 1),
         data=replace(config.data, train=train, held_out=held_out),
     )
+    # A run that was stopped goes on with the next command, and has exported nothing.
     if start(finetune.JOB, config, run, composed.overrides, chosen=True) == STOPPED:
         raise SystemExit(0)
     (run / EXPORTED).rename(folder)
@@ -174,8 +176,10 @@ SEEING: Mapping[str, Mapping[str, Any]] = {
 
 
 def write_base(name: str, folder: Path) -> None:
-    """Write a model with random weights, always the same, whose tokens are bytes. The directory is written
-    whole or not at all."""
+    """Write a model with random weights, always the same, whose tokens are bytes.
+
+    The directory is complete or absent.
+    """
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -190,7 +194,7 @@ def write_base(name: str, folder: Path) -> None:
 
 
 def write_decoder(name: str, folder: Path) -> None:
-    """Write a model of `RANDOM`: a Llama; of experts a Qwen3-MoE."""
+    """Write a model of `RANDOM`: a Llama, or with experts a Qwen3-MoE."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     tokenizer, sizes = ByteTokenizer(), RANDOM[name]
@@ -203,27 +207,29 @@ def write_decoder(name: str, folder: Path) -> None:
 
 
 def write_model(name: str, folder: Path) -> None:
-    """Write a model of `SEEING` as a model directory, of torch's random numbers."""
+    """Write a model of `SEEING` as a model directory, with torch's random numbers."""
     from transformers import AutoConfig, AutoModelForImageTextToText
 
-    made, tokenizer = SEEING[name], ByteTokenizer()
-    ids = {token: tokenizer.vocab + number for number, token in enumerate(made["tokens"])}
+    # The model: its control tokens have ids behind those of bytes.
+    parts, tokenizer = SEEING[name], ByteTokenizer()
+    ids = {token: tokenizer.vocab + number for number, token in enumerate(parts["tokens"])}
     special = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos, "pad_token_id": tokenizer.pad}
-    config = dict(made["config"])
+    config = dict(parts["config"])
     vocab = -(-(tokenizer.vocab + len(ids)) // 8) * 8
     text = {**_TEXT, **config.pop("text_config"), **special, "vocab_size": vocab}
-    named = {"image_token_id": ids[made["token"]], "image_token_index": ids[made["token"]]}
+    named = {"image_token_id": ids[parts["token"]], "image_token_index": ids[parts["token"]]}
     if "<|video_pad|>" in ids:
         named |= {"video_token_id": ids["<|video_pad|>"], "vision_start_token_id": ids["<|vision_start|>"],
                   "vision_end_token_id": ids["<|vision_end|>"]}  # fmt: skip
     whole = AutoConfig.for_model(config.pop("model_type"), text_config=text, **config, **named, **special)
     AutoModelForImageTextToText.from_config(whole).save_pretrained(folder)
-    # Before each message the template sets `said` to its text, with the control tokens of each image; then it
-    # writes `said` where it wrote the content.
+
+    # The tokenizer: before each message the template sets `said` to its text, with the control tokens of each
+    # image, and then writes `said` in place of the content.
     role = "{{ '<|' + message['role']"
-    said = _SAID.replace("SHOWN", made["shown"]) + role
+    said = _SAID.replace("SHOWN", parts["shown"]) + role
     tokenizer.save(folder, tuple(ids), TEMPLATE.replace("message['content']", "said").replace(role, said))
-    write_json(folder / "preprocessor_config.json", dict(made["processor"]))
+    write_json(folder / "preprocessor_config.json", dict(parts["processor"]))
 
 
 # Sets `said` to what a message says, a text or its parts; SHOWN stands for an image.

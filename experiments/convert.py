@@ -76,32 +76,32 @@ def parse(arguments: Sequence[str]) -> ConvertConfig:
     """Return what a command line asks for.
 
     Raises:
-        ConfigError: not two paths; a key or a value that there is not.
+        ConfigError: there are not two paths, or a key or a value is unknown.
     """
+    # Divide the arguments. A path may look like KEY=VALUE, too.
     keys = ConvertConfig.__dataclass_fields__
     given = [a for a in arguments if KEY_VALUE.match(a) and not Path(a).exists()]
-    settings, paths = dict(a.split("=", 1) for a in given), [a for a in arguments if a not in given]
+    settings = dict(a.split("=", 1) for a in given)
+    paths = [a for a in arguments if a not in given]
     if unknown := [a for a in given if a.partition("=")[0] not in keys]:
         raise ConfigError(report("there are no such keys:", unknown, f"these are known: {', '.join(keys)}."))
     if len(paths) != 2:
-        raise ConfigError(
-            report(
-                f"two paths are needed, not {len(paths)}:",
-                paths,
-                "python -m experiments.convert FROM TO [KEY=VALUE].",
-            )
-        )
+        fix = "python -m experiments.convert FROM TO [KEY=VALUE]."
+        raise ConfigError(report(f"two paths are needed, not {len(paths)}:", paths, fix))
+
+    # Check the values.
     values: dict[str, Any] = {"source": paths[0], "target": paths[1], **settings}
     if "optimizer" in settings:
         try:
             values["optimizer"] = OmegaConf.to_container(OmegaConf.create(settings["optimizer"]))
         except (OmegaConfBaseException, YAMLError, AssertionError):  # the last for a number
-            given = settings["optimizer"]
+            text = settings["optimizer"]
             raise ConfigError(
-                f"optimizer={given}: expected arguments of AdamW. Fix: optimizer='{{lr: 3e-3}}'."
+                f"optimizer={text}: expected arguments of AdamW. Fix: optimizer='{{lr: 3e-3}}'."
             ) from None
-    config = build(values, ConvertConfig)
-    wrong = [] if config.to in (None, *WRITTEN) else [f"to={config.to}: one of {', '.join(WRITTEN)}"]
+    config, wrong = build(values, ConvertConfig), []
+    if config.to not in (None, *WRITTEN):
+        wrong.append(f"to={config.to}: one of {', '.join(WRITTEN)}")
     if config.layout not in LAYOUTS:
         wrong.append(f"layout={config.layout}: one of {', '.join(LAYOUTS)}")
     if wrong:
@@ -117,23 +117,30 @@ def convert(config: ConvertConfig) -> None:
         CheckpointError: FROM cannot be read, or TO not be written.
         StateError: `model` has other leaves than FROM.
     """
-    begin, source, target = time.perf_counter(), Path(config.source), Path(config.target)
+    # Find out what is read and written.
+    began, source, target = time.perf_counter(), Path(config.source), Path(config.target)
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise ConfigError(f"there is something at {target}. Fix: name another path, or remove it.")
     known = recognise_format(source)
-    to = config.to or ("torch" if target.suffix in SUFFIXES else "dcp" if known == "fnshard" else "fnshard")
+    if config.to is not None:
+        to = config.to
+    elif target.suffix in SUFFIXES:
+        to = "torch"
+    else:
+        to = "dcp" if known == "fnshard" else "fnshard"
     folder = None if config.model is None else find_directory(config.model)
     model = None
     if folder is not None:  # built without memory: it says what leaves are called
         model = from_config(read_model_config(folder), torch.float32).model
 
+    # Tensors are read from the open files when they are written, one at a time.
     with ExitStack() as files:
         try:
             saved = read_saved(FORMATS[known].read, source, files)
             if model is not None:
                 saved = name_leaves(saved, model, f"model={config.model} is another model than {source}")
-            dropped = bool(saved.slots) and not FORMATS[to].keeps_optimizer
-            if dropped:
+            is_dropped = bool(saved.slots) and not FORMATS[to].keeps_optimizer
+            if is_dropped:
                 saved = replace(saved, slots={})
             target.parent.mkdir(parents=True, exist_ok=True)
             FORMATS[to].write(
@@ -142,16 +149,20 @@ def convert(config: ConvertConfig) -> None:
         except Corrupt as error:
             raise explain_corrupt(f"cannot convert {str(source)!r}", error) from error
 
-    tensors = [*saved.params.values(), *(t for own in saved.slots.values() for t in own.values())]
+    # Say what was done.
+    tensors = [*saved.params.values(), *(t for slot in saved.slots.values() for t in slot.values())]
     size = sum(torch.Size(t.shape).numel() * t.dtype.itemsize for t in tensors) / 1e9
-    state = f"optimizer state of step {saved.step}, " if saved.slots else ""
-    state = "optimizer state is left out, " if dropped else state
+    state = ""
+    if is_dropped:
+        state = "optimizer state is left out, "
+    elif saved.slots:
+        state = f"optimizer state of step {saved.step}, "
     if saved.slots and to == "dcp" and config.optimizer is None:
         state += "no group of AdamW (optimizer='{lr: 3e-3}' writes one, without which FSDP2 loads none), "
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     print(
         f"{FORMATS[known].title} {source} -> {FORMATS[to].title} {target}: {len(saved.params)} parameters, "
-        f"{state}{size:.3g} GB in {time.perf_counter() - begin:.0f} s, at most {peak:.2g} GB of memory"
+        f"{state}{size:.3g} GB in {time.perf_counter() - began:.0f} s, at most {peak:.2g} GB of memory"
     )
 
 
@@ -159,7 +170,7 @@ def name_leaves(saved: SavedState, model: nn.Module, headline: str) -> SavedStat
     """Return a state whose leaves are called as a module calls them.
 
     Raises:
-        StateError: the module has other leaves; with the ways out that this command has.
+        StateError: the module has other leaves. The error names the ways out that this command has.
     """
     try:
         return name_by_model(saved, model)

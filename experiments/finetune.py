@@ -100,8 +100,15 @@ COMMAND = Command(
 
 
 def prepare(config: FinetuneConfig) -> FinetuneConfig:
-    """Find, before a rank starts, what is wrong with what the configuration names; return it with directories
-    in the place of names: of the model, and of tokenised data."""
+    """Find, before a rank starts, what is wrong with what the configuration names.
+
+    Returns:
+        The configuration with directories in place of names: that of the model, and those of tokenised data.
+
+    Raises:
+        ConfigError: files, tasks, rewards or directories cannot be used. One error names all of them.
+    """
+    # Check everything that costs little.
     data, run, tasks = config.data, config.run, config.run.evaluate
     wrong: list[str] = []
     for path in filter(None, (data.train, data.held_out)):
@@ -123,7 +130,7 @@ def prepare(config: FinetuneConfig) -> FinetuneConfig:
     if wrong:
         raise ConfigError("\n".join(wrong))
 
-    # A base that is not there yet is trained once by `experiments.bases`, and kept.
+    # A base that does not exist yet is made once by `experiments.bases`, and kept.
     base_options = (f"run.backend={run.backend}", f"run.device={run.device}")
     kind = config.objective.kind
     if is_base:
@@ -134,8 +141,11 @@ def prepare(config: FinetuneConfig) -> FinetuneConfig:
             directory_of(replace(config, model=keep_base("tiny")))
         model = directory_of(replace(config, model=keep_base(name, *base_options)))
     if teacher is not None:
-        teacher = keep_base(teacher, *base_options) if teacher in BASES else teacher
+        if teacher in BASES:
+            teacher = keep_base(teacher, *base_options)
         check_teacher(model, teacher, data.context)
+
+    # Tokenise the data. The answers to built-in problems are short.
     tokens = config.objective.tokens or (128 if data.train else 4)
     objective = replace(config.objective, reward=reward, tokens=tokens, teacher=teacher)
     return prepare_data(replace(config, model=model, objective=objective))
@@ -146,21 +156,21 @@ def finetune(config: FinetuneConfig, folder: RunFolder, overrides: list[str], st
     path; every rank writes its part of the checkpoints.
 
     Args:
-        config: its model is a directory, its data are folders of `prepared`.
+        config: a configuration that `prepare` returned.
     """
     with Run("finetune", config, folder, overrides, stop) as run:
-        # Mesh, model, data, plan, step, and what measures. The rate that nobody named is known now.
+        # Make mesh, model, data, plan, step, and what measures. A rate that was null is chosen there.
         parts = build(config, tokens=read_saved_tokens(folder))
         run.config = config = parts.config
         mesh, step, goal = parts.mesh, parts.step, parts.goal
 
-        # Restore: the newest checkpoint's state and place in the data, or the first of both.
+        # Restore the newest checkpoint's state and place in the data, or begin with the first of both.
         state, loader = run.restore(step, parts.make_loader, parts.make_state)
         run.open_report(state, parts.planned.plan, goal, parts.tokens, "token")
         if mesh.rank == 0:
             introduce(parts, state)
 
-        # The model as it is, measured while a thread compiles the step.
+        # Measure the model before the first step, while a thread compiles the step.
         with run.timer.during("lowering"):
             step.lower(state, parts.batch).compile_async()
         before = measure_first(parts, run, state)
@@ -170,7 +180,8 @@ def finetune(config: FinetuneConfig, folder: RunFolder, overrides: list[str], st
                 value, more = parts.evaluate(state.params)
             return run.report_held_out(number, value, more)
 
-        # The loop. The last process may have been killed between its save and its measurement: measure again.
+        # The loop begins with the measurement of the last saved step if that is due: the last process may
+        # have been killed between saving and measuring.
         before_first = run.first - 1
         held_out = measure(before_first, state) if run.is_measured_after(before_first) else None
         for number in run.numbers():
@@ -188,7 +199,7 @@ def finetune(config: FinetuneConfig, folder: RunFolder, overrides: list[str], st
                 del state  # its memory is needed to find where that arose
                 raise run.watch.diagnose()
 
-            # Held-out loss and checkpoint, if they are due.
+            # Measure the held-out loss and save a checkpoint, if they are due.
             held_out = measure(number, state) if run.is_measured_after(number) else None
             run.save_if_due(number, state, loader, held_out)
 
@@ -196,7 +207,7 @@ def finetune(config: FinetuneConfig, folder: RunFolder, overrides: list[str], st
             run.end_early(int(state.step))
             return
 
-        # The end: the tuned model is measured and exported, the last checkpoint is on the disk.
+        # At the end, measure and export the tuned model, and wait for the last checkpoint.
         run.report.close()
         after = measure_all(parts, run, state)
         with run.timer.during("export"):
@@ -206,7 +217,7 @@ def finetune(config: FinetuneConfig, folder: RunFolder, overrides: list[str], st
         if mesh.rank != 0:
             return
 
-        # Results, on rank 0: answers before and after, the curve, the totals.
+        # Rank 0 writes the results: answers before and after, the curve, the totals.
         table = parts.answers.table({"before": before["answers"], "after": after["answers"]})
         if table:
             write_text(run.folder / SAMPLES, table)
@@ -218,11 +229,11 @@ def finetune(config: FinetuneConfig, folder: RunFolder, overrides: list[str], st
         lines = []
         for name, value in numbers.items():
             label = name.replace("_", " ").replace("held out", "held-out")
-            is_known = (
-                before.get(name) is not None
-            )  # a run from another one's checkpoint measured none before
-            was_and_is = f"{before[name]:.3f} before, {value:.3f} after" if is_known else f"{value:.3f}"
-            lines.append(f"{label}: {was_and_is}")
+            # A run from another one's checkpoint has no numbers from before.
+            if before.get(name) is None:
+                lines.append(f"{label}: {value:.3f}")
+            else:
+                lines.append(f"{label}: {before[name]:.3f} before, {value:.3f} after")
         lines += [*written, closing, f"results: {run.folder}"]
         print(f"\n{table}\n" + "\n".join(lines), flush=True)
 
@@ -232,16 +243,16 @@ def finetune(config: FinetuneConfig, folder: RunFolder, overrides: list[str], st
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of a tuning run; `experiments.generate` reads a checkpoint into it, too.
+    """The parts of a tuning run. `experiments.generate` reads a checkpoint into them, too.
 
     Args:
         config: the configuration, with the peak rate that was chosen.
         planned: what trains, and the plan of a step.
         held_out: the objective as a forward.
         answers: the table of prompts whose answers people see.
-        batch: an example batch; all batches have its shape.
-        rewarded: what draws answers and rewards them, where that is the objective.
-        tasks, scorer: public benchmarks of `run.evaluate`, and what measures by them.
+        batch: an example batch, whose shape all batches have.
+        rewarded: what draws answers and rewards them; None if the objective has no rewards.
+        tasks, scorer: public benchmarks of `run.evaluate`, and what measures the model by them.
     """
 
     config: FinetuneConfig
@@ -258,7 +269,7 @@ class Parts:
 
     @property
     def tokens(self) -> int:
-        """The tokens of one step, of all ranks."""
+        """Return the tokens of one step, of all ranks."""
         if self.rewarded is not None:
             prompts = self.rewarded.prompts
             return prompts.answers * prompts.ranks * prompts.width
@@ -266,7 +277,8 @@ class Parts:
 
     @property
     def goal(self) -> Goal:
-        """The loss of samples is in nats per token; losses of pairs and rewards have no unit of their own."""
+        """Return what the run is judged by."""
+        # The loss of samples is in nats per token; losses of pairs and rewards have no unit.
         kind = self.config.objective.kind
         if kind.data == "prompts" and not kind.teacher:
             return Goal("reward", is_maximised=True)
@@ -283,8 +295,11 @@ class Parts:
         return make_first_state(planned.tuning, self.step, specs, self.mesh, model, seed, teacher)
 
     def evaluate(self, params: Any) -> tuple[float, dict[str, float]]:
-        """Return the goal's number on held-out data: the objective's mean, or the mean reward; and more
-        numbers by name, those of tasks as `{task/metric: mean}`. All ranks call it together."""
+        """Return the goal's number on held-out data, and more numbers by name. All ranks call it together.
+
+        The goal's number is the mean of the objective or of the reward. Numbers of tasks are called
+        `task/metric`.
+        """
         if self.goal.name == "reward":
             more = self.rewarded.mean_rewards(params)
             value = more.pop(self.goal.name)
@@ -292,21 +307,23 @@ class Parts:
             drawn = self.rewarded.held_out_batches(params)
             value, more = mean_over(self.held_out, params, zip(drawn), self.mesh.device)
         else:
+            # A forward holds as many rows at once as a training step.
             measured, rows = self.data.measured, self.config.data.rows // self.planned.plan.accumulate
             if self.config.data.tokens is not None:
                 rows = measured.at_once * self.mesh.data_size
-            # A forward holds as many rows at once as a training step.
             batches = measured.one_pass(
                 rows, measured.rows_for(self.config.data.held_out_rows), **place_of(self.mesh)
             )
             value, more = mean_over(self.held_out, params, zip(batches), self.mesh.device)
+        # Each rank answers a part of a task's questions, and the sums of all ranks are added.
         for task in self.tasks:
             results = [result for _, result in self.scorer.results(params, task)]
             sums = {metric: sum(result[metric] for result in results) for metric in task.metrics}
-            every = list(map(json.loads, self.step.gather_strings(json.dumps(sums))))
-            alike = self.mesh.size // self.mesh.data_size  # ranks that have the same rows
-            count = len(task.questions) * alike
-            more |= {f"{task.name}/{metric}": sum(each[metric] for each in every) / count for metric in sums}
+            all_sums = list(map(json.loads, self.step.gather_strings(json.dumps(sums))))
+            copies = self.mesh.size // self.mesh.data_size  # ranks that answer the same questions
+            count = len(task.questions) * copies
+            for metric in sums:
+                more[f"{task.name}/{metric}"] = sum(each[metric] for each in all_sums) / count
         return value, more
 
     def sample(self, params: Any) -> str:
@@ -315,25 +332,26 @@ class Parts:
 
 
 def build(config: FinetuneConfig, only_prompt: bool = False, tokens: int | None = None) -> Parts:
-    """Make all that a run consists of but its state.
+    """Make all parts of a run but its state.
 
     Args:
         only_prompt: whether `run.prompt` is the only prompt that is shown.
-        tokens: with `data.tokens=auto`, the tokens of a micro-batch that a run which goes on has had: another
-            number would make other batches. None measures anew how many fit.
+        tokens: with `data.tokens=auto`, the tokens of a micro-batch that a resumed run has had, as another
+            number would make other batches. None measures how many fit.
     """
     # The mesh arranges ranks along axes. Ranks along data axes take different rows.
     run = config.run
     mesh = fs.make_mesh(**config.mesh.axes, device=run.device)
 
-    # The model of the directory as pure functions; values come with the first state.
+    # Make pure functions of the directory's model. The first state has the parameters' values.
     lm = replace(from_directory(config.model), fp32_head=config.objective.fp32_head)
 
-    # The method (what trains) and its loss; the data, and one batch: where answers are rewarded, a blank one
-    # of the shape of all; the plan (how each leaf is stored, gathered and reduced), the peak rate; the step.
+    # Make the method, which says what trains, and its loss.
     tuning, objective = make_tuning(config, lm), OBJECTIVES[config.objective.name]
     loss = objective(tuning, config.objective, training=True)
 
+    # Open the data, take one batch, plan how each leaf is stored, gathered and reduced, and make the step.
+    # If answers are rewarded, the batch is a blank one of the shape of all.
     def build_step(config: FinetuneConfig) -> tuple[Any, ...]:
         data = open_data(config, lm.vision)
         if config.objective.kind.data == "prompts":
@@ -349,30 +367,33 @@ def build(config: FinetuneConfig, only_prompt: bool = False, tokens: int | None 
         step = fs.shard_step(loss, specs, mesh=mesh, optimizer=planned.optimizer, **options)
         return data, prompts, batch, planned, step
 
-    def with_tokens(tokens: int) -> FinetuneConfig:  # for which no budget of bytes is asked any more
+    def set_tokens(tokens: int) -> FinetuneConfig:
+        # The budget of bytes has become one of tokens.
         run = replace(config.run, device_gb=None)
         return replace(config, data=replace(config.data, tokens=tokens), run=run)
 
     def predict_peak(tokens: int) -> int:
-        *_, batch, _, step = build_step(with_tokens(tokens))
+        *_, batch, _, step = build_step(set_tokens(tokens))
         return step.lower(tuning.params, batch).memory_analysis().peak_bytes
 
+    # With data.tokens=auto, find how many tokens fit, unless the run has begun with some number.
     if config.data.tokens == AUTO:
         budget = budget_bytes(config, mesh)
         if tokens is None:
             tokens = find_most_tokens(predict_peak, budget, *token_limits(config))
         else:
             check_fits(tokens, predict_peak(tokens), budget)
-        config = with_tokens(tokens)
+        config = set_tokens(tokens)
     data, prompts, batch, planned, step = build_step(config)
     specs = planned.plan.specs
     config = replace(config, optimizer=replace(config.optimizer, lr=planned.rate))
 
-    # Forwards of the same leaves: the objective on held-out data, and answers that are shown.
+    # Make forwards of the same leaves: the objective on held-out data, and answers that are shown.
     options = forward_options(config, mesh)
     held_out = fs.shard_forward(objective(tuning, config.objective, training=False), specs, **options)
     examples = data.examples(run, lm.context)[-1 if only_prompt else 0 :]
-    examples = [] if config.objective.kind.exported else examples  # classifiers and the like write no text
+    if config.objective.kind.exported:  # classifiers and the like write no text
+        examples = []
 
     def hidden(params: Any, tokens: torch.Tensor, *images: Any) -> torch.Tensor:  # prompts may have images
         return lm.hidden(params, tokens, **({"images": images[0]} if images else {}))
@@ -383,7 +404,7 @@ def build(config: FinetuneConfig, only_prompt: bool = False, tokens: int | None 
     sampler = Sampler(answer, window, mesh.device, temperature=0.0, more=images)
     answers = AnswerTable(sampler, data.tokenizer, examples, run.sample_length)
 
-    # What draws answers and rewards them; what measures tasks.
+    # Make what draws answers and rewards them, and what measures tasks.
     rewarded = None if prompts is None else make_rewarded_batches(prompts, tuning, step, specs, mesh, options)
     tasks = tuple(read_tasks(run.evaluate))
     longest = max((len(q.choices) for task in tasks for q in task.questions), default=1)
@@ -412,7 +433,8 @@ def introduce(parts: Parts, state: fs.TrainState) -> None:
 
 
 def measure_first(parts: Parts, run: Run, state: fs.TrainState) -> Measured:
-    """Return what the model was before the first step: measured now, or by the process that began the run."""
+    """Return the model's numbers before the first step, measured now or by the process that began the run."""
+    # A file has the numbers, and what they depend on.
     config, path = parts.config, run.folder / BEFORE
     of = [config.model, config.objective.name, config.data.held_out, config.run.prompt]
     of += [config.run.sample_length, *config.run.evaluate]
@@ -422,7 +444,9 @@ def measure_first(parts: Parts, run: Run, state: fs.TrainState) -> Measured:
         if parts.mesh.rank == 0:
             print(f"{error} It counts as none.", file=sys.stderr, flush=True)
         known = {}
-    known = known if known.get("of") == of else {}  # another configuration's
+    if known.get("of") != of:  # another configuration's
+        known = {}
+    # Rank 0 decides for all ranks, since they measure together.
     is_fresh = parts.step.gather_strings("" if int(state.step) or known else "fresh")[0]
     if is_fresh:
         values = {"of": of, **measure_all(parts, run, state)}
@@ -434,12 +458,12 @@ def measure_first(parts: Parts, run: Run, state: fs.TrainState) -> Measured:
 
 
 def measure_all(parts: Parts, run: Run, state: fs.TrainState) -> Measured:
-    """Measure the goal's number on held-out data, perplexity, and answers; all ranks call it together."""
+    """Measure the goal's number on held-out data, perplexity, and answers. All ranks call it together."""
     with run.timer.during("evaluation"):
         loss, more = parts.evaluate(state.params)
     values: Measured = {parts.goal.held_out: loss}
     if parts.config.objective.name == "sft":
-        values["perplexity"] = math.exp(min(loss, 700.0))
+        values["perplexity"] = math.exp(min(loss, 700.0))  # exp(710) overflows
     values |= {HELD_OUT + name: value for name, value in more.items()}
     with run.timer.during("samples"):
         return values | {"answers": parts.answers.answers(state.params)}

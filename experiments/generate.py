@@ -54,13 +54,15 @@ class GenerateConfig:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Answer a command line of KEY=VALUE; a value is taken as it is, but for quotes around it."""
+    """Answer a command line of KEY=VALUE. Values are taken literally, without quotes around them."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if {"-h", "--help"} & set(arguments):
         print(f"{__doc__}\n{GenerateConfig.__doc__}")
         return
-    values = {key: value[1:-1] if QUOTED.fullmatch(value) else value
-              for key, _, value in (argument.partition("=") for argument in arguments)}  # fmt: skip
+    values = {}
+    for argument in arguments:
+        key, _, value = argument.partition("=")
+        values[key] = value[1:-1] if QUOTED.fullmatch(value) else value
     exit_with(lambda: generate(build(values, GenerateConfig)))
 
 
@@ -70,6 +72,7 @@ def generate(config: GenerateConfig) -> None:
     Raises:
         ConfigError: the folder is no run's, or holds no checkpoint.
     """
+    # Make the parts of the run as its job does, on one rank, and read its newest checkpoint.
     folder = Path(config.run)
     saved = fit_to_machine(read_run(config, folder), world=1)
     parts = make_training_parts(saved) if isinstance(saved, TrainConfig) else make_tuning_parts(saved, config)
@@ -79,6 +82,8 @@ def generate(config: GenerateConfig) -> None:
         )
     state = fs.checkpoint.restore(folder / CHECKPOINTS, parts.step, parts.step.mesh)
     print(f"step {int(state.step)} of {folder.resolve()}", flush=True)
+
+    # Print the held-out numbers and the text.
     if config.held_out:
         value, more = parts.evaluate(state.params)
         print(f"held-out {parts.goal.label}: {value:.3f}", flush=True)
@@ -94,8 +99,9 @@ class Parts:
 
     Args:
         step: the step, which knows what a checkpoint holds.
-        evaluate: gives, by parameters, the goal's number on held-out data, and more numbers by name.
-        sample: gives, by parameters, the text that the model writes; it is empty where it writes none.
+        evaluate: a function of the parameters that returns the goal's number on held-out data, and more
+            numbers by name.
+        sample: a function of the parameters that returns the text that the model writes, which may be empty.
     """
 
     step: Any
@@ -139,10 +145,10 @@ def make_tuning_parts(config: FinetuneConfig, asked: GenerateConfig) -> Parts:
 
 
 def read_run(config: GenerateConfig, folder: Path) -> Any:
-    """Return the configuration of a run for one rank: what its step does not need is left out.
+    """Return the configuration of a run for one rank, without what its step does not need.
 
     Raises:
-        ConfigError: the folder is no run's; or its configuration names code, and `own_code` is not said.
+        ConfigError: the folder is no run's, or its configuration names code and `own_code` is false.
     """
     if not (folder / "config.yaml").is_file():
         raise ConfigError(f"run={config.run}: is no folder of a run. Fix: what a run prints after results:.")
@@ -157,6 +163,8 @@ def read_run(config: GenerateConfig, folder: Path) -> Any:
         saved = build(values, FinetuneConfig if "method" in values else TrainConfig)
     except ConfigError as error:
         raise ConfigError(f"run={config.run}: config.yaml is of no run of this version: {error}") from None
+
+    # One rank on its own needs no mesh, strategy, budget, replicas or trackers.
     asked = {"prompt": config.prompt, "sample_tokens": config.tokens}
     run = replace(
         saved.run, device=config.device, device_gb=None, disk_dir=None, accumulate=1, replicas=0,

@@ -75,23 +75,23 @@ def train(config: TrainConfig, folder: RunFolder, overrides: list[str], stop: St
         # The mesh arranges ranks along axes. Ranks along data axes take different rows.
         mesh = fs.make_mesh(**config.mesh.axes, device=config.run.device)
 
-        # The data: batches of this rank's rows, and held-out ones of as many rows as a step holds at once.
+        # The data are batches of this rank's rows, and held-out ones of as many rows as a step holds at once.
         data = open_data(config)
 
-        # The model and its loss as pure functions; values come with the first state.
+        # The model and its loss are pure functions. The first state has the parameters' values.
         task = make_task(config)
 
-        # The plan: how each parameter is stored, gathered and reduced, and what is recomputed or moved
-        # elsewhere.
+        # The plan says how each parameter is stored, gathered and reduced, and what is recomputed or moved to
+        # other memory.
         optimizer = make_optimizer(config.optimizer, config.schedule, config.run.steps, task.undecayed)
         plan = make_plan(config, task, data, mesh, optimizer)
 
-        # The step, and forwards of the same parameters that give the held-out loss and the sample.
+        # Make the step, and forwards of the same parameters that give the held-out loss and the sample.
         step = fs.shard_step(task.loss, plan.specs, mesh=mesh, optimizer=optimizer, **plan.options)
         forward = fs.shard_forward(task.held_out_loss, plan.specs, **forward_options(config, mesh))
         sampler = make_sampler(config, task, plan, mesh)
 
-        # Restore: the newest checkpoint's state and place in the data, or the first of both.
+        # Restore the newest checkpoint's state and place in the data, or begin with the first of both.
         state, loader = run.restore(
             step,
             make_loader=lambda: data.loader(mesh),
@@ -100,13 +100,14 @@ def train(config: TrainConfig, folder: RunFolder, overrides: list[str], stop: St
         goal = goal_of(config, data)
         run.open_report(state, plan, goal, data.tokens, data.unit)
 
-        # What measures the model on held-out data, where `Run.is_measured_after` says so.
+        # The model is measured on held-out data after the steps that `Run.is_measured_after` says.
         def measure(number: int, state: fs.TrainState) -> float:
             with run.timer.during("evaluation"):
                 loss, more = mean_over(forward, state.params, held_out_batches(data, plan, mesh), mesh.device)
             return run.report_held_out(number, loss, more)
 
-        # The loop. The last process may have been killed between its save and its measurement: measure again.
+        # The loop begins with the measurement of the last saved step if that is due: the last process may
+        # have been killed between saving and measuring.
         before_first = run.first - 1
         held_out = measure(before_first, state) if run.is_measured_after(before_first) else None
         for number in run.numbers():
@@ -118,7 +119,8 @@ def train(config: TrainConfig, folder: RunFolder, overrides: list[str], stop: St
             if number == run.first:
                 with run.timer.during("lowering"):
                     lowered = [forward.lower(state, *next(held_out_batches(data, plan, mesh)))]
-                    lowered += [sampler.lower(state)] if sampler and config.run.sample_length else []
+                    if sampler and config.run.sample_length:
+                        lowered.append(sampler.lower(state))
                     for each in lowered:
                         each.compile_async()
 
@@ -128,7 +130,7 @@ def train(config: TrainConfig, folder: RunFolder, overrides: list[str], stop: St
                 del state  # its memory is needed to find where that arose
                 raise run.watch.diagnose()
 
-            # Held-out loss and checkpoint, if they are due.
+            # Measure the held-out loss and save a checkpoint, if they are due.
             held_out = measure(number, state) if run.is_measured_after(number) else None
             run.save_if_due(number, state, loader, held_out)
 
@@ -136,7 +138,7 @@ def train(config: TrainConfig, folder: RunFolder, overrides: list[str], stop: St
             run.end_early(int(state.step))
             return
 
-        # The end: a sample, what else the loss gives, the last checkpoint.
+        # At the end, draw a sample, measure what else the loss gives, and wait for the last checkpoint.
         run.report.close()
         sample_text, more = "", {}
         with run.timer.during("samples"):
@@ -150,7 +152,7 @@ def train(config: TrainConfig, folder: RunFolder, overrides: list[str], stop: St
         if mesh.rank != 0:
             return
 
-        # Results, on rank 0: the curve, losses of n-gram tables to compare with, the totals.
+        # Rank 0 writes the results: the curve, losses of n-gram tables to compare with, the totals.
         with run.timer.during("reports"):
             ngram_losses = data.ngram_losses()
             picture = run.folder / "loss.png"
@@ -168,13 +170,15 @@ def train(config: TrainConfig, folder: RunFolder, overrides: list[str], stop: St
 
 def open_data(config: TrainConfig) -> Dataset | TargetData:
     """Open text, shards of tokens, or the data of a `_target_`."""
-    return make_data(config.data, config.run.seed) if isinstance(config.data, dict) else open_dataset(config)
+    if isinstance(config.data, dict):
+        return make_data(config.data, config.run.seed)
+    return open_dataset(config)
 
 
 def make_plan(
     config: TrainConfig, task: Task, data: Dataset | TargetData, mesh: fs.Mesh, optimizer: fs.optim.Optimizer
 ) -> Plan:
-    """Plan a step by the configuration's strategy; specs are by its rules, where it has some."""
+    """Plan a step by the configuration's strategy. Its rules make the specs, if it has any."""
 
     def make_specs(preset: Any, **policy: Any) -> Any:
         policy = dtypes_of(config.precision) | policy
@@ -190,7 +194,7 @@ def make_plan(
 
 
 def make_sampler(config: TrainConfig, task: Task, plan: Plan, mesh: fs.Mesh) -> Sampler | None:
-    """Make what writes text; None where the data are no text."""
+    """Make the sampler of text; None if the data are no text."""
     if config.objective is not None:
         return None
     logits = fs.shard_forward(last_logits(task.apply), plan.specs, **forward_options(config, mesh))
@@ -198,7 +202,7 @@ def make_sampler(config: TrainConfig, task: Task, plan: Plan, mesh: fs.Mesh) -> 
 
 
 def goal_of(config: TrainConfig, data: Dataset | TargetData) -> Goal:
-    """Return what the run is judged by: the loss, in nats per byte or token for text."""
+    """Return what the run is judged by: the loss, which for text is in nats per byte or token."""
     return Goal() if config.objective is not None else Goal(unit=f"nats per {data.unit}")
 
 
@@ -208,7 +212,7 @@ def held_out_batches(data: Dataset | TargetData, plan: Plan, mesh: fs.Mesh) -> I
 
 
 def sample(config: TrainConfig, data: Dataset, sampler: Sampler, params: Any, mesh: fs.Mesh) -> str:
-    """Return the prompt and what the model writes after it; ranks along data axes draw different texts."""
+    """Return the prompt and what the model writes after it. Ranks along data axes draw different texts."""
     prompt = data.encode(config.run.prompt)
     (drawn,) = sampler(params, [prompt], config.run.sample_length, config.run.seed + mesh.data_rank)
     return printable(data.decode([*prompt, *drawn]))

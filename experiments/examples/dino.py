@@ -13,11 +13,12 @@ from torch import Tensor, nn
 import fnshard as fs
 
 KINDS, PIXELS, WIDTH, OUT, ROWS = 6, 24, 48, 16, 64
-MOMENTUM, CENTRE, SHARP, SOFT = 0.98, 0.9, 0.1, 0.2  # of the averages; temperatures of teacher and student
+MOMENTUM, CENTRE = 0.98, 0.9  # of the averages: the teacher's weights, and the centre
+SHARP, SOFT = 0.1, 0.2  # temperatures of teacher and student
 
 
 class Dino(nn.Module):
-    """Two networks of one shape, of which one trains."""
+    """A pair of networks of one shape, of which the student trains."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,12 +28,14 @@ class Dino(nn.Module):
         self.register_buffer("centre", torch.zeros(OUT))
 
     def forward(self, views: Tensor) -> Tensor:
-        """views [rows, 2, PIXELS] -> the mean loss of this rank's rows."""
+        """Return the mean loss of this rank's rows, from views [rows, 2, PIXELS]."""
         with torch.no_grad():
+            # The teacher follows the student, and sees each view as a target for the other.
             for old, new in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
                 old.lerp_(new, 1 - MOMENTUM)  # what the last step made of the student
             seen = self.teacher(views.flatten(0, 1))  # [2 rows, OUT]
             targets = ((seen - self.centre) / SHARP).softmax(-1).view(-1, 2, OUT).flip(1)
+            # The centre is an average over the rows of all ranks; without it all outputs could become one.
             mean = fs.psum(seen.sum(0)) / fs.psum(len(seen))
             self.centre.lerp_(mean, 1 - CENTRE)
         guesses = (self.student(views.flatten(0, 1)) / SOFT).log_softmax(-1).view(-1, 2, OUT)
@@ -40,14 +43,14 @@ class Dino(nn.Module):
 
 
 def batch(generator: torch.Generator) -> Tensor:
-    """Two noisy views [ROWS, 2, PIXELS] of things of six kinds."""
+    """Draw two noisy views [ROWS, 2, PIXELS] of things of six kinds."""
     kinds = torch.randn(KINDS, PIXELS, generator=torch.Generator().manual_seed(0))
     things = kinds[torch.randint(KINDS, (ROWS,), generator=generator)]
     return things[:, None] + 0.4 * torch.randn(ROWS, 2, PIXELS, generator=generator)
 
 
 def train(steps: int = 400, backend: str = "inductor") -> list[float]:
-    """Run on each rank; return the loss of every step, the mean over all rows."""
+    """Train on this rank, and return the loss of every step, which is the mean over all rows."""
     mesh = fs.make_mesh(shard=-1)  # joins the ranks that were started together
     torch.manual_seed(0)
     apply, params = fs.make_functional(fs.sync_batch_norm(Dino()))

@@ -26,8 +26,8 @@ def observations(generator: torch.Generator) -> tuple[Tensor, Tensor]:
     return x, torch.sin(2 * x) + 0.1 * torch.randn(POINTS, 1, generator=generator)
 
 
-def network() -> nn.Module:
-    """Return one member."""
+def make_member() -> nn.Module:
+    """Make one member of the ensemble."""
     return nn.Sequential(
         nn.Linear(1, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1)
     )
@@ -37,17 +37,19 @@ def train(steps: int = 1000, backend: str = "inductor") -> list[float]:
     """Train on this rank, and return the loss of every step, which is the mean over all members."""
     mesh = fs.make_mesh(shard=-1)  # joins the ranks that were started together
     torch.manual_seed(0)
-    stacked, _ = stack_module_state([network() for _ in range(MEMBERS)])  # {"0.weight": [MEMBERS, WIDTH, 1]}
+    stacked, _ = stack_module_state(
+        [make_member() for _ in range(MEMBERS)]
+    )  # {"0.weight": [MEMBERS, WIDTH, 1]}
     params = {path: value.detach() for path, value in stacked.items()}
-    member = copy.deepcopy(network()).to("meta")  # the code alone
+    member = copy.deepcopy(make_member()).to("meta")  # the code without values
 
     def outputs(params: dict, x: Tensor) -> Tensor:
         """Return each member's value at each point, [MEMBERS, points, 1]."""
         return vmap(lambda own, x: functional_call(member, own, (x,)), in_dims=(0, None))(params, x)
 
     def loss_fn(params: dict, x: Tensor, y: Tensor) -> Tensor:
-        made = outputs(params, x)
-        return F.mse_loss(made, y.expand_as(made))
+        predicted = outputs(params, x)
+        return F.mse_loss(predicted, y.expand_as(predicted))
 
     specs = fs.presets.full_shard(params, mesh)
     step = fs.shard_step(loss_fn, specs, mesh=mesh, optimizer=fs.optim.adamw(3e-3), backend=backend)
@@ -58,6 +60,8 @@ def train(steps: int = 1000, backend: str = "inductor") -> list[float]:
         losses.append(metrics.numbers()["loss"])
         if mesh.rank == 0 and (number % 200 == 0 or number == steps - 1):
             print(f"step {number}: loss {losses[-1]:.4f}")
+
+    # The members agree where there was data, and disagree in the gap.
     spread = fs.shard_forward(lambda params, x: outputs(params, x).std(0), specs, mesh=mesh, backend=backend)
     points = spread(state, torch.tensor([[-2.0], [0.0], [2.0]]).to(params["0.weight"])).flatten()
     if mesh.rank == 0:

@@ -17,7 +17,7 @@ VOCAB, CONTEXT, WIDTH, HEADS, DEPTH = 256, 64, 64, 4, 2
 
 
 class GPT(nn.Module):
-    """Tokens [batch, T] to logits [batch, T, VOCAB]."""
+    """A transformer from tokens [batch, T] to logits [batch, T, VOCAB]."""
 
     def __init__(self):
         super().__init__()
@@ -38,7 +38,7 @@ class GPT(nn.Module):
 
 
 def train(steps: int = 200, backend: str = "inductor") -> list[float]:
-    """Run on each rank; the loss is the mean over all of them, equal on every rank."""
+    """Train on this rank, and return the loss of every step, which is the mean over all ranks."""
     mesh = fs.make_mesh(shard=-1)  # joins the ranks that were started together
     with fs.deferred():  # allocates nothing; each rank then fills its own shards
         model = GPT()
@@ -51,9 +51,12 @@ def train(steps: int = 200, backend: str = "inductor") -> list[float]:
     rate = fs.schedules.warmup_cosine(3e-3, warmup=10, total=max(steps, 11))
     step = fs.shard_step(loss_fn, specs, mesh=mesh, optimizer=fs.optim.adamw(rate), backend=backend)
     state, losses = step.init(model, seed=0), []
+
+    # Each rank draws rows of its own from the text.
     sources = sorted(Path(os.__file__).parent.glob("*.py"))[:40]
     text = torch.frombuffer(bytearray(b"".join(p.read_bytes() for p in sources)), dtype=torch.uint8)
     generator = torch.Generator().manual_seed(mesh.rank)
+
     for number in range(steps):
         starts = torch.randint(0, len(text) - CONTEXT - 1, (8, 1), generator=generator)
         state, metrics = step(state, text[starts + torch.arange(CONTEXT + 1)].long())

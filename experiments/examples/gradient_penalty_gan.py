@@ -1,7 +1,7 @@
 """Two networks and a gradient penalty in one step: `python -m experiments.examples.gradient_penalty_gan`.
 
 WGAN-GP (Gulrajani et al. 2017) on eight Gaussians in a ring: the slope of the critic along its input is kept
-near 1 by `torch.func.grad` inside `fn`. Both networks lie in one tree and learn in one step; each sees the
+near 1 by `torch.func.grad` inside `fn`. Both networks are in one tree and learn in one step; each sees the
 other's values detached.
 """
 
@@ -17,7 +17,7 @@ WIDTH, NOISE, ROWS, MODES, PENALTY = 64, 8, 128, 8, 1.0
 
 
 class Pair(nn.Module):
-    """The generator: noise to points of the plane. The critic: points to scores."""
+    """A generator, from noise to points of the plane, and a critic, from points to scores."""
 
     def __init__(self):
         super().__init__()
@@ -33,20 +33,21 @@ class Pair(nn.Module):
 
 
 def ring() -> Tensor:
-    """The centres [MODES, 2]."""
+    """Return the centres of the Gaussians, [MODES, 2]."""
     angle = torch.arange(MODES) * (2 * math.pi / MODES)
     return 2 * torch.stack([angle.cos(), angle.sin()], dim=1)
 
 
 def batch(generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """Points of the ring [ROWS, 2], noise [ROWS, NOISE], and where between both the slope is taken."""
+    """Draw points of the ring [ROWS, 2], noise [ROWS, NOISE], and how far from made to real points the slope
+    is taken [ROWS, 1]."""
     centres = ring()[torch.randint(0, MODES, (ROWS,), generator=generator)]
     real = centres + 0.05 * torch.randn(ROWS, 2, generator=generator)
     return real, torch.randn(ROWS, NOISE, generator=generator), torch.rand(ROWS, 1, generator=generator)
 
 
 def train(steps: int = 4000, backend: str = "inductor") -> list[float]:
-    """Run on each rank; return for every step how far made points are from the nearest centre."""
+    """Train on this rank. Return for every step how far generated points are from the nearest centre."""
     mesh = fs.make_mesh(shard=-1)  # joins the ranks that were started together
     with fs.deferred():  # allocates nothing; each rank then fills its own shards
         model = Pair()
@@ -56,8 +57,10 @@ def train(steps: int = 4000, backend: str = "inductor") -> list[float]:
     def loss_fn(params: dict, real: Tensor, noise: Tensor, between: Tensor) -> tuple[Tensor, dict]:
         fixed = {path: value.detach() for path, value in params.items()}
         made = apply(params, "generator", noise)
+        # The critic is to have a slope of 1 at points between real and generated ones.
         mixed = (between * real + (1 - between) * made).detach()
         slope = grad(lambda points: apply(params, "critic", points).sum())(mixed)
+        # The critic sees detached points, and the generator a detached critic, so each gradient is its own.
         gap = apply(params, "critic", real).mean() - apply(params, "critic", made.detach()).mean()
         critic_loss = PENALTY * (slope.norm(dim=1) - 1).square().mean() - gap
         generator_loss = -apply(fixed, "critic", made).mean()

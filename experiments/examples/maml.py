@@ -1,7 +1,7 @@
 """Learning to learn, by second derivatives: `python -m experiments.examples.maml`.
 
 MAML (Finn et al. 2017) on its sinusoids: a task is a sine of its own amplitude and phase, seen at ten points.
-What trains is where two gradient steps start from; these steps are a part of `fn`, one `vmap` over all tasks.
+What trains is the starting point of two gradient steps, which are a part of `fn`: one `vmap` over all tasks.
 """
 
 import torch
@@ -15,7 +15,7 @@ WIDTH, SHOTS, TASKS, INNER_STEPS, INNER_RATE = 40, 10, 32, 2, 0.05
 
 
 def tasks(generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """x and y [TASKS, 2 * SHOTS, 1] of sines: the first half is to learn from, the second to be judged by."""
+    """Draw x and y [TASKS, 2 * SHOTS, 1] of sines: the first half to learn from, the second to test."""
     amplitude = 0.5 + 2.5 * torch.rand(TASKS, 1, 1, generator=generator)
     phase = 3.14 * torch.rand(TASKS, 1, 1, generator=generator)
     x = 10 * torch.rand(TASKS, 2 * SHOTS, 1, generator=generator) - 5
@@ -23,7 +23,7 @@ def tasks(generator: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 def train(steps: int = 2000, backend: str = "inductor") -> list[float]:
-    """Run on each rank; the loss is the error after the inner steps, the mean over all tasks."""
+    """Train on this rank, and return the loss of every step: the mean error after the inner steps."""
     mesh = fs.make_mesh(shard=-1)  # joins the ranks that were started together
     with fs.deferred():  # allocates nothing; each rank then fills its own shards
         model = nn.Sequential(
@@ -35,7 +35,7 @@ def train(steps: int = 2000, backend: str = "inductor") -> list[float]:
         return F.mse_loss(apply(params, x), y)
 
     def task_errors(params: dict, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Before and after the inner steps, at points that these do not see."""
+        """Return the errors before and after the inner steps, at points that these do not see."""
         before = error(params, x[SHOTS:], y[SHOTS:])
         for _ in range(INNER_STEPS):
             slopes = grad(error)(params, x[:SHOTS], y[:SHOTS])

@@ -18,7 +18,7 @@ SIZE, HIDDEN, CLASSES = 8, 64, 3
 
 
 def initial(generator: torch.Generator) -> dict:
-    """The parameter tree: `{"layers": [{"w", "b"}, {"w", "b"}], "head": {"w"}}`."""
+    """Draw the parameter tree: `{"layers": [{"w", "b"}, {"w", "b"}], "head": {"w"}}`."""
 
     def matrix(rows: int, columns: int) -> Tensor:
         return torch.randn(rows, columns, generator=generator) * rows**-0.5
@@ -29,7 +29,7 @@ def initial(generator: torch.Generator) -> dict:
 
 
 def loss_fn(params: dict, images: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross entropy of images [batch, height, width], written for one device and full shapes."""
+    """Return the mean cross entropy of images [batch, height, width], as on one device with full shapes."""
     x = rearrange(images, "batch height width -> batch (height width)")
     for layer in params["layers"]:
         x = F.gelu(einsum(x, layer["w"], "batch inputs, inputs outputs -> batch outputs") + layer["b"])
@@ -38,7 +38,7 @@ def loss_fn(params: dict, images: Tensor, labels: Tensor) -> Tensor:
 
 
 def batch(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Striped images [count, SIZE, SIZE] in noise, and their classes [count]."""
+    """Draw striped images [count, SIZE, SIZE] in noise, and their classes [count]."""
     labels = torch.randint(0, CLASSES, (count,), generator=generator)
     phase = torch.rand(count, 1, 1, generator=generator) * 6.28
     down, across = torch.meshgrid(torch.arange(SIZE), torch.arange(SIZE), indexing="ij")

@@ -2,7 +2,7 @@
 
 Each token goes to two of eight experts, which see their own tokens alone: as many as chose them, and at most
 `CAPACITY`. The loss has a term that keeps the load even (Switch Transformer). The task: which half of the
-alphabet each letter is of, once it is shifted by the one before it.
+alphabet each letter is in, once it is shifted by the one before it.
 """
 
 import torch
@@ -16,7 +16,7 @@ CAPACITY = LENGTH * ROWS  # of one expert on one rank: all tokens, as no token c
 
 
 class Mixture(nn.Module):
-    """Top-k experts; returns [tokens, WIDTH] and the load-balancing loss."""
+    """A layer of top-k experts, which returns [tokens, WIDTH] and the load-balancing loss."""
 
     def __init__(self):
         super().__init__()
@@ -28,18 +28,20 @@ class Mixture(nn.Module):
         shares = self.router(x).softmax(-1)
         weights, chosen = shares.topk(CHOSEN)
         weights = weights / weights.sum(-1, keepdim=True)
+        # Each expert computes the tokens that chose it, and adds its weighted results to the output.
         out = torch.zeros_like(x)
         for expert in range(EXPERTS):
             token, place = torch.where(chosen == expert)
             token = fs.bounded(token, CAPACITY)  # a step that needs more is an error, not a dropped token
             rows = F.gelu(x[token] @ self.up[expert]) @ self.down[expert]
             out = out.index_add(0, token, rows * weights[token, place, None])
+        # The loss is least when all experts have the same load.
         counts = torch.bincount(chosen.flatten(), minlength=EXPERTS)
         return out, EXPERTS * (counts / counts.sum() * shares.mean(0)).sum()
 
 
 class Model(nn.Module):
-    """Tokens [batch, LENGTH] to logits [batch, LENGTH, 2], and the load-balancing loss of all layers."""
+    """A model from tokens [batch, LENGTH] to logits [batch, LENGTH, 2] and the load-balancing loss."""
 
     def __init__(self, layers: int = 2):
         super().__init__()
@@ -53,20 +55,20 @@ class Model(nn.Module):
         x = x + x.roll(1, dims=1).flip(-1)  # each position sees the one before it
         balance = x.new_zeros(())
         for layer in self.layers:
-            made, uneven = layer["mixture"](layer["norm"](x).flatten(0, 1))
-            x, balance = x + made.view_as(x), balance + uneven
+            update, uneven = layer["mixture"](layer["norm"](x).flatten(0, 1))
+            x, balance = x + update.view_as(x), balance + uneven
         return self.head(x), balance
 
 
 def batch(step: int, part: int) -> tuple[Tensor, Tensor]:
-    """Tokens and labels [ROWS, LENGTH] of one of the two parts of a batch."""
+    """Draw tokens and labels [ROWS, LENGTH] of one of the two parts of a batch."""
     generator = torch.Generator().manual_seed(1000 * part + step)
     tokens = torch.randint(0, VOCAB, (ROWS, LENGTH), generator=generator)
     return tokens, (tokens + tokens.roll(1, dims=1)) % VOCAB // (VOCAB // 2)
 
 
 def train(steps: int = 300, backend: str = "inductor") -> list[float]:
-    """Run on each of two ranks; one process takes both parts of a batch as micro-batches."""
+    """Train on this rank, and return the loss of every step. A single process takes both parts of a batch."""
     mesh = fs.make_mesh(shard=-1)  # joins the ranks that were started together
     with fs.deferred():
         model = Model()

@@ -15,12 +15,12 @@ WIDTH, POINTS, RATE = 32, 256, 0.1
 
 
 def solution(x: Tensor, t: Tensor) -> Tensor:
-    """Return the solution that the network is to find."""
+    """Return the exact solution, which the network has to find."""
     return torch.exp(-RATE * math.pi**2 * t) * torch.sin(math.pi * x)
 
 
 def train(steps: int = 2000, backend: str = "inductor") -> list[float]:
-    """Run on each rank; return the loss of every step. The error is the root mean square to the solution."""
+    """Train on this rank, and return the loss of every step. The printed error is the RMS to the solution."""
     mesh = fs.make_mesh(shard=-1)  # joins the ranks that were started together
     with fs.deferred():  # allocates nothing; each rank then fills its own shards
         model = nn.Sequential(
@@ -35,6 +35,7 @@ def train(steps: int = 2000, backend: str = "inductor") -> list[float]:
         def slope(value: Tensor, of: Tensor) -> Tensor:
             return torch.autograd.grad(value.sum(), of, create_graph=True)[0]
 
+        # Inside of the domain the equation has to hold, at its borders the given values.
         x, t = x.requires_grad_(), t.requires_grad_()
         inside = u(x, t)
         residual = slope(inside, t) - RATE * slope(slope(inside, x), x)

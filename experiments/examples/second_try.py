@@ -24,8 +24,8 @@ def rollout(prompt: Mapping[str, Any], ask: Ask) -> tuple[list[Message], float]:
         ask: the model.
 
     Returns:
-        What was said, and the reward: 1 for a right answer, and otherwise 0.4 times the share of characters
-        in place, of each of the two answers, so that a second try that is right is worth 0.4 at least.
+        The conversation, and the reward: 1 for a right answer, and otherwise 0.4 times the sum of both
+        answers' shares of characters in place, so that a right second try is worth 0.4 at least.
     """
     right = prompt["response"].strip()
     messages = [*prompt["messages"]]

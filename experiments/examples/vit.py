@@ -11,7 +11,7 @@ SIZE, PATCH, WIDTH, HEADS, DEPTH, CLASSES = 32, 8, 64, 4, 2, 3
 
 
 class Block(nn.Module):
-    """x + attention, then + MLP, each after its norm; x: [batch, patches, WIDTH]."""
+    """A block that adds attention to x [batch, patches, WIDTH], and then an MLP, each after its norm."""
 
     def __init__(self):
         super().__init__()
@@ -26,7 +26,7 @@ class Block(nn.Module):
 
 
 class ViT(nn.Module):
-    """Images [batch, 3, SIZE, SIZE] to logits [batch, CLASSES]."""
+    """A transformer from images [batch, 3, SIZE, SIZE] to logits [batch, CLASSES]."""
 
     def __init__(self):
         super().__init__()
@@ -42,7 +42,7 @@ class ViT(nn.Module):
 
 
 def batch(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Images [count, 3, SIZE, SIZE] of |x|^p + |y|^p < radius^p in random colours, and the classes of p."""
+    """Draw coloured images [count, 3, SIZE, SIZE] of |x|^p + |y|^p < radius^p, and the classes of p."""
     labels = torch.randint(0, CLASSES, (count,), generator=generator)
     p = torch.tensor([1.0, 2.0, 8.0])[labels].view(-1, 1, 1)
     radius, x, y = torch.rand(3, count, 1, 1, generator=generator) * 6 + 6

@@ -18,9 +18,9 @@ from experiments.lib.decoder import Embedding, Linear, RMSNorm, rotary, rotate
 
 
 class LatentAttention(nn.Module):
-    """Causal self-attention whose queries, keys and values come from a few numbers a position each.
+    """A causal self-attention whose queries, keys and values are made of a few numbers of each position.
 
-    A query and a key have a part without positions and a rotated one, which all heads' keys share.
+    A query and a key have a part without positions and a rotated one, which for keys all heads share.
     """
 
     def __init__(
@@ -37,15 +37,17 @@ class LatentAttention(nn.Module):
         self.wo = Linear(heads * head, width)
 
     def forward(self, x: Tensor) -> Tensor:
+        # Queries, and keys with values, are projected down, normed and projected up.
         sizes = (self.head, self.rotated)
         q = self.q_up(self.q_norm(self.q_down(x))).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         latent, turned = self.kv_down(x).split((self.rank, self.rotated), -1)
         kv = self.kv_up(self.kv_norm(latent)).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         (q, q_turned), (k, v) = q.split(sizes, -1), kv.chunk(2, -1)  # [B, H, T, K] each
+        # Rotate the parts with positions, and attend.
         angles = rotary(x.shape[1], self.rotated, self.theta, x)
         k_turned = rotate(turned[:, None], *angles).expand(-1, self.heads, -1, -1)
         q, k = torch.cat([q, rotate(q_turned, *angles)], -1), torch.cat([k, k_turned], -1)
-        # Values as long as keys: so flash attention takes them.
+        # Flash attention takes only values that are as long as keys.
         out = F.scaled_dot_product_attention(q, k, F.pad(v, (0, self.rotated)), is_causal=True)
         return self.wo(out[..., : self.head].transpose(1, 2).flatten(2))
 
@@ -78,13 +80,15 @@ class Experts(nn.Module):
 
         `rows` are [N, D], `shares` and `chosen` [N, C].
         """
+        # Sort the rows by expert, so that each expert has a run of them.
         count = chosen.shape[1]
-        order = chosen.flatten().argsort(stable=True)  # rows lie by expert
+        order = chosen.flatten().argsort(stable=True)
         ends = F.one_hot(chosen.flatten(), len(self.up)).sum(0).cumsum(0).to(torch.int32)
         gate, value = F.grouped_mm(rows[order // count], self.up.mT, offs=ends).chunk(2, -1)
-        made = F.grouped_mm(F.silu(gate) * value, self.down.mT, offs=ends)
-        made = made * shares.flatten()[order][:, None]
-        return torch.zeros_like(made).index_copy(0, order, made).unflatten(0, (-1, count)).sum(1)
+        out = F.grouped_mm(F.silu(gate) * value, self.down.mT, offs=ends)
+        out = out * shares.flatten()[order][:, None]
+        # Put the results back in order, and add up those of each row.
+        return torch.zeros_like(out).index_copy(0, order, out).unflatten(0, (-1, count)).sum(1)
 
 
 class Mixture(nn.Module):
@@ -123,8 +127,8 @@ class MixtureDecoder(nn.Module):
     """A decoder from tokens [B, T] (integers below V) to next-token logits [B, T, V].
 
     Args:
-        width: D, features per position.
-        layers: number of blocks, of which the first `dense` have an MLP of hidden size `mlp`.
+        width: D, the features of a position.
+        layers: the number of blocks, of which the first `dense` have an MLP of hidden size `mlp`.
         heads, head: H and K, features of a query's, a key's and a value's part without positions.
         rotated: features of the part that is turned by its position.
         query_rank, key_rank: features that queries, and keys with values, come from.

@@ -1,10 +1,10 @@
-"""Research of one's own under `python -m experiments.train`: a classifier of drawn shapes.
+"""Your own research under `python -m experiments.train`: a classifier of drawn shapes.
 
     cd experiments/examples/own_research
     python -m experiments.train --config-dir conf experiment=shapes
     python -m experiments.train --config-dir conf --multirun experiment=shapes model.width=8,16,32
 
-A model, data and a loss, and nothing that knows of ranks, shards, checkpoints or dtypes.
+The file has a model, data and a loss, and nothing in it knows of ranks, shards, checkpoints or dtypes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SIDE = 16
 
 
 class Classifier(nn.Module):
-    """Pictures [B, 1, 16, 16] -> logits [B, 3]."""
+    """A convolutional network from pictures [B, 1, 16, 16] to logits [B, 3]."""
 
     def __init__(self, width: int, layers: int = 2):
         super().__init__()
@@ -38,7 +38,7 @@ class Classifier(nn.Module):
 
 @dataclass(frozen=True)
 class Shapes:
-    """Noisy pictures of a disc, a square or a cross, by number: the same in every process."""
+    """A data set of noisy pictures of a disc, a square or a cross, which are the same in every process."""
 
     count: int
     first: int
@@ -66,7 +66,7 @@ def shapes(train: int, held_out: int, noise: float) -> tuple[Shapes, Shapes]:
 def loss(
     model: Callable[[Tensor], Tensor], pictures: Tensor, kinds: Tensor, *, smoothing: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Cross-entropy, and how many are right; means over the batch's rows."""
+    """Return the cross-entropy and the accuracy, means over the batch's rows."""
     logits = model(pictures)
     right = (logits.argmax(-1) == kinds).float().mean()
     return F.cross_entropy(logits, kinds, label_smoothing=smoothing), {"accuracy": right.detach()}
