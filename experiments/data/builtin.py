@@ -321,12 +321,20 @@ def _draw_problems() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
     One in `ONE_IN` problems of each kind is held out, and `DRAWN` are drawn from the others, equally many of
     each kind.
     """
+    # Two digits are to make a number. A product of 18 or less could be a sum, so it is not asked for.
+    countdowns: dict[str, str] = {}
+    for small, large in itertools.combinations_with_replacement(range(1, 10), 2):
+        for sign in "+-*" if small * large > 18 else "+-":
+            prompt = f"make {OPERATORS[sign](large, small)}: {small}{large}="
+            countdowns[prompt] = f"{large}{sign}{small}"
+
+    # Of each kind, hold out some problems and draw from the others.
     draw, held_out, drawn_from = random.Random(0), [], []
     kinds = (
         {f"rev {text}=": text[::-1] for text in _list_digits(3, 10)},
         {f"sort {text}=": "".join(sorted(text)) for text in _list_digits(3, 10)},
         {f"sum {text}=": str(sum(map(int, text))) for text in _list_digits(3, 7)},
-        dict(_make_countdowns()),
+        countdowns,
     )
     for answers in kinds:
         problems = list(answers.items())
@@ -339,13 +347,6 @@ def _draw_problems() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
 
 def _list_digits(count: int, base: int) -> Iterator[str]:
     return map("".join, itertools.product(map(str, range(base)), repeat=count))
-
-
-def _make_countdowns() -> Iterator[tuple[str, str]]:
-    """Yield prompts that ask how two digits make a number, with the expression that answers each."""
-    for small, large in itertools.combinations_with_replacement(range(1, 10), 2):
-        for sign in "+-*" if small * large > 18 else "+-":  # so that the number shows which sign it is
-            yield f"make {OPERATORS[sign](large, small)}: {small}{large}=", f"{large}{sign}{small}"
 
 
 def _write_problems(folder: str | Path, name: str, problems: list[tuple[str, str]]) -> Path:

@@ -508,9 +508,10 @@ def _write_arrays(folder: Path, part: Dataset, facts: Mapping[str, Any]) -> None
             lengths, mask = tokens.value_lengths().to_numpy(), masks.flatten().to_numpy()
             tokens.flatten().to_numpy().tofile(tokens_file)
             mask.tofile(mask_file)
-            # A first token is no target, so it does not count as learned.
-            firsts = np.cumsum(lengths) - lengths
-            learned += int((mask != 0).sum()) - int((mask[firsts] != 0).sum())
+            learned += int((mask != 0).sum())
+            if facts["kind"] not in ("labels", "twins"):  # a first token is no target
+                firsts = np.cumsum(lengths) - lengths
+                learned -= int((mask[firsts] != 0).sum())
             chats |= any(block["chat"].to_pylist())
             rendered += sum(block["rendered"].to_pylist())
             sizes.append(lengths)

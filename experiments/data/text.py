@@ -163,7 +163,18 @@ def load_text(
     sides: tuple[list[str], list[str]] = [], []
     for name in source_files(root, suffix):
         sides[is_held_out(name, held_out_percent)].append(name)
-    train, held_out = (ByteStream(_join_files(root, names)) for names in sides)
+
+    # Join the files of each side, each with a `SEPARATOR` at its end.
+    streams = []
+    for names in sides:
+        joined = bytearray()
+        for name in names:
+            joined += (root / name).read_bytes()
+            joined.append(SEPARATOR)
+        # torch makes no tensor of an empty buffer.
+        values = torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0, dtype=torch.uint8)
+        streams.append(ByteStream(values))
+    train, held_out = streams
     if min(train.tokens, held_out.tokens) < least:
         raise ValueError(
             f"{root}: the files that end in {suffix!r} hold {train.tokens} bytes to train on "
@@ -171,16 +182,6 @@ def load_text(
             f"needs {least}. Fix: name a folder with more text as data.root, or change data.held_out_percent."
         )
     return train, held_out
-
-
-def _join_files(root: Path, names: list[str]) -> Tensor:
-    """Return the bytes of files one after the other, each followed by a `SEPARATOR`."""
-    joined = bytearray()
-    for name in names:
-        joined += (root / name).read_bytes()
-        joined.append(SEPARATOR)
-    # torch makes no tensor of an empty buffer.
-    return torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0, dtype=torch.uint8)
 
 
 # ------------------------------------------------------------------ the data of a run

@@ -89,7 +89,11 @@ class ByteTokenizer:
         """
         from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-        file = Tokenizer(models.BPE({sign: byte for byte, sign in enumerate(_list_byte_signs())}, []))
+        # The vocabulary is GPT-2's: a byte is its own character if that is printable, else one from 256 on.
+        printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+        others = iter(range(256, 512))
+        vocabulary = {chr(byte if byte in printable else next(others)): byte for byte in range(256)}
+        file = Tokenizer(models.BPE(vocabulary, []))
         file.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         file.decoder = decoders.ByteLevel()
         # Ids are given in order, so spare tokens fill those between the built-in ones and `more`.
@@ -111,13 +115,6 @@ class ByteTokenizer:
         if not more:  # `load_tokenizer` may then read the files without transformers
             config[BUILT_IN] = self.key
         write_json(folder / CONFIG, config)
-
-
-def _list_byte_signs() -> list[str]:
-    """Return GPT-2's printable sign of every byte: its own if it has one, else one from 256 on."""
-    plain = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = iter(range(256, 512))
-    return [chr(byte if byte in plain else next(others)) for byte in range(256)]
 
 
 # ------------------------------------------------------------------ model directories

@@ -49,7 +49,13 @@ class Progress:
         # What passes between steps is counted from the end of the first step on.
         self._later_s = -self.between() if first else self._later_s + seconds
         if first or number == self.steps or number % max(1, self.steps // LINES) == 0:
-            self.say(f"step {number}/{self.steps}, {text}, left {self._estimate_left(number)}")
+            # The time that is left follows from the steps that did not compile, and what was between them.
+            timed, left = number - self.made - 1, "?"
+            if timed > 0:
+                mean = (self._later_s + self.between()) / timed
+                seconds_left = round(mean * (self.steps - number))
+                left = f"{seconds_left // 60}:{seconds_left % 60:02d}"
+            self.say(f"step {number}/{self.steps}, {text}, left {left}")
 
     def say(self, text: str) -> None:
         """Print a line."""
@@ -64,14 +70,6 @@ class Progress:
         if time.monotonic() - self._hinted > HINT_S:
             self._hinted = time.monotonic()
             self.say(text)
-
-    def _estimate_left(self, number: int) -> str:
-        """Return the time that is left after step `number`, in minutes and seconds."""
-        made = number - self.made - 1
-        if made == 0:
-            return "?"
-        left = round((self._later_s + self.between()) / made * (self.steps - number))
-        return f"{left // 60}:{left % 60:02d}"
 
 
 @contextmanager

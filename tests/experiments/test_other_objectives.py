@@ -17,6 +17,7 @@ from tuning import SMALL, assert_alike, config_of, tune_on_rank, write_llama
 
 import fnshard as fs
 from experiments import finetune
+from experiments.data.prepared import RecordPolicy, prepare
 from experiments.data.tokenizer import open_directory
 from experiments.lib.checks import ConfigError
 from experiments.lib.folder import read_result
@@ -303,3 +304,12 @@ def test_tags_stand_at_the_ends_of_words(model):
     ((ids, marks),) = encode_labels(record, tokenizer, ["x", "y"], True)
     assert tokenizer.decode(ids[1:-1].tolist()) == "ab c"
     assert marks.tolist() == [0, 0, 1, 0, 2, 0]  # begin, a, b, a blank, c, the end
+
+
+def test_a_class_of_the_first_token_is_learned(model, tmp_path):
+    """A first token is no target of a language model, but it has a class like any other."""
+    tokenizer = replace(open_directory(model), begin=())
+    path = write(tmp_path / "words", [{"tokens": ["a", "b"], "tags": ["x", "y"]}])
+    policy = RecordPolicy("labels", 9, classes=("x", "y"), words=True)
+    (data,) = prepare(path, tokenizer, policy, cache=tmp_path / "cache")
+    assert data.learned == 2
