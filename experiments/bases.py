@@ -210,7 +210,7 @@ def write_model(name: str, folder: Path) -> None:
     """Write a model of `SEEING` as a model directory, with torch's random numbers."""
     from transformers import AutoConfig, AutoModelForImageTextToText
 
-    # The model: its control tokens have ids behind those of bytes.
+    # Write the model. Its control tokens have ids behind those of bytes.
     parts, tokenizer = SEEING[name], ByteTokenizer()
     ids = {token: tokenizer.vocab + number for number, token in enumerate(parts["tokens"])}
     special = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos, "pad_token_id": tokenizer.pad}
@@ -224,8 +224,8 @@ def write_model(name: str, folder: Path) -> None:
     whole = AutoConfig.for_model(config.pop("model_type"), text_config=text, **config, **named, **special)
     AutoModelForImageTextToText.from_config(whole).save_pretrained(folder)
 
-    # The tokenizer: before each message the template sets `said` to its text, with the control tokens of each
-    # image, and then writes `said` in place of the content.
+    # Write the tokenizer. Before each message the template sets `said` to its text, with the control
+    # tokens of each image, and then writes `said` in place of the content.
     role = "{{ '<|' + message['role']"
     said = _SAID.replace("SHOWN", parts["shown"]) + role
     tokenizer.save(folder, tuple(ids), TEMPLATE.replace("message['content']", "said").replace(role, said))

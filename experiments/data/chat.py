@@ -203,7 +203,7 @@ def _fit_to_template(
     options = options or {}
     template = tokenizer.hf.get_chat_template(tools=tools)
     _check_controls(tokenizer, [*messages, *(tools or []), options])
-    # Jinja drops a variable that a template does not name without an error.
+    # A template ignores a variable that it does not name, without an error.
     has_calls = any(message.get("tool_calls") for message in messages)
     given = {"tools": bool(tools), "tool_calls": has_calls, **dict.fromkeys(options, True)}
     hidden = [

@@ -663,7 +663,7 @@ def _check_message(message: Any) -> str:
         if wrong := _check_parts(content):
             return f"content: {wrong}"
         content = "".join(part.get("text", " ") for part in content)
-    # Fields of OpenAI's calls before there were tools.
+    # These are OpenAI's fields from before there were tools.
     old = [f"{name}: {CALLS}" for name in ("functions", "function_call") if message.get(name)]
     try:
         check(

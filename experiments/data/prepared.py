@@ -7,7 +7,7 @@ import json
 import shutil
 import sys
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -382,11 +382,10 @@ def _encode_row(
             said, samples = Exchange(), encode_twins(record, tokenizer)
         else:
             said = read(record, policy.kind)
-        if policy.kind == "samples":
-            said, result["images"] = with_images(said, root)
-        elif policy.kind == "prompts":  # the objective says itself that it draws no answers to images
-            result["images"] = images_in(said)
-        if policy.kind not in ("labels", "twins"):
+            if policy.kind == "samples":
+                said, result["images"] = with_images(said, root)
+            elif policy.kind == "prompts":  # the objective says itself that it draws no answers to images
+                result["images"] = images_in(said)
             samples = encode(said, policy.kind, tokenizer)
         # Fields that nothing reads are counted, and named when all is done.
         turns = [turn for part in (said.prompt, *said.answers) if isinstance(part, list) for turn in part]
@@ -394,10 +393,8 @@ def _encode_row(
         result["unread"] = [*said.unread, *(f"messages.{name}" for name in hidden)]
         if policy.kind == "prompts":
             whole = row_of(record, said, tokenizer)
-            result["row"], result["unread"] = (
-                json.dumps(whole, default=str),
-                [],
-            )  # rewards are given all of it
+            result["row"] = json.dumps(whole, default=str)
+            result["unread"] = []  # rewards are given all of it
             for need in policy.needs:
                 NEEDS[need](whole)
     except Exception as error:  # data can be anything, and the line's number says more than a traceback
@@ -418,18 +415,34 @@ def _encode_row(
         ]
     result["chat"], result["rendered"] = said.is_chat, not said.is_chat and is_rendered(tokenizer, *texts)
 
-    # The policy says what becomes of a record that is longer than the context, or than the budget.
+    samples, reason, why = _apply_policy(samples, bool(result["images"]), policy)
+    if reason:
+        return {**result, "reason": reason, "why": why}
+    return {**result, "tokens": [tokens for tokens, _ in samples], "learned": [mask for _, mask in samples]}
+
+
+def _apply_policy(
+    samples: Sequence[Sample], has_images: bool, policy: RecordPolicy
+) -> tuple[list[Sample], str, str]:
+    """Cut the samples of a record to the context, or refuse a record that is too long or teaches nothing.
+
+    Returns:
+        The samples; and `BROKEN` or `TOO_LONG` with an explanation, both of which are "" if they can be used.
+    """
     is_prompt = policy.kind == "prompts"
     longest = max(len(tokens) for tokens, _ in samples) - 1
     if is_prompt:  # its own answer is for rewards alone, and no part of any row
         ids, answered = samples[0]
         longest = (int(np.argmax(answered)) if answered.any() else len(ids)) - 1
-    is_long, why = longest > policy.context, ""
+
     # Half an image is no image, and half a prompt asks something else.
-    if is_long and (policy.too_long != "truncate" or result["images"] or is_prompt):
+    is_long, why = longest > policy.context, ""
+    if is_long and (policy.too_long != "truncate" or has_images or is_prompt):
         why = f"takes {longest} positions, the context has {policy.context}"
     if not is_prompt:
         samples = [tuple(part[: policy.context + 1] for part in each) for each in samples]
+
+    # A micro-batch has to hold the whole record, and the answer that a prompt will get.
     whole = longest + policy.answer if is_prompt else sum(len(tokens) - 1 for tokens, _ in samples)
     if not why and policy.tokens is not None and whole > policy.tokens:
         with_answer = f" with an answer of {policy.answer}" if is_prompt else ""
@@ -442,9 +455,9 @@ def _encode_row(
         why = "no token is left to learn"
     if not why and policy.kind == "pairs" and np.array_equal(samples[0][0], samples[1][0]):
         why = "chosen and rejected differ only after the context"
-    if why:
-        return {**result, "reason": TOO_LONG if is_long else BROKEN, "why": why}
-    return {**result, "tokens": [tokens for tokens, _ in samples], "learned": [mask for _, mask in samples]}
+    if not why:
+        return list(samples), "", ""
+    return list(samples), TOO_LONG if is_long else BROKEN, why
 
 
 def _keep_usable(path: Path, encoded: Dataset, policy: RecordPolicy) -> tuple[Dataset, dict[str, int]]:

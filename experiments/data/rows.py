@@ -196,7 +196,7 @@ def map_rows(rows: Dataset, function: Callable[..., Any], features: Mapping[str,
         return datasets.List(make_type(kind[0])) if isinstance(kind, list) else datasets.Value(kind)
 
     columns = datasets.Features({name: make_type(kind) for name, kind in features.items()})
-    # The number of cores that this process may use, which can be less than the machine has.
+    # Count the cores that this process may use, which can be fewer than the machine has.
     processes = min(len(os.sched_getaffinity(0)), len(rows) // ROWS_A_PROCESS)
     return rows.map(
         function, with_indices=True, remove_columns=rows.column_names, features=columns,

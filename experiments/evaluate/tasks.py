@@ -386,7 +386,7 @@ def _read_mmmu(record: Record) -> Question | None:
     if record.get("question_type") == "open" or record.get("options") in ("[]", []):
         return None
 
-    # Images by number: those of a list, and those of columns.
+    # Number the images: those of a list, and those of columns.
     listed = record.get("images", record.get("image")) or []
     if not isinstance(listed, list):
         listed = [listed]

@@ -285,7 +285,7 @@ def compose(command: Command, arguments: Sequence[str], config_dir: str | None =
         ConfigError: Hydra refuses it; a key of Hydra's does nothing in a single run; or keys and values are
             wrong, all of which are listed.
     """
-    # Keys of Hydra's that do nothing in a single run.
+    # Find Hydra's keys that do nothing in a single run.
     keys = {each: re.split("[=@]", each.lstrip("+~"))[0] for each in arguments}
     of_hydra = [each for each in arguments if keys[each].startswith(("hydra.", "hydra/"))]
     acting = (*ACTING, LAUNCHER)
@@ -495,7 +495,7 @@ def check_sweep(command: Command, arguments: Sequence[str], config_dir: str | No
     problems: list[str] = []
     with open_hydra(command, config_dir):
         parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
-        # The arguments that each argument of the sweep stands for.
+        # Collect the arguments that each argument of the sweep stands for.
         choices: list[list[str]] = []
         for argument in arguments:
             if TARGET_VALUE.fullmatch(argument):  # one value, which has its own keys
@@ -686,7 +686,7 @@ def _drop_missing(values: Any) -> Any:
 
 def _list_problems(error: ValidationError, kind: type, values: Mapping[str, Any]) -> Iterator[Problem]:
     """Yield the mistakes that pydantic has found, with the keys that were probably meant."""
-    # The keys that exist, of alternatives those of the dataclass that the values choose.
+    # List the keys that exist; of alternatives, those of the dataclass that the values choose.
     nested = defaults(kind)
     nested |= {group: defaults(each) for group, each in kinds_of(kind, values).items() if each is not None}
     known = [key for key, _ in flat(nested)]
@@ -725,7 +725,7 @@ def _suggest_key(key: str, known: list[str]) -> str:
     It names the key that is probably meant (one of the same name elsewhere, or the most similar one), and the
     keys that there are.
     """
-    # The deepest group on the way to the key that exists, and the keys in it.
+    # Find the deepest group on the way to the key that exists, and the keys in it.
     group, _, last = key.rpartition(".")
     while group and not any(k.startswith(f"{group}.") for k in known):
         group = group.rpartition(".")[0]

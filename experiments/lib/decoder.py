@@ -297,7 +297,7 @@ class Sampler:
         self, params: Any, prompts: Sequence[Sequence[int]], length: int, seed: int = 0
     ) -> list[list[int]]:
         """Draw `length` tokens after each prompt, which has at least one, and return them."""
-        # Ranks draw on the CPU with one seed, so that those with the same logits draw the same tokens.
+        # Tokens are drawn on the CPU, so that ranks with the same logits and seed draw the same ones.
         random = torch.Generator().manual_seed(seed)
         rows = [list(prompt) for prompt in prompts]
         for _ in range(length):

@@ -196,7 +196,7 @@ def _refuse_chosen(folder: Path, identity: Mapping[str, Any], resume: str) -> No
             f"Fix: another hydra.run.dir, or delete {folder / CHECKPOINTS}."
         )
 
-    # They will be resumed, so they have to be of this configuration.
+    # The checkpoints will be resumed, so they have to be of this configuration.
     try:
         there = read_record(folder / IDENTITY)
     except DamagedError as error:
@@ -231,7 +231,7 @@ def find_unfinished(identity: Mapping[str, Any], stack: ExitStack) -> Path | Non
 
     It is locked until the stack unwinds. None is returned where a newer folder is finished.
     """
-    # All runs of this identity, wherever they are below `outputs/`.
+    # Find all runs of this identity below `outputs/`.
     same, root = [], OUTPUTS.resolve()
     for path in (*root.glob(f"*/*/{IDENTITY}"), *root.glob(f"*/*/*/{IDENTITY}")):
         try:

@@ -338,7 +338,7 @@ def fit_to_machine(
         raise ConfigError(f"run.disk_dir={disk_dir!r} is no directory. Fix: make it, or name another.")
     device, mesh = device_of("run.device", config.run.device, accelerators), config.mesh
 
-    # Ranks: as many as the mesh asks for, or as many as there are devices or processes.
+    # There are as many ranks as the mesh asks for, or as there are devices or processes.
     fixed = mesh.replicate * mesh.expert * mesh.tensor * mesh.context
     available = world or nodes * (CPU_RANKS if device == "cpu" else accelerators[device])
     if mesh.shard is None:

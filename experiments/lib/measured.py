@@ -47,7 +47,7 @@ class MeasuredRun:
 def lines_of(lowered: Lowered, hardware: fs.Hardware, measured: Timeline) -> dict[str, Any]:
     """Return what a profile keeps: predicted and measured seconds of each line of the schedule, and of each
     kind of line, of which those that were predicted count for `hardware_of_runs`."""
-    # Each line of the schedule, and how long it keeps the device waiting.
+    # List each line of the schedule, and how long it keeps the device waiting.
     instructions = lowered.schedule.instructions
     waits = fs.profile.exposed(measured)
     predicted_s, measured_s = _sum_by_line(lowered.timeline(hardware)), _sum_by_line(measured)
@@ -60,8 +60,8 @@ def lines_of(lowered: Lowered, hardware: fs.Hardware, measured: Timeline) -> dic
         for n, line in enumerate(instructions)
     ]  # fmt: skip
 
-    # Each kind of line, predicted once for the hardware and once for each constant of it that is changed, so
-    # that `calibrate` knows what the seconds depend on.
+    # Predict each kind of line for the hardware, and for each constant of it that is changed, so that
+    # `calibrate` knows what the seconds depend on.
     measured_kinds = fs.profile.by_kind(measured, instructions)
     predicted_kinds: dict[str, dict[str, float]] = {}
     for constant, varied in vary(hardware).items():

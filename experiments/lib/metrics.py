@@ -100,7 +100,7 @@ def grows(name: str, goal: Goal | None = None) -> bool | None:
     """
     if goal is not None and name.removeprefix(HELD_OUT) == goal.name:
         return goal.is_maximised
-    # Underscores on both sides keep "acc" from being found in "space", and let "per_s" be a word.
+    # Underscores on both sides keep "acc" from being found in "vaccines", and let "per_s" be a word.
     words = f"_{name.removeprefix(HELD_OUT).replace('/', '_').lower()}_"
     if any(f"_{word}_" in words for word in GROWING):
         return True

@@ -321,7 +321,7 @@ class RunRecord:
         Returns:
             The totals over all processes.
         """
-        # The entry of this process, which replaces the one that it wrote before.
+        # Make the entry of this process, which replaces the one that it wrote before.
         parts = self.timer.parts()
         attempt = {
             "started": self._started,
@@ -371,7 +371,7 @@ def in_words(totals: Mapping[str, Any]) -> str:
     spent on: compile 5.0 s (25%), steps 12.0 s (60%), evaluation 2.0 s (10%), saves 1.0 s (5%)
     """
     seconds = max(totals["seconds"], 1e-9)
-    # The first line: steps, speed and memory.
+    # The first line has steps, speed and memory.
     head = [f"{totals['steps']} steps in {seconds:.1f} s"]
     head += [f"{v:,.0f} {n.removesuffix('_per_s')}/s" for n, v in totals.items() if n.endswith("_per_s")]
     if "mfu" in totals:
@@ -384,7 +384,7 @@ def in_words(totals: Mapping[str, Any]) -> str:
         memory = f"; a step needs {predicted} of each rank's memory, by prediction"
         if measured is not None:
             memory = f"; peak memory of the device {measured}, predicted {predicted}"
-    # The second line: where the seconds went.
+    # The second line says where the seconds went.
     parts = [(name, totals.get(f"{name}_s", 0.0)) for name in PARTS]
     shares = (f"{name} {each:.1f} s ({each / seconds:.0%})" for name, each in parts if each >= 0.05)
     return f"{', '.join(head)}{memory}\nspent on: {', '.join(shares)}"

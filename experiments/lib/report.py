@@ -98,7 +98,7 @@ class Silent:
     def nothing(self, *_: Any, **__: Any) -> None:
         """Do nothing: rank 0 alone reports."""
 
-    # The methods of `Report`.
+    # These are the methods of `Report`.
     __enter__ = __exit__ = step = held_out = say = sync = close = finish = nothing
 
 

@@ -409,7 +409,7 @@ class Run:
         Returns:
             Its time and memory, as text.
         """
-        # The numbers of the result: means of the last steps, what the job has measured, and the speed.
+        # Collect the numbers of the result: means of the last steps, what the job measured, and the speed.
         rows, goal, speed = self.report.totals, self.goal, speed_name(self.report.unit)
         losses, trained = list(rows.losses)[-20:], list(rows.trained)[-20:]
         summary = {

@@ -293,7 +293,7 @@ class MLflow:
         if run.id:
             self._client.update_run(run.id, "RUNNING")
             return run.id
-        # A new run of the experiment, which is made if need be, with the facts as parameters.
+        # Create a run of the experiment, which is made if need be, with the facts as parameters.
         known = self._client.get_experiment_by_name(self._experiment)
         experiment = known.experiment_id if known else self._client.create_experiment(self._experiment)
         git = run.facts.get("git") or {}

@@ -67,7 +67,7 @@ def tokenize(config: TokenizeConfig) -> list[Shards]:
     sides = split_files(find_text(config.files), config.held_out_percent, config.held_out)
     out = Path(config.out)
 
-    # Everything that the shards' bytes depend on: only the same command may go on in a folder.
+    # Collect all that the shards' bytes depend on, since only the same command may go on in a folder.
     files = [[side, str(s.path), s.name, s.size, s.stamp] for side in SIDES for s in sides[side]]
     command = {
         "format": FORMAT, "tokenizer": tokenizer.key, "shard_mb": config.shard_mb, "broken": config.broken,
