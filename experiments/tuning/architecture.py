@@ -1,5 +1,7 @@
-"""Architecture: what a model of transformers consists of, found by a look at it rather than by names of
-architectures, where that is possible."""
+"""Architecture: what a model of transformers consists of.
+
+Where that is possible, it is found by inspecting the model rather than by names of architectures.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,8 @@ def no_decoder(name: str, *why: str) -> ConfigError:
 
 
 def trunk_of(model: nn.Module) -> str:
-    """Return the path of the module that is all but the head. Of a vision-language model it is the
-    decoder of its text."""
+    """Return the path of the module that is all but the head. In a vision-language model it is the decoder
+    of its text."""
     if not hasattr(model.config, "vision_config"):
         return model.base_model_prefix
     decoder = model.get_decoder()
@@ -48,7 +50,8 @@ def check_decoder(model: nn.Module) -> None:
         raise no_decoder(type(model).__name__, "it is no trunk with a head over a vocabulary")
     trunk, config = model.get_submodule(trunk_of(model)), config.get_text_config()
     wrong = []
-    # Which tokens each layer sees.
+
+    # Every layer has to see the tokens before a query, and no others.
     causal = [m.is_causal for m in trunk.modules() if hasattr(m, "is_causal")]
     if getattr(config, "is_encoder_decoder", False):
         wrong.append("it is an encoder with a decoder")
@@ -58,18 +61,20 @@ def check_decoder(model: nn.Module) -> None:
         wrong.append(f"{config.num_hidden_layers - len(causal)} of its layers have no causal attention")
     other = sorted(set(getattr(config, "layer_types", None) or ()) - set(LAYER_KINDS))
     wrong += [f"layers of the kind {kind!r}, whose masks are not known here" for kind in other]
-    # What the trunk can be handed: positions, masks and a cache.
-    taken = inspect.signature(trunk.forward).parameters
+
+    # The trunk has to take positions, masks and a cache as arguments.
+    parameters = inspect.signature(trunk.forward).parameters
     needed = ("attention_mask", "position_ids")
-    wrong += [f"its trunk takes no {name}" for name in needed if name not in taken]
-    if not taken.keys() & set(CACHES):
+    wrong += [f"its trunk takes no {name}" for name in needed if name not in parameters]
+    if not parameters.keys() & set(CACHES):
         wrong.append(f"its trunk takes no {' and no '.join(CACHES)}")
     attention = getattr(config, "_attn_implementation", None)
     if attention not in ("sdpa", "eager", "fnshard"):
         wrong.append(f"its attention is {attention!r}, not 'sdpa' or 'eager'")
     if getattr(config, "alibi", False):
         wrong.append("its positions are slopes of attention (ALiBi)")
-    # Leaves of more than two dims are those of experts and convolutions that are known.
+
+    # The only leaves of more than two dims that are known are those of experts and convolutions.
     convolved = [f"{n}.weight" for n, m in trunk.named_modules() if isinstance(m, nn.Conv1d)]
     known = {*experts_of(trunk), *convolved}
     odd = [f"{n} {list(p.shape)}" for n, p in trunk.named_parameters() if p.dim() > 2 and n not in known]
@@ -86,8 +91,7 @@ def cache_parameter(trunk: nn.Module) -> str:
 
 
 def experts_of(trunk: nn.Module) -> dict[str, bool]:
-    """Return the paths, in the trunk, of leaves with a matrix of each expert, and whether these are [in,
-    out]."""
+    """Return a trunk's paths of leaves with a matrix of each expert, and whether it is [in, out]."""
     return {
         f"{name}.{key}": getattr(module, "is_transposed", False)
         for name, module in trunk.named_modules()
@@ -99,8 +103,8 @@ def experts_of(trunk: nn.Module) -> dict[str, bool]:
 def windows_of(trunk: nn.Module, config: Any) -> dict[str, int | None]:
     """Return, by kind of layers, how many keys a query sees, its own included; None stands for all before it.
 
-    Some configurations have windows that their models never look at. So what counts is whether the model
-    makes such masks.
+    Some configurations have windows that their models never use. So a window counts only if the model's own
+    code makes such masks.
     """
     names = inspect.unwrap(type(trunk).forward).__code__.co_names
     window = getattr(config, "sliding_window", None) if _WINDOWED in names else None
@@ -114,10 +118,10 @@ _WINDOWED = "create_sliding_window_causal_mask"  # of transformers
 
 
 class StatelessCache:
-    """A cache that keeps nothing, by which models know that a row is one sequence.
+    """A cache that keeps nothing. It tells a model that a row is one sequence.
 
-    They then ask for plain causal attention. Without a cache they look for packed documents in the positions,
-    and build a T x T mask when traced.
+    The model then asks for plain causal attention. Without a cache it looks for packed documents in the
+    positions, and builds a T x T mask when traced.
     """
 
     is_compileable = False
@@ -143,28 +147,28 @@ class _Watch(TorchFunctionMode):
     def __init__(self, inputs: Tensor, weight: Tensor):
         super().__init__()
         self.weight = weight
-        self.inputs = [inputs]  # slices of it join; all are kept, so that no id is used twice
+        self.inputs = [inputs]  # and slices of it
         self.products: list[Tensor] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func is Tensor.__getitem__ and any(args[0] is g for g in self.inputs):
+        if func is Tensor.__getitem__ and any(args[0] is t for t in self.inputs):
             self.inputs.append(out)
-        if func is F.linear and any(args[0] is g for g in self.inputs) and args[1] is self.weight:
+        if func is F.linear and any(args[0] is t for t in self.inputs) and args[1] is self.weight:
             if len(args) < 3 or args[2] is None:
                 self.products.append(out)
-        elif func is Tensor.__getitem__ and any(args[0] is p for p in self.products):
+        elif func is Tensor.__getitem__ and any(args[0] is t for t in self.products):
             self.products.append(out)
         return out
 
 
-def is_plain(rest: Callable[..., Any], leaves: Mapping[str, Tensor], head: str) -> bool:
+def is_plain(unembedding: Callable[..., Any], leaves: Mapping[str, Tensor], head: str) -> bool:
     """Return whether logits are the product of hidden states and the head, and nothing more.
 
-    That is observed in a run, since softcaps, scales and biases have other names in every architecture.
+    A run is observed for that, since softcaps, scales and biases have other names in every architecture.
 
     Args:
-        rest: the model as a function of the leaves, with a stand-in for its trunk, which returns
+        unembedding: the model as a function of the leaves, with a stand-in for its trunk, which returns
             `inputs_embeds` as hidden states.
         leaves: the leaves, on meta.
         head: the path of the head.
@@ -172,5 +176,5 @@ def is_plain(rest: Callable[..., Any], leaves: Mapping[str, Tensor], head: str) 
     weight = leaves[head]
     inputs = torch.empty(1, 2, weight.shape[1], dtype=weight.dtype, device="meta")
     with torch.no_grad(), _Watch(inputs, weight) as watch:
-        logits = rest(leaves, inputs_embeds=inputs, use_cache=False).logits
+        logits = unembedding(leaves, inputs_embeds=inputs, use_cache=False).logits
     return any(logits is product for product in watch.products)

@@ -30,13 +30,13 @@ def budget_bytes(config: FinetuneConfig, mesh: fs.Mesh) -> float:
             "data.tokens=auto: needs a budget on a CPU. Fix: run.device_gb=4, or data.tokens=N."
         )
     if config.run.device_gb is not None:
-        own = config.run.device_gb * 1e9
+        mine = config.run.device_gb * 1e9
     else:
-        own = SHARE * torch.cuda.get_device_properties(mesh.device).total_memory
-    every = [own]
+        mine = SHARE * torch.cuda.get_device_properties(mesh.device).total_memory
+    every = [mine]
     if dist.is_initialized():
         every = [0.0] * dist.get_world_size()
-        dist.all_gather_object(every, own)
+        dist.all_gather_object(every, mine)
     return min(every)
 
 
@@ -94,13 +94,16 @@ def find_most_tokens(peak_of: Callable[[int], int], budget: float, least: int, m
                 "data.context.",
             )
         )
-    # `fits` is the most that is known to fit, `over` the least that is known, or taken, not to.
+    # `fits` is the most that is known to fit. `over` is the least that does not, or is of no use.
     fits, over, guess = low, most + MULTIPLE, min(2 * low, most)
     for _ in range(GUESSES):
         if guess <= fits:
             break
         known[guess] = peak_of(guess)
-        fits, over = (guess, over) if known[guess] <= budget else (fits, guess)
+        if known[guess] <= budget:
+            fits = guess
+        else:
+            over = guess
         largest = max(known)
         slope = max((known[largest] - known[low]) / (largest - low), 1.0)
         meets = low + int((budget - known[low]) / slope)

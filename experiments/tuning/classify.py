@@ -25,11 +25,11 @@ def classify(tuning: Tuning, config: ObjectiveConfig, *, training: bool) -> Call
         scores, targets = score_of(params, hidden(params, batch)), batch["targets"]
         counted = targets != IGNORE
         count = counted.sum()
-        losses = F.cross_entropy(
+        loss_sum = F.cross_entropy(
             scores.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum"
         )
-        right = torch.where(counted, scores.argmax(-1) == targets, False)
-        total = Mean(losses, count, bound=float(targets.numel()))
-        return total, {"accuracy": Mean(right.sum().float(), count)}
+        is_right = torch.where(counted, scores.argmax(-1) == targets, False)
+        total = Mean(loss_sum, count, bound=float(targets.numel()))
+        return total, {"accuracy": Mean(is_right.sum().float(), count)}
 
     return loss

@@ -34,8 +34,8 @@ ALL_LINEAR, VISION_LINEAR, EXPERTS = "all-linear", "vision-linear", "experts"  #
 class MethodConfig:
     """The method, which says what trains.
 
-    With `full` all leaves do, except those that the globs of `freeze` name, joined by "|". With `lora`
-    adapters do, and the base is frozen, as it is or as codes (`qlora8`, `qlora4`).
+    With `full` all leaves train, except those that the globs of `freeze` name, joined by "|". With `lora`
+    adapters train, and the base is frozen, as it is or as codes (`qlora8`, `qlora4`).
 
     `targets` are globs of leaves, joined by "|". Three words may be among them: "all-linear" for every matrix
     of the layers, "vision-linear" for every matrix that a model sees with, and "experts". `rank_stabilised`
@@ -87,7 +87,7 @@ class ObjectiveKind:
 
     @property
     def examples(self) -> str:
-        """Return the name, in `dataset.BUILT_IN`, of the data that it learns from where no file is named."""
+        """Return the name, in `dataset.BUILT_IN`, of the data that are used where no file is named."""
         return self.built_in or self.data
 
     @property
@@ -174,14 +174,18 @@ class ObjectiveConfig:
     def __post_init__(self) -> None:
         if self.name == "distill" and self.teacher is None:
             raise ValueError("objective=distill: needs a teacher. Fix: objective.teacher=FOLDER.")
+        # Options that only one objective reads: that objective, and whether the option is set.
         idle = {
             "teacher": ("distill", self.teacher), "on_policy": ("distill", self.on_policy),
             "level": ("classify", self.level != "sequence"), "classes": ("classify", self.classes),
             "dims": ("embed", self.dims),
         }  # fmt: skip
-        if wrong := [
-            f"objective.{n}: is of objective={of}" for n, (of, v) in idle.items() if v and self.name != of
-        ]:
+        wrong = [
+            f"objective.{option}: is of objective={name}"
+            for option, (name, is_set) in idle.items()
+            if is_set and self.name != name
+        ]
+        if wrong:
             raise ValueError(f"{'; '.join(wrong)}; leave the default.")
         if list(self.dims) != sorted(set(self.dims)):
             raise ValueError(f"objective.dims={list(self.dims)}: expected each once, the smallest first.")
@@ -202,7 +206,7 @@ class FinetuneDataConfig:
 
     Null `train` stands for built-in examples of the objective's kind (`data.builtin`).
 
-    If `held_out` is null beside a `train` of your own, one in 20 of its records is held out. The global batch
+    If only `held_out` is null, one in 20 of the records of `train` is held out. The global batch
     has `rows` of `context` tokens each; with `pack` several samples share a row. `too_long` says what is done
     about samples that are longer than the context, and `broken` about records that cannot be used.
 
@@ -264,7 +268,8 @@ class FinetuneConfig:
     def __post_init__(self) -> None:
         fits = self.data.tokens == AUTO
         wrong = misfits(self.strategy, self.run, fits) + refuse_pipeline(self.mesh, "fine-tuning")
-        wrong += self._budget_problems() + self._environment_problems()
+        wrong += self._find_budget_problems() + self._find_environment_problems()
+
         # What the objective needs of the others.
         name = self.objective.name
         if name in ("dpo", "ipo", "simpo") and self.objective.beta == 0:
@@ -273,12 +278,14 @@ class FinetuneConfig:
         if updates > 1 and self.objective.kind.data != "prompts":
             wrong.append(f"objective.updates={updates}: is of objectives that draw answers; leave 1.")
         else:
-            odd = {n: getattr(self.run, n) for n in ("steps", "save_every") if getattr(self.run, n) % updates}
-            wrong += [
-                f"run.{name}={number}: has to be a multiple of objective.updates={updates}, so that no "
-                f"answers are drawn twice. Fix: run.{name}={-(-number // updates) * updates}."
-                for name, number in odd.items()
-            ]
+            for key in ("steps", "save_every"):
+                number = getattr(self.run, key)
+                if number % updates:
+                    wrong.append(
+                        f"run.{key}={number}: has to be a multiple of objective.updates={updates}, so that "
+                        f"no answers are drawn twice. Fix: run.{key}={-(-number // updates) * updates}."
+                    )
+
         # Rows have lengths that all ranks of the context axis can share.
         most = math.gcd(self.data.context, MULTIPLE, self.mesh.context)
         if most < self.mesh.context:
@@ -286,8 +293,13 @@ class FinetuneConfig:
                 f"mesh.context={self.mesh.context}: has to divide data.context={self.data.context} and "
                 f"{MULTIPLE}, of which rows that are not packed are multiples. Fix: mesh.context={most}."
             )
+
         # What the method has no use for.
-        idle = [n for n, v in {"dora": self.method.dora, "b_rate": self.method.b_rate != 1}.items() if v]
+        idle = []
+        if self.method.dora:
+            idle.append("dora")
+        if self.method.b_rate != 1:
+            idle.append("b_rate")
         if self.method.name == "full" and idle:
             wrong.append(
                 f"method.{' and method.'.join(idle)}: method=full has no adapters; leave the default."
@@ -298,6 +310,7 @@ class FinetuneConfig:
             )
         if isinstance(self.optimizer, SGDConfig) and self.method.b_rate != 1:
             wrong.append("method.b_rate: is of AdamW's rates. Fix: optimizer=adamw.")
+
         # What can be written at the end.
         if self.objective.kind.exported and self.export in ("adapters", "both"):
             wrong.append(
@@ -306,6 +319,8 @@ class FinetuneConfig:
             )
         if self.method.name == "full" and self.export in ("adapters", "both"):
             wrong.append(f"export={self.export}: method=full has no adapters. Fix: export=merged.")
+
+        # What the optimizer and the data cannot have.
         if isinstance(self.optimizer, SGDConfig) and self.optimizer.lr is None:
             wrong.append("optimizer.lr=null: the defaults are AdamW's. Fix: optimizer.lr=0.1.")
         if not self.data.pack and self.objective.kind.data in ("pairs", "twins"):
@@ -313,8 +328,8 @@ class FinetuneConfig:
         if wrong:
             raise ValueError("\n  ".join(wrong))
 
-    def _environment_problems(self) -> list[str]:
-        """Say what is wrong with an environment."""
+    def _find_environment_problems(self) -> list[str]:
+        """Return what is wrong with an environment, a line each."""
         chosen, tokens = self.objective, self.data.tokens
         if chosen.environment is None:
             return []
@@ -334,8 +349,8 @@ class FinetuneConfig:
             )
         return wrong
 
-    def _budget_problems(self) -> list[str]:
-        """Say what is wrong with a budget of tokens."""
+    def _find_budget_problems(self) -> list[str]:
+        """Return what is wrong with a budget of tokens, a line each."""
         tokens, wrong = self.data.tokens, []
         if tokens is None:
             return wrong

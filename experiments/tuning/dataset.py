@@ -85,28 +85,32 @@ def pack(lengths: np.ndarray, context: int, most: int = DOCUMENTS) -> list[list[
     """
     rows: list[list[int]] = []
     by_room: list[list[int]] = [[] for _ in range(context + 1)]  # rows by the room that they have left
-    some = 0  # one bit for every room that some row has
+    rooms = 0  # a set of bits: bit n is 1 if a row has room for n more positions
     for sample in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[sample])
-        fits = some >> length
-        if fits:  # the lowest bit is the least room
-            room = length + (fits & -fits).bit_length() - 1
+        # Take the fullest row that has room enough, or a new one.
+        fits = rooms >> length
+        if fits:
+            room = length + (fits & -fits).bit_length() - 1  # the lowest bit is the least room
             row = by_room[room].pop()
-            some ^= 0 if by_room[room] else 1 << room
+            if not by_room[room]:
+                rooms ^= 1 << room
         else:
             room, row = context, len(rows)
             rows.append([])
         rows[row].append(sample)
+
+        # A row that is full, or has `most` samples, is not offered again.
         if room > length and len(rows[row]) < most:
             by_room[room - length].append(row)
-            some |= 1 << (room - length)
+            rooms |= 1 << (room - length)
     return rows
 
 
 def width_of(prepared: Prepared) -> int:
     """Return the positions of a row that is not packed.
 
-    They are the least multiple of 32 that holds every sample, and the context at most.
+    They are the least multiple of 32 that holds every sample, but no more than the context.
     """
     return min(-(-prepared.longest // MULTIPLE) * MULTIPLE, prepared.context)
 
@@ -143,14 +147,14 @@ def fill_rows(prepared: Prepared, rows: Sequence[Sequence[int]], width: int, kin
         end = 0
         for document, sample in enumerate(samples, 1):
             ids, learned = prepared.sample(sample)
-            start, end = end, end + len(ids) - 1
+            start, end = end, end + len(ids) - 1  # a sample's last token is only a target
             tokens[row, start:end] = ids[:-1]
             targets[row, start:end] = TARGETS[kind](ids, learned)
             documents[row, start:end] = document
             positions[row, start:end] = np.arange(end - start)
         positions[row, end:] = np.arange(width - end)
-    named = {"tokens": tokens, "targets": targets, "positions": positions, "documents": documents}
-    return {name: torch.from_numpy(values) for name, values in named.items()}
+    parts = {"tokens": tokens, "targets": targets, "positions": positions, "documents": documents}
+    return {name: torch.from_numpy(values) for name, values in parts.items()}
 
 
 @dataclass(frozen=True)
@@ -179,10 +183,10 @@ class Samples:
 
     @property
     def packed(self) -> bool:
-        return self.pack and self.images is None and (self.tokens is not None or not self._pairs)
+        return self.pack and self.images is None and (self.tokens is not None or not self._has_pairs)
 
     @property
-    def _pairs(self) -> bool:
+    def _has_pairs(self) -> bool:
         return self.prepared.kind in SIDES
 
     @cached_property
@@ -195,6 +199,7 @@ class Samples:
             return self.tokens // width_of(self.prepared)
         usual = self.tokens * self.prepared.samples / self.prepared.tokens / USUAL_DOCUMENTS
         longest = int(self.record_lengths.max())
+        # `width` is rounded down to a multiple, and the longest record has to fit into it.
         return max(1, min(math.ceil(usual), self.tokens // (longest + MULTIPLE)))
 
     @property
@@ -216,36 +221,36 @@ class Samples:
 
     def batch(self, numbers: np.ndarray) -> tuple[Any]:
         """Return rows by number. A negative number makes a row of padding."""
-        # Padded pairs: each side is a batch of its own.
-        if self._pairs and not self.packed:
-            kinds = SIDES[self.prepared.kind]
-            sides = {name: self._fill_side(numbers, side) for side, name in enumerate(kinds)}
-            own = {"numbers": torch.from_numpy(numbers.astype(np.int64))} if self._numbered else {}
-            return ({**sides, **own},)
+        # Padded pairs: each side is a batch of its own, without what only packed rows need.
+        if self._has_pairs and not self.packed:
+            sides: dict[str, Any] = {}
+            for side, name in enumerate(SIDES[self.prepared.kind]):
+                samples = [[2 * n + side] if n >= 0 else [] for n in numbers.tolist()]
+                filled = fill_rows(self.prepared, samples, self.width, self.targets)
+                sides[name] = {part: filled[part] for part in ("tokens", "targets")}
+            if self._has_numbers:
+                sides["numbers"] = torch.from_numpy(numbers.astype(np.int64))
+            return (sides,)
 
         # Packed rows: their samples, or both samples of each of their pairs.
         if self.packed:
             rows = [self._rows[n] if n >= 0 else [] for n in numbers.tolist()]
-            if not self._pairs:
+            if not self._has_pairs:
                 return (fill_rows(self.prepared, rows, self.width, self.targets),)
-            batch = fill_rows(
-                self.prepared,
-                [[2 * n + side for n in row for side in (0, 1)] for row in rows],
-                self.width,
-                self.targets,
-            )
-            there = torch.tensor([len(row) for row in rows])[:, None]
+            samples = [[2 * n + side for n in row for side in (0, 1)] for row in rows]
+            batch = fill_rows(self.prepared, samples, self.width, self.targets)
+            # All batches have room for the most pairs of any row, so that their shapes are equal.
+            counts = torch.tensor([len(row) for row in rows])[:, None]
             most = max(map(len, self._rows))
-            batch["pairs"] = torch.arange(most) < there
-            if self._numbered:
+            batch["pairs"] = torch.arange(most) < counts
+            if self._has_numbers:
                 batch["numbers"] = torch.tensor([[*row, *[-1] * (most - len(row))] for row in rows])
             return (batch,)
 
         # Padded rows of one sample each, with its images.
-        batch = fill_rows(
-            self.prepared, [[n] if n >= 0 else [] for n in numbers.tolist()], self.width, self.targets
-        )
-        batch = {name: part for name, part in batch.items() if name != "documents"}
+        samples = [[n] if n >= 0 else [] for n in numbers.tolist()]
+        batch = fill_rows(self.prepared, samples, self.width, self.targets)
+        del batch["documents"]
         if self.images is not None:
             paths = [self.prepared.images_of(n) if n >= 0 else [] for n in numbers.tolist()]
             batch["images"] = self.images(paths, batch["tokens"])
@@ -254,51 +259,44 @@ class Samples:
     @property
     def positions(self) -> int:
         """Count the positions of a row, padding included. A padded pair has two sides."""
-        return self.width * (2 if self._pairs and not self.packed else 1)
+        return self.width * (2 if self._has_pairs and not self.packed else 1)
 
     def rows_for(self, rows: int) -> int:
         """Return the number of rows that hold as much as `rows` do without a budget of tokens."""
         if self.tokens is None or not self.packed:
             return rows
-        if self._pairs:
+        if self._has_pairs:
             return math.ceil(rows * self.count / self.prepared.records)
         return math.ceil(rows * self.prepared.context / self.width)
 
     def one_pass(self, rows: int, most: int, *, rank: int = 0, ranks: int = 1) -> Iterator[Any]:
         """Yield batches of `rows` for a held-out loss, equally many on every rank.
 
-        At most `most` rows come, each once. Rows of padding, which no mean counts, fill the last batch.
+        It yields at most `most` rows, each once. Rows of padding, which no mean counts, fill the last batch.
         """
-        part, numbers = rows // ranks, order(self.count, 0, 0, min(most, self.count))
+        rows_per_rank = rows // ranks
+        numbers = order(self.count, 0, 0, min(most, self.count))
         for low in range(0, len(numbers), rows):
-            mine = numbers[low : low + rows][rank * part : (rank + 1) * part]
-            yield self.batch(np.pad(mine, (0, part - len(mine)), constant_values=-1))[0]
+            mine = numbers[low : low + rows][rank * rows_per_rank : (rank + 1) * rows_per_rank]
+            yield self.batch(np.pad(mine, (0, rows_per_rank - len(mine)), constant_values=-1))[0]
 
     @property
-    def _numbered(self) -> bool:
-        """Tell whether a batch has the numbers of its records, by which equal ones are no negatives of each
-        other."""
-        return self.prepared.kind == "twins"
+    def _has_numbers(self) -> bool:
+        """Return whether a batch has the numbers of its records.
 
-    def _fill_side(self, pairs: np.ndarray, side: int) -> Batch:
-        """Make the padded rows of one side of pairs, without what only packed rows need."""
-        batch = fill_rows(
-            self.prepared,
-            [[2 * n + side] if n >= 0 else [] for n in pairs.tolist()],
-            self.width,
-            self.targets,
-        )
-        return {name: batch[name] for name in ("tokens", "targets")}
+        By these a loss knows texts of the same record, which are no negatives of each other.
+        """
+        return self.prepared.kind == "twins"
 
     @cached_property
     def record_lengths(self) -> np.ndarray:
-        """Return the positions of each record. A pair has those of both sides."""
+        """Return the number of positions of each record. Those of a pair's two sides are added."""
         lengths = self.prepared.lengths(np.arange(self.prepared.samples))
-        return lengths.reshape(-1, 2).sum(1) if self._pairs else lengths
+        return lengths.reshape(-1, 2).sum(1) if self._has_pairs else lengths
 
     @cached_property
     def _rows(self) -> list[list[int]]:
-        return pack(self.record_lengths, self.width, DOCUMENTS // 2 if self._pairs else DOCUMENTS)
+        return pack(self.record_lengths, self.width, DOCUMENTS // 2 if self._has_pairs else DOCUMENTS)
 
 
 # ------------------------------------------------------------------ the data of a run
@@ -371,24 +369,26 @@ class FinetuneData:
     def examples(self, run: RunConfig, limit: int | None) -> list[Example]:
         """Return prompts from all over the held-out data, and after them the one that `run.prompt` names.
 
-        Prompts of pairs come with the chosen answer. That of `run.prompt` is a user's message if the model
-        learns conversations. There are no prompts if no token is to be drawn.
+        A prompt of a pair has the chosen answer. The one of `run.prompt` is a user's message if the model
+        learns conversations. The result is empty if no token is to be drawn.
 
         Args:
             limit: the tokens that the model was made for. Longer prompts lose their beginning.
         """
         if not run.sample_length:
             return []
-        step = 2 if self.held_out.kind in SIDES else 1
-        there = self.held_out.records
-        numbers = np.unique(np.linspace(0, there - 1, min(SHOWN, there)).astype(int)) * step
-        found = [self.example(self.held_out, int(n)) for n in numbers]
+        samples_per_record = 2 if self.held_out.kind in SIDES else 1
+        count = self.held_out.records
+        records = np.unique(np.linspace(0, count - 1, min(SHOWN, count)).astype(int))
+        examples = [self.example(self.held_out, int(n)) for n in records * samples_per_record]
         if run.prompt is not None:
-            found.append(Example(self._encode_prompt(run.prompt), []))
-        most = None if limit is None else max(1, limit - run.sample_length)
-        if most is not None:  # a prompt without its beginning would lack an image
-            found = [e for e in found if not e.images or len(e.prompt) <= most]
-        return [replace(e, prompt=e.prompt if most is None else e.prompt[-most:]) for e in found]
+            examples.append(Example(self._encode_prompt(run.prompt), []))
+        if limit is None:
+            return examples
+        most = max(1, limit - run.sample_length)
+        # A prompt without its beginning would lack an image.
+        examples = [each for each in examples if not each.images or len(each.prompt) <= most]
+        return [replace(each, prompt=each.prompt[-most:]) for each in examples]
 
     def images_of(self, examples: Sequence[Example], width: int, device: torch.device) -> tuple[Any, ...]:
         """Return the images of prompts in rows of `width` tokens, as `LanguageModel.hidden` takes them."""
@@ -419,8 +419,9 @@ class FinetuneData:
         tokens, learned = data.sample(number)
         start = np.argmax(learned) if learned.any() else np.int64(len(tokens))  # a prompt without an answer
         first = int(self._prompt_lengths(start, np.int64(len(tokens))))
-        after = np.flatnonzero(learned[first:] == 0)
-        last = first + int(after[0]) if len(after) else len(tokens)
+        # The answer ends before the first token that is not learned, such as that of a user's next message.
+        not_learned = np.flatnonzero(learned[first:] == 0)
+        last = first + int(not_learned[0]) if len(not_learned) else len(tokens)
         return Example(
             tokens[:first].tolist(), tokens[first:last].tolist(), data.images_of(number), data.row_of(number)
         )
@@ -442,7 +443,7 @@ class FinetuneData:
 def mark_learned(
     tokenizer: Tokenizer, tokens: np.ndarray, learned: np.ndarray, *, colour: bool = False
 ) -> str:
-    """Return a sample's text with its control tokens. The learned parts stand between « and ».
+    """Return a sample's text with its control tokens. The learned parts are enclosed in « and ».
 
     Args:
         tokens, learned: the results of `Prepared.sample`. The first token is never a target.
@@ -452,13 +453,15 @@ def mark_learned(
     >>> mark_learned(ByteTokenizer(), np.array([256, 104, 105, 257]), np.array([0, 0, 1, 1]))
     '<|begin|>h«i<|end|>»'
     """
-    out, targets = [], [False, *map(bool, learned[1:])]
+    parts, targets = [], [False, *map(bool, learned[1:])]
     for is_target, group in groupby(zip(targets, tokens.tolist(), strict=True), key=itemgetter(0)):
         text = brief(printable(tokenizer.decode([token for _, token in group], control=True)))
-        text = text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]} [{len(text) - MOST_SHOWN} more] "
-        green = f"\x1b[32m«{text}»\x1b[0m" if colour else f"«{text}»"
-        out.append(green if is_target else text)
-    return "".join(out)
+        if len(text) > MOST_SHOWN:
+            text = f"{text[:MOST_SHOWN]} [{len(text) - MOST_SHOWN} more] "
+        if is_target:
+            text = f"\x1b[32m«{text}»\x1b[0m" if colour else f"«{text}»"
+        parts.append(text)
+    return "".join(parts)
 
 
 def prepare_data(config: FinetuneConfig) -> FinetuneConfig:
@@ -481,8 +484,10 @@ def prepare_data(config: FinetuneConfig) -> FinetuneConfig:
     # Without files of one's own the built-in ones of the objective are written.
     files = [data.train, data.held_out]
     if data.train is None:
-        of = "images" if tokenizer.images and kind.data == "samples" else kind.examples
-        files = list(map(str, BUILT_IN[of]((DATA / of).resolve())))
+        name = "images" if tokenizer.images and kind.data == "samples" else kind.examples
+        files = list(map(str, BUILT_IN[name]((DATA / name).resolve())))
+
+    # Labels have to be known classes, and a reward model also sees the last token of a conversation.
     classes = config.objective.classes
     if kind.data == "labels":
         classes = classes or find_classes(files[0])
@@ -492,10 +497,12 @@ def prepare_data(config: FinetuneConfig) -> FinetuneConfig:
     # Each file is prepared, or a single one is split; what is wrong with both is one error.
     split, folders, wrong = files[1] is None, [], []
     for path in files[:1] if split else files:
-        found = attempt(partial(prepare, path, tokenizer, policy, cache=cache, split=split), wrong)
-        folders += [str(each.folder) for each in found or ()]
+        prepared = attempt(partial(prepare, path, tokenizer, policy, cache=cache, split=split), wrong)
+        folders += [str(each.folder) for each in prepared or ()]
     if wrong:
         raise ConfigError("\n".join(wrong))
+
+    # A class that does not occur would never be learned.
     if kind.data == "labels":
         counts = open_prepared(folders[0]).classes()[: len(classes)]
         if missing := [name for name, count in zip(classes, counts, strict=True) if not count]:
@@ -511,41 +518,44 @@ def prepare_data(config: FinetuneConfig) -> FinetuneConfig:
 
 
 def open_data(config: FinetuneConfig, vision: Vision | None = None) -> FinetuneData:
-    """Open the data of a configuration whose data are tokenised, for a model that may see.
+    """Open the data of a configuration whose data are tokenised already.
+
+    Args:
+        vision: the vision of a model that sees.
 
     Raises:
         ConfigError: there are images, but nothing looks at them.
     """
     train, held_out = open_prepared(config.data.train), open_prepared(config.data.held_out)
-    tokenizer, of = open_directory(config.model), config.objective.kind.data
-    tokens = config.data.tokens
-    packs, images = config.data.pack and (of not in SIDES or tokens is not None), None
+    tokenizer, kind = open_directory(config.model), config.objective.kind.data
+    tokens, images = config.data.tokens, None
+    packs = config.data.pack and (kind not in SIDES or tokens is not None)
     if train.images or held_out.images:
         wrong = {
             f"model={config.model} does not see": vision is None,
-            f"objective={config.objective.name} draws answers to texts alone": of != "samples",
+            f"objective={config.objective.name} draws answers to texts alone": kind != "samples",
             f"mesh.context={config.mesh.context}: images are not split": config.mesh.context > 1,
         }
         if any(wrong.values()):
             ways = "objective=sft, mesh.context=1, and a model that sees."
             raise ConfigError(
-                report("the data have images:", [w for w, is_so in wrong.items() if is_so], ways)
+                report("the data have images:", [line for line, is_wrong in wrong.items() if is_wrong], ways)
             )
         images = partial(vision.rows, tokenizer.images)
-    if of == "prompts":
+    if kind == "prompts":
         return FinetuneData(tokenizer, train, held_out, Prompts(train), Samples(held_out))
-    how = {"images": images, "tokens": tokens, "targets": config.objective.kind.targets}
-    measured = Samples(held_out, packs or tokens is None, **how)
-    return FinetuneData(tokenizer, train, held_out, Samples(train, packs, **how), measured)
+    options = {"images": images, "tokens": tokens, "targets": config.objective.kind.targets}
+    measured = Samples(held_out, packs or tokens is None, **options)
+    return FinetuneData(tokenizer, train, held_out, Samples(train, packs, **options), measured)
 
 
 def token_limits(config: FinetuneConfig) -> tuple[int, int]:
     """Return the least and the most useful budget of tokens: the longest record, and all records."""
-    every = [open_prepared(folder) for folder in (config.data.train, config.data.held_out)]
-    train, prompts = every[0], config.objective.kind.data == "prompts"
-    answer = config.objective.tokens if prompts else 0
-    longest = max(int(Samples(each, tokens=MULTIPLE).record_lengths.max()) for each in every)
-    group = config.objective.group if prompts else 1
+    train, held_out = open_prepared(config.data.train), open_prepared(config.data.held_out)
+    draws_answers = config.objective.kind.data == "prompts"
+    answer = config.objective.tokens if draws_answers else 0
+    group = config.objective.group if draws_answers else 1
+    longest = max(int(Samples(each, tokens=MULTIPLE).record_lengths.max()) for each in (train, held_out))
     return longest + answer, (train.tokens + train.records * answer) * group
 
 
@@ -554,7 +564,10 @@ def token_limits(config: FinetuneConfig) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class AnswerTable:
-    """Prompts whose answers people see. Answers are greedy, so that two of them differ by the model alone."""
+    """A table of prompts whose answers people see.
+
+    Answers are greedy, so that two of them differ by the model alone.
+    """
 
     sampler: Sampler
     tokenizer: DirectoryTokenizer
@@ -570,11 +583,15 @@ class AnswerTable:
         return [self.tokenizer.decode(list(takewhile(lambda t: t not in ends, row))) for row in drawn]
 
     def table(self, answers: Mapping[str, Sequence[str]]) -> str:
-        """Return prompts with the answers of each model, and with their authors' own, as people read them."""
+        """Return the text of the table: each prompt with the answers of all models and of its author.
+
+        Args:
+            answers: the results of `answers`, by the name of the model.
+        """
         lines = []
         for number, example in enumerate(self.examples):
-            own = self.tokenizer.decode(example.answer) or "-"
-            texts = {**{who: told[number] for who, told in answers.items()}, "author": own}
+            texts = {who: drawn[number] for who, drawn in answers.items()}
+            texts["author"] = self.tokenizer.decode(example.answer) or "-"
             # Roles are control tokens as a rule, so these are spelled.
             lines.append(brief(printable(self.tokenizer.decode(example.prompt, control=True))))
             for who, text in texts.items():
@@ -590,7 +607,7 @@ def brief(text: str) -> str:
     >>> brief("<image><image><image><image>?")
     '<image>*4?'
     """
-    return re.sub(r"(<[^<>]+>)\1{3,}", lambda found: f"{found[1]}*{len(found[0]) // len(found[1])}", text)
+    return re.sub(r"(<[^<>]+>)\1{3,}", lambda run: f"{run[1]}*{len(run[0]) // len(run[1])}", text)
 
 
 def window_of(examples: Sequence[Example], tokens: int, limit: int | None) -> int:
@@ -599,5 +616,5 @@ def window_of(examples: Sequence[Example], tokens: int, limit: int | None) -> in
     Args:
         limit: the tokens that the model was made for.
     """
-    longest = max([len(e.prompt) for e in examples], default=1) + tokens
+    longest = max([len(each.prompt) for each in examples], default=1) + tokens
     return min(-(-longest // MULTIPLE) * MULTIPLE, limit or sys.maxsize)

@@ -18,9 +18,9 @@ def distill(tuning: Tuning, config: ObjectiveConfig, *, training: bool) -> Calla
     """Make the reverse KL from the student to the teacher, averaged over all learned tokens exactly.
 
     It is that of MiniLLM (Gu et al. 2024), and with `on_policy` that of GKD (Agarwal et al. 2024), whose
-    student answers itself. All logits of a micro-batch are in memory at once, so `data.tokens` should bound
-    them. If one model has more rows of logits than the other, both distributions are over those that both
-    have. `aux` has `agreement`, the share of tokens for which both have the same likeliest one.
+    student draws the answers itself. All logits of a micro-batch are in memory at once, so `data.tokens`
+    should bound them. If one model has more rows of logits than the other, both distributions are over those
+    that both have. `aux` has `agreement`, the share of tokens for which both have the same likeliest one.
 
     The batch is as in `objectives.sft`, or as in `objectives.policy_gradient`, whose rewards are not read.
     """
@@ -40,11 +40,10 @@ def distill(tuning: Tuning, config: ObjectiveConfig, *, training: bool) -> Calla
         with torch.no_grad():
             theirs = logprobs_of(teacher, params["teacher"], batch)
         mask = batch["targets"] != IGNORE
-        each = torch.where(mask, (ours.exp() * (ours - theirs)).sum(-1), 0.0)  # [B, T]
+        divergence = torch.where(mask, (ours.exp() * (ours - theirs)).sum(-1), 0.0)  # [B, T]
         agree = mask & (ours.argmax(-1) == theirs.argmax(-1))
         count = mask.sum()
-        return Mean(each.sum(), count, bound=float(mask.numel())), {
-            "agreement": Mean(agree.sum().float(), count)
-        }
+        aux = {"agreement": Mean(agree.sum().float(), count)}
+        return Mean(divergence.sum(), count, bound=float(mask.numel())), aux
 
     return loss

@@ -1,5 +1,4 @@
-"""Embeddings: texts that belong together come to lie near each other, and far from all others of the
-batch."""
+"""Embeddings: vectors of texts, near each other if the texts belong together and far from all others."""
 
 from __future__ import annotations
 
@@ -22,8 +21,8 @@ def embed(tuning: Tuning, config: ObjectiveConfig, *, training: bool) -> Callabl
     """Make InfoNCE (van den Oord et al. 2018) of each query among the positives of all ranks' rows.
 
     It is the mean over `config.dims`, for each of which only so many first dims count (Kusupati et al. 2022,
-    Matryoshka). An embedding is the hidden state of a text's last token. A micro-batch knows no rows of
-    another one.
+    Matryoshka). An embedding is the hidden state of a text's last token. A query has negatives only in its
+    own micro-batch.
 
     The batch has `query` and `positive`, each int64 [B, T] `tokens` and `targets`, or packed pairs. Its int64
     `numbers` are those of the records; texts of equal numbers are no negatives of each other.
@@ -43,17 +42,17 @@ def embed(tuning: Tuning, config: ObjectiveConfig, *, training: bool) -> Callabl
         every, known = fs.all_gather(positives), fs.all_gather(numbers)  # those of all ranks
         count = counted.sum()
         is_mine = numbers[:, None] == known[None, :]  # [N, M]
-        total, right = torch.zeros((), dtype=queries.dtype, device=queries.device), {}
+        total, aux = torch.zeros((), dtype=queries.dtype, device=queries.device), {}
         for dim in dims:
             similar = config.scale * normalize(queries[:, :dim]) @ normalize(every[:, :dim]).T
             similar = similar.masked_fill(known[None, :] < 0, -1e9)  # padding is nobody's negative
-            own = similar.masked_fill(~is_mine, -1e9).logsumexp(1)
-            losses = similar.logsumexp(1) - own
+            positive = similar.masked_fill(~is_mine, -1e9).logsumexp(1)
+            losses = similar.logsumexp(1) - positive
             total = total + torch.where(counted, losses, 0.0).sum() / len(dims)
-            nearest = known[similar.argmax(1)] == numbers
+            is_right = known[similar.argmax(1)] == numbers
             name = "accuracy" if dim == dims[-1] else f"accuracy_{dim}"
-            right[name] = Mean((nearest & counted).sum().float(), count)
-        return Mean(total, count, bound=float(counted.numel())), right
+            aux[name] = Mean((is_right & counted).sum().float(), count)
+        return Mean(total, count, bound=float(counted.numel())), aux
 
     return loss
 

@@ -36,7 +36,7 @@ Draw = Callable[[Sequence["Turn"]], Sequence[Answer]]
 
 
 class Limit(Exception):
-    """An error that `ask` raises into a rollout that has had all its turns."""
+    """An error that `ask` raises in a rollout that has had all its turns."""
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Play:
-    """A function that plays rollouts.
+    """A function that plays rollouts, each on a thread of its own.
 
     Args:
         environment: the user's function.
@@ -97,6 +97,7 @@ class Play:
             talk.thread.start()
         try:
             while True:
+                # Every rollout runs until it asks for an answer or is over.
                 waiting = []
                 for talk in talks:
                     if talk.wait_for_turn():
@@ -105,6 +106,8 @@ class Play:
                         raise talk.error
                 if not goes_on(bool(waiting)):
                     break
+
+                # The model answers all that ask in one batch. A rank without any takes part in the forwards.
                 turns = [talk.asked for talk in waiting]
                 for talk, answer in zip(waiting, draw(turns), strict=True):
                     talk.hand_over(answer)
@@ -115,31 +118,32 @@ class Play:
 
 
 class _Talk:
-    """A rollout on a thread. Its state is the turns that were said, and the one that it asks for."""
+    """A rollout on a thread. Its state is the turns that are answered, and the one that it asks for."""
 
     def __init__(self, play: Play, number: int, prompt: Mapping[str, Any]):
         self.play, self.number, self.prompt = play, number, prompt
         self.said: list[Turn] = []
         self.asked: Turn | None = None
         self.reward, self.error = math.nan, None
+        # The thread releases `_ready` when it asks or is over; the caller releases `_answered`.
         self._ready, self._answered = threading.Semaphore(0), threading.Semaphore(0)
         self._is_over = self._is_closed = False
         self.thread = threading.Thread(target=self._run, daemon=True, name=f"rollout-{number}")
 
     def _run(self) -> None:
         try:
-            found = self.play.environment(dict(self.prompt), self.ask)
-            self.reward = self._reward_of(found)
+            result = self.play.environment(dict(self.prompt), self.ask)
+            self.reward = self._read_reward(result)
         except ConfigError as error:
             self.error = self.error or error
-        except BaseException as error:  # the user's own code
+        except BaseException as error:  # the user's own code, or the end that `ask` raises once closed
             if not self._is_closed:
                 self.error = self.error or self._make_error(describe(error))
         self._is_over = True
         self._ready.release()
 
     def ask(self, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None = None) -> dict[str, Any]:
-        """Return the model's answer to messages, as an assistant's message."""
+        """Return the model's answer to messages, as an assistant's message. The rollout's thread calls it."""
         play, number = self.play, len(self.said)
         if number >= play.turns:
             self.error = self._make_error(
@@ -158,6 +162,8 @@ class _Talk:
                 f"{play.answer_tokens}; the context has {play.context}. Fix: a larger data.context, or fewer "
                 "and shorter messages"
             )
+
+        # Ask, and wait for the answer.
         self.asked = Turn(self.number, number, ids)
         self._ready.release()
         self._answered.acquire()
@@ -190,14 +196,15 @@ class _Talk:
         self._is_closed = True
         self._answered.release()
 
-    def _reward_of(self, found: Any) -> float:
+    def _read_reward(self, result: Any) -> float:
+        """Return the reward of the environment's result, after checking the whole of it."""
         try:
-            messages, reward = found
+            messages, reward = result
             number = float(reward)
         except (TypeError, ValueError):
-            raise self._make_error(f"expected (messages, reward), got {found!r:.80}") from None
+            raise self._make_error(f"expected (messages, reward), got {result!r:.80}") from None
         if not isinstance(messages, list | tuple) or not math.isfinite(number):
-            raise self._make_error(f"expected messages and a finite number, got {found!r:.80}")
+            raise self._make_error(f"expected messages and a finite number, got {result!r:.80}")
         if not self.said:
             raise self._make_error("it has ended without an answer of the model")
         return number

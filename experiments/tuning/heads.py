@@ -1,4 +1,4 @@
-"""Heads: what is read off hidden states instead of next tokens: a reward model's score, classes, embeddings.
+"""Heads: a reward model's score, classes or embeddings, which hidden states give instead of next tokens.
 
 A batch's `targets` say where these are read: they are a class, or 0, at the positions that count, and IGNORE
 elsewhere. A head is a leaf of the tree beside the model's, `{"score": {"weight": [C, D]}}`.
@@ -19,14 +19,13 @@ from fnshard.losses import IGNORE
 
 
 def make_hidden(tuning: Tuning, *, training: bool) -> Callable[[Any, Batch], Tensor]:
-    """Make `fn(params, batch)`, which gives hidden states [B, T, D] in fp32 or wider, 0 where no target
-    is."""
+    """Make `fn(params, batch)`, which gives hidden states [B, T, D] in fp32 or wider, 0 without a target."""
     lm: LanguageModel = tuning.lm
 
     def hidden(params: Any, batch: Batch) -> Tensor:
-        found = lm.hidden(params, *(batch.get(n) for n in ("tokens", "positions", "documents")))
-        found = torch.where((batch["targets"] != IGNORE).unsqueeze(-1), found, 0.0)  # padding may hold NaN
-        return found.to(torch.promote_types(found.dtype, torch.float32))
+        states = lm.hidden(params, *(batch.get(n) for n in ("tokens", "positions", "documents")))
+        states = torch.where((batch["targets"] != IGNORE).unsqueeze(-1), states, 0.0)  # padding may hold NaN
+        return states.to(torch.promote_types(states.dtype, torch.float32))
 
     return tuning.policy(hidden, training=training)
 

@@ -63,7 +63,7 @@ class LanguageModel:
     vision: Vision | None
     _trunk: _Part  # from tokens or their embeddings to hidden states
     _embedding: _Part  # from tokens to their embeddings
-    _rest: _Part  # from hidden states to logits, where there is more than the head's product
+    _unembedding: _Part  # from hidden states to logits, with all that the model does to them
     _head: str  # the path of the head's weights
     _cache: str  # the name of the trunk's parameter for its cache
 
@@ -77,22 +77,23 @@ class LanguageModel:
         return self.params[self._head].shape[0]
 
     def matrices(self) -> list[str]:
-        """Return the paths of all weights that the trunk's layers multiply by, but no embeddings and no
-        head."""
-        return [*self._weights(nn.Linear), *self.transposed_matrices()]
+        """Return the paths of all matrices of the trunk's layers, without embeddings and the head."""
+        return [*self._find_weights(nn.Linear), *self.transposed_matrices()]
 
     def vision_matrices(self) -> list[str]:
-        """Return the paths of all matrices with which a model sees, which are neither the trunk's nor the
-        head."""
+        """Return the paths of all matrices with which a model sees. None is the trunk's or the head."""
+        if self.vision is None:
+            return []
         skipped = (f"{trunk_of(self.model)}.", self._head)
         linear = [f"{n}.weight" for n, m in self.model.named_modules() if isinstance(m, nn.Linear)]
-        return [p for p in linear if p in self.params and not p.startswith(skipped)] if self.vision else []
+        return [path for path in linear if path in self.params and not path.startswith(skipped)]
 
     def transposed_matrices(self) -> list[str]:
         """Return those of `matrices` and `experts` that are stored [in, out], as GPT-2's are."""
         from transformers.pytorch_utils import Conv1D
 
-        return [*self._weights(Conv1D), *(path for path, turned in self._find_experts().items() if turned)]
+        experts = [path for path, is_transposed in self._find_experts().items() if is_transposed]
+        return [*self._find_weights(Conv1D), *experts]
 
     def experts(self) -> list[str]:
         """Return the paths of leaves that have a matrix of each expert. A dense model has none."""
@@ -101,12 +102,13 @@ class LanguageModel:
     def _find_experts(self) -> dict[str, bool]:
         """Return the paths of the experts' leaves, and whether these are stored [in, out]."""
         trunk = trunk_of(self.model)
-        found = experts_of(self.model.get_submodule(trunk))
-        return {f"{trunk}.{path}": turned for path, turned in found.items()}
+        experts = experts_of(self.model.get_submodule(trunk))
+        return {f"{trunk}.{path}": is_transposed for path, is_transposed in experts.items()}
 
-    def _weights(self, kind: type[nn.Module]) -> list[str]:
-        start = f"{trunk_of(self.model)}."
-        owners = [n for n, m in self.model.named_modules() if isinstance(m, kind) and n.startswith(start)]
+    def _find_weights(self, kind: type[nn.Module]) -> list[str]:
+        """Return the paths of the weights of the trunk's modules of a kind. A tied leaf has one path."""
+        prefix = f"{trunk_of(self.model)}."
+        owners = [n for n, m in self.model.named_modules() if isinstance(m, kind) and n.startswith(prefix)]
         paths = [f"{name}.weight" for name in owners]
         return [path for path in paths if path in self.params and path != self._head]
 
@@ -125,13 +127,15 @@ class LanguageModel:
         if self.noise and not tokens.is_floating_point():
             tokens = self._add_noise(self.embed(params, tokens))
         if positions is not None and positions.dim() > 2:
-            positions = positions.movedim(1, 0)
-        given = "inputs_embeds" if tokens.is_floating_point() else "input_ids"
-        more = {} if routers is None else {"output_router_logits": True}
+            positions = positions.movedim(1, 0)  # [3, B, T], as transformers has them
+        # The names of these arguments depend on the model, and on what it is given.
+        input_name = "inputs_embeds" if tokens.is_floating_point() else "input_ids"
+        named = {input_name: tokens, self._cache: cache}
+        if routers is not None:
+            named["output_router_logits"] = True
         out = self._trunk(
-            params, position_ids=positions, attention_mask=mask, use_cache=cache is not None,
-            **{given: tokens, self._cache: cache}, **more,
-        )  # fmt: skip
+            params, position_ids=positions, attention_mask=mask, use_cache=cache is not None, **named
+        )
         if routers is not None:
             routers.extend(out.router_logits)
         return out.last_hidden_state
@@ -141,7 +145,7 @@ class LanguageModel:
         return self._embedding(params, tokens)
 
     def _add_noise(self, embedded: Tensor) -> Tensor:
-        """Add uniform noise in [-1, 1] times noise / sqrt(T D)."""
+        """Add uniform noise in [-1, 1] times `noise` / sqrt(T D)."""
         scale = self.noise / math.sqrt(embedded.shape[-2] * embedded.shape[-1])
         return embedded + (2 * torch.rand_like(embedded) - 1) * scale
 
@@ -170,10 +174,14 @@ class LanguageModel:
             embedded = self._add_noise(embedded) if self.noise else embedded
             tokens = self.vision.merge(params, embedded, tokens, images)
             positions = images.get("positions", positions)
+
+        # A row of one sequence, or of documents for which `fs.attention` takes their numbers as the mask.
         if documents is None:
             return self.run(params, tokens, positions, None, StatelessCache(), routers)
         if self.model.config._attn_implementation != "eager":
             return self.run(params, tokens, positions, documents[:, None, None], None, routers)
+
+        # Eager attention needs the whole mask.
         index = torch.arange(tokens.shape[1], device=tokens.device)
         distance = index[:, None] - index  # [T, T]: how far a key is before a query
         real = documents[:, None, :] != 0
@@ -191,9 +199,9 @@ class LanguageModel:
         """
         masks: dict[str, Tensor] = {}
         narrow = {kind: w for kind, w in self.windows.items() if w is not None and w < distance.shape[-1]}
+        dtype = params[self._head].dtype  # the dtype of scores, to which a mask is added
         for kind in self.windows:
             seen = see & (distance < narrow[kind]) if kind in narrow else see
-            dtype = params[self._head].dtype  # the dtype of scores, to which a mask is added
             masks[kind] = torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
         return masks if len(masks) > 1 and narrow else next(iter(masks.values()))
 
@@ -208,11 +216,12 @@ class LanguageModel:
         """Make logits [B, T, V] of hidden states [B, T, D] as the model itself does."""
         hidden, head = self._widen(hidden, self.head(params))
         params = {**params, self._head: head}
-        return self._rest(params, inputs_embeds=hidden, use_cache=False).logits
+        return self._unembedding(params, inputs_embeds=hidden, use_cache=False).logits
 
     def _widen(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        wide = self.fp32_head and tensors[0].dtype.itemsize < 4
-        return tuple(t.float() for t in tensors) if wide else tensors
+        """Return tensors in fp32 if `fp32_head` asks for it."""
+        is_too_narrow = self.fp32_head and tensors[0].dtype.itemsize < 4
+        return tuple(t.float() for t in tensors) if is_too_narrow else tensors
 
     def logits(self, params: Any, *batch: Any, **more: Any) -> Tensor:
         """Compute logits [B, T, V], from the arguments of `hidden`."""
@@ -221,7 +230,8 @@ class LanguageModel:
     def losses(self, params: Any, hidden: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:
         """Compute -log p of every target after hidden states [B, T, D], as [B, T] in fp32 or wider.
 
-        It is 0 where the target is `IGNORE`. If the head is plain, few tokens' logits are there at once.
+        It is 0 where the target is `IGNORE`. If the head is plain, only few tokens' logits are in memory at
+        once.
 
         Args:
             targets: int64 [B, T], the token that follows each one.
@@ -274,7 +284,7 @@ class _Output:
         return self.last_hidden_state if index == 0 else None
 
 
-# ------------------------------------------------------------------ how one is made
+# ------------------------------------------------------------------ making one
 
 
 def from_model(model: nn.Module) -> LanguageModel:
@@ -285,36 +295,39 @@ def from_model(model: nn.Module) -> LanguageModel:
     """
     check_decoder(model)
     model.eval()
-    # Attention and experts are set so that a step can trace them on every mesh.
+    # Replace attention and experts by implementations that a step can trace on every mesh.
     if model.config._attn_implementation == "sdpa":
         model.set_attn_implementation(fs.hf.register_attention())
     if experts_of(model.get_submodule(trunk_of(model))):
         model.set_experts_implementation("grouped_mm")  # its shapes do not depend on the routing
-    config, prefix, inner = model.config.get_text_config(), model.base_model_prefix, trunk_of(model)
+    config, prefix, path = model.config.get_text_config(), model.base_model_prefix, trunk_of(model)
+    inner = model.get_submodule(path)
 
-    # The trunk, and all that comes after it, each as a function of the whole model's leaves. The latter is
-    # the model with a stand-in for its trunk, so that softcaps and scales before the logits stay.
+    # The trunk, and all that follows it, are each a function of the whole model's leaves. The latter is the
+    # model with a stand-in for its trunk, so that it keeps softcaps and scales of logits.
     apply, params = fs.make_functional(model)
     tied = aliases(model)
-    trunk = _Part.make(model.get_submodule(inner), f"{inner}.", tied)
-    beheaded = copy.copy(model)
-    vars(beheaded)["_modules"] = {**model._modules, prefix: _KnownTrunk()}
-    rest = _Part.make(beheaded, "", tied)
+    trunk = _Part.make(inner, f"{path}.", tied)
+    without_trunk = copy.copy(model)  # it gets its own dict of modules, so that `model` keeps its trunk
+    vars(without_trunk)["_modules"] = {**model._modules, prefix: _KnownTrunk()}
+    unembedding = _Part.make(without_trunk, "", tied)
     weight = model.get_output_embeddings().weight
     head = next(path for path, leaf in model.named_parameters() if leaf is weight)
     try:
-        plain = is_plain(rest, {p: v.detach().to("meta") for p, v in params.items()}, head)
+        plain = is_plain(unembedding, {p: v.detach().to("meta") for p, v in params.items()}, head)
     except (AttributeError, KeyError, TypeError) as error:
         raise no_decoder(type(model).__name__, f"its head reaches into its trunk ({error})") from error
-    inner = model.get_submodule(inner)
+
+    # What its layers attend to, how it embeds tokens, and how it sees.
     windows, cache = windows_of(inner, config), cache_parameter(inner)
-    embedding = model.get_input_embeddings()
-    name = next(name for name, module in model.named_modules() if module is embedding)
-    embed = _Part.make(embedding, f"{name}.", tied)
+    embeddings = model.get_input_embeddings()
+    name = next(name for name, module in model.named_modules() if module is embeddings)
+    embedding = _Part.make(embeddings, f"{name}.", tied)
     vision = vision_of(model, tied, _Part.make)
     return LanguageModel(
-        model, apply, params, plain, windows, False, 0.0, vision, trunk, embed, rest, head, cache
-    )
+        model, apply, params, plain, windows, fp32_head=False, noise=0.0, vision=vision, _trunk=trunk,
+        _embedding=embedding, _unembedding=unembedding, _head=head, _cache=cache,
+    )  # fmt: skip
 
 
 def from_config(config: Any, dtype: torch.dtype = torch.float32) -> LanguageModel:
@@ -336,8 +349,10 @@ def from_config(config: Any, dtype: torch.dtype = torch.float32) -> LanguageMode
         raise no_decoder(type(config).__name__, "transformers has no model of it that writes texts")
     try:
         with fs.deferred():
-            how = {"attn_implementation": attention_of(config), "experts_implementation": None}
-            model = kind.from_config(config, dtype=dtype, trust_remote_code=False, **how)
+            model = kind.from_config(
+                config, dtype=dtype, trust_remote_code=False,
+                attn_implementation=attention_of(config), experts_implementation=None,
+            )  # fmt: skip
         return from_model(model)
     except ConfigError:
         raise
@@ -359,12 +374,21 @@ def from_directory(path: str | Path, dtype: torch.dtype = torch.float32) -> Lang
     folder = Path(path)
     wrong = [] if folder.is_dir() else ["it is no directory"]
     if folder.is_dir():
-        names = {p.name for p in folder.iterdir()}
-        wrong += ["there is no config.json"] if "config.json" not in names else []
-        wrong += ["there are no *.safetensors files"] if not any(folder.glob("*.safetensors")) else []
+        if "config.json" not in {path.name for path in folder.iterdir()}:
+            wrong.append("there is no config.json")
+        if not any(folder.glob("*.safetensors")):
+            wrong.append("there are no *.safetensors files")
         refuse_codes(folder)
     if wrong:
-        raise ConfigError(_describe_unreadable(folder, wrong))
+        raise ConfigError(
+            report(
+                f"{str(folder)!r} is no model directory:",
+                wrong,
+                "name a local directory, with config.json and model.safetensors, as save_pretrained of "
+                "transformers writes it (of a model on the hub: what huggingface_hub.snapshot_download "
+                "returns).",
+            )
+        )
     try:
         return from_config(read_model_config(folder), dtype)
     except ConfigError as error:  # the error names its own way out
@@ -403,12 +427,3 @@ def refuse_codes(folder: Path) -> None:
                 f"model={folder}: {path.name} holds codes of {codes[0]}, as {codes[1]!r}. "
                 "Fix: name the directory that it was made from; method=qlora4 makes codes of it itself."
             )
-
-
-def _describe_unreadable(folder: Path, problems: list[str]) -> str:
-    return report(
-        f"{str(folder)!r} is no model directory:",
-        problems,
-        "name a local directory, with config.json and model.safetensors, as save_pretrained of transformers "
-        "writes it (of a model on the hub: what huggingface_hub.snapshot_download returns).",
-    )

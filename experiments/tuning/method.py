@@ -62,14 +62,14 @@ class Tuning:
 
     @property
     def models(self) -> tuple[str, ...]:
-        """Return the names in the tree under which the model's leaves are; "" is the tree itself."""
+        """Return the keys of the tree that hold the model's leaves; "" stands for the whole tree."""
         if self.lora is not None:
             return ("base",)
         return tuple(name for name in ("policy", "reference") if name in self.params) or ("",)
 
     @property
     def has_expert_adapters(self) -> bool:
-        """Return whether adapters have a matrix for each expert, which are not written as PEFT's files."""
+        """Return whether adapters have a matrix for each expert. PEFT's files have no format for these."""
         adapters = self.params.get("adapters", {}) if self.lora is not None else {}
         return any(parts["a"].dim() > 2 for parts in adapters.values())
 
@@ -77,51 +77,50 @@ class Tuning:
         """Make `fn(the model's leaves, ...)` a function of the tree, with the model as it is tuned."""
         if self.lora is not None:
             return with_adapters(fn, self.lora if training else replace(self.lora, dropout=0.0))
-        return _take_part(fn, self.models[0])
+        return _select_part(fn, self.models[0])
 
     def reference(self, fn: Fn) -> Fn:
         """Make `fn(the model's leaves, ...)` a function of the tree, with the model as it was."""
-        return _take_part(fn, self.models[-1])
+        return _select_part(fn, self.models[-1])
 
     def specs(self, mesh: fs.Mesh, precision: PrecisionConfig, preset: Fn, **policy: Any) -> Any:
-        """Make specs by a preset of `fs.presets`. Frozen leaves rest in the dtype in which they are
-        computed."""
+        """Make specs by a preset of `fs.presets`. Frozen leaves are stored in their compute dtype."""
+        # Leaves that train, frozen leaves and codes each have storage of their own.
         named, structure = tree.flatten_with_paths(self.params)
         units = fs.units.numeric(self.params)
         dtypes = dtypes_of(precision)
-        narrow = dtypes["compute_dtype"] == torch.float8_e4m3fn  # only leaves that train can have it
-        compute = torch.bfloat16 if narrow else dtypes["compute_dtype"]
-        frozen = {"storage_dtype": compute, "compute_dtype": compute}
-        where = {"trainable": False, "memory": policy.get("memory", "device")}
-        rest = [p for p in named if p not in self.coded]
+        is_fp8 = dtypes["compute_dtype"] == torch.float8_e4m3fn  # only leaves that train can have it
+        compute = torch.bfloat16 if is_fp8 else dtypes["compute_dtype"]
+        frozen = {
+            "storage_dtype": compute, "compute_dtype": compute, "trainable": False,
+            "memory": policy.get("memory", "device"),
+        }  # fmt: skip
+        plain = [p for p in named if p not in self.coded]
         kinds = [
-            ([p for p in rest if named[p].requires_grad], dtypes | policy),
-            ([p for p in rest if not named[p].requires_grad], frozen | where),
-            (list(self.coded), {**frozen, **where, "codec": CODECS.get(self.method.name)}),
+            ([p for p in plain if named[p].requires_grad], dtypes | policy),
+            ([p for p in plain if not named[p].requires_grad], frozen),
+            (list(self.coded), {**frozen, "codec": CODECS.get(self.method.name)}),
         ]
-        computes = self._compute_layouts(mesh)
+
+        # Over a tensor axis adapters are split as their matrices are, and codes only by rows.
+        axis = axis_of("tensor", mesh)
+        splits: dict[str, P] = {}
+        if axis is not None:
+            splits = {p: spec.compute for p, spec in fs.presets.no_shard(named, mesh, tensor=axis).items()}
+            splits |= {p: P(*splits[p].parts[:1]) for p in self.coded}
+
         # Codes are gathered, so that all experts are computed with them.
         expert = None if any("experts" in p for p in self.coded) else axis_of("expert", mesh)
-        made: dict[str, Any] = {}
+        specs: dict[str, Any] = {}
         for paths, fields in kinds:
             if paths:
-                tensor = {p: computes[p] for p in paths if p in computes}
+                tensor = {p: splits[p] for p in paths if p in splits}
                 stacked = expert if any("experts" in p and named[p].dim() == 3 for p in paths) else None
-                made |= preset(
+                specs |= preset(
                     {p: named[p] for p in paths}, mesh, units=lambda _: units, tensor=tensor, expert=stacked,
                     **fields,
                 )  # fmt: skip
-        return tree.unflatten([made[p] for p in named], structure)
-
-    def _compute_layouts(self, mesh: fs.Mesh) -> dict[str, P]:
-        """Return `LayoutSpec.compute` by path. Adapters are split as their matrices are, and codes only by
-        rows."""
-        axis = axis_of("tensor", mesh)
-        if axis is None:
-            return {}
-        named = tree.flatten_with_paths(self.params)[0]
-        found = {p: spec.compute for p, spec in fs.presets.no_shard(named, mesh, tensor=axis).items()}
-        return found | {p: P(*found[p].parts[:1]) for p in self.coded}
+        return tree.unflatten([specs[p] for p in named], structure)
 
     def describe_codes(self, blocks: Any) -> str:
         """Return a line on the bytes of codes that a rank holds, or "" if there are none."""
@@ -134,8 +133,9 @@ class Tuning:
         return f"codes: {size / 1e6:.1f} MB on this rank, {size / plain:.3f} of bf16 on every rank\n"
 
 
-def _take_part(fn: Fn, place: str) -> Fn:
-    return (lambda params, *batch: fn(params[place], *batch)) if place else fn
+def _select_part(fn: Fn, part: str) -> Fn:
+    """Turn a function of the model's leaves into one of the tree, which holds them under the key `part`."""
+    return (lambda params, *batch: fn(params[part], *batch)) if part else fn
 
 
 def make_tuning(config: FinetuneConfig, lm: LanguageModel) -> Tuning:
@@ -146,6 +146,8 @@ def make_tuning(config: FinetuneConfig, lm: LanguageModel) -> Tuning:
     """
     chosen, kind = config.method, config.objective.kind
     check_method(config, lm)
+
+    # The leaves beside the model's: heads, and a teacher.
     beside: dict[str, Any] = {}
     if kind.values:
         beside["value"] = _make_head(lm)
@@ -154,11 +156,15 @@ def make_tuning(config: FinetuneConfig, lm: LanguageModel) -> Tuning:
     teacher = from_directory(config.objective.teacher) if kind.teacher else None
     if teacher is not None:
         beside["teacher"] = {p: _freeze(leaf) for p, leaf in teacher.params.items()}
+
+    # The whole model trains, beside a frozen copy if the objective compares with the model as it was.
     if chosen.name == "full":
         params = _freeze_some(lm.params, chosen.freeze)
         if kind.reference:
             beside["reference"] = {p: _freeze(leaf) for p, leaf in lm.params.items()}
         return Tuning(lm, chosen, {"policy": params, **beside} if beside else params, teacher=teacher)
+
+    # Adapters train. The frozen base is the reference, so it needs no copy.
     fn, params = fs.lora(lm.logits, lm.params, **_lora_arguments(chosen, lm), seed=config.run.seed)
     coded = tuple(f"base.{p}" for p in (*lm.matrices(), *lm.experts())) if chosen.name in CODECS else ()
     return Tuning(lm, chosen, {**params, **beside}, fn.lora, coded, teacher)
@@ -202,6 +208,7 @@ def _lora_arguments(chosen: MethodConfig, lm: LanguageModel) -> dict[str, Any]:
 
 
 def _freeze_some(params: dict[str, torch.Tensor], globs: str | None) -> dict[str, torch.Tensor]:
+    """Return the leaves of a model, of which those that globs name, joined by "|", do not train."""
     try:
         frozen = set() if globs is None else set(match_leaves("freeze", globs, params))
     except SpecError as error:
@@ -210,7 +217,7 @@ def _freeze_some(params: dict[str, torch.Tensor], globs: str | None) -> dict[str
 
 
 def _make_head(lm: LanguageModel, rows: int | None = None) -> dict[str, torch.Tensor]:
-    """Make a head that gives a number, or `rows` of them, of a token's hidden state. It begins as 0."""
+    """Make a head that gives a number, or `rows` of them, for a token's hidden state. It begins as 0."""
     head = lm.head(lm.params)
     shape = head.shape[1:] if rows is None else (rows, head.shape[1])
     return {"weight": torch.nn.Parameter(torch.zeros(shape, dtype=head.dtype))}
@@ -220,9 +227,10 @@ def _freeze(leaf: torch.Tensor) -> torch.Tensor:
     """Return a copy of a leaf that does not train."""
     if not isinstance(leaf, torch.nn.Parameter):
         return leaf
-    made = torch.nn.Parameter(leaf.detach(), requires_grad=False)
-    made.__dict__.update({k: v for k, v in leaf.__dict__.items() if k == "tied_names"})
-    return made
+    frozen = torch.nn.Parameter(leaf.detach(), requires_grad=False)
+    if "tied_names" in leaf.__dict__:  # the other names of a tied leaf, as `fs.make_functional` notes them
+        frozen.__dict__["tied_names"] = leaf.__dict__["tied_names"]
+    return frozen
 
 
 def make_first_state(
@@ -234,18 +242,18 @@ def make_first_state(
     """
     blocks: Any = {}
     try:
-        for place in tuning.models:
-            part = specs[place] if place else specs
-            loaded = fs.hf.load(path, part, mesh, model=tuning.lm.model)
-            blocks = {**blocks, place: loaded} if place else loaded
+        for part in tuning.models:
+            loaded = fs.hf.load(path, specs[part] if part else specs, mesh, model=tuning.lm.model)
+            blocks = {**blocks, part: loaded} if part else loaded
         if tuning.teacher is not None:
-            path = teacher
+            path = teacher  # for the error
             blocks["teacher"] = fs.hf.load(teacher, specs["teacher"], mesh, model=tuning.teacher.model)
     except (StateError, CheckpointError) as error:  # the latter if another rank has found the error
         raise ConfigError(report(f"model={path}:", [str(error)])) from None
-    for place in ("adapters", "value", "score"):
-        if place in tuning.params:
-            blocks[place] = fs.shard(tuning.params[place], specs[place], mesh)
+    # Adapters and heads are in no file, and have their first values already.
+    for part in ("adapters", "value", "score"):
+        if part in tuning.params:
+            blocks[part] = fs.shard(tuning.params[part], specs[part], mesh)
     return step.adopt(blocks, seed=seed)
 
 
@@ -324,20 +332,24 @@ def plan_method(
         batch=(batch,), specs=specs, hardware=config.hardware.name,
         along={**config.mesh.options, "micro_rows": micro_rows},
     )  # fmt: skip
-    why = f"method={tuning.method.name}: {_describe_counts(tuning)}\n{_describe_rate(config, tuning)}"
-    return MethodPlan(tuning, optimizer, plan, why, choose_rate(config, tuning))
+    rate = choose_rate(config, tuning)
+    why = f"method={tuning.method.name}: {_describe_parameters(tuning)}\noptimizer.lr={rate:g}"
+    if config.optimizer.lr is None:
+        chosen_by = f"objective={config.objective.name} method={tuning.method.name}"
+        why += f", the default of {chosen_by} and a base of {_count_base_parameters(tuning):,} parameters"
+    return MethodPlan(tuning, optimizer, plan, why, rate)
 
 
 def _make_optimizer(config: FinetuneConfig, tuning: Tuning) -> fs.optim.Optimizer:
     """Make the optimizer. Norms, biases and embeddings do not decay."""
     named = tree.flatten_with_paths(tuning.params)[0]
     trained = {p: v for p, v in named.items() if v.requires_grad}
-    still = [p for p, v in trained.items() if v.dim() < 2 or EMBEDDING.search(p.partition(".")[2])]
+    undecayed_paths = [p for p, v in trained.items() if v.dim() < 2 or EMBEDDING.search(p.partition(".")[2])]
     chosen = replace(config.optimizer, lr=choose_rate(config, tuning))
-    if len(still) == len(trained):  # a rule for the rest would match nothing
-        chosen, still = replace(chosen, weight_decay=0.0), []
+    if len(undecayed_paths) == len(trained):  # a rule for the others would match nothing
+        chosen, undecayed_paths = replace(chosen, weight_decay=0.0), []
     rates = [("adapters.*.b", config.method.b_rate), ("*", 1.0)] if config.method.b_rate != 1 else 1.0
-    undecayed = tuple(glob.escape(p) for p in still)
+    undecayed = tuple(glob.escape(p) for p in undecayed_paths)
     return make_optimizer(chosen, config.schedule, config.run.steps, undecayed, rates)
 
 
@@ -345,26 +357,19 @@ def choose_rate(config: FinetuneConfig, tuning: Tuning) -> float:
     """Return the peak rate: the configuration's, or the default of this method, objective and base."""
     if config.optimizer.lr is not None:
         return config.optimizer.lr
-    return default_rate(config.objective.name, tuning.method.name, _size_of_base(tuning))
+    return default_rate(config.objective.name, tuning.method.name, _count_base_parameters(tuning))
 
 
-def _size_of_base(tuning: Tuning) -> int:
+def _count_base_parameters(tuning: Tuning) -> int:
     """Count the model's parameters. Its buffers, such as rotary tables, do not count."""
     return sum(leaf.numel() for leaf in tuning.lm.model.parameters())
 
 
-def _describe_rate(config: FinetuneConfig, tuning: Tuning) -> str:
-    text = f"optimizer.lr={choose_rate(config, tuning):g}"
-    if config.optimizer.lr is not None:
-        return text
-    what = f"objective={config.objective.name} method={tuning.method.name}"
-    return f"{text}, the default of {what} and a base of {_size_of_base(tuning):,} parameters"
-
-
-def _describe_counts(tuning: Tuning) -> str:
+def _describe_parameters(tuning: Tuning) -> str:
+    """Return how many parameters train, of how many, and how many are codes. Buffers do not count."""
     named = tree.flatten_with_paths(tuning.params)[0]
     trains = sum(v.numel() for v in named.values() if v.requires_grad)
-    buffers = {f"{place}.{name}".lstrip(".") for place in tuning.models
+    buffers = {f"{part}.{name}".lstrip(".") for part in tuning.models
                for name, _ in tuning.lm.model.named_buffers()}  # fmt: skip
     total = sum(v.numel() for path, v in named.items() if path not in buffers)
     coded = sum(named[p].numel() for p in tuning.coded)

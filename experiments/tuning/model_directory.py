@@ -1,7 +1,7 @@
 """Model directories in the Hugging Face format: the one that `model=` names, and the one that a run writes.
 
-The first is yours, or one of the Hugging Face cache, or a base that is kept. The second has adapters or the
-whole model.
+The first is a local directory, one of the Hugging Face cache, or a base that `experiments.bases` has made.
+The second has adapters or the whole model.
 """
 
 from __future__ import annotations
@@ -65,21 +65,23 @@ def directory_of(config: FinetuneConfig) -> str:
 
 
 def check_teacher(model: str, teacher: str, context: int) -> None:
-    """Check that a teacher speaks of the same tokens as its student.
+    """Check that a teacher has the same tokens as its student.
 
     Raises:
         ConfigError: its model cannot be used, or has another vocabulary or a shorter context.
     """
-    lm, theirs = open_model(teacher)
-    ours = open_directory(model)
-    own, other = ours.hf.get_vocab(), theirs.hf.get_vocab()
-    if own != other:
-        differ = [f"{word!r:.40}" for word in sorted(own.keys() ^ other.keys())[:5]]
-        differ = differ or [f"{word!r:.40}" for word, number in own.items() if other[word] != number][:5]
+    lm, teacher_tokenizer = open_model(teacher)
+    vocab, other = open_directory(model).hf.get_vocab(), teacher_tokenizer.hf.get_vocab()
+    if vocab != other:
+        # Words that only one of them has, or else those of different ids.
+        words = sorted(vocab.keys() ^ other.keys())
+        if not words:
+            words = [word for word, number in vocab.items() if other[word] != number]
+        differ = [f"{word!r:.40}" for word in words[:5]]
         raise ConfigError(
             report(
                 f"objective.teacher={teacher}: its vocabulary is another one than that of model={model} "
-                f"({len(other)} and {len(own)} tokens), so that its probabilities are of other tokens:",
+                f"({len(other)} and {len(vocab)} tokens), so that its probabilities are of other tokens:",
                 differ,
                 "a teacher with the model's tokenizer; or objective=sft on texts that the teacher wrote.",
             )
@@ -92,7 +94,7 @@ def check_teacher(model: str, teacher: str, context: int) -> None:
 
 
 def keep_base(name: str, *settings: str) -> str:
-    """Return the directory of a base. If it is not there yet, `python -m experiments.bases` makes it.
+    """Return the directory of a base. If there is none yet, `python -m experiments.bases` makes it.
 
     Args:
         settings: settings of the run that trains it, KEY=VALUE.
@@ -112,11 +114,11 @@ def keep_base(name: str, *settings: str) -> str:
                 f"`python {' '.join(command)}` once, or name a model directory."
             )
         print(f"model={name}: `python {' '.join(command)}` makes it, once, in {folder}", flush=True)
-        made = subprocess.run(
+        finished = subprocess.run(
             [sys.executable, *command], env={**os.environ, "PYTHONPATH": python_path()},
             preexec_fn=partial(end_with_parent, signal.SIGTERM, os.getpid()),
         )  # fmt: skip
-        if made.returncode or not folder.is_dir():
+        if finished.returncode or not folder.is_dir():
             raise LaunchError(f"the base {name!r} was not made. Fix: the same command goes on with it.")
     return str(folder)
 
@@ -128,9 +130,9 @@ def check_packages() -> None:
 
 
 def find_directory(model: str, key: str = "model") -> Path:
-    """Return a model's directory: the one of this name, a base's, or that of a model of the hub.
+    """Return a model's directory: the one of this name, that of a base, or that of a model of the hub.
 
-    Nothing is fetched, so a base has to be made, and a model of the hub downloaded, before.
+    Nothing is fetched, so a base has to be made before, and a model of the hub downloaded.
 
     Args:
         key: the key of the configuration that names it, for errors.
@@ -161,7 +163,7 @@ def find_directory(model: str, key: str = "model") -> Path:
 
 
 def open_model(path: str | Path) -> tuple[LanguageModel, DirectoryTokenizer]:
-    """Open a model directory before any rank does, so that all that does not fit together shows here.
+    """Open a model directory before any rank does, so that all its mistakes are found here, in one error.
 
     Raises:
         ConfigError: it holds no model that can be used here, no tokenizer, weights of another model, or a
@@ -201,12 +203,10 @@ def export(
         A line for each thing that was written.
     """
     tuning, mesh = planned.tuning, step.mesh
-    kinds = config.export
+    lines, kinds = [], config.export
     if kinds == AUTO:
         has_no_peft_format = tuning.has_expert_adapters or config.objective.kind.exported is not None
-        whole = tuning.lora is None or has_no_peft_format
-        kinds = "merged" if whole else "adapters"
-    lines = []
+        kinds = "merged" if tuning.lora is None or has_no_peft_format else "adapters"
     if kinds in ("adapters", "both") and tuning.lora is not None:
         fs.adapters.save(state, folder / ADAPTERS, tuning.lora, base=config.model)
         if mesh.rank == 0:
@@ -214,21 +214,21 @@ def export(
         lines.append(f"adapters, as PEFT reads them: {folder / ADAPTERS}")
     if kinds in ("merged", "both"):
         blocks, specs = _merge_adapters(planned, state)
+
+        # The model is written to a folder that is renamed once it is complete. An attempt that was cut off
+        # may have left the folder, and no rank writes before it is removed.
         final = folder / EXPORTED
         aside = folder / f".{EXPORTED}.writing"
-        if mesh.rank == 0:  # the folder may be left of an attempt that was cut off
+        if mesh.rank == 0:
             shutil.rmtree(aside, ignore_errors=True)
-        step.gather_strings("")  # no rank writes before it is gone
+        step.gather_strings("")
         dtype = read_stored_dtype(config.model)
         if config.objective.kind.exported is None:
             fs.hf.save(blocks, aside, specs, mesh, model=tuning.lm.model, config=config.model, dtype=dtype)
         else:
-            has_score = config.objective.kind.score
-            score = (
-                [tree["score"]["weight"] for tree in (state.params, planned.plan.specs)]
-                if has_score
-                else None
-            )
+            score = None
+            if config.objective.kind.score:
+                score = [tree["score"]["weight"] for tree in (state.params, planned.plan.specs)]
             save_as_class(config, tuning.lm, blocks, specs, score, aside, mesh, dtype)
         if mesh.rank == 0:
             tokenizer.save(aside)  # with the chat template of the training data
@@ -245,6 +245,9 @@ def save_as_class(
 ) -> None:  # fmt: skip
     """Write a tuned trunk, and the head beside it, as a class of transformers that has such a head.
 
+    Args:
+        score: the head's block and its spec; None if there is no head.
+
     Raises:
         ConfigError: transformers has no such class of this architecture.
     """
@@ -258,6 +261,8 @@ def save_as_class(
         values.id2label, values.label2id = dict(enumerate(names)), {n: i for i, n in enumerate(names)}
     with fs.deferred():
         model = auto.from_config(values, attn_implementation=attention_of(values), trust_remote_code=False)
+
+    # Each leaf of that class is one of the tuned model, the head's weights, or zeros.
     trunk = f"{lm.model.base_model_prefix}."
     tree, layouts, zeros = {}, {}, {}
     for name, leaf in fs.make_functional(model)[1].items():
@@ -268,7 +273,8 @@ def save_as_class(
             tree[name], layouts[name] = score
         else:  # a bias, which the head here lacks
             zeros[name] = torch.zeros(leaf.shape)
-    layouts |= fs.match_specs(zeros, [("*", fs.LayoutSpec())]) if zeros else {}
+    if zeros:
+        layouts |= fs.match_specs(zeros, [("*", fs.LayoutSpec())])
     tree |= {name: zero.to(mesh.device) for name, zero in zeros.items()}
     written = {**values.to_dict(), "architectures": [type(model).__name__]}
     fs.hf.save(tree, folder, layouts, mesh, model=model, config=written, dtype=dtype)
@@ -283,12 +289,12 @@ def write_joined_template(folder: Path, tokenizer: DirectoryTokenizer) -> None:
     write_json(folder / TOKENIZER_CONFIG, {n: v for n, v in values.items() if n != "chat_template"})
 
 
-def _replace_folder(made: Path, final: Path) -> None:
-    """Rename a folder. What has the name already is kept under another one, as it may be the only copy."""
+def _replace_folder(written: Path, final: Path) -> None:
+    """Rename a folder. What has the name already is renamed itself, as it may be the only copy."""
     if os.path.lexists(final):
         others = (final.with_name(f"{final.name}.{n}") for n in itertools.count(1))
         os.rename(final, next(path for path in others if not os.path.lexists(path)))
-    os.rename(made, final)
+    os.rename(written, final)
 
 
 def read_stored_dtype(directory: str) -> torch.dtype | None:
@@ -303,5 +309,5 @@ def _merge_adapters(planned: MethodPlan, state: fs.TrainState) -> tuple[Any, Any
     tuning, specs = planned.tuning, planned.plan.specs
     if tuning.lora is not None:
         return fs.adapters.merge(state, tuning.lora)
-    place = tuning.models[0]
-    return (state.params[place], specs[place]) if place else (state.params, specs)
+    part = tuning.models[0]
+    return (state.params[part], specs[part]) if part else (state.params, specs)

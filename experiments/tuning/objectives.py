@@ -37,14 +37,13 @@ def sft(tuning: Tuning, config: ObjectiveConfig, *, training: bool) -> Loss:
 
     def losses(params: Any, batch: Batch) -> tuple[Tensor, Mean | None]:
         routers = [] if mixture else None
-        seen = (batch.get(name) for name in ("tokens", "positions", "documents", "images"))
-        found = lm.losses(params, lm.hidden(params, *seen, routers), batch["targets"])
+        inputs = (batch.get(name) for name in ("tokens", "positions", "documents", "images"))
+        each = lm.losses(params, lm.hidden(params, *inputs, routers), batch["targets"])
         if routers is None:
-            return found, None
-        real = batch["documents"] != 0 if "documents" in batch else None
+            return each, None
         top_k = lm.model.config.get_text_config().num_experts_per_tok
-        counted = None if real is None else real.flatten()
-        return found, fs.losses.load_balance(routers, top_k, counted, fs.psum)
+        counted = (batch["documents"] != 0).flatten() if "documents" in batch else None
+        return each, fs.losses.load_balance(routers, top_k, counted, fs.psum)
 
     policy = tuning.policy(losses, training=training)
 
@@ -77,8 +76,11 @@ def preference(tuning: Tuning, config: ObjectiveConfig, *, training: bool) -> Lo
         return sums if config.name == "dpo" else sums / lengths.clamp(min=1)
 
     policy, reference = tuning.policy(logprobs, training=training), tuning.reference(logprobs)
-    of_name = {"dpo": {"label_smoothing": config.label_smoothing}, "simpo": {"margin": config.margin}}
-    how = {"beta": config.kind.beta if config.beta is None else config.beta, **of_name.get(config.name, {})}
+    options = {"beta": config.kind.beta if config.beta is None else config.beta}
+    if config.name == "dpo":
+        options["label_smoothing"] = config.label_smoothing
+    elif config.name == "simpo":
+        options["margin"] = config.margin
 
     def loss(params: Any, batch: Batch) -> tuple[Mean, dict[str, Mean]]:
         both, counted = join_sides(batch)
@@ -86,14 +88,13 @@ def preference(tuning: Tuning, config: ObjectiveConfig, *, training: bool) -> Lo
         if config.kind.reference:
             with torch.no_grad():
                 numbers += split_sides(reference(params, both), both)
-        return getattr(fs.losses.policy, config.name)(*numbers, counted=counted, **how)
+        return getattr(fs.losses.policy, config.name)(*numbers, counted=counted, **options)
 
     return loss
 
 
 def policy_gradient(tuning: Tuning, config: ObjectiveConfig, *, training: bool) -> Loss:
-    """Make a loss by rewards on the policy's answers: the function of `fs.losses.policy` that the config
-    names.
+    """Make a loss of the rewards of a policy's answers, a function of `fs.losses.policy` by its name.
 
     The batch has int64 [N, T] `tokens` and `targets`, fp32 [N, T] `sampler` and `entropy`, fp32 [N, 1]
     `advantages`, fp32 [N] `rewards`, and `each` of them by name. In ppo `advantages`, `values` and `returns`
@@ -109,7 +110,8 @@ def policy_gradient(tuning: Tuning, config: ObjectiveConfig, *, training: bool) 
 
     policy = tuning.policy(hidden_and_logprobs, training=training)
     reference = tuning.reference(hidden_and_logprobs)
-    how = {"max_length": config.tokens} if config.name == "dr_grpo" else {}
+    policy_loss = getattr(fs.losses.policy, config.name)
+    options = {"max_length": config.tokens} if config.name == "dr_grpo" else {}
 
     def loss(params: Any, batch: Batch) -> tuple[Mean, dict[str, Mean]]:
         hidden, logprobs = policy(params, batch)
@@ -117,6 +119,7 @@ def policy_gradient(tuning: Tuning, config: ObjectiveConfig, *, training: bool) 
             logprobs, batch["sampler"], batch["advantages"], batch["targets"] != IGNORE,
             entropy=batch["entropy"],
         )  # fmt: skip
+        # Metrics are means over answers. A padded row is one; packed rows have several.
         rows = float(len(batch["rewards"]))
         if "answers" in batch:
             count, rows = batch["answers"].shape[1], batch["answers"].sum()
@@ -125,7 +128,7 @@ def policy_gradient(tuning: Tuning, config: ObjectiveConfig, *, training: bool) 
             with torch.no_grad():
                 inputs = replace(inputs, reference=reference(params, batch)[1])
         values = (value_of(params, hidden), batch["values"], batch["returns"]) if config.kind.values else ()
-        loss, aux = getattr(fs.losses.policy, config.name)(inputs, *values, beta=config.beta or 0.0, **how)
+        loss, aux = policy_loss(inputs, *values, beta=config.beta or 0.0, **options)
         return loss, {
             **aux, "reward": Mean(batch["rewards"].sum(), rows),
             **{name: Mean(each.sum(), rows) for name, each in batch["each"].items()},
@@ -136,13 +139,13 @@ def policy_gradient(tuning: Tuning, config: ObjectiveConfig, *, training: bool) 
 
 
 def make_values(tuning: Tuning) -> Callable[[Any, Tensor], Tensor]:
-    """Make a function that gives the value of each token, `fn(params, tokens [N, T]) -> fp32 [N, T]`."""
+    """Make `fn(params, tokens [N, T]) -> fp32 [N, T]`, which computes the value of each token."""
     hidden = tuning.policy(tuning.lm.hidden)
     return lambda params, tokens: value_of(params, hidden(params, tokens))
 
 
 def value_of(params: Any, hidden: Tensor) -> Tensor:
-    """Compute the value head's numbers of hidden states [N, T, D], in fp32 or wider."""
+    """Compute the value head's numbers [N, T] of hidden states [N, T, D], in fp32 or wider."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     return hidden.to(wide) @ params["value"]["weight"].to(wide)
 
@@ -157,8 +160,8 @@ def row_logprobs(lm: LanguageModel, params: Any, batch: Batch) -> Tensor:
 def join_sides(batch: Batch) -> tuple[Batch, Tensor]:
     """Return a batch of pairs as one of documents, and which of its pairs count, bool [N].
 
-    Of padded rows first come all of one side, then all of the other; packed pairs are documents already. A
-    pair that is padding has no learned token on either side.
+    Padded rows of one side are followed by those of the other; packed pairs are documents already. A pair
+    that is padding has no learned token on either side.
     """
     if "pairs" in batch:
         return batch, batch["pairs"].flatten()
@@ -169,9 +172,9 @@ def join_sides(batch: Batch) -> tuple[Batch, Tensor]:
 
 
 def split_sides(numbers: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Divide the numbers by document of a batch of `join_sides` into those of either side, [N, ...] each.
+    """Divide numbers of the documents of a `join_sides` batch into those of either side, [N, ...] each.
 
-    They are [B, ...], or [B, 2 N, ...] for packed pairs.
+    The numbers are [B, ...], or [B, 2 N, ...] for packed pairs.
     """
     if "pairs" in batch:
         return numbers.unflatten(1, (-1, 2)).flatten(0, 1).unbind(1)
@@ -189,12 +192,11 @@ def document_logprobs(lm: LanguageModel, params: Any, batch: Batch) -> tuple[Ten
     hidden = lm.hidden(params, batch["tokens"], batch["positions"], batch["documents"])
     each = -lm.losses(params, hidden, batch["targets"])
     member = one_hot_documents(batch["documents"], 2 * batch["pairs"].shape[1], each.dtype)
-    return torch.einsum("bt,bts->bs", each, member), torch.einsum(
-        "bt,bts->bs", counted.to(each.dtype), member
-    )
+    sums = torch.einsum("bt,bts->bs", each, member)
+    return sums, torch.einsum("bt,bts->bs", counted.to(each.dtype), member)
 
 
 def one_hot_documents(documents: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-    """Return to which of `count` documents, from 1, each position belongs: [B, T, count] of 0 and 1."""
+    """Return 1 where a position belongs to a document, from 1 to `count`, and 0 elsewhere: [B, T, count]."""
     numbers = torch.arange(1, count + 1, device=documents.device)
     return (documents[..., None] == numbers).to(dtype)

@@ -26,10 +26,13 @@ def reward(tuning: Tuning, config: ObjectiveConfig, *, training: bool) -> Callab
         both, counted = join_sides(batch)
         scores = score_of(params, take_ends(hidden(params, both), both))[..., 0]
         chosen, rejected = split_sides(scores, both)
-        margin, count, shares = chosen - rejected, counted.sum(), counted.to(scores.dtype)
-        mean = lambda values: Mean((values * shares).sum(), count)  # noqa: E731
-        total = Mean((-F.logsigmoid(margin) * shares).sum(), count, bound=float(counted.numel()))
-        shown = margin.detach()
-        return total, {"margin": mean(shown), "accuracy": mean((shown > 0).to(shown.dtype))}
+        margin, count, weights = chosen - rejected, counted.sum(), counted.to(scores.dtype)
+        total = Mean((-F.logsigmoid(margin) * weights).sum(), count, bound=float(counted.numel()))
+        margin = margin.detach()
+        is_right = (margin > 0).to(margin.dtype)
+        return total, {
+            "margin": Mean((margin * weights).sum(), count),
+            "accuracy": Mean((is_right * weights).sum(), count),
+        }
 
     return loss

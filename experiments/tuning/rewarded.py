@@ -76,7 +76,7 @@ class RewardedData:
 
     @cached_property
     def longest(self) -> int:
-        """Count the tokens of the longest prompt. In a talk an answer leaves so many of the context."""
+        """Count the tokens of the longest prompt. In a talk that is all of the context but one answer."""
         if self.environment is not None:
             return self.config.data.context + 1 - self.config.objective.tokens
         return max(map(self.data.longest_prompt, (self.data.train, self.data.held_out)))
@@ -84,8 +84,8 @@ class RewardedData:
     @property
     def width(self) -> int:
         """Count the positions of a row, which hold the prompt and the answer but for its last token."""
-        wide = self.longest + self.config.objective.tokens - 1
-        return -(-wide // self.multiple) * self.multiple
+        longest = self.longest + self.config.objective.tokens - 1
+        return -(-longest // self.multiple) * self.multiple
 
     def check(self, lm: LanguageModel) -> None:
         """Check that prompts leave room for an answer."""
@@ -126,31 +126,38 @@ class RewardedData:
             lengths: the positions of each answer, with its prompt.
             rows: a result of `rows_of`, perhaps with some empty rows.
         """
-        shape, most = (len(rows), self.config.data.tokens), self.most
+        # What there is for each position, [rows, tokens].
+        shape = (len(rows), self.config.data.tokens)
         names = ("tokens", "targets", "sampler", "entropy", "advantages", "positions", "documents")
         floats = ("sampler", "entropy", "advantages")
-        made = {n: torch.zeros(shape, dtype=torch.float32 if n in floats else torch.int64) for n in names}
-        made["targets"].fill_(IGNORE)
-        every = torch.ones(len(batch["rewards"]), dtype=torch.bool)
-        of_answers = {"rewards": batch["rewards"], "answers": batch.get("answers", every)}
-        each = {name: torch.zeros(len(rows), most) for name in batch["each"]}
-        kept = {name: torch.zeros(len(rows), most, dtype=of_answers[name].dtype) for name in of_answers}
+        packed = {n: torch.zeros(shape, dtype=torch.float32 if n in floats else torch.int64) for n in names}
+        packed["targets"].fill_(IGNORE)
+
+        # What there is for each answer, [rows, most].
+        all_count = torch.ones(len(batch["rewards"]), dtype=torch.bool)
+        of_answers = {"rewards": batch["rewards"], "answers": batch.get("answers", all_count)}
+        shape_of_answers = (len(rows), self.most)
+        by_answer = {n: torch.zeros(shape_of_answers, dtype=v.dtype) for n, v in of_answers.items()}
+        each = {name: torch.zeros(shape_of_answers) for name in batch["each"]}
+
+        # The answers of a row are put one behind the other, without their padding.
         for row, numbers in enumerate(rows):
             start = 0
-            for place, number in enumerate(numbers):
-                here, length = slice(start, start + lengths[number]), lengths[number]
+            for document, number in enumerate(numbers, 1):
+                length = lengths[number]
+                here = slice(start, start + length)
                 for name in ("tokens", "targets", "sampler", "entropy"):
-                    made[name][row, here] = batch[name][number, :length]
-                made["advantages"][row, here] = batch["advantages"][number]
-                made["positions"][row, here] = torch.arange(length)
-                made["documents"][row, here] = place + 1
+                    packed[name][row, here] = batch[name][number, :length]
+                packed["advantages"][row, here] = batch["advantages"][number]
+                packed["positions"][row, here] = torch.arange(length)
+                packed["documents"][row, here] = document
                 for name, values in of_answers.items():
-                    kept[name][row, place] = values[number]
+                    by_answer[name][row, document - 1] = values[number]
                 for name, values in batch["each"].items():
-                    each[name][row, place] = values[number]
+                    each[name][row, document - 1] = values[number]
                 start += length
-            made["positions"][row, start:] = torch.arange(shape[1] - start)
-        return {**made, **kept, "each": each}
+            packed["positions"][row, start:] = torch.arange(shape[1] - start)
+        return {**packed, **by_answer, "each": each}
 
     def blank_rows(self) -> Mapping[str, Tensor]:
         """Make an empty padded batch, with a row for each answer."""
@@ -167,14 +174,16 @@ class RewardedData:
 
 @dataclass(frozen=True)
 class RewardedBatches:
-    """A maker of a step's batches, which also measures the held-out data. All ranks call its methods
-    together.
+    """A maker of a step's batches, which also measures the held-out data.
+
+    All ranks call its methods together.
 
     Args:
         prompts: the prompts, the rewards and the shape of a batch.
         exchange: sends one string of each rank to all.
-        gather: makes the leaves that answers are drawn from of those of a step.
-        gathered: the bytes of the former on a rank, all at once; None if a layer is gathered at a time.
+        gather: turns the blocks of a step into the leaves that answers are drawn from.
+        gathered: the bytes of the whole model if a rank holds it meanwhile; None if a layer is gathered at a
+            time.
         values: gives the values of a batch's tokens, if the objective has a value head.
         kept: the batch that was drawn last, and the step that it was drawn for.
     """
@@ -199,7 +208,7 @@ class RewardedBatches:
         """Draw answers to prompts, reward them, and lay them out as `objectives.policy_gradient` takes them.
 
         `objective.updates` steps learn from the same answers. A run that was stopped between two of these
-        draws answers anew for the rest of them, from what it has learned.
+        steps draws new answers for the remaining ones, from the leaves of its checkpoint.
         """
         updates, step = self.prompts.config.objective.updates, int(state.step)
         first = step - step % updates
@@ -211,80 +220,84 @@ class RewardedBatches:
 
     def held_out_batches(self, params: Any) -> Iterator[Mapping[str, Tensor]]:
         """Yield batches of answers to held-out prompts, equally many on every rank."""
-        data, rows = self.prompts.config.data, self.prompts.config.data.rows
-        held_out, part = self.prompts.data.held_out, rows // self.mesh.data_size
-        for low in range(0, max(1, min(data.held_out_rows, held_out.records) // rows) * rows, rows):
-            start = low + self.mesh.data_rank * part
-            mine = order(held_out.records, 0, start, start + part)
+        data, held_out = self.prompts.config.data, self.prompts.data.held_out
+        rows = data.rows
+        rows_per_rank = rows // self.mesh.data_size
+        batches = max(1, min(data.held_out_rows, held_out.records) // rows)
+        for low in range(0, batches * rows, rows):
+            start = low + self.mesh.data_rank * rows_per_rank
+            mine = order(held_out.records, 0, start, start + rows_per_rank)
             yield self._draw(params, 0, torch.from_numpy(mine), held_out)
 
     def _draw(self, params: Any, step: int, numbers: Tensor, source: Prepared) -> Mapping[str, Tensor]:
         """Make a batch of answers to the prompts of these numbers.
 
-        Random numbers depend on the run's seed, the step and the prompt. So they are the same on any mesh,
-        and after a restart.
+        The random numbers of an answer depend on the run's seed, the step and the prompt. So they are the
+        same on any mesh, and after a restart.
 
         Args:
             source: the side of the data that has the prompts.
         """
-        config, data, blocks = self.prompts.config, self.prompts.data, params
+        config, data = self.prompts.config, self.prompts.data
         group = config.objective.group
         if self.prompts.environment is not None:
-            return self._lay_out_turns(
-                *self._play(self.gather(blocks), step, numbers.tolist(), group, source)
-            )
+            turns, rewards = self._play(self.gather(params), step, numbers.tolist(), group, source)
+            return self._lay_out_turns(turns, rewards)
 
-        # The model answers each prompt several times; what it was gathered into is freed before the update.
+        # The model answers each prompt several times. The gathered leaves are freed before the update, which
+        # needs their memory.
         examples = [data.example(source, n) for n in numbers.tolist() for _ in range(group)]
-        drawn = [self._draw_numbers(step, n, group) for n in numbers.tolist()]
-        params = self.gather(blocks)
-        answers = self.rollouts(params, [e.prompt for e in examples], torch.cat(drawn))
-        del params
+        uniform = [self._draw_numbers(step, n, group) for n in numbers.tolist()]
+        gathered = self.gather(params)
+        answers = self.rollouts(gathered, [each.prompt for each in examples], torch.cat(uniform))
+        del gathered
 
         # Each reward gives each answer a number, and their weighted sum counts.
         each = self._reward_answers(examples, answers, [example.row for example in examples])
         rewards = torch.zeros(len(examples))
-        for own in self.rewards:
-            rewards = rewards + torch.tensor(each[own.name]) * own.weight
+        for weighted in self.rewards:
+            rewards = rewards + torch.tensor(each[weighted.name]) * weighted.weight
         shown = {f"reward_{name}": torch.tensor(values) for name, values in each.items()}
         rows = self._lay_out_answers(examples, answers)
         batch = {**rows, "rewards": rewards, "each": shown if len(each) > 1 else {}}
 
         # Advantages: from a value head, or by comparison within the group.
         if self.values is not None:
-            return {**batch, **self._estimate_advantages(blocks, batch)}
+            return {**batch, **self._estimate_advantages(params, batch)}
         advantages = group_advantages(rewards, group, scale=config.objective.name != "dr_grpo")
         batch = {**batch, "advantages": advantages[:, None]}
         if self.prompts.micro_rows is None:
             return batch
-        both = zip(examples, answers.lengths.tolist(), strict=True)
-        return self._pack(batch, [len(example.prompt) + drawn - 1 for example, drawn in both])
+        pairs = zip(examples, answers.lengths.tolist(), strict=True)
+        return self._pack(batch, [len(example.prompt) + length - 1 for example, length in pairs])
 
     def _pack(self, batch: Mapping[str, Any], lengths: Sequence[int]) -> Mapping[str, Any]:
         """Pack answers into as many micro-batches as the rank that needs most of them."""
         rows = self.prompts.rows_of(lengths)
-        # Each micro-batch has collectives, so that all ranks need as many; empty rows make up for the rest.
+        # Each micro-batch has collectives, so that all ranks need equally many. Empty rows fill the others'.
         most = max(map(int, self.exchange(str(len(rows)))))
-        return self.prompts.pack_answers(batch, lengths, [*rows, *[[]] * (most - len(rows))])
+        rows = rows + [[] for _ in range(most - len(rows))]
+        return self.prompts.pack_answers(batch, lengths, rows)
 
     def _play(
         self, params: Any, step: int, numbers: Sequence[int], group: int, source: Prepared
     ) -> tuple[list[Turn], list[float]]:
         """Play `group` rollouts of each prompt. All ranks call it together."""
         config, data = self.prompts.config, self.prompts.data
-        draws = {n: self._draw_numbers(step, n, group) for n in numbers}
+        first_numbers = {n: self._draw_numbers(step, n, group) for n in numbers}
 
         def draw(turns: Sequence[Turn]) -> list[Answer]:
-            given = torch.zeros(len(turns), self.rollouts.length, dtype=torch.float64)
+            uniform = torch.zeros(len(turns), self.rollouts.length, dtype=torch.float64)
             for row, turn in enumerate(turns):
-                n, place = numbers[turn.rollout // group], turn.rollout % group
-                own = draws[n] if turn.number == 0 else self._draw_numbers(step, n, group, turn.number)
-                given[row] = own[place]
-            found = self.rollouts(params, [turn.prompt for turn in turns], given)
-            texts = found.texts()
+                n = numbers[turn.rollout // group]
+                of_group = first_numbers[n]
+                if turn.number > 0:
+                    of_group = self._draw_numbers(step, n, group, turn.number)
+                uniform[row] = of_group[turn.rollout % group]
+            answers = self.rollouts(params, [turn.prompt for turn in turns], uniform)
             return [
-                (ids, found.logprobs[row, : len(ids)], found.entropy[row, : len(ids)])
-                for row, ids in enumerate(texts)
+                (ids, answers.logprobs[row, : len(ids)], answers.entropy[row, : len(ids)])
+                for row, ids in enumerate(answers.texts())
             ]
 
         play = Play(
@@ -292,7 +305,7 @@ class RewardedBatches:
             config.objective.tokens, config.run.timeout_s / 2,  # other ranks wait for this one meanwhile
         )  # fmt: skip
         examples = [data.example(source, n) for n in numbers for _ in range(group)]
-        rows = [{**each.row, "prompt": _prompt_text(data.tokenizer, each.prompt)[0]} for each in examples]
+        rows = [{**each.row, "prompt": _decode_prompt(data.tokenizer, each.prompt)[0]} for each in examples]
         return play(rows, draw, lambda waits: "1" in self.exchange(str(int(waits))))
 
     def _lay_out_turns(self, turns: Sequence[Turn], rewards: Sequence[float]) -> Mapping[str, Any]:
@@ -300,9 +313,11 @@ class RewardedBatches:
 
         All turns of a rollout have its advantage, and its last one has its reward.
         """
-        config, ends = self.prompts.config.objective, {turn.rollout: n for n, turn in enumerate(turns)}
-        scale, each = config.name != "dr_grpo", torch.tensor(rewards, dtype=torch.float32)
-        gains = group_advantages(each, config.group, scale=scale)
+        config = self.prompts.config.objective
+        by_rollout = torch.tensor(rewards, dtype=torch.float32)
+        advantages = group_advantages(by_rollout, config.group, scale=config.name != "dr_grpo")
+
+        # A row for each turn, with its answer as targets.
         shape = (len(turns), self.prompts.config.data.context)
         batch = {name: torch.zeros(shape, dtype=torch.int64) for name in ("tokens", "targets")}
         batch["targets"].fill_(IGNORE)
@@ -311,22 +326,25 @@ class RewardedBatches:
         for row, turn in enumerate(turns):
             ids, *floats = turn.answer
             whole, first = torch.tensor([*turn.prompt, *ids]), len(turn.prompt) - 1
-            here = slice(first, len(whole) - 1)
+            here = slice(first, len(whole) - 1)  # the positions that predict the answer
             batch["tokens"][row, : len(whole) - 1] = whole[:-1]
             batch["targets"][row, here] = whole[first + 1 :]
             for name, values in zip(("sampler", "entropy"), floats, strict=True):
                 batch[name][row, here] = values
             lengths.append(len(whole) - 1)
-        of = torch.tensor([turn.rollout for turn in turns])
-        last = torch.tensor([ends[turn.rollout] == n for n, turn in enumerate(turns)])
+
+        # Only the last turn of a rollout counts in the means of rewards and lengths.
+        last_turns = {turn.rollout: n for n, turn in enumerate(turns)}
+        rollout = torch.tensor([turn.rollout for turn in turns])
+        is_last = torch.tensor([last_turns[turn.rollout] == n for n, turn in enumerate(turns)])
         batch |= {
-            "advantages": gains[of][:, None], "rewards": torch.where(last, each[of], 0.0), "answers": last,
-            "each": {},
+            "advantages": advantages[rollout][:, None],
+            "rewards": torch.where(is_last, by_rollout[rollout], 0.0), "answers": is_last, "each": {},
         }  # fmt: skip
         return self._pack(batch, lengths)
 
     def _estimate_advantages(self, params: Any, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Compute the values before the step, and advantages and returns from them (GAE)."""
+        """Compute values by the leaves before the step, and advantages and returns from them (GAE)."""
         values, mask = self.values(params, batch["tokens"]).cpu().float(), batch["targets"] != IGNORE
         # The reward comes with the last token of an answer.
         last = mask & (mask.cumsum(1) == mask.sum(1, keepdim=True))
@@ -347,22 +365,28 @@ class RewardedBatches:
             _, rewards = self._play(self.gather(params), 0, mine.tolist(), 1, data.held_out)
             every = list(map(float, self.exchange(str(math.fsum(rewards)))))
             return {"reward": math.fsum(every) * self.mesh.data_size / self.mesh.size / len(numbers)}
+
+        # Answer and reward this rank's prompts. A rank without any still takes part in the collectives.
         examples = [data.example(data.held_out, int(n)) for n in mine]
-        drawn = torch.cat([self._draw_numbers(0, int(n), 1) for n in mine] or [torch.zeros(0, 0)])
-        answers = self.rollouts(self.gather(params), [e.prompt for e in examples], drawn)
-        found = self._reward_answers(examples, answers, [example.row for example in examples])
-        sums = {name: math.fsum(values) for name, values in found.items()}
+        uniform = torch.cat([self._draw_numbers(0, int(n), 1) for n in mine] or [torch.zeros(0, 0)])
+        answers = self.rollouts(self.gather(params), [each.prompt for each in examples], uniform)
+        by_reward = self._reward_answers(examples, answers, [example.row for example in examples])
+
+        # Average each reward over the answers of all ranks.
+        sums = {name: math.fsum(values) for name, values in by_reward.items()}
         every = list(map(json.loads, self.exchange(json.dumps(sums))))
         ranks = self.mesh.size // self.mesh.data_size  # the number of ranks that hold the same rows
         means = {name: math.fsum(each[name] for each in every) / ranks / len(numbers) for name in sums}
-        whole = math.fsum(own.weight * means[own.name] for own in self.rewards)
+        whole = math.fsum(weighted.weight * means[weighted.name] for weighted in self.rewards)
         parts = {f"reward_{name}": value for name, value in means.items()} if len(means) > 1 else {}
         return {"reward": whole, **parts}
 
     def _draw_numbers(self, step: int, prompt: int, group: int, turn: int = 0) -> Tensor:
         """Return the numbers by which answers to a prompt are drawn, fp64 [group, tokens of an answer]."""
-        draw = np.random.default_rng([self.prompts.config.run.seed, step, prompt, *([turn] if turn else [])])
-        return torch.from_numpy(draw.random((group, self.rollouts.length)))
+        seeds = [self.prompts.config.run.seed, step, prompt]
+        if turn:
+            seeds.append(turn)
+        return torch.from_numpy(np.random.default_rng(seeds).random((group, self.rollouts.length)))
 
     def _reward_answers(
         self, examples: Sequence[Example], answers: Answers, records: Sequence[Mapping[str, Any]]
@@ -373,28 +397,39 @@ class RewardedBatches:
             records: the records of the prompts, as `Prepared.row_of` returns them.
         """
         if not examples:
-            return {own.name: [] for own in self.rewards}
-        tokenizer, ends = self.prompts.data.tokenizer, self.rollouts.stops
-        plain = lambda ids: tokenizer.decode([t for t in ids if t not in ends])  # noqa: E731
+            return {weighted.name: [] for weighted in self.rewards}
+        tokenizer, stops = self.prompts.data.tokenizer, self.rollouts.stops
         drawn = answers.texts()
+
+        def decode(ids: Sequence[int], *, control: bool = False) -> str:
+            return tokenizer.decode([token for token in ids if token not in stops], control=control)
+
+        # A reward is given the record, the texts of its prompt and response, and the conversation.
         prompts, rows = [], []
         for example, ids, record in zip(examples, drawn, records, strict=True):
-            prompt, is_rendered = _prompt_text(tokenizer, example.prompt)
-            row = {"response": plain(example.answer), **record, "prompt": prompt}
+            prompt, is_rendered = _decode_prompt(tokenizer, example.prompt)
+            row = {"response": decode(example.answer), **record, "prompt": prompt}
             if is_rendered:
                 row.setdefault("messages", None)
             if row.get("messages"):
-                said = tokenizer.decode([t for t in ids if t not in ends], control=True)
-                row["conversation"] = [*row["messages"], {"role": "assistant", "content": said}]
+                answer = {"role": "assistant", "content": decode(ids, control=True)}
+                row["conversation"] = [*row["messages"], answer]
             elif is_rendered:
                 row["conversation"] = prompt + tokenizer.decode(ids, control=True)
             prompts.append(prompt)
             rows.append(row)
-        texts = {False: list(map(plain, drawn)), True: [tokenizer.decode(ids, control=True) for ids in drawn]}
-        return {own.name: run_reward(own.reward, prompts, texts[own.control], rows) for own in self.rewards}
+
+        # A reward that reads control tokens gets the one that ends the answer, too.
+        plain = [decode(ids) for ids in drawn]
+        with_control = [tokenizer.decode(ids, control=True) for ids in drawn]
+        numbers = {}
+        for weighted in self.rewards:
+            texts = with_control if weighted.control else plain
+            numbers[weighted.name] = run_reward(weighted.reward, prompts, texts, rows)
+        return numbers
 
     def _lay_out_answers(self, examples: Sequence[Example], answers: Answers) -> Mapping[str, Tensor]:
-        """Lay answers out in padded rows, each behind its prompt, with its own tokens as targets."""
+        """Lay answers out in padded rows, each after its prompt, with the answer's tokens as targets."""
         batch = self.prompts.blank_rows()
         batch["targets"].fill_(IGNORE)
         for row, (example, tokens) in enumerate(zip(examples, answers.texts(), strict=True)):
@@ -407,32 +442,44 @@ class RewardedBatches:
 
 
 def make_rewarded_batches(
-    of: RewardedData, tuning: Tuning, step: Any, specs: Any, mesh: fs.Mesh, how: Mapping[str, Any]
+    prompts: RewardedData, tuning: Tuning, step: Any, specs: Any, mesh: fs.Mesh, options: Mapping[str, Any]
 ) -> RewardedBatches:
     """Make batches with compiled forwards of the step's own leaves.
 
     Args:
-        how: options of `fs.shard_forward`.
+        options: options of `fs.shard_forward`.
     """
-    config, stops = of.config.objective, frozenset(of.data.tokenizer.stops)
-    slots, exchange = of.longest + config.tokens, step.gather_strings
+    config, stops = prompts.config.objective, frozenset(prompts.data.tokenizer.stops)
+    exchange = step.gather_strings
+
+    # Ranks hold the whole model only if all of them can, since forwards of gathered leaves have no
+    # collectives, and other ones do.
     size = sum(leaf.nbytes for leaf in fs.tree.flatten_with_paths(tuning.params)[0].values())
-    once = _may_hold_whole(size, mesh) if config.gather_once is None else config.gather_once
-    once = exchange(str(once)) == ["True"] * mesh.size
-    whole = tuning.specs(mesh, of.config.precision, fs.presets.no_shard) if once else specs
-    drawing, count = (config.temperature, config.top_p), min(TOGETHER, config.tokens)
-    prefill = fs.shard_forward(tuning.policy(make_first_draw(tuning.lm, slots, *drawing)), whole, **how)
-    decode = fs.shard_forward(tuning.policy(make_next_draws(tuning.lm, count, *drawing)), whole, **how)
+    is_whole = _can_hold_whole(size, mesh) if config.gather_once is None else config.gather_once
+    is_whole = exchange(str(is_whole)) == ["True"] * mesh.size
+    if is_whole:
+        drawn_specs = tuning.specs(mesh, prompts.config.precision, fs.presets.no_shard)
+        gather = lambda blocks: fs.reshard(blocks, specs, drawn_specs, mesh)  # noqa: E731
+        agree = lambda text: [text]  # noqa: E731
+    else:
+        drawn_specs, gather, agree = specs, lambda blocks: blocks, exchange
+
+    # One program reads prompts and draws the first tokens, another draws several next ones.
+    sampling, count = (config.temperature, config.top_p), min(TOGETHER, config.tokens)
+    first = make_first_draw(tuning.lm, prompts.longest + config.tokens, *sampling)
+    following = make_next_draws(tuning.lm, count, *sampling)
     rollouts = Rollouts(
-        prefill, decode, count, min(of.answers, AT_ONCE), of.longest, config.tokens, stops,
-        (lambda text: [text]) if once else exchange, mesh.device,
+        fs.shard_forward(tuning.policy(first), drawn_specs, **options),
+        fs.shard_forward(tuning.policy(following), drawn_specs, **options),
+        count, min(prompts.answers, AT_ONCE), prompts.longest, config.tokens, stops, agree, mesh.device,
     )  # fmt: skip
-    values = fs.shard_forward(make_values(tuning), specs, **how) if config.kind.values else None
-    gather = (lambda blocks: fs.reshard(blocks, specs, whole, mesh)) if once else (lambda blocks: blocks)
-    return RewardedBatches(of, rollouts, of.rewards, mesh, exchange, gather, size if once else None, values)
+    values = fs.shard_forward(make_values(tuning), specs, **options) if config.kind.values else None
+    return RewardedBatches(
+        prompts, rollouts, prompts.rewards, mesh, exchange, gather, size if is_whole else None, values
+    )
 
 
-def _prompt_text(tokenizer: DirectoryTokenizer, ids: Sequence[int]) -> tuple[str, bool]:
+def _decode_prompt(tokenizer: DirectoryTokenizer, ids: Sequence[int]) -> tuple[str, bool]:
     """Return a prompt's text, and whether a chat template has rendered it.
 
     If so, its control tokens are spelled, since they say who speaks.
@@ -443,8 +490,9 @@ def _prompt_text(tokenizer: DirectoryTokenizer, ids: Sequence[int]) -> tuple[str
     return (tokenizer.decode(ids, control=True), True) if is_rendered else (text, False)
 
 
-def _may_hold_whole(size: int, mesh: fs.Mesh) -> bool:
-    """Return whether a rank may hold the whole model, as that takes a quarter of its device at most."""
+def _can_hold_whole(size: int, mesh: fs.Mesh) -> bool:
+    """Return whether the whole model takes a quarter of a rank's device at most."""
     if mesh.device_type == "cuda":
         return 4 * size <= torch.cuda.mem_get_info()[1]
+    # On CPUs all ranks are taken to share one machine's memory.
     return 4 * size * mesh.size <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -7,9 +7,9 @@ included. `rows` are the records with all of their fields, among these
 - `prompt` and `response`, texts; "" if the record has no response;
 - `messages`, the conversation that asks for the answer; a text makes one message of a user, and one that a
   chat template has rendered makes None;
-- `conversation`, the same with the answer behind it, whose control tokens are spelled.
+- `conversation`, the same with the answer at its end, whose control tokens are spelled.
 
-A reward of one's own is named by `_target_`. The directory of a model is a reward, too.
+Your own reward is named by `_target_`. The directory of a model is a reward, too.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ Reward = Callable[[Sequence[str], Sequence[str], Rows], Sequence[float]]
 
 
 def exact(prompts: Sequence[str], answers: Sequence[str], rows: Rows) -> list[float]:
-    """Give 1 for the record's response, but for the blanks around it."""
+    """Give 1 for the record's response, whatever blanks are around it."""
     return [float(a.strip() == row["response"].strip()) for a, row in zip(answers, rows, strict=True)]
 
 
 def number(prompts: Sequence[str], answers: Sequence[str], rows: Rows) -> list[float]:
     """Give 1 if the last number of an answer is the last one of the record's response (GSM8K's measure)."""
-    found = [(last_number(a), last_number(row["response"])) for a, row in zip(answers, rows, strict=True)]
-    return [float(mine is not None and mine == theirs) for mine, theirs in found]
+    pairs = [(last_number(a), last_number(row["response"])) for a, row in zip(answers, rows, strict=True)]
+    return [float(mine is not None and mine == theirs) for mine, theirs in pairs]
 
 
 def form(prompts: Sequence[str], answers: Sequence[str], rows: Rows, *, pattern: str) -> list[float]:
@@ -65,21 +65,25 @@ def length(prompts: Sequence[str], answers: Sequence[str], rows: Rows, *, most: 
 
 
 def places(prompts: Sequence[str], answers: Sequence[str], rows: Rows) -> list[float]:
-    """Give the share of an answer's characters that stand where they do in the record's response."""
-    pairs = [(answer, row["response"]) for answer, row in zip(answers, rows, strict=True)]
-    return [sum(map(str.__eq__, *both)) / max(map(len, (*both, " "))) for both in pairs]
+    """Give the share of an answer's characters that are at the same place in the record's response."""
+    shares = []
+    for answer, row in zip(answers, rows, strict=True):
+        response = row["response"]
+        equal = sum(map(str.__eq__, answer, response))
+        shares.append(equal / max(len(answer), len(response), 1))
+    return shares
 
 
 def solved(prompts: Sequence[str], answers: Sequence[str], rows: Rows) -> list[float]:
     """Give 1 for the record's response, and for any expression that makes the number."""
-    found = []
+    numbers = []
     for prompt, answer, row in zip(prompts, answers, rows, strict=True):
         if task := MAKE.search(prompt):
             is_right = _evaluates_to(answer.strip(), int(task[1]), sorted(task.groups()[1:]))
         else:
             is_right = answer.strip() == row["response"].strip()
-        found.append(float(is_right))
-    return found
+        numbers.append(float(is_right))
+    return numbers
 
 
 def _evaluates_to(text: str, target: int, numbers: list[str]) -> bool:
@@ -93,6 +97,7 @@ def _evaluates_to(text: str, target: int, numbers: list[str]) -> bool:
 
 
 def _evaluate(node: Any) -> int:
+    """Compute an expression of + - * and whole numbers. Other nodes raise a KeyError or AttributeError."""
     if isinstance(node, ast.Constant):
         return node.value
     operator = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*"}[type(node.op)]
@@ -139,47 +144,57 @@ def make_rewards(chosen: Any, device: torch.device | str = "cpu") -> tuple[Weigh
         ConfigError: there is no reward of a name, it does not import or takes other arguments, there is no
             such model, or two have one name.
     """
-    found = tuple(_make_reward(c, device) for c in (chosen if isinstance(chosen, list | tuple) else [chosen]))
-    names = [each.name for each in found]
+    every = chosen if isinstance(chosen, list | tuple) else [chosen]
+    rewards = tuple(_make_reward(each, device) for each in every)
+    names = [each.name for each in rewards]
     if not names or len(set(names)) < len(names):
         raise ConfigError(f"objective.reward: rewards of different names, not {', '.join(names) or 'none'}.")
-    return found
+    return rewards
 
 
 def _make_reward(chosen: str | Mapping[str, Any], device: torch.device | str) -> Weighted:
-    how = {"name": chosen} if isinstance(chosen, str) else dict(chosen)
-    weight = how.pop("weight", 1.0)
+    # What remains of `options` in the end are the arguments of the reward.
+    options = {"name": chosen} if isinstance(chosen, str) else dict(chosen)
+    weight = options.pop("weight", 1.0)
     if not isinstance(weight, int | float) or not math.isfinite(weight):
         raise ConfigError(f"objective.reward: weight={weight}: expected a number.")
-    control = how.pop("control", False)
+    control = options.pop("control", False)
     if not isinstance(control, bool):
         raise ConfigError(f"objective.reward: control={control}: expected true or false.")
-    if TARGET in how:
-        reward = make_target("objective.reward", how, partly=True)
-        return Weighted(how[TARGET].rpartition(".")[2], reward, weight, control)
-    name = str(how.pop("name", None))
+
+    # The user's own function.
+    if TARGET in options:
+        reward = make_target("objective.reward", options, partly=True)
+        return Weighted(options[TARGET].rpartition(".")[2], reward, weight, control)
+
+    # The directory of a model.
+    name = str(options.pop("name", None))
     if os.path.isdir(name):  # False of a name that is too long, too
-        if how or control:
-            said = ", ".join([*how, *(["control"] if control else [])])
+        if control:
+            options["control"] = control
+        if options:
+            said = ", ".join(options)
             raise ConfigError(
                 f"objective.reward={name}: {said}: a model reads the conversation in its own chat template. "
                 "Fix: leave it out; name and weight are known."
             )
         return Weighted(Path(name).name, make_model_reward(name, device), weight)
+
+    # A function of this module, whose arguments are checked before any answer is drawn.
     if name not in REWARDS:
         raise ConfigError(
             f"objective.reward={name:.200}: one of {', '.join(REWARDS)}, a mapping with _target_, or "
             "the directory of a model that gives a number."
         )
     try:
-        inspect.signature(REWARDS[name]).bind((), (), (), **how)
-        re.compile(how.get("pattern", ""))
-        if "most" in how and (type(how["most"]) is not int or how["most"] < 1):
+        inspect.signature(REWARDS[name]).bind((), (), (), **options)
+        re.compile(options.get("pattern", ""))
+        if "most" in options and (type(options["most"]) is not int or options["most"] < 1):
             raise TypeError("most: expected a whole number from 1")
     except (TypeError, re.error, RecursionError, OverflowError) as error:
-        said = ", ".join(f"{key}={value!r}" for key, value in how.items())
+        said = ", ".join(f"{key}={value!r}" for key, value in options.items())
         raise ConfigError(f"objective.reward={name}: {error}; said was {said or 'nothing'}.") from None
-    return Weighted(name, partial(REWARDS[name], **how), weight, control)
+    return Weighted(name, partial(REWARDS[name], **options), weight, control)
 
 
 def make_model_reward(folder: str, device: torch.device | str) -> Reward:
@@ -215,10 +230,10 @@ def make_model_reward(folder: str, device: torch.device | str) -> Reward:
         )
     model.to(device).eval().requires_grad_(False)
 
-    # Transformers finds the ends of several rows by the token that pads them.
+    # Transformers finds the ends of several rows by the padding token, so without one rows are read singly.
     at_once = 1 if model.config.get_text_config().pad_token_id is None else AT_ONCE
 
-    def ids_of(prompt: str, answer: str, row: Mapping[str, Any]) -> torch.Tensor:
+    def encode(prompt: str, answer: str, row: Mapping[str, Any]) -> torch.Tensor:
         turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
         turns = row.get("conversation") or turns
         if isinstance(turns, str):  # a text that a chat template has rendered
@@ -240,17 +255,17 @@ def make_model_reward(folder: str, device: torch.device | str) -> Reward:
         return tokenizer("".join(turn["content"] for turn in turns), return_tensors="pt")["input_ids"]
 
     def reward(prompts: Sequence[str], answers: Sequence[str], rows: Rows) -> list[float]:
-        every = [ids_of(*each) for each in zip(prompts, answers, rows, strict=True)]
+        every = [encode(*each) for each in zip(prompts, answers, rows, strict=True)]
         numbers = [math.nan] * len(every)
-        # Those of one length go together, so that no padding can be wrong.
+        # Only conversations of one length share a batch, so that none is padded.
         by_length: dict[int, list[int]] = defaultdict(list)
         for n, ids in enumerate(every):
             by_length[ids.shape[1]].append(n)
-        for alike in by_length.values():
-            for low in range(0, len(alike), at_once):
-                some = alike[low : low + at_once]
-                logits = model(torch.cat([every[n] for n in some]).to(model.device)).logits
-                for n, value in zip(some, logits[:, 0].tolist(), strict=True):
+        for equally_long in by_length.values():
+            for low in range(0, len(equally_long), at_once):
+                batch = equally_long[low : low + at_once]
+                logits = model(torch.cat([every[n] for n in batch]).to(model.device)).logits
+                for n, value in zip(batch, logits[:, 0].tolist(), strict=True):
                     numbers[n] = value
         return numbers
 
@@ -264,24 +279,24 @@ def run_reward(reward: Reward, prompts: Sequence[str], answers: Sequence[str], r
         ConfigError: the reward raises, or gives something else, which is named with its prompt.
     """
     try:
-        found = list(reward(prompts, answers, rows))
+        values = list(reward(prompts, answers, rows))
     except ConfigError:
         raise
     except Exception as error:  # the user's own code
         raise ConfigError(f"objective.reward: {describe(error)}") from error
-    if len(found) != len(prompts):
-        what = f"{len(found)} numbers for {len(prompts)} answers"
-        raise ConfigError(f"objective.reward: {what}, the first of them to {_short(prompts[0])}.")
+    if len(values) != len(prompts):
+        what = f"{len(values)} numbers for {len(prompts)} answers"
+        raise ConfigError(f"objective.reward: {what}, the first of them to {_shorten(prompts[0])}.")
     numbers, wrong = [], []
-    for prompt, answer, value in zip(prompts, answers, found, strict=True):
+    for prompt, answer, value in zip(prompts, answers, values, strict=True):
         try:
             numbers.append(float(value))
         except (TypeError, ValueError):
-            wrong.append(f"{_short(prompt)} -> {_short(answer)}: {_short(value)}")
+            wrong.append(f"{_shorten(prompt)} -> {_shorten(answer)}: {_shorten(value)}")
     if wrong:
         raise ConfigError(report("objective.reward: expected numbers, got:", first_few(wrong, 10)))
     wrong = [
-        f"{_short(prompts[n])} -> {_short(answers[n])}: {v}"
+        f"{_shorten(prompts[n])} -> {_shorten(answers[n])}: {v}"
         for n, v in enumerate(numbers)
         if not math.isfinite(v)
     ]
@@ -290,7 +305,7 @@ def run_reward(reward: Reward, prompts: Sequence[str], answers: Sequence[str], r
     return numbers
 
 
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
     """Shorten a value for an error. The end of a prompt says more than its beginning."""
     text = repr(value)
     return text if len(text) <= 120 else f"{text[:40]}...{text[-77:]}"

@@ -32,8 +32,8 @@ REFILL = 4  # waiting prompts are prefilled once one in so many rows is free
 # ------------------------------------------------------------------ decoding
 
 
-class _Recorded(StatelessCache):
-    """The cache of a whole prompt. Attention is causal among its tokens, whose keys and values are kept."""
+class _RecordingCache(StatelessCache):
+    """A cache of a whole prompt, whose tokens attend causally, that records their keys and values."""
 
     def __init__(self) -> None:
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
@@ -43,15 +43,14 @@ class _Recorded(StatelessCache):
         return keys, values
 
 
-class _Extended(_Recorded):
-    """The cache of one more token in each row, at the row's position."""
+class _ExtendingCache(_RecordingCache):
+    """A cache that is extended by one token in each row, at the row's position."""
 
     def __init__(self, cache: Cache, positions: Tensor):
         super().__init__()
         self.cache, self.slots = cache, cache[0][0].shape[2]
-        self.here = (torch.arange(self.slots, device=positions.device) == positions[:, None])[
-            :, None, :, None
-        ]
+        index = torch.arange(self.slots, device=positions.device)
+        self.here = (index == positions[:, None])[:, None, :, None]  # [B, 1, slots, 1]
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *args, **kwargs) -> tuple[Tensor, Tensor]:
         old = self.cache[layer]
@@ -67,11 +66,11 @@ def make_prefill(lm: LanguageModel, slots: int) -> Prefill:
     `last`."""
 
     def fn(params: Any, tokens: Tensor, last: Tensor) -> tuple[Tensor, Cache]:
-        seen = _Recorded()
-        hidden = lm.run(params, tokens, None, None, seen)
-        room = (0, 0, 0, slots - tokens.shape[1])
-        cache = [tuple(F.pad(t, room) for t in seen.layers[layer]) for layer in sorted(seen.layers)]
-        return _logits_at(lm, params, hidden, last), cache
+        recorded = _RecordingCache()
+        hidden = lm.run(params, tokens, None, None, recorded)
+        room = (0, 0, 0, slots - tokens.shape[1])  # empty slots behind the prompt's
+        cache = [tuple(F.pad(t, room) for t in recorded.layers[layer]) for layer in sorted(recorded.layers)]
+        return _compute_logits_at(lm, params, hidden, last), cache
 
     return fn
 
@@ -80,12 +79,13 @@ def make_decode(lm: LanguageModel) -> Decode:
     """Make `fn(params, tokens [B], positions [B], cache) -> (logits [B, V] of the next tokens, cache)`."""
 
     def fn(params: Any, tokens: Tensor, positions: Tensor, cache: Cache) -> tuple[Tensor, Cache]:
-        seen = _Extended(cache, positions)
-        distance = (positions[:, None] - torch.arange(seen.slots, device=positions.device))[:, None, None]
+        extended = _ExtendingCache(cache, positions)
+        slots = torch.arange(extended.slots, device=positions.device)
+        distance = (positions[:, None] - slots)[:, None, None]  # [B, 1, 1, slots]
         mask = lm.mask(params, distance >= 0, distance)
-        hidden = lm.run(params, tokens[:, None], positions[:, None], mask, seen)
-        kept = [seen.layers[layer] for layer in sorted(seen.layers)]
-        return _logits_at(lm, params, hidden, torch.zeros_like(positions)), kept
+        hidden = lm.run(params, tokens[:, None], positions[:, None], mask, extended)
+        new_cache = [extended.layers[layer] for layer in sorted(extended.layers)]
+        return _compute_logits_at(lm, params, hidden, torch.zeros_like(positions)), new_cache
 
     return fn
 
@@ -107,8 +107,8 @@ def make_first_draw(lm: LanguageModel, slots: int, temperature: float, top_p: fl
 def make_next_draws(lm: LanguageModel, count: int, temperature: float, top_p: float) -> Callable[..., Any]:
     """Make `fn(params, tokens [B], positions [B], numbers [B, count], cache) -> (drawn, cache)`.
 
-    It draws the next `count` tokens in one program, so that they share the cost of a call. After a row's end
-    they mean nothing.
+    It draws the next `count` tokens in one program, so that they share the cost of a call. Tokens after the
+    end of a row's answer mean nothing.
     """
     decode = make_decode(lm)
 
@@ -116,9 +116,10 @@ def make_next_draws(lm: LanguageModel, count: int, temperature: float, top_p: fl
         params: Any, tokens: Tensor, positions: Tensor, numbers: Tensor, cache: Cache
     ) -> tuple[Drawn, Cache]:
         drawn, last = [], cache[0][0].shape[2] - 1
-        for each in range(count):
-            logits, cache = decode(params, tokens, (positions + each).clamp(max=last), cache)
-            drawn.append(draw(logits, numbers[:, each], temperature, top_p))
+        for n in range(count):
+            # A row whose answer has ended may run past the last slot, which is then written again.
+            logits, cache = decode(params, tokens, (positions + n).clamp(max=last), cache)
+            drawn.append(draw(logits, numbers[:, n], temperature, top_p))
             tokens = drawn[-1][0]
         return tuple(torch.stack(part, 1) for part in zip(*drawn, strict=True)), cache
 
@@ -141,6 +142,8 @@ def draw(
     logprobs = (logits.nan_to_num() / (temperature or 1.0)).log_softmax(-1)
     probs = logprobs.double().exp()
     entropy = -(probs * logprobs).sum(-1).float()
+
+    # A number in [0, 1) selects the token in whose part of the cumulated probabilities it lies.
     if temperature == 0:
         tokens = logprobs.argmax(-1)
     else:
@@ -150,13 +153,14 @@ def draw(
             kept = most.cumsum(-1) - most < top_p
             probs = torch.zeros_like(probs).scatter(-1, order, torch.where(kept, most, 0.0))
         sums = probs.cumsum(-1)
-        # Probabilities that are left may add up to less than 1: the number is scaled by their sum.
+        # The probabilities that are left may add up to less than 1, so the number is scaled by their sum.
         tokens = torch.searchsorted(sums, numbers[:, None] * sums[:, -1:], right=True)[:, 0]
         tokens = tokens.clamp(max=logits.shape[-1] - 1)
     return tokens, logprobs.gather(-1, tokens[:, None])[:, 0].float(), entropy
 
 
-def _logits_at(lm: LanguageModel, params: Any, hidden: Tensor, at: Tensor) -> Tensor:
+def _compute_logits_at(lm: LanguageModel, params: Any, hidden: Tensor, at: Tensor) -> Tensor:
+    """Compute the logits [B, V] after one position `at` [B] of each row, in fp32 or wider."""
     index = at[:, None, None].expand(-1, 1, hidden.shape[-1])
     logits = lm.unembed(params, hidden.gather(1, index)).squeeze(1)
     return logits.float() if logits.dtype.itemsize < 4 else logits
@@ -167,7 +171,7 @@ def _logits_at(lm: LanguageModel, params: Any, hidden: Tensor, at: Tensor) -> Te
 
 @dataclass(frozen=True)
 class Answers:
-    """The answers to N prompts, on the host. All is 0 after an answer's end.
+    """The answers to N prompts, on the host. All tensors are 0 after an answer's end.
 
     Args:
         tokens: int64 [N, T].
@@ -229,6 +233,8 @@ class Rollouts:
         )  # fmt: skip
         # A call may draw past the last token of an answer, by numbers that count for nothing.
         numbers = F.pad(numbers, (0, self.count))
+
+        # Each row answers one prompt at a time. Its state is the last token and that token's position.
         waiting, cache = deque(range(len(prompts))), None
         owner = np.full(self.rows, -1)  # the prompt that each row answers
         tokens, positions = np.zeros((2, self.rows), np.int64)
@@ -236,72 +242,82 @@ class Rollouts:
             # Forwards may be collectives: ranks say whether they want to prefill, and whether they have
             # anything to do at all, and take the same turn.
             free = np.flatnonzero(owner < 0)
-            wants = bool(waiting) and (len(free) * REFILL >= self.rows)
-            said = self.agree(f"{int(wants)}{int(bool(waiting) or len(free) < self.rows)}")
-            if not any(each[1] == "1" for each in said):
+            wants_prefill = bool(waiting) and (len(free) * REFILL >= self.rows)
+            is_busy = bool(waiting) or len(free) < self.rows
+            votes = self.agree(f"{int(wants_prefill)}{int(is_busy)}")
+            if not any(vote[1] == "1" for vote in votes):
                 return answers
-            if any(each[0] == "1" for each in said):  # a rank that has no more prompts joins in
+
+            # Free rows take waiting prompts. A rank that has no more of them joins in.
+            if any(vote[0] == "1" for vote in votes):
                 fresh = free[: len(waiting)]
                 owner[fresh] = [waiting.popleft() for _ in fresh]
-                drawn, new = self._begin(params, prompts, owner, fresh, numbers)
+                drawn, new = self._prefill_rows(params, prompts, owner, fresh, numbers)
                 cache = new if cache is None else _merge_caches(cache, new, fresh, self.device)
                 for row in fresh:
                     positions[row] = len(prompts[owner[row]])
-                self._keep(drawn, answers, fresh, owner, tokens)
+                self._record(drawn, answers, fresh, owner, tokens)
                 continue
+
+            # All rows decode the next tokens. What idle rows draw is dropped.
             busy = np.flatnonzero(owner >= 0)
-            own = np.zeros((self.rows, self.count))
+            row_numbers = np.zeros((self.rows, self.count))
             if len(busy):
                 at = answers.lengths[owner[busy], None] + torch.arange(self.count)
-                own[busy] = numbers[torch.from_numpy(owner[busy])[:, None], at].numpy()
-            drawn, cache = self.decode(params, *self._there(tokens, positions, own), cache)
+                row_numbers[busy] = numbers[torch.from_numpy(owner[busy])[:, None], at].numpy()
+            drawn, cache = self.decode(params, *self._to_device(tokens, positions, row_numbers), cache)
             positions[busy] += self.count
-            self._keep(drawn, answers, busy, owner, tokens)
+            self._record(drawn, answers, busy, owner, tokens)
 
-    def _there(self, *arrays: np.ndarray) -> list[Tensor]:
+    def _to_device(self, *arrays: np.ndarray) -> list[Tensor]:
+        """Copy arrays to the device. They share no memory with the arrays, which are written in place."""
         return [torch.from_numpy(array.copy()).to(self.device) for array in arrays]
 
-    def _begin(
+    def _prefill_rows(
         self, params: Any, prompts: Sequence[Sequence[int]], owner: np.ndarray, fresh: Sequence[int],
         numbers: Tensor,
     ) -> tuple[Drawn, Any]:  # fmt: skip
-        """Prefill the rows that are new. Nobody looks at the others."""
+        """Prefill the rows that are new, and draw their first tokens. Nobody looks at the others."""
         padded, last = np.zeros((self.rows, self.width), np.int64), np.zeros(self.rows, np.int64)
-        own = np.zeros((self.rows, 1))
+        row_numbers = np.zeros((self.rows, 1))
         for row in fresh:
             prompt = prompts[owner[row]]
             padded[row, : len(prompt)], last[row] = prompt, len(prompt) - 1
-            own[row] = numbers[owner[row], 0]
-        return self.prefill(params, *self._there(padded, last, own))
+            row_numbers[row] = numbers[owner[row], 0]
+        return self.prefill(params, *self._to_device(padded, last, row_numbers))
 
-    def _keep(
+    def _record(
         self, drawn: Drawn, answers: Answers, rows: np.ndarray, owner: np.ndarray, tokens: np.ndarray
     ) -> None:
-        """Keep the tokens that some rows have drawn, up to their ends. Answers that have ended leave their
-        rows."""
+        """Write the tokens that some rows have drawn into their answers, up to their ends.
+
+        Rows whose answer has ended become free.
+        """
         if not len(rows):
             return
-        found, logprobs, entropy = (part.cpu()[torch.from_numpy(rows)] for part in drawn)
-        whose = torch.from_numpy(owner[rows])
-        stops = torch.isin(found, torch.tensor(sorted(self.stops), dtype=torch.int64))
-        at = answers.lengths[whose, None] + torch.arange(found.shape[1])
-        # Tokens up to the first that ends the answer, that one included.
-        kept = (stops.cumsum(1) - stops.long() == 0) & (at < self.length)
-        to = whose[:, None].expand_as(at)[kept], at[kept]
-        for of, values in ((answers.tokens, found), (answers.logprobs, logprobs), (answers.entropy, entropy)):
-            of[to] = values[kept]
-        answers.lengths[whose] += kept.sum(1)
-        tokens[rows] = found[:, -1].numpy()
-        ended = (kept & stops).any(1) | (answers.lengths[whose] == self.length)
-        owner[rows[ended.numpy()]] = -1
+        drawn_tokens, logprobs, entropy = (part.cpu()[torch.from_numpy(rows)] for part in drawn)
+        prompts = torch.from_numpy(owner[rows])
+        is_stop = torch.isin(drawn_tokens, torch.tensor(sorted(self.stops), dtype=torch.int64))
+        at = answers.lengths[prompts, None] + torch.arange(drawn_tokens.shape[1])
+
+        # Tokens count up to the first that ends the answer, that one included.
+        counted = (is_stop.cumsum(1) - is_stop.long() == 0) & (at < self.length)
+        target = prompts[:, None].expand_as(at)[counted], at[counted]
+        answers.tokens[target] = drawn_tokens[counted]
+        answers.logprobs[target] = logprobs[counted]
+        answers.entropy[target] = entropy[counted]
+        answers.lengths[prompts] += counted.sum(1)
+        tokens[rows] = drawn_tokens[:, -1].numpy()
+        has_ended = (counted & is_stop).any(1) | (answers.lengths[prompts] == self.length)
+        owner[rows[has_ended.numpy()]] = -1
 
 
 def _merge_caches(cache: Any, new: Any, rows: Sequence[int], device: torch.device) -> Any:
     """Return a cache with these rows of the new one, and all others of the old one."""
-    taken = torch.zeros(len(new[0][0]), 1, 1, 1, dtype=torch.bool)
-    taken[list(rows)] = True
-    taken = taken.to(device)
+    is_new = torch.zeros(len(new[0][0]), 1, 1, 1, dtype=torch.bool)
+    is_new[list(rows)] = True
+    is_new = is_new.to(device)
     return [
-        tuple(torch.where(taken, n, o) for n, o in zip(*each, strict=True))
-        for each in zip(new, cache, strict=True)
+        (torch.where(is_new, keys, old_keys), torch.where(is_new, values, old_values))
+        for (keys, values), (old_keys, old_values) in zip(new, cache, strict=True)
     ]

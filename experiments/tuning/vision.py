@@ -20,11 +20,11 @@ LEAST = {"patches": 64, "tiles": 1}  # the least sizes of a row, which grow by p
 
 @dataclass(frozen=True)
 class Vision:
-    """A model's images, whose features stand where a text has the image token.
+    """A model's way to see: its tower's features take the place of image tokens in a text.
 
     Args:
         layout: the layout of the model's images, see `ImageKind`.
-        token: the token that stands for a feature.
+        token: the image token. A text has one for each feature.
         tower: `fn(the model's leaves, pixels) -> [B, F, D]`.
         model: the module with the tower and the trunk, and no head.
     """
@@ -38,6 +38,7 @@ class Vision:
         """Return embeddings [B, T, D] with the features of a row's images, in order, at its image tokens."""
         features = self.tower(params, pixels).to(embedded.dtype)
         here = tokens == self.token
+        # The n-th image token of a row takes the row's n-th feature.
         index = (here.cumsum(1) - 1).clamp(0, features.shape[1] - 1)
         index = index[..., None].expand(-1, -1, features.shape[-1])
         return torch.where(here[..., None], features.gather(1, index), embedded)
@@ -57,33 +58,36 @@ class Vision:
         Raises:
             ConfigError: an image is missing, or is not what it was when the data were prepared.
         """
-        made = [images.pixels(each) for each in pictures]
-        sizes = [len(each["pixels"]) for each in made if each]
+        loaded = [images.pixels(each) for each in pictures]
+        sizes = [len(each["pixels"]) for each in loaded if each]
         size = LEAST[self.layout]
         while size < max(sizes, default=1):
             size *= 2
-        blank = images.blank() if not all(made) else {}
-        for row, each, of in zip(tokens, made, pictures, strict=True):
-            there, wanted = images.features(each) if each else 0, int((row == self.token).sum())
-            if there != wanted:
-                named = ", ".join(f"{each!s:.200}" for each in of)
+        blank = images.blank() if not all(loaded) else {}
+
+        # A file may have changed since its text was given as many image tokens as it had features.
+        for row, image, row_pictures in zip(tokens, loaded, pictures, strict=True):
+            count, needed = images.features(image) if image else 0, int((row == self.token).sum())
+            if count != needed:
+                names = ", ".join(f"{picture!s:.200}" for picture in row_pictures)
                 raise ConfigError(
-                    f"{named}: {there} features for {wanted} image tokens. "
+                    f"{names}: {count} features for {needed} image tokens. "
                     "Fix: the images are not those that the data were prepared of; prepare them anew (remove "
                     "outputs/data/prepared)."
                 )
-        rows = [self._row(each or blank, row, size) for each, row in zip(made, tokens, strict=True)]
+        rows = [self._pad_row(each or blank, row, size) for each, row in zip(loaded, tokens, strict=True)]
         return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
-    def _row(self, found: Mapping[str, Tensor], tokens: Tensor, size: int) -> dict[str, Tensor]:
+    def _pad_row(self, image: Mapping[str, Tensor], tokens: Tensor, size: int) -> dict[str, Tensor]:
+        """Pad the images of a row to `size`, and add the positions of its tokens if the trunk has three."""
         pad = lambda x: F.pad(x, (0, 0) * (x.dim() - 1) + (0, size - len(x)))  # noqa: E731
-        row = {name: pad(part) for name, part in found.items() if name not in ("grid", "order")}
-        if "order" in found:
+        row = {name: pad(part) for name, part in image.items() if name not in ("grid", "order")}
+        if "order" in image:  # a permutation, so padding keeps its own places
             every = torch.arange(size // (self.model.visual.spatial_merge_size**2))
-            row["order"] = torch.cat([found["order"], every[len(found["order"]) :]])
-        if "grid" in found:
+            row["order"] = torch.cat([image["order"], every[len(image["order"]) :]])
+        if "grid" in image:
             here = (tokens == self.token)[None].int()
-            grid = found["grid"] if here.any() else None
+            grid = image["grid"] if here.any() else None
             row["positions"] = self.model.get_rope_index(tokens[None], here, image_grid_thw=grid)[0][:, 0]
         return row
 
@@ -92,6 +96,7 @@ def vision_of(model: nn.Module, tied: Mapping[str, str], part: Callable[..., Any
     """Return the vision of a model of transformers; None if it takes no images.
 
     Args:
+        tied: the paths of tied leaves, by their other names.
         part: makes a pure function of the model's leaves from a module, a prefix and `tied`.
 
     Raises:
@@ -144,7 +149,8 @@ def _run_on_patches(model: nn.Module, images: Mapping[str, Tensor]) -> Tensor:
     """Run a tower on the patches of all rows at once, [B, P, K]. Each image is a document of its own."""
     pixels = images["pixels"]
     rows, size = pixels.shape[:2]
-    merged = model.visual.spatial_merge_size**2
+    merged = model.visual.spatial_merge_size**2  # the patches that make one feature
+    # Numbers of documents and windows count within a row, and have to differ between rows.
     start = torch.arange(rows, device=pixels.device)[:, None] * size
     bounds = {"cu_seqlens": (images["documents"] + start).flatten(), "max_seqlen": 0}
     if "order" in images:
@@ -153,8 +159,8 @@ def _run_on_patches(model: nn.Module, images: Mapping[str, Tensor]) -> Tensor:
             "cu_window_seqlens": (images["windows"] + start).flatten(), "max_window_seqlen": 0,
         }  # fmt: skip
     patches = pixels.flatten(0, 1).to(next(model.parameters()).dtype)
-    made = model.visual(patches, grid_thw=None, position_ids=images["places"].flatten(0, 1), **bounds)
-    return made.pooler_output.view(rows, size // merged, -1)
+    seen = model.visual(patches, grid_thw=None, position_ids=images["places"].flatten(0, 1), **bounds)
+    return seen.pooler_output.view(rows, size // merged, -1)
 
 
 RUN = {"patches": _run_on_patches, "tiles": _run_on_tiles}
@@ -164,6 +170,9 @@ def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, *,
     cu_seq_lens_q: Tensor, scaling: float, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Attend. It takes the image of each patch in the place of images' bounds, since that has one shape."""
-    made = fs.attention(query, key, value, causal=False, documents=cu_seq_lens_q[None], scale=scaling)
-    return made.transpose(1, 2).contiguous(), None
+    """Attend within each image. `cu_seq_lens_q` has the image of each patch in the place of images' bounds.
+
+    Its shape does not depend on the number of images.
+    """
+    attended = fs.attention(query, key, value, causal=False, documents=cu_seq_lens_q[None], scale=scaling)
+    return attended.transpose(1, 2).contiguous(), None
