@@ -1,4 +1,4 @@
-"""`python -m experiments.web folder=FOLDER`: prints the address of a page, and serves it until Ctrl-C."""
+"""`python -m experiments.web folder=FOLDER`: print the address of a page, and serve it until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from experiments.web.config import COMMAND, WebConfig
 
 def main(config: WebConfig, _: Path) -> None:
     """Serve the page."""
-    # The process that predicts imports this module anew, and needs no web server.
+    # The process that predicts imports this module as well, and needs no web server.
     from experiments.web.server import serve
 
     serve(config)

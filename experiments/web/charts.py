@@ -13,7 +13,7 @@ from fnshard.plot.scales import byte_text
 
 POINTS = 300  # of a curve, at most: each is the mean of the steps around it
 COLOURS = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f")
-SPEED = "_per_s"  # how the name of a run's speed ends
+SPEED = "_per_s"  # the end of the name of a run's speed
 MEMORY = {
     "predicted_peak_bytes": "predicted, of a step",
     "measured_peak_bytes": "measured, of the device",
@@ -22,24 +22,16 @@ MEMORY = {
 
 
 def chart_curves(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Return a chart of what runs are judged by: lines in training, marks on held-out data."""
+    """Return a chart of the goal that runs are judged by: lines in training, marks on held-out data."""
     names, series = label_runs(outcomes), []
     for number, outcome in enumerate(outcomes):
         goal, colour = outcome.goal, COLOURS[number % len(COLOURS)]
         name = names[outcome.folder] if len(outcomes) > 1 else "training"
         held_out = name if len(outcomes) > 1 else "held-out"
         series.append(make_line(name, points(outcome, goal.name), colour))
-        marks = points(outcome, goal.held_out)
-        series.append(
-            make_line(
-                held_out,
-                marks,
-                colour,
-                symbolSize=7,
-                showSymbol=True,
-                lineStyle={"type": "dashed", "width": 1},
-            )
-        )
+        marks = make_line(held_out, points(outcome, goal.held_out), colour)
+        marks |= {"symbolSize": 7, "showSymbol": True, "lineStyle": {"type": "dashed", "width": 1}}
+        series.append(marks)
     return make_chart(series, outcomes[0].goal.label if outcomes else "")
 
 
@@ -50,19 +42,20 @@ def chart_speed(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         key = next((name for row in outcome.rows for name in row if name.endswith(SPEED)), "")
         name = names[outcome.folder] if len(outcomes) > 1 else key.replace(SPEED, " a second")
         label = key.replace(SPEED, " a second") or label
-        # The first step of a process compiles.
+        # The first step is left out, since it compiles.
         series.append(make_line(name, points(outcome, key)[1:], COLOURS[number % len(COLOURS)]))
     return make_chart(series, label)
 
 
 def chart_memory(totals: Mapping[str, Any]) -> dict[str, Any]:
-    """Return bars of what a rank's memory was predicted to take, and what was measured."""
+    """Return bars of the memory that was predicted for a rank, and of what was measured."""
     return make_bars({text: totals[name] for name, text in MEMORY.items() if name in totals})
 
 
 def chart_peak(peak: Mapping[str, int]) -> dict[str, Any]:
-    """Return bars of what the peak of a step is made of, the largest first."""
-    return make_bars(dict(sorted(((n, v) for n, v in peak.items() if v), key=lambda pair: -pair[1])))
+    """Return bars of the parts of a step's peak, the largest first."""
+    sizes = {name: size for name, size in peak.items() if size}
+    return make_bars(dict(sorted(sizes.items(), key=lambda item: -item[1])))
 
 
 def label_runs(outcomes: Sequence[Outcome]) -> dict[Any, str]:
@@ -70,11 +63,11 @@ def label_runs(outcomes: Sequence[Outcome]) -> dict[Any, str]:
     return {folder: name or folder.name for folder, name in name_runs(outcomes).items()}
 
 
-def make_line(name: str, curve: Sequence[tuple[float, float]], colour: str, **more: Any) -> dict[str, Any]:
-    """Return a line of a chart, with at most `POINTS` points; numbers that are not finite are left out."""
+def make_line(name: str, curve: Sequence[tuple[float, float]], colour: str) -> dict[str, Any]:
+    """Return a line of a chart, with at most `POINTS` points. Numbers that are not finite are left out."""
     means = smooth(curve, POINTS)[0] if curve else []
     data = [[step, float(f"{value:.6g}")] for step, value in means if math.isfinite(value)]
-    return {"name": name, "type": "line", "data": data, "color": colour, "showSymbol": False, **more}
+    return {"name": name, "type": "line", "data": data, "color": colour, "showSymbol": False}
 
 
 def make_chart(series: Sequence[Mapping[str, Any]], label: str) -> dict[str, Any]:

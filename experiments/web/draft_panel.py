@@ -1,5 +1,4 @@
-"""Draft panel: the form of a new run, what is predicted of it, the command line, and the button that starts
-it."""
+"""Draft panel: the form of a new run, its prediction, its command line, and the button that starts it."""
 
 from __future__ import annotations
 
@@ -21,32 +20,33 @@ from experiments.web.prediction import Prediction, Predictor
 from experiments.web.runs import Runs
 from fnshard.plot.scales import byte_text, time_text
 
-# Keys that stand above all others, where a command has them.
+# Keys that are shown above all others, if a command has them.
 FIRST = ("model", "data.train", "run.steps", "data.rows", "data.context", "optimizer.lr", "mesh.shard")
-HIDDEN = ("hardware",)  # groups of which the page has its own
-COMPOSE_LOCK = threading.Lock()  # Hydra's state is the process's
+HIDDEN = ("hardware",)  # groups for which the page has elements of its own
+COMPOSE_LOCK = threading.Lock()  # Hydra's state belongs to the process, and browsers compose in threads
 MACHINES = {AUTO: "this machine", f"{MEASURED}{OUTPUTS}": "this machine, as its runs have measured it"}
 DEBOUNCE = "dense outlined debounce=500"
 
 
 def compose_form(draft: Draft) -> Form:
-    """Read a form, in a thread."""
+    """Read the form of a draft. Any thread may call it."""
     with COMPOSE_LOCK:
         return read_form(draft)
 
 
 class DraftPanel:
-    """The panel of one browser.
+    """A panel of one browser.
 
-    Its state: the draft; how many changes there were, and which of them was composed and predicted last;
-    whether that was right, and its arguments; whether the keys on the page are those of the draft's files.
+    Its state is the draft; the number of changes, and the numbers of the change that was composed and of the
+    one that was predicted last; whether the composed one is right, and its arguments; and whether the keys
+    on the page are those of the draft's files.
 
     Args:
-        started: called with the folder of a run that was started.
+        on_start: a function that is called with the folder of a run that was started.
     """
 
-    def __init__(self, runs: Runs, predictor: Predictor, started: Callable[[Any], None]):
-        self.runs, self.predictor, self.started = runs, predictor, started
+    def __init__(self, runs: Runs, predictor: Predictor, on_start: Callable[[Any], None]):
+        self.runs, self.predictor, self.on_start = runs, predictor, on_start
         self.draft, self.machine = Draft(), AUTO
         self.changes, self.composed, self.predicted = 1, 0, 0
         self.is_right = self.is_built = False
@@ -55,7 +55,8 @@ class DraftPanel:
     # -------------------------------------------------------------- what is on the page
 
     def build(self) -> None:
-        """Lay the panel out; it fills itself."""
+        """Lay the panel out. `compose` and `predict` fill it."""
+        # On the left are the keys.
         with ui.row().classes("wide no-wrap top"):
             with ui.column().classes("form"):
                 with ui.row().classes("items-center"):
@@ -63,9 +64,10 @@ class DraftPanel:
                     ui.label("what is empty is as the grey text says").classes("quiet")
                 self.keys = ui.column().classes("wide")
                 self.more = ui.textarea(
-                    "more arguments, as in a shell", value="", on_change=lambda e: self._say_more(e.value)
+                    "more arguments, as in a shell", value="", on_change=lambda e: self._set_more(e.value)
                 )
                 self.more.props(f"{DEBOUNCE} autogrow data-testid=more").classes("wide")
+            # On the right are the command line and the prediction.
             with ui.column().classes("side"):
                 with ui.card().classes("wide"):
                     self.name = ui.input(
@@ -86,26 +88,28 @@ class DraftPanel:
                         ).props("dense outlined data-testid=machine").classes("grow")  # fmt: skip
                         self.waiting = ui.label("predicting ...").classes("quiet")
                     self.prediction = ui.column().classes("wide")
-        self._name_anew()
+        self._suggest_name()
 
     def load(self, draft: Draft) -> None:
         """Show another draft."""
         self.draft, self.is_built = draft, False
         self.job.set_value(draft.job)
         self.more.set_value(draft.more)
-        self._name_anew()
-        self._change()
+        self._suggest_name()
+        self._mark_changed()
 
-    def _change(self) -> None:
+    def _mark_changed(self) -> None:
+        """Note a change. No run can be started before `compose` has checked it."""
         self.changes += 1
         self.button.disable()
 
-    def _name_anew(self) -> None:
+    def _suggest_name(self) -> None:
+        """Set the name of the run to the time."""
         prefix = "" if self.draft.job == "train" else f"{self.draft.job}/"
         self.name.set_value(prefix + time.strftime("%Y-%m-%d/%H-%M-%S"))
 
     def _build_keys(self, form: Form) -> None:
-        """Show the groups: their files, and below each its keys."""
+        """Show the files of all groups and the first keys, and below them the other keys of each group."""
         self.is_built = True
         self.keys.clear()
         named = {each.key: each for group in form.groups for each in group.fields}
@@ -119,31 +123,34 @@ class DraftPanel:
                     if key in named:
                         self._build_field(named[key], key)
             for group in groups:
-                rest = [each for each in group.fields if each.key not in FIRST]
-                if rest:
+                others = [each for each in group.fields if each.key not in FIRST]
+                if others:
                     with ui.expansion(group.name or "others").classes("wide").props("dense"):
                         ui.label(group.about).classes("quiet")
                         with ui.row().classes("fields"):
-                            for each in rest:
+                            for each in others:
                                 self._build_field(each, each.name)
 
     def _build_choice(self, group: Group) -> None:
-        said = self.draft.choices.get(group.name, "")
-        default = "(default)" if said else f"{group.chosen or 'none'} (default)"
+        """Show a group's files. The file of the command itself is named unless another one is chosen."""
+        chosen = self.draft.choices.get(group.name, "")
+        default = "(default)" if chosen else f"{group.chosen or 'none'} (default)"
         ui.select(
-            {"": default} | {choice: choice for choice in group.choices}, value=said, label=group.name,
-            on_change=lambda e: self._choose(group.name, e.value),
+            {"": default} | {choice: choice for choice in group.choices}, value=chosen, label=group.name,
+            on_change=lambda e: self._choose_file(group.name, e.value),
         ).props(f"dense outlined data-testid={group.name}").classes("field")  # fmt: skip
 
     def _build_field(self, each: Field, label: str) -> None:
-        said = self.draft.values.get(each.key, "")
-        put = lambda e: self._put(each, e.value)  # noqa: E731
+        """Show a key, as a list of its values if there are only a few, and otherwise as a field for text."""
+        typed = self.draft.values.get(each.key, "")
+        on_change = lambda e: self._set_value(each, e.value)  # noqa: E731
         if each.choices:
-            options = {"": "(default)" if said else f"{each.value} (default)"}
+            options = {"": "(default)" if typed else f"{each.value} (default)"}
             options |= {choice: choice for choice in each.choices}
-            element = ui.select(options, value=said, label=label, on_change=put).props("dense outlined")
+            element = ui.select(options, value=typed, label=label, on_change=on_change)
+            element.props("dense outlined")
         else:
-            element = ui.input(label, value=said, placeholder=each.value, on_change=put)
+            element = ui.input(label, value=typed, placeholder=each.value, on_change=on_change)
             element.props(f"{DEBOUNCE} stack-label")
         element.classes("field").props(f"data-testid={each.key}")
 
@@ -153,21 +160,21 @@ class DraftPanel:
         if event.value != self.draft.job:
             self.load(Draft(event.value))
 
-    def _choose(self, group: str, choice: str) -> None:
+    def _choose_file(self, group: str, choice: str) -> None:
         self.draft, self.is_built = self.draft.choose(group, choice), False
-        self._change()
+        self._mark_changed()
 
-    def _put(self, each: Field, typed: str | None) -> None:
+    def _set_value(self, each: Field, typed: str | None) -> None:
         self.draft = self.draft.put(each.key, each.as_hydra(typed or ""))
-        self._change()
+        self._mark_changed()
 
-    def _say_more(self, text: str) -> None:
+    def _set_more(self, text: str) -> None:
         if text != self.draft.more:
             self.draft = replace(self.draft, more=text or "")
-            self._change()
+            self._mark_changed()
 
     def _change_machine(self, name: str) -> None:
-        self.machine, self.predicted = name, 0
+        self.machine, self.predicted = name, 0  # so `predict` is due again
 
     def _start(self) -> None:
         try:
@@ -175,13 +182,13 @@ class DraftPanel:
         except ConfigError as error:
             ui.notify(str(error), type="negative", multi_line=True)
             return
-        self._name_anew()
-        self.started(folder)
+        self._suggest_name()
+        self.on_start(folder)
 
     # -------------------------------------------------------------- what follows from it
 
     async def compose(self) -> None:
-        """Compose the draft, if it has changed since; the page calls it again and again."""
+        """Compose the draft if it has changed. A timer of the page calls it."""
         if self.composed == self.changes:
             return
         changes, draft = self.changes, self.draft
@@ -190,7 +197,7 @@ class DraftPanel:
             problems = form.problems
         except ConfigError as error:
             form, problems = None, (str(error),)
-        if changes != self.changes:  # meanwhile
+        if changes != self.changes:  # the draft has changed meanwhile, so the next call composes it
             return
         self.composed, self.is_right = changes, not problems
         self.problems.set_text("\n".join(problems))
@@ -203,18 +210,19 @@ class DraftPanel:
             self.button.enable()
 
     async def predict(self) -> None:
-        """Predict the draft, if it is right and has changed since; the page calls it again and again."""
+        """Predict the draft if it is right and has changed. A timer of the page calls it."""
         if self.composed != self.changes or self.predicted == self.changes or not self.is_right:
             return
         self.predicted = self.changes
         self.waiting.set_visibility(True)
         self.prediction.classes("old")
-        found = await asyncio.to_thread(self.predictor.ask, self.draft, self.machine)
+        prediction = await asyncio.to_thread(self.predictor.ask, self.draft, self.machine)
         self.waiting.set_visibility(False)
         self.prediction.classes(remove="old")
-        self._show_prediction(found)
+        self._show_prediction(prediction)
 
     def _show_command(self) -> None:
+        """Show the command line that the button starts, or what is wrong with the run's name."""
         try:
             folder = self.runs.new_folder(self.draft.job, self.name.value.strip())
         except ConfigError as error:
@@ -222,21 +230,24 @@ class DraftPanel:
             return
         self.command.set_content(command_line(self.draft.job, self.runs.command(self.arguments, folder)))
 
-    def _show_prediction(self, found: Prediction) -> None:
+    def _show_prediction(self, prediction: Prediction) -> None:
+        """Show whether a step fits, its peak and time, and the command that predicts the same."""
         self.prediction.clear()
         with self.prediction:
-            if found.error:
-                ui.label(found.error).classes("quiet prewrap").props("data-testid=unpredicted")
+            if prediction.error:
+                ui.label(prediction.error).classes("quiet prewrap").props("data-testid=unpredicted")
             else:
-                verdict = "fits" if found.fits else "does not fit"
-                text = f"{verdict}: {byte_text(found.peak_bytes)} of {byte_text(found.device_bytes)} a rank"
-                ui.label(text).classes("fits" if found.fits else "wrong").props("data-testid=verdict")
-                ui.echart(chart_peak(found.peak)).classes("bars")
-                hours = f"{found.hours:.2g} hours" if found.hours >= 1 else f"{60 * found.hours:.2g} minutes"
-                ui.label(f"{time_text(found.step_seconds)} a step; {found.steps:,} steps take {hours}").props(
-                    "data-testid=time"
-                )
-                for name, text in found.summary.items():
+                verdict = "fits" if prediction.fits else "does not fit"
+                sizes = f"{byte_text(prediction.peak_bytes)} of {byte_text(prediction.device_bytes)} a rank"
+                label = ui.label(f"{verdict}: {sizes}").classes("fits" if prediction.fits else "wrong")
+                label.props("data-testid=verdict")
+                ui.echart(chart_peak(prediction.peak)).classes("bars")
+                hours = prediction.hours
+                duration = f"{hours:.2g} hours" if hours >= 1 else f"{60 * hours:.2g} minutes"
+                step_time = f"{time_text(prediction.step_seconds)} a step"
+                label = ui.label(f"{step_time}; {prediction.steps:,} steps take {duration}")
+                label.props("data-testid=time")
+                for name, text in prediction.summary.items():
                     ui.label(f"{name}: {text}").classes("quiet")
-            if found.command:
-                ui.code(found.command, language="bash").classes("wide command")
+            if prediction.command:
+                ui.code(prediction.command, language="bash").classes("wide command")

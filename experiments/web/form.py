@@ -1,5 +1,7 @@
-"""Form: what a command can be told, read off its dataclasses and the files of its groups; and what a person
-has chosen of it, as a command line."""
+"""Form: the options of a command, read off its dataclasses and the files of its groups.
+
+A `Draft` is what a person has chosen of them, as a command line.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from experiments.lib.compose import Command, check, compose_values, kinds_of, op
 JOBS: dict[str, Command] = {"train": train.COMMAND, "finetune": finetune.COMMAND}
 RUN_DIR = "hydra.run.dir"
 OF_A_SWEEP = ("launcher",)  # groups that do nothing in a single run
-RESERVED = ("hydra.", "hydra/", "-", "~hydra", "+hydra")  # how arguments begin that the page says itself
+RESERVED = ("hydra.", "hydra/", "-", "~hydra", "+hydra")  # the beginnings of arguments that the page gives
 PLAIN = re.compile(r"(?!(?:null|true|false|nan|inf)$)[A-Za-z_./][\w./-]*", re.IGNORECASE)  # needs no quotes
 
 
@@ -29,12 +31,12 @@ PLAIN = re.compile(r"(?!(?:null|true|false|nan|inf)$)[A-Za-z_./][\w./-]*", re.IG
 
 @dataclass(frozen=True)
 class Draft:
-    """A command line in the making.
+    """A draft of a command line.
 
     Args:
         job: a name of `JOBS`.
-        choices: a file by group, where it is not the command's own.
-        values: by key, as Hydra reads them.
+        choices: the file that is chosen for a group, where it is not the command's default.
+        values: values by key, as Hydra reads them.
         more: further arguments, as a shell reads them.
     """
 
@@ -48,7 +50,7 @@ class Draft:
         """Return the arguments of the command.
 
         Raises:
-            ConfigError: `more` has quotes without an end, flags, or keys that the page says itself.
+            ConfigError: `more` has quotes without an end, flags, or keys that the page gives itself.
         """
         try:
             more = shlex.split(self.more)
@@ -59,23 +61,29 @@ class Draft:
         return [*(f"{key}={value}" for key, value in pairs), *more]
 
     def choose(self, group: str, choice: str) -> Draft:
-        """Return a draft with another file of a group: values of the group's keys were another file's. An
-        empty choice is the command's own."""
-        choices = {name: each for name, each in self.choices.items() if name != group}
-        values = {key: each for key, each in self.values.items() if not key.startswith(f"{group}.")}
-        return replace(self, choices=choices | ({group: choice} if choice else {}), values=values)
+        """Return a draft with another file of a group; an empty choice is the command's default.
+
+        Values of the group's keys are dropped, since they were meant for the former file.
+        """
+        choices = {name: file for name, file in self.choices.items() if name != group}
+        values = {key: value for key, value in self.values.items() if not key.startswith(f"{group}.")}
+        if choice:
+            choices[group] = choice
+        return replace(self, choices=choices, values=values)
 
     def put(self, key: str, value: str) -> Draft:
-        """Return a draft with another value of a key; an empty one is what the files say."""
-        values = {name: each for name, each in self.values.items() if name != key}
-        return replace(self, values=values | ({key: value} if value else {}))
+        """Return a draft with another value of a key; an empty one stands for the value of the files."""
+        values = {name: old for name, old in self.values.items() if name != key}
+        if value:
+            values[key] = value
+        return replace(self, values=values)
 
 
 def refuse_reserved(arguments: Sequence[str]) -> None:
     """Refuse arguments that would lead a run out of the page's folder, or that are no keys.
 
     Raises:
-        ConfigError: with all of them.
+        ConfigError: there are such arguments. The error names all of them.
     """
     wrong = [each for each in arguments if each.startswith(RESERVED)]
     if wrong:
@@ -118,9 +126,9 @@ class Field:
     """A key of a configuration.
 
     Args:
-        key: dotted, as a command line has it.
-        value: what it is, as Hydra reads it.
-        choices: all that it may be, as far as its type says so; empty: anything.
+        key: the dotted key, as on a command line.
+        value: its value, as Hydra reads it.
+        choices: all values that its type allows; empty if these are not a few.
         is_text: whether what a person types is text, and has to be quoted.
     """
 
@@ -134,19 +142,22 @@ class Field:
         return self.key.rpartition(".")[2]
 
     def as_hydra(self, typed: str) -> str:
-        """Return what a person has typed, as Hydra reads it; quotes and null mean what they mean there."""
-        is_said = not typed.strip() or typed == "null" or (typed[0] in "'\"" and typed[0] == typed[-1])
-        return typed.strip() if is_said or not self.is_text else quote(typed)
+        """Return what a person has typed, as Hydra reads it. Quotes and null mean the same as there."""
+        is_quoted = bool(typed) and typed[0] in "'\"" and typed[0] == typed[-1]
+        if not self.is_text or not typed.strip() or typed == "null" or is_quoted:
+            return typed.strip()
+        return quote(typed)
 
 
 @dataclass(frozen=True)
 class Group:
-    """Keys that belong together.
+    """A group of keys that belong together.
 
     Args:
-        name: of the group; empty: of the command itself.
+        name: the name of the group; empty for the keys of the command itself.
         about: the docstring of its dataclass.
-        choices: the files that there are of it; `chosen`, the one that counts.
+        choices: the files of the group.
+        chosen: the file that counts.
     """
 
     name: str
@@ -158,11 +169,11 @@ class Group:
 
 @dataclass(frozen=True)
 class Form:
-    """All that a command can be told, and what it makes of a draft.
+    """A form: all options of a command, with the configuration that a draft makes.
 
     Args:
-        config: None where something is wrong.
-        problems: all of them.
+        config: the configuration; None if something is wrong with it.
+        problems: what is wrong, a text each.
     """
 
     groups: tuple[Group, ...]
@@ -171,11 +182,14 @@ class Form:
 
 
 def read_form(draft: Draft) -> Form:
-    """Compose and check a draft as its command does. One thread at a time: Hydra's state is the process's.
+    """Compose and check a draft as its command does.
+
+    Only one thread may call it at a time, since Hydra's state belongs to the process.
 
     Raises:
         ConfigError: it cannot be composed.
     """
+    # Compose the draft's values, and list the files of each group.
     command, arguments = JOBS[draft.job], draft.arguments
     with open_hydra(command):
         composed = compose_values(command, arguments)
@@ -186,35 +200,41 @@ def read_form(draft: Draft) -> Form:
             if not name.startswith("hydra") and name not in OF_A_SWEEP
         }  # fmt: skip
         options = {name: tuple(loader.get_group_options(name)) for name in chosen}
+
+    # Check them as the command does.
     config, problems = check(values, command.config)
-    texts = [each.text for each in problems]
+    texts = [problem.text for problem in problems]
     if config is not None:
         try:
             config = command.complete(config)
         except ConfigError as error:
             config, texts = None, [str(error)]
 
+    # The groups, each with the fields of its dataclass.
     kinds = kinds_of(command.config, values)
-    single = [each for each in fields(command.config) if each.name not in {*kinds, *options}]
-    hints = typing.get_type_hints(command.config)
-    top = [make_field(each.name, values.get(each.name), hints[each.name]) for each in single]
+    names = [each.name for each in fields(command.config)]
     groups = []
-    for name in dict.fromkeys(["experiment", *(each.name for each in fields(command.config)), *options]):
+    for name in dict.fromkeys(["experiment", *names, *options]):
         if name in kinds or name in options:
-            kind, of_group = kinds.get(name), values.get(name)
-            has_files = bool(options.get(name))
-            made = fields_of(name, kind, of_group if isinstance(of_group, Mapping) else {}, has_files)
+            kind, group_values, files = kinds.get(name), values.get(name), options.get(name, ())
+            if not isinstance(group_values, Mapping):
+                group_values = {}
+            group_fields = tuple(fields_of(name, kind, group_values, bool(files)))
             about = "" if kind is None else " ".join((kind.__doc__ or "").split())
-            groups.append(Group(name, about, tuple(made), options.get(name, ()), chosen.get(name) or ""))
-    groups.append(Group("", "", tuple(top)))
+            groups.append(Group(name, about, group_fields, files, chosen.get(name) or ""))
+
+    # The fields that are in no group come last.
+    hints = typing.get_type_hints(command.config)
+    single = [name for name in names if name not in kinds and name not in options]
+    groups.append(Group("", "", tuple(make_field(name, values.get(name), hints[name]) for name in single)))
     return Form(tuple(groups), config, tuple(texts))
 
 
 def fields_of(group: str, kind: type | None, values: Mapping[str, Any], has_files: bool) -> Iterator[Field]:
-    """Yield the fields of a group: of its dataclass, or the keys that a `_target_` is called with.
+    """Yield the fields of a group's dataclass, or the keys that its `_target_` is called with.
 
     Args:
-        has_files: whether its `name` is chosen by a file.
+        has_files: whether a file of the group sets its `name`, which is no field then.
     """
     hints = dict.fromkeys(values, Any) if kind is None else typing.get_type_hints(kind)
     for name, value in values.items():
@@ -223,13 +243,13 @@ def fields_of(group: str, kind: type | None, values: Mapping[str, Any], has_file
 
 
 def make_field(key: str, value: Any, hint: Any) -> Field:
-    """Return the field of a key, by its type."""
+    """Make the field of a key from its value and its type."""
     members = set(typing.get_args(hint) if is_union(hint) else (hint,)) - {types.NoneType}
     return Field(key, hydra_text(value), choices_of(hint), members == {str})
 
 
 def choices_of(hint: Any) -> tuple[str, ...]:
-    """Return all values that a type has, as Hydra reads them; nothing where they are not a few.
+    """Return all values that a type has, as Hydra reads them; nothing if these are not a few.
 
     >>> choices_of(typing.Literal["a", "b"] | None), choices_of(bool), choices_of(int)
     (('a', 'b', 'null'), ('true', 'false'), ())
@@ -240,8 +260,10 @@ def choices_of(hint: Any) -> tuple[str, ...]:
         return ("null",)
     if typing.get_origin(hint) is typing.Literal:
         return tuple(map(hydra_text, typing.get_args(hint)))
-    parts = [choices_of(each) for each in typing.get_args(hint)] if is_union(hint) else [()]
-    return tuple(choice for part in parts for choice in part) if all(parts) else ()
+    if not is_union(hint):
+        return ()
+    members = [choices_of(each) for each in typing.get_args(hint)]
+    return tuple(choice for member in members for choice in member) if all(members) else ()
 
 
 def is_union(hint: Any) -> bool:
@@ -267,13 +289,18 @@ def hydra_text(value: Any) -> str:
 
 
 def quote(text: str) -> str:
-    """Return text as Hydra reads it: in quotes, unless it is a plain word.
+    """Return text as Hydra reads it, which is in quotes unless it is a plain word.
 
     >>> quote("it's"), quote("a/b.jsonl"), quote("null"), quote("end\\\\")
     ("'it\\\\'s'", 'a/b.jsonl', "'null'", "'end\\\\\\\\'")
     """
     if PLAIN.fullmatch(text):
         return text
-    # Backslashes count where a quote follows them, there alone.
-    inner = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + (f"\\{found[2]}" if found[2] else ""), text)
+
+    # Backslashes are escapes only before a quote, so these are doubled and others are not.
+    def escape(found: re.Match[str]) -> str:
+        backslashes, quote_or_end = found.groups()
+        return backslashes * 2 + (f"\\{quote_or_end}" if quote_or_end else "")
+
+    inner = re.sub(r"(\\*)('|$)", escape, text)
     return f"'{inner}'"

@@ -1,4 +1,4 @@
-"""Page: its two panels, a new run and the runs there are, for each browser that opens it."""
+"""Page: two panels for each browser that opens it, one for a new run and one for the runs of the folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from experiments.web.prediction import Predictor
 from experiments.web.run_panel import RunPanel
 from experiments.web.runs import Runs
 
-LOOK_S = 0.2  # between two looks at what was typed
+LOOK_S = 0.2  # seconds between two looks at what was typed
 STYLE = """
 .wide { width: 100% } .grow { flex-grow: 1 } .half { width: 50% } .top { align-items: flex-start }
 .form { width: 58%; min-width: 24rem } .side { width: 42%; position: sticky; top: 1rem }
@@ -28,29 +28,29 @@ STYLE = """
 
 
 def build_page(runs: Runs, predictor: Predictor, refresh_s: float) -> None:
-    """Define the page; each browser gets panels of its own over the same runs."""
+    """Define the page. Each browser gets panels of its own over the same runs."""
 
     @ui.page("/")
     def page() -> None:
         ui.add_css(STYLE)
         with ui.tabs() as tabs:
-            new, there = ui.tab("new run"), ui.tab("runs")
+            new_tab, runs_tab = ui.tab("new run"), ui.tab("runs")
         ui.label(str(runs.root)).classes("quiet")
 
         def show_run(folder: Path) -> None:
-            panel.choose(folder)
-            tabs.set_value(there)
+            run_panel.choose(folder)
+            tabs.set_value(runs_tab)
 
         def reuse(draft: Draft) -> None:
-            drafts.load(draft)
-            tabs.set_value(new)
+            draft_panel.load(draft)
+            tabs.set_value(new_tab)
 
-        drafts, panel = DraftPanel(runs, predictor, show_run), RunPanel(runs, reuse)
-        with ui.tab_panels(tabs, value=new).classes("wide").props("keep-alive"):
-            with ui.tab_panel(new):
-                drafts.build()
-            with ui.tab_panel(there):
-                panel.build()
-        ui.timer(LOOK_S, drafts.compose)
-        ui.timer(LOOK_S, drafts.predict)
-        ui.timer(refresh_s, panel.refresh)
+        draft_panel, run_panel = DraftPanel(runs, predictor, show_run), RunPanel(runs, reuse)
+        with ui.tab_panels(tabs, value=new_tab).classes("wide").props("keep-alive"):
+            with ui.tab_panel(new_tab):
+                draft_panel.build()
+            with ui.tab_panel(runs_tab):
+                run_panel.build()
+        ui.timer(LOOK_S, draft_panel.compose)
+        ui.timer(LOOK_S, draft_panel.predict)
+        ui.timer(refresh_s, run_panel.refresh)

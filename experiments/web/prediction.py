@@ -1,5 +1,7 @@
-"""Prediction: what `experiments.explain` says of a draft, found in a process of its own, so that the page
-stays alive meanwhile."""
+"""Prediction: what `experiments.explain` says of a draft.
+
+Another process computes it, so that the page answers meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ class Prediction:
 
     Args:
         command: the command line of `experiments.explain` that predicts the same.
-        error: why there is no prediction; then all else but `command` is empty.
+        error: the reason if there is no prediction. Then all fields but `command` are empty.
         summary: the summary of `experiments.explain`.
         device_bytes: the bytes that a step may take of a rank's device.
         peak: the bytes at the peak, by category.
@@ -63,7 +65,7 @@ class Prediction:
 
     @property
     def hours(self) -> float:
-        """Return the hours of all steps; not those of the start, evaluation and checkpoints."""
+        """Return the hours of all steps, without those of the start, evaluation and checkpoints."""
         return self.steps * self.step_seconds / 3600
 
 
@@ -71,7 +73,7 @@ def predict(draft: Draft, hardware: str) -> Prediction:
     """Return what `experiments.explain` says of a draft of the training command.
 
     Args:
-        hardware: as its `hardware=`; "auto" is this machine.
+        hardware: its `hardware=`; "auto" is this machine.
     """
     if draft.job != "train":
         return Prediction(error=NOT_FOR_TUNING)
@@ -82,15 +84,16 @@ def predict(draft: Draft, hardware: str) -> Prediction:
             return Prediction(error="\n".join(form.problems))
         arguments = explain_arguments(draft, form.config, precision_of(form), hardware)
         command = command_line("explain", arguments)
-        if own := [each for each in targets_in(asdict(form.config)) if "_target_=fnshard." not in each]:
-            # The settings may be those of somebody else's run: their code runs when a person starts it.
+        # The settings may be those of somebody else's run, whose code runs only when a person starts it.
+        foreign = [target for target in targets_in(asdict(form.config)) if "_target_=fnshard." not in target]
+        if foreign:
             return Prediction(
-                command, f"{' '.join(own)}: code of one's own runs when it is started. {ASK_IT}"
+                command, f"{' '.join(foreign)}: code of one's own runs when it is started. {ASK_IT}"
             )
         paper = explain(compose(explain_config.COMMAND, arguments).config)
-    except Exception as error:
-        known = is_mistake(error) or is_outside(error)
-        return Prediction(command, text_of(error) if known else f"{type(error).__name__}: {error}")
+    except Exception as error:  # the process answers further questions
+        is_known = is_mistake(error) or is_outside(error)
+        return Prediction(command, text_of(error) if is_known else f"{type(error).__name__}: {error}")
     return Prediction(
         command, "", report.summary(paper), paper.device_bytes, dict(paper.memory.peak),
         paper.timeline.step_seconds, form.config.run.steps,
@@ -98,37 +101,41 @@ def predict(draft: Draft, hardware: str) -> Prediction:
 
 
 def precision_of(form: Any) -> str:
+    """Return the file of the group `precision` that counts."""
     return next(group.chosen for group in form.groups if group.name == "precision")
 
 
 def explain_arguments(draft: Draft, config: Any, precision: str, hardware: str) -> list[str]:
-    """Return the arguments of `experiments.explain` for what a draft trains: its own, and the keys whose
-    defaults differ between the two commands.
+    """Return the arguments of `experiments.explain` for the run that a draft starts.
+
+    They are the draft's own, and those of keys whose defaults differ between the two commands.
 
     Args:
-        config: what the draft comes to.
+        config: the configuration that the draft makes.
         precision: the file that it chooses.
     """
-    said = {"precision": precision}
+    added: dict[str, Any] = {"precision": precision}
     rows = config.data.get("rows") if isinstance(config.data, dict) else config.data.rows
-    said |= {"data.rows": rows} if rows else {}
+    if rows:
+        added["data.rows"] = rows
+    # "auto" stands for this machine: its device, by name, and as many ranks as the run would have.
     if hardware == AUTO:
         here = fit_to_machine(config, accelerators=find_accelerators())
         mesh = fs.make_mesh(shard=1, device=here.run.device, abstract=True)
         hardware = hardware_of(AUTO, mesh).name
-        said["mesh.shard"] = here.mesh.shard
-    own = [each for each in draft.arguments if each.partition("=")[0] not in ("hardware", "hardware.name")]
-    own = [each for each in own if each.partition("=")[0] not in said]
-    return [*own, *(f"{key}={value}" for key, value in said.items()), f"hardware={hardware}"]
+        added["mesh.shard"] = here.mesh.shard
+    replaced = {"hardware", "hardware.name", *added}
+    kept = [argument for argument in draft.arguments if argument.partition("=")[0] not in replaced]
+    return [*kept, *(f"{key}={value}" for key, value in added.items()), f"hardware={hardware}"]
 
 
 # ------------------------------------------------------------------ in a process of its own
 
 
 class Predictor:
-    """A process that answers one question at a time.
+    """A predictor in a process of its own, which answers one question at a time.
 
-    Its state: the process, which starts anew after a question that took too long.
+    Its state is the process, which is replaced after a question that took too long.
     """
 
     def __init__(self, patience_s: float):
@@ -138,7 +145,7 @@ class Predictor:
         self._pipe: Connection | None = None
 
     def ask(self, draft: Draft, hardware: str) -> Prediction:
-        """Return the prediction; wait for it."""
+        """Wait for the prediction of a draft, and return it."""
         with self._lock:
             self._start()
             try:
@@ -157,12 +164,12 @@ class Predictor:
             )
 
     def prepare(self) -> None:
-        """Start the process, which takes some seconds to import."""
+        """Start the process, whose imports take some seconds."""
         with self._lock:
             self._start()
 
     def close(self) -> None:
-        """End the process; a question that it works on gets no answer."""
+        """End the process. A question that it works on gets no answer."""
         if self._process is not None:
             self._process.kill()
 
@@ -186,8 +193,10 @@ class Predictor:
 
 
 def answer_questions(pipe: Connection) -> None:
-    """Answer questions until the page's process ends: the server that forked this one ends with it, and its
-    end kills this one."""
+    """Answer questions until the page's process ends.
+
+    The fork server ends with the page's process, and this process, its child, is killed then.
+    """
     end_with_parent(signal.SIGKILL, os.getppid())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the page
     logging.getLogger("fnshard").setLevel(logging.WARNING)

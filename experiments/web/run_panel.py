@@ -1,5 +1,4 @@
-"""Run panel: the runs of the folder; the one that is chosen, while it trains and after; several side by
-side."""
+"""Run panel: a table of the folder's runs, and below it the chosen run, or several side by side."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from experiments.lib.files import read_json
 from experiments.lib.record import PARTS, RUN
 from experiments.web.charts import MEMORY, chart_curves, chart_memory, chart_speed
 from experiments.web.form import Draft, command_line, draft_of
-from experiments.web.runs import SAMPLES, Runs, RunView, log_of, tail
+from experiments.web.runs import SAMPLES, Runs, RunView, log_of, read_tail
 from fnshard.plot.scales import byte_text, time_text
 
 COLUMNS = {
@@ -32,7 +31,7 @@ COLUMNS = {
 def row_of(view: RunView) -> dict[str, Any]:
     """Return a run's row of the table."""
     rows, goal = (view.outcome.rows, view.outcome.goal) if view.outcome else ((), None)
-    shown = {"value": "", "speed": ""}
+    shown = {"value": "", "speed": ""}  # the newest of either
     for row in rows[-50:]:
         for name, value in row.items():
             if goal is not None and name in (goal.name, goal.held_out):
@@ -44,12 +43,13 @@ def row_of(view: RunView) -> dict[str, Any]:
 
 
 class RunPanel:
-    """The panel of one browser.
+    """A panel of one browser.
 
-    Its state: the runs as they were seen last, by name; which are chosen; and what of these is drawn.
+    Its state is the runs as they were seen last, by name; which of them are chosen; and what is drawn of
+    these.
 
     Args:
-        reuse: called with the draft of a run whose settings are wanted for another.
+        reuse: a function that is called with the draft of a run whose settings are wanted for another.
     """
 
     def __init__(self, runs: Runs, reuse: Callable[[Draft], None]):
@@ -58,7 +58,7 @@ class RunPanel:
         self.drawn: Any = None
 
     def build(self) -> None:
-        """Lay the panel out; `refresh` fills it."""
+        """Lay the panel out. `refresh` fills it."""
         columns = [
             {"name": name, "label": label, "field": name, "align": "left", "sortable": True}
             for name, label in COLUMNS.items()
@@ -83,7 +83,7 @@ class RunPanel:
         return [self.views[name] for name in names if name in self.views]
 
     async def refresh(self) -> None:
-        """Look at the runs again, and draw what has changed; the page calls it again and again."""
+        """Look at the runs again, and draw what has changed. A timer of the page calls it."""
         views = await asyncio.to_thread(self.runs.views)
         self.views = {view.name: view for view in views}
         rows = [row_of(view) for view in views]
@@ -95,14 +95,16 @@ class RunPanel:
     # -------------------------------------------------------------- what is drawn
 
     def _draw(self) -> None:
-        """Draw the runs that are chosen, if others are, or their files or status have changed."""
+        """Draw the chosen runs, if others were chosen or their files or status have changed."""
         chosen = self.chosen
-        seen = [(view.name, view.status, id(view.outcome), stamp(view)) for view in chosen]
-        if seen == self.drawn:
+        wanted = [(view.name, view.status, id(view.outcome), stamp(view)) for view in chosen]
+        if wanted == self.drawn:
             return
         before = [each[:2] for each in self.drawn or []]
-        self.drawn = seen
-        if len(chosen) == 1 and before == [each[:2] for each in seen]:
+        self.drawn = wanted
+
+        # A run of the same name and status keeps its elements, whose contents alone are updated.
+        if len(chosen) == 1 and before == [each[:2] for each in wanted]:
             self._update(chosen[0])
             return
         self.shown.clear()
@@ -111,26 +113,25 @@ class RunPanel:
                 self._build_one(chosen[0])
                 self._update(chosen[0])
             elif chosen:
-                self._build_several(chosen)
+                self._build_comparison(chosen)
 
     def _build_one(self, view: RunView) -> None:
+        """Show a run's status, buttons and command, and elements that `_update` fills."""
+        reuse = lambda view: self.reuse(draft_of(view.job, view.arguments))  # noqa: E731
         with ui.row().classes("items-center"):
             ui.label(f"{view.name}: {view.status}").classes("text-h6").props("data-testid=status")
             if view.is_at_work:
                 stop = ui.button("stop", on_click=lambda: self._act(self.runs.stop, view)).props("outline")
                 stop.props("data-testid=stop").set_enabled(view.status != "stopping")
             if view.can_resume:
-                ui.button("resume", on_click=lambda: self._act(self.runs.resume, view)).props(
-                    "data-testid=resume"
-                )
+                button = ui.button("resume", on_click=lambda: self._act(self.runs.resume, view))
+                button.props("data-testid=resume")
             if view.job and view.arguments:
-                ui.button("use its settings", on_click=lambda: self._reuse(view)).props("flat").props(
-                    "data-testid=reuse"
-                )
+                button = ui.button("use its settings", on_click=lambda: self._act(reuse, view))
+                button.props("flat").props("data-testid=reuse")
         if view.job:
-            ui.code(
-                command_line(view.job, self.runs.command(view.arguments, view.folder)), language="bash"
-            ).classes("wide command")  # fmt: skip
+            command = command_line(view.job, self.runs.command(view.arguments, view.folder))
+            ui.code(command, language="bash").classes("wide command")
         self.curve = ui.echart({}).classes("chart").props("data-testid=curve")
         with ui.row().classes("wide no-wrap"):
             self.speed = ui.echart({}).classes("chart half")
@@ -156,11 +157,12 @@ class RunPanel:
                 element.options.update(options)
                 element.update()
         self.numbers.set_text(numbers_of(view, record))
-        samples = [tail(view.folder / name) for name in SAMPLES]
+        samples = [read_tail(view.folder / name) for name in SAMPLES]
         self.sample.set_text("\n".join(filter(None, samples)))
-        self.log.set_text(tail(log_of(view.folder)) or "nothing: it was started elsewhere")
+        self.log.set_text(read_tail(log_of(view.folder)) or "nothing: it was started elsewhere")
 
-    def _build_several(self, chosen: Sequence[RunView]) -> None:
+    def _build_comparison(self, chosen: Sequence[RunView]) -> None:
+        """Show the curves and the ranking of several runs, and the command that compares them."""
         outcomes = [view.outcome for view in chosen if view.outcome and view.outcome.rows]
         if not outcomes:
             ui.label("none of them has made a step yet")
@@ -173,36 +175,31 @@ class RunPanel:
     # -------------------------------------------------------------- what a person does
 
     def _act(self, action: Callable[[RunView], None], view: RunView) -> None:
+        """Do something with a run, and show the error if it is refused."""
         try:
             action(view)
         except ConfigError as error:
             ui.notify(str(error), type="negative", multi_line=True)
 
-    def _reuse(self, view: RunView) -> None:
-        try:
-            self.reuse(draft_of(view.job, view.arguments))
-        except ConfigError as error:
-            ui.notify(str(error), type="negative", multi_line=True)
-
 
 def stamp(view: RunView) -> Any:
-    """Return what changes when there is more to show of a run."""
+    """Return a value that changes when there is more to show of a run."""
     log = log_of(view.folder)
     return view.step, log.stat().st_size if log.exists() else 0
 
 
 def numbers_of(view: RunView, record: dict[str, Any]) -> str:
-    """Return what a run has come to, and what of that was predicted, a line each."""
-    predicted, found = record.get("prediction") or {}, []
+    """Return the numbers of a run's outcome, and the step time that was predicted, a line each."""
+    predicted, lines = record.get("prediction") or {}, []
     if view.outcome is not None and view.outcome.reason:
-        found.append(view.outcome.reason)
+        lines.append(view.outcome.reason)
     if "measured_s" in predicted:
         before = predicted.get("predicted_s", {}).get("", 0.0)
-        found.append(f"a step: {time_text(predicted['measured_s'])}, predicted {time_text(before)}")
-    charted = {*MEMORY, *(f"{part}_s" for part in PARTS)}  # and what `experiments.explain run=` is about
+        lines.append(f"a step: {time_text(predicted['measured_s'])}, predicted {time_text(before)}")
+    charted = {*MEMORY, *(f"{part}_s" for part in PARTS)}  # `experiments.explain run=` shows the latter
     for name, value in (view.outcome.numbers if view.outcome else {}).items():
         if name in charted:
             continue
         shown = byte_text(value) if name.endswith("_bytes") else f"{value:.4g}"
-        found.append(f"{name.replace('_', ' ')}: {shown}")
-    return "\n".join(found)
+        lines.append(f"{name.replace('_', ' ')}: {shown}")
+    return "\n".join(lines)

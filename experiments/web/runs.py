@@ -1,5 +1,7 @@
-"""Runs: those of a folder, seen through the files that they leave; and how they are started, stopped and
-resumed: by their own commands, as in a shell."""
+"""Runs: those of a folder, as their files show them.
+
+They are started, stopped and resumed by their own commands, as in a shell.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +27,13 @@ from experiments.lib.metrics import METRICS
 from experiments.lib.record import RUN
 from experiments.web.form import JOBS, RUN_DIR, command_line, quote, refuse_reserved
 
-PLACES = (OUTPUTS, Path("multirun"))  # where runs lie, below the folder of the page
-NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)*")  # of a run that a person names
+PLACES = (OUTPUTS, Path("multirun"))  # the folders of runs, below the folder of the page
+NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)*")  # the names that a person may give a run
 STARTING, RUNNING, STOPPING, KILLED = "starting", "running", "stopping", "killed"
 AT_WORK = (STARTING, RUNNING, STOPPING)
-SAMPLES = ("sample.txt", "samples.txt")  # of train and of finetune
-SHARE = 10  # a run's files are read anew after so many times what reading took
-TAIL_BYTES = 6000  # of what a command has printed
+SAMPLES = ("sample.txt", "samples.txt")  # the files of train and of finetune
+SHARE = 10  # a run's files are read again after so many times the seconds that reading took
+TAIL_BYTES = 6000  # the end of what a command has printed
 LOCKS = Path("/proc/locks")
 
 
@@ -40,12 +42,12 @@ class RunView:
     """A run as its files show it.
 
     Args:
-        name: its folder below the page's.
-        job: the command; empty where nobody knows it.
-        status: one of `AT_WORK`; or "killed", or as of `Outcome`.
-        arguments: of the command.
-        steps: that it is to make; 0: not known.
-        outcome: None where it has written nothing.
+        name: its folder, relative to the page's.
+        job: the command; empty if it is not known.
+        status: one of `AT_WORK`, "killed", or a status of `Outcome`.
+        arguments: the arguments of the command.
+        steps: the steps that it is to make; 0 if they are not known.
+        outcome: its outcome; None if it has written nothing.
     """
 
     folder: Path
@@ -70,8 +72,8 @@ class RunView:
 
 
 @dataclass
-class Seen:
-    """A run as it was read.
+class ReadOutcome:
+    """An outcome as it was read from a run's files.
 
     Args:
         stamp: a value that changes with the run's files.
@@ -98,8 +100,8 @@ class Started:
 class Runs:
     """The runs below a folder.
 
-    Its state: the commands that this page has started, which of them were asked to stop, and what was read
-    last of each run. Runs outlive it: another page on the folder finds them by their locks.
+    Its state is the commands that this page has started, the runs that were asked to stop, and the outcome
+    that was read last of each run. Runs outlive it: another page on the folder finds them by their locks.
 
     Args:
         root: the folder in which commands are started, an absolute path.
@@ -107,8 +109,8 @@ class Runs:
 
     root: Path
     started: dict[Path, Started] = field(default_factory=dict)
-    asked: set[Path] = field(default_factory=set)
-    seen: dict[Path, Seen] = field(default_factory=dict)
+    stop_requested: set[Path] = field(default_factory=set)
+    outcomes: dict[Path, ReadOutcome] = field(default_factory=dict)
 
     # -------------------------------------------------------------- what a person does
 
@@ -116,17 +118,17 @@ class Runs:
         """Start a run and return its folder, which the command makes.
 
         Args:
-            name: of the folder below `outputs`; empty: the time.
+            name: the name of the folder below `outputs`; if it is empty, the time is.
 
         Raises:
-            ConfigError: a name that leads elsewhere, or is taken.
+            ConfigError: the name leads elsewhere, or is taken.
         """
         folder = self.new_folder(job, name)
         self._spawn(job, arguments, folder)
         return folder
 
     def new_folder(self, job: str, name: str) -> Path:
-        """Return the folder of a run that is to be started."""
+        """Return the folder of a run that is to be started. Arguments and errors are those of `start`."""
         if not name:
             name = time.strftime("%Y-%m-%d/%H-%M-%S")
             name = name if job == "train" else f"{job}/{name}"
@@ -140,10 +142,10 @@ class Runs:
         return folder
 
     def resume(self, view: RunView) -> None:
-        """Start a run's own command again in its folder: it goes on from the newest checkpoint.
+        """Start a run's own command again in its folder. It continues from the newest checkpoint.
 
         Raises:
-            ConfigError: it is at work; or its folder says nothing that the page would start.
+            ConfigError: the run is at work, or its folder names no command that the page would start.
         """
         if view.is_at_work or not view.can_resume:
             raise ConfigError(
@@ -153,106 +155,123 @@ class Runs:
         self._spawn(view.job, view.arguments, self.inside(view.folder))
 
     def stop(self, view: RunView) -> None:
-        """Ask a run to stop, as SIGTERM to its command does: it saves after the next steps and ends.
+        """Ask a run to stop by a SIGTERM to its command. It saves after the next steps and ends.
 
         Raises:
-            ConfigError: it is not at work, or on another machine.
+            ConfigError: it is not at work, or works on another machine.
         """
         started = self.started.get(view.folder)
         if started is not None and started.process.poll() is None:
             started.process.terminate()
-        elif (pid := self._holders().get(inode_of(view.folder))) and is_command(pid):
+        else:  # another page, or a shell, has started it
+            pid = find_lock_holders().get(inode_of(view.folder))
+            if pid is None or not is_command(pid):
+                raise ConfigError(f"{view.name}: no process of this machine is at work on it.")
             os.kill(pid, signal.SIGTERM)
-        else:
-            raise ConfigError(f"{view.name}: no process of this machine is at work on it.")
-        self.asked.add(view.folder)
+        self.stop_requested.add(view.folder)
 
     def command(self, arguments: Sequence[str], folder: Path) -> list[str]:
         """Return the arguments of a command that works in a folder below the page's."""
         return [*arguments, f"{RUN_DIR}={quote(str(folder.relative_to(self.root)))}"]
 
     def _spawn(self, job: str, arguments: Sequence[str], folder: Path) -> None:
+        """Start a command as a process, whose output is appended to its log."""
         if job not in JOBS:
             raise ConfigError(f"{job}: no command of this page. Fix: {' or '.join(JOBS)}.")
-        every = self.command(arguments, folder)
+        with_folder = self.command(arguments, folder)
         log = log_of(folder)
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as file:
-            file.write(f"$ {command_line(job, every)}\n".encode())
+            file.write(f"$ {command_line(job, with_folder)}\n".encode())
             file.flush()
             process = subprocess.Popen(
-                [sys.executable, "-u", "-m", f"experiments.{job}", *every],
+                [sys.executable, "-u", "-m", f"experiments.{job}", *with_folder],
                 cwd=self.root, env={**os.environ, "PYTHONPATH": python_path()}, stdin=subprocess.DEVNULL,
                 stdout=file, stderr=file, start_new_session=True,  # it outlives the page
             )  # fmt: skip
         self.started[folder] = Started(job, tuple(arguments), process)
-        self.asked.discard(folder)
+        self.stop_requested.discard(folder)
 
     def inside(self, path: Path) -> Path:
-        """Return the absolute path of what lies below the page's folder.
+        """Return the absolute path of a file or folder below the page's folder.
 
         Raises:
-            ConfigError: it does not.
+            ConfigError: it is not below it.
         """
-        found = (self.root / path).resolve()
-        if not found.is_relative_to(self.root):
+        absolute = (self.root / path).resolve()  # links may lead elsewhere
+        if not absolute.is_relative_to(self.root):
             raise ConfigError(f"{path} is not below {self.root}. Fix: another name, or folder= of the page.")
-        return found
+        return absolute
 
-    # -------------------------------------------------------------- what there is
+    # -------------------------------------------------------------- what the folder shows
 
     def views(self) -> list[RunView]:
         """Return all runs, the newest first."""
-        holders = self._holders()
+        holders = find_lock_holders()
         folders = dict.fromkeys([*self.started, *find_runs(self.root)])
         views = [self.view(folder, holders) for folder in folders]
-        return sorted(views, key=lambda view: (began(view.folder), view.name), reverse=True)
+        return sorted(views, key=lambda view: (start_time_of(view.folder), view.name), reverse=True)
 
     def view(self, folder: Path, holders: Mapping[int, int] | None = None) -> RunView:
         """Return a run as its files show it.
 
         Args:
-            holders: processes by the inode of the lock that they hold; None: look.
+            holders: the result of `find_lock_holders`; None asks for it here.
         """
-        holders = self._holders() if holders is None else holders
+        holders = find_lock_holders() if holders is None else holders
         name, started = str(folder.relative_to(self.root)), self.started.get(folder)
         outcome = None
         with suppress(OSError):  # a command that is refused removes its folder
-            outcome = self._outcome(folder, name) if folder.is_dir() else None
+            outcome = self._read_outcome(folder, name) if folder.is_dir() else None
+
+        # The command and its arguments.
         job = started.job if started else job_of(read_json(folder / RUN).get("command", ""))
-        arguments = outcome.overrides if outcome else started.arguments if started else ()
+        arguments: tuple[str, ...] = ()
+        if outcome:
+            arguments = outcome.overrides
+        elif started:
+            arguments = started.arguments
+
+        # A run is at work if this page's process lives, or another process holds the folder's lock.
         status = outcome.status if outcome else "failed"
         if (started is not None and started.process.poll() is None) or holders.get(inode_of(folder)):
-            rows = outcome.rows if outcome else ()
-            status = STOPPING if folder in self.asked else RUNNING if rows else STARTING
+            if folder in self.stop_requested:
+                status = STOPPING
+            else:
+                status = RUNNING if outcome and outcome.rows else STARTING
         elif status in (UNFINISHED, "no result"):
             status = KILLED
         steps = read_json(folder / IDENTITY).get("run", {}).get("steps", 0)
         return RunView(folder, name, job, status, arguments, steps, outcome)
 
-    def _outcome(self, folder: Path, name: str) -> Outcome:
-        """Read a run again where its files have changed. Reading a long one takes a share of the time."""
+    def _read_outcome(self, folder: Path, name: str) -> Outcome:
+        """Return a run's outcome, which is read again if its files have changed.
+
+        A long run is read more seldom, so that reading takes only a share of the time.
+        """
         stamp = tuple(stamp_of(folder / each) for each in (METRICS, RESULT, RUN))
-        before, now = self.seen.get(folder), time.monotonic()
+        before, now = self.outcomes.get(folder), time.monotonic()
         if before is not None and (before.stamp == stamp or now - before.at < SHARE * before.took):
             return before.outcome
         outcome = read_outcome(folder, name)
-        self.seen[folder] = Seen(stamp, outcome, now, time.monotonic() - now)
+        self.outcomes[folder] = ReadOutcome(stamp, outcome, now, time.monotonic() - now)
         return outcome
 
-    def _holders(self) -> dict[int, int]:
-        """Return the processes that hold locks on this machine, by the inode of the file."""
-        found = {}
-        with suppress(OSError):  # systems without /proc show the runs of their own page alone
-            for line in LOCKS.read_text().splitlines():
-                words = line.split()
-                if words[1] == "FLOCK" and int(words[4]) > 0:
-                    found[int(words[5].rpartition(":")[2])] = int(words[4])
-        return found
+
+def find_lock_holders() -> dict[int, int]:
+    """Return the ids of processes that hold locks on this machine, by the inode of the file."""
+    holders = {}
+    with suppress(OSError):  # a system without /proc only knows the runs that its own page has started
+        # A line is "1: FLOCK ADVISORY WRITE <pid> <major>:<minor>:<inode> 0 EOF".
+        for line in LOCKS.read_text().splitlines():
+            words = line.split()
+            if words[1] == "FLOCK" and int(words[4]) > 0:
+                holders[int(words[5].rpartition(":")[2])] = int(words[4])
+    return holders
 
 
 def find_runs(root: Path) -> Iterator[Path]:
-    """Yield the folders of runs; links are not followed, they may lead elsewhere."""
+    """Yield the folders of runs. Links are not followed, since they may lead elsewhere."""
     for place in PLACES:
         for path, folders, files in os.walk(root / place):
             if not {*MARKS, RUN}.isdisjoint(files):
@@ -262,12 +281,12 @@ def find_runs(root: Path) -> Iterator[Path]:
 
 
 def log_of(folder: Path) -> Path:
-    """Return the file of what a run's command prints: beside its folder, which a refused command removes."""
+    """Return the file of a command's output, which is beside its folder since a refused one removes that."""
     return folder.with_name(f"{folder.name}.log")
 
 
-def tail(path: Path, most: int = TAIL_BYTES) -> str:
-    """Return the last bytes of a file as text; nothing where there is none."""
+def read_tail(path: Path, most: int = TAIL_BYTES) -> str:
+    """Return the last bytes of a file as text; "" if there is no such file."""
     with suppress(OSError), path.open("rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - most))
         return file.read().decode(errors="replace")
@@ -275,7 +294,7 @@ def tail(path: Path, most: int = TAIL_BYTES) -> str:
 
 
 def job_of(command: str) -> str:
-    """Return the job of a command line of `run.json`; empty if it is none of the page's.
+    """Return the job of a command line of `run.json`; "" if it is none of the page's.
 
     >>> job_of("python -m experiments.train model=tiny"), job_of("rm -r outputs")
     ('train', '')
@@ -296,22 +315,23 @@ def is_command(pid: int) -> bool:
 
 
 def inode_of(folder: Path) -> int:
-    """Return the inode of a run's lock; 0 where it has none."""
+    """Return the inode of a run's lock; 0 if it has none."""
     with suppress(OSError):
         return (folder / LOCK).stat().st_ino
     return 0
 
 
 def stamp_of(path: Path) -> tuple[int, int]:
-    """Return the time of a file's last change and its size; zeros where it is not there."""
+    """Return the time of a file's last change and its size; zeros if there is no such file."""
     with suppress(OSError):
-        found = path.stat()
-        return found.st_mtime_ns, found.st_size
+        status = path.stat()
+        return status.st_mtime_ns, status.st_size
     return 0, 0
 
 
-def began(folder: Path) -> float:
-    """Return when a run began: its arguments are written once; a command that was refused has a log alone."""
+def start_time_of(folder: Path) -> float:
+    """Return the time at which a run began."""
+    # A run's arguments are written once, at its start. A command that was refused has left only a log.
     for path in (folder / OVERRIDES, folder, log_of(folder)):
         with suppress(OSError):
             return path.stat().st_mtime

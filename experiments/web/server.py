@@ -22,8 +22,8 @@ from experiments.web.runs import Runs
 from fnshard.errors import MissingExtraError
 
 HOST = "127.0.0.1"
-LOCK = "web.lock"  # of the folder that a page serves
-# All that a browser loads comes from here: the page works without a network, and tells nobody its address.
+LOCK = "web.lock"  # the lock of the folder that a page serves
+# A browser loads everything from here, so the page works without a network and tells nobody its address.
 POLICY = (
     "default-src 'self' data: blob:; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; "
     "style-src 'self' 'unsafe-inline'; connect-src 'self'; frame-ancestors 'none'; base-uri 'self'"
@@ -37,10 +37,10 @@ ASGI = Callable[
 
 
 def serve(config: WebConfig) -> None:
-    """Serve the page of a folder until this process is ended; its runs go on.
+    """Serve the page of a folder until this process is ended. Its runs go on.
 
     Raises:
-        ConfigError: no such folder, or one that another page serves; a port that is taken.
+        ConfigError: there is no such folder, another page serves it, or the port is taken.
         MissingExtraError: NiceGUI is not installed.
     """
     folder = Path(config.folder).resolve()
@@ -62,12 +62,14 @@ def serve(config: WebConfig) -> None:
             fix = "pip install 'fnshard[web]'"
             raise MissingExtraError(f"{error.name} is not installed. Fix: {fix}.") from error
 
+        # The runs of the folder, and the process that predicts.
         os.chdir(folder)  # paths of a configuration mean what they mean to its command
         port, token = listening.getsockname()[1], secrets.token_urlsafe(24)
         runs, predictor = Runs(folder), Predictor(config.patience_s)
         stack.callback(predictor.close)
         threading.Thread(target=predictor.prepare, daemon=True).start()  # the page need not wait for it
 
+        # The page lies below a random token, which the guard demands of each request.
         app = FastAPI(openapi_url=None)
         build_page(runs, predictor, config.refresh_s)
         ui.run_with(
@@ -78,7 +80,7 @@ def serve(config: WebConfig) -> None:
         settings = uvicorn.Config(
             Guard(app, token, port), log_level="warning", lifespan="on", timeout_graceful_shutdown=1
         )
-        # Uvicorn ends well when it is told to, and then sends itself the signal once more.
+        # Uvicorn shuts down on a signal, and then sends the signal to this process once more.
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         try:
             uvicorn.Server(settings).run(sockets=[listening])
@@ -93,23 +95,23 @@ def listen(port: int) -> socket.socket:
     Raises:
         ConfigError: the port is taken.
     """
-    found = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one that was just given back is free
+    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that was just given back is free
     try:
-        found.bind((HOST, port))
-        found.listen()
+        listening.bind((HOST, port))
+        listening.listen()
     except OSError as error:
-        found.close()
+        listening.close()
         raise ConfigError(f"port={port}: {error.strerror}. Fix: port=0 takes one that is free.") from None
-    return found
+    return listening
 
 
 @dataclass(frozen=True)
 class Guard:
     """An application in front of the page.
 
-    A request without the token gets 404, and so does one that calls this machine by another name, as a page
-    of others does whose name they have led here.
+    A request without the token gets 404. So does one that calls this machine by another name, which a foreign
+    page may have made to point here (DNS rebinding).
     """
 
     app: ASGI
@@ -117,7 +119,7 @@ class Guard:
     port: int
 
     async def __call__(self, scope: Mapping[str, Any], receive: Any, send: Any) -> None:
-        """Answer, or pass on with the headers that keep a browser here."""
+        """Refuse a request, or pass it on and add headers that forbid a browser to load from elsewhere."""
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
             return
@@ -140,12 +142,12 @@ class Guard:
         origin = headers.get(b"origin")
         is_own = origin is None or origin in [f"http://{name}" for name in names]
         first = scope["path"].removeprefix("/").partition("/")[0]
-        known = secrets.compare_digest(first.encode(), self.token.encode())
-        return known and is_own and headers.get(b"host") in names
+        has_token = secrets.compare_digest(first.encode(), self.token.encode())
+        return has_token and is_own and headers.get(b"host") in names
 
 
 async def refuse(scope: Mapping[str, Any], receive: Any, send: Any) -> None:
-    """Answer that there is nothing."""
+    """Answer that nothing was found."""
     if scope["type"] == "websocket":
         await receive()
         await send({"type": "websocket.close", "code": 1008})

@@ -352,7 +352,7 @@ def test_files_of_a_run_are_read_again_when_they_change(runs):
     (again,) = runs.views()
     assert again.outcome is first.outcome
     leave_run(folder, status="ok", loss=1.0)
-    runs.seen[folder].took = 0.0
+    runs.outcomes[folder].took = 0.0
     assert [view.status for view in runs.views()] == ["ok"]
     assert list(find_runs(runs.root)) == [folder]
 
